@@ -1,0 +1,71 @@
+"""Tiers: how much a round drafts. The only static that differs between a round's executables.
+
+Standard library only; every other part of jaxspec may import this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Tier:
+    """A shape of the draft tree.
+
+    Attributes:
+      depth: longest draft in tokens; 0 means no drafting (plain decoding).
+      topk: children that each expanded node proposes; 1 makes a chain.
+      num_nodes: nodes the target verifies, the root (the last committed token) included.
+        0 stands for the default: depth + 1 for a chain; a tree must name it.
+
+    Raises:
+      ValueError: a shape that no draft can fill; the message names both values.
+    """
+
+    depth: int = 0
+    topk: int = 1
+    num_nodes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "topk", "num_nodes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"Tier.{name} must be an int, got {value!r}")
+        if self.depth < 0:
+            raise ValueError(f"Tier.depth must be at least 0, got {self.depth}")
+        if self.topk < 1:
+            raise ValueError(f"Tier.topk must be at least 1, got {self.topk}")
+        if self.depth == 0 and (self.topk != 1 or self.num_nodes not in (0, 1)):
+            raise ValueError(f"a tier of depth 0 has topk 1 and num_nodes 1, got topk {self.topk}, num_nodes {self.num_nodes}")
+        if self.num_nodes == 0:
+            if self.topk > 1:
+                raise ValueError(f"a tree (topk {self.topk}) needs num_nodes; the largest here is {self.max_nodes}")
+            object.__setattr__(self, "num_nodes", self.depth + 1)
+        if not self.depth + 1 <= self.num_nodes <= self.max_nodes:
+            raise ValueError(
+                f"Tier.num_nodes must lie between depth + 1 = {self.depth + 1} and {self.max_nodes} "
+                f"for topk {self.topk}, got {self.num_nodes}"
+            )
+
+    @property
+    def max_nodes(self) -> int:
+        """Root, k first candidates, and k*k candidates a further level (EAGLE-2's candidate set)."""
+        return 1 + (self.topk + (self.depth - 1) * self.topk**2 if self.depth else 0)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.topk == 1
+
+    @property
+    def name(self) -> str:
+        """Short and stable, for tables and metrics: "off", "chain-3", "tree-5x4/16"."""
+        if self.depth == 0:
+            return "off"
+        return f"chain-{self.depth}" if self.is_chain else f"tree-{self.depth}x{self.topk}/{self.num_nodes}"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+#: Plain decoding.
+PLAIN = Tier(0)
