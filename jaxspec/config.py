@@ -1,0 +1,177 @@
+"""What a user can configure, validated once, here.
+
+Every message names the field, the value given and the values allowed. Must not import JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxspec.tier import Tier
+
+Verification = Literal["coupled", "rejection"]
+DRAFTERS = ("none", "eagle3", "ngram", "draft_model")
+_MAX_DEPTH = 32
+
+
+def _integer(owner: str, name: str, value: Any, low: int, high: int | None = None) -> None:
+    bounds = f"an int of at least {low}" if high is None else f"an int in [{low}, {high}]"
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        raise ValueError(f"{owner}.{name} must be {bounds}, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculationConfig:
+    """How much to draft, and how drafts are verified.
+
+    Attributes:
+      policy: "adaptive" (chosen round by round), "static", "off", or the path of an
+        SGLang-style JSON. None: "static" where `depth` is given, else "adaptive".
+      depth: draft tokens of the static tier.
+      topk: candidates a node; 1 drafts chains, more drafts EAGLE-2's dynamic tree.
+      num_nodes: nodes verified a round, root included; needed for trees.
+      candidate_steps: depths that the adaptive policy chooses among (0 is always added).
+      verification: "coupled" (default: same seed, same tokens as plain decoding) or
+        "rejection" (Leviathan et al. 2023; same distribution).
+      ngram_min, ngram_max: shortest and longest suffix that the n-gram drafter matches.
+
+    Raises:
+      ValueError: see each field.
+    """
+
+    policy: str | None = None
+    depth: int | None = None
+    topk: int = 1
+    num_nodes: int | None = None
+    candidate_steps: tuple[int, ...] | None = None
+    verification: Verification = "coupled"
+    ngram_min: int = 1
+    ngram_max: int = 4
+
+    def __post_init__(self) -> None:
+        me = "SpeculationConfig"
+        if self.policy is not None and not isinstance(self.policy, str | Path):
+            raise ValueError(f"{me}.policy must be 'adaptive', 'static', 'off' or a path, got {self.policy!r}")
+        if self.depth is not None:
+            _integer(me, "depth", self.depth, 0, _MAX_DEPTH)
+        _integer(me, "topk", self.topk, 1, 64)
+        if self.num_nodes is not None:
+            _integer(me, "num_nodes", self.num_nodes, 1, 1024)
+        if self.verification not in ("coupled", "rejection"):
+            raise ValueError(f"{me}.verification must be 'coupled' or 'rejection', got {self.verification!r}")
+        _integer(me, "ngram_min", self.ngram_min, 1, 16)
+        _integer(me, "ngram_max", self.ngram_max, 1, 16)
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(f"{me}.ngram_min {self.ngram_min} exceeds ngram_max {self.ngram_max}")
+        if self.candidate_steps is not None:
+            steps = tuple(self.candidate_steps)
+            for step in steps:
+                _integer(me, "candidate_steps", step, 0, _MAX_DEPTH)
+            if not steps:
+                raise ValueError(f"{me}.candidate_steps must hold at least one depth, got {self.candidate_steps!r}")
+            object.__setattr__(self, "candidate_steps", tuple(sorted(set(steps))))
+            if self.resolved_policy == "static":
+                raise ValueError(
+                    f"{me}.candidate_steps {steps} belongs to the adaptive policy, but depth {self.depth} "
+                    "asks for a static tier; give one of the two"
+                )
+        if self.resolved_policy == "static":
+            self.tier(self.depth if self.depth is not None else 3)
+        elif self.topk > 1 and self.num_nodes is None and self.resolved_policy != "off":
+            raise ValueError(f"{me}.topk {self.topk} drafts trees and needs num_nodes, got None")
+
+    @property
+    def resolved_policy(self) -> str:
+        """The policy with its default filled in."""
+        if self.policy is None:
+            return "static" if self.depth is not None else "adaptive"
+        return str(self.policy)
+
+    def tier(self, depth: int) -> Tier:
+        """The tier of `depth` draft tokens under this configuration's topk and num_nodes.
+
+        Raises:
+          ValueError: num_nodes cannot be filled by, or cannot hold, such a draft.
+        """
+        if depth == 0:
+            return Tier(0)
+        shape = Tier(depth, self.topk, self.num_nodes or 0) if self.topk == 1 or self._fits(depth) else None
+        if shape is None:
+            largest = 1 + self.topk + (depth - 1) * self.topk**2
+            return Tier(depth, self.topk, min(max(self.num_nodes or 0, depth + 1), largest))
+        return shape
+
+    def _fits(self, depth: int) -> bool:
+        # A static tree states its own size, so a wrong one is an error; candidates of an
+        # adaptive set share num_nodes, which shallow trees cannot fill.
+        return self.resolved_policy == "static"
+
+    @classmethod
+    def of(cls, value: SpeculationConfig | Mapping[str, Any] | None) -> SpeculationConfig:
+        """Accepts the config itself, a dict with its fields, or None for the default."""
+        if value is None:
+            return cls()
+        if isinstance(value, SpeculationConfig):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(f"speculation must be a SpeculationConfig or a dict, got {type(value).__name__}")
+        names = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(value) - names)
+        if unknown:
+            raise ValueError(f"speculation has unknown fields {unknown}; known are {sorted(names)}")
+        return cls(**value)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of the engine.
+
+    Attributes:
+      max_batch_size: requests decoded together (device slots).
+      max_seq_len: longest prompt plus output in tokens; None: the model's context, at most 2048.
+      page_size: tokens a page of the KV pool.
+      num_pages: pages of the pool; None: enough for max_batch_size full sequences.
+      prefill_chunk: prompt tokens computed between two rounds.
+      dtype: "float32", "bfloat16" or None: float32 on CPU, bfloat16 on accelerators.
+      seed: base of the seeds of requests that bring none.
+      enable_prefix_caching: reuse the pages of equal prompt prefixes.
+      compile_cache: True keeps compiled executables in the user's cache directory, a path
+        keeps them there, False keeps none.
+
+    Raises:
+      ValueError: a value out of range.
+    """
+
+    max_batch_size: int = 8
+    max_seq_len: int | None = None
+    page_size: int = 64
+    num_pages: int | None = None
+    prefill_chunk: int = 256
+    dtype: str | None = None
+    seed: int = 0
+    enable_prefix_caching: bool = True
+    compile_cache: bool | str | Path = True
+
+    def __post_init__(self) -> None:
+        me = "EngineConfig"
+        _integer(me, "max_batch_size", self.max_batch_size, 1, 1024)
+        if self.max_seq_len is not None:
+            _integer(me, "max_seq_len", self.max_seq_len, 2)
+        _integer(me, "page_size", self.page_size, 1, 1024)
+        if self.num_pages is not None:
+            _integer(me, "num_pages", self.num_pages, 1)
+        _integer(me, "prefill_chunk", self.prefill_chunk, 1)
+        _integer(me, "seed", self.seed, 0, 2**32 - 1)
+        if self.dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"{me}.dtype must be 'float32', 'bfloat16' or None, got {self.dtype!r}")
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Padded batch sizes: powers of two up to max_batch_size, and that size itself."""
+        sizes = [1]
+        while sizes[-1] * 2 < self.max_batch_size:
+            sizes.append(sizes[-1] * 2)
+        return tuple(dict.fromkeys([*sizes, self.max_batch_size]))
