@@ -1,0 +1,409 @@
+"""Scheduler policy, one rule at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxspec.request import FinishReason, Request, RequestStatus, SamplingParams
+from jaxspec.scheduling import Plan, Scheduler, SchedulerConfig
+
+
+def make(**changes: int) -> Scheduler:
+    """16 pages of 4 tokens, rounds of up to 3 tokens."""
+    config: dict[str, Any] = {
+        "max_batch_size": 4,
+        "num_pages": 16,
+        "page_size": 4,
+        "max_pages_per_seq": 11,
+        "max_seq_len": 40,
+        "max_growth": 3,
+        "prefill_chunk": 8,
+    }
+    return Scheduler(SchedulerConfig(**{**config, **changes}), clock=lambda: 5.0)
+
+
+def make_request(name: str, prompt: int | list[int] = 4, max_tokens: int = 8, priority: int = 0) -> Request:
+    tokens = prompt if isinstance(prompt, list) else [ord(name[0])] * prompt
+    return Request(name, tokens, SamplingParams(max_tokens=max_tokens), seed=0, priority=priority)
+
+
+def step(scheduler: Scheduler, growth: int = 3) -> Plan:
+    plan = scheduler.plan()
+    scheduler.dispatched(plan, growth)
+    return plan
+
+
+def prefilled(scheduler: Scheduler, *requests: Request) -> None:
+    """Adds requests and brings them to their first token, growing nobody."""
+    for request in requests:
+        scheduler.add(request)
+        while request.status is not RequestStatus.RUNNING:
+            chunk = scheduler._next_chunk(admit=True)
+            assert chunk is not None and chunk.request is request
+            scheduler.dispatched(Plan(chunk, (), ()))
+        assert scheduler.commit(request, request.epoch, [1])
+
+
+# Boundary.
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (make_request("a", prompt=0), "prompt must hold at least 1 token, got 0"),
+        (make_request("a", prompt=40), "shorter than max_seq_len = 40 tokens, got 40"),
+        (make_request("a", prompt=30, max_tokens=11), r"max_seq_len = 40, got 30 \+ 11 = 41"),
+    ],
+)
+def test_add_refuses_what_can_never_run(request_: Request, message: str):
+    scheduler = make()
+    with pytest.raises(ValueError, match=message):
+        scheduler.add(request_)
+    assert not scheduler.has_work and scheduler.plan().empty
+    assert scheduler.stats.free_pages == 16
+
+
+def test_add_refuses_what_the_pool_can_never_hold():
+    scheduler = make(num_pages=5)
+    with pytest.raises(ValueError, match=r"10 \+ 8 \+ 3 tokens need 6 pages of 4, but num_pages = 5"):
+        scheduler.add(make_request("a", prompt=10))
+    scheduler.add(make_request("a", prompt=9))
+
+
+def test_add_refuses_a_second_live_request_of_the_same_id():
+    scheduler = make()
+    scheduler.add(make_request("a"))
+    with pytest.raises(ValueError, match="unique among live requests, got 'a' again"):
+        scheduler.add(make_request("a"))
+    assert scheduler.abort("a")
+    scheduler.add(make_request("a"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_pages": 0}, "num_pages must be an integer of at least 1, got 0"),
+        ({"prefix_lookahead": -1}, "prefix_lookahead must be an integer of at least 0, got -1"),
+        ({"max_growth": True}, "max_growth must be an integer of at least 1, got True"),
+        ({"max_pages_per_seq": 10}, "max_pages_per_seq must hold .* 43 tokens, got 10 pages of 4"),
+    ],
+)
+def test_config_names_field_and_both_values(changes: dict[str, int], message: str):
+    with pytest.raises(ValueError, match=message):
+        make(**changes)
+
+
+# Prefill.
+
+
+def test_long_prompt_is_prefilled_in_chunks_and_decodes_from_the_next_plan_on():
+    scheduler = make()
+    request = make_request("a", prompt=18)
+    scheduler.add(request)
+    chunks = [step(scheduler).prefill for _ in range(3)]
+    assert [(c.start, c.end, c.is_first, c.is_last) for c in chunks if c] == [
+        (0, 8, True, False),
+        (8, 16, False, False),
+        (16, 18, False, True),
+    ]
+    assert request.status is RequestStatus.RUNNING and request.in_flight == [0] and request.num_computed == 18
+    assert all(c and c.page_table == tuple(request.pages) for c in chunks)
+    assert len(request.pages) == 6, "18 tokens and a round of 3"
+    plan = step(scheduler)
+    assert plan.prefill is None and [row.request for row in plan.decode] == [request]
+
+
+def test_decode_rounds_run_beside_the_prefill_of_others():
+    scheduler = make()
+    prefilled(scheduler, make_request("a"))
+    scheduler.add(make_request("b", prompt=12))
+    plan = step(scheduler)
+    assert plan.prefill is not None and plan.prefill.request.request_id == "b"
+    assert [row.request.request_id for row in plan.decode] == ["a"]
+
+
+def test_queue_is_ordered_by_priority_then_arrival():
+    scheduler = make()
+    for name, priority, arrival in [("a", 0, 2.0), ("b", 0, 1.0), ("c", -1, 3.0), ("d", 0, 2.0)]:
+        request = make_request(name, priority=priority)
+        request.arrival_time = arrival
+        scheduler.add(request)
+    order = [plan.prefill.request.request_id for plan in [step(scheduler) for _ in range(4)] if plan.prefill]
+    assert order == ["c", "b", "a", "d"]
+
+
+def test_admission_waits_for_a_slot():
+    scheduler = make(max_batch_size=1)
+    a, b = make_request("a"), make_request("b")
+    prefilled(scheduler, a)
+    scheduler.add(b)
+    assert step(scheduler).prefill is None and scheduler.stats.waiting == 1
+    scheduler.finish(a, FinishReason.STOP)
+    plan = step(scheduler)
+    assert plan.prefill is not None and plan.prefill.request is b and plan.prefill.slot == 0
+
+
+def test_admission_leaves_a_page_for_each_running_request():
+    scheduler = make(num_pages=6, enable_prefix_caching=False)
+    a, b = make_request("a", prompt=5), make_request("b", prompt=13)  # 2 pages and 4 pages
+    prefilled(scheduler, a)
+    scheduler.add(b)
+    assert step(scheduler, growth=1).prefill is None
+    scheduler.finish(a, FinishReason.STOP)
+    assert step(scheduler).prefill is not None
+
+
+def test_a_request_that_does_not_fit_is_not_looked_up_again_before_pages_are_released(monkeypatch: pytest.MonkeyPatch):
+    scheduler = make(num_pages=8)
+    a = make_request("a", prompt=13, max_tokens=10)
+    prefilled(scheduler, a)
+    scheduler.add(make_request("b", prompt=17))
+    lookups: list[int] = []
+    match = scheduler.prefix_cache.match
+    monkeypatch.setattr(scheduler.prefix_cache, "match", lambda tokens: lookups.append(len(tokens)) or match(tokens))
+    for _ in range(5):
+        assert step(scheduler, growth=1).prefill is None
+    assert lookups == [17]
+    scheduler.finish(a, FinishReason.STOP)
+    assert step(scheduler).prefill is not None and lookups == [17, 17]
+
+
+def test_head_of_the_queue_is_not_overtaken():
+    scheduler = make(num_pages=8, enable_prefix_caching=False)
+    a = make_request("a", prompt=13)
+    prefilled(scheduler, a)
+    scheduler.add(make_request("b", prompt=17))  # 5 pages of 4
+    scheduler.add(make_request("c", prompt=1))
+    assert step(scheduler).prefill is None
+    scheduler.finish(a, FinishReason.STOP)
+    plan = step(scheduler)
+    assert plan.prefill is not None and plan.prefill.request.request_id == "b"
+
+
+# Decode.
+
+
+def test_pages_are_reserved_for_the_upper_bound_of_the_length():
+    scheduler = make()
+    request = make_request("a", prompt=4, max_tokens=30)
+    prefilled(scheduler, request)
+    assert len(request.pages) == 2  # 4 + 3 tokens
+    first, second = step(scheduler, growth=3), step(scheduler, growth=1)
+    assert (first.decode[0].new_pages, first.decode[0].page_index) == ((), 2)
+    assert len(request.pages) == 3 and second.decode[0].page_index == 2, "4 known + 3 in flight + 3 to come"
+    assert second.decode[0].new_pages == (request.pages[2],)
+    assert request.in_flight == [3, 1]
+    assert scheduler.commit(request, request.epoch, [1])
+    assert (request.num_computed, request.in_flight, request.num_tokens) == (5, [1], 6)
+
+
+def test_reservation_stops_at_what_max_tokens_can_need():
+    scheduler = make()
+    request = make_request("a", prompt=4, max_tokens=5)  # 4 + 5 + 3 = 12 tokens: 3 pages
+    prefilled(scheduler, request)
+    for _ in range(4):
+        assert step(scheduler, growth=3).decode
+    assert len(request.pages) == 3
+
+
+def test_a_row_whose_rounds_in_flight_suffice_is_left_out():
+    scheduler = make()
+    request = make_request("a", max_tokens=3)
+    prefilled(scheduler, request)  # one token known
+    assert [len(step(scheduler, growth=1).decode) for _ in range(3)] == [1, 1, 0]
+    assert scheduler.has_work
+
+
+def test_a_single_token_needs_no_round():
+    scheduler = make()
+    request = make_request("a", max_tokens=1)
+    scheduler.add(request)
+    assert step(scheduler).prefill is not None
+    assert step(scheduler).empty
+    assert scheduler.commit(request, request.epoch, [3])
+    assert request.output_token_ids == [3] and request.metrics.first_token_time == 5.0
+
+
+# Preemption.
+
+
+def tight() -> tuple[Scheduler, Request, Request]:
+    """Two running requests that hold all 6 pages; the next growth of either needs one more."""
+    scheduler = make(num_pages=6, page_size=2, max_pages_per_seq=22, max_growth=2)
+    a, b = make_request("a", prompt=4, max_tokens=6), make_request("b", prompt=2, max_tokens=6)
+    prefilled(scheduler, a)  # 3 pages
+    prefilled(scheduler, b)  # 2 pages, and one in reserve
+    return scheduler, a, b
+
+
+def test_the_youngest_is_preempted_and_resumes_with_its_outputs():
+    scheduler, a, b = tight()
+    plan = step(scheduler, growth=2)
+    assert [row.request for row in plan.decode] == [a, b] and b.pages
+    plan = step(scheduler, growth=2)  # a takes the last free page; b asks for one more and is itself the youngest
+    assert plan.preempted == (b,) and [row.request for row in plan.decode] == [a]
+    assert (b.status, b.slot, b.pages, b.in_flight, b.epoch) == (RequestStatus.WAITING, None, [], [], 1)
+    assert not scheduler.commit(b, 0, [7, 7]), "the round in flight belongs to an older epoch"
+    assert b.output_token_ids == [1] and b.metrics.preemptions == scheduler.stats.preemptions == 1
+    assert scheduler.abort("a")
+    plan = step(scheduler)
+    chunk = plan.prefill
+    assert chunk is not None and chunk.request is b and chunk.is_first and chunk.is_last
+    assert chunk.end == 3, "prompt of 2 and the output known"
+    assert scheduler.commit(b, 1, [8]) and b.output_token_ids == [1, 8] and b.num_computed == 3
+
+
+def test_nothing_is_admitted_in_a_plan_that_preempted():
+    scheduler = make(num_pages=9, page_size=2, max_pages_per_seq=22, max_growth=2, enable_prefix_caching=False)
+    a, b = make_request("a", prompt=2, max_tokens=12), make_request("b", prompt=2, max_tokens=12)
+    prefilled(scheduler, a, b)
+    while not (plan := step(scheduler, growth=2)).preempted:
+        assert not plan.empty
+    assert plan.preempted == (b,) and plan.prefill is None
+    assert scheduler.stats.free_pages == 4, "enough for b's 3 known tokens, a round, and a page for a"
+    while a.in_flight:
+        scheduler.commit(a, a.epoch, [1])  # a turns out short and needs no page
+    plan = scheduler.plan()
+    assert plan.prefill is not None and plan.prefill.request is b
+
+
+def test_a_lower_priority_loses_before_a_later_arrival():
+    scheduler = make(num_pages=9, page_size=2, max_pages_per_seq=22, max_growth=2, enable_prefix_caching=False)
+    low = make_request("l", prompt=2, max_tokens=9, priority=1)
+    first, second = make_request("f", prompt=2, max_tokens=9), make_request("s", prompt=2, max_tokens=9)
+    prefilled(scheduler, low, first, second)
+    preempted: list[Request] = []
+    while not preempted:
+        preempted += step(scheduler, growth=2).preempted
+    assert preempted == [low]
+    assert scheduler.stats.waiting == 1 and first.pages and second.pages
+
+
+def test_preempted_request_goes_before_later_arrivals():
+    scheduler, a, b = tight()
+    scheduler.add(make_request("c", prompt=1, max_tokens=2))
+    step(scheduler, growth=2)
+    step(scheduler, growth=2)
+    assert b.status is RequestStatus.WAITING
+    scheduler.finish(a, FinishReason.STOP)
+    plan = step(scheduler)
+    assert plan.prefill is not None and plan.prefill.request is b
+
+
+def test_cached_pages_are_evicted_before_anybody_is_preempted():
+    scheduler = make(num_pages=6)
+    old = make_request("o", prompt=12, max_tokens=2)
+    prefilled(scheduler, old)
+    scheduler.finish(old, FinishReason.STOP)
+    assert (scheduler.stats.cached_pages, scheduler.stats.free_pages) == (3, 3)
+    request = make_request("a", prompt=4, max_tokens=14)
+    prefilled(scheduler, request)
+    for _ in range(6):
+        assert not step(scheduler).preempted
+    assert len(request.pages) == 6 and scheduler.stats.cached_pages == 0
+
+
+# The end.
+
+
+def test_finish_frees_at_once_and_drops_what_is_in_flight():
+    scheduler = make(enable_prefix_caching=False)
+    request = make_request("a")
+    prefilled(scheduler, request)
+    row = step(scheduler).decode[0]
+    scheduler.finish(request, FinishReason.STOP)
+    assert request.finished and request.finish_reason is FinishReason.STOP
+    assert scheduler.stats.free_pages == 16 and not scheduler.has_work
+    assert not scheduler.commit(request, row.epoch, [2]) and request.output_token_ids == [1]
+    assert request.metrics.finished_time == 5.0 and request.metrics.output_tokens == 1
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])  # waiting, prefilling, running
+def test_abort_at_any_time_returns_everything(steps: int):
+    scheduler = make(enable_prefix_caching=False)
+    request = make_request("a", prompt=12)
+    scheduler.add(request)
+    for _ in range(steps):
+        step(scheduler)
+    assert scheduler.abort("a") and not scheduler.abort("a")
+    assert request.finish_reason is FinishReason.ABORT
+    assert scheduler.stats.free_pages == 16 and not scheduler.has_work and scheduler.plan().empty
+
+
+def test_a_request_aborted_between_plan_and_dispatch_stays_out():
+    scheduler = make()
+    running, prefilling = make_request("a"), make_request("b", prompt=12)
+    prefilled(scheduler, running)
+    scheduler.add(prefilling)
+    plan = scheduler.plan()
+    assert scheduler.abort("a") and scheduler.abort("b")
+    scheduler.dispatched(plan, 3)
+    assert running.in_flight == [] and prefilling.num_computed == 0 and scheduler.plan().empty
+
+
+# Prefix reuse.
+
+
+def test_prompt_pages_are_reused_while_the_first_request_still_runs():
+    scheduler = make()
+    prompt = list(range(10))
+    first, second = make_request("a", prompt), make_request("b", [*prompt[:9], 99])
+    prefilled(scheduler, first)
+    scheduler.add(second)
+    chunk = step(scheduler).prefill
+    assert chunk is not None and (chunk.start, chunk.end, chunk.is_first) == (8, 10, True)
+    assert second.pages[:2] == first.pages[:2] and not set(second.pages[2:]) & set(first.pages)
+    assert second.metrics.cached_prompt_tokens == 8
+    assert (scheduler.stats.prefix_hits, scheduler.stats.prefix_queries) == (8, 20)
+
+
+def reused(scheduler: Scheduler, tokens: list[int]) -> int:
+    """Tokens that a request with this prompt finds."""
+    request = make_request("probe", tokens, max_tokens=1)
+    scheduler.add(request)
+    chunk = step(scheduler).prefill
+    assert chunk is not None
+    scheduler.abort("probe")
+    return chunk.start
+
+
+@pytest.mark.parametrize(("cacheable", "hit"), [(True, 8), (False, 4)])
+def test_generated_pages_are_reused_after_the_end_unless_forbidden(cacheable: bool, hit: int):
+    scheduler = make()
+    request = make_request("a", [1, 2, 3, 4, 5])
+    prefilled(scheduler, request)
+    for _ in range(2):
+        step(scheduler, growth=2)
+        assert scheduler.commit(request, 0, [6, 7])
+    request.cacheable_generated = cacheable
+    scheduler.finish(request, FinishReason.LENGTH)  # 5 + 5 tokens, the last one's keys and values not written
+    assert reused(scheduler, [*request.token_ids, 9, 9, 9]) == hit
+
+
+def test_lookahead_holds_back_the_page_whose_next_token_is_unknown():
+    scheduler = make(prefix_lookahead=1)
+    request = make_request("a", [1, 2, 3, 4, 5, 6, 7, 8])
+    scheduler.add(request)
+    step(scheduler)
+    assert request.num_cached_pages == 1
+    assert scheduler.commit(request, 0, [9])
+    scheduler.finish(request, FinishReason.STOP)
+    assert reused(scheduler, [1, 2, 3, 4, 5, 6, 7, 8, 9, 1]) == 8
+    assert reused(scheduler, [1, 2, 3, 4, 5, 6, 7, 8, 1, 1]) == 4
+
+
+def test_nothing_is_reused_without_prefix_caching():
+    scheduler = make(enable_prefix_caching=False)
+    prefilled(scheduler, make_request("a", prompt=9))
+    assert reused(scheduler, [ord("a")] * 9) == 0
+
+
+def test_nothing_is_reused_after_a_failure():
+    scheduler = make()
+    request = make_request("a", prompt=9)
+    prefilled(scheduler, request)
+    scheduler.finish(request, FinishReason.ERROR)
+    assert scheduler.stats.free_pages == 16
+    assert reused(scheduler, [ord("a")] * 9) == 0

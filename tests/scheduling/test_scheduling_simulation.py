@@ -1,0 +1,236 @@
+"""The scheduler against a device that keeps the true lengths and the contents of every page.
+
+The device runs a step when it is dispatched; the host sees the results one step later. Tokens are a function of
+(seed, position), as in the engine, so that a resumed request must continue with the very same outputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+
+import pytest
+
+from jaxspec.request import FinishReason, Request, RequestStatus, SamplingParams
+from jaxspec.scheduling import DecodeRow, Plan, PrefillChunk, Scheduler, SchedulerConfig
+
+
+def token_at(seed: int, position: int) -> int:
+    return random.Random(seed * 1_000_003 + position).randrange(50)
+
+
+@dataclasses.dataclass
+class Slot:
+    request: Request
+    table: list[int]
+    tokens: list[int]  # true tokens, the pending root last
+    length: int = 0
+
+
+class Device:
+    """Slots and a pool. `pool` holds tokens, `drafter` pairs of tokens as an EAGLE drafter's cache would."""
+
+    def __init__(self, config: SchedulerConfig, rng: random.Random) -> None:
+        self.config, self.rng = config, rng
+        self.slots: dict[int, Slot] = {}
+        self.pool: dict[tuple[int, int], int] = {}
+        self.drafter: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def _address(self, slot: Slot, position: int) -> tuple[int, int] | None:
+        index, offset = divmod(position, self.config.page_size)
+        page = slot.table[index] if index < len(slot.table) else self.config.num_pages
+        return None if page == self.config.num_pages else (page, offset)
+
+    def _write(self, slot: Slot, start: int, end: int, *, drafter: bool = True) -> None:
+        last_useful = len(slot.request.prompt_token_ids) + slot.request.params.max_tokens
+        for position in range(start, end):
+            address = self._address(slot, position)
+            if address is None:
+                assert position >= last_useful, f"position {position} has no page, useful are {last_useful}"
+                continue
+            self.pool[address] = slot.tokens[position]
+            pair = slot.tokens[position : position + 2]
+            self.drafter.pop(address, None)
+            if drafter and len(pair) == 2:
+                self.drafter[address] = (pair[0], pair[1])
+
+    def _check(self, slot: Slot, end: int, *, drafter: bool = False) -> None:
+        for position in range(end):
+            address = self._address(slot, position)
+            assert address is not None and self.pool.get(address) == slot.tokens[position], (position, end, address)
+            if drafter:
+                assert self.drafter.get(address) == tuple(slot.tokens[position : position + 2]), position
+
+    def prefill(self, chunk: PrefillChunk) -> list[int]:
+        config, request = self.config, chunk.request
+        if chunk.is_first:
+            table = list(chunk.page_table) + [config.num_pages] * (config.max_pages_per_seq - len(chunk.page_table))
+            assert len(table) == config.max_pages_per_seq
+            slot = self.slots[chunk.slot] = Slot(request, table, request.token_ids)
+            self._check(slot, chunk.start, drafter=config.prefix_lookahead > 0)
+        slot = self.slots[chunk.slot]
+        assert slot.request is request and list(chunk.page_table) == slot.table[: len(chunk.page_table)]
+        assert 0 < chunk.end - chunk.start <= config.prefill_chunk and chunk.is_last == (chunk.end == len(slot.tokens))
+        if chunk.is_last:
+            slot.tokens.append(token_at(request.seed, chunk.end))
+        self._write(slot, chunk.start, chunk.end)
+        slot.length = chunk.end
+        return slot.tokens[chunk.end :] if chunk.is_last else []
+
+    def decode(self, row: DecodeRow, growth: int, *, drafter: bool) -> list[int]:
+        slot = self.slots[row.slot]
+        assert slot.request is row.request and len(row.new_pages) <= self.config.growth_pages
+        for index, page in enumerate(row.new_pages, row.page_index):
+            assert slot.table[index] == self.config.num_pages
+            slot.table[index] = page
+        useful = len(row.request.prompt_token_ids) + row.request.params.max_tokens
+        self._check(slot, min(slot.length, useful))
+        gained = self.rng.randint(1, growth)
+        first = len(slot.tokens)
+        slot.tokens += [token_at(row.request.seed, first + i) for i in range(gained)]
+        self._write(slot, slot.length, slot.length + gained, drafter=drafter)
+        slot.length += gained
+        assert slot.length == len(slot.tokens) - 1
+        return slot.tokens[first:]
+
+
+class Simulation:
+    """An engine without a model: random arrivals, tiers, stops, aborts and failures."""
+
+    def __init__(self, seed: int, *, lookahead: int, caching: bool, hostile: bool) -> None:
+        self.rng = rng = random.Random(seed)
+        page_size, max_growth, max_seq_len = rng.choice([1, 2, 4]), rng.randint(1, 6), rng.choice([24, 40])
+        needed = -(-(max_seq_len + max_growth) // page_size)
+        self.config = SchedulerConfig(
+            max_batch_size=rng.randint(1, 6),
+            num_pages=needed + rng.randint(0, needed * 2),
+            page_size=page_size,
+            max_pages_per_seq=needed + rng.randint(0, 2),
+            max_seq_len=max_seq_len,
+            max_growth=max_growth,
+            prefill_chunk=rng.choice([3, 8, 64]),
+            enable_prefix_caching=caching,
+            prefix_lookahead=lookahead,
+        )
+        self.hostile = hostile
+        self.steps = 0
+        self.scheduler = Scheduler(self.config, clock=lambda: float(self.steps))
+        self.device = Device(self.config, rng)
+        self.requests: list[Request] = []
+        self.pending: list[tuple[Request, int, list[int]]] = []  # results the host has not seen
+        self.eos = 7 if hostile else None
+
+    def new_request(self) -> None:
+        rng, limit = self.rng, self.config.max_seq_len
+        done = [r.token_ids for r in self.requests if r.finished]
+        prompt = [rng.randrange(3) for _ in range(rng.randint(1, limit // 2))]
+        if done and rng.random() < 0.5:  # a further turn of an earlier conversation
+            prompt = (rng.choice(done) + prompt[: rng.randint(0, 4)])[: limit - 1]
+        request = Request(
+            f"r{len(self.requests)}",
+            prompt,
+            SamplingParams(max_tokens=rng.randint(1, limit - len(prompt))),
+            seed=rng.randrange(4),
+            arrival_time=float(self.steps),
+            priority=rng.choice([0, 0, 0, 1, -1]) if self.hostile else 0,
+        )
+        self.requests.append(request)
+        self.scheduler.add(request)
+
+    def commit(self, request: Request, epoch: int, tokens: list[int]) -> None:
+        tokens = tokens[: request.params.max_tokens - len(request.output_token_ids)]
+        if self.eos is not None and self.eos in tokens:
+            tokens = tokens[: tokens.index(self.eos) + 1]
+        if self.scheduler.commit(request, epoch, tokens):
+            if self.eos is not None and tokens and tokens[-1] == self.eos:
+                self.scheduler.finish(request, FinishReason.STOP)
+            elif len(request.output_token_ids) == request.params.max_tokens:
+                self.scheduler.finish(request, FinishReason.LENGTH)
+
+    def dispatch(self, plan: Plan) -> list[tuple[Request, int, list[int]]]:
+        growth = self.rng.randint(1, self.config.max_growth)
+        gap = self.config.prefix_lookahead > 0 and growth == 1  # plain decoding leaves the drafter's cache behind
+        results = []
+        if plan.prefill is not None:
+            chunk = plan.prefill
+            assert chunk.request not in [row.request for row in plan.decode]
+            tokens = self.device.prefill(chunk)
+            if tokens:
+                results.append((chunk.request, chunk.request.epoch, tokens))
+        for row in plan.decode:
+            results.append((row.request, row.epoch, self.device.decode(row, growth, drafter=not gap)))
+            row.request.cacheable_generated &= not gap
+        self.scheduler.dispatched(plan, growth)
+        return results
+
+    def step(self) -> None:
+        self.steps += 1
+        plan = self.scheduler.plan()
+        # With results to wait for, an empty plan is fine; without, somebody has to run.
+        assert not plan.empty or self.pending or plan.preempted or not self.scheduler.has_work
+        results = self.dispatch(plan)
+        self.check_pages()
+        for result in self.pending:
+            self.commit(*result)
+        self.pending = results
+        live = [r for r in self.requests if not r.finished]
+        if self.hostile and live and self.rng.random() < 0.03:
+            assert self.scheduler.abort(self.rng.choice(live).request_id)
+        elif self.hostile and live and self.rng.random() < 0.01:
+            self.scheduler.finish(self.rng.choice(live), FinishReason.ERROR)
+        self.check_pages()
+
+    def check_pages(self) -> None:
+        pages, tables = self.scheduler.pages, [r.pages for r in self.requests if r.pages]
+        holders = Counter(page for table in tables for page in table)
+        assert all(holders[page] == pages.references(page) for page in range(self.config.num_pages))
+        assert pages.free_count + pages.idle_count + len(holders) == self.config.num_pages
+        assert all(len(set(table)) == len(table) for table in tables)
+        shared = {page for page, count in holders.items() if count > 1}
+        cached = {page for r in self.requests for page in r.pages[: r.num_cached_pages]}
+        assert shared <= cached
+        slots = [r.slot for r in self.requests if r.slot is not None]
+        assert len(set(slots)) == len(slots) <= self.config.max_batch_size
+
+    def run(self, num_requests: int) -> None:
+        while len(self.requests) < num_requests or self.scheduler.has_work:
+            while len(self.requests) < num_requests and self.rng.random() < 0.3:
+                self.new_request()
+            self.step()
+            assert self.steps < 400 * num_requests, "starved"
+
+
+def expected_outputs(request: Request) -> list[int]:
+    first = len(request.prompt_token_ids)
+    return [token_at(request.seed, first + i) for i in range(len(request.output_token_ids))]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_traffic_keeps_every_invariant(seed: int):
+    simulation = Simulation(seed, lookahead=seed % 2, caching=seed % 5 != 0, hostile=seed % 4 < 2)
+    simulation.run(25)
+    scheduler, requests = simulation.scheduler, simulation.requests
+    assert all(request.status is RequestStatus.FINISHED for request in requests)
+    assert all(request.output_token_ids == expected_outputs(request) for request in requests)
+    stats = scheduler.stats
+    assert stats.free_pages + stats.cached_pages == simulation.config.num_pages
+    assert (stats.running, stats.waiting, scheduler.has_work) == (0, 0, False)
+    scheduler.prefix_cache.reset()
+    assert scheduler.stats.free_pages == simulation.config.num_pages
+    if not simulation.hostile:
+        assert all(len(r.output_token_ids) == r.params.max_tokens for r in requests)
+        started = [r.metrics.first_scheduled_time or 0.0 for r in requests]
+        assert started == sorted(started), "first come, first served"
+
+
+def test_traffic_reaches_preemption_resume_and_reuse():
+    """The simulations above mean something only if they get there."""
+    preemptions = hits = resumed = 0
+    for seed in range(40):
+        simulation = Simulation(seed, lookahead=seed % 2, caching=True, hostile=False)
+        simulation.run(12)
+        preemptions += simulation.scheduler.stats.preemptions
+        hits += simulation.scheduler.stats.prefix_hits
+        resumed += sum(r.metrics.preemptions > 0 and len(r.output_token_ids) > 1 for r in simulation.requests)
+    assert preemptions > 20 and hits > 200 and resumed > 10, (preemptions, hits, resumed)
