@@ -1,0 +1,233 @@
+"""A running estimate of how many drafts get accepted, from what finished rounds report.
+
+Owns the statistics only: what a round costs and which tier to choose is the policies' business. Must not know JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from jaxspec.adaptive.policy import RoundStats
+from jaxspec.tier import Tier
+
+#: Rows that an estimate is worth after it went unobserved for long: kept, but this many new rows overrule it.
+STALE_ROWS = 4.0
+#: The same for positions after the first: less, so that they follow the first one when it turns out to have changed.
+_STALE_ROWS_DEEPER = 1.0
+#: Rows that the estimate is worth from which another one starts (a shallower position, a nearby bucket, the prior).
+_PRIOR_ROWS = 2.0
+#: Page's CUSUM test for a change, in standard deviations of a round's accepted drafts: slack a round, and alarm level.
+_CUSUM_SLACK = 0.6
+_CUSUM_ALARM = 5.0
+
+
+def breadth(tier: Tier) -> float:
+    """How many first candidates a level of the tier is worth: 1 for a chain, the root of the mean width for a tree.
+
+    With acceptance r of the first candidate, a level is modelled to hold an accepted one with 1 - (1 - r)^breadth.
+    """
+    return math.sqrt(min(tier.topk, (tier.num_nodes - 1) / tier.depth)) if tier.depth else 1.0
+
+
+def survival(tier: Tier, rates: Sequence[float]) -> list[float]:
+    """Probability that a row of the tier accepts at least 1, 2, ... depth drafts, given each position's rate."""
+    power, alive, out = breadth(tier), 1.0, []
+    for rate in rates[: tier.depth]:
+        alive *= 1 - (1 - rate) ** power
+        out.append(alive)
+    return out
+
+
+def _stale_rows(index: int) -> float:
+    return _STALE_ROWS_DEEPER if index else STALE_ROWS
+
+
+class _Evidence:
+    """Counts of rows for each draft position (index 0 is the first): still alive there, and accepted there."""
+
+    def __init__(self, depth: int) -> None:
+        self.reached = [0.0] * depth
+        self.accepted = [0.0] * depth
+
+    def add(self, reached: Sequence[float], accepted: Sequence[float]) -> None:
+        """Counts one round, from the first position on."""
+        for i, (alive, hits) in enumerate(zip(reached, accepted, strict=True)):
+            self.reached[i] += alive
+            self.accepted[i] += hits
+
+    def decay(self, factor: float, observed: int) -> None:
+        """Scales all positions; those from index `observed` on not below the rows that stale evidence is worth."""
+        for i, rows in enumerate(self.reached):
+            if rows > 0:
+                scale = factor if i < observed else max(factor, min(1.0, _stale_rows(i) / rows))
+                self.reached[i] = rows * scale
+                self.accepted[i] *= scale
+
+    def clear(self) -> None:
+        self.reached = [0.0] * len(self.reached)
+        self.accepted = [0.0] * len(self.accepted)
+
+    def rates(self, base: Sequence[float] | None, prior: float) -> list[float]:
+        """Smoothed rates; without a base, each position starts from the one before it and the first from `prior`."""
+        rates: list[float] = []
+        for i, (reached, accepted) in enumerate(zip(self.reached, self.accepted, strict=True)):
+            start = base[i] if base is not None else (rates[-1] if rates else prior)
+            rates.append((accepted + _PRIOR_ROWS * start) / (reached + _PRIOR_ROWS))
+        return rates
+
+
+class _Drift:
+    """One side of the CUSUM test, with the evidence since the change that it suspects."""
+
+    def __init__(self, depth: int, sign: int) -> None:
+        self.sign = sign
+        self.level = 0.0
+        self.since = _Evidence(depth)
+
+    def alarms(self, surprise: float, reached: Sequence[float], accepted: Sequence[float]) -> bool:
+        """Takes one round, `surprise` standard deviations above expectation, and says whether acceptance changed."""
+        self.level += self.sign * surprise - _CUSUM_SLACK
+        if self.level <= 0:
+            self.reset()
+            return False
+        self.since.add(reached, accepted)
+        return self.level > _CUSUM_ALARM
+
+    def reset(self) -> None:
+        if self.level:
+            self.level = 0.0
+            self.since.clear()
+
+
+@dataclasses.dataclass
+class _TreeMean:
+    """Decayed rows and accepted drafts of one tree tier."""
+
+    rows: float = 0.0
+    accepted: float = 0.0
+
+    def decay(self, factor: float) -> None:
+        self.rows *= factor
+        self.accepted *= factor
+
+
+class _BucketEvidence:
+    """All that one bucket saw."""
+
+    def __init__(self, depth: int) -> None:
+        self.main = _Evidence(depth)
+        self.drifts = (_Drift(depth, +1), _Drift(depth, -1))
+        self.trees: dict[Tier, _TreeMean] = {}
+
+    @property
+    def rows(self) -> float:
+        return self.main.reached[0]
+
+    def decay(self, factor: float, observed: int) -> None:
+        self.main.decay(factor, observed)
+        for mean in self.trees.values():
+            mean.decay(factor)
+
+
+class AcceptanceModel:
+    """Acceptance of each draft position, given that the ones before it were accepted, in each bucket.
+
+    Evidence halves every `half_life` observed rows. Where Page's CUSUM test of the accepted lengths detects a change,
+    the rows since then replace all evidence at once. Acceptance mostly depends on the text, so a bucket without data
+    takes the rates of the nearest one that has some; a position without data takes the rate of the position before it.
+    A row of a tree tells of its first candidates in expectation (one step of EM). Each tree tier also keeps its own
+    mean.
+
+    Args:
+      depth: the deepest tier, at least 1.
+      buckets: padded batch sizes.
+      half_life: rows (one request in one drafting round).
+      prior_rate: acceptance assumed before anything is known.
+    """
+
+    def __init__(self, depth: int, buckets: Sequence[int], half_life: float, prior_rate: float) -> None:
+        assert depth >= 1
+        self._depth = depth
+        self._half_life = half_life
+        self._start_rate = prior_rate
+        self._seen = {bucket: _BucketEvidence(depth) for bucket in buckets}
+        self._rates: dict[int, tuple[float, ...]] = {}
+
+    def rates(self, bucket: int) -> tuple[float, ...]:
+        """The estimate for each position up to the deepest tier's."""
+        known = self._rates.get(bucket)
+        if known is None:
+            donors = [b for b, seen in self._seen.items() if b != bucket and seen.rows >= _PRIOR_ROWS]
+            base = None
+            if donors:
+                nearest = min(donors, key=lambda b: (abs(math.log2(b / bucket)), b))
+                base = self._seen[nearest].main.rates(None, self._start_rate)
+            known = self._rates[bucket] = tuple(self._seen[bucket].main.rates(base, self._start_rate))
+        return known
+
+    def hopeful_rates(self, bucket: int, known: int, hope: float) -> list[float]:
+        """The rates, but `hope` (or more) for positions after the first `known`, as far as their evidence is stale."""
+        rates = list(self.rates(bucket))
+        reached = self._seen[bucket].main.reached
+        for i in range(known, self._depth):
+            fresh = max(0.0, reached[i] - _stale_rows(i))
+            rates[i] = max(rates[i], (fresh * rates[i] + STALE_ROWS * hope) / (fresh + STALE_ROWS))
+        return rates
+
+    def tokens(self, tier: Tier, bucket: int, rates: Sequence[float] | None = None) -> float:
+        """Tokens that a request gains from one round of the tier, the bonus token included.
+
+        Args:
+          rates: to ask what if; None for the estimate.
+        """
+        accepted = sum(survival(tier, self.rates(bucket) if rates is None else rates))
+        mean = self._seen[bucket].trees.get(tier)
+        if mean is not None:
+            accepted = (mean.accepted + STALE_ROWS * accepted) / (mean.rows + STALE_ROWS)
+        return 1 + accepted
+
+    def observe(self, stats: RoundStats) -> None:
+        """Learns from a finished drafting round."""
+        tier, accepted = stats.tier, stats.num_accepted
+        depth, rows = min(tier.depth, self._depth), len(accepted)
+        if not rows or not depth:
+            return
+        rates, power = self.rates(stats.bucket), breadth(tier)
+        # A tree's hit may be a candidate other than the first: credit the first with its expected share.
+        wide = [1 - (1 - rate) ** power for rate in rates[:depth]]
+        beyond = [sum(a >= i for a in accepted) for i in range(depth + 1)]
+        hits = [n * (rate / hit if hit > 0 else 1.0) for n, rate, hit in zip(beyond[1:], rates, wide, strict=False)]
+
+        alive = survival(tier, rates)
+        mean = sum(alive)
+        variance = sum((2 * i + 1) * p for i, p in enumerate(alive)) - mean**2
+        surprise = (sum(accepted) - rows * mean) / math.sqrt(rows * max(variance, 0.05))
+
+        factor = 0.5 ** (rows / self._half_life)
+        own = self._seen[stats.bucket]
+        for seen in self._seen.values():
+            if seen.rows > 0:
+                seen.decay(factor, depth if seen is own else self._depth)
+        own.main.add(beyond[:-1], hits)
+        alarms = [drift for drift in own.drifts if drift.alarms(surprise, beyond[:-1], hits)]
+        if alarms:
+            # What the other buckets know is older than the change.
+            self._seen = {bucket: _BucketEvidence(self._depth) for bucket in self._seen}
+            own = self._seen[stats.bucket]
+            own.main = alarms[0].since
+            self._start_rate = sum(own.main.accepted) / sum(own.main.reached)
+        if not tier.is_chain:
+            tree = own.trees.setdefault(tier, _TreeMean())
+            tree.rows += rows
+            tree.accepted += sum(accepted)
+        self._rates.clear()
+
+    def age(self, rows: int) -> None:
+        """Counts a plain round: it shows nothing of acceptance, so the estimate keeps its value and loses weight."""
+        factor = 0.5 ** (rows / self._half_life)
+        for seen in self._seen.values():
+            if seen.rows > 0:
+                seen.decay(factor, observed=0)
+        self._rates.clear()

@@ -1,0 +1,94 @@
+"""Binds a policy to the states that run its tiers, counts what it does, and records what it hears.
+
+A state is opaque here: a switch is a dictionary look-up between rounds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+from jaxspec.adaptive.policy import BatchView, RoundStats, TierPolicy
+from jaxspec.tier import Tier
+
+State = TypeVar("State")
+
+
+class Recorder:
+    """Writes one JSON line a round, for `replay`. Lines reach the file at once, so an interrupted run keeps its own.
+
+    Args:
+      path: the file; an existing one is replaced.
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self._file = Path(path).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
+
+    def write(self, stats: RoundStats) -> None:
+        """Appends one round."""
+        self._file.write(stats.to_json() + "\n")
+
+    def close(self) -> None:
+        """Closes the file; safe to call twice."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AdaptiveController(Generic[State]):
+    """A policy and the state of each of its tiers.
+
+    Attributes:
+      policy: the policy; the controller owns it from here on.
+      switches: rounds whose tier differs from the tier of the round before.
+      rounds_by_tier: selected rounds for each tier of the policy, 0 included.
+
+    Args:
+      policy: chooses the tier.
+      states: what runs each tier; may hold more tiers than the policy selects.
+      recorder: hears every observed round too.
+
+    Raises:
+      ValueError: the policy can select a tier that has no state.
+    """
+
+    def __init__(self, policy: TierPolicy, states: Mapping[Tier, State], recorder: Recorder | None = None) -> None:
+        missing = [tier.name for tier in policy.tiers if tier not in states]
+        if missing:
+            raise ValueError(f"the policy can select tiers {missing}, but states exist only for {_names(states)}")
+        self.policy = policy
+        self.switches = 0
+        self.rounds_by_tier: Counter[Tier] = Counter(dict.fromkeys(policy.tiers, 0))
+        self._states = dict(states)
+        self._recorder = recorder
+        self._last: Tier | None = None
+
+    def select(self, view: BatchView) -> tuple[Tier, State]:
+        """The tier of the round that is about to run, and its state; ValueError if the policy names one without."""
+        tier = self.policy.select(view)
+        if tier not in self._states:
+            raise ValueError(f"the policy selected tier {tier}, but states exist only for {_names(self._states)}")
+        self.switches += self._last is not None and tier != self._last
+        self._last = tier
+        self.rounds_by_tier[tier] += 1
+        return tier, self._states[tier]
+
+    def observe(self, stats: RoundStats) -> None:
+        """Passes a finished round to the recorder and the policy."""
+        if self._recorder is not None:
+            self._recorder.write(stats)
+        self.policy.observe(stats)
+
+
+def _names(states: Mapping[Tier, object]) -> list[str]:
+    return [tier.name for tier in sorted(states)]

@@ -1,0 +1,186 @@
+"""What a round of each tier costs on this device, and which tiers can pay at all.
+
+Owns measured seconds per (tier, bucket). Costs of compiled shapes are a staircase over both, so the table is looked up
+for the padded shape that runs and never interpolated. Must not know how the seconds were measured, nor JAX.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxspec.adaptive.ema import is_int, load_config, slot_key
+from jaxspec.tier import PLAIN, Tier
+
+
+class CostTable:
+    """Median seconds of one round for each (tier, bucket).
+
+    Args:
+      seconds: positive and finite, keyed by (tier, bucket). Not every pair need be there.
+
+    Raises:
+      ValueError: a malformed key, or a time that is not a positive finite number.
+    """
+
+    def __init__(self, seconds: Mapping[tuple[Tier, int], float]) -> None:
+        for (tier, bucket), value in seconds.items():
+            if not isinstance(tier, Tier) or not is_int(bucket) or bucket < 1:
+                raise ValueError(f"a cost is keyed by (Tier, bucket of at least 1), got ({tier!r}, {bucket!r})")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ValueError(
+                    f"the cost of {tier} in bucket {bucket} must be a positive finite number of seconds, got {value!r}"
+                )
+        self._seconds = {pair: float(value) for pair, value in sorted(seconds.items())}
+
+    @classmethod
+    def from_samples(cls, samples: Mapping[tuple[Tier, int], Sequence[float]]) -> CostTable:
+        """Medians of repeated measurements; ValueError where a pair has none."""
+        for (tier, bucket), values in samples.items():
+            if not values:
+                raise ValueError(f"the cost of {tier} in bucket {bucket} needs at least 1 sample, got 0")
+        return cls({pair: statistics.median(values) for pair, values in samples.items()})
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Tiers with a cost in some bucket, ascending."""
+        return tuple(sorted({tier for tier, _ in self._seconds}))
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Buckets with a cost for some tier, ascending."""
+        return tuple(sorted({bucket for _, bucket in self._seconds}))
+
+    def seconds(self, tier: Tier, bucket: int) -> float:
+        """Seconds of one round; ValueError names the pair that is missing and what there is."""
+        try:
+            return self._seconds[tier, bucket]
+        except KeyError:
+            known = [b for t, b in self._seconds if t == tier]
+            what = f"only in buckets {known}" if known else f"only for {[t.name for t in self.tiers]}"
+            raise ValueError(f"the cost table has no cost of {tier} in bucket {bucket}, {what}") from None
+
+    def best_speedup(self, tier: Tier, bucket: int) -> float:
+        """Speed-up over plain decoding in that bucket if every draft were accepted (depth + 1 tokens a round)."""
+        return (tier.depth + 1) * self.seconds(PLAIN, bucket) / self.seconds(tier, bucket)
+
+    def pays(self, tier: Tier, bucket: int) -> bool:
+        """Whether full acceptance would beat plain decoding in that bucket. Plain decoding does not beat itself."""
+        return tier.depth > 0 and self.best_speedup(tier, bucket) > 1
+
+    def __contains__(self, pair: object) -> bool:
+        return pair in self._seconds
+
+    def __iter__(self) -> Iterator[tuple[Tier, int]]:
+        return iter(self._seconds)
+
+    def __len__(self) -> int:
+        return len(self._seconds)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CostTable) and self._seconds == other._seconds
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"CostTable({len(self)} pairs: tiers {[t.name for t in self.tiers]}, buckets {list(self.buckets)})"
+
+    def to_json(self) -> str:
+        """A JSON array with one object a pair: `{"tier": [depth, topk, num_nodes], "bucket": ..., "seconds": ...}`."""
+        rows = [
+            {"tier": [tier.depth, tier.topk, tier.num_nodes], "bucket": bucket, "seconds": value}
+            for (tier, bucket), value in self._seconds.items()
+        ]
+        return json.dumps(rows)
+
+    @classmethod
+    def from_json(cls, text: str) -> CostTable:
+        """The inverse of `to_json`; ValueError for anything else."""
+        try:
+            return cls({(Tier(*row["tier"]), row["bucket"]): row["seconds"] for row in json.loads(text)})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"a cost table is a JSON array of tier, bucket and seconds, got {text[:80]!r}") from error
+
+
+class RefinedCost:
+    """A cost table, corrected by the measured seconds of finished rounds.
+
+    A bucket's common factor follows the measurements (contexts grow, other work shares the device) and cancels in any
+    comparison between tiers; what a tier deviates from it is learnt more slowly and within bounds, because seconds of
+    overlapping rounds are not quite what the table measured. Each round moves both by a bounded step, so that
+    outliers do little.
+
+    Args:
+      table: the measured costs to start from.
+      enabled: False leaves them as they are.
+    """
+
+    COMMON_STEP = 0.05
+    TIER_STEP = 0.02
+    LARGEST_SURPRISE = 0.25
+    LARGEST_CORRECTION = math.log(1.5)
+
+    def __init__(self, table: CostTable, enabled: bool = True) -> None:
+        self._table = table
+        self._enabled = enabled
+        self._common: dict[int, float] = {}
+        self._own: dict[tuple[Tier, int], float] = {}
+
+    def seconds(self, tier: Tier, bucket: int) -> float:
+        """Seconds of one round; ValueError where the table has none."""
+        base = self._table.seconds(tier, bucket)
+        if bucket not in self._common:
+            return base
+        return base * math.exp(self._common[bucket] + self._own.get((tier, bucket), 0.0))
+
+    def observe(self, tier: Tier, bucket: int, seconds: float) -> None:
+        """Takes the positive seconds of one round; a round whose pair the table lacks is ignored."""
+        if not self._enabled or not 0 < seconds < math.inf or (tier, bucket) not in self._table:
+            return
+        surprise = math.log(seconds / self.seconds(tier, bucket))
+        surprise = max(-self.LARGEST_SURPRISE, min(self.LARGEST_SURPRISE, surprise))
+        own = self._own.get((tier, bucket), 0.0) + self.TIER_STEP * surprise
+        self._own[tier, bucket] = max(-self.LARGEST_CORRECTION, min(self.LARGEST_CORRECTION, own))
+        self._common[bucket] = self._common.get(bucket, 0.0) + self.COMMON_STEP * surprise
+
+
+def payable(
+    config: dict | str | os.PathLike | None,
+    cost: CostTable,
+    buckets: Sequence[int],
+    tiers: Mapping[int, Tier] | None = None,
+) -> dict[str, Any]:
+    """The EMA configuration without the candidates that cannot pay on this device.
+
+    A candidate stays in a slot if it pays (see `CostTable.pays`) in at least one of the buckets that are routed to
+    the slot; step 0 is always added. A slot that no bucket reaches keeps step 0 alone.
+
+    Args:
+      config: as for `AdaptiveSpeculativeParams`; None for SGLang's default.
+      cost: seconds of plain decoding and of every candidate in every bucket routed to its slot.
+      buckets: the compiled batch sizes.
+      tiers: the tier that each step runs; None for chains.
+
+    Raises:
+      ValueError: a malformed configuration, or a cost or tier that is missing (named).
+    """
+    values = load_config(config)
+    slots = {int(key): key for key in values if key.isdigit()}
+    keys = sorted(slots)
+    for size, key in slots.items():
+        routed = [b for b in buckets if slot_key(keys, b) == size]
+        kept = [0]
+        for step in sorted(set(values[key]["candidate_steps"]) - {0}):
+            if tiers is not None and step not in tiers:
+                raise ValueError(f"tiers has no tier for the candidate step {step}, only for {sorted(tiers)}")
+            tier = Tier(step) if tiers is None else tiers[step]
+            # Every pair is looked up, so that a gap in the table is an error wherever the others pay.
+            pays = [cost.pays(tier, bucket) for bucket in routed]
+            if any(pays):
+                kept.append(step)
+        values[key]["candidate_steps"] = kept
+    return values

@@ -1,0 +1,155 @@
+"""Cost tables, and which candidates they leave."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxspec.adaptive import DEFAULT_CONFIG, AdaptiveSpeculativeParams, CostTable, payable
+from jaxspec.adaptive.cost import RefinedCost
+from jaxspec.tier import PLAIN, Tier
+
+
+def table(rows: dict[int, list[float]]) -> CostTable:
+    """Chains: `rows[bucket][depth]` seconds."""
+    return CostTable({(Tier(d), b): s for b, row in rows.items() for d, s in enumerate(row)})
+
+
+def test_look_ups():
+    cost = table({1: [1.0, 1.5], 8: [1.0, 2.0]})
+    assert cost.seconds(Tier(1), 8) == 2.0
+    assert cost.tiers == (PLAIN, Tier(1))
+    assert cost.buckets == (1, 8)
+    assert (len(cost), (Tier(1), 8) in cost, (Tier(1), 4) in cost) == (4, True, False)
+
+
+def test_pays_only_if_full_acceptance_beats_plain_decoding():
+    cost = table({1: [2.0, 3.9], 2: [2.0, 4.0], 3: [2.0, 4.1]})
+    assert [cost.pays(Tier(1), b) for b in (1, 2, 3)] == [True, False, False]
+    assert not cost.pays(PLAIN, 1)
+    assert cost.best_speedup(Tier(1), 3) == pytest.approx(2 * 2.0 / 4.1)
+
+
+def test_missing_cost_is_named():
+    cost = table({1: [1.0, 1.5], 8: [1.0, 2.0]})
+    with pytest.raises(ValueError, match=r"chain-1 in bucket 4, only in buckets \[1, 8\]"):
+        cost.seconds(Tier(1), 4)
+    with pytest.raises(ValueError, match=r"chain-3 in bucket 1, only for \['off', 'chain-1'\]"):
+        cost.pays(Tier(3), 1)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf, True, "1"])
+def test_malformed_seconds(seconds):
+    with pytest.raises(ValueError, match="chain-1 in bucket 4 must be a positive finite") as error:
+        CostTable({(Tier(1), 4): seconds})
+    assert repr(seconds) in str(error.value)
+
+
+@pytest.mark.parametrize("key", [(1, 4), (Tier(1), 0), (Tier(1), True), (Tier(1), "4")])
+def test_malformed_key(key):
+    with pytest.raises(ValueError, match="keyed by"):
+        CostTable({key: 1.0})
+
+
+def test_medians_of_samples():
+    assert CostTable.from_samples({(PLAIN, 1): [9.0, 1.0, 2.0]}).seconds(PLAIN, 1) == 2.0
+    with pytest.raises(ValueError, match="off in bucket 1 needs at least 1 sample, got 0"):
+        CostTable.from_samples({(PLAIN, 1): []})
+
+
+@given(st.dictionaries(
+    st.tuples(st.sampled_from([PLAIN, Tier(1), Tier(5), Tier(3, 4, 16)]), st.integers(1, 512)),
+    st.floats(1e-9, 1e3), max_size=12,
+))  # fmt: skip
+def test_json_round_trip(seconds):
+    cost = CostTable(seconds)
+    assert CostTable.from_json(cost.to_json()) == cost
+
+
+@pytest.mark.parametrize("text", ["[{}]", "[1]", "3", '[{"tier": 1, "bucket": 1, "seconds": 1}]', "{", "[[]]"])
+def test_malformed_json(text):
+    with pytest.raises(ValueError):
+        CostTable.from_json(text)
+
+
+# ------------------------------------------------------------------ payable
+
+
+def test_payable_drops_what_cannot_pay_anywhere_in_the_slot_and_adds_zero():
+    # Full acceptance at depth 1/3/5/7 is worth 2/4/6/8 plain rounds.
+    seconds = {
+        1: {0: 1.0, 1: 1.9, 3: 4.1, 5: 5.9, 7: 9.0},
+        4: {0: 1.0, 1: 2.1, 3: 3.9, 5: 6.1, 7: 8.0},
+        8: {0: 1.0, 1: 2.0, 3: 4.0},
+        32: {0: 1.0, 1: 1.5},
+    }
+    cost = CostTable({(Tier(k), b): s for b, row in seconds.items() for k, s in row.items()})
+    config = payable(None, cost, [1, 4, 8, 32])
+    steps = {key: slot["candidate_steps"] for key, slot in config.items()}
+    assert steps == {"1": [0, 1, 3, 5], "8": [0], "32": [0, 1], "64": [0]}
+    assert config["1"]["down_hysteresis"] == -0.25
+    assert DEFAULT_CONFIG["1"]["candidate_steps"] == [1, 3, 5, 7]
+    assert json.loads(json.dumps(config)) == config
+    assert AdaptiveSpeculativeParams(config, buckets=[1, 4, 8, 32]).candidate_steps == (0, 1, 3, 5)
+
+
+def test_payable_routes_buckets_below_the_first_slot_to_it():
+    config = payable({"8": {"candidate_steps": [1]}, "ema_alpha": 0.5}, table({4: [1.0, 1.5], 16: [1.0, 3.0]}), [4, 16])
+    assert config == {"8": {"candidate_steps": [0, 1]}, "ema_alpha": 0.5}
+
+
+def test_payable_looks_up_trees():
+    tree = Tier(3, 2, 8)
+    cost = CostTable({(PLAIN, 1): 1.0, (tree, 1): 3.9})
+    assert payable({"1": {"candidate_steps": [3]}}, cost, [1], {3: tree})["1"]["candidate_steps"] == [0, 3]
+    with pytest.raises(ValueError, match=r"candidate step 3, only for \[1\]"):
+        payable({"1": {"candidate_steps": [3]}}, cost, [1], {1: Tier(1)})
+
+
+def test_payable_refuses_gaps_and_malformed_configurations():
+    cost = table({1: [1.0, 1.5], 2: [1.0]})
+    with pytest.raises(ValueError, match="chain-1 in bucket 2"):
+        payable({"1": {"candidate_steps": [1]}}, cost, [1, 2])
+    with pytest.raises(ValueError, match="candidate_steps"):
+        payable({"1": {}}, cost, [1])
+
+
+# ------------------------------------------------------------------ RefinedCost
+
+
+def test_common_changes_cancel_between_tiers():
+    cost = RefinedCost(table({1: [1.0, 1.5], 8: [1.0, 2.0]}))
+    for _ in range(300):
+        for tier, seconds in ((PLAIN, 1.3), (Tier(1), 1.95)):
+            cost.observe(tier, 1, seconds)
+    assert cost.seconds(PLAIN, 1) == pytest.approx(1.3, rel=0.01)
+    assert cost.seconds(Tier(1), 1) / cost.seconds(PLAIN, 1) == pytest.approx(1.5, rel=0.01)
+    assert cost.seconds(Tier(1), 8) == 2.0
+
+
+def test_a_tier_dearer_than_measured_is_found_out():
+    cost = RefinedCost(table({1: [1.0, 1.5]}))
+    for _ in range(300):
+        for tier, seconds in ((PLAIN, 1.0), (Tier(1), 1.8)):
+            cost.observe(tier, 1, seconds)
+    assert cost.seconds(Tier(1), 1) / cost.seconds(PLAIN, 1) == pytest.approx(1.8, rel=0.02)
+
+
+def test_outliers_and_unknown_pairs_do_little():
+    cost = RefinedCost(table({1: [1.0, 1.5]}))
+    cost.observe(Tier(1), 1, 100.0)
+    assert cost.seconds(Tier(1), 1) < 1.5 * 1.02
+    for seconds in (0.0, -1.0, math.nan, math.inf):
+        before = cost.seconds(Tier(1), 1)
+        cost.observe(Tier(1), 1, seconds)
+        assert cost.seconds(Tier(1), 1) == before
+    cost.observe(Tier(2), 1, 1.0)
+    with pytest.raises(ValueError, match="chain-2"):
+        cost.seconds(Tier(2), 1)
+    frozen = RefinedCost(table({1: [1.0, 1.5]}), enabled=False)
+    frozen.observe(PLAIN, 1, 2.0)
+    assert frozen.seconds(PLAIN, 1) == 1.0
