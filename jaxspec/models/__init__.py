@@ -1,0 +1,1 @@
+"""Target model families, as functions over pytrees (device ring: no scheduler, no policy)."""

@@ -1,0 +1,190 @@
+"""The transformer's building blocks, shared by every family and by the draft heads.
+
+Owns parameters and arithmetic: norms in float32, products in the weights' dtype. The
+projections that read the same input are fused (qkv, gate and up), because an executable
+pays for every argument it is called with (reference: 0.4 us each).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec.models.base import Attend, ModelConfig, RopeScaling
+
+
+def rms_norm(x: jax.Array, weight_E: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis, in float32, cast back to x's dtype before the gain."""
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    gain = weight_E.reshape((1,) * (x.ndim - 1) + weight_E.shape)
+    return (x32 * scale).astype(x.dtype) * gain.astype(x.dtype)
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
+    """Inverse frequencies of the rotary embedding, [C/2] float32 (Llama 3.1's band interpolation included)."""
+    inv = [theta ** (-2.0 * i / head_dim) for i in range(head_dim // 2)]
+    if scaling is None:
+        return jnp.asarray(inv, jnp.float32)
+    if scaling.rope_type == "linear":
+        return jnp.asarray([f / scaling.factor for f in inv], jnp.float32)
+    out = []
+    low_wave = scaling.original_max_position_embeddings / scaling.low_freq_factor
+    high_wave = scaling.original_max_position_embeddings / scaling.high_freq_factor
+    for f in inv:
+        wave = 2 * math.pi / f
+        if wave < high_wave:
+            out.append(f)
+        elif wave > low_wave:
+            out.append(f / scaling.factor)
+        else:
+            span = scaling.high_freq_factor - scaling.low_freq_factor
+            mix = (scaling.original_max_position_embeddings / wave - scaling.low_freq_factor) / span
+            out.append((1 - mix) * f / scaling.factor + mix * f)
+    return jnp.asarray(out, jnp.float32)
+
+
+def rope_tables(positions_BN: jax.Array, inv_freq: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(cos, sin), each [B, N, 1, C/2] float32, computed once a forward and shared by its layers."""
+    angle = positions_BN.astype(jnp.float32)[:, :, None, None] * inv_freq[None, None, None, :]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def apply_rope(x_BNHC: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates the halves of each head (Hugging Face's layout)."""
+    cos, sin = tables
+    lo, hi = jnp.split(x_BNHC.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([lo * cos - hi * sin, hi * cos + lo * sin], axis=-1).astype(x_BNHC.dtype)
+
+
+def _init(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: jnp.dtype, std: float) -> nnx.Param:
+    """A normal parameter; with rngs None a placeholder that a checkpoint fills."""
+    if rngs is None:
+        return nnx.Param(jnp.zeros(shape, dtype))
+    return nnx.Param((jax.random.normal(rngs.params(), shape, jnp.float32) * std).astype(dtype))
+
+
+class Linear(nnx.Module):
+    """y = x W (+ b), W stored [in, out]."""
+
+    def __init__(
+        self, d_in: int, d_out: int, *, bias: bool = False, dtype: jnp.dtype, rngs: nnx.Rngs | None, std: float = 0.02
+    ):
+        self.kernel = _init(rngs, (d_in, d_out), dtype, std)
+        self.bias = nnx.Param(jnp.zeros((d_out,), dtype)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x @ self.kernel[...]
+        if self.bias is not None:
+            y = y + self.bias[...].reshape((1,) * (y.ndim - 1) + (-1,))
+        return y
+
+
+class RMSNorm(nnx.Module):
+    """Learned gain over the last axis."""
+
+    def __init__(self, dim: int, eps: float, *, dtype: jnp.dtype):
+        self.weight = nnx.Param(jnp.ones((dim,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rms_norm(x, self.weight[...], self.eps)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention around a caller's `attend`; d_in may exceed the residual width (EAGLE-3)."""
+
+    def __init__(self, cfg: ModelConfig, *, d_in: int | None = None, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        d_in = d_in or cfg.hidden_size
+        self.num_heads, self.num_kv_heads, self.head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        width = (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim
+        out_std = 0.02 / math.sqrt(2 * max(1, cfg.num_layers))
+        self.qkv = Linear(d_in, width, bias=cfg.attention_bias, dtype=dtype, rngs=rngs)
+        self.out = Linear(
+            cfg.num_heads * cfg.head_dim, cfg.hidden_size, bias=cfg.output_bias, dtype=dtype, rngs=rngs, std=out_std
+        )
+        self.q_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps, dtype=dtype) if cfg.qk_norm else None
+        self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps, dtype=dtype) if cfg.qk_norm else None
+
+    def __call__(self, x_BNE: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend, layer: int) -> jax.Array:
+        b, n, _ = x_BNE.shape
+        heads = self.qkv(x_BNE).reshape(b, n, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        q_BNHC, k_BNGC, v_BNGC = jnp.split(heads, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BNHC, k_BNGC = self.q_norm(q_BNHC), self.k_norm(k_BNGC)
+        out_BNHC = attend(layer, apply_rope(q_BNHC, rope), apply_rope(k_BNGC, rope), v_BNGC)
+        return self.out(out_BNHC.reshape(b, n, self.num_heads * self.head_dim))
+
+
+class MLP(nnx.Module):
+    """SwiGLU with gate and up fused."""
+
+    def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        out_std = 0.02 / math.sqrt(2 * max(1, cfg.num_layers))
+        self.gate_up = Linear(cfg.hidden_size, 2 * cfg.intermediate_size, bias=cfg.mlp_bias, dtype=dtype, rngs=rngs)
+        self.down = Linear(
+            cfg.intermediate_size, cfg.hidden_size, bias=cfg.mlp_bias, dtype=dtype, rngs=rngs, std=out_std
+        )
+
+    def __call__(self, x_BNE: jax.Array) -> jax.Array:
+        gate, up = jnp.split(self.gate_up(x_BNE), 2, axis=-1)
+        return self.down(jax.nn.silu(gate) * up)
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        self.attn_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, dtype=dtype)
+        self.attn = Attention(cfg, dtype=dtype, rngs=rngs)
+        self.mlp_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, dtype=dtype)
+        self.mlp = MLP(cfg, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x_BNE: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend, layer: int) -> jax.Array:
+        x_BNE = x_BNE + self.attn(self.attn_norm(x_BNE), rope, attend, layer)
+        return x_BNE + self.mlp(self.mlp_norm(x_BNE))
+
+
+class Transformer(nnx.Module):
+    """A decoder-only language model; the families configure it and name its weights."""
+
+    def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs | None = None):
+        self.config = cfg
+        self.embedding = _init(rngs, (cfg.vocab_size, cfg.hidden_size), dtype, 0.02)
+        self.layers = nnx.List([DecoderLayer(cfg, dtype=dtype, rngs=rngs) for _ in range(cfg.num_layers)])
+        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, dtype=dtype)
+        self.lm_head = (
+            None if cfg.tie_word_embeddings else Linear(cfg.hidden_size, cfg.vocab_size, dtype=dtype, rngs=rngs)
+        )
+
+    def embed(self, tokens_BN: jax.Array) -> jax.Array:
+        return jnp.take(self.embedding[...], tokens_BN, axis=0, mode="clip")
+
+    def __call__(
+        self, tokens_BN: jax.Array, positions_BN: jax.Array, attend: Attend, aux_layers: Sequence[int] = ()
+    ) -> tuple[jax.Array, jax.Array | None]:
+        cfg = self.config
+        rope = rope_tables(positions_BN, rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling))
+        x_BNE = self.embed(tokens_BN)
+        streams = {}
+        for i, layer in enumerate(self.layers):
+            streams[i] = x_BNE
+            x_BNE = layer(x_BNE, rope, attend, i)
+        streams[cfg.num_layers] = x_BNE
+        aux_BNA = jnp.concatenate([streams[i] for i in aux_layers], axis=-1) if aux_layers else None
+        return self.norm(x_BNE), aux_BNA
+
+    def logits(self, hidden_BNE: jax.Array) -> jax.Array:
+        if self.lm_head is not None:
+            return self.lm_head(hidden_BNE).astype(jnp.float32)
+        out = jax.lax.dot_general(hidden_BNE, self.embedding[...], (((hidden_BNE.ndim - 1,), (1,)), ((), ())))
+        return out.astype(jnp.float32)
+
+
+def causal_attention(_layer: int, q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array) -> jax.Array:
+    """An `Attend` without a cache: plain causal attention over the sequence itself (training, references)."""
+    return jax.nn.dot_product_attention(q_BNHC, k_BNGC, v_BNGC, is_causal=True)

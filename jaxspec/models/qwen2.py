@@ -1,0 +1,22 @@
+"""Qwen2 and Qwen2.5: Llama's layers with biases on q, k and v."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxspec.models.base import ModelConfig
+from jaxspec.models.llama import common_config, common_fields
+
+ARCHITECTURES = ("Qwen2ForCausalLM",)
+
+
+def read_config(hf: dict[str, Any]) -> ModelConfig:
+    """A Qwen2 config.json as ModelConfig."""
+    return ModelConfig(
+        family="qwen2", attention_bias=True, **common_fields(hf, bos=None, eos=None, max_positions=32768)
+    )
+
+
+def write_config(cfg: ModelConfig) -> dict[str, Any]:
+    """The inverse of read_config, without `architectures`."""
+    return {"model_type": "qwen2", **common_config(cfg), "use_sliding_window": False}

@@ -1,0 +1,23 @@
+"""Qwen3 (dense): Llama's layers with an RMSNorm over each head of q and k."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxspec.models.base import ModelConfig
+from jaxspec.models.llama import common_config, common_fields
+
+ARCHITECTURES = ("Qwen3ForCausalLM",)
+
+
+def read_config(hf: dict[str, Any]) -> ModelConfig:
+    """A Qwen3 config.json as ModelConfig."""
+    bias = bool(hf.get("attention_bias", False))
+    fields = common_fields(hf, bos=None, eos=None, max_positions=32768, head_dim=128)
+    return ModelConfig(family="qwen3", qk_norm=True, attention_bias=bias, output_bias=bias, **fields)
+
+
+def write_config(cfg: ModelConfig) -> dict[str, Any]:
+    """The inverse of read_config, without `architectures`."""
+    fields = {"attention_bias": cfg.attention_bias, "use_sliding_window": False}
+    return {"model_type": "qwen3", **common_config(cfg), **fields}

@@ -1,0 +1,79 @@
+"""Dummies for tests: a Llama of 13 tokens whose distribution is peaked, never constant.
+
+Owns geometry and random weights that make a wrong mask, position, bias or norm visible in
+the output. Must not be used for anything but tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxspec.models import registry
+from jaxspec.models.base import ModelConfig
+from jaxspec.models.layers import Transformer
+
+#: Standard deviation of the logits: greedy choices are clear, sampled ones vary.
+LOGIT_STD = 2.5
+#: A tied embedding is small, or the model would repeat its last token for ever.
+_TIED_STD = 0.15
+
+_CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=13,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=512,
+    bos_token_id=0,
+)
+
+
+def tiny_config(**overrides: Any) -> ModelConfig:
+    """13 tokens, 2 layers, width 32, 4 query and 2 KV heads of 8 channels, no end-of-text token.
+
+    `overrides` are ModelConfig's fields; unknown ones raise TypeError.
+    """
+    return dataclasses.replace(_CONFIG, **overrides)
+
+
+def tiny_target(seed: int = 0, *, dtype: DTypeLike = jnp.float32, **overrides: Any) -> Transformer:
+    """A random model on `tiny_config(**overrides)`, the same for the same seed and configuration.
+
+    Every parameter is random, gains and biases included, so that none can be dropped unnoticed.
+    """
+    cfg = tiny_config(**overrides)
+    model = nnx.eval_shape(lambda: registry.build(cfg, dtype))
+    key = jax.random.key(seed)
+    for path, param in nnx.iter_graph(model):
+        if isinstance(param, nnx.Param):
+            name = ".".join(str(p) for p in path)
+            noise = jax.random.normal(jax.random.fold_in(key, zlib.crc32(name.encode())), param.shape, jnp.float32)
+            param.set_value((_mean(name, cfg) + _std(name, cfg, param.shape) * noise).astype(dtype))
+    return model
+
+
+def _mean(name: str, cfg: ModelConfig) -> float:
+    if name == "norm.weight" and cfg.tie_word_embeddings:
+        return LOGIT_STD / (_TIED_STD * math.sqrt(cfg.hidden_size))
+    return 2.0 if "q_norm" in name else 1.0 if name.endswith("weight") else 0.0
+
+
+def _std(name: str, cfg: ModelConfig, shape: tuple[int, ...]) -> float:
+    """Unit variance through the layers, LOGIT_STD at the end; attention sharp enough to look somewhere."""
+    if len(shape) == 1:
+        return 0.2
+    if name == "embedding":
+        return _TIED_STD if cfg.tie_word_embeddings else 1.0
+    gain = LOGIT_STD if name.startswith("lm_head") else 2.0 if "qkv" in name else 1.0
+    return gain / math.sqrt(shape[0])

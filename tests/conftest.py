@@ -1,0 +1,10 @@
+"""Strict JAX on the CPU for every test: no implicit promotion, exact float32 products."""
+
+from __future__ import annotations
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_default_matmul_precision", "highest")

@@ -1,0 +1,115 @@
+"""config.json in and out: what is refused, and that nothing is silently dropped."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxspec.models import registry
+from jaxspec.models.base import ModelConfig, RopeScaling
+from jaxspec.models.layers import causal_attention
+from jaxspec.models.tiny import tiny_config, tiny_target
+
+GOOD: dict[str, Any] = dict(
+    architectures=["LlamaForCausalLM"],
+    vocab_size=13,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(architectures=["MambaForCausalLM"]), "MambaForCausalLM.*LlamaForCausalLM.*Qwen2ForCausalLM.*Qwen3"),
+        (dict(architectures=None), "architectures None is not supported"),
+        (dict(architectures="LlamaForCausalLM"), "architectures 'LlamaForCausalLM' is not supported"),
+        (dict(vocab_size=None), "vocab_size must be a positive integer, got None"),
+        (dict(hidden_size="32"), "hidden_size must be a positive integer, got '32'"),
+        (dict(num_hidden_layers=0), "num_hidden_layers must be a positive integer, got 0"),
+        (dict(num_key_value_heads=3), "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        (dict(hidden_size=30), "hidden_size 30 is not a multiple of num_attention_heads 4"),
+        (dict(head_dim=7), "head_dim must be even.*got 7"),
+        (dict(hidden_act="gelu"), "hidden_act 'gelu'.*'silu'"),
+        (dict(quantization_config=dict(quant_method="gptq")), "quantized weights .gptq."),
+        (dict(use_sliding_window=True), "only full attention.*use_sliding_window=True"),
+        (dict(layer_types=["full_attention", "sliding_attention"]), "only full attention.*sliding_attention"),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor must be 1.0, got 0.5"),
+        (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "'yarn'.*'llama3'"),
+        (dict(rope_parameters=dict(rope_type="dynamic", factor=4.0)), "'dynamic'.*'llama3'"),
+        (dict(rope_scaling=dict(type="linear")), "'linear' needs a factor of at least 1, got None"),
+        (dict(rope_scaling=dict(rope_type="llama3", factor=0.5)), "factor of at least 1, got 0.5"),
+    ],
+)
+def test_refusals_name_the_field_and_the_value(change: dict[str, Any], message: str) -> None:
+    registry.read_config(GOOD)
+    with pytest.raises(ValueError, match=message):
+        registry.read_config({**GOOD, **change})
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        tiny_config(),
+        tiny_config(bos_token_id=None, eos_token_ids=(3, 4), tie_word_embeddings=True),
+        tiny_config(attention_bias=True, output_bias=True, mlp_bias=True, head_dim=16),
+        tiny_config(rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64)),
+        tiny_config(rope_scaling=RopeScaling("linear", 2.0)),
+        tiny_config(family="qwen2", attention_bias=True),
+        tiny_config(family="qwen3", qk_norm=True),
+        tiny_config(family="qwen3", qk_norm=True, attention_bias=True, output_bias=True),
+    ],
+)
+def test_configs_survive_the_round_trip(cfg: ModelConfig) -> None:
+    assert registry.read_config(registry.write_config(cfg)) == cfg
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        (dict(qk_norm=True), "qk_norm=True (would read as False)"),
+        (dict(attention_bias=True), "output_bias=False (would read as True)"),
+        (dict(family="qwen2"), "attention_bias=False (would read as True)"),
+        (dict(family="qwen2", attention_bias=True, mlp_bias=True), "mlp_bias=True"),
+        (dict(family="gpt2"), "one of ['llama', 'qwen2', 'qwen3'], got 'gpt2'"),
+    ],
+)
+def test_what_a_family_cannot_express_is_not_written(overrides: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(field)):
+        registry.write_config(tiny_config(**overrides))
+
+
+def test_build_refuses_unknown_families_and_honours_dtype() -> None:
+    with pytest.raises(ValueError, match="got 'gpt2'"):
+        registry.build(tiny_config(family="gpt2"))
+    model = registry.build(tiny_config(), jnp.bfloat16, nnx.Rngs(params=0))
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert {x.dtype for x in leaves} == {jnp.dtype(jnp.bfloat16)}
+    assert all(bool(jnp.any(x != 0)) for x in leaves)
+
+
+def test_tiny_target_is_deterministic_and_neither_flat_nor_constant() -> None:
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 13, (8, 24)), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(24)[None, :], ids.shape)
+
+    def logits(seed: int, **overrides: Any) -> np.ndarray:
+        model = tiny_target(seed, **overrides)
+        return np.asarray(model.logits(model(ids, positions, causal_attention)[0]))
+
+    a = logits(0)
+    np.testing.assert_array_equal(a, logits(0))
+    assert not np.allclose(a, logits(1))
+    for values in (a, logits(3, tie_word_embeddings=True), logits(0, family="qwen3", qk_norm=True)):
+        probs = np.asarray(jax.nn.softmax(jnp.asarray(values), axis=-1))
+        entropy = -(probs * np.log(probs)).sum(-1).mean()
+        assert 0.5 < entropy < 2.0
+        assert len(set(values.argmax(-1).ravel().tolist())) >= 8
