@@ -1,0 +1,1 @@
+"""Text at the engine's edge: tokenizer, chat template, incremental detokenization (no JAX)."""

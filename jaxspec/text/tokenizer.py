@@ -1,0 +1,315 @@
+"""Between strings and token ids: encoding, chat templates, and text that streams.
+
+Owns what a checkpoint directory says about its text, and the two streaming pieces:
+IncrementalDetokenizer (never emits half a character) and StopChecker (never emits part of a
+stop string). Must not know models, requests or the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as Backend
+
+from jaxspec.checkpointing.tensors import read_json
+
+_REPLACEMENT = "\ufffd"
+#: Prompt tokens that give the first generated token its context (spaces depend on the neighbour).
+_CONTEXT = 6
+#: Tokens that may wait for a character's last byte; garbage bytes are let through after that.
+_MAX_PENDING = 16
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer.
+
+    Attributes:
+      vocab_size: number of tokens, added ones included (a model's output may be wider).
+      bos_token_id: prepended by `encode` if `adds_bos`; None if the checkpoint has none.
+      eos_token_ids: tokens that end a text, by tokenizer_config.json, generation_config.json
+        and config.json together.
+      adds_bos: whether `encode` puts BOS in front.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        bos_token_id: int | None = None,
+        eos_token_ids: Sequence[int] = (),
+        add_bos_token: bool = False,
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ):
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._chat_template = chat_template
+        self._special_tokens = dict(special_tokens or {})
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = bos_token_id
+        self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
+        in_template = bos_token_id is not None and bos_token_id in backend.encode("").ids
+        self._prepend_bos = add_bos_token and bos_token_id is not None and not in_template
+        self.adds_bos = in_template or self._prepend_bos
+
+    @classmethod
+    def from_directory(cls, directory: str | os.PathLike[str]) -> Tokenizer:
+        """Reads tokenizer.json, and what tokenizer_config.json, config.json and chat_template.jinja add to it.
+
+        Raises:
+          ValueError: tokenizer.json is absent or broken, or another file is not JSON; names the file.
+        """
+        directory = Path(directory)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"{directory} has no tokenizer.json; prompts can still be given as token ids")
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as e:  # the binding raises plain Exception
+            raise ValueError(f"{path} is not a valid tokenizer.json: {e}") from e
+        settings, config, generation = (
+            read_json(directory / name) if (directory / name).exists() else {}
+            for name in ("tokenizer_config.json", "config.json", "generation_config.json")
+        )
+        special = {k: t for k in ("bos_token", "eos_token", "pad_token", "unk_token") if (t := _token(settings.get(k)))}
+        bos = backend.token_to_id(special["bos_token"]) if "bos_token" in special else config.get("bos_token_id")
+        eos = [backend.token_to_id(special["eos_token"])] if "eos_token" in special else []
+        for source in (generation, config):
+            value = source.get("eos_token_id")
+            eos += value if isinstance(value, list) else [value]
+        return cls(
+            backend,
+            bos_token_id=bos[0] if isinstance(bos, list) else bos,
+            eos_token_ids=[i for i in eos if i is not None],
+            add_bos_token=bool(settings.get("add_bos_token", False)),
+            chat_template=_chat_template(directory, settings),
+            special_tokens=special,
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, BOS in front if the checkpoint says so.
+
+        Raises:
+          ValueError: not a string, or one that is not valid Unicode.
+        """
+        if not isinstance(text, str):
+            raise ValueError(f"a prompt's text must be a string, got {type(text).__name__}")
+        try:
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as e:
+            raise ValueError(f"a prompt's text must be valid Unicode: {e}") from e
+        if add_special_tokens and self._prepend_bos and self.bos_token_id is not None:
+            return [self.bos_token_id, *ids]
+        return ids
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids beyond the vocabulary (a model's padding rows) have none.
+
+        Raises:
+          ValueError: a negative id.
+        """
+        return self._backend.decode([i for i in ids if self.has_text(i)], skip_special_tokens=skip_special_tokens)
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether the vocabulary holds this id.
+
+        Raises:
+          ValueError: a negative id.
+        """
+        if token_id < 0:
+            raise ValueError(f"token ids must lie in [0, {self.vocab_size}), got {token_id}")
+        return token_id < 2**32 and self._backend.id_to_token(token_id) is not None
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """Renders a conversation in jinja2's sandbox; `variables` (tools, ...) reach the template.
+
+        Encode the result with add_special_tokens=False: templates write their own.
+
+        Raises:
+          ValueError: no template, malformed messages, or a template that fails or refuses.
+        """
+        if self._chat_template is None:
+            raise ValueError("this checkpoint has no chat template (tokenizer_config.json or chat_template.jinja)")
+        if isinstance(messages, str | Mapping) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+            raise ValueError(f"messages must be a list of {{'role': ..., 'content': ...}}, got {messages!r}")
+        known = {**self._special_tokens, "tools": None, "documents": None, **variables}
+        try:
+            template = _environment().from_string(self._chat_template)
+            return template.render(
+                messages=[dict(m) for m in messages], add_generation_prompt=add_generation_prompt, **known
+            )
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as e:
+            raise ValueError(f"the chat template failed on these messages: {e}") from e
+
+
+class IncrementalDetokenizer:
+    """One request's text, token by token; emits a character only when all its bytes are there.
+
+    `prompt_ids` gives the first token its context: a continuation keeps its leading space.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True):
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        # The window is context (text already out) followed by pending tokens; only it is decoded.
+        known = [i for i in prompt_ids[-2 * _CONTEXT :] if tokenizer.has_text(i)]
+        starts = range(max(0, len(known) - _CONTEXT), -1, -1)
+        start = next((s for s in starts if not self._decode(known[s:]).startswith(_REPLACEMENT)), starts[0])
+        self._window = known[start:]
+        # A prompt may end within a character: its tokens still wait.
+        ends = range(len(self._window), 0, -1)
+        self._context = next((e for e in ends if not self._decode(self._window[:e]).endswith(_REPLACEMENT)), 0)
+        self._emitted = len(self._decode(self._window).rstrip(_REPLACEMENT))
+
+    def feed(self, token_id: int) -> str:
+        """The text that this token made certain, often "" within a character.
+
+        Raises:
+          ValueError: a negative id.
+        """
+        if not self._tokenizer.has_text(token_id):
+            return ""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        waiting = len(self._window) - self._context <= _MAX_PENDING
+        certain = text.rstrip(_REPLACEMENT) if waiting else text
+        delta = text[self._emitted : len(certain)]
+        self._emitted = max(self._emitted, len(certain))
+        if len(certain) == len(text):
+            del self._window[: self._context]
+            self._context = len(self._window)
+            self._emitted = len(self._decode(self._window))
+        return delta
+
+    def flush(self) -> str:
+        """At the end of the request: what still waited, cut characters shown as U+FFFD."""
+        text = self._decode(self._window)
+        delta, self._emitted = text[self._emitted :], len(text)
+        return delta
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+
+
+@dataclasses.dataclass(frozen=True)
+class StopResult:
+    """What one call of StopChecker.feed settled.
+
+    Attributes:
+      text: to be emitted now.
+      num_tokens: how many of the call's tokens to keep; all, unless a stop string matched:
+        then up to and including the token that completed it.
+      stop: the stop string that matched, or None.
+    """
+
+    text: str
+    num_tokens: int
+    stop: str | None = None
+
+
+class StopChecker:
+    """Stop strings over streamed text, with vLLM's meaning.
+
+    The text ends before the stop string (after it with `include_stop_str_in_output`), while
+    the token that completed it stays. A suffix that could still become a stop string is held
+    back. The first stop string to be complete wins, the longest of those that end together,
+    so the result does not depend on where tokens end. The first `min_tokens` tokens cannot
+    complete a match.
+
+    Raises:
+      ValueError: an empty stop string or one that is not a string.
+    """
+
+    def __init__(self, stop: Sequence[str] = (), *, include_stop_str_in_output: bool = False, min_tokens: int = 0):
+        for s in stop:
+            if not isinstance(s, str) or not s:
+                raise ValueError(f"stop must hold non-empty strings, got {s!r}")
+        self._stop = tuple(stop)
+        self._include = include_stop_str_in_output
+        self._min_tokens = min_tokens
+        self._seen = 0
+        self._held = ""
+
+    def feed(self, token_texts: Sequence[str]) -> StopResult:
+        """Takes the text of each new token, in order (what IncrementalDetokenizer.feed returned)."""
+        emitted: list[str] = []
+        for count, new in enumerate(token_texts, start=1):
+            self._seen += 1
+            settled = len(self._held)
+            self._held += new
+            found = self._find(settled) if new and self._seen > self._min_tokens else None
+            if found is not None:
+                end, start, stop = found
+                emitted.append(self._held[: end if self._include else start])
+                self._held = ""
+                return StopResult("".join(emitted), count, stop)
+            keep = self._held_length()
+            emitted.append(self._held[: len(self._held) - keep])
+            self._held = self._held[len(self._held) - keep :]
+        return StopResult("".join(emitted), len(token_texts))
+
+    def flush(self, tail: str = "") -> str:
+        """When a request ends for another reason: the held text, and `tail` from the detokenizer."""
+        text, self._held = self._held + tail, ""
+        return text
+
+    def _find(self, settled: int) -> tuple[int, int, str] | None:
+        """The match (end, start, stop) that ends first beyond the `settled` characters."""
+        matches = []
+        for stop in self._stop:
+            start = self._held.find(stop, max(0, settled - len(stop) + 1))
+            if start >= 0:
+                matches.append((start + len(stop), start, stop))
+        return min(matches, default=None)
+
+    def _held_length(self) -> int:
+        """Length of the longest suffix that begins a stop string."""
+        longest = max(map(len, self._stop), default=1) - 1
+        for size in range(min(longest, len(self._held)), 0, -1):
+            tail = self._held[-size:]
+            if any(len(s) > size and s.startswith(tail) for s in self._stop):
+                return size
+        return 0
+
+
+def _token(value: Any) -> str | None:
+    """tokenizer_config.json writes a special token as a string or as an object with its content."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    value = settings.get("chat_template")
+    if isinstance(value, list):
+        named = {t.get("name"): t.get("template") for t in value if isinstance(t, Mapping)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What the templates of published checkpoints expect to find."""
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    env.filters["tojson"] = lambda value, **how: json.dumps(value, **{"ensure_ascii": False, **how})
+    env.globals["raise_exception"] = _refuse
+    env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return env
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
