@@ -1,0 +1,1 @@
+"""Training of targets and drafters (optax, orbax); never imports the engine or its runtime."""

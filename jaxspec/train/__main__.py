@@ -1,0 +1,29 @@
+"""python -m jaxspec.train COMMAND ...: each command's module owns its arguments."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import Any
+
+COMMANDS = {
+    "target": "jaxspec.train.target",
+    "regenerate": "jaxspec.train.regenerate",
+    "eagle3": "jaxspec.train.eagle3",
+    "draft_model": "jaxspec.train.draft_model",
+    "evaluate": "jaxspec.train.evaluate",
+}
+
+
+def main(argv: list[str] | None = None) -> Any:
+    """Runs one command and returns what its module's main returns."""
+    parser = argparse.ArgumentParser(prog="python -m jaxspec.train", description=__doc__)
+    sub = parser.add_subparsers(dest="command", required=True)
+    for name, module in COMMANDS.items():
+        importlib.import_module(module).add_arguments(sub.add_parser(name))
+    args = parser.parse_args(argv)
+    return importlib.import_module(COMMANDS[args.command]).main(args)
+
+
+if __name__ == "__main__":
+    main()
