@@ -1,0 +1,65 @@
+"""What every drafter offers the round. Implementations lie in drafters/."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+
+from jaxspec.speculation.sampling import SamplingState
+from jaxspec.speculation.state import Geometry, Rows
+from jaxspec.speculation.tree import DraftTree
+from jaxspec.tier import Tier
+
+
+class Drafter(Protocol):
+    """Proposes trees; owns a pytree of parameters and one of state, and no other memory.
+
+    Whatever it proposes, the output is the target's: a wrong or empty draft costs speed only.
+    A token equal to the vocabulary's size means "no proposal".
+    """
+
+    #: Layers of the target whose inputs it wants to see; empty if none.
+    aux_layers: tuple[int, ...]
+    #: Tokens beyond a page's end that its cache entries depend on (prefix keys include them).
+    lookahead: int
+    #: Whether it can propose trees (topk > 1).
+    supports_trees: bool
+
+    def init_state(self, geo: Geometry) -> Any:
+        """The drafter's part of the DecodeState."""
+        ...
+
+    def admit(self, draft: Any, slot: jax.Array, cached: jax.Array) -> Any:
+        """A request takes `slot`; its first `cached` tokens come from the prefix cache."""
+        ...
+
+    def prefill(
+        self, params: Any, draft: Any, rows: Rows, tokens_BN: jax.Array, count_B: jax.Array, aux_BNA: jax.Array | None
+    ) -> Any:
+        """Sees a chunk of committed text: tokens_BN at positions length.., of which count_B are real."""
+        ...
+
+    def draft(
+        self,
+        params: Any,
+        draft: Any,
+        rows: Rows,
+        tokens_SL: jax.Array,
+        tier: Tier,
+        sampling: SamplingState | None,
+        noise_BDV: jax.Array | None,
+        sample: bool,
+    ) -> tuple[DraftTree, Any]:
+        """A tree of the tier's shape.
+
+        Args:
+          sampling: the rows' parameters, None where every row is plain greedy.
+          noise_BDV: the target's own Gumbel noise at each drafted position (coupled verification).
+          sample: draw from the draft distribution and return it (rejection verification).
+        """
+        ...
+
+    def extend(self, draft: Any, rows: Rows, aux_BDA: jax.Array | None, count_B: jax.Array) -> Any:
+        """The round committed count_B tokens from position length on, whose aux states are aux_BDA."""
+        ...

@@ -1,0 +1,91 @@
+"""Prompt lookup: the continuation of the longest earlier match of the text's own suffix.
+
+On the device, so that a round needs no host round-trip. The search runs over blocks of
+the tokens in use; the longest match wins, then the most recent (source: Saxena's prompt
+lookup; vLLM's n-gram proposer for the [min, max] rule).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.speculation.sampling import SamplingState
+from jaxspec.speculation.state import Geometry, Rows
+from jaxspec.speculation.tree import DraftTree
+from jaxspec.tier import Tier
+
+_BLOCK = 512
+
+
+class NgramDrafter:
+    """Drafts chains from the request's own tokens; has neither parameters nor state.
+
+    Args:
+      vocab_size: the token that means "no proposal".
+      n_min, n_max: shortest and longest suffix to match.
+    """
+
+    aux_layers: tuple[int, ...] = ()
+    lookahead = 0
+    supports_trees = False
+
+    def __init__(self, vocab_size: int, n_min: int = 1, n_max: int = 4):
+        self.vocab_size, self.n_min, self.n_max = vocab_size, n_min, n_max
+
+    def init_state(self, geo: Geometry) -> Any:
+        return ()
+
+    def admit(self, draft: Any, slot: jax.Array, cached: jax.Array) -> Any:
+        return draft
+
+    def prefill(
+        self, params: Any, draft: Any, rows: Rows, tokens_BN: jax.Array, count_B: jax.Array, aux_BNA: jax.Array | None
+    ) -> Any:
+        return draft
+
+    def extend(self, draft: Any, rows: Rows, aux_BDA: jax.Array | None, count_B: jax.Array) -> Any:
+        return draft
+
+    def draft(
+        self,
+        params: Any,
+        draft: Any,
+        rows: Rows,
+        tokens_SL: jax.Array,
+        tier: Tier,
+        sampling: SamplingState | None,
+        noise_BDV: jax.Array | None,
+        sample: bool,
+    ) -> tuple[DraftTree, Any]:
+        last_B = rows.length_B  # index of the root, the last token of the text
+        suffix = [rows.tokens_at(tokens_SL, (last_B - i)[:, None]) for i in range(self.n_max)]  # each [B, 1]
+
+        def body(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+            block, best_B, at_B = carry
+            end_L = block * _BLOCK + jnp.arange(_BLOCK)  # candidate ends of a match
+            run = jnp.zeros((last_B.shape[0], _BLOCK), jnp.int32)
+            alive = (end_L[None, :] < last_B[:, None]) & jnp.ones_like(run, bool)
+            for i in range(self.n_max):
+                index = jnp.broadcast_to((end_L - i)[None, :], run.shape)
+                alive = alive & (index >= 0) & (rows.tokens_at(tokens_SL, index) == suffix[i])
+                run = run + alive.astype(jnp.int32)
+            score = jnp.where(run >= self.n_min, run, 0)
+            # The most recent of the longest: the last maximum within the block.
+            flipped = jnp.argmax(score[:, ::-1], axis=1)
+            here = (_BLOCK - 1 - flipped).astype(jnp.int32)
+            top = jnp.take_along_axis(score, here[:, None], axis=1)[:, 0]
+            better = (top > 0) & (top >= best_B)
+            return block + 1, jnp.where(better, top, best_B), jnp.where(better, block * _BLOCK + here, at_B)
+
+        blocks = jnp.max(last_B) // _BLOCK + 1
+        zero = jnp.zeros_like(last_B)
+        _, best_B, at_B = jax.lax.while_loop(lambda c: c[0] < blocks, body, (jnp.zeros((), blocks.dtype), zero, zero))
+        # A match that ends close to the text's end continues into itself, period after period.
+        step = jnp.arange(tier.depth)[None, :]
+        period = jnp.maximum(last_B - at_B, 1)[:, None]
+        tokens = rows.tokens_at(tokens_SL, at_B[:, None] + 1 + step % period)
+        tokens = jnp.where((best_B > 0)[:, None], tokens, self.vocab_size)
+        return DraftTree.chain(jnp.concatenate([rows.root_B[:, None], tokens], axis=1)), draft

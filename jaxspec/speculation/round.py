@@ -1,0 +1,282 @@
+"""The round: draft -> target forward over the tree -> verify -> commit -> extend, as one traced function.
+
+Owns the order of things on the device and the layout of what the host reads. Must not
+know requests, policies or compilation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec.cache import TreeKV, commit
+from jaxspec.models.base import ModelConfig
+from jaxspec.speculation.drafter import Drafter
+from jaxspec.speculation.sampling import (
+    Purpose,
+    SamplingState,
+    adjust_logits,
+    choose,
+    gumbel_noise,
+    top_logprobs,
+)
+from jaxspec.speculation.state import DecodeState, Geometry, Rows
+from jaxspec.speculation.tree import DraftTree
+from jaxspec.speculation.verifier import Verdict, verify_coupled, verify_rejection
+from jaxspec.tier import Tier
+
+#: Columns of a packed result before the tokens: how many tokens, and whether the logits were not finite.
+HEADER = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundSpec:
+    """Everything static about the functions below except the tier.
+
+    Attributes:
+      graph: the target's static graph (nnx.split).
+      config: the target's geometry.
+      drafter: None where the engine never drafts.
+      rejection: rejection verification for sampled rows of drafters that can sample.
+    """
+
+    graph: Any
+    config: ModelConfig
+    geo: Geometry
+    drafter: Drafter | None
+    rejection: bool
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.drafter.aux_layers if self.drafter is not None else ()
+
+
+def _plain_tree(rows: Rows) -> DraftTree:
+    return DraftTree.chain(rows.root_B[:, None])
+
+
+def _grow_tables(state: DecodeState, plan_BX: jax.Array) -> DecodeState:
+    """Writes the pages that the host granted into the rows' tables."""
+    slot, first, pages = plan_BX[:, 0], plan_BX[:, 1], plan_BX[:, 2:]
+    column = first[:, None] + jnp.arange(pages.shape[1])[None, :]
+    table = state.table_SM.at[slot[:, None], column].set(pages, mode="drop")
+    return dataclasses.replace(state, table_SM=table)
+
+
+def _choose_greedy(logits_BNV: jax.Array) -> jax.Array:
+    return jnp.argmax(logits_BNV, axis=-1).astype(jnp.int32)
+
+
+def _not_finite(logits_BNV: jax.Array, node_B: jax.Array) -> jax.Array:
+    row = jnp.take_along_axis(logits_BNV, node_B[:, None, None], axis=1)[:, 0]
+    return ~jnp.isfinite(row.max(axis=-1)) | jnp.isnan(row.min(axis=-1))
+
+
+def round_fn(
+    spec: RoundSpec, tier: Tier, sampled: bool
+) -> Callable[..., tuple[DecodeState, jax.Array, tuple[jax.Array, jax.Array] | None]]:
+    """The traced function of one (tier, greedy or sampled); the bucket is plan_BX's first axis.
+
+    The result takes (target state, draft state, DecodeState, plan_BX) and returns the new
+    DecodeState, the packed int32 [B, HEADER + depth + 1], and for sampled batches the raw
+    logits with the path's nodes, from which `logprobs_fn` reads.
+
+    plan_BX: int32 [B, 2 + new pages]: slot, first table entry to fill, pages (P for none).
+    """
+    geo, drafter = spec.geo, spec.drafter
+    depth = tier.depth
+
+    def run(target: Any, draft_params: Any, state: DecodeState, plan_BX: jax.Array) -> Any:
+        model = nnx.merge(spec.graph, target)
+        state = _grow_tables(state, plan_BX)
+        rows = Rows.gather(state, plan_BX[:, 0], geo)
+        vocab = spec.config.vocab_size
+        sampling = state.sampling.rows(rows.slot_B) if sampled else None
+        noise = None
+        if sampling is not None:
+            position_BD = rows.length_B[:, None] + 1 + jnp.arange(depth + 1)[None, :]
+            noise = gumbel_noise(sampling.seed_S, position_BD, vocab, Purpose.TARGET)
+
+        draft_state = state.draft
+        if depth == 0 or drafter is None:
+            tree = _plain_tree(rows)
+        else:
+            sample = spec.rejection and sampled and tier.is_chain and drafter.supports_trees
+            shared = None if noise is None or sample else noise[:, :depth]
+            tree, draft_state = drafter.draft(
+                draft_params, draft_state, rows, state.tokens_SL, tier, sampling, shared, sample
+            )
+
+        kv = TreeKV(state.pages, rows.table_BM, rows.length_B, tree.ancestors_BNN, geo.num_pages)
+        hidden, aux = model(tree.tokens_BN, rows.length_B[:, None] + tree.depths_BN, kv.attend, spec.aux_layers)
+        logits = model.logits(hidden)
+
+        if sampling is None:
+            choice = _choose_greedy(logits)
+            verdict = verify_coupled(tree, choice, depth, chain=tier.is_chain)
+        else:
+            assert noise is not None
+            position_BN = rows.length_B[:, None] + 1 + tree.depths_BN
+            adjusted = adjust_logits(logits, sampling, position_BN, tree.tokens_BN, tree.ancestors_BNN)
+            at_node = noise if tier.is_chain else jnp.take_along_axis(noise, tree.depths_BN[:, :, None], axis=1)
+            choice = choose(adjusted, sampling, at_node)
+            if tree.draft_probs_BDV is None:
+                verdict = verify_coupled(tree, choice, depth, chain=tier.is_chain)
+            else:
+                verdict = verify_rejection(tree, adjusted, choice, sampling, rows.length_B + 1)
+
+        state = dataclasses.replace(state, draft=draft_state)
+        state, emitted = _commit_round(spec, tier, state, rows, tree, verdict, kv.stacked(), aux, sampled)
+        last = jnp.take_along_axis(verdict.path_BD, verdict.num_accepted_B[:, None], axis=1)[:, 0]
+        bad = _not_finite(logits, last).astype(jnp.int32)
+        packed = jnp.concatenate([(verdict.num_accepted_B + 1)[:, None], bad[:, None], emitted], axis=1)
+        return state, packed, (logits, verdict.path_BD) if sampled else None
+
+    return run
+
+
+def _commit_round(
+    spec: RoundSpec, tier: Tier, state: DecodeState, rows: Rows, tree: DraftTree, verdict: Verdict,
+    kv_LBNGc: jax.Array, aux_BNA: jax.Array | None, sampled: bool,
+) -> tuple[DecodeState, jax.Array]:  # fmt: skip
+    """Scatters the accepted path into the pool and the text; returns the emitted tokens [B, depth + 1]."""
+    geo, path, accepted = spec.geo, verdict.path_BD, verdict.num_accepted_B
+    width = tier.depth + 1
+    if not tier.is_chain:
+        kv_LBNGc = jnp.take_along_axis(kv_LBNGc, path[None, :, :, None, None], axis=2)
+        aux_BNA = None if aux_BNA is None else jnp.take_along_axis(aux_BNA, path[:, :, None], axis=1)
+    step = jnp.arange(width)[None, :]
+    count = accepted + 1
+    position = rows.length_B[:, None] + step
+    write = (step < count[:, None]) & rows.valid_B[:, None]
+    pages = commit(state.pages, kv_LBNGc, rows.table_BM, position, write, geo.num_pages)
+
+    following = jnp.take_along_axis(tree.tokens_BN, jnp.concatenate([path[:, 1:], path[:, :1]], axis=1), axis=1)
+    emitted = jnp.where(step == accepted[:, None], verdict.next_token_B[:, None], following)
+    slot = jnp.where(write, rows.slot_B[:, None], geo.slots)
+    tokens = state.tokens_SL.at[slot, position + 1].set(emitted, mode="drop")
+    length = state.length_S.at[rows.slot_B].add(jnp.where(rows.valid_B, count, 0), mode="drop")
+    draft = state.draft
+    if spec.drafter is not None:
+        draft = spec.drafter.extend(draft, rows, aux_BNA, count)
+    sampling = state.sampling
+    if sampled:
+        counts = sampling.counts_SV.at[slot, emitted].add(1, mode="drop")
+        sampling = dataclasses.replace(sampling, counts_SV=counts)
+    state = dataclasses.replace(
+        state, pages=pages, tokens_SL=tokens, length_S=length, draft=draft, sampling=sampling
+    )
+    return state, jnp.where(write, emitted, -1)
+
+
+def prefill_fn(spec: RoundSpec) -> Callable[..., tuple[DecodeState, jax.Array, tuple[jax.Array, jax.Array]]]:
+    """The traced function of a prompt chunk of one slot; its length is the chunk bucket, static.
+
+    The result takes (target state, draft state, DecodeState, plan int32 [3], chunk length as a
+    static range) with plan = (slot, real tokens, whether it ends the prompt). The tokens are
+    in the DecodeState already. It samples the token after the chunk where that ends the
+    prompt, with the same rule as every other token.
+    """
+    geo, drafter = spec.geo, spec.drafter
+
+    def run(target: Any, draft_params: Any, state: DecodeState, plan: jax.Array, size: int) -> Any:
+        model = nnx.merge(spec.graph, target)
+        slot_B, count_B, last_B = plan[None, 0], plan[None, 1], plan[None, 2] > 0
+        rows = Rows.gather(state, slot_B, geo)
+        index = rows.length_B[:, None] + jnp.arange(size)[None, :]
+        real = jnp.arange(size)[None, :] < count_B[:, None]
+        tokens = rows.tokens_at(state.tokens_SL, index)
+        causal = jnp.tril(jnp.ones((size, size), bool))[None]
+        kv = TreeKV(state.pages, rows.table_BM, rows.length_B, causal, geo.num_pages)
+        hidden, aux = model(tokens, index, kv.attend, spec.aux_layers)
+        pages = commit(state.pages, kv.stacked(), rows.table_BM, index, real, geo.num_pages)
+        draft = state.draft
+        if drafter is not None:
+            draft = drafter.prefill(draft_params, draft, rows, tokens, count_B, aux)
+
+        final = jnp.take_along_axis(hidden, (count_B - 1)[:, None, None], axis=1)
+        logits = model.logits(final)
+        sampling = state.sampling.rows(rows.slot_B)
+        position = (rows.length_B + count_B)[:, None]
+        root = jnp.zeros((1, 1), jnp.int32)
+        adjusted = adjust_logits(logits, sampling, position, root, jnp.ones((1, 1, 1), bool))
+        noise = gumbel_noise(sampling.seed_S, position, spec.config.vocab_size, Purpose.TARGET)
+        token = choose(adjusted, sampling, noise)
+        into = jnp.where(last_B[:, None], slot_B[:, None], geo.slots)
+        state = dataclasses.replace(
+            state,
+            pages=pages,
+            draft=draft,
+            tokens_SL=state.tokens_SL.at[into, position].set(token, mode="drop"),
+            length_S=state.length_S.at[slot_B].add(count_B, mode="drop"),
+            sampling=dataclasses.replace(
+                state.sampling, counts_SV=state.sampling.counts_SV.at[into, token].add(1, mode="drop")
+            ),
+        )
+        bad = _not_finite(logits, jnp.zeros((1,), jnp.int32)).astype(jnp.int32)
+        packed = jnp.concatenate([jnp.ones((1, 1), jnp.int32), bad[:, None], token], axis=1)
+        return state, packed, (logits, jnp.zeros((1, 1), jnp.int32))
+
+    return run
+
+
+def admit_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
+    """The traced function that gives a slot to a request.
+
+    Takes (DecodeState, ints int32 [7 + stop ids], floats [6], table [M], tokens [L], bias [V]).
+    ints: slot, cached tokens, prompt length, total tokens, top_k, seed bits, ban_until, stop ids.
+    floats: temperature, top_p, min_p, presence, frequency, repetition.
+    """
+    geo, vocab = spec.geo, spec.config.vocab_size
+
+    def run(
+        state: DecodeState, ints: jax.Array, floats: jax.Array, table: jax.Array, tokens: jax.Array, bias: jax.Array
+    ) -> DecodeState:
+        slot, cached, prompt_len, total = ints[0], ints[1], ints[2], ints[3]
+        index = jnp.arange(tokens.shape[0])
+        in_prompt = jnp.zeros((vocab,), bool).at[jnp.where(index < prompt_len, tokens, vocab)].set(True, mode="drop")
+        output = (index >= prompt_len) & (index < total)
+        counts = jnp.zeros((vocab,), jnp.int32).at[jnp.where(output, tokens, vocab)].add(1, mode="drop")
+        seed = jax.lax.bitcast_convert_type(ints[5], jnp.uint32)
+        row = SamplingState(
+            temperature_S=floats[0], top_k_S=ints[4], top_p_S=floats[1], min_p_S=floats[2], presence_S=floats[3],
+            frequency_S=floats[4], repetition_S=floats[5], seed_S=seed, prompt_len_S=prompt_len,
+            ban_until_S=ints[6], stop_ids_SK=ints[7:], bias_SV=bias, counts_SV=counts, in_prompt_SV=in_prompt,
+        )  # fmt: skip
+        put = lambda table, value: table.at[slot].set(value, mode="drop")  # noqa: E731
+        draft = state.draft if spec.drafter is None else spec.drafter.admit(state.draft, slot, cached)
+        return dataclasses.replace(
+            state,
+            table_SM=put(state.table_SM, table),
+            tokens_SL=put(state.tokens_SL, tokens),
+            length_S=put(state.length_S, cached),
+            sampling=jax.tree.map(put, state.sampling, row),
+            draft=draft,
+        )
+
+    return run
+
+
+def logprobs_fn(k: int) -> Callable[..., jax.Array]:
+    """The traced function that reads log-probabilities of a finished round.
+
+    Takes (logits_BNV, path_BD, packed) and returns int32 [B, D, 2 + 2k]: the emitted token's
+    log-probability (bits of a float32) and rank, the k best log-probabilities (bits), their ids.
+    """
+
+    def run(logits_BNV: jax.Array, path_BD: jax.Array, packed: jax.Array) -> jax.Array:
+        b, d = path_BD.shape
+        v = logits_BNV.shape[-1]
+        at = jnp.take_along_axis(logits_BNV, path_BD[:, :, None], axis=1).reshape(b * d, v)
+        tokens = jnp.clip(packed[:, HEADER:], 0, v - 1).reshape(b * d)
+        chosen, rank, values, ids = top_logprobs(at, tokens, min(k, v))
+        bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)  # noqa: E731
+        out = jnp.concatenate([bits(chosen)[:, None], rank[:, None], bits(values), ids], axis=1)
+        return out.reshape(b, d, -1)
+
+    return run

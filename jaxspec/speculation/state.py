@@ -1,0 +1,106 @@
+"""DecodeState: everything that lives on the device between rounds. Donated to every executable.
+
+Its shapes depend on the engine's sizes only, never on tier or bucket, so switching tiers
+is a dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.cache import init_pages
+from jaxspec.models.base import ModelConfig
+from jaxspec.speculation.sampling import SamplingState
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Sizes that fix the DecodeState.
+
+    Attributes:
+      slots: device rows (max_batch_size).
+      num_pages: pages a layer. page_size: tokens a page. pages_per_seq: entries of a row's table.
+      max_depth: deepest tier that can run.
+      tokens_per_seq: length of a row's token buffer.
+    """
+
+    slots: int
+    num_pages: int
+    page_size: int
+    pages_per_seq: int
+    max_depth: int
+
+    @property
+    def tokens_per_seq(self) -> int:
+        return self.pages_per_seq * self.page_size + 1
+
+    @property
+    def max_new_pages(self) -> int:
+        """Most pages that the scheduler grants a row before one round (SchedulerConfig.growth_pages)."""
+        return -(-(self.max_depth + 1) // self.page_size) + 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Attributes:
+    pages: the target's KV pool, [layers * P, G, page, 2C].
+    table_SM: page numbers of each slot; P stands for none.
+    tokens_SL: every token of each slot; the one at index length is the root, whose KV is not in the pool yet.
+    length_S: tokens whose KV is in the pool.
+    sampling: parameters and statistics of each slot.
+    draft: the drafter's own pytree.
+    """
+
+    pages: jax.Array
+    table_SM: jax.Array
+    tokens_SL: jax.Array
+    length_S: jax.Array
+    sampling: SamplingState
+    draft: Any
+
+    @classmethod
+    def empty(cls, cfg: ModelConfig, geo: Geometry, dtype: jnp.dtype, draft: Any) -> DecodeState:
+        return cls(
+            pages=init_pages(cfg.num_layers, geo.num_pages, cfg.num_kv_heads, geo.page_size, cfg.head_dim, dtype),
+            table_SM=jnp.full((geo.slots, geo.pages_per_seq), geo.num_pages, jnp.int32),
+            tokens_SL=jnp.zeros((geo.slots, geo.tokens_per_seq), jnp.int32),
+            length_S=jnp.zeros((geo.slots,), jnp.int32),
+            sampling=SamplingState.empty(geo.slots, cfg.vocab_size),
+            draft=draft,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """One batch's view of the state.
+
+    Attributes:
+      slot_B: slot of each row; S marks padding.
+      valid_B: whether the row is not padding.
+      table_BM, length_B, root_B: gathered state; padding rows have length 0 and no pages.
+    """
+
+    slot_B: jax.Array
+    valid_B: jax.Array
+    table_BM: jax.Array
+    length_B: jax.Array
+    root_B: jax.Array
+
+    @classmethod
+    def gather(cls, state: DecodeState, slot_B: jax.Array, geo: Geometry) -> Rows:
+        valid = slot_B < geo.slots
+        length = jnp.where(valid, jnp.take(state.length_S, slot_B, mode="clip"), 0)
+        table = jnp.take(state.table_SM, slot_B, axis=0, mode="clip")
+        table = jnp.where(valid[:, None], table, geo.num_pages)
+        root = state.tokens_SL.at[slot_B, length].get(mode="clip")
+        return cls(slot_B, valid, table, length, root)
+
+    def tokens_at(self, tokens_SL: jax.Array, index_BN: jax.Array) -> jax.Array:
+        """Committed tokens at the given indices, [B, N] (clipped where out of range)."""
+        return tokens_SL.at[self.slot_B[:, None], jnp.maximum(index_BN, 0)].get(mode="clip")
