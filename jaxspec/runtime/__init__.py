@@ -1,0 +1,1 @@
+"""The seam between host and device: compilation, dispatch, results."""

@@ -1,0 +1,292 @@
+"""The runner: holds weights and DecodeState, turns plans into dispatches and results into numpy.
+
+Must not know policies, stop conditions or text. One round may be in flight: `dispatch`
+returns at once, and `collect` is the only call that waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxspec.adaptive.cost import CostTable
+from jaxspec.models.layers import Transformer
+from jaxspec.request import MAX_LOGPROBS, Logprob, Request
+from jaxspec.runtime.compile import Job, SpecRuntimeState, compile_all
+from jaxspec.scheduling.scheduler import DecodeRow, PrefillChunk
+from jaxspec.speculation import round as rounds
+from jaxspec.speculation.drafter import Drafter
+from jaxspec.speculation.sampling import MAX_STOP_IDS
+from jaxspec.speculation.state import DecodeState, Geometry
+from jaxspec.tier import PLAIN, Tier
+
+
+@dataclasses.dataclass
+class Pending:
+    """A dispatched prefill (tier None) or round whose result has not been read.
+
+    Attributes:
+      rows: (request, its epoch at dispatch), in the batch's order.
+      packed: int32 [B, HEADER + tokens] on the device.
+      logprobs: what `logprobs_fn` returned, where some row asked for it.
+      dispatched_at: seconds on the runner's clock.
+    """
+
+    rows: tuple[tuple[Request, int], ...]
+    tier: Tier | None
+    bucket: int
+    packed: jax.Array
+    logprobs: jax.Array | None
+    dispatched_at: float
+    context_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RowResult:
+    """What a round gave one row.
+
+    Attributes:
+      tokens: accepted drafts and the token after them.
+      finite: False where the target's logits were not finite.
+      logprobs: an entry a token, where the request asked for them.
+    """
+
+    request: Request
+    epoch: int
+    tokens: tuple[int, ...]
+    finite: bool
+    logprobs: tuple[dict[int, Logprob], ...] | None
+
+
+class Runner:
+    """Weights, state and executables of one engine.
+
+    Args:
+      model: the target.
+      drafter: None where no tier drafts.
+      draft_params: the drafter's parameters.
+      reachable: {tier: buckets} that the policy can select.
+      prefill_sizes: chunk lengths that get an executable, ascending.
+      eos: token ids that min_tokens bans besides a request's own stop ids.
+    """
+
+    def __init__(
+        self, model: Transformer, drafter: Drafter | None, draft_params: Any, geo: Geometry, *,
+        rejection: bool, reachable: Mapping[Tier, Sequence[int]], prefill_sizes: Sequence[int],
+        eos: Sequence[int], progress: bool,
+    ):  # fmt: skip
+        graph, target = nnx.split(model)
+        self.config = model.config
+        self.geo, self.drafter, self.eos = geo, drafter, tuple(eos)
+        self.spec = rounds.RoundSpec(graph, model.config, geo, drafter, rejection)
+        self._target, self._draft_params = target, draft_params
+        self._dtype: jnp.dtype = model.embedding[...].dtype
+        self.prefill_sizes = tuple(prefill_sizes)
+        self.reachable = {tier: tuple(buckets) for tier, buckets in reachable.items()}
+        self._plans: dict[bytes, jax.Array] = {}
+        self._zero_bias = jnp.zeros((self.config.vocab_size,), jnp.float32)
+        self.state = self._fresh_state()
+        self._compile(progress)
+
+    def _fresh_state(self) -> DecodeState:
+        draft = () if self.drafter is None else self.drafter.init_state(self.geo)
+        return DecodeState.empty(self.config, self.geo, self._dtype, draft)
+
+    # Compilation.
+
+    def _compile(self, progress: bool) -> None:
+        shape = lambda *s, dtype=jnp.int32: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
+        abstract = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
+        target, draft, state = abstract(self._target), abstract(self._draft_params), abstract(self.state)
+        width = 2 + self.geo.max_new_pages
+        jobs: list[Job] = []
+
+        def add(key: Any, fn: Callable[..., Any], donate: int, args: tuple[Any, ...], **static: Any) -> None:
+            jitted = jax.jit(fn, donate_argnums=(donate,), static_argnames=tuple(static))
+            jobs.append(Job(key, lambda: jitted.trace(*args, **static).lower()))
+
+        vocab = self.config.vocab_size
+        widths: set[tuple[int, int, int]] = {(1, 1, 1)}
+        for tier, buckets in self.reachable.items():
+            for bucket in buckets:
+                widths.add((bucket, tier.num_nodes, tier.depth + 1))
+                for sampled in (False, True):
+                    fn = rounds.round_fn(self.spec, tier, sampled)
+                    add(("round", tier, bucket, sampled), fn, 2, (target, draft, state, shape(bucket, width)))
+        prefill = rounds.prefill_fn(self.spec)
+        for size in self.prefill_sizes:
+            add(("prefill", size), prefill, 2, (target, draft, state, shape(3)), size=size)
+        f32 = jnp.float32
+        admit_args = (
+            state, shape(7 + MAX_STOP_IDS), shape(6, dtype=f32), shape(self.geo.pages_per_seq),
+            shape(self.geo.tokens_per_seq), shape(vocab, dtype=f32),
+        )  # fmt: skip
+        add(("admit",), rounds.admit_fn(self.spec), 0, admit_args)
+        self._logprobs_k = min(MAX_LOGPROBS, vocab)
+        logprobs = jax.jit(rounds.logprobs_fn(self._logprobs_k))
+        for b, n, d in sorted(widths):
+            args = (shape(b, n, vocab, dtype=f32), shape(b, d), shape(b, rounds.HEADER + d))
+            jobs.append(Job(("logprobs", b, n, d), lambda args=args: logprobs.trace(*args).lower()))
+
+        # The dearest first, so that no thread ends with a long one alone.
+        jobs.sort(key=lambda job: job.key[0] == "round" and -job.key[1].depth)
+        self._compiled, self.compile_seconds = compile_all(jobs, progress=progress)
+        self.states: dict[Tier, SpecRuntimeState] = {
+            tier: SpecRuntimeState(
+                tier, {(b, s): self._compiled["round", tier, b, s] for b in buckets for s in (False, True)}
+            )
+            for tier, buckets in self.reachable.items()
+        }
+
+    @property
+    def num_executables(self) -> int:
+        return len(self._compiled)
+
+    def measure(self, repeats: int = 5, context: int = 256) -> CostTable:
+        """Times every greedy round a few times at a moderate context, and resets the state.
+
+        Args:
+          context: committed tokens of each row while timing.
+        """
+        geo = self.geo
+        context = min(context, (geo.pages_per_seq - geo.max_new_pages) * geo.page_size - 8 * (geo.max_depth + 1), )
+        context = max(context, 0)
+        pages = np.arange(geo.slots * geo.pages_per_seq, dtype=np.int32).reshape(geo.slots, -1) % geo.num_pages
+        length = lambda: jnp.full((geo.slots,), context, jnp.int32)  # noqa: E731
+        self.state = dataclasses.replace(self.state, table_SM=jnp.asarray(pages), length_S=length())
+        samples: dict[tuple[Tier, int], list[float]] = {}
+        pairs = [(tier, bucket) for tier, buckets in self.reachable.items() for bucket in buckets]
+        for repeat in range(repeats + 1):
+            for tier, bucket in pairs:
+                plan = self._plan([(slot, geo.pages_per_seq, ()) for slot in range(bucket)], bucket)
+                self.state = dataclasses.replace(self.state, length_S=length())
+                jax.block_until_ready(self.state)
+                began = time.perf_counter()
+                executable = self.states[tier].executables[bucket, False]
+                self.state, packed, _ = executable(self._target, self._draft_params, self.state, plan)
+                packed.block_until_ready()
+                if repeat:
+                    samples.setdefault((tier, bucket), []).append(time.perf_counter() - began)
+        self.state = self._fresh_state()
+        return CostTable({pair: statistics.median(times) for pair, times in samples.items()})
+
+    # Dispatch.
+
+    def _plan(self, rows: Sequence[tuple[int, int, Sequence[int]]], bucket: int) -> jax.Array:
+        """The plan array of (slot, first table entry, new pages) rows; plans without new pages are kept on the device."""
+        geo = self.geo
+        plan = np.empty((bucket, 2 + geo.max_new_pages), np.int32)
+        plan[:, 0], plan[:, 1], plan[:, 2:] = geo.slots, geo.pages_per_seq, geo.num_pages
+        fresh = False
+        for i, (slot, first, pages) in enumerate(rows):
+            plan[i, 0] = slot
+            if pages:
+                plan[i, 1] = first
+                plan[i, 2 : 2 + len(pages)] = pages
+                fresh = True
+        if fresh:
+            return jnp.asarray(plan)
+        key = plan.tobytes()
+        if key not in self._plans:
+            if len(self._plans) > 256:
+                self._plans.clear()
+            self._plans[key] = jnp.asarray(plan)
+        return self._plans[key]
+
+    def admit(self, chunk: PrefillChunk) -> None:
+        """Uploads a request's row: tokens, parameters and page table."""
+        geo, request, params = self.geo, chunk.request, chunk.request.params
+        text = request.token_ids
+        tokens = np.zeros((geo.tokens_per_seq,), np.int32)
+        tokens[: len(text)] = text
+        table = np.full((geo.pages_per_seq,), geo.num_pages, np.int32)
+        table[: len(chunk.page_table)] = chunk.page_table
+        stops = [] if params.min_tokens == 0 else list(params.stop_token_ids)
+        if params.min_tokens and not params.ignore_eos:
+            stops += self.eos
+        ints = np.full((7 + MAX_STOP_IDS,), self.config.vocab_size, np.int32)
+        prompt_len = len(request.prompt_token_ids)
+        seed = int(np.uint32(request.seed).view(np.int32))
+        ints[:7] = [chunk.slot, chunk.start, prompt_len, len(text), max(params.top_k, 0), seed, prompt_len + params.min_tokens]
+        ints[7 : 7 + len(stops)] = stops
+        temperature = 0.0 if params.greedy else params.temperature
+        floats = np.asarray(
+            [temperature, params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty,
+             params.repetition_penalty], np.float32,
+        )  # fmt: skip
+        bias: Any = self._zero_bias
+        if params.logit_bias:
+            bias = np.zeros((self.config.vocab_size,), np.float32)
+            for token, value in params.logit_bias.items():
+                bias[token] = value
+        self.state = self._compiled[("admit",)](self.state, ints, floats, table, tokens, bias)
+
+    def prefill(self, chunk: PrefillChunk) -> Pending | None:
+        """Dispatches a chunk; a Pending where it ends the prompt, which holds the first token."""
+        if chunk.is_first:
+            self.admit(chunk)
+        count = chunk.end - chunk.start
+        size = next(s for s in self.prefill_sizes if s >= count)
+        plan = np.asarray([chunk.slot, count, chunk.is_last], np.int32)
+        executable = self._compiled["prefill", size]
+        self.state, packed, kept = executable(self._target, self._draft_params, self.state, plan)
+        if not chunk.is_last:
+            return None
+        return self._pending([(chunk.request, chunk.request.epoch)], None, 1, packed, kept, 1, chunk.end)
+
+    def dispatch(self, rows: Sequence[DecodeRow], state: SpecRuntimeState, bucket: int) -> Pending:
+        """Dispatches one round of the tier that `state` is bound to."""
+        sampled = any(not row.request.params.plain_greedy for row in rows)
+        plan = self._plan([(row.slot, row.page_index, row.new_pages) for row in rows], bucket)
+        executable = state.executables[bucket, sampled]
+        self.state, packed, kept = executable(self._target, self._draft_params, self.state, plan)
+        context = sum(row.request.num_computed for row in rows)
+        nodes = state.tier.num_nodes
+        return self._pending(
+            [(row.request, row.epoch) for row in rows], state.tier, bucket, packed, kept, nodes, context
+        )
+
+    def _pending(
+        self, rows: Sequence[tuple[Request, int]], tier: Tier | None, bucket: int, packed: jax.Array, kept: Any,
+        nodes: int, context: int,
+    ) -> Pending:  # fmt: skip
+        logprobs = None
+        if kept is not None and any(request.params.logprobs is not None for request, _ in rows):
+            logits, path = kept
+            logprobs = self._compiled["logprobs", bucket, nodes, path.shape[1]](logits, path, packed)
+            logprobs.copy_to_host_async()
+        packed.copy_to_host_async()
+        return Pending(tuple(rows), tier, bucket, packed, logprobs, time.perf_counter(), context)
+
+    def collect(self, pending: Pending) -> list[RowResult]:
+        """Waits for a dispatch and unpacks its rows."""
+        packed = np.asarray(pending.packed)
+        logprobs = None if pending.logprobs is None else np.asarray(pending.logprobs)
+        results = []
+        for i, (request, epoch) in enumerate(pending.rows):
+            count = int(packed[i, 0])
+            tokens = tuple(packed[i, rounds.HEADER : rounds.HEADER + count].tolist())
+            entries = None
+            if logprobs is not None and request.params.logprobs is not None:
+                entries = tuple(
+                    self._entry(logprobs[i, j], tokens[j], request.params.logprobs) for j in range(count)
+                )
+            results.append(RowResult(request, epoch, tokens, not packed[i, 1], entries))
+        return results
+
+    def _entry(self, row: np.ndarray, token: int, wanted: int) -> dict[int, Logprob]:
+        """The chosen token first, then the `wanted` best of the vocabulary, as vLLM orders them."""
+        k = self._logprobs_k
+        values, ids = row[2 : 2 + k].view(np.float32), row[2 + k :]
+        entry = {token: Logprob(token, float(row[:1].view(np.float32)[0]), int(row[1]))}
+        for rank in range(min(wanted, k)):
+            entry.setdefault(int(ids[rank]), Logprob(int(ids[rank]), float(values[rank]), rank + 1))
+        return entry
