@@ -1,0 +1,248 @@
+"""LLM: the offline front. Prompts in, finished or streaming completions out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxspec.assemble import build_engine
+from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.engine import Engine, EngineStats
+from jaxspec.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, SamplingParams, StreamDelta
+
+Prompt = str | Sequence[int]
+
+
+@dataclasses.dataclass
+class _Group:
+    """One prompt's completions on their way.
+
+    Attributes:
+      position: of the prompt in the call.
+      ids: the engine's request ids, by completion index.
+      parts: finished completions by index.
+    """
+
+    position: int
+    ids: list[str]
+    parts: dict[int, RequestOutput]
+
+    def merged(self) -> RequestOutput:
+        """All completions as one output, with summed metrics."""
+        ordered = [self.parts[i] for i in sorted(self.parts)]
+        first = ordered[0]
+        outputs: list[CompletionOutput] = [part.outputs[0] for part in ordered]
+        return dataclasses.replace(first, outputs=outputs, metrics=_sum_metrics([part.metrics for part in ordered]))
+
+
+def _sum_metrics(parts: Sequence[RequestMetrics]) -> RequestMetrics:
+    if len(parts) == 1:
+        return parts[0]
+    total = RequestMetrics(arrival_time=min(p.arrival_time for p in parts))
+    for p in parts:
+        total.rounds += p.rounds
+        total.drafted += p.drafted
+        total.accepted += p.accepted
+        total.output_tokens += p.output_tokens
+        total.cached_prompt_tokens += p.cached_prompt_tokens
+        total.preemptions += p.preemptions
+        longer = max(len(total.acceptance_histogram), len(p.acceptance_histogram))
+        pad = lambda h: [*h, *[0] * (longer - len(h))]
+        total.acceptance_histogram = [
+            a + b for a, b in zip(pad(total.acceptance_histogram), pad(p.acceptance_histogram), strict=True)
+        ]
+        for name, count in p.tier_rounds.items():
+            total.tier_rounds[name] = total.tier_rounds.get(name, 0) + count
+    for name, pick in (("first_scheduled_time", min), ("first_token_time", min), ("finished_time", max)):
+        times = [getattr(p, name) for p in parts if getattr(p, name) is not None]
+        setattr(total, name, pick(times) if times else None)
+    return total
+
+
+class LLM:
+    """A language model with adaptive speculative decoding.
+
+    Args:
+      model: "demo", or a Hugging Face directory (config.json, safetensors, tokenizer.json).
+      drafter: "none", "eagle3", "ngram", "draft_model", or a directory with a drafter's
+        checkpoint. None: an EAGLE-3 head where one lies beside the model, else "ngram".
+      speculation: a SpeculationConfig or a dict with its fields.
+      max_batch_size: requests decoded together.
+      max_seq_len: longest prompt plus output, in tokens; None: the model's context, at most 2048.
+      seed: base of the seeds of requests that bring none.
+      progress: bars on standard error while compiling.
+      **engine: further fields of EngineConfig.
+
+    Raises:
+      ValueError: what cannot be loaded or does not fit together; names the field and both values.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "demo",
+        drafter: str | Path | None = None,
+        speculation: SpeculationConfig | Mapping[str, Any] | None = None,
+        max_batch_size: int = 8,
+        max_seq_len: int | None = None,
+        seed: int = 0,
+        *,
+        progress: bool = True,
+        **engine: Any,
+    ):
+        known = {f.name for f in dataclasses.fields(EngineConfig)}
+        unknown = sorted(set(engine) - known)
+        if unknown:
+            raise ValueError(f"LLM got unknown arguments {unknown}; EngineConfig has {sorted(known)}")
+        config = EngineConfig(max_batch_size=max_batch_size, max_seq_len=max_seq_len, seed=seed, **engine)
+        self.engine: Engine = build_engine(model, drafter, speculation, config, progress=progress)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes one or many prompts.
+
+        Args:
+          prompts: a text, a list of token ids, or a list of either.
+          params: one for all prompts, or one each; None is SamplingParams().
+          use_tqdm: a progress bar over prompts, where there is more than one.
+
+        Returns:
+          One RequestOutput a prompt, in order.
+
+        Raises:
+          ValueError: a prompt or parameters that cannot be honoured. Nothing was run, and the engine stays usable.
+        """
+        groups = self._submit(prompts, params)
+        outputs: list[RequestOutput | None] = [None] * len(groups)
+        with tqdm(total=len(groups), desc="prompts", disable=not use_tqdm or len(groups) < 2) as bar:
+            for group, _ in self._run(groups):
+                if len(group.parts) == len(group.ids):
+                    outputs[group.position] = group.merged()
+                    bar.update()
+        return [output for output in outputs if output is not None]
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[tuple[int, StreamDelta]]:
+        """Yields (position of the prompt, what was added) as tokens come.
+
+        Closing the iterator early aborts what is left. The last delta of a prompt carries its
+        whole RequestOutput.
+        """
+        groups = self._submit(prompts, params)
+        return self._stream(groups)
+
+    def _stream(self, groups: list[_Group]) -> Iterator[tuple[int, StreamDelta]]:
+        for group, delta in self._run(groups):
+            if delta.finish_reason is not None:
+                whole = group.merged() if len(group.parts) == len(group.ids) else None
+                delta = dataclasses.replace(delta, output=whole)
+            yield group.position, delta
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+    ) -> RequestOutput:
+        """Completes a conversation with the checkpoint's own chat template.
+
+        Raises:
+          ValueError: the checkpoint has no chat template.
+        """
+        tokenizer = self.tokenizer
+        text = tokenizer.apply_chat_template(list(messages))
+        return self.generate(tokenizer.encode(text, add_special_tokens=False), params, use_tqdm=False)[0]
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer (jaxspec.text.tokenizer.Tokenizer)."""
+        assert self.engine.tokenizer is not None
+        return self.engine.tokenizer
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters: rounds by tier, compilations after warm-up, prefix-cache hits, and more."""
+        return self.engine.stats
+
+    # Submission and the loop.
+
+    def _submit(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[_Group]:
+        many = _as_list(prompts)
+        each = _params_for(many, params)
+        groups: list[_Group] = []
+        try:
+            for position, (prompt, p) in enumerate(zip(many, each, strict=True)):
+                text = prompt if isinstance(prompt, str) else None
+                tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                group = _Group(position, [], {})
+                groups.append(group)
+                for index in range(p.n):
+                    group.ids.append(self.engine.add(tokens, p, prompt=text, index=index))
+        except BaseException:
+            for group in groups:
+                for request_id in group.ids:
+                    self.engine.abort(request_id)
+            raise
+        return groups
+
+    def _run(self, groups: list[_Group]) -> Iterator[tuple[_Group, StreamDelta]]:
+        """Steps the engine until the groups are done; aborts them when the caller leaves early."""
+        owner = {request_id: group for group in groups for request_id in group.ids}
+        live = set(owner)
+        try:
+            while live:
+                for delta in self.engine.step():
+                    group = owner.get(delta.request_id)
+                    if group is None:
+                        continue
+                    if delta.output is not None:
+                        group.parts[delta.index] = delta.output
+                        live.discard(delta.request_id)
+                        if delta.finish_reason is FinishReason.ERROR:
+                            raise RuntimeError(f"{delta.request_id}: the target's logits are not finite")
+                    yield group, delta
+        finally:
+            for request_id in live:
+                self.engine.abort(request_id)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts must be a text, token ids, or a list of either, got {type(prompts).__name__}")
+    many: list[Any] = list(prompts)
+    if not many:
+        raise ValueError("prompt must hold at least 1 token, got an empty list")
+    if all(not isinstance(item, str | Sequence) for item in many):
+        return [many]
+    for item in many:
+        if not isinstance(item, str | Sequence):
+            raise ValueError(f"prompts must all be texts or lists of token ids, got {item!r} among them")
+    return many
+
+
+def _params_for(
+    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * len(prompts)
+    each = list(params)
+    if len(each) != len(prompts):
+        raise ValueError(f"params must be one SamplingParams or one for each prompt: got {len(each)} for {len(prompts)}")
+    for p in each:
+        if not isinstance(p, SamplingParams):
+            raise ValueError(f"params must hold SamplingParams, got {type(p).__name__}")
+    return each
