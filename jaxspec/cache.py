@@ -72,20 +72,24 @@ class TreeKV:
 
 
 def commit(
-    pages: jax.Array, kv_LBNGc: jax.Array, table_BM: jax.Array, position_BN: jax.Array, write_BN: jax.Array, num_pages: int
-) -> jax.Array:
+    pages: jax.Array, kv_LBNGc: jax.Array, table_BM: jax.Array, position_BN: jax.Array, write_BN: jax.Array,
+    num_pages: int, *, ready_B: jax.Array,
+) -> jax.Array:  # fmt: skip
     """Writes new tokens' keys and values of every layer at their positions, in place on a donated pool.
 
     Args:
       kv_LBNGc: [layers, B, N, G, 2C].
       position_BN: where each token goes, in tokens from the sequence's start.
       write_BN: tokens to write; the others, and positions without a page, are dropped.
+      ready_B: true, but computed from results of every read of the pool. Without a dependency
+        that XLA cannot remove (it drops optimization barriers before it assigns buffers) the
+        scatter may be scheduled before the last read, and the whole pool is copied.
     """
     layers, page = kv_LBNGc.shape[0], pages.shape[2]
     column_BN = position_BN // page
     in_table = (column_BN >= 0) & (column_BN < table_BM.shape[1])
     page_BN = jnp.take_along_axis(table_BM, jnp.where(in_table, column_BN, 0), axis=1)
-    write = write_BN & in_table & (page_BN < num_pages)
+    write = write_BN & ready_B[:, None] & in_table & (page_BN < num_pages)
     index_LBN = page_BN[None] + (jnp.arange(layers, dtype=page_BN.dtype) * num_pages)[:, None, None]
     index_LBN = jnp.where(write[None], index_LBN, layers * num_pages)
     offset_LBN = jnp.broadcast_to((position_BN % page)[None], index_LBN.shape)

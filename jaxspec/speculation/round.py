@@ -154,7 +154,8 @@ def _commit_round(
     count = accepted + 1
     position = rows.length_B[:, None] + step
     write = (step < count[:, None]) & rows.valid_B[:, None]
-    pages = commit(state.pages, kv_LBNGc, rows.table_BM, position, write, geo.num_pages)
+    ready_B = verdict.next_token_B >= 0
+    pages = commit(state.pages, kv_LBNGc, rows.table_BM, position, write, geo.num_pages, ready_B=ready_B)
 
     following = jnp.take_along_axis(tree.tokens_BN, jnp.concatenate([path[:, 1:], path[:, :1]], axis=1), axis=1)
     emitted = jnp.where(step == accepted[:, None], verdict.next_token_B[:, None], following)
@@ -194,7 +195,6 @@ def prefill_fn(spec: RoundSpec) -> Callable[..., tuple[DecodeState, jax.Array, t
         causal = jnp.tril(jnp.ones((size, size), bool))[None]
         kv = TreeKV(state.pages, rows.table_BM, rows.length_B, causal, geo.num_pages)
         hidden, aux = model(tokens, index, kv.attend, spec.aux_layers)
-        pages = commit(state.pages, kv.stacked(), rows.table_BM, index, real, geo.num_pages)
         draft = state.draft
         if drafter is not None:
             draft = drafter.prefill(draft_params, draft, rows, tokens, count_B, aux)
@@ -207,6 +207,8 @@ def prefill_fn(spec: RoundSpec) -> Callable[..., tuple[DecodeState, jax.Array, t
         adjusted = adjust_logits(logits, sampling, position, root, jnp.ones((1, 1, 1), bool))
         noise = gumbel_noise(sampling.seed_S, position, spec.config.vocab_size, Purpose.TARGET)
         token = choose(adjusted, sampling, noise)
+        new_kv, ready_B = kv.stacked(), token[:, 0] >= 0
+        pages = commit(state.pages, new_kv, rows.table_BM, index, real, geo.num_pages, ready_B=ready_B)
         into = jnp.where(last_B[:, None], slot_B[:, None], geo.slots)
         state = dataclasses.replace(
             state,

@@ -182,10 +182,10 @@ class AutoregressiveDrafter:
             before = draft.ring_SRA.at[rows.slot_B, row].get(mode="clip")[:, None]
             feature = self.core.fuse(net, jnp.concatenate([before, aux_BNA[:, :-1].astype(before.dtype)], axis=1))
         real = jnp.arange(n)[None, :] < count_B[:, None]
-        _, draft, kv, place, real = self._consume(net, draft, rows, tokens_BN, feature, index, real)
-        draft = dataclasses.replace(
-            draft, pages=commit(draft.pages, kv, rows.table_BM, place, real, self.geo.num_pages)
-        )
+        hidden, draft, kv, place, real = self._consume(net, draft, rows, tokens_BN, feature, index, real)
+        ready_B = jnp.isfinite(hidden[:, -1, 0])
+        pages = commit(draft.pages, kv, rows.table_BM, place, real, self.geo.num_pages, ready_B=ready_B)
+        draft = dataclasses.replace(draft, pages=pages)
         return self.extend(draft, rows, aux_BNA, count_B)
 
     def draft(
@@ -204,7 +204,8 @@ class AutoregressiveDrafter:
             tree = self._chain(x, hidden[:, -1:], tier, sampling, noise_BDV, sample)
         else:
             tree = self._tree(x, hidden[:, -1:], tier, sampling, noise_BDV)
-        pages = commit(draft.pages, kv, rows.table_BM, place, real, self.geo.num_pages)
+        ready_B = tree.tokens_BN[:, -1] >= 0
+        pages = commit(draft.pages, kv, rows.table_BM, place, real, self.geo.num_pages, ready_B=ready_B)
         return tree, dataclasses.replace(after, pages=pages)
 
     def _to_target(self, net: Any, ids: jax.Array) -> jax.Array:
