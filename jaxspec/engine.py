@@ -281,6 +281,7 @@ class Engine:
             finish_reason=reason,
             stop_reason=stream.stop_reason,
             logprobs=request.logprobs if request.params.logprobs is not None else None,
+            error=request.error,
         )
         output = RequestOutput(
             request.request_id, stream.prompt, request.prompt_token_ids, [completion], request.metrics

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from jaxspec.assemble import build_engine
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine, EngineStats
-from jaxspec.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, SamplingParams, StreamDelta
+from jaxspec.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams, StreamDelta
 
 Prompt = str | Sequence[int]
 
@@ -208,8 +208,6 @@ class LLM:
                     if delta.output is not None:
                         group.parts[delta.index] = delta.output
                         live.discard(delta.request_id)
-                        if delta.finish_reason is FinishReason.ERROR:
-                            raise RuntimeError(f"{delta.request_id}: the target's logits are not finite")
                     yield group, delta
         finally:
             for request_id in live:

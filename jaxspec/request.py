@@ -342,6 +342,7 @@ class CompletionOutput:
       finish_reason: None while it runs.
       stop_reason: the stop token or stop string that ended it; None for the end of sequence and other reasons.
       logprobs: for each token, log-probabilities by token id; None when not asked for.
+      error: what went wrong, with FinishReason.ERROR.
     """
 
     index: int
@@ -350,6 +351,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    error: str | None = None
 
 
 @dataclasses.dataclass
