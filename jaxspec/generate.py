@@ -1,0 +1,143 @@
+"""python -m jaxspec.generate "prompt" ...: streams a completion to the terminal; --demo compares with plain decoding."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from jaxspec.adaptive.static import StaticPolicy
+from jaxspec.llm import LLM
+from jaxspec.request import RequestOutput, SamplingParams
+from jaxspec.tier import PLAIN
+
+DEMO_PROMPTS = (
+    'class LRUCache:\n    """A dictionary that forgets the least recently used key."""\n\n    def __init__(self, maxsize):\n',
+    "import os\nimport sys\n\ndef main(argv=None):\n    ",
+    "In the beginning",
+    "Then the king said to his servants,",
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m jaxspec.generate", description=__doc__)
+    p.add_argument("prompt", nargs="*", help="one or more prompts; - reads one from standard input")
+    p.add_argument("--demo", action="store_true", help="the demo's prompts, with and without speculation")
+    p.add_argument("--model", default="demo", help="'demo' or a Hugging Face directory")
+    p.add_argument("--drafter", help="none, eagle3, ngram, draft_model, or a directory")
+    p.add_argument("--policy", help="adaptive, static, off, or the path of an SGLang-style JSON")
+    p.add_argument("--depth", type=int, help="draft tokens of a static tier")
+    p.add_argument("--topk", type=int, default=1)
+    p.add_argument("--num-nodes", type=int)
+    p.add_argument("--verification", choices=("coupled", "rejection"), default="coupled")
+    p.add_argument("--max-tokens", type=int, default=128)
+    p.add_argument("--temperature", type=float, default=0.0)
+    p.add_argument("--top-p", type=float, default=1.0)
+    p.add_argument("--top-k", type=int, default=0)
+    p.add_argument("--min-p", type=float, default=0.0)
+    p.add_argument("--repetition-penalty", type=float, default=1.0)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--stop", action="append", default=[])
+    p.add_argument("--ignore-eos", action="store_true")
+    p.add_argument("--max-seq-len", type=int)
+    p.add_argument("--quiet", action="store_true", help="the completion only")
+    return p
+
+
+def summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
+    """Tokens a second, accepted length and the tiers that ran, on one line."""
+    tokens = sum(len(c.token_ids) for o in outputs for c in o.outputs)
+    rounds = sum(o.metrics.rounds for o in outputs)
+    accepted = sum(o.metrics.accepted for o in outputs)
+    tiers: Counter[str] = Counter()
+    for o in outputs:
+        tiers.update(o.metrics.tier_rounds)
+    line = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.0f} tokens/s"
+    if rounds:
+        line += f", {(accepted + rounds) / rounds:.2f} tokens a round"
+    shown = ", ".join(f"{name} {count}" for name, count in sorted(tiers.items(), key=lambda item: -item[1]))
+    return f"{line}; rounds by tier: {shown or 'none'}"
+
+
+def stream_one(llm: LLM, prompt: str, params: SamplingParams, *, echo: bool) -> tuple[RequestOutput, float]:
+    """Streams one completion to standard output; returns it with its wall seconds."""
+    if echo:
+        print(f"\033[1m{prompt}\033[0m" if sys.stdout.isatty() else prompt, end="", flush=True)
+    began = time.perf_counter()
+    final: RequestOutput | None = None
+    for _, delta in llm.stream(prompt, params):
+        if echo:
+            print(delta.new_text, end="", flush=True)
+        final = delta.output or final
+    assert final is not None
+    return final, time.perf_counter() - began
+
+
+def demo(llm: LLM, params: SamplingParams) -> int:
+    """Streams the demo's prompts speculatively, then decodes them plainly, and compares."""
+    llm.generate("def warm_up():", SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
+    fast: list[RequestOutput] = []
+    fast_seconds = 0.0
+    for prompt in DEMO_PROMPTS:
+        output, seconds = stream_one(llm, prompt, params, echo=True)
+        fast.append(output)
+        fast_seconds += seconds
+        print("\n" + "-" * 80, flush=True)
+    llm.engine.use_policy(StaticPolicy(PLAIN))
+    plain: list[RequestOutput] = []
+    plain_seconds = 0.0
+    for prompt in DEMO_PROMPTS:
+        output, seconds = stream_one(llm, prompt, params, echo=False)
+        plain.append(output)
+        plain_seconds += seconds
+    same = all(a.token_ids == b.token_ids for a, b in zip(fast, plain, strict=True))
+    print(f"with speculation     {summary(fast, fast_seconds)}")
+    print(f"without speculation  {summary(plain, plain_seconds)}")
+    stats = llm.stats
+    print(
+        f"speed-up {plain_seconds / fast_seconds:.2f}x; the tokens are {'the same' if same else 'NOT the same'}; "
+        f"warm-up {stats.warmup_seconds:.1f} s for {stats.executables} executables, "
+        f"{stats.compilations_after_warmup} compilations since"
+    )
+    return 0 if same else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = parser()
+    args = p.parse_args(argv)
+    if not args.prompt and not args.demo:
+        p.error("give a prompt, or --demo")
+    speculation = {
+        "policy": args.policy, "depth": args.depth, "topk": args.topk, "num_nodes": args.num_nodes,
+        "verification": args.verification,
+    }  # fmt: skip
+    try:
+        params = SamplingParams(
+            temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p, seed=args.seed,
+            max_tokens=args.max_tokens, stop=args.stop, repetition_penalty=args.repetition_penalty,
+            ignore_eos=args.ignore_eos or args.demo,
+        )  # fmt: skip
+        llm = LLM(
+            args.model, args.drafter, speculation, max_batch_size=1, max_seq_len=args.max_seq_len, progress=not args.quiet
+        )
+        if args.demo:
+            return demo(llm, params)
+        for prompt in args.prompt:
+            text = sys.stdin.read() if prompt == "-" else prompt
+            output, seconds = stream_one(llm, text, params, echo=True)
+            print()
+            if not args.quiet:
+                print(summary([output], seconds), file=sys.stderr)
+    except ValueError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
