@@ -1,5 +1,4 @@
-"""Composition: from names and directories to an engine. The only place that knows every part.
-"""
+"""Composition: from names and directories to an engine. The only place that knows every part."""
 
 from __future__ import annotations
 
@@ -102,7 +101,12 @@ def resolve_drafter(drafter: str | Path | None, model_dir: Path) -> tuple[str, P
 
 
 def build_drafter(
-    kind: str, directory: Path | None, target: Transformer, geo: Geometry, speculation: SpeculationConfig, dtype: jnp.dtype
+    kind: str,
+    directory: Path | None,
+    target: Transformer,
+    geo: Geometry,
+    speculation: SpeculationConfig,
+    dtype: jnp.dtype,
 ) -> tuple[Drafter | None, Any]:
     """(drafter, its parameters).
 
@@ -121,7 +125,8 @@ def build_drafter(
         draft = hf.load_model(directory, dtype)
         if draft.config.vocab_size != cfg.vocab_size:
             raise ValueError(
-                f"draft model {directory}: vocab_size {draft.config.vocab_size} must equal the target's {cfg.vocab_size}"
+                f"draft model {directory}: vocab_size must equal the target's {cfg.vocab_size}, "
+                f"got {draft.config.vocab_size}"
             )
         core = DraftModelCore(draft)
     return AutoregressiveDrafter(core, geo), core.params
@@ -249,6 +254,4 @@ def assemble(
         )
     )
     warmup = time.perf_counter() - began
-    return Engine(
-        runner, scheduler, lambda: choice.build(cost), buckets, tokenizer, eos, config.seed, warmup, cost
-    )
+    return Engine(runner, scheduler, lambda: choice.build(cost), buckets, tokenizer, eos, config.seed, warmup, cost)

@@ -15,7 +15,9 @@ from jaxspec.models.base import Attend
 from pallas_kernels.tree_attention.reference import tree_attention
 
 
-def init_pages(num_layers: int, num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: jnp.dtype) -> jax.Array:
+def init_pages(
+    num_layers: int, num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: jnp.dtype
+) -> jax.Array:
     """An empty pool, [layers * P, G, page, 2C]."""
     return jnp.zeros((num_layers * num_pages, kv_heads, page_size, 2 * head_dim), dtype)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxspec.tier import Tier
+from jaxspec.tier import Tier, max_nodes
 
 Verification = Literal["coupled", "rejection"]
 DRAFTERS = ("none", "eagle3", "ngram", "draft_model")
@@ -93,21 +93,20 @@ class SpeculationConfig:
     def tier(self, depth: int) -> Tier:
         """The tier of `depth` draft tokens under this configuration's topk and num_nodes.
 
+        A static tier is taken as it is written. Candidates of an adaptive set share num_nodes, which shallow trees
+        cannot fill and deep ones may exceed: there it is clipped to what the depth allows.
+
         Raises:
-          ValueError: num_nodes cannot be filled by, or cannot hold, such a draft.
+          ValueError: a static tier whose num_nodes does not fit its depth and topk.
         """
         if depth == 0:
             return Tier(0)
-        shape = Tier(depth, self.topk, self.num_nodes or 0) if self.topk == 1 or self._fits(depth) else None
-        if shape is None:
-            largest = 1 + self.topk + (depth - 1) * self.topk**2
-            return Tier(depth, self.topk, min(max(self.num_nodes or 0, depth + 1), largest))
-        return shape
-
-    def _fits(self, depth: int) -> bool:
-        # A static tree states its own size, so a wrong one is an error; candidates of an
-        # adaptive set share num_nodes, which shallow trees cannot fill.
-        return self.resolved_policy == "static"
+        if self.topk == 1 and self.num_nodes is None:
+            return Tier(depth)
+        nodes = self.num_nodes or 0
+        if self.resolved_policy != "static":
+            nodes = min(max(nodes, depth + 1), max_nodes(depth, self.topk))
+        return Tier(depth, self.topk, nodes)
 
     @classmethod
     def of(cls, value: SpeculationConfig | Mapping[str, Any] | None) -> SpeculationConfig:

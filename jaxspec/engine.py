@@ -138,7 +138,12 @@ class Engine:
             raise ValueError(f"min_tokens can ban 8 end tokens of the checkpoint, but it has {len(self._eos)}")
         seed = (self._seed + serial if params.seed is None else params.seed + index) % 2**32
         request = Request(
-            request_id, [int(t) for t in prompt_token_ids], params, seed, arrival_time=time.monotonic(), priority=priority
+            request_id,
+            [int(t) for t in prompt_token_ids],
+            params,
+            seed,
+            arrival_time=time.monotonic(),
+            priority=priority,
         )
         self.scheduler.add(request)
         detokenizer = stops = None
@@ -214,7 +219,7 @@ class Engine:
                 batch_size=len(results),
                 bucket=pending.bucket,
                 num_accepted=tuple(len(result.tokens) - 1 for result in results),
-                seconds=now - max(pending.dispatched_at, self._collected_at),
+                seconds=now - max(pending.dispatched_at, self._collected_at) if pending.timed else 0.0,
                 context_tokens=pending.context_tokens,
             )
             self.controller.observe(stats)
@@ -242,9 +247,7 @@ class Engine:
         stream.text += text
         return StreamDelta(request.request_id, stream.index, list(kept), text, None, None)
 
-    def _until_stop(
-        self, stream: _Stream, tokens: Sequence[int]
-    ) -> tuple[Sequence[int], str, FinishReason | None]:
+    def _until_stop(self, stream: _Stream, tokens: Sequence[int]) -> tuple[Sequence[int], str, FinishReason | None]:
         """The tokens that belong to the request, their settled text, and why it ends, if it does."""
         request, params = stream.request, stream.request.params
         text = ""

@@ -1,4 +1,4 @@
-"""python -m jaxspec.generate "prompt" ...: streams a completion to the terminal; --demo compares with plain decoding."""
+"""python -m jaxspec.generate "prompt": streams a completion; --demo compares with plain decoding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxspec.request import RequestOutput, SamplingParams
 from jaxspec.tier import PLAIN
 
 DEMO_PROMPTS = (
-    'class LRUCache:\n    """A dictionary that forgets the least recently used key."""\n\n    def __init__(self, maxsize):\n',
+    'class LRUCache:\n    """A dictionary that forgets what was not used."""\n\n    def __init__(self, maxsize):\n',
     "import os\nimport sys\n\ndef main(argv=None):\n    ",
     "In the beginning",
     "Then the king said to his servants,",
@@ -120,7 +120,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             ignore_eos=args.ignore_eos or args.demo,
         )  # fmt: skip
         llm = LLM(
-            args.model, args.drafter, speculation, max_batch_size=1, max_seq_len=args.max_seq_len, progress=not args.quiet
+            args.model,
+            args.drafter,
+            speculation,
+            max_batch_size=1,
+            max_seq_len=args.max_seq_len,
+            progress=not args.quiet,
         )
         if args.demo:
             return demo(llm, params)

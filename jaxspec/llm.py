@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,8 @@ def _sum_metrics(parts: Sequence[RequestMetrics]) -> RequestMetrics:
         total.output_tokens += p.output_tokens
         total.cached_prompt_tokens += p.cached_prompt_tokens
         total.preemptions += p.preemptions
-        longer = max(len(total.acceptance_histogram), len(p.acceptance_histogram))
-        pad = lambda h: [*h, *[0] * (longer - len(h))]
-        total.acceptance_histogram = [
-            a + b for a, b in zip(pad(total.acceptance_histogram), pad(p.acceptance_histogram), strict=True)
-        ]
+        pairs = itertools.zip_longest(total.acceptance_histogram, p.acceptance_histogram, fillvalue=0)
+        total.acceptance_histogram = [a + b for a, b in pairs]
         for name, count in p.tier_rounds.items():
             total.tier_rounds[name] = total.tier_rounds.get(name, 0) + count
     for name, pick in (("first_scheduled_time", min), ("first_token_time", min), ("finished_time", max)):
@@ -239,7 +237,9 @@ def _params_for(
         return [params] * len(prompts)
     each = list(params)
     if len(each) != len(prompts):
-        raise ValueError(f"params must be one SamplingParams or one for each prompt: got {len(each)} for {len(prompts)}")
+        raise ValueError(
+            f"params must be one SamplingParams or one for each prompt: got {len(each)} for {len(prompts)}"
+        )
     for p in each:
         if not isinstance(p, SamplingParams):
             raise ValueError(f"params must hold SamplingParams, got {type(p).__name__}")

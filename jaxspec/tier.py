@@ -8,6 +8,11 @@ from __future__ import annotations
 import dataclasses
 
 
+def max_nodes(depth: int, topk: int) -> int:
+    """Root, k first candidates, and k*k candidates a further level (EAGLE-2's candidate set)."""
+    return 1 + (topk + (depth - 1) * topk**2 if depth else 0)
+
+
 @dataclasses.dataclass(frozen=True, order=True)
 class Tier:
     """A shape of the draft tree.
@@ -36,21 +41,19 @@ class Tier:
         if self.topk < 1:
             raise ValueError(f"Tier.topk must be at least 1, got {self.topk}")
         if self.depth == 0 and (self.topk != 1 or self.num_nodes not in (0, 1)):
-            raise ValueError(f"a tier of depth 0 has topk 1 and num_nodes 1, got topk {self.topk}, num_nodes {self.num_nodes}")
+            raise ValueError(
+                f"a tier of depth 0 has topk 1 and num_nodes 1, got topk {self.topk}, num_nodes {self.num_nodes}"
+            )
+        most = max_nodes(self.depth, self.topk)
         if self.num_nodes == 0:
             if self.topk > 1:
-                raise ValueError(f"a tree (topk {self.topk}) needs num_nodes; the largest here is {self.max_nodes}")
+                raise ValueError(f"a tree (topk {self.topk}) needs num_nodes, at most {most}")
             object.__setattr__(self, "num_nodes", self.depth + 1)
-        if not self.depth + 1 <= self.num_nodes <= self.max_nodes:
+        if not self.depth + 1 <= self.num_nodes <= most:
             raise ValueError(
-                f"Tier.num_nodes must lie between depth + 1 = {self.depth + 1} and {self.max_nodes} "
+                f"Tier.num_nodes must lie between depth + 1 = {self.depth + 1} and {most} "
                 f"for topk {self.topk}, got {self.num_nodes}"
             )
-
-    @property
-    def max_nodes(self) -> int:
-        """Root, k first candidates, and k*k candidates a further level (EAGLE-2's candidate set)."""
-        return 1 + (self.topk + (self.depth - 1) * self.topk**2 if self.depth else 0)
 
     @property
     def is_chain(self) -> bool:

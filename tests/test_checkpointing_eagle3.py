@@ -140,7 +140,7 @@ def test_the_names_of_other_writers(tmp_path: Path, target: Transformer) -> None
     eagle3.save_head(head, tmp_path, dtype=jnp.float32)
     raw = json.loads((tmp_path / "config.json").read_text())
     inner = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-    shape = inner + ("num_hidden_layers", "rms_norm_eps", "rope_theta", "model_type")
+    shape = (*inner, "num_hidden_layers", "rms_norm_eps", "rope_theta", "model_type")
     speculators = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",

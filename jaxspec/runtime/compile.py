@@ -33,7 +33,7 @@ class CompileCounter:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **_: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == _COMPILE_EVENT:
             self.count += 1
 
@@ -51,8 +51,9 @@ def use_persistent_cache(where: bool | str | Path) -> Path | None:
     """Points JAX's compilation cache at `where` (True: the user's cache directory), unless the user has chosen one."""
     if where is False:
         return None
-    if jax.config.jax_compilation_cache_dir:
-        return Path(jax.config.jax_compilation_cache_dir)
+    chosen = jax.config.values.get("jax_compilation_cache_dir")
+    if chosen:
+        return Path(chosen)
     directory = cache_directory() if where is True else Path(where)
     directory.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(directory))

@@ -26,7 +26,7 @@ from jaxspec.speculation import round as rounds
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.sampling import MAX_STOP_IDS
 from jaxspec.speculation.state import DecodeState, Geometry
-from jaxspec.tier import PLAIN, Tier
+from jaxspec.tier import Tier
 
 
 @dataclasses.dataclass
@@ -38,6 +38,7 @@ class Pending:
       packed: int32 [B, HEADER + tokens] on the device.
       logprobs: what `logprobs_fn` returned, where some row asked for it.
       dispatched_at: seconds on the runner's clock.
+      timed: nothing but rounds ran on the device since the round before, so its seconds are its own.
     """
 
     rows: tuple[tuple[Request, int], ...]
@@ -47,6 +48,7 @@ class Pending:
     logprobs: jax.Array | None
     dispatched_at: float
     context_tokens: int
+    timed: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Runner:
         self.prefill_sizes = tuple(prefill_sizes)
         self.reachable = {tier: tuple(buckets) for tier, buckets in reachable.items()}
         self._plans: dict[bytes, jax.Array] = {}
+        self._prefilled = False
         self._zero_bias = jnp.zeros((self.config.vocab_size,), jnp.float32)
         self.state = self._fresh_state()
         self._compile(progress)
@@ -103,8 +106,8 @@ class Runner:
     # Compilation.
 
     def _compile(self, progress: bool) -> None:
-        shape = lambda *s, dtype=jnp.int32: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
-        abstract = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
+        shape = lambda *s, dtype=jnp.int32: jax.ShapeDtypeStruct(s, dtype)
+        abstract = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
         target, draft, state = abstract(self._target), abstract(self._draft_params), abstract(self.state)
         width = 2 + self.geo.max_new_pages
         jobs: list[Job] = []
@@ -157,10 +160,9 @@ class Runner:
           context: committed tokens of each row while timing.
         """
         geo = self.geo
-        context = min(context, (geo.pages_per_seq - geo.max_new_pages) * geo.page_size - 8 * (geo.max_depth + 1), )
-        context = max(context, 0)
+        context = max(0, min(context, geo.tokens_per_seq - 2 * (geo.max_depth + 1)))
         pages = np.arange(geo.slots * geo.pages_per_seq, dtype=np.int32).reshape(geo.slots, -1) % geo.num_pages
-        length = lambda: jnp.full((geo.slots,), context, jnp.int32)  # noqa: E731
+        length = lambda: jnp.full((geo.slots,), context, jnp.int32)
         self.state = dataclasses.replace(self.state, table_SM=jnp.asarray(pages), length_S=length())
         samples: dict[tuple[Tier, int], list[float]] = {}
         pairs = [(tier, bucket) for tier, buckets in self.reachable.items() for bucket in buckets]
@@ -181,7 +183,7 @@ class Runner:
     # Dispatch.
 
     def _plan(self, rows: Sequence[tuple[int, int, Sequence[int]]], bucket: int) -> jax.Array:
-        """The plan array of (slot, first table entry, new pages) rows; plans without new pages are kept on the device."""
+        """The plan array of (slot, first table entry, new pages) rows; one without new pages is kept on the device."""
         geo = self.geo
         plan = np.empty((bucket, 2 + geo.max_new_pages), np.int32)
         plan[:, 0], plan[:, 1], plan[:, 2:] = geo.slots, geo.pages_per_seq, geo.num_pages
@@ -215,7 +217,15 @@ class Runner:
         ints = np.full((7 + MAX_STOP_IDS,), self.config.vocab_size, np.int32)
         prompt_len = len(request.prompt_token_ids)
         seed = int(np.uint32(request.seed).view(np.int32))
-        ints[:7] = [chunk.slot, chunk.start, prompt_len, len(text), max(params.top_k, 0), seed, prompt_len + params.min_tokens]
+        ints[:7] = [
+            chunk.slot,
+            chunk.start,
+            prompt_len,
+            len(text),
+            max(params.top_k, 0),
+            seed,
+            prompt_len + params.min_tokens,
+        ]
         ints[7 : 7 + len(stops)] = stops
         temperature = 0.0 if params.greedy else params.temperature
         floats = np.asarray(
@@ -238,6 +248,7 @@ class Runner:
         plan = np.asarray([chunk.slot, count, chunk.is_last], np.int32)
         executable = self._compiled["prefill", size]
         self.state, packed, kept = executable(self._target, self._draft_params, self.state, plan)
+        self._prefilled = True
         if not chunk.is_last:
             return None
         return self._pending([(chunk.request, chunk.request.epoch)], None, 1, packed, kept, 1, chunk.end)
@@ -264,7 +275,10 @@ class Runner:
             logprobs = self._compiled["logprobs", bucket, nodes, path.shape[1]](logits, path, packed)
             logprobs.copy_to_host_async()
         packed.copy_to_host_async()
-        return Pending(tuple(rows), tier, bucket, packed, logprobs, time.perf_counter(), context)
+        timed = tier is not None and not self._prefilled
+        if tier is not None:
+            self._prefilled = False
+        return Pending(tuple(rows), tier, bucket, packed, logprobs, time.perf_counter(), context, timed)
 
     def collect(self, pending: Pending) -> list[RowResult]:
         """Waits for a dispatch and unpacks its rows."""
@@ -276,9 +290,7 @@ class Runner:
             tokens = tuple(packed[i, rounds.HEADER : rounds.HEADER + count].tolist())
             entries = None
             if logprobs is not None and request.params.logprobs is not None:
-                entries = tuple(
-                    self._entry(logprobs[i, j], tokens[j], request.params.logprobs) for j in range(count)
-                )
+                entries = tuple(self._entry(logprobs[i, j], tokens[j], request.params.logprobs) for j in range(count))
             results.append(RowResult(request, epoch, tokens, not packed[i, 1], entries))
         return results
 

@@ -169,9 +169,7 @@ def _commit_round(
     if sampled:
         counts = sampling.counts_SV.at[slot, emitted].add(1, mode="drop")
         sampling = dataclasses.replace(sampling, counts_SV=counts)
-    state = dataclasses.replace(
-        state, pages=pages, tokens_SL=tokens, length_S=length, draft=draft, sampling=sampling
-    )
+    state = dataclasses.replace(state, pages=pages, tokens_SL=tokens, length_S=length, draft=draft, sampling=sampling)
     return state, jnp.where(write, emitted, -1)
 
 
@@ -234,7 +232,7 @@ def admit_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
     ints: slot, cached tokens, prompt length, total tokens, top_k, seed bits, ban_until, stop ids.
     floats: temperature, top_p, min_p, presence, frequency, repetition.
     """
-    geo, vocab = spec.geo, spec.config.vocab_size
+    vocab = spec.config.vocab_size
 
     def run(
         state: DecodeState, ints: jax.Array, floats: jax.Array, table: jax.Array, tokens: jax.Array, bias: jax.Array
@@ -250,7 +248,7 @@ def admit_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
             frequency_S=floats[4], repetition_S=floats[5], seed_S=seed, prompt_len_S=prompt_len,
             ban_until_S=ints[6], stop_ids_SK=ints[7:], bias_SV=bias, counts_SV=counts, in_prompt_SV=in_prompt,
         )  # fmt: skip
-        put = lambda table, value: table.at[slot].set(value, mode="drop")  # noqa: E731
+        put = lambda table, value: table.at[slot].set(value, mode="drop")
         draft = state.draft if spec.drafter is None else spec.drafter.admit(state.draft, slot, cached)
         return dataclasses.replace(
             state,
@@ -277,7 +275,7 @@ def logprobs_fn(k: int) -> Callable[..., jax.Array]:
         at = jnp.take_along_axis(logits_BNV, path_BD[:, :, None], axis=1).reshape(b * d, v)
         tokens = jnp.clip(packed[:, HEADER:], 0, v - 1).reshape(b * d)
         chosen, rank, values, ids = top_logprobs(at, tokens, min(k, v))
-        bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)  # noqa: E731
+        bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)
         out = jnp.concatenate([bits(chosen)[:, None], rank[:, None], bits(values), ids], axis=1)
         return out.reshape(b, d, -1)
 

@@ -13,6 +13,7 @@ tokens that tie with the threshold are all kept.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from enum import IntEnum
 
 import jax
@@ -66,8 +67,8 @@ class SamplingState:
 
     @classmethod
     def empty(cls, slots: int, vocab_size: int) -> SamplingState:
-        f = lambda v: jnp.full((slots,), v, jnp.float32)  # noqa: E731
-        i = lambda v: jnp.full((slots,), v, jnp.int32)  # noqa: E731
+        f = lambda v: jnp.full((slots,), v, jnp.float32)
+        i = lambda v: jnp.full((slots,), v, jnp.int32)
         return cls(
             f(0), i(0), f(1), f(0), f(0), f(0), f(1),
             jnp.zeros((slots,), jnp.uint32), i(0), i(0),
@@ -102,7 +103,7 @@ def threefry2x32(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array)
 def uniform_noise(seed_B: jax.Array, position_BN: jax.Array, purpose: Purpose, width: int = 1) -> jax.Array:
     """Uniform noise in (0, 1), never 0 or 1, [B, N, width] float32: counter v under key (seed, position)."""
     shape = (*position_BN.shape, width)
-    spread = lambda x: jnp.broadcast_to(x.astype(jnp.uint32), shape)  # noqa: E731
+    spread = lambda x: jnp.broadcast_to(x.astype(jnp.uint32), shape)
     bits, _ = threefry2x32(
         spread(seed_B[:, None, None]),
         spread(position_BN[:, :, None]),
@@ -165,9 +166,8 @@ def _sortable(x: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
-def _largest_key(test: object, low: jax.Array, high: jax.Array) -> jax.Array:
+def _largest_key(test: Callable[[jax.Array], jax.Array], low: jax.Array, high: jax.Array) -> jax.Array:
     """Largest key in [low, high] for which the monotone `test` holds (it holds at low), by bisection."""
-    assert callable(test)
 
     def body(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         lo, hi = carry
@@ -198,12 +198,12 @@ def filter_logits(logits_BNV: jax.Array, rows: SamplingState) -> jax.Array:
         x_BNV = jnp.where(x_BNV - top < jnp.log(jnp.maximum(min_p, 1e-37)), NEG_INF, x_BNV)
         key_BNV = _sortable(x_BNV)
         high, low = key_BNV.max(axis=-1), key_BNV.min(axis=-1)
-        enough = lambda t: (key_BNV >= t[:, :, None]).sum(axis=-1) >= k  # noqa: E731
+        enough = lambda t: (key_BNV >= t[:, :, None]).sum(axis=-1) >= k
         kth = _largest_key(enough, jnp.where(k >= v, high, low), high)
         x_BNV = jnp.where((key_BNV < kth[:, :, None]) & (k < v)[:, :, None], NEG_INF, x_BNV)
         weight = jnp.exp(x_BNV - top)
         need = p * weight.sum(axis=-1)
-        mass = lambda t: jnp.where(key_BNV >= t[:, :, None], weight, 0.0).sum(axis=-1) >= need  # noqa: E731
+        mass = lambda t: jnp.where(key_BNV >= t[:, :, None], weight, 0.0).sum(axis=-1) >= need
         cut = _largest_key(mass, jnp.where(p >= 1.0, high, low), high)
         return jnp.where((key_BNV < cut[:, :, None]) & (p < 1.0)[:, :, None], NEG_INF, x_BNV)
 
@@ -218,7 +218,9 @@ def choose(adjusted_BNV: jax.Array, rows: SamplingState, noise_BNV: jax.Array) -
     return jnp.argmax(jnp.where(greedy, adjusted_BNV, perturbed), axis=-1).astype(jnp.int32)
 
 
-def top_logprobs(logits_NV: jax.Array, tokens_N: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def top_logprobs(
+    logits_NV: jax.Array, tokens_N: jax.Array, k: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Raw log-probabilities: (of the tokens [N], their ranks from 1 [N], top-k values [N, k], top-k ids [N, k])."""
     logprobs = jax.nn.log_softmax(logits_NV, axis=-1)
     chosen = jnp.take_along_axis(logprobs, tokens_N[:, None], axis=1)

@@ -33,7 +33,7 @@ class DraftTree:
         """A chain: every node is the parent of the next."""
         b, n = tokens_BN.shape
         index = jnp.arange(n, dtype=jnp.int32)
-        rows = lambda x: jnp.broadcast_to(x[None], (b, *x.shape))  # noqa: E731
+        rows = lambda x: jnp.broadcast_to(x[None], (b, *x.shape))
         return cls(
             tokens_BN,
             rows(jnp.maximum(index - 1, 0)),

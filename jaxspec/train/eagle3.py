@@ -159,9 +159,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     state = loop.run(loss_fn, state, batches, optim, args.run_dir, frozen=frozen)
     head = nnx.merge(head_graph, state, buffers)
     checkpoint.save_head(head, args.out, tokenizer=tok, dtype=jnp.bfloat16)
-    table = evaluate.acceptance(
-        generated, evaluate.eagle3_matches(head, target, args.ttt_steps), args.ttt_steps
-    )
+    table = evaluate.acceptance(generated, evaluate.eagle3_matches(head, target, args.ttt_steps), args.ttt_steps)
     print(evaluate.format_table(table), flush=True)
     record = {
         "held_out_acceptance": table,

@@ -51,7 +51,7 @@ def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, cfg.lr, min(cfg.warmup, cfg.steps), max(cfg.steps, cfg.warmup + 1), cfg.lr * cfg.final_lr
     )
-    decay = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
+    decay = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
     tx = optax.chain(
         optax.clip_by_global_norm(cfg.clip),
         optax.adamw(schedule, b1=cfg.b1, b2=cfg.b2, weight_decay=cfg.weight_decay, mask=decay),

@@ -54,9 +54,7 @@ def tree_attention(
     q_BGRC = q_BGRC * jnp.asarray(scale, q_BGRC.dtype)
 
     def scores(k_BGTC: jax.Array) -> jax.Array:
-        return jax.lax.dot_general(
-            q_BGRC, k_BGTC, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
-        )
+        return jax.lax.dot_general(q_BGRC, k_BGTC, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
 
     def weighted(p_BGRT: jax.Array, v_BGTC: jax.Array) -> jax.Array:
         return jax.lax.dot_general(

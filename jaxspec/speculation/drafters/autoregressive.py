@@ -106,7 +106,9 @@ class AutoregressiveDrafter:
     def init_state(self, geo: Geometry) -> DraftCache:
         core = self.core
         return DraftCache(
-            pages=init_pages(core.num_layers, geo.num_pages, core.num_kv_heads, geo.page_size, core.head_dim, core.dtype),
+            pages=init_pages(
+                core.num_layers, geo.num_pages, core.num_kv_heads, geo.page_size, core.head_dim, core.dtype
+            ),
             next_S=jnp.zeros((geo.slots,), jnp.int32),
             length_S=jnp.zeros((geo.slots,), jnp.int32),
             ring_SRA=jnp.zeros((geo.slots, self.ring, core.aux_width), core.dtype),

@@ -35,7 +35,12 @@ class Eagle3Core:
         return net.fuse(aux_BNA)
 
     def forward(
-        self, net: Eagle3Head, tokens_BN: jax.Array, feature_BNE: jax.Array | None, positions_BN: jax.Array, attend: Attend
+        self,
+        net: Eagle3Head,
+        tokens_BN: jax.Array,
+        feature_BNE: jax.Array | None,
+        positions_BN: jax.Array,
+        attend: Attend,
     ) -> jax.Array:
         assert feature_BNE is not None
         return net(tokens_BN, feature_BNE, positions_BN, attend)
@@ -68,7 +73,12 @@ class DraftModelCore:
         return None
 
     def forward(
-        self, net: Transformer, tokens_BN: jax.Array, feature_BNE: jax.Array | None, positions_BN: jax.Array, attend: Attend
+        self,
+        net: Transformer,
+        tokens_BN: jax.Array,
+        feature_BNE: jax.Array | None,
+        positions_BN: jax.Array,
+        attend: Attend,
     ) -> jax.Array:
         return net(tokens_BN, positions_BN, attend)[0]
 

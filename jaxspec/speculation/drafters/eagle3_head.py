@@ -131,9 +131,7 @@ class Eagle3Head(nnx.Module):
         self.embedding = Linear(cfg.vocab_size, cfg.hidden_size, dtype=dtype, rngs=rngs).kernel
         self.fc = Linear(wide, cfg.hidden_size, dtype=dtype, rngs=rngs)
         self.fc_in_norm = norm(wide) if cfg.norm_before_fc else None
-        self.fc_norms = (
-            nnx.List([norm(cfg.target_hidden_size) for _ in range(cfg.num_aux)]) if cfg.fc_norm else None
-        )
+        self.fc_norms = nnx.List([norm(cfg.target_hidden_size) for _ in range(cfg.num_aux)]) if cfg.fc_norm else None
         self.input_norm = norm(cfg.hidden_size)
         self.hidden_norm = norm(cfg.hidden_size)
         self.attn = Attention(layer, d_in=2 * cfg.hidden_size, dtype=dtype, rngs=rngs)
