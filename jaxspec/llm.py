@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from jaxspec.assemble import build_engine
@@ -181,6 +182,8 @@ class LLM:
         try:
             for position, (prompt, p) in enumerate(zip(many, each, strict=True)):
                 text = prompt if isinstance(prompt, str) else None
+                if not prompt:
+                    raise ValueError(f"prompt must hold at least 1 token, got {prompt!r} at position {position}")
                 tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
                 group = _Group(position, [], {})
                 groups.append(group)
@@ -215,6 +218,8 @@ class LLM:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
     if not isinstance(prompts, Sequence):
         raise ValueError(f"prompts must be a text, token ids, or a list of either, got {type(prompts).__name__}")
     many: list[Any] = list(prompts)

@@ -1,0 +1,53 @@
+"""The donated pools are updated in place: no executable holds a copy of one."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxspec.models.tiny import tiny_target
+from jaxspec.speculation import round as rounds
+from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
+from jaxspec.speculation.drafters.cores import DraftModelCore
+from jaxspec.speculation.state import DecodeState, Geometry
+from jaxspec.tier import PLAIN, Tier
+
+GEO = Geometry(slots=2, num_pages=4096, page_size=8, pages_per_seq=16, max_depth=3)
+
+
+@pytest.fixture(scope="module")
+def setting():
+    target = tiny_target(0, num_layers=2)
+    core = DraftModelCore(tiny_target(1, num_layers=1))
+    drafter = AutoregressiveDrafter(core, GEO)
+    graph, params = nnx.split(target)
+    spec = rounds.RoundSpec(graph, target.config, GEO, drafter, rejection=False)
+    state = jax.eval_shape(
+        lambda: DecodeState.empty(target.config, GEO, jnp.float32, drafter.init_state(GEO))
+    )
+    return spec, params, core.params, state
+
+
+def temp_and_smallest_pool(compiled, state) -> tuple[int, int]:
+    pools = [x.size * x.dtype.itemsize for x in (state.pages, state.draft.pages)]
+    return compiled.memory_analysis().temp_size_in_bytes, min(pools)
+
+
+@pytest.mark.parametrize("tier", [PLAIN, Tier(2), pytest.param(Tier(2, 2, 5), marks=pytest.mark.slow)], ids=str)
+def test_rounds_copy_no_pool(setting, tier):
+    spec, target, draft, state = setting
+    plan = jax.ShapeDtypeStruct((2, 2 + GEO.max_new_pages), jnp.int32)
+    fn = jax.jit(rounds.round_fn(spec, tier, sampled=False), donate_argnums=2)
+    compiled = fn.lower(target, draft, state, plan).compile()
+    temp, pool = temp_and_smallest_pool(compiled, state)
+    assert temp < pool / 4, f"{temp} bytes of temporaries against a pool of {pool}"
+
+
+def test_prefill_copies_no_pool(setting):
+    spec, target, draft, state = setting
+    fn = jax.jit(rounds.prefill_fn(spec), donate_argnums=2, static_argnames="size")
+    compiled = fn.lower(target, draft, state, jax.ShapeDtypeStruct((3,), jnp.int32), size=16).compile()
+    temp, pool = temp_and_smallest_pool(compiled, state)
+    assert temp < pool / 4, f"{temp} bytes of temporaries against a pool of {pool}"
