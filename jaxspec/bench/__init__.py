@@ -1,0 +1,1 @@
+"""Benchmarks of the engine against its own plain decoding. `python -m jaxspec.bench --help`."""

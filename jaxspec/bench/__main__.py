@@ -1,0 +1,247 @@
+"""python -m jaxspec.bench: plain decoding, every static tier and the adaptive policy, in one run.
+
+python -m jaxspec.bench                              demo models, a few minutes on two cores
+python -m jaxspec.bench --quick                      a first look in about a minute
+python -m jaxspec.bench tune --out adaptive.json     candidate steps for each batch size, from measurements
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxspec.bench import plots, report, tune
+from jaxspec.bench.engines import Options, candidates, prepare
+from jaxspec.bench.measure import Plan, Session
+from jaxspec.bench.metrics import summarize
+from jaxspec.bench.workloads import BUILT_IN, FILE
+from jaxspec.tier import Tier
+
+_DEFAULTS = {"batch_sizes": (1, 4, 16), "workloads": BUILT_IN, "max_tokens": 96, "repeats": 3}
+_QUICK = {"batch_sizes": (1, 4), "workloads": ("code", "switch"), "max_tokens": 48, "repeats": 1}
+_TUNE_WORKLOADS = ("code", "prose")
+#: Exit status after Ctrl-C, as shells have it.
+INTERRUPTED = 130
+
+
+def parse_tiers(text: str) -> tuple[Tier, ...]:
+    """Tiers from "1,3,5" or "chain-3,tree-4x3/16".
+
+    Raises:
+      ValueError: an entry that is neither a depth nor a tier's name, or plain decoding, which is always measured.
+    """
+    out: list[Tier] = []
+    for entry in text.split(","):
+        match = re.fullmatch(r"(?:chain-)?(\d{1,2})|tree-(\d{1,2})x(\d{1,2})/(\d{1,4})", entry.strip())
+        if match is None:
+            raise ValueError(f"tiers must be depths or names such as 'chain-3' or 'tree-4x3/16', got {entry!r}")
+        tier = Tier(int(match[1])) if match[1] else Tier(int(match[2]), int(match[3]), int(match[4]))
+        if tier.depth == 0:
+            raise ValueError(
+                f"tiers must have a depth of at least 1 (plain decoding is always measured), got {entry!r}"
+            )
+        out.append(tier)
+    return tuple(dict.fromkeys(out))
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Batch sizes from "1,4,16", ascending.
+
+    Raises:
+      ValueError: an entry that is no integer from 1 to 1024.
+    """
+    sizes: set[int] = set()
+    for entry in text.split(","):
+        if not re.fullmatch(r"\s*\d{1,4}\s*", entry) or not 1 <= int(entry) <= 1024:
+            raise ValueError(f"batch-sizes must be integers from 1 to 1024, got {entry!r}")
+        sizes.add(int(entry))
+    return tuple(sorted(sizes))
+
+
+def parse_workloads(text: str, has_file: bool) -> tuple[str, ...]:
+    """Workloads from "code,switch".
+
+    Raises:
+      ValueError: an unknown name, or "file" without --prompts.
+    """
+    names = tuple(dict.fromkeys(entry.strip() for entry in text.split(",")))
+    known = (*BUILT_IN, FILE) if has_file else BUILT_IN
+    for name in names:
+        if name not in known:
+            hint = " (give --prompts FILE)" if name == FILE else ""
+            raise ValueError(f"workloads must be among {list(known)}, got {name!r}{hint}")
+    return names
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """(the benchmark's, tune's)."""
+    shared = argparse.ArgumentParser(add_help=False)
+    add = shared.add_argument
+    add("--model", default="demo", help='"demo" or a Hugging Face directory (default: demo)')
+    add("--drafter", help='"none", "eagle3", "ngram", "draft_model" or a directory (default: as LLM chooses)')
+    add("--batch-sizes", metavar="1,4,16", help="requests decoded together")
+    add("--tiers", metavar="1,3,chain-5", help='depths or names such as "tree-4x3/16" (default: the engine\'s)')
+    add("--workloads", metavar="code,prose,switch", help='what is written; "file" with --prompts')
+    add("--prompts", metavar="FILE", help="JSON lines with `prompt` or Spec-Bench's `turns`")
+    add("--max-tokens", type=int, help="tokens of each request (default: 96)")
+    add("--repeats", type=int, help="interleaved repeats (default: 3)")
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 on accelerators")
+    add("--quick", action="store_true", help="fewer cells, shorter texts, one repeat")
+    add("--json", metavar="FILE", help="all raw numbers and the conditions")
+    add("--simulate-accept-length", type=float, metavar="X",
+        help="simulated acceptance: X tokens a round at the deepest tier; for random weights, labelled")  # fmt: skip
+    add("--grow", metavar="1b|8b|LAYERSxHIDDEN", help="the same function at a larger model's cost")
+    line = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxspec.bench", description=line, epilog="`tune --help`: measure an adaptive configuration.",
+        parents=[shared],
+    )  # fmt: skip
+    parser.add_argument("--plot", metavar="FILE", help="a picture (PNG)")
+    parser.set_defaults(command="bench", out=None)
+    tuner = argparse.ArgumentParser(
+        prog="python -m jaxspec.bench tune", parents=[shared],
+        description="Measures static tiers and writes candidate steps by batch size.",
+    )  # fmt: skip
+    tuner.add_argument("--out", metavar="FILE", required=True, help="the JSON to write, as SGLang reads it")
+    tuner.add_argument("--reach", type=float, default=tune.REACH, help="share of the best speed a candidate may lack")
+    tuner.set_defaults(command="tune", plot=None)
+    return parser, tuner
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line; exits with status 2 on unknown options."""
+    parser, tuner = _parsers()
+    return tuner.parse_args(argv[1:]) if argv and argv[0] == "tune" else parser.parse_args(argv)
+
+
+def options_of(args: argparse.Namespace) -> Options:
+    """Checked options.
+
+    Raises:
+      ValueError: names the option, what was given and what is allowed.
+    """
+    preset = dict(_QUICK if args.quick else _DEFAULTS)
+    if args.prompts:
+        preset["workloads"] = (FILE,)
+    elif args.command == "tune":
+        preset["workloads"] = _TUNE_WORKLOADS
+    for name in ("max_tokens", "repeats"):
+        value = getattr(args, name)
+        if value is not None:
+            preset[name] = value
+    if preset["max_tokens"] < 2:
+        raise ValueError(
+            f"max-tokens must be at least 2 (the first token is the prefill's), got {preset['max_tokens']}"
+        )
+    if preset["repeats"] < 1:
+        raise ValueError(f"repeats must be at least 1, got {preset['repeats']}")
+    if not 0 <= args.temperature <= 100 or math.isnan(args.temperature):
+        raise ValueError(f"temperature must lie in [0, 100], got {args.temperature!r}")
+    if args.batch_sizes:
+        preset["batch_sizes"] = parse_sizes(args.batch_sizes)
+    if args.workloads:
+        preset["workloads"] = parse_workloads(args.workloads, bool(args.prompts))
+    if args.command == "tune" and not 0 <= args.reach < 1:
+        raise ValueError(f"reach must lie in [0, 1), got {args.reach!r}")
+    tiers = parse_tiers(args.tiers) if args.tiers else None
+    candidates(tiers)
+    for name in ("json", "plot", "out"):
+        file = getattr(args, name)
+        if file and not Path(file).resolve().parent.is_dir():
+            raise ValueError(f"--{name} {file!r}: its directory does not exist")
+    if args.plot:
+        plots.require_matplotlib()
+    return Options(
+        plan=Plan(temperature=args.temperature, **preset),
+        model=args.model,
+        drafter=args.drafter,
+        tiers=tiers,
+        dtype=args.dtype,
+        grow=args.grow,
+        simulate=args.simulate_accept_length,
+        prompts=args.prompts,
+    )
+
+
+def measure(session: Session, say: Callable[[str], None]) -> bool:
+    """Runs the plan with a progress bar on standard error; True if Ctrl-C ended it early."""
+    try:
+        session.warm_up()
+        say(f"measuring {session.num_runs} runs: about {_duration(session.estimate)}")
+        with tqdm(total=session.num_runs, desc="runs", disable=not sys.stderr.isatty(), leave=False) as bar:
+            for run in session.measure():
+                bar.set_postfix_str(f"{run.workload} batch {run.batch_size} {run.mode}")
+                bar.update()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
+
+
+def run(args: argparse.Namespace) -> int:
+    """One command; returns its exit status.
+
+    Raises:
+      ValueError: options that do not fit together.
+    """
+    options = options_of(args)
+    say = lambda text: print(text, flush=True)
+    say("loading and compiling: up to a few minutes the first time, seconds from the cache")
+    session, conditions = prepare(options, adaptive=args.command == "bench")
+    say(report.header(conditions) + "\n")
+    interrupted = measure(session, say)
+    stats = session.engine.stats
+    result = report.Report(conditions, session.runs, stats.compilations_after_warmup, interrupted)
+    status = INTERRUPTED if interrupted else 1 if result.errors else 0
+    if not session.runs:
+        say("interrupted before the first run ended: nothing was measured")
+    else:
+        say("\n" + report.table(result) + "\n\n" + report.footer(result))
+    if args.json:
+        report.write_json(report.to_dict(result), args.json)
+        say(f"wrote {args.json}")
+    if args.plot and session.runs:
+        plots.draw(result, args.plot)
+        say(f"wrote {args.plot}")
+    if args.command == "tune":
+        if status:
+            say(f"{args.out} was not written: the measurement is incomplete or not exact")
+        else:
+            _tune(session, result, args, say)
+    return status
+
+
+def _tune(session: Session, result: report.Report, args: argparse.Namespace, say: Callable[[str], None]) -> None:
+    steps = {mode.name: mode.tier.depth for mode in session.modes if mode.tier is not None}
+    verdicts = tune.choose(summarize(result.runs), steps, args.reach)
+    config: dict[str, Any] = tune.configuration(verdicts)
+    report.write_json(config, args.out)
+    say("\n" + tune.table(verdicts) + "\n")
+    say(f"wrote {args.out}: use it as SpeculationConfig(policy={args.out!r})")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status (2 for options that do not fit, 130 after Ctrl-C)."""
+    try:
+        return run(parse(sys.argv[1:] if argv is None else list(argv)))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted before anything was measured", file=sys.stderr)
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

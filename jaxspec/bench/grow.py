@@ -1,0 +1,253 @@
+"""The same function at a larger model's cost: a small target embedded in a larger geometry.
+
+Owns the embedding of a target and of its EAGLE-3 head. New residual channels stay zero: the
+embedding and every projection that writes to the residual stream are zero there, and rows
+that read new heads or new feed-forward units are zero too, so that what those compute from
+random weights is never used. Added layers write nothing. In float32 the grown model's logits
+are the small one's up to rounding; every product has the larger shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxspec.models import registry
+from jaxspec.models.base import ModelConfig
+from jaxspec.models.layers import Attention, Linear, RMSNorm, Transformer
+from jaxspec.speculation.drafters.eagle3_head import Eagle3Head
+
+_STD = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A larger geometry; the vocabulary stays the small model's."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+#: Llama 3.2 1B's and Llama 3.1 8B's layers.
+PRESETS = {
+    "1b": Size(16, 2048, 8192, 32, 8, 64),
+    "8b": Size(32, 4096, 14336, 32, 8, 128),
+}
+
+
+def parse_size(text: str, cfg: ModelConfig) -> Size:
+    """The geometry that --grow names: "1b", "8b" or LAYERSxHIDDEN, whose other sizes scale with the hidden size.
+
+    Raises:
+      ValueError: another text, or a geometry that cannot hold `cfg`; names the field and both values.
+    """
+    if text.lower() in PRESETS:
+        size = PRESETS[text.lower()]
+    else:
+        match = re.fullmatch(r"(\d{1,4})x(\d{1,6})", text)
+        if match is None:
+            raise ValueError(f"grow must be one of {sorted(PRESETS)} or LAYERSxHIDDEN such as 16x1024, got {text!r}")
+        layers, hidden = int(match[1]), int(match[2])
+        groups = max(cfg.num_kv_heads, round(cfg.num_kv_heads * hidden / cfg.hidden_size))
+        wide = max(cfg.intermediate_size, round(cfg.intermediate_size * hidden / cfg.hidden_size / 64) * 64)
+        size = Size(layers, hidden, wide, groups * (cfg.num_heads // cfg.num_kv_heads), groups, cfg.head_dim)
+    for name in ("num_layers", "hidden_size", "intermediate_size", "num_kv_heads", "head_dim"):
+        if getattr(size, name) < getattr(cfg, name):
+            raise ValueError(
+                f"grow {text!r}: {name} {getattr(size, name)} must be at least the model's {getattr(cfg, name)}"
+            )
+    if size.num_heads * cfg.num_kv_heads < cfg.num_heads * size.num_kv_heads:
+        raise ValueError(
+            f"grow {text!r}: {size.num_heads // size.num_kv_heads} query heads a KV head must be at least "
+            f"the model's {cfg.num_heads // cfg.num_kv_heads}"
+        )
+    if size.head_dim % cfg.head_dim:
+        raise ValueError(f"grow {text!r}: head_dim {size.head_dim} must be a multiple of the model's {cfg.head_dim}")
+    return size
+
+
+def layer_places(old: int, new: int) -> tuple[int, ...]:
+    """Where each of the `old` layers goes among `new` ones: evenly spread, first and last at the ends."""
+    return tuple(round(i * (new - 1) / max(1, old - 1)) for i in range(old))
+
+
+def grown_aux_layers(ids: Sequence[int], old: int, new: int) -> tuple[int, ...]:
+    """Layers of the grown model whose inputs are those of the old layers `ids`; `old` names the final norm's input."""
+    places = (*layer_places(old, new), new)
+    return tuple(places[i] for i in ids)
+
+
+class _Writer:
+    """Fills parameters with noise or zeros and puts the old values in place."""
+
+    def __init__(self, seed: int):
+        self._key = jax.random.key(seed)
+        self._count = 0
+
+    def noise(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        self._count += 1
+        key = jax.random.fold_in(self._key, self._count)
+        return jax.random.normal(key, shape, dtype) * jnp.asarray(_STD, dtype)
+
+    def put(
+        self, param: nnx.Variable, old: jax.Array | None, places: Sequence[np.ndarray], base: jax.Array,
+        scale: float | np.ndarray = 1.0,
+    ) -> None:  # fmt: skip
+        """`base` with `old * scale` at the grid of `places` (index arrays, one an axis)."""
+        if old is not None:
+            value = (old.astype(jnp.float32) * jnp.asarray(scale, jnp.float32)).astype(base.dtype)
+            base = base.at[np.ix_(*places)].set(value)
+        param.set_value(base)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Places:
+    """Where the old channels of each axis lie in the new geometry."""
+
+    hidden: np.ndarray
+    inner: np.ndarray
+    gate_up: np.ndarray
+    heads: np.ndarray
+    qkv: np.ndarray
+    dead_qkv: np.ndarray
+
+    @classmethod
+    def of(cls, cfg: ModelConfig, size: Size) -> _Places:
+        stretch = size.head_dim // cfg.head_dim
+        share, new_share = cfg.num_heads // cfg.num_kv_heads, size.num_heads // size.num_kv_heads
+        # Channel c of a rotated pair keeps its frequency at stretch * c of the longer head.
+        channel = np.arange(cfg.head_dim) * stretch
+        query = np.arange(cfg.num_heads) // share * new_share + np.arange(cfg.num_heads) % share
+        group = np.arange(cfg.num_kv_heads)
+        start = np.concatenate([query, size.num_heads + group, size.num_heads + size.num_kv_heads + group])
+        at = lambda head: (head[:, None] * size.head_dim + channel[None, :]).reshape(-1)
+        # All channels of the old heads: those between the old channels must stay zero.
+        whole = (start[:, None] * size.head_dim + np.arange(size.head_dim)[None, :]).reshape(-1)
+        inner = np.arange(cfg.intermediate_size)
+        return cls(
+            hidden=np.arange(cfg.hidden_size),
+            inner=inner,
+            gate_up=np.concatenate([inner, size.intermediate_size + inner]),
+            heads=at(query),
+            qkv=at(start),
+            dead_qkv=np.setdiff1d(whole, at(start)),
+        )
+
+
+def grow_target(model: Transformer, size: Size, seed: int = 0) -> Transformer:
+    """A model of the given geometry that computes what `model` does.
+
+    Args:
+      size: as `parse_size` checks it.
+      seed: of the weights that are never used.
+
+    Returns:
+      A new model in the same dtype, with an output head of its own.
+    """
+    cfg = model.config
+    ratio = cfg.hidden_size / size.hidden_size
+    stretch = size.head_dim // cfg.head_dim
+    grown = dataclasses.replace(
+        cfg, **dataclasses.asdict(size), rms_norm_eps=cfg.rms_norm_eps * ratio, tie_word_embeddings=False
+    )
+    dtype: jnp.dtype = model.embedding[...].dtype
+    out: Transformer = nnx.eval_shape(lambda: registry.build(grown, dtype))
+    at, write = _Places.of(cfg, size), _Writer(seed)
+    # A norm over more channels, the new ones zero, comes out larger by sqrt(new / old).
+    gain = math.sqrt(ratio)
+
+    def norm(new: RMSNorm, old: RMSNorm | None) -> None:
+        write.put(new.weight, old and old.weight[...], [at.hidden], jnp.ones(new.weight.shape, dtype), gain)
+
+    def linear(
+        new: Linear, old: Linear | None, rows: np.ndarray, columns: np.ndarray, *, writes: bool = False,
+        scale: float | np.ndarray = 1.0, zero: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        shape = new.kernel.shape
+        base = jnp.zeros(shape, dtype) if writes else write.noise(shape, dtype)
+        if zero is not None:
+            base = base.at[:, zero].set(0)
+        write.put(new.kernel, old and old.kernel[...], [rows, columns], base, scale)
+        if new.bias is not None:
+            bias = old.bias[...] if old is not None and old.bias is not None else None
+            write.put(new.bias, bias, [columns], jnp.zeros(new.bias.shape, dtype), np.reshape(scale, -1))
+
+    def attention(new: Attention, old: Attention | None) -> None:
+        # The scores are divided by the root of the longer head; queries make up for it.
+        queries = cfg.num_heads * cfg.head_dim
+        scale = np.where(np.arange(at.qkv.size)[None, :] < queries, math.sqrt(stretch), 1.0)
+        linear(new.qkv, old and old.qkv, at.hidden, at.qkv, scale=scale, zero=at.dead_qkv)
+        linear(new.out, old and old.out, at.heads, at.hidden, writes=True)
+        # Per-head norms see the larger queries as they were, and keys that look smaller by that root.
+        channel = np.arange(cfg.head_dim) * stretch
+        for mine, theirs, shrink in (
+            (new.q_norm, old and old.q_norm, 1), (new.k_norm, old and old.k_norm, stretch)
+        ):  # fmt: skip
+            if mine is not None:
+                mine.eps = cfg.rms_norm_eps / shrink
+                ones = jnp.ones(mine.weight.shape, dtype)
+                write.put(mine.weight, theirs and theirs.weight[...], [channel], ones, 1 / math.sqrt(shrink))
+
+    vocab = np.arange(cfg.vocab_size)
+    write.put(out.embedding, model.embedding[...], [vocab, at.hidden], jnp.zeros(out.embedding.shape, dtype))
+    old_of = {place: model.layers[i] for i, place in enumerate(layer_places(cfg.num_layers, size.num_layers))}
+    for i, layer in enumerate(out.layers):
+        old = old_of.get(i)
+        norm(layer.attn_norm, old and old.attn_norm)
+        attention(layer.attn, old and old.attn)
+        norm(layer.mlp_norm, old and old.mlp_norm)
+        linear(layer.mlp.gate_up, old and old.mlp.gate_up, at.hidden, at.gate_up)
+        linear(layer.mlp.down, old and old.mlp.down, at.inner, at.hidden, writes=True)
+    norm(out.norm, model.norm)
+    assert out.lm_head is not None
+    head = model.embedding[...].T if model.lm_head is None else model.lm_head.kernel[...]
+    write.put(out.lm_head.kernel, head, [at.hidden, vocab], write.noise(out.lm_head.kernel.shape, dtype))
+    return out
+
+
+def grow_head(head: Eagle3Head, target: ModelConfig, size: Size) -> Eagle3Head:
+    """The head for the grown target: it reads the old channels of the old layers, and proposes what it did.
+
+    The head keeps its own width; only what reads the target grows.
+
+    Args:
+      target: the small target's configuration.
+    """
+    cfg = head.config
+    ratio = target.hidden_size / size.hidden_size
+    ids = grown_aux_layers(cfg.aux_layer_ids, target.num_layers, size.num_layers)
+    out = nnx.clone(head)
+    out.config = dataclasses.replace(cfg, target_hidden_size=size.hidden_size, aux_layer_ids=ids)
+    old = np.arange(target.hidden_size)
+    wide = (np.arange(cfg.num_aux)[:, None] * size.hidden_size + old[None, :]).reshape(-1)
+    width = cfg.num_aux * size.hidden_size
+    write = _Writer(0)
+    kernel = head.fc.kernel[...]
+    rows = np.arange(cfg.hidden_size)
+    write.put(out.fc.kernel, kernel, [wide, rows], jnp.zeros((width, cfg.hidden_size), kernel.dtype))
+    norms = [(out.fc_in_norm, head.fc_in_norm, wide, width)]
+    norms += [
+        (new, was, old, size.hidden_size) for new, was in zip(out.fc_norms or (), head.fc_norms or (), strict=True)
+    ]
+    for new, was, places, count in norms:
+        if new is not None and was is not None:
+            new.eps = was.eps * ratio
+            ones = jnp.ones((count,), was.weight[...].dtype)
+            write.put(new.weight, was.weight[...], [places], ones, math.sqrt(ratio))
+    return out
+
+
+def parameters(model: nnx.Module) -> int:
+    """Weights of a model."""
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))

@@ -1,0 +1,107 @@
+"""Simulated acceptance: drafts that are right at a chosen rate, whatever the drafter can do.
+
+Owns a drafter around another one. The inner drafter runs in full, so a round costs what it
+costs; its chain is then replaced, position by position, by the text that plain decoding wrote
+(with the chosen probability) or by a token that is surely wrong. Verification is the real one,
+so the output stays exact. For models with random weights; results must be labelled as simulated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.speculation.drafter import Drafter
+from jaxspec.speculation.sampling import Purpose, SamplingState, uniform_noise
+from jaxspec.speculation.state import Geometry, Rows
+from jaxspec.speculation.tree import DraftTree
+from jaxspec.tier import Tier
+
+
+def rate_for(length: float, depth: int) -> float:
+    """The acceptance of each position at which a chain of `depth` gains `length` tokens a round, bonus included.
+
+    Raises:
+      ValueError: a length that no rate reaches.
+    """
+    if not 1 <= length <= depth + 1:
+        raise ValueError(
+            f"simulate-accept-length must lie in [1, {depth + 1}] for the deepest tier, chain-{depth}, got {length!r}"
+        )
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        rate = (low + high) / 2
+        if sum(rate**i for i in range(depth + 1)) < length:
+            low = rate
+        else:
+            high = rate
+    return (low + high) / 2
+
+
+class SimulatedDrafter:
+    """Chains whose tokens agree with known texts at a given rate, independently at each position.
+
+    Args:
+      inner: the drafter whose cost is paid.
+      rate: probability that a drafted token is the right one.
+      vocab_size: the target's.
+    """
+
+    supports_trees = False
+
+    def __init__(self, inner: Drafter, rate: float, vocab_size: int):
+        self.inner, self.rate, self.vocab_size = inner, rate, vocab_size
+        self.aux_layers, self.lookahead = inner.aux_layers, inner.lookahead
+
+    def params(self, inner: Any, texts: Sequence[Sequence[int]]) -> Any:
+        """The wrapper's parameters: the inner drafter's, and prompts with their completions, padded [R, L]."""
+        table = np.full((len(texts), max(map(len, texts))), self.vocab_size, np.int32)
+        for row, text in zip(table, texts, strict=True):
+            row[: len(text)] = text
+        return inner, jnp.asarray(table)
+
+    def init_state(self, geo: Geometry) -> Any:
+        return self.inner.init_state(geo), jnp.zeros((geo.slots,), jnp.int32)
+
+    def admit(self, draft: Any, slot: jax.Array, cached: jax.Array) -> Any:
+        return self.inner.admit(draft[0], slot, cached), draft[1]
+
+    def prefill(
+        self, params: Any, draft: Any, rows: Rows, tokens_BN: jax.Array, count_B: jax.Array, aux_BNA: jax.Array | None
+    ) -> Any:
+        """Finds the text that begins as the prompt does."""
+        inner, texts_RL = params
+        at_BN = rows.length_B[:, None] + jnp.arange(tokens_BN.shape[1])[None, :]
+        text_BRN = jnp.swapaxes(jnp.take(texts_RL, at_BN, axis=1, mode="clip"), 0, 1)
+        unread_BN = jnp.arange(tokens_BN.shape[1])[None, :] >= count_B[:, None]
+        same_BR = jnp.all((text_BRN == tokens_BN[:, None, :]) | unread_BN[:, None, :], axis=2)
+        before_B = jnp.take(draft[1], rows.slot_B, mode="clip")
+        # A later chunk keeps the row of the chunks before it where both agree.
+        stay_BR = (jnp.arange(texts_RL.shape[0])[None, :] == before_B[:, None]) & (rows.length_B > 0)[:, None]
+        row_B = jnp.argmax(2 * same_BR.astype(jnp.int32) + stay_BR.astype(jnp.int32), axis=1).astype(jnp.int32)
+        state = self.inner.prefill(inner, draft[0], rows, tokens_BN, count_B, aux_BNA)
+        return state, draft[1].at[rows.slot_B].set(row_B, mode="drop")
+
+    def draft(
+        self, params: Any, draft: Any, rows: Rows, tokens_SL: jax.Array, tier: Tier, sampling: SamplingState | None,
+        noise_BDV: jax.Array | None, sample: bool,
+    ) -> tuple[DraftTree, Any]:  # fmt: skip
+        inner, texts_RL = params
+        tree, state = self.inner.draft(inner, draft[0], rows, tokens_SL, tier, sampling, noise_BDV, sample)
+        row_B = jnp.take(draft[1], rows.slot_B, mode="clip")
+        at_BD = rows.length_B[:, None] + jnp.arange(1, tier.depth + 1)[None, :]
+        right_BD = texts_RL.at[row_B[:, None], at_BD].get(mode="clip")
+        coin_BD = uniform_noise(row_B.astype(jnp.uint32), at_BD, Purpose.DRAFT)[:, :, 0]
+        own_BD = tree.tokens_BN[:, 1:]
+        wrong_BD = jnp.where(own_BD == right_BD, (right_BD + 1) % self.vocab_size, own_BD)
+        drafted_BD = jnp.where(coin_BD < self.rate, right_BD, wrong_BD)
+        tokens_BN = jnp.concatenate([tree.tokens_BN[:, :1], drafted_BD], axis=1)
+        return dataclasses.replace(tree, tokens_BN=tokens_BN, draft_probs_BDV=None), (state, draft[1])
+
+    def extend(self, draft: Any, rows: Rows, aux_BDA: jax.Array | None, count_B: jax.Array) -> Any:
+        return self.inner.extend(draft[0], rows, aux_BDA, count_B), draft[1]

@@ -1,0 +1,199 @@
+"""The command line: defaults, parsing and errors. Nothing is loaded or compiled here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxspec.bench import __main__ as command
+from jaxspec.bench.engines import candidates
+from jaxspec.bench.measure import Mode
+from jaxspec.bench.metrics import Completion, Round, Run
+from jaxspec.tier import PLAIN, Tier
+
+
+def options(*argv: str):
+    return command.options_of(command.parse(argv))
+
+
+def test_defaults_are_the_demo_on_three_workloads():
+    plan = options().plan
+    assert plan.batch_sizes == (1, 4, 16) and plan.workloads == ("code", "prose", "switch")
+    assert (plan.max_tokens, plan.repeats, plan.temperature) == (96, 3, 0.0)
+    assert options().model == "demo" and options().tiers is None
+
+
+def test_quick_is_smaller_and_gives_way_to_explicit_options():
+    plan = options("--quick", "--repeats", "2", "--batch-sizes", "8,2").plan
+    assert plan.batch_sizes == (2, 8) and plan.repeats == 2 and plan.max_tokens == 48
+
+
+def test_a_prompts_file_is_a_workload_of_its_own():
+    assert options("--prompts", "x.jsonl").plan.workloads == ("file",)
+    assert options("--prompts", "x.jsonl", "--workloads", "file,code").plan.workloads == ("file", "code")
+
+
+def test_tune_measures_the_pure_workloads():
+    args = command.parse(["tune", "--out", "adaptive.json"])
+    assert command.options_of(args).plan.workloads == ("code", "prose") and args.reach == 0.05
+
+
+def test_tiers_are_depths_or_names():
+    assert command.parse_tiers("1,3, chain-5,tree-4x3/16,3") == (Tier(1), Tier(3), Tier(5), Tier(4, 3, 16))
+
+
+def test_candidates_mix_chains_and_trees_of_different_depths():
+    speculation = candidates((Tier(3), Tier(4, 3, 16)))
+    assert speculation.candidate_steps == (3, 4) and speculation.resolved_policy == "adaptive"
+    assert [speculation.tier(step) for step in (0, 3, 4)] == [PLAIN, Tier(3), Tier(4, 3, 16)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--batch-sizes", "1,x"], "batch-sizes must be integers from 1 to 1024, got 'x'"),
+        (["--batch-sizes", "0"], "batch-sizes must be integers from 1 to 1024, got '0'"),
+        (["--tiers", "3,deep"], "tiers must be depths or names .* got 'deep'"),
+        (["--tiers", "0"], "tiers must have a depth of at least 1 .* got '0'"),
+        (["--tiers", "tree-2x2/99"], "num_nodes must lie between depth [+] 1 = 3 and 7 for topk 2, got 99"),
+        (["--tiers", "3,tree-3x2/9"], "need different depths, got chain-3 and tree-3x2/9 of depth 3"),
+        (["--workloads", "code,poems"], "workloads must be among .* got 'poems'"),
+        (["--workloads", "file"], "got 'file' [(]give --prompts FILE[)]"),
+        (["--max-tokens", "1"], "max-tokens must be at least 2 .* got 1"),
+        (["--repeats", "0"], "repeats must be at least 1, got 0"),
+        (["--temperature", "nan"], r"temperature must lie in \[0, 100\], got nan"),
+        (["--json", "/absent/bench.json"], "--json '/absent/bench.json': its directory does not exist"),
+        (["tune", "--out", "a.json", "--reach", "2"], r"reach must lie in \[0, 1\), got 2.0"),
+        (["--model", "absent"], "model must be 'demo' or a Hugging Face directory; 'absent' is neither"),
+    ],
+)
+def test_errors_name_the_option_and_end_with_status_2(argv: list[str], message: str, capsys: pytest.CaptureFixture):
+    assert command.main(argv) == 2
+    error = capsys.readouterr().err
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(error)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["--drafter", "ngram", "--tiers", "tree-3x2/9"],
+            "drafter 'ngram' drafts chains only, got tiers ['tree-3x2/9']",
+        ),
+        (["--drafter", "absent"], "drafter must be one of"),
+        (["--drafter", "eagle3"], "drafter 'eagle3': no checkpoint in"),
+        (
+            ["--drafter", "none", "--simulate-accept-length", "2"],
+            "simulate-accept-length 2.0 needs a drafter, got drafter 'none'",
+        ),
+        (
+            ["--drafter", "ngram", "--tiers", "1,3", "--simulate-accept-length", "4.5"],
+            "must lie in [1, 4] for the deepest tier, chain-3, got 4.5",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_weights_are_read(
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    assert command.main(["--model", str(tmp_path), *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_bad_prompts_file_ends_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture):
+    path = tmp_path / "p.jsonl"
+    path.write_text("{}\n")
+    assert command.main(["--prompts", str(path)]) == 2
+    assert "line 1: must have 'prompt' or 'turns'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--absent"], ["tune"], ["--dtype", "int8"]])
+def test_unknown_options_exit(argv: list[str]):
+    with pytest.raises(SystemExit, match="2"):
+        command.parse(argv)
+
+
+CONDITIONS: dict[str, Any] = {
+    "device": "cpu", "platform": "cpu", "devices": 1, "cpu_cores": 2, "jax": "0", "model": "demo", "parameters": 1,
+    "dtype": "float32", "drafter": "ngram", "grow": None, "geometry": None, "simulated_accept_length": None,
+    "temperature": 0.0, "max_tokens": 4, "repeats": 1, "prompts": None, "skipped_prompts": 0, "warmup_seconds": 1.0,
+    "executables": 3,
+}  # fmt: skip
+
+
+class RecordedSession:
+    """A session that needs no engine: its runs are given, and an exception may end them."""
+
+    def __init__(self, runs: list[Run], end: type[BaseException] | None = None):
+        self.given, self.end, self.runs, self.num_runs, self.estimate = runs, end, [], 4, 1.0
+        self.modes = [Mode("plain", PLAIN), Mode("chain-3", Tier(3))]
+        self.engine = SimpleNamespace(stats=SimpleNamespace(compilations_after_warmup=0))
+
+    def warm_up(self) -> None:
+        pass
+
+    def measure(self) -> Iterator[Run]:
+        for run in self.given:
+            self.runs.append(run)
+            yield run
+        if self.end is not None:
+            raise self.end
+
+
+def recorded(mode: str, seconds: float, token: int = 5) -> Run:
+    depth = 3 if mode == "chain-3" else 0
+    rounds = (Round(mode, depth, 1, "code", seconds, depth + 1, (depth,)),)
+    return Run("code", 1, mode, 0, 1.0, rounds, (Completion(("code", 0), 0.1, ((seconds, 1),), (1, token)),))
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def give(*runs: Run, end: type[BaseException] | None = None) -> None:
+        session = RecordedSession(list(runs), end)
+        monkeypatch.setattr(command, "prepare", lambda options, adaptive: (session, CONDITIONS))
+
+    return give
+
+
+def test_equal_tokens_end_with_status_0(given: Callable[..., None], capsys: pytest.CaptureFixture):
+    given(recorded("plain", 1.0), recorded("chain-3", 2.0))
+    assert command.main([]) == 0
+    assert "2.00x" in capsys.readouterr().out
+
+
+def test_other_tokens_end_with_status_1(given: Callable[..., None], capsys: pytest.CaptureFixture, tmp_path: Path):
+    given(recorded("plain", 1.0), recorded("chain-3", 2.0, token=6))
+    out = tmp_path / "adaptive.json"
+    assert command.main(["tune", "--out", str(out)]) == 1
+    printed = capsys.readouterr().out
+    assert "ERROR: code, batch 1, chain-3, repeat 0: prompt code 0 diverges at generated token 1" in printed
+    assert not out.exists() and f"{out} was not written" in printed
+
+
+def test_ctrl_c_leaves_what_was_measured(given: Callable[..., None], capsys: pytest.CaptureFixture, tmp_path: Path):
+    given(recorded("plain", 1.0), recorded("chain-3", 2.0), end=KeyboardInterrupt)
+    path = tmp_path / "bench.json"
+    assert command.main(["--json", str(path), "--plot", str(tmp_path / "bench.png")]) == 130
+    printed = capsys.readouterr().out
+    assert "2.00x" in printed and "INTERRUPTED" in printed
+    read = json.loads(path.read_text())
+    assert read["interrupted"] is True and [run["mode"] for run in read["runs"]] == ["plain", "chain-3"]
+    assert (tmp_path / "bench.png").exists()
+
+
+def test_ctrl_c_before_the_first_run(given: Callable[..., None], capsys: pytest.CaptureFixture, tmp_path: Path):
+    given(end=KeyboardInterrupt)
+    assert command.main(["--plot", str(tmp_path / "bench.png")]) == 130
+    assert "nothing was measured" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+def test_tune_writes_what_was_chosen(given: Callable[..., None], tmp_path: Path):
+    given(recorded("plain", 1.0), recorded("chain-3", 2.0))
+    path = tmp_path / "adaptive.json"
+    assert command.main(["tune", "--out", str(path)]) == 0
+    assert json.loads(path.read_text()) == {"1": {"candidate_steps": [3]}}

@@ -1,0 +1,161 @@
+"""End to end on 13 tokens: what is recorded adds up, growth keeps acceptance, simulation meets its length."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxspec.assemble import assemble
+from jaxspec.bench import grow, metrics
+from jaxspec.bench.engines import Sizes, candidates
+from jaxspec.bench.measure import Job, Mode, Plan, Session, modes_of, run_queue
+from jaxspec.bench.simulate import SimulatedDrafter, rate_for
+from jaxspec.bench.workloads import Prompt
+from jaxspec.engine import Engine
+from jaxspec.models.layers import Transformer
+from jaxspec.models.tiny import tiny_target
+from jaxspec.request import SamplingParams
+from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
+from jaxspec.speculation.drafters.cores import Eagle3Core
+from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from jaxspec.speculation.drafters.ngram import NgramDrafter
+from jaxspec.tier import PLAIN, Tier
+
+pytestmark = pytest.mark.slow
+TOKENS = 12
+
+
+def prompts(count: int) -> tuple[dict[str, list[Prompt]], dict[tuple[str, int], tuple[int, ...]]]:
+    rng = np.random.default_rng(0)
+    library = {kind: [Prompt(kind, i, "") for i in range(count)] for kind in ("code", "prose")}
+    ids = {(p.kind, p.index): tuple(rng.integers(0, 13, 5).tolist()) for many in library.values() for p in many}
+    return library, ids
+
+
+def build(
+    target: Transformer, tiers: Sequence[Tier], drafter: Callable[[Any], Any], sizes: tuple[int, ...] = (1,)
+) -> Engine:
+    config = Sizes(
+        max_batch_size=max(sizes), max_seq_len=32, page_size=8, prefill_chunk=16, compile_cache=False,
+        enable_prefix_caching=False, batch_sizes=sizes,
+    )  # fmt: skip
+    return assemble(
+        target, None, candidates(tiers), config, drafter=drafter, drafts=True, trees=True, progress=False
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    target = tiny_target(0)
+    engine = build(target, [Tier(2)], lambda geo: (NgramDrafter(13), ()), (1, 2))
+    library, ids = prompts(8)
+    plan = Plan((1, 2), ("code", "switch"), TOKENS, 2)
+    session = Session(engine, library, ids, plan, modes_of(engine))
+    session.warm_up()
+    assert session.runs == [] and session.estimate > 0
+    recorded = list(session.measure())
+    assert recorded == session.runs
+    yield session
+
+
+def test_every_cell_is_measured_in_rotated_order(session: Session):
+    assert [mode.name for mode in session.modes] == ["plain", "chain-2", "adaptive"]
+    assert len(session.runs) == session.num_runs == 24
+    assert [run.mode for run in session.runs[:3]] == ["plain", "chain-2", "adaptive"]
+    assert [run.mode for run in session.runs[12:15]] == ["chain-2", "adaptive", "plain"]
+    assert session.engine.stats.compilations_after_warmup == 0
+    assert session.engine.stats.free_pages == session.engine.scheduler.config.num_pages
+
+
+def test_records_add_up(session: Session):
+    for run in session.runs:
+        assert all(len(c.token_ids) == TOKENS for c in run.completions)
+        # The first token of each request comes from its prefill.
+        assert sum(r.tokens for r in run.rounds) == (TOKENS - 1) * len(run.completions)
+        assert sum(count for c in run.completions for _, count in c.gaps) == (TOKENS - 1) * len(run.completions)
+        assert max(r.batch_size for r in run.rounds) == run.batch_size
+        assert 0 < sum(r.seconds for r in run.rounds) <= run.seconds
+        assert metrics.tokens_per_second(run) > 0
+        if run.mode == "plain":
+            assert {(r.tier, r.depth) for r in run.rounds} == {("plain", 0)}
+            assert metrics.mean_accepted_length([run]) == 1
+    switch = next(run for run in session.runs if run.workload == "switch" and run.batch_size == 2)
+    assert [c.prompt[0] for c in switch.completions] == ["code", "code", "prose", "prose"] * 2
+    assert {"code", "prose"} <= {r.kind for r in switch.rounds}
+
+
+def test_all_modes_write_the_same_tokens(session: Session):
+    assert metrics.divergences(session.runs) == []
+    chains = [s for s in metrics.summarize(session.runs) if s.mode == "chain-2"]
+    assert max(s.mean_accepted_length for s in chains) > 1
+    assert len(metrics.regrets(session.runs)) == 4
+
+
+def test_an_interruption_keeps_the_runs_before_it(session: Session, monkeypatch: pytest.MonkeyPatch):
+    again = dataclasses.replace(session, runs=[])
+    steps = iter(range(100))
+    step = session.engine.step
+
+    def interrupted() -> Any:
+        if next(steps) == 60:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(session.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(again.measure())
+    assert 1 <= len(again.runs) < again.num_runs
+    assert all(len(c.token_ids) == TOKENS for run in again.runs for c in run.completions)
+
+
+def rounds_of(engine: Engine, tier: Tier, jobs: list[Job]) -> list[tuple[int, ...]]:
+    run = run_queue(engine, Mode(tier.name, tier), jobs, workload="code", batch_size=1)
+    return [r.accepted for r in run.rounds]
+
+
+def jobs_of(max_tokens: int) -> list[Job]:
+    library, ids = prompts(4)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return [Job(p, ids[p.kind, p.index], params) for p in library["code"]]
+
+
+def eagle(head: Eagle3Head) -> Callable[[Any], Any]:
+    core = Eagle3Core(head)
+    return lambda geo: (AutoregressiveDrafter(core, geo), core.params)
+
+
+def test_growth_keeps_tokens_and_acceptance():
+    small = tiny_target(0)
+    head = Eagle3Head(Eagle3Config(16, 32, 24, 4, 2, 6, 13, 13, (0, 1, 2)), rngs=nnx.Rngs(params=1))
+    # Random features of a size that matters.
+    head.fc.kernel[...] = head.fc.kernel[...] * 50
+    size = grow.Size(3, 48, 64, 9, 3, 16)
+    pairs = ((small, head), (grow.grow_target(small, size), grow.grow_head(head, small.config, size)))
+    engines = [build(target, [Tier(2)], eagle(head)) for target, head in pairs]
+    accepted = [rounds_of(engine, Tier(2), jobs_of(24)) for engine in engines]
+    assert accepted[0] == accepted[1]
+    assert sum(sum(row) for row in accepted[0]) > 0
+
+
+def test_simulated_acceptance_meets_its_length_and_stays_exact():
+    target = tiny_target(0)
+    jobs = jobs_of(24)
+    plain = build(target, [Tier(2)], lambda geo: (NgramDrafter(13), ()))
+    reference = run_queue(plain, Mode("plain", PLAIN), jobs, workload="code", batch_size=1)
+    texts = [[*job.token_ids, *c.token_ids] for job, c in zip(jobs, reference.completions, strict=True)]
+
+    def make(geo: Any) -> Any:
+        drafter = SimulatedDrafter(NgramDrafter(13), rate_for(2.5, geo.max_depth), 13)
+        return drafter, drafter.params((), texts)
+
+    run = run_queue(build(target, [Tier(2)], make), Mode("chain-2", Tier(2)), jobs, workload="code", batch_size=1)
+    assert [c.token_ids for c in run.completions] == [c.token_ids for c in reference.completions]
+    kept = [r for r in run.rounds if r.tokens]
+    assert metrics.mean_accepted_length([dataclasses.replace(run, rounds=tuple(kept))]) == pytest.approx(2.5, abs=0.4)
+    assert jnp.isfinite(metrics.tokens_per_second(run))

@@ -1,0 +1,116 @@
+"""A grown model computes what the small one does, and its head drafts what the small one's does."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxspec.bench import grow
+from jaxspec.models.layers import Transformer, causal_attention
+from jaxspec.models.tiny import tiny_config, tiny_target
+from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
+
+SMALL: dict[str, Any] = dict(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
+#: More layers, channels, KV heads, query heads a KV head, and twice the head's channels.
+SIZE = grow.Size(7, 72, 100, 9, 3, 16)
+TOKENS = np.random.default_rng(0).integers(0, 13, (2, 12))
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "output_bias": True, "mlp_bias": True},
+    "qwen3": {"family": "qwen3", "qk_norm": True, "rms_norm_eps": 0.05},
+}
+
+
+@nnx.jit(static_argnums=(1,))
+def forward(model: Transformer, aux_layers: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    tokens = jnp.asarray(TOKENS, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    hidden, aux = model(tokens, positions, causal_attention, aux_layers)
+    assert aux is not None
+    return model.logits(hidden), aux
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_auxiliary_states_stay(name: str):
+    small = tiny_target(1, **SMALL, **FAMILIES[name])
+    large = grow.grow_target(small, SIZE)
+    ids = (0, 1, 2, 3)
+    logits, aux = forward(small, ids)
+    grown_logits, grown_aux = forward(large, grow.grown_aux_layers(ids, 3, SIZE.num_layers))
+    np.testing.assert_allclose(grown_logits, logits, atol=1e-4)
+    split = np.reshape(grown_aux, (2, 12, 4, 72))
+    np.testing.assert_allclose(split[..., :32].reshape(2, 12, -1), aux, atol=1e-4)
+    assert not split[..., 32:].any()  # the new channels of the residual stream
+    assert float(jnp.std(logits)) > 1
+
+
+def test_the_grown_model_has_the_size_and_uses_random_weights_elsewhere():
+    small = tiny_target(1, **SMALL)
+    large = grow.grow_target(small, SIZE)
+    cfg = large.config
+    assert dataclasses.asdict(SIZE).items() <= dataclasses.asdict(cfg).items()
+    assert cfg.vocab_size == 13 and not cfg.tie_word_embeddings
+    assert large.layers[0].attn.qkv.kernel.shape == (72, (9 + 2 * 3) * 16)
+    # No product is over zeros alone: an added layer reads with random weights and writes nothing.
+    added = large.layers[1]
+    assert float(jnp.std(added.attn.qkv.kernel[...])) > 0.01 and float(jnp.std(added.mlp.gate_up.kernel[...])) > 0.01
+    assert not jnp.any(added.attn.out.kernel[...]) and not jnp.any(added.mlp.down.kernel[...])
+    assert grow.parameters(large) > 10 * grow.parameters(small)
+
+
+def test_layers_are_spread_evenly_and_aux_layers_follow():
+    assert grow.layer_places(3, 7) == (0, 3, 6) and grow.layer_places(8, 8) == tuple(range(8))
+    assert grow.layer_places(1, 5) == (0,)
+    assert grow.grown_aux_layers((2, 4, 5, 8), 8, 32) == (9, 18, 22, 32)
+
+
+@pytest.mark.parametrize("norms", [{}, {"norm_before_fc": True}, {"fc_norm": True}])
+def test_the_head_reads_the_same_features(norms: dict[str, Any]):
+    small = tiny_target(1, **SMALL)
+    cfg = Eagle3Config(16, 32, 24, 4, 2, 6, 13, 9, (0, 2, 3), **norms)
+    head = Eagle3Head(cfg, rngs=nnx.Rngs(params=0))
+    if head.fc_norms is not None:
+        head.fc_norms[1].weight[...] = jnp.linspace(0.5, 2.0, 32)
+    grown = grow.grow_head(head, small.config, SIZE)
+    assert grown.config.aux_layer_ids == (0, 6, 7) and grown.config.target_hidden_size == 72
+    _, aux = forward(small, cfg.aux_layer_ids)
+    _, grown_aux = forward(grow.grow_target(small, SIZE), grown.config.aux_layer_ids)
+    feature, grown_feature = head.fuse(aux), grown.fuse(grown_aux)
+    np.testing.assert_allclose(grown_feature, feature, atol=1e-4)
+    assert float(jnp.std(feature)) > 0.01
+    assert head.config == cfg and head.fc.kernel.shape == (96, 16)  # the small head is left as it was
+    np.testing.assert_array_equal(grown.embedding[...], head.embedding[...])
+
+
+def test_names_of_sizes():
+    demo = tiny_config(
+        num_layers=8, hidden_size=384, intermediate_size=1024, num_heads=6, num_kv_heads=2, head_dim=64
+    )  # fmt: skip
+    assert grow.parse_size("8B", demo) == grow.Size(32, 4096, 14336, 32, 8, 128)
+    assert grow.parse_size("1b", demo) == grow.Size(16, 2048, 8192, 32, 8, 64)
+    assert grow.parse_size("10x768", demo) == grow.Size(10, 768, 2048, 12, 4, 64)
+    assert grow.parse_size("8x384", demo) == grow.Size(8, 384, 1024, 6, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("7b", {}, "grow must be one of .* got '7b'"),
+        ("4x", {}, "got '4x'"),
+        ("1x64", {}, "num_layers 1 must be at least the model's 2"),
+        ("4x16", {}, "hidden_size 16 must be at least the model's 32"),
+        ("1b", {"head_dim": 24}, "head_dim 64 must be a multiple of the model's 24"),
+        ("1b", {"num_heads": 16}, "4 query heads a KV head must be at least the model's 8"),
+        ("1b", {"num_heads": 32, "num_kv_heads": 16}, "num_kv_heads 8 must be at least the model's 16"),
+    ],
+)
+def test_sizes_that_cannot_hold_the_model_are_refused(text: str, overrides: dict[str, int], message: str):
+    with pytest.raises(ValueError, match=message):
+        grow.parse_size(text, tiny_config(**overrides))

@@ -1,0 +1,73 @@
+"""Simulated acceptance: the rate, and drafts that are right exactly where the coin says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.bench.simulate import SimulatedDrafter, rate_for
+from jaxspec.speculation.drafters.ngram import NgramDrafter
+from jaxspec.speculation.state import Geometry, Rows
+from jaxspec.tier import Tier
+
+VOCAB, SLOTS = 50, 3
+GEO = Geometry(slots=SLOTS, num_pages=8, page_size=16, pages_per_seq=4, max_depth=3)
+TEXTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [3, 1, 4, 7, 8, 2, 8, 1, 8, 2, 8, 4]]
+
+
+@pytest.mark.parametrize(("length", "depth"), [(1.0, 3), (2.5, 3), (4.0, 3), (1.5, 1)])
+def test_rate_gives_the_length(length: float, depth: int):
+    rate = rate_for(length, depth)
+    assert sum(rate**i for i in range(depth + 1)) == pytest.approx(length, abs=1e-9)
+
+
+@pytest.mark.parametrize("length", [0.9, 4.1, float("nan")])
+def test_a_length_out_of_reach_is_refused(length: float):
+    with pytest.raises(ValueError, match=rf"must lie in \[1, 4\] for the deepest tier, chain-3, got {length}"):
+        rate_for(length, 3)
+
+
+def drafted(rate: float, row: int, length: int) -> np.ndarray:
+    """What is drafted after `length` tokens of TEXTS[row], which was prefilled in slot 1."""
+    drafter = SimulatedDrafter(NgramDrafter(VOCAB), rate, VOCAB)
+    params: Any = drafter.params((), TEXTS)
+    slot = jnp.asarray([1])
+    rows = lambda n: Rows(
+        slot, jnp.asarray([True]), jnp.zeros((1, 4), jnp.int32), jnp.asarray([n]), jnp.asarray([TEXTS[row][n]])
+    )
+    tokens_SL = jnp.zeros((SLOTS, GEO.tokens_per_seq), jnp.int32).at[1, :12].set(jnp.asarray(TEXTS[row]))
+    state = drafter.admit(drafter.init_state(GEO), slot[0], jnp.asarray(0))
+    prompt = jnp.asarray([[*TEXTS[row][:5], 0, 0, 0]])
+    state = drafter.prefill(params, state, rows(0), prompt, jnp.asarray([5]), None)
+    tree, _ = drafter.draft(params, state, rows(length), tokens_SL, Tier(3), None, None, False)
+    assert int(tree.tokens_BN[0, 0]) == TEXTS[row][length]
+    return np.asarray(tree.tokens_BN[0, 1:])
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_rate_one_drafts_the_text_that_the_prompt_began(row: int):
+    assert drafted(1.0, row, 6).tolist() == TEXTS[row][7:10]
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_rate_zero_never_drafts_it(row: int):
+    assert not (drafted(0.0, row, 6) == np.asarray(TEXTS[row][7:10])).any()
+
+
+def test_rates_between_are_met_position_by_position():
+    text = np.random.default_rng(0).integers(0, VOCAB, 700)
+    drafter = SimulatedDrafter(NgramDrafter(VOCAB), 0.7, VOCAB)
+    params: Any = drafter.params((), [text.tolist()])
+    length = jnp.arange(600)
+    rows = Rows(
+        jnp.zeros_like(length), length >= 0, jnp.zeros((600, 4), jnp.int32), length, jnp.zeros_like(length)
+    )  # fmt: skip
+    tree, _ = drafter.draft(
+        params, drafter.init_state(GEO), rows, jnp.zeros((SLOTS, 65), jnp.int32), Tier(3), None, None, False
+    )
+    right = np.asarray(tree.tokens_BN)[:, 1:] == text[np.arange(600)[:, None] + np.arange(1, 4)[None, :]]
+    assert abs(right.mean() - 0.7) < 0.06  # three standard deviations of 600 coins
+    np.testing.assert_array_equal(right[1:, 0], right[:-1, 1])  # one coin a position, whatever the round
