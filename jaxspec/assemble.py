@@ -169,8 +169,11 @@ def choose_policy(speculation: SpeculationConfig, buckets: Sequence[int], drafts
         first = ema(None)
         reachable = {tier: first.buckets_for(tier, every) for tier in first.tiers}
         return _Choice({tier: at for tier, at in reachable.items() if at}, False, ema)
-    steps = sorted({0, *(speculation.candidate_steps or CANDIDATE_STEPS)})
-    tiers = [speculation.tier(step) for step in steps]
+    tiers = speculation.tiers
+    if tiers is None:
+        tiers = tuple(speculation.tier(step) for step in sorted({0, *(speculation.candidate_steps or CANDIDATE_STEPS)}))
+    elif not trees and not all(tier.is_chain for tier in tiers):
+        raise ValueError(f"this drafter proposes chains only, got tiers {[str(tier) for tier in tiers]}")
     return _Choice({tier: every for tier in tiers}, True, lambda cost: GoodputPolicy(tiers, cost))
 
 
@@ -236,7 +239,8 @@ def assemble(
     sizes = sorted({chunk, *(size for size in (16, 64) if size < chunk)})
     runner = Runner(
         target, built, params, geo, rejection=speculation.verification == "rejection", reachable=choice.reachable,
-        prefill_sizes=sizes, eos=eos, progress=progress,
+        prefill_sizes=sizes, eos=eos,
+        variants=tuple(v == "sampled" for v in config.variants), progress=progress,
     )  # fmt: skip
     if cost is None and choice.needs_cost:
         cost = runner.measure()

@@ -34,6 +34,7 @@ class SpeculationConfig:
       topk: candidates a node; 1 drafts chains, more drafts EAGLE-2's dynamic tree.
       num_nodes: nodes verified a round, root included; needed for trees.
       candidate_steps: depths that the adaptive policy chooses among (0 is always added).
+      tiers: the same as whole tiers, chains and trees mixed; excludes candidate_steps, depth, topk and num_nodes.
       verification: "coupled" (default: same seed, same tokens as plain decoding) or
         "rejection" (Leviathan et al. 2023; same distribution).
       ngram_min, ngram_max: shortest and longest suffix that the n-gram drafter matches.
@@ -47,6 +48,7 @@ class SpeculationConfig:
     topk: int = 1
     num_nodes: int | None = None
     candidate_steps: tuple[int, ...] | None = None
+    tiers: tuple[Tier, ...] | None = None
     verification: Verification = "coupled"
     ngram_min: int = 1
     ngram_max: int = 4
@@ -78,10 +80,27 @@ class SpeculationConfig:
                     f"{me}.candidate_steps {steps} belongs to the adaptive policy, but depth {self.depth} "
                     "asks for a static tier; give one of the two"
                 )
+        if self.tiers is not None:
+            self._check_tiers(tuple(self.tiers))
         if self.resolved_policy == "static":
             self.tier(self.depth if self.depth is not None else 3)
         elif self.topk > 1 and self.num_nodes is None and self.resolved_policy != "off":
             raise ValueError(f"{me}.topk {self.topk} drafts trees and needs num_nodes, got None")
+
+    def _check_tiers(self, tiers: tuple[Tier, ...]) -> None:
+        me = "SpeculationConfig"
+        if not tiers or not all(isinstance(tier, Tier) for tier in tiers):
+            raise ValueError(f"{me}.tiers must hold at least one Tier, got {self.tiers!r}")
+        if max(tier.depth for tier in tiers) > _MAX_DEPTH:
+            raise ValueError(f"{me}.tiers may be {_MAX_DEPTH} deep, got {max(tier.depth for tier in tiers)}")
+        others = {"depth": self.depth, "candidate_steps": self.candidate_steps, "num_nodes": self.num_nodes}
+        given = {name: value for name, value in others.items() if value is not None}
+        if given or self.topk != 1 or self.resolved_policy != "adaptive":
+            raise ValueError(
+                f"{me}.tiers {[str(t) for t in tiers]} is for the adaptive policy alone, "
+                f"got policy {self.resolved_policy!r}, topk {self.topk} and {given}"
+            )
+        object.__setattr__(self, "tiers", tuple(sorted({Tier(0), *tiers})))
 
     @property
     def resolved_policy(self) -> str:
@@ -134,6 +153,9 @@ class EngineConfig:
       page_size: tokens a page of the KV pool.
       num_pages: pages of the pool; None: enough for max_batch_size full sequences.
       prefill_chunk: prompt tokens computed between two rounds.
+      batch_buckets: padded batch sizes to compile, the largest being max_batch_size; None: powers of two.
+      variants: which rounds to compile. "greedy" serves batches of plain greedy requests faster; "sampled" serves
+        every batch. ("sampled",) alone halves the warm-up, ("greedy",) alone refuses requests that sample.
       dtype: "float32", "bfloat16" or None: float32 on CPU, bfloat16 on accelerators.
       seed: base of the seeds of requests that bring none.
       enable_prefix_caching: reuse the pages of equal prompt prefixes.
@@ -149,6 +171,8 @@ class EngineConfig:
     page_size: int = 64
     num_pages: int | None = None
     prefill_chunk: int = 256
+    batch_buckets: tuple[int, ...] | None = None
+    variants: tuple[str, ...] = ("greedy", "sampled")
     dtype: str | None = None
     seed: int = 0
     enable_prefix_caching: bool = True
@@ -164,12 +188,22 @@ class EngineConfig:
             _integer(me, "num_pages", self.num_pages, 1)
         _integer(me, "prefill_chunk", self.prefill_chunk, 1)
         _integer(me, "seed", self.seed, 0, 2**32 - 1)
+        if self.batch_buckets is not None:
+            sizes = tuple(self.batch_buckets)
+            for size in sizes:
+                _integer(me, "batch_buckets", size, 1, self.max_batch_size)
+            if max(sizes, default=0) != self.max_batch_size:
+                raise ValueError(f"{me}.batch_buckets must end at max_batch_size {self.max_batch_size}, got {sizes}")
+        if not self.variants or not set(self.variants) <= {"greedy", "sampled"}:
+            raise ValueError(f"{me}.variants must hold 'greedy', 'sampled' or both, got {self.variants!r}")
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"{me}.dtype must be 'float32', 'bfloat16' or None, got {self.dtype!r}")
 
     @property
     def buckets(self) -> tuple[int, ...]:
         """Padded batch sizes: powers of two up to max_batch_size, and that size itself."""
+        if self.batch_buckets is not None:
+            return tuple(sorted(set(self.batch_buckets)))
         sizes = [1]
         while sizes[-1] * 2 < self.max_batch_size:
             sizes.append(sizes[-1] * 2)

@@ -132,6 +132,8 @@ class Engine:
             if isinstance(token, bool) or not 0 <= int(token) < vocab:
                 raise ValueError(f"prompt token ids must lie in [0, {vocab}), got {token!r}")
         params.check_vocabulary(vocab)
+        if not params.plain_greedy and True not in self.runner.variants:
+            raise ValueError("this engine has variants ('greedy',) only, and these parameters need 'sampled'")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop strings {params.stop!r} need a tokenizer, and this engine has none")
         if params.masks_stop_tokens and len(self._eos) > 8:

@@ -18,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from jaxspec.bench import plots, report, tune
-from jaxspec.bench.engines import Options, candidates, prepare
+from jaxspec.bench.engines import Options, prepare
 from jaxspec.bench.measure import Plan, Session
 from jaxspec.bench.metrics import summarize
 from jaxspec.bench.workloads import BUILT_IN, FILE
@@ -152,7 +152,6 @@ def options_of(args: argparse.Namespace) -> Options:
     if args.command == "tune" and not 0 <= args.reach < 1:
         raise ValueError(f"reach must lie in [0, 1), got {args.reach!r}")
     tiers = parse_tiers(args.tiers) if args.tiers else None
-    candidates(tiers)
     for name in ("json", "plot", "out"):
         file = getattr(args, name)
         if file and not Path(file).resolve().parent.is_dir():

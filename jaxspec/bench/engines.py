@@ -54,43 +54,6 @@ class Options:
     prompts: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes(EngineConfig):
-    """An EngineConfig that compiles exactly the batch sizes that are measured."""
-
-    batch_sizes: tuple[int, ...] = ()
-
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        return tuple(sorted(self.batch_sizes))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Candidates(SpeculationConfig):
-    """A SpeculationConfig whose adaptive candidates are given tiers, one a depth, chains and trees mixed."""
-
-    tiers: tuple[Tier, ...] = ()
-
-    def tier(self, depth: int) -> Tier:
-        return PLAIN_TIER if depth == 0 else next(t for t in self.tiers if t.depth == depth)
-
-
-def candidates(tiers: Sequence[Tier] | None) -> SpeculationConfig:
-    """The adaptive policy over `tiers`; None: the engine's default.
-
-    Raises:
-      ValueError: two tiers of one depth.
-    """
-    if tiers is None:
-        return SpeculationConfig()
-    by_depth: dict[int, Tier] = {}
-    for tier in tiers:
-        other = by_depth.setdefault(tier.depth, tier)
-        if other != tier:
-            raise ValueError(f"tiers of one run need different depths, got {other} and {tier} of depth {tier.depth}")
-    return _Candidates(candidate_steps=tuple(sorted(by_depth)), tiers=tuple(tiers))
-
-
 class Parts:
     """Model, tokenizer and drafter of the options, loaded once; `engine` assembles them.
 
@@ -138,14 +101,15 @@ class Parts:
         """
         options = self.options
         limit = self.target.config.max_position_embeddings
-        speculation = SpeculationConfig(policy="off") if plain else candidates(options.tiers)
-        config = Sizes(
+        speculation = SpeculationConfig(policy="off") if plain else SpeculationConfig(tiers=options.tiers)
+        config = EngineConfig(
             max_batch_size=max(options.plan.batch_sizes),
             max_seq_len=min(limit, -(-longest // _ROUND_UP) * _ROUND_UP),
             dtype=self.dtype.name,
             # Every mode sends the same prompts; none may profit from the one before.
             enable_prefix_caching=False,
-            batch_sizes=options.plan.batch_sizes,
+            batch_buckets=options.plan.batch_sizes,
+            variants=("greedy",) if options.plan.temperature == 0 else ("sampled",),
         )
 
         def make(geo: Geometry) -> tuple[Drafter | None, Any]:

@@ -78,12 +78,13 @@ class Runner:
       reachable: {tier: buckets} that the policy can select.
       prefill_sizes: chunk lengths that get an executable, ascending.
       eos: token ids that min_tokens bans besides a request's own stop ids.
+      variants: which rounds to compile: False for greedy ones, True for sampled ones (which serve every batch).
     """
 
     def __init__(
         self, model: Transformer, drafter: Drafter | None, draft_params: Any, geo: Geometry, *,
         rejection: bool, reachable: Mapping[Tier, Sequence[int]], prefill_sizes: Sequence[int],
-        eos: Sequence[int], progress: bool,
+        eos: Sequence[int], variants: Sequence[bool] = (False, True), progress: bool,
     ):  # fmt: skip
         graph, target = nnx.split(model)
         self.config = model.config
@@ -93,6 +94,7 @@ class Runner:
         self._dtype: jnp.dtype = model.embedding[...].dtype
         self.prefill_sizes = tuple(prefill_sizes)
         self.reachable = {tier: tuple(buckets) for tier, buckets in reachable.items()}
+        self.variants = tuple(sorted(set(variants)))
         self._plans: dict[bytes, jax.Array] = {}
         self._prefilled = False
         self._zero_bias = jnp.zeros((self.config.vocab_size,), jnp.float32)
@@ -121,7 +123,7 @@ class Runner:
         for tier, buckets in self.reachable.items():
             for bucket in buckets:
                 widths.add((bucket, tier.num_nodes, tier.depth + 1))
-                for sampled in (False, True):
+                for sampled in self.variants:
                     fn = rounds.round_fn(self.spec, tier, sampled)
                     add(("round", tier, bucket, sampled), fn, 2, (target, draft, state, shape(bucket, width)))
         prefill = rounds.prefill_fn(self.spec)
@@ -144,7 +146,7 @@ class Runner:
         self._compiled, self.compile_seconds = compile_all(jobs, progress=progress)
         self.states: dict[Tier, SpecRuntimeState] = {
             tier: SpecRuntimeState(
-                tier, {(b, s): self._compiled["round", tier, b, s] for b in buckets for s in (False, True)}
+                tier, {(b, s): self._compiled["round", tier, b, s] for b in buckets for s in self.variants}
             )
             for tier, buckets in self.reachable.items()
         }
@@ -154,7 +156,7 @@ class Runner:
         return len(self._compiled)
 
     def measure(self, repeats: int = 5, context: int = 256) -> CostTable:
-        """Times every greedy round a few times at a moderate context, and resets the state.
+        """Times every round (greedy where compiled) a few times at a moderate context, and resets the state.
 
         Args:
           context: committed tokens of each row while timing.
@@ -172,7 +174,7 @@ class Runner:
                 self.state = dataclasses.replace(self.state, length_S=length())
                 jax.block_until_ready(self.state)
                 began = time.perf_counter()
-                executable = self.states[tier].executables[bucket, False]
+                executable = self.states[tier].executables[bucket, self.variants[0]]
                 self.state, packed, _ = executable(self._target, self._draft_params, self.state, plan)
                 packed.block_until_ready()
                 if repeat:
@@ -255,7 +257,7 @@ class Runner:
 
     def dispatch(self, rows: Sequence[DecodeRow], state: SpecRuntimeState, bucket: int) -> Pending:
         """Dispatches one round of the tier that `state` is bound to."""
-        sampled = any(not row.request.params.plain_greedy for row in rows)
+        sampled = False not in self.variants or any(not row.request.params.plain_greedy for row in rows)
         plan = self._plan([(row.slot, row.page_index, row.new_pages) for row in rows], bucket)
         executable = state.executables[bucket, sampled]
         self.state, packed, kept = executable(self._target, self._draft_params, self.state, plan)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from jaxspec.bench import __main__ as command
-from jaxspec.bench.engines import candidates
 from jaxspec.bench.measure import Mode
 from jaxspec.bench.metrics import Completion, Round, Run
 from jaxspec.tier import PLAIN, Tier
@@ -47,12 +46,6 @@ def test_tiers_are_depths_or_names():
     assert command.parse_tiers("1,3, chain-5,tree-4x3/16,3") == (Tier(1), Tier(3), Tier(5), Tier(4, 3, 16))
 
 
-def test_candidates_mix_chains_and_trees_of_different_depths():
-    speculation = candidates((Tier(3), Tier(4, 3, 16)))
-    assert speculation.candidate_steps == (3, 4) and speculation.resolved_policy == "adaptive"
-    assert [speculation.tier(step) for step in (0, 3, 4)] == [PLAIN, Tier(3), Tier(4, 3, 16)]
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -61,7 +54,6 @@ def test_candidates_mix_chains_and_trees_of_different_depths():
         (["--tiers", "3,deep"], "tiers must be depths or names .* got 'deep'"),
         (["--tiers", "0"], "tiers must have a depth of at least 1 .* got '0'"),
         (["--tiers", "tree-2x2/99"], "num_nodes must lie between depth [+] 1 = 3 and 7 for topk 2, got 99"),
-        (["--tiers", "3,tree-3x2/9"], "need different depths, got chain-3 and tree-3x2/9 of depth 3"),
         (["--workloads", "code,poems"], "workloads must be among .* got 'poems'"),
         (["--workloads", "file"], "got 'file' [(]give --prompts FILE[)]"),
         (["--max-tokens", "1"], "max-tokens must be at least 2 .* got 1"),

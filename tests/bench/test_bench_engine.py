@@ -13,10 +13,10 @@ from flax import nnx
 
 from jaxspec.assemble import assemble
 from jaxspec.bench import grow, metrics
-from jaxspec.bench.engines import Sizes, candidates
 from jaxspec.bench.measure import Job, Mode, Plan, Session, modes_of, run_queue
 from jaxspec.bench.simulate import SimulatedDrafter, rate_for
 from jaxspec.bench.workloads import Prompt
+from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_target
@@ -41,13 +41,12 @@ def prompts(count: int) -> tuple[dict[str, list[Prompt]], dict[tuple[str, int], 
 def build(
     target: Transformer, tiers: Sequence[Tier], drafter: Callable[[Any], Any], sizes: tuple[int, ...] = (1,)
 ) -> Engine:
-    config = Sizes(
+    config = EngineConfig(
         max_batch_size=max(sizes), max_seq_len=32, page_size=8, prefill_chunk=16, compile_cache=False,
-        enable_prefix_caching=False, batch_sizes=sizes,
+        enable_prefix_caching=False, batch_buckets=sizes, variants=("greedy",),
     )  # fmt: skip
-    return assemble(
-        target, None, candidates(tiers), config, drafter=drafter, drafts=True, trees=True, progress=False
-    )  # fmt: skip
+    speculation = SpeculationConfig(tiers=tuple(tiers))
+    return assemble(target, None, speculation, config, drafter=drafter, drafts=True, trees=True, progress=False)
 
 
 @pytest.fixture(scope="module")
