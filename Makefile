@@ -19,10 +19,10 @@ demo: $(VENV)/.base
 	$(BIN)/python -m jaxspec.generate --demo
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-fast: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

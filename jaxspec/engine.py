@@ -57,6 +57,7 @@ class EngineStats:
       warmup_seconds: compiling and timing executables. executables: how many there are.
       compilations_after_warmup: must stay 0.
       rounds, steps: decode rounds collected, engine steps.
+      starved_rounds: rounds dispatched after the one before had already finished: the device had to wait.
       device_seconds: time the host waited for results. host_seconds: the rest of the steps' time.
       switches: rounds whose tier differs from the one before. rounds_by_tier: {tier name: rounds}.
     """
@@ -66,6 +67,7 @@ class EngineStats:
     compilations_after_warmup: int
     steps: int
     rounds: int
+    starved_rounds: int
     device_seconds: float
     host_seconds: float
     switches: int
@@ -101,7 +103,7 @@ class Engine:
         self._streams: dict[str, _Stream] = {}
         self._in_flight: list[Pending] = []
         self._serial = itertools.count()
-        self._steps = self._rounds = 0
+        self._steps = self._rounds = self._starved = 0
         self._waited = self._worked = self._collected_at = 0.0
         self._warmup_seconds = warmup_seconds
         self._compilations = CompileCounter()
@@ -194,6 +196,7 @@ class Engine:
             growth = tier.depth + 1
             for row in rows:
                 self._note_gap(self._streams[row.request.request_id], tier)
+            self._starved += bool(self._in_flight) and self._in_flight[-1].packed.is_ready()
             dispatched.append(self.runner.dispatch(rows, state, bucket))
         if plan.prefill is not None:
             pending = self.runner.prefill(plan.prefill)
@@ -304,6 +307,7 @@ class Engine:
             compilations_after_warmup=self._compilations.count,
             steps=self._steps,
             rounds=self._rounds,
+            starved_rounds=self._starved,
             device_seconds=self._waited,
             host_seconds=self._worked,
             switches=self.controller.switches,
