@@ -1,0 +1,192 @@
+"""The models that parity with transformers is shown on: configurations, weights from numpy alone, what is compared.
+
+Owns the cases and the recording's layout. test_models_parity.py asks transformers about them; test_models_recorded.py
+asks parity.npz, which record_parity.py writes. Must not import torch or transformers, except in the `reference_*`
+functions, which need the extra `parity`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.checkpointing.tensors import WEIGHTS, write_json, write_safetensors
+from jaxspec.models.layers import Transformer, causal_attention
+
+RECORDING = Path(__file__).with_name("parity.npz")
+SEED = 10
+NEW_TOKENS = 100
+#: Two prompts of twelve tokens, no two alike.
+PROMPTS_BN = (np.arange(24, dtype=np.int32).reshape(2, 12) * 37 + 1) % 97
+#: Where logits are recorded: every eighth position, the last of prompt and continuation included.
+POSITIONS = slice(7, None, 8)
+#: Largest difference of logits between two float32 implementations.
+TOLERANCE = 1e-4
+
+SHAPE: dict[str, Any] = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=56,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    bos_token_id=1,
+    eos_token_id=None,
+)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", dict(tie_word_embeddings=True)),
+    "llama-mha-wide-heads": ("Llama", dict(num_key_value_heads=4, head_dim=12, rms_norm_eps=1e-3)),
+    "llama-llama3-rope": ("Llama", dict(rope_parameters=LLAMA3)),
+    "llama-linear-rope": (
+        "Llama",
+        dict(rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0)),
+    ),
+    "llama-biases": ("Llama", dict(attention_bias=True, mlp_bias=True)),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", dict(tie_word_embeddings=True)),
+    "qwen3": ("Qwen3", dict(head_dim=16)),
+    "qwen3-biases": ("Qwen3", dict(head_dim=8, attention_bias=True)),
+}
+
+
+def settings(case: str) -> dict[str, Any]:
+    """The arguments of a case's transformers configuration; all of them stand in its config.json."""
+    kind, overrides = CASES[case]
+    return {"architectures": [f"{kind}ForCausalLM"], **SHAPE, **overrides}
+
+
+def weights(shapes: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
+    """Every tensor random, biases and gains included: float32 normals drawn in the order of the names.
+
+    Matrices [out, in] have a deviation of 1.5 / sqrt(in), which keeps logits apart; gains lie around 1.
+    """
+    rng = np.random.default_rng(SEED)
+    out = {}
+    for name in sorted(shapes):
+        normal = rng.standard_normal(tuple(shapes[name]))
+        if normal.ndim == 1:
+            value = 0.3 * normal + (1.0 if name.endswith("norm.weight") else 0.0)
+        else:
+            value = 1.5 * normal / normal.shape[1] ** 0.5
+        out[name] = value.astype(np.float32)
+    return out
+
+
+def fingerprint(tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Sums and first absolute moments of the tensors in the order of their names, [2, tensors] float64."""
+    wide = [tensors[name].astype(np.float64) for name in sorted(tensors)]
+    return np.array([[w.sum() for w in wide], [np.abs(w).sum() for w in wide]])
+
+
+def logits_of(model: Transformer, tokens_BN: np.ndarray) -> np.ndarray:
+    """Our logits at every position, [B, N, V] float32."""
+    positions_BN = jnp.broadcast_to(jnp.arange(tokens_BN.shape[1])[None, :], tokens_BN.shape)
+    hidden_BNE, aux = model(jnp.asarray(tokens_BN, jnp.int32), positions_BN, causal_attention)
+    assert aux is None
+    return np.asarray(model.logits(hidden_BNE))
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What transformers said about one case.
+
+    Attributes:
+      config: config.json as transformers writes it.
+      shapes: the tensors of model.safetensors, {name: shape}.
+      fingerprint: of the weights that were used, [2, tensors] float64.
+      tokens_BN: the prompts and their greedy continuations, int32.
+      logits_BPV: float32 logits at POSITIONS of tokens_BN.
+    """
+
+    config: dict[str, Any]
+    shapes: dict[str, list[int]]
+    fingerprint: np.ndarray
+    tokens_BN: np.ndarray
+    logits_BPV: np.ndarray
+
+    def write_directory(self, directory: Path) -> None:
+        """Writes config.json and model.safetensors.
+
+        Raises:
+          ValueError: numpy draws other weights than those that were recorded.
+        """
+        tensors = weights(self.shapes)
+        found = fingerprint(tensors)
+        if found.shape != self.fingerprint.shape or not np.allclose(found, self.fingerprint, rtol=1e-6, atol=1e-6):
+            raise ValueError(
+                f"numpy {np.__version__} and parity_cases.weights give other weights than the recorded ones; "
+                f"run record_parity.py again"
+            )
+        write_json(directory / "config.json", self.config)
+        write_safetensors(directory / WEIGHTS, tensors)
+
+
+def save_records(path: Path, records: Mapping[str, Record]) -> None:
+    """One compressed .npz without pickles: arrays under `case/field`, dictionaries as JSON."""
+    arrays = {}
+    for case, record in records.items():
+        for field in dataclasses.fields(Record):
+            value = getattr(record, field.name)
+            arrays[f"{case}/{field.name}"] = np.array(json.dumps(value)) if isinstance(value, dict) else value
+    np.savez_compressed(path, **arrays)
+
+
+def load_records(path: Path = RECORDING) -> dict[str, Record]:
+    """The inverse of save_records."""
+    fields: dict[str, dict[str, Any]] = {}
+    with np.load(path, allow_pickle=False) as arrays:
+        for key, value in arrays.items():
+            case, name = key.split("/")
+            fields.setdefault(case, {})[name] = json.loads(value.item()) if value.dtype.kind == "U" else value
+    return {case: Record(**values) for case, values in fields.items()}
+
+
+def reference_model(case: str, directory: Path) -> Any:
+    """The transformers model of a case, read back from `directory`, where its config.json and weights are written.
+
+    Raises:
+      ValueError: transformers finds a tensor missing or has no place for one.
+    """
+    import torch
+    import transformers
+
+    config = getattr(transformers, f"{CASES[case][0]}Config")(**settings(case))
+    config.save_pretrained(directory)
+    kind = getattr(transformers, config.architectures[0])
+    with torch.device("meta"):  # names and shapes only: tied tensors count once
+        shapes = {name: tuple(p.shape) for name, p in kind(config).named_parameters()}
+    write_safetensors(directory / WEIGHTS, weights(shapes))
+    model, report = kind.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    if report["missing_keys"] or report["unexpected_keys"]:
+        raise ValueError(f"{case}: transformers misses {report['missing_keys']}, ignores {report['unexpected_keys']}")
+    return model.eval()
+
+
+def reference_answers(model: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(prompts with their greedy continuations [B, N] int32, logits at each of their positions [B, N, V] float32)."""
+    import torch
+
+    prompts = torch.tensor(PROMPTS_BN, dtype=torch.long)
+    lengths = dict(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
+    with torch.no_grad():
+        tokens = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), do_sample=False, pad_token_id=0, **lengths
+        )
+        logits_BNV = model(tokens).logits
+    return tokens.numpy().astype(np.int32), logits_BNV.numpy()
