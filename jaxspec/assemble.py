@@ -19,7 +19,7 @@ from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.checkpointing import eagle3, hf
 from jaxspec.config import DRAFTERS, EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
-from jaxspec.models.layers import Transformer
+from jaxspec.models.layers import Transformer, column_blocks
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.runner import Runner
 from jaxspec.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -32,7 +32,7 @@ from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Tier
 
 #: Depths that the adaptive policy may choose among where nothing else is said.
-CANDIDATE_STEPS = (0, 1, 2, 3, 5, 7)
+CANDIDATE_STEPS = (0, 1, 2, 4, 6)
 _DEFAULT_CONTEXT = 2048
 
 
@@ -100,6 +100,11 @@ def resolve_drafter(drafter: str | Path | None, model_dir: Path) -> tuple[str, P
     return ("eagle3" if any("eagle" in a.lower() for a in architectures) else "draft_model"), path
 
 
+def _laid_out(module: Any) -> Any:
+    """The module with its weights as this backend reads them best."""
+    return column_blocks(module) if jax.default_backend() == "cpu" else module
+
+
 def build_drafter(
     kind: str,
     directory: Path | None,
@@ -120,7 +125,7 @@ def build_drafter(
         return NgramDrafter(cfg.vocab_size, speculation.ngram_min, speculation.ngram_max), ()
     assert directory is not None
     if kind == "eagle3":
-        core: Any = Eagle3Core(eagle3.load_head(directory, target, dtype))
+        core: Any = Eagle3Core(_laid_out(eagle3.load_head(directory, target, dtype)))
     else:
         draft = hf.load_model(directory, dtype)
         if draft.config.vocab_size != cfg.vocab_size:
@@ -128,7 +133,7 @@ def build_drafter(
                 f"draft model {directory}: vocab_size must equal the target's {cfg.vocab_size}, "
                 f"got {draft.config.vocab_size}"
             )
-        core = DraftModelCore(draft)
+        core = DraftModelCore(_laid_out(draft))
     return AutoregressiveDrafter(core, geo), core.params
 
 
@@ -235,10 +240,13 @@ def assemble(
         max_depth=depth,
     )
     built, params = drafter(geo) if drafts and depth else (None, ())
+    widest = max(tier.topk for tier in choice.reachable)
+    if built is not None and widest > built.max_topk:
+        raise ValueError(f"topk must be at most {built.max_topk}, the tokens this drafter can propose, got {widest}")
     chunk = min(config.prefill_chunk, longest)
     sizes = sorted({chunk, *(size for size in (16, 64) if size < chunk)})
     runner = Runner(
-        target, built, params, geo, rejection=speculation.verification == "rejection", reachable=choice.reachable,
+        _laid_out(target), built, params, geo, rejection=speculation.verification == "rejection", reachable=choice.reachable,
         prefill_sizes=sizes, eos=eos,
         variants=tuple(v == "sampled" for v in config.variants), progress=progress,
     )  # fmt: skip

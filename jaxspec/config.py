@@ -6,7 +6,7 @@ Every message names the field, the value given and the values allowed. Must not 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,12 @@ def _integer(owner: str, name: str, value: Any, low: int, high: int | None = Non
     bounds = f"an int of at least {low}" if high is None else f"an int in [{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         raise ValueError(f"{owner}.{name} must be {bounds}, got {value!r}")
+
+
+def _items(owner: str, name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ValueError(f"{owner}.{name} must be a tuple or list, got {value!r}")
+    return tuple(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +75,7 @@ class SpeculationConfig:
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"{me}.ngram_min {self.ngram_min} exceeds ngram_max {self.ngram_max}")
         if self.candidate_steps is not None:
-            steps = tuple(self.candidate_steps)
+            steps = _items(me, "candidate_steps", self.candidate_steps)
             for step in steps:
                 _integer(me, "candidate_steps", step, 0, _MAX_DEPTH)
             if not steps:
@@ -81,7 +87,14 @@ class SpeculationConfig:
                     "asks for a static tier; give one of the two"
                 )
         if self.tiers is not None:
-            self._check_tiers(tuple(self.tiers))
+            self._check_tiers(_items(me, "tiers", self.tiers))
+        if self.resolved_policy == "adaptive" and self.depth is not None:
+            raise ValueError(f"{me}.depth {self.depth} is a static tier's, got policy 'adaptive'; use candidate_steps")
+        if self.resolved_policy != "adaptive" and self.candidate_steps is not None:
+            raise ValueError(
+                f"{me}.candidate_steps {self.candidate_steps} belongs to the adaptive policy, "
+                f"got policy {self.resolved_policy!r}"
+            )
         if self.resolved_policy == "static":
             self.tier(self.depth if self.depth is not None else 3)
         elif self.topk > 1 and self.num_nodes is None and self.resolved_policy != "off":
@@ -189,13 +202,17 @@ class EngineConfig:
         _integer(me, "prefill_chunk", self.prefill_chunk, 1)
         _integer(me, "seed", self.seed, 0, 2**32 - 1)
         if self.batch_buckets is not None:
-            sizes = tuple(self.batch_buckets)
+            sizes = _items(me, "batch_buckets", self.batch_buckets)
             for size in sizes:
                 _integer(me, "batch_buckets", size, 1, self.max_batch_size)
             if max(sizes, default=0) != self.max_batch_size:
                 raise ValueError(f"{me}.batch_buckets must end at max_batch_size {self.max_batch_size}, got {sizes}")
         if not self.variants or not set(self.variants) <= {"greedy", "sampled"}:
             raise ValueError(f"{me}.variants must hold 'greedy', 'sampled' or both, got {self.variants!r}")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ValueError(f"{me}.enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
+        if not isinstance(self.compile_cache, bool | str | Path):
+            raise ValueError(f"{me}.compile_cache must be True, False or a path, got {self.compile_cache!r}")
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"{me}.dtype must be 'float32', 'bfloat16' or None, got {self.dtype!r}")
 

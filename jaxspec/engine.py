@@ -7,7 +7,7 @@ runner runs it. One round is always in flight while the host works on the one be
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import numbers
 import time
 from collections.abc import Callable, Sequence
 
@@ -24,7 +24,7 @@ from jaxspec.request import (
 )
 from jaxspec.runtime.compile import CompileCounter, SpecRuntimeState
 from jaxspec.runtime.runner import Pending, RowResult, Runner
-from jaxspec.scheduling.scheduler import Plan, Scheduler
+from jaxspec.scheduling.scheduler import DecodeRow, Plan, Scheduler
 from jaxspec.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
 from jaxspec.tier import Tier
 
@@ -36,7 +36,7 @@ class _Stream:
     Attributes:
       index: which completion of its prompt.
       detokenizer, stops: None without a tokenizer.
-      last_depth: depth of the last round's tier.
+      unseen: most committed tokens that the drafter has not consumed.
     """
 
     request: Request
@@ -46,7 +46,7 @@ class _Stream:
     stops: StopChecker | None
     text: str = ""
     stop_reason: int | str | None = None
-    last_depth: int | None = None
+    unseen: int = 1
 
 
 @dataclasses.dataclass
@@ -98,11 +98,11 @@ class Engine:
     ):  # fmt: skip
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
         self.new_policy, self.cost = new_policy, cost
-        self.use_policy(new_policy())
         self._buckets, self._eos, self._seed = tuple(buckets), frozenset(eos), seed
+        self.use_policy(new_policy())
         self._streams: dict[str, _Stream] = {}
         self._in_flight: list[Pending] = []
-        self._serial = itertools.count()
+        self._serial = 0
         self._steps = self._rounds = self._starved = 0
         self._waited = self._worked = self._collected_at = 0.0
         self._warmup_seconds = warmup_seconds
@@ -112,8 +112,15 @@ class Engine:
         """From the next step on, `policy` chooses the tier; its counters start anew.
 
         Raises:
-          ValueError: it can select a tier that this engine has not compiled.
+          ValueError: it can select a tier, or a tier at a batch size, that this engine has not compiled.
         """
+        for tier in policy.tiers:
+            have = self.runner.reachable.get(tier)
+            missing = [] if have is None else [b for b in policy.buckets_for(tier, self._buckets) if b not in have]
+            if missing:
+                raise ValueError(
+                    f"the policy can select {tier} at batch sizes {missing}, but it is compiled for {have}"
+                )
         self.controller: AdaptiveController[SpecRuntimeState] = AdaptiveController(policy, self.runner.states)
 
     # Requests.
@@ -127,11 +134,10 @@ class Engine:
         Raises:
           ValueError: the prompt or the parameters do not fit this engine; nothing was queued.
         """
-        serial = next(self._serial)
-        request_id = f"request-{serial}" if request_id is None else request_id
         vocab = self.runner.config.vocab_size
         for token in prompt_token_ids:
-            if isinstance(token, bool) or not 0 <= int(token) < vocab:
+            integral = isinstance(token, numbers.Integral) and not isinstance(token, bool)
+            if not integral or not 0 <= int(token) < vocab:
                 raise ValueError(f"prompt token ids must lie in [0, {vocab}), got {token!r}")
         params.check_vocabulary(vocab)
         if not params.plain_greedy and True not in self.runner.variants:
@@ -140,6 +146,8 @@ class Engine:
             raise ValueError(f"stop strings {params.stop!r} need a tokenizer, and this engine has none")
         if params.masks_stop_tokens and len(self._eos) > 8:
             raise ValueError(f"min_tokens can ban 8 end tokens of the checkpoint, but it has {len(self._eos)}")
+        serial = self._serial
+        request_id = f"request-{serial}" if request_id is None else request_id
         seed = (self._seed + serial if params.seed is None else params.seed + index) % 2**32
         request = Request(
             request_id,
@@ -150,6 +158,7 @@ class Engine:
             priority=priority,
         )
         self.scheduler.add(request)
+        self._serial += 1
         detokenizer = stops = None
         if self.tokenizer is not None:
             detokenizer = IncrementalDetokenizer(
@@ -194,10 +203,8 @@ class Engine:
             context = sum(row.request.num_computed for row in rows)
             tier, state = self.controller.select(BatchView(len(rows), bucket, context, time.monotonic()))
             growth = tier.depth + 1
-            for row in rows:
-                self._note_gap(self._streams[row.request.request_id], tier)
-            self._starved += bool(self._in_flight) and self._in_flight[-1].packed.is_ready()
-            dispatched.append(self.runner.dispatch(rows, state, bucket))
+            self._starved += bool(self._in_flight) and self._in_flight[-1].is_ready
+            dispatched.append(self.runner.dispatch(rows, state, bucket, catch_up=self._behind(rows, tier)))
         if plan.prefill is not None:
             pending = self.runner.prefill(plan.prefill)
             if pending is not None:
@@ -205,12 +212,19 @@ class Engine:
         self.scheduler.dispatched(plan, growth)
         return dispatched
 
-    def _note_gap(self, stream: _Stream, tier: Tier) -> None:
-        # A shallower tier consumes fewer committed tokens than the round before may have made,
-        # so the drafter's cache may now lack entries: such pages are no prefix to reuse.
-        if tier.depth == 0 or (stream.last_depth is not None and tier.depth < stream.last_depth):
-            stream.request.cacheable_generated = self.runner.drafter is None or self.runner.drafter.lookahead == 0
-        stream.last_depth = tier.depth
+    def _behind(self, rows: Sequence[DecodeRow], tier: Tier) -> bool:
+        """Counts what each row's drafter has not consumed; whether it must catch up before this round."""
+        drafter = self.runner.drafter
+        if drafter is None or not drafter.has_cache:
+            return False
+        streams = [self._streams[row.request.request_id] for row in rows]
+        behind = tier.depth > 0 and any(stream.unseen > drafter.window for stream in streams)
+        for stream in streams:
+            stream.unseen = tier.depth + 1 if tier.depth else stream.unseen + 1
+            # Beyond what it can catch up its cache lacks entries: such pages are no prefix to reuse.
+            if stream.unseen > drafter.window + drafter.catch_up_tokens:
+                stream.request.cacheable_generated = False
+        return behind
 
     def _commit(self, pending: Pending) -> list[StreamDelta]:
         began = time.perf_counter()

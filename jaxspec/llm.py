@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,7 @@ class LLM:
         if unknown:
             raise ValueError(f"LLM got unknown arguments {unknown}; EngineConfig has {sorted(known)}")
         config = EngineConfig(max_batch_size=max_batch_size, max_seq_len=max_seq_len, seed=seed, **engine)
+        self._owners: weakref.WeakValueDictionary[str, _Run] = weakref.WeakValueDictionary()
         self.engine: Engine = build_engine(model, drafter, speculation, config, progress=progress)
 
     def generate(
@@ -119,13 +122,16 @@ class LLM:
         Raises:
           ValueError: a prompt or parameters that cannot be honoured. Nothing was run, and the engine stays usable.
         """
-        groups = self._submit(prompts, params)
-        outputs: list[RequestOutput | None] = [None] * len(groups)
-        with tqdm(total=len(groups), desc="prompts", disable=not use_tqdm or len(groups) < 2) as bar:
-            for group, _ in self._run(groups):
-                if len(group.parts) == len(group.ids):
-                    outputs[group.position] = group.merged()
-                    bar.update()
+        run = _Run(self, self._submit(prompts, params))
+        outputs: list[RequestOutput | None] = [None] * len(run.groups)
+        try:
+            with tqdm(total=len(run.groups), desc="prompts", disable=not use_tqdm or len(run.groups) < 2) as bar:
+                for position, delta in run:
+                    if delta.output is not None:
+                        outputs[position] = delta.output
+                        bar.update()
+        finally:
+            run.close()
         return [output for output in outputs if output is not None]
 
     def stream(
@@ -133,18 +139,11 @@ class LLM:
     ) -> Iterator[tuple[int, StreamDelta]]:
         """Yields (position of the prompt, what was added) as tokens come.
 
-        Closing the iterator early aborts what is left. The last delta of a prompt carries its
-        whole RequestOutput.
+        Closing or dropping the iterator aborts what is left. The last delta of a prompt carries
+        its whole RequestOutput. Streams and calls of `generate` may be interleaved: whoever is
+        asked for a token advances all of them.
         """
-        groups = self._submit(prompts, params)
-        return self._stream(groups)
-
-    def _stream(self, groups: list[_Group]) -> Iterator[tuple[int, StreamDelta]]:
-        for group, delta in self._run(groups):
-            if delta.finish_reason is not None:
-                whole = group.merged() if len(group.parts) == len(group.ids) else None
-                delta = dataclasses.replace(delta, output=whole)
-            yield group.position, delta
+        return _Run(self, self._submit(prompts, params))
 
     def chat(
         self,
@@ -196,40 +195,71 @@ class LLM:
             raise
         return groups
 
-    def _run(self, groups: list[_Group]) -> Iterator[tuple[_Group, StreamDelta]]:
-        """Steps the engine until the groups are done; aborts them when the caller leaves early."""
-        owner = {request_id: group for group in groups for request_id in group.ids}
-        live = set(owner)
-        try:
-            while live:
-                for delta in self.engine.step():
-                    group = owner.get(delta.request_id)
-                    if group is None:
-                        continue
-                    if delta.output is not None:
-                        group.parts[delta.index] = delta.output
-                        live.discard(delta.request_id)
-                    yield group, delta
-        finally:
-            for request_id in live:
-                self.engine.abort(request_id)
+    def _advance(self) -> None:
+        """One engine step, its deltas handed to the calls that they belong to."""
+        for delta in self.engine.step():
+            run = self._owners.get(delta.request_id)
+            if run is not None:
+                run.take(delta)
+
+
+class _Run(Iterator[tuple[int, StreamDelta]]):
+    """The iterator behind generate and stream: one call's deltas, whoever steps the engine."""
+
+    def __init__(self, llm: LLM, groups: list[_Group]):
+        self._llm, self.groups = llm, groups
+        self._owner = {request_id: group for group in groups for request_id in group.ids}
+        self._live = set(self._owner)
+        self._ready: deque[tuple[int, StreamDelta]] = deque()
+        for request_id in self._owner:
+            llm._owners[request_id] = self
+
+    def take(self, delta: StreamDelta) -> None:
+        """Queues a delta; the last one of a prompt gets the whole output."""
+        group = self._owner[delta.request_id]
+        if delta.output is not None:
+            group.parts[delta.index] = delta.output
+            self._live.discard(delta.request_id)
+            whole = group.merged() if len(group.parts) == len(group.ids) else None
+            delta = dataclasses.replace(delta, output=whole)
+        self._ready.append((group.position, delta))
+
+    def __next__(self) -> tuple[int, StreamDelta]:
+        while not self._ready:
+            if not self._live:
+                raise StopIteration
+            self._llm._advance()
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        """Aborts what is left."""
+        for request_id in self._live:
+            self._llm.engine.abort(request_id)
+        self._live.clear()
+        self._ready.clear()
+
+    def __del__(self) -> None:
+        # Also a stream that was never started holds a slot.
+        self.close()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
+    """One or many prompts as a list of texts and lists of token ids."""
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()
-    if not isinstance(prompts, Sequence):
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise ValueError(f"prompts must be a text, token ids, or a list of either, got {type(prompts).__name__}")
-    many: list[Any] = list(prompts)
+    many: list[Any] = [item.tolist() if isinstance(item, np.ndarray) else item for item in prompts]
     if not many:
         raise ValueError("prompt must hold at least 1 token, got an empty list")
-    if all(not isinstance(item, str | Sequence) for item in many):
+    is_prompt = [isinstance(item, Sequence) and not isinstance(item, bytes | bytearray) for item in many]
+    if not any(is_prompt):
         return [many]
-    for item in many:
-        if not isinstance(item, str | Sequence):
-            raise ValueError(f"prompts must all be texts or lists of token ids, got {item!r} among them")
+    if not all(is_prompt):
+        odd = many[is_prompt.index(False)]
+        raise ValueError(f"prompts must all be texts or lists of token ids, got {odd!r} among them")
     return many
 
 
@@ -240,6 +270,8 @@ def _params_for(
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * len(prompts)
+    if not isinstance(params, Sequence):
+        raise ValueError(f"params must be one SamplingParams or one for each prompt, got {type(params).__name__}")
     each = list(params)
     if len(each) != len(prompts):
         raise ValueError(

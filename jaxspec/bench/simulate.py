@@ -53,10 +53,12 @@ class SimulatedDrafter:
     """
 
     supports_trees = False
+    max_topk = 1
 
     def __init__(self, inner: Drafter, rate: float, vocab_size: int):
         self.inner, self.rate, self.vocab_size = inner, rate, vocab_size
-        self.aux_layers, self.lookahead = inner.aux_layers, inner.lookahead
+        self.aux_layers, self.lookahead, self.has_cache = inner.aux_layers, inner.lookahead, inner.has_cache
+        self.window, self.catch_up_tokens = inner.window, inner.catch_up_tokens
 
     def params(self, inner: Any, texts: Sequence[Sequence[int]]) -> Any:
         """The wrapper's parameters: the inner drafter's, and prompts with their completions, padded [R, L]."""
@@ -102,6 +104,9 @@ class SimulatedDrafter:
         drafted_BD = jnp.where(coin_BD < self.rate, right_BD, wrong_BD)
         tokens_BN = jnp.concatenate([tree.tokens_BN[:, :1], drafted_BD], axis=1)
         return dataclasses.replace(tree, tokens_BN=tokens_BN, draft_probs_BDV=None), (state, draft[1])
+
+    def catch_up(self, params: Any, draft: Any, rows: Rows, tokens_SL: jax.Array) -> Any:
+        return self.inner.catch_up(params[0], draft[0], rows, tokens_SL), draft[1]
 
     def extend(self, draft: Any, rows: Rows, aux_BDA: jax.Array | None, count_B: jax.Array) -> Any:
         return self.inner.extend(draft[0], rows, aux_BDA, count_B), draft[1]

@@ -26,7 +26,7 @@ from jaxspec.speculation import round as rounds
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.sampling import MAX_STOP_IDS
 from jaxspec.speculation.state import DecodeState, Geometry
-from jaxspec.tier import Tier
+from jaxspec.tier import PLAIN, Tier
 
 
 @dataclasses.dataclass
@@ -49,6 +49,12 @@ class Pending:
     dispatched_at: float
     context_tokens: int
     timed: bool
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the device has finished it."""
+        ready: bool = getattr(self.packed, "is_ready")()  # noqa: B009  (absent from jax.Array's published type)
+        return ready
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +132,10 @@ class Runner:
                 for sampled in self.variants:
                     fn = rounds.round_fn(self.spec, tier, sampled)
                     add(("round", tier, bucket, sampled), fn, 2, (target, draft, state, shape(bucket, width)))
+        if self.drafter is not None and self.drafter.has_cache and PLAIN in self.reachable:
+            catch_up = rounds.catch_up_fn(self.spec)
+            for bucket in sorted({b for buckets in self.reachable.values() for b in buckets}):
+                add(("catch_up", bucket), catch_up, 1, (draft, state, shape(bucket, width)))
         prefill = rounds.prefill_fn(self.spec)
         for size in self.prefill_sizes:
             add(("prefill", size), prefill, 2, (target, draft, state, shape(3)), size=size)
@@ -196,13 +206,14 @@ class Runner:
                 plan[i, 1] = first
                 plan[i, 2 : 2 + len(pages)] = pages
                 fresh = True
+        # device_put, not jnp.asarray: the latter compiles a copy for every new shape.
         if fresh:
-            return jnp.asarray(plan)
+            return jax.device_put(plan)
         key = plan.tobytes()
         if key not in self._plans:
             if len(self._plans) > 256:
                 self._plans.clear()
-            self._plans[key] = jnp.asarray(plan)
+            self._plans[key] = jax.device_put(plan)
         return self._plans[key]
 
     def admit(self, chunk: PrefillChunk) -> None:
@@ -255,10 +266,19 @@ class Runner:
             return None
         return self._pending([(chunk.request, chunk.request.epoch)], None, 1, packed, kept, 1, chunk.end)
 
-    def dispatch(self, rows: Sequence[DecodeRow], state: SpecRuntimeState, bucket: int) -> Pending:
-        """Dispatches one round of the tier that `state` is bound to."""
+    def dispatch(
+        self, rows: Sequence[DecodeRow], state: SpecRuntimeState, bucket: int, *, catch_up: bool = False
+    ) -> Pending:
+        """Dispatches one round of the tier that `state` is bound to.
+
+        Args:
+          catch_up: first let the drafter consume what rounds without drafting left behind.
+        """
         sampled = False not in self.variants or any(not row.request.params.plain_greedy for row in rows)
         plan = self._plan([(row.slot, row.page_index, row.new_pages) for row in rows], bucket)
+        if catch_up:
+            self.state = self._compiled["catch_up", bucket](self._draft_params, self.state, plan)
+            self._prefilled = True
         executable = state.executables[bucket, sampled]
         self.state, packed, kept = executable(self._target, self._draft_params, self.state, plan)
         context = sum(row.request.num_computed for row in rows)

@@ -23,8 +23,12 @@ class Drafter(Protocol):
     aux_layers: tuple[int, ...]
     #: Tokens beyond a page's end that its cache entries depend on (prefix keys include them).
     lookahead: int
-    #: Whether it can propose trees (topk > 1).
+    #: Whether it keeps cache entries under the target's page table (in which plain rounds leave gaps).
+    has_cache: bool
+    #: Whether it can propose trees (topk > 1), and draw drafts from its own distribution.
     supports_trees: bool
+    #: Most candidates a node: the draft vocabulary.
+    max_topk: int
 
     def init_state(self, geo: Geometry) -> Any:
         """The drafter's part of the DecodeState."""
@@ -38,6 +42,14 @@ class Drafter(Protocol):
         self, params: Any, draft: Any, rows: Rows, tokens_BN: jax.Array, count_B: jax.Array, aux_BNA: jax.Array | None
     ) -> Any:
         """Sees a chunk of committed text: tokens_BN at positions length.., of which count_B are real."""
+        ...
+
+    #: Tokens committed since the last draft that the next one consumes by itself, and that `catch_up` adds.
+    window: int
+    catch_up_tokens: int
+
+    def catch_up(self, params: Any, draft: Any, rows: Rows, tokens_SL: jax.Array) -> Any:
+        """Consumes committed tokens that rounds without drafting left behind (only where has_cache)."""
         ...
 
     def draft(

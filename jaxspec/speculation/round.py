@@ -72,9 +72,11 @@ def _choose_greedy(logits_BNV: jax.Array) -> jax.Array:
     return jnp.argmax(logits_BNV, axis=-1).astype(jnp.int32)
 
 
-def _not_finite(logits_BNV: jax.Array, node_B: jax.Array) -> jax.Array:
-    row = jnp.take_along_axis(logits_BNV, node_B[:, None, None], axis=1)[:, 0]
-    return ~jnp.isfinite(row.max(axis=-1)) | jnp.isnan(row.min(axis=-1))
+def _not_finite(logits_BNV: jax.Array, path_BD: jax.Array, num_accepted_B: jax.Array) -> jax.Array:
+    """Whether any node that the round emits a token from has a NaN or no finite maximum, [B]."""
+    bad_BN = ~jnp.isfinite(logits_BNV.max(axis=-1)) | jnp.isnan(logits_BNV.min(axis=-1))
+    bad_BD = jnp.take_along_axis(bad_BN, path_BD, axis=1)
+    return jnp.any(bad_BD & (jnp.arange(path_BD.shape[1])[None, :] <= num_accepted_B[:, None]), axis=1)
 
 
 def round_fn(
@@ -132,8 +134,7 @@ def round_fn(
 
         state = dataclasses.replace(state, draft=draft_state)
         state, emitted = _commit_round(spec, tier, state, rows, tree, verdict, kv.stacked(), aux, sampled)
-        last = jnp.take_along_axis(verdict.path_BD, verdict.num_accepted_B[:, None], axis=1)[:, 0]
-        bad = _not_finite(logits, last).astype(jnp.int32)
+        bad = _not_finite(logits, verdict.path_BD, verdict.num_accepted_B).astype(jnp.int32)
         packed = jnp.concatenate([(verdict.num_accepted_B + 1)[:, None], bad[:, None], emitted], axis=1)
         return state, packed, (logits, verdict.path_BD) if sampled else None
 
@@ -218,9 +219,25 @@ def prefill_fn(spec: RoundSpec) -> Callable[..., tuple[DecodeState, jax.Array, t
                 state.sampling, counts_SV=state.sampling.counts_SV.at[into, token].add(1, mode="drop")
             ),
         )
-        bad = _not_finite(logits, jnp.zeros((1,), jnp.int32)).astype(jnp.int32)
+        zero = jnp.zeros((1,), jnp.int32)
+        bad = _not_finite(logits, zero[:, None], zero).astype(jnp.int32)
         packed = jnp.concatenate([jnp.ones((1, 1), jnp.int32), bad[:, None], token], axis=1)
         return state, packed, (logits, jnp.zeros((1, 1), jnp.int32))
+
+    return run
+
+
+def catch_up_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
+    """The traced function that lets the drafter consume what rounds without drafting left behind.
+
+    Takes (draft state, DecodeState, plan_BX as round_fn's).
+    """
+
+    def run(draft_params: Any, state: DecodeState, plan_BX: jax.Array) -> DecodeState:
+        assert spec.drafter is not None
+        state = _grow_tables(state, plan_BX)
+        rows = Rows.gather(state, plan_BX[:, 0], spec.geo)
+        return dataclasses.replace(state, draft=spec.drafter.catch_up(draft_params, state.draft, rows, state.tokens_SL))
 
     return run
 

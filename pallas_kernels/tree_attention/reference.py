@@ -66,7 +66,10 @@ def tree_attention(
     top = s.max(axis=-1, keepdims=True)
     p = jnp.exp(s - top)
     total = p.sum(axis=-1, keepdims=True)
-    acc = weighted(p, tree_v_BTGC.transpose(0, 2, 1, 3))
+    # A masked entry has weight 0, but 0 * NaN is NaN: one broken draft must not reach its siblings' rows.
+    # A NaN that a query does see stays visible through its key.
+    tree_v = jnp.where(jnp.isfinite(tree_v_BTGC), tree_v_BTGC, jnp.zeros((), tree_v_BTGC.dtype))
+    acc = weighted(p, tree_v.transpose(0, 2, 1, 3))
 
     blocks = (jnp.max(length_B) + span - 1) // span
     pad = -m % per_block

@@ -7,9 +7,10 @@ position q - 1.
 
 Only entries of committed text are kept. Each draft starts with one wide step over the
 tokens committed since the last one (its window), whose true features wait in a ring that
-every round fills, plain rounds included. So a round without drafting costs nothing, and a
-long run of them leaves a gap, which is harmless: entries are stored densely, in order of
-arrival, with their rotary position already applied, so the cache just lacks them.
+every round fills, plain rounds included. So a round without drafting costs nothing; after a
+run of them `catch_up` consumes what the ring still holds. A longer run leaves a gap, which
+costs acceptance only: entries are stored densely, in order of arrival, with their rotary
+position already applied, so the cache just lacks them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree, ancestors
 from jaxspec.tier import Tier
 
+#: Committed tokens that `catch_up` can still consume after rounds without drafting.
+CATCH_UP = 64
+
 
 class DraftCore(Protocol):
     """The network of an autoregressive drafter, bound to its parameters inside a trace."""
@@ -39,6 +43,7 @@ class DraftCore(Protocol):
     head_dim: int
     aux_width: int
     vocab_size: int
+    draft_vocab_size: int
     dtype: jnp.dtype
 
     def bind(self, params: Any) -> Any:
@@ -96,12 +101,16 @@ class AutoregressiveDrafter:
     """Chains and dynamic trees from a DraftCore."""
 
     supports_trees = True
+    has_cache = True
+    catch_up_tokens = CATCH_UP
 
     def __init__(self, core: DraftCore, geo: Geometry):
         self.core, self.geo = core, geo
         self.aux_layers = core.aux_layers
         self.lookahead = core.offset
-        self.ring = geo.max_depth + 1
+        self.window = geo.max_depth + 1
+        self.ring = self.window + CATCH_UP
+        self.max_topk = core.draft_vocab_size
 
     def init_state(self, geo: Geometry) -> DraftCache:
         core = self.core
@@ -185,18 +194,29 @@ class AutoregressiveDrafter:
             feature = self.core.fuse(net, jnp.concatenate([before, aux_BNA[:, :-1].astype(before.dtype)], axis=1))
         real = jnp.arange(n)[None, :] < count_B[:, None]
         hidden, draft, kv, place, real = self._consume(net, draft, rows, tokens_BN, feature, index, real)
-        ready_B = jnp.isfinite(hidden[:, -1, 0])
+        # The first token is always a real one; a NaN there belongs to the request, whose drafts are lost anyway.
+        ready_B = jnp.isfinite(hidden[:, 0, 0])
         pages = commit(draft.pages, kv, rows.table_BM, place, real, self.geo.num_pages, ready_B=ready_B)
         draft = dataclasses.replace(draft, pages=pages)
         return self.extend(draft, rows, aux_BNA, count_B)
+
+    def catch_up(self, params: Any, draft: DraftCache, rows: Rows, tokens_SL: jax.Array) -> DraftCache:
+        net = self.core.bind(params)
+        # The root is left to the next draft, which needs its hidden state.
+        index = rows.length_B[:, None] + jnp.arange(-CATCH_UP, 0)[None, :]
+        tokens, feature = rows.tokens_at(tokens_SL, index), self._features(net, draft, rows, index)
+        hidden, draft, kv, place, real = self._consume(net, draft, rows, tokens, feature, index, index >= 0)
+        ready_B = jnp.isfinite(hidden[:, -1, 0])
+        pages = commit(draft.pages, kv, rows.table_BM, place, real, self.geo.num_pages, ready_B=ready_B)
+        return dataclasses.replace(draft, pages=pages)
 
     def draft(
         self, params: Any, draft: DraftCache, rows: Rows, tokens_SL: jax.Array, tier: Tier,
         sampling: SamplingState | None, noise_BDV: jax.Array | None, sample: bool,
     ) -> tuple[DraftTree, DraftCache]:  # fmt: skip
         net = self.core.bind(params)
-        window = tier.depth + 1
-        index = rows.length_B[:, None] + jnp.arange(1 - window, 1)[None, :]
+        # As wide as the deepest round's commit, whatever the tier: entries survive a switch to a shallower one.
+        index = rows.length_B[:, None] + jnp.arange(1 - self.window, 1)[None, :]
         tokens = rows.tokens_at(tokens_SL, index)
         feature = self._features(net, draft, rows, index)
         entries_B = jnp.take(draft.length_S, rows.slot_B, mode="clip")
@@ -285,7 +305,9 @@ class AutoregressiveDrafter:
         def children(hidden: jax.Array, level: int) -> tuple[jax.Array, jax.Array]:
             noise = None if noise_BDV is None else noise_BDV[:, level - 1]
             scores = self._scores(x.net, self.core.logits(x.net, hidden), sampling, noise)
-            value, ids = jax.lax.top_k(jax.nn.log_softmax(scores, axis=-1), k)
+            logprobs = jax.nn.log_softmax(scores, axis=-1)
+            # top_k ranks NaN first, and a node so chosen would come without its parents.
+            value, ids = jax.lax.top_k(jnp.where(jnp.isnan(logprobs), NEG_INF, logprobs), k)
             return value, self._to_target(x.net, ids.astype(jnp.int32))
 
         value, ids = children(hidden, 1)  # [B, 1, k]

@@ -25,6 +25,7 @@ class Eagle3Core:
         self.num_layers, self.num_kv_heads, self.head_dim = 1, cfg.num_kv_heads, cfg.head_dim
         self.aux_width = cfg.num_aux * cfg.target_hidden_size
         self.vocab_size = cfg.vocab_size
+        self.draft_vocab_size = cfg.draft_vocab_size
         self.full_vocabulary = cfg.draft_vocab_size == cfg.vocab_size
         self.dtype = head.fc.kernel[...].dtype
 
@@ -63,7 +64,7 @@ class DraftModelCore:
         cfg = model.config
         self.graph, self.params = nnx.split(model)
         self.num_layers, self.num_kv_heads, self.head_dim = cfg.num_layers, cfg.num_kv_heads, cfg.head_dim
-        self.vocab_size = cfg.vocab_size
+        self.vocab_size = self.draft_vocab_size = cfg.vocab_size
         self.dtype: jnp.dtype = model.embedding[...].dtype
 
     def bind(self, params: Any) -> Transformer:

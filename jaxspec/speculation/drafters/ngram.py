@@ -30,7 +30,11 @@ class NgramDrafter:
 
     aux_layers: tuple[int, ...] = ()
     lookahead = 0
+    has_cache = False
     supports_trees = False
+    max_topk = 1
+    window = 0
+    catch_up_tokens = 0
 
     def __init__(self, vocab_size: int, n_min: int = 1, n_max: int = 4):
         self.vocab_size, self.n_min, self.n_max = vocab_size, n_min, n_max
@@ -44,6 +48,9 @@ class NgramDrafter:
     def prefill(
         self, params: Any, draft: Any, rows: Rows, tokens_BN: jax.Array, count_B: jax.Array, aux_BNA: jax.Array | None
     ) -> Any:
+        return draft
+
+    def catch_up(self, params: Any, draft: Any, rows: Rows, tokens_SL: jax.Array) -> Any:
         return draft
 
     def extend(self, draft: Any, rows: Rows, aux_BDA: jax.Array | None, count_B: jax.Array) -> Any:
