@@ -24,9 +24,7 @@ def setting():
     drafter = AutoregressiveDrafter(core, GEO)
     graph, params = nnx.split(target)
     spec = rounds.RoundSpec(graph, target.config, GEO, drafter, rejection=False)
-    state = jax.eval_shape(
-        lambda: DecodeState.empty(target.config, GEO, jnp.float32, drafter.init_state(GEO))
-    )
+    state = jax.eval_shape(lambda: DecodeState.empty(target.config, GEO, jnp.float32, drafter.init_state(GEO)))
     return spec, params, core.params, state
 
 

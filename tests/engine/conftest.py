@@ -1,0 +1,299 @@
+"""Engines on the 13-token model: one for each drafter, every tier compiled, and plain decoding to compare with.
+
+Built once a session. Pools of the drafting engines are too small for four long requests, so that preemption happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxspec.adaptive.cost import CostTable
+from jaxspec.adaptive.policy import BatchView, RoundStats
+from jaxspec.assemble import assemble
+from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.engine import Engine
+from jaxspec.models.layers import causal_attention
+from jaxspec.models.tiny import tiny_target
+from jaxspec.request import FinishReason, RequestOutput, SamplingParams
+from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
+from jaxspec.speculation.drafters.cores import DraftModelCore, Eagle3Core
+from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from jaxspec.speculation.drafters.ngram import NgramDrafter
+from jaxspec.tier import PLAIN, Tier
+
+V, EOS = 13, 12
+TREE = Tier(3, 2, 7)
+TIERS = {
+    "ngram": (PLAIN, Tier(1), Tier(3), Tier(5)),
+    "draft_model": (PLAIN, Tier(1), Tier(3), TREE),
+    "eagle3": (PLAIN, Tier(1), Tier(3), TREE),
+    "small": (PLAIN, Tier(2)),
+}
+BUCKETS = (1, 2, 4)
+SIZES = dict(max_batch_size=4, max_seq_len=120, page_size=8, prefill_chunk=16, compile_cache=False)
+
+
+class Script:
+    """A policy that runs through its tiers in turn and records what it hears.
+
+    Attributes:
+      selected: the tier of each round, as chosen.
+      heard: finished rounds.
+    """
+
+    def __init__(self, *tiers: Tier) -> None:
+        self.tiers = tiers
+        self.selected: list[Tier] = []
+        self.heard: list[RoundStats] = []
+
+    def select(self, view: BatchView) -> Tier:
+        tier = self.tiers[len(self.selected) % len(self.tiers)]
+        self.selected.append(tier)
+        return tier
+
+    def observe(self, stats: RoundStats) -> None:
+        self.heard.append(stats)
+
+    def buckets_for(self, tier: Tier, buckets: tuple[int, ...]) -> tuple[int, ...]:
+        return buckets
+
+
+@contextlib.contextmanager
+def quick_compilation() -> Iterator[None]:
+    """The results are the same; only the executables are slower."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+def eagle3_head(target: Any) -> Eagle3Head:
+    """A random head over a draft vocabulary of 9 of the 13 tokens."""
+    cfg = target.config
+    config = Eagle3Config(
+        hidden_size=16, target_hidden_size=cfg.hidden_size, intermediate_size=24, num_heads=2, num_kv_heads=1,
+        head_dim=8, vocab_size=V, draft_vocab_size=9, aux_layer_ids=(0, 1, 2),
+    )  # fmt: skip
+    head = Eagle3Head(config, rngs=nnx.Rngs(0))
+    for name, scale in (("embedding", 1.0), ("fc", 0.3), ("lm_head", 1.0)):
+        part = getattr(head, name)
+        param = part if name == "embedding" else part.kernel
+        param.set_value(jax.random.normal(jax.random.key(3), param.shape) * scale)
+    head.target_ids.set_value(jnp.asarray([0, 1, 2, 4, 5, 7, 8, 10, 11], jnp.int32))
+    return head
+
+
+@dataclasses.dataclass
+class Bench:
+    """Engines and the expected outputs.
+
+    Attributes:
+      target, draft, head: models.
+    """
+
+    target: Any
+    draft: Any
+    head: Eagle3Head
+
+    def __post_init__(self) -> None:
+        self._engines: dict[str, Engine] = {}
+        self._expected: dict[Any, RequestOutput] = {}
+
+    def build(self, kind: str, speculation: SpeculationConfig, cost: CostTable | None = None, **config: Any) -> Engine:
+        """An engine of a drafter, "none" included."""
+        make = {
+            "none": lambda geo: (None, ()),
+            "ngram": lambda geo: (NgramDrafter(V), ()),
+            "draft_model": lambda geo: self._network(DraftModelCore(self.draft), geo),
+            "eagle3": lambda geo: self._network(Eagle3Core(self.head), geo),
+        }[kind]
+        with quick_compilation():
+            return assemble(
+                self.target, None, speculation, EngineConfig(**{**SIZES, **config}), drafter=make, cost=cost,
+                drafts=kind != "none", trees=kind in ("draft_model", "eagle3"), progress=False,
+            )  # fmt: skip
+
+    @staticmethod
+    def _network(core: Any, geo: Any) -> tuple[AutoregressiveDrafter, Any]:
+        return AutoregressiveDrafter(core, geo), core.params
+
+    def engine(self, kind: str) -> Engine:
+        """The session's engine of a drafter, idle, with nothing in its prefix cache.
+
+        "none" is plain decoding, every row through the executables for sampled batches; "small" is n-gram with one
+        tier and one bucket.
+        """
+        if kind not in self._engines:
+            if kind == "none":
+                self._engines[kind] = self.build(kind, SpeculationConfig(policy="off"), variants=("sampled",))
+            elif kind == "small":
+                cost = CostTable({(tier, 4): 1e-3 for tier in TIERS[kind]})
+                few = dict(batch_buckets=(4,), variants=("sampled",))
+                self._engines[kind] = self.build("ngram", SpeculationConfig(tiers=TIERS[kind]), cost, **few)
+            else:
+                cost = CostTable({(t, b): 1e-3 * (1 + 0.1 * t.depth) for t in TIERS[kind] for b in BUCKETS})
+                self._engines[kind] = self.build(kind, SpeculationConfig(tiers=TIERS[kind]), cost, num_pages=30)
+        engine = self._engines[kind]
+        for request_id in list(engine._streams):  # what a failed test left behind
+            engine.abort(request_id)
+        while engine.has_work:
+            engine.step()
+        engine.scheduler.prefix_cache.reset()
+        return engine
+
+    def expected(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[RequestOutput]:
+        """What plain decoding makes of each request (memoised)."""
+        keys = [(tuple(prompt), repr(params)) for prompt, params in requests]
+        missing = {k: r for k, r in zip(keys, requests, strict=True) if k not in self._expected}
+        outputs = drive(self.engine("none"), list(missing.values()))
+        self._expected |= dict(zip(missing, outputs, strict=True))
+        return [self._expected[key] for key in keys]
+
+
+def drive(
+    engine: Engine,
+    requests: Sequence[tuple[Sequence[int], SamplingParams]],
+    *,
+    join: Callable[[int], int] = lambda i: 0,
+    on_step: Callable[[int, list[str]], None] | None = None,
+) -> list[RequestOutput]:
+    """Runs requests to their end, and checks what the stream said on the way.
+
+    Args:
+      join: the step before which request i is added.
+      on_step: called after every step with its number and the ids so far.
+    """
+    waiting = sorted(range(len(requests)), key=lambda i: (join(i), i))
+    ids: dict[str, int] = {}
+    outputs: dict[int, RequestOutput] = {}
+    streamed: dict[int, list[int]] = {i: [] for i in range(len(requests))}
+    step = 0
+    while waiting or engine.has_work:
+        while waiting and join(waiting[0]) <= step:
+            i = waiting.pop(0)
+            ids[engine.add(*requests[i])] = i
+        for delta in engine.step():
+            i = ids[delta.request_id]
+            streamed[i] += delta.new_token_ids
+            if delta.output is not None:
+                assert i not in outputs and delta.finish_reason is not None
+                outputs[i] = delta.output
+        step += 1
+        if on_step is not None:
+            on_step(step, list(ids))
+        assert step < 20_000, "the engine does not come to an end"
+    for i, output in outputs.items():
+        assert streamed[i] == output.token_ids
+        assert output.metrics.output_tokens == len(output.token_ids)
+    at_baseline(engine)
+    return [outputs[i] for i in sorted(outputs)]
+
+
+def at_baseline(engine: Engine) -> None:
+    """Every page is free or idle, every slot free."""
+    stats, scheduler = engine.stats, engine.scheduler.stats
+    assert stats.free_pages + stats.cached_pages == engine.runner.geo.num_pages
+    assert scheduler.running == scheduler.waiting == 0
+
+
+def same(outputs: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> None:
+    """Tokens, reasons and log-probabilities agree."""
+    for i, (a, b) in enumerate(zip(outputs, expected, strict=True)):
+        assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason), f"request {i}: {a.metrics}"
+        one, other = a.outputs[0].logprobs, b.outputs[0].logprobs
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert len(one) == len(other) == len(a.token_ids)
+            for x, y in zip(one, other, strict=True):
+                assert list(x) == list(y) and [e.rank for e in x.values()] == [e.rank for e in y.values()]
+                np.testing.assert_allclose([e.logprob for e in x.values()], [e.logprob for e in y.values()], atol=1e-4)
+
+
+def workload() -> list[tuple[list[int], SamplingParams]]:
+    """Greedy and sampled rows with every parameter that shapes a token, prompts below and above a chunk."""
+    rng = np.random.default_rng(0)
+    prompt = lambda n: rng.integers(0, EOS, n).tolist()
+    long = dict(max_tokens=36, ignore_eos=True)
+    return [
+        (prompt(5), SamplingParams(temperature=0, **long)),
+        (prompt(9), SamplingParams(temperature=1.0, seed=3, **long)),
+        (prompt(1), SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.05, seed=4, **long)),
+        (prompt(16), SamplingParams(temperature=0, repetition_penalty=1.3, presence_penalty=0.4, **long)),
+        (
+            prompt(7),
+            SamplingParams(temperature=1.2, frequency_penalty=0.5, logit_bias={2: 2.0, 5: -4.0}, seed=5, **long),
+        ),
+        (prompt(6), SamplingParams(temperature=1.0, min_tokens=12, stop_token_ids=[3, 5], seed=6, max_tokens=36)),
+        (prompt(8), SamplingParams(temperature=0, logprobs=3, **long)),
+        (prompt(12), SamplingParams(temperature=0.9, logprobs=0, seed=7, max_tokens=36)),
+        (prompt(40), SamplingParams(temperature=0, **long)),
+        (prompt(33), SamplingParams(temperature=1.5, top_p=0.8, repetition_penalty=0.8, seed=8, **long)),
+        (prompt(17), SamplingParams(temperature=0, logit_bias={EOS: 3.0}, min_tokens=5, max_tokens=36)),
+        (prompt(3), SamplingParams(temperature=1.0, seed=2**32 - 1, max_tokens=1)),
+        (prompt(4), SamplingParams(temperature=0, max_tokens=2)),
+    ]
+
+
+def long_requests(count: int = 6) -> list[tuple[list[int], SamplingParams]]:
+    """Requests of which the small pools hold two and a half."""
+    rng = np.random.default_rng(1)
+    return [
+        (
+            rng.integers(0, EOS, 21 + i).tolist(),
+            SamplingParams(
+                temperature=0.9 * (i % 2), seed=i, max_tokens=70, ignore_eos=True, presence_penalty=i % 3 / 4
+            ),
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="session")
+def bench() -> Bench:
+    target = tiny_target(0, eos_token_ids=(EOS,))
+    return Bench(target, tiny_target(1, num_layers=2, eos_token_ids=(EOS,)), eagle3_head(target))
+
+
+@pytest.fixture(scope="session")
+def tools() -> Any:
+    """What test modules share; they cannot import each other."""
+
+    class Tools:
+        drive, same, at_baseline = staticmethod(drive), staticmethod(same), staticmethod(at_baseline)
+        workload, long_requests = staticmethod(workload), staticmethod(long_requests)
+        quick_compilation = staticmethod(quick_compilation)
+        script = Script
+        tiers, tree, vocab, eos, error = TIERS, TREE, V, EOS, FinishReason.ERROR
+
+    return Tools
+
+
+@pytest.fixture(scope="session")
+def oracle(bench: Bench) -> Callable[[Sequence[Sequence[int]]], np.ndarray]:
+    """Logits [batch, length, V] of whole sequences of up to 128 tokens: no cache, no engine."""
+    graph, params = nnx.split(bench.target)
+
+    @jax.jit
+    def forward(params: Any, tokens_BN: jax.Array) -> jax.Array:
+        model = nnx.merge(graph, params)
+        positions = jnp.broadcast_to(jnp.arange(tokens_BN.shape[1])[None], tokens_BN.shape)
+        return model.logits(model(tokens_BN, positions, causal_attention)[0])
+
+    def run(texts: Sequence[Sequence[int]]) -> np.ndarray:
+        width = 128 if max(map(len, texts)) > 16 else 16
+        tokens = np.zeros((len(texts), width), np.int32)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = text
+        return np.asarray(forward(params, tokens))
+
+    return run

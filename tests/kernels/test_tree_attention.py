@@ -1,0 +1,115 @@
+"""Tree attention against the definition in float64, on inputs whose unused parts are NaN."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.tree_attention.reference import tree_attention
+
+
+def naive(q, pages, table, length, k, v, mask, scale):
+    """Softmax over the prefix and the visible tree entries, query by query."""
+    b, n, h, c = q.shape
+    group = h // k.shape[2]
+    page = pages.shape[2]
+    out = np.zeros((b, n, h, c))
+    for i in range(b):
+        prefix = [pages[table[i, p // page], :, p % page] for p in range(length[i])]  # each [G, 2C]
+        for j in range(n):
+            for head in range(h):
+                g = head // group
+                keys = [e[g, :c] for e in prefix] + [k[i, t, g] for t in np.flatnonzero(mask[i, j])]
+                values = [e[g, c:] for e in prefix] + [v[i, t, g] for t in np.flatnonzero(mask[i, j])]
+                score = np.asarray(keys, np.float64) @ q[i, j, head].astype(np.float64) * scale
+                weight = np.exp(score - score.max())
+                out[i, j, head] = weight / weight.sum() @ np.asarray(values, np.float64)
+    return out
+
+
+def case(lengths, n, heads, kv_heads, channels, page, spare, prior=0, seed=0):
+    """Ragged rows over a shuffled pool; every page slot that no row owns is NaN."""
+    rng = np.random.default_rng(seed)
+    b, columns = len(lengths), max(-(-max(lengths) // page) + spare, 1)
+    num_pages = sum(-(-x // page) for x in lengths) + 3
+    pages = np.full((num_pages, kv_heads, page, 2 * channels), np.nan, np.float32)
+    order = iter(rng.permutation(num_pages))
+    # Entries behind the length: the sentinel, a poisoned page, or far out of range.
+    table = rng.choice([num_pages, num_pages - 1, 10 * num_pages], (b, columns)).astype(np.int32)
+    for i, tokens in enumerate(lengths):
+        for p in range(-(-tokens // page)):
+            table[i, p] = next(order)
+            used = min(page, tokens - p * page)
+            pages[table[i, p], :, :used] = rng.normal(size=(kv_heads, used, 2 * channels))
+    t = prior + n
+    mask = np.tril(rng.random((b, n, t)) < 0.5, k=prior)
+    mask[:, np.arange(n), prior + np.arange(n)] = True
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    q, k, v = normal(b, n, heads, channels), normal(b, t, kv_heads, channels), normal(b, t, kv_heads, channels)
+    return q, pages, table, np.asarray(lengths, np.int32), k, v, mask
+
+
+CASES = {
+    "ragged": case([0, 1, 7, 8, 9, 31, 17], 5, 4, 2, 8, 8, spare=2),
+    "page edges": case([16, 15, 32, 33], 3, 4, 4, 4, 16, spare=0),
+    "one group": case([5, 12], 2, 6, 1, 8, 4, spare=5),
+    "prior entries": case([3, 11, 0], 4, 4, 2, 8, 4, spare=1, prior=6),
+    "nothing committed": case([0, 0], 4, 2, 1, 4, 4, spare=3),
+    "page of one token": case([6, 2, 0], 2, 2, 2, 4, 1, spare=1),
+    "one query": case([40, 3, 24], 1, 8, 2, 8, 8, spare=1),
+}
+
+
+@pytest.mark.parametrize("block", [1, 24, 4096])
+@pytest.mark.parametrize("name", CASES)
+def test_reference_follows_the_definition(name: str, block: int):
+    args = CASES[name]
+    out = jax.jit(tree_attention, static_argnames="block_tokens")(*map(jnp.asarray, args), block_tokens=block)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, naive(*args, scale=args[0].shape[-1] ** -0.5), rtol=2e-5, atol=2e-6)
+
+
+def test_scale_and_large_scores():
+    q, pages, table, length, k, v, mask = CASES["ragged"]
+    args = (q * 40, pages, table, length, k, v, mask)
+    out = tree_attention(*map(jnp.asarray, args), scale=2.0, block_tokens=8)
+    np.testing.assert_allclose(out, naive(*args, scale=2.0), rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_keeps_its_dtype_and_float32_sums():
+    args = CASES["ragged"]
+    cast = [jnp.asarray(x, jnp.bfloat16) if x.dtype == np.float32 else jnp.asarray(x) for x in args]
+    out = tree_attention(*cast, block_tokens=8)
+    assert out.dtype == jnp.bfloat16
+    exact = [np.asarray(x, np.float32) if x.dtype == jnp.bfloat16 else np.asarray(x) for x in cast]
+    np.testing.assert_allclose(
+        np.asarray(out, np.float32), naive(*exact, scale=args[0].shape[-1] ** -0.5), rtol=0.05, atol=0.05
+    )
+
+
+def test_rows_do_not_see_each_other():
+    """A row alone, among others, and at another place in the batch: the same bits."""
+    q, pages, table, length, k, v, mask = CASES["ragged"]
+    run = jax.jit(lambda *a: tree_attention(*a, block_tokens=8))
+    shared = np.asarray(run(q, pages, table, length, k, v, mask))
+    turn = np.roll(np.arange(len(length)), 3)
+    rolled = np.asarray(run(q[turn], pages, table[turn], length[turn], k[turn], v[turn], mask[turn]))
+    np.testing.assert_array_equal(rolled, shared[turn])
+    # A neighbour's NaN stays its own.
+    bad_k, bad_v = k.copy(), v.copy()
+    bad_k[2], bad_v[2] = np.nan, np.nan
+    after = np.asarray(run(q, pages, table, length, bad_k, bad_v, mask))
+    others = np.arange(len(length)) != 2
+    np.testing.assert_array_equal(after[others], shared[others])
+    assert np.isnan(after[2]).all()
+
+
+def test_the_longest_row_costs_nothing_to_the_others():
+    """The trip count follows the longest row; blocks behind a row's length change none of its bits."""
+    q, pages, table, length, k, v, mask = CASES["one query"]
+    run = jax.jit(lambda *a: tree_attention(*a, block_tokens=8))
+    together = np.asarray(run(q, pages, table, length, k, v, mask))
+    alone = np.asarray(run(q, pages, table, np.where(np.arange(3) == 1, length, 0).astype(np.int32), k, v, mask))
+    np.testing.assert_array_equal(alone[1], together[1])

@@ -1,0 +1,95 @@
+"""The commit writes what it is told to, where it is told to, and not a byte elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.cache import TreeKV, commit, init_pages
+
+LAYERS, PAGES, GROUPS, PAGE, CHANNELS = 2, 6, 2, 4, 3
+_commit = jax.jit(commit, static_argnames="num_pages")
+
+
+def expected(pages, kv, table, position, write):
+    """The definition, token by token."""
+    out = pages.copy()
+    for layer, row, node in itertools.product(range(kv.shape[0]), range(kv.shape[1]), range(kv.shape[2])):
+        p = position[row, node]
+        if write[row, node] and 0 <= p < table.shape[1] * PAGE and 0 <= table[row, p // PAGE] < PAGES:
+            out[layer * PAGES + table[row, p // PAGE], :, p % PAGE] = kv[layer, row, node]
+    return out
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_commit_follows_its_definition(seed: int):
+    """Sentinel pages, positions before and behind the table, and rows that do not write."""
+    rng = np.random.default_rng(seed)
+    b, n, m = 3, 5, 2
+    pages = rng.normal(size=(LAYERS * PAGES, GROUPS, PAGE, 2 * CHANNELS)).astype(np.float32)
+    kv = rng.normal(size=(LAYERS, b, n, GROUPS, 2 * CHANNELS)).astype(np.float32)
+    table = rng.permutation(PAGES)[: b * m].reshape(b, m).astype(np.int32)
+    table[rng.random((b, m)) < 0.3] = PAGES
+    position = (rng.integers(-6, m * PAGE + 4, (b, 1)) + np.arange(n)).astype(np.int32)
+    write = rng.random((b, n)) < 0.7
+    ready = np.ones(b, bool)
+    out = _commit(*map(jnp.asarray, (pages, kv, table, position, write)), num_pages=PAGES, ready_B=jnp.asarray(ready))
+    np.testing.assert_array_equal(out, expected(pages, kv, table, position, write))
+
+
+@pytest.mark.parametrize(
+    ("position", "page", "write"),
+    [(0, PAGES, True), (-1, 0, True), (PAGE, 0, True), (2**30, 0, True), (0, 0, False), (0, 10 * PAGES, True)],
+    ids=[
+        "sentinel page",
+        "before the start",
+        "behind the table",
+        "far behind",
+        "not to be written",
+        "page out of range",
+    ],
+)
+def test_nothing_is_written_without_a_place(position: int, page: int, write: bool):
+    """Above all no other layer's pages, and not the last page (what an index of -1 would hit)."""
+    pages = init_pages(LAYERS, PAGES, GROUPS, PAGE, CHANNELS, jnp.dtype(jnp.float32)) + 7.0
+    kv = jnp.full((LAYERS, 1, 1, GROUPS, 2 * CHANNELS), jnp.nan)
+    out = _commit(
+        pages, kv, jnp.asarray([[page]]), jnp.asarray([[position]]), jnp.asarray([[write]]), num_pages=PAGES,
+        ready_B=jnp.asarray([True]),
+    )  # fmt: skip
+    np.testing.assert_array_equal(out, np.full(pages.shape, 7.0, np.float32))
+
+
+def test_keys_and_values_are_stored_in_the_pools_dtype():
+    pages = init_pages(1, 2, 1, PAGE, CHANNELS, jnp.dtype(jnp.bfloat16))
+    out = commit(
+        pages, jnp.full((1, 1, 1, 1, 2 * CHANNELS), 1.00390625), jnp.asarray([[1]]), jnp.asarray([[2]]),
+        jnp.asarray([[True]]), 2, ready_B=jnp.asarray([True]),
+    )  # fmt: skip
+    assert out.dtype == jnp.bfloat16 and float(out[1, 0, 2, 0]) == 1.0 and not out[0].any()
+
+
+def test_attention_over_the_pool_equals_attention_over_new_tokens():
+    """Tokens seen as new ones, then from the pool after their commit: the same result, layer by layer."""
+    rng = np.random.default_rng(3)
+    t, heads = 6, 4
+    table, tril = jnp.asarray([[4, 1]]), jnp.tril(jnp.ones((t, t), bool))[None]
+    pages = init_pages(LAYERS, PAGES, GROUPS, PAGE, CHANNELS, jnp.dtype(jnp.float32)) + jnp.nan
+    q = [jnp.asarray(rng.normal(size=(1, t, heads, CHANNELS)), jnp.float32) for _ in range(LAYERS)]
+    k, v = (jnp.asarray(rng.normal(size=(LAYERS, 1, t, GROUPS, CHANNELS)), jnp.float32) for _ in range(2))
+    at_once = TreeKV(pages, table, jnp.asarray([0]), tril, PAGES)
+    whole = [at_once.attend(i, q[i], k[i], v[i]) for i in range(LAYERS)]
+    stacked = at_once.stacked()
+    assert stacked.shape == (LAYERS, 1, t, GROUPS, 2 * CHANNELS)
+    position, write = jnp.arange(t)[None], jnp.asarray([[True] * 5 + [False]])
+    pool = commit(pages, stacked, table, position, write, PAGES, ready_B=jnp.asarray([True]))
+    last = TreeKV(pool, table, jnp.asarray([5]), jnp.ones((1, 1, 1), bool), PAGES)
+    prior = TreeKV(pages, table, jnp.asarray([0]), tril[:, 5:], PAGES, prior=stacked[:, :, :5])
+    for i in range(LAYERS):
+        for view in (last, prior):
+            out = view.attend(i, q[i][:, 5:], k[i][:, 5:], v[i][:, 5:])
+            np.testing.assert_allclose(out, whole[i][:, 5:], rtol=1e-5, atol=1e-6)

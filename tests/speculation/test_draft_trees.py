@@ -1,0 +1,193 @@
+"""What drafters propose: EAGLE-2's tree against a plain search, chains, prompt look-up against a scan of the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.speculation.drafters.ngram import NgramDrafter
+from jaxspec.speculation.sampling import Purpose, gumbel_noise
+from jaxspec.speculation.state import Geometry, Rows
+from jaxspec.speculation.tree import DraftTree, ancestors
+from jaxspec.speculation.verifier import verify_coupled
+from jaxspec.tier import Tier
+
+V = 7
+SLOTS = 12
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x - x.max()
+    return x - np.log(np.exp(x).sum())
+
+
+def eagle2(scores: Callable[[int, int], np.ndarray], root: int, tier: Tier) -> list[tuple[int, ...]]:
+    """The paths of the tree's nodes (root excluded): expand the best k a level, keep the best of all candidates.
+
+    scores(token, level): log-probabilities of the tokens after `token`, drafted at depth `level`.
+    """
+    children = lambda token, level: np.argsort(-scores(token, level), kind="stable")[: tier.topk]
+    every: list[tuple[float, tuple[int, ...]]] = []
+    frontier: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for level in range(1, tier.depth + 1):
+        made = []
+        for total, path in frontier:
+            last = path[-1] if path else root
+            made += [(total + scores(last, level)[t], (*path, int(t))) for t in children(last, level)]
+        every += made
+        frontier = sorted(made, key=lambda c: -c[0])[: tier.topk]
+    return [path for _, path in sorted(every, key=lambda c: -c[0])[: tier.num_nodes - 1]]
+
+
+def paths(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
+    """The path of every node but the root; checks the tree's own invariants on the way."""
+    tokens, parents, depths, lineage = (
+        np.asarray(x)[row] for x in (tree.tokens_BN, tree.parents_BN, tree.depths_BN, tree.ancestors_BNN)
+    )
+    found: list[tuple[int, ...]] = [()]
+    assert parents[0] == depths[0] == 0
+    for node in range(1, len(tokens)):
+        assert parents[node] < node, "parents precede children"
+        assert depths[node] == depths[parents[node]] + 1
+        found.append((*found[parents[node]], int(tokens[node])))
+        up = {node}
+        while node:
+            node = parents[node]
+            up.add(node)
+        assert set(np.flatnonzero(lineage[len(found) - 1])) == up
+    assert len(set(found)) == len(found), "siblings hold distinct tokens"
+    return found[1:]
+
+
+def draft_tree(rounds: Any, tier: Tier, state: Any, noise: Any = None) -> DraftTree:
+    drafter, rows = rounds._drafter("draft"), Rows.gather(state, jnp.arange(SLOTS), rounds.geo)
+    sampling = None if noise is None else state.sampling.rows(rows.slot_B)
+    tree, _ = jax.jit(
+        lambda draft, noise: drafter.draft(
+            rounds.core.params, draft, rows, state.tokens_SL, tier, sampling, noise, False
+        )
+    )(state.draft, noise)
+    return tree
+
+
+@pytest.mark.parametrize("tier", [Tier(1, 4, 4), Tier(2, 2, 5), Tier(3, 2, 7), Tier(4, 3, 31), Tier(3, 7, 40)], ids=str)
+def test_dynamic_trees_are_eagle_2s(markov: Callable[[int], Any], tier: Tier):
+    """Greedy rows rank by the draft's log-probabilities; sampled rows by the tempered ones plus the target's noise."""
+    rounds = markov(SLOTS)
+    temperature = np.where(np.arange(SLOTS) % 2, 0.0, 1.4)
+    state = rounds.state(temperature_S=temperature)
+    roots = np.arange(SLOTS) % V
+    tokens = state.tokens_SL.at[:, 5].set(jnp.asarray(roots))
+    state = type(state)(state.pages, state.table_SM, tokens, state.length_S, state.sampling, state.draft)
+    position = jnp.broadcast_to(6 + jnp.arange(tier.depth)[None], (SLOTS, tier.depth))
+    noise = gumbel_noise(state.sampling.seed_S, position, V, Purpose.TARGET)
+    tree = draft_tree(rounds, tier, state, noise)
+    for row in range(SLOTS):
+
+        def scores(token: int, level: int, row: int = row) -> np.ndarray:
+            x = rounds.draft[token]
+            if temperature[row]:
+                x = x / temperature[row] + np.asarray(noise)[row, level - 1]
+            return log_softmax(x)
+
+        assert sorted(paths(tree, row)) == sorted(eagle2(scores, int(roots[row]), tier)), row
+
+
+def test_chains_follow_the_drafts_best_tokens(markov: Callable[[int], Any]):
+    rounds = markov(SLOTS)
+    tree = draft_tree(rounds, Tier(3), rounds.state(temperature_S=0.0))
+    expected = [1]
+    for _ in range(3):
+        expected.append(int(rounds.draft[expected[-1]].argmax()))
+    assert np.asarray(tree.tokens_BN).tolist() == [expected] * SLOTS
+    assert [len(p) for p in paths(tree, 0)] == [1, 2, 3]
+
+
+def test_ancestors_of_random_trees():
+    rng = np.random.default_rng(0)
+    parents = np.stack([[0] + [int(rng.integers(0, i)) for i in range(1, 9)] for _ in range(20)])
+    out = np.asarray(ancestors(jnp.asarray(parents), 8))
+    for row in range(20):
+        for node in range(9):
+            up, at = {node, 0}, node
+            while at:
+                at = int(parents[row, at])
+                up.add(at)
+            assert set(np.flatnonzero(out[row, node])) == up
+
+
+def walk(tokens: np.ndarray, parents: np.ndarray, choice: np.ndarray) -> tuple[list[int], int]:
+    """The definition: from the root, step to the child that holds the target's token."""
+    path = [0]
+    while True:
+        step = [n for n in range(1, len(tokens)) if parents[n] == path[-1] and tokens[n] == choice[path[-1]]]
+        if not step:
+            return path, int(choice[path[-1]])
+        path.append(step[0])
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_coupled_verification_walks_the_tree(chain: bool):
+    rng = np.random.default_rng(4)
+    b, n, depth = 200, 8, 7
+    parents = np.zeros((b, n), int)
+    tokens = rng.integers(0, 3, (b, n))
+    for row in range(b):
+        for node in range(1, n):
+            parents[row, node] = node - 1 if chain else rng.integers(0, node)
+            siblings = [m for m in range(1, node) if parents[row, m] == parents[row, node]]
+            while tokens[row, node] in tokens[row, siblings]:
+                tokens[row, node] += 1
+    tokens[::5, -2:] = V  # no proposal
+    lineage = np.asarray(ancestors(jnp.asarray(parents), depth))
+    tree = DraftTree(
+        *(jnp.asarray(x, jnp.int32) for x in (tokens, parents, lineage.sum(axis=2) - 1)), jnp.asarray(lineage)
+    )
+    choice = rng.integers(0, 4, (b, n)).astype(np.int32)
+    verdict = jax.jit(verify_coupled, static_argnums=2, static_argnames="chain")(
+        tree, jnp.asarray(choice), depth, chain=chain
+    )
+    accepted = np.asarray(verdict.num_accepted_B)
+    assert accepted.max() >= 4
+    for row in range(b):
+        path, following = walk(tokens[row], parents[row], choice[row])
+        assert accepted[row] == len(path) - 1
+        assert np.asarray(verdict.path_BD)[row, : len(path)].tolist() == path
+        assert int(verdict.next_token_B[row]) == following
+
+
+def look_up(text: list[int], depth: int, n_min: int, n_max: int) -> list[int]:
+    """Longest suffix (n_max to n_min) that ended earlier; its most recent end; the continuation, period by period."""
+    for n in range(n_max, n_min - 1, -1):
+        ends = [e for e in range(n - 1, len(text) - 1) if len(text) >= n and text[e - n + 1 : e + 1] == text[-n:]]
+        if ends:
+            tail = text[ends[-1] + 1 :]
+            return [tail[i % len(tail)] for i in range(depth)]
+    return [V] * depth
+
+
+@pytest.mark.parametrize(("n_min", "n_max"), [(1, 4), (2, 3), (3, 3), (1, 1)])
+def test_prompt_look_up_scans_the_text(n_min: int, n_max: int):
+    """Texts of up to 1,300 tokens (three blocks of the search), short and repetitive ones among them."""
+    rng = np.random.default_rng(n_min)
+    length = 1300
+    texts = [rng.integers(0, V, n).tolist() for n in (1, 2, 3, 5, 9, 40, 511, 512, 513, 1024, 1299)]
+    texts += [[2] * 7, [1, 2, 3] * 4, [0, 1] * 260 + [3], [5, *[6] * 600, 5], [4] * 1300]
+    tokens = np.zeros((len(texts), length), np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+        tokens[row, len(text) :] = text[-1]  # bait behind the text's end
+    last = jnp.asarray([len(t) - 1 for t in texts])
+    geo = Geometry(len(texts), 1, 1, length - 1, 4)
+    slot = jnp.arange(len(texts))
+    rows = Rows(slot, slot < geo.slots, slot[:, None], last, jnp.asarray([t[-1] for t in texts]))
+    drafter = NgramDrafter(V, n_min, n_max)
+    tree, _ = jax.jit(lambda t: drafter.draft((), (), rows, t, Tier(4), None, None, False))(jnp.asarray(tokens))
+    for row, text in enumerate(texts):
+        expected = [text[-1], *look_up(text, 4, n_min, n_max)]
+        assert np.asarray(tree.tokens_BN)[row].tolist() == expected, (row, len(text))

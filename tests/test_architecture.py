@@ -1,0 +1,165 @@
+"""The import rules: what each part may know, read from the sources, and what an import costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "numpy", "ml_dtypes", "safetensors", "torch"}
+HOST_PURE = {"config", "request", "tier", "adaptive", "scheduling"}
+#: Parts of jaxspec (modules or packages) and the other parts that they may import.
+EVERYONE = {"config", "request", "tier"}
+ALLOWED = {
+    "tier": set(),
+    "request": set(),
+    "config": {"tier"},
+    "adaptive": {"tier"},
+    "scheduling": {"request"},
+    "models": set(),
+    "cache": {"models"},
+    "speculation": {"tier", "models", "cache"},
+    "runtime": EVERYONE | {"adaptive", "scheduling", "models", "speculation", "cache"},
+    "checkpointing": {"models", "speculation"},
+    "text": {"checkpointing"},
+    "engine": EVERYONE | {"adaptive", "scheduling", "runtime", "text"},
+    "train": EVERYONE | {"models", "speculation", "checkpointing", "cache", "text"},
+    "assemble": EVERYONE
+    | {"adaptive", "scheduling", "runtime", "models", "speculation", "checkpointing", "text", "engine"},
+    "llm": EVERYONE | {"assemble", "engine"},
+}
+FRONTS = {"generate", "bench", "__init__"}
+
+
+def part_of(path: Path) -> str:
+    relative = path.relative_to(ROOT / "jaxspec")
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def imports(path: Path) -> list[str]:
+    """Every module that a file imports, at whatever depth of its code; relative imports are refused."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            # `from jaxspec.models import registry` names a module by its last part.
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def sources(package: str) -> list[Path]:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files, package
+    return files
+
+
+JAXSPEC = sources("jaxspec")
+
+
+def test_imports_run_downward_only():
+    wrong = []
+    for path in JAXSPEC:
+        part = part_of(path)
+        if part in FRONTS:
+            continue
+        assert part in ALLOWED, f"{path} belongs to no part that this test knows: say what it may import"
+        for name in imports(path):
+            head, _, rest = name.partition(".")
+            other = rest.split(".")[0] if head == "jaxspec" else head
+            if head in ("jaxspec", "serve") and other != part and other not in ALLOWED[part]:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_but_fronts_imports_a_front():
+    for path in JAXSPEC:
+        for name in imports(path):
+            assert part_of(path) in FRONTS or not name.startswith(("jaxspec.bench", "jaxspec.generate", "serve")), name
+
+
+def test_host_pure_parts_use_the_standard_library_only():
+    wrong = []
+    for path in JAXSPEC:
+        if part_of(path) not in HOST_PURE:
+            continue
+        for name in imports(path):
+            head = name.split(".")[0]
+            if head != "jaxspec" and head not in sys.stdlib_module_names:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+            if head == "jaxspec":
+                assert name.split(".")[1] in HOST_PURE, f"{path} imports {name}"
+    assert not wrong, "\n".join(wrong)
+
+
+def test_drafters_see_no_family():
+    for path in sources("jaxspec/speculation"):
+        for name in imports(path):
+            if name.startswith("jaxspec.models"):
+                assert name.startswith(("jaxspec.models.base.", "jaxspec.models.layers.")), f"{path} imports {name}"
+                outside_heads = path.name not in ("cores.py", "eagle3_head.py")
+                assert not (outside_heads and "layers" in name), f"{path} imports {name}"
+
+
+def test_round_and_verifier_know_no_drafter():
+    for path in sources("jaxspec/speculation"):
+        if path.parent.name != "drafters":
+            assert not any(name.startswith("jaxspec.speculation.drafters") for name in imports(path)), path
+
+
+def test_kernels_know_nothing_of_jaxspec():
+    for path in sources("pallas_kernels"):
+        for name in imports(path):
+            assert name.split(".")[0] in {"jax", "pallas_kernels"} | set(sys.stdlib_module_names), f"{path}: {name}"
+
+
+def test_no_import_cycle_between_modules():
+    graph: dict[str, set[str]] = {}
+    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for p in JAXSPEC}
+    for path in JAXSPEC:
+        me = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if me == "jaxspec":
+            continue
+        named = {name if name in modules else name.rpartition(".")[0] for name in imports(path)}
+        graph[me] = {name for name in named if name in modules and name != me and not me.startswith(name + ".")}
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join([*trail, module])
+        if module not in done:
+            for other in graph.get(module, ()):
+                visit(other, (*trail, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import jaxspec; jaxspec.SamplingParams(); jaxspec.EngineConfig(); jaxspec.SpeculationConfig(depth=3)",
+        "import jaxspec.adaptive, jaxspec.adaptive.goodput, jaxspec.scheduling",
+    ],
+)
+def test_host_pure_imports_load_no_device_library(statement: str):
+    check = f"import sys; {statement}; print([m for m in {sorted(DEVICE_LIBRARIES)} if m in sys.modules])"
+    out = subprocess.run(
+        [sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert out.stdout.strip() == "[]"
+
+
+def test_the_public_face():
+    import jaxspec
+
+    for name in jaxspec.__all__:
+        assert getattr(jaxspec, name).__name__ == name
+    with pytest.raises(AttributeError, match="module 'jaxspec' has no attribute 'nothing'"):
+        _ = jaxspec.nothing

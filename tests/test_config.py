@@ -1,0 +1,116 @@
+"""Configurations are checked once, where they enter; messages name the field and both values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.tier import PLAIN, Tier
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"policy": 3}, r"policy must be 'adaptive', 'static', 'off' or a path, got 3"),
+        ({"depth": -1}, r"depth must be an int in \[0, 32\], got -1"),
+        ({"depth": 33}, r"depth must be an int in \[0, 32\], got 33"),
+        ({"depth": True}, r"depth must be an int in \[0, 32\], got True"),
+        ({"depth": 2.0}, r"depth must be an int in \[0, 32\], got 2.0"),
+        ({"topk": 0}, r"topk must be an int in \[1, 64\], got 0"),
+        ({"topk": 65}, r"topk must be an int in \[1, 64\], got 65"),
+        ({"num_nodes": 0}, r"num_nodes must be an int in \[1, 1024\], got 0"),
+        ({"verification": "typical"}, r"verification must be 'coupled' or 'rejection', got 'typical'"),
+        ({"ngram_min": 0}, r"ngram_min must be an int in \[1, 16\], got 0"),
+        ({"ngram_min": 5}, r"ngram_min 5 exceeds ngram_max 4"),
+        ({"candidate_steps": ()}, r"candidate_steps must hold at least one depth, got \(\)"),
+        ({"candidate_steps": (1, -1)}, r"candidate_steps must be an int in \[0, 32\], got -1"),
+        ({"candidate_steps": 5}, r"candidate_steps .*got 5"),
+        ({"candidate_steps": "13"}, r"candidate_steps .*got '1"),
+        ({"tiers": 5}, r"tiers .*got 5"),
+        ({"tiers": ()}, r"tiers must hold at least one Tier, got \(\)"),
+        ({"tiers": ("chain-3",)}, r"tiers must hold at least one Tier, got \('chain-3',\)"),
+        ({"tiers": (Tier(33),)}, r"tiers may be 32 deep, got 33"),
+        ({"tiers": (Tier(3),), "depth": 3}, r"tiers \['chain-3'\] .*'depth': 3"),
+        ({"candidate_steps": (1,), "depth": 3}, r"candidate_steps .* depth 3"),
+        ({"topk": 2}, r"topk 2 drafts trees and needs num_nodes, got None"),
+        ({"depth": 3, "topk": 2}, r"topk 2.* needs num_nodes"),
+        (
+            {"depth": 3, "topk": 2, "num_nodes": 3},
+            r"num_nodes must lie between depth \+ 1 = 4 and 11 for topk 2, got 3",
+        ),
+        (
+            {"depth": 3, "topk": 2, "num_nodes": 12},
+            r"num_nodes must lie between depth \+ 1 = 4 and 11 for topk 2, got 12",
+        ),
+        ({"depth": 3, "num_nodes": 5}, r"num_nodes must lie between depth \+ 1 = 4 and 4 for topk 1, got 5"),
+    ],
+)
+def test_speculation_refusals(fields: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        SpeculationConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_batch_size": 0}, r"max_batch_size must be an int in \[1, 1024\], got 0"),
+        ({"max_seq_len": 1}, r"max_seq_len must be an int of at least 2, got 1"),
+        ({"page_size": 0}, r"page_size must be an int in \[1, 1024\], got 0"),
+        ({"num_pages": 0}, r"num_pages must be an int of at least 1, got 0"),
+        ({"prefill_chunk": 0}, r"prefill_chunk must be an int of at least 1, got 0"),
+        ({"seed": 2**32}, r"seed must be an int in \[0, 4294967295\], got 4294967296"),
+        ({"dtype": "float16"}, r"dtype must be 'float32', 'bfloat16' or None, got 'float16'"),
+        ({"batch_buckets": 5}, r"batch_buckets .*got 5"),
+        ({"batch_buckets": (1, 9)}, r"batch_buckets must be an int in \[1, 8\], got 9"),
+        ({"batch_buckets": (1, 4)}, r"batch_buckets must end at max_batch_size 8, got \(1, 4\)"),
+        ({"variants": ()}, r"variants must hold 'greedy', 'sampled' or both, got \(\)"),
+        ({"variants": ("fast",)}, r"variants must hold 'greedy', 'sampled' or both, got \('fast',\)"),
+        ({"enable_prefix_caching": "no"}, r"enable_prefix_caching .*got 'no'"),
+        ({"compile_cache": 3}, r"compile_cache .*got 3"),
+    ],
+)
+def test_engine_refusals(fields: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=rf"EngineConfig\.{message}"):
+        EngineConfig(**fields)
+
+
+def test_policy_defaults():
+    assert SpeculationConfig().resolved_policy == "adaptive"
+    assert SpeculationConfig(depth=3).resolved_policy == "static"
+    assert SpeculationConfig(policy="off", depth=3).resolved_policy == "off"
+    assert SpeculationConfig(policy=Path("a.json")).resolved_policy == "a.json"
+    assert SpeculationConfig(candidate_steps=[5, 1, 5]).candidate_steps == (1, 5)
+
+
+def test_tiers_of_a_configuration():
+    assert SpeculationConfig(depth=3).tier(3) == Tier(3)
+    assert SpeculationConfig(depth=0).tier(0) == PLAIN
+    assert SpeculationConfig(depth=3, topk=2, num_nodes=7).tier(3) == Tier(3, 2, 7)
+    # Candidates of an adaptive set share num_nodes as far as their shapes allow.
+    several = SpeculationConfig(topk=2, num_nodes=7, candidate_steps=(1, 3, 7))
+    assert [several.tier(d) for d in (0, 1, 3, 7)] == [PLAIN, Tier(1, 2, 3), Tier(3, 2, 7), Tier(7, 2, 8)]
+
+
+def test_dictionaries_become_configurations():
+    assert SpeculationConfig.of(None) == SpeculationConfig()
+    config = SpeculationConfig(depth=2)
+    assert SpeculationConfig.of(config) is config and SpeculationConfig.of({"depth": 2}) == config
+    with pytest.raises(ValueError, match=r"unknown fields \['dept'\]; known are \['candidate_steps', 'depth'"):
+        SpeculationConfig.of({"dept": 2})
+    with pytest.raises(ValueError, match="must be a SpeculationConfig or a dict, got int"):
+        SpeculationConfig.of(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("size", "buckets"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (4, (1, 2, 4)), (6, (1, 2, 4, 6))]
+)
+def test_buckets_end_at_the_largest_batch(size: int, buckets: tuple[int, ...]):
+    assert EngineConfig(max_batch_size=size).buckets == buckets
+    assert EngineConfig(max_batch_size=size, batch_buckets=(size, 1)).buckets == tuple(sorted({1, size}))
+
+
+def test_named_tiers_hold_plain_decoding():
+    assert SpeculationConfig(tiers=[Tier(3), Tier(2, 2, 5), Tier(3)]).tiers == (PLAIN, Tier(2, 2, 5), Tier(3))

@@ -1,0 +1,340 @@
+"""LLM, the offline front: directories in, texts and token ids out, nothing lost on the way, bad input refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import AddedToken, decoders, models
+from tokenizers import Tokenizer as Backend
+
+from jaxspec import LLM, SamplingParams
+from jaxspec.assemble import resolve_drafter, resolve_model
+from jaxspec.checkpointing import hf
+from jaxspec.models.tiny import tiny_target
+from jaxspec.request import FinishReason, RequestOutput
+
+LETTERS = "abcdefghijkl"
+EOS = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def letters() -> Backend:
+    """A token a letter, and an end."""
+    backend = Backend(models.BPE({c: i for i, c in enumerate([*LETTERS, "</s>"])}, []))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken("</s>", special=True)])
+    return backend
+
+
+def spelled(tokens: list[int]) -> str:
+    return "".join(LETTERS[t] for t in tokens if t != EOS)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with the smaller models beside it, as the demo has them."""
+    base = tmp_path_factory.mktemp("models")
+    target = tiny_target(0, bos_token_id=None, eos_token_ids=(EOS,))
+    hf.save_model(target, base / "target", tokenizer=letters(), dtype=jnp.float32)
+    hf.save_model(tiny_target(1, num_layers=1, bos_token_id=None), base / "draft", dtype=jnp.float32)
+    return base / "target"
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> LLM:
+    """One static tier, sampled rounds only: few executables."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        made = LLM(
+            str(directory), "ngram", {"depth": 3}, max_batch_size=2, max_seq_len=64, seed=5, progress=False,
+            page_size=8, variants=("sampled",), batch_buckets=(2,), compile_cache=False,
+        )  # fmt: skip
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+    assert made.stats.compilations_after_warmup == 0
+    return made
+
+
+def idle(llm: LLM) -> None:
+    """Nothing runs, and all pages are free or only cached."""
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert llm.stats.free_pages + llm.stats.cached_pages == llm.engine.runner.geo.num_pages
+
+
+def test_texts_and_token_ids_in_order(llm: LLM):
+    prompts = ["abc", [0, 1, 2], "lkj", "a", [5]]
+    jax.clear_caches()  # what other engines of this process compiled in service must not hide anything
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [o.prompt for o in outputs] == ["abc", None, "lkj", "a", None]
+    assert [o.prompt_token_ids for o in outputs] == [[0, 1, 2], [0, 1, 2], [11, 10, 9], [0], [5]]
+    assert outputs[0].token_ids == outputs[1].token_ids
+    for output in outputs:
+        assert output.text == spelled(output.token_ids) and len(output.token_ids) == 12
+        assert output.finish_reason is FinishReason.LENGTH and output.finished
+        m = output.metrics
+        assert m.ttft is not None and m.tpot is not None and m.rounds == sum(m.acceptance_histogram)
+        assert m.drafted == 3 * m.rounds and m.tier_rounds == {"chain-3": m.rounds}
+    assert llm.stats.compilations_after_warmup == 0, "a fresh engine compiled in service"
+    idle(llm)
+
+
+def test_one_prompt_in_every_form(llm: LLM):
+    forms: list[Any] = [
+        "abc",
+        [0, 1, 2],
+        (0, 1, 2),
+        ["abc"],
+        [[0, 1, 2]],
+        np.asarray([0, 1, 2]),
+        [np.asarray([0, 1, 2])],
+    ]
+    outputs = [llm.generate(form, GREEDY) for form in forms]
+    assert all(len(o) == 1 for o in outputs)
+    assert len({tuple(o[0].token_ids) for o in outputs}) == 1
+
+
+def test_parameters_one_each(llm: LLM):
+    short, long = (
+        SamplingParams(temperature=0, max_tokens=2),
+        SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
+    )
+    outputs = llm.generate(["abc", "abc"], [short, long])
+    assert [len(o.token_ids) for o in outputs] == [2, 5]
+    assert len(llm.generate("abc")[0].token_ids) <= 16
+    for params, message in [
+        ([GREEDY], r"one SamplingParams or one for each prompt: got 1 for 2"),
+        ([GREEDY, None], r"params must hold SamplingParams, got NoneType"),
+        ({"temperature": 0}, r"params must"),
+        (3, r"params must .*int"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            llm.generate(["abc", "abc"], params)  # type: ignore[arg-type]
+    idle(llm)
+
+
+def test_several_completions(llm: LLM):
+    many = SamplingParams(n=5, temperature=1.0, seed=7, max_tokens=8, ignore_eos=True)
+    output, other = llm.generate(["abc", "d"], many)
+    assert [c.index for c in output.outputs] == list(range(5)) == [c.index for c in other.outputs]
+    assert len({tuple(c.token_ids) for c in output.outputs}) > 1
+    alone = llm.generate("abc", SamplingParams(temperature=1.0, seed=9, max_tokens=8, ignore_eos=True))[0]
+    assert alone.token_ids == output.outputs[2].token_ids
+    assert output.metrics.output_tokens == 40 and output.metrics.rounds == sum(output.metrics.acceptance_histogram)
+
+
+def test_streams_add_up(llm: LLM):
+    prompts = ["abc", "kk", [4, 4, 1]]
+    mixed = [GREEDY, SamplingParams(temperature=1.0, seed=3, max_tokens=20), SamplingParams(n=2, seed=1, max_tokens=9)]
+    whole = llm.generate(prompts, mixed)
+    texts: dict[tuple[int, int], str] = {}
+    tokens: dict[tuple[int, int], list[int]] = {}
+    final: dict[int, RequestOutput] = {}
+    for position, delta in llm.stream(prompts, mixed):
+        key = position, delta.index
+        assert position not in final, "a delta after the last one"
+        texts[key] = texts.get(key, "") + delta.new_text
+        tokens[key] = tokens.get(key, []) + delta.new_token_ids
+        if delta.output is not None:
+            final[position] = delta.output
+    for position, output in enumerate(whole):
+        for choice in output.outputs:
+            assert texts[position, choice.index] == choice.text
+            assert tokens[position, choice.index] == choice.token_ids
+        assert [c.token_ids for c in final[position].outputs] == [c.token_ids for c in output.outputs]
+
+
+@pytest.mark.parametrize("when", ["before the first token", "half-way"])
+def test_leaving_a_stream_aborts_what_is_left(llm: LLM, when: str):
+    stream = llm.stream(["abc", "def"], GREEDY)
+    if when == "half-way":
+        next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    live = llm.engine.scheduler.stats
+    assert (live.running, live.waiting) == (0, 0)
+    idle(llm)
+
+
+@pytest.fixture
+def bounded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that waits for what will never come fails instead of hanging."""
+    step, left = llm.engine.step, iter(range(500))
+
+    def counted() -> Any:
+        assert next(left, None) is not None, "500 steps without an end"
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", counted)
+
+
+@pytest.mark.usefixtures("bounded")
+def test_a_call_within_a_stream(llm: LLM):
+    """The outer stream loses nothing to the inner call, and comes to its end."""
+    expected, inner = llm.generate(["abc", "fgh"], GREEDY)
+    tokens: list[int] = []
+    for i, (_, delta) in enumerate(llm.stream("abc", GREEDY)):
+        tokens += delta.new_token_ids
+        if i == 1:
+            assert llm.generate("fgh", GREEDY)[0].token_ids == inner.token_ids
+    assert tokens == expected.token_ids
+
+
+@pytest.mark.usefixtures("bounded")
+def test_two_streams_side_by_side(llm: LLM):
+    expected = llm.generate(["abc", "fgh"], GREEDY)
+    streams = [llm.stream("abc", GREEDY), llm.stream("fgh", GREEDY)]
+    tokens: list[list[int]] = [[], []]
+    live = [0, 1]
+    while live:
+        for i in list(live):
+            item = next(streams[i], None)
+            if item is None:
+                live.remove(i)
+            else:
+                tokens[i] += item[1].new_token_ids
+    assert tokens == [o.token_ids for o in expected]
+
+
+def test_stop_strings_end_the_text(llm: LLM):
+    full = llm.generate("abc", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))[0]
+    needle = full.text[5:8]
+    at = full.text.index(needle)
+    out = llm.generate("abc", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop=needle))[0]
+    assert out.text == full.text[:at] and out.finish_reason is FinishReason.STOP
+    assert out.outputs[0].stop_reason == needle and out.token_ids == full.token_ids[: at + 3]
+    kept = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop=[needle], include_stop_str_in_output=True)
+    assert llm.generate("abc", kept)[0].text == full.text[: at + 3]
+    by_token = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop_token_ids=[full.token_ids[4]])
+    out = llm.generate("abc", by_token)[0]
+    first = full.token_ids.index(full.token_ids[4])
+    assert out.token_ids == full.token_ids[: first + 1] and out.outputs[0].stop_reason == full.token_ids[4]
+    assert out.text == full.text[:first]
+
+
+def test_the_end_of_a_text(llm: LLM):
+    """The checkpoint's end stops; ignore_eos goes on; min_tokens holds it back, and no longer than asked."""
+    wants_end = dict(temperature=0, max_tokens=20, logit_bias={EOS: 100.0})
+    out = llm.generate("abc", SamplingParams(**wants_end))[0]
+    assert (out.token_ids, out.text, out.finish_reason) == ([EOS], "", "stop") and out.outputs[0].stop_reason is None
+    held = llm.generate("abc", SamplingParams(min_tokens=6, **wants_end))[0]
+    assert len(held.token_ids) == 7 and held.token_ids[6] == EOS and EOS not in held.token_ids[:6]
+    assert llm.generate("abc", SamplingParams(ignore_eos=True, **wants_end))[0].token_ids == [EOS] * 20
+
+
+def test_logprobs_reach_the_output(llm: LLM):
+    out = llm.generate("abc", SamplingParams(temperature=1.0, seed=2, max_tokens=6, logprobs=2))[0]
+    entries = out.outputs[0].logprobs
+    assert entries is not None and len(entries) == len(out.token_ids)
+    for token, entry in zip(out.token_ids, entries, strict=True):
+        assert next(iter(entry)) == token and 2 <= len(entry) <= 3
+        assert sorted(e.rank for e in entry.values())[:2] == [1, 2]
+    assert llm.generate("abc", GREEDY)[0].outputs[0].logprobs is None
+
+
+BAD: list[tuple[Any, dict[str, Any], str]] = [
+    ([], {}, r"prompt must hold at least 1 token, got an empty list"),
+    ([[]], {}, r"prompt must hold at least 1 token, got \[\] at position 0"),
+    ("", {}, r"prompt must hold at least 1 token, got ''"),
+    (["abc", ""], {}, r"prompt must hold at least 1 token, got '' at position 1"),
+    (3, {}, r"prompts must be a text, token ids, or a list of either, got int"),
+    (None, {}, r"prompts must be a text, token ids, or a list of either, got NoneType"),
+    (["abc", 3], {}, r"prompts must all be texts or lists of token ids, got 3 among them"),
+    (b"abc", {}, r"prompts must .*bytes"),
+    ([[1, 99]], {}, r"prompt token ids must lie in \[0, 13\), got 99"),
+    ([[1.5]], {}, r"prompt token ids .*got 1.5"),
+    (["abc", "a" * 64], {}, r"prompt must be shorter than max_seq_len = 64 tokens, got 64"),
+    (["abc", "a" * 60], {"max_tokens": 5}, r"prompt \+ max_tokens must be at most max_seq_len = 64, got 60 \+ 5 = 65"),
+    ("abc", {"logit_bias": {13: 1.0}}, r"logit_bias must be below the vocabulary size 13, got 13"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "fields", "message"), BAD, ids=[m[:45] for *_, m in BAD])
+def test_refused_calls_leave_no_trace(llm: LLM, prompts: Any, fields: dict[str, Any], message: str):
+    """Also the prompts of the same call that were fine: nothing was queued."""
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, SamplingParams(**fields))
+    with pytest.raises(ValueError, match=message):
+        llm.stream(prompts, SamplingParams(**fields))
+    live = llm.engine.scheduler.stats
+    assert (live.running, live.waiting) == (0, 0)
+    idle(llm)
+    assert llm.generate("abc", GREEDY)[0].token_ids == llm.generate([0, 1, 2], GREEDY)[0].token_ids
+
+
+def test_nan_is_an_output_not_an_exception(llm: LLM):
+    """One prompt of a call fails; the others keep their tokens."""
+    expected = llm.generate(["cab", "ccc"], SamplingParams(temperature=0, max_tokens=9, logit_bias={11: -100.0}))
+    llm.engine.scheduler.prefix_cache.reset()
+    clean = llm.engine.runner._target
+    poisoned = jax.tree.map(lambda x: x, clean)
+    row = np.asarray(poisoned["embedding"][...]).copy()
+    row[11] = np.nan
+    poisoned["embedding"].set_value(jax.device_put(row))
+    llm.engine.runner._target = poisoned
+    try:
+        outputs = llm.generate(
+            ["cab", "cl", "ccc"], SamplingParams(temperature=0, max_tokens=9, logit_bias={11: -100.0}), use_tqdm=False
+        )
+    finally:
+        llm.engine.runner._target = clean
+    assert [o.finish_reason for o in outputs] == [expected[0].finish_reason, "error", expected[1].finish_reason]
+    assert outputs[1].outputs[0].error == "the target's logits are not finite"
+    assert [outputs[0].token_ids, outputs[2].token_ids] == [o.token_ids for o in expected]
+    assert llm.generate("cl", GREEDY)[0].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            dict(model="no-such-directory"),
+            r"model must be 'demo' or a Hugging Face directory; 'no-such-directory' is neither",
+        ),
+        (dict(drafter="medusa"), r"drafter must be one of .*'ngram'.* or a directory, got 'medusa'"),
+        (dict(drafter="eagle3"), r"drafter 'eagle3': no checkpoint in "),
+        (dict(speculation={"depht": 3}), r"speculation has unknown fields \['depht'\]"),
+        (
+            dict(speculation={"depth": 3, "topk": 2, "num_nodes": 5}),
+            r"this drafter proposes chains only \(topk 1\), got topk 2",
+        ),
+        (dict(speculation={"policy": "broken.json"}), r"broken.json"),
+        (dict(max_seq_len=4096), r"max_seq_len must be at most the model's context of 512 tokens, got 4096"),
+        (dict(max_batch_size=0), r"max_batch_size must be an int in \[1, 1024\], got 0"),
+        (dict(page_sise=8), r"unknown arguments \['page_sise'\]"),
+    ],
+)
+def test_engines_that_cannot_be_built(directory: Path, arguments: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        LLM(**{"model": str(directory), "drafter": "ngram", "progress": False, "compile_cache": False, **arguments})
+
+
+def test_broken_checkpoints_and_configurations(directory: Path, tmp_path: Path):
+    (tmp_path / "sglang.json").write_text('{"1": {"candidate_steps": [1, "x"]}}')
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "config.json").write_bytes((directory / "config.json").read_bytes())
+    (tmp_path / "bin" / "tokenizer.json").write_bytes((directory / "tokenizer.json").read_bytes())
+    (tmp_path / "bin" / "pytorch_model.bin").write_bytes(b"pickle")
+    (tmp_path / "drafter").mkdir()
+    wide = tmp_path / "wide"
+    hf.save_model(tiny_target(0, vocab_size=17), wide, dtype=jnp.float32)
+    for arguments, message in [
+        (dict(speculation={"policy": str(tmp_path / "sglang.json")}), r"candidate_steps"),
+        (dict(model=str(tmp_path / "bin")), r"pickle"),
+        (dict(drafter=str(tmp_path / "drafter")), r"drafter: .*config.json does not exist"),
+        (dict(drafter=str(wide)), r"vocab_size must equal the target's 13, got 17"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            LLM(**{"model": str(directory), "drafter": "ngram", "progress": False, "compile_cache": False, **arguments})
+
+
+def test_names_of_models_and_drafters(directory: Path):
+    assert resolve_model(directory) == directory
+    assert resolve_drafter(None, directory) == ("ngram", None)
+    assert resolve_drafter("none", directory) == ("none", None)
+    assert resolve_drafter("draft_model", directory) == ("draft_model", directory.parent / "draft")
+    assert resolve_drafter(str(directory.parent / "draft"), directory)[0] == "draft_model"
