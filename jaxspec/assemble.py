@@ -246,7 +246,8 @@ def assemble(
     chunk = min(config.prefill_chunk, longest)
     sizes = sorted({chunk, *(size for size in (16, 64) if size < chunk)})
     runner = Runner(
-        _laid_out(target), built, params, geo, rejection=speculation.verification == "rejection", reachable=choice.reachable,
+        _laid_out(target), built, params, geo,
+        rejection=speculation.verification == "rejection", reachable=choice.reachable,
         prefill_sizes=sizes, eos=eos,
         variants=tuple(v == "sampled" for v in config.variants), progress=progress,
     )  # fmt: skip
