@@ -31,9 +31,15 @@ from jaxspec.speculation.state import Geometry
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Tier
 
-#: Depths that the adaptive policy may choose among where nothing else is said.
-CANDIDATE_STEPS = (0, 1, 2, 4, 6)
 _DEFAULT_CONTEXT = 2048
+
+
+def candidate_steps() -> tuple[int, ...]:
+    """Depths that the adaptive policy chooses among where nothing else is said.
+
+    A CPU is compute-bound beyond about 6 tokens a step (docs/notes.md), so deeper drafts do not pay there.
+    """
+    return (0, 1, 2, 4) if jax.default_backend() == "cpu" else (0, 1, 2, 4, 6)
 
 
 def demo_directory() -> Path:
@@ -176,7 +182,9 @@ def choose_policy(speculation: SpeculationConfig, buckets: Sequence[int], drafts
         return _Choice({tier: at for tier, at in reachable.items() if at}, False, ema)
     tiers = speculation.tiers
     if tiers is None:
-        tiers = tuple(speculation.tier(step) for step in sorted({0, *(speculation.candidate_steps or CANDIDATE_STEPS)}))
+        tiers = tuple(
+            speculation.tier(step) for step in sorted({0, *(speculation.candidate_steps or candidate_steps())})
+        )
     elif not trees and not all(tier.is_chain for tier in tiers):
         raise ValueError(f"this drafter proposes chains only, got tiers {[str(tier) for tier in tiers]}")
     return _Choice({tier: every for tier in tiers}, True, lambda cost: GoodputPolicy(tiers, cost))

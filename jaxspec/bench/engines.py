@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.assemble import CANDIDATE_STEPS, assemble, build_drafter, resolve_drafter, resolve_model
+from jaxspec.assemble import assemble, build_drafter, candidate_steps, resolve_drafter, resolve_model
 from jaxspec.bench import grow
 from jaxspec.bench.measure import PLAIN, Mode, Plan, Session, modes_of, run_queue
 from jaxspec.bench.simulate import SimulatedDrafter, rate_for
@@ -71,7 +71,7 @@ class Parts:
             why = "simulated acceptance" if options.simulate is not None else f"drafter {self.kind!r}"
             raise ValueError(f"{why} drafts chains only, got tiers {trees}")
         #: Draft tokens of the deepest tier.
-        self.depth = max(CANDIDATE_STEPS if options.tiers is None else (t.depth for t in options.tiers))
+        self.depth = max(candidate_steps() if options.tiers is None else (t.depth for t in options.tiers))
         if options.simulate is not None:
             if self.kind == "none":
                 raise ValueError(f"simulate-accept-length {options.simulate} needs a drafter, got drafter 'none'")

@@ -126,7 +126,7 @@ def _acceptance(ax: Any, runs: Sequence[Run]) -> None:
         ax.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, color=color, label=workload)
     ax.set_ylim(0, 1)
     ax.set_xlabel("draft position", fontsize=9, color=_INK)
-    _style(ax, "Drafts accepted up to a position (static tiers)")
+    _style(ax, "Accepted up to a position")
     ax.xaxis.get_major_locator().set_params(integer=True)
     if drafting:
         ax.legend(fontsize=8.5, frameon=False)
