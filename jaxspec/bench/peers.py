@@ -40,7 +40,7 @@ def jaxspec_runner(llm: LLM, policy: Callable[[], Any], new_tokens: int) -> Runn
 
 def transformers_runner(model: Any, new_tokens: int, assistant: Any = None, draft_tokens: int = 0) -> Runner:
     """transformers' generate; with an assistant, its assisted generation with a constant number of draft tokens."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     extra: dict[str, Any] = {}
     if assistant is not None:
@@ -68,8 +68,8 @@ def transformers_runner(model: Any, new_tokens: int, assistant: Any = None, draf
 
 def torch_static_runner(model: Any, new_tokens: int, longest: int) -> Runner:
     """Plain decoding with a static cache and a step compiled by inductor, from a transformers Llama's weights."""
-    import torch
-    import torch.nn.functional as F
+    import torch  # pyright: ignore[reportMissingImports]
+    import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 
     cfg = model.config
     heads, kv_heads = cfg.num_attention_heads, cfg.num_key_value_heads
@@ -166,8 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--json", type=Path)
     args = p.parse_args(argv)
 
-    import torch
-    import transformers
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
 
     transformers.logging.set_verbosity_error()
     directory = resolve_model(args.model)
