@@ -11,7 +11,7 @@ import numbers
 import time
 from collections.abc import Callable, Sequence
 
-from jaxspec.adaptive.controller import AdaptiveController
+from jaxspec.adaptive.controller import AdaptiveController, Recorder
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.policy import BatchView, RoundStats, TierPolicy
 from jaxspec.request import (
@@ -108,8 +108,11 @@ class Engine:
         self._warmup_seconds = warmup_seconds
         self._compilations = CompileCounter()
 
-    def use_policy(self, policy: TierPolicy) -> None:
+    def use_policy(self, policy: TierPolicy, recorder: Recorder | None = None) -> None:
         """From the next step on, `policy` chooses the tier; its counters start anew.
+
+        Args:
+          recorder: writes every finished round, for `jaxspec.adaptive.replay`.
 
         Raises:
           ValueError: it can select a tier, or a tier at a batch size, that this engine has not compiled.
@@ -121,7 +124,7 @@ class Engine:
                 raise ValueError(
                     f"the policy can select {tier} at batch sizes {missing}, but it is compiled for {have}"
                 )
-        self.controller: AdaptiveController[SpecRuntimeState] = AdaptiveController(policy, self.runner.states)
+        self.controller: AdaptiveController[SpecRuntimeState] = AdaptiveController(policy, self.runner.states, recorder)
 
     # Requests.
 
