@@ -13,10 +13,12 @@ from jaxspec.llm import LLM
 from jaxspec.request import RequestOutput, SamplingParams
 from jaxspec.tier import PLAIN
 
+# None ends in a space or a line break: a text's next token begins with it.
 DEMO_PROMPTS = (
-    'class LRUCache:\n    """A dictionary that forgets what was not used."""\n\n    def __init__(self, maxsize):\n',
-    "import os\nimport sys\n\ndef main(argv=None):\n    ",
-    "In the beginning",
+    "def __init__(self, name, value):",
+    "class Queue:\n    def __init__(self, maxsize=0):",
+    "import os\nimport sys\n\ndef main(argv=None):",
+    "In the beginning God created",
     "Then the king said to his servants,",
 )
 
