@@ -303,7 +303,9 @@ class EmaPolicy:
                 )
         self.params = params
         self._tier_of = {step: tiers[step] for step in params.candidate_steps}
-        self.tiers: tuple[Tier, ...] = tuple(self._tier_of.values())
+        # With buckets given, slots that no bucket is routed to are out of reach, and so are their steps.
+        reach = [s for s in params.candidate_steps if not params.buckets or params.buckets_for_step(s)]
+        self.tiers: tuple[Tier, ...] = tuple(self._tier_of[step] for step in reach)
 
     def select(self, view: BatchView) -> Tier:
         """The current tier of the slot that the round's bucket belongs to."""

@@ -131,7 +131,8 @@ class Runner:
                 widths.add((bucket, tier.num_nodes, tier.depth + 1))
                 for sampled in self.variants:
                     fn = rounds.round_fn(self.spec, tier, sampled)
-                    add(("round", tier, bucket, sampled), fn, 2, (target, draft, state, shape(bucket, width)))
+                    params = draft if tier.depth else ()
+                    add(("round", tier, bucket, sampled), fn, 2, (target, params, state, shape(bucket, width)))
         if self.drafter is not None and self.drafter.has_cache and PLAIN in self.reachable:
             catch_up = rounds.catch_up_fn(self.spec)
             for bucket in sorted({b for buckets in self.reachable.values() for b in buckets}):
@@ -185,12 +186,16 @@ class Runner:
                 jax.block_until_ready(self.state)
                 began = time.perf_counter()
                 executable = self.states[tier].executables[bucket, self.variants[0]]
-                self.state, packed, _ = executable(self._target, self._draft_params, self.state, plan)
+                self.state, packed, _ = executable(self._target, self._params_for(tier), self.state, plan)
                 packed.block_until_ready()
                 if repeat:
                     samples.setdefault((tier, bucket), []).append(time.perf_counter() - began)
         self.state = self._fresh_state()
         return CostTable({pair: statistics.median(times) for pair, times in samples.items()})
+
+    def _params_for(self, tier: Tier) -> Any:
+        # A plain round does not even pay for the drafter's arguments.
+        return self._draft_params if tier.depth else ()
 
     # Dispatch.
 
@@ -280,7 +285,7 @@ class Runner:
             self.state = self._compiled["catch_up", bucket](self._draft_params, self.state, plan)
             self._prefilled = True
         executable = state.executables[bucket, sampled]
-        self.state, packed, kept = executable(self._target, self._draft_params, self.state, plan)
+        self.state, packed, kept = executable(self._target, self._params_for(state.tier), self.state, plan)
         context = sum(row.request.num_computed for row in rows)
         nodes = state.tier.num_nodes
         return self._pending(

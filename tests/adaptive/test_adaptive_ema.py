@@ -402,3 +402,10 @@ def test_policy_refuses_missing_or_misfitting_tiers():
         EmaPolicy(eager([1, 3], 1), {1: Tier(1)})
     with pytest.raises(ValueError, match=r"tiers\[3\] must have depth 3, got chain-2"):
         EmaPolicy(eager([1, 3], 1), {1: Tier(1), 3: Tier(2)})
+
+
+def test_policy_offers_only_steps_that_a_bucket_reaches():
+    """A configuration for larger batches than the engine has must not ask for what is not compiled."""
+    config = {"1": {"candidate_steps": [2, 4]}, "4": {"candidate_steps": [1, 2]}}
+    assert EmaPolicy(AdaptiveSpeculativeParams(config, buckets=(1, 2))).tiers == (Tier(2), Tier(4))
+    assert EmaPolicy(AdaptiveSpeculativeParams(config)).tiers == (Tier(1), Tier(2), Tier(4))
