@@ -39,17 +39,25 @@ def jaxspec_runner(llm: LLM, policy: Callable[[], Any], new_tokens: int) -> Runn
 
 
 def transformers_runner(model: Any, new_tokens: int, assistant: Any = None, draft_tokens: int = 0) -> Runner:
-    """transformers' generate; with an assistant, its assisted generation with a constant number of draft tokens."""
+    """transformers' generate; with an assistant, its assisted generation.
+
+    Args:
+      draft_tokens: drafted every round; 0 leaves transformers' defaults (20, a confidence threshold, its schedule).
+    """
     import torch  # pyright: ignore[reportMissingImports]
 
     extra: dict[str, Any] = {}
     if assistant is not None:
         extra["assistant_model"] = assistant
-        assistant.generation_config.num_assistant_tokens = draft_tokens
-        assistant.generation_config.num_assistant_tokens_schedule = "constant"
-        assistant.generation_config.assistant_confidence_threshold = 0.0
 
     def run(prompt: Sequence[int]) -> list[int]:
+        if assistant is not None:
+            # transformers keeps its schedule's state in the assistant's configuration: set it anew for each prompt.
+            own = type(assistant.generation_config)(pad_token_id=0)
+            if draft_tokens:
+                own.num_assistant_tokens, own.num_assistant_tokens_schedule = draft_tokens, "constant"
+                own.assistant_confidence_threshold = 0.0
+            assistant.generation_config = own
         ids = torch.tensor([list(prompt)])
         with torch.inference_mode():
             out = model.generate(
@@ -177,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for model in (target, draft):
         model.generation_config = transformers.GenerationConfig(pad_token_id=0)
 
-    tiers = (0, args.depth)
+    tiers = tuple(sorted({0, 2, args.depth, args.depth + 2}))
     ours = {
         drafter: LLM(args.model, drafter, {"candidate_steps": tiers}, max_batch_size=1, enable_prefix_caching=False)
         for drafter in ("eagle3", "draft_model")
@@ -193,9 +201,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"jaxspec draft_model chain-{args.depth}": jaxspec_runner(
             ours["draft_model"], lambda: StaticPolicy(Tier(args.depth)), n
         ),
+        "jaxspec draft_model adaptive": jaxspec_runner(ours["draft_model"], ours["draft_model"].engine.new_policy, n),
         "torch static cache, compiled": torch_static_runner(target, n, longest),
         "transformers generate": transformers_runner(target, n),
         f"transformers assisted, {args.depth} draft tokens": transformers_runner(target, n, draft, args.depth),
+        "transformers assisted, its defaults": transformers_runner(target, n, draft),
     }
     result = compare(runners, prompts, args.repeats)
     base = result["tokens_per_second"]["jaxspec plain"]
