@@ -11,6 +11,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.tree_attention.masks import offsets
+
 _MASKED = -1e30
 
 
@@ -24,37 +26,30 @@ def tree_attention(
     tree_mask_BNT: jax.Array,
     *,
     scale: float | None = None,
-    block_tokens: int = 256,
+    window: int | None = None,
+    offset_BN: jax.Array | None = None,
+    soft_cap: float | None = None,
+    block_tokens: int | None = None,
 ) -> jax.Array:
-    """Attention of N tree tokens over a paged prefix and over the tree's own keys and values.
+    """Arguments and result as in `api.tree_attention`.
 
     Args:
-      q_BNHC: queries, rotary embedding applied.
-      pages: [P, G, page, 2C] keys and values side by side, of one layer (or of all layers,
-        with the layer's offset already added to the table).
-      table_BM: page numbers of each row; entries beyond the length may hold anything.
-      length_B: tokens of the prefix; every tree token sees all of them.
-      tree_k_BTGC, tree_v_BTGC: the tree's keys and values.
-      tree_mask_BNT: whether query n sees tree entry t; every query must see at least one.
-      scale: of the scores; 1/sqrt(C) by default.
-      block_tokens: prefix tokens a loop iteration reads (rounded to whole pages).
-
-    Returns:
-      [B, N, H, C] in q's dtype; scores and sums are float32.
+      block_tokens: prefix tokens a loop iteration reads, rounded to whole pages; one page by default.
     """
     b, n, h, c = q_BNHC.shape
     num_pages, g, page, _ = pages.shape
     m, t = table_BM.shape[1], tree_k_BTGC.shape[1]
     rows = n * (h // g)
-    scale = c**-0.5 if scale is None else scale
-    per_block = max(1, min(block_tokens // page, m))
+    factor = c**-0.5 if scale is None else scale
+    per_block = max(1, min((block_tokens or page) // page, m))
     span = per_block * page
 
     q_BGRC = q_BNHC.reshape(b, n, g, h // g, c).transpose(0, 2, 1, 3, 4).reshape(b, g, rows, c)
-    q_BGRC = q_BGRC * jnp.asarray(scale, q_BGRC.dtype)
 
     def scores(k_BGTC: jax.Array) -> jax.Array:
-        return jax.lax.dot_general(q_BGRC, k_BGTC, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+        s = jax.lax.dot_general(q_BGRC, k_BGTC, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+        s = s * factor
+        return s if soft_cap is None else soft_cap * jnp.tanh(s / soft_cap)
 
     def weighted(p_BGRT: jax.Array, v_BGTC: jax.Array) -> jax.Array:
         return jax.lax.dot_general(
@@ -71,6 +66,12 @@ def tree_attention(
     tree_v = jnp.where(jnp.isfinite(tree_v_BTGC), tree_v_BTGC, jnp.zeros((), tree_v_BTGC.dtype))
     acc = weighted(p, tree_v.transpose(0, 2, 1, 3))
 
+    lowest_BR = None
+    if window is not None:
+        offset_BN = offsets(tree_mask_BNT) if offset_BN is None else offset_BN
+        lowest_BN = length_B[:, None] + offset_BN - window
+        lowest_BR = jnp.broadcast_to(lowest_BN[:, :, None], (b, n, h // g)).reshape(b, rows)
+
     blocks = (jnp.max(length_B) + span - 1) // span
     pad = -m % per_block
     table = jnp.pad(table_BM, ((0, 0), (0, pad)), constant_values=num_pages) if pad else table_BM
@@ -80,11 +81,15 @@ def tree_attention(
         ids = jax.lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
         kv = jnp.take(pages, ids, axis=0, mode="clip")  # [B, per_block, G, page, 2C]
         kv = kv.transpose(0, 2, 1, 3, 4).reshape(b, g, span, 2 * c)
-        seen_BT = i * span + jnp.arange(span)[None, :] < length_B[:, None]
-        s = jnp.where(seen_BT[:, None, None, :], scores(kv[..., :c]), _MASKED)
+        position = i * span + jnp.arange(span)
+        seen_BT = position[None, :] < length_B[:, None]
+        seen_BGRT = seen_BT[:, None, None, :]
+        if lowest_BR is not None:
+            seen_BGRT = seen_BGRT & (position[None, None, None, :] > lowest_BR[:, None, :, None])
+        s = jnp.where(seen_BGRT, scores(kv[..., :c]), _MASKED)
         new_top = jnp.maximum(top, s.max(axis=-1, keepdims=True))
         keep = jnp.exp(top - new_top)
-        p = jnp.where(seen_BT[:, None, None, :], jnp.exp(s - new_top), 0.0)
+        p = jnp.where(seen_BGRT, jnp.exp(s - new_top), 0.0)
         # Unused pages may hold anything, NaN included: 0 * NaN must not reach the sum.
         v = jnp.where(seen_BT[:, None, :, None], kv[..., c:], jnp.zeros((), kv.dtype))
         return i + 1, new_top, total * keep + p.sum(axis=-1, keepdims=True), acc * keep + weighted(p, v)

@@ -1,0 +1,100 @@
+"""Tree attention: one interface, several implementations."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import dispatch
+from pallas_kernels.tree_attention import gpu, reference, tpu
+
+
+def tree_attention(
+    q_BNHC: jax.Array,
+    pages: jax.Array,
+    table_BM: jax.Array,
+    length_B: jax.Array,
+    tree_k_BTGC: jax.Array,
+    tree_v_BTGC: jax.Array,
+    tree_mask_BNT: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    offset_BN: jax.Array | None = None,
+    soft_cap: float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Attention of N tokens a request over a paged prefix and over the tree's own keys and values.
+
+    Serves draft trees, plain decoding (N = 1) and chunks of a prompt (a causal mask) alike.
+    No mask over the prefix exists: every query sees all of it, or its window's part.
+
+    Args:
+      q_BNHC: queries, rotary embedding applied.
+      pages: [P, G, page, 2C], keys and values side by side, of one layer (or of all layers,
+        with the layer's offset already added to the table).
+      table_BM: int32 page numbers of each row; entries beyond the length may hold anything.
+      length_B: int32 tokens of each prefix.
+      tree_k_BTGC, tree_v_BTGC: the tree's keys and values; T may exceed N (earlier levels first).
+      tree_mask_BNT: whether query n sees tree entry t ([1, N, T] serves every row); every query
+        must see at least one.
+      scale: of the scores; 1/sqrt(C) by default.
+      window: a query at position p sees prefix tokens above p - window only. What a window hides
+        among the tree's entries is the mask's business.
+      offset_BN: int32, position of each query counted from the prefix's end; read with a window
+        only. By default the entries a query sees less one, which is right for whole paths.
+      soft_cap: scores s become soft_cap * tanh(s / soft_cap).
+      implementation: see dispatch.
+
+    Returns:
+      [B, N, H, C] in q's dtype; scores and sums are float32.
+
+    Raises:
+      ValueError: shapes that do not fit each other, or that a named kernel does not serve.
+    """
+    _check(q_BNHC, pages, table_BM, length_B, tree_k_BTGC, tree_v_BTGC, tree_mask_BNT, window, soft_cap)
+    b, n = q_BNHC.shape[:2]
+    if table_BM.shape[1] == 0:  # nothing is ever committed: one page that no length reaches
+        table_BM = jnp.zeros((b, 1), jnp.int32)
+    mask = jnp.broadcast_to(tree_mask_BNT, (b, n, tree_k_BTGC.shape[1]))
+    args = (q_BNHC, pages, table_BM, length_B, tree_k_BTGC, tree_v_BTGC, mask)
+    chosen = dispatch.resolve(
+        "tree_attention", implementation, {"tpu": lambda: tpu.refusal(*args), "gpu": lambda: gpu.refusal(*args)}
+    )
+    if chosen == "reference":
+        return reference.tree_attention(*args, scale=scale, window=window, offset_BN=offset_BN, soft_cap=soft_cap)
+    if chosen == "gpu":
+        return gpu.tree_attention(*args, scale=scale, window=window, offset_BN=offset_BN, soft_cap=soft_cap)
+    interpret = pltpu.InterpretParams() if chosen == "interpret" else False
+    return tpu.tree_attention(
+        *args, scale=scale, window=window, offset_BN=offset_BN, soft_cap=soft_cap, interpret=interpret
+    )
+
+
+def _check(
+    q: jax.Array, pages: jax.Array, table: jax.Array, length: jax.Array, k: jax.Array, v: jax.Array,
+    mask: jax.Array, window: int | None, soft_cap: float | None,
+) -> None:  # fmt: skip
+    if q.ndim != 4 or pages.ndim != 4 or k.ndim != 4:
+        raise ValueError(f"q, pages and tree_k must have 4 axes, got {q.shape}, {pages.shape} and {k.shape}")
+    b, n, h, c = q.shape
+    g = k.shape[2]
+    expected = {
+        "tree_k": (k.shape, (b, k.shape[1], g, c)),
+        "tree_v": (v.shape, k.shape),
+        "pages": (pages.shape, (pages.shape[0], g, pages.shape[2], 2 * c)),
+        "table": (table.shape, (b, *table.shape[1:2])),
+        "length": (length.shape, (b,)),
+    }
+    for name, (got, want) in expected.items():
+        if got != want:
+            raise ValueError(f"{name} must have shape {want} beside q {q.shape}, got {got}")
+    if mask.shape not in ((b, n, k.shape[1]), (1, n, k.shape[1])):
+        raise ValueError(f"tree_mask must have shape {(b, n, k.shape[1])} or {(1, n, k.shape[1])}, got {mask.shape}")
+    if h % g:
+        raise ValueError(f"query heads must be a multiple of the {g} key-value heads, got {h}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 token, got {window}")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap must be positive, got {soft_cap}")

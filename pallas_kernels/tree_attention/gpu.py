@@ -1,0 +1,290 @@
+"""Tree attention for NVIDIA GPUs: Pallas on Triton, split over the context.
+
+A program owns one request, one key-value head, a block of query rows (node-major, so that
+the heads of a group lie side by side) and one of S stretches of the prefix; stretch 0 also
+takes the tree. A second small kernel merges the partial sums. S is chosen so that batch 1
+fills the chip. Memory:
+
+    pages   [P, G, page, 2C]   one head's page is one contiguous piece: K rows and V rows
+    a block of `block_k` tokens is `block_k / page` pages, or a part of one
+
+Must not know the engine. Traps of Pallas on Triton: loop bounds are int32, blocks are
+powers of two, and a masked-out index is never clamped onto a live one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.tree_attention.masks import offsets, pack_words
+
+_MASKED = -1e30
+_LOG2E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Sizes of a launch.
+
+    Attributes:
+      rows: query rows a program; a power of two of at least 16.
+      keys: prefix tokens an iteration; a power of two of at least 16.
+      warps, stages: Triton's.
+      programs: programs to aim for by splitting the prefix.
+      splits: stretches of the prefix; None: by `programs`.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    programs: int
+    splits: int | None = None
+
+
+#: Streaming multiprocessors by the name within jax's device_kind; the chips that have 228 KiB of shared memory each.
+_MULTIPROCESSORS = {"gb200": 148, "b200": 148, "h200": 132, "h100": 132, "a100": 108, "l4": 58}
+_LARGE = ("gb200", "b200", "h200", "h100")
+
+
+def blocks_for(head_dim: int, dtype: jnp.dtype, rows: int, device: str) -> Blocks:
+    """The table of sizes; Hopper's were measured on an H200 (docs/kernels.md), the others only compiled.
+
+    Args:
+      rows: query rows of one key-value head: nodes times query heads a group.
+      device: jax's device_kind; an unknown one is taken for an H100.
+    """
+    chip = next((name for name in _MULTIPROCESSORS if name in device.lower()), "h100")
+    count, large = _MULTIPROCESSORS[chip], chip in _LARGE
+    width = _power_of_two(head_dim) * dtype.itemsize  # bytes of a padded key
+    rows = max(16, _power_of_two(rows))
+    if width > 512:
+        return Blocks(16, 16, 4, 2, 2 * count)
+    if width > 256:
+        return Blocks(min(rows, 32 if large else 16), 32 if large else 16, 4, 2, 2 * count)
+    if rows >= 128 and large:
+        return Blocks(128, 128, 8, 2, count)
+    if rows >= 64 and large:
+        return Blocks(64, 64, 4, 2, 2 * count)
+    return Blocks(min(rows, 32), 32, 2 if large else 4, 5 if large else 3, 3 * count)
+
+
+def refusal(
+    q_BNHC: jax.Array, pages: jax.Array, table_BM: jax.Array, length_B: jax.Array, tree_k_BTGC: jax.Array,
+    tree_v_BTGC: jax.Array, tree_mask_BNT: jax.Array,
+) -> str | None:  # fmt: skip
+    """Why this kernel cannot serve these arguments, or None."""
+    c, page = q_BNHC.shape[3], pages.shape[2]
+    if q_BNHC.dtype not in (jnp.bfloat16, jnp.float32, jnp.float16):
+        return f"dtype must be bfloat16, float16 or float32, got {q_BNHC.dtype}"
+    if not q_BNHC.dtype == pages.dtype == tree_k_BTGC.dtype == tree_v_BTGC.dtype:
+        return f"q, pages, tree_k and tree_v must share a dtype, got {q_BNHC.dtype}, {pages.dtype}, {tree_k_BTGC.dtype}"
+    if c % 8 or not 16 <= c <= 256:
+        return f"head dimension must be a multiple of 8 in [16, 256], got {c}"
+    if page & (page - 1) or page < 8:
+        return f"page size must be a power of two of at least 8, got {page}"
+    return None
+
+
+def _power_of_two(x: int) -> int:
+    return 1 << (x - 1).bit_length()
+
+
+def _kernel(
+    q_ref,  # [B, N, H, C]
+    k_ref,  # [B, T, G, C]
+    v_ref,  # [B, T, G, C]
+    words_ref,  # [B, N, ceil(T / 32)] uint32
+    pages_ref,  # [P, G, page, 2C]
+    table_ref,  # [B, M]
+    length_ref,  # [B]
+    offset_ref,  # [B, N], read with a window only
+    out_ref,  # [S, B, N, H, C] float32 sums, or [B, N, H, C] where S = 1
+    *partial_refs,  # maxima and weights [S, B, N, H] where S > 1
+    group: int, rows: int, keys: int, width: int, tree_keys: int, splits: int, scale: float,
+    window: int | None, soft_cap: float | None,
+) -> None:  # fmt: skip
+    n, c = q_ref.shape[1], q_ref.shape[3]
+    t, page, m = k_ref.shape[1], pages_ref.shape[2], table_ref.shape[1]
+    row_blocks = -(-n * group // rows)
+    b, split = pl.program_id(0), pl.program_id(2)
+    head, first_row = pl.program_id(1) // row_blocks, (pl.program_id(1) % row_blocks) * rows
+
+    row_R = first_row + jnp.arange(rows)
+    node_R, query_head_R = row_R // group, head * group + row_R % group
+    live_R = row_R < n * group
+    channel_C = jnp.arange(width)
+    live_C = channel_C < c
+    live_RC = live_R[:, None] & live_C[None, :]
+    at_RC = (b, node_R[:, None], query_head_R[:, None], channel_C[None, :])
+    q_RC = plgpu.load(q_ref.at[at_RC], mask=live_RC, other=0.0)
+    length = length_ref[b]
+    precise = lax.Precision.HIGHEST if q_RC.dtype == jnp.float32 else lax.Precision.DEFAULT
+
+    def attend(carry, k_KC, v_KC, seen_RK):
+        acc_RC, top_R, total_R = carry
+        s_RK = plgpu.dot(q_RC, k_KC.T, precision=precise)
+        if soft_cap is None:
+            s_RK = s_RK * (scale * _LOG2E)
+        else:
+            s_RK = jnp.tanh(s_RK * (scale / soft_cap)) * (soft_cap * _LOG2E)
+        s_RK = jnp.where(seen_RK, s_RK, _MASKED)
+        new_R = jnp.maximum(top_R, s_RK.max(axis=1))
+        keep_R = jnp.exp2(top_R - new_R)
+        p_RK = jnp.where(seen_RK, jnp.exp2(s_RK - new_R[:, None]), 0.0)
+        acc_RC = acc_RC * keep_R[:, None] + plgpu.dot(p_RK.astype(v_KC.dtype), v_KC, precision=precise)
+        return acc_RC, new_R, total_R * keep_R + p_RK.sum(axis=1)
+
+    lowest_R = None
+    if window is not None:
+        offset_R = plgpu.load(offset_ref.at[b, node_R], mask=live_R, other=0)
+        lowest_R = length + offset_R - window
+
+    def prefix(i, carry):
+        start = i * keys
+        key_K = jnp.arange(keys)
+        live_K = start + key_K < length
+        if keys <= page:
+            number = table_ref[b, start // page]
+            at_K = (start % page) + key_K
+            page_K1 = jnp.full((keys, 1), number, jnp.int32)
+        else:
+            # Only entries that hold tokens are read: what lies behind may be no page at all.
+            column = (start + key_K) // page
+            page_K1 = plgpu.load(table_ref.at[b, column], mask=live_K, other=0)[:, None]
+            at_K = key_K % page
+        live_KC = live_K[:, None] & live_C[None, :]
+        k_KC = plgpu.load(pages_ref.at[page_K1, head, at_K[:, None], channel_C[None, :]], mask=live_KC, other=0.0)
+        v_KC = plgpu.load(pages_ref.at[page_K1, head, at_K[:, None], c + channel_C[None, :]], mask=live_KC, other=0.0)
+        seen_RK = jnp.broadcast_to(live_K[None, :], (rows, keys))
+        if lowest_R is not None:
+            seen_RK = seen_RK & (start + key_K[None, :] > lowest_R[:, None])
+        return attend(carry, k_KC, v_KC, seen_RK)
+
+    def tree(i, carry):
+        entry_T = i * tree_keys + jnp.arange(tree_keys)
+        live_TC = (entry_T < t)[:, None] & live_C[None, :]
+        at_TC = (b, entry_T[:, None], head, channel_C[None, :])
+        k_TC = plgpu.load(k_ref.at[at_TC], mask=live_TC, other=0.0)
+        v_TC = plgpu.load(v_ref.at[at_TC], mask=live_TC, other=0.0)
+        # A hidden entry weighs 0, but 0 * NaN is NaN: a broken draft must not reach its siblings.
+        v_TC = jnp.where(jnp.abs(v_TC.astype(jnp.float32)) < jnp.inf, v_TC, jnp.zeros((), v_TC.dtype))
+        live_RT = live_R[:, None] & (entry_T < t)[None, :]
+        word_RT = plgpu.load(
+            words_ref.at[b, node_R[:, None], (entry_T // 32)[None, :]], mask=live_RT, other=jnp.uint32(0)
+        )
+        seen_RT = ((word_RT >> (entry_T % 32).astype(jnp.uint32)[None, :]) & jnp.uint32(1)) == jnp.uint32(1)
+        return attend(carry, k_TC, v_TC, seen_RT & live_RT)
+
+    carry = (
+        jnp.zeros((rows, width), jnp.float32),
+        jnp.full((rows,), _MASKED, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+    )
+    first_block = jnp.int32(0)
+    blocks = pl.cdiv(jnp.minimum(length, m * page), keys)
+    if lowest_R is not None:
+        lowest = jnp.min(jnp.where(live_R, lowest_R, length))
+        first_block = jnp.maximum(lowest + 1, 0) // keys
+    per_split = pl.cdiv(jnp.maximum(blocks - first_block, 0), splits)
+    start = first_block + split * per_split
+    carry = lax.fori_loop(start, jnp.minimum(start + per_split, blocks), prefix, carry)
+    tree_blocks = jnp.where(split == 0, jnp.int32(-(-t // tree_keys)), jnp.int32(0))
+    acc_RC, top_R, total_R = lax.fori_loop(jnp.int32(0), tree_blocks, tree, carry)
+
+    if splits == 1:
+        plgpu.store(out_ref.at[at_RC], (acc_RC / total_R[:, None]).astype(out_ref.dtype), mask=live_RC)
+    else:
+        top_ref, total_ref = partial_refs
+        plgpu.store(out_ref.at[(split, *at_RC)], acc_RC, mask=live_RC)
+        plgpu.store(top_ref.at[split, b, node_R, query_head_R], top_R, mask=live_R)
+        plgpu.store(total_ref.at[split, b, node_R, query_head_R], total_R, mask=live_R)
+
+
+def _merge_kernel(acc_ref, top_ref, total_ref, out_ref, *, width: int, stretches: int) -> None:
+    """One query row and head: [S, rows, C], [S, rows] -> [rows, C]."""
+    splits, _, c = acc_ref.shape
+    row = pl.program_id(0)
+    split_S, channel_C = jnp.arange(stretches), jnp.arange(width)
+    live_S, live_C = split_S < splits, channel_C < c
+    top_S = plgpu.load(top_ref.at[split_S, row], mask=live_S, other=_MASKED)
+    total_S = plgpu.load(total_ref.at[split_S, row], mask=live_S, other=0.0)
+    live_SC = live_S[:, None] & live_C[None, :]
+    acc_SC = plgpu.load(acc_ref.at[split_S[:, None], row, channel_C[None, :]], mask=live_SC, other=0.0)
+    weight_S = jnp.exp2(top_S - top_S.max())
+    out_C = (acc_SC * weight_S[:, None]).sum(axis=0) / (total_S * weight_S).sum()
+    plgpu.store(out_ref.at[row, channel_C], out_C.astype(out_ref.dtype), mask=live_C)
+
+
+def tree_attention(
+    q_BNHC: jax.Array, pages: jax.Array, table_BM: jax.Array, length_B: jax.Array, tree_k_BTGC: jax.Array,
+    tree_v_BTGC: jax.Array, tree_mask_BNT: jax.Array, *, scale: float | None = None, window: int | None = None,
+    offset_BN: jax.Array | None = None, soft_cap: float | None = None, blocks: Blocks | None = None,
+    interpret: bool = False,
+) -> jax.Array:  # fmt: skip
+    """Arguments and result as in `api.tree_attention`.
+
+    Args:
+      blocks: sizes; by `blocks_for` for the device at hand.
+      interpret: run in Pallas' interpreter, on any backend.
+    """
+    b, n, h, c = q_BNHC.shape
+    g, t = tree_k_BTGC.shape[2:0:-1]
+    page, m = pages.shape[2], table_BM.shape[1]
+    group = h // g
+    width = max(16, _power_of_two(c))
+    if blocks is None:
+        device = "" if jax.default_backend() == "cpu" else jax.devices()[0].device_kind
+        blocks = blocks_for(c, q_BNHC.dtype, n * group, device)
+    row_blocks = -(-n * group // blocks.rows)
+    splits = blocks.splits
+    if splits is None:
+        # Rounded down: a last wave of a few programs would cost as much as a full one.
+        splits = max(1, min(m * page // (2 * blocks.keys), blocks.programs // (b * g * row_blocks), 64))
+    offset = jnp.zeros((1, 1), jnp.int32)
+    if window is not None:
+        offset = offsets(tree_mask_BNT) if offset_BN is None else offset_BN.astype(jnp.int32)
+    kernel = functools.partial(
+        _kernel,
+        group=group,
+        rows=blocks.rows,
+        keys=blocks.keys,
+        width=width,
+        tree_keys=max(16, min(64, _power_of_two(t))),
+        splits=splits,
+        scale=c**-0.5 if scale is None else scale,
+        window=window,
+        soft_cap=soft_cap,
+    )
+    partial_shapes = [
+        jax.ShapeDtypeStruct((splits, *q_BNHC.shape), jnp.float32),
+        *[jax.ShapeDtypeStruct((splits, b, n, h), jnp.float32)] * 2,
+    ]
+    out, *sums = pl.pallas_call(
+        kernel,
+        grid=(b, g * row_blocks, splits),
+        out_shape=[jax.ShapeDtypeStruct(q_BNHC.shape, q_BNHC.dtype)] if splits == 1 else partial_shapes,
+        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        interpret=interpret,
+        name="tree_attention",
+    )(q_BNHC, tree_k_BTGC, tree_v_BTGC, pack_words(tree_mask_BNT), pages, table_BM, length_B, offset)
+    if splits == 1:
+        return out
+    top, total = sums
+    merged = pl.pallas_call(
+        functools.partial(_merge_kernel, width=width, stretches=_power_of_two(splits)),
+        grid=(b * n * h,),
+        out_shape=jax.ShapeDtypeStruct((b * n * h, c), q_BNHC.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=4 if splits > 8 else 2, num_stages=1),
+        interpret=interpret,
+        name="tree_attention_merge",
+    )(out.reshape(splits, b * n * h, c), top.reshape(splits, b * n * h), total.reshape(splits, b * n * h))
+    return merged.reshape(b, n, h, c)

@@ -1,0 +1,131 @@
+"""The GPU kernel in Pallas' interpreter against a dense float64 reference, with everything unused poisoned.
+
+The interpreter knows nothing of Triton's types, registers or memory: the compile proofs
+(test_aot.py) are the other half, and on a GPU the same cases run compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.tree_attention import api, gpu
+from pallas_kernels.tree_attention.cases import CASES, SMALL, Case
+
+_TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3}
+
+
+def dense(case: Case, q, pages, table, length, k, v, mask) -> np.ndarray:
+    """The definition: softmax over the prefix that a query sees and its visible tree entries."""
+    q, pages, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, pages, k, v))
+    table, length, mask = np.asarray(table), np.asarray(length), np.asarray(mask)
+    h, c = q.shape[2:]
+    group = h // k.shape[2]
+    out = np.zeros_like(q)
+    for i in range(len(length)):
+        position = np.arange(length[i])
+        prefix = pages[table[i, position // case.page], :, position % case.page]  # [L, G, 2C]
+        keys = np.repeat(np.concatenate([prefix[..., :c], k[i]]), group, axis=1)
+        values = np.repeat(np.concatenate([prefix[..., c:], v[i]]), group, axis=1)
+        at = length[i] + mask[i].sum(axis=1) - 1
+        seen = position[None, :] > at[:, None] - (case.window or 2**40)
+        seen = np.concatenate([seen, mask[i]], axis=1)
+        s = np.einsum("nhc,lhc->hnl", q[i], keys) * c**-0.5
+        if case.soft_cap is not None:
+            s = case.soft_cap * np.tanh(s / case.soft_cap)
+        s = np.where(seen[None], s, -np.inf)
+        p = np.exp(s - s.max(axis=-1, keepdims=True))
+        out[i] = np.einsum("hnl,lhc->nhc", p / p.sum(axis=-1, keepdims=True), values)
+    return out
+
+
+def run(case: Case, blocks: gpu.Blocks | None, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    args = list(case.draw(seed, poison=True).values())
+    interpret = jax.default_backend() != "gpu"
+    call = jax.jit(lambda *a: gpu.tree_attention(*a, **case.options, blocks=blocks, interpret=interpret))
+    return np.asarray(call(*args).astype(jnp.float32)), dense(case, *args)
+
+
+def error(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_every_small_case(case: Case):
+    blocks = gpu.Blocks(rows=16, keys=16, warps=4, stages=2, programs=0, splits=2)
+    assert error(*run(case, blocks)) < _TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("splits", [1, 3, 7])
+@pytest.mark.parametrize("keys", [16, 32])
+def test_blocks_and_splits_change_nothing(splits: int, keys: int):
+    # 16 keys are a part of a page, 32 are two pages; 7 stretches leave some without a token.
+    case = dataclasses.replace(CASES["small-tree"], page=16, context=70)
+    blocks = gpu.Blocks(rows=32, keys=keys, warps=4, stages=2, programs=0, splits=splits)
+    assert error(*run(case, blocks, seed=splits)) < _TOLERANCE["float32"]
+
+
+def test_blocks_by_device():
+    case = dataclasses.replace(CASES["small-bf16"], batch=2, page=64, context=192)
+    assert error(*run(case, None)) < _TOLERANCE["bfloat16"]
+
+
+def test_several_row_blocks():
+    case = dataclasses.replace(CASES["small-prefill"], nodes=21, prior=3)
+    blocks = gpu.Blocks(rows=16, keys=16, warps=4, stages=2, programs=0, splits=2)
+    assert error(*run(case, blocks)) < _TOLERANCE["float32"]
+
+
+def test_broken_draft_stays_with_those_who_see_it():
+    case = CASES["small-tree"]
+    args = case.draw(0)
+    mask = np.asarray(args["tree_mask"])
+    blind = np.argwhere(~mask[1].any(axis=0) | ~mask[1, -1])[-1, 0]
+    for name in ("tree_k", "tree_v"):
+        args[name] = args[name].at[1, blind].set(jnp.nan)
+    blocks = gpu.Blocks(rows=16, keys=16, warps=4, stages=2, programs=0, splits=1)
+    call = jax.jit(lambda *a: gpu.tree_attention(*a, blocks=blocks, interpret=jax.default_backend() != "gpu"))
+    nan = np.isnan(np.asarray(call(*args.values()))).any(axis=(2, 3))
+    want = np.zeros_like(nan)
+    want[1] = mask[1, :, blind]
+    np.testing.assert_array_equal(nan, want)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(head_dim=68), "multiple of 8 in .16, 256., got 68"),
+        (dict(head_dim=512), "got 512"),
+        (dict(page=24), "power of two of at least 8, got 24"),
+    ],
+)
+def test_refusals_name_the_constraint(change: dict[str, int], message: str):
+    case = dataclasses.replace(CASES["small-bf16"], **change)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda *a: api.tree_attention(*a, implementation="gpu"), *case.shapes().values())
+
+
+def test_mixed_dtypes_are_refused():
+    shapes = CASES["small-bf16"].shapes()
+    shapes["pages"] = jax.ShapeDtypeStruct(shapes["pages"].shape, jnp.float32)
+    with pytest.raises(ValueError, match="share a dtype, got bfloat16, float32"):
+        jax.eval_shape(lambda *a: api.tree_attention(*a, implementation="gpu"), *shapes.values())
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case not in SMALL])
+def test_sizes_fit_every_case(name: str):
+    case = CASES[name]
+    rows = case.nodes * case.heads // case.kv_heads
+    for device in ("NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA B200", "?"):
+        blocks = gpu.blocks_for(case.head_dim, jnp.dtype(case.dtype), rows, device)
+        for size in (blocks.rows, blocks.keys):
+            assert size >= 16 and size & (size - 1) == 0
+        # Double-buffered keys and values must fit the chip's shared memory beside the queries.
+        width = 1 << (case.head_dim - 1).bit_length()
+        used = jnp.dtype(case.dtype).itemsize * width * (2 * blocks.keys * (blocks.stages - 1) + blocks.rows)
+        limit = {"L4": 99, "A1": 163}.get(device[7:9], 227)
+        assert used <= limit * 1024
