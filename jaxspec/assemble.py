@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -19,9 +20,10 @@ from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.checkpointing import eagle3, hf
 from jaxspec.config import DRAFTERS, EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
-from jaxspec.models.layers import Transformer, column_blocks
+from jaxspec.models.layers import Transformer, column_blocks, tensor_parallel
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.runner import Runner
+from jaxspec.runtime.sharding import check_divides, host_memory, tensor_mesh
 from jaxspec.scheduling.scheduler import Scheduler, SchedulerConfig
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
@@ -106,8 +108,15 @@ def resolve_drafter(drafter: str | Path | None, model_dir: Path) -> tuple[str, P
     return ("eagle3" if any("eagle" in a.lower() for a in architectures) else "draft_model"), path
 
 
-def _laid_out(module: Any) -> Any:
-    """The module with its weights as this backend reads them best."""
+def _laid_out(module: Any, shards: int) -> Any:
+    """The module with its weights as this backend and its devices read them best.
+
+    Weights that are split over devices do not go into column blocks, which would have to end where shards do: on a
+    CPU the devices are virtual and share its cores, so tensor parallelism there is a rehearsal, and its speed no aim.
+    """
+    if shards > 1:
+        with host_memory():
+            return tensor_parallel(module, shards)
     return column_blocks(module) if jax.default_backend() == "cpu" else module
 
 
@@ -118,8 +127,13 @@ def build_drafter(
     geo: Geometry,
     speculation: SpeculationConfig,
     dtype: jnp.dtype,
+    shards: int = 1,
 ) -> tuple[Drafter | None, Any]:
     """(drafter, its parameters).
+
+    Args:
+      shards: devices that share the drafter's layers; those parts whose heads or widths it does not divide are
+        computed by every device alike, since a drafter is small and any target may meet any drafter.
 
     Raises:
       ValueError: the checkpoint does not fit the target; names the field and both values.
@@ -131,7 +145,7 @@ def build_drafter(
         return NgramDrafter(cfg.vocab_size, speculation.ngram_min, speculation.ngram_max), ()
     assert directory is not None
     if kind == "eagle3":
-        core: Any = Eagle3Core(_laid_out(eagle3.load_head(directory, target, dtype)))
+        core: Any = Eagle3Core(_laid_out(eagle3.load_head(directory, target, dtype), shards))
     else:
         draft = hf.load_model(directory, dtype)
         if draft.config.vocab_size != cfg.vocab_size:
@@ -139,7 +153,7 @@ def build_drafter(
                 f"draft model {directory}: vocab_size must equal the target's {cfg.vocab_size}, "
                 f"got {draft.config.vocab_size}"
             )
-        core = DraftModelCore(_laid_out(draft))
+        core = DraftModelCore(_laid_out(draft, shards))
     return AutoregressiveDrafter(core, geo), core.params
 
 
@@ -209,11 +223,20 @@ def build_engine(
     model_dir = resolve_model(model)
     kind, directory = resolve_drafter(drafter, model_dir)
     dtype = jnp.dtype(config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-    target = hf.load_model(model_dir, dtype)
+    shards = config.tensor_parallel
+    check_divides(hf.load_config(model_dir), shards)
+    # What is going to be split need not fit any device as a whole.
+    load = host_memory if shards > 1 else contextlib.nullcontext
+    with load():
+        target = hf.load_model(model_dir, dtype)
     text = Tokenizer.from_directory(model_dir) if tokenizer else None
+
+    def drafter_of(geo: Geometry) -> tuple[Drafter | None, Any]:
+        with load():
+            return build_drafter(kind, directory, target, geo, speculation, dtype, shards)
+
     return assemble(
-        target, text, speculation, config, progress=progress,
-        drafter=lambda geo: build_drafter(kind, directory, target, geo, speculation, dtype),
+        target, text, speculation, config, progress=progress, drafter=drafter_of,
         drafts=kind != "none", trees=kind in ("eagle3", "draft_model"),
     )  # fmt: skip
 
@@ -230,6 +253,9 @@ def assemble(
     began = time.perf_counter()
     use_persistent_cache(config.compile_cache)
     model = target.config
+    shards = config.tensor_parallel
+    check_divides(model, shards)
+    mesh = tensor_mesh(shards) if shards > 1 else None
     longest = config.max_seq_len or min(model.max_position_embeddings, _DEFAULT_CONTEXT)
     if longest > model.max_position_embeddings:
         raise ValueError(
@@ -246,6 +272,7 @@ def assemble(
         page_size=config.page_size,
         pages_per_seq=pages_per_seq,
         max_depth=depth,
+        kernels=config.kernels,
     )
     built, params = drafter(geo) if drafts and depth else (None, ())
     widest = max(tier.topk for tier in choice.reachable)
@@ -254,10 +281,10 @@ def assemble(
     chunk = min(config.prefill_chunk, longest)
     sizes = sorted({chunk, *(size for size in (16, 64) if size < chunk)})
     runner = Runner(
-        _laid_out(target), built, params, geo,
+        _laid_out(target, shards), built, params, geo,
         rejection=speculation.verification == "rejection", reachable=choice.reachable,
         prefill_sizes=sizes, eos=eos,
-        variants=tuple(v == "sampled" for v in config.variants), progress=progress,
+        variants=tuple(v == "sampled" for v in config.variants), mesh=mesh, progress=progress,
     )  # fmt: skip
     if cost is None and choice.needs_cost:
         cost = runner.measure()

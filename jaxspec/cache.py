@@ -8,11 +8,18 @@ wraps, and would write the last row).
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxspec.models.base import Attend
-from pallas_kernels.tree_attention.reference import tree_attention
+from pallas_kernels.tree_attention.api import tree_attention
+
+#: The mesh axis of tensor parallelism: pools are split along it over their KV heads, where it divides them.
+TENSOR_AXIS = "tensor"
 
 
 def init_pages(
@@ -20,6 +27,24 @@ def init_pages(
 ) -> jax.Array:
     """An empty pool, [layers * P, G, page, 2C]."""
     return jnp.zeros((num_layers * num_pages, kv_heads, page_size, 2 * head_dim), dtype)
+
+
+def _per_device(
+    fn: Callable[..., jax.Array], kv_heads: int, heads_at: Sequence[int | None], result_at: int
+) -> Callable[..., jax.Array]:
+    """`fn`, run by every device of the ambient mesh on its own heads: XLA cannot split a kernel, and not every scatter.
+
+    Where the mesh does not divide the KV heads, every device computes with all of them.
+
+    Args:
+      heads_at: which axis of each argument holds heads, None for none. result_at: the same of the result.
+    """
+    shards = jax.sharding.get_abstract_mesh().shape.get(TENSOR_AXIS, 1)
+    if shards == 1:
+        return fn
+    name = TENSOR_AXIS if kv_heads % shards == 0 else None
+    spec = lambda at: PartitionSpec() if at is None else PartitionSpec(*[None] * at, name)
+    return jax.shard_map(fn, in_specs=tuple(map(spec, heads_at)), out_specs=spec(result_at), check_vma=False)
 
 
 class TreeKV:
@@ -35,6 +60,7 @@ class TreeKV:
       num_pages: P.
       prior: keys and values [layers, B, T0, G, 2C] of tokens that precede the new ones and
         are not in the pool; they take the first T0 columns of the mask.
+      kernels: the implementation of tree attention (pallas_kernels.dispatch).
     """
 
     def __init__(
@@ -45,9 +71,10 @@ class TreeKV:
         mask_BNT: jax.Array,
         num_pages: int,
         prior: jax.Array | None = None,
+        kernels: str | None = None,
     ):
         self._pages, self._table, self._length, self._mask = pages, table_BM, length_B, mask_BNT
-        self._num_pages, self._prior = num_pages, prior
+        self._num_pages, self._prior, self._kernels = num_pages, prior, kernels
         self._new: dict[int, jax.Array] = {}
         self.attend: Attend = self._attend
 
@@ -57,7 +84,9 @@ class TreeKV:
         if self._prior is not None:
             kv = jnp.concatenate([self._prior[layer], kv], axis=1)
         c = q_BNHC.shape[-1]
-        return tree_attention(
+        attention = functools.partial(tree_attention, implementation=self._kernels)
+        split = _per_device(attention, self._pages.shape[1], (2, 1, None, None, 2, 2, None), 2)
+        return split(
             q_BNHC,
             self._pages,
             self._table + layer * self._num_pages,
@@ -65,7 +94,6 @@ class TreeKV:
             kv[..., :c],
             kv[..., c:],
             self._mask,
-            block_tokens=self._pages.shape[2],
         )
 
     def stacked(self) -> jax.Array:
@@ -95,4 +123,11 @@ def commit(
     index_LBN = page_BN[None] + (jnp.arange(layers, dtype=page_BN.dtype) * num_pages)[:, None, None]
     index_LBN = jnp.where(write[None], index_LBN, layers * num_pages)
     offset_LBN = jnp.broadcast_to((position_BN % page)[None], index_LBN.shape)
-    return pages.at[index_LBN, :, offset_LBN].set(kv_LBNGc.astype(pages.dtype), mode="drop")
+
+    def put(pages: jax.Array, kv_LBNGc: jax.Array, index_LBN: jax.Array, offset_LBN: jax.Array) -> jax.Array:
+        # Heads are indexed, not sliced: for a slice between two indexed axes a TPU transposes the whole pool, and back.
+        head_G = jnp.arange(pages.shape[1])[None, None, None, :]
+        return pages.at[index_LBN[..., None], head_G, offset_LBN[..., None]].set(kv_LBNGc, mode="drop")
+
+    split = _per_device(put, pages.shape[1], (1, 3, None, None), 1)
+    return split(pages, kv_LBNGc.astype(pages.dtype), index_LBN, offset_LBN)

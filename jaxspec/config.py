@@ -156,6 +156,10 @@ class SpeculationConfig:
         return cls(**value)
 
 
+#: Implementations of the kernels, as pallas_kernels.dispatch knows them (not imported: this module knows no device).
+KERNELS = (None, "reference", "tpu", "gpu", "interpret")
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """Sizes of the engine.
@@ -170,6 +174,10 @@ class EngineConfig:
       variants: which rounds to compile. "greedy" serves batches of plain greedy requests faster; "sampled" serves
         every batch. ("sampled",) alone halves the warm-up, ("greedy",) alone refuses requests that sample.
       dtype: "float32", "bfloat16" or None: float32 on CPU, bfloat16 on accelerators.
+      tensor_parallel: devices that share every layer (the first ones of the backend); must divide the target's KV
+        heads, heads, MLP width and vocabulary. The tokens are those of one device, up to rounding.
+      kernels: which implementation of the kernels runs: "tpu", "gpu", "reference" (plain XLA), "interpret" (the TPU
+        kernels interpreted, for tests), or None for the backend's own. A named one runs or fails with the reason.
       seed: base of the seeds of requests that bring none.
       enable_prefix_caching: reuse the pages of equal prompt prefixes.
       compile_cache: True keeps compiled executables in the user's cache directory, a path
@@ -187,6 +195,8 @@ class EngineConfig:
     batch_buckets: tuple[int, ...] | None = None
     variants: tuple[str, ...] = ("greedy", "sampled")
     dtype: str | None = None
+    tensor_parallel: int = 1
+    kernels: str | None = None
     seed: int = 0
     enable_prefix_caching: bool = True
     compile_cache: bool | str | Path = True
@@ -200,6 +210,7 @@ class EngineConfig:
         if self.num_pages is not None:
             _integer(me, "num_pages", self.num_pages, 1)
         _integer(me, "prefill_chunk", self.prefill_chunk, 1)
+        _integer(me, "tensor_parallel", self.tensor_parallel, 1)
         _integer(me, "seed", self.seed, 0, 2**32 - 1)
         if self.batch_buckets is not None:
             sizes = _items(me, "batch_buckets", self.batch_buckets)
@@ -213,6 +224,8 @@ class EngineConfig:
             raise ValueError(f"{me}.enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
         if not isinstance(self.compile_cache, bool | str | Path):
             raise ValueError(f"{me}.compile_cache must be True, False or a path, got {self.compile_cache!r}")
+        if self.kernels not in KERNELS:
+            raise ValueError(f"{me}.kernels must be one of {KERNELS}, got {self.kernels!r}")
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"{me}.dtype must be 'float32', 'bfloat16' or None, got {self.dtype!r}")
 

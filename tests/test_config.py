@@ -66,6 +66,8 @@ def test_speculation_refusals(fields: dict[str, Any], message: str):
         ({"batch_buckets": 5}, r"batch_buckets .*got 5"),
         ({"batch_buckets": (1, 9)}, r"batch_buckets must be an int in \[1, 8\], got 9"),
         ({"batch_buckets": (1, 4)}, r"batch_buckets must end at max_batch_size 8, got \(1, 4\)"),
+        ({"kernels": "cuda"}, r"kernels must be one of \(None, 'reference', 'tpu', 'gpu', 'interpret'\), got 'cuda'"),
+        ({"tensor_parallel": 0}, "tensor_parallel must be .*1.*got 0"),
         ({"variants": ()}, r"variants must hold 'greedy', 'sampled' or both, got \(\)"),
         ({"variants": ("fast",)}, r"variants must hold 'greedy', 'sampled' or both, got \('fast',\)"),
         ({"enable_prefix_caching": "no"}, r"enable_prefix_caching .*got 'no'"),

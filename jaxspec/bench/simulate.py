@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.speculation.drafter import Drafter
-from jaxspec.speculation.sampling import Purpose, SamplingState, uniform_noise
+from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.tier import Tier
+from pallas_kernels.rejection_sampling.noise import Purpose, uniform_noise
 
 
 def rate_for(length: float, depth: int) -> float:
@@ -98,7 +99,7 @@ class SimulatedDrafter:
         row_B = jnp.take(draft[1], rows.slot_B, mode="clip")
         at_BD = rows.length_B[:, None] + jnp.arange(1, tier.depth + 1)[None, :]
         right_BD = texts_RL.at[row_B[:, None], at_BD].get(mode="clip")
-        coin_BD = uniform_noise(row_B.astype(jnp.uint32), at_BD, Purpose.DRAFT)[:, :, 0]
+        coin_BD = uniform_noise(row_B.astype(jnp.uint32), at_BD, Purpose.DRAFT)
         own_BD = tree.tokens_BN[:, 1:]
         wrong_BD = jnp.where(own_BD == right_BD, (right_BD + 1) % self.vocab_size, own_BD)
         drafted_BD = jnp.where(coin_BD < self.rate, right_BD, wrong_BD)

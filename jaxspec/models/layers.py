@@ -69,14 +69,18 @@ def _init(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: jnp.dtype, std: 
     return nnx.Param((jax.random.normal(rngs.params(), shape, jnp.float32) * std).astype(dtype))
 
 
-def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x [..., in] times a kernel [in, out], or one in column blocks [out / w, in, w] (see `column_blocks`)."""
+def product(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    """x [..., in] times a kernel [in, out], or one in column blocks [out / w, in, w] (see `column_blocks`).
+
+    Args:
+      dtype: of the result, where sums shall not be rounded to x's.
+    """
     if kernel.ndim == 2:
-        return x @ kernel
+        return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=dtype)
     blocks, d_in, width = kernel.shape
     rows = x.reshape(-1, d_in)
     spread = jnp.broadcast_to(rows[None], (blocks, *rows.shape))
-    y = jax.lax.dot_general(spread, kernel, (((2,), (1,)), ((0,), (0,))))
+    y = jax.lax.dot_general(spread, kernel, (((2,), (1,)), ((0,), (0,))), preferred_element_type=dtype)
     return y.transpose(1, 0, 2).reshape(*x.shape[:-1], blocks * width)
 
 
@@ -108,10 +112,15 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention around a caller's `attend`; d_in may exceed the residual width (EAGLE-3)."""
+    """Grouped-query attention around a caller's `attend`; d_in may exceed the residual width (EAGLE-3).
+
+    Attributes:
+      shards: groups of columns that qkv is stored in, [q k v] of one shard after the other (see `tensor_parallel`).
+    """
 
     def __init__(self, cfg: ModelConfig, *, d_in: int | None = None, dtype: jnp.dtype, rngs: nnx.Rngs | None):
         d_in = d_in or cfg.hidden_size
+        self.shards = 1
         self.num_heads, self.num_kv_heads, self.head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         width = (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim
         out_std = 0.02 / math.sqrt(2 * max(1, cfg.num_layers))
@@ -124,18 +133,26 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BNE: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend, layer: int) -> jax.Array:
         b, n, _ = x_BNE.shape
-        heads = self.qkv(x_BNE).reshape(b, n, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        q_BNHC, k_BNGC, v_BNGC = jnp.split(heads, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
+        h, g, c, t = self.num_heads, self.num_kv_heads, self.head_dim, self.shards
+        # The barrier holds back a layout that heads would like and the kernel lacks: TPUs copied the kernel into it.
+        groups = jax.lax.optimization_barrier(self.qkv(x_BNE)).reshape(b, n, t, (h + 2 * g) // t, c)
+        q, k, v = jnp.split(groups, [h // t, (h + g) // t], axis=3)
+        q_BNHC, k_BNGC, v_BNGC = q.reshape(b, n, h, c), k.reshape(b, n, g, c), v.reshape(b, n, g, c)
         if self.q_norm is not None and self.k_norm is not None:
             q_BNHC, k_BNGC = self.q_norm(q_BNHC), self.k_norm(k_BNGC)
         out_BNHC = attend(layer, apply_rope(q_BNHC, rope), apply_rope(k_BNGC, rope), v_BNGC)
-        return self.out(out_BNHC.reshape(b, n, self.num_heads * self.head_dim))
+        return self.out(out_BNHC.reshape(b, n, h * c))
 
 
 class MLP(nnx.Module):
-    """SwiGLU with gate and up fused."""
+    """SwiGLU with gate and up fused.
+
+    Attributes:
+      shards: groups of columns that gate_up is stored in, [gate up] of one shard after the other.
+    """
 
     def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        self.shards = 1
         out_std = 0.02 / math.sqrt(2 * max(1, cfg.num_layers))
         self.gate_up = Linear(cfg.hidden_size, 2 * cfg.intermediate_size, bias=cfg.mlp_bias, dtype=dtype, rngs=rngs)
         self.down = Linear(
@@ -143,8 +160,9 @@ class MLP(nnx.Module):
         )
 
     def __call__(self, x_BNE: jax.Array) -> jax.Array:
-        gate, up = jnp.split(self.gate_up(x_BNE), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+        both = self.gate_up(x_BNE)
+        gate, up = jnp.split(both.reshape(*both.shape[:-1], self.shards, -1), 2, axis=-1)
+        return self.down((jax.nn.silu(gate) * up).reshape(*both.shape[:-1], -1))
 
 
 class DecoderLayer(nnx.Module):
@@ -191,10 +209,11 @@ class Transformer(nnx.Module):
         return self.norm(x_BNE), aux_BNA
 
     def logits(self, hidden_BNE: jax.Array) -> jax.Array:
+        # float32 sums as they are: rounded to bfloat16 the best tokens tie, and ties part rounds from plain decoding.
         if self.lm_head is not None:
-            return self.lm_head(hidden_BNE).astype(jnp.float32)
-        out = jax.lax.dot_general(hidden_BNE, self.embedding[...], (((hidden_BNE.ndim - 1,), (1,)), ((), ())))
-        return out.astype(jnp.float32)
+            return product(hidden_BNE, self.lm_head.kernel[...], jnp.dtype(jnp.float32))
+        contract = (((hidden_BNE.ndim - 1,), (1,)), ((), ()))
+        return jax.lax.dot_general(hidden_BNE, self.embedding[...], contract, preferred_element_type=jnp.float32)
 
 
 _Module = TypeVar("_Module", bound=nnx.Module)
@@ -221,6 +240,62 @@ def column_blocks(module: _Module, width: int = 64) -> _Module:
         head = Linear(1, 1, dtype=copy.embedding[...].dtype, rngs=None)
         head.kernel = blocked(copy.embedding[...].T)
         copy.lm_head = nnx.data(head)
+    return copy
+
+
+#: Metadata of a parameter that tensor parallelism splits: along which axis.
+SPLIT = "split_axis"
+
+
+def tensor_parallel(module: _Module, shards: int) -> _Module:
+    """A copy laid out for `shards` devices: fused columns grouped by shard, and each split parameter marked (SPLIT).
+
+    The columns of qkv become [q_0 k_0 v_0 | q_1 k_1 v_1 | ...] and those of gate_up [gate_0 up_0 | ...], so that a
+    device's part of q, k, v, gate and up lies in its own columns and nothing moves between devices inside a layer
+    (Shoeybi et al. 2019, Megatron-LM): qkv and gate_up are split by columns, out and down (and an EAGLE head's fc) by
+    rows, embeddings and lm_head over the vocabulary. Parts whose heads or widths `shards` does not divide stay
+    whole, on every device.
+    """
+    graph, state = nnx.split(module)
+    copy = nnx.merge(graph, state)
+
+    def mark(owner: nnx.Module, name: str, axis: int, widths: Sequence[int] = ()) -> None:
+        param = getattr(owner, name)
+        if param is None:
+            return
+        value = param[...]
+        if value.shape[axis] % shards:
+            return
+        if widths:
+            starts = [sum(widths[:i]) for i in range(1, len(widths))]
+            parts = [x.reshape(*x.shape[:-1], shards, -1) for x in jnp.split(value, starts, axis=-1)]
+            value = jnp.concatenate(parts, axis=-1).reshape(value.shape)
+        marked = nnx.Param(value)
+        marked.set_metadata(SPLIT, axis)
+        setattr(owner, name, marked)
+
+    def columns(linear: Linear, widths: Sequence[int] = ()) -> None:
+        mark(linear, "kernel", 1, widths)
+        mark(linear, "bias", 0, widths)
+
+    for _, node in list(nnx.iter_graph(copy)):
+        if isinstance(node, Attention) and node.num_kv_heads % shards == 0:
+            node.shards = shards
+            query, value = node.num_heads * node.head_dim, node.num_kv_heads * node.head_dim
+            columns(node.qkv, (query, value, value))
+            mark(node.out, "kernel", 0)
+        elif isinstance(node, MLP) and node.down.kernel[...].shape[0] % shards == 0:
+            node.shards = shards
+            width = node.down.kernel[...].shape[0]
+            columns(node.gate_up, (width, width))
+            mark(node.down, "kernel", 0)
+        elif isinstance(node, nnx.Module):
+            for name in ("embedding", "lm_head", "fc"):
+                part = getattr(node, name, None)
+                if isinstance(part, Linear):
+                    columns(part) if name == "lm_head" else mark(part, "kernel", 0)
+                elif isinstance(part, nnx.Param):
+                    mark(node, name, 0)
     return copy
 
 

@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.models.layers import Transformer
 from jaxspec.request import MAX_LOGPROBS, Logprob, Request
 from jaxspec.runtime.compile import Job, SpecRuntimeState, compile_all
+from jaxspec.runtime.sharding import Placement, abstract
 from jaxspec.scheduling.scheduler import DecodeRow, PrefillChunk
 from jaxspec.speculation import round as rounds
 from jaxspec.speculation.drafter import Drafter
@@ -85,44 +87,67 @@ class Runner:
       prefill_sizes: chunk lengths that get an executable, ascending.
       eos: token ids that min_tokens bans besides a request's own stop ids.
       variants: which rounds to compile: False for greedy ones, True for sampled ones (which serve every batch).
+      mesh: devices that share the weights and pools (runtime.sharding); None for the backend's first device alone.
     """
 
     def __init__(
         self, model: Transformer, drafter: Drafter | None, draft_params: Any, geo: Geometry, *,
         rejection: bool, reachable: Mapping[Tier, Sequence[int]], prefill_sizes: Sequence[int],
-        eos: Sequence[int], variants: Sequence[bool] = (False, True), progress: bool,
+        eos: Sequence[int], variants: Sequence[bool] = (False, True), mesh: Mesh | None = None, progress: bool,
     ):  # fmt: skip
         graph, target = nnx.split(model)
         self.config = model.config
         self.geo, self.drafter, self.eos = geo, drafter, tuple(eos)
         self.spec = rounds.RoundSpec(graph, model.config, geo, drafter, rejection)
-        self._target, self._draft_params = target, draft_params
         self._dtype: jnp.dtype = model.embedding[...].dtype
+        self._place = Placement()
+        if mesh is not None:
+            self._place = Placement.of(mesh, target, draft_params, jax.eval_shape(self._empty_state))
+            target = jax.device_put(target, self._place.target)
+            draft_params = jax.device_put(draft_params, self._place.draft_params)
+        self._target, self._draft_params = target, draft_params
         self.prefill_sizes = tuple(prefill_sizes)
         self.reachable = {tier: tuple(buckets) for tier, buckets in reachable.items()}
         self.variants = tuple(sorted(set(variants)))
         self._plans: dict[bytes, jax.Array] = {}
         self._prefilled = False
-        self._zero_bias = jnp.zeros((self.config.vocab_size,), jnp.float32)
+        self._zero_bias = self._put(np.zeros((self.config.vocab_size,), np.float32))
         self.state = self._fresh_state()
         self._compile(progress)
 
-    def _fresh_state(self) -> DecodeState:
+    def _empty_state(self) -> DecodeState:
         draft = () if self.drafter is None else self.drafter.init_state(self.geo)
         return DecodeState.empty(self.config, self.geo, self._dtype, draft)
+
+    def _fresh_state(self) -> DecodeState:
+        if self._place.mesh is None:
+            return self._empty_state()
+        # As a compiled function each device makes its own part; no device ever holds a whole pool.
+        return jax.jit(self._empty_state, out_shardings=self._place.state)()
+
+    def _put(self, x: Any) -> jax.Array:
+        """A host array on the device, or whole on every one."""
+        # device_put, not jnp.asarray: the latter compiles a copy for every new shape.
+        return jax.device_put(x, self._place.replicated)
 
     # Compilation.
 
     def _compile(self, progress: bool) -> None:
-        shape = lambda *s, dtype=jnp.int32: jax.ShapeDtypeStruct(s, dtype)
-        abstract = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-        target, draft, state = abstract(self._target), abstract(self._draft_params), abstract(self.state)
+        place = self._place
+        shape = lambda *s, dtype=jnp.int32: jax.ShapeDtypeStruct(s, dtype, sharding=place.replicated)
+        target = abstract(self._target, place.target)
+        draft = abstract(self._draft_params, place.draft_params)
+        state = abstract(self.state, place.state)
         width = 2 + self.geo.max_new_pages
         jobs: list[Job] = []
 
-        def add(key: Any, fn: Callable[..., Any], donate: int, args: tuple[Any, ...], **static: Any) -> None:
-            jitted = jax.jit(fn, donate_argnums=(donate,), static_argnames=tuple(static))
-            jobs.append(Job(key, lambda: jitted.trace(*args, **static).lower()))
+        def lower(jitted: Any, args: tuple[Any, ...], static: Mapping[str, Any]) -> Any:
+            with place.ambient():
+                return jitted.trace(*args, **static).lower()
+
+        def add(key: Any, fn: Callable[..., Any], donate: int, args: tuple[Any, ...], to: Any, **static: Any) -> None:
+            jitted = jax.jit(fn, donate_argnums=(donate,), static_argnames=tuple(static), out_shardings=to)
+            jobs.append(Job(key, lambda: lower(jitted, args, static)))
 
         vocab = self.config.vocab_size
         widths: set[tuple[int, int, int]] = {(1, 1, 1)}
@@ -132,25 +157,27 @@ class Runner:
                 for sampled in self.variants:
                     fn = rounds.round_fn(self.spec, tier, sampled)
                     params = draft if tier.depth else ()
-                    add(("round", tier, bucket, sampled), fn, 2, (target, params, state, shape(bucket, width)))
+                    args = (target, params, state, shape(bucket, width))
+                    add(("round", tier, bucket, sampled), fn, 2, args, place.round_results(sampled))
         if self.drafter is not None and self.drafter.has_cache and PLAIN in self.reachable:
             catch_up = rounds.catch_up_fn(self.spec)
             for bucket in sorted({b for buckets in self.reachable.values() for b in buckets}):
-                add(("catch_up", bucket), catch_up, 1, (draft, state, shape(bucket, width)))
+                add(("catch_up", bucket), catch_up, 1, (draft, state, shape(bucket, width)), place.state)
         prefill = rounds.prefill_fn(self.spec)
         for size in self.prefill_sizes:
-            add(("prefill", size), prefill, 2, (target, draft, state, shape(3)), size=size)
+            add(("prefill", size), prefill, 2, (target, draft, state, shape(3)), place.round_results(True), size=size)
         f32 = jnp.float32
         admit_args = (
             state, shape(7 + MAX_STOP_IDS), shape(6, dtype=f32), shape(self.geo.pages_per_seq),
             shape(self.geo.tokens_per_seq), shape(vocab, dtype=f32),
         )  # fmt: skip
-        add(("admit",), rounds.admit_fn(self.spec), 0, admit_args)
+        add(("admit",), rounds.admit_fn(self.spec), 0, admit_args, place.state)
         self._logprobs_k = min(MAX_LOGPROBS, vocab)
-        logprobs = jax.jit(rounds.logprobs_fn(self._logprobs_k))
+        logprobs = jax.jit(rounds.logprobs_fn(self._logprobs_k), out_shardings=place.replicated)
         for b, n, d in sorted(widths):
-            args = (shape(b, n, vocab, dtype=f32), shape(b, d), shape(b, rounds.HEADER + d))
-            jobs.append(Job(("logprobs", b, n, d), lambda args=args: logprobs.trace(*args).lower()))
+            logits = jax.ShapeDtypeStruct((b, n, vocab), f32, sharding=place.logits)
+            args = (logits, shape(b, d), shape(b, rounds.HEADER + d))
+            jobs.append(Job(("logprobs", b, n, d), lambda args=args: lower(logprobs, args, {})))
 
         # The dearest first, so that no thread ends with a long one alone.
         jobs.sort(key=lambda job: job.key[0] == "round" and -job.key[1].depth)
@@ -175,8 +202,8 @@ class Runner:
         geo = self.geo
         context = max(0, min(context, geo.tokens_per_seq - 2 * (geo.max_depth + 1)))
         pages = np.arange(geo.slots * geo.pages_per_seq, dtype=np.int32).reshape(geo.slots, -1) % geo.num_pages
-        length = lambda: jnp.full((geo.slots,), context, jnp.int32)
-        self.state = dataclasses.replace(self.state, table_SM=jnp.asarray(pages), length_S=length())
+        length = lambda: self._put(np.full((geo.slots,), context, np.int32))
+        self.state = dataclasses.replace(self.state, table_SM=self._put(pages), length_S=length())
         samples: dict[tuple[Tier, int], list[float]] = {}
         pairs = [(tier, bucket) for tier, buckets in self.reachable.items() for bucket in buckets]
         for repeat in range(repeats + 1):
@@ -185,13 +212,30 @@ class Runner:
                 self.state = dataclasses.replace(self.state, length_S=length())
                 jax.block_until_ready(self.state)
                 began = time.perf_counter()
-                executable = self.states[tier].executables[bucket, self.variants[0]]
-                self.state, packed, _ = executable(self._target, self._params_for(tier), self.state, plan)
-                packed.block_until_ready()
+                self.repeat(tier, bucket, plan, 1).block_until_ready()
                 if repeat:
                     samples.setdefault((tier, bucket), []).append(time.perf_counter() - began)
         self.state = self._fresh_state()
         return CostTable({pair: statistics.median(times) for pair, times in samples.items()})
+
+    def repeat(self, tier: Tier, bucket: int, plan: jax.Array, count: int) -> jax.Array:
+        """Dispatches the first variant's round `count` times, for timing; returns the last packed result."""
+        executable = self.states[tier].executables[bucket, self.variants[0]]
+        packed = None
+        for _ in range(count):
+            self.state, packed, _ = executable(self._target, self._params_for(tier), self.state, plan)
+        assert packed is not None
+        return packed
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the target's weights that a step reads: all, but of an input embedding of its own only rows."""
+        total = sum(x.nbytes for x in jax.tree.leaves(self._target))
+        return total - (
+            0
+            if self.config.tie_word_embeddings
+            else self.config.vocab_size * self.config.hidden_size * self._dtype.itemsize
+        )
 
     def _params_for(self, tier: Tier) -> Any:
         # A plain round does not even pay for the drafter's arguments.
@@ -211,14 +255,13 @@ class Runner:
                 plan[i, 1] = first
                 plan[i, 2 : 2 + len(pages)] = pages
                 fresh = True
-        # device_put, not jnp.asarray: the latter compiles a copy for every new shape.
         if fresh:
-            return jax.device_put(plan)
+            return self._put(plan)
         key = plan.tobytes()
         if key not in self._plans:
             if len(self._plans) > 256:
                 self._plans.clear()
-            self._plans[key] = jax.device_put(plan)
+            self._plans[key] = self._put(plan)
         return self._plans[key]
 
     def admit(self, chunk: PrefillChunk) -> None:

@@ -17,18 +17,13 @@ from flax import nnx
 from jaxspec.cache import TreeKV, commit
 from jaxspec.models.base import ModelConfig
 from jaxspec.speculation.drafter import Drafter
-from jaxspec.speculation.sampling import (
-    Purpose,
-    SamplingState,
-    adjust_logits,
-    choose,
-    gumbel_noise,
-    top_logprobs,
-)
+from jaxspec.speculation.sampling import SamplingState, adjust_logits, top_logprobs
 from jaxspec.speculation.state import DecodeState, Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
-from jaxspec.speculation.verifier import Verdict, verify_coupled, verify_rejection
-from jaxspec.tier import Tier
+from jaxspec.speculation.verifier import verify
+from jaxspec.tier import PLAIN, Tier
+from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise
+from pallas_kernels.rejection_sampling.reference import Verdict
 
 #: Columns of a packed result before the tokens: how many tokens, and whether the logits were not finite.
 HEADER = 2
@@ -68,17 +63,6 @@ def _grow_tables(state: DecodeState, plan_BX: jax.Array) -> DecodeState:
     return dataclasses.replace(state, table_SM=table)
 
 
-def _choose_greedy(logits_BNV: jax.Array) -> jax.Array:
-    return jnp.argmax(logits_BNV, axis=-1).astype(jnp.int32)
-
-
-def _not_finite(logits_BNV: jax.Array, path_BD: jax.Array, num_accepted_B: jax.Array) -> jax.Array:
-    """Whether any node that the round emits a token from has a NaN or no finite maximum, [B]."""
-    bad_BN = ~jnp.isfinite(logits_BNV.max(axis=-1)) | jnp.isnan(logits_BNV.min(axis=-1))
-    bad_BD = jnp.take_along_axis(bad_BN, path_BD, axis=1)
-    return jnp.any(bad_BD & (jnp.arange(path_BD.shape[1])[None, :] <= num_accepted_B[:, None]), axis=1)
-
-
 def round_fn(
     spec: RoundSpec, tier: Tier, sampled: bool
 ) -> Callable[..., tuple[DecodeState, jax.Array, tuple[jax.Array, jax.Array] | None]]:
@@ -114,27 +98,19 @@ def round_fn(
                 draft_params, draft_state, rows, state.tokens_SL, tier, sampling, shared, sample
             )
 
-        kv = TreeKV(state.pages, rows.table_BM, rows.length_B, tree.ancestors_BNN, geo.num_pages)
+        kv = TreeKV(state.pages, rows.table_BM, rows.length_B, tree.ancestors_BNN, geo.num_pages, kernels=geo.kernels)
         hidden, aux = model(tree.tokens_BN, rows.length_B[:, None] + tree.depths_BN, kv.attend, spec.aux_layers)
         logits = model.logits(hidden)
 
-        if sampling is None:
-            choice = _choose_greedy(logits)
-            verdict = verify_coupled(tree, choice, depth, chain=tier.is_chain)
-        else:
-            assert noise is not None
+        adjusted = logits
+        if sampling is not None:
             position_BN = rows.length_B[:, None] + 1 + tree.depths_BN
             adjusted = adjust_logits(logits, sampling, position_BN, tree.tokens_BN, tree.ancestors_BNN)
-            at_node = noise if tier.is_chain else jnp.take_along_axis(noise, tree.depths_BN[:, :, None], axis=1)
-            choice = choose(adjusted, sampling, at_node)
-            if tree.draft_probs_BDV is None:
-                verdict = verify_coupled(tree, choice, depth, chain=tier.is_chain)
-            else:
-                verdict = verify_rejection(tree, adjusted, choice, sampling, rows.length_B + 1)
+        verdict = verify(tree, adjusted, sampling, rows.length_B + 1, tier, noise_BDV=noise, kernels=geo.kernels)
 
         state = dataclasses.replace(state, draft=draft_state)
         state, emitted = _commit_round(spec, tier, state, rows, tree, verdict, kv.stacked(), aux, sampled)
-        bad = _not_finite(logits, verdict.path_BD, verdict.num_accepted_B).astype(jnp.int32)
+        bad = 1 - verdict.finite_B.astype(jnp.int32)
         packed = jnp.concatenate([(verdict.num_accepted_B + 1)[:, None], bad[:, None], emitted], axis=1)
         return state, packed, (logits, verdict.path_BD) if sampled else None
 
@@ -192,7 +168,7 @@ def prefill_fn(spec: RoundSpec) -> Callable[..., tuple[DecodeState, jax.Array, t
         real = jnp.arange(size)[None, :] < count_B[:, None]
         tokens = rows.tokens_at(state.tokens_SL, index)
         causal = jnp.tril(jnp.ones((size, size), bool))[None]
-        kv = TreeKV(state.pages, rows.table_BM, rows.length_B, causal, geo.num_pages)
+        kv = TreeKV(state.pages, rows.table_BM, rows.length_B, causal, geo.num_pages, kernels=geo.kernels)
         hidden, aux = model(tokens, index, kv.attend, spec.aux_layers)
         draft = state.draft
         if drafter is not None:
@@ -202,10 +178,10 @@ def prefill_fn(spec: RoundSpec) -> Callable[..., tuple[DecodeState, jax.Array, t
         logits = model.logits(final)
         sampling = state.sampling.rows(rows.slot_B)
         position = (rows.length_B + count_B)[:, None]
-        root = jnp.zeros((1, 1), jnp.int32)
-        adjusted = adjust_logits(logits, sampling, position, root, jnp.ones((1, 1, 1), bool))
-        noise = gumbel_noise(sampling.seed_S, position, spec.config.vocab_size, Purpose.TARGET)
-        token = choose(adjusted, sampling, noise)
+        root = DraftTree.chain(jnp.zeros((1, 1), jnp.int32))
+        adjusted = adjust_logits(logits, sampling, position, root.tokens_BN, root.ancestors_BNN)
+        verdict = verify(root, adjusted, sampling, position[:, 0], PLAIN, kernels=geo.kernels)
+        token = verdict.next_token_B[:, None]
         new_kv, ready_B = kv.stacked(), token[:, 0] >= 0
         pages = commit(state.pages, new_kv, rows.table_BM, index, real, geo.num_pages, ready_B=ready_B)
         into = jnp.where(last_B[:, None], slot_B[:, None], geo.slots)
@@ -219,8 +195,7 @@ def prefill_fn(spec: RoundSpec) -> Callable[..., tuple[DecodeState, jax.Array, t
                 state.sampling, counts_SV=state.sampling.counts_SV.at[into, token].add(1, mode="drop")
             ),
         )
-        zero = jnp.zeros((1,), jnp.int32)
-        bad = _not_finite(logits, zero[:, None], zero).astype(jnp.int32)
+        bad = 1 - verdict.finite_B.astype(jnp.int32)
         packed = jnp.concatenate([jnp.ones((1, 1), jnp.int32), bad[:, None], token], axis=1)
         return state, packed, (logits, jnp.zeros((1, 1), jnp.int32))
 

@@ -1,35 +1,21 @@
-"""From target logits to tokens: one documented order, the same for every node and for plain decoding.
+"""What sampling parameters do to logits before a token is drawn from them, the same at every node.
 
 Order (vLLM's): raw logits -> logit bias and the ban on stop tokens before min_tokens ->
-repetition, frequency and presence penalties -> greedy rows take the argmax here ->
-temperature -> min-p -> top-k -> top-p -> Gumbel-max with the request's own noise.
-
-Noise is threefry under the key (request seed, absolute position), with the vocabulary
-index and the purpose as counter: independent of batch, slot, bucket, tier, drafter and
-shard. Filters are thresholds found by bisection, never a sort;
-tokens that tie with the threshold are all kept.
+repetition, frequency and presence penalties (all here) -> greedy rows take the argmax ->
+temperature -> min-p -> top-k -> top-p -> Gumbel-max with the request's own noise (all in
+pallas_kernels.rejection_sampling).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from enum import IntEnum
 
 import jax
 import jax.numpy as jnp
 
-NEG_INF = -1e30
+from pallas_kernels.rejection_sampling.reference import NEG_INF, SamplingRows
+
 MAX_STOP_IDS = 40  # 32 of a request and the checkpoint's own ends
-
-
-class Purpose(IntEnum):
-    """What a draw is for; each purpose has its own stream at every position."""
-
-    TARGET = 0
-    DRAFT = 1
-    ACCEPT = 2
-    RESIDUAL = 3
 
 
 @jax.tree_util.register_dataclass
@@ -82,41 +68,10 @@ class SamplingState:
         """The batch's rows; a padding slot (S) reads the last one, and is ignored by the caller."""
         return jax.tree.map(lambda x: jnp.take(x, slot_B, axis=0, mode="clip"), self)
 
-
-def threefry2x32(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al. 2011), uint32 arrays of one shape.
-
-    Written out instead of jax.random's, whose key handling compiles to a loop a draw on CPUs;
-    kernels can repeat it word for word.
-    """
-    rotations = ((13, 15, 26, 6), (17, 29, 16, 24))
-    keys = (key0, key1, key0 ^ key1 ^ jnp.uint32(0x1BD11BDA))
-    x0, x1 = x0 + keys[0], x1 + keys[1]
-    for i in range(5):
-        for r in rotations[i % 2]:
-            x0 = x0 + x1
-            x1 = ((x1 << jnp.uint32(r)) | (x1 >> jnp.uint32(32 - r))) ^ x0
-        x0, x1 = x0 + keys[(i + 1) % 3], x1 + keys[(i + 2) % 3] + jnp.uint32(i + 1)
-    return x0, x1
-
-
-def uniform_noise(seed_B: jax.Array, position_BN: jax.Array, purpose: Purpose, width: int = 1) -> jax.Array:
-    """Uniform noise in (0, 1), never 0 or 1, [B, N, width] float32: counter v under key (seed, position)."""
-    shape = (*position_BN.shape, width)
-    spread = lambda x: jnp.broadcast_to(x.astype(jnp.uint32), shape)
-    bits, _ = threefry2x32(
-        spread(seed_B[:, None, None]),
-        spread(position_BN[:, :, None]),
-        spread(jnp.arange(width, dtype=jnp.uint32)[None, None, :]),
-        jnp.full(shape, int(purpose), jnp.uint32),
-    )
-    mantissa = jax.lax.bitcast_convert_type((bits >> jnp.uint32(9)) | jnp.uint32(0x3F800000), jnp.float32)
-    return (mantissa - 1.0) + jnp.float32(2.0**-24)
-
-
-def gumbel_noise(seed_B: jax.Array, position_BN: jax.Array, vocab_size: int, purpose: Purpose) -> jax.Array:
-    """Gumbel noise for the token at each absolute position, [B, N, V] float32."""
-    return -jnp.log(-jnp.log(uniform_noise(seed_B, position_BN, purpose, vocab_size)))
+    @property
+    def draws(self) -> SamplingRows:
+        """What a draw from adjusted logits depends on."""
+        return SamplingRows(self.temperature_S, self.top_k_S, self.top_p_S, self.min_p_S, self.seed_S)
 
 
 def adjust_logits(
@@ -158,64 +113,6 @@ def adjust_logits(
     raw_BNM = jnp.take_along_axis(logits, jnp.minimum(token_BNM, v - 1), axis=2)
     value_BNM = penalise(raw_BNM, count_BNM, count_BNM > 0, (1, 1))
     return base.at[bi, ni, token_BNM].set(value_BNM, mode="drop")
-
-
-def _sortable(x: jax.Array) -> jax.Array:
-    """float32 as int32 keys of the same order."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
-
-
-def _largest_key(test: Callable[[jax.Array], jax.Array], low: jax.Array, high: jax.Array) -> jax.Array:
-    """Largest key in [low, high] for which the monotone `test` holds (it holds at low), by bisection."""
-
-    def body(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        lo, hi = carry
-        # Overflow-free upper middle of two int32.
-        mid = (lo >> 1) + (hi >> 1) + ((lo | hi) & 1)
-        ok = test(mid)
-        return jnp.where(ok, mid, lo), jnp.where(ok, hi, mid - 1)
-
-    lo, _ = jax.lax.while_loop(lambda c: jnp.any(c[0] < c[1]), body, (low, high))
-    return lo
-
-
-def filter_logits(logits_BNV: jax.Array, rows: SamplingState) -> jax.Array:
-    """Tempered logits with everything outside min-p, top-k and top-p at NEG_INF, [B, N, V].
-
-    Greedy rows (temperature 0) come back untempered and unfiltered.
-    """
-    v = logits_BNV.shape[-1]
-    greedy = rows.temperature_S == 0
-    temperature = jnp.where(greedy, 1.0, rows.temperature_S)[:, None, None]
-    x_BNV = logits_BNV / temperature
-
-    def filtered(x_BNV: jax.Array) -> jax.Array:
-        k = jnp.where(greedy | (rows.top_k_S <= 0), v, jnp.minimum(rows.top_k_S, v))[:, None]
-        p = jnp.where(greedy, 1.0, rows.top_p_S)[:, None]
-        min_p = jnp.where(greedy, 0.0, rows.min_p_S)[:, None, None]
-        top = x_BNV.max(axis=-1, keepdims=True)
-        x_BNV = jnp.where(x_BNV - top < jnp.log(jnp.maximum(min_p, 1e-37)), NEG_INF, x_BNV)
-        key_BNV = _sortable(x_BNV)
-        high, low = key_BNV.max(axis=-1), key_BNV.min(axis=-1)
-        enough = lambda t: (key_BNV >= t[:, :, None]).sum(axis=-1) >= k
-        kth = _largest_key(enough, jnp.where(k >= v, high, low), high)
-        x_BNV = jnp.where((key_BNV < kth[:, :, None]) & (k < v)[:, :, None], NEG_INF, x_BNV)
-        weight = jnp.exp(x_BNV - top)
-        need = p * weight.sum(axis=-1)
-        mass = lambda t: jnp.where(key_BNV >= t[:, :, None], weight, 0.0).sum(axis=-1) >= need
-        cut = _largest_key(mass, jnp.where(p >= 1.0, high, low), high)
-        return jnp.where((key_BNV < cut[:, :, None]) & (p < 1.0)[:, :, None], NEG_INF, x_BNV)
-
-    any_filter = jnp.any((rows.top_k_S > 0) | (rows.top_p_S < 1.0) | (rows.min_p_S > 0.0))
-    return jax.lax.cond(any_filter, filtered, lambda x: x, x_BNV)
-
-
-def choose(adjusted_BNV: jax.Array, rows: SamplingState, noise_BNV: jax.Array) -> jax.Array:
-    """The target's own token at every node, [B, N] int32: argmax, or Gumbel-max with the row's noise."""
-    greedy = (rows.temperature_S == 0)[:, None, None]
-    perturbed = filter_logits(adjusted_BNV, rows) + noise_BNV
-    return jnp.argmax(jnp.where(greedy, adjusted_BNV, perturbed), axis=-1).astype(jnp.int32)
 
 
 def top_logprobs(

@@ -25,6 +25,7 @@ class Geometry:
       slots: device rows (max_batch_size).
       num_pages: pages a layer. page_size: tokens a page. pages_per_seq: entries of a row's table.
       max_depth: deepest tier that can run.
+      kernels: the implementation of the kernels that read the state; None: the backend's own.
       tokens_per_seq: length of a row's token buffer.
     """
 
@@ -33,6 +34,7 @@ class Geometry:
     page_size: int
     pages_per_seq: int
     max_depth: int
+    kernels: str | None = None
 
     @property
     def tokens_per_seq(self) -> int:

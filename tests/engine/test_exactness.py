@@ -13,8 +13,8 @@ from flax import nnx
 
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.request import FinishReason, SamplingParams
-from jaxspec.speculation.sampling import Purpose, gumbel_noise
 from jaxspec.tier import PLAIN
+from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise
 
 DRAFTERS = ["ngram", "draft_model", "eagle3"]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jaxspec.speculation.drafters.ngram import NgramDrafter
-from jaxspec.speculation.sampling import Purpose, gumbel_noise
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree, ancestors
-from jaxspec.speculation.verifier import verify_coupled
+from jaxspec.speculation.verifier import verify
 from jaxspec.tier import Tier
+from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise
 
 V = 7
 SLOTS = 12
@@ -149,9 +149,10 @@ def test_coupled_verification_walks_the_tree(chain: bool):
         *(jnp.asarray(x, jnp.int32) for x in (tokens, parents, lineage.sum(axis=2) - 1)), jnp.asarray(lineage)
     )
     choice = rng.integers(0, 4, (b, n)).astype(np.int32)
-    verdict = jax.jit(verify_coupled, static_argnums=2, static_argnames="chain")(
-        tree, jnp.asarray(choice), depth, chain=chain
-    )
+    tier = Tier(depth) if chain else Tier(depth, 2, n)
+    logits = jax.nn.one_hot(choice, V + 4)
+    verdict = jax.jit(lambda tree, logits: verify(tree, logits, None, jnp.ones((b,), jnp.int32), tier))(tree, logits)
+    assert verdict.finite_B.all()
     accepted = np.asarray(verdict.num_accepted_B)
     assert accepted.max() >= 4
     for row in range(b):

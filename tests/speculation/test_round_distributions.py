@@ -84,7 +84,8 @@ def check_blocks(tokens: np.ndarray, target: np.ndarray, exact_joint: Callable[.
         counts = np.zeros(exact.shape)
         np.add.at(counts, tuple(block.T), 1)
         noise = np.sqrt(exact * (1 - exact) * 2 / np.pi / EACH).sum() / 2  # expected total variation of a fair sample
-        assert 0.5 * np.abs(counts / EACH - exact).sum() < 1.35 * noise + 0.002, (filters, adjust)
+        # A fair sample's total variation has a standard deviation of about a fifth of its mean.
+        assert 0.5 * np.abs(counts / EACH - exact).sum() < 2.2 * noise + 0.002, (filters, adjust)
 
 
 def test_plain_decoding_has_the_documented_distribution(

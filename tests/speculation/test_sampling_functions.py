@@ -11,21 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.speculation.sampling import (
-    NEG_INF,
-    Purpose,
-    SamplingState,
-    adjust_logits,
-    choose,
-    filter_logits,
-    gumbel_noise,
-    threefry2x32,
-    top_logprobs,
-    uniform_noise,
-)
+from jaxspec.speculation.sampling import SamplingState, adjust_logits, top_logprobs
+from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise
+from pallas_kernels.rejection_sampling.reference import NEG_INF, choose, filter_logits
 
 V = 13
-_filter, _choose, _adjust = jax.jit(filter_logits), jax.jit(choose), jax.jit(adjust_logits)
+_filter = jax.jit(lambda x, rows: filter_logits(x, *rows.draws[:4]))
+_choose = jax.jit(lambda x, rows, noise: choose(x, rows.draws, noise))
+_adjust = jax.jit(adjust_logits)
 _gumbel = jax.jit(gumbel_noise, static_argnums=(2, 3))
 
 
@@ -58,49 +51,6 @@ def kept_tokens(logits: np.ndarray, temperature: float, top_k: int, top_p: float
                 break
         x = np.where(p >= threshold, x, -np.inf)
     return set(np.flatnonzero(np.isfinite(x)))
-
-
-@pytest.mark.parametrize(
-    ("key", "counter", "result"),
-    [  # Random123's known answers for threefry2x32, 20 rounds
-        ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
-        ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x1CB996FC, 0xBB002BE7)),
-        ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
-    ],
-)
-def test_threefry_known_answers(key: tuple[int, int], counter: tuple[int, int], result: tuple[int, int]):
-    out = threefry2x32(*(jnp.asarray([x], jnp.uint32) for x in (*key, *counter)))
-    assert tuple(int(x[0]) for x in out) == result
-
-
-def test_uniform_noise_is_open_and_flat():
-    seeds = jnp.arange(3000, dtype=jnp.uint32)
-    u = (
-        np.asarray(uniform_noise(seeds, jnp.zeros((3000, 1), jnp.int32), Purpose.TARGET, 100))
-        .ravel()
-        .astype(np.float64)
-    )
-    assert u.min() > 0 and u.max() < 1
-    counts, _ = np.histogram(u, bins=50, range=(0, 1))
-    expected = len(u) / 50
-    assert ((counts - expected) ** 2 / expected).sum() < 95  # chi-square, 49 degrees, p = 1e-4
-    pairs = u.reshape(3000, 100)
-    assert abs(np.corrcoef(pairs[:, 0], pairs[:, 1])[0, 1]) < 0.07
-
-
-def test_noise_belongs_to_seed_position_and_purpose():
-    """Not to the row, the batch, the node or the width."""
-    seed, position = jnp.asarray([7, 9], jnp.uint32), jnp.asarray([[3, 4, 5], [4, 5, 6]])
-    noise = np.asarray(_gumbel(seed, position, V, Purpose.TARGET))
-    swapped = np.asarray(_gumbel(seed[::-1], position[::-1, 1:], V, Purpose.TARGET))
-    np.testing.assert_array_equal(swapped[1], noise[0, 1:])
-    wide = np.asarray(_gumbel(seed, position, 2 * V, Purpose.TARGET))
-    np.testing.assert_array_equal(wide[:, :, :V], noise)
-    every = [np.asarray(_gumbel(seed, position, V, purpose)) for purpose in Purpose]
-    every += [np.asarray(_gumbel(seed + jnp.uint32(1), position, V, Purpose.TARGET))]
-    every += [np.asarray(_gumbel(seed, position + 10, V, Purpose.TARGET))]
-    for a, b in itertools.combinations(every, 2):
-        assert not np.isclose(a, b).any()
 
 
 GRID = list(itertools.product((0.3, 1.0, 2.5), (0, 1, 4, 12, 13, 50), (1.0, 0.9, 0.5, 1e-6), (0.0, 0.05, 0.4, 1.0)))

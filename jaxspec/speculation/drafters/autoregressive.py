@@ -23,10 +23,12 @@ import jax.numpy as jnp
 
 from jaxspec.cache import TreeKV, commit, init_pages
 from jaxspec.models.base import Attend
-from jaxspec.speculation.sampling import NEG_INF, Purpose, SamplingState, filter_logits, gumbel_noise
+from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree, ancestors
 from jaxspec.tier import Tier
+from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise
+from pallas_kernels.rejection_sampling.reference import NEG_INF, filter_logits
 
 #: Committed tokens that `catch_up` can still consume after rounds without drafting.
 CATCH_UP = 64
@@ -166,7 +168,7 @@ class AutoregressiveDrafter:
         real = real_BN & (index_BN >= first_B[:, None]) & rows.valid_B[:, None]
         causal = jnp.tril(jnp.ones((n, n), bool))[None]
         mask = (causal & real[:, None, :]) | jnp.eye(n, dtype=bool)[None]
-        kv = TreeKV(draft.pages, rows.table_BM, length_B, mask, self.geo.num_pages)
+        kv = TreeKV(draft.pages, rows.table_BM, length_B, mask, self.geo.num_pages, kernels=self.geo.kernels)
         hidden = self.core.forward(net, tokens_BN, feature, jnp.maximum(index_BN - self.core.offset, 0), kv.attend)
         place = length_B[:, None] + index_BN - first_B[:, None]
         added = real.sum(axis=1).astype(jnp.int32)
@@ -253,7 +255,9 @@ class AutoregressiveDrafter:
         b, w = tokens_BW.shape
         seen = jnp.broadcast_to(x.window_seen_BR[:, None, :], (b, w, x.window_seen_BR.shape[1]))
         mask = jnp.concatenate([seen, mask_BWT], axis=2)
-        kv = TreeKV(x.cache.pages, x.rows.table_BM, x.entries_B, mask, self.geo.num_pages, prior=x.kv)
+        kv = TreeKV(
+            x.cache.pages, x.rows.table_BM, x.entries_B, mask, self.geo.num_pages, prior=x.kv, kernels=self.geo.kernels
+        )
         position = jnp.broadcast_to((x.rows.length_B + level - self.core.offset)[:, None], (b, w))
         hidden = self.core.forward(x.net, tokens_BW, feature, position, kv.attend)
         x.kv = jnp.concatenate([x.kv, kv.stacked()], axis=2)
@@ -289,7 +293,7 @@ class AutoregressiveDrafter:
         wide = logits[:, 0]
         if table is not None:
             wide = jnp.full((b, v), NEG_INF, jnp.float32).at[:, table].set(wide)
-        kept = filter_logits(wide[:, None], sampling)[:, 0]
+        kept = filter_logits(wide[:, None], *sampling.draws[:4])[:, 0]
         noise = gumbel_noise(sampling.seed_S, (x.rows.length_B + level)[:, None], v, Purpose.DRAFT)[:, 0]
         greedy = (sampling.temperature_S == 0)[:, None]
         token = jnp.argmax(jnp.where(greedy, wide, kept + noise), axis=-1).astype(jnp.int32)
@@ -307,7 +311,9 @@ class AutoregressiveDrafter:
             scores = self._scores(x.net, self.core.logits(x.net, hidden), sampling, noise)
             logprobs = jax.nn.log_softmax(scores, axis=-1)
             # top_k ranks NaN first, and a node so chosen would come without its parents.
-            value, ids = jax.lax.top_k(jnp.where(jnp.isnan(logprobs), NEG_INF, logprobs), k)
+            ranked = jnp.where(jnp.isnan(logprobs), NEG_INF, logprobs)
+            # As a matrix: only there does XLA rank a vocabulary that lies on several devices in parts.
+            value, ids = (y.reshape(b, -1, k) for y in jax.lax.top_k(ranked.reshape(-1, ranked.shape[-1]), k))
             return value, self._to_target(x.net, ids.astype(jnp.int32))
 
         value, ids = children(hidden, 1)  # [B, 1, k]

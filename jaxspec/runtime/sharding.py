@@ -1,0 +1,202 @@
+"""Tensor parallelism: where the arrays of an engine lie on a mesh, and what does not fit one.
+
+Owns the mesh, the shardings of weights and DecodeState, and the abstract arguments with which
+a round compiles for devices that are not there. Layers stay as they are laid out by
+`models.layers.tensor_parallel`; the partitioning itself is XLA's, but for attention, which
+`cache.TreeKV` maps over the heads. Must not know policies or requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxspec.cache import TENSOR_AXIS
+from jaxspec.models import registry
+from jaxspec.models.base import ModelConfig
+from jaxspec.models.layers import SPLIT, tensor_parallel
+from jaxspec.speculation.drafter import Drafter
+from jaxspec.speculation.round import RoundSpec, round_fn
+from jaxspec.speculation.state import DecodeState, Geometry
+from jaxspec.tier import Tier
+
+
+def tensor_mesh(shards: int, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh of one axis over the first `shards` devices; XLA partitions what runs on it.
+
+    Args:
+      devices: by default the backend's; those of a topology description compile for absent hardware.
+
+    Raises:
+      ValueError: more shards than devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    if shards > len(devices):
+        raise ValueError(f"tensor_parallel must be at most the {len(devices)} devices at hand, got {shards}")
+    return Mesh(np.asarray(devices[:shards]), (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def check_divides(cfg: ModelConfig, shards: int) -> None:
+    """Refuses a target whose heads, MLP or vocabulary cannot be split evenly.
+
+    Raises:
+      ValueError: names the first such field and both values.
+    """
+    for name in ("num_kv_heads", "num_heads", "intermediate_size", "vocab_size"):
+        if getattr(cfg, name) % shards:
+            raise ValueError(f"tensor_parallel must divide the target's {name} {getattr(cfg, name)}, got {shards}")
+
+
+@contextlib.contextmanager
+def host_memory() -> Iterator[None]:
+    """Inside, new arrays lie in the host's memory, so that no device has to hold a whole model before it is split."""
+    try:
+        cpu = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # jax_platforms leaves the CPU out: then the model must fit one device while loading
+        yield
+        return
+    with jax.default_device(cpu):
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Shardings of everything that enters or leaves an executable. Without a mesh: the backend's first device.
+
+    Attributes:
+      target, draft_params, state: NamedShardings, in the structure of what they place.
+      logits: of [B, N, V]. replicated: a whole copy on every device.
+    """
+
+    mesh: Mesh | None = None
+    target: Any = None
+    draft_params: Any = None
+    state: Any = None
+    logits: NamedSharding | None = None
+    replicated: NamedSharding | None = None
+
+    @classmethod
+    def of(cls, mesh: Mesh, target: Any, draft_params: Any, state: DecodeState) -> Placement:
+        """The placement of parameters laid out by `tensor_parallel`, or of their shapes.
+
+        Pools are split over their KV heads where the mesh divides them, as `TreeKV` does with the
+        heads of attention; what else a DecodeState holds is small and is replicated.
+        """
+        shards = mesh.shape[TENSOR_AXIS]
+        along = lambda axis: NamedSharding(mesh, PartitionSpec(*[None] * axis, TENSOR_AXIS))
+        whole = NamedSharding(mesh, PartitionSpec())
+        is_param = lambda x: isinstance(x, nnx.Variable)
+
+        def of_param(x: Any) -> Any:
+            axis = x.get_metadata(SPLIT, None) if is_param(x) else None
+            return jax.tree.map(lambda _: whole if axis is None else along(axis), x)
+
+        def of_state(path: Any, x: Any) -> NamedSharding:
+            is_pool = bool(path) and getattr(path[-1], "name", None) == "pages"
+            return along(1) if is_pool and x.shape[1] % shards == 0 else whole
+
+        params = lambda tree: jax.tree.map(of_param, tree, is_leaf=is_param)
+        states = jax.tree_util.tree_map_with_path(of_state, state)
+        return cls(mesh, params(target), params(draft_params), states, along(2), whole)
+
+    def round_results(self, sampled: bool) -> Any:
+        """Shardings of what a round returns; a prefill's are those of a sampled one."""
+        return self.state, self.replicated, (self.logits, self.replicated) if sampled else None
+
+    def ambient(self) -> contextlib.AbstractContextManager[Any]:
+        """What to trace in; it belongs to the thread that traces."""
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+
+def abstract(tree: Any, shardings: Any = None) -> Any:
+    """The shapes of arrays, with the shardings that a compiled executable expects them in."""
+    if shardings is None:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+
+# A whole round of a model that is not there.
+
+
+class _Core(Protocol):
+    params: Any
+
+
+_SomeCore = TypeVar("_SomeCore", bound=_Core)
+
+
+def abstract_core(build: Callable[[], _SomeCore]) -> _SomeCore:
+    """The draft core that `build` makes, with shapes for parameters: nothing is computed or allocated."""
+    cores: list[_SomeCore] = []
+
+    def params() -> Any:
+        cores.append(build())
+        return cores[0].params
+
+    shapes = jax.eval_shape(params)
+    cores[0].params = shapes
+    return cores[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractRound:
+    """A round's function and its arguments as sharded shapes, ready to be lowered.
+
+    Attributes:
+      arguments: of a round: (target, drafter's parameters, DecodeState, plan).
+    """
+
+    spec: RoundSpec
+    placement: Placement
+    arguments: tuple[Any, Any, DecodeState, Any]
+
+    def lower(self, tier: Tier, *, sampled: bool = False, platforms: Sequence[str] | None = None) -> Any:
+        """Traces and lowers the round as the runner does: the state donated, every result's sharding given.
+
+        Args:
+          platforms: to lower for, where the mesh's devices are a topology's and not the backend's.
+        """
+        fn = round_fn(self.spec, tier, sampled)
+        jitted = jax.jit(fn, donate_argnums=2, out_shardings=self.placement.round_results(sampled))
+        target, draft_params, state, plan = self.arguments
+        with self.placement.ambient():
+            traced = jitted.trace(target, draft_params if tier.depth else (), state, plan)
+            return traced.lower(lowering_platforms=None if platforms is None else tuple(platforms))
+
+
+def abstract_round(
+    cfg: ModelConfig, geo: Geometry, mesh: Mesh, bucket: int, *, dtype: jnp.dtype, drafter: Drafter | None = None,
+    draft_params: Any = (), rejection: bool = False,
+) -> AbstractRound:  # fmt: skip
+    """A round at any size, without its weights: for compilers, and for counting bytes.
+
+    Args:
+      bucket: rows of the batch.
+      drafter, draft_params: from an `abstract_core`, laid out by `tensor_parallel`.
+
+    Raises:
+      ValueError: the mesh does not divide the model.
+    """
+    shards = mesh.shape[TENSOR_AXIS]
+    check_divides(cfg, shards)
+    model = nnx.eval_shape(lambda: tensor_parallel(registry.build(cfg, dtype), shards))
+    graph, target = nnx.split(model)
+
+    def empty() -> DecodeState:
+        return DecodeState.empty(cfg, geo, dtype, () if drafter is None else drafter.init_state(geo))
+
+    state = jax.eval_shape(empty)
+    place = Placement.of(mesh, target, draft_params, state)
+    plan = jax.ShapeDtypeStruct((bucket, 2 + geo.max_new_pages), jnp.int32, sharding=place.replicated)
+    arguments = (
+        abstract(target, place.target), abstract(draft_params, place.draft_params), abstract(state, place.state), plan,
+    )  # fmt: skip
+    return AbstractRound(RoundSpec(graph, cfg, geo, drafter, rejection), place, arguments)

@@ -1,0 +1,228 @@
+"""Engines whose layers and pools are split over devices give the tokens of one device, and move activations only.
+
+The devices are virtual ones of the CPU (tests/conftest.py).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxspec import LLM
+from jaxspec.adaptive.cost import CostTable
+from jaxspec.assemble import assemble, build_engine
+from jaxspec.checkpointing import hf
+from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.models import registry
+from jaxspec.models.layers import causal_attention, tensor_parallel
+from jaxspec.models.tiny import tiny_config, tiny_target
+from jaxspec.runtime.sharding import AbstractRound, abstract_core, abstract_round, tensor_mesh
+from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
+from jaxspec.speculation.drafters.cores import DraftModelCore, Eagle3Core
+from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from jaxspec.speculation.state import Geometry
+from jaxspec.tier import PLAIN, Tier
+
+V, EOS, SHARDS = 16, 12, 2
+TIERS = (PLAIN, Tier(2), Tier(2, 2, 5))
+SIZES = dict(
+    max_batch_size=4, max_seq_len=120, page_size=8, prefill_chunk=16, batch_buckets=(4,), variants=("sampled",),
+    compile_cache=False,
+)  # fmt: skip
+
+
+def eagle3_head(**fields: int) -> Eagle3Head:
+    """A random head for the tiny target; by default two devices can split every part of it."""
+    sizes = dict(intermediate_size=24, num_heads=4, num_kv_heads=2, draft_vocab_size=10) | fields
+    config = Eagle3Config(
+        hidden_size=16, target_hidden_size=32, head_dim=8, vocab_size=V, aux_layer_ids=(0, 1, 2), **sizes
+    )
+    head = Eagle3Head(config, rngs=nnx.Rngs(0))
+    for param, scale in ((head.embedding, 1.0), (head.fc.kernel, 0.3), (head.lm_head.kernel, 1.0)):
+        param.set_value(jax.random.normal(jax.random.key(3), param.shape) * scale)
+    head.target_ids.set_value(jnp.arange(16, dtype=jnp.int32)[-config.draft_vocab_size :])
+    return head
+
+
+def build(
+    target: Any, tools: Any, shards: int, head: Eagle3Head | None = None, tiers: tuple[Tier, ...] = (PLAIN,),
+    **speculation: Any,
+) -> Any:  # fmt: skip
+    """An engine without a drafter, or with an EAGLE-3 head."""
+    config = EngineConfig(**SIZES, tensor_parallel=shards)
+    if head is not None and not speculation:
+        speculation = dict(tiers=tiers)
+
+    def make(geo: Geometry) -> Any:
+        core = Eagle3Core(tensor_parallel(head, shards))
+        return AutoregressiveDrafter(core, geo), core.params
+
+    cost = CostTable({(tier, 4): 1e-3 for tier in tiers})
+    with tools.quick_compilation():
+        return assemble(
+            target, None, SpeculationConfig(**(speculation or dict(policy="off"))), config, drafter=make, cost=cost,
+            drafts=head is not None, trees=head is not None, progress=False,
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return tiny_target(0, vocab_size=V, eos_token_ids=(EOS,))
+
+
+def run_tiers(target: Any, tools: Any, shards: int) -> tuple[Any, Any]:
+    """(engine, outputs): chains, trees, plain rounds and what the drafter catches up after them."""
+    engine = build(target, tools, shards, eagle3_head(), TIERS)
+    plain, chain, tree = TIERS
+    engine.use_policy(tools.script(chain, tree, tree, plain, chain, plain))
+    outputs = tools.drive(engine, tools.workload())
+    assert engine.stats.compilations_after_warmup == 0
+    return engine, outputs
+
+
+@pytest.fixture(scope="module")
+def expected(target: Any, tools: Any) -> Any:
+    """What one device gives."""
+    return run_tiers(target, tools, 1)[1]
+
+
+def histograms(outputs: Any) -> list[list[int]]:
+    return [o.metrics.acceptance_histogram for o in outputs]
+
+
+def test_an_eagle_head_on_two_devices(target: Any, tools: Any, expected: Any):
+    """Tokens, log-probabilities and acceptance are those of one device."""
+    engine, outputs = run_tiers(target, tools, SHARDS)
+    tools.same(outputs, expected)
+    assert histograms(outputs) == histograms(expected)
+    assert sum(o.metrics.accepted for o in outputs) > 0
+    state = engine.runner.state
+    for pages in (state.pages, state.draft.pages):
+        assert {s.data.shape[1] for s in pages.addressable_shards} == {1} and len(pages.addressable_shards) == SHARDS
+    assert state.tokens_SL.sharding.is_fully_replicated and state.draft.ring_SRA.sharding.is_fully_replicated
+
+
+def test_a_head_that_two_devices_cannot_split(target: Any, tools: Any, expected: Any):
+    """One KV head, nine draft tokens and an odd MLP: those parts are computed whole, beside a split target."""
+    head = eagle3_head(num_heads=1, num_kv_heads=1, draft_vocab_size=9, intermediate_size=23)
+    outputs = []
+    for shards in (1, SHARDS):
+        engine = build(target, tools, shards, head, depth=2)
+        outputs.append(tools.drive(engine, tools.workload()))
+        tools.same(outputs[-1], expected)
+    assert histograms(outputs[0]) == histograms(outputs[1])
+    state = engine.runner.state
+    assert state.draft.pages.sharding.is_fully_replicated and not state.pages.sharding.is_fully_replicated
+
+
+@pytest.mark.slow
+def test_rejection_verification_on_two_devices(target: Any, tools: Any):
+    """Drafts drawn from a draft vocabulary that is split, and residuals of distributions that are."""
+    runs = []
+    for shards in (1, SHARDS):
+        engine = build(target, tools, shards, eagle3_head(), depth=2, verification="rejection")
+        runs.append(tools.drive(engine, tools.workload()))
+    tools.same(runs[1], runs[0])
+    assert histograms(runs[0]) == histograms(runs[1]) and sum(o.metrics.accepted for o in runs[0]) > 0
+
+
+def test_directories_load_onto_two_devices(tmp_path: Path, target: Any, tools: Any, expected: Any):
+    """From the front: a draft model equal to its target has every greedy draft accepted."""
+    hf.save_model(target, tmp_path / "target", dtype=jnp.float32)
+    hf.save_model(target, tmp_path / "draft", dtype=jnp.float32)
+    config = EngineConfig(**SIZES, tensor_parallel=SHARDS)
+    with tools.quick_compilation():
+        engine = build_engine(tmp_path / "target", "draft_model", {"depth": 3}, config, tokenizer=False, progress=False)
+    work = tools.workload()
+    outputs = tools.drive(engine, work)
+    tools.same(outputs, expected)
+    for output, (_, params) in zip(outputs, work, strict=True):
+        if params.temperature == 0 and params.repetition_penalty == 1 and not params.min_tokens:
+            assert sum(output.metrics.acceptance_histogram[:-1]) <= 1, "but the round that ends the request"
+    kernel = engine.runner._target["layers"][0]["attn"]["qkv"]["kernel"].get_value()
+    assert {s.data.shape for s in kernel.addressable_shards} == {(32, 32)} and kernel.shape == (32, 64)
+
+
+@pytest.mark.parametrize(
+    ("model", "shards", "message"),
+    [
+        (dict(vocab_size=V), 3, r"tensor_parallel must divide the target's num_kv_heads 2, got 3"),
+        (dict(num_kv_heads=4), 2, r"tensor_parallel must divide the target's vocab_size 13, got 2"),
+        (dict(intermediate_size=49), 2, r"tensor_parallel must divide the target's intermediate_size 49, got 2"),
+        (
+            dict(vocab_size=64, intermediate_size=64, num_heads=64, num_kv_heads=64),
+            64,
+            rf"tensor_parallel must be at most the {jax.device_count()} devices at hand, got 64",
+        ),
+    ],
+)
+def test_targets_that_cannot_be_split(model: dict[str, int], shards: int, message: str, tools: Any):
+    with pytest.raises(ValueError, match=message):
+        build(tiny_target(0, **model), tools, shards)
+
+
+def test_refusals_come_before_the_weights(tmp_path: Path):
+    hf.save_model(tiny_target(0), tmp_path, dtype=jnp.float32)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"tensor_parallel must divide the target's vocab_size 13, got 2"):
+        LLM(tmp_path, "ngram", tensor_parallel=2, progress=False)
+    for value in (0, True, "2"):
+        with pytest.raises(ValueError, match=rf"tensor_parallel must be an int of at least 1, got {value!r}"):
+            LLM(tmp_path, tensor_parallel=value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(attention_bias=True, output_bias=True, mlp_bias=True),
+        dict(tie_word_embeddings=True, qk_norm=True, num_kv_heads=4),
+    ],
+)
+def test_the_layout_computes_the_same(fields: dict[str, Any]):
+    """Without any mesh: columns in groups of one shard after the other."""
+    model = tiny_target(3, vocab_size=V, **fields)
+    other = tensor_parallel(model, SHARDS)
+    tokens = jnp.asarray([[1, 5, 15, 0, 7]], jnp.int32)
+    logits = [np.asarray(m.logits(m(tokens, jnp.arange(5)[None], causal_attention)[0])) for m in (model, other)]
+    np.testing.assert_allclose(*logits, atol=2e-5)
+    before, after = model.layers[0].attn.qkv, other.layers[0].attn.qkv
+    assert (model.layers[0].attn.shards, other.layers[0].attn.shards) == (1, SHARDS), "the original stays as it was"
+    assert not np.array_equal(before.kernel[...], after.kernel[...])
+    if before.bias is not None:
+        assert not np.array_equal(before.bias[...], after.bias[...])
+
+
+@pytest.fixture(scope="module")
+def abstract() -> AbstractRound:
+    """A round on two devices, whose pools and kernels are larger than all activations."""
+    cfg = tiny_config(vocab_size=512, hidden_size=128, intermediate_size=256, num_heads=8, num_kv_heads=4, head_dim=16)
+    geo = Geometry(slots=2, num_pages=256, page_size=8, pages_per_seq=8, max_depth=3)
+    mesh = tensor_mesh(SHARDS)
+    draft = tiny_config(vocab_size=512, hidden_size=128, intermediate_size=256, num_layers=1)
+    core = abstract_core(lambda: DraftModelCore(tensor_parallel(registry.build(draft, jnp.float32), SHARDS)))
+    drafter = AutoregressiveDrafter(core, geo)
+    return abstract_round(cfg, geo, mesh, 2, dtype=jnp.dtype(jnp.float32), drafter=drafter, draft_params=core.params)
+
+
+def test_rounds_move_activations_only(abstract: AbstractRound):
+    """Two sums a layer and one an embedding; no weight and no pool travels or is copied, and the state is aliased."""
+    compiled = abstract.lower(Tier(2)).compile()
+    text = compiled.as_text()
+    found = re.findall(r"= (\(?)[a-z]+\d+\[([\d,]*)\].*? (all-[a-z-]+|collective-permute|reduce-scatter)\(", text)
+    assert found and not any(bracket for bracket, _, _ in found)
+    shapes = [(kind, tuple(map(int, filter(None, shape.split(","))))) for _, shape, kind in found]
+    wide = [kind for kind, shape in shapes if 128 in shape]
+    # The target has two layers; the draft model runs its layer over the window, and then for the second token.
+    assert wide == ["all-reduce"] * (2 * 2 + 1 + 2 * (2 + 1)), shapes
+    assert all(np.prod(shape) <= 2 * 4 * 4 for _, shape in shapes if 128 not in shape), shapes
+    state = abstract.arguments[2]
+    pools = [np.prod(x.shape) * 4 // SHARDS for x in (state.pages, state.draft.pages)]
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(pools) and memory.temp_size_in_bytes < min(pools) / 2
