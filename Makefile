@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+AOT := $(VENV)/aot
 
-.PHONY: demo test test-fast lint format bench clean
+.PHONY: demo test test-fast aot lint format bench clean
 
 $(VENV)/.base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -15,14 +16,25 @@ $(VENV)/.test: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
+$(VENV)/.aot: pyproject.toml
+	test -x $(AOT)/bin/python || $(PYTHON) -m venv $(AOT)
+	$(AOT)/bin/python -m pip install --quiet --upgrade pip
+	$(AOT)/bin/python -m pip install --quiet --editable ".[aot]" "pytest>=8.3"
+	touch $@
+
 demo: $(VENV)/.base
 	$(BIN)/python -m jaxspec.generate --demo
 
-test: $(VENV)/.test
+test: $(VENV)/.test $(VENV)/.aot
 	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(AOT)/bin/python -m pytest tests/kernels/test_aot.py -m slow
 
 test-fast: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
+
+# Every kernel and a whole round through the compilers of nine devices that need not be there.
+aot: $(VENV)/.aot
+	$(AOT)/bin/python -m pallas_kernels.aot
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -1,0 +1,135 @@
+"""What the engine adds to `python -m pallas_kernels.aot`: the commit, and whole rounds at a real model's size.
+
+Owns the sizes. The command reaches these functions by name, so the kernels' library knows
+nothing of the engine; they describe programs, and compile nothing themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxspec.cache import TENSOR_AXIS, commit, init_pages
+from jaxspec.models.base import ModelConfig, RopeScaling
+from jaxspec.models.layers import tensor_parallel
+from jaxspec.runtime.sharding import abstract_core, abstract_round
+from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
+from jaxspec.speculation.drafters.cores import Eagle3Core
+from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from jaxspec.speculation.state import Geometry
+from jaxspec.tier import Tier
+from pallas_kernels.aot.programs import Program, lowering
+from pallas_kernels.aot.targets import Target
+
+SHARDS = 4
+BUCKET = 16
+CHAIN = Tier(3)
+DTYPE = jnp.dtype(jnp.bfloat16)
+GEOMETRY = Geometry(slots=BUCKET, num_pages=2048, page_size=64, pages_per_seq=129, max_depth=CHAIN.depth)
+
+#: Llama 3.1 8B and Llama 3.2 1B.
+LLAMA_8B = ModelConfig(
+    family="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32,
+    num_kv_heads=8, head_dim=128, rope_theta=5e5, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 8192),
+    max_position_embeddings=131072,
+)  # fmt: skip
+LLAMA_1B = dataclasses.replace(
+    LLAMA_8B, hidden_size=2048, intermediate_size=8192, num_layers=16, head_dim=64, tie_word_embeddings=True,
+    rope_scaling=RopeScaling("llama3", 32.0, 1.0, 4.0, 8192),
+)  # fmt: skip
+
+
+def _head(cfg: ModelConfig) -> Eagle3Config:
+    """A head as wide as its target, with the draft vocabulary of the published EAGLE-3 heads."""
+    return Eagle3Config(
+        hidden_size=cfg.hidden_size, target_hidden_size=cfg.hidden_size, intermediate_size=cfg.intermediate_size,
+        num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim, vocab_size=cfg.vocab_size,
+        draft_vocab_size=32000, aux_layer_ids=(2, cfg.num_layers // 2, cfg.num_layers - 3), rope_theta=cfg.rope_theta,
+    )  # fmt: skip
+
+
+def _device_bytes(tree: Any) -> int:
+    """Bytes of sharded shapes on one device."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def engine_round(target: Target) -> Iterator[Program]:
+    """Rounds of a batch of 16 with a chain of 3 from an EAGLE-3 head, the state donated: 8B over 4 devices, 1B on one.
+
+    Neither the pool nor the weights may be copied: a round gets less for its intermediate
+    values than one layer's weights take, or one layer's part of the pool; where rows sample,
+    the adjusted logits, the noise and two more of their size besides. Where the vocabulary is
+    split over devices, the walk along the logits is left to XLA (speculation.verifier).
+    """
+    both = ("tree_attention", "rejection_sampling")
+    for size, cfg, shards, kernels in (("8b", LLAMA_8B, SHARDS, both[:1]), ("1b", LLAMA_1B, 1, both)):
+        mesh = target.mesh(shards, TENSOR_AXIS)
+        geo = dataclasses.replace(GEOMETRY, kernels=target.kind)
+        head = _head(cfg)
+        core = abstract_core(lambda head=head, n=shards: Eagle3Core(tensor_parallel(Eagle3Head(head, dtype=DTYPE), n)))
+        described = abstract_round(
+            cfg, geo, mesh, BUCKET, dtype=DTYPE, drafter=AutoregressiveDrafter(core, geo), draft_params=core.params
+        )
+        state = described.arguments[2]
+        projections = cfg.hidden_size * cfg.head_dim * 2 * (cfg.num_heads + cfg.num_kv_heads)
+        weights = (projections + 3 * cfg.hidden_size * cfg.intermediate_size) * DTYPE.itemsize // shards
+        layer = min(weights, _device_bytes(state.pages) // cfg.num_layers)
+        logits = BUCKET * CHAIN.num_nodes * cfg.vocab_size * 4 // shards
+        for sampled in (False, True):
+            yield Program(
+                op="round",
+                name=f"{size}-tp{shards}-b{BUCKET}-chain{CHAIN.depth}-{'sampled' if sampled else 'greedy'}",
+                lower=functools.partial(described.lower, CHAIN, sampled=sampled, platforms=(target.platform,)),
+                max_temp_bytes=layer + (4 * logits if sampled else 0),
+                limit="one layer's weights or pool" + (", logits four times" if sampled else ""),
+                in_place_bytes=_device_bytes(state),
+                kernels=kernels,
+                quick=not sampled,
+            )
+
+
+def kv_commit(target: Target) -> Iterator[Program]:
+    """The scatter of new keys and values into the donated pool of Llama 3.1 8B, on one device and over 4.
+
+    The new tokens may be rearranged and padded on their way; the pool may not move.
+    """
+    cfg, geo = LLAMA_8B, GEOMETRY
+    for shards in (1, SHARDS):
+        mesh = target.mesh(shards, TENSOR_AXIS)
+        split = lambda axis, mesh=mesh: NamedSharding(mesh, PartitionSpec(*[None] * axis, TENSOR_AXIS))
+        # As many bytes on every device: a quarter of the pages where nothing is split.
+        num_pages = geo.num_pages * shards // SHARDS
+        pool = functools.partial(
+            init_pages, cfg.num_layers, num_pages, cfg.num_kv_heads, geo.page_size, cfg.head_dim, DTYPE
+        )
+        empty = jax.eval_shape(pool)
+        pages = jax.ShapeDtypeStruct(empty.shape, empty.dtype, sharding=split(1))
+        for name, rows, tokens in (("chain3", BUCKET, 4), ("tree-path7", BUCKET, 8), ("prefill512", 1, 512)):
+            whole = NamedSharding(mesh, PartitionSpec())
+            make = lambda *shape, dtype=jnp.int32, at=whole: jax.ShapeDtypeStruct(shape, dtype, sharding=at)
+            new = make(cfg.num_layers, rows, tokens, cfg.num_kv_heads, 2 * cfg.head_dim, dtype=DTYPE, at=split(3))
+            arguments = (
+                pages, new, make(rows, geo.pages_per_seq), make(rows, tokens), make(rows, tokens, dtype=jnp.bool_),
+                make(rows, dtype=jnp.bool_),
+            )  # fmt: skip
+            function = lambda pages, new, table, position, write, ready, num_pages=num_pages: commit(
+                pages, new, table, position, write, num_pages, ready_B=ready
+            )
+            yield Program(
+                op="kv_commit",
+                name=f"8b-tp{shards}-b{rows}-{name}",
+                lower=lowering(
+                    function, arguments, target, mesh, donate_argnums=0, out_shardings=pages.sharding
+                ),
+                max_temp_bytes=2 * _device_bytes(new) + (1 << 20),
+                limit="the new tokens, rearranged and padded",
+                in_place_bytes=_device_bytes(pages),
+                quick=name == "chain3",
+            )  # fmt: skip

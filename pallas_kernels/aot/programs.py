@@ -1,0 +1,85 @@
+"""What a program is, which are known, and how one is made of a function and shapes.
+
+A provider is a function from a Target to Programs. Known operations have short names; others
+are named "package.module:function". Names are imported when they are asked for: that is how
+the command reaches the engine's round, without this library importing anything of the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from pallas_kernels.aot.targets import Target
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function, ready to be lowered, and what its executable may take.
+
+    Attributes:
+      op, name: what the table calls it.
+      lower: traces it and lowers it for the target.
+      max_temp_bytes: of a device's memory for intermediate values, and of an array that a TPU brings into its VMEM
+        for a program. limit: what that bound stands for.
+      in_place_bytes: bytes of donated arguments on a device that the results must share.
+      kernels: names of kernels that the executable must hold.
+      refusal: why a kernel does not serve these arguments, or None.
+      quick: whether it is part of the subset that every change is tested with.
+    """
+
+    op: str
+    name: str
+    lower: Callable[[], Any]
+    max_temp_bytes: int
+    limit: str
+    in_place_bytes: int = 0
+    kernels: tuple[str, ...] = ()
+    refusal: str | None = None
+    quick: bool = False
+
+
+Provider = Callable[[Target], Iterable[Program]]
+
+#: The operations that the command knows by a short name.
+PROVIDERS = {
+    "tree_attention": "pallas_kernels.aot.operations:tree_attention",
+    "rejection_sampling": "pallas_kernels.aot.operations:rejection_sampling",
+    "kv_commit": "jaxspec.runtime.aot:kv_commit",
+    "round": "jaxspec.runtime.aot:engine_round",
+}
+
+
+def provider(op: str) -> Provider:
+    """The provider of a known operation, or the one that "package.module:function" names.
+
+    Raises:
+      ValueError: neither.
+    """
+    path = PROVIDERS.get(op, op)
+    module, colon, function = path.partition(":")
+    if not colon:
+        raise ValueError(f"op must be one of {tuple(PROVIDERS)} or 'package.module:function', got {op!r}")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"op {op!r}: {path} cannot be imported: {error}") from error
+
+
+def lowering(
+    function: Callable[..., Any], arguments: Iterable[Any], target: Target, mesh: Mesh, **options: Any
+) -> Callable[[], Any]:
+    """A Program's `lower` for a function of sharded shapes; `options` are jax.jit's."""
+
+    def lower() -> Any:
+        import jax  # see Target.mesh
+
+        with jax.set_mesh(mesh):
+            return jax.jit(function, **options).trace(*arguments).lower(lowering_platforms=(target.platform,))
+
+    return lower
