@@ -226,7 +226,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 flush=True,
             )
     if args.json:
-        conditions = {"device": device, "jax": jax.__version__, "bandwidth": bandwidth, **vars(args)}
+        conditions = {**vars(args), "device": device, "jax": jax.__version__, "bandwidth": bandwidth}
+        del conditions["json"]
         Path(args.json).write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1) + "\n")
     return 0
 

@@ -158,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if args.json:
         conditions = {**vars(args), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+        del conditions["json"]
         Path(args.json).write_text(json.dumps({"conditions": conditions, "layouts": rows}, indent=1) + "\n")
     return 0
 

@@ -177,6 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(row)
     if args.json:
         conditions = {**vars(args), "device": device.device_kind, "jax": jax.__version__}
+        del conditions["json"]
         Path(args.json).write_text(json.dumps({"conditions": conditions, "rounds": rows}, indent=1) + "\n")
     return 0
 

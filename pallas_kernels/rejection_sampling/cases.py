@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -63,7 +64,7 @@ class Case:
     def shapes(self) -> dict[str, Any]:
         """The arguments without values, by name and in order."""
         b, n, v = self.batch, self.nodes, self.vocab
-        vector = lambda dtype: jax.ShapeDtypeStruct((b,), dtype)
+        vector: Callable[[Any], Any] = lambda dtype: jax.ShapeDtypeStruct((b,), dtype)
         nodes = jax.ShapeDtypeStruct((b, n), jnp.int32)
         real = vector(jnp.float32)
         out = {
