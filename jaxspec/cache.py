@@ -22,11 +22,23 @@ from pallas_kernels.tree_attention.api import tree_attention
 TENSOR_AXIS = "tensor"
 
 
+#: Lanes of a TPU's tiles. A pool there is a whole number of them wide: XLA would copy another one for the kernel.
+_LANES = 128
+
+
 def init_pages(
-    num_layers: int, num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: jnp.dtype
-) -> jax.Array:
-    """An empty pool, [layers * P, G, page, 2C]."""
-    return jnp.zeros((num_layers * num_pages, kv_heads, page_size, 2 * head_dim), dtype)
+    num_layers: int, num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: jnp.dtype,
+    kernels: str | None = None,
+) -> jax.Array:  # fmt: skip
+    """An empty pool, [layers * P, G, page, 2C]; for TPU kernels 2C is rounded up to whole tiles of lanes.
+
+    Args:
+      kernels: the implementation that will read it (pallas_kernels.dispatch).
+    """
+    width = 2 * head_dim
+    if kernels == "tpu" or (kernels is None and jax.default_backend() == "tpu"):
+        width = -(-width // _LANES) * _LANES
+    return jnp.zeros((num_layers * num_pages, kv_heads, page_size, width), dtype)
 
 
 def _per_device(
@@ -129,5 +141,7 @@ def commit(
         head_G = jnp.arange(pages.shape[1])[None, None, None, :]
         return pages.at[index_LBN[..., None], head_G, offset_LBN[..., None]].set(kv_LBNGc, mode="drop")
 
+    spare = pages.shape[3] - kv_LBNGc.shape[-1]
+    kv_LBNGc = jnp.pad(kv_LBNGc.astype(pages.dtype), ((0, 0),) * 4 + ((0, spare),))
     split = _per_device(put, pages.shape[1], (1, 3, None, None), 1)
-    return split(pages, kv_LBNGc.astype(pages.dtype), index_LBN, offset_LBN)
+    return split(pages, kv_LBNGc, index_LBN, offset_LBN)

@@ -67,7 +67,8 @@ class Drafter(Protocol):
 
         Args:
           sampling: the rows' parameters, None where every row is plain greedy.
-          noise_BDV: the target's own Gumbel noise at each drafted position (coupled verification).
+          noise_BDV: the target's own Gumbel noise at each drafted position, where the round has it anyway. Sampled
+            rows of coupled verification rank their candidates with it, so a drafter that lacks it draws its part.
           sample: draw from the draft distribution and return it (rejection verification).
         """
         ...

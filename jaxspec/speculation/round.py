@@ -20,7 +20,7 @@ from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.sampling import SamplingState, adjust_logits, top_logprobs
 from jaxspec.speculation.state import DecodeState, Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
-from jaxspec.speculation.verifier import verify
+from jaxspec.speculation.verifier import verifies_in_xla, verify
 from jaxspec.tier import PLAIN, Tier
 from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise
 from pallas_kernels.rejection_sampling.reference import Verdict
@@ -84,7 +84,7 @@ def round_fn(
         vocab = spec.config.vocab_size
         sampling = state.sampling.rows(rows.slot_B) if sampled else None
         noise = None
-        if sampling is not None:
+        if sampling is not None and verifies_in_xla(geo.kernels):
             position_BD = rows.length_B[:, None] + 1 + jnp.arange(depth + 1)[None, :]
             noise = gumbel_noise(sampling.seed_S, position_BD, vocab, Purpose.TARGET)
 

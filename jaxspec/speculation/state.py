@@ -68,7 +68,9 @@ class DecodeState:
     @classmethod
     def empty(cls, cfg: ModelConfig, geo: Geometry, dtype: jnp.dtype, draft: Any) -> DecodeState:
         return cls(
-            pages=init_pages(cfg.num_layers, geo.num_pages, cfg.num_kv_heads, geo.page_size, cfg.head_dim, dtype),
+            pages=init_pages(
+                cfg.num_layers, geo.num_pages, cfg.num_kv_heads, geo.page_size, cfg.head_dim, dtype, geo.kernels
+            ),
             table_SM=jnp.full((geo.slots, geo.pages_per_seq), geo.num_pages, jnp.int32),
             tokens_SL=jnp.zeros((geo.slots, geo.tokens_per_seq), jnp.int32),
             length_S=jnp.zeros((geo.slots,), jnp.int32),

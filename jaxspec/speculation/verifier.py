@@ -23,6 +23,16 @@ from pallas_kernels.rejection_sampling.api import rejection_sampling
 from pallas_kernels.rejection_sampling.reference import SamplingRows, Verdict
 
 
+def _over_a_mesh() -> bool:
+    return jax.sharding.get_abstract_mesh().shape.get(TENSOR_AXIS, 1) > 1
+
+
+def verifies_in_xla(kernels: str | None) -> bool:
+    """Whether the target's noise over the whole vocabulary is made for `verify` anyway, on one device."""
+    reference = jax.default_backend() == "cpu" if kernels is None else kernels == "reference"
+    return reference and not _over_a_mesh()
+
+
 def verify(
     tree: DraftTree, logits_BNV: jax.Array, sampling: SamplingState | None, position_B: jax.Array, tier: Tier, *,
     noise_BDV: jax.Array | None = None, kernels: str | None = None,
@@ -37,7 +47,7 @@ def verify(
       kernels: see pallas_kernels.dispatch. Where the vocabulary is split over a mesh the reference runs in any case:
         XLA partitions it into each device's own part and a merge of (score, token) pairs.
     """
-    if jax.sharding.get_abstract_mesh().shape.get(TENSOR_AXIS, 1) > 1:
+    if _over_a_mesh():
         kernels = "reference"
     if sampling is None:
         zero, one = jnp.zeros(position_B.shape, jnp.float32), jnp.ones(position_B.shape, jnp.float32)

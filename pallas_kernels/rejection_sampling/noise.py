@@ -69,6 +69,19 @@ def uniform_noise(
     return to_uniform(bits)
 
 
+def gumbel_noise_at(seed_B: jax.Array, position_B: jax.Array, token_V: jax.Array, purpose: Purpose) -> jax.Array:
+    """Gumbel noise of some tokens at one absolute position a request, [B, V] float32: entries of `gumbel_noise`."""
+    shape = (*position_B.shape, *token_V.shape)
+    pair_V = (token_V // PAIR) * TILE + token_V % TILE
+    words = threefry2x32(
+        jnp.broadcast_to(seed_B.astype(jnp.uint32)[:, None], shape),
+        jnp.broadcast_to(position_B.astype(jnp.uint32)[:, None], shape),
+        jnp.broadcast_to(pair_V.astype(jnp.uint32)[None, :], shape),
+        jnp.full(shape, int(purpose), jnp.uint32),
+    )
+    return to_gumbel(jnp.where(((token_V // TILE) % 2 == 0)[None, :], *words))
+
+
 def gumbel_noise(
     seed_B: jax.Array, position_BN: jax.Array, vocab_size: int, purpose: Purpose, first: int | jax.Array = 0
 ) -> jax.Array:

@@ -32,8 +32,9 @@ def tree_attention(
 
     Args:
       q_BNHC: queries, rotary embedding applied.
-      pages: [P, G, page, 2C], keys and values side by side, of one layer (or of all layers,
-        with the layer's offset already added to the table).
+      pages: [P, G, page, W], keys and values side by side, of one layer (or of all layers,
+        with the layer's offset already added to the table). W is 2C, or 2C rounded up to whole
+        tiles of 128 lanes, which a TPU needs (XLA would copy another pool for the kernel).
       table_BM: int32 page numbers of each row; entries beyond the length may hold anything.
       length_B: int32 tokens of each prefix.
       tree_k_BTGC, tree_v_BTGC: the tree's keys and values; T may exceed N (earlier levels first).
@@ -83,7 +84,7 @@ def _check(
     expected = {
         "tree_k": (k.shape, (b, k.shape[1], g, c)),
         "tree_v": (v.shape, k.shape),
-        "pages": (pages.shape, (pages.shape[0], g, pages.shape[2], 2 * c)),
+        "pages": (pages.shape, (pages.shape[0], g, pages.shape[2], pages.shape[3])),
         "table": (table.shape, (b, *table.shape[1:2])),
         "length": (length.shape, (b,)),
     }
@@ -92,6 +93,10 @@ def _check(
             raise ValueError(f"{name} must have shape {want} beside q {q.shape}, got {got}")
     if mask.shape not in ((b, n, k.shape[1]), (1, n, k.shape[1])):
         raise ValueError(f"tree_mask must have shape {(b, n, k.shape[1])} or {(1, n, k.shape[1])}, got {mask.shape}")
+    if pages.shape[3] not in (2 * c, -(-2 * c // 128) * 128):
+        raise ValueError(
+            f"pages must be {2 * c} or {-(-2 * c // 128) * 128} wide for heads of {c}, got {pages.shape[3]}"
+        )
     if h % g:
         raise ValueError(f"query heads must be a multiple of the {g} key-value heads, got {h}")
     if window is not None and window < 1:

@@ -37,7 +37,7 @@ def tree_attention(
       block_tokens: prefix tokens a loop iteration reads, rounded to whole pages; one page by default.
     """
     b, n, h, c = q_BNHC.shape
-    num_pages, g, page, _ = pages.shape
+    num_pages, g, page, width = pages.shape
     m, t = table_BM.shape[1], tree_k_BTGC.shape[1]
     rows = n * (h // g)
     factor = c**-0.5 if scale is None else scale
@@ -80,7 +80,7 @@ def tree_attention(
         i, top, total, acc = carry
         ids = jax.lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
         kv = jnp.take(pages, ids, axis=0, mode="clip")  # [B, per_block, G, page, 2C]
-        kv = kv.transpose(0, 2, 1, 3, 4).reshape(b, g, span, 2 * c)
+        kv = kv.transpose(0, 2, 1, 3, 4).reshape(b, g, span, width)
         position = i * span + jnp.arange(span)
         seen_BT = position[None, :] < length_B[:, None]
         seen_BGRT = seen_BT[:, None, None, :]
@@ -91,7 +91,7 @@ def tree_attention(
         keep = jnp.exp(top - new_top)
         p = jnp.where(seen_BGRT, jnp.exp(s - new_top), 0.0)
         # Unused pages may hold anything, NaN included: 0 * NaN must not reach the sum.
-        v = jnp.where(seen_BT[:, None, :, None], kv[..., c:], jnp.zeros((), kv.dtype))
+        v = jnp.where(seen_BT[:, None, :, None], kv[..., c : 2 * c], jnp.zeros((), kv.dtype))
         return i + 1, new_top, total * keep + p.sum(axis=-1, keepdims=True), acc * keep + weighted(p, v)
 
     _, _, total, acc = jax.lax.while_loop(

@@ -21,6 +21,7 @@ from pallas_kernels.rejection_sampling.noise import (
     GUMBEL_MIN,
     Purpose,
     gumbel_noise,
+    gumbel_noise_at,
     threefry2x32,
     to_gumbel,
     to_uniform,
@@ -169,6 +170,14 @@ def test_a_shard_of_the_vocabulary_draws_its_part_of_the_noise(first: int, size:
     np.testing.assert_array_equal(gumbel_noise(seed, position, size, Purpose.TARGET, first), whole)
     traced = jax.jit(lambda first: gumbel_noise(seed, position, size, Purpose.TARGET, first))
     np.testing.assert_array_equal(traced(jnp.int32(first)), whole)
+
+
+def test_noise_of_single_tokens_is_that_of_the_vocabulary():
+    seed, position = jnp.asarray([5, 2**32 - 1], jnp.uint32), jnp.asarray([0, 77], jnp.int32)
+    token = jnp.asarray([0, 127, 128, 255, 256, 383, 384, 700, 999, 3], jnp.int32)
+    whole = gumbel_noise(seed, position[:, None], 1000, Purpose.TARGET)[:, 0]
+    some = gumbel_noise_at(seed, position, token, Purpose.TARGET)
+    np.testing.assert_array_equal(np.asarray(some), np.asarray(whole)[:, np.asarray(token)])
 
 
 def test_noise_streams_differ():

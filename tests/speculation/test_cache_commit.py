@@ -73,12 +73,17 @@ def test_keys_and_values_are_stored_in_the_pools_dtype():
     assert out.dtype == jnp.bfloat16 and float(out[1, 0, 2, 0]) == 1.0 and not out[0].any()
 
 
-def test_attention_over_the_pool_equals_attention_over_new_tokens():
-    """Tokens seen as new ones, then from the pool after their commit: the same result, layer by layer."""
+@pytest.mark.parametrize("kernels", [None, "tpu"])
+def test_attention_over_the_pool_equals_attention_over_new_tokens(kernels: str | None):
+    """Tokens seen as new ones, then from the pool after their commit: the same result, layer by layer.
+
+    A TPU's pool is wider than its keys and values; the reference reads it all the same.
+    """
     rng = np.random.default_rng(3)
     t, heads = 6, 4
     table, tril = jnp.asarray([[4, 1]]), jnp.tril(jnp.ones((t, t), bool))[None]
-    pages = init_pages(LAYERS, PAGES, GROUPS, PAGE, CHANNELS, jnp.dtype(jnp.float32)) + jnp.nan
+    pages = init_pages(LAYERS, PAGES, GROUPS, PAGE, CHANNELS, jnp.dtype(jnp.float32), kernels) + jnp.nan
+    assert pages.shape[3] == (2 * CHANNELS if kernels is None else 128)
     q = [jnp.asarray(rng.normal(size=(1, t, heads, CHANNELS)), jnp.float32) for _ in range(LAYERS)]
     k, v = (jnp.asarray(rng.normal(size=(LAYERS, 1, t, GROUPS, CHANNELS)), jnp.float32) for _ in range(2))
     at_once = TreeKV(pages, table, jnp.asarray([0]), tril, PAGES)

@@ -27,7 +27,7 @@ from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree, ancestors
 from jaxspec.tier import Tier
-from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise
+from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise, gumbel_noise_at
 from pallas_kernels.rejection_sampling.reference import NEG_INF, filter_logits
 
 #: Committed tokens that `catch_up` can still consume after rounds without drafting.
@@ -118,7 +118,13 @@ class AutoregressiveDrafter:
         core = self.core
         return DraftCache(
             pages=init_pages(
-                core.num_layers, geo.num_pages, core.num_kv_heads, geo.page_size, core.head_dim, core.dtype
+                core.num_layers,
+                geo.num_pages,
+                core.num_kv_heads,
+                geo.page_size,
+                core.head_dim,
+                core.dtype,
+                geo.kernels,
             ),
             next_S=jnp.zeros((geo.slots,), jnp.int32),
             length_S=jnp.zeros((geo.slots,), jnp.int32),
@@ -237,13 +243,21 @@ class AutoregressiveDrafter:
         return ids if table is None else jnp.take(table, ids, mode="clip")
 
     def _scores(
-        self, net: Any, logits_BWV: jax.Array, sampling: SamplingState | None, noise_BV: jax.Array | None
-    ) -> jax.Array:
+        self, x: _Expansion, logits_BWV: jax.Array, sampling: SamplingState | None, noise_BDV: jax.Array | None,
+        level: int,
+    ) -> jax.Array:  # fmt: skip
         """Ranking scores: logits, or for sampled rows tempered logits plus the target's own noise."""
-        if sampling is None or noise_BV is None:
+        if sampling is None:
             return logits_BWV
-        table = self.core.target_ids(net)
-        noise = noise_BV if table is None else jnp.take(noise_BV, table, axis=1, mode="clip")
+        table, position_B = self.core.target_ids(x.net), x.rows.length_B + level
+        if noise_BDV is not None:
+            noise = noise_BDV[:, level - 1]
+            noise = noise if table is None else jnp.take(noise, table, axis=1, mode="clip")
+        elif table is None:
+            v = self.core.vocab_size
+            noise = gumbel_noise(sampling.seed_S, position_B[:, None], v, Purpose.TARGET)[:, 0]
+        else:
+            noise = gumbel_noise_at(sampling.seed_S, position_B, table, Purpose.TARGET)
         greedy = (sampling.temperature_S == 0)[:, None, None]
         temperature = jnp.where(greedy, 1.0, sampling.temperature_S[:, None, None])
         return jnp.where(greedy, logits_BWV, logits_BWV / temperature + noise[:, None, :])
@@ -275,8 +289,7 @@ class AutoregressiveDrafter:
                 token, prob_BV = self._draw(x, logits, sampling, level)
                 probs.append(prob_BV)
             else:
-                noise = None if noise_BDV is None else noise_BDV[:, level - 1]
-                best = jnp.argmax(self._scores(x.net, logits, sampling, noise)[:, 0], axis=-1)
+                best = jnp.argmax(self._scores(x, logits, sampling, noise_BDV, level)[:, 0], axis=-1)
                 token = self._to_target(x.net, best.astype(jnp.int32))
             tokens.append(token)
             if level < tier.depth:
@@ -307,8 +320,7 @@ class AutoregressiveDrafter:
         k, b = tier.topk, hidden.shape[0]
 
         def children(hidden: jax.Array, level: int) -> tuple[jax.Array, jax.Array]:
-            noise = None if noise_BDV is None else noise_BDV[:, level - 1]
-            scores = self._scores(x.net, self.core.logits(x.net, hidden), sampling, noise)
+            scores = self._scores(x, self.core.logits(x.net, hidden), sampling, noise_BDV, level)
             logprobs = jax.nn.log_softmax(scores, axis=-1)
             # top_k ranks NaN first, and a node so chosen would come without its parents.
             ranked = jnp.where(jnp.isnan(logprobs), NEG_INF, logprobs)
