@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import re
 import statistics
@@ -75,7 +76,7 @@ def _torch() -> Any:
     if jax.default_backend() != "gpu":
         return None
     try:
-        import torch
+        torch = importlib.import_module("torch")
     except ImportError:
         return None
     return torch if torch.cuda.is_available() else None

@@ -116,8 +116,6 @@ def test_round_and_verifier_know_no_drafter():
 def test_kernels_know_nothing_of_jaxspec():
     for path in sources("pallas_kernels"):
         allowed = {"jax", "numpy", "pallas_kernels"} | set(sys.stdlib_module_names)
-        if path.name == "bench.py":
-            allowed |= {"torch"}  # what it is compared with
         for name in imports(path):
             assert name.split(".")[0] in allowed, f"{path}: {name}"
 
