@@ -177,7 +177,8 @@ class EngineConfig:
       tensor_parallel: devices that share every layer (the first ones of the backend); must divide the target's KV
         heads, heads, MLP width and vocabulary. The tokens are those of one device, up to rounding.
       kernels: which implementation of the kernels runs: "tpu", "gpu", "reference" (plain XLA), "interpret" (the TPU
-        kernels interpreted, for tests), or None for the backend's own. A named one runs or fails with the reason.
+        kernels interpreted, for tests), or None for the backend's own. A named one runs or fails with the reason;
+        but sampling is plain XLA in any case where tensor_parallel splits the vocabulary.
       seed: base of the seeds of requests that bring none.
       enable_prefix_caching: reuse the pages of equal prompt prefixes.
       compile_cache: True keeps compiled executables in the user's cache directory, a path

@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 
 
 @functools.cache
-def _log_once(message: str) -> None:
-    _log.info(message)
+def _log_once(level: int, message: str) -> None:
+    _log.log(level, message)
 
 
 def resolve(op: str, implementation: str | None, refusals: Mapping[str, Callable[[], str | None]]) -> str:
@@ -40,7 +40,9 @@ def resolve(op: str, implementation: str | None, refusals: Mapping[str, Callable
         kernel = _KERNEL_OF_BACKEND.get(jax.default_backend())
         reason = "the backend has no kernel" if kernel is None else refusals[kernel]()
         chosen = "reference" if kernel is None or reason is not None else kernel
-        _log_once(f"{op}: {chosen}" + (f" on {jax.default_backend()}: {reason}" if reason else ""))
+        # Plain XLA on an accelerator is several times slower: whoever gets it by a refusal must be told.
+        level = logging.WARNING if kernel is not None and reason is not None else logging.INFO
+        _log_once(level, f"{op}: {chosen}" + (f" on {jax.default_backend()}: {reason}" if reason else ""))
         return chosen
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")

@@ -231,11 +231,8 @@ class Runner:
     def weight_bytes(self) -> int:
         """Bytes of the target's weights that a step reads: all, but of an input embedding of its own only rows."""
         total = sum(x.nbytes for x in jax.tree.leaves(self._target))
-        return total - (
-            0
-            if self.config.tie_word_embeddings
-            else self.config.vocab_size * self.config.hidden_size * self._dtype.itemsize
-        )
+        embedding = self.config.vocab_size * self.config.hidden_size * self._dtype.itemsize
+        return total if self.config.tie_word_embeddings else total - embedding
 
     def _params_for(self, tier: Tier) -> Any:
         # A plain round does not even pay for the drafter's arguments.
