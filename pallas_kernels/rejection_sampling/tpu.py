@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -229,7 +230,7 @@ def rejection_sampling(
     if plan.drafts:
         assert draft_probs_BXV is not None
         large.append(order(draft_probs_BXV, plan.drafts_first))
-    if not interpret and isinstance(logits_BNV, jax.core.Tracer):
+    if not interpret and isinstance(logits_BNV, Tracer):
         # Rows are fetched as the walk needs them: XLA must not bring all of them into VMEM first, as on tpu7x it would.
         large = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in large]
     block = lambda lanes: pl.BlockSpec((GROUP, lanes), lambda i: (i, 0))
