@@ -27,7 +27,7 @@ from jaxspec.runtime.sharding import check_divides, host_memory, tensor_mesh
 from jaxspec.scheduling.scheduler import Scheduler, SchedulerConfig
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
-from jaxspec.speculation.drafters.cores import DraftModelCore, Eagle3Core
+from jaxspec.speculation.drafters.cores import DraftModelCore, HeadCore
 from jaxspec.speculation.drafters.ngram import NgramDrafter
 from jaxspec.speculation.state import Geometry
 from jaxspec.text.tokenizer import Tokenizer
@@ -145,7 +145,7 @@ def build_drafter(
         return NgramDrafter(cfg.vocab_size, speculation.ngram_min, speculation.ngram_max), ()
     assert directory is not None
     if kind == "eagle3":
-        core: Any = Eagle3Core(_laid_out(eagle3.load_head(directory, target, dtype), shards))
+        core: Any = HeadCore(_laid_out(eagle3.load_head(directory, target, dtype), shards))
     else:
         draft = hf.load_model(directory, dtype)
         if draft.config.vocab_size != cfg.vocab_size:

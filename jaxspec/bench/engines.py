@@ -25,7 +25,7 @@ from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
-from jaxspec.speculation.drafters.cores import Eagle3Core
+from jaxspec.speculation.drafters.cores import HeadCore
 from jaxspec.speculation.state import Geometry
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN as PLAIN_TIER
@@ -89,7 +89,7 @@ class Parts:
             return build_drafter(self.kind, self.head, self.target, geo, speculation, self.dtype)
         assert self.head is not None
         head = eagle3.load_head(self.head, self.small, self.dtype)
-        core = Eagle3Core(grow.grow_head(head, self.small.config, self.size))
+        core = HeadCore(grow.grow_head(head, self.small.config, self.size))
         return AutoregressiveDrafter(core, geo), core.params
 
     def engine(self, longest: int, texts: Sequence[Sequence[int]] | None = None, *, plain: bool = False) -> Engine:

@@ -204,6 +204,7 @@ def grow_target(model: Transformer, size: Size, seed: int = 0) -> Transformer:
     old_of = {place: model.layers[i] for i, place in enumerate(layer_places(cfg.num_layers, size.num_layers))}
     for i, layer in enumerate(out.layers):
         old = old_of.get(i)
+        assert layer.attn_norm is not None
         norm(layer.attn_norm, old and old.attn_norm)
         attention(layer.attn, old and old.attn)
         norm(layer.mlp_norm, old and old.mlp_norm)

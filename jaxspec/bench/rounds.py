@@ -28,7 +28,7 @@ from jaxspec.models.layers import Transformer
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.runner import Runner
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
-from jaxspec.speculation.drafters.cores import Eagle3Core
+from jaxspec.speculation.drafters.cores import HeadCore
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.state import Geometry
 from jaxspec.tier import Tier
@@ -78,7 +78,7 @@ def build(
     )  # fmt: skip
     drafter, params = None, ()
     if depth:
-        core = Eagle3Core(random_weights(nnx.eval_shape(lambda: Eagle3Head(head, dtype=dtype)), 1))
+        core = HeadCore(random_weights(nnx.eval_shape(lambda: Eagle3Head(head, dtype=dtype)), 1))
         drafter, params = AutoregressiveDrafter(core, geo), core.params
     return Runner(
         target, drafter, params, geo, rejection=False, reachable={tier: tuple(batches) for tier in tiers},

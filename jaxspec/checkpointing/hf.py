@@ -94,8 +94,9 @@ def mlp_weights(mlp: MLP, prefix: str) -> Iterator[Weight]:
 
 
 def layer_weights(layer: DecoderLayer, prefix: str) -> Iterator[Weight]:
-    """A pre-norm decoder layer under Llama's names, e.g. with prefix "model.layers.0"."""
-    yield from norm_weights(layer.attn_norm, f"{prefix}.input_layernorm")
+    """A decoder layer under Llama's names, e.g. with prefix "model.layers.0"."""
+    if layer.attn_norm is not None:
+        yield from norm_weights(layer.attn_norm, f"{prefix}.input_layernorm")
     yield from attention_weights(layer.attn, f"{prefix}.self_attn")
     yield from norm_weights(layer.mlp_norm, f"{prefix}.post_attention_layernorm")
     yield from mlp_weights(layer.mlp, f"{prefix}.mlp")

@@ -93,7 +93,7 @@ class TargetModel(Protocol):
         """Returns (hidden_BNE after the final norm, aux_BNA or None).
 
         aux_BNA concatenates the residual streams that enter `aux_layers`; the index
-        `num_layers` names the stream before the final norm.
+        `num_layers` names the stream before the final norm, `num_layers + 1` the one after it.
         """
         ...
 

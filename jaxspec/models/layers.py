@@ -100,6 +100,15 @@ class Linear(nnx.Module):
         return y
 
 
+def output_logits(hidden_BNE: jax.Array, lm_head: Linear | None, embedding_VE: nnx.Variable) -> jax.Array:
+    """Float32 logits by an output layer, or by the embedding where that is tied (lm_head None)."""
+    # float32 sums as they are: rounded to bfloat16 the best tokens tie, and ties part rounds from plain decoding.
+    if lm_head is not None:
+        return product(hidden_BNE, lm_head.kernel[...], jnp.dtype(jnp.float32))
+    contract = (((hidden_BNE.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(hidden_BNE, embedding_VE[...], contract, preferred_element_type=jnp.float32)
+
+
 class RMSNorm(nnx.Module):
     """Learned gain over the last axis."""
 
@@ -166,16 +175,17 @@ class MLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and MLP."""
+    """Pre-norm attention and MLP. Without `attn_norm` (EAGLE-1's first layer) attention reads the stream itself."""
 
-    def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
-        self.attn_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, dtype=dtype)
+    def __init__(self, cfg: ModelConfig, *, attn_norm: bool = True, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        self.attn_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, dtype=dtype) if attn_norm else None
         self.attn = Attention(cfg, dtype=dtype, rngs=rngs)
         self.mlp_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, dtype=dtype)
         self.mlp = MLP(cfg, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BNE: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend, layer: int) -> jax.Array:
-        x_BNE = x_BNE + self.attn(self.attn_norm(x_BNE), rope, attend, layer)
+        normed_BNE = x_BNE if self.attn_norm is None else self.attn_norm(x_BNE)
+        x_BNE = x_BNE + self.attn(normed_BNE, rope, attend, layer)
         return x_BNE + self.mlp(self.mlp_norm(x_BNE))
 
 
@@ -205,15 +215,25 @@ class Transformer(nnx.Module):
             streams[i] = x_BNE
             x_BNE = layer(x_BNE, rope, attend, i)
         streams[cfg.num_layers] = x_BNE
+        streams[cfg.num_layers + 1] = hidden_BNE = self.norm(x_BNE)
         aux_BNA = jnp.concatenate([streams[i] for i in aux_layers], axis=-1) if aux_layers else None
-        return self.norm(x_BNE), aux_BNA
+        return hidden_BNE, aux_BNA
 
     def logits(self, hidden_BNE: jax.Array) -> jax.Array:
-        # float32 sums as they are: rounded to bfloat16 the best tokens tie, and ties part rounds from plain decoding.
-        if self.lm_head is not None:
-            return product(hidden_BNE, self.lm_head.kernel[...], jnp.dtype(jnp.float32))
-        contract = (((hidden_BNE.ndim - 1,), (1,)), ((), ()))
-        return jax.lax.dot_general(hidden_BNE, self.embedding[...], contract, preferred_element_type=jnp.float32)
+        return output_logits(hidden_BNE, self.lm_head, self.embedding)
+
+
+class Shared(nnx.Variable):
+    """The target's own parameter inside a draft head: read, never trained, never saved with the head."""
+
+
+def shared_lm_head(target: Transformer) -> Linear | None:
+    """The target's output layer for a head to use; None where it is tied to the embedding."""
+    if target.lm_head is None:
+        return None
+    head = Linear(1, 1, dtype=jnp.dtype(jnp.float32), rngs=None)
+    head.kernel = Shared(target.lm_head.kernel[...])  # pyright: ignore[reportAttributeAccessIssue]
+    return head
 
 
 _Module = TypeVar("_Module", bound=nnx.Module)
@@ -236,10 +256,11 @@ def column_blocks(module: _Module, width: int = 64) -> _Module:
     for _, node in nnx.iter_graph(copy):
         if isinstance(node, Linear) and node.kernel[...].ndim == 2 and node.kernel[...].shape[1] % width == 0:
             node.kernel = blocked(node.kernel[...])
-    if isinstance(copy, Transformer) and copy.lm_head is None and copy.config.vocab_size % width == 0:
-        head = Linear(1, 1, dtype=copy.embedding[...].dtype, rngs=None)
-        head.kernel = blocked(copy.embedding[...].T)
-        copy.lm_head = nnx.data(head)
+    embedding = getattr(copy, "embedding", None)
+    if embedding is not None and getattr(copy, "lm_head", 0) is None and embedding.shape[0] % width == 0:
+        head = Linear(1, 1, dtype=embedding[...].dtype, rngs=None)
+        head.kernel = blocked(embedding[...].T)
+        copy.lm_head = nnx.data(head)  # pyright: ignore[reportAttributeAccessIssue]
     return copy
 
 
@@ -294,7 +315,7 @@ def tensor_parallel(module: _Module, shards: int) -> _Module:
                 part = getattr(node, name, None)
                 if isinstance(part, Linear):
                     columns(part) if name == "lm_head" else mark(part, "kernel", 0)
-                elif isinstance(part, nnx.Param):
+                elif isinstance(part, nnx.Param | Shared):
                     mark(node, name, 0)
     return copy
 

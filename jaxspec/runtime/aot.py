@@ -21,7 +21,7 @@ from jaxspec.models.base import ModelConfig, RopeScaling
 from jaxspec.models.layers import tensor_parallel
 from jaxspec.runtime.sharding import abstract_core, abstract_round
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
-from jaxspec.speculation.drafters.cores import Eagle3Core
+from jaxspec.speculation.drafters.cores import HeadCore
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.state import Geometry
 from jaxspec.tier import Tier
@@ -73,7 +73,7 @@ def engine_round(target: Target) -> Iterator[Program]:
         mesh = target.mesh(shards, TENSOR_AXIS)
         geo = dataclasses.replace(GEOMETRY, kernels=target.kind)
         head = _head(cfg)
-        core = abstract_core(lambda head=head, n=shards: Eagle3Core(tensor_parallel(Eagle3Head(head, dtype=DTYPE), n)))
+        core = abstract_core(lambda head=head, n=shards: HeadCore(tensor_parallel(Eagle3Head(head, dtype=DTYPE), n)))
         described = abstract_round(
             cfg, geo, mesh, BUCKET, dtype=DTYPE, drafter=AutoregressiveDrafter(core, geo), draft_params=core.params
         )

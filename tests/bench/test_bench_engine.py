@@ -22,7 +22,7 @@ from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_target
 from jaxspec.request import SamplingParams
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
-from jaxspec.speculation.drafters.cores import Eagle3Core
+from jaxspec.speculation.drafters.cores import HeadCore
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.drafters.ngram import NgramDrafter
 from jaxspec.tier import PLAIN, Tier
@@ -125,7 +125,7 @@ def jobs_of(max_tokens: int) -> list[Job]:
 
 
 def eagle(head: Eagle3Head) -> Callable[[Any], Any]:
-    core = Eagle3Core(head)
+    core = HeadCore(head)
     return lambda geo: (AutoregressiveDrafter(core, geo), core.params)
 
 

@@ -25,7 +25,7 @@ from jaxspec.models.layers import causal_attention
 from jaxspec.models.tiny import tiny_target
 from jaxspec.request import FinishReason, RequestOutput, SamplingParams
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
-from jaxspec.speculation.drafters.cores import DraftModelCore, Eagle3Core
+from jaxspec.speculation.drafters.cores import DraftModelCore, HeadCore
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.drafters.ngram import NgramDrafter
 from jaxspec.tier import PLAIN, Tier
@@ -115,7 +115,7 @@ class Bench:
             "none": lambda geo: (None, ()),
             "ngram": lambda geo: (NgramDrafter(V), ()),
             "draft_model": lambda geo: self._network(DraftModelCore(self.draft), geo),
-            "eagle3": lambda geo: self._network(Eagle3Core(self.head), geo),
+            "eagle3": lambda geo: self._network(HeadCore(self.head), geo),
         }[kind]
         with quick_compilation():
             return assemble(

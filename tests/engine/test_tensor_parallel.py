@@ -25,7 +25,7 @@ from jaxspec.models.layers import causal_attention, tensor_parallel
 from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.runtime.sharding import AbstractRound, abstract_core, abstract_round, tensor_mesh
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
-from jaxspec.speculation.drafters.cores import DraftModelCore, Eagle3Core
+from jaxspec.speculation.drafters.cores import DraftModelCore, HeadCore
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.state import Geometry
 from jaxspec.tier import PLAIN, Tier
@@ -61,7 +61,7 @@ def build(
         speculation = dict(tiers=tiers)
 
     def make(geo: Geometry) -> Any:
-        core = Eagle3Core(tensor_parallel(head, shards))
+        core = HeadCore(tensor_parallel(head, shards))
         return AutoregressiveDrafter(core, geo), core.params
 
     cost = CostTable({(tier, 4): 1e-3 for tier in tiers})

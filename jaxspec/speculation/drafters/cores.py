@@ -1,8 +1,8 @@
-"""The networks that AutoregressiveDrafter can run: an EAGLE-3 head, or a whole small model."""
+"""The networks that AutoregressiveDrafter can run: a head over the target's features, or a whole small model."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -10,34 +10,58 @@ from flax import nnx
 
 from jaxspec.models.base import Attend
 from jaxspec.models.layers import Transformer
-from jaxspec.speculation.drafters.eagle3_head import Eagle3Head
 
 
-class Eagle3Core:
-    """EAGLE-3 (Li et al. 2025): one layer over the target's fused auxiliary states."""
+class FeatureHead(Protocol):
+    """A module that continues the target's features: EAGLE heads and MTP modules (nnx.Module).
+
+    `config` offers num_layers, layer (a ModelConfig), aux_layer_ids, aux_width, vocab_size and draft_vocab_size.
+    """
+
+    config: Any
+
+    def fuse(self, aux_BNA: jax.Array) -> jax.Array:
+        """The target's auxiliary states [B, N, aux_width] as features [B, N, E]."""
+        ...
+
+    def __call__(
+        self, tokens_BN: jax.Array, feature_BNE: jax.Array, positions_BN: jax.Array, attend: Attend
+    ) -> jax.Array:
+        """Hidden states [B, N, E] that `logits` reads and the next step takes as its features."""
+        ...
+
+    def logits(self, hidden_BNE: jax.Array) -> jax.Array:
+        """Float32 logits over the draft vocabulary, [B, N, Vd]."""
+        ...
+
+
+class HeadCore:
+    """A FeatureHead: an entry pairs the feature of a position with the token after it."""
 
     offset = 1
 
-    def __init__(self, head: Eagle3Head):
+    def __init__(self, head: Any):
         cfg = head.config
         self.graph, self.params = nnx.split(head)
-        self.aux_layers = cfg.aux_layer_ids
-        self.num_layers, self.num_kv_heads, self.head_dim = 1, cfg.num_kv_heads, cfg.head_dim
-        self.aux_width = cfg.num_aux * cfg.target_hidden_size
-        self.vocab_size = cfg.vocab_size
-        self.draft_vocab_size = cfg.draft_vocab_size
+        self.aux_layers: tuple[int, ...] = cfg.aux_layer_ids
+        self.num_layers: int = cfg.num_layers
+        self.num_kv_heads: int = cfg.layer.num_kv_heads
+        self.head_dim: int = cfg.layer.head_dim
+        self.aux_width: int = cfg.aux_width
+        self.vocab_size: int = cfg.vocab_size
+        self.draft_vocab_size: int = cfg.draft_vocab_size
         self.full_vocabulary = cfg.draft_vocab_size == cfg.vocab_size
-        self.dtype = head.fc.kernel[...].dtype
+        self.dtype: jnp.dtype = head.fc.kernel[...].dtype
 
-    def bind(self, params: Any) -> Eagle3Head:
+    def bind(self, params: Any) -> Any:
         return nnx.merge(self.graph, params)
 
-    def fuse(self, net: Eagle3Head, aux_BNA: jax.Array) -> jax.Array:
+    def fuse(self, net: FeatureHead, aux_BNA: jax.Array) -> jax.Array:
         return net.fuse(aux_BNA)
 
     def forward(
         self,
-        net: Eagle3Head,
+        net: FeatureHead,
         tokens_BN: jax.Array,
         feature_BNE: jax.Array | None,
         positions_BN: jax.Array,
@@ -46,10 +70,10 @@ class Eagle3Core:
         assert feature_BNE is not None
         return net(tokens_BN, feature_BNE, positions_BN, attend)
 
-    def logits(self, net: Eagle3Head, hidden_BNE: jax.Array) -> jax.Array:
+    def logits(self, net: FeatureHead, hidden_BNE: jax.Array) -> jax.Array:
         return net.logits(hidden_BNE)
 
-    def target_ids(self, net: Eagle3Head) -> jax.Array | None:
+    def target_ids(self, net: Any) -> jax.Array | None:
         return None if self.full_vocabulary else net.target_ids[...]
 
 

@@ -1,7 +1,7 @@
-"""The EAGLE-3 head: one transformer layer that continues the target's hidden states.
+"""The EAGLE-3 head: a small transformer that continues the target's hidden states.
 
 Owns the head's geometry, parameters and arithmetic (Li et al. 2025, EAGLE-3; the fields of
-EAGLE-3.1 and of `speculators` included). Must not know caches, trees, checkpoints or training:
+EAGLE-3.1, of P-EAGLE and of `speculators` included). Must not know caches, trees, checkpoints or training:
 attention goes through the caller's `Attend`, as in the target.
 
 Alignment: the pair (feature of position p, token at p + 1) has rotary position p and predicts the
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.models.base import Attend, ModelConfig, RopeScaling
-from jaxspec.models.layers import MLP, Attention, Linear, RMSNorm, rope_frequencies, rope_tables
+from jaxspec.models.layers import MLP, Attention, DecoderLayer, Linear, RMSNorm, product, rope_frequencies, rope_tables
 
 
 class Buffer(nnx.Variable):
@@ -31,6 +31,7 @@ class Eagle3Config:
     """Geometry of an EAGLE-3 head.
 
     Attributes:
+      num_layers: decoder layers; those after the first are plain ones of the head's own width.
       hidden_size: the head's width; may be narrower than the target's.
       target_hidden_size: width of each auxiliary state.
       num_aux: auxiliary states that are fused (usually 3).
@@ -44,6 +45,8 @@ class Eagle3Config:
         stream before its final norm.
       attention_bias: biases on q, k, v and the output projection. qk_norm: Qwen3's norms.
       max_position_embeddings: longest context that the head was trained for, in tokens.
+      mask_token_id: makes it a P-EAGLE head, which drafts all positions in one pass: drafted positions hold this
+        token and a learned feature in place of the auxiliary states. None: drafts token by token.
 
     Raises:
       ValueError: values that contradict each other; the message names both.
@@ -69,10 +72,12 @@ class Eagle3Config:
     attention_bias: bool = False
     qk_norm: bool = False
     max_position_embeddings: int = 2048
+    num_layers: int = 1
+    mask_token_id: int | None = None
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "target_hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
-        for name in (*sizes, "vocab_size", "draft_vocab_size", "num_aux", "max_position_embeddings"):
+        for name in (*sizes, "vocab_size", "draft_vocab_size", "num_aux", "num_layers", "max_position_embeddings"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Eagle3Config.{name} must be at least 1, got {getattr(self, name)}")
         if self.draft_vocab_size > self.vocab_size:
@@ -90,18 +95,27 @@ class Eagle3Config:
             raise ValueError(
                 f"Eagle3Config.aux_layer_ids must name num_aux = {self.num_aux} layers, got {self.aux_layer_ids}"
             )
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"Eagle3Config.mask_token_id must lie in [0, vocab_size {self.vocab_size}), got {self.mask_token_id}"
+            )
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("Eagle3Config.fc_norm excludes norm_before_fc, got fc_norm True and norm_before_fc True")
 
     @property
+    def aux_width(self) -> int:
+        """Channels of the concatenated auxiliary states."""
+        return self.num_aux * self.target_hidden_size
+
+    @property
     def layer(self) -> ModelConfig:
-        """The decoder layer in the terms of models.layers."""
+        """The decoder layers in the terms of models.layers."""
         return ModelConfig(
             family="eagle3",
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
-            num_layers=1,
+            num_layers=self.num_layers,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
@@ -121,11 +135,13 @@ class Eagle3Head(nnx.Module):
     Attributes:
       embedding: [V, E] token embeddings at the head's width.
       target_ids: [Vd] int32 buffer, the target's id of each draft id, ascending.
+      layers: the plain layers after the first.
+      mask_hidden: [num_aux * target_hidden_size], P-EAGLE's stand-in for auxiliary states; None elsewhere.
     """
 
     def __init__(self, cfg: Eagle3Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs | None = None):
         self.config = cfg
-        layer, wide = cfg.layer, cfg.num_aux * cfg.target_hidden_size
+        layer, wide = cfg.layer, cfg.aux_width
         norm = functools.partial(RMSNorm, eps=cfg.rms_norm_eps, dtype=dtype)
         # A linear map of one-hot tokens, so its kernel is the table.
         self.embedding = Linear(cfg.vocab_size, cfg.hidden_size, dtype=dtype, rngs=rngs).kernel
@@ -137,9 +153,14 @@ class Eagle3Head(nnx.Module):
         self.attn = Attention(layer, d_in=2 * cfg.hidden_size, dtype=dtype, rngs=rngs)
         self.mlp_norm = norm(cfg.hidden_size)
         self.mlp = MLP(layer, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([DecoderLayer(layer, dtype=dtype, rngs=rngs) for _ in range(1, cfg.num_layers)])
         self.norm = norm(cfg.hidden_size)
         self.lm_head = Linear(cfg.hidden_size, cfg.draft_vocab_size, dtype=dtype, rngs=rngs)
         self.target_ids = Buffer(jnp.arange(cfg.draft_vocab_size, dtype=jnp.int32))
+        self.mask_hidden = None
+        if cfg.mask_token_id is not None:
+            self.mask_hidden = Linear(wide, 1, dtype=dtype, rngs=rngs).kernel
+            self.mask_hidden.set_value(self.mask_hidden.get_value()[:, 0])
 
     def fuse(self, aux_BNA: jax.Array) -> jax.Array:
         """The target's auxiliary states [B, N, num_aux * target_hidden_size] as features [B, N, E]."""
@@ -163,7 +184,7 @@ class Eagle3Head(nnx.Module):
           tokens_BN: the token after each feature's position.
           feature_BNE: from `fuse`, or a previous call's result while drafting.
           positions_BN: rotary positions, those of the features.
-          attend: the caller's attention; called once, with layer 0.
+          attend: the caller's attention; called once a layer.
 
         Returns:
           hidden_BNE, which `logits` reads and the next drafting step takes as its feature
@@ -176,10 +197,12 @@ class Eagle3Head(nnx.Module):
         both = jnp.concatenate([self.input_norm(self.embed(tokens_BN)), normed_BNE], axis=-1)
         hidden_BNE = residual_BNE + self.attn(both, rope, attend, 0)
         hidden_BNE = hidden_BNE + self.mlp(self.mlp_norm(hidden_BNE))
+        for i, layer in enumerate(self.layers, start=1):
+            hidden_BNE = layer(hidden_BNE, rope, attend, i)
         return self.norm(hidden_BNE) if cfg.norm_output else hidden_BNE
 
     def logits(self, hidden_BNE: jax.Array) -> jax.Array:
         """Float32 logits over the draft vocabulary, [B, N, Vd], of what `__call__` returned."""
         if not self.config.norm_output:
             hidden_BNE = self.norm(hidden_BNE)
-        return self.lm_head(hidden_BNE).astype(jnp.float32)
+        return product(hidden_BNE, self.lm_head.kernel[...], jnp.dtype(jnp.float32))

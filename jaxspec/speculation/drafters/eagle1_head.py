@@ -1,0 +1,110 @@
+"""The EAGLE-1 and EAGLE-2 head: a small transformer over (next token, the target's last hidden state).
+
+Owns geometry, parameters and arithmetic (Li et al. 2024; the reference is SafeAILab/EAGLE). EAGLE-2 is the same head
+with a dynamic tree. Alignment is EAGLE-3's: the pair (feature of position p, token at p + 1) has rotary position p
+and predicts the token at p + 2. The feature is the target's hidden state after its final norm, which the head learns
+to predict; the target's own output layer turns it into logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec.models.base import Attend, ModelConfig
+from jaxspec.models.layers import DecoderLayer, Linear, output_logits, rope_frequencies, rope_tables
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle1Config:
+    """Geometry of an EAGLE-1 head.
+
+    Attributes:
+      layer: its decoder layers in the terms of models.layers, `num_layers` of them; width and vocabulary are the
+        target's.
+      target_layers: decoder layers of the target.
+      bias: whether fc has one.
+      first_norm: whether the first layer norms its input (published heads do not).
+    """
+
+    layer: ModelConfig
+    target_layers: int
+    bias: bool = True
+    first_norm: bool = False
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        """The target's stream after its final norm."""
+        return (self.target_layers + 1,)
+
+    @property
+    def aux_width(self) -> int:
+        return self.layer.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.layer.num_layers
+
+    @property
+    def vocab_size(self) -> int:
+        return self.layer.vocab_size
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.layer.vocab_size
+
+
+class Eagle1Head(nnx.Module):
+    """The head's parameters. With rngs None they are placeholders that a checkpoint fills.
+
+    Attributes:
+      embedding: [V, E] the target's token embeddings (Shared), or the head's own.
+      lm_head: the target's output layer (Shared kernel); None where it is tied to the target's embedding.
+    """
+
+    def __init__(
+        self,
+        cfg: Eagle1Config,
+        embedding: nnx.Variable,
+        lm_head: Linear | None,
+        *,
+        dtype: jnp.dtype = jnp.float32,
+        rngs: nnx.Rngs | None = None,
+    ):
+        self.config = cfg
+        width = cfg.layer.hidden_size
+        self.embedding = embedding
+        self.fc = Linear(2 * width, width, bias=cfg.bias, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List(
+            [
+                DecoderLayer(cfg.layer, attn_norm=i > 0 or cfg.first_norm, dtype=dtype, rngs=rngs)
+                for i in range(cfg.num_layers)
+            ]
+        )
+        self.lm_head = lm_head
+
+    def fuse(self, aux_BNA: jax.Array) -> jax.Array:
+        """The target's last hidden states as they are, [B, N, E]."""
+        return aux_BNA
+
+    def embed(self, tokens_BN: jax.Array) -> jax.Array:
+        """Token embeddings, [B, N, E]."""
+        return jnp.take(self.embedding[...], tokens_BN, axis=0, mode="clip")
+
+    def __call__(
+        self, tokens_BN: jax.Array, feature_BNE: jax.Array, positions_BN: jax.Array, attend: Attend
+    ) -> jax.Array:
+        """One step of the head: the predicted next features [B, N, E]; arguments as in Eagle3Head."""
+        layer = self.config.layer
+        rope = rope_tables(positions_BN, rope_frequencies(layer.head_dim, layer.rope_theta, layer.rope_scaling))
+        hidden_BNE = self.fc(jnp.concatenate([self.embed(tokens_BN), feature_BNE], axis=-1))
+        for i, block in enumerate(self.layers):
+            hidden_BNE = block(hidden_BNE, rope, attend, i)
+        return hidden_BNE
+
+    def logits(self, hidden_BNE: jax.Array) -> jax.Array:
+        """Float32 logits over the target's vocabulary, [B, N, V]."""
+        return output_logits(hidden_BNE, self.lm_head, self.embedding)

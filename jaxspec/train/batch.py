@@ -1,0 +1,59 @@
+"""Packed rows of tokens: what every trainee is given, and which positions of them count.
+
+Owns the meaning of segments and of learned tokens. Must not know where tokens come from (data.py) or who learns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Rows of packed texts on the device.
+
+    Attributes:
+      tokens_BT: int32.
+      segments_BT: int32, the number of the text within its row, from 1; 0 is padding (at a row's end).
+      positions_BT: int32, rotary positions: each text starts at 0.
+      learn_BT: bool, tokens to be learned: the model's own output, or a text's every token but its first.
+    """
+
+    tokens_BT: jax.Array
+    segments_BT: jax.Array
+    positions_BT: jax.Array
+    learn_BT: jax.Array
+
+    def learned(self, start: int, count: int) -> jax.Array:
+        """Whether token n + start belongs to the same text as token n and is to be learned, bool [B, count]."""
+        of = jax.lax.slice_in_dim
+        ahead, here = of(self.segments_BT, start, start + count, axis=1), of(self.segments_BT, 0, count, axis=1)
+        return (ahead == here) & of(self.learn_BT, start, start + count, axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Packed rows on the host; the arrays of `Batch`, [R, T]."""
+
+    tokens: np.ndarray
+    segments: np.ndarray
+    positions: np.ndarray
+    learn: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def length(self) -> int:
+        """Tokens a row."""
+        return self.tokens.shape[1]
+
+    def batch(self, index: np.ndarray) -> Batch:
+        """The rows of an index array [B]."""
+        arrays = (self.tokens, self.segments, self.positions, self.learn)
+        return Batch(*(jnp.asarray(array[index]) for array in arrays))
