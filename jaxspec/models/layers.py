@@ -7,6 +7,7 @@ pays for every argument it is called with (reference: 0.4 us each).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import TypeVar
@@ -18,12 +19,43 @@ from flax import nnx
 from jaxspec.models.base import Attend, ModelConfig, RopeScaling
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: jax.Array, weight_E: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last axis, in float32, cast back to x's dtype before the gain."""
+    return _rms_norm(x, weight_E, eps)
+
+
+def _rms_norm(x: jax.Array, weight_E: jax.Array, eps: float) -> jax.Array:
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    gain = weight_E.reshape((1,) * (x.ndim - 1) + weight_E.shape)
-    return (x32 * scale).astype(x.dtype) * gain.astype(x.dtype)
+    return (x32 * scale).astype(x.dtype) * _along_last(weight_E, x.ndim).astype(x.dtype)
+
+
+def _along_last(weight_E: jax.Array, ndim: int) -> jax.Array:
+    return weight_E.reshape((1,) * (ndim - 1) + weight_E.shape)
+
+
+def _rms_norm_forward(x: jax.Array, weight_E: jax.Array, eps: float) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _rms_norm(x, weight_E, eps), (x, weight_E)
+
+
+def _rms_norm_backward(
+    eps: float, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, weight_E = saved
+    x32, g32 = x.astype(jnp.float32), gradient.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    normed = x32 * scale
+    inner = g32 * _along_last(weight_E, x.ndim).astype(jnp.float32)
+    dx = scale * (inner - normed * jnp.mean(inner * normed, axis=-1, keepdims=True))
+    # A product with ones: as a column sum XLA's CPU backend fuses it with the product before, and computes that twice.
+    rows = (normed * g32).reshape(-1, x.shape[-1])
+    ones = jnp.ones((1, rows.shape[0]), jnp.float32)
+    dw = jax.lax.dot(ones, rows, precision=jax.lax.Precision.HIGHEST)[0]
+    return dx.astype(x.dtype), dw.astype(weight_E.dtype)
+
+
+rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
@@ -75,10 +107,12 @@ def product(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype | None = None) -> 
     Args:
       dtype: of the result, where sums shall not be rounded to x's.
     """
+    rows = x.reshape(-1, x.shape[-1])
     if kernel.ndim == 2:
-        return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=dtype)
-    blocks, d_in, width = kernel.shape
-    rows = x.reshape(-1, d_in)
+        # One row axis: the kernel's gradient contracts over it, 3 times faster than over two on XLA's CPU backend.
+        y = jax.lax.dot_general(rows, kernel, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
+        return y.reshape(*x.shape[:-1], kernel.shape[1])
+    blocks, _, width = kernel.shape
     spread = jnp.broadcast_to(rows[None], (blocks, *rows.shape))
     y = jax.lax.dot_general(spread, kernel, (((2,), (1,)), ((0,), (0,))), preferred_element_type=dtype)
     return y.transpose(1, 0, 2).reshape(*x.shape[:-1], blocks * width)
