@@ -1,15 +1,19 @@
-"""EAGLE-3 heads as directories, in the layout of SafeAILab/EAGLE and SpecForge.
+"""EAGLE-3, EAGLE-3.1 and P-EAGLE heads as directories.
 
-Owns the map between `Eagle3Head` and the published names (those of `speculators`, with
-`layers.0` for `midlayer`, and a leading `model.` are read as well), the two conventions for
-auxiliary layers, and the check that a head fits its target. Must not know how a head drafts.
+Owns the map between `Eagle3Head` and the published names, the conventions for auxiliary layers, and the check that a
+head fits its target. Must not know how a head drafts. Layouts:
+
+- "speculators": `layers.{i}.*`, a nested configuration (PyPI speculators 0.9.0; P-EAGLE is its `peagle`).
+- "safeailab": `midlayer.*` (further layers under `layers.{i}`), a flat configuration; SpecForge and AngelSlim write it.
+- "automodel": the same with `model.` before every name but the output layer's.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,47 +22,41 @@ from flax import nnx
 from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
-from jaxspec.checkpointing import hf
-from jaxspec.checkpointing.tensors import (
-    INTEGERS,
-    WEIGHTS,
-    TensorReader,
-    read_json,
-    read_tensors,
-    replace_directory,
-    write_json,
-    write_safetensors,
-)
-from jaxspec.models import llama
+from jaxspec.checkpointing import heads, hf
+from jaxspec.checkpointing.tensors import INTEGERS, TensorReader, read_json, read_tensors
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import Transformer
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 
-ARCHITECTURES = (
-    "LlamaForCausalLMEagle3",
-    "LlamaForCausalLMEagle",
-    "Eagle3LlamaForCausalLM",
-    "Eagle3DraftModel",
-    "Eagle3Speculator",
-)
+#: Flat configurations that can be nothing else; SafeAILab's own say "LlamaForCausalLM" and have a draft_vocab_size.
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+SPECULATORS = ("eagle3", "peagle")
+LAYOUTS = ("speculators", "safeailab", "automodel")
+#: Names of P-EAGLE's mask token, by writer.
+MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
 #: Our addition beside the published ids: "input" or "output"; without it the first id decides.
 _CONVENTION = "aux_layer_convention"
 _IDS = "eagle_aux_hidden_state_layer_ids"
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-def head_weights(head: Eagle3Head, block: str = "midlayer", prefix: str = "") -> Iterator[hf.Weight]:
-    """Every parameter but the embedding, under names that start with `prefix`; the layer's with `block` after it."""
-    layer = f"{prefix}{block}"
+def head_weights(head: Eagle3Head, first: str = "midlayer", prefix: str = "") -> Iterator[hf.Weight]:
+    """Every parameter but the embedding, under names that start with `prefix`; the first layer is called `first`."""
+    layer = f"{prefix}{first}"
     if head.fc_in_norm is not None:
         yield from hf.norm_weights(head.fc_in_norm, f"{prefix}input_norm")
     for i, norm in enumerate(head.fc_norms or ()):
         yield from hf.norm_weights(norm, f"{prefix}fc_norm.{i}")
+    if head.mask_hidden is not None:
+        yield hf.Weight(head.mask_hidden, (f"{prefix}mask_hidden",), (head.config.aux_width,), ones=2)
     yield from hf.linear_weights(head.fc, [f"{prefix}fc"])
     yield from hf.norm_weights(head.input_norm, f"{layer}.input_layernorm")
     yield from hf.norm_weights(head.hidden_norm, f"{layer}.hidden_norm")
     yield from hf.attention_weights(head.attn, f"{layer}.self_attn")
     yield from hf.norm_weights(head.mlp_norm, f"{layer}.post_attention_layernorm")
     yield from hf.mlp_weights(head.mlp, f"{layer}.mlp")
+    for i, plain in enumerate(head.layers, start=1):
+        yield from hf.layer_weights(plain, f"{prefix}layers.{i}")
     yield from hf.norm_weights(head.norm, f"{prefix}norm")
     yield from hf.linear_weights(head.lm_head, ["lm_head"])
 
@@ -66,8 +64,9 @@ def head_weights(head: Eagle3Head, block: str = "midlayer", prefix: str = "") ->
 def aux_layer_ids(raw: dict[str, Any], target: ModelConfig) -> tuple[int, ...]:
     """A head's auxiliary layers as layers whose INPUT is read; the target's default where config.json names none.
 
-    Published ids come in two conventions: those that start at 1 name layers whose output is
-    read, all others layers whose input is.
+    speculators' ids are such layers (0 the embeddings, the target's num_layers the stream before its final norm;
+    negative ones are refused there too). Flat configurations come in two conventions: ids that start at 1 name layers
+    whose output is read (SpecForge), all others layers whose input is.
 
     Raises:
       ValueError: ids that the target does not have; a head without auxiliary states.
@@ -78,7 +77,8 @@ def aux_layer_ids(raw: dict[str, Any], target: ModelConfig) -> tuple[int, ...]:
     ids = eagle.get(_IDS) or raw.get(_IDS)
     if not ids:
         return target.aux_layers
-    convention = eagle.get(_CONVENTION, "output" if ids[0] == 1 else "input")
+    usual = "output" if ids[0] == 1 and heads.KIND not in raw else "input"
+    convention = eagle.get(_CONVENTION, usual)
     if convention not in ("input", "output"):
         raise ValueError(f"config.json: eagle_config.{_CONVENTION} must be 'input' or 'output', got {convention!r}")
     inputs = tuple(int(i) + (convention == "output") for i in ids)
@@ -89,133 +89,184 @@ def aux_layer_ids(raw: dict[str, Any], target: ModelConfig) -> tuple[int, ...]:
     return inputs
 
 
-def read_config(raw: dict[str, Any], target: ModelConfig) -> Eagle3Config:
+def mask_token(raw: Mapping[str, Any]) -> int | None:
+    """P-EAGLE's mask token under whichever name; None where config.json has none."""
+    return next((int(raw[n]) for n in MASK_TOKENS if raw.get(n) is not None), None)
+
+
+def read_config(
+    raw: dict[str, Any], target: ModelConfig, overrides: Mapping[str, Any] = MappingProxyType({})
+) -> Eagle3Config:
     """A head's config.json, checked against its target.
 
+    Args:
+      overrides: Eagle3Config's fields that config.json has wrong. Heads that SpecForge wrote before September 2026
+        say norm_output but feed the un-normed state back: {"norm_output": False}.
+
     Raises:
-      ValueError: a head of another kind, or one that does not fit; names the field and both values.
+      ValueError: a head that is not implemented or does not fit; names the field and both values.
     """
-    names = raw.get("architectures") or []
-    if not set(names) & set(ARCHITECTURES):
-        raise ValueError(f"config.json: architectures {names} name no EAGLE-3 head; supported are {ARCHITECTURES}")
-    fields = {**raw, **(raw.get("transformer_layer_config") or {})}
-    missing = [n for n in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size") if n not in fields]
-    if missing:
-        raise ValueError(f"config.json lacks {missing}; found {sorted(fields)}")
-    layers = int(fields.get("num_hidden_layers", 1))
-    if layers != 1:
-        raise ValueError(f"config.json: num_hidden_layers of an EAGLE-3 head must be 1, got {layers}")
-    theta, scaling = llama.rope_parameters(fields)
-    hidden, heads = int(fields["hidden_size"]), int(fields["num_attention_heads"])
-    ids = aux_layer_ids(raw, target)
+    nested = heads.LAYER in raw
+    fields: dict[str, Any] = raw[heads.LAYER] if nested else raw
+    model_type = fields.get("model_type", "qwen3" if nested else "llama")
+    if nested and model_type not in ("llama", "qwen3"):
+        raise ValueError(f"config.json: {heads.LAYER}.model_type must be 'llama' or 'qwen3', got {model_type!r}")
+    # Flat configurations are of Llama's layers, whatever type they name, but for Qwen3's norms.
+    layer = heads.read_layer(fields, "qwen3" if model_type == "qwen3" else "llama")
+    if layer.mlp_bias:
+        raise ValueError("config.json: mlp_bias must be false for an EAGLE-3 head, got true")
+    if raw.get(heads.KIND) == "peagle" and mask_token(raw) is None:
+        raise ValueError(f"config.json: a P-EAGLE head needs one of {MASK_TOKENS}, got none")
+    ids = tuple(overrides.get("aux_layer_ids", ())) or aux_layer_ids(raw, target)
     cfg = Eagle3Config(
-        hidden_size=hidden,
-        target_hidden_size=int(fields.get("target_hidden_size") or hidden),
-        intermediate_size=int(fields["intermediate_size"]),
-        num_heads=heads,
-        num_kv_heads=int(fields.get("num_key_value_heads") or heads),
-        head_dim=int(fields.get("head_dim") or hidden // heads),
-        vocab_size=int(fields["vocab_size"]),
-        draft_vocab_size=int(fields.get("draft_vocab_size") or fields["vocab_size"]),
+        hidden_size=layer.hidden_size,
+        target_hidden_size=int(raw.get("target_hidden_size") or layer.hidden_size),
+        intermediate_size=layer.intermediate_size,
+        num_layers=layer.num_layers,
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        vocab_size=layer.vocab_size,
+        draft_vocab_size=int(raw.get("draft_vocab_size") or layer.vocab_size),
         aux_layer_ids=ids,
         num_aux=len(ids),
-        rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        norm_before_residual=bool(fields.get("norm_before_residual", False)),
-        norm_before_fc=bool(fields.get("norm_before_fc", False)),
-        fc_norm=bool(fields.get("fc_norm", False)),
-        norm_output=bool(fields.get("norm_output", False)),
-        attention_bias=bool(fields.get("attention_bias", False)),
-        qk_norm=fields.get("model_type") == "qwen3",
-        max_position_embeddings=int(fields.get("max_position_embeddings", 2048)),
+        rms_norm_eps=layer.rms_norm_eps,
+        rope_theta=layer.rope_theta,
+        rope_scaling=layer.rope_scaling,
+        attention_bias=layer.attention_bias,
+        qk_norm=layer.qk_norm,
+        max_position_embeddings=layer.max_position_embeddings,
+        mask_token_id=mask_token(raw),
+        **{name: bool(raw.get(name, False)) for name in _FLAGS},
     )
-    if cfg.vocab_size != target.vocab_size:
-        raise ValueError(f"config.json: the head's vocab_size is {cfg.vocab_size}, the target's {target.vocab_size}")
-    if cfg.target_hidden_size != target.hidden_size:
-        raise ValueError(
-            f"config.json: the head's target_hidden_size is {cfg.target_hidden_size}, "
-            f"the target's hidden_size {target.hidden_size}"
-        )
+    cfg = heads.replaced(cfg, overrides)
+    heads.check_fits("vocab_size", cfg.vocab_size, "vocab_size", target.vocab_size)
+    heads.check_fits("target_hidden_size", cfg.target_hidden_size, "hidden_size", target.hidden_size)
     return cfg
 
 
-def config_dict(cfg: Eagle3Config, dtype: DTypeLike = jnp.bfloat16) -> dict[str, Any]:
-    """config.json of a head, ids in SpecForge's convention; `read_config` gives `cfg` back."""
-    return {
-        **llama.common_config(cfg.layer),
-        "architectures": [ARCHITECTURES[0]],
-        "model_type": "qwen3" if cfg.qk_norm else "llama",
-        "target_hidden_size": cfg.target_hidden_size,
+def config_dict(
+    cfg: Eagle3Config,
+    target: ModelConfig,
+    dtype: DTypeLike = jnp.bfloat16,
+    *,
+    layout: str = "speculators",
+    verifier: str | None = None,
+    tokens: int = 3,
+) -> dict[str, Any]:
+    """config.json of a head; `read_config` gives `cfg` back. Flat layouts name auxiliary layers as SpecForge does.
+
+    Raises:
+      ValueError: an unknown layout or dtype; a head of another target, or one that no configuration can express.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout of an EAGLE-3 head must be one of {LAYOUTS}, got {layout!r}")
+    own: dict[str, Any] = {
         "draft_vocab_size": cfg.draft_vocab_size,
-        "attention_bias": cfg.attention_bias,
-        "norm_before_residual": cfg.norm_before_residual,
-        "norm_before_fc": cfg.norm_before_fc,
-        "fc_norm": cfg.fc_norm,
-        "norm_output": cfg.norm_output,
-        "eagle_config": {
-            _IDS: [i - 1 for i in cfg.aux_layer_ids],
-            _CONVENTION: "output",
-            "use_aux_hidden_state": True,
-        },
-        "torch_dtype": jnp.dtype(dtype).name,
+        **{name: getattr(cfg, name) for name in _FLAGS},
+        **({"mask_token_id": cfg.mask_token_id} if cfg.mask_token_id is not None else {}),
     }
+    layer = heads.write_layer(cfg.layer)
+    if layout == "speculators":
+        kind = "eagle3" if cfg.mask_token_id is None else "peagle"
+        config = {
+            **heads.wrapper(kind, layer, target, dtype, verifier, tokens),
+            **own,
+            "target_hidden_size": cfg.target_hidden_size if cfg.target_hidden_size != cfg.hidden_size else None,
+            _IDS: list(cfg.aux_layer_ids),
+            "embed_requires_grad": kind == "peagle",
+        }
+    else:
+        config = {
+            **layer,
+            **own,
+            "architectures": [ARCHITECTURES[0]],
+            "target_hidden_size": cfg.target_hidden_size,
+            "eagle_config": {
+                _IDS: [i - 1 for i in cfg.aux_layer_ids],
+                _CONVENTION: "output",
+                "use_aux_hidden_state": True,
+            },
+            "torch_dtype": hf.dtype_name(dtype),
+        }
+    heads.check_written(cfg, read_config(config, target))
+    return config
 
 
-def load_head(directory: str | os.PathLike[str], target: Transformer, dtype: DTypeLike = jnp.float32) -> Eagle3Head:
-    """A head for `target`, its weights cast to `dtype`; without an embedding of its own it gets the target's.
+def load_head(
+    directory: str | os.PathLike[str],
+    target: Transformer,
+    dtype: DTypeLike = jnp.float32,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+) -> Eagle3Head:
+    """A head for `target`, its weights cast to `dtype`.
+
+    An embedding that equals the target's, or is absent, is the target's (`Shared`).
+
+    Args:
+      overrides: fields of Eagle3Config that config.json has wrong (see read_config).
 
     Raises:
       ValueError: whatever does not fit; the message names the file or field, and both values.
     """
     directory = Path(directory)
-    cfg = read_config(read_json(directory / "config.json"), target.config)
+    cfg = read_config(read_json(directory / "config.json"), target.config, overrides)
     head = nnx.eval_shape(lambda: Eagle3Head(cfg, dtype=jnp.dtype(dtype)))
     with read_tensors(directory) as reader:
         prefix = "model." if "model.fc.weight" in reader else ""
-        block = "layers.0" if f"{prefix}layers.0.hidden_norm.weight" in reader else "midlayer"
-        hf.load_weights(head_weights(head, block, prefix), reader)
-        embedding = f"{prefix}embed_tokens.weight"
-        if embedding in reader:
-            hf.load_weights([hf.Weight(head.embedding, (embedding,), (cfg.hidden_size,))], reader)
-        elif cfg.hidden_size == cfg.target_hidden_size:
-            head.embedding.set_value(target.embedding.get_value().astype(dtype))
-        else:
+        first = "midlayer" if f"{prefix}midlayer.hidden_norm.weight" in reader else "layers.0"
+        hf.load_weights(head_weights(head, first, prefix), reader)
+        own_VE = heads.stored_table(reader, (cfg.vocab_size, cfg.hidden_size), f"{prefix}embed_tokens")
+        if own_VE is None and cfg.hidden_size != cfg.target_hidden_size:
             raise ValueError(
-                f"{directory} has no {embedding!r}, and the target's embedding cannot stand in: the head's hidden_size "
-                f"is {cfg.hidden_size}, the target's {cfg.target_hidden_size}"
+                f"{directory} has no '{prefix}embed_tokens.weight', and the target's embedding cannot stand in: the "
+                f"head's hidden_size is {cfg.hidden_size}, the target's {cfg.target_hidden_size}"
             )
-        head.target_ids.set_value(jnp.asarray(_target_ids(cfg, reader), jnp.int32))
-        reader.refuse_unread(hf.IGNORED)
+        head.embedding = heads.lend_embedding(target, dtype, own_VE)  # pyright: ignore[reportAttributeAccessIssue]
+        head.target_ids.set_value(jnp.asarray(_target_ids(cfg, reader, prefix), jnp.int32))
+        reader.refuse_unread(heads.IGNORED)
     return head
 
 
 def save_head(
     head: Eagle3Head,
     directory: str | os.PathLike[str],
+    target: ModelConfig,
     *,
     tokenizer: Tokenizer | None = None,
     dtype: DTypeLike = jnp.bfloat16,
+    layout: str = "speculators",
+    verifier: str | None = None,
+    tokens: int = 3,
 ) -> None:
-    """Writes config.json and model.safetensors (d2t and t2d unless the vocabulary is full); all or nothing."""
+    """Writes config.json and model.safetensors; all or nothing.
+
+    d2t and t2d are left out where the vocabulary is full, the embedding where it is the target's (`Shared`): those who
+    read such heads take the target's too.
+
+    Args:
+      verifier: name or path of the target, and tokens: drafts a round, for speculators' configuration.
+
+    Raises:
+      ValueError: as config_dict; a path that names a file.
+    """
     cfg = head.config
-    config = config_dict(cfg, dtype)
-    embedding = hf.Weight(head.embedding, ("embed_tokens.weight",), (cfg.hidden_size,))
-    tensors = hf.named_tensors([embedding, *head_weights(head)], dtype)
+    config = config_dict(cfg, target, dtype, layout=layout, verifier=verifier, tokens=tokens)
+    prefix = "model." if layout == "automodel" else ""
+    first = "layers.0" if layout == "speculators" else "midlayer"
+    table = heads.own_tables(head.embedding, None, f"{prefix}embed_tokens", "")
+    tensors = hf.named_tensors([*table, *head_weights(head, first, prefix)], dtype)
     if cfg.draft_vocab_size < cfg.vocab_size:
         ids = np.asarray(head.target_ids.get_value(), np.int64)
-        tensors["d2t"] = ids - np.arange(len(ids))
-        tensors["t2d"] = np.isin(np.arange(cfg.vocab_size), ids)
-    with replace_directory(directory) as staging:
-        if tokenizer is not None:
-            tokenizer.save(str(staging / "tokenizer.json"))
-        write_json(staging / "config.json", config)
-        write_safetensors(staging / WEIGHTS, tensors)
+        tensors[f"{prefix}d2t"] = ids - np.arange(len(ids))
+        tensors[f"{prefix}t2d"] = np.isin(np.arange(cfg.vocab_size), ids)
+    heads.write_head(directory, config, tensors, tokenizer)
 
 
-def _target_ids(cfg: Eagle3Config, reader: TensorReader) -> np.ndarray:
+def _target_ids(cfg: Eagle3Config, reader: TensorReader, prefix: str) -> np.ndarray:
     """[Vd] int64, from d2t's offsets."""
-    if "d2t" not in reader:
+    d2t, t2d = (reader.first(name, prefix + name) for name in ("d2t", "t2d"))
+    if d2t is None:
         if cfg.draft_vocab_size != cfg.vocab_size:
             raise ValueError(
                 f"{reader.directory} has no 'd2t', but draft_vocab_size is {cfg.draft_vocab_size} "
@@ -223,14 +274,14 @@ def _target_ids(cfg: Eagle3Config, reader: TensorReader) -> np.ndarray:
             )
         ids = np.arange(cfg.vocab_size)
     else:
-        ids = np.arange(cfg.draft_vocab_size) + reader.get("d2t", (cfg.draft_vocab_size,), INTEGERS)
+        ids = np.arange(cfg.draft_vocab_size) + reader.get(d2t, (cfg.draft_vocab_size,), INTEGERS)
     if ids.min() < 0 or ids.max() >= cfg.vocab_size or len(np.unique(ids)) != len(ids):
         raise ValueError(
             f"'d2t' in {reader.directory} must give distinct ids from 0 to {cfg.vocab_size - 1}; "
             f"it gives {len(np.unique(ids))} from {ids.min()} to {ids.max()} for {len(ids)} draft ids"
         )
-    if "t2d" in reader:
-        drafted = np.flatnonzero(reader.get("t2d", (cfg.vocab_size,), INTEGERS))
+    if t2d is not None:
+        drafted = np.flatnonzero(reader.get(t2d, (cfg.vocab_size,), INTEGERS))
         if not np.array_equal(drafted, np.sort(ids)):
             raise ValueError(
                 f"'t2d' in {reader.directory} marks {len(drafted)} tokens, which are not the {len(ids)} of 'd2t'"

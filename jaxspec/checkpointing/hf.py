@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -47,17 +49,23 @@ class Weight:
       names: the tensors' names.
       widths: how much of the last axis each takes.
       transposed: stored [out, in] in the file, [in, out] here.
+      gain: of a norm.
+      offset: what the file's values lack of ours: 1 for the gains of families that multiply by 1 + w.
+      ones: axes of size 1 that the file has in front.
     """
 
-    param: nnx.Param
+    param: nnx.Variable
     names: tuple[str, ...]
     widths: tuple[int, ...]
     transposed: bool = False
+    gain: bool = False
+    offset: float = 0.0
+    ones: int = 0
 
     @property
     def shapes(self) -> Iterator[tuple[int, ...]]:
         """The shape of each tensor as the file has it."""
-        lead = tuple(self.param.shape[:-1])
+        lead = (*(1,) * self.ones, *self.param.shape[:-1])
         for width in self.widths:
             yield (width, *lead) if self.transposed else (*lead, width)
 
@@ -73,7 +81,7 @@ def linear_weights(linear: Linear, names: Sequence[str], widths: Sequence[int] |
 
 def norm_weights(norm: RMSNorm, name: str) -> Iterator[Weight]:
     """A norm's gain."""
-    yield Weight(norm.weight, (f"{name}.weight",), tuple(norm.weight.shape))
+    yield Weight(norm.weight, (f"{name}.weight",), tuple(norm.weight.shape), gain=True)
 
 
 def attention_weights(attn: Attention, prefix: str) -> Iterator[Weight]:
@@ -122,6 +130,9 @@ def load_weights(weights: Iterable[Weight], reader: TensorReader) -> None:
         dtype = w.param.get_value().dtype
         parts = [reader.get(name, shape) for name, shape in zip(w.names, w.shapes, strict=True)]
         joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=0 if w.transposed else -1)
+        joined = joined.reshape(joined.shape[w.ones :])
+        if w.offset:
+            joined = joined.astype(np.float32) + np.float32(w.offset)
         value = jnp.asarray(joined).astype(dtype)
         w.param.set_value(value.T if w.transposed else value)
 
@@ -130,8 +141,12 @@ def named_tensors(weights: Iterable[Weight], dtype: DTypeLike) -> dict[str, np.n
     """The inverse of load_weights: {name: array in the file's layout}, cast to dtype."""
     out: dict[str, np.ndarray] = {}
     for w in weights:
-        value = w.param.get_value().astype(dtype)
+        value = w.param.get_value()
+        if w.offset:
+            value = value.astype(jnp.float32) - jnp.float32(w.offset)
+        value = value.astype(dtype)
         array = np.asarray(value.T if w.transposed else value)
+        array = array.reshape(*(1,) * w.ones, *array.shape)
         cuts = np.cumsum(w.widths)[:-1].tolist()
         out |= dict(zip(w.names, np.split(array, cuts, axis=0 if w.transposed else -1), strict=True))
     return out
@@ -156,7 +171,8 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
 def load_model(directory: str | os.PathLike[str], dtype: DTypeLike = jnp.float32) -> Transformer:
     """A causal language model from a Hugging Face directory, its weights cast to `dtype`.
 
-    Tensors are read one at a time, so the host never holds the model twice.
+    Tensors are read one at a time, so the host never holds the model twice. A multi-token prediction module that the
+    checkpoint carries besides is left alone: `drafters.load_drafter` reads it.
 
     Raises:
       ValueError: whatever in the directory does not fit: the message names the file, the
@@ -168,8 +184,19 @@ def load_model(directory: str | os.PathLike[str], dtype: DTypeLike = jnp.float32
         load_weights(model_weights(model), reader)
         if model.lm_head is None and "lm_head.weight" in reader:
             _check_tied(model.embedding.get_value(), reader)
-        reader.refuse_unread(IGNORED)
+        reader.refuse_unread("|".join([IGNORED, *(rf"{re.escape(p)}.*" for p in mtp_prefixes(reader, cfg.num_layers))]))
     return model
+
+
+def mtp_prefixes(reader: TensorReader, num_layers: int) -> list[str]:
+    """What the names of a checkpoint's multi-token prediction modules start with; [] where it carries none.
+
+    DeepSeek places them after the model's layers, Qwen3-Next in a tree of their own.
+    """
+    found, i = [], num_layers
+    while f"model.layers.{i}.eh_proj.weight" in reader:
+        found, i = [*found, f"model.layers.{i}."], i + 1
+    return [*found, "mtp."] if "mtp.fc.weight" in reader else found
 
 
 def save_model(
@@ -178,11 +205,14 @@ def save_model(
     *,
     tokenizer: Tokenizer | None = None,
     dtype: DTypeLike = jnp.bfloat16,
+    more_config: Mapping[str, Any] = MappingProxyType({}),
+    more_weights: Iterable[Weight] = (),
 ) -> None:
     """Writes a directory that transformers, llama.cpp and load_model read; all or nothing.
 
     The weights go into one model.safetensors under Hugging Face's names. With a tokenizer,
     its tokenizer_config.json asks for a BOS token before every text if the model has one.
+    `more_config` and `more_weights` go into the same files (a module that rides along).
 
     Raises:
       ValueError: a dtype other than bfloat16, float16 or float32; a configuration that its
@@ -198,9 +228,9 @@ def save_model(
             write_json(staging / "tokenizer_config.json", settings)
             if "pad_token" in settings:
                 generation["pad_token_id"] = tokenizer.token_to_id(settings["pad_token"])
-        write_json(staging / "config.json", config)
+        write_json(staging / "config.json", {**config, **more_config})
         write_json(staging / "generation_config.json", generation)
-        write_safetensors(staging / WEIGHTS, named_tensors(model_weights(model), dtype))
+        write_safetensors(staging / WEIGHTS, named_tensors([*model_weights(model), *more_weights], dtype))
 
 
 def config_dict(cfg: ModelConfig, dtype: DTypeLike = jnp.bfloat16) -> dict[str, Any]:
@@ -209,10 +239,19 @@ def config_dict(cfg: ModelConfig, dtype: DTypeLike = jnp.bfloat16) -> dict[str, 
     Raises:
       ValueError: unknown family or dtype, or fields that the family cannot express.
     """
+    return {**registry.write_config(cfg), "torch_dtype": dtype_name(dtype)}
+
+
+def dtype_name(dtype: DTypeLike) -> str:
+    """Hugging Face's name of a type that weights can be stored in.
+
+    Raises:
+      ValueError: another type.
+    """
     name = jnp.dtype(dtype).name
     if name not in _DTYPES:
         raise ValueError(f"dtype must be one of {sorted(_DTYPES)}, got {name}")
-    return {**registry.write_config(cfg), "torch_dtype": name}
+    return name
 
 
 def tokenizer_settings(tokenizer: Tokenizer, cfg: ModelConfig) -> dict[str, Any]:

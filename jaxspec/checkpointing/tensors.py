@@ -1,7 +1,7 @@
 """Named tensors in safetensors files: lazy reading with exact complaints, atomic writing.
 
 Owns the files of a checkpoint directory (one file, or shards with an index). Must not know
-models: what the names mean is hf.py's and eagle3.py's business.
+models: what the names mean is the business of hf.py and of the heads' modules.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -77,6 +77,10 @@ class TensorReader:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    def first(self, *names: str) -> str | None:
+        """The first of these names that is here."""
+        return next((n for n in names if n in self._files), None)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, from the file's header.
 
@@ -128,8 +132,11 @@ class TensorReader:
             raise ValueError(f"{self._files[name]} lacks tensor {name!r}, which the index places there: {e}") from e
 
 
-def read_tensors(directory: str | os.PathLike[str]) -> TensorReader:
+def read_tensors(directory: str | os.PathLike[str], also: Sequence[str] = ()) -> TensorReader:
     """Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names; reads no tensor yet.
+
+    Args:
+      also: other names that the one file may have, tried first.
 
     Raises:
       ValueError: not a directory, no safetensors (pickles are refused and the message says
@@ -138,8 +145,8 @@ def read_tensors(directory: str | os.PathLike[str]) -> TensorReader:
     directory = Path(directory)
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory")
-    if (directory / WEIGHTS).exists():
-        path = directory / WEIGHTS
+    path = next((directory / n for n in (*also, WEIGHTS) if (directory / n).exists()), None)
+    if path is not None:
         handle = _open(path)
         return TensorReader(directory, dict.fromkeys(handle.keys(), path), {path: handle})
     if not (directory / INDEX).exists():
@@ -159,10 +166,23 @@ def read_tensors(directory: str | os.PathLike[str]) -> TensorReader:
 
 
 def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes one file with the metadata {"format": "pt"} that peers ask for; all or nothing."""
+    """Writes one file with the metadata {"format": "pt"} that peers ask for; all or nothing.
+
+    Raises:
+      OSError: a full disk or the like; names the file and its size.
+    """
     path = Path(path)
+    arrays = {k: np.ascontiguousarray(v) for k, v in tensors.items()}
     with _sibling(path) as staging:
-        save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, staging, metadata={"format": "pt"})
+        try:
+            save_file(arrays, staging, metadata={"format": "pt"})
+        except SafetensorError as e:
+            size = sum(a.nbytes for a in arrays.values())
+            raise OSError(f"{path.parent}: {path.name} of {size} bytes cannot be written: {e}") from e
+        # safetensors makes files that only their owner can read; a checkpoint is a file like any other.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(staging, 0o666 & ~umask)
         os.replace(staging, path)
 
 
@@ -227,10 +247,13 @@ def _no_weights(directory: Path) -> str:
     names = sorted(p.name for p in directory.iterdir())
     pickles = [n for n in names if n.endswith(_PICKLES)]
     if pickles:
+        one = pickles[0]
+        name = f"{Path(one).stem}.safetensors" if Path(one).stem not in ("pytorch_model", "model") else WEIGHTS
         return (
             f"{directory} holds weights only as pickles ({', '.join(pickles)}). Loading a pickle can run any code "
-            f"that its author put there, so they are refused. Fetch the checkpoint's .safetensors version, or, if "
-            f"you trust the source, convert it: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            f"that its author put there, so they are refused. Fetch the checkpoint's .safetensors version, or convert "
+            f"it with PyTorch, in a loader that runs no code: tensors = torch.load({one!r}, map_location='cpu', "
+            f"weights_only=True); safetensors.torch.save_file({{k: v.clone() for k, v in tensors.items()}}, {name!r})"
         )
     shards = [n for n in names if n.endswith(".safetensors")]
     found = f"found {', '.join(shards)}, but no index" if shards else f"found {', '.join(names) or 'nothing'}"

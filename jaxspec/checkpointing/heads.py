@@ -1,0 +1,214 @@
+"""What the formats of all draft heads share: layer configurations, speculators' wrapper, the target's own tables.
+
+Owns the fields that mean the same in every format, and the rule by which a stored table is the target's. Must not
+know any one kind of head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from tokenizers import Tokenizer
+
+from jaxspec.checkpointing import hf
+from jaxspec.checkpointing.tensors import (
+    WEIGHTS,
+    TensorReader,
+    replace_directory,
+    write_json,
+    write_safetensors,
+)
+from jaxspec.models import registry
+from jaxspec.models.base import ModelConfig
+from jaxspec.models.layers import Linear, Shared, Transformer
+
+#: The release of PyPI `speculators` whose layout is read and written, and its marks in a config.json.
+SPECULATORS_VERSION = "0.9.0"
+KIND, WRAPPER, LAYER = "speculators_model_type", "speculators_config", "transformer_layer_config"
+#: speculators stores these beside its heads in some states of training; they are the target's.
+IGNORED = rf"{hf.IGNORED}|verifier_(norm|lm_head)\.weight"
+_BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
+
+_Config = TypeVar("_Config")
+
+
+def read_layer(fields: Mapping[str, Any], family: str) -> ModelConfig:
+    """A head's decoder layers from Hugging Face's fields, with every check that models get.
+
+    The result says nothing of what a layer does not have: tied tables and special tokens.
+
+    Args:
+      family: whose names and defaults the fields follow (a key of models.registry).
+
+    Raises:
+      ValueError: a missing or impossible field, or a feature that is not implemented.
+    """
+    rope = fields.get("rope_parameters") or {}
+    nested = sorted(k for k, v in rope.items() if isinstance(v, dict))
+    if nested:
+        raise ValueError(f"config.json: rope_parameters by layer type ({nested}) are not supported; expected one set")
+    names = list(registry.FAMILIES[family].architectures[:1])
+    return bare(registry.read_config({**fields, "architectures": names}))
+
+
+def bare(cfg: ModelConfig) -> ModelConfig:
+    """A configuration without the fields that only a whole model has a use for."""
+    return dataclasses.replace(cfg, tie_word_embeddings=False, bos_token_id=None, eos_token_ids=())
+
+
+def write_layer(cfg: ModelConfig) -> dict[str, Any]:
+    """The inverse of read_layer, for the plainest family that can express it; without `architectures`.
+
+    Raises:
+      ValueError: fields that no family can express together.
+    """
+    family = "qwen3" if cfg.qk_norm else "qwen2" if cfg.attention_bias and not cfg.output_bias else "llama"
+    raw = registry.write_config(dataclasses.replace(bare(cfg), family=family))
+    return {k: v for k, v in raw.items() if k != "architectures"}
+
+
+def wrapper(
+    kind: str, layer: Mapping[str, Any], target: ModelConfig, dtype: DTypeLike, verifier: str | None, tokens: int
+) -> dict[str, Any]:
+    """The fields of a speculators config.json that every kind has.
+
+    Args:
+      kind: "eagle3", "peagle" or "mtp". layer: its transformer_layer_config.
+      verifier: name or path of the target, which speculators opens when it loads the head; None: unknown.
+      tokens: drafted tokens a round that the head proposes to its users.
+    """
+    architecture = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel", "mtp": "MTPDraftModel"}[kind]
+    family = registry.FAMILIES.get(target.family)
+    greedy = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": [architecture],
+        KIND: kind,
+        "speculators_version": SPECULATORS_VERSION,
+        WRAPPER: {
+            "algorithm": kind,
+            "proposal_methods": [greedy],
+            "default_proposal_method": "greedy",
+            "verifier": {
+                "name_or_path": verifier,
+                "architectures": list(family.architectures[:1]) if family is not None else [],
+            },
+        },
+        LAYER: dict(layer),
+        "tie_word_embeddings": False,
+        "dtype": hf.dtype_name(dtype),
+    }
+
+
+def replaced(cfg: _Config, overrides: Mapping[str, Any]) -> _Config:
+    """A configuration with fields that the caller knows better than config.json does.
+
+    Raises:
+      ValueError: a field that the configuration does not have; values that it refuses.
+    """
+    known = {f.name for f in dataclasses.fields(cfg)}  # pyright: ignore[reportArgumentType]
+    unknown = sorted(set(overrides) - known)
+    if unknown:
+        raise ValueError(f"overrides {unknown} are no fields of {type(cfg).__name__}; it has {sorted(known)}")
+    return dataclasses.replace(cfg, **overrides)  # pyright: ignore[reportArgumentType,reportCallIssue]
+
+
+def check_fits(what: str, given: Any, of_target: str, wanted: Any) -> None:
+    """Raises ValueError, with both values, where a head's field is not the target's."""
+    if given != wanted:
+        raise ValueError(f"config.json: the head's {what} is {given}, the target's {of_target} is {wanted}")
+
+
+def check_written(cfg: Any, back: Any) -> None:
+    """Raises ValueError, naming fields and values, where a written configuration would read as another."""
+    if cfg != back:
+        wrong = [f.name for f in dataclasses.fields(cfg) if getattr(cfg, f.name) != getattr(back, f.name)]
+        pairs = ", ".join(f"{n}={getattr(cfg, n)!r} (would read as {getattr(back, n)!r})" for n in wrong)
+        raise ValueError(f"this layout cannot express {pairs}")
+
+
+def same_table(a: np.ndarray | jax.Array, b: np.ndarray | jax.Array) -> bool:
+    """Whether two tables are one: equal, up to the rounding of the coarser one's type."""
+    if a.shape != b.shape:
+        return False
+    coarse = min((a.dtype, b.dtype), key=lambda d: _BITS[np.dtype(d).name])
+    left, right = (np.asarray(x).astype(coarse, copy=False) for x in (a, b))
+    return bool(np.array_equal(left, right))
+
+
+def lend_tables(
+    target: Transformer, dtype: DTypeLike, own_embedding_VE: np.ndarray | None, own_head_VE: np.ndarray | None
+) -> tuple[nnx.Variable, Linear | None]:
+    """(embedding, lm_head) of a head: the target's own as `Shared`, unless a checkpoint stores others.
+
+    Args:
+      dtype: of the head; a target of another type is cast.
+      own_embedding_VE, own_head_VE: what the checkpoint stores, [V, E]; None where it stores nothing.
+
+    Returns:
+      lm_head is None where it is tied to the returned embedding.
+    """
+    embedding = lend_embedding(target, dtype, own_embedding_VE)
+    kernel_EV = target.embedding.get_value().T if target.lm_head is None else target.lm_head.kernel.get_value()
+    if own_head_VE is not None and not same_table(own_head_VE, kernel_EV.T):
+        return embedding, _output_layer(nnx.Param(jnp.asarray(own_head_VE).astype(dtype).T))
+    if target.lm_head is None and isinstance(embedding, Shared):
+        return embedding, None
+    return embedding, _output_layer(Shared(kernel_EV.astype(dtype)))
+
+
+def lend_embedding(target: Transformer, dtype: DTypeLike, own_VE: np.ndarray | None) -> nnx.Variable:
+    """The embedding of `lend_tables`."""
+    theirs_VE = target.embedding.get_value()
+    if own_VE is None or same_table(own_VE, theirs_VE):
+        return Shared(theirs_VE.astype(dtype))
+    return nnx.Param(jnp.asarray(own_VE).astype(dtype))
+
+
+def _output_layer(kernel_EV: nnx.Variable) -> Linear:
+    layer = Linear(1, 1, dtype=jnp.dtype(jnp.float32), rngs=None)
+    layer.kernel = kernel_EV  # pyright: ignore[reportAttributeAccessIssue]
+    return layer
+
+
+def stored_table(reader: TensorReader, shape: tuple[int, ...], *names: str | None) -> np.ndarray | None:
+    """A table [V, E] under the first of these names (without `.weight`) that the checkpoint has; None without one."""
+    name = reader.first(*(f"{n}.weight" for n in names if n is not None))
+    return None if name is None else reader.get(name, shape)
+
+
+def own_tables(
+    embedding: nnx.Variable, lm_head: Linear | None, embedding_name: str, head_name: str
+) -> Iterable[hf.Weight]:
+    """The tables that are not the target's (`Shared`), trained or not, under these names (without `.weight`)."""
+    if not isinstance(embedding, Shared):
+        yield hf.Weight(embedding, (f"{embedding_name}.weight",), (embedding.shape[1],))
+    if lm_head is not None and not isinstance(lm_head.kernel, Shared):
+        yield from hf.linear_weights(lm_head, [head_name])
+
+
+def write_head(
+    directory: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    tokenizer: Tokenizer | None,
+    file: str = WEIGHTS,
+) -> None:
+    """Writes config.json, the tensors and tokenizer.json; all or nothing."""
+    with replace_directory(directory) as staging:
+        if tokenizer is not None:
+            tokenizer.save(str(staging / "tokenizer.json"))
+        write_json(staging / "config.json", config)
+        write_safetensors(staging / file, tensors)

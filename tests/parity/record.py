@@ -1,0 +1,184 @@
+"""Records what PyPI `speculators` computes for speculators_cases.py into vectors/. Run by hand, from the root:
+
+    python -m pip install --editable ".[parity]"
+    python tests/parity/record.py
+
+Run it when a case, an input or the fill of the weights changes, and commit the new vectors with that change. The live
+tests of test_parity.py use its functions where speculators is installed. torch and speculators are imported by the
+functions that need them, because importing this module must not need them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+# In the tests conftest.py provides this module; here it is found beside the script.
+from speculators_cases import (
+    CASES,
+    DECAY,
+    DEPTHS,
+    MTP_WEIGHTS,
+    SHAPE,
+    STEPS,
+    VECTORS,
+    VERSIONS,
+    drafted_ids,
+    inputs,
+    weights,
+)
+
+from jaxspec.checkpointing.tensors import write_json
+
+
+def build(case: str) -> Any:
+    """speculators' model of a case, its weights drawn by `weights`, on the CPU in float32 with eager attention."""
+    import torch
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import LlamaConfig, Qwen3Config
+
+    c = CASES[case]
+    layer = {"llama": LlamaConfig, "qwen3": Qwen3Config}[c.family](**{**SHAPE, **c.layer})
+    layer._attn_implementation = "eager"
+    wrapper = SpeculatorsConfig(
+        algorithm=c.kind,
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=len(MTP_WEIGHTS))],
+        default_proposal_method="greedy",
+        verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
+    )
+    model_class, config_class = _classes(c.kind)
+    fields = dict(c.fields) if c.kind == "mtp" else {"draft_vocab_size": c.draft_vocab_size, **c.fields}
+    model = model_class(config_class(transformer_layer_config=layer, speculators_config=wrapper, **fields))
+    if c.kind == "mtp":
+        model.load_verifier_weights()  # without a verifier it only drops the table that MTP has no use for
+    drawn = weights(case, {n: tuple(p.shape) for n, p in model.named_parameters()})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(drawn[name]))
+        if model.use_draft_vocab:
+            ids = drafted_ids()
+            model.d2t.copy_(torch.from_numpy(ids - np.arange(len(ids))))
+            model.t2d.copy_(torch.from_numpy(np.isin(np.arange(len(model.t2d)), ids)))
+    return model.eval()
+
+
+def answers(case: str, model: Any) -> dict[str, np.ndarray]:
+    """Inputs, logits of every step and losses of one case."""
+    import torch
+    from speculators.losses import resolve_loss_config
+
+    c, given = CASES[case], inputs(case)
+    batch = {name: torch.from_numpy(given[name]) for name in ("hidden_states", "input_ids", "loss_mask")}
+    logits: list[Any] = []
+    hook = model.lm_head.register_forward_hook(lambda module, args, out: logits.append(out.detach().numpy()))
+    record = dict(given)
+    with torch.no_grad():
+        if c.kind == "mtp":
+            _, loss, _ = model(**batch, step_weights=list(MTP_WEIGHTS))
+            record |= {"loss_ce": loss.numpy(), "embed_tokens": _array(model.embed_tokens.weight)}
+            record["lm_head"] = _array(model.lm_head.weight)
+        else:
+            # The verifier's logits are an input of the case: its norm and output layer pass them on.
+            model.verifier_norm = torch.nn.Identity()
+            model.verifier_lm_head = torch.nn.Identity()
+            batch |= {
+                "document_ids": torch.from_numpy(given["document_ids"]),
+                "verifier_last_hidden_states": torch.from_numpy(given["targets"]),
+                "loss_mask": batch["loss_mask"].bool() if c.kind == "eagle3" else batch["loss_mask"],
+            }
+            for name, loss_name in (("loss_kl", "kl_div"), ("loss_ce", "ce")):
+                logits.clear()
+                config = resolve_loss_config(loss_name, "eager")
+                if c.kind == "eagle3":
+                    batch["loss_mask"] = torch.from_numpy(given["loss_mask"]).bool()
+                    _, loss, _ = model(**batch, ttt_steps=STEPS, ttt_step_loss_decay=DECAY, loss_config=config)
+                else:
+                    sample, loss = _sampled(model, {**batch, "num_depths": DEPTHS, "loss_config": config})
+                    record |= sample
+                record[name] = loss.numpy()
+    hook.remove()
+    return record | {f"logits_{i}": step for i, step in enumerate(logits)}
+
+
+def record_case(case: str, directory: Path) -> None:
+    """Writes what speculators saves and answers to `directory`/case, which is replaced."""
+    out = directory / case
+    shutil.rmtree(out, ignore_errors=True)
+    model = build(case)
+    model.save_pretrained(out)
+    for file in out.glob("*.py"):  # transformers adds the sources of classes that it does not have
+        file.unlink()
+    arrays = {n: np.ascontiguousarray(a) for n, a in answers(case, model).items()}
+    save_file(arrays, out / "record.safetensors")
+
+
+def read_back(kind: str, directory: Path) -> Any:
+    """The model that speculators' own from_pretrained makes of a directory, with eager attention."""
+    model_class, config_class = _classes(kind)
+    config = config_class.from_pretrained(directory)
+    config.transformer_layer_config._attn_implementation = "eager"
+    return model_class.from_pretrained(directory, config=config).eval()
+
+
+def _array(parameter: Any) -> np.ndarray:
+    return parameter.detach().numpy().copy()
+
+
+def _classes(kind: str) -> tuple[Any, Any]:
+    if kind == "mtp":
+        from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
+
+        return MTPDraftModel, MTPSpeculatorConfig
+    if kind == "peagle":
+        from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
+
+        return PEagleDraftModel, PEagleSpeculatorConfig
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+
+    return Eagle3DraftModel, Eagle3SpeculatorConfig
+
+
+def _sampled(model: Any, batch: dict[str, Any]) -> tuple[dict[str, np.ndarray], Any]:
+    """P-EAGLE's forward with the positions and depths that it drew, the same for every call."""
+    import torch
+    from speculators.models.peagle import core
+
+    drawn: dict[str, np.ndarray] = {}
+    original = core.generate_cod_sample_indices
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        anchor_pos, depth = original(*args, **kwargs)
+        drawn.update(anchor_pos=anchor_pos.numpy(), depth=depth.numpy())
+        return anchor_pos, depth
+
+    core.generate_cod_sample_indices = watched
+    try:
+        torch.manual_seed(0)
+        _, loss, _ = model(**batch)
+    finally:
+        core.generate_cod_sample_indices = original
+    return drawn, loss
+
+
+def main() -> None:
+    """Records every case, then writes the versions."""
+    import torch
+
+    torch.set_num_threads(1)
+    for case in CASES:
+        record_case(case, VECTORS)
+    names = ("speculators", "torch", "transformers")
+    write_json(VERSIONS, {name: importlib.metadata.version(name) for name in names})
+    size = sum(p.stat().st_size for p in VECTORS.rglob("*") if p.is_file()) / 1000
+    print(f"{VECTORS}: {len(CASES)} cases, {size:.0f} kB, {json.dumps(json.loads(VERSIONS.read_text()))}")
+
+
+if __name__ == "__main__":
+    main()
