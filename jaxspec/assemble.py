@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,23 +17,32 @@ from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.ema import AdaptiveSpeculativeParams, EmaPolicy
 from jaxspec.adaptive.goodput import GoodputPolicy
 from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.checkpointing import eagle3, hf
+from jaxspec.checkpointing import drafters as draft_checkpoints
+from jaxspec.checkpointing import hf
 from jaxspec.config import DRAFTERS, EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.models.layers import Transformer, column_blocks, tensor_parallel
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.runner import Runner
-from jaxspec.runtime.sharding import check_divides, host_memory, tensor_mesh
+from jaxspec.runtime.sharding import check_divides, host_memory, share_tables, tensor_mesh
 from jaxspec.scheduling.scheduler import Scheduler, SchedulerConfig
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.cores import DraftModelCore, HeadCore
+from jaxspec.speculation.drafters.medusa import MedusaDrafter
 from jaxspec.speculation.drafters.ngram import NgramDrafter
+from jaxspec.speculation.drafters.parallel import ParallelDrafter
 from jaxspec.speculation.state import Geometry
+from jaxspec.speculation.typical import Typical
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Tier
 
 _DEFAULT_CONTEXT = 2048
+_log = logging.getLogger(__name__)
+#: Drafters that propose trees as well as chains.
+TREE_DRAFTERS = frozenset(DRAFTERS) - {"none", "ngram"}
+#: The directory that holds each drafter's checkpoint, beside the target or inside its directory.
+_PLACES = {kind: kind for kind in TREE_DRAFTERS} | {"draft_model": "draft"}
 
 
 def candidate_steps() -> tuple[int, ...]:
@@ -70,19 +79,19 @@ def resolve_model(model: str | Path) -> Path:
 def resolve_drafter(drafter: str | Path | None, model_dir: Path) -> tuple[str, Path | None]:
     """(kind, directory) of a drafter name or path; kind is one of DRAFTERS.
 
-    A kind that needs a checkpoint finds it beside the target (`../eagle3`, `../draft`) or
-    inside its directory. None picks EAGLE-3 where such a head lies there, else n-gram.
+    A kind that needs a checkpoint finds it beside the target or inside its directory, under its own name (a draft
+    model under `draft`); "mtp" finds the layer inside the target's own checkpoint as well. None picks EAGLE-3 where
+    such a head lies there, else n-gram.
 
     Raises:
       ValueError: an unknown name, or no checkpoint where one is needed.
     """
-    places = {"eagle3": "eagle3", "draft_model": "draft"}
 
     def find(kind: str) -> Path | None:
         for base in (model_dir, model_dir.parent):
-            if (base / places[kind] / "config.json").exists():
-                return base / places[kind]
-        return None
+            if (base / _PLACES[kind] / "config.json").exists():
+                return base / _PLACES[kind]
+        return model_dir if kind == "mtp" and draft_checkpoints.has_mtp(model_dir) else None
 
     if drafter is None:
         found = find("eagle3")
@@ -90,22 +99,20 @@ def resolve_drafter(drafter: str | Path | None, model_dir: Path) -> tuple[str, P
     name = str(drafter)
     if name in ("none", "ngram"):
         return name, None
-    if name in places:
+    if name in _PLACES:
         found = find(name)
         if found is None:
+            places = [f"{base / _PLACES[name]}" for base in (model_dir, model_dir.parent)]
+            inside = f" nor an MTP layer in {model_dir}" if name == "mtp" else ""
             raise ValueError(
-                f"drafter {name!r}: no checkpoint in {model_dir / places[name]} or {model_dir.parent / places[name]}; "
+                f"drafter {name!r}: no checkpoint in {' or '.join(places)}{inside}; "
                 "pass the drafter's directory instead"
             )
         return name, found
     path = Path(drafter)
     if not path.is_dir():
         raise ValueError(f"drafter must be one of {DRAFTERS} or a directory, got {name!r}")
-    config = path / "config.json"
-    if not config.exists():
-        raise ValueError(f"drafter: {config} does not exist")
-    architectures = json.loads(config.read_text()).get("architectures") or []
-    return ("eagle3" if any("eagle" in a.lower() for a in architectures) else "draft_model"), path
+    return draft_checkpoints.read_kind(path), path
 
 
 def _laid_out(module: Any, shards: int) -> Any:
@@ -120,6 +127,44 @@ def _laid_out(module: Any, shards: int) -> Any:
     return column_blocks(module) if jax.default_backend() == "cpu" else module
 
 
+def load_drafter(kind: str, directory: Path | None, target: Transformer, dtype: jnp.dtype) -> Any:
+    """The module of a drafter; None for kinds that have none.
+
+    Raises:
+      ValueError: the checkpoint does not fit the target; names the field and both values.
+    """
+    if kind not in TREE_DRAFTERS:
+        return None
+    assert directory is not None
+    return draft_checkpoints.load_drafter(kind, directory, target, dtype)
+
+
+def deepest_draft(kind: str, module: Any) -> int | None:
+    """Most tokens that a drafter can propose in a row; None: any number."""
+    return module.config.num_heads if kind == "medusa" else None
+
+
+def bind_drafter(kind: str, module: Any, geo: Geometry, shards: int = 1) -> tuple[Drafter, Any]:
+    """(drafter, its parameters) of a module from `load_drafter`.
+
+    Args:
+      shards: devices that share the drafter's layers; those parts whose heads or widths it does not divide are
+        computed by every device alike, since a drafter is small and any target may meet any drafter.
+
+    Raises:
+      ValueError: tiers that it cannot draft.
+    """
+    module = _laid_out(module, shards)
+    if kind == "medusa":
+        medusa = MedusaDrafter(module, geo)
+        return medusa, medusa.params
+    if kind == "draft_model":
+        model = DraftModelCore(module)
+        return AutoregressiveDrafter(model, geo), model.params
+    core = HeadCore(module)
+    return (ParallelDrafter if kind == "peagle" else AutoregressiveDrafter)(core, geo), core.params
+
+
 def build_drafter(
     kind: str,
     directory: Path | None,
@@ -129,32 +174,18 @@ def build_drafter(
     dtype: jnp.dtype,
     shards: int = 1,
 ) -> tuple[Drafter | None, Any]:
-    """(drafter, its parameters).
+    """(drafter, its parameters), from its checkpoint where it has one; see `load_drafter` and `bind_drafter`."""
+    return _drafter(kind, load_drafter(kind, directory, target, dtype), target, geo, speculation, shards)
 
-    Args:
-      shards: devices that share the drafter's layers; those parts whose heads or widths it does not divide are
-        computed by every device alike, since a drafter is small and any target may meet any drafter.
 
-    Raises:
-      ValueError: the checkpoint does not fit the target; names the field and both values.
-    """
-    cfg = target.config
+def _drafter(
+    kind: str, module: Any, target: Transformer, geo: Geometry, speculation: SpeculationConfig, shards: int
+) -> tuple[Drafter | None, Any]:
     if kind == "none":
         return None, ()
     if kind == "ngram":
-        return NgramDrafter(cfg.vocab_size, speculation.ngram_min, speculation.ngram_max), ()
-    assert directory is not None
-    if kind == "eagle3":
-        core: Any = HeadCore(_laid_out(eagle3.load_head(directory, target, dtype), shards))
-    else:
-        draft = hf.load_model(directory, dtype)
-        if draft.config.vocab_size != cfg.vocab_size:
-            raise ValueError(
-                f"draft model {directory}: vocab_size must equal the target's {cfg.vocab_size}, "
-                f"got {draft.config.vocab_size}"
-            )
-        core = DraftModelCore(_laid_out(draft, shards))
-    return AutoregressiveDrafter(core, geo), core.params
+        return NgramDrafter(target.config.vocab_size, speculation.ngram_min, speculation.ngram_max), ()
+    return bind_drafter(kind, module, geo, shards)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,8 +201,14 @@ class _Choice:
     build: Any
 
 
-def choose_policy(speculation: SpeculationConfig, buckets: Sequence[int], drafts: bool, trees: bool) -> _Choice:
+def choose_policy(
+    speculation: SpeculationConfig, buckets: Sequence[int], drafts: bool, trees: bool, deepest: int | None = None
+) -> _Choice:
     """What to compile, and how to build the policy once costs are known.
+
+    Args:
+      deepest: most tokens that the drafter can propose in a row, by which the default's depths are clipped. Depths
+        that a user asked for are the drafter's to refuse.
 
     Raises:
       ValueError: a configuration that the drafter cannot serve.
@@ -196,9 +233,10 @@ def choose_policy(speculation: SpeculationConfig, buckets: Sequence[int], drafts
         return _Choice({tier: at for tier, at in reachable.items() if at}, False, ema)
     tiers = speculation.tiers
     if tiers is None:
-        tiers = tuple(
-            speculation.tier(step) for step in sorted({0, *(speculation.candidate_steps or candidate_steps())})
-        )
+        steps = speculation.candidate_steps
+        if steps is None:
+            steps = tuple(step if deepest is None else min(step, deepest) for step in candidate_steps())
+        tiers = tuple(speculation.tier(step) for step in sorted({0, *steps}))
     elif not trees and not all(tier.is_chain for tier in tiers):
         raise ValueError(f"this drafter proposes chains only, got tiers {[str(tier) for tier in tiers]}")
     return _Choice({tier: every for tier in tiers}, True, lambda cost: GoodputPolicy(tiers, cost))
@@ -222,6 +260,8 @@ def build_engine(
     speculation, config = SpeculationConfig.of(speculation), config or EngineConfig()
     model_dir = resolve_model(model)
     kind, directory = resolve_drafter(drafter, model_dir)
+    if speculation.resolved_policy == "off":
+        kind = "none"
     dtype = jnp.dtype(config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     shards = config.tensor_parallel
     check_divides(hf.load_config(model_dir), shards)
@@ -229,26 +269,30 @@ def build_engine(
     load = host_memory if shards > 1 else contextlib.nullcontext
     with load():
         target = hf.load_model(model_dir, dtype)
+        if shards > 1:
+            share_tables(target, tensor_mesh(shards))
+        module = load_drafter(kind, directory, target, dtype)
     text = Tokenizer.from_directory(model_dir) if tokenizer else None
 
     def drafter_of(geo: Geometry) -> tuple[Drafter | None, Any]:
         with load():
-            return build_drafter(kind, directory, target, geo, speculation, dtype, shards)
+            return _drafter(kind, module, target, geo, speculation, shards)
 
     return assemble(
         target, text, speculation, config, progress=progress, drafter=drafter_of,
-        drafts=kind != "none", trees=kind in ("eagle3", "draft_model"),
+        drafts=kind != "none", trees=kind in TREE_DRAFTERS, deepest=deepest_draft(kind, module),
     )  # fmt: skip
 
 
 def assemble(
     target: Transformer, tokenizer: Tokenizer | None, speculation: SpeculationConfig, config: EngineConfig, *,
-    drafter: Any, drafts: bool, trees: bool, progress: bool, cost: CostTable | None = None,
+    drafter: Any, drafts: bool, trees: bool, progress: bool, cost: CostTable | None = None, deepest: int | None = None,
 ) -> Engine:  # fmt: skip
     """An engine from a target in memory; `drafter` maps a Geometry to (drafter, parameters).
 
     Args:
       cost: skips the timing of executables.
+      deepest: see choose_policy.
     """
     began = time.perf_counter()
     use_persistent_cache(config.compile_cache)
@@ -263,7 +307,7 @@ def assemble(
         )
     eos = tuple(sorted({*model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer is not None else ())}))
     buckets = config.buckets
-    choice = choose_policy(speculation, buckets, drafts, trees)
+    choice = choose_policy(speculation, buckets, drafts, trees, deepest)
     depth = max(tier.depth for tier in choice.reachable)
     pages_per_seq = -(-(longest + depth + 1) // config.page_size)
     geo = Geometry(
@@ -278,11 +322,18 @@ def assemble(
     widest = max(tier.topk for tier in choice.reachable)
     if built is not None and widest > built.max_topk:
         raise ValueError(f"topk must be at most {built.max_topk}, the tokens this drafter can propose, got {widest}")
+    typical = None
+    if built is not None and speculation.verification == "typical":
+        typical = Typical(speculation.typical_threshold, speculation.typical_alpha)
+        _log.warning(
+            "verification 'typical' is lossy: sampled outputs do not have the target's distribution "
+            "(threshold %g, alpha %g)", typical.threshold, typical.alpha,
+        )  # fmt: skip
     chunk = min(config.prefill_chunk, longest)
     sizes = sorted({chunk, *(size for size in (16, 64) if size < chunk)})
     runner = Runner(
         _laid_out(target, shards), built, params, geo,
-        rejection=speculation.verification == "rejection", reachable=choice.reachable,
+        rejection=speculation.verification == "rejection", typical=typical, reachable=choice.reachable,
         prefill_sizes=sizes, eos=eos,
         variants=tuple(v == "sampled" for v in config.variants), mesh=mesh, progress=progress,
     )  # fmt: skip
@@ -302,4 +353,7 @@ def assemble(
         )
     )
     warmup = time.perf_counter() - began
-    return Engine(runner, scheduler, lambda: choice.build(cost), buckets, tokenizer, eos, config.seed, warmup, cost)
+    return Engine(
+        runner, scheduler, lambda: choice.build(cost), buckets, tokenizer, eos, config.seed, warmup, cost,
+        config.traffic_log,
+    )  # fmt: skip

@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jaxspec.tier import Tier, max_nodes
 
-Verification = Literal["coupled", "rejection"]
-DRAFTERS = ("none", "eagle3", "ngram", "draft_model")
+Verification = Literal["coupled", "rejection", "typical"]
+VERIFICATIONS: tuple[str, ...] = get_args(Verification)
+DRAFTERS = ("none", "eagle3", "eagle1", "peagle", "medusa", "mtp", "ngram", "draft_model")
 _MAX_DEPTH = 32
 
 
@@ -21,6 +22,11 @@ def _integer(owner: str, name: str, value: Any, low: int, high: int | None = Non
     bounds = f"an int of at least {low}" if high is None else f"an int in [{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         raise ValueError(f"{owner}.{name} must be {bounds}, got {value!r}")
+
+
+def _fraction(owner: str, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ValueError(f"{owner}.{name} must be a number in (0, 1], got {value!r}")
 
 
 def _items(owner: str, name: str, value: Any) -> tuple[Any, ...]:
@@ -41,8 +47,11 @@ class SpeculationConfig:
       num_nodes: nodes verified a round, root included; needed for trees.
       candidate_steps: depths that the adaptive policy chooses among (0 is always added).
       tiers: the same as whole tiers, chains and trees mixed; excludes candidate_steps, depth, topk and num_nodes.
-      verification: "coupled" (default: same seed, same tokens as plain decoding) or
-        "rejection" (Leviathan et al. 2023; same distribution).
+      verification: "coupled" (default: same seed, same tokens as plain decoding), "rejection" (Leviathan et al.
+        2023; same distribution) or "typical" (Cai et al. 2024, Medusa: NOT lossless; sampled rows accept what the
+        target finds plausible enough, greedy rows stay exact).
+      typical_threshold, typical_alpha: of typical verification, which accepts a token of probability p where
+        p > min(typical_threshold, typical_alpha * exp(-entropy)).
       ngram_min, ngram_max: shortest and longest suffix that the n-gram drafter matches.
 
     Raises:
@@ -56,6 +65,8 @@ class SpeculationConfig:
     candidate_steps: tuple[int, ...] | None = None
     tiers: tuple[Tier, ...] | None = None
     verification: Verification = "coupled"
+    typical_threshold: float = 0.09
+    typical_alpha: float = 0.3
     ngram_min: int = 1
     ngram_max: int = 4
 
@@ -68,8 +79,10 @@ class SpeculationConfig:
         _integer(me, "topk", self.topk, 1, 64)
         if self.num_nodes is not None:
             _integer(me, "num_nodes", self.num_nodes, 1, 1024)
-        if self.verification not in ("coupled", "rejection"):
-            raise ValueError(f"{me}.verification must be 'coupled' or 'rejection', got {self.verification!r}")
+        if self.verification not in VERIFICATIONS:
+            raise ValueError(f"{me}.verification must be one of {VERIFICATIONS}, got {self.verification!r}")
+        for name in ("typical_threshold", "typical_alpha"):
+            _fraction(me, name, getattr(self, name))
         _integer(me, "ngram_min", self.ngram_min, 1, 16)
         _integer(me, "ngram_max", self.ngram_max, 1, 16)
         if self.ngram_min > self.ngram_max:
@@ -183,6 +196,8 @@ class EngineConfig:
       enable_prefix_caching: reuse the pages of equal prompt prefixes.
       compile_cache: True keeps compiled executables in the user's cache directory, a path
         keeps them there, False keeps none.
+      traffic_log: a file to which every finished request (ended by a stop or by its length) is appended as a JSON
+        line of its token ids and temperature, for `python -m jaxspec.train` to learn from. It holds your users' text.
 
     Raises:
       ValueError: a value out of range.
@@ -201,6 +216,7 @@ class EngineConfig:
     seed: int = 0
     enable_prefix_caching: bool = True
     compile_cache: bool | str | Path = True
+    traffic_log: str | Path | None = None
 
     def __post_init__(self) -> None:
         me = "EngineConfig"
@@ -225,6 +241,8 @@ class EngineConfig:
             raise ValueError(f"{me}.enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
         if not isinstance(self.compile_cache, bool | str | Path):
             raise ValueError(f"{me}.compile_cache must be True, False or a path, got {self.compile_cache!r}")
+        if self.traffic_log is not None and (not isinstance(self.traffic_log, str | Path) or not str(self.traffic_log)):
+            raise ValueError(f"{me}.traffic_log must be None or a path, got {self.traffic_log!r}")
         if self.kernels not in KERNELS:
             raise ValueError(f"{me}.kernels must be one of {KERNELS}, got {self.kernels!r}")
         if self.dtype not in (None, "float32", "bfloat16"):

@@ -10,6 +10,7 @@ import dataclasses
 import numbers
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from jaxspec.adaptive.controller import AdaptiveController, Recorder
 from jaxspec.adaptive.cost import CostTable
@@ -27,6 +28,7 @@ from jaxspec.runtime.runner import Pending, RowResult, Runner
 from jaxspec.scheduling.scheduler import DecodeRow, Plan, Scheduler
 from jaxspec.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
 from jaxspec.tier import Tier
+from jaxspec.traffic import TrafficLog
 
 
 @dataclasses.dataclass
@@ -60,6 +62,7 @@ class EngineStats:
       starved_rounds: rounds dispatched after the one before had already finished: the device had to wait.
       device_seconds: time the host waited for results. host_seconds: the rest of the steps' time.
       switches: rounds whose tier differs from the one before. rounds_by_tier: {tier name: rounds}.
+      lossless: whether outputs have the target's distribution (False under typical verification).
     """
 
     warmup_seconds: float
@@ -77,6 +80,7 @@ class EngineStats:
     prefix_queries: int
     free_pages: int
     cached_pages: int
+    lossless: bool
 
 
 class Engine:
@@ -90,11 +94,16 @@ class Engine:
       eos: token ids that end a text.
       seed: base of the seeds of requests that bring none.
       cost: measured seconds of the rounds, where the policy needed them.
+      traffic_log: file to append finished requests to (see EngineConfig).
+
+    Raises:
+      ValueError: a traffic_log that cannot be appended to.
     """
 
     def __init__(
         self, runner: Runner, scheduler: Scheduler, new_policy: Callable[[], TierPolicy], buckets: Sequence[int],
         tokenizer: Tokenizer | None, eos: Sequence[int], seed: int, warmup_seconds: float, cost: CostTable | None,
+        traffic_log: str | Path | None = None,
     ):  # fmt: skip
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
         self.new_policy, self.cost = new_policy, cost
@@ -107,6 +116,7 @@ class Engine:
         self._waited = self._worked = self._collected_at = 0.0
         self._warmup_seconds = warmup_seconds
         self._compilations = CompileCounter()
+        self._traffic = None if traffic_log is None else TrafficLog(traffic_log)
 
     def use_policy(self, policy: TierPolicy, recorder: Recorder | None = None) -> None:
         """From the next step on, `policy` chooses the tier; its counters start anew.
@@ -298,6 +308,8 @@ class Engine:
         request = stream.request
         stream.text += text
         self.scheduler.finish(request, reason)
+        if self._traffic is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._traffic.record(request)
         del self._streams[request.request_id]
         completion = CompletionOutput(
             index=stream.index,
@@ -334,4 +346,5 @@ class Engine:
             prefix_queries=s.prefix_queries,
             free_pages=s.free_pages,
             cached_pages=s.cached_pages,
+            lossless=self.runner.spec.typical is None,
         )

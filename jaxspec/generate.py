@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from jaxspec.adaptive.static import StaticPolicy
+from jaxspec.config import DRAFTERS, VERIFICATIONS
 from jaxspec.llm import LLM
 from jaxspec.request import RequestOutput, SamplingParams
 from jaxspec.tier import PLAIN
@@ -28,12 +29,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("prompt", nargs="*", help="one or more prompts; - reads one from standard input")
     p.add_argument("--demo", action="store_true", help="the demo's prompts, with and without speculation")
     p.add_argument("--model", default="demo", help="'demo' or a Hugging Face directory")
-    p.add_argument("--drafter", help="none, eagle3, ngram, draft_model, or a directory")
+    p.add_argument("--drafter", help=f"{', '.join(DRAFTERS)}, or a directory")
     p.add_argument("--policy", help="adaptive, static, off, or the path of an SGLang-style JSON")
     p.add_argument("--depth", type=int, help="draft tokens of a static tier")
     p.add_argument("--topk", type=int, default=1)
     p.add_argument("--num-nodes", type=int)
-    p.add_argument("--verification", choices=("coupled", "rejection"), default="coupled")
+    p.add_argument("--verification", choices=VERIFICATIONS, default="coupled")
     p.add_argument("--max-tokens", type=int, default=128)
     p.add_argument("--temperature", type=float, default=0.0)
     p.add_argument("--top-p", type=float, default=1.0)

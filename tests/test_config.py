@@ -22,7 +22,11 @@ from jaxspec.tier import PLAIN, Tier
         ({"topk": 0}, r"topk must be an int in \[1, 64\], got 0"),
         ({"topk": 65}, r"topk must be an int in \[1, 64\], got 65"),
         ({"num_nodes": 0}, r"num_nodes must be an int in \[1, 1024\], got 0"),
-        ({"verification": "typical"}, r"verification must be 'coupled' or 'rejection', got 'typical'"),
+        ({"verification": "lossy"}, r"verification must be one of \('coupled', 'rejection', 'typical'\), got 'lossy'"),
+        ({"typical_threshold": 0}, r"typical_threshold must be a number in \(0, 1\], got 0"),
+        ({"typical_threshold": 1.5}, r"typical_threshold must be a number in \(0, 1\], got 1.5"),
+        ({"typical_alpha": float("nan")}, r"typical_alpha must be a number in \(0, 1\], got nan"),
+        ({"typical_alpha": True}, r"typical_alpha must be a number in \(0, 1\], got True"),
         ({"ngram_min": 0}, r"ngram_min must be an int in \[1, 16\], got 0"),
         ({"ngram_min": 5}, r"ngram_min 5 exceeds ngram_max 4"),
         ({"candidate_steps": ()}, r"candidate_steps must hold at least one depth, got \(\)"),
@@ -85,6 +89,12 @@ def test_policy_defaults():
     assert SpeculationConfig(policy="off", depth=3).resolved_policy == "off"
     assert SpeculationConfig(policy=Path("a.json")).resolved_policy == "a.json"
     assert SpeculationConfig(candidate_steps=[5, 1, 5]).candidate_steps == (1, 5)
+
+
+def test_typical_defaults_are_medusas():
+    config = SpeculationConfig(depth=3, verification="typical")
+    assert (config.typical_threshold, config.typical_alpha) == (0.09, 0.3)
+    assert SpeculationConfig().verification == "coupled", "lossy verification is never the default"
 
 
 def test_tiers_of_a_configuration():

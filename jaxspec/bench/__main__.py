@@ -22,6 +22,7 @@ from jaxspec.bench.engines import Options, prepare
 from jaxspec.bench.measure import Plan, Session
 from jaxspec.bench.metrics import summarize
 from jaxspec.bench.workloads import BUILT_IN, FILE
+from jaxspec.config import DRAFTERS
 from jaxspec.tier import Tier
 
 _DEFAULTS = {"batch_sizes": (1, 4, 16), "workloads": BUILT_IN, "max_tokens": 96, "repeats": 3}
@@ -85,7 +86,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     shared = argparse.ArgumentParser(add_help=False)
     add = shared.add_argument
     add("--model", default="demo", help='"demo" or a Hugging Face directory (default: demo)')
-    add("--drafter", help='"none", "eagle3", "ngram", "draft_model" or a directory (default: as LLM chooses)')
+    add("--drafter", help=f"{', '.join(DRAFTERS)}, or a directory (default: as LLM chooses)")
     add("--batch-sizes", metavar="1,4,16", help="requests decoded together")
     add("--tiers", metavar="1,3,chain-5", help='depths or names such as "tree-4x3/16" (default: the engine\'s)')
     add("--workloads", metavar="code,prose,switch", help='what is written; "file" with --prompts')

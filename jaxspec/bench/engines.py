@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.assemble import assemble, build_drafter, candidate_steps, resolve_drafter, resolve_model
+from jaxspec.assemble import TREE_DRAFTERS, assemble, build_drafter, candidate_steps, resolve_drafter, resolve_model
 from jaxspec.bench import grow
 from jaxspec.bench.measure import PLAIN, Mode, Plan, Session, modes_of, run_queue
 from jaxspec.bench.simulate import SimulatedDrafter, rate_for
@@ -66,7 +66,7 @@ class Parts:
         self.options = options
         self.kind, self.head = resolve_drafter(options.drafter, directory)
         trees = [t.name for t in options.tiers or () if not t.is_chain]
-        self.trees = self.kind in ("eagle3", "draft_model") and options.simulate is None
+        self.trees = self.kind in TREE_DRAFTERS and options.simulate is None
         if trees and not self.trees:
             why = "simulated acceptance" if options.simulate is not None else f"drafter {self.kind!r}"
             raise ValueError(f"{why} drafts chains only, got tiers {trees}")

@@ -28,6 +28,7 @@ from jaxspec.speculation import round as rounds
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.sampling import MAX_STOP_IDS
 from jaxspec.speculation.state import DecodeState, Geometry
+from jaxspec.speculation.typical import Typical
 from jaxspec.tier import PLAIN, Tier
 
 
@@ -83,6 +84,7 @@ class Runner:
       model: the target.
       drafter: None where no tier drafts.
       draft_params: the drafter's parameters.
+      rejection, typical: how drafts of sampled rows are verified (speculation.round.RoundSpec).
       reachable: {tier: buckets} that the policy can select.
       prefill_sizes: chunk lengths that get an executable, ascending.
       eos: token ids that min_tokens bans besides a request's own stop ids.
@@ -94,11 +96,12 @@ class Runner:
         self, model: Transformer, drafter: Drafter | None, draft_params: Any, geo: Geometry, *,
         rejection: bool, reachable: Mapping[Tier, Sequence[int]], prefill_sizes: Sequence[int],
         eos: Sequence[int], variants: Sequence[bool] = (False, True), mesh: Mesh | None = None, progress: bool,
+        typical: Typical | None = None,
     ):  # fmt: skip
         graph, target = nnx.split(model)
         self.config = model.config
         self.geo, self.drafter, self.eos = geo, drafter, tuple(eos)
-        self.spec = rounds.RoundSpec(graph, model.config, geo, drafter, rejection)
+        self.spec = rounds.RoundSpec(graph, model.config, geo, drafter, rejection, typical)
         self._dtype: jnp.dtype = model.embedding[...].dtype
         self._place = Placement()
         if mesh is not None:

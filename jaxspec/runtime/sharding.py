@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxspec.cache import TENSOR_AXIS
 from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.layers import SPLIT, tensor_parallel
+from jaxspec.models.layers import SPLIT, Transformer, tensor_parallel
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.round import RoundSpec, round_fn
 from jaxspec.speculation.state import DecodeState, Geometry
@@ -65,6 +65,17 @@ def host_memory() -> Iterator[None]:
         return
     with jax.default_device(cpu):
         yield
+
+
+def share_tables(target: Transformer, mesh: Mesh) -> None:
+    """Lays the tables that draft heads share with their target out on the mesh, in place.
+
+    Before heads are loaded: they then hold the very arrays of the target, not copies that take memory again.
+    """
+    along = lambda axis: NamedSharding(mesh, PartitionSpec(*[None] * axis, TENSOR_AXIS))
+    target.embedding.set_value(jax.device_put(target.embedding[...], along(0)))
+    if target.lm_head is not None:
+        target.lm_head.kernel.set_value(jax.device_put(target.lm_head.kernel[...], along(1)))
 
 
 @dataclasses.dataclass(frozen=True)

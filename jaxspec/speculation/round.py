@@ -20,6 +20,7 @@ from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.sampling import SamplingState, adjust_logits, top_logprobs
 from jaxspec.speculation.state import DecodeState, Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
+from jaxspec.speculation.typical import Typical
 from jaxspec.speculation.verifier import verifies_in_xla, verify
 from jaxspec.tier import PLAIN, Tier
 from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise
@@ -38,6 +39,7 @@ class RoundSpec:
       config: the target's geometry.
       drafter: None where the engine never drafts.
       rejection: rejection verification for sampled rows of drafters that can sample.
+      typical: typical acceptance for sampled rows, where it is asked for.
     """
 
     graph: Any
@@ -45,6 +47,7 @@ class RoundSpec:
     geo: Geometry
     drafter: Drafter | None
     rejection: bool
+    typical: Typical | None = None
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -83,10 +86,12 @@ def round_fn(
         rows = Rows.gather(state, plan_BX[:, 0], geo)
         vocab = spec.config.vocab_size
         sampling = state.sampling.rows(rows.slot_B) if sampled else None
+        # Typical acceptance asks how probable a draft is: then drafts are the likeliest tokens, not the noise's choice.
+        coupled = sampling if spec.typical is None else None
         noise = None
-        if sampling is not None and verifies_in_xla(geo.kernels):
+        if coupled is not None and verifies_in_xla(geo.kernels):
             position_BD = rows.length_B[:, None] + 1 + jnp.arange(depth + 1)[None, :]
-            noise = gumbel_noise(sampling.seed_S, position_BD, vocab, Purpose.TARGET)
+            noise = gumbel_noise(coupled.seed_S, position_BD, vocab, Purpose.TARGET)
 
         draft_state = state.draft
         if depth == 0 or drafter is None:
@@ -95,7 +100,7 @@ def round_fn(
             sample = spec.rejection and sampled and tier.is_chain and drafter.supports_trees
             shared = None if noise is None or sample else noise[:, :depth]
             tree, draft_state = drafter.draft(
-                draft_params, draft_state, rows, state.tokens_SL, tier, sampling, shared, sample
+                draft_params, draft_state, rows, state.tokens_SL, tier, coupled, shared, sample
             )
 
         kv = TreeKV(state.pages, rows.table_BM, rows.length_B, tree.ancestors_BNN, geo.num_pages, kernels=geo.kernels)
@@ -106,7 +111,10 @@ def round_fn(
         if sampling is not None:
             position_BN = rows.length_B[:, None] + 1 + tree.depths_BN
             adjusted = adjust_logits(logits, sampling, position_BN, tree.tokens_BN, tree.ancestors_BNN)
-        verdict = verify(tree, adjusted, sampling, rows.length_B + 1, tier, noise_BDV=noise, kernels=geo.kernels)
+        verdict = verify(
+            tree, adjusted, sampling, rows.length_B + 1, tier,
+            noise_BDV=noise, kernels=geo.kernels, typical=spec.typical,
+        )  # fmt: skip
 
         state = dataclasses.replace(state, draft=draft_state)
         state, emitted = _commit_round(spec, tier, state, rows, tree, verdict, kv.stacked(), aux, sampled)

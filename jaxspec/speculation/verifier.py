@@ -8,6 +8,8 @@ does (accept x with probability p(x), else renormalise without x), so the rule i
 
 Rejection (chains whose tokens were sampled from q): accept min(1, p/q), residual (p - q)+
 (Leviathan, Kalman, Matias 2023).
+
+Typical (opt-in, not lossless): see jaxspec.speculation.typical.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 from jaxspec.cache import TENSOR_AXIS
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.tree import DraftTree
+from jaxspec.speculation.typical import Typical, accept_typical
 from jaxspec.tier import Tier
 from pallas_kernels.rejection_sampling.api import rejection_sampling
 from pallas_kernels.rejection_sampling.reference import SamplingRows, Verdict
@@ -35,7 +38,7 @@ def verifies_in_xla(kernels: str | None) -> bool:
 
 def verify(
     tree: DraftTree, logits_BNV: jax.Array, sampling: SamplingState | None, position_B: jax.Array, tier: Tier, *,
-    noise_BDV: jax.Array | None = None, kernels: str | None = None,
+    noise_BDV: jax.Array | None = None, kernels: str | None = None, typical: Typical | None = None,
 ) -> Verdict:  # fmt: skip
     """The target's verdict on a draft.
 
@@ -46,7 +49,10 @@ def verify(
       noise_BDV: the target's Gumbel noise at that position and the tier.depth ones after it, where it is known already.
       kernels: see pallas_kernels.dispatch. Where the vocabulary is split over a mesh the reference runs in any case:
         XLA partitions it into each device's own part and a merge of (score, token) pairs.
+      typical: accept sampled rows' drafts by this rule instead; plain XLA, whatever `kernels` says.
     """
+    if typical is not None and sampling is not None and tier.depth:
+        return accept_typical(tree, logits_BNV, sampling.draws, position_B, typical, tier.depth)
     if _over_a_mesh():
         kernels = "reference"
     if sampling is None:

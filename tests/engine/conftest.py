@@ -18,25 +18,29 @@ from flax import nnx
 
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.policy import BatchView, RoundStats
-from jaxspec.assemble import assemble
+from jaxspec.assemble import TREE_DRAFTERS, assemble, bind_drafter
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
-from jaxspec.models.layers import causal_attention
-from jaxspec.models.tiny import tiny_target
+from jaxspec.models.layers import Shared, causal_attention, shared_lm_head
+from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.request import FinishReason, RequestOutput, SamplingParams
-from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
-from jaxspec.speculation.drafters.cores import DraftModelCore, HeadCore
+from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from jaxspec.speculation.drafters.medusa_head import MedusaConfig, MedusaHeads
+from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
 from jaxspec.speculation.drafters.ngram import NgramDrafter
 from jaxspec.tier import PLAIN, Tier
 
 V, EOS = 13, 12
 TREE = Tier(3, 2, 7)
+#: Kinds whose engines live only while tests ask for them: executables take memory maps, of which a process has 65,530.
+PASSING = ("eagle1", "mtp", "medusa", "peagle")
 TIERS = {
     "ngram": (PLAIN, Tier(1), Tier(3), Tier(5)),
     "draft_model": (PLAIN, Tier(1), Tier(3), TREE),
     "eagle3": (PLAIN, Tier(1), Tier(3), TREE),
     "small": (PLAIN, Tier(2)),
+    **{kind: (PLAIN, Tier(3), TREE) for kind in PASSING},
 }
 BUCKETS = (1, 2, 4)
 SIZES = dict(max_batch_size=4, max_seq_len=120, page_size=8, prefill_chunk=16, compile_cache=False)
@@ -77,12 +81,25 @@ def quick_compilation() -> Iterator[None]:
         jax.config.update("jax_disable_most_optimizations", False)
 
 
-def eagle3_head(target: Any) -> Eagle3Head:
+def randomised(module: Any, seed: int) -> Any:
+    """The module with every parameter of its own random: gains around 1, maps that keep a unit variance."""
+    for i, (path, param) in enumerate(nnx.iter_graph(module)):
+        if isinstance(param, nnx.Param):
+            noise = jax.random.normal(jax.random.fold_in(jax.random.key(seed), i), param.shape)
+            if param.ndim > 1:
+                noise = noise * (2.5 if "lm_head" in path else 1.0) / np.sqrt(param.shape[0]).astype(np.float32)
+            else:
+                noise = 0.2 * noise + (1.0 if path[-1] == "weight" else 0.0)
+            param.set_value(noise)
+    return module
+
+
+def eagle3_head(target: Any, **fields: Any) -> Eagle3Head:
     """A random head over a draft vocabulary of 9 of the 13 tokens."""
     cfg = target.config
     config = Eagle3Config(
         hidden_size=16, target_hidden_size=cfg.hidden_size, intermediate_size=24, num_heads=2, num_kv_heads=1,
-        head_dim=8, vocab_size=V, draft_vocab_size=9, aux_layer_ids=(0, 1, 2),
+        head_dim=8, vocab_size=V, draft_vocab_size=9, aux_layer_ids=(0, 1, 2), **fields,
     )  # fmt: skip
     head = Eagle3Head(config, rngs=nnx.Rngs(0))
     for name, scale in (("embedding", 1.0), ("fc", 0.3), ("lm_head", 1.0)):
@@ -93,17 +110,34 @@ def eagle3_head(target: Any) -> Eagle3Head:
     return head
 
 
+def modules_of(target: Any) -> dict[str, Any]:
+    """A random module of every kind, those of one that may have several layers with two."""
+    cfg, rngs = target.config, nnx.Rngs(1)
+    tables = lambda: (Shared(target.embedding[...]), shared_lm_head(target))
+    layer = tiny_config(num_layers=2, intermediate_size=40)
+    eagle1 = Eagle1Head(Eagle1Config(layer, cfg.num_layers), *tables(), rngs=rngs)
+    mtp = MtpHead(MtpConfig(tiny_config(num_layers=1, num_kv_heads=1), cfg.num_layers), *tables(), rngs=rngs)
+    medusa = MedusaHeads(MedusaConfig(3, cfg.hidden_size, V, cfg.num_layers, num_layers=2), rngs=rngs)
+    return {
+        "draft_model": tiny_target(1, num_layers=2, eos_token_ids=(EOS,)),
+        "eagle3": eagle3_head(target),
+        "eagle1": randomised(eagle1, 4),
+        "mtp": randomised(mtp, 5),
+        "medusa": randomised(medusa, 6),
+        "peagle": randomised(eagle3_head(target, num_layers=2, mask_token_id=6), 7),
+    }
+
+
 @dataclasses.dataclass
 class Bench:
     """Engines and the expected outputs.
 
     Attributes:
-      target, draft, head: models.
+      target: the model. modules: the drafters' by kind.
     """
 
     target: Any
-    draft: Any
-    head: Eagle3Head
+    modules: dict[str, Any]
 
     def __post_init__(self) -> None:
         self._engines: dict[str, Engine] = {}
@@ -111,21 +145,18 @@ class Bench:
 
     def build(self, kind: str, speculation: SpeculationConfig, cost: CostTable | None = None, **config: Any) -> Engine:
         """An engine of a drafter, "none" included."""
-        make = {
-            "none": lambda geo: (None, ()),
-            "ngram": lambda geo: (NgramDrafter(V), ()),
-            "draft_model": lambda geo: self._network(DraftModelCore(self.draft), geo),
-            "eagle3": lambda geo: self._network(HeadCore(self.head), geo),
-        }[kind]
+        make = lambda geo: bind_drafter(kind, self.modules[kind], geo)
+        if kind in ("none", "ngram"):
+            make = lambda geo: (NgramDrafter(V), ())
         with quick_compilation():
             return assemble(
                 self.target, None, speculation, EngineConfig(**{**SIZES, **config}), drafter=make, cost=cost,
-                drafts=kind != "none", trees=kind in ("draft_model", "eagle3"), progress=False,
+                drafts=kind != "none", trees=kind in TREE_DRAFTERS, progress=False,
             )  # fmt: skip
 
-    @staticmethod
-    def _network(core: Any, geo: Any) -> tuple[AutoregressiveDrafter, Any]:
-        return AutoregressiveDrafter(core, geo), core.params
+    def target_as_draft(self, engine: Engine) -> Any:
+        """Parameters with which an engine's draft model is its target."""
+        return bind_drafter("draft_model", self.target, engine.runner.geo)[1]
 
     def engine(self, kind: str) -> Engine:
         """The session's engine of a drafter, idle, with nothing in its prefix cache.
@@ -134,6 +165,8 @@ class Bench:
         tier and one bucket.
         """
         if kind not in self._engines:
+            for other in PASSING:
+                self._engines.pop(other, None)
             if kind == "none":
                 self._engines[kind] = self.build(kind, SpeculationConfig(policy="off"), variants=("sampled",))
             elif kind == "small":
@@ -142,7 +175,11 @@ class Bench:
                 self._engines[kind] = self.build("ngram", SpeculationConfig(tiers=TIERS[kind]), cost, **few)
             else:
                 cost = CostTable({(t, b): 1e-3 * (1 + 0.1 * t.depth) for t in TIERS[kind] for b in BUCKETS})
-                self._engines[kind] = self.build(kind, SpeculationConfig(tiers=TIERS[kind]), cost, num_pages=30)
+                # EAGLE-1 and MTP draft as EAGLE-3 does, whose engine has the rounds of greedy batches too.
+                fewer = dict(variants=("sampled",)) if kind in ("eagle1", "mtp") else {}
+                self._engines[kind] = self.build(
+                    kind, SpeculationConfig(tiers=TIERS[kind]), cost, num_pages=30, **fewer
+                )
         engine = self._engines[kind]
         for request_id in list(engine._streams):  # what a failed test left behind
             engine.abort(request_id)
@@ -258,10 +295,24 @@ def long_requests(count: int = 6) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The exactness tests of each passing kind come together, so that its engine is built once."""
+
+    def group(item: pytest.Item) -> int:
+        kind = (
+            item.callspec.params.get("kind") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+        )
+        return PASSING.index(kind) if kind in PASSING else -1
+
+    places = [i for i, item in enumerate(items) if item.path.name == "test_exactness.py"]
+    for place, item in zip(places, sorted((items[i] for i in places), key=group), strict=True):
+        items[place] = item
+
+
 @pytest.fixture(scope="session")
 def bench() -> Bench:
     target = tiny_target(0, eos_token_ids=(EOS,))
-    return Bench(target, tiny_target(1, num_layers=2, eos_token_ids=(EOS,)), eagle3_head(target))
+    return Bench(target, modules_of(target))
 
 
 @pytest.fixture(scope="session")

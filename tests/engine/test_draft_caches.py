@@ -43,7 +43,7 @@ def histogram(counts: list[int]) -> list[int]:
 @pytest.mark.slow
 def test_the_draft_models_cache_holds_the_text(bench: Any, tools: Any):
     """Rounds accept exactly what the draft model proposes when it reads the whole text anew."""
-    graph, params = nnx.split(bench.draft)
+    graph, params = nnx.split(bench.modules["draft_model"])
 
     @jax.jit
     def forward(tokens: jax.Array) -> jax.Array:
@@ -59,41 +59,6 @@ def test_the_draft_models_cache_holds_the_text(bench: Any, tools: Any):
         return drafted
 
     check_acceptance(bench, tools, "draft_model", propose, 3)
-
-
-@pytest.mark.slow
-def test_the_eagle_heads_cache_pairs_tokens_with_features(bench: Any, tools: Any):
-    """The same for EAGLE-3: pair (feature of p, token p + 1) at rotary position p, its own features while drafting."""
-    target, head = nnx.split(bench.target), nnx.split(bench.head)
-
-    @jax.jit
-    def features(tokens: jax.Array) -> jax.Array:
-        net, positions = nnx.merge(*target), jnp.arange(tokens.shape[1])[None]
-        _, aux = net(tokens, positions, causal_attention, bench.head.config.aux_layer_ids)
-        return nnx.merge(*head).fuse(aux)
-
-    @jax.jit
-    def step(tokens: jax.Array, feature: jax.Array) -> tuple[jax.Array, jax.Array]:
-        net = nnx.merge(*head)
-        hidden = net(tokens, feature, jnp.arange(tokens.shape[1])[None], causal_attention)
-        return net.logits(hidden), hidden
-
-    def propose(text: list[int], depth: int) -> list[int]:
-        drafted: list[int] = []
-        tokens = np.zeros((1, 80), np.int32)
-        tokens[0, : len(text)] = text
-        feature = np.asarray(features(tokens)).copy()
-        for _ in range(depth):
-            last = len(text) + len(drafted) - 2  # the pair's position
-            shifted = np.zeros((1, 80), np.int32)
-            shifted[0, : last + 1] = (text + drafted)[1:]
-            logits, hidden = step(shifted, feature)
-            drafted.append(int(bench.head.target_ids[...][int(np.asarray(logits)[0, last].argmax())]))
-            if last + 1 < 80:
-                feature[0, last + 1] = np.asarray(hidden)[0, last]
-        return drafted
-
-    check_acceptance(bench, tools, "eagle3", propose, 3)
 
 
 def test_prompt_look_up_reads_the_text(bench: Any, tools: Any):
@@ -143,7 +108,7 @@ def self_drafting(bench: Any) -> Any:
     engine = bench.build(
         "draft_model", SpeculationConfig(tiers=tiers), cost, max_batch_size=1, max_seq_len=200, variants=("sampled",)
     )
-    engine.runner._draft_params = nnx.state(bench.target)
+    engine.runner._draft_params = bench.target_as_draft(engine)
     return engine
 
 

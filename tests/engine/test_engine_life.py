@@ -151,6 +151,8 @@ def build(bench: Any, kind: str, speculation: dict[str, Any], **config: Any) -> 
             {},
             r"proposes chains only, got tiers \['off', 'chain-2', 'tree-2x2/5'\]",
         ),
+        ("medusa", dict(depth=4), {}, r"Medusa heads may be at most 3 deep, one token a head, got 4"),
+        ("medusa", dict(candidate_steps=(1, 5)), {}, r"Medusa heads may be at most 3 deep, one token a head, got 5"),
     ],
 )
 def test_engines_that_cannot_be_built(
@@ -163,7 +165,7 @@ def test_engines_that_cannot_be_built(
 
 def test_draft_networks_must_share_the_vocabulary(bench: Any, tmp_path: Any):
     geo = Geometry(1, 1, 8, 1, 1)
-    with pytest.raises(ValueError, match="vocab_size must equal the target's 13, got 11"):
+    with pytest.raises(ValueError, match=r"vocab_size is 11, the target's vocab_size is 13"):
         hf.save_model(tiny_target(0, vocab_size=11), tmp_path)
         build_drafter("draft_model", tmp_path, bench.target, geo, SpeculationConfig(depth=1), np.dtype(np.float32))
     assert build_drafter("none", None, bench.target, geo, SpeculationConfig(), np.dtype(np.float32)) == (None, ())

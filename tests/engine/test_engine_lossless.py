@@ -96,14 +96,45 @@ def test_the_engine_is_lossless(bench: Any, tools: Any, oracle: Callable[..., np
 
 
 @pytest.mark.slow
-def test_rejection_accepts_more_than_nothing_and_repeats_itself(bench: Any, tools: Any):
+@pytest.mark.parametrize("kind", ["draft_model", "mtp", "medusa", "peagle"])
+def test_rejection_accepts_more_than_nothing_and_repeats_itself(bench: Any, tools: Any, kind: str):
     """The same seed twice gives the same tokens, also in other company; greedy requests equal plain decoding."""
     spec = SpeculationConfig(depth=3, verification="rejection")
-    engine = bench.build("draft_model", spec, batch_buckets=(4,), variants=("sampled",))
+    engine = bench.build(kind, spec, batch_buckets=(4,), variants=("sampled",))
     work = tools.workload()
     first, again = tools.drive(engine, work), tools.drive(engine, work[::-1])[::-1]
     tools.same(again, first)
     greedy = [i for i, (_, p) in enumerate(work) if p.temperature == 0]
     tools.same([first[i] for i in greedy], [bench.expected(work)[i] for i in greedy])
-    assert set(engine.runner.reachable) == {Tier(3)}
+    assert set(engine.runner.reachable) == {Tier(3)} and engine.stats.lossless
     assert sum(o.metrics.accepted for o in first) > 0
+
+
+@pytest.mark.slow
+def test_typical_verification_is_labelled_and_leaves_greedy_rows_exact(bench: Any, tools: Any, caplog: Any):
+    """Sampled rows accept more than the coupled rule lets them, and repeat themselves with their seed."""
+    spec = dict(depth=3, topk=2, num_nodes=7)
+    one = dict(batch_buckets=(4,), variants=("sampled",))
+    coupled = bench.build("medusa", SpeculationConfig(**spec), **one)
+    assert coupled.stats.lossless and not caplog.records
+    engine = bench.build("medusa", SpeculationConfig(**spec, verification="typical", typical_threshold=0.05), **one)
+    assert not engine.stats.lossless
+    assert [(r.name, r.levelname) for r in caplog.records] == [("jaxspec.assemble", "WARNING")]
+    assert "sampled outputs do not have the target's distribution" in caplog.text
+    work = tools.workload()
+    first, again = tools.drive(engine, work), tools.drive(engine, work[::-1])[::-1]
+    tools.same(again, first)
+    greedy = [i for i, (_, p) in enumerate(work) if p.temperature == 0]
+    expected = bench.expected(work)
+    tools.same([first[i] for i in greedy], [expected[i] for i in greedy])
+    sampled = [i for i in range(len(work)) if i not in greedy]
+    exact = tools.drive(coupled, work)
+    tools.same(exact, expected)
+    assert any(first[i].token_ids != expected[i].token_ids for i in sampled)
+    accepted = lambda outputs: sum(outputs[i].metrics.accepted for i in sampled)
+    assert accepted(first) > accepted(exact)
+
+
+def test_typical_without_drafts_is_lossless(bench: Any, caplog: Any):
+    engine = bench.build("none", SpeculationConfig(policy="off", verification="typical"), batch_buckets=(4,))
+    assert engine.stats.lossless and not caplog.records

@@ -21,11 +21,12 @@ from jaxspec.assemble import assemble, build_engine
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.models import registry
-from jaxspec.models.layers import causal_attention, tensor_parallel
+from jaxspec.models.layers import Shared, causal_attention, shared_lm_head, tensor_parallel
 from jaxspec.models.tiny import tiny_config, tiny_target
-from jaxspec.runtime.sharding import AbstractRound, abstract_core, abstract_round, tensor_mesh
+from jaxspec.runtime.sharding import AbstractRound, abstract_core, abstract_round, share_tables, tensor_mesh
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.cores import DraftModelCore, HeadCore
+from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.state import Geometry
 from jaxspec.tier import PLAIN, Tier
@@ -52,10 +53,10 @@ def eagle3_head(**fields: int) -> Eagle3Head:
 
 
 def build(
-    target: Any, tools: Any, shards: int, head: Eagle3Head | None = None, tiers: tuple[Tier, ...] = (PLAIN,),
+    target: Any, tools: Any, shards: int, head: Any = None, tiers: tuple[Tier, ...] = (PLAIN,),
     **speculation: Any,
 ) -> Any:  # fmt: skip
-    """An engine without a drafter, or with an EAGLE-3 head."""
+    """An engine without a drafter, or with a head."""
     config = EngineConfig(**SIZES, tensor_parallel=shards)
     if head is not None and not speculation:
         speculation = dict(tiers=tiers)
@@ -120,6 +121,30 @@ def test_a_head_that_two_devices_cannot_split(target: Any, tools: Any, expected:
     assert histograms(outputs[0]) == histograms(outputs[1])
     state = engine.runner.state
     assert state.draft.pages.sharding.is_fully_replicated and not state.pages.sharding.is_fully_replicated
+
+
+def test_a_head_with_the_targets_tables(tools: Any, expected: Any):
+    """EAGLE-1 on two devices: embedding and output layer are the very arrays that the target reads, on each device."""
+    outputs = []
+    for shards in (1, SHARDS):
+        target = tiny_target(0, vocab_size=V, eos_token_ids=(EOS,))
+        if shards > 1:
+            share_tables(target, tensor_mesh(shards))
+        cfg = Eagle1Config(tiny_config(vocab_size=V, num_layers=1), target.config.num_layers)
+        head = Eagle1Head(cfg, Shared(target.embedding[...]), shared_lm_head(target), rngs=nnx.Rngs(0))
+        head.fc.kernel.set_value(jax.random.normal(jax.random.key(2), head.fc.kernel.shape) * 0.2)
+        engine = build(target, tools, shards, head, depth=2)
+        outputs.append(tools.drive(engine, tools.workload()))
+        tools.same(outputs[-1], expected)
+    assert histograms(outputs[0]) == histograms(outputs[1])
+    assert sum(o.metrics.accepted for o in outputs[1]) > 0
+    own, drafts = engine.runner._target, engine.runner._draft_params
+    for a, b in (
+        (own["embedding"], drafts["embedding"]),
+        (own["lm_head"]["kernel"], drafts["lm_head"]["kernel"]),
+    ):
+        parts = [[s.data.unsafe_buffer_pointer() for s in x.get_value().addressable_shards] for x in (a, b)]
+        assert parts[0] == parts[1] and len(set(parts[0])) == SHARDS
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from flax import nnx
 from jaxspec.models.base import ModelConfig
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.ngram import NgramDrafter
+from jaxspec.speculation.drafters.proposals import Ranking, path_independent, propose
 from jaxspec.speculation.round import RoundSpec, round_fn
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import DecodeState, Geometry
@@ -71,6 +72,28 @@ class MarkovCore:
         return None
 
 
+class ParallelTable(NgramDrafter):
+    """Proposes each depth's marginal under the table, whatever the path: the least that drafts in one pass know."""
+
+    supports_trees = True
+    max_topk = V
+
+    def __init__(self, table_VV: np.ndarray):
+        super().__init__(V)
+        probs = np.exp(table_VV - table_VV.max(axis=1, keepdims=True))
+        probs /= probs.sum(axis=1, keepdims=True)
+        powers = itertools.accumulate([probs] * 3, np.matmul)
+        self.logits_DVV = np.log(np.stack(list(powers))).astype(np.float32)
+
+    def draft(
+        self, params: Any, draft: Any, rows: Any, tokens_SL: jax.Array, tier: Tier, sampling: Any, noise_BDV: Any,
+        sample: bool,
+    ) -> Any:  # fmt: skip
+        logits_BDV = jnp.swapaxes(jnp.take(jnp.asarray(self.logits_DVV[: tier.depth]), rows.root_B, axis=1), 0, 1)
+        ranking = Ranking(rows, sampling, noise_BDV, V)
+        return propose(path_independent(logits_BDV), ranking, tier, sample=sample), draft
+
+
 @dataclasses.dataclass
 class Markov:
     """Rounds over `slots` rows.
@@ -123,7 +146,9 @@ class Markov:
         )  # fmt: skip
 
     def _drafter(self, kind: str) -> Any:
-        return NgramDrafter(V) if kind == "ngram" else AutoregressiveDrafter(self.core, self.geo)
+        if kind == "draft":
+            return AutoregressiveDrafter(self.core, self.geo)
+        return NgramDrafter(V) if kind == "ngram" else ParallelTable(self.draft)
 
     def plan(self, slots: Sequence[int] | None = None) -> np.ndarray:
         """A plan without new pages for these slots (all by default); `self.slots` is padding."""
@@ -142,11 +167,12 @@ class Markov:
             spec = RoundSpec(self.graph, CONFIG, self.geo, self._drafter(kind), rejection)
             self._jitted[key] = jax.jit(round_fn(spec, tier, sampled))
         params = self.core.params if draft_params is None else draft_params
-        if kind == "ngram":
+        stateless = kind != "draft"
+        if stateless:
             cache, state = state.draft, dataclasses.replace(state, draft=())
         plan = self.plan() if plan is None else plan
-        after, packed, _ = self._jitted[key](self.params, () if kind == "ngram" else params, state, plan)
-        return (dataclasses.replace(after, draft=cache) if kind == "ngram" else after), np.asarray(packed)
+        after, packed, _ = self._jitted[key](self.params, () if stateless else params, state, plan)
+        return (dataclasses.replace(after, draft=cache) if stateless else after), np.asarray(packed)
 
     def generate(self, state: DecodeState, tier: Tier, count: int, **options: Any) -> tuple[np.ndarray, DecodeState]:
         """The next `count` tokens of every slot (a round brings at least one), and the state after the rounds."""

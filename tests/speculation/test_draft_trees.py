@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec.speculation.drafters.ngram import NgramDrafter
+from jaxspec.speculation.drafters.proposals import Ranking, path_independent, propose
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree, ancestors
 from jaxspec.speculation.verifier import verify
@@ -96,6 +97,33 @@ def test_dynamic_trees_are_eagle_2s(markov: Callable[[int], Any], tier: Tier):
             return log_softmax(x)
 
         assert sorted(paths(tree, row)) == sorted(eagle2(scores, int(roots[row]), tier)), row
+
+
+@pytest.mark.parametrize("tier", [Tier(2, 2, 5), Tier(3, 2, 7), Tier(4, 3, 31), Tier(3, 7, 40)], ids=str)
+def test_trees_of_levels_that_know_no_path(markov: Callable[[int], Any], tier: Tier):
+    """The same search, every node of a depth with the same children; draft ids that are not the target's."""
+    rng = np.random.default_rng(tier.num_nodes)
+    rounds = markov(SLOTS)
+    temperature = np.where(np.arange(SLOTS) % 2, 0.0, 1.4)
+    state = rounds.state(temperature_S=temperature)
+    rows = Rows.gather(state, jnp.arange(SLOTS), rounds.geo)
+    logits = rng.normal(size=(SLOTS, tier.depth, V)).astype(np.float32)
+    ids = rng.permutation(V)
+    ranking = Ranking(rows, state.sampling.rows(rows.slot_B), None, V, jnp.asarray(ids))
+    tree = jax.jit(lambda x: propose(path_independent(x), ranking, tier, sample=False))(logits)
+    position = jnp.broadcast_to(6 + jnp.arange(tier.depth)[None], (SLOTS, tier.depth))
+    noise = np.asarray(gumbel_noise(state.sampling.seed_S, position, V, Purpose.TARGET))
+    for row in range(SLOTS):
+
+        def scores(token: int, level: int, row: int = row) -> np.ndarray:
+            x = logits[row, level - 1]
+            if temperature[row]:
+                x = x / temperature[row] + noise[row, level - 1, ids]
+            out = np.empty(V)
+            out[ids] = log_softmax(x)
+            return out
+
+        assert sorted(paths(tree, row)) == sorted(eagle2(scores, 1, tier)), row
 
 
 def test_chains_follow_the_drafts_best_tokens(markov: Callable[[int], Any]):

@@ -95,7 +95,16 @@ def test_plain_decoding_has_the_documented_distribution(
 
 
 @pytest.mark.parametrize(
-    ("kind", "tier"), [("draft", Tier(1)), ("draft", Tier(3)), ("draft", TREE), ("draft", DEEP), ("ngram", Tier(3))]
+    ("kind", "tier"),
+    [
+        ("draft", Tier(1)),
+        ("draft", Tier(3)),
+        ("draft", TREE),
+        ("draft", DEEP),
+        ("ngram", Tier(3)),
+        ("parallel", Tier(3)),
+        ("parallel", DEEP),
+    ],
 )
 def test_coupled_rounds_repeat_plain_decoding(
     batch: tuple[Any, dict[str, Any]], plain: np.ndarray, kind: str, tier: Tier
@@ -116,11 +125,13 @@ def test_the_tier_may_change_every_round(batch: tuple[Any, dict[str, Any]], plai
     np.testing.assert_array_equal(np.asarray(state.tokens_SL)[:, 6:9], plain)
 
 
+@pytest.mark.parametrize("kind", ["draft", "parallel"])
 def test_rejection_of_a_sampled_chain_is_lossless(
-    batch: tuple[Any, dict[str, Any]], plain: np.ndarray, exact_joint: Callable[..., Any]
+    batch: tuple[Any, dict[str, Any]], plain: np.ndarray, exact_joint: Callable[..., Any], kind: str
 ):
+    """Also where a depth's tokens were drawn without regard to those before them."""
     rounds, fields = batch
-    tokens, state = rounds.generate(rounds.state(**fields), Tier(3), 2, rejection=True)
+    tokens, state = rounds.generate(rounds.state(**fields), Tier(3), 2, kind=kind, rejection=True)
     check_blocks(tokens, rounds.target, exact_joint)
     greedy = np.repeat([s[0]["temperature"] == 0 for s in SETTINGS], EACH)
     np.testing.assert_array_equal(tokens[greedy], plain[greedy, :2])

@@ -10,22 +10,27 @@ from flax import nnx
 from jaxspec.models.tiny import tiny_target
 from jaxspec.speculation import round as rounds
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
-from jaxspec.speculation.drafters.cores import DraftModelCore
+from jaxspec.speculation.drafters.cores import DraftModelCore, HeadCore
+from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from jaxspec.speculation.drafters.parallel import ParallelDrafter
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import PLAIN, Tier
 
 GEO = Geometry(slots=2, num_pages=4096, page_size=8, pages_per_seq=16, max_depth=3)
 
 
-@pytest.fixture(scope="module")
-def setting():
+def described(core, drafter):
     target = tiny_target(0, num_layers=2)
-    core = DraftModelCore(tiny_target(1, num_layers=1))
-    drafter = AutoregressiveDrafter(core, GEO)
     graph, params = nnx.split(target)
     spec = rounds.RoundSpec(graph, target.config, GEO, drafter, rejection=False)
     state = jax.eval_shape(lambda: DecodeState.empty(target.config, GEO, jnp.float32, drafter.init_state(GEO)))
     return spec, params, core.params, state
+
+
+@pytest.fixture(scope="module")
+def setting():
+    core = DraftModelCore(tiny_target(1, num_layers=1))
+    return described(core, AutoregressiveDrafter(core, GEO))
 
 
 def temp_and_smallest_pool(compiled, state) -> tuple[int, int]:
@@ -33,14 +38,33 @@ def temp_and_smallest_pool(compiled, state) -> tuple[int, int]:
     return compiled.memory_analysis().temp_size_in_bytes, min(pools)
 
 
-@pytest.mark.parametrize("tier", [PLAIN, Tier(2), pytest.param(Tier(2, 2, 5), marks=pytest.mark.slow)], ids=str)
-def test_rounds_copy_no_pool(setting, tier):
+def check_round(setting, tier):
     spec, target, draft, state = setting
     plan = jax.ShapeDtypeStruct((2, 2 + GEO.max_new_pages), jnp.int32)
     fn = jax.jit(rounds.round_fn(spec, tier, sampled=False), donate_argnums=2)
     compiled = fn.lower(target, draft, state, plan).compile()
     temp, pool = temp_and_smallest_pool(compiled, state)
     assert temp < pool / 4, f"{temp} bytes of temporaries against a pool of {pool}"
+
+
+@pytest.mark.parametrize("tier", [PLAIN, Tier(2), pytest.param(Tier(2, 2, 5), marks=pytest.mark.slow)], ids=str)
+def test_rounds_copy_no_pool(setting, tier):
+    check_round(setting, tier)
+
+
+def test_drafts_of_one_pass_copy_no_pool():
+    config = Eagle3Config(
+        hidden_size=16, target_hidden_size=32, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8,
+        vocab_size=13, draft_vocab_size=9, aux_layer_ids=(0, 1, 2), num_layers=2, mask_token_id=6,
+    )  # fmt: skip
+    core = HeadCore(Eagle3Head(config, rngs=nnx.Rngs(0)))
+    check_round(described(core, ParallelDrafter(core, GEO)), Tier(2))
+
+
+def test_heads_without_placeholders_cannot_draft_in_one_pass():
+    config = Eagle3Config(16, 32, 24, 2, 1, 8, 13, 9, (0, 1, 2))
+    with pytest.raises(ValueError, match="a head that drafts in parallel needs a mask_token_id, got None"):
+        ParallelDrafter(HeadCore(Eagle3Head(config)), GEO)
 
 
 def test_prefill_copies_no_pool(setting):

@@ -1,4 +1,4 @@
-"""The networks that AutoregressiveDrafter can run: a head over the target's features, or a whole small model."""
+"""The networks that drafters run: a head over the target's features, or a whole small model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ class FeatureHead(Protocol):
 
 
 class HeadCore:
-    """A FeatureHead: an entry pairs the feature of a position with the token after it."""
+    """A FeatureHead: an entry pairs the feature of a position with the token after it.
+
+    Attributes:
+      mask_token_id: the placeholders' token of a P-EAGLE head, else None.
+    """
 
     offset = 1
 
@@ -50,6 +54,7 @@ class HeadCore:
         self.aux_width: int = cfg.aux_width
         self.vocab_size: int = cfg.vocab_size
         self.draft_vocab_size: int = cfg.draft_vocab_size
+        self.mask_token_id: int | None = getattr(cfg, "mask_token_id", None)
         self.full_vocabulary = cfg.draft_vocab_size == cfg.vocab_size
         self.dtype: jnp.dtype = head.fc.kernel[...].dtype
 
@@ -72,6 +77,10 @@ class HeadCore:
 
     def logits(self, net: FeatureHead, hidden_BNE: jax.Array) -> jax.Array:
         return net.logits(hidden_BNE)
+
+    def mask_feature(self, net: Any) -> jax.Array:
+        """The feature of a P-EAGLE head's placeholders, [E]."""
+        return net.fuse(net.mask_hidden[...][None, None, :])[0, 0]
 
     def target_ids(self, net: Any) -> jax.Array | None:
         return None if self.full_vocabulary else net.target_ids[...]

@@ -157,10 +157,10 @@ class Eagle3Head(nnx.Module):
         self.norm = norm(cfg.hidden_size)
         self.lm_head = Linear(cfg.hidden_size, cfg.draft_vocab_size, dtype=dtype, rngs=rngs)
         self.target_ids = Buffer(jnp.arange(cfg.draft_vocab_size, dtype=jnp.int32))
-        self.mask_hidden = None
-        if cfg.mask_token_id is not None:
-            self.mask_hidden = Linear(wide, 1, dtype=dtype, rngs=rngs).kernel
-            self.mask_hidden.set_value(self.mask_hidden.get_value()[:, 0])
+        mask = None if cfg.mask_token_id is None else Linear(wide, 1, dtype=dtype, rngs=rngs).kernel
+        if mask is not None:
+            mask.set_value(mask.get_value()[:, 0])
+        self.mask_hidden = mask
 
     def fuse(self, aux_BNA: jax.Array) -> jax.Array:
         """The target's auxiliary states [B, N, num_aux * target_hidden_size] as features [B, N, E]."""

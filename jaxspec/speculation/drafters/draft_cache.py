@@ -1,0 +1,244 @@
+"""The cache of a drafter that runs a network: which committed tokens have entries, and how they get them.
+
+Owns the draft pool's contents and the ring of features; a `DraftCore` owns the network. Must not
+know how drafts are made. A cache entry belongs to one committed token: entry q of a draft model
+is (x_q) at rotary position q; of a head over the target's features it is the pair (feature of
+q - 1, x_q) at position q - 1.
+
+Only entries of committed text are kept. Each draft starts with one wide step over the
+tokens committed since the last one (its window), whose true features wait in a ring that
+every round fills, plain rounds included. So a round without drafting costs nothing; after a
+run of them `catch_up` consumes what the ring still holds. A longer run leaves a gap, which
+costs acceptance only: entries are stored densely, in order of arrival, with their rotary
+position already applied, so the cache just lacks them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.cache import TreeKV, commit, init_pages
+from jaxspec.models.base import Attend
+from jaxspec.speculation.state import Geometry, Rows
+
+#: Committed tokens that `catch_up` can still consume after rounds without drafting.
+CATCH_UP = 64
+
+
+class DraftCore(Protocol):
+    """The network of a drafter with a cache, bound to its parameters inside a trace."""
+
+    #: 1 where an entry pairs a token with the feature before it (EAGLE, MTP), else 0.
+    offset: int
+    aux_layers: tuple[int, ...]
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    aux_width: int
+    vocab_size: int
+    draft_vocab_size: int
+    dtype: jnp.dtype
+
+    def bind(self, params: Any) -> Any:
+        """The module with its parameters."""
+        ...
+
+    def fuse(self, net: Any, aux_BNA: jax.Array) -> jax.Array | None:
+        """The target's auxiliary states as the network's input features."""
+        ...
+
+    def forward(
+        self, net: Any, tokens_BN: jax.Array, feature_BNE: jax.Array | None, positions_BN: jax.Array, attend: Attend
+    ) -> jax.Array:
+        """Hidden states [B, N, E]; they are also the features of the next step."""
+        ...
+
+    def logits(self, net: Any, hidden_BNE: jax.Array) -> jax.Array:
+        """[B, N, Vd] float32."""
+        ...
+
+    def target_ids(self, net: Any) -> jax.Array | None:
+        """[Vd] the target's id of each draft id; None where the vocabularies are equal."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftCache:
+    """Attributes:
+    pages: [layers * P, G, page, 2C], under the target's page table.
+    next_S: first token index that has no entry yet.
+    length_S: entries in the cache (below next_S where a gap was left).
+    ring_SRA: auxiliary states of the last R positions, position p in row p % R.
+    """
+
+    pages: jax.Array
+    next_S: jax.Array
+    length_S: jax.Array
+    ring_SRA: jax.Array
+
+
+class Inputs(NamedTuple):
+    """What a wide step reads.
+
+    Attributes:
+      tokens_BN, feature_BNE: tokens and their features (None for draft models).
+      index_BN: token indices; below 0 where there is none.
+      slots: the last so many tokens are placeholders of tokens to come. They see the text and the slots before
+        them, nothing but later slots sees them, and they get no entries.
+    """
+
+    tokens_BN: jax.Array
+    feature_BNE: jax.Array | None
+    index_BN: jax.Array
+    slots: int = 0
+
+
+class Consumed(NamedTuple):
+    """Tokens that went through the network; their entries are not written yet.
+
+    Attributes:
+      hidden_BNE: of every input.
+      cache: the new entries counted, the pool as before.
+      kv_LBNGc, place_BN, real_BN: entries, their positions in the cache, and which to write.
+      before_B: entries that the cache held.
+    """
+
+    hidden_BNE: jax.Array
+    cache: DraftCache
+    kv_LBNGc: jax.Array
+    place_BN: jax.Array
+    real_BN: jax.Array
+    before_B: jax.Array
+
+
+class CachedText:
+    """Keeps a DraftCache in step with the committed text; drafters hold one and forward to it.
+
+    Attributes:
+      window: committed tokens that a draft consumes by itself. As wide as the deepest round's commit, whatever the
+        tier: entries survive a switch to a shallower one.
+    """
+
+    def __init__(self, core: DraftCore, geo: Geometry):
+        self.core, self.geo = core, geo
+        self.window = geo.max_depth + 1
+        self.ring = self.window + CATCH_UP
+
+    def init_state(self, geo: Geometry) -> DraftCache:
+        """See Drafter, as for the methods below that it names."""
+        core = self.core
+        return DraftCache(
+            pages=init_pages(
+                core.num_layers,
+                geo.num_pages,
+                core.num_kv_heads,
+                geo.page_size,
+                core.head_dim,
+                core.dtype,
+                geo.kernels,
+            ),
+            next_S=jnp.zeros((geo.slots,), jnp.int32),
+            length_S=jnp.zeros((geo.slots,), jnp.int32),
+            ring_SRA=jnp.zeros((geo.slots, self.ring, core.aux_width), core.dtype),
+        )
+
+    def admit(self, draft: DraftCache, slot: jax.Array, cached: jax.Array) -> DraftCache:
+        start = jnp.where(cached > 0, cached + self.core.offset, 0)
+        return dataclasses.replace(
+            draft,
+            next_S=draft.next_S.at[slot].set(start, mode="drop"),
+            length_S=draft.length_S.at[slot].set(cached, mode="drop"),
+        )
+
+    def extend(self, draft: DraftCache, rows: Rows, aux_BDA: jax.Array | None, count_B: jax.Array) -> DraftCache:
+        if aux_BDA is None or self.core.offset == 0:
+            return draft
+        n = aux_BDA.shape[1]
+        index = jnp.arange(n)[None, :]
+        keep = (index < count_B[:, None]) & (index >= count_B[:, None] - self.ring) & rows.valid_B[:, None]
+        slot = jnp.where(keep, rows.slot_B[:, None], self.geo.slots)
+        row = (rows.length_B[:, None] + index) % self.ring
+        ring = draft.ring_SRA.at[slot, row].set(aux_BDA.astype(draft.ring_SRA.dtype), mode="drop")
+        return dataclasses.replace(draft, ring_SRA=ring)
+
+    def prefill(
+        self, params: Any, draft: DraftCache, rows: Rows, tokens_BN: jax.Array, count_B: jax.Array,
+        aux_BNA: jax.Array | None,
+    ) -> DraftCache:  # fmt: skip
+        net = self.core.bind(params)
+        n = tokens_BN.shape[1]
+        index = rows.length_B[:, None] + jnp.arange(n)[None, :]
+        feature = None
+        if self.core.offset:
+            assert aux_BNA is not None
+            row = jnp.maximum(rows.length_B - 1, 0) % self.ring
+            before = draft.ring_SRA.at[rows.slot_B, row].get(mode="clip")[:, None]
+            feature = self.core.fuse(net, jnp.concatenate([before, aux_BNA[:, :-1].astype(before.dtype)], axis=1))
+        real = jnp.arange(n)[None, :] < count_B[:, None]
+        done = self.consume(net, draft, rows, Inputs(tokens_BN, feature, index), real)
+        # The first token is always a real one; a NaN there belongs to the request, whose drafts are lost anyway.
+        draft = self.write(draft, rows, done, ready_B=jnp.isfinite(done.hidden_BNE[:, 0, 0]))
+        return self.extend(draft, rows, aux_BNA, count_B)
+
+    def catch_up(self, params: Any, draft: DraftCache, rows: Rows, tokens_SL: jax.Array) -> DraftCache:
+        net = self.core.bind(params)
+        # The root is left to the next draft, which needs its hidden state.
+        inputs = self.committed(net, draft, rows, tokens_SL, -CATCH_UP, 0)
+        done = self.consume(net, draft, rows, inputs, inputs.index_BN >= 0)
+        return self.write(draft, rows, done, ready_B=jnp.isfinite(done.hidden_BNE[:, -1, 0]))
+
+    def committed(self, net: Any, draft: DraftCache, rows: Rows, tokens_SL: jax.Array, start: int, stop: int) -> Inputs:
+        """Committed tokens at indices root + start to root + stop (excluded), with their features from the ring."""
+        index_BN = rows.length_B[:, None] + jnp.arange(start, stop)[None, :]
+        tokens_BN = rows.tokens_at(tokens_SL, index_BN)
+        if self.core.offset == 0:
+            return Inputs(tokens_BN, None, index_BN)
+        row = jnp.maximum(index_BN - 1, 0) % self.ring
+        aux_BNA = draft.ring_SRA.at[rows.slot_B[:, None], row].get(mode="clip")
+        return Inputs(tokens_BN, self.core.fuse(net, aux_BNA), index_BN)
+
+    def consume(self, net: Any, draft: DraftCache, rows: Rows, inputs: Inputs, real_BN: jax.Array) -> Consumed:
+        """Runs tokens through the network in one wide step.
+
+        Args:
+          real_BN: committed tokens of the text (slots are none); those that have entries already are skipped.
+        """
+        n, index_BN = inputs.tokens_BN.shape[1], inputs.index_BN
+        length_B = jnp.take(draft.length_S, rows.slot_B, mode="clip")
+        first_B = jnp.maximum(jnp.take(draft.next_S, rows.slot_B, mode="clip"), self.core.offset)
+        # Tokens before the first index of this window that never got an entry are the gap.
+        first_B = jnp.maximum(first_B, index_BN[:, 0])
+        real = real_BN & (index_BN >= first_B[:, None]) & rows.valid_B[:, None]
+        seen = real | (jnp.arange(n) >= n - inputs.slots)[None, :]
+        causal = jnp.tril(jnp.ones((n, n), bool))[None]
+        mask = (causal & seen[:, None, :]) | jnp.eye(n, dtype=bool)[None]
+        kv = TreeKV(draft.pages, rows.table_BM, length_B, mask, self.geo.num_pages, kernels=self.geo.kernels)
+        position_BN = jnp.maximum(index_BN - self.core.offset, 0)
+        hidden = self.core.forward(net, inputs.tokens_BN, inputs.feature_BNE, position_BN, kv.attend)
+        place = length_B[:, None] + index_BN - first_B[:, None]
+        added = real.sum(axis=1).astype(jnp.int32)
+        slot = jnp.where(rows.valid_B, rows.slot_B, self.geo.slots)
+        last = jnp.max(jnp.where(real, index_BN, -1), axis=1) + 1
+        counted = dataclasses.replace(
+            draft,
+            length_S=draft.length_S.at[slot].set(length_B + added, mode="drop"),
+            next_S=draft.next_S.at[slot].max(last, mode="drop"),
+        )
+        return Consumed(hidden, counted, kv.stacked(), place, real, length_B)
+
+    def write(self, draft: DraftCache, rows: Rows, done: Consumed, *, ready_B: jax.Array) -> DraftCache:
+        """The cache with the consumed tokens' entries.
+
+        Args:
+          draft: the cache that they were consumed on.
+          ready_B: see jaxspec.cache.commit.
+        """
+        pages = commit(
+            draft.pages, done.kv_LBNGc, rows.table_BM, done.place_BN, done.real_BN, self.geo.num_pages, ready_B=ready_B
+        )
+        return dataclasses.replace(done.cache, pages=pages)

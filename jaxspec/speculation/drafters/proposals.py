@@ -1,0 +1,182 @@
+"""From distributions, level by level, to drafts: chains, and EAGLE-2's dynamic tree.
+
+Owns which candidates a draft holds and how sampled rows rank and draw them. Must not know where
+the distributions come from: a drafter offers them as `Levels`, whether they depend on the path
+(a network run token by token) or not (all levels from one pass).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.speculation.sampling import SamplingState
+from jaxspec.speculation.state import Rows
+from jaxspec.speculation.tree import DraftTree, ancestors
+from jaxspec.tier import Tier
+from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise, gumbel_noise_at
+from pallas_kernels.rejection_sampling.reference import NEG_INF, filter_logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Frontier:
+    """The drafted nodes that are to be continued.
+
+    Attributes:
+      tokens_BW: their tokens, in the target's vocabulary.
+      seen_BWT: which of all drafted nodes so far, frontier after frontier, each one sees; itself included.
+      origin_BW: which node of the frontier before each continues; None where that had one node.
+    """
+
+    tokens_BW: jax.Array
+    seen_BWT: jax.Array
+    origin_BW: jax.Array | None
+
+
+#: levels(depth, frontier) -> logits over the draft vocabulary of the tokens at `depth` (from 1), float32 [B, W, Vd]
+#: after each node of the frontier, or [B, 1, Vd] where they do not depend on the path. The frontier is None at depth
+#: 1, whose parent is the root; depths come in order, each once.
+Levels = Callable[[int, Frontier | None], jax.Array]
+
+
+def path_independent(logits_BDV: jax.Array) -> Levels:
+    """Levels that were all computed at once: [B, depth, Vd]."""
+    return lambda depth, frontier: logits_BDV[:, depth - 1 : depth]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+    """How a batch's rows turn logits into candidates.
+
+    Attributes:
+      sampling: None where every row ranks by the draft's own logits.
+      noise_BDV: the target's Gumbel noise at each drafted position, where it is known already.
+      vocab_size: the target's.
+      target_ids_V: the target's id of each draft id; None where the vocabularies are equal.
+    """
+
+    rows: Rows
+    sampling: SamplingState | None
+    noise_BDV: jax.Array | None
+    vocab_size: int
+    target_ids_V: jax.Array | None = None
+
+    def to_target(self, ids: jax.Array) -> jax.Array:
+        """Draft ids in the target's vocabulary."""
+        ids = ids.astype(jnp.int32)
+        return ids if self.target_ids_V is None else jnp.take(self.target_ids_V, ids, mode="clip")
+
+    def scores(self, logits_BWV: jax.Array, depth: int) -> jax.Array:
+        """Ranking scores: logits, or for sampled rows tempered logits plus the target's own noise."""
+        sampling, table = self.sampling, self.target_ids_V
+        if sampling is None:
+            return logits_BWV
+        position_B = self.rows.length_B + depth
+        if self.noise_BDV is not None:
+            noise = self.noise_BDV[:, depth - 1]
+            noise = noise if table is None else jnp.take(noise, table, axis=1, mode="clip")
+        elif table is None:
+            noise = gumbel_noise(sampling.seed_S, position_B[:, None], self.vocab_size, Purpose.TARGET)[:, 0]
+        else:
+            noise = gumbel_noise_at(sampling.seed_S, position_B, table, Purpose.TARGET)
+        greedy = (sampling.temperature_S == 0)[:, None, None]
+        temperature = jnp.where(greedy, 1.0, sampling.temperature_S[:, None, None])
+        return jnp.where(greedy, logits_BWV, logits_BWV / temperature + noise[:, None, :])
+
+    def draw(self, logits_BV: jax.Array, depth: int) -> tuple[jax.Array, jax.Array]:
+        """A token from the tempered and filtered draft distribution, and that distribution over V."""
+        sampling, table = self.sampling, self.target_ids_V
+        assert sampling is not None
+        b, v = logits_BV.shape[0], self.vocab_size
+        wide = logits_BV
+        if table is not None:
+            wide = jnp.full((b, v), NEG_INF, jnp.float32).at[:, table].set(wide)
+        kept = filter_logits(wide[:, None], *sampling.draws[:4])[:, 0]
+        noise = gumbel_noise(sampling.seed_S, (self.rows.length_B + depth)[:, None], v, Purpose.DRAFT)[:, 0]
+        greedy = (sampling.temperature_S == 0)[:, None]
+        token = jnp.argmax(jnp.where(greedy, wide, kept + noise), axis=-1).astype(jnp.int32)
+        return token, jax.nn.softmax(kept, axis=-1)
+
+
+def propose(levels: Levels, ranking: Ranking, tier: Tier, *, sample: bool) -> DraftTree:
+    """A draft of the tier's shape.
+
+    Args:
+      sample: draw a chain from the draft distributions and return them (rejection verification).
+    """
+    if tier.is_chain:
+        return _chain(levels, ranking, tier, sample)
+    assert not sample, "trees are proposed deterministically"
+    return _tree(levels, ranking, tier)
+
+
+def _chain(levels: Levels, ranking: Ranking, tier: Tier, sample: bool) -> DraftTree:
+    tokens, probs = [ranking.rows.root_B], []
+    frontier = None
+    for depth in range(1, tier.depth + 1):
+        logits = levels(depth, frontier)
+        if sample:
+            token, prob_BV = ranking.draw(logits[:, 0], depth)
+            probs.append(prob_BV)
+        else:
+            token = ranking.to_target(jnp.argmax(ranking.scores(logits, depth)[:, 0], axis=-1))
+        tokens.append(token)
+        frontier = Frontier(token[:, None], jnp.ones((token.shape[0], 1, depth), bool), None)
+    return DraftTree.chain(jnp.stack(tokens, axis=1), jnp.stack(probs, axis=1) if sample else None)
+
+
+def _tree(levels: Levels, ranking: Ranking, tier: Tier) -> DraftTree:
+    """Expands the best k nodes a level, then keeps the best of all candidates (Li et al. 2024, EAGLE-2)."""
+    k, b = tier.topk, ranking.rows.root_B.shape[0]
+
+    def children(depth: int, frontier: Frontier | None, width: int) -> tuple[jax.Array, jax.Array]:
+        """Log-probabilities and tokens of the k best children of each frontier node, [B, width, k]."""
+        logprobs = jax.nn.log_softmax(ranking.scores(levels(depth, frontier), depth), axis=-1)
+        # top_k ranks NaN first, and a node so chosen would come without its parents.
+        ranked = jnp.where(jnp.isnan(logprobs), NEG_INF, logprobs)
+        # As a matrix: only there does XLA rank a vocabulary that lies on several devices in parts.
+        value, ids = (y.reshape(b, -1, k) for y in jax.lax.top_k(ranked.reshape(-1, ranked.shape[-1]), k))
+        spread = lambda x: jnp.broadcast_to(x, (b, width, k))
+        return spread(value), spread(ranking.to_target(ids))
+
+    eye = jnp.broadcast_to(jnp.eye(k, dtype=bool)[None], (b, k, k))
+    value, ids = children(1, None, 1)
+    score, token = value[:, 0], ids[:, 0]
+    scores, tokens = [score], [token]
+    parents = [jnp.full((b, k), -1, jnp.int32)]  # candidate index of each candidate's parent
+    depths = [1] * k
+    at = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32)[None], (b, k))  # candidate index of each frontier node
+    frontier = Frontier(token, eye, None)
+    base = k
+    for depth in range(2, tier.depth + 1):
+        value, ids = children(depth, frontier, k)
+        flat, ids = (score[:, :, None] + value).reshape(b, k * k), ids.reshape(b, k * k)
+        scores.append(flat)
+        tokens.append(ids)
+        parents.append(jnp.repeat(at, k, axis=1))
+        depths += [depth] * (k * k)
+        score, pick = jax.lax.top_k(flat, k)
+        pick = pick.astype(jnp.int32)
+        origin = pick // k
+        seen = jnp.take_along_axis(frontier.seen_BWT, origin[:, :, None], axis=1)
+        frontier = Frontier(
+            jnp.take_along_axis(ids, pick, axis=1), jnp.concatenate([seen, eye], axis=2), origin_BW=origin
+        )
+        at = base + pick
+        base += k * k
+
+    score_BM, token_BM = jnp.concatenate(scores, axis=1), jnp.concatenate(tokens, axis=1)
+    parent_BM = jnp.concatenate(parents, axis=1)
+    # A child never scores above its parent and comes after it, so the best set is closed under parents.
+    _, chosen = jax.lax.top_k(score_BM, tier.num_nodes - 1)
+    chosen = jnp.sort(chosen.astype(jnp.int32), axis=1)
+    parent = jnp.take_along_axis(parent_BM, chosen, axis=1)
+    node_of = jnp.argmax(chosen[:, None, :] == parent[:, :, None], axis=2).astype(jnp.int32) + 1
+    root = jnp.zeros((b, 1), jnp.int32)
+    parents_BN = jnp.concatenate([root, jnp.where(parent < 0, 0, node_of)], axis=1)
+    depth_BN = jnp.concatenate([root, jnp.take(jnp.asarray(depths, jnp.int32), chosen)], axis=1)
+    tokens_BN = jnp.concatenate([ranking.rows.root_B[:, None], jnp.take_along_axis(token_BM, chosen, axis=1)], axis=1)
+    return DraftTree(tokens_BN, parents_BN, depth_BN, ancestors(parents_BN, tier.depth))

@@ -1,0 +1,104 @@
+"""From a directory to a served drafter: how names are resolved, and that every kind serves what was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxspec.assemble import TREE_DRAFTERS, bind_drafter, build_engine, choose_policy, resolve_drafter
+from jaxspec.checkpointing import hf
+from jaxspec.checkpointing.drafters import save_drafter
+from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.models.layers import Shared, shared_lm_head
+from jaxspec.models.tiny import tiny_config
+from jaxspec.request import SamplingParams
+from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
+from jaxspec.tier import PLAIN, Tier
+
+PLACES = {kind: kind for kind in TREE_DRAFTERS} | {"draft_model": "draft"}
+
+
+@pytest.fixture(scope="module")
+def directory(bench: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with a drafter of every kind beside it."""
+    root = tmp_path_factory.mktemp("models")
+    hf.save_model(bench.target, root / "target", dtype=jnp.float32)
+    for kind, module in bench.modules.items():
+        save_drafter(module, root / PLACES[kind], target=bench.target, dtype=jnp.float32)
+    return root
+
+
+@pytest.fixture(scope="module")
+def with_module(bench: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target that carries an MTP module in its own files."""
+    target, path = bench.target, tmp_path_factory.mktemp("deepseek") / "target"
+    cfg = MtpConfig(tiny_config(num_layers=1), target.config.num_layers)
+    head = MtpHead(cfg, Shared(target.embedding[...]), shared_lm_head(target), rngs=nnx.Rngs(2))
+    save_drafter(head, path, target=target, dtype=jnp.float32, layout="deepseek")
+    return path
+
+
+def test_names_and_paths(directory: Path, with_module: Path):
+    target = directory / "target"
+    for kind, place in PLACES.items():
+        assert resolve_drafter(kind, target) == (kind, directory / place)
+        assert resolve_drafter(directory / place, target) == (kind, directory / place), "by what it holds"
+    assert resolve_drafter(None, target) == ("eagle3", directory / "eagle3")
+    assert resolve_drafter("mtp", with_module) == ("mtp", with_module)
+    assert resolve_drafter(None, with_module) == ("ngram", None)
+
+
+def test_absent_checkpoints_are_named(directory: Path, with_module: Path, tmp_path: Path):
+    target = tmp_path / "target"
+    target.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (target / name).symlink_to(directory / "target" / name)
+    with pytest.raises(
+        ValueError, match=rf"drafter 'mtp': no checkpoint in .*mtp or .*mtp nor an MTP layer in {target}"
+    ):
+        resolve_drafter("mtp", target)
+    with pytest.raises(ValueError, match=r"drafter 'medusa': no checkpoint in .*target/medusa or .*/medusa; pass"):
+        resolve_drafter("medusa", with_module)
+
+
+def test_a_directory_of_another_kind_is_refused(directory: Path, tmp_path: Path):
+    (tmp_path / "target").symlink_to(directory / "target")
+    (tmp_path / "medusa").symlink_to(directory / "peagle")
+    with pytest.raises(ValueError, match=r"kind 'peagle', expected 'medusa'"):
+        build_engine(tmp_path / "target", "medusa", dict(depth=1), tokenizer=False, progress=False)
+
+
+def test_default_depths_end_where_the_heads_do():
+    steps = SpeculationConfig()
+    assert set(choose_policy(steps, (1,), True, True, 3).reachable) == {PLAIN, Tier(1), Tier(2), Tier(3)}
+    assert Tier(3) not in choose_policy(steps, (1,), True, True).reachable
+    asked = SpeculationConfig(candidate_steps=(1, 5))
+    assert Tier(5) in choose_policy(asked, (1,), True, True, 3).reachable, "the drafter refuses it by name"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle1", "medusa", "mtp", "peagle", "own mtp"])
+def test_directories_are_served(bench: Any, tools: Any, directory: Path, with_module: Path, kind: str):
+    """Greedy and sampled rows repeat plain decoding, and the drafts are those of the module that was saved."""
+    config = EngineConfig(
+        max_batch_size=4, max_seq_len=64, page_size=8, batch_buckets=(4,), variants=("sampled",), compile_cache=False
+    )
+    model, name = (with_module, "mtp") if kind == "own mtp" else (directory / "target", kind)
+    with tools.quick_compilation():
+        engine = build_engine(model, name, dict(depth=2), config, tokenizer=False, progress=False)
+    work = [
+        ([5, 1, 7, n], SamplingParams(temperature=t, seed=n, max_tokens=24, ignore_eos=True))
+        for n, t in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 0.7))
+    ]
+    outputs = tools.drive(engine, work)
+    tools.same(outputs, bench.expected(work))
+    assert sum(o.metrics.accepted for o in outputs) > 0
+    if model != with_module:
+        _, expected = bind_drafter(kind, bench.modules[kind], engine.runner.geo)
+        jax.tree.map(np.testing.assert_array_equal, engine.runner._draft_params, expected)
