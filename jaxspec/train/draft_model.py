@@ -1,47 +1,62 @@
-"""`python -m jaxspec.train draft_model`: a small Llama distilled from the target, for draft-model speculation."""
+"""`python -m jaxspec.train draft_model`: a small language model distilled from the target (Leviathan et al. 2023)."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
-from tokenizers import Tokenizer
 
 from jaxspec.checkpointing import hf
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.layers import Transformer, causal_attention
-from jaxspec.train import data, evaluate, loop
-from jaxspec.train.loss import soft_cross_entropy
+from jaxspec.models.layers import Transformer
+from jaxspec.train import command, starts
+from jaxspec.train.attention import packed_attention
+from jaxspec.train.batch import Batch, ahead
+from jaxspec.train.chunks import mixed_cross_entropy
+from jaxspec.train.loss import masked_mean
+from jaxspec.train.recipe import TargetStates
+
+#: The demo draft model's.
+GEOMETRY = {
+    "hidden_size": 192, "layers": 2, "heads": 3, "kv_heads": 1, "head_dim": 64, "intermediate_size": 512
+}  # fmt: skip
 
 
-def add_arguments(p: argparse.ArgumentParser) -> None:
-    """The geometry's defaults are the demo draft model's."""
-    p.add_argument("--target", type=Path, required=True, help="Hugging Face directory with a tokenizer.json")
-    p.add_argument("--data", type=Path, required=True, help="what `regenerate` wrote")
-    p.add_argument("--out", type=Path, required=True, help="Hugging Face directory to write")
-    p.add_argument("--run-dir", type=Path, required=True, help="checkpoints and log")
-    p.add_argument("--hidden-size", type=int, default=192)
-    p.add_argument("--layers", type=int, default=2)
-    p.add_argument("--heads", type=int, default=3)
-    p.add_argument("--kv-heads", type=int, default=1)
-    p.add_argument("--head-dim", type=int, default=64)
-    p.add_argument("--intermediate-size", type=int, default=512)
-    p.add_argument("--hard-share", type=float, default=0.0, help="weight of the cross entropy to the text itself")
-    p.add_argument("--corpus-share", type=float, default=0.25, help="rows of a batch from the corpus itself")
-    p.add_argument("--batch", type=int, default=8, help="rows a step")
-    p.add_argument("--steps", type=int, default=900)
-    p.add_argument("--lr", type=float, default=4e-3)
-    p.add_argument("--save-every", type=int, default=100)
-    p.add_argument("--depth", type=int, default=5, help="tokens a chain in the final evaluation")
-    p.add_argument("--seed", type=int, default=0)
+@dataclasses.dataclass(frozen=True)
+class DraftModelRecipe:
+    """hard_share of the cross entropy to the text, the rest to the target's distribution.
+
+    Attributes:
+      depth: of the chains whose acceptance is reported.
+    """
+
+    hard_share: float = 0.0
+    depth: int = 5
+    aux_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.hard_share <= 1.0:
+            raise ValueError(f"hard_share must lie between 0 and 1, got {self.hard_share}")
+        if self.depth < 1:
+            raise ValueError(f"depth must be at least 1, got {self.depth}")
+
+    def loss(
+        self, module: Transformer, target: Transformer, batch: Batch, states: TargetStates, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """See Recipe. A draft is compared where the text led up to it, as it is verified."""
+        kept = batch.tokens_BT.shape[1] - 1 - self.depth
+        hidden_BTE, _ = module(batch.tokens_BT, batch.positions_BT, packed_attention(batch.segments_BT))
+        labels_BT = ahead(batch.tokens_BT, 1)
+        entropy_BT, same_BT = mixed_cross_entropy(
+            module.logits, target, hidden_BTE, states.hidden_BTE, labels_BT, self.hard_share
+        )
+        matches_BND = jnp.stack([same_BT[:, i + 1 : i + 1 + kept] for i in range(self.depth)], axis=-1)
+        return masked_mean(entropy_BT, batch.learned_ahead(1)), matches_BND, {}
 
 
 def new_draft_model(cfg: ModelConfig, target: Transformer, seed: int) -> Transformer:
@@ -54,67 +69,46 @@ def new_draft_model(cfg: ModelConfig, target: Transformer, seed: int) -> Transfo
     return draft
 
 
-def distillation_loss(
-    draft: Transformer, target: Transformer, tokens_BT: jax.Array, hard_share: float
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """hard_share of the cross entropy to the text and the rest to the target's distribution, nats; and agreement."""
-    inputs, labels = tokens_BT[:, :-1], tokens_BT[:, 1:]
-    positions = jnp.broadcast_to(jnp.arange(inputs.shape[1])[None, :], inputs.shape)
-    hidden, _ = draft(inputs, positions, causal_attention)
-    logits = draft.logits(hidden)
-    loss = hard_share * optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-    if hard_share == 1.0:
-        return loss, {"accept": (jnp.argmax(logits, axis=-1) == labels).mean()}
-    target_hidden, _ = target(inputs, positions, causal_attention)
-    target_logits = target.logits(target_hidden)
-    soft = soft_cross_entropy(logits, jax.nn.softmax(target_logits, axis=-1)).mean()
-    same = jnp.argmax(logits, axis=-1) == jnp.argmax(target_logits, axis=-1)
-    return loss + (1.0 - hard_share) * soft, {"accept": same.mean()}
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """What only draft models have; the geometry's defaults are the demo draft model's."""
+    command.add_common_arguments(p)
+    for name, value in GEOMETRY.items():
+        p.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"default: {value}")
+    p.add_argument("--hard-share", type=float, default=0.0, help="weight of the cross entropy to the text itself")
+    p.add_argument("--depth", type=int, default=5, help="drafts a chain in the reported acceptance")
+    p.set_defaults(lr=4e-3)
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains, writes args.out, and returns (and saves as training.json) the held-out acceptance.
+    """Trains, writes args.out, a Hugging Face directory, and returns the record.
 
     Raises:
-      ValueError: hard_share outside [0, 1].
+      ValueError: options out of range or that exclude each other, or a model of another vocabulary.
     """
-    if not 0.0 <= args.hard_share <= 1.0:
-        raise ValueError(f"hard_share must lie between 0 and 1, got {args.hard_share}")
-    target = hf.load_model(args.target, dtype=jnp.float32)
-    tok = Tokenizer.from_file(str(args.target / "tokenizer.json"))
-    generated = data.Generated.load(args.data)
-    cfg = dataclasses.replace(
-        target.config,
-        hidden_size=args.hidden_size,
-        intermediate_size=args.intermediate_size,
-        num_layers=args.layers,
-        num_heads=args.heads,
-        num_kv_heads=args.kv_heads,
-        head_dim=args.head_dim,
-        tie_word_embeddings=True,
-    )
-    graph, state = nnx.split(new_draft_model(cfg, target, args.seed))
-    target_graph, target_state = nnx.split(target)
-    parameters = sum(x.size for x in jax.tree.leaves(state))
-    print(f"parameters: {parameters:,}", flush=True)
-
-    def loss_fn(state: Any, frozen: Any, tokens_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return distillation_loss(nnx.merge(graph, state), nnx.merge(target_graph, frozen), tokens_BT, args.hard_share)
-
-    batches = data.student_batches(generated, tok, args.batch, args.corpus_share, args.seed)
-    optim = loop.OptimConfig(steps=args.steps, lr=args.lr, save_every=args.save_every)
-    state = loop.run(loss_fn, state, batches, optim, args.run_dir, frozen=target_state)
-    draft = nnx.merge(graph, state)
-    hf.save_model(draft, args.out, tokenizer=tok, dtype=jnp.bfloat16)
-    table = evaluate.acceptance(generated, evaluate.draft_model_matches(draft, args.depth), args.depth)
-    print(evaluate.format_table(table), flush=True)
-    record = {
-        "held_out_acceptance": table,
-        "parameters": parameters,
-        "tokens_seen": args.steps * args.batch * generated.tokens.shape[1],
-        "optimizer": dataclasses.asdict(optim),
-        "hard_share": args.hard_share,
-        "corpus_share": args.corpus_share,
-    }
-    (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
-    return record
+    starts.check_layout("draft_model", args.layout)
+    recipe = DraftModelRecipe(args.hard_share, args.depth)
+    shape = starts.geometry(args, GEOMETRY)
+    session = command.prepare(args)
+    starts.check_length(session.rows.length, recipe.depth)
+    target = session.target
+    if args.init_from is not None:
+        draft = hf.load_model(args.init_from, dtype=jnp.float32)
+        if draft.config.vocab_size != target.config.vocab_size:
+            raise ValueError(
+                f"--init-from {args.init_from}: vocab_size must be the target's {target.config.vocab_size}, "
+                f"got {draft.config.vocab_size}"
+            )
+    else:
+        cfg = dataclasses.replace(
+            target.config,
+            hidden_size=shape["hidden_size"],
+            intermediate_size=shape["intermediate_size"],
+            num_layers=shape["layers"],
+            num_heads=shape["heads"],
+            num_kv_heads=shape["kv_heads"],
+            head_dim=shape["head_dim"],
+            tie_word_embeddings=True,
+        )
+        draft = new_draft_model(cfg, target, args.seed)
+    extra = {"hard_share": args.hard_share}
+    return command.fit(session, recipe, draft, kind="draft_model", extra_record=extra)

@@ -1,13 +1,13 @@
-"""The training loop that every trainee shares: optimiser, checkpoints, resume, log.
+"""The training loop that every trainee shares: steps, checkpoints, resume, log.
 
-Must not know what is trained: it gets a loss over (trainable state, frozen state, batch) and
-a function from step to batch.
+Must not know what is trained: it gets a loss over (trainable state, frozen state, batch, key) and a function from
+step to batch. A run that was killed goes on as if it had not been: batches and keys depend on the step only.
 """
 
 from __future__ import annotations
 
-import csv
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,51 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-#: (trainable, frozen, batch) -> (loss, {name: scalar}); all traced.
-LossFn = Callable[[Any, Any, Any], tuple[jax.Array, dict[str, jax.Array]]]
+from jaxspec.train import acceptance, logs
+from jaxspec.train import mesh as meshes
+from jaxspec.train.checkpoints import Checkpoints
+from jaxspec.train.optim import OptimConfig, optimizer, schedule
 
-
-@dataclasses.dataclass(frozen=True)
-class OptimConfig:
-    """AdamW with linear warm-up and cosine decay.
-
-    Attributes:
-      steps: optimiser steps in all; the schedule ends there.
-      lr: peak learning rate. final_lr: where the cosine ends, as a share of lr.
-      warmup: steps of linear warm-up.
-      save_every: steps between checkpoints. log_every: steps between log lines.
-    """
-
-    steps: int
-    lr: float = 2e-3
-    final_lr: float = 0.05
-    warmup: int = 100
-    b1: float = 0.9
-    b2: float = 0.95
-    weight_decay: float = 0.05
-    clip: float = 1.0
-    save_every: int = 200
-    log_every: int = 20
-
-
-def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
-    """Clip, then AdamW; matrices decay, norms and biases do not."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, cfg.lr, min(cfg.warmup, cfg.steps), max(cfg.steps, cfg.warmup + 1), cfg.lr * cfg.final_lr
-    )
-    decay = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
-    tx = optax.chain(
-        optax.clip_by_global_norm(cfg.clip),
-        optax.adamw(schedule, b1=cfg.b1, b2=cfg.b2, weight_decay=cfg.weight_decay, mask=decay),
-    )
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer counts
-            return tx.update(updates, state, params)
-
-    return optax.GradientTransformation(tx.init, update)
+#: (trainable, frozen, batch, key) -> (loss, {name: scalar}); all traced. A metric "histogram" (int32 [D + 1], rounds
+#: by drafts accepted) is summed over a log window and logged as accept_1, .. and length; all others are averaged.
+LossFn = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+HISTOGRAM = "histogram"
+#: Fields of OptimConfig that a resumed run may change.
+_FREE = {"save_every", "log_every", "eval_every"}
 
 
 def run(
@@ -70,77 +38,172 @@ def run(
     batch_at: Callable[[int], Any],
     cfg: OptimConfig,
     run_dir: Path,
-    on_log: Callable[[int, dict[str, float]], None] | None = None,
     *,
     frozen: Any = (),
+    mesh: Mesh | None = None,
+    on_log: Callable[[int, dict[str, float]], None] | None = None,
+    evaluate: Callable[[Any], dict[str, float]] | None = None,
 ) -> Any:
     """Trains to cfg.steps, resuming from run_dir's newest checkpoint, and returns the trained state.
 
-    Writes run_dir/log.csv and run_dir/checkpoints (orbax). `frozen` is an argument of the
-    jitted step (arrays in loss_fn's closure would be copied into the executable as constants)
-    and is not part of a checkpoint.
+    Writes run_dir/log.csv and run_dir/checkpoints.
+
+    Args:
+      trainable: float32 arrays; the caller's stay valid.
+      batch_at: step -> pytree of arrays whose first axis is rows.
+      frozen: an argument of the jitted step (arrays in loss_fn's closure would be copied into the executable as
+        constants), no part of a checkpoint.
+      mesh: from mesh.make_mesh; rows are split over its data axis, parameters over its tensor axis.
+      on_log: called with (steps done, the row logged).
+      evaluate: called with the trainable state each cfg.eval_every steps and at the end; its metrics are logged with
+        the prefix "eval_".
+
+    Raises:
+      ValueError: run_dir holds another run, or no checkpoint that can be read; a batch that cannot be split.
+      OSError: a checkpoint cannot be written; the one before stays whole.
+      FloatingPointError: a loss or gradient that is not finite; names the step. Nothing after it is saved.
     """
-    tx = optimizer(cfg)
-    opt_state = tx.init(trainable)
-
-    @jax.jit
-    def step_fn(trainable: Any, opt_state: Any, frozen: Any, batch: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
-        (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(trainable, frozen, batch)
-        updates, opt_state = tx.update(grads, opt_state, trainable)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **metrics}
-        return optax.apply_updates(trainable, updates), opt_state, metrics
-
     run_dir.mkdir(parents=True, exist_ok=True)
-    manager = ocp.CheckpointManager(
-        (run_dir / "checkpoints").resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
-    )
-    start = manager.latest_step() or 0
+    checkpoints = Checkpoints(run_dir / "checkpoints", _settings(cfg, trainable))
+    trainable = jax.tree.map(jnp.copy, trainable)  # the step donates its state
+    trainable, frozen = meshes.place(mesh, trainable), meshes.place(mesh, frozen)
+    tx = optimizer(cfg)
+    opt_state = _init(tx, trainable, mesh)
+    start, state = checkpoints.restore({"trainable": trainable, "opt_state": opt_state})
+    trainable, opt_state = state["trainable"], state["opt_state"]
     if start:
-        template = jax.tree.map(ocp.utils.to_shape_dtype_struct, {"trainable": trainable, "opt_state": opt_state})
-        restored = manager.restore(start, args=ocp.args.StandardRestore(template))
-        trainable, opt_state = restored["trainable"], restored["opt_state"]
         print(f"resumed at step {start}", flush=True)
-    _truncate_csv(run_dir / "log.csv", start)
+    log = logs.Log(run_dir / "log.csv", start)
 
+    step_fn: Callable[..., tuple[Any, Any, dict[str, jax.Array]]] | None = None
     window: list[dict[str, jax.Array]] = []
     began = time.monotonic()
     for step in range(start, cfg.steps):
-        trainable, opt_state, metrics = step_fn(trainable, opt_state, frozen, batch_at(step))
+        batch = meshes.place_batch(mesh, batch_at(step), cfg.accumulate)
+        if step_fn is None:
+            step_fn = _compiled(loss_fn, tx, cfg, mesh, (trainable, opt_state, frozen, batch))
+            began = time.monotonic()
+        trainable, opt_state, metrics = step_fn(trainable, opt_state, frozen, batch, jnp.int32(step))
         window.append(metrics)
         done = step + 1
-        if done % cfg.log_every == 0 or done == cfg.steps:
-            means = {k: float(np.mean([float(m[k]) for m in window])) for k in window[0]}
-            means["seconds_per_step"] = (time.monotonic() - began) / len(window)
-            _append_csv(run_dir / "log.csv", done, means)
-            print(f"step {done}/{cfg.steps} " + " ".join(f"{k} {v:.4g}" for k, v in means.items()), flush=True)
+        last = done == cfg.steps
+        saves = last or done % cfg.save_every == 0
+        evaluates = evaluate is not None and (last or (cfg.eval_every > 0 and done % cfg.eval_every == 0))
+        # A checkpoint ends a log window, so that a resumed run averages over the same steps.
+        if saves or evaluates or done % cfg.log_every == 0:
+            row = _summary(jax.device_get(window), done - len(window))
+            seconds = (time.monotonic() - began) / len(window)
+            if cfg.tokens_per_step:
+                row["tokens_per_second"] = cfg.tokens_per_step / seconds
+            row["seconds_per_step"] = seconds
+            if evaluates and evaluate is not None:
+                row |= {f"eval_{key}": value for key, value in evaluate(trainable).items()}
+            log.append(done, row)
+            print(f"step {done}/{cfg.steps} " + logs.line(row), flush=True)
             if on_log is not None:
-                on_log(done, means)
+                on_log(done, row)
+            if saves:
+                checkpoints.save(done, {"trainable": trainable, "opt_state": opt_state})
             window, began = [], time.monotonic()
-        if done % cfg.save_every == 0 or done == cfg.steps:
-            if not bool(jnp.isfinite(metrics["loss"])):
-                raise FloatingPointError(f"loss is {float(metrics['loss'])} at step {done}; nothing was saved")
-            manager.save(done, args=ocp.args.StandardSave({"trainable": trainable, "opt_state": opt_state}))
-            manager.wait_until_finished()
-    manager.close()
+    checkpoints.close()
     return trainable
 
 
-def _append_csv(path: Path, step: int, row: dict[str, float]) -> None:
-    new = not path.exists()
-    with path.open("a", newline="") as f:
-        writer = csv.writer(f)
-        if new:
-            writer.writerow(["step", *row])
-        writer.writerow([step, *(f"{v:.6g}" for v in row.values())])
+def _settings(cfg: OptimConfig, trainable: Any) -> dict[str, Any]:
+    """What a resumed run must share: the settings, and the trainee's shapes."""
+    fields = {key: value for key, value in dataclasses.asdict(cfg).items() if key not in _FREE}
+    shapes = {jax.tree_util.keystr(path): list(x.shape) for path, x in jax.tree_util.tree_leaves_with_path(trainable)}
+    return {**fields, "parameters": shapes}
 
 
-def _truncate_csv(path: Path, step: int) -> None:
-    """Drops the rows after `step`: a run that was killed logged them, and its successor logs them again."""
-    if not path.exists():
-        return
-    with path.open(newline="") as f:
-        header, *rows = list(csv.reader(f))
-    kept = [row for row in rows if int(row[0]) <= step]
-    if len(kept) < len(rows):
-        with path.open("w", newline="") as f:
-            csv.writer(f).writerows([header, *kept])
+def _init(tx: optax.GradientTransformation, trainable: Any, mesh: Mesh | None) -> Any:
+    if mesh is None:
+        return tx.init(trainable)
+    shardings = meshes.parameter_shardings(mesh, jax.eval_shape(tx.init, trainable))
+    return jax.jit(tx.init, out_shardings=shardings)(trainable)
+
+
+def casting(loss_fn: LossFn, cfg: OptimConfig) -> LossFn:
+    """loss_fn on weights that are rounded to the compute dtype first; gradients are those of the float32 weights."""
+    dtype = jnp.dtype(cfg.compute_dtype)
+
+    def loss(trainable: Any, frozen: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        rounded = jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, trainable)
+        return loss_fn(rounded, frozen, batch, key)
+
+    return loss
+
+
+def train_step(
+    loss_fn: LossFn, tx: optax.GradientTransformation, cfg: OptimConfig, mesh: Mesh | None = None
+) -> Callable[..., tuple[Any, Any, dict[str, jax.Array]]]:
+    """One optimiser step: (trainable, opt_state, frozen, batch, step int32) -> (trainable, opt_state, metrics)."""
+    rate, gradient = schedule(cfg), jax.value_and_grad(casting(loss_fn, cfg), has_aux=True)
+
+    def split(x: jax.Array) -> jax.Array:
+        # Every accumulate-th row to the same micro-batch: rows stay on the device that holds them.
+        return jnp.swapaxes(x.reshape(x.shape[0] // cfg.accumulate, cfg.accumulate, *x.shape[1:]), 0, 1)
+
+    def step_fn(
+        trainable: Any, opt_state: Any, frozen: Any, batch: Any, step: jax.Array
+    ) -> tuple[Any, Any, dict[str, jax.Array]]:
+        key = jax.random.fold_in(jax.random.key(cfg.seed), step)
+        if cfg.accumulate == 1:
+            (value, metrics), grads = gradient(trainable, frozen, batch, key)
+        else:
+
+            def micro(total: Any, at: tuple[jax.Array, Any]) -> tuple[Any, tuple[jax.Array, dict[str, jax.Array]]]:
+                index, part = at
+                if mesh is not None:
+                    part = jax.lax.with_sharding_constraint(part, NamedSharding(mesh, PartitionSpec(meshes.DATA)))
+                result, grads = gradient(trainable, frozen, part, jax.random.fold_in(key, index))
+                return jax.tree.map(jnp.add, total, grads), result
+
+            zeros = jax.tree.map(jnp.zeros_like, trainable)
+            columns = (jnp.arange(cfg.accumulate, dtype=jnp.int32), jax.tree.map(split, batch))
+            total, (values, stacked) = jax.lax.scan(micro, zeros, columns)
+            grads = jax.tree.map(lambda g: g / jnp.asarray(cfg.accumulate, g.dtype), total)
+            value = values.mean()
+            metrics = {k: v.sum(axis=0) if k == HISTOGRAM else v.mean(axis=0) for k, v in stacked.items()}
+        updates, opt_state = tx.update(grads, opt_state, trainable)
+        own = {"loss": value, "grad_norm": optax.tree.norm(grads), "lr": rate(step)}
+        return optax.apply_updates(trainable, updates), opt_state, {**own, **metrics}
+
+    return step_fn
+
+
+def _compiled(
+    loss_fn: LossFn, tx: optax.GradientTransformation, cfg: OptimConfig, mesh: Mesh | None, args: tuple[Any, ...]
+) -> Callable[..., tuple[Any, Any, dict[str, jax.Array]]]:
+    began = time.monotonic()
+    placed: Any = None
+    if mesh is not None:
+        placed = (*(meshes.parameter_shardings(mesh, x) for x in args[:2]), NamedSharding(mesh, PartitionSpec()))
+    step = train_step(loss_fn, tx, cfg, mesh)
+    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=placed)
+    compiled = jitted.lower(*args, jnp.int32(0)).compile()
+    print(f"compiled the step in {time.monotonic() - began:.1f} s", flush=True)
+    return compiled
+
+
+def _summary(window: list[dict[str, Any]], before: int) -> dict[str, float]:
+    """Means over a window (sums of histograms), in the log's order.
+
+    Raises:
+      FloatingPointError: a loss or gradient norm that is not finite.
+    """
+    for i, metrics in enumerate(window):
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(float(metrics[name])):
+                raise FloatingPointError(
+                    f"{name} is {float(metrics[name])} at step {before + i + 1}; nothing of it was saved"
+                )
+    row = {"loss": float(np.mean([float(m["loss"]) for m in window]))}
+    if HISTOGRAM in window[0]:
+        histogram = jnp.asarray(np.sum([m[HISTOGRAM] for m in window], axis=0))
+        row |= {name: float(value) for name, value in acceptance.summary(histogram).items()}
+    others = [key for key in window[0] if key not in ("loss", "grad_norm", "lr", HISTOGRAM)]
+    row |= {key: float(np.mean([float(m[key]) for m in window])) for key in others}
+    row["grad_norm"] = float(np.mean([float(m["grad_norm"]) for m in window]))
+    row["lr"] = float(window[-1]["lr"])
+    return row

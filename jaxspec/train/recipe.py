@@ -28,10 +28,15 @@ class TargetStates:
 class Recipe(Protocol):
     """A kind of drafter and its settings; holds no parameters (those are the module's)."""
 
-    #: Streams of the target that the module reads (see TargetModel).
-    aux_layers: tuple[int, ...]
-    #: Drafted positions that `loss` reports on.
-    depth: int
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Streams of the target that the module reads (see TargetModel)."""
+        ...
+
+    @property
+    def depth(self) -> int:
+        """Drafted positions that `loss` reports on."""
+        ...
 
     def loss(
         self, module: Any, target: Transformer, batch: Batch, states: TargetStates, key: jax.Array

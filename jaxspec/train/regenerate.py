@@ -1,163 +1,323 @@
-"""`python -m jaxspec.train regenerate`: a model's own outputs, on which its drafters learn.
+"""`python -m jaxspec.train regenerate`: the target answers prompts, and its drafters learn from its answers.
 
-Prompts are the beginnings of random windows of the demo corpus. Owns a plain batched sampler
-(dense cache, one jitted scan); it shares nothing with the engine, so that training never
-depends on it. Rows of held-out documents are flagged and never trained on.
+Answers come from the engine's own batch generation. Every row has a seed of its own and the engine runs one batch size
+without a prefix cache, so a row does not depend on the rows beside it and a killed run continues as if nothing had
+happened. (On accelerators two processes may round differently; then rows may part where two tokens tie.) Must not know
+trainees; the engine is imported where it is built, since training works without it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-import shutil
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from tokenizers import Tokenizer
 
 from jaxspec.checkpointing import hf
-from jaxspec.models.layers import Transformer
-from jaxspec.train import data
+from jaxspec.checkpointing.tensors import read_json
+from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.request import FinishReason, SamplingParams
+from jaxspec.text.tokenizer import Tokenizer
+from jaxspec.train.data import Prompt, read_prompts
+from jaxspec.train.jsonl import read_rows
 
-#: (state, rows_BT, prompt_length_B, temperature_B, key) -> tokens_BT.
-Generate = Callable[[nnx.State, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+_BATCH, _CPU_BATCH = 128, 16
+#: Seconds between two progress lines.
+_PROGRESS = 10.0
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """The defaults are the demo's."""
-    p.add_argument("--model", type=Path, required=True, help="Hugging Face directory with a tokenizer.json")
-    p.add_argument("--out", type=Path, required=True, help="the .npz to write")
-    p.add_argument("--sequences", type=int, default=3072, help="rows from training documents")
-    p.add_argument("--held-out-sequences", type=int, default=256, help="rows from held-out documents")
-    p.add_argument("--length", type=int, default=256, help="tokens a row, prompt included")
-    p.add_argument("--prompt-min", type=int, default=16)
-    p.add_argument("--prompt-max", type=int, default=64)
-    p.add_argument("--code-share", type=float, default=0.6)
-    p.add_argument("--greedy-share", type=float, default=0.5, help="rows at temperature 0 to 0.3; others 0.7 to 1")
-    p.add_argument("--batch", type=int, default=64)
+    """Arguments of the command."""
+    p.add_argument("--target", type=Path, required=True, help="Hugging Face directory with a tokenizer.json")
+    p.add_argument("--data", type=Path, nargs="+", required=True, help="JSONL files of prompts, chats or texts")
+    p.add_argument("--out", type=Path, required=True, help="the .jsonl to write, or to go on with")
+    p.add_argument("--prompt-tokens", type=token_range, default=(16, 64), metavar="MIN:MAX", help="of a text row")
+    p.add_argument("--max-tokens", type=int, default=256, help="tokens of an answer")
+    p.add_argument("--context", type=int, default=2048, help="longest prompt and answer together")
+    p.add_argument("--temperatures", type=temperatures, default=(0.0, 0.7, 1.0), help="a row is given one of them")
+    p.add_argument("--drafter", default="none", help="a drafter that speeds the target up")
+    p.add_argument("--batch", type=int, help=f"rows decoded together (default: {_BATCH}, on a CPU {_CPU_BATCH})")
+    p.add_argument("--limit", type=int, help="the first so many rows only")
     p.add_argument("--seed", type=int, default=0)
 
 
-def sampler(model: Transformer, length: int, segment: int = 64) -> tuple[Generate, nnx.State]:
-    """A jitted function that completes rows of `length` tokens, and the state to call it with.
-
-    The cache grows by `segment` positions, so that early tokens do not pay for late ones.
-    """
-    graph, state = nnx.split(model)
-    cfg = model.config
-    groups = cfg.num_heads // cfg.num_kv_heads
-
-    def generate(
-        state: nnx.State, rows_BT: jax.Array, prompt_length_B: jax.Array, temperature_B: jax.Array, key: jax.Array
-    ) -> jax.Array:
-        model = nnx.merge(graph, state)
-        batch = rows_BT.shape[0]
-        sampled_B1 = (temperature_B > 0)[:, None]
-        scale_B1 = 1.0 / jnp.where(temperature_B > 0, temperature_B, 1.0)[:, None]
-
-        def step(
-            carry: tuple[jax.Array, list[tuple[jax.Array, jax.Array]]], t: jax.Array
-        ) -> tuple[tuple[jax.Array, list[tuple[jax.Array, jax.Array]]], None]:
-            rows_BT, caches = carry
-            caches = list(caches)
-
-            def attend(layer: int, q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array) -> jax.Array:
-                keys, values = (
-                    jax.lax.dynamic_update_slice_in_dim(cache, jnp.swapaxes(new, 1, 2), t, axis=2)
-                    for cache, new in zip(caches[layer], (k_BNGC, v_BNGC), strict=True)
-                )
-                caches[layer] = (keys, values)
-                q_BGRC = q_BNHC.reshape(batch, cfg.num_kv_heads, groups, cfg.head_dim)
-                scores = jnp.einsum("bgrc,bglc->bgrl", q_BGRC, keys) * cfg.head_dim**-0.5
-                visible = (jnp.arange(keys.shape[2]) <= t)[None, None, None, :]
-                weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
-                return jnp.einsum("bgrl,bglc->bgrc", weights, values).reshape(q_BNHC.shape)
-
-            tokens_B1 = jax.lax.dynamic_slice_in_dim(rows_BT, t, 1, axis=1)
-            hidden, _ = model(tokens_B1, jnp.full((batch, 1), t, jnp.int32), attend)
-            logits_BV = model.logits(hidden)[:, 0]
-            noise_BV = jax.random.gumbel(jax.random.fold_in(key, t), logits_BV.shape)
-            drawn_B = jnp.argmax(jnp.where(sampled_B1, logits_BV * scale_B1 + noise_BV, logits_BV), axis=-1)
-            given_B = jax.lax.dynamic_index_in_dim(rows_BT, t + 1, axis=1, keepdims=False)
-            next_B = jnp.where(t + 1 < prompt_length_B, given_B, drawn_B.astype(jnp.int32))
-            return (jax.lax.dynamic_update_index_in_dim(rows_BT, next_B, t + 1, axis=1), caches), None
-
-        empty = jnp.zeros((batch, cfg.num_kv_heads, 0, cfg.head_dim), model.embedding[...].dtype)
-        caches = [(empty, empty)] * cfg.num_layers
-        for start in range(0, length - 1, segment):
-            stop = min(start + segment, length - 1)
-            caches = jax.tree.map(lambda c: jnp.pad(c, ((0, 0), (0, 0), (0, stop - start), (0, 0))), caches)  # noqa: B023
-            (rows_BT, caches), _ = jax.lax.scan(step, (rows_BT, caches), jnp.arange(start, stop, dtype=jnp.int32))
-        return rows_BT
-
-    return jax.jit(generate), state
+def token_range(text: str) -> tuple[int, int]:
+    """MIN:MAX."""
+    low, colon, high = text.partition(":")
+    if not colon or not low.isdecimal() or not high.isdecimal() or not 1 <= int(low) <= int(high):
+        raise argparse.ArgumentTypeError(f"must be MIN:MAX with 1 <= MIN <= MAX, got {text!r}")
+    return int(low), int(high)
 
 
-def draw_prompts(
-    sets: dict[tuple[str, bool], data.TokenSet], held_out: bool, count: int, args: argparse.Namespace, chunk: int
-) -> data.Generated:
-    """`count` rows that hold only their prompts, with their kinds and temperatures; depends on seed and chunk."""
-    rng = np.random.default_rng((args.seed, int(held_out), chunk))
-    kind = np.where(rng.random(count) < args.code_share, "code", "prose")
-    prompt_length = rng.integers(args.prompt_min, args.prompt_max + 1, count).astype(np.int32)
-    rows = np.zeros((count, args.length), np.int32)
-    for i in range(count):
-        tokens = sets[str(kind[i]), held_out].tokens
-        start = rng.integers(len(tokens) - args.prompt_max)
-        rows[i, : prompt_length[i]] = tokens[start : start + prompt_length[i]]
-    low = np.where(rng.random(count) < 2 / 3, 0.0, rng.uniform(0.1, 0.3, count))
-    temperature = np.where(rng.random(count) < args.greedy_share, low, rng.uniform(0.7, 1.0, count))
-    return data.Generated(rows, prompt_length, kind, np.full(count, held_out), temperature.astype(np.float32))
+def temperatures(text: str) -> tuple[float, ...]:
+    """Numbers, separated by commas."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers separated by commas, got {text!r}") from None
 
 
-def main(args: argparse.Namespace) -> data.Generated:
-    """Writes args.out chunk by chunk (a killed run goes on where it stopped) and returns it.
+def main(args: argparse.Namespace) -> Path:
+    """Runs the command and returns the file."""
+    return regenerate(
+        args.target, args.data, args.out, prompt_tokens=args.prompt_tokens, max_tokens=args.max_tokens,
+        context=args.context, temperatures=args.temperatures, drafter=args.drafter, batch=args.batch,
+        limit=args.limit, seed=args.seed,
+    )  # fmt: skip
+
+
+def regenerate(
+    target: Path,
+    data: Sequence[Path],
+    out: Path,
+    *,
+    prompt_tokens: tuple[int, int] = (16, 64),
+    max_tokens: int = 256,
+    context: int = 2048,
+    temperatures: Sequence[float] = (0.0, 0.7, 1.0),
+    drafter: str = "none",
+    batch: int | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+) -> Path:
+    """Writes the target's answer to every prompt of `data`, a row of token ids each, in the order of the prompts.
+
+    A row is {"prompt_token_ids", "output_token_ids", "temperature", "dataset"}; read_examples reads it. Beside `out`
+    lies a file with what it was made of. A run that was interrupted goes on when it is called again; a finished one
+    returns at once. Prompts that leave no room for max_tokens in the context are left out and counted.
+
+    Args:
+      prompt_tokens: how much of a text row is its prompt (see read_prompts).
+      context: the longest prompt and answer together, in tokens; at most the target's own context.
+      temperatures: the seed picks one for each row; 0 is greedy.
+      drafter: as LLM's; answers stay the target's own.
+      batch: rows decoded together, by default 16 on a CPU and 128 elsewhere; may differ between the runs that make
+        one file.
+      limit: rows; None: all.
+
+    Returns:
+      `out`.
 
     Raises:
-      ValueError: prompts that do not fit the rows, or chunks of a run with other arguments.
+      ValueError: bad data or arguments; an `out` made of something else, with both values.
+      OSError: the disk is full or fails, naming the file; what was written stays and can be gone on with.
     """
-    if not 1 <= args.prompt_min <= args.prompt_max < args.length:
-        raise ValueError(
-            f"need 1 <= prompt_min <= prompt_max < length, got prompt_min {args.prompt_min}, "
-            f"prompt_max {args.prompt_max}, length {args.length}"
+    batch = (_CPU_BATCH if jax.default_backend() == "cpu" else _BATCH) if batch is None else batch
+    _check(max_tokens, temperatures, batch, limit, seed)
+    tokenizer = Tokenizer.from_directory(target) if (target / "tokenizer.json").is_file() else None
+    config = hf.load_config(target)
+    prompts = read_prompts(data, tokenizer, prompt_tokens=prompt_tokens, seed=seed, vocab_size=config.vocab_size)
+    context = min(config.max_position_embeddings, context)
+    prompts = _fitting(prompts, context - max_tokens, f"context {context} - max_tokens {max_tokens}")[:limit]
+    record = {
+        "target": _fingerprint(target), "data": [[path.name, _digest(path)] for path in map(Path, data)],
+        "prompt_tokens": list(prompt_tokens), "max_tokens": max_tokens, "context": context,
+        "temperatures": [float(t) for t in temperatures], "drafter": drafter, "limit": limit, "seed": seed,
+    }  # fmt: skip
+    done = _resume(out, record, prompts)
+    if done == len(prompts):
+        print(f"{out}: all {done:,} rows are there", flush=True)
+        return out
+    longest = max(len(prompt.tokens) for prompt in prompts) + max_tokens
+    generate = _engine(target, drafter, batch, longest, tokenizer is not None, any(temperatures))
+    params = [_params(i, max_tokens, temperatures, seed) for i in range(len(prompts))]
+    progress = _Progress(done, len(prompts))
+    with out.open("ab", buffering=0) as f:
+        waiting: dict[int, bytes] = {}
+        for index, output in generate(prompts, params, done):
+            row = {
+                "prompt_token_ids": prompts[index].tokens, "output_token_ids": output,
+                "temperature": params[index].temperature, "dataset": prompts[index].dataset,
+            }  # fmt: skip
+            waiting[index] = json.dumps(row).encode() + b"\n"
+            while done in waiting:
+                _append(f, waiting.pop(done), out)
+                done += 1
+            progress(done, len(output))
+    print(f"{out}: {done:,} rows, {progress.rate:,.0f} tokens/s", flush=True)
+    return out
+
+
+def answer(target: Path, data: Sequence[Path], out: Path, *, length: int, seed: int = 0) -> list[Path]:
+    """What trainers do with --regenerate: answers that fit rows of `length` tokens with their prompts.
+
+    Returns:
+      the files to learn from, in place of `data`.
+
+    Raises:
+      ValueError, OSError: as regenerate.
+    """
+    if length < 4:
+        raise ValueError(f"length must be at least 4 for a prompt and its answer, got {length}")
+    longest = min(64, length // 4)
+    return [
+        regenerate(
+            target, data, out, prompt_tokens=(min(16, longest), longest), max_tokens=min(512, length // 2),
+            context=length, seed=seed,
         )
-    parts = args.out.with_name(args.out.name + ".parts")
-    parts.mkdir(parents=True, exist_ok=True)
-    record = {k: str(v) for k, v in sorted(vars(args).items()) if k not in ("out", "command")}
-    record_path = parts / "arguments.json"
-    if record_path.exists() and json.loads(record_path.read_text()) != record:
-        raise ValueError(f"{parts} holds chunks made with {record_path.read_text()}; these arguments are {record}")
-    record_path.write_text(json.dumps(record))
+    ]  # fmt: skip
 
-    model = hf.load_model(args.model, dtype=jnp.float32)
-    tok = Tokenizer.from_file(str(args.model / "tokenizer.json"))
-    sets = data.tokenize(data.demo_corpus(), tok)
-    generate, state = sampler(model, args.length)
 
-    chunks = [(False, i) for i in range(-(-args.sequences // args.batch))]
-    chunks += [(True, i) for i in range(-(-args.held_out_sequences // args.batch))]
-    done: list[data.Generated] = []
-    for number, (held_out, index) in enumerate(chunks):
-        path = parts / f"{'held_out' if held_out else 'train'}-{index:05d}.npz"
-        if path.exists():
-            done.append(data.Generated.load(path))
-            continue
-        began = time.monotonic()
-        rows = draw_prompts(sets, held_out, args.batch, args, index)
-        key = jax.random.fold_in(jax.random.key(args.seed), 2 * index + int(held_out))
-        inputs = (jnp.asarray(rows.tokens), jnp.asarray(rows.prompt_length), jnp.asarray(rows.temperature))
-        rows = data.Generated(**{**vars(rows), "tokens": np.asarray(generate(state, *inputs, key))})
-        rows.save(path)
-        done.append(rows)
-        rate = rows.tokens.size / (time.monotonic() - began)
-        print(f"chunk {number + 1}/{len(chunks)}: {rate:,.0f} tokens/s", flush=True)
-    result = data.Generated.concatenate(done)
-    result.save(args.out)
-    shutil.rmtree(parts)
-    print(f"{len(result)} rows of {args.length} tokens in {args.out}", flush=True)
-    return result
+def _check(max_tokens: int, temperatures: Sequence[float], batch: int, limit: int | None, seed: int) -> None:
+    if not temperatures or not all(0 <= t <= 10 for t in temperatures):
+        raise ValueError(f"temperatures must lie between 0 and 10, got {tuple(temperatures)}")
+    for name, value, low in (("max_tokens", max_tokens, 1), ("batch", batch, 1), ("seed", seed, 0)):
+        if value < low:
+            raise ValueError(f"{name} must be at least {low}, got {value}")
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1, got {limit}")
+
+
+def _fitting(prompts: list[Prompt], room: int, what: str) -> list[Prompt]:
+    kept = [prompt for prompt in prompts if len(prompt.tokens) <= room]
+    if len(kept) < len(prompts):
+        first = next(prompt for prompt in prompts if len(prompt.tokens) > room)
+        about = (
+            f"{len(prompts) - len(kept):,} of {len(prompts):,} prompts are longer than {room} tokens ({what}); "
+            f"the first is {first.source} with {len(first.tokens)}"
+        )
+        if not kept:
+            raise ValueError(about)
+        print(f"left out: {about}", flush=True)
+    return kept
+
+
+def _params(index: int, max_tokens: int, temperatures: Sequence[float], seed: int) -> SamplingParams:
+    rng = np.random.default_rng((seed, index, 1))
+    temperature = float(temperatures[int(rng.integers(len(temperatures)))])
+    return SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=int(rng.integers(2**32)))
+
+
+#: (prompts, parameters, number of the first row that is missing) -> (row, output ids) as they finish.
+Generate = Callable[[Sequence[Prompt], Sequence[SamplingParams], int], Iterator[tuple[int, list[int]]]]
+
+
+def _engine(target: Path, drafter: str, batch: int, longest: int, tokenizer: bool, samples: bool) -> Generate:
+    from jaxspec.assemble import build_engine
+
+    config = EngineConfig(
+        max_batch_size=batch, batch_buckets=(batch,), max_seq_len=longest, enable_prefix_caching=False,
+        variants=("sampled",) if samples else ("greedy",),
+    )  # fmt: skip
+    policy = SpeculationConfig(policy="off") if drafter == "none" else SpeculationConfig()
+    engine = build_engine(target, drafter, policy, config, tokenizer=tokenizer)
+
+    def generate(
+        prompts: Sequence[Prompt], params: Sequence[SamplingParams], start: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        rows: dict[str, int] = {}
+        coming = iter(range(start, len(prompts)))
+        while True:
+            while len(rows) < 2 * batch and (index := next(coming, None)) is not None:
+                rows[engine.add(prompts[index].tokens, params[index])] = index
+            if not rows:
+                return
+            for delta in engine.step():
+                if delta.output is None:
+                    continue
+                index = rows.pop(delta.request_id)
+                if delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+                    error = delta.output.outputs[0].error
+                    raise ValueError(f"{prompts[index].source}: the target could not answer: {error}")
+                yield index, delta.output.token_ids
+
+    return generate
+
+
+class _Progress:
+    """Prints where the run is, now and then."""
+
+    def __init__(self, done: int, total: int):
+        self._total, self._tokens = total, 0
+        self._began = self._said = time.monotonic()
+        if done:
+            print(f"going on after {done:,} of {total:,} rows", flush=True)
+
+    @property
+    def rate(self) -> float:
+        """Generated tokens a second."""
+        return self._tokens / max(1e-9, time.monotonic() - self._began)
+
+    def __call__(self, done: int, tokens: int) -> None:
+        self._tokens += tokens
+        if time.monotonic() - self._said >= _PROGRESS:
+            self._said = time.monotonic()
+            print(f"row {done:,} of {self._total:,}: {self.rate:,.0f} tokens/s", flush=True)
+
+
+def _append(f: Any, line: bytes, path: Path) -> None:
+    rest = memoryview(line)
+    try:
+        while rest:
+            rest = rest[f.write(rest) :]
+    except OSError as e:
+        raise OSError(e.errno, f"{e.strerror}; run the command again to go on", str(path)) from e
+
+
+def _resume(out: Path, record: dict[str, Any], prompts: Sequence[Prompt]) -> int:
+    """How many rows `out` holds; a row that was cut off is removed. Writes the record of a new file.
+
+    Raises:
+      ValueError: `out` was made of something else.
+    """
+    beside = out.with_name(out.name + ".made_of.json")
+    if not beside.exists():
+        if out.exists():
+            raise ValueError(f"{out} exists, but {beside.name}, which says what it was made of, does not")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = beside.with_name(beside.name + ".partial")
+        partial.write_text(json.dumps(record, indent=1) + "\n")
+        partial.replace(beside)
+    before = read_json(beside)
+    for key in record:
+        if before.get(key) != record[key]:
+            raise ValueError(f"{out} was made with {key} {before.get(key)!r}, got {record[key]!r}")
+    if not out.exists():
+        return 0
+    with out.open("rb+") as f:
+        _cut_off(f)
+    rows = 0
+    for line in read_rows([out]) if out.stat().st_size else ():
+        if rows == len(prompts) or line.row.get("prompt_token_ids") != prompts[rows].tokens:
+            raise ValueError(f"{line.source}: this row does not answer prompt {rows + 1} of the data")
+        rows += 1
+    return rows
+
+
+def _cut_off(f: BinaryIO) -> None:
+    """Removes what follows the last line's end."""
+    end = f.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - 65536)
+        f.seek(start)
+        newline = f.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            f.truncate(start + newline + 1)
+            return
+        end = start
+    f.truncate(0)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _fingerprint(target: Path) -> str:
+    """Tells targets apart by their configuration and by the beginnings, ends and sizes of their weights."""
+    found = hashlib.sha256((target / "config.json").read_bytes())
+    for path in sorted(target.glob("*.safetensors")):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}".encode())
+        with path.open("rb") as f:
+            found.update(f.read(2**20))
+            f.seek(max(0, size - 2**20))
+            found.update(f.read())
+    return found.hexdigest()

@@ -1,61 +1,62 @@
-"""The training-time test: an EAGLE-3 head unrolled over its own outputs, at every position at once.
+"""The training-time test: a head unrolled over its own outputs, at every position of packed rows at once.
 
-Owns the arithmetic (Li et al. 2025, section 3) and nothing of losses or data.
+Owns the alignment (Li et al. 2025, section 3) for every FeatureHead: EAGLE-3, EAGLE-1 and MTP modules. Must not know
+losses or data.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
-from jaxspec.speculation.drafters.eagle3_head import Eagle3Head
+from jaxspec.train.attention import UnrolledAttention
+from jaxspec.train.batch import Batch, ahead
 
 
-def training_time_test(head: Eagle3Head, aux_BTA: jax.Array, tokens_BT: jax.Array, steps: int) -> list[jax.Array]:
-    """What the head says when it drafts `steps` tokens from every position, the text given as its drafts.
+def unroll(head: Any, batch: Batch, aux_BTA: jax.Array, steps: int, *, gradients: int | None = None) -> list[jax.Array]:
+    """Hidden states of a head that drafts `steps` tokens from every position, the text given as its drafts.
 
-    In step i, position n holds the embedding of token n + 1 + i, the hidden state that step
-    i - 1 left at n (step 0: the fused auxiliary states of n), and the rotary position n + i.
-    It sees the step-0 keys up to n, as a draft cache of true features would hold them, and
-    its own keys of the steps since.
+    In step i, position n holds the embedding of token n + 1 + i, the hidden state that step i - 1 left at n (step 0:
+    the fused auxiliary states of n), and n's rotary position plus i. It sees the step-0 keys of its text up to n, as a
+    draft cache of true features would hold them, and its own keys of the steps since.
+
+    Args:
+      head: a FeatureHead. aux_BTA: the target's streams that it reads.
+      gradients: steps that gradients pass; later ones are computed for their values only. None: all.
 
     Returns:
-      float32 logits [B, T - steps, Vd] of each step; those of step i at n predict token n + 2 + i.
+      [B, T, E] of each step, which `head.logits` reads; step i at n is about token n + 2 + i. Where that lies beyond
+      n's text (see `Batch.learned_ahead`) it means nothing.
     """
-    batch, length = tokens_BT.shape
-    count = length - steps
-    feature_BNE = head.fuse(aux_BTA[:, :count])
-    keys: list[jax.Array] = []
-    values: list[jax.Array] = []
+    batch_size, length = batch.tokens_BT.shape
+    # All rows as one: the gradient of a product contracts over one axis then, which XLA's CPU backend does 3 times
+    # faster than over two. Only attention has to know rows.
+    flat = lambda x: x.reshape(1, batch_size * length, *x.shape[2:])
+    rows = lambda x: x.reshape(batch_size, length, *x.shape[2:])
+    unrolled = UnrolledAttention(batch.segments_BT)
 
-    def attend(_layer: int, q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array) -> jax.Array:
-        keys.append(k_BNGC)
-        values.append(v_BNGC)
-        return unrolled_attention(q_BNHC, keys, values)
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return flat(unrolled(layer, rows(q), rows(k), rows(v)))
 
-    logits = []
+    hidden_1XE, states = head.fuse(flat(aux_BTA)), []
     for i in range(steps):
-        positions_BN = jnp.broadcast_to(jnp.arange(i, count + i)[None, :], (batch, count))
-        hidden_BNE = head(tokens_BT[:, i + 1 : i + 1 + count], feature_BNE, positions_BN, attend)
-        logits.append(head.logits(hidden_BNE))
-        feature_BNE = hidden_BNE
-    return logits
+        if i == gradients:
+            hidden_1XE, head = jax.lax.stop_gradient(hidden_1XE), _constant(head)
+            unrolled.stop_gradient()
+        positions_BT = batch.positions_BT + jnp.asarray(i, batch.positions_BT.dtype)
+        hidden_1XE = head(flat(ahead(batch.tokens_BT, 1 + i)), hidden_1XE, flat(positions_BT), attend)
+        states.append(rows(hidden_1XE))
+    return states
 
 
-def unrolled_attention(q_BNHC: jax.Array, keys: list[jax.Array], values: list[jax.Array]) -> jax.Array:
-    """One softmax over the causal block of the first keys and, for each later [B, N, G, C], its diagonal."""
-    batch, count, heads, channels = q_BNHC.shape
-    groups = keys[0].shape[2]
-    q_BNGRC = q_BNHC.reshape(batch, count, groups, heads // groups, channels) * jnp.asarray(
-        channels**-0.5, q_BNHC.dtype
-    )
-    block_BGRNM = jnp.einsum("bngrc,bmgc->bgrnm", q_BNGRC, keys[0]).astype(jnp.float32)
-    causal = jnp.tril(jnp.ones((count, count), bool))[None, None, None]
-    scores = [jnp.where(causal, block_BGRNM, -jnp.inf)]
-    scores += [jnp.einsum("bngrc,bngc->bgrn", q_BNGRC, k).astype(jnp.float32)[..., None] for k in keys[1:]]
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q_BNHC.dtype)
-    out_BNGRC = jnp.einsum("bgrnm,bmgc->bngrc", weights[..., :count], values[0])
-    for j, v_BNGC in enumerate(values[1:]):
-        own_BNGR = jnp.moveaxis(weights[..., count + j], 3, 1)
-        out_BNGRC = out_BNGRC + own_BNGR[..., None] * v_BNGC[:, :, :, None]
-    return out_BNGRC.reshape(batch, count, heads, channels)
+def training_time_test(head: Any, batch: Batch, aux_BTA: jax.Array, steps: int) -> list[jax.Array]:
+    """What the head says in each step of `unroll`: float32 logits [B, T, Vd]."""
+    return [head.logits(hidden_BTE) for hidden_BTE in unroll(head, batch, aux_BTA, steps)]
+
+
+def _constant(head: Any) -> Any:
+    graph, state = nnx.split(head)
+    return nnx.merge(graph, jax.lax.stop_gradient(state))

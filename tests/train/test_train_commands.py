@@ -1,160 +1,148 @@
-"""The commands in their order on a tiny target: regenerate, eagle3, draft_model, evaluate."""
+"""What the trainers' commands share: paths, the hidden-state cache, meshes, resume, the plot."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
-from jaxspec.checkpointing import eagle3, hf
-from jaxspec.models.layers import causal_attention
 from jaxspec.models.tiny import tiny_target
-from jaxspec.train import __main__ as command
-from jaxspec.train import data, regenerate
+from jaxspec.train import __main__ as front
+from jaxspec.train import command, eagle, logs, plots, teacher
+from jaxspec.train.batch import Rows
+from jaxspec.train.data import Example
 
-ROWS = "--sequences 8 --held-out-sequences 4 --length 24 --prompt-min 3 --prompt-max 6 --batch 4"
-LAYER = "--steps 3 --batch 4 --heads 2 --kv-heads 1 --head-dim 8 --intermediate-size 16"
-
-
-def documents() -> list[data.Document]:
-    """A corpus of each kind, with held-out documents."""
-    code = [data.Document(f"m{i}.py", "code", f"def f{i}(x):\n    return x + {i}\n" * 4) for i in range(60)]
-    prose = [data.Document(f"p{i}", "prose", f"In the beginning there were {i} words. " * 4) for i in range(60)]
-    return [*code, *prose]
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--arch", "eagle3", "--hidden-size", "16", "--head-dim", "8", "--ttt-steps", "2", "--log-every", "1"]
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory with a tiny target and its outputs; the corpus is small meanwhile."""
-    path = tmp_path_factory.mktemp("commands")
-    docs = documents()
-    assert {(d.kind, d.held_out) for d in docs} == {(k, h) for k in ("code", "prose") for h in (False, True)}
-    tok = data.train_tokenizer([d.text for d in docs if not d.held_out], 300)
-    target = tiny_target(vocab_size=tok.get_vocab_size(), num_layers=4)
-    hf.save_model(target, path / "target", tokenizer=tok, dtype=jnp.float32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "demo_corpus", documents)
-        command.main(["regenerate", "--model", str(path / "target"), "--out", str(path / "tokens.npz"), *ROWS.split()])
-        yield path
+def losses(run_dir: Path) -> list[str]:
+    return [row["loss"] for row in logs.read(run_dir / "log.csv")]
 
 
-def test_rows_continue_their_prompts_greedily_or_by_sampling(work: Path) -> None:
-    rows = data.Generated.load(work / "tokens.npz")
-    assert rows.tokens.shape == (12, 24)
-    assert rows.held_out.tolist() == [False] * 8 + [True] * 4
-    model = hf.load_model(work / "target")
-    sets = data.tokenize(documents(), Tokenizer.from_file(str(work / "target" / "tokenizer.json")))
-    hidden, _ = model(jnp.asarray(rows.tokens), jnp.broadcast_to(jnp.arange(24)[None], (12, 24)), causal_attention)
-    best = np.asarray(jnp.argmax(model.logits(hidden), axis=-1))
-    greedy_rows = 0
-    for i in range(len(rows)):
-        prompt = int(rows.prompt_length[i])
-        assert 3 <= prompt <= 6
-        source = sets[str(rows.kind[i]), bool(rows.held_out[i])].tokens
-        windows = np.lib.stride_tricks.sliding_window_view(source, prompt)
-        assert (windows == rows.tokens[i, :prompt]).all(axis=1).any()
-        if rows.temperature[i] == 0:
-            greedy_rows += 1
-            np.testing.assert_array_equal(rows.tokens[i, prompt:], best[i, prompt - 1 : -1])
-        elif rows.temperature[i] > 0.5:
-            assert (rows.tokens[i, prompt:] != best[i, prompt - 1 : -1]).any()
-    assert 0 < greedy_rows < len(rows)
+def test_the_cache_gives_the_losses_of_online_states(
+    tmp_path: Path, train_command: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_command(eagle, tmp_path / "online", *SMALL)
+    cached = ["--hidden-cache", str(tmp_path / "cache")]
+    train_command(eagle, tmp_path / "cached", *SMALL, *cached)
+    assert losses(tmp_path / "online.run") == losses(tmp_path / "cached.run")
+    printed = capsys.readouterr().out
+    assert "hidden states on disk: " in printed and "x 128 channels x 4 bytes" in printed
+    assert printed.index("GB free") < printed.index("hidden states: chunk 1/1")
+    with pytest.raises(ValueError, match="is stale: its rows differ"):
+        train_command(eagle, tmp_path / "other", *SMALL, *cached, "--eval-share", "0.6")
+    assert "plot: " in printed and (tmp_path / "online.run" / "training.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="online.run holds another run: lr was 0.0001, is 0.5"):
+        train_command(eagle, tmp_path / "online", *SMALL, "--lr", "0.5")
 
 
-def test_the_sampler_follows_the_tempered_distribution() -> None:
-    model = tiny_target()
-    generate, state = regenerate.sampler(model, length=4, segment=2)
-    count, temperature = 4096, 0.8
-    rows = jnp.broadcast_to(jnp.asarray([[1, 5, 9, 0]]), (count, 4))
-    drawn = generate(state, rows, jnp.full((count,), 3), jnp.full((count,), temperature), jax.random.key(1))
-    assert bool((drawn[:, :3] == rows[:, :3]).all())
-    hidden, _ = model(rows[:1, :3], jnp.arange(3)[None], causal_attention)
-    expected = np.asarray(jax.nn.softmax(model.logits(hidden)[0, -1] / temperature))
-    found = np.bincount(np.asarray(drawn[:, 3]), minlength=13) / count
-    assert np.abs(found - expected).sum() / 2 < 0.03  # total variation
+def rows_of(count: int, length: int = 8) -> Rows:
+    tokens = np.random.default_rng(0).integers(0, 13, (count, length)).astype(np.int32)
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+    return Rows(tokens, np.ones_like(tokens), positions, positions > 0)
 
 
-def test_cache_segments_do_not_change_the_outcome() -> None:
-    model = tiny_target()
-    rows = jnp.tile(jnp.asarray([[1, 5, 9, 0, 0, 0, 0, 0, 0, 0, 0]]), (3, 1))
-    inputs = (rows, jnp.asarray([1, 2, 3]), jnp.asarray([0.0, 0.5, 1.0]), jax.random.key(0))
-    outcomes = []
-    for segment in (3, 64):
-        generate, state = regenerate.sampler(model, length=11, segment=segment)
-        outcomes.append(np.asarray(generate(state, *inputs)))
-    np.testing.assert_array_equal(*outcomes)
+def test_the_cache_is_resumed_checked_and_refused_without_room(
+    tmp_path: Path, tiny_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, rows = tiny_target(bos_token_id=None), rows_of(teacher.CHUNK + 3)
+    make = lambda: teacher.cached_states(tmp_path / "cache", tiny_files / "target", target, rows, (0, 2), 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(teacher.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        with pytest.raises(ValueError, match=r"needs 0.000 GB .* free are 0.000 GB"):
+            make()
+    cache = make()
+    index = np.array([teacher.CHUNK + 2, 0])
+    online = teacher.states_fn(target, (0, 2))(rows.batch(index))
+    for found, wanted in zip((cache.states(index).aux_BTA, cache.states(index).hidden_BTE),
+                             (online.aux_BTA, online.hidden_BTE), strict=True):  # fmt: skip
+        assert found is not None
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    assert cache.bytes == rows.tokens.size * 96 * 4 == sum(p.stat().st_size for p in cache.directory.glob("*.bin"))
+    first, last = sorted(cache.directory.glob("*.bin"))
+    before = first.stat().st_mtime_ns
+    last.write_bytes(last.read_bytes()[:100])  # a kill, or a disk that was full
+    capsys.readouterr()
+    np.testing.assert_array_equal(make().states(index).hidden_BTE, cache.states(index).hidden_BTE)
+    assert first.stat().st_mtime_ns == before and "chunk 1/1" in capsys.readouterr().out
 
 
-def test_a_killed_regeneration_resumes_to_the_same_rows(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    argv = ["regenerate", "--model", str(work / "target"), "--out", str(work / "again.npz"), *ROWS.split()]
-    draw, drawn = regenerate.draw_prompts, []
-
-    def killed(*args: object) -> data.Generated:
-        drawn.append(args[-1])
-        if len(drawn) == 2:
-            raise KeyboardInterrupt
-        return draw(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(regenerate, "draw_prompts", killed)
-    with pytest.raises(KeyboardInterrupt):
-        command.main(argv)
-    with pytest.raises(ValueError, match="holds chunks made with"):
-        command.main([*argv, "--seed", "7"])
-    command.main(argv)
-    assert drawn == [0, 1, 1, 0]  # two training chunks, the second twice, and the held-out one
-    again, whole = data.Generated.load(work / "again.npz"), data.Generated.load(work / "tokens.npz")
-    for field in dataclasses.fields(data.Generated):
-        np.testing.assert_array_equal(getattr(again, field.name), getattr(whole, field.name))
-
-
-def test_prompts_must_leave_room(work: Path) -> None:
-    argv = ["regenerate", "--model", str(work / "target"), "--out", str(work / "x.npz"), "--length", "32"]
-    with pytest.raises(ValueError, match="prompt_max 64, length 32"):
-        command.main(argv)
+def test_a_mesh_of_eight_devices_gives_the_losses_of_one(tmp_path: Path, tiny_files: Path) -> None:
+    """data=4, tensor=2 on virtual devices, with micro-batches; every loss agrees to 1e-5."""
+    script = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import jax
+jax.config.update("jax_default_matmul_precision", "highest")
+assert len(jax.devices()) == 8
+from jaxspec.train import __main__ as front
+for name, mesh in (("one", []), ("eight", ["--mesh", "data=4,tensor=2"])):
+    front.main(["eagle3", "--target", {str(tiny_files / "target")!r}, "--data", {str(tiny_files / "texts.jsonl")!r},
+      "--out", {str(tmp_path)!r} + "/" + name, "--length", "32", "--batch", "8", "--accumulate", "2", "--steps", "4",
+      "--warmup", "0", "--eval-share", "0.3", "--lr", "0.01", "--hidden-size", "16", "--head-dim", "8",
+      "--ttt-steps", "2", "--log-every", "1", "--save-every", "2", *mesh])
+"""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=400, env=flags)
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, eight = losses(tmp_path / "one.run"), losses(tmp_path / "eight.run")
+    assert len(one) == len(eight) == 4 and len(set(one)) == 4
+    np.testing.assert_allclose([float(x) for x in eight], [float(x) for x in one], rtol=1e-5)
 
 
-def common(work: Path, name: str) -> list[str]:
-    paths = {"--target": "target", "--data": "tokens.npz", "--out": name, "--run-dir": f"{name}-run"}
-    options = [part for option, path in paths.items() for part in (option, str(work / path))]
-    return [*options, *LAYER.split()]
+def test_results_never_overwrite_what_a_run_reads(tmp_path: Path, tiny_files: Path, train_command: Any) -> None:
+    with pytest.raises(ValueError, match="--out must differ from --target"):
+        train_command(eagle, tiny_files / "target", *SMALL)
+    with pytest.raises(ValueError, match="--run-dir must differ from --out"):
+        train_command(eagle, tmp_path, *SMALL, "--run-dir", str(tmp_path))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file, not a directory"):
+        train_command(eagle, tmp_path / "file", *SMALL)
 
 
-def evaluated(work: Path, name: str) -> dict[str, dict[str, float]]:
-    parser_args = ["--target", str(work / "target"), "--drafter", str(work / name), "--data", str(work / "tokens.npz")]
-    return command.main(["evaluate", *parser_args, "--depth", "2"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--length", "4096"], "--length must be at most the target's max_position_embeddings 512, got 4096"),
+        (["--epochs", "2"], "--steps 2 and --epochs 2.0 exclude each other"),
+        (["--eval-share", "1"], r"--eval-share must lie in \[0, 1\), got 1.0"),
+        (["--mesh", "data=3000"], "mesh 'data=3000' needs 3000 devices"),
+        (["--mesh", "rows=2"], "mesh must look like 'data=4,tensor=2'"),
+        (["--batch", "3", "--accumulate", "2"], r"batch must be a multiple of 2 \(accumulate\), got 3 rows"),
+        (["--optimizer", "adam", "--weight-decay", "0.1"], "weight_decay must be 0 with optimizer 'adam'"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(
+    arguments: list[str], message: str, tmp_path: Path, train_command: Any
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        train_command(eagle, tmp_path / "head", *SMALL, *arguments)
+    assert not (tmp_path / "head").exists()
 
 
-def test_eagle3_trains_saves_and_evaluates(work: Path) -> None:
-    command.main(
-        ["eagle3", *common(work, "head"), "--hidden-size", "16", "--ttt-steps", "2", "--draft-vocab-size", "40"]
-    )
-    head = eagle3.load_head(work / "head", hf.load_model(work / "target"))
-    assert (head.config.draft_vocab_size, head.config.aux_layer_ids) == (40, (2, 2, 1))
-    record = json.loads((work / "head" / "training.json").read_text())
-    table = record["held_out_acceptance"]
-    assert table and all(1 <= row["length"] <= 3 for row in table.values())
-    assert evaluated(work, "head") == table
+def test_texts_are_held_out_by_what_they_say() -> None:
+    rng = np.random.default_rng(0)
+    examples = [Example([int(x) for x in rng.integers(0, 9, 6)], [True] * 6, "a", 0) for _ in range(400)]
+    held = [command.held_out(example, 0.25) for example in examples]
+    assert 60 < sum(held) < 140 and held == [command.held_out(example, 0.25) for example in examples]
+    assert not any(command.held_out(example, 0.0) for example in examples)
 
 
-def test_draft_model_trains_saves_and_evaluates(work: Path) -> None:
-    command.main(["draft_model", *common(work, "draft"), "--hidden-size", "16", "--layers", "1", "--depth", "2"])
-    draft = hf.load_model(work / "draft")
-    assert (draft.config.num_layers, draft.config.hidden_size) == (1, 16)
-    table = json.loads((work / "draft" / "training.json").read_text())["held_out_acceptance"]
-    assert evaluated(work, "draft") == table
-    with pytest.raises(ValueError, match="hard_share must lie between 0 and 1, got 2.0"):
-        command.main(["draft_model", *common(work, "other"), "--hard-share", "2"])
+def test_a_plot_needs_a_log_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plots.plot_run(tmp_path) == f"no plot: {tmp_path / 'log.csv'} has no rows"
+    logs.Log(tmp_path / "log.csv", 0).append(1, {"loss": 1.0, "accept_1": 0.5, "length": 1.5, "lr": 0.1})
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    assert "matplotlib is not installed" in plots.plot_run(tmp_path)
 
 
-def test_a_model_accepts_its_own_greedy_drafts(work: Path) -> None:
-    """The target as its own draft model is accepted in full on greedy text, and less on sampled text."""
-    table = evaluated(work, "target")
-    greedy = [row["length"] for name, row in table.items() if name.endswith("greedy")]
-    assert greedy and all(length == 3.0 for length in greedy)
+@pytest.mark.parametrize("name", sorted(front.COMMANDS))
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        front.main([name, "--help"])
+    assert stopped.value.code == 0 and "--" in capsys.readouterr().out
