@@ -10,6 +10,7 @@ head fits its target. Must not know how a head drafts. Layouts:
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,6 +28,8 @@ from jaxspec.checkpointing.tensors import INTEGERS, TensorReader, read_json, rea
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import Transformer
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
+
+_log = logging.getLogger(__name__)
 
 #: Flat configurations that can be nothing else; SafeAILab's own say "LlamaForCausalLM" and have a draft_vocab_size.
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -78,6 +81,11 @@ def aux_layer_ids(raw: dict[str, Any], target: ModelConfig) -> tuple[int, ...]:
     if not ids:
         return target.aux_layers
     usual = "output" if ids[0] == 1 and heads.KIND not in raw else "input"
+    if heads.KIND not in raw and _CONVENTION not in eagle and ids[0] not in (1, 2):
+        _log.warning(
+            "config.json: %s %s do not say whether they name inputs or outputs of layers; read as inputs. If drafts "
+            "are hardly ever accepted, add %r: 'output' to eagle_config", _IDS, list(ids), _CONVENTION,
+        )  # fmt: skip
     convention = eagle.get(_CONVENTION, usual)
     if convention not in ("input", "output"):
         raise ValueError(f"config.json: eagle_config.{_CONVENTION} must be 'input' or 'output', got {convention!r}")
@@ -87,6 +95,22 @@ def aux_layer_ids(raw: dict[str, Any], target: ModelConfig) -> tuple[int, ...]:
             f"config.json: {_IDS} {list(ids)} (by {convention}) do not fit a target of {target.num_layers} layers"
         )
     return inputs
+
+
+def _flag(raw: dict[str, Any], name: str) -> bool:
+    """A flag, which writers keep beside the sizes or inside eagle_config."""
+    found = {bool(part[name]) for part in (raw, raw.get("eagle_config") or {}) if part.get(name) is not None}
+    if len(found) > 1:
+        raise ValueError(f"config.json: {name} is {raw[name]!r}, but eagle_config says {raw['eagle_config'][name]!r}")
+    return found == {True}
+
+
+def _warn_of_unknown(raw: dict[str, Any]) -> None:
+    """eagle_config is where writers put what changes the forward pass: what is not read there is named."""
+    known = {_IDS, _CONVENTION, "use_aux_hidden_state", *_FLAGS}
+    unknown = {key: value for key, value in (raw.get("eagle_config") or {}).items() if key not in known}
+    if unknown:
+        _log.warning("config.json: eagle_config has entries that are not read: %s", unknown)
 
 
 def mask_token(raw: Mapping[str, Any]) -> int | None:
@@ -106,6 +130,7 @@ def read_config(
     Raises:
       ValueError: a head that is not implemented or does not fit; names the field and both values.
     """
+    _warn_of_unknown(raw)
     nested = heads.LAYER in raw
     fields: dict[str, Any] = raw[heads.LAYER] if nested else raw
     model_type = fields.get("model_type", "qwen3" if nested else "llama")
@@ -137,7 +162,7 @@ def read_config(
         qk_norm=layer.qk_norm,
         max_position_embeddings=layer.max_position_embeddings,
         mask_token_id=mask_token(raw),
-        **{name: bool(raw.get(name, False)) for name in _FLAGS},
+        **{name: _flag(raw, name) for name in _FLAGS},
     )
     cfg = heads.replaced(cfg, overrides)
     heads.check_fits("vocab_size", cfg.vocab_size, "vocab_size", target.vocab_size)
@@ -167,6 +192,11 @@ def config_dict(
         **({"mask_token_id": cfg.mask_token_id} if cfg.mask_token_id is not None else {}),
     }
     layer = heads.write_layer(cfg.layer)
+    if layout != "speculators" and 0 in cfg.aux_layer_ids:
+        raise ValueError(
+            f"layout {layout!r} names layers by their output, and the input of layer 0 (aux_layer_ids "
+            f"{list(cfg.aux_layer_ids)}) is none's; use layout 'speculators'"
+        )
     if layout == "speculators":
         kind = "eagle3" if cfg.mask_token_id is None else "peagle"
         config = {

@@ -46,7 +46,7 @@ def outputs(head: Eagle3Head) -> jax.Array:
         {"fc_norm": True, "norm_output": True},
         {"norm_before_fc": True, "norm_before_residual": True, "attention_bias": True, "qk_norm": True},
         {"hidden_size": 32, "rope_theta": 5e5, "rope_scaling": RopeScaling("llama3", 8.0, 1.0, 4.0, 64)},
-        {"aux_layer_ids": (0, 1, 3, 6, 8), "num_aux": 5},
+        {"aux_layer_ids": (1, 2, 3, 6, 8), "num_aux": 5},
         {"num_layers": 3, "aux_layer_ids": (1, 2, 2)},
         {"num_layers": 2, "mask_token_id": 0, "fc_norm": True},
     ],
@@ -296,3 +296,30 @@ def test_a_peagle_head_without_its_feature_is_refused(tmp_path: Path, target: Tr
         drafters.load_drafter("peagle", tmp_path, target)
     with pytest.raises(ValueError, match="kind 'peagle', expected 'eagle3'"):
         drafters.load_drafter("eagle3", tmp_path, target)
+
+
+def test_flags_inside_eagle_config_count(tmp_path: Path, target: Transformer, caplog: pytest.LogCaptureFixture) -> None:
+    head = eagle3_head(norm_before_residual=True)
+    save(head, tmp_path, target, layout="safeailab")
+    inner = json.loads((tmp_path / "config.json").read_text())["eagle_config"]
+    reconfigure(tmp_path, norm_before_residual=None, eagle_config={**inner, "norm_before_residual": True, "odd": 1})
+    back = drafters.load_drafter("eagle3", tmp_path, target)
+    assert back.config.norm_before_residual and "entries that are not read: {'odd': 1}" in caplog.text
+    cases.assert_same(back, head)
+    reconfigure(tmp_path, norm_before_residual=False)
+    with pytest.raises(ValueError, match="norm_before_residual is False, but eagle_config says True"):
+        drafters.load_drafter("eagle3", tmp_path, target)
+
+
+def test_a_convention_that_is_only_guessed_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    raw = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 5]}}
+    assert eagle3.aux_layer_ids(raw, tiny_config(num_layers=LAYERS)) == (3, 5)
+    assert "read as inputs" in caplog.text
+
+
+def test_the_embeddings_as_a_feature_have_no_name_in_flat_layouts(tmp_path: Path, target: Transformer) -> None:
+    head = eagle3_head(aux_layer_ids=(0, 2, 4))
+    save(head, tmp_path / "own", target)
+    cases.assert_same(drafters.load_drafter("eagle3", tmp_path / "own", target), head)
+    with pytest.raises(ValueError, match=r"the input of layer 0 \(aux_layer_ids \[0, 2, 4\]\) is none's"):
+        save(head, tmp_path / "flat", target, layout="safeailab")

@@ -2,7 +2,8 @@
 
 Owns geometry, parameters and arithmetic (DeepSeek-V3, section 2.2; Qwen3-Next has the same shape). Alignment is
 EAGLE-3's: the pair (feature of position p, token at p + 1) has rotary position p and predicts the token at p + 2.
-The feature is the target's hidden state after its final norm; while drafting, the module's own normed output.
+The feature is the target's hidden state after its final norm; while drafting, the module's own normed output
+(published for Qwen3-Next; assumed for DeepSeek's checkpoints, where it matters from the second draft on).
 Embedding and output layer are the target's, unless a checkpoint brings others.
 """
 
