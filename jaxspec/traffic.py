@@ -4,6 +4,8 @@ It holds what users wrote and what the model answered, as token ids that the che
 text: keep and share it accordingly. Standard library only; must not know engines or training. A line is
 
     {"prompt_token_ids": [...], "output_token_ids": [...], "temperature": 0.7}
+
+with "filtered": true where more than the temperature shaped the distribution (top-p, penalties, a bias, ...).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import stat
 import weakref
 from pathlib import Path
 
-from jaxspec.request import Request
+from jaxspec.request import Request, SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ class TrafficLog:
             "prompt_token_ids": request.prompt_token_ids,
             "output_token_ids": request.output_token_ids,
             "temperature": request.params.temperature,
+            **({"filtered": True} if _filtered(request.params) else {}),
         }
         line = json.dumps(row, separators=(",", ":")).encode() + b"\n"
         try:
@@ -77,3 +80,8 @@ class TrafficLog:
         end = os.lseek(self._fd, 0, os.SEEK_CUR)
         if self._regular and os.fstat(self._fd).st_size == end:  # nobody has appended since
             os.ftruncate(self._fd, end - written)
+
+
+def _filtered(params: SamplingParams) -> bool:
+    kept_all = params.top_p == 1.0 and params.top_k in (0, -1) and params.min_p == 0.0
+    return not kept_all or params.uses_penalties or bool(params.logit_bias) or params.masks_stop_tokens

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
+from collections.abc import Sequence
 from typing import Any
+
+#: Exit status after Ctrl-C, as shells have it.
+INTERRUPTED = 130
 
 COMMANDS = {
     "corpus": "jaxspec.train.corpus",
@@ -19,7 +24,7 @@ COMMANDS = {
 }
 
 
-def main(argv: list[str] | None = None) -> Any:
+def main(argv: Sequence[str] | None = None) -> Any:
     """Runs one command and returns what its module's main returns."""
     parser = argparse.ArgumentParser(prog="python -m jaxspec.train", description=__doc__)
     sub = parser.add_subparsers(dest="command", required=True)
@@ -29,5 +34,18 @@ def main(argv: list[str] | None = None) -> Any:
     return importlib.import_module(COMMANDS[args.command]).main(args)
 
 
+def run(argv: Sequence[str] | None = None) -> int:
+    """One command; what is wrong with its data, files or options becomes one line and exit status 2."""
+    try:
+        main(argv)
+    except (ValueError, OSError, FloatingPointError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(run())

@@ -15,6 +15,18 @@ import orbax.checkpoint as ocp
 _KEEP = 2
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes a small file of which a reader never sees half, also where the disk fills up."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def has_steps(directory: Path) -> bool:
+    """Whether a run's directory of checkpoints holds any; a run that saved nothing binds nobody."""
+    return directory.is_dir() and any(path.name.isdecimal() for path in directory.iterdir())
+
+
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -30,10 +42,10 @@ class Checkpoints:
         self._directory = directory.resolve()
         self._directory.mkdir(parents=True, exist_ok=True)
         path, text = self._directory / "settings.json", json.dumps(settings, indent=1, sort_keys=True)
-        if path.exists():
+        if path.exists() and has_steps(self._directory):
             self._compare(path, json.loads(text))
         else:
-            path.write_text(text + "\n")
+            write_whole(path, text + "\n")
         options = ocp.CheckpointManagerOptions(max_to_keep=_KEEP, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 

@@ -24,7 +24,7 @@ def map_positions(fn: Callable[..., Any], arrays: tuple[jax.Array, ...], width: 
 
     Args:
       fn: positions of its results (a pytree of arrays [B, n, ...]) depend on the same positions of its arguments
-        only. What else it reads (parameters) it closes over; gradients reach them.
+        only. What else it reads (parameters) it closes over; their gradients are summed over the parts in float32.
       width: elements that fn holds at once for each row and position, usually the vocabulary's size.
     """
     batch, count = arrays[0].shape[:2]
@@ -41,8 +41,14 @@ def map_positions(fn: Callable[..., Any], arrays: tuple[jax.Array, ...], width: 
     def join(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x, 0, 1).reshape(batch, parts * size, *x.shape[3:])[:, :count]
 
-    mapped = jax.lax.map(lambda part: jax.checkpoint(fn)(*part), tuple(cut(x) for x in arrays))
-    return jax.tree.map(join, mapped)
+    cuts = tuple(cut(x) for x in arrays)
+    pure, closed = jax.closure_convert(fn, *(x[0] for x in cuts))
+    wide = [c.astype(jnp.float32) if c.dtype == jnp.bfloat16 else c for c in closed]
+
+    def one(*part: jax.Array) -> Any:
+        return pure(*part, *(w.astype(c.dtype) for w, c in zip(wide, closed, strict=True)))
+
+    return jax.tree.map(join, jax.lax.map(lambda part: jax.checkpoint(one)(*part), cuts))
 
 
 def best_tokens(target: Transformer, hidden_BTE: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,12 @@ from tokenizers import Tokenizer as Backend
 
 from jaxspec.checkpointing import hf
 from jaxspec.checkpointing.drafters import LAYOUTS, save_drafter
-from jaxspec.models.layers import Transformer
+from jaxspec.models.layers import Shared, Transformer
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train import acceptance, loop, plots, teacher
 from jaxspec.train import mesh as meshes
 from jaxspec.train.batch import Batch, Rows
+from jaxspec.train.checkpoints import has_steps, write_whole
 from jaxspec.train.data import MIN_TOKENS, Example, RowOrder, pack, read_examples
 from jaxspec.train.optim import COMPUTE_DTYPES, OPTIMIZERS, SCHEDULES, OptimConfig
 from jaxspec.train.recipe import Recipe, TargetStates
@@ -101,6 +103,8 @@ def check_paths(args: argparse.Namespace) -> None:
       ValueError: names both paths.
     """
     if args.run_dir is None:
+        if not args.out.name:
+            raise ValueError(f"--out must name a directory to write, got {str(args.out)!r}")
         args.run_dir = args.out.with_name(args.out.name + ".run")
     out = args.out.resolve()
     if out == args.run_dir.resolve():
@@ -111,6 +115,27 @@ def check_paths(args: argparse.Namespace) -> None:
             raise ValueError(f"--out must differ from --{name.replace('_', '-')}, both are {path}")
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {args.out} is a file, not a directory")
+    for name in ("out", "run_dir"):
+        check_writable(f"--{name.replace('_', '-')}", getattr(args, name))
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Refuses, before hours of work, a path that nothing can be written to.
+
+    Raises:
+      ValueError: names the option and the directory that is in the way.
+    """
+    parent = path.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise ValueError(f"{option} {path}: {parent} is not a directory")
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as e:
+        raise ValueError(f"{option} {path} cannot be written: {e}") from e
 
 
 def prepare(args: argparse.Namespace) -> Session:
@@ -166,13 +191,12 @@ def prepare(args: argparse.Namespace) -> Session:
 
 def _label(example: Example) -> str:
     """Sampled texts apart: what is accepted of drafts on greedy ones is what an engine would accept."""
-    temperature = round(example.temperature, 1)
-    return f"{example.dataset} T={temperature:g}" if temperature else example.dataset
+    return f"{example.dataset} T={example.temperature_band:g}" if example.temperature else example.dataset
 
 
 def held_out(example: Example, share: float) -> bool:
-    """Whether a text belongs to the held-out share; depends on its tokens only."""
-    digest = hashlib.sha256(np.asarray(example.tokens, np.int64).tobytes()).digest()
+    """Whether a text belongs to the held-out share; depends on its row of JSONL only."""
+    digest = hashlib.sha256(example.origin.encode()).digest()
     return int.from_bytes(digest[:4]) < share * 2**32
 
 
@@ -216,12 +240,12 @@ def fit(
     cfg = optim_config(args, session.rows)
     mesh = meshes.make_mesh(args.mesh) if args.mesh else None
     graph, trainable, rest = nnx.split(module, nnx.Param, ...)
+    _check_run(args, _made_of(session, recipe, module))
     trainable = jax.tree.map(lambda x: x.astype(jnp.float32), trainable)
     target_graph, target_state = nnx.split(session.target)
     frozen = meshes.place(mesh, {"rest": rest, "target": target_state})
     parameters = sum(x.size for x in jax.tree.leaves(trainable))
     print(f"{kind}: {parameters:,} trained parameters, {cfg.steps:,} steps of {args.batch} rows", flush=True)
-    _check_run(args)
 
     def loss_fn(
         trainable: Any, frozen: Any, item: tuple[Batch, TargetStates | None], key: jax.Array
@@ -336,15 +360,32 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _check_run(args: argparse.Namespace) -> None:
-    """Refuses to go on with a run that began with other arguments."""
+def _made_of(session: Session, recipe: Recipe, module: Any) -> dict[str, str]:
+    """What a run depends on besides its arguments: the target, the packed texts, what it began from."""
+    args = session.args
+    made_of = teacher.fingerprint(args.target, session.rows, recipe.aux_layers, args.compute_dtype)
+    if args.init_from is not None:
+        made_of["init_from weights"] = teacher.weights_digest(args.init_from)
+    # Parts that are neither trained nor the target's, such as the draft vocabulary, are not in a checkpoint.
+    _, _, _, own = nnx.split(module, nnx.Param, Shared, ...)
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(own):
+        digest.update(jax.tree_util.keystr(path).encode() + np.ascontiguousarray(jax.device_get(leaf)).tobytes())
+    return {**made_of, "untrained parts": digest.hexdigest()}
+
+
+def _check_run(args: argparse.Namespace, made_of: dict[str, str]) -> None:
+    """Refuses to go on with a run that began with other arguments, texts or weights."""
     args.run_dir.mkdir(parents=True, exist_ok=True)
     path = args.run_dir / "arguments.json"
-    own = {key: _plain(value) for key, value in sorted(vars(args).items()) if key not in _FREE}
-    if not path.exists():
-        path.write_text(json.dumps(own, indent=1) + "\n")
+    own = {key: _plain(value) for key, value in sorted(vars(args).items()) if key not in _FREE} | made_of
+    if not path.exists() or not has_steps(args.run_dir / "checkpoints"):
+        write_whole(path, json.dumps(own, indent=1) + "\n")
         return
-    found = json.loads(path.read_text())
+    try:
+        found = json.loads(path.read_text())
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{path} is broken ({e}); delete {args.run_dir} to start the run anew") from e
     different = [key for key in sorted(found.keys() | own.keys()) if found.get(key) != own.get(key)]
     if different:
         values = "; ".join(f"{key} was {found.get(key)!r}, is {own.get(key)!r}" for key in different)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import hashlib
+import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +35,7 @@ class Example:
       dataset: label.
       prompt_length: tokens before the first one that is learned.
       temperature: what the row says that its output was sampled at; 0 where it says nothing.
+      origin: the same for all examples of one row: they are held out together.
     """
 
     tokens: list[int]
@@ -40,6 +43,12 @@ class Example:
     dataset: str
     prompt_length: int
     temperature: float = 0.0
+    origin: str = dataclasses.field(default="", compare=False)
+
+    @property
+    def temperature_band(self) -> float:
+        """The temperature to one decimal; what is not greedy never rounds to it."""
+        return max(0.1, round(self.temperature, 1)) if self.temperature else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +95,9 @@ def read_examples(
     examples: list[Example] = []
     for line in read_rows(paths):
         with named(line.source):
-            examples += reader.examples(line, roles)
+            origin = json.dumps(line.row, sort_keys=True)
+            origin = hashlib.sha256(origin.encode("utf-8", errors="surrogatepass")).hexdigest()
+            examples += [dataclasses.replace(e, origin=origin) for e in reader.examples(line, roles)]
     return examples
 
 
@@ -143,7 +154,9 @@ class _Reader:
         if shape == "prompt_token_ids":
             prompt, output = self._ids(row, "prompt_token_ids"), self._ids(row, "output_token_ids")
             example = _example([*prompt, *output], [(len(prompt), len(prompt) + len(output))], line.dataset)
-            return [dataclasses.replace(example, temperature=self._temperature(row))]
+            # What filters shaped is not the tempered distribution that acceptance is simulated with: kept apart.
+            label = f"{line.dataset} (filtered)" if row.get("filtered") else line.dataset
+            return [dataclasses.replace(example, temperature=self._temperature(row), dataset=label)]
         if shape in ("messages", "conversations"):
             rendered = self._chat(messages_of(row[shape], shape), roles, row.get("tools"))
             return [self._turns(text, spans, line.dataset) for text, spans in rendered]

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.checkpointing.drafters import load_drafter, read_kind
+from jaxspec.checkpointing.drafters import read_kind
 from jaxspec.models.layers import Shared, Transformer, shared_lm_head
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 from jaxspec.speculation.drafters.eagle3_head import Buffer, Eagle3Config, Eagle3Head
-from jaxspec.train import command
+from jaxspec.train import command, starts
 from jaxspec.train.batch import Batch
 from jaxspec.train.loss import LOSSES, draft_loss, masked_mean, mean_weights, smooth_l1
 from jaxspec.train.recipe import TargetStates
@@ -272,7 +272,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     target, record = session.target, {}
     head: Any
     if args.init_from is not None:
-        head = load_drafter(read_kind(args.init_from), args.init_from, target, jnp.float32)
+        head = starts.load_initial(read_kind(args.init_from), args.init_from, target)
     elif args.arch == "eagle1":
         head = build_eagle1(session)
     else:

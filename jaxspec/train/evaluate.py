@@ -34,6 +34,9 @@ from jaxspec.train import acceptance, data, drafts, plots
 from jaxspec.train.attention import packed_attention
 from jaxspec.train.batch import Batch
 
+#: Rows are not longer than this unless asked for: what a head reads of a batch grows with them.
+LONGEST = 2048
+
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--target", required=True, help='"demo" or a Hugging Face directory')
@@ -42,7 +45,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--depth", type=int, default=5, help="drafts of the deepest chain")
     p.add_argument("--batch-sizes", default="1,8", help="batch sizes whose rounds are timed")
     p.add_argument("--limit", type=int, default=256, help="rows of each data set and temperature")
-    p.add_argument("--length", type=int, help="tokens a row (default: the longest text, at most the context)")
+    p.add_argument("--length", type=int, help=f"tokens a row (default: the longest text, at most {LONGEST})")
     p.add_argument("--rows", type=int, default=8, help="rows computed at once")
     p.add_argument("--no-cost", action="store_true", help="acceptance only, without the engine")
     p.add_argument("--measure", action="store_true", help="serve the prompts of greedy rows and compare")
@@ -89,10 +92,10 @@ def simulate(
     """
     groups: dict[tuple[str, float], list[data.Example]] = {}
     for example in examples:
-        members = groups.setdefault((example.dataset, round(example.temperature, 1)), [])
+        members = groups.setdefault((example.dataset, example.temperature_band), [])
         if len(members) < limit:
             members.append(example)
-    width = length or min(max(len(e.tokens) for e in examples), target.config.max_position_embeddings)
+    width = length or min(max(len(e.tokens) for e in examples), LONGEST, target.config.max_position_embeddings)
     if width < depth + 3:
         raise ValueError(f"a chain of {depth} drafts needs texts of at least {depth + 3} tokens, got {width}")
     histograms = _histograms(module, target, depth)
@@ -123,14 +126,11 @@ def _histograms(module: Any, target: Transformer, depth: int) -> Any:
     def run(state: Any, batch: Batch, temperature: jax.Array, key: jax.Array, sampled: bool) -> jax.Array:
         module, target = nnx.merge(graph, state)
         hidden_BTE, aux_BTA = target(batch.tokens_BT, batch.positions_BT, packed_attention(batch.segments_BT), layers)
-        logits = drafts.chain_logits(module, batch, aux_BTA, depth)
-        ids = getattr(module, "target_ids", None)
-        ids_V = None if ids is None or logits[0].shape[-1] == target.config.vocab_size else ids[...]
-        target_logits_BTV = target.logits(hidden_BTE)
+        chain = drafts.chains(module, batch, aux_BTA, depth)
         if sampled:
-            matches = drafts.coupled_matches(logits, ids_V, target_logits_BTV, batch.tokens_BT, temperature, key)
+            matches = drafts.coupled_matches(chain, target, hidden_BTE, batch.tokens_BT, temperature, key)
         else:
-            matches = drafts.greedy_matches(logits, ids_V, jnp.argmax(target_logits_BTV, axis=-1))
+            matches = drafts.greedy_matches(chain, target, hidden_BTE)
         by_depth = []
         for d in range(1, depth + 1):
             _, histogram = acceptance.rounds(matches[..., :d], batch)
@@ -204,6 +204,13 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.depth < 1:
         raise ValueError(f"depth must be at least 1, got {args.depth}")
+    for name in ("rows", "limit"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    for name in ("json", "plot"):
+        path = getattr(args, name)
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"--{name} {path}: its directory does not exist")
     batch_sizes = parse_sizes(args.batch_sizes)
     if args.plot and not plots.can_draw():
         raise ValueError("--plot needs matplotlib: pip install 'jaxspec[plot]'")
@@ -211,6 +218,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     kind, directory = resolve_drafter(args.drafter, target_dir)
     if directory is None:
         raise ValueError(f"drafter {kind!r} has no parameters to evaluate; `python -m jaxspec.bench` measures it")
+    context = hf.load_config(target_dir).max_position_embeddings
+    if args.length is not None and args.length > context:
+        raise ValueError(f"--length must be at most the target's max_position_embeddings {context}, got {args.length}")
     dtype = jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     target = hf.load_model(target_dir, dtype)
     module = checkpoint.load_drafter(kind, directory, target, dtype)
@@ -284,7 +294,7 @@ def _first(examples: Sequence[data.Example], limit: int) -> list[data.Example]:
     counts: dict[str, int] = {}
     out = []
     for example in examples:
-        if round(example.temperature, 1) == 0:
+        if not example.temperature:
             counts[example.dataset] = counts.get(example.dataset, 0) + 1
             if counts[example.dataset] <= limit:
                 out.append(example)

@@ -135,6 +135,11 @@ def is_matrix(path: tuple[Any, ...], x: Any) -> bool:
     return x.ndim > 1 and not any("embedding" in name for name in _names(path))
 
 
+def is_hidden_matrix(path: tuple[Any, ...], x: Any) -> bool:
+    """Whether Muon trains a parameter: output layers are left to Adam, as its authors do."""
+    return is_matrix(path, x) and not any("lm_head" in name for name in _names(path))
+
+
 def _matrices(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
@@ -148,7 +153,7 @@ def _orthogonal(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
 
     Five Newton-Schulz steps (Jordan et al. 2024, Muon); the scale is that of Liu et al. 2025 ("Muon is scalable").
     """
-    if not is_matrix(path, update):
+    if not is_hidden_matrix(path, update):
         return update
     a, b, c = 3.4445, -4.775, 2.0315
     x = update.T if update.shape[0] > update.shape[1] else update

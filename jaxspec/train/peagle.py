@@ -178,15 +178,14 @@ def _weighted(scores: jax.Array, seen: jax.Array, values: jax.Array, einsum: str
     return jnp.einsum(einsum, weights, values), mass
 
 
-def one_pass_logits(head: Eagle3Head, batch: Batch, aux_BTA: jax.Array, depth: int) -> list[jax.Array]:
-    """What the head drafts after every position.
+def one_pass_states(head: Eagle3Head, batch: Batch, aux_BTA: jax.Array, depth: int) -> list[jax.Array]:
+    """Hidden states of what the head drafts after every position; `head.logits` reads them.
 
     Returns:
-      For each i below depth float32 [B, T - 1, Vd]: at n, for token n + 2 + i.
+      For each i below depth [B, T - 1, E]: at n, about token n + 2 + i.
     """
     rows, count = batch.tokens_BT.shape[0], batch.tokens_BT.shape[1] - 1
-    hidden_BSE = forward_slots(head, batch, aux_BTA, Slots.every(rows, count, depth))
-    return [head.logits(part) for part in jnp.split(hidden_BSE, depth, axis=1)]
+    return jnp.split(forward_slots(head, batch, aux_BTA, Slots.every(rows, count, depth)), depth, axis=1)
 
 
 def cod_loss(

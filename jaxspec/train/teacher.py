@@ -49,6 +49,17 @@ def fingerprint(directory: Path, rows: Rows, aux_layers: Sequence[int], dtype: s
     Of weights their files' names and sizes, headers and a MiB in the middle count: enough to tell two checkpoints apart
     without reading them whole. Times of files do not count.
     """
+    return {
+        "target config": hashlib.sha256((directory / "config.json").read_bytes()).hexdigest(),
+        "target weights": weights_digest(directory),
+        "rows": rows_digest(rows),
+        "aux_layers": str(list(aux_layers)),
+        "dtype": dtype,
+    }
+
+
+def weights_digest(directory: Path) -> str:
+    """SHA-256 of what `fingerprint` counts of a directory's safetensors."""
     weights = hashlib.sha256()
     for path in sorted(directory.glob("*.safetensors")):
         size = path.stat().st_size
@@ -57,13 +68,7 @@ def fingerprint(directory: Path, rows: Rows, aux_layers: Sequence[int], dtype: s
             weights.update(f.read(1 << 20))
             f.seek(size // 2)
             weights.update(f.read(1 << 20))
-    return {
-        "target config": hashlib.sha256((directory / "config.json").read_bytes()).hexdigest(),
-        "target weights": weights.hexdigest(),
-        "rows": rows_digest(rows),
-        "aux_layers": str(list(aux_layers)),
-        "dtype": dtype,
-    }
+    return weights.hexdigest()
 
 
 def rows_digest(rows: Rows) -> str:

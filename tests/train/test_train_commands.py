@@ -128,7 +128,7 @@ def test_arguments_out_of_range_are_refused(
 
 def test_texts_are_held_out_by_what_they_say() -> None:
     rng = np.random.default_rng(0)
-    examples = [Example([int(x) for x in rng.integers(0, 9, 6)], [True] * 6, "a", 0) for _ in range(400)]
+    examples = [Example([int(x) for x in rng.integers(0, 9, 6)], [True] * 6, "a", 0, origin=str(i)) for i in range(400)]
     held = [command.held_out(example, 0.25) for example in examples]
     assert 60 < sum(held) < 140 and held == [command.held_out(example, 0.25) for example in examples]
     assert not any(command.held_out(example, 0.0) for example in examples)

@@ -366,3 +366,17 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path: Path, train_command: An
         with pytest.raises(ValueError, match=message):
             train_command(eagle, tmp_path / "head", *arguments)
     assert not (tmp_path / "head").exists()
+
+
+def test_a_run_does_not_go_on_with_other_texts(tmp_path: Path, tiny_files: Path, train_command: Any) -> None:
+    """The draft vocabulary is counted from them and lies in no checkpoint."""
+    shape = ["--draft-vocab-size", "9", "--hidden-size", "16", "--head-dim", "6", "--ttt-steps", "2"]
+    train_command(eagle, tmp_path / "head", *shape)
+    texts = tiny_files / "texts.jsonl"
+    before = texts.read_bytes()
+    try:
+        texts.write_bytes(before + before.splitlines(keepends=True)[0])
+        with pytest.raises(ValueError, match=r"head.run holds another run: rows was '\w+', is '\w+'"):
+            train_command(eagle, tmp_path / "head", *shape)
+    finally:
+        texts.write_bytes(before)

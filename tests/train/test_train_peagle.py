@@ -24,7 +24,7 @@ from jaxspec.train.peagle import (
     Slots,
     cod_loss,
     forward_slots,
-    one_pass_logits,
+    one_pass_states,
     sample_slots,
     valid_slots,
 )
@@ -130,7 +130,9 @@ def test_depth_zero_alone_needs_no_anchors(packed_batch: Batch, target_states: A
 def test_evaluation_is_the_one_pass_draft(packed_batch: Batch, target_states: Any) -> None:
     """At a position: its text up to there, then mask slots, as one causal sequence."""
     head, states, depth = new_head(), target_states(tiny_target(), packed_batch, AUX), 4
-    everywhere = jax.jit(lambda aux: one_pass_logits(head, packed_batch, aux, depth))(states.aux_BTA)
+    everywhere = jax.jit(lambda aux: [head.logits(x) for x in one_pass_states(head, packed_batch, aux, depth)])(
+        states.aux_BTA
+    )
     assert len(everywhere) == depth and everywhere[0].shape == (2, 19, 9)
     for row, start, n in ((0, 0, 3), (0, 9, 12), (1, 0, 18), (1, 0, 0)):
         length = n - start + 1
@@ -184,7 +186,7 @@ def test_the_loss_is_its_definition(draft_vocab_size: int, tied: bool, packed_ba
         assert float(metrics[f"loss_{d + 1}"]) == pytest.approx(mean, rel=2e-4)
     best = np.argmax(target.logits(states.hidden_BTE), axis=-1)
     assert matches.shape == (2, 20 - 1 - 3, 3)
-    for d, logits in enumerate(one_pass_logits(head, packed_batch, states.aux_BTA, 3)):
+    for d, logits in enumerate(map(head.logits, one_pass_states(head, packed_batch, states.aux_BTA, 3))):
         choice = np.asarray(head.target_ids[...])[np.argmax(logits, axis=-1)]
         np.testing.assert_array_equal(matches[:, :, d], choice[:, :16] == best[:, d + 1 : d + 17])
 
@@ -196,7 +198,9 @@ def test_slots_that_do_not_count_leave_the_loss_alone(packed_batch: Batch, targe
     only = jnp.zeros((2, 38), bool).at[1, 19 + 4].set(True)  # depth 1 of anchor 4
     loss, by_depth = jax.jit(lambda states: cod_loss(head, target, packed_batch, states, slots, only))(states)
     verdict = log_softmax(np.asarray(target.logits(states.hidden_BTE), np.float64)[1, 6, 4:])
-    draft = log_softmax(np.asarray(one_pass_logits(head, packed_batch, states.aux_BTA, 2)[1][1, 4], np.float64))
+    draft = log_softmax(
+        np.asarray(head.logits(one_pass_states(head, packed_batch, states.aux_BTA, 2)[1])[1, 4], np.float64)
+    )
     assert float(loss) == pytest.approx(float(np.exp(verdict) @ (verdict - draft)), rel=2e-4)
     np.testing.assert_allclose(by_depth, [0.0, float(loss)], rtol=1e-6)
 
