@@ -179,7 +179,7 @@ def prepare(args: argparse.Namespace) -> Session:
     groups: dict[str, list[Example]] = {}
     for example in held:
         groups.setdefault(_label(example), []).append(example)
-    eval_rows = {name: pack(groups[name], args.length, seed=args.seed) for name in sorted(groups)}
+    eval_rows = {name: pack(groups[name], args.length, seed=args.seed, report=False) for name in sorted(groups)}
     counts_V = np.bincount(rows.tokens[rows.learn], minlength=target.config.vocab_size).astype(np.int64)
     print(
         f"{len(examples):,} texts in {len(rows):,} rows of {rows.length:,} tokens, {int(rows.learn.sum()):,} learned; "

@@ -282,16 +282,17 @@ def _example(tokens: list[int], ranges: Sequence[tuple[int, int]], dataset: str)
     return Example(tokens, learn, dataset, first)
 
 
-def pack(examples: Sequence[Example], length: int, *, seed: int = 0) -> Rows:
+def pack(examples: Sequence[Example], length: int, *, seed: int = 0, report: bool = True) -> Rows:
     """Texts side by side in rows of `length` tokens, longest first into the fullest row that has room.
 
     A longer text is cut into consecutive pieces, each a segment of its own that knows nothing of the one before; a
     piece begins with the last token of the one before, not to be learned again, so every learned token is learned
-    once. Segments count from 1 in each row, positions restart, padding (segment 0) stands at the end. Prints what was
-    packed, and what was left out: texts below MIN_TOKENS tokens, and pieces without a token to learn.
+    once. Segments count from 1 in each row, positions restart, padding (segment 0) stands at the end. Texts below
+    MIN_TOKENS tokens are left out, and so are pieces without a token to learn.
 
     Args:
       seed: decides which of equally long pieces go together and the order of the rows.
+      report: print what was packed and what was left out.
 
     Raises:
       ValueError: a length below 4, or nothing to learn in any text.
@@ -325,12 +326,13 @@ def pack(examples: Sequence[Example], length: int, *, seed: int = 0) -> Rows:
             rows.tokens[row, place], rows.learn[row, place] = tokens, learn
             rows.segments[row, place], rows.positions[row, place] = segment, np.arange(len(tokens))
             start = place.stop
-    print(
-        f"packed {len(examples) - short:,} texts as {len(pieces):,} pieces into {len(rows):,} rows of {length} tokens: "
-        f"{sizes.sum() / rows.tokens.size:.1%} used, {int(rows.learn.sum()):,} tokens to learn; left out {short:,} "
-        f"texts below {MIN_TOKENS} tokens and {idle:,} pieces with nothing to learn",
-        flush=True,
-    )
+    if report:
+        print(
+            f"packed {len(examples) - short:,} texts as {len(pieces):,} pieces into {len(rows):,} rows of {length} "
+            f"tokens: {sizes.sum() / rows.tokens.size:.1%} used, {int(rows.learn.sum()):,} tokens to learn; left out "
+            f"{short:,} texts below {MIN_TOKENS} tokens and {idle:,} pieces with nothing to learn",
+            flush=True,
+        )
     return rows
 
 

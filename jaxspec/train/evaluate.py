@@ -101,7 +101,7 @@ def simulate(
     histograms = _histograms(module, target, depth)
     out = []
     for (name, temperature), members in sorted(groups.items()):
-        packed = data.pack(members, width)
+        packed = data.pack(members, width, report=False)
         total = np.zeros((depth, depth + 1), np.int64)
         for start in range(0, len(packed), rows):
             index = np.arange(start, min(start + rows, len(packed)))
