@@ -22,9 +22,25 @@ def write_whole(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def has_steps(directory: Path) -> bool:
-    """Whether a run's directory of checkpoints holds any; a run that saved nothing binds nobody."""
-    return directory.is_dir() and any(path.name.isdecimal() for path in directory.iterdir())
+def bind(path: Path, settings: dict[str, Any], checkpoints: Path) -> None:
+    """Holds a run to the settings in `path`; one that has saved nothing in `checkpoints` is bound to these from now on.
+
+    Raises:
+      ValueError: the run began with other settings (names both values), or the file is broken.
+    """
+    own = json.loads(json.dumps(settings))
+    begun = checkpoints.is_dir() and any(entry.name.isdecimal() for entry in checkpoints.iterdir())
+    if not begun or not path.exists():
+        write_whole(path, json.dumps(own, indent=1, sort_keys=True) + "\n")
+        return
+    try:
+        found = json.loads(path.read_text())
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{path} is broken ({e}); delete {path.parent} to start the run anew") from e
+    different = [key for key in sorted(found.keys() | own.keys()) if found.get(key) != own.get(key)]
+    if different:
+        values = "; ".join(f"{key} was {found.get(key)!r}, is {own.get(key)!r}" for key in different)
+        raise ValueError(f"{path.parent} holds another run: {values}. Give a --run-dir of its own")
 
 
 class Checkpoints:
@@ -41,23 +57,9 @@ class Checkpoints:
     def __init__(self, directory: Path, settings: dict[str, Any]):
         self._directory = directory.resolve()
         self._directory.mkdir(parents=True, exist_ok=True)
-        path, text = self._directory / "settings.json", json.dumps(settings, indent=1, sort_keys=True)
-        if path.exists() and has_steps(self._directory):
-            self._compare(path, json.loads(text))
-        else:
-            write_whole(path, text + "\n")
+        bind(self._directory / "settings.json", settings, self._directory)
         options = ocp.CheckpointManagerOptions(max_to_keep=_KEEP, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
-
-    def _compare(self, path: Path, settings: dict[str, Any]) -> None:
-        try:
-            found = json.loads(path.read_text())
-        except json.JSONDecodeError as e:
-            raise ValueError(f"{path} is broken ({e}); delete {self._directory} to start the run anew") from e
-        different = [key for key in sorted(found.keys() | settings.keys()) if found.get(key) != settings.get(key)]
-        if different:
-            values = "; ".join(f"{key} was {found.get(key)!r}, is {settings.get(key)!r}" for key in different)
-            raise ValueError(f"{self._directory} holds another run: {values}. Give a --run-dir of its own")
 
     def restore(self, state: Any) -> tuple[int, Any]:
         """(step, state) of the newest checkpoint that can be read, in the shardings of `state`; (0, state) if none.

@@ -30,7 +30,7 @@ from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train import acceptance, loop, plots, teacher
 from jaxspec.train import mesh as meshes
 from jaxspec.train.batch import Batch, Rows
-from jaxspec.train.checkpoints import has_steps, write_whole
+from jaxspec.train.checkpoints import bind
 from jaxspec.train.data import MIN_TOKENS, Example, RowOrder, pack, read_examples
 from jaxspec.train.optim import COMPUTE_DTYPES, OPTIMIZERS, SCHEDULES, OptimConfig
 from jaxspec.train.recipe import Recipe, TargetStates
@@ -377,16 +377,5 @@ def _made_of(session: Session, recipe: Recipe, module: Any) -> dict[str, str]:
 def _check_run(args: argparse.Namespace, made_of: dict[str, str]) -> None:
     """Refuses to go on with a run that began with other arguments, texts or weights."""
     args.run_dir.mkdir(parents=True, exist_ok=True)
-    path = args.run_dir / "arguments.json"
     own = {key: _plain(value) for key, value in sorted(vars(args).items()) if key not in _FREE} | made_of
-    if not path.exists() or not has_steps(args.run_dir / "checkpoints"):
-        write_whole(path, json.dumps(own, indent=1) + "\n")
-        return
-    try:
-        found = json.loads(path.read_text())
-    except json.JSONDecodeError as e:
-        raise ValueError(f"{path} is broken ({e}); delete {args.run_dir} to start the run anew") from e
-    different = [key for key in sorted(found.keys() | own.keys()) if found.get(key) != own.get(key)]
-    if different:
-        values = "; ".join(f"{key} was {found.get(key)!r}, is {own.get(key)!r}" for key in different)
-        raise ValueError(f"{args.run_dir} holds another run: {values}. Give a --run-dir of its own")
+    bind(args.run_dir / "arguments.json", own, args.run_dir / "checkpoints")

@@ -52,11 +52,6 @@ def unroll(head: Any, batch: Batch, aux_BTA: jax.Array, steps: int, *, gradients
     return states
 
 
-def training_time_test(head: Any, batch: Batch, aux_BTA: jax.Array, steps: int) -> list[jax.Array]:
-    """What the head says in each step of `unroll`: float32 logits [B, T, Vd]."""
-    return [head.logits(hidden_BTE) for hidden_BTE in unroll(head, batch, aux_BTA, steps)]
-
-
 def _constant(head: Any) -> Any:
     graph, state = nnx.split(head)
     return nnx.merge(graph, jax.lax.stop_gradient(state))

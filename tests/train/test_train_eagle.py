@@ -31,7 +31,7 @@ from jaxspec.train.loss import (
     smooth_l1,
     soft_cross_entropy,
 )
-from jaxspec.train.ttt import training_time_test, unroll
+from jaxspec.train.ttt import unroll
 
 CONFIG = Eagle3Config(
     hidden_size=16,
@@ -100,6 +100,11 @@ HEADS: dict[str, Callable[[], Any]] = {
     "eagle1 of two layers": lambda: random_eagle1(2),
     "mtp": random_mtp,
 }
+
+
+def training_time_test(head: Any, batch: Batch, aux_BTA: jax.Array, steps: int) -> list[jax.Array]:
+    """What the head says in each step, [B, T, Vd]."""
+    return [head.logits(hidden) for hidden in unroll(head, batch, aux_BTA, steps)]
 
 
 @pytest.mark.parametrize("name", HEADS)
