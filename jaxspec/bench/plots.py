@@ -23,8 +23,8 @@ from jaxspec.bench.metrics import (
 )
 from jaxspec.bench.report import Report, sampling
 
-_ACCENT, _INK, _PALE = "#d9480f", "#343a40", "#dee2e6"
-_LINES = ("#1c7ed6", "#2f9e44", "#9c36b5", "#495057")
+ACCENT, INK, PALE = "#d9480f", "#343a40", "#dee2e6"
+LINES = ("#1c7ed6", "#2f9e44", "#9c36b5", "#495057")
 _BINS = 24
 #: Adaptive panels: at most this many batch sizes are drawn.
 _PANELS = 3
@@ -54,12 +54,12 @@ def draw(report: Report, path: str | Path) -> None:
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, panels, height_ratios=(1.25, 1))
     names = {(r.depth, r.tier) for run in report.runs for r in run.rounds}
-    colors = _shades([name for _, name in sorted(names)])
+    colors = shades_of([name for _, name in sorted(names)])
     _speedups(figure.add_subplot(grid[0, :]), summarize(report.runs), colors)
     _acceptance(figure.add_subplot(grid[1, 0]), report.runs)
     for i, (title, runs) in enumerate(over_time):
         _tiers(figure.add_subplot(grid[1, i + 1]), title, runs, colors, legend=i == len(over_time) - 1)
-    figure.suptitle(_title(report), fontsize=12, color=_INK, x=0.01, ha="left")
+    figure.suptitle(_title(report), fontsize=12, color=INK, x=0.01, ha="left")
     figure.savefig(path, format="png", facecolor="white")
 
 
@@ -77,23 +77,23 @@ def _title(report: Report) -> str:
     return "   |   ".join(parts)
 
 
-def _style(ax: Any, title: str) -> None:
-    ax.set_title(title, loc="left", fontsize=10.5, color=_INK, fontweight="bold")
+def style(ax: Any, title: str) -> None:
+    ax.set_title(title, loc="left", fontsize=10.5, color=INK, fontweight="bold")
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_color("#adb5bd")
-    ax.tick_params(colors=_INK, labelsize=9)
+    ax.tick_params(colors=INK, labelsize=9)
     ax.set_axisbelow(True)
     ax.grid(axis="y", color="#e9ecef", linewidth=0.8)
 
 
-def _shades(tiers: Sequence[str]) -> dict[str, Any]:
+def shades_of(tiers: Sequence[str]) -> dict[str, Any]:
     """Plain is pale, static tiers darken with depth, adaptive stands out."""
     from matplotlib import colormaps
 
     static = [mode for mode in tiers if mode != PLAIN]
     blues = colormaps["Blues"]
     colors: dict[str, Any] = {mode: blues(0.28 + 0.6 * i / max(1, len(static) - 1)) for i, mode in enumerate(static)}
-    return {PLAIN: _PALE, ADAPTIVE: _ACCENT, **colors}
+    return {PLAIN: PALE, ADAPTIVE: ACCENT, **colors}
 
 
 def _speedups(ax: Any, summaries: Sequence[Summary], colors: Mapping[str, Any]) -> None:
@@ -108,12 +108,12 @@ def _speedups(ax: Any, summaries: Sequence[Summary], colors: Mapping[str, Any]) 
         x = [i - 0.42 + (j + 0.5) * width for i, _ in there]
         bars = ax.bar(x, [v for _, v in there], width * 0.92, color=colors[mode], label=mode)
         if mode == ADAPTIVE:
-            ax.bar_label(bars, fmt="%.2f", fontsize=7.5, color=_ACCENT, padding=2)
-    ax.axhline(1, color=_INK, linewidth=0.9, linestyle=(0, (4, 3)))
+            ax.bar_label(bars, fmt="%.2f", fontsize=7.5, color=ACCENT, padding=2)
+    ax.axhline(1, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
     ax.set_xticks(range(len(cells)), [f"{workload}\nbatch {batch_size}" for workload, batch_size in cells])
     ax.set_xlim(-0.55, max(0.55, len(cells) - 0.45))
-    ax.set_ylabel("times plain decoding", fontsize=9, color=_INK)
-    _style(ax, "Speed-up over plain decoding (median of paired repeats)")
+    ax.set_ylabel("times plain decoding", fontsize=9, color=INK)
+    style(ax, "Speed-up over plain decoding (median of paired repeats)")
     ax.margins(y=0.12)
     if modes:
         ax.legend(ncols=len(modes), fontsize=8.5, frameon=False, loc="upper right", bbox_to_anchor=(1, 1.12))
@@ -121,12 +121,12 @@ def _speedups(ax: Any, summaries: Sequence[Summary], colors: Mapping[str, Any]) 
 
 def _acceptance(ax: Any, runs: Sequence[Run]) -> None:
     drafting = [run for run in runs if run.mode not in (PLAIN, ADAPTIVE)]
-    for color, workload in zip(_LINES, dict.fromkeys(run.workload for run in drafting), strict=False):
+    for color, workload in zip(LINES, dict.fromkeys(run.workload for run in drafting), strict=False):
         shares = acceptance_by_position(run for run in drafting if run.workload == workload)
         ax.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, color=color, label=workload)
     ax.set_ylim(0, 1)
-    ax.set_xlabel("draft position", fontsize=9, color=_INK)
-    _style(ax, "Accepted up to a position")
+    ax.set_xlabel("draft position", fontsize=9, color=INK)
+    style(ax, "Accepted up to a position")
     ax.xaxis.get_major_locator().set_params(integer=True)
     if drafting:
         ax.legend(fontsize=8.5, frameon=False)
@@ -151,10 +151,10 @@ def _tiers(ax: Any, title: str, runs: Sequence[Run], colors: Mapping[str, Any], 
         bottom = [b + v for b, v in zip(bottom, row, strict=True)]
     kinds = list(dict.fromkeys(r.kind for run in runs for r in run.rounds if r.kind))
     if len(kinds) > 1:
-        ax.plot(x, kind_shares(runs, kinds[0], bins), color=_INK, linewidth=1.6, label=f"rounds on {kinds[0]}")
+        ax.plot(x, kind_shares(runs, kinds[0], bins), color=INK, linewidth=1.6, label=f"rounds on {kinds[0]}")
     ax.set_xlim(0, 1)
     ax.set_ylim(0, 1)
-    ax.set_xlabel("progress through the run", fontsize=9, color=_INK)
-    _style(ax, f"Tiers of adaptive: {title}")
+    ax.set_xlabel("progress through the run", fontsize=9, color=INK)
+    style(ax, f"Tiers of adaptive: {title}")
     if legend:
         ax.legend(fontsize=7.5, frameon=True, framealpha=0.85, edgecolor="none", loc="lower right")
