@@ -73,15 +73,28 @@ class AdaptiveController(Generic[State]):
         self._recorder = recorder
         self._last: Tier | None = None
 
+    @property
+    def active(self) -> Tier | None:
+        """The tier of the latest round; None before the first."""
+        return self._last
+
     def select(self, view: BatchView) -> tuple[Tier, State]:
         """The tier of the round that is about to run, and its state; ValueError if the policy names one without."""
-        tier = self.policy.select(view)
+        tier = self._within(self.policy.select(view), view)
         if tier not in self._states:
             raise ValueError(f"the policy selected tier {tier}, but states exist only for {_names(self._states)}")
         self.switches += self._last is not None and tier != self._last
         self._last = tier
         self.rounds_by_tier[tier] += 1
         return tier, self._states[tier]
+
+    def _within(self, tier: Tier, view: BatchView) -> Tier:
+        """The policy's choice, or its deepest tier that the batch's requests can use; theirs is cut on the device."""
+        if view.max_depth is None or tier.depth <= view.max_depth:
+            return tier
+        usable = (t for t in self.policy.tiers if t.depth <= view.max_depth)
+        at_hand = [t for t in usable if self.policy.buckets_for(t, (view.bucket,))]
+        return max(at_hand, default=tier)
 
     def observe(self, stats: RoundStats) -> None:
         """Passes a finished round to the recorder and the policy."""

@@ -22,12 +22,14 @@ class BatchView:
       bucket: the padded batch size whose executable will run.
       context_tokens: committed tokens over all rows.
       now: seconds on the engine's clock.
+      max_depth: most drafts that any of its requests may accept; None: no limit.
     """
 
     batch_size: int
     bucket: int
     context_tokens: int = 0
     now: float = 0.0
+    max_depth: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,7 @@ class RoundStats:
     Attributes:
       tier: the tier of the round's executable.
       batch_size, bucket: requests in it, and the padded size.
-      num_accepted: accepted draft tokens a request, the bonus token excluded.
+      num_accepted: accepted draft tokens, the bonus token excluded, of each request that could accept the whole tier.
       seconds: wall time of the round, dispatch to result; 0 where it was not measured.
       context_tokens: committed tokens over all rows when the round was dispatched.
     """

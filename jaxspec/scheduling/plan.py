@@ -6,6 +6,7 @@ Standard library only. Must not know how a plan comes about, or how it is run.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from jaxspec.request import Request
 
@@ -23,6 +24,8 @@ class SchedulerConfig:
       prefill_chunk: most tokens of a prefill chunk.
       enable_prefix_caching: reuse pages of earlier requests.
       prefix_lookahead: see PrefixCache.
+      aging_seconds: what a step of priority is worth in waiting: a request of priority p queues as if it had come
+        p * aging_seconds later, so that nobody waits for ever.
 
     Raises:
       ValueError: a count below its minimum, or a page table too short for max_seq_len + max_growth tokens.
@@ -37,9 +40,14 @@ class SchedulerConfig:
     prefill_chunk: int
     enable_prefix_caching: bool = True
     prefix_lookahead: int = 0
+    aging_seconds: float = 10.0
 
     def __post_init__(self) -> None:
+        if not 0 < self.aging_seconds < math.inf:
+            raise ValueError(f"SchedulerConfig.aging_seconds must be positive and finite, got {self.aging_seconds!r}")
         for field in dataclasses.fields(self):
+            if field.name == "aging_seconds":
+                continue
             value, low = getattr(self, field.name), int(field.name != "prefix_lookahead")
             if field.name != "enable_prefix_caching" and (type(value) is not int or value < low):
                 raise ValueError(f"SchedulerConfig.{field.name} must be an integer of at least {low}, got {value!r}")

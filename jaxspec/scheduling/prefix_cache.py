@@ -37,6 +37,10 @@ class PrefixCache:
         """Pages known, held or idle."""
         return len(self._key_of)
 
+    def pages(self) -> dict[int, tuple[int, tuple[int, ...]]]:
+        """What each known page holds: {page: (the page before it or -1, its tokens with the lookahead)}."""
+        return dict(self._key_of)
+
     def _key(self, parent: int, tokens: Sequence[int], index: int) -> tuple[int, tuple[int, ...]]:
         start = index * self._page_size
         return parent, tuple(tokens[start : start + self._page_size + self.lookahead])

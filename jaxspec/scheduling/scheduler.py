@@ -15,14 +15,14 @@ import heapq
 import time
 from collections.abc import Callable, Sequence
 
-from jaxspec.request import FinishReason, Request, RequestStatus
+from jaxspec.request import ErrorKind, FinishReason, Request, RequestStatus
 from jaxspec.scheduling.pages import PageAllocator
 from jaxspec.scheduling.plan import DecodeRow, Plan, PrefillChunk, SchedulerConfig, SchedulerStats
 from jaxspec.scheduling.prefix_cache import PrefixCache
 
 
 class Scheduler:
-    """First come, first served within a priority; preemption by recompute when pages run out.
+    """First come, first served, shifted by priorities (which age); preemption by recompute when pages run out.
 
     A step of the engine: `plan()`, dispatch it, `dispatched(plan, growth)`; then, a round late, `commit` every row of
     the step before, and `finish` those that are done.
@@ -37,7 +37,7 @@ class Scheduler:
         self.pages = PageAllocator(config.num_pages)
         self.prefix_cache = PrefixCache(self.pages, config.page_size, config.prefix_lookahead)
         self._clock = clock
-        self._ranks: dict[Request, tuple[int, float, int]] = {}  # live requests; lower runs first
+        self._ranks: dict[Request, tuple[float, int]] = {}  # live requests; lower runs first
         self._by_id: dict[str, Request] = {}
         self._waiting: list[Request] = []  # by rank
         self._running: list[Request] = []  # by rank
@@ -74,17 +74,18 @@ class Scheduler:
                 f"{needed} pages of {config.page_size}, but num_pages = {config.num_pages}"
             )
         self._by_id[request.request_id] = request
-        self._ranks[request] = (request.priority, request.arrival_time, self._added)
+        self._ranks[request] = (request.arrival_time + request.priority * config.aging_seconds, self._added)
         self._added += 1
         self._enqueue(self._waiting, request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Ends a live request: slot and pages are free at once, results in flight will be dropped.
 
-        After FinishReason.ERROR nothing of the request, and nothing cached before, is reused: its pages may hold NaN.
+        After ErrorKind.NON_FINITE nothing of the request, and nothing cached before, is reused: its pages may hold NaN.
+        Other errors are the request's own, and say nothing of what its pages hold.
         """
         assert request in self._ranks, f"{request.request_id} is not live"
-        if reason is FinishReason.ERROR:
+        if request.error_kind is ErrorKind.NON_FINITE:
             self.prefix_cache.reset()
             request.cacheable_generated = False
         self._take_out(request)
@@ -100,6 +101,12 @@ class Scheduler:
         if request is not None:
             self.finish(request, FinishReason.ABORT)
         return request is not None
+
+    def flush_prefix_cache(self) -> int:
+        """Forgets every cached prefix; returns how many pages that freed. Live requests keep theirs."""
+        freed = self.pages.idle_count
+        self.prefix_cache.reset()
+        return freed
 
     @property
     def has_work(self) -> bool:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
-from jaxspec.request import FinishReason, Request, RequestStatus, SamplingParams
+from jaxspec.request import ErrorKind, FinishReason, Request, RequestStatus, SamplingParams
 from jaxspec.scheduling import Plan, Scheduler, SchedulerConfig
 
 
-def make(**changes: int) -> Scheduler:
+def make(**changes: float) -> Scheduler:
     """16 pages of 4 tokens, rounds of up to 3 tokens."""
     config: dict[str, Any] = {
         "max_batch_size": 4,
@@ -132,6 +133,22 @@ def test_queue_is_ordered_by_priority_then_arrival():
         scheduler.add(request)
     order = [plan.prefill.request.request_id for plan in [step(scheduler) for _ in range(4)] if plan.prefill]
     assert order == ["c", "b", "a", "d"]
+
+
+def test_priorities_age_so_that_nobody_waits_for_ever():
+    scheduler = make(aging_seconds=5.0)
+    for name, priority, arrival in [("patient", 2, 0.0), ("early", 0, 9.0), ("late", 0, 11.0), ("urgent", -1, 12.0)]:
+        request = make_request(name, priority=priority)
+        request.arrival_time = arrival
+        scheduler.add(request)
+    order = [plan.prefill.request.request_id for plan in [step(scheduler) for _ in range(4)] if plan.prefill]
+    assert order == ["urgent", "early", "patient", "late"]
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, math.inf, math.nan])
+def test_aging_must_be_positive_and_finite(seconds: float):
+    with pytest.raises(ValueError, match="aging_seconds must be positive and finite"):
+        make(aging_seconds=seconds)
 
 
 def test_admission_waits_for_a_slot():
@@ -400,10 +417,20 @@ def test_nothing_is_reused_without_prefix_caching():
     assert reused(scheduler, [ord("a")] * 9) == 0
 
 
-def test_nothing_is_reused_after_a_failure():
+def test_nothing_is_reused_after_numbers_that_are_not_finite():
     scheduler = make()
     request = make_request("a", prompt=9)
     prefilled(scheduler, request)
+    request.error_kind = ErrorKind.NON_FINITE
     scheduler.finish(request, FinishReason.ERROR)
     assert scheduler.stats.free_pages == 16
     assert reused(scheduler, [ord("a")] * 9) == 0
+
+
+def test_a_grammar_that_fails_costs_nobody_a_cached_prefix():
+    scheduler = make()
+    request = make_request("a", prompt=9)
+    prefilled(scheduler, request)
+    request.error_kind = ErrorKind.GRAMMAR
+    scheduler.finish(request, FinishReason.ERROR)
+    assert reused(scheduler, [ord("a")] * 9) == 8
