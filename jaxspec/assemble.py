@@ -34,6 +34,7 @@ from jaxspec.speculation.drafters.ngram import NgramDrafter
 from jaxspec.speculation.drafters.parallel import ParallelDrafter
 from jaxspec.speculation.state import Geometry
 from jaxspec.speculation.typical import Typical
+from jaxspec.text.grammar import GrammarCompiler
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Tier
 
@@ -157,12 +158,12 @@ def bind_drafter(kind: str, module: Any, geo: Geometry, shards: int = 1) -> tupl
     module = _laid_out(module, shards)
     if kind == "medusa":
         medusa = MedusaDrafter(module, geo)
-        return medusa, medusa.params
+        return medusa, medusa.take_params()
     if kind == "draft_model":
         model = DraftModelCore(module)
-        return AutoregressiveDrafter(model, geo), model.params
+        return AutoregressiveDrafter(model, geo), model.take_params()
     core = HeadCore(module)
-    return (ParallelDrafter if kind == "peagle" else AutoregressiveDrafter)(core, geo), core.params
+    return (ParallelDrafter if kind == "peagle" else AutoregressiveDrafter)(core, geo), core.take_params()
 
 
 def build_drafter(
@@ -295,7 +296,7 @@ def assemble(
       deepest: see choose_policy.
     """
     began = time.perf_counter()
-    use_persistent_cache(config.compile_cache)
+    cache = use_persistent_cache(config.compile_cache)
     model = target.config
     shards = config.tensor_parallel
     check_divides(model, shards)
@@ -331,11 +332,13 @@ def assemble(
         )  # fmt: skip
     chunk = min(config.prefill_chunk, longest)
     sizes = sorted({chunk, *(size for size in (16, 64) if size < chunk)})
+    grammars = _grammars(config, tokenizer, model.vocab_size, eos)
     runner = Runner(
         _laid_out(target, shards), built, params, geo,
         rejection=speculation.verification == "rejection", typical=typical, reachable=choice.reachable,
         prefill_sizes=sizes, eos=eos,
         variants=tuple(v == "sampled" for v in config.variants), mesh=mesh, progress=progress,
+        guided=grammars is not None, cache=cache,
     )  # fmt: skip
     if cost is None and choice.needs_cost:
         cost = runner.measure()
@@ -355,5 +358,18 @@ def assemble(
     warmup = time.perf_counter() - began
     return Engine(
         runner, scheduler, lambda: choice.build(cost), buckets, tokenizer, eos, config.seed, warmup, cost,
-        config.traffic_log,
+        config.traffic_log, grammars,
     )  # fmt: skip
+
+
+def _grammars(
+    config: EngineConfig, tokenizer: Tokenizer | None, vocab_size: int, eos: Sequence[int]
+) -> GrammarCompiler | None:
+    """What compiles grammars; None where none are wanted, or where this checkpoint's text cannot serve them."""
+    if not config.structured_output or tokenizer is None:
+        return None
+    try:
+        return GrammarCompiler(tokenizer, vocab_size, eos)
+    except ValueError as e:
+        _log.warning("no structured output: %s", e)
+        return None

@@ -194,6 +194,8 @@ class EngineConfig:
         but sampling is plain XLA in any case where tensor_parallel splits the vocabulary.
       seed: base of the seeds of requests that bring none.
       enable_prefix_caching: reuse the pages of equal prompt prefixes.
+      structured_output: compile what requests with a grammar need (JSON schema, regular expression, choice, ...):
+        a longer warm-up, nothing for requests without one.
       compile_cache: True keeps compiled executables in the user's cache directory, a path
         keeps them there, False keeps none.
       traffic_log: a file to which every finished request (ended by a stop or by its length) is appended as a JSON
@@ -215,6 +217,7 @@ class EngineConfig:
     kernels: str | None = None
     seed: int = 0
     enable_prefix_caching: bool = True
+    structured_output: bool = False
     compile_cache: bool | str | Path = True
     traffic_log: str | Path | None = None
 
@@ -237,8 +240,9 @@ class EngineConfig:
                 raise ValueError(f"{me}.batch_buckets must end at max_batch_size {self.max_batch_size}, got {sizes}")
         if not self.variants or not set(self.variants) <= {"greedy", "sampled"}:
             raise ValueError(f"{me}.variants must hold 'greedy', 'sampled' or both, got {self.variants!r}")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ValueError(f"{me}.enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
+        for name in ("enable_prefix_caching", "structured_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{me}.{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.compile_cache, bool | str | Path):
             raise ValueError(f"{me}.compile_cache must be True, False or a path, got {self.compile_cache!r}")
         if self.traffic_log is not None and (not isinstance(self.traffic_log, str | Path) or not str(self.traffic_log)):

@@ -17,6 +17,7 @@ from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.policy import BatchView, RoundStats, TierPolicy
 from jaxspec.request import (
     CompletionOutput,
+    ErrorKind,
     FinishReason,
     Request,
     RequestOutput,
@@ -26,6 +27,7 @@ from jaxspec.request import (
 from jaxspec.runtime.compile import CompileCounter, SpecRuntimeState
 from jaxspec.runtime.runner import Pending, RowResult, Runner
 from jaxspec.scheduling.scheduler import DecodeRow, Plan, Scheduler
+from jaxspec.text.grammar import Grammar, GrammarCompiler, Guide, Matcher
 from jaxspec.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
 from jaxspec.tier import Tier
 from jaxspec.traffic import TrafficLog
@@ -38,6 +40,7 @@ class _Stream:
     Attributes:
       index: which completion of its prompt.
       detokenizer, stops: None without a tokenizer.
+      matcher: None where no grammar says what the text may be.
       unseen: most committed tokens that the drafter has not consumed.
     """
 
@@ -46,6 +49,7 @@ class _Stream:
     index: int
     detokenizer: IncrementalDetokenizer | None
     stops: StopChecker | None
+    matcher: Matcher | None
     text: str = ""
     stop_reason: int | str | None = None
     unseen: int = 1
@@ -59,6 +63,9 @@ class EngineStats:
       warmup_seconds: compiling and timing executables. executables: how many there are.
       compilations_after_warmup: must stay 0.
       rounds, steps: decode rounds collected, engine steps.
+      running, waiting: live requests with a slot, and without.
+      active_tier: name of the latest round's tier; "" before the first.
+      guided_rounds: rounds with a row whose text a grammar constrains; each is read before the next is dispatched.
       starved_rounds: rounds dispatched after the one before had already finished: the device had to wait.
       device_seconds: time the host waited for results. host_seconds: the rest of the steps' time.
       switches: rounds whose tier differs from the one before. rounds_by_tier: {tier name: rounds}.
@@ -81,6 +88,16 @@ class EngineStats:
     free_pages: int
     cached_pages: int
     lossless: bool
+    running: int
+    waiting: int
+    active_tier: str
+    guided_rounds: int = 0
+
+
+def _deepest(requests: Sequence[Request]) -> int | None:
+    """Most drafts that any of the requests may accept; None where one sets no limit."""
+    limits = [request.max_depth for request in requests]
+    return None if None in limits else max((limit for limit in limits if limit is not None), default=None)
 
 
 class Engine:
@@ -95,6 +112,10 @@ class Engine:
       seed: base of the seeds of requests that bring none.
       cost: measured seconds of the rounds, where the policy needed them.
       traffic_log: file to append finished requests to (see EngineConfig).
+      grammars: compiles what requests may bring as their grammar; None: this engine takes none.
+
+    Attributes:
+      on_round: hears every finished round, between the dispatch of one and the next; None: nobody does.
 
     Raises:
       ValueError: a traffic_log that cannot be appended to.
@@ -103,23 +124,25 @@ class Engine:
     def __init__(
         self, runner: Runner, scheduler: Scheduler, new_policy: Callable[[], TierPolicy], buckets: Sequence[int],
         tokenizer: Tokenizer | None, eos: Sequence[int], seed: int, warmup_seconds: float, cost: CostTable | None,
-        traffic_log: str | Path | None = None,
+        traffic_log: str | Path | None = None, grammars: GrammarCompiler | None = None,
     ):  # fmt: skip
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
-        self.new_policy, self.cost = new_policy, cost
+        self.new_policy, self.cost, self.grammars = new_policy, cost, grammars
         self._buckets, self._eos, self._seed = tuple(buckets), frozenset(eos), seed
         self.use_policy(new_policy())
         self._streams: dict[str, _Stream] = {}
         self._in_flight: list[Pending] = []
         self._serial = 0
-        self._steps = self._rounds = self._starved = 0
+        self._prompt: tuple[Sequence[int], list[int]] = ((), [])
+        self._steps = self._rounds = self._starved = self._guided = 0
         self._waited = self._worked = self._collected_at = 0.0
         self._warmup_seconds = warmup_seconds
         self._compilations = CompileCounter()
+        self.on_round: Callable[[RoundStats], None] | None = None
         self._traffic = None if traffic_log is None else TrafficLog(traffic_log)
 
     def use_policy(self, policy: TierPolicy, recorder: Recorder | None = None) -> None:
-        """From the next step on, `policy` chooses the tier; its counters start anew.
+        """From the next step on, `policy` chooses the tier; its counters start anew. Requests may be under way.
 
         Args:
           recorder: writes every finished round, for `jaxspec.adaptive.replay`.
@@ -140,38 +163,44 @@ class Engine:
 
     def add(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, *, prompt: str | None = None, index: int = 0,
-        request_id: str | None = None, priority: int = 0,
+        request_id: str | None = None, priority: int = 0, max_depth: int | None = None, grammar: Grammar | None = None,
     ) -> str:  # fmt: skip
         """Queues one completion and returns its id.
+
+        Args:
+          prompt: the text of the prompt, for the output.
+          index: which of the prompt's completions; added to the seed.
+          request_id: unique among live requests; None: one is made up.
+          priority, max_depth: see Request.
+          grammar: what the text has to be, compiled by `grammars`. The request ends with FinishReason.STOP as soon as
+            the text is complete and nothing may follow, with LENGTH where max_tokens cuts it before.
 
         Raises:
           ValueError: the prompt or the parameters do not fit this engine; nothing was queued.
         """
-        vocab = self.runner.config.vocab_size
-        for token in prompt_token_ids:
-            integral = isinstance(token, numbers.Integral) and not isinstance(token, bool)
-            if not integral or not 0 <= int(token) < vocab:
-                raise ValueError(f"prompt token ids must lie in [0, {vocab}), got {token!r}")
-        params.check_vocabulary(vocab)
+        tokens = self._checked(prompt_token_ids)
+        params.check_vocabulary(self.runner.config.vocab_size)
         if not params.plain_greedy and True not in self.runner.variants:
             raise ValueError("this engine has variants ('greedy',) only, and these parameters need 'sampled'")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop strings {params.stop!r} need a tokenizer, and this engine has none")
         if params.masks_stop_tokens and len(self._eos) > 8:
             raise ValueError(f"min_tokens can ban 8 end tokens of the checkpoint, but it has {len(self._eos)}")
+        if grammar is not None:
+            self._check_grammar(grammar, params)
         serial = self._serial
         request_id = f"request-{serial}" if request_id is None else request_id
         seed = (self._seed + serial if params.seed is None else params.seed + index) % 2**32
         request = Request(
             request_id,
-            [int(t) for t in prompt_token_ids],
+            tokens,
             params,
             seed,
             arrival_time=time.monotonic(),
             priority=priority,
+            max_depth=max_depth,
         )
-        self.scheduler.add(request)
-        self._serial += 1
+        # Whatever can fail comes before the scheduler has the request.
         detokenizer = stops = None
         if self.tokenizer is not None:
             detokenizer = IncrementalDetokenizer(
@@ -180,8 +209,47 @@ class Engine:
             stops = StopChecker(
                 params.stop, include_stop_str_in_output=params.include_stop_str_in_output, min_tokens=params.min_tokens
             )
-        self._streams[request_id] = _Stream(request, prompt, index, detokenizer, stops)
+        stream = _Stream(
+            request, prompt, index, detokenizer, stops, matcher=None if grammar is None else grammar.matcher()
+        )
+        self.scheduler.add(request)
+        self._streams[request_id] = stream
+        self._serial += 1
         return request_id
+
+    def _checked(self, prompt: Sequence[int]) -> list[int]:
+        """A copy of the prompt, whose tokens are looked at once for all its completions.
+
+        Raises:
+          ValueError: a token that is no integer or not of the vocabulary.
+        """
+        source, tokens = self._prompt
+        if prompt is source and list(prompt) == tokens:
+            return list(tokens)
+        vocab, tokens = self.runner.config.vocab_size, list(prompt)
+        if tokens and (set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) >= vocab):
+            for token in tokens:
+                integral = isinstance(token, numbers.Integral) and not isinstance(token, bool)
+                if not integral or not 0 <= int(token) < vocab:
+                    raise ValueError(f"prompt token ids must lie in [0, {vocab}), got {token!r}")
+            return [int(token) for token in tokens]
+        self._prompt = prompt, tokens
+        return list(tokens)
+
+    def _check_grammar(self, grammar: Grammar, params: SamplingParams) -> None:
+        if self.grammars is None:
+            raise ValueError(
+                "a grammar needs an engine with EngineConfig.structured_output and a tokenizer that serves grammars"
+            )
+        if grammar.vocab_size != self.runner.config.vocab_size:
+            raise ValueError(
+                f"the grammar was compiled for {grammar.vocab_size} tokens, "
+                f"but this engine's vocabulary has {self.runner.config.vocab_size}"
+            )
+        if params.min_tokens:
+            raise ValueError(
+                f"min_tokens must be 0 with a grammar, which says when a text ends, got {params.min_tokens}"
+            )
 
     def abort(self, request_id: str) -> StreamDelta | None:
         """Ends a request at once; its slot and pages are free for the next step. None if it is not live."""
@@ -189,6 +257,26 @@ class Engine:
         if stream is None:
             return None
         return self._finish(stream, FinishReason.ABORT, [], "")
+
+    def request(self, request_id: str) -> Request | None:
+        """The live request of this id, the engine's own: to be read between two steps. None if it is not live."""
+        stream = self._streams.get(request_id)
+        return None if stream is None else stream.request
+
+    def flush_prefix_cache(self) -> int:
+        """Forgets every cached prefix; returns how many pages that freed. Live requests keep theirs."""
+        return self.scheduler.flush_prefix_cache()
+
+    def rehearse(self) -> None:
+        """Runs every executable once, so that no request pays for a first run; forgets cached prefixes.
+
+        Raises:
+          RuntimeError: requests are live.
+        """
+        if self.has_work:
+            raise RuntimeError("an engine can be rehearsed only while no request is live")
+        self.flush_prefix_cache()
+        self.runner.rehearse()
 
     @property
     def has_work(self) -> bool:
@@ -203,6 +291,9 @@ class Engine:
         plan = self.scheduler.plan()
         dispatched = self._dispatch(plan)
         previous, self._in_flight = self._in_flight, dispatched
+        if any(self._is_guided(pending) for pending in dispatched):
+            # What a constrained text may go on with is known once its last token is: nothing of it stays in flight.
+            previous, self._in_flight = [*previous, *dispatched], []
         deltas = [delta for pending in previous for delta in self._commit(pending)]
         self._steps += 1
         self._worked += time.perf_counter() - began - (self._waited - waited)
@@ -214,16 +305,30 @@ class Engine:
             rows = plan.decode
             bucket = next(b for b in self._buckets if b >= len(rows))
             context = sum(row.request.num_computed for row in rows)
-            tier, state = self.controller.select(BatchView(len(rows), bucket, context, time.monotonic()))
+            tier, state = self.controller.select(
+                BatchView(len(rows), bucket, context, time.monotonic(), _deepest([row.request for row in rows]))
+            )
             growth = tier.depth + 1
             self._starved += bool(self._in_flight) and self._in_flight[-1].is_ready
-            dispatched.append(self.runner.dispatch(rows, state, bucket, catch_up=self._behind(rows, tier)))
+            catch_up, guide = self._behind(rows, tier), self._guide(rows)
+            self._guided += guide is not None
+            dispatched.append(self.runner.dispatch(rows, state, bucket, catch_up=catch_up, guide=guide))
         if plan.prefill is not None:
-            pending = self.runner.prefill(plan.prefill)
+            matcher = self._streams[plan.prefill.request.request_id].matcher
+            allowed = matcher.root if matcher is not None and plan.prefill.is_last else None
+            pending = self.runner.prefill(plan.prefill, allowed)
             if pending is not None:
                 dispatched.append(pending)
         self.scheduler.dispatched(plan, growth)
         return dispatched
+
+    def _guide(self, rows: Sequence[DecodeRow]) -> Guide | None:
+        """What the rows may say; None where no grammar says anything."""
+        matchers = [self._streams[row.request.request_id].matcher for row in rows]
+        return Guide(matchers, self.runner.config.vocab_size) if any(matchers) else None
+
+    def _is_guided(self, pending: Pending) -> bool:
+        return any(self._streams[request.request_id].matcher is not None for request, _ in pending.rows)
 
     def _behind(self, rows: Sequence[DecodeRow], tier: Tier) -> bool:
         """Counts what each row's drafter has not consumed; whether it must catch up before this round."""
@@ -246,15 +351,20 @@ class Engine:
         self._waited += now - began
         if pending.tier is not None:
             self._rounds += 1
+            depth = pending.tier.depth
+            whole = [result for result in results if result.request.draft_limit(depth) == depth]
             stats = RoundStats(
                 tier=pending.tier,
                 batch_size=len(results),
                 bucket=pending.bucket,
-                num_accepted=tuple(len(result.tokens) - 1 for result in results),
+                num_accepted=tuple(len(result.tokens) - 1 for result in whole),
                 seconds=now - max(pending.dispatched_at, self._collected_at) if pending.timed else 0.0,
                 context_tokens=pending.context_tokens,
             )
-            self.controller.observe(stats)
+            if pending.tier in self.controller.policy.tiers:  # else a policy before this one chose it
+                self.controller.observe(stats)
+            if self.on_round is not None:
+                self.on_round(stats)
         self._collected_at = now
         deltas = [self._commit_row(pending.tier, result) for result in results]
         return [delta for delta in deltas if delta is not None]
@@ -265,12 +375,17 @@ class Engine:
             return None
         stream = self._streams[request.request_id]
         if not result.finite:
-            request.error = "the target's logits are not finite"
-            self.scheduler.commit(request, result.epoch, ())
-            return self._finish(stream, FinishReason.ERROR, [], "")
+            return self._fail(stream, ErrorKind.NON_FINITE, "the target's logits are not finite")
+        tokens, matcher = result.tokens, stream.matcher
+        if matcher is not None:
+            tokens = tokens[: matcher.take(tokens)]
+            if matcher.error is not None:
+                return self._fail(stream, ErrorKind.GRAMMAR, f"the grammar failed: {matcher.error}")
         if tier is not None:
-            request.metrics.record_round(tier.name, tier.num_nodes - 1, len(result.tokens) - 1)
-        kept, text, reason = self._until_stop(stream, result.tokens)
+            limit = request.draft_limit(tier.depth)
+            drafted = tier.num_nodes - 1 if limit == tier.depth else limit
+            request.metrics.record_round(tier.name, drafted, len(result.tokens) - 1)
+        kept, text, reason = self._until_stop(stream, tokens)
         self.scheduler.commit(request, result.epoch, kept)
         if result.logprobs is not None:
             request.logprobs.extend(result.logprobs[: len(kept)])
@@ -289,12 +404,18 @@ class Engine:
             if ends and total > params.min_tokens:
                 stream.stop_reason = token if token in params.stop_token_ids else None
                 return tokens[:count], text + self._flush(stream), FinishReason.STOP
+            whole = stream.matcher is not None and stream.matcher.complete and count == len(tokens)
+            if whole and token in self._eos:
+                # It says that the text is over, and is no part of it.
+                return tokens, text + self._flush(stream), FinishReason.STOP
             if stream.detokenizer is not None and stream.stops is not None:
                 settled = stream.stops.feed([stream.detokenizer.feed(token)])
                 text += settled.text
                 if settled.stop is not None:
                     stream.stop_reason = settled.stop
                     return tokens[:count], text, FinishReason.STOP
+            if whole:
+                return tokens, text + self._flush(stream), FinishReason.STOP
             if total >= params.max_tokens:
                 return tokens[:count], text + self._flush(stream), FinishReason.LENGTH
         return tokens, text, None
@@ -303,6 +424,13 @@ class Engine:
         if stream.detokenizer is None or stream.stops is None:
             return ""
         return stream.stops.flush(stream.detokenizer.flush())
+
+    def _fail(self, stream: _Stream, kind: ErrorKind, message: str) -> StreamDelta:
+        """Ends a request whose result in hand is worth nothing."""
+        request = stream.request
+        request.error, request.error_kind = message, kind
+        self.scheduler.commit(request, request.epoch, ())
+        return self._finish(stream, FinishReason.ERROR, [], "")
 
     def _finish(self, stream: _Stream, reason: FinishReason, tokens: Sequence[int], text: str) -> StreamDelta:
         request = stream.request
@@ -319,6 +447,7 @@ class Engine:
             stop_reason=stream.stop_reason,
             logprobs=request.logprobs if request.params.logprobs is not None else None,
             error=request.error,
+            error_kind=request.error_kind,
         )
         output = RequestOutput(
             request.request_id, stream.prompt, request.prompt_token_ids, [completion], request.metrics
@@ -347,4 +476,33 @@ class Engine:
             free_pages=s.free_pages,
             cached_pages=s.cached_pages,
             lossless=self.runner.spec.typical is None,
+            running=s.running,
+            waiting=s.waiting,
+            active_tier="" if self.controller.active is None else self.controller.active.name,
+            guided_rounds=self._guided,
         )
+
+    @property
+    def max_batch_size(self) -> int:
+        """Requests decoded together."""
+        return self.scheduler.config.max_batch_size
+
+    @property
+    def max_seq_len(self) -> int:
+        """Most tokens of a prompt and its output."""
+        return self.scheduler.config.max_seq_len
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        return self.scheduler.config.num_pages
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self.scheduler.config.page_size
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the target's pool of keys and values, over all devices."""
+        return self.runner.state.pages.nbytes

@@ -7,11 +7,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.config import DRAFTERS, VERIFICATIONS
 from jaxspec.llm import LLM
 from jaxspec.request import RequestOutput, SamplingParams
+from jaxspec.text.grammar import GrammarSpec
 from jaxspec.tier import PLAIN
 
 # None ends in a space or a line break: a text's next token begins with it.
@@ -44,6 +46,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--stop", action="append", default=[])
     p.add_argument("--ignore-eos", action="store_true")
+    shape = p.add_mutually_exclusive_group()
+    shape.add_argument("--json-schema", help="what the text has to be: a JSON schema, or the file that holds one")
+    shape.add_argument("--regex", help="what the text has to match")
+    shape.add_argument("--choice", action="append", help="one of what the text has to be; give it once for each")
     p.add_argument("--max-seq-len", type=int)
     p.add_argument("--quiet", action="store_true", help="the completion only")
     return p
@@ -64,13 +70,36 @@ def summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
     return f"{line}; rounds by tier: {shown or 'none'}"
 
 
-def stream_one(llm: LLM, prompt: str, params: SamplingParams, *, echo: bool) -> tuple[RequestOutput, float]:
+def grammar_of(args: argparse.Namespace) -> GrammarSpec | None:
+    """What the arguments say that the text has to be.
+
+    Raises:
+      ValueError: a schema that is neither JSON nor a file that can be read, or too large a grammar.
+    """
+    if args.regex is not None:
+        return GrammarSpec("regex", args.regex)
+    if args.choice is not None:
+        return GrammarSpec("choice", tuple(args.choice))
+    if args.json_schema is None:
+        return None
+    text: str = args.json_schema
+    if not text.lstrip().startswith("{"):
+        try:
+            text = Path(text).read_text(encoding="utf-8")
+        except OSError as e:
+            raise ValueError(f"--json-schema must be a JSON object or a file, got {text!r}: {e}") from e
+    return GrammarSpec("json_schema", text)
+
+
+def stream_one(
+    llm: LLM, prompt: str, params: SamplingParams, *, echo: bool, grammar: GrammarSpec | None = None
+) -> tuple[RequestOutput, float]:
     """Streams one completion to standard output; returns it with its wall seconds."""
     if echo:
         print(f"\033[1m{prompt}\033[0m" if sys.stdout.isatty() else prompt, end="", flush=True)
     began = time.perf_counter()
     final: RequestOutput | None = None
-    for _, delta in llm.stream(prompt, params):
+    for _, delta in llm.stream(prompt, params, grammar=grammar):
         if echo:
             print(delta.new_text, end="", flush=True)
         final = delta.output or final
@@ -117,6 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "verification": args.verification,
     }  # fmt: skip
     try:
+        grammar = grammar_of(args)
+        if grammar is not None and args.demo:
+            raise ValueError("--demo compares free texts, got a grammar beside it")
         params = SamplingParams(
             temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p, seed=args.seed,
             max_tokens=args.max_tokens, stop=args.stop, repetition_penalty=args.repetition_penalty,
@@ -129,12 +161,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_batch_size=1,
             max_seq_len=args.max_seq_len,
             progress=not args.quiet,
+            structured_output=grammar is not None,
         )
         if args.demo:
             return demo(llm, params)
         for prompt in args.prompt:
             text = sys.stdin.read() if prompt == "-" else prompt
-            output, seconds = stream_one(llm, text, params, echo=True)
+            output, seconds = stream_one(llm, text, params, echo=True, grammar=grammar)
             print()
             if not args.quiet:
                 print(summary([output], seconds), file=sys.stderr)

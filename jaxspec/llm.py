@@ -17,8 +17,11 @@ from jaxspec.assemble import build_engine
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine, EngineStats
 from jaxspec.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams, StreamDelta
+from jaxspec.text.grammar import Grammar, GrammarSpec
 
 Prompt = str | Sequence[int]
+#: One for all prompts, or one each; None constrains nothing.
+Grammars = GrammarSpec | Sequence[GrammarSpec | None] | None
 
 
 @dataclasses.dataclass
@@ -107,6 +110,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        grammar: Grammars = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Completes one or many prompts.
@@ -114,6 +118,7 @@ class LLM:
         Args:
           prompts: a text, a list of token ids, or a list of either.
           params: one for all prompts, or one each; None is SamplingParams().
+          grammar: what the texts have to be; one for all prompts, or one each. Needs LLM(structured_output=True).
           use_tqdm: a progress bar over prompts, where there is more than one.
 
         Returns:
@@ -122,7 +127,7 @@ class LLM:
         Raises:
           ValueError: a prompt or parameters that cannot be honoured. Nothing was run, and the engine stays usable.
         """
-        run = _Run(self, self._submit(prompts, params))
+        run = _Run(self, self._submit(prompts, params, grammar))
         outputs: list[RequestOutput | None] = [None] * len(run.groups)
         try:
             with tqdm(total=len(run.groups), desc="prompts", disable=not use_tqdm or len(run.groups) < 2) as bar:
@@ -135,7 +140,11 @@ class LLM:
         return [output for output in outputs if output is not None]
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        grammar: Grammars = None,
     ) -> Iterator[tuple[int, StreamDelta]]:
         """Yields (position of the prompt, what was added) as tokens come.
 
@@ -143,12 +152,14 @@ class LLM:
         its whole RequestOutput. Streams and calls of `generate` may be interleaved: whoever is
         asked for a token advances all of them.
         """
-        return _Run(self, self._submit(prompts, params))
+        return _Run(self, self._submit(prompts, params, grammar))
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
+        *,
+        grammar: GrammarSpec | None = None,
     ) -> RequestOutput:
         """Completes a conversation with the checkpoint's own chat template.
 
@@ -157,7 +168,8 @@ class LLM:
         """
         tokenizer = self.tokenizer
         text = tokenizer.apply_chat_template(list(messages))
-        return self.generate(tokenizer.encode(text, add_special_tokens=False), params, use_tqdm=False)[0]
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        return self.generate(tokens, params, grammar=grammar, use_tqdm=False)[0]
 
     @property
     def tokenizer(self) -> Any:
@@ -173,13 +185,17 @@ class LLM:
     # Submission and the loop.
 
     def _submit(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        grammar: Grammars,
     ) -> list[_Group]:
         many = _as_list(prompts)
         each = _params_for(many, params)
+        grammars = self._grammars_for(many, grammar)
         groups: list[_Group] = []
         try:
-            for position, (prompt, p) in enumerate(zip(many, each, strict=True)):
+            for position, (prompt, p, g) in enumerate(zip(many, each, grammars, strict=True)):
                 text = prompt if isinstance(prompt, str) else None
                 if not prompt:
                     raise ValueError(f"prompt must hold at least 1 token, got {prompt!r} at position {position}")
@@ -187,13 +203,29 @@ class LLM:
                 group = _Group(position, [], {})
                 groups.append(group)
                 for index in range(p.n):
-                    group.ids.append(self.engine.add(tokens, p, prompt=text, index=index))
+                    group.ids.append(self.engine.add(tokens, p, prompt=text, index=index, grammar=g))
         except BaseException:
             for group in groups:
                 for request_id in group.ids:
                     self.engine.abort(request_id)
             raise
         return groups
+
+    def _grammars_for(self, prompts: Sequence[Prompt], grammar: Grammars) -> list[Grammar | None]:
+        if grammar is None or isinstance(grammar, GrammarSpec):
+            specs: list[GrammarSpec | None] = [grammar] * len(prompts)
+        elif isinstance(grammar, Sequence) and all(g is None or isinstance(g, GrammarSpec) for g in grammar):
+            specs = list(grammar)
+        else:
+            raise ValueError(f"grammar must be one GrammarSpec or one for each prompt, got {grammar!r}")
+        if len(specs) != len(prompts):
+            raise ValueError(
+                f"grammar must be one GrammarSpec or one for each prompt: got {len(specs)} for {len(prompts)}"
+            )
+        compiler = self.engine.grammars
+        if compiler is None and any(specs):
+            raise ValueError("a grammar needs LLM(structured_output=True) and a tokenizer that serves grammars")
+        return [None if spec is None or compiler is None else compiler.compile(spec) for spec in specs]
 
     def _advance(self) -> None:
         """One engine step, its deltas handed to the calls that they belong to."""

@@ -19,6 +19,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_TOKEN_IDS = 32
 MAX_LOGPROBS = 20
 MAX_CHOICES = 64
+MAX_PRIORITY = 100
 _INT32_MAX = 2**31 - 1
 
 
@@ -189,6 +190,13 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class ErrorKind(enum.StrEnum):
+    """What a request failed of that ended with FinishReason.ERROR."""
+
+    NON_FINITE = "non_finite"  # the target's logits were NaN or infinite
+    GRAMMAR = "grammar"  # its own grammar could not go on
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Logprob:
     """Log-probability of a token at one position.
@@ -274,7 +282,8 @@ class Request:
       params: how to sample.
       seed: the resolved seed, uint32; every draw of the request derives from it.
       arrival_time: seconds on the engine's clock.
-      priority: lower runs first.
+      priority: lower runs first, -100 to 100 (see SchedulerConfig.aging_seconds).
+      max_depth: most drafts accepted in a round; 0 decodes token by token, None takes what the tier gives.
       output_token_ids: generated tokens the host has seen.
       logprobs: an entry for each output token, where asked for.
       finish_reason: None until the end.
@@ -288,7 +297,7 @@ class Request:
       in_flight: for each dispatched result that the host has not seen, oldest first, the most tokens it adds to
         the pool: depth + 1 for a round, 0 for the first token of a prefill.
       metrics: what it cost.
-      error: message of a request that ended with FinishReason.ERROR.
+      error, error_kind: message and kind of a request that ended with FinishReason.ERROR; both None otherwise.
     """
 
     request_id: str
@@ -297,6 +306,7 @@ class Request:
     seed: int
     arrival_time: float = 0.0
     priority: int = 0
+    max_depth: int | None = None
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
@@ -310,12 +320,20 @@ class Request:
     in_flight: list[int] = dataclasses.field(default_factory=list)
     metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
     error: str | None = None
+    error_kind: ErrorKind | None = None
 
     def __post_init__(self) -> None:
         self.seed = _integer("seed", self.seed, 0, 2**32 - 1)
         if not math.isfinite(self.arrival_time):
             raise ValueError(f"arrival_time must be finite, got {self.arrival_time!r}")
+        self.priority = _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if self.max_depth is not None:
+            self.max_depth = _integer("max_depth", self.max_depth, 0, _INT32_MAX)
         self.metrics.arrival_time = self.arrival_time
+
+    def draft_limit(self, depth: int) -> int:
+        """Most drafts that a round of this depth may accept for the request."""
+        return depth if self.max_depth is None else min(depth, self.max_depth)
 
     @property
     def token_ids(self) -> list[int]:
@@ -342,7 +360,7 @@ class CompletionOutput:
       finish_reason: None while it runs.
       stop_reason: the stop token or stop string that ended it; None for the end of sequence and other reasons.
       logprobs: for each token, log-probabilities by token id; None when not asked for.
-      error: what went wrong, with FinishReason.ERROR.
+      error, error_kind: what went wrong, in words and as a kind, with FinishReason.ERROR; both None otherwise.
     """
 
     index: int
@@ -352,6 +370,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
+    error_kind: ErrorKind | None = None
 
 
 @dataclasses.dataclass

@@ -6,6 +6,7 @@ Standard library only; every other part of jaxspec may import this.
 from __future__ import annotations
 
 import dataclasses
+import re
 
 
 def max_nodes(depth: int, topk: int) -> int:
@@ -68,6 +69,21 @@ class Tier:
 
     def __str__(self) -> str:
         return self.name
+
+
+def parse_tier(text: str) -> Tier:
+    """A tier by its name ("off", "chain-3", "tree-4x3/16"), or a chain by its depth ("3").
+
+    Raises:
+      ValueError: another text, or a shape that no draft can fill.
+    """
+    if text == "off":
+        return Tier(0)
+    match = re.fullmatch(r"(?:chain-)?(\d{1,2})|tree-(\d{1,2})x(\d{1,2})/(\d{1,4})", text)
+    if match is None:
+        raise ValueError(f"a tier must be a depth, or a name such as 'chain-3' or 'tree-4x3/16', got {text!r}")
+    depth, *tree = match.groups()
+    return Tier(int(depth)) if depth else Tier(*(int(part) for part in tree))
 
 
 #: Plain decoding.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from jaxspec.text import tokenizer as tokenizer_module
 from jaxspec.text.tokenizer import IncrementalDetokenizer, StopChecker, StopResult, Tokenizer
 
 SPECIAL = ["<|bos|>", "<|eos|>", "<|pad|>"]
@@ -109,6 +112,46 @@ def test_bad_input_is_refused_by_name(tmp_path: Path) -> None:
     assert tok.decode([*tok.encode("ab"), tok.vocab_size, 2**40]) == "ab"
 
 
+def test_encoding_is_the_backend_s_and_lets_other_threads_run() -> None:
+    backend = byte_level()
+    tok = Tokenizer(backend)
+    backend.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
+    for text in ("", "a", TEXT, TEXT * 50, "<|bos|>x"):
+        for special in (True, False):
+            assert tok.encode(text, add_special_tokens=special) == backend.encode(text, add_special_tokens=special).ids
+
+    gaps: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        last = time.monotonic()
+        while not done.is_set():
+            time.sleep(0.001)
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    thread = threading.Thread(target=tick)
+    text = TEXT * 20_000
+    thread.start()
+    began = time.monotonic()
+    ids = tok.encode(text)
+    seconds = time.monotonic() - began
+    done.set()
+    thread.join()
+    assert len(ids) > 100_000 and max(gaps) < seconds / 2  # with the GIL held it is all of it
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    tok = Tokenizer(byte_level())
+    longest = max(map(len, byte_level().get_vocab()))
+    assert tok.longest_token == longest
+    assert len(tok.encode("a" * longest * 3, max_tokens=3)) >= 3
+    monkeypatch.setattr(tok, "_backend", None)
+    with pytest.raises(ValueError, match=rf"at most {3 * longest} characters \(3 tokens\), got {3 * longest + 1}"):
+        tok.encode("a" * (3 * longest + 1), max_tokens=3)
+
+
 TEMPLATE = (
     "{%- for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no ' + m.role) }}{% endif %}"
     "{{ bos_token }}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
@@ -155,6 +198,16 @@ def test_templates_find_what_published_ones_use() -> None:
     tok = Tokenizer(byte_level(), chat_template=template)
     talk = [{"role": "user", "content": "größer"}] * 2
     assert tok.apply_chat_template(talk, tools=["t"]) == '{\n "role": "user",\n "content": "größer"\n}%[\'t\']'
+
+
+def test_a_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    environment = tokenizer_module._environment
+    monkeypatch.setattr(tokenizer_module, "_environment", lambda: made.append(1) or environment())
+    tok = Tokenizer(byte_level(), chat_template=TEMPLATE)
+    assert not made
+    texts = {tok.apply_chat_template([{"role": "user", "content": str(i)}]) for i in range(3)}
+    assert len(made) == 1 and len(texts) == 3
 
 
 def test_no_template_is_an_error() -> None:

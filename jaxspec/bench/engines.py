@@ -90,7 +90,7 @@ class Parts:
         assert self.head is not None
         head = eagle3.load_head(self.head, self.small, self.dtype)
         core = HeadCore(grow.grow_head(head, self.small.config, self.size))
-        return AutoregressiveDrafter(core, geo), core.params
+        return AutoregressiveDrafter(core, geo), core.take_params()
 
     def engine(self, longest: int, texts: Sequence[Sequence[int]] | None = None, *, plain: bool = False) -> Engine:
         """An engine for requests of up to `longest` tokens.

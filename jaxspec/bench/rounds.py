@@ -64,7 +64,7 @@ def random_weights(module: Any, seed: int) -> Any:
 
 def build(
     shape: str, tiers: Sequence[Tier], batches: Sequence[int], context: int, dtype: jnp.dtype, *,
-    kernels: str | None, sampled: bool, page: int,
+    kernels: str | None, sampled: bool, page: int, cache: Path | None = None,
 ) -> Runner:  # fmt: skip
     """A runner of random weights with one executable a tier and batch."""
     cfg, draft_vocab = SHAPES[shape]
@@ -79,10 +79,10 @@ def build(
     drafter, params = None, ()
     if depth:
         core = HeadCore(random_weights(nnx.eval_shape(lambda: Eagle3Head(head, dtype=dtype)), 1))
-        drafter, params = AutoregressiveDrafter(core, geo), core.params
+        drafter, params = AutoregressiveDrafter(core, geo), core.take_params()
     return Runner(
         target, drafter, params, geo, rejection=False, reachable={tier: tuple(batches) for tier in tiers},
-        prefill_sizes=(), eos=(), variants=(sampled,), progress=sys.stderr.isatty(),
+        prefill_sizes=(), eos=(), variants=(sampled,), progress=sys.stderr.isatty(), cache=cache,
     )  # fmt: skip
 
 
@@ -99,8 +99,8 @@ class Bench:
         table = np.arange(geo.slots * geo.pages_per_seq, dtype=np.int32).reshape(geo.slots, -1)
         length = jnp.full((geo.slots,), self.context, jnp.int32)
         runner.state = dataclasses.replace(runner.state, table_SM=jnp.asarray(table), length_S=length)
-        plan = np.full((batch, 2 + geo.max_new_pages), geo.num_pages, np.int32)
-        plan[:, 0], plan[:, 1] = np.arange(batch), geo.pages_per_seq
+        plan = np.full((batch, geo.plan_width), geo.num_pages, np.int32)
+        plan[:, 0], plan[:, 1], plan[:, 2] = np.arange(batch), geo.max_depth, geo.pages_per_seq
         return runner.repeat(tier, batch, jax.device_put(plan), count)
 
     def measure(self, tier: Tier, batch: int, count: int, repeats: int) -> dict[str, Any]:
@@ -145,12 +145,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--json", metavar="FILE")
     args = parser.parse_args(argv)
 
-    use_persistent_cache(True)
+    cache = use_persistent_cache(True)
     tiers = [Tier(depth) for depth in sorted({0, *args.depth})]
     device = jax.devices()[0]
     runner = build(
         args.shape, tiers, sorted(set(args.batch)), args.context, jnp.dtype(args.dtype),
-        kernels=args.kernels, sampled=args.sampled, page=args.page,
+        kernels=args.kernels, sampled=args.sampled, page=args.page, cache=cache,
     )  # fmt: skip
     bench = Bench(runner, args.context)
     known = next((rate for name, rate in BANDWIDTH.items() if name in device.device_kind), None)

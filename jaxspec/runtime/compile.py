@@ -6,11 +6,13 @@ proves that nothing compiles after warm-up.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,11 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from jaxspec.runtime.executables import ExecutableStore, kept_once
 from jaxspec.tier import Tier
 
+#: Directory of JAX's own cache, where it was put there by this module.
+_XLA = "jaxspec-xla"
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -48,18 +53,23 @@ def cache_directory() -> Path:
 
 
 def use_persistent_cache(where: bool | str | Path) -> Path | None:
-    """Points JAX's compilation cache at `where` (True: the user's cache directory), unless the user has chosen one."""
+    """The directory in which executables are to be kept (True: in the user's cache directory); None for none.
+
+    JAX's own cache is pointed there too, for what is compiled outside the rounds. Where the user has chosen one
+    (jax_compilation_cache_dir), it is used for everything, as it is, and the result is None.
+    """
     if where is False:
         return None
-    chosen = jax.config.values.get("jax_compilation_cache_dir")
-    if chosen:
-        return Path(chosen)
     directory = cache_directory() if where is True else Path(where)
-    directory.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return directory
+    chosen = jax.config.values.get("jax_compilation_cache_dir")
+    if chosen and Path(chosen).name != _XLA:
+        return None
+    if not chosen:
+        directory.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(directory / _XLA))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return directory / "rounds"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,17 +86,46 @@ class SpecRuntimeState:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One function to compile: `lower` traces and lowers it, in the compiling thread."""
+    """One function to compile: `lower` traces and lowers it, in the compiling thread.
+
+    Attributes:
+      args: shapes of what it is called with.
+      fingerprint: of all that its tracing depends on; None where that cannot be told.
+    """
 
     key: Any
+    args: tuple[Any, ...]
     lower: Callable[[], Any]
+    fingerprint: str | None = None
+
+    def compiled(self, store: ExecutableStore | None) -> Any:
+        """The executable, from the store where there is one and it can be."""
+        compile = lambda: self.lower().compile()
+        return (
+            compile() if store is None or self.fingerprint is None else store.get(self.fingerprint, self.args, compile)
+        )
 
 
-def compile_all(jobs: Sequence[Job], *, progress: bool, threads: int | None = None) -> tuple[dict[Any, Any], float]:
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Tracing makes millions of objects that live on; looking through them again and again costs a quarter."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def compile_all(
+    jobs: Sequence[Job], *, progress: bool, store: ExecutableStore | None = None, threads: int | None = None
+) -> tuple[dict[Any, Any], float]:
     """Compiles the jobs in parallel threads.
 
     Args:
       progress: show a bar on standard error.
+      store: where executables of earlier processes lie, and these are to lie.
       threads: by default one a core, at most 16.
 
     Returns:
@@ -94,8 +133,9 @@ def compile_all(jobs: Sequence[Job], *, progress: bool, threads: int | None = No
     """
     began = time.perf_counter()
     done: dict[Any, Any] = {}
-    with ThreadPoolExecutor(threads or min(16, os.cpu_count() or 1)) as pool:
-        futures = {pool.submit(lambda job=job: job.lower().compile()): job for job in jobs}
+    once = kept_once() if store is not None else contextlib.nullcontext()
+    with _without_collection(), once, ThreadPoolExecutor(threads or min(16, os.cpu_count() or 1)) as pool:
+        futures = {pool.submit(job.compiled, store): job for job in jobs}
         bar = tqdm(as_completed(futures), total=len(jobs), desc="compiling", disable=not progress, leave=False)
         for future in bar:
             done[futures[future].key] = future.result()

@@ -7,10 +7,12 @@ returns at once, and `collect` is the only call that waits.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +24,18 @@ from jaxspec.adaptive.cost import CostTable
 from jaxspec.models.layers import Transformer
 from jaxspec.request import MAX_LOGPROBS, Logprob, Request
 from jaxspec.runtime.compile import Job, SpecRuntimeState, compile_all
+from jaxspec.runtime.executables import ExecutableStore, Fingerprints, IndescribableError
 from jaxspec.runtime.sharding import Placement, abstract
 from jaxspec.scheduling.scheduler import DecodeRow, PrefillChunk
+from jaxspec.speculation import guided
 from jaxspec.speculation import round as rounds
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.sampling import MAX_STOP_IDS
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.speculation.typical import Typical
 from jaxspec.tier import PLAIN, Tier
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -77,6 +83,18 @@ class RowResult:
     logprobs: tuple[dict[int, Logprob], ...] | None
 
 
+class Guide(Protocol):
+    """What the rows of a round may say next, as int32 sets of bits over the vocabulary; -1 allows everything."""
+
+    def ahead(self, bucket: int, depth: int) -> np.ndarray:
+        """At each of the next positions, whatever will be drafted, [bucket, depth, W]."""
+        ...
+
+    def masks(self, tokens_BN: np.ndarray, parents_BN: np.ndarray) -> np.ndarray:
+        """After each node of the rows' trees, [B, N, W]."""
+        ...
+
+
 class Runner:
     """Weights, state and executables of one engine.
 
@@ -90,13 +108,15 @@ class Runner:
       eos: token ids that min_tokens bans besides a request's own stop ids.
       variants: which rounds to compile: False for greedy ones, True for sampled ones (which serve every batch).
       mesh: devices that share the weights and pools (runtime.sharding); None for the backend's first device alone.
+      guided: whether rounds and prefills can be told what rows may say.
+      cache: directory in which executables are kept for the next process; None: nowhere.
     """
 
     def __init__(
         self, model: Transformer, drafter: Drafter | None, draft_params: Any, geo: Geometry, *,
         rejection: bool, reachable: Mapping[Tier, Sequence[int]], prefill_sizes: Sequence[int],
         eos: Sequence[int], variants: Sequence[bool] = (False, True), mesh: Mesh | None = None, progress: bool,
-        typical: Typical | None = None,
+        typical: Typical | None = None, guided: bool = False, cache: Path | None = None,
     ):  # fmt: skip
         graph, target = nnx.split(model)
         self.config = model.config
@@ -112,11 +132,14 @@ class Runner:
         self.prefill_sizes = tuple(prefill_sizes)
         self.reachable = {tier: tuple(buckets) for tier, buckets in reachable.items()}
         self.variants = tuple(sorted(set(variants)))
+        self.guided = guided
+        self._words = -(-self.config.vocab_size // 32)
+        self._anything = self._put(np.full((1, self._words), -1, np.int32)) if guided else None
         self._plans: dict[bytes, jax.Array] = {}
         self._prefilled = False
         self._zero_bias = self._put(np.zeros((self.config.vocab_size,), np.float32))
         self.state = self._fresh_state()
-        self._compile(progress)
+        self._compile(progress, cache)
 
     def _empty_state(self) -> DecodeState:
         draft = () if self.drafter is None else self.drafter.init_state(self.geo)
@@ -135,22 +158,45 @@ class Runner:
 
     # Compilation.
 
-    def _compile(self, progress: bool) -> None:
+    def _fingerprint(self, *described: Any) -> str | None:
+        """Of what an executable is made from; None where it is not kept."""
+        if self._fingerprints is None:
+            return None
+        try:
+            return self._fingerprints(described)
+        except IndescribableError as e:
+            _log.debug("an executable is not stored, for it depends on %s", e)
+            return None
+
+    def _compile(self, progress: bool, cache: Path | None) -> None:
         place = self._place
+        store = None
+        if cache is not None and jax.process_count() == 1:
+            devices = jax.devices()[:1] if place.mesh is None else list(place.mesh.devices.flat)
+            store = ExecutableStore(cache, devices)
+        self._fingerprints = None if store is None else Fingerprints()
         shape = lambda *s, dtype=jnp.int32: jax.ShapeDtypeStruct(s, dtype, sharding=place.replicated)
         target = abstract(self._target, place.target)
         draft = abstract(self._draft_params, place.draft_params)
         state = abstract(self.state, place.state)
-        width = 2 + self.geo.max_new_pages
+        width = self.geo.plan_width
         jobs: list[Job] = []
+        added: set[Any] = set()
 
         def lower(jitted: Any, args: tuple[Any, ...], static: Mapping[str, Any]) -> Any:
             with place.ambient():
                 return jitted.trace(*args, **static).lower()
 
-        def add(key: Any, fn: Callable[..., Any], donate: int, args: tuple[Any, ...], to: Any, **static: Any) -> None:
-            jitted = jax.jit(fn, donate_argnums=(donate,), static_argnames=tuple(static), out_shardings=to)
-            jobs.append(Job(key, lambda: lower(jitted, args, static)))
+        def add(
+            key: Any, fn: Callable[..., Any], donate: int | None, args: tuple[Any, ...], to: Any, **static: Any
+        ) -> None:
+            if key in added:  # tiers of as many nodes share the target's forward
+                return
+            added.add(key)
+            donated = () if donate is None else (donate,)
+            jitted = jax.jit(fn, donate_argnums=donated, static_argnames=tuple(static), out_shardings=to)
+            told = self._fingerprint(fn, donated, *jax.tree.flatten(args), static, *jax.tree.flatten(to), place.mesh)
+            jobs.append(Job(key, args, lambda: lower(jitted, args, static), told))
 
         vocab = self.config.vocab_size
         widths: set[tuple[int, int, int]] = {(1, 1, 1)}
@@ -162,13 +208,17 @@ class Runner:
                     params = draft if tier.depth else ()
                     args = (target, params, state, shape(bucket, width))
                     add(("round", tier, bucket, sampled), fn, 2, args, place.round_results(sampled))
+                if self.guided:
+                    self._add_guided(add, tier, bucket, target, draft, state)
         if self.drafter is not None and self.drafter.has_cache and PLAIN in self.reachable:
             catch_up = rounds.catch_up_fn(self.spec)
             for bucket in sorted({b for buckets in self.reachable.values() for b in buckets}):
                 add(("catch_up", bucket), catch_up, 1, (draft, state, shape(bucket, width)), place.state)
         prefill = rounds.prefill_fn(self.spec)
+        anything = shape(1, self._words) if self.guided else None
         for size in self.prefill_sizes:
-            add(("prefill", size), prefill, 2, (target, draft, state, shape(3)), place.round_results(True), size=size)
+            args = (target, draft, state, shape(3), anything)
+            add(("prefill", size), prefill, 2, args, place.round_results(True), size=size)
         f32 = jnp.float32
         admit_args = (
             state, shape(7 + MAX_STOP_IDS), shape(6, dtype=f32), shape(self.geo.pages_per_seq),
@@ -176,15 +226,17 @@ class Runner:
         )  # fmt: skip
         add(("admit",), rounds.admit_fn(self.spec), 0, admit_args, place.state)
         self._logprobs_k = min(MAX_LOGPROBS, vocab)
-        logprobs = jax.jit(rounds.logprobs_fn(self._logprobs_k), out_shardings=place.replicated)
         for b, n, d in sorted(widths):
             logits = jax.ShapeDtypeStruct((b, n, vocab), f32, sharding=place.logits)
             args = (logits, shape(b, d), shape(b, rounds.HEADER + d))
-            jobs.append(Job(("logprobs", b, n, d), lambda args=args: lower(logprobs, args, {})))
+            add(("logprobs", b, n, d), rounds.logprobs_fn(self._logprobs_k), None, args, place.replicated)
 
         # The dearest first, so that no thread ends with a long one alone.
         jobs.sort(key=lambda job: job.key[0] == "round" and -job.key[1].depth)
-        self._compiled, self.compile_seconds = compile_all(jobs, progress=progress)
+        self._compiled, self.compile_seconds = compile_all(jobs, progress=progress, store=store)
+        # Whole trees among the arguments by name, others as the shapes they are.
+        names = {id(target): "target", id(draft): "draft", id(state): "state"}
+        self._arguments = {job.key: tuple(names.get(id(arg), arg) for arg in job.args) for job in jobs}
         self.states: dict[Tier, SpecRuntimeState] = {
             tier: SpecRuntimeState(
                 tier, {(b, s): self._compiled["round", tier, b, s] for b in buckets for s in self.variants}
@@ -192,9 +244,53 @@ class Runner:
             for tier, buckets in self.reachable.items()
         }
 
+    def _add_guided(
+        self, add: Callable[..., None], tier: Tier, bucket: int, target: Any, draft: Any, state: Any
+    ) -> None:
+        """The executables of guided rounds of one tier; a plain one needs no parts: its only mask is known before."""
+        place, spec = self._place, self.spec
+        shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.int32, sharding=place.replicated)
+        plan, masks = shape(bucket, self.geo.plan_width), shape(bucket, tier.num_nodes, self._words)
+        if tier.depth == 0:
+            args = (target, (), state, plan, masks)
+            add(("guided", bucket), rounds.round_fn(spec, tier, True), 2, args, place.round_results(True))
+            return
+        with place.ambient():
+            drafted, forward = place.round_parts(*guided.parts(spec, tier, bucket, self._dtype))
+        where = lambda tree: None if place.mesh is None else jax.tree.map(lambda x: x.sharding, tree)
+        args = (draft, state, plan, shape(bucket, tier.depth, self._words))
+        to = place.state, where(drafted), place.replicated
+        add(("draft", tier, bucket), guided.draft_fn(spec, tier), 1, args, to)
+        tree = drafted.tree
+        args = (target, state, plan, tree.tokens_BN, tree.depths_BN, tree.ancestors_BNN)
+        add(("forward", tier.num_nodes, bucket), guided.forward_fn(spec), None, args, where(forward))
+        args = (state, plan, drafted, forward, masks)
+        add(
+            ("settle", tier, bucket),
+            guided.settle_fn(spec, tier),
+            0,
+            args,
+            (place.state, place.replicated, place.replicated),
+        )
+
     @property
     def num_executables(self) -> int:
         return len(self._compiled)
+
+    def rehearse(self) -> None:
+        """Runs every executable once, on zeros, and resets the state.
+
+        The first run costs several others: memory is mapped, GPUs load the program. No request shall pay for it.
+        """
+        zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
+        for key, arguments in self._arguments.items():
+            held = {"target": self._target, "draft": self._draft_params, "state": self.state}
+            args = [held[arg] if isinstance(arg, str) else jax.tree.map(zeros, arg) for arg in arguments]
+            out = self._compiled[key](*args)
+            results = out if isinstance(out, tuple) else (out,)
+            self.state = next((x for x in results if isinstance(x, DecodeState)), self.state)
+        jax.block_until_ready(self.state)
+        self.state = self._fresh_state()
 
     def measure(self, repeats: int = 5, context: int = 256) -> CostTable:
         """Times every round (greedy where compiled) a few times at a moderate context, and resets the state.
@@ -211,7 +307,7 @@ class Runner:
         pairs = [(tier, bucket) for tier, buckets in self.reachable.items() for bucket in buckets]
         for repeat in range(repeats + 1):
             for tier, bucket in pairs:
-                plan = self._plan([(slot, geo.pages_per_seq, ()) for slot in range(bucket)], bucket)
+                plan = self._plan([(slot, geo.max_depth, geo.pages_per_seq, ()) for slot in range(bucket)], bucket)
                 self.state = dataclasses.replace(self.state, length_S=length())
                 jax.block_until_ready(self.state)
                 began = time.perf_counter()
@@ -243,17 +339,17 @@ class Runner:
 
     # Dispatch.
 
-    def _plan(self, rows: Sequence[tuple[int, int, Sequence[int]]], bucket: int) -> jax.Array:
-        """The plan array of (slot, first table entry, new pages) rows; one without new pages is kept on the device."""
+    def _plan(self, rows: Sequence[tuple[int, int, int, Sequence[int]]], bucket: int) -> jax.Array:
+        """The plan array of (slot, most drafts, first table entry, new pages); kept on the device if none are new."""
         geo = self.geo
-        plan = np.empty((bucket, 2 + geo.max_new_pages), np.int32)
-        plan[:, 0], plan[:, 1], plan[:, 2:] = geo.slots, geo.pages_per_seq, geo.num_pages
+        plan = np.empty((bucket, geo.plan_width), np.int32)
+        plan[:, 0], plan[:, 1], plan[:, 2], plan[:, 3:] = geo.slots, 0, geo.pages_per_seq, geo.num_pages
         fresh = False
-        for i, (slot, first, pages) in enumerate(rows):
-            plan[i, 0] = slot
+        for i, (slot, depth, first, pages) in enumerate(rows):
+            plan[i, 0], plan[i, 1] = slot, depth
             if pages:
-                plan[i, 1] = first
-                plan[i, 2 : 2 + len(pages)] = pages
+                plan[i, 2] = first
+                plan[i, 3 : 3 + len(pages)] = pages
                 fresh = True
         if fresh:
             return self._put(plan)
@@ -300,40 +396,76 @@ class Runner:
                 bias[token] = value
         self.state = self._compiled[("admit",)](self.state, ints, floats, table, tokens, bias)
 
-    def prefill(self, chunk: PrefillChunk) -> Pending | None:
-        """Dispatches a chunk; a Pending where it ends the prompt, which holds the first token."""
+    def prefill(self, chunk: PrefillChunk, allowed_W: np.ndarray | None = None) -> Pending | None:
+        """Dispatches a chunk; a Pending where it ends the prompt, which holds the first token.
+
+        Args:
+          allowed_W: what that token may be, as an int32 set of bits; None: anything.
+        """
         if chunk.is_first:
             self.admit(chunk)
         count = chunk.end - chunk.start
         size = next(s for s in self.prefill_sizes if s >= count)
         plan = np.asarray([chunk.slot, count, chunk.is_last], np.int32)
         executable = self._compiled["prefill", size]
-        self.state, packed, kept = executable(self._target, self._draft_params, self.state, plan)
+        allowed = self._anything if allowed_W is None else self._put(allowed_W[None])
+        self.state, packed, kept = executable(self._target, self._draft_params, self.state, plan, allowed)
         self._prefilled = True
         if not chunk.is_last:
             return None
         return self._pending([(chunk.request, chunk.request.epoch)], None, 1, packed, kept, 1, chunk.end)
 
     def dispatch(
-        self, rows: Sequence[DecodeRow], state: SpecRuntimeState, bucket: int, *, catch_up: bool = False
-    ) -> Pending:
+        self, rows: Sequence[DecodeRow], state: SpecRuntimeState, bucket: int, *, catch_up: bool = False,
+        guide: Guide | None = None,
+    ) -> Pending:  # fmt: skip
         """Dispatches one round of the tier that `state` is bound to.
 
         Args:
           catch_up: first let the drafter consume what rounds without drafting left behind.
+          guide: what the rows may say. Then the call waits for the drafts, and the round counts as untimed.
         """
         sampled = False not in self.variants or any(not row.request.params.plain_greedy for row in rows)
-        plan = self._plan([(row.slot, row.page_index, row.new_pages) for row in rows], bucket)
+        deepest = state.tier.depth
+        plan = self._plan(
+            [(row.slot, row.request.draft_limit(deepest), row.page_index, row.new_pages) for row in rows], bucket
+        )
         if catch_up:
             self.state = self._compiled["catch_up", bucket](self._draft_params, self.state, plan)
             self._prefilled = True
-        executable = state.executables[bucket, sampled]
-        self.state, packed, kept = executable(self._target, self._params_for(state.tier), self.state, plan)
+        if guide is None:
+            executable = state.executables[bucket, sampled]
+            self.state, packed, kept = executable(self._target, self._params_for(state.tier), self.state, plan)
+        else:
+            packed, kept = self._guided_round(state.tier, bucket, plan, guide)
+            self._prefilled = True
         context = sum(row.request.num_computed for row in rows)
         nodes = state.tier.num_nodes
         return self._pending(
             [(row.request, row.epoch) for row in rows], state.tier, bucket, packed, kept, nodes, context
         )
+
+    def _guided_round(
+        self, tier: Tier, bucket: int, plan: jax.Array, guide: Guide
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Dispatches a round's parts, the host's masks between them; (packed, what `logprobs_fn` reads)."""
+        if tier.depth == 0:
+            masks = self._put(guide.ahead(bucket, 1))
+            self.state, packed, kept = self._compiled["guided", bucket](self._target, (), self.state, plan, masks)
+            return packed, kept
+        ahead = self._put(guide.ahead(bucket, tier.depth))
+        draft = self._compiled["draft", tier, bucket]
+        self.state, drafted, shown = draft(self._draft_params, self.state, plan, ahead)
+        shown.copy_to_host_async()
+        tree = drafted.tree
+        forward = self._compiled["forward", tier.num_nodes, bucket](
+            self._target, self.state, plan, tree.tokens_BN, tree.depths_BN, tree.ancestors_BNN
+        )
+        tokens_parents = np.asarray(shown)  # waits for the drafts while the target runs
+        masks = self._put(guide.masks(tokens_parents[:, 0], tokens_parents[:, 1]))
+        settle = self._compiled["settle", tier, bucket]
+        self.state, packed, path = settle(self.state, plan, drafted, forward, masks)
+        return packed, (forward.logits_BNV, path)
 
     def _pending(
         self, rows: Sequence[tuple[Request, int]], tier: Tier | None, bucket: int, packed: jax.Array, kept: Any,

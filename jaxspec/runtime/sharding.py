@@ -24,7 +24,7 @@ from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import SPLIT, Transformer, tensor_parallel
 from jaxspec.speculation.drafter import Drafter
-from jaxspec.speculation.round import RoundSpec, round_fn
+from jaxspec.speculation.round import Drafted, Forward, RoundSpec, round_fn
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import Tier
 
@@ -122,6 +122,20 @@ class Placement:
         """Shardings of what a round returns; a prefill's are those of a sampled one."""
         return self.state, self.replicated, (self.logits, self.replicated) if sampled else None
 
+    def round_parts(self, drafted: Drafted, forward: Forward) -> tuple[Drafted, Forward]:
+        """The shapes that pass between the parts of a guided round, each with its sharding."""
+        if self.mesh is None or self.logits is None:
+            return drafted, forward
+        heads = self.replicated
+        if forward.kv_LBNGc.shape[3] % self.mesh.shape[TENSOR_AXIS] == 0:
+            heads = NamedSharding(self.mesh, PartitionSpec(None, None, None, TENSOR_AXIS))
+        lie = lambda tree, sharding: jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
+        whole = lambda tree: lie(tree, self.replicated)
+        parts = Forward(lie(forward.logits_BNV, self.logits), lie(forward.kv_LBNGc, heads), whole(forward.aux_BNA))
+        return whole(drafted), parts
+
     def ambient(self) -> contextlib.AbstractContextManager[Any]:
         """What to trace in; it belongs to the thread that traces."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
@@ -206,7 +220,7 @@ def abstract_round(
 
     state = jax.eval_shape(empty)
     place = Placement.of(mesh, target, draft_params, state)
-    plan = jax.ShapeDtypeStruct((bucket, 2 + geo.max_new_pages), jnp.int32, sharding=place.replicated)
+    plan = jax.ShapeDtypeStruct((bucket, geo.plan_width), jnp.int32, sharding=place.replicated)
     arguments = (
         abstract(target, place.target), abstract(draft_params, place.draft_params), abstract(state, place.state), plan,
     )  # fmt: skip

@@ -1,5 +1,7 @@
 """The round: draft -> target forward over the tree -> verify -> commit -> extend, as one traced function.
 
+Its phases are functions of their own: `guided` runs them with the host in between.
+
 Owns the order of things on the device and the layout of what the host reads. Must not
 know requests, policies or compilation.
 """
@@ -7,6 +9,7 @@ know requests, policies or compilation.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +20,7 @@ from flax import nnx
 from jaxspec.cache import TreeKV, commit
 from jaxspec.models.base import ModelConfig
 from jaxspec.speculation.drafter import Drafter
-from jaxspec.speculation.sampling import SamplingState, adjust_logits, top_logprobs
+from jaxspec.speculation.sampling import SamplingState, adjust_logits, restrict_logits, top_logprobs
 from jaxspec.speculation.state import DecodeState, Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.speculation.typical import Typical
@@ -53,17 +56,117 @@ class RoundSpec:
     def aux_layers(self) -> tuple[int, ...]:
         return self.drafter.aux_layers if self.drafter is not None else ()
 
+    def draws_drafts(self, tier: Tier, sampled: bool) -> bool:
+        """Whether drafts are drawn from the drafter's own distribution."""
+        can = self.drafter is not None and self.drafter.supports_trees
+        return self.rejection and sampled and tier.depth > 0 and tier.is_chain and can
+
 
 def _plain_tree(rows: Rows) -> DraftTree:
     return DraftTree.chain(rows.root_B[:, None])
 
 
-def _grow_tables(state: DecodeState, plan_BX: jax.Array) -> DecodeState:
+def grow_tables(state: DecodeState, plan_BX: jax.Array) -> DecodeState:
     """Writes the pages that the host granted into the rows' tables."""
-    slot, first, pages = plan_BX[:, 0], plan_BX[:, 1], plan_BX[:, 2:]
+    slot, first, pages = plan_BX[:, 0], plan_BX[:, 2], plan_BX[:, 3:]
     column = first[:, None] + jnp.arange(pages.shape[1])[None, :]
     table = state.table_SM.at[slot[:, None], column].set(pages, mode="drop")
     return dataclasses.replace(state, table_SM=table)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Drafted:
+    """What drafting leaves for verification.
+
+    Attributes:
+      noise_BDV: the target's Gumbel noise at the tier's depth + 1 positions, where the round has it anyway.
+    """
+
+    tree: DraftTree
+    noise_BDV: jax.Array | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """What the target made of a tree.
+
+    Attributes:
+      logits_BNV: raw.
+      kv_LBNGc: its nodes' keys and values. aux_BNA: what the drafter wants to see of them.
+    """
+
+    logits_BNV: jax.Array
+    kv_LBNGc: jax.Array
+    aux_BNA: jax.Array | None
+
+
+# The phases of a round.
+
+
+def _sampling_of(state: DecodeState, rows: Rows, sampled: bool) -> SamplingState | None:
+    return state.sampling.rows(rows.slot_B) if sampled else None
+
+
+def draft_phase(
+    spec: RoundSpec, tier: Tier, sampled: bool, draft_params: Any, state: DecodeState, rows: Rows
+) -> tuple[Any, Drafted]:
+    """The drafter's new state, and its tree."""
+    depth, drafter = tier.depth, spec.drafter
+    sampling = _sampling_of(state, rows, sampled)
+    # Typical acceptance asks how probable a draft is: then drafts are the likeliest tokens, not the noise's choice.
+    coupled = sampling if spec.typical is None else None
+    noise = None
+    if coupled is not None and verifies_in_xla(spec.geo.kernels):
+        position_BD = rows.length_B[:, None] + 1 + jnp.arange(depth + 1)[None, :]
+        noise = gumbel_noise(coupled.seed_S, position_BD, spec.config.vocab_size, Purpose.TARGET)
+    if depth == 0 or drafter is None:
+        return state.draft, Drafted(_plain_tree(rows), noise)
+    sample = spec.draws_drafts(tier, sampled)
+    shared = None if noise is None or sample else noise[:, :depth]
+    tree, draft_state = drafter.draft(draft_params, state.draft, rows, state.tokens_SL, tier, coupled, shared, sample)
+    return draft_state, Drafted(tree, noise)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward_phase(
+    spec: RoundSpec, target: Any, state: DecodeState, rows: Rows, tokens_BN: jax.Array, depths_BN: jax.Array,
+    ancestors_BNN: jax.Array,
+) -> Forward:  # fmt: skip
+    """The target over a tree; reads the pool.
+
+    Traced once for all the functions that call it with as many rows and nodes: warming up is mostly tracing.
+    """
+    model, geo = nnx.merge(spec.graph, target), spec.geo
+    kv = TreeKV(state.pages, rows.table_BM, rows.length_B, ancestors_BNN, geo.num_pages, kernels=geo.kernels)
+    hidden, aux = model(tokens_BN, rows.length_B[:, None] + depths_BN, kv.attend, spec.aux_layers)
+    return Forward(model.logits(hidden), kv.stacked(), aux)
+
+
+def settle_phase(
+    spec: RoundSpec, tier: Tier, sampled: bool, state: DecodeState, rows: Rows, cap_B: jax.Array, drafted: Drafted,
+    forward: Forward, allowed_BNW: jax.Array | None,
+) -> tuple[DecodeState, jax.Array, jax.Array]:  # fmt: skip
+    """Verifies and commits: (state, packed, path_BD)."""
+    tree, geo = drafted.tree, spec.geo
+    adjusted = forward.logits_BNV
+    sampling = _sampling_of(state, rows, sampled)
+    if sampling is not None:
+        position_BN = rows.length_B[:, None] + 1 + tree.depths_BN
+        adjusted = adjust_logits(adjusted, sampling, position_BN, tree.tokens_BN, tree.ancestors_BNN)
+    if allowed_BNW is not None:
+        adjusted = restrict_logits(adjusted, allowed_BNW)
+    verdict = verify(
+        tree, adjusted, sampling, rows.length_B + 1, tier,
+        noise_BDV=drafted.noise_BDV, kernels=geo.kernels, typical=spec.typical,
+    )  # fmt: skip
+    if tier.depth:
+        verdict = _at_most(verdict, cap_B, tree)
+    state, emitted = _commit_round(spec, tier, state, rows, tree, verdict, forward.kv_LBNGc, forward.aux_BNA, sampled)
+    bad = 1 - verdict.finite_B.astype(jnp.int32)
+    packed = jnp.concatenate([(verdict.num_accepted_B + 1)[:, None], bad[:, None], emitted], axis=1)
+    return state, packed, verdict.path_BD
 
 
 def round_fn(
@@ -71,58 +174,39 @@ def round_fn(
 ) -> Callable[..., tuple[DecodeState, jax.Array, tuple[jax.Array, jax.Array] | None]]:
     """The traced function of one (tier, greedy or sampled); the bucket is plan_BX's first axis.
 
-    The result takes (target state, draft state, DecodeState, plan_BX) and returns the new
+    The result takes (target state, draft state, DecodeState, plan_BX, allowed_BNW) and returns the new
     DecodeState, the packed int32 [B, HEADER + depth + 1], and for sampled batches the raw
     logits with the path's nodes, from which `logprobs_fn` reads.
 
-    plan_BX: int32 [B, 2 + new pages]: slot, first table entry to fill, pages (P for none).
+    plan_BX: int32 [B, Geometry.plan_width]: slot, most drafts to accept, first table entry to fill, pages (P for none).
+    allowed_BNW: which tokens each node may be followed by, int32 sets of bits; None: any. Masks of drafted nodes are
+    only known once there are drafts: such rounds run in parts (`guided`).
     """
-    geo, drafter = spec.geo, spec.drafter
-    depth = tier.depth
 
-    def run(target: Any, draft_params: Any, state: DecodeState, plan_BX: jax.Array) -> Any:
-        model = nnx.merge(spec.graph, target)
-        state = _grow_tables(state, plan_BX)
-        rows = Rows.gather(state, plan_BX[:, 0], geo)
-        vocab = spec.config.vocab_size
-        sampling = state.sampling.rows(rows.slot_B) if sampled else None
-        # Typical acceptance asks how probable a draft is: then drafts are the likeliest tokens, not the noise's choice.
-        coupled = sampling if spec.typical is None else None
-        noise = None
-        if coupled is not None and verifies_in_xla(geo.kernels):
-            position_BD = rows.length_B[:, None] + 1 + jnp.arange(depth + 1)[None, :]
-            noise = gumbel_noise(coupled.seed_S, position_BD, vocab, Purpose.TARGET)
-
-        draft_state = state.draft
-        if depth == 0 or drafter is None:
-            tree = _plain_tree(rows)
-        else:
-            sample = spec.rejection and sampled and tier.is_chain and drafter.supports_trees
-            shared = None if noise is None or sample else noise[:, :depth]
-            tree, draft_state = drafter.draft(
-                draft_params, draft_state, rows, state.tokens_SL, tier, coupled, shared, sample
-            )
-
-        kv = TreeKV(state.pages, rows.table_BM, rows.length_B, tree.ancestors_BNN, geo.num_pages, kernels=geo.kernels)
-        hidden, aux = model(tree.tokens_BN, rows.length_B[:, None] + tree.depths_BN, kv.attend, spec.aux_layers)
-        logits = model.logits(hidden)
-
-        adjusted = logits
-        if sampling is not None:
-            position_BN = rows.length_B[:, None] + 1 + tree.depths_BN
-            adjusted = adjust_logits(logits, sampling, position_BN, tree.tokens_BN, tree.ancestors_BNN)
-        verdict = verify(
-            tree, adjusted, sampling, rows.length_B + 1, tier,
-            noise_BDV=noise, kernels=geo.kernels, typical=spec.typical,
-        )  # fmt: skip
-
+    def run(
+        target: Any, draft_params: Any, state: DecodeState, plan_BX: jax.Array, allowed_BNW: jax.Array | None = None
+    ) -> Any:
+        state = grow_tables(state, plan_BX)
+        rows = Rows.gather(state, plan_BX[:, 0], spec.geo)
+        draft_state, drafted = draft_phase(spec, tier, sampled, draft_params, state, rows)
+        tree = drafted.tree
+        forward = forward_phase(spec, target, state, rows, tree.tokens_BN, tree.depths_BN, tree.ancestors_BNN)
         state = dataclasses.replace(state, draft=draft_state)
-        state, emitted = _commit_round(spec, tier, state, rows, tree, verdict, kv.stacked(), aux, sampled)
-        bad = 1 - verdict.finite_B.astype(jnp.int32)
-        packed = jnp.concatenate([(verdict.num_accepted_B + 1)[:, None], bad[:, None], emitted], axis=1)
-        return state, packed, (logits, verdict.path_BD) if sampled else None
+        state, packed, path = settle_phase(
+            spec, tier, sampled, state, rows, plan_BX[:, 1], drafted, forward, allowed_BNW
+        )
+        return state, packed, (forward.logits_BNV, path) if sampled else None
 
     return run
+
+
+def _at_most(verdict: Verdict, cap_B: jax.Array, tree: DraftTree) -> Verdict:
+    """The verdict cut to `cap_B` drafts; the token after them is then the next draft, since it was accepted."""
+    beyond = jnp.minimum(cap_B + 1, verdict.path_BD.shape[1] - 1)
+    node = jnp.take_along_axis(verdict.path_BD, beyond[:, None], axis=1)
+    token = jnp.take_along_axis(tree.tokens_BN, node, axis=1)[:, 0]
+    token = jnp.where(verdict.num_accepted_B > cap_B, token, verdict.next_token_B)
+    return verdict._replace(num_accepted_B=jnp.minimum(verdict.num_accepted_B, cap_B), next_token_B=token)
 
 
 def _commit_round(
@@ -161,14 +245,18 @@ def _commit_round(
 def prefill_fn(spec: RoundSpec) -> Callable[..., tuple[DecodeState, jax.Array, tuple[jax.Array, jax.Array]]]:
     """The traced function of a prompt chunk of one slot; its length is the chunk bucket, static.
 
-    The result takes (target state, draft state, DecodeState, plan int32 [3], chunk length as a
-    static range) with plan = (slot, real tokens, whether it ends the prompt). The tokens are
-    in the DecodeState already. It samples the token after the chunk where that ends the
-    prompt, with the same rule as every other token.
+    The result takes (target state, draft state, DecodeState, plan int32 [3], what the token after
+    the chunk may be as an int32 set of bits [1, W] or None, chunk length as a static range) with
+    plan = (slot, real tokens, whether it ends the prompt). The tokens are in the DecodeState
+    already. It samples the token after the chunk where that ends the prompt, with the same rule
+    as every other token.
     """
     geo, drafter = spec.geo, spec.drafter
 
-    def run(target: Any, draft_params: Any, state: DecodeState, plan: jax.Array, size: int) -> Any:
+    def run(
+        target: Any, draft_params: Any, state: DecodeState, plan: jax.Array, allowed_BW: jax.Array | None = None, *,
+        size: int,
+    ) -> Any:  # fmt: skip
         model = nnx.merge(spec.graph, target)
         slot_B, count_B, last_B = plan[None, 0], plan[None, 1], plan[None, 2] > 0
         rows = Rows.gather(state, slot_B, geo)
@@ -188,6 +276,8 @@ def prefill_fn(spec: RoundSpec) -> Callable[..., tuple[DecodeState, jax.Array, t
         position = (rows.length_B + count_B)[:, None]
         root = DraftTree.chain(jnp.zeros((1, 1), jnp.int32))
         adjusted = adjust_logits(logits, sampling, position, root.tokens_BN, root.ancestors_BNN)
+        if allowed_BW is not None:
+            adjusted = restrict_logits(adjusted, allowed_BW[:, None])
         verdict = verify(root, adjusted, sampling, position[:, 0], PLAIN, kernels=geo.kernels)
         token = verdict.next_token_B[:, None]
         new_kv, ready_B = kv.stacked(), token[:, 0] >= 0
@@ -218,7 +308,7 @@ def catch_up_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
 
     def run(draft_params: Any, state: DecodeState, plan_BX: jax.Array) -> DecodeState:
         assert spec.drafter is not None
-        state = _grow_tables(state, plan_BX)
+        state = grow_tables(state, plan_BX)
         rows = Rows.gather(state, plan_BX[:, 0], spec.geo)
         return dataclasses.replace(state, draft=spec.drafter.catch_up(draft_params, state.draft, rows, state.tokens_SL))
 

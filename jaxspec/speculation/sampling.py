@@ -1,7 +1,8 @@
 """What sampling parameters do to logits before a token is drawn from them, the same at every node.
 
-Order (vLLM's): raw logits -> logit bias and the ban on stop tokens before min_tokens ->
-repetition, frequency and presence penalties (all here) -> greedy rows take the argmax ->
+Order (vLLM's; a grammar's mask comes after all that could undo it): raw logits -> logit bias
+and the ban on stop tokens before min_tokens -> repetition, frequency and presence penalties ->
+tokens that the row's grammar refuses (all here) -> greedy rows take the argmax ->
 temperature -> min-p -> top-k -> top-p -> Gumbel-max with the request's own noise (all in
 pallas_kernels.rejection_sampling).
 """
@@ -113,6 +114,19 @@ def adjust_logits(
     raw_BNM = jnp.take_along_axis(logits, jnp.minimum(token_BNM, v - 1), axis=2)
     value_BNM = penalise(raw_BNM, count_BNM, count_BNM > 0, (1, 1))
     return base.at[bi, ni, token_BNM].set(value_BNM, mode="drop")
+
+
+def unpack_bits(words: jax.Array, size: int) -> jax.Array:
+    """Whether each of `size` tokens is in a set of bits, int32 [..., ceil(size / 32)] -> bool [..., size]."""
+    place = jnp.arange(32, dtype=jnp.int32).reshape((1,) * words.ndim + (32,))
+    bits = (words[..., None] >> place) & 1
+    return bits.reshape(*words.shape[:-1], -1)[..., :size].astype(bool)
+
+
+def restrict_logits(logits_BNV: jax.Array, allowed_BNW: jax.Array) -> jax.Array:
+    """Logits with all tokens but the allowed ones (a set of bits a node) far below any; NaN stays NaN."""
+    allowed_BNV = unpack_bits(allowed_BNW, logits_BNV.shape[-1])
+    return logits_BNV + jnp.where(allowed_BNV, 0.0, NEG_INF).astype(logits_BNV.dtype)
 
 
 def top_logprobs(

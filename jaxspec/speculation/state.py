@@ -45,6 +45,11 @@ class Geometry:
         """Most pages that the scheduler grants a row before one round (SchedulerConfig.growth_pages)."""
         return -(-(self.max_depth + 1) // self.page_size) + 1
 
+    @property
+    def plan_width(self) -> int:
+        """Columns of a round's plan: slot, most drafts to accept, first table entry to fill, the pages to fill in."""
+        return 3 + self.max_new_pages
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +93,7 @@ class Rows:
       slot_B: slot of each row; S marks padding.
       valid_B: whether the row is not padding.
       table_BM, length_B, root_B: gathered state; padding rows have length 0 and no pages.
+      allowed_BDW: tokens that grammars allow at each of the next positions, as sets of bits, int32; None: all.
     """
 
     slot_B: jax.Array
@@ -95,6 +101,7 @@ class Rows:
     table_BM: jax.Array
     length_B: jax.Array
     root_B: jax.Array
+    allowed_BDW: jax.Array | None = None
 
     @classmethod
     def gather(cls, state: DecodeState, slot_B: jax.Array, geo: Geometry) -> Rows:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,6 +39,8 @@ class Tokenizer:
       eos_token_ids: tokens that end a text, by tokenizer_config.json, generation_config.json
         and config.json together.
       adds_bos: whether `encode` puts BOS in front.
+      longest_token: characters of the longest token, so that a text has at least len(text) / longest_token tokens
+        (but for what a normalizer or a special token swallows).
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Tokenizer:
         self._chat_template = chat_template
         self._special_tokens = dict(special_tokens or {})
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         in_template = bos_token_id is not None and bos_token_id in backend.encode("").ids
@@ -96,16 +100,26 @@ class Tokenizer:
             special_tokens=special,
         )
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, BOS in front if the checkpoint says so.
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a text, BOS in front if the checkpoint says so. Other threads run meanwhile.
+
+        Args:
+          max_tokens: a text that must have more tokens than these is refused, and costs nothing; one that may have
+            fewer is not.
 
         Raises:
-          ValueError: not a string, or one that is not valid Unicode.
+          ValueError: not a string, or one that is not valid Unicode, or too long.
         """
         if not isinstance(text, str):
             raise ValueError(f"a prompt's text must be a string, got {type(text).__name__}")
+        if max_tokens is not None and len(text) > max_tokens * self.longest_token:
+            raise ValueError(
+                f"a prompt's text must be at most {max_tokens * self.longest_token} characters ({max_tokens} tokens), "
+                f"got {len(text)}"
+            )
         try:
-            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # `encode` would hold the GIL all the while; the batch releases it, and this one counts no offsets.
+            ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, UnicodeEncodeError) as e:
             raise ValueError(f"a prompt's text must be valid Unicode: {e}") from e
         if add_special_tokens and self._prepend_bos and self.bos_token_id is not None:
@@ -119,6 +133,10 @@ class Tokenizer:
           ValueError: a negative id.
         """
         return self._backend.decode([i for i in ids if self.has_text(i)], skip_special_tokens=skip_special_tokens)
+
+    def to_json(self) -> str:
+        """The tokenizer as tokenizer.json would hold it."""
+        return self._backend.to_str()
 
     def has_text(self, token_id: int) -> bool:
         """Whether the vocabulary holds this id.
@@ -146,12 +164,17 @@ class Tokenizer:
             raise ValueError(f"messages must be a list of {{'role': ..., 'content': ...}}, got {messages!r}")
         known = {**self._special_tokens, "tools": None, "documents": None, **variables}
         try:
-            template = _environment().from_string(self._chat_template)
-            return template.render(
+            return self._template.render(
                 messages=[dict(m) for m in messages], add_generation_prompt=add_generation_prompt, **known
             )
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as e:
             raise ValueError(f"the chat template failed on these messages: {e}") from e
+
+    @functools.cached_property
+    def _template(self) -> jinja2.Template:
+        """Compiled at its first use, which two threads may do at once; any thread may render it."""
+        assert self._chat_template is not None
+        return _environment().from_string(self._chat_template)
 
 
 class IncrementalDetokenizer:

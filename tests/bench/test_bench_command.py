@@ -51,7 +51,7 @@ def test_tiers_are_depths_or_names():
     [
         (["--batch-sizes", "1,x"], "batch-sizes must be integers from 1 to 1024, got 'x'"),
         (["--batch-sizes", "0"], "batch-sizes must be integers from 1 to 1024, got '0'"),
-        (["--tiers", "3,deep"], "tiers must be depths or names .* got 'deep'"),
+        (["--tiers", "3,deep"], "a tier must be a depth, or a name .* got 'deep'"),
         (["--tiers", "0"], "tiers must have a depth of at least 1 .* got '0'"),
         (["--tiers", "tree-2x2/99"], "num_nodes must lie between depth [+] 1 = 3 and 7 for topk 2, got 99"),
         (["--workloads", "code,poems"], "workloads must be among .* got 'poems'"),

@@ -153,8 +153,8 @@ class Markov:
     def plan(self, slots: Sequence[int] | None = None) -> np.ndarray:
         """A plan without new pages for these slots (all by default); `self.slots` is padding."""
         slots = range(self.slots) if slots is None else slots
-        plan = np.full((len(slots), 2 + self.geo.max_new_pages), self.geo.num_pages, np.int32)
-        plan[:, 0], plan[:, 1] = slots, self.pages_per_seq
+        plan = np.full((len(slots), self.geo.plan_width), self.geo.num_pages, np.int32)
+        plan[:, 0], plan[:, 1], plan[:, 2] = slots, self.geo.max_depth, self.pages_per_seq
         return plan
 
     def run(

@@ -40,7 +40,7 @@ def temp_and_smallest_pool(compiled, state) -> tuple[int, int]:
 
 def check_round(setting, tier):
     spec, target, draft, state = setting
-    plan = jax.ShapeDtypeStruct((2, 2 + GEO.max_new_pages), jnp.int32)
+    plan = jax.ShapeDtypeStruct((2, GEO.plan_width), jnp.int32)
     fn = jax.jit(rounds.round_fn(spec, tier, sampled=False), donate_argnums=2)
     compiled = fn.lower(target, draft, state, plan).compile()
     temp, pool = temp_and_smallest_pool(compiled, state)

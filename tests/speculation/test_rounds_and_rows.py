@@ -101,9 +101,9 @@ def test_tables_grow_by_what_the_host_granted(markov: Callable[[int], Any]):
     table[:, 1:] = none
     state = dataclasses.replace(state, table_SM=jnp.asarray(table))
     plan = rounds.plan([2, 5, SLOTS])
-    assert plan.shape[1] >= 4
-    plan[0, 1:4] = [1, 30, none]
-    plan[2, 1:4] = [0, 9, 9]  # padding that asks for pages gets none
+    assert plan.shape[1] >= 5
+    plan[0, 2:5] = [1, 30, none]
+    plan[2, 2:5] = [0, 9, 9]  # padding that asks for pages gets none
     after = np.asarray(rounds.run(state, PLAIN, plan=plan)[0].table_SM)
     table[2, 1] = 30
     np.testing.assert_array_equal(after, table)

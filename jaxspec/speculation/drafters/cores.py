@@ -35,7 +35,18 @@ class FeatureHead(Protocol):
         ...
 
 
-class HeadCore:
+class Trained:
+    """Holds a network's parameters until a round takes them as its argument."""
+
+    params: Any
+
+    def take_params(self) -> Any:
+        """The parameters, no longer held here: a round that took them from here would have them compiled in."""
+        params, self.params = self.params, None
+        return params
+
+
+class HeadCore(Trained):
     """A FeatureHead: an entry pairs the feature of a position with the token after it.
 
     Attributes:
@@ -86,7 +97,7 @@ class HeadCore:
         return None if self.full_vocabulary else net.target_ids[...]
 
 
-class DraftModelCore:
+class DraftModelCore(Trained):
     """A small language model with the target's vocabulary (Leviathan et al. 2023)."""
 
     offset = 0

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.speculation.drafters.cores import Trained
 from jaxspec.speculation.drafters.medusa_head import MedusaHeads
 from jaxspec.speculation.drafters.proposals import Ranking, path_independent, propose
 from jaxspec.speculation.sampling import SamplingState
@@ -21,11 +22,8 @@ from jaxspec.speculation.tree import DraftTree
 from jaxspec.tier import Tier
 
 
-class MedusaDrafter:
+class MedusaDrafter(Trained):
     """Chains and trees from Medusa heads. Its state is the features of the last committed positions, [S, E].
-
-    Attributes:
-      params: the heads' parameters.
 
     Raises:
       ValueError: a tier deeper than there are heads.

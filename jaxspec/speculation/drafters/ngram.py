@@ -95,4 +95,17 @@ class NgramDrafter:
         period = jnp.maximum(last_B - at_B, 1)[:, None]
         tokens = rows.tokens_at(tokens_SL, at_B[:, None] + 1 + step % period)
         tokens = jnp.where((best_B > 0)[:, None], tokens, self.vocab_size)
+        if rows.allowed_BDW is not None:
+            tokens = self._within(tokens, rows.allowed_BDW)
         return DraftTree.chain(jnp.concatenate([rows.root_B[:, None], tokens], axis=1)), draft
+
+    def _within(self, tokens_BD: jax.Array, allowed_BDW: jax.Array) -> jax.Array:
+        """The chain with the only token that is allowed, where there is but one, and none where it is refused."""
+        word_BD = jnp.argmax(allowed_BDW != 0, axis=2).astype(jnp.int32)
+        bits_BD = jnp.take_along_axis(allowed_BDW, word_BD[:, :, None], axis=2)[:, :, 0]
+        forced_BD = jax.lax.population_count(allowed_BDW).sum(axis=2) == 1
+        only_BD = 32 * word_BD + 31 - jax.lax.clz(bits_BD)
+        inside_BD = jnp.minimum(tokens_BD, self.vocab_size - 1)
+        bits_BD = jnp.take_along_axis(allowed_BDW, (inside_BD // 32)[:, :, None], axis=2)[:, :, 0]
+        refused_BD = (bits_BD >> (inside_BD % 32)) & 1 == 0
+        return jnp.where(forced_BD, only_BD, jnp.where(refused_BD, self.vocab_size, tokens_BD))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxspec.speculation.sampling import SamplingState
+from jaxspec.speculation.sampling import SamplingState, unpack_bits
 from jaxspec.speculation.state import Rows
 from jaxspec.speculation.tree import DraftTree, ancestors
 from jaxspec.tier import Tier
@@ -69,9 +69,21 @@ class Ranking:
         ids = ids.astype(jnp.int32)
         return ids if self.target_ids_V is None else jnp.take(self.target_ids_V, ids, mode="clip")
 
+    def _allowed(self, logits_BWV: jax.Array, depth: int) -> jax.Array:
+        """Logits without the tokens that the rows' grammars refuse at this depth."""
+        if self.rows.allowed_BDW is None:
+            return logits_BWV
+        allowed_BV = unpack_bits(self.rows.allowed_BDW[:, depth - 1], self.vocab_size)
+        if self.target_ids_V is not None:
+            allowed_BV = jnp.take(allowed_BV, self.target_ids_V, axis=1, mode="clip")
+        # A draft vocabulary may lack all of them: then the distribution stays as it is, which draws depend on.
+        allowed_BV = allowed_BV | ~jnp.any(allowed_BV, axis=1, keepdims=True)
+        return jnp.where(allowed_BV[:, None, :], logits_BWV, NEG_INF)
+
     def scores(self, logits_BWV: jax.Array, depth: int) -> jax.Array:
         """Ranking scores: logits, or for sampled rows tempered logits plus the target's own noise."""
         sampling, table = self.sampling, self.target_ids_V
+        logits_BWV = self._allowed(logits_BWV, depth)
         if sampling is None:
             return logits_BWV
         position_B = self.rows.length_B + depth
@@ -91,7 +103,7 @@ class Ranking:
         sampling, table = self.sampling, self.target_ids_V
         assert sampling is not None
         b, v = logits_BV.shape[0], self.vocab_size
-        wide = logits_BV
+        wide = self._allowed(logits_BV[:, None], depth)[:, 0]
         if table is not None:
             wide = jnp.full((b, v), NEG_INF, jnp.float32).at[:, table].set(wide)
         kept = filter_logits(wide[:, None], *sampling.draws[:4])[:, 0]

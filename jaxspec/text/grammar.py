@@ -1,0 +1,521 @@
+"""Grammars: what a text may say, token by token, as sets of bits over the vocabulary.
+
+Owns the compilation of JSON schemas, regular expressions, Lark grammars and choices (llguidance),
+and where a request's text stands in its grammar. A set of bits is an int32 row of
+ceil(vocabulary / 32) words; -1 everywhere allows everything. Must not know models, devices or
+the engine. Nothing here raises for a grammar that fails while it runs: its matcher says so.
+
+A grammar cannot overflow the stack, nor hold up a step for long, but its compilation has no bound
+in time and memory here: some sources of a few bytes take minutes and gigabytes, and a compilation
+cannot be interrupted. Grammars of strangers are to be tried in another process first, as the
+server does (serve/grammar_trials.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, TypeVar, get_args
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask
+
+from jaxspec.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "choice"]
+KINDS: tuple[str, ...] = get_args(GrammarKind)
+MAX_SOURCE_BYTES = 256 * 1024
+MAX_CHOICES = 4096
+MAX_CHOICE_BYTES = 1024
+#: Compiled grammars that a compiler keeps, and the memory that they may take together.
+MAX_CACHED, MAX_CACHED_BYTES = 64, 256 * 2**20
+#: Least that a compiled grammar is taken to hold: bytes, and bytes for each of its source.
+_LEAST_BYTES, _BYTES_A_BYTE = 64 * 1024, 8
+#: Compilers of rules and references recurse. This holds what the longest chains that fit a source need, several times
+#: over; it is address space, and only what is used becomes memory.
+STACK_BYTES = 2**30
+#: Processor seconds that a text's masks may take: these in all, and so many more for each of its tokens. A mask mostly
+#: takes tens of microseconds and at worst some ten milliseconds; a step must not wait for one that always is at worst.
+_MASK_SECONDS, _MASK_SECONDS_A_TOKEN = 0.5, 0.02
+#: How JSON is laid out where the schema says nothing else ("x-guidance"): at most one blank, after "," and ":". A model
+#: cannot emit blanks for ever, and most of what lies between two values is forced.
+_JSON = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+#: What a grammar may cost beside llguidance's own limits. Items bound the time of one mask: an ambiguous grammar takes
+#: seconds without. 500 in a row leave room for a choice among some 300 objects. Lexer states take a kilobyte and, where
+#: expressions are large, many times that: their number alone bounds no memory.
+_LIMITS = LLParserLimits(
+    max_items_in_row=500, step_max_items=5000, max_lexer_states=20_000, max_grammar_size=250_000, verbose_errors=False
+)
+#: What llguidance says of a grammar that fails while it runs, by how that begins or by a part of it, in plain words.
+_REASONS = {
+    "NoExtension": "no token of the vocabulary continues the text",
+    "ParserTooComplex": "it has too many readings of the text: make it less ambiguous",
+    "LexerTooComplex": "an expression in it has too many states: make it simpler",
+    "MaxTokens": "a limit on tokens in it was reached",
+    "InternalError": "the grammar engine failed",
+    "Too many items": "it has too many readings of the text: make it less ambiguous",
+    "Current row has": "it has too many readings of the text: make it less ambiguous",
+    "too many states": "an expression in it has too many states: make it simpler",
+    "fuel": "an expression in it takes too long to match: make it simpler",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GrammarSpec:
+    """What a text has to be. Plain data: only sizes are checked here, the rest by GrammarCompiler.compile.
+
+    Attributes:
+      kind: "json_schema" (value: the schema as JSON text), "json_object" (any object; no value), "regex" (matches the
+        whole text; no look-around), "lark" (llguidance's dialect, from the rule `start`), or "choice" (one of the
+        given texts).
+      value: see kind; at most 256 KiB in all, and 4096 choices of 1 KiB each.
+
+    Raises:
+      ValueError: an unknown kind, or a value of the wrong type or size.
+    """
+
+    kind: GrammarKind
+    value: str | tuple[str, ...] = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"GrammarSpec.kind must be one of {KINDS}, got {self.kind!r}")
+        if self.kind == "choice":
+            self._check_choices()
+            return
+        if not isinstance(self.value, str):
+            raise ValueError(f"GrammarSpec.value of a {self.kind} must be a string, got {type(self.value).__name__}")
+        if bool(self.value) == (self.kind == "json_object"):
+            wanted = "empty" if self.kind == "json_object" else "a non-empty string"
+            raise ValueError(f"GrammarSpec.value of a {self.kind} must be {wanted}, got {self.value[:80]!r}")
+        _check_size("value", self.value, MAX_SOURCE_BYTES)
+
+    @property
+    def source_bytes(self) -> int:
+        """Size of the value."""
+        return len((self.value if isinstance(self.value, str) else "".join(self.value)).encode())
+
+    def _check_choices(self) -> None:
+        if isinstance(self.value, str) or not isinstance(self.value, Sequence):
+            raise ValueError(f"GrammarSpec.value of a choice must be a tuple of strings, got {self.value!r}")
+        options = tuple(self.value)
+        if not 1 <= len(options) <= MAX_CHOICES:
+            raise ValueError(f"GrammarSpec.value must hold 1 to {MAX_CHOICES} choices, got {len(options)}")
+        for option in options:
+            if not isinstance(option, str) or not option:
+                raise ValueError(f"GrammarSpec.value must hold non-empty strings, got {option!r}")
+            _check_size("value", option, MAX_CHOICE_BYTES)
+        _check_size("value", "".join(options), MAX_SOURCE_BYTES)
+        object.__setattr__(self, "value", options)
+
+
+def _check_size(name: str, text: str, limit: int) -> None:
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as e:
+        raise ValueError(f"GrammarSpec.{name} must be valid Unicode: {e}") from e
+    if size > limit:
+        raise ValueError(f"GrammarSpec.{name} may take {limit} bytes, got {size}")
+
+
+def _source(spec: GrammarSpec) -> str:
+    """The grammar in llguidance's own form."""
+    if isinstance(spec.value, tuple):
+        # One terminal is one automaton, however many there are to choose from; alternatives of a rule are parsed.
+        options = " | ".join(json.dumps(option, ensure_ascii=False) for option in spec.value)
+        return LLMatcher.grammar_from_lark(f"start: OPTION\nOPTION: {options}")
+    if spec.kind == "regex":
+        return LLMatcher.grammar_from_regex(spec.value)
+    if spec.kind == "lark":
+        return LLMatcher.grammar_from_lark(spec.value)
+    schema = '{"type": "object"}' if spec.kind == "json_object" else spec.value
+    defaults: Any = _JSON
+    return LLMatcher.grammar_from_json_schema(schema, defaults=defaults)
+
+
+def _first_line(message: str) -> str:
+    return message.strip().partition("\n")[0][:300]
+
+
+def _plainly(message: str) -> str:
+    """What llguidance says of a grammar that failed, for those who wrote the grammar."""
+    message = _first_line(message)
+    for part, words in _REASONS.items():
+        if part in message:
+            return f"{words} ({message})"
+    return message or "no token of the vocabulary continues the text"
+
+
+#: threading.stack_size is the whole process's.
+_stack_size = threading.Lock()
+
+
+def _on_deep_stack(function: Callable[[], T]) -> T:
+    """What `function` returns or raises, run on a thread whose stack no source can overflow."""
+    outcome: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as e:
+            outcome.set_exception(e)
+
+    # A daemon: a process that ends does not wait for a compilation.
+    thread = threading.Thread(target=work, name="grammar-compile", daemon=True)
+    with _stack_size:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return outcome.result()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """What matchers share.
+
+    Attributes:
+      size: tokens of the model.
+      eos: tokens that end a text. eos_bits_W: the same as a set of bits.
+    """
+
+    size: int
+    eos: frozenset[int]
+    eos_bits_W: np.ndarray
+
+    @property
+    def words(self) -> int:
+        return len(self.eos_bits_W)
+
+
+class Grammar:
+    """A compiled grammar; each request takes a matcher of its own.
+
+    Attributes:
+      spec: what it was compiled from.
+      vocab_size: of the model whose tokens it allows.
+      size_bytes: memory that it is taken to hold.
+    """
+
+    def __init__(self, spec: GrammarSpec, core: LLMatcher, vocabulary: Vocabulary, size_bytes: int = 0):
+        self.spec, self.vocab_size = spec, vocabulary.size
+        self.size_bytes = max(size_bytes, _LEAST_BYTES + _BYTES_A_BYTE * spec.source_bytes)
+        self._core, self._vocabulary = core, vocabulary
+
+    def matcher(self) -> Matcher:
+        """A matcher at the text's start."""
+        return Matcher(self._core, self._vocabulary)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model's vocabulary. Thread-safe; the latest grammars are kept.
+
+    Args:
+      tokenizer: the checkpoint's, or what its `to_json` returns.
+      vocab_size: the model's, at least the tokenizer's.
+      eos_token_ids: what ends a text; None: the tokenizer's.
+
+    Raises:
+      ValueError: no end token, or a tokenizer whose tokens have no bytes of their own.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | str, vocab_size: int, eos_token_ids: Sequence[int] | None = None):
+        if eos_token_ids is None:
+            eos_token_ids = () if isinstance(tokenizer, str) else tokenizer.eos_token_ids
+        eos = sorted(set(eos_token_ids))
+        if not eos or max(eos) >= vocab_size:
+            raise ValueError(f"grammars need end tokens in [0, {vocab_size}), got {eos}")
+        self._made_of = tokenizer
+        try:
+            self._tokenizer = LLTokenizer(self.tokenizer_json, n_vocab=vocab_size, eos_token=eos)
+        except ValueError as e:
+            raise ValueError(f"this tokenizer cannot serve grammars: {_first_line(str(e))}") from e
+        bits = np.zeros((-(-vocab_size // 32),), np.uint32)
+        for token in eos:
+            bits[token // 32] |= np.uint32(1 << token % 32)
+        self._vocabulary = Vocabulary(vocab_size, frozenset(eos), bits.view(np.int32))
+        self._lock = threading.Lock()
+        self._grammars: OrderedDict[GrammarSpec, Future[Grammar]] = OrderedDict()
+        self._held: weakref.WeakSet[Grammar] = weakref.WeakSet()
+
+    @property
+    def tokenizer_json(self) -> str:
+        """With `vocab_size` and `eos_token_ids`, what another process needs to make the same compiler."""
+        return self._made_of if isinstance(self._made_of, str) else self._made_of.to_json()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocabulary.size
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """What ends a text, in order."""
+        return sorted(self._vocabulary.eos)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that compiled grammars are taken to hold: those that are kept, and those that somebody still uses."""
+        with self._lock:
+            return sum(grammar.size_bytes for grammar in self._held)
+
+    def known(self, spec: GrammarSpec) -> Grammar | None:
+        """The grammar of a spec if it is kept; never waits for a compilation."""
+        with self._lock:
+            made = self._grammars.get(spec)
+            if made is None or not made.done() or made.exception() is not None:
+                return None
+            self._grammars.move_to_end(spec)
+            return made.result()
+
+    def compile(self, spec: GrammarSpec, size_bytes: int = 0) -> Grammar:
+        """The grammar of a spec, its first mask computed.
+
+        Mostly takes milliseconds, a large schema some ten; there is no bound, see above.
+
+        Args:
+          size_bytes: memory that it was seen to take; it is taken to hold at least in proportion to its source.
+
+        Raises:
+          ValueError: not valid, not supported, too large, or nothing can satisfy it.
+        """
+        with self._lock:
+            known = self._grammars.get(spec)
+            made: Future[Grammar] = known or Future()
+            self._grammars[spec] = made
+            self._grammars.move_to_end(spec)
+        if known is None:
+            try:
+                grammar = _on_deep_stack(lambda: self._compile(spec, size_bytes))
+            except BaseException as e:
+                with self._lock:
+                    if self._grammars.get(spec) is made:
+                        del self._grammars[spec]
+                made.set_exception(e)
+            else:
+                made.set_result(grammar)
+                with self._lock:
+                    self._held.add(grammar)
+                self.shrink()
+        return made.result()
+
+    def try_out(self, spec: GrammarSpec) -> Grammar:
+        """Compiles a grammar that is not kept, and uses it as a step would. Raises ValueError as `compile`."""
+        grammar = _on_deep_stack(lambda: self._compile(spec, 0))
+        _ = grammar.matcher().root
+        return grammar
+
+    def shrink(self, size_bytes: int = MAX_CACHED_BYTES) -> None:
+        """Forgets the kept grammars that were used the longest ago, until the others take at most so much together."""
+        with self._lock:
+            done = {spec: made.result() for spec, made in self._grammars.items() if made.done()}
+            total, count = sum(grammar.size_bytes for grammar in done.values()), len(done)
+            for spec, grammar in done.items():
+                if total <= size_bytes and count <= MAX_CACHED:
+                    break
+                del self._grammars[spec]
+                total, count = total - grammar.size_bytes, count - 1
+
+    def _compile(self, spec: GrammarSpec, size_bytes: int) -> Grammar:
+        try:
+            source = _source(spec)
+        except ValueError as e:
+            raise ValueError(f"the {spec.kind} is not valid: {_first_line(str(e))}") from e
+        core = LLMatcher(self._tokenizer, source, log_level=0, limits=_LIMITS)
+        if core.is_error():
+            raise ValueError(f"the {spec.kind} cannot be compiled: {_first_line(core.get_error())}")
+        # The first touch of a mask is the dearest: not in the engine's step.
+        fill_next_token_bitmask(core, np.empty((1, self._vocabulary.words), np.int32))
+        grammar = Grammar(spec, core, self._vocabulary, size_bytes)
+        matcher = grammar.matcher()
+        _ = matcher.root
+        if matcher.error is not None:
+            raise ValueError(f"the {spec.kind} allows no first token of this vocabulary: {matcher.error}")
+        return grammar
+
+
+class Matcher:
+    """Where one text stands in its grammar. Not thread-safe.
+
+    Attributes:
+      complete: the text satisfies the grammar and nothing but its end may follow.
+      error: why the grammar failed; from then on the matcher allows everything, and its text is to be given up. A text
+        also fails when its masks have taken far more of the processor's time than masks do: what it says never
+        depends on that time, only whether it goes on.
+    """
+
+    def __init__(self, start: LLMatcher, vocabulary: Vocabulary):
+        self._start, self._vocabulary = start, vocabulary
+        self._core = start.deep_copy()
+        self._taken: list[int] = []
+        self._root: np.ndarray | None = None
+        #: Continuations on which the grammar fails, found while looking ahead, and why.
+        self._dead_ends: dict[tuple[int, ...], str] = {}
+        self._seconds = 0.0
+        self.complete = False
+        self.error: str | None = None
+
+    @property
+    def root(self) -> np.ndarray:
+        """The tokens that may come next, [W]."""
+        if self._root is None:
+            mask_W = None if self.error is not None else self._mask()
+            if mask_W is None:
+                self._fail()
+                mask_W = np.full((self._vocabulary.words,), -1, np.int32)
+            self._root = mask_W
+        return self._root
+
+    def take(self, tokens: Sequence[int]) -> int:
+        """The text goes on with these tokens; returns how many of them belong to it: fewer where it is complete."""
+        dead_ends, self._dead_ends = self._dead_ends, {}
+        for count, token in enumerate(tokens, start=1):
+            if self.complete or self.error is not None:
+                return count - 1
+            if token in self._vocabulary.eos and self._core.is_accepting():
+                self.complete = True
+                continue
+            if self._core.try_consume_tokens([token]) != 1:
+                said = self._core.get_error()
+                self._fail(_plainly(said) if said.strip() else f"token {token} is not among those it allows")
+                return count - 1
+            self._taken.append(token)
+            self._root = None
+            if tuple(tokens[:count]) in dead_ends:
+                self._fail(dead_ends[tuple(tokens[:count])])
+            elif self._core.is_accepting():
+                # That nothing may follow can show as late as in the mask: it must not depend on a round's length.
+                self.complete = self._ends(self.root)
+        return len(tokens)
+
+    def ahead(self, out_DW: np.ndarray) -> None:
+        """Fills what is allowed at each of the next positions, however the text goes on.
+
+        After the first, positions are known as long as each before has but one token to choose.
+        """
+        out_DW[:] = -1
+        path: list[int] = []
+        mask_W: np.ndarray | None = self.root
+        for depth in range(len(out_DW)):
+            out_DW[depth] = mask_W
+            token = _only(mask_W)
+            mask_W = None if token is None or depth + 1 == len(out_DW) else self._try(path, token)
+            if mask_W is None:
+                break
+        self._back(len(path))
+
+    def masks(self, tokens_N: Sequence[int], parents_N: Sequence[int], out_NW: np.ndarray) -> None:
+        """Fills what may follow each node of a tree of drafts; nodes that cannot be accepted allow everything.
+
+        Args:
+          tokens_N, parents_N: parents before their children; node 0 is the text's last token.
+        """
+        out_NW[:] = -1
+        children: dict[int, list[int]] = {}
+        for node in range(1, len(tokens_N)):
+            children.setdefault(parents_N[node], []).append(node)
+        path: list[int] = []
+
+        def visit(node: int, mask_W: np.ndarray) -> None:
+            out_NW[node] = mask_W
+            for child in children.get(node, ()):
+                after_W = self._try(path, tokens_N[child]) if self._allows(mask_W, tokens_N[child]) else None
+                if after_W is not None:
+                    visit(child, after_W)
+                    path.pop()
+                    self._back(1)
+
+        visit(0, self.root)
+
+    def _allows(self, mask_W: np.ndarray, token: int) -> bool:
+        return 0 <= token < self._vocabulary.size and bool(mask_W[token // 32] >> token % 32 & 1)
+
+    def _ends(self, mask_W: np.ndarray) -> bool:
+        return not np.any(mask_W & ~self._vocabulary.eos_bits_W)
+
+    def _try(self, path: list[int], token: int) -> np.ndarray | None:
+        """The mask after a further token of a path ahead; None where the text ends or the grammar fails there."""
+        if token in self._vocabulary.eos or self.error is not None:
+            return None
+        mask_W = self._mask() if self._core.try_consume_tokens([token]) == 1 else None
+        if mask_W is not None:
+            path.append(token)
+            return mask_W
+        # Only a text that takes this path has failed; but llguidance never leaves an error.
+        self._dead_ends[(*path, token)] = self._why()
+        began = time.thread_time()
+        self._core = self._start.deep_copy()
+        if not self._core.consume_tokens([*self._taken, *path]):
+            self._fail()
+        self._took(began)
+        return None
+
+    def _back(self, count: int) -> None:
+        if count and self.error is None and not self._core.rollback(count):
+            self._fail(f"{count} tokens cannot be taken back")
+
+    def _mask(self) -> np.ndarray | None:
+        """What may come next where the core stands; None where the grammar fails."""
+        out = np.empty((1, self._vocabulary.words), np.int32)
+        began = time.thread_time()
+        fill_next_token_bitmask(self._core, out)
+        self._took(began)
+        if self._core.is_error():
+            return None
+        if not self._core.is_accepting():
+            out &= ~self._vocabulary.eos_bits_W
+        return out[0] if out.any() else None
+
+    def _why(self) -> str:
+        return _plainly(self._core.get_error())
+
+    def _took(self, began: float) -> None:
+        """Adds up what masks take; `began` is the thread's own time, which other threads do not lengthen."""
+        self._seconds += time.thread_time() - began
+        allowed = _MASK_SECONDS + _MASK_SECONDS_A_TOKEN * len(self._taken)
+        if self._seconds > allowed:
+            self._fail(f"its masks take too long: {self._seconds:.1f} s for {len(self._taken)} tokens")
+
+    def _fail(self, why: str | None = None) -> None:
+        if self.error is None:
+            self.error = self._why() if why is None else why
+
+
+def _only(mask_W: np.ndarray) -> int | None:
+    """The only token of a set of bits, or None."""
+    words = np.flatnonzero(mask_W)
+    if len(words) != 1:
+        return None
+    word = int(mask_W[words[0]]) & 0xFFFFFFFF
+    return None if word & (word - 1) else 32 * int(words[0]) + word.bit_length() - 1
+
+
+class Guide:
+    """The matchers of a batch; rows without one may say anything."""
+
+    def __init__(self, matchers: Sequence[Matcher | None], vocab_size: int):
+        self._matchers, self._words = matchers, -(-vocab_size // 32)
+
+    def ahead(self, bucket: int, depth: int) -> np.ndarray:
+        """See Matcher.ahead; int32 [bucket, depth, W]."""
+        out = np.full((bucket, depth, self._words), -1, np.int32)
+        for row, matcher in enumerate(self._matchers):
+            if matcher is not None:
+                matcher.ahead(out[row])
+        return out
+
+    def masks(self, tokens_BN: np.ndarray, parents_BN: np.ndarray) -> np.ndarray:
+        """See Matcher.masks; int32 [B, N, W]."""
+        out = np.full((*tokens_BN.shape, self._words), -1, np.int32)
+        for row, matcher in enumerate(self._matchers):
+            if matcher is not None:
+                matcher.masks(tokens_BN[row].tolist(), parents_BN[row].tolist(), out[row])
+        return out

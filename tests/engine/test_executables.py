@@ -1,0 +1,216 @@
+"""Executables on disk: found again by an engine that is made alike, by no other, and as good as compiled ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxspec.adaptive.cost import CostTable
+from jaxspec.assemble import bind_drafter
+from jaxspec.config import SpeculationConfig
+from jaxspec.runtime import executables
+from jaxspec.runtime.compile import use_persistent_cache
+from jaxspec.runtime.executables import ExecutableStore, Fingerprints, IndescribableError
+from jaxspec.speculation.round import RoundSpec, round_fn
+from jaxspec.speculation.state import Geometry
+from jaxspec.tier import PLAIN, Tier
+
+GEO = Geometry(slots=2, num_pages=8, page_size=8, pages_per_seq=4, max_depth=3)
+TIERS = (PLAIN, Tier(2), Tier(2, 2, 5))
+COST = CostTable({(tier, bucket): 1e-3 for tier in TIERS for bucket in (1, 2, 4)})
+
+
+@pytest.fixture
+def caching() -> Iterator[None]:
+    """Leaves the process's JAX cache as it was."""
+    names = [name for name in jax.config.values if name.startswith(("jax_compilation_cache", "jax_persistent_cache"))]
+    before = {name: jax.config.values[name] for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def spec_of(bench: Any, kind: str, **changes: Any) -> RoundSpec:
+    drafter, _ = bind_drafter(kind, bench.modules[kind], dataclasses.replace(GEO, **changes))
+    graph = drafter.core.graph if kind != "medusa" else drafter.graph
+    return RoundSpec(graph, bench.target.config, dataclasses.replace(GEO, **changes), drafter, rejection=False)
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "eagle1", "mtp", "medusa", "peagle"])
+def test_rounds_of_every_drafter_can_be_described(bench: Any, kind: str):
+    told = lambda spec, *rest: Fingerprints()(round_fn(spec, *rest))
+    spec = spec_of(bench, kind)
+    assert told(spec, Tier(2), True) == told(spec_of(bench, kind), Tier(2), True)
+    others = {
+        told(spec, Tier(2), True),
+        told(spec, Tier(2), False),
+        told(spec, Tier(3), True),
+        told(spec_of(bench, kind, num_pages=9), Tier(2), True),
+        told(dataclasses.replace(spec, rejection=True), Tier(2), True),
+        told(dataclasses.replace(spec, config=dataclasses.replace(spec.config, rope_theta=5e3)), Tier(2), True),
+    }
+    assert len(others) == 6
+
+
+def test_a_drafter_that_holds_its_parameters_is_not_described(bench: Any):
+    spec = spec_of(bench, "eagle3")
+    assert isinstance(spec.drafter, object)
+    spec.drafter.core.params = {"w": jnp.zeros(3)}  # type: ignore[union-attr]
+    with pytest.raises(IndescribableError, match=r"an array of shape \(3,\)"):
+        Fingerprints()(round_fn(spec, Tier(2), True))
+
+
+def test_fingerprints_tell_values_apart():
+    shape = lambda *s, dtype=jnp.int32: jax.ShapeDtypeStruct(s, dtype)
+
+    values = [
+        1, 1.0, True, "1", b"1", None, (1, 2), [1, 2], (2, 1), {"a": 1}, {"a": 2}, {"b": 1}, {1, 2}, (1, (2,)), Tier(1),
+        Tier(2), GEO, shape(2, 3), shape(3, 2), shape(2, 3, dtype=jnp.float32), jnp.float32, np.dtype("float32"),
+        functools.partial(round_fn, 1), functools.partial(round_fn, 2),
+        jax.tree.structure((1, 2)), jax.tree.structure([1, 2]),
+    ]  # fmt: skip
+    digests = [Fingerprints()(value) for value in values]
+    assert len(set(digests)) == len(values)
+    shared = Fingerprints()
+    assert [shared(value) for value in values] == digests
+    assert shared((values, values)) == shared((list(values), list(values)))
+
+
+def test_what_cannot_be_described_spoils_nothing_else():
+    fingerprints = Fingerprints()
+    for bad in (np.zeros(2), jnp.zeros(2), object(), lambda: 0, (GEO, [object()]), Path("x")):
+        with pytest.raises(IndescribableError):
+            fingerprints((GEO, bad))
+    assert fingerprints(GEO) == Fingerprints()(GEO)
+
+
+def test_fingerprints_do_not_depend_on_the_process():
+    code = (
+        "from jaxspec.runtime.executables import Fingerprints; from jaxspec.tier import Tier;"
+        "print(Fingerprints()([{'b': {'x', 'y', 'z'}, 'a': Tier(3)}, Tier, 1e-3]))"
+    )
+    outputs = set()
+    for seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
+        run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        outputs.add(run.stdout)
+    assert len(outputs) == 1, outputs
+
+
+def build(bench: Any, cache: Path, **config: Any) -> Any:
+    config = dict(batch_buckets=(1, 4), variants=("sampled",), compile_cache=cache, **config)
+    return bench.build("eagle3", SpeculationConfig(tiers=TIERS), COST, **config)
+
+
+@pytest.mark.slow
+def test_a_second_engine_traces_nothing_and_says_the_same(
+    bench: Any, tools: Any, tmp_path: Path, caching: None, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):  # fmt: skip
+    script = lambda: tools.script(Tier(2), TIERS[2], TIERS[2], PLAIN, Tier(2), PLAIN)
+    first = build(bench, tmp_path)
+    first.use_policy(script())
+    expected = tools.drive(first, tools.workload())
+    stored = sorted(path.name for path in tmp_path.rglob("rounds/*/*"))
+    assert len(stored) == first.runner.num_executables
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("traced again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.stages.Traced, "lower", refuse)
+        second = build(bench, tmp_path)
+    before = second.runner.state.pages
+    second.use_policy(script())
+    outputs = tools.drive(second, tools.workload())
+    assert [o.outputs for o in outputs] == [o.outputs for o in expected]
+    assert before.is_deleted()  # the pool was given away, not copied
+    assert second.stats.compilations_after_warmup == 0
+
+    # A file that is no executable is replaced; one of another shape is never taken.
+    (first_file,) = tmp_path.rglob(f"rounds/*/{stored[0]}")
+    first_file.write_bytes(b"not an executable")
+    with caplog.at_level(logging.WARNING):
+        build(bench, tmp_path)
+    assert "is compiled anew" in caplog.text
+    assert first_file.read_bytes() != b"not an executable"
+    other = build(bench, tmp_path, page_size=16)
+    assert len(list(tmp_path.rglob("rounds/*/*"))) > len(stored)
+    other.use_policy(script())
+    tokens = lambda outputs: [completion.token_ids for o in outputs for completion in o.outputs]
+    assert tokens(tools.drive(other, tools.workload())) == tokens(expected)
+
+
+def test_what_no_program_depends_on_changes_no_key(tmp_path: Path, caching: None):
+    devices = jax.devices()[:1]
+    store = ExecutableStore(tmp_path, devices)
+    before = jax.config.values["jax_logging_level"]
+    try:
+        jax.config.update("jax_logging_level", "ERROR")
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
+        assert ExecutableStore(tmp_path, devices)._directory == store._directory
+    finally:
+        jax.config.update("jax_logging_level", before)
+    jax.config.update("jax_default_matmul_precision", "bfloat16")
+    try:
+        assert ExecutableStore(tmp_path, devices)._directory != store._directory
+    finally:
+        jax.config.update("jax_default_matmul_precision", "highest")
+
+
+def test_nothing_is_run_that_others_could_have_written(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    devices = jax.devices()[:1]
+    args = (jax.ShapeDtypeStruct((3,), jnp.float32),)
+    compiled = lambda: jax.jit(lambda x: 2 * x).trace(*args).lower().compile()
+    refuse: Any = lambda: pytest.fail("compiled again")
+    store = ExecutableStore(tmp_path, devices)
+    store.get("double", args, compiled)
+    again = ExecutableStore(tmp_path, devices).get("double", args, refuse)
+    np.testing.assert_array_equal(again(jnp.arange(3.0)), [0, 2, 4])
+    (directory,) = tmp_path.iterdir()
+    directory.chmod(0o770)
+    open_to_all = ExecutableStore(tmp_path, devices)
+    assert "writable by nobody else" in caplog.text
+    made: list[Any] = []
+    open_to_all.get("double", args, lambda: made.append(compiled()) or made[0])
+    assert made
+    file = tmp_path / "file"
+    file.write_text("")
+    assert ExecutableStore(file / "below", devices).get("double", args, compiled) is not None
+    assert "executables are not kept" in caplog.text
+
+
+def test_old_environments_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    devices = jax.devices()[:1]
+    for i in range(6):
+        monkeypatch.setenv("XLA_FLAGS", f"--environment={i}")  # read by the key only: the backend is up
+        store = ExecutableStore(tmp_path, devices)
+        os.utime(store._directory, (i, i))
+    assert len(list(tmp_path.iterdir())) == executables._KEPT
+    assert store._directory is not None and store._directory.exists()
+
+
+def test_a_cache_that_the_user_chose_is_left_alone(tmp_path: Path, caching: None):
+    assert use_persistent_cache(False) is None
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
+    assert use_persistent_cache(True) is None
+    assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "own")
+    jax.config.update("jax_compilation_cache_dir", None)
+    one = use_persistent_cache(tmp_path / "a")
+    assert one is not None and one.parent == tmp_path / "a"
+    two = use_persistent_cache(tmp_path / "b")  # JAX's stays where it is, the rounds go where they are told
+    assert two is not None and two.parent == tmp_path / "b"

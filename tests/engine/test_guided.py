@@ -1,0 +1,610 @@
+"""Structured output in the engine: the tokens are plain decoding's over masked logits, whatever drafts.
+
+A target whose 64 tokens can write JSON. `plain` decodes token by token and is itself compared with whole forwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from jaxspec import LLM
+from jaxspec.adaptive.cost import CostTable
+from jaxspec.assemble import TREE_DRAFTERS, assemble, bind_drafter
+from jaxspec.checkpointing import hf
+from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.engine import Engine
+from jaxspec.generate import grammar_of, parser
+from jaxspec.models.layers import Shared, causal_attention, shared_lm_head
+from jaxspec.models.tiny import tiny_config, tiny_target
+from jaxspec.request import ErrorKind, FinishReason, RequestOutput, SamplingParams
+from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
+from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from jaxspec.speculation.drafters.medusa_head import MedusaConfig, MedusaHeads
+from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
+from jaxspec.speculation.drafters.ngram import NgramDrafter
+from jaxspec.text.grammar import GrammarSpec
+from jaxspec.text.tokenizer import Tokenizer
+from jaxspec.tier import PLAIN, Tier
+from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise
+
+CHARACTERS = [*'{}[]":,.-+_ ', *"0123456789", *"abcdefghijklmnopqrstuvwxyz"]
+MERGES = [('"', ":"), ('"', ","), ("{", '"'), ("n", "a"), ("m", "e"), ("na", "me"), ("a", "g"), ("ag", "e"), ('"', "}")]
+EOS, V = len(CHARACTERS) + len(MERGES), 64
+TREE = Tier(3, 2, 7)
+SIZES = dict(
+    max_batch_size=4, max_seq_len=96, page_size=8, prefill_chunk=16, compile_cache=False, variants=("sampled",),
+    structured_output=True,
+)  # fmt: skip
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "bc"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+#: Fails where "b" has been opened: its schema is itself.
+DEAD_END = {
+    "$defs": {"x": {"$ref": "#/$defs/x"}},
+    "type": "object",
+    "properties": {"a": {"enum": ["n", "m"]}, "b": {"$ref": "#/$defs/x"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+SPECS = {
+    "person": GrammarSpec("json_schema", json.dumps(PERSON)),
+    "object": GrammarSpec("json_object"),
+    "regex": GrammarSpec("regex", "(name|na+)_[0-9]{2,6}(-[a-f]+)?"),
+    "lark": GrammarSpec("lark", 'start: term ("+" term)*\nterm: /[0-9]{1,3}/ | "[" start "]"'),
+    "choice": GrammarSpec("choice", ("name", "names", "age of me", "zzz")),
+    "dead end": GrammarSpec("json_schema", json.dumps(DEAD_END)),
+}
+#: A prompt, its parameters, and the name of what the text has to be.
+Asked = tuple[list[int], SamplingParams, str | None]
+
+
+def tokenizer() -> Tokenizer:
+    tokens = [c.replace(" ", "Ġ") for c in CHARACTERS] + [a + b for a, b in MERGES]
+    backend = Backend(models.BPE({token: i for i, token in enumerate(tokens)}, MERGES))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("</s>", special=True)])
+    return Tokenizer(backend, eos_token_ids=[EOS])
+
+
+def modules_of(target: Any) -> dict[str, Any]:
+    """Random drafters; each module is built where it is asked for."""
+    cfg, rngs = target.config, nnx.Rngs(1)
+    tables = lambda: (Shared(target.embedding[...]), shared_lm_head(target))
+    head = lambda **fields: Eagle3Head(
+        Eagle3Config(16, cfg.hidden_size, 24, 2, 1, 8, V, 40, (0, 1, 2), **fields), rngs=nnx.Rngs(0)
+    )
+    return {
+        "draft_model": lambda: tiny_target(1, num_layers=1, vocab_size=V),
+        "eagle3": lambda: randomised(head()),
+        "peagle": lambda: randomised(head(num_layers=1, mask_token_id=6)),
+        "eagle1": lambda: Eagle1Head(Eagle1Config(tiny_config(vocab_size=V, num_layers=1), 2), *tables(), rngs=rngs),
+        "mtp": lambda: MtpHead(MtpConfig(tiny_config(vocab_size=V, num_layers=1), 2), *tables(), rngs=rngs),
+        "medusa": lambda: MedusaHeads(MedusaConfig(3, cfg.hidden_size, V, 2, num_layers=1), rngs=rngs),
+    }
+
+
+def randomised(head: Any) -> Any:
+    """A head over every third to second token of the vocabulary, so that some of what is forced is missing."""
+    for part in (head.fc.kernel, head.lm_head.kernel):
+        part.set_value(jax.random.normal(jax.random.key(3), part.shape) * 0.4)
+    head.target_ids.set_value(jnp.asarray(np.sort(np.random.default_rng(0).permutation(V)[:40]), jnp.int32))
+    return head
+
+
+class Engines:
+    """Engines by drafter, built where they are asked for, on one target."""
+
+    def __init__(self, quick_compilation: Callable[[], Any]):
+        self.target = tiny_target(0, vocab_size=V, eos_token_ids=(EOS,))
+        self.tokenizer, self._quick = tokenizer(), quick_compilation
+        self._made: dict[str, Engine] = {}
+
+    def __call__(self, kind: str) -> Engine:
+        if kind not in self._made:
+            tiers = {"plain": (PLAIN,), "eagle3": (PLAIN, Tier(3), TREE), "ngram": (PLAIN, Tier(4))}.get(kind, (TREE,))
+            buckets = (1, 4) if kind == "eagle3" else (4,)
+            pages = dict(num_pages=24) if kind == "eagle3" else {}
+            self._made[kind] = self.build(kind, tiers, batch_buckets=buckets, **pages)
+        engine = self._made[kind]
+        engine.scheduler.prefix_cache.reset()
+        assert not engine.has_work
+        return engine
+
+    def build(self, kind: str, tiers: Sequence[Tier], **config: Any) -> Engine:
+        if len(tiers) > 1:
+            speculation = SpeculationConfig(tiers=tuple(tiers))
+        elif tiers[0] == PLAIN:
+            speculation = SpeculationConfig(policy="off")
+        else:
+            (tier,) = tiers
+            speculation = SpeculationConfig(depth=tier.depth, topk=tier.topk, num_nodes=tier.num_nodes)
+        cost = CostTable({(t, b): 1e-3 * (1 + 0.1 * t.depth) for t in tiers for b in (1, 2, 4)})
+        if kind in ("plain", "ngram"):
+            make: Any = lambda geo: (NgramDrafter(V), ())
+        else:
+            module = modules_of(self.target)[kind]()
+            make = lambda geo: bind_drafter(kind, module, geo)
+        with self._quick():
+            return assemble(
+                self.target, self.tokenizer, speculation, EngineConfig(**{**SIZES, **config}), drafter=make, cost=cost,
+                drafts=kind != "plain", trees=kind in TREE_DRAFTERS, progress=False,
+            )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engines(tools: Any) -> Engines:
+    return Engines(tools.quick_compilation)
+
+
+def add(engine: Engine, asked: Asked, **options: Any) -> str:
+    prompt, params, name = asked
+    grammar = None
+    if name is not None:
+        assert engine.grammars is not None
+        grammar = engine.grammars.compile(SPECS[name])
+    return engine.add(prompt, params, grammar=grammar, **options)
+
+
+def run(
+    engine: Engine, asked: Sequence[Asked], join: Callable[[int], int] = lambda i: 0,
+    on_step: Callable[[int, dict[str, int]], None] | None = None,
+) -> dict[int, RequestOutput]:  # fmt: skip
+    """Runs requests to their end, each added before step join(i); outputs by index. Nothing may compile meanwhile."""
+    outputs: dict[int, RequestOutput] = {}
+    ids: dict[str, int] = {}
+    streamed = [""] * len(asked)
+    waiting, step = sorted(range(len(asked)), key=join), 0
+    compilations = engine.stats.compilations_after_warmup
+    while waiting or engine.has_work:
+        while waiting and join(waiting[0]) <= step:
+            i = waiting.pop(0)
+            ids[add(engine, asked[i])] = i
+        for delta in engine.step():
+            streamed[ids[delta.request_id]] += delta.new_text
+            if delta.output is not None:
+                outputs[ids[delta.request_id]] = delta.output
+        step += 1
+        if on_step is not None:
+            on_step(step, ids)
+        assert step < 5000, "the engine does not come to an end"
+    for i, output in outputs.items():
+        assert streamed[i] == output.outputs[0].text
+    stats = engine.stats
+    assert stats.free_pages + stats.cached_pages == engine.num_pages
+    assert stats.compilations_after_warmup == compilations
+    return outputs
+
+
+def workload() -> list[Asked]:
+    """Grammars of every kind under every parameter that shapes a token, and rows without one between them."""
+    rng = np.random.default_rng(0)
+    prompt = lambda n: rng.integers(0, EOS, n).tolist()
+    p = functools.partial(SamplingParams, max_tokens=50)
+    return [
+        (prompt(5), p(temperature=0), "person"),
+        (prompt(9), p(temperature=1.0, seed=3), "person"),
+        (prompt(6), p(temperature=0, ignore_eos=True, max_tokens=30), None),
+        (prompt(20), p(temperature=0.8, top_k=8, top_p=0.9, min_p=0.02, seed=4, logprobs=2), "regex"),
+        (prompt(3), p(temperature=0, repetition_penalty=1.3, presence_penalty=0.5, ignore_eos=True), "person"),
+        (prompt(7), p(temperature=1.3, seed=5, frequency_penalty=0.4, logit_bias={0: 5.0, 9: -4.0}), "object"),
+        (prompt(4), p(temperature=1.0, seed=6, ignore_eos=True, max_tokens=30), None),
+        (prompt(8), p(temperature=1.0, seed=7), "choice"),
+        (prompt(2), p(temperature=0, ignore_eos=True), "choice"),
+        (prompt(33), p(temperature=1.2, seed=8), "lark"),
+        (prompt(5), p(temperature=0, max_tokens=1), "person"),
+        (prompt(12), p(temperature=0.9, seed=9, logprobs=0, max_tokens=12), "person"),
+        (prompt(11), p(temperature=0, logprobs=1), "regex"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(engines: Engines) -> dict[int, RequestOutput]:
+    return run(engines("plain"), workload())
+
+
+def satisfies(name: str, text: str) -> None:
+    if name == "person":
+        value = json.loads(text)
+        assert list(value) == ["name", "age", "tags"] and len(value["name"]) <= 8
+        assert type(value["age"]) is int and 0 <= value["age"] <= 120
+        assert len(value["tags"]) <= 3 and set(value["tags"]) <= {"a", "bc"}
+    elif name == "object":
+        assert isinstance(json.loads(text), dict)
+    elif name == "choice":
+        assert text in SPECS["choice"].value
+    else:
+        assert re.fullmatch(str(SPECS["regex"].value) if name == "regex" else r"[0-9+\[\]]+", text)
+
+
+def right(asked: Sequence[Asked], outputs: dict[int, RequestOutput]) -> int:
+    """Every text satisfies its grammar or was cut by its length; returns how many were not cut."""
+    finished = 0
+    for i, (_, params, name) in enumerate(asked):
+        output = outputs[i]
+        if name is not None and output.finish_reason is FinishReason.STOP:
+            satisfies(name, output.text)
+            finished += 1
+        elif name is not None:
+            assert output.finish_reason is FinishReason.LENGTH and len(output.token_ids) == params.max_tokens
+    return finished
+
+
+def test_plain_decoding_chooses_among_what_is_allowed(engines: Engines, expected: dict[int, RequestOutput]):
+    """Against whole forwards, masks of new matchers, and the request's own noise; no cache, no engine."""
+    graph, params = nnx.split(engines.target)
+    compiler = engines("plain").grammars
+    assert compiler is not None
+
+    @jax.jit
+    def forward(params: Any, tokens_BN: jax.Array) -> jax.Array:
+        model = nnx.merge(graph, params)
+        positions = jnp.arange(tokens_BN.shape[1])[None]
+        return model.logits(model(tokens_BN, positions, causal_attention)[0])
+
+    for i in (0, 1, 7, 8, 9, 10):
+        prompt, sampling, name = workload()[i]
+        assert name is not None
+        text, made = list(prompt), []
+        while len(made) < sampling.max_tokens:
+            matcher = compiler.compile(SPECS[name]).matcher()
+            assert matcher.take(made) == len(made)
+            if matcher.complete:
+                break
+            bits = np.unpackbits(matcher.root.view(np.uint8), bitorder="little")[:V].astype(bool)
+            padded = np.zeros((1, 96), np.int32)
+            padded[0, : len(text)] = text
+            x = np.where(bits, np.asarray(forward(params, padded))[0, len(text) - 1], -1e30).astype(np.float32)
+            if sampling.temperature:
+                seed, at = np.asarray([sampling.seed], np.uint32), np.asarray([[len(text)]], np.int32)
+                x = (
+                    x * np.float32(1 / np.float32(sampling.temperature))
+                    + np.asarray(gumbel_noise(jnp.asarray(seed), jnp.asarray(at), V, Purpose.TARGET))[0, 0]
+                )
+            made.append(int(np.argmax(x)))
+            text.append(made[-1])
+        assert expected[i].token_ids == made, i
+
+
+def test_texts_satisfy_their_grammars(expected: dict[int, RequestOutput]):
+    assert right(workload(), expected) >= 7
+    assert expected[10].finish_reason is FinishReason.LENGTH
+    for i in (3, 11, 12):
+        logprobs = expected[i].outputs[0].logprobs
+        assert logprobs is not None and len(logprobs) == len(expected[i].token_ids)
+
+
+KINDS = ["eagle3", "ngram", *(pytest.param(k, marks=pytest.mark.slow) for k in ("draft_model", "peagle", "medusa")),
+         *(pytest.param(k, marks=pytest.mark.slow) for k in ("eagle1", "mtp"))]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_speculation_changes_no_token(kind: str, engines: Engines, expected: dict[int, RequestOutput], tools: Any):
+    engine = engines(kind)
+    tiers = tuple(engine.runner.reachable)
+    script = tools.script(*tiers)
+    engine.use_policy(script)
+    before = engine.stats.guided_rounds
+    outputs = run(engine, workload(), join=lambda i: 3 * i)
+    tools.same([outputs[i] for i in sorted(outputs)], [expected[i] for i in sorted(expected)])
+    assert engine.stats.guided_rounds > before
+    accepted = sum(output.metrics.accepted for i, output in outputs.items() if workload()[i][2] is not None)
+    assert accepted > 0
+    alone = run(engine, workload()[:1])
+    assert alone[0].token_ids == expected[0].token_ids
+
+
+def test_guided_rounds_stay_out_of_the_cost_table(engines: Engines, tools: Any):
+    engine = engines("ngram")
+    script = tools.script(PLAIN, Tier(4))
+    engine.use_policy(script)
+    run(engine, [a for a in workload() if a[2] is not None][:3])
+    assert script.heard and all(stats.seconds == 0 for stats in script.heard)
+
+
+def test_preempted_texts_go_on_where_they_were(engines: Engines, tools: Any):
+    """Pools too small for four: some are computed again, prompt and outputs, with the mask of where they stopped."""
+    rng = np.random.default_rng(2)
+    asked: list[Asked] = [
+        (
+            rng.integers(0, EOS, 30 + i).tolist(),
+            SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=46, logit_bias={EOS: -20.0}),
+            "lark" if i % 3 else None,
+        )
+        for i in range(6)
+    ]
+    plain = run(engines("plain"), asked)
+    engine = engines("eagle3")
+    engine.use_policy(tools.script(Tier(3), PLAIN, TREE))
+    before = engine.stats.preemptions
+    outputs = run(engine, asked, join=lambda i: i)
+    assert engine.stats.preemptions > before
+    tools.same([outputs[i] for i in range(6)], [plain[i] for i in range(6)])
+    again = run(engine, asked)  # prompts come from the prefix cache
+    assert engine.stats.prefix_hits > 0
+    tools.same([again[i] for i in range(6)], [plain[i] for i in range(6)])
+
+
+def test_completions_of_a_prompt_and_limits_of_depth(engines: Engines):
+    """Each completion has a matcher of its own; a row that takes no drafts gets the same tokens."""
+    engine = engines("ngram")
+    engine.use_policy(engine.new_policy())
+    prompt, params, name = workload()[1]
+    texts = []
+    for depth in (None, 0, 2):
+        ids = [add(engine, (prompt, params, name), index=index, max_depth=depth) for index in range(3)]
+        done: dict[str, RequestOutput] = {}
+        while engine.has_work:
+            done |= {delta.request_id: delta.output for delta in engine.step() if delta.output is not None}
+        texts.append([done[request_id].text for request_id in ids])
+        for request_id in ids:
+            satisfies("person", done[request_id].text)
+            assert depth != 0 or done[request_id].metrics.accepted == 0
+    assert texts[0] == texts[1] == texts[2] and len(set(texts[0])) == 3
+
+
+def test_aborted_texts_leave_their_neighbours_alone(engines: Engines, expected: dict[int, RequestOutput]):
+    engine = engines("eagle3")
+    engine.use_policy(engine.new_policy())
+    asked = workload()[:6]
+
+    def abort(step: int, ids: dict[str, int]) -> None:
+        if step == 5:
+            for request_id, i in ids.items():
+                if i in (1, 2):
+                    live = engine.request(request_id)
+                    assert live is not None and live.request_id == request_id and not live.finished
+                    delta = engine.abort(request_id)
+                    assert delta is not None and delta.finish_reason is FinishReason.ABORT
+                    assert live.finished and engine.request(request_id) is None
+
+    done: dict[int, RequestOutput] = {}
+    ids = {add(engine, a): i for i, a in enumerate(asked)}
+    for step in range(1, 3000):
+        for delta in engine.step():
+            if delta.output is not None:
+                done[ids[delta.request_id]] = delta.output
+        abort(step, ids)
+        if not engine.has_work:
+            break
+    assert sorted(done) == [0, 3, 4, 5]
+    for i, output in done.items():
+        assert output.token_ids == expected[i].token_ids
+
+
+@pytest.mark.parametrize("kind", ["plain", "ngram"])
+def test_a_grammar_that_fails_ends_its_request_alone(kind: str, engines: Engines, expected: dict[int, RequestOutput]):
+    """The comma that opens the dead end is made likely for one text and impossible for another."""
+    engine = engines(kind)
+    engine.use_policy(engine.new_policy())
+    comma = CHARACTERS.index(",")
+    take, leave = (
+        SamplingParams(temperature=0, max_tokens=40, logit_bias={comma: bias, CHARACTERS.index("}"): -bias})
+        for bias in (80.0, -80.0)
+    )
+    asked: list[Asked] = [*workload()[:2], (workload()[0][0], take, "dead end"), (workload()[0][0], leave, "dead end")]
+    outputs = run(engine, asked)
+    failed = outputs[2]
+    assert failed.finish_reason is FinishReason.ERROR
+    assert failed.outputs[0].error_kind is ErrorKind.GRAMMAR and failed.outputs[0].error
+    assert all(outputs[i].outputs[0].error_kind is None for i in (0, 1, 3))
+    assert outputs[3].finish_reason is FinishReason.STOP and json.loads(outputs[3].text)["a"] in ("n", "m")
+    for i in (0, 1):
+        assert outputs[i].token_ids == expected[i].token_ids
+    assert run(engine, asked[:1])[0].token_ids == expected[0].token_ids
+
+
+def test_a_grammar_that_fails_empties_nobodys_cache(engines: Engines):
+    engine = engines("plain")
+    engine.use_policy(engine.new_policy())
+    prompt = [1, 2, 3] * 9
+    run(engine, [(prompt, SamplingParams(temperature=0, max_tokens=2), None)])
+    cached, hits = engine.stats.cached_pages, engine.stats.prefix_hits
+    assert cached >= 3
+    comma = CHARACTERS.index(",")
+    bias = {comma: 80.0, CHARACTERS.index("}"): -80.0}
+    failed = run(engine, [([5], SamplingParams(temperature=0, max_tokens=40, logit_bias=bias), "dead end")])[0]
+    assert failed.outputs[0].error_kind is ErrorKind.GRAMMAR
+    assert failed.outputs[0].error and re.search(r"the grammar failed: [a-z ]+", failed.outputs[0].error)
+    assert engine.stats.cached_pages >= cached
+    run(engine, [(prompt, SamplingParams(temperature=0, max_tokens=2), None)])
+    assert engine.stats.prefix_hits >= hits + 24
+
+
+def test_the_end_token_is_no_part_of_a_grammars_text(engines: Engines, monkeypatch: pytest.MonkeyPatch):
+    """Also where it does not end texts by itself, and would be shown."""
+    monkeypatch.setitem(SPECS, "repeated", GrammarSpec("regex", "(name)+"))
+    shown = dict(ignore_eos=True, skip_special_tokens=False, logit_bias={EOS: 60.0})
+    for kind in ("plain", "ngram"):
+        engine = engines(kind)
+        engine.use_policy(engine.new_policy())
+        output = run(engine, [([7, 8], SamplingParams(temperature=0, max_tokens=40, **shown), "repeated")])[0]
+        assert output.finish_reason is FinishReason.STOP and output.token_ids[-1] == EOS
+        assert output.text == "name"
+
+
+def test_a_request_that_fails_to_begin_leaves_nothing(engines: Engines, monkeypatch: pytest.MonkeyPatch):
+    engine = engines("plain")
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("no text")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxspec.engine.IncrementalDetokenizer", fail)
+        with pytest.raises(RuntimeError, match="no text"):
+            engine.add([1, 2], SamplingParams(), request_id="x")
+    assert not engine.has_work and engine.step() == []
+    engine.add([1, 2], SamplingParams(max_tokens=1), request_id="x")
+    while engine.has_work:
+        engine.step()
+
+
+def test_prompts_are_looked_at_once(engines: Engines):
+    engine = engines("plain")
+    for wrong in ([1, -1], [1, V], [1, True], [1, 2.0], [1, None], [1, 2**70]):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=re.escape(f"must lie in [0, {V}), got {wrong[1]!r}")):
+                engine.add(wrong, SamplingParams())  # pyright: ignore[reportArgumentType]
+    prompt = [1, 2, 3]
+    ids = [engine.add(prompt, SamplingParams(max_tokens=1), index=i) for i in range(3)]
+    requests = [engine.request(request_id) for request_id in ids]
+    lists = [request.prompt_token_ids for request in requests if request is not None]
+    assert lists == [[1, 2, 3]] * 3 and len({id(tokens) for tokens in [prompt, *lists]}) == 4  # none is shared
+    prompt[1] = V  # the same list, but not the same prompt
+    with pytest.raises(ValueError, match=f"got {V}"):
+        engine.add(prompt, SamplingParams())
+    kept = engine.add(np.asarray([4, 5], np.int32), SamplingParams(max_tokens=1))  # pyright: ignore[reportArgumentType]
+    request = engine.request(kept)
+    assert request is not None and request.prompt_token_ids == [4, 5] and type(request.prompt_token_ids[0]) is int
+    for request_id in [*ids, kept]:
+        engine.abort(request_id)
+    long = [3] * 90
+    for _ in range(3):
+        began = time.thread_time()
+        for _repeat in range(64):
+            engine._checked(long * 90)
+        fresh = time.thread_time() - began
+        same, began = long * 90, time.thread_time()
+        for _repeat in range(64):
+            engine._checked(same)
+        again = time.thread_time() - began
+    assert again < 0.2 and fresh < 0.4  # 64 completions of 8100 tokens
+
+
+def test_stop_strings_end_a_text_before_its_grammar(engines: Engines, expected: dict[int, RequestOutput]):
+    prompt, params, name = workload()[0]
+    outputs = run(engines("ngram"), [(prompt, dataclasses.replace(params, stop='"age'), name)])
+    assert outputs[0].finish_reason is FinishReason.STOP and outputs[0].outputs[0].stop_reason == '"age'
+    assert expected[0].text.startswith(outputs[0].text + '"age')
+
+
+@pytest.fixture(scope="module")
+def without(engines: Engines) -> Iterator[Engine]:
+    """An engine without structured output."""
+    yield engines.build("plain", (PLAIN,), batch_buckets=(4,), structured_output=False)
+
+
+def test_what_an_engine_refuses(engines: Engines, without: Engine, expected: dict[int, RequestOutput]):
+    engine = engines("plain")
+    assert engine.grammars is not None and without.grammars is None
+    grammar = engine.grammars.compile(SPECS["person"])
+    with pytest.raises(ValueError, match=re.escape("needs an engine with EngineConfig.structured_output")):
+        without.add([1], SamplingParams(), grammar=grammar)
+    with pytest.raises(ValueError, match="min_tokens must be 0 with a grammar, which says when a text ends, got 2"):
+        engine.add([1], SamplingParams(min_tokens=2), grammar=grammar)
+    grammar.vocab_size = 13
+    with pytest.raises(ValueError, match="compiled for 13 tokens, but this engine's vocabulary has 64"):
+        engine.add([1], SamplingParams(), grammar=grammar)
+    grammar.vocab_size = V
+    assert not engine.has_work and not without.has_work
+    # Nothing about masks is compiled into what has no need of them.
+    assert without.stats.executables < engine.stats.executables
+    free = workload()[2]
+    assert run(without, [free])[0].token_ids == expected[2].token_ids
+
+
+def test_checkpoints_whose_text_cannot_serve_grammars(engines: Engines, caplog: pytest.LogCaptureFixture):
+    backend = Backend(models.BPE({"a": 0, "b": 1}, []))
+    odd = Engines(engines._quick)
+    odd.tokenizer = Tokenizer(backend, eos_token_ids=[1])
+    engine = odd.build("plain", (PLAIN,), batch_buckets=(4,))
+    assert engine.grammars is None and "no structured output" in caplog.text
+
+
+def test_the_offline_front(engines: Engines, expected: dict[int, RequestOutput], tmp_path: Path):
+    """LLM takes one grammar or one for each prompt, refuses what does not fit, and runs nothing then."""
+    hf.save_model(engines.target, tmp_path / "target", tokenizer=engines.tokenizer._backend, dtype=jnp.float32)
+    few: dict[str, Any] = dict(
+        page_size=8, variants=("sampled",), batch_buckets=(2,), compile_cache=False, max_seq_len=96
+    )
+    with engines._quick():
+        llm = LLM(tmp_path / "target", "none", max_batch_size=2, progress=False, structured_output=True, **few)
+    prompts, params = [workload()[i][0] for i in (0, 2)], [workload()[i][1] for i in (0, 2)]
+    outputs = llm.generate(prompts, params, grammar=[SPECS["person"], None], use_tqdm=False)
+    assert [output.token_ids for output in outputs] == [expected[0].token_ids, expected[2].token_ids]
+    deltas = [delta for _, delta in llm.stream(prompts[0], params[0], grammar=SPECS["person"])]
+    assert "".join(delta.new_text for delta in deltas) == expected[0].text
+    for wrong, message in [
+        ([SPECS["person"]], "got 1 for 2"),
+        ("person", "grammar must be one GrammarSpec or one for each prompt, got 'person'"),
+        (GrammarSpec("regex", "("), "the regex cannot be compiled"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            llm.generate(prompts, params, grammar=wrong)  # pyright: ignore[reportArgumentType]
+    assert not llm.engine.has_work
+    llm.engine.grammars = None
+    with pytest.raises(ValueError, match=re.escape("a grammar needs LLM(structured_output=True)")):
+        llm.generate(prompts, params, grammar=SPECS["person"])
+
+
+def test_grammars_of_the_command(tmp_path: Path):
+    of = lambda *args: grammar_of(parser().parse_args(["prompt", *args]))
+    (tmp_path / "schema.json").write_text(json.dumps(PERSON))
+    assert of() is None
+    assert of("--json-schema", str(tmp_path / "schema.json")) == of("--json-schema", json.dumps(PERSON))
+    assert of("--json-schema", json.dumps(PERSON)) == SPECS["person"]
+    assert of("--regex", "a+") == GrammarSpec("regex", "a+")
+    assert of("--choice", "yes", "--choice", "no") == GrammarSpec("choice", ("yes", "no"))
+    with pytest.raises(ValueError, match="must be a JSON object or a file, got '/nowhere.json'"):
+        of("--json-schema", "/nowhere.json")
+    with pytest.raises(SystemExit):
+        of("--regex", "a", "--choice", "b")
+
+
+@pytest.mark.slow
+def test_devices_share_guided_rounds(engines: Engines, expected: dict[int, RequestOutput], tools: Any):
+    engine = engines.build("eagle3", (PLAIN, TREE), batch_buckets=(4,), tensor_parallel=2)
+    engine.use_policy(tools.script(PLAIN, TREE))
+    outputs = run(engine, workload(), join=lambda i: i)
+    tools.same([outputs[i] for i in sorted(outputs)], [expected[i] for i in sorted(expected)])
+
+
+def test_a_rehearsal_runs_everything_and_changes_nothing(engines: Engines):
+    engine = engines("eagle3")
+    expected = [outputs.outputs for _, outputs in sorted(run(engine, workload()).items())]
+    ran: dict[Any, int] = {}
+    compiled = dict(engine.runner._compiled)
+
+    def counting(key: Any) -> Any:
+        def call(*args: Any) -> Any:
+            ran[key] = ran.get(key, 0) + 1
+            return compiled[key](*args)
+
+        return call
+
+    engine.runner._compiled.update({key: counting(key) for key in compiled})
+    try:
+        engine.rehearse()
+    finally:
+        engine.runner._compiled.update(compiled)
+    assert ran == dict.fromkeys(compiled, 1)
+    assert engine.stats.cached_pages == 0  # what they held is gone
+    tokens = lambda outputs: [completion.token_ids for completions in outputs for completion in completions]
+    again = [outputs.outputs for _, outputs in sorted(run(engine, workload()).items())]
+    assert tokens(again) == tokens(expected)
+    request = engine.add([1, 2, 3], SamplingParams(max_tokens=2))
+    with pytest.raises(RuntimeError, match="while no request is live"):
+        engine.rehearse()
+    engine.abort(request)
