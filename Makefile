@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 AOT := $(VENV)/aot
 
-.PHONY: demo test test-fast aot lint format bench clean
+.PHONY: demo serve-openai test test-fast aot lint format bench proto clean
 
 $(VENV)/.base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -16,6 +16,10 @@ $(VENV)/.test: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
+$(VENV)/.smg: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet --editable ".[smg]"
+	touch $@
+
 $(VENV)/.aot: pyproject.toml
 	test -x $(AOT)/bin/python || $(PYTHON) -m venv $(AOT)
 	$(AOT)/bin/python -m pip install --quiet --upgrade pip
@@ -24,6 +28,10 @@ $(VENV)/.aot: pyproject.toml
 
 demo: $(VENV)/.base
 	$(BIN)/python -m jaxspec.generate --demo
+
+# The server with an OpenAI-compatible API at http://127.0.0.1:8000/v1, until Ctrl-C. ARGS: further flags, --help shows them.
+serve-openai: $(VENV)/.smg
+	$(BIN)/python -m serve.openai $(ARGS)
 
 test: $(VENV)/.test $(VENV)/.aot
 	$(BIN)/python -m pytest -n auto --dist loadfile
@@ -47,6 +55,10 @@ format: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/python -m jaxspec.bench
+
+# The stubs of serve/proto; a test fails when they are stale.
+proto: $(VENV)/.test
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. serve/proto/*.proto
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

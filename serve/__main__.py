@@ -1,0 +1,207 @@
+"""python -m serve: the gRPC generation server of a model, with adaptive speculative decoding."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, get_args, get_origin
+
+from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.tier import Tier
+from serve.config import PART_DEFAULTS, PARTS, ServerConfig, descriptions, field_types, merged, read_file
+
+#: Titles of --help and the fields below each.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "what is served": ("model", "served_model_name", "drafter"),
+    "where": ("host", "port", "metrics_port", "max_message_mib", "reflection", "kv_events"),
+    "limits of requests": (
+        "max_waiting", "max_waiting_pages", "queue_seconds", "run_seconds", "stall_seconds", "max_priority",
+        "max_output_tokens", "stream_interval_ms",
+    ),
+    "health and shutdown": ("watchdog_seconds", "withdrawal_seconds", "drain_seconds"),
+    "who may call": ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file", "admin_token_file"),
+    "what is told": ("log_level", "log_format", "log_prompts", "otlp_endpoint"),
+}  # fmt: skip
+#: Exit codes: a wrong command line or configuration; anything else that went wrong.
+BAD_CONFIG, FAILED = 2, 1
+#: How long the event loop may compute before the engine's thread, which has a step to dispatch, gets its turn. With
+#: Python's own 5 ms a loop with 4 ms of work a step delays every step by about 2 ms, with this by 0.7 ms.
+_SWITCH_SECONDS = 0.0005
+#: Seconds after drain_seconds in which a process that was told to end has ended, also where something hangs.
+_LAST_SECONDS = 15.0
+#: Names of threads that may still be at work when the server has stopped.
+_BUSY = frozenset({"engine", "text", "grammar", "grammar-compile"})
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every field of ServerConfig, SpeculationConfig and EngineConfig as a flag of its name."""
+    p = argparse.ArgumentParser(prog="python -m serve", description=__doc__, argument_default=argparse.SUPPRESS)
+    p.add_argument("--config", metavar="FILE", help="YAML or JSON file with the same fields; flags win over it")
+    p.add_argument("--print-config", action="store_true", help="print the resolved configuration as YAML, and exit")
+    known, kinds = descriptions(ServerConfig), field_types(ServerConfig)
+    for title, names in GROUPS.items():
+        group = p.add_argument_group(title)
+        for name in names:
+            _add(group, name, name, kinds[name], known[name], getattr(ServerConfig, name))
+    for part, owner in (("speculation", SpeculationConfig), ("engine", EngineConfig)):
+        group = p.add_argument_group(part, f"in a file: below the key '{part}'")
+        for field in dataclasses.fields(owner):
+            kind, text = field_types(owner)[field.name], descriptions(owner)[field.name]
+            default = PART_DEFAULTS[part].get(field.name, field.default)
+            _add(group, f"{part}.{field.name}", field.name, kind, text, default)
+    return p
+
+
+def _add(group: Any, dest: str, name: str, kind: Any, text: str, default: Any) -> None:
+    flag = "--" + name.replace("_", "-")
+    shown = "not set" if default is None else ",".join(default) if isinstance(default, tuple) else default
+    text = text.rstrip(".").replace("%", "%%")
+    if kind is bool:
+        word = "on" if default else "off"
+        group.add_argument(flag, dest=dest, action=argparse.BooleanOptionalAction, help=f"{text} (default: {word})")
+    else:
+        metavar, read = _reader(kind)
+        group.add_argument(flag, dest=dest, metavar=metavar, type=read, help=f"{text} (default: {shown})")
+
+
+def _reader(kind: Any) -> tuple[str, Callable[[str], Any]]:
+    """(what --help calls the value, how it is read) of a field's type."""
+    options = get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    optional = type(None) in options
+    main = next(option for option in options if option is not type(None))
+    if bool in options:  # compile_cache
+        return "true|false|DIR", lambda text: {"true": True, "false": False}.get(text, text)
+    if get_origin(main) is typing.Literal:
+        return "|".join(get_args(main)), str
+    if get_origin(main) is tuple:
+        item = get_args(main)[0]
+        one = _number(int, "an integer") if item is int else str
+        metavar = {int: "N,N", Tier: "TIER,TIER"}.get(item, "NAME,NAME")
+        return metavar, _or_none(lambda text: [one(part.strip()) for part in text.split(",")], optional)
+    if main in (int, float):
+        read = _number(main, "an integer" if main is int else "a number")
+        return "N" if main is int else "X", _or_none(read, optional)
+    return "TEXT", str
+
+
+def _number(kind: type[int] | type[float], what: str) -> Callable[[str], Any]:
+    def read(text: str) -> int | float:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}") from None
+
+    return read
+
+
+def _or_none(read: Callable[[str], Any], optional: bool) -> Callable[[str], Any]:
+    """Also takes "none", where a field may be left open: so a flag can take a file's value back."""
+    return lambda text: None if optional and text.lower() == "none" else read(text)
+
+
+def resolve(given: dict[str, Any]) -> ServerConfig:
+    """The configuration of parsed flags, over the file that they name.
+
+    Raises:
+      ValueError: names the field, what was given and what is allowed.
+    """
+    path = given.pop("config", None)
+    flags: dict[str, Any] = {name: {} for name in PARTS}
+    for dest, value in given.items():
+        part, dot, field = dest.partition(".")
+        (flags[part] if dot else flags)[field if dot else dest] = value
+    flags = {name: value for name, value in flags.items() if name not in PARTS or value}
+    if path is None:
+        return ServerConfig.of(flags)
+    try:
+        return ServerConfig.of(merged(read_file(path), flags))
+    except ValueError as e:
+        raise ValueError(str(e) if str(path) in str(e) else f"{path}: {e}") from e
+
+
+async def serve(config: ServerConfig) -> int:
+    """Runs a server until it is told to end; returns the exit code."""
+    from serve.app import PortError, Server
+    from serve.errors import StatusError
+
+    server = Server(config)
+    began = time.monotonic()
+    try:
+        await server.start()
+    except (ValueError, PortError) as e:
+        return _fail(str(e), BAD_CONFIG if isinstance(e, ValueError) else FAILED)
+    signals: list[int] = []
+    # Whatever may hang on the way: an orchestrator would send SIGKILL, and count a failure.
+    last = threading.Timer(config.drain_seconds + _LAST_SECONDS, lambda: os._exit(128 + signals[0]))
+    last.daemon = True
+
+    def on_signal(number: int) -> None:
+        signals.append(number)
+        if len(signals) > 1:
+            os._exit(128 + number)
+        last.start()
+        server.begin_drain()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    metrics = "" if server.metrics_port is None else f", metrics on {config.host}:{server.metrics_port}"
+    print(f"listening on {config.host}:{server.port}{metrics}", flush=True)
+    try:
+        try:
+            await server.ready()
+            print(f"serving {config.served_name} after {time.monotonic() - began:.1f} s", flush=True)
+        except StatusError:
+            pass  # dead, or told to end before it was ready: `wait` and `error` say which
+        await server.wait()
+    finally:
+        last.cancel()
+    if server.error is not None:
+        what = "the model could not be loaded" if server.engine.facts is None else "the engine died"
+        return _fail(f"{what}: {server.error}", FAILED)
+    return 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    p = parser()
+    given = vars(p.parse_args(argv))
+    print_config = given.pop("print_config", False)
+    try:
+        config = resolve(given)
+    except ValueError as e:
+        return _fail(str(e), BAD_CONFIG)
+    if print_config:
+        print(config.to_yaml(), end="")
+        return 0
+    # gRPC's own lines on standard error are no JSON; it reads this when it is imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from serve import logs
+
+    logs.configure(config.log_level, config.log_format, log_prompts=config.log_prompts)
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    return asyncio.run(serve(config))
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    if any(thread.name in _BUSY for thread in threading.enumerate()):
+        logging.shutdown()
+        os._exit(code)  # it still compiles, tokenizes or hangs, and would be torn down under its feet
+    sys.exit(code)

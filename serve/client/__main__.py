@@ -1,0 +1,128 @@
+"""python -m serve.client "prompt": streams a completion from a server to standard output."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from serve.client import Client, Delta, Finished, Options, Prompt, PromptInfo, ServerError
+
+#: What a shell expects of a command that Ctrl-C ended.
+_INTERRUPTED = 130
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m serve.client", description=__doc__)
+    p.add_argument("prompt", help="the text to complete; - reads standard input")
+    server = p.add_argument_group("server")
+    server.add_argument("--target", default="localhost:50051", metavar="HOST:PORT", help="default: %(default)s")
+    server.add_argument("--token-file", metavar="FILE", help="send the first line of this file as bearer token")
+    server.add_argument("--tls", action="store_true", help="encrypt, checked against the system's authorities")
+    server.add_argument("--tls-ca", metavar="PEM", help="encrypt, checked against these authorities")
+    server.add_argument("--tls-cert", metavar="PEM", help="the client's own certificate; needs --tls-key")
+    server.add_argument("--tls-key", metavar="PEM", help="its private key")
+    server.add_argument("--timeout", type=float, metavar="SECONDS", help="deadline of the request (default: none)")
+    server.add_argument("--retries", type=int, default=0, metavar="N", help="tries after 'full' (default: %(default)s)")
+    how = p.add_argument_group("request", "what is left out is the server's default")
+    how.add_argument("--chat", action="store_true", help="the prompt is a user's message of a conversation")
+    how.add_argument("--system", metavar="TEXT", help="with --chat: the system's message before it")
+    how.add_argument("--max-tokens", type=int, metavar="N", help="most tokens to generate")
+    how.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest (default)")
+    how.add_argument("--top-p", type=float, metavar="P", help="mass of the nucleus, (0, 1]")
+    how.add_argument("--top-k", type=int, metavar="K", help="candidates kept; 0: all")
+    how.add_argument("--seed", type=int, metavar="N", help="same seed, same output")
+    how.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; may be repeated")
+    how.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the end of sequence")
+    how.add_argument("--priority", type=int, metavar="N", help="lower runs first, by default -5 to 5")
+    how.add_argument("--route", metavar="LABEL", help="label for the server's metrics")
+    how.add_argument("--no-speculation", action="store_true", help="decode token by token")
+    how.add_argument("--max-depth", type=int, metavar="N", help="most draft tokens accepted in a round")
+    form = how.add_mutually_exclusive_group()
+    form.add_argument("--json-schema", metavar="JSON", help="the output fits this schema; @FILE reads it from a file")
+    form.add_argument("--json", action="store_true", help="the output is a JSON object")
+    form.add_argument("--regex", metavar="REGEX", help="the output matches it")
+    form.add_argument("--choice", action="append", metavar="TEXT", help="the output is one of them; repeat it")
+    p.add_argument("--stats", action="store_true", help="tokens, times and accepted length, on standard error")
+    return p
+
+
+def _request(args: argparse.Namespace) -> tuple[Prompt, Options]:
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    schema = args.json_schema
+    if schema is not None and schema.startswith("@"):
+        schema = Path(schema[1:]).read_text(encoding="utf-8")
+    given = {
+        "max_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k,
+        "seed": args.seed, "stop": args.stop, "ignore_eos": args.ignore_eos, "priority": args.priority,
+        "route": args.route, "max_depth": args.max_depth, "speculation": False if args.no_speculation else None,
+        "json_schema": schema, "json_object": args.json or None, "regex": args.regex, "choice": args.choice,
+    }  # fmt: skip
+    options = cast(Options, {name: value for name, value in given.items() if value is not None})
+    if not args.chat:
+        return text, options
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return [*system, {"role": "user", "content": text}], options
+
+
+def summary(info: PromptInfo, end: Finished) -> str:
+    """Tokens, times and what drafting did, on one line."""
+    usage, drafts = end.usage, end.speculation
+    line = (
+        f"{info.request_id}: {usage.prompt_tokens} + {usage.completion_tokens} tokens "
+        f"({usage.cached_prompt_tokens} cached), {end.reason}, first after {usage.ttft_seconds * 1e3:.0f} ms"
+    )
+    if usage.completion_tokens > 1:
+        line += f", then {usage.decode_seconds * 1e3 / (usage.completion_tokens - 1):.1f} ms a token"
+    if drafts.num_spec_steps:
+        tiers = ", ".join(f"{name} {count}" for name, count in sorted(drafts.tier_rounds.items(), key=lambda t: -t[1]))
+        line += f"; {drafts.mean_acceptance_length:.2f} tokens a round; rounds by tier: {tiers}"
+    return f"{line}; seed {info.seed}"
+
+
+def run(client: Client, prompt: Prompt, options: Options, *, timeout: float | None, stats: bool, out: TextIO) -> None:
+    """Streams the completion to `out`."""
+    info: PromptInfo | None = None
+    for event in client.stream(prompt, timeout=timeout, **options):
+        match event:
+            case PromptInfo():
+                info = event
+            case Delta(text=text):
+                out.write(text)
+                out.flush()
+            case Finished():
+                out.write("\n")
+                out.flush()
+                if stats and info is not None:
+                    print(summary(info, event), file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code: 1 what the server refused, 2 a wrong command line, 130 Ctrl-C."""
+    p = parser()
+    args = p.parse_args(argv)
+    if args.system is not None and not args.chat:
+        p.error("--system needs --chat")
+    try:
+        connection: dict[str, Any] = {name: getattr(args, name) for name in ("tls", "tls_ca", "tls_cert", "tls_key")}
+        if args.token_file is not None:
+            connection["token"] = Path(args.token_file).read_text(encoding="utf-8").split("\n", 1)[0].strip()
+        prompt, options = _request(args)
+        with Client(args.target, retries=args.retries, **connection) as client:
+            run(client, prompt, options, timeout=args.timeout, stats=args.stats, out=sys.stdout)
+    except (ValueError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except ServerError as e:
+        hint = "" if e.retry_after is None else f" (try again in {e.retry_after:g} s)"
+        print(f"error: {e}{hint}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

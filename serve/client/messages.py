@@ -1,0 +1,318 @@
+"""What both clients say and hear: requests from Python values, small dataclasses from messages, typed errors.
+
+Must not know channels or how a call is made. Ranges are the server's to check: what it refuses comes back as a
+ServerError that names the field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+from serve.proto import generation_pb2 as pb
+
+#: A text, token ids, or the messages of a conversation ({"role": ..., "content": ...}).
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+class Options(TypedDict, total=False):
+    """What a request may say besides its prompt; serve/proto/generation.proto gives meanings, ranges and defaults.
+
+    `json_schema` may be a mapping, `stop` one string. At most one of json_schema, json_object, regex, lark, choice.
+    `speculation` False decodes token by token. `variables` reach the chat template.
+    """
+
+    request_id: str
+    model: str
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    logprobs: int
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    speculation: bool
+    max_depth: int
+    json_schema: str | Mapping[str, Any]
+    json_object: bool
+    regex: str
+    lark: str
+    choice: Sequence[str]
+    priority: int
+    route: str
+    tpot_ms: float
+    ttft_ms: float
+    add_generation_prompt: bool
+    variables: Mapping[str, Any]
+
+
+class ServerError(Exception):
+    """A call that the server, or the way to it, refused.
+
+    Attributes:
+      code: the gRPC status.
+      message: what it says.
+      retry_after: seconds after which another try makes sense; None: the server named none.
+    """
+
+    def __init__(self, code: grpc.StatusCode, message: str, retry_after: float | None = None) -> None:
+        super().__init__(f"{code.name}: {message}")
+        self.code, self.message, self.retry_after = code, message, retry_after
+
+    @property
+    def may_retry(self) -> bool:
+        """The server is full for now, and said when to come back."""
+        return self.code is grpc.StatusCode.RESOURCE_EXHAUSTED and self.retry_after is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """A token and its log-probability; rank is 1 for the likeliest, None where it was not computed."""
+
+    token_id: int
+    logprob: float
+    rank: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptInfo:
+    """First event of a stream. `seed` reproduces the output, also where the server chose it."""
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """What a message added to completion `index`. Of logprobs, a tuple a token: the chosen one, then the likeliest."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[tuple[TokenLogprob, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """The end of completion `index`.
+
+    Attributes:
+      reason: "stop" or "length".
+      stop_reason: the request's own stop string or stop token that ended it; None for any other end.
+      usage: tokens and seconds (Usage in serve/proto/generation.proto).
+      speculation: what drafting did (SpeculationStats there).
+    """
+
+    index: int
+    reason: str
+    stop_reason: str | int | None
+    usage: pb.Usage
+    speculation: pb.SpeculationStats
+
+
+Event = PromptInfo | Delta | Finished
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One whole completion; see Delta and Finished."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[tuple[TokenLogprob, ...], ...]
+    finished: Finished
+
+    @property
+    def finish_reason(self) -> str:
+        """ "stop" or "length"."""
+        return self.finished.reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """All completions of a prompt, by index."""
+
+    prompt: PromptInfo
+    completions: tuple[Completion, ...]
+
+    @property
+    def text(self) -> str:
+        """Of the first completion."""
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Of the first completion."""
+        return self.completions[0].token_ids
+
+
+_SAMPLING = frozenset(field.name for field in pb.Sampling.DESCRIPTOR.fields)
+_GRAMMAR = ("json_schema", "json_object", "regex", "lark", "choice")
+
+
+def build_request(prompt: Prompt, options: Options | None = None) -> pb.GenerateRequest:
+    """The message of a prompt and its options.
+
+    Raises:
+      ValueError: an unknown option, one of the wrong type, or two grammars.
+    """
+    given: dict[str, Any] = {name: value for name, value in (options or {}).items() if value is not None}
+    unknown = sorted(set(given) - set(Options.__annotations__))
+    if unknown:
+        raise ValueError(f"unknown options {unknown}; known are {sorted(Options.__annotations__)}")
+    request = pb.GenerateRequest()
+    chat = {name: given.pop(name) for name in ("add_generation_prompt", "variables") if name in given}
+    fill_prompt(request, prompt, **chat)
+    for name, value in given.items():
+        try:
+            _set(request, name, value)
+        except (TypeError, ValueError, AttributeError) as e:
+            raise ValueError(f"{name} cannot be {value!r}: {e}") from e
+    return request
+
+
+def fill_prompt(
+    request: pb.GenerateRequest | pb.TokenizeRequest,
+    prompt: Prompt,
+    *,
+    add_generation_prompt: bool | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> None:
+    """Puts a prompt into a message.
+
+    Raises:
+      ValueError: none of the forms of Prompt, or what is for conversations with another form.
+    """
+    items: list[Any] = [] if isinstance(prompt, str) else list(prompt)
+    conversation = bool(items) and isinstance(items[0], Mapping)
+    if not conversation and (add_generation_prompt is not None or variables is not None):
+        raise ValueError("add_generation_prompt and variables are for conversations, and the prompt is none")
+    try:
+        if isinstance(prompt, str):
+            request.text = prompt
+        elif conversation:
+            for message in items:
+                unknown = sorted(set(message) - {"role", "content"})
+                if unknown:
+                    raise ValueError(f"a message has 'role' and 'content', got {unknown} too")
+                request.chat.messages.add(**message)
+            if add_generation_prompt is not None:
+                request.chat.add_generation_prompt = add_generation_prompt
+            if variables is not None:
+                request.chat.variables_json = json.dumps(variables)
+        elif isinstance(request, pb.GenerateRequest):
+            request.tokens.SetInParent()
+            request.tokens.ids.extend(items)
+        else:
+            raise ValueError("only texts and conversations can be tokenized")
+    except (TypeError, UnicodeEncodeError) as e:
+        raise ValueError(f"a prompt is a text, a list of token ids or a list of messages: {e}") from e
+
+
+def _set(request: pb.GenerateRequest, name: str, value: Any) -> None:
+    if name in _SAMPLING:
+        field = getattr(request.sampling, name)
+        if name == "logit_bias":
+            field.update(value)
+        elif name in ("stop", "stop_token_ids"):
+            field.extend([value] if isinstance(value, str) else value)
+        else:
+            setattr(request.sampling, name, value)
+    elif name in _GRAMMAR:
+        if request.HasField("grammar"):
+            raise ValueError(f"at most one of {', '.join(_GRAMMAR)} can be given")
+        if name == "choice":
+            request.grammar.choice.options.extend([value] if isinstance(value, str) else value)
+            request.grammar.choice.SetInParent()
+        else:
+            setattr(
+                request.grammar,
+                name,
+                json.dumps(value) if name == "json_schema" and isinstance(value, Mapping) else value,
+            )
+    elif name == "speculation":
+        request.speculation.enabled = value
+    elif name == "max_depth":
+        request.speculation.max_depth = value
+    elif name in ("tpot_ms", "ttft_ms"):
+        setattr(request.slo, name, value)
+    else:
+        setattr(request, name, value)
+
+
+def read_event(message: pb.GenerateStreamResponse) -> Event:
+    """One message of a stream."""
+    match message.WhichOneof("event"):
+        case "prompt":
+            return _prompt(message.prompt)
+        case "finished":
+            return _finished(message.finished)
+        case _:
+            delta = message.delta
+            return Delta(delta.index, delta.text, tuple(delta.token_ids), _logprobs(delta.logprobs))
+
+
+def read_result(message: pb.GenerateResponse) -> Result:
+    """A whole answer."""
+    return Result(
+        _prompt(message.prompt),
+        tuple(
+            Completion(c.index, c.text, tuple(c.token_ids), _logprobs(c.logprobs), _finished(c.finished))
+            for c in message.completions
+        ),
+    )
+
+
+def _prompt(info: pb.PromptInfo) -> PromptInfo:
+    return PromptInfo(info.request_id, info.model, info.prompt_tokens, info.seed)
+
+
+def _finished(finished: pb.Finished) -> Finished:
+    by = finished.WhichOneof("stopped_by")
+    return Finished(
+        finished.index,
+        pb.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower(),
+        None if by is None else getattr(finished, by),
+        finished.usage,
+        finished.speculation,
+    )
+
+
+def _logprobs(tokens: Sequence[pb.TokenLogprobs]) -> tuple[tuple[TokenLogprob, ...], ...]:
+    return tuple(
+        tuple(TokenLogprob(entry.token_id, entry.logprob, entry.rank or None) for entry in token.entries)
+        for token in tokens
+    )
+
+
+def read_error(error: grpc.RpcError) -> ServerError:
+    """The typed error of a failed call."""
+    failed: Any = error
+    retry_after = None
+    for key, value in failed.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            status = status_pb2.Status.FromString(value)
+            for detail in status.details:
+                info = error_details_pb2.RetryInfo()
+                if detail.Unpack(info):
+                    retry_after = info.retry_delay.seconds + info.retry_delay.nanos / 1e9
+    return ServerError(failed.code(), failed.details() or "", retry_after)

@@ -1,0 +1,139 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+
+from serve.client.connection import Connection, Tries
+from serve.client.messages import (
+    Event,
+    Options,
+    Prompt,
+    Result,
+    ServerError,
+    build_request,
+    fill_prompt,
+    read_error,
+    read_event,
+    read_result,
+)
+from serve.proto import admin_pb2, generation_pb2
+from serve.proto.admin_pb2_grpc import AdminServiceStub
+from serve.proto.generation_pb2_grpc import GenerationServiceStub
+
+
+class Client:
+    """A connection to a server; thread-safe, and a context manager.
+
+    Args:
+      target: "host:port".
+      **connection: token, tls, tls_ca, tls_cert, tls_key, server_name, retries, max_message_mib: see Connection.
+
+    Every call raises ServerError for what the server refuses, and takes `timeout` in seconds, which travels as the
+    call's deadline; None sets none.
+    """
+
+    def __init__(self, target: str = "localhost:50051", **connection: Any) -> None:
+        self._connection = Connection(target, **connection)
+        credentials, options = self._connection.credentials(), self._connection.options
+        if credentials is None:
+            self._channel = grpc.insecure_channel(target, options=options)
+        else:
+            self._channel = grpc.secure_channel(target, credentials, options=options)
+        self._generation, self._admin = GenerationServiceStub(self._channel), AdminServiceStub(self._channel)
+
+    def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Result:
+        """All completions of a prompt, at once."""
+        return read_result(self._call(self._generation.Generate, build_request(prompt, options), timeout))
+
+    def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Iterator[Event]:
+        """A PromptInfo, then Deltas, then a Finished for each completion. Closing the iterator ends the request."""
+        return self._events(build_request(prompt, options), timeout)
+
+    def _events(self, request: generation_pb2.GenerateRequest, timeout: float | None) -> Iterator[Event]:
+        tries = Tries(self._connection, timeout)
+        while True:
+            metadata = self._connection.metadata
+            call: Any = self._generation.GenerateStream(request, timeout=tries.timeout, metadata=metadata)
+            begun = False
+            try:
+                for message in call:
+                    begun = True
+                    yield read_event(message)
+                return
+            except grpc.RpcError as e:
+                error = read_error(e)
+                pause = None if begun else tries.pause(error)
+                if pause is None:
+                    raise error from None
+            finally:
+                call.cancel()
+            time.sleep(pause)
+
+    def abort(self, *request_ids: str, timeout: float | None = None) -> int:
+        """Ends requests by id; returns how many of them were live."""
+        request = generation_pb2.AbortRequest(request_ids=request_ids)
+        return self._call(self._generation.Abort, request, timeout).aborted
+
+    def tokenize(
+        self, prompt: Prompt, *, add_special_tokens: bool | None = None, timeout: float | None = None, **chat: Any
+    ) -> list[int]:
+        """Token ids of a text or a conversation; add_generation_prompt and variables are for the latter."""
+        request = generation_pb2.TokenizeRequest(add_special_tokens=add_special_tokens)
+        fill_prompt(request, prompt, **chat)
+        return list(self._call(self._generation.Tokenize, request, timeout).ids)
+
+    def detokenize(
+        self, ids: Sequence[int], *, skip_special_tokens: bool | None = None, timeout: float | None = None
+    ) -> str:
+        """The text of token ids."""
+        request = generation_pb2.DetokenizeRequest(ids=ids, skip_special_tokens=skip_special_tokens)
+        return self._call(self._generation.Detokenize, request, timeout).text
+
+    def server_info(self, *, timeout: float | None = None) -> admin_pb2.GetServerInfoResponse:
+        """What is served, how it speculates, and how it fares."""
+        return self._call(self._admin.GetServerInfo, admin_pb2.GetServerInfoRequest(), timeout)
+
+    def loads(self, *, timeout: float | None = None) -> admin_pb2.GetLoadsResponse:
+        """How busy the server is."""
+        return self._call(self._admin.GetLoads, admin_pb2.GetLoadsRequest(), timeout)
+
+    def drain(self, grace_seconds: float | None = None, *, timeout: float | None = None) -> None:
+        """Lets the server finish what runs and then end; returns at once."""
+        self._call(self._admin.Drain, admin_pb2.DrainRequest(grace_seconds=grace_seconds), timeout)
+
+    def flush_cache(self, *, timeout: float | None = None) -> int:
+        """Forgets cached prefixes; returns the pages that this freed."""
+        return self._call(self._admin.FlushCache, admin_pb2.FlushCacheRequest(), timeout).freed_pages
+
+    def set_speculation(self, policy: str, depth: int | None = None, *, timeout: float | None = None) -> list[str]:
+        """Which policy ("adaptive", "static", "off") chooses from the next round on; returns its tiers."""
+        request = admin_pb2.SetSpeculationRequest(policy=policy, depth=depth)
+        return list(self._call(self._admin.SetSpeculation, request, timeout).tiers)
+
+    def close(self) -> None:
+        """Ends the connection and every call on it."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def _call(self, method: Callable[..., Any], request: Any, timeout: float | None) -> Any:
+        tries = Tries(self._connection, timeout)
+        while True:
+            try:
+                return method(request, timeout=tries.timeout, metadata=self._connection.metadata)
+            except grpc.RpcError as e:
+                error: ServerError = read_error(e)
+            pause = tries.pause(error)
+            if pause is None:
+                raise error
+            time.sleep(pause)

@@ -1,0 +1,323 @@
+"""The server's configuration: one frozen object, from flags and one YAML or JSON file, and back to YAML.
+
+What a model or an engine can do is checked by SpeculationConfig and EngineConfig, and when they are built: nothing of
+it is repeated here. Field descriptions are read from the classes' docstrings, so `--help` cannot drift from them.
+Must not import JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+
+from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.request import MAX_PRIORITY
+from jaxspec.tier import Tier, parse_tier
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["json", "text"]
+#: Fields of ServerConfig that hold a configuration of the engine, and the prefix of its keys in a file.
+PARTS: dict[str, type[Any]] = {"speculation": SpeculationConfig, "engine": EngineConfig}
+#: Where a server's defaults are not those of the classes: clients may send grammars unasked.
+PART_DEFAULTS: dict[str, dict[str, Any]] = {"speculation": {}, "engine": {"structured_output": True}}
+#: A message larger than this cannot be told to gRPC, whose limits are int32 bytes.
+_MAX_MIB = 2047
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig:
+    """Everything a server is started with.
+
+    Attributes:
+      model: "demo" or a Hugging Face directory.
+      served_model_name: the name that clients and metrics see; None: the last part of `model`.
+      host: address to listen on.
+      port: of gRPC; 0 picks a free one.
+      metrics_port: of Prometheus (HTTP, GET /metrics); 0 picks a free one, None serves none.
+      drafter: "none", "eagle3", "eagle1", "peagle", "medusa", "mtp", "ngram", "draft_model", or the directory of a
+        drafter's checkpoint; None: an EAGLE-3 head where one lies beside the model, else "ngram".
+      speculation: a SpeculationConfig.
+      engine: an EngineConfig; one that is made from a file or from flags has structured_output on unless they say else.
+      max_waiting: requests that may queue; the next one is refused with RESOURCE_EXHAUSTED.
+      max_waiting_pages: KV pages that queued requests may come to need, one without max_tokens for its prompt alone;
+        None: so many that max_waiting requests of a quarter of the context pass (with the default pool) and longer
+        ones are refused earlier, but never less than four times the pool.
+      queue_seconds: longest wait for a slot, in seconds.
+      run_seconds: longest life of a request, its wait included, in seconds.
+      max_priority: requests may ask for priorities from its negative (sooner) to it (later); others are refused. A step
+        is worth 10 seconds of waiting, so an ordinary request waits at most 10 * max_priority seconds longer for all
+        that ask to be sooner; above queue_seconds it could time out for them.
+      stall_seconds: how long a client may leave output unread, in seconds.
+      watchdog_seconds: a step of the engine longer than this turns health to NOT_SERVING until it ends, in seconds; one
+        three times as long turns the health service "liveness" to NOT_SERVING too.
+      withdrawal_seconds: how long a draining server still accepts requests, so that load balancers notice, in seconds.
+      drain_seconds: how long a draining server lets requests finish, in seconds.
+      max_output_tokens: max_tokens of requests that name none; None: what the context leaves.
+      stream_interval_ms: least time between two messages of a stream, in milliseconds; 0: a message a round.
+      max_message_mib: largest message either way, in MiB.
+      tls_cert: PEM file with the server's certificate chain; needs tls_key.
+      tls_key: PEM file with its private key.
+      tls_client_ca: PEM file with the authorities of clients; given, every client must show a certificate.
+      auth_token_file: file with one token a line; given, calls need "authorization: Bearer <token>", health excepted.
+      admin_token_file: file with one token a line; given, Drain, FlushCache and SetSpeculation need one of them (which
+        stands for one of auth_token_file too) wherever they come from; else they are taken from this host alone.
+      reflection: serve grpc.reflection, so that tools can list the services.
+      kv_events: tell subscribers what the prefix cache holds (SubscribeKvEvents), for cache-aware routing; every client
+        that may call can then read the token ids of all cached prompts.
+      log_level: "debug", "info", "warning" or "error".
+      log_format: "json" (a JSON object a line) or "text".
+      log_prompts: write prompts and outputs into the log. They are your users' text.
+      otlp_endpoint: OpenTelemetry collector (gRPC, e.g. "http://localhost:4317") that receives a span a request; needs
+        the extra "otel".
+
+    Raises:
+      ValueError: names the field, what was given and what is allowed.
+    """
+
+    model: str = "demo"
+    served_model_name: str | None = None
+    host: str = "0.0.0.0"
+    port: int = 50051
+    metrics_port: int | None = 9400
+    drafter: str | None = None
+    speculation: SpeculationConfig = dataclasses.field(default_factory=SpeculationConfig)
+    engine: EngineConfig = dataclasses.field(default_factory=lambda: EngineConfig(**PART_DEFAULTS["engine"]))
+    max_waiting: int = 256
+    max_waiting_pages: int | None = None
+    queue_seconds: float = 60.0
+    run_seconds: float = 600.0
+    max_priority: int = 5
+    stall_seconds: float = 60.0
+    watchdog_seconds: float = 60.0
+    withdrawal_seconds: float = 5.0
+    drain_seconds: float = 60.0
+    max_output_tokens: int | None = None
+    stream_interval_ms: float = 0.0
+    max_message_mib: int = 16
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
+    auth_token_file: str | None = None
+    admin_token_file: str | None = None
+    reflection: bool = False
+    kv_events: bool = False
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "json"
+    log_prompts: bool = False
+    otlp_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in field_types(type(self)).items():
+            value = getattr(self, name)
+            if name in PARTS:
+                if not isinstance(value, PARTS[name]):
+                    raise ValueError(f"{name} must be a {PARTS[name].__name__}, got {value!r}")
+                continue
+            if isinstance(value, Path):
+                value = str(value)
+            object.__setattr__(self, name, _checked(name, value, kind))
+        for name in ("model", "host"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} must not be empty, got {getattr(self, name)!r}")
+        for name in (
+            "served_model_name", "drafter", "tls_cert", "tls_key", "tls_client_ca", "auth_token_file",
+            "admin_token_file",
+        ):  # fmt: skip
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} must not be empty; leave it out instead, got ''")
+        self._check_bounds()
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError(
+                f"tls_cert and tls_key must be given together, got tls_cert {self.tls_cert!r}, tls_key {self.tls_key!r}"
+            )
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError(f"tls_client_ca {self.tls_client_ca!r} needs tls_cert and tls_key, got neither")
+        if self.otlp_endpoint is not None and not re.match(r"https?://[^/]", self.otlp_endpoint):
+            raise ValueError(f"otlp_endpoint must begin with http:// or https://, got {self.otlp_endpoint!r}")
+
+    def _check_bounds(self) -> None:
+        bounds: dict[str, tuple[float, float]] = {
+            "port": (0, 65535),
+            "metrics_port": (0, 65535),
+            "max_waiting": (1, 2**20),
+            "max_waiting_pages": (1, 2**31),
+            "max_output_tokens": (1, 2**31 - 1),
+            "max_priority": (0, MAX_PRIORITY),
+            "stream_interval_ms": (0, 60_000),
+            "max_message_mib": (1, _MAX_MIB),
+            **dict.fromkeys(("queue_seconds", "run_seconds", "stall_seconds", "watchdog_seconds"), (0.001, 1e9)),
+            **dict.fromkeys(("withdrawal_seconds", "drain_seconds"), (0, 1e9)),
+        }
+        for name, (low, high) in bounds.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {value!r}")
+        if self.port and self.port == self.metrics_port:
+            raise ValueError(f"port and metrics_port must differ, got {self.port} for both")
+
+    @property
+    def served_name(self) -> str:
+        """The model's name as clients and metrics see it."""
+        return self.served_model_name or Path(self.model).name or self.model
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> ServerConfig:
+        """From plain data, as a file holds it: `speculation` and `engine` are mappings, lists stand for tuples, and
+        tiers are written by name ("off", "chain-3", "tree-4x3/16").
+
+        Raises:
+          ValueError: an unknown key or a wrong value, by its full name ("engine.page_size").
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        _refuse_unknown("", values, known)
+        built = dict(values)
+        for name, part in PARTS.items():
+            if name in built and not isinstance(built[name], part):
+                built[name] = _part(name, part, built[name], PART_DEFAULTS[name])
+        return cls(**built)
+
+    def to_yaml(self) -> str:
+        """Every field with its resolved value, as `read_file` reads it back."""
+        return yaml.safe_dump(_plain(self), sort_keys=False, allow_unicode=True)
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """The plain data of a configuration file: JSON where the name ends in .json, else YAML.
+
+    Raises:
+      ValueError: unreadable, not a mapping, or a key given twice; names the file.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"cannot read the configuration file {path}: {e}") from e
+    try:
+        if Path(path).suffix == ".json":
+            values = json.loads(text, object_pairs_hook=_distinct)
+        else:
+            values = yaml.load(text, _Loader)  # a SafeLoader
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as e:
+        raise ValueError(f"{path}: {' '.join(str(e).split())}") from e
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a mapping of fields to values, got {type(values).__name__}")
+    return values
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain data of a file with `over` on top; `speculation` and `engine` are merged field by field."""
+    result = dict(base)
+    for name, value in over.items():
+        below = result.get(name)
+        if name in PARTS and isinstance(below, Mapping) and isinstance(value, Mapping):
+            value = {**below, **value}
+        result[name] = value
+    return result
+
+
+def descriptions(owner: type[Any]) -> dict[str, str]:
+    """What each field of a configuration means, from the Attributes section of its docstring."""
+    section = re.search(r"Attributes:\n(.*?)(?:\n\s*\n|\Z)", owner.__doc__ or "", re.DOTALL)
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in section.group(1).splitlines() if section else ():
+        entry = re.match(r" {6}(\w+(?:, \w+)*): (.*)", line)
+        if entry:
+            names = entry.group(1).split(", ")
+            found |= dict.fromkeys(names, entry.group(2).strip())
+        else:
+            found |= {name: f"{found[name]} {line.strip()}" for name in names}
+    return found
+
+
+def field_types(owner: type[Any]) -> dict[str, Any]:
+    """The resolved type of each field of a configuration."""
+    hints = typing.get_type_hints(owner)
+    return {f.name: hints[f.name] for f in dataclasses.fields(owner)}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which only true and false are booleans (so that `policy: off` is a word) and keys are given once."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        return _distinct(
+            [(self.construct_object(k, deep=True), self.construct_object(v, deep=True)) for k, v in node.value]
+        )
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF"))
+
+
+def _distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} is given twice: {found[key]!r} and {value!r}")
+        found[key] = value
+    return found
+
+
+def _refuse_unknown(prefix: str, values: Mapping[str, Any], known: set[str]) -> None:
+    for name, value in values.items():
+        if name not in known:
+            raise ValueError(f"unknown key {prefix}{name} (with the value {value!r}); known are {sorted(known)}")
+
+
+def _part(name: str, owner: type[Any], values: Any, defaults: Mapping[str, Any]) -> Any:
+    """A SpeculationConfig or EngineConfig from a mapping, over the server's defaults."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{name} must be a mapping with fields of {owner.__name__}, got {values!r}")
+    _refuse_unknown(f"{name}.", values, {f.name for f in dataclasses.fields(owner)})
+    values = {**defaults, **values}
+    built = {field: tuple(value) if isinstance(value, list) else value for field, value in values.items()}
+    if isinstance(built.get("tiers"), tuple):
+        built["tiers"] = tuple(t if isinstance(t, Tier) else parse_tier(str(t)) for t in built["tiers"])
+    try:
+        return owner(**built)
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"{name}: {e}") from e
+
+
+def _checked(name: str, value: Any, kind: Any) -> Any:
+    """A value of the type that a field of ServerConfig declares; an int stands for a float."""
+    if typing.get_origin(kind) is Literal:
+        if not isinstance(value, str) or value not in get_args(kind):
+            raise ValueError(f"{name} must be one of {get_args(kind)}, got {value!r}")
+        return value
+    optional = isinstance(kind, types.UnionType)
+    if value is None and optional:
+        return None
+    wanted = get_args(kind)[0] if optional else kind
+    if wanted is float:
+        right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    else:
+        right = isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
+    if not right:
+        words = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
+        raise ValueError(f"{name} must be {words[wanted]}{' or null' if optional else ''}, got {value!r}")
+    return float(value or 0) if wanted is float else value
+
+
+def _plain(value: Any) -> Any:
+    """A configuration as YAML and JSON can hold it."""
+    if isinstance(value, Tier | Path):
+        return str(value)
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(entry) for entry in value]
+    return value

@@ -1,0 +1,1 @@
+"""The wire format, and the stubs generated from it (`make proto`)."""

@@ -1,0 +1,1 @@
+"""One module a gRPC service: messages in and out. What they share lies in `serve`."""

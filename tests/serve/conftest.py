@@ -1,0 +1,454 @@
+"""Tiny engines with text, and what goes wrong with engines: made to fail, to hang and to be slow on demand.
+
+Compiled once a session; every test puts one on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import itertools
+import json
+import math
+import resource
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from jaxspec.adaptive.cost import CostTable
+from jaxspec.adaptive.policy import RoundStats
+from jaxspec.assemble import assemble, bind_drafter
+from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.engine import Engine, EngineStats
+from jaxspec.models.tiny import tiny_target
+from jaxspec.request import RequestMetrics, RequestOutput, SamplingParams
+from jaxspec.speculation.drafters.ngram import NgramDrafter
+from jaxspec.text.tokenizer import Tokenizer
+from jaxspec.tier import PLAIN, Tier
+from serve.config import ServerConfig
+from serve.engine_thread import EngineThread
+from serve.errors import StatusError
+from serve.generator import Chunk, Finish, Generation, Generator
+from serve.jobs import Job
+from serve.lifecycle import Lifecycle
+
+T = TypeVar("T")
+ALPHABET, EOS = "abcdefghijkl", 12
+VOCAB = len(ALPHABET) + 1
+TIERS = (PLAIN, Tier(1), Tier(3))
+BUCKETS = (1, 2, 4)
+SIZES = dict(
+    max_batch_size=4, max_seq_len=120, page_size=8, num_pages=30, prefill_chunk=16, compile_cache=False,
+    structured_output=True,
+)  # fmt: skip
+#: Tokens of the engine that can write JSON: printable ASCII and the end of text.
+WRITTEN = [chr(code) for code in range(32, 127)]
+TREE = Tier(3, 2, 7)
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+GUARD_SECONDS = 60.0
+
+
+def run(story: Coroutine[Any, Any, T], seconds: float = GUARD_SECONDS) -> T:
+    """The result of an asynchronous test, which must not hang; tasks that it leaves behind are an error."""
+
+    async def guarded() -> T:
+        async with asyncio.timeout(seconds):
+            result = await story
+        for _ in range(20):  # tasks that were cancelled on the way out may need a few turns
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            if not left:
+                return result
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"tasks were left behind: {left}")
+
+    return asyncio.run(guarded())
+
+
+_ids = itertools.count()
+_JOB_FIELDS = {field.name for field in dataclasses.fields(Job)}
+
+
+def job(prompt: Any, **options: Any) -> Job:
+    """A greedy job of a text, a conversation or token ids; options are the job's and its sampling parameters'."""
+    own = {name: options.pop(name) for name in list(options) if name in _JOB_FIELDS}
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 20, "ignore_eos": True, **options})
+    prompt = tuple(prompt) if isinstance(prompt, list) else prompt
+    return Job(**{"request_id": f"job-{next(_ids)}", "prompt": prompt, "params": params, **own})
+
+
+async def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Returns when the condition holds."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """What the tiny tokenizer makes of tokens, the end of sequence left out."""
+    return "".join(ALPHABET[token] for token in tokens if token != EOS)
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """A character a token: "a" is 0, "l" is 11, and 12 ends a text."""
+    vocab = {letter: i for i, letter in enumerate(ALPHABET)} | {"<eos>": EOS}
+    backend = Backend(models.BPE(vocab, [], unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>"])
+    return Tokenizer(backend, eos_token_ids=(EOS,), chat_template=TEMPLATE, special_tokens={"eos_token": "<eos>"})
+
+
+@contextlib.contextmanager
+def quick_compilation() -> Iterator[None]:
+    """The results are the same; only the executables are slower."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+def build_tiny_engine(**config: Any) -> Engine:
+    """The 13-token model with n-gram drafts and text; the policy's costs are made up, so nothing is timed."""
+    cost = CostTable({(t, b): 1e-3 * (1 + 0.1 * t.depth) for t in TIERS for b in BUCKETS})
+    with quick_compilation():
+        return assemble(
+            tiny_target(0, eos_token_ids=(EOS,)), tiny_tokenizer(), SpeculationConfig(tiers=TIERS),
+            EngineConfig(**{**SIZES, **config}), drafter=lambda geo: (NgramDrafter(VOCAB), ()), cost=cost,
+            drafts=True, trees=False, progress=False,
+        )  # fmt: skip
+
+
+def writing_tokenizer() -> Tokenizer:
+    """A printable character a token, in the order of ASCII; others are a blank. A text ends with the last token."""
+    vocab = {character.replace(" ", "Ġ"): i for i, character in enumerate(WRITTEN)}
+    backend = Backend(models.BPE(vocab, [], unk_token="Ġ"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>"])
+    end = len(WRITTEN)
+    return Tokenizer(backend, eos_token_ids=(end,), chat_template=TEMPLATE, special_tokens={"eos_token": "<eos>"})
+
+
+def build_writing_engine() -> Engine:
+    """A model that can write JSON, with a draft model that proposes trees; one bucket, so that it compiles quickly."""
+    end, vocab = len(WRITTEN), len(WRITTEN) + 1
+    tiers = (PLAIN, TREE)
+    draft = tiny_target(1, num_layers=1, vocab_size=vocab)
+    config = {**SIZES, "batch_buckets": (4,), "variants": ("sampled",), "max_seq_len": 240, "num_pages": 60}
+    with quick_compilation():
+        return assemble(
+            tiny_target(0, vocab_size=vocab, eos_token_ids=(end,)), writing_tokenizer(),
+            SpeculationConfig(tiers=tiers), EngineConfig(**config),
+            drafter=lambda geo: bind_drafter("draft_model", draft, geo),
+            cost=CostTable({(t, 4): 1e-3 * (1 + 0.1 * t.depth) for t in tiers}), drafts=True, trees=True,
+            progress=False,
+        )  # fmt: skip
+
+
+def hostile_grammars() -> dict[str, dict[str, Any]]:
+    """Grammars within every limit of size that cost compilers or parsers dearly: kind of a GrammarSpec and its value.
+
+    Enumerations, chains and ambiguity as in CVE-2025-58446; all of them are legal.
+    """
+    letters = "abcdefghijkl"
+    words = [f"{letters[i % 12]}{letters[i // 12 % 12]}{letters[i // 144 % 12]}{i}" for i in range(12_000)]
+    references: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(2999)}
+    references["d2999"] = {"type": "string"}
+    rules = "".join(f"r{i}: r{i + 1}\n" for i in range(2999))
+    doubling = "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(60))
+    either = {f"p{i}": {"anyOf": [{"type": "string"}, {"enum": [f"x{j}" for j in range(30)]}]} for i in range(150)}
+    as_json: dict[str, Any] = {
+        "an enumeration of 12,000": {"enum": words},
+        "a chain of 3000 references": {"$defs": references, "$ref": "#/$defs/d0"},
+        "multiples of a large prime": {"type": "integer", "multipleOf": 9999991},
+        "a string of a billion": {"type": "string", "minLength": 10**9},
+        "an array of a billion": {"type": "array", "items": {"type": "null"}, "minItems": 10**9},
+        "150 optional alternatives": {"type": "object", "properties": either},
+        "patterns that all have to match": {"allOf": [{"type": "string", "pattern": f"^.*{c}.{{9}}$"} for c in "abcd"]},
+    }
+    return {
+        **{name: {"json_schema": json.dumps(schema)} for name, schema in as_json.items()},
+        "arrays in arrays": {"json_schema": '{"items":' * 3000 + "{}" + "}" * 3000},
+        "4096 choices": {"choice": words[:4096]},
+        "a chain of 3000 rules": {"lark": f'start: r0\n{rules}r2999: "a"'},
+        "a text of 2**60 letters": {"lark": f'start: r0\n{doubling}r60: "a"'},
+        "exponentially many readings": {"lark": "start: e\ne: e | e e | e e e | /[a-z]/ | /[a-z]+/ e"},
+        "repetitions of repetitions": {"regex": "((a{1,1000}){1,1000}){1,1000}"},
+        "a large automaton": {"regex": "(a|b)*a(a|b){24}c"},
+    }
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in use."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+class EngineFacade:
+    """The engine with faults: everything goes through to it, and `step` does as told first.
+
+    Attributes:
+      steps: how many began.
+      error: raised by the next step.
+      hook: called before every step, on the engine's thread.
+      held: set while a step waits because of `hold` or `advance`.
+    """
+
+    def __init__(self, engine: Engine):
+        self.__dict__.update(_engine=engine, steps=0, error=None, hook=None, held=threading.Event())
+        self.__dict__.update(_gate=threading.Condition(), _hold_at=math.inf)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            setattr(self._engine, name, value)
+
+    def hold(self, step: int = 1) -> None:
+        """The `step`-th step from now waits until `release`."""
+        with self._gate:
+            self.held.clear()
+            self._hold_at = self.steps + step
+
+    def advance(self, steps: int = 1) -> None:
+        """Lets an engine that is held do so many steps, the held one first; the one after them is held again."""
+        assert self.held.is_set()
+        with self._gate:
+            self.held.clear()
+            self._hold_at = self.steps + steps
+            self._gate.notify_all()
+
+    def release(self) -> None:
+        """Lets steps run again."""
+        with self._gate:
+            self._hold_at = math.inf
+            self._gate.notify_all()
+
+    def step(self) -> Any:
+        """The engine's step, after the fault."""
+        self.steps += 1
+        if self.hook is not None:
+            self.hook()
+        with self._gate:
+            if self.steps >= self._hold_at:
+                self.held.set()
+                free = self._gate.wait_for(lambda: self.steps < self._hold_at, GUARD_SECONDS)
+                assert free, "nobody released the step"
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return self._engine.step()
+
+
+@dataclasses.dataclass
+class Recorder:
+    """Metrics that only remember."""
+
+    rounds: list[RoundStats] = dataclasses.field(default_factory=list)
+    stats: list[EngineStats] = dataclasses.field(default_factory=list)
+    tokens: list[tuple[Job, int, float | None]] = dataclasses.field(default_factory=list)
+    finished: list[tuple[Job, str, int, RequestMetrics]] = dataclasses.field(default_factory=list)
+    refused: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+
+    def on_round(self, stats: RoundStats) -> None:
+        self.rounds.append(stats)
+
+    def on_stats(self, stats: EngineStats, pages: int) -> None:
+        assert stats.free_pages + stats.cached_pages <= pages
+        self.stats.append(stats)
+
+    def on_tokens(self, job: Job, count: int, gap_seconds: float | None) -> None:
+        assert count > 0 and (gap_seconds is None or gap_seconds >= 0)
+        self.tokens.append((job, count, gap_seconds))
+
+    def on_finished(self, job: Job, reason: str, prompt_tokens: int, metrics: RequestMetrics) -> None:
+        self.finished.append((job, reason, prompt_tokens, metrics))
+
+    def on_refused(self, code: str, reason: str) -> None:
+        self.refused.append((code, reason))
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why completions ended, in order."""
+        return [str(reason) for _, reason, _, _ in self.finished]
+
+
+@dataclasses.dataclass
+class Stack:
+    """A serving engine without gRPC."""
+
+    facade: EngineFacade
+    engine: EngineThread
+    generator: Generator
+    lifecycle: Lifecycle
+    metrics: Recorder
+    config: ServerConfig
+
+    async def settled(self) -> None:
+        """Returns when the engine has nothing left; checks that pages and tables are at their baseline."""
+        generator = self.generator
+        await eventually(lambda: generator.in_engine == 0)
+        stats = await self.engine.call(lambda engine: engine.stats)
+        assert stats.running == stats.waiting == 0
+        assert stats.free_pages + stats.cached_pages == self.facade.num_pages
+        tickets, admission = self.engine._tickets, generator._admission
+        assert not (tickets._live or tickets._waiting or tickets._held)
+        assert not generator._by_id and generator._preparation.preparing == 0 and not self.engine._calls
+        assert admission is not None and (admission.waiting, admission.waiting_pages) == (0, 0)
+
+    async def start(self, prompt: Any, **options: Any) -> Generation:
+        """Starts a job; options are the job's and its sampling parameters'."""
+        return await self.generator.start(job(prompt, **options))
+
+
+@dataclasses.dataclass
+class Result:
+    """A generation, read to its end.
+
+    Attributes:
+      tokens, text, logprobs: by completion, joined from the chunks.
+      finishes: by completion.
+      chunks: how many there were.
+    """
+
+    tokens: list[list[int]]
+    text: list[str]
+    logprobs: list[list[Any]]
+    finishes: list[Finish]
+    chunks: int
+
+
+async def read(generation: Generation) -> Result:
+    """Everything, checked for consistency."""
+    n = generation.job.params.n
+    chunks: list[Chunk] = []
+    try:
+        async for chunk in generation:
+            chunks.append(chunk)
+    finally:
+        generation.close()
+    result = Result([[] for _ in range(n)], [""] * n, [[] for _ in range(n)], [], len(chunks))
+    finishes: dict[int, Finish] = {}
+    for chunk in chunks:
+        assert chunk.index not in finishes, "a chunk after the last"
+        assert chunk.token_ids or chunk.text or chunk.finish is not None, "an empty chunk"
+        result.tokens[chunk.index] += chunk.token_ids
+        result.text[chunk.index] += chunk.text
+        result.logprobs[chunk.index] += chunk.logprobs or []
+        if chunk.finish is not None:
+            finishes[chunk.index] = chunk.finish
+    result.finishes = [finishes[i] for i in range(n)]
+    for i, finish in enumerate(result.finishes):
+        assert finish.output_token_ids == result.tokens[i] and finish.text == result.text[i]
+        assert finish.metrics.output_tokens == len(result.tokens[i])
+    return result
+
+
+class Kit:
+    """What test modules share; they cannot import each other.
+
+    Attributes:
+      engine: the tiny one, unless it says otherwise.
+      written, tree: of the one that can write JSON: its characters by token, and its only tier that drafts.
+    """
+
+    written, tree = WRITTEN, TREE
+    resident_bytes, hostile_grammars = staticmethod(resident_bytes), staticmethod(hostile_grammars)
+    alphabet, eos, vocab = ALPHABET, EOS, VOCAB
+    run, eventually, read = staticmethod(run), staticmethod(eventually), staticmethod(read)
+    job, text_of, tiny_tokenizer = staticmethod(job), staticmethod(text_of), staticmethod(tiny_tokenizer)
+    build_tiny_engine, quick_compilation = staticmethod(build_tiny_engine), staticmethod(quick_compilation)
+    facade, recorder, stack_type, status_error = EngineFacade, Recorder, Stack, StatusError
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+
+    def clean(self) -> EngineFacade:
+        """The session's engine, idle, with an empty prefix cache, behind a fresh facade."""
+        for request_id in list(self.engine.scheduler._by_id):
+            self.engine.abort(request_id)
+        while self.engine.has_work:
+            self.engine.step()
+        self.engine.flush_prefix_cache()
+        self.engine.use_policy(self.engine.new_policy())
+        self.engine.on_round = None
+        return EngineFacade(self.engine)
+
+    @contextlib.asynccontextmanager
+    async def serving(
+        self, *, metrics: Any = None, build: Callable[[], Any] | None = None, wait: bool = True, **config: Any
+    ) -> AsyncIterator[Stack]:
+        """A stack on this loop, with config's defaults but short times where a test would wait for them."""
+        facade = self.clean()
+        settings = ServerConfig(**{"withdrawal_seconds": 0.0, **config})
+        recorder = Recorder() if metrics is None else metrics
+        engine = EngineThread(build or (lambda: facade))
+        generator = Generator(engine, settings, recorder)
+        stack = Stack(facade, engine, generator, Lifecycle(engine, generator, settings), recorder, settings)
+        engine.start()
+        stack.lifecycle.start()
+        try:
+            if wait:
+                await engine.ready()
+            yield stack
+            if metrics is None:
+                assert not generator._metrics.guard.failures, "the recorder found something wrong"
+        finally:
+            facade.release()
+            stack.lifecycle.close()
+            generator.close()
+            await engine.stop()
+
+    async def fails(self, awaitable: Any, code: str) -> StatusError:
+        """The StatusError that it must raise, whose code has this name."""
+        with pytest.raises(StatusError) as caught:
+            await awaitable
+        assert caught.value.code.name == code, caught.value
+        return caught.value
+
+    def offline(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[list[RequestOutput]]:
+        """What the engine makes of each request when nothing is served, one at a time: n outputs each."""
+        self.clean()
+        results = []
+        for prompt, params in requests:
+            ids = [self.engine.add(prompt, params, index=i) for i in range(params.n)]
+            outputs: dict[str, RequestOutput] = {}
+            while self.engine.has_work:
+                outputs |= {d.request_id: d.output for d in self.engine.step() if d.output is not None}
+            results.append([outputs[i] for i in ids])
+        return results
+
+
+@pytest.fixture(scope="session")
+def serve_engine() -> Engine:
+    """Built once; tests reach it through `kit`."""
+    return build_tiny_engine()
+
+
+@pytest.fixture
+def kit(serve_engine: Engine) -> Kit:
+    return Kit(serve_engine)
+
+
+@pytest.fixture(scope="session")
+def writing_engine() -> Engine:
+    """Built once; tests reach it through `writing_kit`."""
+    return build_writing_engine()
+
+
+@pytest.fixture
+def writing_kit(writing_engine: Engine) -> Kit:
+    """The kit around the engine that can write JSON."""
+    return Kit(writing_engine)

@@ -1,0 +1,233 @@
+"""jaxspec.v1.AdminService: what is told, and what operators may change while requests run."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import grpc
+import pytest
+
+import jaxspec
+from jaxspec.config import SpeculationConfig
+from serve.app import Server
+from serve.client import AsyncClient, Finished, Options, ServerError
+from serve.config import ServerConfig
+from serve.meter import MeteredMetrics
+
+BASE: dict[str, Any] = dict(host="127.0.0.1", port=0, metrics_port=None, withdrawal_seconds=0.0)
+LONG: Options = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+
+
+def on(server: Server) -> AsyncClient:
+    return AsyncClient(f"127.0.0.1:{server.port}")
+
+
+async def refusal(call: Any) -> ServerError:
+    with pytest.raises(ServerError) as caught:
+        await call
+    return caught.value
+
+
+def test_server_info_is_an_allow_list_of_what_is_true(kit: Any):
+    async def story() -> None:
+        config = ServerConfig(**BASE, served_model_name="tiny", auth_token_file=None, model="/secret/place/tiny")
+        async with Server(config, build=kit.clean) as server, on(server) as client:
+            for _ in range(2):
+                await client.generate("abcabc", **LONG)
+            info = await client.server_info()
+            engine = kit.engine
+            assert (info.version, info.model, info.drafter, info.policy) == (
+                jaxspec.__version__,
+                "tiny",
+                "ngram",
+                "adaptive",
+            )
+            assert (info.verification, info.lossless, info.dtype, info.devices) == ("coupled", True, "float32", 1)
+            assert info.device and info.state == "serving" and info.uptime_seconds > 0
+            assert (info.max_seq_len, info.max_batch_size) == (engine.max_seq_len, engine.max_batch_size)
+            assert list(info.tiers) == ["off", "chain-1", "chain-3"] and list(info.buckets) == [1, 2, 4]
+            assert info.active_tier in info.tiers and sum(info.rounds_by_tier.values()) > 0
+            assert info.executables == engine.stats.executables and info.warmup_seconds > 0
+            assert 1 <= info.mean_acceptance_length <= 4
+            memory = info.memory
+            assert (memory.pages, memory.page_size) == (engine.num_pages, engine.page_size)
+            assert memory.free_pages + memory.cached_pages == memory.pages
+            assert memory.weight_bytes == engine.runner.weight_bytes and memory.kv_pool_bytes == engine.pool_bytes
+            assert "secret" not in str(info)
+
+    kit.run(story())
+
+
+def test_loads(kit: Any):
+    async def story() -> None:
+        facade = kit.clean()
+        async with Server(ServerConfig(**BASE), build=lambda: facade) as server, on(server) as client:
+            idle = await client.loads()
+            assert (idle.running_requests, idle.waiting_requests, idle.kv_cache_usage) == (0, 0, 0.0)
+            assert idle.max_running_requests == 4
+            facade.hook = lambda: time.sleep(0.02)
+            streams = [client.stream("abc", **LONG) for _ in range(6)]
+            for stream in streams:
+                await anext(stream)
+            await kit.eventually(lambda: server.engine.snapshot.waiting == 2 and server.engine.snapshot.running == 4)
+            busy = await client.loads()
+            assert (busy.running_requests, busy.waiting_requests, busy.waiting_prompt_tokens) == (4, 2, 6)
+            assert 0 < busy.kv_cache_usage <= 1 and busy.tokens_per_second >= 0
+            facade.hook = None
+            for stream in streams:
+                async for _ in stream:
+                    pass
+            assert (await client.loads()).tokens_per_second == pytest.approx(6 * 60 / 10)
+
+    kit.run(story())
+
+
+def test_the_rate_forgets_what_is_older_than_ten_seconds():
+    now = [100.0]
+    metrics = MeteredMetrics("tiny", clock=lambda: now[0])
+    job: Any = None
+    for at, count in ((100.0, 30), (100.01, 20), (105.0, 50)):
+        now[0] = at
+        metrics.on_tokens(job, count, None)
+    assert metrics.tokens_per_second == 10.0
+    now[0] = 110.5
+    assert metrics.tokens_per_second == 5.0
+    now[0] = 200.0
+    assert metrics.tokens_per_second == 0.0
+    assert metrics.mean_accepted_length == 0.0
+
+
+def test_flush_cache(kit: Any):
+    async def story() -> None:
+        async with Server(ServerConfig(**BASE), build=kit.clean) as server, on(server) as client:
+            await client.generate("abcdabcdabcdabcd", **LONG)
+            cached = (await client.server_info()).memory.cached_pages
+            assert cached > 0
+            assert await client.flush_cache() == cached
+            assert await client.flush_cache() == 0
+
+    kit.run(story())
+
+
+def test_speculation_is_set_while_requests_run(kit: Any):
+    async def story() -> None:
+        facade = kit.clean()
+        async with Server(ServerConfig(**BASE), build=lambda: facade) as server, on(server) as client:
+            wanted = (await client.generate("abcabc", **LONG)).token_ids
+            facade.hook = lambda: time.sleep(0.005)
+            tokens: list[int] = []
+            changes = iter([("off", None), ("static", 3), ("static", 1), ("adaptive", None)])
+            async for event in client.stream("abcabc", **LONG):
+                if isinstance(event, Finished):
+                    assert len(event.speculation.tier_rounds) > 1
+                    continue
+                tokens += getattr(event, "token_ids", ())
+                if (change := next(changes, None)) is not None:
+                    await client.set_speculation(*change)
+            assert tuple(tokens) == wanted
+            facade.hook = None
+            for policy, depth, tiers in (("off", None, ["off"]), ("static", 3, ["chain-3"]), ("static", 0, ["off"])):
+                assert await client.set_speculation(policy, depth) == tiers
+                result = await client.generate("abcabc", **LONG)
+                assert list(result.completions[0].finished.speculation.tier_rounds) == tiers
+                assert result.token_ids == wanted
+                assert (await client.server_info()).policy == policy
+                while (await client.server_info()).active_tier != tiers[0]:  # what is told is as old as a step
+                    await asyncio.sleep(0.01)
+            assert await client.set_speculation("adaptive") == ["off", "chain-1", "chain-3"]
+
+    kit.run(story())
+
+
+def test_server_info_while_a_step_hangs(kit: Any):
+    """The first look at a server that hangs must say so, and what it serves."""
+
+    async def story() -> None:
+        facade = kit.clean()
+        config = ServerConfig(**BASE, watchdog_seconds=0.2)
+        async with Server(config, build=lambda: facade) as server, on(server) as client:
+            facade.hold(3)
+            stream = client.stream("abcabc", **LONG)
+            await anext(stream)
+            await kit.eventually(facade.held.is_set)
+            for state in ("serving", "stalled"):  # the watchdog notices a little later
+                await kit.eventually(lambda state=state: server.lifecycle.state in (state, "stalled"))
+                async with asyncio.timeout(10):
+                    info = await client.server_info()
+                assert (info.state, info.max_seq_len, info.memory.page_size) == (server.lifecycle.state, 120, 8)
+                assert list(info.tiers) == ["off", "chain-1", "chain-3"] and info.lossless and info.drafter == "ngram"
+            assert info.state == "stalled"
+            facade.release()
+            await kit.eventually(lambda: server.lifecycle.state == "serving")
+
+    kit.run(story())
+
+
+def test_speculation_that_cannot_be_set(kit: Any):
+    async def story() -> None:
+        async with Server(ServerConfig(**BASE), build=kit.clean) as server, on(server) as client:
+            for policy, depth, message in (
+                ("fast", None, "policy must be one of .*, got 'fast'"),
+                ("", None, "policy must be one of"),
+                ("static", None, "depth goes with policy 'static' and no other, got policy 'static' and depth None"),
+                ("off", 2, "depth goes with policy 'static' and no other, got policy 'off' and depth 2"),
+                ("static", 2, r"depth 2 needs a compiled tier, and this server has \['off', 'chain-1', 'chain-3'\]"),
+            ):
+                error = await refusal(client.set_speculation(policy, depth))
+                assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+                with pytest.raises(ServerError, match=message):
+                    raise error
+            assert (await client.server_info()).policy == "adaptive"
+        config = ServerConfig(**BASE, speculation=SpeculationConfig(policy="off"))
+        async with Server(config, build=kit.clean) as server, on(server) as client:
+            error = await refusal(client.set_speculation("adaptive"))
+            assert error.code is grpc.StatusCode.INVALID_ARGUMENT and "started with policy 'off'" in error.message
+
+    kit.run(story())
+
+
+def test_drain_returns_at_once_and_the_server_ends(kit: Any):
+    async def story() -> None:
+        facade = kit.clean()
+        async with Server(ServerConfig(**BASE), build=lambda: facade) as server, on(server) as client:
+            for grace in (-1.0, float("nan")):
+                error = await refusal(client.drain(grace))
+                assert error.code is grpc.StatusCode.INVALID_ARGUMENT and "grace_seconds must be" in error.message
+            assert server.lifecycle.state == "serving"
+            facade.hook = lambda: time.sleep(0.005)
+            stream = client.stream("abc", **LONG)
+            await anext(stream)
+            await client.drain(30.0)
+            assert (await client.server_info()).state == "draining"
+            ends = [event async for event in stream if isinstance(event, Finished)]
+            assert [end.usage.completion_tokens for end in ends] == [60]
+            await server.wait()
+            assert server.error is None
+
+    kit.run(story())
+
+
+def test_before_the_engine_is_ready(kit: Any):
+    async def story() -> None:
+        gate = threading.Event()
+        facade = kit.clean()
+
+        def build() -> Any:
+            assert gate.wait(30)
+            return facade
+
+        server = Server(ServerConfig(**BASE), build=build)
+        await server.start()
+        async with on(server) as client:
+            info, loads = await client.server_info(), await client.loads()
+            assert (info.state, info.model, info.max_seq_len, loads.max_running_requests) == ("starting", "demo", 0, 0)
+            for call in (client.flush_cache(), client.set_speculation("off")):
+                assert (await refusal(call)).code is grpc.StatusCode.UNAVAILABLE
+        gate.set()
+        await server.ready()
+        await server.stop()
+
+    kit.run(story())

@@ -1,0 +1,345 @@
+"""serve.client: both clients against a server, what they refuse themselves, retries, and the command."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from serve.app import Server
+from serve.client import (
+    AsyncClient,
+    Client,
+    Delta,
+    Finished,
+    Options,
+    PromptInfo,
+    Result,
+    ServerError,
+    build_request,
+    connection,
+)
+from serve.client.__main__ import main
+from serve.config import ServerConfig
+from serve.errors import StatusError
+from serve.proto import generation_pb2 as pb
+from serve.proto.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE: dict[str, Any] = dict(host="127.0.0.1", port=0, metrics_port=None, withdrawal_seconds=0.0)
+GREEDY: Options = {"temperature": 0.0, "max_tokens": 8}
+LONG: Options = {"temperature": 0.0, "max_tokens": 100, "ignore_eos": True}
+
+
+@contextlib.asynccontextmanager
+async def served(kit: Any, **config: Any) -> AsyncIterator[tuple[str, Any]]:
+    facade = kit.clean()
+    async with Server(ServerConfig(**BASE, **config), build=lambda: facade) as server:
+        yield f"127.0.0.1:{server.port}", facade
+
+
+def test_both_clients_say_the_same(kit: Any):
+    def blocking(target: str) -> list[Any]:
+        with Client(target) as client:
+            result = client.generate("abc", seed=1, n=2, logprobs=1, max_tokens=8)
+            events = list(client.stream("abc", seed=1, max_tokens=8))
+            with pytest.raises(ServerError) as error:
+                client.generate("abc", max_tokens=500, timeout=30.0)
+            with pytest.raises(ServerError) as streamed:
+                list(client.stream("abc", max_tokens=500))
+            return [
+                result.completions, events[1:], (error.value.code, streamed.value.code), client.tokenize("abc"),
+                client.tokenize([{"role": "user", "content": "b"}], add_generation_prompt=False),
+                client.detokenize([1, 2]), client.abort("x"), client.server_info().model,
+                client.loads().max_running_requests, client.set_speculation("static", 1), client.flush_cache() > 0,
+            ]  # fmt: skip
+
+    async def awaited(target: str) -> list[Any]:
+        async with AsyncClient(target) as client:
+            result = await client.generate("abc", seed=1, n=2, logprobs=1, max_tokens=8)
+            events = [event async for event in client.stream("abc", seed=1, max_tokens=8)]
+            with pytest.raises(ServerError) as error:
+                await client.generate("abc", max_tokens=500, timeout=30.0)
+            with pytest.raises(ServerError) as streamed:
+                async for _ in client.stream("abc", max_tokens=500):
+                    pass
+            return [
+                result.completions, events[1:], (error.value.code, streamed.value.code), await client.tokenize("abc"),
+                await client.tokenize([{"role": "user", "content": "b"}], add_generation_prompt=False),
+                await client.detokenize([1, 2]), await client.abort("x"), (await client.server_info()).model,
+                (await client.loads()).max_running_requests, await client.set_speculation("static", 1),
+                await client.flush_cache() > 0,
+            ]  # fmt: skip
+
+    async def story() -> None:
+        async with served(kit) as (target, _):
+            ours, theirs = await awaited(target), await asyncio.to_thread(blocking, target)
+        for mine, other in zip(ours[2:], theirs[2:], strict=True):
+            assert mine == other
+        assert [c.token_ids for c in ours[0]] == [c.token_ids for c in theirs[0]]
+        # Of the same tokens; the last bits depend on the tiers that ran.
+        ids = [[[(e.token_id, e.rank) for e in t] for c in side[0] for t in c.logprobs] for side in (ours, theirs)]
+        assert ids[0] == ids[1] and len(ours[0][0].logprobs) == 8
+        texts = ["".join(e.text for e in side[1] if isinstance(e, Delta)) for side in (ours, theirs)]
+        assert texts[0] == texts[1] == ours[0][0].text
+        assert ours[2] == (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INVALID_ARGUMENT)
+
+    kit.run(story())
+
+
+def test_leaving_a_stream_ends_the_request(kit: Any):
+    def blocking(target: str) -> None:
+        with Client(target) as client:
+            stream = client.stream("abc", **LONG)
+            assert isinstance(next(stream), PromptInfo)
+            stream.close()  # type: ignore[attr-defined]
+
+    async def story() -> None:
+        async with served(kit) as (target, facade):
+            facade.hook = lambda: time.sleep(0.02)
+            await asyncio.to_thread(blocking, target)
+            await kit.eventually(lambda: not facade.has_work)
+            async with AsyncClient(target) as client:
+                async for event in client.stream("abc", **LONG):
+                    if isinstance(event, Delta):
+                        break
+                # Collected or closed, the generator cancels its call.
+            await kit.eventually(lambda: not facade.has_work)
+
+    kit.run(story())
+
+
+class Busy(GenerationServiceServicer):
+    """Refuses so often, then answers."""
+
+    def __init__(self, refusals: int, retry_seconds: float | None) -> None:
+        self.left, self.retry_seconds, self.deadlines = refusals, retry_seconds, []
+
+    def _refuse(self, context: Any) -> None:
+        self.deadlines.append(context.time_remaining())
+        if self.left:
+            self.left -= 1
+            error = StatusError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", self.retry_seconds)
+            context.abort_with_status(error.status())
+
+    def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:  # noqa: N802
+        self._refuse(context)
+        return pb.GenerateResponse(prompt=pb.PromptInfo(request_id="x"))
+
+    def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateStreamResponse]:  # noqa: N802
+        self._refuse(context)
+        yield pb.GenerateStreamResponse(prompt=pb.PromptInfo(request_id="x"))
+
+
+@contextlib.contextmanager
+def busy(refusals: int, retry_seconds: float | None) -> Iterator[tuple[str, Busy]]:
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    servicer = Busy(refusals, retry_seconds)
+    add_GenerationServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}", servicer
+    finally:
+        server.stop(0).wait()
+
+
+def sync_generate(target: str, **connection: Any) -> str:
+    with Client(target, **connection) as client:
+        return client.generate("a", timeout=30.0).prompt.request_id
+
+
+def sync_stream(target: str, **connection: Any) -> str:
+    with Client(target, **connection) as client:
+        events = list(client.stream("a", timeout=30.0))
+        assert isinstance(events[0], PromptInfo)
+        return events[0].request_id
+
+
+def async_generate(target: str, **connection: Any) -> str:
+    async def story() -> str:
+        async with AsyncClient(target, **connection) as client:
+            return (await client.generate("a", timeout=30.0)).prompt.request_id
+
+    return asyncio.run(story())
+
+
+def async_stream(target: str, **connection: Any) -> str:
+    async def story() -> str:
+        async with AsyncClient(target, **connection) as client:
+            events = [event async for event in client.stream("a", timeout=30.0)]
+            assert isinstance(events[0], PromptInfo)
+            return events[0].request_id
+
+    return asyncio.run(story())
+
+
+@pytest.mark.parametrize("call", [sync_generate, sync_stream, async_generate, async_stream])
+def test_retries_wait_as_the_server_says(call: Callable[..., str]):
+    with busy(2, 0.05) as (target, servicer):
+        with pytest.raises(ServerError) as refused:  # off by default
+            call(target)
+        assert refused.value.retry_after == pytest.approx(0.05) and servicer.left == 1
+    with busy(2, 0.05) as (target, servicer):
+        assert call(target, retries=2) == "x"
+        assert len(servicer.deadlines) == 3
+    with busy(3, 0.05) as (target, servicer):
+        with pytest.raises(ServerError):
+            call(target, retries=2)
+        assert servicer.left == 0
+    with busy(1, None) as (target, servicer):  # full for good, as an oversize message is
+        with pytest.raises(ServerError) as refused:
+            call(target, retries=5)
+        assert len(servicer.deadlines) == 1 and not refused.value.may_retry
+    with busy(1, 60.0) as (target, servicer):  # longer than the caller has
+        with pytest.raises(ServerError):
+            call(target, retries=5)
+        assert len(servicer.deadlines) == 1
+
+
+def test_all_tries_share_one_time_limit(monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr(connection.time, "monotonic", lambda: now[0])
+    full = ServerError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", 2.0)
+    tries = connection.Tries(connection.Connection("x", retries=9), 5.0)
+    assert (tries.timeout, tries.pause(full)) == (5.0, 2.0)
+    now[0] = 102.5
+    assert (tries.timeout, tries.pause(full)) == (2.5, 2.0)
+    now[0] = 103.0
+    assert (tries.timeout, tries.pause(full)) == (2.0, None)
+    now[0] = 200.0
+    assert tries.timeout == 0.0
+    endless = connection.Tries(connection.Connection("x", retries=1), None)
+    assert (endless.timeout, endless.pause(full), endless.pause(full)) == (None, 2.0, None)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("a", {"temprature": 1.0}, r"unknown options \['temprature'\]; known are"),
+        ("a", {"temperature": "hot"}, "temperature cannot be 'hot'"),
+        ("a", {"n": -1}, "n cannot be -1"),
+        ("a", {"stop_token_ids": [-1]}, r"stop_token_ids cannot be \[-1\]"),
+        ("a", {"regex": "a", "lark": "b"}, "at most one of json_schema, json_object, regex, lark, choice"),
+        ("a", {"variables": {}}, "are for conversations, and the prompt is none"),
+        ([1, "b"], {}, "a prompt is a text, a list of token ids or a list of messages"),
+        ([{"role": "user", "content": "a", "name": "b"}], {}, r"a message has 'role' and 'content', got \['name'\]"),
+        ([{"role": "user", "content": "a"}, 3], {}, "a prompt is a text"),
+        ("\ud800", {}, "a prompt is a text"),
+    ],
+)
+def test_what_no_message_can_say(prompt: Any, options: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        build_request(prompt, options)
+
+
+def test_connections_are_checked(tmp_path: Path):
+    with pytest.raises(ValueError, match="tls_cert and tls_key must be given together"):
+        Client("localhost:1", tls_cert="a")
+    with pytest.raises(ValueError, match="cannot read"):
+        Client("localhost:1", tls_ca=str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="retries must be at least 0, got -1"):
+        Client("localhost:1", retries=-1)
+
+
+def test_results_are_plain():
+    result = Result(PromptInfo("a", "m", 1, 2), ())
+    assert result == Result(PromptInfo("a", "m", 1, 2), ())
+    error = ServerError(grpc.StatusCode.NOT_FOUND, "no")
+    assert (str(error), error.may_retry) == ("NOT_FOUND: no", False)
+
+
+def test_the_client_needs_no_jax():
+    code = "import sys, serve.client; print([m for m in ('jax', 'jaxspec', 'numpy') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert out.stdout.strip() == "[]"
+
+
+def test_the_command(kit: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    async def story() -> None:
+        async with served(kit) as (target, _):
+
+            def command(*arguments: str) -> tuple[int, str, str]:
+                code = main([*arguments, "--target", target])
+                out = capsys.readouterr()
+                return code, out.out, out.err
+
+            async with AsyncClient(target) as client:
+                wanted = await client.generate("abcab", **GREEDY)
+                chat = await client.generate([{"role": "user", "content": "ab"}], **GREEDY)
+            code, out, err = await asyncio.to_thread(command, "abcab", "--max-tokens", "8", "--stats")
+            assert (code, out) == (0, wanted.text + "\n")
+            assert "5 + 8 tokens" in err and "tokens a round; rounds by tier:" in err and "seed" in err
+            code, out, err = await asyncio.to_thread(command, "ab", "--chat", "--max-tokens", "8")
+            assert (code, out, err) == (0, chat.text + "\n", "")
+            code, out, _ = await asyncio.to_thread(
+                command, "abcab", "--max-tokens", "8", "--no-speculation", "--seed", "1", "--route", "x", "--top-k",
+                "3", "--stop", "zz", "--ignore-eos", "--priority", "1", "--top-p", "0.9", "--timeout", "30",
+                "--retries", "1",
+            )  # fmt: skip
+            assert code == 0
+            monkeypatch.setattr(sys, "stdin", io.StringIO("abcab"))
+            assert (await asyncio.to_thread(command, "-", "--max-tokens", "8"))[1] == wanted.text + "\n"
+            code, out, err = await asyncio.to_thread(command, "abc", "--max-tokens", "500")
+            assert (code, out) == (1, "") and err.startswith("error: INVALID_ARGUMENT: ") and err.count("\n") == 1
+            missing = str(tmp_path / "none")
+            for wrong in (["--token-file", missing], ["--json-schema", f"@{missing}"], ["--tls-cert", "a"]):
+                code, _, err = await asyncio.to_thread(command, "abc", *wrong)
+                assert code == 2 and err.startswith("error: ")
+
+    kit.run(story())
+
+
+def test_ctrl_c_ends_the_request_and_the_command(kit: Any, monkeypatch: pytest.MonkeyPatch):
+    class Interrupted(io.StringIO):
+        """The terminal of somebody who presses Ctrl-C at the first word."""
+
+        def write(self, text: str) -> int:
+            raise KeyboardInterrupt
+
+    async def story() -> None:
+        async with served(kit) as (target, facade):
+            facade.hook = lambda: time.sleep(0.02)
+            codes: list[int] = []
+
+            def command() -> None:
+                codes.append(main(["abc", "--target", target, "--max-tokens", "100", "--ignore-eos"]))
+
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "stdout", Interrupted())
+                thread = threading.Thread(target=command)
+                thread.start()
+                await kit.eventually(lambda: not thread.is_alive())
+            assert codes == [130]
+            await kit.eventually(lambda: not facade.has_work)
+
+    kit.run(story())
+
+
+def test_nobody_is_there(capsys: pytest.CaptureFixture[str]):
+    assert main(["abc", "--target", "127.0.0.1:1", "--timeout", "5"]) == 1
+    assert capsys.readouterr().err.startswith("error: UNAVAILABLE: ")
+    with pytest.raises(SystemExit) as wrong:
+        main(["abc", "--system", "be kind"])
+    assert wrong.value.code == 2
+
+
+def test_events_tell_their_kind(kit: Any):
+    async def story() -> None:
+        async with served(kit) as (target, _), AsyncClient(target) as client:
+            events = [event async for event in client.stream("abcab", stop_token_ids=[1], temperature=0.0)]
+            assert isinstance(events[0], PromptInfo) and isinstance(events[-1], Finished)
+            assert (events[-1].reason, events[-1].stop_reason) == ("stop", 1)
+
+    kit.run(story())

@@ -1,0 +1,194 @@
+"""python -m serve as a process sees it: the lines that it prints, how it ends, and with which exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve import __main__ as command
+from serve.client import AsyncClient, Finished
+from serve.config import ServerConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE: dict[str, Any] = dict(host="127.0.0.1", port=0, metrics_port=0, withdrawal_seconds=0.0)
+
+
+def port_in(out: str) -> int:
+    found = re.match(r"listening on 127.0.0.1:(\d+), metrics on 127.0.0.1:(\d+)\n", out)
+    assert found and int(found[1]) != int(found[2]) and int(found[1]) > 0
+    return int(found[1])
+
+
+@pytest.fixture
+def facade(kit: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The engine that `python -m serve` loads."""
+    facade = kit.clean()
+    monkeypatch.setattr("serve.app.load_engine", lambda config: facade)
+    return facade
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains(kit: Any, facade: Any, number: int, capsys: pytest.CaptureFixture[str]):
+    async def story() -> None:
+        running = asyncio.ensure_future(command.serve(ServerConfig(**BASE)))
+        out = ""
+        while "serving" not in out:
+            out += capsys.readouterr().out
+            await asyncio.sleep(0.01)
+        assert re.search(r"\nserving demo after \d+\.\d s\n$", out)
+        async with AsyncClient(f"127.0.0.1:{port_in(out)}") as client:
+            facade.hook = lambda: time.sleep(0.01)
+            stream = client.stream("abc", temperature=0.0, max_tokens=40, ignore_eos=True)
+            await anext(stream)
+            os.kill(os.getpid(), number)
+            ends = [event async for event in stream if isinstance(event, Finished)]
+            assert [end.usage.completion_tokens for end in ends] == [40]
+        assert await running == 0
+
+    kit.run(story())
+
+
+def test_a_second_signal_ends_at_once(kit: Any, facade: Any, monkeypatch: pytest.MonkeyPatch):
+    codes: list[int] = []
+
+    async def story() -> None:
+        running = asyncio.ensure_future(command.serve(ServerConfig(**{**BASE, "withdrawal_seconds": 30.0})))
+        await asyncio.sleep(0.5)
+        monkeypatch.setattr(os, "_exit", codes.append)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.1)
+        assert not running.done() and not codes
+        os.kill(os.getpid(), signal.SIGINT)
+        await kit.eventually(lambda: codes == [128 + signal.SIGINT])
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    # What `_exit` would have ended is left behind; the loop ends it.
+    asyncio.run(story())
+
+
+def test_a_signal_ends_the_process_also_where_something_hangs(
+    kit: Any, facade: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    codes: list[int] = []
+
+    async def story() -> None:
+        running = asyncio.ensure_future(command.serve(ServerConfig(**{**BASE, "drain_seconds": 0.1})))
+        out = ""
+        while "serving" not in out:
+            out += capsys.readouterr().out
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(os, "_exit", codes.append)
+        monkeypatch.setattr("serve.app.Server.stop", lambda server: asyncio.Event().wait())
+        os.kill(os.getpid(), signal.SIGTERM)
+        await kit.eventually(lambda: codes == [128 + signal.SIGTERM])
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    monkeypatch.setattr(command, "_LAST_SECONDS", 0.2)
+    asyncio.run(story())
+
+
+def test_a_port_in_use(facade: Any, capsys: pytest.CaptureFixture[str]):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert asyncio.run(command.serve(ServerConfig(**{**BASE, "port": port}))) == 1
+        assert f"error: port: cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+        assert asyncio.run(command.serve(ServerConfig(**{**BASE, "metrics_port": port}))) == 1
+        error = capsys.readouterr().err
+        assert f"error: metrics_port: cannot listen on 127.0.0.1:{port}" in error and error.count("\n") == 1
+
+
+def test_secrets_that_cannot_be_read(facade: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    config = ServerConfig(**BASE, auth_token_file=str(tmp_path / "none"))
+    assert asyncio.run(command.serve(config)) == 2
+    assert capsys.readouterr().err.startswith("error: auth_token_file: cannot read ")
+
+
+def test_a_model_that_does_not_load(capsys: pytest.CaptureFixture[str]):
+    assert asyncio.run(command.serve(ServerConfig(**BASE, model="/no/such/model"))) == 1
+    out, err = capsys.readouterr()
+    assert port_in(out)
+    assert err == (
+        "error: the model could not be loaded: model must be 'demo' or a Hugging Face directory; "
+        "'/no/such/model' is neither\n"
+    )
+
+
+def test_an_engine_that_dies(kit: Any, facade: Any, capsys: pytest.CaptureFixture[str]):
+    async def story() -> int:
+        running = asyncio.ensure_future(command.serve(ServerConfig(**BASE)))
+        out = ""
+        while "serving" not in out:
+            out += capsys.readouterr().out
+            await asyncio.sleep(0.01)
+        facade.error = RuntimeError("device\nlost")
+        async with AsyncClient(f"127.0.0.1:{port_in(out)}") as client:
+            with pytest.raises(Exception, match="UNAVAILABLE"):
+                await client.generate("abc", max_tokens=5)
+        return await running
+
+    assert kit.run(story()) == 1
+    assert capsys.readouterr().err == "error: the engine died: device lost\n"
+
+
+def test_a_signal_while_the_model_loads(kit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def load(config: ServerConfig) -> Any:
+        time.sleep(1.0)
+        return kit.clean()
+
+    monkeypatch.setattr("serve.app.load_engine", load)
+
+    async def story() -> int:
+        running = asyncio.ensure_future(command.serve(ServerConfig(**{**BASE, "withdrawal_seconds": 30.0})))
+        await asyncio.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return await running
+
+    assert kit.run(story()) == 0
+    assert "serving" not in capsys.readouterr().out
+    time.sleep(1.0)  # the thread ends by itself
+
+
+@pytest.mark.slow
+def test_the_real_thing(tmp_path: Path):
+    """The demo as a process: its two lines, an answer, one JSON object a line in its log, and a drained end."""
+    log = tmp_path / "log"
+    flags = ["--port", "0", "--metrics-port", "0", "--host", "127.0.0.1", "--max-batch-size", "1", "--policy", "off"]
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "serve", *flags, "--max-seq-len", "128", "--variants", "greedy",
+             "--withdrawal-seconds", "0"],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True,
+        )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        port = port_in(process.stdout.readline())
+        assert process.stdout.readline().startswith("serving demo after ")
+        answer = subprocess.run(
+            [sys.executable, "-m", "serve.client", "def main():", "--target", f"127.0.0.1:{port}", "--max-tokens", "8"],
+            cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        assert answer.stdout.strip()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+    entries = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [entry["status"] for entry in entries if entry["event"] == "request"] == ["OK"]

@@ -1,0 +1,413 @@
+"""The engine's thread: who steps, who waits for whom, and what the loop hears."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import logging
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from jaxspec.request import Logprob, Request, RequestMetrics, SamplingParams, StreamDelta
+from serve.engine_thread import SNAPSHOT_SECONDS, EngineThread
+from serve.errors import StatusError
+from serve.tickets import Ticket, Tickets
+
+
+def test_one_thread_builds_and_steps_and_it_is_not_the_loops(kit: Any) -> None:
+    seen: set[int] = set()
+
+    async def story() -> None:
+        facade = kit.clean()
+        facade.hook = lambda: seen.add(threading.get_ident())
+
+        def build() -> Any:
+            seen.add(threading.get_ident())
+            return facade
+
+        async with kit.serving(build=build) as stack:
+            await kit.read(await stack.start([1, 2, 3]))
+            assert seen == {await stack.engine.call(lambda engine: threading.get_ident())}
+            assert threading.get_ident() not in seen
+
+    kit.run(story())
+
+
+def test_calls_run_between_steps_and_give_back_results_and_errors(kit: Any) -> None:
+    async def story() -> None:
+        async with kit.serving() as stack:
+            assert await stack.engine.call(lambda engine: engine.max_seq_len) == 120
+            with pytest.raises(ZeroDivisionError):
+                await stack.engine.call(lambda engine: 1 // 0)
+            generation = await stack.start([1, 2, 3], max_tokens=60)
+            results = await asyncio.gather(*(stack.engine.call(lambda engine, i=i: i) for i in range(50)))
+            assert results == list(range(50))
+            await kit.read(generation)
+            caller = asyncio.create_task(stack.engine.call(lambda engine: 1))
+            await asyncio.sleep(0)
+            caller.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await caller
+            await stack.settled()
+
+    kit.run(story())
+
+
+def test_an_idle_thread_sleeps(kit: Any) -> None:
+    async def story() -> None:
+        async with kit.serving() as stack:
+            await kit.read(await stack.start([1, 2, 3]))
+            await stack.settled()
+            await stack.engine.call(lambda engine: None)
+            await kit.eventually(lambda: stack.engine.step_seconds == 0)
+            steps, published = stack.facade.steps, len(stack.metrics.stats)
+            await asyncio.sleep(3 * SNAPSHOT_SECONDS)
+            assert (stack.facade.steps, len(stack.metrics.stats)) == (steps, published)
+            assert stack.engine.step_seconds == 0
+            assert stack.engine.snapshot == stack.metrics.stats[-1] and stack.engine.snapshot.running == 0
+
+    kit.run(story())
+
+
+def test_a_step_wakes_the_loop_at_most_once(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        async with kit.serving() as stack:
+            loop, calls = asyncio.get_running_loop(), []
+            original = loop.call_soon_threadsafe
+
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                if threading.current_thread().name == "engine":
+                    calls.append(1)
+                return original(*args, **kwargs)
+
+            monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+            generations = await asyncio.gather(*(stack.start([1, 2, i], max_tokens=40) for i in range(4)))
+            await asyncio.gather(*(kit.read(generation) for generation in generations))
+            assert 0 < len(calls) <= stack.facade.steps + 1
+
+    kit.run(story())
+
+
+def test_jobs_that_do_not_stream_are_heard_of_at_the_end_only(kit: Any) -> None:
+    async def story() -> None:
+        async with kit.serving() as stack:
+            streamed = await kit.read(await stack.start([1, 2, 3], max_tokens=40, logprobs=1))
+            whole = await kit.read(await stack.start([1, 2, 3], max_tokens=40, logprobs=1, stream=False))
+            assert whole.chunks == 1 and streamed.chunks > 1
+            assert (whole.tokens, whole.text) == (streamed.tokens, streamed.text)
+            for heard, told in zip(whole.logprobs[0], streamed.logprobs[0], strict=True):
+                assert heard.keys() == told.keys()  # their values round as the rounds' shapes do
+                for token in heard:
+                    assert heard[token].logprob == pytest.approx(told[token].logprob, abs=1e-4)
+
+    kit.run(story())
+
+
+def test_it_cannot_be_asked_before_it_is_built(kit: Any) -> None:
+    async def story() -> None:
+        built, facade = threading.Event(), kit.clean()
+
+        def build() -> Any:
+            assert built.wait(30)
+            return facade
+
+        async with kit.serving(build=build, wait=False, watchdog_seconds=0.02) as stack:
+            assert stack.engine.state == stack.lifecycle.state == "starting" and stack.engine.facts is None
+            for attempt in (stack.engine.call(lambda engine: 1), stack.start([1])):
+                assert (await kit.fails(attempt, "UNAVAILABLE")).reason == "starting"
+            await kit.fails(stack.generator.tokenize("ab"), "UNAVAILABLE")
+            await asyncio.sleep(0.2)  # building takes longer than any step may
+            assert stack.lifecycle.state == "starting"
+            built.set()
+            await stack.engine.ready()
+            assert stack.engine.state == "serving" and stack.engine.snapshot is not None
+
+    kit.run(story())
+
+
+def test_an_engine_that_cannot_be_built_is_dead(kit: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def build() -> Any:
+        raise ValueError("no such checkpoint")
+
+    async def story() -> None:
+        async with kit.serving(build=build, wait=False) as stack:
+            assert (await kit.fails(stack.engine.ready(), "UNAVAILABLE")).reason == "dead"
+            assert stack.lifecycle.state == "dead" and isinstance(stack.engine.error, ValueError)
+            await kit.fails(stack.engine.call(lambda engine: 1), "UNAVAILABLE")
+            await kit.fails(stack.start([1]), "UNAVAILABLE")
+
+    with caplog.at_level(logging.CRITICAL, "serve"):
+        kit.run(story())
+    assert len(caplog.records) == 1 and caplog.records[0].exc_info is not None
+    assert "no such checkpoint" in caplog.text
+
+
+def test_stop_ends_what_is_live_and_can_be_repeated(kit: Any) -> None:
+    async def story() -> None:
+        async with kit.serving() as stack:
+            generations = [await stack.start([1, 2, 3], max_tokens=100) for _ in range(6)]
+            await stack.engine.stop()
+            await stack.engine.stop()
+            assert stack.engine.state == "stopped"
+            for generation in generations:
+                assert (await kit.fails(kit.read(generation), "UNAVAILABLE")).reason == "stopped"
+            await kit.fails(stack.engine.call(lambda engine: 1), "UNAVAILABLE")
+            assert stack.metrics.reasons == ["unavailable"] * 6
+            stats = kit.engine.stats
+            assert stats.free_pages + stats.cached_pages == kit.engine.num_pages
+            assert stack.generator.live == stack.generator.in_engine == 0
+
+    kit.run(story())
+
+
+def test_a_burst_is_taken_in_by_and_by_in_order_and_whole(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.engine_thread.INTAKE_COMPLETIONS", 4)
+    monkeypatch.setattr("serve.engine_thread.INTAKE_TOKENS", 40)
+
+    async def story() -> None:
+        async with kit.serving() as stack:
+            taken: list[tuple[int, str, int]] = []
+            running = await stack.start([1], max_tokens=100)
+            add = kit.engine.add
+
+            def counted(tokens: Any, params: Any, **options: Any) -> str:
+                taken.append((stack.facade.steps, options["request_id"], len(tokens)))
+                return add(tokens, params, **options)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(kit.engine, "add", counted)
+                stack.facade.hold()
+                await kit.eventually(stack.facade.held.is_set)
+                jobs = [kit.job([i % 12] * (30 if i % 5 == 0 else 3), max_tokens=2, n=1 + i % 3) for i in range(20)]
+                jobs.append(kit.job([1] * 60, max_tokens=2, n=6))  # more than a turn's share, and yet one prompt
+                gone = kit.job([2], max_tokens=2)
+                starts = [asyncio.create_task(stack.generator.start(job)) for job in (*jobs, gone)]
+                await kit.eventually(lambda: len(stack.generator._open) == len(jobs) + 2)
+                await asyncio.sleep(0.05)
+                assert await stack.generator.abort([gone.request_id]) == 1  # before the engine has heard of it
+                stack.facade.release()
+                *generations, error = await asyncio.gather(*starts, return_exceptions=True)
+                assert isinstance(error, StatusError) and error.reason == "aborted"
+                results = await asyncio.gather(*(kit.read(generation) for generation in generations))
+            assert [len(result.tokens) for result in results] == [job.params.n for job in jobs]
+            assert [name for _, name, _ in taken] == sorted(
+                (name for _, name, _ in taken), key=lambda name: [int(part) for part in name.split(".")]
+            )
+            assert len(taken) == sum(job.params.n for job in jobs)  # the aborted one never reached it
+            by_turn: dict[int, list[tuple[str, int]]] = {}
+            for turn, name, size in taken:
+                by_turn.setdefault(turn, []).append((name.split(".")[0], size))
+            for shares in by_turn.values():
+                one_prompt = len({prompt for prompt, _ in shares}) == 1
+                assert one_prompt or (len(shares) <= 4 and sum(size for _, size in shares) <= 40)
+            assert len(by_turn) > 8
+            await kit.read(running)
+            await stack.settled()
+
+    kit.run(story())
+
+
+def test_what_was_submitted_and_not_taken_in_ends_with_the_thread(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.engine_thread.INTAKE_COMPLETIONS", 1)
+
+    async def story() -> None:
+        async with kit.serving() as stack:
+            stack.facade.hold()
+            starts = [asyncio.create_task(stack.start([1, i], max_tokens=50)) for i in range(6)]
+            await kit.eventually(stack.facade.held.is_set)
+            stopping = asyncio.create_task(stack.engine.stop())
+            await asyncio.sleep(0.05)
+            stack.facade.release()
+            for start in starts[1:]:
+                assert (await kit.fails(start, "UNAVAILABLE")).reason == "stopped"
+            await stopping
+            await kit.fails(kit.read(await starts[0]), "UNAVAILABLE")
+            assert stack.generator.live == 0 and not stack.engine._thread.is_alive()
+
+    kit.run(story())
+
+
+def test_observers_that_fail_end_nothing(kit: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            def fail(*args: Any) -> None:
+                raise RuntimeError(f"{name} is broken")
+
+            return fail
+
+    async def story() -> None:
+        async with kit.serving(metrics=Broken()) as stack:
+            result = await kit.read(await stack.start([1, 2, 3], max_tokens=30))
+            assert len(result.tokens[0]) == 30
+            aborted = await stack.start([1, 2, 3], max_tokens=100)
+            assert await stack.generator.abort([aborted.job.request_id]) == 1
+            await kit.fails(kit.read(aborted), "CANCELLED")
+            await kit.fails(stack.start([]), "INVALID_ARGUMENT")
+            await stack.settled()
+            assert stack.engine.state == "serving"
+
+    with caplog.at_level(logging.ERROR, "serve"):
+        kit.run(story())
+    messages = sorted(record.getMessage().split()[0] for record in caplog.records)
+    assert messages == ["on_finished", "on_refused", "on_round", "on_stats", "on_tokens"]  # each once
+
+
+def test_death_is_told_whatever_fails_on_the_way(
+    kit: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        async with kit.serving() as stack:
+            generation = await stack.start([1, 2, 3], max_tokens=100)
+
+            def broken(*args: Any) -> None:
+                raise RuntimeError("tickets are broken too")
+
+            monkeypatch.setattr(stack.engine._tickets, "abort_all", broken)
+            stack.facade.error = RuntimeError("the device is lost")
+            assert (await kit.fails(kit.read(generation), "UNAVAILABLE")).reason == "dead"
+            assert stack.lifecycle.state == "dead" and str(stack.engine.error) == "the device is lost"
+
+    with caplog.at_level(logging.ERROR, "serve"):
+        kit.run(story(), 20.0)
+    assert [record.levelname for record in caplog.records] == ["CRITICAL", "ERROR"]
+
+
+def test_what_exists_when_the_engine_is_built_is_no_garbage_until_it_stops(kit: Any) -> None:
+    async def story() -> None:
+        thread = EngineThread(kit.clean, freeze=True)
+        thread.attach(kit.recorder(), lambda updates: None, 0.0)
+        before = gc.get_freeze_count()
+        thread.start()
+        try:
+            await thread.ready()
+            assert gc.get_freeze_count() > before + 10_000
+        finally:
+            await thread.stop()
+        assert gc.get_freeze_count() == 0
+
+    kit.run(story())
+
+
+# Tickets, with a clock of their own.
+
+
+class Counter:
+    """Metrics that are not under test."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+def ticket_of(kit: Any, **options: Any) -> Ticket:
+    job = kit.job([1, 2], seed=0, **options)
+    far = time.monotonic() + 1000
+    return Ticket("0.0", job, job.params, [1, 2], 0, None, far, far, float("inf"), owner=None)
+
+
+@dataclasses.dataclass
+class NoEngine:
+    """What tickets ask of an engine."""
+
+    requests: dict[str, Request] = dataclasses.field(default_factory=dict)
+    aborted: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, tokens: list[int], params: SamplingParams, *, request_id: str, **rest: Any) -> str:
+        request = Request(request_id, tokens, params, 0)
+        request.metrics = RequestMetrics(first_scheduled_time=1.0)
+        self.requests[request_id] = request
+        return request_id
+
+    def request(self, request_id: str) -> Request | None:
+        return self.requests.get(request_id)
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+
+def test_tokens_of_a_stream_are_merged_for_the_interval(kit: Any) -> None:
+    engine: Any = NoEngine()
+    tickets, ticket = Tickets(Counter(), 0.05), ticket_of(kit)
+    tickets.add(engine, [ticket])
+    tickets.after_step([], 9.9)
+    accepted, started = tickets.news()
+    assert not accepted.started and started.started
+
+    def step(now: float, *tokens: int) -> list[list[int]]:
+        deltas = [StreamDelta("0.0", 0, list(tokens), "x" * len(tokens))] if tokens else []
+        tickets.after_step(deltas, now)
+        return [update.token_ids for update in tickets.news()]
+
+    assert step(10.0, 1) == [[1]]  # the first at once
+    assert step(10.01, 2) == [] == step(10.02, 3, 4)
+    assert step(10.051, 5) == [[2, 3, 4, 5]]
+    assert step(10.06, 6) == []
+    assert step(10.12) == [[6]]  # also when nothing is added, as while it is preempted
+    assert step(10.13, 7) == []
+    tickets.abort(engine, [ticket], "abort")
+    (last,) = tickets.news()
+    assert last.ended and last.token_ids == [7] and last.text == "x"
+    assert len(tickets) == 0 and engine.aborted == ["0.0"]
+    tickets.abort(engine, [ticket], "abort")
+    assert not tickets.news() and engine.aborted == ["0.0"]
+
+
+@pytest.mark.parametrize("interval", [0.0, 0.05])
+def test_each_delta_has_its_own_logprobs_and_a_step_its_own_gap(kit: Any, interval: float) -> None:
+    class Gaps(Counter):
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, float | None]] = []
+
+        def on_tokens(self, job: Any, count: int, gap: float | None) -> None:
+            self.seen.append((count, gap))
+
+    engine: Any = NoEngine()
+    gaps = Gaps()
+    tickets, ticket = Tickets(gaps, interval), ticket_of(kit, logprobs=0)
+    tickets.add(engine, [ticket])
+    tickets.news()
+    request = engine.request("0.0")
+    heard: list[tuple[list[int], list[int]]] = []
+    # A step may bring a request several deltas: the engine has all of their logprobs before the first is seen.
+    for now, parts in ((10.0, [[1], [2]]), (11.0, [[3, 4], [5]]), (12.0, [[], [6]]), (13.0, [[7]])):
+        request.logprobs += [{t: Logprob(t, -1.0)} for part in parts for t in part]
+        tickets.after_step([StreamDelta("0.0", 0, list(part), "x") for part in parts], now)
+        heard += [(u.token_ids, [t for e in u.logprobs for t in e]) for u in tickets.news() if u.logprobs is not None]
+    assert [t for tokens, _ in heard for t in tokens] == [1, 2, 3, 4, 5, 6, 7]
+    assert all(tokens == logprobs for tokens, logprobs in heard) and len(heard) >= 4
+    assert gaps.seen == [(2, None), (3, 1.0), (1, 1.0), (1, 1.0)]
+
+
+def test_time_limits_are_those_of_where_the_ticket_is(kit: Any) -> None:
+    for started in (False, True):
+        for field, reason in (("queue_until", "queue_seconds"), ("run_until", "run_seconds"), ("deadline", "deadline")):
+            engine: Any = NoEngine()
+            tickets, ticket = Tickets(Counter()), ticket_of(kit)
+            limit = time.monotonic() + 500
+            setattr(ticket, field, limit)
+            tickets.add(engine, [ticket])
+            if started:
+                tickets.after_step([], 1.0)
+            tickets.news()
+            tickets.expire(engine, limit - 1)
+            assert not engine.aborted
+            tickets.expire(engine, limit)
+            if started and field == "queue_until":
+                assert not engine.aborted and not tickets.news()
+                continue
+            (update,) = tickets.news()
+            assert isinstance(update.error, StatusError) and update.ended and engine.aborted == ["0.0"]
+            assert (update.error.code.name, update.error.reason) == ("DEADLINE_EXCEEDED", reason)
+
+
+def test_what_has_no_time_left_is_never_added(kit: Any) -> None:
+    engine: Any = NoEngine()
+    tickets, ticket = Tickets(Counter()), ticket_of(kit)
+    ticket.deadline = time.monotonic() - 1
+    tickets.add(engine, [ticket])
+    (update,) = tickets.news()
+    assert update.ended and update.error is not None and update.error.reason == "deadline"
+    assert not engine.requests and len(tickets) == 0

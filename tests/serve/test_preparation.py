@@ -1,0 +1,164 @@
+"""Threads that prepare: what they count, what closing them says, and that no text keeps the process from ending."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxspec.text.grammar import GrammarSpec
+from serve.__main__ import _BUSY
+from serve.engine_thread import Facts
+from serve.errors import StatusError
+from serve.preparation import Preparation, _Threads
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(story: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(story, 60))
+
+
+async def fails(awaitable: Any, code: str) -> StatusError:
+    with pytest.raises(StatusError) as caught:
+        await awaitable
+    assert caught.value.code.name == code, caught.value
+    return caught.value
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+class Slow:
+    """A tokenizer that waits until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        assert self.go.wait(60)
+        if text == "bad":
+            raise ValueError("a bad text")
+        return [len(text)]
+
+
+class Engine:
+    """As much of an EngineThread as preparation sees."""
+
+    def __init__(self) -> None:
+        self.tokenizer = Slow()
+        self.facts: Any = Facts(self.tokenizer, None, 100, 4, 50, 8, 13, 4)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_place_is_free_when_the_thread_is_done() -> None:
+    async def story() -> None:
+        engine = Engine()
+        preparation = Preparation(engine, None, 4)  # pyright: ignore[reportArgumentType]
+        asking = [asyncio.ensure_future(preparation.encode("a" * i, True)) for i in range(1, 5)]
+        await asyncio.sleep(0.05)
+        error = await fails(preparation.encode("b", True), "RESOURCE_EXHAUSTED")
+        assert error.reason == "preparing" and "4 texts" in error.message
+        for task in asking[:3]:  # two of them run, one waits
+            task.cancel()
+        await asyncio.gather(*asking[:3], return_exceptions=True)
+        assert preparation.preparing == 3
+        bad = asyncio.ensure_future(preparation.encode("bad", True))
+        engine.tokenizer.go.set()
+        assert await asking[3] == [4]
+        assert "a bad text" in (await fails(bad, "INVALID_ARGUMENT")).message
+        await eventually(lambda: preparation.preparing == 0)
+        names = {thread.name for thread in threading.enumerate()} - {threading.main_thread().name}
+        assert "text" in names and {thread.name for thread in preparation._text._threads} <= _BUSY
+        preparation.close()
+        await eventually(lambda: not any(thread.is_alive() for thread in preparation._text._threads))
+
+    run(story())
+
+
+def test_grammars_that_wait_refuse_no_text() -> None:
+    class Unknown:
+        def known(self, spec: GrammarSpec) -> None:
+            return None
+
+    async def story() -> None:
+        engine = Engine()
+        engine.tokenizer.go.set()
+        preparation = Preparation(engine, None, 2)  # pyright: ignore[reportArgumentType]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(preparation._grammars, "_threads", [None, None])  # nothing is ever done
+            compiler: Any = Unknown()
+            waiting = [
+                asyncio.ensure_future(preparation._grammars.compile(compiler, GrammarSpec("regex", "a" * i)))
+                for i in (1, 2)
+            ]
+            await asyncio.sleep(0)
+            await fails(preparation._grammars.compile(compiler, GrammarSpec("regex", "b")), "RESOURCE_EXHAUSTED")
+            assert await preparation.encode("abc", True) == [3]
+            waiting[0].cancel()
+            await asyncio.gather(waiting[0], return_exceptions=True)
+            assert preparation.preparing == 1
+            preparation.close()
+            assert (await fails(waiting[1], "UNAVAILABLE")).reason == "stopped"
+
+    run(story())
+
+
+def test_closing_tells_whoever_waits_and_whoever_comes() -> None:
+    async def story() -> None:
+        engine = Engine()
+        preparation = Preparation(engine, None, 9)  # pyright: ignore[reportArgumentType]
+        asking = [asyncio.ensure_future(preparation.encode("a", True)) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        preparation.close()
+        preparation.close()
+        for task in asking:
+            assert (await fails(task, "UNAVAILABLE")).reason == "stopped"
+        for late in (preparation.encode("a", True), preparation.decode([1], True)):
+            assert (await fails(late, "UNAVAILABLE")).reason == "stopped"
+        engine.tokenizer.go.set()
+        await eventually(lambda: preparation.preparing == 0)
+
+    run(story())
+
+
+def test_the_threads_outlive_the_loop_quietly() -> None:
+    go = threading.Event()
+    made: list[_Threads] = []
+
+    async def story() -> None:
+        threads = _Threads(1, "text", 4)
+        made.append(threads)
+        task = asyncio.ensure_future(threads.run(lambda: go.wait(60)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run(story())
+    go.set()
+    made[0].close()
+    made[0]._threads[0].join(10)  # an exception in it would fail the test
+    assert not made[0]._threads[0].is_alive()
+
+
+def test_a_process_ends_while_texts_are_prepared() -> None:
+    program = """
+import asyncio, time
+from serve.preparation import _Threads
+async def story():
+    task = asyncio.ensure_future(_Threads(1, "text", 4).run(lambda: time.sleep(50)))
+    await asyncio.sleep(0.2)
+    task.cancel()
+asyncio.run(story())
+"""
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=45)
+    assert time.monotonic() - began < 40

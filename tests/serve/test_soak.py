@@ -1,0 +1,206 @@
+"""Many requests for a long time: nothing leaks, and every greedy output is the offline engine's.
+
+An hour of traffic compressed by count: requests follow each other without pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import random
+import time
+from typing import Any
+
+import grpc
+import pytest
+
+from jaxspec.request import SamplingParams
+from serve.app import Server
+from serve.config import ServerConfig
+from serve.proto import admin_pb2, admin_pb2_grpc
+from serve.proto import generation_pb2 as pb
+from serve.proto import generation_pb2_grpc as pb_grpc
+
+PROMPTS = ["abc", "cab", "abcabcabcabcabcabc", "hello".replace("o", "a"), "lkjihgfedcba", "a", "gagagag", "badcab" * 4]
+#: Streams at once, requests of clients that leave, and requests of the soak: an hour at ten in three seconds.
+STREAMS, LEAVING, SOAK = 256, 2000, 12_000
+#: Requests at once in each of the last two, and seconds that they may take.
+LEAVING_AT_ONCE, SOAK_AT_ONCE, SECONDS = 96, 24, 400
+#: What the process may grow to after the first tenth of the soak.
+GROWTH = 1.05
+Code = grpc.StatusCode
+
+
+def request_of(prompt: str, max_tokens: int, request_id: str | None = None) -> pb.GenerateRequest:
+    sampling = pb.Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return pb.GenerateRequest(text=prompt, sampling=sampling, request_id=request_id)
+
+
+class Bed:
+    """A served tiny engine under load.
+
+    Attributes:
+      expected: offline tokens of each prompt, longer than any request asks for.
+      tasks: of the loop when nothing had been asked for.
+    """
+
+    def __init__(self, kit: Any):
+        self.kit = kit
+        tokens = [[kit.alphabet.index(letter) for letter in prompt] for prompt in PROMPTS]
+        params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+        outputs = kit.offline([(prompt, params) for prompt in tokens])
+        self.expected = {p: output[0].token_ids for p, output in zip(PROMPTS, outputs, strict=True)}
+
+    async def __aenter__(self) -> Bed:
+        self.facade = facade = self.kit.clean()
+        self.compilations = facade.stats.compilations_after_warmup
+        config = ServerConfig(
+            host="127.0.0.1", port=0, metrics_port=0, withdrawal_seconds=0.0, max_waiting=4096,
+            max_waiting_pages=10**6, log_level="error",
+        )  # fmt: skip
+        self.server = Server(config, build=lambda: facade)
+        await self.server.start()
+        await self.server.ready()
+        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.server.port}")
+        self.generation = pb_grpc.GenerationServiceStub(self.channel)
+        self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)
+        await self.admin.GetLoads(admin_pb2.GetLoadsRequest())
+        self.tasks = len(asyncio.all_tasks())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.channel.close()
+        await self.server.stop()
+
+    async def stream(self, prompt: str, max_tokens: int) -> None:
+        """One request to its end; its tokens are the offline engine's."""
+        tokens: list[int] = []
+        async for message in self.generation.GenerateStream(request_of(prompt, max_tokens)):
+            tokens += message.delta.token_ids
+        assert tokens == self.expected[prompt][:max_tokens], prompt
+
+    async def at_rest(self) -> None:
+        """Waits until no request, page or task is left."""
+        async with asyncio.timeout(60):
+            while True:
+                loads = await self.admin.GetLoads(admin_pb2.GetLoadsRequest())
+                info = await self.admin.GetServerInfo(admin_pb2.GetServerInfoRequest())
+                memory = info.memory
+                idle = loads.running_requests == loads.waiting_requests == 0
+                if idle and memory.free_pages + memory.cached_pages == memory.pages:
+                    break
+                await asyncio.sleep(0.02)
+        assert info.compilations_after_warmup == self.compilations
+        scheduler, generator, tickets = self.kit.engine.scheduler, self.server.generator, self.server.engine._tickets
+        assert len(scheduler._free_slots) == scheduler.config.max_batch_size and not scheduler._by_id
+        assert generator.live == generator.in_engine == 0 and not generator._by_id
+        assert not (tickets._live or tickets._waiting or tickets._held)
+        # Calls that were left end a little later.
+        await self.kit.eventually(lambda: len(asyncio.all_tasks()) <= self.tasks + 1, 10)
+
+
+@pytest.mark.slow
+def test_256_concurrent_streams(kit: Any):
+    async def story() -> None:
+        async with Bed(kit) as bed:
+            bed.facade.hold()
+            streams = [asyncio.create_task(bed.stream(PROMPTS[i % len(PROMPTS)], 40)) for i in range(STREAMS)]
+            await kit.eventually(lambda: bed.server.generator.in_engine == STREAMS)
+            bed.facade.release()
+            await asyncio.gather(*streams)
+            await bed.at_rest()
+
+    kit.run(story(), SECONDS)
+
+
+@pytest.mark.slow
+def test_2000_requests_of_clients_that_leave_and_lose_patience(kit: Any):
+    """Random aborts, deadlines, cancellations and connections that close; those that stay get all of theirs."""
+    dice = random.Random(0)
+    ends: collections.Counter[str] = collections.Counter()
+
+    async def one(bed: Bed, i: int) -> None:
+        prompt, length = PROMPTS[i % len(PROMPTS)], dice.randint(1, 40)
+        fate = dice.choice(["stay", "stay", "abort", "deadline", "cancel", "disconnect"])
+        name = f"request-{i}"
+        request = request_of(prompt, length, name)
+        tokens: list[int] = []
+        patience = dice.uniform(0.0, 0.2) if fate == "deadline" else None
+        try:
+            if fate == "disconnect":
+                async with grpc.aio.insecure_channel(f"127.0.0.1:{bed.server.port}") as channel:
+                    call = pb_grpc.GenerationServiceStub(channel).GenerateStream(request)
+                    for _ in range(dice.randint(0, 3)):
+                        await call.read()
+                ends[fate] += 1
+                return
+            call = bed.generation.GenerateStream(request, timeout=patience)
+            if fate == "abort":
+                loop = asyncio.get_running_loop()
+                later = asyncio.Event()
+                loop.call_later(dice.uniform(0.0, 0.2), later.set)
+                reader = asyncio.create_task(_tokens(call))
+                await later.wait()
+                await bed.generation.Abort(pb.AbortRequest(request_ids=[name]))
+                tokens = await reader
+            elif fate == "cancel":
+                for _ in range(dice.randint(0, 4)):
+                    await call.read()
+                call.cancel()
+                raise asyncio.CancelledError
+            else:
+                tokens = await _tokens(call)
+            assert tokens == bed.expected[prompt][:length]
+            ends["whole"] += 1
+        except asyncio.CancelledError:
+            ends["cancel"] += 1
+        except grpc.aio.AioRpcError as e:
+            assert (fate, e.code()) in {("abort", Code.CANCELLED), ("deadline", Code.DEADLINE_EXCEEDED)}, e
+            ends[fate] += 1
+
+    async def story() -> None:
+        async with Bed(kit) as bed:
+            limit = asyncio.Semaphore(LEAVING_AT_ONCE)
+
+            async def bounded(i: int) -> None:
+                async with limit:
+                    await one(bed, i)
+
+            await asyncio.gather(*(bounded(i) for i in range(LEAVING)))
+            await bed.at_rest()
+
+    kit.run(story(), SECONDS)
+    fates = ("whole", "abort", "deadline", "cancel", "disconnect")
+    assert sum(ends.values()) == LEAVING and all(ends[fate] > LEAVING / 40 for fate in fates), ends
+
+
+async def _tokens(call: Any) -> list[int]:
+    tokens: list[int] = []
+    async for message in call:
+        tokens += message.delta.token_ids
+    return tokens
+
+
+@pytest.mark.slow
+def test_an_hour_of_requests_leaves_no_memory_behind(kit: Any):
+    dice = random.Random(1)
+
+    async def story() -> list[int]:
+        async with Bed(kit) as bed:
+
+            async def worker(count: int) -> None:
+                for _ in range(count):
+                    await bed.stream(dice.choice(PROMPTS), dice.randint(1, 12))
+
+            sizes: list[int] = []
+            for _ in range(10):
+                await asyncio.gather(*(worker(SOAK // (10 * SOAK_AT_ONCE)) for _ in range(SOAK_AT_ONCE)))
+                await bed.at_rest()
+                sizes.append(kit.resident_bytes())
+            return sizes
+
+    began = time.monotonic()
+    sizes = kit.run(story(), SECONDS)
+    shown = " ".join(f"{size / 2**20:.0f}" for size in sizes)
+    print(f"{SOAK} requests in {time.monotonic() - began:.0f} s; MiB after each tenth: {shown}")
+    assert max(sizes[1:]) <= GROWTH * sizes[0], f"MiB after each tenth: {shown}"
