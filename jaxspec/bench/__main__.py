@@ -3,6 +3,7 @@
 python -m jaxspec.bench                              demo models, a few minutes on two cores
 python -m jaxspec.bench --quick                      a first look in about a minute
 python -m jaxspec.bench tune --out adaptive.json     candidate steps for each batch size, from measurements
+python -m jaxspec.bench serve --concurrency 16       load for a server; see jaxspec.bench.serve.command
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from jaxspec.bench import plots, report, tune
 from jaxspec.bench.engines import Options, prepare
 from jaxspec.bench.measure import Plan, Session
 from jaxspec.bench.metrics import summarize
+from jaxspec.bench.serve import command as serve_command
 from jaxspec.bench.workloads import BUILT_IN, FILE
 from jaxspec.config import DRAFTERS
-from jaxspec.tier import Tier
+from jaxspec.tier import Tier, parse_tier
 
 _DEFAULTS = {"batch_sizes": (1, 4, 16), "workloads": BUILT_IN, "max_tokens": 96, "repeats": 3}
 _QUICK = {"batch_sizes": (1, 4), "workloads": ("code", "switch"), "max_tokens": 48, "repeats": 1}
@@ -40,10 +42,7 @@ def parse_tiers(text: str) -> tuple[Tier, ...]:
     """
     out: list[Tier] = []
     for entry in text.split(","):
-        match = re.fullmatch(r"(?:chain-)?(\d{1,2})|tree-(\d{1,2})x(\d{1,2})/(\d{1,4})", entry.strip())
-        if match is None:
-            raise ValueError(f"tiers must be depths or names such as 'chain-3' or 'tree-4x3/16', got {entry!r}")
-        tier = Tier(int(match[1])) if match[1] else Tier(int(match[2]), int(match[3]), int(match[4]))
+        tier = parse_tier(entry.strip())
         if tier.depth == 0:
             raise ValueError(
                 f"tiers must have a depth of at least 1 (plain decoding is always measured), got {entry!r}"
@@ -102,8 +101,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     add("--grow", metavar="1b|8b|LAYERSxHIDDEN", help="the same function at a larger model's cost")
     line = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(
-        prog="python -m jaxspec.bench", description=line, epilog="`tune --help`: measure an adaptive configuration.",
-        parents=[shared],
+        prog="python -m jaxspec.bench", description=line, parents=[shared],
+        epilog="`tune --help`: measure an adaptive configuration. `serve --help`: measure a server.",
     )  # fmt: skip
     parser.add_argument("--plot", metavar="FILE", help="a picture (PNG)")
     parser.set_defaults(command="bench", out=None)
@@ -233,8 +232,11 @@ def _tune(session: Session, result: report.Report, args: argparse.Namespace, say
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status (2 for options that do not fit, 130 after Ctrl-C)."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv and argv[0] == "serve":
+        return serve_command.main(argv[1:])
     try:
-        return run(parse(sys.argv[1:] if argv is None else list(argv)))
+        return run(parse(argv))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
