@@ -74,7 +74,8 @@ class _Evidence:
         rates: list[float] = []
         for i, (reached, accepted) in enumerate(zip(self.reached, self.accepted, strict=True)):
             start = base[i] if base is not None else (rates[-1] if rates else prior)
-            rates.append((accepted + _PRIOR_ROWS * start) / (reached + _PRIOR_ROWS))
+            # Where everything is accepted the sums differ by their rounding, and a rate must not exceed 1.
+            rates.append(min(1.0, (accepted + _PRIOR_ROWS * start) / (reached + _PRIOR_ROWS)))
         return rates
 
 

@@ -343,6 +343,20 @@ def test_counts_positions_that_were_reached():
     assert model.rates(1) == pytest.approx((first, (1 + 2 * first) / (1 + 2)))
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_rates_never_exceed_one_when_acceptance_swings(seed):
+    """Rounding took them 1e-14 above, and the breadth of a tree then made a complex number of what was left of 1."""
+    tiers, buckets, chance = [PLAIN, Tier(1), Tier(3), Tier(3, 2, 7)], (1, 2, 4), random.Random(seed)
+    cost = CostTable({(t, b): 1 + 0.1 * t.depth for t in tiers for b in buckets})
+    policy = GoodputPolicy(tiers, cost)
+    for i in range(400):
+        tier, bucket = chance.choice(tiers[1:]), chance.choice(buckets)
+        rows = chance.randint(1, bucket)
+        policy.observe(RoundStats(tier, rows, bucket, (0 if i // 40 % 2 else tier.depth,) * rows))
+        assert policy.select(BatchView(rows, bucket)) in tiers
+        assert all(policy.expected_tokens(t, bucket) <= 1 + t.depth + 1e-9 for t in tiers)
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(
