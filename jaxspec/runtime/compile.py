@@ -26,6 +26,8 @@ from jaxspec.tier import Tier
 #: Directory of JAX's own cache, where it was put there by this module.
 _XLA = "jaxspec-xla"
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+#: Executables between two looks at the process's memory mappings, and the share of them that may be used.
+_LOOK_EVERY, _USABLE = 8, 0.9
 
 
 class CompileCounter:
@@ -106,6 +108,31 @@ class Job:
         )
 
 
+def memory_mappings() -> tuple[int, int] | None:
+    """How many memory mappings this process has, and how many the system allows it; None where that is not known.
+
+    On CPUs an executable takes three for each of its kernels, hundreds in all, and XLA aborts the process where there
+    are no more.
+    """
+    try:
+        limit = int(Path("/proc/sys/vm/max_map_count").read_bytes())
+        return Path("/proc/self/maps").read_bytes().count(b"\n"), limit
+    except (OSError, ValueError):
+        return None
+
+
+def _check_mappings(before: tuple[int, int] | None, done: int, total: int) -> None:
+    now = memory_mappings()
+    if before is None or now is None or now[0] <= _USABLE * now[1]:
+        return
+    needed = before[0] + (now[0] - before[0]) * total // done
+    raise ValueError(
+        f"{total} executables need about {needed} memory mappings, and this system allows a process {now[1]} "
+        f"(vm.max_map_count). Compile fewer (max_batch_size or batch_buckets, variants, the speculation's tiers) or "
+        f"allow more: sysctl -w vm.max_map_count={max(262144, 2 * needed)}"
+    )
+
+
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
     """Tracing makes millions of objects that live on; looking through them again and again costs a quarter."""
@@ -130,13 +157,22 @@ def compile_all(
 
     Returns:
       ({key: compiled}, wall seconds).
+
+    Raises:
+      ValueError: the system does not allow this process as many memory mappings as the executables need.
     """
-    began = time.perf_counter()
+    began, mappings = time.perf_counter(), memory_mappings()
     done: dict[Any, Any] = {}
     once = kept_once() if store is not None else contextlib.nullcontext()
     with _without_collection(), once, ThreadPoolExecutor(threads or min(16, os.cpu_count() or 1)) as pool:
         futures = {pool.submit(job.compiled, store): job for job in jobs}
         bar = tqdm(as_completed(futures), total=len(jobs), desc="compiling", disable=not progress, leave=False)
-        for future in bar:
-            done[futures[future].key] = future.result()
+        try:
+            for future in bar:
+                done[futures[future].key] = future.result()
+                if len(done) % _LOOK_EVERY == 0:
+                    _check_mappings(mappings, len(done), len(jobs))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return done, time.perf_counter() - began

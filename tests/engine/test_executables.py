@@ -8,6 +8,8 @@ import logging
 import os
 import subprocess
 import sys
+import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.assemble import bind_drafter
 from jaxspec.config import SpeculationConfig
+from jaxspec.runtime import compile as compilation
 from jaxspec.runtime import executables
-from jaxspec.runtime.compile import use_persistent_cache
+from jaxspec.runtime.compile import Job, compile_all, use_persistent_cache
 from jaxspec.runtime.executables import ExecutableStore, Fingerprints, IndescribableError
 from jaxspec.speculation.round import RoundSpec, round_fn
 from jaxspec.speculation.state import Geometry
@@ -214,3 +217,16 @@ def test_a_cache_that_the_user_chose_is_left_alone(tmp_path: Path, caching: None
     assert one is not None and one.parent == tmp_path / "a"
     two = use_persistent_cache(tmp_path / "b")  # JAX's stays where it is, the rounds go where they are told
     assert two is not None and two.parent == tmp_path / "b"
+
+
+def test_more_executables_than_the_system_has_mappings_for_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """XLA would abort the process; most of the jobs are not begun any more."""
+    begun: list[int] = []
+    monkeypatch.setattr(compilation, "memory_mappings", lambda: (100 + 10 * len(begun), 400))
+    program = types.SimpleNamespace(compile=lambda: time.sleep(0.005))
+    jobs = [Job(i, (), lambda i=i: begun.append(i) or program) for i in range(80)]
+    with pytest.raises(ValueError, match="80 executables need about [0-9]+ memory mappings, and this system allows a "):
+        compile_all(jobs, progress=False, threads=1)
+    assert len(begun) < 80
+    monkeypatch.setattr(compilation, "memory_mappings", lambda: None)
+    assert len(compile_all(jobs, progress=False)[0]) == 80
