@@ -234,6 +234,7 @@ class Runner:
         # The dearest first, so that no thread ends with a long one alone.
         jobs.sort(key=lambda job: job.key[0] == "round" and -job.key[1].depth)
         self._compiled, self.compile_seconds = compile_all(jobs, progress=progress, store=store)
+        self._measured: set[Any] = set()  # keys of what has run
         # Whole trees among the arguments by name, others as the shapes they are.
         names = {id(target): "target", id(draft): "draft", id(state): "state"}
         self._arguments = {job.key: tuple(names.get(id(arg), arg) for arg in job.args) for job in jobs}
@@ -278,12 +279,14 @@ class Runner:
         return len(self._compiled)
 
     def rehearse(self) -> None:
-        """Runs every executable once, on zeros, and resets the state.
+        """Runs every executable that `measure` did not run once, on zeros, and resets the state.
 
         The first run costs several others: memory is mapped, GPUs load the program. No request shall pay for it.
         """
         zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
         for key, arguments in self._arguments.items():
+            if key in self._measured:
+                continue
             held = {"target": self._target, "draft": self._draft_params, "state": self.state}
             args = [held[arg] if isinstance(arg, str) else jax.tree.map(zeros, arg) for arg in arguments]
             out = self._compiled[key](*args)
@@ -320,6 +323,7 @@ class Runner:
     def repeat(self, tier: Tier, bucket: int, plan: jax.Array, count: int) -> jax.Array:
         """Dispatches the first variant's round `count` times, for timing; returns the last packed result."""
         executable = self.states[tier].executables[bucket, self.variants[0]]
+        self._measured.add(("round", tier, bucket, self.variants[0]))
         packed = None
         for _ in range(count):
             self.state, packed, _ = executable(self._target, self._params_for(tier), self.state, plan)
