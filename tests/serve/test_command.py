@@ -22,12 +22,17 @@ from serve.config import ServerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE: dict[str, Any] = dict(host="127.0.0.1", port=0, metrics_port=0, withdrawal_seconds=0.0)
+DEFAULTS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
 
 def port_in(out: str) -> int:
     found = re.match(r"listening on 127.0.0.1:(\d+), metrics on 127.0.0.1:(\d+)\n", out)
     assert found and int(found[1]) != int(found[2]) and int(found[1]) > 0
     return int(found[1])
+
+
+def listens_to_signals() -> bool:
+    return all(signal.getsignal(number) is not default for number, default in DEFAULTS.items())
 
 
 @pytest.fixture
@@ -64,7 +69,7 @@ def test_a_second_signal_ends_at_once(kit: Any, facade: Any, monkeypatch: pytest
 
     async def story() -> None:
         running = asyncio.ensure_future(command.serve(ServerConfig(**{**BASE, "withdrawal_seconds": 30.0})))
-        await asyncio.sleep(0.5)
+        await kit.eventually(listens_to_signals)
         monkeypatch.setattr(os, "_exit", codes.append)
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(0.1)
@@ -156,7 +161,7 @@ def test_a_signal_while_the_model_loads(kit: Any, monkeypatch: pytest.MonkeyPatc
 
     async def story() -> int:
         running = asyncio.ensure_future(command.serve(ServerConfig(**{**BASE, "withdrawal_seconds": 30.0})))
-        await asyncio.sleep(0.3)
+        await kit.eventually(listens_to_signals)
         os.kill(os.getpid(), signal.SIGTERM)
         return await running
 

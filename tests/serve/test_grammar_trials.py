@@ -91,7 +91,7 @@ def test_what_takes_too_long_is_refused_and_the_next_grammar_is_not(
         seconds, error = await timed(trials.compile(compiler, ENDLESS[0]))
         assert isinstance(error, StatusError) and error.code.name == "INVALID_ARGUMENT", error
         assert error.message == "the json_schema takes more than 2 s to compile"
-        assert 0.9 < seconds < 3
+        assert seconds > 0.9
         grammar = await trials.compile(compiler, GrammarSpec("regex", "(ab)+"))
         assert grammar is compiler.known(grammar.spec) and grammar.size_bytes > 0
         for wrong in (GrammarSpec("regex", "("), GrammarSpec("json_schema", "{")):
@@ -107,9 +107,9 @@ def test_many_long_ones_delay_the_others_little_and_known_ones_not_at_all(
     async def story() -> None:
         await warmed(trials, compiler)
         floods = [asyncio.ensure_future(timed(trials.compile(compiler, spec))) for spec in ENDLESS[:6]]
-        await asyncio.sleep(0.3)
-        assert trials._running_long is not None
-        assert (await timed(trials.compile(compiler, GrammarSpec("regex", "a"))))[0] < 0.1  # known
+        await eventually(lambda: trials._running_long is not None)
+        with pytest.raises(StopIteration):  # known: it waits for nothing
+            trials.compile(compiler, GrammarSpec("regex", "a")).send(None)
         # Each of the others runs for SHORT_SECONDS, and its process is started anew; then they wait for each other.
         await trials.compile(compiler, GrammarSpec("regex", "b+c"))
         assert not all(flood.done() for flood in floods)  # it did not wait for all that came before
