@@ -48,14 +48,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llm(directory: Path) -> LLM:
     """One static tier, sampled rounds only: few executables."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        made = LLM(
-            str(directory), "ngram", {"depth": 3}, max_batch_size=2, max_seq_len=64, seed=5, progress=False,
-            page_size=8, variants=("sampled",), batch_buckets=(2,), compile_cache=False,
-        )  # fmt: skip
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
+    made = LLM(
+        str(directory), "ngram", {"depth": 3}, max_batch_size=2, max_seq_len=64, seed=5, progress=False,
+        page_size=8, variants=("sampled",), batch_buckets=(2,), compile_cache=False,
+    )  # fmt: skip
     assert made.stats.compilations_after_warmup == 0
     return made
 

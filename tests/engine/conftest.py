@@ -5,9 +5,9 @@ Built once a session. Pools of the drafting engines are too small for four long 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -43,7 +43,7 @@ TIERS = {
     **{kind: (PLAIN, Tier(3), TREE) for kind in PASSING},
 }
 BUCKETS = (1, 2, 4)
-SIZES = dict(max_batch_size=4, max_seq_len=120, page_size=8, prefill_chunk=16, compile_cache=False)
+SIZES = dict(max_batch_size=4, max_seq_len=120, page_size=8, prefill_chunk=16)
 
 
 class Script:
@@ -69,16 +69,6 @@ class Script:
 
     def buckets_for(self, tier: Tier, buckets: tuple[int, ...]) -> tuple[int, ...]:
         return buckets
-
-
-@contextlib.contextmanager
-def quick_compilation() -> Iterator[None]:
-    """The results are the same; only the executables are slower."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def randomised(module: Any, seed: int) -> Any:
@@ -133,11 +123,12 @@ class Bench:
     """Engines and the expected outputs.
 
     Attributes:
-      target: the model. modules: the drafters' by kind.
+      target: the model. modules: the drafters' by kind. kept: where executables are kept.
     """
 
     target: Any
     modules: dict[str, Any]
+    kept: Path
 
     def __post_init__(self) -> None:
         self._engines: dict[str, Engine] = {}
@@ -148,11 +139,11 @@ class Bench:
         make = lambda geo: bind_drafter(kind, self.modules[kind], geo)
         if kind in ("none", "ngram"):
             make = lambda geo: (NgramDrafter(V), ())
-        with quick_compilation():
-            return assemble(
-                self.target, None, speculation, EngineConfig(**{**SIZES, **config}), drafter=make, cost=cost,
-                drafts=kind != "none", trees=kind in TREE_DRAFTERS, progress=False,
-            )  # fmt: skip
+        sizes = {**SIZES, "compile_cache": self.kept, **config}
+        return assemble(
+            self.target, None, speculation, EngineConfig(**sizes), drafter=make, cost=cost, drafts=kind != "none",
+            trees=kind in TREE_DRAFTERS, progress=False,
+        )  # fmt: skip
 
     def target_as_draft(self, engine: Engine) -> Any:
         """Parameters with which an engine's draft model is its target."""
@@ -310,9 +301,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def bench() -> Bench:
+def bench(kept_executables: Path) -> Bench:
     target = tiny_target(0, eos_token_ids=(EOS,))
-    return Bench(target, modules_of(target))
+    return Bench(target, modules_of(target), kept_executables)
 
 
 @pytest.fixture(scope="session")
@@ -322,7 +313,6 @@ def tools() -> Any:
     class Tools:
         drive, same, at_baseline = staticmethod(drive), staticmethod(same), staticmethod(at_baseline)
         workload, long_requests = staticmethod(workload), staticmethod(long_requests)
-        quick_compilation = staticmethod(quick_compilation)
         script = Script
         tiers, tree, vocab, eos, error = TIERS, TREE, V, EOS, FinishReason.ERROR
 

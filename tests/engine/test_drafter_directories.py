@@ -90,8 +90,7 @@ def test_directories_are_served(bench: Any, tools: Any, directory: Path, with_mo
         max_batch_size=4, max_seq_len=64, page_size=8, batch_buckets=(4,), variants=("sampled",), compile_cache=False
     )
     model, name = (with_module, "mtp") if kind == "own mtp" else (directory / "target", kind)
-    with tools.quick_compilation():
-        engine = build_engine(model, name, dict(depth=2), config, tokenizer=False, progress=False)
+    engine = build_engine(model, name, dict(depth=2), config, tokenizer=False, progress=False)
     work = [
         ([5, 1, 7, n], SamplingParams(temperature=t, seed=n, max_tokens=24, ignore_eos=True))
         for n, t in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 0.7))

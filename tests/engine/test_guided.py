@@ -117,9 +117,9 @@ def randomised(head: Any) -> Any:
 class Engines:
     """Engines by drafter, built where they are asked for, on one target."""
 
-    def __init__(self, quick_compilation: Callable[[], Any]):
+    def __init__(self) -> None:
         self.target = tiny_target(0, vocab_size=V, eos_token_ids=(EOS,))
-        self.tokenizer, self._quick = tokenizer(), quick_compilation
+        self.tokenizer = tokenizer()
         self._made: dict[str, Engine] = {}
 
     def __call__(self, kind: str) -> Engine:
@@ -147,16 +147,15 @@ class Engines:
         else:
             module = modules_of(self.target)[kind]()
             make = lambda geo: bind_drafter(kind, module, geo)
-        with self._quick():
-            return assemble(
-                self.target, self.tokenizer, speculation, EngineConfig(**{**SIZES, **config}), drafter=make, cost=cost,
-                drafts=kind != "plain", trees=kind in TREE_DRAFTERS, progress=False,
-            )  # fmt: skip
+        return assemble(
+            self.target, self.tokenizer, speculation, EngineConfig(**{**SIZES, **config}), drafter=make, cost=cost,
+            drafts=kind != "plain", trees=kind in TREE_DRAFTERS, progress=False,
+        )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def engines(tools: Any) -> Engines:
-    return Engines(tools.quick_compilation)
+def engines() -> Engines:
+    return Engines()
 
 
 def add(engine: Engine, asked: Asked, **options: Any) -> str:
@@ -527,7 +526,7 @@ def test_what_an_engine_refuses(engines: Engines, without: Engine, expected: dic
 
 def test_checkpoints_whose_text_cannot_serve_grammars(engines: Engines, caplog: pytest.LogCaptureFixture):
     backend = Backend(models.BPE({"a": 0, "b": 1}, []))
-    odd = Engines(engines._quick)
+    odd = Engines()
     odd.tokenizer = Tokenizer(backend, eos_token_ids=[1])
     engine = odd.build("plain", (PLAIN,), batch_buckets=(4,))
     assert engine.grammars is None and "no structured output" in caplog.text
@@ -539,8 +538,7 @@ def test_the_offline_front(engines: Engines, expected: dict[int, RequestOutput],
     few: dict[str, Any] = dict(
         page_size=8, variants=("sampled",), batch_buckets=(2,), compile_cache=False, max_seq_len=96
     )
-    with engines._quick():
-        llm = LLM(tmp_path / "target", "none", max_batch_size=2, progress=False, structured_output=True, **few)
+    llm = LLM(tmp_path / "target", "none", max_batch_size=2, progress=False, structured_output=True, **few)
     prompts, params = [workload()[i][0] for i in (0, 2)], [workload()[i][1] for i in (0, 2)]
     outputs = llm.generate(prompts, params, grammar=[SPECS["person"], None], use_tqdm=False)
     assert [output.token_ids for output in outputs] == [expected[0].token_ids, expected[2].token_ids]

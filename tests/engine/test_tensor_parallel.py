@@ -66,11 +66,10 @@ def build(
         return AutoregressiveDrafter(core, geo), core.params
 
     cost = CostTable({(tier, 4): 1e-3 for tier in tiers})
-    with tools.quick_compilation():
-        return assemble(
-            target, None, SpeculationConfig(**(speculation or dict(policy="off"))), config, drafter=make, cost=cost,
-            drafts=head is not None, trees=head is not None, progress=False,
-        )  # fmt: skip
+    return assemble(
+        target, None, SpeculationConfig(**(speculation or dict(policy="off"))), config, drafter=make, cost=cost,
+        drafts=head is not None, trees=head is not None, progress=False,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +162,7 @@ def test_directories_load_onto_two_devices(tmp_path: Path, target: Any, tools: A
     hf.save_model(target, tmp_path / "target", dtype=jnp.float32)
     hf.save_model(target, tmp_path / "draft", dtype=jnp.float32)
     config = EngineConfig(**SIZES, tensor_parallel=SHARDS)
-    with tools.quick_compilation():
-        engine = build_engine(tmp_path / "target", "draft_model", {"depth": 3}, config, tokenizer=False, progress=False)
+    engine = build_engine(tmp_path / "target", "draft_model", {"depth": 3}, config, tokenizer=False, progress=False)
     work = tools.workload()
     outputs = tools.drive(engine, work)
     tools.same(outputs, expected)

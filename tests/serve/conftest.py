@@ -14,11 +14,10 @@ import json
 import math
 import resource
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -46,8 +45,7 @@ VOCAB = len(ALPHABET) + 1
 TIERS = (PLAIN, Tier(1), Tier(3))
 BUCKETS = (1, 2, 4)
 SIZES = dict(
-    max_batch_size=4, max_seq_len=120, page_size=8, num_pages=30, prefill_chunk=16, compile_cache=False,
-    structured_output=True,
+    max_batch_size=4, max_seq_len=120, page_size=8, num_pages=30, prefill_chunk=16, structured_output=True,
 )  # fmt: skip
 #: Tokens of the engine that can write JSON: printable ASCII and the end of text.
 WRITTEN = [chr(code) for code in range(32, 127)]
@@ -106,25 +104,14 @@ def tiny_tokenizer() -> Tokenizer:
     return Tokenizer(backend, eos_token_ids=(EOS,), chat_template=TEMPLATE, special_tokens={"eos_token": "<eos>"})
 
 
-@contextlib.contextmanager
-def quick_compilation() -> Iterator[None]:
-    """The results are the same; only the executables are slower."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
-
-
 def build_tiny_engine(**config: Any) -> Engine:
     """The 13-token model with n-gram drafts and text; the policy's costs are made up, so nothing is timed."""
     cost = CostTable({(t, b): 1e-3 * (1 + 0.1 * t.depth) for t in TIERS for b in BUCKETS})
-    with quick_compilation():
-        return assemble(
-            tiny_target(0, eos_token_ids=(EOS,)), tiny_tokenizer(), SpeculationConfig(tiers=TIERS),
-            EngineConfig(**{**SIZES, **config}), drafter=lambda geo: (NgramDrafter(VOCAB), ()), cost=cost,
-            drafts=True, trees=False, progress=False,
-        )  # fmt: skip
+    return assemble(
+        tiny_target(0, eos_token_ids=(EOS,)), tiny_tokenizer(), SpeculationConfig(tiers=TIERS),
+        EngineConfig(**{**SIZES, **config}), drafter=lambda geo: (NgramDrafter(VOCAB), ()), cost=cost,
+        drafts=True, trees=False, progress=False,
+    )  # fmt: skip
 
 
 def writing_tokenizer() -> Tokenizer:
@@ -138,20 +125,19 @@ def writing_tokenizer() -> Tokenizer:
     return Tokenizer(backend, eos_token_ids=(end,), chat_template=TEMPLATE, special_tokens={"eos_token": "<eos>"})
 
 
-def build_writing_engine() -> Engine:
+def build_writing_engine(kept: Path) -> Engine:
     """A model that can write JSON, with a draft model that proposes trees; one bucket, so that it compiles quickly."""
     end, vocab = len(WRITTEN), len(WRITTEN) + 1
     tiers = (PLAIN, TREE)
     draft = tiny_target(1, num_layers=1, vocab_size=vocab)
-    config = {**SIZES, "batch_buckets": (4,), "variants": ("sampled",), "max_seq_len": 240, "num_pages": 60}
-    with quick_compilation():
-        return assemble(
-            tiny_target(0, vocab_size=vocab, eos_token_ids=(end,)), writing_tokenizer(),
-            SpeculationConfig(tiers=tiers), EngineConfig(**config),
-            drafter=lambda geo: bind_drafter("draft_model", draft, geo),
-            cost=CostTable({(t, 4): 1e-3 * (1 + 0.1 * t.depth) for t in tiers}), drafts=True, trees=True,
-            progress=False,
-        )  # fmt: skip
+    few = dict(batch_buckets=(4,), variants=("sampled",), max_seq_len=240, num_pages=60)
+    return assemble(
+        tiny_target(0, vocab_size=vocab, eos_token_ids=(end,)), writing_tokenizer(),
+        SpeculationConfig(tiers=tiers), EngineConfig(**{**SIZES, "compile_cache": kept, **few}),
+        drafter=lambda geo: bind_drafter("draft_model", draft, geo),
+        cost=CostTable({(t, 4): 1e-3 * (1 + 0.1 * t.depth) for t in tiers}), drafts=True, trees=True,
+        progress=False,
+    )  # fmt: skip
 
 
 def hostile_grammars() -> dict[str, dict[str, Any]]:
@@ -369,7 +355,7 @@ class Kit:
     alphabet, eos, vocab = ALPHABET, EOS, VOCAB
     run, eventually, read = staticmethod(run), staticmethod(eventually), staticmethod(read)
     job, text_of, tiny_tokenizer = staticmethod(job), staticmethod(text_of), staticmethod(tiny_tokenizer)
-    build_tiny_engine, quick_compilation = staticmethod(build_tiny_engine), staticmethod(quick_compilation)
+    build_tiny_engine = staticmethod(build_tiny_engine)
     facade, recorder, stack_type, status_error = EngineFacade, Recorder, Stack, StatusError
 
     def __init__(self, engine: Engine):
@@ -432,9 +418,9 @@ class Kit:
 
 
 @pytest.fixture(scope="session")
-def serve_engine() -> Engine:
+def serve_engine(kept_executables: Path) -> Engine:
     """Built once; tests reach it through `kit`."""
-    return build_tiny_engine()
+    return build_tiny_engine(compile_cache=kept_executables)
 
 
 @pytest.fixture
@@ -443,9 +429,9 @@ def kit(serve_engine: Engine) -> Kit:
 
 
 @pytest.fixture(scope="session")
-def writing_engine() -> Engine:
+def writing_engine(kept_executables: Path) -> Engine:
     """Built once; tests reach it through `writing_kit`."""
-    return build_writing_engine()
+    return build_writing_engine(kept_executables)
 
 
 @pytest.fixture

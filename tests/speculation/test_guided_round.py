@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,13 +40,6 @@ FIELDS: dict[str, Any] = dict(
     temperature_S=np.resize([0.0, 1.0, 0.7, 1.5], SLOTS), top_p_S=np.resize([1.0, 1.0, 0.8], SLOTS),
     repetition_S=np.resize([1.0, 1.6], SLOTS), top_k_S=np.resize([0, 0, 0, 0, 3], SLOTS),
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 class Parts:
@@ -267,7 +260,6 @@ GEO = Geometry(slots=2, num_pages=4096, page_size=8, pages_per_seq=16, max_depth
 
 
 def test_no_part_copies_a_pool_and_shapes_are_as_foretold():
-    jax.config.update("jax_disable_most_optimizations", False)
     core = DraftModelCore(tiny_target(1, num_layers=1))
     drafter = AutoregressiveDrafter(core, GEO)
     target = tiny_target(0, num_layers=2)

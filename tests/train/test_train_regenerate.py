@@ -38,7 +38,7 @@ def letters() -> Backend:
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory with a tiny target, prompts, and the rows of an undisturbed run; engines compile quickly."""
+    """A directory with a tiny target, prompts, and the rows of an undisturbed run; pages are small, nothing is kept."""
     path = tmp_path_factory.mktemp("regenerate")
     hf.save_model(
         tiny_target(0, bos_token_id=None, eos_token_ids=(EOS,)), path / "target", tokenizer=letters(), dtype=jnp.float32
@@ -48,19 +48,15 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     build = assemble.build_engine
 
-    def quick(*args: Any, **options: Any) -> Any:
+    def small(*args: Any, **options: Any) -> Any:
         model, drafter, policy, config = args
         config = dataclasses.replace(config, compile_cache=False, page_size=8)
         return build(model, drafter, policy, config, **{**options, "progress": False})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "build_engine", quick)
-        jax.config.update("jax_disable_most_optimizations", True)
-        try:
-            regenerate.regenerate(path / "target", [path / "prompts.jsonl"], path / "whole.jsonl", **SETTINGS)
-            yield path
-        finally:
-            jax.config.update("jax_disable_most_optimizations", False)
+        patch.setattr(assemble, "build_engine", small)
+        regenerate.regenerate(path / "target", [path / "prompts.jsonl"], path / "whole.jsonl", **SETTINGS)
+        yield path
 
 
 def run(work: Path, name: str, **changes: Any) -> Path:
