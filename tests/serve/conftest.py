@@ -428,6 +428,12 @@ def kit(serve_engine: Engine) -> Kit:
     return Kit(serve_engine)
 
 
+@pytest.fixture
+def kit_of() -> type[Kit]:
+    """Makes the kit of another engine."""
+    return Kit
+
+
 @pytest.fixture(scope="session")
 def writing_engine(kept_executables: Path) -> Engine:
     """Built once; tests reach it through `writing_kit`."""

@@ -1,19 +1,24 @@
 """Many requests for a long time: nothing leaks, and every greedy output is the offline engine's.
 
-An hour of traffic compressed by count: requests follow each other without pause.
+An hour of traffic compressed by count: requests follow each other without pause. The shipped models have their turn
+where they are compiled as users do (pytest --optimized).
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from jaxspec.engine import Engine
+from jaxspec.llm import LLM
 from jaxspec.request import SamplingParams
 from serve.app import Server
 from serve.config import ServerConfig
@@ -21,14 +26,47 @@ from serve.proto import admin_pb2, admin_pb2_grpc
 from serve.proto import generation_pb2 as pb
 from serve.proto import generation_pb2_grpc as pb_grpc
 
-PROMPTS = ["abc", "cab", "abcabcabcabcabcabc", "hello".replace("o", "a"), "lkjihgfedcba", "a", "gagagag", "badcab" * 4]
-#: Streams at once, requests of clients that leave, and requests of the soak: an hour at ten in three seconds.
-STREAMS, LEAVING, SOAK = 256, 2000, 12_000
-#: Requests at once in each of the last two, and seconds that they may take.
-LEAVING_AT_ONCE, SOAK_AT_ONCE, SECONDS = 96, 24, 400
+#: Streams at once, and requests of clients that leave.
+STREAMS, LEAVING = 256, 2000
+#: Requests at once of those that leave and of the soak, and seconds that each test may take.
+LEAVING_AT_ONCE, SOAK_AT_ONCE, SECONDS = 96, 24, 600
 #: What the process may grow to after the first tenth of the soak.
 GROWTH = 1.05
 Code = grpc.StatusCode
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What an engine is asked for.
+
+    Attributes:
+      requests: of the soak.
+      patience: seconds after which the last of those that leave early have left.
+    """
+
+    kit: Any
+    prompts: tuple[str, ...]
+    requests: int
+    patience: float
+
+
+@pytest.fixture(scope="module")
+def demo_engine(kept_executables: Path) -> Engine:
+    few = dict(max_batch_size=16, batch_buckets=(1, 4, 16), variants=("greedy",), max_seq_len=256)
+    return LLM("demo", compile_cache=kept_executables, progress=False, **few).engine
+
+
+@pytest.fixture(params=["tiny", "demo"])
+def load(request: pytest.FixtureRequest, kit_of: Any) -> Load:
+    if request.param == "tiny":
+        prompts = ("abc", "cab", "abc" * 6, "hella", "lkjihgfedcba", "a", "gagagag", "badcab" * 4)
+        kit = request.getfixturevalue("kit")
+        return Load(kit, prompts, requests=12_000, patience=0.2)  # an hour at ten in three seconds
+    if not request.config.getoption("--optimized"):
+        pytest.skip("the shipped models are for --optimized")
+    kit = kit_of(request.getfixturevalue("demo_engine"))
+    prompts = ("def read(path):\n", "class Stack:\n    def __init__(self", "import ", "And the king said", "In the ")
+    return Load(kit, prompts, requests=2_400, patience=4.0)
 
 
 def request_of(prompt: str, max_tokens: int, request_id: str | None = None) -> pb.GenerateRequest:
@@ -37,19 +75,18 @@ def request_of(prompt: str, max_tokens: int, request_id: str | None = None) -> p
 
 
 class Bed:
-    """A served tiny engine under load.
+    """A served engine under load.
 
     Attributes:
       expected: offline tokens of each prompt, longer than any request asks for.
       tasks: of the loop when nothing had been asked for.
     """
 
-    def __init__(self, kit: Any):
-        self.kit = kit
-        tokens = [[kit.alphabet.index(letter) for letter in prompt] for prompt in PROMPTS]
+    def __init__(self, load: Load):
+        self.kit = load.kit
         params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-        outputs = kit.offline([(prompt, params) for prompt in tokens])
-        self.expected = {p: output[0].token_ids for p, output in zip(PROMPTS, outputs, strict=True)}
+        outputs = self.kit.offline([(self.kit.engine.tokenizer.encode(prompt), params) for prompt in load.prompts])
+        self.expected = {p: output[0].token_ids for p, output in zip(load.prompts, outputs, strict=True)}
 
     async def __aenter__(self) -> Bed:
         self.facade = facade = self.kit.clean()
@@ -100,32 +137,33 @@ class Bed:
 
 
 @pytest.mark.slow
-def test_256_concurrent_streams(kit: Any):
+def test_256_concurrent_streams(load: Load):
     async def story() -> None:
-        async with Bed(kit) as bed:
+        async with Bed(load) as bed:
             bed.facade.hold()
-            streams = [asyncio.create_task(bed.stream(PROMPTS[i % len(PROMPTS)], 40)) for i in range(STREAMS)]
-            await kit.eventually(lambda: bed.server.generator.in_engine == STREAMS)
+            prompts = [load.prompts[i % len(load.prompts)] for i in range(STREAMS)]
+            streams = [asyncio.create_task(bed.stream(prompt, 40)) for prompt in prompts]
+            await load.kit.eventually(lambda: bed.server.generator.in_engine == STREAMS)
             bed.facade.release()
             await asyncio.gather(*streams)
             await bed.at_rest()
 
-    kit.run(story(), SECONDS)
+    load.kit.run(story(), SECONDS)
 
 
 @pytest.mark.slow
-def test_2000_requests_of_clients_that_leave_and_lose_patience(kit: Any):
+def test_2000_requests_of_clients_that_leave_and_lose_patience(load: Load):
     """Random aborts, deadlines, cancellations and connections that close; those that stay get all of theirs."""
     dice = random.Random(0)
     ends: collections.Counter[str] = collections.Counter()
 
     async def one(bed: Bed, i: int) -> None:
-        prompt, length = PROMPTS[i % len(PROMPTS)], dice.randint(1, 40)
+        prompt, length = load.prompts[i % len(load.prompts)], dice.randint(1, 40)
         fate = dice.choice(["stay", "stay", "abort", "deadline", "cancel", "disconnect"])
         name = f"request-{i}"
         request = request_of(prompt, length, name)
         tokens: list[int] = []
-        patience = dice.uniform(0.0, 0.2) if fate == "deadline" else None
+        patience = dice.uniform(0.0, load.patience) if fate == "deadline" else None
         try:
             if fate == "disconnect":
                 async with grpc.aio.insecure_channel(f"127.0.0.1:{bed.server.port}") as channel:
@@ -138,7 +176,7 @@ def test_2000_requests_of_clients_that_leave_and_lose_patience(kit: Any):
             if fate == "abort":
                 loop = asyncio.get_running_loop()
                 later = asyncio.Event()
-                loop.call_later(dice.uniform(0.0, 0.2), later.set)
+                loop.call_later(dice.uniform(0.0, load.patience), later.set)
                 reader = asyncio.create_task(_tokens(call))
                 await later.wait()
                 await bed.generation.Abort(pb.AbortRequest(request_ids=[name]))
@@ -159,7 +197,7 @@ def test_2000_requests_of_clients_that_leave_and_lose_patience(kit: Any):
             ends[fate] += 1
 
     async def story() -> None:
-        async with Bed(kit) as bed:
+        async with Bed(load) as bed:
             limit = asyncio.Semaphore(LEAVING_AT_ONCE)
 
             async def bounded(i: int) -> None:
@@ -169,7 +207,7 @@ def test_2000_requests_of_clients_that_leave_and_lose_patience(kit: Any):
             await asyncio.gather(*(bounded(i) for i in range(LEAVING)))
             await bed.at_rest()
 
-    kit.run(story(), SECONDS)
+    load.kit.run(story(), SECONDS)
     fates = ("whole", "abort", "deadline", "cancel", "disconnect")
     assert sum(ends.values()) == LEAVING and all(ends[fate] > LEAVING / 40 for fate in fates), ends
 
@@ -182,25 +220,25 @@ async def _tokens(call: Any) -> list[int]:
 
 
 @pytest.mark.slow
-def test_an_hour_of_requests_leaves_no_memory_behind(kit: Any):
+def test_an_hour_of_requests_leaves_no_memory_behind(load: Load):
     dice = random.Random(1)
 
     async def story() -> list[int]:
-        async with Bed(kit) as bed:
+        async with Bed(load) as bed:
 
             async def worker(count: int) -> None:
                 for _ in range(count):
-                    await bed.stream(dice.choice(PROMPTS), dice.randint(1, 12))
+                    await bed.stream(dice.choice(load.prompts), dice.randint(1, 12))
 
             sizes: list[int] = []
             for _ in range(10):
-                await asyncio.gather(*(worker(SOAK // (10 * SOAK_AT_ONCE)) for _ in range(SOAK_AT_ONCE)))
+                await asyncio.gather(*(worker(load.requests // (10 * SOAK_AT_ONCE)) for _ in range(SOAK_AT_ONCE)))
                 await bed.at_rest()
-                sizes.append(kit.resident_bytes())
+                sizes.append(load.kit.resident_bytes())
             return sizes
 
     began = time.monotonic()
-    sizes = kit.run(story(), SECONDS)
+    sizes = load.kit.run(story(), SECONDS)
     shown = " ".join(f"{size / 2**20:.0f}" for size in sizes)
-    print(f"{SOAK} requests in {time.monotonic() - began:.0f} s; MiB after each tenth: {shown}")
+    print(f"{load.requests} requests in {time.monotonic() - began:.0f} s; MiB after each tenth: {shown}")
     assert max(sizes[1:]) <= GROWTH * sizes[0], f"MiB after each tenth: {shown}"
