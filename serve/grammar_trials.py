@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import dataclasses
 import json
-import math
 import os
 import selectors
 import signal
@@ -21,7 +20,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import IO, Any
@@ -31,9 +29,11 @@ import grpc
 from jaxspec.text.grammar import STACK_BYTES, Grammar, GrammarCompiler, GrammarSpec
 from serve.errors import StatusError, invalid, unavailable
 
-#: Wall-clock seconds that a grammar may take to compile, and bytes that it may take besides the stack.
+#: Processor seconds that a grammar may take to compile, and bytes that it may take besides the stack.
 COMPILE_SECONDS, COMPILE_BYTES = 2.0, 256 * 2**20
-#: A compilation longer than this is a long one. All but one of the children run short ones only.
+#: Wall-clock seconds after which a compilation is given up, however little of the processor it got.
+PATIENCE_SECONDS = 20.0
+#: A compilation longer than this, by the wall clock, is a long one. All but one of the children run short ones only.
 SHORT_SECONDS = 0.25
 #: Children, each with a thread that asks it.
 CHILDREN = 2
@@ -48,8 +48,8 @@ _SLOW = f"takes more than {COMPILE_SECONDS:g} s to compile"
 _LARGE = f"takes more than {COMPILE_BYTES // 2**20} MiB to compile"
 #: What the signals mean that a child died of; others are taken for a lack of memory.
 _DEATHS = {signal.SIGSEGV: "is nested too deeply", signal.SIGBUS: "is nested too deeply"}
-if hasattr(signal, "SIGXCPU"):
-    _DEATHS[signal.SIGXCPU] = _SLOW
+if hasattr(signal, "SIGPROF"):
+    _DEATHS[signal.SIGPROF] = _SLOW
 
 
 class _RefusedError(Exception):
@@ -61,7 +61,7 @@ class _YieldError(Exception):
 
 
 class _BrokenError(Exception):
-    """The child does not come up."""
+    """The child does not come up, or is not let on; no grammar is at fault."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -324,6 +324,7 @@ class _Child:
 
         Raises:
           ValueError: it cannot be compiled. _RefusedError: not within the limits. _YieldError: it may not take long.
+          _BrokenError: the machine has no time for it.
         """
         self._give(spec)
         try:
@@ -331,9 +332,9 @@ class _Child:
                 if not may_take_long():
                     self._clear()
                     raise _YieldError
-                if not self._wait(COMPILE_SECONDS - SHORT_SECONDS):
+                if not self._wait(PATIENCE_SECONDS - SHORT_SECONDS):
                     self._clear()
-                    raise _RefusedError(_SLOW)
+                    raise _BrokenError(f"it was not done after {PATIENCE_SECONDS:g} s on a busy machine")
             answer = _receive(self._output)
         except (OSError, EOFError):
             assert self._process is not None
@@ -346,12 +347,12 @@ class _Child:
         return int(answer["bytes"])
 
     def _give(self, spec: GrammarSpec) -> None:
-        """Hands a grammar over. A process that died before it had it, of whatever, is replaced: no grammar's fault."""
+        """Hands a grammar over. A process that died or hangs before it has it is replaced: no grammar's fault."""
         for _ in range(2):
             self.start()
             with contextlib.suppress(OSError, EOFError):
                 self._send({"kind": spec.kind, "value": spec.value})
-                if self._wait(_START_SECONDS):
+                if self._wait(PATIENCE_SECONDS):
                     _receive(self._output)
                     return
             self._clear()
@@ -447,6 +448,7 @@ def _child(source: IO[bytes], sink: IO[bytes]) -> None:
             answer = {"error": str(e)}
         except (MemoryError, RuntimeError):
             answer = {"error": f"the {spec.kind} {_LARGE}"}
+        _limit_time(0.0)
         _send(sink, answer)
         _trim()
 
@@ -467,9 +469,9 @@ def _limit_memory(size: int) -> None:
 
 
 def _limit_time(seconds: float) -> None:
-    """Lets the next grammar take so long: the last resort, should the server be gone."""
-    # Seconds of the processor, counted from the start of the process.
-    _set_limit("RLIMIT_CPU", int(time.process_time()) + 2 + math.ceil(seconds))
+    """Ends the process once it has run for so long, by the processor's time; zero: never."""
+    if hasattr(signal, "setitimer"):  # not on every platform; elsewhere patience is the limit
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _set_limit(name: str, value: int) -> None:

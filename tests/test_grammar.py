@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -389,6 +390,14 @@ thread.join()
 
 #: Every text of letters has exponentially many readings.
 AMBIGUOUS = GrammarSpec("lark", "start: e\ne: e | " + " | ".join("e " * k for k in range(2, 12)) + " | /[a-z]/")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks Linux which threads there are")
+def test_a_compilation_s_thread_is_gone_when_it_returns():
+    # A process with a limit on its address space has room for one such stack.
+    for _ in range(500):
+        thread_id = grammars._on_deep_stack(threading.get_native_id)
+        assert not os.path.exists(f"/proc/self/task/{thread_id}")  # at once: pathlib takes longer than a thread's end
 
 
 def test_one_mask_takes_no_seconds(compiler: GrammarCompiler):

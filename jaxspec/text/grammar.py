@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar, get_args
 
@@ -176,7 +178,17 @@ def _on_deep_stack(function: Callable[[], T]) -> T:
             thread.start()
         finally:
             threading.stack_size(before)
+    futures.wait([outcome])
+    _await_exit(thread)
     return outcome.result()
+
+
+def _await_exit(thread: threading.Thread) -> None:
+    """Returns when the system has done with a thread that ends: where address space is short, its stack fits once."""
+    thread.join()  # may return before that
+    task, ends = f"/proc/self/task/{thread.native_id}", time.monotonic() + 1.0
+    while os.path.exists(task) and time.monotonic() < ends:
+        time.sleep(0.0001)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -132,11 +132,13 @@ def test_many_long_ones_delay_the_others_little_and_known_ones_not_at_all(
 
 @pytest.mark.parametrize(
     ("number", "reason"),
-    [(signal.SIGSEGV, "nested too deeply"), (signal.SIGABRT, "MiB to compile"), (signal.SIGXCPU, "2 s to compile")],
+    [(signal.SIGSEGV, "nested too deeply"), (signal.SIGABRT, "MiB to compile"), (signal.SIGPROF, "2 s to compile")],
 )
 def test_a_grammar_that_takes_the_process_is_refused(
-    compiler: GrammarCompiler, trials: GrammarTrials, number: int, reason: str
+    compiler: GrammarCompiler, trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
 ) -> None:
+    monkeypatch.setattr(grammar_trials, "COMPILE_SECONDS", 30.0)
+
     async def story() -> None:
         await warmed(trials, compiler)
         before = {child._process.pid for child in trials._children if child._process}
@@ -149,6 +151,24 @@ def test_a_grammar_that_takes_the_process_is_refused(
         # Also the process that was idle is there again for whoever comes next.
         for i in range(3):
             await trials.compile(compiler, GrammarSpec("regex", f"c{{{i + 1}}}"))
+
+    run(story())
+
+
+def test_a_busy_machine_is_not_the_grammars_fault(
+    compiler: GrammarCompiler, trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_trials, "PATIENCE_SECONDS", 3.0)
+
+    async def story() -> None:
+        await warmed(trials, compiler)
+        asking = asyncio.ensure_future(trials.compile(compiler, ENDLESS[1]))
+        await eventually(lambda: trials._running_long is not None)
+        for child in trials._children:
+            if child._process:
+                os.kill(child._process.pid, signal.SIGSTOP)
+        assert (await fails(asking, "UNAVAILABLE")).reason == "grammar"
+        await trials.compile(compiler, GrammarSpec("regex", "(fg)+"))
 
     run(story())
 
