@@ -259,6 +259,7 @@ def build_engine(
       progress: show a bar while compiling.
     """
     speculation, config = SpeculationConfig.of(speculation), config or EngineConfig()
+    use_persistent_cache(config.compile_cache)  # loading compiles too: a small program for each shape
     model_dir = resolve_model(model)
     kind, directory = resolve_drafter(drafter, model_dir)
     if speculation.resolved_policy == "off":
