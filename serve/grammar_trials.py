@@ -196,11 +196,17 @@ class GrammarTrials:
                 return
         try:
             self._restart(child)
-            while (task := self._next()) is not None:
-                self._serve(child, task)
+            while self._serve_next(child):
                 self._restart(child)  # what was killed comes up while nobody waits for it
         finally:
             child.close()
+
+    def _serve_next(self, child: _Child) -> bool:
+        """Waits for a task and does it; False where no more will come. A thread that waits holds no grammar."""
+        task = self._next()
+        if task is not None:
+            self._serve(child, task)
+        return task is not None
 
     def _restart(self, child: _Child) -> None:
         with contextlib.suppress(_BrokenError):  # the next grammar's client hears of it

@@ -230,6 +230,7 @@ class _Threads:
                 error = e
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
                 loop.call_soon_threadsafe(self._settle, call, result, error)
+            del call, result, error  # a thread that waits holds nobody's text
 
     def _next(self) -> _Call[Any] | None:
         with self._changed:

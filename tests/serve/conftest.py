@@ -89,6 +89,14 @@ async def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> No
             await asyncio.sleep(0.002)
 
 
+async def fails(awaitable: Any, code: str) -> StatusError:
+    """The StatusError that it must raise, whose code has this name."""
+    with pytest.raises(StatusError) as caught:
+        await awaitable
+    assert caught.value.code.name == code, caught.value
+    return caught.value
+
+
 def text_of(tokens: Sequence[int]) -> str:
     """What the tiny tokenizer makes of tokens, the end of sequence left out."""
     return "".join(ALPHABET[token] for token in tokens if token != EOS)
@@ -342,8 +350,14 @@ async def read(generation: Generation) -> Result:
     return result
 
 
-class Kit:
-    """What test modules share; they cannot import each other.
+class Stories:
+    """What asynchronous tests share; test modules cannot import each other."""
+
+    run, eventually, fails = staticmethod(run), staticmethod(eventually), staticmethod(fails)
+
+
+class Kit(Stories):
+    """What tests of served engines share.
 
     Attributes:
       engine: the tiny one, unless it says otherwise.
@@ -353,7 +367,7 @@ class Kit:
     written, tree = WRITTEN, TREE
     resident_bytes, hostile_grammars = staticmethod(resident_bytes), staticmethod(hostile_grammars)
     alphabet, eos, vocab = ALPHABET, EOS, VOCAB
-    run, eventually, read = staticmethod(run), staticmethod(eventually), staticmethod(read)
+    read = staticmethod(read)
     job, text_of, tiny_tokenizer = staticmethod(job), staticmethod(text_of), staticmethod(tiny_tokenizer)
     build_tiny_engine = staticmethod(build_tiny_engine)
     facade, recorder, stack_type, status_error = EngineFacade, Recorder, Stack, StatusError
@@ -397,13 +411,6 @@ class Kit:
             generator.close()
             await engine.stop()
 
-    async def fails(self, awaitable: Any, code: str) -> StatusError:
-        """The StatusError that it must raise, whose code has this name."""
-        with pytest.raises(StatusError) as caught:
-            await awaitable
-        assert caught.value.code.name == code, caught.value
-        return caught.value
-
     def offline(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[list[RequestOutput]]:
         """What the engine makes of each request when nothing is served, one at a time: n outputs each."""
         self.clean()
@@ -415,6 +422,11 @@ class Kit:
                 outputs |= {d.request_id: d.output for d in self.engine.step() if d.output is not None}
             results.append([outputs[i] for i in ids])
         return results
+
+
+@pytest.fixture(scope="session")
+def stories() -> Stories:
+    return Stories()
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,22 +35,6 @@ def compiler() -> GrammarCompiler:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<eos>"])
     return GrammarCompiler(Tokenizer(backend, eos_token_ids=[len(WRITTEN)]), len(WRITTEN) + 1)
-
-
-def run(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(story, 60))
-
-
-async def fails(awaitable: Any, code: str) -> StatusError:
-    with pytest.raises(StatusError) as caught:
-        await awaitable
-    assert caught.value.code.name == code, caught.value
-    return caught.value
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.002)
 
 
 @pytest.fixture
@@ -84,7 +68,7 @@ async def timed(awaitable: Any) -> tuple[float, Any]:
 
 
 def test_what_takes_too_long_is_refused_and_the_next_grammar_is_not(
-    compiler: GrammarCompiler, trials: GrammarTrials
+    stories: Any, compiler: GrammarCompiler, trials: GrammarTrials
 ) -> None:
     async def story() -> None:
         await warmed(trials, compiler)
@@ -95,19 +79,19 @@ def test_what_takes_too_long_is_refused_and_the_next_grammar_is_not(
         grammar = await trials.compile(compiler, GrammarSpec("regex", "(ab)+"))
         assert grammar is compiler.known(grammar.spec) and grammar.size_bytes > 0
         for wrong in (GrammarSpec("regex", "("), GrammarSpec("json_schema", "{")):
-            await fails(trials.compile(compiler, wrong), "INVALID_ARGUMENT")
+            await stories.fails(trials.compile(compiler, wrong), "INVALID_ARGUMENT")
         assert trials.pending == 0
 
-    run(story())
+    stories.run(story())
 
 
 def test_many_long_ones_delay_the_others_little_and_known_ones_not_at_all(
-    compiler: GrammarCompiler, trials: GrammarTrials
+    stories: Any, compiler: GrammarCompiler, trials: GrammarTrials
 ) -> None:
     async def story() -> None:
         await warmed(trials, compiler)
         floods = [asyncio.ensure_future(timed(trials.compile(compiler, spec))) for spec in ENDLESS[:6]]
-        await eventually(lambda: trials._running_long is not None)
+        await stories.eventually(lambda: trials._running_long is not None)
         with pytest.raises(StopIteration):  # known: it waits for nothing
             trials.compile(compiler, GrammarSpec("regex", "a")).send(None)
         # Each of the others runs for SHORT_SECONDS, and its process is started anew; then they wait for each other.
@@ -125,9 +109,9 @@ def test_many_long_ones_delay_the_others_little_and_known_ones_not_at_all(
         ends = await asyncio.gather(*floods, return_exceptions=True)
         cut = [end for end in ends if isinstance(end, asyncio.CancelledError)]
         assert cut and all("takes more than" in str(end[1]) for end in ends if isinstance(end, tuple))
-        await eventually(lambda: trials.pending == 0)
+        await stories.eventually(lambda: trials.pending == 0)
 
-    run(story())
+    stories.run(story())
 
 
 @pytest.mark.parametrize(
@@ -135,7 +119,12 @@ def test_many_long_ones_delay_the_others_little_and_known_ones_not_at_all(
     [(signal.SIGSEGV, "nested too deeply"), (signal.SIGABRT, "MiB to compile"), (signal.SIGPROF, "2 s to compile")],
 )
 def test_a_grammar_that_takes_the_process_is_refused(
-    compiler: GrammarCompiler, trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
+    stories: Any,
+    compiler: GrammarCompiler,
+    trials: GrammarTrials,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    reason: str,
 ) -> None:
     monkeypatch.setattr(grammar_trials, "COMPILE_SECONDS", 30.0)
 
@@ -143,85 +132,87 @@ def test_a_grammar_that_takes_the_process_is_refused(
         await warmed(trials, compiler)
         before = {child._process.pid for child in trials._children if child._process}
         asking = asyncio.ensure_future(trials.compile(compiler, ENDLESS[1]))
-        await eventually(lambda: trials._running_long is not None)
+        await stories.eventually(lambda: trials._running_long is not None)
         for pid in before:
             os.kill(pid, number)
-        error = await fails(asking, "INVALID_ARGUMENT")
+        error = await stories.fails(asking, "INVALID_ARGUMENT")
         assert reason in error.message
         # Also the process that was idle is there again for whoever comes next.
         for i in range(3):
             await trials.compile(compiler, GrammarSpec("regex", f"c{{{i + 1}}}"))
 
-    run(story())
+    stories.run(story())
 
 
 def test_a_busy_machine_is_not_the_grammars_fault(
-    compiler: GrammarCompiler, trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
+    stories: Any, compiler: GrammarCompiler, trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_trials, "PATIENCE_SECONDS", 3.0)
 
     async def story() -> None:
         await warmed(trials, compiler)
         asking = asyncio.ensure_future(trials.compile(compiler, ENDLESS[1]))
-        await eventually(lambda: trials._running_long is not None)
+        await stories.eventually(lambda: trials._running_long is not None)
         for child in trials._children:
             if child._process:
                 os.kill(child._process.pid, signal.SIGSTOP)
-        assert (await fails(asking, "UNAVAILABLE")).reason == "grammar"
+        assert (await stories.fails(asking, "UNAVAILABLE")).reason == "grammar"
         await trials.compile(compiler, GrammarSpec("regex", "(fg)+"))
 
-    run(story())
+    stories.run(story())
 
 
-def test_memory_is_bounded(compiler: GrammarCompiler, trials: GrammarTrials, monkeypatch: Any) -> None:
+def test_memory_is_bounded(stories: Any, compiler: GrammarCompiler, trials: GrammarTrials, monkeypatch: Any) -> None:
     monkeypatch.setattr(grammar_trials, "COMPILE_SECONDS", 30.0)
     monkeypatch.setattr(grammar_trials, "COMPILE_BYTES", 64 * 2**20)
     hungry = GrammarSpec("regex", "(?i)" + r"[\w]{1,50}" * 10_000)
 
     async def story() -> None:
-        assert "256 MiB" in (await fails(trials.compile(compiler, hungry), "INVALID_ARGUMENT")).message
+        assert "256 MiB" in (await stories.fails(trials.compile(compiler, hungry), "INVALID_ARGUMENT")).message
         large = GrammarSpec("regex", "(?i)" + r"[\w]{1,50}" * 400)
         grammar = await trials.compile(compiler, large)
         assert grammar.size_bytes > 5 * 2**20  # as the other process saw it
         monkeypatch.setattr(grammar_trials, "MAX_HELD_BYTES", grammar.size_bytes + 2**16)
-        error = await fails(trials.compile(compiler, GrammarSpec("regex", "abc")), "RESOURCE_EXHAUSTED")
+        error = await stories.fails(trials.compile(compiler, GrammarSpec("regex", "abc")), "RESOURCE_EXHAUSTED")
         assert error.reason == "grammar_memory" and error.retry_seconds is not None
         del grammar
         await trials.compile(compiler, GrammarSpec("regex", "abc"))
 
-    run(story())
+    stories.run(story())
 
 
-def test_too_many_are_refused_and_closing_tells_everybody(compiler: GrammarCompiler, trials: GrammarTrials) -> None:
+def test_too_many_are_refused_and_closing_tells_everybody(
+    stories: Any, compiler: GrammarCompiler, trials: GrammarTrials
+) -> None:
     async def story() -> None:
         asking = [asyncio.ensure_future(trials.compile(compiler, spec)) for spec in ENDLESS[:8]]
         await asyncio.sleep(0)
-        error = await fails(trials.compile(compiler, ENDLESS[8]), "RESOURCE_EXHAUSTED")
+        error = await stories.fails(trials.compile(compiler, ENDLESS[8]), "RESOURCE_EXHAUSTED")
         assert "8 grammars" in error.message and error.retry_seconds == 1.0
         await asyncio.sleep(0.2)
         trials.close()
         for task in asking:
-            assert (await fails(task, "UNAVAILABLE")).reason == "stopped"
-        assert (await fails(trials.compile(compiler, ENDLESS[8]), "UNAVAILABLE")).reason == "stopped"
+            assert (await stories.fails(task, "UNAVAILABLE")).reason == "stopped"
+        assert (await stories.fails(trials.compile(compiler, ENDLESS[8]), "UNAVAILABLE")).reason == "stopped"
         assert trials.pending == 0
         processes = [child._process for child in trials._children]
-        await eventually(lambda: not any(thread.is_alive() for thread in trials._threads))
+        await stories.eventually(lambda: not any(thread.is_alive() for thread in trials._threads))
         assert all(process is None or process.poll() is not None for process in processes)
 
-    run(story())
+    stories.run(story())
 
 
 def test_a_process_that_does_not_start_is_not_the_clients_fault(
-    compiler: GrammarCompiler, trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
+    stories: Any, compiler: GrammarCompiler, trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story() -> None:
         with monkeypatch.context() as patch:
             patch.setattr(grammar_trials.sys, "executable", "/bin/false")
             spec = GrammarSpec("regex", "(de)+")
-            assert (await fails(trials.compile(compiler, spec), "UNAVAILABLE")).reason == "grammar"
+            assert (await stories.fails(trials.compile(compiler, spec), "UNAVAILABLE")).reason == "grammar"
         await trials.compile(compiler, spec)
 
-    run(story())
+    stories.run(story())
 
 
 def test_the_program_imports_no_jax_and_ends_with_its_server() -> None:

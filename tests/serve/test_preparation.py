@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,9 @@ import pytest
 from jaxspec.text.grammar import GrammarSpec
 from serve.__main__ import _BUSY
 from serve.engine_thread import Facts
-from serve.errors import StatusError
 from serve.preparation import Preparation, _Threads
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(story, 60))
-
-
-async def fails(awaitable: Any, code: str) -> StatusError:
-    with pytest.raises(StatusError) as caught:
-        await awaitable
-    assert caught.value.code.name == code, caught.value
-    return caught.value
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.002)
 
 
 class Slow:
@@ -59,13 +41,13 @@ class Engine:
         self.facts: Any = Facts(self.tokenizer, None, 100, 4, 50, 8, 13, 4)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_place_is_free_when_the_thread_is_done() -> None:
+def test_a_place_is_free_when_the_thread_is_done(stories: Any) -> None:
     async def story() -> None:
         engine = Engine()
         preparation = Preparation(engine, None, 4)  # pyright: ignore[reportArgumentType]
         asking = [asyncio.ensure_future(preparation.encode("a" * i, True)) for i in range(1, 5)]
-        await asyncio.sleep(0.05)
-        error = await fails(preparation.encode("b", True), "RESOURCE_EXHAUSTED")
+        await stories.eventually(lambda: len(preparation._text._calls) == 2)
+        error = await stories.fails(preparation.encode("b", True), "RESOURCE_EXHAUSTED")
         assert error.reason == "preparing" and "4 texts" in error.message
         for task in asking[:3]:  # two of them run, one waits
             task.cancel()
@@ -74,17 +56,17 @@ def test_a_place_is_free_when_the_thread_is_done() -> None:
         bad = asyncio.ensure_future(preparation.encode("bad", True))
         engine.tokenizer.go.set()
         assert await asking[3] == [4]
-        assert "a bad text" in (await fails(bad, "INVALID_ARGUMENT")).message
-        await eventually(lambda: preparation.preparing == 0)
+        assert "a bad text" in (await stories.fails(bad, "INVALID_ARGUMENT")).message
+        await stories.eventually(lambda: preparation.preparing == 0)
         names = {thread.name for thread in threading.enumerate()} - {threading.main_thread().name}
         assert "text" in names and {thread.name for thread in preparation._text._threads} <= _BUSY
         preparation.close()
-        await eventually(lambda: not any(thread.is_alive() for thread in preparation._text._threads))
+        await stories.eventually(lambda: not any(thread.is_alive() for thread in preparation._text._threads))
 
-    run(story())
+    stories.run(story())
 
 
-def test_grammars_that_wait_refuse_no_text() -> None:
+def test_grammars_that_wait_refuse_no_text(stories: Any) -> None:
     class Unknown:
         def known(self, spec: GrammarSpec) -> None:
             return None
@@ -101,36 +83,38 @@ def test_grammars_that_wait_refuse_no_text() -> None:
                 for i in (1, 2)
             ]
             await asyncio.sleep(0)
-            await fails(preparation._grammars.compile(compiler, GrammarSpec("regex", "b")), "RESOURCE_EXHAUSTED")
+            await stories.fails(
+                preparation._grammars.compile(compiler, GrammarSpec("regex", "b")), "RESOURCE_EXHAUSTED"
+            )
             assert await preparation.encode("abc", True) == [3]
             waiting[0].cancel()
             await asyncio.gather(waiting[0], return_exceptions=True)
             assert preparation.preparing == 1
             preparation.close()
-            assert (await fails(waiting[1], "UNAVAILABLE")).reason == "stopped"
+            assert (await stories.fails(waiting[1], "UNAVAILABLE")).reason == "stopped"
 
-    run(story())
+    stories.run(story())
 
 
-def test_closing_tells_whoever_waits_and_whoever_comes() -> None:
+def test_closing_tells_whoever_waits_and_whoever_comes(stories: Any) -> None:
     async def story() -> None:
         engine = Engine()
         preparation = Preparation(engine, None, 9)  # pyright: ignore[reportArgumentType]
         asking = [asyncio.ensure_future(preparation.encode("a", True)) for _ in range(4)]
-        await asyncio.sleep(0.05)
+        await stories.eventually(lambda: len(preparation._text._calls) == 2)
         preparation.close()
         preparation.close()
         for task in asking:
-            assert (await fails(task, "UNAVAILABLE")).reason == "stopped"
+            assert (await stories.fails(task, "UNAVAILABLE")).reason == "stopped"
         for late in (preparation.encode("a", True), preparation.decode([1], True)):
-            assert (await fails(late, "UNAVAILABLE")).reason == "stopped"
+            assert (await stories.fails(late, "UNAVAILABLE")).reason == "stopped"
         engine.tokenizer.go.set()
-        await eventually(lambda: preparation.preparing == 0)
+        await stories.eventually(lambda: preparation.preparing == 0)
 
-    run(story())
+    stories.run(story())
 
 
-def test_the_threads_outlive_the_loop_quietly() -> None:
+def test_the_threads_outlive_the_loop_quietly(stories: Any) -> None:
     go = threading.Event()
     made: list[_Threads] = []
 
@@ -138,11 +122,11 @@ def test_the_threads_outlive_the_loop_quietly() -> None:
         threads = _Threads(1, "text", 4)
         made.append(threads)
         task = asyncio.ensure_future(threads.run(lambda: go.wait(60)))
-        await asyncio.sleep(0.05)
+        await stories.eventually(lambda: bool(threads._threads) and not threads._calls)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    run(story())
+    stories.run(story())
     go.set()
     made[0].close()
     made[0]._threads[0].join(10)  # an exception in it would fail the test
