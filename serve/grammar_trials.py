@@ -125,8 +125,7 @@ class GrammarTrials:
             raise e.again() from None
         finally:
             task.waiters -= 1
-            if not task.waiters:
-                self._abandon(task)
+            self._drop_unwanted(task)
 
     def close(self) -> None:
         """Ends the children and, at their next turn, the threads; whoever waits hears UNAVAILABLE. Idempotent."""
@@ -161,8 +160,10 @@ class GrammarTrials:
             thread.start()
         return task
 
-    def _abandon(self, task: _Task) -> None:
-        """Nobody waits for it any more: it is dropped unless it has begun."""
+    def _drop_unwanted(self, task: _Task) -> None:
+        """Drops it where nobody waits for it any more, unless it has begun."""
+        if task.waiters:
+            return
         with self._changed:
             for queue in (self._short, self._long):
                 if task in queue:
@@ -229,10 +230,10 @@ class GrammarTrials:
             grammar = self._try(child, task)
         except _YieldError:
             with self._changed:
-                if task.waiters and not self._closed:
-                    self._long.append(task)
-                    return
-            error = _stopped()  # nobody hears it
+                self._long.append(task)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                task.loop.call_soon_threadsafe(self._drop_unwanted, task)
+            return
         except _RefusedError as e:
             error = invalid(f"the {task.spec.kind} {e}")
         except ValueError as e:
@@ -454,6 +455,8 @@ def _child(source: IO[bytes], sink: IO[bytes]) -> None:
             answer = {"error": str(e)}
         except (MemoryError, RuntimeError):
             answer = {"error": f"the {spec.kind} {_LARGE}"}
+        except BaseException as e:  # a panic of the library's
+            answer = {"error": f"the {spec.kind} cannot be compiled: {type(e).__name__}"}
         _limit_time(0.0)
         _send(sink, answer)
         _trim()

@@ -228,6 +228,8 @@ class _Threads:
                 result = call.function()
             except Exception as e:
                 error = e
+            except BaseException as e:  # a panic of the library's must not take the thread
+                error = RuntimeError(f"{type(e).__name__}: {e}")
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
                 loop.call_soon_threadsafe(self._settle, call, result, error)
             del call, result, error  # a thread that waits holds nobody's text
