@@ -171,12 +171,13 @@ class _Subscriber:
     """What waits for one subscriber.
 
     Attributes:
+      on_stall: ends whoever takes the batches.
       behind: it needs a snapshot: at the beginning, and when it was too slow.
       away_since: when it took a batch that it has not come back from; None while it waits for news.
     """
 
-    def __init__(self) -> None:
-        self.task = asyncio.current_task()
+    def __init__(self, on_stall: Callable[[], None]) -> None:
+        self.on_stall = on_stall
         self.behind = True
         self.away_since: float | None = time.monotonic()
         self.waiting: deque[_Message] = deque()
@@ -197,7 +198,7 @@ class KvEvents:
     Args:
       load: the engine's load record from its counters.
       serving: whether there is a point in going on.
-      stall_seconds: after which a subscriber that takes nothing is cancelled.
+      stall_seconds: after which a subscriber that takes nothing is ended.
     """
 
     def __init__(
@@ -213,8 +214,11 @@ class KvEvents:
         self._look: asyncio.Task[None] | None = None
         self._newcomer = asyncio.Event()
 
-    async def subscribe(self) -> AsyncGenerator[pb.KvEventBatch, None]:
+    async def subscribe(self, on_stall: Callable[[], None]) -> AsyncGenerator[pb.KvEventBatch, None]:
         """The snapshot, then what changes with the load, until this server or the caller stops.
+
+        Args:
+          on_stall: called once when the caller takes nothing; has to end it.
 
         Raises:
           StatusError: UNAVAILABLE when there is no engine or it is gone; RESOURCE_EXHAUSTED, too many subscribe.
@@ -223,7 +227,7 @@ class KvEvents:
         if len(self._subscribers) >= MAX_SUBSCRIBERS:
             message = f"{len(self._subscribers)} clients subscribe to cache events already"
             raise StatusError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, 30.0, reason="subscribers")
-        subscriber = _Subscriber()
+        subscriber = _Subscriber(on_stall)
         self._subscribers.add(subscriber)
         if self._look is None:
             self._look = asyncio.create_task(self._follow(), name="kv events")
@@ -287,10 +291,12 @@ class KvEvents:
 
     def _end_stalled(self) -> None:
         now = time.monotonic()
-        for subscriber in self._subscribers:
-            since = subscriber.away_since
-            if since is not None and now - since >= self._stall_seconds and subscriber.task is not None:
-                subscriber.task.cancel()
+        away = [subscriber for subscriber in self._subscribers if subscriber.away_since is not None]
+        for subscriber in away:
+            assert subscriber.away_since is not None
+            if now - subscriber.away_since >= self._stall_seconds:
+                self._subscribers.discard(subscriber)
+                subscriber.on_stall()
 
 
 def _snapshot(view: CacheView) -> list[_Message]:

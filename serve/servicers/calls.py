@@ -30,6 +30,7 @@ _log = logging.getLogger("serve")
 _STALLED = StatusError(
     grpc.StatusCode.CANCELLED, "the stream was left unread for longer than the server's stall_seconds"
 )
+Translate = Callable[[StatusError], StatusError]
 #: How long such a status waits for its reader. A later one finds what gRPC had taken in, and no status.
 _FAREWELL_SECONDS = 60.0
 #: Statuses on their way to readers that do not read.
@@ -85,7 +86,7 @@ class Answering:
       translate: what clients are told of a StatusError.
     """
 
-    def __init__(self, context: Any, translate: Callable[[StatusError], StatusError] = lambda error: error) -> None:
+    def __init__(self, context: Any, translate: Translate = lambda error: error) -> None:
         self._context, self._translate = context, translate
 
     async def __aenter__(self) -> None:
@@ -113,12 +114,24 @@ async def abort_call(context: Any, error: Exception) -> None:
     await context.abort_with_status(error.status())
 
 
-def end_together(context: Any, generation: Running) -> None:
+def end_together(context: Any, generation: Running, translate: Translate = lambda error: error) -> None:
     """From now on the end of the call closes the generation, and a reader that stalls ends the call.
+
+    Args as `breaking_off`.
+    """
+    generation.on_stall = breaking_off(context, translate)
+    context.add_done_callback(lambda _: generation.delivered())
+
+
+def breaking_off(context: Any, translate: Translate = lambda error: error) -> Callable[[], None]:
+    """What ends this call when its reader has stalled.
 
     To be called by the handler, in the call's own task. A write that the client never takes cannot be told to end, but
     the task around it can; gRPC would then send no status at all, so that is sent beside it, and arrives if the client
-    reads after all.
+    reads after all. gRPC takes none while a message is still on its way: then the client finds what had been taken in.
+
+    Args:
+      translate: what clients are told of the StatusError.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -126,7 +139,7 @@ def end_together(context: Any, generation: Running) -> None:
     async def say() -> None:
         with contextlib.suppress(grpc.aio.AbortError, grpc.aio.InternalError, grpc.aio.UsageError, TimeoutError):
             async with asyncio.timeout(_FAREWELL_SECONDS):
-                await context.abort_with_status(_STALLED.status())
+                await context.abort_with_status(translate(_STALLED).status())
 
     def end() -> None:
         farewell = asyncio.ensure_future(say())
@@ -134,5 +147,4 @@ def end_together(context: Any, generation: Running) -> None:
         farewell.add_done_callback(_farewells.discard)
         task.cancel()
 
-    generation.on_stall = end
-    context.add_done_callback(lambda _: generation.delivered())
+    return end

@@ -32,7 +32,7 @@ from serve.generator import Generator
 from serve.kv_events import KvEvents
 from serve.lifecycle import Lifecycle
 from serve.requests import MAX_ABORTED, check_count, deadline_of
-from serve.servicers.calls import Answering, counting_refusals, end_together, limits_of, made
+from serve.servicers.calls import Answering, breaking_off, counting_refusals, end_together, limits_of, made
 from serve.tickets import Metrics
 from serve.vllm_messages import Answer, lasting, to_job
 
@@ -80,7 +80,7 @@ class VllmServicer(rpc.VllmEngineServicer):
             with counting_refusals(self._metrics):
                 job = to_job(request, limits_of(self._engine, self._config), deadline_of(context))
             generation = await self._generator.start(job)
-            end_together(context, generation)
+            end_together(context, generation, lasting)
             try:
                 answer = Answer(generation, request.stream)
                 # A gateway repeats what fails after its first message, so an unstreamed answer leaves as a whole.
@@ -258,7 +258,7 @@ class VllmServicer(rpc.VllmEngineServicer):
             self._known()
             # The gateway gives up after 2 s without headers, and an idle engine has nothing to send.
             await context.send_initial_metadata(())
-            async with contextlib.aclosing(self._kv_events.subscribe()) as batches:
+            async with contextlib.aclosing(self._kv_events.subscribe(breaking_off(context))) as batches:
                 async for batch in batches:
                     yield batch
             raise unavailable(f"the server is {self._lifecycle.state}", self._lifecycle.state)

@@ -45,6 +45,11 @@ class Picture:
                 parent = block.block_hash
 
 
+def stays() -> None:
+    """What a hub calls to end a subscriber that takes nothing, where none is to be."""
+    raise AssertionError("a subscriber was taken for one that stalls")
+
+
 def test_a_snapshot_is_what_all_changes_lead_to() -> None:
     rng, pages = random.Random(1), PageAllocator(24)
     cache = PrefixCache(pages, 2)
@@ -119,7 +124,7 @@ def test_subscribers_share_the_looks_and_a_slow_one_gets_a_snapshot(kit: Any, mo
         cache = Cache()
         cache.grow(3)
         hub = events_of(cache)
-        streams = [hub.subscribe() for _ in range(10)]
+        streams = [hub.subscribe(stays) for _ in range(10)]
         pictures = [Picture() for _ in streams]
         for stream, picture in zip(streams, pictures, strict=True):
             picture.apply((await anext(stream)).events)
@@ -159,13 +164,13 @@ def test_subscribers_are_few_and_hear_that_the_engine_is_gone(kit: Any, monkeypa
     async def story() -> None:
         cache = Cache()
         hub = events_of(cache)
-        first, second, third = (hub.subscribe() for _ in range(3))
+        first, second, third = (hub.subscribe(stays) for _ in range(3))
         await anext(first)
         await anext(second)
         error = await kit.fails(anext(third), "RESOURCE_EXHAUSTED")
         assert error.reason == "subscribers"
         await first.aclose()
-        again = hub.subscribe()
+        again = hub.subscribe(stays)
         assert (await anext(again)).HasField("snapshot")
         cache.error = StatusError(grpc.StatusCode.UNAVAILABLE, "the engine died")
         for stream in (second, again):
@@ -175,15 +180,16 @@ def test_subscribers_are_few_and_hear_that_the_engine_is_gone(kit: Any, monkeypa
     kit.run(story())
 
 
-def test_a_subscriber_that_takes_nothing_is_cancelled(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_subscriber_that_takes_nothing_is_ended(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "LOOK_SECONDS", 0.01)
 
     async def story() -> None:
         hub = events_of(Cache(), stall_seconds=0.2)
 
         async def follow(pause: float) -> int:
-            taken = 0
-            stream = hub.subscribe()
+            taken, task = 0, asyncio.current_task()
+            assert task is not None
+            stream = hub.subscribe(task.cancel)
             try:
                 async for _ in stream:
                     taken += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from serve.app import Server, _options
 from serve.client import build_request
 from serve.config import ServerConfig
 from serve.proto import generation_pb2 as pb
+from serve.servicers.calls import end_together
+from serve.vllm_messages import lasting
 
 #: Large enough to fill a window of 64 KiB several times.
 LARGE: Any = {"temperature": 1.0, "max_tokens": 100, "ignore_eos": True, "n": 64, "logprobs": 12}
@@ -77,6 +80,35 @@ def test_nothing_of_an_unread_answer_is_left_while_the_client_stays(kit: Any, as
             )
             assert b'reason="stalled_reader"' in text
             call.cancel()
+
+    kit.run(story())
+
+
+@pytest.mark.parametrize(("translate", "code"), [(None, 1), (lasting, 10)])  # CANCELLED, ABORTED
+def test_whoever_stalled_is_told_in_the_protocol_s_own_words(kit: Any, translate: Any, code: int) -> None:
+    class Context:
+        told: Any = None
+
+        async def abort_with_status(self, status: Any) -> None:
+            self.told = status
+
+        def add_done_callback(self, callback: Any) -> None:
+            pass
+
+    async def story() -> None:
+        context, generation = Context(), types.SimpleNamespace(on_stall=None)
+
+        async def handler() -> None:
+            end_together(context, generation, *([] if translate is None else [translate]))  # pyright: ignore
+            await asyncio.sleep(1e9)  # a write that the client never takes
+
+        task = asyncio.create_task(handler())
+        await kit.eventually(lambda: generation.on_stall is not None)
+        generation.on_stall()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await kit.eventually(lambda: context.told is not None)
+        assert context.told.code.value[0] == code and "stall_seconds" in context.told.details
 
     kit.run(story())
 
