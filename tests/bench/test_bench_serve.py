@@ -514,11 +514,12 @@ class Fake(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminSe
     """Streams max_tokens in bursts of two, and notes what it was asked.
 
     Attributes:
-      policies, routes, flushed: in order. hang: the requests never end.
+      policies, routes, flushed: in order. hang: the requests never end. gone: the server answers nothing.
+      policy: what it began with; one that is static has its tier and no other.
     """
 
-    def __init__(self, tiers: tuple[str, ...] = ("off", "chain-1", "chain-3")):
-        self.tiers = tiers
+    def __init__(self, tiers: tuple[str, ...] = ("off", "chain-1", "chain-3"), policy: str = "adaptive"):
+        self.tiers, self.policy, self.gone = tiers, policy, False
         self.policies: list[str] = []
         self.requests: list[generation_pb2.GenerateRequest] = []
         self.live = self.most = self.flushed = 0
@@ -555,8 +556,11 @@ class Fake(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminSe
         return generation_pb2.TokenizeResponse(ids=list(request.text.encode()))
 
     async def GetServerInfo(self, request: Any, context: Any) -> admin_pb2.GetServerInfoResponse:
+        if self.gone:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
         return admin_pb2.GetServerInfoResponse(
-            model="fake", drafter="none", policy="adaptive", verification="coupled", device="cpu", dtype="float32",
+            model="fake", drafter="none", policy=self.policy, active_tier=self.tiers[-1],
+            verification="coupled", device="cpu", dtype="float32",
             max_seq_len=512, max_batch_size=4, tiers=self.tiers, buckets=[4],
             rounds_by_tier={"off": len(self.requests)},
         )  # fmt: skip
@@ -567,6 +571,8 @@ class Fake(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminSe
 
     async def SetSpeculation(self, request: Any, context: Any) -> admin_pb2.SetSpeculationResponse:
         self.policies.append(request.policy + (f"-{request.depth}" if request.HasField("depth") else ""))
+        if self.policy == "static" and request.policy != "static":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "one tier is compiled")
         if request.HasField("depth") and request.depth == 3:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "depth 3 is not compiled")
         return admin_pb2.SetSpeculationResponse()
@@ -675,6 +681,28 @@ def test_a_comparison_interleaves_its_repeats_and_names_what_the_server_refuses(
     sizes = {tuple(sorted(r.index for r in run.records)) for run in made.runs}
     assert len(sizes) == 1  # every mode got the same requests
     assert "adaptive against" in report.render(made)
+
+
+def test_a_comparison_sets_the_server_s_policy_back():
+    fake = Fake(("chain-1",), policy="static")
+    made = session_of(fake, asking(arrivals.closed(2, 4), compare=True, warmup=0)).report(interrupted=False)
+    assert made is not None and [run.mode for run in made.runs] == ["chain-1"]
+    assert made.skipped == dict.fromkeys(("off", "adaptive"), "one tier is compiled")
+    assert fake.policies == ["off", "static-1", "adaptive", "static-1"]
+
+
+def test_what_was_measured_is_reported_where_the_server_dies(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    fake, path = Fake(), tmp_path / "load.json"
+    fake.fail = lambda request: setattr(fake, "gone", True)
+    argv = ["--compare", "--concurrency", "1", "--requests", "2", "--max-tokens", "4", "--warmup", "0"]
+
+    async def use(target: str) -> int:
+        return await asyncio.to_thread(bench_command.main, ["serve", "--target", target, *argv, "--json", str(path)])
+
+    assert served(fake, use) == 1
+    assert "UNAVAILABLE: gone" in capsys.readouterr().err
+    data = json.loads(path.read_text())
+    assert data["interrupted"] and [run["all"]["requests"] for run in data["runs"]] == [2]
 
 
 def test_the_shipped_trace_is_scaled_to_what_the_server_takes():

@@ -312,10 +312,12 @@ def main(argv: Sequence[str]) -> int:
             asyncio.run(command.go())
         except KeyboardInterrupt:
             return command.report(interrupted=True)
+        except ServerError as error:
+            if command.session is not None and command.session.plan is not None:
+                command.report(interrupted=True)
+            print(f"error: the server at {args.target or 'the own port'} says {error}", file=sys.stderr)
+            return 1
         return command.report(interrupted=False)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except ServerError as error:
-        print(f"error: the server at {args.target or 'the own port'} says {error}", file=sys.stderr)
-        return 1

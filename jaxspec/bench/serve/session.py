@@ -107,7 +107,16 @@ class Session:
                         await self._run(plan, mode, repeat)
         finally:
             if wanted.compare:
-                await speculate(self.client, Mode(ADAPTIVE))
+                await self._set_back(info)
+
+    async def _set_back(self, info: Any) -> None:
+        """Lets the server speculate as it did before; what was measured does not depend on it."""
+        known = {mode.name: mode for mode in modes_of(info.tiers)}
+        before = known.get(info.active_tier if info.policy == "static" else info.policy, Mode(ADAPTIVE))
+        try:
+            await speculate(self.client, before)
+        except ServerError as error:
+            self._say(f"the server's policy could not be set back to {info.policy}: {error}")
 
     def _planned(self, load: Load, seed: int, max_tokens: int) -> texts.Plan:
         return texts.plan(load, self._library, max_seq_len=self._max_seq_len, max_tokens=max_tokens, seed=seed)
