@@ -9,6 +9,7 @@ them running. Needs the extra "smg". Must not import JAX or the engine: it only 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -181,8 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(message)
 
     serve = [*_DEFAULT_FLAGS, *serve]
+    given = vars(serve_parser().parse_args(serve))
+    print_config = given.pop("print_config", False)
     try:
-        config = resolve(vars(serve_parser().parse_args(serve)))
+        config = resolve(given)
     except ValueError as e:
         refuse(str(e))
     for name in ("tls_cert", "auth_token_file"):
@@ -197,8 +200,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if config.withdrawal_seconds == default.withdrawal_seconds:
         # The gateway has ended before the server is told to: nobody has to notice that it withdraws.
         serve += ["--withdrawal-seconds", "0"]
+        config = dataclasses.replace(config, withdrawal_seconds=0.0)
     if not 0 <= options.http_port <= 65535:
         refuse(f"--http-port must be from 0 to 65535, got {options.http_port}")
+    if print_config:
+        print(config.to_yaml(), end="")
+        return 0
     for package in ("smg", "smg_grpc_proto"):
         if importlib.util.find_spec(package) is None:
             refuse(f"{package} is not installed; pip install 'jaxspec[smg]'")

@@ -276,6 +276,12 @@ def test_wrong_flags_are_refused_before_anything_starts(
     assert ended.value.code == 2 and word in capsys.readouterr().err
 
 
+def test_the_server_s_configuration_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--print-config", "--policy", "static", "--depth", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "kv_events: true" in printed and "withdrawal_seconds: 0.0" in printed and "depth: 2" in printed
+
+
 def test_a_server_that_cannot_start_ends_the_command() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
