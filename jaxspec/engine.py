@@ -163,7 +163,8 @@ class Engine:
 
     def add(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, *, prompt: str | None = None, index: int = 0,
-        request_id: str | None = None, priority: int = 0, max_depth: int | None = None, grammar: Grammar | None = None,
+        request_id: str | None = None, arrival_time: float | None = None, priority: int = 0,
+        max_depth: int | None = None, grammar: Grammar | None = None,
     ) -> str:  # fmt: skip
         """Queues one completion and returns its id.
 
@@ -171,6 +172,7 @@ class Engine:
           prompt: the text of the prompt, for the output.
           index: which of the prompt's completions; added to the seed.
           request_id: unique among live requests; None: one is made up.
+          arrival_time: on time.monotonic's clock, where it came before now; it orders the queue.
           priority, max_depth: see Request.
           grammar: what the text has to be, compiled by `grammars`. The request ends with FinishReason.STOP as soon as
             the text is complete and nothing may follow, with LENGTH where max_tokens cuts it before.
@@ -196,7 +198,7 @@ class Engine:
             tokens,
             params,
             seed,
-            arrival_time=time.monotonic(),
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
             max_depth=max_depth,
         )

@@ -276,7 +276,9 @@ class EngineThread:
                 completions, tokens = completions + len(tickets), tokens + size
 
     def _publish(self, engine: Engine) -> None:
-        self.snapshot = engine.stats
+        stats = engine.stats
+        backlog = sum(not ticket.ended for tickets in self._submitted for ticket in tickets)
+        self.snapshot = dataclasses.replace(stats, waiting=stats.waiting + backlog)
         self._snapshot_at = time.monotonic()
         self._metrics.on_stats(self.snapshot, engine.num_pages)
 

@@ -48,6 +48,11 @@ def invalid(message: str) -> StatusError:
     return StatusError(grpc.StatusCode.INVALID_ARGUMENT, message, reason="invalid")
 
 
+def deadline_passed(message: str) -> StatusError:
+    """The time that the client gave is over."""
+    return StatusError(grpc.StatusCode.DEADLINE_EXCEEDED, message, reason="deadline")
+
+
 def unavailable(message: str, reason: str) -> StatusError:
     """This server cannot serve the request now; another one may."""
     return StatusError(grpc.StatusCode.UNAVAILABLE, message, reason=reason)

@@ -18,7 +18,7 @@ from jaxspec.request import CompletionOutput, ErrorKind, FinishReason
 from jaxspec.text.tokenizer import Tokenizer
 from serve.admission import Admission, default_waiting_pages
 from serve.engine_thread import EngineThread, State
-from serve.errors import StatusError, invalid, unavailable
+from serve.errors import StatusError, deadline_passed, invalid, unavailable
 from serve.guarded import GuardedMetrics
 from serve.jobs import Chat, Job, Running
 from serve.preparation import Preparation
@@ -80,7 +80,13 @@ class Generation(AsyncIterator[Chunk]):
 
         Where a call delivers the output, that is unread until `delivered`: the last write may still stall.
         """
-        self._fail(StatusError(grpc.StatusCode.CANCELLED, "the request was closed", reason="closed"), drop=True)
+        if self.job.deadline is not None and time.monotonic() >= self.job.deadline:
+            # gRPC ends such a call without a word; it may do so before the engine's thread looks.
+            error, cause = deadline_passed("the request's deadline passed"), "timeout"
+        else:
+            error = StatusError(grpc.StatusCode.CANCELLED, "the request was closed", reason="closed")
+            cause = "abort"
+        self._fail(error, drop=True, cause=cause)
         if self.on_stall is None:
             self._generator._forget(self)
 
@@ -296,8 +302,7 @@ class Generator:
     async def _begin(self, generation: Generation) -> None:
         job, config, began = generation.job, self._config, time.monotonic()
         if job.deadline is not None and job.deadline <= began:
-            message = "the request's deadline had passed when it came"
-            raise StatusError(grpc.StatusCode.DEADLINE_EXCEEDED, message, reason="deadline")
+            raise deadline_passed("the request's deadline had passed when it came")
         deadline = float("inf") if job.deadline is None else job.deadline
         prepared = await self._in_time(self._preparation.prepare(job), began, deadline)
         if generation._error is not None:  # aborted, or the engine went away, while this was prepared
@@ -317,6 +322,7 @@ class Generator:
                 prompt_token_ids=prepared.tokens,
                 index=index,
                 grammar=prepared.grammar,
+                arrived=began,
                 queue_until=began + config.queue_seconds,
                 run_until=began + config.run_seconds,
                 deadline=deadline,

@@ -203,19 +203,22 @@ class ServerMetrics:
         self._seen: dict[str, float] = {}
 
         counter, gauge, histogram = store.counter, store.gauge, store.histogram
-        self._drafts = counter("vllm:spec_decode_num_drafts", "Drafts verified (rows of rounds that drafted).")
+        self._drafts = counter(
+            "vllm:spec_decode_num_drafts",
+            "Drafts verified: rows of rounds that drafted, but for those of requests with a smaller max_depth.",
+        )
         self._draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
         self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
         self._accepted_at = counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted at a position.", "position"
         )
         self._running = gauge("vllm:num_requests_running", "Requests being decoded or prefilled.")
-        self._waiting = gauge("vllm:num_requests_waiting", "Requests queued.")
+        self._waiting = gauge("vllm:num_requests_waiting", "Completions queued.")
         self._usage = gauge("vllm:kv_cache_usage_perc", "Share of the pool held by live requests, 1 is all.")
         self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._preemptions = counter("vllm:num_preemptions", "Requests that gave their pages back to be run again.")
-        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of ended completions.")
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of ended completions that had a slot.")
         self._generated = counter("vllm:generation_tokens", "Generated tokens streamed.")
         self._ended = counter(
             "vllm:request_success", "Completions that ended, by reason.", "finished_reason",
@@ -350,7 +353,8 @@ class ServerMetrics:
             route = self._route(job.route or NO_ROUTE)
             where = (route, _PROMPT_NAMES[bisect_left(PROMPT_BOUNDS, prompt_tokens)])
             self._ended.add(1, str(reason))
-            self._prompt_tokens.add(prompt_tokens)
+            if scheduled is not None:
+                self._prompt_tokens.add(prompt_tokens)
             self._route_rounds.add(metrics.rounds, *where)
             self._route_drafted.add(metrics.drafted, *where)
             self._route_accepted.add(metrics.accepted, *where)

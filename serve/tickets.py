@@ -38,8 +38,9 @@ class Ticket:
     Attributes:
       id: the engine's name for it, never used twice, whatever clients call their requests.
       job, params, prompt_token_ids, index, grammar: for Engine.add; the params hold the resolved seed.
-      queue_until, run_until: when it is ended unless it was scheduled, and in any case (time.monotonic).
-      deadline: the client's own, likewise.
+      arrived: when the request came (time.monotonic).
+      queue_until, run_until: when it is ended unless it was scheduled, and in any case.
+      deadline: the client's own.
       owner: for whoever made it; nothing here looks at it.
       request: the engine's, once it was added.
       started: it had a slot. ended: nothing more comes.
@@ -53,6 +54,7 @@ class Ticket:
     prompt_token_ids: list[int]
     index: int
     grammar: Grammar | None
+    arrived: float
     queue_until: float
     run_until: float
     deadline: float
@@ -134,7 +136,8 @@ class Tickets:
                 job = ticket.job
                 engine.add(
                     ticket.prompt_token_ids, ticket.params, index=ticket.index,
-                    request_id=ticket.id, priority=job.priority, max_depth=job.max_depth, grammar=ticket.grammar,
+                    request_id=ticket.id, arrival_time=ticket.arrived, priority=job.priority,
+                    max_depth=job.max_depth, grammar=ticket.grammar,
                 )  # fmt: skip
                 added.append(ticket)
         except ValueError as e:

@@ -305,7 +305,7 @@ class Counter:
 def ticket_of(kit: Any, **options: Any) -> Ticket:
     job = kit.job([1, 2], seed=0, **options)
     far = time.monotonic() + 1000
-    return Ticket("0.0", job, job.params, [1, 2], 0, None, far, far, float("inf"), owner=None)
+    return Ticket("0.0", job, job.params, [1, 2], 0, None, 0.0, far, far, float("inf"), owner=None)
 
 
 @dataclasses.dataclass
