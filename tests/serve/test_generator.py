@@ -468,11 +468,11 @@ def test_a_reader_that_waits_for_the_engine_is_not_stalled(kit: Any) -> None:
 
 def test_deadlines_and_time_outs(kit: Any) -> None:
     async def story() -> None:
-        async with kit.serving(queue_seconds=1.0, run_seconds=3.0) as stack:
+        async with kit.serving(queue_seconds=2.0, run_seconds=4.0) as stack:
             now = time.monotonic
             error = await kit.fails(stack.start([1], deadline=now() - 0.1), "DEADLINE_EXCEEDED")
             assert error.reason == "deadline" and stack.facade.steps == 0
-            stack.facade.hook = lambda: time.sleep(0.05)  # 100 tokens would take longer than run_seconds
+            stack.facade.hook = lambda: time.sleep(0.1)  # 100 tokens would take longer than run_seconds
             running = [await stack.start([1, i], max_tokens=100, max_depth=0) for i in range(4)]
             readers = [asyncio.create_task(kit.read(generation)) for generation in running]
             queued = await stack.start([9], max_tokens=5)
@@ -490,6 +490,44 @@ def test_deadlines_and_time_outs(kit: Any) -> None:
             # A deadline in mid-stream.
             cut = await stack.start([1], max_tokens=100, max_depth=0, deadline=now() + 0.6)
             assert (await kit.fails(kit.read(cut), "DEADLINE_EXCEEDED")).reason == "deadline"
+            await stack.settled()
+
+    kit.run(story())
+
+
+def test_a_call_that_its_deadline_ends_counts_as_late(kit: Any) -> None:
+    """gRPC cancels it without a word, and may do so before the engine's thread has looked at the time."""
+
+    async def story() -> None:
+        async with kit.serving() as stack:
+            stack.facade.hold(3)
+            late = await stack.start([1], max_tokens=50, max_depth=0, deadline=time.monotonic() + 0.5)
+            left = await stack.start([2], max_tokens=50, max_depth=0, deadline=time.monotonic() + 600)
+            await kit.eventually(stack.facade.held.is_set)
+            await asyncio.sleep(max(0.0, late.job.deadline - time.monotonic()))
+            late.close()
+            left.close()
+            stack.facade.release()
+            await stack.settled()
+            assert sorted(stack.metrics.reasons) == ["abort", "timeout"]
+            assert stack.metrics.refused == [("DEADLINE_EXCEEDED", "deadline")]
+
+    kit.run(story())
+
+
+def test_a_request_arrives_before_it_is_prepared(kit: Any) -> None:
+    class Slow:
+        def encode(self, text: str, **options: Any) -> list[int]:
+            time.sleep(0.2)
+            return [1]
+
+    async def story() -> None:
+        async with kit.serving() as stack:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(stack.engine, "facts", dataclasses.replace(stack.engine.facts, tokenizer=Slow()))
+                await kit.read(await stack.start("a", max_tokens=2))
+            *_, metrics = stack.metrics.finished[0]
+            assert metrics.first_scheduled_time - metrics.arrival_time >= 0.2 and metrics.ttft > 0.2
             await stack.settled()
 
     kit.run(story())
@@ -568,8 +606,8 @@ def test_a_burst_cannot_overshoot_the_queue(kit: Any) -> None:
 def test_the_pages_of_the_queue_are_bounded(kit: Any) -> None:
     async def story() -> None:
         async with kit.serving(max_waiting_pages=30) as stack:
-            stack.facade.hook = lambda: time.sleep(0.005)
-            running = [await stack.start([i], max_tokens=100) for i in range(4)]
+            stack.facade.hook = lambda: time.sleep(0.02)
+            running = [await stack.start([i], max_tokens=100, max_depth=0) for i in range(4)]
             await kit.eventually(lambda: stack.generator._admission.waiting == 0)
             queued = [await stack.start([i], max_tokens=100) for i in range(2)]  # 14 pages each
             assert (await kit.fails(stack.start([1], max_tokens=100), "RESOURCE_EXHAUSTED")).reason == "queue_pages"
@@ -584,8 +622,8 @@ def test_the_pages_of_the_queue_are_bounded(kit: Any) -> None:
 def test_requests_without_a_length_count_with_their_prompts(kit: Any) -> None:
     async def story() -> None:
         async with kit.serving(max_waiting_pages=30) as stack:
-            stack.facade.hook = lambda: time.sleep(0.005)
-            running = [await stack.start([i], max_tokens=100) for i in range(4)]
+            stack.facade.hook = lambda: time.sleep(0.02)
+            running = [await stack.start([i], max_tokens=100, max_depth=0) for i in range(4)]
             await kit.eventually(lambda: stack.generator._admission.waiting == 0)
             queued = [await stack.start([i] * 20, fill_context=True, n=2) for i in range(3)]  # 16 pages, 4 counted
             assert stack.generator._admission.waiting_pages == 24 and stack.generator.waiting_prompt_tokens == 120

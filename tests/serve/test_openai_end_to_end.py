@@ -239,7 +239,7 @@ def test_a_client_that_goes_frees_its_pages(running: Running, stream: bool) -> N
         answer.close()
     else:
         with pytest.raises(openai.APITimeoutError):
-            running.client.with_options(timeout=0.2).completions.create(**common)
+            running.client.with_options(timeout=0.5).completions.create(**common)
     # An end by itself would count as another reason.
     eventually(lambda: running.metric(aborted) == before + 1)
     eventually(lambda: running.held_tokens() == 0)
