@@ -167,6 +167,7 @@ def test_stop_ends_what_is_live_and_can_be_repeated(kit: Any) -> None:
 def test_a_burst_is_taken_in_by_and_by_in_order_and_whole(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve.engine_thread.INTAKE_COMPLETIONS", 4)
     monkeypatch.setattr("serve.engine_thread.INTAKE_TOKENS", 40)
+    monkeypatch.setattr("serve.engine_thread.SNAPSHOT_SECONDS", 0.0)
 
     async def story() -> None:
         async with kit.serving() as stack:
@@ -180,6 +181,8 @@ def test_a_burst_is_taken_in_by_and_by_in_order_and_whole(kit: Any, monkeypatch:
 
             with monkeypatch.context() as patch:
                 patch.setattr(kit.engine, "add", counted)
+                waiting: list[int] = []
+                stack.facade.hook = lambda: waiting.append(stack.engine.snapshot.waiting)
                 stack.facade.hold()
                 await kit.eventually(stack.facade.held.is_set)
                 jobs = [kit.job([i % 12] * (30 if i % 5 == 0 else 3), max_tokens=2, n=1 + i % 3) for i in range(20)]
@@ -198,6 +201,7 @@ def test_a_burst_is_taken_in_by_and_by_in_order_and_whole(kit: Any, monkeypatch:
                 (name for _, name, _ in taken), key=lambda name: [int(part) for part in name.split(".")]
             )
             assert len(taken) == sum(job.params.n for job in jobs)  # the aborted one never reached it
+            assert next(filter(None, waiting)) >= len(taken) - 12  # also those that have not been taken in
             by_turn: dict[int, list[tuple[str, int]]] = {}
             for turn, name, size in taken:
                 by_turn.setdefault(turn, []).append((name.split(".")[0], size))
