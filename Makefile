@@ -39,7 +39,7 @@ serve-openai: $(VENV)/.smg
 # Tests compile quickly; the shipped models are tried as users compile them.
 test: $(VENV)/.test $(VENV)/.aot
 	$(BIN)/python -m pytest $(PARALLEL) --ignore tests/engine/test_demo_models.py
-	$(BIN)/python -m pytest $(PARALLEL) --optimized tests/engine/test_demo_models.py
+	$(BIN)/python -m pytest $(PARALLEL) --optimized -k demo tests/engine/test_demo_models.py tests/serve/test_soak.py
 	$(AOT)/bin/python -m pytest tests/kernels/test_aot.py -m slow
 
 test-fast: $(VENV)/.test

@@ -66,7 +66,7 @@ def load(request: pytest.FixtureRequest, kit_of: Any) -> Load:
         pytest.skip("the shipped models are for --optimized")
     kit = kit_of(request.getfixturevalue("demo_engine"))
     prompts = ("def read(path):\n", "class Stack:\n    def __init__(self", "import ", "And the king said", "In the ")
-    return Load(kit, prompts, requests=2_400, patience=4.0)
+    return Load(kit, prompts, requests=1_200, patience=4.0)
 
 
 def request_of(prompt: str, max_tokens: int, request_id: str | None = None) -> pb.GenerateRequest:
