@@ -251,12 +251,14 @@ def build_engine(
     *,
     tokenizer: bool = True,
     progress: bool = True,
+    rehearse: bool = False,
 ) -> Engine:
     """Loads, compiles, measures, and returns an engine that is ready to serve.
 
     Args:
       tokenizer: False serves token ids only, from directories without a tokenizer.json.
       progress: show a bar while compiling.
+      rehearse: run every executable once, so that no request pays for a first run.
     """
     speculation, config = SpeculationConfig.of(speculation), config or EngineConfig()
     use_persistent_cache(config.compile_cache)  # loading compiles too: a small program for each shape
@@ -281,18 +283,20 @@ def build_engine(
             return _drafter(kind, module, target, geo, speculation, shards)
 
     return assemble(
-        target, text, speculation, config, progress=progress, drafter=drafter_of,
+        target, text, speculation, config, progress=progress, rehearse=rehearse, drafter=drafter_of,
         drafts=kind != "none", trees=kind in TREE_DRAFTERS, deepest=deepest_draft(kind, module),
     )  # fmt: skip
 
 
 def assemble(
     target: Transformer, tokenizer: Tokenizer | None, speculation: SpeculationConfig, config: EngineConfig, *,
-    drafter: Any, drafts: bool, trees: bool, progress: bool, cost: CostTable | None = None, deepest: int | None = None,
+    drafter: Any, drafts: bool, trees: bool, progress: bool, rehearse: bool = False, cost: CostTable | None = None,
+    deepest: int | None = None,
 ) -> Engine:  # fmt: skip
     """An engine from a target in memory; `drafter` maps a Geometry to (drafter, parameters).
 
     Args:
+      rehearse: see build_engine.
       cost: skips the timing of executables.
       deepest: see choose_policy.
     """
@@ -339,10 +343,12 @@ def assemble(
         rejection=speculation.verification == "rejection", typical=typical, reachable=choice.reachable,
         prefill_sizes=sizes, eos=eos,
         variants=tuple(v == "sampled" for v in config.variants), mesh=mesh, progress=progress,
-        guided=grammars is not None, cache=cache,
+        guided=grammars is not None, cache=cache, rehearse=rehearse,
     )  # fmt: skip
     if cost is None and choice.needs_cost:
         cost = runner.measure()
+    if rehearse:
+        runner.rehearse()
     scheduler = Scheduler(
         SchedulerConfig(
             max_batch_size=config.max_batch_size,

@@ -269,17 +269,6 @@ class Engine:
         """Forgets every cached prefix; returns how many pages that freed. Live requests keep theirs."""
         return self.scheduler.flush_prefix_cache()
 
-    def rehearse(self) -> None:
-        """Runs every executable once, so that no request pays for a first run; forgets cached prefixes.
-
-        Raises:
-          RuntimeError: requests are live.
-        """
-        if self.has_work:
-            raise RuntimeError("an engine can be rehearsed only while no request is live")
-        self.flush_prefix_cache()
-        self.runner.rehearse()
-
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._in_flight)

@@ -293,11 +293,10 @@ def load_engine(config: ServerConfig) -> Engine:
     has_tokenizer = (resolve_model(config.model) / "tokenizer.json").exists()
     if not has_tokenizer:
         _log.warning("the model has no tokenizer.json: prompts must be token ids, and answers have no text")
-    engine = build_engine(
-        config.model, config.drafter, config.speculation, config.engine, tokenizer=has_tokenizer, progress=False
-    )
-    engine.rehearse()
-    return engine
+    return build_engine(
+        config.model, config.drafter, config.speculation, config.engine, tokenizer=has_tokenizer, progress=False,
+        rehearse=True,
+    )  # fmt: skip
 
 
 def _options(config: ServerConfig) -> list[tuple[str, Any]]:

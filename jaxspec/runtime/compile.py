@@ -146,14 +146,16 @@ def _without_collection() -> Iterator[None]:
 
 
 def compile_all(
-    jobs: Sequence[Job], *, progress: bool, store: ExecutableStore | None = None, threads: int | None = None
-) -> tuple[dict[Any, Any], float]:
+    jobs: Sequence[Job], *, progress: bool, store: ExecutableStore | None = None, threads: int | None = None,
+    ready: Callable[[Any, Any], None] | None = None,
+) -> tuple[dict[Any, Any], float]:  # fmt: skip
     """Compiles the jobs in parallel threads.
 
     Args:
       progress: show a bar on standard error.
       store: where executables of earlier processes lie, and these are to lie.
       threads: by default one a core, at most 16.
+      ready: called in this thread with each key and its executable as it comes, while others are being compiled.
 
     Returns:
       ({key: compiled}, wall seconds).
@@ -169,7 +171,10 @@ def compile_all(
         bar = tqdm(as_completed(futures), total=len(jobs), desc="compiling", disable=not progress, leave=False)
         try:
             for future in bar:
-                done[futures[future].key] = future.result()
+                key = futures[future].key
+                done[key] = future.result()
+                if ready is not None:
+                    ready(key, done[key])
                 if len(done) % _LOOK_EVERY == 0:
                     _check_mappings(mappings, len(done), len(jobs))
         except BaseException:

@@ -110,13 +110,14 @@ class Runner:
       mesh: devices that share the weights and pools (runtime.sharding); None for the backend's first device alone.
       guided: whether rounds and prefills can be told what rows may say.
       cache: directory in which executables are kept for the next process; None: nowhere.
+      rehearse: `rehearse` will be called; what can be is done while the executables come.
     """
 
     def __init__(
         self, model: Transformer, drafter: Drafter | None, draft_params: Any, geo: Geometry, *,
         rejection: bool, reachable: Mapping[Tier, Sequence[int]], prefill_sizes: Sequence[int],
         eos: Sequence[int], variants: Sequence[bool] = (False, True), mesh: Mesh | None = None, progress: bool,
-        typical: Typical | None = None, guided: bool = False, cache: Path | None = None,
+        typical: Typical | None = None, guided: bool = False, cache: Path | None = None, rehearse: bool = False,
     ):  # fmt: skip
         graph, target = nnx.split(model)
         self.config = model.config
@@ -139,7 +140,7 @@ class Runner:
         self._prefilled = False
         self._zero_bias = self._put(np.zeros((self.config.vocab_size,), np.float32))
         self.state = self._fresh_state()
-        self._compile(progress, cache)
+        self._compile(progress, cache, rehearse)
 
     def _empty_state(self) -> DecodeState:
         draft = () if self.drafter is None else self.drafter.init_state(self.geo)
@@ -168,7 +169,7 @@ class Runner:
             _log.debug("an executable is not stored, for it depends on %s", e)
             return None
 
-    def _compile(self, progress: bool, cache: Path | None) -> None:
+    def _compile(self, progress: bool, cache: Path | None, rehearse: bool) -> None:
         place = self._place
         store = None
         if cache is not None and jax.process_count() == 1:
@@ -233,11 +234,13 @@ class Runner:
 
         # The dearest first, so that no thread ends with a long one alone.
         jobs.sort(key=lambda job: job.key[0] == "round" and -job.key[1].depth)
-        self._compiled, self.compile_seconds = compile_all(jobs, progress=progress, store=store)
-        self._measured: set[Any] = set()  # keys of what has run
         # Whole trees among the arguments by name, others as the shapes they are.
         names = {id(target): "target", id(draft): "draft", id(state): "state"}
         self._arguments = {job.key: tuple(names.get(id(arg), arg) for arg in job.args) for job in jobs}
+        self._ran: set[Any] = set()  # keys
+        # Elsewhere what runs would disturb a compiler that times what it compiles.
+        ready = self._run_once if rehearse and jax.default_backend() == "cpu" else None
+        self._compiled, self.compile_seconds = compile_all(jobs, progress=progress, store=store, ready=ready)
         self.states: dict[Tier, SpecRuntimeState] = {
             tier: SpecRuntimeState(
                 tier, {(b, s): self._compiled["round", tier, b, s] for b in buckets for s in self.variants}
@@ -279,21 +282,24 @@ class Runner:
         return len(self._compiled)
 
     def rehearse(self) -> None:
-        """Runs every executable that `measure` did not run once, on zeros, and resets the state.
+        """Runs every executable once that has not run, on zeros, and resets the state.
 
-        The first run costs several others: memory is mapped, GPUs load the program. No request shall pay for it.
+        The first run costs several others: CPUs choose how to multiply, GPUs load the program. No request shall pay.
         """
-        zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
-        for key, arguments in self._arguments.items():
-            if key in self._measured:
-                continue
-            held = {"target": self._target, "draft": self._draft_params, "state": self.state}
-            args = [held[arg] if isinstance(arg, str) else jax.tree.map(zeros, arg) for arg in arguments]
-            out = self._compiled[key](*args)
-            results = out if isinstance(out, tuple) else (out,)
-            self.state = next((x for x in results if isinstance(x, DecodeState)), self.state)
+        for key, executable in self._compiled.items():
+            if key not in self._ran:
+                self._run_once(key, executable)
         jax.block_until_ready(self.state)
         self.state = self._fresh_state()
+
+    def _run_once(self, key: Any, executable: Any) -> None:
+        zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
+        held = {"target": self._target, "draft": self._draft_params, "state": self.state}
+        args = [held[arg] if isinstance(arg, str) else jax.tree.map(zeros, arg) for arg in self._arguments[key]]
+        out = executable(*args)
+        results = out if isinstance(out, tuple) else (out,)
+        self.state = next((x for x in results if isinstance(x, DecodeState)), self.state)
+        self._ran.add(key)
 
     def measure(self, repeats: int = 5, context: int = 256) -> CostTable:
         """Times every round (greedy where compiled) a few times at a moderate context, and resets the state.
@@ -323,7 +329,7 @@ class Runner:
     def repeat(self, tier: Tier, bucket: int, plan: jax.Array, count: int) -> jax.Array:
         """Dispatches the first variant's round `count` times, for timing; returns the last packed result."""
         executable = self.states[tier].executables[bucket, self.variants[0]]
-        self._measured.add(("round", tier, bucket, self.variants[0]))
+        self._ran.add(("round", tier, bucket, self.variants[0]))
         packed = None
         for _ in range(count):
             self.state, packed, _ = executable(self._target, self._params_for(tier), self.state, plan)
