@@ -15,6 +15,7 @@ import json
 import math
 import resource
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -197,11 +198,12 @@ class EngineFacade:
       steps: how many began.
       error: raised by the next step.
       hook: called before every step, on the engine's thread.
+      idle: steps return at once and do nothing.
       held: set while a step waits because of `hold` or `advance`.
     """
 
     def __init__(self, engine: Engine):
-        self.__dict__.update(_engine=engine, steps=0, error=None, hook=None, held=threading.Event())
+        self.__dict__.update(_engine=engine, steps=0, error=None, hook=None, idle=False, held=threading.Event())
         self.__dict__.update(_gate=threading.Condition(), _hold_at=math.inf)
 
     def __getattr__(self, name: str) -> Any:
@@ -238,6 +240,9 @@ class EngineFacade:
         self.steps += 1
         if self.hook is not None:
             self.hook()
+        if self.idle:
+            time.sleep(0.001)
+            return []
         with self._gate:
             if self.steps >= self._hold_at:
                 self.held.set()
@@ -308,6 +313,15 @@ class Stack:
     async def start(self, prompt: Any, **options: Any) -> Generation:
         """Starts a job; options are the job's and its sampling parameters'."""
         return await self.generator.start(job(prompt, **options))
+
+    async def start_held(self, *jobs: Job) -> list[Generation]:
+        """Starts jobs that the engine then has, and has done nothing for: it is held before its first step."""
+        self.facade.idle = True
+        generations = await asyncio.gather(*(self.generator.start(job) for job in jobs))
+        self.facade.hold()
+        self.facade.idle = False
+        await eventually(self.facade.held.is_set)
+        return generations
 
 
 @dataclasses.dataclass

@@ -288,34 +288,38 @@ def test_cancelled_while_queued_in_prefill_and_in_decode(kit: Any) -> None:
 
     async def story() -> None:
         async with kit.serving() as stack:
-            neighbour = asyncio.create_task(kit.read(await stack.start([1, 2, 3], max_tokens=60)))
+            finished = stack.metrics.finished
+            (neighbour,) = await stack.start_held(kit.job([1, 2, 3], max_tokens=60))
             # In prefill: three more chunks would follow.
-            stack.facade.hook = lambda: time.sleep(0.002)
-            generation = await stack.start([5] * 60, max_tokens=50)
-            stack.facade.hold()
+            start = asyncio.create_task(stack.start([5] * 60, max_tokens=50))
+            await kit.eventually(lambda: stack.generator.in_engine == 2)
+            stack.facade.advance(2)
+            generation = await start
             await kit.eventually(stack.facade.held.is_set)
             generation.close()
             stack.facade.release()
-            await kit.eventually(lambda: len(stack.metrics.finished) == 1)
-            (_, reason, prompt, metrics) = stack.metrics.finished[0]
+            await kit.eventually(lambda: len(finished) == 1)
+            (_, reason, prompt, metrics) = finished[0]
             assert (reason, prompt, metrics.first_token_time) == ("abort", 60, None)
+            agrees(await kit.read(neighbour), expected)
             # In decode.
+            stack.facade.hold(3)
             generation = await stack.start([6, 7], max_tokens=100)
             assert (await anext(generation)).token_ids
             generation.close()
             generation.close()
-            await kit.eventually(lambda: len(stack.metrics.finished) == 2)
-            assert 0 < stack.metrics.finished[1][3].output_tokens < 100
+            stack.facade.release()
+            await kit.eventually(lambda: len(finished) == 3)
+            assert 0 < finished[2][3].output_tokens < 100
             with pytest.raises(Exception) as caught:
                 await anext(generation)
             assert caught.value.code.name == "CANCELLED"  # pyright: ignore[reportAttributeAccessIssue]
-            agrees(await neighbour, expected)
             # In the queue.
-            running = [await stack.start([1, i], max_tokens=100) for i in range(4)]
-            queued = await stack.start([9], max_tokens=100)
+            *running, queued = await stack.start_held(*(kit.job([1, i], max_tokens=100) for i in range(5)))
             queued.close()
-            await kit.eventually(lambda: len(stack.metrics.finished) == 4)
-            assert stack.metrics.finished[3][3].first_scheduled_time is None
+            stack.facade.release()
+            await kit.eventually(lambda: len(finished) >= 4)
+            assert finished[3][3].first_scheduled_time is None
             for generation in running:
                 generation.close()
             await stack.settled()
@@ -366,9 +370,7 @@ def test_closed_before_the_first_iteration_and_never_iterated(kit: Any) -> None:
 def test_closing_wakes_a_reader(kit: Any) -> None:
     async def story() -> None:
         async with kit.serving() as stack:
-            generation = await stack.start([1, 2], max_tokens=100)
-            stack.facade.hold()
-            await kit.eventually(stack.facade.held.is_set)
+            (generation,) = await stack.start_held(kit.job([1, 2], max_tokens=100))
             reader = asyncio.create_task(kit.read(generation))
             await asyncio.sleep(0.01)
             generation.close()
@@ -500,11 +502,10 @@ def test_a_call_that_its_deadline_ends_counts_as_late(kit: Any) -> None:
 
     async def story() -> None:
         async with kit.serving() as stack:
-            stack.facade.hold(3)
-            late = await stack.start([1], max_tokens=50, max_depth=0, deadline=time.monotonic() + 0.5)
-            left = await stack.start([2], max_tokens=50, max_depth=0, deadline=time.monotonic() + 600)
-            await kit.eventually(stack.facade.held.is_set)
-            await asyncio.sleep(max(0.0, late.job.deadline - time.monotonic()))
+            late, left = await stack.start_held(
+                *(kit.job([i], max_tokens=50, max_depth=0, deadline=time.monotonic() + 600) for i in (1, 2))
+            )
+            late.job = dataclasses.replace(late.job, deadline=time.monotonic())
             late.close()
             left.close()
             stack.facade.release()

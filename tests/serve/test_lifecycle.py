@@ -17,9 +17,7 @@ def test_a_hang_fails_what_is_live_and_ends_when_the_step_returns(kit: Any, capl
         async with kit.serving(watchdog_seconds=1.0) as stack:
             states: list[str] = []
             stack.lifecycle.on_change.append(states.append)
-            live = [await stack.start([1, 2, i], max_tokens=100) for i in range(6)]
-            stack.facade.hold()
-            await kit.eventually(stack.facade.held.is_set)
+            live = await stack.start_held(*(kit.job([1, 2, i], max_tokens=100) for i in range(6)))
             starting = asyncio.create_task(stack.start([5], request_id="late"))
             call = asyncio.create_task(stack.engine.call(lambda engine: 1))
             await asyncio.sleep(0)
@@ -45,9 +43,7 @@ def test_a_hang_costs_liveness_only_when_it_lasts(kit: Any, caplog: pytest.LogCa
             news: list[tuple[str, bool]] = []
             stack.lifecycle.on_change.append(lambda state: news.append((state, stack.lifecycle.alive)))
             stack.lifecycle.on_alive.append(lambda alive: news.append((stack.lifecycle.state, alive)))
-            generation = await stack.start([1, 2, 3], max_tokens=100)
-            stack.facade.hold()
-            await kit.eventually(stack.facade.held.is_set)
+            (generation,) = await stack.start_held(kit.job([1, 2, 3], max_tokens=100))
             began = time.monotonic()
             await kit.eventually(lambda: not stack.lifecycle.alive)
             assert time.monotonic() - began > 1.4 and stack.lifecycle.state == "stalled"
@@ -85,9 +81,7 @@ def test_death_leaves_nobody_waiting(kit: Any, caplog: pytest.LogCaptureFixture)
             stack.lifecycle.on_change.append(states.append)
             alive: list[bool] = []
             stack.lifecycle.on_alive.append(alive.append)
-            live = [await stack.start([1, 2, i], max_tokens=100, n=2) for i in range(5)]
-            stack.facade.hold()
-            await kit.eventually(stack.facade.held.is_set)
+            live = await stack.start_held(*(kit.job([1, 2, i], max_tokens=100, n=2) for i in range(5)))
             starting = asyncio.create_task(stack.start([5]))
             call = asyncio.create_task(stack.engine.call(lambda engine: 1))
             await asyncio.sleep(0.05)

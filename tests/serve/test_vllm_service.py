@@ -224,7 +224,8 @@ async def collect(call: Any) -> tuple[list[Any], list[Any]]:
     """(chunks, completions) of a call, in order."""
     chunks, completions = [], []
     async for message in call:
-        assert not completions or message.WhichOneof("response") == "complete" or message.chunk.index != 0
+        if message.HasField("chunk"):  # those of one completion may follow another's end
+            assert message.chunk.index not in [complete.index for complete in completions]
         (chunks if message.HasField("chunk") else completions).append(getattr(message, message.WhichOneof("response")))
     return chunks, completions
 
