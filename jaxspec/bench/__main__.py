@@ -4,6 +4,7 @@ python -m jaxspec.bench                              demo models, a few minutes 
 python -m jaxspec.bench --quick                      a first look in about a minute
 python -m jaxspec.bench tune --out adaptive.json     candidate steps for each batch size, from measurements
 python -m jaxspec.bench serve --concurrency 16       load for a server; see jaxspec.bench.serve.command
+python -m jaxspec.bench grow 8b DIR                  the demo at a larger model's cost, to be served
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxspec.bench import plots, report, tune
+from jaxspec.bench import grow, plots, report, tune
 from jaxspec.bench.engines import Options, prepare
 from jaxspec.bench.measure import Plan, Session
 from jaxspec.bench.metrics import summarize
@@ -80,8 +81,8 @@ def parse_workloads(text: str, has_file: bool) -> tuple[str, ...]:
     return names
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """(the benchmark's, tune's)."""
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """(the benchmark's, those of subcommands by name)."""
     shared = argparse.ArgumentParser(add_help=False)
     add = shared.add_argument
     add("--model", default="demo", help='"demo" or a Hugging Face directory (default: demo)')
@@ -102,7 +103,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     line = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(
         prog="python -m jaxspec.bench", description=line, parents=[shared],
-        epilog="`tune --help`: measure an adaptive configuration. `serve --help`: measure a server.",
+        epilog="`tune --help`: measure an adaptive configuration. `serve --help`: measure a server. "
+        "`grow --help`: write a larger model.",
     )  # fmt: skip
     parser.add_argument("--plot", metavar="FILE", help="a picture (PNG)")
     parser.set_defaults(command="bench", out=None)
@@ -113,13 +115,22 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     tuner.add_argument("--out", metavar="FILE", required=True, help="the JSON to write, as SGLang reads it")
     tuner.add_argument("--reach", type=float, default=tune.REACH, help="share of the best speed a candidate may lack")
     tuner.set_defaults(command="tune", plot=None)
-    return parser, tuner
+    grower = argparse.ArgumentParser(
+        prog="python -m jaxspec.bench grow",
+        description="Writes a model, and its EAGLE-3 head, that compute what the small ones do at a larger one's cost.",
+    )
+    grower.add_argument("size", metavar="1b|8b|LAYERSxHIDDEN", help="Llama 3.2 1B's layers, Llama 3.1 8B's, or others")
+    grower.add_argument("out", metavar="DIR", help="a new directory: `python -m serve --model DIR` serves it")
+    grower.add_argument("--model", default="demo", help='"demo" or a Hugging Face directory (default: demo)')
+    grower.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: bfloat16")
+    grower.set_defaults(command="grow")
+    return parser, {"tune": tuner, "grow": grower}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; exits with status 2 on unknown options."""
-    parser, tuner = _parsers()
-    return tuner.parse_args(argv[1:]) if argv and argv[0] == "tune" else parser.parse_args(argv)
+    parser, named = _parsers()
+    return named[argv[0]].parse_args(argv[1:]) if argv and argv[0] in named else parser.parse_args(argv)
 
 
 def options_of(args: argparse.Namespace) -> Options:
@@ -194,8 +205,12 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       ValueError: options that do not fit together.
     """
-    options = options_of(args)
     say = lambda text: print(text, flush=True)
+    if args.command == "grow":
+        weights = grow.save_grown(args.model, args.size, args.out, args.dtype)
+        say(f"wrote {args.out}: {weights:,} weights in {args.dtype}")
+        return 0
+    options = options_of(args)
     say("loading and compiling: up to a few minutes the first time, seconds from the cache")
     session, conditions = prepare(options, adaptive=args.command == "bench")
     say(report.header(conditions) + "\n")

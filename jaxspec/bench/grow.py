@@ -1,6 +1,6 @@
 """The same function at a larger model's cost: a small target embedded in a larger geometry.
 
-Owns the embedding of a target and of its EAGLE-3 head. New residual channels stay zero: the
+Owns the embedding of a target and of its EAGLE-3 head, and its checkpoint. New residual channels stay zero: the
 embedding and every projection that writes to the residual stream are zero there, and rows
 that read new heads or new feed-forward units are zero too, so that what those compute from
 random weights is never used. Added layers write nothing. In float32 the grown model's logits
@@ -11,20 +11,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxspec.assemble import resolve_drafter, resolve_model
+from jaxspec.checkpointing import eagle3, hf
 from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import Attention, Linear, RMSNorm, Transformer
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Head
 
 _STD = 0.02
+#: What growing leaves as it is.
+_TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +236,7 @@ def grow_head(head: Eagle3Head, target: ModelConfig, size: Size) -> Eagle3Head:
     ratio = target.hidden_size / size.hidden_size
     ids = grown_aux_layers(cfg.aux_layer_ids, target.num_layers, size.num_layers)
     out = nnx.clone(head)
+    out.embedding = nnx.Param(head.embedding[...])  # the grown target's table has more channels
     out.config = dataclasses.replace(cfg, target_hidden_size=size.hidden_size, aux_layer_ids=ids)
     old = np.arange(target.hidden_size)
     wide = (np.arange(cfg.num_aux)[:, None] * size.hidden_size + old[None, :]).reshape(-1)
@@ -247,6 +255,36 @@ def grow_head(head: Eagle3Head, target: ModelConfig, size: Size) -> Eagle3Head:
             ones = jnp.ones((count,), was.weight[...].dtype)
             write.put(new.weight, was.weight[...], [places], ones, math.sqrt(ratio))
     return out
+
+
+def save_grown(model: str, size: str, out: str | os.PathLike[str], dtype: str = "bfloat16") -> int:
+    """Writes a grown target, its tokenizer and, where there is one, its EAGLE-3 head (in `eagle3`), to be served.
+
+    Args:
+      model: "demo" or a Hugging Face directory. size: as `parse_size` reads it.
+
+    Returns:
+      Weights of the target.
+
+    Raises:
+      ValueError: a size that cannot hold the model, a checkpoint that cannot be read, or an `out` that is no place for
+        a new one.
+    """
+    source, kept = resolve_model(model), jnp.dtype(dtype)
+    small = hf.load_model(source, kept)
+    shape = parse_size(size, small.config)
+    if Path(out).exists():
+        raise ValueError(f"{str(out)!r} exists already")
+    kind, directory = resolve_drafter(None, source)
+    grown = grow_target(small, shape)
+    hf.save_model(grown, out, dtype=kept)
+    for name in _TEXT_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, Path(out) / name)
+    if kind == "eagle3" and directory is not None:
+        head = grow_head(eagle3.load_head(directory, small, kept), small.config, shape)
+        eagle3.save_head(head, Path(out) / kind, grown.config, dtype=kept)
+    return parameters(grown)
 
 
 def parameters(model: nnx.Module) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +13,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxspec.assemble import resolve_drafter
+from jaxspec.bench import __main__ as command
 from jaxspec.bench import grow
+from jaxspec.checkpointing import eagle3, hf
 from jaxspec.models.layers import Transformer, causal_attention
 from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
@@ -87,6 +92,36 @@ def test_the_head_reads_the_same_features(norms: dict[str, Any]):
     assert float(jnp.std(feature)) > 0.01
     assert head.config == cfg and head.fc.kernel.shape == (96, 16)  # the small head is left as it was
     np.testing.assert_array_equal(grown.embedding[...], head.embedding[...])
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_a_grown_checkpoint_is_what_it_was_made_from(
+    head: bool, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    small, cfg = tiny_target(1, **SMALL), Eagle3Config(16, 32, 24, 4, 2, 6, 13, 9, (0, 2, 3), fc_norm=True)
+    source, out = tmp_path / "target", tmp_path / "grown"
+    hf.save_model(small, source, dtype=jnp.float32)
+    (source / "tokenizer.json").write_text("{}")
+    if head:
+        eagle3.save_head(Eagle3Head(cfg, rngs=nnx.Rngs(params=0)), tmp_path / "eagle3", small.config, dtype=jnp.float32)
+    monkeypatch.setattr(grow, "PRESETS", {"1b": SIZE})
+    assert command.main(["grow", "1b", str(out), "--model", str(source), "--dtype", "float32"]) == 0
+    assert re.search(r"wrote .*grown: [\d,]+ weights in float32", capsys.readouterr().out)
+    grown = hf.load_model(out, jnp.float32)
+    assert dataclasses.asdict(SIZE).items() <= dataclasses.asdict(grown.config).items()
+    np.testing.assert_allclose(forward(grown, (0,))[0], forward(small, (0,))[0], atol=1e-4)
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert resolve_drafter(None, out) == (("eagle3", out / "eagle3") if head else ("ngram", None))
+    if head:
+        was = eagle3.load_head(tmp_path / "eagle3", small, jnp.float32)
+        read = eagle3.load_head(out / "eagle3", grown, jnp.float32)
+        assert read.config.aux_layer_ids == (0, 6, 7)
+        _, aux = forward(small, cfg.aux_layer_ids)
+        _, grown_aux = forward(grown, read.config.aux_layer_ids)
+        np.testing.assert_allclose(read.fuse(grown_aux), was.fuse(aux), atol=1e-4)
+        np.testing.assert_array_equal(read.embedding[...], was.embedding[...])
+    assert command.main(["grow", "1b", str(out), "--model", str(source)]) == 2
+    assert "exists already" in capsys.readouterr().err
 
 
 def test_names_of_sizes():
