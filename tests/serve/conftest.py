@@ -229,6 +229,12 @@ class EngineFacade:
             self._hold_at = self.steps + steps
             self._gate.notify_all()
 
+    async def end_idling(self) -> None:
+        """From `idle` to held, before the next step."""
+        self.hold()
+        self.idle = False
+        await eventually(self.held.is_set)
+
     def release(self) -> None:
         """Lets steps run again."""
         with self._gate:
@@ -318,9 +324,7 @@ class Stack:
         """Starts jobs that the engine then has, and has done nothing for: it is held before its first step."""
         self.facade.idle = True
         generations = await asyncio.gather(*(self.generator.start(job) for job in jobs))
-        self.facade.hold()
-        self.facade.idle = False
-        await eventually(self.facade.held.is_set)
+        await self.facade.end_idling()
         return generations
 
 

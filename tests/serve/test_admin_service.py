@@ -68,15 +68,19 @@ def test_loads(kit: Any):
             idle = await client.loads()
             assert (idle.running_requests, idle.waiting_requests, idle.kv_cache_usage) == (0, 0, 0.0)
             assert idle.max_running_requests == 4
-            facade.hook = lambda: time.sleep(0.02)
+            facade.idle = True
             streams = [client.stream("abc", **LONG) for _ in range(6)]
             for stream in streams:
                 await anext(stream)
+            await facade.end_idling()
+            facade.hook = lambda: time.sleep(0.02)  # counters are published every tenth of a second
+            facade.advance(12)
             await kit.eventually(lambda: server.engine.snapshot.waiting == 2 and server.engine.snapshot.running == 4)
             busy = await client.loads()
             assert (busy.running_requests, busy.waiting_requests, busy.waiting_prompt_tokens) == (4, 2, 6)
             assert 0 < busy.kv_cache_usage <= 1 and busy.tokens_per_second >= 0
             facade.hook = None
+            facade.release()
             for stream in streams:
                 async for _ in stream:
                     pass
@@ -104,8 +108,8 @@ def test_flush_cache(kit: Any):
     async def story() -> None:
         async with Server(ServerConfig(**BASE), build=kit.clean) as server, on(server) as client:
             await client.generate("abcdabcdabcdabcd", **LONG)
-            cached = (await client.server_info()).memory.cached_pages
-            assert cached > 0
+            while not (cached := (await client.server_info()).memory.cached_pages):
+                await asyncio.sleep(0.01)  # what is told is as old as a step
             assert await client.flush_cache() == cached
             assert await client.flush_cache() == 0
 
@@ -117,7 +121,7 @@ def test_speculation_is_set_while_requests_run(kit: Any):
         facade = kit.clean()
         async with Server(ServerConfig(**BASE), build=lambda: facade) as server, on(server) as client:
             wanted = (await client.generate("abcabc", **LONG)).token_ids
-            facade.hook = lambda: time.sleep(0.005)
+            facade.hook = lambda: time.sleep(0.02)
             tokens: list[int] = []
             changes = iter([("off", None), ("static", 3), ("static", 1), ("adaptive", None)])
             async for event in client.stream("abcabc", **LONG):

@@ -140,7 +140,7 @@ def test_what_can_never_run_is_invalid_also_when_the_queue_is_full(kit: Any) -> 
 
     async def story() -> None:
         async with kit.serving(max_waiting=1, max_output_tokens=50) as stack:
-            stack.facade.hook = lambda: time.sleep(0.005)
+            stack.facade.idle = True
             live = [await stack.start([1, 2, 3], max_tokens=110) for _ in range(5)]
             for options in impossible:
                 await kit.fails(stack.start(options["prompt"], **{k: v for k, v in options.items() if k != "prompt"}),
@@ -434,7 +434,7 @@ def test_a_stalled_reader_is_cancelled_and_its_pages_are_freed(kit: Any) -> None
     async def story() -> None:
         async with kit.serving(stall_seconds=0.3) as stack:
             ended: list[str] = []
-            stack.facade.hook = lambda: time.sleep(0.02)
+            stack.facade.hook = lambda: time.sleep(0.05)
             stuck = await stack.start([1, 2, 3], max_tokens=100, n=2)
             stuck.on_stall = lambda: ended.append("stuck")
             reading = asyncio.create_task(kit.read(await stack.start([4], max_tokens=60)))
@@ -478,7 +478,7 @@ def test_deadlines_and_time_outs(kit: Any) -> None:
             running = [await stack.start([1, i], max_tokens=100, max_depth=0) for i in range(4)]
             readers = [asyncio.create_task(kit.read(generation)) for generation in running]
             queued = await stack.start([9], max_tokens=5)
-            hurried = await stack.start([8], max_tokens=5, deadline=now() + 0.6)
+            hurried = await stack.start([8], max_tokens=5, deadline=now() + 1.5)
             errors = [await kit.fails(kit.read(generation), "DEADLINE_EXCEEDED") for generation in (hurried, queued)]
             assert [error.reason for error in errors] == ["deadline", "queue_seconds"]
             for _, reason, _, metrics in stack.metrics.finished:
@@ -490,7 +490,7 @@ def test_deadlines_and_time_outs(kit: Any) -> None:
             assert stack.metrics.reasons == ["timeout"] * 6
             assert all(metrics.output_tokens > 0 for *_, metrics in stack.metrics.finished[2:])
             # A deadline in mid-stream.
-            cut = await stack.start([1], max_tokens=100, max_depth=0, deadline=now() + 0.6)
+            cut = await stack.start([1], max_tokens=100, max_depth=0, deadline=now() + 1.5)
             assert (await kit.fails(kit.read(cut), "DEADLINE_EXCEEDED")).reason == "deadline"
             await stack.settled()
 
@@ -590,13 +590,14 @@ def test_a_server_that_stops_says_so_to_what_is_being_prepared(kit: Any) -> None
 def test_a_burst_cannot_overshoot_the_queue(kit: Any) -> None:
     async def story() -> None:
         async with kit.serving(max_waiting=3) as stack:
-            stack.facade.hook = lambda: time.sleep(0.005)
+            stack.facade.idle = True
             starts = [stack.start([1, 2], max_tokens=100) for _ in range(40)]
             outcomes = await asyncio.gather(*starts, return_exceptions=True)
             admitted = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
             refused = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
             assert len(admitted) == 4 + 3
             assert {error.code.name for error in refused} == {"RESOURCE_EXHAUSTED"}  # pyright: ignore
+            stack.facade.idle = False
             results = await asyncio.gather(*(kit.read(generation) for generation in admitted))
             assert all(len(result.tokens[0]) == 100 for result in results)  # whoever is in, stays in
             await stack.settled()
@@ -607,7 +608,7 @@ def test_a_burst_cannot_overshoot_the_queue(kit: Any) -> None:
 def test_the_pages_of_the_queue_are_bounded(kit: Any) -> None:
     async def story() -> None:
         async with kit.serving(max_waiting_pages=30) as stack:
-            stack.facade.hook = lambda: time.sleep(0.02)
+            stack.facade.hook = lambda: time.sleep(0.05)
             running = [await stack.start([i], max_tokens=100, max_depth=0) for i in range(4)]
             await kit.eventually(lambda: stack.generator._admission.waiting == 0)
             queued = [await stack.start([i], max_tokens=100) for i in range(2)]  # 14 pages each
@@ -623,11 +624,12 @@ def test_the_pages_of_the_queue_are_bounded(kit: Any) -> None:
 def test_requests_without_a_length_count_with_their_prompts(kit: Any) -> None:
     async def story() -> None:
         async with kit.serving(max_waiting_pages=30) as stack:
-            stack.facade.hook = lambda: time.sleep(0.02)
+            stack.facade.hook = lambda: time.sleep(0.05)
             running = [await stack.start([i], max_tokens=100, max_depth=0) for i in range(4)]
             await kit.eventually(lambda: stack.generator._admission.waiting == 0)
             queued = [await stack.start([i] * 20, fill_context=True, n=2) for i in range(3)]  # 16 pages, 4 counted
             assert stack.generator._admission.waiting_pages == 24 and stack.generator.waiting_prompt_tokens == 120
+            stack.facade.hook = None
             for generation in running:
                 generation.close()
             assert [len(tokens) for g in queued for tokens in (await kit.read(g)).tokens] == [100] * 6

@@ -132,7 +132,7 @@ def test_a_drain_accepts_then_refuses_then_lets_finish(kit: Any) -> None:
 def test_a_drain_aborts_what_is_left_at_its_deadline(kit: Any) -> None:
     async def story() -> None:
         async with kit.serving(withdrawal_seconds=60, drain_seconds=60) as stack:
-            stack.facade.hook = lambda: time.sleep(0.02)
+            stack.facade.hook = lambda: time.sleep(0.05)
             generations = [await stack.start([1, 2, i], max_tokens=100) for i in range(6)]
             readers = [asyncio.create_task(kit.read(generation)) for generation in generations]
             first = asyncio.create_task(stack.lifecycle.drain())
@@ -152,7 +152,7 @@ def test_a_drain_aborts_what_is_left_at_its_deadline(kit: Any) -> None:
 def test_a_longer_grace_does_not_extend_a_drain(kit: Any) -> None:
     async def story() -> None:
         async with kit.serving() as stack:
-            stack.facade.hook = lambda: time.sleep(0.02)
+            stack.facade.hook = lambda: time.sleep(0.05)
             reader = asyncio.create_task(kit.read(await stack.start([1, 2, 3], max_tokens=100)))
             await asyncio.gather(stack.lifecycle.drain(0.1), stack.lifecycle.drain(1000.0))
             await kit.fails(reader, "UNAVAILABLE")

@@ -490,7 +490,7 @@ def test_what_is_served_and_how_it_fares(kit: Any) -> None:
             server = await stub.GetServerInfo(pb.GetServerInfoRequest())
             assert (server.server_type, server.block_size, server.max_num_seqs) == ("vllm-grpc", 8, 4)
             assert server.active_requests == 0 and server.data_parallel_size == 1
-            stack.facade.hook = lambda: time.sleep(0.02)
+            stack.facade.hook = lambda: time.sleep(0.05)
             calls = [stub.Generate(request(name=f"r{i}", ids=(1,) * 20, **LONG)) for i in range(6)]
             reading = [asyncio.create_task(collect(call)) for call in calls]
             await kit.eventually(lambda: stack.engine.snapshot.running > 0)
@@ -502,6 +502,7 @@ def test_what_is_served_and_how_it_fares(kit: Any) -> None:
             await kit.eventually(lambda: stack.engine.snapshot.waiting == 2)
             (load,) = (await stub.GetLoads(pb.GetLoadsRequest())).loads
             assert (load.num_waiting_reqs, load.num_waiting_uncached_tokens) == (2, 40)
+            stack.facade.hook = None
             await asyncio.gather(*reading)
             wrong = await refused(stub.GetLoads(pb.GetLoadsRequest(dp_rank=3)))
             assert wrong.code() is grpc.StatusCode.INVALID_ARGUMENT
