@@ -767,7 +767,7 @@ def test_draining_in_mid_stream_ends_what_does_not_finish(kit: Any):
             wire.facade.hold()
             stream = asyncio.create_task(wire.read(ask("abc", max_tokens=90)))
             await wire.held()
-            drain = asyncio.create_task(wire.server.drain(0.3))
+            drain = asyncio.create_task(wire.server.drain(2.0))
             async with asyncio.timeout(10):
                 while await wire.serving():
                     await asyncio.sleep(0.005)
