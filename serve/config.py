@@ -62,7 +62,8 @@ class ServerConfig:
       withdrawal_seconds: how long a draining server still accepts requests, so that load balancers notice, in seconds.
       drain_seconds: how long a draining server lets requests finish, in seconds.
       max_output_tokens: max_tokens of requests that name none; None: what the context leaves.
-      stream_interval_ms: least time between two messages of a stream, in milliseconds; 0: a message a round.
+      stream_interval_ms: least time between two messages of a stream, in milliseconds; 0: a message a round; None: the
+        same until all streams together would make more than 3,000 a second, which then share those.
       max_message_mib: largest message either way, in MiB.
       tls_cert: PEM file with the server's certificate chain; needs tls_key.
       tls_key: PEM file with its private key.
@@ -101,7 +102,7 @@ class ServerConfig:
     withdrawal_seconds: float = 5.0
     drain_seconds: float = 60.0
     max_output_tokens: int | None = None
-    stream_interval_ms: float = 0.0
+    stream_interval_ms: float | None = None
     max_message_mib: int = 16
     tls_cert: str | None = None
     tls_key: str | None = None

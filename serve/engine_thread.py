@@ -108,7 +108,9 @@ class EngineThread:
 
     # The event loop's side.
 
-    def attach(self, metrics: Metrics, on_updates: Callable[[list[Update]], None], stream_interval: float) -> None:
+    def attach(
+        self, metrics: Metrics, on_updates: Callable[[list[Update]], None], stream_interval: float | None
+    ) -> None:
         """Who hears of tickets (on the loop) and who counts (on the thread); once, before `start`."""
         self._metrics, self._on_updates = metrics, on_updates
         self._tickets = Tickets(metrics, stream_interval)

@@ -174,7 +174,8 @@ class Generator:
         self._preparation = Preparation(engine, config.max_output_tokens, config.max_waiting + _MORE_PREPARING)
         self._refusal: StatusError | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
-        engine.attach(metrics, self._on_updates, config.stream_interval_ms / 1e3)
+        interval = config.stream_interval_ms
+        engine.attach(metrics, self._on_updates, None if interval is None else interval / 1e3)
         engine.subscribe(self._on_state)
 
     # What servicers ask for.

@@ -20,6 +20,10 @@ from jaxspec.text.grammar import Grammar
 from serve.errors import StatusError, invalid
 from serve.jobs import Job
 
+#: Of all streams together, where the configuration does not say otherwise. A message takes 50 to 200 us of the
+#: interpreter, which the engine's thread needs as well: this leaves it most, and 16 streams a message every 5 ms.
+MESSAGES_PER_SECOND = 3000.0
+
 
 class Metrics(Protocol):
     """What is counted of requests; `serve.metrics.ServerMetrics` says what each call means."""
@@ -101,11 +105,12 @@ class Tickets:
 
     Args:
       stream_interval: seconds for which tokens of a stream are merged before the client hears them; the first and
-        the last go at once.
+        the last go at once. None: so long that all streams together make MESSAGES_PER_SECOND at most.
     """
 
-    def __init__(self, metrics: Metrics, stream_interval: float = 0.0):
-        self._metrics, self._interval = metrics, stream_interval
+    def __init__(self, metrics: Metrics, stream_interval: float | None = None):
+        self._metrics, self._fixed_interval = metrics, stream_interval
+        self._streams = 0  # started ones
         self._live: dict[str, Ticket] = {}
         self._waiting: dict[str, Ticket] = {}  # live ones that never had a slot
         self._held: dict[str, Ticket] = {}  # live ones with something unsent
@@ -180,9 +185,13 @@ class Tickets:
             if ticket is not None:  # else whoever used the engine before left it behind
                 self._count(ticket, fresh.pop(delta.request_id, 0), now)
                 self._take(ticket, delta, now)
-        for ticket in list(self._held.values()) if self._interval else ():
+        for ticket in list(self._held.values()):
             if ticket.sent_at is None or now - ticket.sent_at >= self._interval:
                 self._send(ticket, now)
+
+    @property
+    def _interval(self) -> float:
+        return self._streams / MESSAGES_PER_SECOND if self._fixed_interval is None else self._fixed_interval
 
     def _note_started(self) -> None:
         """The engine admits at most one request a step, so the search ends with the first that it finds."""
@@ -190,6 +199,7 @@ class Tickets:
             assert ticket.request is not None
             if ticket.request.metrics.first_scheduled_time is not None:
                 ticket.started = True
+                self._streams += ticket.job.stream
                 del self._waiting[ticket.id]
                 self._outbox.append(Update(ticket, started=True))
                 return
@@ -239,6 +249,7 @@ class Tickets:
         """The ticket's one end. `reason` is for the metrics; None: the engine never had it."""
         assert not ticket.ended
         ticket.ended = True
+        self._streams -= ticket.started and ticket.job.stream
         for table in (self._live, self._waiting, self._held):
             table.pop(ticket.id, None)
         update = ticket.unsent or Update(ticket)

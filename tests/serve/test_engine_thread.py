@@ -359,6 +359,32 @@ def test_tokens_of_a_stream_are_merged_for_the_interval(kit: Any) -> None:
     assert not tickets.news() and engine.aborted == ["0.0"]
 
 
+def test_all_streams_together_make_so_many_messages_a_second(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.tickets.MESSAGES_PER_SECOND", 20)
+    engine: Any = NoEngine()
+    tickets, made = Tickets(Counter()), [ticket_of(kit) for _ in range(3)]
+    for i, ticket in enumerate(made):
+        ticket.id = f"0.{i}"
+    made[2].job = dataclasses.replace(made[2].job, stream=False)
+    for ticket in made:
+        tickets.add(engine, [ticket])
+    for _ in made:
+        tickets.after_step([], 9.9)
+    assert all(ticket.started for ticket in made)
+    tickets.news()
+
+    def step(now: float, *names: str) -> list[str]:
+        tickets.after_step([StreamDelta(name, 0, [1], "x") for name in names], now)
+        return [update.ticket.id for update in tickets.news()]
+
+    both = ("0.0", "0.1")
+    assert step(10.0, *both, "0.2") == ["0.0", "0.1"]  # the one that is not streamed costs none
+    assert step(10.06, *both) == [] and step(10.101, *both) == ["0.0", "0.1"]  # two share 20 a second
+    tickets.abort(engine, made[1:], "abort")
+    assert len(tickets.news()) == 2
+    assert step(10.14, "0.0") == [] and step(10.152, "0.0") == ["0.0"]  # and one has them to itself
+
+
 @pytest.mark.parametrize("interval", [0.0, 0.05])
 def test_each_delta_has_its_own_logprobs_and_a_step_its_own_gap(kit: Any, interval: float) -> None:
     class Gaps(Counter):
