@@ -790,6 +790,6 @@ def test_nothing_here_can_unpickle():
     banned = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
     for package in ("serve", "jaxspec", "pallas_kernels"):
         for path in set((ROOT / package).rglob("*.py")) - trusted:
-            # One a line, as ruff's E401 has it.
-            imported = re.findall(r"^\s*(?:import|from)\s+(\w+)", path.read_text(), re.MULTILINE)
-            assert not banned & set(imported), path
+            # Not by the ast module: CPython 3.11 miscounts its recursion where threads take turns.
+            for line in re.findall(r"^\s*(?:import|from)\b.*", path.read_text(), re.MULTILINE):
+                assert not banned & set(re.findall(r"\w+", line)), path
