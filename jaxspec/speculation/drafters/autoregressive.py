@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import TreeKV
-from jaxspec.speculation.drafters.draft_cache import CATCH_UP, CachedText, DraftCache, DraftCore
+from jaxspec.speculation.drafters.draft_cache import CATCH_UP, CachedText, Consumed, DraftCache, DraftCore
 from jaxspec.speculation.drafters.proposals import Frontier, Ranking, propose
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
@@ -28,8 +28,10 @@ class _Steps:
     Attributes:
       pages: the draft pool, of which each row sees its first entries_B entries.
       window_seen_BR: which tokens of the window every drafted token sees.
-      kv_LBTGc: entries of the window and of the drafted tokens so far.
+      kv_LBTGc: entries of the window and of the drafted tokens so far, with room for those to come: steps of one shape
+        are compiled once.
       hidden_BWE: what the last frontier left; of the root at first.
+      filled: entries of drafted tokens so far.
     """
 
     core: DraftCore
@@ -41,6 +43,16 @@ class _Steps:
     window_seen_BR: jax.Array
     kv_LBTGc: jax.Array
     hidden_BWE: jax.Array
+    filled: int = 0
+
+    @classmethod
+    def after(
+        cls, core: DraftCore, geo: Geometry, net: Any, rows: Rows, pages: jax.Array, done: Consumed, tier: Tier
+    ) -> _Steps:
+        """The steps of a draft of the tier's shape, after the window."""
+        room = (tier.depth - 1) * tier.topk
+        kv_LBTGc = jnp.pad(done.kv_LBNGc, ((0, 0), (0, 0), (0, room), (0, 0), (0, 0)))
+        return cls(core, geo, net, rows, pages, done.before_B, done.real_BN, kv_LBTGc, done.hidden_BNE[:, -1:])
 
     def __call__(self, depth: int, frontier: Frontier | None) -> jax.Array:
         if frontier is not None:
@@ -54,15 +66,20 @@ class _Steps:
             feature = jnp.broadcast_to(feature, (b, w, feature.shape[-1]))
         else:
             feature = jnp.take_along_axis(feature, frontier.origin_BW[:, :, None], axis=1)
-        seen = jnp.broadcast_to(self.window_seen_BR[:, None, :], (b, w, self.window_seen_BR.shape[1]))
-        mask = jnp.concatenate([seen, frontier.seen_BWT], axis=2)
+        window = self.window_seen_BR.shape[1]
+        seen = jnp.broadcast_to(self.window_seen_BR[:, None, :], (b, w, window))
+        # Earlier frontiers, room, and last the frontier itself.
+        room = jnp.zeros((b, w, self.kv_LBTGc.shape[2] - window - self.filled), bool)
+        earlier, own = jnp.split(frontier.seen_BWT, [self.filled], axis=2)
+        mask = jnp.concatenate([seen, earlier, room, own], axis=2)
         kv = TreeKV(
             self.pages, self.rows.table_BM, self.entries_B, mask, self.geo.num_pages, prior=self.kv_LBTGc,
             kernels=self.geo.kernels,
         )  # fmt: skip
         position = jnp.broadcast_to((self.rows.length_B + depth - self.core.offset)[:, None], (b, w))
         self.hidden_BWE = self.core.forward(self.net, frontier.tokens_BW, feature, position, kv.attend)
-        self.kv_LBTGc = jnp.concatenate([self.kv_LBTGc, kv.stacked()], axis=2)
+        self.kv_LBTGc = jax.lax.dynamic_update_slice_in_dim(self.kv_LBTGc, kv.stacked(), window + self.filled, axis=2)
+        self.filled += w
 
 
 class AutoregressiveDrafter:
@@ -88,9 +105,7 @@ class AutoregressiveDrafter:
         net = core.bind(params)
         inputs = text.committed(net, draft, rows, tokens_SL, 1 - text.window, 1)
         done = text.consume(net, draft, rows, inputs, inputs.index_BN >= 0)
-        levels = _Steps(
-            core, self.geo, net, rows, draft.pages, done.before_B, done.real_BN, done.kv_LBNGc, done.hidden_BNE[:, -1:]
-        )
+        levels = _Steps.after(core, self.geo, net, rows, draft.pages, done, tier)
         ranking = Ranking(rows, sampling, noise_BDV, core.vocab_size, core.target_ids(net))
         tree = propose(levels, ranking, tier, sample=sample)
         return tree, text.write(draft, rows, done, ready_B=tree.tokens_BN[:, -1] >= 0)
