@@ -109,6 +109,20 @@ def _sampling_of(state: DecodeState, rows: Rows, sampled: bool) -> SamplingState
     return state.sampling.rows(rows.slot_B) if sampled else None
 
 
+def _target_noise(sampling: SamplingState, rows: Rows, count: int, vocab_size: int) -> jax.Array:
+    """The target's noise of the next `count` positions, [B, count, V]; zeros where every row is greedy.
+
+    Greedy rows read none of it. So one executable serves greedy and sampled batches at the cost of its own kind.
+    """
+    position_BD = rows.length_B[:, None] + 1 + jnp.arange(count)[None, :]
+    shape = (*position_BD.shape, vocab_size)
+    return jax.lax.cond(
+        jnp.any(sampling.temperature_S > 0),
+        lambda: gumbel_noise(sampling.seed_S, position_BD, vocab_size, Purpose.TARGET),
+        lambda: jnp.zeros(shape, jnp.float32),
+    )
+
+
 def draft_phase(
     spec: RoundSpec, tier: Tier, sampled: bool, draft_params: Any, state: DecodeState, rows: Rows
 ) -> tuple[Any, Drafted]:
@@ -119,8 +133,7 @@ def draft_phase(
     coupled = sampling if spec.typical is None else None
     noise = None
     if coupled is not None and verifies_in_xla(spec.geo.kernels):
-        position_BD = rows.length_B[:, None] + 1 + jnp.arange(depth + 1)[None, :]
-        noise = gumbel_noise(coupled.seed_S, position_BD, spec.config.vocab_size, Purpose.TARGET)
+        noise = _target_noise(coupled, rows, depth + 1, spec.config.vocab_size)
     if depth == 0 or drafter is None:
         return state.draft, Drafted(_plain_tree(rows), noise)
     sample = spec.draws_drafts(tier, sampled)
