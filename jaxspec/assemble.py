@@ -240,7 +240,7 @@ def choose_policy(
         tiers = tuple(speculation.tier(step) for step in sorted({0, *steps}))
     elif not trees and not all(tier.is_chain for tier in tiers):
         raise ValueError(f"this drafter proposes chains only, got tiers {[str(tier) for tier in tiers]}")
-    return _Choice({tier: every for tier in tiers}, True, lambda cost: GoodputPolicy(tiers, cost))
+    return _Choice({tier: every for tier in tiers}, True, lambda cost: GoodputPolicy(tiers, cost, buckets=every))
 
 
 def build_engine(
@@ -251,14 +251,12 @@ def build_engine(
     *,
     tokenizer: bool = True,
     progress: bool = True,
-    rehearse: bool = False,
 ) -> Engine:
-    """Loads, compiles, measures, and returns an engine that is ready to serve.
+    """Loads and compiles (see EngineConfig.warmup), and returns an engine that is ready to serve.
 
     Args:
       tokenizer: False serves token ids only, from directories without a tokenizer.json.
       progress: show a bar while compiling.
-      rehearse: run every executable once, so that no request pays for a first run.
     """
     speculation, config = SpeculationConfig.of(speculation), config or EngineConfig()
     use_persistent_cache(config.compile_cache)  # loading compiles too: a small program for each shape
@@ -283,20 +281,19 @@ def build_engine(
             return _drafter(kind, module, target, geo, speculation, shards)
 
     return assemble(
-        target, text, speculation, config, progress=progress, rehearse=rehearse, drafter=drafter_of,
+        target, text, speculation, config, progress=progress, drafter=drafter_of,
         drafts=kind != "none", trees=kind in TREE_DRAFTERS, deepest=deepest_draft(kind, module),
     )  # fmt: skip
 
 
 def assemble(
     target: Transformer, tokenizer: Tokenizer | None, speculation: SpeculationConfig, config: EngineConfig, *,
-    drafter: Any, drafts: bool, trees: bool, progress: bool, rehearse: bool = False, cost: CostTable | None = None,
+    drafter: Any, drafts: bool, trees: bool, progress: bool, cost: CostTable | None = None,
     deepest: int | None = None,
 ) -> Engine:  # fmt: skip
     """An engine from a target in memory; `drafter` maps a Geometry to (drafter, parameters).
 
     Args:
-      rehearse: see build_engine.
       cost: skips the timing of executables.
       deepest: see choose_policy.
     """
@@ -338,17 +335,19 @@ def assemble(
     chunk = min(config.prefill_chunk, longest)
     sizes = sorted({chunk, *(size for size in (16, 64) if size < chunk)})
     grammars = _grammars(config, tokenizer, model.vocab_size, eos)
+    # The processes of several hosts must run the same rounds, and what is ready differs between them.
+    background = config.warmup == "background" and jax.process_count() == 1
+    times = cost is None and choice.needs_cost
+    both = ("sampled",) if jax.default_backend() == "cpu" else ("greedy", "sampled")
     runner = Runner(
         _laid_out(target, shards), built, params, geo,
         rejection=speculation.verification == "rejection", typical=typical, reachable=choice.reachable,
         prefill_sizes=sizes, eos=eos,
-        variants=tuple(v == "sampled" for v in config.variants), mesh=mesh, progress=progress,
-        guided=grammars is not None, cache=cache, rehearse=rehearse,
+        variants=tuple(v == "sampled" for v in config.variants or both), mesh=mesh, progress=progress,
+        guided=grammars is not None, cache=cache, background=background, times=times and background,
     )  # fmt: skip
-    if cost is None and choice.needs_cost:
-        cost = runner.measure()
-    if rehearse:
-        runner.rehearse()
+    if times:
+        cost = CostTable({}) if background else runner.measure()
     scheduler = Scheduler(
         SchedulerConfig(
             max_batch_size=config.max_batch_size,
@@ -362,10 +361,9 @@ def assemble(
             prefix_lookahead=0 if built is None else built.lookahead,
         )
     )
-    warmup = time.perf_counter() - began
     return Engine(
-        runner, scheduler, lambda: choice.build(cost), buckets, tokenizer, eos, config.seed, warmup, cost,
-        config.traffic_log, grammars,
+        runner, scheduler, choice.build, buckets, tokenizer, eos, config.seed, began, cost, config.traffic_log,
+        grammars,
     )  # fmt: skip
 
 

@@ -169,6 +169,7 @@ class SpeculationConfig:
         return cls(**value)
 
 
+WARMUPS = ("background", "eager")
 #: Implementations of the kernels, as pallas_kernels.dispatch knows them (not imported: this module knows no device).
 KERNELS = (None, "reference", "tpu", "gpu", "interpret")
 
@@ -184,8 +185,12 @@ class EngineConfig:
       num_pages: pages of the pool; None: enough for max_batch_size full sequences.
       prefill_chunk: prompt tokens computed between two rounds.
       batch_buckets: padded batch sizes to compile, the largest being max_batch_size; None: powers of two.
-      variants: which rounds to compile. "greedy" serves batches of plain greedy requests faster; "sampled" serves
-        every batch. ("sampled",) alone halves the warm-up, ("greedy",) alone refuses requests that sample.
+      variants: which rounds to compile. "greedy" serves batches of plain greedy requests faster on accelerators;
+        "sampled" serves every batch. ("greedy",) alone refuses requests that sample. None: both on accelerators,
+        ("sampled",) on CPUs, where greedy batches cost as much with it and the warm-up half.
+      warmup: "background" serves as soon as plain decoding is compiled at the smallest batch size (or the static
+        tier); more comes in the order of its expected use while requests run, with the same tokens. "eager" compiles
+        everything first, which is what benchmarks want.
       dtype: "float32", "bfloat16" or None: float32 on CPU, bfloat16 on accelerators.
       tensor_parallel: devices that share every layer (the first ones of the backend); must divide the target's KV
         heads, heads, MLP width and vocabulary. The tokens are those of one device, up to rounding.
@@ -211,7 +216,8 @@ class EngineConfig:
     num_pages: int | None = None
     prefill_chunk: int = 256
     batch_buckets: tuple[int, ...] | None = None
-    variants: tuple[str, ...] = ("greedy", "sampled")
+    variants: tuple[str, ...] | None = None
+    warmup: str = "background"
     dtype: str | None = None
     tensor_parallel: int = 1
     kernels: str | None = None
@@ -238,8 +244,10 @@ class EngineConfig:
                 _integer(me, "batch_buckets", size, 1, self.max_batch_size)
             if max(sizes, default=0) != self.max_batch_size:
                 raise ValueError(f"{me}.batch_buckets must end at max_batch_size {self.max_batch_size}, got {sizes}")
-        if not self.variants or not set(self.variants) <= {"greedy", "sampled"}:
-            raise ValueError(f"{me}.variants must hold 'greedy', 'sampled' or both, got {self.variants!r}")
+        if self.variants is not None and (not self.variants or not set(self.variants) <= {"greedy", "sampled"}):
+            raise ValueError(f"{me}.variants must hold 'greedy', 'sampled' or both, or be None, got {self.variants!r}")
+        if self.warmup not in WARMUPS:
+            raise ValueError(f"{me}.warmup must be one of {WARMUPS}, got {self.warmup!r}")
         for name in ("enable_prefix_caching", "structured_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{me}.{name} must be True or False, got {getattr(self, name)!r}")

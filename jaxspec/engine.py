@@ -7,8 +7,12 @@ runner runs it. One round is always in flight while the host works on the one be
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import numbers
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -31,6 +35,10 @@ from jaxspec.text.grammar import Grammar, GrammarCompiler, Guide, Matcher
 from jaxspec.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
 from jaxspec.tier import Tier
 from jaxspec.traffic import TrafficLog
+
+#: While the engine works and warms up: steps for each piece of warming up.
+_STEPS_PER_ADVANCE = 2
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -60,8 +68,10 @@ class EngineStats:
     """Counters since the engine was built.
 
     Attributes:
-      warmup_seconds: compiling and timing executables. executables: how many there are.
-      compilations_after_warmup: must stay 0.
+      warmup_seconds: loading, compiling and timing until everything was ready, or so far.
+      startup_seconds: of those, until the first request could be served.
+      executables: how many there are once all is warm. executables_ready: those that can run now.
+      compilations_after_warmup: outside the warm-up; must stay 0.
       rounds, steps: decode rounds collected, engine steps.
       running, waiting: live requests with a slot, and without.
       active_tier: name of the latest round's tier; "" before the first.
@@ -73,7 +83,9 @@ class EngineStats:
     """
 
     warmup_seconds: float
+    startup_seconds: float
     executables: int
+    executables_ready: int
     compilations_after_warmup: int
     steps: int
     rounds: int
@@ -94,6 +106,17 @@ class EngineStats:
     guided_rounds: int = 0
 
 
+def _advance_idle(engine: Callable[[], Engine | None]) -> bool | None:
+    """A piece of an engine's warm-up, where nobody steps it: for Warmup.attend."""
+    alive = engine()
+    if alive is None or alive.warm:
+        return None
+    if alive.has_work:
+        return False
+    with alive._stepping:
+        return alive._advance_warmup()
+
+
 def _deepest(requests: Sequence[Request]) -> int | None:
     """Most drafts that any of the requests may accept; None where one sets no limit."""
     limits = [request.max_depth for request in requests]
@@ -106,11 +129,12 @@ class Engine:
     Args:
       runner: compiled executables and device state.
       scheduler: owns pages and slots.
-      new_policy: builds the configured policy, afresh at each call.
+      build_policy: builds the configured policy from the costs known so far.
       tokenizer: None for token-in, token-out use (no text, no stop strings).
       eos: token ids that end a text.
       seed: base of the seeds of requests that bring none.
-      cost: measured seconds of the rounds, where the policy needed them.
+      began: when building the engine began, on time.perf_counter's clock.
+      cost: measured seconds of the rounds, where the policy needs them; what the warm-up measures is added.
       traffic_log: file to append finished requests to (see EngineConfig).
       grammars: compiles what requests may bring as their grammar; None: this engine takes none.
 
@@ -122,24 +146,36 @@ class Engine:
     """
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, new_policy: Callable[[], TierPolicy], buckets: Sequence[int],
-        tokenizer: Tokenizer | None, eos: Sequence[int], seed: int, warmup_seconds: float, cost: CostTable | None,
+        self, runner: Runner, scheduler: Scheduler, build_policy: Callable[[CostTable | None], TierPolicy],
+        buckets: Sequence[int], tokenizer: Tokenizer | None, eos: Sequence[int], seed: int, began: float,
+        cost: CostTable | None,
         traffic_log: str | Path | None = None, grammars: GrammarCompiler | None = None,
     ):  # fmt: skip
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
-        self.new_policy, self.cost, self.grammars = new_policy, cost, grammars
+        self._build_policy, self.cost, self.grammars = build_policy, cost, grammars
         self._buckets, self._eos, self._seed = tuple(buckets), frozenset(eos), seed
-        self.use_policy(new_policy())
+        self.use_policy(self.new_policy())
         self._streams: dict[str, _Stream] = {}
         self._in_flight: list[Pending] = []
         self._serial = 0
         self._prompt: tuple[Sequence[int], list[int]] = ((), [])
         self._steps = self._rounds = self._starved = self._guided = 0
         self._waited = self._worked = self._collected_at = 0.0
-        self._warmup_seconds = warmup_seconds
+        self._began, self._startup_seconds = began, time.perf_counter() - began
+        self._warmup_seconds: float | None = None
         self._compilations = CompileCounter()
         self.on_round: Callable[[RoundStats], None] | None = None
         self._traffic = None if traffic_log is None else TrafficLog(traffic_log)
+        self._stepping = threading.Lock()
+        if runner.warm:
+            self._warmup_seconds = self._startup_seconds
+        else:
+            weakref.finalize(self, runner.stop_warmup)
+            runner.attend(functools.partial(_advance_idle, weakref.ref(self)))
+
+    def new_policy(self) -> TierPolicy:
+        """The configured policy, afresh."""
+        return self._build_policy(self.cost)
 
     def use_policy(self, policy: TierPolicy, recorder: Recorder | None = None) -> None:
         """From the next step on, `policy` chooses the tier; its counters start anew. Requests may be under way.
@@ -157,7 +193,9 @@ class Engine:
                 raise ValueError(
                     f"the policy can select {tier} at batch sizes {missing}, but it is compiled for {have}"
                 )
-        self.controller: AdaptiveController[SpecRuntimeState] = AdaptiveController(policy, self.runner.states, recorder)
+        self.controller: AdaptiveController[SpecRuntimeState] = AdaptiveController(
+            policy, self.runner.states, recorder, ready=self.runner.ready
+        )
 
     # Requests.
 
@@ -277,6 +315,47 @@ class Engine:
 
     def step(self) -> list[StreamDelta]:
         """Dispatches the next prefill chunk and round, and commits the ones dispatched a step before."""
+        with self._stepping:
+            if self._warmup_seconds is None and self._steps % _STEPS_PER_ADVANCE == 0:
+                self._advance_warmup()
+            return self._step()
+
+    # Warming up, beside requests or between them.
+
+    @property
+    def warm(self) -> bool:
+        """Whether every executable has come; until then requests run with those that have."""
+        return self._warmup_seconds is not None
+
+    def wait_until_warm(self) -> None:
+        """Returns when every executable has come and was timed; requests may run meanwhile, from other threads."""
+        while not self.warm:
+            time.sleep(0.01)
+
+    def stop_warmup(self) -> None:
+        """Compiles nothing more; requests go on with what there is."""
+        self.runner.stop_warmup()
+
+    def _advance_warmup(self) -> bool:
+        """One piece of it; whether there was anything to do."""
+        runner = self.runner
+        known = dict(runner.costs)
+        if not runner.advance():
+            if runner.warm and self._warmup_seconds is None:
+                self._warmup_seconds = time.perf_counter() - self._began
+                _log.info(
+                    "warm after %.1f s: %d of %d executables",
+                    self._warmup_seconds, runner.num_ready, runner.num_executables,
+                )  # fmt: skip
+            return False
+        for (tier, bucket), seconds in runner.costs.items():
+            if known.get((tier, bucket)) != seconds:
+                self.controller.policy.learn(tier, bucket, seconds)
+        if runner.costs != known:
+            self.cost = CostTable(runner.costs)
+        return True
+
+    def _step(self) -> list[StreamDelta]:
         began = time.perf_counter()
         waited = self._waited
         plan = self.scheduler.plan()
@@ -293,17 +372,14 @@ class Engine:
     def _dispatch(self, plan: Plan) -> list[Pending]:
         dispatched, growth = [], 0
         if plan.decode:
-            rows = plan.decode
-            bucket = next(b for b in self._buckets if b >= len(rows))
-            context = sum(row.request.num_computed for row in rows)
-            tier, state = self.controller.select(
-                BatchView(len(rows), bucket, context, time.monotonic(), _deepest([row.request for row in rows]))
-            )
-            growth = tier.depth + 1
             self._starved += bool(self._in_flight) and self._in_flight[-1].is_ready
-            catch_up, guide = self._behind(rows, tier), self._guide(rows)
-            self._guided += guide is not None
-            dispatched.append(self.runner.dispatch(rows, state, bucket, catch_up=catch_up, guide=guide))
+            # One round, but for batches larger than what is compiled so far.
+            most = self.runner.largest_ready()
+            for first in range(0, len(plan.decode), most):
+                pending = self._dispatch_round(plan.decode[first : first + most])
+                dispatched.append(pending)
+                assert pending.tier is not None
+                growth = max(growth, pending.tier.depth + 1)
         if plan.prefill is not None:
             matcher = self._streams[plan.prefill.request.request_id].matcher
             allowed = matcher.root if matcher is not None and plan.prefill.is_last else None
@@ -313,6 +389,17 @@ class Engine:
         self.scheduler.dispatched(plan, growth)
         return dispatched
 
+    def _dispatch_round(self, rows: Sequence[DecodeRow]) -> Pending:
+        runner = self.runner
+        bucket = next(b for b in self._buckets if b >= len(rows) and any(runner.ready(t, b) for t in runner.states))
+        context = sum(row.request.num_computed for row in rows)
+        tier, state = self.controller.select(
+            BatchView(len(rows), bucket, context, time.monotonic(), _deepest([row.request for row in rows]))
+        )
+        catch_up, guide = self._behind(rows, tier, bucket), self._guide(rows)
+        self._guided += guide is not None
+        return runner.dispatch(rows, state, bucket, catch_up=catch_up, guide=guide)
+
     def _guide(self, rows: Sequence[DecodeRow]) -> Guide | None:
         """What the rows may say; None where no grammar says anything."""
         matchers = [self._streams[row.request.request_id].matcher for row in rows]
@@ -321,19 +408,22 @@ class Engine:
     def _is_guided(self, pending: Pending) -> bool:
         return any(self._streams[request.request_id].matcher is not None for request, _ in pending.rows)
 
-    def _behind(self, rows: Sequence[DecodeRow], tier: Tier) -> bool:
-        """Counts what each row's drafter has not consumed; whether it must catch up before this round."""
+    def _behind(self, rows: Sequence[DecodeRow], tier: Tier, bucket: int) -> bool:
+        """Counts what each row's drafter has not consumed; whether it must, and can, catch up before this round."""
         drafter = self.runner.drafter
         if drafter is None or not drafter.has_cache:
             return False
         streams = [self._streams[row.request.request_id] for row in rows]
         behind = tier.depth > 0 and any(stream.unseen > drafter.window for stream in streams)
+        lost = behind and not self.runner.can_catch_up(bucket)
         for stream in streams:
+            if lost and stream.unseen > drafter.window:
+                stream.request.cacheable_generated = False
             stream.unseen = tier.depth + 1 if tier.depth else stream.unseen + 1
             # Beyond what it can catch up its cache lacks entries: such pages are no prefix to reuse.
             if stream.unseen > drafter.window + drafter.catch_up_tokens:
                 stream.request.cacheable_generated = False
-        return behind
+        return behind and not lost
 
     def _commit(self, pending: Pending) -> list[StreamDelta]:
         began = time.perf_counter()
@@ -451,8 +541,10 @@ class Engine:
     def stats(self) -> EngineStats:
         s = self.scheduler.stats
         return EngineStats(
-            warmup_seconds=self._warmup_seconds,
+            warmup_seconds=time.perf_counter() - self._began if self._warmup_seconds is None else self._warmup_seconds,
+            startup_seconds=self._startup_seconds,
             executables=self.runner.num_executables,
+            executables_ready=self.runner.num_ready,
             compilations_after_warmup=self._compilations.count,
             steps=self._steps,
             rounds=self._rounds,

@@ -295,7 +295,6 @@ def load_engine(config: ServerConfig) -> Engine:
         _log.warning("the model has no tokenizer.json: prompts must be token ids, and answers have no text")
     return build_engine(
         config.model, config.drafter, config.speculation, config.engine, tokenizer=has_tokenizer, progress=False,
-        rehearse=True,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -55,21 +55,26 @@ class AdaptiveController(Generic[State]):
 
     Args:
       policy: chooses the tier.
-      states: what runs each tier; may hold more tiers than the policy selects.
+      states: what runs each tier, now and later: may hold more tiers than the policy selects, and may change.
       recorder: hears every observed round too.
+      ready: whether a tier's state can run in a bucket by now. Where the policy's choice cannot, the next shallower
+        one runs that can, else the shallowest.
 
     Raises:
       ValueError: the policy can select a tier that has no state.
     """
 
-    def __init__(self, policy: TierPolicy, states: Mapping[Tier, State], recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, policy: TierPolicy, states: Mapping[Tier, State], recorder: Recorder | None = None, *,
+        ready: Callable[[Tier, int], bool] = lambda tier, bucket: True,
+    ) -> None:  # fmt: skip
         missing = [tier.name for tier in policy.tiers if tier not in states]
         if missing:
             raise ValueError(f"the policy can select tiers {missing}, but states exist only for {_names(states)}")
         self.policy = policy
         self.switches = 0
         self.rounds_by_tier: Counter[Tier] = Counter(dict.fromkeys(policy.tiers, 0))
-        self._states = dict(states)
+        self._states, self._ready = states, ready
         self._recorder = recorder
         self._last: Tier | None = None
 
@@ -83,6 +88,9 @@ class AdaptiveController(Generic[State]):
         tier = self._within(self.policy.select(view), view)
         if tier not in self._states:
             raise ValueError(f"the policy selected tier {tier}, but states exist only for {_names(self._states)}")
+        if not self._ready(tier, view.bucket):
+            at_hand = sorted(t for t in self._states if self._ready(t, view.bucket))
+            tier = max((t for t in at_hand if t.depth <= tier.depth), default=at_hand[0])
         self.switches += self._last is not None and tier != self._last
         self._last = tier
         self.rounds_by_tier[tier] += 1

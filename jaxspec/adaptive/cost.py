@@ -137,6 +137,16 @@ class RefinedCost:
             return base
         return base * math.exp(self._common[bucket] + self._own.get((tier, bucket), 0.0))
 
+    @property
+    def table(self) -> CostTable:
+        """The measured costs, without corrections."""
+        return self._table
+
+    def learn(self, tier: Tier, bucket: int, seconds: float) -> None:
+        """Takes a new measurement of one pair; what its rounds corrected of the old one is forgotten."""
+        self._table = CostTable({**{pair: self._table.seconds(*pair) for pair in self._table}, (tier, bucket): seconds})
+        self._own.pop((tier, bucket), None)
+
     def observe(self, tier: Tier, bucket: int, seconds: float) -> None:
         """Takes the positive seconds of one round; a round whose pair the table lacks is ignored."""
         if not self._enabled or not 0 < seconds < math.inf or (tier, bucket) not in self._table:

@@ -318,6 +318,9 @@ class EmaPolicy:
             accepted = stats.num_accepted or (0,) * (stats.batch_size if stats.tier.depth == 0 else 0)
             self.params.update(accepted, stats.bucket)
 
+    def learn(self, tier: Tier, bucket: int, seconds: float) -> None:
+        """Nothing to learn: SGLang's rule does not look at costs."""
+
     def buckets_for(self, tier: Tier, buckets: tuple[int, ...]) -> tuple[int, ...]:
         """Those of `buckets` whose slot has the tier's step among its candidates."""
         if self._tier_of.get(tier.depth) != tier:

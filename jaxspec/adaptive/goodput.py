@@ -58,8 +58,9 @@ class GoodputPolicy:
 
     Args:
       tiers: what may be chosen; plain decoding is always added. A tier is left out of buckets where its full
-        acceptance would not beat plain decoding, or for which the table has no cost of it.
-      cost: seconds of plain decoding in every bucket, and of the tiers.
+        acceptance would not beat plain decoding, or for which no cost of it or of plain decoding is known.
+      cost: seconds of plain decoding and of the tiers, as far as they are known; `learn` brings others.
+      buckets: further padded batch sizes, for which costs may come later.
       half_life: observed rows (one request in one drafting round) after which evidence counts half.
       prior_rate: acceptance assumed of each position before anything is known; optimistic, so that drafts are tried.
       margin: relative gain that a switch must promise.
@@ -68,7 +69,8 @@ class GoodputPolicy:
       refine_cost: let the measured seconds of rounds correct the table slowly.
 
     Raises:
-      ValueError: a parameter out of range, a tier without any cost, or a bucket without a cost of plain decoding.
+      ValueError: a parameter out of range; without `buckets` also a tier without any cost, or a bucket without a cost
+        of plain decoding: nothing would ever bring it.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class GoodputPolicy:
         tiers: Sequence[Tier],
         cost: CostTable,
         *,
+        buckets: Sequence[int] = (),
         half_life: float = 60.0,
         prior_rate: float = 0.8,
         margin: float = 0.03,
@@ -94,20 +97,23 @@ class GoodputPolicy:
                 raise ValueError(f"{name} must lie between {least} and {most}, got {value!r}")
         self.tiers: tuple[Tier, ...] = tuple(sorted({PLAIN, *tiers}))
         unknown = [tier.name for tier in self.tiers if tier not in cost.tiers]
-        if unknown:
+        if unknown and not buckets:
             raise ValueError(f"the cost table has no cost of {unknown}, only of {[t.name for t in cost.tiers]}")
         self._margin = margin
         self._probe_share = probe_share
         self._probe_backoff = probe_backoff
         self._cost = RefinedCost(cost, enabled=refine_cost)
         self._acceptance = AcceptanceModel(
-            max(1, self.tiers[-1].depth), cost.buckets, half_life=half_life, prior_rate=prior_rate
+            max(1, self.tiers[-1].depth),
+            sorted({*cost.buckets, *buckets}),
+            half_life=half_life,
+            prior_rate=prior_rate,
         )
         self._buckets: dict[int, _Bucket] = {}
-        for bucket in cost.buckets:
-            cost.seconds(PLAIN, bucket)
-            paying = (t for t in self.tiers if (t, bucket) in cost and cost.pays(t, bucket))
-            self._buckets[bucket] = _Bucket((PLAIN, *paying))
+        for bucket in sorted({*cost.buckets, *buckets}):
+            if not buckets:
+                cost.seconds(PLAIN, bucket)
+            self._buckets[bucket] = _Bucket(self._paying(bucket))
 
     def select(self, view: BatchView) -> Tier:
         """The tier with the best expected goodput, or a probe; ValueError for a bucket without costs."""
@@ -140,6 +146,20 @@ class GoodputPolicy:
         self._acceptance.observe(stats)
         if stats.tier == state.probe and stats.num_accepted:
             self._settle(state, stats)
+
+    def learn(self, tier: Tier, bucket: int, seconds: float) -> None:
+        """Takes a measured cost, and with it reconsiders which tiers can pay in that bucket."""
+        self._cost.learn(tier, bucket, seconds)
+        state = self._bucket(bucket)
+        state.candidates = self._paying(bucket)
+        if state.current not in state.candidates:
+            state.current, state.interval = None, 0.0
+
+    def _paying(self, bucket: int) -> tuple[Tier, ...]:
+        """Plain decoding, and the tiers that can pay, as far as costs are known."""
+        cost = self._cost.table
+        known = (t for t in self.tiers if (t, bucket) in cost and (PLAIN, bucket) in cost)
+        return PLAIN, *(t for t in known if cost.pays(t, bucket))
 
     def buckets_for(self, tier: Tier, buckets: tuple[int, ...]) -> tuple[int, ...]:
         """Those of `buckets` where the tier can pay; plain decoding in all."""

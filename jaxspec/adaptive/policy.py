@@ -78,6 +78,10 @@ class TierPolicy(Protocol):
         """Feedback of a finished round; may belong to a tier that is no longer selected."""
         ...
 
+    def learn(self, tier: Tier, bucket: int, seconds: float) -> None:
+        """Takes what a round of no requests was measured to cost; its executable has come or was timed anew."""
+        ...
+
     def buckets_for(self, tier: Tier, buckets: tuple[int, ...]) -> tuple[int, ...]:
         """Those of `buckets` in which `select` can return `tier`: only these pairs are compiled."""
         ...

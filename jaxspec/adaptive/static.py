@@ -20,6 +20,9 @@ class StaticPolicy:
     def observe(self, stats: RoundStats) -> None:
         """Nothing to learn."""
 
+    def learn(self, tier: Tier, bucket: int, seconds: float) -> None:
+        """Nothing to learn."""
+
     def buckets_for(self, tier: Tier, buckets: tuple[int, ...]) -> tuple[int, ...]:
         """All buckets for the one tier, none for another."""
         return tuple(buckets) if tier == self.tier else ()

@@ -1,26 +1,23 @@
 """Ahead-of-time compilation: one executable per reachable (function, tier, bucket, variant).
 
-Owns the persistent cache's location, the pool of compiling threads and the counter that
-proves that nothing compiles after warm-up.
+Owns what a job is, the persistent cache's location, the limit of memory mappings and the counter that proves that
+nothing compiles on the path of a request. `warmup` runs the jobs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
-from jaxspec.runtime.executables import ExecutableStore, kept_once
+from jaxspec.runtime.executables import ExecutableStore
 from jaxspec.tier import Tier
 
 #: Directory of JAX's own cache, where it was put there by this module.
@@ -41,8 +38,25 @@ class CompileCounter:
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
-        if event == _COMPILE_EVENT:
+        if event == _COMPILE_EVENT and not _thread.uncounted:
             self.count += 1
+
+
+class _Thread(threading.local):
+    uncounted = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """What this thread compiles meanwhile belongs to a warm-up: no `CompileCounter` counts it."""
+    _thread.uncounted = True
+    try:
+        yield
+    finally:
+        _thread.uncounted = False
 
 
 def cache_directory() -> Path:
@@ -121,7 +135,14 @@ def memory_mappings() -> tuple[int, int] | None:
         return None
 
 
-def _check_mappings(before: tuple[int, int] | None, done: int, total: int) -> None:
+def check_mappings(before: tuple[int, int] | None, done: int, total: int) -> None:
+    """Looks now and then whether `total` executables can have the mappings they need, after `done` of them.
+
+    Raises:
+      ValueError: they cannot; XLA would abort the process.
+    """
+    if done % _LOOK_EVERY:
+        return
     now = memory_mappings()
     if before is None or now is None or now[0] <= _USABLE * now[1]:
         return
@@ -131,53 +152,3 @@ def _check_mappings(before: tuple[int, int] | None, done: int, total: int) -> No
         f"(vm.max_map_count). Compile fewer (max_batch_size or batch_buckets, variants, the speculation's tiers) or "
         f"allow more: sysctl -w vm.max_map_count={max(262144, 2 * needed)}"
     )
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Tracing makes millions of objects that live on; looking through them again and again costs a quarter."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def compile_all(
-    jobs: Sequence[Job], *, progress: bool, store: ExecutableStore | None = None, threads: int | None = None,
-    ready: Callable[[Any, Any], None] | None = None,
-) -> tuple[dict[Any, Any], float]:  # fmt: skip
-    """Compiles the jobs in parallel threads.
-
-    Args:
-      progress: show a bar on standard error.
-      store: where executables of earlier processes lie, and these are to lie.
-      threads: by default one a core, at most 16.
-      ready: called in this thread with each key and its executable as it comes, while others are being compiled.
-
-    Returns:
-      ({key: compiled}, wall seconds).
-
-    Raises:
-      ValueError: the system does not allow this process as many memory mappings as the executables need.
-    """
-    began, mappings = time.perf_counter(), memory_mappings()
-    done: dict[Any, Any] = {}
-    once = kept_once() if store is not None else contextlib.nullcontext()
-    with _without_collection(), once, ThreadPoolExecutor(threads or min(16, os.cpu_count() or 1)) as pool:
-        futures = {pool.submit(job.compiled, store): job for job in jobs}
-        bar = tqdm(as_completed(futures), total=len(jobs), desc="compiling", disable=not progress, leave=False)
-        try:
-            for future in bar:
-                key = futures[future].key
-                done[key] = future.result()
-                if ready is not None:
-                    ready(key, done[key])
-                if len(done) % _LOOK_EVERY == 0:
-                    _check_mappings(mappings, len(done), len(jobs))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return done, time.perf_counter() - began

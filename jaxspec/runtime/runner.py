@@ -7,9 +7,11 @@ returns at once, and `collect` is the only call that waits.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,13 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from tqdm import tqdm
 
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.models.layers import Transformer
 from jaxspec.request import MAX_LOGPROBS, Logprob, Request
-from jaxspec.runtime.compile import Job, SpecRuntimeState, compile_all
+from jaxspec.runtime.compile import Job, SpecRuntimeState
 from jaxspec.runtime.executables import ExecutableStore, Fingerprints, IndescribableError
 from jaxspec.runtime.sharding import Placement, abstract
+from jaxspec.runtime.warmup import Warmup
 from jaxspec.scheduling.scheduler import DecodeRow, PrefillChunk
 from jaxspec.speculation import guided
 from jaxspec.speculation import round as rounds
@@ -35,6 +39,8 @@ from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.speculation.typical import Typical
 from jaxspec.tier import PLAIN, Tier
 
+#: How often a round is timed when it has come, and again when all have and nothing is compiled beside.
+_FIRST_TRIALS, _FINAL_TRIALS = 3, 5
 _log = logging.getLogger(__name__)
 
 
@@ -110,14 +116,20 @@ class Runner:
       mesh: devices that share the weights and pools (runtime.sharding); None for the backend's first device alone.
       guided: whether rounds and prefills can be told what rows may say.
       cache: directory in which executables are kept for the next process; None: nowhere.
-      rehearse: `rehearse` will be called; what can be is done while the executables come.
+      background: return as soon as a request can be served; `advance` takes in what comes later.
+      times: `advance` also times the rounds.
+
+    Attributes:
+      states: what each tier can run now, by tier.
+      costs: median seconds of each (tier, bucket) that `advance` has timed.
     """
 
     def __init__(
         self, model: Transformer, drafter: Drafter | None, draft_params: Any, geo: Geometry, *,
         rejection: bool, reachable: Mapping[Tier, Sequence[int]], prefill_sizes: Sequence[int],
         eos: Sequence[int], variants: Sequence[bool] = (False, True), mesh: Mesh | None = None, progress: bool,
-        typical: Typical | None = None, guided: bool = False, cache: Path | None = None, rehearse: bool = False,
+        typical: Typical | None = None, guided: bool = False, cache: Path | None = None, background: bool = False,
+        times: bool = False,
     ):  # fmt: skip
         graph, target = nnx.split(model)
         self.config = model.config
@@ -137,10 +149,16 @@ class Runner:
         self._words = -(-self.config.vocab_size // 32)
         self._anything = self._put(np.full((1, self._words), -1, np.int32)) if guided else None
         self._plans: dict[bytes, jax.Array] = {}
-        self._prefilled = False
+        self._disturbed = False  # something else than rounds ran on the device since the last one
         self._zero_bias = self._put(np.zeros((self.config.vocab_size,), np.float32))
         self.state = self._fresh_state()
-        self._compile(progress, cache, rehearse)
+        self._compiled: dict[Any, Any] = {}
+        self.states = {tier: SpecRuntimeState(tier, {}) for tier in self.reachable}
+        self.costs: dict[tuple[Tier, int], float] = {}
+        self._times, self._timed_finally = times, not times
+        self._trials: deque[tuple[Tier, int]] = deque()
+        self._samples: dict[tuple[Tier, int], list[float]] = {}
+        self._warm_up(cache, progress, background)
 
     def _empty_state(self) -> DecodeState:
         draft = () if self.drafter is None else self.drafter.init_state(self.geo)
@@ -169,14 +187,69 @@ class Runner:
             _log.debug("an executable is not stored, for it depends on %s", e)
             return None
 
-    def _compile(self, progress: bool, cache: Path | None, rehearse: bool) -> None:
+    def _warm_up(self, cache: Path | None, progress: bool, background: bool) -> None:
+        """Compiles everything, or what the first request needs."""
+        jobs = self._jobs(cache)
+        order = self._order(jobs) if background else {}
+        first = [job for job in jobs if not order.get(job.key)]
+        # The most urgent first; of those, and of all without an order, the dearest, so that no thread ends with one.
+        jobs.sort(key=lambda job: (order.get(job.key, 0), job.key[0] == "round" and -job.key[1].depth))
+        self._warmup = Warmup(jobs, store=self._store)
+        # Elsewhere what runs would disturb a compiler that times what it compiles.
+        at_once = jax.default_backend() == "cpu" and not background
+        arrived = []
+        bar = tqdm(self._warmup.wait(len(first)), total=len(first), desc="compiling", disable=not progress, leave=False)
+        try:
+            for key, executable in bar:
+                if at_once:
+                    self._take_in(key, executable)
+                else:
+                    arrived.append((key, executable))
+        except BaseException:
+            self._warmup.stop()
+            raise
+        if background:
+            self._warmup.give_way()
+        for key, executable in arrived:
+            self._take_in(key, executable)
+
+    def _order(self, jobs: Sequence[Job]) -> dict[Any, int]:
+        """When each job's turn comes, from 0, which the first request waits for."""
+        buckets = sorted({bucket for at in self.reachable.values() for bucket in at})
+        tiers = sorted(self.reachable)
+        drafting = [tier for tier in tiers if tier.depth and tier != tiers[0]]
+        likely = drafting[len(drafting) // 2 : len(drafting) // 2 + 1]
+        order: dict[Any, int] = {("admit",): 0, ("prefill", self.prefill_sizes[0]): 0, ("logprobs", 1, 1, 1): 0}
+        order |= {("prefill", size): 2 for size in self.prefill_sizes[1:]}
+        ends = [(at, tier) for at in (buckets[0], buckets[-1]) for tier in (*tiers[:1], *likely)]
+        rest = [(at, tier) for at in buckets for tier in tiers]
+        for turn, (bucket, tier) in enumerate([*ends, *rest]):
+            if bucket in self.reachable[tier]:
+                catch_up = [("catch_up", bucket)] if tier.depth else []
+                for key in [*self._keys_of(tier, bucket), *catch_up]:
+                    order.setdefault(key, 0 if key in self._keys_of(tiers[0], buckets[0]) else turn + 1)
+        return {job.key: order.get(job.key, len(rest) + len(ends)) for job in jobs}
+
+    def _keys_of(self, tier: Tier, bucket: int) -> list[Any]:
+        """The executables that a round of a tier may need."""
+        nodes = tier.num_nodes
+        keys: list[Any] = [("round", tier, bucket, sampled) for sampled in self.variants]
+        keys.append(("logprobs", bucket, nodes, tier.depth + 1))
+        if self.guided and tier.depth:
+            keys += [("draft", tier, bucket), ("forward", nodes, bucket), ("settle", tier, bucket)]
+        elif self.guided:
+            keys.append(("guided", bucket))
+        return keys
+
+    def _jobs(self, cache: Path | None) -> list[Job]:
         place = self._place
-        store = None
+        self._store = None
         if cache is not None and jax.process_count() == 1:
             devices = jax.devices()[:1] if place.mesh is None else list(place.mesh.devices.flat)
-            store = ExecutableStore(cache, devices)
-        self._fingerprints = None if store is None else Fingerprints()
+            self._store = ExecutableStore(cache, devices)
+        self._fingerprints = None if self._store is None else Fingerprints()
         shape = lambda *s, dtype=jnp.int32: jax.ShapeDtypeStruct(s, dtype, sharding=place.replicated)
+        plan_of = functools.cache(lambda bucket: shape(bucket, width))
         target = abstract(self._target, place.target)
         draft = abstract(self._draft_params, place.draft_params)
         state = abstract(self.state, place.state)
@@ -207,22 +280,23 @@ class Runner:
                 for sampled in self.variants:
                     fn = rounds.round_fn(self.spec, tier, sampled)
                     params = draft if tier.depth else ()
-                    args = (target, params, state, shape(bucket, width))
+                    args = (target, params, state, plan_of(bucket))
                     add(("round", tier, bucket, sampled), fn, 2, args, place.round_results(sampled))
                 if self.guided:
-                    self._add_guided(add, tier, bucket, target, draft, state)
+                    self._add_guided(add, tier, bucket, target, draft, state, plan_of(bucket))
         if self.drafter is not None and self.drafter.has_cache and PLAIN in self.reachable:
             catch_up = rounds.catch_up_fn(self.spec)
             for bucket in sorted({b for buckets in self.reachable.values() for b in buckets}):
-                add(("catch_up", bucket), catch_up, 1, (draft, state, shape(bucket, width)), place.state)
+                add(("catch_up", bucket), catch_up, 1, (draft, state, plan_of(bucket)), place.state)
         prefill = rounds.prefill_fn(self.spec)
         anything = shape(1, self._words) if self.guided else None
+        chunk, admitted = shape(3), shape(7 + MAX_STOP_IDS)
         for size in self.prefill_sizes:
-            args = (target, draft, state, shape(3), anything)
+            args = (target, draft, state, chunk, anything)
             add(("prefill", size), prefill, 2, args, place.round_results(True), size=size)
         f32 = jnp.float32
         admit_args = (
-            state, shape(7 + MAX_STOP_IDS), shape(6, dtype=f32), shape(self.geo.pages_per_seq),
+            state, admitted, shape(6, dtype=f32), shape(self.geo.pages_per_seq),
             shape(self.geo.tokens_per_seq), shape(vocab, dtype=f32),
         )  # fmt: skip
         add(("admit",), rounds.admit_fn(self.spec), 0, admit_args, place.state)
@@ -232,29 +306,21 @@ class Runner:
             args = (logits, shape(b, d), shape(b, rounds.HEADER + d))
             add(("logprobs", b, n, d), rounds.logprobs_fn(self._logprobs_k), None, args, place.replicated)
 
-        # The dearest first, so that no thread ends with a long one alone.
-        jobs.sort(key=lambda job: job.key[0] == "round" and -job.key[1].depth)
-        # Whole trees among the arguments by name, others as the shapes they are.
-        names = {id(target): "target", id(draft): "draft", id(state): "state"}
+        # What to call each with when no request is meant: whole trees by name, a plan of no rows, zeros.
+        names: dict[int, Any] = {id(target): "target", id(draft): "draft", id(state): "state"}
+        names |= {id(plan_of(bucket)): self._no_rows(bucket) for at in self.reachable.values() for bucket in at}
+        names[id(chunk)] = np.asarray([self.geo.slots, 0, 0], np.int32)
+        names[id(admitted)] = np.full(admitted.shape, self.geo.slots, np.int32)
         self._arguments = {job.key: tuple(names.get(id(arg), arg) for arg in job.args) for job in jobs}
-        self._ran: set[Any] = set()  # keys
-        # Elsewhere what runs would disturb a compiler that times what it compiles.
-        ready = self._run_once if rehearse and jax.default_backend() == "cpu" else None
-        self._compiled, self.compile_seconds = compile_all(jobs, progress=progress, store=store, ready=ready)
-        self.states: dict[Tier, SpecRuntimeState] = {
-            tier: SpecRuntimeState(
-                tier, {(b, s): self._compiled["round", tier, b, s] for b in buckets for s in self.variants}
-            )
-            for tier, buckets in self.reachable.items()
-        }
+        return jobs
 
     def _add_guided(
-        self, add: Callable[..., None], tier: Tier, bucket: int, target: Any, draft: Any, state: Any
+        self, add: Callable[..., None], tier: Tier, bucket: int, target: Any, draft: Any, state: Any, plan: Any
     ) -> None:
         """The executables of guided rounds of one tier; a plain one needs no parts: its only mask is known before."""
         place, spec = self._place, self.spec
         shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.int32, sharding=place.replicated)
-        plan, masks = shape(bucket, self.geo.plan_width), shape(bucket, tier.num_nodes, self._words)
+        masks = shape(bucket, tier.num_nodes, self._words)
         if tier.depth == 0:
             args = (target, (), state, plan, masks)
             add(("guided", bucket), rounds.round_fn(spec, tier, True), 2, args, place.round_results(True))
@@ -279,27 +345,99 @@ class Runner:
 
     @property
     def num_executables(self) -> int:
+        """Executables that there will be once all is warm."""
+        return self._warmup.total
+
+    @property
+    def num_ready(self) -> int:
+        """Executables that can run now."""
         return len(self._compiled)
 
-    def rehearse(self) -> None:
-        """Runs every executable once that has not run, on zeros, and resets the state.
+    @property
+    def warm(self) -> bool:
+        """Whether everything is compiled and timed, or given up."""
+        return self._timed_finally and not self._trials and self._warmup.over
+
+    def attend(self, advance: Callable[[], bool | None]) -> None:
+        """See Warmup.attend."""
+        self._warmup.attend(advance)
+
+    def stop_warmup(self) -> None:
+        """Compiles nothing more after what is being compiled."""
+        self._warmup.stop()
+
+    def ready(self, tier: Tier, bucket: int) -> bool:
+        """Whether a round of the tier can run at this padded batch size."""
+        return (bucket, self.variants[0]) in self.states[tier].executables
+
+    def largest_ready(self) -> int:
+        """The largest padded batch size at which some tier can run."""
+        return max(bucket for state in self.states.values() for bucket, _ in state.executables)
+
+    def advance(self) -> bool:
+        """One piece of warming up, beside live requests or without: takes in or times one executable.
+
+        Returns:
+          Whether there was something to do. Where that ended the timing of a round, `costs` has it.
+        """
+        if self._trials:
+            self._try(*self._trials.popleft())
+            return True
+        arrival = self._warmup.take()
+        if arrival is not None:
+            self._take_in(*arrival)
+            return True
+        if self._timed_finally or not self._warmup.over:
+            return False
+        # Until now compilers ran beside. Round by round, so that what disturbs one repeat disturbs every tier.
+        self._timed_finally = True
+        if self._warmup.error is not None:
+            _log.warning("only %d of %d executables: %s", self.num_ready, self.num_executables, self._warmup.error)
+        self._samples.clear()
+        pairs = [(tier, bucket) for tier, state in self.states.items() for bucket, _ in state.executables]
+        self._trials.extend([*dict.fromkeys(pairs)] * _FINAL_TRIALS)
+        return True
+
+    def _take_in(self, key: Any, executable: Any) -> None:
+        """Runs an executable once, for no request, and offers it.
 
         The first run costs several others: CPUs choose how to multiply, GPUs load the program. No request shall pay.
         """
-        for key, executable in self._compiled.items():
-            if key not in self._ran:
-                self._run_once(key, executable)
-        jax.block_until_ready(self.state)
-        self.state = self._fresh_state()
+        self._run_once(key, executable)
+        self._compiled[key] = executable
+        for tier, buckets in self.reachable.items():
+            for bucket in buckets:
+                if not self.ready(tier, bucket) and all(k in self._compiled for k in self._keys_of(tier, bucket)):
+                    ready = {(bucket, s): self._compiled["round", tier, bucket, s] for s in self.variants}
+                    self.states[tier] = SpecRuntimeState(tier, {**self.states[tier].executables, **ready})
+                    if self._times:
+                        self._trials.extend([(tier, bucket)] * _FIRST_TRIALS)
 
     def _run_once(self, key: Any, executable: Any) -> None:
         zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
         held = {"target": self._target, "draft": self._draft_params, "state": self.state}
-        args = [held[arg] if isinstance(arg, str) else jax.tree.map(zeros, arg) for arg in self._arguments[key]]
-        out = executable(*args)
+
+        def value(arg: Any) -> Any:
+            if isinstance(arg, str):
+                return held[arg]
+            return self._put(arg) if isinstance(arg, np.ndarray) else jax.tree.map(zeros, arg)
+
+        out = executable(*(value(arg) for arg in self._arguments[key]))
         results = out if isinstance(out, tuple) else (out,)
         self.state = next((x for x in results if isinstance(x, DecodeState)), self.state)
-        self._ran.add(key)
+        self._disturbed = True
+
+    def _try(self, tier: Tier, bucket: int) -> None:
+        """Times one round of no rows."""
+        plan = self._put(self._no_rows(bucket))
+        jax.block_until_ready((self.state, plan))
+        began = time.perf_counter()
+        self.repeat(tier, bucket, plan, 1).block_until_ready()
+        samples = self._samples.setdefault((tier, bucket), [])
+        samples.append(time.perf_counter() - began)
+        self._disturbed = True
+        if (tier, bucket) not in self._trials:
+            self.costs[tier, bucket] = statistics.median(samples)
 
     def measure(self, repeats: int = 5, context: int = 256) -> CostTable:
         """Times every round (greedy where compiled) a few times at a moderate context, and resets the state.
@@ -329,7 +467,6 @@ class Runner:
     def repeat(self, tier: Tier, bucket: int, plan: jax.Array, count: int) -> jax.Array:
         """Dispatches the first variant's round `count` times, for timing; returns the last packed result."""
         executable = self.states[tier].executables[bucket, self.variants[0]]
-        self._ran.add(("round", tier, bucket, self.variants[0]))
         packed = None
         for _ in range(count):
             self.state, packed, _ = executable(self._target, self._params_for(tier), self.state, plan)
@@ -349,11 +486,16 @@ class Runner:
 
     # Dispatch.
 
-    def _plan(self, rows: Sequence[tuple[int, int, int, Sequence[int]]], bucket: int) -> jax.Array:
-        """The plan array of (slot, most drafts, first table entry, new pages); kept on the device if none are new."""
+    def _no_rows(self, bucket: int) -> np.ndarray:
+        """A round's plan that means no request: it reads and writes nothing of the state, and takes as long."""
         geo = self.geo
         plan = np.empty((bucket, geo.plan_width), np.int32)
         plan[:, 0], plan[:, 1], plan[:, 2], plan[:, 3:] = geo.slots, 0, geo.pages_per_seq, geo.num_pages
+        return plan
+
+    def _plan(self, rows: Sequence[tuple[int, int, int, Sequence[int]]], bucket: int) -> jax.Array:
+        """The plan array of (slot, most drafts, first table entry, new pages); kept on the device if none are new."""
+        plan = self._no_rows(bucket)
         fresh = False
         for i, (slot, depth, first, pages) in enumerate(rows):
             plan[i, 0], plan[i, 1] = slot, depth
@@ -414,16 +556,26 @@ class Runner:
         """
         if chunk.is_first:
             self.admit(chunk)
-        count = chunk.end - chunk.start
-        size = next(s for s in self.prefill_sizes if s >= count)
-        plan = np.asarray([chunk.slot, count, chunk.is_last], np.int32)
-        executable = self._compiled["prefill", size]
-        allowed = self._anything if allowed_W is None else self._put(allowed_W[None])
-        self.state, packed, kept = executable(self._target, self._draft_params, self.state, plan, allowed)
-        self._prefilled = True
+        sizes = [size for size in self.prefill_sizes if ("prefill", size) in self._compiled]
+        at = chunk.start
+        while True:  # once, but for chunks longer than what is compiled so far
+            size = next((s for s in sizes if s >= chunk.end - at), sizes[-1])
+            count = min(size, chunk.end - at)
+            at += count
+            plan = np.asarray([chunk.slot, count, chunk.is_last and at == chunk.end], np.int32)
+            executable = self._compiled["prefill", size]
+            allowed = self._anything if allowed_W is None else self._put(allowed_W[None])
+            self.state, packed, kept = executable(self._target, self._draft_params, self.state, plan, allowed)
+            if at == chunk.end:
+                break
+        self._disturbed = True
         if not chunk.is_last:
             return None
         return self._pending([(chunk.request, chunk.request.epoch)], None, 1, packed, kept, 1, chunk.end)
+
+    def can_catch_up(self, bucket: int) -> bool:
+        """Whether drafters can consume what rounds without drafting left behind, at this padded batch size."""
+        return ("catch_up", bucket) in self._compiled
 
     def dispatch(
         self, rows: Sequence[DecodeRow], state: SpecRuntimeState, bucket: int, *, catch_up: bool = False,
@@ -442,13 +594,13 @@ class Runner:
         )
         if catch_up:
             self.state = self._compiled["catch_up", bucket](self._draft_params, self.state, plan)
-            self._prefilled = True
+            self._disturbed = True
         if guide is None:
             executable = state.executables[bucket, sampled]
             self.state, packed, kept = executable(self._target, self._params_for(state.tier), self.state, plan)
         else:
             packed, kept = self._guided_round(state.tier, bucket, plan, guide)
-            self._prefilled = True
+            self._disturbed = True
         context = sum(row.request.num_computed for row in rows)
         nodes = state.tier.num_nodes
         return self._pending(
@@ -487,9 +639,9 @@ class Runner:
             logprobs = self._compiled["logprobs", bucket, nodes, path.shape[1]](logits, path, packed)
             logprobs.copy_to_host_async()
         packed.copy_to_host_async()
-        timed = tier is not None and not self._prefilled
+        timed = tier is not None and not self._disturbed
         if tier is not None:
-            self._prefilled = False
+            self._disturbed = False
         return Pending(tuple(rows), tier, bucket, packed, logprobs, time.perf_counter(), context, timed)
 
     def collect(self, pending: Pending) -> list[RowResult]:

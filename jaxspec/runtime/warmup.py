@@ -1,0 +1,190 @@
+"""Warm-up: executables come from threads, the most urgent first, while the engine may already run.
+
+Owns the threads, their order and their priority. Must not know what an executable is for, nor run one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxspec.runtime.compile import Job, check_mappings, memory_mappings, uncounted
+from jaxspec.runtime.executables import ExecutableStore, kept_once
+
+#: How far threads that compile in the background stand back (nice), and the processor seconds by which one of XLA's
+#: own threads is known to compile.
+_NICE, _COMPILES_SECONDS = 10, 0.2
+#: Seconds between two looks at whether the process is about to end.
+_LOOK_SECONDS = 0.1
+_log = logging.getLogger(__name__)
+
+
+class Warmup:
+    """Jobs that threads compile in their order.
+
+    Threads are no daemons, because XLA aborts a process that ends while it compiles; when the interpreter ends they
+    finish the job in hand and leave the others.
+
+    Args:
+      jobs: the most urgent first.
+      store: where executables of earlier processes lie, and these are to lie.
+      threads: by default one a core, at most 16.
+
+    Attributes:
+      total: how many jobs there are.
+      error: what ended it before its time; None as long as nothing did.
+    """
+
+    def __init__(self, jobs: Sequence[Job], *, store: ExecutableStore | None = None, threads: int | None = None):
+        self.total = len(jobs)
+        self.error: BaseException | None = None
+        self._jobs, self._store = deque(jobs), store
+        self._arrived: deque[tuple[Any, Any]] = deque()
+        self._changed = threading.Condition()
+        self._stopped, self._compiled, self._began = False, 0, time.perf_counter()
+        self._mappings, self._processor = memory_mappings(), _processor_seconds()
+        self._once = contextlib.ExitStack()
+        if store is not None:
+            self._once.enter_context(kept_once())
+        count = min(threads or min(16, os.cpu_count() or 1), len(jobs))
+        self._working = count
+        self._threads = [threading.Thread(target=self._work, name=f"warm-up-{i}") for i in range(count)]
+        self._nice = 0
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, count: int) -> Iterator[tuple[Any, Any]]:
+        """(key, executable) of `count` jobs as they come; the caller waits, and Python collects no garbage.
+
+        Raises:
+          ValueError: the system does not allow this process as many memory mappings as the executables need.
+          Exception: what else a job raised.
+        """
+        with _without_collection():
+            for _ in range(count):
+                with self._changed:
+                    self._changed.wait_for(lambda: self._arrived or self.error is not None)
+                    if self.error is not None:
+                        raise self.error
+                    arrived = self._arrived.popleft()
+                yield arrived
+
+    def take(self) -> tuple[Any, Any] | None:
+        """The next (key, executable), or None where none has come."""
+        with self._changed:
+            return self._arrived.popleft() if self._arrived else None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing will come any more."""
+        with self._changed:
+            return not self._working and not self._arrived
+
+    def give_way(self) -> None:
+        """From now on compiling uses what others leave of the processor (on Linux; elsewhere it stays as it is).
+
+        To be called before anything else ran beside the jobs: XLA compiles in threads of its own, which are known by
+        the time that they have used so far.
+        """
+        self._nice = _NICE
+        before, ours = self._processor, {thread.native_id for thread in threading.enumerate()}
+        for thread, seconds in _processor_seconds().items():
+            if thread not in ours and seconds - before.get(thread, 0.0) >= _COMPILES_SECONDS:
+                _stand_back(thread)
+
+    def attend(self, advance: Callable[[], bool | None]) -> None:
+        """Calls `advance` from a thread of its own: at once again after True, soon after False, until None."""
+
+        def attending() -> None:
+            while threading.main_thread().is_alive():
+                more = advance()
+                if more is None:
+                    return
+                if not more:
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._arrived, timeout=_LOOK_SECONDS)
+                    time.sleep(0.005)  # whoever steps the engine comes first
+
+        threading.Thread(target=attending, name="warm-up").start()
+
+    def stop(self) -> None:
+        """Ends after the jobs in hand; nothing waits for them."""
+        with self._changed:
+            self._stopped = True
+            self._jobs.clear()
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            if self._stopped or not self._jobs or not threading.main_thread().is_alive():
+                return None
+            return self._jobs.popleft()
+
+    def _work(self) -> None:
+        nice = 0
+        try:
+            with uncounted():
+                while (job := self._next()) is not None:
+                    if nice != self._nice:
+                        nice = self._nice
+                        _stand_back(threading.get_native_id())
+                    executable = job.compiled(self._store)
+                    with self._changed:
+                        self._arrived.append((job.key, executable))
+                        self._compiled += 1
+                        check_mappings(self._mappings, self._compiled, self.total)
+                        self._changed.notify_all()
+                    del job, executable
+        except BaseException as e:
+            with self._changed:
+                self.error = self.error or e
+                self._jobs.clear()
+        finally:
+            with self._changed:
+                self._working -= 1
+                last = not self._working
+                self._changed.notify_all()
+            if last:
+                self._once.close()
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Tracing makes millions of objects that live on; looking through them again and again costs a quarter."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _processor_seconds() -> dict[int, float]:
+    """Processor seconds of each of this process's threads so far; empty where the system does not tell."""
+    seconds: dict[int, float] = {}
+    try:
+        tick = os.sysconf("SC_CLK_TCK")
+        for task in Path("/proc/self/task").iterdir():
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+            seconds[int(task.name)] = (int(fields[11]) + int(fields[12])) / tick
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return seconds
+
+
+def _stand_back(thread: int) -> None:
+    """Lowers a thread's priority, where threads have one of their own."""
+    if not Path("/proc/self/task").exists():
+        return
+    try:
+        os.setpriority(os.PRIO_PROCESS, thread, _NICE)
+    except OSError as e:
+        _log.debug("thread %d keeps its priority: %s", thread, e)
