@@ -76,7 +76,9 @@ class EngineStats:
       running, waiting: live requests with a slot, and without.
       active_tier: name of the latest round's tier; "" before the first.
       guided_rounds: rounds with a row whose text a grammar constrains; each is read before the next is dispatched.
-      starved_rounds: rounds dispatched after the one before had already finished: the device had to wait.
+      starved_rounds: rounds whose dispatch had not returned when all work before them was finished: the device ran out
+        of work, or would have in a moment. It says how often, not for how long; a profile does. Not looked at: the
+        first round after the engine was idle, guided rounds, and one behind a prompt's chunk that is not its last.
       device_seconds: time the host waited for results. host_seconds: the rest of the steps' time.
       switches: rounds whose tier differs from the one before. rounds_by_tier: {tier name: rounds}.
       lossless: whether outputs have the target's distribution (False under typical verification).
@@ -160,6 +162,7 @@ class Engine:
         self._serial = 0
         self._prompt: tuple[Sequence[int], list[int]] = ((), [])
         self._steps = self._rounds = self._starved = self._guided = 0
+        self._chunk_last = False  # the latest dispatch was a chunk of which nothing is read
         self._waited = self._worked = self._collected_at = 0.0
         self._began, self._startup_seconds = began, time.perf_counter() - began
         self._warmup_seconds: float | None = None
@@ -372,7 +375,6 @@ class Engine:
     def _dispatch(self, plan: Plan) -> list[Pending]:
         dispatched, growth = [], 0
         if plan.decode:
-            self._starved += bool(self._in_flight) and self._in_flight[-1].is_ready
             # One round, but for batches larger than what is compiled so far.
             most = self.runner.largest_ready()
             for first in range(0, len(plan.decode), most):
@@ -380,6 +382,10 @@ class Engine:
                 dispatched.append(pending)
                 assert pending.tier is not None
                 growth = max(growth, pending.tier.depth + 1)
+            # Looked at last: building the plan and the call itself take the host's time. Guided, the call waits.
+            watched = bool(self._in_flight) and not self._chunk_last and not any(map(self._is_guided, dispatched))
+            self._starved += watched and self._in_flight[-1].is_ready
+        self._chunk_last = plan.prefill is not None and not plan.prefill.is_last
         if plan.prefill is not None:
             matcher = self._streams[plan.prefill.request.request_id].matcher
             allowed = matcher.root if matcher is not None and plan.prefill.is_last else None

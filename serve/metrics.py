@@ -266,7 +266,7 @@ class ServerMetrics:
         self._free = gauge("jaxspec:free_pages", "Pages that hold nothing.")
         self._cached = gauge("jaxspec:cached_pages", "Pages that only the prefix cache holds.")
         self._steps = counter("jaxspec:engine_steps", "Steps of the engine.")
-        self._starved = counter("jaxspec:starved_rounds", "Rounds for which the device had to wait.")
+        self._starved = counter("jaxspec:starved_rounds", "Rounds that the device had no work before.")
         self._host = counter("jaxspec:host_seconds", "Seconds of the steps' own work.")
         self._device = counter("jaxspec:device_seconds", "Seconds that steps waited for the device.")
 
