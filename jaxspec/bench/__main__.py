@@ -23,13 +23,12 @@ from jaxspec.bench import grow, plots, report, tune
 from jaxspec.bench.engines import Options, prepare
 from jaxspec.bench.measure import Plan, Session
 from jaxspec.bench.metrics import summarize
-from jaxspec.bench.serve import command as serve_command
 from jaxspec.bench.workloads import BUILT_IN, FILE
 from jaxspec.config import DRAFTERS
 from jaxspec.tier import Tier, parse_tier
 
 _DEFAULTS = {"batch_sizes": (1, 4, 16), "workloads": BUILT_IN, "max_tokens": 96, "repeats": 3}
-_QUICK = {"batch_sizes": (1, 4), "workloads": ("code", "switch"), "max_tokens": 48, "repeats": 1}
+_QUICK = {"batch_sizes": (1, 4), "workloads": ("code", "switch"), "max_tokens": 48, "repeats": 1, "waves": 1}
 _TUNE_WORKLOADS = ("code", "prose")
 #: Exit status after Ctrl-C, as shells have it.
 INTERRUPTED = 130
@@ -93,6 +92,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     add("--prompts", metavar="FILE", help="JSON lines with `prompt` or Spec-Bench's `turns`")
     add("--max-tokens", type=int, help="tokens of each request (default: 96)")
     add("--repeats", type=int, help="interleaved repeats (default: 3)")
+    add("--waves", type=int, help="requests of a run, in batches (default: what a steady state needs, at most 6)")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 on accelerators")
     add("--quick", action="store_true", help="fewer cells, shorter texts, one repeat")
@@ -144,7 +144,7 @@ def options_of(args: argparse.Namespace) -> Options:
         preset["workloads"] = (FILE,)
     elif args.command == "tune":
         preset["workloads"] = _TUNE_WORKLOADS
-    for name in ("max_tokens", "repeats"):
+    for name in ("max_tokens", "repeats", "waves"):
         value = getattr(args, name)
         if value is not None:
             preset[name] = value
@@ -152,8 +152,9 @@ def options_of(args: argparse.Namespace) -> Options:
         raise ValueError(
             f"max-tokens must be at least 2 (the first token is the prefill's), got {preset['max_tokens']}"
         )
-    if preset["repeats"] < 1:
-        raise ValueError(f"repeats must be at least 1, got {preset['repeats']}")
+    for name in ("repeats", "waves"):
+        if preset.get(name, 1) < 1:
+            raise ValueError(f"{name} must be at least 1, got {preset[name]}")
     if not 0 <= args.temperature <= 100 or math.isnan(args.temperature):
         raise ValueError(f"temperature must lie in [0, 100], got {args.temperature!r}")
     if args.batch_sizes:
@@ -245,11 +246,24 @@ def _tune(session: Session, result: report.Report, args: argparse.Namespace, say
     say(f"wrote {args.out}: use it as SpeculationConfig(policy={args.out!r})")
 
 
+def _serve(argv: Sequence[str]) -> int:
+    """The load generator. Its client and server need gRPC, which nothing else here does."""
+    try:
+        from jaxspec.bench.serve import command
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in ("jaxspec", "serve"):
+            raise
+        needed = "grpcio, grpcio-health-checking, grpcio-reflection, grpcio-status, protobuf, prometheus-client"
+        print(f"error: `serve` needs {error.name!r}, which is not installed; pip install {needed}", file=sys.stderr)
+        return 2
+    return command.main(argv)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status (2 for options that do not fit, 130 after Ctrl-C)."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv and argv[0] == "serve":
-        return serve_command.main(argv[1:])
+        return _serve(argv[1:])
     try:
         return run(parse(argv))
     except ValueError as error:

@@ -162,7 +162,7 @@ def prepare(options: Options, *, adaptive: bool = True) -> tuple[Session, dict[s
         for workload in plan.workloads
         for batch_size in plan.batch_sizes
         for repeat in range(plan.repeats)
-        for p in queue(workload, batch_size, repeat, usable)
+        for p in queue(workload, batch_size, repeat, usable, plan.waves_of(batch_size))
     }
     longest = max(len(token_ids[key]) for key in used) + plan.max_tokens
     texts = None
@@ -210,6 +210,7 @@ def _conditions(parts: Parts, session: Session, skipped: int) -> dict[str, Any]:
         "max_tokens": plan.max_tokens,
         "repeats": plan.repeats,
         "batch_sizes": list(plan.batch_sizes),
+        "waves": {str(size): plan.waves_of(size) for size in plan.batch_sizes},
         "workloads": list(plan.workloads),
         "modes": [mode.name for mode in session.modes],
         "prompts": options.prompts,

@@ -1,6 +1,9 @@
 """What a run recorded, and the numbers that follow from it: pure functions over records.
 
-Owns the definitions of every published number. Must not know engines, clocks or output.
+Owns the definitions of every published number; docs/benchmarks.md has them in words. Two speeds, both of generated
+tokens that were kept. **End to end**: all of them over all seconds of the run, prompts, filling and draining included;
+speed-ups, regrets and the best fixed choice are of it. **Steady state**: tokens over seconds of the rounds with every
+place in use whose time was taken. No token counts without its time. Must not know engines, clocks or output.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from collections.abc import Iterable, Sequence
 #: The mode that all speed-ups refer to.
 PLAIN = "plain"
 ADAPTIVE = "adaptive"
+#: A steady state is told from at least so many rounds, over all repeats.
+STEADY_ROUNDS = 50
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +29,7 @@ class Round:
       tier: its name; depth: its draft tokens.
       batch_size: requests in it.
       kind: the sort of text that most of its requests were writing.
-      seconds: its wall time, prefills excluded.
+      seconds: its wall time; None: not taken, as of the first round after a prefill, whose time it shares.
       tokens: generated tokens that were kept (a round may run past a request's end).
       accepted: accepted drafts of each row, the bonus token excluded.
     """
@@ -33,7 +38,7 @@ class Round:
     depth: int
     batch_size: int
     kind: str
-    seconds: float
+    seconds: float | None
     tokens: int
     accepted: tuple[int, ...]
 
@@ -44,8 +49,8 @@ class Completion:
 
     Attributes:
       prompt: (kind, index) of its prompt.
-      ttft: seconds from submission to the first token.
-      gaps: (seconds since the tokens before, tokens that came), after the first token.
+      ttft: seconds from submission to the first tokens.
+      gaps: (seconds since the tokens before, tokens that came), after the first tokens.
       token_ids: what was generated.
     """
 
@@ -54,13 +59,20 @@ class Completion:
     gaps: tuple[tuple[float, int], ...]
     token_ids: tuple[int, ...]
 
+    @property
+    def tpot(self) -> float | None:
+        """Seconds a token after the first ones; None where none came."""
+        count = sum(count for _, count in self.gaps)
+        return sum(gap for gap, _ in self.gaps) / count if count else None
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """One mode over one queue of prompts.
 
     Attributes:
-      seconds: wall time of it all, prefills included.
+      batch_size: places, each of which takes the next prompt of the queue as soon as it is free.
+      seconds: wall time of it all, from the first submission to the last token.
       completions: in the order of the queue.
     """
 
@@ -78,15 +90,46 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Summary:
-    """The numbers of one mode in one cell, over all repeats.
+class EndToEnd:
+    """What a user gets, prompts, filling and draining of the batch included.
 
     Attributes:
       tokens_per_second: median over repeats; low and high: the range.
       speedup: median over repeats of the ratio to plain decoding in the same repeat; None without plain runs.
-      mean_accepted_length: tokens a round and request, bonus included.
+    """
+
+    tokens_per_second: float
+    low: float
+    high: float
+    speedup: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class SteadyState:
+    """Decoding alone, while every place of the batch is in use.
+
+    Attributes:
+      rounds: that it is told from, over all repeats (`steady_rounds`).
+      tokens_per_second: their tokens over their seconds; None: there are fewer than `STEADY_ROUNDS`.
+      speedup: ratio to plain decoding over the same repeats; None where either has no speed.
+      reason: why there is no speed; "" where there is.
+    """
+
+    rounds: int
+    tokens_per_second: float | None
+    speedup: float | None
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """The numbers of one mode in one cell, over all repeats.
+
+    Attributes:
+      mean_accepted_length: tokens a round and request, bonus included; None without rounds.
       by_position: see `acceptance_by_position`.
-      tpot_p50, tpot_p99, ttft_p50: seconds.
+      tpot_p50, tpot_p99: seconds a token after the first ones, of each request (`Completion.tpot`); None of none.
+      ttft_p50: seconds; None of none.
       tiers: rounds by tier name.
     """
 
@@ -94,15 +137,13 @@ class Summary:
     batch_size: int
     mode: str
     repeats: int
-    tokens_per_second: float
-    low: float
-    high: float
-    speedup: float | None
-    mean_accepted_length: float
+    end_to_end: EndToEnd
+    steady_state: SteadyState
+    mean_accepted_length: float | None
     by_position: tuple[float, ...]
-    tpot_p50: float
-    tpot_p99: float
-    ttft_p50: float
+    tpot_p50: float | None
+    tpot_p99: float | None
+    ttft_p50: float | None
     tiers: dict[str, int]
 
 
@@ -111,7 +152,7 @@ class Regret:
     """What the adaptive policy lost against the best fixed choice of a cell.
 
     Attributes:
-      best: the mode with the highest median speed among plain and the static tiers.
+      best: the mode with the highest median speed, end to end, among plain and the static tiers.
       loss: median over repeats of 1 - adaptive / best; negative where adaptive won.
     """
 
@@ -147,24 +188,52 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def full_rounds(run: Run) -> list[Round]:
-    """Rounds with every row in use that kept something: without the filling and draining of the batch."""
-    kept = [r for r in run.rounds if r.tokens > 0]
-    most = max((r.batch_size for r in kept), default=0)
-    return [r for r in kept if r.batch_size == most]
+def end_to_end(run: Run) -> float:
+    """Tokens a second of the whole run."""
+    return sum(len(c.token_ids) for c in run.completions) / run.seconds
 
 
-def tokens_per_second(run: Run) -> float:
-    """Kept tokens over seconds of the rounds at full batch; nan of a run without rounds."""
-    rounds = full_rounds(run)
-    seconds = sum(r.seconds for r in rounds)
-    return sum(r.tokens for r in rounds) / seconds if seconds > 0 else math.nan
+def steady_rounds(run: Run) -> list[Round]:
+    """Rounds with every place in use whose time was taken.
+
+    A place stays in use for the one round that was dispatched before its request's end was read: time without tokens,
+    which a server that is kept full pays as well.
+    """
+    return [r for r in run.rounds if r.seconds is not None and r.batch_size == run.batch_size]
 
 
-def mean_accepted_length(runs: Iterable[Run]) -> float:
-    """Tokens a round and request, bonus included; nan of none."""
+def _pooled(runs: Iterable[Run]) -> tuple[int, float]:
+    """(rounds, tokens a second) of all steady rounds; no speed, 0.0, of none."""
+    rounds = [r for run in runs for r in steady_rounds(run)]
+    seconds = sum(r.seconds or 0.0 for r in rounds)
+    return len(rounds), sum(r.tokens for r in rounds) / seconds if seconds else 0.0
+
+
+def steady_state(runs: Sequence[Run], base: Sequence[Run]) -> SteadyState:
+    """Of one mode's runs; `base`: plain decoding's of the same cell."""
+    rounds, speed = _pooled(runs)
+    if rounds < STEADY_ROUNDS or not speed:
+        size = runs[0].batch_size if runs else 0
+        places = "its place" if size == 1 else f"all {size} places"
+        reason = f"{rounds} of at least {STEADY_ROUNDS} timed rounds with {places} in use"
+        return SteadyState(rounds, None, None, reason)
+    speedup = None
+    if _pooled(base)[0] >= STEADY_ROUNDS:
+        # The repeats that both ran: a machine that slows down between repeats slows both.
+        shared = {run.repeat for run in runs} & {run.repeat for run in base}
+        own, plain = (_pooled(run for run in many if run.repeat in shared)[1] for many in (runs, base))
+        speedup = own / plain if plain else None
+    return SteadyState(rounds, speed, speedup, "")
+
+
+def mean_accepted_length(runs: Iterable[Run]) -> float | None:
+    """Tokens a round and request, bonus included; None of none.
+
+    A row's last round counts in full where a limit cut its tokens, and so does the round in flight at its request's
+    end: they say as much about the drafts as others do.
+    """
     rows = [a for run in runs for r in run.rounds for a in r.accepted]
-    return 1 + sum(rows) / len(rows) if rows else math.nan
+    return 1 + sum(rows) / len(rows) if rows else None
 
 
 def acceptance_by_position(runs: Iterable[Run]) -> tuple[float, ...]:
@@ -177,11 +246,6 @@ def acceptance_by_position(runs: Iterable[Run]) -> tuple[float, ...]:
                 drafted[i] += len(r.accepted)
                 accepted[i] += sum(a >= i for a in r.accepted)
     return tuple(accepted[i] / drafted[i] for i in sorted(drafted) if drafted[i])
-
-
-def token_times(runs: Iterable[Run]) -> list[float]:
-    """Seconds of each token after the first: every token takes its share of the gap that it came after."""
-    return [gap / count for run in runs for c in run.completions for gap, count in c.gaps for _ in range(count)]
 
 
 def tier_rounds(runs: Iterable[Run]) -> dict[str, int]:
@@ -199,9 +263,9 @@ def group(runs: Iterable[Run]) -> dict[tuple[str, int], dict[str, list[Run]]]:
 
 
 def _ratios(runs: Sequence[Run], base: Sequence[Run]) -> list[float]:
-    """Speed of each run over that of the base's run in the same repeat."""
-    speed = {run.repeat: tokens_per_second(run) for run in base}
-    return [tokens_per_second(run) / speed[run.repeat] for run in runs if run.repeat in speed]
+    """End-to-end speed of each run over that of the base's run in the same repeat."""
+    speed = {run.repeat: end_to_end(run) for run in base}
+    return [end_to_end(run) / speed[run.repeat] for run in runs if run.repeat in speed]
 
 
 def summarize(runs: Sequence[Run]) -> list[Summary]:
@@ -209,27 +273,29 @@ def summarize(runs: Sequence[Run]) -> list[Summary]:
     out: list[Summary] = []
     for (workload, batch_size), modes in group(runs).items():
         for mode, many in modes.items():
-            speeds = [tokens_per_second(run) for run in many]
+            speeds = [end_to_end(run) for run in many]
             ratios = _ratios(many, modes.get(PLAIN, ()))
-            times = token_times(many)
+            tpots = [c.tpot for run in many for c in run.completions if c.tpot is not None]
+            ttfts = [c.ttft for run in many for c in run.completions]
             out.append(
                 Summary(
                     workload=workload,
                     batch_size=batch_size,
                     mode=mode,
                     repeats=len(many),
-                    tokens_per_second=statistics.median(speeds),
-                    low=min(speeds),
-                    high=max(speeds),
-                    speedup=statistics.median(ratios) if ratios else None,
+                    end_to_end=EndToEnd(
+                        statistics.median(speeds), min(speeds), max(speeds),
+                        statistics.median(ratios) if ratios else None,
+                    ),
+                    steady_state=steady_state(many, modes.get(PLAIN, ())),
                     mean_accepted_length=mean_accepted_length(many),
                     by_position=acceptance_by_position(many),
-                    tpot_p50=percentile(times, 0.5),
-                    tpot_p99=percentile(times, 0.99),
-                    ttft_p50=percentile([c.ttft for run in many for c in run.completions], 0.5),
+                    tpot_p50=percentile(tpots, 0.5) if tpots else None,
+                    tpot_p99=percentile(tpots, 0.99) if tpots else None,
+                    ttft_p50=percentile(ttfts, 0.5) if ttfts else None,
                     tiers=tier_rounds(many),
                 )
-            )
+            )  # fmt: skip
     return out
 
 
@@ -240,7 +306,7 @@ def regrets(runs: Sequence[Run]) -> list[Regret]:
         fixed = {mode: many for mode, many in modes.items() if mode != ADAPTIVE}
         if ADAPTIVE not in modes or not fixed:
             continue
-        best = max(fixed, key=lambda mode: statistics.median(tokens_per_second(run) for run in fixed[mode]))
+        best = max(fixed, key=lambda mode: statistics.median(end_to_end(run) for run in fixed[mode]))
         ratios = _ratios(modes[ADAPTIVE], fixed[best])
         if ratios:
             out.append(Regret(workload, batch_size, best, statistics.median(1 - ratio for ratio in ratios)))

@@ -97,11 +97,11 @@ def shades_of(tiers: Sequence[str]) -> dict[str, Any]:
 
 
 def _speedups(ax: Any, summaries: Sequence[Summary], colors: Mapping[str, Any]) -> None:
-    rated = [s for s in summaries if s.speedup is not None]
+    rated = [s for s in summaries if s.end_to_end.speedup is not None]
     cells = list(dict.fromkeys((s.workload, s.batch_size) for s in rated))
     modes = [m for m in dict.fromkeys(s.mode for s in rated) if m != ADAPTIVE]
     modes += [ADAPTIVE] if any(s.mode == ADAPTIVE for s in rated) else []
-    value = {(s.workload, s.batch_size, s.mode): s.speedup for s in rated}
+    value = {(s.workload, s.batch_size, s.mode): s.end_to_end.speedup for s in rated}
     width = 0.84 / max(1, len(modes))
     for j, mode in enumerate(modes):
         there = [(i, value[(*cell, mode)]) for i, cell in enumerate(cells) if (*cell, mode) in value]
@@ -113,7 +113,7 @@ def _speedups(ax: Any, summaries: Sequence[Summary], colors: Mapping[str, Any]) 
     ax.set_xticks(range(len(cells)), [f"{workload}\nbatch {batch_size}" for workload, batch_size in cells])
     ax.set_xlim(-0.55, max(0.55, len(cells) - 0.45))
     ax.set_ylabel("times plain decoding", fontsize=9, color=INK)
-    style(ax, "Speed-up over plain decoding (median of paired repeats)")
+    style(ax, "End-to-end speed-up over plain decoding (median of paired repeats)")
     ax.margins(y=0.12)
     if modes:
         ax.legend(ncols=len(modes), fontsize=8.5, frameon=False, loc="upper right", bbox_to_anchor=(1, 1.12))

@@ -16,6 +16,7 @@ from typing import Any
 from jaxspec.bench.metrics import (
     ADAPTIVE,
     PLAIN,
+    STEADY_ROUNDS,
     Divergence,
     Regret,
     Run,
@@ -27,7 +28,7 @@ from jaxspec.bench.metrics import (
 
 WIDTH = 120
 #: Positions of the acceptance column.
-_POSITIONS = 8
+_POSITIONS = 5
 #: Divergences printed in full.
 _SHOWN = 5
 
@@ -70,11 +71,13 @@ def header(conditions: Mapping[str, Any]) -> str:
     c = conditions
     device = f"{c['devices']} x {c['device']}" if c["devices"] > 1 else c["device"]
     cores = f" ({c['cpu_cores']} cores)" if c["platform"] == "cpu" else ""
+    waves = ", ".join(f"{count} x {size}" for size, count in c["waves"].items())
     lines = [
         f"device      {device}{cores}, jax {c['jax']}, {c['dtype']}",
         f"model       {c['model']}, {c['parameters'] / 1e6:.1f} M parameters",
         f"drafter     {c['drafter']}",
         f"requests    {c['max_tokens']} tokens each, {sampling(c)}, interleaved repeats: {c['repeats']}",
+        f"queues      {waves} (waves x batch; a request enters when a place is free)",
         f"warm-up     {c['warmup_seconds']:.1f} s, {c['executables']} executables",
     ]
     if c["grow"]:
@@ -124,18 +127,21 @@ def _depth(mode: str) -> int:
 
 def _columns() -> str:
     return (
-        f"{'mode':<15}{'tokens/s':>9}{'low':>8}{'high':>8}{'speed-up':>9}{'length':>8}"
-        f"  {'accepted at position 1, 2, ...':<{4 * _POSITIONS}}{'TPOT p50':>9}{'p99':>7}{'TTFT ms':>9}"
+        f"{'':<16}{'--------- end to end ---------':>32}  {'- steady state -':>16}\n"
+        f"{'mode':<16}{'tokens/s':>9}{'low':>7}{'high':>8}{'speed-up':>9}{'tokens/s':>10}{'speed-up':>9}{'length':>7}"
+        f" {'accepted at 1, 2, ..':<{4 * _POSITIONS}}{'TPOT p50':>9}{'p99':>7}{'TTFT':>7}"
     )
 
 
 def _row(s: Summary, regret: Regret | None) -> str:
     positions = "".join(f" {_share(share)}" for share in s.by_position[:_POSITIONS])
     star = "*" if regret is not None and s.mode == regret.best else ""
+    whole, steady = s.end_to_end, s.steady_state
     return (
-        f"{s.mode + star:<15}{s.tokens_per_second:>9.1f}{s.low:>8.1f}{s.high:>8.1f}{_times(s.speedup):>9}"
-        f"{s.mean_accepted_length:>8.2f}  {positions:<{4 * _POSITIONS}}{_ms(s.tpot_p50, 2):>9}{_ms(s.tpot_p99, 1):>7}"
-        f"{_ms(s.ttft_p50, 0):>9}"
+        f"{s.mode + star:<16}{whole.tokens_per_second:>9.1f}{whole.low:>7.0f}{whole.high:>8.0f}"
+        f"{_times(whole.speedup):>9}{_decimal(steady.tokens_per_second, 1):>10}{_times(steady.speedup):>9}"
+        f"{_decimal(s.mean_accepted_length, 2):>7} {positions:<{4 * _POSITIONS}}{_ms(s.tpot_p50, 2):>9}"
+        f"{_ms(s.tpot_p99, 1):>7}{_ms(s.ttft_p50, 0):>7}"
     )
 
 
@@ -155,24 +161,50 @@ def _times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
-def _ms(seconds: float, digits: int) -> str:
-    return "-" if math.isnan(seconds) else f"{1000 * seconds:.{digits}f}"
+def _decimal(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _ms(seconds: float | None, digits: int) -> str:
+    return _decimal(None if seconds is None else 1000 * seconds, digits)
 
 
 def footer(report: Report) -> str:
     """What the table means in short, exactness, and the compilation counter."""
     lines = [
-        "tokens/s: median over repeats of kept tokens / seconds of rounds at full batch. Speed-up: median of paired",
-        "ratios to plain. Length: tokens a round and request, bonus included. TPOT: ms a token. *: best fixed choice.",
+        "end to end: all tokens over all seconds, prompts, filling and draining included: median of the repeats, low,",
+        "high; speed-up: median of the repeats' ratios to plain. Steady state: decoding alone, over the timed rounds",
+        "with every place in use. Length: tokens a round and request, bonus included. TPOT: ms a token after the first,",
+        "of each request. TTFT: ms to the first token, median. *: best fixed choice, end to end.",
     ]
+    lines += _unsteady(report)
     over = [r.loss for r in regrets(report.runs)]
     if over:
-        lines.append(f"regret of adaptive: {100 * sum(over) / len(over):+.1f}% mean, {100 * max(over):+.1f}% largest")
+        lines.append(
+            f"regret of adaptive, end to end: {100 * sum(over) / len(over):+.1f}% mean, {100 * max(over):+.1f}% largest"
+        )
     lines.append(f"compilations after warm-up: {report.compilations}")
     lines += _exactness(report)
     if report.interrupted:
         lines.append("INTERRUPTED: only what had finished is shown")
     return "\n".join(lines)
+
+
+def _unsteady(report: Report) -> list[str]:
+    """Where the steady state has a dash, and why."""
+    cells: dict[tuple[str, int], list[str]] = {}
+    for s in summarize(report.runs):
+        if s.steady_state.reason:
+            cells.setdefault((s.workload, s.batch_size), []).append(f"{s.mode} {s.steady_state.rounds}")
+    if not cells:
+        return []
+    lines = [
+        f"steady state -: fewer than {STEADY_ROUNDS} such rounds (more --waves, --repeats or --max-tokens give more):"
+    ]
+    for (workload, batch_size), many in cells.items():
+        line = f"  {workload}, batch {batch_size}: {', '.join(many)}"
+        lines.append(line if len(line) <= WIDTH else line[: WIDTH - 3] + "...")
+    return lines
 
 
 def _exactness(report: Report) -> list[str]:

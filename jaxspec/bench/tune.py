@@ -23,7 +23,7 @@ class Verdict:
 
     Attributes:
       step: its draft tokens; 0 is plain decoding.
-      speedups: (workload, speed-up over plain), in the order measured.
+      speedups: (workload, end-to-end speed-up over plain), in the order measured.
       best_on: workloads where it is the fastest. near_on: workloads where it lacks at most `REACH`.
     """
 
@@ -65,9 +65,10 @@ def choose(summaries: Sequence[Summary], steps: dict[str, int], reach: float = R
     for s in summaries:
         if s.mode == ADAPTIVE:
             continue
-        if s.speedup is None:
+        speedup = s.end_to_end.speedup
+        if speedup is None:
             raise ValueError(f"{s.workload}, batch {s.batch_size}, {s.mode} needs plain decoding beside it, got none")
-        speed.setdefault(s.batch_size, {}).setdefault(s.workload, {})[s.mode] = s.speedup
+        speed.setdefault(s.batch_size, {}).setdefault(s.workload, {})[s.mode] = speedup
     if not speed:
         raise ValueError("tuning needs at least 1 measured cell, got 0")
     out: list[Verdict] = []

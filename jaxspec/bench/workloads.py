@@ -85,18 +85,22 @@ def _text(where: str, line: str) -> str:
     return text
 
 
-def queue(workload: str, batch_size: int, repeat: int, library: Library) -> list[Prompt]:
+def queue(workload: str, batch_size: int, repeat: int, library: Library, waves: int = 1) -> list[Prompt]:
     """The prompts of one run, in the order in which they are sent; every repeat takes up where the last one ended.
 
     Args:
       workload: one of BUILT_IN, or FILE.
       batch_size: requests that run together; a phase is that many prompts.
       library: prompts by kind.
+      waves: at least so many phases.
 
     Raises:
       ValueError: a workload without prompts.
     """
-    phases = SWITCH_PHASES if workload == "switch" else (workload,) * -(-LEAST_PROMPTS // batch_size)
+    if workload == "switch":
+        phases = SWITCH_PHASES * -(-waves // len(SWITCH_PHASES))
+    else:
+        phases = (workload,) * max(waves, -(-LEAST_PROMPTS // batch_size))
     missing = sorted({kind for kind in phases if not library.get(kind)})
     if missing:
         raise ValueError(f"workload {workload!r} needs prompts of kinds {missing}, got kinds {sorted(library)}")

@@ -30,6 +30,15 @@ def test_defaults_are_the_demo_on_three_workloads():
 def test_quick_is_smaller_and_gives_way_to_explicit_options():
     plan = options("--quick", "--repeats", "2", "--batch-sizes", "8,2").plan
     assert plan.batch_sizes == (2, 8) and plan.repeats == 2 and plan.max_tokens == 48
+    assert plan.waves_of(8) == 1 and options("--quick", "--waves", "3").plan.waves_of(8) == 3
+
+
+def test_queues_are_as_long_as_a_steady_state_needs_within_reason():
+    # 96 tokens are some 24 rounds a request, and three repeats want 25 each: 24 - 1 of the first request alone.
+    sizes = {size: options().plan.waves_of(size) for size in (1, 4, 16, 64)}
+    assert sizes == {1: 2, 4: 2, 16: 6, 64: 6}
+    longer = options("--max-tokens", "512").plan
+    assert [longer.waves_of(size) for size in (1, 16, 64)] == [2, 2, 2]
 
 
 def test_a_prompts_file_is_a_workload_of_its_own():
@@ -58,6 +67,7 @@ def test_tiers_are_depths_or_names():
         (["--workloads", "file"], "got 'file' [(]give --prompts FILE[)]"),
         (["--max-tokens", "1"], "max-tokens must be at least 2 .* got 1"),
         (["--repeats", "0"], "repeats must be at least 1, got 0"),
+        (["--waves", "0"], "waves must be at least 1, got 0"),
         (["--temperature", "nan"], r"temperature must lie in \[0, 100\], got nan"),
         (["--json", "/absent/bench.json"], "--json '/absent/bench.json': its directory does not exist"),
         (["tune", "--out", "a.json", "--reach", "2"], r"reach must lie in \[0, 1\), got 2.0"),
@@ -114,7 +124,7 @@ CONDITIONS: dict[str, Any] = {
     "device": "cpu", "platform": "cpu", "devices": 1, "cpu_cores": 2, "jax": "0", "model": "demo", "parameters": 1,
     "dtype": "float32", "drafter": "ngram", "grow": None, "geometry": None, "simulated_accept_length": None,
     "temperature": 0.0, "max_tokens": 4, "repeats": 1, "prompts": None, "skipped_prompts": 0, "warmup_seconds": 1.0,
-    "executables": 3,
+    "executables": 3, "waves": {"1": 1},
 }  # fmt: skip
 
 
@@ -140,7 +150,15 @@ class RecordedSession:
 def recorded(mode: str, seconds: float, token: int = 5) -> Run:
     depth = 3 if mode == "chain-3" else 0
     rounds = (Round(mode, depth, 1, "code", seconds, depth + 1, (depth,)),)
-    return Run("code", 1, mode, 0, 1.0, rounds, (Completion(("code", 0), 0.1, ((seconds, 1),), (1, token)),))
+    return Run(
+        "code",
+        1,
+        mode,
+        0,
+        8.0 / (depth + 1) * seconds,
+        rounds,
+        (Completion(("code", 0), 0.1, ((seconds, 1),), (1, token)),),
+    )
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 
@@ -12,7 +11,7 @@ from jaxspec.bench.metrics import Completion, Round, Run
 
 
 def make_round(
-    tier: str, depth: int, seconds: float, tokens: int, accepted: tuple[int, ...], kind: str = "code"
+    tier: str, depth: int, seconds: float | None, tokens: int, accepted: tuple[int, ...], kind: str = "code"
 ) -> Round:
     return Round(tier, depth, len(accepted), kind, seconds, tokens, accepted)
 
@@ -23,22 +22,30 @@ def make_run(mode: str, rounds: list[Round], repeat: int = 0, token_ids: tuple[i
 
 
 def steady(mode: str, speed: float, repeat: int = 0, depth: int = 0) -> Run:
-    """A run of exactly `speed` tokens a second."""
-    return make_run(mode, [make_round(mode, depth, 1 / speed, 1, (0,))], repeat)
+    """A run of exactly `speed` tokens a second, end to end and steadily."""
+    run = make_run(mode, [make_round(mode, depth, 1 / speed, 1, (0,))] * metrics.STEADY_ROUNDS, repeat)
+    return dataclasses.replace(run, seconds=4 / speed)
 
 
-def test_speed_counts_rounds_at_full_batch_that_kept_something():
-    run = make_run(
-        "chain-1",
-        [
-            make_round("chain-1", 1, 100.0, 1, (0,)),  # one of two rows: the batch is filling
-            make_round("chain-1", 1, 0.5, 4, (1, 1)),
-            make_round("chain-1", 1, 0.5, 3, (1, 1)),  # one token past a request's end was dropped
-            make_round("chain-1", 1, 100.0, 0, (0, 0)),  # both requests had ended
-        ],
-    )
-    assert metrics.tokens_per_second(run) == 7.0
-    assert math.isnan(metrics.tokens_per_second(make_run("plain", [])))
+def test_end_to_end_is_all_tokens_over_all_seconds():
+    assert metrics.end_to_end(make_run("plain", [])) == 4 / 9
+
+
+def test_steady_rounds_have_every_place_in_use_and_a_time():
+    rounds = [
+        make_round("chain-1", 1, 100.0, 1, (0,)),  # one of two places: the batch is filling
+        make_round("chain-1", 1, None, 4, (1, 1)),  # after a prefill: tokens without a time
+        make_round("chain-1", 1, 0.5, 4, (1, 1)),
+        make_round("chain-1", 1, 0.5, 3, (1, 1)),  # one token past a request's end was dropped
+        make_round("chain-1", 1, 0.4, 0, (0, 0)),  # both requests had ended
+    ]
+    run = dataclasses.replace(make_run("chain-1", rounds), batch_size=2)
+    assert metrics.steady_rounds(run) == rounds[2:]
+    few = metrics.steady_state([run], [])
+    assert (few.rounds, few.tokens_per_second) == (3, None)
+    assert few.reason == "3 of at least 50 timed rounds with all 2 places in use"
+    many = metrics.steady_state([dataclasses.replace(run, rounds=tuple(rounds[:4] * 25))], [])
+    assert (many.rounds, many.tokens_per_second, many.reason) == (50, 7.0, "")
 
 
 def test_accepted_length_and_positions():
@@ -47,11 +54,14 @@ def test_accepted_length_and_positions():
     # Four rows drafted a first token and three of them accepted it; only chain-3's two rows drafted more.
     assert metrics.acceptance_by_position([run]) == (3 / 4, 1 / 2, 1 / 2)
     assert metrics.acceptance_by_position([make_run("plain", [make_round("plain", 0, 1.0, 1, (0,))])]) == ()
-    assert math.isnan(metrics.mean_accepted_length([]))
+    assert metrics.mean_accepted_length([]) is None
 
 
-def test_every_token_takes_its_share_of_the_gap_before_it():
-    assert metrics.token_times([make_run("x", [])]) == [0.1, 0.1, 0.1]
+def test_time_per_token_is_a_requests_own():
+    completion = make_run("x", []).completions[0]
+    assert completion.tpot == pytest.approx(0.3 / 3)
+    assert dataclasses.replace(completion, gaps=((0.6, 1), (0.1, 5))).tpot == pytest.approx(0.7 / 6)
+    assert dataclasses.replace(completion, gaps=()).tpot is None
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 1.0), (0.5, 2.0), (0.75, 3.0), (0.99, 4.0), (1.0, 4.0)])
@@ -66,18 +76,23 @@ def test_speedup_is_the_median_of_paired_ratios():
         *(steady("chain-3", speed, i, 3) for i, speed in enumerate((200, 105, 120))),
     ]
     plain, chain = metrics.summarize(runs)
-    assert (plain.speedup, plain.tokens_per_second, plain.low, plain.high) == (1.0, 80.0, 50.0, 100.0)
-    assert chain.speedup == pytest.approx(2.0)  # of 2.0, 2.1, 1.5
-    assert chain.repeats == 3 and chain.ttft_p50 == 0.5 and chain.tiers == {"chain-3": 3}
+    assert plain.end_to_end == metrics.EndToEnd(80.0, 50.0, 100.0, 1.0)
+    assert chain.end_to_end.speedup == pytest.approx(2.0)  # of 2.0, 2.1, 1.5
+    # 1 token in 1 / 100, 1 / 50 and 1 / 80 s against 1 / 200, 1 / 105 and 1 / 120.
+    assert chain.steady_state.speedup == pytest.approx((0.01 + 0.02 + 0.0125) / (1 / 200 + 1 / 105 + 1 / 120))
+    assert chain.repeats == 3 and chain.ttft_p50 == 0.5 and chain.tiers == {"chain-3": 150}
 
 
 def test_without_plain_decoding_there_is_no_speedup():
-    assert metrics.summarize([steady("chain-1", 10.0, depth=1)])[0].speedup is None
+    (summary,) = metrics.summarize([steady("chain-1", 10.0, depth=1)])
+    assert summary.end_to_end.speedup is None and summary.steady_state.speedup is None
+    assert summary.steady_state.tokens_per_second == pytest.approx(10.0)
 
 
 def test_an_interrupted_repeat_is_compared_where_both_ran():
     runs = [steady("plain", 100, 0), steady("chain-1", 150, 0, 1), steady("chain-1", 900, 1, 1)]
-    assert metrics.summarize(runs)[1].speedup == pytest.approx(1.5)
+    chain = metrics.summarize(runs)[1]
+    assert chain.end_to_end.speedup == pytest.approx(1.5) and chain.steady_state.speedup == pytest.approx(1.5)
 
 
 def test_regret_is_against_the_best_fixed_choice_plain_included():

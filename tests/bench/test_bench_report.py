@@ -17,18 +17,19 @@ CONDITIONS: dict[str, Any] = {
     "device": "cpu", "platform": "cpu", "devices": 1, "cpu_cores": 2, "jax": "0.10.2", "model": "demo",
     "parameters": 17_300_000, "dtype": "float32", "drafter": "eagle3 (demo/eagle3)", "grow": None, "geometry": None,
     "simulated_accept_length": None, "temperature": 0.0, "max_tokens": 96, "repeats": 1, "prompts": None,
-    "skipped_prompts": 0, "warmup_seconds": 61.24, "executables": 48,
+    "skipped_prompts": 0, "waves": {"1": 2, "16": 6}, "warmup_seconds": 61.24, "executables": 48,
 }  # fmt: skip
 
 
 def make_run(workload: str, batch_size: int, mode: str, depths: list[int], seconds: float, token: int = 7) -> Run:
+    """3 tokens; a run lasts as long as its rounds, or a second without any."""
     names = {0: "plain", 3: "chain-3", 32: "tree-32x64/1024"}
     rounds = [
         Round(names[d], d, batch_size, "code" if i % 2 else "prose", seconds, batch_size * (d + 1), (d,) * batch_size)
         for i, d in enumerate(depths)
     ]
     done = Completion(("code", 0), 0.012, tuple((seconds, d + 1) for d in depths), (1, 2, token))
-    return Run(workload, batch_size, mode, 0, 1.0, tuple(rounds), (done,))
+    return Run(workload, batch_size, mode, 0, seconds * len(depths) or 1.0, tuple(rounds), (done,))
 
 
 RUNS = [
@@ -36,10 +37,10 @@ RUNS = [
     for workload in ("code", "switch")
     for size in (1, 16)
     for mode, depths, seconds in (
-        ("adaptive", [0, 3, 3, 32], 0.02),
-        ("plain", [0] * 8, 0.01),
+        ("adaptive", [0, 3, 3, 32], 0.01),
+        ("plain", [0] * 60, 0.002),
         ("tree-32x64/1024", [32], 2.0),
-        ("chain-3", [3, 3], 0.02),
+        ("chain-3", [3] * 50, 0.0012),
     )
 ]
 
@@ -49,13 +50,15 @@ def test_a_line_a_mode_plain_first_adaptive_last_within_the_width():
     assert all(len(line) <= WIDTH for line in text.splitlines())
     block = text.split("--- code, batch 1 ")[1].split("---", 1)[1].splitlines()[1:6]
     assert [line.split()[0] for line in block] == ["plain", "chain-3*", "tree-32x64/1024", "adaptive", "adaptive"]
-    # Plain: a token in 10 ms. chain-3: 4 tokens in 20 ms.
-    assert block[0].split()[1:6] == ["100.0", "100.0", "100.0", "1.00x", "1.00"]
+    # Plain: 3 tokens in 120 ms, a token in 2 ms. chain-3: 3 tokens in 60 ms, 4 tokens in 1.2 ms.
+    assert block[0].split()[:8] == ["plain", "25.0", "25", "25", "1.00x", "500.0", "1.00x", "1.00"]
     assert block[1].split() == [
-        "chain-3*", "200.0", "200.0", "200.0", "2.00x", "4.00", "1.0", "1.0", "1.0", "5.00", "5.0", "12",
+        "chain-3*", "50.0", "50", "50", "2.00x", "3333.3", "6.67x", "4.00", "1.0", "1.0", "1.0", "0.30", "0.3", "12",
     ]  # fmt: skip
-    # Adaptive: 42 tokens in 80 ms.
-    assert "525.0" in block[3] and "ran plain 25%, chain-3 50%, tree-32x64/1024 25%; regret -162.5%" in block[4]
+    # Adaptive: 3 tokens in 40 ms; four rounds are no steady state.
+    assert block[3].split()[1:7] == ["75.0", "75", "75", "3.00x", "-", "-"]
+    assert "ran plain 25%, chain-3 50%, tree-32x64/1024 25%; regret -50.0% against chain-3" in block[4]
+    assert "  code, batch 1: adaptive 4, tree-32x64/1024 1" in text and "2 x 1, 6 x 16 (waves x batch" in text
     assert "61.2 s, 48 executables" in text and "compilations after warm-up: 0" in text and "cpu (2 cores)" in text
 
 
@@ -99,10 +102,15 @@ def test_json_holds_conditions_summaries_and_raw_rounds(tmp_path: Path):
     assert read["conditions"]["model"] == "demo" and read["compilations_after_warmup"] == 0
     assert len(read["summaries"]) == 17 and len(read["regrets"]) == 4
     raw = next(run for run in read["runs"] if run["mode"] == "chain-3" and run["batch_size"] == 16)
-    assert raw["rounds"]["tokens"] == [64, 64] and raw["rounds"]["accepted"] == [[3] * 16] * 2
-    assert raw["completions"][0]["gaps"] == [[0.02, 4], [0.02, 4]]
+    assert raw["rounds"]["tokens"] == [64] * 50 and raw["rounds"]["accepted"] == [[3] * 16] * 50
+    assert raw["completions"][0]["gaps"] == [[0.0012, 4]] * 50
     empty = read["summaries"][-1]
-    assert empty["workload"] == "prose" and empty["tokens_per_second"] is None  # no round: nan is no JSON
+    assert empty["workload"] == "prose" and empty["end_to_end"]["tokens_per_second"] == 3.0
+    assert empty["mean_accepted_length"] is None and empty["tpot_p50"] is None
+    assert empty["steady_state"] == {
+        "rounds": 0, "tokens_per_second": None, "speedup": None,
+        "reason": "0 of at least 50 timed rounds with its place in use",
+    }  # fmt: skip
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -265,6 +265,8 @@ def test_definitions():
     assert (r.output_tokens, r.ttft, r.e2e) == (11, pytest.approx(0.2), pytest.approx(1.2))
     assert r.tpot == pytest.approx(0.1) and r.lag == pytest.approx(0.01)
     assert record(gaps=()).tpot is None  # a single token
+    # Three tokens in the first chunk took none of the second that the ten after them did.
+    assert record(first_tokens=3).tpot == pytest.approx(0.1) and record(first_tokens=3, gaps=()).tpot is None
     assert FAILED.ttft is None and FAILED.tpot is None and FAILED.output_tokens == 0
     lengths = {1: "1-64", 64: "1-64", 65: "65-256", 1024: "257-1024", 4096: "1025-4096", 5000: "4097+"}
     assert {n: record(prompt_tokens=n).bucket for n in lengths} == lengths
@@ -297,6 +299,18 @@ def test_summaries():
     assert summary.ttft.p99 == pytest.approx(0.2)
     nothing = summarize("x", [FAILED], Objectives())
     assert math.isnan(nothing.tpot.p50) and math.isnan(nothing.accepted_length) and nothing.goodput == 0
+
+
+def test_a_phases_rate_is_of_what_came_during_it():
+    # Chunks of 1, 4 and 6 tokens at 1.2, 1.6 and 2.2 s.
+    assert [record().arrived(*window) for window in ((0, 1.2), (1.2, 1.6), (1.5, 2.2), (0, 9))] == [0, 1, 4, 11]
+    assert FAILED.arrived(0, 9) == 0
+    phases = [Phase("overload", 0, 2), Phase("recovery", 2, 4)]
+    over, after = by_phase([record(phase="overload"), record(phase="overload"), FAILED], phases, Objectives())
+    # All 22 tokens were due in the first phase; 12 came in the second.
+    assert (over.output_tokens, over.tokens_per_second) == (22, 5.0)
+    assert (after.requests, after.output_tokens, after.tokens_per_second) == (0, 0, 6.0)
+    assert over.requests_per_second == 1.0
 
 
 def test_groups():

@@ -28,6 +28,12 @@ def test_a_run_sends_whole_batches_and_at_least_two_prompts(batch_size: int, cou
     assert {p.kind for p in sent} == {"code"}
 
 
+def test_a_longer_queue_sends_more_of_the_same_kind():
+    assert [p.index for p in queue("code", 4, 1, LIBRARY, 3)] == [(12 + i) % len(prompts.CODE) for i in range(12)]
+    assert [len(queue("switch", 2, 0, LIBRARY, waves)) for waves in (1, 4, 5)] == [8, 8, 16]
+    assert len(queue("code", 1, 0, LIBRARY, 1)) == 2
+
+
 def test_repeats_take_up_where_the_last_one_ended():
     indices = [[p.index for p in queue("prose", 8, repeat, LIBRARY)] for repeat in range(3)]
     many = len(prompts.PROSE)

@@ -9,12 +9,12 @@ order, while the other one sleeps:
   there as LLM does, metrics unhooked; tokens are timed as `Engine.step` returns them.
 
 So both sides run the same executables in the same memory and differ in nothing but what serving adds, the client's
-own work included, which shares the machine's cores. TPOT is (end - first tokens) / (tokens - 1) on both sides, the
-end being the last message and the last delta. Before each side of each repeat the prefix cache is emptied and the
-policy made anew. Every request generates the same number of tokens. A ratio compares the means over the requests of a
-repeat's two sides; the verdict is the median over repeats. Beside it stand the ratios of the waves' whole time and of
-the engine process's own processor time, which tell noise from cost. Owns the measurement; must not know the server's
-inside.
+own work included, which shares the machine's cores. TPOT is (end - first tokens) / (tokens after those) on both sides,
+the end being the last message and the last delta; a request whose tokens all came in one message has none. Before each
+side of each repeat the prefix cache is emptied and the policy made anew. Every request generates the same number of
+tokens. A ratio compares the means over the requests of a repeat's two sides; the verdict is the median over repeats.
+Beside it stand the ratios of the waves' whole time and of the engine process's own processor time, which tell noise
+from cost. Owns the measurement; must not know the server's inside.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def step_offline(
     engine: Engine, waves: Sequence[Sequence[Sequence[int]]], max_tokens: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[float], float]:  # fmt: skip
-    """(TPOT of every request, seconds of all waves) of waves of prompts, each stepped to its end.
+    """(TPOT of every request that has one, seconds of all waves) of waves of prompts, each stepped to its end.
 
     The engine must be idle, and is afterwards.
 
@@ -140,20 +140,22 @@ def step_offline(
     try:
         for wave in waves:
             began = now = clock()
-            first: dict[str, float] = {}
+            first: dict[str, tuple[float, int]] = {}
             live = {engine.add(prompt, params) for prompt in wave}
             while live:
                 deltas = engine.step()
                 now = clock()
                 for delta in deltas:
                     if delta.new_token_ids:
-                        first.setdefault(delta.request_id, now)
+                        first.setdefault(delta.request_id, (now, len(delta.new_token_ids)))
                     if delta.output is None:
                         continue
                     live.discard(delta.request_id)
                     if len(delta.output.token_ids) != max_tokens:
                         raise RuntimeError(f"{delta.request_id} ended with {delta.finish_reason}")
-                    out.append((now - first[delta.request_id]) / (max_tokens - 1))
+                    since, count = first[delta.request_id]
+                    if count < max_tokens:
+                        out.append((now - since) / (max_tokens - count))
             seconds += now - began
             while engine.has_work:  # a round may still be in flight for requests that have ended
                 engine.step()
@@ -279,10 +281,13 @@ class Measurement:
         for wave in waves:
             records = await Run(client, wave, Sending()).go()
             for record in records:
-                if record.tpot is None or not record.ok:
+                if not record.ok:
                     raise RuntimeError(f"a request ended with {record.status}: {record.message}")
-                out.append(record.tpot)
+                if record.tpot is not None:
+                    out.append(record.tpot)
             seconds += span(records)
+        if not out:
+            raise RuntimeError("every request's tokens came in one message: more max-tokens are needed")
         return out, seconds
 
     async def _offline(self, host: Host, waves: Sequence[texts.Plan]) -> tuple[list[float], float]:

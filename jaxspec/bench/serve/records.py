@@ -1,8 +1,9 @@
 """What a client saw of each request, and the numbers that follow from it: pure functions over records.
 
 Owns the definitions, as AIPerf and vLLM's benchmark have them. TTFT: from the send to the first chunk with tokens.
-TPOT: (E2E - TTFT) / (tokens - 1). ITL: a burst of n tokens counts gap / n, n times. Goodput: requests a second that
-meet all objectives. Must not know servers, clocks or output.
+TPOT: (E2E - TTFT) / (tokens after the first chunk); theirs, (E2E - TTFT) / (tokens - 1), is the same where that chunk
+holds one token, and counts tokens without their time where it holds more. ITL: a burst of n tokens counts gap / n, n
+times. Goodput: requests a second that meet all objectives. Must not know servers, clocks or output.
 """
 
 from __future__ import annotations
@@ -80,10 +81,19 @@ class Record:
 
     @property
     def tpot(self) -> float | None:
-        """None with fewer than two tokens."""
-        if self.first is None or self.output_tokens < 2:
-            return None
-        return (self.ended - self.first) / (self.output_tokens - 1)
+        """None where no tokens came after the first chunk."""
+        later = self.output_tokens - self.first_tokens
+        return None if self.first is None or not later else (self.ended - self.first) / later
+
+    def arrived(self, start: float, end: float) -> int:
+        """Tokens that came in [start, end)."""
+        if self.first is None:
+            return 0
+        now, count = self.first, self.first_tokens if start <= self.first < end else 0
+        for gap, tokens in self.gaps:
+            now += gap
+            count += tokens if start <= now < end else 0
+        return count
 
     @property
     def bucket(self) -> str:
@@ -114,7 +124,7 @@ class Objectives:
         return self != Objectives()
 
     def met(self, record: Record) -> bool:
-        """Whether a request ended well and within all of them; a single token has no TPOT to miss."""
+        """Whether a request ended well and within all of them; what came in one chunk has no TPOT to miss."""
         limits = ((self.ttft_ms, record.ttft), (self.tpot_ms, record.tpot), (self.e2e_ms, record.e2e))
         return record.ok and all(limit is None or got is None or 1e3 * got <= limit for limit, got in limits)
 
@@ -147,7 +157,9 @@ class Summary:
       requests: all of them. statuses: how they ended.
       ttft, tpot, itl, e2e: of those that ended well, in seconds.
       lag: of the generator, of all.
-      output_tokens: of all. tokens_per_second, requests_per_second (those that ended well), goodput: rates.
+      output_tokens: of all.
+      tokens_per_second: tokens that came within the seconds, over them (`by_phase`: of whatever request).
+      requests_per_second, goodput: rates of the group's requests, whenever they ended.
       attained: share of all requests that met every objective.
       accepted_length: tokens a round, bonus included; nan without rounds. acceptance: accepted share of the drafts.
     """
@@ -175,11 +187,14 @@ def span(records: Sequence[Record]) -> float:
     return max((r.ended for r in records), default=0.0) - min((r.sent for r in records), default=0.0)
 
 
-def summarize(name: str, records: Sequence[Record], slo: Objectives, seconds: float | None = None) -> Summary:
+def summarize(
+    name: str, records: Sequence[Record], slo: Objectives, seconds: float | None = None, arrived: float | None = None
+) -> Summary:
     """The numbers of a group.
 
     Args:
       seconds: that rates refer to; None: from the first send to the last end.
+      arrived: tokens that came within the seconds; None: all of the group's.
     """
     seconds = span(records) if seconds is None else seconds
     good = [r for r in records if r.ok]
@@ -199,7 +214,7 @@ def summarize(name: str, records: Sequence[Record], slo: Objectives, seconds: fl
         e2e=Quantiles.of([r.e2e for r in good]),
         lag=Quantiles.of([r.lag for r in records]),
         output_tokens=tokens,
-        tokens_per_second=rate(tokens),
+        tokens_per_second=rate(tokens if arrived is None else arrived),
         requests_per_second=rate(len(good)),
         goodput=rate(met),
         attained=met / len(records) if records else math.nan,
@@ -229,9 +244,18 @@ def by_bucket(records: Sequence[Record], slo: Objectives) -> list[Summary]:
 
 
 def by_phase(records: Sequence[Record], phases: Iterable[Phase], slo: Objectives) -> list[Summary]:
-    """A summary a phase's name, of the requests due in it; rates refer to the planned seconds of those phases."""
-    seconds: dict[str, float] = {}
+    """A summary a phase's name, of the requests due in it; rates refer to the planned seconds of those phases.
+
+    Tokens a second are of what came during the phases: under overload much of what was due in one comes after it.
+    """
+    windows: dict[str, list[Phase]] = {}
     for phase in phases:
-        seconds[phase.name] = seconds.get(phase.name, 0.0) + phase.seconds
+        windows.setdefault(phase.name, []).append(phase)
     found = grouped(records, lambda r: r.phase)
-    return [summarize(name, found.get(name, []), slo, length) for name, length in seconds.items()]
+    return [
+        summarize(
+            name, found.get(name, []), slo, sum(phase.seconds for phase in many),
+            sum(r.arrived(phase.start, phase.end) for phase in many for r in records),
+        )
+        for name, many in windows.items()
+    ]  # fmt: skip

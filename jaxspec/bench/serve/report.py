@@ -117,7 +117,9 @@ def _tables(report: Report, records: Sequence[Record]) -> list[str]:
     whole = summarize("all", records, slo)
     itl = f"ITL ms: p50 {_ms(whole.itl.p50)}, p90 {_ms(whole.itl.p90)}, p99 {_ms(whole.itl.p99)}"
     lines = [_HEAD, _line(whole)]
-    lines += _block("by phase (requests due in it)", by_phase(records, phases, slo) if phases else [])
+    lines += _block(
+        "by phase (requests due in it; tok/s: what came during it)", by_phase(records, phases, slo) if phases else []
+    )
     lines += _block("by route", by_route(records, slo))
     lines += _block("by prompt length in tokens", by_bucket(records, slo))
     return [*lines, "", itl + f"; accepted share of the drafts {_num(100 * whole.acceptance)}%"]
@@ -134,7 +136,8 @@ def _comparison(report: Report) -> list[str]:
             runs = [run for run in report.runs if run.mode == mode]
             parts = [s for run in runs for s in phase_summaries(run, phases, report.slo) if s.name == phase]
             chosen = [r for run in runs for r in run.records if r.phase == phase or not phases]
-            rows.append(summarize(mode, chosen, report.slo, sum(s.seconds for s in parts)))
+            arrived = sum(s.tokens_per_second * s.seconds for s in parts if s.seconds > 0)
+            rows.append(summarize(mode, chosen, report.slo, sum(s.seconds for s in parts), arrived))
         lines += _block(phase, rows)
     lines += ["", f"adaptive against the better of off and the best static tier (medians over {repeats} repeats):"]
     for v in report.judged:
