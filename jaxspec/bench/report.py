@@ -174,8 +174,8 @@ def footer(report: Report) -> str:
     lines = [
         "end to end: all tokens over all seconds, prompts, filling and draining included: median of the repeats, low,",
         "high; speed-up: median of the repeats' ratios to plain. Steady state: decoding alone, over the timed rounds",
-        "with every place in use. Length: tokens a round and request, bonus included. TPOT: ms a token after the first,",
-        "of each request. TTFT: ms to the first token, median. *: best fixed choice, end to end.",
+        "with every place in use. Length: tokens a round and request, bonus included. TPOT: ms a token after the first",
+        "one, by request. TTFT: ms to the first token, median. *: best fixed choice, end to end.",
     ]
     lines += _unsteady(report)
     over = [r.loss for r in regrets(report.runs)]
