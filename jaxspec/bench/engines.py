@@ -210,7 +210,10 @@ def _conditions(parts: Parts, session: Session, skipped: int) -> dict[str, Any]:
         "max_tokens": plan.max_tokens,
         "repeats": plan.repeats,
         "batch_sizes": list(plan.batch_sizes),
-        "waves": {str(size): plan.waves_of(size) for size in plan.batch_sizes},
+        "queues": {
+            str(size): {w: len(session.jobs(w, size, 0, plan.max_tokens)) for w in plan.workloads}
+            for size in plan.batch_sizes
+        },
         "workloads": list(plan.workloads),
         "modes": [mode.name for mode in session.modes],
         "prompts": options.prompts,

@@ -71,13 +71,16 @@ def header(conditions: Mapping[str, Any]) -> str:
     c = conditions
     device = f"{c['devices']} x {c['device']}" if c["devices"] > 1 else c["device"]
     cores = f" ({c['cpu_cores']} cores)" if c["platform"] == "cpu" else ""
-    waves = ", ".join(f"{count} x {size}" for size, count in c["waves"].items())
+    queues = "; ".join(
+        f"at batch {size} " + ", ".join(f"{workload} {count}" for workload, count in counts.items())
+        for size, counts in c["queues"].items()
+    )
     lines = [
         f"device      {device}{cores}, jax {c['jax']}, {c['dtype']}",
         f"model       {c['model']}, {c['parameters'] / 1e6:.1f} M parameters",
         f"drafter     {c['drafter']}",
         f"requests    {c['max_tokens']} tokens each, {sampling(c)}, interleaved repeats: {c['repeats']}",
-        f"queues      {waves} (waves x batch; a request enters when a place is free)",
+        f"queues      {queues} requests a run, each sent when a place is free",
         f"warm-up     {c['warmup_seconds']:.1f} s, {c['executables']} executables",
     ]
     if c["grow"]:
@@ -91,7 +94,7 @@ def header(conditions: Mapping[str, Any]) -> str:
         lines.append(f"SIMULATED   acceptance: {c['simulated_accept_length']:g} tokens a round at the deepest tier")
     if c["skipped_prompts"]:
         lines.append(f"skipped     {c['skipped_prompts']} prompts of {c['prompts']} that exceed the model's context")
-    return "\n".join(lines)
+    return "\n".join(line if len(line) <= WIDTH else line[: WIDTH - 3] + "..." for line in lines)
 
 
 def sampling(conditions: Mapping[str, Any]) -> str:

@@ -7,17 +7,21 @@ its first token comes after 1 s, 4 after 1.5 s (the round after the prefill: its
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from planted import PlantedEngine, jobs, mode
 
+from jaxspec.adaptive.policy import RoundStats
 from jaxspec.bench import metrics, report
 from jaxspec.bench.measure import Plan, Session, run_queue
 from jaxspec.bench.metrics import Run
+from jaxspec.bench.overheads import starvation
 from jaxspec.bench.peers import compare
 from jaxspec.bench.serve.overhead import step_offline
 from jaxspec.bench.workloads import Prompt
+from jaxspec.tier import Tier
 
 
 def measured(
@@ -135,7 +139,8 @@ def test_the_estimate_is_what_the_plan_then_takes():
 def test_the_report_has_both_figures_and_no_nan():
     conditions: dict[str, Any] = {
         "device": "cpu", "platform": "cpu", "devices": 1, "cpu_cores": 2, "jax": "0", "model": "demo",
-        "parameters": 1, "dtype": "float32", "drafter": "ngram", "grow": None, "geometry": None, "waves": {"1": 1},
+        "parameters": 1, "dtype": "float32", "drafter": "ngram", "grow": None, "geometry": None,
+        "queues": {"1": {"code": 1}},
         "simulated_accept_length": None, "temperature": 0.0, "max_tokens": 9, "repeats": 1, "prompts": None,
         "skipped_prompts": 0, "warmup_seconds": 1.0, "executables": 3,
     }  # fmt: skip
@@ -174,3 +179,28 @@ def test_peers_are_compared_end_to_end(capsys: pytest.CaptureFixture[str]):
     found = compare({"a": runner([9.0, 2.0, 4.0, 1.0], 8), "b": runner([9.0, 1.0, 1.0, 1.0], 4)}, [[1]], 3, lambda: now)
     assert found["tokens_per_second"] == {"a": 4.0, "b": 4.0} and found["seconds"]["a"] == [2.0, 4.0, 1.0]
     assert found["outputs_that_differ"] == {"b": 3}
+
+
+def test_a_round_takes_what_timed_rounds_take():
+    """Two requests, each a prefill, an untimed round, and timed ones of 10 and 30 ms; the host works 4 ms a round."""
+    stats = SimpleNamespace(rounds=0, starved_rounds=0, host_seconds=0.0)
+    engine = SimpleNamespace(use_policy=lambda policy: None, on_round=None)
+
+    def generate(*_: Any, **__: Any) -> Any:
+        for seconds in (0.0, 0.01, 0.03):
+            stats.rounds, stats.host_seconds = stats.rounds + 1, stats.host_seconds + 0.004
+            stats.starved_rounds += seconds == 0.03
+            if engine.on_round is not None:
+                engine.on_round(RoundStats(Tier(1), 1, 1, (1,), seconds))
+        return [SimpleNamespace(metrics=SimpleNamespace(tpot=0.02, output_tokens=4))]
+
+    class Llm:
+        @property
+        def stats(self) -> Any:
+            return SimpleNamespace(**vars(stats))
+
+    llm: Any = Llm()
+    llm.engine, llm.generate = engine, generate
+    row = starvation(llm, [[1], [2]], 4, Tier(1))
+    assert row == pytest.approx({"starved_share": 1 / 3, "host_ms_per_round": 4.0, "wall_ms_per_round": 20.0})
+    assert engine.on_round is None

@@ -124,7 +124,7 @@ CONDITIONS: dict[str, Any] = {
     "device": "cpu", "platform": "cpu", "devices": 1, "cpu_cores": 2, "jax": "0", "model": "demo", "parameters": 1,
     "dtype": "float32", "drafter": "ngram", "grow": None, "geometry": None, "simulated_accept_length": None,
     "temperature": 0.0, "max_tokens": 4, "repeats": 1, "prompts": None, "skipped_prompts": 0, "warmup_seconds": 1.0,
-    "executables": 3, "waves": {"1": 1},
+    "executables": 3, "queues": {"1": {"code": 1}},
 }  # fmt: skip
 
 

@@ -17,7 +17,8 @@ CONDITIONS: dict[str, Any] = {
     "device": "cpu", "platform": "cpu", "devices": 1, "cpu_cores": 2, "jax": "0.10.2", "model": "demo",
     "parameters": 17_300_000, "dtype": "float32", "drafter": "eagle3 (demo/eagle3)", "grow": None, "geometry": None,
     "simulated_accept_length": None, "temperature": 0.0, "max_tokens": 96, "repeats": 1, "prompts": None,
-    "skipped_prompts": 0, "waves": {"1": 2, "16": 6}, "warmup_seconds": 61.24, "executables": 48,
+    "skipped_prompts": 0, "queues": {"1": {"code": 2}, "16": {"code": 96, "switch": 128}},
+    "warmup_seconds": 61.24, "executables": 48,
 }  # fmt: skip
 
 
@@ -58,7 +59,8 @@ def test_a_line_a_mode_plain_first_adaptive_last_within_the_width():
     # Adaptive: 3 tokens in 40 ms; four rounds are no steady state.
     assert block[3].split()[1:7] == ["75.0", "75", "75", "3.00x", "-", "-"]
     assert "ran plain 25%, chain-3 50%, tree-32x64/1024 25%; regret -50.0% against chain-3" in block[4]
-    assert "  code, batch 1: adaptive 4, tree-32x64/1024 1" in text and "2 x 1, 6 x 16 (waves x batch" in text
+    assert "  code, batch 1: adaptive 4, tree-32x64/1024 1" in text
+    assert "at batch 1 code 2; at batch 16 code 96, switch 128 requests a run" in text
     assert "61.2 s, 48 executables" in text and "compilations after warm-up: 0" in text and "cpu (2 cores)" in text
 
 
