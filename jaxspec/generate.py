@@ -117,7 +117,7 @@ def demo(llm: LLM, params: SamplingParams) -> int:
         fast.append(output)
         fast_seconds += seconds
         print("\n" + "-" * 80, flush=True)
-    llm.engine.use_policy(StaticPolicy(PLAIN))
+    llm.use_policy(StaticPolicy(PLAIN))
     plain: list[RequestOutput] = []
     plain_seconds = 0.0
     for prompt in DEMO_PROMPTS:

@@ -1,27 +1,67 @@
-"""LLM: the offline front. Prompts in, finished or streaming completions out."""
+"""LLM: the offline front. Prompts in, finished or streaming completions out, from as many threads as one likes."""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
-import weakref
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from tqdm import tqdm
 
+from jaxspec.adaptive.controller import Recorder
+from jaxspec.adaptive.policy import TierPolicy
 from jaxspec.assemble import build_engine
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine, EngineStats
 from jaxspec.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams, StreamDelta
+from jaxspec.shared import SharedEngine
 from jaxspec.text.grammar import Grammar, GrammarSpec
 
 Prompt = str | Sequence[int]
 #: One for all prompts, or one each; None constrains nothing.
 Grammars = GrammarSpec | Sequence[GrammarSpec | None] | None
+
+
+@dataclasses.dataclass
+class Prepared:
+    """A prompt that lacks only the engine.
+
+    Attributes:
+      text: None where token ids were given.
+      grammar: compiled; None constrains nothing.
+    """
+
+    text: str | None
+    tokens: list[int]
+    params: SamplingParams
+    grammar: Grammar | None
+
+    def add(self, engine: Engine, arrival_time: float, priority: int = 0) -> list[str]:
+        """Queues every completion; returns the engine's request ids, by completion index.
+
+        Raises:
+          ValueError: as Engine.add; nothing is queued.
+        """
+        ids: list[str] = []
+        try:
+            for index in range(self.params.n):
+                ids.append(
+                    engine.add(
+                        self.tokens, self.params, prompt=self.text, index=index, grammar=self.grammar,
+                        arrival_time=arrival_time, priority=priority,
+                    )
+                )  # fmt: skip
+        except BaseException:
+            for request_id in ids:
+                engine.abort(request_id)
+            raise
+        return ids
 
 
 @dataclasses.dataclass
@@ -43,10 +83,11 @@ class _Group:
         ordered = [self.parts[i] for i in sorted(self.parts)]
         first = ordered[0]
         outputs: list[CompletionOutput] = [part.outputs[0] for part in ordered]
-        return dataclasses.replace(first, outputs=outputs, metrics=_sum_metrics([part.metrics for part in ordered]))
+        return dataclasses.replace(first, outputs=outputs, metrics=sum_metrics([part.metrics for part in ordered]))
 
 
-def _sum_metrics(parts: Sequence[RequestMetrics]) -> RequestMetrics:
+def sum_metrics(parts: Sequence[RequestMetrics]) -> RequestMetrics:
+    """What several completions of a prompt cost together."""
     if len(parts) == 1:
         return parts[0]
     total = RequestMetrics(arrival_time=min(p.arrival_time for p in parts))
@@ -70,6 +111,9 @@ def _sum_metrics(parts: Sequence[RequestMetrics]) -> RequestMetrics:
 class LLM:
     """A language model with adaptive speculative decoding.
 
+    For as many threads as one likes: calls that run at the same time share the batch, and each gets the tokens that it
+    gets alone. Requests without a seed take theirs in the order in which they arrive, as they do in one thread.
+
     Args:
       model: "demo", or a Hugging Face directory (config.json, safetensors, tokenizer.json).
       drafter: "none", "eagle3", "eagle1" (EAGLE-2 too), "peagle", "medusa", "mtp", "ngram", "draft_model", or a
@@ -80,6 +124,9 @@ class LLM:
       seed: base of the seeds of requests that bring none.
       progress: bars on standard error while compiling.
       **engine: further fields of EngineConfig.
+
+    Attributes:
+      shared: the engine between its users.
 
     Raises:
       ValueError: what cannot be loaded or does not fit together; names the field and both values.
@@ -102,8 +149,21 @@ class LLM:
         if unknown:
             raise ValueError(f"LLM got unknown arguments {unknown}; EngineConfig has {sorted(known)}")
         config = EngineConfig(max_batch_size=max_batch_size, max_seq_len=max_seq_len, seed=seed, **engine)
-        self._owners: weakref.WeakValueDictionary[str, _Run] = weakref.WeakValueDictionary()
-        self.engine: Engine = build_engine(model, drafter, speculation, config, progress=progress)
+        self.shared = SharedEngine(build_engine(model, drafter, speculation, config, progress=progress))
+
+    def close(self) -> None:
+        """Ends what still runs, in whichever thread, and lets go of the engine and its memory. Idempotent.
+
+        After it, and in calls that it ends, everything but `close` raises RuntimeError.
+        """
+        self.shared.close(RuntimeError("this LLM was closed while the call ran"))
+        gc.collect()  # an engine's parts refer to each other, and a pool is no pressure that the collector would feel
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     def generate(
         self,
@@ -116,7 +176,7 @@ class LLM:
         """Completes one or many prompts.
 
         Args:
-          prompts: a text, a list of token ids, or a list of either.
+          prompts: a text, a list of token ids, or a list of either, which may be empty.
           params: one for all prompts, or one each; None is SamplingParams().
           grammar: what the texts have to be; one for all prompts, or one each. Needs LLM(structured_output=True).
           use_tqdm: a progress bar over prompts, where there is more than one.
@@ -126,8 +186,9 @@ class LLM:
 
         Raises:
           ValueError: a prompt or parameters that cannot be honoured. Nothing was run, and the engine stays usable.
+          Exception: what a step raised, in whichever thread: it ends every call under way.
         """
-        run = _Run(self, self._submit(prompts, params, grammar))
+        run = self._submit(prompts, params, grammar, whole=True)
         outputs: list[RequestOutput | None] = [None] * len(run.groups)
         try:
             with tqdm(total=len(run.groups), desc="prompts", disable=not use_tqdm or len(run.groups) < 2) as bar:
@@ -149,10 +210,10 @@ class LLM:
         """Yields (position of the prompt, what was added) as tokens come.
 
         Closing or dropping the iterator aborts what is left. The last delta of a prompt carries
-        its whole RequestOutput. Streams and calls of `generate` may be interleaved: whoever is
-        asked for a token advances all of them.
+        its whole RequestOutput. Streams and calls of `generate` may be interleaved, in one thread or
+        in several: whoever waits for a token advances all of them.
         """
-        return _Run(self, self._submit(prompts, params, grammar))
+        return self._submit(prompts, params, grammar, whole=False)
 
     def chat(
         self,
@@ -172,44 +233,83 @@ class LLM:
         return self.generate(tokens, params, grammar=grammar, use_tqdm=False)[0]
 
     @property
+    def engine(self) -> Engine:
+        """The engine, which is for one thread: use it while no other calls, or by `shared.call`."""
+        return self.shared.engine
+
+    @property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer (jaxspec.text.tokenizer.Tokenizer)."""
-        assert self.engine.tokenizer is not None
-        return self.engine.tokenizer
+        tokenizer = self.engine.tokenizer
+        assert tokenizer is not None
+        return tokenizer
 
     @property
     def stats(self) -> EngineStats:
         """Counters: rounds by tier, compilations after warm-up, prefix-cache hits, and more."""
-        return self.engine.stats
+        return self.shared.call(lambda engine: engine.stats)
 
-    # Submission and the loop.
+    def use_policy(self, policy: TierPolicy, recorder: Recorder | None = None) -> None:
+        """From the next step on, `policy` chooses the tier: see Engine.use_policy."""
+        self.shared.call(lambda engine: engine.use_policy(policy, recorder))
+
+    def flush_prefix_cache(self) -> int:
+        """Forgets every cached prefix; returns how many pages that freed. Live requests keep theirs."""
+        return self.shared.call(lambda engine: engine.flush_prefix_cache())
+
+    # Submission.
+
+    def prepare(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        grammar: Grammars,
+    ) -> list[Prepared]:
+        """All that needs no engine, and may take its time: checks, tokenization, grammars.
+
+        Raises:
+          ValueError: as `generate`.
+        """
+        many = _as_list(prompts)
+        each = _params_for(many, params)
+        grammars = self._grammars_for(many, grammar)
+        tokenizer = self.tokenizer
+        prepared: list[Prepared] = []
+        for position, (prompt, p, g) in enumerate(zip(many, each, grammars, strict=True)):
+            if not prompt:
+                raise ValueError(f"prompt must hold at least 1 token, got {prompt!r} at position {position}")
+            if isinstance(prompt, str):
+                prepared.append(Prepared(prompt, tokenizer.encode(prompt), p, g))
+            else:
+                prepared.append(Prepared(None, list(prompt), p, g))
+        return prepared
 
     def _submit(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         grammar: Grammars,
-    ) -> list[_Group]:
-        many = _as_list(prompts)
-        each = _params_for(many, params)
-        grammars = self._grammars_for(many, grammar)
-        groups: list[_Group] = []
-        try:
-            for position, (prompt, p, g) in enumerate(zip(many, each, grammars, strict=True)):
-                text = prompt if isinstance(prompt, str) else None
-                if not prompt:
-                    raise ValueError(f"prompt must hold at least 1 token, got {prompt!r} at position {position}")
-                tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-                group = _Group(position, [], {})
-                groups.append(group)
-                for index in range(p.n):
-                    group.ids.append(self.engine.add(tokens, p, prompt=text, index=index, grammar=g))
-        except BaseException:
-            for group in groups:
-                for request_id in group.ids:
-                    self.engine.abort(request_id)
-            raise
-        return groups
+        *,
+        whole: bool,
+    ) -> _Run:
+        arrival_time = time.monotonic()
+        prepared = self.prepare(prompts, params, grammar)
+
+        def submit(engine: Engine) -> _Run:
+            groups: list[_Group] = []
+            try:
+                for position, prompt in enumerate(prepared):
+                    groups.append(_Group(position, prompt.add(engine, arrival_time), {}))
+                run = _Run(self.shared, groups, whole)
+                self.shared.listen(run, [request_id for group in groups for request_id in group.ids])
+            except BaseException:
+                for group in groups:
+                    for request_id in group.ids:
+                        engine.abort(request_id)
+                raise
+            return run
+
+        return self.shared.call(submit)
 
     def _grammars_for(self, prompts: Sequence[Prompt], grammar: Grammars) -> list[Grammar | None]:
         if grammar is None or isinstance(grammar, GrammarSpec):
@@ -227,52 +327,71 @@ class LLM:
             raise ValueError("a grammar needs LLM(structured_output=True) and a tokenizer that serves grammars")
         return [None if spec is None or compiler is None else compiler.compile(spec) for spec in specs]
 
-    def _advance(self) -> None:
-        """One engine step, its deltas handed to the calls that they belong to."""
-        for delta in self.engine.step():
-            run = self._owners.get(delta.request_id)
-            if run is not None:
-                run.take(delta)
-
 
 class _Run(Iterator[tuple[int, StreamDelta]]):
-    """The iterator behind generate and stream: one call's deltas, whoever steps the engine."""
+    """The iterator behind generate and stream: one call's deltas, whoever steps the engine.
 
-    def __init__(self, llm: LLM, groups: list[_Group]):
-        self._llm, self.groups = llm, groups
+    Args:
+      whole: only deltas that end a prompt are wanted.
+    """
+
+    def __init__(self, shared: SharedEngine, groups: list[_Group], whole: bool):
+        self._shared, self.groups, self._whole = shared, groups, whole
         self._owner = {request_id: group for group in groups for request_id in group.ids}
         self._live = set(self._owner)
         self._ready: deque[tuple[int, StreamDelta]] = deque()
-        for request_id in self._owner:
-            llm._owners[request_id] = self
+        self._error: Exception | None = None
 
     def take(self, delta: StreamDelta) -> None:
         """Queues a delta; the last one of a prompt gets the whole output."""
+        if delta.request_id not in self._live:  # closed meanwhile
+            return
         group = self._owner[delta.request_id]
         if delta.output is not None:
             group.parts[delta.index] = delta.output
-            self._live.discard(delta.request_id)
-            whole = group.merged() if len(group.parts) == len(group.ids) else None
-            delta = dataclasses.replace(delta, output=whole)
-        self._ready.append((group.position, delta))
+            output = group.merged() if len(group.parts) == len(group.ids) else None
+            delta = dataclasses.replace(delta, output=output)
+        if delta.output is not None or not self._whole:
+            self._ready.append((group.position, delta))
+        if delta.finish_reason is not None:
+            self._live.discard(delta.request_id)  # last: who sees none live finds everything ready
+
+    def fail(self, error: Exception) -> None:
+        """What is ready comes, then the error, for good."""
+        if self._live:  # else it has ended, or was closed
+            self._error = error
+            self._live.clear()
+
+    def _settled(self) -> bool:
+        return bool(self._ready) or not self._live
 
     def __next__(self) -> tuple[int, StreamDelta]:
-        while not self._ready:
-            if not self._live:
+        while True:
+            live = bool(self._live)
+            try:
+                return self._ready.popleft()
+            except IndexError:
+                pass
+            if self._error is not None:
+                raise self._error
+            if not live:
                 raise StopIteration
-            self._llm._advance()
-        return self._ready.popleft()
+            self._shared.advance(self._settled)
 
     def close(self) -> None:
-        """Aborts what is left."""
-        for request_id in self._live:
-            self._llm.engine.abort(request_id)
+        """Aborts what is left, without waiting for a step that another thread is in."""
+        self._end(self._shared.release)
+
+    def _end(self, release: Callable[[Sequence[str]], None]) -> None:
+        left = tuple(self._live)
         self._live.clear()
         self._ready.clear()
+        if left:
+            release(left)
 
     def __del__(self) -> None:
-        # Also a stream that was never started holds a slot.
-        self.close()
+        # Also a stream that was never started holds a slot. The collector may run within a step, in this very thread.
+        self._end(self._shared.abandon)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -284,10 +403,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise ValueError(f"prompts must be a text, token ids, or a list of either, got {type(prompts).__name__}")
     many: list[Any] = [item.tolist() if isinstance(item, np.ndarray) else item for item in prompts]
-    if not many:
-        raise ValueError("prompt must hold at least 1 token, got an empty list")
     is_prompt = [isinstance(item, Sequence) and not isinstance(item, bytes | bytearray) for item in many]
-    if not any(is_prompt):
+    if many and not any(is_prompt):
         return [many]
     if not all(is_prompt):
         odd = many[is_prompt.index(False)]

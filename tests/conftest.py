@@ -6,9 +6,13 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import pytest
+
+if TYPE_CHECKING:
+    from jaxspec import LLM
 
 #: One module of LLVM for each program instead of one for each of its fusions. Tests compile thousands of small programs
 #: and run each a few times: unoptimised and in one piece, they compile several times faster and take a fifth of the
@@ -48,6 +52,37 @@ def kept_executables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the engines of this run keep executables for those of other processes that are made alike."""
     own = tmp_path_factory.getbasetemp()
     return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "executables"
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of a token a letter (a to l) and an end (12), with the smaller models beside it, as in the demo."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    from jaxspec.checkpointing import hf
+    from jaxspec.models.tiny import tiny_target
+
+    letters = Tokenizer(models.BPE({c: i for i, c in enumerate([*"abcdefghijkl", "</s>"])}, []))
+    letters.decoder = decoders.Fuse()
+    letters.add_special_tokens([AddedToken("</s>", special=True)])
+    base = tmp_path_factory.mktemp("models")
+    target = tiny_target(0, bos_token_id=None, eos_token_ids=(12,))
+    hf.save_model(target, base / "target", tokenizer=letters, dtype=jax.numpy.float32)
+    hf.save_model(tiny_target(1, num_layers=1, bos_token_id=None), base / "draft", dtype=jax.numpy.float32)
+    return base / "target"
+
+
+@pytest.fixture(scope="session")
+def tiny_llm(tiny_directory: Path) -> LLM:
+    """One static tier, sampled rounds only: few executables. For tests that leave it idle."""
+    from jaxspec import LLM
+
+    made = LLM(
+        str(tiny_directory), "ngram", {"depth": 3}, max_batch_size=2, max_seq_len=64, seed=5, progress=False,
+        page_size=8, variants=("sampled",), batch_buckets=(2,), compile_cache=False,
+    )  # fmt: skip
+    assert made.stats.compilations_after_warmup == 0
+    return made
 
 
 @pytest.fixture(scope="module", autouse=True)

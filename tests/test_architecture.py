@@ -31,7 +31,9 @@ ALLOWED = {
     "train": EVERYONE | {"models", "speculation", "checkpointing", "cache", "text"},
     "assemble": EVERYONE
     | {"adaptive", "scheduling", "runtime", "models", "speculation", "checkpointing", "text", "engine"},
-    "llm": EVERYONE | {"assemble", "engine", "text"},
+    "shared": EVERYONE | {"engine"},
+    "llm": EVERYONE | {"adaptive", "assemble", "engine", "shared", "text"},
+    "async_llm": EVERYONE | {"engine", "llm", "shared", "text"},
 }
 FRONTS = {"generate", "bench", "__init__"}
 ENGINE_PARTS = ("jaxspec.assemble", "jaxspec.llm", "jaxspec.engine", "jaxspec.adaptive")

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tokenizers import AddedToken, decoders, models
-from tokenizers import Tokenizer as Backend
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.assemble import resolve_drafter, resolve_model
@@ -23,37 +21,18 @@ EOS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-def letters() -> Backend:
-    """A token a letter, and an end."""
-    backend = Backend(models.BPE({c: i for i, c in enumerate([*LETTERS, "</s>"])}, []))
-    backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([AddedToken("</s>", special=True)])
-    return backend
-
-
 def spelled(tokens: list[int]) -> str:
     return "".join(LETTERS[t] for t in tokens if t != EOS)
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target with the smaller models beside it, as the demo has them."""
-    base = tmp_path_factory.mktemp("models")
-    target = tiny_target(0, bos_token_id=None, eos_token_ids=(EOS,))
-    hf.save_model(target, base / "target", tokenizer=letters(), dtype=jnp.float32)
-    hf.save_model(tiny_target(1, num_layers=1, bos_token_id=None), base / "draft", dtype=jnp.float32)
-    return base / "target"
+@pytest.fixture
+def directory(tiny_directory: Path) -> Path:
+    return tiny_directory
 
 
-@pytest.fixture(scope="module")
-def llm(directory: Path) -> LLM:
-    """One static tier, sampled rounds only: few executables."""
-    made = LLM(
-        str(directory), "ngram", {"depth": 3}, max_batch_size=2, max_seq_len=64, seed=5, progress=False,
-        page_size=8, variants=("sampled",), batch_buckets=(2,), compile_cache=False,
-    )  # fmt: skip
-    assert made.stats.compilations_after_warmup == 0
-    return made
+@pytest.fixture
+def llm(tiny_llm: LLM) -> LLM:
+    return tiny_llm
 
 
 def idle(llm: LLM) -> None:
@@ -78,6 +57,12 @@ def test_texts_and_token_ids_in_order(llm: LLM):
         assert m.drafted == 3 * m.rounds and m.tier_rounds == {"chain-3": m.rounds}
     assert llm.stats.compilations_after_warmup == 0, "a fresh engine compiled in service"
     idle(llm)
+
+
+def test_no_prompts(llm: LLM):
+    assert llm.generate([]) == llm.generate((), [], use_tqdm=False) == list(llm.stream([])) == []
+    with pytest.raises(ValueError, match="params must be one SamplingParams or one for each prompt: got 1 for 0"):
+        llm.generate([], [GREEDY])
 
 
 def test_one_prompt_in_every_form(llm: LLM):
@@ -233,7 +218,6 @@ def test_logprobs_reach_the_output(llm: LLM):
 
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [
-    ([], {}, r"prompt must hold at least 1 token, got an empty list"),
     ([[]], {}, r"prompt must hold at least 1 token, got \[\] at position 0"),
     ("", {}, r"prompt must hold at least 1 token, got ''"),
     (["abc", ""], {}, r"prompt must hold at least 1 token, got '' at position 1"),

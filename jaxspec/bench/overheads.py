@@ -41,7 +41,7 @@ def decode(llm: LLM, prompt: Sequence[int], tokens: int) -> tuple[float, int]:
 
 def starvation(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int, tier: Tier) -> dict[str, float]:
     """Share of starved rounds, and the host's own time a round (prompts' included) against a timed round's."""
-    llm.engine.use_policy(StaticPolicy(tier))
+    llm.use_policy(StaticPolicy(tier))
     decode(llm, prompts[0], tokens)
     timed: list[float] = []
     before, llm.engine.on_round = llm.stats, lambda stats: timed.append(stats.seconds) if stats.seconds else None
@@ -60,7 +60,7 @@ def paired(engines: dict[str, LLM], prompts: Sequence[Sequence[int]], tokens: in
     """Milliseconds a plain round, median over interleaved requests."""
     times: dict[str, list[float]] = {name: [] for name in engines}
     for llm in engines.values():
-        llm.engine.use_policy(StaticPolicy(PLAIN))
+        llm.use_policy(StaticPolicy(PLAIN))
         decode(llm, prompts[0], tokens)
     for repeat in range(repeats):
         for prompt in prompts:

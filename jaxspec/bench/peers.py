@@ -32,7 +32,7 @@ def jaxspec_runner(llm: LLM, policy: Callable[[], Any], new_tokens: int) -> Runn
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
 
     def run(prompt: Sequence[int]) -> list[int]:
-        llm.engine.use_policy(policy())
+        llm.use_policy(policy())
         return llm.generate(list(prompt), params, use_tqdm=False)[0].token_ids
 
     return run

@@ -23,7 +23,7 @@ TIERS = {"eagle3": (Tier(5), Tier(3, 2, 8)), "draft_model": (Tier(5),), "ngram":
 
 
 def generate(llm: LLM, tier: Tier, params: list[SamplingParams]) -> list[RequestOutput]:
-    llm.engine.use_policy(StaticPolicy(tier))
+    llm.use_policy(StaticPolicy(tier))
     return llm.generate(PROMPTS, params, use_tqdm=False)
 
 
