@@ -17,15 +17,17 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "LLM": "jaxspec.llm",
+    "AsyncLLM": "jaxspec.async_llm",
     "EngineConfig": "jaxspec.config",
     "SpeculationConfig": "jaxspec.config",
     "RequestOutput": "jaxspec.request",
     "SamplingParams": "jaxspec.request",
     "Tier": "jaxspec.tier",
 }
-__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "SpeculationConfig", "Tier"]
+__all__ = ["LLM", "AsyncLLM", "EngineConfig", "RequestOutput", "SamplingParams", "SpeculationConfig", "Tier"]
 
 if TYPE_CHECKING:
+    from jaxspec.async_llm import AsyncLLM
     from jaxspec.config import EngineConfig, SpeculationConfig
     from jaxspec.llm import LLM
     from jaxspec.request import RequestOutput, SamplingParams
