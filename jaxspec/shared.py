@@ -10,11 +10,13 @@ Must not know prompts, texts or event loops.
 
 from __future__ import annotations
 
+import signal
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeVar
+from types import FrameType
+from typing import Any, Protocol, TypeVar
 
 from jaxspec.engine import Engine
 from jaxspec.request import StreamDelta
@@ -30,6 +32,34 @@ class Listener(Protocol):
 
     def fail(self, error: Exception) -> None:
         """Nothing more comes of its requests."""
+
+
+class _Uninterrupted:
+    """Holds Ctrl-C back in the main thread: a step that is cut in two may have given its buffers away for nothing.
+
+    It is as if the key were pressed at the end. Pressed twice it comes through, as a step may hang.
+    """
+
+    _handler: Any = None
+    _came: tuple[int, FrameType | None] | None = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self._came is not None:
+            self._handler(signum, frame)
+        self._came = signum, frame
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            if self._came is not None:
+                self._handler(*self._came)
 
 
 class _Turn:
@@ -87,8 +117,9 @@ class SharedEngine:
         turn = _Turn(None)
         try:
             self._enter(turn)
-            self._drain(self.engine)
-            return function(self.engine)
+            with _Uninterrupted():
+                self._drain(self.engine)
+                return function(self.engine)
         finally:
             self._leave(turn)
 
@@ -115,7 +146,8 @@ class SharedEngine:
             self._enter(turn)
             # Functions that wait go first, then whoever asked before this thread asks again.
             while self._holder is turn and not settled():
-                self._step(self.engine)
+                with _Uninterrupted():
+                    self._step(self.engine)
                 if self._asked():
                     return
         finally:
@@ -227,7 +259,7 @@ class SharedEngine:
     def _fail(self, engine: Engine, error: BaseException) -> None:
         """Ends every request that is listened for: what was lost of a step that failed, nobody knows.
 
-        An interrupt is the own thread's; the others hear that there was one.
+        An interrupt that came through is the own thread's; the others hear that there was one.
         """
         if not isinstance(error, Exception):
             told = RuntimeError(f"a step was interrupted in another thread: {error!r}")

@@ -151,8 +151,13 @@ def test_leaving_aborts(llm: LLM, how: str):
             async for _ in outputs:
                 first.set()
 
+    server = AsyncLLM.of(llm)
+
+    def before(step: int) -> None:
+        if step == 8:
+            eventually(lambda: "leaving" not in server._by_id)
+
     async def main() -> RequestOutput:
-        server = AsyncLLM.of(llm)
         leaving = asyncio.create_task(leave(server))
         staying = asyncio.create_task(last(server, "abc", LONG))
         if how.startswith("cancel"):
@@ -168,10 +173,10 @@ def test_leaving_aborts(llm: LLM, how: str):
             await asyncio.sleep(0.001)
         return output
 
-    planted(llm, lambda step: time.sleep(0.002))  # it cannot be done before anybody leaves
-    before = llm.stats.rounds
+    planted(llm, before)
+    rounds = llm.stats.rounds
     assert completions(run(main())) == completions(expected)
-    assert llm.stats.rounds - before < 4 * expected.metrics.rounds
+    assert llm.stats.rounds - rounds < expected.metrics.rounds + 12 < 1.5 * expected.metrics.rounds
     assert llm.stats.running == 0
 
 
@@ -278,7 +283,13 @@ def test_shutdown_with_live_requests(llm: LLM):
 
     async def main() -> None:
         async with AsyncLLM.of(llm) as server:
-            planted(llm, lambda step: entered.set() if step == 3 else time.sleep(0.002))
+
+            def before(step: int) -> None:
+                if step == 12:
+                    entered.set()
+                    eventually(lambda: server._stepper._closed)
+
+            planted(llm, before)
             tasks = [asyncio.create_task(last(server, p, LONG)) for p in ("abc", "fgh", "dd", "kk")]
             suspended = server.generate("abc", LONG)
             await anext(suspended)
@@ -319,8 +330,8 @@ def test_its_own_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch):
             await last(server, "abc")
         closed = AsyncLLM(progress=False)
         outputs = closed.generate("abc", LONG)
+        planted(llm, lambda step: eventually(lambda: bool(closed.llm.shared._queue)) if step == 6 else None)
         await anext(outputs)
-        planted(llm, lambda step: time.sleep(0.002))
         await asyncio.to_thread(closed.llm.close)
         with pytest.raises(RuntimeError, match="closed while the call ran"):
             async for _ in outputs:

@@ -286,6 +286,44 @@ def test_an_interrupt_of_a_call_that_waits(llm: LLM):
     assert list(mine) == []
 
 
+def test_ctrl_c_within_a_step_comes_after_it(llm: LLM):
+    """The step is whole, so that the calls of other threads lose nothing; a second one does not wait."""
+    expected = token_ids(llm.generate("abc", LONG))
+    assert threading.current_thread() is threading.main_thread()
+    ended: list[int] = []
+    stream, mine = llm.stream("abc", LONG), llm.stream("fgh", LONG)
+    engine = llm.engine
+
+    def interrupted() -> list[StreamDelta]:
+        signal.raise_signal(signal.SIGINT)
+        deltas = type(engine).step(engine)
+        ended.append(len(deltas))
+        return deltas
+
+    engine.step = interrupted
+    handler = signal.getsignal(signal.SIGINT)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                next(mine)
+        assert signal.getsignal(signal.SIGINT) == handler
+    assert len(ended) == 3
+    vars(engine).pop("step")
+    mine.close()  # type: ignore[attr-defined]
+    tokens = [token for _, delta in stream for token in delta.new_token_ids]
+    assert [[tokens]] == expected
+
+    def twice() -> list[StreamDelta]:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it was held back")
+
+    stream, engine.step = llm.stream("abc", LONG), twice
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert signal.getsignal(signal.SIGINT) == handler
+
+
 def test_collecting_abandoned_streams_within_a_step(llm: LLM):
     """Their finalizers run in the thread that has the engine, also those that close them in so many words."""
     expected = token_ids(llm.generate("abc", LONG))
@@ -345,11 +383,17 @@ def test_one_stream_for_several_threads(llm: LLM):
 
 
 def test_closing_ends_calls_and_then_everything_is_refused(llm: LLM, other: LLM):
-    entered = threading.Event()
-    planted(other, lambda step: entered.set() if step == 3 else None)
+    entered, main = threading.Event(), threading.get_ident()
+
+    def before(step: int) -> None:
+        if step == 3:
+            entered.set()
+            eventually(lambda: any(turn.thread == main for turn in other.shared._queue))
+
     with other as same:
         assert same is other
         expected = token_ids(same.generate("abc", GREEDY))
+        planted(other, before)
         paused = other.stream("dd", LONG)
         calls = Threads(*[lambda: [other.generate("abc", LONG) for _ in range(200)]] * 2)
         entered.wait(SECONDS)
@@ -357,7 +401,7 @@ def test_closing_ends_calls_and_then_everything_is_refused(llm: LLM, other: LLM)
         assert isinstance(error, RuntimeError) and "closed" in str(error)
     other.close()
     with pytest.raises(RuntimeError, match="this LLM was closed while the call ran"):
-        next(paused)
+        list(paused)  # after what had come before
     uses: list[Callable[[], Any]] = [
         lambda: other.generate("abc", GREEDY), lambda: other.stream("abc"), lambda: other.stats, lambda: other.engine,
         lambda: other.tokenizer, other.flush_prefix_cache,
