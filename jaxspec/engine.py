@@ -115,8 +115,12 @@ def _advance_idle(engine: Callable[[], Engine | None]) -> bool | None:
         return None
     if alive.has_work:
         return False
-    with alive._stepping:
-        return alive._advance_warmup()
+    try:
+        with alive._stepping:
+            return alive._advance_warmup()
+    except Exception as e:
+        alive._end_warmup(e)
+        return None
 
 
 def _deepest(requests: Sequence[Request]) -> int | None:
@@ -173,6 +177,10 @@ class Engine:
         if runner.warm:
             self._warmup_seconds = self._startup_seconds
         else:
+            _log.info(
+                "ready after %.1f s with %d of %d executables; the others are compiled in the background",
+                self._startup_seconds, runner.num_ready, runner.num_executables,
+            )  # fmt: skip
             weakref.finalize(self, runner.stop_warmup)
             runner.attend(functools.partial(_advance_idle, weakref.ref(self)))
 
@@ -345,11 +353,7 @@ class Engine:
         known = dict(runner.costs)
         if not runner.advance():
             if runner.warm and self._warmup_seconds is None:
-                self._warmup_seconds = time.perf_counter() - self._began
-                _log.info(
-                    "warm after %.1f s: %d of %d executables",
-                    self._warmup_seconds, runner.num_ready, runner.num_executables,
-                )  # fmt: skip
+                self._end_warmup(runner.warmup_error)
             return False
         for (tier, bucket), seconds in runner.costs.items():
             if known.get((tier, bucket)) != seconds:
@@ -357,6 +361,15 @@ class Engine:
         if runner.costs != known:
             self.cost = CostTable(runner.costs)
         return True
+
+    def _end_warmup(self, error: BaseException | None) -> None:
+        self._warmup_seconds = time.perf_counter() - self._began
+        have = f"{self.runner.num_ready} of {self.runner.num_executables} executables"
+        if error is None:
+            _log.info("warm after %.1f s: %s", self._warmup_seconds, have)
+        else:
+            self.runner.stop_warmup()
+            _log.warning("the warm-up ends after %.1f s with %s: %s", self._warmup_seconds, have, error)
 
     def _step(self) -> list[StreamDelta]:
         began = time.perf_counter()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+
+from tqdm import tqdm
 
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.config import DRAFTERS, VERIFICATIONS
@@ -92,46 +96,55 @@ def grammar_of(args: argparse.Namespace) -> GrammarSpec | None:
 
 
 def stream_one(
-    llm: LLM, prompt: str, params: SamplingParams, *, echo: bool, grammar: GrammarSpec | None = None
+    llm: LLM, prompt: str, params: SamplingParams, *, echo: bool = True, grammar: GrammarSpec | None = None
 ) -> tuple[RequestOutput, float]:
-    """Streams one completion to standard output; returns it with its wall seconds."""
+    """Streams one completion to standard output; returns it with its wall seconds.
+
+    Args:
+      echo: the prompt before it.
+    """
     if echo:
         print(f"\033[1m{prompt}\033[0m" if sys.stdout.isatty() else prompt, end="", flush=True)
     began = time.perf_counter()
     final: RequestOutput | None = None
     for _, delta in llm.stream(prompt, params, grammar=grammar):
-        if echo:
-            print(delta.new_text, end="", flush=True)
+        print(delta.new_text, end="", flush=True)
         final = delta.output or final
     assert final is not None
     return final, time.perf_counter() - began
 
 
+def run_all(llm: LLM, params: SamplingParams) -> tuple[list[RequestOutput], float]:
+    """The demo's prompts one after the other, unseen, with their wall seconds."""
+    began = time.perf_counter()
+    outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in DEMO_PROMPTS]
+    return outputs, time.perf_counter() - began
+
+
 def demo(llm: LLM, params: SamplingParams) -> int:
-    """Streams the demo's prompts speculatively, then decodes them plainly, and compares."""
-    llm.generate("def warm_up():", SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
-    fast: list[RequestOutput] = []
-    fast_seconds = 0.0
+    """Streams the demo's prompts while executables still come, then times them with and without speculation."""
+    streamed: list[RequestOutput] = []
     for prompt in DEMO_PROMPTS:
-        output, seconds = stream_one(llm, prompt, params, echo=True)
-        fast.append(output)
-        fast_seconds += seconds
+        streamed.append(stream_one(llm, prompt, params)[0])
         print("\n" + "-" * 80, flush=True)
+    with tqdm(total=llm.stats.executables, desc="compiling the rest, to compare", leave=False) as bar:
+        while not llm.warm:
+            bar.update(llm.stats.executables_ready - bar.n)
+            time.sleep(0.1)
+    # A pass in front, so that the policy has seen these texts, as it has after a minute of any use.
+    run_all(llm, params)
+    fast, fast_seconds = run_all(llm, params)
     llm.use_policy(StaticPolicy(PLAIN))
-    plain: list[RequestOutput] = []
-    plain_seconds = 0.0
-    for prompt in DEMO_PROMPTS:
-        output, seconds = stream_one(llm, prompt, params, echo=False)
-        plain.append(output)
-        plain_seconds += seconds
-    same = all(a.token_ids == b.token_ids for a, b in zip(fast, plain, strict=True))
+    plain, plain_seconds = run_all(llm, params)
+    texts = [[output.token_ids for output in outputs] for outputs in (streamed, fast, plain)]
+    same = texts[0] == texts[1] == texts[2]
     print(f"with speculation     {summary(fast, fast_seconds)}")
     print(f"without speculation  {summary(plain, plain_seconds)}")
     stats = llm.stats
     print(
         f"speed-up {plain_seconds / fast_seconds:.2f}x; the tokens are {'the same' if same else 'NOT the same'}; "
-        f"warm-up {stats.warmup_seconds:.1f} s for {stats.executables} executables, "
-        f"{stats.compilations_after_warmup} compilations since"
+        f"ready after {stats.startup_seconds:.1f} s, warm after {stats.warmup_seconds:.1f} s with {stats.executables} "
+        f"executables, {stats.compilations_after_warmup} compilations beside"
     )
     return 0 if same else 1
 
@@ -167,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return demo(llm, params)
         for prompt in args.prompt:
             text = sys.stdin.read() if prompt == "-" else prompt
-            output, seconds = stream_one(llm, text, params, echo=True, grammar=grammar)
+            output, seconds = stream_one(llm, text, params, echo=not args.quiet, grammar=grammar)
             print()
             if not args.quiet:
                 print(summary([output], seconds), file=sys.stderr)
@@ -177,8 +190,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def leave(code: int) -> None:
+    """Ends the process, at once where executables are still being compiled: nobody waits for them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(thread.name.startswith("warm-up") for thread in threading.enumerate()):
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        status = main()
     except KeyboardInterrupt:
-        sys.exit(130)
+        status = 130
+    leave(status)

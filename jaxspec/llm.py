@@ -122,7 +122,8 @@ class LLM:
       max_batch_size: requests decoded together.
       max_seq_len: longest prompt plus output, in tokens; None: the model's context, at most 2048.
       seed: base of the seeds of requests that bring none.
-      progress: bars on standard error while compiling.
+      progress: a bar on standard error for what the first request needs to be compiled; more comes in the background
+        (EngineConfig.warmup).
       **engine: further fields of EngineConfig.
 
     Attributes:
@@ -158,6 +159,15 @@ class LLM:
         """
         self.shared.close(RuntimeError("this LLM was closed while the call ran"))
         gc.collect()  # an engine's parts refer to each other, and a pool is no pressure that the collector would feel
+
+    @property
+    def warm(self) -> bool:
+        """Whether every executable has come and was timed."""
+        return self.shared.engine.warm
+
+    def wait_until_warm(self) -> None:
+        """Returns when every executable has come and was timed. Requests need not wait for it."""
+        self.shared.engine.wait_until_warm()
 
     def __enter__(self) -> Self:
         return self

@@ -179,6 +179,7 @@ class SharedEngine:
 
         def end(engine: Engine) -> None:
             self._fail(engine, error)
+            engine.stop_warmup()
             self._engine = None
 
         if self._engine is not None:

@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    if any(thread.name in _BUSY for thread in threading.enumerate()):
+    if any(thread.name in _BUSY or thread.name.startswith("warm-up") for thread in threading.enumerate()):
         logging.shutdown()
         os._exit(code)  # it still compiles, tokenizes or hangs, and would be torn down under its feet
     sys.exit(code)

@@ -247,7 +247,10 @@ class EngineThread:
         if not engine.has_work and not self._submitted:
             self._publish(engine)
             self._busy_since = None
-            command = self._commands.get()
+            try:  # while it warms up, the counters change without a step
+                command = self._commands.get(timeout=None if engine.warm else SNAPSHOT_SECONDS)
+            except queue.Empty:
+                return
             self._busy_since = time.monotonic()
             command(engine)
         else:

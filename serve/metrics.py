@@ -240,7 +240,9 @@ class ServerMetrics:
         self._num_steps = gauge("jaxspec:num_steps", "Draft tokens of the tier that ran last; 0 is plain decoding.")
         self._tier_rounds = counter("jaxspec:tier_rounds", "Rounds by tier and padded batch size.", "tier", "bucket")
         self._switches = counter("jaxspec:tier_switches", "Rounds whose tier differs from the one before.")
-        self._compiles = counter("jaxspec:compiles_after_warmup", "XLA compilations after the warm-up; must stay 0.")
+        self._compiles = counter("jaxspec:compiles_after_warmup", "XLA compilations outside the warm-up; must stay 0.")
+        self._executables = gauge("jaxspec:executables", "Executables that there are once all is warm.")
+        self._ready = gauge("jaxspec:executables_ready", "Executables that can run now.")
         where = ("route", "prompt_tokens")
         self._route_rounds = counter("jaxspec:acceptance_rounds", "Decode rounds of ended completions.", *where)
         self._route_drafted = counter("jaxspec:acceptance_drafted_tokens", "Draft tokens of the same.", *where)
@@ -309,6 +311,8 @@ class ServerMetrics:
             self._pages.set(pages)
             self._free.set(stats.free_pages)
             self._cached.set(stats.cached_pages)
+            self._executables.set(stats.executables)
+            self._ready.set(stats.executables_ready)
             for family, total in (
                 (self._queries, stats.prefix_queries),
                 (self._hits, stats.prefix_hits),

@@ -110,6 +110,7 @@ class Parts:
             enable_prefix_caching=False,
             batch_buckets=options.plan.batch_sizes,
             variants=("greedy",) if options.plan.temperature == 0 else ("sampled",),
+            warmup="eager",
         )
 
         def make(geo: Geometry) -> tuple[Drafter | None, Any]:

@@ -48,6 +48,10 @@ class Observed:
         self._stats.append(stats)
         self.policy.observe(stats)
 
+    def learn(self, tier: Tier, bucket: int, seconds: float) -> None:
+        """Passes a measured cost on."""
+        self.policy.learn(tier, bucket, seconds)
+
     def buckets_for(self, tier: Tier, buckets: tuple[int, ...]) -> tuple[int, ...]:
         """The policy's."""
         return self.policy.buckets_for(tier, buckets)

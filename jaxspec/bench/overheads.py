@@ -26,7 +26,7 @@ def build(model: str, max_seq_len: int, depth: int) -> LLM:
     """A batch-1 engine for greedy requests; depth 0 builds it without speculation."""
     speculation = {"policy": "off"} if depth == 0 else {"candidate_steps": (0, depth)}
     return LLM(
-        model, None, speculation, max_batch_size=1, max_seq_len=max_seq_len, variants=("greedy",),
+        model, None, speculation, max_batch_size=1, max_seq_len=max_seq_len, variants=("greedy",), warmup="eager",
         enable_prefix_caching=False, progress=False,
     )  # fmt: skip
 

@@ -190,7 +190,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     tiers = tuple(sorted({0, 2, args.depth, args.depth + 2}))
     ours = {
-        drafter: LLM(args.model, drafter, {"candidate_steps": tiers}, max_batch_size=1, enable_prefix_caching=False)
+        drafter: LLM(
+            args.model,
+            drafter,
+            {"candidate_steps": tiers},
+            max_batch_size=1,
+            enable_prefix_caching=False,
+            warmup="eager",
+        )
         for drafter in ("eagle3", "draft_model")
     }
     texts = [*CODE[: args.prompts], *PROSE[: args.prompts]]

@@ -358,6 +358,11 @@ class Runner:
         """Whether everything is compiled and timed, or given up."""
         return self._timed_finally and not self._trials and self._warmup.over
 
+    @property
+    def warmup_error(self) -> BaseException | None:
+        """What ended the compiling before its time."""
+        return self._warmup.error
+
     def attend(self, advance: Callable[[], bool | None]) -> None:
         """See Warmup.attend."""
         self._warmup.attend(advance)
@@ -391,8 +396,6 @@ class Runner:
             return False
         # Until now compilers ran beside. Round by round, so that what disturbs one repeat disturbs every tier.
         self._timed_finally = True
-        if self._warmup.error is not None:
-            _log.warning("only %d of %d executables: %s", self.num_ready, self.num_executables, self._warmup.error)
         self._samples.clear()
         pairs = [(tier, bucket) for tier, state in self.states.items() for bucket, _ in state.executables]
         self._trials.extend([*dict.fromkeys(pairs)] * _FINAL_TRIALS)

@@ -257,7 +257,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
             target_dir,
             args.drafter,
             SpeculationConfig(tiers=tuple(Tier(d) for d in depths)),
-            EngineConfig(max_batch_size=batch_sizes[-1], batch_buckets=batch_sizes, variants=("greedy",)),
+            EngineConfig(
+                max_batch_size=batch_sizes[-1], batch_buckets=batch_sizes, variants=("greedy",), warmup="eager"
+            ),
             tokenizer=False,
         )
         if not args.no_cost:

@@ -11,7 +11,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "drafter", "policy", "verification", "lossless", "device", "devices", "dtype", "max_seq_len", "max_batch_size", "tiers", "buckets", "active_tier", "tier_switches", "rounds_by_tier", "mean_acceptance_length", "memory", "executables", "compilations_after_warmup", "warmup_seconds", "uptime_seconds", "state")
+    __slots__ = ("version", "model", "drafter", "policy", "verification", "lossless", "device", "devices", "dtype", "max_seq_len", "max_batch_size", "tiers", "buckets", "active_tier", "tier_switches", "rounds_by_tier", "mean_acceptance_length", "memory", "executables", "compilations_after_warmup", "warmup_seconds", "uptime_seconds", "state", "executables_ready", "startup_seconds")
     class RoundsByTierEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,8 @@ class GetServerInfoResponse(_message.Message):
     WARMUP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    EXECUTABLES_READY_FIELD_NUMBER: _ClassVar[int]
+    STARTUP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     drafter: str
@@ -65,7 +67,9 @@ class GetServerInfoResponse(_message.Message):
     warmup_seconds: float
     uptime_seconds: float
     state: str
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., drafter: _Optional[str] = ..., policy: _Optional[str] = ..., verification: _Optional[str] = ..., lossless: _Optional[bool] = ..., device: _Optional[str] = ..., devices: _Optional[int] = ..., dtype: _Optional[str] = ..., max_seq_len: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ..., buckets: _Optional[_Iterable[int]] = ..., active_tier: _Optional[str] = ..., tier_switches: _Optional[int] = ..., rounds_by_tier: _Optional[_Mapping[str, int]] = ..., mean_acceptance_length: _Optional[float] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ..., executables: _Optional[int] = ..., compilations_after_warmup: _Optional[int] = ..., warmup_seconds: _Optional[float] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[str] = ...) -> None: ...
+    executables_ready: int
+    startup_seconds: float
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., drafter: _Optional[str] = ..., policy: _Optional[str] = ..., verification: _Optional[str] = ..., lossless: _Optional[bool] = ..., device: _Optional[str] = ..., devices: _Optional[int] = ..., dtype: _Optional[str] = ..., max_seq_len: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ..., buckets: _Optional[_Iterable[int]] = ..., active_tier: _Optional[str] = ..., tier_switches: _Optional[int] = ..., rounds_by_tier: _Optional[_Mapping[str, int]] = ..., mean_acceptance_length: _Optional[float] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ..., executables: _Optional[int] = ..., compilations_after_warmup: _Optional[int] = ..., warmup_seconds: _Optional[float] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[str] = ..., executables_ready: _Optional[int] = ..., startup_seconds: _Optional[float] = ...) -> None: ...
 
 class Memory(_message.Message):
     __slots__ = ("weight_bytes", "kv_pool_bytes", "pages", "free_pages", "cached_pages", "page_size")

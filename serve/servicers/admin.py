@@ -119,7 +119,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         info.tier_switches = stats.switches
         info.rounds_by_tier.update(stats.rounds_by_tier)
         info.executables, info.compilations_after_warmup = stats.executables, stats.compilations_after_warmup
-        info.warmup_seconds = stats.warmup_seconds
+        info.executables_ready = stats.executables_ready
+        info.warmup_seconds, info.startup_seconds = stats.warmup_seconds, stats.startup_seconds
         info.memory.CopyFrom(
             pb.Memory(
                 weight_bytes=built.weight_bytes,

@@ -45,7 +45,8 @@ class Request:
 
 def engine_stats(**fields: Any) -> EngineStats:
     given = {
-        "warmup_seconds": 1.0, "executables": 8, "compilations_after_warmup": 0, "steps": 0, "rounds": 0,
+        "warmup_seconds": 1.0, "startup_seconds": 0.5, "executables": 8, "executables_ready": 8,
+        "compilations_after_warmup": 0, "steps": 0, "rounds": 0,
         "starved_rounds": 0, "device_seconds": 0.0, "host_seconds": 0.0, "switches": 0, "rounds_by_tier": {},
         "preemptions": 0, "prefix_hits": 0, "prefix_queries": 0, "free_pages": 0, "cached_pages": 0,
         "lossless": True, "running": 0, "waiting": 0, "active_tier": "",

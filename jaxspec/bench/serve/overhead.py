@@ -176,7 +176,11 @@ class Host:
         settings = {
             "model": plan.model,
             "drafter": plan.drafter,
-            "engine": {"max_batch_size": max(plan.batch_sizes), "batch_buckets": list(plan.batch_sizes)},
+            "engine": {
+                "max_batch_size": max(plan.batch_sizes),
+                "batch_buckets": list(plan.batch_sizes),
+                "warmup": "eager",
+            },
         }
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "jaxspec.bench.serve.host", json.dumps(settings),

@@ -27,7 +27,7 @@ async def own_server(flags: Sequence[str]) -> AsyncIterator[str]:
     """
     command = [
         sys.executable, "-m", "serve", "--host", "127.0.0.1", "--port", "0", "--metrics-port", "0",
-        "--log-level", "warning", "--withdrawal-seconds", "0", *flags,
+        "--log-level", "warning", "--withdrawal-seconds", "0", "--warmup", "eager", *flags,
     ]  # fmt: skip
     # A session of its own: Ctrl-C is for the load, which still wants its last numbers.
     process = await asyncio.create_subprocess_exec(
