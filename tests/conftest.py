@@ -22,8 +22,13 @@ QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_co
 MANY = 15_000
 
 
+#: Bytes of JAX's own cache that are kept from one run to the next.
+CACHED = 1 << 30
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--optimized", action="store_true", help="compile as users do, instead of quickly")
+    parser.addoption("--exhaustive", action="store_true", help="run what is marked exhaustive, at full length")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_num_cpu_devices", 4)
-    jax.config.update("jax_enable_compilation_cache", False)  # JAX's own; of engines, `kept_executables`
+    small_programs(config)
     if config.getoption("--optimized"):
         return
     jax.config.update("jax_disable_most_optimizations", True)
@@ -41,17 +46,50 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.devices()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that no worker is left alone with one of them at the end."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+def small_programs(config: pytest.Config) -> None:
+    """JAX's own cache in pytest's: what tests compile besides engines. What is found there counts as compiled."""
+    cache = getattr(config, "cache", None)
+    jax.config.update("jax_enable_compilation_cache", cache is not None)
+    if cache is None:
+        return
+    directory = cache.mkdir("jax") / "jaxspec-xla"  # by this name engines take it for theirs, and keep their own beside
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if directory.exists() and "PYTEST_XDIST_WORKER" not in os.environ:
+        forget(directory)
+
+
+def forget(directory: Path) -> None:
+    """Removes the oldest files beyond CACHED bytes."""
+    left = CACHED
+    found = [(path, path.stat()) for path in directory.iterdir()]
+    for path, stat in sorted(found, key=lambda entry: -entry[1].st_mtime):
+        left -= stat.st_size
+        if left < 0:
+            path.unlink(missing_ok=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--exhaustive"):
+        return
+    for item in items:
+        if marker := item.get_closest_marker("exhaustive"):
+            (why,) = marker.args
+            item.add_marker(pytest.mark.skip(reason=f"left to `make test-all`: {why}"))
 
 
 @pytest.fixture(scope="session")
-def kept_executables(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the engines of this run keep executables for those of other processes that are made alike."""
-    own = tmp_path_factory.getbasetemp()
-    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "executables"
+def exhaustive(pytestconfig: pytest.Config) -> bool:
+    """Whether this run is to take its time: full lengths, fresh seeds."""
+    return pytestconfig.getoption("--exhaustive")
+
+
+@pytest.fixture(scope="session")
+def kept_executables(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where engines keep executables for those that are made alike: in other processes, and in runs to come."""
+    cache = getattr(pytestconfig, "cache", None)
+    return tmp_path_factory.getbasetemp() / "executables" if cache is None else cache.mkdir("executables")
 
 
 @pytest.fixture(scope="session")
