@@ -44,10 +44,7 @@ def placed(tree: Any, mesh: Mesh) -> Any:
 
 _LANES = 128
 
-_QUICK_ATTENTION = {
-    "decode-b1-32k", "verify8-b8-8k", "verify8-b64-8k", "tree64-b8-8k", "prefill512-4k", "tp4-verify8-b16-8k",
-    "d64", "d80", "d256", "f32", "group7", "window", "soft-cap", "prior-levels",
-}  # fmt: skip
+_QUICK_ATTENTION = {"verify8-b8-8k", "d256", "window", "prior-levels"}
 
 
 def tree_attention(target: Target) -> Iterator[Program]:
@@ -87,10 +84,7 @@ def tree_attention(target: Target) -> Iterator[Program]:
         )
 
 
-_QUICK_SAMPLING = {
-    "coupled-b16-n16", "chain3-b1-greedy", "chain4-b16-rejection", "plain-b64", "gemma-b8-n8-rejection",
-    "chain7-b3-bf16",
-}  # fmt: skip
+_QUICK_SAMPLING = {"coupled-b16-n16", "chain3-b1-greedy", "chain4-b16-rejection"}
 
 
 def rejection_sampling(target: Target) -> Iterator[Program]:

@@ -1,6 +1,8 @@
 """Engines on the 13-token model: one for each drafter, every tier compiled, and plain decoding to compare with.
 
 Built once a session. Pools of the drafting engines are too small for four long requests, so that preemption happens.
+Compiling is what these tests cost, so two kinds' engines alone have several buckets, and EAGLE-3's the rounds of greedy
+batches too; the others have one bucket's sampled rounds. With --exhaustive every engine has all.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from jaxspec.tier import PLAIN, Tier
 
 V, EOS = 13, 12
 TREE = Tier(3, 2, 7)
+#: Kinds whose engines have several buckets: all that a drafter can have (a cache, features, trees), and the least.
+WHOLE = ("eagle3", "ngram")
 #: Kinds whose engines live only while tests ask for them: executables take memory maps, of which a process has 65,530.
 PASSING = ("eagle1", "mtp", "medusa", "peagle")
 TIERS = {
@@ -42,7 +46,6 @@ TIERS = {
     "small": (PLAIN, Tier(2)),
     **{kind: (PLAIN, Tier(3), TREE) for kind in PASSING},
 }
-BUCKETS = (1, 2, 4)
 SIZES = dict(max_batch_size=4, max_seq_len=120, page_size=8, prefill_chunk=16)
 
 
@@ -124,11 +127,13 @@ class Bench:
 
     Attributes:
       target: the model. modules: the drafters' by kind. kept: where executables are kept.
+      exhaustive: whether every engine has every bucket and variant.
     """
 
     target: Any
     modules: dict[str, Any]
     kept: Path
+    exhaustive: bool
 
     def __post_init__(self) -> None:
         self._engines: dict[str, Engine] = {}
@@ -145,6 +150,12 @@ class Bench:
             trees=kind in TREE_DRAFTERS, progress=False,
         )  # fmt: skip
 
+    def buckets(self, kind: str) -> tuple[int, ...]:
+        """Batch sizes that the session's engine of a drafter is compiled for."""
+        if self.exhaustive:
+            return (1, 2, 4)
+        return (1, 4) if kind in (*WHOLE, "none") else (4,)
+
     def target_as_draft(self, engine: Engine) -> Any:
         """Parameters with which an engine's draft model is its target."""
         return bind_drafter("draft_model", self.target, engine.runner.geo)[1]
@@ -159,17 +170,20 @@ class Bench:
             for other in PASSING:
                 self._engines.pop(other, None)
             if kind == "none":
-                self._engines[kind] = self.build(kind, SpeculationConfig(policy="off"), variants=("sampled",))
+                options = dict(batch_buckets=self.buckets(kind), variants=("sampled",))
+                self._engines[kind] = self.build(kind, SpeculationConfig(policy="off"), **options)
             elif kind == "small":
                 cost = CostTable({(tier, 4): 1e-3 for tier in TIERS[kind]})
                 few = dict(batch_buckets=(4,), variants=("sampled",))
                 self._engines[kind] = self.build("ngram", SpeculationConfig(tiers=TIERS[kind]), cost, **few)
             else:
-                cost = CostTable({(t, b): 1e-3 * (1 + 0.1 * t.depth) for t in TIERS[kind] for b in BUCKETS})
+                buckets = self.buckets(kind)
+                cost = CostTable({(t, b): 1e-3 * (1 + 0.1 * t.depth) for t in TIERS[kind] for b in buckets})
                 # EAGLE-1 and MTP draft as EAGLE-3 does, whose engine has the rounds of greedy batches too.
-                fewer = dict(variants=("sampled",)) if kind in ("eagle1", "mtp") else {}
+                both = kind == "eagle3" or (self.exhaustive and kind not in ("eagle1", "mtp"))
+                options = dict(batch_buckets=buckets) | ({} if both else dict(variants=("sampled",)))
                 self._engines[kind] = self.build(
-                    kind, SpeculationConfig(tiers=TIERS[kind]), cost, num_pages=30, **fewer
+                    kind, SpeculationConfig(tiers=TIERS[kind]), cost, num_pages=30, **options
                 )
         engine = self._engines[kind]
         for request_id in list(engine._streams):  # what a failed test left behind
@@ -287,7 +301,7 @@ def long_requests(count: int = 6) -> list[tuple[list[int], SamplingParams]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The exactness tests of each passing kind come together, so that its engine is built once."""
+    """The exactness tests of a passing kind come together, so that its engine is built once."""
 
     def group(item: pytest.Item) -> int:
         kind = (
@@ -301,9 +315,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def bench(kept_executables: Path) -> Bench:
+def bench(kept_executables: Path, exhaustive: bool) -> Bench:
     target = tiny_target(0, eos_token_ids=(EOS,))
-    return Bench(target, modules_of(target), kept_executables)
+    return Bench(target, modules_of(target), kept_executables, exhaustive)
 
 
 @pytest.fixture(scope="session")

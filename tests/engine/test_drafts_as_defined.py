@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec.adaptive.cost import CostTable
-from jaxspec.config import SpeculationConfig
 from jaxspec.models.layers import causal_attention
 from jaxspec.request import SamplingParams
 from jaxspec.speculation.state import Rows
@@ -120,13 +118,9 @@ DEFINITIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", DEFINITIONS)
 def test_drafts_are_their_definition(bench: Any, tools: Any, kind: str):
-    tiers = (PLAIN, Tier(DEPTH), tools.tree)
-    cost = CostTable({(tier, 4): 1e-3 for tier in tiers})
-    one = dict(batch_buckets=(4,), variants=("sampled",))
-    engine = bench.build(kind, SpeculationConfig(tiers=tiers), cost, **one)
+    engine = bench.engine(kind)
     geo, drafter, params = engine.runner.geo, engine.runner.drafter, engine.runner._draft_params
     definition = DEFINITIONS[kind](bench.target, bench.modules[kind])
 

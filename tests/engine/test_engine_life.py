@@ -42,7 +42,6 @@ def test_a_policy_that_needs_other_buckets_is_refused(bench: Any, tmp_path: Path
         engine.use_policy(StaticPolicy(Tier(1)))
 
 
-@pytest.mark.slow
 def test_an_sglang_configuration_serves(bench: Any, tools: Any, tmp_path: Path):
     """Only what it can reach is compiled, and that suffices for every batch size."""
     path = tmp_path / "adaptive.json"
@@ -55,7 +54,6 @@ def test_an_sglang_configuration_serves(bench: Any, tools: Any, tmp_path: Path):
     tools.same(tools.drive(engine, work, join=lambda i: 3 * i), bench.expected(work))
 
 
-@pytest.mark.slow
 def test_the_default_policy_measures_and_serves(bench: Any, tools: Any):
     """Timing leaves nothing behind in the state, and costs exist for every pair."""
     engine = bench.build("ngram", SpeculationConfig(candidate_steps=(2,)), batch_buckets=(1, 4), variants=("sampled",))

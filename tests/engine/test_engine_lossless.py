@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.config import SpeculationConfig
 from jaxspec.request import SamplingParams
 from jaxspec.tier import Tier
@@ -68,7 +69,6 @@ def triples(engine: Any, tools: Any, p: SamplingParams, greedy: SamplingParams) 
     return np.asarray(sampled), [o.token_ids for o, (_, q) in zip(outputs, mixed, strict=True) if q is greedy]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["plain", "rejection"])
 def test_the_engine_is_lossless(bench: Any, tools: Any, oracle: Callable[..., np.ndarray], mode: str):
     """Seeds that the engine chose itself; greedy rows in the same batches keep their argmax."""
@@ -95,8 +95,10 @@ def test_the_engine_is_lossless(bench: Any, tools: Any, oracle: Callable[..., np
         assert all(other == bench.expected([(PROMPT, greedy)])[0].token_ids for other in company)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["draft_model", "mtp", "medusa", "peagle"])
+MORE = pytest.mark.exhaustive("rejection with every drafter")
+
+
+@pytest.mark.parametrize("kind", ["draft_model", *(pytest.param(k, marks=MORE) for k in ("mtp", "medusa", "peagle"))])
 def test_rejection_accepts_more_than_nothing_and_repeats_itself(bench: Any, tools: Any, kind: str):
     """The same seed twice gives the same tokens, also in other company; greedy requests equal plain decoding."""
     spec = SpeculationConfig(depth=3, verification="rejection")
@@ -110,12 +112,12 @@ def test_rejection_accepts_more_than_nothing_and_repeats_itself(bench: Any, tool
     assert sum(o.metrics.accepted for o in first) > 0
 
 
-@pytest.mark.slow
 def test_typical_verification_is_labelled_and_leaves_greedy_rows_exact(bench: Any, tools: Any, caplog: Any):
     """Sampled rows accept more than the coupled rule lets them, and repeat themselves with their seed."""
     spec = dict(depth=3, topk=2, num_nodes=7)
     one = dict(batch_buckets=(4,), variants=("sampled",))
-    coupled = bench.build("medusa", SpeculationConfig(**spec), **one)
+    coupled = bench.engine("medusa")
+    coupled.use_policy(StaticPolicy(Tier(**spec)))
     assert coupled.stats.lossless and not caplog.records
     engine = bench.build("medusa", SpeculationConfig(**spec, verification="typical", typical_threshold=0.05), **one)
     assert not engine.stats.lossless

@@ -15,8 +15,7 @@ from jaxspec.request import FinishReason, SamplingParams
 from jaxspec.tier import PLAIN
 from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise
 
-DRAFTERS = ["ngram", "draft_model", "eagle3"]
-HEADS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle1", "mtp", "medusa", "peagle")]
+DRAFTERS = ["ngram", "draft_model", "eagle3", "eagle1", "mtp", "medusa", "peagle"]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
@@ -45,7 +44,6 @@ def sample(x: np.ndarray, p: SamplingParams, noise: np.ndarray, output: list[int
     return int((x + noise).argmax())
 
 
-@pytest.mark.slow
 def test_plain_decoding_is_the_definition(bench: Any, tools: Any, oracle: Callable[..., np.ndarray]):
     """The engine without drafts against whole-sequence forwards without a cache and sampling in numpy."""
     draw = jax.jit(lambda s, p: gumbel_noise(s[None], p[None, None], tools.vocab, Purpose.TARGET)[0, 0])
@@ -83,7 +81,7 @@ def test_company_and_slot_do_not_matter(bench: Any, tools: Any):
     tools.same(tools.drive(engine, work, join=lambda i: 5 * i), expected)
 
 
-@pytest.mark.parametrize("kind", [*DRAFTERS, *HEADS])
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_every_tier_repeats_plain_decoding(bench: Any, tools: Any, kind: str):
     """All sampling parameters in one mixed batch, which passes through every bucket as rows leave."""
     engine, work = bench.engine(kind), tools.workload()
@@ -94,12 +92,12 @@ def test_every_tier_repeats_plain_decoding(bench: Any, tools: Any, kind: str):
         tools.same(outputs, bench.expected(work))
         alone = tools.drive(engine, work[8:10])
         tools.same(alone, bench.expected(work)[8:10])
-        assert {stats.bucket for stats in script.heard} == {1, 2, 4}
+        assert {stats.bucket for stats in script.heard} == set(bench.buckets(kind))
         accepted = sum(output.metrics.accepted for output in outputs)
         assert (accepted > 0) == (tier.depth > 0), f"{tier}: {accepted} drafts accepted"
 
 
-@pytest.mark.parametrize("kind", [*DRAFTERS, *HEADS])
+@pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_tier_may_change_every_round(bench: Any, tools: Any, kind: str, order: int):
     """Requests join and leave meanwhile; plain rounds leave gaps in the drafter's cache."""
@@ -110,7 +108,7 @@ def test_the_tier_may_change_every_round(bench: Any, tools: Any, kind: str, orde
     assert set(script.selected) == set(tools.tiers[kind])
 
 
-@pytest.mark.parametrize("kind", [*DRAFTERS, *HEADS])
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_preempted_requests_resume(bench: Any, tools: Any, kind: str):
     engine, work = bench.engine(kind), tools.long_requests()
     before = engine.stats.preemptions
@@ -120,7 +118,7 @@ def test_preempted_requests_resume(bench: Any, tools: Any, kind: str):
     tools.same(outputs, bench.expected(work))
 
 
-@pytest.mark.parametrize("kind", [*DRAFTERS, *HEADS])
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_the_context_may_be_filled_to_its_last_token(bench: Any, tools: Any, kind: str):
     """Rounds of the deepest tier run over the end; max_seq_len is 120."""
     rng = np.random.default_rng(8)
@@ -137,7 +135,7 @@ def test_the_context_may_be_filled_to_its_last_token(bench: Any, tools: Any, kin
         tools.same(tools.drive(engine, work), bench.expected(work))
 
 
-@pytest.mark.parametrize("kind", ["none", *DRAFTERS, *HEADS])
+@pytest.mark.parametrize("kind", ["none", *DRAFTERS])
 def test_prefixes_are_reused(bench: Any, tools: Any, kind: str):
     """The same prompt again, one that continues an output, and one that leaves it half-way."""
     engine = bench.engine(kind)
@@ -161,7 +159,7 @@ def test_prefixes_are_reused(bench: Any, tools: Any, kind: str):
     tools.same(outputs, [tools.drive(reference, [turn])[0] for turn in turns])
 
 
-@pytest.mark.parametrize("kind", [*DRAFTERS, *HEADS])
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_several_completions_of_a_prompt(bench: Any, tools: Any, kind: str):
     """Completion i of seed s is what seed s + i gives alone."""
     engine, prompt = bench.engine(kind), [5, 1, 7, 2]
@@ -202,7 +200,7 @@ def test_a_draft_that_equals_the_target_is_always_accepted(bench: Any, tools: An
         engine.runner._draft_params = own
 
 
-@pytest.mark.parametrize("kind", ["none", *DRAFTERS, *HEADS])
+@pytest.mark.parametrize("kind", ["none", *DRAFTERS])
 def test_nothing_compiles_after_warm_up(bench: Any, tools: Any, kind: str):
     """A varied workload; the counter is the process's, so it is read before and after.
 
@@ -222,7 +220,7 @@ def test_nothing_compiles_after_warm_up(bench: Any, tools: Any, kind: str):
     assert engine.stats.compilations_after_warmup == before
 
 
-@pytest.mark.parametrize("kind", [*DRAFTERS, *HEADS])
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_feedback_names_the_tier_that_ran(bench: Any, tools: Any, kind: str):
     """Results arrive a round late, when another tier is selected already; each is credited to its own."""
     engine = bench.engine(kind)
@@ -246,7 +244,7 @@ def test_feedback_names_the_tier_that_ran(bench: Any, tools: Any, kind: str):
         assert m.accepted + m.rounds + 1 + m.preemptions >= m.output_tokens
 
 
-@pytest.mark.parametrize("kind", [*DRAFTERS, *HEADS])
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_aborts_at_any_moment(bench: Any, tools: Any, kind: str):
     """Waiting, between two chunks of a prompt, with a round in flight: the others go on, and all pages return."""
     engine, work = bench.engine(kind), tools.long_requests(5)
@@ -289,7 +287,7 @@ def with_poison(engine: Any, token: int) -> Callable[[], None]:
     return restore
 
 
-@pytest.mark.parametrize("kind", ["none", *DRAFTERS, *HEADS])
+@pytest.mark.parametrize("kind", ["none", *DRAFTERS])
 def test_nan_fails_its_request_alone(bench: Any, tools: Any, kind: str):
     """A NaN at the prompt's start, in a later chunk and after some tokens; then the engine serves on.
 
@@ -321,7 +319,7 @@ def test_nan_fails_its_request_alone(bench: Any, tools: Any, kind: str):
     tools.same(tools.drive(engine, bad), sound)
 
 
-@pytest.mark.parametrize("kind", [*DRAFTERS, *HEADS])
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_a_poisoned_pool_does_not_reach_new_requests(bench: Any, tools: Any, kind: str):
     """Whatever freed pages hold: every byte of both pools is NaN before the requests come."""
     engine, work = bench.engine(kind), tools.workload()

@@ -49,8 +49,7 @@ MERGES = [('"', ":"), ('"', ","), ("{", '"'), ("n", "a"), ("m", "e"), ("na", "me
 EOS, V = len(CHARACTERS) + len(MERGES), 64
 TREE = Tier(3, 2, 7)
 SIZES = dict(
-    max_batch_size=4, max_seq_len=96, page_size=8, prefill_chunk=16, compile_cache=False, variants=("sampled",),
-    structured_output=True,
+    max_batch_size=4, max_seq_len=96, page_size=8, prefill_chunk=16, variants=("sampled",), structured_output=True,
 )  # fmt: skip
 PERSON = {
     "type": "object",
@@ -119,7 +118,8 @@ def randomised(head: Any) -> Any:
 class Engines:
     """Engines by drafter, built where they are asked for, on one target."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Path | None = None) -> None:
+        self.cache: Any = kept or False
         self.target = tiny_target(0, vocab_size=V, eos_token_ids=(EOS,))
         self.tokenizer = tokenizer()
         self._made: dict[str, Engine] = {}
@@ -149,15 +149,16 @@ class Engines:
         else:
             module = modules_of(self.target)[kind]()
             make = lambda geo: bind_drafter(kind, module, geo)
+        config = {**SIZES, "compile_cache": self.cache, **config}
         return assemble(
-            self.target, self.tokenizer, speculation, EngineConfig(**{**SIZES, **config}), drafter=make, cost=cost,
+            self.target, self.tokenizer, speculation, EngineConfig(**config), drafter=make, cost=cost,
             drafts=kind != "plain", trees=kind in TREE_DRAFTERS, progress=False, rehearse=rehearse,
         )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def engines() -> Engines:
-    return Engines()
+def engines(kept_executables: Path) -> Engines:
+    return Engines(kept_executables)
 
 
 def add(engine: Engine, asked: Asked, **options: Any) -> str:
@@ -297,11 +298,11 @@ def test_texts_satisfy_their_grammars(expected: dict[int, RequestOutput]):
         assert logprobs is not None and len(logprobs) == len(expected[i].token_ids)
 
 
-KINDS = ["eagle3", "ngram", *(pytest.param(k, marks=pytest.mark.slow) for k in ("draft_model", "peagle", "medusa")),
-         *(pytest.param(k, marks=pytest.mark.slow) for k in ("eagle1", "mtp"))]  # fmt: skip
+MORE = pytest.mark.exhaustive("guided rounds with every drafter; tests/speculation has masks, forced tokens and trees")
+OTHERS = [pytest.param(k, marks=MORE) for k in ("draft_model", "peagle", "medusa", "eagle1", "mtp")]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["eagle3", "ngram", *OTHERS])
 def test_speculation_changes_no_token(kind: str, engines: Engines, expected: dict[int, RequestOutput], tools: Any):
     engine = engines(kind)
     tiers = tuple(engine.runner.reachable)
@@ -573,7 +574,7 @@ def test_grammars_of_the_command(tmp_path: Path):
         of("--regex", "a", "--choice", "b")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive("a second device for guided rounds; those of test_tensor_parallel.py take no masks")
 def test_devices_share_guided_rounds(engines: Engines, expected: dict[int, RequestOutput], tools: Any):
     engine = engines.build("eagle3", (PLAIN, TREE), batch_buckets=(4,), tensor_parallel=2)
     engine.use_policy(tools.script(PLAIN, TREE))

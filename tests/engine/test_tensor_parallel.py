@@ -146,7 +146,6 @@ def test_a_head_with_the_targets_tables(tools: Any, expected: Any):
         assert parts[0] == parts[1] and len(set(parts[0])) == SHARDS
 
 
-@pytest.mark.slow
 def test_rejection_verification_on_two_devices(target: Any, tools: Any):
     """Drafts drawn from a draft vocabulary that is split, and residuals of distributions that are."""
     runs = []

@@ -248,16 +248,21 @@ def run(target: str, *arguments: str, **environment: str) -> tuple[int, str]:
         pytest.skip(f"{', '.join(missing)}: not installed; `make test` runs this, with the extra 'aot' in {COMPILERS}")
     done = subprocess.run(
         [python, "-m", "pallas_kernels.aot", "--target", target, *arguments],
-        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=900,
+        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=3600,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["v5e", "v6e", "h100"])
-def test_the_subset_compiles(target: str, tmp_path: Path):
+#: What is compiled for a target: all, or each mode of the kernels and a round that holds both, on one device.
+ALL, SOME = (), ("--subset", "ci", "--case", "^(?!8b-tp4)")
+EVERY = [pytest.param(t, ALL, marks=pytest.mark.exhaustive("every program")) for t in ("v5e", "v6e", "h100")]
+
+
+@pytest.mark.timeout(3700)
+@pytest.mark.parametrize(("target", "cases"), [("v5e", SOME), ("h100", SOME), *EVERY])
+def test_every_operation_compiles(target: str, cases: tuple[str, ...], tmp_path: Path):
     written = tmp_path / "proof.json"
-    status, printed = run(target, "--subset", "ci", "--json", str(written))
+    status, printed = run(target, *cases, "--json", str(written))
     assert status == 0, printed
     outcomes = json.loads(written.read_text())["outcomes"]
     assert {o["op"] for o in outcomes} == set(PROVIDERS) and {o["verdict"] for o in outcomes} == {"PASS"}
@@ -287,7 +292,6 @@ def programs(target):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", ["v5e", "h100"])
 def test_the_compilers_show_a_copy_and_a_missing_kernel(target: str, tmp_path: Path):
     """A provider from elsewhere: what it should not do fails by name, what it may do passes."""

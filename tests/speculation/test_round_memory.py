@@ -47,7 +47,7 @@ def check_round(setting, tier):
     assert temp < pool / 4, f"{temp} bytes of temporaries against a pool of {pool}"
 
 
-@pytest.mark.parametrize("tier", [PLAIN, Tier(2), pytest.param(Tier(2, 2, 5), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("tier", [PLAIN, Tier(2), Tier(2, 2, 5)], ids=str)
 def test_rounds_copy_no_pool(setting, tier):
     check_round(setting, tier)
 
