@@ -41,9 +41,10 @@ serve-openai: $(VENV)/.smg
 test: $(VENV)/.test $(VENV)/.aot
 	$(BIN)/python -m pytest $(PARALLEL)
 
-# Hours on two cores.
+# The gate and what it leaves out; the soak of the shipped model also as users compile it.
 test-all: $(VENV)/.test $(VENV)/.aot
 	$(BIN)/python -m pytest $(PARALLEL) --exhaustive
+	$(BIN)/python -m pytest $(PARALLEL) --exhaustive --optimized -k demo tests/serve/test_soak.py
 
 # Every kernel and a whole round through the compilers of nine devices that need not be there.
 aot: $(VENV)/.aot

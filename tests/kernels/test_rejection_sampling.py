@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import subprocess
-import sys
-from pathlib import Path
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.rejection_sampling import api
+from pallas_kernels.rejection_sampling import api, reference
 from pallas_kernels.rejection_sampling.cases import CASES, FILTERS, SMALL, Case
 from pallas_kernels.rejection_sampling.noise import (
     GUMBEL_MAX,
@@ -28,9 +28,6 @@ from pallas_kernels.rejection_sampling.noise import (
     uniform_noise,
 )
 from pallas_kernels.rejection_sampling.reference import NEG_INF, SamplingRows, filter_logits
-
-ROOT = Path(__file__).resolve().parents[2]
-
 
 # ---- the oracle: scalar, float64, probabilities instead of logarithms, sorts instead of thresholds
 
@@ -480,9 +477,22 @@ def models(seed: int) -> tuple[np.ndarray, np.ndarray]:
     return table, table + 0.6 * rng.normal(size=(V, V))
 
 
-@pytest.mark.parametrize("filters", ["plain", "top-k", "top-p", "min-p"])
-@pytest.mark.parametrize("mode", ["coupled", "rejection"])
-@pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
+#: Each mode on chains and trees, and each filter in each mode.
+SOME = {
+    (True, "coupled", "plain"), (False, "coupled", "top-k"), (True, "coupled", "top-p"), (False, "coupled", "min-p"),
+    (True, "rejection", "top-k"), (False, "rejection", "top-p"), (True, "rejection", "min-p"),
+    (False, "rejection", "plain"),
+}  # fmt: skip
+EVERY = pytest.mark.exhaustive("every mode with every filter on chains and trees")
+
+
+@pytest.mark.parametrize(
+    ("chain", "mode", "filters"),
+    [
+        pytest.param(*which, marks=() if which in SOME else EVERY)
+        for which in itertools.product((True, False), ("coupled", "rejection"), ("plain", "top-k", "top-p", "min-p"))
+    ],
+)
 def test_tokens_have_the_exact_distribution(chain: bool, mode: str, filters: str):
     """200,000 requests: the first token, and the second given the first, against float64."""
     setting = {"top-k": (0.8, 4, 1.0, 0.0)}.get(filters, FILTERS[filters])
@@ -535,26 +545,15 @@ def test_arguments_that_do_not_fit_are_named():
         call({"implementation": "cuda", **case.options})
 
 
-SHARDED = """
-import jax
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
-import functools, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from pallas_kernels.rejection_sampling import cases, reference
-mesh = Mesh(np.array(jax.devices()), ("tp",))
-case = cases.CASES["small-rejection"]
-args = case.draw(1)
-call = jax.jit(functools.partial(reference.rejection_sampling, **case.options))
-want = call(*args.values())
-split = lambda k, x: NamedSharding(mesh, P(None, None, "tp") if k in ("logits", "draft_probs") else P())
-got = call(*(jax.device_put(x, jax.tree.map(lambda y: split(k, y), x)) for k, x in args.items()))
-for x, y in zip(got, want):
-    np.testing.assert_array_equal(x, y)
-print("equal")
-"""
-
-
 def test_a_sharded_vocabulary_gives_the_same_verdict():
-    out = subprocess.run([sys.executable, "-c", SHARDED], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert out.stdout.strip() == "equal", out.stderr[-2000:]
+    """Logits and draft probabilities split over devices, everything else whole on each."""
+    case = CASES["small-rejection"]
+    args = case.draw(1)
+    mesh = Mesh(np.asarray(jax.devices()[:4]), ("tp",))
+    call = jax.jit(functools.partial(reference.rejection_sampling, **case.options))
+    split = {"logits": P(None, None, "tp"), "draft_probs": P(None, None, "tp")}
+    placed = {name: jax.device_put(x, NamedSharding(mesh, split.get(name, P()))) for name, x in args.items()}
+    assert len(placed["logits"].addressable_shards) == 4
+    assert placed["logits"].addressable_shards[0].data.shape[2] == case.vocab // 4
+    for got, want in zip(call(*placed.values()), call(*args.values()), strict=True):
+        np.testing.assert_array_equal(got, want)

@@ -189,7 +189,11 @@ def run_as_threads(
 
 @pytest.mark.parametrize(
     ("mode", "members", "rows"),
-    [("coupled", 4, ("all",)), ("coupled", 2, ("plain",)), ("rejection", 3, ("all", "plain"))],
+    [
+        pytest.param("coupled", 4, ("all",), marks=pytest.mark.exhaustive("larger teams under every filter")),
+        ("coupled", 2, ("plain",)),
+        ("rejection", 3, ("all", "plain")),
+    ],
 )
 def test_a_team_agrees_with_the_reference(
     monkeypatch: pytest.MonkeyPatch, mode: Any, members: int, rows: tuple[str, ...]

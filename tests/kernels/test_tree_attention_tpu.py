@@ -148,14 +148,21 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+#: Cases beside others that take the same way through the kernel.
+ALIKE = {"d96", "d96 in whole tiles", "d16", "full tables", "64 nodes", "window wider than all", "window and soft cap"}
+SIZES = pytest.mark.exhaustive("sizes alike")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SIZES if name in ALIKE else ()) for name in CASES])
 def test_follows_the_definition(name: str):
     case = dict(CASES[name])
     args = case.pop("args")
     np.testing.assert_allclose(run(args, **case), definition(*args, **case), **TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("name", ["d80", "d96 in whole tiles", "d256", "33 nodes", "window and soft cap"])
+@pytest.mark.parametrize(
+    "name", ["d80", "d96 in whole tiles", "d256", pytest.param("33 nodes", marks=SIZES), "window and soft cap"]
+)
 def test_bfloat16_is_as_close_as_its_roundings(name: str):
     case = dict(CASES[name])
     args, exact = in_dtype(case.pop("args"), "bfloat16")
@@ -169,11 +176,11 @@ def test_bfloat16_is_as_close_as_its_roundings(name: str):
     [
         ("d64 tree", "bfloat16"),
         ("d80 in whole tiles", "float32"),
-        ("d128", "float32"),
+        pytest.param("d128", "float32", marks=SIZES),
         ("eleven groups of heads", "bfloat16"),
-        ("64 nodes", "bfloat16"),
+        pytest.param("64 nodes", "bfloat16", marks=SIZES),
         ("nothing committed", "float32"),
-        ("window", "float32"),
+        pytest.param("window", "float32", marks=SIZES),
         ("window by offsets", "float32"),
         ("window in a chunk", "bfloat16"),
     ],
