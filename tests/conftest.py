@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import hashlib
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,8 +23,6 @@ if TYPE_CHECKING:
 QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 #: Mappings from which on a process drops what the files of tests before have compiled.
 MANY = 15_000
-
-
 #: Bytes of JAX's own cache that are kept from one run to the next.
 CACHED = 1 << 30
 
@@ -37,27 +38,42 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_num_cpu_devices", 4)
-    small_programs(config)
-    if config.getoption("--optimized"):
-        return
-    jax.config.update("jax_disable_most_optimizations", True)
-    with pytest.MonkeyPatch.context() as patch:  # XLA reads it once; processes that tests start compile as users do
-        patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {QUICK}")
-        jax.devices()
+    if not config.getoption("--optimized"):
+        jax.config.update("jax_disable_most_optimizations", True)
+        with pytest.MonkeyPatch.context() as patch:  # XLA reads it once; processes that tests start compile as users do
+            patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {QUICK}")
+            jax.devices()
+    keep_programs(config)
 
 
-def small_programs(config: pytest.Config) -> None:
-    """JAX's own cache in pytest's: what tests compile besides engines. What is found there counts as compiled."""
+def keep_programs(config: pytest.Config) -> None:
+    """JAX's own cache in pytest's, of all that tests compile. What is found there counts as compiled."""
+    from jaxspec.runtime import compile as compilation  # under the settings above
+
     cache = getattr(config, "cache", None)
     jax.config.update("jax_enable_compilation_cache", cache is not None)
     if cache is None:
         return
-    directory = cache.mkdir("jax") / "jaxspec-xla"  # by this name engines take it for theirs, and keep their own beside
+    # JAX's key knows neither this host's instructions nor the flags that are set for a moment. By the last name engines
+    # take the directory for theirs, and keep their own executables in `kept_executables`.
+    directory = cache.mkdir("jax") / host(config.getoption("--optimized")) / "jaxspec-xla"
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # Engines' programs twice: `kept_executables` knows them by the sources, which changes in review alter, JAX by what
+    # those make of them.
+    compilation.kept_once = contextlib.nullcontext
     if directory.exists() and "PYTEST_XDIST_WORKER" not in os.environ:
         forget(directory)
+
+
+def host(optimized: bool) -> str:
+    """A name for what programs are compiled for, and how."""
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text(encoding="utf-8", errors="replace").splitlines() if cpu.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    told = f"{platform.machine()} {features} {'' if optimized else QUICK}"
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def forget(directory: Path) -> None:
@@ -75,8 +91,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in items:
         if marker := item.get_closest_marker("exhaustive"):
-            (why,) = marker.args
-            item.add_marker(pytest.mark.skip(reason=f"left to `make test-all`: {why}"))
+            if not marker.args:
+                raise pytest.UsageError(f"{item.nodeid}: exhaustive must say why")
+            item.add_marker(pytest.mark.skip(reason=f"left to `make test-all`: {marker.args[0]}"))
 
 
 @pytest.fixture(scope="session")

@@ -177,7 +177,7 @@ def test_what_no_program_depends_on_changes_no_key(tmp_path: Path, caching: None
         jax.config.update("jax_default_matmul_precision", "highest")
 
 
-def test_nothing_is_run_that_others_could_have_written(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_nothing_is_run_that_others_could_have_written(tmp_path: Path, caching: None, caplog: pytest.LogCaptureFixture):
     devices = jax.devices()[:1]
     args = (jax.ShapeDtypeStruct((3,), jnp.float32),)
     compiled = lambda: jax.jit(lambda x: 2 * x).trace(*args).lower().compile()
