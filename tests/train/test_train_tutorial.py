@@ -2,25 +2,68 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from jaxspec import generate
 from jaxspec.train import __main__ as command
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = re.compile(r"<!-- tutorial -->\n```bash\n(.*?)```", re.DOTALL)
 
 
-@pytest.mark.slow
-def test_the_tutorial_runs_as_it_stands(tmp_path: Path) -> None:
+def blocks_of_the_tutorial() -> list[str]:
     blocks = TUTORIAL.findall((ROOT / "docs" / "training.md").read_text(encoding="utf-8"))
     assert len(blocks) == 5
+    return blocks
+
+
+def parsed(module: str, arguments: list[str]) -> argparse.Namespace:
+    """What a command of the tutorial makes of its arguments; SystemExit where it does not take them."""
+    if module == "jaxspec.generate":
+        return generate.parser().parse_args(arguments)
+    assert module == "jaxspec.train", module
+    parser = argparse.ArgumentParser()
+    importlib.import_module(command.COMMANDS[arguments[0]]).add_arguments(parser)
+    return parser.parse_args(arguments[1:])
+
+
+def test_every_command_of_the_tutorial_parses_and_reads_what_is_there_or_was_written_before() -> None:
+    written: set[Path] = set()
+    ran: list[str] = []
+
+    def readable(path: Path) -> bool:
+        return (ROOT / path).exists() or not written.isdisjoint((path, *path.parents))
+
+    lines = "".join(blocks_of_the_tutorial()).replace("\\\n", " ").splitlines()
+    for line in lines:
+        words = shlex.split(line)
+        if words[0] in ("head", "tail"):
+            assert words[1] == "-n" and words[4] == ">" and readable(Path(words[3])), line
+            written.add(Path(words[5]))
+            continue
+        assert words[:2] == ["python", "-m"], line
+        arguments = vars(parsed(words[2], words[3:]))
+        ran.append(words[3] if words[2] == "jaxspec.train" else words[2])
+        reads = [arguments.get(name) for name in ("target", "data", "eval_data", "drafter", "model")]
+        for path in [path for read in reads for path in (read if isinstance(read, list) else [read]) if path]:
+            assert readable(Path(path)), (line, path)
+        written |= {Path(arguments[name]) for name in ("out", "json") if arguments.get(name)}
+    assert ran == ["corpus", "regenerate", "eagle3", "evaluate", "jaxspec.generate"]
+
+
+@pytest.mark.exhaustive
+def test_the_tutorial_runs_as_it_stands(tmp_path: Path) -> None:
+    blocks = blocks_of_the_tutorial()
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
