@@ -45,9 +45,11 @@ T = TypeVar("T")
 ALPHABET, EOS = "abcdefghijkl", 12
 VOCAB = len(ALPHABET) + 1
 TIERS = (PLAIN, Tier(1), Tier(3))
-BUCKETS = (1, 2, 4)
+#: As few executables as serving needs to see several; what each computes is for tests/engine.
+BUCKETS, VARIANTS = (2, 4), ("sampled",)
 SIZES = dict(
     max_batch_size=4, max_seq_len=120, page_size=8, num_pages=30, prefill_chunk=16, structured_output=True,
+    batch_buckets=BUCKETS, variants=VARIANTS,
 )  # fmt: skip
 #: Tokens of the engine that can write JSON: printable ASCII and the end of text.
 WRITTEN = [chr(code) for code in range(32, 127)]
@@ -140,7 +142,7 @@ def build_writing_engine(kept: Path) -> Engine:
     end, vocab = len(WRITTEN), len(WRITTEN) + 1
     tiers = (PLAIN, TREE)
     draft = tiny_target(1, num_layers=1, vocab_size=vocab)
-    few = dict(batch_buckets=(4,), variants=("sampled",), max_seq_len=240, num_pages=60)
+    few = dict(batch_buckets=(4,), max_seq_len=240, num_pages=60)
     return assemble(
         tiny_target(0, vocab_size=vocab, eos_token_ids=(end,)), writing_tokenizer(),
         SpeculationConfig(tiers=tiers), EngineConfig(**{**SIZES, "compile_cache": kept, **few}),

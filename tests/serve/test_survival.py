@@ -354,7 +354,7 @@ def test_a_prompt_larger_than_the_whole_pool_is_an_invalid_argument(kit: Any):
     """And not an invitation to try again."""
 
     async def story() -> None:
-        few = dict(num_pages=8, batch_buckets=(4,), variants=("sampled",), compile_cache=False)
+        few = dict(num_pages=8, batch_buckets=(4,), compile_cache=False)
         facade = kit.facade(kit.build_tiny_engine(**few))
         async with served(kit, facade) as wire:
             error = await wire.status(ask("a" * 30, max_tokens=60))
