@@ -171,14 +171,16 @@ def test_a_signal_while_the_model_loads(kit: Any, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_the_real_thing(tmp_path: Path):
+def test_the_real_thing(tmp_path: Path, kept_executables: Path):
     """The demo as a process: its two lines, an answer, one JSON object a line in its log, and a drained end."""
     log = tmp_path / "log"
-    flags = ["--port", "0", "--metrics-port", "0", "--host", "127.0.0.1", "--max-batch-size", "1", "--policy", "off"]
+    flags = ["--port", "0", "--metrics-port", "0", "--host", "127.0.0.1", "--withdrawal-seconds", "0"]
+    # The executables are those of test_openai_end_to_end.py.
+    few = ["--policy", "static", "--depth", "2", "--max-batch-size", "2", "--max-seq-len", "512", "--batch-buckets",
+           "2", "--variants", "sampled", "--compile-cache", str(kept_executables)]  # fmt: skip
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "serve", *flags, "--max-seq-len", "128", "--variants", "greedy",
-             "--withdrawal-seconds", "0"],
+            [sys.executable, "-m", "serve", *flags, *few],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True,
         )  # fmt: skip
     try:

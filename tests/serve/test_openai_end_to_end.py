@@ -26,7 +26,8 @@ from serve.openai import Pair, free_port, main
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-SIZES = dict(max_batch_size=2, max_seq_len=512)
+#: Few executables; test_command.py starts a server with the same ones.
+SIZES = dict(max_batch_size=2, max_seq_len=512, batch_buckets=(2,), variants=("sampled",))
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 MESSAGES: Any = [{"role": "user", "content": "Tell me of the king and his sons."}]
 CHAT_TEXT = "<|bos|>user: Tell me of the king and his sons.\nassistant:"
@@ -79,15 +80,21 @@ def read_until_ready(process: subprocess.Popen[str]) -> str:
     raise AssertionError(f"it did not come up: {''.join(seen)}")
 
 
+def flags(kept: Path) -> list[str]:
+    """SIZES, and where executables are kept, as the server's command takes them."""
+    sizes = {name: ",".join(map(str, value)) if isinstance(value, tuple) else value for name, value in SIZES.items()}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in {**sizes, "compile_cache": kept}.items()]
+
+
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def running(tmp_path_factory: pytest.TempPathFactory, kept_executables: Path) -> Iterator[Running]:
     template = tmp_path_factory.mktemp("openai") / "chat.jinja"
     template.write_text(TEMPLATE)
     port, metrics_port = free_port(), free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "serve.openai", "--http-port", "0", "--port", str(port), "--chat-template", template,
          "--policy", "static", "--depth", "2", "--metrics-port", str(metrics_port), "--log-level", "error",
-         *(part for name, value in SIZES.items() for part in (f"--{name.replace('_', '-')}", str(value)))],
+         *flags(kept_executables)],
         cwd=ROOT, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -110,7 +117,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         process.stdout.close()
 
 
-#: In a process of its own: with the options of this one the compile cache would not be the server's.
+#: In a process of its own: with the options of this one the executables would not be the server's.
 OFFLINE = """
 import json, sys
 from jaxspec import LLM, SamplingParams
@@ -123,11 +130,11 @@ print(json.dumps({prompt: output.text for prompt, output in zip(prompts, outputs
 
 
 @pytest.fixture(scope="module")
-def offline(running: Running) -> dict[str, str]:
+def offline(running: Running, kept_executables: Path) -> dict[str, str]:
     """The engine's own greedy text of 40 tokens for each prompt, as `LLM` gives it."""
     prompts = [PROMPT, "<|bos|>" + PROMPT, CHAT_TEXT]
     done = subprocess.run(
-        [sys.executable, "-c", OFFLINE, json.dumps([SIZES, prompts])],
+        [sys.executable, "-c", OFFLINE, json.dumps([{**SIZES, "compile_cache": str(kept_executables)}, prompts])],
         cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS, check=True,
     )  # fmt: skip
     return json.loads(done.stdout)
