@@ -13,6 +13,7 @@ import gc
 import itertools
 import json
 import math
+import os
 import resource
 import threading
 import time
@@ -56,6 +57,11 @@ WRITTEN = [chr(code) for code in range(32, 127)]
 TREE = Tier(3, 2, 7)
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
 GUARD_SECONDS = 60.0
+#: How tests/conftest.py lets this process compile, as the environment of another one.
+QUICKLY = {
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+}
 
 
 def run(story: Coroutine[Any, Any, T], seconds: float = GUARD_SECONDS) -> T:
@@ -116,11 +122,11 @@ def tiny_tokenizer() -> Tokenizer:
     return Tokenizer(backend, eos_token_ids=(EOS,), chat_template=TEMPLATE, special_tokens={"eos_token": "<eos>"})
 
 
-def build_tiny_engine(**config: Any) -> Engine:
+def build_tiny_engine(tiers: tuple[Tier, ...] = TIERS, **config: Any) -> Engine:
     """The 13-token model with n-gram drafts and text; the policy's costs are made up, so nothing is timed."""
-    cost = CostTable({(t, b): 1e-3 * (1 + 0.1 * t.depth) for t in TIERS for b in BUCKETS})
+    cost = CostTable({(t, b): 1e-3 * (1 + 0.1 * t.depth) for t in tiers for b in BUCKETS})
     return assemble(
-        tiny_target(0, eos_token_ids=(EOS,)), tiny_tokenizer(), SpeculationConfig(tiers=TIERS),
+        tiny_target(0, eos_token_ids=(EOS,)), tiny_tokenizer(), SpeculationConfig(tiers=tiers),
         EngineConfig(**{**SIZES, **config}), drafter=lambda geo: (NgramDrafter(VOCAB), ()), cost=cost,
         drafts=True, trees=False, progress=False,
     )  # fmt: skip
@@ -445,6 +451,12 @@ class Kit(Stories):
                 outputs |= {d.request_id: d.output for d in self.engine.step() if d.output is not None}
             results.append([outputs[i] for i in ids])
         return results
+
+
+@pytest.fixture(scope="session")
+def environment(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Of a process that compiles the demo: quickly, or with --exhaustive as users do."""
+    return {**os.environ, **({} if request.config.getoption("--exhaustive") else QUICKLY)}
 
 
 @pytest.fixture(scope="session")

@@ -171,7 +171,7 @@ def test_a_signal_while_the_model_loads(kit: Any, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_the_real_thing(tmp_path: Path, kept_executables: Path):
+def test_the_real_thing(tmp_path: Path, kept_executables: Path, environment: dict[str, str]):
     """The demo as a process: its two lines, an answer, one JSON object a line in its log, and a drained end."""
     log = tmp_path / "log"
     flags = ["--port", "0", "--metrics-port", "0", "--host", "127.0.0.1", "--withdrawal-seconds", "0"]
@@ -181,7 +181,7 @@ def test_the_real_thing(tmp_path: Path, kept_executables: Path):
     with log.open("w") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "serve", *flags, *few],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True,
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True,
         )  # fmt: skip
     try:
         assert process.stdout is not None

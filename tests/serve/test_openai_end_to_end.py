@@ -87,7 +87,9 @@ def flags(kept: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory, kept_executables: Path) -> Iterator[Running]:
+def running(
+    tmp_path_factory: pytest.TempPathFactory, kept_executables: Path, environment: dict[str, str]
+) -> Iterator[Running]:
     template = tmp_path_factory.mktemp("openai") / "chat.jinja"
     template.write_text(TEMPLATE)
     port, metrics_port = free_port(), free_port()
@@ -95,7 +97,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, kept_executables: Path) ->
         [sys.executable, "-m", "serve.openai", "--http-port", "0", "--port", str(port), "--chat-template", template,
          "--policy", "static", "--depth", "2", "--metrics-port", str(metrics_port), "--log-level", "error",
          *flags(kept_executables)],
-        cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         url = read_until_ready(process)
@@ -130,12 +132,12 @@ print(json.dumps({prompt: output.text for prompt, output in zip(prompts, outputs
 
 
 @pytest.fixture(scope="module")
-def offline(running: Running, kept_executables: Path) -> dict[str, str]:
+def offline(running: Running, kept_executables: Path, environment: dict[str, str]) -> dict[str, str]:
     """The engine's own greedy text of 40 tokens for each prompt, as `LLM` gives it."""
     prompts = [PROMPT, "<|bos|>" + PROMPT, CHAT_TEXT]
     done = subprocess.run(
         [sys.executable, "-c", OFFLINE, json.dumps([{**SIZES, "compile_cache": str(kept_executables)}, prompts])],
-        cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS, check=True,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=START_SECONDS, check=True,
     )  # fmt: skip
     return json.loads(done.stdout)
 

@@ -26,6 +26,7 @@ from grpc_status import rpc_status
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from jaxspec.request import SamplingParams
+from jaxspec.tier import PLAIN
 from serve.app import Server
 from serve.config import ServerConfig
 from serve.proto import admin_pb2, admin_pb2_grpc, generation_pb2
@@ -354,7 +355,7 @@ def test_a_prompt_larger_than_the_whole_pool_is_an_invalid_argument(kit: Any):
     """And not an invitation to try again."""
 
     async def story() -> None:
-        few = dict(num_pages=8, batch_buckets=(4,), compile_cache=False)
+        few = dict(tiers=(PLAIN,), num_pages=8, batch_buckets=(4,), compile_cache=False)
         facade = kit.facade(kit.build_tiny_engine(**few))
         async with served(kit, facade) as wire:
             error = await wire.status(ask("a" * 30, max_tokens=60))
