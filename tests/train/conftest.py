@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from jaxspec.checkpointing import hf
 from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_target
-from jaxspec.train import acceptance
+from jaxspec.train import acceptance, command
 from jaxspec.train.attention import packed_attention
 from jaxspec.train.batch import Batch
 from jaxspec.train.recipe import Recipe, TargetStates
@@ -40,12 +41,24 @@ def packed_batch() -> Batch:
 @pytest.fixture
 def target_states() -> Callable[..., TargetStates]:
     """(target, batch, aux_layers) -> what the target says."""
+    return lambda target, batch, aux_layers=(): _states(*nnx.split(target), batch, tuple(aux_layers))
 
-    def states(target: Transformer, batch: Batch, aux_layers: Sequence[int] = ()) -> TargetStates:
-        hidden, aux = target(batch.tokens_BT, batch.positions_BT, packed_attention(batch.segments_BT), aux_layers)
-        return TargetStates(aux, hidden)
 
-    return states
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _states(graph: Any, state: Any, batch: Batch, aux_layers: tuple[int, ...]) -> TargetStates:
+    target = nnx.merge(graph, state)
+    hidden, aux = target(batch.tokens_BT, batch.positions_BT, packed_attention(batch.segments_BT), aux_layers)
+    return TargetStates(aux, hidden)
+
+
+@pytest.fixture
+def loss_of() -> Callable[..., Any]:
+    """(recipe, module, target, batch, states, key=0) -> what the recipe's loss is, as one program."""
+
+    def loss(recipe: Recipe, module: Any, target: Transformer, batch: Batch, states: TargetStates, key: int = 0) -> Any:
+        return jax.jit(lambda states: recipe.loss(module, target, batch, states, jax.random.key(key)))(states)
+
+    return loss
 
 
 @pytest.fixture
@@ -130,14 +143,17 @@ def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def train_command(tiny_files: Path) -> Callable[..., dict[str, Any]]:
-    """(trainer's module, out, *arguments) -> its record, after two steps on tiny_files."""
+def train_command(tiny_files: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """(trainer's module, out, *arguments, plot=False) -> its record, after two steps on tiny_files."""
 
-    def run(trainer: ModuleType, out: Path, *arguments: str) -> dict[str, Any]:
+    def run(trainer: ModuleType, out: Path, *arguments: str, plot: bool = False) -> dict[str, Any]:
         parser = argparse.ArgumentParser()
         trainer.add_arguments(parser)
         files = ["--target", str(tiny_files / "target"), "--data", str(tiny_files / "texts.jsonl"), "--out", str(out)]
         sizes = ["--length", "32", "--batch", "2", "--steps", "2", "--warmup", "0", "--eval-share", "0.3"]
-        return trainer.main(parser.parse_args([*files, *sizes, *arguments]))
+        with monkeypatch.context() as patch:
+            if not plot:  # half of the time
+                patch.setattr(command.plots, "plot_run", lambda run_dir: "not plotted")
+            return trainer.main(parser.parse_args([*files, *sizes, *arguments]))
 
     return run

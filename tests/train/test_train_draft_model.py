@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -14,7 +13,6 @@ from jaxspec.checkpointing.drafters import load_drafter, read_kind
 from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.train import chunks, draft_model
-from jaxspec.train.attention import packed_attention
 from jaxspec.train.batch import Batch
 from jaxspec.train.draft_model import DraftModelRecipe, new_draft_model
 
@@ -26,14 +24,14 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("hard_share", [0.0, 0.3, 1.0])
 def test_the_loss_is_its_definition(
-    hard_share: float, packed_batch: Batch, target_states: Any, monkeypatch: pytest.MonkeyPatch
+    hard_share: float, packed_batch: Batch, target_states: Any, loss_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunks, "LIMIT", 300)
     target, draft = tiny_target(), tiny_target(1, num_layers=1, hidden_size=16)
     states = target_states(target, packed_batch)
     recipe = DraftModelRecipe(hard_share, depth=3)
-    loss, matches, _ = recipe.loss(draft, target, packed_batch, states, jax.random.key(0))
-    hidden, _ = draft(packed_batch.tokens_BT, packed_batch.positions_BT, packed_attention(packed_batch.segments_BT))
+    loss, matches, _ = loss_of(recipe, draft, target, packed_batch, states)
+    hidden = target_states(draft, packed_batch).hidden_BTE
     own = log_softmax(np.asarray(draft.logits(hidden), np.float64))
     theirs = log_softmax(np.asarray(target.logits(states.hidden_BTE), np.float64))
     tokens, segments, learn = (
@@ -51,10 +49,10 @@ def test_the_loss_is_its_definition(
         np.testing.assert_array_equal(matches[:, :, i], same[:, i + 1 : i + 17])
 
 
-def test_a_model_accepts_its_own_drafts(greedy_batch: Any, target_states: Any) -> None:
+def test_a_model_accepts_its_own_drafts(greedy_batch: Any, target_states: Any, loss_of: Any) -> None:
     target = tiny_target()
     batch = greedy_batch(target, rows=4)
-    _, matches, _ = DraftModelRecipe().loss(target, target, batch, target_states(target, batch), jax.random.key(0))
+    _, matches, _ = loss_of(DraftModelRecipe(), target, target, batch, target_states(target, batch))
     assert bool(matches.all())
 
 

@@ -107,6 +107,17 @@ def training_time_test(head: Any, batch: Batch, aux_BTA: jax.Array, steps: int) 
     return [head.logits(hidden) for hidden in unroll(head, batch, aux_BTA, steps)]
 
 
+def drafting(head: Any, tokens: jax.Array, aux: jax.Array, n: int, steps: int) -> list[jax.Array]:
+    """What the head says in each step after position n of one text, its cache growing, [Vd]."""
+    cache = GrowingCache()
+    hidden = head(tokens[None, 1 : n + 2], head.fuse(aux[:, : n + 1]), jnp.arange(n + 1)[None], cache)[:, -1:]
+    said = [head.logits(hidden)[0, 0]]
+    for i in range(steps - 1):
+        hidden = head(tokens[None, n + 2 + i : n + 3 + i], hidden, jnp.full((1, 1), n + 1 + i), cache)
+        said.append(head.logits(hidden)[0, 0])
+    return said
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_training_time_test_is_drafting_with_a_growing_cache(name: str, packed_batch: Batch) -> None:
     """Every text of packed rows by itself: what stands beside it in the row changes nothing."""
@@ -116,13 +127,9 @@ def test_training_time_test_is_drafting_with_a_growing_cache(name: str, packed_b
     assert [x.shape[:2] for x in unrolled] == [(2, 20)] * steps
     for row, first, count, n in ((0, 0, 9, 0), (0, 9, 7, 3), (1, 0, 20, 16)):
         tokens, own_aux = batch.tokens_BT[row, first : first + count], aux[row, first : first + count][None]
-        cache = GrowingCache()
-        hidden = head(tokens[None, 1 : n + 2], head.fuse(own_aux[:, : n + 1]), jnp.arange(n + 1)[None], cache)
-        hidden = hidden[:, -1:]
+        drafted = nnx.jit(drafting, static_argnums=(3, 4))(head, tokens, own_aux, n, steps)
         for i in range(steps):
-            np.testing.assert_allclose(unrolled[i][row, first + n], head.logits(hidden)[0, 0], rtol=2e-4, atol=2e-5)
-            if i + 1 < steps:
-                hidden = head(tokens[None, n + 2 + i : n + 3 + i], hidden, jnp.full((1, 1), n + 1 + i), cache)
+            np.testing.assert_allclose(unrolled[i][row, first + n], drafted[i], rtol=2e-4, atol=2e-5)
 
 
 def defined_loss(
@@ -226,13 +233,13 @@ def test_gradients_reach_every_parameter_and_no_table_of_the_target(
     assert not any("embedding" in path or "lm_head" in path for path in found) or isinstance(head, Eagle3Head)
 
 
-def test_eagle1_loss_is_its_definition(packed_batch: Batch, target_states: Any) -> None:
+def test_eagle1_loss_is_its_definition(packed_batch: Batch, target_states: Any, loss_of: Any) -> None:
     """Without noise: smooth L1 to the next feature and a tenth of the soft cross entropy, over learned positions."""
     target, head, batch = tiny_target(), random_eagle1(), packed_batch
     states = target_states(target, batch, (3,))
     recipe = eagle.Eagle1Recipe((3,), 2, noise=0.0)
-    loss, matches, metrics = recipe.loss(head, target, batch, states, jax.random.key(0))
-    first = unroll(head, batch, states.aux_BTA, 1)[0]
+    loss, matches, metrics = loss_of(recipe, head, target, batch, states)
+    first, second = nnx.jit(unroll, static_argnums=3)(head, batch, states.aux_BTA, 2)
     mask = np.asarray(batch.learned_ahead(2))
     error = np.abs(np.asarray(first)[:, :-1] - np.asarray(states.hidden_BTE)[:, 1:])
     huber = np.where(error < 1, 0.5 * error**2, error - 0.5).mean(axis=-1)
@@ -241,16 +248,17 @@ def test_eagle1_loss_is_its_definition(packed_batch: Batch, target_states: Any) 
     soft, _ = defined_loss(head, [first], target_logits, batch, 1.0, "soft")
     assert float(metrics["feature_loss"]) == pytest.approx(regression, rel=1e-5)
     assert float(loss) == pytest.approx(regression + 0.1 * soft, rel=1e-5)
-    _, right = defined_loss(head, unroll(head, batch, states.aux_BTA, 2), target_logits, batch, 1.0, "soft")
+    _, right = defined_loss(head, [first, second], target_logits, batch, 1.0, "soft")
     assert matches.shape == (2, 17, 2)
     np.testing.assert_array_equal(matches[..., 0][batch.learned(2, 17)], right[:, :17, 0][batch.learned(2, 17)])
     np.testing.assert_array_equal(matches[..., 1][batch.learned(3, 17)], right[:, :17, 1][batch.learned(3, 17)])
     noisy = dataclasses.replace(recipe, noise=0.1)
-    other = [float(noisy.loss(head, target, batch, states, jax.random.key(i))[0]) for i in (0, 0, 1)]
+    noised = jax.jit(lambda key: noisy.loss(head, target, batch, states, key)[0])
+    other = [float(noised(jax.random.key(i))) for i in (0, 0, 1)]
     assert other[0] == other[1] != other[2] and other[0] != float(loss)
 
 
-def test_bfloat16_losses_are_close_to_float32(packed_batch: Batch, target_states: Any) -> None:
+def test_bfloat16_losses_are_close_to_float32(packed_batch: Batch, target_states: Any, loss_of: Any) -> None:
     half = lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, tree)
     losses = []
     for rounded in (False, True):
@@ -258,7 +266,7 @@ def test_bfloat16_losses_are_close_to_float32(packed_batch: Batch, target_states
         states = target_states(target, packed_batch, (0, 1, 2))
         graph, state = nnx.split(head)
         head = nnx.merge(graph, half(state) if rounded else state)
-        losses.append(recipe_of(head).loss(head, target, packed_batch, states, jax.random.key(0))[0])
+        losses.append(loss_of(recipe_of(head), head, target, packed_batch, states)[0])
     assert losses[1].dtype == jnp.float32
     assert float(losses[1]) == pytest.approx(float(losses[0]), rel=0.05)
 
@@ -294,7 +302,7 @@ def test_draft_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("width", [16, 32])
-def test_a_new_head_starts_near_the_target(width: int, greedy_batch: Any, target_states: Any) -> None:
+def test_a_new_head_starts_near_the_target(width: int, greedy_batch: Any, target_states: Any, loss_of: Any) -> None:
     target = tiny_target(num_layers=3)
     cfg = dataclasses.replace(CONFIG, hidden_size=width, draft_vocab_size=13, aux_layer_ids=(1, 2, 3))
     batch = greedy_batch(target)
@@ -304,7 +312,7 @@ def test_a_new_head_starts_near_the_target(width: int, greedy_batch: Any, target
         "ours": eagle.new_head(cfg, target, np.arange(13), 0),
         "plain": Eagle3Head(cfg, rngs=nnx.Rngs(params=0)),
     }.items():
-        losses[name] = float(recipe_of(head, 1).loss(head, target, batch, states, jax.random.key(0))[0])
+        losses[name] = float(loss_of(recipe_of(head, 1), head, target, batch, states)[0])
     assert losses["ours"] < losses["plain"]
     if width == 32:
         np.testing.assert_allclose(eagle.new_head(cfg, target, np.arange(13), 0).embedding[...], target.embedding[...])

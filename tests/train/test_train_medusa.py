@@ -75,13 +75,13 @@ def defined_loss(
 @pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize("limit", [chunks.LIMIT, 200])  # 200: four positions a part
 def test_the_loss_is_its_definition(
-    soft: bool, limit: int, packed_batch: Batch, target_states: Any, monkeypatch: pytest.MonkeyPatch
+    soft: bool, limit: int, packed_batch: Batch, target_states: Any, loss_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunks, "LIMIT", limit)
     target = tiny_target()
     module, states = random_heads(target, num_layers=2), target_states(target, packed_batch)
     recipe = MedusaRecipe(HEADS, decay=0.7, soft=soft)
-    loss, matches, metrics = recipe.loss(module, target, packed_batch, states, jax.random.key(0))
+    loss, matches, metrics = loss_of(recipe, module, target, packed_batch, states)
     assert float(loss) == pytest.approx(defined_loss(module, target, packed_batch, states, soft, 0.7), rel=1e-5)
     assert float(loss) == pytest.approx(sum(0.7**k * float(metrics[f"loss_{k + 1}"]) for k in range(HEADS)), rel=1e-6)
     assert matches.shape == (2, 20 - 1 - HEADS, HEADS) and recipe.depth == HEADS

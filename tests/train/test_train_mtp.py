@@ -54,14 +54,14 @@ def drafted(head: MtpHead, tokens: np.ndarray, hidden: np.ndarray, n: int, steps
 
 @pytest.mark.parametrize("soft", [False, True])
 def test_the_loss_is_its_definition(
-    soft: bool, packed_batch: Batch, target_states: Any, monkeypatch: pytest.MonkeyPatch
+    soft: bool, packed_batch: Batch, target_states: Any, loss_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunks, "LIMIT", 200)
     target, steps = tiny_target(), 2
     head, states = random_head(target), target_states(target, packed_batch)
     recipe = MtpRecipe(steps, decay=0.6, soft=soft)
     assert recipe.weights == pytest.approx((1 / 1.6, 0.6 / 1.6)) and recipe.depth == steps
-    loss, matches, _ = recipe.loss(head, target, packed_batch, states, jax.random.key(0))
+    loss, matches, _ = loss_of(recipe, head, target, packed_batch, states)
     assert matches.shape == (2, 20 - 1 - steps, steps)
     hidden = np.asarray(states.hidden_BTE)
     verdict = np.asarray(target.logits(states.hidden_BTE), np.float64)

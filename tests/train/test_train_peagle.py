@@ -102,7 +102,7 @@ def dense_hidden(head: Eagle3Head, batch: Batch, aux_BTA: jax.Array, slots: Slot
             return jax.nn.dot_product_attention(q, k, v, mask=mask[None, None])
 
         run = jax.jit(lambda ids, aux, at, attend=attend: head(ids, head.fuse(aux), at, attend))
-        rows.append(run(jnp.asarray([tokens]), jnp.stack(aux)[None], jnp.asarray([positions]))[0])
+        rows.append(run(np.asarray([tokens], np.int32), np.stack(aux)[None], np.asarray([positions], np.int32))[0])
     return np.stack(rows)
 
 
@@ -141,7 +141,8 @@ def test_evaluation_is_the_one_pass_draft(packed_batch: Batch, target_states: An
         aux = jnp.concatenate([states.aux_BTA[row, start : n + 1], mask])[None]
         tokens = jnp.concatenate([packed_batch.tokens_BT[row, start + 1 : n + 2], jnp.full((depth - 1,), 12)])[None]
         positions = jnp.arange(length + depth - 1)[None]
-        logits = head.logits(head(tokens, head.fuse(aux), positions, causal_attention))[0, -depth:]
+        said = jax.jit(lambda ids, aux, at: head.logits(head(ids, head.fuse(aux), at, causal_attention)))
+        logits = said(tokens, aux, positions)[0, -depth:]
         for d in range(depth):
             np.testing.assert_allclose(everywhere[d][row, n], logits[d], rtol=2e-4, atol=2e-4)
 
@@ -186,7 +187,8 @@ def test_the_loss_is_its_definition(draft_vocab_size: int, tied: bool, packed_ba
         assert float(metrics[f"loss_{d + 1}"]) == pytest.approx(mean, rel=2e-4)
     best = np.argmax(target.logits(states.hidden_BTE), axis=-1)
     assert matches.shape == (2, 20 - 1 - 3, 3)
-    for d, logits in enumerate(map(head.logits, one_pass_states(head, packed_batch, states.aux_BTA, 3))):
+    said = jax.jit(lambda aux: [head.logits(x) for x in one_pass_states(head, packed_batch, aux, 3)])(states.aux_BTA)
+    for d, logits in enumerate(said):
         choice = np.asarray(head.target_ids[...])[np.argmax(logits, axis=-1)]
         np.testing.assert_array_equal(matches[:, :, d], choice[:, :16] == best[:, d + 1 : d + 17])
 
@@ -198,9 +200,8 @@ def test_slots_that_do_not_count_leave_the_loss_alone(packed_batch: Batch, targe
     only = jnp.zeros((2, 38), bool).at[1, 19 + 4].set(True)  # depth 1 of anchor 4
     loss, by_depth = jax.jit(lambda states: cod_loss(head, target, packed_batch, states, slots, only))(states)
     verdict = log_softmax(np.asarray(target.logits(states.hidden_BTE), np.float64)[1, 6, 4:])
-    draft = log_softmax(
-        np.asarray(head.logits(one_pass_states(head, packed_batch, states.aux_BTA, 2)[1])[1, 4], np.float64)
-    )
+    said = jax.jit(lambda aux: head.logits(one_pass_states(head, packed_batch, aux, 2)[1]))(states.aux_BTA)
+    draft = log_softmax(np.asarray(said[1, 4], np.float64))
     assert float(loss) == pytest.approx(float(np.exp(verdict) @ (verdict - draft)), rel=2e-4)
     np.testing.assert_allclose(by_depth, [0.0, float(loss)], rtol=1e-6)
 
