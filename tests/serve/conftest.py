@@ -459,6 +459,28 @@ def environment(request: pytest.FixtureRequest) -> dict[str, str]:
     return {**os.environ, **({} if request.config.getoption("--exhaustive") else QUICKLY)}
 
 
+class Clock:
+    """`time` as a served engine sees it: its monotonic clock can be put forward by `ahead` seconds."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Of requests and steps. A step that is held grows old by it: give the watchdog more seconds than that."""
+    clock = Clock()
+    for module in ("engine_thread", "generator", "tickets"):
+        monkeypatch.setattr(f"serve.{module}.time", clock)
+    return clock
+
+
 @pytest.fixture(scope="session")
 def stories() -> Stories:
     return Stories()

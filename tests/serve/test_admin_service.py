@@ -201,11 +201,12 @@ def test_drain_returns_at_once_and_the_server_ends(kit: Any):
                 error = await refusal(client.drain(grace))
                 assert error.code is grpc.StatusCode.INVALID_ARGUMENT and "grace_seconds must be" in error.message
             assert server.lifecycle.state == "serving"
-            facade.hook = lambda: time.sleep(0.05)  # the stream outlives what is asked meanwhile
+            facade.hold(4)  # the stream outlives what is asked meanwhile
             stream = client.stream("abc", **LONG)
             await anext(stream)
             await client.drain(30.0)
             assert (await client.server_info()).state == "draining"
+            facade.release()
             ends = [event async for event in stream if isinstance(event, Finished)]
             assert [end.usage.completion_tokens for end in ends] == [60]
             await server.wait()

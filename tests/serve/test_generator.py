@@ -437,10 +437,10 @@ def test_a_stalled_reader_is_cancelled_and_its_pages_are_freed(kit: Any) -> None
             stack.facade.hook = lambda: time.sleep(0.05)
             stuck = await stack.start([1, 2, 3], max_tokens=100, n=2)
             stuck.on_stall = lambda: ended.append("stuck")
-            reading = asyncio.create_task(kit.read(await stack.start([4], max_tokens=60)))
+            reading = asyncio.create_task(kit.read(await stack.start([4], max_tokens=20, max_depth=0)))
             await kit.eventually(lambda: ended == ["stuck"])
             assert (await kit.fails(kit.read(stuck), "CANCELLED")).reason == "stalled_reader"
-            assert len((await reading).tokens[0]) == 60  # whoever reads is never stalled
+            assert len((await reading).tokens[0]) == 20  # whoever reads is never stalled
             await stack.settled()
             assert stack.metrics.reasons.count("abort") == 2
             assert stack.metrics.refused == [("CANCELLED", "stalled_reader")]
@@ -468,31 +468,47 @@ def test_a_reader_that_waits_for_the_engine_is_not_stalled(kit: Any) -> None:
     kit.run(story())
 
 
-def test_deadlines_and_time_outs(kit: Any) -> None:
+def test_deadlines_and_time_outs(kit: Any, clock: Any) -> None:
     async def story() -> None:
-        async with kit.serving(queue_seconds=2.0, run_seconds=4.0) as stack:
-            now = time.monotonic
+        async with kit.serving(queue_seconds=200.0, run_seconds=400.0, watchdog_seconds=1e6) as stack:
+            now = clock.monotonic
             error = await kit.fails(stack.start([1], deadline=now() - 0.1), "DEADLINE_EXCEEDED")
             assert error.reason == "deadline" and stack.facade.steps == 0
-            stack.facade.hook = lambda: time.sleep(0.1)  # 100 tokens would take longer than run_seconds
-            running = [await stack.start([1, i], max_tokens=100, max_depth=0) for i in range(4)]
+
+            async def advance(steps: int) -> None:
+                stack.facade.advance(steps)
+                await kit.eventually(stack.facade.held.is_set)
+
+            running = await stack.start_held(*(kit.job([1, i], max_tokens=100, max_depth=0) for i in range(4)))
             readers = [asyncio.create_task(kit.read(generation)) for generation in running]
-            queued = await stack.start([9], max_tokens=5)
-            hurried = await stack.start([8], max_tokens=5, deadline=now() + 1.5)
-            errors = [await kit.fails(kit.read(generation), "DEADLINE_EXCEEDED") for generation in (hurried, queued)]
-            assert [error.reason for error in errors] == ["deadline", "queue_seconds"]
+            await advance(12)
+            stack.facade.idle = True
+            stack.facade.release()
+            queued, hurried = await stack.start_held(
+                kit.job([9], max_tokens=5), kit.job([8], max_tokens=5, deadline=now() + 150)
+            )
+            for generation, reason, seconds in ((hurried, "deadline", 160), (queued, "queue_seconds", 50)):
+                clock.ahead += seconds
+                await advance(2)
+                assert (await kit.fails(kit.read(generation), "DEADLINE_EXCEEDED")).reason == reason
             for _, reason, _, metrics in stack.metrics.finished:
                 assert reason == "timeout" and metrics.first_scheduled_time is None and metrics.output_tokens == 0
             assert len(stack.metrics.finished) == 2
+            clock.ahead += 200
+            stack.facade.release()
             for reader in readers:
                 assert (await kit.fails(reader, "DEADLINE_EXCEEDED")).reason == "run_seconds"
             await stack.settled()
             assert stack.metrics.reasons == ["timeout"] * 6
             assert all(metrics.output_tokens > 0 for *_, metrics in stack.metrics.finished[2:])
             # A deadline in mid-stream.
-            cut = await stack.start([1], max_tokens=100, max_depth=0, deadline=now() + 1.5)
+            (cut,) = await stack.start_held(kit.job([1], max_tokens=100, max_depth=0, deadline=now() + 150))
+            await advance(12)
+            clock.ahead += 160
+            stack.facade.release()
             assert (await kit.fails(kit.read(cut), "DEADLINE_EXCEEDED")).reason == "deadline"
             await stack.settled()
+            assert stack.metrics.finished[-1][3].output_tokens > 0
 
     kit.run(story())
 
