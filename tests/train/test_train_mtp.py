@@ -155,7 +155,7 @@ def test_the_command_trains_saves_and_goes_on(
     assert set(next(iter(record["held_out_acceptance"].values()))) >= {"length", "accept_1", "accept_2", "loss"}
     module = load_drafter("mtp", tmp_path / "module", target)
     assert isinstance(module, MtpHead) and module.config.layer.qk_norm
-    inside = ("--init-from", str(tmp_path / "module"), "--soft", "--compute-dtype", "bfloat16")
+    inside = ("--init-from", str(tmp_path / "module"), "--mtp-steps", "1", "--soft", "--compute-dtype", "bfloat16")
     train_command(mtp, tmp_path / "more", *inside)
     later = load_drafter("mtp", tmp_path / "more", target)
     assert isinstance(later, MtpHead) and bool((later.fc.kernel[...] != module.fc.kernel[...]).any())
@@ -165,11 +165,12 @@ def test_the_command_trains_saves_and_goes_on(
 def test_a_module_may_go_into_its_targets_checkpoint(
     layout: str, train_command: Any, tiny_files: Path, tmp_path: Path
 ) -> None:
-    train_command(mtp, tmp_path / "both", "--layout", layout)
+    one = ("--mtp-steps", "1", "--layout", layout)
+    train_command(mtp, tmp_path / "both", *one)
     assert has_mtp(tmp_path / "both") and not has_mtp(tiny_files / "target")
     target = hf.load_model(tmp_path / "both")
     assert isinstance(load_drafter("mtp", tmp_path / "both", target), MtpHead)
-    train_command(mtp, tmp_path / "more", "--layout", layout, "--init-from", str(tmp_path / "both"))
+    train_command(mtp, tmp_path / "more", *one, "--init-from", str(tmp_path / "both"))
     assert has_mtp(tmp_path / "more")
 
 
