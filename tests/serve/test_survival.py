@@ -658,8 +658,7 @@ def test_a_drafter_that_fails_costs_speed_only(writing_kit: Any, monkeypatch: py
         "constant": jnp.zeros_like,
     }[fault]
     shapes: list[dict[str, Any]] = [dict(), dict(temperature=1.0, seed=3), dict(presence_penalty=0.5, max_tokens=90)]
-    prompts = ["ahdkb", "def f(x):", "12, 13, 14, "]
-    asked = [ask(prompt, **shape) for prompt in prompts for shape in shapes]
+    asked = [ask(prompt, **shape) for prompt in ("ahdkb", "12, 13, 14, ") for shape in shapes]
 
     runner = writing_kit.engine.runner
     spoilt = jax.block_until_ready(jax.tree.map(spoil, runner._draft_params))
