@@ -155,6 +155,25 @@ class Target:
             case vllm.GenerateResponse():
                 self.generated += len(message.chunk.token_ids)
 
+    async def at_rest(self) -> None:
+        """Waits until nothing of the requests is left."""
+        async with asyncio.timeout(30):
+            while True:
+                loads = await self.admin.GetLoads(admin_pb2.GetLoadsRequest())
+                info = await self.admin.GetServerInfo(admin_pb2.GetServerInfoRequest())
+                memory = info.memory
+                idle = loads.running_requests == loads.waiting_requests == 0
+                if idle and memory.free_pages + memory.cached_pages == memory.pages:
+                    break
+                await asyncio.sleep(0.02)
+        assert info.compilations_after_warmup == self.compilations
+        generator, tickets = self.server.generator, self.server.engine._tickets
+        assert generator.live == generator.in_engine == 0 and not generator._by_id
+        assert not (tickets._live or tickets._waiting or tickets._held)
+        async with asyncio.timeout(10):  # calls that were left end a little later
+            while len(asyncio.all_tasks()) > self.tasks + 2:
+                await asyncio.sleep(0.02)
+
     async def attack(self, operations: list[Operation]) -> None:
         """Sends all of them at once, and checks what comes back."""
         codes = await asyncio.gather(*(self.send(operation) for operation in operations))
@@ -500,6 +519,13 @@ def test_thousands_of_requests_get_statuses_that_are_explained(target: Target, r
         target.run(target.attack(operations))
 
     attack()
+    sent = sum(target.codes.values())
+    assert sent >= examples * BATCH
+    for code in (Code.OK, Code.INVALID_ARGUMENT, Code.CANCELLED, Code.UNKNOWN, Code.UNIMPLEMENTED):
+        assert target.codes[code] > sent / 200, target.codes
+    assert target.by_service["generation"] > sent / 4 and target.by_service["vllm"] > sent / 8, target.by_service
+    assert target.generated > sent / 4
+    target.run(target.at_rest())
 
 
 @pytest.mark.slow
@@ -524,33 +550,4 @@ def test_hostile_grammars_in_between_are_served_or_refused(
         ordinary = pb.GenerateRequest(text="abc", sampling=pb.Sampling(max_tokens=8))
         operations.append(Operation("generation", "GenerateStream", ordinary, 10.0, None, frozenset({Code.OK})))
     target.run(target.attack(operations))
-
-
-def test_afterwards_everything_is_at_rest(target: Target):
-    """Runs behind those above: how many requests there were, and that nothing of them is left."""
-    sent = sum(target.codes.values())
-    assert sent >= FIXED_EXAMPLES * BATCH
-    for code in (Code.OK, Code.INVALID_ARGUMENT, Code.CANCELLED, Code.UNKNOWN, Code.UNIMPLEMENTED):
-        assert target.codes[code] > sent / 200, target.codes
-    assert target.by_service["generation"] > sent / 4 and target.by_service["vllm"] > sent / 8, target.by_service
-    assert target.generated > sent / 4
-
-    async def story() -> None:
-        async with asyncio.timeout(30):
-            while True:
-                loads = await target.admin.GetLoads(admin_pb2.GetLoadsRequest())
-                info = await target.admin.GetServerInfo(admin_pb2.GetServerInfoRequest())
-                memory = info.memory
-                idle = loads.running_requests == loads.waiting_requests == 0
-                if idle and memory.free_pages + memory.cached_pages == memory.pages:
-                    break
-                await asyncio.sleep(0.02)
-        assert info.compilations_after_warmup == target.compilations
-        generator, tickets = target.server.generator, target.server.engine._tickets
-        assert generator.live == generator.in_engine == 0 and not generator._by_id
-        assert not (tickets._live or tickets._waiting or tickets._held)
-        async with asyncio.timeout(10):  # calls that were left end a little later
-            while len(asyncio.all_tasks()) > target.tasks + 2:
-                await asyncio.sleep(0.02)
-
-    target.run(story())
+    target.run(target.at_rest())

@@ -57,7 +57,7 @@ def demo_engine(kept_executables: Path) -> Engine:
     return LLM("demo", compile_cache=kept_executables, progress=False, **few).engine
 
 
-@pytest.fixture(params=["tiny", pytest.param("demo", marks=pytest.mark.exhaustive)])
+@pytest.fixture(params=["tiny", pytest.param("demo", marks=pytest.mark.exhaustive("the shipped model"))])
 def load(request: pytest.FixtureRequest, kit_of: Any) -> Load:
     exhaustive = request.config.getoption("--exhaustive")
     if request.param == "tiny":

@@ -62,7 +62,7 @@ def test_every_command_of_the_tutorial_parses_and_reads_what_is_there_or_was_wri
     assert ran == ["corpus", "regenerate", "eagle3", "evaluate", "jaxspec.generate"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive("minutes of training")
 def test_the_tutorial_runs_as_it_stands(tmp_path: Path) -> None:
     blocks = blocks_of_the_tutorial()
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
