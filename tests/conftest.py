@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def keep_programs(config: pytest.Config) -> None:
     """JAX's own cache in pytest's, of all that tests compile. What is found there counts as compiled."""
-    from jaxspec.runtime import compile as compilation  # under the settings above
+    from jaxspec.runtime import warmup  # under the settings above
 
     cache = getattr(config, "cache", None)
     jax.config.update("jax_enable_compilation_cache", cache is not None)
@@ -62,7 +62,7 @@ def keep_programs(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # Engines' programs twice: `kept_executables` knows them by the sources, which changes in review alter, JAX by what
     # those make of them.
-    compilation.kept_once = contextlib.nullcontext
+    warmup.kept_once = contextlib.nullcontext
     if directory.exists() and "PYTEST_XDIST_WORKER" not in os.environ:
         forget(directory)
 
@@ -134,7 +134,7 @@ def tiny_llm(tiny_directory: Path) -> LLM:
 
     made = LLM(
         str(tiny_directory), "ngram", {"depth": 3}, max_batch_size=2, max_seq_len=64, seed=5, progress=False,
-        page_size=8, variants=("sampled",), batch_buckets=(2,), compile_cache=False,
+        page_size=8, variants=("sampled",), batch_buckets=(2,), compile_cache=False, warmup="eager",
     )  # fmt: skip
     assert made.stats.compilations_after_warmup == 0
     return made

@@ -198,7 +198,8 @@ class Runner:
         # Elsewhere what runs would disturb a compiler that times what it compiles.
         at_once = jax.default_backend() == "cpu" and not background
         arrived = []
-        bar = tqdm(self._warmup.wait(len(first)), total=len(first), desc="compiling", disable=not progress, leave=False)
+        wanted = self._warmup.wait([job.key for job in first])
+        bar = tqdm(wanted, total=len(first), desc="compiling", disable=not progress, leave=False)
         try:
             for key, executable in bar:
                 if at_once:

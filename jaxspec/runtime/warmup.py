@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,15 @@ class Warmup:
 
     Attributes:
       total: how many jobs there are.
-      error: what ended it before its time; None as long as nothing did.
+      error: the first of the errors that kept executables from coming; None as long as there is none.
     """
 
     def __init__(self, jobs: Sequence[Job], *, store: ExecutableStore | None = None, threads: int | None = None):
         self.total = len(jobs)
         self.error: BaseException | None = None
         self._jobs, self._store = deque(jobs), store
-        self._arrived: deque[tuple[Any, Any]] = deque()
+        self._arrived: dict[Any, Any] = {}  # in order
+        self._failed: set[Any] = set()
         self._changed = threading.Condition()
         self._stopped, self._compiled, self._began = False, 0, time.perf_counter()
         self._mappings, self._processor = memory_mappings(), _processor_seconds()
@@ -61,26 +62,30 @@ class Warmup:
         for thread in self._threads:
             thread.start()
 
-    def wait(self, count: int) -> Iterator[tuple[Any, Any]]:
-        """(key, executable) of `count` jobs as they come; the caller waits, and Python collects no garbage.
+    def wait(self, keys: Collection[Any]) -> Iterator[tuple[Any, Any]]:
+        """(key, executable) of some jobs as they come; the caller waits, and Python collects no garbage.
 
         Raises:
           ValueError: the system does not allow this process as many memory mappings as the executables need.
-          Exception: what else a job raised.
+          Exception: what one of these jobs raised.
         """
+        left = set(keys)
         with _without_collection():
-            for _ in range(count):
+            while left:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._arrived or self.error is not None)
-                    if self.error is not None:
+                    self._changed.wait_for(lambda: self._failed & left or self._arrived.keys() & left or self._stopped)
+                    if self.error is not None and (self._failed & left or not self._arrived.keys() & left):
                         raise self.error
-                    arrived = self._arrived.popleft()
-                yield arrived
+                    key = next(key for key in self._arrived if key in left)
+                    executable = self._arrived.pop(key)
+                left.discard(key)
+                yield key, executable
 
     def take(self) -> tuple[Any, Any] | None:
         """The next (key, executable), or None where none has come."""
         with self._changed:
-            return self._arrived.popleft() if self._arrived else None
+            key = next(iter(self._arrived), None)
+            return None if key is None else (key, self._arrived.pop(key))
 
     @property
     def over(self) -> bool:
@@ -120,6 +125,7 @@ class Warmup:
         with self._changed:
             self._stopped = True
             self._jobs.clear()
+            self._changed.notify_all()
 
     def _next(self) -> Job | None:
         with self._changed:
@@ -135,17 +141,7 @@ class Warmup:
                     if nice != self._nice:
                         nice = self._nice
                         _stand_back(threading.get_native_id())
-                    executable = job.compiled(self._store)
-                    with self._changed:
-                        self._arrived.append((job.key, executable))
-                        self._compiled += 1
-                        check_mappings(self._mappings, self._compiled, self.total)
-                        self._changed.notify_all()
-                    del job, executable
-        except BaseException as e:
-            with self._changed:
-                self.error = self.error or e
-                self._jobs.clear()
+                    self._run(job)
         finally:
             with self._changed:
                 self._working -= 1
@@ -153,6 +149,25 @@ class Warmup:
                 self._changed.notify_all()
             if last:
                 self._once.close()
+
+    def _run(self, job: Job) -> None:
+        try:
+            executable = job.compiled(self._store)
+        except BaseException as e:
+            with self._changed:
+                self.error = self.error or e
+                self._failed.add(job.key)
+                self._changed.notify_all()
+            return
+        with self._changed:
+            self._arrived[job.key] = executable
+            self._compiled += 1
+            try:
+                check_mappings(self._mappings, self._compiled, self.total)
+            except ValueError as e:
+                self.error = self.error or e
+                self.stop()
+            self._changed.notify_all()
 
 
 @contextlib.contextmanager

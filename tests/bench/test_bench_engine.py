@@ -42,7 +42,7 @@ def build(
 ) -> Engine:
     config = EngineConfig(
         max_batch_size=max(sizes), max_seq_len=32, page_size=8, prefill_chunk=16, compile_cache=False,
-        enable_prefix_caching=False, batch_buckets=sizes, variants=("greedy",),
+        enable_prefix_caching=False, batch_buckets=sizes, variants=("greedy",), warmup="eager",
     )  # fmt: skip
     speculation = SpeculationConfig(tiers=tuple(tiers))
     return assemble(target, None, speculation, config, drafter=drafter, drafts=True, trees=True, progress=False)

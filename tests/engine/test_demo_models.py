@@ -60,6 +60,7 @@ def check(drafter: str) -> None:
     llm = LLM(
         "demo", drafter, SpeculationConfig(tiers=TIERS[drafter]), max_batch_size=4, max_seq_len=256, progress=False,
         batch_buckets=(4,), variants=("sampled",), compile_cache=False, enable_prefix_caching=False,
+        warmup="eager",
     )  # fmt: skip
     expected = [o.token_ids for o in generate(llm, PLAIN, params)]
     for tier in TIERS[drafter]:

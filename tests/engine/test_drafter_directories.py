@@ -109,7 +109,13 @@ MORE = [
 def test_directories_are_served(bench: Any, tools: Any, directory: Path, with_module: Path, kind: str):
     """Greedy and sampled rows repeat plain decoding."""
     config = EngineConfig(
-        max_batch_size=4, max_seq_len=64, page_size=8, batch_buckets=(4,), variants=("sampled",), compile_cache=False
+        max_batch_size=4,
+        max_seq_len=64,
+        page_size=8,
+        batch_buckets=(4,),
+        variants=("sampled",),
+        compile_cache=False,
+        warmup="eager",
     )
     model, name = (with_module, "mtp") if kind == "own mtp" else (directory / "target", kind)
     engine = build_engine(model, name, dict(depth=2), config, tokenizer=False, progress=False)

@@ -24,9 +24,10 @@ from jaxspec.adaptive.cost import CostTable
 from jaxspec.assemble import bind_drafter
 from jaxspec.config import SpeculationConfig
 from jaxspec.runtime import compile as compilation
-from jaxspec.runtime import executables
-from jaxspec.runtime.compile import Job, compile_all, use_persistent_cache
+from jaxspec.runtime import executables, warmup
+from jaxspec.runtime.compile import Job, use_persistent_cache
 from jaxspec.runtime.executables import ExecutableStore, Fingerprints, IndescribableError
+from jaxspec.runtime.warmup import Warmup
 from jaxspec.speculation.round import RoundSpec, round_fn
 from jaxspec.speculation.state import Geometry
 from jaxspec.tier import PLAIN, Tier
@@ -224,11 +225,13 @@ def test_a_cache_that_the_user_chose_is_left_alone(tmp_path: Path, caching: None
 def test_more_executables_than_the_system_has_mappings_for_are_refused(monkeypatch: pytest.MonkeyPatch):
     """XLA would abort the process; most of the jobs are not begun any more."""
     begun: list[int] = []
-    monkeypatch.setattr(compilation, "memory_mappings", lambda: (100 + 10 * len(begun), 400))
+    for module in (compilation, warmup):
+        monkeypatch.setattr(module, "memory_mappings", lambda: (100 + 10 * len(begun), 400))
     program = types.SimpleNamespace(compile=lambda: time.sleep(0.005))
     jobs = [Job(i, (), lambda i=i: begun.append(i) or program) for i in range(80)]
     with pytest.raises(ValueError, match="80 executables need about [0-9]+ memory mappings, and this system allows a "):
-        compile_all(jobs, progress=False, threads=1)
+        list(Warmup(jobs, threads=1).wait(range(80)))
     assert len(begun) < 80
-    monkeypatch.setattr(compilation, "memory_mappings", lambda: None)
-    assert len(compile_all(jobs, progress=False)[0]) == 80
+    for module in (compilation, warmup):
+        monkeypatch.setattr(module, "memory_mappings", lambda: None)
+    assert len(dict(Warmup(jobs).wait(range(80)))) == 80

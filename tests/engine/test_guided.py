@@ -50,6 +50,7 @@ EOS, V = len(CHARACTERS) + len(MERGES), 64
 TREE = Tier(3, 2, 7)
 SIZES = dict(
     max_batch_size=4, max_seq_len=96, page_size=8, prefill_chunk=16, variants=("sampled",), structured_output=True,
+    warmup="eager",
 )  # fmt: skip
 PERSON = {
     "type": "object",
@@ -135,7 +136,7 @@ class Engines:
         assert not engine.has_work
         return engine
 
-    def build(self, kind: str, tiers: Sequence[Tier], *, rehearse: bool = False, **config: Any) -> Engine:
+    def build(self, kind: str, tiers: Sequence[Tier], **config: Any) -> Engine:
         if len(tiers) > 1:
             speculation = SpeculationConfig(tiers=tuple(tiers))
         elif tiers[0] == PLAIN:
@@ -152,7 +153,7 @@ class Engines:
         config = {**SIZES, "compile_cache": self.cache, **config}
         return assemble(
             self.target, self.tokenizer, speculation, EngineConfig(**config), drafter=make, cost=cost,
-            drafts=kind != "plain", trees=kind in TREE_DRAFTERS, progress=False, rehearse=rehearse,
+            drafts=kind != "plain", trees=kind in TREE_DRAFTERS, progress=False,
         )  # fmt: skip
 
 
@@ -539,7 +540,7 @@ def test_the_offline_front(engines: Engines, expected: dict[int, RequestOutput],
     """LLM takes one grammar or one for each prompt, refuses what does not fit, and runs nothing then."""
     hf.save_model(engines.target, tmp_path / "target", tokenizer=engines.tokenizer._backend, dtype=jnp.float32)
     few: dict[str, Any] = dict(
-        page_size=8, variants=("sampled",), batch_buckets=(2,), compile_cache=False, max_seq_len=96
+        page_size=8, variants=("sampled",), batch_buckets=(2,), compile_cache=False, max_seq_len=96, warmup="eager"
     )
     llm = LLM(tmp_path / "target", "none", max_batch_size=2, progress=False, structured_output=True, **few)
     prompts, params = [workload()[i][0] for i in (0, 2)], [workload()[i][1] for i in (0, 2)]
@@ -597,8 +598,8 @@ def test_a_rehearsal_runs_everything_once_and_changes_nothing(engines: Engines, 
         return call
 
     monkeypatch.setattr(Job, "compiled", counting)
-    engine = engines.build("ngram", (PLAIN, Tier(4)), batch_buckets=(4,), rehearse=True)
-    assert ran == dict.fromkeys(engine.runner._compiled, 1)
+    engine = engines.build("ngram", (PLAIN, Tier(4)), batch_buckets=(4,))
+    assert len(ran) == engine.stats.executables and set(ran.values()) == {1}
     tokens = lambda outputs: [completion.token_ids for completions in outputs for completion in completions]
     again = [outputs.outputs for _, outputs in sorted(run(engine, workload()).items())]
     assert tokens(again) == tokens(expected)

@@ -35,7 +35,7 @@ V, EOS, SHARDS = 16, 12, 2
 TIERS = (PLAIN, Tier(2), Tier(2, 2, 5))
 SIZES = dict(
     max_batch_size=4, max_seq_len=120, page_size=8, prefill_chunk=16, batch_buckets=(4,), variants=("sampled",),
-    compile_cache=False,
+    compile_cache=False, warmup="eager",
 )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ TIERS = (PLAIN, Tier(1), Tier(3))
 BUCKETS, VARIANTS = (2, 4), ("sampled",)
 SIZES = dict(
     max_batch_size=4, max_seq_len=120, page_size=8, num_pages=30, prefill_chunk=16, structured_output=True,
-    batch_buckets=BUCKETS, variants=VARIANTS,
+    batch_buckets=BUCKETS, variants=VARIANTS, warmup="eager",
 )  # fmt: skip
 #: Tokens of the engine that can write JSON: printable ASCII and the end of text.
 WRITTEN = [chr(code) for code in range(32, 127)]

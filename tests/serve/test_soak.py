@@ -53,7 +53,7 @@ class Load:
 
 @pytest.fixture(scope="module")
 def demo_engine(kept_executables: Path) -> Engine:
-    few = dict(max_batch_size=16, batch_buckets=(1, 4, 16), variants=("greedy",), max_seq_len=256)
+    few = dict(max_batch_size=16, batch_buckets=(1, 4, 16), variants=("greedy",), max_seq_len=256, warmup="eager")
     return LLM("demo", compile_cache=kept_executables, progress=False, **few).engine
 
 

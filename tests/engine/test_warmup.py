@@ -1,0 +1,179 @@
+"""Requests that live through a warm-up: the same tokens, whatever is compiled by then, and nothing on their path."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec.adaptive.static import StaticPolicy
+from jaxspec.config import SpeculationConfig
+from jaxspec.engine import Engine
+from jaxspec.request import SamplingParams
+from jaxspec.runtime.compile import CompileCounter, Job
+from jaxspec.runtime.warmup import Warmup
+from jaxspec.tier import PLAIN, Tier
+
+TIERS = (PLAIN, Tier(1), Tier(3))
+#: A machine that cannot even compile a tiny model in this time hangs.
+PATIENCE = 120.0
+
+
+class Gate:
+    """Lets jobs be compiled one at a time, as a test asks for them.
+
+    Attributes:
+      begun: keys of jobs that a thread has taken up.
+    """
+
+    def __init__(self) -> None:
+        self.begun: list[Any] = []
+        self._free = threading.Semaphore(0)
+        self._opened = False
+
+    def pass_one(self, job: Job) -> None:
+        self.begun.append(job.key)
+        if not self._opened:
+            assert self._free.acquire(timeout=PATIENCE)
+
+    def let(self, count: int = 1) -> None:
+        self._free.release(count)
+
+    def open(self) -> None:
+        self._opened = True
+        self._free.release(1000)
+
+
+@pytest.fixture
+def gate(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Every job waits here, but for those that the first request needs; plain decoding to compare with is there."""
+    bench.engine("none")
+    gate, compiled = Gate(), Job.compiled
+
+    def waiting(job: Job, store: Any) -> Any:
+        if urgent(job.key):
+            return compiled(job, store)
+        gate.pass_one(job)
+        return compiled(job, store)
+
+    monkeypatch.setattr(Job, "compiled", waiting)
+    yield gate
+    gate.open()
+
+
+def urgent(key: Any) -> bool:
+    return key in {("admit",), ("prefill", 16), ("logprobs", 1, 1, 1), ("round", PLAIN, 1, True)}
+
+
+def waited(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.002)
+
+
+def start(bench: Any, **config: Any) -> Engine:
+    config = {"variants": ("sampled",), "warmup": "background", "num_pages": 40, "prefill_chunk": 32, **config}
+    return bench.build("eagle3", SpeculationConfig(tiers=TIERS), **config)
+
+
+def test_requests_live_through_a_warm_up(bench: Any, tools: Any, gate: Gate):
+    """From one executable of batch size one to all of them, one more every few steps; tokens are a warm engine's."""
+    engine, work = start(bench), tools.workload()
+    assert not engine.warm and engine.stats.executables_ready == 4 < engine.stats.executables
+    sizes: list[int] = []
+    engine.on_round = lambda stats: sizes.append(stats.bucket)
+
+    def more(step: int, _: list[str]) -> None:
+        if step % 8 == 0:
+            ready = engine.stats.executables_ready
+            gate.let()
+            # Not for what needs several executables: for one more of them.
+            waited(lambda: engine.runner._warmup._arrived or engine.stats.executables_ready > ready or engine.warm)
+
+    tools.same(tools.drive(engine, work, on_step=more), bench.expected(work))
+    assert set(sizes[:8]) == {1}, "a batch of several runs as rounds of one until there is more"
+    gate.open()
+    engine.wait_until_warm()
+    stats = engine.stats
+    assert stats.executables_ready == stats.executables and stats.compilations_after_warmup == 0
+    assert set(engine.runner.costs) == {(tier, bucket) for tier in TIERS for bucket in (1, 2, 4)}
+    sizes.clear()
+    tools.same(tools.drive(engine, work), bench.expected(work))
+    assert max(sizes) == 4 and engine.stats.compilations_after_warmup == 0
+    assert {"off", "chain-1", "chain-3"} & set(engine.stats.rounds_by_tier)
+
+
+def test_a_policy_gets_the_next_best_tier_that_is_ready(bench: Any, tools: Any, gate: Gate):
+    """And its own as soon as that has come."""
+    engine, work = start(bench, batch_buckets=(1, 4)), tools.workload()[:2]
+    engine.use_policy(StaticPolicy(Tier(3)))
+    tools.same(tools.drive(engine, work), bench.expected(work))
+    assert engine.controller.rounds_by_tier[Tier(3)] == 0 < engine.controller.rounds_by_tier[PLAIN]
+    gate.open()
+    engine.wait_until_warm()
+    engine.use_policy(StaticPolicy(Tier(3)))
+    tools.same(tools.drive(engine, work), bench.expected(work))
+    assert engine.controller.rounds_by_tier[PLAIN] == 0 < engine.controller.rounds_by_tier[Tier(3)]
+
+
+def test_long_chunks_run_in_pieces_until_their_size_is_ready(bench: Any, tools: Any, gate: Gate):
+    engine = start(bench, batch_buckets=(1, 4))
+    rng = np.random.default_rng(1)
+    work = [(rng.integers(0, 12, 61).tolist(), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))]
+    assert ("prefill", 32) not in engine.runner._compiled
+    tools.same(tools.drive(engine, work), bench.expected(work))
+
+
+def test_warming_up_leaves_the_state_alone(bench: Any):
+    """It runs every executable, prefills and admissions included, for no request, beside the state of live ones."""
+    engine = start(bench, batch_buckets=(1, 4))
+    engine.wait_until_warm()
+    fresh = engine.runner._fresh_state()
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(engine.runner.state), jax.tree.leaves(fresh), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=jax.tree_util.keystr(path))
+
+
+def test_what_fails_to_compile_ends_the_warm_up_and_nothing_else(
+    bench: Any, tools: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    compiled = Job.compiled
+
+    def failing(job: Job, store: Any) -> Any:
+        if job.key[:2] == ("round", Tier(3)):
+            raise RuntimeError("no such instruction")
+        return compiled(job, store)
+
+    monkeypatch.setattr(Job, "compiled", failing)
+    engine, work = start(bench, batch_buckets=(1, 4)), tools.workload()
+    engine.wait_until_warm()
+    assert "no such instruction" in caplog.text
+    assert engine.stats.executables_ready < engine.stats.executables
+    tools.same(tools.drive(engine, work), bench.expected(work))
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        start(bench, batch_buckets=(1, 4), warmup="eager")
+
+
+def test_an_engine_that_is_dropped_compiles_no_more(bench: Any, gate: Gate):
+    engine = start(bench)
+    warmup, total = engine.runner._warmup, engine.stats.executables
+    engine.stop_warmup()
+    gate.open()
+    waited(lambda: warmup.over or bool(warmup._arrived))
+    assert len(gate.begun) < total - 4
+    waited(lambda: not any(thread in threading.enumerate() for thread in warmup._threads))
+
+
+def test_what_a_warm_up_compiles_is_not_counted():
+    counter = CompileCounter()
+    one = Job("a", (), lambda: jax.jit(lambda x: x + 3).lower(1.0))
+    assert len(list(Warmup([one]).wait(["a"]))) == 1 and counter.count == 0
+    jax.jit(lambda x: x + 4).lower(1.0).compile()
+    assert counter.count == 1
