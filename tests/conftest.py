@@ -60,6 +60,7 @@ def keep_programs(config: pytest.Config) -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # else its key holds the directory's path
     # Engines' programs twice: `kept_executables` knows them by the sources, which changes in review alter, JAX by what
     # those make of them.
     warmup.kept_once = contextlib.nullcontext

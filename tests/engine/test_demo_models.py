@@ -43,7 +43,9 @@ def test_same_tokens_as_plain_decoding(drafter: str):
     """Greedy and seeded rows in one batch; several pages of text; the ring, the window and the catch-up in use."""
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     if kept := jax.config.values["jax_compilation_cache_dir"]:
-        env |= {"JAX_COMPILATION_CACHE_DIR": kept, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        options = {"MIN_COMPILE_TIME_SECS": "0", "ENABLE_XLA_CACHES": "none"}
+        env |= {f"JAX_PERSISTENT_CACHE_{name}": value for name, value in options.items()}
+        env["JAX_COMPILATION_CACHE_DIR"] = kept
     command = [sys.executable, "-m", "tests.engine.test_demo_models", drafter]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-4000:]
