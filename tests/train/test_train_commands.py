@@ -88,7 +88,7 @@ def test_a_mesh_gives_the_losses_of_one_device(tmp_path: Path, train_command: An
     agree(losses(tmp_path / "one.run"), losses(tmp_path / "four.run"))
 
 
-@pytest.mark.exhaustive("four devices are in every run")
+@pytest.mark.exhaustive("eight devices, compiled as users do")
 def test_a_mesh_of_eight_devices_gives_the_losses_of_one(tmp_path: Path, tiny_files: Path) -> None:
     """data=4, tensor=2, in a process that compiles as users do."""
     script = f"""
