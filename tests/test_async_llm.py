@@ -85,7 +85,7 @@ def test_twenty_at_once_give_what_they_give_offline(llm: LLM):
         server = AsyncLLM.of(llm)
         return await asyncio.gather(*(last(server, prompt, p, f"mine-{i}") for i, (prompt, p) in enumerate(work)))
 
-    before = llm.stats.rounds
+    before, compiled = llm.stats.rounds, llm.stats.compilations_after_warmup
     outputs = run(main())
     for i, (output, whole) in enumerate(zip(outputs, expected, strict=True)):
         assert completions(output) == completions(whole)
@@ -95,7 +95,7 @@ def test_twenty_at_once_give_what_they_give_offline(llm: LLM):
         assert m.output_tokens == sum(len(c.token_ids) for c in output.outputs)
         assert m.ttft is not None and m.rounds == sum(m.acceptance_histogram) > 0
     assert llm.stats.rounds - before < 0.9 * alone, "tasks did not share the batch"
-    assert llm.stats.compilations_after_warmup == 0
+    assert llm.stats.compilations_after_warmup == compiled
 
 
 def test_outputs_are_cumulative(llm: LLM):

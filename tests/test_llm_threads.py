@@ -122,6 +122,7 @@ def test_every_call_gets_what_it_gets_alone(llm: LLM):
         calls.append(lambda p=prompts, s=params: token_ids(llm.generate(p, s, use_tqdm=False)))
         calls.append(lambda p=prompts, s=params: streamed(llm, p, s))
         calls.append(lambda p=prompts[:1], i=i: left(llm, p, GREEDY, i % 3))
+    before = llm.stats.compilations_after_warmup
     expected = [call() for call in calls]
 
     def some(start: int) -> list[Any]:
@@ -133,7 +134,7 @@ def test_every_call_gets_what_it_gets_alone(llm: LLM):
         for i, result in results:
             assert result == expected[i], f"call {i}"
     gc.collect()
-    assert llm.stats.compilations_after_warmup == 0
+    assert llm.stats.compilations_after_warmup == before
 
 
 def test_two_threads_share_every_round(llm: LLM):

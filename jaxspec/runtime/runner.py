@@ -194,7 +194,7 @@ class Runner:
         first = [job for job in jobs if not order.get(job.key)]
         # The most urgent first; of those, and of all without an order, the dearest, so that no thread ends with one.
         jobs.sort(key=lambda job: (order.get(job.key, 0), job.key[0] == "round" and -job.key[1].depth))
-        self._warmup = Warmup(jobs, store=self._store)
+        self._warmup = Warmup(jobs, len(first), store=self._store)
         # Elsewhere what runs would disturb a compiler that times what it compiles.
         at_once = jax.default_backend() == "cpu" and not background
         arrived = []

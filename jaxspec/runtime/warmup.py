@@ -35,6 +35,7 @@ class Warmup:
 
     Args:
       jobs: the most urgent first.
+      first: how many of them may begin before `give_way`, so that no other disturbs those; None: all.
       store: where executables of earlier processes lie, and these are to lie.
       threads: by default one a core, at most 16.
 
@@ -43,10 +44,14 @@ class Warmup:
       error: the first of the errors that kept executables from coming; None as long as there is none.
     """
 
-    def __init__(self, jobs: Sequence[Job], *, store: ExecutableStore | None = None, threads: int | None = None):
+    def __init__(
+        self, jobs: Sequence[Job], first: int | None = None, *, store: ExecutableStore | None = None,
+        threads: int | None = None,
+    ):  # fmt: skip
         self.total = len(jobs)
         self.error: BaseException | None = None
         self._jobs, self._store = deque(jobs), store
+        self._allowed = len(jobs) if first is None else first
         self._arrived: dict[Any, Any] = {}  # in order
         self._failed: set[Any] = set()
         self._changed = threading.Condition()
@@ -94,7 +99,7 @@ class Warmup:
             return not self._working and not self._arrived
 
     def give_way(self) -> None:
-        """From now on compiling uses what others leave of the processor (on Linux; elsewhere it stays as it is).
+        """From now on all jobs may begin, and use what others leave of the processor (on Linux; elsewhere as before).
 
         To be called before anything else ran beside the jobs: XLA compiles in threads of its own, which are known by
         the time that they have used so far.
@@ -104,6 +109,9 @@ class Warmup:
         for thread, seconds in _processor_seconds().items():
             if thread not in ours and seconds - before.get(thread, 0.0) >= _COMPILES_SECONDS:
                 _stand_back(thread)
+        with self._changed:
+            self._allowed = self.total
+            self._changed.notify_all()
 
     def attend(self, advance: Callable[[], bool | None]) -> None:
         """Calls `advance` from a thread of its own: at once again after True, soon after False, until None."""
@@ -129,9 +137,12 @@ class Warmup:
 
     def _next(self) -> Job | None:
         with self._changed:
-            if self._stopped or not self._jobs or not threading.main_thread().is_alive():
-                return None
-            return self._jobs.popleft()
+            while True:
+                if self._stopped or not self._jobs or not threading.main_thread().is_alive():
+                    return None
+                if len(self._jobs) > self.total - self._allowed:
+                    return self._jobs.popleft()
+                self._changed.wait(_LOOK_SECONDS)
 
     def _work(self) -> None:
         nice = 0
