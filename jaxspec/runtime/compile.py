@@ -100,6 +100,10 @@ class SpecRuntimeState:
     executables: Mapping[tuple[int, bool], Any]
 
 
+#: Tracing is Python's work: more threads at it would be no faster, and would keep the one that serves from its turn.
+_tracing = threading.Lock()
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """One function to compile: `lower` traces and lowers it, in the compiling thread.
@@ -116,10 +120,15 @@ class Job:
 
     def compiled(self, store: ExecutableStore | None) -> Any:
         """The executable, from the store where there is one and it can be."""
-        compile = lambda: self.lower().compile()
-        return (
-            compile() if store is None or self.fingerprint is None else store.get(self.fingerprint, self.args, compile)
-        )
+
+        def compile() -> Any:
+            with _tracing:
+                lowered = self.lower()
+            return lowered.compile()
+
+        if store is None or self.fingerprint is None:
+            return compile()
+        return store.get(self.fingerprint, self.args, compile)
 
 
 def memory_mappings() -> tuple[int, int] | None:

@@ -90,7 +90,7 @@ def test_default_depths_end_where_the_heads_do():
     assert Tier(5) in choose_policy(asked, (1,), True, True, 3).reachable, "the drafter refuses it by name"
 
 
-@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize("kind", sorted(PLACES))
 def test_what_was_saved_is_what_drafts(bench: Any, directory: Path, kind: str):
     geo = Geometry(1, 1, 8, 1, 1)
     place = resolve_drafter(kind, directory / "target")[1]
