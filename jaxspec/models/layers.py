@@ -108,8 +108,9 @@ def product(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype | None = None) -> 
       dtype: of the result, where sums shall not be rounded to x's.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if rows.shape[0] == 1 and jax.default_backend() == "cpu":
-        # XLA's CPU backend compiles a loop of its own for every product of one row, slower than a library's of two.
+    if rows.shape[0] == 1 and jax.default_backend() != "tpu":
+        # One row is a bad case of XLA's: slower than two, which a library multiplies, and on CPUs a loop to be compiled
+        # for every product (docs/notes.md).
         y = product(jnp.pad(rows, ((0, 1), (0, 0))), kernel, dtype)
         return y[:1].reshape(*x.shape[:-1], y.shape[1])
     if kernel.ndim == 2:
