@@ -36,8 +36,9 @@ from jaxspec.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenize
 from jaxspec.tier import Tier
 from jaxspec.traffic import TrafficLog
 
-#: While the engine works and warms up: steps for each piece of warming up.
-_STEPS_PER_ADVANCE = 2
+#: While the engine works and warms up: steps for each piece of warming up, and the seconds without a step after which
+#: its own thread goes on although there is work: a stream may rest, and what it left in flight may never be read.
+_STEPS_PER_ADVANCE, _RESTS_SECONDS = 2, 0.1
 _log = logging.getLogger(__name__)
 
 
@@ -113,14 +114,10 @@ def _advance_idle(engine: Callable[[], Engine | None]) -> bool | None:
     alive = engine()
     if alive is None or alive.warm:
         return None
-    if alive.has_work:
+    if alive._step_wanted or (alive.has_work and time.perf_counter() - alive._stepped_at < _RESTS_SECONDS):
         return False
-    try:
-        with alive._stepping:
-            return alive._advance_warmup()
-    except Exception as e:
-        alive._end_warmup(e)
-        return None
+    with alive._stepping:
+        return alive._advance_warmup()
 
 
 def _deepest(requests: Sequence[Request]) -> int | None:
@@ -174,6 +171,7 @@ class Engine:
         self.on_round: Callable[[RoundStats], None] | None = None
         self._traffic = None if traffic_log is None else TrafficLog(traffic_log)
         self._stepping = threading.Lock()
+        self._step_wanted, self._stepped_at = False, 0.0  # whether a thread is in `step`; when one last was
         if runner.warm:
             self._warmup_seconds = self._startup_seconds
         else:
@@ -181,7 +179,6 @@ class Engine:
                 "ready after %.1f s with %d of %d executables; the others are compiled in the background",
                 self._startup_seconds, runner.num_ready, runner.num_executables,
             )  # fmt: skip
-            weakref.finalize(self, runner.stop_warmup)
             runner.attend(functools.partial(_advance_idle, weakref.ref(self)))
 
     def new_policy(self) -> TierPolicy:
@@ -326,10 +323,14 @@ class Engine:
 
     def step(self) -> list[StreamDelta]:
         """Dispatches the next prefill chunk and round, and commits the ones dispatched a step before."""
-        with self._stepping:
-            if self._warmup_seconds is None and self._steps % _STEPS_PER_ADVANCE == 0:
-                self._advance_warmup()
-            return self._step()
+        self._step_wanted = True
+        try:
+            with self._stepping:
+                if self._warmup_seconds is None and self._steps % _STEPS_PER_ADVANCE == 0:
+                    self._advance_warmup()
+                return self._step()
+        finally:
+            self._stepped_at, self._step_wanted = time.perf_counter(), False
 
     # Warming up, beside requests or between them.
 
@@ -341,20 +342,28 @@ class Engine:
     def wait_until_warm(self) -> None:
         """Returns when every executable has come and was timed; requests may run meanwhile, from other threads."""
         while not self.warm:
-            time.sleep(0.01)
+            if not _advance_idle(lambda: self):
+                time.sleep(0.01)
 
     def stop_warmup(self) -> None:
         """Compiles nothing more; requests go on with what there is."""
         self.runner.stop_warmup()
 
     def _advance_warmup(self) -> bool:
-        """One piece of it; whether there was anything to do."""
+        """One piece of it, between two steps; whether there was anything to do. What fails ends it, and no request."""
         runner = self.runner
         known = dict(runner.costs)
-        if not runner.advance():
+        try:
+            advanced = runner.advance()
+        except Exception as e:
+            self._end_warmup(e)
+            return False
+        if not advanced:
             if runner.warm and self._warmup_seconds is None:
                 self._end_warmup(runner.warmup_error)
             return False
+        for pending in self._in_flight:
+            pending.timed = False  # its result is read later than it came
         for (tier, bucket), seconds in runner.costs.items():
             if known.get((tier, bucket)) != seconds:
                 self.controller.policy.learn(tier, bucket, seconds)
