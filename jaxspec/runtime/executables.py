@@ -175,16 +175,28 @@ def _environment(devices: Sequence[Any]) -> str:
     return Fingerprints()([_sources(), sys.version, versions, where, host, variables, options])
 
 
+_keeping = threading.Lock()
+#: How many `kept_once` are open, which may overlap in any way, and the option's value before the first.
+_keepers, _written_from = 0, 0.0
+
+
 @contextlib.contextmanager
 def kept_once() -> Iterator[None]:
     """JAX's own cache is not written meanwhile: it would hold the same programs again."""
+    global _keepers, _written_from
     name = "jax_persistent_cache_min_compile_time_secs"
-    before = jax.config.values[name]
-    jax.config.update(name, math.inf)
+    with _keeping:
+        if not _keepers:
+            _written_from = jax.config.values[name]
+            jax.config.update(name, math.inf)
+        _keepers += 1
     try:
         yield
     finally:
-        jax.config.update(name, before)
+        with _keeping:
+            _keepers -= 1
+            if not _keepers:
+                jax.config.update(name, _written_from)
 
 
 class _Hits(threading.local):

@@ -11,6 +11,7 @@ import functools
 import logging
 import statistics
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -208,8 +209,10 @@ class Runner:
                     arrived.append((key, executable))
         except BaseException:
             self._warmup.stop()
+            wanted.close()  # a traceback may keep it for long, and with it Python's garbage
             raise
         if background:
+            weakref.finalize(self, self._warmup.stop)  # with its engine, or where none comes of it
             self._warmup.give_way()
         for key, executable in arrived:
             self._take_in(key, executable)
@@ -218,17 +221,19 @@ class Runner:
         """When each job's turn comes, from 0, which the first request waits for."""
         buckets = sorted({bucket for at in self.reachable.values() for bucket in at})
         tiers = sorted(self.reachable)
-        drafting = [tier for tier in tiers if tier.depth and tier != tiers[0]]
+        least = next(tier for tier in tiers if buckets[0] in self.reachable[tier])  # not every policy decodes plainly
+        drafting = [tier for tier in tiers if tier.depth and tier != least]
         likely = drafting[len(drafting) // 2 : len(drafting) // 2 + 1]
         order: dict[Any, int] = {("admit",): 0, ("prefill", self.prefill_sizes[0]): 0, ("logprobs", 1, 1, 1): 0}
         order |= {("prefill", size): 2 for size in self.prefill_sizes[1:]}
-        ends = [(at, tier) for at in (buckets[0], buckets[-1]) for tier in (*tiers[:1], *likely)]
+        ends = [(at, tier) for at in (buckets[0], buckets[-1]) for tier in (least, *likely)]
         rest = [(at, tier) for at in buckets for tier in tiers]
+        urgent = self._keys_of(least, buckets[0])
         for turn, (bucket, tier) in enumerate([*ends, *rest]):
             if bucket in self.reachable[tier]:
                 catch_up = [("catch_up", bucket)] if tier.depth else []
                 for key in [*self._keys_of(tier, bucket), *catch_up]:
-                    order.setdefault(key, 0 if key in self._keys_of(tiers[0], buckets[0]) else turn + 1)
+                    order.setdefault(key, 0 if key in urgent else turn + 1)
         return {job.key: order.get(job.key, len(rest) + len(ends)) for job in jobs}
 
     def _keys_of(self, tier: Tier, bucket: int) -> list[Any]:

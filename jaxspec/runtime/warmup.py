@@ -6,13 +6,14 @@ Owns the threads, their order and their priority. Must not know what an executab
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,20 @@ from jaxspec.runtime.executables import ExecutableStore, kept_once
 #: How far threads that compile in the background stand back (nice), and the processor seconds by which one of XLA's
 #: own threads is known to compile.
 _NICE, _COMPILES_SECONDS = 10, 0.2
+#: What the system calls the threads in which XLA runs executables on CPUs: another engine's shall not stand back.
+_RUNS = "tf_XLAEigen"
 #: Seconds between two looks at whether the process is about to end.
 _LOOK_SECONDS = 0.1
+#: What the names of this module's threads begin with.
+_NAME = "warm-up"
 _log = logging.getLogger(__name__)
 
 
 class Warmup:
     """Jobs that threads compile in their order.
 
-    Threads are no daemons, because XLA aborts a process that ends while it compiles; when the interpreter ends they
-    finish the job in hand and leave the others.
+    Threads are no daemons, because XLA aborts a process that ends while it compiles; when no other thread keeps the
+    process from ending they finish what is being compiled and leave the rest.
 
     Args:
       jobs: the most urgent first.
@@ -61,13 +66,13 @@ class Warmup:
         if store is not None:
             self._once.enter_context(kept_once())
         count = min(threads or min(16, os.cpu_count() or 1), len(jobs))
-        self._working = count
-        self._threads = [threading.Thread(target=self._work, name=f"warm-up-{i}") for i in range(count)]
+        self._working, self._in_hand = count, 0
+        self._threads = [threading.Thread(target=self._work, name=f"{_NAME}-{i}") for i in range(count)]
         self._nice = 0
         for thread in self._threads:
             thread.start()
 
-    def wait(self, keys: Collection[Any]) -> Iterator[tuple[Any, Any]]:
+    def wait(self, keys: Collection[Any]) -> Generator[tuple[Any, Any], None, None]:
         """(key, executable) of some jobs as they come; the caller waits, and Python collects no garbage.
 
         Raises:
@@ -96,7 +101,7 @@ class Warmup:
     def over(self) -> bool:
         """Whether nothing will come any more."""
         with self._changed:
-            return not self._working and not self._arrived
+            return not self._jobs and not self._in_hand and not self._arrived
 
     def give_way(self) -> None:
         """From now on all jobs may begin, and use what others leave of the processor (on Linux; elsewhere as before).
@@ -117,7 +122,7 @@ class Warmup:
         """Calls `advance` from a thread of its own: at once again after True, soon after False, until None."""
 
         def attending() -> None:
-            while threading.main_thread().is_alive():
+            while not _process_ends():
                 more = advance()
                 if more is None:
                     return
@@ -126,21 +131,28 @@ class Warmup:
                         self._changed.wait_for(lambda: self._arrived, timeout=_LOOK_SECONDS)
                     time.sleep(0.005)  # whoever steps the engine comes first
 
-        threading.Thread(target=attending, name="warm-up").start()
+        threading.Thread(target=attending, name=_NAME).start()
 
     def stop(self) -> None:
-        """Ends after the jobs in hand; nothing waits for them."""
+        """Ends after what is being compiled; nothing waits for it."""
         with self._changed:
             self._stopped = True
             self._jobs.clear()
             self._changed.notify_all()
 
+    def _ends(self) -> bool:
+        """Whether nobody wants what is not being compiled yet."""
+        return self._stopped or _process_ends()
+
     def _next(self) -> Job | None:
         with self._changed:
             while True:
-                if self._stopped or not self._jobs or not threading.main_thread().is_alive():
+                if self._ends():
+                    self.stop()
+                if not self._jobs:
                     return None
                 if len(self._jobs) > self.total - self._allowed:
+                    self._in_hand += 1
                     return self._jobs.popleft()
                 self._changed.wait(_LOOK_SECONDS)
 
@@ -162,15 +174,23 @@ class Warmup:
                 self._once.close()
 
     def _run(self, job: Job) -> None:
+        def lower() -> Any:
+            if self._ends():  # others were traced before, one at a time
+                raise _EndedError
+            return job.lower()
+
         try:
-            executable = job.compiled(self._store)
+            executable = dataclasses.replace(job, lower=lower).compiled(self._store)
         except BaseException as e:
             with self._changed:
-                self.error = self.error or e
-                self._failed.add(job.key)
+                if not isinstance(e, _EndedError):
+                    self.error = self.error or e
+                    self._failed.add(job.key)
+                self._in_hand -= 1
                 self._changed.notify_all()
             return
         with self._changed:
+            self._in_hand -= 1
             self._arrived[job.key] = executable
             self._compiled += 1
             try:
@@ -179,6 +199,18 @@ class Warmup:
                 self.error = self.error or e
                 self.stop()
             self._changed.notify_all()
+
+
+class _EndedError(Exception):
+    """A job is not begun any more."""
+
+
+def _process_ends() -> bool:
+    """Whether only warm-ups keep the process from ending. The main thread may be over long before the last other."""
+    return not any(
+        thread.is_alive() and not thread.daemon and not thread.name.startswith(_NAME)
+        for thread in threading.enumerate()
+    )
 
 
 @contextlib.contextmanager
@@ -194,12 +226,15 @@ def _without_collection() -> Iterator[None]:
 
 
 def _processor_seconds() -> dict[int, float]:
-    """Processor seconds of each of this process's threads so far; empty where the system does not tell."""
+    """Processor seconds of each thread that may compile so far; empty where the system does not tell."""
     seconds: dict[int, float] = {}
     try:
         tick = os.sysconf("SC_CLK_TCK")
         for task in Path("/proc/self/task").iterdir():
-            fields = (task / "stat").read_text().rpartition(")")[2].split()
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            if name == _RUNS:
+                continue
+            fields = rest.split()
             seconds[int(task.name)] = (int(fields[11]) + int(fields[12])) / tick
     except (OSError, ValueError, AttributeError):
         return {}
