@@ -245,10 +245,11 @@ class EngineThread:
     def _turn(self, engine: Engine) -> None:
         """One step, and before it whatever was asked for meanwhile. Sleeps while there is nothing to do."""
         if not engine.has_work and not self._submitted:
+            warm = engine.warm  # before it is published: what is published last says so
             self._publish(engine)
             self._busy_since = None
             try:  # while it warms up, the counters change without a step
-                command = self._commands.get(timeout=None if engine.warm else SNAPSHOT_SECONDS)
+                command = self._commands.get(timeout=None if warm else SNAPSHOT_SECONDS)
             except queue.Empty:
                 return
             self._busy_since = time.monotonic()
