@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import math
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +22,8 @@ from jaxspec.config import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.request import SamplingParams
 from jaxspec.runtime.compile import CompileCounter, Job
+from jaxspec.runtime.executables import kept_once
+from jaxspec.runtime.runner import Runner
 from jaxspec.runtime.warmup import Warmup
 from jaxspec.tier import PLAIN, Tier
 
@@ -161,6 +169,50 @@ def test_what_fails_to_compile_ends_the_warm_up_and_nothing_else(
         start(bench, batch_buckets=(1, 4), warmup="eager")
 
 
+def test_a_trial_that_fails_ends_the_warm_up_and_no_request(
+    bench: Any, tools: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Such as one for which the device has no memory, in a step of live requests."""
+    work, run_once = tools.workload(), Runner._run_once
+    expected = bench.expected(work)
+
+    def failing(runner: Runner, key: Any, executable: Any) -> None:
+        if not urgent(key):
+            raise RuntimeError("out of memory")
+        run_once(runner, key, executable)
+
+    monkeypatch.setattr(Runner, "_run_once", failing)
+    engine = start(bench, batch_buckets=(1, 4))
+    tools.same(tools.drive(engine, work), expected)
+    engine.wait_until_warm()
+    assert "out of memory" in caplog.text and engine.stats.executables_ready == 4
+
+
+@pytest.mark.parametrize("aborted", [True, False])
+def test_what_nobody_steps_holds_no_warm_up_up(bench: Any, gate: Gate, aborted: bool):
+    """A round whose requests were aborted stays in flight, and a stream may rest as long as its reader likes."""
+    engine = start(bench, batch_buckets=(1, 4))
+    request = engine.add([1, 2, 3], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    if aborted:
+        engine.abort(request)
+    assert engine.has_work
+    gate.open()
+    waited(lambda: engine.warm)
+    assert not any(pending.timed for pending in engine._in_flight)
+
+
+def test_policies_without_plain_decoding_at_batch_one_start_with_what_they_have(bench: Any, tools: Any, tmp_path: Path):
+    """As SGLang's default does."""
+    steps = tmp_path / "steps.json"
+    steps.write_text('{"1": {"candidate_steps": [1]}, "4": {"candidate_steps": [0, 1]}}')
+    sizes = dict(variants=("sampled",), warmup="background", num_pages=40, batch_buckets=(1, 4))
+    engine, work = bench.build("eagle3", SpeculationConfig(policy=steps), **sizes), tools.workload()[:2]
+    assert engine.runner.ready(Tier(1), 1) and not engine.runner.ready(PLAIN, 1)
+    tools.same(tools.drive(engine, work), bench.expected(work))
+
+
 def test_an_engine_that_is_dropped_compiles_no_more(bench: Any, gate: Gate):
     engine = start(bench)
     warmup, total = engine.runner._warmup, engine.stats.executables
@@ -169,6 +221,66 @@ def test_an_engine_that_is_dropped_compiles_no_more(bench: Any, gate: Gate):
     waited(lambda: warmup.over or bool(warmup._arrived))
     assert len(gate.begun) < total - 4
     waited(lambda: not any(thread in threading.enumerate() for thread in warmup._threads))
+
+
+def test_a_runner_of_which_no_engine_comes_compiles_no_more(bench: Any, gate: Gate, tmp_path: Path):
+    with pytest.raises(ValueError, match="traffic_log"):
+        start(bench, batch_buckets=(1, 4), traffic_log=tmp_path)
+    gc.collect()
+    gate.open()
+    waited(lambda: not any(thread.name.startswith("warm-up") for thread in threading.enumerate()))
+    assert len(gate.begun) <= (os.cpu_count() or 1)
+
+
+def test_jobs_that_wait_to_be_traced_are_not_begun_after_the_end():
+    traced, tracing, go = [], threading.Event(), threading.Event()
+
+    def job(key: int) -> Job:
+        def lower() -> Any:
+            traced.append(key)
+            tracing.set()
+            assert go.wait(PATIENCE)
+            return jax.jit(lambda x: x + key).lower(1.0)
+
+        return Job(key, (), lower)
+
+    warmup = Warmup([job(key) for key in range(4)], threads=4)
+    assert tracing.wait(PATIENCE)
+    waited(lambda: warmup._in_hand == 4)
+    warmup.stop()
+    go.set()
+    waited(lambda: not warmup._in_hand)
+    assert len(traced) == 1 and warmup.error is None and not warmup.over and warmup.take() and warmup.over
+
+
+def test_warm_ups_that_overlap_leave_jax_its_cache():
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    one, other = kept_once(), kept_once()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert jax.config.values[name] == math.inf
+    other.__exit__(None, None, None)
+    assert jax.config.values[name] == before
+
+
+def test_threads_that_outlive_the_main_one_can_start_an_engine():
+    """Their jobs are compiled; a thread that keeps no process from ending does not keep them."""
+    code = """
+import threading, jax
+from jaxspec.runtime.compile import Job
+from jaxspec.runtime.warmup import Warmup
+
+def late():
+    threading.main_thread().join()
+    jobs = [Job(key, (), lambda: jax.jit(lambda x: x + 1).lower(1.0)) for key in range(3)]
+    print(len(list(Warmup(jobs).wait(range(3)))), "compiled")
+
+threading.Thread(target=late).start()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.stdout == "3 compiled\n", done.stderr
 
 
 def test_what_a_warm_up_compiles_is_not_counted():
