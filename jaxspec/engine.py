@@ -354,21 +354,20 @@ class Engine:
         runner = self.runner
         known = dict(runner.costs)
         try:
-            advanced = runner.advance()
+            if not runner.advance():
+                if runner.warm and self._warmup_seconds is None:
+                    self._end_warmup(runner.warmup_error)
+                return False
+            for (tier, bucket), seconds in runner.costs.items():
+                if known.get((tier, bucket)) != seconds:
+                    self.controller.policy.learn(tier, bucket, seconds)
         except Exception as e:
             self._end_warmup(e)
             return False
-        if not advanced:
-            if runner.warm and self._warmup_seconds is None:
-                self._end_warmup(runner.warmup_error)
-            return False
-        for pending in self._in_flight:
-            pending.timed = False  # its result is read later than it came
-        for (tier, bucket), seconds in runner.costs.items():
-            if known.get((tier, bucket)) != seconds:
-                self.controller.policy.learn(tier, bucket, seconds)
         if runner.costs != known:
             self.cost = CostTable(runner.costs)
+        for pending in self._in_flight:
+            pending.timed = False  # its result is read later than it came
         return True
 
     def _end_warmup(self, error: BaseException | None) -> None:

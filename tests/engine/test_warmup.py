@@ -102,7 +102,9 @@ def test_requests_live_through_a_warm_up(bench: Any, tools: Any, gate: Gate):
             ready = engine.stats.executables_ready
             gate.let()
             # Not for what needs several executables: for one more of them.
-            waited(lambda: engine.runner._warmup._arrived or engine.stats.executables_ready > ready or engine.warm)
+            waited(
+                lambda: bool(engine.runner._warmup._arrived) or engine.stats.executables_ready > ready or engine.warm
+            )
 
     tools.same(tools.drive(engine, work, on_step=more), bench.expected(work))
     assert set(sizes[:8]) == {1}, "a batch of several runs as rounds of one until there is more"
@@ -208,7 +210,7 @@ def test_policies_without_plain_decoding_at_batch_one_start_with_what_they_have(
     steps = tmp_path / "steps.json"
     steps.write_text('{"1": {"candidate_steps": [1]}, "4": {"candidate_steps": [0, 1]}}')
     sizes = dict(variants=("sampled",), warmup="background", num_pages=40, batch_buckets=(1, 4))
-    engine, work = bench.build("eagle3", SpeculationConfig(policy=steps), **sizes), tools.workload()[:2]
+    engine, work = bench.build("eagle3", SpeculationConfig(policy=str(steps)), **sizes), tools.workload()[:2]
     assert engine.runner.ready(Tier(1), 1) and not engine.runner.ready(PLAIN, 1)
     tools.same(tools.drive(engine, work), bench.expected(work))
 
