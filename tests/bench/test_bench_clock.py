@@ -200,7 +200,7 @@ def test_a_round_takes_what_timed_rounds_take():
             return SimpleNamespace(**vars(stats))
 
     llm: Any = Llm()
-    llm.engine, llm.generate = engine, generate
+    llm.engine, llm.generate, llm.use_policy = engine, generate, lambda policy: None
     row = starvation(llm, [[1], [2]], 4, Tier(1))
     assert row == pytest.approx({"starved_share": 1 / 3, "host_ms_per_round": 4.0, "wall_ms_per_round": 20.0})
     assert engine.on_round is None

@@ -50,7 +50,8 @@ def test_help_says_groups_units_and_defaults(capsys: pytest.CaptureFixture[str])
     for title in (*GROUPS, *PARTS):
         assert title in shown
     assert "(default: 50051)" in shown and "in seconds (default: 60.0)" in shown and "in MiB (default: 16)" in shown
-    assert "(default: greedy,sampled)" in shown
+    assert "batches cost as much with it and the warm-up half (default: not set)" in " ".join(shown.split())
+    assert "which is what benchmarks want (default: background)" in " ".join(shown.split())
     assert "nothing for requests without one (default: on)" in shown
 
 
