@@ -60,7 +60,7 @@ class Warmup:
         self._arrived: dict[Any, Any] = {}  # in order
         self._failed: set[Any] = set()
         self._changed = threading.Condition()
-        self._stopped, self._compiled, self._began = False, 0, time.perf_counter()
+        self._stopped, self._compiled = False, 0
         self._mappings, self._processor = memory_mappings(), _processor_seconds()
         self._once = contextlib.ExitStack()
         if store is not None:
