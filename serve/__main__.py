@@ -132,7 +132,7 @@ def resolve(given: dict[str, Any]) -> ServerConfig:
 async def serve(config: ServerConfig) -> int:
     """Runs a server until it is told to end; returns the exit code."""
     from serve.app import PortError, Server
-    from serve.errors import StatusError
+    from serve.core.errors import StatusError
 
     server = Server(config)
     began = time.monotonic()
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     # gRPC's own lines on standard error are no JSON; it reads this when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from serve import logs
+    from serve.telemetry import logs
 
     logs.configure(config.log_level, config.log_format, log_prompts=config.log_prompts)
     sys.setswitchinterval(_SWITCH_SECONDS)

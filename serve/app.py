@@ -19,17 +19,17 @@ from grpc_reflection.v1alpha import reflection
 
 from jaxspec.assemble import build_engine, resolve_model
 from jaxspec.engine import Engine
-from serve.auth import AdminInterceptor, TokenInterceptor, read_tokens, server_credentials
+from serve.api.admin import AdminServicer, Built
+from serve.api.auth import AdminInterceptor, TokenInterceptor, read_tokens, server_credentials
+from serve.api.generation import GenerationServicer
+from serve.api.health import SERVICE as HEALTH
+from serve.api.health import HealthServicer
 from serve.config import ServerConfig
-from serve.engine_thread import EngineThread
-from serve.lifecycle import Lifecycle
-from serve.meter import MeteredMetrics
-from serve.observe import ObservedGenerator
+from serve.core.engine_thread import EngineThread
+from serve.core.lifecycle import Lifecycle
 from serve.proto import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
-from serve.servicers.admin import AdminServicer, Built
-from serve.servicers.generation import GenerationServicer
-from serve.servicers.health import SERVICE as HEALTH
-from serve.servicers.health import HealthServicer
+from serve.telemetry.meter import MeteredMetrics
+from serve.telemetry.observe import ObservedGenerator
 
 #: Name in grpc.health.v1 that says whether the process is worth keeping; see Lifecycle.alive.
 LIVENESS = "liveness"
@@ -111,7 +111,7 @@ class Server:
         credentials = server_credentials(config)
         interceptors: list[Any] = [_CountUndecodable(lambda: self.metrics.on_refused("UNKNOWN", "undecodable"))]
         if config.otlp_endpoint is not None:
-            from serve.tracing import TraceInterceptor, Tracer
+            from serve.telemetry.tracing import TraceInterceptor, Tracer
 
             self._tracer = Tracer.to_collector(config.served_name, config.otlp_endpoint)
             interceptors.append(TraceInterceptor())
@@ -174,7 +174,7 @@ class Server:
             for pb, name in ((generation_pb2, "GenerationService"), (admin_pb2, "AdminService"))
         ]
         if importlib.util.find_spec("smg_grpc_proto") is not None:
-            from serve.servicers import vllm
+            from serve.vllm import servicer as vllm
 
             rate = lambda: self.metrics.tokens_per_second
             vllm.add_to(

@@ -2,7 +2,7 @@
 
 Starts `python -m serve`, waits until it is healthy, starts smg, waits until it lists the model and has its tokenizer,
 and stops both, the gateway first, when it is told to or when one of them ends. The server listens on loopback, for the
-gateway alone. On Linux both end with this process even where it is killed (see serve.tied); elsewhere a SIGKILL leaves
+gateway alone. On Linux both end with this process even where it is killed (serve.core.tied); elsewhere a SIGKILL leaves
 them running. Needs the extra "smg". Must not import JAX or the engine: it only runs processes.
 """
 
@@ -98,7 +98,7 @@ class Pair:
 
     def _start(self, name: str, *arguments: str) -> None:
         # In a session of its own: Ctrl-C reaches this process alone, which then stops them in order.
-        command = [sys.executable, "-m", "serve.tied", str(os.getpid()), *arguments]
+        command = [sys.executable, "-m", "serve.core.tied", str(os.getpid()), *arguments]
         self._processes[name] = subprocess.Popen(command, start_new_session=True)
 
     def _pause(self) -> None:

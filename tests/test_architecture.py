@@ -38,7 +38,7 @@ ALLOWED = {
 FRONTS = {"generate", "bench", "__init__"}
 ENGINE_PARTS = ("jaxspec.assemble", "jaxspec.llm", "jaxspec.engine", "jaxspec.adaptive")
 #: Commands of training that run the engine; no other module of training may.
-ENGINE_COMMANDS = {"train/regenerate.py", "train/evaluate.py"}
+ENGINE_COMMANDS = {"train/data/regenerate.py", "train/run/evaluate.py"}
 
 
 def part_of(path: Path) -> str:

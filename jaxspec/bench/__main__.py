@@ -3,7 +3,7 @@
 python -m jaxspec.bench                              demo models, a few minutes on two cores
 python -m jaxspec.bench --quick                      a first look in about a minute
 python -m jaxspec.bench tune --out adaptive.json     candidate steps for each batch size, from measurements
-python -m jaxspec.bench serve --concurrency 16       load for a server; see jaxspec.bench.serve.command
+python -m jaxspec.bench serve --concurrency 16       load for a server; see jaxspec.bench.online.command
 python -m jaxspec.bench grow 8b DIR                  the demo at a larger model's cost, to be served
 """
 
@@ -19,11 +19,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxspec.bench import grow, plots, report, tune
-from jaxspec.bench.engines import Options, prepare
-from jaxspec.bench.measure import Plan, Session
-from jaxspec.bench.metrics import summarize
-from jaxspec.bench.workloads import BUILT_IN, FILE
+from jaxspec.bench.offline import grow, plots, report, tune
+from jaxspec.bench.offline.engines import Options, prepare
+from jaxspec.bench.offline.measure import Plan, Session
+from jaxspec.bench.offline.metrics import summarize
+from jaxspec.bench.offline.workloads import BUILT_IN, FILE
 from jaxspec.config import DRAFTERS
 from jaxspec.tier import Tier, parse_tier
 
@@ -249,7 +249,7 @@ def _tune(session: Session, result: report.Report, args: argparse.Namespace, say
 def _serve(argv: Sequence[str]) -> int:
     """The load generator. Its client and server need gRPC, which nothing else here does."""
     try:
-        from jaxspec.bench.serve import command
+        from jaxspec.bench.online import command
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in ("jaxspec", "serve"):
             raise

@@ -8,7 +8,7 @@ the engine. Nothing here raises for a grammar that fails while it runs: its matc
 A grammar cannot overflow the stack, nor hold up a step for long, but its compilation has no bound
 in time and memory here: some sources of a few bytes take minutes and gigabytes, and a compilation
 cannot be interrupted. Grammars of strangers are to be tried in another process first, as the
-server does (serve/grammar_trials.py).
+server does (serve/core/grammar_trials.py).
 """
 
 from __future__ import annotations

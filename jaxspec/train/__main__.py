@@ -12,15 +12,15 @@ from typing import Any
 INTERRUPTED = 130
 
 COMMANDS = {
-    "corpus": "jaxspec.train.corpus",
+    "corpus": "jaxspec.train.data.corpus",
     "target": "jaxspec.train.target",
-    "regenerate": "jaxspec.train.regenerate",
-    "eagle3": "jaxspec.train.eagle",
-    "medusa": "jaxspec.train.medusa",
-    "mtp": "jaxspec.train.mtp",
-    "peagle": "jaxspec.train.peagle",
-    "draft_model": "jaxspec.train.draft_model",
-    "evaluate": "jaxspec.train.evaluate",
+    "regenerate": "jaxspec.train.data.regenerate",
+    "eagle3": "jaxspec.train.drafters.eagle",
+    "medusa": "jaxspec.train.drafters.medusa",
+    "mtp": "jaxspec.train.drafters.mtp",
+    "peagle": "jaxspec.train.drafters.peagle",
+    "draft_model": "jaxspec.train.drafters.draft_model",
+    "evaluate": "jaxspec.train.run.evaluate",
 }
 
 

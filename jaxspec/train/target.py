@@ -23,13 +23,15 @@ from jaxspec.checkpointing import hf
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import Transformer
 from jaxspec.text.tokenizer import Tokenizer
-from jaxspec.train import corpus, data, loop, plots
-from jaxspec.train import mesh as meshes
-from jaxspec.train.attention import packed_attention
-from jaxspec.train.batch import Batch, Rows
-from jaxspec.train.chunks import map_positions
-from jaxspec.train.jsonl import read_texts
-from jaxspec.train.optim import COMPUTE_DTYPES, OPTIMIZERS, SCHEDULES, OptimConfig
+from jaxspec.train.data import corpus
+from jaxspec.train.data import dataset as data
+from jaxspec.train.data.batch import Batch, Rows
+from jaxspec.train.data.jsonl import read_texts
+from jaxspec.train.objective.attention import packed_attention
+from jaxspec.train.objective.chunks import map_positions
+from jaxspec.train.run import loop, plots
+from jaxspec.train.run import mesh as meshes
+from jaxspec.train.run.optim import COMPUTE_DTYPES, OPTIMIZERS, SCHEDULES, OptimConfig
 
 #: What a tokenizer is trained on at most; more text changes few merges.
 _TOKENIZER_CHARS = 50_000_000

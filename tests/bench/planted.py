@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.adaptive.policy import RoundStats
-from jaxspec.bench.measure import Job, Mode
-from jaxspec.bench.workloads import Prompt
+from jaxspec.bench.offline.measure import Job, Mode
+from jaxspec.bench.offline.workloads import Prompt
 from jaxspec.request import CompletionOutput, FinishReason, RequestOutput, SamplingParams, StreamDelta
 from jaxspec.tier import Tier
 

@@ -14,13 +14,13 @@ import pytest
 from planted import PlantedEngine, jobs, mode
 
 from jaxspec.adaptive.policy import RoundStats
-from jaxspec.bench import metrics, report
-from jaxspec.bench.measure import Plan, Session, run_queue
-from jaxspec.bench.metrics import Run
-from jaxspec.bench.overheads import starvation
-from jaxspec.bench.peers import compare
-from jaxspec.bench.serve.overhead import step_offline
-from jaxspec.bench.workloads import Prompt
+from jaxspec.bench.offline import metrics, report
+from jaxspec.bench.offline.measure import Plan, Session, run_queue
+from jaxspec.bench.offline.metrics import Run
+from jaxspec.bench.offline.workloads import Prompt
+from jaxspec.bench.online.overhead import step_offline
+from jaxspec.bench.studies.overheads import starvation
+from jaxspec.bench.studies.peers import compare
 from jaxspec.tier import Tier
 
 
@@ -129,7 +129,7 @@ def test_the_estimate_is_what_the_plan_then_takes():
     session = Session(planted, library, {("code", i): (1,) for i in range(4)}, plan, [mode(4)])
     clocked = lambda *args, **rest: run_queue(*args, clock=planted.clock, **rest)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxspec.bench.measure.run_queue", clocked)
+        patch.setattr("jaxspec.bench.offline.measure.run_queue", clocked)
         session.warm_up()
         # 8 tokens take 1 s and 2 rounds; the last round of such a short request is cut, hence a little more than 30.
         took = sum(run.seconds for run in session.measure())

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from jaxspec.bench import __main__ as command
-from jaxspec.bench.measure import Mode
-from jaxspec.bench.metrics import Completion, Round, Run
+from jaxspec.bench.offline.measure import Mode
+from jaxspec.bench.offline.metrics import Completion, Round, Run
 from jaxspec.tier import PLAIN, Tier
 
 

@@ -11,10 +11,10 @@ import pytest
 from flax import nnx
 
 from jaxspec.assemble import assemble
-from jaxspec.bench import grow, metrics
-from jaxspec.bench.measure import Job, Mode, Plan, Session, modes_of, run_queue
-from jaxspec.bench.simulate import SimulatedDrafter, rate_for
-from jaxspec.bench.workloads import Prompt
+from jaxspec.bench.offline import grow, metrics
+from jaxspec.bench.offline.measure import Job, Mode, Plan, Session, modes_of, run_queue
+from jaxspec.bench.offline.simulate import SimulatedDrafter, rate_for
+from jaxspec.bench.offline.workloads import Prompt
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.models.layers import Transformer

@@ -22,13 +22,14 @@ def without(names: tuple[str, ...], code: str, *argv: str) -> subprocess.Complet
 
 
 def test_the_package_and_its_offline_commands_import_without_the_server():
-    offline = ("overheads", "rounds", "layouts", "grow", "peers", "tune", "engines", "report", "plots")
-    modules = ", ".join(f"jaxspec.bench.{name}" for name in offline)
+    studies = [f"studies.{name}" for name in ("overheads", "rounds", "layouts", "peers")]
+    offline = [f"offline.{name}" for name in ("grow", "tune", "engines", "report", "plots")]
+    modules = ", ".join(f"jaxspec.bench.{name}" for name in (*studies, *offline))
     code = f"import jaxspec, jaxspec.generate, jaxspec.bench.__main__, {modules}\njaxspec.LLM\n"
     code += "print([m for m in sys.modules if m.split('.')[0] == 'serve'])"
     done = without((*SERVER, PROTOBUF), code)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
-    assert without(SERVER, "import jaxspec.bench.training").returncode == 0
+    assert without(SERVER, "import jaxspec.bench.studies.training").returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from jaxspec.bench import metrics
-from jaxspec.bench.metrics import Completion, Round, Run
+from jaxspec.bench.offline import metrics
+from jaxspec.bench.offline.metrics import Completion, Round, Run
 
 
 def make_round(

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from jaxspec.bench import plots, report
-from jaxspec.bench.metrics import Completion, Round, Run
-from jaxspec.bench.report import WIDTH, Report
+from jaxspec.bench.offline import plots, report
+from jaxspec.bench.offline.metrics import Completion, Round, Run
+from jaxspec.bench.offline.report import WIDTH, Report
 
 CONDITIONS: dict[str, Any] = {
     "device": "cpu", "platform": "cpu", "devices": 1, "cpu_cores": 2, "jax": "0.10.2", "model": "demo",

@@ -18,11 +18,12 @@ import grpc
 import pytest
 
 from jaxspec.bench import __main__ as bench_command
-from jaxspec.bench.report import WIDTH
-from jaxspec.bench.serve import arrivals, command, compare, overhead, plots, report, sender, texts, traces
-from jaxspec.bench.serve.arrivals import Arrival, Load, Phase
-from jaxspec.bench.serve.compare import ModeRun
-from jaxspec.bench.serve.records import (
+from jaxspec.bench.offline.report import WIDTH
+from jaxspec.bench.offline.workloads import Prompt, built_in
+from jaxspec.bench.online import arrivals, command, compare, overhead, plots, report, sender, texts, traces
+from jaxspec.bench.online.arrivals import Arrival, Load, Phase
+from jaxspec.bench.online.compare import ModeRun
+from jaxspec.bench.online.records import (
     INCOMPLETE,
     INTERRUPTED,
     OK,
@@ -33,8 +34,7 @@ from jaxspec.bench.serve.records import (
     by_route,
     summarize,
 )
-from jaxspec.bench.serve.session import Session, Wanted
-from jaxspec.bench.workloads import Prompt, built_in
+from jaxspec.bench.online.session import Session, Wanted
 from serve.client import AsyncClient
 from serve.proto import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.bench.simulate import SimulatedDrafter, rate_for
+from jaxspec.bench.offline.simulate import SimulatedDrafter, rate_for
 from jaxspec.speculation.drafters.ngram import NgramDrafter
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.tier import Tier

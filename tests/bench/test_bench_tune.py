@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from jaxspec.adaptive.ema import AdaptiveSpeculativeParams
-from jaxspec.bench import report, tune
-from jaxspec.bench.metrics import EndToEnd, SteadyState, Summary
+from jaxspec.bench.offline import report, tune
+from jaxspec.bench.offline.metrics import EndToEnd, SteadyState, Summary
 
 STEPS = {"plain": 0, "chain-1": 1, "chain-3": 3, "chain-7": 7}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.bench import prompts
-from jaxspec.bench.workloads import FILE, Prompt, built_in, load_prompts, queue
+from jaxspec.bench.offline import prompts
+from jaxspec.bench.offline.workloads import FILE, Prompt, built_in, load_prompts, queue
 
 LIBRARY = built_in()
 

@@ -11,7 +11,7 @@ import pytest
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.request import SamplingParams
-from jaxspec.train import data
+from jaxspec.train.data import dataset as data
 
 FEW = dict(batch_buckets=(4,), variants=("sampled",))
 

@@ -21,10 +21,10 @@ from safetensors.numpy import load_file
 from jaxspec.checkpointing import drafters, hf
 from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_target
-from jaxspec.train.batch import Batch
-from jaxspec.train.eagle import Eagle3Recipe
-from jaxspec.train.loss import soft_cross_entropy
-from jaxspec.train.recipe import TargetStates
+from jaxspec.train.data.batch import Batch
+from jaxspec.train.drafters.eagle import Eagle3Recipe
+from jaxspec.train.drafters.recipe import TargetStates
+from jaxspec.train.objective.loss import soft_cross_entropy
 
 live = pytest.mark.skipif(
     importlib.util.find_spec("speculators") is None, reason="speculators is not installed (extra parity)"

@@ -36,11 +36,11 @@ from jaxspec.speculation.drafters.ngram import NgramDrafter
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Tier
 from serve.config import ServerConfig
-from serve.engine_thread import EngineThread
-from serve.errors import StatusError
-from serve.generator import Chunk, Finish, Generation, Generator
-from serve.jobs import Job
-from serve.lifecycle import Lifecycle
+from serve.core.engine_thread import EngineThread
+from serve.core.errors import StatusError
+from serve.core.generator import Chunk, Finish, Generation, Generator
+from serve.core.jobs import Job
+from serve.core.lifecycle import Lifecycle
 
 T = TypeVar("T")
 ALPHABET, EOS = "abcdefghijkl", 12

@@ -15,7 +15,7 @@ from jaxspec.config import SpeculationConfig
 from serve.app import Server
 from serve.client import AsyncClient, Finished, Options, ServerError
 from serve.config import ServerConfig
-from serve.meter import MeteredMetrics
+from serve.telemetry.meter import MeteredMetrics
 
 BASE: dict[str, Any] = dict(host="127.0.0.1", port=0, metrics_port=None, withdrawal_seconds=0.0)
 LONG: Options = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}

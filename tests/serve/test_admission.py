@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from serve.admission import RETRY_SECONDS, Admission, default_waiting_pages
-from serve.errors import StatusError
+from serve.core.admission import RETRY_SECONDS, Admission, default_waiting_pages
+from serve.core.errors import StatusError
 
 
 class Clock:

@@ -12,8 +12,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from serve.api.auth import Tokens, is_local, read_tokens, server_credentials
 from serve.app import Server
-from serve.auth import Tokens, is_local, read_tokens, server_credentials
 from serve.client import AsyncClient, Options, ServerError
 from serve.config import ServerConfig
 
@@ -224,7 +224,7 @@ async def admin_calls(client: AsyncClient) -> list[str]:
 
 @pytest.mark.parametrize("local", [True, False])
 def test_without_admin_tokens_this_host_administrates(kit: Any, monkeypatch: pytest.MonkeyPatch, local: bool):
-    monkeypatch.setattr("serve.auth.is_local", lambda peer: local and peer.startswith("ipv4:127.0.0.1:"))
+    monkeypatch.setattr("serve.api.auth.is_local", lambda peer: local and peer.startswith("ipv4:127.0.0.1:"))
 
     async def story() -> None:
         async with (
@@ -261,7 +261,7 @@ def test_with_admin_tokens_their_bearers_administrate_from_wherever(
             # Also from this host, where a proxy may stand for anybody.
             async with AsyncClient(target, token="secret-user") as client:
                 assert await admin_calls(client) == ["PERMISSION_DENIED"] * 3
-            monkeypatch.setattr("serve.auth.is_local", lambda peer: False)
+            monkeypatch.setattr("serve.api.auth.is_local", lambda peer: False)
             async with AsyncClient(target, token="secret-admin") as client:
                 assert (await client.generate("abc", **GREEDY)).token_ids
                 assert await admin_calls(client) == ["OK"] * 3
@@ -281,7 +281,7 @@ def test_the_cache_of_a_gateway_s_protocol_is_guarded_too(kit: Any, monkeypatch:
         ):
             stub = rpc.VllmEngineStub(channel)
             assert (await stub.FlushCache(pb.FlushCacheRequest())).success
-            monkeypatch.setattr("serve.auth.is_local", lambda peer: False)
+            monkeypatch.setattr("serve.api.auth.is_local", lambda peer: False)
             with pytest.raises(grpc.RpcError, match="PERMISSION_DENIED"):
                 await stub.FlushCache(pb.FlushCacheRequest())
 

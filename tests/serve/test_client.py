@@ -32,7 +32,7 @@ from serve.client import (
 )
 from serve.client.__main__ import main
 from serve.config import ServerConfig
-from serve.errors import StatusError
+from serve.core.errors import StatusError
 from serve.proto import generation_pb2 as pb
 from serve.proto.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 

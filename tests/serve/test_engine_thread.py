@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from jaxspec.request import Logprob, Request, RequestMetrics, SamplingParams, StreamDelta
-from serve.engine_thread import SNAPSHOT_SECONDS, EngineThread
-from serve.errors import StatusError
-from serve.tickets import Ticket, Tickets
+from serve.core.engine_thread import SNAPSHOT_SECONDS, EngineThread
+from serve.core.errors import StatusError
+from serve.core.tickets import Ticket, Tickets
 
 
 def test_one_thread_builds_and_steps_and_it_is_not_the_loops(kit: Any) -> None:
@@ -165,9 +165,9 @@ def test_stop_ends_what_is_live_and_can_be_repeated(kit: Any) -> None:
 
 
 def test_a_burst_is_taken_in_by_and_by_in_order_and_whole(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.engine_thread.INTAKE_COMPLETIONS", 4)
-    monkeypatch.setattr("serve.engine_thread.INTAKE_TOKENS", 40)
-    monkeypatch.setattr("serve.engine_thread.SNAPSHOT_SECONDS", 0.0)
+    monkeypatch.setattr("serve.core.engine_thread.INTAKE_COMPLETIONS", 4)
+    monkeypatch.setattr("serve.core.engine_thread.INTAKE_TOKENS", 40)
+    monkeypatch.setattr("serve.core.engine_thread.SNAPSHOT_SECONDS", 0.0)
 
     async def story() -> None:
         async with kit.serving() as stack:
@@ -216,7 +216,7 @@ def test_a_burst_is_taken_in_by_and_by_in_order_and_whole(kit: Any, monkeypatch:
 
 
 def test_what_was_submitted_and_not_taken_in_ends_with_the_thread(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.engine_thread.INTAKE_COMPLETIONS", 1)
+    monkeypatch.setattr("serve.core.engine_thread.INTAKE_COMPLETIONS", 1)
 
     async def story() -> None:
         async with kit.serving() as stack:
@@ -360,7 +360,7 @@ def test_tokens_of_a_stream_are_merged_for_the_interval(kit: Any) -> None:
 
 
 def test_all_streams_together_make_so_many_messages_a_second(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.tickets.MESSAGES_PER_SECOND", 20)
+    monkeypatch.setattr("serve.core.tickets.MESSAGES_PER_SECOND", 20)
     engine: Any = NoEngine()
     tickets, made = Tickets(Counter()), [ticket_of(kit) for _ in range(3)]
     for i, ticket in enumerate(made):

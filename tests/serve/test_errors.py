@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-from serve.errors import StatusError, invalid, unavailable
+from serve.core.errors import StatusError, invalid, unavailable
 
 
 def details(error: StatusError) -> status_pb2.Status:

@@ -17,14 +17,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxspec.request import SamplingParams
-from serve import requests
+from serve.api import generation, requests
+from serve.api.generation import GenerationServicer
 from serve.app import PortError, Server
 from serve.client import AsyncClient, Delta, Event, Finished, Options, PromptInfo, ServerError, build_request
 from serve.config import ServerConfig
 from serve.proto import generation_pb2 as pb
 from serve.proto.generation_pb2_grpc import GenerationServiceStub
-from serve.servicers import generation
-from serve.servicers.generation import GenerationServicer
 
 BASE: dict[str, Any] = dict(host="127.0.0.1", port=0, metrics_port=None, withdrawal_seconds=0.0)
 GREEDY: Options = {"temperature": 0.0, "max_tokens": 12}

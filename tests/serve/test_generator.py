@@ -19,7 +19,7 @@ from jaxspec.request import FinishReason, Request, RequestStatus, SamplingParams
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.text.grammar import GrammarSpec, Matcher
 from serve.config import ServerConfig
-from serve.jobs import Chat
+from serve.core.jobs import Chat
 
 
 def mixed() -> list[tuple[list[int], SamplingParams]]:

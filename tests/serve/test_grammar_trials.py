@@ -19,9 +19,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxspec.text.grammar import GrammarCompiler, GrammarSpec
 from jaxspec.text.tokenizer import Tokenizer
-from serve import grammar_trials
-from serve.errors import StatusError
-from serve.grammar_trials import GrammarTrials
+from serve.core import grammar_trials
+from serve.core.errors import StatusError
+from serve.core.grammar_trials import GrammarTrials
 
 WRITTEN = "abcdefghijklmnopqrstuvwxyz0123456789-"
 #: Takes minutes and gigabytes.
@@ -217,7 +217,7 @@ def test_a_process_that_does_not_start_is_not_the_clients_fault(
 
 
 def test_the_program_imports_no_jax_and_ends_with_its_server() -> None:
-    check = "import sys, serve.grammar_trials; print([m for m in ('jax', 'flax') if m in sys.modules])"
+    check = "import sys, serve.core.grammar_trials; print([m for m in ('jax', 'flax') if m in sys.modules])"
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     out = subprocess.run(
         [sys.executable, "-c", check], cwd=root, capture_output=True, text=True, check=True, timeout=60

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from serve.servicers.health import HealthServicer
+from serve.api.health import HealthServicer
 
 PB: Any = health_pb2
 ANSWER = PB.HealthCheckResponse

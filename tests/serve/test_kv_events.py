@@ -18,11 +18,11 @@ from smg_grpc_proto.generated import common_pb2 as pb
 
 from jaxspec.scheduling.pages import PageAllocator
 from jaxspec.scheduling.prefix_cache import PrefixCache
-from serve import kv_events
 from serve.app import Server
 from serve.config import ServerConfig
-from serve.errors import StatusError
-from serve.kv_events import CacheView, KvEvents, cached_pages
+from serve.core.errors import StatusError
+from serve.vllm import kv_events
+from serve.vllm.kv_events import CacheView, KvEvents, cached_pages
 
 
 class Picture:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from serve.errors import unavailable
+from serve.core.errors import unavailable
 
 
 def test_a_hang_fails_what_is_live_and_ends_when_the_step_returns(kit: Any, caplog: pytest.LogCaptureFixture) -> None:

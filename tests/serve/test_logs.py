@@ -16,11 +16,11 @@ from typing import Any
 import grpc
 import pytest
 
-from serve import logs
 from serve.app import Server
 from serve.client import AsyncClient, ServerError
 from serve.config import ServerConfig
-from serve.errors import invalid
+from serve.core.errors import invalid
+from serve.telemetry import logs
 
 BASE: dict[str, Any] = dict(host="127.0.0.1", port=0, metrics_port=None, withdrawal_seconds=0.0)
 #: Words that no message of the server's own contains.

@@ -18,19 +18,19 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
 
 from jaxspec.adaptive.policy import RoundStats
-from jaxspec.bench.serve import host
-from jaxspec.bench.serve.arrivals import closed
-from jaxspec.bench.serve.records import Objectives
-from jaxspec.bench.serve.sender import Sending
-from jaxspec.bench.serve.session import Session, Wanted
-from jaxspec.bench.workloads import Prompt
+from jaxspec.bench.offline.workloads import Prompt
+from jaxspec.bench.online import host
+from jaxspec.bench.online.arrivals import closed
+from jaxspec.bench.online.records import Objectives
+from jaxspec.bench.online.sender import Sending
+from jaxspec.bench.online.session import Session, Wanted
 from jaxspec.engine import EngineStats
 from jaxspec.request import FinishReason, RequestMetrics
 from jaxspec.tier import PLAIN, Tier
 from serve.app import Server
 from serve.client import AsyncClient
 from serve.config import ServerConfig
-from serve.metrics import MAX_LABELS, STATES, ServerMetrics
+from serve.telemetry.metrics import MAX_LABELS, STATES, ServerMetrics
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "serve" / "dashboards" / "jaxspec.json"
 BASE = {"model_name": "demo", "engine": "0"}

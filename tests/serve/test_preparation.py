@@ -14,8 +14,8 @@ import pytest
 
 from jaxspec.text.grammar import GrammarSpec
 from serve.__main__ import _BUSY
-from serve.engine_thread import Facts
-from serve.preparation import Preparation, _Threads
+from serve.core.engine_thread import Facts
+from serve.core.preparation import Preparation, _Threads
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -136,7 +136,7 @@ def test_the_threads_outlive_the_loop_quietly(stories: Any) -> None:
 def test_a_process_ends_while_texts_are_prepared() -> None:
     program = """
 import asyncio, time
-from serve.preparation import _Threads
+from serve.core.preparation import _Threads
 async def story():
     task = asyncio.ensure_future(_Threads(1, "text", 4).run(lambda: time.sleep(50)))
     await asyncio.sleep(0.2)

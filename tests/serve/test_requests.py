@@ -10,11 +10,11 @@ import grpc
 import pytest
 
 from jaxspec.request import SamplingParams
+from serve.api.requests import INT32_MAX, Limits, chat_of, deadline_of, to_job
 from serve.client import build_request
-from serve.errors import StatusError
-from serve.jobs import Chat, Job
+from serve.core.errors import StatusError
+from serve.core.jobs import Chat, Job
 from serve.proto import generation_pb2 as pb
-from serve.requests import INT32_MAX, Limits, chat_of, deadline_of, to_job
 
 LIMITS = Limits(tokens=4096, characters=4096 * 8, default_tokens=4096, answer_bytes=2**24)
 

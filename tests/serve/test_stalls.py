@@ -11,12 +11,12 @@ from typing import Any
 import grpc
 import pytest
 
+from serve.api.calls import end_together
 from serve.app import Server, _options
 from serve.client import build_request
 from serve.config import ServerConfig
 from serve.proto import generation_pb2 as pb
-from serve.servicers.calls import end_together
-from serve.vllm_messages import lasting
+from serve.vllm.messages import lasting
 
 #: Large enough to fill a window of 64 KiB several times.
 LARGE: Any = {"temperature": 1.0, "max_tokens": 100, "ignore_eos": True, "n": 64, "logprobs": 12}

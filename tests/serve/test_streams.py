@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from jaxspec.request import FinishReason, Logprob, RequestMetrics
-from serve.errors import StatusError
-from serve.streams import Chunk, Finish, Mailbox
+from serve.core.errors import StatusError
+from serve.core.streams import Chunk, Finish, Mailbox
 
 FINISH = Finish(FinishReason.LENGTH, None, RequestMetrics(), [1, 2, 3], "abc")
 ERROR = StatusError(grpc.StatusCode.UNAVAILABLE, "gone")

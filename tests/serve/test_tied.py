@@ -1,4 +1,4 @@
-"""serve.tied: a child ends with its parent, however that ended."""
+"""serve.core.tied: a child ends with its parent, however that ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ while True:
 """
 PARENT = """
 import os, subprocess, sys
-subprocess.run([sys.executable, "-m", "serve.tied", str(os.getpid()), "child", *sys.argv[1:]], start_new_session=True)
+tied = [sys.executable, "-m", "serve.core.tied", str(os.getpid()), "child", *sys.argv[1:]]
+subprocess.run(tied, start_new_session=True)
 """
 
 
@@ -48,7 +49,7 @@ def test_a_killed_parent_takes_its_child_along(tmp_path: Path, environment: dict
 
 def test_a_parent_that_died_before_leaves_nothing_running(tmp_path: Path, environment: dict[str, str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "serve.tied", "0", "child", str(tmp_path / "end")],
+        [sys.executable, "-m", "serve.core.tied", "0", "child", str(tmp_path / "end")],
         env=environment, stdout=subprocess.PIPE, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, b"")

@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 import pytest
 
-from serve import tracing
 from serve.app import Server
 from serve.client import AsyncClient, ServerError, build_request
 from serve.config import ServerConfig
 from serve.proto.generation_pb2_grpc import GenerationServiceStub
+from serve.telemetry import tracing
 
 export = pytest.importorskip("opentelemetry.sdk.trace.export", reason="spans need the extra 'otel'")
 memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")

@@ -26,11 +26,11 @@ from jaxspec.request import SamplingParams
 from jaxspec.scheduling.pages import PageAllocator
 from jaxspec.scheduling.prefix_cache import PrefixCache
 from jaxspec.text.grammar import GrammarSpec
-from serve.errors import StatusError
-from serve.kv_events import CacheView, batched, cached_pages
-from serve.requests import Limits
-from serve.servicers import vllm
-from serve.vllm_messages import to_job as job_within
+from serve.api.requests import Limits
+from serve.core.errors import StatusError
+from serve.vllm import servicer as vllm
+from serve.vllm.kv_events import CacheView, batched, cached_pages
+from serve.vllm.messages import to_job as job_within
 
 #: What smg 1.13 sends for a completion of which the client said nothing but prompt and model.
 PLAIN = dict(top_p=1.0, repetition_penalty=1.0, skip_special_tokens=True, spaces_between_special_tokens=True, n=1)
@@ -655,7 +655,7 @@ def test_events_mirror_the_cache_through_any_history(lookahead: int) -> None:
 
 
 def test_long_events_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.kv_events.BLOCKS_A_BATCH", 3)
+    monkeypatch.setattr("serve.vllm.kv_events.BLOCKS_A_BATCH", 3)
     chain = {i: (i - 1, (i, i)) for i in range(8)}
     view, mirror = CacheView(2), Mirror()
     groups = batched(view.advance(chain))
@@ -671,7 +671,7 @@ def test_long_events_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_subscriber_learns_the_cache_its_changes_and_the_load(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.kv_events.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("serve.vllm.kv_events.LOOK_SECONDS", 0.01)
     prompt = tuple(i % 5 for i in range(33))
 
     async def story() -> None:

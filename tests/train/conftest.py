@@ -21,10 +21,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from jaxspec.checkpointing import hf
 from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_target
-from jaxspec.train import acceptance, command
-from jaxspec.train.attention import packed_attention
-from jaxspec.train.batch import Batch
-from jaxspec.train.recipe import Recipe, TargetStates
+from jaxspec.train.data.batch import Batch
+from jaxspec.train.drafters.recipe import Recipe, TargetStates
+from jaxspec.train.objective import acceptance
+from jaxspec.train.objective.attention import packed_attention
+from jaxspec.train.run import command
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.train.attention import UnrolledAttention, packed_attention
+from jaxspec.train.objective.attention import UnrolledAttention, packed_attention
 
 SEGMENTS = jnp.asarray([[1] * 5 + [2] * 6, [1] * 9 + [0] * 2])
 

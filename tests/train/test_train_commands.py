@@ -13,9 +13,11 @@ import pytest
 
 from jaxspec.models.tiny import tiny_target
 from jaxspec.train import __main__ as front
-from jaxspec.train import command, eagle, logs, plots, teacher
-from jaxspec.train.batch import Rows
-from jaxspec.train.data import Example
+from jaxspec.train.data.batch import Rows
+from jaxspec.train.data.dataset import Example
+from jaxspec.train.drafters import eagle
+from jaxspec.train.objective import teacher
+from jaxspec.train.run import command, logs, plots
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--arch", "eagle3", "--hidden-size", "16", "--head-dim", "8", "--ttt-steps", "2", "--log-every", "1"]

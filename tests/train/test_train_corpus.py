@@ -12,7 +12,8 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from jaxspec.text import tokenizer as text
-from jaxspec.train import corpus, data
+from jaxspec.train.data import corpus
+from jaxspec.train.data import dataset as data
 
 CODE = "def f(x):\n    return x + 1\n"
 

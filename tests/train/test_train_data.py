@@ -15,8 +15,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jaxspec.text import tokenizer as text
-from jaxspec.train import data, jsonl
-from jaxspec.train.batch import Rows
+from jaxspec.train.data import dataset as data
+from jaxspec.train.data import jsonl
+from jaxspec.train.data.batch import Rows
 
 CHARACTERS = "\n abcdefghijklmnopqrstuvwxyz<>/|_"
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]

@@ -12,9 +12,10 @@ from jaxspec.checkpointing import hf
 from jaxspec.checkpointing.drafters import load_drafter, read_kind
 from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_config, tiny_target
-from jaxspec.train import chunks, draft_model
-from jaxspec.train.batch import Batch
-from jaxspec.train.draft_model import DraftModelRecipe, new_draft_model
+from jaxspec.train.data.batch import Batch
+from jaxspec.train.drafters import draft_model
+from jaxspec.train.drafters.draft_model import DraftModelRecipe, new_draft_model
+from jaxspec.train.objective import chunks
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:

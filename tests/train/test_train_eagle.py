@@ -21,9 +21,9 @@ from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 from jaxspec.speculation.drafters.eagle3_head import Buffer, Eagle3Config, Eagle3Head
 from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
-from jaxspec.train import eagle
-from jaxspec.train.batch import Batch
-from jaxspec.train.loss import (
+from jaxspec.train.data.batch import Batch
+from jaxspec.train.drafters import eagle
+from jaxspec.train.objective.loss import (
     draft_loss,
     first_choice,
     masked_mean,
@@ -31,7 +31,7 @@ from jaxspec.train.loss import (
     smooth_l1,
     soft_cross_entropy,
 )
-from jaxspec.train.ttt import unroll
+from jaxspec.train.objective.ttt import unroll
 
 CONFIG = Eagle3Config(
     hidden_size=16,

@@ -13,7 +13,9 @@ import pytest
 
 from jaxspec.checkpointing import hf
 from jaxspec.models.tiny import tiny_target
-from jaxspec.train import data, drafts, evaluate
+from jaxspec.train.data import dataset as data
+from jaxspec.train.drafters import drafts
+from jaxspec.train.run import evaluate
 
 
 class Table:

@@ -16,8 +16,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxspec.train import logs, loop
-from jaxspec.train.optim import OPTIMIZERS, SCHEDULES, OptimConfig, optimizer, schedule
+from jaxspec.train.run import logs, loop
+from jaxspec.train.run.optim import OPTIMIZERS, SCHEDULES, OptimConfig, optimizer, schedule
 
 ROOT = Path(__file__).resolve().parents[2]
 CFG = OptimConfig(steps=7, lr=1e-2, warmup=2, save_every=2, log_every=1)
@@ -171,8 +171,8 @@ import resource, sys
 sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
 import jax.numpy as jnp, numpy as np
 from pathlib import Path
-from jaxspec.train import loop
-from jaxspec.train.optim import OptimConfig
+from jaxspec.train.run import loop
+from jaxspec.train.run.optim import OptimConfig
 def loss(t, f, b, k): return jnp.sum((t["w"] - b) ** 2), {{}}
 def at(step):
     if step == 3: resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))

@@ -15,10 +15,11 @@ from jaxspec.checkpointing.drafters import load_drafter, read_kind
 from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_target
 from jaxspec.speculation.drafters.medusa_head import MedusaConfig, MedusaHeads
-from jaxspec.train import chunks, medusa
-from jaxspec.train.batch import Batch
-from jaxspec.train.medusa import MedusaRecipe, new_heads
-from jaxspec.train.recipe import TargetStates
+from jaxspec.train.data.batch import Batch
+from jaxspec.train.drafters import medusa
+from jaxspec.train.drafters.medusa import MedusaRecipe, new_heads
+from jaxspec.train.drafters.recipe import TargetStates
+from jaxspec.train.objective import chunks
 
 HEADS = 3
 

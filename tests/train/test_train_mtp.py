@@ -16,9 +16,10 @@ from jaxspec.checkpointing.drafters import has_mtp, load_drafter, read_kind
 from jaxspec.models.layers import causal_attention
 from jaxspec.models.tiny import tiny_target
 from jaxspec.speculation.drafters.mtp_head import MtpHead
-from jaxspec.train import chunks, mtp
-from jaxspec.train.batch import Batch
-from jaxspec.train.mtp import MtpRecipe, check_layout, new_head
+from jaxspec.train.data.batch import Batch
+from jaxspec.train.drafters import mtp
+from jaxspec.train.drafters.mtp import MtpRecipe, check_layout, new_head
+from jaxspec.train.objective import chunks
 
 SAMPLE = jnp.asarray([[1, 5, 9, 3, 3, 7, 2, 11, 4, 6, 0, 8]], jnp.int32)
 

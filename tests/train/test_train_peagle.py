@@ -17,9 +17,9 @@ from jaxspec.models.layers import Transformer, causal_attention
 from jaxspec.models.tiny import tiny_target
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.text import tokenizer as text
-from jaxspec.train import chunks, peagle
-from jaxspec.train.batch import Batch
-from jaxspec.train.peagle import (
+from jaxspec.train.data.batch import Batch
+from jaxspec.train.drafters import peagle
+from jaxspec.train.drafters.peagle import (
     PeagleRecipe,
     Slots,
     cod_loss,
@@ -28,7 +28,8 @@ from jaxspec.train.peagle import (
     sample_slots,
     valid_slots,
 )
-from jaxspec.train.starts import mask_token
+from jaxspec.train.drafters.starts import mask_token
+from jaxspec.train.objective import chunks
 
 AUX = (0, 1, 2)
 

@@ -22,7 +22,8 @@ from jaxspec.checkpointing import hf
 from jaxspec.models.layers import causal_attention
 from jaxspec.models.tiny import tiny_target
 from jaxspec.text.tokenizer import Tokenizer
-from jaxspec.train import data, regenerate
+from jaxspec.train.data import dataset as data
+from jaxspec.train.data import regenerate
 
 LETTERS, EOS = "abcdefghijkl", 12
 TEXTS = ["abcdefgh", "lkjihgfe", "aabbccdd", "dead", "facade", "jig"]

@@ -16,7 +16,9 @@ from jaxspec.checkpointing import hf
 from jaxspec.models.layers import causal_attention
 from jaxspec.models.tiny import tiny_target
 from jaxspec.text.tokenizer import Tokenizer
-from jaxspec.train import chunks, data, target
+from jaxspec.train import target
+from jaxspec.train.data import dataset as data
+from jaxspec.train.objective import chunks
 
 
 def packed() -> tuple[list[data.Example], data.Rows]:

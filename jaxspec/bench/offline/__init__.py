@@ -1,0 +1,1 @@
+"""The engine without a server: workloads, measurements and reports of `python -m jaxspec.bench`."""

@@ -1,0 +1,229 @@
+"""The engine that a benchmark measures: the front doors' parts, with the tiers and batch sizes asked for.
+
+Owns the way from options to a ready Session. Must not know how runs are timed or reported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.assemble import TREE_DRAFTERS, assemble, build_drafter, candidate_steps, resolve_drafter, resolve_model
+from jaxspec.bench.offline import grow
+from jaxspec.bench.offline.measure import PLAIN, Mode, Plan, Session, modes_of, run_queue
+from jaxspec.bench.offline.simulate import SimulatedDrafter, rate_for
+from jaxspec.bench.offline.workloads import FILE, Prompt, built_in, load_prompts, queue
+from jaxspec.checkpointing import eagle3, hf
+from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.engine import Engine
+from jaxspec.speculation.drafter import Drafter
+from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
+from jaxspec.speculation.drafters.cores import HeadCore
+from jaxspec.speculation.state import Geometry
+from jaxspec.text.tokenizer import Tokenizer
+from jaxspec.tier import PLAIN as PLAIN_TIER
+from jaxspec.tier import Tier
+
+_ROUND_UP = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to build; see the command's help.
+
+    Attributes:
+      drafter: as LLM takes it. tiers: what is drafted, plain decoding not among them; None: the engine's default.
+      grow: a size that `grow.parse_size` reads. simulate: mean accepted length of the deepest tier.
+      prompts: a file of prompts, for the workload "file".
+    """
+
+    plan: Plan
+    model: str = "demo"
+    drafter: str | None = None
+    tiers: tuple[Tier, ...] | None = None
+    dtype: str | None = None
+    grow: str | None = None
+    simulate: float | None = None
+    prompts: str | None = None
+
+
+class Parts:
+    """Model, tokenizer and drafter of the options, loaded once; `engine` assembles them.
+
+    Raises:
+      ValueError: what cannot be loaded or does not fit together.
+    """
+
+    def __init__(self, options: Options):
+        directory = resolve_model(options.model)
+        self.options = options
+        self.kind, self.head = resolve_drafter(options.drafter, directory)
+        trees = [t.name for t in options.tiers or () if not t.is_chain]
+        self.trees = self.kind in TREE_DRAFTERS and options.simulate is None
+        if trees and not self.trees:
+            why = "simulated acceptance" if options.simulate is not None else f"drafter {self.kind!r}"
+            raise ValueError(f"{why} drafts chains only, got tiers {trees}")
+        #: Draft tokens of the deepest tier.
+        self.depth = max(candidate_steps() if options.tiers is None else (t.depth for t in options.tiers))
+        if options.simulate is not None:
+            if self.kind == "none":
+                raise ValueError(f"simulate-accept-length {options.simulate} needs a drafter, got drafter 'none'")
+            rate_for(options.simulate, self.depth)
+        default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        self.dtype = jnp.dtype(options.dtype or default)
+        self.small = hf.load_model(directory, self.dtype)
+        self.size = None if options.grow is None else grow.parse_size(options.grow, self.small.config)
+        self.target = self.small if self.size is None else grow.grow_target(self.small, self.size)
+        self.tokenizer = Tokenizer.from_directory(directory)
+
+    def drafter(self, geo: Geometry, speculation: SpeculationConfig) -> tuple[Drafter | None, Any]:
+        """(drafter, parameters); a grown target gets the grown head."""
+        if self.size is None or self.kind != "eagle3":
+            return build_drafter(self.kind, self.head, self.target, geo, speculation, self.dtype)
+        assert self.head is not None
+        head = eagle3.load_head(self.head, self.small, self.dtype)
+        core = HeadCore(grow.grow_head(head, self.small.config, self.size))
+        return AutoregressiveDrafter(core, geo), core.take_params()
+
+    def engine(self, longest: int, texts: Sequence[Sequence[int]] | None = None, *, plain: bool = False) -> Engine:
+        """An engine for requests of up to `longest` tokens.
+
+        Args:
+          texts: prompts with completions, where acceptance is simulated.
+          plain: without speculation.
+        """
+        options = self.options
+        limit = self.target.config.max_position_embeddings
+        speculation = SpeculationConfig(policy="off") if plain else SpeculationConfig(tiers=options.tiers)
+        config = EngineConfig(
+            max_batch_size=max(options.plan.batch_sizes),
+            max_seq_len=min(limit, -(-longest // _ROUND_UP) * _ROUND_UP),
+            dtype=self.dtype.name,
+            # Every mode sends the same prompts; none may profit from the one before.
+            enable_prefix_caching=False,
+            batch_buckets=options.plan.batch_sizes,
+            variants=("greedy",) if options.plan.temperature == 0 else ("sampled",),
+            warmup="eager",
+        )
+
+        def make(geo: Geometry) -> tuple[Drafter | None, Any]:
+            drafter, params = self.drafter(geo, speculation)
+            if drafter is None or texts is None or options.simulate is None:
+                return drafter, params
+            rate = rate_for(options.simulate, geo.max_depth)
+            simulated = SimulatedDrafter(drafter, rate, self.target.config.vocab_size)
+            return simulated, simulated.params(params, texts)
+
+        return assemble(
+            self.target, self.tokenizer, speculation, config, drafter=make,
+            drafts=self.kind != "none" and not plain, trees=self.trees, progress=sys.stderr.isatty(),
+        )  # fmt: skip
+
+
+def prepare(options: Options, *, adaptive: bool = True) -> tuple[Session, dict[str, Any]]:
+    """Loads, compiles and returns (session, conditions of the measurement).
+
+    Args:
+      adaptive: measure the adaptive policy too.
+
+    Raises:
+      ValueError: options, files or prompts that do not fit together; names what was given and what is allowed.
+    """
+    plan = options.plan
+    library: dict[str, list[Prompt]] = dict(built_in())
+    if options.prompts is not None:
+        library[FILE] = load_prompts(options.prompts)
+    parts = Parts(options)
+    limit = parts.target.config.max_position_embeddings
+    token_ids: dict[tuple[str, int], tuple[int, ...]] = {}
+    skipped: list[Prompt] = []
+    for many in library.values():
+        for prompt in many:
+            ids = tuple(parts.tokenizer.encode(prompt.text))
+            if not ids or len(ids) + plan.max_tokens > limit:
+                skipped.append(prompt)
+            else:
+                token_ids[prompt.kind, prompt.index] = ids
+    usable = {kind: [p for p in many if (p.kind, p.index) in token_ids] for kind, many in library.items()}
+    for kind, many in usable.items():
+        if library[kind] and not many:
+            raise ValueError(
+                f"no prompt of kind {kind!r} fits: prompt and max_tokens {plan.max_tokens} together must be at most "
+                f"the model's context of {limit} tokens"
+            )
+    used = {
+        (p.kind, p.index): p
+        for workload in plan.workloads
+        for batch_size in plan.batch_sizes
+        for repeat in range(plan.repeats)
+        for p in queue(workload, batch_size, repeat, usable, plan.waves_of(batch_size))
+    }
+    longest = max(len(token_ids[key]) for key in used) + plan.max_tokens
+    texts = None
+    if options.simulate is not None:
+        texts = _references(parts, longest, usable, token_ids, list(used.values()))
+    engine = parts.engine(longest, texts)
+    session = Session(engine, usable, token_ids, plan, modes_of(engine, adaptive))
+    return session, _conditions(parts, session, sum(p.kind == FILE for p in skipped))
+
+
+def _references(
+    parts: Parts, longest: int, library: dict[str, list[Prompt]], token_ids: dict[tuple[str, int], tuple[int, ...]],
+    prompts: Sequence[Prompt],
+) -> list[list[int]]:  # fmt: skip
+    """Every prompt with what plain decoding writes after it."""
+    plan = parts.options.plan
+    # The last drafts of a request, and a round in flight at its end, reach beyond its tokens.
+    beyond = 2 * (parts.depth + 1)
+    engine = parts.engine(longest + beyond, plain=True)
+    session = Session(engine, library, token_ids, plan, [])
+    room = engine.scheduler.config.max_seq_len
+    jobs = [session.job(p, min(plan.max_tokens + beyond, room - len(token_ids[p.kind, p.index]))) for p in prompts]
+    run = run_queue(engine, Mode(PLAIN, PLAIN_TIER), jobs, workload="reference", batch_size=max(plan.batch_sizes))
+    return [[*job.token_ids, *c.token_ids] for job, c in zip(jobs, run.completions, strict=True)]
+
+
+def _conditions(parts: Parts, session: Session, skipped: int) -> dict[str, Any]:
+    options, plan, stats = parts.options, session.plan, session.engine.stats
+    device = jax.devices()[0]
+    source = "" if parts.head is None else f" ({_short(parts.head)})"
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "devices": jax.device_count(),
+        "cpu_cores": os.cpu_count(),
+        "jax": jax.__version__,
+        "model": options.model,
+        "parameters": grow.parameters(parts.target),
+        "dtype": parts.dtype.name,
+        "drafter": parts.kind + source,
+        "grow": options.grow,
+        "geometry": None if parts.size is None else dataclasses.asdict(parts.size),
+        "simulated_accept_length": options.simulate,
+        "temperature": plan.temperature,
+        "max_tokens": plan.max_tokens,
+        "repeats": plan.repeats,
+        "batch_sizes": list(plan.batch_sizes),
+        "queues": {
+            str(size): {w: len(session.jobs(w, size, 0, plan.max_tokens)) for w in plan.workloads}
+            for size in plan.batch_sizes
+        },
+        "workloads": list(plan.workloads),
+        "modes": [mode.name for mode in session.modes],
+        "prompts": options.prompts,
+        "skipped_prompts": skipped,
+        "max_seq_len": session.engine.scheduler.config.max_seq_len,
+        "warmup_seconds": stats.warmup_seconds,
+        "executables": stats.executables,
+    }
+
+
+def _short(path: Path) -> str:
+    return str(Path(*path.parts[-3:]))

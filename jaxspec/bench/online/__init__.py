@@ -1,0 +1,1 @@
+"""A load on a running server: `python -m jaxspec.bench serve`."""

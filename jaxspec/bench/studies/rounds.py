@@ -1,0 +1,186 @@
+"""python -m jaxspec.bench.studies.rounds: what a round costs at a real model's shapes, against the weights' bytes.
+
+Random weights in the shapes of a Llama and of an EAGLE-3 head as wide: a round's cost does not
+depend on what the weights say. For each tier and batch: milliseconds a round (rounds dispatched
+back to back, as the engine does), the device's busy share of it, and the floor, which is the
+time that reading the target's weights once takes at the bandwidth given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxspec.models.base import ModelConfig
+from jaxspec.models.layers import Transformer
+from jaxspec.runtime.compile import use_persistent_cache
+from jaxspec.runtime.runner import Runner
+from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
+from jaxspec.speculation.drafters.cores import HeadCore
+from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from jaxspec.speculation.state import Geometry
+from jaxspec.tier import Tier
+from pallas_kernels.profile import busy, medians, record
+
+#: Llama 3.1 8B and 3.2 1B, a small one for rehearsals; vocabularies and the heads' draft vocabularies included.
+SHAPES = {
+    "8b": (ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, rope_theta=5e5), 32000),
+    "1b": (ModelConfig("llama", 128256, 2048, 8192, 16, 32, 8, 64, rope_theta=5e5, tie_word_embeddings=True), 32000),
+    "tiny": (ModelConfig("llama", 512, 64, 128, 2, 4, 2, 16), 256),
+}
+
+#: Measured device-to-device copy, bytes read plus bytes written a second (docs/kernels.md).
+BANDWIDTH = {"H200": 4.28e12}
+
+
+def random_weights(module: Any, seed: int) -> Any:
+    """An abstract module with noise for matrices, ones for norms and 0, 1, ... for id tables, made on the device."""
+    graph, state = nnx.split(module)
+    leaves, tree = jax.tree.flatten(state)
+    normal = jax.jit(
+        lambda key, shape, dtype: (jax.random.normal(key, shape, jnp.float32) * 0.02).astype(dtype),
+        static_argnums=(1, 2),
+    )
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    fill = lambda key, x: (
+        jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)
+        if jnp.issubdtype(x.dtype, jnp.integer)
+        else jnp.ones(x.shape, x.dtype) if x.ndim == 1 else normal(key, x.shape, x.dtype)
+    )  # fmt: skip
+    return nnx.merge(graph, jax.tree.unflatten(tree, [fill(k, x) for k, x in zip(keys, leaves, strict=True)]))
+
+
+def build(
+    shape: str, tiers: Sequence[Tier], batches: Sequence[int], context: int, dtype: jnp.dtype, *,
+    kernels: str | None, sampled: bool, page: int, cache: Path | None = None,
+) -> Runner:  # fmt: skip
+    """A runner of random weights with one executable a tier and batch."""
+    cfg, draft_vocab = SHAPES[shape]
+    target = random_weights(nnx.eval_shape(lambda: Transformer(cfg, dtype=dtype)), 0)
+    depth = max(tier.depth for tier in tiers)
+    pages = -(-(context + 64 * (depth + 1)) // page)
+    geo = Geometry(max(batches), max(batches) * pages, page, pages, depth, kernels)
+    head = Eagle3Config(
+        cfg.hidden_size, cfg.hidden_size, cfg.intermediate_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim,
+        cfg.vocab_size, draft_vocab, cfg.aux_layers, rope_theta=cfg.rope_theta,
+    )  # fmt: skip
+    drafter, params = None, ()
+    if depth:
+        core = HeadCore(random_weights(nnx.eval_shape(lambda: Eagle3Head(head, dtype=dtype)), 1))
+        drafter, params = AutoregressiveDrafter(core, geo), core.take_params()
+    return Runner(
+        target, drafter, params, geo, rejection=False, reachable={tier: tuple(batches) for tier in tiers},
+        prefill_sizes=(), eos=(), variants=(sampled,), progress=sys.stderr.isatty(), cache=cache,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass
+class Bench:
+    """Back-to-back rounds of one runner at a given context."""
+
+    runner: Runner
+    context: int
+
+    def rounds(self, tier: Tier, batch: int, count: int) -> Any:
+        """Dispatches rounds without waiting; returns the last result. Every call starts at the same context."""
+        runner, geo = self.runner, self.runner.geo
+        table = np.arange(geo.slots * geo.pages_per_seq, dtype=np.int32).reshape(geo.slots, -1)
+        length = jnp.full((geo.slots,), self.context, jnp.int32)
+        runner.state = dataclasses.replace(runner.state, table_SM=jnp.asarray(table), length_S=length)
+        plan = np.full((batch, geo.plan_width), geo.num_pages, np.int32)
+        plan[:, 0], plan[:, 1], plan[:, 2] = np.arange(batch), geo.max_depth, geo.pages_per_seq
+        return runner.repeat(tier, batch, jax.device_put(plan), count)
+
+    def measure(self, tier: Tier, batch: int, count: int, repeats: int) -> dict[str, Any]:
+        """Milliseconds a round, and what the device did with them."""
+        jax.block_until_ready(self.rounds(tier, batch, 3))
+        times = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            jax.block_until_ready(self.rounds(tier, batch, count))
+            times.append((time.perf_counter() - began) / count)
+        found = record(lambda: self.rounds(tier, batch, count))
+        active, span = busy(found)
+        top = medians(found)
+        return {
+            "tier": tier.name,
+            "batch": batch,
+            "ms": 1e3 * statistics.median(times),
+            "ms_spread": 1e3 * (max(times) - min(times)),
+            "device_ms": 1e3 * active / count,
+            "idle_share": None if not span else 1 - active / span,
+            "kernels": round(len(found) / count),
+            "top": {name: [n / count, 1e6 * t] for name, (n, t) in list(top.items())[:12]},
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    line = (__doc__ or "").split("\n\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m jaxspec.bench.studies.rounds", description=line)
+    add = parser.add_argument
+    add("--shape", choices=sorted(SHAPES), default="8b")
+    add("--batch", type=int, nargs="+", default=[1])
+    add("--depth", type=int, nargs="+", default=[0, 1, 3, 5], help="0 is plain decoding; it is always measured")
+    add("--context", type=int, default=1024, help="committed tokens of each request")
+    add("--page", type=int, default=64, help="tokens a page")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--kernels", choices=("reference", "tpu", "gpu", "interpret"), help="default: the backend's own")
+    add("--sampled", action="store_true", help="rounds that sample (temperature 0 rows included)")
+    add("--rounds", type=int, default=50, help="rounds dispatched back to back")
+    add("--repeats", type=int, default=5, help="medians are taken over these")
+    add("--bandwidth", type=float, help="TB/s, for the floor; default: the device's where it is known")
+    add("--json", metavar="FILE")
+    args = parser.parse_args(argv)
+
+    cache = use_persistent_cache(True)
+    tiers = [Tier(depth) for depth in sorted({0, *args.depth})]
+    device = jax.devices()[0]
+    runner = build(
+        args.shape, tiers, sorted(set(args.batch)), args.context, jnp.dtype(args.dtype),
+        kernels=args.kernels, sampled=args.sampled, page=args.page, cache=cache,
+    )  # fmt: skip
+    bench = Bench(runner, args.context)
+    known = next((rate for name, rate in BANDWIDTH.items() if name in device.device_kind), None)
+    rate = args.bandwidth * 1e12 if args.bandwidth else known
+    cfg = runner.config
+    kv = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * jnp.dtype(args.dtype).itemsize * args.context
+    rows = []
+    print(f"{args.shape} {args.dtype} on {device.device_kind}, context {args.context}, jax {jax.__version__}")
+    print("batch  tier      ms  x plain  share of floor  device ms  idle  kernels")
+    for batch in sorted(set(args.batch)):
+        plain = None
+        for tier in tiers:
+            row = bench.measure(tier, batch, args.rounds, args.repeats)
+            plain = plain or row["ms"]
+            row["floor_ms"] = None if rate is None else 1e3 * (runner.weight_bytes + batch * kv) / rate
+            row["ratio"] = row["ms"] / plain
+            share = "" if rate is None or tier.depth else f"{row['floor_ms'] / row['ms']:.1%}"
+            idle = "" if row["idle_share"] is None else f"{row['idle_share']:.1%}"
+            print(
+                f"{batch:5d}  {tier.name:5s} {row['ms']:7.3f}  {row['ratio']:7.3f}  {share:>14s}  "
+                f"{row['device_ms']:9.3f} {idle:>5s}  {row['kernels']:7d}",
+                flush=True,
+            )
+            rows.append(row)
+    if args.json:
+        conditions = {**vars(args), "device": device.device_kind, "jax": jax.__version__}
+        del conditions["json"]
+        Path(args.json).write_text(json.dumps({"conditions": conditions, "rounds": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

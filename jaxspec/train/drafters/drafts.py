@@ -1,0 +1,124 @@
+"""What a drafter would draft after every position of a text, and which of it the target would accept.
+
+Owns the chains of each kind of drafter, computed for all positions at once, and the rules of acceptance for them.
+Must not know the engine: `evaluate` compares with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.models.layers import Transformer
+from jaxspec.speculation.drafters.eagle3_head import Eagle3Head
+from jaxspec.speculation.drafters.medusa_head import MedusaHeads
+from jaxspec.train.data.batch import Batch
+from jaxspec.train.drafters.peagle import one_pass_states
+from jaxspec.train.objective.attention import packed_attention
+from jaxspec.train.objective.chunks import best_tokens, map_positions
+from jaxspec.train.objective.ttt import unroll
+
+
+def aux_layers(module: Any) -> tuple[int, ...]:
+    """Streams of the target that a drafter reads; empty for draft models."""
+    return () if isinstance(module, Transformer) else module.config.aux_layer_ids
+
+
+def max_depth(module: Any) -> int | None:
+    """The longest chain that a drafter can draft; None where nothing limits it."""
+    return module.config.num_heads if isinstance(module, MedusaHeads) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """Drafts after every position, the text given as the drafts before.
+
+    Attributes:
+      hidden: for each draft i, [B, N, E] with N = T - 1 - D: at n, about token n + 2 + i, where the target itself gave
+        token n + 1.
+      logits: of the hidden states of each draft, float32 over the draft vocabulary; those of a whole batch are large.
+      target_ids_V: the target's id of each draft id; None where the vocabularies are equal.
+      vocab_size: of the drafts.
+    """
+
+    hidden: list[jax.Array]
+    logits: list[Callable[[jax.Array], jax.Array]]
+    target_ids_V: jax.Array | None
+    vocab_size: int
+
+
+def chains(module: Any, batch: Batch, aux_BTA: jax.Array | None, depth: int) -> Chain:
+    """The chains of any draft head or draft model; aux_BTA: the target's streams that `aux_layers` names."""
+    count = batch.tokens_BT.shape[1] - 1 - depth
+    cut = lambda x, start=0: jax.lax.slice_in_dim(x, start, start + count, axis=1)
+    if isinstance(module, Transformer):
+        hidden_BTE, _ = module(batch.tokens_BT, batch.positions_BT, packed_attention(batch.segments_BT))
+        hidden = [cut(hidden_BTE, i + 1) for i in range(depth)]
+        return Chain(hidden, [module.logits] * depth, None, module.config.vocab_size)
+    assert aux_BTA is not None
+    if isinstance(module, MedusaHeads):
+        logits = [functools.partial(module.logits, head=i) for i in range(depth)]
+        return Chain([cut(aux_BTA)] * depth, logits, None, module.config.vocab_size)
+    if isinstance(module, Eagle3Head) and module.mask_hidden is not None:
+        states = one_pass_states(module, batch, aux_BTA, depth)
+    else:
+        states = unroll(module, batch, aux_BTA, depth)
+    cfg = module.config
+    ids_V = None if cfg.draft_vocab_size == cfg.vocab_size else module.target_ids[...]
+    return Chain([cut(x) for x in states], [module.logits] * depth, ids_V, cfg.draft_vocab_size)
+
+
+def greedy_matches(chain: Chain, target: Transformer, hidden_BTE: jax.Array) -> jax.Array:
+    """Whether each draft is the target's own greedy choice, bool [B, N, D].
+
+    Args:
+      hidden_BTE: the target's, after its final norm.
+    """
+    best_BT, matches = best_tokens(target, hidden_BTE), []
+    for i, (hidden_BNE, logits) in enumerate(zip(chain.hidden, chain.logits, strict=True)):
+
+        def part(hidden_BnE: jax.Array, best_Bn: jax.Array, logits: Any = logits) -> jax.Array:
+            choice_Bn = jnp.argmax(logits(hidden_BnE), axis=-1)
+            return (choice_Bn if chain.target_ids_V is None else chain.target_ids_V[choice_Bn]) == best_Bn
+
+        best_BN = jax.lax.slice_in_dim(best_BT, i + 1, i + 1 + hidden_BNE.shape[1], axis=1)
+        matches.append(map_positions(part, (hidden_BNE, best_BN), chain.vocab_size))
+    return jnp.stack(matches, axis=-1)
+
+
+def coupled_matches(
+    chain: Chain, target: Transformer, hidden_BTE: jax.Array, tokens_BT: jax.Array, temperature: jax.Array,
+    key: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Draws whether each draft is accepted when target and drafter share their noise, bool [B, N, D].
+
+    The text is what the target drew. With Gumbel noise in common both draw token y with probability
+    1 / sum_x max(p_x / p_y, q_x / q_y) (Daliri, Musco, Suresh 2025), so the draft is y with that over p_y.
+    """
+    matches = []
+    for i, (hidden_BNE, logits) in enumerate(zip(chain.hidden, chain.logits, strict=True)):
+
+        def part(
+            hidden_BnE: jax.Array, target_BnE: jax.Array, drawn_Bn: jax.Array, uniform_Bn: jax.Array,
+            logits: Any = logits,
+        ) -> jax.Array:  # fmt: skip
+            p_BnV = jax.nn.log_softmax(target.logits(target_BnE) / temperature, axis=-1)
+            own_BnV = logits(hidden_BnE)
+            if chain.target_ids_V is not None:
+                own_BnV = jnp.full(p_BnV.shape, -jnp.inf, jnp.float32).at[..., chain.target_ids_V].set(own_BnV)
+            q_BnV = jax.nn.log_softmax(own_BnV / temperature, axis=-1)
+            own_p, own_q = (jnp.take_along_axis(x, drawn_Bn[..., None], axis=-1) for x in (p_BnV, q_BnV))
+            ratio_BnV = jnp.maximum(p_BnV - own_p, jnp.where(jnp.isneginf(own_q), jnp.inf, q_BnV - own_q))
+            return uniform_Bn < jnp.exp(-jax.nn.logsumexp(ratio_BnV, axis=-1) - own_p[..., 0])
+
+        count = hidden_BNE.shape[1]
+        of = lambda x, start, count=count: jax.lax.slice_in_dim(x, start, start + count, axis=1)
+        uniform_BN = jax.random.uniform(jax.random.fold_in(key, i), hidden_BNE.shape[:2])
+        arrays = (hidden_BNE, of(hidden_BTE, i + 1), of(tokens_BT, i + 2), uniform_BN)
+        matches.append(map_positions(part, arrays, 3 * target.config.vocab_size))
+    return jnp.stack(matches, axis=-1)

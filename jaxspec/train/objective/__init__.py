@@ -1,0 +1,1 @@
+"""What trainees are trained towards: losses, the frozen target, simulated acceptance."""

@@ -1,0 +1,1 @@
+"""How a training runs: the loop, its checkpoints, meshes and optimisers, and what is told of it."""

@@ -1,0 +1,342 @@
+"""`python -m jaxspec.train evaluate`: what a drafter is worth on texts of the target, before and after serving it.
+
+Acceptance is simulated by walking rounds over the texts (acceptance.py); the engine then times every tier on this
+device, which gives the speed-up to expect and the best static tier. `--measure` serves the same prompts and puts what
+the engine measured beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxspec.adaptive.cost import CostTable
+from jaxspec.adaptive.static import StaticPolicy
+from jaxspec.assemble import build_engine, resolve_drafter, resolve_model
+from jaxspec.checkpointing import drafters as checkpoint
+from jaxspec.checkpointing import hf
+from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.engine import Engine
+from jaxspec.models.layers import Transformer
+from jaxspec.request import SamplingParams
+from jaxspec.text.tokenizer import Tokenizer
+from jaxspec.tier import PLAIN, Tier
+from jaxspec.train.data import dataset as data
+from jaxspec.train.data.batch import Batch
+from jaxspec.train.drafters import drafts
+from jaxspec.train.objective import acceptance
+from jaxspec.train.objective.attention import packed_attention
+from jaxspec.train.run import plots
+
+#: Rows are not longer than this unless asked for: what a head reads of a batch grows with them.
+LONGEST = 2048
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--target", required=True, help='"demo" or a Hugging Face directory')
+    p.add_argument("--drafter", help="a directory, or a name as the engine takes it (default: as LLM chooses)")
+    p.add_argument("--data", type=Path, nargs="+", required=True, help="JSONL that training did not see")
+    p.add_argument("--depth", type=int, default=5, help="drafts of the deepest chain")
+    p.add_argument("--batch-sizes", default="1,8", help="batch sizes whose rounds are timed")
+    p.add_argument("--limit", type=int, default=256, help="rows of each data set and temperature")
+    p.add_argument("--length", type=int, help=f"tokens a row (default: the longest text, at most {LONGEST})")
+    p.add_argument("--rows", type=int, default=8, help="rows computed at once")
+    p.add_argument("--no-cost", action="store_true", help="acceptance only, without the engine")
+    p.add_argument("--measure", action="store_true", help="serve the prompts of greedy rows and compare")
+    p.add_argument("--json", type=Path, help="write everything here")
+    p.add_argument("--plot", type=Path, help="write a picture here (PNG)")
+    p.add_argument("--seed", type=int, default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Texts of one data set at one temperature.
+
+    Attributes:
+      histograms: [D][D + 1]: at depth d, how many rounds accepted exactly 0, 1, .. of its d drafts.
+    """
+
+    name: str
+    temperature: float
+    histograms: np.ndarray
+
+    @property
+    def rounds(self) -> int:
+        return int(self.histograms[-1].sum())
+
+    def length(self, depth: int) -> float:
+        """Tokens a round of a chain of `depth`, the bonus included."""
+        counts = self.histograms[depth - 1]
+        return 1.0 + float((counts * np.arange(len(counts))).sum() / max(1, counts.sum()))
+
+    def accept(self) -> list[float]:
+        """The share accepted at each position of the rounds of the deepest chain that got there."""
+        reached = np.cumsum(self.histograms[-1][::-1])[::-1]
+        return [float(reached[i + 1] / max(1, reached[i])) for i in range(len(reached) - 1)]
+
+
+def simulate(
+    module: Any, target: Transformer, examples: Sequence[data.Example], depth: int, *, length: int | None = None,
+    rows: int = 8, limit: int = 256, seed: int = 0,
+) -> list[Group]:  # fmt: skip
+    """Simulated acceptance of chains of 1 to `depth` drafts, one group a data set and temperature.
+
+    Raises:
+      ValueError: no text is long enough for one round.
+    """
+    groups: dict[tuple[str, float], list[data.Example]] = {}
+    for example in examples:
+        members = groups.setdefault((example.dataset, example.temperature_band), [])
+        if len(members) < limit:
+            members.append(example)
+    width = length or min(max(len(e.tokens) for e in examples), LONGEST, target.config.max_position_embeddings)
+    if width < depth + 3:
+        raise ValueError(f"a chain of {depth} drafts needs texts of at least {depth + 3} tokens, got {width}")
+    histograms = _histograms(module, target, depth)
+    out = []
+    for (name, temperature), members in sorted(groups.items()):
+        packed = data.pack(members, width, report=False)
+        total = np.zeros((depth, depth + 1), np.int64)
+        for start in range(0, len(packed), rows):
+            index = np.arange(start, min(start + rows, len(packed)))
+            batch = packed.batch(np.pad(index, (0, rows - len(index)), mode="edge"))
+            real = jnp.arange(rows) < len(index)
+            batch = dataclasses.replace(batch, learn_BT=batch.learn_BT & real[:, None])
+            key = jax.random.fold_in(jax.random.key(seed), start)
+            total += np.asarray(histograms(batch, jnp.float32(temperature), key, temperature > 0))
+        group = Group(name, temperature, total)
+        if group.rounds:
+            out.append(group)
+    if not out:
+        raise ValueError(f"no text holds a whole round of {depth} drafts after its prompt")
+    return out
+
+
+def _histograms(module: Any, target: Transformer, depth: int) -> Any:
+    """A function of (batch, temperature, key, whether rows are sampled) that returns int32 [D, D + 1]."""
+    graph, state = nnx.split((module, target))
+    layers = drafts.aux_layers(module)
+
+    def run(state: Any, batch: Batch, temperature: jax.Array, key: jax.Array, sampled: bool) -> jax.Array:
+        module, target = nnx.merge(graph, state)
+        hidden_BTE, aux_BTA = target(batch.tokens_BT, batch.positions_BT, packed_attention(batch.segments_BT), layers)
+        chain = drafts.chains(module, batch, aux_BTA, depth)
+        if sampled:
+            matches = drafts.coupled_matches(chain, target, hidden_BTE, batch.tokens_BT, temperature, key)
+        else:
+            matches = drafts.greedy_matches(chain, target, hidden_BTE)
+        by_depth = []
+        for d in range(1, depth + 1):
+            _, histogram = acceptance.rounds(matches[..., :d], batch)
+            by_depth.append(jnp.pad(histogram, (0, depth - d)))
+        return jnp.stack(by_depth)
+
+    jitted = jax.jit(run, static_argnums=4)
+    return lambda batch, temperature, key, sampled: jitted(state, batch, temperature, key, sampled)
+
+
+@dataclasses.dataclass(frozen=True)
+class Expectation:
+    """What to expect of one tier: expected speed-up over plain decoding at a batch size."""
+
+    tier: Tier
+    batch_size: int
+    length: float
+    speedup: float
+
+
+def expectations(group: Group, cost: CostTable, depth: int) -> list[Expectation]:
+    """Every tier and batch size of the cost table; plain decoding is 1."""
+    out = []
+    for bucket in cost.buckets:
+        for tier in (PLAIN, *(Tier(d) for d in range(1, depth + 1))):
+            length = group.length(tier.depth) if tier.depth else 1.0
+            ratio = cost.seconds(PLAIN, bucket) / cost.seconds(tier, bucket)
+            out.append(Expectation(tier, bucket, length, length * ratio))
+    return out
+
+
+def measure(engine: Engine, examples: Sequence[data.Example], depth: int) -> dict[str, float]:
+    """Serves the prompts of greedy texts with chains of `depth`; {data set: measured tokens a round}."""
+    engine.use_policy(StaticPolicy(Tier(depth)))
+    names: dict[str, str] = {}
+    totals: dict[str, list[int]] = {}
+    room = engine.scheduler.config.max_seq_len
+    for example in examples:
+        count = min(len(example.tokens), room) - example.prompt_length
+        if example.temperature or not example.prompt_length or count < 2:
+            continue
+        params = SamplingParams(temperature=0.0, max_tokens=count)
+        names[engine.add(example.tokens[: example.prompt_length], params)] = example.dataset
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.output is not None:
+                total = totals.setdefault(names[delta.request_id], [0, 0])
+                total[0] += delta.output.metrics.accepted
+                total[1] += delta.output.metrics.rounds
+    return {name: 1.0 + accepted / rounds for name, (accepted, rounds) in sorted(totals.items()) if rounds}
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Batch sizes from "1,8", ascending.
+
+    Raises:
+      ValueError: an entry that is no integer from 1 to 1024.
+    """
+    entries = [entry.strip() for entry in text.split(",")]
+    for entry in entries:
+        if not (entry.isdecimal() and 1 <= int(entry) <= 1024):
+            raise ValueError(f"--batch-sizes must be integers from 1 to 1024, got {entry!r}")
+    return tuple(sorted(map(int, set(entries))))
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Prints and returns the record that --json writes.
+
+    Raises:
+      ValueError: files or options that do not fit together; names both values.
+    """
+    if args.depth < 1:
+        raise ValueError(f"depth must be at least 1, got {args.depth}")
+    for name in ("rows", "limit"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    for name in ("json", "plot"):
+        path = getattr(args, name)
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"--{name} {path}: its directory does not exist")
+    batch_sizes = parse_sizes(args.batch_sizes)
+    if args.plot and not plots.can_draw():
+        raise ValueError("--plot needs matplotlib: pip install 'jaxspec[plot]'")
+    target_dir = resolve_model(args.target)
+    kind, directory = resolve_drafter(args.drafter, target_dir)
+    if directory is None:
+        raise ValueError(f"drafter {kind!r} has no parameters to evaluate; `python -m jaxspec.bench` measures it")
+    context = hf.load_config(target_dir).max_position_embeddings
+    if args.length is not None and args.length > context:
+        raise ValueError(f"--length must be at most the target's max_position_embeddings {context}, got {args.length}")
+    dtype = jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+    target = hf.load_model(target_dir, dtype)
+    module = checkpoint.load_drafter(kind, directory, target, dtype)
+    limit = drafts.max_depth(module)
+    if limit is not None and args.depth > limit:
+        raise ValueError(f"depth must be at most {limit}, the heads of this drafter, got {args.depth}")
+    tokenizer = Tokenizer.from_directory(target_dir)
+    examples = data.read_examples(args.data, tokenizer)
+    groups = simulate(
+        module, target, examples, args.depth, length=args.length, rows=args.rows, limit=args.limit, seed=args.seed
+    )
+    record: dict[str, Any] = {
+        "target": str(args.target),
+        "drafter": f"{kind} ({directory.name})",
+        "device": jax.devices()[0].device_kind,
+        "dtype": dtype.name,
+        "depth": args.depth,
+        "groups": [
+            {
+                "label": _label(group.name, group.temperature),
+                "data": group.name,
+                "temperature": group.temperature,
+                "rounds": group.rounds,
+                "accept": [round(x, 4) for x in group.accept()],
+                "length": [round(group.length(d), 4) for d in range(1, args.depth + 1)],
+            }
+            for group in groups
+        ],
+    }
+    print(acceptance_table(groups, args.depth), flush=True)
+    if not args.no_cost or args.measure:
+        depths = [args.depth] if args.no_cost else range(1, args.depth + 1)
+        engine = build_engine(
+            target_dir,
+            args.drafter,
+            SpeculationConfig(tiers=tuple(Tier(d) for d in depths)),
+            EngineConfig(
+                max_batch_size=batch_sizes[-1], batch_buckets=batch_sizes, variants=("greedy",), warmup="eager"
+            ),
+            tokenizer=False,
+        )
+        if not args.no_cost:
+            _add_speedups(record, groups, engine, batch_sizes)
+            print("\n" + speedup_table(record), flush=True)
+        if args.measure:
+            chosen = _first(examples, args.limit)
+            record["measured_length"] = {k: round(v, 4) for k, v in measure(engine, chosen, args.depth).items()}
+            print("\n" + measured_table(record), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if args.plot:
+        plots.plot_evaluation(record, args.plot)
+    return record
+
+
+def _add_speedups(record: dict[str, Any], groups: Sequence[Group], engine: Engine, sizes: Sequence[int]) -> None:
+    """Adds the measured cost of every round, and what it promises each group."""
+    cost = engine.cost
+    assert cost is not None
+    record["milliseconds"] = {str(b): {t.name: round(1e3 * cost.seconds(t, b), 4) for t in cost.tiers} for b in sizes}
+    for group, row in zip(groups, record["groups"], strict=True):
+        expected = expectations(group, cost, record["depth"])
+        row["speedup"] = {
+            str(b): {e.tier.name: round(e.speedup, 4) for e in expected if e.batch_size == b} for b in sizes
+        }
+        row["best"] = {
+            str(b): max((e for e in expected if e.batch_size == b), key=lambda e: e.speedup).tier.name for b in sizes
+        }
+
+
+def _first(examples: Sequence[data.Example], limit: int) -> list[data.Example]:
+    """At most `limit` greedy texts of each data set, the ones that `simulate` took."""
+    counts: dict[str, int] = {}
+    out = []
+    for example in examples:
+        if not example.temperature:
+            counts[example.dataset] = counts.get(example.dataset, 0) + 1
+            if counts[example.dataset] <= limit:
+                out.append(example)
+    return out
+
+
+def _label(name: str, temperature: float) -> str:
+    return f"{name} T={temperature:g}" if temperature else f"{name} greedy"
+
+
+def acceptance_table(groups: Sequence[Group], depth: int) -> str:
+    """Acceptance by position, one line a data set and temperature."""
+    head = "simulated acceptance     rounds  length  " + "  ".join(f"pos {i}" for i in range(1, depth + 1))
+    lines = [
+        f"{_label(g.name, g.temperature):24s} {g.rounds:6d}  {g.length(depth):6.3f}  "
+        + "  ".join(f"{x:5.3f}" for x in g.accept())
+        for g in groups
+    ]
+    return "\n".join([head, *lines])
+
+
+def speedup_table(record: dict[str, Any]) -> str:
+    """Expected speed-up of each static tier, the best one marked."""
+    tiers = list(next(iter(record["milliseconds"].values())))
+    lines = ["expected speed-up        batch  " + "  ".join(f"{name:>8s}" for name in tiers)]
+    for group in record["groups"]:
+        for batch, row in group["speedup"].items():
+            marked = [f"{row[t]:.2f}" + ("*" if t == group["best"][batch] else " ") for t in tiers]
+            lines.append(f"{group['label']:24s} {batch:>5s}  " + "  ".join(f"{cell:>8s}" for cell in marked))
+    return "\n".join(lines)
+
+
+def measured_table(record: dict[str, Any]) -> str:
+    """The engine's tokens a round beside the simulated ones, greedy texts."""
+    lines = [f"tokens a round, chain-{record['depth']}    simulated  measured  difference"]
+    for group in record["groups"]:
+        if group["temperature"] == 0 and group["data"] in record["measured_length"]:
+            simulated, measured = group["length"][-1], record["measured_length"][group["data"]]
+            lines.append(f"{group['data']:24s} {simulated:9.3f}  {measured:8.3f}  {measured / simulated - 1:+9.1%}")
+    return "\n".join(lines)

@@ -1,0 +1,212 @@
+"""jaxspec.v1.AdminService: what operators and load balancers ask.
+
+What is told is an allow-list: no paths, no arguments, no environment. Must not know how requests run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+import jaxspec
+from jaxspec.adaptive.policy import TierPolicy
+from jaxspec.adaptive.static import StaticPolicy
+from jaxspec.config import DRAFTERS
+from jaxspec.engine import Engine
+from jaxspec.tier import PLAIN, Tier
+from serve.api.calls import Answering
+from serve.config import ServerConfig
+from serve.core.engine_thread import EngineThread
+from serve.core.errors import invalid
+from serve.core.lifecycle import Lifecycle
+from serve.proto import admin_pb2 as pb
+from serve.proto import admin_pb2_grpc
+from serve.telemetry.meter import MeteredMetrics
+from serve.telemetry.observe import ObservedGenerator
+
+POLICIES = ("adaptive", "static", "off")
+_MAX_DRAIN_SECONDS = 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """What is known of the engine for good, once it is built; plain, so that any thread may read it."""
+
+    drafter: str
+    device: str
+    devices: int
+    dtype: str
+    tiers: tuple[str, ...]
+    buckets: tuple[int, ...]
+    weight_bytes: int
+    pool_bytes: int
+    pages: int
+    page_size: int
+    max_seq_len: int
+    max_batch_size: int
+
+    @classmethod
+    def of(cls, engine: Engine, config: ServerConfig) -> Built:
+        """To be called on the engine's thread."""
+        runner = engine.runner
+        devices = runner.state.pages.devices()
+        return cls(
+            drafter=_drafter(engine, config),
+            device=next(iter(devices)).device_kind if devices else jax.default_backend(),
+            devices=len(devices),
+            dtype=str(runner.state.pages.dtype),
+            tiers=tuple(tier.name for tier in sorted(runner.reachable)),
+            buckets=tuple(sorted({bucket for buckets in runner.reachable.values() for bucket in buckets})),
+            weight_bytes=runner.weight_bytes,
+            pool_bytes=engine.pool_bytes,
+            pages=engine.num_pages,
+            page_size=engine.page_size,
+            max_seq_len=engine.max_seq_len,
+            max_batch_size=engine.max_batch_size,
+        )
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """GetServerInfo, GetLoads, Drain, FlushCache, SetSpeculation.
+
+    Who may call what is decided before (see serve.api.auth).
+
+    Args:
+      drain: begins to drain, within so many seconds (None: the configured ones), and returns at once.
+      built: what was built, once it is: no look at the engine has to wait for its step.
+    """
+
+    def __init__(
+        self,
+        engine: EngineThread,
+        generator: ObservedGenerator,
+        lifecycle: Lifecycle,
+        metrics: MeteredMetrics,
+        config: ServerConfig,
+        drain: Callable[[float | None], None],
+        built: Callable[[], Built | None],
+    ) -> None:
+        self._engine, self._generator, self._lifecycle = engine, generator, lifecycle
+        self._metrics, self._config, self._drain, self._built = metrics, config, drain, built
+        self._began = time.monotonic()
+        resolved = config.speculation.resolved_policy
+        self._policy = resolved if resolved in POLICIES else "profile"
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
+        info = pb.GetServerInfoResponse(
+            version=jaxspec.__version__,
+            model=self._config.served_name,
+            policy=self._policy,
+            verification=self._config.speculation.verification,
+            uptime_seconds=time.monotonic() - self._began,
+            state=self._lifecycle.state,
+            mean_acceptance_length=self._metrics.mean_accepted_length,
+        )
+        built, stats = self._built(), self._engine.snapshot
+        if built is None or stats is None:
+            return info
+        info.drafter, info.device, info.devices, info.dtype = built.drafter, built.device, built.devices, built.dtype
+        if built.drafter == "none":
+            info.policy = "off"
+        info.max_seq_len, info.max_batch_size = built.max_seq_len, built.max_batch_size
+        info.tiers.extend(built.tiers)
+        info.buckets.extend(built.buckets)
+        info.lossless, info.active_tier = stats.lossless, stats.active_tier
+        info.tier_switches = stats.switches
+        info.rounds_by_tier.update(stats.rounds_by_tier)
+        info.executables, info.compilations_after_warmup = stats.executables, stats.compilations_after_warmup
+        info.executables_ready = stats.executables_ready
+        info.warmup_seconds, info.startup_seconds = stats.warmup_seconds, stats.startup_seconds
+        info.memory.CopyFrom(
+            pb.Memory(
+                weight_bytes=built.weight_bytes,
+                kv_pool_bytes=built.pool_bytes,
+                pages=built.pages,
+                free_pages=stats.free_pages,
+                cached_pages=stats.cached_pages,
+                page_size=built.page_size,
+            )
+        )
+        return info
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Any) -> pb.GetLoadsResponse:
+        facts, stats = self._engine.facts, self._engine.snapshot
+        if facts is None or stats is None:
+            return pb.GetLoadsResponse()
+        return pb.GetLoadsResponse(
+            running_requests=stats.running,
+            waiting_requests=stats.waiting,
+            waiting_prompt_tokens=self._generator.waiting_prompt_tokens,
+            kv_cache_usage=1 - (stats.free_pages + stats.cached_pages) / facts.num_pages,
+            tokens_per_second=self._metrics.tokens_per_second,
+            max_running_requests=facts.max_batch_size,
+        )
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
+        async with Answering(context):
+            grace = request.grace_seconds if request.HasField("grace_seconds") else None
+            if grace is not None and not 0 <= grace <= _MAX_DRAIN_SECONDS:
+                raise invalid(f"grace_seconds must be a number in [0, {_MAX_DRAIN_SECONDS:g}], got {grace!r}")
+            self._drain(grace)
+            return pb.DrainResponse()
+
+    async def FlushCache(self, request: pb.FlushCacheRequest, context: Any) -> pb.FlushCacheResponse:
+        async with Answering(context):
+            freed = await self._engine.call(lambda engine: engine.flush_prefix_cache())
+            return pb.FlushCacheResponse(freed_pages=freed)
+
+    async def SetSpeculation(self, request: pb.SetSpeculationRequest, context: Any) -> pb.SetSpeculationResponse:
+        depth = request.depth if request.HasField("depth") else None
+        configured = self._config.speculation.resolved_policy
+
+        def use(engine: Engine) -> list[str]:
+            policy = _policy(engine, request.policy, depth, configured)
+            engine.use_policy(policy)
+            return [tier.name for tier in policy.tiers]
+
+        async with Answering(context):
+            try:
+                tiers = await self._engine.call(use)
+            except ValueError as e:
+                raise invalid(str(e)) from e
+            self._policy = request.policy
+            return pb.SetSpeculationResponse(tiers=tiers)
+
+
+def _drafter(engine: Engine, config: ServerConfig) -> str:
+    """Its kind; of one that was found or given by its directory, how it drafts."""
+    if engine.runner.drafter is None:
+        return "none"
+    if config.drafter in DRAFTERS:
+        return config.drafter
+    return type(engine.runner.drafter).__name__.removesuffix("Drafter").lower()
+
+
+def _policy(engine: Engine, name: str, depth: int | None, configured: str) -> TierPolicy:
+    """The policy that a client names.
+
+    Raises:
+      ValueError: it has none such, or not what it needs.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"policy must be one of {POLICIES}, got {name[:80]!r}")
+    if (depth is None) == (name == "static"):
+        raise ValueError(f"depth goes with policy 'static' and no other, got policy {name!r} and depth {depth}")
+    compiled = sorted(engine.runner.reachable)
+    if name == "adaptive":
+        if configured in ("static", "off") or len(compiled) < 2:
+            raise ValueError(
+                f"policy 'adaptive' needs tiers to choose among; this server was started with policy {configured!r} "
+                f"and has {[tier.name for tier in compiled]}"
+            )
+        return engine.new_policy()
+    wanted = 0 if depth is None else depth
+    found: list[Tier] = [tier for tier in compiled if tier.depth == wanted]
+    if not found:
+        what = f"depth {wanted}" if name == "static" else f"policy 'off' (tier {PLAIN.name})"
+        raise ValueError(f"{what} needs a compiled tier, and this server has {[tier.name for tier in compiled]}")
+    return StaticPolicy(found[0])  # chains sort before trees

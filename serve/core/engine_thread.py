@@ -1,0 +1,323 @@
+"""The thread that owns the engine: builds it, steps it, and runs what others ask of it between two steps.
+
+The event loop writes to a queue and hears news by one `call_soon_threadsafe` a step; neither ever waits for the other.
+Must not know gRPC, streams or why a request was admitted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+from jaxspec.engine import Engine, EngineStats
+from jaxspec.text.grammar import GrammarCompiler
+from jaxspec.text.tokenizer import Tokenizer
+from serve.core.errors import unavailable
+from serve.core.tickets import Metrics, Ticket, Tickets, Update
+
+T = TypeVar("T")
+State = Literal["starting", "serving", "stalled", "dead", "stopped"]
+#: Seconds between two snapshots of the engine's counters, while it works.
+SNAPSHOT_SECONDS = 0.1
+#: Completions, and tokens of their prompts, that are given to the engine between two steps: a burst waits in front of
+#: it (about a millisecond's work), the running streams do not wait for a burst. A step starts one request at most.
+INTAKE_COMPLETIONS, INTAKE_TOKENS = 16, 4096
+_log = logging.getLogger("serve")
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What never changes once the engine is built, for any thread.
+
+    Attributes:
+      tokenizer, grammars: safe to use from any thread; None where the engine has none.
+      max_seq_len, max_batch_size, num_pages, page_size, vocab_size: the engine's.
+      max_growth: tokens beyond prompt and output for which a request needs pages.
+    """
+
+    tokenizer: Tokenizer | None
+    grammars: GrammarCompiler | None
+    max_seq_len: int
+    max_batch_size: int
+    num_pages: int
+    page_size: int
+    vocab_size: int
+    max_growth: int
+
+    @classmethod
+    def of(cls, engine: Engine) -> Facts:
+        return cls(
+            tokenizer=engine.tokenizer,
+            grammars=engine.grammars,
+            max_seq_len=engine.max_seq_len,
+            max_batch_size=engine.max_batch_size,
+            num_pages=engine.num_pages,
+            page_size=engine.page_size,
+            vocab_size=engine.runner.config.vocab_size,
+            max_growth=engine.scheduler.config.max_growth,
+        )
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that a prompt and output of this many tokens may come to need."""
+        return -(-(tokens + self.max_growth) // self.page_size)
+
+
+class EngineThread:
+    """An engine on a thread of its own. Every method is for the event loop that called `start`.
+
+    States: "starting" until the engine is built and warm, "serving", "stalled" while a step hangs (whoever watches
+    says so: `mark_stalled`) and back, "dead" after an exception, "stopped" after `stop`.
+
+    Args:
+      build: makes the engine, on the thread; may take minutes.
+      freeze: take everything that exists once the engine is built out of the garbage collector's sight until `stop`;
+        for a process that does nothing else. A full collection over what tracing leaves behind holds every thread for
+        about 0.2 seconds.
+
+    Attributes:
+      state: changes on the event loop only; see `subscribe`.
+      snapshot: the engine's counters, at most SNAPSHOT_SECONDS old while it works; None before it is built.
+      facts: None before it is built.
+      error: what it died of.
+    """
+
+    def __init__(self, build: Callable[[], Engine], *, freeze: bool = False):
+        self.state: State = "starting"
+        self.snapshot: EngineStats | None = None
+        self.facts: Facts | None = None
+        self.error: BaseException | None = None
+        self._build, self._freeze = build, freeze
+        self._submitted: deque[Sequence[Ticket]] = deque()  # in order; the engine has not heard of them
+        self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._replies: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
+        self._subscribers: list[Callable[[State], None]] = []
+        self._busy_since: float | None = None
+        self._snapshot_at = 0.0
+        self._stopping = False
+        self._changed = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # The event loop's side.
+
+    def attach(
+        self, metrics: Metrics, on_updates: Callable[[list[Update]], None], stream_interval: float | None
+    ) -> None:
+        """Who hears of tickets (on the loop) and who counts (on the thread); once, before `start`."""
+        self._metrics, self._on_updates = metrics, on_updates
+        self._tickets = Tickets(metrics, stream_interval)
+
+    def subscribe(self, callback: Callable[[State], None]) -> None:
+        """`callback` hears every new state, on the loop, in the order of subscription."""
+        self._subscribers.append(callback)
+
+    def start(self) -> None:
+        """Begins to build the engine; returns at once."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def ready(self) -> None:
+        """Returns when the engine is built and warm.
+
+        Raises:
+          StatusError: UNAVAILABLE; it died or was stopped before.
+        """
+        while self.state == "starting":
+            await self._changed.wait()
+        self.check()
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """What `function` returns or raises, run on the thread between two steps.
+
+        Raises:
+          StatusError: UNAVAILABLE; there is no engine to ask, or there no longer is.
+        """
+        self.check()
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._calls.add(future)
+
+        def command(engine: Engine) -> None:
+            try:
+                self._replies.append((future, function(engine), None))
+            except Exception as e:
+                self._replies.append((future, None, e))
+
+        self._commands.put(command)
+        try:
+            return await future
+        finally:
+            self._calls.discard(future)
+
+    def submit(self, tickets: Sequence[Ticket]) -> None:
+        """Gives the completions of a prompt to the engine; updates say what became of them."""
+        self._commands.put(lambda engine: self._submitted.append(tickets))
+
+    def abort(self, tickets: Sequence[Ticket], reason: str = "abort") -> None:
+        """Ends tickets before the next step; an update comes for each that had not ended."""
+        self._commands.put(lambda engine: self._tickets.abort(engine, tickets, reason))
+
+    @property
+    def step_seconds(self) -> float:
+        """Age of what the thread is doing now; 0 while it sleeps or builds."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def mark_stalled(self) -> None:
+        """A step hangs: calls fail, subscribers hear "stalled", and "serving" when it returns after all."""
+        if self.state == "serving":
+            self._enter("stalled")
+            # Behind the aborts that subscribers asked for: when it says so, the pages are free.
+            self._commands.put(lambda engine: self._tell(lambda: self._enter("serving", after="stalled")))
+
+    async def stop(self, timeout: float = 10.0) -> None:
+        """Ends every ticket and the thread; returns after `timeout` seconds although a step may hang. Idempotent."""
+        self._stopping = True
+        self._commands.put(lambda engine: None)
+        ends = time.monotonic() + timeout
+        while self._thread.is_alive() and time.monotonic() < ends:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0)  # what the thread said last
+        if self._freeze:
+            gc.unfreeze()  # or this engine, whose parts refer to each other, would never be freed
+        if self.state != "dead":
+            self._enter("stopped")
+
+    def check(self) -> None:
+        """Raises StatusError UNAVAILABLE unless the engine is serving."""
+        if self.state != "serving":
+            raise unavailable(_MESSAGES[self.state], self.state)
+
+    def _enter(self, state: State, after: State | None = None) -> None:
+        if self.state == state or (after is not None and self.state != after):
+            return
+        self.state = state
+        if state != "serving":
+            for future in self._calls:
+                if not future.done():
+                    future.set_exception(unavailable(_MESSAGES[state], state))
+        for callback in self._subscribers:
+            callback(state)
+        self._changed.set()
+        self._changed.clear()
+
+    def _deliver(
+        self, replies: list[tuple[asyncio.Future[Any], Any, BaseException | None]], updates: list[Update]
+    ) -> None:
+        for future, value, error in replies:
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(value)
+            else:
+                future.set_exception(error)
+        if updates:
+            self._on_updates(updates)
+
+    # The thread's side.
+
+    def _run(self) -> None:
+        try:
+            engine = self._build()
+            if self._freeze:
+                gc.collect()
+                gc.freeze()
+            engine.on_round = self._metrics.on_round
+            self.facts = Facts.of(engine)
+            self._publish(engine)
+            self._tell(lambda: self._enter("serving", after="starting"))
+            while not self._stopping:
+                self._turn(engine)
+            for tickets in self._submitted:
+                self._tickets.abort(engine, tickets, "unavailable")
+            self._tickets.abort_all(engine, "unavailable")
+            self._flush()
+        except BaseException as error:  # whatever it is: the loop must hear of it
+            self._die(error)
+
+    def _turn(self, engine: Engine) -> None:
+        """One step, and before it whatever was asked for meanwhile. Sleeps while there is nothing to do."""
+        if not engine.has_work and not self._submitted:
+            warm = engine.warm  # before it is published: what is published last says so
+            self._publish(engine)
+            self._busy_since = None
+            try:  # while it warms up, the counters change without a step
+                command = self._commands.get(timeout=None if warm else SNAPSHOT_SECONDS)
+            except queue.Empty:
+                return
+            self._busy_since = time.monotonic()
+            command(engine)
+        else:
+            self._busy_since = time.monotonic()
+        while not self._commands.empty():
+            self._commands.get()(engine)
+        self._take_in(engine)
+        self._tickets.expire(engine, time.monotonic())
+        if engine.has_work:
+            deltas = engine.step()
+            now = time.monotonic()
+            self._tickets.after_step(deltas, now)
+            if now - self._snapshot_at >= SNAPSHOT_SECONDS:
+                self._publish(engine)
+        self._flush()
+
+    def _take_in(self, engine: Engine) -> None:
+        """Gives the engine what was submitted, in order: a prompt whatever its size, and more within the bounds."""
+        completions = tokens = 0
+        while self._submitted:
+            tickets = [ticket for ticket in self._submitted[0] if not ticket.ended]  # aborts do not wait
+            size = sum(len(ticket.prompt_token_ids) for ticket in tickets)
+            if completions and (completions + len(tickets) > INTAKE_COMPLETIONS or tokens + size > INTAKE_TOKENS):
+                return
+            self._submitted.popleft()
+            if tickets:
+                self._tickets.add(engine, tickets)
+                completions, tokens = completions + len(tickets), tokens + size
+
+    def _publish(self, engine: Engine) -> None:
+        stats = engine.stats
+        backlog = sum(not ticket.ended for tickets in self._submitted for ticket in tickets)
+        self.snapshot = dataclasses.replace(stats, waiting=stats.waiting + backlog)
+        self._snapshot_at = time.monotonic()
+        self._metrics.on_stats(self.snapshot, engine.num_pages)
+
+    def _flush(self) -> None:
+        updates = self._tickets.news()
+        if updates or self._replies:
+            replies, self._replies = self._replies, []
+            self._tell(lambda: self._deliver(replies, updates))
+
+    def _tell(self, message: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(message)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+            self._stopping = True  # nobody is left to serve
+
+    def _die(self, error: BaseException) -> None:
+        self.error = error
+        self._busy_since = None
+        try:
+            _log.critical("the engine died", exc_info=error)
+            self._tickets.abort_all(None, "error")
+        except Exception as e:
+            _log.error("the dead engine's requests could not be counted", exc_info=e)
+        finally:  # whatever else is broken: requests hang until the loop has heard
+            self._tell(lambda: self._enter("dead"))
+
+
+_MESSAGES: dict[State, str] = {
+    "starting": "the engine is starting",
+    "serving": "",
+    "stalled": "the engine hangs",
+    "dead": "the engine died",
+    "stopped": "the server is stopped",
+}

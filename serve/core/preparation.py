@@ -1,0 +1,277 @@
+"""Before a job can queue: its tokens, its grammar, its resolved parameters, and whether it could ever run.
+
+Tokenizers, templates and grammar compilers run in a few threads, never on the event loop; the threads are daemons, so
+that no text can keep the process from ending. Must not know tickets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from jaxspec.request import SamplingParams
+from jaxspec.text.grammar import Grammar, GrammarSpec
+from jaxspec.text.tokenizer import Tokenizer
+from serve.core.engine_thread import EngineThread, Facts
+from serve.core.errors import StatusError, invalid, unavailable
+from serve.core.grammar_trials import GrammarTrials
+from serve.core.jobs import Chat, Job, Prompt
+
+T = TypeVar("T")
+#: Threads that tokenize and render.
+_TEXT_THREADS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A job that the engine could run.
+
+    Attributes:
+      tokens: the prompt.
+      params: with a seed and a max_tokens.
+      grammar: compiled; None for a job without.
+      pages: of the pool, that a completion may come to need; where the client named no length, its prompt's alone: the
+        context that it may fill says nothing of how much it will.
+    """
+
+    tokens: list[int]
+    params: SamplingParams
+    grammar: Grammar | None
+    pages: int
+
+
+class Preparation:
+    """The threads, and what they do to jobs.
+
+    Args:
+      engine: says what the model is, once it is built.
+      max_output_tokens: of jobs that fill the context; None: no further bound.
+      max_preparing: texts in their threads or before them, beyond which more are refused; and likewise grammars.
+    """
+
+    def __init__(self, engine: EngineThread, max_output_tokens: int | None, max_preparing: int):
+        self._engine, self._max_output_tokens = engine, max_output_tokens
+        self._text = _Threads(_TEXT_THREADS, "text", max_preparing)
+        self._grammars = GrammarTrials(max_preparing)
+
+    @property
+    def preparing(self) -> int:
+        """Texts and grammars under way; what nobody waits for any more counts until its thread is done with it."""
+        return self._text.pending + self._grammars.pending
+
+    async def prepare(self, job: Job) -> Prepared:
+        """Everything that can be found out about a job without the engine's thread. May be cancelled.
+
+        Raises:
+          StatusError: INVALID_ARGUMENT; RESOURCE_EXHAUSTED, too much is being prepared; UNAVAILABLE, no model yet, or
+            closed.
+        """
+        facts = self.facts
+        tokens = await self.encode(job.prompt, job.add_special_tokens)
+        try:
+            params = self._resolve(job, len(tokens), facts)
+            pages = _pages(tokens, params, facts)
+            if job.fill_context:
+                pages = facts.pages_for(len(tokens) + 1)
+        except ValueError as e:
+            raise invalid(str(e)) from e
+        grammar = None if job.grammar is None else await self._compile(job.grammar)
+        return Prepared(tokens, params, grammar, pages)
+
+    async def encode(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
+        """The token ids of a prompt; StatusError as `prepare`."""
+        if isinstance(prompt, tuple):
+            return list(prompt)
+        if not prompt:
+            raise invalid("prompt must not be empty, got ''")
+        tokenizer, longest = self._need_tokenizer(), self.facts.max_seq_len
+
+        def encode() -> list[int]:
+            if isinstance(prompt, Chat):
+                text = tokenizer.apply_chat_template(
+                    prompt.messages, add_generation_prompt=prompt.add_generation_prompt, **prompt.variables
+                )
+                return tokenizer.encode(text, add_special_tokens=False, max_tokens=longest)
+            return tokenizer.encode(prompt, add_special_tokens=add_special_tokens, max_tokens=longest)
+
+        return await self._in_thread(encode)
+
+    async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of token ids; StatusError as `prepare`."""
+        tokenizer, vocab_size = self._need_tokenizer(), self.facts.vocab_size
+
+        def decode() -> str:
+            _check_tokens(ids, vocab_size)
+            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+        return await self._in_thread(decode)
+
+    def close(self) -> None:
+        """Lets the threads go, without waiting for what they do: whoever does hears UNAVAILABLE."""
+        self._text.close()
+        self._grammars.close()
+
+    @property
+    def facts(self) -> Facts:
+        """Of the engine; StatusError UNAVAILABLE before it is built."""
+        if self._engine.facts is None:
+            raise unavailable("the engine is starting", "starting")
+        return self._engine.facts
+
+    def _need_tokenizer(self) -> Tokenizer:
+        tokenizer = self.facts.tokenizer
+        if tokenizer is None:
+            raise invalid("this model has no tokenizer: prompts must be token ids, and there is no text")
+        return tokenizer
+
+    def _resolve(self, job: Job, prompt_tokens: int, facts: Facts) -> SamplingParams:
+        """The job's parameters with a seed and a number of tokens."""
+        changes: dict[str, int] = {} if job.params.seed is not None else {"seed": secrets.randbits(32)}
+        if job.fill_context:
+            room = min(facts.max_seq_len, facts.num_pages * facts.page_size - facts.max_growth) - prompt_tokens
+            limit = self._max_output_tokens
+            changes["max_tokens"] = max(1, room if limit is None else min(room, limit))
+        return dataclasses.replace(job.params, **changes) if changes else job.params
+
+    async def _compile(self, spec: GrammarSpec) -> Grammar:
+        grammars = self.facts.grammars
+        if grammars is None:
+            raise invalid("this server was started without structured output, and the request has a grammar")
+        return await self._grammars.compile(grammars, spec)
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        """What `function` returns; its ValueError is the client's fault."""
+        try:
+            return await self._text.run(function)
+        except ValueError as e:
+            raise invalid(str(e)) from e
+
+
+@dataclasses.dataclass(eq=False)
+class _Call(Generic[T]):
+    """A function on its way to a thread, and who waits for what it returns."""
+
+    function: Callable[[], T]
+    done: asyncio.Future[T]
+
+
+class _Threads:
+    """A few daemon threads that run functions for the event loop, first come, first served.
+
+    Args:
+      max_pending: functions that wait or run; more are refused.
+
+    Attributes:
+      pending: how many do. One that runs counts until it returns, also when nobody waits for it any more.
+    """
+
+    def __init__(self, count: int, name: str, max_pending: int):
+        self.pending = 0
+        self._count, self._name, self._max_pending = count, name, max_pending
+        self._changed = threading.Condition()
+        self._calls: deque[_Call[Any]] = deque()  # under the condition's lock
+        self._closed = False
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._threads: list[threading.Thread] = []
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """What `function` returns or raises.
+
+        Raises:
+          StatusError: RESOURCE_EXHAUSTED, too many are pending; UNAVAILABLE, closed.
+        """
+        if self._closed:
+            raise unavailable("the server is stopped", "stopped")
+        if self.pending >= self._max_pending:
+            message = f"{self.pending} texts are being tokenized"
+            raise StatusError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, 1.0, reason="preparing")
+        loop = asyncio.get_running_loop()
+        call = _Call(function, loop.create_future())
+        self.pending += 1
+        self._waiting.add(call.done)
+        with self._changed:
+            self._calls.append(call)
+            self._changed.notify()
+        if len(self._threads) < self._count:
+            thread = threading.Thread(target=self._work, args=(loop,), name=self._name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        try:
+            return await call.done
+        finally:
+            self._waiting.discard(call.done)
+            with self._changed, contextlib.suppress(ValueError):  # it has begun
+                self._calls.remove(call)
+                self.pending -= 1
+
+    def close(self) -> None:
+        """The threads end when they are done with what they do; whoever waits hears UNAVAILABLE. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for done in self._waiting:
+            if not done.done():
+                done.set_exception(unavailable("the server is stopped", "stopped"))
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        while (call := self._next()) is not None:
+            result, error = None, None
+            try:
+                result = call.function()
+            except Exception as e:
+                error = e
+            except BaseException as e:  # a panic of the library's must not take the thread
+                error = RuntimeError(f"{type(e).__name__}: {e}")
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(self._settle, call, result, error)
+            del call, result, error  # a thread that waits holds nobody's text
+
+    def _next(self) -> _Call[Any] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._calls)
+            return None if self._closed else self._calls.popleft()
+
+    def _settle(self, call: _Call[Any], result: Any, error: Exception | None) -> None:
+        self.pending -= 1
+        if call.done.done():
+            return
+        if error is None:
+            call.done.set_result(result)
+        else:
+            call.done.set_exception(error)
+
+
+def _check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
+    if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
+        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise ValueError(f"token ids must lie in [0, {vocab_size}), got {wrong}")
+
+
+def _pages(tokens: Sequence[int], params: SamplingParams, facts: Facts) -> int:
+    """Pages that a completion may come to need.
+
+    The engine checks the same; but what can never run must not be told that the queue is full.
+
+    Raises:
+      ValueError: tokens outside the vocabulary, or more of them than the context or the pool can ever hold.
+    """
+    prompt, longest = len(tokens), len(tokens) + params.max_tokens
+    if not prompt:
+        raise ValueError("prompt must hold at least 1 token, got 0")
+    if longest > facts.max_seq_len:
+        sizes = f"{prompt} + {params.max_tokens} = {longest}"
+        raise ValueError(f"prompt + max_tokens must be at most max_seq_len = {facts.max_seq_len} tokens, got {sizes}")
+    _check_tokens(tokens, facts.vocab_size)
+    params.check_vocabulary(facts.vocab_size)
+    pages = facts.pages_for(longest)
+    if pages > facts.num_pages:
+        raise ValueError(f"prompt + max_tokens = {longest} tokens need {pages} pages, and there are {facts.num_pages}")
+    return pages

@@ -1,0 +1,1 @@
+"""vLLM's engine protocol, which puts gateways made for vLLM in front of this server. Needs the extra "smg"."""
