@@ -18,17 +18,23 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "LLM": "jaxspec.llm",
     "AsyncLLM": "jaxspec.async_llm",
+    "Delta": "jaxspec.events",
+    "Finished": "jaxspec.events",
     "EngineConfig": "jaxspec.config",
     "SpeculationConfig": "jaxspec.config",
     "RequestOutput": "jaxspec.request",
     "SamplingParams": "jaxspec.request",
     "Tier": "jaxspec.tier",
 }
-__all__ = ["LLM", "AsyncLLM", "EngineConfig", "RequestOutput", "SamplingParams", "SpeculationConfig", "Tier"]
+__all__ = [
+    "LLM", "AsyncLLM", "Delta", "EngineConfig", "Finished", "RequestOutput", "SamplingParams", "SpeculationConfig",
+    "Tier",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from jaxspec.async_llm import AsyncLLM
     from jaxspec.config import EngineConfig, SpeculationConfig
+    from jaxspec.events import Delta, Finished
     from jaxspec.llm import LLM
     from jaxspec.request import RequestOutput, SamplingParams
     from jaxspec.tier import Tier

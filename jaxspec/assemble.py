@@ -21,6 +21,7 @@ from jaxspec.checkpointing import drafters as draft_checkpoints
 from jaxspec.checkpointing import hf
 from jaxspec.config import DRAFTERS, EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
+from jaxspec.facts import EngineFacts
 from jaxspec.models.layers import Transformer, column_blocks, tensor_parallel
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.runner import Runner
@@ -361,10 +362,10 @@ def assemble(
             prefix_lookahead=0 if built is None else built.lookahead,
         )
     )
-    return Engine(
-        runner, scheduler, choice.build, buckets, tokenizer, eos, config.seed, began, cost, config.traffic_log,
-        grammars,
-    )  # fmt: skip
+    facts = EngineFacts(
+        scheduler.config, tuple(buckets), model.vocab_size, True in runner.variants, frozenset(eos), tokenizer, grammars
+    )
+    return Engine(facts, runner, scheduler, choice.build, cost, config.seed, began, config.traffic_log)
 
 
 def _grammars(

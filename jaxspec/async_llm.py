@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxspec.engine import Engine
+from jaxspec.events import Delta, Event, Finished
 from jaxspec.llm import LLM, Prepared, Prompt, sum_metrics
-from jaxspec.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams, StreamDelta
+from jaxspec.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from jaxspec.shared import SharedEngine
 from jaxspec.text.grammar import GrammarSpec
 
@@ -276,11 +277,11 @@ class _Stream:
 
     def __init__(self, name: str, stepper: _Stepper, mailbox: _Mailbox):
         self._name, self._stepper, self._mailbox = name, stepper, mailbox
-        self._news: deque[tuple[StreamDelta, RequestMetrics, list[dict[int, Logprob]]]] = deque()
+        self._news: deque[tuple[Delta | Finished, RequestMetrics]] = deque()
         self._error: BaseException | None = None
         # Of whoever has the engine:
         self._engine: Engine | None = None
-        self._left: dict[str, int] = {}  # live requests, and how many of their log-probabilities are in the news
+        self._left: set[str] = set()  # live requests
         self._aborted = False
         # Of the task:
         self._event = asyncio.Event()
@@ -302,7 +303,7 @@ class _Stream:
 
         def add(engine: Engine) -> None:
             ids = prepared.add(engine, arrival_time, priority)
-            self._engine, self._left = engine, dict.fromkeys(ids, 0)
+            self._engine, self._left = engine, set(ids)
             self._stepper.live.add(self)
             self._stepper.shared.listen(self, ids)
             if self._aborted:
@@ -330,16 +331,16 @@ class _Stream:
         metrics = sum_metrics(self._metrics)
         return RequestOutput(self._name, self._prepared.text, [*self._prepared.tokens], parts, metrics)
 
-    def _add_up(self, delta: StreamDelta, metrics: RequestMetrics, logprobs: list[dict[int, Logprob]]) -> None:
-        self._metrics[delta.index] = metrics
-        if delta.output is not None:
-            (self._parts[delta.index],) = delta.output.outputs
+    def _add_up(self, event: Delta | Finished, metrics: RequestMetrics) -> None:
+        self._metrics[event.index] = metrics
+        if isinstance(event, Finished):
+            (self._parts[event.index],) = event.output.outputs
             return
-        part = self._parts[delta.index]
-        part.token_ids += delta.new_token_ids
-        part.text += delta.new_text
+        part = self._parts[event.index]
+        part.token_ids += event.token_ids
+        part.text += event.text
         if part.logprobs is not None:
-            part.logprobs += logprobs
+            part.logprobs += event.logprobs or ()
 
     def wake(self) -> None:
         """There is news, or an error."""
@@ -371,24 +372,21 @@ class _Stream:
 
     # With the engine.
 
-    def take(self, delta: StreamDelta) -> None:
-        """Queues a delta for the task."""
-        if delta.request_id not in self._left:
+    def take(self, event: Event) -> None:
+        """Queues an event for the task."""
+        if event.request_id not in self._left:
             return
         assert self._engine is not None
-        if delta.output is not None:
-            del self._left[delta.request_id]
-            self._news.append((delta, delta.output.metrics, []))
-            self._told()
-            return
-        request = self._engine.request(delta.request_id)
-        if request is None:  # it has ended in the same step: the next delta says all
-            return
-        m, seen = request.metrics, self._left[delta.request_id]
-        now = dataclasses.replace(m, acceptance_histogram=[*m.acceptance_histogram], tier_rounds={**m.tier_rounds})
-        self._left[delta.request_id] = upto = seen + len(delta.new_token_ids)
-        self._news.append((delta, now, request.logprobs[seen:upto]))
-        self._told()
+        match event:
+            case Finished():
+                self._left.discard(event.request_id)
+                self._news.append((event, event.output.metrics))
+                self._told()
+            case Delta():
+                metrics = self._engine.metrics(event.request_id)
+                if metrics is not None:  # else it has ended in the same step: what follows says all
+                    self._news.append((event, metrics))
+                    self._told()
 
     def fail(self, error: BaseException) -> None:
         """What is queued comes, then the error."""
@@ -399,9 +397,9 @@ class _Stream:
     def end(self, engine: Engine) -> None:
         """Aborts what is left; the task hears of it, unless it has heard of an error."""
         for request_id in tuple(self._left):
-            delta = engine.abort(request_id)
-            if delta is not None and self._error is None:
-                self.take(delta)
+            finished = engine.abort(request_id)
+            if finished is not None and self._error is None:
+                self.take(finished)
         self._left.clear()
         self._stepper.live.discard(self)
 

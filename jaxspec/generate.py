@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.config import DRAFTERS, VERIFICATIONS
+from jaxspec.events import Delta, Finished
 from jaxspec.llm import LLM
 from jaxspec.request import RequestOutput, SamplingParams
 from jaxspec.text.grammar import GrammarSpec
@@ -107,9 +108,12 @@ def stream_one(
         print(f"\033[1m{prompt}\033[0m" if sys.stdout.isatty() else prompt, end="", flush=True)
     began = time.perf_counter()
     final: RequestOutput | None = None
-    for _, delta in llm.stream(prompt, params, grammar=grammar):
-        print(delta.new_text, end="", flush=True)
-        final = delta.output or final
+    for _, event in llm.stream(prompt, params, grammar=grammar):
+        match event:
+            case Delta():
+                print(event.text, end="", flush=True)
+            case Finished():
+                final = event.output
     assert final is not None
     return final, time.perf_counter() - began
 

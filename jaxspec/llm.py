@@ -18,9 +18,11 @@ from jaxspec.adaptive.controller import Recorder
 from jaxspec.adaptive.policy import TierPolicy
 from jaxspec.assemble import build_engine
 from jaxspec.config import EngineConfig, SpeculationConfig
-from jaxspec.engine import Engine, EngineStats
-from jaxspec.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams, StreamDelta
+from jaxspec.engine import Engine
+from jaxspec.events import Delta, Event, Finished
+from jaxspec.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from jaxspec.shared import SharedEngine
+from jaxspec.stats import EngineStats
 from jaxspec.text.grammar import Grammar, GrammarSpec
 
 Prompt = str | Sequence[int]
@@ -53,8 +55,8 @@ class Prepared:
             for index in range(self.params.n):
                 ids.append(
                     engine.add(
-                        self.tokens, self.params, prompt=self.text, index=index, grammar=self.grammar,
-                        arrival_time=arrival_time, priority=priority,
+                        self.tokens, self.params, index=index, grammar=self.grammar, arrival_time=arrival_time,
+                        priority=priority,
                     )
                 )  # fmt: skip
         except BaseException:
@@ -70,20 +72,23 @@ class _Group:
 
     Attributes:
       position: of the prompt in the call.
+      text: of the prompt; None where token ids were given.
       ids: the engine's request ids, by completion index.
       parts: finished completions by index.
     """
 
     position: int
+    text: str | None
     ids: list[str]
     parts: dict[int, RequestOutput]
 
     def merged(self) -> RequestOutput:
-        """All completions as one output, with summed metrics."""
+        """The finished completions as one output, with summed metrics."""
         ordered = [self.parts[i] for i in sorted(self.parts)]
         first = ordered[0]
         outputs: list[CompletionOutput] = [part.outputs[0] for part in ordered]
-        return dataclasses.replace(first, outputs=outputs, metrics=sum_metrics([part.metrics for part in ordered]))
+        metrics = sum_metrics([part.metrics for part in ordered])
+        return dataclasses.replace(first, prompt=self.text, outputs=outputs, metrics=metrics)
 
 
 def sum_metrics(parts: Sequence[RequestMetrics]) -> RequestMetrics:
@@ -202,9 +207,9 @@ class LLM:
         outputs: list[RequestOutput | None] = [None] * len(run.groups)
         try:
             with tqdm(total=len(run.groups), desc="prompts", disable=not use_tqdm or len(run.groups) < 2) as bar:
-                for position, delta in run:
-                    if delta.output is not None:
-                        outputs[position] = delta.output
+                for position, event in run:
+                    if isinstance(event, Finished):
+                        outputs[position] = event.output
                         bar.update()
         finally:
             run.close()
@@ -216,12 +221,12 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         grammar: Grammars = None,
-    ) -> Iterator[tuple[int, StreamDelta]]:
-        """Yields (position of the prompt, what was added) as tokens come.
+    ) -> Iterator[tuple[int, Delta | Finished]]:
+        """Yields (position of the prompt, what was added or how it ended) as tokens come.
 
-        Closing or dropping the iterator aborts what is left. The last delta of a prompt carries
-        its whole RequestOutput. Streams and calls of `generate` may be interleaved, in one thread or
-        in several: whoever waits for a token advances all of them.
+        Closing or dropping the iterator aborts what is left. The output of a Finished holds all completions of the
+        prompt that have ended so far, the last one's the whole. Streams and calls of `generate` may be interleaved, in
+        one thread or in several: whoever waits for a token advances all of them.
         """
         return self._submit(prompts, params, grammar, whole=False)
 
@@ -250,7 +255,7 @@ class LLM:
     @property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer (jaxspec.text.tokenizer.Tokenizer)."""
-        tokenizer = self.engine.tokenizer
+        tokenizer = self.engine.facts.tokenizer
         assert tokenizer is not None
         return tokenizer
 
@@ -309,7 +314,7 @@ class LLM:
             groups: list[_Group] = []
             try:
                 for position, prompt in enumerate(prepared):
-                    groups.append(_Group(position, prompt.add(engine, arrival_time), {}))
+                    groups.append(_Group(position, prompt.text, prompt.add(engine, arrival_time), {}))
                 run = _Run(self.shared, groups, whole)
                 self.shared.listen(run, [request_id for group in groups for request_id in group.ids])
             except BaseException:
@@ -332,39 +337,40 @@ class LLM:
             raise ValueError(
                 f"grammar must be one GrammarSpec or one for each prompt: got {len(specs)} for {len(prompts)}"
             )
-        compiler = self.engine.grammars
+        compiler = self.engine.facts.grammars
         if compiler is None and any(specs):
             raise ValueError("a grammar needs LLM(structured_output=True) and a tokenizer that serves grammars")
         return [None if spec is None or compiler is None else compiler.compile(spec) for spec in specs]
 
 
-class _Run(Iterator[tuple[int, StreamDelta]]):
-    """The iterator behind generate and stream: one call's deltas, whoever steps the engine.
+class _Run(Iterator[tuple[int, Delta | Finished]]):
+    """The iterator behind generate and stream: one call's events, whoever steps the engine.
 
     Args:
-      whole: only deltas that end a prompt are wanted.
+      whole: only the last event of each prompt is wanted.
     """
 
     def __init__(self, shared: SharedEngine, groups: list[_Group], whole: bool):
         self._shared, self.groups, self._whole = shared, groups, whole
         self._owner = {request_id: group for group in groups for request_id in group.ids}
         self._live = set(self._owner)
-        self._ready: deque[tuple[int, StreamDelta]] = deque()
+        self._ready: deque[tuple[int, Delta | Finished]] = deque()
         self._error: Exception | None = None
 
-    def take(self, delta: StreamDelta) -> None:
-        """Queues a delta; the last one of a prompt gets the whole output."""
-        if delta.request_id not in self._live:  # closed meanwhile
+    def take(self, event: Event) -> None:
+        """Queues an event; the output of the last one of a prompt is the prompt's."""
+        if event.request_id not in self._live:  # closed meanwhile
             return
-        group = self._owner[delta.request_id]
-        if delta.output is not None:
-            group.parts[delta.index] = delta.output
-            output = group.merged() if len(group.parts) == len(group.ids) else None
-            delta = dataclasses.replace(delta, output=output)
-        if delta.output is not None or not self._whole:
-            self._ready.append((group.position, delta))
-        if delta.finish_reason is not None:
-            self._live.discard(delta.request_id)  # last: who sees none live finds everything ready
+        group = self._owner[event.request_id]
+        match event:
+            case Delta():
+                if not self._whole:
+                    self._ready.append((group.position, event))
+            case Finished():
+                group.parts[event.index] = event.output
+                if len(group.parts) == len(group.ids) or not self._whole:
+                    self._ready.append((group.position, dataclasses.replace(event, output=group.merged())))
+                self._live.discard(event.request_id)  # last: who sees none live finds everything ready
 
     def fail(self, error: Exception) -> None:
         """What is ready comes, then the error, for good."""
@@ -375,7 +381,7 @@ class _Run(Iterator[tuple[int, StreamDelta]]):
     def _settled(self) -> bool:
         return bool(self._ready) or not self._live
 
-    def __next__(self) -> tuple[int, StreamDelta]:
+    def __next__(self) -> tuple[int, Delta | Finished]:
         while True:
             live = bool(self._live)
             try:

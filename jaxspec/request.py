@@ -296,6 +296,7 @@ class Request:
       epoch: grows at every preemption and at the end; results of rounds dispatched in an older epoch are dropped.
       in_flight: for each dispatched result that the host has not seen, oldest first, the most tokens it adds to
         the pool: depth + 1 for a round, 0 for the first token of a prefill.
+      drafter_lag: most committed tokens that the drafter has not consumed.
       metrics: what it cost.
       error, error_kind: message and kind of a request that ended with FinishReason.ERROR; both None otherwise.
     """
@@ -318,6 +319,7 @@ class Request:
     cacheable_generated: bool = True
     epoch: int = 0
     in_flight: list[int] = dataclasses.field(default_factory=list)
+    drafter_lag: int = 1
     metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
     error: str | None = None
     error_kind: ErrorKind | None = None
@@ -379,7 +381,7 @@ class RequestOutput:
 
     Attributes:
       request_id: as given or assigned.
-      prompt: the text; None when token ids were given.
+      prompt: the text; None when token ids were given, and of an engine, which has no other.
       prompt_token_ids: the tokens.
       outputs: one for each of the `n` completions, by index.
       metrics: over all completions.
@@ -410,22 +412,3 @@ class RequestOutput:
     def finished(self) -> bool:
         """Every completion has ended."""
         return all(output.finish_reason is not None for output in self.outputs)
-
-
-@dataclasses.dataclass
-class StreamDelta:
-    """What a step added to one completion.
-
-    Attributes:
-      request_id, index: the completion.
-      new_token_ids, new_text: since the delta before.
-      finish_reason: set on the completion's last delta.
-      output: the whole result, on the request's last delta only.
-    """
-
-    request_id: str
-    index: int
-    new_token_ids: list[int]
-    new_text: str
-    finish_reason: FinishReason | None = None
-    output: RequestOutput | None = None

@@ -1,7 +1,7 @@
-"""One engine for many threads: turns in the order of asking, steps by whoever waits, deltas to those who own them.
+"""One engine for many threads: turns in the order of asking, steps by whoever waits, events to those who own them.
 
 An engine is for one thread at a time. Here a thread takes a turn: for one function, or to step until it has what it
-waits for. While it steps, the others wait for their own deltas, not for the engine: each is woken when it has heard
+waits for. While it steps, the others wait for their own events, not for the engine: each is woken when it has heard
 something, and the one that steps hands over when it is done. Nobody runs in between turns, and nothing is held that
 another thread, or the garbage collector, could wait for: the lock inside guards the queue alone, never a step.
 
@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 from jaxspec.engine import Engine
-from jaxspec.request import StreamDelta
+from jaxspec.events import Event, Finished
 
 T = TypeVar("T")
 
@@ -27,8 +27,8 @@ T = TypeVar("T")
 class Listener(Protocol):
     """Who owns requests. Both are called within a turn, from any thread: they must neither wait nor raise."""
 
-    def take(self, delta: StreamDelta) -> None:
-        """What a step added to one of its requests."""
+    def take(self, event: Event) -> None:
+        """What a step says of one of its requests."""
 
     def fail(self, error: Exception) -> None:
         """Nothing more comes of its requests."""
@@ -232,15 +232,15 @@ class SharedEngine:
     # With the turn.
 
     def _step(self, engine: Engine) -> None:
-        """One step, its deltas handed to those they belong to."""
+        """One step, its events handed to those they belong to."""
         self._drain(engine)
         try:
-            for delta in engine.step():
-                listener = self._listeners.get(delta.request_id)
+            for event in engine.step():
+                listener = self._listeners.get(event.request_id)
                 if listener is not None:
-                    listener.take(delta)
-                if delta.output is not None:
-                    self._listeners.pop(delta.request_id, None)
+                    listener.take(event)
+                if isinstance(event, Finished):
+                    self._listeners.pop(event.request_id, None)
         except BaseException as error:
             self._fail(engine, error)
             raise

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "numpy", "ml_dtypes", "safetensors", "torch"}
-HOST_PURE = {"config", "request", "tier", "adaptive", "scheduling", "traffic"}
+HOST_PURE = {"config", "request", "tier", "events", "stats", "adaptive", "scheduling", "traffic"}
 #: Parts of jaxspec (modules or packages) and the other parts that they may import.
 EVERYONE = {"config", "request", "tier"}
 ALLOWED = {
@@ -27,16 +27,22 @@ ALLOWED = {
     "runtime": EVERYONE | {"adaptive", "scheduling", "models", "speculation", "cache"},
     "checkpointing": {"models", "speculation"},
     "text": {"checkpointing"},
-    "engine": EVERYONE | {"adaptive", "scheduling", "runtime", "text", "traffic"},
+    "events": {"request"},
+    "stats": set(),
+    "facts": {"request", "scheduling", "text"},
+    "output": {"request", "facts", "text"},
+    "warming": {"tier", "runtime"},
+    "engine": EVERYONE
+    | {"adaptive", "scheduling", "runtime", "text", "traffic", "events", "stats", "facts", "output", "warming"},
     "train": EVERYONE | {"models", "speculation", "checkpointing", "cache", "text"},
     "assemble": EVERYONE
-    | {"adaptive", "scheduling", "runtime", "models", "speculation", "checkpointing", "text", "engine"},
-    "shared": EVERYONE | {"engine"},
-    "llm": EVERYONE | {"adaptive", "assemble", "engine", "shared", "text"},
-    "async_llm": EVERYONE | {"engine", "llm", "shared", "text"},
+    | {"adaptive", "scheduling", "runtime", "models", "speculation", "checkpointing", "text", "facts", "engine"},
+    "shared": EVERYONE | {"engine", "events"},
+    "llm": EVERYONE | {"adaptive", "assemble", "engine", "events", "shared", "stats", "text"},
+    "async_llm": EVERYONE | {"engine", "events", "llm", "shared", "text"},
 }
 FRONTS = {"generate", "bench", "__init__"}
-ENGINE_PARTS = ("jaxspec.assemble", "jaxspec.llm", "jaxspec.engine", "jaxspec.adaptive")
+ENGINE_PARTS = ("jaxspec.assemble", "jaxspec.llm", "jaxspec.engine", "jaxspec.events", "jaxspec.adaptive")
 #: Commands of training that run the engine; no other module of training may.
 ENGINE_COMMANDS = {"train/data/regenerate.py", "train/run/evaluate.py"}
 

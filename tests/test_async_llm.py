@@ -32,7 +32,7 @@ def llm(tiny_llm: LLM) -> Iterator[LLM]:
     assert tiny_llm.shared._holder is None and not tiny_llm.shared._queue
     while tiny_llm.engine.has_work:
         tiny_llm.engine.step()
-    assert stats.free_pages + stats.cached_pages == tiny_llm.engine.num_pages
+    assert stats.free_pages + stats.cached_pages == tiny_llm.engine.facts.sizes.num_pages
 
 
 def stepping() -> bool:

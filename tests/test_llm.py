@@ -13,6 +13,7 @@ import pytest
 from jaxspec import LLM, SamplingParams
 from jaxspec.assemble import resolve_drafter, resolve_model
 from jaxspec.checkpointing import hf
+from jaxspec.events import Delta, Finished
 from jaxspec.models.tiny import tiny_target
 from jaxspec.request import FinishReason, RequestOutput
 
@@ -117,13 +118,15 @@ def test_streams_add_up(llm: LLM):
     texts: dict[tuple[int, int], str] = {}
     tokens: dict[tuple[int, int], list[int]] = {}
     final: dict[int, RequestOutput] = {}
-    for position, delta in llm.stream(prompts, mixed):
-        key = position, delta.index
-        assert position not in final, "a delta after the last one"
-        texts[key] = texts.get(key, "") + delta.new_text
-        tokens[key] = tokens.get(key, []) + delta.new_token_ids
-        if delta.output is not None:
-            final[position] = delta.output
+    for position, event in llm.stream(prompts, mixed):
+        key = position, event.index
+        assert position not in final or not final[position].finished or len(final[position].outputs) < mixed[position].n
+        if isinstance(event, Finished):
+            assert [c.index for c in event.output.outputs if c.index == event.index] == [event.index]
+            final[position] = event.output
+        else:
+            texts[key] = texts.get(key, "") + event.text
+            tokens[key] = tokens.get(key, []) + event.token_ids
     for position, output in enumerate(whole):
         for choice in output.outputs:
             assert texts[position, choice.index] == choice.text
@@ -159,8 +162,8 @@ def test_a_call_within_a_stream(llm: LLM):
     """The outer stream loses nothing to the inner call, and comes to its end."""
     expected, inner = llm.generate(["abc", "fgh"], GREEDY)
     tokens: list[int] = []
-    for i, (_, delta) in enumerate(llm.stream("abc", GREEDY)):
-        tokens += delta.new_token_ids
+    for i, (_, event) in enumerate(llm.stream("abc", GREEDY)):
+        tokens += event.token_ids if isinstance(event, Delta) else []
         if i == 1:
             assert llm.generate("fgh", GREEDY)[0].token_ids == inner.token_ids
     assert tokens == expected.token_ids
@@ -178,7 +181,7 @@ def test_two_streams_side_by_side(llm: LLM):
             if item is None:
                 live.remove(i)
             else:
-                tokens[i] += item[1].new_token_ids
+                tokens[i] += item[1].token_ids if isinstance(item[1], Delta) else []
     assert tokens == [o.token_ids for o in expected]
 
 

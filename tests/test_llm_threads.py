@@ -14,7 +14,8 @@ import pytest
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.request import FinishReason, RequestOutput, StreamDelta
+from jaxspec.events import Delta, Event, Finished
+from jaxspec.request import FinishReason, RequestOutput
 from jaxspec.shared import SharedEngine
 from jaxspec.tier import Tier
 
@@ -36,7 +37,7 @@ def llm(tiny_llm: LLM) -> Iterator[LLM]:
     assert shared._holder is None and not shared._queue and not shared._abandoned
     while tiny_llm.engine.has_work:
         tiny_llm.engine.step()
-    assert stats.free_pages + stats.cached_pages == tiny_llm.engine.num_pages
+    assert stats.free_pages + stats.cached_pages == tiny_llm.engine.facts.sizes.num_pages
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def planted(llm: LLM, before: Callable[[int], None]) -> None:
     """`before` hears the number of each step, within it."""
     engine, count = llm.engine, iter(range(10_000))
 
-    def wrapped() -> list[StreamDelta]:
+    def wrapped() -> list[Event]:
         before(next(count))
         return type(engine).step(engine)
 
@@ -94,21 +95,25 @@ def token_ids(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 
 def streamed(llm: LLM, prompts: list[str], params: SamplingParams) -> list[list[list[int]]]:
     found = [[[] for _ in range(params.n)] for _ in prompts]
-    for position, delta in llm.stream(prompts, params):
-        found[position][delta.index] += delta.new_token_ids
+    for position, event in llm.stream(prompts, params):
+        found[position][event.index] += tokens_of(event)
     return found
 
 
+def tokens_of(event: Delta | Finished) -> list[int]:
+    return event.token_ids if isinstance(event, Delta) else []
+
+
 def left(llm: LLM, prompts: list[str], params: SamplingParams, way: int) -> list[list[list[int]]]:
-    """The first delta of a stream that is closed, dropped, or dropped as a part of a cycle."""
+    """The first event of a stream that is closed, dropped, or dropped as a part of a cycle."""
     stream = llm.stream(prompts, params)
-    position, delta = next(stream)
+    position, event = next(stream)
     if way == 0:
         stream.close()  # type: ignore[attr-defined]
     elif way == 1:
         loop: list[Any] = [stream]
         loop.append(loop)
-    return [[[position, delta.index, *delta.new_token_ids]]]
+    return [[[position, event.index, *tokens_of(event)]]]
 
 
 def test_every_call_gets_what_it_gets_alone(llm: LLM):
@@ -149,7 +154,7 @@ def test_two_threads_share_every_round(llm: LLM):
     def call(prompt: str) -> Any:
         stream = llm.stream(prompt, LONG)
         both.wait(SECONDS)
-        return [[[token for _, delta in stream for token in delta.new_token_ids]]]
+        return [[[token for _, event in stream for token in tokens_of(event)]]]
 
     before = llm.stats.rounds
     assert Threads(lambda: call("abc"), lambda: call("fgh")).join() == [tokens for tokens, _ in alone]
@@ -295,11 +300,11 @@ def test_ctrl_c_within_a_step_comes_after_it(llm: LLM):
     stream, mine = llm.stream("abc", LONG), llm.stream("fgh", LONG)
     engine = llm.engine
 
-    def interrupted() -> list[StreamDelta]:
+    def interrupted() -> list[Event]:
         signal.raise_signal(signal.SIGINT)
-        deltas = type(engine).step(engine)
-        ended.append(len(deltas))
-        return deltas
+        events = type(engine).step(engine)
+        ended.append(len(events))
+        return events
 
     engine.step = interrupted
     handler = signal.getsignal(signal.SIGINT)
@@ -311,10 +316,10 @@ def test_ctrl_c_within_a_step_comes_after_it(llm: LLM):
     assert len(ended) == 3
     vars(engine).pop("step")
     mine.close()  # type: ignore[attr-defined]
-    tokens = [token for _, delta in stream for token in delta.new_token_ids]
+    tokens = [token for _, event in stream for token in tokens_of(event)]
     assert [[tokens]] == expected
 
-    def twice() -> list[StreamDelta]:
+    def twice() -> list[Event]:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("it was held back")
@@ -378,9 +383,9 @@ def test_one_stream_for_several_threads(llm: LLM):
     (output,) = llm.generate("abc", LONG)
     stream = llm.stream("abc", LONG)
     parts = Threads(*[lambda: list(stream)] * 3).join()
-    deltas = [delta for part in parts for _, delta in part]
-    assert sorted(token for delta in deltas for token in delta.new_token_ids) == sorted(output.token_ids)
-    assert [delta.output.token_ids for delta in deltas if delta.output is not None] == [output.token_ids]
+    events = [event for part in parts for _, event in part]
+    assert sorted(token for event in events for token in tokens_of(event)) == sorted(output.token_ids)
+    assert [event.output.token_ids for event in events if isinstance(event, Finished)] == [output.token_ids]
 
 
 def test_closing_ends_calls_and_then_everything_is_refused(llm: LLM, other: LLM):
@@ -428,5 +433,5 @@ def test_an_engine_that_cannot_be_mended(llm: LLM, other: LLM, monkeypatch: pyte
     other.close()
     with pytest.raises(RuntimeError, match="this LLM is closed"):
         _ = other.stats
-    for request_id in list(llm.engine._streams):
-        assert llm.engine.abort(request_id).finish_reason is FinishReason.ABORT  # type: ignore[union-attr]
+    for request_id in list(llm.engine._live):
+        assert llm.engine.abort(request_id).reason is FinishReason.ABORT  # type: ignore[union-attr]

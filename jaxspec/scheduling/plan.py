@@ -57,6 +57,37 @@ class SchedulerConfig:
                 f"{self.max_seq_len + self.max_growth} tokens, got {self.max_pages_per_seq} pages of {self.page_size}"
             )
 
+    def check(self, prompt: int, max_tokens: int) -> None:
+        """Whether a request of so many tokens could run alone.
+
+        Raises:
+          ValueError: an empty prompt, or more tokens than the context or the pool can ever hold.
+        """
+        if not prompt:
+            raise ValueError("prompt must hold at least 1 token, got 0")
+        if prompt >= self.max_seq_len:
+            raise ValueError(f"prompt must be shorter than max_seq_len = {self.max_seq_len} tokens, got {prompt}")
+        if prompt + max_tokens > self.max_seq_len:
+            raise ValueError(
+                f"prompt + max_tokens must be at most max_seq_len = {self.max_seq_len}, "
+                f"got {prompt} + {max_tokens} = {prompt + max_tokens}"
+            )
+        needed = self.pages_for(prompt + max_tokens)
+        if needed > self.num_pages:
+            raise ValueError(
+                f"prompt + max_tokens + max_growth = {prompt} + {max_tokens} + {self.max_growth} tokens need "
+                f"{needed} pages of {self.page_size}, but num_pages = {self.num_pages}"
+            )
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages for so many tokens and one round of the deepest tier."""
+        return -(-(tokens + self.max_growth) // self.page_size)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of prompt and outputs that the context and the pool hold for one request."""
+        return min(self.max_seq_len, self.num_pages * self.page_size - self.max_growth)
+
     @property
     def growth_pages(self) -> int:
         """Most pages that a plan adds to a row."""

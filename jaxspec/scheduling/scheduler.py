@@ -54,27 +54,11 @@ class Scheduler:
         Raises:
           ValueError: a duplicate id, an empty prompt, or more tokens than the context or the pool can ever hold.
         """
-        config = self.config
-        prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
         if request.request_id in self._by_id:
             raise ValueError(f"request_id must be unique among live requests, got {request.request_id!r} again")
-        if not prompt:
-            raise ValueError("prompt must hold at least 1 token, got 0")
-        if prompt >= config.max_seq_len:
-            raise ValueError(f"prompt must be shorter than max_seq_len = {config.max_seq_len} tokens, got {prompt}")
-        if prompt + max_tokens > config.max_seq_len:
-            raise ValueError(
-                f"prompt + max_tokens must be at most max_seq_len = {config.max_seq_len}, "
-                f"got {prompt} + {max_tokens} = {prompt + max_tokens}"
-            )
-        needed = self._pages_for(request, prompt + max_tokens)
-        if needed > config.num_pages:
-            raise ValueError(
-                f"prompt + max_tokens + max_growth = {prompt} + {max_tokens} + {config.max_growth} tokens need "
-                f"{needed} pages of {config.page_size}, but num_pages = {config.num_pages}"
-            )
+        self.config.check(len(request.prompt_token_ids), request.params.max_tokens)
         self._by_id[request.request_id] = request
-        self._ranks[request] = (request.arrival_time + request.priority * config.aging_seconds, self._added)
+        self._ranks[request] = (request.arrival_time + request.priority * self.config.aging_seconds, self._added)
         self._added += 1
         self._enqueue(self._waiting, request)
 
@@ -206,7 +190,7 @@ class Scheduler:
         to drop it. It could only have served tokens that are cut.
         """
         longest = len(request.prompt_token_ids) + request.params.max_tokens
-        return -(-(min(length, longest) + self.config.max_growth) // self.config.page_size)
+        return self.config.pages_for(min(length, longest))
 
     def _grow(self, request: Request, preempted: list[Request]) -> DecodeRow | None:
         """Reserves the row's next round for the deepest tier; None when the row itself was preempted for lack of pages.

@@ -63,10 +63,10 @@ class Built:
             buckets=tuple(sorted({bucket for buckets in runner.reachable.values() for bucket in buckets})),
             weight_bytes=runner.weight_bytes,
             pool_bytes=engine.pool_bytes,
-            pages=engine.num_pages,
-            page_size=engine.page_size,
-            max_seq_len=engine.max_seq_len,
-            max_batch_size=engine.max_batch_size,
+            pages=engine.facts.sizes.num_pages,
+            page_size=engine.facts.sizes.page_size,
+            max_seq_len=engine.facts.sizes.max_seq_len,
+            max_batch_size=engine.facts.sizes.max_batch_size,
         )
 
 
@@ -141,9 +141,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             running_requests=stats.running,
             waiting_requests=stats.waiting,
             waiting_prompt_tokens=self._generator.waiting_prompt_tokens,
-            kv_cache_usage=1 - (stats.free_pages + stats.cached_pages) / facts.num_pages,
+            kv_cache_usage=1 - (stats.free_pages + stats.cached_pages) / facts.sizes.num_pages,
             tokens_per_second=self._metrics.tokens_per_second,
-            max_running_requests=facts.max_batch_size,
+            max_running_requests=facts.sizes.max_batch_size,
         )
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:

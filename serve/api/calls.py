@@ -63,9 +63,9 @@ def limits_of(engine: EngineThread, config: ServerConfig) -> Limits:
         raise AssertionError("an engine that serves has facts")
     longest = 1 if facts.tokenizer is None else facts.tokenizer.longest_token
     return Limits(
-        tokens=facts.max_seq_len,
-        characters=facts.max_seq_len * longest,
-        default_tokens=min(facts.max_seq_len, config.max_output_tokens or facts.max_seq_len),
+        tokens=facts.sizes.max_seq_len,
+        characters=facts.sizes.max_seq_len * longest,
+        default_tokens=min(facts.sizes.max_seq_len, config.max_output_tokens or facts.sizes.max_seq_len),
         answer_bytes=config.max_message_mib * 2**20,
     )
 

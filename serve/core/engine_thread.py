@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
-from jaxspec.engine import Engine, EngineStats
-from jaxspec.text.grammar import GrammarCompiler
-from jaxspec.text.tokenizer import Tokenizer
+from jaxspec.engine import Engine
+from jaxspec.facts import EngineFacts
+from jaxspec.stats import EngineStats
 from serve.core.errors import unavailable
 from serve.core.tickets import Metrics, Ticket, Tickets, Update
 
@@ -31,43 +31,6 @@ SNAPSHOT_SECONDS = 0.1
 #: it (about a millisecond's work), the running streams do not wait for a burst. A step starts one request at most.
 INTAKE_COMPLETIONS, INTAKE_TOKENS = 16, 4096
 _log = logging.getLogger("serve")
-
-
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """What never changes once the engine is built, for any thread.
-
-    Attributes:
-      tokenizer, grammars: safe to use from any thread; None where the engine has none.
-      max_seq_len, max_batch_size, num_pages, page_size, vocab_size: the engine's.
-      max_growth: tokens beyond prompt and output for which a request needs pages.
-    """
-
-    tokenizer: Tokenizer | None
-    grammars: GrammarCompiler | None
-    max_seq_len: int
-    max_batch_size: int
-    num_pages: int
-    page_size: int
-    vocab_size: int
-    max_growth: int
-
-    @classmethod
-    def of(cls, engine: Engine) -> Facts:
-        return cls(
-            tokenizer=engine.tokenizer,
-            grammars=engine.grammars,
-            max_seq_len=engine.max_seq_len,
-            max_batch_size=engine.max_batch_size,
-            num_pages=engine.num_pages,
-            page_size=engine.page_size,
-            vocab_size=engine.runner.config.vocab_size,
-            max_growth=engine.scheduler.config.max_growth,
-        )
-
-    def pages_for(self, tokens: int) -> int:
-        """Pages that a prompt and output of this many tokens may come to need."""
-        return -(-(tokens + self.max_growth) // self.page_size)
 
 
 class EngineThread:
@@ -92,7 +55,7 @@ class EngineThread:
     def __init__(self, build: Callable[[], Engine], *, freeze: bool = False):
         self.state: State = "starting"
         self.snapshot: EngineStats | None = None
-        self.facts: Facts | None = None
+        self.facts: EngineFacts | None = None
         self.error: BaseException | None = None
         self._build, self._freeze = build, freeze
         self._submitted: deque[Sequence[Ticket]] = deque()  # in order; the engine has not heard of them
@@ -224,13 +187,14 @@ class EngineThread:
     # The thread's side.
 
     def _run(self) -> None:
+        engine = None
         try:
             engine = self._build()
             if self._freeze:
                 gc.collect()
                 gc.freeze()
             engine.on_round = self._metrics.on_round
-            self.facts = Facts.of(engine)
+            self.facts = engine.facts
             self._publish(engine)
             self._tell(lambda: self._enter("serving", after="starting"))
             while not self._stopping:
@@ -240,7 +204,7 @@ class EngineThread:
             self._tickets.abort_all(engine, "unavailable")
             self._flush()
         except BaseException as error:  # whatever it is: the loop must hear of it
-            self._die(error)
+            self._die(engine, error)
 
     def _turn(self, engine: Engine) -> None:
         """One step, and before it whatever was asked for meanwhile. Sleeps while there is nothing to do."""
@@ -286,7 +250,7 @@ class EngineThread:
         backlog = sum(not ticket.ended for tickets in self._submitted for ticket in tickets)
         self.snapshot = dataclasses.replace(stats, waiting=stats.waiting + backlog)
         self._snapshot_at = time.monotonic()
-        self._metrics.on_stats(self.snapshot, engine.num_pages)
+        self._metrics.on_stats(self.snapshot, engine.facts.sizes.num_pages)
 
     def _flush(self) -> None:
         updates = self._tickets.news()
@@ -302,12 +266,13 @@ class EngineThread:
                 raise
             self._stopping = True  # nobody is left to serve
 
-    def _die(self, error: BaseException) -> None:
+    def _die(self, engine: Engine | None, error: BaseException) -> None:
         self.error = error
         self._busy_since = None
         try:
             _log.critical("the engine died", exc_info=error)
-            self._tickets.abort_all(None, "error")
+            if engine is not None:
+                self._tickets.abort_all(engine, "error", dead=True)
         except Exception as e:
             _log.error("the dead engine's requests could not be counted", exc_info=e)
         finally:  # whatever else is broken: requests hang until the loop has heard

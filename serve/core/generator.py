@@ -368,8 +368,8 @@ class Generator:
                 facts, config = self._preparation.facts, self._config
                 pages = config.max_waiting_pages
                 if pages is None:
-                    pages = default_waiting_pages(facts.max_batch_size, config.max_waiting, facts.num_pages)
-                self._admission = Admission(facts.max_batch_size, config.max_waiting, pages)
+                    pages = default_waiting_pages(facts.sizes.max_batch_size, config.max_waiting, facts.sizes.num_pages)
+                self._admission = Admission(facts.sizes.max_batch_size, config.max_waiting, pages)
             return
         errors = {"stalled": "the engine hangs", "dead": "the engine died", "stopped": "the server is stopped"}
         self.fail_all(unavailable(errors[state], state))

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxspec.adaptive.policy import RoundStats
-from jaxspec.engine import EngineStats
 from jaxspec.request import RequestMetrics
+from jaxspec.stats import EngineStats
 from serve.core.jobs import Job
 from serve.core.tickets import Metrics
 

@@ -17,10 +17,11 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
+from jaxspec.facts import EngineFacts
 from jaxspec.request import SamplingParams
 from jaxspec.text.grammar import Grammar, GrammarSpec
 from jaxspec.text.tokenizer import Tokenizer
-from serve.core.engine_thread import EngineThread, Facts
+from serve.core.engine_thread import EngineThread
 from serve.core.errors import StatusError, invalid, unavailable
 from serve.core.grammar_trials import GrammarTrials
 from serve.core.jobs import Chat, Job, Prompt
@@ -78,12 +79,14 @@ class Preparation:
         tokens = await self.encode(job.prompt, job.add_special_tokens)
         try:
             params = self._resolve(job, len(tokens), facts)
-            pages = _pages(tokens, params, facts)
-            if job.fill_context:
-                pages = facts.pages_for(len(tokens) + 1)
+            # The engine looks again; but what can never run must not be told that the queue is full.
+            facts.sizes.check(len(tokens), params.max_tokens)
+            tokens = facts.tokens(tokens)
+            facts.check(params, None)
         except ValueError as e:
             raise invalid(str(e)) from e
         grammar = None if job.grammar is None else await self._compile(job.grammar)
+        pages = facts.sizes.pages_for(len(tokens) + (1 if job.fill_context else params.max_tokens))
         return Prepared(tokens, params, grammar, pages)
 
     async def encode(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
@@ -92,7 +95,7 @@ class Preparation:
             return list(prompt)
         if not prompt:
             raise invalid("prompt must not be empty, got ''")
-        tokenizer, longest = self._need_tokenizer(), self.facts.max_seq_len
+        tokenizer, longest = self._need_tokenizer(), self.facts.sizes.max_seq_len
 
         def encode() -> list[int]:
             if isinstance(prompt, Chat):
@@ -106,11 +109,10 @@ class Preparation:
 
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of token ids; StatusError as `prepare`."""
-        tokenizer, vocab_size = self._need_tokenizer(), self.facts.vocab_size
+        tokenizer, facts = self._need_tokenizer(), self.facts
 
         def decode() -> str:
-            _check_tokens(ids, vocab_size)
-            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+            return tokenizer.decode(facts.tokens(ids, "token ids"), skip_special_tokens=skip_special_tokens)
 
         return await self._in_thread(decode)
 
@@ -120,7 +122,7 @@ class Preparation:
         self._grammars.close()
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> EngineFacts:
         """Of the engine; StatusError UNAVAILABLE before it is built."""
         if self._engine.facts is None:
             raise unavailable("the engine is starting", "starting")
@@ -132,12 +134,11 @@ class Preparation:
             raise invalid("this model has no tokenizer: prompts must be token ids, and there is no text")
         return tokenizer
 
-    def _resolve(self, job: Job, prompt_tokens: int, facts: Facts) -> SamplingParams:
+    def _resolve(self, job: Job, prompt_tokens: int, facts: EngineFacts) -> SamplingParams:
         """The job's parameters with a seed and a number of tokens."""
         changes: dict[str, int] = {} if job.params.seed is not None else {"seed": secrets.randbits(32)}
         if job.fill_context:
-            room = min(facts.max_seq_len, facts.num_pages * facts.page_size - facts.max_growth) - prompt_tokens
-            limit = self._max_output_tokens
+            room, limit = facts.sizes.longest - prompt_tokens, self._max_output_tokens
             changes["max_tokens"] = max(1, room if limit is None else min(room, limit))
         return dataclasses.replace(job.params, **changes) if changes else job.params
 
@@ -247,31 +248,3 @@ class _Threads:
             call.done.set_result(result)
         else:
             call.done.set_exception(error)
-
-
-def _check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
-    if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
-        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
-        raise ValueError(f"token ids must lie in [0, {vocab_size}), got {wrong}")
-
-
-def _pages(tokens: Sequence[int], params: SamplingParams, facts: Facts) -> int:
-    """Pages that a completion may come to need.
-
-    The engine checks the same; but what can never run must not be told that the queue is full.
-
-    Raises:
-      ValueError: tokens outside the vocabulary, or more of them than the context or the pool can ever hold.
-    """
-    prompt, longest = len(tokens), len(tokens) + params.max_tokens
-    if not prompt:
-        raise ValueError("prompt must hold at least 1 token, got 0")
-    if longest > facts.max_seq_len:
-        sizes = f"{prompt} + {params.max_tokens} = {longest}"
-        raise ValueError(f"prompt + max_tokens must be at most max_seq_len = {facts.max_seq_len} tokens, got {sizes}")
-    _check_tokens(tokens, facts.vocab_size)
-    params.check_vocabulary(facts.vocab_size)
-    pages = facts.pages_for(longest)
-    if pages > facts.num_pages:
-        raise ValueError(f"prompt + max_tokens = {longest} tokens need {pages} pages, and there are {facts.num_pages}")
-    return pages

@@ -14,8 +14,10 @@ from typing import Any, Protocol
 import grpc
 
 from jaxspec.adaptive.policy import RoundStats
-from jaxspec.engine import Engine, EngineStats
-from jaxspec.request import Logprob, Request, RequestMetrics, RequestOutput, SamplingParams, StreamDelta
+from jaxspec.engine import Engine
+from jaxspec.events import Delta, Event, Finished, Started
+from jaxspec.request import Logprob, RequestMetrics, RequestOutput, SamplingParams
+from jaxspec.stats import EngineStats
 from jaxspec.text.grammar import Grammar
 from serve.core.errors import StatusError, invalid
 from serve.core.jobs import Job
@@ -46,10 +48,9 @@ class Ticket:
       queue_until, run_until: when it is ended unless it was scheduled, and in any case.
       deadline: the client's own.
       owner: for whoever made it; nothing here looks at it.
-      request: the engine's, once it was added.
       started: it had a slot. ended: nothing more comes.
       unsent: what the client has not heard yet, None for nothing. sent_at: when it last heard something.
-      token_at: when tokens came last. logprobs_seen: how many of the request's entries were passed on.
+      token_at: when tokens came last.
     """
 
     id: str
@@ -63,13 +64,11 @@ class Ticket:
     run_until: float
     deadline: float
     owner: Any
-    request: Request | None = None
     started: bool = False
     ended: bool = False
     unsent: Update | None = None
     sent_at: float | None = None
     token_at: float | None = None
-    logprobs_seen: int = 0
 
     @property
     def until(self) -> float:
@@ -112,7 +111,6 @@ class Tickets:
         self._metrics, self._fixed_interval = metrics, stream_interval
         self._streams = 0  # started ones
         self._live: dict[str, Ticket] = {}
-        self._waiting: dict[str, Ticket] = {}  # live ones that never had a slot
         self._held: dict[str, Ticket] = {}  # live ones with something unsent
         self._outbox: list[Update] = []
         self._soonest = float("inf")  # no ticket's time ends before this
@@ -127,10 +125,10 @@ class Tickets:
             error = self._add_all(engine, tickets)
         if error is not None:
             for ticket in tickets:
-                self._end(ticket, None, error)
+                self._end(ticket, None, error, None)
             return
         for ticket in tickets:
-            self._live[ticket.id] = self._waiting[ticket.id] = ticket
+            self._live[ticket.id] = ticket
             self._soonest = min(self._soonest, ticket.until)
             self._outbox.append(Update(ticket))
 
@@ -149,42 +147,37 @@ class Tickets:
             for ticket in added:
                 engine.abort(ticket.id)
             return invalid(str(e))
-        for ticket in added:
-            ticket.request = engine.request(ticket.id)
         return None
 
     def abort(self, engine: Engine, tickets: Iterable[Ticket], reason: str) -> None:
         """Ends tickets at the loop's wish; those that have ended are left alone."""
         for ticket in tickets:
             if not ticket.ended:
-                engine.abort(ticket.id)
-                self._end(ticket, reason, None)
+                self._end(ticket, reason, None, _cost(engine.abort(ticket.id)))
 
     def expire(self, engine: Engine, now: float) -> None:
         """Ends what has run out of time. Cheap while nothing has."""
         if now < self._soonest:
             return
         for ticket in [ticket for ticket in self._live.values() if ticket.until <= now]:
-            error = _expired([ticket], now)
-            engine.abort(ticket.id)
-            self._end(ticket, "timeout", error)
+            self._end(ticket, "timeout", _expired([ticket], now), _cost(engine.abort(ticket.id)))
         self._soonest = min((ticket.until for ticket in self._live.values()), default=float("inf"))
 
-    def after_step(self, deltas: Sequence[StreamDelta], now: float) -> None:
-        """Takes in what a step added to the completions.
+    def after_step(self, events: Sequence[Event], now: float) -> None:
+        """Takes in what a step says of the completions.
 
         Args:
           now: when the step ended.
         """
-        self._note_started()
         fresh: Counter[str] = Counter()
-        for delta in deltas:
-            fresh[delta.request_id] += len(delta.new_token_ids)
-        for delta in deltas:
-            ticket = self._live.get(delta.request_id)
+        for event in events:
+            if isinstance(event, Delta):
+                fresh[event.request_id] += len(event.token_ids)
+        for event in events:
+            ticket = self._live.get(event.request_id)
             if ticket is not None:  # else whoever used the engine before left it behind
-                self._count(ticket, fresh.pop(delta.request_id, 0), now)
-                self._take(ticket, delta, now)
+                self._count(ticket, fresh.pop(event.request_id, 0), now)
+                self._take(ticket, event, now)
         for ticket in list(self._held.values()):
             if ticket.sent_at is None or now - ticket.sent_at >= self._interval:
                 self._send(ticket, now)
@@ -193,17 +186,6 @@ class Tickets:
     def _interval(self) -> float:
         return self._streams / MESSAGES_PER_SECOND if self._fixed_interval is None else self._fixed_interval
 
-    def _note_started(self) -> None:
-        """The engine admits at most one request a step, so the search ends with the first that it finds."""
-        for ticket in self._waiting.values():
-            assert ticket.request is not None
-            if ticket.request.metrics.first_scheduled_time is not None:
-                ticket.started = True
-                self._streams += ticket.job.stream
-                del self._waiting[ticket.id]
-                self._outbox.append(Update(ticket, started=True))
-                return
-
     def _count(self, ticket: Ticket, tokens: int, now: float) -> None:
         """Counts a completion's tokens of a whole step: its second delta did not come 0 seconds after the first."""
         if tokens:
@@ -211,31 +193,30 @@ class Tickets:
             self._metrics.on_tokens(ticket.job, tokens, gap)
             ticket.token_at = now
 
-    def _take(self, ticket: Ticket, delta: StreamDelta, now: float) -> None:
-        request = ticket.request
-        assert request is not None
-        if delta.new_token_ids or delta.new_text:
-            self._keep(ticket, delta, request)
-        if delta.finish_reason is not None:
-            assert delta.output is not None
-            self._end(ticket, delta.finish_reason, None, delta.output)
-        elif ticket.job.stream and ticket.unsent is not None:
-            if self._interval and ticket.sent_at is not None:
-                self._held[ticket.id] = ticket
-            else:
-                self._send(ticket, now)
+    def _take(self, ticket: Ticket, event: Event, now: float) -> None:
+        match event:
+            case Started():
+                ticket.started = True
+                self._streams += ticket.job.stream
+                self._outbox.append(Update(ticket, started=True))
+            case Delta():
+                self._keep(ticket, event)
+                if ticket.job.stream:
+                    if self._interval and ticket.sent_at is not None:
+                        self._held[ticket.id] = ticket
+                    else:
+                        self._send(ticket, now)
+            case Finished():
+                self._end(ticket, event.reason, None, event.output.metrics, event.output)
 
-    def _keep(self, ticket: Ticket, delta: StreamDelta, request: Request) -> None:
+    def _keep(self, ticket: Ticket, delta: Delta) -> None:
         if ticket.unsent is None:
             ticket.unsent = Update(ticket)
         update = ticket.unsent
-        update.token_ids += delta.new_token_ids
-        update.text += delta.new_text
-        if ticket.params.logprobs is not None:
-            # The request is ahead of its delta where a step brings several: an entry for each of its own tokens.
-            seen, end = ticket.logprobs_seen, ticket.logprobs_seen + len(delta.new_token_ids)
-            update.logprobs = (update.logprobs or []) + request.logprobs[seen:end]
-            ticket.logprobs_seen = end
+        update.token_ids += delta.token_ids
+        update.text += delta.text
+        if delta.logprobs is not None:
+            update.logprobs = (update.logprobs or []) + delta.logprobs
 
     def _send(self, ticket: Ticket, now: float) -> None:
         assert ticket.unsent is not None
@@ -244,33 +225,37 @@ class Tickets:
         self._held.pop(ticket.id, None)
 
     def _end(
-        self, ticket: Ticket, reason: str | None, error: StatusError | None, output: RequestOutput | None = None
-    ) -> None:
-        """The ticket's one end. `reason` is for the metrics; None: the engine never had it."""
+        self, ticket: Ticket, reason: str | None, error: StatusError | None, metrics: RequestMetrics | None,
+        output: RequestOutput | None = None,
+    ) -> None:  # fmt: skip
+        """The ticket's one end. `reason` is for the metrics; without them the engine never had it."""
         assert not ticket.ended
         ticket.ended = True
         self._streams -= ticket.started and ticket.job.stream
-        for table in (self._live, self._waiting, self._held):
+        for table in (self._live, self._held):
             table.pop(ticket.id, None)
         update = ticket.unsent or Update(ticket)
         update.ended, update.output, update.error = True, output, error
         ticket.unsent = None
         self._outbox.append(update)
-        if ticket.request is not None:
+        if metrics is not None:
             assert reason is not None
-            self._metrics.on_finished(ticket.job, reason, len(ticket.prompt_token_ids), ticket.request.metrics)
+            self._metrics.on_finished(ticket.job, reason, len(ticket.prompt_token_ids), metrics)
 
-    def abort_all(self, engine: Engine | None, reason: str) -> None:
-        """Ends everything, also where the engine can no longer be asked."""
+    def abort_all(self, engine: Engine, reason: str, *, dead: bool = False) -> None:
+        """Ends everything; of a dead engine nothing is asked but what was counted."""
         for ticket in list(self._live.values()):
-            if engine is not None:
-                engine.abort(ticket.id)
-            self._end(ticket, reason, None)
+            metrics = engine.metrics(ticket.id) if dead else _cost(engine.abort(ticket.id))
+            self._end(ticket, reason, None, metrics)
 
     def news(self) -> list[Update]:
         """What the loop has to hear, in order; empties the outbox."""
         outbox, self._outbox = self._outbox, []
         return outbox
+
+
+def _cost(end: Finished | None) -> RequestMetrics | None:
+    return None if end is None else end.output.metrics
 
 
 def _expired(tickets: Sequence[Ticket], now: float) -> StatusError | None:

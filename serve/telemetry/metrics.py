@@ -22,8 +22,8 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from prometheus_client.utils import floatToGoString
 
 from jaxspec.adaptive.policy import RoundStats
-from jaxspec.engine import EngineStats
 from jaxspec.request import FinishReason, RequestMetrics
+from jaxspec.stats import EngineStats
 
 #: Distinct route labels (and, by themselves, refusal reasons) that are kept apart; further ones count as OTHER.
 MAX_LABELS = 64

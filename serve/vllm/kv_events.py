@@ -22,7 +22,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 import grpc
 from smg_grpc_proto.generated import common_pb2 as pb
 
-from jaxspec.engine import Engine, EngineStats
+from jaxspec.engine import Engine
+from jaxspec.stats import EngineStats
 from serve.core.engine_thread import EngineThread
 from serve.core.errors import StatusError
 
@@ -277,7 +278,7 @@ class KvEvents:
         if self._view is None:
             facts = self._engine.facts
             assert facts is not None
-            self._view = CacheView(facts.page_size)
+            self._view = CacheView(facts.sizes.page_size)
         view = self._view
         changes = await asyncio.to_thread(lambda: [_Message(group) for group in batched(view.advance(pages)) if group])
         behind = [subscriber for subscriber in self._subscribers if subscriber.behind]

@@ -23,11 +23,12 @@ from smg_grpc_proto.generated import common_pb2
 
 import jaxspec
 from jaxspec.assemble import resolve_model
-from jaxspec.engine import EngineStats
+from jaxspec.facts import EngineFacts
+from jaxspec.stats import EngineStats
 from serve.api.calls import Answering, breaking_off, counting_refusals, end_together, limits_of, made
 from serve.api.requests import MAX_ABORTED, check_count, deadline_of
 from serve.config import ServerConfig
-from serve.core.engine_thread import EngineThread, Facts
+from serve.core.engine_thread import EngineThread
 from serve.core.errors import StatusError, invalid, unavailable
 from serve.core.generator import Generator
 from serve.core.lifecycle import Lifecycle
@@ -133,8 +134,8 @@ class VllmServicer(rpc.VllmEngineServicer):
                 served_model_name=self._config.served_name,
                 tokenizer_path=TOKENIZER_SOURCE,
                 is_generation=True,
-                max_context_length=facts.max_seq_len,
-                max_req_input_len=facts.max_seq_len - 1,
+                max_context_length=facts.sizes.max_seq_len,
+                max_req_input_len=facts.sizes.max_seq_len - 1,
                 vocab_size=facts.vocab_size,
                 model_type=known.model_type,
                 architectures=known.architectures,
@@ -154,8 +155,8 @@ class VllmServicer(rpc.VllmEngineServicer):
                 uptime_seconds=time.monotonic() - self._started_at,
                 server_type="vllm-grpc",
                 data_parallel_size=1,
-                block_size=facts.page_size,
-                max_num_seqs=facts.max_batch_size,
+                block_size=facts.sizes.page_size,
+                max_num_seqs=facts.sizes.max_batch_size,
                 constrained_decoding_start="first_token" if facts.grammars is not None else "",
             )
 
@@ -180,8 +181,8 @@ class VllmServicer(rpc.VllmEngineServicer):
                         token_usage=load.token_usage,
                         gen_throughput=load.gen_throughput,
                         cache_hit_rate=load.cache_hit_rate,
-                        utilization=load.running_requests / facts.max_batch_size,
-                        max_running_requests=facts.max_batch_size,
+                        utilization=load.running_requests / facts.sizes.max_batch_size,
+                        max_running_requests=facts.sizes.max_batch_size,
                         num_waiting_uncached_tokens=load.waiting_uncached_tokens,
                     )
                 ],
@@ -191,21 +192,21 @@ class VllmServicer(rpc.VllmEngineServicer):
         """The record that goes out with cache events, from the engine's counters."""
         limits = self._engine.facts
         assert limits is not None
-        held = limits.num_pages - stats.free_pages - stats.cached_pages
+        held = limits.sizes.num_pages - stats.free_pages - stats.cached_pages
         return common_pb2.EngineLoad(
             running_requests=stats.running,
             waiting_requests=stats.waiting,
             # At most: nobody looks prompts up in the cache before they run.
             waiting_uncached_tokens=self._generator.waiting_prompt_tokens,
-            token_usage=held / limits.num_pages,
+            token_usage=held / limits.sizes.num_pages,
             gen_throughput=self._tokens_per_second(),
-            max_running_requests=limits.max_batch_size,
-            num_used_tokens=held * limits.page_size,
-            max_total_num_tokens=limits.num_pages * limits.page_size,
+            max_running_requests=limits.sizes.max_batch_size,
+            num_used_tokens=held * limits.sizes.page_size,
+            max_total_num_tokens=limits.sizes.num_pages * limits.sizes.page_size,
             cache_hit_rate=stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0,
         )
 
-    def _known(self) -> tuple[Facts, EngineStats]:
+    def _known(self) -> tuple[EngineFacts, EngineStats]:
         """What the engine is, and its counters; StatusError UNAVAILABLE before it has told both."""
         facts, stats = self._engine.facts, self._engine.snapshot
         if facts is None or stats is None:

@@ -9,7 +9,8 @@ from typing import Any
 from jaxspec.adaptive.policy import RoundStats
 from jaxspec.bench.offline.measure import Job, Mode
 from jaxspec.bench.offline.workloads import Prompt
-from jaxspec.request import CompletionOutput, FinishReason, RequestOutput, SamplingParams, StreamDelta
+from jaxspec.events import Delta, Event, Finished
+from jaxspec.request import CompletionOutput, FinishReason, RequestOutput, SamplingParams
 from jaxspec.tier import Tier
 
 
@@ -58,13 +59,14 @@ class PlantedEngine:
     def has_work(self) -> bool:
         return bool(self._waiting or self._rows or self._ended)
 
-    def step(self) -> list[StreamDelta]:
-        deltas: list[StreamDelta] = []
+    def step(self) -> list[Event]:
+        events: list[Event] = []
         stale, self._ended = self._ended, []
         if self._rows or stale:
             self.now += self.round
             size = len(self._rows) + len(stale)
-            deltas += [self._give(row, self.gain) for row in self._rows]
+            for row in self._rows:
+                events += self._give(row, self.gain)
             if self.lost:
                 self._ended = [row for row in self._rows if len(row.tokens) == row.limit]
             self._rows = [row for row in self._rows if len(row.tokens) < row.limit]
@@ -77,18 +79,18 @@ class PlantedEngine:
         if self._waiting:
             row = self._waiting.pop(0)
             self.now, self._prefilled = self.now + self.prefill, True
-            deltas.append(self._give(row, 1))
+            events += self._give(row, 1)
             self._rows.append(row)
-        return deltas
+        return events
 
-    def _give(self, row: _Row, count: int) -> StreamDelta:
+    def _give(self, row: _Row, count: int) -> list[Event]:
         new = list(range(len(row.tokens), min(row.limit, len(row.tokens) + count)))
         row.tokens += new
+        delta, end = Delta(row.name, 0, new, ""), FinishReason.LENGTH
         if len(row.tokens) < row.limit:
-            return StreamDelta(row.name, 0, new, "", None, None)
-        end = FinishReason.LENGTH
+            return [delta]
         output: Any = RequestOutput(row.name, None, [1], [CompletionOutput(0, row.tokens, "", end)], None)
-        return StreamDelta(row.name, 0, new, "", end, output)
+        return [delta, Finished(row.name, 0, end, output)]
 
 
 def mode(gain: int) -> Mode:

@@ -23,6 +23,7 @@ from jaxspec.adaptive.policy import BatchView, RoundStats
 from jaxspec.assemble import TREE_DRAFTERS, assemble, bind_drafter
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
+from jaxspec.events import Delta, Finished, Started
 from jaxspec.models.layers import Shared, causal_attention, shared_lm_head
 from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.request import FinishReason, RequestOutput, SamplingParams
@@ -186,7 +187,7 @@ class Bench:
                     kind, SpeculationConfig(tiers=TIERS[kind]), cost, num_pages=30, **options
                 )
         engine = self._engines[kind]
-        for request_id in list(engine._streams):  # what a failed test left behind
+        for request_id in list(engine._live):  # what a failed test left behind
             engine.abort(request_id)
         while engine.has_work:
             engine.step()
@@ -218,24 +219,32 @@ def drive(
     waiting = sorted(range(len(requests)), key=lambda i: (join(i), i))
     ids: dict[str, int] = {}
     outputs: dict[int, RequestOutput] = {}
+    started: dict[int, int] = {}
     streamed: dict[int, list[int]] = {i: [] for i in range(len(requests))}
     step = 0
     while waiting or engine.has_work:
         while waiting and join(waiting[0]) <= step:
             i = waiting.pop(0)
             ids[engine.add(*requests[i])] = i
-        for delta in engine.step():
-            i = ids[delta.request_id]
-            streamed[i] += delta.new_token_ids
-            if delta.output is not None:
-                assert i not in outputs and delta.finish_reason is not None
-                outputs[i] = delta.output
+        for event in engine.step():
+            i = ids[event.request_id]
+            assert i not in outputs, "an event after the last one"
+            match event:
+                case Started():
+                    assert i not in started and not streamed[i] and event.queue_seconds >= 0
+                    started[i] = event.cached_prompt_tokens
+                case Delta():
+                    streamed[i] += event.token_ids
+                case Finished():
+                    assert event.reason is event.output.finish_reason
+                    outputs[i] = event.output
         step += 1
         if on_step is not None:
             on_step(step, list(ids))
         assert step < 20_000, "the engine does not come to an end"
     for i, output in outputs.items():
         assert streamed[i] == output.token_ids
+        assert started[i] == output.metrics.cached_prompt_tokens
         assert output.metrics.output_tokens == len(output.token_ids)
     at_baseline(engine)
     return [outputs[i] for i in sorted(outputs)]

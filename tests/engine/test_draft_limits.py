@@ -8,6 +8,7 @@ import pytest
 
 from jaxspec.adaptive.policy import RoundStats
 from jaxspec.adaptive.static import StaticPolicy
+from jaxspec.events import Finished
 from jaxspec.request import RequestOutput, SamplingParams
 from jaxspec.tier import PLAIN, Tier
 
@@ -20,7 +21,7 @@ def run(engine: Any, work: list[Any], limits: tuple[int | None, ...]) -> list[Re
     ]
     outputs: dict[str, RequestOutput] = {}
     while engine.has_work:
-        outputs |= {delta.request_id: delta.output for delta in engine.step() if delta.output is not None}
+        outputs |= {e.request_id: e.output for e in engine.step() if isinstance(e, Finished)}
     return [outputs[name] for name in ids]
 
 
@@ -84,7 +85,7 @@ def test_a_policy_may_change_while_requests_run(bench: Any, tools: Any):
     for step in range(10_000):
         if step == 12:
             engine.use_policy(second)
-        outputs |= {delta.request_id: delta.output for delta in engine.step() if delta.output is not None}
+        outputs |= {e.request_id: e.output for e in engine.step() if isinstance(e, Finished)}
         if not engine.has_work:
             break
     tools.same([outputs[name] for name in ids], bench.expected(work))
@@ -115,7 +116,7 @@ def test_flushing_frees_idle_pages_and_spares_live_requests(bench: Any, tools: A
         engine.step()
     held = engine.stats.cached_pages
     assert engine.flush_prefix_cache() == held and engine.stats.cached_pages == 0
-    outputs = [d.output for _ in range(200) for d in engine.step() if d.request_id == live and d.output is not None]
+    outputs = [d.output for _ in range(200) for d in engine.step() if d.request_id == live and isinstance(d, Finished)]
     tools.same(outputs, [expected])
     assert outputs[0].metrics.cached_prompt_tokens > 0
     tools.at_baseline(engine)

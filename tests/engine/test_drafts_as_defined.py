@@ -134,7 +134,7 @@ def test_drafts_are_their_definition(bench: Any, tools: Any, kind: str):
     checked: dict[int, set[int]] = {}
 
     def check(step: int, ids: list[str]) -> None:
-        live = [s.request for i in ids if (s := engine._streams.get(i)) and s.request.slot is not None]
+        live = [s.request for i in ids if (s := engine._live.get(i)) and s.request.slot is not None]
         # Rows of finished requests are padding: their pages may be others' by now.
         slots = [request.slot for request in live]
         state = engine.runner.state

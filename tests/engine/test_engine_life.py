@@ -14,6 +14,7 @@ from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.assemble import build_drafter
 from jaxspec.checkpointing import hf
 from jaxspec.config import SpeculationConfig
+from jaxspec.events import Finished
 from jaxspec.models.tiny import tiny_target
 from jaxspec.request import FinishReason, SamplingParams
 from jaxspec.speculation.state import Geometry
@@ -112,7 +113,7 @@ def test_refused_requests_leave_no_trace(bench: Any, tools: Any, prompt: Any, fi
     assert engine.stats.free_pages == free
     done = {}
     while engine.has_work:
-        done |= {d.request_id: d.output for d in engine.step() if d.output is not None}
+        done |= {e.request_id: e.output for e in engine.step() if isinstance(e, Finished)}
     tools.same([done[first]], bench.expected(good))
     tools.at_baseline(engine)
     tools.same(tools.drive(engine, good), bench.expected(good))
@@ -123,7 +124,7 @@ def test_duplicate_ids_are_refused(bench: Any, tools: Any):
     engine.add([1], GREEDY, request_id="a")
     with pytest.raises(ValueError, match="request_id must be unique among live requests, got 'a' again"):
         engine.add([2], GREEDY, request_id="a")
-    assert engine.abort("a").finish_reason is FinishReason.ABORT and engine.abort("a") is None
+    assert engine.abort("a").reason is FinishReason.ABORT and engine.abort("a") is None
     engine.add([1], GREEDY, request_id="a")  # an id is free again at the end
     engine.abort("a")
     tools.at_baseline(engine)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec.adaptive.static import StaticPolicy
+from jaxspec.events import Finished
 from jaxspec.request import FinishReason, SamplingParams
 from jaxspec.tier import PLAIN
 from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise
@@ -168,7 +169,7 @@ def test_several_completions_of_a_prompt(bench: Any, tools: Any, kind: str):
     ids = [engine.add(prompt, many, index=i) for i in range(3)]
     done: dict[str, list[int]] = {}
     while engine.has_work:
-        done |= {d.request_id: d.output.token_ids for d in engine.step() if d.output is not None}
+        done |= {e.request_id: e.output.token_ids for e in engine.step() if isinstance(e, Finished)}
     alone = [(prompt, SamplingParams(temperature=1.0, seed=40 + i, max_tokens=12, ignore_eos=True)) for i in range(3)]
     assert [done[i] for i in ids] == [o.token_ids for o in bench.expected(alone)]
     assert len({tuple(tokens) for tokens in done.values()}) == 3
@@ -257,14 +258,14 @@ def test_aborts_at_any_moment(bench: Any, tools: Any, kind: str):
             engine.step()
         victims = {ids[0], ids[2], ids[4]}
         for victim in victims:
-            delta = engine.abort(victim)
-            assert delta.finish_reason is FinishReason.ABORT and delta.output.finish_reason is FinishReason.ABORT
-            assert delta.output.token_ids == expected[ids.index(victim)].token_ids[: len(delta.output.token_ids)]
+            end = engine.abort(victim)
+            assert end.reason is FinishReason.ABORT and end.output.finish_reason is FinishReason.ABORT
+            assert end.output.token_ids == expected[ids.index(victim)].token_ids[: len(end.output.token_ids)]
         done = {}
         while engine.has_work:
             for d in engine.step():
                 assert d.request_id not in victims
-                if d.output is not None:
+                if isinstance(d, Finished):
                     done[d.request_id] = d.output
         tools.same([done[ids[i]] for i in (1, 3)], [expected[i] for i in (1, 3)])
         tools.at_baseline(engine)

@@ -29,6 +29,7 @@ from jaxspec.assemble import TREE_DRAFTERS, assemble, bind_drafter
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
+from jaxspec.events import Delta, Finished
 from jaxspec.generate import grammar_of, parser
 from jaxspec.models.layers import Shared, causal_attention, shared_lm_head
 from jaxspec.models.tiny import tiny_config, tiny_target
@@ -166,8 +167,8 @@ def add(engine: Engine, asked: Asked, **options: Any) -> str:
     prompt, params, name = asked
     grammar = None
     if name is not None:
-        assert engine.grammars is not None
-        grammar = engine.grammars.compile(SPECS[name])
+        assert engine.facts.grammars is not None
+        grammar = engine.facts.grammars.compile(SPECS[name])
     return engine.add(prompt, params, grammar=grammar, **options)
 
 
@@ -185,10 +186,12 @@ def run(
         while waiting and join(waiting[0]) <= step:
             i = waiting.pop(0)
             ids[add(engine, asked[i])] = i
-        for delta in engine.step():
-            streamed[ids[delta.request_id]] += delta.new_text
-            if delta.output is not None:
-                outputs[ids[delta.request_id]] = delta.output
+        for event in engine.step():
+            match event:
+                case Delta():
+                    streamed[ids[event.request_id]] += event.text
+                case Finished():
+                    outputs[ids[event.request_id]] = event.output
         step += 1
         if on_step is not None:
             on_step(step, ids)
@@ -196,7 +199,7 @@ def run(
     for i, output in outputs.items():
         assert streamed[i] == output.outputs[0].text
     stats = engine.stats
-    assert stats.free_pages + stats.cached_pages == engine.num_pages
+    assert stats.free_pages + stats.cached_pages == engine.facts.sizes.num_pages
     assert stats.compilations_after_warmup == compilations
     return outputs
 
@@ -360,7 +363,7 @@ def test_completions_of_a_prompt_and_limits_of_depth(engines: Engines):
         ids = [add(engine, (prompt, params, name), index=index, max_depth=depth) for index in range(3)]
         done: dict[str, RequestOutput] = {}
         while engine.has_work:
-            done |= {delta.request_id: delta.output for delta in engine.step() if delta.output is not None}
+            done |= {e.request_id: e.output for e in engine.step() if isinstance(e, Finished)}
         texts.append([done[request_id].text for request_id in ids])
         for request_id in ids:
             satisfies("person", done[request_id].text)
@@ -377,18 +380,18 @@ def test_aborted_texts_leave_their_neighbours_alone(engines: Engines, expected: 
         if step == 5:
             for request_id, i in ids.items():
                 if i in (1, 2):
-                    live = engine.request(request_id)
-                    assert live is not None and live.request_id == request_id and not live.finished
-                    delta = engine.abort(request_id)
-                    assert delta is not None and delta.finish_reason is FinishReason.ABORT
-                    assert live.finished and engine.request(request_id) is None
+                    live = engine.metrics(request_id)
+                    assert live is not None and live.finished_time is None
+                    end = engine.abort(request_id)
+                    assert end is not None and end.reason is end.output.finish_reason is FinishReason.ABORT
+                    assert live.finished_time is None and engine.metrics(request_id) is None, "what was read is a copy"
 
     done: dict[int, RequestOutput] = {}
     ids = {add(engine, a): i for i, a in enumerate(asked)}
     for step in range(1, 3000):
-        for delta in engine.step():
-            if delta.output is not None:
-                done[ids[delta.request_id]] = delta.output
+        for event in engine.step():
+            if isinstance(event, Finished):
+                done[ids[event.request_id]] = event.output
         abort(step, ids)
         if not engine.has_work:
             break
@@ -455,13 +458,19 @@ def test_a_request_that_fails_to_begin_leaves_nothing(engines: Engines, monkeypa
         raise RuntimeError("no text")
 
     with monkeypatch.context() as patch:
-        patch.setattr("jaxspec.engine.IncrementalDetokenizer", fail)
+        patch.setattr("jaxspec.output.IncrementalDetokenizer", fail)
         with pytest.raises(RuntimeError, match="no text"):
             engine.add([1, 2], SamplingParams(), request_id="x")
     assert not engine.has_work and engine.step() == []
     engine.add([1, 2], SamplingParams(max_tokens=1), request_id="x")
     while engine.has_work:
         engine.step()
+
+
+def aborted(engine: Engine, request_id: str) -> RequestOutput:
+    end = engine.abort(request_id)
+    assert end is not None
+    return end.output
 
 
 def test_prompts_are_looked_at_once(engines: Engines):
@@ -472,17 +481,14 @@ def test_prompts_are_looked_at_once(engines: Engines):
                 engine.add(wrong, SamplingParams())  # pyright: ignore[reportArgumentType]
     prompt = [1, 2, 3]
     ids = [engine.add(prompt, SamplingParams(max_tokens=1), index=i) for i in range(3)]
-    requests = [engine.request(request_id) for request_id in ids]
-    lists = [request.prompt_token_ids for request in requests if request is not None]
+    lists = [aborted(engine, request_id).prompt_token_ids for request_id in ids]
     assert lists == [[1, 2, 3]] * 3 and len({id(tokens) for tokens in [prompt, *lists]}) == 4  # none is shared
     prompt[1] = V  # the same list, but not the same prompt
     with pytest.raises(ValueError, match=f"got {V}"):
         engine.add(prompt, SamplingParams())
     kept = engine.add(np.asarray([4, 5], np.int32), SamplingParams(max_tokens=1))  # pyright: ignore[reportArgumentType]
-    request = engine.request(kept)
-    assert request is not None and request.prompt_token_ids == [4, 5] and type(request.prompt_token_ids[0]) is int
-    for request_id in [*ids, kept]:
-        engine.abort(request_id)
+    tokens = aborted(engine, kept).prompt_token_ids
+    assert tokens == [4, 5] and type(tokens[0]) is int
     long = [3] * 90
     for _ in range(3):
         began = time.thread_time()
@@ -511,8 +517,8 @@ def without(engines: Engines) -> Iterator[Engine]:
 
 def test_what_an_engine_refuses(engines: Engines, without: Engine, expected: dict[int, RequestOutput]):
     engine = engines("plain")
-    assert engine.grammars is not None and without.grammars is None
-    grammar = engine.grammars.compile(SPECS["person"])
+    assert engine.facts.grammars is not None and without.facts.grammars is None
+    grammar = engine.facts.grammars.compile(SPECS["person"])
     with pytest.raises(ValueError, match=re.escape("needs an engine with EngineConfig.structured_output")):
         without.add([1], SamplingParams(), grammar=grammar)
     with pytest.raises(ValueError, match="min_tokens must be 0 with a grammar, which says when a text ends, got 2"):
@@ -533,7 +539,7 @@ def test_checkpoints_whose_text_cannot_serve_grammars(engines: Engines, caplog: 
     odd = Engines()
     odd.tokenizer = Tokenizer(backend, eos_token_ids=[1])
     engine = odd.build("plain", (PLAIN,), batch_buckets=(4,))
-    assert engine.grammars is None and "no structured output" in caplog.text
+    assert engine.facts.grammars is None and "no structured output" in caplog.text
 
 
 def test_the_offline_front(engines: Engines, expected: dict[int, RequestOutput], tmp_path: Path):
@@ -546,8 +552,8 @@ def test_the_offline_front(engines: Engines, expected: dict[int, RequestOutput],
     prompts, params = [workload()[i][0] for i in (0, 2)], [workload()[i][1] for i in (0, 2)]
     outputs = llm.generate(prompts, params, grammar=[SPECS["person"], None], use_tqdm=False)
     assert [output.token_ids for output in outputs] == [expected[0].token_ids, expected[2].token_ids]
-    deltas = [delta for _, delta in llm.stream(prompts[0], params[0], grammar=SPECS["person"])]
-    assert "".join(delta.new_text for delta in deltas) == expected[0].text
+    events = [event for _, event in llm.stream(prompts[0], params[0], grammar=SPECS["person"])]
+    assert "".join(event.text for event in events if isinstance(event, Delta)) == expected[0].text
     for wrong, message in [
         ([SPECS["person"]], "got 1 for 2"),
         ("person", "grammar must be one GrammarSpec or one for each prompt, got 'person'"),
@@ -556,7 +562,7 @@ def test_the_offline_front(engines: Engines, expected: dict[int, RequestOutput],
         with pytest.raises(ValueError, match=re.escape(message)):
             llm.generate(prompts, params, grammar=wrong)  # pyright: ignore[reportArgumentType]
     assert not llm.engine.has_work
-    llm.engine.grammars = None
+    llm.engine.facts = dataclasses.replace(llm.engine.facts, grammars=None)
     with pytest.raises(ValueError, match=re.escape("a grammar needs LLM(structured_output=True)")):
         llm.generate(prompts, params, grammar=SPECS["person"])
 

@@ -29,10 +29,12 @@ from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.policy import RoundStats
 from jaxspec.assemble import assemble, bind_drafter
 from jaxspec.config import EngineConfig, SpeculationConfig
-from jaxspec.engine import Engine, EngineStats
+from jaxspec.engine import Engine
+from jaxspec.events import Finished
 from jaxspec.models.tiny import tiny_target
 from jaxspec.request import RequestMetrics, RequestOutput, SamplingParams
 from jaxspec.speculation.drafters.ngram import NgramDrafter
+from jaxspec.stats import EngineStats
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Tier
 from serve.config import ServerConfig
@@ -318,9 +320,9 @@ class Stack:
         await eventually(lambda: generator.in_engine == 0)
         stats = await self.engine.call(lambda engine: engine.stats)
         assert stats.running == stats.waiting == 0
-        assert stats.free_pages + stats.cached_pages == self.facade.num_pages
+        assert stats.free_pages + stats.cached_pages == self.facade.facts.sizes.num_pages
         tickets, admission = self.engine._tickets, generator._admission
-        assert not (tickets._live or tickets._waiting or tickets._held)
+        assert not (tickets._live or tickets._held)
         assert not generator._by_id and generator._preparation.preparing == 0 and not self.engine._calls
         assert admission is not None and (admission.waiting, admission.waiting_pages) == (0, 0)
 
@@ -448,7 +450,7 @@ class Kit(Stories):
             ids = [self.engine.add(prompt, params, index=i) for i in range(params.n)]
             outputs: dict[str, RequestOutput] = {}
             while self.engine.has_work:
-                outputs |= {d.request_id: d.output for d in self.engine.step() if d.output is not None}
+                outputs |= {e.request_id: e.output for e in self.engine.step() if isinstance(e, Finished)}
             results.append([outputs[i] for i in ids])
         return results
 
@@ -477,7 +479,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Of requests and steps. A step that is held grows old by it: give the watchdog more seconds than that."""
     clock = Clock()
     for module in ("engine_thread", "generator", "tickets"):
-        monkeypatch.setattr(f"serve.{module}.time", clock)
+        monkeypatch.setattr(f"serve.core.{module}.time", clock)
     return clock
 
 

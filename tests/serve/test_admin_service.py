@@ -38,7 +38,7 @@ def test_server_info_is_an_allow_list_of_what_is_true(kit: Any):
             for _ in range(2):
                 await client.generate("abcabc", **LONG)
             info = await client.server_info()
-            engine = kit.engine
+            engine, sizes = kit.engine, kit.engine.facts.sizes
             assert (info.version, info.model, info.drafter, info.policy) == (
                 jaxspec.__version__,
                 "tiny",
@@ -47,13 +47,13 @@ def test_server_info_is_an_allow_list_of_what_is_true(kit: Any):
             )
             assert (info.verification, info.lossless, info.dtype, info.devices) == ("coupled", True, "float32", 1)
             assert info.device and info.state == "serving" and info.uptime_seconds > 0
-            assert (info.max_seq_len, info.max_batch_size) == (engine.max_seq_len, engine.max_batch_size)
+            assert (info.max_seq_len, info.max_batch_size) == (sizes.max_seq_len, sizes.max_batch_size)
             assert list(info.tiers) == ["off", "chain-1", "chain-3"] and list(info.buckets) == [2, 4]
             assert info.active_tier in info.tiers and sum(info.rounds_by_tier.values()) > 0
             assert info.executables == engine.stats.executables and info.warmup_seconds > 0
             assert 1 <= info.mean_acceptance_length <= 4
             memory = info.memory
-            assert (memory.pages, memory.page_size) == (engine.num_pages, engine.page_size)
+            assert (memory.pages, memory.page_size) == (sizes.num_pages, sizes.page_size)
             assert memory.free_pages + memory.cached_pages == memory.pages
             assert memory.weight_bytes == engine.runner.weight_bytes and memory.kv_pool_bytes == engine.pool_bytes
             assert "secret" not in str(info)

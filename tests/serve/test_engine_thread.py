@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from jaxspec.request import Logprob, Request, RequestMetrics, SamplingParams, StreamDelta
+from jaxspec.events import Delta, Finished, Started
+from jaxspec.request import FinishReason, Logprob, RequestMetrics, RequestOutput, SamplingParams
 from serve.core.engine_thread import SNAPSHOT_SECONDS, EngineThread
 from serve.core.errors import StatusError
 from serve.core.tickets import Ticket, Tickets
@@ -40,7 +41,7 @@ def test_one_thread_builds_and_steps_and_it_is_not_the_loops(kit: Any) -> None:
 def test_calls_run_between_steps_and_give_back_results_and_errors(kit: Any) -> None:
     async def story() -> None:
         async with kit.serving() as stack:
-            assert await stack.engine.call(lambda engine: engine.max_seq_len) == 120
+            assert await stack.engine.call(lambda engine: engine.facts.sizes.max_seq_len) == 120
             with pytest.raises(ZeroDivisionError):
                 await stack.engine.call(lambda engine: 1 // 0)
             generation = await stack.start([1, 2, 3], max_tokens=60)
@@ -158,7 +159,7 @@ def test_stop_ends_what_is_live_and_can_be_repeated(kit: Any) -> None:
             await kit.fails(stack.engine.call(lambda engine: 1), "UNAVAILABLE")
             assert stack.metrics.reasons == ["unavailable"] * 6
             stats = kit.engine.stats
-            assert stats.free_pages + stats.cached_pages == kit.engine.num_pages
+            assert stats.free_pages + stats.cached_pages == kit.engine.facts.sizes.num_pages
             assert stack.generator.live == stack.generator.in_engine == 0
 
     kit.run(story())
@@ -316,32 +317,28 @@ def ticket_of(kit: Any, **options: Any) -> Ticket:
 class NoEngine:
     """What tickets ask of an engine."""
 
-    requests: dict[str, Request] = dataclasses.field(default_factory=dict)
+    requests: list[str] = dataclasses.field(default_factory=list)
     aborted: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, tokens: list[int], params: SamplingParams, *, request_id: str, **rest: Any) -> str:
-        request = Request(request_id, tokens, params, 0)
-        request.metrics = RequestMetrics(first_scheduled_time=1.0)
-        self.requests[request_id] = request
+        self.requests.append(request_id)
         return request_id
 
-    def request(self, request_id: str) -> Request | None:
-        return self.requests.get(request_id)
-
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> Finished:
         self.aborted.append(request_id)
+        return Finished(request_id, 0, FinishReason.ABORT, RequestOutput(request_id, None, [], [], RequestMetrics()))
 
 
 def test_tokens_of_a_stream_are_merged_for_the_interval(kit: Any) -> None:
     engine: Any = NoEngine()
     tickets, ticket = Tickets(Counter(), 0.05), ticket_of(kit)
     tickets.add(engine, [ticket])
-    tickets.after_step([], 9.9)
+    tickets.after_step([Started("0.0", 0, 0, 0.0)], 9.9)
     accepted, started = tickets.news()
     assert not accepted.started and started.started
 
     def step(now: float, *tokens: int) -> list[list[int]]:
-        deltas = [StreamDelta("0.0", 0, list(tokens), "x" * len(tokens))] if tokens else []
+        deltas = [Delta("0.0", 0, list(tokens), "x" * len(tokens))] if tokens else []
         tickets.after_step(deltas, now)
         return [update.token_ids for update in tickets.news()]
 
@@ -368,13 +365,12 @@ def test_all_streams_together_make_so_many_messages_a_second(kit: Any, monkeypat
     made[2].job = dataclasses.replace(made[2].job, stream=False)
     for ticket in made:
         tickets.add(engine, [ticket])
-    for _ in made:
-        tickets.after_step([], 9.9)
+    tickets.after_step([Started(ticket.id, 0, 0, 0.0) for ticket in made], 9.9)
     assert all(ticket.started for ticket in made)
     tickets.news()
 
     def step(now: float, *names: str) -> list[str]:
-        tickets.after_step([StreamDelta(name, 0, [1], "x") for name in names], now)
+        tickets.after_step([Delta(name, 0, [1], "x") for name in names], now)
         return [update.ticket.id for update in tickets.news()]
 
     both = ("0.0", "0.1")
@@ -399,12 +395,11 @@ def test_each_delta_has_its_own_logprobs_and_a_step_its_own_gap(kit: Any, interv
     tickets, ticket = Tickets(gaps, interval), ticket_of(kit, logprobs=0)
     tickets.add(engine, [ticket])
     tickets.news()
-    request = engine.request("0.0")
     heard: list[tuple[list[int], list[int]]] = []
-    # A step may bring a request several deltas: the engine has all of their logprobs before the first is seen.
+    # A step may bring a request several deltas.
     for now, parts in ((10.0, [[1], [2]]), (11.0, [[3, 4], [5]]), (12.0, [[], [6]]), (13.0, [[7]])):
-        request.logprobs += [{t: Logprob(t, -1.0)} for part in parts for t in part]
-        tickets.after_step([StreamDelta("0.0", 0, list(part), "x") for part in parts], now)
+        deltas = [Delta("0.0", 0, list(part), "x", [{t: Logprob(t, -1.0)} for t in part]) for part in parts]
+        tickets.after_step(deltas, now)
         heard += [(u.token_ids, [t for e in u.logprobs for t in e]) for u in tickets.news() if u.logprobs is not None]
     assert [t for tokens, _ in heard for t in tokens] == [1, 2, 3, 4, 5, 6, 7]
     assert all(tokens == logprobs for tokens, logprobs in heard) and len(heard) >= 4
@@ -420,7 +415,7 @@ def test_time_limits_are_those_of_where_the_ticket_is(kit: Any) -> None:
             setattr(ticket, field, limit)
             tickets.add(engine, [ticket])
             if started:
-                tickets.after_step([], 1.0)
+                tickets.after_step([Started("0.0", 0, 0, 0.0)], 1.0)
             tickets.news()
             tickets.expire(engine, limit - 1)
             assert not engine.aborted

@@ -46,7 +46,7 @@ async def at_baseline(kit: Any, server: Server) -> None:
     await kit.eventually(lambda: server.generator.in_engine == 0 and server.generator.live == 0)
     stats = await server.engine.call(lambda engine: engine.stats)
     assert stats.running == stats.waiting == 0
-    assert stats.free_pages + stats.cached_pages == kit.engine.num_pages
+    assert stats.free_pages + stats.cached_pages == kit.engine.facts.sizes.num_pages
 
 
 async def collected(events: AsyncIterator[Event]) -> tuple[PromptInfo, dict[int, list[Delta]], dict[int, Finished]]:
@@ -94,7 +94,7 @@ def test_what_comes_over_the_wire_is_what_the_engine_makes_offline(kit: Any):
         kept = {name: value for name, value in options.items() if name not in _NOT_SAMPLING}
         return SamplingParams(**{"max_tokens": 120 - len(prompt), **kept})  # type: ignore[arg-type]
 
-    encode = kit.engine.tokenizer.encode
+    encode = kit.engine.facts.tokenizer.encode
     prompts = {name: encode(p) if isinstance(p, str) else p for name, (p, _) in CASES.items()}
     wanted = kit.offline([(prompts[name], with_room(prompts[name], options)) for name, (_, options) in CASES.items()])
 
@@ -195,9 +195,8 @@ def test_max_tokens_is_what_is_left_or_what_the_server_says(kit: Any):
     async def story() -> None:
         async with served(kit) as (_, client):
             filled = await client.generate("abc", temperature=0.0, ignore_eos=True)
-            assert (
-                len(filled.token_ids) == kit.engine.max_seq_len - 3 and filled.completions[0].finish_reason == "length"
-            )
+            assert len(filled.token_ids) == kit.engine.facts.sizes.max_seq_len - 3
+            assert filled.completions[0].finish_reason == "length"
         async with served(kit, max_output_tokens=5) as (_, client):
             assert len((await client.generate("abc", temperature=0.0, ignore_eos=True)).token_ids) == 5
             asked = await client.generate("abc", temperature=0.0, ignore_eos=True, max_tokens=7)
@@ -426,7 +425,7 @@ def test_tokenize_and_detokenize(kit: Any):
             async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
                 stub = GenerationServiceStub(channel)
                 answer = await stub.Tokenize(pb.TokenizeRequest(text="ab", add_special_tokens=False))
-                assert answer.max_tokens == kit.engine.max_seq_len
+                assert answer.max_tokens == kit.engine.facts.sizes.max_seq_len
                 with pytest.raises(grpc.RpcError, match="input must be exactly one of text and chat"):
                     await stub.Tokenize(pb.TokenizeRequest())
 

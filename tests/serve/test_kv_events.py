@@ -94,7 +94,7 @@ class Cache:
         self.pages: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.looks = 0
         self.error: StatusError | None = None
-        self.snapshot, self.facts = None, types.SimpleNamespace(page_size=2)
+        self.snapshot, self.facts = None, types.SimpleNamespace(sizes=types.SimpleNamespace(page_size=2))
 
     def check(self) -> None:
         pass

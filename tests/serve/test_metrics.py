@@ -24,8 +24,8 @@ from jaxspec.bench.online.arrivals import closed
 from jaxspec.bench.online.records import Objectives
 from jaxspec.bench.online.sender import Sending
 from jaxspec.bench.online.session import Session, Wanted
-from jaxspec.engine import EngineStats
 from jaxspec.request import FinishReason, RequestMetrics
+from jaxspec.stats import EngineStats
 from jaxspec.tier import PLAIN, Tier
 from serve.app import Server
 from serve.client import AsyncClient

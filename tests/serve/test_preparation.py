@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from jaxspec.facts import EngineFacts
+from jaxspec.scheduling.plan import SchedulerConfig
 from jaxspec.text.grammar import GrammarSpec
 from serve.__main__ import _BUSY
-from serve.core.engine_thread import Facts
 from serve.core.preparation import Preparation, _Threads
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +39,9 @@ class Engine:
 
     def __init__(self) -> None:
         self.tokenizer = Slow()
-        self.facts: Any = Facts(self.tokenizer, None, 100, 4, 50, 8, 13, 4)  # pyright: ignore[reportArgumentType]
+        sizes = SchedulerConfig(4, 50, 8, 13, 100, 4, 16)
+        tokenizer: Any = self.tokenizer
+        self.facts = EngineFacts(sizes, (4,), 13, True, frozenset(), tokenizer, None)
 
 
 def test_a_place_is_free_when_the_thread_is_done(stories: Any) -> None:

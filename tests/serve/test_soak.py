@@ -89,7 +89,8 @@ class Bed:
     def __init__(self, load: Load):
         self.kit = load.kit
         params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-        outputs = self.kit.offline([(self.kit.engine.tokenizer.encode(prompt), params) for prompt in load.prompts])
+        encode = self.kit.engine.facts.tokenizer.encode
+        outputs = self.kit.offline([(encode(prompt), params) for prompt in load.prompts])
         self.expected = {p: output[0].token_ids for p, output in zip(load.prompts, outputs, strict=True)}
 
     async def __aenter__(self) -> Bed:

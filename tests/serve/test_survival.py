@@ -522,8 +522,8 @@ def test_whoever_leaves_frees_the_pages_within_two_steps(kit: Any, expected: Any
         assert generator.in_engine == 1
         stats = engine.stats
         assert (stats.running, stats.waiting) == (1, 0)
-        pages = wire.server.engine.facts.pages_for(6 + 100)
-        assert engine.num_pages - stats.free_pages - stats.cached_pages <= pages
+        pages = wire.server.engine.facts.sizes.pages_for(6 + 100)
+        assert engine.facts.sizes.num_pages - stats.free_pages - stats.cached_pages <= pages
         assert sorted((name, reason) for name, reason, _ in wire.ends) == [(name, "abort") for name in names]
         assert all(count < 70 for _, _, count in wire.ends)
         assert where != "decode" or all(count > 0 for _, _, count in wire.ends)

@@ -18,7 +18,8 @@ from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.bench.offline.metrics import ADAPTIVE, PLAIN, STEADY_ROUNDS, Completion, Round, Run
 from jaxspec.bench.offline.workloads import Library, Prompt, queue
 from jaxspec.engine import Engine
-from jaxspec.request import FinishReason, SamplingParams, StreamDelta
+from jaxspec.events import Delta, Finished
+from jaxspec.request import FinishReason, SamplingParams
 from jaxspec.tier import Tier
 
 #: Tokens a request of the unrecorded runs that come first.
@@ -101,9 +102,9 @@ class _Live:
     ttft: float | None = None
     gaps: list[tuple[float, int]] = dataclasses.field(default_factory=list)
 
-    def take(self, delta: StreamDelta, now: float) -> int:
+    def take(self, delta: Delta, now: float) -> int:
         """Notes the delta; returns how many of its tokens came from rounds (the first one is the prefill's)."""
-        count = len(delta.new_token_ids)
+        count = len(delta.token_ids)
         if not count:
             return 0
         if self.ttft is None:
@@ -135,14 +136,16 @@ def run_queue(
             place, job = waiting.pop(0)
             live[engine.add(job.token_ids, job.params)] = _Live(place, job, clock())
         kinds = Counter(request.job.prompt.kind for request in live.values() if request.ttft is not None)
-        deltas = engine.step()
+        events = engine.step()
         now = clock()
         kept = 0
-        for delta in deltas:
-            request = live[delta.request_id]
-            kept += request.take(delta, now)
-            if delta.output is not None:
-                done[request.place] = _completion(live.pop(delta.request_id), delta)
+        for event in events:
+            match event:
+                case Delta():
+                    kept += live[event.request_id].take(event, now)
+                case Finished():
+                    request = live.pop(event.request_id)
+                    done[request.place] = _completion(request, event)
         rounds += _rounds(watch.take(), kept, kinds)
     while engine.has_work:  # a round may still be in flight for requests that have ended
         engine.step()
@@ -150,13 +153,12 @@ def run_queue(
     return Run(workload, batch_size, mode.name, repeat, now - began, tuple(rounds), ordered)
 
 
-def _completion(request: _Live, delta: StreamDelta) -> Completion:
-    assert delta.output is not None
-    if delta.finish_reason is FinishReason.ERROR:
-        raise RuntimeError(f"{delta.request_id}: the engine ended it with an error (logits that are not finite)")
+def _completion(request: _Live, end: Finished) -> Completion:
+    if end.reason is FinishReason.ERROR:
+        raise RuntimeError(f"{end.request_id}: the engine ended it with an error (logits that are not finite)")
     assert request.ttft is not None
     prompt = request.job.prompt
-    return Completion((prompt.kind, prompt.index), request.ttft, tuple(request.gaps), tuple(delta.output.token_ids))
+    return Completion((prompt.kind, prompt.index), request.ttft, tuple(request.gaps), tuple(end.output.token_ids))
 
 
 def _rounds(stats: Sequence[RoundStats], kept: int, kinds: Counter[str]) -> Iterator[Round]:

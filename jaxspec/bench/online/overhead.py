@@ -34,6 +34,7 @@ from jaxspec.bench.online.arrivals import Arrival, Load
 from jaxspec.bench.online.records import span
 from jaxspec.bench.online.sender import ADAPTIVE, OFF, Mode, Run, Sending, modes_of
 from jaxspec.engine import Engine
+from jaxspec.events import Delta, Finished
 from jaxspec.request import SamplingParams
 from serve.client import AsyncClient
 
@@ -143,17 +144,17 @@ def step_offline(
             first: dict[str, tuple[float, int]] = {}
             live = {engine.add(prompt, params) for prompt in wave}
             while live:
-                deltas = engine.step()
+                events = engine.step()
                 now = clock()
-                for delta in deltas:
-                    if delta.new_token_ids:
-                        first.setdefault(delta.request_id, (now, len(delta.new_token_ids)))
-                    if delta.output is None:
+                for event in events:
+                    if isinstance(event, Delta) and event.token_ids:
+                        first.setdefault(event.request_id, (now, len(event.token_ids)))
+                    if not isinstance(event, Finished):
                         continue
-                    live.discard(delta.request_id)
-                    if len(delta.output.token_ids) != max_tokens:
-                        raise RuntimeError(f"{delta.request_id} ended with {delta.finish_reason}")
-                    since, count = first[delta.request_id]
+                    live.discard(event.request_id)
+                    if len(event.output.token_ids) != max_tokens:
+                        raise RuntimeError(f"{event.request_id} ended with {event.reason}")
+                    since, count = first[event.request_id]
                     if count < max_tokens:
                         out.append((now - since) / (max_tokens - count))
             seconds += now - began

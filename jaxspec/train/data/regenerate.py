@@ -23,6 +23,7 @@ import numpy as np
 from jaxspec.checkpointing import hf
 from jaxspec.checkpointing.tensors import read_json
 from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.events import Finished
 from jaxspec.request import FinishReason, SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.data.dataset import Prompt, read_prompts
@@ -219,14 +220,14 @@ def _engine(target: Path, drafter: str, batch: int, longest: int, tokenizer: boo
                 rows[engine.add(prompts[index].tokens, params[index])] = index
             if not rows:
                 return
-            for delta in engine.step():
-                if delta.output is None:
+            for event in engine.step():
+                if not isinstance(event, Finished):
                     continue
-                index = rows.pop(delta.request_id)
-                if delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-                    error = delta.output.outputs[0].error
+                index = rows.pop(event.request_id)
+                if event.reason not in (FinishReason.STOP, FinishReason.LENGTH):
+                    error = event.output.outputs[0].error
                     raise ValueError(f"{prompts[index].source}: the target could not answer: {error}")
-                yield index, delta.output.token_ids
+                yield index, event.output.token_ids
 
     return generate
 

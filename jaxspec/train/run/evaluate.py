@@ -26,6 +26,7 @@ from jaxspec.checkpointing import drafters as checkpoint
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
+from jaxspec.events import Finished
 from jaxspec.models.layers import Transformer
 from jaxspec.request import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
@@ -178,11 +179,11 @@ def measure(engine: Engine, examples: Sequence[data.Example], depth: int) -> dic
         params = SamplingParams(temperature=0.0, max_tokens=count)
         names[engine.add(example.tokens[: example.prompt_length], params)] = example.dataset
     while engine.has_work:
-        for delta in engine.step():
-            if delta.output is not None:
-                total = totals.setdefault(names[delta.request_id], [0, 0])
-                total[0] += delta.output.metrics.accepted
-                total[1] += delta.output.metrics.rounds
+        for event in engine.step():
+            if isinstance(event, Finished):
+                total = totals.setdefault(names[event.request_id], [0, 0])
+                total[0] += event.output.metrics.accepted
+                total[1] += event.output.metrics.rounds
     return {name: 1.0 + accepted / rounds for name, (accepted, rounds) in sorted(totals.items()) if rounds}
 
 
