@@ -26,10 +26,11 @@ from serve.api.health import SERVICE as HEALTH
 from serve.api.health import HealthServicer
 from serve.config import ServerConfig
 from serve.core.engine_thread import EngineThread
+from serve.core.generator import Generator
 from serve.core.lifecycle import Lifecycle
 from serve.proto import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
-from serve.telemetry.meter import MeteredMetrics
-from serve.telemetry.observe import ObservedGenerator
+from serve.telemetry.metrics import ServerMetrics
+from serve.telemetry.requests import request_log
 
 #: Name in grpc.health.v1 that says whether the process is worth keeping; see Lifecycle.alive.
 LIVENESS = "liveness"
@@ -62,7 +63,7 @@ class Server:
     def __init__(self, config: ServerConfig, *, build: Callable[[], Engine] | None = None) -> None:
         self.config = config
         self.port, self.metrics_port = 0, None
-        self.metrics = MeteredMetrics(config.served_name)
+        self.metrics = ServerMetrics(config.served_name)
         self.engine = EngineThread(self._build, freeze=build is None)
         self._load = build or (lambda: load_engine(config))
         self._built: Built | None = None
@@ -110,13 +111,15 @@ class Server:
         config = self.config
         credentials = server_credentials(config)
         interceptors: list[Any] = [_CountUndecodable(lambda: self.metrics.on_refused("UNKNOWN", "undecodable"))]
+        observers = [request_log(config.log_prompts)]
         if config.otlp_endpoint is not None:
             from serve.telemetry.tracing import TraceInterceptor, Tracer
 
             self._tracer = Tracer.to_collector(config.served_name, config.otlp_endpoint)
             interceptors.append(TraceInterceptor())
+            observers.append(self._tracer.start)
         interceptors[:0] = self._guards()
-        self.generator = ObservedGenerator(self.engine, config, self.metrics, self._tracer)
+        self.generator = Generator(self.engine, config, self.metrics, observers)
         self.lifecycle = Lifecycle(self.engine, self.generator, config)
         self.lifecycle.on_change.append(self._on_change)
         self.lifecycle.on_alive.append(lambda alive: self._tell_health())
@@ -162,7 +165,6 @@ class Server:
                 self.engine,
                 self.generator,
                 self.lifecycle,
-                self.metrics,
                 config,
                 self.begin_drain,
                 lambda: self._built,
@@ -176,10 +178,7 @@ class Server:
         if importlib.util.find_spec("smg_grpc_proto") is not None:
             from serve.vllm import servicer as vllm
 
-            rate = lambda: self.metrics.tokens_per_second
-            vllm.add_to(
-                server, vllm.VllmServicer(self.generator, self.lifecycle, config, self.engine, self.metrics, rate)
-            )
+            vllm.add_to(server, vllm.VllmServicer(self.generator, self.lifecycle, config, self.engine, self.metrics))
             self._names.append(vllm.SERVICE)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if config.reflection:

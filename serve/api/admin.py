@@ -22,11 +22,10 @@ from serve.api.calls import Answering
 from serve.config import ServerConfig
 from serve.core.engine_thread import EngineThread
 from serve.core.errors import invalid
+from serve.core.generator import Generator
 from serve.core.lifecycle import Lifecycle
 from serve.proto import admin_pb2 as pb
 from serve.proto import admin_pb2_grpc
-from serve.telemetry.meter import MeteredMetrics
-from serve.telemetry.observe import ObservedGenerator
 
 POLICIES = ("adaptive", "static", "off")
 _MAX_DRAIN_SECONDS = 1e9
@@ -83,15 +82,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     def __init__(
         self,
         engine: EngineThread,
-        generator: ObservedGenerator,
+        generator: Generator,
         lifecycle: Lifecycle,
-        metrics: MeteredMetrics,
         config: ServerConfig,
         drain: Callable[[float | None], None],
         built: Callable[[], Built | None],
     ) -> None:
         self._engine, self._generator, self._lifecycle = engine, generator, lifecycle
-        self._metrics, self._config, self._drain, self._built = metrics, config, drain, built
+        self._config, self._drain, self._built = config, drain, built
         self._began = time.monotonic()
         resolved = config.speculation.resolved_policy
         self._policy = resolved if resolved in POLICIES else "profile"
@@ -104,7 +102,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             verification=self._config.speculation.verification,
             uptime_seconds=time.monotonic() - self._began,
             state=self._lifecycle.state,
-            mean_acceptance_length=self._metrics.mean_accepted_length,
+            mean_acceptance_length=self._engine.meter.mean_accepted_length,
         )
         built, stats = self._built(), self._engine.snapshot
         if built is None or stats is None:
@@ -142,7 +140,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             waiting_requests=stats.waiting,
             waiting_prompt_tokens=self._generator.waiting_prompt_tokens,
             kv_cache_usage=1 - (stats.free_pages + stats.cached_pages) / facts.sizes.num_pages,
-            tokens_per_second=self._metrics.tokens_per_second,
+            tokens_per_second=self._engine.meter.tokens_per_second,
             max_running_requests=facts.sizes.max_batch_size,
         )
 

@@ -17,10 +17,10 @@ import grpc
 
 from serve.api.requests import Limits
 from serve.config import ServerConfig
+from serve.core.completion import Completion
 from serve.core.engine_thread import EngineThread
 from serve.core.errors import StatusError
-from serve.core.jobs import Running
-from serve.core.tickets import Metrics
+from serve.core.observers import Metrics
 from serve.telemetry.logs import event
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ async def abort_call(context: Any, error: Exception) -> None:
     await context.abort_with_status(error.status())
 
 
-def end_together(context: Any, generation: Running, translate: Translate = lambda error: error) -> None:
+def end_together(context: Any, generation: Completion, translate: Translate = lambda error: error) -> None:
     """From now on the end of the call closes the generation, and a reader that stalls ends the call.
 
     Args as `breaking_off`.

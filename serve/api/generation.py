@@ -1,4 +1,4 @@
-"""jaxspec.v1.GenerationService: messages in, jobs out; chunks in, messages out.
+"""jaxspec.v1.GenerationService: messages in, jobs out; events in, messages out.
 
 Must not know the engine, admission or time limits: the generator does, and says so by StatusErrors.
 """
@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from jaxspec.events import Delta, Finished
 from jaxspec.request import FinishReason, Logprob
 from serve.api.calls import Answering, counting_refusals, end_together, limits_of, made
 from serve.api.requests import MAX_ABORTED, Limits, chat_of, check_count, deadline_of, prompt_text, to_job
 from serve.config import ServerConfig
+from serve.core.completion import Completion
 from serve.core.engine_thread import EngineThread
 from serve.core.errors import invalid
-from serve.core.generator import Chunk, Finish, Generator
-from serve.core.jobs import Chat, Running
-from serve.core.tickets import Metrics
+from serve.core.generator import Generator
+from serve.core.jobs import Chat
+from serve.core.observers import Metrics
 from serve.proto import generation_pb2 as pb
 from serve.proto import generation_pb2_grpc
 
@@ -39,10 +41,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         async with Answering(context):
             generation = await self._start(request, context, stream=False)
             try:
-                chunks = [chunk async for chunk in generation]
+                ends = [event async for event in generation if isinstance(event, Finished)]
             finally:
                 generation.close()
-            return await made(sum(map(_size, chunks)), lambda: self._whole(chunks, generation))
+            return await made(sum(map(_size, ends)), lambda: self._whole(ends, generation))
 
     async def GenerateStream(
         self, request: pb.GenerateRequest, context: Any
@@ -51,12 +53,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             generation = await self._start(request, context, stream=True)
             try:
                 yield pb.GenerateStreamResponse(prompt=self._prompt_info(generation))
-                async for chunk in generation:
-                    if chunk.token_ids or chunk.text:
-                        delta = await made(_size(chunk), lambda chunk=chunk: _delta(chunk))
+                async for event in generation:
+                    if isinstance(event, Finished):
+                        yield pb.GenerateStreamResponse(finished=_finished(event))
+                    else:
+                        delta = await made(_size(event), lambda event=event: _delta(event))
                         yield pb.GenerateStreamResponse(delta=delta)
-                    if chunk.finish is not None:
-                        yield pb.GenerateStreamResponse(finished=_finished(chunk.index, chunk.finish, generation))
             finally:
                 # Whatever ended the call: its end, a cancel, or a write that will never be taken (GeneratorExit).
                 generation.close()
@@ -84,7 +86,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             text = await self._generator.detokenize(list(request.ids), skip_special_tokens=skip)
             return pb.DetokenizeResponse(text=text)
 
-    async def _start(self, request: pb.GenerateRequest, context: Any, *, stream: bool) -> Running:
+    async def _start(self, request: pb.GenerateRequest, context: Any, *, stream: bool) -> Completion:
         """The job under way; it ends with the call, whoever ends that."""
         with counting_refusals(self._metrics):
             limits = limits_of(self._engine, self._config)
@@ -93,7 +95,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         end_together(context, generation)
         return generation
 
-    def _prompt_info(self, generation: Running) -> pb.PromptInfo:
+    def _prompt_info(self, generation: Completion) -> pb.PromptInfo:
         return pb.PromptInfo(
             request_id=generation.job.request_id,
             model=self._config.served_name,
@@ -101,14 +103,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             seed=generation.seed,
         )
 
-    def _whole(self, chunks: Sequence[Chunk], generation: Running) -> pb.GenerateResponse:
+    def _whole(self, ends: Sequence[Finished], generation: Completion) -> pb.GenerateResponse:
         """The answer of a call that is not streamed; StatusError where it is too large for a message after all."""
-        parts: dict[int, list[Chunk]] = {}
-        for chunk in chunks:
-            parts.setdefault(chunk.index, []).append(chunk)
         answer = pb.GenerateResponse(
             prompt=self._prompt_info(generation),
-            completions=[_completion(own, generation) for _, own in sorted(parts.items())],
+            completions=[_completion(end) for end in sorted(ends, key=lambda end: end.index)],
         )
         size, limit = answer.ByteSize(), self._config.max_message_mib * 2**20
         if size > limit:
@@ -130,9 +129,10 @@ def _tokenize_prompt(request: pb.TokenizeRequest, limits: Limits) -> str | Chat:
             raise invalid("input must be exactly one of text and chat, got none")
 
 
-def _size(chunk: Chunk) -> int:
+def _size(event: Delta | Finished) -> int:
     """How much there is to convert."""
-    return len(chunk.token_ids) + sum(map(len, chunk.logprobs or ()))
+    part = event if isinstance(event, Delta) else event.output.outputs[0]
+    return len(part.token_ids) + sum(map(len, part.logprobs or ()))
 
 
 def _logprobs(entries: Sequence[dict[int, Logprob]] | None) -> list[pb.TokenLogprobs]:
@@ -144,35 +144,34 @@ def _logprobs(entries: Sequence[dict[int, Logprob]] | None) -> list[pb.TokenLogp
     ]
 
 
-def _delta(chunk: Chunk) -> pb.Delta:
-    return pb.Delta(index=chunk.index, text=chunk.text, token_ids=chunk.token_ids, logprobs=_logprobs(chunk.logprobs))
+def _delta(delta: Delta) -> pb.Delta:
+    return pb.Delta(index=delta.index, text=delta.text, token_ids=delta.token_ids, logprobs=_logprobs(delta.logprobs))
 
 
-def _completion(parts: Sequence[Chunk], generation: Running) -> pb.Completion:
-    last = parts[-1]
-    assert last.finish is not None
+def _completion(end: Finished) -> pb.Completion:
+    (completion,) = end.output.outputs
     return pb.Completion(
-        index=last.index,
-        text=last.finish.text,
-        token_ids=last.finish.output_token_ids,
-        logprobs=[tokens for part in parts for tokens in _logprobs(part.logprobs)],
-        finished=_finished(last.index, last.finish, generation),
+        index=end.index,
+        text=completion.text,
+        token_ids=completion.token_ids,
+        logprobs=_logprobs(completion.logprobs),
+        finished=_finished(end),
     )
 
 
-def _finished(index: int, finish: Finish, generation: Running) -> pb.Finished:
-    m = finish.metrics
-    first, end = m.first_token_time, m.finished_time
+def _finished(end: Finished) -> pb.Finished:
+    m, (completion,) = end.output.metrics, end.output.outputs
+    first, ended = m.first_token_time, m.finished_time
     finished = pb.Finished(
-        index=index,
-        reason=_REASONS[finish.reason],
+        index=end.index,
+        reason=_REASONS[end.reason],
         usage=pb.Usage(
-            prompt_tokens=len(generation.prompt_token_ids),
-            completion_tokens=len(finish.output_token_ids),
+            prompt_tokens=len(end.output.prompt_token_ids),
+            completion_tokens=len(completion.token_ids),
             cached_prompt_tokens=m.cached_prompt_tokens,
             queue_seconds=0.0 if m.first_scheduled_time is None else m.first_scheduled_time - m.arrival_time,
             ttft_seconds=m.ttft or 0.0,
-            decode_seconds=0.0 if first is None or end is None else end - first,
+            decode_seconds=0.0 if first is None or ended is None else ended - first,
         ),
         speculation=pb.SpeculationStats(
             mean_acceptance_length=m.mean_accepted_length,
@@ -184,8 +183,8 @@ def _finished(index: int, finish: Finish, generation: Running) -> pb.Finished:
             tier_rounds=m.tier_rounds,
         ),
     )
-    if isinstance(finish.stop_reason, str):
-        finished.stop_string = finish.stop_reason
-    elif finish.stop_reason is not None:
-        finished.stop_token_id = finish.stop_reason
+    if isinstance(completion.stop_reason, str):
+        finished.stop_string = completion.stop_reason
+    elif completion.stop_reason is not None:
+        finished.stop_token_id = completion.stop_reason
     return finished

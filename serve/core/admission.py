@@ -6,6 +6,7 @@ Must not know the engine, streams or gRPC calls.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections import deque
@@ -40,6 +41,20 @@ def default_waiting_pages(slots: int, max_waiting: int, num_pages: int) -> int:
     return max(_LEAST_POOLS * num_pages, math.ceil(_SLOT_SHARE * max_waiting * num_pages / slots))
 
 
+@dataclasses.dataclass(slots=True)
+class Place:
+    """What a completion that was let in counts for.
+
+    Attributes:
+      pages: that it may come to need. prompt_tokens: length of its prompt.
+      waits: it was not seen to start.
+    """
+
+    pages: int
+    prompt_tokens: int
+    waits: bool = True
+
+
 class Admission:
     """The bounds and what counts against them.
 
@@ -48,6 +63,12 @@ class Admission:
       max_waiting: completions that may wait for a slot.
       max_waiting_pages: pages that those may come to need. An empty queue takes any request that fits the pool.
       clock: seconds; injected so that tests own the time.
+
+    Attributes:
+      live: completions let in that have not ended.
+      waiting: of those, the ones that have not been seen to start.
+      waiting_pages: what those may come to need.
+      waiting_prompt_tokens: the length of their prompts, each completion's counted.
     """
 
     def __init__(
@@ -55,33 +76,11 @@ class Admission:
     ):
         self.max_live, self.max_waiting_pages = slots + max_waiting, max_waiting_pages
         self._clock = clock
-        self._live: set[str] = set()
-        self._waiting: dict[str, tuple[int, int]] = {}  # pages and prompt tokens
-        self._waiting_pages = self._waiting_prompt_tokens = 0
+        self.live = self.waiting = self.waiting_pages = self.waiting_prompt_tokens = 0
         self._ends: deque[float] = deque(maxlen=_REMEMBERED)
 
-    @property
-    def live(self) -> int:
-        """Completions let in that have not ended."""
-        return len(self._live)
-
-    @property
-    def waiting(self) -> int:
-        """Of those, the ones that have not been seen to start."""
-        return len(self._waiting)
-
-    @property
-    def waiting_pages(self) -> int:
-        """What those may come to need."""
-        return self._waiting_pages
-
-    @property
-    def waiting_prompt_tokens(self) -> int:
-        """The length of their prompts, each completion's counted."""
-        return self._waiting_prompt_tokens
-
-    def enter(self, ids: list[str], pages: int, prompt_tokens: int) -> None:
-        """Lets completions of one prompt in, all or none.
+    def enter(self, count: int, pages: int, prompt_tokens: int) -> list[Place]:
+        """Lets completions of one prompt in, all or none; a place for each.
 
         Args:
           pages: that each may come to need.
@@ -90,34 +89,37 @@ class Admission:
         Raises:
           StatusError: RESOURCE_EXHAUSTED with a time to retry; INVALID_ARGUMENT for more completions than ever fit.
         """
-        if len(ids) > self.max_live:
-            raise invalid(f"n must be at most {self.max_live}, what this server runs and queues, got {len(ids)}")
-        too_many = len(self._live) + len(ids) - self.max_live
+        if count > self.max_live:
+            raise invalid(f"n must be at most {self.max_live}, what this server runs and queues, got {count}")
+        too_many = self.live + count - self.max_live
         if too_many > 0:
-            room = f"{len(self._live)} of {self.max_live} requests are running or waiting"
-            raise self._full(f"the queue is full: {room}, and this one brings {len(ids)}", "queue_full", too_many)
-        too_large = self._waiting_pages + pages * len(ids) - self.max_waiting_pages
-        if self._waiting and too_large > 0:
-            held = f"waiting requests will need {self._waiting_pages} of {self.max_waiting_pages} pages"
-            share = too_large * len(self._waiting) / max(self._waiting_pages, 1)
-            raise self._full(f"the queue is full: {held}, and this one {pages * len(ids)}", "queue_pages", share)
-        self._live.update(ids)
-        for name in ids:
-            self._waiting[name] = pages, prompt_tokens
-        self._waiting_pages += pages * len(ids)
-        self._waiting_prompt_tokens += prompt_tokens * len(ids)
+            room = f"{self.live} of {self.max_live} requests are running or waiting"
+            raise self._full(f"the queue is full: {room}, and this one brings {count}", "queue_full", too_many)
+        too_large = self.waiting_pages + pages * count - self.max_waiting_pages
+        if self.waiting and too_large > 0:
+            held = f"waiting requests will need {self.waiting_pages} of {self.max_waiting_pages} pages"
+            share = too_large * self.waiting / max(self.waiting_pages, 1)
+            raise self._full(f"the queue is full: {held}, and this one {pages * count}", "queue_pages", share)
+        self.live += count
+        self._wait(count, pages, prompt_tokens)
+        return [Place(pages, prompt_tokens) for _ in range(count)]
 
-    def started(self, name: str) -> None:
+    def started(self, place: Place) -> None:
         """A completion got its first slot."""
-        pages, prompt_tokens = self._waiting.pop(name, (0, 0))
-        self._waiting_pages -= pages
-        self._waiting_prompt_tokens -= prompt_tokens
+        if place.waits:
+            place.waits = False
+            self._wait(-1, place.pages, place.prompt_tokens)
 
-    def ended(self, name: str) -> None:
-        """A completion is gone, its slot and pages free."""
-        self.started(name)
-        self._live.discard(name)
+    def ended(self, place: Place) -> None:
+        """A completion is gone, its slot and pages free. To be said once."""
+        self.started(place)
+        self.live -= 1
         self._ends.append(self._clock())
+
+    def _wait(self, count: int, pages: int, prompt_tokens: int) -> None:
+        self.waiting += count
+        self.waiting_pages += count * pages
+        self.waiting_prompt_tokens += count * prompt_tokens
 
     def _full(self, message: str, reason: str, ahead: float) -> StatusError:
         return StatusError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, self._retry_after(ahead), reason=reason)

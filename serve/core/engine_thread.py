@@ -8,28 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import gc
 import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 from jaxspec.engine import Engine
 from jaxspec.facts import EngineFacts
 from jaxspec.stats import EngineStats
+from serve.core.completion import Choice, Completion, News
 from serve.core.errors import unavailable
-from serve.core.tickets import Metrics, Ticket, Tickets, Update
+from serve.core.live import LiveChoices
+from serve.core.observers import Guard, Meter, Metrics
 
 T = TypeVar("T")
 State = Literal["starting", "serving", "stalled", "dead", "stopped"]
 #: Seconds between two snapshots of the engine's counters, while it works.
 SNAPSHOT_SECONDS = 0.1
-#: Completions, and tokens of their prompts, that are given to the engine between two steps: a burst waits in front of
-#: it (about a millisecond's work), the running streams do not wait for a burst. A step starts one request at most.
-INTAKE_COMPLETIONS, INTAKE_TOKENS = 16, 4096
 _log = logging.getLogger("serve")
 
 
@@ -50,6 +49,7 @@ class EngineThread:
       snapshot: the engine's counters, at most SNAPSHOT_SECONDS old while it works; None before it is built.
       facts: None before it is built.
       error: what it died of.
+      guard: around everything that only observes. meter: what the engine writes.
     """
 
     def __init__(self, build: Callable[[], Engine], *, freeze: bool = False):
@@ -57,11 +57,11 @@ class EngineThread:
         self.snapshot: EngineStats | None = None
         self.facts: EngineFacts | None = None
         self.error: BaseException | None = None
+        self.guard, self.meter = Guard(), Meter()
         self._build, self._freeze = build, freeze
-        self._submitted: deque[Sequence[Ticket]] = deque()  # in order; the engine has not heard of them
         self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
         self._calls: set[asyncio.Future[Any]] = set()
-        self._replies: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
+        self._replies: list[Callable[[], None]] = []
         self._subscribers: list[Callable[[State], None]] = []
         self._busy_since: float | None = None
         self._snapshot_at = 0.0
@@ -72,11 +72,11 @@ class EngineThread:
     # The event loop's side.
 
     def attach(
-        self, metrics: Metrics, on_updates: Callable[[list[Update]], None], stream_interval: float | None
+        self, metrics: Metrics, on_news: Callable[[Sequence[tuple[Choice, News]]], None], stream_interval: float | None
     ) -> None:
-        """Who hears of tickets (on the loop) and who counts (on the thread); once, before `start`."""
-        self._metrics, self._on_updates = metrics, on_updates
-        self._tickets = Tickets(metrics, stream_interval)
+        """Who counts (on the thread) and who hears of completions (on the loop); once, before `start`."""
+        self._metrics, self._on_news = metrics, on_news
+        self._live = LiveChoices(metrics, self.guard, self.meter, stream_interval)
 
     def subscribe(self, callback: Callable[[State], None]) -> None:
         """`callback` hears every new state, on the loop, in the order of subscription."""
@@ -109,9 +109,10 @@ class EngineThread:
 
         def command(engine: Engine) -> None:
             try:
-                self._replies.append((future, function(engine), None))
+                reply = functools.partial(future.set_result, function(engine))
             except Exception as e:
-                self._replies.append((future, None, e))
+                reply = functools.partial(future.set_exception, e)
+            self._replies.append(lambda: None if future.done() else reply())
 
         self._commands.put(command)
         try:
@@ -119,13 +120,13 @@ class EngineThread:
         finally:
             self._calls.discard(future)
 
-    def submit(self, tickets: Sequence[Ticket]) -> None:
-        """Gives the completions of a prompt to the engine; updates say what became of them."""
-        self._commands.put(lambda engine: self._submitted.append(tickets))
+    def submit(self, request: Completion) -> None:
+        """Gives the completions of a request to the engine; news say what became of them."""
+        self._commands.put(lambda engine: self._live.submit(request))
 
-    def abort(self, tickets: Sequence[Ticket], reason: str = "abort") -> None:
-        """Ends tickets before the next step; an update comes for each that had not ended."""
-        self._commands.put(lambda engine: self._tickets.abort(engine, tickets, reason))
+    def abort(self, request: Completion, reason: str = "abort") -> None:
+        """Ends a request before the next step; news come of each completion that had not ended."""
+        self._commands.put(lambda engine: self._live.abort(engine, request, reason))
 
     @property
     def step_seconds(self) -> float:
@@ -141,7 +142,7 @@ class EngineThread:
             self._commands.put(lambda engine: self._tell(lambda: self._enter("serving", after="stalled")))
 
     async def stop(self, timeout: float = 10.0) -> None:
-        """Ends every ticket and the thread; returns after `timeout` seconds although a step may hang. Idempotent."""
+        """Ends every request and the thread; returns after `timeout` seconds although a step may hang. Idempotent."""
         self._stopping = True
         self._commands.put(lambda engine: None)
         ends = time.monotonic() + timeout
@@ -171,18 +172,11 @@ class EngineThread:
         self._changed.set()
         self._changed.clear()
 
-    def _deliver(
-        self, replies: list[tuple[asyncio.Future[Any], Any, BaseException | None]], updates: list[Update]
-    ) -> None:
-        for future, value, error in replies:
-            if future.done():
-                continue
-            if error is None:
-                future.set_result(value)
-            else:
-                future.set_exception(error)
-        if updates:
-            self._on_updates(updates)
+    def _deliver(self, replies: Sequence[Callable[[], None]], news: Sequence[tuple[Choice, News]]) -> None:
+        for reply in replies:
+            reply()
+        if news:
+            self._on_news(news)
 
     # The thread's side.
 
@@ -193,22 +187,20 @@ class EngineThread:
             if self._freeze:
                 gc.collect()
                 gc.freeze()
-            engine.on_round = self._metrics.on_round
+            engine.on_round = lambda stats: self.guard(self._metrics.on_round, stats)
             self.facts = engine.facts
             self._publish(engine)
             self._tell(lambda: self._enter("serving", after="starting"))
             while not self._stopping:
                 self._turn(engine)
-            for tickets in self._submitted:
-                self._tickets.abort(engine, tickets, "unavailable")
-            self._tickets.abort_all(engine, "unavailable")
+            self._live.abort_all(engine, "unavailable")
             self._flush()
         except BaseException as error:  # whatever it is: the loop must hear of it
             self._die(engine, error)
 
     def _turn(self, engine: Engine) -> None:
         """One step, and before it whatever was asked for meanwhile. Sleeps while there is nothing to do."""
-        if not engine.has_work and not self._submitted:
+        if not engine.has_work and not self._live.has_submitted:
             warm = engine.warm  # before it is published: what is published last says so
             self._publish(engine)
             self._busy_since = None
@@ -222,41 +214,27 @@ class EngineThread:
             self._busy_since = time.monotonic()
         while not self._commands.empty():
             self._commands.get()(engine)
-        self._take_in(engine)
-        self._tickets.expire(engine, time.monotonic())
+        self._live.take_in(engine)
+        self._live.expire(engine, time.monotonic())
         if engine.has_work:
-            deltas = engine.step()
+            events = engine.step()
             now = time.monotonic()
-            self._tickets.after_step(deltas, now)
+            self._live.after_step(events, now)
             if now - self._snapshot_at >= SNAPSHOT_SECONDS:
                 self._publish(engine)
         self._flush()
 
-    def _take_in(self, engine: Engine) -> None:
-        """Gives the engine what was submitted, in order: a prompt whatever its size, and more within the bounds."""
-        completions = tokens = 0
-        while self._submitted:
-            tickets = [ticket for ticket in self._submitted[0] if not ticket.ended]  # aborts do not wait
-            size = sum(len(ticket.prompt_token_ids) for ticket in tickets)
-            if completions and (completions + len(tickets) > INTAKE_COMPLETIONS or tokens + size > INTAKE_TOKENS):
-                return
-            self._submitted.popleft()
-            if tickets:
-                self._tickets.add(engine, tickets)
-                completions, tokens = completions + len(tickets), tokens + size
-
     def _publish(self, engine: Engine) -> None:
         stats = engine.stats
-        backlog = sum(not ticket.ended for tickets in self._submitted for ticket in tickets)
-        self.snapshot = dataclasses.replace(stats, waiting=stats.waiting + backlog)
+        self.snapshot = dataclasses.replace(stats, waiting=stats.waiting + self._live.backlog)
         self._snapshot_at = time.monotonic()
-        self._metrics.on_stats(self.snapshot, engine.facts.sizes.num_pages)
+        self.guard(self._metrics.on_stats, self.snapshot, engine.facts.sizes.num_pages)
 
     def _flush(self) -> None:
-        updates = self._tickets.news()
-        if updates or self._replies:
+        news = self._live.news()
+        if news or self._replies:
             replies, self._replies = self._replies, []
-            self._tell(lambda: self._deliver(replies, updates))
+            self._tell(lambda: self._deliver(replies, news))
 
     def _tell(self, message: Callable[[], None]) -> None:
         try:
@@ -272,7 +250,7 @@ class EngineThread:
         try:
             _log.critical("the engine died", exc_info=error)
             if engine is not None:
-                self._tickets.abort_all(engine, "error", dead=True)
+                self._live.bury(engine, "error")
         except Exception as e:
             _log.error("the dead engine's requests could not be counted", exc_info=e)
         finally:  # whatever else is broken: requests hang until the loop has heard

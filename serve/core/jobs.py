@@ -1,4 +1,5 @@
-"""What a client wants, in no protocol's words, and what it gets: servicers write jobs, the generator runs them.
+"""What a client wants, in no protocol's words, and what the engine needs for it: servicers write jobs, the generator
+runs them.
 
 Plain data. Must not know gRPC or the engine.
 """
@@ -6,12 +7,11 @@ Plain data. Must not know gRPC or the engine.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 from jaxspec.request import SamplingParams
-from jaxspec.text.grammar import GrammarSpec
-from serve.core.streams import Chunk
+from jaxspec.text.grammar import Grammar, GrammarSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,17 +76,19 @@ class Job:
     stream: bool = True
 
 
-class Running(Protocol):
-    """A job under way, as servicers see it; `serve.core.generator.Generation` says what each member means."""
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A job that the engine could run.
 
-    job: Job
-    prompt_token_ids: list[int]
-    seed: int
+    Attributes:
+      tokens: the prompt.
+      params: with a seed and a max_tokens.
+      grammar: compiled; None for a job without.
+      pages: of the pool, that a completion may come to need; where the client named no length, its prompt's alone: the
+        context that it may fill says nothing of how much it will.
+    """
 
-    @property
-    def on_stall(self) -> Callable[[], None] | None: ...
-    @on_stall.setter
-    def on_stall(self, callback: Callable[[], None] | None) -> None: ...
-    def __aiter__(self) -> AsyncIterator[Chunk]: ...
-    def close(self) -> None: ...
-    def delivered(self) -> None: ...
+    tokens: list[int]
+    params: SamplingParams
+    grammar: Grammar | None
+    pages: int

@@ -10,15 +10,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from serve.config import ServerConfig
 from serve.core.engine_thread import EngineThread
 from serve.core.engine_thread import State as EngineState
 from serve.core.errors import unavailable
 from serve.core.generator import Generator
-
-if TYPE_CHECKING:
-    from serve.config import ServerConfig
 
 State = Literal["starting", "serving", "draining", "stalled", "dead", "stopped"]
 #: A step that has taken so many times watchdog_seconds is not expected back: a new process is sooner of use.

@@ -1,7 +1,7 @@
 """Before a job can queue: its tokens, its grammar, its resolved parameters, and whether it could ever run.
 
 Tokenizers, templates and grammar compilers run in a few threads, never on the event loop; the threads are daemons, so
-that no text can keep the process from ending. Must not know tickets.
+that no text can keep the process from ending. Must not know completions.
 """
 
 from __future__ import annotations
@@ -24,29 +24,11 @@ from jaxspec.text.tokenizer import Tokenizer
 from serve.core.engine_thread import EngineThread
 from serve.core.errors import StatusError, invalid, unavailable
 from serve.core.grammar_trials import GrammarTrials
-from serve.core.jobs import Chat, Job, Prompt
+from serve.core.jobs import Chat, Job, Prepared, Prompt
 
 T = TypeVar("T")
 #: Threads that tokenize and render.
 _TEXT_THREADS = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A job that the engine could run.
-
-    Attributes:
-      tokens: the prompt.
-      params: with a seed and a max_tokens.
-      grammar: compiled; None for a job without.
-      pages: of the pool, that a completion may come to need; where the client named no length, its prompt's alone: the
-        context that it may fill says nothing of how much it will.
-    """
-
-    tokens: list[int]
-    params: SamplingParams
-    grammar: Grammar | None
-    pages: int
 
 
 class Preparation:

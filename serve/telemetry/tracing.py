@@ -7,6 +7,7 @@ the caller's trace context. Never carries prompts, outputs or stop strings. Must
 from __future__ import annotations
 
 import contextvars
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from serve.core.jobs import Chat, Job
+from serve.core.observers import Record
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
-
-    from serve.telemetry.observe import Outcome
 
 #: The W3C headers of the call that this task answers.
 _headers: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("trace_headers", default=None)
@@ -80,8 +80,8 @@ class Tracer:
             model, OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"), timeout=_EXPORT_SECONDS)
         )
 
-    def start(self, job: Job) -> RequestSpan:
-        """Opens a request's span, under the caller's where the call brought one."""
+    def start(self, job: Job) -> Callable[[Record], None]:
+        """Opens a request's span, under the caller's where the call brought one; what is returned closes it."""
         from opentelemetry.trace import SpanKind
 
         operation = "chat" if isinstance(job.prompt, Chat) else "text_completion"
@@ -112,49 +112,42 @@ class Tracer:
             kind=SpanKind.SERVER,
             attributes=attributes,
         )
-        return RequestSpan(span)
+        return functools.partial(_finish, span)
 
     def close(self) -> None:
         """Exports what is left."""
         self._provider.shutdown()
 
 
-class RequestSpan:
-    """The span of one request."""
+def _finish(span: Span, record: Record) -> None:
+    """Says what became of the request, and closes the span."""
+    from opentelemetry.trace import StatusCode
 
-    def __init__(self, span: Span) -> None:
-        self._span = span
-
-    def finish(self, outcome: Outcome) -> None:
-        """Says what became of the request, and closes the span."""
-        from opentelemetry.trace import StatusCode
-
-        span = self._span
-        attributes = {
-            "rpc.grpc.status_code": outcome.code.value[0],
-            "error.type": None if outcome.code is grpc.StatusCode.OK else outcome.code.name,
-            "gen_ai.request.seed": outcome.seed,
-            "gen_ai.response.finish_reasons": list(outcome.reasons.values()) or None,
-            "gen_ai.usage.input_tokens": outcome.prompt_tokens,
-            "gen_ai.usage.output_tokens": outcome.output_tokens,
-            "gen_ai.usage.cache_read.input_tokens": outcome.cached_tokens,
-            "gen_ai.server.time_to_first_token": outcome.ttft,
-            "gen_ai.server.time_per_output_token": outcome.tpot,
-            "jaxspec.speculation.mean_acceptance_length": outcome.accepted_length,
-            "jaxspec.speculation.draft_acceptance_rate": outcome.acceptance_rate,
-            "jaxspec.tier_switches": outcome.tier_switches,
-            "jaxspec.preemptions": sum(m.preemptions for m in outcome.metrics),
-            **{f"jaxspec.tier_rounds.{name}": count for name, count in outcome.tier_rounds.items()},
-        }
-        for name, value in attributes.items():
-            if value is not None:
-                span.set_attribute(name, value)
-        # The engine's clock is monotonic, the span's is not.
-        offset = time.time() - time.monotonic()
-        for m in outcome.metrics:
-            for name, moment in (("scheduled", m.first_scheduled_time), ("first_token", m.first_token_time)):
-                if moment is not None:
-                    span.add_event(name, timestamp=int((moment + offset) * 1e9))
-        if outcome.code is not grpc.StatusCode.OK:
-            span.set_status(StatusCode.ERROR, outcome.code.name)
-        span.end()
+    attributes = {
+        "rpc.grpc.status_code": record.code.value[0],
+        "error.type": None if record.code is grpc.StatusCode.OK else record.code.name,
+        "gen_ai.request.seed": record.seed,
+        "gen_ai.response.finish_reasons": record.reasons or None,
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.output_tokens": record.output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
+        "gen_ai.server.time_to_first_token": record.ttft,
+        "gen_ai.server.time_per_output_token": record.tpot,
+        "jaxspec.speculation.mean_acceptance_length": record.accepted_length,
+        "jaxspec.speculation.draft_acceptance_rate": record.acceptance_rate,
+        "jaxspec.tier_switches": record.tier_switches,
+        "jaxspec.preemptions": sum(m.preemptions for m in record.metrics),
+        **{f"jaxspec.tier_rounds.{name}": count for name, count in record.tier_rounds.items()},
+    }
+    for name, value in attributes.items():
+        if value is not None:
+            span.set_attribute(name, value)
+    # The engine's clock is monotonic, the span's is not.
+    offset = time.time() - time.monotonic()
+    for m in record.metrics:
+        for name, moment in (("scheduled", m.first_scheduled_time), ("first_token", m.first_token_time)):
+            if moment is not None:
+                span.add_event(name, timestamp=int((moment + offset) * 1e9))
+    if record.code is not grpc.StatusCode.OK:
+        span.set_status(StatusCode.ERROR, record.code.name)
+    span.end()

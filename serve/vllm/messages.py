@@ -1,4 +1,4 @@
-"""Between the messages of vllm.grpc.engine.VllmEngine and jobs, chunks and errors of this server.
+"""Between the messages of vllm.grpc.engine.VllmEngine and jobs, events and errors of this server.
 
 Requests are checked here, and refused by field, value and what is allowed; what needs the tokenizer, the vocabulary or
 the context length is the generator's to check. Needs the extra "smg". Must not know how a job runs.
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import grpc
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
+from jaxspec.events import Delta, Finished
 from jaxspec.request import Logprob, SamplingParams
 from jaxspec.text.grammar import GrammarSpec
 from serve.api.requests import (
@@ -27,8 +28,7 @@ from serve.api.requests import (
     sampling_params,
 )
 from serve.core.errors import StatusError, invalid
-from serve.core.generator import Chunk, Finish
-from serve.core.jobs import Job, Running
+from serve.core.jobs import Job
 
 _SAMPLING_FLAGS = ("skip_special_tokens", "ignore_eos", "include_stop_str_in_output")
 _SAMPLING_NUMBERS = ("min_p", "frequency_penalty", "presence_penalty", "top_k", "min_tokens")
@@ -120,76 +120,67 @@ def _grammar(sampling: pb.SamplingParams) -> GrammarSpec | None:
             raise invalid(f"{name} is not supported; use json_schema, regex, grammar or choice")
 
 
-class Answer:
-    """The messages of one generation."""
+def size_of(event: Delta | Finished, job: Job) -> int:
+    """How many tokens and logprobs `answer` converts."""
+    part = event if isinstance(event, Delta) else event.output.outputs[0]
+    logprobs = part.logprobs if isinstance(event, Delta) or not job.stream else None
+    return len(part.token_ids) + sum(map(len, logprobs or ()))
 
-    def __init__(self, generation: Running, stream: bool) -> None:
-        params = generation.job.params
-        self._prompt_tokens, self._top, self._stream = len(generation.prompt_token_ids), params.logprobs, stream
-        self._logprobs: list[list[dict[int, Logprob]]] = [[] for _ in range(params.n)]
 
-    def size(self, chunk: Chunk) -> int:
-        """How many tokens and logprobs `messages` converts."""
-        seen = chunk.logprobs or []
-        if chunk.finish is None:
-            return len(chunk.token_ids) + sum(map(len, seen))
-        kept = self._logprobs[chunk.index]
-        return len(chunk.finish.output_token_ids) + sum(map(len, kept)) + sum(map(len, seen))
+def answer(event: Delta | Finished, job: Job, prompt_tokens: int) -> pb.GenerateResponse:
+    """What an event of a job says.
 
-    def messages(self, chunk: Chunk) -> list[pb.GenerateResponse]:
-        """What a chunk adds."""
-        messages = []
-        if self._stream and chunk.token_ids:
-            messages.append(pb.GenerateResponse(chunk=self._chunk(chunk)))
-        elif not self._stream and chunk.logprobs:
-            self._logprobs[chunk.index] += chunk.logprobs
-        if chunk.finish is not None:
-            messages.append(pb.GenerateResponse(complete=self._complete(chunk.index, chunk.finish)))
-        return messages
+    The end of a job that is streamed brings no log-probabilities: its deltas did.
 
-    def _chunk(self, chunk: Chunk) -> pb.GenerateStreamChunk:
+    Args:
+      prompt_tokens: how many there are.
+    """
+    top = job.params.logprobs
+    if isinstance(event, Delta):
         # completion_tokens counts this chunk alone: the gateway adds them up.
-        return pb.GenerateStreamChunk(
-            index=chunk.index,
-            token_ids=chunk.token_ids,
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=len(chunk.token_ids),
-            output_logprobs=self._output_logprobs(chunk.token_ids, chunk.logprobs or []),
-        )
-
-    def _complete(self, index: int, finish: Finish) -> pb.GenerateComplete:
-        complete = pb.GenerateComplete(
-            index=index,
-            output_ids=finish.output_token_ids,
-            finish_reason=finish.reason.value,
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=len(finish.output_token_ids),
-            cached_tokens=finish.metrics.cached_prompt_tokens,
-            spec_accepted_tokens=finish.metrics.accepted,
-            spec_draft_tokens=finish.metrics.drafted,
-            output_logprobs=self._output_logprobs(finish.output_token_ids, self._logprobs[index]),
-        )
-        if isinstance(finish.stop_reason, int):
-            complete.matched_token_id = finish.stop_reason
-        elif finish.stop_reason is not None:
-            complete.matched_stop_str = finish.stop_reason
-        return complete
-
-    def _output_logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]
-    ) -> pb.OutputLogProbs | None:
-        if self._top is None or not logprobs:
-            return None
-        result = pb.OutputLogProbs(token_ids=token_ids)
-        for token_id, entries in zip(token_ids, logprobs, strict=True):
-            result.token_logprobs.append(entries[token_id].logprob)
-            likeliest = sorted(entries.values(), key=lambda entry: -entry.logprob)[: self._top]
-            result.top_logprobs.append(
-                pb.TopLogProbs(
-                    values=[entry.logprob for entry in likeliest], token_ids=[entry.token_id for entry in likeliest]
-                )
+        return pb.GenerateResponse(
+            chunk=pb.GenerateStreamChunk(
+                index=event.index,
+                token_ids=event.token_ids,
+                prompt_tokens=prompt_tokens,
+                completion_tokens=len(event.token_ids),
+                output_logprobs=_logprobs(event.token_ids, event.logprobs, top),
             )
-        return result
+        )
+    (completion,), metrics = event.output.outputs, event.output.metrics
+    complete = pb.GenerateComplete(
+        index=event.index,
+        output_ids=completion.token_ids,
+        finish_reason=event.reason.value,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=len(completion.token_ids),
+        cached_tokens=metrics.cached_prompt_tokens,
+        spec_accepted_tokens=metrics.accepted,
+        spec_draft_tokens=metrics.drafted,
+        output_logprobs=None if job.stream else _logprobs(completion.token_ids, completion.logprobs, top),
+    )
+    if isinstance(completion.stop_reason, int):
+        complete.matched_token_id = completion.stop_reason
+    elif completion.stop_reason is not None:
+        complete.matched_stop_str = completion.stop_reason
+    return pb.GenerateResponse(complete=complete)
+
+
+def _logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]] | None, top: int | None
+) -> pb.OutputLogProbs | None:
+    if top is None or not logprobs:
+        return None
+    result = pb.OutputLogProbs(token_ids=token_ids)
+    for token_id, entries in zip(token_ids, logprobs, strict=True):
+        result.token_logprobs.append(entries[token_id].logprob)
+        likeliest = sorted(entries.values(), key=lambda entry: -entry.logprob)[:top]
+        result.top_logprobs.append(
+            pb.TopLogProbs(
+                values=[entry.logprob for entry in likeliest], token_ids=[entry.token_id for entry in likeliest]
+            )
+        )
+    return result
 
 
 def lasting(error: StatusError) -> StatusError:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import functools
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -23,6 +24,7 @@ from smg_grpc_proto.generated import common_pb2
 
 import jaxspec
 from jaxspec.assemble import resolve_model
+from jaxspec.events import Delta
 from jaxspec.facts import EngineFacts
 from jaxspec.stats import EngineStats
 from serve.api.calls import Answering, breaking_off, counting_refusals, end_together, limits_of, made
@@ -32,10 +34,10 @@ from serve.core.engine_thread import EngineThread
 from serve.core.errors import StatusError, invalid, unavailable
 from serve.core.generator import Generator
 from serve.core.lifecycle import Lifecycle
-from serve.core.tickets import Metrics
+from serve.core.observers import Metrics
 from serve.vllm.checkpoint_files import CheckpointFacts, checkpoint_facts, tokenizer_archive
 from serve.vllm.kv_events import KvEvents
-from serve.vllm.messages import Answer, lasting, to_job
+from serve.vllm.messages import answer, lasting, size_of, to_job
 
 Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
@@ -51,7 +53,6 @@ class VllmServicer(rpc.VllmEngineServicer):
     Args:
       engine: the one behind `generator`.
       metrics: counts what is refused before it is a job.
-      tokens_per_second: what the whole server generates.
     """
 
     def __init__(
@@ -61,10 +62,9 @@ class VllmServicer(rpc.VllmEngineServicer):
         config: ServerConfig,
         engine: EngineThread,
         metrics: Metrics,
-        tokens_per_second: Callable[[], float],
     ) -> None:
         self._generator, self._lifecycle, self._config, self._engine = generator, lifecycle, config, engine
-        self._metrics, self._tokens_per_second = metrics, tokens_per_second
+        self._metrics = metrics
         self._started_at = time.monotonic()
         self._received_at = 0.0
         self._files = asyncio.Lock()
@@ -83,16 +83,18 @@ class VllmServicer(rpc.VllmEngineServicer):
             generation = await self._generator.start(job)
             end_together(context, generation, lasting)
             try:
-                answer = Answer(generation, request.stream)
+                prompt_tokens = len(generation.prompt_token_ids)
                 # A gateway repeats what fails after its first message, so an unstreamed answer leaves as a whole.
                 held: list[pb.GenerateResponse] = []
-                async for chunk in generation:
-                    messages = await made(answer.size(chunk), lambda chunk=chunk: answer.messages(chunk))
-                    if not request.stream:
-                        held += messages
+                async for event in generation:
+                    if isinstance(event, Delta) and not event.token_ids:
                         continue
-                    for message in messages:
+                    make = functools.partial(answer, event, job, prompt_tokens)
+                    message = await made(size_of(event, job), make)
+                    if request.stream:
                         yield message
+                    else:
+                        held.append(message)
                 for message in held:
                     yield message
             finally:
@@ -199,7 +201,7 @@ class VllmServicer(rpc.VllmEngineServicer):
             # At most: nobody looks prompts up in the cache before they run.
             waiting_uncached_tokens=self._generator.waiting_prompt_tokens,
             token_usage=held / limits.sizes.num_pages,
-            gen_throughput=self._tokens_per_second(),
+            gen_throughput=self._engine.meter.tokens_per_second,
             max_running_requests=limits.sizes.max_batch_size,
             num_used_tokens=held * limits.sizes.page_size,
             max_total_num_tokens=limits.sizes.num_pages * limits.sizes.page_size,

@@ -30,7 +30,7 @@ from jaxspec.adaptive.policy import RoundStats
 from jaxspec.assemble import assemble, bind_drafter
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
-from jaxspec.events import Finished
+from jaxspec.events import Delta, Finished
 from jaxspec.models.tiny import tiny_target
 from jaxspec.request import RequestMetrics, RequestOutput, SamplingParams
 from jaxspec.speculation.drafters.ngram import NgramDrafter
@@ -38,9 +38,10 @@ from jaxspec.stats import EngineStats
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Tier
 from serve.config import ServerConfig
+from serve.core.completion import Completion
 from serve.core.engine_thread import EngineThread
 from serve.core.errors import StatusError
-from serve.core.generator import Chunk, Finish, Generation, Generator
+from serve.core.generator import Generator
 from serve.core.jobs import Job
 from serve.core.lifecycle import Lifecycle
 
@@ -321,16 +322,16 @@ class Stack:
         stats = await self.engine.call(lambda engine: engine.stats)
         assert stats.running == stats.waiting == 0
         assert stats.free_pages + stats.cached_pages == self.facade.facts.sizes.num_pages
-        tickets, admission = self.engine._tickets, generator._admission
-        assert not (tickets._live or tickets._held)
+        live, admission = self.engine._live, generator._admission
+        assert not (live._live or live._holding or live._submitted)
         assert not generator._by_id and generator._preparation.preparing == 0 and not self.engine._calls
         assert admission is not None and (admission.waiting, admission.waiting_pages) == (0, 0)
 
-    async def start(self, prompt: Any, **options: Any) -> Generation:
+    async def start(self, prompt: Any, **options: Any) -> Completion:
         """Starts a job; options are the job's and its sampling parameters'."""
         return await self.generator.start(job(prompt, **options))
 
-    async def start_held(self, *jobs: Job) -> list[Generation]:
+    async def start_held(self, *jobs: Job) -> list[Completion]:
         """Starts jobs that the engine then has, and has done nothing for: it is held before its first step."""
         self.facade.idle = True
         generations = await asyncio.gather(*(self.generator.start(job) for job in jobs))
@@ -340,44 +341,44 @@ class Stack:
 
 @dataclasses.dataclass
 class Result:
-    """A generation, read to its end.
+    """A request, read to its end.
 
     Attributes:
-      tokens, text, logprobs: by completion, joined from the chunks.
-      finishes: by completion.
-      chunks: how many there were.
+      tokens, text, logprobs: by completion, joined from the deltas, or from the ends of a job that is not streamed.
+      ends: by completion.
+      deltas: how many there were.
     """
 
     tokens: list[list[int]]
     text: list[str]
     logprobs: list[list[Any]]
-    finishes: list[Finish]
-    chunks: int
+    ends: list[Finished]
+    deltas: int = 0
 
 
-async def read(generation: Generation) -> Result:
+async def read(request: Completion) -> Result:
     """Everything, checked for consistency."""
-    n = generation.job.params.n
-    chunks: list[Chunk] = []
+    n = request.job.params.n
+    result = Result([[] for _ in range(n)], [""] * n, [[] for _ in range(n)], [])
+    ends: dict[int, Finished] = {}
     try:
-        async for chunk in generation:
-            chunks.append(chunk)
+        async for event in request:
+            assert event.index not in ends, "an event after the last"
+            if isinstance(event, Finished):
+                ends[event.index] = event
+            result.deltas += isinstance(event, Delta)
+            if isinstance(event, Delta) or not request.job.stream:
+                part = event if isinstance(event, Delta) else event.output.outputs[0]
+                assert part.token_ids or part.text, "an empty delta"
+                result.tokens[event.index] += part.token_ids
+                result.text[event.index] += part.text
+                result.logprobs[event.index] += part.logprobs or []
     finally:
-        generation.close()
-    result = Result([[] for _ in range(n)], [""] * n, [[] for _ in range(n)], [], len(chunks))
-    finishes: dict[int, Finish] = {}
-    for chunk in chunks:
-        assert chunk.index not in finishes, "a chunk after the last"
-        assert chunk.token_ids or chunk.text or chunk.finish is not None, "an empty chunk"
-        result.tokens[chunk.index] += chunk.token_ids
-        result.text[chunk.index] += chunk.text
-        result.logprobs[chunk.index] += chunk.logprobs or []
-        if chunk.finish is not None:
-            finishes[chunk.index] = chunk.finish
-    result.finishes = [finishes[i] for i in range(n)]
-    for i, finish in enumerate(result.finishes):
-        assert finish.output_token_ids == result.tokens[i] and finish.text == result.text[i]
-        assert finish.metrics.output_tokens == len(result.tokens[i])
+        request.close()
+    result.ends = [ends[i] for i in range(n)]
+    for i, end in enumerate(result.ends):
+        assert end.output.token_ids == result.tokens[i] and end.output.text == result.text[i]
+        assert end.output.metrics.output_tokens == len(result.tokens[i])
     return result
 
 
@@ -435,7 +436,7 @@ class Kit(Stories):
                 await engine.ready()
             yield stack
             if metrics is None:
-                assert not generator._metrics.guard.failures, "the recorder found something wrong"
+                assert not engine.guard.failures, "the recorder found something wrong"
         finally:
             facade.release()
             stack.lifecycle.close()
@@ -478,7 +479,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Of requests and steps. A step that is held grows old by it: give the watchdog more seconds than that."""
     clock = Clock()
-    for module in ("engine_thread", "generator", "tickets"):
+    for module in ("engine_thread", "generator", "completion", "live"):
         monkeypatch.setattr(f"serve.core.{module}.time", clock)
     return clock
 

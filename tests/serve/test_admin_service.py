@@ -12,10 +12,11 @@ import pytest
 
 import jaxspec
 from jaxspec.config import SpeculationConfig
+from jaxspec.request import RequestMetrics
 from serve.app import Server
 from serve.client import AsyncClient, Finished, Options, ServerError
 from serve.config import ServerConfig
-from serve.telemetry.meter import MeteredMetrics
+from serve.core.observers import Meter
 
 BASE: dict[str, Any] = dict(host="127.0.0.1", port=0, metrics_port=None, withdrawal_seconds=0.0)
 LONG: Options = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
@@ -91,17 +92,18 @@ def test_loads(kit: Any):
 
 def test_the_rate_forgets_what_is_older_than_ten_seconds():
     now = [100.0]
-    metrics = MeteredMetrics("tiny", clock=lambda: now[0])
-    job: Any = None
+    meter = Meter(lambda: now[0])
     for at, count in ((100.0, 30), (100.01, 20), (105.0, 50)):
         now[0] = at
-        metrics.on_tokens(job, count, None)
-    assert metrics.tokens_per_second == 10.0
+        meter.add_tokens(count)
+    assert meter.tokens_per_second == 10.0
     now[0] = 110.5
-    assert metrics.tokens_per_second == 5.0
+    assert meter.tokens_per_second == 5.0
     now[0] = 200.0
-    assert metrics.tokens_per_second == 0.0
-    assert metrics.mean_accepted_length == 0.0
+    assert meter.tokens_per_second == 0.0
+    assert meter.mean_accepted_length == 0.0
+    meter.add_finished(RequestMetrics(rounds=4, accepted=6))
+    assert meter.mean_accepted_length == 2.5
 
 
 def test_flush_cache(kit: Any):

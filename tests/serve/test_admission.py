@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from serve.core.admission import RETRY_SECONDS, Admission, default_waiting_pages
+from serve.core.admission import RETRY_SECONDS, Admission, Place, default_waiting_pages
 from serve.core.errors import StatusError
 
 
@@ -17,21 +17,38 @@ class Clock:
         return self.now
 
 
+class Named(Admission):
+    """Whose places go by names."""
+
+    def __init__(self, slots: int, max_waiting: int, max_waiting_pages: int, clock: Clock):
+        super().__init__(slots, max_waiting, max_waiting_pages, clock)
+        self._places: dict[str, Place] = {}
+
+    def let_in(self, ids: list[str], pages: int, prompt_tokens: int) -> None:
+        self._places |= dict(zip(ids, self.enter(len(ids), pages, prompt_tokens), strict=True))
+
+    def start(self, name: str) -> None:
+        self.started(self._places[name])
+
+    def end(self, name: str) -> None:
+        self.ended(self._places[name])
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
 
 
-def refusal(admission: Admission, ids: list[str], pages: int = 1) -> StatusError:
+def refusal(admission: Named, ids: list[str], pages: int = 1) -> StatusError:
     before = (admission.live, admission.waiting, admission.waiting_pages)
     with pytest.raises(StatusError) as caught:
-        admission.enter(ids, pages, 7)
+        admission.let_in(ids, pages, 7)
     assert (admission.live, admission.waiting, admission.waiting_pages) == before
     return caught.value
 
 
-def enter(admission: Admission, ids: list[str], pages: int) -> None:
-    admission.enter(ids, pages, prompt_tokens=7)
+def enter(admission: Named, ids: list[str], pages: int) -> None:
+    admission.let_in(ids, pages, 7)
     assert admission.waiting_prompt_tokens == 7 * admission.waiting
 
 
@@ -40,22 +57,22 @@ def names(prefix: str, count: int) -> list[str]:
 
 
 def test_as_many_as_slots_and_queue_hold(clock: Clock) -> None:
-    admission = Admission(slots=4, max_waiting=2, max_waiting_pages=1000, clock=clock)
+    admission = Named(slots=4, max_waiting=2, max_waiting_pages=1000, clock=clock)
     for name in names("a", 6):
         enter(admission, [name], 1)
     assert refusal(admission, ["b"]).code.name == "RESOURCE_EXHAUSTED"
     for name in names("a", 4):
-        admission.started(name)
+        admission.start(name)
     assert admission.waiting == 2
     error = refusal(admission, ["b"])
     assert error.reason == "queue_full" and "6 of 6" in error.message
-    admission.ended("a0")
+    admission.end("a0")
     enter(admission, ["b"], 1)
     refusal(admission, ["c"])
 
 
 def test_every_completion_counts_and_all_enter_or_none(clock: Clock) -> None:
-    admission = Admission(slots=4, max_waiting=4, max_waiting_pages=1000, clock=clock)
+    admission = Named(slots=4, max_waiting=4, max_waiting_pages=1000, clock=clock)
     enter(admission, names("a", 5), 1)
     assert refusal(admission, names("b", 4)).code.name == "RESOURCE_EXHAUSTED"
     enter(admission, names("b", 3), 1)
@@ -66,33 +83,33 @@ def test_every_completion_counts_and_all_enter_or_none(clock: Clock) -> None:
 
 
 def test_no_queue_at_all(clock: Clock) -> None:
-    admission = Admission(slots=2, max_waiting=0, max_waiting_pages=10, clock=clock)
+    admission = Named(slots=2, max_waiting=0, max_waiting_pages=10, clock=clock)
     enter(admission, ["a"], 5)
     enter(admission, ["b"], 5)
     refusal(admission, ["c"])
 
 
 def test_the_pages_of_the_queue_are_bounded(clock: Clock) -> None:
-    admission = Admission(slots=4, max_waiting=100, max_waiting_pages=20, clock=clock)
+    admission = Named(slots=4, max_waiting=100, max_waiting_pages=20, clock=clock)
     enter(admission, ["big"], 30)  # an empty queue takes what fits the pool
     error = refusal(admission, ["a"], 1)
     assert error.reason == "queue_pages" and error.code.name == "RESOURCE_EXHAUSTED"
-    admission.started("big")
+    admission.start("big")
     assert admission.waiting_pages == 0
     enter(admission, names("a", 2), 10)
     assert admission.waiting_pages == 20
     refusal(admission, ["b"], 1)
-    admission.started("a0")
-    admission.started("a0")  # heard twice, counted once
+    admission.start("a0")
+    admission.start("a0")  # heard twice, counted once
     assert (admission.waiting_pages, admission.waiting_prompt_tokens) == (10, 7)
     enter(admission, ["b"], 10)
     for name in ("big", "a0", "a1", "b"):
-        admission.ended(name)
+        admission.end(name)
     assert (admission.live, admission.waiting, admission.waiting_pages, admission.waiting_prompt_tokens) == (0, 0, 0, 0)
 
 
 def test_retry_follows_the_speed_of_the_queue(clock: Clock) -> None:
-    admission = Admission(slots=1, max_waiting=9, max_waiting_pages=1000, clock=clock)
+    admission = Named(slots=1, max_waiting=9, max_waiting_pages=1000, clock=clock)
     enter(admission, names("a", 10), 1)
     low, high = RETRY_SECONDS
     unknown = refusal(admission, ["b"]).retry_seconds
@@ -101,7 +118,7 @@ def test_retry_follows_the_speed_of_the_queue(clock: Clock) -> None:
     def end_every(seconds: float, count: int) -> None:
         for i in range(count):
             clock.now += seconds
-            admission.ended(f"a{i}")
+            admission.end(f"a{i}")
             enter(admission, [f"a{i}"], 1)
 
     clock.now = 1000.0
@@ -120,10 +137,10 @@ def test_retry_follows_the_speed_of_the_queue(clock: Clock) -> None:
 
 
 def test_what_ended_without_starting_leaves_no_trace(clock: Any) -> None:
-    admission = Admission(slots=1, max_waiting=9, max_waiting_pages=9, clock=clock)
+    admission = Named(slots=1, max_waiting=9, max_waiting_pages=9, clock=clock)
     enter(admission, names("a", 3), 3)
     for name in names("a", 3):
-        admission.ended(name)
+        admission.end(name)
     assert (admission.live, admission.waiting, admission.waiting_pages, admission.waiting_prompt_tokens) == (0, 0, 0, 0)
 
 
@@ -137,17 +154,17 @@ def test_the_default_for_pages_lets_a_full_queue_of_usual_requests_in_and_stops_
     need = lambda tokens: -(-(tokens + growth) // page_size)
     num_pages = slots * need(max_seq_len)
     limit = default_waiting_pages(slots, max_waiting, num_pages)
-    usual = Admission(slots, max_waiting, limit, clock)
+    usual = Named(slots, max_waiting, limit, clock)
     for name in names("a", slots + max_waiting):
-        usual.enter([name], need(30 + 64), 30)
+        usual.let_in([name], need(30 + 64), 30)
         if int(name[1:]) < slots:
-            usual.started(name)
+            usual.start(name)
     assert usual.waiting == max_waiting
     assert refusal(usual, ["b"]).reason == "queue_full"
-    huge = Admission(slots, max_waiting, limit, clock)
+    huge = Named(slots, max_waiting, limit, clock)
     count = limit // need(max_seq_len)
     for name in names("a", count):
-        huge.enter([name], need(max_seq_len), max_seq_len)
+        huge.let_in([name], need(max_seq_len), max_seq_len)
     assert refusal(huge, ["b"], need(max_seq_len)).reason == "queue_pages"
     assert 4 * slots <= count <= max(4 * slots, max_waiting // 4)
 

@@ -13,10 +13,14 @@ from typing import Any
 import pytest
 
 from jaxspec.events import Delta, Finished, Started
-from jaxspec.request import FinishReason, Logprob, RequestMetrics, RequestOutput, SamplingParams
+from jaxspec.request import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, SamplingParams
+from serve.core.admission import Place
+from serve.core.completion import Choice, Completion, Deadlines, Ended, Taken
 from serve.core.engine_thread import SNAPSHOT_SECONDS, EngineThread
 from serve.core.errors import StatusError
-from serve.core.tickets import Ticket, Tickets
+from serve.core.jobs import Prepared
+from serve.core.live import LiveChoices
+from serve.core.observers import Guard, Meter
 
 
 def test_one_thread_builds_and_steps_and_it_is_not_the_loops(kit: Any) -> None:
@@ -98,7 +102,7 @@ def test_jobs_that_do_not_stream_are_heard_of_at_the_end_only(kit: Any) -> None:
         async with kit.serving() as stack:
             streamed = await kit.read(await stack.start([1, 2, 3], max_tokens=40, logprobs=1))
             whole = await kit.read(await stack.start([1, 2, 3], max_tokens=40, logprobs=1, stream=False))
-            assert whole.chunks == 1 and streamed.chunks > 1
+            assert whole.deltas == 0 and streamed.deltas > 1
             assert (whole.tokens, whole.text) == (streamed.tokens, streamed.text)
             for heard, told in zip(whole.logprobs[0], streamed.logprobs[0], strict=True):
                 assert heard.keys() == told.keys()  # their values round as the rounds' shapes do
@@ -166,8 +170,8 @@ def test_stop_ends_what_is_live_and_can_be_repeated(kit: Any) -> None:
 
 
 def test_a_burst_is_taken_in_by_and_by_in_order_and_whole(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.core.engine_thread.INTAKE_COMPLETIONS", 4)
-    monkeypatch.setattr("serve.core.engine_thread.INTAKE_TOKENS", 40)
+    monkeypatch.setattr("serve.core.live.INTAKE_COMPLETIONS", 4)
+    monkeypatch.setattr("serve.core.live.INTAKE_TOKENS", 40)
     monkeypatch.setattr("serve.core.engine_thread.SNAPSHOT_SECONDS", 0.0)
 
     async def story() -> None:
@@ -217,7 +221,7 @@ def test_a_burst_is_taken_in_by_and_by_in_order_and_whole(kit: Any, monkeypatch:
 
 
 def test_what_was_submitted_and_not_taken_in_ends_with_the_thread(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.core.engine_thread.INTAKE_COMPLETIONS", 1)
+    monkeypatch.setattr("serve.core.live.INTAKE_COMPLETIONS", 1)
 
     async def story() -> None:
         async with kit.serving() as stack:
@@ -242,6 +246,7 @@ def test_observers_that_fail_end_nothing(kit: Any, caplog: pytest.LogCaptureFixt
             def fail(*args: Any) -> None:
                 raise RuntimeError(f"{name} is broken")
 
+            fail.__name__ = name
             return fail
 
     async def story() -> None:
@@ -269,9 +274,9 @@ def test_death_is_told_whatever_fails_on_the_way(
             generation = await stack.start([1, 2, 3], max_tokens=100)
 
             def broken(*args: Any) -> None:
-                raise RuntimeError("tickets are broken too")
+                raise RuntimeError("the account is broken too")
 
-            monkeypatch.setattr(stack.engine._tickets, "abort_all", broken)
+            monkeypatch.setattr(stack.engine._live, "bury", broken)
             stack.facade.error = RuntimeError("the device is lost")
             assert (await kit.fails(kit.read(generation), "UNAVAILABLE")).reason == "dead"
             assert stack.lifecycle.state == "dead" and str(stack.engine.error) == "the device is lost"
@@ -284,7 +289,7 @@ def test_death_is_told_whatever_fails_on_the_way(
 def test_what_exists_when_the_engine_is_built_is_no_garbage_until_it_stops(kit: Any) -> None:
     async def story() -> None:
         thread = EngineThread(kit.clean, freeze=True)
-        thread.attach(kit.recorder(), lambda updates: None, 0.0)
+        thread.attach(kit.recorder(), lambda news: None, 0.0)
         gc.unfreeze()  # whatever others may have left
         thread.start()
         try:
@@ -297,7 +302,7 @@ def test_what_exists_when_the_engine_is_built_is_no_garbage_until_it_stops(kit: 
     kit.run(story())
 
 
-# Tickets, with a clock of their own.
+# Live completions, with a clock of their own.
 
 
 class Counter:
@@ -307,15 +312,9 @@ class Counter:
         return lambda *args: None
 
 
-def ticket_of(kit: Any, **options: Any) -> Ticket:
-    job = kit.job([1, 2], seed=0, **options)
-    far = time.monotonic() + 1000
-    return Ticket("0.0", job, job.params, [1, 2], 0, None, 0.0, far, far, float("inf"), owner=None)
-
-
 @dataclasses.dataclass
 class NoEngine:
-    """What tickets ask of an engine."""
+    """What is asked of an engine."""
 
     requests: list[str] = dataclasses.field(default_factory=list)
     aborted: list[str] = dataclasses.field(default_factory=list)
@@ -326,63 +325,116 @@ class NoEngine:
 
     def abort(self, request_id: str) -> Finished:
         self.aborted.append(request_id)
-        return Finished(request_id, 0, FinishReason.ABORT, RequestOutput(request_id, None, [], [], RequestMetrics()))
+        return ended(request_id, FinishReason.ABORT)
 
 
-def test_tokens_of_a_stream_are_merged_for_the_interval(kit: Any) -> None:
-    engine: Any = NoEngine()
-    tickets, ticket = Tickets(Counter(), 0.05), ticket_of(kit)
-    tickets.add(engine, [ticket])
-    tickets.after_step([Started("0.0", 0, 0, 0.0)], 9.9)
-    accepted, started = tickets.news()
-    assert not accepted.started and started.started
+def ended(name: str, reason: FinishReason) -> Finished:
+    completion = CompletionOutput(0, [], "", reason)
+    return Finished(name, 0, reason, RequestOutput(name, None, [], [completion], RequestMetrics()))
 
-    def step(now: float, *tokens: int) -> list[list[int]]:
-        deltas = [Delta("0.0", 0, list(tokens), "x" * len(tokens))] if tokens else []
-        tickets.after_step(deltas, now)
-        return [update.token_ids for update in tickets.news()]
 
-    assert step(10.0, 1) == [[1]]  # the first at once
+class Account:
+    """Live completions of requests that nobody reads, one each; `said` is what the loop hears of each."""
+
+    def __init__(self, kit: Any, interval: float | None = None, metrics: Any = None):
+        self.kit, self.engine = kit, NoEngine()
+        self.live = LiveChoices(metrics or Counter(), Guard(), Meter(), interval)
+
+    def add(self, name: str = "0.0", deadlines: Deadlines | None = None, **options: Any) -> Completion:
+        job = self.kit.job([1, 2], seed=0, **options)
+        far = time.monotonic() + 1000
+        nobody: Any = None
+        request = Completion(job, deadlines or Deadlines(far, far, float("inf")), nobody, nobody)
+        request.prepared = Prepared([1, 2], job.params, None, 1)
+        request.choices = [Choice(name, request, 0, Place(1, 2))]
+        self.live.submit(request)
+        engine: Any = self.engine
+        self.live.take_in(engine)
+        return request
+
+    def step(self, now: float, *events: Any) -> None:
+        self.live.after_step(events, now)
+
+    def abort(self, request: Completion) -> None:
+        engine: Any = self.engine
+        self.live.abort(engine, request, "abort")
+
+    def expire(self, now: float) -> None:
+        engine: Any = self.engine
+        self.live.expire(engine, now)
+
+    def said(self) -> list[tuple[str, Any]]:
+        return [(choice.id, news) for choice, news in self.live.news()]
+
+
+def started(name: str) -> Started:
+    return Started(name, 0, 0, 0.0)
+
+
+def test_tokens_of_a_stream_are_kept_for_the_interval(kit: Any) -> None:
+    account = Account(kit, 0.05)
+    request = account.add()
+    account.step(9.9, started("0.0"))
+    assert account.said() == [("0.0", Taken()), ("0.0", started("0.0"))]
+
+    def step(now: float, *tokens: int) -> list[int]:
+        account.step(now, *([Delta("0.0", 0, list(tokens), "x" * len(tokens))] if tokens else []))
+        return [token for _, delta in account.said() for token in delta.token_ids]
+
+    assert step(10.0, 1) == [1]  # the first at once
     assert step(10.01, 2) == [] == step(10.02, 3, 4)
-    assert step(10.051, 5) == [[2, 3, 4, 5]]
+    assert step(10.051, 5) == [2, 3, 4, 5]
     assert step(10.06, 6) == []
-    assert step(10.12) == [[6]]  # also when nothing is added, as while it is preempted
+    assert step(10.12) == [6]  # also when nothing is added, as while it is preempted
     assert step(10.13, 7) == []
-    tickets.abort(engine, [ticket], "abort")
-    (last,) = tickets.news()
-    assert last.ended and last.token_ids == [7] and last.text == "x"
-    assert len(tickets) == 0 and engine.aborted == ["0.0"]
-    tickets.abort(engine, [ticket], "abort")
-    assert not tickets.news() and engine.aborted == ["0.0"]
+    account.step(10.14, ended("0.0", FinishReason.LENGTH))
+    (_, last), (_, end) = account.said()
+    assert last.token_ids == [7] and end == ended("0.0", FinishReason.LENGTH)  # the last at once
+    assert len(account.live) == 0
+    account.abort(request)
+    assert not account.said() and not account.engine.aborted
+
+
+@pytest.mark.parametrize("how", ["abort", "error"])
+def test_what_is_kept_of_a_stream_that_breaks_off_is_lost(kit: Any, how: str) -> None:
+    account = Account(kit, 0.05)
+    request = account.add()
+    account.step(10.0, started("0.0"), Delta("0.0", 0, [1], "x"))
+    account.step(10.01, Delta("0.0", 0, [2], "x"))
+    account.said()
+    if how == "abort":
+        account.abort(request)
+        account.abort(request)
+        assert account.said() == [("0.0", Ended(None))] and account.engine.aborted == ["0.0"]
+    else:
+        account.step(10.02, ended("0.0", FinishReason.ERROR))
+        assert account.said() == [("0.0", ended("0.0", FinishReason.ERROR))]
+    assert len(account.live) == 0 and not account.live._holding
 
 
 def test_all_streams_together_make_so_many_messages_a_second(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.core.tickets.MESSAGES_PER_SECOND", 20)
-    engine: Any = NoEngine()
-    tickets, made = Tickets(Counter()), [ticket_of(kit) for _ in range(3)]
-    for i, ticket in enumerate(made):
-        ticket.id = f"0.{i}"
-    made[2].job = dataclasses.replace(made[2].job, stream=False)
-    for ticket in made:
-        tickets.add(engine, [ticket])
-    tickets.after_step([Started(ticket.id, 0, 0, 0.0) for ticket in made], 9.9)
-    assert all(ticket.started for ticket in made)
-    tickets.news()
+    monkeypatch.setattr("serve.core.live.MESSAGES_PER_SECOND", 20)
+    account, names = Account(kit), ["0.0", "0.1", "0.2"]
+    made = [account.add(name, stream=name != "0.2") for name in names]
+    account.step(9.9, *map(started, names))
+    assert all(request.choices[0].started for request in made)
+    account.said()
 
     def step(now: float, *names: str) -> list[str]:
-        tickets.after_step([Delta(name, 0, [1], "x") for name in names], now)
-        return [update.ticket.id for update in tickets.news()]
+        account.step(now, *(Delta(name, 0, [1], "x") for name in names))
+        return list(dict(account.said()))
 
     both = ("0.0", "0.1")
     assert step(10.0, *both, "0.2") == ["0.0", "0.1"]  # the one that is not streamed costs none
     assert step(10.06, *both) == [] and step(10.101, *both) == ["0.0", "0.1"]  # two share 20 a second
-    tickets.abort(engine, made[1:], "abort")
-    assert len(tickets.news()) == 2
+    for request in made[1:]:
+        account.abort(request)
+    assert len(account.said()) == 2
     assert step(10.14, "0.0") == [] and step(10.152, "0.0") == ["0.0"]  # and one has them to itself
 
 
 @pytest.mark.parametrize("interval", [0.0, 0.05])
-def test_each_delta_has_its_own_logprobs_and_a_step_its_own_gap(kit: Any, interval: float) -> None:
+def test_each_delta_keeps_its_logprobs_and_a_step_has_its_own_gap(kit: Any, interval: float) -> None:
     class Gaps(Counter):
         def __init__(self) -> None:
             self.seen: list[tuple[int, float | None]] = []
@@ -390,49 +442,45 @@ def test_each_delta_has_its_own_logprobs_and_a_step_its_own_gap(kit: Any, interv
         def on_tokens(self, job: Any, count: int, gap: float | None) -> None:
             self.seen.append((count, gap))
 
-    engine: Any = NoEngine()
     gaps = Gaps()
-    tickets, ticket = Tickets(gaps, interval), ticket_of(kit, logprobs=0)
-    tickets.add(engine, [ticket])
-    tickets.news()
+    account = Account(kit, interval, gaps)
+    account.add(logprobs=0)
+    account.said()
     heard: list[tuple[list[int], list[int]]] = []
-    # A step may bring a request several deltas.
+    # A step may bring a completion several deltas.
     for now, parts in ((10.0, [[1], [2]]), (11.0, [[3, 4], [5]]), (12.0, [[], [6]]), (13.0, [[7]])):
-        deltas = [Delta("0.0", 0, list(part), "x", [{t: Logprob(t, -1.0)} for t in part]) for part in parts]
-        tickets.after_step(deltas, now)
-        heard += [(u.token_ids, [t for e in u.logprobs for t in e]) for u in tickets.news() if u.logprobs is not None]
+        account.step(now, *(Delta("0.0", 0, part, "x", [{t: Logprob(t, -1.0)} for t in part]) for part in parts))
+        heard += [(delta.token_ids, [t for e in delta.logprobs for t in e]) for _, delta in account.said()]
     assert [t for tokens, _ in heard for t in tokens] == [1, 2, 3, 4, 5, 6, 7]
     assert all(tokens == logprobs for tokens, logprobs in heard) and len(heard) >= 4
     assert gaps.seen == [(2, None), (3, 1.0), (1, 1.0), (1, 1.0)]
 
 
-def test_time_limits_are_those_of_where_the_ticket_is(kit: Any) -> None:
-    for started in (False, True):
-        for field, reason in (("queue_until", "queue_seconds"), ("run_until", "run_seconds"), ("deadline", "deadline")):
-            engine: Any = NoEngine()
-            tickets, ticket = Tickets(Counter()), ticket_of(kit)
-            limit = time.monotonic() + 500
-            setattr(ticket, field, limit)
-            tickets.add(engine, [ticket])
-            if started:
-                tickets.after_step([Started("0.0", 0, 0, 0.0)], 1.0)
-            tickets.news()
-            tickets.expire(engine, limit - 1)
-            assert not engine.aborted
-            tickets.expire(engine, limit)
-            if started and field == "queue_until":
-                assert not engine.aborted and not tickets.news()
-                continue
-            (update,) = tickets.news()
-            assert isinstance(update.error, StatusError) and update.ended and engine.aborted == ["0.0"]
-            assert (update.error.code.name, update.error.reason) == ("DEADLINE_EXCEEDED", reason)
+@pytest.mark.parametrize("slot", [False, True])
+@pytest.mark.parametrize(
+    ("field", "reason"), [("queue", "queue_seconds"), ("run", "run_seconds"), ("client", "deadline")]
+)
+def test_time_limits_are_those_of_where_the_completion_is(kit: Any, slot: bool, field: str, reason: str) -> None:
+    limit = time.monotonic() + 500
+    account = Account(kit)
+    account.add(deadlines=dataclasses.replace(Deadlines(limit + 500, limit + 500, float("inf")), **{field: limit}))
+    if slot:
+        account.step(1.0, started("0.0"))
+    account.said()
+    account.expire(limit - 1)
+    assert not account.engine.aborted
+    account.expire(limit)
+    if slot and field == "queue":
+        assert not account.engine.aborted and not account.said()
+        return
+    ((_, end),) = account.said()
+    assert isinstance(end.error, StatusError) and account.engine.aborted == ["0.0"]
+    assert (end.error.code.name, end.error.reason) == ("DEADLINE_EXCEEDED", reason)
 
 
 def test_what_has_no_time_left_is_never_added(kit: Any) -> None:
-    engine: Any = NoEngine()
-    tickets, ticket = Tickets(Counter()), ticket_of(kit)
-    ticket.deadline = time.monotonic() - 1
-    tickets.add(engine, [ticket])
-    (update,) = tickets.news()
-    assert update.ended and update.error is not None and update.error.reason == "deadline"
-    assert not engine.requests and len(tickets) == 0
+    account = Account(kit)
+    now = time.monotonic()
+    account.add(deadlines=Deadlines(now + 9, now + 9, now - 1))
+    ((_, end),) = account.said()
+    assert end.error.reason == "deadline" and not account.engine.requests and len(account.live) == 0

@@ -167,9 +167,9 @@ class Target:
                     break
                 await asyncio.sleep(0.02)
         assert info.compilations_after_warmup == self.compilations
-        generator, tickets = self.server.generator, self.server.engine._tickets
+        generator, live = self.server.generator, self.server.engine._live
         assert generator.live == generator.in_engine == 0 and not generator._by_id
-        assert not (tickets._live or tickets._waiting or tickets._held)
+        assert not (live._live or live._holding or live._submitted)
         async with asyncio.timeout(10):  # calls that were left end a little later
             while len(asyncio.all_tasks()) > self.tasks + 2:
                 await asyncio.sleep(0.02)

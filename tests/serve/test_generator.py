@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxspec.events import Delta
 from jaxspec.request import FinishReason, Request, RequestStatus, SamplingParams
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.text.grammar import GrammarSpec, Matcher
@@ -43,9 +44,9 @@ def agrees(result: Any, expected: Any) -> None:
     """Tokens, text, log-probabilities and reasons are those of the offline engine."""
     for i, output in enumerate(expected):
         completion = output.outputs[0]
-        finish = result.finishes[i]
+        end = result.ends[i].output.outputs[0]
         assert (result.tokens[i], result.text[i]) == (completion.token_ids, completion.text)
-        assert (finish.reason, finish.stop_reason) == (completion.finish_reason, completion.stop_reason)
+        assert (end.finish_reason, end.stop_reason) == (completion.finish_reason, completion.stop_reason)
         assert len(result.logprobs[i]) == len(completion.logprobs or [])
         for got, wanted in zip(result.logprobs[i], completion.logprobs or [], strict=True):
             assert list(got) == list(wanted)
@@ -221,7 +222,7 @@ def test_finished_output_that_nobody_reads_is_bounded(kit: Any) -> None:
             assert len((await kit.read(await stack.start([1], max_tokens=2))).tokens[0]) == 2
             for generation in unread:
                 generation.close()
-            assert stack.generator.live == 0 and not stack.generator._unread
+            assert stack.generator.live == 0
             await stack.settled()
 
     kit.run(story())
@@ -420,11 +421,11 @@ def test_a_slow_reader_slows_nobody_and_loses_nothing(kit: Any) -> None:
             slow = await stack.generator.start(kit.job([1, 2, 3], **vars(params)))
             quick = await stack.generator.start(kit.job([4, 5], **vars(params)))
             agrees(await kit.read(quick), expected[1])
-            # The engine has finished it although nothing was read, and one merged chunk is all that waits.
+            # The engine has finished it although nothing was read, and one merged delta is all that waits.
             await kit.eventually(lambda: stack.generator.in_engine == 0)
             assert stack.generator.live == 1
             result = await kit.read(slow)
-            assert result.chunks == 1
+            assert result.deltas == 1
             agrees(result, expected[0])
 
     kit.run(story())
@@ -674,7 +675,7 @@ def test_logits_that_are_not_finite_fail_their_own_generation_alone(kit: Any) ->
             patch.setattr(facade.runner, "collect", collect)
             async with kit.serving() as stack:
                 bad = await stack.start([7, 7], max_tokens=100, n=3)
-                poisoned.add(bad._tickets[1].id)
+                poisoned.add(bad.choices[1].id)
                 good = await stack.generator.start(kit.job([1, 2, 3], **vars(params)))
                 error = await kit.fails(kit.read(bad), "INTERNAL")
                 assert error.reason == "not_finite" and "finite" in error.message
@@ -691,7 +692,7 @@ def test_a_grammar_is_compiled_and_obeyed(kit: Any) -> None:
             regex, bad = GrammarSpec("regex", "(abc|def){3}"), GrammarSpec("regex", "(abc")
             result = await kit.read(await stack.start([1], grammar=regex, max_tokens=30, ignore_eos=False, n=2))
             assert all(re.fullmatch("(abc|def){3}", text) for text in result.text)
-            assert all(finish.reason is FinishReason.STOP for finish in result.finishes)
+            assert all(end.reason is FinishReason.STOP for end in result.ends)
             await kit.fails(stack.start([1], grammar=bad), "INVALID_ARGUMENT")
             await stack.settled()
             assert stack.generator.live == 0
@@ -734,7 +735,7 @@ def test_preemption_changes_no_token(kit: Any) -> None:
             results = await asyncio.gather(*(kit.read(generation) for generation in generations))
             for result, output in zip(results, expected, strict=True):
                 agrees(result, output)
-            assert sum(finish.metrics.preemptions for result in results for finish in result.finishes) > 0
+            assert sum(end.output.metrics.preemptions for result in results for end in result.ends) > 0
             await stack.settled()
 
     kit.run(story())
@@ -769,8 +770,10 @@ def test_five_hundred_random_operations_leak_nothing(kit: Any) -> None:
         tokens: list[list[int]] = [[] for _ in range(n)]
         left = rng.choice([0, 1, 3, 10**9, 10**9, 10**9])
         try:
-            async for chunk in generation:
-                tokens[chunk.index] += chunk.token_ids
+            async for event in generation:
+                if isinstance(event, Delta) or number % 5 == 0:  # the latter are not streamed
+                    part = event if isinstance(event, Delta) else event.output
+                    tokens[event.index] += part.token_ids
                 left -= 1
                 if left <= 0:
                     break
@@ -793,7 +796,7 @@ def test_five_hundred_random_operations_leak_nothing(kit: Any) -> None:
                         task.result()
             await asyncio.gather(*pending)
             await stack.settled()
-            assert stack.generator.live == 0 and not stack.engine._tickets.news() and not stack.engine._replies
+            assert stack.generator.live == 0 and not stack.engine._live.news() and not stack.engine._replies
             assert stack.engine.state == "serving" and whole > 50
             admitted = {id(metrics) for *_, metrics in stack.metrics.finished}
             assert len(admitted) == len(stack.metrics.finished)  # each completion ended once

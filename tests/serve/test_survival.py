@@ -491,7 +491,7 @@ def test_whoever_leaves_frees_the_pages_within_two_steps(kit: Any, expected: Any
                 return prefilling is not None and 0 < prefilling.num_computed < 48
             return prefilling is None and len(scheduler._running) == 3 and all(r.output_token_ids for r in live())
 
-        live = lambda: [ticket.request for ticket in wire.server.engine._tickets._live.values()]
+        live = lambda: list(scheduler._by_id.values())
         async with grpc.aio.insecure_channel(f"127.0.0.1:{wire.server.port}") as channel:
             stub = pb_grpc.GenerationServiceStub(channel)
             requests = [ask("abcd" * 12, max_tokens=70) for _ in names]

@@ -206,12 +206,11 @@ def test_harmless_defaults_of_what_is_not_supported_are_accepted() -> None:
 async def service(kit: Any, **config: Any) -> AsyncIterator[tuple[Any, Any]]:
     """(stack, stub) over TCP."""
     async with kit.serving(**config) as stack:
+        stack.engine.meter = types.SimpleNamespace(tokens_per_second=12.5)
         server = grpc.aio.server()
         vllm.add_to(
             server,
-            vllm.VllmServicer(
-                stack.generator, stack.lifecycle, stack.config, stack.engine, stack.metrics, lambda: 12.5
-            ),
+            vllm.VllmServicer(stack.generator, stack.lifecycle, stack.config, stack.engine, stack.metrics),
         )
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
