@@ -261,7 +261,7 @@ def right(asked: Sequence[Asked], outputs: dict[int, RequestOutput]) -> int:
 def test_plain_decoding_chooses_among_what_is_allowed(engines: Engines, expected: dict[int, RequestOutput]):
     """Against whole forwards, masks of new matchers, and the request's own noise; no cache, no engine."""
     graph, params = nnx.split(engines.target)
-    compiler = engines("plain").grammars
+    compiler = engines("plain").facts.grammars
     assert compiler is not None
 
     @jax.jit
