@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Event, Finished
-from jaxspec.llm import LLM, Prepared, Prompt, sum_metrics
+from jaxspec.llm import LLM, Prepared, Prompt
 from jaxspec.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from jaxspec.shared import SharedEngine
 from jaxspec.text.grammar import GrammarSpec
@@ -328,7 +328,7 @@ class _Stream:
             )
             for part in self._parts
         ]
-        metrics = sum_metrics(self._metrics)
+        metrics = RequestMetrics.total(self._metrics)
         return RequestOutput(self._name, self._prepared.text, [*self._prepared.tokens], parts, metrics)
 
     def _add_up(self, event: Delta | Finished, metrics: RequestMetrics) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,30 +86,8 @@ class _Group:
         ordered = [self.parts[i] for i in sorted(self.parts)]
         first = ordered[0]
         outputs: list[CompletionOutput] = [part.outputs[0] for part in ordered]
-        metrics = sum_metrics([part.metrics for part in ordered])
+        metrics = RequestMetrics.total([part.metrics for part in ordered])
         return dataclasses.replace(first, prompt=self.text, outputs=outputs, metrics=metrics)
-
-
-def sum_metrics(parts: Sequence[RequestMetrics]) -> RequestMetrics:
-    """What several completions of a prompt cost together."""
-    if len(parts) == 1:
-        return parts[0]
-    total = RequestMetrics(arrival_time=min(p.arrival_time for p in parts))
-    for p in parts:
-        total.rounds += p.rounds
-        total.drafted += p.drafted
-        total.accepted += p.accepted
-        total.output_tokens += p.output_tokens
-        total.cached_prompt_tokens += p.cached_prompt_tokens
-        total.preemptions += p.preemptions
-        pairs = itertools.zip_longest(total.acceptance_histogram, p.acceptance_histogram, fillvalue=0)
-        total.acceptance_histogram = [a + b for a, b in pairs]
-        for name, count in p.tier_rounds.items():
-            total.tier_rounds[name] = total.tier_rounds.get(name, 0) + count
-    for name, pick in (("first_scheduled_time", min), ("first_token_time", min), ("finished_time", max)):
-        times = [getattr(p, name) for p in parts if getattr(p, name) is not None]
-        setattr(total, name, pick(times) if times else None)
-    return total
 
 
 class LLM:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
@@ -238,6 +239,24 @@ class RequestMetrics:
     cached_prompt_tokens: int = 0
     preemptions: int = 0
     tier_rounds: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def total(cls, parts: Sequence[RequestMetrics]) -> RequestMetrics:
+        """What several completions cost together."""
+        if len(parts) == 1:
+            return parts[0]
+        total = cls(arrival_time=min((p.arrival_time for p in parts), default=0.0))
+        for p in parts:
+            for name in ("rounds", "drafted", "accepted", "output_tokens", "cached_prompt_tokens", "preemptions"):
+                setattr(total, name, getattr(total, name) + getattr(p, name))
+            pairs = itertools.zip_longest(total.acceptance_histogram, p.acceptance_histogram, fillvalue=0)
+            total.acceptance_histogram = [a + b for a, b in pairs]
+            for name, count in p.tier_rounds.items():
+                total.tier_rounds[name] = total.tier_rounds.get(name, 0) + count
+        for name, pick in (("first_scheduled_time", min), ("first_token_time", min), ("finished_time", max)):
+            times = [getattr(p, name) for p in parts if getattr(p, name) is not None]
+            setattr(total, name, pick(times) if times else None)
+        return total
 
     def record_round(self, tier_name: str, drafted: int, accepted: int) -> None:
         """Counts one committed round of a tier: tokens drafted for this row, and how many were accepted."""

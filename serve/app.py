@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 
 from jaxspec.assemble import build_engine, resolve_model
 from jaxspec.engine import Engine
-from serve.api.admin import AdminServicer, Built
+from serve.api.admin import AdminServicer, described
 from serve.api.auth import AdminInterceptor, TokenInterceptor, read_tokens, server_credentials
 from serve.api.generation import GenerationServicer
 from serve.api.health import SERVICE as HEALTH
@@ -66,7 +66,7 @@ class Server:
         self.metrics = ServerMetrics(config.served_name)
         self.engine = EngineThread(self._build, freeze=build is None)
         self._load = build or (lambda: load_engine(config))
-        self._built: Built | None = None
+        self._described: admin_pb2.GetServerInfoResponse | None = None
         self._tracer: Any = None
         self._grpc: grpc.aio.Server | None = None
         self._health = HealthServicer()
@@ -141,7 +141,7 @@ class Server:
     def _build(self) -> Engine:
         """On the engine's thread."""
         engine = self._load()
-        self._built = Built.of(engine, self.config)
+        self._described = described(engine, self.config)
         return engine
 
     def _guards(self) -> list[Any]:
@@ -167,7 +167,7 @@ class Server:
                 self.lifecycle,
                 config,
                 self.begin_drain,
-                lambda: self._built,
+                lambda: self._described,
             ),
             server,
         )

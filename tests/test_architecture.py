@@ -42,6 +42,19 @@ ALLOWED = {
     "async_llm": EVERYONE | {"engine", "events", "llm", "shared", "text"},
 }
 FRONTS = {"generate", "bench", "__init__"}
+#: Rooms of serve (packages, and the modules on top) and the other rooms that they may import.
+SERVE = {
+    "config": set(),
+    "proto": set(),
+    "client": {"proto"},
+    "core": {"config"},
+    "telemetry": {"core"},
+    "api": {"config", "core", "telemetry", "proto"},
+    "vllm": {"config", "core", "api"},
+    "app": {"config", "core", "telemetry", "api", "vllm", "proto"},
+    "__main__": {"config", "core", "telemetry", "app"},
+    "openai": {"config", "__main__"},
+}
 ENGINE_PARTS = ("jaxspec.assemble", "jaxspec.llm", "jaxspec.engine", "jaxspec.events", "jaxspec.adaptive")
 #: Commands of training that run the engine; no other module of training may.
 ENGINE_COMMANDS = {"train/data/regenerate.py", "train/run/evaluate.py"}
@@ -159,12 +172,14 @@ def test_importing_the_kernels_loads_nothing_of_jaxspec():
     assert out.stdout.strip() == "[]"
 
 
-def test_no_import_cycle_between_modules():
+@pytest.mark.parametrize("package", ["jaxspec", "serve"])
+def test_no_import_cycle_between_modules(package: str):
     graph: dict[str, set[str]] = {}
-    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for p in JAXSPEC}
-    for path in JAXSPEC:
+    paths = sources(package)
+    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for p in paths}
+    for path in paths:
         me = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        if me == "jaxspec":
+        if me == package:
             continue
         named = {name if name in modules else name.rpartition(".")[0] for name in imports(path)}
         graph[me] = {name for name in named if name in modules and name != me and not me.startswith(name + ".")}
@@ -179,6 +194,24 @@ def test_no_import_cycle_between_modules():
 
     for module in graph:
         visit(module, ())
+
+
+def test_the_rooms_of_the_server():
+    """Types that are only named count too. Where a request is run, no protocol is known, nor how it is told."""
+    wrong = []
+    for path in sources("serve"):
+        parts = path.relative_to(ROOT / "serve").parts
+        room = parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        assert room in SERVE, f"{path} belongs to no room that this test knows: say what it may import"
+        for name in imports(path):
+            other = name.split(".")[1] if name.startswith("serve.") else room
+            if other != room and other not in SERVE[room]:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+            assert room != "core" or name.split(".")[0] not in ("prometheus_client", "opentelemetry"), (path, name)
+            assert room != "client" or not name.startswith("jaxspec."), f"{path} imports {name}: clients need no engine"
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(

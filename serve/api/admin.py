@@ -5,7 +5,6 @@ What is told is an allow-list: no paths, no arguments, no environment. Must not 
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,42 +30,26 @@ POLICIES = ("adaptive", "static", "off")
 _MAX_DRAIN_SECONDS = 1e9
 
 
-@dataclasses.dataclass(frozen=True)
-class Built:
-    """What is known of the engine for good, once it is built; plain, so that any thread may read it."""
-
-    drafter: str
-    device: str
-    devices: int
-    dtype: str
-    tiers: tuple[str, ...]
-    buckets: tuple[int, ...]
-    weight_bytes: int
-    pool_bytes: int
-    pages: int
-    page_size: int
-    max_seq_len: int
-    max_batch_size: int
-
-    @classmethod
-    def of(cls, engine: Engine, config: ServerConfig) -> Built:
-        """To be called on the engine's thread."""
-        runner = engine.runner
-        devices = runner.state.pages.devices()
-        return cls(
-            drafter=_drafter(engine, config),
-            device=next(iter(devices)).device_kind if devices else jax.default_backend(),
-            devices=len(devices),
-            dtype=str(runner.state.pages.dtype),
-            tiers=tuple(tier.name for tier in sorted(runner.reachable)),
-            buckets=tuple(sorted({bucket for buckets in runner.reachable.values() for bucket in buckets})),
+def described(engine: Engine, config: ServerConfig) -> pb.GetServerInfoResponse:
+    """What is known of the engine for good. To be called on its thread; what is returned is for any."""
+    runner, sizes = engine.runner, engine.facts.sizes
+    devices = runner.state.pages.devices()
+    return pb.GetServerInfoResponse(
+        drafter=_drafter(engine, config),
+        device=next(iter(devices)).device_kind if devices else jax.default_backend(),
+        devices=len(devices),
+        dtype=str(runner.state.pages.dtype),
+        tiers=[tier.name for tier in sorted(runner.reachable)],
+        buckets=sorted({bucket for buckets in runner.reachable.values() for bucket in buckets}),
+        max_seq_len=sizes.max_seq_len,
+        max_batch_size=sizes.max_batch_size,
+        memory=pb.Memory(
             weight_bytes=runner.weight_bytes,
-            pool_bytes=engine.pool_bytes,
-            pages=engine.facts.sizes.num_pages,
-            page_size=engine.facts.sizes.page_size,
-            max_seq_len=engine.facts.sizes.max_seq_len,
-            max_batch_size=engine.facts.sizes.max_batch_size,
-        )
+            kv_pool_bytes=engine.pool_bytes,
+            pages=sizes.num_pages,
+            page_size=sizes.page_size,
+        ),
+    )
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -76,7 +59,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     Args:
       drain: begins to drain, within so many seconds (None: the configured ones), and returns at once.
-      built: what was built, once it is: no look at the engine has to wait for its step.
+      described: see there; None before the engine is built. No look at the engine has to wait for its step.
     """
 
     def __init__(
@@ -86,49 +69,31 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         lifecycle: Lifecycle,
         config: ServerConfig,
         drain: Callable[[float | None], None],
-        built: Callable[[], Built | None],
+        described: Callable[[], pb.GetServerInfoResponse | None],
     ) -> None:
         self._engine, self._generator, self._lifecycle = engine, generator, lifecycle
-        self._config, self._drain, self._built = config, drain, built
+        self._config, self._drain, self._described = config, drain, described
         self._began = time.monotonic()
         resolved = config.speculation.resolved_policy
         self._policy = resolved if resolved in POLICIES else "profile"
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
-        info = pb.GetServerInfoResponse(
-            version=jaxspec.__version__,
-            model=self._config.served_name,
-            policy=self._policy,
-            verification=self._config.speculation.verification,
-            uptime_seconds=time.monotonic() - self._began,
-            state=self._lifecycle.state,
-            mean_acceptance_length=self._engine.meter.mean_accepted_length,
-        )
-        built, stats = self._built(), self._engine.snapshot
-        if built is None or stats is None:
-            return info
-        info.drafter, info.device, info.devices, info.dtype = built.drafter, built.device, built.devices, built.dtype
-        if built.drafter == "none":
-            info.policy = "off"
-        info.max_seq_len, info.max_batch_size = built.max_seq_len, built.max_batch_size
-        info.tiers.extend(built.tiers)
-        info.buckets.extend(built.buckets)
-        info.lossless, info.active_tier = stats.lossless, stats.active_tier
-        info.tier_switches = stats.switches
-        info.rounds_by_tier.update(stats.rounds_by_tier)
-        info.executables, info.compilations_after_warmup = stats.executables, stats.compilations_after_warmup
-        info.executables_ready = stats.executables_ready
-        info.warmup_seconds, info.startup_seconds = stats.warmup_seconds, stats.startup_seconds
-        info.memory.CopyFrom(
-            pb.Memory(
-                weight_bytes=built.weight_bytes,
-                kv_pool_bytes=built.pool_bytes,
-                pages=built.pages,
-                free_pages=stats.free_pages,
-                cached_pages=stats.cached_pages,
-                page_size=built.page_size,
-            )
-        )
+        known, stats = self._described(), self._engine.snapshot
+        info = pb.GetServerInfoResponse()
+        if known is not None and stats is not None:
+            info.CopyFrom(known)
+            info.lossless, info.active_tier = stats.lossless, stats.active_tier
+            info.tier_switches = stats.switches
+            info.rounds_by_tier.update(stats.rounds_by_tier)
+            info.executables, info.compilations_after_warmup = stats.executables, stats.compilations_after_warmup
+            info.executables_ready = stats.executables_ready
+            info.warmup_seconds, info.startup_seconds = stats.warmup_seconds, stats.startup_seconds
+            info.memory.free_pages, info.memory.cached_pages = stats.free_pages, stats.cached_pages
+        info.version, info.model, info.state = jaxspec.__version__, self._config.served_name, self._lifecycle.state
+        info.policy = "off" if info.drafter == "none" else self._policy
+        info.verification = self._config.speculation.verification
+        info.uptime_seconds = time.monotonic() - self._began
+        info.mean_acceptance_length = self._engine.meter.mean_accepted_length
         return info
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Any) -> pb.GetLoadsResponse:

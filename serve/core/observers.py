@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import ParamSpec, Protocol
 
@@ -74,40 +74,20 @@ class Record:
         return [str(output.finish_reason) for output in self.outputs]
 
     @property
+    def total(self) -> RequestMetrics:
+        """What those completions cost together."""
+        return RequestMetrics.total(self.metrics)
+
+    @property
     def ttft(self) -> float | None:
         """Seconds to the first token."""
-        return min((m.ttft for m in self.metrics if m.ttft is not None), default=self.first_after)
+        return self.first_after if (known := self.total.ttft) is None else known
 
     @property
     def tpot(self) -> float | None:
         """Seconds a token after the first, the mean over completions."""
         times = [m.tpot for m in self.metrics if m.tpot is not None]
         return sum(times) / len(times) if times else None
-
-    @property
-    def accepted_length(self) -> float | None:
-        """Tokens a round over all completions, the bonus included; None before the first round."""
-        rounds = sum(m.rounds for m in self.metrics)
-        return (sum(m.accepted for m in self.metrics) + rounds) / rounds if rounds else None
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Accepted share of the drafted tokens; None where nothing was drafted."""
-        drafted = sum(m.drafted for m in self.metrics)
-        return sum(m.accepted for m in self.metrics) / drafted if drafted else None
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens found in the prefix cache, over all completions."""
-        return sum(m.cached_prompt_tokens for m in self.metrics)
-
-    @property
-    def tier_rounds(self) -> dict[str, int]:
-        """Rounds by the tier that ran."""
-        total: Counter[str] = Counter()
-        for m in self.metrics:
-            total.update(m.tier_rounds)
-        return dict(total)
 
 
 #: Hears that a job came; what it returns hears what became of it.

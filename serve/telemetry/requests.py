@@ -22,7 +22,7 @@ def request_log(log_prompts: bool) -> Callable[[Job], Callable[[Record], None]]:
     """
 
     def write(record: Record) -> None:
-        job, error, length = record.job, record.error, record.accepted_length
+        job, error, total = record.job, record.error, record.total
         ms = lambda seconds: None if seconds is None else round(seconds * 1e3, 3)
         shown: dict[str, object] = {}
         if log_prompts:
@@ -40,12 +40,12 @@ def request_log(log_prompts: bool) -> Callable[[Job], Callable[[Record], None]]:
             reason=None if error is None else error.reason,
             finish=record.reasons or None,
             prompt_tokens=record.prompt_tokens,
-            cached_tokens=record.cached_tokens,
+            cached_tokens=total.cached_prompt_tokens,
             output_tokens=record.output_tokens,
             ttft_ms=ms(record.ttft),
             tpot_ms=ms(record.tpot),
             total_ms=ms(record.seconds),
-            accepted_length=None if length is None else round(length, 3),
+            accepted_length=round(total.mean_accepted_length, 3) if total.rounds else None,
             **shown,
         )
 

@@ -123,6 +123,7 @@ def _finish(span: Span, record: Record) -> None:
     """Says what became of the request, and closes the span."""
     from opentelemetry.trace import StatusCode
 
+    total = record.total
     attributes = {
         "rpc.grpc.status_code": record.code.value[0],
         "error.type": None if record.code is grpc.StatusCode.OK else record.code.name,
@@ -130,14 +131,14 @@ def _finish(span: Span, record: Record) -> None:
         "gen_ai.response.finish_reasons": record.reasons or None,
         "gen_ai.usage.input_tokens": record.prompt_tokens,
         "gen_ai.usage.output_tokens": record.output_tokens,
-        "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
+        "gen_ai.usage.cache_read.input_tokens": total.cached_prompt_tokens,
         "gen_ai.server.time_to_first_token": record.ttft,
         "gen_ai.server.time_per_output_token": record.tpot,
-        "jaxspec.speculation.mean_acceptance_length": record.accepted_length,
-        "jaxspec.speculation.draft_acceptance_rate": record.acceptance_rate,
+        "jaxspec.speculation.mean_acceptance_length": total.mean_accepted_length if total.rounds else None,
+        "jaxspec.speculation.draft_acceptance_rate": total.acceptance_rate if total.drafted else None,
         "jaxspec.tier_switches": record.tier_switches,
-        "jaxspec.preemptions": sum(m.preemptions for m in record.metrics),
-        **{f"jaxspec.tier_rounds.{name}": count for name, count in record.tier_rounds.items()},
+        "jaxspec.preemptions": total.preemptions,
+        **{f"jaxspec.tier_rounds.{name}": count for name, count in total.tier_rounds.items()},
     }
     for name, value in attributes.items():
         if value is not None:

@@ -234,7 +234,7 @@ def test_a_record_is_as_it_was_when_it_was_logged(configured: Callable[..., Any]
 
 def test_what_waits_is_written_at_the_end_of_the_process():
     code = (
-        "import logging, sys; from serve import logs; logs.configure('info', 'json');"
+        "import logging, sys; from serve.telemetry import logs; logs.configure('info', 'json');"
         "[logging.getLogger('serve').info('record %d', i) for i in range(500)]"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -243,7 +243,7 @@ def test_what_waits_is_written_at_the_end_of_the_process():
 
 def test_a_process_ends_although_nobody_reads_its_log():
     code = (
-        "import logging, sys; from serve import logs; logs.FLUSH_SECONDS = 0.2;"
+        "import logging, sys; from serve.telemetry import logs; logs.FLUSH_SECONDS = 0.2;"
         "logs.QueuedHandler.drain.__defaults__ = (0.2,); logs.configure('info', 'json');"
         "[logging.getLogger('serve').info('x' * 1000) for i in range(500)]"
     )

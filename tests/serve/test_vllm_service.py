@@ -437,7 +437,7 @@ def test_a_failure_inside_is_internal_and_says_nothing(
                 records = [record for record in caplog.records if record.message == "a call failed"]
                 assert len(records) == 6 and all(record.exc_info for record in records)
             # Also in the middle of an answer, whose pages come back.
-            monkeypatch.setattr(vllm.Answer, "messages", broken)
+            monkeypatch.setattr(vllm, "answer", broken)
             error = await refused(stub.Generate(request(**LONG)))
             assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "internal error")
             await stack.settled()
