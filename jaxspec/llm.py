@@ -43,7 +43,7 @@ class Prepared:
     params: SamplingParams
     grammar: Grammar | None
 
-    def add(self, engine: Engine, arrival_time: float, priority: int = 0) -> list[str]:
+    def add(self, engine: Engine, arrival_time: float, priority: int = 0, max_depth: int | None = None) -> list[str]:
         """Queues every completion; returns the engine's request ids, by completion index.
 
         Raises:
@@ -55,7 +55,7 @@ class Prepared:
                 ids.append(
                     engine.add(
                         self.tokens, self.params, index=index, grammar=self.grammar, arrival_time=arrival_time,
-                        priority=priority,
+                        priority=priority, max_depth=max_depth,
                     )
                 )  # fmt: skip
         except BaseException:

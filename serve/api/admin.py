@@ -17,7 +17,7 @@ from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.config import DRAFTERS
 from jaxspec.engine import Engine
 from jaxspec.tier import PLAIN, Tier
-from serve.api.calls import Answering
+from serve.api.calls import answering
 from serve.config import ServerConfig
 from serve.core.engine_thread import EngineThread
 from serve.core.errors import invalid
@@ -110,7 +110,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         )
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
-        async with Answering(context):
+        async with answering(context):
             grace = request.grace_seconds if request.HasField("grace_seconds") else None
             if grace is not None and not 0 <= grace <= _MAX_DRAIN_SECONDS:
                 raise invalid(f"grace_seconds must be a number in [0, {_MAX_DRAIN_SECONDS:g}], got {grace!r}")
@@ -118,7 +118,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             return pb.DrainResponse()
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Any) -> pb.FlushCacheResponse:
-        async with Answering(context):
+        async with answering(context):
             freed = await self._engine.call(lambda engine: engine.flush_prefix_cache())
             return pb.FlushCacheResponse(freed_pages=freed)
 
@@ -131,7 +131,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             engine.use_policy(policy)
             return [tier.name for tier in policy.tiers]
 
-        async with Answering(context):
+        async with answering(context):
             try:
                 tiers = await self._engine.call(use)
             except ValueError as e:

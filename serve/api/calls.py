@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
@@ -57,10 +56,7 @@ def limits_of(engine: EngineThread, config: ServerConfig) -> Limits:
     Raises:
       StatusError: UNAVAILABLE; the engine is not built, and nobody knows.
     """
-    facts = engine.facts
-    if facts is None:
-        engine.check()
-        raise AssertionError("an engine that serves has facts")
+    facts = engine.known()
     longest = 1 if facts.tokenizer is None else facts.tokenizer.longest_token
     return Limits(
         tokens=facts.sizes.max_seq_len,
@@ -79,27 +75,19 @@ async def made(size: int, make: Callable[[], T]) -> T:
     return make() if size <= _AT_ONCE else await asyncio.to_thread(make)
 
 
-class Answering:
-    """`async with Answering(context):` around all that a call does: an exception ends it with a status.
+@contextlib.asynccontextmanager
+async def answering(context: Any, translate: Translate = lambda error: error) -> AsyncIterator[None]:
+    """Around all that a call does: an exception ends it with a status.
 
     Args:
       translate: what clients are told of a StatusError.
     """
-
-    def __init__(self, context: Any, translate: Translate = lambda error: error) -> None:
-        self._context, self._translate = context, translate
-
-    async def __aenter__(self) -> None:
-        pass
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        if isinstance(error, StatusError):
-            error = self._translate(error)
-        # A call that was cancelled or aborted has ended already.
-        if isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
-            await abort_call(self._context, error)
+    try:
+        yield
+    except grpc.aio.AbortError:  # it has ended already
+        raise
+    except Exception as error:
+        await abort_call(context, translate(error) if isinstance(error, StatusError) else error)
 
 
 async def abort_call(context: Any, error: Exception) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxspec.events import Delta, Finished
 from jaxspec.request import FinishReason, Logprob
-from serve.api.calls import Answering, counting_refusals, end_together, limits_of, made
+from serve.api.calls import answering, counting_refusals, end_together, limits_of, made
 from serve.api.requests import MAX_ABORTED, Limits, chat_of, check_count, deadline_of, prompt_text, to_job
 from serve.config import ServerConfig
 from serve.core.completion import Completion
@@ -38,7 +38,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._generator, self._engine, self._metrics, self._config = generator, engine, metrics, config
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
-        async with Answering(context):
+        async with answering(context):
             generation = await self._start(request, context, stream=False)
             try:
                 ends = [event async for event in generation if isinstance(event, Finished)]
@@ -49,7 +49,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GenerateStream(
         self, request: pb.GenerateRequest, context: Any
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
-        async with Answering(context):
+        async with answering(context):
             generation = await self._start(request, context, stream=True)
             try:
                 yield pb.GenerateStreamResponse(prompt=self._prompt_info(generation))
@@ -64,13 +64,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 generation.close()
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        async with Answering(context):
+        async with answering(context):
             with counting_refusals(self._metrics):
                 check_count("request_ids", request.request_ids, MAX_ABORTED)
             return pb.AbortResponse(aborted=await self._generator.abort(list(request.request_ids)))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        async with Answering(context):
+        async with answering(context):
             with counting_refusals(self._metrics):
                 limits = limits_of(self._engine, self._config)
                 prompt = _tokenize_prompt(request, limits)
@@ -79,7 +79,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             return pb.TokenizeResponse(ids=ids, max_tokens=limits.tokens)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
-        async with Answering(context):
+        async with answering(context):
             with counting_refusals(self._metrics):
                 check_count("ids", request.ids, limits_of(self._engine, self._config).tokens)
             skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True

@@ -15,11 +15,12 @@ from typing import Protocol
 import grpc
 
 from jaxspec.events import Delta, Event, Finished
+from jaxspec.llm import Prepared
 from jaxspec.request import CompletionOutput, ErrorKind, FinishReason
 from serve.config import ServerConfig
 from serve.core.admission import Place
 from serve.core.errors import StatusError, deadline_passed, unavailable
-from serve.core.jobs import Job, Prepared
+from serve.core.jobs import Job
 from serve.core.observers import Record
 
 #: Ends that a client asked for: nobody was refused.
@@ -88,17 +89,16 @@ class Choice:
     """One of a request's completions. Once it is submitted, only the engine's thread writes to it.
 
     Attributes:
-      id: the engine's name for it, never used twice, whatever clients call their requests.
-      request: whose it is; index: which of its completions.
+      request: whose it is.
       place: what admission counts for it; the event loop's.
+      id: the engine's name for it, never used twice, whatever clients call their requests; "" until it has one.
       started: it had a slot. ended: nothing more comes.
       held: what the loop has not heard yet. sent_at: when it last heard something. token_at: when tokens came last.
     """
 
-    id: str
     request: Completion
-    index: int
     place: Place
+    id: str = ""
     started: bool = False
     ended: bool = False
     held: list[Delta] = dataclasses.field(default_factory=list)

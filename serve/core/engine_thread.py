@@ -159,6 +159,13 @@ class EngineThread:
         if self.state != "serving":
             raise unavailable(_MESSAGES[self.state], self.state)
 
+    def known(self) -> EngineFacts:
+        """Its facts; StatusError UNAVAILABLE before it is built."""
+        if self.facts is None:
+            self.check()
+            raise unavailable(_MESSAGES["starting"], "starting")
+        return self.facts
+
     def _enter(self, state: State, after: State | None = None) -> None:
         if self.state == state or (after is not None and self.state != after):
             return

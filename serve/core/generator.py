@@ -7,7 +7,6 @@ calls or messages.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
@@ -15,7 +14,6 @@ from typing import TypeVar
 import grpc
 
 from jaxspec.events import Finished, Started
-from jaxspec.text.tokenizer import Tokenizer
 from serve.config import ServerConfig
 from serve.core.admission import Admission, default_waiting_pages
 from serve.core.completion import Choice, Completion, Deadlines, Ended, News, Stage
@@ -51,7 +49,6 @@ class Generator:
         self._admission: Admission | None = None
         self._by_id: dict[str, Completion] = {}  # by the client's id, until it is over
         self._open: set[Completion] = set()  # until the reader is done
-        self._serials = itertools.count()
         self._preparation = Preparation(engine, config.max_output_tokens, config.max_waiting + _MORE_PREPARING)
         self._refusal: StatusError | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
@@ -110,11 +107,6 @@ class Generator:
           StatusError: as `tokenize`.
         """
         return await self._in_time(self._preparation.decode(ids, skip_special_tokens))
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The checkpoint's; None where there is none, or the engine is not built yet."""
-        return None if self._engine.facts is None else self._engine.facts.tokenizer
 
     # What the server's life asks for.
 
@@ -184,14 +176,13 @@ class Generator:
         job = request.job
         if request.deadlines.client <= request.arrived:
             raise deadline_passed("the request's deadline had passed when it came")
-        prepared = await self._in_time(self._preparation.prepare(job), request.deadlines)
+        prepared, pages = await self._in_time(self._preparation.prepare(job), request.deadlines)
         if request.error is not None:  # aborted, or the engine went away, while this was prepared
             raise request.error
         assert self._admission is not None
-        places = self._admission.enter(prepared.params.n, prepared.pages, len(prepared.tokens))
-        serial = next(self._serials)
+        places = self._admission.enter(job.params.n, pages, len(prepared.tokens))
         request.prepared, request.left = prepared, len(places)
-        request.choices = [Choice(f"{serial}.{i}", request, i, place) for i, place in enumerate(places)]
+        request.choices = [Choice(request, place) for place in places]
         self._engine.submit(request)
         await request.decided.wait()
         if request.error is not None and not request.taken:  # else its reader hears of it
@@ -216,7 +207,7 @@ class Generator:
     def _on_state(self, state: State) -> None:
         if state == "serving":
             if self._admission is None:
-                sizes, config = self._preparation.facts.sizes, self._config
+                sizes, config = self._engine.known().sizes, self._config
                 pages = config.max_waiting_pages
                 if pages is None:
                     pages = default_waiting_pages(sizes.max_batch_size, config.max_waiting, sizes.num_pages)

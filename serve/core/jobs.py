@@ -1,5 +1,4 @@
-"""What a client wants, in no protocol's words, and what the engine needs for it: servicers write jobs, the generator
-runs them.
+"""What a client wants, in no protocol's words: servicers write jobs, the generator runs them.
 
 Plain data. Must not know gRPC or the engine.
 """
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.request import SamplingParams
-from jaxspec.text.grammar import Grammar, GrammarSpec
+from jaxspec.text.grammar import GrammarSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,21 +73,3 @@ class Job:
     deadline: float | None = None
     add_special_tokens: bool = True
     stream: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A job that the engine could run.
-
-    Attributes:
-      tokens: the prompt.
-      params: with a seed and a max_tokens.
-      grammar: compiled; None for a job without.
-      pages: of the pool, that a completion may come to need; where the client named no length, its prompt's alone: the
-        context that it may fill says nothing of how much it will.
-    """
-
-    tokens: list[int]
-    params: SamplingParams
-    grammar: Grammar | None
-    pages: int

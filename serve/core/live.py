@@ -65,26 +65,33 @@ class LiveChoices:
         completions = tokens = 0
         while self._submitted:
             request = self._submitted[0]
-            choices = [choice for choice in request.choices if not choice.ended]  # aborts do not wait
-            size = len(choices) * len(request.prompt_token_ids)
-            if completions and (completions + len(choices) > INTAKE_COMPLETIONS or tokens + size > INTAKE_TOKENS):
+            count, size = len(request.choices), len(request.choices) * len(request.prompt_token_ids)
+            if request.choices[0].ended:  # aborts do not wait
+                count = size = 0
+            if completions and (completions + count > INTAKE_COMPLETIONS or tokens + size > INTAKE_TOKENS):
                 return
             self._submitted.popleft()
-            if choices:
-                self._add(engine, request, choices)
-                completions, tokens = completions + len(choices), tokens + size
+            if count:
+                self._add(engine, request)
+                completions, tokens = completions + count, tokens + size
 
-    def _add(self, engine: Engine, request: Completion, choices: Sequence[Choice]) -> None:
+    def _add(self, engine: Engine, request: Completion) -> None:
         """Gives completions to the engine: all of them, or none and every one ends with an error."""
-        now, until = time.monotonic(), request.deadlines.until(Stage.WAITING)
-        late = request.deadlines.error(Stage.WAITING, now) if until <= now else None
-        error = late or _add_all(engine, request, choices)
-        for choice in choices:
-            if error is not None:
+        job, prepared, deadlines = request.job, request.prepared, request.deadlines
+        now, until = time.monotonic(), deadlines.until(Stage.WAITING)
+        assert prepared is not None
+        try:
+            if until <= now:
+                raise deadlines.error(Stage.WAITING, now)
+            names = prepared.add(engine, request.arrived, job.priority, job.max_depth)
+        except (StatusError, ValueError) as e:
+            error = e if isinstance(e, StatusError) else invalid(str(e))
+            for choice in request.choices:
                 self._end(choice, None, None, Ended(error))
-                continue
+            return
+        self._soonest = min(self._soonest, until)
+        for choice, choice.id in zip(request.choices, names, strict=True):
             self._live[choice.id] = choice
-            self._soonest = min(self._soonest, until)
             self._outbox.append((choice, _TAKEN))
 
     def abort(self, engine: Engine, request: Completion, reason: str) -> None:
@@ -188,24 +195,6 @@ class LiveChoices:
         """What the loop has to hear, in order; empties the outbox."""
         outbox, self._outbox = self._outbox, []
         return outbox
-
-
-def _add_all(engine: Engine, request: Completion, choices: Sequence[Choice]) -> StatusError | None:
-    prepared, job = request.prepared, request.job
-    assert prepared is not None
-    added: list[Choice] = []
-    try:
-        for choice in choices:
-            engine.add(
-                prepared.tokens, prepared.params, index=choice.index, request_id=choice.id,
-                arrival_time=request.arrived, priority=job.priority, max_depth=job.max_depth, grammar=prepared.grammar,
-            )  # fmt: skip
-            added.append(choice)
-    except ValueError as e:
-        for choice in added:
-            engine.abort(choice.id)
-        return invalid(str(e))
-    return None
 
 
 def _cost(end: Finished | None) -> RequestMetrics | None:

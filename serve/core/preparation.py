@@ -18,13 +18,14 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from jaxspec.facts import EngineFacts
+from jaxspec.llm import Prepared
 from jaxspec.request import SamplingParams
 from jaxspec.text.grammar import Grammar, GrammarSpec
 from jaxspec.text.tokenizer import Tokenizer
 from serve.core.engine_thread import EngineThread
 from serve.core.errors import StatusError, invalid, unavailable
 from serve.core.grammar_trials import GrammarTrials
-from serve.core.jobs import Chat, Job, Prepared, Prompt
+from serve.core.jobs import Chat, Job, Prompt
 
 T = TypeVar("T")
 #: Threads that tokenize and render.
@@ -50,14 +51,18 @@ class Preparation:
         """Texts and grammars under way; what nobody waits for any more counts until its thread is done with it."""
         return self._text.pending + self._grammars.pending
 
-    async def prepare(self, job: Job) -> Prepared:
+    async def prepare(self, job: Job) -> tuple[Prepared, int]:
         """Everything that can be found out about a job without the engine's thread. May be cancelled.
+
+        Returns:
+          It with a seed and a max_tokens, and the pages that a completion may come to need. Where the client named no
+          length that is what the prompt needs: the context that it may fill says nothing of how much it will.
 
         Raises:
           StatusError: INVALID_ARGUMENT; RESOURCE_EXHAUSTED, too much is being prepared; UNAVAILABLE, no model yet, or
             closed.
         """
-        facts = self.facts
+        facts = self._engine.known()
         tokens = await self.encode(job.prompt, job.add_special_tokens)
         try:
             params = self._resolve(job, len(tokens), facts)
@@ -69,7 +74,7 @@ class Preparation:
             raise invalid(str(e)) from e
         grammar = None if job.grammar is None else await self._compile(job.grammar)
         pages = facts.sizes.pages_for(len(tokens) + (1 if job.fill_context else params.max_tokens))
-        return Prepared(tokens, params, grammar, pages)
+        return Prepared(None, tokens, params, grammar), pages
 
     async def encode(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
         """The token ids of a prompt; StatusError as `prepare`."""
@@ -77,7 +82,7 @@ class Preparation:
             return list(prompt)
         if not prompt:
             raise invalid("prompt must not be empty, got ''")
-        tokenizer, longest = self._need_tokenizer(), self.facts.sizes.max_seq_len
+        tokenizer, longest = self._need_tokenizer(), self._engine.known().sizes.max_seq_len
 
         def encode() -> list[int]:
             if isinstance(prompt, Chat):
@@ -91,7 +96,7 @@ class Preparation:
 
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of token ids; StatusError as `prepare`."""
-        tokenizer, facts = self._need_tokenizer(), self.facts
+        tokenizer, facts = self._need_tokenizer(), self._engine.known()
 
         def decode() -> str:
             return tokenizer.decode(facts.tokens(ids, "token ids"), skip_special_tokens=skip_special_tokens)
@@ -103,15 +108,8 @@ class Preparation:
         self._text.close()
         self._grammars.close()
 
-    @property
-    def facts(self) -> EngineFacts:
-        """Of the engine; StatusError UNAVAILABLE before it is built."""
-        if self._engine.facts is None:
-            raise unavailable("the engine is starting", "starting")
-        return self._engine.facts
-
     def _need_tokenizer(self) -> Tokenizer:
-        tokenizer = self.facts.tokenizer
+        tokenizer = self._engine.known().tokenizer
         if tokenizer is None:
             raise invalid("this model has no tokenizer: prompts must be token ids, and there is no text")
         return tokenizer
@@ -125,7 +123,7 @@ class Preparation:
         return dataclasses.replace(job.params, **changes) if changes else job.params
 
     async def _compile(self, spec: GrammarSpec) -> Grammar:
-        grammars = self.facts.grammars
+        grammars = self._engine.known().grammars
         if grammars is None:
             raise invalid("this server was started without structured output, and the request has a grammar")
         return await self._grammars.compile(grammars, spec)

@@ -276,9 +276,7 @@ class KvEvents:
     async def _look_once(self) -> None:
         pages = await self._engine.call(cached_pages)
         if self._view is None:
-            facts = self._engine.facts
-            assert facts is not None
-            self._view = CacheView(facts.sizes.page_size)
+            self._view = CacheView(self._engine.known().sizes.page_size)
         view = self._view
         changes = await asyncio.to_thread(lambda: [_Message(group) for group in batched(view.advance(pages)) if group])
         behind = [subscriber for subscriber in self._subscribers if subscriber.behind]

@@ -27,7 +27,7 @@ from jaxspec.assemble import resolve_model
 from jaxspec.events import Delta
 from jaxspec.facts import EngineFacts
 from jaxspec.stats import EngineStats
-from serve.api.calls import Answering, breaking_off, counting_refusals, end_together, limits_of, made
+from serve.api.calls import answering, breaking_off, counting_refusals, end_together, limits_of, made
 from serve.api.requests import MAX_ABORTED, check_count, deadline_of
 from serve.config import ServerConfig
 from serve.core.engine_thread import EngineThread
@@ -77,7 +77,7 @@ class VllmServicer(rpc.VllmEngineServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Chunks with new tokens where `stream` is set, and a completion for each of the n outputs."""
         self._received_at = time.time()
-        async with Answering(context, lasting):
+        async with answering(context, lasting):
             with counting_refusals(self._metrics):
                 job = to_job(request, limits_of(self._engine, self._config), deadline_of(context))
             generation = await self._generator.start(job)
@@ -102,7 +102,7 @@ class VllmServicer(rpc.VllmEngineServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Ends requests by id; unknown and finished ones are no error."""
-        async with Answering(context):
+        async with answering(context):
             with counting_refusals(self._metrics):
                 check_count("request_ids", request.request_ids, MAX_ABORTED)
             await self._generator.abort(list(request.request_ids))
@@ -124,7 +124,7 @@ class VllmServicer(rpc.VllmEngineServicer):
 
         UNAVAILABLE before the engine is built.
         """
-        async with Answering(context):
+        async with answering(context):
             facts, _ = self._known()
             async with self._files:
                 if self._checkpoint is None:
@@ -148,7 +148,7 @@ class VllmServicer(rpc.VllmEngineServicer):
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         """Load, age and what routing depends on. UNAVAILABLE before the engine is built."""
-        async with Answering(context):
+        async with answering(context):
             facts, _ = self._known()
             return pb.GetServerInfoResponse(
                 active_requests=self._generator.live,
@@ -164,7 +164,7 @@ class VllmServicer(rpc.VllmEngineServicer):
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         """The scheduler's load; there is one rank, and sections other than "core" do not exist here."""
-        async with Answering(context):
+        async with answering(context):
             if request.dp_rank:
                 raise invalid(f"dp_rank must be 0 or absent, got {request.dp_rank}")
             facts, stats = self._known()
@@ -192,26 +192,25 @@ class VllmServicer(rpc.VllmEngineServicer):
 
     def _load(self, stats: EngineStats) -> common_pb2.EngineLoad:
         """The record that goes out with cache events, from the engine's counters."""
-        limits = self._engine.facts
-        assert limits is not None
-        held = limits.sizes.num_pages - stats.free_pages - stats.cached_pages
+        sizes = self._engine.known().sizes
+        held = sizes.num_pages - stats.free_pages - stats.cached_pages
         return common_pb2.EngineLoad(
             running_requests=stats.running,
             waiting_requests=stats.waiting,
             # At most: nobody looks prompts up in the cache before they run.
             waiting_uncached_tokens=self._generator.waiting_prompt_tokens,
-            token_usage=held / limits.sizes.num_pages,
+            token_usage=held / sizes.num_pages,
             gen_throughput=self._engine.meter.tokens_per_second,
-            max_running_requests=limits.sizes.max_batch_size,
-            num_used_tokens=held * limits.sizes.page_size,
-            max_total_num_tokens=limits.sizes.num_pages * limits.sizes.page_size,
+            max_running_requests=sizes.max_batch_size,
+            num_used_tokens=held * sizes.page_size,
+            max_total_num_tokens=sizes.num_pages * sizes.page_size,
             cache_hit_rate=stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0,
         )
 
     def _known(self) -> tuple[EngineFacts, EngineStats]:
         """What the engine is, and its counters; StatusError UNAVAILABLE before it has told both."""
-        facts, stats = self._engine.facts, self._engine.snapshot
-        if facts is None or stats is None:
+        facts, stats = self._engine.known(), self._engine.snapshot
+        if stats is None:
             raise unavailable("the engine is starting", "starting")
         return facts, stats
 
@@ -224,7 +223,7 @@ class VllmServicer(rpc.VllmEngineServicer):
 
         They are read at the first call: a server's checkpoint does not change.
         """
-        async with Answering(context):
+        async with answering(context):
             async with self._files:
                 if self._archive is None:
                     self._archive = await asyncio.to_thread(_archive, self._config.model)
@@ -249,7 +248,7 @@ class VllmServicer(rpc.VllmEngineServicer):
 
         UNIMPLEMENTED unless ServerConfig.kv_events is set: the events show every client the tokens of all prompts.
         """
-        async with Answering(context):
+        async with answering(context):
             if not self._config.kv_events:
                 raise StatusError(grpc.StatusCode.UNIMPLEMENTED, "this server was started without kv_events")
             if request.start_sequence_number:
@@ -270,7 +269,7 @@ class VllmServicer(rpc.VllmEngineServicer):
         self, request: common_pb2.FlushCacheRequest, context: Context
     ) -> common_pb2.FlushCacheResponse:
         """Forgets cached prefixes at once, whatever runs: live requests keep their pages, so nobody has to wait."""
-        async with Answering(context):
+        async with answering(context):
             if not 0 <= request.timeout_s < math.inf:
                 raise invalid(f"timeout_s must be finite and at least 0, got {request.timeout_s}")
             freed = await self._engine.call(lambda engine: engine.flush_prefix_cache())

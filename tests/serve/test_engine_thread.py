@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from jaxspec.events import Delta, Finished, Started
+from jaxspec.llm import Prepared
 from jaxspec.request import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, SamplingParams
 from serve.core.admission import Place
 from serve.core.completion import Choice, Completion, Deadlines, Ended, Taken
 from serve.core.engine_thread import SNAPSHOT_SECONDS, EngineThread
 from serve.core.errors import StatusError
-from serve.core.jobs import Prepared
 from serve.core.live import LiveChoices
 from serve.core.observers import Guard, Meter
 
@@ -176,12 +176,15 @@ def test_a_burst_is_taken_in_by_and_by_in_order_and_whole(kit: Any, monkeypatch:
 
     async def story() -> None:
         async with kit.serving() as stack:
-            taken: list[tuple[int, str, int]] = []
+            taken: list[tuple[int, int, int]] = []  # turn, which prompt, its size
+            order: list[list[int]] = []
             running = await stack.start([1], max_tokens=100)
             add = kit.engine.add
 
             def counted(tokens: Any, params: Any, **options: Any) -> str:
-                taken.append((stack.facade.steps, options["request_id"], len(tokens)))
+                if not order or order[-1] is not tokens:
+                    order.append(tokens)
+                taken.append((stack.facade.steps, len(order), len(tokens)))
                 return add(tokens, params, **options)
 
             with monkeypatch.context() as patch:
@@ -202,14 +205,12 @@ def test_a_burst_is_taken_in_by_and_by_in_order_and_whole(kit: Any, monkeypatch:
                 assert isinstance(error, StatusError) and error.reason == "aborted"
                 results = await asyncio.gather(*(kit.read(generation) for generation in generations))
             assert [len(result.tokens) for result in results] == [job.params.n for job in jobs]
-            assert [name for _, name, _ in taken] == sorted(
-                (name for _, name, _ in taken), key=lambda name: [int(part) for part in name.split(".")]
-            )
+            assert order == [list(job.prompt) for job in jobs]
             assert len(taken) == sum(job.params.n for job in jobs)  # the aborted one never reached it
             assert next(filter(None, waiting)) >= len(taken) - 12  # also those that have not been taken in
-            by_turn: dict[int, list[tuple[str, int]]] = {}
-            for turn, name, size in taken:
-                by_turn.setdefault(turn, []).append((name.split(".")[0], size))
+            by_turn: dict[int, list[tuple[int, int]]] = {}
+            for turn, prompt, size in taken:
+                by_turn.setdefault(turn, []).append((prompt, size))
             for shares in by_turn.values():
                 one_prompt = len({prompt for prompt, _ in shares}) == 1
                 assert one_prompt or (len(shares) <= 4 and sum(size for _, size in shares) <= 40)
@@ -319,9 +320,9 @@ class NoEngine:
     requests: list[str] = dataclasses.field(default_factory=list)
     aborted: list[str] = dataclasses.field(default_factory=list)
 
-    def add(self, tokens: list[int], params: SamplingParams, *, request_id: str, **rest: Any) -> str:
-        self.requests.append(request_id)
-        return request_id
+    def add(self, tokens: list[int], params: SamplingParams, **rest: Any) -> str:
+        self.requests.append(f"0.{len(self.requests)}")
+        return self.requests[-1]
 
     def abort(self, request_id: str) -> Finished:
         self.aborted.append(request_id)
@@ -340,13 +341,13 @@ class Account:
         self.kit, self.engine = kit, NoEngine()
         self.live = LiveChoices(metrics or Counter(), Guard(), Meter(), interval)
 
-    def add(self, name: str = "0.0", deadlines: Deadlines | None = None, **options: Any) -> Completion:
+    def add(self, deadlines: Deadlines | None = None, **options: Any) -> Completion:
         job = self.kit.job([1, 2], seed=0, **options)
         far = time.monotonic() + 1000
         nobody: Any = None
         request = Completion(job, deadlines or Deadlines(far, far, float("inf")), nobody, nobody)
-        request.prepared = Prepared([1, 2], job.params, None, 1)
-        request.choices = [Choice(name, request, 0, Place(1, 2))]
+        request.prepared = Prepared(None, [1, 2], job.params, None)
+        request.choices = [Choice(request, Place(1, 2))]
         self.live.submit(request)
         engine: Any = self.engine
         self.live.take_in(engine)
@@ -415,7 +416,7 @@ def test_what_is_kept_of_a_stream_that_breaks_off_is_lost(kit: Any, how: str) ->
 def test_all_streams_together_make_so_many_messages_a_second(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve.core.live.MESSAGES_PER_SECOND", 20)
     account, names = Account(kit), ["0.0", "0.1", "0.2"]
-    made = [account.add(name, stream=name != "0.2") for name in names]
+    made = [account.add(stream=name != "0.2") for name in names]
     account.step(9.9, *map(started, names))
     assert all(request.choices[0].started for request in made)
     account.said()

@@ -112,7 +112,6 @@ def test_text_and_conversations(kit: Any) -> None:
                 generation = await stack.start(prompt)
                 assert generation.prompt_token_ids == [1, 2, 3, 4, 0]
                 assert (await kit.read(generation)).tokens == expected.tokens
-            assert g.tokenizer is not None
             for wrong in (g.tokenize(""), g.detokenize([13]), g.detokenize([-1]), g.tokenize("a\ud800")):
                 await kit.fails(wrong, "INVALID_ARGUMENT")
             await kit.fails(g.tokenize(Chat(({"content": "no role"},))), "INVALID_ARGUMENT")

@@ -99,6 +99,9 @@ class Cache:
     def check(self) -> None:
         pass
 
+    def known(self) -> Any:
+        return self.facts
+
     async def call(self, function: Any) -> Any:
         self.looks += 1
         await asyncio.sleep(0)

@@ -43,6 +43,9 @@ class Engine:
         tokenizer: Any = self.tokenizer
         self.facts = EngineFacts(sizes, (4,), 13, True, frozenset(), tokenizer, None)
 
+    def known(self) -> EngineFacts:
+        return self.facts
+
 
 def test_a_place_is_free_when_the_thread_is_done(stories: Any) -> None:
     async def story() -> None:
