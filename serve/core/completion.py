@@ -125,17 +125,17 @@ class Buffer:
         self._waiting: dict[int, list[Delta | Finished]] = {}  # by index, the longest untaken first
         self._unfinished = completions
         self._error: StatusError | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._news, self._reading = asyncio.Event(), False
         self._idle_since: float | None = None  # there is, or was, something to take, and the reader does not come
 
     def put(self, event: Delta | Finished) -> None:
         """Adds news of a completion."""
         if event.index not in self._waiting:
-            if self._idle_since is None and self._waiter is None:
+            if self._idle_since is None and not self._reading:
                 self._idle_since = self._clock()
             self._waiting[event.index] = []
         self._waiting[event.index].append(event)
-        self._wake()
+        self._news.set()
 
     def fail(self, error: StatusError, *, drop: bool = False) -> None:
         """The reader gets what waits, unless that is dropped, and then the error. Only the first error counts."""
@@ -143,7 +143,7 @@ class Buffer:
             self._error = error
         if drop:
             self._waiting.clear()
-        self._wake()
+        self._news.set()
 
     def stalled(self, now: float, seconds: float) -> bool:
         """Whether the reader has been away for `seconds`: since it last took something, or since something waits.
@@ -158,12 +158,12 @@ class Buffer:
         Raises:
           StatusError: what the request failed with.
         """
-        assert self._waiter is None, "a request has one reader"
-        self._idle_since = None
+        assert not self._reading, "a request has one reader"
+        self._idle_since, self._reading = None, True
         try:
             return await self._next()
         finally:
-            self._idle_since = self._clock()
+            self._idle_since, self._reading = self._clock(), False
 
     async def _next(self) -> Delta | Finished | None:
         while not self._waiting:
@@ -171,11 +171,8 @@ class Buffer:
                 return None
             if self._error is not None:
                 raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            self._news.clear()
+            await self._news.wait()
         index, events = next(iter(self._waiting.items()))
         end = events.pop() if isinstance(events[-1], Finished) else None
         if end is not None and events:
@@ -186,10 +183,6 @@ class Buffer:
             self._unfinished -= 1
             return end
         return _merged([event for event in events if isinstance(event, Delta)])
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 def _merged(deltas: list[Delta]) -> Delta:

@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec.events import Delta, Finished
 from jaxspec.request import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
-from serve.core.completion import Buffer
+from serve.core.completion import Buffer, Deadlines, Stage
 from serve.core.errors import StatusError
 
 ENDS = [
@@ -137,3 +137,43 @@ def test_a_reader_that_never_comes_back_from_the_last_event_stalls(kit: Any) -> 
         assert not box.stalled(108.9, 5) and box.stalled(109, 5)  # and an answer that leaves as a whole
 
     kit.run(story())
+
+
+@pytest.mark.parametrize(
+    ("deadlines", "messages"),
+    [
+        (
+            (1.0, 9.0, 9.0),
+            (
+                "the request waited longer than the server's queue_seconds to be prepared",
+                "the request waited longer than the server's queue_seconds for a slot",
+                None,
+            ),
+        ),
+        (
+            (1.0, 1.0, 9.0),
+            (
+                "the request took longer than the server's run_seconds (before it was prepared)",
+                "the request took longer than the server's run_seconds (before it could start)",
+                "the request took longer than the server's run_seconds (after it had started)",
+            ),
+        ),
+        (
+            (1.0, 1.0, 1.0),
+            (
+                "the request's deadline passed before it was prepared",
+                "the request's deadline passed before it could start",
+                "the request's deadline passed after it had started",
+            ),
+        ),
+    ],
+)
+def test_why_a_time_is_over(deadlines: tuple[float, float, float], messages: tuple[str | None, ...]) -> None:
+    limits = Deadlines(*deadlines)
+    for stage, message in zip(Stage, messages, strict=True):
+        if message is None:
+            assert limits.until(stage) == 9.0
+            continue
+        error = limits.error(stage, 1.0)
+        assert limits.until(stage) == 1.0 and (error.code.name, error.message) == ("DEADLINE_EXCEEDED", message)
+        assert error.reason == ("queue_seconds", "run_seconds", "deadline")[deadlines.count(1.0) - 1]
