@@ -132,10 +132,10 @@ class Engine:
         return request.request_id
 
     def _checked(self, prompt: Sequence[int]) -> list[int]:
-        """A copy of the prompt, whose tokens are looked at once for all its completions; see EngineFacts.tokens."""
+        """A copy of the prompt, whose tokens are looked at once for all its completions; see EngineFacts.checked."""
         source, tokens = self._prompt
         if prompt is not source or list(prompt) != tokens:
-            tokens = self.facts.tokens(prompt)
+            tokens = self.facts.checked(prompt)
             self._prompt = prompt, tokens
         return list(tokens)
 

@@ -41,7 +41,7 @@ class EngineFacts:
     grammars: GrammarCompiler | None
 
     def check(self, params: SamplingParams, grammar: Grammar | None) -> None:
-        """Whether such a request can be honoured; `tokens` and `SchedulerConfig.check` look at its length and prompt.
+        """Whether such a request can be honoured; `checked` looks at its prompt, SchedulerConfig.check at its length.
 
         Raises:
           ValueError: names the field, and both values.
@@ -73,7 +73,7 @@ class EngineFacts:
                 f"min_tokens must be 0 with a grammar, which says when a text ends, got {params.min_tokens}"
             )
 
-    def tokens(self, ids: Sequence[int], name: str = "prompt token ids") -> list[int]:
+    def checked(self, ids: Sequence[int], name: str = "prompt token ids") -> list[int]:
         """A copy of token ids, of the vocabulary each.
 
         Args:

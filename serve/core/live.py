@@ -90,8 +90,9 @@ class LiveChoices:
                 self._end(choice, None, None, Ended(error))
             return
         self._soonest = min(self._soonest, until)
-        for choice, choice.id in zip(request.choices, names, strict=True):
-            self._live[choice.id] = choice
+        for choice, name in zip(request.choices, names, strict=True):
+            choice.id = name
+            self._live[name] = choice
             self._outbox.append((choice, _TAKEN))
 
     def abort(self, engine: Engine, request: Completion, reason: str) -> None:
@@ -151,8 +152,7 @@ class LiveChoices:
                 gap = None if choice.token_at is None else now - choice.token_at
                 choice.token_at = now
                 self._guard(self._metrics.on_tokens, choice.request.job, count, gap)
-        if fresh:
-            self._meter.add_tokens(sum(fresh.values()))
+                self._meter.add_tokens(count)
 
     def _take(self, choice: Choice, event: Event, now: float) -> None:
         match event:

@@ -68,7 +68,7 @@ class Preparation:
             params = self._resolve(job, len(tokens), facts)
             # The engine looks again; but what can never run must not be told that the queue is full.
             facts.sizes.check(len(tokens), params.max_tokens)
-            tokens = facts.tokens(tokens)
+            tokens = facts.checked(tokens)
             facts.check(params, None)
         except ValueError as e:
             raise invalid(str(e)) from e
@@ -99,7 +99,7 @@ class Preparation:
         tokenizer, facts = self._need_tokenizer(), self._engine.known()
 
         def decode() -> str:
-            return tokenizer.decode(facts.tokens(ids, "token ids"), skip_special_tokens=skip_special_tokens)
+            return tokenizer.decode(facts.checked(ids, "token ids"), skip_special_tokens=skip_special_tokens)
 
         return await self._in_thread(decode)
 
