@@ -62,9 +62,9 @@ format: $(VENV)/.test
 bench: $(VENV)/.test
 	$(BIN)/python -m jaxspec.bench
 
-# The stubs of serve/proto; a test fails when they are stale.
+# The messages of serve/proto; a test fails when they are stale.
 proto: $(VENV)/.test
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. serve/proto/*.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. serve/proto/*.proto
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

@@ -28,7 +28,7 @@ from serve.config import ServerConfig
 from serve.core.engine_thread import EngineThread
 from serve.core.generator import Generator
 from serve.core.lifecycle import Lifecycle
-from serve.proto import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from serve.proto.services import ADMIN, GENERATION, add_to
 from serve.telemetry.metrics import ServerMetrics
 from serve.telemetry.requests import request_log
 
@@ -157,24 +157,12 @@ class Server:
 
     def _register(self, server: grpc.aio.Server) -> None:
         config = self.config
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(
-            GenerationServicer(self.generator, self.engine, self.metrics, config), server
+        add_to(server, GENERATION, GenerationServicer(self.generator, self.engine, self.metrics, config))
+        admin = AdminServicer(
+            self.engine, self.generator, self.lifecycle, config, self.begin_drain, lambda: self._described
         )
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(
-            AdminServicer(
-                self.engine,
-                self.generator,
-                self.lifecycle,
-                config,
-                self.begin_drain,
-                lambda: self._described,
-            ),
-            server,
-        )
-        self._names = [
-            pb.DESCRIPTOR.services_by_name[name].full_name
-            for pb, name in ((generation_pb2, "GenerationService"), (admin_pb2, "AdminService"))
-        ]
+        add_to(server, ADMIN, admin)
+        self._names = [GENERATION.full_name, ADMIN.full_name]
         if importlib.util.find_spec("smg_grpc_proto") is not None:
             from serve.vllm import servicer as vllm
 

@@ -24,7 +24,6 @@ from serve.core.errors import invalid
 from serve.core.generator import Generator
 from serve.core.lifecycle import Lifecycle
 from serve.proto import admin_pb2 as pb
-from serve.proto import admin_pb2_grpc
 
 POLICIES = ("adaptive", "static", "off")
 _MAX_DRAIN_SECONDS = 1e9
@@ -52,7 +51,7 @@ def described(engine: Engine, config: ServerConfig) -> pb.GetServerInfoResponse:
     )
 
 
-class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+class AdminServicer:
     """GetServerInfo, GetLoads, Drain, FlushCache, SetSpeculation.
 
     Who may call what is decided before (see serve.api.auth).

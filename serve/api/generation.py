@@ -20,12 +20,11 @@ from serve.core.generator import Generator
 from serve.core.jobs import Chat
 from serve.core.observers import Metrics
 from serve.proto import generation_pb2 as pb
-from serve.proto import generation_pb2_grpc
 
 _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 
 
-class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+class GenerationServicer:
     """Generate, GenerateStream, Abort, Tokenize, Detokenize.
 
     Args:

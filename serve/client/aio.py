@@ -23,8 +23,7 @@ from serve.client.messages import (
     read_result,
 )
 from serve.proto import admin_pb2, generation_pb2
-from serve.proto.admin_pb2_grpc import AdminServiceStub
-from serve.proto.generation_pb2_grpc import GenerationServiceStub
+from serve.proto.services import ADMIN, GENERATION, Stub
 
 
 class AsyncClient:
@@ -42,8 +41,7 @@ class AsyncClient:
             self._channel = grpc.aio.insecure_channel(target, options=options)
         else:
             self._channel = grpc.aio.secure_channel(target, credentials, options=options)
-        channel: Any = self._channel  # the generated stubs take either kind
-        self._generation, self._admin = GenerationServiceStub(channel), AdminServiceStub(channel)
+        self._generation, self._admin = Stub(GENERATION, self._channel), Stub(ADMIN, self._channel)
 
     async def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Result:
         """All completions of a prompt, at once."""

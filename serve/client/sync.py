@@ -23,8 +23,7 @@ from serve.client.messages import (
     read_result,
 )
 from serve.proto import admin_pb2, generation_pb2
-from serve.proto.admin_pb2_grpc import AdminServiceStub
-from serve.proto.generation_pb2_grpc import GenerationServiceStub
+from serve.proto.services import ADMIN, GENERATION, Stub
 
 
 class Client:
@@ -45,7 +44,7 @@ class Client:
             self._channel = grpc.insecure_channel(target, options=options)
         else:
             self._channel = grpc.secure_channel(target, credentials, options=options)
-        self._generation, self._admin = GenerationServiceStub(self._channel), AdminServiceStub(self._channel)
+        self._generation, self._admin = Stub(GENERATION, self._channel), Stub(ADMIN, self._channel)
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Result:
         """All completions of a prompt, at once."""

@@ -1,1 +1,1 @@
-"""The wire format, and the stubs generated from it (`make proto`)."""
+"""The wire format, the messages generated from it (`make proto`), and its services."""

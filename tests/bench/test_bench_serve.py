@@ -36,7 +36,8 @@ from jaxspec.bench.online.records import (
 )
 from jaxspec.bench.online.session import Session, Wanted
 from serve.client import AsyncClient
-from serve.proto import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from serve.proto import admin_pb2, generation_pb2
+from serve.proto.services import ADMIN, GENERATION, add_to
 
 # Arrivals.
 
@@ -524,7 +525,7 @@ def test_bad_options_are_named(capsys: pytest.CaptureFixture[str], argv: list[st
 # A server that is none: every token takes its time, some prompts fail.
 
 
-class Fake(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServicer):
+class Fake:
     """Streams max_tokens in bursts of two, and notes what it was asked.
 
     Attributes:
@@ -597,8 +598,8 @@ def served(fake: Fake, use: Callable[[str], Any]) -> Any:
 
     async def go() -> Any:
         server = grpc.aio.server()
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(fake, server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(fake, server)
+        add_to(server, GENERATION, fake)
+        add_to(server, ADMIN, fake)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         try:

@@ -34,7 +34,7 @@ from serve.client.__main__ import main
 from serve.config import ServerConfig
 from serve.core.errors import StatusError
 from serve.proto import generation_pb2 as pb
-from serve.proto.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
+from serve.proto.services import GENERATION, add_to
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE: dict[str, Any] = dict(host="127.0.0.1", port=0, metrics_port=None, withdrawal_seconds=0.0)
@@ -120,7 +120,7 @@ def test_leaving_a_stream_ends_the_request(kit: Any):
     kit.run(story())
 
 
-class Busy(GenerationServiceServicer):
+class Busy:
     """Refuses so often, then answers."""
 
     def __init__(self, refusals: int, retry_seconds: float | None) -> None:
@@ -146,7 +146,7 @@ class Busy(GenerationServiceServicer):
 def busy(refusals: int, retry_seconds: float | None) -> Iterator[tuple[str, Busy]]:
     server = grpc.server(futures.ThreadPoolExecutor(2))
     servicer = Busy(refusals, retry_seconds)
-    add_GenerationServiceServicer_to_server(servicer, server)
+    add_to(server, GENERATION, servicer)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

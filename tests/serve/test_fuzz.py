@@ -28,9 +28,9 @@ from smg_grpc_proto.generated import common_pb2
 
 from serve.app import Server
 from serve.config import ServerConfig
-from serve.proto import admin_pb2, admin_pb2_grpc
+from serve.proto import admin_pb2
 from serve.proto import generation_pb2 as pb
-from serve.proto import generation_pb2_grpc as pb_grpc
+from serve.proto.services import ADMIN, GENERATION, Stub
 
 #: Examples of BATCH requests that are sent at once: with --exhaustive, and without.
 EXAMPLES, FIXED_EXAMPLES, BATCH = 200, 40, 50
@@ -97,9 +97,9 @@ class Target:
         await self.server.start()
         await self.server.ready()
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.server.port}")
-        self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)
+        self.admin = Stub(ADMIN, self.channel)
         self._stubs = {
-            "generation": pb_grpc.GenerationServiceStub(self.channel),
+            "generation": Stub(GENERATION, self.channel),
             "admin": self.admin,
             "vllm": vllm_grpc.VllmEngineStub(self.channel),
         }

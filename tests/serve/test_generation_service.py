@@ -23,7 +23,7 @@ from serve.app import PortError, Server
 from serve.client import AsyncClient, Delta, Event, Finished, Options, PromptInfo, ServerError, build_request
 from serve.config import ServerConfig
 from serve.proto import generation_pb2 as pb
-from serve.proto.generation_pb2_grpc import GenerationServiceStub
+from serve.proto.services import GENERATION, Stub
 
 BASE: dict[str, Any] = dict(host="127.0.0.1", port=0, metrics_port=None, withdrawal_seconds=0.0)
 GREEDY: Options = {"temperature": 0.0, "max_tokens": 12}
@@ -331,7 +331,7 @@ def test_a_reader_that_stalls_is_cancelled(kit: Any):
             options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
             async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=options) as channel:
                 request = build_request("abc", {**LONG, "n": 64, "logprobs": 12, "temperature": 1.0})
-                call = GenerationServiceStub(channel).GenerateStream(request)
+                call = Stub(GENERATION, channel).GenerateStream(request)
                 await call.read()
                 labels = dict(code="CANCELLED", reason="stalled_reader")
                 await kit.eventually(lambda: scraped(server, "jaxspec:refused_requests_total", **labels) == 1)
@@ -423,7 +423,7 @@ def test_tokenize_and_detokenize(kit: Any):
             ):
                 assert (await failure(call)).code is grpc.StatusCode.INVALID_ARGUMENT
             async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-                stub = GenerationServiceStub(channel)
+                stub = Stub(GENERATION, channel)
                 answer = await stub.Tokenize(pb.TokenizeRequest(text="ab", add_special_tokens=False))
                 assert answer.max_tokens == kit.engine.facts.sizes.max_seq_len
                 with pytest.raises(grpc.RpcError, match="input must be exactly one of text and chat"):

@@ -22,9 +22,9 @@ from jaxspec.llm import LLM
 from jaxspec.request import SamplingParams
 from serve.app import Server
 from serve.config import ServerConfig
-from serve.proto import admin_pb2, admin_pb2_grpc
+from serve.proto import admin_pb2
 from serve.proto import generation_pb2 as pb
-from serve.proto import generation_pb2_grpc as pb_grpc
+from serve.proto.services import ADMIN, GENERATION, Stub
 
 #: Streams at once.
 STREAMS = 256
@@ -104,8 +104,8 @@ class Bed:
         await self.server.start()
         await self.server.ready()
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.server.port}")
-        self.generation = pb_grpc.GenerationServiceStub(self.channel)
-        self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)
+        self.generation = Stub(GENERATION, self.channel)
+        self.admin = Stub(ADMIN, self.channel)
         await self.admin.GetLoads(admin_pb2.GetLoadsRequest())
         self.tasks = len(asyncio.all_tasks())
         return self
@@ -172,7 +172,7 @@ def test_requests_of_clients_that_leave_and_lose_patience(load: Load):
         try:
             if fate == "disconnect":
                 async with grpc.aio.insecure_channel(f"127.0.0.1:{bed.server.port}") as channel:
-                    call = pb_grpc.GenerationServiceStub(channel).GenerateStream(request)
+                    call = Stub(GENERATION, channel).GenerateStream(request)
                     for _ in range(dice.randint(0, 3)):
                         await call.read()
                 ends[fate] += 1

@@ -30,9 +30,9 @@ from jaxspec.request import SamplingParams
 from jaxspec.tier import PLAIN
 from serve.app import Server
 from serve.config import ServerConfig
-from serve.proto import admin_pb2, admin_pb2_grpc, generation_pb2
+from serve.proto import admin_pb2, generation_pb2
 from serve.proto import generation_pb2 as pb
-from serve.proto import generation_pb2_grpc as pb_grpc
+from serve.proto.services import ADMIN, GENERATION, Stub
 
 IA, EXHAUSTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
 Code = grpc.StatusCode
@@ -56,8 +56,8 @@ class Wire:
     ends: list[tuple[str, str, int]]
 
     def __post_init__(self) -> None:
-        self.generation = pb_grpc.GenerationServiceStub(self.channel)
-        self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)
+        self.generation = Stub(GENERATION, self.channel)
+        self.admin = Stub(ADMIN, self.channel)
         self.health = health_pb2_grpc.HealthStub(self.channel)
         self.generator = self.server.generator
         self.compilations = self.facade.stats.compilations_after_warmup
@@ -493,7 +493,7 @@ def test_whoever_leaves_frees_the_pages_within_two_steps(kit: Any, expected: Any
 
         live = lambda: list(scheduler._by_id.values())
         async with grpc.aio.insecure_channel(f"127.0.0.1:{wire.server.port}") as channel:
-            stub = pb_grpc.GenerationServiceStub(channel)
+            stub = Stub(GENERATION, channel)
             requests = [ask("abcd" * 12, max_tokens=70) for _ in names]
             for name, request in zip(names, requests, strict=True):
                 request.request_id = name
@@ -577,7 +577,7 @@ def test_a_reader_that_stalls_is_ended_and_delays_nobody(kit: Any, expected: Any
         options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
         async with grpc.aio.insecure_channel(f"127.0.0.1:{wire.server.port}", options=options) as channel:
             request = ask("abc", n=64, max_tokens=100, logprobs=12, temperature=1.0)
-            call = pb_grpc.GenerationServiceStub(channel).GenerateStream(request)
+            call = Stub(GENERATION, channel).GenerateStream(request)
             await call.read()
             first = ask("cab")
             first.priority = -5

@@ -14,7 +14,7 @@ import pytest
 from serve.app import Server
 from serve.client import AsyncClient, ServerError, build_request
 from serve.config import ServerConfig
-from serve.proto.generation_pb2_grpc import GenerationServiceStub
+from serve.proto.services import GENERATION, Stub
 from serve.telemetry import tracing
 
 export = pytest.importorskip("opentelemetry.sdk.trace.export", reason="spans need the extra 'otel'")
@@ -86,7 +86,7 @@ def test_the_callers_trace_goes_on(kit: Any, spans: Any):
             Server(ServerConfig(**BASE), build=kit.clean) as server,
             grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
         ):
-            stub = GenerationServiceStub(channel)
+            stub = Stub(GENERATION, channel)
             request = build_request("abc", {"temperature": 0.0, "max_tokens": 2})
             metadata = [("traceparent", f"00-{TRACE}-{PARENT}-01")]
             # Calls at the same time must not see each other's headers.
