@@ -23,7 +23,8 @@ from jaxspec.runtime.runner import Pending, RowResult, Runner
 from jaxspec.scheduling.plan import DecodeRow, Plan, PrefillChunk
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.stats import EngineStats
-from jaxspec.text.grammar import Grammar, Guide
+from jaxspec.text.grammar import Grammar
+from jaxspec.text.matcher import Guide
 from jaxspec.tier import Tier
 from jaxspec.traffic import TrafficLog
 from jaxspec.warming import BackgroundWarmup

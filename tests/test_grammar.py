@@ -22,7 +22,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jaxspec.text import grammar as grammars
-from jaxspec.text.grammar import Grammar, GrammarCompiler, GrammarSpec, Guide, Matcher
+from jaxspec.text import matcher as matchers
+from jaxspec.text.grammar import Grammar, GrammarCompiler, GrammarSpec
+from jaxspec.text.matcher import Guide, Matcher
 from jaxspec.text.tokenizer import Tokenizer
 
 CHARACTERS = [*'{}[]":,.-+_\\/ ()', *"0123456789", *"abcdefghijklmnopqrstuvwxyz"]
@@ -418,7 +420,7 @@ def test_texts_whose_masks_take_too_long_fail(compiler: GrammarCompiler, monkeyp
     text = walk(grammar, np.random.default_rng(0), 40)
     masks = [after(grammar, text[:count]).root for count in range(len(text))]
     clock = itertools.count(step=0.05)  # as long as a mask seems to take
-    monkeypatch.setattr(grammars.time, "thread_time", lambda: next(clock))
+    monkeypatch.setattr(matchers.time, "thread_time", lambda: next(clock))
     matcher, taken = grammar.matcher(), 0
     while matcher.error is None:
         if matcher.root is not None and matcher.error is None:
@@ -470,7 +472,7 @@ def test_limits_leave_room_for_real_schemas(schema: dict[str, Any], compiler: Gr
     ],
 )
 def test_failures_are_told_in_plain_words(said: str, words: str):
-    assert grammars._plainly(said).startswith(words)
+    assert matchers._plainly(said).startswith(words)
 
 
 def test_vocabularies_that_cannot_serve_grammars():

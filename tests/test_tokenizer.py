@@ -273,6 +273,23 @@ def test_random_bytes_stream_like_they_decode() -> None:
         assert "".join(stream.feed(i) for i in ids) + stream.flush() == tok.decode(ids)
 
 
+def test_what_byte_level_tokens_add_is_known_alone() -> None:
+    quick, slow = byte_level(), byte_level()
+    slow.decoder = decoders.Sequence([slow.decoder])  # of its tokens nothing is known
+    known, unknown = Tokenizer(quick), Tokenizer(slow)
+    a, *cut = known.encode("a🙂")
+    assert known.piece(a) == "a" and known.piece(1) == "" and known.piece(1, skip_special_tokens=False) == "<|eos|>"
+    assert known.piece(cut[0]) is known.piece(known.vocab_size) is unknown.piece(a) is None
+    rng = random.Random(2)
+    for _ in range(200):
+        ids = [rng.choice((a, 1, rng.choice(cut), rng.randrange(known.vocab_size + 2))) for _ in range(40)]
+        ids[: rng.randrange(20)] = [cut[0]] * rng.randrange(20)  # more than may wait
+        start, skip = rng.randrange(30), rng.random() < 0.5
+        one, other = (IncrementalDetokenizer(t, ids[:start], skip_special_tokens=skip) for t in (known, unknown))
+        assert [one.feed(i) for i in ids[start:]] == [other.feed(i) for i in ids[start:]]
+        assert one.flush() == other.flush()
+
+
 @pytest.mark.parametrize(
     ("stop", "tokens", "expected"),
     [

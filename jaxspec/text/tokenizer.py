@@ -7,19 +7,19 @@ stop string). Must not know models, requests or the engine.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import functools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders
 
 from jaxspec.checkpointing.tensors import read_json
 
@@ -56,6 +56,10 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        # Of byte-level tokens the text is that of their bytes, one after the other; what other decoders make of a token
+        # may depend on its neighbours.
+        self._byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+        self._pieces: dict[tuple[int, bool], str] = {}
         self._chat_template = chat_template
         self._special_tokens = dict(special_tokens or {})
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
@@ -134,6 +138,15 @@ class Tokenizer:
         """
         return self._backend.decode([i for i in ids if self.has_text(i)], skip_special_tokens=skip_special_tokens)
 
+    def piece(self, token_id: int, *, skip_special_tokens: bool = True) -> str | None:
+        """The text that a token adds to any whole characters; None where only `decode` can tell. Costs a look-up."""
+        known = self._pieces.get((token_id, skip_special_tokens))
+        if known is None and self._byte_level and self.has_text(token_id):
+            text = self.decode((token_id,), skip_special_tokens=skip_special_tokens)
+            if _REPLACEMENT not in text:
+                known = self._pieces[token_id, skip_special_tokens] = text
+        return known
+
     def to_json(self) -> str:
         """The tokenizer as tokenizer.json would hold it."""
         return self._backend.to_str()
@@ -202,6 +215,11 @@ class IncrementalDetokenizer:
         Raises:
           ValueError: a negative id.
         """
+        if self._context == len(self._window):
+            piece = self._tokenizer.piece(token_id, skip_special_tokens=self._skip)
+            if piece is not None:
+                self._window, self._context, self._emitted = [token_id], 1, len(piece)
+                return piece
         if not self._tokenizer.has_text(token_id):
             return ""
         self._window.append(token_id)
@@ -226,8 +244,7 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
 
 
-@dataclasses.dataclass(frozen=True)
-class StopResult:
+class StopResult(NamedTuple):
     """What one call of StopChecker.feed settled.
 
     Attributes:
@@ -260,6 +277,7 @@ class StopChecker:
             if not isinstance(s, str) or not s:
                 raise ValueError(f"stop must hold non-empty strings, got {s!r}")
         self._stop = tuple(stop)
+        self._longest = max(map(len, stop), default=0)
         self._include = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._seen = 0
@@ -267,6 +285,8 @@ class StopChecker:
 
     def feed(self, token_texts: Sequence[str]) -> StopResult:
         """Takes the text of each new token, in order (what IncrementalDetokenizer.feed returned)."""
+        if not self._stop:
+            return StopResult("".join(token_texts), len(token_texts))
         emitted: list[str] = []
         for count, new in enumerate(token_texts, start=1):
             self._seen += 1
@@ -299,8 +319,7 @@ class StopChecker:
 
     def _held_length(self) -> int:
         """Length of the longest suffix that begins a stop string."""
-        longest = max(map(len, self._stop), default=1) - 1
-        for size in range(min(longest, len(self._held)), 0, -1):
+        for size in range(min(self._longest - 1, len(self._held)), 0, -1):
             tail = self._held[-size:]
             if any(len(s) > size and s.startswith(tail) for s in self._stop):
                 return size

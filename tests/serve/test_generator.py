@@ -18,7 +18,8 @@ import pytest
 from jaxspec.events import Delta
 from jaxspec.request import FinishReason, Request, RequestStatus, SamplingParams
 from jaxspec.scheduling.scheduler import Scheduler
-from jaxspec.text.grammar import GrammarSpec, Matcher
+from jaxspec.text.grammar import GrammarSpec
+from jaxspec.text.matcher import Matcher
 from serve.config import ServerConfig
 from serve.core.jobs import Chat
 
