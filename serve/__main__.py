@@ -16,22 +16,9 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any, get_args, get_origin
 
-from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.tier import Tier
-from serve.config import PART_DEFAULTS, PARTS, ServerConfig, descriptions, field_types, merged, read_file
+from serve.config import GROUPS, PART_DEFAULTS, PARTS, ServerConfig, descriptions, field_types, merged, read_file
 
-#: Titles of --help and the fields below each.
-GROUPS: dict[str, tuple[str, ...]] = {
-    "what is served": ("model", "served_model_name", "drafter"),
-    "where": ("host", "port", "metrics_port", "max_message_mib", "reflection", "kv_events"),
-    "limits of requests": (
-        "max_waiting", "max_waiting_pages", "queue_seconds", "run_seconds", "stall_seconds", "max_priority",
-        "max_output_tokens", "stream_interval_ms",
-    ),
-    "health and shutdown": ("watchdog_seconds", "withdrawal_seconds", "drain_seconds"),
-    "who may call": ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file", "admin_token_file"),
-    "what is told": ("log_level", "log_format", "log_prompts", "otlp_endpoint"),
-}  # fmt: skip
 #: Exit codes: a wrong command line or configuration; anything else that went wrong.
 BAD_CONFIG, FAILED = 2, 1
 #: How long the event loop may compute before the engine's thread, which has a step to dispatch, gets its turn. With
@@ -48,22 +35,20 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m serve", description=__doc__, argument_default=argparse.SUPPRESS)
     p.add_argument("--config", metavar="FILE", help="YAML or JSON file with the same fields; flags win over it")
     p.add_argument("--print-config", action="store_true", help="print the resolved configuration as YAML, and exit")
-    known, kinds = descriptions(ServerConfig), field_types(ServerConfig)
-    for title, names in GROUPS.items():
-        group = p.add_argument_group(title)
-        for name in names:
-            _add(group, name, name, kinds[name], known[name], getattr(ServerConfig, name))
-    for part, owner in (("speculation", SpeculationConfig), ("engine", EngineConfig)):
-        group = p.add_argument_group(part, f"in a file: below the key '{part}'")
+    groups = {title: p.add_argument_group(title) for title in GROUPS}
+    for part, owner in {"": ServerConfig, **PARTS}.items():
+        own = p.add_argument_group(part, f"in a file: below the key '{part}'") if part else None
+        kinds, texts, defaults = field_types(owner), descriptions(owner), PART_DEFAULTS.get(part, {})
         for field in dataclasses.fields(owner):
-            kind, text = field_types(owner)[field.name], descriptions(owner)[field.name]
-            default = PART_DEFAULTS[part].get(field.name, field.default)
-            _add(group, f"{part}.{field.name}", field.name, kind, text, default)
+            if field.name not in PARTS:
+                dest = f"{part}.{field.name}" if part else field.name
+                default = defaults.get(field.name, field.default)
+                _add(own or groups[field.metadata["group"]], dest, kinds[field.name], texts[field.name], default)
     return p
 
 
-def _add(group: Any, dest: str, name: str, kind: Any, text: str, default: Any) -> None:
-    flag = "--" + name.replace("_", "-")
+def _add(group: Any, dest: str, kind: Any, text: str, default: Any) -> None:
+    flag = "--" + dest.rpartition(".")[2].replace("_", "-")
     shown = "not set" if default is None else ",".join(default) if isinstance(default, tuple) else default
     text = text.rstrip(".").replace("%", "%%")
     if kind is bool:

@@ -1,8 +1,9 @@
 """The server's configuration: one frozen object, from flags and one YAML or JSON file, and back to YAML.
 
-What a model or an engine can do is checked by SpeculationConfig and EngineConfig, and when they are built: nothing of
-it is repeated here. Field descriptions are read from the classes' docstrings, so `--help` cannot drift from them.
-Must not import JAX.
+A field and its line in the docstring are all that a flag needs: type, default, bounds and place in `--help` stand with
+the field, and the command line, the keys of a file, the checks and the help text are made from the two. What a model or
+an engine can do is checked by SpeculationConfig and EngineConfig, and when they are built: nothing of it is repeated
+here. Must not import JAX.
 """
 
 from __future__ import annotations
@@ -23,14 +24,22 @@ from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.request import MAX_PRIORITY
 from jaxspec.tier import Tier, parse_tier
 
-LogLevel = Literal["debug", "info", "warning", "error"]
-LogFormat = Literal["json", "text"]
 #: Fields of ServerConfig that hold a configuration of the engine, and the prefix of its keys in a file.
 PARTS: dict[str, type[Any]] = {"speculation": SpeculationConfig, "engine": EngineConfig}
 #: Where a server's defaults are not those of the classes: clients may send grammars unasked.
 PART_DEFAULTS: dict[str, dict[str, Any]] = {"speculation": {}, "engine": {"structured_output": True}}
 #: A message larger than this cannot be told to gRPC, whose limits are int32 bytes.
 _MAX_MIB = 2047
+#: Titles of --help, in its order.
+GROUPS = SERVED, WHERE, LIMITS, HEALTH, CALLERS, TOLD = (
+    "what is served", "where", "limits of requests", "health and shutdown", "who may call", "what is told",
+)  # fmt: skip
+
+
+def _flag(default: Any, group: str, low: float | None = None, high: float | None = None) -> Any:
+    """A field that is a flag of its name: where --help lists it, and the least and the largest value of a number."""
+    bounds = None if low is None else (low, high)
+    return dataclasses.field(default=default, metadata={"group": group, "bounds": bounds})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,37 +93,37 @@ class ServerConfig:
       ValueError: names the field, what was given and what is allowed.
     """
 
-    model: str = "demo"
-    served_model_name: str | None = None
-    host: str = "0.0.0.0"
-    port: int = 50051
-    metrics_port: int | None = 9400
-    drafter: str | None = None
+    model: str = _flag("demo", SERVED)
+    served_model_name: str | None = _flag(None, SERVED)
+    host: str = _flag("0.0.0.0", WHERE)
+    port: int = _flag(50051, WHERE, 0, 65535)
+    metrics_port: int | None = _flag(9400, WHERE, 0, 65535)
+    drafter: str | None = _flag(None, SERVED)
     speculation: SpeculationConfig = dataclasses.field(default_factory=SpeculationConfig)
     engine: EngineConfig = dataclasses.field(default_factory=lambda: EngineConfig(**PART_DEFAULTS["engine"]))
-    max_waiting: int = 256
-    max_waiting_pages: int | None = None
-    queue_seconds: float = 60.0
-    run_seconds: float = 600.0
-    max_priority: int = 5
-    stall_seconds: float = 60.0
-    watchdog_seconds: float = 60.0
-    withdrawal_seconds: float = 5.0
-    drain_seconds: float = 60.0
-    max_output_tokens: int | None = None
-    stream_interval_ms: float | None = None
-    max_message_mib: int = 16
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    tls_client_ca: str | None = None
-    auth_token_file: str | None = None
-    admin_token_file: str | None = None
-    reflection: bool = False
-    kv_events: bool = False
-    log_level: LogLevel = "info"
-    log_format: LogFormat = "json"
-    log_prompts: bool = False
-    otlp_endpoint: str | None = None
+    max_waiting: int = _flag(256, LIMITS, 1, 2**20)
+    max_waiting_pages: int | None = _flag(None, LIMITS, 1, 2**31)
+    queue_seconds: float = _flag(60.0, LIMITS, 0.001, 1e9)
+    run_seconds: float = _flag(600.0, LIMITS, 0.001, 1e9)
+    max_priority: int = _flag(5, LIMITS, 0, MAX_PRIORITY)
+    stall_seconds: float = _flag(60.0, LIMITS, 0.001, 1e9)
+    watchdog_seconds: float = _flag(60.0, HEALTH, 0.001, 1e9)
+    withdrawal_seconds: float = _flag(5.0, HEALTH, 0, 1e9)
+    drain_seconds: float = _flag(60.0, HEALTH, 0, 1e9)
+    max_output_tokens: int | None = _flag(None, LIMITS, 1, 2**31 - 1)
+    stream_interval_ms: float | None = _flag(None, LIMITS, 0, 60_000)
+    max_message_mib: int = _flag(16, WHERE, 1, _MAX_MIB)
+    tls_cert: str | None = _flag(None, CALLERS)
+    tls_key: str | None = _flag(None, CALLERS)
+    tls_client_ca: str | None = _flag(None, CALLERS)
+    auth_token_file: str | None = _flag(None, CALLERS)
+    admin_token_file: str | None = _flag(None, CALLERS)
+    reflection: bool = _flag(False, WHERE)
+    kv_events: bool = _flag(False, WHERE)
+    log_level: Literal["debug", "info", "warning", "error"] = _flag("info", TOLD)
+    log_format: Literal["json", "text"] = _flag("json", TOLD)
+    log_prompts: bool = _flag(False, TOLD)
+    otlp_endpoint: str | None = _flag(None, TOLD)
 
     def __post_init__(self) -> None:
         for name, kind in field_types(type(self)).items():
@@ -123,47 +132,24 @@ class ServerConfig:
                 if not isinstance(value, PARTS[name]):
                     raise ValueError(f"{name} must be a {PARTS[name].__name__}, got {value!r}")
                 continue
-            if isinstance(value, Path):
-                value = str(value)
-            object.__setattr__(self, name, _checked(name, value, kind))
-        for name in ("model", "host"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} must not be empty, got {getattr(self, name)!r}")
-        for name in (
-            "served_model_name", "drafter", "tls_cert", "tls_key", "tls_client_ca", "auth_token_file",
-            "admin_token_file",
-        ):  # fmt: skip
-            if getattr(self, name) == "":
-                raise ValueError(f"{name} must not be empty; leave it out instead, got ''")
-        self._check_bounds()
+            object.__setattr__(self, name, _checked(name, str(value) if isinstance(value, Path) else value, kind))
+        if self.otlp_endpoint is not None and not re.match(r"https?://[^/]", self.otlp_endpoint):
+            raise ValueError(f"otlp_endpoint must begin with http:// or https://, got {self.otlp_endpoint!r}")
+        for field in dataclasses.fields(self):
+            value, bounds = getattr(self, field.name), field.metadata.get("bounds")
+            if value == "":
+                hint = "; leave it out instead" if field.default is None else ""
+                raise ValueError(f"{field.name} must not be empty{hint}, got ''")
+            if bounds is not None and value is not None and not bounds[0] <= value <= bounds[1]:
+                raise ValueError(f"{field.name} must lie in [{bounds[0]:g}, {bounds[1]:g}], got {value!r}")
+        if self.port and self.port == self.metrics_port:
+            raise ValueError(f"port and metrics_port must differ, got {self.port} for both")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError(
                 f"tls_cert and tls_key must be given together, got tls_cert {self.tls_cert!r}, tls_key {self.tls_key!r}"
             )
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError(f"tls_client_ca {self.tls_client_ca!r} needs tls_cert and tls_key, got neither")
-        if self.otlp_endpoint is not None and not re.match(r"https?://[^/]", self.otlp_endpoint):
-            raise ValueError(f"otlp_endpoint must begin with http:// or https://, got {self.otlp_endpoint!r}")
-
-    def _check_bounds(self) -> None:
-        bounds: dict[str, tuple[float, float]] = {
-            "port": (0, 65535),
-            "metrics_port": (0, 65535),
-            "max_waiting": (1, 2**20),
-            "max_waiting_pages": (1, 2**31),
-            "max_output_tokens": (1, 2**31 - 1),
-            "max_priority": (0, MAX_PRIORITY),
-            "stream_interval_ms": (0, 60_000),
-            "max_message_mib": (1, _MAX_MIB),
-            **dict.fromkeys(("queue_seconds", "run_seconds", "stall_seconds", "watchdog_seconds"), (0.001, 1e9)),
-            **dict.fromkeys(("withdrawal_seconds", "drain_seconds"), (0, 1e9)),
-        }
-        for name, (low, high) in bounds.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {value!r}")
-        if self.port and self.port == self.metrics_port:
-            raise ValueError(f"port and metrics_port must differ, got {self.port} for both")
 
     @property
     def served_name(self) -> str:
