@@ -1,18 +1,20 @@
 """What the server counts, in Prometheus' form, on a port of its own.
 
-Owns the names, labels and buckets of every series and the small store behind them. Names and
-labels that vLLM has too are vLLM's, so that its dashboards work. The store is a custom collector
-of prometheus_client: the engine's thread adds to plain numbers under one lock, and whatever a
-scrape costs is paid by the thread that scrapes. Must not know gRPC, servicers or how requests run.
+Owns the names, labels and buckets of every series and the small store behind them. Names and labels that vLLM has too
+are vLLM's, so that its dashboards work. The store is a custom collector of prometheus_client: the engine's thread adds
+to plain numbers under one lock, and whatever a scrape costs is paid by the thread that scrapes. Its own counters and
+histograms would cost that thread seven times as much a message. Must not know gRPC, servicers or how requests run.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Protocol
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import start_http_server
@@ -69,55 +71,42 @@ class Labelled(Protocol):
 
 
 @dataclasses.dataclass(eq=False)
-class _Numbers:
-    """A counter or a gauge: {label values: number}."""
+class _Family:
+    """The series of a name: {label values: row}. A counter's or a gauge's row is one number; a histogram's holds the
+    count of each bucket, of what lies above them, and the sum.
+    """
 
-    kind: Literal["counter", "gauge"]
+    make: type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]
     name: str
     help: str
     labels: tuple[str, ...]
-    values: dict[tuple[str, ...], float]
+    bounds: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        size = len(self.bounds) + 2 if self.bounds else 1
+        self.rows: defaultdict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0] * size)
 
     def add(self, amount: float, *labels: str) -> None:
-        self.values[labels] = self.values.get(labels, 0.0) + amount
+        self.rows[labels][0] += amount
 
     def set(self, value: float, *labels: str) -> None:
-        self.values[labels] = value
-
-    def family(self, base: dict[str, str]) -> Metric:
-        kind = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
-        out = kind(self.name, self.help, labels=(*base, *self.labels))
-        for labels, value in self.values.items():
-            out.add_metric((*base.values(), *labels), value)
-        return out
-
-
-@dataclasses.dataclass(eq=False)
-class _Histogram:
-    """Counts by bucket and the sum: {label values: [count of each bucket, of what lies above, sum]}."""
-
-    name: str
-    help: str
-    labels: tuple[str, ...]
-    bounds: tuple[float, ...]
-    values: dict[tuple[str, ...], list[float]]
+        self.rows[labels][0] = value
 
     def observe(self, value: float, *labels: str, times: int = 1) -> None:
-        row = self.values.get(labels)
-        if row is None:
-            row = self.values[labels] = [0.0] * (len(self.bounds) + 2)
+        row = self.rows[labels]
         row[bisect_left(self.bounds, value)] += times
         row[-1] += value * times
 
-    def family(self, base: dict[str, str]) -> Metric:
-        out = HistogramMetricFamily(self.name, self.help, labels=(*base, *self.labels))
-        names = [floatToGoString(bound) for bound in (*self.bounds, float("inf"))]
-        for labels, row in self.values.items():
-            total, buckets = 0.0, []
-            for name, count in zip(names, row, strict=False):
-                total += count
-                buckets.append((name, total))
-            out.add_metric((*base.values(), *labels), buckets, row[-1])
+    def metric(self, base: dict[str, str], rows: dict[tuple[str, ...], list[float]]) -> Metric:
+        """What prometheus_client writes of such rows."""
+        out = self.make(self.name, self.help, labels=(*base, *self.labels))
+        ends = [floatToGoString(bound) for bound in (*self.bounds, float("inf"))]
+        for labels, row in rows.items():
+            if isinstance(out, HistogramMetricFamily):
+                buckets = list(zip(ends, itertools.accumulate(row[:-1]), strict=True))
+                out.add_metric((*base.values(), *labels), buckets, row[-1])
+            else:
+                out.add_metric((*base.values(), *labels), row[0])
         return out
 
 
@@ -146,45 +135,35 @@ class _Store(Collector):
     def __init__(self, base: dict[str, str]) -> None:
         self.lock = threading.Lock()
         self.base = base
-        self.families: list[_Numbers | _Histogram] = []
+        self.families: list[_Family] = []
 
-    def counter(self, name: str, help: str, *labels: str, known: Iterable[Sequence[str]] = ()) -> _Numbers:
-        """A counter; series of `known` labels (the only one, without labels) exist from the start, at 0."""
-        return self._numbers("counter", name, help, labels, known)
+    def counter(self, name: str, help: str, *labels: str, known: Iterable[str] = ()) -> _Family:
+        """A counter; the series of `known` label values (the only one, without labels) exist from the start, at 0."""
+        return self._new(_Family(CounterMetricFamily, name, help, labels), known)
 
-    def gauge(self, name: str, help: str, *labels: str, known: Iterable[Sequence[str]] = ()) -> _Numbers:
+    def gauge(self, name: str, help: str, *labels: str, known: Iterable[str] = ()) -> _Family:
         """A gauge; see `counter`."""
-        return self._numbers("gauge", name, help, labels, known)
+        return self._new(_Family(GaugeMetricFamily, name, help, labels), known)
 
-    def _numbers(
-        self, kind: Literal["counter", "gauge"], name: str, help: str, labels: tuple[str, ...],
-        known: Iterable[Sequence[str]],
-    ) -> _Numbers:  # fmt: skip
-        keys = [tuple(key) for key in known] if labels else [()]
-        family = _Numbers(kind, name, help, labels, dict.fromkeys(keys, 0.0))
-        self.families.append(family)
-        return family
-
-    def histogram(self, name: str, help: str, bounds: tuple[float, ...], *labels: str) -> _Histogram:
+    def histogram(self, name: str, help: str, bounds: tuple[float, ...], *labels: str) -> _Family:
         """A histogram; without labels it exists from the start."""
-        family = _Histogram(name, help, labels, bounds, {} if labels else {(): [0.0] * (len(bounds) + 2)})
+        return self._new(_Family(HistogramMetricFamily, name, help, labels, bounds), ())
+
+    def _new(self, family: _Family, known: Iterable[str]) -> _Family:
+        for labels in [(value,) for value in known] if family.labels else [()]:
+            _ = family.rows[labels]
         self.families.append(family)
         return family
 
     def describe(self) -> list[Metric]:
         """Names alone, so that a registry can tell clashes."""
-        return [dataclasses.replace(family, values={}).family(self.base) for family in self.families]
+        return [family.metric(self.base, {}) for family in self.families]
 
     def collect(self) -> list[Metric]:
         """A consistent picture."""
         with self.lock:
-            copies = [
-                dataclasses.replace(f, values={k: list(v) for k, v in f.values.items()})
-                if isinstance(f, _Histogram)
-                else dataclasses.replace(f, values=dict(f.values))
-                for f in self.families
-            ]
-        return [family.family(self.base) for family in copies]
+            copies = [(family, {labels: row[:] for labels, row in family.rows.items()}) for family in self.families]
+        return [family.metric(self.base, rows) for family, rows in copies]
 
 
 class ServerMetrics:
@@ -202,6 +181,15 @@ class ServerMetrics:
         self._last_tier: str | None = None
         self._seen: dict[str, float] = {}
 
+        self._declare_vllms(store)
+        self._declare_ours(store)
+        own = registry is None
+        self.registry = CollectorRegistry() if registry is None else registry
+        self.registry.register(store)
+        if own:
+            ProcessCollector(registry=self.registry)
+
+    def _declare_vllms(self, store: _Store) -> None:
         counter, gauge, histogram = store.counter, store.gauge, store.histogram
         self._drafts = counter(
             "vllm:spec_decode_num_drafts",
@@ -222,7 +210,7 @@ class ServerMetrics:
         self._generated = counter("vllm:generation_tokens", "Generated tokens streamed.")
         self._ended = counter(
             "vllm:request_success", "Completions that ended, by reason.", "finished_reason",
-            known=[(str(reason),) for reason in FinishReason],
+            known=map(str, FinishReason),
         )  # fmt: skip
         request = lambda name, help: histogram(f"vllm:{name}_seconds", help, _REQUEST_SECONDS)
         self._ttft = request("time_to_first_token", "From arrival to the first token.")
@@ -237,6 +225,8 @@ class ServerMetrics:
         self._prefill = request("request_prefill_time", "From the first scheduling to the first token.")
         self._decode = request("request_decode_time", "From the first token to the end.")
 
+    def _declare_ours(self, store: _Store) -> None:
+        counter, gauge, histogram = store.counter, store.gauge, store.histogram
         self._num_steps = gauge("jaxspec:num_steps", "Draft tokens of the tier that ran last; 0 is plain decoding.")
         self._tier_rounds = counter("jaxspec:tier_rounds", "Rounds by tier and padded batch size.", "tier", "bucket")
         self._switches = counter("jaxspec:tier_switches", "Rounds whose tier differs from the one before.")
@@ -261,9 +251,7 @@ class ServerMetrics:
             "route", "slo", "met",
         )  # fmt: skip
         self._refused = counter("jaxspec:refused_requests", "Requests refused or broken off.", "code", "reason")
-        self._states = gauge(
-            "jaxspec:engine_state", "1 for the state the server is in.", "state", known=[(s,) for s in STATES]
-        )
+        self._states = gauge("jaxspec:engine_state", "1 for the state the server is in.", "state", known=STATES)
         self._pages = gauge("jaxspec:pages", "Pages of the KV pool.")
         self._free = gauge("jaxspec:free_pages", "Pages that hold nothing.")
         self._cached = gauge("jaxspec:cached_pages", "Pages that only the prefix cache holds.")
@@ -271,12 +259,6 @@ class ServerMetrics:
         self._starved = counter("jaxspec:starved_rounds", "Rounds that the device had no work before.")
         self._host = counter("jaxspec:host_seconds", "Seconds of the steps' own work.")
         self._device = counter("jaxspec:device_seconds", "Seconds that steps waited for the device.")
-
-        own = registry is None
-        self.registry = CollectorRegistry() if registry is None else registry
-        self.registry.register(store)
-        if own:
-            ProcessCollector(registry=self.registry)
 
     # The engine's thread.
 
