@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxspec.text.grammar import GrammarCompiler, GrammarSpec
 from jaxspec.text.tokenizer import Tokenizer
-from serve.core import grammar_trials
+from serve.core import grammar_child, grammar_trials
 from serve.core.errors import StatusError
 from serve.core.grammar_trials import GrammarTrials
 
@@ -39,7 +39,7 @@ def compiler() -> GrammarCompiler:
 
 @pytest.fixture
 def trials(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarTrials]:
-    monkeypatch.setattr(grammar_trials, "COMPILE_SECONDS", 1.0)
+    monkeypatch.setattr(grammar_child, "COMPILE_SECONDS", 1.0)
     made = GrammarTrials(8)
     yield made
     made.close()
@@ -126,7 +126,7 @@ def test_a_grammar_that_takes_the_process_is_refused(
     number: int,
     reason: str,
 ) -> None:
-    monkeypatch.setattr(grammar_trials, "COMPILE_SECONDS", 30.0)
+    monkeypatch.setattr(grammar_child, "COMPILE_SECONDS", 30.0)
 
     async def story() -> None:
         await warmed(trials, compiler)
@@ -147,7 +147,7 @@ def test_a_grammar_that_takes_the_process_is_refused(
 def test_a_busy_machine_is_not_the_grammars_fault(
     stories: Any, compiler: GrammarCompiler, trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_trials, "PATIENCE_SECONDS", 3.0)
+    monkeypatch.setattr(grammar_child, "PATIENCE_SECONDS", 3.0)
 
     async def story() -> None:
         await warmed(trials, compiler)
@@ -163,8 +163,8 @@ def test_a_busy_machine_is_not_the_grammars_fault(
 
 
 def test_memory_is_bounded(stories: Any, compiler: GrammarCompiler, trials: GrammarTrials, monkeypatch: Any) -> None:
-    monkeypatch.setattr(grammar_trials, "COMPILE_SECONDS", 30.0)
-    monkeypatch.setattr(grammar_trials, "COMPILE_BYTES", 64 * 2**20)
+    monkeypatch.setattr(grammar_child, "COMPILE_SECONDS", 30.0)
+    monkeypatch.setattr(grammar_child, "COMPILE_BYTES", 64 * 2**20)
     hungry = GrammarSpec("regex", "(?i)" + r"[\w]{1,50}" * 10_000)
 
     async def story() -> None:
@@ -208,7 +208,7 @@ def test_a_process_that_does_not_start_is_not_the_clients_fault(
 ) -> None:
     async def story() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(grammar_trials.sys, "executable", "/bin/false")
+            patch.setattr(grammar_child.sys, "executable", "/bin/false")
             spec = GrammarSpec("regex", "(de)+")
             assert (await stories.fails(trials.compile(compiler, spec), "UNAVAILABLE")).reason == "grammar"
         await trials.compile(compiler, spec)
@@ -217,7 +217,7 @@ def test_a_process_that_does_not_start_is_not_the_clients_fault(
 
 
 def test_the_program_imports_no_jax_and_ends_with_its_server() -> None:
-    check = "import sys, serve.core.grammar_trials; print([m for m in ('jax', 'flax') if m in sys.modules])"
+    check = "import sys, serve.core.grammar_child; print([m for m in ('jax', 'flax') if m in sys.modules])"
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     out = subprocess.run(
         [sys.executable, "-c", check], cwd=root, capture_output=True, text=True, check=True, timeout=60
