@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
+from google.protobuf.message import Message
 
 from serve.client.connection import Connection, Tries
 from serve.client.messages import (
@@ -15,10 +16,8 @@ from serve.client.messages import (
     Options,
     Prompt,
     Result,
-    ServerError,
     build_request,
     fill_prompt,
-    read_error,
     read_event,
     read_result,
 )
@@ -36,11 +35,7 @@ class AsyncClient:
 
     def __init__(self, target: str = "localhost:50051", **connection: Any) -> None:
         self._connection = Connection(target, **connection)
-        credentials, options = self._connection.credentials(), self._connection.options
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=options)
-        else:
-            self._channel = grpc.aio.secure_channel(target, credentials, options=options)
+        self._channel = self._connection.channel(grpc.aio)
         self._generation, self._admin = Stub(GENERATION, self._channel), Stub(ADMIN, self._channel)
 
     async def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Result:
@@ -56,8 +51,7 @@ class AsyncClient:
     async def _events(self, request: generation_pb2.GenerateRequest, timeout: float | None) -> AsyncIterator[Event]:
         tries = Tries(self._connection, timeout)
         while True:
-            metadata = self._connection.metadata
-            call: Any = self._generation.GenerateStream(request, timeout=tries.timeout, metadata=metadata)
+            call: Any = self._generation.GenerateStream(request, **tries.options)
             begun = False
             try:
                 async for message in call:
@@ -65,10 +59,7 @@ class AsyncClient:
                     yield read_event(message)
                 return
             except grpc.RpcError as e:
-                error = read_error(e)
-                pause = None if begun else tries.pause(error)
-                if pause is None:
-                    raise error from None
+                pause = tries.pause(e, begun=begun)
             finally:
                 call.cancel()
             await asyncio.sleep(pause)
@@ -128,14 +119,11 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _call(self, method: Callable[..., Any], request: Any, timeout: float | None) -> Any:
+    async def _call(self, method: Callable[..., Any], request: Message, timeout: float | None) -> Any:
         tries = Tries(self._connection, timeout)
         while True:
             try:
-                return await method(request, timeout=tries.timeout, metadata=self._connection.metadata)
+                return await method(request, **tries.options)
             except grpc.RpcError as e:
-                error: ServerError = read_error(e)
-            pause = tries.pause(error)
-            if pause is None:
-                raise error
+                pause = tries.pause(e)
             await asyncio.sleep(pause)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import grpc
 
-from serve.client.messages import ServerError
+from serve.client.messages import read_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +52,15 @@ class Connection:
         if self.retries < 0:
             raise ValueError(f"retries must be at least 0, got {self.retries}")
 
+    def channel(self, kind: ModuleType) -> Any:
+        """A channel of `grpc` or `grpc.aio`, whichever is given."""
+        credentials = self._credentials()
+        if credentials is None:
+            return kind.insecure_channel(self.target, options=self._options)
+        return kind.secure_channel(self.target, credentials, options=self._options)
+
     @property
-    def options(self) -> list[tuple[str, Any]]:
-        """Channel arguments."""
+    def _options(self) -> list[tuple[str, Any]]:
         size = self.max_message_mib * 2**20
         options: list[tuple[str, Any]] = [
             ("grpc.max_receive_message_length", size),
@@ -69,7 +76,7 @@ class Connection:
         """Sent with every call."""
         return [] if self.token is None else [("authorization", f"Bearer {self.token}")]
 
-    def credentials(self) -> grpc.ChannelCredentials | None:
+    def _credentials(self) -> grpc.ChannelCredentials | None:
         """None: plain text."""
         if not (self.tls or self.tls_ca or self.tls_cert):
             return None
@@ -85,21 +92,32 @@ class Tries:
     """
 
     def __init__(self, connection: Connection, timeout: float | None) -> None:
-        self._left = connection.retries
+        self._left, self._metadata = connection.retries, connection.metadata
         self._end = None if timeout is None else time.monotonic() + timeout
 
     @property
-    def timeout(self) -> float | None:
-        """Seconds left."""
-        return None if self._end is None else max(0.0, self._end - time.monotonic())
+    def options(self) -> dict[str, Any]:
+        """Of the next try."""
+        return {"timeout": self._seconds_left(), "metadata": self._metadata}
 
-    def pause(self, error: ServerError) -> float | None:
-        """Seconds to wait before another try; None: give up."""
-        if self._left == 0 or not error.may_retry:
-            return None
+    def pause(self, failed: grpc.RpcError, *, begun: bool = False) -> float:
+        """Seconds to wait before another try.
+
+        Args:
+          begun: an answer has begun, which no other try can continue.
+
+        Raises:
+          ServerError: there is none.
+        """
+        error, left = read_error(failed), self._seconds_left()
+        wait = error.retry_after
+        if begun or self._left == 0 or not error.may_retry or wait is None or (left is not None and wait >= left):
+            raise error from None
         self._left -= 1
-        left, wait = self.timeout, error.retry_after
-        return None if left is not None and wait is not None and wait >= left else wait
+        return wait
+
+    def _seconds_left(self) -> float | None:
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
 
 
 def _read(path: str | None) -> bytes | None:

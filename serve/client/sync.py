@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
+from google.protobuf.message import Message
 
 from serve.client.connection import Connection, Tries
 from serve.client.messages import (
@@ -15,10 +16,8 @@ from serve.client.messages import (
     Options,
     Prompt,
     Result,
-    ServerError,
     build_request,
     fill_prompt,
-    read_error,
     read_event,
     read_result,
 )
@@ -39,11 +38,7 @@ class Client:
 
     def __init__(self, target: str = "localhost:50051", **connection: Any) -> None:
         self._connection = Connection(target, **connection)
-        credentials, options = self._connection.credentials(), self._connection.options
-        if credentials is None:
-            self._channel = grpc.insecure_channel(target, options=options)
-        else:
-            self._channel = grpc.secure_channel(target, credentials, options=options)
+        self._channel = self._connection.channel(grpc)
         self._generation, self._admin = Stub(GENERATION, self._channel), Stub(ADMIN, self._channel)
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Result:
@@ -57,8 +52,7 @@ class Client:
     def _events(self, request: generation_pb2.GenerateRequest, timeout: float | None) -> Iterator[Event]:
         tries = Tries(self._connection, timeout)
         while True:
-            metadata = self._connection.metadata
-            call: Any = self._generation.GenerateStream(request, timeout=tries.timeout, metadata=metadata)
+            call: Any = self._generation.GenerateStream(request, **tries.options)
             begun = False
             try:
                 for message in call:
@@ -66,10 +60,7 @@ class Client:
                     yield read_event(message)
                 return
             except grpc.RpcError as e:
-                error = read_error(e)
-                pause = None if begun else tries.pause(error)
-                if pause is None:
-                    raise error from None
+                pause = tries.pause(e, begun=begun)
             finally:
                 call.cancel()
             time.sleep(pause)
@@ -125,14 +116,11 @@ class Client:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close()
 
-    def _call(self, method: Callable[..., Any], request: Any, timeout: float | None) -> Any:
+    def _call(self, method: Callable[..., Any], request: Message, timeout: float | None) -> Any:
         tries = Tries(self._connection, timeout)
         while True:
             try:
-                return method(request, timeout=tries.timeout, metadata=self._connection.metadata)
+                return method(request, **tries.options)
             except grpc.RpcError as e:
-                error: ServerError = read_error(e)
-            pause = tries.pause(error)
-            if pause is None:
-                raise error
+                pause = tries.pause(e)
             time.sleep(pause)

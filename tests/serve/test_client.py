@@ -211,17 +211,25 @@ def test_retries_wait_as_the_server_says(call: Callable[..., str]):
 def test_all_tries_share_one_time_limit(monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
     monkeypatch.setattr(connection.time, "monotonic", lambda: now[0])
-    full = ServerError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", 2.0)
-    tries = connection.Tries(connection.Connection("x", retries=9), 5.0)
-    assert (tries.timeout, tries.pause(full)) == (5.0, 2.0)
+    monkeypatch.setattr(connection, "read_error", lambda failed: failed)
+    full: Any = ServerError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", 2.0)
+    tries = connection.Tries(connection.Connection("x", token="t", retries=9), 5.0)
+    assert tries.options == {"timeout": 5.0, "metadata": [("authorization", "Bearer t")]}
+    assert tries.pause(full) == 2.0
     now[0] = 102.5
-    assert (tries.timeout, tries.pause(full)) == (2.5, 2.0)
+    assert (tries.options["timeout"], tries.pause(full)) == (2.5, 2.0)
+    with pytest.raises(ServerError, match="full"):  # what has begun cannot be tried again
+        tries.pause(full, begun=True)
     now[0] = 103.0
-    assert (tries.timeout, tries.pause(full)) == (2.0, None)
+    assert tries.options["timeout"] == 2.0
+    with pytest.raises(ServerError, match="full"):
+        tries.pause(full)
     now[0] = 200.0
-    assert tries.timeout == 0.0
+    assert tries.options["timeout"] == 0.0
     endless = connection.Tries(connection.Connection("x", retries=1), None)
-    assert (endless.timeout, endless.pause(full), endless.pause(full)) == (None, 2.0, None)
+    assert (endless.options["timeout"], endless.pause(full)) == (None, 2.0)
+    with pytest.raises(ServerError, match="full"):
+        endless.pause(full)
 
 
 @pytest.mark.parametrize(
