@@ -14,7 +14,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -165,9 +164,7 @@ def options_of(args: argparse.Namespace) -> Options:
         raise ValueError(f"reach must lie in [0, 1), got {args.reach!r}")
     tiers = parse_tiers(args.tiers) if args.tiers else None
     for name in ("json", "plot", "out"):
-        file = getattr(args, name)
-        if file and not Path(file).resolve().parent.is_dir():
-            raise ValueError(f"--{name} {file!r}: its directory does not exist")
+        report.check_path(name, getattr(args, name))
     if args.plot:
         plots.require_matplotlib()
     return Options(

@@ -5,8 +5,9 @@ Owns drawing. matplotlib (the extra `plot`) is imported when a picture is asked 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,31 +37,42 @@ def require_matplotlib() -> None:
         raise ValueError("--plot needs matplotlib, which is not installed; install jaxspec[plot]")
 
 
+@contextlib.contextmanager
+def picture(path: str | Path, title: str) -> Iterator[Any]:
+    """A figure to draw on, which is written as PNG in the end.
+
+    Raises:
+      ValueError: matplotlib is missing.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 8.4), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    yield figure
+    figure.suptitle(title, fontsize=12, color=INK, x=0.01, ha="left")
+    figure.savefig(path, format="png", facecolor="white")
+
+
 def draw(report: Report, path: str | Path) -> None:
     """Writes the picture as PNG.
 
     Raises:
       ValueError: nothing was measured, or matplotlib is missing.
     """
-    require_matplotlib()
     if not report.runs:
         raise ValueError(f"--plot {str(path)!r} needs at least 1 finished run, got 0")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     over_time = _over_time(report.runs)
     panels = 1 + max(1, len(over_time))
-    figure = Figure(figsize=(14, 8.4), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(2, panels, height_ratios=(1.25, 1))
     names = {(r.depth, r.tier) for run in report.runs for r in run.rounds}
-    colors = shades_of([name for _, name in sorted(names)])
-    _speedups(figure.add_subplot(grid[0, :]), summarize(report.runs), colors)
-    _acceptance(figure.add_subplot(grid[1, 0]), report.runs)
-    for i, (title, runs) in enumerate(over_time):
-        _tiers(figure.add_subplot(grid[1, i + 1]), title, runs, colors, legend=i == len(over_time) - 1)
-    figure.suptitle(_title(report), fontsize=12, color=INK, x=0.01, ha="left")
-    figure.savefig(path, format="png", facecolor="white")
+    with picture(path, _title(report)) as figure:
+        colors = shades_of([name for _, name in sorted(names)])
+        grid = figure.add_gridspec(2, panels, height_ratios=(1.25, 1))
+        _speedups(figure.add_subplot(grid[0, :]), summarize(report.runs), colors)
+        _acceptance(figure.add_subplot(grid[1, 0]), report.runs)
+        for i, (title, runs) in enumerate(over_time):
+            _tiers(figure.add_subplot(grid[1, i + 1]), title, runs, colors, legend=i == len(over_time) - 1)
 
 
 def _title(report: Report) -> str:

@@ -94,7 +94,12 @@ def header(conditions: Mapping[str, Any]) -> str:
         lines.append(f"SIMULATED   acceptance: {c['simulated_accept_length']:g} tokens a round at the deepest tier")
     if c["skipped_prompts"]:
         lines.append(f"skipped     {c['skipped_prompts']} prompts of {c['prompts']} that exceed the model's context")
-    return "\n".join(line if len(line) <= WIDTH else line[: WIDTH - 3] + "..." for line in lines)
+    return "\n".join(map(clipped, lines))
+
+
+def clipped(line: str) -> str:
+    """A line of at most WIDTH columns."""
+    return line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
 
 
 def sampling(conditions: Mapping[str, Any]) -> str:
@@ -152,8 +157,7 @@ def _adaptive(s: Summary, regret: Regret | None) -> str:
     total = sum(s.tiers.values()) or 1
     ran = ", ".join(f"{name} {100 * count / total:.0f}%" for name, count in s.tiers.items() if count)
     lost = "" if regret is None else f"; regret {100 * regret.loss:+.1f}% against {regret.best}"
-    line = f"    adaptive ran {ran}{lost}"
-    return line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
+    return clipped(f"    adaptive ran {ran}{lost}")
 
 
 def _share(value: float) -> str:
@@ -205,8 +209,7 @@ def _unsteady(report: Report) -> list[str]:
         f"steady state -: fewer than {STEADY_ROUNDS} such rounds (more --waves, --repeats or --max-tokens give more):"
     ]
     for (workload, batch_size), many in cells.items():
-        line = f"  {workload}, batch {batch_size}: {', '.join(many)}"
-        lines.append(line if len(line) <= WIDTH else line[: WIDTH - 3] + "...")
+        lines.append(clipped(f"  {workload}, batch {batch_size}: {', '.join(many)}"))
     return lines
 
 
@@ -228,13 +231,15 @@ def render(report: Report) -> str:
     return "\n".join([header(report.conditions), "", table(report), "", footer(report)])
 
 
-def _number(value: Any) -> Any:
-    """nan is no JSON."""
+def jsonable(value: Any) -> Any:
+    """Records as plain data; nan is no JSON."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: jsonable(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _plain_dict(record: Any) -> dict[str, Any]:
-    return {key: _number(value) for key, value in dataclasses.asdict(record).items()}
 
 
 def to_dict(report: Report) -> dict[str, Any]:
@@ -261,11 +266,17 @@ def to_dict(report: Report) -> dict[str, Any]:
         "conditions": dict(report.conditions),
         "interrupted": report.interrupted,
         "compilations_after_warmup": report.compilations,
-        "summaries": [_plain_dict(s) for s in summarize(report.runs)],
-        "regrets": [_plain_dict(r) for r in regrets(report.runs)],
-        "divergences": [_plain_dict(d) for d in divergences(report.runs)],
+        "summaries": jsonable(summarize(report.runs)),
+        "regrets": jsonable(regrets(report.runs)),
+        "divergences": jsonable(divergences(report.runs)),
         "runs": runs,
     }
+
+
+def check_path(option: str, path: str | None) -> None:
+    """Raises ValueError where a file could not be written, before anything is measured."""
+    if path and not Path(path).resolve().parent.is_dir():
+        raise ValueError(f"--{option} {path!r}: its directory does not exist")
 
 
 def write_json(value: Any, path: str | Path) -> None:

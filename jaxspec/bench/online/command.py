@@ -22,7 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from jaxspec.bench.offline import plots as bench_plots
-from jaxspec.bench.offline.report import write_json
+from jaxspec.bench.offline.report import check_path, write_json
 from jaxspec.bench.offline.workloads import FILE, Prompt, built_in, load_prompts
 from jaxspec.bench.online import arrivals, overhead, plots, report, texts, traces
 from jaxspec.bench.online.process import own_server
@@ -108,9 +108,7 @@ def check(args: argparse.Namespace) -> None:
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be above 0, got {value!r}")
     for name in ("json", "plot"):
-        file = getattr(args, name)
-        if file and not Path(file).resolve().parent.is_dir():
-            raise ValueError(f"--{name} {file!r}: its directory does not exist")
+        check_path(name, getattr(args, name))
     if args.plot:
         bench_plots.require_matplotlib()
     if args.target is not None:

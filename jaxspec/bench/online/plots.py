@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.bench.offline.metrics import PLAIN
-from jaxspec.bench.offline.plots import ACCENT, INK, LINES, require_matplotlib, shades_of, style
+from jaxspec.bench.offline.plots import ACCENT, INK, LINES, picture, shades_of, style
 from jaxspec.bench.online.arrivals import Phase
 from jaxspec.bench.online.compare import STATISTICS
 from jaxspec.bench.online.records import Record
@@ -28,31 +28,21 @@ def draw(report: Report, path: str | Path) -> None:
     Raises:
       ValueError: nothing was measured, or matplotlib is missing.
     """
-    require_matplotlib()
     if not any(run.records for run in report.runs):
         raise ValueError(f"--plot {str(path)!r} needs at least 1 request, got 0")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 8.4), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(2, 2)
     # Of a comparison, the last run is adaptive's.
-    shown, phases = report.runs[-1], report.plan.load.phases
-    if len(report.runs) > 1 and report.judged:
-        for i, statistic in enumerate(STATISTICS):
-            _modes(figure.add_subplot(grid[0, i]), report, statistic)
-    else:
-        _scatter(figure.add_subplot(grid[0, 0]), shown.records, phases, "ttft", "TTFT (ms) by time of sending")
-        _distribution(figure.add_subplot(grid[0, 1]), shown.records)
-    _scatter(
-        figure.add_subplot(grid[1, 0]), shown.records, phases, "tpot", f"TPOT (ms) by time of sending{_of(report)}"
-    )
-    _under_way(figure.add_subplot(grid[1, 1]), shown.records, phases, f"Requests under way{_of(report)}")
-    c = report.conditions
+    shown, phases, c = report.runs[-1], report.plan.load.phases, report.conditions
     title = f"{c['model']} on {c['device']}, {c['drafter']}   |   {report.plan.load.source}"
-    figure.suptitle(title, fontsize=12, color=INK, x=0.01, ha="left")
-    figure.savefig(path, format="png", facecolor="white")
+    with picture(path, title) as figure:
+        axes = [figure.add_subplot(place) for place in figure.add_gridspec(2, 2)]
+        if len(report.runs) > 1 and report.judged:
+            for ax, statistic in zip(axes, STATISTICS, strict=False):
+                _modes(ax, report, statistic)
+        else:
+            _scatter(axes[0], shown.records, phases, "ttft", "TTFT (ms) by time of sending")
+            _distribution(axes[1], shown.records)
+        _scatter(axes[2], shown.records, phases, "tpot", f"TPOT (ms) by time of sending{_of(report)}")
+        _under_way(axes[3], shown.records, phases, f"Requests under way{_of(report)}")
 
 
 def _of(report: Report) -> str:

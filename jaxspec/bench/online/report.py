@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxspec.bench.offline.report import WIDTH
+from jaxspec.bench.offline.report import WIDTH, clipped, jsonable
 from jaxspec.bench.online.compare import MARGIN, ModeRun, Verdict, phase_summaries, verdicts
 from jaxspec.bench.online.records import (
     INTERRUPTED,
@@ -80,7 +80,7 @@ def header(conditions: Mapping[str, Any], plan: Plan) -> str:
         notes.append(f"{plan.cut_outputs} outputs cut to {c['max_tokens']} tokens")
     if notes:
         lines.append(f"changed     {', '.join(notes)}")
-    return "\n".join(line if len(line) <= WIDTH else line[: WIDTH - 3] + "..." for line in lines)
+    return "\n".join(map(clipped, lines))
 
 
 def _ms(seconds: float) -> str:
@@ -179,17 +179,6 @@ def _objectives(slo: Objectives) -> str:
     given = [f"{f.name[:-3].upper()} {getattr(slo, f.name):g} ms" for f in dataclasses.fields(slo)
              if getattr(slo, f.name) is not None]  # fmt: skip
     return ", ".join(given) if given else "no objective (all that ended well)"
-
-
-def jsonable(value: Any) -> Any:
-    """Records as plain data; nan is no JSON."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: jsonable(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): jsonable(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [jsonable(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def to_dict(report: Report) -> dict[str, Any]:
