@@ -35,7 +35,7 @@ class AsyncClient:
 
     def __init__(self, target: str = "localhost:50051", **connection: Any) -> None:
         self._connection = Connection(target, **connection)
-        self._channel = self._connection.channel(grpc.aio)
+        self._channel: grpc.aio.Channel = self._connection.channel(grpc.aio)
         self._generation, self._admin = Stub(GENERATION, self._channel), Stub(ADMIN, self._channel)
 
     async def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Result:

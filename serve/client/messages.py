@@ -7,6 +7,7 @@ ServerError that names the field.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
@@ -165,8 +166,17 @@ class Result:
         return self.completions[0].token_ids
 
 
-_SAMPLING = frozenset(field.name for field in pb.Sampling.DESCRIPTOR.fields)
 _GRAMMAR = ("json_schema", "json_object", "regex", "lark", "choice")
+#: Where options lie that are no fields of GenerateRequest itself.
+_PATHS = {
+    **{field.name: f"sampling.{field.name}" for field in pb.Sampling.DESCRIPTOR.fields},
+    **{name: f"grammar.{name}" for name in _GRAMMAR},
+    "choice": "grammar.choice.options",
+    "speculation": "speculation.enabled",
+    "max_depth": "speculation.max_depth",
+    "tpot_ms": "slo.tpot_ms",
+    "ttft_ms": "slo.ttft_ms",
+}
 
 
 def build_request(prompt: Prompt, options: Options | None = None) -> pb.GenerateRequest:
@@ -229,34 +239,22 @@ def fill_prompt(
 
 
 def _set(request: pb.GenerateRequest, name: str, value: Any) -> None:
-    if name in _SAMPLING:
-        field = getattr(request.sampling, name)
-        if name == "logit_bias":
-            field.update(value)
-        elif name in ("stop", "stop_token_ids"):
-            field.extend([value] if isinstance(value, str) else value)
-        else:
-            setattr(request.sampling, name, value)
-    elif name in _GRAMMAR:
-        if request.HasField("grammar"):
-            raise ValueError(f"at most one of {', '.join(_GRAMMAR)} can be given")
+    if name in _GRAMMAR and request.HasField("grammar"):
+        raise ValueError(f"at most one of {', '.join(_GRAMMAR)} can be given")
+    if name == "json_schema" and isinstance(value, Mapping):
+        value = json.dumps(value)
+    if name in ("stop", "choice") and isinstance(value, str):
+        value = [value]
+    *parts, field = _PATHS.get(name, name).split(".")
+    message: Any = functools.reduce(getattr, parts, request)
+    if name == "logit_bias":
+        message.logit_bias.update(value)
+    elif name in ("stop", "stop_token_ids", "choice"):
+        getattr(message, field).extend(value)
         if name == "choice":
-            request.grammar.choice.options.extend([value] if isinstance(value, str) else value)
-            request.grammar.choice.SetInParent()
-        else:
-            setattr(
-                request.grammar,
-                name,
-                json.dumps(value) if name == "json_schema" and isinstance(value, Mapping) else value,
-            )
-    elif name == "speculation":
-        request.speculation.enabled = value
-    elif name == "max_depth":
-        request.speculation.max_depth = value
-    elif name in ("tpot_ms", "ttft_ms"):
-        setattr(request.slo, name, value)
+            message.SetInParent()
     else:
-        setattr(request, name, value)
+        setattr(message, field, value)
 
 
 def read_event(message: pb.GenerateStreamResponse) -> Event:

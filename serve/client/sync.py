@@ -38,7 +38,7 @@ class Client:
 
     def __init__(self, target: str = "localhost:50051", **connection: Any) -> None:
         self._connection = Connection(target, **connection)
-        self._channel = self._connection.channel(grpc)
+        self._channel: grpc.Channel = self._connection.channel(grpc)
         self._generation, self._admin = Stub(GENERATION, self._channel), Stub(ADMIN, self._channel)
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Result:

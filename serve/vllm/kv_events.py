@@ -333,31 +333,30 @@ class _Stream:
         batch = pb.KvEventBatch(
             sequence_number=self.sequence, timestamp=time.time(), events=message.events, snapshot=message.snapshot
         )
-        load = self._current_load()
+        load = self._new_load()
         if load is not None:
             batch.load.CopyFrom(load)
         return batch
 
     def changed_load(self) -> pb.KvEventBatch | None:
         """The load record alone, where it differs from the last one sent, or that one is old."""
-        stats = self._engine.snapshot
-        if stats is None:
-            return None
         sent, at = self._last_load
-        same = self._load(stats).SerializeToString(deterministic=True) == sent
-        if same and time.monotonic() - at <= HEARTBEAT_SECONDS:
+        load = self._new_load(unless=sent if time.monotonic() - at <= HEARTBEAT_SECONDS else None)
+        if load is None:
             return None
-        load = self._current_load()
-        assert load is not None
         load.load_only = True
         return pb.KvEventBatch(sequence_number=self.sequence, timestamp=time.time(), load=load)
 
-    def _current_load(self) -> pb.EngineLoad | None:
+    def _new_load(self, unless: bytes | None = None) -> pb.EngineLoad | None:
+        """The next load record; None before the engine has counters, and where it would be `unless`."""
         stats = self._engine.snapshot
         if stats is None:
             return None
         load = self._load(stats)
-        self._last_load = (load.SerializeToString(deterministic=True), time.monotonic())
+        data = load.SerializeToString(deterministic=True)
+        if data == unless:
+            return None
+        self._last_load = (data, time.monotonic())
         self._sample += 1
         load.sample = self._sample
         return load
