@@ -38,11 +38,15 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the end of sequence")
     how.add_argument("--priority", type=int, metavar="N", help="lower runs first, by default -5 to 5")
     how.add_argument("--route", metavar="LABEL", help="label for the server's metrics")
-    how.add_argument("--no-speculation", action="store_true", help="decode token by token")
+    how.add_argument(
+        "--no-speculation", dest="speculation", action="store_false", default=None, help="decode token by token"
+    )
     how.add_argument("--max-depth", type=int, metavar="N", help="most draft tokens accepted in a round")
     form = how.add_mutually_exclusive_group()
     form.add_argument("--json-schema", metavar="JSON", help="the output fits this schema; @FILE reads it from a file")
-    form.add_argument("--json", action="store_true", help="the output is a JSON object")
+    form.add_argument(
+        "--json", dest="json_object", action="store_true", default=None, help="the output is a JSON object"
+    )
     form.add_argument("--regex", metavar="REGEX", help="the output matches it")
     form.add_argument("--choice", action="append", metavar="TEXT", help="the output is one of them; repeat it")
     p.add_argument("--stats", action="store_true", help="tokens, times and accepted length, on standard error")
@@ -51,16 +55,10 @@ def parser() -> argparse.ArgumentParser:
 
 def _request(args: argparse.Namespace) -> tuple[Prompt, Options]:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
-    schema = args.json_schema
-    if schema is not None and schema.startswith("@"):
-        schema = Path(schema[1:]).read_text(encoding="utf-8")
-    given = {
-        "max_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k,
-        "seed": args.seed, "stop": args.stop, "ignore_eos": args.ignore_eos, "priority": args.priority,
-        "route": args.route, "max_depth": args.max_depth, "speculation": False if args.no_speculation else None,
-        "json_schema": schema, "json_object": args.json or None, "regex": args.regex, "choice": args.choice,
-    }  # fmt: skip
-    options = cast(Options, {name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in vars(args).items() if name in Options.__annotations__ and value is not None}
+    if given.get("json_schema", "").startswith("@"):
+        given["json_schema"] = Path(given["json_schema"][1:]).read_text(encoding="utf-8")
+    options = cast(Options, given)
     if not args.chat:
         return text, options
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
