@@ -14,6 +14,7 @@ import yaml
 
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.tier import Tier, parse_tier
+from serve import config
 from serve.__main__ import main, parser, resolve
 from serve.config import GROUPS, PARTS, ServerConfig, descriptions, field_types, merged, read_file
 
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OWNERS = (ServerConfig, SpeculationConfig, EngineConfig)
 
 
-def config_of(*flags: str) -> ServerConfig:
+def config_of(*flags: str) -> Any:
     return resolve(vars(parser().parse_args(flags)))
 
 
@@ -39,6 +40,28 @@ def test_every_field_has_a_flag_and_a_group():
     assert len(names) == len(set(names)), "two configurations share a field's name, so one flag is two"
     for name in names:
         assert "--" + name.replace("_", "-") in flags
+
+
+def test_a_flag_is_a_field_and_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    fields = [("shoe_size", float, config._flag(40.0, config.WHERE, 1, 60))]
+    wider = dataclasses.make_dataclass("Wider", fields, bases=(ServerConfig,), frozen=True)
+    wider.__doc__ = (ServerConfig.__doc__ or "").replace("      host:", "      shoe_size: of the host.\n      host:")
+    monkeypatch.setattr("serve.__main__.ServerConfig", wider)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "--shoe-size X of the host (default: 40.0)" in " ".join(capsys.readouterr().out.split())
+    path = tmp_path / "server.yaml"
+    path.write_text("shoe_size: 41\n")
+    assert [config_of(*flags).shoe_size for flags in ([], ["--config", str(path)])] == [40.0, 41.0]
+    assert config_of("--config", str(path), "--shoe-size", "43.5").to_yaml().endswith("shoe_size: 43.5\n")
+    for flags, message in (
+        (["--shoe-size", "70"], r"shoe_size must lie in \[1, 60\], got 70.0"),
+        (["--shoe-size", "inf"], "shoe_size must be a finite number, got inf"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config_of(*flags)
 
 
 def test_help_says_groups_units_and_defaults(capsys: pytest.CaptureFixture[str]):

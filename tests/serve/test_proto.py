@@ -6,6 +6,7 @@ import itertools
 import re
 import subprocess
 import sys
+from concurrent import futures
 from pathlib import Path
 
 import grpc
@@ -15,7 +16,7 @@ from google.protobuf.descriptor import FieldDescriptor, FileDescriptor, ServiceD
 from serve.api.admin import AdminServicer
 from serve.api.generation import GenerationServicer
 from serve.proto import admin_pb2, generation_pb2
-from serve.proto.services import ADMIN, GENERATION, Stub
+from serve.proto.services import ADMIN, GENERATION, Stub, add_to
 
 ROOT = Path(__file__).resolve().parents[2]
 PROTO = ROOT / "serve" / "proto"
@@ -75,6 +76,26 @@ def test_every_method_is_served_and_can_be_called(service: ServiceDescriptor, se
         assert callable(getattr(servicer, method.name)) and callable(getattr(stub, method.name)), method.name
     with pytest.raises(AttributeError, match="no method 'Sleep'"):
         _ = stub.Sleep
+
+
+def test_what_a_servicer_lacks_is_unimplemented():
+    class Half:
+        def Drain(self, request: admin_pb2.DrainRequest, context: grpc.ServicerContext) -> admin_pb2.DrainResponse:  # noqa: N802
+            return admin_pb2.DrainResponse()
+
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    add_to(server, ADMIN, Half())
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = Stub(ADMIN, channel)
+            assert stub.Drain(admin_pb2.DrainRequest(), timeout=30) == admin_pb2.DrainResponse()
+            with pytest.raises(grpc.RpcError) as failed:
+                stub.FlushCache(admin_pb2.FlushCacheRequest(), timeout=30)
+        assert failed.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    finally:
+        server.stop(None).wait()
 
 
 @pytest.mark.parametrize("file", [generation_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR])
