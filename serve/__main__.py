@@ -79,7 +79,7 @@ def _reader(kind: Any) -> tuple[str, Callable[[str], Any]]:
     return "TEXT", str
 
 
-def _number(kind: type[int] | type[float], what: str) -> Callable[[str], Any]:
+def _number(kind: type[int] | type[float], what: str) -> Callable[[str], int | float]:
     def read(text: str) -> int | float:
         try:
             return kind(text)

@@ -144,11 +144,11 @@ class Server:
         self._described = described(engine, self.config)
         return engine
 
-    def _guards(self) -> list[Any]:
+    def _guards(self) -> list[grpc.aio.ServerInterceptor]:
         """Who may call, and who may change the server: an administrator's token is everybody's too."""
         config, refused = self.config, self.metrics.on_refused
         admins = [] if config.admin_token_file is None else read_tokens(config.admin_token_file, "admin_token_file")
-        guards: list[Any] = []
+        guards: list[grpc.aio.ServerInterceptor] = []
         if config.auth_token_file is not None:
             tokens = [*read_tokens(config.auth_token_file), *admins]
             guards.append(TokenInterceptor(tokens, lambda: refused("UNAUTHENTICATED", "token")))

@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 
 from serve.client.connection import Connection, Tries
 from serve.client.messages import (
+    ChatOptions,
     Event,
     Options,
     Prompt,
@@ -70,8 +71,9 @@ class AsyncClient:
         return (await self._call(self._generation.Abort, request, timeout)).aborted
 
     async def tokenize(
-        self, prompt: Prompt, *, add_special_tokens: bool | None = None, timeout: float | None = None, **chat: Any
-    ) -> list[int]:
+        self, prompt: Prompt, *, add_special_tokens: bool | None = None, timeout: float | None = None,
+        **chat: Unpack[ChatOptions],
+    ) -> list[int]:  # fmt: skip
         """Token ids of a text or a conversation; add_generation_prompt and variables are for the latter."""
         request = generation_pb2.TokenizeRequest(add_special_tokens=add_special_tokens)
         fill_prompt(request, prompt, **chat)

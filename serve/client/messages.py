@@ -21,11 +21,18 @@ from serve.proto import generation_pb2 as pb
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
-class Options(TypedDict, total=False):
+class ChatOptions(TypedDict, total=False):
+    """How the chat template renders a conversation; `variables` reach it."""
+
+    add_generation_prompt: bool
+    variables: Mapping[str, Any]
+
+
+class Options(ChatOptions, total=False):
     """What a request may say besides its prompt; serve/proto/generation.proto gives meanings, ranges and defaults.
 
     `json_schema` may be a mapping, `stop` one string. At most one of json_schema, json_object, regex, lark, choice.
-    `speculation` False decodes token by token. `variables` reach the chat template.
+    `speculation` False decodes token by token.
     """
 
     request_id: str
@@ -59,8 +66,6 @@ class Options(TypedDict, total=False):
     route: str
     tpot_ms: float
     ttft_ms: float
-    add_generation_prompt: bool
-    variables: Mapping[str, Any]
 
 
 class ServerError(Exception):

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -162,11 +162,11 @@ class Child:
             self._pipe.close()
 
 
-def _send(pipe: Connection, message: Any) -> None:
+def _send(pipe: Connection, message: Mapping[str, object]) -> None:
     pipe.send_bytes(json.dumps(message).encode())  # no pickle: who answers has read what a stranger wrote
 
 
-def _receive(pipe: Connection) -> Any:
+def _receive(pipe: Connection) -> dict[str, Any]:
     """The next message. Raises EOFError where there is none."""
     return json.loads(pipe.recv_bytes())
 
@@ -195,7 +195,7 @@ def _serve(pipe: Connection) -> None:
         spec = GrammarSpec(message["kind"], tuple(value) if isinstance(value, list) else value)
         _limit_time(setting["seconds"])
         try:
-            answer: dict[str, Any] = {"bytes": _measured(compiler, spec)}
+            answer: dict[str, object] = {"bytes": _measured(compiler, spec)}
         except ValueError as e:
             answer = {"error": str(e)}
         except (MemoryError, RuntimeError):
