@@ -241,7 +241,8 @@ class IncrementalDetokenizer:
         return delta
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+        # All of them are in the vocabulary.
+        return self._tokenizer._backend.decode(ids, skip_special_tokens=self._skip)
 
 
 class StopResult(NamedTuple):
