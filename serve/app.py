@@ -28,6 +28,7 @@ from serve.config import ServerConfig
 from serve.core.engine_thread import EngineThread
 from serve.core.generator import Generator
 from serve.core.lifecycle import Lifecycle
+from serve.proto import admin_pb2
 from serve.proto.services import ADMIN, GENERATION, add_to
 from serve.telemetry.metrics import ServerMetrics
 from serve.telemetry.requests import request_log
