@@ -162,7 +162,7 @@ def test_kernels_know_nothing_of_jaxspec():
 
 
 def test_importing_the_kernels_loads_nothing_of_jaxspec():
-    """Names of jaxspec's functions (pallas_kernels.aot.programs.PROVIDERS) are imported when they are asked for."""
+    """Names of jaxspec's functions (pallas_kernels.aot.programs.known) are imported when they are asked for."""
     paths = [path.relative_to(ROOT).with_suffix("") for path in sources("pallas_kernels") if path.name != "__main__.py"]
     modules = ", ".join(".".join(path.parts).removesuffix(".__init__") for path in paths)
     check = f"import sys, {modules}; print([m for m in sys.modules if m.split('.')[0] == 'jaxspec'])"

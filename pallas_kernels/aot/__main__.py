@@ -8,9 +8,8 @@ of the page pool, of weights, of logits), where a donated pool is not updated in
 a GPU kernel spills registers, or where the kernel is not in the executable. The exit status
 is 0 where everything passes, 1 where something fails, 2 where a compiler is missing.
 
-The programs of this library's operations are in `programs`. The commit and the round are the
-engine's; an op is therefore the name of a function ("package.module:function") that is
-imported only when it is asked for, and the known ones have short names.
+The programs of this library's operations come from their cases. The commit and the round are the
+engine's, and others may be a function's ("package.module:function"): see `programs`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.aot.programs import PROVIDERS
+from pallas_kernels.aot.programs import known
 from pallas_kernels.aot.table import Outcome, header
 from pallas_kernels.aot.targets import EXTRA, TARGETS
 
@@ -78,16 +77,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--op", action="append", metavar="OP",
-        help=f"one of {', '.join(PROVIDERS)}, or package.module:function; may be repeated; all by default",
+        help=f"one of {', '.join(known())}, or package.module:function; may be repeated; all by default",
     )  # fmt: skip
     parser.add_argument("--case", default="", metavar="REGEX", help="only programs whose name matches")
     parser.add_argument("--subset", choices=("ci",), help="ci: the programs that every change is tested with")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the outcomes there too")
     args = parser.parse_args(argv)
-    names, ops = args.target or list(TARGETS), args.op or list(PROVIDERS)
+    names, ops = args.target or list(TARGETS), args.op or list(known())
     for op in ops:
-        if op not in PROVIDERS and ":" not in op:
-            parser.error(f"--op must be one of {', '.join(PROVIDERS)} or package.module:function, got {op!r}")
+        if op not in known() and ":" not in op:
+            parser.error(f"--op must be one of {', '.join(known())} or package.module:function, got {op!r}")
     try:
         re.compile(args.case)
     except re.error as error:

@@ -1,18 +1,21 @@
 """What a program is, which are known, and how one is made of a function and shapes.
 
-A provider is a function from a Target to Programs. Known operations have short names; others
-are named "package.module:function". Names are imported when they are asked for: that is how
-the command reaches the engine's round, without this library importing anything of the engine.
+A provider is a function from a Target to Programs. This library's operations are known by their
+names, parts of the engine by short ones; others are named "package.module:function". Names are
+imported when they are asked for: that is how the command reaches the engine's round, without
+this library importing anything of the engine.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from pallas_kernels.aot.targets import Target
+from pallas_kernels.registry import OPERATIONS
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -46,25 +49,26 @@ class Program:
 
 Provider = Callable[[Target], Iterable[Program]]
 
-#: The operations that the command knows by a short name.
-PROVIDERS = {
-    "tree_attention": "pallas_kernels.aot.operations:tree_attention",
-    "rejection_sampling": "pallas_kernels.aot.operations:rejection_sampling",
-    "kv_commit": "jaxspec.runtime.aot:kv_commit",
-    "round": "jaxspec.runtime.aot:engine_round",
-}
+_ENGINE = {"kv_commit": "jaxspec.runtime.aot:kv_commit", "round": "jaxspec.runtime.aot:engine_round"}
+
+
+def known() -> tuple[str, ...]:
+    """What the command knows by a short name, and compiles by default."""
+    return (*OPERATIONS, *_ENGINE)
 
 
 def provider(op: str) -> Provider:
-    """The provider of a known operation, or the one that "package.module:function" names.
+    """The provider of a known name, or the one that "package.module:function" names.
 
     Raises:
       ValueError: neither.
     """
-    path = PROVIDERS.get(op, op)
+    if op in OPERATIONS:
+        return functools.partial(importlib.import_module("pallas_kernels.aot.operations").programs, op)
+    path = _ENGINE.get(op, op)
     module, colon, function = path.partition(":")
     if not colon:
-        raise ValueError(f"op must be one of {tuple(PROVIDERS)} or 'package.module:function', got {op!r}")
+        raise ValueError(f"op must be one of {known()} or 'package.module:function', got {op!r}")
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:

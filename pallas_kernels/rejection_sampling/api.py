@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.rejection_sampling import gpu, reference, tpu
-from pallas_kernels.rejection_sampling.reference import SamplingRows, Verdict
+from pallas_kernels.rejection_sampling.reference import RejectionSamplingArgs, SamplingRows, Verdict
 
-__all__ = ["SamplingRows", "Verdict", "rejection_sampling"]
+
+def _interpreted(args: RejectionSamplingArgs) -> Verdict:
+    # TPU interpret mode cannot copy bfloat16 rows viewed as words; the plain one can.
+    return tpu.rejection_sampling(args, interpret=args.logits_BNV.dtype == jnp.bfloat16 or pltpu.InterpretParams())
+
+
+OPERATION = Operation(
+    "rejection_sampling",
+    {
+        "reference": Implementation(reference.rejection_sampling),
+        "tpu": Implementation(tpu.rejection_sampling, tpu.refusal),
+        "gpu": Implementation(gpu.rejection_sampling, gpu.refusal),
+        "interpret": Implementation(_interpreted, tpu.refusal),
+    },
+)
 
 
 def rejection_sampling(
-    logits_BNV: jax.Array,
-    tokens_BN: jax.Array,
-    parents_BN: jax.Array,
-    depths_BN: jax.Array,
-    sampling: SamplingRows,
-    position_B: jax.Array,
-    draft_probs_BXV: jax.Array | None = None,
-    *,
-    depth: int,
-    chain: bool,
-    greedy: bool = False,
-    noise_BDV: jax.Array | None = None,
-    implementation: str | None = None,
-) -> Verdict:
+    logits_BNV: jax.Array, tokens_BN: jax.Array, parents_BN: jax.Array, depths_BN: jax.Array, sampling: SamplingRows,
+    position_B: jax.Array, draft_probs_BXV: jax.Array | None = None, *, depth: int, chain: bool, greedy: bool = False,
+    noise_BDV: jax.Array | None = None, implementation: str | None = None,
+) -> Verdict:  # fmt: skip
     """Which drafted path the target accepts, and the token after it.
 
     Coupled mode (no draft_probs): the target's own token is drawn at each node of the path, and
@@ -56,32 +58,21 @@ def rejection_sampling(
     Raises:
       ValueError: shapes that do not fit each other, or that a named kernel does not serve.
     """
-    _check(logits_BNV, tokens_BN, parents_BN, depths_BN, sampling, position_B, draft_probs_BXV, depth, chain)
-    wanted = (*position_B.shape, depth + 1, logits_BNV.shape[2])
-    if noise_BDV is not None and noise_BDV.shape != wanted:
-        raise ValueError(f"noise must be {wanted} beside logits {logits_BNV.shape}, got {noise_BDV.shape}")
-    refusal = lambda kernel: lambda: kernel.refusal(logits_BNV, draft_probs_BXV, depth=depth, greedy=greedy)
-    chosen = dispatch.resolve("rejection_sampling", implementation, {"tpu": refusal(tpu), "gpu": refusal(gpu)})
-    args = (logits_BNV, tokens_BN, parents_BN, depths_BN, sampling, position_B, draft_probs_BXV)
-    if chosen == "reference":
-        return reference.rejection_sampling(*args, depth=depth, chain=chain, greedy=greedy, noise_BDV=noise_BDV)
-    if chosen == "gpu":
-        return gpu.rejection_sampling(*args, depth=depth, chain=chain, greedy=greedy)
-    interpret: Any = False
-    if chosen == "interpret":  # TPU interpret mode cannot copy bfloat16 rows viewed as words; the plain one can
-        interpret = True if logits_BNV.dtype == jnp.bfloat16 else pltpu.InterpretParams()
-    return tpu.rejection_sampling(*args, depth=depth, chain=chain, greedy=greedy, interpret=interpret)
+    args = RejectionSamplingArgs(
+        logits_BNV, tokens_BN, parents_BN, depths_BN, sampling, position_B, draft_probs_BXV, noise_BDV,
+        depth=depth, chain=chain, greedy=greedy,
+    )  # fmt: skip
+    _check(args)
+    return OPERATION(args, implementation)
 
 
-def _check(
-    logits: jax.Array, tokens: jax.Array, parents: jax.Array, depths: jax.Array, sampling: SamplingRows,
-    position: jax.Array, draft_probs: jax.Array | None, depth: int, chain: bool,
-) -> None:  # fmt: skip
+def _check(args: RejectionSamplingArgs) -> None:
+    logits, sampling, depth = args.logits_BNV, args.sampling, args.depth
     if logits.ndim != 3 or 0 in logits.shape:
         raise ValueError(f"logits must be [B, N, V] and not empty, got {logits.shape}")
     b, n, v = logits.shape
-    whole = {"tokens": (tokens, (b, n)), "parents": (parents, (b, n)), "depths": (depths, (b, n))}
-    whole |= {"position": (position, (b,)), "top_k": (sampling.top_k_B, (b,))}
+    whole = {name: (getattr(args, f"{name}_BN"), (b, n)) for name in ("tokens", "parents", "depths")}
+    whole |= {"position": (args.position_B, (b,)), "top_k": (sampling.top_k_B, (b,))}
     real = {name: (getattr(sampling, f"{name}_B"), (b,)) for name in ("temperature", "top_p", "min_p")}
     wanted = {jnp.int32: whole, jnp.float32: real, jnp.uint32: {"seed": (sampling.seed_B, (b,))}}
     for dtype, fields in wanted.items():
@@ -93,12 +84,15 @@ def _check(
                 )
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"logits must be floating point, got {logits.dtype}")
-    if not 0 <= depth < n or (chain and depth != n - 1):
-        raise ValueError(f"depth must be {n - 1 if chain else f'0 to {n - 1}'} for {n} nodes, got {depth}")
-    if draft_probs is not None:
+    if not 0 <= depth < n or (args.chain and depth != n - 1):
+        raise ValueError(f"depth must be {n - 1 if args.chain else f'0 to {n - 1}'} for {n} nodes, got {depth}")
+    if (draft_probs := args.draft_probs_BXV) is not None:
         b_draft, x, v_draft = draft_probs.shape if draft_probs.ndim == 3 else (0, 0, 0)
         if (b_draft, v_draft) != (b, v) or x > n or (x < depth):
             raise ValueError(
                 f"draft_probs must be [{b}, {depth} to {n}, {v}] beside logits {logits.shape} and depth {depth}, "
                 f"got {draft_probs.shape}"
             )
+    expected = (b, depth + 1, v)
+    if args.noise_BDV is not None and args.noise_BDV.shape != expected:
+        raise ValueError(f"noise must be {expected} beside logits {logits.shape}, got {args.noise_BDV.shape}")

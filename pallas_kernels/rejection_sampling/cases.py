@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import registry
+from pallas_kernels.registry import Device, Proof
+from pallas_kernels.rejection_sampling import gpu, reference
+from pallas_kernels.rejection_sampling.api import OPERATION
 from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise
-from pallas_kernels.rejection_sampling.reference import SamplingRows, choose, filter_logits
+from pallas_kernels.rejection_sampling.reference import RejectionSamplingArgs, SamplingRows, Verdict
 
 #: (temperature, top_k, top_p, min_p) of a row.
 FILTERS = {
@@ -29,18 +32,16 @@ _PEAKS = (16.0, 15.0, 13.5, 12.0, 11.0, 10.5, 10.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(registry.Case[RejectionSamplingArgs, Verdict]):
     """One call.
 
     Attributes:
-      name: unique.
       batch, nodes, vocab: B, N and V. depth: of the tree; a chain has depth + 1 nodes.
       mode: "coupled" or "rejection".
       rows: names in FILTERS that the batch's rows take in turn; ("greedy",) compiles no noise.
       acceptance: chance that the target's own token is among a node's children (coupled mode).
     """
 
-    name: str
     batch: int
     nodes: int
     vocab: int
@@ -58,26 +59,18 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The static keyword arguments."""
+        """The arguments that are no arrays."""
         return {"depth": self.depth, "chain": self.chain, "greedy": self.rows == ("greedy",)}
 
-    def shapes(self) -> dict[str, Any]:
-        """The arguments without values, by name and in order."""
+    def shapes(self) -> RejectionSamplingArgs:
+        """The argument record without values."""
         b, n, v = self.batch, self.nodes, self.vocab
-        vector: Callable[[Any], Any] = lambda dtype: jax.ShapeDtypeStruct((b,), dtype)
-        nodes = jax.ShapeDtypeStruct((b, n), jnp.int32)
-        real = vector(jnp.float32)
-        out = {
-            "logits": jax.ShapeDtypeStruct((b, n, v), jnp.dtype(self.dtype)),
-            "tokens": nodes,
-            "parents": nodes,
-            "depths": nodes,
-            "sampling": SamplingRows._make((real, vector(jnp.int32), real, real, vector(jnp.uint32))),
-            "position": vector(jnp.int32),
-        }
-        if self.mode == "rejection":
-            out["draft_probs"] = jax.ShapeDtypeStruct((b, self.draft_rows, v), jnp.float32)
-        return out
+        of: Any = jax.ShapeDtypeStruct
+        nodes, real, whole = of((b, n), jnp.int32), of((b,), jnp.float32), of((b,), jnp.int32)
+        sampling = SamplingRows(real, whole, real, real, of((b,), jnp.uint32))
+        drafts = of((b, self.draft_rows, v), jnp.float32) if self.mode == "rejection" else None
+        logits = of((b, n, v), jnp.dtype(self.dtype))
+        return RejectionSamplingArgs(logits, nodes, nodes, nodes, sampling, whole, drafts, **self.options)
 
     def sampling(self, rng: np.random.Generator) -> SamplingRows:
         """How the rows sample."""
@@ -101,24 +94,24 @@ class Case:
             depths[i] = np.asarray(depth)[order]
         return parents, depths
 
-    def draw(self, seed: int = 0) -> dict[str, Any]:
+    def draw(self, seed: int = 0) -> RejectionSamplingArgs:
         """Random arguments: peaked logits, drafts of which several are accepted; made on the device where large."""
         rng = np.random.default_rng(seed)
         b, n, v = self.batch, self.nodes, self.vocab
         key = jax.random.key(seed)
         logits = _peaked_logits(key, b, n, v).astype(self.dtype)
-        parents, depths = self.draw_trees(rng)
+        trees = self.draw_trees(rng)
+        parents, depths = map(jnp.asarray, trees)
         sampling = self.sampling(rng)
         position = jnp.asarray(rng.integers(0, 4096, b), jnp.int32)
-        out = {"parents": jnp.asarray(parents), "depths": jnp.asarray(depths), "sampling": sampling}
-        out |= {"logits": logits, "position": position}
+        draft_probs = None
         if self.mode == "rejection":
-            out["draft_probs"], tokens = _sampled_drafts(key, logits, sampling, out["parents"])
-            out["tokens"] = tokens.at[:, 0].set(0)
+            draft_probs, tokens = _sampled_drafts(key, logits, sampling, parents)
+            tokens = tokens.at[:, 0].set(0)
         else:
-            own = np.asarray(_own_tokens(logits, sampling, position[:, None] + out["depths"]))
-            out["tokens"] = jnp.asarray(self._distinct_children(rng, own, parents))
-        return {name: out[name] for name in self.shapes()}
+            own = np.asarray(_own_tokens(logits, sampling, position[:, None] + depths))
+            tokens = jnp.asarray(self._distinct_children(rng, own, trees[0]))
+        return RejectionSamplingArgs(logits, tokens, parents, depths, sampling, position, draft_probs, **self.options)
 
     def _distinct_children(self, rng: np.random.Generator, own_BN: np.ndarray, parents_BN: np.ndarray) -> np.ndarray:
         """Tokens of which siblings are distinct and, by `acceptance`, one is the parent's own draw."""
@@ -133,16 +126,31 @@ class Case:
                     tokens[i, rng.choice(children)] = own
         return tokens
 
-    def min_bytes(self, num_accepted: float) -> float:
-        """Fewest bytes of a call whose requests accept that many drafts on average: the rows on the paths, once.
+    def specified(self, result: Verdict) -> Verdict:
+        """The path up to its last accepted node."""
+        inside = jnp.arange(self.depth + 1)[None, :] <= result.num_accepted_B[:, None]
+        return result._replace(path_BD=jnp.where(inside, result.path_BD, 0))
+
+    def min_bytes(self, args: RejectionSamplingArgs) -> float:
+        """The rows on the paths, once.
 
         A draft's row is needed where a child is tried, so not at a path's last node if that is a leaf;
         counted here is one for each accepted child.
         """
-        rows = (num_accepted + 1) * jnp.dtype(self.dtype).itemsize
-        if self.mode == "rejection":
-            rows += num_accepted * 4
+        accepted = float(jax.jit(reference.rejection_sampling)(args).num_accepted_B.mean())
+        rows = (accepted + 1) * jnp.dtype(self.dtype).itemsize + (accepted * 4 if self.mode == "rejection" else 0)
         return self.batch * self.vocab * rows
+
+    def proof(self, kind: Literal["tpu", "gpu"], device: Device) -> Proof[RejectionSamplingArgs]:
+        """Logits are results of products, and XLA lays those out on a TPU as their reader wants them; so here."""
+        options = {"launch": gpu.launch_for(device.device_kind, self.rows == ("greedy",))} if kind == "gpu" else {}
+        return Proof(
+            self.shapes(),
+            max_temp_bytes=1 << 20,
+            limit="nothing of the vocabulary's size",
+            options=options,
+            free=("logits_BNV", "draft_probs_BXV"),
+        )
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -157,7 +165,7 @@ def _peaked_logits(key: jax.Array, b: int, n: int, v: int) -> jax.Array:
 @jax.jit
 def _own_tokens(logits_BNV: jax.Array, sampling: SamplingRows, position_BN: jax.Array) -> jax.Array:
     noise = gumbel_noise(sampling.seed_B, position_BN, logits_BNV.shape[-1], Purpose.TARGET)
-    return choose(logits_BNV, sampling, noise)
+    return reference.choose(logits_BNV, sampling, noise)
 
 
 @jax.jit
@@ -168,7 +176,7 @@ def _sampled_drafts(
     near, drawn = jax.random.split(jax.random.fold_in(key, 1))
     x = logits_BNV[:, :-1].astype(jnp.float32)
     x = x + 0.7 * jax.random.normal(near, x.shape, jnp.float32)
-    kept = filter_logits(x, *sampling[:4])
+    kept = reference.filter_logits(x, *sampling[:4])
     probs = jax.nn.softmax(kept, axis=-1)
     race = jnp.where((sampling.temperature_B == 0)[:, None, None], x, kept)
     rows = jnp.take_along_axis(race, parents_BN[:, :, None], axis=1)
@@ -182,7 +190,7 @@ _LLAMA, _QWEN, _GEMMA = 128_256, 151_936, 262_144
 
 #: What serving looks like: a tree of 16 nodes for 16 requests, Llama 3's vocabulary.
 SERVING = (
-    Case("coupled-b16-n16", 16, 16, _LLAMA, 5),
+    Case("coupled-b16-n16", 16, 16, _LLAMA, 5, quick=True),
     Case("greedy-b16-n16", 16, 16, _LLAMA, 5, rows=("greedy",)),
     Case("rejection-b16-n16", 16, 16, _LLAMA, 5, mode="rejection"),
     Case("coupled-b16-n16-top-k", 16, 16, _LLAMA, 5, rows=("top-k",)),
@@ -190,8 +198,8 @@ SERVING = (
     Case("rejection-b16-n16-all", 16, 16, _LLAMA, 5, mode="rejection", rows=("all",)),
     Case("coupled-b16-n16-bf16", 16, 16, _LLAMA, 5, dtype="bfloat16"),
     Case("chain3-b1", 1, 4, _LLAMA, 3, chain=True),
-    Case("chain3-b1-greedy", 1, 4, _LLAMA, 3, chain=True, rows=("greedy",)),
-    Case("chain4-b16-rejection", 16, 5, _LLAMA, 4, chain=True, mode="rejection"),
+    Case("chain3-b1-greedy", 1, 4, _LLAMA, 3, chain=True, rows=("greedy",), quick=True),
+    Case("chain4-b16-rejection", 16, 5, _LLAMA, 4, chain=True, mode="rejection", quick=True),
     Case("plain-b64", 64, 1, _LLAMA, 0, chain=True),
 )
 
@@ -220,3 +228,4 @@ SMALL = (
 )
 
 CASES = {case.name: case for case in (*SERVING, *COVERAGE, *SMALL)}
+SUITE = registry.Suite(OPERATION, SERVING, COVERAGE, SMALL)

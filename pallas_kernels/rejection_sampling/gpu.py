@@ -37,26 +37,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.rejection_sampling.gpu_filters import Filters, survey, threshold, weigh
-from pallas_kernels.rejection_sampling.gpu_rows import (
-    NONE,
-    Pair,
-    Program,
-    Race,
-    Team,
-    elect,
-    highest,
-    power_of_two,
-    table_words,
-)
-from pallas_kernels.rejection_sampling.noise import (
-    GUMBEL_MAX,
-    GUMBEL_MIN,
-    PAIR,
-    Purpose,
-    threefry2x32,
-    to_uniform,
-)
-from pallas_kernels.rejection_sampling.reference import NO_RESIDUAL, SamplingRows, Verdict
+from pallas_kernels.rejection_sampling.gpu_rows import NONE, Pair, Program, Race, Team, elect, highest, table_words
+from pallas_kernels.rejection_sampling.noise import GUMBEL_MAX, GUMBEL_MIN, PAIR, Purpose, threefry2x32, to_uniform
+from pallas_kernels.rejection_sampling.reference import NO_RESIDUAL, RejectionSamplingArgs, Verdict
+from pallas_kernels.sizes import MULTIPROCESSORS, device_kind, power_of_two
 
 _i32, _u32, _f32 = jnp.int32, jnp.uint32, jnp.float32
 
@@ -106,31 +90,25 @@ def launch_for(device: str, greedy: bool = False) -> Launch:
       device: jax's device_kind, or "" for an unknown one, which is taken to be small.
       greedy: rows that draw no noise have registers for larger chunks.
     """
-    sms = {"h100": 132, "h200": 132, "b200": 148, "a100": 108, "l4": 58}
-    count = next((n for chip, n in sms.items() if re.search(rf"\b{chip}\b", device.lower())), 32)
+    count = next((n for chip, n in MULTIPROCESSORS.items() if re.search(rf"\b{chip}\b", device.lower())), 32)
     return Launch(chunk=4096 if greedy else 2048, num_sms=count)
 
 
 def _launch_here(greedy: bool) -> Launch:
-    if jax.default_backend() == "cpu":
-        return launch_for("", greedy)
-    device = jax.devices()[0]
-    launch = launch_for(device.device_kind, greedy)
-    return dataclasses.replace(launch, num_sms=getattr(device, "core_count", launch.num_sms))
+    launch = launch_for(kind := device_kind(), greedy)
+    count = getattr(jax.devices()[0], "core_count", launch.num_sms)
+    return dataclasses.replace(launch, num_sms=count) if kind else launch
 
 
-def refusal(
-    logits_BNV: jax.Array, draft_probs_BXV: jax.Array | None = None, *, depth: int, greedy: bool = False
-) -> str | None:
-    """Why the kernel cannot serve these shapes, or None."""
-    del greedy
-    n = logits_BNV.shape[1]
-    if logits_BNV.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"logits must be float32 or bfloat16, got {logits_BNV.dtype}"
-    if draft_probs_BXV is not None and draft_probs_BXV.dtype != jnp.float32:
-        return f"draft_probs must be float32, got {draft_probs_BXV.dtype}"
-    if n > 256 or depth > 255:  # also bounds the exchanges of a walk
-        return f"at most 256 nodes and a depth of at most 255, got {n} and {depth}"
+def refusal(args: RejectionSamplingArgs) -> str | None:
+    """Why the kernel cannot serve these arguments, or None."""
+    logits, drafts, n = args.logits_BNV, args.draft_probs_BXV, args.logits_BNV.shape[1]
+    if logits.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"logits must be float32 or bfloat16, got {logits.dtype}"
+    if drafts is not None and drafts.dtype != jnp.float32:
+        return f"draft_probs must be float32, got {drafts.dtype}"
+    if n > 256 or args.depth > 255:  # also bounds the exchanges of a walk
+        return f"at most 256 nodes and a depth of at most 255, got {n} and {args.depth}"
     return None
 
 
@@ -186,7 +164,7 @@ class _Turn(NamedTuple):
 
 def _draw(
     program: Program, tree: _Tree, node: jax.Array, step: jax.Array, ended: jax.Array,
-    sampler: tuple[Filters, tuple[jax.Array, jax.Array]] | None = None,
+    sampler: tuple[Filters, tuple[jax.Array, jax.Array]] | None = None
 ) -> _Turn:  # fmt: skip
     """The target's own token at a node; the child that holds it is accepted.
 
@@ -222,7 +200,7 @@ def _draw(
 
 def _attempt(
     program: Program, filters: Filters, tree: _Tree, key: tuple[jax.Array, jax.Array], node: jax.Array,
-    step: jax.Array, ended: jax.Array,
+    step: jax.Array, ended: jax.Array
 ) -> _Turn:  # fmt: skip
     """Offers the node's children in turn to rejection sampling."""
     drafts = program.draft_ref.shape[1]
@@ -350,33 +328,25 @@ def _kernel(
 
 
 def rejection_sampling(
-    logits_BNV: jax.Array, tokens_BN: jax.Array, parents_BN: jax.Array, depths_BN: jax.Array, sampling: SamplingRows,
-    position_B: jax.Array, draft_probs_BXV: jax.Array | None = None, *, depth: int, chain: bool, greedy: bool = False,
-    launch: Launch | None = None, interpret: bool = False,
-) -> Verdict:  # fmt: skip
-    """Arguments and result as in `api.rejection_sampling`.
+    args: RejectionSamplingArgs, *, launch: Launch | None = None, interpret: bool = False
+) -> Verdict:
+    """See api.rejection_sampling.
 
     Args:
       launch: sizes; by `launch_for` for the device at hand.
       interpret: run in Pallas' interpreter, on any backend; one member a request.
     """
-    del depths_BN
-    b, _, v = logits_BNV.shape
+    (b, _, v), depth, drafts = args.logits_BNV.shape, args.depth, args.drafts
     if launch is None:
-        launch = _launch_here(greedy)
+        launch = _launch_here(args.greedy)
     if interpret:
         launch = dataclasses.replace(launch, members=1)
     members, each = launch.split(b, v)
-    inputs = [logits_BNV, tokens_BN, parents_BN, position_B, *sampling]
-    drafts = draft_probs_BXV is not None and not greedy and depth > 0
-    if draft_probs_BXV is not None and drafts:
-        inputs.append(draft_probs_BXV)
-    shapes = [
-        jax.ShapeDtypeStruct((b, depth + 1), _i32),
-        jax.ShapeDtypeStruct((b,), _i32),
-        jax.ShapeDtypeStruct((b,), _i32),
-        jax.ShapeDtypeStruct((b,), jnp.bool_),
-    ]
+    inputs = [args.logits_BNV, args.tokens_BN, args.parents_BN, args.position_B, *args.sampling]
+    if drafts is not None:
+        inputs.append(drafts)
+    shapes = [jax.ShapeDtypeStruct((b, depth + 1), _i32)]
+    shapes += [jax.ShapeDtypeStruct((b,), dtype) for dtype in (_i32, _i32, jnp.bool_)]
     aliases = {}
     if members > 1:
         table = (b, 2, table_words(v, launch.chunk, members))
@@ -384,8 +354,9 @@ def rejection_sampling(
         shapes.append(jax.ShapeDtypeStruct(table, _u32))
         aliases = {len(inputs) - 1: len(shapes) - 1}
     kernel = functools.partial(
-        _kernel, members=members, each=each, launch=launch, depth=depth, chain=chain, greedy=greedy, drafts=drafts
-    )
+        _kernel, members=members, each=each, launch=launch, depth=depth, chain=args.chain, greedy=args.greedy,
+        drafts=drafts is not None
+    )  # fmt: skip
     out = pl.pallas_call(
         kernel,
         grid=(members, b),

@@ -74,22 +74,19 @@ def weigh(
 
 
 def _largest(
-    program: Program, node: jax.Array, step: jax.Array, tops_L: jax.Array, low: jax.Array, start: jax.Array,
-    high: jax.Array, need: Callable[[jax.Array], jax.Array], measure: Callable[[jax.Array], jax.Array] | None,
+    program: Program, node: jax.Array, step: jax.Array, tops_L: jax.Array, within: tuple[jax.Array, ...],
+    need: Callable[[jax.Array], jax.Array], measure: Callable[[jax.Array], jax.Array] | None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Largest threshold in [low, high] above which the row still measures what is needed.
+    """(largest threshold above which the row still measures what is needed, exchanges so far).
 
     Each pass tries several thresholds and takes the extremes of what lies between the bounds; the
     search ends when the bounds meet on one value, or on the very count.
 
     Args:
-      start: a guess of a lower bound for the first pass; need not be one.
-      need: from what lies at or above `low` to what is needed.
-      measure: of tempered logits, int32, its sum below 2**31; None counts them.
-
-    Returns:
-      (threshold, exchanges so far).
+      within: the least threshold, a guess of it for the first pass, the largest.
+      need: what is needed, given what reaches the least. measure: of logits, below 2**31 in all; None counts them.
     """
+    low, start, high = within
     row_P = jnp.arange(ROWS, dtype=_i32)
     tried_P = row_P < _TRIES
 
@@ -109,8 +106,8 @@ def _largest(
                 most_C = jnp.maximum(most_C, jnp.where(v <= high, v, -jnp.inf))
             return sum_PC, least_C, most_C
 
-        lanes = (program.chunk // 2,)
-        init = (jnp.zeros((ROWS, *lanes), _i32), jnp.full(lanes, jnp.inf, _f32), jnp.full(lanes, -jnp.inf, _f32))
+        full = lambda x: jnp.full(program.draw_C.shape, x, _f32)
+        init = (jnp.zeros((ROWS, program.chunk // 2), _i32), full(jnp.inf), full(-jnp.inf))
         sum_PC, least_C, most_C = program.sweep(node, visit, init, program.above(tops_L, low))
 
         def merge(words_SP: jax.Array, live_S: jax.Array) -> tuple[jax.Array, ...]:
@@ -133,7 +130,7 @@ def _largest(
         (low, high, goal), step = program.by_member(step, words_P, merge)
         return low, high, goal, first * 0.0, step
 
-    low, _, _, _, step = lax.while_loop(lambda c: c[0] < c[1], body, (low, high, _i32(0), jnp.ones((), _f32), step))
+    low, *_, step = lax.while_loop(lambda c: c[0] < c[1], body, (low, high, _i32(0), jnp.ones((), _f32), step))
     return low, step
 
 
@@ -156,7 +153,7 @@ def threshold(
         bound = jnp.where(above_L >= k, tops_L, _LOWEST).max()
         lowest = jnp.maximum(low, bound)
         start = jnp.maximum(lowest, top - 24.0)
-        return _largest(program, node, step, tops_L, lowest, start, top, lambda _: k, None)
+        return _largest(program, node, step, tops_L, (lowest, start, top), lambda _: k, None)
 
     cut, step = lax.cond(usable & (k > 0), by_count, lambda: (low, step))
 
@@ -169,6 +166,6 @@ def threshold(
         start = jnp.minimum(jnp.maximum(cut, start), top)
         measure = lambda x: jnp.where(x >= cut, jnp.exp(x - top) * scale + 0.5, 0.0).astype(_i32)
         need = lambda whole: jnp.ceil(filters.top_p * whole.astype(_f32)).astype(_i32)
-        return _largest(program, node, after, tops_L, cut, start, top, need, measure)
+        return _largest(program, node, after, tops_L, (cut, start, top), need, measure)
 
     return lax.cond(usable & (filters.top_p < 1.0), by_mass, lambda: (cut, step))

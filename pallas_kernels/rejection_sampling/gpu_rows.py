@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.rejection_sampling.noise import TILE, Purpose, threefry2x32, to_gumbel
+from pallas_kernels.sizes import power_of_two
 
 NONE = 2**30  # no node, no token
 ROWS = 8  # values of an exchange, at most
@@ -33,10 +34,6 @@ Reach = Callable[[jax.Array], jax.Array]  # which chunks a sweep reads
 def table_words(vocab: int, chunk: int, members: int) -> int:
     """uint32 words of each of a request's two slots."""
     return max(4 * -(-vocab // chunk), 2 * ROWS * members)
-
-
-def power_of_two(x: int) -> int:
-    return 1 << (x - 1).bit_length()
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -19,12 +19,14 @@ integers, so that the kept set depends neither on the order of summation nor on 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dispatch import static
 from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise, uniform_noise
 
 NEG_INF = -1e30
@@ -49,6 +51,29 @@ class SamplingRows(NamedTuple):
     top_p_B: jax.Array
     min_p_B: jax.Array
     seed_B: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RejectionSamplingArgs:
+    """The arguments of one call; `api.rejection_sampling` describes them."""
+
+    logits_BNV: jax.Array
+    tokens_BN: jax.Array
+    parents_BN: jax.Array
+    depths_BN: jax.Array
+    sampling: SamplingRows
+    position_B: jax.Array
+    draft_probs_BXV: jax.Array | None = None
+    noise_BDV: jax.Array | None = None
+    depth: int = static()
+    chain: bool = static()
+    greedy: bool = static(default=False)
+
+    @property
+    def drafts(self) -> jax.Array | None:
+        """draft_probs_BXV where rejection sampling reads them: neither a greedy batch nor a lone root does."""
+        return None if self.greedy or self.depth == 0 else self.draft_probs_BXV
 
 
 class Verdict(NamedTuple):
@@ -162,42 +187,29 @@ def choose(logits_BNV: jax.Array, sampling: SamplingRows, noise_BNV: jax.Array) 
     return jnp.argmax(jnp.where(greedy, logits_BNV.astype(jnp.float32), perturbed), axis=-1).astype(jnp.int32)
 
 
-def rejection_sampling(
-    logits_BNV: jax.Array,
-    tokens_BN: jax.Array,
-    parents_BN: jax.Array,
-    depths_BN: jax.Array,
-    sampling: SamplingRows,
-    position_B: jax.Array,
-    draft_probs_BXV: jax.Array | None = None,
-    *,
-    depth: int,
-    chain: bool,
-    greedy: bool = False,
-    noise_BDV: jax.Array | None = None,
-) -> Verdict:
-    """See api.rejection_sampling.
-
-    Args:
-      noise_BDV: TARGET noise of positions position_B + 0..depth, where the caller has it already.
-    """
-    args = (logits_BNV, tokens_BN, parents_BN, sampling, position_B)
-    if greedy:
-        choice_BN = jnp.argmax(logits_BNV, axis=-1).astype(jnp.int32)
-        return _follow(logits_BNV, choice_BN, tokens_BN, parents_BN, depths_BN, depth, chain)
-    if draft_probs_BXV is not None and depth > 0:
-        rejection = _rejection_chain if chain else _rejection_tree
-        return rejection(*args, draft_probs_BXV, depth, noise_BDV)
-    if not chain and depth > 0:
-        return _coupled_tree(*args, depth, noise_BDV)
+def rejection_sampling(args: RejectionSamplingArgs) -> Verdict:
+    """See api.rejection_sampling."""
+    if args.greedy:
+        return _follow(args, jnp.argmax(args.logits_BNV, axis=-1).astype(jnp.int32))
+    if args.drafts is not None:
+        return _rejection_chain(args, args.drafts) if args.chain else _RejectionWalk(args, args.drafts).run()
+    if not args.chain and args.depth > 0:
+        return _coupled_tree(args)
+    levels, noise_BDV = args.depth + 1, args.noise_BDV
     if noise_BDV is None:
-        noise_BDV = _target_noise(sampling, position_B[:, None] + jnp.arange(depth + 1)[None, :], logits_BNV)
-    choice_BN = choose(logits_BNV[:, : depth + 1], sampling, noise_BDV)
-    return _follow(logits_BNV, choice_BN, tokens_BN, parents_BN, depths_BN, depth, chain)
+        noise_BDV = _target_noise(args, args.position_B[:, None] + jnp.arange(levels)[None, :])
+    return _follow(args, choose(args.logits_BNV[:, :levels], args.sampling, noise_BDV))
 
 
-def _target_noise(sampling: SamplingRows, position_BN: jax.Array, logits_BNV: jax.Array) -> jax.Array:
-    return gumbel_noise(sampling.seed_B, position_BN, logits_BNV.shape[-1], Purpose.TARGET)
+def _target_noise(args: RejectionSamplingArgs, position_BN: jax.Array) -> jax.Array:
+    return gumbel_noise(args.sampling.seed_B, position_BN, args.logits_BNV.shape[-1], Purpose.TARGET)
+
+
+def _last_noise(args: RejectionSamplingArgs, accepted_B: jax.Array) -> jax.Array:
+    """What the token after the path is drawn with, [B, 1, V]."""
+    if args.noise_BDV is None:
+        return _target_noise(args, (args.position_B + accepted_B)[:, None])
+    return _row(args.noise_BDV, accepted_B)
 
 
 def _at(x_BN: jax.Array, index_B: jax.Array) -> jax.Array:
@@ -217,18 +229,16 @@ def _finite(logits_BNV: jax.Array, best_BN: jax.Array) -> jax.Array:
     return jnp.isfinite(jnp.take_along_axis(logits_BNV, best_BN[:, :, None], axis=2)[:, :, 0])
 
 
-def _follow(
-    logits_BNV: jax.Array, choice_BN: jax.Array, tokens_BN: jax.Array, parents_BN: jax.Array, depths_BN: jax.Array,
-    depth: int, chain: bool,
-) -> Verdict:  # fmt: skip
+def _follow(args: RejectionSamplingArgs, choice_BN: jax.Array) -> Verdict:
     """Walks along tokens that are known for every node."""
+    tokens_BN, parents_BN, depths_BN, depth = args.tokens_BN, args.parents_BN, args.depths_BN, args.depth
     b, n = choice_BN.shape
     index = jnp.arange(n, dtype=jnp.int32)[None, :]
-    ok_BN = _finite(logits_BNV[:, :n], choice_BN)
+    ok_BN = _finite(args.logits_BNV[:, :n], choice_BN)
     if depth == 0:
         zero = jnp.zeros((b,), jnp.int32)
         return Verdict(zero[:, None], zero, choice_BN[:, 0], ok_BN[:, 0])
-    if chain:
+    if args.chain:
         matched = (tokens_BN[:, 1:] == choice_BN[:, :-1]).astype(jnp.int32)
         accepted = jnp.cumprod(matched, axis=1).sum(axis=1).astype(jnp.int32)
         path = jnp.broadcast_to(index, (b, n))
@@ -249,26 +259,24 @@ def _all_on_path(ok_BN: jax.Array, path_BD: jax.Array, accepted_B: jax.Array) ->
     return jnp.all(jnp.take_along_axis(ok_BN, path_BD, axis=1) | beyond, axis=1)
 
 
-def _coupled_tree(
-    logits_BNV: jax.Array, tokens_BN: jax.Array, parents_BN: jax.Array, sampling: SamplingRows,
-    position_B: jax.Array, depth: int, noise_BDV: jax.Array | None,
-) -> Verdict:  # fmt: skip
+def _coupled_tree(args: RejectionSamplingArgs) -> Verdict:
     """Draws only at the nodes of the path."""
+    tokens_BN, depth = args.tokens_BN, args.depth
     b, n = tokens_BN.shape
     index = jnp.arange(n, dtype=jnp.int32)[None, :]
     level = jnp.arange(depth + 1, dtype=jnp.int32)[None, :]
 
     def step(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         d, walking, node, path, accepted, token, ok = carry
-        row = _row(logits_BNV, node)
-        if noise_BDV is None:
-            noise = _target_noise(sampling, position_B[:, None] + d, row)
+        row = _row(args.logits_BNV, node)
+        if args.noise_BDV is None:
+            noise = _target_noise(args, args.position_B[:, None] + d)
         else:
-            noise = jax.lax.dynamic_slice_in_dim(noise_BDV, d, 1, axis=1)
-        choice = choose(row, sampling, noise)
+            noise = jax.lax.dynamic_slice_in_dim(args.noise_BDV, d, 1, axis=1)
+        choice = choose(row, args.sampling, noise)
         token = jnp.where(walking, choice[:, 0], token)
         ok = ok & (_finite(row, choice)[:, 0] | ~walking)
-        match_BN = (parents_BN == node[:, None]) & (tokens_BN == choice) & (index > 0)
+        match_BN = (args.parents_BN == node[:, None]) & (tokens_BN == choice) & (index > 0)
         walking = walking & jnp.any(match_BN, axis=1) & (d < depth)
         node = jnp.where(walking, jnp.argmax(match_BN, axis=1).astype(jnp.int32), node)
         accepted = accepted + walking.astype(jnp.int32)
@@ -293,30 +301,26 @@ def _last_token(
     return jnp.argmax(score + noise_BV, axis=-1).astype(jnp.int32)
 
 
-def _rejection_chain(
-    logits_BNV: jax.Array, tokens_BN: jax.Array, parents_BN: jax.Array, sampling: SamplingRows,
-    position_B: jax.Array, draft_probs_BXV: jax.Array, depth: int, noise_BDV: jax.Array | None,
-) -> Verdict:  # fmt: skip
+def _rejection_chain(args: RejectionSamplingArgs, draft_probs_BXV: jax.Array) -> Verdict:
     """All nodes at once: each has one child."""
-    b, v = logits_BNV.shape[0], logits_BNV.shape[-1]
-    x_BNV = _filter(logits_BNV, sampling)
+    logits_BNV, depth = args.logits_BNV, args.depth
+    b, _, v = logits_BNV.shape
+    x_BNV = _filter(logits_BNV, args.sampling)
     log_total = jax.nn.logsumexp(x_BNV, axis=-1, keepdims=True)
-    drafted = tokens_BN[:, 1:]
+    drafted = args.tokens_BN[:, 1:]
     proposed = (drafted >= 0) & (drafted < v)
     at = lambda x: jnp.take_along_axis(x, jnp.clip(drafted, 0, v - 1)[:, :, None], axis=2)[:, :, 0]
     p_BD = jnp.exp(at(x_BNV[:, :-1]) - log_total[:, :-1, 0])
     q_BD = at(draft_probs_BXV[:, :depth])
-    u_BD = uniform_noise(sampling.seed_B, position_B[:, None] + jnp.arange(depth)[None, :], Purpose.ACCEPT)
+    position_BD = args.position_B[:, None] + jnp.arange(depth)[None, :]
+    u_BD = uniform_noise(args.sampling.seed_B, position_BD, Purpose.ACCEPT)
     best_BN = jnp.argmax(logits_BNV, axis=-1).astype(jnp.int32)
-    greedy = sampling.temperature_B == 0
+    greedy = args.sampling.temperature_B == 0
     passes = jnp.where(greedy[:, None], drafted == best_BN[:, :-1], p_BD > u_BD * q_BD) & proposed
     accepted = jnp.cumprod(passes.astype(jnp.int32), axis=1).sum(axis=1).astype(jnp.int32)
     refused = (accepted < depth) & _at(jnp.pad(proposed, ((0, 0), (0, 1))), accepted)
 
-    if noise_BDV is None:
-        noise = _target_noise(sampling, (position_B + accepted)[:, None], logits_BNV)
-    else:
-        noise = _row(noise_BDV, accepted)
+    noise = _last_noise(args, accepted)
     x_BV, q_BV = _row(x_BNV, accepted)[:, 0], _row(draft_probs_BXV, accepted)[:, 0]
     drawn = _last_token(x_BV, q_BV, refused.astype(jnp.float32), _at(log_total[:, :, 0], accepted), noise[:, 0])
     path = jnp.broadcast_to(jnp.arange(depth + 1, dtype=jnp.int32)[None, :], (b, depth + 1))
@@ -324,81 +328,84 @@ def _rejection_chain(
     return Verdict(path, accepted, token, _all_on_path(_finite(logits_BNV, best_BN), path, accepted))
 
 
-def _rejection_tree(
-    logits_BNV: jax.Array, tokens_BN: jax.Array, parents_BN: jax.Array, sampling: SamplingRows,
-    position_B: jax.Array, draft_probs_BXV: jax.Array, depth: int, noise_BDV: jax.Array | None,
-) -> Verdict:  # fmt: skip
-    """Level by level; within a level, child by child."""
-    b, n = tokens_BN.shape
-    v = logits_BNV.shape[-1]
-    index = jnp.arange(n, dtype=jnp.int32)[None, :]
-    level = jnp.arange(depth + 1, dtype=jnp.int32)[None, :]
-    greedy = sampling.temperature_B == 0
-    zero, yes = jnp.zeros((b,), jnp.int32), jnp.ones((b,), bool)
+class _Node(NamedTuple):
+    """The node that each request has reached: its kept logits, its draft's row, and what they come to."""
 
-    def enter(node: jax.Array) -> tuple[jax.Array, ...]:
-        row = _row(logits_BNV, node)
+    x_BV: jax.Array
+    q_BV: jax.Array
+    log_total_B: jax.Array
+    best_B: jax.Array
+    fine_B1: jax.Array
+
+
+class _RejectionWalk:
+    """Rejection over a tree: level by level; within a level, child by child."""
+
+    def __init__(self, args: RejectionSamplingArgs, draft_probs_BXV: jax.Array) -> None:
+        self.args, self.draft_probs_BXV = args, draft_probs_BXV
+        b, n = args.tokens_BN.shape
+        self.index = jnp.arange(n, dtype=jnp.int32)[None, :]
+        self.level = jnp.arange(args.depth + 1, dtype=jnp.int32)[None, :]
+        self.greedy = args.sampling.temperature_B == 0
+        self.zero, self.yes = jnp.zeros((b,), jnp.int32), jnp.ones((b,), bool)
+
+    def run(self) -> Verdict:
+        (b,), zero, yes = self.zero.shape, self.zero, self.yes
+        first, path = jnp.zeros((), jnp.int32), jnp.zeros((b, self.args.depth + 1), jnp.int32)
+        start = (first, yes, zero, path, zero, jnp.zeros((b,), jnp.float32), yes)
+        _, _, node, path, accepted, a, ok = jax.lax.while_loop(lambda c: jnp.any(c[1]), self.step, start)
+        end = self.enter(node)
+        drawn = _last_token(end.x_BV, end.q_BV, a, end.log_total_B, _last_noise(self.args, accepted)[:, 0])
+        return Verdict(path, accepted, jnp.where(self.greedy, end.best_B, drawn), ok & end.fine_B1[:, 0])
+
+    def enter(self, node_B: jax.Array) -> _Node:
+        row = _row(self.args.logits_BNV, node_B)
         best = jnp.argmax(row, axis=-1).astype(jnp.int32)
-        x_BV = _filter(row, sampling)[:, 0]
-        return x_BV, _row(draft_probs_BXV, node)[:, 0], jax.nn.logsumexp(x_BV, axis=-1), best[:, 0], _finite(row, best)
+        x_BV = _filter(row, self.args.sampling)[:, 0]
+        q_BV = _row(self.draft_probs_BXV, node_B)[:, 0]
+        return _Node(x_BV, q_BV, jax.nn.logsumexp(x_BV, axis=-1), best[:, 0], _finite(row, best))
 
-    def step(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def step(self, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """One level down, where a child is accepted."""
         d, walking, node, path, accepted, rejected_mass, ok = carry
-        x_BV, q_BV, log_total, best, fine = enter(node)
-        ok = ok & (fine[:, 0] | ~walking)
-        child_BN = (parents_BN == node[:, None]) & (index > 0) & walking[:, None]
+        here = self.enter(node)
+        ok = ok & (here.fine_B1[:, 0] | ~walking)
+        child_BN = (self.args.parents_BN == node[:, None]) & (self.index > 0) & walking[:, None]
+        a, taken = self.offer(here, child_BN, d)
+        moved = walking & (taken > 0)
+        node = jnp.where(moved, taken, node)
+        accepted = accepted + moved.astype(jnp.int32)
+        path = jnp.where(moved[:, None] & (self.level == accepted[:, None]), node[:, None], path)
+        following, deeper = d + 1, moved & (d + 1 < self.args.depth)
+        rejected_mass = jnp.where(walking, jnp.where(moved, 0.0, a), rejected_mass)
+        return following, deeper, node, path, accepted, rejected_mass, ok
+
+    def offer(self, node: _Node, child_BN: jax.Array, d: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(rejected mass a, the accepted child or 0) when a node's children are tried in turn."""
+        b, v = node.x_BV.shape
 
         def residual(a: jax.Array) -> jax.Array:
-            p_BV = jnp.exp(x_BV - log_total[:, None])
-            return jnp.maximum(p_BV - a[:, None] * q_BV, 0.0).sum(axis=-1)
+            p_BV = jnp.exp(node.x_BV - node.log_total_B[:, None])
+            return jnp.maximum(p_BV - a[:, None] * node.q_BV, 0.0).sum(axis=-1)
 
         def attempt(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             ordinal, left_BN, a, z, taken = carry
             child = jnp.argmax(left_BN, axis=1).astype(jnp.int32)
-            token = _at(tokens_BN, child)
+            token = _at(self.args.tokens_BN, child)
             proposed = jnp.any(left_BN, axis=1) & (token >= 0) & (token < v)
             token = jnp.clip(token, 0, v - 1)
-            p, q = jnp.exp(_at(x_BV, token) - log_total), _at(q_BV, token)
+            p, q = jnp.exp(_at(node.x_BV, token) - node.log_total_B), _at(node.q_BV, token)
             counter = jnp.broadcast_to(ordinal, (b, 1))
-            u = uniform_noise(sampling.seed_B, position_B[:, None] + d, Purpose.ACCEPT, counter)[:, 0]
-            passes = proposed & jnp.where(greedy, token == best, p - a * q > u * z * q)
-            fails = proposed & ~passes & ~greedy
+            position_B1 = self.args.position_B[:, None] + d
+            u = uniform_noise(self.args.sampling.seed_B, position_B1, Purpose.ACCEPT, counter)[:, 0]
+            passes = proposed & jnp.where(self.greedy, token == node.best_B, p - a * q > u * z * q)
+            fails = proposed & ~passes & ~self.greedy
             a = jnp.where(fails, a + z, a)
             z = jnp.where(fails, jax.lax.cond(jnp.any(fails), residual, lambda a: z, a), z)
-            left_BN = left_BN & (index != child[:, None]) & ~passes[:, None]
+            left_BN = left_BN & (self.index != child[:, None]) & ~passes[:, None]
             return ordinal + 1, left_BN, a, z, jnp.where(passes, child, taken)
 
         one = jnp.ones((b,), jnp.float32)
-        tries = (jnp.zeros((), jnp.int32), child_BN, jnp.zeros((b,), jnp.float32), one, zero)
+        tries = (jnp.zeros((), jnp.int32), child_BN, jnp.zeros((b,), jnp.float32), one, self.zero)
         _, _, a, _, taken = jax.lax.while_loop(lambda c: jnp.any(c[1]), attempt, tries)
-        moved = walking & (taken > 0)
-        node = jnp.where(moved, taken, node)
-        accepted = accepted + moved.astype(jnp.int32)
-        path = jnp.where(moved[:, None] & (level == accepted[:, None]), node[:, None], path)
-        return (
-            d + 1,
-            moved & (d + 1 < depth),
-            node,
-            path,
-            accepted,
-            jnp.where(walking, jnp.where(moved, 0.0, a), rejected_mass),
-            ok,
-        )
-
-    start = (
-        jnp.zeros((), jnp.int32),
-        yes,
-        zero,
-        jnp.zeros((b, depth + 1), jnp.int32),
-        zero,
-        jnp.zeros((b,), jnp.float32),
-        yes,
-    )
-    _, _, node, path, accepted, a, ok = jax.lax.while_loop(lambda c: jnp.any(c[1]), step, start)
-    x_BV, q_BV, log_total, best, fine = enter(node)
-    if noise_BDV is None:
-        noise = _target_noise(sampling, (position_B + accepted)[:, None], logits_BNV)
-    else:
-        noise = _row(noise_BDV, accepted)
-    drawn = _last_token(x_BV, q_BV, a, log_total, noise[:, 0])
-    return Verdict(path, accepted, jnp.where(greedy, best, drawn), ok & fine[:, 0])
+        return a, taken

@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.rejection_sampling import tpu_rows
 from pallas_kernels.rejection_sampling.noise import GUMBEL_MIN, TILE
-from pallas_kernels.rejection_sampling.reference import NO_RESIDUAL, SamplingRows, Verdict
+from pallas_kernels.rejection_sampling.reference import NO_RESIDUAL, RejectionSamplingArgs, Verdict
 from pallas_kernels.rejection_sampling.tpu_rows import GROUP, Plan, Rows, any_of, take_lane
 
 MAX_NODES = TILE
@@ -35,22 +35,21 @@ _FINE, _ACCEPTED, _TOKEN = TILE - 3, TILE - 2, TILE - 1
 _i32, _f32 = jnp.int32, jnp.float32
 
 
-def refusal(
-    logits_BNV: jax.Array, draft_probs_BXV: jax.Array | None = None, *, depth: int, greedy: bool = False
-) -> str | None:
-    """Why the kernel cannot serve these shapes, or None."""
-    b, n, v = logits_BNV.shape
+def refusal(args: RejectionSamplingArgs) -> str | None:
+    """Why the kernel cannot serve these arguments, or None."""
+    logits, drafts, depth = args.logits_BNV, args.draft_probs_BXV, args.depth
+    b, n, v = logits.shape
     if n > MAX_NODES:
         return f"at most {MAX_NODES} nodes, got {n}"
     if depth > MAX_DEPTH:
         return f"depth at most {MAX_DEPTH}, got {depth}"
-    if logits_BNV.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"logits must be float32 or bfloat16, got {logits_BNV.dtype}"
-    if logits_BNV.dtype == jnp.bfloat16 and b % 2 and n % 2:
+    if logits.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"logits must be float32 or bfloat16, got {logits.dtype}"
+    if logits.dtype == jnp.bfloat16 and b % 2 and n % 2:
         return f"bfloat16 logits must have an even number of requests or of nodes, got {b} and {n}"
-    if draft_probs_BXV is not None and draft_probs_BXV.dtype != jnp.float32:
-        return f"draft_probs must be float32, got {draft_probs_BXV.dtype}"
-    need = Plan.of(logits_BNV, draft_probs_BXV, depth, greedy).vmem_bytes
+    if drafts is not None and drafts.dtype != jnp.float32:
+        return f"draft_probs must be float32, got {drafts.dtype}"
+    need = Plan.of(args).vmem_bytes
     if need > VMEM_LIMIT:
         return f"a vocabulary that fits {VMEM_LIMIT} bytes of VMEM, got {v} tokens that take {need}"
     return None
@@ -112,8 +111,8 @@ def _rejection(rows: Rows, tokens: jax.Array, parents: jax.Array, present: jax.A
     zero, one = jnp.zeros((GROUP, 1), _f32), jnp.ones((GROUP, 1), _f32)
     none = jnp.zeros((GROUP, 1), _i32)
 
-    def step(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        d, walking, node, path, accepted, fine, _, _, _, cut, log_total, a, z, peak = carry
+    def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        d, walking, node, path, accepted, fine, (_, _, _, cut, log_total, a, z, peak) = carry
         rows.load(node, walking)
         top, best, usable, peaks = rows.prepare(node)
         fine = jnp.where(walking > 0, fine * usable, fine)
@@ -155,14 +154,21 @@ def _rejection(rows: Rows, tokens: jax.Array, parents: jax.Array, present: jax.A
         node = jnp.where(walking > 0, taken, node)
         accepted = accepted + walking
         path = jnp.where((walking > 0) & (lane == accepted), node, path)
-        return d + 1, walking, node, path, accepted, fine, top, best, peaks, cut, log_total, a, z, peak
+        return d + 1, walking, node, path, accepted, fine, (top, best, peaks, cut, log_total, a, z, peak)
 
     tile = jnp.zeros((GROUP, TILE), _f32)
     path = jnp.zeros((GROUP, TILE), _i32)
-    start = (_i32(0), present, none, path, none, none + 1, zero, none, tile, zero, zero, zero, one, one)
-    end = lax.while_loop(lambda c: any_of(c[1]), step, start)
-    _, _, _, path, accepted, fine, top, best, peaks, cut, log_total, a, z, peak = end
+    level = (zero, none, tile, zero, zero, zero, one, one)
+    start = (_i32(0), present, none, path, none, none + 1, level)
+    _, _, _, path, accepted, fine, level = lax.while_loop(lambda c: any_of(c[1]), step, start)
+    return path, accepted, _last_token(rows, level, accepted, present, fine), fine
 
+
+def _last_token(
+    rows: Rows, level: tuple[jax.Array, ...], accepted: jax.Array, present: jax.Array, fine: jax.Array
+) -> jax.Array:
+    """One race over each row's last node, as `_rejection` left it."""
+    top, best, peaks, cut, log_total, a, z, peak = level
     a = jnp.where(z <= NO_RESIDUAL, 0.0, a)
     bound = jnp.where(a == 0, top, jnp.log(peak) + log_total) + GUMBEL_MIN
     drawing = present * fine * (1 - rows.greedy)
@@ -174,63 +180,44 @@ def _rejection(rows: Rows, tokens: jax.Array, parents: jax.Array, present: jax.A
     def draw() -> jax.Array:
         return rows.race(drawing, rows.position + accepted, cut, best, peaks, bound, score, "draft")
 
-    token = jnp.where(drawing > 0, lax.cond(any_of(drawing), draw, lambda: best), best)
-    return path, accepted, token, fine
+    return jnp.where(drawing > 0, lax.cond(any_of(drawing), draw, lambda: best), best)
 
 
-def _small(
-    tokens_BN: jax.Array, parents_BN: jax.Array, sampling: SamplingRows, position_B: jax.Array, vocab: int, chain: bool
-) -> jax.Array:
+def _small(args: RejectionSamplingArgs) -> jax.Array:
     """Everything but the large arrays, [B rounded up, 3 * 128] int32: a request's numbers, tokens, parents."""
-    b, n = tokens_BN.shape
+    (b, n), vocab, sampling = args.tokens_BN.shape, args.logits_BNV.shape[2], args.sampling
     inverse = 1.0 / jnp.where(sampling.temperature_B == 0, 1.0, sampling.temperature_B)
     bits = lambda x: lax.bitcast_convert_type(x, _i32)
     numbers = {
         tpu_rows.TOP_K: jnp.where(sampling.top_k_B < vocab, sampling.top_k_B, 0),
         tpu_rows.SEED: bits(sampling.seed_B),
-        tpu_rows.POSITION: position_B,
+        tpu_rows.POSITION: args.position_B,
         tpu_rows.TEMPERATURE: bits(sampling.temperature_B),
         tpu_rows.INVERSE: bits(inverse),
         tpu_rows.TOP_P: bits(sampling.top_p_B),
         tpu_rows.LOG_MIN_P: bits(jnp.log(sampling.min_p_B)),
     }
     index = jnp.arange(n, dtype=_i32)[None, :]
-    parents = jnp.broadcast_to(index - 1, (b, n)) if chain else jnp.where(index > 0, parents_BN, -1)
-    tokens = jnp.where((tokens_BN >= 0) & (tokens_BN < vocab), tokens_BN, -1)
+    parents = jnp.broadcast_to(index - 1, (b, n)) if args.chain else jnp.where(index > 0, args.parents_BN, -1)
+    tokens = jnp.where((args.tokens_BN >= 0) & (args.tokens_BN < vocab), args.tokens_BN, -1)
     fill = lambda x: jnp.pad(x, ((0, -b % GROUP), (0, TILE - x.shape[1])), constant_values=-1)
     first = jnp.stack([numbers[i] for i in range(len(numbers))], axis=1)
     return jnp.concatenate([fill(first), fill(tokens), fill(parents)], axis=1)
 
 
-def rejection_sampling(
-    logits_BNV: jax.Array,
-    tokens_BN: jax.Array,
-    parents_BN: jax.Array,
-    depths_BN: jax.Array,
-    sampling: SamplingRows,
-    position_B: jax.Array,
-    draft_probs_BXV: jax.Array | None = None,
-    *,
-    depth: int,
-    chain: bool,
-    greedy: bool = False,
-    interpret: Any = False,
-) -> Verdict:
+def rejection_sampling(args: RejectionSamplingArgs, *, interpret: bool | pltpu.InterpretParams = False) -> Verdict:
     """See api.rejection_sampling.
 
     Args:
       interpret: True, or pltpu.InterpretParams, runs on any backend.
     """
-    del depths_BN  # a walk knows its depth
-    b, _, v = logits_BNV.shape
-    plan = Plan.of(logits_BNV, draft_probs_BXV, depth, greedy)
+    b, plan = args.logits_BNV.shape[0], Plan.of(args)
     groups = -(-b // GROUP)
     order = lambda x, nodes_first: jnp.transpose(x, (1, 0, 2)) if nodes_first else x
-    large = [order(logits_BNV, plan.nodes_first)]
-    if plan.drafts:
-        assert draft_probs_BXV is not None
-        large.append(order(draft_probs_BXV, plan.drafts_first))
-    if not interpret and isinstance(logits_BNV, Tracer):
+    large = [order(args.logits_BNV, plan.nodes_first)]
+    if args.drafts is not None:
+        large.append(order(args.drafts, plan.drafts_first))
+    if not interpret and isinstance(args.logits_BNV, Tracer):
         # Rows are fetched as the walk needs them: XLA must not bring all of them into VMEM first, as on tpu7x it would.
         large = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in large]
     block = lambda lanes: pl.BlockSpec((GROUP, lanes), lambda i: (i, 0))
@@ -240,14 +227,11 @@ def rejection_sampling(
         in_specs=[block(3 * TILE), *(pl.BlockSpec(memory_space=pl.ANY) for _ in large)],
         out_specs=block(TILE),
         out_shape=jax.ShapeDtypeStruct((groups * GROUP, TILE), _i32),
-        scratch_shapes=[
-            *(pltpu.VMEM(s.shape, s.dtype) for s in plan.buffers().values()),
-            pltpu.SemaphoreType.DMA,
-        ],
+        scratch_shapes=[*(pltpu.VMEM(s.shape, s.dtype) for s in plan.buffers().values()), pltpu.SemaphoreType.DMA],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=max(plan.vmem_bytes, 16 << 20)
         ),
         interpret=interpret,
         name="rejection_sampling",
-    )(_small(tokens_BN, parents_BN, sampling, position_B, v, chain), *large)[:b]
-    return Verdict(out[:, : depth + 1], out[:, _ACCEPTED], out[:, _TOKEN], out[:, _FINE] > 0)
+    )(_small(args), *large)[:b]
+    return Verdict(out[:, : args.depth + 1], out[:, _ACCEPTED], out[:, _TOKEN], out[:, _FINE] > 0)

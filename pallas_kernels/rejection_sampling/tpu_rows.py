@@ -19,16 +19,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.rejection_sampling.noise import (
-    GUMBEL_MAX,
-    PAIR,
-    TILE,
-    Purpose,
-    threefry2x32,
-    to_gumbel,
-    to_uniform,
+from pallas_kernels.rejection_sampling.noise import GUMBEL_MAX, PAIR, TILE, Purpose, threefry2x32, to_gumbel, to_uniform
+from pallas_kernels.rejection_sampling.reference import (
+    RejectionSamplingArgs,
+    from_sortable,
+    mass_scale,
+    midpoint,
+    sortable,
 )
-from pallas_kernels.rejection_sampling.reference import from_sortable, mass_scale, midpoint, sortable
+from pallas_kernels.sizes import round_up
 
 GROUP = 8
 CHUNK = 2048
@@ -64,20 +63,19 @@ class Plan:
     drafts_first: bool
 
     @classmethod
-    def of(cls, logits_BNV: jax.Array, draft_probs_BXV: jax.Array | None, depth: int, greedy: bool) -> Plan:
-        b, n, v = logits_BNV.shape
-        chunk = min(CHUNK, -(-v // PAIR) * PAIR)
+    def of(cls, args: RejectionSamplingArgs) -> Plan:
+        b, n, v = args.logits_BNV.shape
+        chunk = min(CHUNK, round_up(v, PAIR))
         while -(-v // chunk) > MAX_CHUNKS:
             chunk *= 2
-        packed = logits_BNV.dtype == jnp.bfloat16
-        drafts = 0 if draft_probs_BXV is None or greedy or depth == 0 else draft_probs_BXV.shape[1]
-        return cls(
-            b, v, chunk, depth, greedy, packed, drafts, _nodes_first(b, n, packed), _nodes_first(b, drafts, False)
-        )
+        packed = args.logits_BNV.dtype == jnp.bfloat16
+        drafts = 0 if args.drafts is None else args.drafts.shape[1]
+        orders = _nodes_first(b, n, packed), _nodes_first(b, drafts, False)
+        return cls(b, v, chunk, args.depth, args.greedy, packed, drafts, *orders)
 
     @property
     def width(self) -> int:
-        return -(-self.vocab // self.chunk) * self.chunk
+        return round_up(self.vocab, self.chunk)
 
     @property
     def chunks(self) -> int:
@@ -97,8 +95,7 @@ class Plan:
 
     @property
     def vmem_bytes(self) -> int:
-        lanes = lambda s: -(-s.shape[1] // TILE) * TILE
-        return sum(GROUP * lanes(s) * 4 for s in self.buffers().values()) + VMEM_SLACK
+        return sum(GROUP * round_up(s.shape[1], TILE) * 4 for s in self.buffers().values()) + VMEM_SLACK
 
 
 def _nodes_first(batch: int, nodes: int, packed: bool) -> bool:
@@ -108,10 +105,9 @@ def _nodes_first(batch: int, nodes: int, packed: bool) -> bool:
     padding. Asking for the other one would copy all of them.
     """
     tile = 16 if packed else 8
-    padded = lambda rows: -(-rows // tile) * tile
     if packed and (batch % 2 or nodes % 2):
         return nodes % 2 == 1
-    return nodes * padded(batch) < batch * padded(nodes)
+    return nodes * round_up(batch, tile) < batch * round_up(nodes, tile)
 
 
 def take_lane(x: jax.Array, lane_G1: jax.Array | int) -> jax.Array:
@@ -368,7 +364,7 @@ class Rows:
 
     def race(
         self, active: jax.Array, position: jax.Array, cut: jax.Array, best: jax.Array, peaks: jax.Array,
-        bound: jax.Array, score: Callable[..., jax.Array], *names: str,
+        bound: jax.Array, score: Callable[..., jax.Array], *names: str
     ) -> jax.Array:  # fmt: skip
         """First token of the largest score plus Gumbel noise, [8, 1].
 

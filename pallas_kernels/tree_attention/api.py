@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.sizes import round_up
 from pallas_kernels.tree_attention import gpu, reference, tpu
+from pallas_kernels.tree_attention.reference import TreeAttentionArgs
+
+_interpreted = functools.partial(tpu.tree_attention, interpret=pltpu.InterpretParams())
+OPERATION = Operation(
+    "tree_attention",
+    {
+        "reference": Implementation(reference.tree_attention),
+        "tpu": Implementation(tpu.tree_attention, tpu.refusal),
+        "gpu": Implementation(gpu.tree_attention, gpu.refusal),
+        "interpret": Implementation(_interpreted, tpu.refusal),
+    },
+)
 
 
 def tree_attention(
-    q_BNHC: jax.Array,
-    pages: jax.Array,
-    table_BM: jax.Array,
-    length_B: jax.Array,
-    tree_k_BTGC: jax.Array,
-    tree_v_BTGC: jax.Array,
-    tree_mask_BNT: jax.Array,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    offset_BN: jax.Array | None = None,
-    soft_cap: float | None = None,
-    implementation: str | None = None,
-) -> jax.Array:
+    q_BNHC: jax.Array, pages: jax.Array, table_BM: jax.Array, length_B: jax.Array, tree_k_BTGC: jax.Array,
+    tree_v_BTGC: jax.Array, tree_mask_BNT: jax.Array, *, scale: float | None = None, window: int | None = None,
+    offset_BN: jax.Array | None = None, soft_cap: float | None = None, implementation: str | None = None,
+) -> jax.Array:  # fmt: skip
     """Attention of N tokens a request over a paged prefix and over the tree's own keys and values.
 
     Serves draft trees, plain decoding (N = 1) and chunks of a prompt (a causal mask) alike.
@@ -54,52 +60,41 @@ def tree_attention(
     Raises:
       ValueError: shapes that do not fit each other, or that a named kernel does not serve.
     """
-    _check(q_BNHC, pages, table_BM, length_B, tree_k_BTGC, tree_v_BTGC, tree_mask_BNT, window, soft_cap)
+    args = TreeAttentionArgs(
+        q_BNHC, pages, table_BM, length_B, tree_k_BTGC, tree_v_BTGC, tree_mask_BNT, offset_BN,
+        scale=scale, window=window, soft_cap=soft_cap,
+    )  # fmt: skip
+    _check(args)
     b, n = q_BNHC.shape[:2]
     if table_BM.shape[1] == 0:  # nothing is ever committed: one page that no length reaches
-        table_BM = jnp.zeros((b, 1), jnp.int32)
+        args = dataclasses.replace(args, table_BM=jnp.zeros((b, 1), jnp.int32))
     mask = jnp.broadcast_to(tree_mask_BNT, (b, n, tree_k_BTGC.shape[1]))
-    args = (q_BNHC, pages, table_BM, length_B, tree_k_BTGC, tree_v_BTGC, mask)
-    chosen = dispatch.resolve(
-        "tree_attention", implementation, {"tpu": lambda: tpu.refusal(*args), "gpu": lambda: gpu.refusal(*args)}
-    )
-    if chosen == "reference":
-        return reference.tree_attention(*args, scale=scale, window=window, offset_BN=offset_BN, soft_cap=soft_cap)
-    if chosen == "gpu":
-        return gpu.tree_attention(*args, scale=scale, window=window, offset_BN=offset_BN, soft_cap=soft_cap)
-    interpret = pltpu.InterpretParams() if chosen == "interpret" else False
-    return tpu.tree_attention(
-        *args, scale=scale, window=window, offset_BN=offset_BN, soft_cap=soft_cap, interpret=interpret
-    )
+    return OPERATION(dataclasses.replace(args, tree_mask_BNT=mask), implementation)
 
 
-def _check(
-    q: jax.Array, pages: jax.Array, table: jax.Array, length: jax.Array, k: jax.Array, v: jax.Array,
-    mask: jax.Array, window: int | None, soft_cap: float | None,
-) -> None:  # fmt: skip
+def _check(args: TreeAttentionArgs) -> None:
+    q, pages, k, mask = args.q_BNHC, args.pages, args.tree_k_BTGC, args.tree_mask_BNT
     if q.ndim != 4 or pages.ndim != 4 or k.ndim != 4:
         raise ValueError(f"q, pages and tree_k must have 4 axes, got {q.shape}, {pages.shape} and {k.shape}")
     b, n, h, c = q.shape
     g = k.shape[2]
     expected = {
         "tree_k": (k.shape, (b, k.shape[1], g, c)),
-        "tree_v": (v.shape, k.shape),
+        "tree_v": (args.tree_v_BTGC.shape, k.shape),
         "pages": (pages.shape, (pages.shape[0], g, pages.shape[2], pages.shape[3])),
-        "table": (table.shape, (b, *table.shape[1:2])),
-        "length": (length.shape, (b,)),
+        "table": (args.table_BM.shape, (b, *args.table_BM.shape[1:2])),
+        "length": (args.length_B.shape, (b,)),
     }
     for name, (got, want) in expected.items():
         if got != want:
             raise ValueError(f"{name} must have shape {want} beside q {q.shape}, got {got}")
     if mask.shape not in ((b, n, k.shape[1]), (1, n, k.shape[1])):
         raise ValueError(f"tree_mask must have shape {(b, n, k.shape[1])} or {(1, n, k.shape[1])}, got {mask.shape}")
-    if pages.shape[3] not in (2 * c, -(-2 * c // 128) * 128):
-        raise ValueError(
-            f"pages must be {2 * c} or {-(-2 * c // 128) * 128} wide for heads of {c}, got {pages.shape[3]}"
-        )
+    if pages.shape[3] not in (2 * c, round_up(2 * c, 128)):
+        raise ValueError(f"pages must be {2 * c} or {round_up(2 * c, 128)} wide for heads of {c}, got {pages.shape[3]}")
     if h % g:
         raise ValueError(f"query heads must be a multiple of the {g} key-value heads, got {h}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 token, got {window}")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"soft_cap must be positive, got {soft_cap}")
+    if args.window is not None and args.window < 1:
+        raise ValueError(f"window must be at least 1 token, got {args.window}")
+    if args.soft_cap is not None and args.soft_cap <= 0:
+        raise ValueError(f"soft_cap must be positive, got {args.soft_cap}")

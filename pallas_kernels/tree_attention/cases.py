@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import functools
+from types import ModuleType
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-Mask = Literal["chain", "tree"]
+from pallas_kernels import registry
+from pallas_kernels.registry import Alternative, Device, Proof
+from pallas_kernels.sizes import round_up
+from pallas_kernels.tree_attention import gpu
+from pallas_kernels.tree_attention.api import OPERATION
+from pallas_kernels.tree_attention.reference import TreeAttentionArgs
+from pallas_kernels.tree_attention.tpu_plan import LANES
+
+#: Bytes of the pools that are compiled for: as large as a whole model's, whose layers lie in one array. A copy of one
+#: stands out (a TPU hides a small one in its VMEM), and GPU kernels address it with 64 bits.
+POOL_BYTES = 6 << 30
+#: Partial sums of a prefix that is split so as to fill the device: 2 programs for each of 148 multiprocessors,
+#: 64 rows of 128 float32 channels, and a margin.
+PARTIAL_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(registry.Case[TreeAttentionArgs, jax.Array]):
     """One call.
 
     Attributes:
-      name: unique.
       batch, nodes: B and N. prior: tree entries before the nodes (T = prior + nodes).
       heads, kv_heads, head_dim: H, G and C. page: tokens a page.
       context: longest prefix in tokens; the table has room for it.
@@ -26,7 +40,6 @@ class Case:
       pool: pages of the pool; None: just enough.
     """
 
-    name: str
     batch: int
     nodes: int
     heads: int = 32
@@ -34,7 +47,7 @@ class Case:
     head_dim: int = 128
     page: int = 64
     context: int = 8192
-    mask: Mask = "tree"
+    mask: Literal["chain", "tree"] = "tree"
     lengths: Literal["full", "ragged"] = "full"
     dtype: str = "bfloat16"
     prior: int = 0
@@ -52,25 +65,16 @@ class Case:
         """Pages of the pool."""
         return self.pool or self.batch * self.columns + 1
 
-    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arguments without values, by name and in order."""
+    def shapes(self) -> TreeAttentionArgs:
+        """The argument record without values."""
         dtype, b, n, t = jnp.dtype(self.dtype), self.batch, self.nodes, self.prior + self.nodes
-        new = (b, t, self.kv_heads, self.head_dim)
-        shape = {
-            "q": ((b, n, self.heads, self.head_dim), dtype),
-            "pages": ((self.num_pages, self.kv_heads, self.page, 2 * self.head_dim), dtype),
-            "table": ((b, self.columns), jnp.int32),
-            "length": ((b,), jnp.int32),
-            "tree_k": (new, dtype),
-            "tree_v": (new, dtype),
-            "tree_mask": ((b, n, t), jnp.bool_),
-        }
-        return {name: jax.ShapeDtypeStruct(*s) for name, s in shape.items()}
-
-    @property
-    def options(self) -> dict[str, int | float | None]:
-        """The keyword arguments."""
-        return {"window": self.window, "soft_cap": self.soft_cap}
+        of: Any = jax.ShapeDtypeStruct
+        new = of((b, t, self.kv_heads, self.head_dim), dtype)
+        pages = of((self.num_pages, self.kv_heads, self.page, 2 * self.head_dim), dtype)
+        return TreeAttentionArgs(
+            of((b, n, self.heads, self.head_dim), dtype), pages, of((b, self.columns), jnp.int32), of((b,), jnp.int32),
+            new, new, of((b, n, t), jnp.bool_), window=self.window, soft_cap=self.soft_cap,
+        )  # fmt: skip
 
     def draw_lengths(self, rng: np.random.Generator) -> np.ndarray:
         """Prefix lengths, [B] int32."""
@@ -92,7 +96,7 @@ class Case:
         before = np.broadcast_to(rng.random((b, 1, prior)) < 0.8, (b, n, prior))
         return np.concatenate([before, own], axis=2)
 
-    def draw(self, seed: int = 0, *, poison: bool = False) -> dict[str, jax.Array]:
+    def draw(self, seed: int = 0, *, poison: bool = False) -> TreeAttentionArgs:
         """Random arguments, made on the device where large.
 
         Args:
@@ -106,28 +110,70 @@ class Case:
         normal = jax.jit(
             lambda key, like: jax.random.normal(key, like.shape, jnp.float32).astype(like.dtype), static_argnums=1
         )
-        out = {name: normal(next(keys), shapes[name]) for name in ("q", "pages", "tree_k", "tree_v")}
+        q, pages, k, v = (
+            normal(next(keys), like) for like in (shapes.q_BNHC, shapes.pages, shapes.tree_k_BTGC, shapes.tree_v_BTGC)
+        )
         if poison:
             used = np.zeros((self.num_pages, self.page), bool)
             for i in range(self.batch):
                 position = np.arange(length[i])
                 used[table[i, position // self.page], position % self.page] = True
-            live = jnp.asarray(used)[:, None, :, None]
-            out["pages"] = jnp.where(live, out["pages"], jnp.asarray(jnp.nan, out["pages"].dtype))
+            pages = jnp.where(jnp.asarray(used)[:, None, :, None], pages, jnp.asarray(jnp.nan, pages.dtype))
             behind = np.arange(self.columns)[None, :] >= -(-length[:, None] // self.page)
             garbage = rng.choice([self.num_pages, -1, 2**30, -(2**30)], table.shape)
             table = np.where(behind, garbage, table)
-        out |= {"table": jnp.asarray(table, jnp.int32), "length": jnp.asarray(length)}
-        out["tree_mask"] = jnp.asarray(self.draw_mask(rng))
-        return {name: out[name] for name in shapes}
+        small = jnp.asarray(table, jnp.int32), jnp.asarray(length), k, v, jnp.asarray(self.draw_mask(rng))
+        return TreeAttentionArgs(q, pages, *small, window=self.window, soft_cap=self.soft_cap)
 
-    def min_bytes(self, lengths: jax.Array) -> int:
-        """Fewest bytes a call must move: the prefixes' keys and values, the tree's, queries and results."""
+    def min_bytes(self, args: TreeAttentionArgs) -> int:
+        """The prefixes' keys and values, the tree's, queries and results."""
         size = jnp.dtype(self.dtype).itemsize
-        seen = np.minimum(np.asarray(lengths), self.window or self.context).sum()
+        seen = np.minimum(np.asarray(args.length_B), self.window or self.context).sum()
         new = self.batch * (self.prior + self.nodes)
         rows = 2 * self.batch * self.nodes * self.heads * self.head_dim
         return size * (int(seen + new) * 2 * self.kv_heads * self.head_dim + rows)
+
+    def alternatives(self, torch: ModuleType) -> dict[str, Alternative]:
+        """PyTorch's attention, which has contiguous keys and no mask."""
+        attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
+        sdpa = functools.partial(_contiguous, torch), attend
+        return {"torch sdpa, contiguous, unmasked": sdpa} if self.lengths == "full" else {}
+
+    def proof(self, kind: Literal["tpu", "gpu"], device: Device) -> Proof[TreeAttentionArgs]:
+        """Over a large pool in the layout that the kernel asks for.
+
+        On a TPU that means whole tiles of lanes: where 2C is no multiple of 128, XLA copies a narrower pool.
+        """
+        itemsize = jnp.dtype(self.dtype).itemsize
+        page_bytes = self.kv_heads * self.page * 2 * self.head_dim * itemsize
+        args = dataclasses.replace(self, pool=max(self.num_pages, POOL_BYTES // page_bytes)).shapes()
+        if kind == "gpu":
+            group_rows = self.nodes * self.heads // self.kv_heads
+            blocks = gpu.blocks_for(self.head_dim, jnp.dtype(self.dtype), group_rows, device.device_kind)
+            options: dict[str, Any] = {"blocks": blocks}
+        else:
+            *pool, width = args.pages.shape
+            pages: Any = jax.ShapeDtypeStruct((*pool, round_up(width, LANES)), args.pages.dtype)
+            args = dataclasses.replace(args, pages=pages)
+            options = {"cores": min(device.num_cores, self.kv_heads)}
+        rows = self.batch * round_up(self.nodes, 8) * self.heads
+        entries = self.batch * round_up(self.prior + self.nodes, LANES) * self.kv_heads
+        return Proof(
+            args,
+            max_temp_bytes=2 * itemsize * round_up(self.head_dim, LANES) * (rows + entries) + PARTIAL_BYTES,
+            limit="queries, results and the tree in the kernel's layout, and partial sums",
+            options=options,
+        )
+
+
+def _contiguous(torch: ModuleType, args: TreeAttentionArgs) -> tuple[Any, ...]:
+    """Queries, and the pages gathered into contiguous keys and values, as PyTorch tensors [B, heads, L, C]."""
+    c = args.q_BNHC.shape[-1]
+    kv = jnp.take(args.pages, args.table_BM, axis=0).transpose(0, 2, 1, 3, 4)  # [B, G, M, page, 2C]
+    kv = kv.reshape(*kv.shape[:2], -1, 2 * c)
+    k = jnp.concatenate([kv[..., :c], args.tree_k_BTGC.transpose(0, 2, 1, 3)], axis=2)
+    v = jnp.concatenate([kv[..., c:], args.tree_v_BTGC.transpose(0, 2, 1, 3)], axis=2)
+    return tuple(torch.from_dlpack(x).contiguous() for x in (args.q_BNHC.transpose(0, 2, 1, 3), k, v))
 
 
 #: What serving looks like: Llama-3.1-8B's heads, whole and as one of 4 tensor-parallel shards.
@@ -135,7 +181,7 @@ SERVING = (
     Case("decode-b1-32k", 1, 1, context=32768),
     Case("verify8-b1-32k", 1, 8, context=32768),
     Case("decode-b8-8k", 8, 1),
-    Case("verify8-b8-8k", 8, 8),
+    Case("verify8-b8-8k", 8, 8, quick=True),
     Case("verify8-b8-8k-p128", 8, 8, page=128),
     Case("verify8-b32-8k", 32, 8),
     Case("decode-b64-8k", 64, 1),
@@ -153,7 +199,7 @@ COVERAGE = (
     Case("d64", 4, 8, 16, 8, 64, context=2048, lengths="ragged"),
     Case("d80", 4, 8, 16, 8, 80, context=2048, lengths="ragged"),
     Case("d96", 4, 8, 16, 8, 96, context=2048, lengths="ragged"),
-    Case("d256", 4, 8, 8, 4, 256, context=2048, lengths="ragged"),
+    Case("d256", 4, 8, 8, 4, 256, context=2048, lengths="ragged", quick=True),
     Case("d256-tree64", 4, 64, 8, 4, 256, context=2048, lengths="ragged"),
     Case("f32", 4, 8, 8, 4, 128, context=1024, lengths="ragged", dtype="float32"),
     Case("f32-d256", 2, 8, 8, 4, 256, context=1024, lengths="ragged", dtype="float32"),
@@ -161,9 +207,9 @@ COVERAGE = (
     Case("group7", 4, 5, 28, 4, 128, context=2048, lengths="ragged"),
     Case("page16", 4, 16, 8, 4, 128, page=16, context=2048, lengths="ragged"),
     Case("page256", 4, 16, 8, 4, 128, page=256, context=2048, lengths="ragged"),
-    Case("window", 4, 8, 8, 4, 128, context=4096, lengths="ragged", window=1024),
+    Case("window", 4, 8, 8, 4, 128, context=4096, lengths="ragged", window=1024, quick=True),
     Case("soft-cap", 4, 8, 8, 4, 256, context=2048, lengths="ragged", soft_cap=50.0),
-    Case("prior-levels", 4, 8, 16, 8, 128, context=2048, lengths="ragged", prior=47),
+    Case("prior-levels", 4, 8, 16, 8, 128, context=2048, lengths="ragged", prior=47, quick=True),
     Case("long-128k", 1, 8, context=131072),
     Case("table-64x2048", 64, 8, context=131072, pool=4096),
 )
@@ -185,3 +231,4 @@ SMALL = (
 )
 
 CASES = {case.name: case for case in (*SERVING, *COVERAGE, *SMALL)}
+SUITE = registry.Suite(OPERATION, SERVING, COVERAGE, SMALL)

@@ -24,7 +24,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.tree_attention.masks import offsets, pack_words
+from pallas_kernels.sizes import MULTIPROCESSORS, device_kind, power_of_two
+from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
 _MASKED = -1e30
 _LOG2E = math.log2(math.e)
@@ -50,9 +51,7 @@ class Blocks:
     splits: int | None = None
 
 
-#: Streaming multiprocessors by the name within jax's device_kind; the chips that have 228 KiB of shared memory each.
-_MULTIPROCESSORS = {"gb200": 148, "b200": 148, "h200": 132, "h100": 132, "a100": 108, "l4": 58}
-_LARGE = ("gb200", "b200", "h200", "h100")
+_LARGE = ("gb200", "b200", "h200", "h100")  # 228 KiB of shared memory a multiprocessor
 
 
 def blocks_for(head_dim: int, dtype: jnp.dtype, rows: int, device: str) -> Blocks:
@@ -62,10 +61,10 @@ def blocks_for(head_dim: int, dtype: jnp.dtype, rows: int, device: str) -> Block
       rows: query rows of one key-value head: nodes times query heads a group.
       device: jax's device_kind; an unknown one is taken for an H100.
     """
-    chip = next((name for name in _MULTIPROCESSORS if name in device.lower()), "h100")
-    count, large = _MULTIPROCESSORS[chip], chip in _LARGE
-    width = _power_of_two(head_dim) * dtype.itemsize  # bytes of a padded key
-    rows = max(16, _power_of_two(rows))
+    chip = next((name for name in MULTIPROCESSORS if name in device.lower()), "h100")
+    count, large = MULTIPROCESSORS[chip], chip in _LARGE
+    width = power_of_two(head_dim) * dtype.itemsize  # bytes of a padded key
+    rows = max(16, power_of_two(rows))
     if width > 512:
         return Blocks(16, 16, 4, 2, 2 * count)
     if width > 256:
@@ -77,16 +76,14 @@ def blocks_for(head_dim: int, dtype: jnp.dtype, rows: int, device: str) -> Block
     return Blocks(min(rows, 32), 32, 2 if large else 4, 5 if large else 3, 3 * count)
 
 
-def refusal(
-    q_BNHC: jax.Array, pages: jax.Array, table_BM: jax.Array, length_B: jax.Array, tree_k_BTGC: jax.Array,
-    tree_v_BTGC: jax.Array, tree_mask_BNT: jax.Array,
-) -> str | None:  # fmt: skip
+def refusal(args: TreeAttentionArgs) -> str | None:
     """Why this kernel cannot serve these arguments, or None."""
-    c, page = q_BNHC.shape[3], pages.shape[2]
-    if q_BNHC.dtype not in (jnp.bfloat16, jnp.float32, jnp.float16):
-        return f"dtype must be bfloat16, float16 or float32, got {q_BNHC.dtype}"
-    if not q_BNHC.dtype == pages.dtype == tree_k_BTGC.dtype == tree_v_BTGC.dtype:
-        return f"q, pages, tree_k and tree_v must share a dtype, got {q_BNHC.dtype}, {pages.dtype}, {tree_k_BTGC.dtype}"
+    q, c, page = args.q_BNHC, args.q_BNHC.shape[3], args.pages.shape[2]
+    if q.dtype not in (jnp.bfloat16, jnp.float32, jnp.float16):
+        return f"dtype must be bfloat16, float16 or float32, got {q.dtype}"
+    dtypes = [x.dtype for x in (q, args.pages, args.tree_k_BTGC, args.tree_v_BTGC)]
+    if any(dtype != q.dtype for dtype in dtypes):
+        return f"q, pages, tree_k and tree_v must share a dtype, got {', '.join(map(str, dtypes[:3]))}"
     if c % 8 or not 16 <= c <= 256:
         return f"head dimension must be a multiple of 8 in [16, 256], got {c}"
     if page & (page - 1) or page < 8:
@@ -94,8 +91,12 @@ def refusal(
     return None
 
 
-def _power_of_two(x: int) -> int:
-    return 1 << (x - 1).bit_length()
+def _pack_words(mask_BNT: jax.Array) -> jax.Array:
+    """Bit t % 32 of word t // 32 says whether query n sees tree entry t: uint32 [B, N, ceil(T / 32)]."""
+    b, n, t = mask_BNT.shape
+    words = -(-t // 32)
+    bits = jnp.pad(mask_BNT, ((0, 0), (0, 0), (0, 32 * words - t))).reshape(b, n, words, 32).astype(jnp.uint32)
+    return (bits << jnp.arange(32, dtype=jnp.uint32)[None, None, None, :]).sum(axis=-1, dtype=jnp.uint32)
 
 
 def _kernel(
@@ -224,67 +225,57 @@ def _merge_kernel(acc_ref, top_ref, total_ref, out_ref, *, width: int, stretches
     plgpu.store(out_ref.at[row, channel_C], out_C.astype(out_ref.dtype), mask=live_C)
 
 
-def tree_attention(
-    q_BNHC: jax.Array, pages: jax.Array, table_BM: jax.Array, length_B: jax.Array, tree_k_BTGC: jax.Array,
-    tree_v_BTGC: jax.Array, tree_mask_BNT: jax.Array, *, scale: float | None = None, window: int | None = None,
-    offset_BN: jax.Array | None = None, soft_cap: float | None = None, blocks: Blocks | None = None,
-    interpret: bool = False,
-) -> jax.Array:  # fmt: skip
-    """Arguments and result as in `api.tree_attention`.
+def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, interpret: bool = False) -> jax.Array:
+    """See api.tree_attention.
 
     Args:
       blocks: sizes; by `blocks_for` for the device at hand.
       interpret: run in Pallas' interpreter, on any backend.
     """
-    b, n, h, c = q_BNHC.shape
-    g, t = tree_k_BTGC.shape[2:0:-1]
-    page, m = pages.shape[2], table_BM.shape[1]
-    group = h // g
-    width = max(16, _power_of_two(c))
+    q = args.q_BNHC
+    b, n, h, c = q.shape
+    t, g = args.tree_k_BTGC.shape[1:3]
+    group, width = h // g, max(16, power_of_two(c))
     if blocks is None:
-        device = "" if jax.default_backend() == "cpu" else jax.devices()[0].device_kind
-        blocks = blocks_for(c, q_BNHC.dtype, n * group, device)
+        blocks = blocks_for(c, q.dtype, n * group, device_kind())
     row_blocks = -(-n * group // blocks.rows)
     splits = blocks.splits
     if splits is None:
+        most = args.table_BM.shape[1] * args.pages.shape[2] // (2 * blocks.keys)
         # Rounded down: a last wave of a few programs would cost as much as a full one.
-        splits = max(1, min(m * page // (2 * blocks.keys), blocks.programs // (b * g * row_blocks), 64))
-    offset = jnp.zeros((1, 1), jnp.int32)
-    if window is not None:
-        offset = offsets(tree_mask_BNT) if offset_BN is None else offset_BN.astype(jnp.int32)
+        splits = max(1, min(most, blocks.programs // (b * g * row_blocks), 64))
+    offset = jnp.zeros((1, 1), jnp.int32) if args.window is None else args.offsets.astype(jnp.int32)
     kernel = functools.partial(
-        _kernel,
-        group=group,
-        rows=blocks.rows,
-        keys=blocks.keys,
-        width=width,
-        tree_keys=max(16, min(64, _power_of_two(t))),
-        splits=splits,
-        scale=c**-0.5 if scale is None else scale,
-        window=window,
-        soft_cap=soft_cap,
-    )
-    partial_shapes = [
-        jax.ShapeDtypeStruct((splits, *q_BNHC.shape), jnp.float32),
-        *[jax.ShapeDtypeStruct((splits, b, n, h), jnp.float32)] * 2,
-    ]
+        _kernel, group=group, rows=blocks.rows, keys=blocks.keys, width=width,
+        tree_keys=max(16, min(64, power_of_two(t))), splits=splits, scale=args.factor, window=args.window,
+        soft_cap=args.soft_cap,
+    )  # fmt: skip
+    part = lambda *shape: jax.ShapeDtypeStruct((splits, *shape), jnp.float32)
+    whole, parts = jax.ShapeDtypeStruct(q.shape, q.dtype), [part(b, n, h, c), part(b, n, h), part(b, n, h)]
     out, *sums = pl.pallas_call(
         kernel,
         grid=(b, g * row_blocks, splits),
-        out_shape=[jax.ShapeDtypeStruct(q_BNHC.shape, q_BNHC.dtype)] if splits == 1 else partial_shapes,
+        out_shape=[whole] if splits == 1 else parts,
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
         name="tree_attention",
-    )(q_BNHC, tree_k_BTGC, tree_v_BTGC, pack_words(tree_mask_BNT), pages, table_BM, length_B, offset)
-    if splits == 1:
-        return out
-    top, total = sums
+    )(
+        q, args.tree_k_BTGC, args.tree_v_BTGC, _pack_words(args.tree_mask_BNT), args.pages, args.table_BM,
+        args.length_B, offset,
+    )  # fmt: skip
+    return out if splits == 1 else _merge(out, *sums, dtype=q.dtype, interpret=interpret)
+
+
+def _merge(acc: jax.Array, top: jax.Array, total: jax.Array, dtype: jnp.dtype, interpret: bool) -> jax.Array:
+    """The stretches' sums [S, B, N, H, C], maxima and weights [S, B, N, H] as one result."""
+    splits, *rows, c = acc.shape
+    count = math.prod(rows)
     merged = pl.pallas_call(
-        functools.partial(_merge_kernel, width=width, stretches=_power_of_two(splits)),
-        grid=(b * n * h,),
-        out_shape=jax.ShapeDtypeStruct((b * n * h, c), q_BNHC.dtype),
+        functools.partial(_merge_kernel, width=max(16, power_of_two(c)), stretches=power_of_two(splits)),
+        grid=(count,),
+        out_shape=jax.ShapeDtypeStruct((count, c), dtype),
         compiler_params=plgpu.CompilerParams(num_warps=4 if splits > 8 else 2, num_stages=1),
         interpret=interpret,
         name="tree_attention_merge",
-    )(out.reshape(splits, b * n * h, c), top.reshape(splits, b * n * h), total.reshape(splits, b * n * h))
-    return merged.reshape(b, n, h, c)
+    )(acc.reshape(splits, count, c), top.reshape(splits, count), total.reshape(splits, count))
+    return merged.reshape(*rows, c)

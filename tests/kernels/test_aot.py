@@ -21,10 +21,10 @@ from jax.sharding import Mesh
 
 from pallas_kernels.aot import __main__ as command
 from pallas_kernels.aot import ptx, targets, worker
-from pallas_kernels.aot.operations import POOL_BYTES
-from pallas_kernels.aot.programs import PROVIDERS, Program, provider
+from pallas_kernels.aot.programs import Program, known, provider
 from pallas_kernels.aot.table import Outcome, header, line
 from pallas_kernels.aot.targets import TARGETS, Target
+from pallas_kernels.tree_attention.cases import POOL_BYTES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: An environment beside the tests', made by `make test`.
@@ -131,7 +131,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("target", ["h100", "v5p"])
-@pytest.mark.parametrize("op", PROVIDERS)
+@pytest.mark.parametrize("op", known())
 @pytest.mark.usefixtures("devices")
 def test_every_operation_describes_its_programs(op: str, target: str):
     described = list(provider(op)(TARGETS[target]))
@@ -265,7 +265,7 @@ def test_every_operation_compiles(target: str, cases: tuple[str, ...], tmp_path:
     status, printed = run(target, *cases, "--json", str(written))
     assert status == 0, printed
     outcomes = json.loads(written.read_text())["outcomes"]
-    assert {o["op"] for o in outcomes} == set(PROVIDERS) and {o["verdict"] for o in outcomes} == {"PASS"}
+    assert {o["op"] for o in outcomes} == set(known()) and {o["verdict"] for o in outcomes} == {"PASS"}
     if target == "h100":
         assert all(0 < o["registers"] <= 255 for o in outcomes if o["op"] != "kv_commit"), printed
     else:
@@ -274,18 +274,19 @@ def test_every_operation_compiles(target: str, cases: tuple[str, ...], tmp_path:
 
 BAD = """
 import jax, jax.numpy as jnp
-from pallas_kernels.aot.operations import placed
+from jax.sharding import NamedSharding, PartitionSpec
 from pallas_kernels.aot.programs import Program, lowering
 
 def programs(target):
     mesh = target.mesh()
-    pool, new = placed([jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1 << 19, 512), (8, 512))], mesh)
+    placed = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    pool, new = placed(1 << 19, 512), placed(8, 512)
     shift = lambda pool, new: (jnp.roll(pool, 1, axis=1).at[:8].set(new), pool.sum())
     write = lambda pool, new: pool.at[jnp.arange(8) * 7].set(new)
     for name, function in (("copies", shift), ("in-place", write)):
         lower = lowering(function, (pool, new), target, mesh, donate_argnums=0)
         yield Program("own", name, lower, 1 << 20, "the new rows", in_place_bytes=1 << 30)
-    little = placed(jax.ShapeDtypeStruct((1 << 13, 512), jnp.float32), mesh)
+    little = placed(1 << 13, 512)
     twice = lambda pool: jnp.sort(jnp.roll(pool, 1, axis=1), axis=0) @ pool[:512].T
     yield Program("own", "copies-little", lowering(twice, (little,), target, mesh), 1 << 20, "the new rows")
     yield Program("own", "no-kernel", lower, 1 << 20, "the new rows", kernels=("tree_attention",))

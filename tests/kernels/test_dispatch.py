@@ -7,32 +7,41 @@ import logging
 import jax
 import pytest
 
-from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Implementation, Operation
 
-REFUSES = {"tpu": lambda: "too wide", "gpu": lambda: "too wide"}
-SERVES = {"tpu": lambda: None, "gpu": lambda: None}
+NAMES = ("reference", "tpu", "gpu", "interpret")
+
+
+def operation(name: str, reason: str | None, *names: str) -> Operation[int, tuple[str, int]]:
+    """One whose implementations return their names; all but the reference refuse for that reason."""
+    ways = {n: Implementation(lambda x, n=n: (n, x), lambda _: reason) for n in names or NAMES}
+    return Operation(name, ways | {"reference": Implementation(lambda x: ("reference", x))})
 
 
 def test_a_named_implementation_runs_or_fails_with_the_reason():
-    for name in dispatch.IMPLEMENTATIONS:
-        assert dispatch.resolve("op", name, SERVES) == name
-    assert dispatch.resolve("op", "reference", REFUSES) == "reference"
+    serves, refuses = operation("op", None), operation("op", "too wide")
+    for name in NAMES:
+        assert serves(7, name) == (name, 7)
+    assert refuses(7, "reference") == ("reference", 7)
     for name in ("tpu", "gpu", "interpret"):
-        with pytest.raises(ValueError, match=f"'{name}' cannot serve these arguments: too wide"):
-            dispatch.resolve("op", name, REFUSES)
-    with pytest.raises(ValueError, match="must be None or one of .* got 'cuda'"):
-        dispatch.resolve("op", "cuda", SERVES)
+        with pytest.raises(ValueError, match=f"op: implementation '{name}' cannot serve these arguments: too wide"):
+            refuses(7, name)
+    with pytest.raises(ValueError, match=r"must be None or one of \('reference', 'tpu', 'gpu', .* got 'cuda'"):
+        serves(7, "cuda")
+    with pytest.raises(ValueError, match=r"must be None or one of \('gpu', 'reference'\), got 'tpu'"):
+        operation("op", None, "gpu")(7, "tpu")
 
 
 def test_the_backend_chooses_and_a_refusal_is_a_warning_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.INFO, "pallas_kernels.dispatch")
-    assert dispatch.resolve("on a cpu", None, SERVES) == "reference"
+    assert operation("on a cpu", None)(7) == ("reference", 7)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert dispatch.resolve("served", None, SERVES) == "gpu"
+    assert operation("served", None)(7) == ("gpu", 7)
     for _ in range(2):
-        assert dispatch.resolve("refused", None, REFUSES) == "reference"
+        assert operation("refused", "too wide")(7) == ("reference", 7)
+    assert operation("without a kernel", None, "tpu")(7) == ("reference", 7)
     levels = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert [level for level, _ in levels] == ["INFO", "INFO", "WARNING"]
-    assert "too wide" in levels[2][1]
+    assert [level for level, _ in levels] == ["INFO", "INFO", "WARNING", "INFO"]
+    assert "too wide" in levels[2][1] and "the backend has no kernel" in levels[3][1]

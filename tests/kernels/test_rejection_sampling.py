@@ -27,7 +27,13 @@ from pallas_kernels.rejection_sampling.noise import (
     to_uniform,
     uniform_noise,
 )
-from pallas_kernels.rejection_sampling.reference import NEG_INF, SamplingRows, filter_logits
+from pallas_kernels.rejection_sampling.reference import (
+    NEG_INF,
+    RejectionSamplingArgs,
+    SamplingRows,
+    Verdict,
+    filter_logits,
+)
 
 # ---- the oracle: scalar, float64, probabilities instead of logarithms, sorts instead of thresholds
 
@@ -72,14 +78,14 @@ def kept_probs(logits: np.ndarray, temperature: float, top_k: int, top_p: float,
     return np.where(keep, p, 0) / np.where(keep, p, 0).sum()
 
 
-def naive(case: Case, args: dict[str, Any], row: int) -> tuple[list[int], int]:
+def naive(case: Case, args: RejectionSamplingArgs, row: int) -> tuple[list[int], int]:
     """(accepted path, next token) of one request."""
-    tokens, parents = np.asarray(args["tokens"][row]), np.asarray(args["parents"][row])
-    temperature, top_k, top_p, min_p, seed = (x[row].item() for x in args["sampling"])
-    logits = np.asarray(args["logits"][row].astype(jnp.float32))
+    tokens, parents = np.asarray(args.tokens_BN[row]), np.asarray(args.parents_BN[row])
+    temperature, top_k, top_p, min_p, seed = (x[row].item() for x in args.sampling)
+    logits = np.asarray(args.logits_BNV[row].astype(jnp.float32))
     path = [0]
     while True:
-        node, position = path[-1], int(args["position"][row]) + len(path) - 1
+        node, position = path[-1], int(args.position_B[row]) + len(path) - 1
         children = [c for c in range(1, case.nodes) if parents[c] == node]
         if temperature == 0:
             own = int(np.argmax(logits[node]))
@@ -89,7 +95,7 @@ def naive(case: Case, args: dict[str, Any], row: int) -> tuple[list[int], int]:
             taken = []
             if case.mode == "rejection":
                 for ordinal, child in enumerate(children):
-                    q, x = np.asarray(args["draft_probs"][row, node], np.float64), tokens[child]
+                    q, x = np.asarray(args.draft_probs_BXV, np.float64)[row, node], tokens[child]
                     if not 0 <= x < case.vocab:
                         continue
                     u = coin(cipher(seed, position, ordinal, Purpose.ACCEPT)[0])
@@ -110,25 +116,22 @@ def naive(case: Case, args: dict[str, Any], row: int) -> tuple[list[int], int]:
 # ---- running the thing
 
 
-@functools.cache
-def _jitted(implementation: str | None, depth: int, chain: bool, greedy: bool):
-    run = functools.partial(
-        api.rejection_sampling, depth=depth, chain=chain, greedy=greedy, implementation=implementation
-    )
-    return jax.jit(run)
+@functools.partial(jax.jit, static_argnums=1)
+def _jitted(args: RejectionSamplingArgs, implementation: str | None) -> Verdict:
+    return api.rejection_sampling(**vars(args), implementation=implementation)
 
 
-def run(case: Case, args: dict[str, Any], implementation: str | None = "reference") -> tuple[np.ndarray, ...]:
+def run(case: Case, args: RejectionSamplingArgs, implementation: str | None = "reference") -> tuple[np.ndarray, ...]:
     """The verdict as numpy, with the unspecified part of the path cleared."""
-    verdict = _jitted(implementation, **case.options)(*args.values())
+    verdict = _jitted(dataclasses.replace(args, **case.options), implementation)
     path, accepted, token, finite = (np.asarray(x) for x in verdict)
     assert path.shape == (case.batch, case.depth + 1) and path.min() >= 0 and path.max() < case.nodes
     assert token.min() >= 0 and token.max() < case.vocab and accepted.min() >= 0 and accepted.max() <= case.depth
-    return np.where(np.arange(case.depth + 1) <= accepted[:, None], path, 0), accepted, token, finite
+    return np.asarray(case.specified(verdict).path_BD), accepted, token, finite
 
 
-def rows_of(args: dict[str, Any], index: Any) -> dict[str, Any]:
-    return {name: jax.tree.map(lambda x: x[index], value) for name, value in args.items()}
+def rows_of(args: RejectionSamplingArgs, index: Any) -> RejectionSamplingArgs:
+    return jax.tree.map(lambda x: x[index], args)
 
 
 # ---- noise
@@ -291,12 +294,11 @@ def test_none_chooses_the_reference_on_cpus():
 def test_noise_that_the_caller_has_changes_nothing(name: str):
     case = CASES[name]
     args = case.draw(7)
-    position = args["position"][:, None] + jnp.arange(case.depth + 1)[None]
-    noise = gumbel_noise(args["sampling"].seed_B, position, case.vocab, Purpose.TARGET)
-    call = jax.jit(
-        lambda noise, *args: api.rejection_sampling(*args, **case.options, noise_BDV=noise, implementation="reference")
+    position = args.position_B[:, None] + jnp.arange(case.depth + 1)[None]
+    noise = gumbel_noise(args.sampling.seed_B, position, case.vocab, Purpose.TARGET)
+    given, shifted = (
+        _jitted(dataclasses.replace(args, noise_BDV=x), "reference") for x in (noise, jnp.roll(noise, 1, axis=2))
     )
-    given, shifted = call(noise, *args.values()), call(jnp.roll(noise, 1, axis=2), *args.values())
     _, accepted, token, _ = run(case, args)
     np.testing.assert_array_equal(given.num_accepted_B, accepted)
     np.testing.assert_array_equal(given.next_token_B, token)
@@ -328,12 +330,12 @@ def test_a_chain_is_a_tree(name: str):
 def test_greedy_batches_equal_greedy_rows_and_take_the_lowest_tie():
     case = CASES["small-greedy"]
     args = case.draw(3)
-    args["logits"] = jnp.round(args["logits"] / 8)
+    args = dataclasses.replace(args, logits_BNV=jnp.round(args.logits_BNV / 8))
     batch = run(case, args)
     mixed = run(dataclasses.replace(case, rows=("greedy", "greedy")), args)
     for got, want in zip(batch, mixed, strict=True):
         np.testing.assert_array_equal(got, want)
-    top = np.asarray(args["logits"].max(axis=-1, keepdims=True) == args["logits"]).sum(axis=-1)
+    top = np.asarray(args.logits_BNV.max(axis=-1, keepdims=True) == args.logits_BNV).sum(axis=-1)
     assert (top > 1).mean() > 0.5
     for row in range(case.batch):
         assert naive(case, args, row) == (batch[0][row, : batch[1][row] + 1].tolist(), batch[2][row])
@@ -348,28 +350,33 @@ def test_a_token_outside_the_vocabulary_is_no_proposal(name: str):
     args = case.draw(4)
     whole = run(case, args)
     some = np.random.default_rng(4).random((case.batch, case.nodes)) < 0.4
-    args["tokens"] = jnp.where(some, jnp.where(args["tokens"] % 2 == 0, case.vocab, -1), args["tokens"])
+    args = dataclasses.replace(
+        args, tokens_BN=jnp.where(some, jnp.where(args.tokens_BN % 2 == 0, case.vocab, -1), args.tokens_BN)
+    )
     path, accepted, token, _ = run(case, args)
     assert accepted.sum() <= whole[1].sum()
     for row in range(case.batch):
         assert naive(case, args, row) == (path[row, : accepted[row] + 1].tolist(), token[row])
-    args["tokens"] = jnp.full_like(args["tokens"], case.vocab)
+    args = dataclasses.replace(args, tokens_BN=jnp.full_like(args.tokens_BN, case.vocab))
     assert run(case, args)[1].sum() == 0
 
 
 def test_an_empty_residual_falls_back_to_the_target():
     case = dataclasses.replace(CASES["small-rejection-chain"], rows=("plain",))
-    args = case.draw(6) | {"sampling": case.sampling(np.random.default_rng(6))}
-    p = jax.nn.softmax(args["logits"][:, 0], axis=-1)
+    args = dataclasses.replace(case.draw(6), sampling=case.sampling(np.random.default_rng(6)))
+    assert args.draft_probs_BXV is not None
+    p = jax.nn.softmax(args.logits_BNV[:, 0], axis=-1)
     rare = jnp.argmin(p, axis=-1).astype(jnp.int32)
     q = p.at[jnp.arange(case.batch), rare].add(1e-3)  # p - q is nowhere positive
-    args |= {"draft_probs": args["draft_probs"].at[:, 0].set(q), "tokens": args["tokens"].at[:, 1].set(rare)}
+    args = dataclasses.replace(
+        args, draft_probs_BXV=args.draft_probs_BXV.at[:, 0].set(q), tokens_BN=args.tokens_BN.at[:, 1].set(rare)
+    )
     _, accepted, token, _ = run(case, args)
     refused = np.flatnonzero(accepted == 0)
     assert len(refused) >= case.batch - 1
     for row in refused:
-        seed, position = args["sampling"].seed_B[row].item(), args["position"][row].item()
-        score = np.asarray(args["logits"][row, 0], np.float64) + gumbels(seed, position, case.vocab, Purpose.TARGET)
+        seed, position = args.sampling.seed_B[row].item(), args.position_B[row].item()
+        score = np.asarray(args.logits_BNV[row, 0], np.float64) + gumbels(seed, position, case.vocab, Purpose.TARGET)
         assert token[row] == score.argmax()
 
 
@@ -392,17 +399,23 @@ def test_only_broken_nodes_on_the_path_are_flagged(name: str, kind: str):
     broken = functools.partial(jax.vmap(BROKEN[kind]))
     rows = np.arange(case.batch)
     last = path[rows, accepted]
-    at_end = run(case, args | {"logits": args["logits"].at[rows, last].set(broken(args["logits"][rows, last]))})
+    at_end = run(
+        case,
+        dataclasses.replace(args, logits_BNV=args.logits_BNV.at[rows, last].set(broken(args.logits_BNV[rows, last]))),
+    )
     assert not at_end[3].any()
     root = jnp.zeros_like(last)
-    at_root = run(case, args | {"logits": args["logits"].at[rows, root].set(broken(args["logits"][rows, root]))})
+    at_root = run(
+        case,
+        dataclasses.replace(args, logits_BNV=args.logits_BNV.at[rows, root].set(broken(args.logits_BNV[rows, root]))),
+    )
     assert not at_root[3].any()
     off = np.asarray([next((n for n in range(case.nodes) if n not in path[i]), -1) for i in rows])
     elsewhere = off >= 0
     assert elsewhere.any()
     i, n = rows[elsewhere], off[elsewhere]
     for got, want in zip(
-        run(case, args | {"logits": args["logits"].at[i, n].set(broken(args["logits"][i, n]))}),
+        run(case, dataclasses.replace(args, logits_BNV=args.logits_BNV.at[i, n].set(broken(args.logits_BNV[i, n])))),
         (path, accepted, token, finite),
         strict=True,
     ):
@@ -412,7 +425,7 @@ def test_only_broken_nodes_on_the_path_are_flagged(name: str, kind: str):
 def test_banned_tokens_are_no_failure():
     case = CASES["small-rejection"]
     args = case.draw(9)
-    _, _, token, finite = run(case, args | {"logits": args["logits"].at[:, :, 3:].set(-jnp.inf)})
+    _, _, token, finite = run(case, dataclasses.replace(args, logits_BNV=args.logits_BNV.at[:, :, 3:].set(-jnp.inf)))
     assert finite.all() and token.max() < 3
 
 
@@ -457,11 +470,12 @@ def emitted(
         field(filters[0], jnp.float32), field(filters[1], jnp.int32), field(filters[2], jnp.float32),
         field(filters[3], jnp.float32), jnp.arange(each, dtype=jnp.uint32),
     )  # fmt: skip
-    args = [jnp.asarray(table, jnp.float32)[tokens], jnp.asarray(tokens), spread(parents), spread(depths), sampling]
-    args.append(field(40, jnp.int32))
-    if mode == "rejection":
-        args.append(jnp.asarray(q, jnp.float32)[tokens[:, :-1]])
-    verdict = _jitted(implementation, 2, chain, False)(*args)
+    args = RejectionSamplingArgs(
+        jnp.asarray(table, jnp.float32)[tokens], jnp.asarray(tokens), spread(parents), spread(depths), sampling,
+        field(40, jnp.int32), jnp.asarray(q, jnp.float32)[tokens[:, :-1]] if mode == "rejection" else None,
+        depth=2, chain=chain,
+    )  # fmt: skip
+    verdict = _jitted(args, implementation)
     path, accepted, last, finite = (np.asarray(x) for x in verdict)
     assert finite.all()
     rows = np.arange(each)
@@ -520,29 +534,30 @@ def test_tokens_have_the_exact_distribution(chain: bool, mode: str, filters: str
 
 def test_arguments_that_do_not_fit_are_named():
     case = Case("", 2, 3, 16, 1, mode="rejection")
-    args = {name: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), s) for name, s in case.shapes().items()}
-    call = lambda options=case.options, **changed: api.rejection_sampling(*(args | changed).values(), **options)
+    args = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), case.shapes())
+    assert args.draft_probs_BXV is not None
+    call = lambda **changed: api.rejection_sampling(**(vars(args) | changed))
     rejects = functools.partial(pytest.raises, ValueError)
     with rejects(match=r"tokens must be int32 \(2, 3\) beside logits \(2, 3, 16\), got int32 \(2, 2\)"):
-        call(tokens=args["tokens"][:, :2])
+        call(tokens_BN=args.tokens_BN[:, :2])
     with rejects(match=r"seed must be uint32 \(2,\) .* got int32 \(2,\)"):
-        call(sampling=args["sampling"]._replace(seed_B=jnp.zeros((2,), jnp.int32)))
+        call(sampling=args.sampling._replace(seed_B=jnp.zeros((2,), jnp.int32)))
     with rejects(match=r"temperature must be float32 \(2,\) .* got float32 \(1,\)"):
-        call(sampling=args["sampling"]._replace(temperature_B=jnp.ones((1,), jnp.float32)))
+        call(sampling=args.sampling._replace(temperature_B=jnp.ones((1,), jnp.float32)))
     with rejects(match=r"draft_probs must be \[2, 1 to 3, 16\] .* got \(2, 2, 15\)"):
-        call(draft_probs=args["draft_probs"][:, :, :15])
+        call(draft_probs_BXV=args.draft_probs_BXV[:, :, :15])
     with rejects(match=r"noise must be \(2, 2, 16\) beside logits \(2, 3, 16\), got \(2, 3, 16\)"):
-        call(case.options | {"noise_BDV": args["logits"]})
+        call(noise_BDV=args.logits_BNV)
     with rejects(match="depth must be 0 to 2 for 3 nodes, got 3"):
-        call({"depth": 3, "chain": False})
+        call(depth=3, chain=False)
     with rejects(match="depth must be 2 for 3 nodes, got 1"):
-        call({"depth": 1, "chain": True})
+        call(depth=1, chain=True)
     with rejects(match=r"logits must be \[B, N, V\] and not empty, got \(2, 16\)"):
-        call(logits=args["logits"][:, 0])
+        call(logits_BNV=args.logits_BNV[:, 0])
     with rejects(match="logits must be floating point, got int32"):
-        call(logits=args["logits"].astype(jnp.int32))
+        call(logits_BNV=args.logits_BNV.astype(jnp.int32))
     with rejects(match="implementation must be None or one of"):
-        call({"implementation": "cuda", **case.options})
+        call(implementation="cuda")
 
 
 def test_a_sharded_vocabulary_gives_the_same_verdict():
@@ -550,10 +565,11 @@ def test_a_sharded_vocabulary_gives_the_same_verdict():
     case = CASES["small-rejection"]
     args = case.draw(1)
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("tp",))
-    call = jax.jit(functools.partial(reference.rejection_sampling, **case.options))
-    split = {"logits": P(None, None, "tp"), "draft_probs": P(None, None, "tp")}
-    placed = {name: jax.device_put(x, NamedSharding(mesh, split.get(name, P()))) for name, x in args.items()}
-    assert len(placed["logits"].addressable_shards) == 4
-    assert placed["logits"].addressable_shards[0].data.shape[2] == case.vocab // 4
-    for got, want in zip(call(*placed.values()), call(*args.values()), strict=True):
+    call = jax.jit(reference.rejection_sampling)
+    split, whole = NamedSharding(mesh, P(None, None, "tp")), NamedSharding(mesh, P())
+    placed = jax.tree.map(lambda x: jax.device_put(x, split if x.shape[-1:] == (case.vocab,) else whole), args)
+    for rows in (placed.logits_BNV, placed.draft_probs_BXV):
+        assert len(rows.addressable_shards) == 4
+        assert rows.addressable_shards[0].data.shape[2] == case.vocab // 4
+    for got, want in zip(call(placed), call(args), strict=True):
         np.testing.assert_array_equal(got, want)

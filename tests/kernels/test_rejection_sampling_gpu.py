@@ -23,6 +23,7 @@ import pytest
 from pallas_kernels.rejection_sampling import gpu, gpu_rows, reference
 from pallas_kernels.rejection_sampling.cases import CASES, FILTERS, Case
 from pallas_kernels.rejection_sampling.noise import to_gumbel
+from pallas_kernels.rejection_sampling.reference import RejectionSamplingArgs
 
 ON_GPU = jax.default_backend() == "gpu"
 SMALL_CHUNK = gpu.Launch(chunk=256)
@@ -42,10 +43,10 @@ def assert_same(got: gpu.Verdict, wanted: gpu.Verdict) -> None:
         np.testing.assert_array_equal(np.asarray(got.path_BD)[row, path], np.asarray(wanted.path_BD)[row, path])
 
 
-def poison(case: Case, args: dict[str, Any], seed: int) -> dict[str, Any]:
+def poison(case: Case, args: RejectionSamplingArgs, seed: int) -> RejectionSamplingArgs:
     """The arguments with a NaN, an inf or only -inf in a quarter of the rows' logits."""
     rng = np.random.default_rng(seed)
-    logits = np.array(args["logits"].astype(jnp.float32))
+    logits = np.array(args.logits_BNV.astype(jnp.float32))
     for node in np.ndindex(case.batch, case.nodes):
         kind = rng.integers(12)
         at = rng.integers(case.vocab)
@@ -55,7 +56,7 @@ def poison(case: Case, args: dict[str, Any], seed: int) -> dict[str, Any]:
             logits[node] = -np.inf
         elif kind == 3:
             logits[node][rng.random(case.vocab) < 0.5] = -np.inf  # banned tokens are no defect
-    return args | {"logits": jnp.asarray(logits, args["logits"].dtype)}
+    return dataclasses.replace(args, logits_BNV=jnp.asarray(logits, args.logits_BNV.dtype))
 
 
 @pytest.mark.parametrize(
@@ -64,14 +65,14 @@ def poison(case: Case, args: dict[str, Any], seed: int) -> dict[str, Any]:
 def test_interpreted_kernel_agrees_with_the_reference(name: str, dtype: str) -> None:
     case = dataclasses.replace(CASES[name], dtype=dtype)
     launch = dataclasses.replace(SMALL_CHUNK, members=1)
-    run = jax.jit(functools.partial(gpu.rejection_sampling, **case.options, launch=launch, interpret=not ON_GPU))
-    wanted = jax.jit(functools.partial(reference.rejection_sampling, **case.options))
+    run = jax.jit(functools.partial(gpu.rejection_sampling, launch=launch, interpret=not ON_GPU))
+    wanted = jax.jit(reference.rejection_sampling)
     for seed in range(4):
         args = case.draw(seed)
-        assert_same(run(*args.values()), wanted(*args.values()))
+        assert_same(run(args), wanted(args))
         args = poison(case, args, seed)
-        got = run(*args.values())
-        assert_same(got, wanted(*args.values()))
+        got = run(args)
+        assert_same(got, wanted(args))
         assert np.all((np.asarray(got.next_token_B) >= 0) & (np.asarray(got.next_token_B) < case.vocab))
         assert np.all((np.asarray(got.path_BD) >= 0) & (np.asarray(got.path_BD) < case.nodes))
 
@@ -146,7 +147,7 @@ class Triton:
 
 
 def run_as_threads(
-    monkeypatch: pytest.MonkeyPatch, case: Case, args: dict[str, Any], launch: gpu.Launch
+    monkeypatch: pytest.MonkeyPatch, case: Case, args: RejectionSamplingArgs, launch: gpu.Launch
 ) -> gpu.Verdict:
     """The kernel with a thread for each program."""
     here = threading.local()
@@ -159,9 +160,9 @@ def run_as_threads(
     monkeypatch.setattr(gpu_rows, "plgpu", Triton)
     members, each = launch.split(case.batch, case.vocab)
     assert members == launch.members
-    drafts = case.mode == "rejection"
-    flat = [args[name] for name in ("logits", "tokens", "parents", "position")] + list(args["sampling"])
-    flat += [args["draft_probs"]] if drafts else []
+    drafts = args.draft_probs_BXV is not None
+    flat = [args.logits_BNV, args.tokens_BN, args.parents_BN, args.position_B, *args.sampling]
+    flat += [args.draft_probs_BXV] if drafts else []
     b = case.batch
     out = [Ref(np.zeros((b, case.depth + 1), np.int32)), *(Ref(np.zeros(b, t)) for t in (np.int32, np.int32, bool))]
     table = Ref(np.zeros((b, 2, gpu_rows.table_words(case.vocab, launch.chunk, members)), np.uint32))
@@ -201,7 +202,7 @@ def test_a_team_agrees_with_the_reference(
     case = Case("team", len(rows), 4, 256 * members - 24, 1, mode=mode, rows=rows)
     args = case.draw(members)
     got = run_as_threads(monkeypatch, case, args, dataclasses.replace(SMALL_CHUNK, members=members))
-    assert_same(got, reference.rejection_sampling(*args.values(), **case.options))
+    assert_same(got, reference.rejection_sampling(args))
 
 
 def test_a_slot_is_reused_by_greedy_members_that_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +210,7 @@ def test_a_slot_is_reused_by_greedy_members_that_run_ahead(monkeypatch: pytest.M
     args = case.draw()
     got = run_as_threads(monkeypatch, case, args, dataclasses.replace(SMALL_CHUNK, members=3))
     assert got.num_accepted_B[0] == 15
-    assert_same(got, reference.rejection_sampling(*args.values(), **case.options))
+    assert_same(got, reference.rejection_sampling(args))
 
 
 def test_bounds_of_noise_hold_for_every_draw_and_are_close_where_draws_win() -> None:
@@ -240,12 +241,16 @@ def test_sizes_of_a_launch() -> None:
 
 
 def test_refusals_name_what_was_given() -> None:
-    shape = lambda dtype, n=4: jax.ShapeDtypeStruct((2, n, 100), dtype)
-    assert gpu.refusal(shape(jnp.float32), depth=3) is None
-    assert gpu.refusal(shape(jnp.bfloat16), shape(jnp.float32), depth=3) is None
-    assert "got float16" in str(gpu.refusal(shape(jnp.float16), depth=3))
-    assert "got bfloat16" in str(gpu.refusal(shape(jnp.float32), shape(jnp.bfloat16), depth=3))
-    assert "got 300 and 3" in str(gpu.refusal(shape(jnp.float32, 300), depth=3))
+    def refusal(dtype: str, n: int = 4, draft_dtype: str = "float32") -> str | None:
+        args = Case("", 2, n, 100, 3, mode="rejection", dtype=dtype).shapes()
+        drafts: Any = jax.ShapeDtypeStruct((2, n, 100), jnp.dtype(draft_dtype))
+        return gpu.refusal(dataclasses.replace(args, draft_probs_BXV=drafts))
+
+    assert gpu.refusal(Case("", 2, 4, 100, 3).shapes()) is None
+    assert refusal("bfloat16") is None
+    assert "got float16" in str(refusal("float16"))
+    assert "got bfloat16" in str(refusal("float32", draft_dtype="bfloat16"))
+    assert "got 300 and 3" in str(refusal("float32", 300))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="teams of compiled programs need a GPU (and --noconftest)")
@@ -255,13 +260,13 @@ def test_compiled_teams_agree_bit_for_bit(mode: Any, members: int) -> None:
     case = Case("team", 7, 12, 100_003, 4, mode=mode, rows=tuple(FILTERS))
     launch = gpu.launch_for(jax.devices()[0].device_kind)
     run = lambda size: jax.jit(
-        functools.partial(gpu.rejection_sampling, **case.options, launch=dataclasses.replace(launch, members=size))
+        functools.partial(gpu.rejection_sampling, launch=dataclasses.replace(launch, members=size))
     )
     team, solo = run(members), run(1)
-    wanted = jax.jit(functools.partial(reference.rejection_sampling, **case.options))
+    wanted = jax.jit(reference.rejection_sampling)
     for seed in range(30):
         args = case.draw(seed)
-        got = team(*args.values())
-        for a, b in zip(got, solo(*args.values()), strict=True):
+        got = team(args)
+        for a, b in zip(got, solo(args), strict=True):
             np.testing.assert_array_equal(a, b)
-        assert_same(got, wanted(*args.values()))
+        assert_same(got, wanted(args))

@@ -18,30 +18,29 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.rejection_sampling import api, reference, tpu
 from pallas_kernels.rejection_sampling.cases import CASES, SMALL, Case
-from pallas_kernels.rejection_sampling.reference import SamplingRows
+from pallas_kernels.rejection_sampling.reference import RejectionSamplingArgs, SamplingRows
 from pallas_kernels.rejection_sampling.tpu_rows import Plan
 
 STRICT = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan")
 
 
 @functools.cache
-def _jitted(kernel: bool, strict: bool, depth: int, chain: bool, greedy: bool):
-    options: dict[str, Any] = dict(depth=depth, chain=chain, greedy=greedy)
+def _jitted(kernel: bool, strict: bool):
     if kernel:
-        return jax.jit(functools.partial(tpu.rejection_sampling, **options, interpret=STRICT if strict else True))
-    return jax.jit(functools.partial(reference.rejection_sampling, **options))
+        return jax.jit(functools.partial(tpu.rejection_sampling, interpret=STRICT if strict else True))
+    return jax.jit(reference.rejection_sampling)
 
 
-def run(case: Case, args: dict[str, Any], kernel: bool = True, strict: bool = False) -> tuple[np.ndarray, ...]:
+def run(case: Case, args: RejectionSamplingArgs, kernel: bool = True, strict: bool = False) -> tuple[np.ndarray, ...]:
     """The verdict as numpy, with the unspecified part of the path cleared."""
-    verdict = _jitted(kernel, strict, **case.options)(*args.values())
+    verdict = _jitted(kernel, strict)(args)
     path, accepted, token, finite = (np.asarray(x) for x in verdict)
     assert path.shape == (case.batch, case.depth + 1) and path.min() >= 0 and path.max() < case.nodes
     assert token.min() >= 0 and token.max() < case.vocab and accepted.min() >= 0 and accepted.max() <= case.depth
-    return np.where(np.arange(case.depth + 1) <= accepted[:, None], path, 0), accepted, token, finite
+    return np.asarray(case.specified(verdict).path_BD), accepted, token, finite
 
 
-def assert_same(case: Case, args: dict[str, Any], **options: Any) -> tuple[np.ndarray, ...]:
+def assert_same(case: Case, args: RejectionSamplingArgs, **options: Any) -> tuple[np.ndarray, ...]:
     got, want = run(case, args, **options), run(case, args, kernel=False)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_array_equal(x, y)
@@ -54,30 +53,30 @@ def test_decides_as_the_reference(case: Case):
     args = case.draw(0)
     _, accepted, _, finite = assert_same(case, args)
     assert finite.all() and (case.depth == 0 or accepted.any())
-    assert_same(case, args | {"logits": args["logits"] * 0.05})
-    assert_same(case, args | {"logits": jnp.round(args["logits"] * 0.5)})
-    assert_same(case, args | {"logits": jnp.where(args["logits"] < 1.0, -jnp.inf, args["logits"])})
+    assert_same(case, dataclasses.replace(args, logits_BNV=args.logits_BNV * 0.05))
+    assert_same(case, dataclasses.replace(args, logits_BNV=jnp.round(args.logits_BNV * 0.5)))
+    assert_same(case, dataclasses.replace(args, logits_BNV=jnp.where(args.logits_BNV < 1.0, -jnp.inf, args.logits_BNV)))
 
 
 def test_chunks_far_below_the_best_token_still_win_their_share():
     """One token holds half of the mass, and the other half is thin over chunks whose best lies 7 below it."""
     case = CASES["small-wide"]
     args = case.draw(0)
-    args["sampling"] = dataclasses.replace(case, rows=("plain",)).sampling(np.random.default_rng(0))
-    args["tokens"] = jnp.full_like(args["tokens"], case.vocab)
-    shape = args["logits"].shape
+    args = dataclasses.replace(
+        args, sampling=dataclasses.replace(case, rows=("plain",)).sampling(np.random.default_rng(0))
+    )
+    args = dataclasses.replace(args, tokens_BN=jnp.full_like(args.tokens_BN, case.vocab))
+    shape = args.logits_BNV.shape
     drawn = []
     for seed in range(6):
         thin = jax.random.normal(jax.random.key(seed), shape, jnp.float32)
-        _, _, token, _ = assert_same(case, args | {"logits": thin.at[:, :, 5000].set(11.0)})
+        _, _, token, _ = assert_same(case, dataclasses.replace(args, logits_BNV=thin.at[:, :, 5000].set(11.0)))
         drawn += [v // 2048 for v in token.tolist()]
     assert len(set(drawn)) > 4
 
 
 def test_both_orders_of_requests_and_nodes_are_covered():
-    orders = lambda dtype: {
-        Plan.of(c.shapes()["logits"], None, c.depth, False).nodes_first for c in (*SMALL, ODD) if c.dtype == dtype
-    }
+    orders = lambda dtype: {Plan.of(c.shapes()).nodes_first for c in (*SMALL, ODD) if c.dtype == dtype}
     assert orders("float32") == {True, False} and orders("bfloat16") == {True, False}
 
 
@@ -100,7 +99,7 @@ def test_a_request_gets_the_same_in_any_place(name: str):
     case = CASES[name]
     args = case.draw(2)
     order = np.random.default_rng(0).permutation(case.batch)
-    shuffled = {key: jax.tree.map(lambda x: x[order], value) for key, value in args.items()}
+    shuffled = jax.tree.map(lambda x: x[order], args)
     for got, want in zip(run(case, shuffled), run(case, args), strict=True):
         np.testing.assert_array_equal(got, want[order])
 
@@ -110,7 +109,7 @@ def test_a_request_gets_the_same_alone():
     args = case.draw(2)
     together, single = run(case, args), dataclasses.replace(case, batch=1)
     for row in range(case.batch):
-        alone = {key: jax.tree.map(lambda x: x[row : row + 1], value) for key, value in args.items()}  # noqa: B023
+        alone = jax.tree.map(lambda x: x[row : row + 1], args)  # noqa: B023
         for got, want in zip(run(single, alone), together, strict=True):
             np.testing.assert_array_equal(got[0], want[row])
 
@@ -122,16 +121,17 @@ def test_flags_broken_rows_of_the_path_and_ignores_others(name: str):
     path, accepted, token, _ = run(case, args)
     rows = np.arange(case.batch)
     for value in (jnp.nan, jnp.inf):
-        poison = args["logits"].at[rows, path[rows, accepted], 5].set(value)
-        assert not run(case, args | {"logits": poison})[3].any()
-    banned = args["logits"].at[rows, path[rows, accepted]].set(-jnp.inf)
-    assert not run(case, args | {"logits": banned})[3].any()
+        poison = args.logits_BNV.at[rows, path[rows, accepted], 5].set(value)
+        assert not run(case, dataclasses.replace(args, logits_BNV=poison))[3].any()
+    banned = args.logits_BNV.at[rows, path[rows, accepted]].set(-jnp.inf)
+    assert not run(case, dataclasses.replace(args, logits_BNV=banned))[3].any()
     on_path = np.zeros((case.batch, case.nodes), bool)
     for row in rows:
         on_path[row, path[row, : accepted[row] + 1]] = True
-    poisoned = args | {"logits": jnp.where(on_path[:, :, None], args["logits"], jnp.nan)}
-    if case.mode == "rejection":
-        poisoned["draft_probs"] = jnp.where(on_path[:, :-1, None], args["draft_probs"], jnp.nan)
+    poisoned = dataclasses.replace(args, logits_BNV=jnp.where(on_path[:, :, None], args.logits_BNV, jnp.nan))
+    if args.draft_probs_BXV is not None:
+        drafts = jnp.where(on_path[:, :-1, None], args.draft_probs_BXV, jnp.nan)
+        poisoned = dataclasses.replace(poisoned, draft_probs_BXV=drafts)
     for got, want in zip(run(case, poisoned), (path, accepted, token, np.ones(case.batch, bool)), strict=True):
         np.testing.assert_array_equal(got, want)
 
@@ -141,7 +141,9 @@ def test_passes_over_tokens_outside_the_vocabulary(name: str):
     case = CASES[name]
     args = case.draw(4)
     some = np.random.default_rng(4).random((case.batch, case.nodes)) < 0.4
-    args["tokens"] = jnp.where(some, jnp.where(args["tokens"] % 2 == 0, case.vocab, -1), args["tokens"])
+    args = dataclasses.replace(
+        args, tokens_BN=jnp.where(some, jnp.where(args.tokens_BN % 2 == 0, case.vocab, -1), args.tokens_BN)
+    )
     assert_same(case, args)
 
 
@@ -166,10 +168,11 @@ def test_first_tokens_have_the_exact_distribution(mode: str, exhaustive: bool):
     )  # fmt: skip
     level = jnp.broadcast_to(jnp.asarray([[0, 1, 1, 1]], jnp.int32), (each, 4))
     wide = lambda x, rows: jnp.broadcast_to(jnp.asarray(x, jnp.float32)[None, None], (each, rows, v))
-    args = [wide(logits, 4), jnp.asarray(tokens), jnp.zeros((each, 4), jnp.int32), level, sampling, field(9, jnp.int32)]
-    if mode == "rejection":
-        args.append(wide(q, 1))
-    path, accepted, last, finite = (np.asarray(x) for x in _jitted(True, False, 1, False, False)(*args))
+    args = RejectionSamplingArgs(
+        wide(logits, 4), jnp.asarray(tokens), jnp.zeros((each, 4), jnp.int32), level, sampling, field(9, jnp.int32),
+        wide(q, 1) if mode == "rejection" else None, depth=1, chain=False,
+    )  # fmt: skip
+    path, accepted, last, finite = (np.asarray(x) for x in _jitted(True, False)(args))
     assert finite.all() and 0.2 < accepted.mean() < 0.9
     first = np.where(accepted > 0, tokens[np.arange(each), path[:, 1]], last)
     share = np.bincount(first, minlength=v) / each
@@ -181,12 +184,11 @@ def test_first_tokens_have_the_exact_distribution(mode: str, exhaustive: bool):
 def test_runs_by_name_and_refuses_with_the_reason():
     for case in (CASES["small-greedy"], Case("", 2, 2, 256, 1, rows=("greedy",), dtype="bfloat16")):
         args = case.draw(6)
-        got = api.rejection_sampling(*args.values(), **case.options, implementation="interpret")
+        got = api.rejection_sampling(**vars(args), implementation="interpret")
         np.testing.assert_array_equal(got.next_token_B, run(case, args, kernel=False)[2])
 
-    call = lambda case, **options: jax.eval_shape(
-        functools.partial(api.rejection_sampling, **(case.options | options), implementation="interpret"),
-        *case.shapes().values(),
+    call = lambda case: jax.eval_shape(
+        lambda args: api.rejection_sampling(**vars(args), implementation="interpret"), case.shapes()
     )
     for wrong, reason in (
         (Case("", 1, 129, 64, 4), "at most 128 nodes, got 129"),

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.tree_attention.reference import tree_attention
+from pallas_kernels.tree_attention import reference
+from pallas_kernels.tree_attention.reference import TreeAttentionArgs
+
+
+def tree_attention(*arrays, scale: float | None = None, block_tokens: int | None = None) -> jax.Array:
+    return reference.tree_attention(TreeAttentionArgs(*arrays, scale=scale), block_tokens=block_tokens)
 
 
 def naive(q, pages, table, length, k, v, mask, scale):

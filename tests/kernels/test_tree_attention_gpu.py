@@ -7,6 +7,9 @@ The interpreter knows nothing of Triton's types, registers or memory: the compil
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +18,16 @@ import pytest
 
 from pallas_kernels.tree_attention import api, gpu
 from pallas_kernels.tree_attention.cases import CASES, SMALL, Case
+from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
 _TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3}
 
 
-def dense(case: Case, q, pages, table, length, k, v, mask) -> np.ndarray:
+def dense(case: Case, args: TreeAttentionArgs) -> np.ndarray:
     """The definition: softmax over the prefix that a query sees and its visible tree entries."""
-    q, pages, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, pages, k, v))
-    table, length, mask = np.asarray(table), np.asarray(length), np.asarray(mask)
+    floats = (args.q_BNHC, args.pages, args.tree_k_BTGC, args.tree_v_BTGC)
+    q, pages, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in floats)
+    table, length, mask = (np.asarray(x) for x in (args.table_BM, args.length_B, args.tree_mask_BNT))
     h, c = q.shape[2:]
     group = h // k.shape[2]
     out = np.zeros_like(q)
@@ -44,10 +49,12 @@ def dense(case: Case, q, pages, table, length, k, v, mask) -> np.ndarray:
 
 
 def run(case: Case, blocks: gpu.Blocks | None, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    args = list(case.draw(seed, poison=True).values())
-    interpret = jax.default_backend() != "gpu"
-    call = jax.jit(lambda *a: gpu.tree_attention(*a, **case.options, blocks=blocks, interpret=interpret))
-    return np.asarray(call(*args).astype(jnp.float32)), dense(case, *args)
+    args = case.draw(seed, poison=True)
+    return np.asarray(kernel(blocks)(args).astype(jnp.float32)), dense(case, args)
+
+
+def kernel(blocks: gpu.Blocks | None) -> Callable[[TreeAttentionArgs], jax.Array]:
+    return jax.jit(functools.partial(gpu.tree_attention, blocks=blocks, interpret=jax.default_backend() != "gpu"))
 
 
 def error(got: np.ndarray, want: np.ndarray) -> float:
@@ -83,16 +90,19 @@ def test_several_row_blocks():
 def test_broken_draft_stays_with_those_who_see_it():
     case = CASES["small-tree"]
     args = case.draw(0)
-    mask = np.asarray(args["tree_mask"])
+    mask = np.asarray(args.tree_mask_BNT)
     blind = np.argwhere(~mask[1].any(axis=0) | ~mask[1, -1])[-1, 0]
-    for name in ("tree_k", "tree_v"):
-        args[name] = args[name].at[1, blind].set(jnp.nan)
+    k, v = (x.at[1, blind].set(jnp.nan) for x in (args.tree_k_BTGC, args.tree_v_BTGC))
+    args = dataclasses.replace(args, tree_k_BTGC=k, tree_v_BTGC=v)
     blocks = gpu.Blocks(rows=16, keys=16, warps=4, stages=2, programs=0, splits=1)
-    call = jax.jit(lambda *a: gpu.tree_attention(*a, blocks=blocks, interpret=jax.default_backend() != "gpu"))
-    nan = np.isnan(np.asarray(call(*args.values()))).any(axis=(2, 3))
+    nan = np.isnan(np.asarray(kernel(blocks)(args))).any(axis=(2, 3))
     want = np.zeros_like(nan)
     want[1] = mask[1, :, blind]
     np.testing.assert_array_equal(nan, want)
+
+
+def by_name(shapes: TreeAttentionArgs) -> None:
+    jax.eval_shape(lambda args: api.tree_attention(**vars(args), implementation="gpu"), shapes)
 
 
 @pytest.mark.parametrize(
@@ -106,14 +116,14 @@ def test_broken_draft_stays_with_those_who_see_it():
 def test_refusals_name_the_constraint(change: dict[str, int], message: str):
     case = dataclasses.replace(CASES["small-bf16"], **change)
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(lambda *a: api.tree_attention(*a, implementation="gpu"), *case.shapes().values())
+        by_name(case.shapes())
 
 
 def test_mixed_dtypes_are_refused():
     shapes = CASES["small-bf16"].shapes()
-    shapes["pages"] = jax.ShapeDtypeStruct(shapes["pages"].shape, jnp.float32)
+    pages: Any = jax.ShapeDtypeStruct(shapes.pages.shape, jnp.float32)
     with pytest.raises(ValueError, match="share a dtype, got bfloat16, float32"):
-        jax.eval_shape(lambda *a: api.tree_attention(*a, implementation="gpu"), *shapes.values())
+        by_name(dataclasses.replace(shapes, pages=pages))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case not in SMALL])

@@ -8,6 +8,7 @@ Neither says anything about hardware.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tree_attention import tpu
+from pallas_kernels.tree_attention import tpu, tpu_plan
+from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
 STRICT = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan")
 GARBAGE = np.asarray([2**31 - 1, -(2**31), -1, 10**6])
@@ -83,9 +85,13 @@ def definition(q, pages, table, length, k, v, mask, *, scale=None, window=None, 
     return out
 
 
+def attend(*arrays, interpret: bool | pltpu.InterpretParams = True, cores: int = 1, **options) -> jax.Array:
+    return tpu.tree_attention(TreeAttentionArgs(*arrays, **options), cores=cores, interpret=interpret)
+
+
 def jit(interpret: bool | pltpu.InterpretParams = True, **options):
     """The kernel, compiled quickly: nearly all of these tests' time is XLA's."""
-    call = functools.partial(tpu.tree_attention, interpret=interpret, **options)
+    call = functools.partial(attend, interpret=interpret, **options)
     return jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -106,7 +112,7 @@ TOLERANCE = {"float32": dict(rtol=3e-5, atol=5e-6), "bfloat16": dict(rtol=2**-7,
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefix blocks of 64 tokens, so that short lengths cross several."""
-    monkeypatch.setattr(tpu, "_BLOCK_TOKENS", (32, 64))
+    monkeypatch.setattr(tpu_plan, "_BLOCK_TOKENS", (32, 64))
 
 
 #: A page's edges and a block's, for pages of 16; empty requests first, between and last.
@@ -196,13 +202,13 @@ def test_waits_for_its_copies_and_has_no_races(name: str, dtype: str, capfd: pyt
 def test_masked_entries_reach_nobody_and_seen_ones_are_not_hidden():
     """NaN and infinity in one tree entry's key or value: NaN for the rows that see it, the same bits for all others."""
     q, pages, table, length, k, v, mask = draw([40, 70, 0], 6, 4, 2, 64, 16)
-    attend = jit()
-    clean = np.asarray(attend(q, pages, table, length, k, v, mask))
+    run_once = jit()
+    clean = np.asarray(run_once(q, pages, table, length, k, v, mask))
     for which, value in (("k", np.nan), ("v", np.nan), ("v", np.inf), ("k", np.inf)):
         for entry in (0, 3):
             bad = {"k": k.copy(), "v": v.copy()}
             bad[which][:, entry, :, 5] = value
-            out = np.asarray(attend(q, pages, table, length, bad["k"], bad["v"], mask))
+            out = np.asarray(run_once(q, pages, table, length, bad["k"], bad["v"], mask))
             sees = mask[:, :, entry]
             np.testing.assert_array_equal(out[~sees], clean[~sees])
             if not (which == "k" and np.isinf(value)):  # an infinite key may well lose against the others
@@ -211,10 +217,10 @@ def test_masked_entries_reach_nobody_and_seen_ones_are_not_hidden():
 
 def test_a_committed_nan_stays_with_its_request():
     q, pages, table, length, k, v, mask = draw([40, 70, 17], 3, 4, 2, 64, 16)
-    attend = jit()
-    clean = np.asarray(attend(q, pages, table, length, k, v, mask))
+    run_once = jit()
+    clean = np.asarray(run_once(q, pages, table, length, k, v, mask))
     pages[table[1, 3], :, 2] = np.nan
-    out = np.asarray(attend(q, pages, table, length, k, v, mask))
+    out = np.asarray(run_once(q, pages, table, length, k, v, mask))
     np.testing.assert_array_equal(out[[0, 2]], clean[[0, 2]])
     assert np.isnan(out[1]).all()
 
@@ -247,12 +253,11 @@ def test_requests_do_not_see_each_other():
 def test_the_partition_of_the_prefix_knows_neither_rows_nor_batch(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
 
-    def span(b: int, n: int, t: int, **options) -> int:
-        q = jax.ShapeDtypeStruct((b, n, 32, 128), jnp.bfloat16)
-        pages = jax.ShapeDtypeStruct((512, 8, 64, 256), jnp.bfloat16)
-        return tpu._plan(q, pages, 128, t, options.get("windowed", False), options.get("cores", 1)).span
+    def span(b: int, n: int, t: int, window: int | None = None, cores: int = 1) -> int:
+        args = TreeAttentionArgs(*shapes(b=b, n=n, h=32, g=8, t=t, m=128), window=window)
+        return tpu_plan.plan_for(args, cores).span
 
-    spans = {span(b, n, n + 9, windowed=w) for b in (1, 64) for n in (1, 8, 64, 512) for w in (False, True)}
+    spans = {span(b, n, n + 9, w) for b in (1, 64) for n in (1, 8, 64, 512) for w in (None, 64)}
     assert spans | {span(4, 8, 8, cores=2)} == {256}
 
 
@@ -260,11 +265,11 @@ def test_a_table_beyond_scalar_memory_goes_in_several_calls(monkeypatch: pytest.
     args = draw(EDGES, 5, 4, 2, 64, 16)
     whole = run(args, window=30)
     columns = args[2].shape[1]
-    monkeypatch.setattr(tpu, "_SCALARS", 4 * (columns + 4) + 3)  # four requests a call
-    jaxpr = jax.make_jaxpr(functools.partial(tpu.tree_attention, interpret=True, window=30))(*args)
+    monkeypatch.setattr(tpu_plan, "SCALARS", 4 * (columns + 4) + 3)  # four requests a call
+    jaxpr = jax.make_jaxpr(functools.partial(attend, window=30))(*args)
     assert str(jaxpr).count("name=tree_attention") == 3
     np.testing.assert_array_equal(run(args, window=30), whole)
-    monkeypatch.setattr(tpu, "_SCALARS", columns)
+    monkeypatch.setattr(tpu_plan, "SCALARS", columns)
     with pytest.raises(ValueError, match=rf"at most {columns - 4} entries \(SMEM\), got {columns}"):
         run(args, window=30)
 
@@ -274,7 +279,7 @@ def test_two_cores_take_a_group_of_heads_each():
     np.testing.assert_array_equal(run(args, cores=2), run(args))
 
 
-def shapes(**changes) -> list[jax.ShapeDtypeStruct]:
+def shapes(**changes) -> list[Any]:
     s = dict(b=2, n=4, h=8, g=4, c=128, page=64, width=256, m=16, t=4, dtype=jnp.bfloat16, kv=jnp.bfloat16) | changes
     struct = jax.ShapeDtypeStruct
     new = struct((s["b"], s["t"], s["g"], s["c"]), s["dtype"])
@@ -306,11 +311,11 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses_with_the_constraint_and_both_values(name: str):
     changes, message = REFUSED[name]
-    args = shapes(**changes)
+    args = TreeAttentionArgs(*shapes(**changes))
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(tpu.tree_attention, *args)
-    assert tpu.refusal(*shapes()) is None
+        jax.eval_shape(tpu.tree_attention, args)
+    assert tpu.refusal(TreeAttentionArgs(*shapes())) is None
 
 
 def test_refuses_more_cores_than_heads():
-    assert "from 1 to the 4 key-value heads, got 5" in str(tpu.refusal(*shapes(), cores=5))
+    assert "from 1 to the 4 key-value heads, got 5" in str(tpu.refusal(TreeAttentionArgs(*shapes()), cores=5))
