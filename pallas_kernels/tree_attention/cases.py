@@ -122,8 +122,8 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
             behind = np.arange(self.columns)[None, :] >= -(-length[:, None] // self.page)
             garbage = rng.choice([self.num_pages, -1, 2**30, -(2**30)], table.shape)
             table = np.where(behind, garbage, table)
-        small = jnp.asarray(table, jnp.int32), jnp.asarray(length), k, v, jnp.asarray(self.draw_mask(rng))
-        return TreeAttentionArgs(q, pages, *small, window=self.window, soft_cap=self.soft_cap)
+        table, length, mask = jnp.asarray(table, jnp.int32), jnp.asarray(length), jnp.asarray(self.draw_mask(rng))
+        return TreeAttentionArgs(q, pages, table, length, k, v, mask, window=self.window, soft_cap=self.soft_cap)
 
     def min_bytes(self, args: TreeAttentionArgs) -> int:
         """The prefixes' keys and values, the tree's, queries and results."""

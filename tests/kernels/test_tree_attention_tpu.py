@@ -7,6 +7,7 @@ Neither says anything about hardware.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -319,3 +320,10 @@ def test_refuses_with_the_constraint_and_both_values(name: str):
 
 def test_refuses_more_cores_than_heads():
     assert "from 1 to the 4 key-value heads, got 5" in str(tpu.refusal(TreeAttentionArgs(*shapes()), cores=5))
+
+
+def test_a_window_counts_in_what_is_refused():
+    """Its rows' first positions lie in SMEM too: None must fall back there, not fail."""
+    args = TreeAttentionArgs(*shapes(m=229374))
+    assert tpu.refusal(args) is None
+    assert "at most 229372 entries (SMEM), got 229374" in str(tpu.refusal(dataclasses.replace(args, window=64)))
