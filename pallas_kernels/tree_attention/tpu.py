@@ -17,7 +17,7 @@ from pallas_kernels.sizes import round_up
 from pallas_kernels.tree_attention import tpu_plan
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 from pallas_kernels.tree_attention.tpu_kernel import call
-from pallas_kernels.tree_attention.tpu_plan import LANES, VMEM_BYTES, Plan, plan_for
+from pallas_kernels.tree_attention.tpu_plan import LANES, Plan, plan_for
 
 _MAX_CHANNELS = 256
 _MAX_TREE = 32 * LANES  # one bit of an int32 a tile of lanes
@@ -49,9 +49,9 @@ def refusal(args: TreeAttentionArgs, *, cores: int = 1) -> str | None:
     if not 1 <= cores <= g:
         return f"cores must be from 1 to the {g} key-value heads, got {cores}"
     plan = plan_for(args, cores)
-    if plan.vmem > VMEM_BYTES:
+    if plan.vmem > tpu_plan.VMEM_BYTES:
         return (
-            f"a grid step must fit into {VMEM_BYTES} bytes of VMEM, but one key-value head with "
+            f"a grid step must fit into {tpu_plan.VMEM_BYTES} bytes of VMEM, but one key-value head with "
             f"{plan.parts * plan.rows} query rows and pages of {page} tokens takes {plan.vmem}"
         )
     if plan.scalars > tpu_plan.SCALARS:

@@ -209,10 +209,10 @@ def _kernel(
 def call(
     plan: Plan, args: TreeAttentionArgs, operands: tuple[jax.Array, ...], interpret: bool | pltpu.InterpretParams
 ) -> jax.Array:
-    """The kernel over some of the requests of `args`, whose lengths, table, steps, q, tree and facts are the operands.
+    """The kernel over some of the requests of `args`: [B, Q, G * parts, rows, value lanes].
 
-    Returns:
-      [B, Q, G * parts, rows, value lanes].
+    Args:
+      operands: length_B, table_BM, steps, q, tree and facts of these requests.
     """
     length_B, table_BM, steps, q, tree, facts = operands
     own = facts.shape[0] > 1
