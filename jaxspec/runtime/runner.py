@@ -35,6 +35,7 @@ from jaxspec.scheduling.scheduler import DecodeRow, PrefillChunk
 from jaxspec.speculation import guided
 from jaxspec.speculation import round as rounds
 from jaxspec.speculation.drafter import Drafter
+from jaxspec.speculation.layouts import Batch, Chunk, Packed, PackedLogprobs
 from jaxspec.speculation.sampling import MAX_STOP_IDS
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.speculation.typical import Typical
@@ -51,8 +52,7 @@ class Pending:
 
     Attributes:
       rows: (request, its epoch at dispatch), in the batch's order.
-      packed: int32 [B, HEADER + tokens] on the device.
-      logprobs: what `logprobs_fn` returned, where some row asked for it.
+      packed: `Packed` tokens on the device. logprobs: `PackedLogprobs`, where some row asked for them.
       dispatched_at: seconds on the runner's clock.
       timed: nothing but rounds ran on the device since the round before, so its seconds are its own.
     """
@@ -259,7 +259,7 @@ class Runner:
         target = abstract(self._target, place.target)
         draft = abstract(self._draft_params, place.draft_params)
         state = abstract(self.state, place.state)
-        width = self.geo.plan_width
+        width = Batch.width(self.geo)
         jobs: list[Job] = []
         added: set[Any] = set()
 
@@ -309,12 +309,14 @@ class Runner:
         self._logprobs_k = min(MAX_LOGPROBS, vocab)
         for b, n, d in sorted(widths):
             logits = jax.ShapeDtypeStruct((b, n, vocab), f32, sharding=place.logits)
-            args = (logits, shape(b, d), shape(b, rounds.HEADER + d))
+            args = (logits, shape(b, d), shape(b, Packed.width(d)))
             add(("logprobs", b, n, d), rounds.logprobs_fn(self._logprobs_k), None, args, place.replicated)
 
         # What to call each with when no request is meant: whole trees by name, a plan of no rows, zeros.
         names: dict[int, Any] = {id(target): "target", id(draft): "draft", id(state): "state"}
-        names |= {id(plan_of(bucket)): self._no_rows(bucket) for at in self.reachable.values() for bucket in at}
+        names |= {
+            id(plan_of(bucket)): Batch.of(self.geo, bucket).array for at in self.reachable.values() for bucket in at
+        }
         names[id(chunk)] = np.asarray([self.geo.slots, 0, 0], np.int32)
         names[id(admitted)] = np.full(admitted.shape, self.geo.slots, np.int32)
         self._arguments = {job.key: tuple(names.get(id(arg), arg) for arg in job.args) for job in jobs}
@@ -438,7 +440,7 @@ class Runner:
 
     def _try(self, tier: Tier, bucket: int) -> None:
         """Times one round of no rows."""
-        plan = self._put(self._no_rows(bucket))
+        plan = self._put(Batch.of(self.geo, bucket).array)
         jax.block_until_ready((self.state, plan))
         began = time.perf_counter()
         self.repeat(tier, bucket, plan, 1).block_until_ready()
@@ -495,24 +497,10 @@ class Runner:
 
     # Dispatch.
 
-    def _no_rows(self, bucket: int) -> np.ndarray:
-        """A round's plan that means no request: it reads and writes nothing of the state, and takes as long."""
-        geo = self.geo
-        plan = np.empty((bucket, geo.plan_width), np.int32)
-        plan[:, 0], plan[:, 1], plan[:, 2], plan[:, 3:] = geo.slots, 0, geo.pages_per_seq, geo.num_pages
-        return plan
-
     def _plan(self, rows: Sequence[tuple[int, int, int, Sequence[int]]], bucket: int) -> jax.Array:
-        """The plan array of (slot, most drafts, first table entry, new pages); kept on the device if none are new."""
-        plan = self._no_rows(bucket)
-        fresh = False
-        for i, (slot, depth, first, pages) in enumerate(rows):
-            plan[i, 0], plan[i, 1] = slot, depth
-            if pages:
-                plan[i, 2] = first
-                plan[i, 3 : 3 + len(pages)] = pages
-                fresh = True
-        if fresh:
+        """The Batch of (slot, most drafts, first table entry, new pages); kept on the device if none are new."""
+        plan = Batch.of(self.geo, bucket, rows).array
+        if any(pages for *_, pages in rows):
             return self._put(plan)
         key = plan.tobytes()
         if key not in self._plans:
@@ -571,7 +559,7 @@ class Runner:
             size = next((s for s in sizes if s >= chunk.end - at), sizes[-1])
             count = min(size, chunk.end - at)
             at += count
-            plan = np.asarray([chunk.slot, count, chunk.is_last and at == chunk.end], np.int32)
+            plan = Chunk.of(chunk.slot, count, chunk.is_last and at == chunk.end)
             executable = self._compiled["prefill", size]
             allowed = self._anything if allowed_W is None else self._put(allowed_W[None])
             self.state, packed, kept = executable(self._target, self._draft_params, self.state, plan, allowed)
@@ -655,23 +643,26 @@ class Runner:
 
     def collect(self, pending: Pending) -> list[RowResult]:
         """Waits for a dispatch and unpacks its rows."""
-        packed = np.asarray(pending.packed)
+        packed = Packed(np.asarray(pending.packed))
         logprobs = None if pending.logprobs is None else np.asarray(pending.logprobs)
+        counts, bad = packed.count_B.tolist(), packed.bad_B.tolist()
         results = []
         for i, (request, epoch) in enumerate(pending.rows):
-            count = int(packed[i, 0])
-            tokens = tuple(packed[i, rounds.HEADER : rounds.HEADER + count].tolist())
+            tokens = tuple(packed.tokens_BD[i, : counts[i]].tolist())
             entries = None
             if logprobs is not None and request.params.logprobs is not None:
-                entries = tuple(self._entry(logprobs[i, j], tokens[j], request.params.logprobs) for j in range(count))
-            results.append(RowResult(request, epoch, tokens, not packed[i, 1], entries))
+                entries = _entries(logprobs[i], tokens, request.params.logprobs)
+            results.append(RowResult(request, epoch, tokens, not bad[i], entries))
         return results
 
-    def _entry(self, row: np.ndarray, token: int, wanted: int) -> dict[int, Logprob]:
-        """The chosen token first, then the `wanted` best of the vocabulary, as vLLM orders them."""
-        k = self._logprobs_k
-        values, ids = row[2 : 2 + k].view(np.float32), row[2 + k :]
-        entry = {token: Logprob(token, float(row[:1].view(np.float32)[0]), int(row[1]))}
-        for rank in range(min(wanted, k)):
-            entry.setdefault(int(ids[rank]), Logprob(int(ids[rank]), float(values[rank]), rank + 1))
-        return entry
+
+def _entries(logprobs: np.ndarray, tokens: Sequence[int], wanted: int) -> tuple[dict[int, Logprob], ...]:
+    """For each token itself first, then the `wanted` best of the vocabulary, as vLLM orders them."""
+    chosen, ranks, values, ids = (part.tolist() for part in PackedLogprobs(logprobs).unpacked())
+    entries = []
+    for i, token in enumerate(tokens):
+        entry = {token: Logprob(token, chosen[i], ranks[i])}
+        for rank, (other, value) in enumerate(zip(ids[i][:wanted], values[i], strict=False), start=1):
+            entry.setdefault(other, Logprob(other, value, rank))
+        entries.append(entry)
+    return tuple(entries)

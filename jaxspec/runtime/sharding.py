@@ -24,6 +24,7 @@ from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import SPLIT, Transformer, tensor_parallel
 from jaxspec.speculation.drafter import Drafter
+from jaxspec.speculation.layouts import Batch
 from jaxspec.speculation.round import Drafted, Forward, RoundSpec, round_fn
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import Tier
@@ -176,7 +177,7 @@ class AbstractRound:
     """A round's function and its arguments as sharded shapes, ready to be lowered.
 
     Attributes:
-      arguments: of a round: (target, drafter's parameters, DecodeState, plan).
+      arguments: of a round: (target, drafter's parameters, DecodeState, Batch).
     """
 
     spec: RoundSpec
@@ -191,9 +192,9 @@ class AbstractRound:
         """
         fn = round_fn(self.spec, tier, sampled)
         jitted = jax.jit(fn, donate_argnums=2, out_shardings=self.placement.round_results(sampled))
-        target, draft_params, state, plan = self.arguments
+        target, draft_params, state, batch = self.arguments
         with self.placement.ambient():
-            traced = jitted.trace(target, draft_params if tier.depth else (), state, plan)
+            traced = jitted.trace(target, draft_params if tier.depth else (), state, batch)
             return traced.lower(lowering_platforms=None if platforms is None else tuple(platforms))
 
 
@@ -220,8 +221,8 @@ def abstract_round(
 
     state = jax.eval_shape(empty)
     place = Placement.of(mesh, target, draft_params, state)
-    plan = jax.ShapeDtypeStruct((bucket, geo.plan_width), jnp.int32, sharding=place.replicated)
+    batch = jax.ShapeDtypeStruct((bucket, Batch.width(geo)), jnp.int32, sharding=place.replicated)
     arguments = (
-        abstract(target, place.target), abstract(draft_params, place.draft_params), abstract(state, place.state), plan,
+        abstract(target, place.target), abstract(draft_params, place.draft_params), abstract(state, place.state), batch,
     )  # fmt: skip
     return AbstractRound(RoundSpec(graph, cfg, geo, drafter, rejection), place, arguments)

@@ -14,15 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.speculation.round import (
-    Drafted,
-    Forward,
-    RoundSpec,
-    draft_phase,
-    forward_phase,
-    grow_tables,
-    settle_phase,
-)
+from jaxspec.speculation.layouts import Batch
+from jaxspec.speculation.round import Drafted, Forward, Phases, RoundSpec, forward_phase, grow_tables
 from jaxspec.speculation.state import DecodeState, Rows
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.speculation.verifier import verifies_in_xla
@@ -32,14 +25,15 @@ from jaxspec.tier import Tier
 def draft_fn(spec: RoundSpec, tier: Tier) -> Callable[..., tuple[DecodeState, Drafted, jax.Array]]:
     """The traced function that drafts.
 
-    Takes (draft state, DecodeState, plan_BX as round_fn's, allowed_BDW as Rows') and returns the state with the
+    Takes (draft state, DecodeState, batch_BX as round_fn's, allowed_BDW as Rows') and returns the state with the
     drafter's part and the page tables brought forward, the drafts, and tokens and parents for the host, [B, 2, N].
     """
 
-    def run(draft_params: Any, state: DecodeState, plan_BX: jax.Array, allowed_BDW: jax.Array) -> Any:
-        state = grow_tables(state, plan_BX)
-        rows = dataclasses.replace(Rows.gather(state, plan_BX[:, 0], spec.geo), allowed_BDW=allowed_BDW)
-        draft_state, drafted = draft_phase(spec, tier, True, draft_params, state, rows)
+    def run(draft_params: Any, state: DecodeState, batch_BX: jax.Array, allowed_BDW: jax.Array) -> Any:
+        batch = Batch(batch_BX)
+        state = grow_tables(state, batch)
+        rows = dataclasses.replace(Rows.gather(state, batch.slot_B, spec.geo), allowed_BDW=allowed_BDW)
+        draft_state, drafted = Phases(spec, tier, True).draft(draft_params, state, rows)
         shown = jnp.stack([drafted.tree.tokens_BN, drafted.tree.parents_BN], axis=1)
         return dataclasses.replace(state, draft=draft_state), drafted, shown
 
@@ -49,14 +43,14 @@ def draft_fn(spec: RoundSpec, tier: Tier) -> Callable[..., tuple[DecodeState, Dr
 def forward_fn(spec: RoundSpec) -> Callable[..., Forward]:
     """The traced function of the target over trees, the same for every tier of as many nodes.
 
-    Takes (target state, DecodeState after `draft_fn`, plan_BX, tokens_BN, depths_BN, ancestors_BNN).
+    Takes (target state, DecodeState after `draft_fn`, batch_BX, tokens_BN, depths_BN, ancestors_BNN).
     """
 
     def run(
-        target: Any, state: DecodeState, plan_BX: jax.Array, tokens_BN: jax.Array, depths_BN: jax.Array,
+        target: Any, state: DecodeState, batch_BX: jax.Array, tokens_BN: jax.Array, depths_BN: jax.Array,
         ancestors_BNN: jax.Array,
     ) -> Forward:  # fmt: skip
-        rows = Rows.gather(state, plan_BX[:, 0], spec.geo)
+        rows = Rows.gather(state, Batch(batch_BX).slot_B, spec.geo)
         return forward_phase(spec, target, state, rows, tokens_BN, depths_BN, ancestors_BNN)
 
     return run
@@ -65,13 +59,14 @@ def forward_fn(spec: RoundSpec) -> Callable[..., Forward]:
 def settle_fn(spec: RoundSpec, tier: Tier) -> Callable[..., tuple[DecodeState, jax.Array, jax.Array]]:
     """The traced function that verifies and commits.
 
-    Takes (DecodeState after `draft_fn`, plan_BX, Drafted, Forward, allowed_BNW as round_fn's) and returns the
+    Takes (DecodeState after `draft_fn`, batch_BX, Drafted, Forward, allowed_BNW as round_fn's) and returns the
     new DecodeState, the packed result and the path's nodes [B, depth + 1].
     """
 
-    def run(state: DecodeState, plan_BX: jax.Array, drafted: Drafted, forward: Forward, allowed_BNW: jax.Array) -> Any:
-        rows = Rows.gather(state, plan_BX[:, 0], spec.geo)
-        return settle_phase(spec, tier, True, state, rows, plan_BX[:, 1], drafted, forward, allowed_BNW)
+    def run(state: DecodeState, batch_BX: jax.Array, drafted: Drafted, forward: Forward, allowed_BNW: jax.Array) -> Any:
+        batch = Batch(batch_BX)
+        rows = Rows.gather(state, batch.slot_B, spec.geo)
+        return Phases(spec, tier, True).settle(state, rows, batch.cap_B, drafted, forward, allowed_BNW)
 
     return run
 

@@ -1,9 +1,8 @@
 """The round: draft -> target forward over the tree -> verify -> commit -> extend, as one traced function.
 
-Its phases are functions of their own: `guided` runs them with the host in between.
+Its phases stand on their own: `guided` runs them with the host in between.
 
-Owns the order of things on the device and the layout of what the host reads. Must not
-know requests, policies or compilation.
+Owns the order of things on the device. Must not know requests, policies or compilation.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from flax import nnx
 from jaxspec.cache import TreeKV, commit
 from jaxspec.models.base import ModelConfig
 from jaxspec.speculation.drafter import Drafter
+from jaxspec.speculation.layouts import Batch, Chunk, Packed, PackedLogprobs
 from jaxspec.speculation.sampling import SamplingState, adjust_logits, restrict_logits, top_logprobs
 from jaxspec.speculation.state import DecodeState, Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
@@ -28,9 +28,6 @@ from jaxspec.speculation.verifier import verifies_in_xla, verify
 from jaxspec.tier import PLAIN, Tier
 from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise
 from pallas_kernels.rejection_sampling.reference import Verdict
-
-#: Columns of a packed result before the tokens: how many tokens, and whether the logits were not finite.
-HEADER = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +59,9 @@ class RoundSpec:
         return self.rejection and sampled and tier.depth > 0 and tier.is_chain and can
 
 
-def _plain_tree(rows: Rows) -> DraftTree:
-    return DraftTree.chain(rows.root_B[:, None])
-
-
-def grow_tables(state: DecodeState, plan_BX: jax.Array) -> DecodeState:
+def grow_tables(state: DecodeState, batch: Batch[jax.Array]) -> DecodeState:
     """Writes the pages that the host granted into the rows' tables."""
-    slot, first, pages = plan_BX[:, 0], plan_BX[:, 2], plan_BX[:, 3:]
+    slot, first, pages = batch.slot_B, batch.first_B, batch.pages_BP
     column = first[:, None] + jnp.arange(pages.shape[1])[None, :]
     table = state.table_SM.at[slot[:, None], column].set(pages, mode="drop")
     return dataclasses.replace(state, table_SM=table)
@@ -105,10 +98,6 @@ class Forward:
 # The phases of a round.
 
 
-def _sampling_of(state: DecodeState, rows: Rows, sampled: bool) -> SamplingState | None:
-    return state.sampling.rows(rows.slot_B) if sampled else None
-
-
 def _target_noise(sampling: SamplingState, rows: Rows, count: int, vocab_size: int) -> jax.Array:
     """The target's noise of the next `count` positions, [B, count, V]; zeros where every row is greedy.
 
@@ -121,25 +110,6 @@ def _target_noise(sampling: SamplingState, rows: Rows, count: int, vocab_size: i
         lambda: gumbel_noise(sampling.seed_S, position_BD, vocab_size, Purpose.TARGET),
         lambda: jnp.zeros(shape, jnp.float32),
     )
-
-
-def draft_phase(
-    spec: RoundSpec, tier: Tier, sampled: bool, draft_params: Any, state: DecodeState, rows: Rows
-) -> tuple[Any, Drafted]:
-    """The drafter's new state, and its tree."""
-    depth, drafter = tier.depth, spec.drafter
-    sampling = _sampling_of(state, rows, sampled)
-    # Typical acceptance asks how probable a draft is: then drafts are the likeliest tokens, not the noise's choice.
-    coupled = sampling if spec.typical is None else None
-    noise = None
-    if coupled is not None and verifies_in_xla(spec.geo.kernels):
-        noise = _target_noise(coupled, rows, depth + 1, spec.config.vocab_size)
-    if depth == 0 or drafter is None:
-        return state.draft, Drafted(_plain_tree(rows), noise)
-    sample = spec.draws_drafts(tier, sampled)
-    shared = None if noise is None or sample else noise[:, :depth]
-    tree, draft_state = drafter.draft(draft_params, state.draft, rows, state.tokens_SL, tier, coupled, shared, sample)
-    return draft_state, Drafted(tree, noise)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -157,60 +127,87 @@ def forward_phase(
     return Forward(model.logits(hidden), kv.stacked(), aux)
 
 
-def settle_phase(
-    spec: RoundSpec, tier: Tier, sampled: bool, state: DecodeState, rows: Rows, cap_B: jax.Array, drafted: Drafted,
-    forward: Forward, allowed_BNW: jax.Array | None,
-) -> tuple[DecodeState, jax.Array, jax.Array]:  # fmt: skip
-    """Verifies and commits: (state, packed, path_BD)."""
-    tree, geo = drafted.tree, spec.geo
-    adjusted = forward.logits_BNV
-    sampling = _sampling_of(state, rows, sampled)
-    if sampling is not None:
-        position_BN = rows.length_B[:, None] + 1 + tree.depths_BN
-        adjusted = adjust_logits(adjusted, sampling, position_BN, tree.tokens_BN, tree.ancestors_BNN)
-    if allowed_BNW is not None:
-        adjusted = restrict_logits(adjusted, allowed_BNW)
-    verdict = verify(
-        tree, adjusted, sampling, rows.length_B + 1, tier,
-        noise_BDV=drafted.noise_BDV, kernels=geo.kernels, typical=spec.typical,
-    )  # fmt: skip
-    if tier.depth:
-        verdict = _at_most(verdict, cap_B, tree)
-    state, emitted = _commit_round(spec, tier, state, rows, tree, verdict, forward.kv_LBNGc, forward.aux_BNA, sampled)
-    bad = 1 - verdict.finite_B.astype(jnp.int32)
-    packed = jnp.concatenate([(verdict.num_accepted_B + 1)[:, None], bad[:, None], emitted], axis=1)
-    return state, packed, verdict.path_BD
+@dataclasses.dataclass(frozen=True)
+class Phases:
+    """What comes before and after the target's forward in a round of one (tier, greedy or sampled)."""
 
+    spec: RoundSpec
+    tier: Tier
+    sampled: bool
 
-def round_fn(
-    spec: RoundSpec, tier: Tier, sampled: bool
-) -> Callable[..., tuple[DecodeState, jax.Array, tuple[jax.Array, jax.Array] | None]]:
-    """The traced function of one (tier, greedy or sampled); the bucket is plan_BX's first axis.
+    def _sampling(self, state: DecodeState, rows: Rows) -> SamplingState | None:
+        return state.sampling.rows(rows.slot_B) if self.sampled else None
 
-    The result takes (target state, draft state, DecodeState, plan_BX, allowed_BNW) and returns the new
-    DecodeState, the packed int32 [B, HEADER + depth + 1], and for sampled batches the raw
-    logits with the path's nodes, from which `logprobs_fn` reads.
+    def draft(self, draft_params: Any, state: DecodeState, rows: Rows) -> tuple[Any, Drafted]:
+        """The drafter's new state, and its tree."""
+        spec, tier, drafter = self.spec, self.tier, self.spec.drafter
+        # Typical acceptance asks how probable a draft is: then drafts are the likeliest tokens, not the noise's choice.
+        sampling = self._sampling(state, rows)
+        coupled = sampling if spec.typical is None else None
+        noise = None
+        if coupled is not None and verifies_in_xla(spec.geo.kernels):
+            noise = _target_noise(coupled, rows, tier.depth + 1, spec.config.vocab_size)
+        if tier.depth == 0 or drafter is None:
+            return state.draft, Drafted(DraftTree.chain(rows.root_B[:, None]), noise)
+        sample = spec.draws_drafts(tier, self.sampled)
+        shared = None if noise is None or sample else noise[:, : tier.depth]
+        tree, draft = drafter.draft(draft_params, state.draft, rows, state.tokens_SL, tier, coupled, shared, sample)
+        return draft, Drafted(tree, noise)
 
-    plan_BX: int32 [B, Geometry.plan_width]: slot, most drafts to accept, first table entry to fill, pages (P for none).
-    allowed_BNW: which tokens each node may be followed by, int32 sets of bits; None: any. Masks of drafted nodes are
-    only known once there are drafts: such rounds run in parts (`guided`).
-    """
+    def settle(
+        self, state: DecodeState, rows: Rows, cap_B: jax.Array, drafted: Drafted, forward: Forward,
+        allowed_BNW: jax.Array | None,
+    ) -> tuple[DecodeState, jax.Array, jax.Array]:  # fmt: skip
+        """Verifies and commits: (state, packed, path_BD)."""
+        spec, tier, tree = self.spec, self.tier, drafted.tree
+        adjusted = forward.logits_BNV
+        sampling = self._sampling(state, rows)
+        if sampling is not None:
+            position_BN = rows.length_B[:, None] + 1 + tree.depths_BN
+            adjusted = adjust_logits(adjusted, sampling, position_BN, tree.tokens_BN, tree.ancestors_BNN)
+        if allowed_BNW is not None:
+            adjusted = restrict_logits(adjusted, allowed_BNW)
+        verdict = verify(
+            tree, adjusted, sampling, rows.length_B + 1, tier,
+            noise_BDV=drafted.noise_BDV, kernels=spec.geo.kernels, typical=spec.typical,
+        )  # fmt: skip
+        if tier.depth:
+            verdict = _at_most(verdict, cap_B, tree)
+        state, emitted = self._commit(state, rows, tree, verdict, forward)
+        bad_B = 1 - verdict.finite_B.astype(jnp.int32)
+        return state, Packed.of((verdict.num_accepted_B + 1)[:, None], bad_B, emitted), verdict.path_BD
 
-    def run(
-        target: Any, draft_params: Any, state: DecodeState, plan_BX: jax.Array, allowed_BNW: jax.Array | None = None
-    ) -> Any:
-        state = grow_tables(state, plan_BX)
-        rows = Rows.gather(state, plan_BX[:, 0], spec.geo)
-        draft_state, drafted = draft_phase(spec, tier, sampled, draft_params, state, rows)
-        tree = drafted.tree
-        forward = forward_phase(spec, target, state, rows, tree.tokens_BN, tree.depths_BN, tree.ancestors_BNN)
-        state = dataclasses.replace(state, draft=draft_state)
-        state, packed, path = settle_phase(
-            spec, tier, sampled, state, rows, plan_BX[:, 1], drafted, forward, allowed_BNW
+    def _commit(
+        self, state: DecodeState, rows: Rows, tree: DraftTree, verdict: Verdict, forward: Forward
+    ) -> tuple[DecodeState, jax.Array]:
+        """Scatters the accepted path into the pool and the text; returns the emitted tokens [B, depth + 1]."""
+        geo, drafter = self.spec.geo, self.spec.drafter
+        path, accepted = verdict.path_BD, verdict.num_accepted_B
+        kv_LBNGc, aux_BNA = forward.kv_LBNGc, forward.aux_BNA
+        if not self.tier.is_chain:
+            kv_LBNGc = jnp.take_along_axis(kv_LBNGc, path[None, :, :, None, None], axis=2)
+            aux_BNA = None if aux_BNA is None else jnp.take_along_axis(aux_BNA, path[:, :, None], axis=1)
+        step = jnp.arange(self.tier.depth + 1)[None, :]
+        count = accepted + 1
+        position = rows.length_B[:, None] + step
+        write = (step < count[:, None]) & rows.valid_B[:, None]
+        ready_B = verdict.next_token_B >= 0
+        pages = commit(state.pages, kv_LBNGc, rows.table_BM, position, write, geo.num_pages, ready_B=ready_B)
+
+        following = jnp.take_along_axis(tree.tokens_BN, jnp.concatenate([path[:, 1:], path[:, :1]], axis=1), axis=1)
+        emitted = jnp.where(step == accepted[:, None], verdict.next_token_B[:, None], following)
+        slot = jnp.where(write, rows.slot_B[:, None], geo.slots)
+        tokens = state.tokens_SL.at[slot, position + 1].set(emitted, mode="drop")
+        length = state.length_S.at[rows.slot_B].add(jnp.where(rows.valid_B, count, 0), mode="drop")
+        draft = state.draft if drafter is None else drafter.extend(state.draft, rows, aux_BNA, count)
+        sampling = state.sampling
+        if self.sampled:
+            counts = sampling.counts_SV.at[slot, emitted].add(1, mode="drop")
+            sampling = dataclasses.replace(sampling, counts_SV=counts)
+        state = dataclasses.replace(
+            state, pages=pages, tokens_SL=tokens, length_S=length, draft=draft, sampling=sampling
         )
-        return state, packed, (forward.logits_BNV, path) if sampled else None
-
-    return run
+        return state, jnp.where(write, emitted, -1)
 
 
 def _at_most(verdict: Verdict, cap_B: jax.Array, tree: DraftTree) -> Verdict:
@@ -222,56 +219,53 @@ def _at_most(verdict: Verdict, cap_B: jax.Array, tree: DraftTree) -> Verdict:
     return verdict._replace(num_accepted_B=jnp.minimum(verdict.num_accepted_B, cap_B), next_token_B=token)
 
 
-def _commit_round(
-    spec: RoundSpec, tier: Tier, state: DecodeState, rows: Rows, tree: DraftTree, verdict: Verdict,
-    kv_LBNGc: jax.Array, aux_BNA: jax.Array | None, sampled: bool,
-) -> tuple[DecodeState, jax.Array]:  # fmt: skip
-    """Scatters the accepted path into the pool and the text; returns the emitted tokens [B, depth + 1]."""
-    geo, path, accepted = spec.geo, verdict.path_BD, verdict.num_accepted_B
-    width = tier.depth + 1
-    if not tier.is_chain:
-        kv_LBNGc = jnp.take_along_axis(kv_LBNGc, path[None, :, :, None, None], axis=2)
-        aux_BNA = None if aux_BNA is None else jnp.take_along_axis(aux_BNA, path[:, :, None], axis=1)
-    step = jnp.arange(width)[None, :]
-    count = accepted + 1
-    position = rows.length_B[:, None] + step
-    write = (step < count[:, None]) & rows.valid_B[:, None]
-    ready_B = verdict.next_token_B >= 0
-    pages = commit(state.pages, kv_LBNGc, rows.table_BM, position, write, geo.num_pages, ready_B=ready_B)
+def round_fn(
+    spec: RoundSpec, tier: Tier, sampled: bool
+) -> Callable[..., tuple[DecodeState, jax.Array, tuple[jax.Array, jax.Array] | None]]:
+    """The traced function of one (tier, greedy or sampled); the bucket is batch_BX's first axis.
 
-    following = jnp.take_along_axis(tree.tokens_BN, jnp.concatenate([path[:, 1:], path[:, :1]], axis=1), axis=1)
-    emitted = jnp.where(step == accepted[:, None], verdict.next_token_B[:, None], following)
-    slot = jnp.where(write, rows.slot_B[:, None], geo.slots)
-    tokens = state.tokens_SL.at[slot, position + 1].set(emitted, mode="drop")
-    length = state.length_S.at[rows.slot_B].add(jnp.where(rows.valid_B, count, 0), mode="drop")
-    draft = state.draft
-    if spec.drafter is not None:
-        draft = spec.drafter.extend(draft, rows, aux_BNA, count)
-    sampling = state.sampling
-    if sampled:
-        counts = sampling.counts_SV.at[slot, emitted].add(1, mode="drop")
-        sampling = dataclasses.replace(sampling, counts_SV=counts)
-    state = dataclasses.replace(state, pages=pages, tokens_SL=tokens, length_S=length, draft=draft, sampling=sampling)
-    return state, jnp.where(write, emitted, -1)
+    The result takes (target state, draft state, DecodeState, batch_BX, allowed_BNW) and returns the new
+    DecodeState, the `Packed` tokens [B, depth + 1], and for sampled batches the raw logits with the path's nodes,
+    from which `logprobs_fn` reads.
+
+    batch_BX: a `Batch`.
+    allowed_BNW: which tokens each node may be followed by, int32 sets of bits; None: any. Masks of drafted nodes are
+    only known once there are drafts: such rounds run in parts (`guided`).
+    """
+    phases = Phases(spec, tier, sampled)
+
+    def run(
+        target: Any, draft_params: Any, state: DecodeState, batch_BX: jax.Array, allowed_BNW: jax.Array | None = None
+    ) -> Any:
+        batch = Batch(batch_BX)
+        state = grow_tables(state, batch)
+        rows = Rows.gather(state, batch.slot_B, spec.geo)
+        draft_state, drafted = phases.draft(draft_params, state, rows)
+        tree = drafted.tree
+        forward = forward_phase(spec, target, state, rows, tree.tokens_BN, tree.depths_BN, tree.ancestors_BNN)
+        state = dataclasses.replace(state, draft=draft_state)
+        state, packed, path = phases.settle(state, rows, batch.cap_B, drafted, forward, allowed_BNW)
+        return state, packed, (forward.logits_BNV, path) if sampled else None
+
+    return run
 
 
 def prefill_fn(spec: RoundSpec) -> Callable[..., tuple[DecodeState, jax.Array, tuple[jax.Array, jax.Array]]]:
     """The traced function of a prompt chunk of one slot; its length is the chunk bucket, static.
 
-    The result takes (target state, draft state, DecodeState, plan int32 [3], what the token after
-    the chunk may be as an int32 set of bits [1, W] or None, chunk length as a static range) with
-    plan = (slot, real tokens, whether it ends the prompt). The tokens are in the DecodeState
-    already. It samples the token after the chunk where that ends the prompt, with the same rule
-    as every other token.
+    The result takes (target state, draft state, DecodeState, a `Chunk`, what the token after the chunk may be as an
+    int32 set of bits [1, W] or None, chunk length as a static range). The tokens are in the DecodeState already. It
+    samples the token after the chunk where that ends the prompt, with the same rule as every other token.
     """
     geo, drafter = spec.geo, spec.drafter
 
     def run(
-        target: Any, draft_params: Any, state: DecodeState, plan: jax.Array, allowed_BW: jax.Array | None = None, *,
+        target: Any, draft_params: Any, state: DecodeState, chunk_X: jax.Array, allowed_BW: jax.Array | None = None, *,
         size: int,
     ) -> Any:  # fmt: skip
         model = nnx.merge(spec.graph, target)
-        slot_B, count_B, last_B = plan[None, 0], plan[None, 1], plan[None, 2] > 0
+        chunk = Chunk(chunk_X)
+        slot_B, count_B, last_B = chunk.slot_B, chunk.count_B, chunk.last_B > 0
         rows = Rows.gather(state, slot_B, geo)
         index = rows.length_B[:, None] + jnp.arange(size)[None, :]
         real = jnp.arange(size)[None, :] < count_B[:, None]
@@ -306,8 +300,8 @@ def prefill_fn(spec: RoundSpec) -> Callable[..., tuple[DecodeState, jax.Array, t
                 state.sampling, counts_SV=state.sampling.counts_SV.at[into, token].add(1, mode="drop")
             ),
         )
-        bad = 1 - verdict.finite_B.astype(jnp.int32)
-        packed = jnp.concatenate([jnp.ones((1, 1), jnp.int32), bad[:, None], token], axis=1)
+        bad_B = 1 - verdict.finite_B.astype(jnp.int32)
+        packed = Packed.of(jnp.ones((1, 1), jnp.int32), bad_B, token)
         return state, packed, (logits, jnp.zeros((1, 1), jnp.int32))
 
     return run
@@ -316,13 +310,14 @@ def prefill_fn(spec: RoundSpec) -> Callable[..., tuple[DecodeState, jax.Array, t
 def catch_up_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
     """The traced function that lets the drafter consume what rounds without drafting left behind.
 
-    Takes (draft state, DecodeState, plan_BX as round_fn's).
+    Takes (draft state, DecodeState, batch_BX as round_fn's).
     """
 
-    def run(draft_params: Any, state: DecodeState, plan_BX: jax.Array) -> DecodeState:
+    def run(draft_params: Any, state: DecodeState, batch_BX: jax.Array) -> DecodeState:
         assert spec.drafter is not None
-        state = grow_tables(state, plan_BX)
-        rows = Rows.gather(state, plan_BX[:, 0], spec.geo)
+        batch = Batch(batch_BX)
+        state = grow_tables(state, batch)
+        rows = Rows.gather(state, batch.slot_B, spec.geo)
         return dataclasses.replace(state, draft=spec.drafter.catch_up(draft_params, state.draft, rows, state.tokens_SL))
 
     return run
@@ -368,18 +363,14 @@ def admit_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
 def logprobs_fn(k: int) -> Callable[..., jax.Array]:
     """The traced function that reads log-probabilities of a finished round.
 
-    Takes (logits_BNV, path_BD, packed) and returns int32 [B, D, 2 + 2k]: the emitted token's
-    log-probability (bits of a float32) and rank, the k best log-probabilities (bits), their ids.
+    Takes (logits_BNV, path_BD, packed) and returns `PackedLogprobs`.
     """
 
     def run(logits_BNV: jax.Array, path_BD: jax.Array, packed: jax.Array) -> jax.Array:
         b, d = path_BD.shape
         v = logits_BNV.shape[-1]
         at = jnp.take_along_axis(logits_BNV, path_BD[:, :, None], axis=1).reshape(b * d, v)
-        tokens = jnp.clip(packed[:, HEADER:], 0, v - 1).reshape(b * d)
-        chosen, rank, values, ids = top_logprobs(at, tokens, min(k, v))
-        bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)
-        out = jnp.concatenate([bits(chosen)[:, None], rank[:, None], bits(values), ids], axis=1)
-        return out.reshape(b, d, -1)
+        tokens = jnp.clip(Packed(packed).tokens_BD, 0, v - 1).reshape(b * d)
+        return PackedLogprobs.of(*top_logprobs(at, tokens, min(k, v))).reshape(b, d, -1)
 
     return run

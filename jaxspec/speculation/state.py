@@ -45,11 +45,6 @@ class Geometry:
         """Most pages that the scheduler grants a row before one round (SchedulerConfig.growth_pages)."""
         return -(-(self.max_depth + 1) // self.page_size) + 1
 
-    @property
-    def plan_width(self) -> int:
-        """Columns of a round's plan: slot, most drafts to accept, first table entry to fill, the pages to fill in."""
-        return 3 + self.max_new_pages
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jaxspec.models.base import ModelConfig
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.ngram import NgramDrafter
 from jaxspec.speculation.drafters.proposals import Ranking, path_independent, propose
+from jaxspec.speculation.layouts import Batch
 from jaxspec.speculation.round import RoundSpec, round_fn
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import DecodeState, Geometry
@@ -150,16 +151,14 @@ class Markov:
             return AutoregressiveDrafter(self.core, self.geo)
         return NgramDrafter(V) if kind == "ngram" else ParallelTable(self.draft)
 
-    def plan(self, slots: Sequence[int] | None = None) -> np.ndarray:
-        """A plan without new pages for these slots (all by default); `self.slots` is padding."""
+    def batch(self, slots: Sequence[int] | None = None) -> np.ndarray:
+        """A batch without new pages for these slots (all by default); `self.slots` is padding."""
         slots = range(self.slots) if slots is None else slots
-        plan = np.full((len(slots), self.geo.plan_width), self.geo.num_pages, np.int32)
-        plan[:, 0], plan[:, 1], plan[:, 2] = slots, self.geo.max_depth, self.pages_per_seq
-        return plan
+        return Batch.of(self.geo, len(slots), [(s, self.geo.max_depth, self.pages_per_seq, ()) for s in slots]).array
 
     def run(
         self, state: DecodeState, tier: Tier, *, kind: str = "draft", rejection: bool = False, sampled: bool = True,
-        plan: np.ndarray | None = None, draft_params: Any = None,
+        batch: np.ndarray | None = None, draft_params: Any = None,
     ) -> tuple[DecodeState, np.ndarray]:  # fmt: skip
         """One round; (state, packed)."""
         key = (tier, kind, rejection, sampled)
@@ -170,8 +169,8 @@ class Markov:
         stateless = kind != "draft"
         if stateless:
             cache, state = state.draft, dataclasses.replace(state, draft=())
-        plan = self.plan() if plan is None else plan
-        after, packed, _ = self._jitted[key](self.params, () if stateless else params, state, plan)
+        batch = self.batch() if batch is None else batch
+        after, packed, _ = self._jitted[key](self.params, () if stateless else params, state, batch)
         return (dataclasses.replace(after, draft=cache) if stateless else after), np.asarray(packed)
 
     def generate(self, state: DecodeState, tier: Tier, count: int, **options: Any) -> tuple[np.ndarray, DecodeState]:

@@ -24,6 +24,7 @@ from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.cores import DraftModelCore
 from jaxspec.speculation.drafters.ngram import NgramDrafter
 from jaxspec.speculation.drafters.proposals import Ranking
+from jaxspec.speculation.layouts import Batch
 from jaxspec.speculation.round import RoundSpec, prefill_fn, round_fn
 from jaxspec.speculation.sampling import restrict_logits, unpack_bits
 from jaxspec.speculation.state import DecodeState, Geometry, Rows
@@ -73,21 +74,21 @@ class Parts:
 
     def run(self, state: DecodeState, free: np.ndarray, follow: np.ndarray = FOLLOW) -> tuple[DecodeState, np.ndarray]:
         """One guided round: (state, packed)."""
-        plan = self.rounds.plan()
+        batch = self.rounds.batch()
         if self.tier.depth == 0:
             length = np.asarray(state.length_S)
             root = np.asarray(state.tokens_SL)[np.arange(len(length)), length]
             masks = np.where(free, -1, follow[root]).astype(np.int32)[:, None, None]
-            state, packed, _ = self.whole(self.rounds.params, self.params, state, plan, masks)
+            state, packed, _ = self.whole(self.rounds.params, self.params, state, batch, masks)
             return state, np.asarray(packed)
-        ahead = self.ahead(state, free) if follow is FOLLOW else np.full((len(plan), self.tier.depth, 1), -1, np.int32)
-        state, drafted, shown = self.draft(self.params, state, plan, ahead)
+        ahead = self.ahead(state, free) if follow is FOLLOW else np.full((len(batch), self.tier.depth, 1), -1, np.int32)
+        state, drafted, shown = self.draft(self.params, state, batch, ahead)
         tree = drafted.tree
-        forward = self.forward(self.rounds.params, state, plan, tree.tokens_BN, tree.depths_BN, tree.ancestors_BNN)
+        forward = self.forward(self.rounds.params, state, batch, tree.tokens_BN, tree.depths_BN, tree.ancestors_BNN)
         np.testing.assert_array_equal(shown, np.stack([tree.tokens_BN, tree.parents_BN], axis=1))
         tokens = np.minimum(np.asarray(shown)[:, 0], V - 1)
         masks = np.where(free[:, None], -1, follow[tokens]).astype(np.int32)[:, :, None]
-        state, packed, _ = self.settle(state, plan, drafted, forward, masks)
+        state, packed, _ = self.settle(state, batch, drafted, forward, masks)
         return state, np.asarray(packed)
 
 
@@ -114,7 +115,7 @@ def expected(markov: Callable[[int], Any], parts: Callable[..., Parts]) -> np.nd
         state = rounds.state(**FIELDS)
         first = int(state.length_S[0]) + 1
         for _ in range(COUNT):
-            state, _, _ = parts("draft", PLAIN).whole(params, (), state, rounds.plan())
+            state, _, _ = parts("draft", PLAIN).whole(params, (), state, rounds.batch())
         out[rows] = np.asarray(state.tokens_SL)[rows, first : first + COUNT]
     return out
 
@@ -126,7 +127,7 @@ def test_parts_leave_what_a_whole_round_leaves(parts: Callable[..., Parts], kind
     rounds = parts(kind, tier)
     whole = in_parts = rounds.inside(rounds.rounds.state(**FIELDS))
     for _ in range(3):
-        whole, packed, _ = rounds.whole(rounds.rounds.params, rounds.params, whole, rounds.rounds.plan())
+        whole, packed, _ = rounds.whole(rounds.rounds.params, rounds.params, whole, rounds.rounds.batch())
         in_parts, other = rounds.run(in_parts, np.zeros(SLOTS, bool), np.full(V, -1, np.int32))
         np.testing.assert_array_equal(packed, other)
         jax.tree.map(np.testing.assert_array_equal, whole, in_parts)
@@ -201,7 +202,7 @@ def test_drafts_keep_to_what_is_allowed_ahead(parts: Callable[..., Parts], kind:
     state = rounds.inside(rounds.rounds.state(**FIELDS))
     ahead = rounds.ahead(state, np.zeros(SLOTS, bool))
     assert ahead[0, :, 0].tolist() == [FOLLOW[1], FOLLOW[2], FOLLOW[4]]
-    _, drafted, _ = rounds.draft(rounds.params, state, rounds.rounds.plan(), ahead)
+    _, drafted, _ = rounds.draft(rounds.params, state, rounds.rounds.batch(), ahead)
     tokens, parents = np.asarray(drafted.tree.tokens_BN), np.asarray(drafted.tree.parents_BN)
     for row in range(SLOTS):
         first = int(np.flatnonzero((parents[row] == 0) & (tokens[row] == 2) & (np.arange(tier.num_nodes) > 0))[0])
@@ -268,7 +269,7 @@ def test_no_part_copies_a_pool_and_shapes_are_as_foretold():
     state = jax.eval_shape(lambda: DecodeState.empty(target.config, GEO, jnp.float32, drafter.init_state(GEO)))
     pool = min(x.size * x.dtype.itemsize for x in (state.pages, state.draft.pages))
     i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-    plan = i32(2, GEO.plan_width)
+    batch = i32(2, Batch.width(GEO))
 
     def check(fn: Any, donate: int | None, *args: Any, **static: Any) -> Any:
         donated = () if donate is None else (donate,)
@@ -284,10 +285,10 @@ def test_no_part_copies_a_pool_and_shapes_are_as_foretold():
     drafted, forward = guided.parts(spec, tier, 2, jnp.dtype(jnp.float32))
     tree = drafted.tree
     same = lambda a, b: jax.tree.map(lambda x, y: x.shape == y.shape and x.dtype == y.dtype, a, b)
-    out = check(guided.draft_fn(spec, tier), 1, core.params, state, plan, i32(2, 2, 1))
+    out = check(guided.draft_fn(spec, tier), 1, core.params, state, batch, i32(2, 2, 1))
     assert jax.tree.all(same(drafted, out[1]))
-    out = check(guided.forward_fn(spec), None, params, state, plan, tree.tokens_BN, tree.depths_BN, tree.ancestors_BNN)
+    out = check(guided.forward_fn(spec), None, params, state, batch, tree.tokens_BN, tree.depths_BN, tree.ancestors_BNN)
     assert jax.tree.all(same(forward, out))
-    check(guided.settle_fn(spec, tier), 0, state, plan, drafted, forward, i32(2, 5, 1))
-    check(round_fn(spec, PLAIN, True), 2, params, (), state, plan, i32(2, 1, 1))
+    check(guided.settle_fn(spec, tier), 0, state, batch, drafted, forward, i32(2, 5, 1))
+    check(round_fn(spec, PLAIN, True), 2, params, (), state, batch, i32(2, 1, 1))
     check(prefill_fn(spec), 2, params, core.params, state, i32(3), i32(1, 1), size=16)

@@ -13,6 +13,7 @@ from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.cores import DraftModelCore, HeadCore
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.drafters.parallel import ParallelDrafter
+from jaxspec.speculation.layouts import Batch
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import PLAIN, Tier
 
@@ -40,9 +41,9 @@ def temp_and_smallest_pool(compiled, state) -> tuple[int, int]:
 
 def check_round(setting, tier):
     spec, target, draft, state = setting
-    plan = jax.ShapeDtypeStruct((2, GEO.plan_width), jnp.int32)
+    batch = jax.ShapeDtypeStruct((2, Batch.width(GEO)), jnp.int32)
     fn = jax.jit(rounds.round_fn(spec, tier, sampled=False), donate_argnums=2)
-    compiled = fn.lower(target, draft, state, plan).compile()
+    compiled = fn.lower(target, draft, state, batch).compile()
     temp, pool = temp_and_smallest_pool(compiled, state)
     assert temp < pool / 4, f"{temp} bytes of temporaries against a pool of {pool}"
 

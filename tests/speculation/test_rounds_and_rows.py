@@ -85,7 +85,7 @@ def test_padding_and_absent_slots_leave_no_trace(markov: Callable[[int], Any], t
     start = poisoned(rounds.state(**fields), absent)
     before = leaves_of(start, absent)
     full, expected = rounds.run(rounds.state(**fields), tier, sampled=sampled)
-    after, packed = rounds.run(start, tier, sampled=sampled, plan=rounds.plan([*present, SLOTS, SLOTS, SLOTS]))
+    after, packed = rounds.run(start, tier, sampled=sampled, batch=rounds.batch([*present, SLOTS, SLOTS, SLOTS]))
     for old, new in zip(before, leaves_of(after, absent), strict=True):
         np.testing.assert_array_equal(new, old)
     np.testing.assert_array_equal(packed[:3], expected[present], err_msg="output depends on slot or company")
@@ -100,11 +100,11 @@ def test_tables_grow_by_what_the_host_granted(markov: Callable[[int], Any]):
     table = np.asarray(state.table_SM).copy()
     table[:, 1:] = none
     state = dataclasses.replace(state, table_SM=jnp.asarray(table))
-    plan = rounds.plan([2, 5, SLOTS])
-    assert plan.shape[1] >= 5
-    plan[0, 2:5] = [1, 30, none]
-    plan[2, 2:5] = [0, 9, 9]  # padding that asks for pages gets none
-    after = np.asarray(rounds.run(state, PLAIN, plan=plan)[0].table_SM)
+    batch = rounds.batch([2, 5, SLOTS])
+    assert batch.shape[1] >= 5
+    batch[0, 2:5] = [1, 30, none]
+    batch[2, 2:5] = [0, 9, 9]  # padding that asks for pages gets none
+    after = np.asarray(rounds.run(state, PLAIN, batch=batch)[0].table_SM)
     table[2, 1] = 30
     np.testing.assert_array_equal(after, table)
 
@@ -120,7 +120,7 @@ def test_a_row_without_pages_or_room_writes_nothing(markov: Callable[[int], Any]
     length = np.asarray(state.length_S).copy()
     length[6] = room  # its root is the buffer's last token
     state = dataclasses.replace(state, table_SM=jnp.asarray(table), length_S=jnp.asarray(length))
-    after, _ = rounds.run(state, tier, plan=rounds.plan([3, 6]))
+    after, _ = rounds.run(state, tier, batch=rounds.batch([3, 6]))
     np.testing.assert_array_equal(after.pages, state.pages)
     others = [s for s in range(SLOTS) if s not in (3, 6)]
     for old, new in zip(leaves_of(state, others), leaves_of(after, others), strict=True):

@@ -30,6 +30,7 @@ from jaxspec.runtime.runner import Runner
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.cores import HeadCore
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from jaxspec.speculation.layouts import Batch
 from jaxspec.speculation.state import Geometry
 from jaxspec.tier import Tier
 from pallas_kernels.profile import busy, medians, record
@@ -99,9 +100,8 @@ class Bench:
         table = np.arange(geo.slots * geo.pages_per_seq, dtype=np.int32).reshape(geo.slots, -1)
         length = jnp.full((geo.slots,), self.context, jnp.int32)
         runner.state = dataclasses.replace(runner.state, table_SM=jnp.asarray(table), length_S=length)
-        plan = np.full((batch, geo.plan_width), geo.num_pages, np.int32)
-        plan[:, 0], plan[:, 1], plan[:, 2] = np.arange(batch), geo.max_depth, geo.pages_per_seq
-        return runner.repeat(tier, batch, jax.device_put(plan), count)
+        rows = Batch.of(geo, batch, [(slot, geo.max_depth, geo.pages_per_seq, ()) for slot in range(batch)])
+        return runner.repeat(tier, batch, jax.device_put(rows.array), count)
 
     def measure(self, tier: Tier, batch: int, count: int, repeats: int) -> dict[str, Any]:
         """Milliseconds a round, and what the device did with them."""

@@ -1,0 +1,110 @@
+"""What the host and the device tell each other, column by column: what one side writes, the other reads here.
+
+Owns the int32 arrays that cross over between the host and a round or prefill. Must not know requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.speculation.state import Geometry
+
+A = TypeVar("A", jax.Array, np.ndarray)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout(Generic[A]):
+    """A view of an array, the host's or the device's, by the names of its columns."""
+
+    array: A
+
+
+class _Column:
+    def __init__(self, *at: int | slice | None):
+        self.at = at
+
+    def __get__(self, layout: _Layout[A], owner: object = None) -> A:
+        return layout.array[self.at]
+
+
+_ALL = slice(None)
+
+
+class Batch(_Layout[A]):
+    """The rows of a round, int32 [B, 3 + pages].
+
+    Attributes:
+      slot_B: S for padding.
+      cap_B: most drafts to accept.
+      first_B: first entry of the slot's page table to fill. pages_BP: the pages to fill in, P for none.
+    """
+
+    slot_B, cap_B, first_B, pages_BP = (_Column(_ALL, at) for at in (0, 1, 2, slice(3, None)))
+
+    @staticmethod
+    def width(geo: Geometry) -> int:
+        return 3 + geo.max_new_pages
+
+    @staticmethod
+    def of(geo: Geometry, bucket: int, rows: Sequence[tuple[int, int, int, Sequence[int]]] = ()) -> Batch[np.ndarray]:
+        """A batch of (slot, most drafts, first table entry, new pages).
+
+        Without any it means no request: it reads and writes nothing of the state, and takes as long.
+        """
+        batch = Batch(np.zeros((bucket, Batch.width(geo)), np.int32))
+        batch.slot_B[:], batch.first_B[:], batch.pages_BP[:] = geo.slots, geo.pages_per_seq, geo.num_pages
+        for i, (slot, cap, first, pages) in enumerate(rows):
+            batch.slot_B[i], batch.cap_B[i] = slot, cap
+            if pages:
+                batch.first_B[i], batch.pages_BP[i, : len(pages)] = first, pages
+        return batch
+
+
+class Chunk(_Layout[A]):
+    """A chunk of one slot's prompt, int32 [3]: the slot, how many tokens are real, whether it ends the prompt (1)."""
+
+    slot_B, count_B, last_B = (_Column(None, at) for at in range(3))
+
+    @staticmethod
+    def of(slot: int, count: int, last: bool) -> np.ndarray:
+        return np.asarray([slot, count, last], np.int32)
+
+
+class Packed(_Layout[A]):
+    """What a round or prefill emitted, int32 [B, 2 + D].
+
+    Attributes:
+      count_B: how many tokens. bad_B: 1 where the target's logits were not finite.
+      tokens_BD: the tokens, -1 behind them.
+    """
+
+    count_B, bad_B, tokens_BD = (_Column(_ALL, at) for at in (0, 1, slice(2, None)))
+
+    @staticmethod
+    def width(tokens: int) -> int:
+        return 2 + tokens
+
+    @staticmethod
+    def of(count_B1: jax.Array, bad_B: jax.Array, tokens_BD: jax.Array) -> jax.Array:
+        return jnp.concatenate([count_B1, bad_B[:, None], tokens_BD], axis=1)
+
+
+class PackedLogprobs(_Layout[np.ndarray]):
+    """Log-probabilities of emitted tokens, int32 [..., 2 + 2k]; floats cross over as their bits."""
+
+    @staticmethod
+    def of(chosen_N: jax.Array, rank_N: jax.Array, values_NK: jax.Array, ids_NK: jax.Array) -> jax.Array:
+        """Of the emitted tokens, their ranks from 1, and the k best with their tokens."""
+        bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)
+        return jnp.concatenate([bits(chosen_N)[:, None], rank_N[:, None], bits(values_NK), ids_NK], axis=1)
+
+    def unpacked(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """What `of` was given."""
+        values, ids = np.split(self.array[..., 2:], 2, axis=-1)
+        return self.array[..., 0].view(np.float32), self.array[..., 1], values.view(np.float32), ids
