@@ -24,8 +24,11 @@ from jaxspec.engine import Engine
 from jaxspec.facts import EngineFacts
 from jaxspec.models.layers import Transformer, column_blocks, tensor_parallel
 from jaxspec.runtime.compile import use_persistent_cache
+from jaxspec.runtime.programs import RunnerConfig
 from jaxspec.runtime.runner import Runner
 from jaxspec.runtime.sharding import check_divides, host_memory, share_tables, tensor_mesh
+from jaxspec.runtime.timing import measure
+from jaxspec.runtime.warmup import WarmupConfig
 from jaxspec.scheduling.scheduler import Scheduler, SchedulerConfig
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
@@ -340,15 +343,15 @@ def assemble(
     background = config.warmup == "background" and jax.process_count() == 1
     times = cost is None and choice.needs_cost
     both = ("sampled",) if jax.default_backend() == "cpu" else ("greedy", "sampled")
-    runner = Runner(
-        _laid_out(target, shards), built, params, geo,
-        rejection=speculation.verification == "rejection", typical=typical, reachable=choice.reachable,
-        prefill_sizes=sizes, eos=eos,
-        variants=tuple(v == "sampled" for v in config.variants or both), mesh=mesh, progress=progress,
-        guided=grammars is not None, cache=cache, background=background, times=times and background,
+    can = RunnerConfig(
+        choice.reachable, sizes, eos,
+        variants=tuple(sorted({v == "sampled" for v in config.variants or both})),
+        rejection=speculation.verification == "rejection", typical=typical, guided=grammars is not None,
     )  # fmt: skip
+    warmup = WarmupConfig(progress, cache, background, times=times and background)
+    runner = Runner(_laid_out(target, shards), built, params, geo, can, warmup, mesh)
     if times:
-        cost = CostTable({}) if background else runner.measure()
+        cost = CostTable({}) if background else measure(runner)
     scheduler = Scheduler(
         SchedulerConfig(
             max_batch_size=config.max_batch_size,

@@ -1,7 +1,7 @@
 """Ahead-of-time compilation: one executable per reachable (function, tier, bucket, variant).
 
-Owns what a job is, the persistent cache's location, the limit of memory mappings and the counter that proves that
-nothing compiles on the path of a request. `warmup` runs the jobs.
+Owns what a compilation is, the persistent cache's location, the limit of memory mappings and the counter that proves
+that nothing compiles on the path of a request. `warmup` runs them.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ _tracing = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class Compilation:
     """One function to compile: `lower` traces and lowers it, in the compiling thread.
 
     Attributes:

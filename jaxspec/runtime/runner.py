@@ -7,13 +7,9 @@ returns at once, and `collect` is the only call that waits.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
-import statistics
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,26 +20,34 @@ from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jaxspec.adaptive.cost import CostTable
 from jaxspec.models.layers import Transformer
-from jaxspec.request import MAX_LOGPROBS, Logprob, Request
-from jaxspec.runtime.compile import Job, SpecRuntimeState
-from jaxspec.runtime.executables import ExecutableStore, Fingerprints, IndescribableError
+from jaxspec.request import Logprob, Request
+from jaxspec.runtime.compile import SpecRuntimeState
+from jaxspec.runtime.executables import ExecutableStore
+from jaxspec.runtime.programs import (
+    AdmitKey,
+    CatchUpKey,
+    DraftKey,
+    ForwardKey,
+    GuidedKey,
+    Held,
+    Key,
+    LogprobsKey,
+    RoundKey,
+    RunnerConfig,
+    Setting,
+    SettleKey,
+)
 from jaxspec.runtime.sharding import Placement, abstract
-from jaxspec.runtime.warmup import Warmup
+from jaxspec.runtime.timing import Trials
+from jaxspec.runtime.warmup import Warmup, WarmupConfig
 from jaxspec.scheduling.scheduler import DecodeRow, PrefillChunk
-from jaxspec.speculation import guided
-from jaxspec.speculation import round as rounds
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.layouts import Batch, Chunk, Packed, PackedLogprobs
+from jaxspec.speculation.round import RoundSpec
 from jaxspec.speculation.sampling import MAX_STOP_IDS
 from jaxspec.speculation.state import DecodeState, Geometry
-from jaxspec.speculation.typical import Typical
-from jaxspec.tier import PLAIN, Tier
-
-#: How often a round is timed when it has come, and again when all have and nothing is compiled beside.
-_FIRST_TRIALS, _FINAL_TRIALS = 3, 5
-_log = logging.getLogger(__name__)
+from jaxspec.tier import Tier
 
 
 @dataclasses.dataclass
@@ -109,33 +113,24 @@ class Runner:
       model: the target.
       drafter: None where no tier drafts.
       draft_params: the drafter's parameters.
-      rejection, typical: how drafts of sampled rows are verified (speculation.round.RoundSpec).
-      reachable: {tier: buckets} that the policy can select.
-      prefill_sizes: chunk lengths that get an executable, ascending.
-      eos: token ids that min_tokens bans besides a request's own stop ids.
-      variants: which rounds to compile: False for greedy ones, True for sampled ones (which serve every batch).
+      config: what it can run.
+      warmup: how the executables come.
       mesh: devices that share the weights and pools (runtime.sharding); None for the backend's first device alone.
-      guided: whether rounds and prefills can be told what rows may say.
-      cache: directory in which executables are kept for the next process; None: nowhere.
-      background: return as soon as a request can be served; `advance` takes in what comes later.
-      times: `advance` also times the rounds.
 
     Attributes:
+      config: the target's.
+      reachable, variants: see RunnerConfig.
       states: what each tier can run now, by tier.
-      costs: median seconds of each (tier, bucket) that `advance` has timed.
     """
 
     def __init__(
-        self, model: Transformer, drafter: Drafter | None, draft_params: Any, geo: Geometry, *,
-        rejection: bool, reachable: Mapping[Tier, Sequence[int]], prefill_sizes: Sequence[int],
-        eos: Sequence[int], variants: Sequence[bool] = (False, True), mesh: Mesh | None = None, progress: bool,
-        typical: Typical | None = None, guided: bool = False, cache: Path | None = None, background: bool = False,
-        times: bool = False,
+        self, model: Transformer, drafter: Drafter | None, draft_params: Any, geo: Geometry, config: RunnerConfig,
+        warmup: WarmupConfig, mesh: Mesh | None = None,
     ):  # fmt: skip
         graph, target = nnx.split(model)
         self.config = model.config
-        self.geo, self.drafter, self.eos = geo, drafter, tuple(eos)
-        self.spec = rounds.RoundSpec(graph, model.config, geo, drafter, rejection, typical)
+        self.geo, self.drafter = geo, drafter
+        self.spec = RoundSpec(graph, model.config, geo, drafter, config.rejection, config.typical)
         self._dtype: jnp.dtype = model.embedding[...].dtype
         self._place = Placement()
         if mesh is not None:
@@ -143,64 +138,57 @@ class Runner:
             target = jax.device_put(target, self._place.target)
             draft_params = jax.device_put(draft_params, self._place.draft_params)
         self._target, self._draft_params = target, draft_params
-        self.prefill_sizes = tuple(prefill_sizes)
-        self.reachable = {tier: tuple(buckets) for tier, buckets in reachable.items()}
-        self.variants = tuple(sorted(set(variants)))
-        self.guided = guided
-        self._words = -(-self.config.vocab_size // 32)
-        self._anything = self._put(np.full((1, self._words), -1, np.int32)) if guided else None
-        self._plans: dict[bytes, jax.Array] = {}
+        self._can = config
+        self.reachable, self.variants = config.reachable, config.variants
+        words = -(-self.config.vocab_size // 32)
+        self._anything = self.put(np.full((1, words), -1, np.int32)) if config.guided else None
+        self._batches: dict[bytes, jax.Array] = {}
         self._disturbed = False  # something else than rounds ran on the device since the last one
-        self._zero_bias = self._put(np.zeros((self.config.vocab_size,), np.float32))
-        self.state = self._fresh_state()
-        self._compiled: dict[Any, Any] = {}
+        self._zero_bias = self.put(np.zeros((self.config.vocab_size,), np.float32))
+        self.reset()
+        self._compiled: dict[Key, Any] = {}
         self.states = {tier: SpecRuntimeState(tier, {}) for tier in self.reachable}
-        self.costs: dict[tuple[Tier, int], float] = {}
-        self._times, self._timed_finally = times, not times
-        self._trials: deque[tuple[Tier, int]] = deque()
-        self._samples: dict[tuple[Tier, int], list[float]] = {}
-        self._warm_up(cache, progress, background)
+        self._trials = Trials(warmup.times)
+        self._warm_up(warmup)
 
     def _empty_state(self) -> DecodeState:
         draft = () if self.drafter is None else self.drafter.init_state(self.geo)
         return DecodeState.empty(self.config, self.geo, self._dtype, draft)
 
-    def _fresh_state(self) -> DecodeState:
+    def fresh_state(self) -> DecodeState:
+        """A state of no request."""
         if self._place.mesh is None:
             return self._empty_state()
         # As a compiled function each device makes its own part; no device ever holds a whole pool.
         return jax.jit(self._empty_state, out_shardings=self._place.state)()
 
-    def _put(self, x: Any) -> jax.Array:
+    def put(self, x: Any) -> jax.Array:
         """A host array on the device, or whole on every one."""
         # device_put, not jnp.asarray: the latter compiles a copy for every new shape.
         return jax.device_put(x, self._place.replicated)
 
-    # Compilation.
+    # Warming up.
 
-    def _fingerprint(self, *described: Any) -> str | None:
-        """Of what an executable is made from; None where it is not kept."""
-        if self._fingerprints is None:
-            return None
-        try:
-            return self._fingerprints(described)
-        except IndescribableError as e:
-            _log.debug("an executable is not stored, for it depends on %s", e)
-            return None
-
-    def _warm_up(self, cache: Path | None, progress: bool, background: bool) -> None:
+    def _warm_up(self, config: WarmupConfig) -> None:
         """Compiles everything, or what the first request needs."""
-        jobs = self._jobs(cache)
-        order = self._order(jobs) if background else {}
-        first = [job for job in jobs if not order.get(job.key)]
-        # The most urgent first; of those, and of all without an order, the dearest, so that no thread ends with one.
-        jobs.sort(key=lambda job: (order.get(job.key, 0), job.key[0] == "round" and -job.key[1].depth))
-        self._warmup = Warmup(jobs, len(first), store=self._store)
+        place = self._place
+        held = {
+            Held.TARGET: abstract(self._target, place.target),
+            Held.DRAFT: abstract(self._draft_params, place.draft_params),
+            Held.STATE: abstract(self.state, place.state),
+        }
+        self._setting = Setting(self.spec, place, held, self._dtype)
+        keys = self._can.keys(catches_up=self.drafter is not None and self.drafter.has_cache)
+        order = self._can.order(keys) if config.background else dict.fromkeys(keys, 0)
+        first = [key for key in keys if not order[key]]
+        store = self._store(config.cache)
+        compilations = self._setting.compilations(sorted(keys, key=order.__getitem__), store is not None)
+        self._warmup = Warmup(compilations, len(first), store=store)
         # Elsewhere what runs would disturb a compiler that times what it compiles.
-        at_once = jax.default_backend() == "cpu" and not background
+        at_once = jax.default_backend() == "cpu" and not config.background
         arrived = []
-        wanted = self._warmup.wait([job.key for job in first])
-        bar = tqdm(wanted, total=len(first), desc="compiling", disable=not progress, leave=False)
+        wanted = self._warmup.wait(first)
+        bar = tqdm(wanted, total=len(first), desc="compiling", disable=not config.progress, leave=False)
         try:
             for key, executable in bar:
                 if at_once:
@@ -211,145 +199,17 @@ class Runner:
             self._warmup.stop()
             wanted.close()  # a traceback may keep it for long, and with it Python's garbage
             raise
-        if background:
+        if config.background:
             weakref.finalize(self, self._warmup.stop)  # with its engine, or where none comes of it
             self._warmup.give_way()
         for key, executable in arrived:
             self._take_in(key, executable)
 
-    def _order(self, jobs: Sequence[Job]) -> dict[Any, int]:
-        """When each job's turn comes, from 0, which the first request waits for."""
-        buckets = sorted({bucket for at in self.reachable.values() for bucket in at})
-        tiers = sorted(self.reachable)
-        least = next(tier for tier in tiers if buckets[0] in self.reachable[tier])  # not every policy decodes plainly
-        drafting = [tier for tier in tiers if tier.depth and tier != least]
-        likely = drafting[len(drafting) // 2 : len(drafting) // 2 + 1]
-        order: dict[Any, int] = {("admit",): 0, ("prefill", self.prefill_sizes[0]): 0, ("logprobs", 1, 1, 1): 0}
-        order |= {("prefill", size): 2 for size in self.prefill_sizes[1:]}
-        ends = [(at, tier) for at in (buckets[0], buckets[-1]) for tier in (least, *likely)]
-        rest = [(at, tier) for at in buckets for tier in tiers]
-        urgent = self._keys_of(least, buckets[0])
-        for turn, (bucket, tier) in enumerate([*ends, *rest]):
-            if bucket in self.reachable[tier]:
-                catch_up = [("catch_up", bucket)] if tier.depth else []
-                for key in [*self._keys_of(tier, bucket), *catch_up]:
-                    order.setdefault(key, 0 if key in urgent else turn + 1)
-        return {job.key: order.get(job.key, len(rest) + len(ends)) for job in jobs}
-
-    def _keys_of(self, tier: Tier, bucket: int) -> list[Any]:
-        """The executables that a round of a tier may need."""
-        nodes = tier.num_nodes
-        keys: list[Any] = [("round", tier, bucket, sampled) for sampled in self.variants]
-        keys.append(("logprobs", bucket, nodes, tier.depth + 1))
-        if self.guided and tier.depth:
-            keys += [("draft", tier, bucket), ("forward", nodes, bucket), ("settle", tier, bucket)]
-        elif self.guided:
-            keys.append(("guided", bucket))
-        return keys
-
-    def _jobs(self, cache: Path | None) -> list[Job]:
-        place = self._place
-        self._store = None
-        if cache is not None and jax.process_count() == 1:
-            devices = jax.devices()[:1] if place.mesh is None else list(place.mesh.devices.flat)
-            self._store = ExecutableStore(cache, devices)
-        self._fingerprints = None if self._store is None else Fingerprints()
-        shape = lambda *s, dtype=jnp.int32: jax.ShapeDtypeStruct(s, dtype, sharding=place.replicated)
-        plan_of = functools.cache(lambda bucket: shape(bucket, width))
-        target = abstract(self._target, place.target)
-        draft = abstract(self._draft_params, place.draft_params)
-        state = abstract(self.state, place.state)
-        width = Batch.width(self.geo)
-        jobs: list[Job] = []
-        added: set[Any] = set()
-
-        def lower(jitted: Any, args: tuple[Any, ...], static: Mapping[str, Any]) -> Any:
-            with place.ambient():
-                return jitted.trace(*args, **static).lower()
-
-        def add(
-            key: Any, fn: Callable[..., Any], donate: int | None, args: tuple[Any, ...], to: Any, **static: Any
-        ) -> None:
-            if key in added:  # tiers of as many nodes share the target's forward
-                return
-            added.add(key)
-            donated = () if donate is None else (donate,)
-            jitted = jax.jit(fn, donate_argnums=donated, static_argnames=tuple(static), out_shardings=to)
-            told = self._fingerprint(fn, donated, *jax.tree.flatten(args), static, *jax.tree.flatten(to), place.mesh)
-            jobs.append(Job(key, args, lambda: lower(jitted, args, static), told))
-
-        vocab = self.config.vocab_size
-        widths: set[tuple[int, int, int]] = {(1, 1, 1)}
-        for tier, buckets in self.reachable.items():
-            for bucket in buckets:
-                widths.add((bucket, tier.num_nodes, tier.depth + 1))
-                for sampled in self.variants:
-                    fn = rounds.round_fn(self.spec, tier, sampled)
-                    params = draft if tier.depth else ()
-                    args = (target, params, state, plan_of(bucket))
-                    add(("round", tier, bucket, sampled), fn, 2, args, place.round_results(sampled))
-                if self.guided:
-                    self._add_guided(add, tier, bucket, target, draft, state, plan_of(bucket))
-        if self.drafter is not None and self.drafter.has_cache and PLAIN in self.reachable:
-            catch_up = rounds.catch_up_fn(self.spec)
-            for bucket in sorted({b for buckets in self.reachable.values() for b in buckets}):
-                add(("catch_up", bucket), catch_up, 1, (draft, state, plan_of(bucket)), place.state)
-        prefill = rounds.prefill_fn(self.spec)
-        anything = shape(1, self._words) if self.guided else None
-        chunk, admitted = shape(3), shape(7 + MAX_STOP_IDS)
-        for size in self.prefill_sizes:
-            args = (target, draft, state, chunk, anything)
-            add(("prefill", size), prefill, 2, args, place.round_results(True), size=size)
-        f32 = jnp.float32
-        admit_args = (
-            state, admitted, shape(6, dtype=f32), shape(self.geo.pages_per_seq),
-            shape(self.geo.tokens_per_seq), shape(vocab, dtype=f32),
-        )  # fmt: skip
-        add(("admit",), rounds.admit_fn(self.spec), 0, admit_args, place.state)
-        self._logprobs_k = min(MAX_LOGPROBS, vocab)
-        for b, n, d in sorted(widths):
-            logits = jax.ShapeDtypeStruct((b, n, vocab), f32, sharding=place.logits)
-            args = (logits, shape(b, d), shape(b, Packed.width(d)))
-            add(("logprobs", b, n, d), rounds.logprobs_fn(self._logprobs_k), None, args, place.replicated)
-
-        # What to call each with when no request is meant: whole trees by name, a plan of no rows, zeros.
-        names: dict[int, Any] = {id(target): "target", id(draft): "draft", id(state): "state"}
-        names |= {
-            id(plan_of(bucket)): Batch.of(self.geo, bucket).array for at in self.reachable.values() for bucket in at
-        }
-        names[id(chunk)] = np.asarray([self.geo.slots, 0, 0], np.int32)
-        names[id(admitted)] = np.full(admitted.shape, self.geo.slots, np.int32)
-        self._arguments = {job.key: tuple(names.get(id(arg), arg) for arg in job.args) for job in jobs}
-        return jobs
-
-    def _add_guided(
-        self, add: Callable[..., None], tier: Tier, bucket: int, target: Any, draft: Any, state: Any, plan: Any
-    ) -> None:
-        """The executables of guided rounds of one tier; a plain one needs no parts: its only mask is known before."""
-        place, spec = self._place, self.spec
-        shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.int32, sharding=place.replicated)
-        masks = shape(bucket, tier.num_nodes, self._words)
-        if tier.depth == 0:
-            args = (target, (), state, plan, masks)
-            add(("guided", bucket), rounds.round_fn(spec, tier, True), 2, args, place.round_results(True))
-            return
-        with place.ambient():
-            drafted, forward = place.round_parts(*guided.parts(spec, tier, bucket, self._dtype))
-        where = lambda tree: None if place.mesh is None else jax.tree.map(lambda x: x.sharding, tree)
-        args = (draft, state, plan, shape(bucket, tier.depth, self._words))
-        to = place.state, where(drafted), place.replicated
-        add(("draft", tier, bucket), guided.draft_fn(spec, tier), 1, args, to)
-        tree = drafted.tree
-        args = (target, state, plan, tree.tokens_BN, tree.depths_BN, tree.ancestors_BNN)
-        add(("forward", tier.num_nodes, bucket), guided.forward_fn(spec), None, args, where(forward))
-        args = (state, plan, drafted, forward, masks)
-        add(
-            ("settle", tier, bucket),
-            guided.settle_fn(spec, tier),
-            0,
-            args,
-            (place.state, place.replicated, place.replicated),
-        )
+    def _store(self, directory: Path | None) -> ExecutableStore | None:
+        if directory is None or jax.process_count() > 1:
+            return None
+        mesh = self._place.mesh
+        return ExecutableStore(directory, jax.devices()[:1] if mesh is None else list(mesh.devices.flat))
 
     @property
     def num_executables(self) -> int:
@@ -362,9 +222,14 @@ class Runner:
         return len(self._compiled)
 
     @property
+    def costs(self) -> dict[tuple[Tier, int], float]:
+        """Median seconds of each (tier, bucket) that `advance` has timed."""
+        return self._trials.costs
+
+    @property
     def warm(self) -> bool:
         """Whether everything is compiled and timed, or given up."""
-        return self._timed_finally and not self._trials and self._warmup.over
+        return self._trials.over and self._warmup.over
 
     @property
     def warmup_error(self) -> BaseException | None:
@@ -393,23 +258,19 @@ class Runner:
         Returns:
           Whether there was something to do. Where that ended the timing of a round, `costs` has it.
         """
-        if self._trials:
-            self._try(*self._trials.popleft())
+        if self._trials.run_next(self):
+            self._disturbed = True
             return True
         arrival = self._warmup.take()
         if arrival is not None:
             self._take_in(*arrival)
             return True
-        if self._timed_finally or not self._warmup.over:
+        if not self._warmup.over:
             return False
-        # Until now compilers ran beside. Round by round, so that what disturbs one repeat disturbs every tier.
-        self._timed_finally = True
-        self._samples.clear()
         pairs = [(tier, bucket) for tier, state in self.states.items() for bucket, _ in state.executables]
-        self._trials.extend([*dict.fromkeys(pairs)] * _FINAL_TRIALS)
-        return True
+        return self._trials.finish(dict.fromkeys(pairs))
 
-    def _take_in(self, key: Any, executable: Any) -> None:
+    def _take_in(self, key: Key, executable: Any) -> None:
         """Runs an executable once, for no request, and offers it.
 
         The first run costs several others: CPUs choose how to multiply, GPUs load the program. No request shall pay.
@@ -418,69 +279,37 @@ class Runner:
         self._compiled[key] = executable
         for tier, buckets in self.reachable.items():
             for bucket in buckets:
-                if not self.ready(tier, bucket) and all(k in self._compiled for k in self._keys_of(tier, bucket)):
-                    ready = {(bucket, s): self._compiled["round", tier, bucket, s] for s in self.variants}
+                if not self.ready(tier, bucket) and all(
+                    k in self._compiled for k in self._can.round_keys(tier, bucket)
+                ):
+                    ready = {(bucket, s): self._compiled[RoundKey(tier, bucket, s)] for s in self.variants}
                     self.states[tier] = SpecRuntimeState(tier, {**self.states[tier].executables, **ready})
-                    if self._times:
-                        self._trials.extend([(tier, bucket)] * _FIRST_TRIALS)
+                    self._trials.arrived(tier, bucket)
 
-    def _run_once(self, key: Any, executable: Any) -> None:
+    def _run_once(self, key: Key, executable: Any) -> None:
         zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
-        held = {"target": self._target, "draft": self._draft_params, "state": self.state}
+        held = {Held.TARGET: self._target, Held.DRAFT: self._draft_params, Held.STATE: self.state}
 
         def value(arg: Any) -> Any:
-            if isinstance(arg, str):
+            if isinstance(arg, Held):
                 return held[arg]
-            return self._put(arg) if isinstance(arg, np.ndarray) else jax.tree.map(zeros, arg)
+            return self.put(arg) if isinstance(arg, np.ndarray) else jax.tree.map(zeros, arg)
 
-        out = executable(*(value(arg) for arg in self._arguments[key]))
+        out = executable(*map(value, key.lowering(self._setting).args))
         results = out if isinstance(out, tuple) else (out,)
         self.state = next((x for x in results if isinstance(x, DecodeState)), self.state)
         self._disturbed = True
 
-    def _try(self, tier: Tier, bucket: int) -> None:
-        """Times one round of no rows."""
-        plan = self._put(Batch.of(self.geo, bucket).array)
-        jax.block_until_ready((self.state, plan))
-        began = time.perf_counter()
-        self.repeat(tier, bucket, plan, 1).block_until_ready()
-        samples = self._samples.setdefault((tier, bucket), [])
-        samples.append(time.perf_counter() - began)
-        self._disturbed = True
-        if (tier, bucket) not in self._trials:
-            self.costs[tier, bucket] = statistics.median(samples)
+    def reset(self) -> None:
+        """Forgets every request."""
+        self.state = self.fresh_state()
 
-    def measure(self, repeats: int = 5, context: int = 256) -> CostTable:
-        """Times every round (greedy where compiled) a few times at a moderate context, and resets the state.
-
-        Args:
-          context: committed tokens of each row while timing.
-        """
-        geo = self.geo
-        context = max(0, min(context, geo.tokens_per_seq - 2 * (geo.max_depth + 1)))
-        pages = np.arange(geo.slots * geo.pages_per_seq, dtype=np.int32).reshape(geo.slots, -1) % geo.num_pages
-        length = lambda: self._put(np.full((geo.slots,), context, np.int32))
-        self.state = dataclasses.replace(self.state, table_SM=self._put(pages), length_S=length())
-        samples: dict[tuple[Tier, int], list[float]] = {}
-        pairs = [(tier, bucket) for tier, buckets in self.reachable.items() for bucket in buckets]
-        for repeat in range(repeats + 1):
-            for tier, bucket in pairs:
-                plan = self._plan([(slot, geo.max_depth, geo.pages_per_seq, ()) for slot in range(bucket)], bucket)
-                self.state = dataclasses.replace(self.state, length_S=length())
-                jax.block_until_ready(self.state)
-                began = time.perf_counter()
-                self.repeat(tier, bucket, plan, 1).block_until_ready()
-                if repeat:
-                    samples.setdefault((tier, bucket), []).append(time.perf_counter() - began)
-        self.state = self._fresh_state()
-        return CostTable({pair: statistics.median(times) for pair, times in samples.items()})
-
-    def repeat(self, tier: Tier, bucket: int, plan: jax.Array, count: int) -> jax.Array:
+    def repeat(self, tier: Tier, bucket: int, batch: jax.Array, count: int) -> jax.Array:
         """Dispatches the first variant's round `count` times, for timing; returns the last packed result."""
         executable = self.states[tier].executables[bucket, self.variants[0]]
         packed = None
         for _ in range(count):
-            self.state, packed, _ = executable(self._target, self._params_for(tier), self.state, plan)
+            self.state, packed, _ = executable(self._target, self._params_for(tier), self.state, batch)
         assert packed is not None
         return packed
 
@@ -497,17 +326,19 @@ class Runner:
 
     # Dispatch.
 
-    def _plan(self, rows: Sequence[tuple[int, int, int, Sequence[int]]], bucket: int) -> jax.Array:
-        """The Batch of (slot, most drafts, first table entry, new pages); kept on the device if none are new."""
-        plan = Batch.of(self.geo, bucket, rows).array
-        if any(pages for *_, pages in rows):
-            return self._put(plan)
-        key = plan.tobytes()
-        if key not in self._plans:
-            if len(self._plans) > 256:
-                self._plans.clear()
-            self._plans[key] = self._put(plan)
-        return self._plans[key]
+    def _batch(self, rows: Sequence[DecodeRow], deepest: int, bucket: int) -> jax.Array:
+        """The round's Batch on the device; kept there where no row got new pages."""
+        batch = Batch.of(
+            self.geo, bucket, [(r.slot, r.request.draft_limit(deepest), r.page_index, r.new_pages) for r in rows]
+        ).array
+        if any(row.new_pages for row in rows):
+            return self.put(batch)
+        key = batch.tobytes()
+        if key not in self._batches:
+            if len(self._batches) > 256:
+                self._batches.clear()
+            self._batches[key] = self.put(batch)
+        return self._batches[key]
 
     def admit(self, chunk: PrefillChunk) -> None:
         """Uploads a request's row: tokens, parameters and page table."""
@@ -519,7 +350,7 @@ class Runner:
         table[: len(chunk.page_table)] = chunk.page_table
         stops = [] if params.min_tokens == 0 else list(params.stop_token_ids)
         if params.min_tokens and not params.ignore_eos:
-            stops += self.eos
+            stops += self._can.eos
         ints = np.full((7 + MAX_STOP_IDS,), self.config.vocab_size, np.int32)
         prompt_len = len(request.prompt_token_ids)
         seed = int(np.uint32(request.seed).view(np.int32))
@@ -543,7 +374,7 @@ class Runner:
             bias = np.zeros((self.config.vocab_size,), np.float32)
             for token, value in params.logit_bias.items():
                 bias[token] = value
-        self.state = self._compiled[("admit",)](self.state, ints, floats, table, tokens, bias)
+        self.state = self._compiled[AdmitKey()](self.state, ints, floats, table, tokens, bias)
 
     def prefill(self, chunk: PrefillChunk, allowed_W: np.ndarray | None = None) -> Pending | None:
         """Dispatches a chunk; a Pending where it ends the prompt, which holds the first token.
@@ -553,16 +384,16 @@ class Runner:
         """
         if chunk.is_first:
             self.admit(chunk)
-        sizes = [size for size in self.prefill_sizes if ("prefill", size) in self._compiled]
+        sizes = [size for size in self._can.prefill_sizes if self._can.prefill(size) in self._compiled]
+        allowed = self._anything if allowed_W is None else self.put(allowed_W[None])
         at = chunk.start
         while True:  # once, but for chunks longer than what is compiled so far
             size = next((s for s in sizes if s >= chunk.end - at), sizes[-1])
             count = min(size, chunk.end - at)
             at += count
-            plan = Chunk.of(chunk.slot, count, chunk.is_last and at == chunk.end)
-            executable = self._compiled["prefill", size]
-            allowed = self._anything if allowed_W is None else self._put(allowed_W[None])
-            self.state, packed, kept = executable(self._target, self._draft_params, self.state, plan, allowed)
+            part = Chunk.of(chunk.slot, count, chunk.is_last and at == chunk.end)
+            executable = self._compiled[self._can.prefill(size)]
+            self.state, packed, kept = executable(self._target, self._draft_params, self.state, part, allowed)
             if at == chunk.end:
                 break
         self._disturbed = True
@@ -572,7 +403,7 @@ class Runner:
 
     def can_catch_up(self, bucket: int) -> bool:
         """Whether drafters can consume what rounds without drafting left behind, at this padded batch size."""
-        return ("catch_up", bucket) in self._compiled
+        return CatchUpKey(bucket) in self._compiled
 
     def dispatch(
         self, rows: Sequence[DecodeRow], state: SpecRuntimeState, bucket: int, *, catch_up: bool = False,
@@ -585,18 +416,15 @@ class Runner:
           guide: what the rows may say. Then the call waits for the drafts, and the round counts as untimed.
         """
         sampled = False not in self.variants or any(not row.request.params.plain_greedy for row in rows)
-        deepest = state.tier.depth
-        plan = self._plan(
-            [(row.slot, row.request.draft_limit(deepest), row.page_index, row.new_pages) for row in rows], bucket
-        )
+        batch = self._batch(rows, state.tier.depth, bucket)
         if catch_up:
-            self.state = self._compiled["catch_up", bucket](self._draft_params, self.state, plan)
+            self.state = self._compiled[CatchUpKey(bucket)](self._draft_params, self.state, batch)
             self._disturbed = True
         if guide is None:
             executable = state.executables[bucket, sampled]
-            self.state, packed, kept = executable(self._target, self._params_for(state.tier), self.state, plan)
+            self.state, packed, kept = executable(self._target, self._params_for(state.tier), self.state, batch)
         else:
-            packed, kept = self._guided_round(state.tier, bucket, plan, guide)
+            packed, kept = self._guided_round(state.tier, bucket, batch, guide)
             self._disturbed = True
         context = sum(row.request.num_computed for row in rows)
         nodes = state.tier.num_nodes
@@ -605,25 +433,25 @@ class Runner:
         )
 
     def _guided_round(
-        self, tier: Tier, bucket: int, plan: jax.Array, guide: Guide
+        self, tier: Tier, bucket: int, batch: jax.Array, guide: Guide
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Dispatches a round's parts, the host's masks between them; (packed, what `logprobs_fn` reads)."""
         if tier.depth == 0:
-            masks = self._put(guide.ahead(bucket, 1))
-            self.state, packed, kept = self._compiled["guided", bucket](self._target, (), self.state, plan, masks)
+            masks = self.put(guide.ahead(bucket, 1))
+            self.state, packed, kept = self._compiled[GuidedKey(bucket)](self._target, (), self.state, batch, masks)
             return packed, kept
-        ahead = self._put(guide.ahead(bucket, tier.depth))
-        draft = self._compiled["draft", tier, bucket]
-        self.state, drafted, shown = draft(self._draft_params, self.state, plan, ahead)
+        ahead = self.put(guide.ahead(bucket, tier.depth))
+        draft = self._compiled[DraftKey(tier, bucket)]
+        self.state, drafted, shown = draft(self._draft_params, self.state, batch, ahead)
         shown.copy_to_host_async()
         tree = drafted.tree
-        forward = self._compiled["forward", tier.num_nodes, bucket](
-            self._target, self.state, plan, tree.tokens_BN, tree.depths_BN, tree.ancestors_BNN
+        forward = self._compiled[ForwardKey(tier.num_nodes, bucket)](
+            self._target, self.state, batch, tree.tokens_BN, tree.depths_BN, tree.ancestors_BNN
         )
         tokens_parents = np.asarray(shown)  # waits for the drafts while the target runs
-        masks = self._put(guide.masks(tokens_parents[:, 0], tokens_parents[:, 1]))
-        settle = self._compiled["settle", tier, bucket]
-        self.state, packed, path = settle(self.state, plan, drafted, forward, masks)
+        masks = self.put(guide.masks(tokens_parents[:, 0], tokens_parents[:, 1]))
+        settle = self._compiled[SettleKey(tier, bucket)]
+        self.state, packed, path = settle(self.state, batch, drafted, forward, masks)
         return packed, (forward.logits_BNV, path)
 
     def _pending(
@@ -633,7 +461,7 @@ class Runner:
         logprobs = None
         if kept is not None and any(request.params.logprobs is not None for request, _ in rows):
             logits, path = kept
-            logprobs = self._compiled["logprobs", bucket, nodes, path.shape[1]](logits, path, packed)
+            logprobs = self._compiled[LogprobsKey(bucket, nodes, path.shape[1])](logits, path, packed)
             logprobs.copy_to_host_async()
         packed.copy_to_host_async()
         timed = tier is not None and not self._disturbed

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec.runtime.compile import Job, check_mappings, memory_mappings, uncounted
+from jaxspec.runtime.compile import Compilation, check_mappings, memory_mappings, uncounted
 from jaxspec.runtime.executables import ExecutableStore, kept_once
 
 #: How far threads that compile in the background stand back (nice), and the processor seconds by which one of XLA's
@@ -32,31 +32,48 @@ _NAME = "warm-up"
 _log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True)
+class WarmupConfig:
+    """How a runner's executables come.
+
+    Attributes:
+      progress: show a bar while waiting for them.
+      cache: directory in which they are kept for the next process; None: nowhere.
+      background: wait only for what a request needs; `Runner.advance` takes in what comes later.
+      times: `Runner.advance` also times the rounds.
+    """
+
+    progress: bool
+    cache: Path | None = None
+    background: bool = False
+    times: bool = False
+
+
 class Warmup:
-    """Jobs that threads compile in their order.
+    """Compilations that threads work through in their order.
 
     Threads are no daemons, because XLA aborts a process that ends while it compiles; when no other thread keeps the
     process from ending they finish what is being compiled and leave the rest.
 
     Args:
-      jobs: the most urgent first.
+      compilations: the most urgent first.
       first: how many of them may begin before `give_way`, so that no other disturbs those; None: all.
       store: where executables of earlier processes lie, and these are to lie.
       threads: by default one a core, at most 16.
 
     Attributes:
-      total: how many jobs there are.
+      total: how many there are.
       error: the first of the errors that kept executables from coming; None as long as there is none.
     """
 
     def __init__(
-        self, jobs: Sequence[Job], first: int | None = None, *, store: ExecutableStore | None = None,
+        self, compilations: Sequence[Compilation], first: int | None = None, *, store: ExecutableStore | None = None,
         threads: int | None = None,
     ):  # fmt: skip
-        self.total = len(jobs)
+        self.total = len(compilations)
         self.error: BaseException | None = None
-        self._jobs, self._store = deque(jobs), store
-        self._allowed = len(jobs) if first is None else first
+        self._left, self._store = deque(compilations), store
+        self._allowed = len(compilations) if first is None else first
         self._arrived: dict[Any, Any] = {}  # in order
         self._failed: set[Any] = set()
         self._changed = threading.Condition()
@@ -65,7 +82,7 @@ class Warmup:
         self._once = contextlib.ExitStack()
         if store is not None:
             self._once.enter_context(kept_once())
-        count = min(threads or min(16, os.cpu_count() or 1), len(jobs))
+        count = min(threads or min(16, os.cpu_count() or 1), len(compilations))
         self._working, self._in_hand = count, 0
         self._threads = [threading.Thread(target=self._work, name=f"{_NAME}-{i}") for i in range(count)]
         self._nice = 0
@@ -73,11 +90,11 @@ class Warmup:
             thread.start()
 
     def wait(self, keys: Collection[Any]) -> Generator[tuple[Any, Any], None, None]:
-        """(key, executable) of some jobs as they come; the caller waits, and Python collects no garbage.
+        """(key, executable) of some as they come; the caller waits, and Python collects no garbage.
 
         Raises:
           ValueError: the system does not allow this process as many memory mappings as the executables need.
-          Exception: what one of these jobs raised.
+          Exception: what one of these raised.
         """
         left = set(keys)
         with _without_collection():
@@ -101,12 +118,12 @@ class Warmup:
     def over(self) -> bool:
         """Whether nothing will come any more."""
         with self._changed:
-            return not self._jobs and not self._in_hand and not self._arrived
+            return not self._left and not self._in_hand and not self._arrived
 
     def give_way(self) -> None:
-        """From now on all jobs may begin, and use what others leave of the processor (on Linux; elsewhere as before).
+        """From now on all may begin, and use what others leave of the processor (on Linux; elsewhere as before).
 
-        To be called before anything else ran beside the jobs: XLA compiles in threads of its own, which are known by
+        To be called before anything else ran beside them: XLA compiles in threads of its own, which are known by
         the time that they have used so far.
         """
         self._nice = _NICE
@@ -137,34 +154,34 @@ class Warmup:
         """Ends after what is being compiled; nothing waits for it."""
         with self._changed:
             self._stopped = True
-            self._jobs.clear()
+            self._left.clear()
             self._changed.notify_all()
 
     def _ends(self) -> bool:
         """Whether nobody wants what is not being compiled yet."""
         return self._stopped or _process_ends()
 
-    def _next(self) -> Job | None:
+    def _next(self) -> Compilation | None:
         with self._changed:
             while True:
                 if self._ends():
                     self.stop()
-                if not self._jobs:
+                if not self._left:
                     return None
-                if len(self._jobs) > self.total - self._allowed:
+                if len(self._left) > self.total - self._allowed:
                     self._in_hand += 1
-                    return self._jobs.popleft()
+                    return self._left.popleft()
                 self._changed.wait(_LOOK_SECONDS)
 
     def _work(self) -> None:
         nice = 0
         try:
             with uncounted():
-                while (job := self._next()) is not None:
+                while (compilation := self._next()) is not None:
                     if nice != self._nice:
                         nice = self._nice
                         _stand_back(threading.get_native_id())
-                    self._run(job)
+                    self._run(compilation)
         finally:
             with self._changed:
                 self._working -= 1
@@ -173,25 +190,25 @@ class Warmup:
             if last:
                 self._once.close()
 
-    def _run(self, job: Job) -> None:
+    def _run(self, compilation: Compilation) -> None:
         def lower() -> Any:
             if self._ends():  # others were traced before, one at a time
                 raise _EndedError
-            return job.lower()
+            return compilation.lower()
 
         try:
-            executable = dataclasses.replace(job, lower=lower).compiled(self._store)
+            executable = dataclasses.replace(compilation, lower=lower).compiled(self._store)
         except BaseException as e:
             with self._changed:
                 if not isinstance(e, _EndedError):
                     self.error = self.error or e
-                    self._failed.add(job.key)
+                    self._failed.add(compilation.key)
                 self._in_hand -= 1
                 self._changed.notify_all()
             return
         with self._changed:
             self._in_hand -= 1
-            self._arrived[job.key] = executable
+            self._arrived[compilation.key] = executable
             self._compiled += 1
             try:
                 check_mappings(self._mappings, self._compiled, self.total)
@@ -202,7 +219,7 @@ class Warmup:
 
 
 class _EndedError(Exception):
-    """A job is not begun any more."""
+    """A compilation is not begun any more."""
 
 
 def _process_ends() -> bool:

@@ -25,7 +25,7 @@ from jaxspec.assemble import bind_drafter
 from jaxspec.config import SpeculationConfig
 from jaxspec.runtime import compile as compilation
 from jaxspec.runtime import executables, warmup
-from jaxspec.runtime.compile import Job, use_persistent_cache
+from jaxspec.runtime.compile import Compilation, use_persistent_cache
 from jaxspec.runtime.executables import ExecutableStore, Fingerprints, IndescribableError
 from jaxspec.runtime.warmup import Warmup
 from jaxspec.speculation.round import RoundSpec, round_fn
@@ -228,7 +228,7 @@ def test_more_executables_than_the_system_has_mappings_for_are_refused(monkeypat
     for module in (compilation, warmup):
         monkeypatch.setattr(module, "memory_mappings", lambda: (100 + 10 * len(begun), 400))
     program = types.SimpleNamespace(compile=lambda: time.sleep(0.005))
-    jobs = [Job(i, (), lambda i=i: begun.append(i) or program) for i in range(80)]
+    jobs = [Compilation(i, (), lambda i=i: begun.append(i) or program) for i in range(80)]
     with pytest.raises(ValueError, match="80 executables need about [0-9]+ memory mappings, and this system allows a "):
         list(Warmup(jobs, threads=1).wait(range(80)))
     assert len(begun) < 80

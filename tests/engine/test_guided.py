@@ -34,7 +34,7 @@ from jaxspec.generate import grammar_of, parser
 from jaxspec.models.layers import Shared, causal_attention, shared_lm_head
 from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.request import ErrorKind, FinishReason, RequestOutput, SamplingParams
-from jaxspec.runtime.compile import Job
+from jaxspec.runtime.compile import Compilation
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.drafters.medusa_head import MedusaConfig, MedusaHeads
@@ -592,9 +592,9 @@ def test_devices_share_guided_rounds(engines: Engines, expected: dict[int, Reque
 def test_a_rehearsal_runs_everything_once_and_changes_nothing(engines: Engines, monkeypatch: pytest.MonkeyPatch):
     expected = [outputs.outputs for _, outputs in sorted(run(engines("ngram"), workload()).items())]
     ran: collections.Counter[Any] = collections.Counter()
-    compiled = Job.compiled
+    compiled = Compilation.compiled
 
-    def counting(job: Job, store: Any) -> Any:
+    def counting(job: Compilation, store: Any) -> Any:
         executable = compiled(job, store)
 
         def call(*args: Any) -> Any:
@@ -603,7 +603,7 @@ def test_a_rehearsal_runs_everything_once_and_changes_nothing(engines: Engines, 
 
         return call
 
-    monkeypatch.setattr(Job, "compiled", counting)
+    monkeypatch.setattr(Compilation, "compiled", counting)
     engine = engines.build("ngram", (PLAIN, Tier(4)), batch_buckets=(4,))
     assert len(ran) == engine.stats.executables and set(ran.values()) == {1}
     tokens = lambda outputs: [completion.token_ids for completions in outputs for completion in completions]

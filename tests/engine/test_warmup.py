@@ -21,8 +21,9 @@ from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.config import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.request import SamplingParams
-from jaxspec.runtime.compile import CompileCounter, Job
+from jaxspec.runtime.compile import Compilation, CompileCounter
 from jaxspec.runtime.executables import kept_once
+from jaxspec.runtime.programs import AdmitKey, LogprobsKey, PrefillKey, RoundKey
 from jaxspec.runtime.runner import Runner
 from jaxspec.runtime.warmup import Warmup
 from jaxspec.tier import PLAIN, Tier
@@ -44,7 +45,7 @@ class Gate:
         self._free = threading.Semaphore(0)
         self._opened = False
 
-    def pass_one(self, job: Job) -> None:
+    def pass_one(self, job: Compilation) -> None:
         self.begun.append(job.key)
         if not self._opened:
             assert self._free.acquire(timeout=PATIENCE)
@@ -61,21 +62,21 @@ class Gate:
 def gate(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Every job waits here, but for those that the first request needs; plain decoding to compare with is there."""
     bench.engine("none")
-    gate, compiled = Gate(), Job.compiled
+    gate, compiled = Gate(), Compilation.compiled
 
-    def waiting(job: Job, store: Any) -> Any:
+    def waiting(job: Compilation, store: Any) -> Any:
         if urgent(job.key):
             return compiled(job, store)
         gate.pass_one(job)
         return compiled(job, store)
 
-    monkeypatch.setattr(Job, "compiled", waiting)
+    monkeypatch.setattr(Compilation, "compiled", waiting)
     yield gate
     gate.open()
 
 
 def urgent(key: Any) -> bool:
-    return key in {("admit",), ("prefill", 16), ("logprobs", 1, 1, 1), ("round", PLAIN, 1, True)}
+    return key in {AdmitKey(), PrefillKey(16), LogprobsKey(1, 1, 1), RoundKey(PLAIN, 1, True)}
 
 
 def waited(condition: Callable[[], bool]) -> None:
@@ -136,7 +137,7 @@ def test_long_chunks_run_in_pieces_until_their_size_is_ready(bench: Any, tools: 
     engine = start(bench, batch_buckets=(1, 4))
     rng = np.random.default_rng(1)
     work = [(rng.integers(0, 12, 61).tolist(), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))]
-    assert ("prefill", 32) not in engine.runner._compiled
+    assert PrefillKey(32) not in engine.runner._compiled
     tools.same(tools.drive(engine, work), bench.expected(work))
 
 
@@ -144,7 +145,7 @@ def test_warming_up_leaves_the_state_alone(bench: Any):
     """It runs every executable, prefills and admissions included, for no request, beside the state of live ones."""
     engine = start(bench, batch_buckets=(1, 4))
     engine.wait_until_warm()
-    fresh = engine.runner._fresh_state()
+    fresh = engine.runner.fresh_state()
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(engine.runner.state), jax.tree.leaves(fresh), strict=True
     ):
@@ -154,14 +155,14 @@ def test_warming_up_leaves_the_state_alone(bench: Any):
 def test_what_fails_to_compile_ends_the_warm_up_and_nothing_else(
     bench: Any, tools: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    compiled = Job.compiled
+    compiled = Compilation.compiled
 
-    def failing(job: Job, store: Any) -> Any:
-        if job.key[:2] == ("round", Tier(3)):
+    def failing(job: Compilation, store: Any) -> Any:
+        if isinstance(job.key, RoundKey) and job.key.tier == Tier(3):
             raise RuntimeError("no such instruction")
         return compiled(job, store)
 
-    monkeypatch.setattr(Job, "compiled", failing)
+    monkeypatch.setattr(Compilation, "compiled", failing)
     engine, work = start(bench, batch_buckets=(1, 4)), tools.workload()
     engine.wait_until_warm()
     assert "no such instruction" in caplog.text
@@ -237,14 +238,14 @@ def test_a_runner_of_which_no_engine_comes_compiles_no_more(bench: Any, gate: Ga
 def test_jobs_that_wait_to_be_traced_are_not_begun_after_the_end():
     traced, tracing, go = [], threading.Event(), threading.Event()
 
-    def job(key: int) -> Job:
+    def job(key: int) -> Compilation:
         def lower() -> Any:
             traced.append(key)
             tracing.set()
             assert go.wait(PATIENCE)
             return jax.jit(lambda x: x + key).lower(1.0)
 
-        return Job(key, (), lower)
+        return Compilation(key, (), lower)
 
     warmup = Warmup([job(key) for key in range(4)], threads=4)
     assert tracing.wait(PATIENCE)
@@ -271,12 +272,12 @@ def test_threads_that_outlive_the_main_one_can_start_an_engine():
     """Their jobs are compiled; a thread that keeps no process from ending does not keep them."""
     code = """
 import threading, jax
-from jaxspec.runtime.compile import Job
+from jaxspec.runtime.compile import Compilation
 from jaxspec.runtime.warmup import Warmup
 
 def late():
     threading.main_thread().join()
-    jobs = [Job(key, (), lambda: jax.jit(lambda x: x + 1).lower(1.0)) for key in range(3)]
+    jobs = [Compilation(key, (), lambda: jax.jit(lambda x: x + 1).lower(1.0)) for key in range(3)]
     print(len(list(Warmup(jobs).wait(range(3)))), "compiled")
 
 threading.Thread(target=late).start()
@@ -287,7 +288,7 @@ threading.Thread(target=late).start()
 
 def test_what_a_warm_up_compiles_is_not_counted():
     counter = CompileCounter()
-    one = Job("a", (), lambda: jax.jit(lambda x: x + 3).lower(1.0))
+    one = Compilation("a", (), lambda: jax.jit(lambda x: x + 3).lower(1.0))
     assert len(list(Warmup([one]).wait(["a"]))) == 1 and counter.count == 0
     jax.jit(lambda x: x + 4).lower(1.0).compile()
     assert counter.count == 1

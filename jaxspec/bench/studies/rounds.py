@@ -26,7 +26,9 @@ from flax import nnx
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import Transformer
 from jaxspec.runtime.compile import use_persistent_cache
+from jaxspec.runtime.programs import RunnerConfig
 from jaxspec.runtime.runner import Runner
+from jaxspec.runtime.warmup import WarmupConfig
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.cores import HeadCore
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
@@ -81,10 +83,8 @@ def build(
     if depth:
         core = HeadCore(random_weights(nnx.eval_shape(lambda: Eagle3Head(head, dtype=dtype)), 1))
         drafter, params = AutoregressiveDrafter(core, geo), core.take_params()
-    return Runner(
-        target, drafter, params, geo, rejection=False, reachable={tier: tuple(batches) for tier in tiers},
-        prefill_sizes=(), eos=(), variants=(sampled,), progress=sys.stderr.isatty(), cache=cache,
-    )  # fmt: skip
+    can = RunnerConfig({tier: tuple(batches) for tier in tiers}, prefill_sizes=(), variants=(sampled,))
+    return Runner(target, drafter, params, geo, can, WarmupConfig(sys.stderr.isatty(), cache))
 
 
 @dataclasses.dataclass

@@ -1,0 +1,335 @@
+"""What is compiled: a key for each executable, which says how it is lowered and what to run it on for no request.
+
+Owns the list of a runner's executables and the order in which they are wanted. Must not know requests, nor run one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.request import MAX_LOGPROBS
+from jaxspec.runtime.compile import Compilation
+from jaxspec.runtime.executables import Fingerprints, IndescribableError
+from jaxspec.runtime.sharding import Placement
+from jaxspec.speculation import guided
+from jaxspec.speculation import round as rounds
+from jaxspec.speculation.layouts import Batch, Chunk, Packed
+from jaxspec.speculation.round import RoundSpec
+from jaxspec.speculation.sampling import MAX_STOP_IDS
+from jaxspec.speculation.typical import Typical
+from jaxspec.tier import PLAIN, Tier
+
+_log = logging.getLogger(__name__)
+
+
+class Held(enum.Enum):
+    """Arguments that the runner holds."""
+
+    TARGET = enum.auto()
+    DRAFT = enum.auto()
+    STATE = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowering:
+    """How an executable comes about.
+
+    Attributes:
+      fn: what is traced.
+      args: each Held, an array of the host that means no request, or shapes of what may be zeros then.
+      results: shardings of what it returns.
+      static: further arguments, by name.
+      keeps_state: the state is read only; otherwise it is given away (donated).
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    results: Any
+    static: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    keeps_state: bool = False
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        return tuple(i for i, arg in enumerate(self.args) if arg is Held.STATE and not self.keeps_state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What all executables of a runner have in common.
+
+    Attributes:
+      held: shapes of what the runner holds.
+      dtype: of the target's activations and the pool.
+    """
+
+    spec: RoundSpec
+    place: Placement
+    held: Mapping[Held, Any]
+    dtype: jnp.dtype
+
+    @property
+    def words(self) -> int:
+        """Width of a set of bits over the vocabulary."""
+        return -(-self.spec.config.vocab_size // 32)
+
+    def batch(self, bucket: int) -> np.ndarray:
+        return Batch.of(self.spec.geo, bucket).array
+
+    def shape(self, *sizes: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        """Of an argument that every device has as a whole."""
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=self.place.replicated)
+
+    def abstract(self, arg: Any) -> Any:
+        """The shapes that stand for an argument while tracing."""
+        if isinstance(arg, Held):
+            return self.held[arg]
+        return self.shape(*arg.shape, dtype=arg.dtype) if isinstance(arg, np.ndarray) else arg
+
+    def parts(self, tier: Tier, bucket: int) -> tuple[rounds.Drafted, rounds.Forward]:
+        """See guided.parts; with shardings."""
+        with self.place.ambient():
+            return self.place.round_parts(*guided.parts(self.spec, tier, bucket, self.dtype))
+
+    def where(self, shapes: Any) -> Any:
+        """The shardings of shapes."""
+        return None if self.place.mesh is None else jax.tree.map(lambda x: x.sharding, shapes)
+
+    def compilations(self, keys: Sequence[Key], stored: bool) -> list[Compilation]:
+        """What is to be compiled for each key.
+
+        Args:
+          stored: the executables are kept, by fingerprints of what they are made from.
+        """
+        describe = Fingerprints() if stored else None
+        return [self._compilation(key, describe) for key in keys]
+
+    def _compilation(self, key: Key, describe: Fingerprints | None) -> Compilation:
+        lowering, place = key.lowering(self), self.place
+        donated, static = lowering.donated, lowering.static
+        args = tuple(map(self.abstract, lowering.args))
+        jitted = jax.jit(
+            lowering.fn, donate_argnums=donated, static_argnames=tuple(static), out_shardings=lowering.results
+        )
+
+        def lower() -> jax.stages.Lowered:
+            with place.ambient():
+                return jitted.trace(*args, **static).lower()
+
+        told = None
+        if describe is not None:
+            flat = *jax.tree.flatten(args), static, *jax.tree.flatten(lowering.results)
+            try:
+                told = describe((lowering.fn, donated, *flat, place.mesh))
+            except IndescribableError as e:
+                _log.debug("an executable is not stored, for it depends on %s", e)
+        return Compilation(key, args, lower, told)
+
+
+class Key(Protocol):
+    """Names an executable of a runner; keys are frozen dataclasses."""
+
+    def lowering(self, at: Setting) -> Lowering: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundKey:
+    """A round, for batches of which some row samples or of greedy rows only."""
+
+    tier: Tier
+    bucket: int
+    sampled: bool
+
+    def lowering(self, at: Setting) -> Lowering:
+        fn = rounds.round_fn(at.spec, self.tier, self.sampled)
+        # A plain round does not even pay for the drafter's arguments.
+        draft = Held.DRAFT if self.tier.depth else ()
+        args = (Held.TARGET, draft, Held.STATE, at.batch(self.bucket))
+        return Lowering(fn, args, at.place.round_results(self.sampled))
+
+
+@dataclasses.dataclass(frozen=True)
+class GuidedKey:
+    """A plain round of guided rows. It needs no parts: its only mask is known before."""
+
+    bucket: int
+
+    def lowering(self, at: Setting) -> Lowering:
+        args = (Held.TARGET, (), Held.STATE, at.batch(self.bucket), at.shape(self.bucket, 1, at.words))
+        return Lowering(rounds.round_fn(at.spec, PLAIN, True), args, at.place.round_results(True))
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftKey:
+    """The first part of a guided round."""
+
+    tier: Tier
+    bucket: int
+
+    def lowering(self, at: Setting) -> Lowering:
+        drafted, _ = at.parts(self.tier, self.bucket)
+        ahead = at.shape(self.bucket, self.tier.depth, at.words)
+        results = at.place.state, at.where(drafted), at.place.replicated
+        return Lowering(
+            guided.draft_fn(at.spec, self.tier), (Held.DRAFT, Held.STATE, at.batch(self.bucket), ahead), results
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardKey:
+    """The second part of a guided round, which tiers of as many nodes share."""
+
+    num_nodes: int
+    bucket: int
+
+    def lowering(self, at: Setting) -> Lowering:
+        drafted, forward = at.parts(Tier(self.num_nodes - 1), self.bucket)
+        tree = drafted.tree
+        args = (
+            Held.TARGET, Held.STATE, at.batch(self.bucket), tree.tokens_BN, tree.depths_BN, tree.ancestors_BNN,
+        )  # fmt: skip
+        return Lowering(guided.forward_fn(at.spec), args, at.where(forward), keeps_state=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class SettleKey:
+    """The last part of a guided round."""
+
+    tier: Tier
+    bucket: int
+
+    def lowering(self, at: Setting) -> Lowering:
+        masks = at.shape(self.bucket, self.tier.num_nodes, at.words)
+        args = (Held.STATE, at.batch(self.bucket), *at.parts(self.tier, self.bucket), masks)
+        results = at.place.state, at.place.replicated, at.place.replicated
+        return Lowering(guided.settle_fn(at.spec, self.tier), args, results)
+
+
+@dataclasses.dataclass(frozen=True)
+class CatchUpKey:
+    """What lets the drafter consume what rounds without drafting left behind."""
+
+    bucket: int
+
+    def lowering(self, at: Setting) -> Lowering:
+        args = (Held.DRAFT, Held.STATE, at.batch(self.bucket))
+        return Lowering(rounds.catch_up_fn(at.spec), args, at.place.state)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillKey:
+    """A chunk of a prompt of up to `size` tokens."""
+
+    size: int
+    guided: bool = False
+
+    def lowering(self, at: Setting) -> Lowering:
+        allowed = at.shape(1, at.words) if self.guided else None
+        chunk = Chunk.of(at.spec.geo.slots, 0, False)
+        args = (Held.TARGET, Held.DRAFT, Held.STATE, chunk, allowed)
+        return Lowering(rounds.prefill_fn(at.spec), args, at.place.round_results(True), {"size": self.size})
+
+
+@dataclasses.dataclass(frozen=True)
+class AdmitKey:
+    """What gives a slot to a request."""
+
+    def lowering(self, at: Setting) -> Lowering:
+        geo, f32 = at.spec.geo, jnp.float32
+        args = (
+            Held.STATE, np.full((7 + MAX_STOP_IDS,), geo.slots, np.int32), at.shape(6, dtype=f32),
+            at.shape(geo.pages_per_seq), at.shape(geo.tokens_per_seq), at.shape(at.spec.config.vocab_size, dtype=f32),
+        )  # fmt: skip
+        return Lowering(rounds.admit_fn(at.spec), args, at.place.state)
+
+
+@dataclasses.dataclass(frozen=True)
+class LogprobsKey:
+    """What reads log-probabilities of a round of so many nodes, or of a prefill, that emitted up to `tokens`."""
+
+    bucket: int
+    num_nodes: int
+    tokens: int
+
+    def lowering(self, at: Setting) -> Lowering:
+        vocab = at.spec.config.vocab_size
+        logits = jax.ShapeDtypeStruct((self.bucket, self.num_nodes, vocab), jnp.float32, sharding=at.place.logits)
+        args = (logits, at.shape(self.bucket, self.tokens), at.shape(self.bucket, Packed.width(self.tokens)))
+        return Lowering(rounds.logprobs_fn(min(MAX_LOGPROBS, vocab)), args, at.place.replicated)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunnerConfig:
+    """What a runner can run.
+
+    Attributes:
+      reachable: {tier: buckets} that the policy can select.
+      prefill_sizes: chunk lengths that get an executable, ascending.
+      eos: token ids that min_tokens bans besides a request's own stop ids.
+      variants: which rounds to compile: False for greedy ones, True for sampled ones (which serve every batch).
+      rejection, typical: how drafts of sampled rows are verified (speculation.round.RoundSpec).
+      guided: whether rounds and prefills can be told what rows may say.
+    """
+
+    reachable: Mapping[Tier, tuple[int, ...]]
+    prefill_sizes: Sequence[int]
+    eos: Sequence[int] = ()
+    variants: tuple[bool, ...] = (False, True)
+    rejection: bool = False
+    typical: Typical | None = None
+    guided: bool = False
+
+    @property
+    def buckets(self) -> list[int]:
+        return sorted({bucket for buckets in self.reachable.values() for bucket in buckets})
+
+    def prefill(self, size: int) -> PrefillKey:
+        return PrefillKey(size, self.guided)
+
+    def round_keys(self, tier: Tier, bucket: int) -> list[Key]:
+        """The executables that a round of a tier may need."""
+        nodes = tier.num_nodes
+        keys: list[Key] = [RoundKey(tier, bucket, sampled) for sampled in self.variants]
+        if self.guided and tier.depth:
+            keys += [DraftKey(tier, bucket), ForwardKey(nodes, bucket), SettleKey(tier, bucket)]
+        elif self.guided:
+            keys.append(GuidedKey(bucket))
+        return [*keys, LogprobsKey(bucket, nodes, tier.depth + 1)]
+
+    def keys(self, *, catches_up: bool) -> list[Key]:
+        """Every executable; the dearest first, so that no thread ends with one.
+
+        Args:
+          catches_up: whether the drafter has a cache in which plain rounds leave gaps.
+        """
+        keys = [key for tier, at in self.reachable.items() for bucket in at for key in self.round_keys(tier, bucket)]
+        if catches_up and PLAIN in self.reachable:
+            keys += [CatchUpKey(bucket) for bucket in self.buckets]
+        keys += [*map(self.prefill, self.prefill_sizes), AdmitKey(), LogprobsKey(1, 1, 1)]
+        weight = lambda key: key.tier.depth if isinstance(key, RoundKey) else -isinstance(key, LogprobsKey)
+        return sorted(dict.fromkeys(keys), key=weight, reverse=True)
+
+    def order(self, keys: Sequence[Key]) -> dict[Key, int]:
+        """When each key's turn comes, from 0, which the first request waits for."""
+        buckets, tiers = self.buckets, sorted(self.reachable)
+        least = next(tier for tier in tiers if buckets[0] in self.reachable[tier])  # not every policy decodes plainly
+        drafting = [tier for tier in tiers if tier.depth and tier != least]
+        likely = drafting[len(drafting) // 2 : len(drafting) // 2 + 1]
+        urgent = self.round_keys(least, buckets[0])
+        turns: dict[Key, int] = {AdmitKey(): 0, LogprobsKey(1, 1, 1): 0}
+        turns |= {self.prefill(size): 2 * bool(i) for i, size in enumerate(self.prefill_sizes)}
+        ends = [(at, tier) for at in (buckets[0], buckets[-1]) for tier in (least, *likely)]
+        rest = [(at, tier) for at in buckets for tier in tiers]
+        for turn, (bucket, tier) in enumerate([*ends, *rest]):
+            if bucket in self.reachable[tier]:
+                catch_up = [CatchUpKey(bucket)] if tier.depth else []
+                for key in [*self.round_keys(tier, bucket), *catch_up]:
+                    turns.setdefault(key, 0 if key in urgent else turn + 1)
+        return {key: turns.get(key, len(rest) + len(ends)) for key in keys}

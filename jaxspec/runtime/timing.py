@@ -1,0 +1,114 @@
+"""How long rounds take: timed one by one beside a warm-up, or all at once before the first request.
+
+Owns the repeats and their medians. Must not know policies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections import deque
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxspec.adaptive.cost import CostTable
+from jaxspec.speculation.layouts import Batch
+from jaxspec.speculation.state import DecodeState, Geometry
+from jaxspec.tier import Tier
+
+#: How often a round is timed when it has come, and again when all have and nothing is compiled beside.
+_FIRST_TRIALS, _FINAL_TRIALS = 3, 5
+
+
+class Runs(Protocol):
+    """What is timed: a Runner, of which this is all that is needed."""
+
+    geo: Geometry
+    state: DecodeState
+    reachable: Mapping[Tier, tuple[int, ...]]
+
+    def put(self, x: Any) -> jax.Array: ...
+    def repeat(self, tier: Tier, bucket: int, batch: jax.Array, count: int) -> jax.Array: ...
+    def reset(self) -> None: ...
+
+
+class Trials:
+    """Which rounds are to be timed next, and what the trials so far say.
+
+    Args:
+      wanted: False: no round is timed.
+
+    Attributes:
+      costs: median seconds of each (tier, bucket) whose trials are done.
+    """
+
+    def __init__(self, wanted: bool):
+        self.costs: dict[tuple[Tier, int], float] = {}
+        self._wanted, self._final = wanted, not wanted
+        self._queue: deque[tuple[Tier, int]] = deque()
+        self._samples: dict[tuple[Tier, int], list[float]] = {}
+
+    @property
+    def over(self) -> bool:
+        return self._final and not self._queue
+
+    def arrived(self, tier: Tier, bucket: int) -> None:
+        """A round can run from now on."""
+        if self._wanted:
+            self._queue.extend([(tier, bucket)] * _FIRST_TRIALS)
+
+    def finish(self, pairs: Collection[tuple[Tier, int]]) -> bool:
+        """Once nothing is compiled any more, all are timed afresh; False where that was done before."""
+        if self._final:
+            return False
+        self._final = True
+        self._samples.clear()
+        # Round by round, so that what disturbs one repeat disturbs every tier.
+        self._queue.extend([*pairs] * _FINAL_TRIALS)
+        return True
+
+    def run_next(self, runner: Runs) -> bool:
+        """Times one round of no rows; False where none is to be timed."""
+        if not self._queue:
+            return False
+        tier, bucket = pair = self._queue.popleft()
+        samples = self._samples.setdefault(pair, [])
+        samples.append(_timed(runner, tier, bucket, runner.put(Batch.of(runner.geo, bucket).array)))
+        if pair not in self._queue:
+            self.costs[pair] = statistics.median(samples)
+        return True
+
+
+def _timed(runner: Runs, tier: Tier, bucket: int, batch: jax.Array) -> float:
+    jax.block_until_ready((runner.state, batch))
+    began = time.perf_counter()
+    runner.repeat(tier, bucket, batch, 1).block_until_ready()
+    return time.perf_counter() - began
+
+
+def measure(runner: Runs, repeats: int = 5, context: int = 256) -> CostTable:
+    """Times every round (greedy where compiled) a few times at a moderate context, and resets the state.
+
+    Args:
+      context: committed tokens of each row while timing.
+    """
+    geo = runner.geo
+    context = max(0, min(context, geo.tokens_per_seq - 2 * (geo.max_depth + 1)))
+    pages = np.arange(geo.slots * geo.pages_per_seq, dtype=np.int32).reshape(geo.slots, -1) % geo.num_pages
+    length = lambda: runner.put(np.full((geo.slots,), context, np.int32))
+    runner.state = dataclasses.replace(runner.state, table_SM=runner.put(pages), length_S=length())
+    samples: dict[tuple[Tier, int], list[float]] = {}
+    pairs = [(tier, bucket) for tier, buckets in runner.reachable.items() for bucket in buckets]
+    for repeat in range(repeats + 1):
+        for tier, bucket in pairs:
+            rows = [(slot, geo.max_depth, geo.pages_per_seq, ()) for slot in range(bucket)]
+            runner.state = dataclasses.replace(runner.state, length_S=length())
+            seconds = _timed(runner, tier, bucket, runner.put(Batch.of(geo, bucket, rows).array))
+            if repeat:
+                samples.setdefault((tier, bucket), []).append(seconds)
+    runner.reset()
+    return CostTable({pair: statistics.median(times) for pair, times in samples.items()})
