@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import jax
 
@@ -11,8 +11,12 @@ from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.tier import Tier
 
+#: A drafter's pytrees: of its parameters, and of its part of the DecodeState.
+Params = TypeVar("Params", contravariant=True)
+State = TypeVar("State")
 
-class Drafter(Protocol):
+
+class Drafter(Protocol[Params, State]):
     """Proposes trees; owns a pytree of parameters and one of state, and no other memory.
 
     Whatever it proposes, the output is the target's: a wrong or empty draft costs speed only.
@@ -30,17 +34,18 @@ class Drafter(Protocol):
     #: Most candidates a node: the draft vocabulary.
     max_topk: int
 
-    def init_state(self, geo: Geometry) -> Any:
+    def init_state(self, geo: Geometry) -> State:
         """The drafter's part of the DecodeState."""
         ...
 
-    def admit(self, draft: Any, slot: jax.Array, cached: jax.Array) -> Any:
+    def admit(self, draft: State, slot: jax.Array, cached: jax.Array) -> State:
         """A request takes `slot`; its first `cached` tokens come from the prefix cache."""
         ...
 
     def prefill(
-        self, params: Any, draft: Any, rows: Rows, tokens_BN: jax.Array, count_B: jax.Array, aux_BNA: jax.Array | None
-    ) -> Any:
+        self, params: Params, draft: State, rows: Rows, tokens_BN: jax.Array, count_B: jax.Array,
+        aux_BNA: jax.Array | None,
+    ) -> State:  # fmt: skip
         """Sees a chunk of committed text: tokens_BN at positions length.., of which count_B are real."""
         ...
 
@@ -48,21 +53,21 @@ class Drafter(Protocol):
     window: int
     catch_up_tokens: int
 
-    def catch_up(self, params: Any, draft: Any, rows: Rows, tokens_SL: jax.Array) -> Any:
+    def catch_up(self, params: Params, draft: State, rows: Rows, tokens_SL: jax.Array) -> State:
         """Consumes committed tokens that rounds without drafting left behind (only where has_cache)."""
         ...
 
     def draft(
         self,
-        params: Any,
-        draft: Any,
+        params: Params,
+        draft: State,
         rows: Rows,
         tokens_SL: jax.Array,
         tier: Tier,
         sampling: SamplingState | None,
         noise_BDV: jax.Array | None,
         sample: bool,
-    ) -> tuple[DraftTree, Any]:
+    ) -> tuple[DraftTree, State]:
         """A tree of the tier's shape.
 
         Args:
@@ -73,6 +78,6 @@ class Drafter(Protocol):
         """
         ...
 
-    def extend(self, draft: Any, rows: Rows, aux_BDA: jax.Array | None, count_B: jax.Array) -> Any:
+    def extend(self, draft: State, rows: Rows, aux_BDA: jax.Array | None, count_B: jax.Array) -> State:
         """The round committed count_B tokens from position length on, whose aux states are aux_BDA."""
         ...

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.cache import TreeKV, commit
-from jaxspec.models.base import ModelConfig
+from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.layouts import Batch, Chunk, Packed, PackedLogprobs
 from jaxspec.speculation.sampling import SamplingState, adjust_logits, restrict_logits, top_logprobs
@@ -35,14 +35,14 @@ class RoundSpec:
     """Everything static about the functions below except the tier.
 
     Attributes:
-      graph: the target's static graph (nnx.split).
+      graph: of a TargetModel (nnx.split).
       config: the target's geometry.
       drafter: None where the engine never drafts.
       rejection: rejection verification for sampled rows of drafters that can sample.
       typical: typical acceptance for sampled rows, where it is asked for.
     """
 
-    graph: Any
+    graph: nnx.GraphDef[Any]
     config: ModelConfig
     geo: Geometry
     drafter: Drafter | None
@@ -121,7 +121,8 @@ def forward_phase(
 
     Traced once for all the functions that call it with as many rows and nodes: warming up is mostly tracing.
     """
-    model, geo = nnx.merge(spec.graph, target), spec.geo
+    model: TargetModel = nnx.merge(spec.graph, target)
+    geo = spec.geo
     kv = TreeKV(state.pages, rows.table_BM, rows.length_B, ancestors_BNN, geo.num_pages, kernels=geo.kernels)
     hidden, aux = model(tokens_BN, rows.length_B[:, None] + depths_BN, kv.attend, spec.aux_layers)
     return Forward(model.logits(hidden), kv.stacked(), aux)
@@ -263,7 +264,7 @@ def prefill_fn(spec: RoundSpec) -> Callable[..., tuple[DecodeState, jax.Array, t
         target: Any, draft_params: Any, state: DecodeState, chunk_X: jax.Array, allowed_BW: jax.Array | None = None, *,
         size: int,
     ) -> Any:  # fmt: skip
-        model = nnx.merge(spec.graph, target)
+        model: TargetModel = nnx.merge(spec.graph, target)
         chunk = Chunk(chunk_X)
         slot_B, count_B, last_B = chunk.slot_B, chunk.count_B, chunk.last_B > 0
         rows = Rows.gather(state, slot_B, geo)
