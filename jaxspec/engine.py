@@ -218,12 +218,12 @@ class Engine:
         runner, buckets = self.runner, self.facts.buckets
         bucket = next(b for b in buckets if b >= len(rows) and any(runner.ready(t, b) for t in runner.states))
         context = sum(row.request.num_computed for row in rows)
-        tier, state = self.controller.select(
+        _, state = self.controller.select(
             BatchView(len(rows), bucket, context, time.monotonic(), _deepest([row.request for row in rows]))
         )
-        catch_up, guide = self._behind(rows, tier, bucket), self._guide(rows)
+        guide = self._guide(rows)
         self._guided += guide is not None
-        return runner.dispatch(rows, state, bucket, catch_up=catch_up, guide=guide)
+        return runner.dispatch(rows, state, bucket, guide)
 
     def _guide(self, rows: Sequence[DecodeRow]) -> Guide | None:
         """What the rows may say; None where no grammar says anything."""
@@ -232,23 +232,6 @@ class Engine:
 
     def _is_guided(self, pending: Pending) -> bool:
         return any(self._live[request.request_id].matcher is not None for request, _ in pending.rows)
-
-    def _behind(self, rows: Sequence[DecodeRow], tier: Tier, bucket: int) -> bool:
-        """Counts what each row's drafter has not consumed; whether it must, and can, catch up before this round."""
-        drafter = self.runner.drafter
-        if drafter is None or not drafter.has_cache:
-            return False
-        requests = [row.request for row in rows]
-        behind = tier.depth > 0 and any(request.drafter_lag > drafter.window for request in requests)
-        lost = behind and not self.runner.can_catch_up(bucket)
-        for request in requests:
-            if lost and request.drafter_lag > drafter.window:
-                request.cacheable_generated = False
-            request.drafter_lag = tier.depth + 1 if tier.depth else request.drafter_lag + 1
-            # Beyond what it can catch up its cache lacks entries: such pages are no prefix to reuse.
-            if request.drafter_lag > drafter.window + drafter.catch_up_tokens:
-                request.cacheable_generated = False
-        return behind and not lost
 
     def _commit(self, pending: Pending) -> list[Event]:
         began = time.perf_counter()

@@ -41,6 +41,7 @@ from jaxspec.runtime.programs import (
 from jaxspec.runtime.sharding import Placement, abstract
 from jaxspec.runtime.timing import Trials
 from jaxspec.runtime.warmup import Warmup, WarmupConfig
+from jaxspec.scheduling.lag import DraftLag
 from jaxspec.scheduling.scheduler import DecodeRow, PrefillChunk
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.layouts import Batch, Chunk, Packed, PackedLogprobs
@@ -139,6 +140,9 @@ class Runner:
             draft_params = jax.device_put(draft_params, self._place.draft_params)
         self._target, self._draft_params = target, draft_params
         self._can = config
+        self._lag: DraftLag | None = None
+        if drafter is not None and drafter.has_cache:
+            self._lag = DraftLag(drafter.window, drafter.catch_up_tokens)
         self.reachable, self.variants = config.reachable, config.variants
         words = -(-self.config.vocab_size // 32)
         self._anything = self.put(np.full((1, words), -1, np.int32)) if config.guided else None
@@ -178,7 +182,7 @@ class Runner:
             Held.STATE: abstract(self.state, place.state),
         }
         self._setting = Setting(self.spec, place, held, self._dtype)
-        keys = self._can.keys(catches_up=self.drafter is not None and self.drafter.has_cache)
+        keys = self._can.keys(catches_up=self._lag is not None)
         order = self._can.order(keys) if config.background else dict.fromkeys(keys, 0)
         first = [key for key in keys if not order[key]]
         store = self._store(config.cache)
@@ -401,36 +405,31 @@ class Runner:
             return None
         return self._pending([(chunk.request, chunk.request.epoch)], None, 1, packed, kept, 1, chunk.end)
 
-    def can_catch_up(self, bucket: int) -> bool:
-        """Whether drafters can consume what rounds without drafting left behind, at this padded batch size."""
-        return CatchUpKey(bucket) in self._compiled
-
     def dispatch(
-        self, rows: Sequence[DecodeRow], state: SpecRuntimeState, bucket: int, *, catch_up: bool = False,
-        guide: Guide | None = None,
-    ) -> Pending:  # fmt: skip
+        self, rows: Sequence[DecodeRow], state: SpecRuntimeState, bucket: int, guide: Guide | None = None
+    ) -> Pending:
         """Dispatches one round of the tier that `state` is bound to.
 
         Args:
-          catch_up: first let the drafter consume what rounds without drafting left behind.
           guide: what the rows may say. Then the call waits for the drafts, and the round counts as untimed.
         """
-        sampled = False not in self.variants or any(not row.request.params.plain_greedy for row in rows)
-        batch = self._batch(rows, state.tier.depth, bucket)
-        if catch_up:
-            self.state = self._compiled[CatchUpKey(bucket)](self._draft_params, self.state, batch)
+        tier, requests = state.tier, [row.request for row in rows]
+        batch = self._batch(rows, tier.depth, bucket)
+        catch_up = self._compiled.get(CatchUpKey(bucket))
+        if self._lag is not None and self._lag.before_round(requests, tier.depth, can_catch_up=catch_up is not None):
+            assert catch_up is not None
+            self.state = catch_up(self._draft_params, self.state, batch)
             self._disturbed = True
         if guide is None:
+            sampled = False not in self.variants or any(not request.params.plain_greedy for request in requests)
             executable = state.executables[bucket, sampled]
-            self.state, packed, kept = executable(self._target, self._params_for(state.tier), self.state, batch)
+            self.state, packed, kept = executable(self._target, self._params_for(tier), self.state, batch)
         else:
-            packed, kept = self._guided_round(state.tier, bucket, batch, guide)
+            packed, kept = self._guided_round(tier, bucket, batch, guide)
             self._disturbed = True
-        context = sum(row.request.num_computed for row in rows)
-        nodes = state.tier.num_nodes
-        return self._pending(
-            [(row.request, row.epoch) for row in rows], state.tier, bucket, packed, kept, nodes, context
-        )
+        context = sum(request.num_computed for request in requests)
+        epochs = [(row.request, row.epoch) for row in rows]
+        return self._pending(epochs, tier, bucket, packed, kept, tier.num_nodes, context)
 
     def _guided_round(
         self, tier: Tier, bucket: int, batch: jax.Array, guide: Guide

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxspec.scheduling.lag import DraftLag
 from jaxspec.scheduling.pages import PageAllocator
 from jaxspec.scheduling.plan import DecodeRow, Plan, PrefillChunk, SchedulerConfig, SchedulerStats
 from jaxspec.scheduling.prefix_cache import PrefixCache
@@ -9,6 +10,7 @@ from jaxspec.scheduling.scheduler import Scheduler
 
 __all__ = [
     "DecodeRow",
+    "DraftLag",
     "PageAllocator",
     "Plan",
     "PrefillChunk",
