@@ -307,24 +307,11 @@ def assemble(
     shards = config.tensor_parallel
     check_divides(model, shards)
     mesh = tensor_mesh(shards) if shards > 1 else None
-    longest = config.max_seq_len or min(model.max_position_embeddings, _DEFAULT_CONTEXT)
-    if longest > model.max_position_embeddings:
-        raise ValueError(
-            f"max_seq_len must be at most the model's context of {model.max_position_embeddings} tokens, got {longest}"
-        )
     eos = tuple(sorted({*model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer is not None else ())}))
     buckets = config.buckets
     choice = choose_policy(speculation, buckets, drafts, trees, deepest)
     depth = max(tier.depth for tier in choice.reachable)
-    pages_per_seq = -(-(longest + depth + 1) // config.page_size)
-    geo = Geometry(
-        slots=config.max_batch_size,
-        num_pages=config.num_pages or config.max_batch_size * pages_per_seq,
-        page_size=config.page_size,
-        pages_per_seq=pages_per_seq,
-        max_depth=depth,
-        kernels=config.kernels,
-    )
+    geo = _geometry(config, model.max_position_embeddings, depth)
     built, params = drafter(geo) if drafts and depth else (None, ())
     widest = max(tier.topk for tier in choice.reachable)
     if built is not None and widest > built.max_topk:
@@ -336,15 +323,13 @@ def assemble(
             "verification 'typical' is lossy: sampled outputs do not have the target's distribution "
             "(threshold %g, alpha %g)", typical.threshold, typical.alpha,
         )  # fmt: skip
-    chunk = min(config.prefill_chunk, longest)
-    sizes = sorted({chunk, *(size for size in (16, 64) if size < chunk)})
     grammars = _grammars(config, tokenizer, model.vocab_size, eos)
     # The processes of several hosts must run the same rounds, and what is ready differs between them.
     background = config.warmup == "background" and jax.process_count() == 1
     times = cost is None and choice.needs_cost
     both = ("sampled",) if jax.default_backend() == "cpu" else ("greedy", "sampled")
     can = RunnerConfig(
-        choice.reachable, sizes, eos,
+        choice.reachable, sorted({geo.prefill_chunk, *(size for size in (16, 64) if size < geo.prefill_chunk)}), eos,
         variants=tuple(sorted({v == "sampled" for v in config.variants or both})),
         rejection=speculation.verification == "rejection", typical=typical, guided=grammars is not None,
     )  # fmt: skip
@@ -352,23 +337,25 @@ def assemble(
     runner = Runner(_laid_out(target, shards), built, params, geo, can, warmup, mesh)
     if times:
         cost = CostTable({}) if background else measure(runner)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_batch_size=config.max_batch_size,
-            num_pages=geo.num_pages,
-            page_size=config.page_size,
-            max_pages_per_seq=pages_per_seq,
-            max_seq_len=longest,
-            max_growth=depth + 1,
-            prefill_chunk=chunk,
-            enable_prefix_caching=config.enable_prefix_caching,
-            prefix_lookahead=0 if built is None else built.lookahead,
-        )
-    )
+    lookahead = 0 if built is None else built.lookahead
+    scheduler = Scheduler(SchedulerConfig(geo, config.enable_prefix_caching, lookahead))
     facts = EngineFacts(
-        scheduler.config, tuple(buckets), model.vocab_size, True in runner.variants, frozenset(eos), tokenizer, grammars
+        geo, tuple(buckets), model.vocab_size, True in runner.variants, frozenset(eos), tokenizer, grammars
     )
     return Engine(facts, runner, scheduler, choice.build, cost, config.seed, began, config.traffic_log)
+
+
+def _geometry(config: EngineConfig, context: int, depth: int) -> Geometry:
+    """The sizes of an engine, for a model of this context and tiers up to this depth."""
+    longest = config.max_seq_len or min(context, _DEFAULT_CONTEXT)
+    if longest > context:
+        raise ValueError(f"max_seq_len must be at most the model's context of {context} tokens, got {longest}")
+    pages_per_seq = -(-(longest + depth + 1) // config.page_size)
+    return Geometry(
+        slots=config.max_batch_size, num_pages=config.num_pages or config.max_batch_size * pages_per_seq,
+        page_size=config.page_size, pages_per_seq=pages_per_seq, max_depth=depth, max_seq_len=longest,
+        prefill_chunk=min(config.prefill_chunk, longest), kernels=config.kernels,
+    )  # fmt: skip
 
 
 def _grammars(

@@ -10,7 +10,7 @@ import numbers
 from collections.abc import Sequence
 
 from jaxspec.request import SamplingParams
-from jaxspec.scheduling.plan import SchedulerConfig
+from jaxspec.sizes import Sizes
 from jaxspec.text.grammar import Grammar, GrammarCompiler
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -32,7 +32,7 @@ class EngineFacts:
       grammars: compiles what requests may bring as their grammar; None: none are taken.
     """
 
-    sizes: SchedulerConfig
+    sizes: Sizes
     buckets: tuple[int, ...]
     vocab_size: int
     samples: bool
@@ -41,7 +41,7 @@ class EngineFacts:
     grammars: GrammarCompiler | None
 
     def check(self, params: SamplingParams, grammar: Grammar | None) -> None:
-        """Whether such a request can be honoured; `checked` looks at its prompt, SchedulerConfig.check at its length.
+        """Whether such a request can be honoured; `checked` looks at its prompt, Sizes.check at its length.
 
         Raises:
           ValueError: names the field, and both values.

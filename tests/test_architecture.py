@@ -11,25 +11,26 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "numpy", "ml_dtypes", "safetensors", "torch"}
-HOST_PURE = {"config", "request", "tier", "events", "stats", "adaptive", "scheduling", "traffic"}
+HOST_PURE = {"config", "request", "tier", "sizes", "events", "stats", "adaptive", "scheduling", "traffic"}
 #: Parts of jaxspec (modules or packages) and the other parts that they may import.
-EVERYONE = {"config", "request", "tier"}
+EVERYONE = {"config", "request", "tier", "sizes"}
 ALLOWED = {
     "tier": set(),
+    "sizes": set(),
     "request": set(),
     "config": {"tier"},
     "traffic": {"request"},
     "adaptive": {"tier"},
-    "scheduling": {"request"},
+    "scheduling": {"request", "sizes"},
     "models": set(),
     "cache": {"models"},
-    "speculation": {"tier", "models", "cache"},
+    "speculation": {"tier", "sizes", "models", "cache"},
     "runtime": EVERYONE | {"adaptive", "scheduling", "models", "speculation", "cache"},
     "checkpointing": {"models", "speculation"},
     "text": {"checkpointing"},
     "events": {"request"},
     "stats": set(),
-    "facts": {"request", "scheduling", "text"},
+    "facts": {"request", "sizes", "text"},
     "output": {"request", "facts", "text"},
     "warming": {"tier", "runtime"},
     "engine": EVERYONE

@@ -36,7 +36,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 
 _log = logging.getLogger(__name__)
 #: Modules and packages that hold all traced code; they import nothing else of the project.
-SOURCES = ("jaxspec.models", "jaxspec.speculation", "jaxspec.cache", "jaxspec.tier", "pallas_kernels")
+SOURCES = ("jaxspec.models", "jaxspec.speculation", "jaxspec.cache", "jaxspec.tier", "jaxspec.sizes", "pallas_kernels")
 #: Packages whose version stands for their sources.
 _VERSIONED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 #: Options of JAX that no program depends on.

@@ -28,21 +28,21 @@ class Scheduler:
     the step before, and `finish` those that are done.
 
     Args:
-      config: the device state.
+      config: what it hands out.
       clock: seconds; injected so that tests own the time.
     """
 
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self.config = config
-        self.pages = PageAllocator(config.num_pages)
-        self.prefix_cache = PrefixCache(self.pages, config.page_size, config.prefix_lookahead)
+        self.config, self.sizes = config, config.sizes
+        self.pages = PageAllocator(config.sizes.num_pages)
+        self.prefix_cache = PrefixCache(self.pages, config.sizes.page_size, config.prefix_lookahead)
         self._clock = clock
         self._ranks: dict[Request, tuple[float, int]] = {}  # live requests; lower runs first
         self._by_id: dict[str, Request] = {}
         self._waiting: list[Request] = []  # by rank
         self._running: list[Request] = []  # by rank
         self._prefilling: Request | None = None
-        self._free_slots = list(range(config.max_batch_size))
+        self._free_slots = list(range(config.sizes.slots))
         self._added = self._releases = self._preemptions = self._hits = self._queries = 0
         self._blocked: tuple[Request | None, int] = (None, 0)
 
@@ -56,7 +56,7 @@ class Scheduler:
         """
         if request.request_id in self._by_id:
             raise ValueError(f"request_id must be unique among live requests, got {request.request_id!r} again")
-        self.config.check(len(request.prompt_token_ids), request.params.max_tokens)
+        self.sizes.check(len(request.prompt_token_ids), request.params.max_tokens)
         self._by_id[request.request_id] = request
         self._ranks[request] = (request.arrival_time + request.priority * self.config.aging_seconds, self._added)
         self._added += 1
@@ -134,7 +134,7 @@ class Scheduler:
           plan: the latest plan.
           growth: most tokens its round adds to a row (the tier's depth + 1); unused without decode rows.
         """
-        assert not plan.decode or 1 <= growth <= self.config.max_growth, f"growth {growth} of {self.config.max_growth}"
+        assert not plan.decode or 1 <= growth <= self.sizes.max_growth, f"growth {growth} of {self.sizes.max_growth}"
         for row in plan.decode:
             if row.epoch == row.request.epoch:
                 row.request.in_flight.append(growth)
@@ -190,7 +190,7 @@ class Scheduler:
         to drop it. It could only have served tokens that are cut.
         """
         longest = len(request.prompt_token_ids) + request.params.max_tokens
-        return self.config.pages_for(min(length, longest))
+        return self.sizes.pages_for(min(length, longest))
 
     def _grow(self, request: Request, preempted: list[Request]) -> DecodeRow | None:
         """Reserves the row's next round for the deepest tier; None when the row itself was preempted for lack of pages.
@@ -200,7 +200,7 @@ class Scheduler:
         assert request.slot is not None
         longest = request.num_computed + sum(request.in_flight)
         missing = max(0, self._pages_for(request, longest) - len(request.pages))
-        assert missing <= self.config.growth_pages
+        assert missing <= self.sizes.growth_pages
         while (new_pages := self._reserve(missing)) is None:
             victim = self._youngest()
             self._preempt(victim)
@@ -235,7 +235,7 @@ class Scheduler:
             return None
         assert request.slot is not None
         start, total = request.num_computed, request.num_tokens
-        end = min(start + self.config.prefill_chunk, total)
+        end = min(start + self.sizes.prefill_chunk, total)
         return PrefillChunk(request, request.slot, start, end, end == total, is_first, tuple(request.pages))
 
     def _admit(self) -> Request | None:
@@ -266,7 +266,7 @@ class Scheduler:
         return request
 
     def _started(self, request: Request, cached_pages: int, num_tokens: int) -> None:
-        hit = cached_pages * self.config.page_size
+        hit = cached_pages * self.sizes.page_size
         request.status = RequestStatus.PREFILLING
         request.num_computed = hit
         request.num_cached_pages = cached_pages
@@ -293,7 +293,7 @@ class Scheduler:
         """Lets later requests reuse the pages that are full and whose lookahead tokens are known."""
         if self.config.enable_prefix_caching:
             known = min(request.num_computed, request.num_tokens - self.config.prefix_lookahead)
-            full = max(known // self.config.page_size, request.num_cached_pages)
+            full = max(known // self.sizes.page_size, request.num_cached_pages)
             request.num_cached_pages = self.prefix_cache.register(
                 request.token_ids, request.pages, request.num_cached_pages, full
             )

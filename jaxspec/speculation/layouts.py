@@ -49,7 +49,7 @@ class Batch(_Layout[A]):
 
     @staticmethod
     def width(geo: Geometry) -> int:
-        return 3 + geo.max_new_pages
+        return 3 + geo.growth_pages
 
     @staticmethod
     def of(geo: Geometry, bucket: int, rows: Sequence[tuple[int, int, int, Sequence[int]]] = ()) -> Batch[np.ndarray]:

@@ -14,36 +14,24 @@ import jax.numpy as jnp
 
 from jaxspec.cache import init_pages
 from jaxspec.models.base import ModelConfig
+from jaxspec.sizes import Sizes
 from jaxspec.speculation.sampling import SamplingState
 
 
 @dataclasses.dataclass(frozen=True)
-class Geometry:
-    """Sizes that fix the DecodeState.
+class Geometry(Sizes):
+    """The sizes, and what reads the DecodeState that they fix.
 
     Attributes:
-      slots: device rows (max_batch_size).
-      num_pages: pages a layer. page_size: tokens a page. pages_per_seq: entries of a row's table.
-      max_depth: deepest tier that can run.
       kernels: the implementation of the kernels that read the state; None: the backend's own.
-      tokens_per_seq: length of a row's token buffer.
     """
 
-    slots: int
-    num_pages: int
-    page_size: int
-    pages_per_seq: int
-    max_depth: int
     kernels: str | None = None
 
     @property
     def tokens_per_seq(self) -> int:
+        """Length of a row's token buffer."""
         return self.pages_per_seq * self.page_size + 1
-
-    @property
-    def max_new_pages(self) -> int:
-        """Most pages that the scheduler grants a row before one round (SchedulerConfig.growth_pages)."""
-        return -(-(self.max_depth + 1) // self.page_size) + 1
 
 
 @jax.tree_util.register_dataclass

@@ -41,7 +41,7 @@ def described(engine: Engine, config: ServerConfig) -> pb.GetServerInfoResponse:
         tiers=[tier.name for tier in sorted(runner.reachable)],
         buckets=sorted({bucket for buckets in runner.reachable.values() for bucket in buckets}),
         max_seq_len=sizes.max_seq_len,
-        max_batch_size=sizes.max_batch_size,
+        max_batch_size=sizes.slots,
         memory=pb.Memory(
             weight_bytes=runner.weight_bytes,
             kv_pool_bytes=engine.pool_bytes,
@@ -105,7 +105,7 @@ class AdminServicer:
             waiting_prompt_tokens=self._generator.waiting_prompt_tokens,
             kv_cache_usage=1 - (stats.free_pages + stats.cached_pages) / facts.sizes.num_pages,
             tokens_per_second=self._engine.meter.tokens_per_second,
-            max_running_requests=facts.sizes.max_batch_size,
+            max_running_requests=facts.sizes.slots,
         )
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:

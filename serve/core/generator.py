@@ -210,8 +210,8 @@ class Generator:
                 sizes, config = self._engine.known().sizes, self._config
                 pages = config.max_waiting_pages
                 if pages is None:
-                    pages = default_waiting_pages(sizes.max_batch_size, config.max_waiting, sizes.num_pages)
-                self._admission = Admission(sizes.max_batch_size, config.max_waiting, pages)
+                    pages = default_waiting_pages(sizes.slots, config.max_waiting, sizes.num_pages)
+                self._admission = Admission(sizes.slots, config.max_waiting, pages)
             return
         errors = {"stalled": "the engine hangs", "dead": "the engine died", "stopped": "the server is stopped"}
         self.fail_all(unavailable(errors[state], state))

@@ -158,7 +158,7 @@ class VllmServicer(rpc.VllmEngineServicer):
                 server_type="vllm-grpc",
                 data_parallel_size=1,
                 block_size=facts.sizes.page_size,
-                max_num_seqs=facts.sizes.max_batch_size,
+                max_num_seqs=facts.sizes.slots,
                 constrained_decoding_start="first_token" if facts.grammars is not None else "",
             )
 
@@ -183,8 +183,8 @@ class VllmServicer(rpc.VllmEngineServicer):
                         token_usage=load.token_usage,
                         gen_throughput=load.gen_throughput,
                         cache_hit_rate=load.cache_hit_rate,
-                        utilization=load.running_requests / facts.sizes.max_batch_size,
-                        max_running_requests=facts.sizes.max_batch_size,
+                        utilization=load.running_requests / facts.sizes.slots,
+                        max_running_requests=facts.sizes.slots,
                         num_waiting_uncached_tokens=load.waiting_uncached_tokens,
                     )
                 ],
@@ -201,7 +201,7 @@ class VllmServicer(rpc.VllmEngineServicer):
             waiting_uncached_tokens=self._generator.waiting_prompt_tokens,
             token_usage=held / sizes.num_pages,
             gen_throughput=self._engine.meter.tokens_per_second,
-            max_running_requests=sizes.max_batch_size,
+            max_running_requests=sizes.slots,
             num_used_tokens=held * sizes.page_size,
             max_total_num_tokens=sizes.num_pages * sizes.page_size,
             cache_hit_rate=stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0,

@@ -68,7 +68,7 @@ def test_every_cell_is_measured_in_rotated_order(session: Session):
     assert [run.mode for run in session.runs[:3]] == ["plain", "chain-2", "adaptive"]
     assert [run.mode for run in session.runs[12:15]] == ["chain-2", "adaptive", "plain"]
     assert session.engine.stats.compilations_after_warmup == 0
-    assert session.engine.stats.free_pages == session.engine.scheduler.config.num_pages
+    assert session.engine.stats.free_pages == session.engine.facts.sizes.num_pages
 
 
 def test_records_add_up(session: Session):

@@ -9,20 +9,22 @@ import pytest
 
 from jaxspec.request import ErrorKind, FinishReason, Request, RequestStatus, SamplingParams
 from jaxspec.scheduling import Plan, Scheduler, SchedulerConfig
+from jaxspec.sizes import Sizes
 
 
-def make(**changes: float) -> Scheduler:
+def make(**changes: Any) -> Scheduler:
     """16 pages of 4 tokens, rounds of up to 3 tokens."""
     config: dict[str, Any] = {
-        "max_batch_size": 4,
+        "slots": 4,
         "num_pages": 16,
         "page_size": 4,
-        "max_pages_per_seq": 11,
+        "pages_per_seq": 11,
         "max_seq_len": 40,
-        "max_growth": 3,
+        "max_depth": 2,
         "prefill_chunk": 8,
     }
-    return Scheduler(SchedulerConfig(**{**config, **changes}), clock=lambda: 5.0)
+    sizes = Sizes(**{name: changes.pop(name, value) for name, value in config.items()})
+    return Scheduler(SchedulerConfig(sizes, **changes), clock=lambda: 5.0)
 
 
 def make_request(name: str, prompt: int | list[int] = 4, max_tokens: int = 8, priority: int = 0) -> Request:
@@ -87,8 +89,8 @@ def test_add_refuses_a_second_live_request_of_the_same_id():
     [
         ({"num_pages": 0}, "num_pages must be an integer of at least 1, got 0"),
         ({"prefix_lookahead": -1}, "prefix_lookahead must be an integer of at least 0, got -1"),
-        ({"max_growth": True}, "max_growth must be an integer of at least 1, got True"),
-        ({"max_pages_per_seq": 10}, "max_pages_per_seq must hold .* 43 tokens, got 10 pages of 4"),
+        ({"max_depth": True}, "max_depth must be an integer of at least 0, got True"),
+        ({"pages_per_seq": 10}, "pages_per_seq must hold .* 43 tokens, got 10 pages of 4"),
     ],
 )
 def test_config_names_field_and_both_values(changes: dict[str, int], message: str):
@@ -152,7 +154,7 @@ def test_aging_must_be_positive_and_finite(seconds: float):
 
 
 def test_admission_waits_for_a_slot():
-    scheduler = make(max_batch_size=1)
+    scheduler = make(slots=1)
     a, b = make_request("a"), make_request("b")
     prefilled(scheduler, a)
     scheduler.add(b)
@@ -248,7 +250,7 @@ def test_a_single_token_needs_no_round():
 
 def tight() -> tuple[Scheduler, Request, Request]:
     """Two running requests that hold all 6 pages; the next growth of either needs one more."""
-    scheduler = make(num_pages=6, page_size=2, max_pages_per_seq=22, max_growth=2)
+    scheduler = make(num_pages=6, page_size=2, pages_per_seq=22, max_depth=1)
     a, b = make_request("a", prompt=4, max_tokens=6), make_request("b", prompt=2, max_tokens=6)
     prefilled(scheduler, a)  # 3 pages
     prefilled(scheduler, b)  # 2 pages, and one in reserve
@@ -273,7 +275,7 @@ def test_the_youngest_is_preempted_and_resumes_with_its_outputs():
 
 
 def test_nothing_is_admitted_in_a_plan_that_preempted():
-    scheduler = make(num_pages=9, page_size=2, max_pages_per_seq=22, max_growth=2, enable_prefix_caching=False)
+    scheduler = make(num_pages=9, page_size=2, pages_per_seq=22, max_depth=1, enable_prefix_caching=False)
     a, b = make_request("a", prompt=2, max_tokens=12), make_request("b", prompt=2, max_tokens=12)
     prefilled(scheduler, a, b)
     while not (plan := step(scheduler, growth=2)).preempted:
@@ -287,7 +289,7 @@ def test_nothing_is_admitted_in_a_plan_that_preempted():
 
 
 def test_a_lower_priority_loses_before_a_later_arrival():
-    scheduler = make(num_pages=9, page_size=2, max_pages_per_seq=22, max_growth=2, enable_prefix_caching=False)
+    scheduler = make(num_pages=9, page_size=2, pages_per_seq=22, max_depth=1, enable_prefix_caching=False)
     low = make_request("l", prompt=2, max_tokens=9, priority=1)
     first, second = make_request("f", prompt=2, max_tokens=9), make_request("s", prompt=2, max_tokens=9)
     prefilled(scheduler, low, first, second)

@@ -14,6 +14,7 @@ import pytest
 
 from jaxspec.request import FinishReason, Request, RequestStatus, SamplingParams
 from jaxspec.scheduling import DecodeRow, Plan, PrefillChunk, Scheduler, SchedulerConfig
+from jaxspec.sizes import Sizes
 
 
 def token_at(seed: int, position: int) -> int:
@@ -32,15 +33,15 @@ class Device:
     """Slots and a pool. `pool` holds tokens, `drafter` pairs of tokens as an EAGLE drafter's cache would."""
 
     def __init__(self, config: SchedulerConfig, rng: random.Random) -> None:
-        self.config, self.rng = config, rng
+        self.config, self.sizes, self.rng = config, config.sizes, rng
         self.slots: dict[int, Slot] = {}
         self.pool: dict[tuple[int, int], int] = {}
         self.drafter: dict[tuple[int, int], tuple[int, int]] = {}
 
     def _address(self, slot: Slot, position: int) -> tuple[int, int] | None:
-        index, offset = divmod(position, self.config.page_size)
-        page = slot.table[index] if index < len(slot.table) else self.config.num_pages
-        return None if page == self.config.num_pages else (page, offset)
+        index, offset = divmod(position, self.sizes.page_size)
+        page = slot.table[index] if index < len(slot.table) else self.sizes.num_pages
+        return None if page == self.sizes.num_pages else (page, offset)
 
     def _write(self, slot: Slot, start: int, end: int, *, drafter: bool = True) -> None:
         last_useful = len(slot.request.prompt_token_ids) + slot.request.params.max_tokens
@@ -63,15 +64,15 @@ class Device:
                 assert self.drafter.get(address) == tuple(slot.tokens[position : position + 2]), position
 
     def prefill(self, chunk: PrefillChunk) -> list[int]:
-        config, request = self.config, chunk.request
+        config, sizes, request = self.config, self.sizes, chunk.request
         if chunk.is_first:
-            table = list(chunk.page_table) + [config.num_pages] * (config.max_pages_per_seq - len(chunk.page_table))
-            assert len(table) == config.max_pages_per_seq
+            table = list(chunk.page_table) + [sizes.num_pages] * (sizes.pages_per_seq - len(chunk.page_table))
+            assert len(table) == sizes.pages_per_seq
             slot = self.slots[chunk.slot] = Slot(request, table, request.token_ids)
             self._check(slot, chunk.start, drafter=config.prefix_lookahead > 0)
         slot = self.slots[chunk.slot]
         assert slot.request is request and list(chunk.page_table) == slot.table[: len(chunk.page_table)]
-        assert 0 < chunk.end - chunk.start <= config.prefill_chunk and chunk.is_last == (chunk.end == len(slot.tokens))
+        assert 0 < chunk.end - chunk.start <= sizes.prefill_chunk and chunk.is_last == (chunk.end == len(slot.tokens))
         if chunk.is_last:
             slot.tokens.append(token_at(request.seed, chunk.end))
         self._write(slot, chunk.start, chunk.end)
@@ -80,9 +81,9 @@ class Device:
 
     def decode(self, row: DecodeRow, growth: int, *, drafter: bool) -> list[int]:
         slot = self.slots[row.slot]
-        assert slot.request is row.request and len(row.new_pages) <= self.config.growth_pages
+        assert slot.request is row.request and len(row.new_pages) <= self.sizes.growth_pages
         for index, page in enumerate(row.new_pages, row.page_index):
-            assert slot.table[index] == self.config.num_pages
+            assert slot.table[index] == self.sizes.num_pages
             slot.table[index] = page
         useful = len(row.request.prompt_token_ids) + row.request.params.max_tokens
         self._check(slot, min(slot.length, useful))
@@ -102,17 +103,16 @@ class Simulation:
         self.rng = rng = random.Random(seed)
         page_size, max_growth, max_seq_len = rng.choice([1, 2, 4]), rng.randint(1, 6), rng.choice([24, 40])
         needed = -(-(max_seq_len + max_growth) // page_size)
-        self.config = SchedulerConfig(
-            max_batch_size=rng.randint(1, 6),
+        self.sizes = Sizes(
+            slots=rng.randint(1, 6),
             num_pages=needed + rng.randint(0, needed * 2),
             page_size=page_size,
-            max_pages_per_seq=needed + rng.randint(0, 2),
+            pages_per_seq=needed + rng.randint(0, 2),
             max_seq_len=max_seq_len,
-            max_growth=max_growth,
+            max_depth=max_growth - 1,
             prefill_chunk=rng.choice([3, 8, 64]),
-            enable_prefix_caching=caching,
-            prefix_lookahead=lookahead,
         )
+        self.config = SchedulerConfig(self.sizes, enable_prefix_caching=caching, prefix_lookahead=lookahead)
         self.hostile = hostile
         self.steps = 0
         self.scheduler = Scheduler(self.config, clock=lambda: float(self.steps))
@@ -122,7 +122,7 @@ class Simulation:
         self.eos = 7 if hostile else None
 
     def new_request(self) -> None:
-        rng, limit = self.rng, self.config.max_seq_len
+        rng, limit = self.rng, self.sizes.max_seq_len
         done = [r.token_ids for r in self.requests if r.finished]
         prompt = [rng.randrange(3) for _ in range(rng.randint(1, limit // 2))]
         if done and rng.random() < 0.5:  # a further turn of an earlier conversation
@@ -149,7 +149,7 @@ class Simulation:
                 self.scheduler.finish(request, FinishReason.LENGTH)
 
     def dispatch(self, plan: Plan) -> list[tuple[Request, int, list[int]]]:
-        growth = self.rng.randint(1, self.config.max_growth)
+        growth = self.rng.randint(1, self.sizes.max_growth)
         gap = self.config.prefix_lookahead > 0 and growth == 1  # plain decoding leaves the drafter's cache behind
         results = []
         if plan.prefill is not None:
@@ -184,14 +184,14 @@ class Simulation:
     def check_pages(self) -> None:
         pages, tables = self.scheduler.pages, [r.pages for r in self.requests if r.pages]
         holders = Counter(page for table in tables for page in table)
-        assert all(holders[page] == pages.references(page) for page in range(self.config.num_pages))
-        assert pages.free_count + pages.idle_count + len(holders) == self.config.num_pages
+        assert all(holders[page] == pages.references(page) for page in range(self.sizes.num_pages))
+        assert pages.free_count + pages.idle_count + len(holders) == self.sizes.num_pages
         assert all(len(set(table)) == len(table) for table in tables)
         shared = {page for page, count in holders.items() if count > 1}
         cached = {page for r in self.requests for page in r.pages[: r.num_cached_pages]}
         assert shared <= cached
         slots = [r.slot for r in self.requests if r.slot is not None]
-        assert len(set(slots)) == len(slots) <= self.config.max_batch_size
+        assert len(set(slots)) == len(slots) <= self.sizes.slots
 
     def run(self, num_requests: int) -> None:
         while len(self.requests) < num_requests or self.scheduler.has_work:
@@ -214,10 +214,10 @@ def test_random_traffic_keeps_every_invariant(seed: int):
     assert all(request.status is RequestStatus.FINISHED for request in requests)
     assert all(request.output_token_ids == expected_outputs(request) for request in requests)
     stats = scheduler.stats
-    assert stats.free_pages + stats.cached_pages == simulation.config.num_pages
+    assert stats.free_pages + stats.cached_pages == simulation.sizes.num_pages
     assert (stats.running, stats.waiting, scheduler.has_work) == (0, 0, False)
     scheduler.prefix_cache.reset()
-    assert scheduler.stats.free_pages == simulation.config.num_pages
+    assert scheduler.stats.free_pages == simulation.sizes.num_pages
     if not simulation.hostile:
         assert all(len(r.output_token_ids) == r.params.max_tokens for r in requests)
         started = [r.metrics.first_scheduled_time or 0.0 for r in requests]

@@ -48,7 +48,7 @@ def test_server_info_is_an_allow_list_of_what_is_true(kit: Any):
             )
             assert (info.verification, info.lossless, info.dtype, info.devices) == ("coupled", True, "float32", 1)
             assert info.device and info.state == "serving" and info.uptime_seconds > 0
-            assert (info.max_seq_len, info.max_batch_size) == (sizes.max_seq_len, sizes.max_batch_size)
+            assert (info.max_seq_len, info.max_batch_size) == (sizes.max_seq_len, sizes.slots)
             assert list(info.tiers) == ["off", "chain-1", "chain-3"] and list(info.buckets) == [2, 4]
             assert info.active_tier in info.tiers and sum(info.rounds_by_tier.values()) > 0
             assert info.executables == engine.stats.executables and info.warmup_seconds > 0

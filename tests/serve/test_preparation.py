@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jaxspec.facts import EngineFacts
-from jaxspec.scheduling.plan import SchedulerConfig
+from jaxspec.sizes import Sizes
 from jaxspec.text.grammar import GrammarSpec
 from serve.__main__ import _BUSY
 from serve.core.preparation import Preparation, _Threads
@@ -39,7 +39,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.tokenizer = Slow()
-        sizes = SchedulerConfig(4, 50, 8, 13, 100, 4, 16)
+        sizes = Sizes(4, 50, 8, 13, 3, 100, 16)
         tokenizer: Any = self.tokenizer
         self.facts = EngineFacts(sizes, (4,), 13, True, frozenset(), tokenizer, None)
 

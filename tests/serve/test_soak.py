@@ -134,7 +134,7 @@ class Bed:
                 await asyncio.sleep(0.02)
         assert info.compilations_after_warmup == self.compilations
         scheduler, generator, live = self.kit.engine.scheduler, self.server.generator, self.server.engine._live
-        assert len(scheduler._free_slots) == scheduler.config.max_batch_size and not scheduler._by_id
+        assert len(scheduler._free_slots) == scheduler.sizes.slots and not scheduler._by_id
         assert generator.live == generator.in_engine == 0 and not generator._by_id
         assert not (live._live or live._holding or live._submitted)
         # Calls that were left end a little later.

@@ -184,7 +184,7 @@ def _references(
     beyond = 2 * (parts.depth + 1)
     engine = parts.engine(longest + beyond, plain=True)
     session = Session(engine, library, token_ids, plan, [])
-    room = engine.scheduler.config.max_seq_len
+    room = engine.facts.sizes.max_seq_len
     jobs = [session.job(p, min(plan.max_tokens + beyond, room - len(token_ids[p.kind, p.index]))) for p in prompts]
     run = run_queue(engine, Mode(PLAIN, PLAIN_TIER), jobs, workload="reference", batch_size=max(plan.batch_sizes))
     return [[*job.token_ids, *c.token_ids] for job, c in zip(jobs, run.completions, strict=True)]
@@ -219,7 +219,7 @@ def _conditions(parts: Parts, session: Session, skipped: int) -> dict[str, Any]:
         "modes": [mode.name for mode in session.modes],
         "prompts": options.prompts,
         "skipped_prompts": skipped,
-        "max_seq_len": session.engine.scheduler.config.max_seq_len,
+        "max_seq_len": session.engine.facts.sizes.max_seq_len,
         "warmup_seconds": stats.warmup_seconds,
         "executables": stats.executables,
     }

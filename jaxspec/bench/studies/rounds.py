@@ -74,7 +74,7 @@ def build(
     target = random_weights(nnx.eval_shape(lambda: Transformer(cfg, dtype=dtype)), 0)
     depth = max(tier.depth for tier in tiers)
     pages = -(-(context + 64 * (depth + 1)) // page)
-    geo = Geometry(max(batches), max(batches) * pages, page, pages, depth, kernels)
+    geo = Geometry(max(batches), max(batches) * pages, page, pages, depth, kernels=kernels)
     head = Eagle3Config(
         cfg.hidden_size, cfg.hidden_size, cfg.intermediate_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim,
         cfg.vocab_size, draft_vocab, cfg.aux_layers, rope_theta=cfg.rope_theta,

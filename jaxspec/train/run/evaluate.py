@@ -171,7 +171,7 @@ def measure(engine: Engine, examples: Sequence[data.Example], depth: int) -> dic
     engine.use_policy(StaticPolicy(Tier(depth)))
     names: dict[str, str] = {}
     totals: dict[str, list[int]] = {}
-    room = engine.scheduler.config.max_seq_len
+    room = engine.facts.sizes.max_seq_len
     for example in examples:
         count = min(len(example.tokens), room) - example.prompt_length
         if example.temperature or not example.prompt_length or count < 2:
