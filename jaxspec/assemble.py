@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -284,57 +284,62 @@ def build_engine(
         with load():
             return _drafter(kind, module, target, geo, speculation, shards)
 
-    return assemble(
-        target, text, speculation, config, progress=progress, drafter=drafter_of,
-        drafts=kind != "none", trees=kind in TREE_DRAFTERS, deepest=deepest_draft(kind, module),
-    )  # fmt: skip
+    drafting = Drafting(drafter_of, kind in TREE_DRAFTERS, deepest_draft(kind, module)) if kind != "none" else None
+    return assemble(target, text, speculation, config, drafter=drafting, progress=progress)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """A drafter that still has to know its engine's sizes.
+
+    Attributes:
+      bind: (drafter, its parameters) of a geometry.
+      trees: whether it proposes trees as well as chains.
+      deepest: most tokens that it can propose in a row; None: any number.
+    """
+
+    bind: Callable[[Geometry], tuple[Drafter | None, Any]]
+    trees: bool = False
+    deepest: int | None = None
 
 
 def assemble(
     target: Transformer, tokenizer: Tokenizer | None, speculation: SpeculationConfig, config: EngineConfig, *,
-    drafter: Any, drafts: bool, trees: bool, progress: bool, cost: CostTable | None = None,
-    deepest: int | None = None,
+    drafter: Drafting | None, progress: bool, cost: CostTable | None = None,
 ) -> Engine:  # fmt: skip
-    """An engine from a target in memory; `drafter` maps a Geometry to (drafter, parameters).
+    """An engine from a target in memory.
 
     Args:
+      drafter: None: nothing is drafted.
       cost: skips the timing of executables.
-      deepest: see choose_policy.
     """
     began = time.perf_counter()
     cache = use_persistent_cache(config.compile_cache)
-    model = target.config
-    shards = config.tensor_parallel
+    model, shards, buckets = target.config, config.tensor_parallel, config.buckets
     check_divides(model, shards)
     mesh = tensor_mesh(shards) if shards > 1 else None
     eos = tuple(sorted({*model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer is not None else ())}))
-    buckets = config.buckets
-    choice = choose_policy(speculation, buckets, drafts, trees, deepest)
+    can = Drafting(lambda _: (None, ())) if drafter is None else drafter
+    choice = choose_policy(speculation, buckets, drafter is not None, can.trees, can.deepest)
     depth = max(tier.depth for tier in choice.reachable)
     geo = _geometry(config, model.max_position_embeddings, depth)
-    built, params = drafter(geo) if drafts and depth else (None, ())
+    built, params = can.bind(geo) if depth else (None, ())
     widest = max(tier.topk for tier in choice.reachable)
     if built is not None and widest > built.max_topk:
         raise ValueError(f"topk must be at most {built.max_topk}, the tokens this drafter can propose, got {widest}")
-    typical = None
-    if built is not None and speculation.verification == "typical":
-        typical = Typical(speculation.typical_threshold, speculation.typical_alpha)
-        _log.warning(
-            "verification 'typical' is lossy: sampled outputs do not have the target's distribution "
-            "(threshold %g, alpha %g)", typical.threshold, typical.alpha,
-        )  # fmt: skip
     grammars = _grammars(config, tokenizer, model.vocab_size, eos)
+    both = ("sampled",) if jax.default_backend() == "cpu" else ("greedy", "sampled")
+    runs = RunnerConfig(
+        choice.reachable, sorted({geo.prefill_chunk, *(size for size in (16, 64) if size < geo.prefill_chunk)}), eos,
+        variants=tuple(sorted({v == "sampled" for v in config.variants or both})),
+        rejection=speculation.verification == "rejection",
+        typical=None if built is None else _typical(speculation), guided=grammars is not None,
+    )  # fmt: skip
     # The processes of several hosts must run the same rounds, and what is ready differs between them.
     background = config.warmup == "background" and jax.process_count() == 1
     times = cost is None and choice.needs_cost
-    both = ("sampled",) if jax.default_backend() == "cpu" else ("greedy", "sampled")
-    can = RunnerConfig(
-        choice.reachable, sorted({geo.prefill_chunk, *(size for size in (16, 64) if size < geo.prefill_chunk)}), eos,
-        variants=tuple(sorted({v == "sampled" for v in config.variants or both})),
-        rejection=speculation.verification == "rejection", typical=typical, guided=grammars is not None,
-    )  # fmt: skip
     warmup = WarmupConfig(progress, cache, background, times=times and background)
-    runner = Runner(_laid_out(target, shards), built, params, geo, can, warmup, mesh)
+    runner = Runner(_laid_out(target, shards), built, params, geo, runs, warmup, mesh)
     if times:
         cost = CostTable({}) if background else measure(runner)
     lookahead = 0 if built is None else built.lookahead
@@ -343,6 +348,18 @@ def assemble(
         geo, tuple(buckets), model.vocab_size, True in runner.variants, frozenset(eos), tokenizer, grammars
     )
     return Engine(facts, runner, scheduler, choice.build, cost, config.seed, began, config.traffic_log)
+
+
+def _typical(speculation: SpeculationConfig) -> Typical | None:
+    """The rule of typical verification, where that is asked for."""
+    if speculation.verification != "typical":
+        return None
+    typical = Typical(speculation.typical_threshold, speculation.typical_alpha)
+    _log.warning(
+        "verification 'typical' is lossy: sampled outputs do not have the target's distribution "
+        "(threshold %g, alpha %g)", typical.threshold, typical.alpha,
+    )  # fmt: skip
+    return typical
 
 
 def _geometry(config: EngineConfig, context: int, depth: int) -> Geometry:

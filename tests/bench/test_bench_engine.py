@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec.assemble import assemble
+from jaxspec.assemble import Drafting, assemble
 from jaxspec.bench.offline import grow, metrics
 from jaxspec.bench.offline.measure import Job, Mode, Plan, Session, modes_of, run_queue
 from jaxspec.bench.offline.simulate import SimulatedDrafter, rate_for
@@ -45,7 +45,7 @@ def build(
         enable_prefix_caching=False, batch_buckets=sizes, variants=("greedy",), warmup="eager",
     )  # fmt: skip
     speculation = SpeculationConfig(tiers=tuple(tiers))
-    return assemble(target, None, speculation, config, drafter=drafter, drafts=True, trees=True, progress=False)
+    return assemble(target, None, speculation, config, drafter=Drafting(drafter, trees=True), progress=False)
 
 
 @pytest.fixture(scope="module")

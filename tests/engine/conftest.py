@@ -20,7 +20,7 @@ from flax import nnx
 
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.policy import BatchView, RoundStats
-from jaxspec.assemble import TREE_DRAFTERS, assemble, bind_drafter
+from jaxspec.assemble import TREE_DRAFTERS, Drafting, assemble, bind_drafter
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Finished, Started
@@ -147,8 +147,8 @@ class Bench:
             make = lambda geo: (NgramDrafter(V), ())
         sizes = {**SIZES, "compile_cache": self.kept, **config}
         return assemble(
-            self.target, None, speculation, EngineConfig(**sizes), drafter=make, cost=cost, drafts=kind != "none",
-            trees=kind in TREE_DRAFTERS, progress=False,
+            self.target, None, speculation, EngineConfig(**sizes), cost=cost, progress=False,
+            drafter=None if kind == "none" else Drafting(make, kind in TREE_DRAFTERS),
         )  # fmt: skip
 
     def buckets(self, kind: str) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer as Backend
 
 from jaxspec import LLM
 from jaxspec.adaptive.cost import CostTable
-from jaxspec.assemble import TREE_DRAFTERS, assemble, bind_drafter
+from jaxspec.assemble import TREE_DRAFTERS, Drafting, assemble, bind_drafter
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
@@ -153,8 +153,8 @@ class Engines:
             make = lambda geo: bind_drafter(kind, module, geo)
         config = {**SIZES, "compile_cache": self.cache, **config}
         return assemble(
-            self.target, self.tokenizer, speculation, EngineConfig(**config), drafter=make, cost=cost,
-            drafts=kind != "plain", trees=kind in TREE_DRAFTERS, progress=False,
+            self.target, self.tokenizer, speculation, EngineConfig(**config), cost=cost, progress=False,
+            drafter=None if kind == "plain" else Drafting(make, kind in TREE_DRAFTERS),
         )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from flax import nnx
 
 from jaxspec import LLM
 from jaxspec.adaptive.cost import CostTable
-from jaxspec.assemble import assemble, build_engine
+from jaxspec.assemble import Drafting, assemble, build_engine
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.models import registry
@@ -67,8 +67,8 @@ def build(
 
     cost = CostTable({(tier, 4): 1e-3 for tier in tiers})
     return assemble(
-        target, None, SpeculationConfig(**(speculation or dict(policy="off"))), config, drafter=make, cost=cost,
-        drafts=head is not None, trees=head is not None, progress=False,
+        target, None, SpeculationConfig(**(speculation or dict(policy="off"))), config, cost=cost, progress=False,
+        drafter=None if head is None else Drafting(make, trees=True),
     )  # fmt: skip
 
 

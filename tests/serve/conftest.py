@@ -27,7 +27,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.policy import RoundStats
-from jaxspec.assemble import assemble, bind_drafter
+from jaxspec.assemble import Drafting, assemble, bind_drafter
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Finished
@@ -130,8 +130,8 @@ def build_tiny_engine(tiers: tuple[Tier, ...] = TIERS, **config: Any) -> Engine:
     cost = CostTable({(t, b): 1e-3 * (1 + 0.1 * t.depth) for t in tiers for b in BUCKETS})
     return assemble(
         tiny_target(0, eos_token_ids=(EOS,)), tiny_tokenizer(), SpeculationConfig(tiers=tiers),
-        EngineConfig(**{**SIZES, **config}), drafter=lambda geo: (NgramDrafter(VOCAB), ()), cost=cost,
-        drafts=True, trees=False, progress=False,
+        EngineConfig(**{**SIZES, **config}), drafter=Drafting(lambda geo: (NgramDrafter(VOCAB), ())), cost=cost,
+        progress=False,
     )  # fmt: skip
 
 
@@ -155,9 +155,8 @@ def build_writing_engine(kept: Path) -> Engine:
     return assemble(
         tiny_target(0, vocab_size=vocab, eos_token_ids=(end,)), writing_tokenizer(),
         SpeculationConfig(tiers=tiers), EngineConfig(**{**SIZES, "compile_cache": kept, **few}),
-        drafter=lambda geo: bind_drafter("draft_model", draft, geo),
-        cost=CostTable({(t, 4): 1e-3 * (1 + 0.1 * t.depth) for t in tiers}), drafts=True, trees=True,
-        progress=False,
+        drafter=Drafting(lambda geo: bind_drafter("draft_model", draft, geo), trees=True),
+        cost=CostTable({(t, 4): 1e-3 * (1 + 0.1 * t.depth) for t in tiers}), progress=False,
     )  # fmt: skip
 
 

@@ -15,7 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.assemble import TREE_DRAFTERS, assemble, build_drafter, candidate_steps, resolve_drafter, resolve_model
+from jaxspec.assemble import (
+    TREE_DRAFTERS,
+    Drafting,
+    assemble,
+    build_drafter,
+    candidate_steps,
+    resolve_drafter,
+    resolve_model,
+)
 from jaxspec.bench.offline import grow
 from jaxspec.bench.offline.measure import PLAIN, Mode, Plan, Session, modes_of, run_queue
 from jaxspec.bench.offline.simulate import SimulatedDrafter, rate_for
@@ -121,10 +129,9 @@ class Parts:
             simulated = SimulatedDrafter(drafter, rate, self.target.config.vocab_size)
             return simulated, simulated.params(params, texts)
 
-        return assemble(
-            self.target, self.tokenizer, speculation, config, drafter=make,
-            drafts=self.kind != "none" and not plain, trees=self.trees, progress=sys.stderr.isatty(),
-        )  # fmt: skip
+        drafting = None if self.kind == "none" or plain else Drafting(make, self.trees)
+        progress = sys.stderr.isatty()
+        return assemble(self.target, self.tokenizer, speculation, config, drafter=drafting, progress=progress)
 
 
 def prepare(options: Options, *, adaptive: bool = True) -> tuple[Session, dict[str, Any]]:
