@@ -21,9 +21,8 @@ from jaxspec.runtime.executables import Fingerprints, IndescribableError
 from jaxspec.runtime.sharding import Placement
 from jaxspec.speculation import guided
 from jaxspec.speculation import round as rounds
-from jaxspec.speculation.layouts import Batch, Chunk, Packed
+from jaxspec.speculation.layouts import Admission, Batch, Chunk, Packed
 from jaxspec.speculation.round import RoundSpec
-from jaxspec.speculation.sampling import MAX_STOP_IDS
 from jaxspec.speculation.typical import Typical
 from jaxspec.tier import PLAIN, Tier
 
@@ -242,10 +241,10 @@ class AdmitKey:
     """What gives a slot to a request."""
 
     def lowering(self, at: Setting) -> Lowering:
-        geo, f32 = at.spec.geo, jnp.float32
+        geo = at.spec.geo
         args = (
-            Held.STATE, np.full((7 + MAX_STOP_IDS,), geo.slots, np.int32), at.shape(6, dtype=f32),
-            at.shape(geo.pages_per_seq), at.shape(geo.tokens_per_seq), at.shape(at.spec.config.vocab_size, dtype=f32),
+            Held.STATE, *Admission.no_request(geo), at.shape(geo.pages_per_seq), at.shape(geo.tokens_per_seq),
+            at.shape(at.spec.config.vocab_size, dtype=jnp.float32),
         )  # fmt: skip
         return Lowering(rounds.admit_fn(at.spec), args, at.place.state)
 

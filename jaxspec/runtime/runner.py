@@ -44,9 +44,9 @@ from jaxspec.runtime.warmup import Warmup, WarmupConfig
 from jaxspec.scheduling.lag import DraftLag
 from jaxspec.scheduling.scheduler import DecodeRow, PrefillChunk
 from jaxspec.speculation.drafter import Drafter
-from jaxspec.speculation.layouts import Batch, Chunk, Packed, PackedLogprobs
+from jaxspec.speculation.layouts import Admission, Batch, Chunk, Packed, PackedLogprobs
 from jaxspec.speculation.round import RoundSpec
-from jaxspec.speculation.sampling import MAX_STOP_IDS
+from jaxspec.speculation.sampling import MAX_STOP_IDS, SamplingState
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import Tier
 
@@ -355,24 +355,17 @@ class Runner:
         stops = [] if params.min_tokens == 0 else list(params.stop_token_ids)
         if params.min_tokens and not params.ignore_eos:
             stops += self._can.eos
-        ints = np.full((7 + MAX_STOP_IDS,), self.config.vocab_size, np.int32)
+        stops += [self.config.vocab_size] * (MAX_STOP_IDS - len(stops))
         prompt_len = len(request.prompt_token_ids)
-        seed = int(np.uint32(request.seed).view(np.int32))
-        ints[:7] = [
-            chunk.slot,
-            chunk.start,
-            prompt_len,
-            len(text),
-            max(params.top_k, 0),
-            seed,
-            prompt_len + params.min_tokens,
-        ]
-        ints[7 : 7 + len(stops)] = stops
-        temperature = 0.0 if params.greedy else params.temperature
-        floats = np.asarray(
-            [temperature, params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty,
-             params.repetition_penalty], np.float32,
-        )  # fmt: skip
+        derived = {
+            "temperature": 0.0 if params.greedy else params.temperature, "top_k": max(params.top_k, 0),
+            "seed": request.seed, "prompt_len": prompt_len, "ban_until": prompt_len + params.min_tokens,
+        }  # fmt: skip
+        numbers = {
+            field: derived[number.name] if number.name in derived else getattr(params, number.name)
+            for field, number in SamplingState.numbers().items()
+        }
+        ints, floats = Admission(chunk.slot, chunk.start, len(text), numbers, stops).arrays()
         bias: Any = self._zero_bias
         if params.logit_bias:
             bias = np.zeros((self.config.vocab_size,), np.float32)

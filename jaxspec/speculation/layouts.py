@@ -1,18 +1,19 @@
 """What the host and the device tell each other, column by column: what one side writes, the other reads here.
 
-Owns the int32 arrays that cross over between the host and a round or prefill. Must not know requests.
+Owns the arrays that cross over between the host and a round, prefill or admission. Must not know requests.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.speculation.sampling import MAX_STOP_IDS, SamplingState
 from jaxspec.speculation.state import Geometry
 
 A = TypeVar("A", jax.Array, np.ndarray)
@@ -74,6 +75,52 @@ class Chunk(_Layout[A]):
     @staticmethod
     def of(slot: int, count: int, last: bool) -> np.ndarray:
         return np.asarray([slot, count, last], np.int32)
+
+
+class Admission(NamedTuple):
+    """What gives a slot to a request, as int32 [3 + numbers + stop ids] and float32 [numbers].
+
+    Attributes:
+      slot, cached, total: the slot, tokens that the prefix cache holds, tokens in all.
+      numbers: of the row's SamplingState, by field; unsigned ones cross over as their bits.
+      stop_ids_K: padded with V.
+    """
+
+    slot: Any
+    cached: Any
+    total: Any
+    numbers: Mapping[str, Any]
+    stop_ids_K: Any
+
+    @staticmethod
+    def _names() -> tuple[list[str], list[str]]:
+        """The fields of SamplingState that are integers, and those that are not."""
+        numbers = SamplingState.numbers()
+        floats = [name for name, number in numbers.items() if number.dtype == jnp.float32]
+        return [name for name in numbers if name not in floats], floats
+
+    @classmethod
+    def no_request(cls, geo: Geometry) -> tuple[np.ndarray, np.ndarray]:
+        ints, floats = cls._names()
+        return np.full(3 + len(ints) + MAX_STOP_IDS, geo.slots, np.int32), np.zeros(len(floats), np.float32)
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """The host's side."""
+        ints, floats = ([self.numbers[name] for name in names] for names in self._names())
+        values = np.asarray([self.slot, self.cached, self.total, *ints, *self.stop_ids_K], np.int64)
+        return values.astype(np.int32), np.asarray(floats, np.float32)
+
+    @classmethod
+    def of(cls, ints: jax.Array, floats: jax.Array) -> Admission:
+        """The device's side."""
+        names, others = cls._names()
+        rest = 3 + len(names)
+        numbers = {name: ints[at] for at, name in enumerate(names, start=3)}
+        numbers |= {name: floats[at] for at, name in enumerate(others)}
+        for name, number in SamplingState.numbers().items():
+            if number.dtype == jnp.uint32:
+                numbers[name] = jax.lax.bitcast_convert_type(numbers[name], jnp.uint32)
+        return cls(ints[0], ints[1], ints[2], numbers, ints[rest:])
 
 
 class Packed(_Layout[A]):

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxspec.cache import TreeKV, commit
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.speculation.drafter import Drafter
-from jaxspec.speculation.layouts import Batch, Chunk, Packed, PackedLogprobs
+from jaxspec.speculation.layouts import Admission, Batch, Chunk, Packed, PackedLogprobs
 from jaxspec.speculation.sampling import SamplingState, adjust_logits, restrict_logits, top_logprobs
 from jaxspec.speculation.state import DecodeState, Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
@@ -327,26 +327,20 @@ def catch_up_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
 def admit_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
     """The traced function that gives a slot to a request.
 
-    Takes (DecodeState, ints int32 [7 + stop ids], floats [6], table [M], tokens [L], bias [V]).
-    ints: slot, cached tokens, prompt length, total tokens, top_k, seed bits, ban_until, stop ids.
-    floats: temperature, top_p, min_p, presence, frequency, repetition.
+    Takes (DecodeState, the two arrays of an `Admission`, table [M], tokens [L], bias [V]).
     """
     vocab = spec.config.vocab_size
 
     def run(
         state: DecodeState, ints: jax.Array, floats: jax.Array, table: jax.Array, tokens: jax.Array, bias: jax.Array
     ) -> DecodeState:
-        slot, cached, prompt_len, total = ints[0], ints[1], ints[2], ints[3]
+        slot, cached, total, numbers, stop_ids_K = Admission.of(ints, floats)
+        prompt_len = numbers["prompt_len_S"]
         index = jnp.arange(tokens.shape[0])
         in_prompt = jnp.zeros((vocab,), bool).at[jnp.where(index < prompt_len, tokens, vocab)].set(True, mode="drop")
         output = (index >= prompt_len) & (index < total)
         counts = jnp.zeros((vocab,), jnp.int32).at[jnp.where(output, tokens, vocab)].add(1, mode="drop")
-        seed = jax.lax.bitcast_convert_type(ints[5], jnp.uint32)
-        row = SamplingState(
-            temperature_S=floats[0], top_k_S=ints[4], top_p_S=floats[1], min_p_S=floats[2], presence_S=floats[3],
-            frequency_S=floats[4], repetition_S=floats[5], seed_S=seed, prompt_len_S=prompt_len,
-            ban_until_S=ints[6], stop_ids_SK=ints[7:], bias_SV=bias, counts_SV=counts, in_prompt_SV=in_prompt,
-        )  # fmt: skip
+        row = SamplingState(**numbers, stop_ids_SK=stop_ids_K, bias_SV=bias, counts_SV=counts, in_prompt_SV=in_prompt)
         put = lambda table, value: table.at[slot].set(value, mode="drop")
         draft = state.draft if spec.drafter is None else spec.drafter.admit(state.draft, slot, cached)
         return dataclasses.replace(

@@ -10,6 +10,9 @@ pallas_kernels.rejection_sampling).
 from __future__ import annotations
 
 import dataclasses
+import functools
+import typing
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +22,26 @@ from pallas_kernels.rejection_sampling.reference import NEG_INF, SamplingRows
 MAX_STOP_IDS = 40  # 32 of a request and the checkpoint's own ends
 
 
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A sampling parameter that is one number a row.
+
+    Attributes:
+      name: SamplingParams', where it is one of the caller's.
+      neutral: what changes nothing.
+    """
+
+    name: str
+    dtype: type = jnp.float32
+    neutral: float = 0
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingState:
     """Sampling parameters and token statistics of rows (slots S in the DecodeState, or a batch B).
+
+    A further number takes a line here, by which it is uploaded and admitted too, and its use below.
 
     Attributes:
       temperature_S: 0 marks a greedy row.
@@ -37,16 +56,16 @@ class SamplingState:
       in_prompt_SV: whether the token occurs in the prompt.
     """
 
-    temperature_S: jax.Array
-    top_k_S: jax.Array
-    top_p_S: jax.Array
-    min_p_S: jax.Array
-    presence_S: jax.Array
-    frequency_S: jax.Array
-    repetition_S: jax.Array
-    seed_S: jax.Array
-    prompt_len_S: jax.Array
-    ban_until_S: jax.Array
+    temperature_S: Annotated[jax.Array, Number("temperature")]
+    top_k_S: Annotated[jax.Array, Number("top_k", jnp.int32)]
+    top_p_S: Annotated[jax.Array, Number("top_p", neutral=1)]
+    min_p_S: Annotated[jax.Array, Number("min_p")]
+    presence_S: Annotated[jax.Array, Number("presence_penalty")]
+    frequency_S: Annotated[jax.Array, Number("frequency_penalty")]
+    repetition_S: Annotated[jax.Array, Number("repetition_penalty", neutral=1)]
+    seed_S: Annotated[jax.Array, Number("seed", jnp.uint32)]
+    prompt_len_S: Annotated[jax.Array, Number("prompt_len", jnp.int32)]
+    ban_until_S: Annotated[jax.Array, Number("ban_until", jnp.int32)]
     stop_ids_SK: jax.Array
     bias_SV: jax.Array
     counts_SV: jax.Array
@@ -54,16 +73,20 @@ class SamplingState:
 
     @classmethod
     def empty(cls, slots: int, vocab_size: int) -> SamplingState:
-        f = lambda v: jnp.full((slots,), v, jnp.float32)
-        i = lambda v: jnp.full((slots,), v, jnp.int32)
         return cls(
-            f(0), i(0), f(1), f(0), f(0), f(0), f(1),
-            jnp.zeros((slots,), jnp.uint32), i(0), i(0),
-            jnp.full((slots, MAX_STOP_IDS), vocab_size, jnp.int32),
-            jnp.zeros((slots, vocab_size), jnp.float32),
-            jnp.zeros((slots, vocab_size), jnp.int32),
-            jnp.zeros((slots, vocab_size), bool),
-        )  # fmt: skip
+            **{name: jnp.full((slots,), one.neutral, one.dtype) for name, one in cls.numbers().items()},
+            stop_ids_SK=jnp.full((slots, MAX_STOP_IDS), vocab_size, jnp.int32),
+            bias_SV=jnp.zeros((slots, vocab_size), jnp.float32),
+            counts_SV=jnp.zeros((slots, vocab_size), jnp.int32),
+            in_prompt_SV=jnp.zeros((slots, vocab_size), bool),
+        )
+
+    @classmethod
+    @functools.cache
+    def numbers(cls) -> dict[str, Number]:
+        """The fields that are one number a row, in order."""
+        hints = typing.get_type_hints(cls, include_extras=True)
+        return {name: hint.__metadata__[0] for name, hint in hints.items() if typing.get_origin(hint) is Annotated}
 
     def rows(self, slot_B: jax.Array) -> SamplingState:
         """The batch's rows; a padding slot (S) reads the last one, and is ignored by the caller."""

@@ -62,6 +62,8 @@ class Gate:
 def gate(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Every job waits here, but for those that the first request needs; plain decoding to compare with is there."""
     bench.engine("none")
+    gc.collect()  # engines of earlier tests: what their threads still compile would wait here too
+    waited(no_warm_up)
     gate, compiled = Gate(), Compilation.compiled
 
     def waiting(job: Compilation, store: Any) -> Any:
@@ -84,6 +86,10 @@ def waited(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end, "it never came"
         time.sleep(0.002)
+
+
+def no_warm_up() -> bool:
+    return not any(thread.name.startswith("warm-up") for thread in threading.enumerate())
 
 
 def start(bench: Any, **config: Any) -> Engine:
@@ -231,7 +237,7 @@ def test_a_runner_of_which_no_engine_comes_compiles_no_more(bench: Any, gate: Ga
         start(bench, batch_buckets=(1, 4), traffic_log=tmp_path)
     gc.collect()
     gate.open()
-    waited(lambda: not any(thread.name.startswith("warm-up") for thread in threading.enumerate()))
+    waited(no_warm_up)
     assert len(gate.begun) <= (os.cpu_count() or 1)
 
 

@@ -8,13 +8,16 @@ from typing import Any
 
 import grpc
 import pytest
+from smg_grpc_proto import vllm_engine_pb2 as vllm_pb
 
 from jaxspec.request import SamplingParams
+from jaxspec.speculation.sampling import SamplingState
 from serve.api.requests import INT32_MAX, Limits, chat_of, deadline_of, to_job
 from serve.client import build_request
 from serve.core.errors import StatusError
 from serve.core.jobs import Chat, Job
 from serve.proto import generation_pb2 as pb
+from serve.vllm.messages import to_job as vllm_to_job
 
 LIMITS = Limits(tokens=4096, characters=4096 * 8, default_tokens=4096, answer_bytes=2**24)
 
@@ -278,3 +281,29 @@ def test_deadlines():
     assert deadline_of(Context(None)) is None
     deadline = deadline_of(Context(5.0))
     assert deadline is not None and abs(deadline - time.monotonic() - 5.0) < 1.0
+
+
+#: Numbers that rows are sampled by, with a value that is taken and one that is not.
+NUMBERS = {
+    "temperature": (0.5, -1.0), "top_k": (3, -2), "top_p": (0.5, 1.5), "min_p": (0.5, 2.0), "seed": (7, None),
+    "presence_penalty": (0.5, 2.5), "frequency_penalty": (0.5, -2.5), "repetition_penalty": (1.5, 1e4),
+}  # fmt: skip
+
+
+def by_vllm(**fields: Any) -> Job:
+    prompt = vllm_pb.TokenizedInput(input_ids=(1, 2, 3))
+    sampling = vllm_pb.SamplingParams(**fields)
+    return vllm_to_job(vllm_pb.GenerateRequest(request_id="r", tokenized=prompt, sampling_params=sampling), LIMITS)
+
+
+def test_every_number_of_a_row_comes_over_the_wire():
+    derived = {"prompt_len", "ban_until"}  # of the prompt and min_tokens
+    assert {number.name for number in SamplingState.numbers().values()} - derived == set(NUMBERS)
+    for name, (good, bad) in NUMBERS.items():
+        for form, take in (("sampling", job_of), ("sampling_params", by_vllm)):
+            assert getattr(take(**{name: good}).params, name) == pytest.approx(good)
+            bad = 2**31 if name == "top_k" and take is by_vllm else bad  # unsigned there
+            if bad is not None:
+                with pytest.raises(StatusError, match=rf"{form}\.{name} must be") as caught:
+                    take(**{name: bad})
+                assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT

@@ -11,11 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.speculation.sampling import SamplingState, adjust_logits, top_logprobs
+from jaxspec.request import SamplingParams
+from jaxspec.speculation.layouts import Admission
+from jaxspec.speculation.sampling import MAX_STOP_IDS, SamplingState, adjust_logits, top_logprobs
+from jaxspec.speculation.state import Geometry
 from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise
 from pallas_kernels.rejection_sampling.reference import NEG_INF, choose, filter_logits
 
 V = 13
+NUMBERS = SamplingState.numbers()
 _filter = jax.jit(lambda x, rows: filter_logits(x, *rows.draws[:4]))
 _choose = jax.jit(lambda x, rows, noise: choose(x, rows.draws, noise))
 _adjust = jax.jit(adjust_logits)
@@ -236,3 +240,27 @@ def test_top_logprobs_and_ranks():
         np.testing.assert_array_equal(ids[i], order[:4])
         np.testing.assert_allclose(values[i], exact[i][order[:4]], rtol=1e-5, atol=1e-6)
     assert rank[3] == 1 and rank[4] == 1
+
+
+# From the host to the device.
+
+
+def test_an_admission_arrives_as_it_was_sent():
+    numbers = {name: 2**32 - 1 - i if n.dtype == jnp.uint32 else i + 0.5 for i, (name, n) in enumerate(NUMBERS.items())}
+    numbers = {name: value if NUMBERS[name].dtype == jnp.float32 else int(value) for name, value in numbers.items()}
+    sent = Admission(3, 8, 21, numbers, [5] * MAX_STOP_IDS)
+    arrays = sent.arrays()
+    got = Admission.of(*map(jnp.asarray, arrays))
+    assert (int(got.slot), int(got.cached), int(got.total)) == (3, 8, 21) and got.stop_ids_K.tolist() == [5] * 40
+    for name, number in NUMBERS.items():
+        assert got.numbers[name].dtype == number.dtype and got.numbers[name].item() == numbers[name], name
+    nobody = Admission.no_request(Geometry(4, 1, 8, 1, 1))
+    assert [(a.shape, a.dtype) for a in arrays] == [(a.shape, a.dtype) for a in nobody]
+    assert int(Admission.of(*map(jnp.asarray, nobody)).slot) == 4, "dropped by every scatter"
+
+
+def test_what_a_number_of_an_empty_row_changes_is_nothing():
+    """A caller's default is as neutral, but for the temperature."""
+    greedy = SamplingParams(temperature=0)
+    own = {n.name: n.neutral for n in NUMBERS.values() if n.name not in ("prompt_len", "ban_until", "seed")}
+    assert {name: getattr(greedy, name) for name in own} == own and greedy.plain_greedy
