@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxspec.models.base import Attend
+from jaxspec.models.base import FULL_ATTENTION, Attend, AttentionOptions
 from pallas_kernels.tree_attention.api import tree_attention
 
 #: The mesh axis of tensor parallelism: pools are split along it over their KV heads, where it divides them.
@@ -90,13 +90,19 @@ class TreeKV:
         self._new: dict[int, jax.Array] = {}
         self.attend: Attend = self._attend
 
-    def _attend(self, layer: int, q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array) -> jax.Array:
+    def _attend(
+        self, layer: int, q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array,
+        options: AttentionOptions = FULL_ATTENTION,
+    ) -> jax.Array:  # fmt: skip
+        options.refuse("attention over the paged cache", ("soft_cap", "scale"))
         kv = jnp.concatenate([k_BNGC, v_BNGC], axis=-1).astype(self._pages.dtype)
         self._new[layer] = kv
         if self._prior is not None:
             kv = jnp.concatenate([self._prior[layer], kv], axis=1)
         c = q_BNHC.shape[-1]
-        attention = functools.partial(tree_attention, implementation=self._kernels)
+        attention = functools.partial(
+            tree_attention, scale=options.scale, soft_cap=options.soft_cap, implementation=self._kernels
+        )
         split = _per_device(attention, self._pages.shape[1], (2, 1, None, None, 2, 2, None), 2)
         return split(
             q_BNHC,

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from jaxspec.checkpointing import heads, hf
 from jaxspec.checkpointing.tensors import read_json, read_tensors
-from jaxspec.models import llama
+from jaxspec.models import llama, weight_map
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import Linear, Shared, Transformer
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
@@ -30,11 +30,11 @@ ARCHITECTURES = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
 LAYOUTS = ("safeailab",)
 
 
-def head_weights(head: Eagle1Head, prefix: str = "") -> Iterator[hf.Weight]:
+def head_weights(head: Eagle1Head, prefix: str = "") -> Iterator[weight_map.Weight]:
     """Every parameter but the tables; the layers' names start with `prefix`."""
-    yield from hf.linear_weights(head.fc, ["fc"])
+    yield from weight_map.linear_weights(head.fc, ["fc"])
     for i, layer in enumerate(head.layers):
-        yield from hf.layer_weights(layer, f"{prefix}layers.{i}")
+        yield from weight_map.layer_weights(layer, f"{prefix}layers.{i}")
 
 
 def read_config(

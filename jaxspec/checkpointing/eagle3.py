@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 
 from jaxspec.checkpointing import heads, hf
 from jaxspec.checkpointing.tensors import INTEGERS, TensorReader, read_json, read_tensors
+from jaxspec.models import weight_map
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import Transformer
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
@@ -43,25 +44,25 @@ _IDS = "eagle_aux_hidden_state_layer_ids"
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-def head_weights(head: Eagle3Head, first: str = "midlayer", prefix: str = "") -> Iterator[hf.Weight]:
+def head_weights(head: Eagle3Head, first: str = "midlayer", prefix: str = "") -> Iterator[weight_map.Weight]:
     """Every parameter but the embedding, under names that start with `prefix`; the first layer is called `first`."""
     layer = f"{prefix}{first}"
     if head.fc_in_norm is not None:
-        yield from hf.norm_weights(head.fc_in_norm, f"{prefix}input_norm")
+        yield from weight_map.norm_weights(head.fc_in_norm, f"{prefix}input_norm")
     for i, norm in enumerate(head.fc_norms or ()):
-        yield from hf.norm_weights(norm, f"{prefix}fc_norm.{i}")
+        yield from weight_map.norm_weights(norm, f"{prefix}fc_norm.{i}")
     if head.mask_hidden is not None:
-        yield hf.Weight(head.mask_hidden, (f"{prefix}mask_hidden",), (head.config.aux_width,), ones=2)
-    yield from hf.linear_weights(head.fc, [f"{prefix}fc"])
-    yield from hf.norm_weights(head.input_norm, f"{layer}.input_layernorm")
-    yield from hf.norm_weights(head.hidden_norm, f"{layer}.hidden_norm")
-    yield from hf.attention_weights(head.attn, f"{layer}.self_attn")
-    yield from hf.norm_weights(head.mlp_norm, f"{layer}.post_attention_layernorm")
-    yield from hf.mlp_weights(head.mlp, f"{layer}.mlp")
+        yield weight_map.Weight(head.mask_hidden, (f"{prefix}mask_hidden",), (head.config.aux_width,), ones=2)
+    yield from weight_map.linear_weights(head.fc, [f"{prefix}fc"])
+    yield from weight_map.norm_weights(head.input_norm, f"{layer}.input_layernorm")
+    yield from weight_map.norm_weights(head.hidden_norm, f"{layer}.hidden_norm")
+    yield from weight_map.attention_weights(head.attn, f"{layer}.self_attn")
+    yield from weight_map.norm_weights(head.mlp_norm, f"{layer}.post_attention_layernorm")
+    yield from weight_map.mlp_weights(head.mlp, f"{layer}.mlp")
     for i, plain in enumerate(head.layers, start=1):
-        yield from hf.layer_weights(plain, f"{prefix}layers.{i}")
-    yield from hf.norm_weights(head.norm, f"{prefix}norm")
-    yield from hf.linear_weights(head.lm_head, ["lm_head"])
+        yield from weight_map.layer_weights(plain, f"{prefix}layers.{i}")
+    yield from weight_map.norm_weights(head.norm, f"{prefix}norm")
+    yield from weight_map.linear_weights(head.lm_head, ["lm_head"])
 
 
 def aux_layer_ids(raw: dict[str, Any], target: ModelConfig) -> tuple[int, ...]:

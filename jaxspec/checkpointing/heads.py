@@ -26,7 +26,7 @@ from jaxspec.checkpointing.tensors import (
     write_json,
     write_safetensors,
 )
-from jaxspec.models import registry
+from jaxspec.models import registry, weight_map
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import Linear, Shared, Transformer
 
@@ -191,12 +191,12 @@ def stored_table(reader: TensorReader, shape: tuple[int, ...], *names: str | Non
 
 def own_tables(
     embedding: nnx.Variable, lm_head: Linear | None, embedding_name: str, head_name: str
-) -> Iterable[hf.Weight]:
+) -> Iterable[weight_map.Weight]:
     """The tables that are not the target's (`Shared`), trained or not, under these names (without `.weight`)."""
     if not isinstance(embedding, Shared):
-        yield hf.Weight(embedding, (f"{embedding_name}.weight",), (embedding.shape[1],))
+        yield weight_map.Weight(embedding, (f"{embedding_name}.weight",), (embedding.shape[1],))
     if lm_head is not None and not isinstance(lm_head.kernel, Shared):
-        yield from hf.linear_weights(lm_head, [head_name])
+        yield from weight_map.linear_weights(lm_head, [head_name])
 
 
 def write_head(

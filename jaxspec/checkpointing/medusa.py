@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from jaxspec.checkpointing import heads, hf
 from jaxspec.checkpointing.tensors import read_json, read_tensors
+from jaxspec.models import weight_map
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import Transformer
 from jaxspec.speculation.drafters.medusa_head import MedusaConfig, MedusaHeads
@@ -28,12 +29,12 @@ LAYOUTS = ("medusa",)
 _PREFIXES = ("", "medusa_heads.", "medusa_head.")
 
 
-def head_weights(module: MedusaHeads, prefix: str = "") -> Iterator[hf.Weight]:
+def head_weights(module: MedusaHeads, prefix: str = "") -> Iterator[weight_map.Weight]:
     """Every parameter."""
     for h, head in enumerate(module.heads):
         for i, block in enumerate(head.blocks):
-            yield from hf.linear_weights(block, [f"{prefix}{h}.{i}.linear"])
-        yield from hf.linear_weights(head.lm_head, [f"{prefix}{h}.{len(head.blocks)}"])
+            yield from weight_map.linear_weights(block, [f"{prefix}{h}.{i}.linear"])
+        yield from weight_map.linear_weights(head.lm_head, [f"{prefix}{h}.{len(head.blocks)}"])
 
 
 def read_config(

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 
 from jaxspec.checkpointing import heads, hf
 from jaxspec.checkpointing.tensors import TensorReader, read_json, read_tensors
+from jaxspec.models import weight_map
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import Linear, Shared, Transformer
 from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
@@ -105,15 +106,15 @@ def names(layout: str, target_layers: int) -> Names:
     )
 
 
-def head_weights(head: MtpHead, called: Names, gain_offset: float = 0.0) -> Iterator[hf.Weight]:
+def head_weights(head: MtpHead, called: Names, gain_offset: float = 0.0) -> Iterator[weight_map.Weight]:
     """Every parameter but the tables; `gain_offset` is 1 where the norms of the file multiply by 1 + w."""
 
-    def weights() -> Iterator[hf.Weight]:
-        yield from hf.linear_weights(head.fc, [called.fc])
-        yield from hf.norm_weights(head.embedding_norm, called.embedding_norm)
-        yield from hf.norm_weights(head.hidden_norm, called.hidden_norm)
-        yield from hf.layer_weights(head.layer, called.layer)
-        yield from hf.norm_weights(head.norm, called.norm)
+    def weights() -> Iterator[weight_map.Weight]:
+        yield from weight_map.linear_weights(head.fc, [called.fc])
+        yield from weight_map.norm_weights(head.embedding_norm, called.embedding_norm)
+        yield from weight_map.norm_weights(head.hidden_norm, called.hidden_norm)
+        yield from weight_map.layer_weights(head.layer, called.layer)
+        yield from weight_map.norm_weights(head.norm, called.norm)
 
     for weight in weights():
         yield dataclasses.replace(weight, offset=gain_offset) if weight.gain else weight
@@ -272,11 +273,11 @@ def save_head(
     if layout == "deepseek":
         # DeepSeek stores both tables with the module, those that are the target's as well.
         embedding, layer = head.embedding, f"{called.prefix[:-1]}"
-        weights.append(hf.Weight(embedding, (f"{layer}.embed_tokens.weight",), (embedding.shape[1],)))
+        weights.append(weight_map.Weight(embedding, (f"{layer}.embed_tokens.weight",), (embedding.shape[1],)))
         if head.lm_head is None:
-            weights.append(hf.Weight(embedding, (f"{layer}.shared_head.head.weight",), (embedding.shape[1],)))
+            weights.append(weight_map.Weight(embedding, (f"{layer}.shared_head.head.weight",), (embedding.shape[1],)))
         else:
-            weights += hf.linear_weights(head.lm_head, [f"{layer}.shared_head.head"])
+            weights += weight_map.linear_weights(head.lm_head, [f"{layer}.shared_head.head"])
     hf.save_model(target, directory, tokenizer=tokenizer, dtype=dtype, more_config={COUNTS[0]: 1}, more_weights=weights)
 
 

@@ -1,6 +1,6 @@
 """What every target model offers, and nothing about any family.
 
-Owns ModelConfig and the two protocols that the rest of the engine sees: `Attend`
+Owns ModelConfig and the protocols that the rest of the engine sees: `Attend`
 (attention over whatever cache the caller keeps) and `TargetModel`. Must not know
 families, caches, drafters or schedules.
 """
@@ -8,14 +8,52 @@ families, caches, drafters or schedules.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 import jax
+from flax import nnx
 
-#: attend(layer, q_BNHC, k_BNGC, v_BNGC) -> out_BNHC. The callee owns the cache and the mask;
-#: keys arrive with their rotary embedding applied.
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+
+@dataclasses.dataclass(frozen=True)
+class AttentionOptions:
+    """What a layer asks of its attention beyond softmax(q k / sqrt(C)) over all that a token may see; None: nothing.
+
+    Attributes:
+      window: a query at position p sees positions above p - window only.
+      soft_cap: scores s become soft_cap * tanh(s / soft_cap).
+      scale: of the scores, instead of 1 / sqrt(C).
+      sinks_H: a score of each head that takes its part of the softmax and has no value.
+    """
+
+    window: int | None = None
+    soft_cap: float | None = None
+    scale: float | None = None
+    sinks_H: jax.Array | None = None
+
+    def refuse(self, who: str, honoured: Collection[str] = ()) -> None:
+        """Raises ValueError, by name, for what is asked and `who` does not honour: nothing is dropped silently."""
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in honoured}
+        asked = [k if isinstance(v, jax.Array) else f"{k}={v}" for k, v in given.items() if v is not None]
+        if asked:
+            raise ValueError(f"{who} does not implement {', '.join(asked)}")
+
+
+FULL_ATTENTION = AttentionOptions()
+
+
+class Attend(Protocol):
+    """Attention of a layer's new tokens over whatever the caller keeps."""
+
+    def __call__(
+        self, layer: int, q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array, options: AttentionOptions = ..., /
+    ) -> jax.Array:
+        """out_BNHC. The callee owns the cache and the mask; keys arrive with their positions applied.
+
+        Raises:
+          ValueError: an option that the callee does not implement.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +78,11 @@ class RopeScaling:
 class ModelConfig:
     """Geometry of a decoder-only transformer, in Hugging Face's terms.
 
+    Fields without a default are every family's; of the others those of norms, rotary embedding and biases are what
+    `layers` is configured by. A family with needs of its own subclasses this.
+
     Attributes:
-      family: key in jaxspec.models.registry ("llama", "qwen2", "qwen3").
+      family: key in jaxspec.models.registry.
       num_layers: decoder layers.
       head_dim: channels a head (may differ from hidden_size / num_heads).
       attention_bias: biases on q, k and v (Qwen2; Llama with `attention_bias`).
@@ -78,14 +119,49 @@ class ModelConfig:
         return tuple(min(max(i, 0), n - 1) for i in (2, n // 2, n - 3))
 
 
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A parameter of `owner` that tensor parallelism splits along `axis`.
+
+    Attributes:
+      widths: of the maps that are fused in its last axis; each shard gets its part of every one.
+    """
+
+    owner: nnx.Module
+    name: str
+    axis: int
+    widths: Sequence[int] = ()
+
+
+class OutputLayer(Protocol):
+    """The map from hidden states to logits."""
+
+    @property
+    def kernel(self) -> nnx.Variable:
+        """[E, V]."""
+        ...
+
+
 class TargetModel(Protocol):
     """A causal language model whose attention is supplied by the caller.
 
     Implementations are flax.nnx modules; the engine splits them once into a static graph
-    and a flat state, and calls them inside its own jitted round.
+    and a flat state, and calls them inside its own jitted round. Modules in them with a method
+    `splits(shards) -> list[Split]` say how devices share their parameters (see `layers.tensor_parallel`).
     """
 
-    config: ModelConfig
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def embedding(self) -> nnx.Variable:
+        """The table of token embeddings [V, E], in the dtype of the model; draft heads share it."""
+        ...
+
+    @property
+    def lm_head(self) -> OutputLayer | None:
+        """The output layer, which draft heads share; None where it is tied to `embedding`."""
+        ...
 
     def __call__(
         self, tokens_BN: jax.Array, positions_BN: jax.Array, attend: Attend, aux_layers: Sequence[int] = ()
@@ -104,7 +180,3 @@ class TargetModel(Protocol):
     def logits(self, hidden_BNE: jax.Array) -> jax.Array:
         """Float32 logits [B, N, V] of hidden states that passed the final norm."""
         ...
-
-
-#: A family's reader: (Hugging Face config.json) -> ModelConfig.
-ConfigReader = Callable[[dict[str, Any]], ModelConfig]

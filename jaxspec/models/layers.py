@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models.base import Attend, ModelConfig, RopeScaling
+from jaxspec.models.base import FULL_ATTENTION, Attend, AttentionOptions, ModelConfig, RopeScaling, Split, TargetModel
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -138,6 +138,14 @@ class Linear(nnx.Module):
             y = y + self.bias[...].reshape((1,) * (y.ndim - 1) + (-1,))
         return y
 
+    def columns(self, widths: Sequence[int] = ()) -> list[Split]:
+        """Split by outputs, the bias too."""
+        return [Split(self, "kernel", 1, widths), Split(self, "bias", 0, widths)]
+
+    def rows(self) -> list[Split]:
+        """Split by inputs."""
+        return [Split(self, "kernel", 0)]
+
 
 def output_logits(hidden_BNE: jax.Array, lm_head: Linear | None, embedding_VE: nnx.Variable) -> jax.Array:
     """Float32 logits by an output layer, or by the embedding where that is tied (lm_head None)."""
@@ -191,6 +199,14 @@ class Attention(nnx.Module):
         out_BNHC = attend(layer, apply_rope(q_BNHC, rope), apply_rope(k_BNGC, rope), v_BNGC)
         return self.out(out_BNHC.reshape(b, n, h * c))
 
+    def splits(self, shards: int) -> list[Split]:
+        """See `tensor_parallel`."""
+        if self.num_kv_heads % shards:
+            return []
+        self.shards = shards
+        query, value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return [*self.qkv.columns((query, value, value)), *self.out.rows()]
+
 
 class MLP(nnx.Module):
     """SwiGLU with gate and up fused.
@@ -212,6 +228,14 @@ class MLP(nnx.Module):
         gate, up = jnp.split(both.reshape(*both.shape[:-1], self.shards, -1), 2, axis=-1)
         return self.down((jax.nn.silu(gate) * up).reshape(*both.shape[:-1], -1))
 
+    def splits(self, shards: int) -> list[Split]:
+        """See `tensor_parallel`."""
+        width = self.down.kernel[...].shape[0]
+        if width % shards:
+            return []
+        self.shards = shards
+        return [*self.gate_up.columns((width, width)), *self.down.rows()]
+
 
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and MLP. Without `attn_norm` (EAGLE-1's first layer) attention reads the stream itself."""
@@ -229,7 +253,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """A decoder-only language model; the families configure it and name its weights."""
+    """A decoder-only language model of the blocks above (a TargetModel); families configure it."""
 
     def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs | None = None):
         self.config = cfg
@@ -266,7 +290,7 @@ class Shared(nnx.Variable):
     """The target's own parameter inside a draft head: read, never trained, never saved with the head."""
 
 
-def shared_lm_head(target: Transformer) -> Linear | None:
+def shared_lm_head(target: TargetModel) -> Linear | None:
     """The target's output layer for a head to use; None where it is tied to the embedding."""
     if target.lm_head is None:
         return None
@@ -275,7 +299,8 @@ def shared_lm_head(target: Transformer) -> Linear | None:
     return head
 
 
-_Module = TypeVar("_Module", bound=nnx.Module)
+#: nnx modules, which the protocol TargetModel cannot say of itself.
+_Module = TypeVar("_Module")
 
 
 def column_blocks(module: _Module, width: int = 64) -> _Module:
@@ -313,14 +338,14 @@ def tensor_parallel(module: _Module, shards: int) -> _Module:
     The columns of qkv become [q_0 k_0 v_0 | q_1 k_1 v_1 | ...] and those of gate_up [gate_0 up_0 | ...], so that a
     device's part of q, k, v, gate and up lies in its own columns and nothing moves between devices inside a layer
     (Shoeybi et al. 2019, Megatron-LM): qkv and gate_up are split by columns, out and down (and an EAGLE head's fc) by
-    rows, embeddings and lm_head over the vocabulary. Parts whose heads or widths `shards` does not divide stay
-    whole, on every device.
+    rows, embeddings and lm_head over the vocabulary. Modules of other kinds say in a method `splits(shards)` what they
+    split. Parts whose heads or widths `shards` does not divide stay whole, on every device.
     """
     graph, state = nnx.split(module)
     copy = nnx.merge(graph, state)
 
-    def mark(owner: nnx.Module, name: str, axis: int, widths: Sequence[int] = ()) -> None:
-        param = getattr(owner, name)
+    def mark(split: Split) -> None:
+        param, axis, widths = getattr(split.owner, split.name), split.axis, split.widths
         if param is None:
             return
         value = param[...]
@@ -332,33 +357,29 @@ def tensor_parallel(module: _Module, shards: int) -> _Module:
             value = jnp.concatenate(parts, axis=-1).reshape(value.shape)
         marked = nnx.Param(value)
         marked.set_metadata(SPLIT, axis)
-        setattr(owner, name, marked)
-
-    def columns(linear: Linear, widths: Sequence[int] = ()) -> None:
-        mark(linear, "kernel", 1, widths)
-        mark(linear, "bias", 0, widths)
+        setattr(split.owner, split.name, marked)
 
     for _, node in list(nnx.iter_graph(copy)):
-        if isinstance(node, Attention) and node.num_kv_heads % shards == 0:
-            node.shards = shards
-            query, value = node.num_heads * node.head_dim, node.num_kv_heads * node.head_dim
-            columns(node.qkv, (query, value, value))
-            mark(node.out, "kernel", 0)
-        elif isinstance(node, MLP) and node.down.kernel[...].shape[0] % shards == 0:
-            node.shards = shards
-            width = node.down.kernel[...].shape[0]
-            columns(node.gate_up, (width, width))
-            mark(node.down, "kernel", 0)
-        elif isinstance(node, nnx.Module):
-            for name in ("embedding", "lm_head", "fc"):
-                part = getattr(node, name, None)
-                if isinstance(part, Linear):
-                    columns(part) if name == "lm_head" else mark(part, "kernel", 0)
-                elif isinstance(part, nnx.Param | Shared):
-                    mark(node, name, 0)
+        if isinstance(node, nnx.Module):
+            own = getattr(node, "splits", None)
+            for split in _table_splits(node) if own is None else own(shards):
+                mark(split)
     return copy
 
 
-def causal_attention(_layer: int, q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array) -> jax.Array:
+def _table_splits(node: nnx.Module) -> Iterator[Split]:
+    """The tables that models and draft heads have, under the names that they have in common."""
+    for name in ("embedding", "lm_head", "fc"):
+        part = getattr(node, name, None)
+        if isinstance(part, Linear):
+            yield from part.columns() if name == "lm_head" else part.rows()
+        elif isinstance(part, nnx.Param | Shared):
+            yield Split(node, name, 0)
+
+
+def causal_attention(
+    _layer: int, q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array, options: AttentionOptions = FULL_ATTENTION
+) -> jax.Array:
     """An `Attend` without a cache: plain causal attention over the sequence itself (training, references)."""
-    return jax.nn.dot_product_attention(q_BNHC, k_BNGC, v_BNGC, is_causal=True)
+    options.refuse("causal_attention", ("scale",))
+    return jax.nn.dot_product_attention(q_BNHC, k_BNGC, v_BNGC, is_causal=True, scale=options.scale)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from jaxspec.models.base import ModelConfig, RopeScaling
+from jaxspec.models.family import Family, check_positive, token_ids
+from jaxspec.models.layers import Transformer
+from jaxspec.models.weight_map import transformer_weights
 
-ARCHITECTURES = ("LlamaForCausalLM",)
+_COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def rope_parameters(hf: dict[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -41,13 +44,6 @@ def rope_parameters(hf: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     )
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
-    """Hugging Face writes one id, a list of ids, or null."""
-    if value is None:
-        return ()
-    return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
-
-
 def common_fields(
     hf: dict[str, Any],
     *,
@@ -56,7 +52,13 @@ def common_fields(
     max_positions: int = 2048,
     head_dim: int | None = None,
 ) -> dict[str, Any]:
-    """The fields that Llama-shaped families share; the arguments are what transformers assumes for absent ones."""
+    """The fields that Llama-shaped families share; the arguments are what transformers assumes for absent ones.
+
+    Raises:
+      ValueError: a missing or impossible field, or a feature that is not implemented (quantized weights, sliding
+        windows, other activations or RoPE rules): nothing that changes the model's output is ignored.
+    """
+    _check(hf)
     theta, scaling = rope_parameters(hf)
     heads = int(hf["num_attention_heads"])
     bos_ids = token_ids(hf.get("bos_token_id", bos))
@@ -106,6 +108,38 @@ def common_config(cfg: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _check(hf: dict[str, Any]) -> None:
+    """What no Llama-shaped model can be, or what is not implemented."""
+    for name in _COUNTS:
+        check_positive(hf, name, required=True)
+    for name in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
+        check_positive(hf, name)
+    heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
+    kv_heads = hf.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    if hf.get("head_dim") is None and hidden % heads:
+        raise ValueError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    head_dim = hf.get("head_dim") or hidden // heads
+    if head_dim % 2:
+        raise ValueError(f"config.json: head_dim must be even for rotary embeddings, got {head_dim}")
+    if hf.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ValueError(f"config.json: hidden_act {hf['hidden_act']!r} is not supported; supported is 'silu'")
+    if hf.get("quantization_config"):
+        method = hf["quantization_config"].get("quant_method", "of an unknown kind")
+        raise ValueError(f"config.json: quantized weights ({method}) are not supported; use the unquantized checkpoint")
+    sliding = [t for t in hf.get("layer_types") or () if t != "full_attention"]
+    if hf.get("use_sliding_window") or sliding:
+        given = f"use_sliding_window={hf.get('use_sliding_window')!r}, layer_types {sorted(set(sliding))}"
+        raise ValueError(f"config.json: only full attention is implemented, got {given}")
+    rope = hf.get("rope_parameters") or {}
+    partial = hf.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise ValueError(f"config.json: partial_rotary_factor must be 1.0, got {partial!r}")
+
+
 def read_config(hf: dict[str, Any]) -> ModelConfig:
     """A Llama config.json as ModelConfig."""
     bias = bool(hf.get("attention_bias", False))
@@ -126,3 +160,6 @@ def write_config(cfg: ModelConfig) -> dict[str, Any]:
         "attention_bias": cfg.attention_bias,
         "mlp_bias": cfg.mlp_bias,
     }
+
+
+FAMILY = Family("llama", ("LlamaForCausalLM",), read_config, write_config, Transformer, transformer_weights)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from jaxspec.models.base import ModelConfig
+from jaxspec.models.family import Family
+from jaxspec.models.layers import Transformer
 from jaxspec.models.llama import common_config, common_fields
-
-ARCHITECTURES = ("Qwen3ForCausalLM",)
+from jaxspec.models.weight_map import transformer_weights
 
 
 def read_config(hf: dict[str, Any]) -> ModelConfig:
@@ -21,3 +22,6 @@ def write_config(cfg: ModelConfig) -> dict[str, Any]:
     """The inverse of read_config, without `architectures`."""
     fields = {"attention_bias": cfg.attention_bias, "use_sliding_window": False}
     return {"model_type": "qwen3", **common_config(cfg), **fields}
+
+
+FAMILY = Family("qwen3", ("Qwen3ForCausalLM",), read_config, write_config, Transformer, transformer_weights)

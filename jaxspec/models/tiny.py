@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import Transformer
 
@@ -53,7 +52,7 @@ def tiny_target(seed: int = 0, *, dtype: DTypeLike = jnp.float32, **overrides: A
     Every parameter is random, gains and biases included, so that none can be dropped unnoticed.
     """
     cfg = tiny_config(**overrides)
-    model = nnx.eval_shape(lambda: registry.build(cfg, dtype))
+    model = nnx.eval_shape(lambda: Transformer(cfg, dtype=jnp.dtype(dtype)))
     key = jax.random.key(seed)
     for path, param in nnx.iter_graph(model):
         if isinstance(param, nnx.Param):

@@ -21,8 +21,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.cache import TENSOR_AXIS
 from jaxspec.models import registry
-from jaxspec.models.base import ModelConfig
-from jaxspec.models.layers import SPLIT, Transformer, tensor_parallel
+from jaxspec.models.base import ModelConfig, TargetModel
+from jaxspec.models.layers import SPLIT, tensor_parallel
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.layouts import Batch
 from jaxspec.speculation.round import Drafted, Forward, RoundSpec, round_fn
@@ -46,12 +46,12 @@ def tensor_mesh(shards: int, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def check_divides(cfg: ModelConfig, shards: int) -> None:
-    """Refuses a target whose heads, MLP or vocabulary cannot be split evenly.
+    """Refuses a target that cannot be split evenly: its family says what must divide.
 
     Raises:
       ValueError: names the first such field and both values.
     """
-    for name in ("num_kv_heads", "num_heads", "intermediate_size", "vocab_size"):
+    for name in (*registry.of(cfg).divides, "vocab_size"):
         if getattr(cfg, name) % shards:
             raise ValueError(f"tensor_parallel must divide the target's {name} {getattr(cfg, name)}, got {shards}")
 
@@ -68,7 +68,7 @@ def host_memory() -> Iterator[None]:
         yield
 
 
-def share_tables(target: Transformer, mesh: Mesh) -> None:
+def share_tables(target: TargetModel, mesh: Mesh) -> None:
     """Lays the tables that draft heads share with their target out on the mesh, in place.
 
     Before heads are loaded: they then hold the very arrays of the target, not copies that take memory again.

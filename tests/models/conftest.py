@@ -1,4 +1,4 @@
-"""Lets the tests of this directory `import parity_cases`: with importlib's import mode it is not on sys.path."""
+"""Lets the tests of this directory import its helpers: with importlib's import mode it is not on sys.path."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import importlib.util
 import sys
 from pathlib import Path
 
-_spec = importlib.util.spec_from_file_location("parity_cases", Path(__file__).with_name("parity_cases.py"))
-assert _spec is not None and _spec.loader is not None
-_module = importlib.util.module_from_spec(_spec)
-sys.modules["parity_cases"] = _module
-_spec.loader.exec_module(_module)
+for _name in ("parity_cases", "murmur_family"):
+    _spec = importlib.util.spec_from_file_location(_name, Path(__file__).with_name(f"{_name}.py"))
+    assert _spec is not None and _spec.loader is not None
+    _module = importlib.util.module_from_spec(_spec)
+    sys.modules[_name] = _module
+    _spec.loader.exec_module(_module)

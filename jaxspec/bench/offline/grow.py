@@ -24,7 +24,6 @@ from flax import nnx
 
 from jaxspec.assemble import resolve_drafter, resolve_model
 from jaxspec.checkpointing import eagle3, hf
-from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import Attention, Linear, RMSNorm, Transformer
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Head
@@ -169,7 +168,7 @@ def grow_target(model: Transformer, size: Size, seed: int = 0) -> Transformer:
         cfg, **dataclasses.asdict(size), rms_norm_eps=cfg.rms_norm_eps * ratio, tie_word_embeddings=False
     )
     dtype: jnp.dtype = model.embedding[...].dtype
-    out: Transformer = nnx.eval_shape(lambda: registry.build(grown, dtype))
+    out: Transformer = nnx.eval_shape(lambda: Transformer(grown, dtype=dtype))
     at, write = _Places.of(cfg, size), _Writer(seed)
     # A norm over more channels, the new ones zero, comes out larger by sqrt(new / old).
     gain = math.sqrt(ratio)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.models.base import Attend
+from jaxspec.models.base import FULL_ATTENTION, Attend, AttentionOptions
 from jaxspec.models.layers import Transformer, product
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.train.data.batch import Batch
@@ -141,7 +141,9 @@ def slot_attention(slots: Slots, segments_BN: jax.Array) -> Attend:
     texts_BM = _take(segments_BN, anchors_BM)
     column_N = jnp.arange(count, dtype=jnp.int32)
 
-    def attend(layer: int, q_BSHC: jax.Array, k_BSGC: jax.Array, v_BSGC: jax.Array) -> jax.Array:
+    def attend(
+        layer: int, q_BSHC: jax.Array, k_BSGC: jax.Array, v_BSGC: jax.Array, options: AttentionOptions = FULL_ATTENTION
+    ) -> jax.Array:
         batch, total, heads, channels = q_BSHC.shape
         groups = k_BSGC.shape[2]
         q_BSGRC = q_BSHC.reshape(batch, total, groups, heads // groups, channels)
@@ -155,7 +157,7 @@ def slot_attention(slots: Slots, segments_BN: jax.Array) -> Attend:
             scores = jnp.einsum("bsgrc,bngc->bsgrn", q_BnGRC, k_BNGC, preferred_element_type=jnp.float32)
             return _weighted(scores, seen_BnN[:, :, None, None, :], v_BNGC, "bsgrn,bngc->bsgrc")
 
-        first_BNHC = first(layer, q_BSHC[:, :count], k_BNGC, v_BNGC)
+        first_BNHC = first(layer, q_BSHC[:, :count], k_BNGC, v_BNGC, options)
         if not slots.sizes:
             return first_BNHC
         text_BMGRC, text_mass = map_positions(part, (q_BSGRC[:, count:], anchors_BM, texts_BM), heads * count)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxspec.models.base import Attend
+from jaxspec.models.base import FULL_ATTENTION, Attend, AttentionOptions
 
 #: Queries of a block: [B, H, BLOCK, T] scores live at a time.
 BLOCK = 512
@@ -23,7 +23,10 @@ def packed_attention(segments_BT: jax.Array, block: int = BLOCK) -> Attend:
       segments_BT: int, the number of the text within its row; 0 (padding) is a text as others are.
     """
 
-    def attend(_layer: int, q_BTHC: jax.Array, k_BTGC: jax.Array, v_BTGC: jax.Array) -> jax.Array:
+    def attend(
+        _layer: int, q_BTHC: jax.Array, k_BTGC: jax.Array, v_BTGC: jax.Array, options: AttentionOptions = FULL_ATTENTION
+    ) -> jax.Array:
+        options.refuse("training's attention")
         return _causal(q_BTHC, k_BTGC, v_BTGC, segments_BT, block)[0]
 
     return attend
@@ -49,7 +52,11 @@ class UnrolledAttention:
         """Makes constants of the keys and values so far."""
         self._keys, self._values = jax.lax.stop_gradient((self._keys, self._values))
 
-    def __call__(self, layer: int, q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array) -> jax.Array:
+    def __call__(
+        self, layer: int, q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array,
+        options: AttentionOptions = FULL_ATTENTION,
+    ) -> jax.Array:  # fmt: skip
+        options.refuse("training's attention")
         keys, values = self._keys.setdefault(layer, []), self._values.setdefault(layer, [])
         keys.append(k_BNGC)
         values.append(v_BNGC)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.models.base import FULL_ATTENTION, AttentionOptions
 from jaxspec.train.data.batch import Batch, ahead
 from jaxspec.train.objective.attention import UnrolledAttention
 
@@ -38,8 +39,10 @@ def unroll(head: Any, batch: Batch, aux_BTA: jax.Array, steps: int, *, gradients
     rows = lambda x: x.reshape(batch_size, length, *x.shape[2:])
     unrolled = UnrolledAttention(batch.segments_BT)
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return flat(unrolled(layer, rows(q), rows(k), rows(v)))
+    def attend(
+        layer: int, q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions = FULL_ATTENTION
+    ) -> jax.Array:
+        return flat(unrolled(layer, rows(q), rows(k), rows(v), options))
 
     hidden_1XE, states = head.fuse(flat(aux_BTA)), []
     for i in range(steps):

@@ -1,0 +1,66 @@
+"""What a family of target models is, in one record; and readings of a config.json that all families share.
+
+A family is one file of this package that makes a `Family`, and its name in the registry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec.models.base import ModelConfig, TargetModel
+from jaxspec.models.weight_map import Weight
+
+_Model = TypeVar("_Model", bound=TargetModel)
+_Made = TypeVar("_Made", covariant=True)
+
+
+class Build(Protocol[_Made]):
+    """A model with random weights, or with zeros (rngs None) that a checkpoint fills."""
+
+    def __call__(self, cfg: Any, /, *, dtype: jnp.dtype, rngs: nnx.Rngs | None) -> _Made: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Family(Generic[_Model]):
+    """A family's module class, and its ways into and out of Hugging Face's files.
+
+    Attributes:
+      name: `ModelConfig.family`.
+      architectures: Hugging Face's names; the first is the one written.
+      read: config.json as a ModelConfig, or the family's subclass of it. Refuses with a ValueError what changes the
+        model's output and is not implemented.
+      write: the inverse, without `architectures`; with `bos_token_id` and `eos_token_id`, which peers look for.
+      build: the module class.
+      weights: every parameter of a model with its names in a checkpoint.
+      divides: fields of the configuration that the devices of tensor parallelism must divide, besides `vocab_size`,
+        over which logits are split. How each parameter is split, modules say themselves (`layers.tensor_parallel`).
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    read: Callable[[dict[str, Any]], ModelConfig]
+    write: Callable[[Any], dict[str, Any]]
+    build: Build[_Model]
+    weights: Callable[[_Model], Iterator[Weight]]
+    divides: tuple[str, ...] = ("num_kv_heads", "num_heads", "intermediate_size")
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """Hugging Face writes one id, a list of ids, or null."""
+    if value is None:
+        return ()
+    return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
+
+
+def check_positive(hf: dict[str, Any], name: str, *, required: bool = False) -> None:
+    """Raises ValueError where a field is no positive integer; an absent one may be if it is not required."""
+    value = hf.get(name)
+    if value is None and not required:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"config.json: {name} must be a positive integer, got {value!r}")

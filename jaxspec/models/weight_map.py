@@ -1,0 +1,120 @@
+"""Parameters and the tensors of a checkpoint that they are made of: the map, both ways.
+
+Owns `Weight`, and the names that the blocks of `layers` have in Llama's checkpoints, which its relatives and most draft
+heads share. Must not know files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxspec.models.layers import MLP, Attention, DecoderLayer, Linear, RMSNorm, Transformer
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One parameter and the tensors it is made of; a format of another kind overrides shapes, join and split.
+
+    Attributes:
+      param: ours; tensors are joined along its last axis.
+      names: the tensors' names.
+      widths: how much of the last axis each takes.
+      transposed: stored [out, in] in the file, [in, out] here.
+      gain: of a norm.
+      offset: what the file's values lack of ours: 1 for the gains of families that multiply by 1 + w.
+      ones: axes of size 1 that the file has in front.
+      copies: tensors that some checkpoints store besides, which must be the same.
+    """
+
+    param: nnx.Variable
+    names: tuple[str, ...]
+    widths: tuple[int, ...]
+    transposed: bool = False
+    gain: bool = False
+    offset: float = 0.0
+    ones: int = 0
+    copies: tuple[str, ...] = ()
+
+    @property
+    def shapes(self) -> Iterator[tuple[int, ...]]:
+        """The shape of each tensor as the file has it."""
+        lead = (*(1,) * self.ones, *self.param.shape[:-1])
+        for width in self.widths:
+            yield (width, *lead) if self.transposed else (*lead, width)
+
+    def join(self, parts: Sequence[np.ndarray]) -> jax.Array:
+        """The parameter's value from its tensors, in the dtype that the parameter (or its placeholder) has."""
+        joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=0 if self.transposed else -1)
+        joined = joined.reshape(joined.shape[self.ones :])
+        if self.offset:
+            joined = joined.astype(np.float32) + np.float32(self.offset)
+        value = jnp.asarray(joined).astype(self.param.get_value().dtype)
+        return value.T if self.transposed else value
+
+    def split(self, dtype: DTypeLike) -> Sequence[np.ndarray]:
+        """The inverse of join: the tensors, cast to dtype."""
+        value = self.param.get_value()
+        if self.offset:
+            value = value.astype(jnp.float32) - jnp.float32(self.offset)
+        value = value.astype(dtype)
+        array = np.asarray(value.T if self.transposed else value)
+        array = array.reshape(*(1,) * self.ones, *array.shape)
+        return np.split(array, np.cumsum(self.widths)[:-1].tolist(), axis=0 if self.transposed else -1)
+
+
+def linear_weights(linear: Linear, names: Sequence[str], widths: Sequence[int] | None = None) -> Iterator[Weight]:
+    """A Linear from one or more projections named without `.weight`; `widths` are their output sizes."""
+    split = tuple(widths or (linear.kernel.shape[1],))
+    assert sum(split) == linear.kernel.shape[1] and len(split) == len(names), (split, names, linear.kernel.shape)
+    yield Weight(linear.kernel, tuple(f"{n}.weight" for n in names), split, transposed=True)
+    if linear.bias is not None:
+        yield Weight(linear.bias, tuple(f"{n}.bias" for n in names), split)
+
+
+def norm_weights(norm: RMSNorm, name: str) -> Iterator[Weight]:
+    """A norm's gain."""
+    yield Weight(norm.weight, (f"{name}.weight",), tuple(norm.weight.shape), gain=True)
+
+
+def attention_weights(attn: Attention, prefix: str) -> Iterator[Weight]:
+    """`{prefix}.{q,k,v,o}_proj` and, where the family has them, `{prefix}.{q,k}_norm`."""
+    q, kv = attn.num_heads * attn.head_dim, attn.num_kv_heads * attn.head_dim
+    yield from linear_weights(attn.qkv, [f"{prefix}.{x}_proj" for x in "qkv"], (q, kv, kv))
+    yield from linear_weights(attn.out, [f"{prefix}.o_proj"])
+    if attn.q_norm is not None and attn.k_norm is not None:
+        yield from norm_weights(attn.q_norm, f"{prefix}.q_norm")
+        yield from norm_weights(attn.k_norm, f"{prefix}.k_norm")
+
+
+def mlp_weights(mlp: MLP, prefix: str) -> Iterator[Weight]:
+    """`{prefix}.{gate,up,down}_proj`."""
+    width = mlp.gate_up.kernel.shape[1] // 2
+    yield from linear_weights(mlp.gate_up, [f"{prefix}.gate_proj", f"{prefix}.up_proj"], (width, width))
+    yield from linear_weights(mlp.down, [f"{prefix}.down_proj"])
+
+
+def layer_weights(layer: DecoderLayer, prefix: str) -> Iterator[Weight]:
+    """A decoder layer under Llama's names, e.g. with prefix "model.layers.0"."""
+    if layer.attn_norm is not None:
+        yield from norm_weights(layer.attn_norm, f"{prefix}.input_layernorm")
+    yield from attention_weights(layer.attn, f"{prefix}.self_attn")
+    yield from norm_weights(layer.mlp_norm, f"{prefix}.post_attention_layernorm")
+    yield from mlp_weights(layer.mlp, f"{prefix}.mlp")
+
+
+def transformer_weights(model: Transformer) -> Iterator[Weight]:
+    """Every parameter of a model under Llama's names, in the order of the forward pass."""
+    copies = ("lm_head.weight",) if model.lm_head is None else ()
+    yield Weight(model.embedding, ("model.embed_tokens.weight",), (model.embedding.shape[1],), copies=copies)
+    for i, layer in enumerate(model.layers):
+        yield from layer_weights(layer, f"model.layers.{i}")
+    yield from norm_weights(model.norm, "model.norm")
+    if model.lm_head is not None:
+        yield from linear_weights(model.lm_head, ["lm_head"])
