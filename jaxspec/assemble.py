@@ -22,7 +22,8 @@ from jaxspec.checkpointing import hf
 from jaxspec.config import DRAFTERS, EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.facts import EngineFacts
-from jaxspec.models.layers import Transformer, column_blocks, tensor_parallel
+from jaxspec.models.base import TargetModel
+from jaxspec.models.layers import column_blocks, tensor_parallel
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.programs import RunnerConfig
 from jaxspec.runtime.runner import Runner
@@ -132,7 +133,7 @@ def _laid_out(module: Any, shards: int) -> Any:
     return column_blocks(module) if jax.default_backend() == "cpu" else module
 
 
-def load_drafter(kind: str, directory: Path | None, target: Transformer, dtype: jnp.dtype) -> Any:
+def load_drafter(kind: str, directory: Path | None, target: TargetModel, dtype: jnp.dtype) -> Any:
     """The module of a drafter; None for kinds that have none.
 
     Raises:
@@ -173,7 +174,7 @@ def bind_drafter(kind: str, module: Any, geo: Geometry, shards: int = 1) -> tupl
 def build_drafter(
     kind: str,
     directory: Path | None,
-    target: Transformer,
+    target: TargetModel,
     geo: Geometry,
     speculation: SpeculationConfig,
     dtype: jnp.dtype,
@@ -184,7 +185,7 @@ def build_drafter(
 
 
 def _drafter(
-    kind: str, module: Any, target: Transformer, geo: Geometry, speculation: SpeculationConfig, shards: int
+    kind: str, module: Any, target: TargetModel, geo: Geometry, speculation: SpeculationConfig, shards: int
 ) -> tuple[Drafter | None, Any]:
     if kind == "none":
         return None, ()
@@ -304,7 +305,7 @@ class Drafting:
 
 
 def assemble(
-    target: Transformer, tokenizer: Tokenizer | None, speculation: SpeculationConfig, config: EngineConfig, *,
+    target: TargetModel, tokenizer: Tokenizer | None, speculation: SpeculationConfig, config: EngineConfig, *,
     drafter: Drafting | None, progress: bool, cost: CostTable | None = None,
 ) -> Engine:  # fmt: skip
     """An engine from a target in memory.

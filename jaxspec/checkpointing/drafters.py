@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from jaxspec.checkpointing import eagle1, eagle3, heads, hf, medusa, mtp
 from jaxspec.checkpointing.tensors import read_json, read_tensors
 from jaxspec.models import registry
-from jaxspec.models.layers import Transformer
+from jaxspec.models.base import TargetModel
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Head
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Head
 from jaxspec.speculation.drafters.medusa_head import MedusaHeads
@@ -91,7 +91,7 @@ def has_mtp(directory: str | os.PathLike[str]) -> bool:
 def load_drafter(
     kind: str,
     directory: str | os.PathLike[str],
-    target: Transformer,
+    target: TargetModel,
     dtype: DTypeLike = jnp.float32,
     overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> nnx.Module:
@@ -103,7 +103,7 @@ def load_drafter(
         before September 2026 say norm_output but feed the un-normed state back: {"norm_output": False}.
 
     Returns:
-      Eagle3Head (also for "peagle"), Eagle1Head, MedusaHeads, MtpHead or Transformer.
+      Eagle3Head (also for "peagle"), Eagle1Head, MedusaHeads, MtpHead or TargetModel.
 
     Raises:
       ValueError: a directory of another kind, or whatever in it does not fit the target; the message names the file,
@@ -135,7 +135,7 @@ def save_drafter(
     module: nnx.Module,
     directory: str | os.PathLike[str],
     *,
-    target: Transformer,
+    target: TargetModel,
     tokenizer: Tokenizer | None = None,
     dtype: DTypeLike = jnp.bfloat16,
     layout: str | None = None,
@@ -168,14 +168,14 @@ def save_drafter(
         eagle1.save_head(module, directory, target.config, tokenizer=tokenizer, dtype=dtype)
     elif isinstance(module, MedusaHeads):
         medusa.save_heads(module, directory, target.config, tokenizer=tokenizer, dtype=dtype, verifier=verifier)
-    elif isinstance(module, Transformer):
+    elif isinstance(module, TargetModel):
         hf.save_model(module, directory, tokenizer=tokenizer, dtype=dtype)
 
 
 def _kind_of(module: nnx.Module) -> str:
     if isinstance(module, Eagle3Head):
         return "eagle3" if module.config.mask_token_id is None else "peagle"
-    kinds = {Eagle1Head: "eagle1", MedusaHeads: "medusa", MtpHead: "mtp", Transformer: "draft_model"}
+    kinds = {Eagle1Head: "eagle1", MedusaHeads: "medusa", MtpHead: "mtp", TargetModel: "draft_model"}
     for cls, kind in kinds.items():
         if isinstance(module, cls):
             return kind

@@ -22,8 +22,8 @@ from tokenizers import Tokenizer
 from jaxspec.checkpointing import heads, hf
 from jaxspec.checkpointing.tensors import read_json, read_tensors
 from jaxspec.models import llama, weight_map
-from jaxspec.models.base import ModelConfig
-from jaxspec.models.layers import Linear, Shared, Transformer
+from jaxspec.models.base import ModelConfig, TargetModel
+from jaxspec.models.layers import Linear, Shared
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 
 ARCHITECTURES = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
@@ -89,7 +89,7 @@ def config_dict(cfg: Eagle1Config, target: ModelConfig, dtype: DTypeLike = jnp.b
 
 def load_head(
     directory: str | os.PathLike[str],
-    target: Transformer,
+    target: TargetModel,
     dtype: DTypeLike = jnp.float32,
     overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> Eagle1Head:

@@ -26,8 +26,7 @@ from tokenizers import Tokenizer
 from jaxspec.checkpointing import heads, hf
 from jaxspec.checkpointing.tensors import INTEGERS, TensorReader, read_json, read_tensors
 from jaxspec.models import weight_map
-from jaxspec.models.base import ModelConfig
-from jaxspec.models.layers import Transformer
+from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 
 _log = logging.getLogger(__name__)
@@ -226,7 +225,7 @@ def config_dict(
 
 def load_head(
     directory: str | os.PathLike[str],
-    target: Transformer,
+    target: TargetModel,
     dtype: DTypeLike = jnp.float32,
     overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> Eagle3Head:

@@ -27,8 +27,8 @@ from jaxspec.checkpointing.tensors import (
     write_safetensors,
 )
 from jaxspec.models import registry, weight_map
-from jaxspec.models.base import ModelConfig
-from jaxspec.models.layers import Linear, Shared, Transformer
+from jaxspec.models.base import ModelConfig, TargetModel
+from jaxspec.models.layers import Linear, Shared
 
 #: The release of PyPI `speculators` whose layout is read and written, and its marks in a config.json.
 SPECULATORS_VERSION = "0.9.0"
@@ -149,7 +149,7 @@ def same_table(a: np.ndarray | jax.Array, b: np.ndarray | jax.Array) -> bool:
 
 
 def lend_tables(
-    target: Transformer, dtype: DTypeLike, own_embedding_VE: np.ndarray | None, own_head_VE: np.ndarray | None
+    target: TargetModel, dtype: DTypeLike, own_embedding_VE: np.ndarray | None, own_head_VE: np.ndarray | None
 ) -> tuple[nnx.Variable, Linear | None]:
     """(embedding, lm_head) of a head: the target's own as `Shared`, unless a checkpoint stores others.
 
@@ -169,7 +169,7 @@ def lend_tables(
     return embedding, _output_layer(Shared(kernel_EV.astype(dtype)))
 
 
-def lend_embedding(target: Transformer, dtype: DTypeLike, own_VE: np.ndarray | None) -> nnx.Variable:
+def lend_embedding(target: TargetModel, dtype: DTypeLike, own_VE: np.ndarray | None) -> nnx.Variable:
     """The embedding of `lend_tables`."""
     theirs_VE = target.embedding.get_value()
     if own_VE is None or same_table(own_VE, theirs_VE):

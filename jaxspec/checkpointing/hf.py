@@ -32,7 +32,6 @@ from jaxspec.checkpointing.tensors import (
 from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.family import token_ids
-from jaxspec.models.layers import Transformer
 from jaxspec.models.weight_map import Weight
 
 #: Buffers that older checkpoints carry and that are recomputed here.
@@ -72,7 +71,7 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
     return cfg
 
 
-def load_model(directory: str | os.PathLike[str], dtype: DTypeLike = jnp.float32) -> Transformer:
+def load_model(directory: str | os.PathLike[str], dtype: DTypeLike = jnp.float32) -> TargetModel:
     """A causal language model from a Hugging Face directory, its weights cast to `dtype`.
 
     Tensors are read one at a time, so the host never holds the model twice. A multi-token prediction module that the
@@ -83,7 +82,7 @@ def load_model(directory: str | os.PathLike[str], dtype: DTypeLike = jnp.float32
         tensor, and what was found and expected. Pickled weights are refused.
     """
     cfg = load_config(directory)
-    model: Any = nnx.eval_shape(lambda: registry.build(cfg, dtype))
+    model = nnx.eval_shape(lambda: registry.build(cfg, dtype))
     weights = list(registry.weights(model))
     with read_tensors(directory) as reader:
         load_weights(weights, reader)

@@ -20,8 +20,7 @@ from tokenizers import Tokenizer
 from jaxspec.checkpointing import heads, hf
 from jaxspec.checkpointing.tensors import read_json, read_tensors
 from jaxspec.models import weight_map
-from jaxspec.models.base import ModelConfig
-from jaxspec.models.layers import Transformer
+from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.speculation.drafters.medusa_head import MedusaConfig, MedusaHeads
 
 FILE = "medusa_lm_head.safetensors"
@@ -89,7 +88,7 @@ def config_dict(
 
 def load_heads(
     directory: str | os.PathLike[str],
-    target: Transformer,
+    target: TargetModel,
     dtype: DTypeLike = jnp.float32,
     overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> MedusaHeads:

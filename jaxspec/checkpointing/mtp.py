@@ -27,8 +27,8 @@ from tokenizers import Tokenizer
 from jaxspec.checkpointing import heads, hf
 from jaxspec.checkpointing.tensors import TensorReader, read_json, read_tensors
 from jaxspec.models import weight_map
-from jaxspec.models.base import ModelConfig
-from jaxspec.models.layers import Linear, Shared, Transformer
+from jaxspec.models.base import ModelConfig, TargetModel
+from jaxspec.models.layers import Linear, Shared
 from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
 
 LAYOUTS = ("speculators", "deepseek", "qwen3_next")
@@ -188,7 +188,7 @@ def config_dict(
 
 def load_head(
     directory: str | os.PathLike[str],
-    target: Transformer,
+    target: TargetModel,
     dtype: DTypeLike = jnp.float32,
     overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> MtpHead:
@@ -237,7 +237,7 @@ def load_head(
 def save_head(
     head: MtpHead,
     directory: str | os.PathLike[str],
-    target: Transformer,
+    target: TargetModel,
     *,
     tokenizer: Tokenizer | None = None,
     dtype: DTypeLike = jnp.bfloat16,

@@ -1,12 +1,13 @@
 """What every target model offers, and nothing about any family.
 
-Owns ModelConfig and the protocols that the rest of the engine sees: `Attend`
-(attention over whatever cache the caller keeps) and `TargetModel`. Must not know
+Owns ModelConfig and what the rest of the engine sees: the protocol `Attend` (attention
+over whatever cache the caller keeps) and the base class `TargetModel`. Must not know
 families, caches, drafters or schedules.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Protocol
@@ -142,27 +143,23 @@ class OutputLayer(Protocol):
         ...
 
 
-class TargetModel(Protocol):
+class TargetModel(nnx.Module):
     """A causal language model whose attention is supplied by the caller.
 
-    Implementations are flax.nnx modules; the engine splits them once into a static graph
-    and a flat state, and calls them inside its own jitted round. Modules in them with a method
-    `splits(shards) -> list[Split]` say how devices share their parameters (see `layers.tensor_parallel`).
+    The engine splits it once into a static graph and a flat state, and calls it inside its own jitted round. Modules
+    in it with a method `splits(shards) -> list[Split]` say how devices share their parameters (see
+    `layers.tensor_parallel`).
+
+    Attributes:
+      embedding: the table of token embeddings [V, E], in the model's dtype; draft heads share it.
+      lm_head: the output layer, which draft heads share; None where it is tied to `embedding`.
     """
 
-    @property
-    def config(self) -> ModelConfig: ...
+    config: ModelConfig
+    embedding: nnx.Variable
+    lm_head: OutputLayer | None
 
-    @property
-    def embedding(self) -> nnx.Variable:
-        """The table of token embeddings [V, E], in the dtype of the model; draft heads share it."""
-        ...
-
-    @property
-    def lm_head(self) -> OutputLayer | None:
-        """The output layer, which draft heads share; None where it is tied to `embedding`."""
-        ...
-
+    @abc.abstractmethod
     def __call__(
         self, tokens_BN: jax.Array, positions_BN: jax.Array, attend: Attend, aux_layers: Sequence[int] = ()
     ) -> tuple[jax.Array, jax.Array | None]:
@@ -173,10 +170,12 @@ class TargetModel(Protocol):
         """
         ...
 
+    @abc.abstractmethod
     def embed(self, tokens_BN: jax.Array) -> jax.Array:
         """Token embeddings, [B, N, E]."""
         ...
 
+    @abc.abstractmethod
     def logits(self, hidden_BNE: jax.Array) -> jax.Array:
         """Float32 logits [B, N, V] of hidden states that passed the final norm."""
         ...

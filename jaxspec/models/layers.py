@@ -16,7 +16,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models.base import FULL_ATTENTION, Attend, AttentionOptions, ModelConfig, RopeScaling, Split, TargetModel
+from jaxspec.models.base import (
+    FULL_ATTENTION,
+    Attend,
+    AttentionOptions,
+    ModelConfig,
+    OutputLayer,
+    RopeScaling,
+    Split,
+    TargetModel,
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -147,7 +156,7 @@ class Linear(nnx.Module):
         return [Split(self, "kernel", 0)]
 
 
-def output_logits(hidden_BNE: jax.Array, lm_head: Linear | None, embedding_VE: nnx.Variable) -> jax.Array:
+def output_logits(hidden_BNE: jax.Array, lm_head: OutputLayer | None, embedding_VE: nnx.Variable) -> jax.Array:
     """Float32 logits by an output layer, or by the embedding where that is tied (lm_head None)."""
     # float32 sums as they are: rounded to bfloat16 the best tokens tie, and ties part rounds from plain decoding.
     if lm_head is not None:
@@ -252,8 +261,8 @@ class DecoderLayer(nnx.Module):
         return x_BNE + self.mlp(self.mlp_norm(x_BNE))
 
 
-class Transformer(nnx.Module):
-    """A decoder-only language model of the blocks above (a TargetModel); families configure it."""
+class Transformer(TargetModel):
+    """A decoder-only language model of the blocks above; families configure it."""
 
     def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs | None = None):
         self.config = cfg
@@ -299,8 +308,7 @@ def shared_lm_head(target: TargetModel) -> Linear | None:
     return head
 
 
-#: nnx modules, which the protocol TargetModel cannot say of itself.
-_Module = TypeVar("_Module")
+_Module = TypeVar("_Module", bound=nnx.Module)
 
 
 def column_blocks(module: _Module, width: int = 64) -> _Module:

@@ -116,5 +116,5 @@ def transformer_weights(model: Transformer) -> Iterator[Weight]:
     for i, layer in enumerate(model.layers):
         yield from layer_weights(layer, f"model.layers.{i}")
     yield from norm_weights(model.norm, "model.norm")
-    if model.lm_head is not None:
+    if isinstance(model.lm_head, Linear):
         yield from linear_weights(model.lm_head, ["lm_head"])

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jaxspec.models.layers import Transformer
+from jaxspec.models.base import TargetModel
 from jaxspec.request import Logprob, Request
 from jaxspec.runtime.compile import SpecRuntimeState
 from jaxspec.runtime.executables import ExecutableStore
@@ -125,7 +125,7 @@ class Runner:
     """
 
     def __init__(
-        self, model: Transformer, drafter: Drafter | None, draft_params: Any, geo: Geometry, config: RunnerConfig,
+        self, model: TargetModel, drafter: Drafter | None, draft_params: Any, geo: Geometry, config: RunnerConfig,
         warmup: WarmupConfig, mesh: Mesh | None = None,
     ):  # fmt: skip
         graph, target = nnx.split(model)

@@ -20,8 +20,8 @@ from flax import nnx
 from tokenizers import Tokenizer as Backend
 
 from jaxspec.checkpointing import hf
-from jaxspec.models.base import ModelConfig
-from jaxspec.models.layers import Transformer
+from jaxspec.models import registry
+from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.data import corpus
 from jaxspec.train.data import dataset as data
@@ -66,7 +66,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--seed", type=int, default=0)
 
 
-def token_losses(model: Transformer, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def token_losses(model: TargetModel, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Cross entropy of each token after the first, without logits [B, T, V] in memory.
 
     Returns:
@@ -91,13 +91,13 @@ def token_losses(model: Transformer, batch: Batch) -> tuple[jax.Array, jax.Array
     return nats, batch.learned(1, count) & (batch.segments_BT[:, 1:] > 0)
 
 
-def next_token_loss(model: Transformer, batch: Batch) -> jax.Array:
+def next_token_loss(model: TargetModel, batch: Batch) -> jax.Array:
     """Mean cross entropy over the tokens to be learned, nats."""
     nats, counts = token_losses(model, batch)
     return jnp.sum(jnp.where(counts, nats, 0.0)) / jnp.maximum(jnp.sum(counts), 1).astype(jnp.float32)
 
 
-def held_out_loss(model: Transformer, rows: Rows, batch: int = 16, limit: int = 128) -> float:
+def held_out_loss(model: TargetModel, rows: Rows, batch: int = 16, limit: int = 128) -> float:
     """Mean cross entropy in nats a learned token over at most `limit` rows."""
     graph, state = nnx.split(model)
     parts = np.array_split(np.arange(min(limit, len(rows))), -(-min(limit, len(rows)) // batch))
@@ -169,7 +169,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     held = data.read_examples(args.eval_data, text) if args.eval_data else []
     names = sorted({example.dataset for example in held})
     held_rows = {name: data.pack([e for e in held if e.dataset == name], args.length, seed=0) for name in names}
-    model = Transformer(cfg, rngs=nnx.Rngs(params=args.seed))
+    model = registry.build(cfg, rngs=nnx.Rngs(params=args.seed))
     graph, state = nnx.split(model)
     parameters = sum(x.size for x in jax.tree.leaves(state))
     print(f"parameters: {parameters:,}", flush=True)

@@ -166,7 +166,7 @@ def test_a_missing_directory_configuration_or_kind_is_refused(tmp_path: Path, ta
         drafters.read_kind(tmp_path)
     with pytest.raises(ValueError, match="kind of a drafter must be one of .*got 'ngram'"):
         drafters.load_drafter("ngram", tmp_path, target)
-    with pytest.raises(ValueError, match=r"must be one of \['Eagle3Head'.*'Transformer'\], got Linear"):
+    with pytest.raises(ValueError, match=r"must be one of \['Eagle3Head'.*'TargetModel'\], got Linear"):
         linear = Linear(2, 2, dtype=jnp.dtype(jnp.float32), rngs=None)
         drafters.save_drafter(linear, tmp_path / "head", target=target)
 

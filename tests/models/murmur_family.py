@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxspec.models.base import Attend, AttentionOptions, ModelConfig, Split
+from jaxspec.models.base import Attend, AttentionOptions, ModelConfig, Split, TargetModel
 from jaxspec.models.family import Family, check_positive, token_ids
 from jaxspec.models.weight_map import Weight
 
@@ -137,8 +137,8 @@ class Think(nnx.Module):
         return [*self.wide.columns(), *self.narrow.rows()]
 
 
-class Murmur(nnx.Module):
-    """The model, a TargetModel."""
+class Murmur(TargetModel):
+    """The model."""
 
     def __init__(self, cfg: MurmurConfig, /, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
         self.config = cfg

@@ -24,7 +24,7 @@ from flax import nnx
 
 from jaxspec.assemble import resolve_drafter, resolve_model
 from jaxspec.checkpointing import eagle3, hf
-from jaxspec.models.base import ModelConfig
+from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layers import Attention, Linear, RMSNorm, Transformer
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Head
 
@@ -151,7 +151,7 @@ class _Places:
         )
 
 
-def grow_target(model: Transformer, size: Size, seed: int = 0) -> Transformer:
+def grow_target(model: TargetModel, size: Size, seed: int = 0) -> Transformer:
     """A model of the given geometry that computes what `model` does.
 
     Args:
@@ -160,8 +160,13 @@ def grow_target(model: Transformer, size: Size, seed: int = 0) -> Transformer:
 
     Returns:
       A new model in the same dtype, with an output head of its own.
+
+    Raises:
+      ValueError: a model whose layers are not those of models.layers.
     """
     cfg = model.config
+    if not isinstance(model, Transformer):
+        raise ValueError(f"only models of Llama's shape can grow, got one of family {cfg.family!r}")
     ratio = cfg.hidden_size / size.hidden_size
     stretch = size.head_dim // cfg.head_dim
     grown = dataclasses.replace(

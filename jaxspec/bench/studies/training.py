@@ -24,7 +24,7 @@ from flax import nnx
 
 from jaxspec.assemble import resolve_model
 from jaxspec.checkpointing import hf
-from jaxspec.models.base import ModelConfig
+from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layers import Transformer
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.train.data.batch import Batch, ahead
@@ -65,7 +65,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--seed", type=int, default=0)
 
 
-def build_target(args: argparse.Namespace) -> Transformer:
+def build_target(args: argparse.Namespace) -> TargetModel:
     """The named target in the compute dtype, or a random one of the given sizes."""
     dtype = jnp.dtype(args.compute_dtype)
     if args.target != "random":
@@ -83,7 +83,7 @@ def build_target(args: argparse.Namespace) -> Transformer:
     return Transformer(cfg, dtype=dtype, rngs=nnx.Rngs(params=args.seed))
 
 
-def build_head(args: argparse.Namespace, target: Transformer) -> Eagle3Head:
+def build_head(args: argparse.Namespace, target: TargetModel) -> Eagle3Head:
     """A random head, float32."""
     layers = target.config.aux_layers
     cfg = Eagle3Config(
@@ -141,7 +141,7 @@ def _temp_bytes(compiled: Any) -> int:
     return 0 if analysis is None else int(analysis.temp_size_in_bytes)
 
 
-def timed_step(head: Eagle3Head, target: Transformer, batch: Batch, args: argparse.Namespace, steps: int) -> Timed:
+def timed_step(head: Eagle3Head, target: TargetModel, batch: Batch, args: argparse.Namespace, steps: int) -> Timed:
     """A whole optimiser step; its state moves on from call to call."""
     cfg = OptimConfig(steps=1000, lr=1e-4, compute_dtype=args.compute_dtype)
     recipe = Eagle3Recipe(head.config.aux_layer_ids, steps)

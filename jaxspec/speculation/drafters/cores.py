@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models.base import Attend
-from jaxspec.models.layers import Transformer
+from jaxspec.models.base import Attend, TargetModel
 
 
 class FeatureHead(Protocol):
@@ -104,22 +103,22 @@ class DraftModelCore(Trained):
     aux_layers: tuple[int, ...] = ()
     aux_width = 0
 
-    def __init__(self, model: Transformer):
+    def __init__(self, model: TargetModel):
         cfg = model.config
         self.graph, self.params = nnx.split(model)
         self.num_layers, self.num_kv_heads, self.head_dim = cfg.num_layers, cfg.num_kv_heads, cfg.head_dim
         self.vocab_size = self.draft_vocab_size = cfg.vocab_size
         self.dtype: jnp.dtype = model.embedding[...].dtype
 
-    def bind(self, params: Any) -> Transformer:
+    def bind(self, params: Any) -> TargetModel:
         return nnx.merge(self.graph, params)
 
-    def fuse(self, net: Transformer, aux_BNA: jax.Array) -> None:
+    def fuse(self, net: TargetModel, aux_BNA: jax.Array) -> None:
         return None
 
     def forward(
         self,
-        net: Transformer,
+        net: TargetModel,
         tokens_BN: jax.Array,
         feature_BNE: jax.Array | None,
         positions_BN: jax.Array,
@@ -127,8 +126,8 @@ class DraftModelCore(Trained):
     ) -> jax.Array:
         return net(tokens_BN, positions_BN, attend)[0]
 
-    def logits(self, net: Transformer, hidden_BNE: jax.Array) -> jax.Array:
+    def logits(self, net: TargetModel, hidden_BNE: jax.Array) -> jax.Array:
         return net.logits(hidden_BNE)
 
-    def target_ids(self, net: Transformer) -> None:
+    def target_ids(self, net: TargetModel) -> None:
         return None

@@ -12,8 +12,8 @@ import numpy as np
 from flax import nnx
 
 from jaxspec.checkpointing import hf
-from jaxspec.models.base import ModelConfig
-from jaxspec.models.layers import Transformer
+from jaxspec.models import registry
+from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.train.data.batch import Batch, ahead
 from jaxspec.train.drafters import starts
 from jaxspec.train.drafters.recipe import TargetStates
@@ -47,7 +47,7 @@ class DraftModelRecipe:
             raise ValueError(f"depth must be at least 1, got {self.depth}")
 
     def loss(
-        self, module: Transformer, target: Transformer, batch: Batch, states: TargetStates, key: jax.Array
+        self, module: TargetModel, target: TargetModel, batch: Batch, states: TargetStates, key: jax.Array
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """See Recipe. A draft is compared where the text led up to it, as it is verified."""
         kept = batch.tokens_BT.shape[1] - 1 - self.depth
@@ -60,9 +60,9 @@ class DraftModelRecipe:
         return masked_mean(entropy_BT, batch.learned_ahead(1)), matches_BND, {}
 
 
-def new_draft_model(cfg: ModelConfig, target: Transformer, seed: int) -> Transformer:
+def new_draft_model(cfg: ModelConfig, target: TargetModel, seed: int) -> TargetModel:
     """A tied model whose embedding starts as the target's, projected on its principal directions."""
-    draft = Transformer(cfg, rngs=nnx.Rngs(params=seed))
+    draft = registry.build(cfg, rngs=nnx.Rngs(params=seed))
     table_VE = np.asarray(target.embedding[...], np.float32)
     directions_EH = np.linalg.svd(table_VE, full_matrices=False)[2][: cfg.hidden_size].T
     width = directions_EH.shape[1]

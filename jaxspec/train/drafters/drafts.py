@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.models.layers import Transformer
+from jaxspec.models.base import TargetModel
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Head
 from jaxspec.speculation.drafters.medusa_head import MedusaHeads
 from jaxspec.train.data.batch import Batch
@@ -26,7 +26,7 @@ from jaxspec.train.objective.ttt import unroll
 
 def aux_layers(module: Any) -> tuple[int, ...]:
     """Streams of the target that a drafter reads; empty for draft models."""
-    return () if isinstance(module, Transformer) else module.config.aux_layer_ids
+    return () if isinstance(module, TargetModel) else module.config.aux_layer_ids
 
 
 def max_depth(module: Any) -> int | None:
@@ -56,7 +56,7 @@ def chains(module: Any, batch: Batch, aux_BTA: jax.Array | None, depth: int) -> 
     """The chains of any draft head or draft model; aux_BTA: the target's streams that `aux_layers` names."""
     count = batch.tokens_BT.shape[1] - 1 - depth
     cut = lambda x, start=0: jax.lax.slice_in_dim(x, start, start + count, axis=1)
-    if isinstance(module, Transformer):
+    if isinstance(module, TargetModel):
         hidden_BTE, _ = module(batch.tokens_BT, batch.positions_BT, packed_attention(batch.segments_BT))
         hidden = [cut(hidden_BTE, i + 1) for i in range(depth)]
         return Chain(hidden, [module.logits] * depth, None, module.config.vocab_size)
@@ -73,7 +73,7 @@ def chains(module: Any, batch: Batch, aux_BTA: jax.Array | None, depth: int) -> 
     return Chain([cut(x) for x in states], [module.logits] * depth, ids_V, cfg.draft_vocab_size)
 
 
-def greedy_matches(chain: Chain, target: Transformer, hidden_BTE: jax.Array) -> jax.Array:
+def greedy_matches(chain: Chain, target: TargetModel, hidden_BTE: jax.Array) -> jax.Array:
     """Whether each draft is the target's own greedy choice, bool [B, N, D].
 
     Args:
@@ -92,7 +92,7 @@ def greedy_matches(chain: Chain, target: Transformer, hidden_BTE: jax.Array) -> 
 
 
 def coupled_matches(
-    chain: Chain, target: Transformer, hidden_BTE: jax.Array, tokens_BT: jax.Array, temperature: jax.Array,
+    chain: Chain, target: TargetModel, hidden_BTE: jax.Array, tokens_BT: jax.Array, temperature: jax.Array,
     key: jax.Array,
 ) -> jax.Array:  # fmt: skip
     """Draws whether each draft is accepted when target and drafter share their noise, bool [B, N, D].

@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from jaxspec.checkpointing.drafters import read_kind
+from jaxspec.models.base import TargetModel
 from jaxspec.models.layers import Shared, Transformer, shared_lm_head
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 from jaxspec.speculation.drafters.eagle3_head import Buffer, Eagle3Config, Eagle3Head
@@ -75,7 +76,7 @@ class Eagle3Recipe:
     loss_kind: str = "soft"
 
     def loss(
-        self, module: Eagle3Head, target: Transformer, batch: Batch, states: TargetStates, key: jax.Array
+        self, module: Eagle3Head, target: TargetModel, batch: Batch, states: TargetStates, key: jax.Array
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """See Recipe."""
         assert states.aux_BTA is not None
@@ -99,7 +100,7 @@ class Eagle1Recipe:
     loss_kind: str = "soft"
 
     def loss(
-        self, module: Eagle1Head, target: Transformer, batch: Batch, states: TargetStates, key: jax.Array
+        self, module: Eagle1Head, target: TargetModel, batch: Batch, states: TargetStates, key: jax.Array
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """See Recipe."""
         feature_BTE = states.hidden_BTE
@@ -144,7 +145,7 @@ def draft_vocabulary(counts_V: np.ndarray, size: int | None, coverage: float, mu
     return np.sort(frequent[:size])
 
 
-def new_head(cfg: Eagle3Config, target: Transformer, target_ids: np.ndarray, seed: int) -> Eagle3Head:
+def new_head(cfg: Eagle3Config, target: TargetModel, target_ids: np.ndarray, seed: int) -> Eagle3Head:
     """A head that starts from the target: its tables, projected on their principal directions.
 
     The last auxiliary state passes fc by the same projection, so the untrained head already
@@ -154,7 +155,8 @@ def new_head(cfg: Eagle3Config, target: Transformer, target_ids: np.ndarray, see
     head.target_ids[...] = jnp.asarray(target_ids, jnp.int32)
     table_VE = np.asarray(target.embedding[...], np.float32)
     output_VE = table_VE if target.lm_head is None else np.asarray(target.lm_head.kernel[...], np.float32).T
-    output_VE = output_VE * np.asarray(target.norm.weight[...], np.float32)[None, :]
+    if isinstance(target, Transformer):
+        output_VE = output_VE * np.asarray(target.norm.weight[...], np.float32)[None, :]
     if cfg.hidden_size == cfg.target_hidden_size:
         directions_EH = np.eye(cfg.hidden_size, dtype=np.float32)
     else:
@@ -167,7 +169,7 @@ def new_head(cfg: Eagle3Config, target: Transformer, target_ids: np.ndarray, see
     return head
 
 
-def _geometry(args: argparse.Namespace, target: Transformer) -> dict[str, Any]:
+def _geometry(args: argparse.Namespace, target: TargetModel) -> dict[str, Any]:
     """Sizes of the head's layers; those not given are the target's."""
     cfg = target.config
     given = lambda name, default: default if getattr(args, name) is None else getattr(args, name)
@@ -236,7 +238,7 @@ def build_eagle1(session: command.Session) -> Eagle1Head:
     return Eagle1Head(cfg, Shared(target.embedding[...]), shared_lm_head(target), rngs=nnx.Rngs(params=args.seed))
 
 
-def set_embedding(head: Any, target: Transformer, train: bool | None) -> None:
+def set_embedding(head: Any, target: TargetModel, train: bool | None) -> None:
     """Makes a head's embedding a trained parameter, or not (None: trained where the head is narrower).
 
     One that is not trained is the target's own where the values are the same, else the head's as it is.

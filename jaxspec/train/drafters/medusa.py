@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models.layers import Shared, Transformer
+from jaxspec.models.base import TargetModel
+from jaxspec.models.layers import Shared
 from jaxspec.speculation.drafters.medusa_head import MedusaConfig, MedusaHeads
 from jaxspec.train.data.batch import Batch, ahead
 from jaxspec.train.drafters import starts
@@ -51,7 +52,7 @@ class MedusaRecipe:
         return self.num_heads
 
     def loss(
-        self, module: MedusaHeads, target: Transformer, batch: Batch, states: TargetStates, key: jax.Array
+        self, module: MedusaHeads, target: TargetModel, batch: Batch, states: TargetStates, key: jax.Array
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """See Recipe. Head k at position n is about token n + 2 + k."""
         kept = batch.tokens_BT.shape[1] - 1 - self.num_heads
@@ -73,7 +74,7 @@ class MedusaRecipe:
         return loss, jnp.stack(matches, axis=-1), metrics
 
 
-def new_heads(cfg: MedusaConfig, target: Transformer, *, freeze_lm_heads: bool = False) -> MedusaHeads:
+def new_heads(cfg: MedusaConfig, target: TargetModel, *, freeze_lm_heads: bool = False) -> MedusaHeads:
     """Heads whose blocks pass the hidden state on and whose output layers are copies of the target's.
 
     So each starts as the target's own guess of the next token.

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from jaxspec.checkpointing import drafters, heads
-from jaxspec.models.base import ModelConfig
+from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layers import Shared, Transformer, causal_attention, shared_lm_head
 from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
 from jaxspec.train.data.batch import Batch, ahead
@@ -65,7 +65,7 @@ class MtpRecipe:
         return tuple(self.decay**k / total for k in range(self.steps))
 
     def loss(
-        self, module: MtpHead, target: Transformer, batch: Batch, states: TargetStates, key: jax.Array
+        self, module: MtpHead, target: TargetModel, batch: Batch, states: TargetStates, key: jax.Array
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """See Recipe."""
         kept = batch.tokens_BT.shape[1] - 1 - self.steps
@@ -86,7 +86,7 @@ class MtpRecipe:
         return loss, jnp.stack(matches, axis=-1), metrics
 
 
-def new_head(layer_type: str, target: Transformer, tokens_BT: jax.Array, seed: int) -> MtpHead:
+def new_head(layer_type: str, target: TargetModel, tokens_BT: jax.Array, seed: int) -> MtpHead:
     """A module that passes the target's hidden state on to a copy of the target's last decoder layer.
 
     fc is the identity on the hidden half and zero on the embedding's. The norms around the layer undo the target's
@@ -97,8 +97,13 @@ def new_head(layer_type: str, target: Transformer, tokens_BT: jax.Array, seed: i
       layer_type: "qwen3" (norms on queries and keys, no biases), "llama" (neither) or "target" (as the target has it).
         The target's attention is copied unless its queries are normed and the module's are not.
       tokens_BT: a piece of text to measure the stream on.
+
+    Raises:
+      ValueError: a target whose layers are not those of models.layers.
     """
     cfg = target.config
+    if not isinstance(target, Transformer):
+        raise ValueError(f"a new MTP module copies a layer of Llama's shape, got a target of family {cfg.family!r}")
     layer = _target_layer(target)
     if layer_type != "target":
         plain = {"attention_bias": False, "output_bias": False, "mlp_bias": False}
@@ -121,13 +126,13 @@ def new_head(layer_type: str, target: Transformer, tokens_BT: jax.Array, seed: i
     return head
 
 
-def _target_layer(target: Transformer) -> ModelConfig:
+def _target_layer(target: TargetModel) -> ModelConfig:
     """The configuration of a module whose layer is shaped as the target's are."""
     plain = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_ids": ()}
     return dataclasses.replace(target.config, family="mtp", num_layers=1, **plain)
 
 
-def check_layout(head: MtpHead, target: Transformer, layout: str) -> None:
+def check_layout(head: MtpHead, target: TargetModel, layout: str) -> None:
     """Refuses a module that the layout cannot hold, before training instead of after.
 
     Raises:

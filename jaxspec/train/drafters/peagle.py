@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.models.base import FULL_ATTENTION, Attend, AttentionOptions
-from jaxspec.models.layers import Transformer, product
+from jaxspec.models.base import FULL_ATTENTION, Attend, AttentionOptions, TargetModel
+from jaxspec.models.layers import product
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.train.data.batch import Batch
 from jaxspec.train.drafters import eagle, starts
@@ -192,7 +192,7 @@ def one_pass_states(head: Eagle3Head, batch: Batch, aux_BTA: jax.Array, depth: i
 
 
 def cod_loss(
-    head: Eagle3Head, target: Transformer, batch: Batch, states: TargetStates, slots: Slots, valid_BS: jax.Array
+    head: Eagle3Head, target: TargetModel, batch: Batch, states: TargetStates, slots: Slots, valid_BS: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Mean over the valid slots of KL(target || head), both on the draft vocabulary, nats.
 
@@ -253,7 +253,7 @@ class PeagleRecipe:
         return tuple(max(1, round(count * max(self.ratio**d, self.floor))) for d in range(1, self.num_depths))
 
     def loss(
-        self, module: Eagle3Head, target: Transformer, batch: Batch, states: TargetStates, key: jax.Array
+        self, module: Eagle3Head, target: TargetModel, batch: Batch, states: TargetStates, key: jax.Array
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """See Recipe; `key` draws the anchors."""
         count = batch.tokens_BT.shape[1] - 1
@@ -266,7 +266,7 @@ class PeagleRecipe:
         frozen = nnx.merge(graph, jax.lax.stop_gradient(state))
         return loss, self.matches(frozen, target, batch, states), metrics
 
-    def matches(self, head: Eagle3Head, target: Transformer, batch: Batch, states: TargetStates) -> jax.Array:
+    def matches(self, head: Eagle3Head, target: TargetModel, batch: Batch, states: TargetStates) -> jax.Array:
         """Whether each slot of every chain holds the target's own choice, bool [B, T - 1 - depth, depth]."""
         assert states.aux_BTA is not None
         rows, count = batch.tokens_BT.shape[0], batch.tokens_BT.shape[1] - 1
@@ -294,7 +294,7 @@ def valid_slots(batch: Batch, num_depths: int) -> jax.Array:
     return jnp.stack(columns, axis=-1)
 
 
-def draft_vocabulary_logits(target: Transformer, head: Eagle3Head) -> Callable[[jax.Array], jax.Array]:
+def draft_vocabulary_logits(target: TargetModel, head: Eagle3Head) -> Callable[[jax.Array], jax.Array]:
     """The target's output layer, cut down to the tokens that the head can draft."""
     if head.config.draft_vocab_size == head.config.vocab_size:
         return target.logits

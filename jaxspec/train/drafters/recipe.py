@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxspec.models.layers import Transformer
+from jaxspec.models.base import TargetModel
 from jaxspec.train.data.batch import Batch
 
 
@@ -39,7 +39,7 @@ class Recipe(Protocol):
         ...
 
     def loss(
-        self, module: Any, target: Transformer, batch: Batch, states: TargetStates, key: jax.Array
+        self, module: Any, target: TargetModel, batch: Batch, states: TargetStates, key: jax.Array
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """One batch; traced inside the training step.
 

@@ -16,14 +16,15 @@ from flax import nnx
 from tokenizers import Tokenizer as Backend
 
 from jaxspec.checkpointing import drafters
-from jaxspec.models.layers import Shared, Transformer
+from jaxspec.models.base import TargetModel
+from jaxspec.models.layers import Shared
 from jaxspec.text.tokenizer import Tokenizer
 
 #: What unused special tokens are called, those first that no text can hold.
 _MASKS = (r"mask", r"unused|reserved", r"pad")
 
 
-def load_initial(kind: str, directory: Path, target: Transformer) -> Any:
+def load_initial(kind: str, directory: Path, target: TargetModel) -> Any:
     """A saved drafter of this kind: its own parameters in float32, the target's as the target has them.
 
     Raises:

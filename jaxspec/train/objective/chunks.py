@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxspec.models.layers import Transformer
+from jaxspec.models.base import TargetModel
 from jaxspec.train.objective.loss import soft_cross_entropy
 
 #: Elements that a part may hold: 256 MiB of float32.
@@ -51,7 +51,7 @@ def map_positions(fn: Callable[..., Any], arrays: tuple[jax.Array, ...], width: 
     return jax.tree.map(join, jax.lax.map(lambda part: jax.checkpoint(one)(*part), cuts))
 
 
-def best_tokens(target: Transformer, hidden_BTE: jax.Array) -> jax.Array:
+def best_tokens(target: TargetModel, hidden_BTE: jax.Array) -> jax.Array:
     """The target's choice after each token, int32 [B, T], from its hidden states after the final norm."""
     part = lambda hidden: jnp.argmax(target.logits(hidden), axis=-1).astype(jnp.int32)
     return map_positions(part, (hidden_BTE,), target.config.vocab_size)
@@ -78,7 +78,7 @@ def text_cross_entropy(
 
 
 def mixed_cross_entropy(
-    logits: Callable[[jax.Array], jax.Array], target: Transformer, hidden_BNE: jax.Array, target_hidden_BNE: jax.Array,
+    logits: Callable[[jax.Array], jax.Array], target: TargetModel, hidden_BNE: jax.Array, target_hidden_BNE: jax.Array,
     labels_BN: jax.Array, hard_share: float,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """hard_share of the cross entropy to tokens of a text, the rest to the target's distributions.

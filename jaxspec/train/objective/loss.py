@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models.layers import Transformer
+from jaxspec.models.base import TargetModel
 from jaxspec.train.data.batch import ahead
 
 LOSSES = ("soft", "kl", "ce")
@@ -60,7 +60,7 @@ def mean_weights(mask_BT: jax.Array, share: float = 1.0) -> jax.Array:
 
 def draft_loss(
     head: Any,
-    target: Transformer,
+    target: TargetModel,
     hidden: Sequence[jax.Array],
     target_hidden_BTE: jax.Array,
     weights: Sequence[jax.Array],
@@ -230,7 +230,7 @@ def _same(logits_BnV: jax.Array, label_Bn: jax.Array, inside_Bn: jax.Array) -> j
 
 
 def _distributions(
-    target: Transformer, hidden_BnE: jax.Array, target_ids_V: jax.Array | None, dtype: jnp.dtype, kind: str
+    target: TargetModel, hidden_BnE: jax.Array, target_ids_V: jax.Array | None, dtype: jnp.dtype, kind: str
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The target's side of a part.
 

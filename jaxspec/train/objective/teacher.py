@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxspec.models.layers import Transformer
+from jaxspec.models.base import TargetModel
 from jaxspec.train.data.batch import Batch, Rows
 from jaxspec.train.drafters.recipe import TargetStates
 from jaxspec.train.objective.attention import packed_attention
@@ -35,7 +35,7 @@ _RESERVE = 256 << 20
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
-def target_states(target: Transformer, batch: Batch, aux_layers: Sequence[int]) -> TargetStates:
+def target_states(target: TargetModel, batch: Batch, aux_layers: Sequence[int]) -> TargetStates:
     """The target on packed rows, each text by itself; no gradient passes."""
     hidden_BTE, aux_BTA = target(
         batch.tokens_BT, batch.positions_BT, packed_attention(batch.segments_BT), tuple(aux_layers)
@@ -127,7 +127,7 @@ class HiddenCache:
 
 
 def cached_states(
-    directory: Path, target_dir: Path, target: Transformer, rows: Rows, aux_layers: Sequence[int], batch: int,
+    directory: Path, target_dir: Path, target: TargetModel, rows: Rows, aux_layers: Sequence[int], batch: int,
     mesh: Mesh | None = None,
 ) -> HiddenCache:  # fmt: skip
     """The cache of `rows` under `directory`, computed where chunks are missing; prints its size before it starts.
@@ -171,7 +171,7 @@ def cached_states(
 
 
 def _write(
-    cache: HiddenCache, target: Transformer, rows: Rows, aux_layers: Sequence[int], batch: int, mesh: Mesh | None,
+    cache: HiddenCache, target: TargetModel, rows: Rows, aux_layers: Sequence[int], batch: int, mesh: Mesh | None,
     missing: list[int],
 ) -> None:  # fmt: skip
     forward = states_fn(target, aux_layers, mesh)
@@ -198,7 +198,7 @@ def _write(
             print(f"hidden states: chunk {done}/{len(missing)}, {rate:,.0f} tokens/s", flush=True)
 
 
-def states_fn(target: Transformer, aux_layers: Sequence[int], mesh: Mesh | None = None) -> Callable[[Batch], Any]:
+def states_fn(target: TargetModel, aux_layers: Sequence[int], mesh: Mesh | None = None) -> Callable[[Batch], Any]:
     """A jitted Batch -> TargetStates."""
     graph, state = nnx.split(target)
     state = meshes.place(mesh, state)

@@ -25,7 +25,8 @@ from tokenizers import Tokenizer as Backend
 
 from jaxspec.checkpointing import hf
 from jaxspec.checkpointing.drafters import LAYOUTS, save_drafter
-from jaxspec.models.layers import Shared, Transformer
+from jaxspec.models.base import TargetModel
+from jaxspec.models.layers import Shared
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.data.batch import Batch, Rows
 from jaxspec.train.data.dataset import MIN_TOKENS, Example, RowOrder, pack, read_examples
@@ -90,7 +91,7 @@ class Session:
     """
 
     args: argparse.Namespace
-    target: Transformer
+    target: TargetModel
     tokenizer: Tokenizer | None
     rows: Rows
     eval_rows: dict[str, Rows]

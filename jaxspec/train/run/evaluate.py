@@ -27,7 +27,7 @@ from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.events import Finished
-from jaxspec.models.layers import Transformer
+from jaxspec.models.base import TargetModel
 from jaxspec.request import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Tier
@@ -86,7 +86,7 @@ class Group:
 
 
 def simulate(
-    module: Any, target: Transformer, examples: Sequence[data.Example], depth: int, *, length: int | None = None,
+    module: Any, target: TargetModel, examples: Sequence[data.Example], depth: int, *, length: int | None = None,
     rows: int = 8, limit: int = 256, seed: int = 0,
 ) -> list[Group]:  # fmt: skip
     """Simulated acceptance of chains of 1 to `depth` drafts, one group a data set and temperature.
@@ -122,7 +122,7 @@ def simulate(
     return out
 
 
-def _histograms(module: Any, target: Transformer, depth: int) -> Any:
+def _histograms(module: Any, target: TargetModel, depth: int) -> Any:
     """A function of (batch, temperature, key, whether rows are sampled) that returns int32 [D, D + 1]."""
     graph, state = nnx.split((module, target))
     layers = drafts.aux_layers(module)
