@@ -25,7 +25,7 @@ from flax import nnx
 from jaxspec.assemble import resolve_drafter, resolve_model
 from jaxspec.checkpointing import eagle3, hf
 from jaxspec.models.base import ModelConfig, TargetModel
-from jaxspec.models.layers import Attention, Linear, RMSNorm, Transformer
+from jaxspec.models.layers import Attention, DecoderLayer, Linear, RMSNorm, Transformer
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Head
 
 _STD = 0.02
@@ -151,6 +151,59 @@ class _Places:
         )
 
 
+class _Grower(_Writer):
+    """Puts the blocks of a small model into those of a grown one, or leaves them without effect (old None)."""
+
+    def __init__(self, cfg: ModelConfig, size: Size, dtype: jnp.dtype, seed: int):
+        super().__init__(seed)
+        self._cfg, self._stretch, self._dtype = cfg, size.head_dim // cfg.head_dim, dtype
+        self.at = _Places.of(cfg, size)
+        # A norm over more channels, the new ones zero, comes out larger by sqrt(new / old).
+        self._gain = math.sqrt(cfg.hidden_size / size.hidden_size)
+
+    def norm(self, new: RMSNorm, old: RMSNorm | None) -> None:
+        ones = jnp.ones(new.weight.shape, self._dtype)
+        self.put(new.weight, old and old.weight[...], [self.at.hidden], ones, self._gain)
+
+    def linear(
+        self, new: Linear, old: Linear | None, rows: np.ndarray, columns: np.ndarray, *, writes: bool = False,
+        scale: float | np.ndarray = 1.0, zero: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        shape, dtype = new.kernel.shape, self._dtype
+        base = jnp.zeros(shape, dtype) if writes else self.noise(shape, dtype)
+        if zero is not None:
+            base = base.at[:, zero].set(0)
+        self.put(new.kernel, old and old.kernel[...], [rows, columns], base, scale)
+        if new.bias is not None:
+            bias = old.bias[...] if old is not None and old.bias is not None else None
+            self.put(new.bias, bias, [columns], jnp.zeros(new.bias.shape, dtype), np.reshape(scale, -1))
+
+    def attention(self, new: Attention, old: Attention | None) -> None:
+        cfg, at, stretch = self._cfg, self.at, self._stretch
+        # The scores are divided by the root of the longer head; queries make up for it.
+        queries = cfg.num_heads * cfg.head_dim
+        scale = np.where(np.arange(at.qkv.size)[None, :] < queries, math.sqrt(stretch), 1.0)
+        self.linear(new.qkv, old and old.qkv, at.hidden, at.qkv, scale=scale, zero=at.dead_qkv)
+        self.linear(new.out, old and old.out, at.heads, at.hidden, writes=True)
+        # Per-head norms see the larger queries as they were, and keys that look smaller by that root.
+        channel = np.arange(cfg.head_dim) * stretch
+        for mine, theirs, shrink in (
+            (new.q_norm, old and old.q_norm, 1), (new.k_norm, old and old.k_norm, stretch)
+        ):  # fmt: skip
+            if mine is not None:
+                mine.eps = cfg.rms_norm_eps / shrink
+                ones = jnp.ones(mine.weight.shape, self._dtype)
+                self.put(mine.weight, theirs and theirs.weight[...], [channel], ones, 1 / math.sqrt(shrink))
+
+    def layer(self, new: DecoderLayer, old: DecoderLayer | None) -> None:
+        assert new.attn_norm is not None
+        self.norm(new.attn_norm, old and old.attn_norm)
+        self.attention(new.attn, old and old.attn)
+        self.norm(new.mlp_norm, old and old.mlp_norm)
+        self.linear(new.mlp.gate_up, old and old.mlp.gate_up, self.at.hidden, self.at.gate_up)
+        self.linear(new.mlp.down, old and old.mlp.down, self.at.inner, self.at.hidden, writes=True)
+
+
 def grow_target(model: TargetModel, size: Size, seed: int = 0) -> Transformer:
     """A model of the given geometry that computes what `model` does.
 
@@ -167,64 +220,20 @@ def grow_target(model: TargetModel, size: Size, seed: int = 0) -> Transformer:
     cfg = model.config
     if not isinstance(model, Transformer):
         raise ValueError(f"only models of Llama's shape can grow, got one of family {cfg.family!r}")
-    ratio = cfg.hidden_size / size.hidden_size
-    stretch = size.head_dim // cfg.head_dim
-    grown = dataclasses.replace(
-        cfg, **dataclasses.asdict(size), rms_norm_eps=cfg.rms_norm_eps * ratio, tie_word_embeddings=False
-    )
+    eps = cfg.rms_norm_eps * (cfg.hidden_size / size.hidden_size)
+    grown = dataclasses.replace(cfg, **dataclasses.asdict(size), rms_norm_eps=eps, tie_word_embeddings=False)
     dtype: jnp.dtype = model.embedding[...].dtype
-    out: Transformer = nnx.eval_shape(lambda: Transformer(grown, dtype=dtype))
-    at, write = _Places.of(cfg, size), _Writer(seed)
-    # A norm over more channels, the new ones zero, comes out larger by sqrt(new / old).
-    gain = math.sqrt(ratio)
-
-    def norm(new: RMSNorm, old: RMSNorm | None) -> None:
-        write.put(new.weight, old and old.weight[...], [at.hidden], jnp.ones(new.weight.shape, dtype), gain)
-
-    def linear(
-        new: Linear, old: Linear | None, rows: np.ndarray, columns: np.ndarray, *, writes: bool = False,
-        scale: float | np.ndarray = 1.0, zero: np.ndarray | None = None,
-    ) -> None:  # fmt: skip
-        shape = new.kernel.shape
-        base = jnp.zeros(shape, dtype) if writes else write.noise(shape, dtype)
-        if zero is not None:
-            base = base.at[:, zero].set(0)
-        write.put(new.kernel, old and old.kernel[...], [rows, columns], base, scale)
-        if new.bias is not None:
-            bias = old.bias[...] if old is not None and old.bias is not None else None
-            write.put(new.bias, bias, [columns], jnp.zeros(new.bias.shape, dtype), np.reshape(scale, -1))
-
-    def attention(new: Attention, old: Attention | None) -> None:
-        # The scores are divided by the root of the longer head; queries make up for it.
-        queries = cfg.num_heads * cfg.head_dim
-        scale = np.where(np.arange(at.qkv.size)[None, :] < queries, math.sqrt(stretch), 1.0)
-        linear(new.qkv, old and old.qkv, at.hidden, at.qkv, scale=scale, zero=at.dead_qkv)
-        linear(new.out, old and old.out, at.heads, at.hidden, writes=True)
-        # Per-head norms see the larger queries as they were, and keys that look smaller by that root.
-        channel = np.arange(cfg.head_dim) * stretch
-        for mine, theirs, shrink in (
-            (new.q_norm, old and old.q_norm, 1), (new.k_norm, old and old.k_norm, stretch)
-        ):  # fmt: skip
-            if mine is not None:
-                mine.eps = cfg.rms_norm_eps / shrink
-                ones = jnp.ones(mine.weight.shape, dtype)
-                write.put(mine.weight, theirs and theirs.weight[...], [channel], ones, 1 / math.sqrt(shrink))
-
-    vocab = np.arange(cfg.vocab_size)
-    write.put(out.embedding, model.embedding[...], [vocab, at.hidden], jnp.zeros(out.embedding.shape, dtype))
+    out = nnx.eval_shape(lambda: Transformer(grown, dtype=dtype))
+    write, vocab = _Grower(cfg, size, dtype, seed), np.arange(cfg.vocab_size)
+    hidden = write.at.hidden
+    write.put(out.embedding, model.embedding[...], [vocab, hidden], jnp.zeros(out.embedding.shape, dtype))
     old_of = {place: model.layers[i] for i, place in enumerate(layer_places(cfg.num_layers, size.num_layers))}
     for i, layer in enumerate(out.layers):
-        old = old_of.get(i)
-        assert layer.attn_norm is not None
-        norm(layer.attn_norm, old and old.attn_norm)
-        attention(layer.attn, old and old.attn)
-        norm(layer.mlp_norm, old and old.mlp_norm)
-        linear(layer.mlp.gate_up, old and old.mlp.gate_up, at.hidden, at.gate_up)
-        linear(layer.mlp.down, old and old.mlp.down, at.inner, at.hidden, writes=True)
-    norm(out.norm, model.norm)
+        write.layer(layer, old_of.get(i))
+    write.norm(out.norm, model.norm)
     assert out.lm_head is not None
     head = model.embedding[...].T if model.lm_head is None else model.lm_head.kernel[...]
-    write.put(out.lm_head.kernel, head, [at.hidden, vocab], write.noise(out.lm_head.kernel.shape, dtype))
+    write.put(out.lm_head.kernel, head, [hidden, vocab], write.noise(out.lm_head.kernel.shape, dtype))
     return out
 
 

@@ -101,6 +101,38 @@ def steps(cfg: ModelConfig, batch: int, context: int, dtype: jnp.dtype) -> dict[
     }
 
 
+def measure(
+    name: str, step: Step, weights: Any, pages: jax.Array, x: jax.Array, steps: int, repeats: int
+) -> dict[str, Any]:
+    """What a layout's step costs; `steps` of them are dispatched back to back."""
+    began = time.perf_counter()
+    compiled = jax.jit(step).trace(weights, pages, x).lower().compile()
+    seconds = time.perf_counter() - began
+
+    def run() -> jax.Array:
+        y = x
+        for _ in range(steps):
+            y = compiled(weights, pages, y)
+        return y
+
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append((time.perf_counter() - began) / steps)
+    found = record(run)
+    memory = compiled.memory_analysis()
+    return {
+        "layout": name,
+        "ms": 1e3 * statistics.median(times),
+        "device_ms": 1e3 * busy(found)[0] / steps,
+        "kernels": round(len(found) / steps),
+        "temp_mib": 0.0 if memory is None else memory.temp_size_in_bytes / 2**20,
+        "compile_s": seconds,
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     line = (__doc__ or "").split("\n\n")[0]
@@ -124,32 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{args.shape} {args.dtype}, batch {args.batch}, context {args.context}, {jax.devices()[0].device_kind}")
     print("layout                              ms  device ms  kernels  temp MiB  compile s")
     for name, (step, weights) in steps(cfg, args.batch, args.context, dtype).items():
-        began = time.perf_counter()
-        compiled = jax.jit(step).trace(weights, pages, x).lower().compile()
-        seconds = time.perf_counter() - began
-
-        def run(compiled: Any = compiled, weights: Any = weights) -> jax.Array:
-            y = x
-            for _ in range(args.steps):
-                y = compiled(weights, pages, y)
-            return y
-
-        jax.block_until_ready(run())
-        times = []
-        for _ in range(args.repeats):
-            began = time.perf_counter()
-            jax.block_until_ready(run())
-            times.append((time.perf_counter() - began) / args.steps)
-        found = record(run)
-        memory = compiled.memory_analysis()
-        row = {
-            "layout": name,
-            "ms": 1e3 * statistics.median(times),
-            "device_ms": 1e3 * busy(found)[0] / args.steps,
-            "kernels": round(len(found) / args.steps),
-            "temp_mib": 0.0 if memory is None else memory.temp_size_in_bytes / 2**20,
-            "compile_s": seconds,
-        }
+        row = measure(name, step, weights, pages, x, args.steps, args.repeats)
         rows.append(row)
         print(
             f"{name:32s} {row['ms']:6.3f}  {row['device_ms']:9.3f}  {row['kernels']:7d}  {row['temp_mib']:8.1f}  "

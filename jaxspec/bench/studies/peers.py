@@ -74,25 +74,28 @@ def transformers_runner(model: Any, new_tokens: int, assistant: Any = None, draf
     return run
 
 
+def _fused(layer: Any) -> dict[str, Any]:
+    """A transformers Llama layer's weights, those that read the same input as one."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    return {
+        "in": layer.input_layernorm.weight,
+        "qkv": torch.cat([getattr(layer.self_attn, f"{n}_proj").weight for n in "qkv"]),
+        "o": layer.self_attn.o_proj.weight,
+        "post": layer.post_attention_layernorm.weight,
+        "gate_up": torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]),
+        "down": layer.mlp.down_proj.weight,
+    }
+
+
 def torch_static_runner(model: Any, new_tokens: int, longest: int) -> Runner:
     """Plain decoding with a static cache and a step compiled by inductor, from a transformers Llama's weights."""
     import torch  # pyright: ignore[reportMissingImports]
     import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 
-    cfg = model.config
+    cfg, layers = model.config, [_fused(layer) for layer in model.model.layers]
     heads, kv_heads = cfg.num_attention_heads, cfg.num_key_value_heads
     dim = getattr(cfg, "head_dim", None) or cfg.hidden_size // heads
-    layers = [
-        {
-            "in": layer.input_layernorm.weight,
-            "qkv": torch.cat([getattr(layer.self_attn, f"{n}_proj").weight for n in "qkv"]),
-            "o": layer.self_attn.o_proj.weight,
-            "post": layer.post_attention_layernorm.weight,
-            "gate_up": torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]),
-            "down": layer.mlp.down_proj.weight,
-        }
-        for layer in model.model.layers
-    ]
     embedding, norm, head = model.model.embed_tokens.weight, model.model.norm.weight, model.lm_head.weight
     with torch.no_grad():
         cos, sin = model.model.rotary_emb(torch.zeros(1, longest, cfg.hidden_size), torch.arange(longest)[None])
@@ -167,6 +170,41 @@ def compare(
     }
 
 
+def our_runners(model: str, depth: int, new_tokens: int) -> tuple[dict[str, Runner], LLM]:
+    """This engine's, with each drafter and policy; and one of the engines."""
+    options = {"candidate_steps": tuple(sorted({0, 2, depth, depth + 2}))}
+    engine = lambda drafter: LLM(
+        model, drafter, options, max_batch_size=1, enable_prefix_caching=False, warmup="eager"
+    )  # fmt: skip
+    eagle3, draft_model = engine("eagle3"), engine("draft_model")
+    runners = {"jaxspec plain": jaxspec_runner(eagle3, lambda: StaticPolicy(PLAIN), new_tokens)}
+    for name, llm in (("eagle3", eagle3), ("draft_model", draft_model)):
+        static = jaxspec_runner(llm, lambda: StaticPolicy(Tier(depth)), new_tokens)
+        runners |= {
+            f"jaxspec {name} chain-{depth}": static,
+            f"jaxspec {name} adaptive": jaxspec_runner(llm, llm.engine.new_policy, new_tokens),
+        }
+    return runners, eagle3
+
+
+def their_runners(directory: Path, depth: int, new_tokens: int, longest: int) -> dict[str, Runner]:
+    """torch's and transformers'."""
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+
+    transformers.logging.set_verbosity_error()
+    load = lambda d: transformers.AutoModelForCausalLM.from_pretrained(d, dtype=torch.float32).eval()
+    target, draft = load(directory), load(resolve_drafter("draft_model", directory)[1])
+    for model in (target, draft):
+        model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    return {
+        "torch static cache, compiled": torch_static_runner(target, new_tokens, longest),
+        "transformers generate": transformers_runner(target, new_tokens),
+        f"transformers assisted, {depth} draft tokens": transformers_runner(target, new_tokens, draft, depth),
+        "transformers assisted, its defaults": transformers_runner(target, new_tokens, draft),
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m jaxspec.bench.studies.peers", description=__doc__)
     p.add_argument("--model", default="demo")
@@ -180,43 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
-    transformers.logging.set_verbosity_error()
-    directory = resolve_model(args.model)
-    draft_dir = resolve_drafter("draft_model", directory)[1]
-    load = lambda d: transformers.AutoModelForCausalLM.from_pretrained(d, dtype=torch.float32).eval()
-    target, draft = load(directory), load(draft_dir)
-    for model in (target, draft):
-        model.generation_config = transformers.GenerationConfig(pad_token_id=0)
-
-    tiers = tuple(sorted({0, 2, args.depth, args.depth + 2}))
-    ours = {
-        drafter: LLM(
-            args.model,
-            drafter,
-            {"candidate_steps": tiers},
-            max_batch_size=1,
-            enable_prefix_caching=False,
-            warmup="eager",
-        )
-        for drafter in ("eagle3", "draft_model")
-    }
-    texts = [*CODE[: args.prompts], *PROSE[: args.prompts]]
-    prompts = [ours["eagle3"].tokenizer.encode(text) for text in texts]
-    longest = max(map(len, prompts)) + args.new_tokens + 1
     n = args.new_tokens
-    runners: dict[str, Runner] = {
-        "jaxspec plain": jaxspec_runner(ours["eagle3"], lambda: StaticPolicy(PLAIN), n),
-        f"jaxspec eagle3 chain-{args.depth}": jaxspec_runner(ours["eagle3"], lambda: StaticPolicy(Tier(args.depth)), n),
-        "jaxspec eagle3 adaptive": jaxspec_runner(ours["eagle3"], ours["eagle3"].engine.new_policy, n),
-        f"jaxspec draft_model chain-{args.depth}": jaxspec_runner(
-            ours["draft_model"], lambda: StaticPolicy(Tier(args.depth)), n
-        ),
-        "jaxspec draft_model adaptive": jaxspec_runner(ours["draft_model"], ours["draft_model"].engine.new_policy, n),
-        "torch static cache, compiled": torch_static_runner(target, n, longest),
-        "transformers generate": transformers_runner(target, n),
-        f"transformers assisted, {args.depth} draft tokens": transformers_runner(target, n, draft, args.depth),
-        "transformers assisted, its defaults": transformers_runner(target, n, draft),
-    }
+    runners, llm = our_runners(args.model, args.depth, n)
+    prompts = [llm.tokenizer.encode(text) for text in (*CODE[: args.prompts], *PROSE[: args.prompts])]
+    runners |= their_runners(resolve_model(args.model), args.depth, n, max(map(len, prompts)) + n + 1)
     result = compare(runners, prompts, args.repeats)
     base = result["tokens_per_second"]["jaxspec plain"]
     print(

@@ -67,9 +67,10 @@ def random_weights(module: Any, seed: int) -> Any:
 
 def build(
     shape: str, tiers: Sequence[Tier], batches: Sequence[int], context: int, dtype: jnp.dtype, *,
-    kernels: str | None, sampled: bool, page: int, cache: Path | None = None,
+    kernels: str | None, sampled: bool, page: int,
 ) -> Runner:  # fmt: skip
     """A runner of random weights with one executable a tier and batch."""
+    cache = use_persistent_cache(True)
     cfg, draft_vocab = SHAPES[shape]
     target = random_weights(nnx.eval_shape(lambda: Transformer(cfg, dtype=dtype)), 0)
     depth = max(tier.depth for tier in tiers)
@@ -145,12 +146,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--json", metavar="FILE")
     args = parser.parse_args(argv)
 
-    cache = use_persistent_cache(True)
     tiers = [Tier(depth) for depth in sorted({0, *args.depth})]
     device = jax.devices()[0]
     runner = build(
         args.shape, tiers, sorted(set(args.batch)), args.context, jnp.dtype(args.dtype),
-        kernels=args.kernels, sampled=args.sampled, page=args.page, cache=cache,
+        kernels=args.kernels, sampled=args.sampled, page=args.page,
     )  # fmt: skip
     bench = Bench(runner, args.context)
     known = next((rate for name, rate in BANDWIDTH.items() if name in device.device_kind), None)
