@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from jaxspec.bench.offline import grow, plots, report, tune
 from jaxspec.bench.offline.engines import Options, prepare
-from jaxspec.bench.offline.measure import Plan, Session
+from jaxspec.bench.offline.measure import Experiment, Sweep
 from jaxspec.bench.offline.metrics import summarize
 from jaxspec.bench.offline.workloads import BUILT_IN, FILE
 from jaxspec.config import DRAFTERS
@@ -168,7 +168,7 @@ def options_of(args: argparse.Namespace) -> Options:
     if args.plot:
         plots.require_matplotlib()
     return Options(
-        plan=Plan(temperature=args.temperature, **preset),
+        plan=Sweep(temperature=args.temperature, **preset),
         model=args.model,
         drafter=args.drafter,
         tiers=tiers,
@@ -179,7 +179,7 @@ def options_of(args: argparse.Namespace) -> Options:
     )
 
 
-def measure(session: Session, say: Callable[[str], None]) -> bool:
+def measure(session: Experiment, say: Callable[[str], None]) -> bool:
     """Runs the plan with a progress bar on standard error; True if Ctrl-C ended it early."""
     try:
         session.warm_up()
@@ -234,7 +234,7 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _tune(session: Session, result: report.Report, args: argparse.Namespace, say: Callable[[str], None]) -> None:
+def _tune(session: Experiment, result: report.Report, args: argparse.Namespace, say: Callable[[str], None]) -> None:
     steps = {mode.name: mode.tier.depth for mode in session.modes if mode.tier is not None}
     verdicts = tune.choose(summarize(result.runs), steps, args.reach)
     config: dict[str, Any] = tune.configuration(verdicts)

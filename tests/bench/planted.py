@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.adaptive.policy import RoundStats
-from jaxspec.bench.offline.measure import Job, Mode
-from jaxspec.bench.offline.workloads import Prompt
+from jaxspec.bench.offline.measure import FixedRequest, Mode
+from jaxspec.bench.offline.workloads import Passage
 from jaxspec.events import Delta, Event, Finished
 from jaxspec.request import CompletionOutput, FinishReason, RequestOutput, SamplingParams
 from jaxspec.tier import Tier
@@ -98,6 +98,6 @@ def mode(gain: int) -> Mode:
     return Mode("plain" if gain == 1 else f"chain-{gain - 1}", Tier(gain - 1))
 
 
-def jobs(count: int, max_tokens: int) -> list[Job]:
+def jobs(count: int, max_tokens: int) -> list[FixedRequest]:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    return [Job(Prompt("code", i, ""), (1,), params) for i in range(count)]
+    return [FixedRequest(Passage("code", i, ""), (1,), params) for i in range(count)]

@@ -15,9 +15,9 @@ from planted import PlantedEngine, jobs, mode
 
 from jaxspec.adaptive.policy import RoundStats
 from jaxspec.bench.offline import metrics, report
-from jaxspec.bench.offline.measure import Plan, Session, run_queue
+from jaxspec.bench.offline.measure import Experiment, Sweep, run_queue
 from jaxspec.bench.offline.metrics import Run
-from jaxspec.bench.offline.workloads import Prompt
+from jaxspec.bench.offline.workloads import Passage
 from jaxspec.bench.online.overhead import step_offline
 from jaxspec.bench.studies.overheads import starvation
 from jaxspec.bench.studies.peers import compare
@@ -124,9 +124,9 @@ def test_tokens_of_several_rounds_in_a_step_have_no_time():
 
 def test_the_estimate_is_what_the_plan_then_takes():
     planted: Any = PlantedEngine(prefill=1.0, round=0.5, gain=4)
-    library = {"code": [Prompt("code", i, "") for i in range(4)]}
-    plan = Plan((1,), ("code",), 33, repeats=3, waves=2)
-    session = Session(planted, library, {("code", i): (1,) for i in range(4)}, plan, [mode(4)])
+    library = {"code": [Passage("code", i, "") for i in range(4)]}
+    plan = Sweep((1,), ("code",), 33, repeats=3, waves=2)
+    session = Experiment(planted, library, {("code", i): (1,) for i in range(4)}, plan, [mode(4)])
     clocked = lambda *args, **rest: run_queue(*args, clock=planted.clock, **rest)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxspec.bench.offline.measure.run_queue", clocked)

@@ -12,9 +12,9 @@ from flax import nnx
 
 from jaxspec.assemble import Drafting, assemble
 from jaxspec.bench.offline import grow, metrics
-from jaxspec.bench.offline.measure import Job, Mode, Plan, Session, modes_of, run_queue
+from jaxspec.bench.offline.measure import Experiment, FixedRequest, Mode, Sweep, modes_of, run_queue
 from jaxspec.bench.offline.simulate import SimulatedDrafter, rate_for
-from jaxspec.bench.offline.workloads import Prompt
+from jaxspec.bench.offline.workloads import Passage
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.models.layers import Transformer
@@ -30,9 +30,9 @@ pytestmark = pytest.mark.slow
 TOKENS = 12
 
 
-def prompts(count: int) -> tuple[dict[str, list[Prompt]], dict[tuple[str, int], tuple[int, ...]]]:
+def prompts(count: int) -> tuple[dict[str, list[Passage]], dict[tuple[str, int], tuple[int, ...]]]:
     rng = np.random.default_rng(0)
-    library = {kind: [Prompt(kind, i, "") for i in range(count)] for kind in ("code", "prose")}
+    library = {kind: [Passage(kind, i, "") for i in range(count)] for kind in ("code", "prose")}
     ids = {(p.kind, p.index): tuple(rng.integers(0, 13, 5).tolist()) for many in library.values() for p in many}
     return library, ids
 
@@ -49,12 +49,12 @@ def build(
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
+def session() -> Iterator[Experiment]:
     target = tiny_target(0)
     engine = build(target, [Tier(2)], lambda geo: (NgramDrafter(13), ()), (1, 2))
     library, ids = prompts(8)
-    plan = Plan((1, 2), ("code", "switch"), TOKENS, 2, waves=1)
-    session = Session(engine, library, ids, plan, modes_of(engine))
+    plan = Sweep((1, 2), ("code", "switch"), TOKENS, 2, waves=1)
+    session = Experiment(engine, library, ids, plan, modes_of(engine))
     session.warm_up()
     assert session.runs == [] and session.estimate > 0
     recorded = list(session.measure())
@@ -62,7 +62,7 @@ def session() -> Iterator[Session]:
     yield session
 
 
-def test_every_cell_is_measured_in_rotated_order(session: Session):
+def test_every_cell_is_measured_in_rotated_order(session: Experiment):
     assert [mode.name for mode in session.modes] == ["plain", "chain-2", "adaptive"]
     assert len(session.runs) == session.num_runs == 24
     assert [run.mode for run in session.runs[:3]] == ["plain", "chain-2", "adaptive"]
@@ -71,7 +71,7 @@ def test_every_cell_is_measured_in_rotated_order(session: Session):
     assert session.engine.stats.free_pages == session.engine.facts.sizes.num_pages
 
 
-def test_records_add_up(session: Session):
+def test_records_add_up(session: Experiment):
     for run in session.runs:
         assert all(len(c.token_ids) == TOKENS for c in run.completions)
         # The first token of each request comes from its prefill.
@@ -90,14 +90,14 @@ def test_records_add_up(session: Session):
     assert {"code", "prose"} <= {r.kind for r in switch.rounds}
 
 
-def test_all_modes_write_the_same_tokens(session: Session):
+def test_all_modes_write_the_same_tokens(session: Experiment):
     assert metrics.divergences(session.runs) == []
     chains = [s for s in metrics.summarize(session.runs) if s.mode == "chain-2"]
     assert max(s.mean_accepted_length or 0 for s in chains) > 1
     assert len(metrics.regrets(session.runs)) == 4
 
 
-def test_an_interruption_keeps_the_runs_before_it(session: Session, monkeypatch: pytest.MonkeyPatch):
+def test_an_interruption_keeps_the_runs_before_it(session: Experiment, monkeypatch: pytest.MonkeyPatch):
     again = dataclasses.replace(session, runs=[])
     steps = iter(range(100))
     step = session.engine.step
@@ -114,15 +114,15 @@ def test_an_interruption_keeps_the_runs_before_it(session: Session, monkeypatch:
     assert all(len(c.token_ids) == TOKENS for run in again.runs for c in run.completions)
 
 
-def rounds_of(engine: Engine, tier: Tier, jobs: list[Job]) -> list[tuple[int, ...]]:
+def rounds_of(engine: Engine, tier: Tier, jobs: list[FixedRequest]) -> list[tuple[int, ...]]:
     run = run_queue(engine, Mode(tier.name, tier), jobs, workload="code", batch_size=1)
     return [r.accepted for r in run.rounds]
 
 
-def jobs_of(max_tokens: int) -> list[Job]:
+def jobs_of(max_tokens: int) -> list[FixedRequest]:
     library, ids = prompts(4)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    return [Job(p, ids[p.kind, p.index], params) for p in library["code"]]
+    return [FixedRequest(p, ids[p.kind, p.index], params) for p in library["code"]]
 
 
 def eagle(head: Eagle3Head) -> Callable[[Any], Any]:

@@ -19,7 +19,7 @@ import pytest
 
 from jaxspec.bench import __main__ as bench_command
 from jaxspec.bench.offline.report import WIDTH
-from jaxspec.bench.offline.workloads import Prompt, built_in
+from jaxspec.bench.offline.workloads import Passage, built_in
 from jaxspec.bench.online import arrivals, command, compare, overhead, plots, report, sender, texts, traces
 from jaxspec.bench.online.arrivals import Arrival, Load, Phase
 from jaxspec.bench.online.compare import ModeRun
@@ -621,8 +621,8 @@ def session_of(fake: Fake, asked: Wanted) -> Session:
 
 
 SHORT = {
-    "code": [Prompt("code", 0, "def f():"), Prompt("code", 1, "class A:")],
-    "prose": [Prompt("prose", 0, "In the")],
+    "code": [Passage("code", 0, "def f():"), Passage("code", 1, "class A:")],
+    "prose": [Passage("prose", 0, "In the")],
 }
 
 
@@ -675,7 +675,7 @@ def test_errors_are_recorded_by_status():
 
 
 def test_a_stream_without_an_end_is_an_error():
-    library = {"unfinished": [Prompt("unfinished", 0, "so")]}
+    library = {"unfinished": [Passage("unfinished", 0, "so")]}
     made = session_of(Fake(), asking(arrivals.closed(1, 1), library=library, warmup=0)).report(interrupted=False)
     assert made is not None and [r.status for r in made.runs[0].records] == [INCOMPLETE] and len(made.failures) == 1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec.bench.offline import prompts
-from jaxspec.bench.offline.workloads import FILE, Prompt, built_in, load_prompts, queue
+from jaxspec.bench.offline.workloads import FILE, Passage, built_in, load_prompts, queue
 
 LIBRARY = built_in()
 
@@ -55,7 +55,7 @@ def test_prompt_files_hold_prompts_or_turns(tmp_path: Path):
     path = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "one"}, {"question_id": 81, "category": "writing", "turns": ["two", "more"]}]
     path.write_text("\n\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
-    assert load_prompts(path) == [Prompt(FILE, 0, "one"), Prompt(FILE, 1, "two")]
+    assert load_prompts(path) == [Passage(FILE, 0, "one"), Passage(FILE, 1, "two")]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
 
 from jaxspec.adaptive.policy import RoundStats
-from jaxspec.bench.offline.workloads import Prompt
+from jaxspec.bench.offline.workloads import Passage
 from jaxspec.bench.online import host
 from jaxspec.bench.online.arrivals import closed
 from jaxspec.bench.online.records import Objectives
@@ -328,7 +328,7 @@ def test_the_server_counts_what_its_clients_see(kit: Any):
         config = ServerConfig(port=0, host="127.0.0.1", metrics_port=0)
         facade = kit.clean()
         server = Server(config, build=lambda: facade)
-        texts = {"code": [Prompt("code", i, "abcabcabd" * (i + 1)) for i in range(3)], "": [Prompt("", 0, "fkf")]}
+        texts = {"code": [Passage("code", i, "abcabcabd" * (i + 1)) for i in range(3)], "": [Passage("", 0, "fkf")]}
         async with server, AsyncClient(f"127.0.0.1:{server.port}") as client:
             slo = Objectives(tpot_ms=60_000.0)
             wanted = Wanted(closed(3, 9), texts, Sending(timeout=50.0, slo=slo), max_tokens=12, warmup=0)

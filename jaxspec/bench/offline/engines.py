@@ -1,6 +1,6 @@
 """The engine that a benchmark measures: the front doors' parts, with the tiers and batch sizes asked for.
 
-Owns the way from options to a ready Session. Must not know how runs are timed or reported.
+Owns the way from options to a ready Experiment. Must not know how runs are timed or reported.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from jaxspec.assemble import (
     resolve_model,
 )
 from jaxspec.bench.offline import grow
-from jaxspec.bench.offline.measure import PLAIN, Mode, Plan, Session, modes_of, run_queue
+from jaxspec.bench.offline.measure import PLAIN_MODE, Experiment, Mode, Sweep, modes_of, run_queue
 from jaxspec.bench.offline.simulate import SimulatedDrafter, rate_for
-from jaxspec.bench.offline.workloads import FILE, Prompt, built_in, load_prompts, queue
+from jaxspec.bench.offline.workloads import FILE, Passage, built_in, load_prompts, queue
 from jaxspec.checkpointing import eagle3, hf
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
@@ -36,8 +36,7 @@ from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.cores import HeadCore
 from jaxspec.speculation.state import Geometry
 from jaxspec.text.tokenizer import Tokenizer
-from jaxspec.tier import PLAIN as PLAIN_TIER
-from jaxspec.tier import Tier
+from jaxspec.tier import PLAIN, Tier
 
 _ROUND_UP = 64
 
@@ -52,7 +51,7 @@ class Options:
       prompts: a file of prompts, for the workload "file".
     """
 
-    plan: Plan
+    plan: Sweep
     model: str = "demo"
     drafter: str | None = None
     tiers: tuple[Tier, ...] | None = None
@@ -134,7 +133,7 @@ class Parts:
         return assemble(self.target, self.tokenizer, speculation, config, drafter=drafting, progress=progress)
 
 
-def prepare(options: Options, *, adaptive: bool = True) -> tuple[Session, dict[str, Any]]:
+def prepare(options: Options, *, adaptive: bool = True) -> tuple[Experiment, dict[str, Any]]:
     """Loads, compiles and returns (session, conditions of the measurement).
 
     Args:
@@ -144,13 +143,13 @@ def prepare(options: Options, *, adaptive: bool = True) -> tuple[Session, dict[s
       ValueError: options, files or prompts that do not fit together; names what was given and what is allowed.
     """
     plan = options.plan
-    library: dict[str, list[Prompt]] = dict(built_in())
+    library: dict[str, list[Passage]] = dict(built_in())
     if options.prompts is not None:
         library[FILE] = load_prompts(options.prompts)
     parts = Parts(options)
     limit = parts.target.config.max_position_embeddings
     token_ids: dict[tuple[str, int], tuple[int, ...]] = {}
-    skipped: list[Prompt] = []
+    skipped: list[Passage] = []
     for many in library.values():
         for prompt in many:
             ids = tuple(parts.tokenizer.encode(prompt.text))
@@ -177,27 +176,27 @@ def prepare(options: Options, *, adaptive: bool = True) -> tuple[Session, dict[s
     if options.simulate is not None:
         texts = _references(parts, longest, usable, token_ids, list(used.values()))
     engine = parts.engine(longest, texts)
-    session = Session(engine, usable, token_ids, plan, modes_of(engine, adaptive))
+    session = Experiment(engine, usable, token_ids, plan, modes_of(engine, adaptive))
     return session, _conditions(parts, session, sum(p.kind == FILE for p in skipped))
 
 
 def _references(
-    parts: Parts, longest: int, library: dict[str, list[Prompt]], token_ids: dict[tuple[str, int], tuple[int, ...]],
-    prompts: Sequence[Prompt],
+    parts: Parts, longest: int, library: dict[str, list[Passage]], token_ids: dict[tuple[str, int], tuple[int, ...]],
+    prompts: Sequence[Passage],
 ) -> list[list[int]]:  # fmt: skip
     """Every prompt with what plain decoding writes after it."""
     plan = parts.options.plan
     # The last drafts of a request, and a round in flight at its end, reach beyond its tokens.
     beyond = 2 * (parts.depth + 1)
     engine = parts.engine(longest + beyond, plain=True)
-    session = Session(engine, library, token_ids, plan, [])
+    session = Experiment(engine, library, token_ids, plan, [])
     room = engine.facts.sizes.max_seq_len
     jobs = [session.job(p, min(plan.max_tokens + beyond, room - len(token_ids[p.kind, p.index]))) for p in prompts]
-    run = run_queue(engine, Mode(PLAIN, PLAIN_TIER), jobs, workload="reference", batch_size=max(plan.batch_sizes))
+    run = run_queue(engine, Mode(PLAIN_MODE, PLAIN), jobs, workload="reference", batch_size=max(plan.batch_sizes))
     return [[*job.token_ids, *c.token_ids] for job, c in zip(jobs, run.completions, strict=True)]
 
 
-def _conditions(parts: Parts, session: Session, skipped: int) -> dict[str, Any]:
+def _conditions(parts: Parts, session: Experiment, skipped: int) -> dict[str, Any]:
     options, plan, stats = parts.options, session.plan, session.engine.stats
     device = jax.devices()[0]
     source = "" if parts.head is None else f" ({_short(parts.head)})"

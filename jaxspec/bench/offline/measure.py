@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jaxspec.adaptive.policy import BatchView, RoundStats, TierPolicy
 from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.bench.offline.metrics import ADAPTIVE, PLAIN, STEADY_ROUNDS, Completion, Round, Run
-from jaxspec.bench.offline.workloads import Library, Prompt, queue
+from jaxspec.bench.offline.metrics import ADAPTIVE, PLAIN_MODE, STEADY_ROUNDS, Completion, Round, Run
+from jaxspec.bench.offline.workloads import Library, Passage, queue
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Finished
 from jaxspec.request import FinishReason, SamplingParams
@@ -78,15 +78,15 @@ class Mode:
 def modes_of(engine: Engine, adaptive: bool = True) -> list[Mode]:
     """Plain decoding, every static tier that the engine compiled, then its adaptive policy."""
     tiers = sorted(engine.runner.states)
-    modes = [Mode(PLAIN if tier.depth == 0 else tier.name, tier) for tier in tiers]
+    modes = [Mode(PLAIN_MODE if tier.depth == 0 else tier.name, tier) for tier in tiers]
     return [*modes, Mode(ADAPTIVE, None)] if adaptive and len(tiers) > 1 else modes
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class FixedRequest:
     """A prompt as the engine takes it."""
 
-    prompt: Prompt
+    prompt: Passage
     token_ids: tuple[int, ...]
     params: SamplingParams
 
@@ -96,7 +96,7 @@ class _Live:
     """A request on its way: submitted at, time of the last tokens, what came."""
 
     place: int
-    job: Job
+    job: FixedRequest
     submitted: float
     last: float = 0.0
     ttft: float | None = None
@@ -116,7 +116,7 @@ class _Live:
 
 
 def run_queue(
-    engine: Engine, mode: Mode, jobs: Sequence[Job], *, workload: str, batch_size: int, repeat: int = 0,
+    engine: Engine, mode: Mode, jobs: Sequence[FixedRequest], *, workload: str, batch_size: int, repeat: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Run:  # fmt: skip
     """Sends the jobs so that `batch_size` of them are always on their way, and waits for all.
@@ -166,14 +166,14 @@ def _rounds(stats: Sequence[RoundStats], kept: int, kinds: Counter[str]) -> Iter
     kind = kinds.most_common(1)[0][0] if kinds else ""
     for i, s in enumerate(stats, start=1):
         tokens = kept if i == len(stats) else 0
-        name = PLAIN if s.tier.depth == 0 else s.tier.name
+        name = PLAIN_MODE if s.tier.depth == 0 else s.tier.name
         # Which of several rounds gave which tokens is not known: then none has a time.
         seconds = s.seconds if s.seconds > 0 and len(stats) == 1 else None
         yield Round(name, s.tier.depth, s.batch_size, kind, seconds, tokens, s.num_accepted)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Sweep:
     """What to measure.
 
     Attributes:
@@ -205,7 +205,7 @@ class Plan:
 
 
 @dataclasses.dataclass
-class Session:
+class Experiment:
     """An engine with prompts and a plan.
 
     Attributes:
@@ -219,7 +219,7 @@ class Session:
     engine: Engine
     library: Library
     token_ids: dict[tuple[str, int], tuple[int, ...]]
-    plan: Plan
+    plan: Sweep
     modes: list[Mode]
     runs: list[Run] = dataclasses.field(default_factory=list)
     estimate: float = 0.0
@@ -230,17 +230,17 @@ class Session:
         plan = self.plan
         return len(plan.batch_sizes) * len(plan.workloads) * len(self.modes) * plan.repeats
 
-    def jobs(self, workload: str, batch_size: int, repeat: int, max_tokens: int) -> list[Job]:
+    def jobs(self, workload: str, batch_size: int, repeat: int, max_tokens: int) -> list[FixedRequest]:
         """One run's prompts; equal prompts have equal seeds in every mode, batch size and repeat."""
         waves = self.plan.waves_of(batch_size)
         return [self.job(prompt, max_tokens) for prompt in queue(workload, batch_size, repeat, self.library, waves)]
 
-    def job(self, prompt: Prompt, max_tokens: int) -> Job:
+    def job(self, prompt: Passage, max_tokens: int) -> FixedRequest:
         """One prompt as a request of fixed length."""
         params = SamplingParams(
             temperature=self.plan.temperature, max_tokens=max_tokens, ignore_eos=True, seed=prompt.index
         )
-        return Job(prompt, self.token_ids[prompt.kind, prompt.index], params)
+        return FixedRequest(prompt, self.token_ids[prompt.kind, prompt.index], params)
 
     def warm_up(self) -> None:
         """A short unrecorded run of each mode and batch size; their speed gives the estimate."""

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 #: The mode that all speed-ups refer to.
-PLAIN = "plain"
+PLAIN_MODE = "plain"
 ADAPTIVE = "adaptive"
 #: A steady state is told from at least so many rounds, over all repeats.
 STEADY_ROUNDS = 50
@@ -274,7 +274,7 @@ def summarize(runs: Sequence[Run]) -> list[Summary]:
     for (workload, batch_size), modes in group(runs).items():
         for mode, many in modes.items():
             speeds = [end_to_end(run) for run in many]
-            ratios = _ratios(many, modes.get(PLAIN, ()))
+            ratios = _ratios(many, modes.get(PLAIN_MODE, ()))
             tpots = [c.tpot for run in many for c in run.completions if c.tpot is not None]
             ttfts = [c.ttft for run in many for c in run.completions]
             out.append(
@@ -287,7 +287,7 @@ def summarize(runs: Sequence[Run]) -> list[Summary]:
                         statistics.median(speeds), min(speeds), max(speeds),
                         statistics.median(ratios) if ratios else None,
                     ),
-                    steady_state=steady_state(many, modes.get(PLAIN, ())),
+                    steady_state=steady_state(many, modes.get(PLAIN_MODE, ())),
                     mean_accepted_length=mean_accepted_length(many),
                     by_position=acceptance_by_position(many),
                     tpot_p50=percentile(tpots, 0.5) if tpots else None,
@@ -317,10 +317,10 @@ def divergences(runs: Sequence[Run]) -> list[Divergence]:
     """Every completion that differs from plain decoding's in the same cell and repeat."""
     out: list[Divergence] = []
     for (workload, batch_size), modes in group(runs).items():
-        plain = {run.repeat: run for run in modes.get(PLAIN, ())}
+        plain = {run.repeat: run for run in modes.get(PLAIN_MODE, ())}
         for mode, many in modes.items():
             for run in many:
-                if mode == PLAIN or run.repeat not in plain:
+                if mode == PLAIN_MODE or run.repeat not in plain:
                     continue
                 for base, other in zip(plain[run.repeat].completions, run.completions, strict=True):
                     position = _first_difference(base.token_ids, other.token_ids)

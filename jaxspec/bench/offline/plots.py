@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxspec.bench.offline.metrics import (
     ADAPTIVE,
-    PLAIN,
+    PLAIN_MODE,
     Run,
     Summary,
     acceptance_by_position,
@@ -102,10 +102,10 @@ def shades_of(tiers: Sequence[str]) -> dict[str, Any]:
     """Plain is pale, static tiers darken with depth, adaptive stands out."""
     from matplotlib import colormaps
 
-    static = [mode for mode in tiers if mode != PLAIN]
+    static = [mode for mode in tiers if mode != PLAIN_MODE]
     blues = colormaps["Blues"]
     colors: dict[str, Any] = {mode: blues(0.28 + 0.6 * i / max(1, len(static) - 1)) for i, mode in enumerate(static)}
-    return {PLAIN: PALE, ADAPTIVE: ACCENT, **colors}
+    return {PLAIN_MODE: PALE, ADAPTIVE: ACCENT, **colors}
 
 
 def _speedups(ax: Any, summaries: Sequence[Summary], colors: Mapping[str, Any]) -> None:
@@ -132,7 +132,7 @@ def _speedups(ax: Any, summaries: Sequence[Summary], colors: Mapping[str, Any]) 
 
 
 def _acceptance(ax: Any, runs: Sequence[Run]) -> None:
-    drafting = [run for run in runs if run.mode not in (PLAIN, ADAPTIVE)]
+    drafting = [run for run in runs if run.mode not in (PLAIN_MODE, ADAPTIVE)]
     for color, workload in zip(LINES, dict.fromkeys(run.workload for run in drafting), strict=False):
         shares = acceptance_by_position(run for run in drafting if run.workload == workload)
         ax.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, color=color, label=workload)

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxspec.bench.offline.metrics import (
     ADAPTIVE,
-    PLAIN,
+    PLAIN_MODE,
     STEADY_ROUNDS,
     Divergence,
     Regret,
@@ -122,7 +122,7 @@ def table(report: Report) -> str:
         lines.append(title + "-" * (WIDTH - len(title)))
         regret = marks.get((workload, batch_size))
         # Plain first, the adaptive policy last, whatever was measured first.
-        many.sort(key=lambda s: (s.mode != PLAIN, s.mode == ADAPTIVE, _depth(s.mode), s.mode))
+        many.sort(key=lambda s: (s.mode != PLAIN_MODE, s.mode == ADAPTIVE, _depth(s.mode), s.mode))
         lines += [_row(s, regret) for s in many]
         lines += [_adaptive(s, regret) for s in many if s.mode == ADAPTIVE]
     return "\n".join(lines)
@@ -215,7 +215,7 @@ def _unsteady(report: Report) -> list[str]:
 
 def _exactness(report: Report) -> list[str]:
     found = divergences(report.runs)
-    compared = sum(len(run.completions) for run in report.runs if run.mode != PLAIN)
+    compared = sum(len(run.completions) for run in report.runs if run.mode != PLAIN_MODE)
     if not found:
         return [f"exactness: {compared} completions equal plain decoding's token for token"] if compared else []
     mark = "ERROR: " if report.errors else ""

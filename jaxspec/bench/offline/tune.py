@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.adaptive.ema import AdaptiveSpeculativeParams
-from jaxspec.bench.offline.metrics import ADAPTIVE, PLAIN, Summary
+from jaxspec.bench.offline.metrics import ADAPTIVE, PLAIN_MODE, Summary
 
 #: Share of the best tier's speed that a tier may lack and still be a candidate.
 REACH = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Finding:
     """What became of a tier at one batch size.
 
     Attributes:
@@ -48,7 +48,7 @@ class Verdict:
         return "below the best everywhere"
 
 
-def choose(summaries: Sequence[Summary], steps: dict[str, int], reach: float = REACH) -> list[Verdict]:
+def choose(summaries: Sequence[Summary], steps: dict[str, int], reach: float = REACH) -> list[Finding]:
     """Judges every fixed mode at every batch size.
 
     Args:
@@ -71,7 +71,7 @@ def choose(summaries: Sequence[Summary], steps: dict[str, int], reach: float = R
         speed.setdefault(s.batch_size, {}).setdefault(s.workload, {})[s.mode] = speedup
     if not speed:
         raise ValueError("tuning needs at least 1 measured cell, got 0")
-    out: list[Verdict] = []
+    out: list[Finding] = []
     for batch_size in sorted(speed):
         cells = speed[batch_size]
         best = {workload: max(modes, key=lambda mode: modes[mode]) for workload, modes in cells.items()}
@@ -84,11 +84,11 @@ def choose(summaries: Sequence[Summary], steps: dict[str, int], reach: float = R
                 for workload, value in own
                 if best[workload] != mode and value >= (1 - reach) * cells[workload][best[workload]]
             )
-            out.append(Verdict(batch_size, mode, steps[mode], own, first, near))
+            out.append(Finding(batch_size, mode, steps[mode], own, first, near))
     return out
 
 
-def configuration(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+def configuration(verdicts: Sequence[Finding]) -> dict[str, Any]:
     """The JSON that AdaptiveSpeculativeParams and SGLang read: candidate steps by batch size.
 
     Raises:
@@ -103,7 +103,7 @@ def configuration(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     return out
 
 
-def table(verdicts: Sequence[Verdict]) -> str:
+def table(verdicts: Sequence[Finding]) -> str:
     """Why each step is or is not a candidate, in at most 120 columns."""
     workloads = list(dict.fromkeys(workload for v in verdicts for workload, _ in v.speedups))
     lines = [f"{'batch':>5}  {'mode':<14}{'step':>5}" + "".join(f"{w[:9]:>10}" for w in workloads) + "  candidate"]
@@ -111,6 +111,6 @@ def table(verdicts: Sequence[Verdict]) -> str:
         size = str(v.batch_size) if i == 0 or verdicts[i - 1].batch_size != v.batch_size else ""
         speeds = dict(v.speedups)
         cells = "".join(f"{f'{speeds[w]:.2f}x' if w in speeds else '-':>10}" for w in workloads)
-        name = "off" if v.mode == PLAIN else v.mode
+        name = "off" if v.mode == PLAIN_MODE else v.mode
         lines.append(f"{size:>5}  {name:<14}{v.step:>5}{cells}  {'yes: ' if v.kept else 'no: '}{v.why}")
     return "\n".join(lines)

@@ -23,7 +23,7 @@ LEAST_PROMPTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
+class Passage:
     """A text to complete.
 
     Attributes:
@@ -36,16 +36,16 @@ class Prompt:
     text: str
 
 
-Library = Mapping[str, Sequence[Prompt]]
+Library = Mapping[str, Sequence[Passage]]
 
 
-def built_in() -> dict[str, list[Prompt]]:
+def built_in() -> dict[str, list[Passage]]:
     """The prompts of this package by kind."""
     texts = {"code": prompts.CODE, "prose": prompts.PROSE}
-    return {kind: [Prompt(kind, i, text) for i, text in enumerate(many)] for kind, many in texts.items()}
+    return {kind: [Passage(kind, i, text) for i, text in enumerate(many)] for kind, many in texts.items()}
 
 
-def load_prompts(path: str | Path) -> list[Prompt]:
+def load_prompts(path: str | Path) -> list[Passage]:
     """Reads JSON lines: objects with `prompt`, or Spec-Bench's `turns`, whose first one is taken.
 
     Raises:
@@ -55,10 +55,10 @@ def load_prompts(path: str | Path) -> list[Prompt]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"prompts file {str(path)!r} cannot be read: {error}") from error
-    found: list[Prompt] = []
+    found: list[Passage] = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            found.append(Prompt(FILE, len(found), _text(f"{path}, line {number}", line)))
+            found.append(Passage(FILE, len(found), _text(f"{path}, line {number}", line)))
     if not found:
         raise ValueError(f"prompts file {str(path)!r} must hold at least 1 prompt, got 0")
     return found
@@ -85,7 +85,7 @@ def _text(where: str, line: str) -> str:
     return text
 
 
-def queue(workload: str, batch_size: int, repeat: int, library: Library, waves: int = 1) -> list[Prompt]:
+def queue(workload: str, batch_size: int, repeat: int, library: Library, waves: int = 1) -> list[Passage]:
     """The prompts of one run, in the order in which they are sent; every repeat takes up where the last one ended.
 
     Args:
@@ -105,7 +105,7 @@ def queue(workload: str, batch_size: int, repeat: int, library: Library, waves: 
     if missing:
         raise ValueError(f"workload {workload!r} needs prompts of kinds {missing}, got kinds {sorted(library)}")
     taken = {kind: repeat * phases.count(kind) * batch_size for kind in phases}
-    out: list[Prompt] = []
+    out: list[Passage] = []
     for kind in phases:
         many = library[kind]
         out += [many[(taken[kind] + i) % len(many)] for i in range(batch_size)]

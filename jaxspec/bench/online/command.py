@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from jaxspec.bench.offline import plots as bench_plots
 from jaxspec.bench.offline.report import check_path, write_json
-from jaxspec.bench.offline.workloads import FILE, Prompt, built_in, load_prompts
+from jaxspec.bench.offline.workloads import FILE, Passage, built_in, load_prompts
 from jaxspec.bench.online import arrivals, overhead, plots, report, texts, traces
 from jaxspec.bench.online.process import own_server
 from jaxspec.bench.online.records import Objectives, Record
@@ -182,7 +182,7 @@ def load_of(args: argparse.Namespace) -> arrivals.Load | None:
     return dataclasses.replace(load, arrivals=tuple(a for a in load.arrivals if a.at < args.duration))
 
 
-def library_of(args: argparse.Namespace) -> dict[str, list[Prompt]]:
+def library_of(args: argparse.Namespace) -> dict[str, list[Passage]]:
     """Prompts by kind.
 
     Raises:

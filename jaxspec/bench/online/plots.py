@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec.bench.offline.metrics import PLAIN
+from jaxspec.bench.offline.metrics import PLAIN_MODE
 from jaxspec.bench.offline.plots import ACCENT, INK, LINES, picture, shades_of, style
 from jaxspec.bench.online.arrivals import Phase
 from jaxspec.bench.online.compare import STATISTICS
@@ -105,7 +105,7 @@ def _modes(ax: Any, report: Report, statistic: str) -> None:
     chosen = [v for v in report.judged if v.statistic == statistic]
     modes = list(dict.fromkeys(mode for v in chosen for mode in v.values))
     shades = shades_of([mode for mode in modes if mode not in (OFF, ADAPTIVE)])
-    colors = {**shades, OFF: shades[PLAIN]}
+    colors = {**shades, OFF: shades[PLAIN_MODE]}
     width = 0.84 / len(modes)
     for j, mode in enumerate(modes):
         heights = [1e3 * v.values.get(mode, math.nan) for v in chosen]

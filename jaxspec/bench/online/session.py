@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxspec.bench.offline.workloads import Prompt
+from jaxspec.bench.offline.workloads import Passage
 from jaxspec.bench.online import texts
 from jaxspec.bench.online.arrivals import Load, closed, synthetic
 from jaxspec.bench.online.compare import ModeRun
@@ -37,7 +37,7 @@ class Wanted:
     """
 
     load: Load | None
-    library: Mapping[str, Sequence[Prompt]]
+    library: Mapping[str, Sequence[Passage]]
     sending: Sending
     duration: float = 40.0
     max_tokens: int = 64

@@ -11,7 +11,7 @@ import dataclasses
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from jaxspec.bench.offline.workloads import Prompt
+from jaxspec.bench.offline.workloads import Passage
 from jaxspec.bench.online.arrivals import Arrival, Load
 
 #: Kinds of the built-in texts.
@@ -51,7 +51,7 @@ class Plan:
 
 
 async def tokenized(
-    library: Mapping[str, Sequence[Prompt]], tokenize: Callable[[str], Awaitable[Sequence[int]]]
+    library: Mapping[str, Sequence[Passage]], tokenize: Callable[[str], Awaitable[Sequence[int]]]
 ) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
     """(text, its token ids) by kind."""
     return {kind: [(p.text, tuple(await tokenize(p.text))) for p in many] for kind, many in library.items()}
