@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,15 @@ def test_nothing_but_fronts_imports_a_front():
     for path in JAXSPEC:
         for name in imports(path):
             assert part_of(path) in FRONTS or not name.startswith(("jaxspec.bench", "jaxspec.generate", "serve")), name
+
+
+def test_nothing_but_studies_imports_a_study():
+    """They are left out of the wheel."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["hatch"]["build"]["targets"]["wheel"]["exclude"] == ["jaxspec/bench/studies"]
+    for path in (*JAXSPEC, *sources("serve"), *sources("pallas_kernels")):
+        inside = path.is_relative_to(ROOT / "jaxspec/bench/studies")
+        assert inside or not any(name.startswith("jaxspec.bench.studies") for name in imports(path)), path
 
 
 def test_host_pure_parts_use_the_standard_library_only():
