@@ -170,6 +170,12 @@ def test_what_attention_lacks_is_refused_by_name(attend: Any, option: dict[str, 
         states(murmur(**option), attend())
 
 
+def test_an_engine_refuses_what_its_attention_lacks(tmp_path: Path) -> None:
+    hf.save_model(murmur(window=4), tmp_path / "target", tokenizer=letters(), dtype=jnp.float32)
+    with pytest.raises(ValueError, match="attention over the paged cache does not implement window=4"):
+        generate(tmp_path, "none", {"policy": "off"})
+
+
 def test_sinks_are_refused_by_name_where_they_are_traced() -> None:
     refuse = lambda sinks_H: AttentionOptions(sinks_H=sinks_H).refuse("this callee")
     with pytest.raises(ValueError, match="this callee does not implement sinks_H"):
