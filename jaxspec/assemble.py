@@ -12,14 +12,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.ema import AdaptiveSpeculativeParams, EmaPolicy
 from jaxspec.adaptive.goodput import GoodputPolicy
 from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.checkpointing import drafters as draft_checkpoints
 from jaxspec.checkpointing import hf
-from jaxspec.config import DRAFTERS, EngineConfig, SpeculationConfig
+from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.drafters import directories, registry
 from jaxspec.engine import Engine
 from jaxspec.facts import EngineFacts
 from jaxspec.models.base import TargetModel
@@ -32,11 +33,6 @@ from jaxspec.runtime.timing import measure
 from jaxspec.runtime.warmup import WarmupConfig
 from jaxspec.scheduling.scheduler import Scheduler, SchedulerConfig
 from jaxspec.speculation.drafter import Drafter
-from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
-from jaxspec.speculation.drafters.cores import DraftModelCore, HeadCore
-from jaxspec.speculation.drafters.medusa import MedusaDrafter
-from jaxspec.speculation.drafters.ngram import NgramDrafter
-from jaxspec.speculation.drafters.parallel import ParallelDrafter
 from jaxspec.speculation.state import Geometry
 from jaxspec.speculation.typical import Typical
 from jaxspec.text.grammar import GrammarCompiler
@@ -45,10 +41,6 @@ from jaxspec.tier import PLAIN, Tier
 
 _DEFAULT_CONTEXT = 2048
 _log = logging.getLogger(__name__)
-#: Drafters that propose trees as well as chains.
-TREE_DRAFTERS = frozenset(DRAFTERS) - {"none", "ngram"}
-#: The directory that holds each drafter's checkpoint, beside the target or inside its directory.
-_PLACES = {kind: kind for kind in TREE_DRAFTERS} | {"draft_model": "draft"}
 
 
 def candidate_steps() -> tuple[int, ...]:
@@ -83,42 +75,28 @@ def resolve_model(model: str | Path) -> Path:
 
 
 def resolve_drafter(drafter: str | Path | None, model_dir: Path) -> tuple[str, Path | None]:
-    """(kind, directory) of a drafter name or path; kind is one of DRAFTERS.
+    """(kind, directory) of a drafter name or path; the kind is one of jaxspec.drafters.registry.
 
     A kind that needs a checkpoint finds it beside the target or inside its directory, under its own name (a draft
-    model under `draft`); "mtp" finds the layer inside the target's own checkpoint as well. None picks EAGLE-3 where
-    such a head lies there, else n-gram.
+    model under `draft`), or in the target's own checkpoint. None picks EAGLE-3 where such a head lies there, else
+    n-gram.
 
     Raises:
       ValueError: an unknown name, or no checkpoint where one is needed.
     """
-
-    def find(kind: str) -> Path | None:
-        for base in (model_dir, model_dir.parent):
-            if (base / _PLACES[kind] / "config.json").exists():
-                return base / _PLACES[kind]
-        return model_dir if kind == "mtp" and draft_checkpoints.has_mtp(model_dir) else None
-
     if drafter is None:
-        found = find("eagle3")
-        return ("eagle3", found) if found else ("ngram", None)
+        at_hand = (kind for kind in map(registry.find, registry.UNASKED) if not kind.layouts or kind.find(model_dir))
+        drafter = next(at_hand).name
     name = str(drafter)
-    if name in ("none", "ngram"):
-        return name, None
-    if name in _PLACES:
-        found = find(name)
-        if found is None:
-            places = [f"{base / _PLACES[name]}" for base in (model_dir, model_dir.parent)]
-            inside = f" nor an MTP layer in {model_dir}" if name == "mtp" else ""
-            raise ValueError(
-                f"drafter {name!r}: no checkpoint in {' or '.join(places)}{inside}; "
-                "pass the drafter's directory instead"
-            )
-        return name, found
-    path = Path(drafter)
-    if not path.is_dir():
-        raise ValueError(f"drafter must be one of {DRAFTERS} or a directory, got {name!r}")
-    return draft_checkpoints.read_kind(path), path
+    if name not in registry.names():
+        if not Path(name).is_dir():
+            raise ValueError(f"drafter must be one of {registry.names()} or a directory, got {name!r}")
+        return directories.read_kind(name), Path(name)
+    kind = registry.find(name)
+    found = kind.find(model_dir) if kind.layouts else None
+    if found is None and kind.layouts:
+        raise ValueError(f"drafter {name!r}: {kind.searched(model_dir)}; pass the drafter's directory instead")
+    return name, found
 
 
 def _laid_out(module: Any, shards: int) -> Any:
@@ -134,24 +112,20 @@ def _laid_out(module: Any, shards: int) -> Any:
 
 
 def load_drafter(kind: str, directory: Path | None, target: TargetModel, dtype: jnp.dtype) -> Any:
-    """The module of a drafter; None for kinds that have none.
+    """What `bind_drafter` takes: the module of a drafter from its checkpoint, or what its kind has instead of one.
 
     Raises:
       ValueError: the checkpoint does not fit the target; names the field and both values.
     """
-    if kind not in TREE_DRAFTERS:
-        return None
-    assert directory is not None
-    return draft_checkpoints.load_drafter(kind, directory, target, dtype)
+    if directory is None:
+        return registry.find(kind).for_target(target)
+    return directories.load_drafter(kind, directory, target, dtype)
 
 
-def deepest_draft(kind: str, module: Any) -> int | None:
-    """Most tokens that a drafter can propose in a row; None: any number."""
-    return module.config.num_heads if kind == "medusa" else None
-
-
-def bind_drafter(kind: str, module: Any, geo: Geometry, shards: int = 1) -> tuple[Drafter, Any]:
-    """(drafter, its parameters) of a module from `load_drafter`.
+def bind_drafter(
+    kind: str, module: Any, geo: Geometry, speculation: SpeculationConfig | None = None, shards: int = 1
+) -> tuple[Drafter | None, Any]:
+    """(drafter, its parameters) of what `load_drafter` returned.
 
     Args:
       shards: devices that share the drafter's layers; those parts whose heads or widths it does not divide are
@@ -160,38 +134,9 @@ def bind_drafter(kind: str, module: Any, geo: Geometry, shards: int = 1) -> tupl
     Raises:
       ValueError: tiers that it cannot draft.
     """
-    module = _laid_out(module, shards)
-    if kind == "medusa":
-        medusa = MedusaDrafter(module, geo)
-        return medusa, medusa.take_params()
-    if kind == "draft_model":
-        model = DraftModelCore(module)
-        return AutoregressiveDrafter(model, geo), model.take_params()
-    core = HeadCore(module)
-    return (ParallelDrafter if kind == "peagle" else AutoregressiveDrafter)(core, geo), core.take_params()
-
-
-def build_drafter(
-    kind: str,
-    directory: Path | None,
-    target: TargetModel,
-    geo: Geometry,
-    speculation: SpeculationConfig,
-    dtype: jnp.dtype,
-    shards: int = 1,
-) -> tuple[Drafter | None, Any]:
-    """(drafter, its parameters), from its checkpoint where it has one; see `load_drafter` and `bind_drafter`."""
-    return _drafter(kind, load_drafter(kind, directory, target, dtype), target, geo, speculation, shards)
-
-
-def _drafter(
-    kind: str, module: Any, target: TargetModel, geo: Geometry, speculation: SpeculationConfig, shards: int
-) -> tuple[Drafter | None, Any]:
-    if kind == "none":
-        return None, ()
-    if kind == "ngram":
-        return NgramDrafter(target.config.vocab_size, speculation.ngram_min, speculation.ngram_max), ()
-    return bind_drafter(kind, module, geo, shards)
+    if isinstance(module, nnx.Module):
+        module = _laid_out(module, shards)
+    return registry.find(kind).bind(module, geo, speculation or SpeculationConfig())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +213,7 @@ def build_engine(
     model_dir = resolve_model(model)
     kind, directory = resolve_drafter(drafter, model_dir)
     if speculation.resolved_policy == "off":
-        kind = "none"
+        kind, directory = registry.NONE, None
     dtype = jnp.dtype(config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     shards = config.tensor_parallel
     check_divides(hf.load_config(model_dir), shards)
@@ -283,9 +228,10 @@ def build_engine(
 
     def drafter_of(geo: Geometry) -> tuple[Drafter | None, Any]:
         with load():
-            return _drafter(kind, module, target, geo, speculation, shards)
+            return bind_drafter(kind, module, geo, speculation, shards)
 
-    drafting = Drafting(drafter_of, kind in TREE_DRAFTERS, deepest_draft(kind, module)) if kind != "none" else None
+    facts = registry.find(kind)
+    drafting = Drafting(drafter_of, facts.trees, facts.deepest(module)) if facts.drafts else None
     return assemble(target, text, speculation, config, drafter=drafting, progress=progress)
 
 

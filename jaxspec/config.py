@@ -14,7 +14,6 @@ from jaxspec.tier import Tier, max_nodes
 
 Verification = Literal["coupled", "rejection", "typical"]
 VERIFICATIONS: tuple[str, ...] = get_args(Verification)
-DRAFTERS = ("none", "eagle3", "eagle1", "peagle", "medusa", "mtp", "ngram", "draft_model")
 _MAX_DEPTH = 32
 
 

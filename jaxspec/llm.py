@@ -98,8 +98,8 @@ class LLM:
 
     Args:
       model: "demo", or a Hugging Face directory (config.json, safetensors, tokenizer.json).
-      drafter: "none", "eagle3", "eagle1" (EAGLE-2 too), "peagle", "medusa", "mtp", "ngram", "draft_model", or a
-        directory with a drafter's checkpoint. None: an EAGLE-3 head where one lies beside the model, else "ngram".
+      drafter: a name from jaxspec.drafters.registry ("none" for plain decoding), or a directory with a drafter's
+        checkpoint. None: an EAGLE-3 head where one lies beside the model, else prompt look-up.
       speculation: a SpeculationConfig or a dict with its fields.
       max_batch_size: requests decoded together.
       max_seq_len: longest prompt plus output, in tokens; None: the model's context, at most 2048.

@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any, get_args, get_origin
 
+from jaxspec.drafters import registry
 from jaxspec.tier import Tier
 from serve.config import GROUPS, PART_DEFAULTS, PARTS, ServerConfig, descriptions, field_types, merged, read_file
 
@@ -39,6 +40,8 @@ def parser() -> argparse.ArgumentParser:
     for part, owner in {"": ServerConfig, **PARTS}.items():
         own = p.add_argument_group(part, f"in a file: below the key '{part}'") if part else None
         kinds, texts, defaults = field_types(owner), descriptions(owner), PART_DEFAULTS.get(part, {})
+        if not part:
+            texts["drafter"] = texts["drafter"].replace("see jaxspec.drafters.registry", ", ".join(registry.names()))
         for field in dataclasses.fields(owner):
             if field.name not in PARTS:
                 dest = f"{part}.{field.name}" if part else field.name

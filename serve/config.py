@@ -52,8 +52,8 @@ class ServerConfig:
       host: address to listen on.
       port: of gRPC; 0 picks a free one.
       metrics_port: of Prometheus (HTTP, GET /metrics); 0 picks a free one, None serves none.
-      drafter: "none", "eagle3", "eagle1", "peagle", "medusa", "mtp", "ngram", "draft_model", or the directory of a
-        drafter's checkpoint; None: an EAGLE-3 head where one lies beside the model, else "ngram".
+      drafter: a kind's name (see jaxspec.drafters.registry), or the directory of a drafter's checkpoint; None: an
+        EAGLE-3 head where one lies beside the model, else prompt look-up.
       speculation: a SpeculationConfig.
       engine: an EngineConfig; one that is made from a file or from flags has structured_output on unless they say else.
       max_waiting: requests that may queue; the next one is refused with RESOURCE_EXHAUSTED.

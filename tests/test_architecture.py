@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxspec.drafters import registry
+
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "numpy", "ml_dtypes", "safetensors", "torch"}
 HOST_PURE = {"config", "request", "tier", "sizes", "events", "stats", "adaptive", "scheduling", "traffic"}
@@ -28,6 +30,7 @@ ALLOWED = {
     "speculation": {"tier", "sizes", "models", "cache"},
     "runtime": EVERYONE | {"adaptive", "scheduling", "models", "speculation", "cache"},
     "checkpointing": {"models", "speculation"},
+    "drafters": EVERYONE | {"models", "speculation", "checkpointing"},
     "text": {"checkpointing"},
     "events": {"request"},
     "stats": set(),
@@ -36,9 +39,10 @@ ALLOWED = {
     "warming": {"tier", "runtime"},
     "engine": EVERYONE
     | {"adaptive", "scheduling", "runtime", "text", "traffic", "events", "stats", "facts", "output", "warming"},
-    "train": EVERYONE | {"models", "speculation", "checkpointing", "cache", "text"},
+    "train": EVERYONE | {"models", "speculation", "checkpointing", "drafters", "cache", "text"},
     "assemble": EVERYONE
-    | {"adaptive", "scheduling", "runtime", "models", "speculation", "checkpointing", "text", "facts", "engine"},
+    | {"adaptive", "scheduling", "runtime", "models", "speculation", "checkpointing", "drafters", "text"}
+    | {"facts", "engine"},
     "shared": EVERYONE | {"engine", "events"},
     "llm": EVERYONE | {"adaptive", "assemble", "engine", "events", "shared", "stats", "text"},
     "async_llm": EVERYONE | {"engine", "events", "llm", "shared", "text"},
@@ -159,6 +163,16 @@ def test_drafters_see_no_family():
                 assert not (outside_heads and "layers" in name), f"{path} imports {name}"
 
 
+def test_kinds_of_drafters_know_no_other_kind():
+    """But the one that they are a variant of; the registry names them all, and imports none before it is asked."""
+    variants = {"jaxspec.drafters.peagle": {"jaxspec.drafters.eagle3"}}
+    kinds = set(registry.MODULES.values())
+    for path in sources("jaxspec/drafters"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        named = {kind for name in imports(path) for kind in kinds if f"{name}.".startswith(f"{kind}.")}
+        assert named <= variants.get(module, set()) | {module}, (path, named)
+
+
 def test_round_and_verifier_know_no_drafter():
     for path in sources("jaxspec/speculation"):
         if path.parent.name != "drafters":
@@ -230,6 +244,7 @@ def test_the_rooms_of_the_server():
     [
         "import jaxspec; jaxspec.SamplingParams(); jaxspec.EngineConfig(); jaxspec.SpeculationConfig(depth=3)",
         "import jaxspec.adaptive, jaxspec.adaptive.goodput, jaxspec.scheduling",
+        "from jaxspec.drafters import registry; registry.names()",
     ],
 )
 def test_host_pure_imports_load_no_device_library(statement: str):

@@ -23,7 +23,7 @@ from jaxspec.bench.offline.engines import Options, prepare
 from jaxspec.bench.offline.measure import Experiment, Sweep
 from jaxspec.bench.offline.metrics import summarize
 from jaxspec.bench.offline.workloads import BUILT_IN, FILE
-from jaxspec.config import DRAFTERS
+from jaxspec.drafters import registry
 from jaxspec.tier import Tier, parse_tier
 
 _DEFAULTS = {"batch_sizes": (1, 4, 16), "workloads": BUILT_IN, "max_tokens": 96, "repeats": 3}
@@ -84,7 +84,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     shared = argparse.ArgumentParser(add_help=False)
     add = shared.add_argument
     add("--model", default="demo", help='"demo" or a Hugging Face directory (default: demo)')
-    add("--drafter", help=f"{', '.join(DRAFTERS)}, or a directory (default: as LLM chooses)")
+    add("--drafter", help=f"{', '.join(registry.names())}, or a directory (default: as LLM chooses)")
     add("--batch-sizes", metavar="1,4,16", help="requests decoded together")
     add("--tiers", metavar="1,3,chain-5", help='depths or names such as "tree-4x3/16" (default: the engine\'s)')
     add("--workloads", metavar="code,prose,switch", help='what is written; "file" with --prompts')

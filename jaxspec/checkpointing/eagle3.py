@@ -33,7 +33,8 @@ _log = logging.getLogger(__name__)
 
 #: Flat configurations that can be nothing else; SafeAILab's own say "LlamaForCausalLM" and have a draft_vocab_size.
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-SPECULATORS = ("eagle3", "peagle")
+#: speculators' names of heads without and with placeholders, and of their architectures.
+SPECULATORS = (("eagle3", "Eagle3DraftModel"), ("peagle", "PEagleDraftModel"))
 LAYOUTS = ("speculators", "safeailab", "automodel")
 #: Names of P-EAGLE's mask token, by writer.
 MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
@@ -198,9 +199,9 @@ def config_dict(
             f"{list(cfg.aux_layer_ids)}) is none's; use layout 'speculators'"
         )
     if layout == "speculators":
-        kind = "eagle3" if cfg.mask_token_id is None else "peagle"
+        kind, architecture = SPECULATORS[cfg.mask_token_id is not None]
         config = {
-            **heads.wrapper(kind, layer, target, dtype, verifier, tokens),
+            **heads.wrapper(kind, architecture, layer, target, dtype, verifier, tokens),
             **own,
             "target_hidden_size": cfg.target_hidden_size if cfg.target_hidden_size != cfg.hidden_size else None,
             _IDS: list(cfg.aux_layer_ids),

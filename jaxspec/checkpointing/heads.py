@@ -75,17 +75,23 @@ def write_layer(cfg: ModelConfig) -> dict[str, Any]:
     return {k: v for k, v in raw.items() if k != "architectures"}
 
 
+def architectures(config: Mapping[str, Any]) -> set[str]:
+    """What a config.json names as architecture."""
+    found = config.get("architectures")
+    return set(found if isinstance(found, list) else [])
+
+
 def wrapper(
-    kind: str, layer: Mapping[str, Any], target: ModelConfig, dtype: DTypeLike, verifier: str | None, tokens: int
-) -> dict[str, Any]:
+    kind: str, architecture: str, layer: Mapping[str, Any], target: ModelConfig, dtype: DTypeLike,
+    verifier: str | None, tokens: int,
+) -> dict[str, Any]:  # fmt: skip
     """The fields of a speculators config.json that every kind has.
 
     Args:
-      kind: "eagle3", "peagle" or "mtp". layer: its transformer_layer_config.
+      kind, architecture: speculators' names of them. layer: the head's transformer_layer_config.
       verifier: name or path of the target, which speculators opens when it loads the head; None: unknown.
       tokens: drafted tokens a round that the head proposes to its users.
     """
-    architecture = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel", "mtp": "MTPDraftModel"}[kind]
     family = registry.FAMILIES.get(target.family)
     greedy = {
         "proposal_type": "greedy",

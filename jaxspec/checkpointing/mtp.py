@@ -129,6 +129,17 @@ def find_layout(raw: Mapping[str, Any], reader: TensorReader) -> str | None:
     return None if not found else "qwen3_next" if found == ["mtp."] else "deepseek"
 
 
+def inside_target(directory: str | os.PathLike[str]) -> bool:
+    """Whether a target's own checkpoint carries a module.
+
+    Raises:
+      ValueError: a directory that cannot be read.
+    """
+    raw = read_json(Path(directory) / "config.json")
+    with read_tensors(directory) as reader:
+        return find_layout(raw, reader) in ("deepseek", "qwen3_next")
+
+
 def read_config(
     raw: dict[str, Any], target: ModelConfig, overrides: Mapping[str, Any] = MappingProxyType({})
 ) -> MtpConfig:
@@ -176,7 +187,7 @@ def config_dict(
     """
     layer = heads.write_layer(dataclasses.replace(cfg.layer, num_layers=target.num_layers))
     config = {
-        **heads.wrapper("mtp", layer, target, dtype, verifier, tokens),
+        **heads.wrapper("mtp", "MTPDraftModel", layer, target, dtype, verifier, tokens),
         COUNTS[0]: 1,
     }
     normal = MtpConfig(dataclasses.replace(heads.bare(cfg.layer), family="mtp"), cfg.target_layers)

@@ -8,18 +8,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from jaxspec.drafters import registry
+
 #: Exit status after Ctrl-C, as shells have it.
 INTERRUPTED = 130
 
+#: A trainer of several kinds is named after the first.
+_TRAINERS = {kind.trainer: kind.name for kind in reversed(registry.kinds()) if kind.trainer}
 COMMANDS = {
     "corpus": "jaxspec.train.data.corpus",
     "target": "jaxspec.train.target",
     "regenerate": "jaxspec.train.data.regenerate",
-    "eagle3": "jaxspec.train.drafters.eagle",
-    "medusa": "jaxspec.train.drafters.medusa",
-    "mtp": "jaxspec.train.drafters.mtp",
-    "peagle": "jaxspec.train.drafters.peagle",
-    "draft_model": "jaxspec.train.drafters.draft_model",
+    **{name: module for module, name in reversed(_TRAINERS.items())},
     "evaluate": "jaxspec.train.run.evaluate",
 }
 

@@ -14,7 +14,7 @@ import jax
 import jaxspec
 from jaxspec.adaptive.policy import TierPolicy
 from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.config import DRAFTERS
+from jaxspec.drafters import registry
 from jaxspec.engine import Engine
 from jaxspec.tier import PLAIN, Tier
 from serve.api.calls import answering
@@ -89,7 +89,7 @@ class AdminServicer:
             info.warmup_seconds, info.startup_seconds = stats.warmup_seconds, stats.startup_seconds
             info.memory.free_pages, info.memory.cached_pages = stats.free_pages, stats.cached_pages
         info.version, info.model, info.state = jaxspec.__version__, self._config.served_name, self._lifecycle.state
-        info.policy = "off" if info.drafter == "none" else self._policy
+        info.policy = "off" if info.drafter == registry.NONE else self._policy
         info.verification = self._config.speculation.verification
         info.uptime_seconds = time.monotonic() - self._began
         info.mean_acceptance_length = self._engine.meter.mean_accepted_length
@@ -142,8 +142,8 @@ class AdminServicer:
 def _drafter(engine: Engine, config: ServerConfig) -> str:
     """Its kind; of one that was found or given by its directory, how it drafts."""
     if engine.runner.drafter is None:
-        return "none"
-    if config.drafter in DRAFTERS:
+        return registry.NONE
+    if config.drafter in registry.names():
         return config.drafter
     return type(engine.runner.drafter).__name__.removesuffix("Drafter").lower()
 

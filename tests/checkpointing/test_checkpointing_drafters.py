@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from jaxspec.checkpointing import drafters, heads, tensors
+from jaxspec.checkpointing import heads, tensors
+from jaxspec.drafters import directories, registry
 from jaxspec.models.layers import Linear, Transformer
 from jaxspec.models.tiny import tiny_target
 
-KINDS = sorted(drafters.LAYOUTS)
+KINDS = sorted(kind.name for kind in directories.stored_kinds())
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def target() -> Transformer:
 
 def save(kind: str, directory: Path, target: Transformer, **settings: Any) -> None:
     module = cases.module_of(kind, target)
-    drafters.save_drafter(module, directory, target=target, **{"dtype": jnp.float32, **settings})
+    directories.save_drafter(module, directory, target=target, **{"dtype": jnp.float32, **settings})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -37,16 +38,16 @@ def test_every_kind_is_told_and_loaded(tmp_path: Path, target: Transformer, kind
     words = {f"t{i}": i for i in range(13)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     save(kind, tmp_path, target, tokenizer=tokenizer)
-    assert drafters.read_kind(tmp_path) == kind
-    cases.assert_same(drafters.load_drafter(kind, tmp_path, target), cases.module_of(kind, target))
+    assert directories.read_kind(tmp_path) == kind
+    cases.assert_same(directories.load_drafter(kind, tmp_path, target), cases.module_of(kind, target))
     assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab() == words
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_layout_of_a_kind_is_read(tmp_path: Path, target: Transformer, kind: str) -> None:
-    for layout in drafters.LAYOUTS[kind]:
+    for layout in registry.find(kind).layouts:
         save(kind, tmp_path / layout, target, layout=layout)
-        back = drafters.load_drafter(kind, tmp_path / layout, target)
+        back = directories.load_drafter(kind, tmp_path / layout, target)
         cases.assert_same(back, cases.module_of(kind, target))
     with pytest.raises(ValueError, match=rf"of kind '{kind}' must be one of \('.*got 'other'"):
         save(kind, tmp_path / "other", target, layout="other")
@@ -57,7 +58,7 @@ def test_a_directory_of_another_kind_is_refused(tmp_path: Path, target: Transfor
     other = "medusa" if kind != "medusa" else "eagle3"
     save(kind, tmp_path, target)
     with pytest.raises(ValueError, match=f"holds a drafter of kind '{kind}', expected '{other}'"):
-        drafters.load_drafter(other, tmp_path, target)
+        directories.load_drafter(other, tmp_path, target)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,7 +67,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, target: Transformer, kind: 
     path = cases.file_of(tmp_path)
     path.write_bytes(path.read_bytes()[:-7])
     with pytest.raises(ValueError, match=rf"{path.name} is not a whole safetensors file .*truncated"):
-        drafters.load_drafter(kind, tmp_path, target)
+        directories.load_drafter(kind, tmp_path, target)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,7 +76,7 @@ def test_pickles_are_refused(tmp_path: Path, target: Transformer, kind: str) -> 
     cases.file_of(tmp_path).rename(tmp_path / "pytorch_model.bin")
     message = r"only as pickles \(pytorch_model.bin\).*can run any code.*weights_only=True.*'model.safetensors'"
     with pytest.raises(ValueError, match=message):
-        drafters.load_drafter(kind, tmp_path, target)
+        directories.load_drafter(kind, tmp_path, target)
 
 
 @contextlib.contextmanager
@@ -137,8 +138,8 @@ def test_weights_round_once(tmp_path: Path, target: Transformer, kind: str, dtyp
     save(kind, tmp_path, target, dtype=dtype)
     floats = {n: v for n, v in cases.read(tmp_path).items() if n not in ("d2t", "t2d")}
     assert {v.dtype for v in floats.values()} == {np.dtype(dtype)}
-    back: Any = drafters.load_drafter(kind, tmp_path, target, dtype)
-    drafters.save_drafter(back, tmp_path / "again", target=target, dtype=dtype)
+    back: Any = directories.load_drafter(kind, tmp_path, target, dtype)
+    directories.save_drafter(back, tmp_path / "again", target=target, dtype=dtype)
     again = cases.read(tmp_path / "again")
     assert again.keys() == cases.read(tmp_path).keys()
     for name, value in floats.items():
@@ -156,19 +157,19 @@ def test_weights_round_once(tmp_path: Path, target: Transformer, kind: str, dtyp
 def test_unknown_kinds_are_refused(tmp_path: Path, raw: dict[str, Any], message: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match=message):
-        drafters.read_kind(tmp_path)
+        directories.read_kind(tmp_path)
 
 
 def test_a_missing_directory_configuration_or_kind_is_refused(tmp_path: Path, target: Transformer) -> None:
     with pytest.raises(ValueError, match="nowhere is not a directory"):
-        drafters.read_kind(tmp_path / "nowhere")
+        directories.read_kind(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="config.json does not exist"):
-        drafters.read_kind(tmp_path)
+        directories.read_kind(tmp_path)
     with pytest.raises(ValueError, match="kind of a drafter must be one of .*got 'ngram'"):
-        drafters.load_drafter("ngram", tmp_path, target)
+        directories.load_drafter("ngram", tmp_path, target)
     with pytest.raises(ValueError, match=r"must be one of \['Eagle3Head'.*'TargetModel'\], got Linear"):
         linear = Linear(2, 2, dtype=jnp.dtype(jnp.float32), rngs=None)
-        drafters.save_drafter(linear, tmp_path / "head", target=target)
+        directories.save_drafter(linear, tmp_path / "head", target=target)
 
 
 def test_an_eagle_architecture_alone_is_told_by_its_tensors(tmp_path: Path, target: Transformer) -> None:
@@ -177,17 +178,17 @@ def test_an_eagle_architecture_alone_is_told_by_its_tensors(tmp_path: Path, targ
         save(kind, tmp_path / kind, target, layout="safeailab")
         removed = dict.fromkeys(("draft_vocab_size", "eagle_config", "bias", "qkv_bias"))
         cases.reconfigure(tmp_path / kind, architectures=["LlamaForCausalLMEagle"], **removed)
-        assert drafters.read_kind(tmp_path / kind) == kind
+        assert directories.read_kind(tmp_path / kind) == kind
 
 
 def test_a_draft_model_of_another_vocabulary_and_overrides_for_one_are_refused(
     tmp_path: Path, target: Transformer
 ) -> None:
-    drafters.save_drafter(tiny_target(vocab_size=17), tmp_path, target=target)
+    directories.save_drafter(tiny_target(vocab_size=17), tmp_path, target=target)
     with pytest.raises(ValueError, match="vocab_size is 17, the target's vocab_size is 13"):
-        drafters.load_drafter("draft_model", tmp_path, target)
+        directories.load_drafter("draft_model", tmp_path, target)
     with pytest.raises(ValueError, match=r"overrides are for draft heads, got \['norm_output'\]"):
-        drafters.load_drafter("draft_model", tmp_path, target, overrides={"norm_output": False})
+        directories.load_drafter("draft_model", tmp_path, target, overrides={"norm_output": False})
 
 
 def test_tables_are_the_same_up_to_the_coarser_ones_rounding() -> None:

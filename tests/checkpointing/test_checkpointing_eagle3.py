@@ -15,7 +15,8 @@ import pytest
 from flax import nnx
 from head_cases import LAYERS, TARGET_IDS, eagle3_head, reconfigure, rename, rewrite
 
-from jaxspec.checkpointing import drafters, eagle3, tensors
+from jaxspec.checkpointing import eagle3, tensors
+from jaxspec.drafters import directories
 from jaxspec.models.base import ModelConfig, RopeScaling
 from jaxspec.models.layers import Shared, Transformer, causal_attention
 from jaxspec.models.tiny import tiny_config
@@ -28,7 +29,7 @@ def target() -> Transformer:
 
 
 def save(head: Eagle3Head, directory: Path, target: Transformer, **settings: Any) -> None:
-    drafters.save_drafter(head, directory, target=target, **{"dtype": jnp.float32, **settings})
+    directories.save_drafter(head, directory, target=target, **{"dtype": jnp.float32, **settings})
 
 
 def outputs(head: Eagle3Head) -> jax.Array:
@@ -54,9 +55,9 @@ def outputs(head: Eagle3Head) -> jax.Array:
 def test_round_trip(tmp_path: Path, target: Transformer, overrides: dict[str, Any], layout: str) -> None:
     head = eagle3_head(**overrides)
     save(head, tmp_path, target, layout=layout)
-    kind = drafters.read_kind(tmp_path)
+    kind = directories.read_kind(tmp_path)
     assert kind == ("peagle" if "mask_token_id" in overrides else "eagle3")
-    back = drafters.load_drafter(kind, tmp_path, target)
+    back = directories.load_drafter(kind, tmp_path, target)
     cases.assert_same(back, head)
     assert isinstance(back, Eagle3Head)
     np.testing.assert_array_equal(outputs(back), outputs(head))
@@ -145,8 +146,8 @@ def test_heads_as_safeailab_publishes_them(tmp_path: Path, target: Transformer) 
     save(head, tmp_path, target, layout="safeailab")
     reconfigure(tmp_path, architectures=["LlamaForCausalLM"], eagle_config=None, target_hidden_size=None)
     rewrite(tmp_path, {"embed_tokens.weight": None, "d2t": np.zeros(13, np.int64), "t2d": np.ones(13, bool)})
-    assert drafters.read_kind(tmp_path) == "eagle3"
-    back = drafters.load_drafter("eagle3", tmp_path, target)
+    assert directories.read_kind(tmp_path) == "eagle3"
+    back = directories.load_drafter("eagle3", tmp_path, target)
     head.embedding = Shared(target.embedding.get_value())
     cases.assert_same(back, head)
 
@@ -155,7 +156,7 @@ def test_an_automodel_head_may_have_its_tables_bare(tmp_path: Path, target: Tran
     head = eagle3_head(norm_before_residual=True)
     save(head, tmp_path, target, layout="automodel")
     rename(tmp_path, lambda n: n.removeprefix("model.") if n.endswith(("d2t", "t2d")) else n)
-    cases.assert_same(drafters.load_drafter("eagle3", tmp_path, target), head)
+    cases.assert_same(directories.load_drafter("eagle3", tmp_path, target), head)
 
 
 @pytest.mark.parametrize("name", eagle3.MASK_TOKENS)
@@ -164,18 +165,18 @@ def test_the_mask_token_has_several_names(tmp_path: Path, target: Transformer, n
     save(head, tmp_path, target, layout="safeailab")
     reconfigure(tmp_path, mask_token_id=None)
     reconfigure(tmp_path, **{name: 3})
-    assert drafters.read_kind(tmp_path) == "peagle"
-    cases.assert_same(drafters.load_drafter("peagle", tmp_path, target), head)
+    assert directories.read_kind(tmp_path) == "peagle"
+    cases.assert_same(directories.load_drafter("peagle", tmp_path, target), head)
 
 
 def test_overrides_stand_for_wrong_fields(tmp_path: Path, target: Transformer) -> None:
     save(eagle3_head(norm_output=True, fc_norm=True), tmp_path, target)
-    back: Any = drafters.load_drafter("eagle3", tmp_path, target, overrides={"norm_output": False})
+    back: Any = directories.load_drafter("eagle3", tmp_path, target, overrides={"norm_output": False})
     assert back.config == dataclasses.replace(cases.EAGLE3, fc_norm=True)
-    moved: Any = drafters.load_drafter("eagle3", tmp_path, target, overrides={"aux_layer_ids": (1, 3, 4)})
+    moved: Any = directories.load_drafter("eagle3", tmp_path, target, overrides={"aux_layer_ids": (1, 3, 4)})
     assert moved.config.aux_layer_ids == (1, 3, 4)
     with pytest.raises(ValueError, match=r"overrides \['norm_out'\] are no fields of Eagle3Config"):
-        drafters.load_drafter("eagle3", tmp_path, target, overrides={"norm_out": False})
+        directories.load_drafter("eagle3", tmp_path, target, overrides={"norm_out": False})
 
 
 def test_the_target_lends_its_embedding_where_it_fits(tmp_path: Path, target: Transformer) -> None:
@@ -280,22 +281,22 @@ def test_tensors_that_do_not_fit_are_refused(
     save(eagle3_head(), tmp_path, target)
     rewrite(tmp_path, changes)
     with pytest.raises(ValueError, match=message):
-        drafters.load_drafter("eagle3", tmp_path, target)
+        directories.load_drafter("eagle3", tmp_path, target)
 
 
 def test_the_verifiers_tables_beside_a_head_are_left_alone(tmp_path: Path, target: Transformer) -> None:
     save(eagle3_head(), tmp_path, target)
     rewrite(tmp_path, {"verifier_lm_head.weight": np.full((9, 16), np.nan, np.float32)})
-    cases.assert_same(drafters.load_drafter("eagle3", tmp_path, target), eagle3_head())
+    cases.assert_same(directories.load_drafter("eagle3", tmp_path, target), eagle3_head())
 
 
 def test_a_peagle_head_without_its_feature_is_refused(tmp_path: Path, target: Transformer) -> None:
     save(eagle3_head(mask_token_id=3), tmp_path, target)
     rewrite(tmp_path, {"mask_hidden": None})
     with pytest.raises(ValueError, match="'mask_hidden' is missing"):
-        drafters.load_drafter("peagle", tmp_path, target)
+        directories.load_drafter("peagle", tmp_path, target)
     with pytest.raises(ValueError, match="kind 'peagle', expected 'eagle3'"):
-        drafters.load_drafter("eagle3", tmp_path, target)
+        directories.load_drafter("eagle3", tmp_path, target)
 
 
 def test_flags_inside_eagle_config_count(tmp_path: Path, target: Transformer, caplog: pytest.LogCaptureFixture) -> None:
@@ -303,12 +304,12 @@ def test_flags_inside_eagle_config_count(tmp_path: Path, target: Transformer, ca
     save(head, tmp_path, target, layout="safeailab")
     inner = json.loads((tmp_path / "config.json").read_text())["eagle_config"]
     reconfigure(tmp_path, norm_before_residual=None, eagle_config={**inner, "norm_before_residual": True, "odd": 1})
-    back = drafters.load_drafter("eagle3", tmp_path, target)
+    back = directories.load_drafter("eagle3", tmp_path, target)
     assert back.config.norm_before_residual and "entries that are not read: {'odd': 1}" in caplog.text
     cases.assert_same(back, head)
     reconfigure(tmp_path, norm_before_residual=False)
     with pytest.raises(ValueError, match="norm_before_residual is False, but eagle_config says True"):
-        drafters.load_drafter("eagle3", tmp_path, target)
+        directories.load_drafter("eagle3", tmp_path, target)
 
 
 def test_a_convention_that_is_only_guessed_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -320,6 +321,6 @@ def test_a_convention_that_is_only_guessed_is_said(caplog: pytest.LogCaptureFixt
 def test_the_embeddings_as_a_feature_have_no_name_in_flat_layouts(tmp_path: Path, target: Transformer) -> None:
     head = eagle3_head(aux_layer_ids=(0, 2, 4))
     save(head, tmp_path / "own", target)
-    cases.assert_same(drafters.load_drafter("eagle3", tmp_path / "own", target), head)
+    cases.assert_same(directories.load_drafter("eagle3", tmp_path / "own", target), head)
     with pytest.raises(ValueError, match=r"the input of layer 0 \(aux_layer_ids \[0, 2, 4\]\) is none's"):
         save(head, tmp_path / "flat", target, layout="safeailab")

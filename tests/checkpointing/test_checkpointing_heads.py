@@ -14,7 +14,8 @@ import pytest
 from flax import nnx
 from head_cases import eagle1_head, medusa_heads, mtp_head, reconfigure, rename, rewrite
 
-from jaxspec.checkpointing import drafters, hf, mtp
+from jaxspec.checkpointing import hf, mtp
+from jaxspec.drafters import directories
 from jaxspec.models.layers import Shared, Transformer, causal_attention
 from jaxspec.models.tiny import tiny_target
 
@@ -30,7 +31,7 @@ def tied() -> Transformer:
 
 
 def save(module: nnx.Module, directory: Path, target: Transformer, **settings: Any) -> None:
-    drafters.save_drafter(module, directory, target=target, **{"dtype": jnp.float32, **settings})
+    directories.save_drafter(module, directory, target=target, **{"dtype": jnp.float32, **settings})
 
 
 def logits(head: Any) -> np.ndarray:
@@ -57,8 +58,8 @@ def test_eagle1_round_trip(tmp_path: Path, settings: dict[str, Any], tie: bool) 
     of = cases.target(tie_word_embeddings=tie)
     head = eagle1_head(of, **settings)
     save(head, tmp_path, of)
-    assert drafters.read_kind(tmp_path) == "eagle1"
-    back = drafters.load_drafter("eagle1", tmp_path, of)
+    assert directories.read_kind(tmp_path) == "eagle1"
+    back = directories.load_drafter("eagle1", tmp_path, of)
     cases.assert_same(back, head)
     np.testing.assert_array_equal(logits(back), logits(head))
 
@@ -99,9 +100,9 @@ def test_eagle1_heads_that_store_the_targets_tables_share_them(tmp_path: Path, t
         },
     )
     reconfigure(tmp_path, architectures=["LlamaForCausalLM"])
-    assert drafters.read_kind(tmp_path) == "eagle1"
-    cases.assert_same(drafters.load_drafter("eagle1", tmp_path, target), head)
-    half: Any = drafters.load_drafter("eagle1", tmp_path, target, jnp.bfloat16)
+    assert directories.read_kind(tmp_path) == "eagle1"
+    cases.assert_same(directories.load_drafter("eagle1", tmp_path, target), head)
+    half: Any = directories.load_drafter("eagle1", tmp_path, target, jnp.bfloat16)
     assert isinstance(half.embedding, Shared) and half.embedding.dtype == half.fc.kernel.dtype == jnp.bfloat16
 
 
@@ -109,7 +110,7 @@ def test_eagle1_names_with_vllms_prefix(tmp_path: Path, target: Transformer) -> 
     head = eagle1_head(target, own=True)
     save(head, tmp_path, target)
     rename(tmp_path, lambda n: n if n.startswith(("fc", "lm_head")) else f"model.{n}")
-    cases.assert_same(drafters.load_drafter("eagle1", tmp_path, target), head)
+    cases.assert_same(directories.load_drafter("eagle1", tmp_path, target), head)
 
 
 @pytest.mark.parametrize(
@@ -132,14 +133,14 @@ def test_eagle1_misfits_are_refused(
     reconfigure(tmp_path, **config)
     rewrite(tmp_path, tensors)
     with pytest.raises(ValueError, match=message):
-        drafters.load_drafter("eagle1", tmp_path, target)
+        directories.load_drafter("eagle1", tmp_path, target)
 
 
 def test_eagle1_overrides_the_bias(tmp_path: Path, target: Transformer) -> None:
     head = eagle1_head(target, bias=False)
     save(head, tmp_path, target)
     reconfigure(tmp_path, bias=None)
-    cases.assert_same(drafters.load_drafter("eagle1", tmp_path, target, overrides={"bias": False}), head)
+    cases.assert_same(directories.load_drafter("eagle1", tmp_path, target, overrides={"bias": False}), head)
 
 
 # Medusa
@@ -150,10 +151,10 @@ def test_eagle1_overrides_the_bias(tmp_path: Path, target: Transformer) -> None:
 def test_medusa_round_trip(tmp_path: Path, target: Transformer, num_layers: int, prefix: str) -> None:
     module = medusa_heads(target, num_layers=num_layers)
     save(module, tmp_path, target, verifier="org/model")
-    assert drafters.read_kind(tmp_path) == "medusa" and cases.file_of(tmp_path).name == "medusa_lm_head.safetensors"
+    assert directories.read_kind(tmp_path) == "medusa" and cases.file_of(tmp_path).name == "medusa_lm_head.safetensors"
     assert json.loads((tmp_path / "config.json").read_text())["base_model_name_or_path"] == "org/model"
     rename(tmp_path, lambda n: prefix + n)
-    back: Any = drafters.load_drafter("medusa", tmp_path, target)
+    back: Any = directories.load_drafter("medusa", tmp_path, target)
     cases.assert_same(back, module)
     hidden = jnp.ones((1, 2, cases.WIDTH))
     np.testing.assert_array_equal(back.logits(hidden, 2), module.logits(hidden, 2))
@@ -166,7 +167,7 @@ def test_medusa_names_and_the_smallest_configuration(tmp_path: Path, target: Tra
     assert shapes == {"2.0.linear.weight": (32, 32), "2.0.linear.bias": (32,), "2.1.weight": (13, 32)}
     reconfigure(tmp_path, model_type=None, hidden_size=None, vocab_size=None, medusa_num_layers=None)
     cases.file_of(tmp_path).rename(tmp_path / "model.safetensors")
-    cases.assert_same(drafters.load_drafter("medusa", tmp_path, target), module)
+    cases.assert_same(directories.load_drafter("medusa", tmp_path, target), module)
 
 
 @pytest.mark.parametrize(
@@ -184,14 +185,14 @@ def test_medusa_misfits_are_refused(tmp_path: Path, target: Transformer, config:
     save(medusa_heads(target), tmp_path, target)
     reconfigure(tmp_path, **config)
     with pytest.raises(ValueError, match=message):
-        drafters.load_drafter("medusa", tmp_path, target)
+        directories.load_drafter("medusa", tmp_path, target)
 
 
 def test_a_medusa_pickle_is_refused_with_the_way_to_convert_it(tmp_path: Path, target: Transformer) -> None:
     save(medusa_heads(target), tmp_path, target)
     cases.file_of(tmp_path).rename(tmp_path / "medusa_lm_head.pt")
     with pytest.raises(ValueError, match=r"torch.load\('medusa_lm_head.pt'.*weights_only=True.*lm_head.safetensors'"):
-        drafters.load_drafter("medusa", tmp_path, target)
+        directories.load_drafter("medusa", tmp_path, target)
 
 
 # MTP
@@ -204,9 +205,9 @@ def test_mtp_round_trip(tmp_path: Path, layout: str, tie: bool) -> None:
     head = mtp_head(of)
     save(head, tmp_path, of, layout=layout)
     inside = layout != "speculators"
-    assert drafters.has_mtp(tmp_path) is inside
-    assert drafters.read_kind(tmp_path) == ("draft_model" if inside else "mtp")
-    back = drafters.load_drafter("mtp", tmp_path, of)
+    assert mtp.inside_target(tmp_path) is inside
+    assert directories.read_kind(tmp_path) == ("draft_model" if inside else "mtp")
+    back = directories.load_drafter("mtp", tmp_path, of)
     cases.assert_same(back, head)
     np.testing.assert_array_equal(logits(back), logits(head))
     if inside:
@@ -219,7 +220,7 @@ def test_mtp_modules_of_other_families(tmp_path: Path, family: dict[str, Any]) -
     of = cases.target(**family)
     for layout in mtp.LAYOUTS:
         save(mtp_head(of), tmp_path / layout, of, layout=layout)
-        cases.assert_same(drafters.load_drafter("mtp", tmp_path / layout, of), mtp_head(of))
+        cases.assert_same(directories.load_drafter("mtp", tmp_path / layout, of), mtp_head(of))
 
 
 def test_mtp_published_names(tmp_path: Path, target: Transformer) -> None:
@@ -246,7 +247,7 @@ def test_mtp_tables_of_its_own_stay_its_own(tmp_path: Path, target: Transformer,
     for i, of in enumerate((target, tied)):
         head = mtp_head(of, own=True)
         save(head, tmp_path / str(i), of, layout="deepseek")
-        back: Any = drafters.load_drafter("mtp", tmp_path / str(i), of)
+        back: Any = directories.load_drafter("mtp", tmp_path / str(i), of)
         assert isinstance(back.embedding, nnx.Param) and isinstance(back.lm_head.kernel, nnx.Param)
         cases.assert_same(back, head)
         for layout in ("speculators", "qwen3_next"):
@@ -259,7 +260,7 @@ def test_mtp_with_its_own_embedding_and_the_tied_targets_output(tmp_path: Path, 
     save(mtp_head(tied), tmp_path, tied, layout="deepseek")
     own_VE = np.random.default_rng(2).standard_normal((13, 32)).astype(np.float32)
     rewrite(tmp_path, {"model.layers.8.embed_tokens.weight": own_VE})
-    back: Any = drafters.load_drafter("mtp", tmp_path, tied)
+    back: Any = directories.load_drafter("mtp", tmp_path, tied)
     assert isinstance(back.embedding, nnx.Param) and isinstance(back.lm_head.kernel, Shared)
     np.testing.assert_array_equal(back.lm_head.kernel.get_value(), tied.embedding.get_value().T)
 
@@ -267,7 +268,7 @@ def test_mtp_with_its_own_embedding_and_the_tied_targets_output(tmp_path: Path, 
 def test_mtp_tables_rounded_by_the_file_are_the_targets(tmp_path: Path, target: Transformer) -> None:
     save(mtp_head(target), tmp_path, target, layout="deepseek", dtype=jnp.bfloat16)
     for dtype in (jnp.float32, jnp.bfloat16):
-        back: Any = drafters.load_drafter("mtp", tmp_path, target, dtype)
+        back: Any = directories.load_drafter("mtp", tmp_path, target, dtype)
         assert isinstance(back.embedding, Shared) and isinstance(back.lm_head.kernel, Shared)
         assert back.embedding.dtype == back.fc.kernel.dtype == jnp.dtype(dtype)
 
@@ -288,7 +289,7 @@ def test_gains_of_qwen3_next_lack_one(tmp_path: Path, model_type: str, nested: b
     stored = cases.read(tmp_path)[f"{called.layer}.self_attn.q_norm.weight"]
     assert head.layer.attn.q_norm is not None
     np.testing.assert_array_equal(stored + 1, head.layer.attn.q_norm.weight.get_value())
-    cases.assert_same(drafters.load_drafter("mtp", tmp_path, of), head)
+    cases.assert_same(directories.load_drafter("mtp", tmp_path, of), head)
 
 
 DEEPSEEK, QWEN = "model.layers.8", "mtp.layers.0"
@@ -319,7 +320,7 @@ def test_mtp_modules_of_other_kinds_are_refused_by_tensor(
     save(mtp_head(target), tmp_path, target, layout=layout)
     rewrite(tmp_path, {n: np.zeros(shape, np.float32) for n, shape in tensors.items()})
     with pytest.raises(ValueError, match=message):
-        drafters.load_drafter("mtp", tmp_path, target)
+        directories.load_drafter("mtp", tmp_path, target)
     if layout != "speculators":
         cases.assert_same(hf.load_model(tmp_path), target)
 
@@ -342,14 +343,14 @@ def test_mtp_configurations_that_do_not_fit_are_refused(
     save(mtp_head(target), tmp_path, target, layout=layout)
     reconfigure(tmp_path, **config)
     with pytest.raises(ValueError, match=message):
-        drafters.load_drafter("mtp", tmp_path, target)
+        directories.load_drafter("mtp", tmp_path, target)
 
 
 def test_a_plain_target_carries_no_module(tmp_path: Path, target: Transformer) -> None:
     hf.save_model(target, tmp_path)
-    assert not drafters.has_mtp(tmp_path)
+    assert not mtp.inside_target(tmp_path)
     with pytest.raises(ValueError, match="no MTP module: .*'mtp.fc.weight' nor 'model.layers.8.eh_proj.weight'"):
-        drafters.load_drafter("mtp", tmp_path, target)
+        directories.load_drafter("mtp", tmp_path, target)
 
 
 def test_a_module_shaped_unlike_its_target_has_no_place_in_its_files(tmp_path: Path, target: Transformer) -> None:
@@ -358,7 +359,7 @@ def test_a_module_shaped_unlike_its_target_has_no_place_in_its_files(tmp_path: P
         with pytest.raises(ValueError, match=r"cannot express intermediate_size=24 \(would read as 48\)"):
             save(head, tmp_path, target, layout=layout)
     save(head, tmp_path, target)
-    cases.assert_same(drafters.load_drafter("mtp", tmp_path, target), head)
+    cases.assert_same(directories.load_drafter("mtp", tmp_path, target), head)
 
 
 def test_heads_of_other_targets_are_not_written(tmp_path: Path, target: Transformer) -> None:

@@ -20,8 +20,9 @@ from flax import nnx
 
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.policy import BatchView, RoundStats
-from jaxspec.assemble import TREE_DRAFTERS, Drafting, assemble, bind_drafter
+from jaxspec.assemble import Drafting, assemble, bind_drafter
 from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.drafters import registry
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Finished, Started
 from jaxspec.models.layers import Shared, causal_attention, shared_lm_head
@@ -31,7 +32,6 @@ from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.drafters.medusa_head import MedusaConfig, MedusaHeads
 from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
-from jaxspec.speculation.drafters.ngram import NgramDrafter
 from jaxspec.tier import PLAIN, Tier
 
 V, EOS = 13, 12
@@ -142,13 +142,12 @@ class Bench:
 
     def build(self, kind: str, speculation: SpeculationConfig, cost: CostTable | None = None, **config: Any) -> Engine:
         """An engine of a drafter, "none" included."""
-        make = lambda geo: bind_drafter(kind, self.modules[kind], geo)
-        if kind in ("none", "ngram"):
-            make = lambda geo: (NgramDrafter(V), ())
+        module = self.modules[kind] if kind in self.modules else registry.find(kind).for_target(self.target)
+        make = lambda geo: bind_drafter(kind, module, geo)
         sizes = {**SIZES, "compile_cache": self.kept, **config}
         return assemble(
             self.target, None, speculation, EngineConfig(**sizes), cost=cost, progress=False,
-            drafter=None if kind == "none" else Drafting(make, kind in TREE_DRAFTERS),
+            drafter=None if kind == "none" else Drafting(make, registry.find(kind).trees),
         )  # fmt: skip
 
     def buckets(self, kind: str) -> tuple[int, ...]:

@@ -12,16 +12,15 @@ import pytest
 from flax import nnx
 
 from jaxspec.assemble import (
-    TREE_DRAFTERS,
     bind_drafter,
-    build_drafter,
     build_engine,
     choose_policy,
+    load_drafter,
     resolve_drafter,
 )
 from jaxspec.checkpointing import hf
-from jaxspec.checkpointing.drafters import save_drafter
 from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.drafters.directories import save_drafter, stored_kinds
 from jaxspec.models.layers import Shared, shared_lm_head
 from jaxspec.models.tiny import tiny_config
 from jaxspec.request import SamplingParams
@@ -29,7 +28,7 @@ from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
 from jaxspec.speculation.state import Geometry
 from jaxspec.tier import PLAIN, Tier
 
-PLACES = {kind: kind for kind in TREE_DRAFTERS} | {"draft_model": "draft"}
+PLACES = {kind.name: kind.place or kind.name for kind in stored_kinds()}
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +93,7 @@ def test_default_depths_end_where_the_heads_do():
 def test_what_was_saved_is_what_drafts(bench: Any, directory: Path, kind: str):
     geo = Geometry(1, 1, 8, 1, 1)
     place = resolve_drafter(kind, directory / "target")[1]
-    _, params = build_drafter(kind, place, bench.target, geo, SpeculationConfig(depth=1), np.dtype(np.float32))
+    _, params = bind_drafter(kind, load_drafter(kind, place, bench.target, np.dtype(np.float32)), geo)
     _, expected = bind_drafter(kind, bench.modules[kind], geo)
     jax.tree.map(np.testing.assert_array_equal, params, expected)
 

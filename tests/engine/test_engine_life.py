@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.adaptive.ema import AdaptiveSpeculativeParams, EmaPolicy
 from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.assemble import build_drafter
+from jaxspec.assemble import bind_drafter, load_drafter
 from jaxspec.checkpointing import hf
 from jaxspec.config import SpeculationConfig
 from jaxspec.events import Finished
@@ -166,5 +166,5 @@ def test_draft_networks_must_share_the_vocabulary(bench: Any, tmp_path: Any):
     geo = Geometry(1, 1, 8, 1, 1)
     with pytest.raises(ValueError, match=r"vocab_size is 11, the target's vocab_size is 13"):
         hf.save_model(tiny_target(0, vocab_size=11), tmp_path)
-        build_drafter("draft_model", tmp_path, bench.target, geo, SpeculationConfig(depth=1), np.dtype(np.float32))
-    assert build_drafter("none", None, bench.target, geo, SpeculationConfig(), np.dtype(np.float32)) == (None, ())
+        load_drafter("draft_model", tmp_path, bench.target, np.dtype(np.float32))
+    assert bind_drafter("none", load_drafter("none", None, bench.target, np.dtype(np.float32)), geo) == (None, ())

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer as Backend
 
 from jaxspec import LLM
 from jaxspec.adaptive.cost import CostTable
-from jaxspec.assemble import TREE_DRAFTERS, Drafting, assemble, bind_drafter
+from jaxspec.assemble import Drafting, assemble, bind_drafter
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
@@ -154,7 +154,7 @@ class Engines:
         config = {**SIZES, "compile_cache": self.cache, **config}
         return assemble(
             self.target, self.tokenizer, speculation, EngineConfig(**config), cost=cost, progress=False,
-            drafter=None if kind == "plain" else Drafting(make, kind in TREE_DRAFTERS),
+            drafter=None if kind == "plain" else Drafting(make, kind != "ngram"),
         )  # fmt: skip
 
 

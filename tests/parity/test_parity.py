@@ -18,7 +18,8 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from jaxspec.checkpointing import drafters, hf
+from jaxspec.checkpointing import hf
+from jaxspec.drafters import directories
 from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_target
 from jaxspec.train.data.batch import Batch
@@ -36,8 +37,8 @@ def load(case: str, directory: Path = cases.VECTORS) -> tuple[Any, dict[str, np.
     """(our module from speculators' directory, the record of its case)."""
     record = cases.load_record(case)
     kind = cases.CASES[case].kind
-    assert drafters.read_kind(directory / case) == kind
-    return drafters.load_drafter(kind, directory / case, cases.target_of(record)), record
+    assert directories.read_kind(directory / case) == kind
+    return directories.load_drafter(kind, directory / case, cases.target_of(record)), record
 
 
 def recorded_logits(record: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -70,7 +71,7 @@ def test_logits_of_every_step_agree(case: str) -> None:
 def test_an_override_replaces_a_field_and_the_logits_show_it(flag: str) -> None:
     case = "eagle3-residual" if flag == "norm_before_residual" else "eagle31"
     record = cases.load_record(case)
-    module = drafters.load_drafter("eagle3", cases.VECTORS / case, cases.target_of(record), overrides={flag: False})
+    module = directories.load_drafter("eagle3", cases.VECTORS / case, cases.target_of(record), overrides={flag: False})
     wrong = cases.eagle3_logits(module, record)[1]
     assert np.abs(np.asarray(wrong) - record["logits_1"]).max() > 0.1
 
@@ -158,7 +159,7 @@ def test_auxiliary_layers_are_inputs_whatever_the_first_id() -> None:
 @pytest.mark.parametrize("case", cases.CASES)
 def test_our_export_has_the_tensors_and_fields_of_theirs(case: str, tmp_path: Path) -> None:
     module, record = load(case)
-    drafters.save_drafter(module, tmp_path, target=cases.target_of(record), dtype=jnp.float32)
+    directories.save_drafter(module, tmp_path, target=cases.target_of(record), dtype=jnp.float32)
     ours, theirs = load_file(tmp_path / "model.safetensors"), load_file(cases.VECTORS / case / "model.safetensors")
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
@@ -181,7 +182,7 @@ def test_our_export_has_the_tensors_and_fields_of_theirs(case: str, tmp_path: Pa
     for name in layer.keys() - rope - special:
         assert layer[name] == theirs_layer[name], name
     assert layer["rope_theta"] == theirs_layer["rope_parameters"]["rope_theta"]
-    again = drafters.load_drafter(cases.CASES[case].kind, tmp_path, cases.target_of(record))
+    again = directories.load_drafter(cases.CASES[case].kind, tmp_path, cases.target_of(record))
     assert again.config == module.config  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -226,7 +227,7 @@ def test_speculators_reads_our_export(case: str, tmp_path: Path) -> None:
     module, record = random_module(case), cases.load_record(case)
     kind, target, ours = cases.CASES[case].kind, cases.target_of(record), tmp_path / "head"
     hf.save_model(target, tmp_path / "target", dtype=jnp.float32)
-    drafters.save_drafter(module, ours, target=target, dtype=jnp.float32, verifier=str(tmp_path / "target"))
+    directories.save_drafter(module, ours, target=target, dtype=jnp.float32, verifier=str(tmp_path / "target"))
     model = recorder.read_back(kind, ours)
     tensors = load_file(ours / "model.safetensors")
     state = {n: v.numpy() for n, v in model.state_dict().items() if not n.startswith("verifier_")}

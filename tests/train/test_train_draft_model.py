@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec.checkpointing import hf
-from jaxspec.checkpointing.drafters import load_drafter, read_kind
+from jaxspec.drafters.directories import load_drafter, read_kind
 from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.train.data.batch import Batch

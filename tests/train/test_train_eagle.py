@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec.checkpointing.drafters import load_drafter, read_kind
 from jaxspec.checkpointing.hf import load_model
+from jaxspec.drafters.directories import load_drafter, read_kind
 from jaxspec.models.layers import Shared, shared_lm_head
 from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head

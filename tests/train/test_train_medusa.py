@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxspec.checkpointing import hf
-from jaxspec.checkpointing.drafters import load_drafter, read_kind
+from jaxspec.drafters.directories import load_drafter, read_kind
 from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_target
 from jaxspec.speculation.drafters.medusa_head import MedusaConfig, MedusaHeads

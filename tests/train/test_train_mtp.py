@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 
 from jaxspec.checkpointing import hf
-from jaxspec.checkpointing.drafters import has_mtp, load_drafter, read_kind
+from jaxspec.checkpointing.mtp import inside_target
+from jaxspec.drafters.directories import load_drafter, read_kind
 from jaxspec.models.layers import causal_attention
 from jaxspec.models.tiny import tiny_target
 from jaxspec.speculation.drafters.mtp_head import MtpHead
@@ -168,11 +169,11 @@ def test_a_module_may_go_into_its_targets_checkpoint(
 ) -> None:
     one = ("--mtp-steps", "1", "--layout", layout)
     train_command(mtp, tmp_path / "both", *one)
-    assert has_mtp(tmp_path / "both") and not has_mtp(tiny_files / "target")
+    assert inside_target(tmp_path / "both") and not inside_target(tiny_files / "target")
     target = hf.load_model(tmp_path / "both")
     assert isinstance(load_drafter("mtp", tmp_path / "both", target), MtpHead)
     train_command(mtp, tmp_path / "more", *one, "--init-from", str(tmp_path / "both"))
-    assert has_mtp(tmp_path / "more")
+    assert inside_target(tmp_path / "more")
 
 
 def test_a_module_that_its_layout_cannot_hold_is_refused_early() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec import generate
-from jaxspec.config import DRAFTERS
+from jaxspec.drafters import registry
 from jaxspec.train import __main__ as command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +57,7 @@ def test_every_command_of_the_tutorial_parses_and_reads_what_is_there_or_was_wri
         ran.append(words[3] if words[2] == "jaxspec.train" else words[2])
         reads = [arguments.get(name) for name in ("target", "data", "eval_data", "drafter", "model")]
         for path in [path for read in reads for path in (read if isinstance(read, list) else [read])]:
-            assert path in (None, *DRAFTERS) or readable(Path(path)), (line, path)
+            assert path in (None, *registry.names()) or readable(Path(path)), (line, path)
         written |= {Path(arguments[name]) for name in ("out", "json") if arguments.get(name)}
     assert ran == ["corpus", "regenerate", "eagle3", "evaluate", "jaxspec.generate"]
 

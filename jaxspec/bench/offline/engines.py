@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.assemble import (
-    TREE_DRAFTERS,
     Drafting,
     assemble,
-    build_drafter,
+    bind_drafter,
     candidate_steps,
+    load_drafter,
     resolve_drafter,
     resolve_model,
 )
@@ -30,6 +30,7 @@ from jaxspec.bench.offline.simulate import SimulatedDrafter, rate_for
 from jaxspec.bench.offline.workloads import FILE, Passage, built_in, load_prompts, queue
 from jaxspec.checkpointing import eagle3, hf
 from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.drafters import registry
 from jaxspec.engine import Engine
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
@@ -73,14 +74,14 @@ class Parts:
         self.options = options
         self.kind, self.head = resolve_drafter(options.drafter, directory)
         trees = [t.name for t in options.tiers or () if not t.is_chain]
-        self.trees = self.kind in TREE_DRAFTERS and options.simulate is None
+        self.trees = registry.find(self.kind).trees and options.simulate is None
         if trees and not self.trees:
             why = "simulated acceptance" if options.simulate is not None else f"drafter {self.kind!r}"
             raise ValueError(f"{why} drafts chains only, got tiers {trees}")
         #: Draft tokens of the deepest tier.
         self.depth = max(candidate_steps() if options.tiers is None else (t.depth for t in options.tiers))
         if options.simulate is not None:
-            if self.kind == "none":
+            if self.kind == registry.NONE:
                 raise ValueError(f"simulate-accept-length {options.simulate} needs a drafter, got drafter 'none'")
             rate_for(options.simulate, self.depth)
         default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -93,7 +94,8 @@ class Parts:
     def drafter(self, geo: Geometry, speculation: SpeculationConfig) -> tuple[Drafter | None, Any]:
         """(drafter, parameters); a grown target gets the grown head."""
         if self.size is None or self.kind != "eagle3":
-            return build_drafter(self.kind, self.head, self.target, geo, speculation, self.dtype)
+            module = load_drafter(self.kind, self.head, self.target, self.dtype)
+            return bind_drafter(self.kind, module, geo, speculation)
         assert self.head is not None
         head = eagle3.load_head(self.head, self.small, self.dtype)
         core = HeadCore(grow.grow_head(head, self.small.config, self.size))
@@ -128,7 +130,7 @@ class Parts:
             simulated = SimulatedDrafter(drafter, rate, self.target.config.vocab_size)
             return simulated, simulated.params(params, texts)
 
-        drafting = None if self.kind == "none" or plain else Drafting(make, self.trees)
+        drafting = None if self.kind == registry.NONE or plain else Drafting(make, self.trees)
         progress = sys.stderr.isatty()
         return assemble(self.target, self.tokenizer, speculation, config, drafter=drafting, progress=progress)
 

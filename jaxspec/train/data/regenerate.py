@@ -23,6 +23,7 @@ import numpy as np
 from jaxspec.checkpointing import hf
 from jaxspec.checkpointing.tensors import read_json
 from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.drafters.registry import NONE
 from jaxspec.events import Finished
 from jaxspec.request import FinishReason, SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
@@ -43,7 +44,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--max-tokens", type=int, default=256, help="tokens of an answer")
     p.add_argument("--context", type=int, default=2048, help="longest prompt and answer together")
     p.add_argument("--temperatures", type=temperatures, default=(0.0, 0.7, 1.0), help="a row is given one of them")
-    p.add_argument("--drafter", default="none", help="a drafter that speeds the target up")
+    p.add_argument("--drafter", default=NONE, help="a drafter that speeds the target up")
     p.add_argument("--batch", type=int, help=f"rows decoded together (default: {_BATCH}, on a CPU {_CPU_BATCH})")
     p.add_argument("--limit", type=int, help="the first so many rows only")
     p.add_argument("--seed", type=int, default=0)
@@ -83,7 +84,7 @@ def regenerate(
     max_tokens: int = 256,
     context: int = 2048,
     temperatures: Sequence[float] = (0.0, 0.7, 1.0),
-    drafter: str = "none",
+    drafter: str = NONE,
     batch: int | None = None,
     limit: int | None = None,
     seed: int = 0,
@@ -207,7 +208,7 @@ def _engine(target: Path, drafter: str, batch: int, longest: int, tokenizer: boo
         max_batch_size=batch, batch_buckets=(batch,), max_seq_len=longest, enable_prefix_caching=False,
         variants=("sampled",) if samples else ("greedy",),
     )  # fmt: skip
-    policy = SpeculationConfig(policy="off") if drafter == "none" else SpeculationConfig()
+    policy = SpeculationConfig(policy="off") if drafter == NONE else SpeculationConfig()
     engine = build_engine(target, drafter, policy, config, tokenizer=tokenizer)
 
     def generate(

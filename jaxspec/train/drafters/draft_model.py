@@ -15,7 +15,7 @@ from jaxspec.checkpointing import hf
 from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.train.data.batch import Batch, ahead
-from jaxspec.train.drafters import starts
+from jaxspec.train.drafters import drafts, starts
 from jaxspec.train.drafters.recipe import TargetStates
 from jaxspec.train.objective.attention import packed_attention
 from jaxspec.train.objective.chunks import mixed_cross_entropy
@@ -68,6 +68,13 @@ def new_draft_model(cfg: ModelConfig, target: TargetModel, seed: int) -> TargetM
     width = directions_EH.shape[1]
     draft.embedding[...] = draft.embedding[...].at[:, :width].set(table_VE @ directions_EH)
     return draft
+
+
+def chain(module: TargetModel, batch: Batch, aux_BTA: jax.Array | None, depth: int) -> drafts.Chain:
+    """See drafts.Trainer."""
+    hidden_BTE, _ = module(batch.tokens_BT, batch.positions_BT, packed_attention(batch.segments_BT))
+    hidden = [drafts.with_room(hidden_BTE, batch, depth, i + 1) for i in range(depth)]
+    return drafts.Chain(hidden, [module.logits] * depth, None, module.config.vocab_size)
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:

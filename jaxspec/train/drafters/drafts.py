@@ -1,37 +1,25 @@
 """What a drafter would draft after every position of a text, and which of it the target would accept.
 
-Owns the chains of each kind of drafter, computed for all positions at once, and the rules of acceptance for them.
-Must not know the engine: `evaluate` compares with it.
+Owns what a chain of drafts is, computed for all positions at once, and the rules of acceptance for it; each kind's
+trainer brings its chains. Must not know kinds, nor the engine: `evaluate` compares with it.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 
+from jaxspec.drafters.kind import DrafterKind
 from jaxspec.models.base import TargetModel
-from jaxspec.speculation.drafters.eagle3_head import Eagle3Head
-from jaxspec.speculation.drafters.medusa_head import MedusaHeads
 from jaxspec.train.data.batch import Batch
-from jaxspec.train.drafters.peagle import one_pass_states
-from jaxspec.train.objective.attention import packed_attention
 from jaxspec.train.objective.chunks import best_tokens, map_positions
 from jaxspec.train.objective.ttt import unroll
-
-
-def aux_layers(module: Any) -> tuple[int, ...]:
-    """Streams of the target that a drafter reads; empty for draft models."""
-    return () if isinstance(module, TargetModel) else module.config.aux_layer_ids
-
-
-def max_depth(module: Any) -> int | None:
-    """The longest chain that a drafter can draft; None where nothing limits it."""
-    return module.config.num_heads if isinstance(module, MedusaHeads) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,25 +40,43 @@ class Chain:
     vocab_size: int
 
 
-def chains(module: Any, batch: Batch, aux_BTA: jax.Array | None, depth: int) -> Chain:
-    """The chains of any draft head or draft model; aux_BTA: the target's streams that `aux_layers` names."""
-    count = batch.tokens_BT.shape[1] - 1 - depth
-    cut = lambda x, start=0: jax.lax.slice_in_dim(x, start, start + count, axis=1)
-    if isinstance(module, TargetModel):
-        hidden_BTE, _ = module(batch.tokens_BT, batch.positions_BT, packed_attention(batch.segments_BT))
-        hidden = [cut(hidden_BTE, i + 1) for i in range(depth)]
-        return Chain(hidden, [module.logits] * depth, None, module.config.vocab_size)
+class Trainer(Protocol):
+    """A command that trains one kind of drafter or several: a module of this package."""
+
+    def add_arguments(self, p: argparse.ArgumentParser) -> None: ...
+
+    def main(self, args: argparse.Namespace) -> dict[str, Any]:
+        """Trains, writes the drafter and returns the record that lies beside it as training.json."""
+        ...
+
+    def chain(self, module: Any, batch: Batch, aux_BTA: jax.Array | None, depth: int) -> Chain:
+        """What a module drafts on a batch; aux_BTA: the target's streams that the kind's `aux_layers` names."""
+        ...
+
+
+def trainer_of(kind: DrafterKind[Any]) -> Trainer:
+    """The trainer of a kind that has parameters."""
+    assert kind.trainer is not None
+    return cast(Trainer, importlib.import_module(kind.trainer))
+
+
+def with_room(x_BTE: jax.Array, batch: Batch, depth: int, start: int = 0) -> jax.Array:
+    """As many positions, from `start` on, as have a whole round after them in the batch's rows, [B, N, E]."""
+    return jax.lax.slice_in_dim(x_BTE, start, start + batch.tokens_BT.shape[1] - 1 - depth, axis=1)
+
+
+def head_chain(head: Any, batch: Batch, states: Sequence[jax.Array]) -> Chain:
+    """The chain of a FeatureHead from its hidden states for each draft i, which at n are about token n + 2 + i."""
+    cfg, depth = head.config, len(states)
+    ids_V = None if cfg.draft_vocab_size == cfg.vocab_size else head.target_ids[...]
+    hidden = [with_room(x, batch, depth) for x in states]
+    return Chain(hidden, [head.logits] * depth, ids_V, cfg.draft_vocab_size)
+
+
+def unrolled(head: Any, batch: Batch, aux_BTA: jax.Array | None, depth: int) -> Chain:
+    """The chain of a FeatureHead that drafts token by token; see Trainer.chain."""
     assert aux_BTA is not None
-    if isinstance(module, MedusaHeads):
-        logits = [functools.partial(module.logits, head=i) for i in range(depth)]
-        return Chain([cut(aux_BTA)] * depth, logits, None, module.config.vocab_size)
-    if isinstance(module, Eagle3Head) and module.mask_hidden is not None:
-        states = one_pass_states(module, batch, aux_BTA, depth)
-    else:
-        states = unroll(module, batch, aux_BTA, depth)
-    cfg = module.config
-    ids_V = None if cfg.draft_vocab_size == cfg.vocab_size else module.target_ids[...]
-    return Chain([cut(x) for x in states], [module.logits] * depth, ids_V, cfg.draft_vocab_size)
+    return head_chain(head, batch, unroll(head, batch, aux_BTA, depth))
 
 
 def greedy_matches(chain: Chain, target: TargetModel, hidden_BTE: jax.Array) -> jax.Array:

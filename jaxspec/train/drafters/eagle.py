@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.checkpointing.drafters import read_kind
+from jaxspec.drafters.directories import read_kind
 from jaxspec.models.base import TargetModel
 from jaxspec.models.layers import Shared, Transformer, shared_lm_head
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 from jaxspec.speculation.drafters.eagle3_head import Buffer, Eagle3Config, Eagle3Head
 from jaxspec.train.data.batch import Batch
-from jaxspec.train.drafters import starts
+from jaxspec.train.drafters import drafts, starts
 from jaxspec.train.drafters.recipe import TargetStates
 from jaxspec.train.objective.loss import LOSSES, draft_loss, masked_mean, mean_weights, smooth_l1
 from jaxspec.train.objective.ttt import unroll
@@ -35,6 +35,10 @@ _GEOMETRY = (
     "arch", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim", "aux_layers",
     "draft_vocab_size", "coverage", "norm_before_residual", "norm_before_fc", "rope_theta",
 )  # fmt: skip
+
+
+#: See drafts.Trainer.
+chain = drafts.unrolled
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from jaxspec.models.base import TargetModel
 from jaxspec.models.layers import Shared
 from jaxspec.speculation.drafters.medusa_head import MedusaConfig, MedusaHeads
 from jaxspec.train.data.batch import Batch, ahead
-from jaxspec.train.drafters import starts
+from jaxspec.train.drafters import drafts, starts
 from jaxspec.train.drafters.recipe import TargetStates
 from jaxspec.train.objective.chunks import best_tokens, mixed_cross_entropy, text_cross_entropy
 from jaxspec.train.objective.loss import masked_mean
@@ -89,6 +89,14 @@ def new_heads(cfg: MedusaConfig, target: TargetModel, *, freeze_lm_heads: bool =
         kernel = shared if freeze_lm_heads else nnx.Param(jnp.array(kernel_EV, jnp.float32, copy=True))
         head.lm_head.kernel = kernel  # pyright: ignore[reportAttributeAccessIssue]
     return module
+
+
+def chain(module: MedusaHeads, batch: Batch, aux_BTA: jax.Array | None, depth: int) -> drafts.Chain:
+    """See drafts.Trainer."""
+    assert aux_BTA is not None
+    logits = [functools.partial(module.logits, head=i) for i in range(depth)]
+    hidden_BNE = drafts.with_room(aux_BTA, batch, depth)
+    return drafts.Chain([hidden_BNE] * depth, logits, None, module.config.vocab_size)
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.checkpointing import drafters, heads
+from jaxspec.checkpointing import heads
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layers import Shared, Transformer, causal_attention, shared_lm_head
 from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
 from jaxspec.train.data.batch import Batch, ahead
-from jaxspec.train.drafters import starts
+from jaxspec.train.drafters import drafts, starts
 from jaxspec.train.drafters.recipe import TargetStates
 from jaxspec.train.objective.chunks import best_tokens, text_cross_entropy
 from jaxspec.train.objective.loss import draft_loss, masked_mean, mean_weights
@@ -176,6 +176,10 @@ def _find(node: Any, path: str) -> Any:
     return node
 
 
+#: See drafts.Trainer.
+chain = drafts.unrolled
+
+
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """What only MTP modules have."""
     command.add_common_arguments(p)
@@ -192,7 +196,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
       ValueError: options out of range or that exclude each other, or --init-from that holds another drafter.
     """
-    starts.check_layout("mtp", args.layout)
+    layout = starts.check_layout("mtp", args.layout)
     inside = args.layout in ("deepseek", "qwen3_next")
     shape = starts.geometry(args, {"layer_type": "target" if inside else "qwen3"})
     if inside and shape["layer_type"] != "target":
@@ -206,7 +210,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     else:
         sample = session.rows.tokens[:1, : min(_SAMPLE, session.rows.length)]
         head = new_head(shape["layer_type"], target, jnp.asarray(sample), args.seed)
-    check_layout(head, target, args.layout or drafters.LAYOUTS["mtp"][0])
+    check_layout(head, target, layout)
     recipe = MtpRecipe(args.mtp_steps, args.decay, args.soft)
     extra = {"steps": args.mtp_steps, "decay": args.decay, "soft": args.soft}
     return command.fit(session, recipe, head, kind="mtp", extra_record=extra)

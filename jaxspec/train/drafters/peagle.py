@@ -23,7 +23,7 @@ from jaxspec.models.base import FULL_ATTENTION, Attend, AttentionOptions, Target
 from jaxspec.models.layers import product
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.train.data.batch import Batch
-from jaxspec.train.drafters import eagle, starts
+from jaxspec.train.drafters import drafts, eagle, starts
 from jaxspec.train.drafters.recipe import TargetStates
 from jaxspec.train.objective.attention import packed_attention
 from jaxspec.train.objective.chunks import best_tokens, map_positions
@@ -304,6 +304,12 @@ def draft_vocabulary_logits(target: TargetModel, head: Eagle3Head) -> Callable[[
     else:
         kernel_EV = jnp.take(target.embedding[...], ids_V, axis=0).T
     return lambda hidden_BNE: product(hidden_BNE, kernel_EV, jnp.dtype(jnp.float32))
+
+
+def chain(module: Eagle3Head, batch: Batch, aux_BTA: jax.Array | None, depth: int) -> drafts.Chain:
+    """See drafts.Trainer."""
+    assert aux_BTA is not None
+    return drafts.head_chain(module, batch, one_pass_states(module, batch, aux_BTA, depth))
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:

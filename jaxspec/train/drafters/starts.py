@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer as Backend
 
-from jaxspec.checkpointing import drafters
+from jaxspec.drafters import directories, registry
 from jaxspec.models.base import TargetModel
 from jaxspec.models.layers import Shared
 from jaxspec.text.tokenizer import Tokenizer
@@ -30,12 +30,12 @@ def load_initial(kind: str, directory: Path, target: TargetModel) -> Any:
     Raises:
       ValueError: the directory holds something else, or a drafter that does not fit the target.
     """
-    # An MTP module may lie in the target's own checkpoint, whose config.json names no drafter.
-    if not (kind == "mtp" and drafters.has_mtp(directory)):
-        found = drafters.read_kind(directory)
+    # A drafter may lie in the target's own checkpoint, whose config.json names none.
+    if not registry.find(kind).within(directory):
+        found = directories.read_kind(directory)
         if found != kind:
             raise ValueError(f"--init-from {directory} holds a drafter of kind {found!r}; this command trains {kind!r}")
-    module = drafters.load_drafter(kind, directory, target, jnp.float32)
+    module = directories.load_drafter(kind, directory, target, jnp.float32)
     for _, node in nnx.iter_graph(module):
         if isinstance(node, Shared):
             node.set_value(node.get_value().astype(target.embedding[...].dtype))
@@ -55,15 +55,16 @@ def geometry(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, An
     return {**defaults, **given}
 
 
-def check_layout(kind: str, layout: str | None) -> None:
-    """Refuses a layout that the kind is not written in, before training instead of after.
+def check_layout(kind: str, layout: str | None) -> str:
+    """The layout to write in; refuses one that the kind is not written in, before training instead of after.
 
     Raises:
       ValueError: names the layouts that there are.
     """
-    known = drafters.LAYOUTS[kind]
+    known = registry.find(kind).layouts
     if layout is not None and layout not in known:
         raise ValueError(f"--layout of a {kind} drafter must be one of {known}, got {layout!r}")
+    return layout or known[0]
 
 
 def check_length(length: int, depth: int) -> None:

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from tokenizers import Tokenizer as Backend
 
 from jaxspec.checkpointing import hf
-from jaxspec.checkpointing.drafters import LAYOUTS, save_drafter
+from jaxspec.drafters.directories import check_layout, save_drafter
 from jaxspec.models.base import TargetModel
 from jaxspec.models.layers import Shared
 from jaxspec.text.tokenizer import Tokenizer
@@ -228,7 +228,7 @@ def fit(
 
     Args:
       module: its nnx.Param leaves are trained, in float32; other leaves stay.
-      kind: as in checkpointing.drafters. extra_record: added to training.json.
+      kind: its name. extra_record: added to training.json.
 
     Returns:
       what training.json holds: arguments, held-out acceptance by data set, tokens seen, versions.
@@ -237,8 +237,7 @@ def fit(
       ValueError, OSError, FloatingPointError: see loop.run.
     """
     args = session.args
-    if args.layout is not None and args.layout not in LAYOUTS[kind]:
-        raise ValueError(f"--layout of a drafter of kind {kind!r} must be one of {LAYOUTS[kind]}, got {args.layout!r}")
+    check_layout(kind, args.layout, "--layout")
     cfg = optim_config(args, session.rows)
     mesh = meshes.make_mesh(args.mesh) if args.mesh else None
     graph, trainable, rest = nnx.split(module, nnx.Param, ...)

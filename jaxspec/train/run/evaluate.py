@@ -22,9 +22,9 @@ from flax import nnx
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.assemble import build_engine, resolve_drafter, resolve_model
-from jaxspec.checkpointing import drafters as checkpoint
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.drafters import directories, registry
 from jaxspec.engine import Engine
 from jaxspec.events import Finished
 from jaxspec.models.base import TargetModel
@@ -125,12 +125,13 @@ def simulate(
 def _histograms(module: Any, target: TargetModel, depth: int) -> Any:
     """A function of (batch, temperature, key, whether rows are sampled) that returns int32 [D, D + 1]."""
     graph, state = nnx.split((module, target))
-    layers = drafts.aux_layers(module)
+    kind = directories.kind_of(module)
+    layers, chain_of = kind.aux_layers(module), drafts.trainer_of(kind).chain
 
     def run(state: Any, batch: Batch, temperature: jax.Array, key: jax.Array, sampled: bool) -> jax.Array:
         module, target = nnx.merge(graph, state)
         hidden_BTE, aux_BTA = target(batch.tokens_BT, batch.positions_BT, packed_attention(batch.segments_BT), layers)
-        chain = drafts.chains(module, batch, aux_BTA, depth)
+        chain = chain_of(module, batch, aux_BTA, depth)
         if sampled:
             matches = drafts.coupled_matches(chain, target, hidden_BTE, batch.tokens_BT, temperature, key)
         else:
@@ -227,8 +228,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--length must be at most the target's max_position_embeddings {context}, got {args.length}")
     dtype = jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     target = hf.load_model(target_dir, dtype)
-    module = checkpoint.load_drafter(kind, directory, target, dtype)
-    limit = drafts.max_depth(module)
+    module = directories.load_drafter(kind, directory, target, dtype)
+    limit = registry.find(kind).deepest(module)
     if limit is not None and args.depth > limit:
         raise ValueError(f"depth must be at most {limit}, the heads of this drafter, got {args.depth}")
     tokenizer = Tokenizer.from_directory(target_dir)
