@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.adaptive import registry as policies
 from jaxspec.adaptive.cost import CostTable
-from jaxspec.adaptive.ema import AdaptiveSpeculativeParams, EmaPolicy
-from jaxspec.adaptive.goodput import GoodputPolicy
-from jaxspec.adaptive.static import StaticPolicy
+from jaxspec.adaptive.kind import Room
+from jaxspec.adaptive.policy import TierPolicy
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.drafters import directories, registry
@@ -37,7 +37,7 @@ from jaxspec.speculation.state import Geometry
 from jaxspec.speculation.typical import Typical
 from jaxspec.text.grammar import GrammarCompiler
 from jaxspec.text.tokenizer import Tokenizer
-from jaxspec.tier import PLAIN, Tier
+from jaxspec.tier import Tier
 
 _DEFAULT_CONTEXT = 2048
 _log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class _Choice:
 
     reachable: dict[Tier, tuple[int, ...]]
     needs_cost: bool
-    build: Any
+    build: Callable[[CostTable | None], TierPolicy]
 
 
 def choose_policy(
@@ -164,33 +164,15 @@ def choose_policy(
     Raises:
       ValueError: a configuration that the drafter cannot serve.
     """
-    every = tuple(buckets)
-    kind = speculation.resolved_policy
-    if kind == "off" or not drafts:
-        return _Choice({PLAIN: every}, False, lambda _: StaticPolicy(PLAIN))
-    if speculation.topk > 1 and not trees:
+    kind = speculation.policy_kind if drafts else policies.find(policies.OFF)
+    if kind.drafts and speculation.topk > 1 and not trees:
         raise ValueError(f"this drafter proposes chains only (topk 1), got topk {speculation.topk}")
-    if kind == "static":
-        tier = speculation.tier(3 if speculation.depth is None else speculation.depth)
-        return _Choice({tier: every}, False, lambda _: StaticPolicy(tier))
-    if kind != "adaptive":
-
-        def ema(_: CostTable | None) -> EmaPolicy:
-            params = AdaptiveSpeculativeParams(kind, speculation.depth, every)
-            return EmaPolicy(params, {step: speculation.tier(step) for step in params.candidate_steps})
-
-        first = ema(None)
-        reachable = {tier: first.buckets_for(tier, every) for tier in first.tiers}
-        return _Choice({tier: at for tier, at in reachable.items() if at}, False, ema)
-    tiers = speculation.tiers
-    if tiers is None:
-        steps = speculation.candidate_steps
-        if steps is None:
-            steps = tuple(step if deepest is None else min(step, deepest) for step in candidate_steps())
-        tiers = tuple(speculation.tier(step) for step in sorted({0, *steps}))
-    elif not trees and not all(tier.is_chain for tier in tiers):
-        raise ValueError(f"this drafter proposes chains only, got tiers {[str(tier) for tier in tiers]}")
-    return _Choice({tier: every for tier in tiers}, True, lambda cost: GoodputPolicy(tiers, cost, buckets=every))
+    steps = candidate_steps() if deepest is None else tuple(min(step, deepest) for step in candidate_steps())
+    room = Room(tuple(buckets), steps)
+    reachable = kind.reachable(speculation, room)
+    if not trees and not all(tier.is_chain for tier in reachable):
+        raise ValueError(f"this drafter proposes chains only, got tiers {[str(tier) for tier in reachable]}")
+    return _Choice(reachable, kind.needs_costs, lambda cost: kind.build(speculation, room, cost))
 
 
 def build_engine(
@@ -212,7 +194,7 @@ def build_engine(
     use_persistent_cache(config.compile_cache)  # loading compiles too: a small program for each shape
     model_dir = resolve_model(model)
     kind, directory = resolve_drafter(drafter, model_dir)
-    if speculation.resolved_policy == "off":
+    if not speculation.policy_kind.drafts:
         kind, directory = registry.NONE, None
     dtype = jnp.dtype(config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     shards = config.tensor_parallel

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from jaxspec.adaptive import registry
+from jaxspec.adaptive.kind import PolicyKind
 from jaxspec.tier import Tier, max_nodes
 
 Verification = Literal["coupled", "rejection", "typical"]
@@ -34,13 +36,18 @@ def _items(owner: str, name: str, value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def _takers(field: str) -> str:
+    """The policies that accept a field, for messages."""
+    return f"the {' or '.join(kind.name for kind in registry.kinds() if field in kind.fields)} policy"
+
+
 @dataclasses.dataclass(frozen=True)
 class SpeculationConfig:
     """How much to draft, and how drafts are verified.
 
     Attributes:
-      policy: "adaptive" (chosen round by round), "static", "off", or the path of an
-        SGLang-style JSON. None: "static" where `depth` is given, else "adaptive".
+      policy: a kind's name (see jaxspec.adaptive.registry), or the path of an SGLang-style JSON. None: "static" where
+        `depth` is given, else "adaptive", which chooses round by round.
       depth: draft tokens of the static tier.
       topk: candidates a node; 1 drafts chains, more drafts EAGLE-2's dynamic tree.
       num_nodes: nodes verified a round, root included; needed for trees.
@@ -72,7 +79,8 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         me = "SpeculationConfig"
         if self.policy is not None and not isinstance(self.policy, str | Path):
-            raise ValueError(f"{me}.policy must be 'adaptive', 'static', 'off' or a path, got {self.policy!r}")
+            known = ", ".join(map(repr, registry.names()))
+            raise ValueError(f"{me}.policy must be {known} or a path, got {self.policy!r}")
         if self.depth is not None:
             _integer(me, "depth", self.depth, 0, _MAX_DEPTH)
         _integer(me, "topk", self.topk, 1, 64)
@@ -93,24 +101,22 @@ class SpeculationConfig:
             if not steps:
                 raise ValueError(f"{me}.candidate_steps must hold at least one depth, got {self.candidate_steps!r}")
             object.__setattr__(self, "candidate_steps", tuple(sorted(set(steps))))
-            if self.resolved_policy == "static":
-                raise ValueError(
-                    f"{me}.candidate_steps {steps} belongs to the adaptive policy, but depth {self.depth} "
-                    "asks for a static tier; give one of the two"
-                )
         if self.tiers is not None:
             self._check_tiers(_items(me, "tiers", self.tiers))
-        if self.resolved_policy == "adaptive" and self.depth is not None:
-            raise ValueError(f"{me}.depth {self.depth} is a static tier's, got policy 'adaptive'; use candidate_steps")
-        if self.resolved_policy != "adaptive" and self.candidate_steps is not None:
-            raise ValueError(
-                f"{me}.candidate_steps {self.candidate_steps} belongs to the adaptive policy, "
-                f"got policy {self.resolved_policy!r}"
-            )
-        if self.resolved_policy == "static":
-            self.tier(self.depth if self.depth is not None else 3)
-        elif self.topk > 1 and self.num_nodes is None and self.resolved_policy != "off":
+        self._check_policy()
+
+    def _check_policy(self) -> None:
+        me, kind, policy = "SpeculationConfig", self.policy_kind, self.resolved_policy
+        if self.candidate_steps is not None and "candidate_steps" not in kind.fields:
+            what = f"{me}.candidate_steps {self.candidate_steps} belongs to {_takers('candidate_steps')}"
+            if not kind.chooses and self.depth is not None:
+                raise ValueError(f"{what}, but depth {self.depth} asks for a static tier; give one of the two")
+            raise ValueError(f"{what}, got policy {policy!r}")
+        if self.depth is not None and "depth" not in kind.fields:
+            raise ValueError(f"{me}.depth {self.depth} is a static tier's, got policy {policy!r}; use candidate_steps")
+        if kind.chooses and self.topk > 1 and self.num_nodes is None:
             raise ValueError(f"{me}.topk {self.topk} drafts trees and needs num_nodes, got None")
+        kind.check(self)
 
     def _check_tiers(self, tiers: tuple[Tier, ...]) -> None:
         me = "SpeculationConfig"
@@ -120,9 +126,9 @@ class SpeculationConfig:
             raise ValueError(f"{me}.tiers may be {_MAX_DEPTH} deep, got {max(tier.depth for tier in tiers)}")
         others = {"depth": self.depth, "candidate_steps": self.candidate_steps, "num_nodes": self.num_nodes}
         given = {name: value for name, value in others.items() if value is not None}
-        if given or self.topk != 1 or self.resolved_policy != "adaptive":
+        if given or self.topk != 1 or "tiers" not in self.policy_kind.fields:
             raise ValueError(
-                f"{me}.tiers {[str(t) for t in tiers]} is for the adaptive policy alone, "
+                f"{me}.tiers {[str(t) for t in tiers]} is for {_takers('tiers')} alone, "
                 f"got policy {self.resolved_policy!r}, topk {self.topk} and {given}"
             )
         object.__setattr__(self, "tiers", tuple(sorted({Tier(0), *tiers})))
@@ -131,8 +137,13 @@ class SpeculationConfig:
     def resolved_policy(self) -> str:
         """The policy with its default filled in."""
         if self.policy is None:
-            return "static" if self.depth is not None else "adaptive"
+            return registry.DEFAULT if self.depth is None else registry.FIXED
         return str(self.policy)
+
+    @property
+    def policy_kind(self) -> PolicyKind:
+        """The kind of the resolved policy."""
+        return registry.find(self.resolved_policy)
 
     def tier(self, depth: int) -> Tier:
         """The tier of `depth` draft tokens under this configuration's topk and num_nodes.
@@ -148,7 +159,7 @@ class SpeculationConfig:
         if self.topk == 1 and self.num_nodes is None:
             return Tier(depth)
         nodes = self.num_nodes or 0
-        if self.resolved_policy != "static":
+        if self.policy_kind.chooses:
             nodes = min(max(nodes, depth + 1), max_nodes(depth, self.topk))
         return Tier(depth, self.topk, nodes)
 

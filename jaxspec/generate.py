@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from jaxspec.adaptive import registry as policies
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.config import VERIFICATIONS
 from jaxspec.drafters import registry
@@ -38,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--demo", action="store_true", help="the demo's prompts, with and without speculation")
     p.add_argument("--model", default="demo", help="'demo' or a Hugging Face directory")
     p.add_argument("--drafter", help=f"{', '.join(registry.names())}, or a directory")
-    p.add_argument("--policy", help="adaptive, static, off, or the path of an SGLang-style JSON")
+    p.add_argument("--policy", help=f"{', '.join(policies.names())}, or the path of an SGLang-style JSON")
     p.add_argument("--depth", type=int, help="draft tokens of a static tier")
     p.add_argument("--topk", type=int, default=1)
     p.add_argument("--num-nodes", type=int)

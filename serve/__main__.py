@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any, get_args, get_origin
 
+from jaxspec.adaptive import registry as policies
 from jaxspec.drafters import registry
 from jaxspec.tier import Tier
 from serve.config import GROUPS, PART_DEFAULTS, PARTS, ServerConfig, descriptions, field_types, merged, read_file
@@ -40,13 +41,13 @@ def parser() -> argparse.ArgumentParser:
     for part, owner in {"": ServerConfig, **PARTS}.items():
         own = p.add_argument_group(part, f"in a file: below the key '{part}'") if part else None
         kinds, texts, defaults = field_types(owner), descriptions(owner), PART_DEFAULTS.get(part, {})
-        if not part:
-            texts["drafter"] = texts["drafter"].replace("see jaxspec.drafters.registry", ", ".join(registry.names()))
         for field in dataclasses.fields(owner):
             if field.name not in PARTS:
                 dest = f"{part}.{field.name}" if part else field.name
-                default = defaults.get(field.name, field.default)
-                _add(own or groups[field.metadata["group"]], dest, kinds[field.name], texts[field.name], default)
+                default, text = defaults.get(field.name, field.default), texts[field.name]
+                for module, known in (("drafters", registry.names()), ("adaptive", policies.names())):
+                    text = text.replace(f"see jaxspec.{module}.registry", ", ".join(known))
+                _add(own or groups[field.metadata["group"]], dest, kinds[field.name], text, default)
     return p
 
 

@@ -21,7 +21,7 @@ ALLOWED = {
     "tier": set(),
     "sizes": set(),
     "request": set(),
-    "config": {"tier"},
+    "config": {"tier", "adaptive"},
     "traffic": {"request"},
     "adaptive": {"tier"},
     "scheduling": {"request", "sizes"},

@@ -12,7 +12,7 @@ from jaxspec.adaptive.ema import (
     AdaptiveSpeculativeParams,
     EmaPolicy,
 )
-from jaxspec.adaptive.goodput import GoodputPolicy
+from jaxspec.adaptive.goodput import GoodputParams, GoodputPolicy
 from jaxspec.adaptive.policy import BatchView, RoundStats, TierPolicy, replay
 from jaxspec.adaptive.static import StaticPolicy
 
@@ -26,6 +26,7 @@ __all__ = [
     "BatchView",
     "CostTable",
     "EmaPolicy",
+    "GoodputParams",
     "GoodputPolicy",
     "Recorder",
     "RoundStats",

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from jaxspec.adaptive.acceptance import STALE_ROWS, AcceptanceModel, survival
 from jaxspec.adaptive.cost import CostTable, RefinedCost
-from jaxspec.adaptive.policy import BatchView, RoundStats
+from jaxspec.adaptive.kind import PolicyKind, Room, Running, Settings
+from jaxspec.adaptive.policy import BatchView, RoundStats, TierPolicy
 from jaxspec.tier import PLAIN, Tier
 
 #: Acceptance of unknown positions when asking whether a deeper tier is worth a look.
@@ -43,6 +44,38 @@ class _Bucket:
     probe: Tier | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class GoodputParams:
+    """How a GoodputPolicy weighs evidence and risks.
+
+    Attributes:
+      half_life: observed rows (one request in one drafting round) after which evidence counts half.
+      prior_rate: acceptance assumed of each position before anything is known; optimistic, so that drafts are tried.
+      margin: relative gain that a switch must promise.
+      probe_share: share of the time that probes may cost.
+      probe_backoff: how far the interval between losing probes may grow beyond what `probe_share` demands.
+      refine_cost: let the measured seconds of rounds correct the table slowly.
+
+    Raises:
+      ValueError: a parameter out of range.
+    """
+
+    half_life: float = 60.0
+    prior_rate: float = 0.8
+    margin: float = 0.03
+    probe_share: float = 0.02
+    probe_backoff: float = 2.0
+    refine_cost: bool = True
+
+    def __post_init__(self) -> None:
+        ranges = {"half_life": (1, math.inf), "prior_rate": (0, 1), "margin": (0, 1), "probe_share": (0, 1),
+                  "probe_backoff": (1, math.inf)}  # fmt: skip
+        for name, (least, most) in ranges.items():
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ValueError(f"{name} must lie between {least} and {most}, got {value!r}")
+
+
 class GoodputPolicy:
     """Maximises expected tokens / seconds over the tiers that can pay in the round's bucket.
 
@@ -61,53 +94,32 @@ class GoodputPolicy:
         acceptance would not beat plain decoding, or for which no cost of it or of plain decoding is known.
       cost: seconds of plain decoding and of the tiers, as far as they are known; `learn` brings others.
       buckets: further padded batch sizes, for which costs may come later.
-      half_life: observed rows (one request in one drafting round) after which evidence counts half.
-      prior_rate: acceptance assumed of each position before anything is known; optimistic, so that drafts are tried.
-      margin: relative gain that a switch must promise.
-      probe_share: share of the time that probes may cost.
-      probe_backoff: how far the interval between losing probes may grow beyond what `probe_share` demands.
-      refine_cost: let the measured seconds of rounds correct the table slowly.
+      params: how evidence and risks are weighed.
 
     Raises:
-      ValueError: a parameter out of range; without `buckets` also a tier without any cost, or a bucket without a cost
-        of plain decoding: nothing would ever bring it.
+      ValueError: without `buckets`, a tier without any cost, or a bucket without a cost of plain decoding: nothing
+        would ever bring it.
     """
 
     def __init__(
         self,
         tiers: Sequence[Tier],
         cost: CostTable,
+        params: GoodputParams = GoodputParams(),
         *,
         buckets: Sequence[int] = (),
-        half_life: float = 60.0,
-        prior_rate: float = 0.8,
-        margin: float = 0.03,
-        probe_share: float = 0.02,
-        probe_backoff: float = 2.0,
-        refine_cost: bool = True,
     ) -> None:
-        for name, value, least, most in (
-            ("half_life", half_life, 1, math.inf),
-            ("prior_rate", prior_rate, 0, 1),
-            ("margin", margin, 0, 1),
-            ("probe_share", probe_share, 0, 1),
-            ("probe_backoff", probe_backoff, 1, math.inf),
-        ):
-            if not least <= value <= most:
-                raise ValueError(f"{name} must lie between {least} and {most}, got {value!r}")
         self.tiers: tuple[Tier, ...] = tuple(sorted({PLAIN, *tiers}))
         unknown = [tier.name for tier in self.tiers if tier not in cost.tiers]
         if unknown and not buckets:
             raise ValueError(f"the cost table has no cost of {unknown}, only of {[t.name for t in cost.tiers]}")
-        self._margin = margin
-        self._probe_share = probe_share
-        self._probe_backoff = probe_backoff
-        self._cost = RefinedCost(cost, enabled=refine_cost)
+        self._params = params
+        self._cost = RefinedCost(cost, enabled=params.refine_cost)
         self._acceptance = AcceptanceModel(
             max(1, self.tiers[-1].depth),
             sorted({*cost.buckets, *buckets}),
-            half_life=half_life,
-            prior_rate=prior_rate,
+            half_life=params.half_life,
+            prior_rate=params.prior_rate,
         )
         self._buckets: dict[int, _Bucket] = {}
         for bucket in sorted({*cost.buckets, *buckets}):
@@ -122,7 +134,7 @@ class GoodputPolicy:
             return PLAIN
         scores = {tier: self._goodput(tier, view.bucket) for tier in state.candidates}
         best = max(state.candidates, key=scores.__getitem__)
-        if state.current is None or scores[best] > scores[state.current] * (1 + self._margin):
+        if state.current is None or scores[best] > scores[state.current] * (1 + self._params.margin):
             state.current = best
             state.interval = 0.0
         state.since_probe += 1
@@ -131,7 +143,7 @@ class GoodputPolicy:
             state.probe, state.since_probe = probe, 0
             state.credit -= self._charge(probe, state.current, view.bucket)
             return probe
-        earned = self._probe_share * self._cost.seconds(state.current, view.bucket)
+        earned = self._params.probe_share * self._cost.seconds(state.current, view.bucket)
         state.credit = min(state.credit + earned, 2 * self._cost.seconds(state.candidates[-1], view.bucket))
         return state.current
 
@@ -188,7 +200,7 @@ class GoodputPolicy:
         if not deeper:
             return None
         hopeful = self._acceptance.hopeful_rates(bucket, known, _OPTIMISM)
-        goal = self._goodput(state.current, bucket) * (1 + self._margin)
+        goal = self._goodput(state.current, bucket) * (1 + self._params.margin)
         if all(self._goodput(tier, bucket, hopeful) <= goal for tier in deeper):
             return None
 
@@ -218,9 +230,9 @@ class GoodputPolicy:
         state.credit += min(gain, charge)
         if gain >= charge:
             state.interval = 0.0
-        elif self._probe_share > 0:
-            least = charge / (self._probe_share * self._cost.seconds(current, bucket))
-            state.interval = min(max(2 * state.interval, least), self._probe_backoff * least)
+        elif self._params.probe_share > 0:
+            least = charge / (self._params.probe_share * self._cost.seconds(current, bucket))
+            state.interval = min(max(2 * state.interval, least), self._params.probe_backoff * least)
 
     # ---------------------------------------------------------------- look-ups
 
@@ -231,3 +243,36 @@ class GoodputPolicy:
 
     def _goodput(self, tier: Tier, bucket: int, rates: Sequence[float] | None = None) -> float:
         return self._acceptance.tokens(tier, bucket, rates) / self._cost.seconds(tier, bucket)
+
+
+class Goodput(PolicyKind):
+    """The tiers that a user names, or chains and trees of the depths that pay on this device."""
+
+    name = "adaptive"
+    fields = frozenset({"candidate_steps", "tiers"})
+    needs_costs = True
+
+    def _tiers(self, settings: Settings, room: Room) -> tuple[Tier, ...]:
+        if settings.tiers is not None:
+            return settings.tiers
+        steps = room.steps if settings.candidate_steps is None else settings.candidate_steps
+        return tuple(settings.tier(step) for step in sorted({0, *steps}))
+
+    def reachable(self, settings: Settings, room: Room) -> dict[Tier, tuple[int, ...]]:
+        return dict.fromkeys(self._tiers(settings, room), room.buckets)
+
+    def build(self, settings: Settings, room: Room, cost: CostTable | None) -> GoodputPolicy:
+        assert cost is not None
+        return GoodputPolicy(self._tiers(settings, room), cost, buckets=room.buckets)
+
+    def switch(self, running: Running, depth: int | None) -> TierPolicy:
+        """That of a file too, which adapts as well."""
+        if not running.kind.chooses or len(running.compiled) < 2:
+            raise ValueError(
+                f"policy {self.name!r} needs tiers to choose among; this server was started with policy "
+                f"{running.named!r} and has {[tier.name for tier in running.compiled]}"
+            )
+        return running.renew()
+
+
+KIND = Goodput()

@@ -12,11 +12,12 @@ from typing import Any
 import jax
 
 import jaxspec
+from jaxspec.adaptive import registry as policies
+from jaxspec.adaptive.kind import Running
 from jaxspec.adaptive.policy import TierPolicy
-from jaxspec.adaptive.static import StaticPolicy
+from jaxspec.config import SpeculationConfig
 from jaxspec.drafters import registry
 from jaxspec.engine import Engine
-from jaxspec.tier import PLAIN, Tier
 from serve.api.calls import answering
 from serve.config import ServerConfig
 from serve.core.engine_thread import EngineThread
@@ -25,7 +26,6 @@ from serve.core.generator import Generator
 from serve.core.lifecycle import Lifecycle
 from serve.proto import admin_pb2 as pb
 
-POLICIES = ("adaptive", "static", "off")
 _MAX_DRAIN_SECONDS = 1e9
 
 
@@ -73,8 +73,7 @@ class AdminServicer:
         self._engine, self._generator, self._lifecycle = engine, generator, lifecycle
         self._config, self._drain, self._described = config, drain, described
         self._began = time.monotonic()
-        resolved = config.speculation.resolved_policy
-        self._policy = resolved if resolved in POLICIES else "profile"
+        self._policy = config.speculation.policy_kind.name
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
         known, stats = self._described(), self._engine.snapshot
@@ -89,7 +88,7 @@ class AdminServicer:
             info.warmup_seconds, info.startup_seconds = stats.warmup_seconds, stats.startup_seconds
             info.memory.free_pages, info.memory.cached_pages = stats.free_pages, stats.cached_pages
         info.version, info.model, info.state = jaxspec.__version__, self._config.served_name, self._lifecycle.state
-        info.policy = "off" if info.drafter == registry.NONE else self._policy
+        info.policy = policies.OFF if info.drafter == registry.NONE else self._policy
         info.verification = self._config.speculation.verification
         info.uptime_seconds = time.monotonic() - self._began
         info.mean_acceptance_length = self._engine.meter.mean_accepted_length
@@ -123,10 +122,9 @@ class AdminServicer:
 
     async def SetSpeculation(self, request: pb.SetSpeculationRequest, context: Any) -> pb.SetSpeculationResponse:
         depth = request.depth if request.HasField("depth") else None
-        configured = self._config.speculation.resolved_policy
 
         def use(engine: Engine) -> list[str]:
-            policy = _policy(engine, request.policy, depth, configured)
+            policy = _policy(engine, request.policy, depth, self._config.speculation)
             engine.use_policy(policy)
             return [tier.name for tier in policy.tiers]
 
@@ -148,27 +146,18 @@ def _drafter(engine: Engine, config: ServerConfig) -> str:
     return type(engine.runner.drafter).__name__.removesuffix("Drafter").lower()
 
 
-def _policy(engine: Engine, name: str, depth: int | None, configured: str) -> TierPolicy:
+def _policy(engine: Engine, name: str, depth: int | None, started: SpeculationConfig) -> TierPolicy:
     """The policy that a client names.
 
     Raises:
       ValueError: it has none such, or not what it needs.
     """
-    if name not in POLICIES:
-        raise ValueError(f"policy must be one of {POLICIES}, got {name[:80]!r}")
-    if (depth is None) == (name == "static"):
-        raise ValueError(f"depth goes with policy 'static' and no other, got policy {name!r} and depth {depth}")
+    if name not in policies.names():
+        raise ValueError(f"policy must be one of {policies.names()}, got {name[:80]!r}")
+    kind = policies.find(name)
+    if (depth is None) == kind.switched_by_depth:
+        takers = " or ".join(repr(other.name) for other in policies.kinds() if other.switched_by_depth)
+        raise ValueError(f"depth goes with policy {takers} and no other, got policy {name!r} and depth {depth}")
     compiled = sorted(engine.runner.reachable)
-    if name == "adaptive":
-        if configured in ("static", "off") or len(compiled) < 2:
-            raise ValueError(
-                f"policy 'adaptive' needs tiers to choose among; this server was started with policy {configured!r} "
-                f"and has {[tier.name for tier in compiled]}"
-            )
-        return engine.new_policy()
-    wanted = 0 if depth is None else depth
-    found: list[Tier] = [tier for tier in compiled if tier.depth == wanted]
-    if not found:
-        what = f"depth {wanted}" if name == "static" else f"policy 'off' (tier {PLAIN.name})"
-        raise ValueError(f"{what} needs a compiled tier, and this server has {[tier.name for tier in compiled]}")
-    return StaticPolicy(found[0])  # chains sort before trees
+    running = Running(started.policy_kind, started.resolved_policy, compiled, engine.new_policy)
+    return kind.switch(running, depth)

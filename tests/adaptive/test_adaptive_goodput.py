@@ -16,7 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.adaptive import BatchView, CostTable, EmaPolicy, GoodputPolicy, RoundStats, StaticPolicy, TierPolicy
+from jaxspec.adaptive import (
+    BatchView,
+    CostTable,
+    EmaPolicy,
+    GoodputParams,
+    GoodputPolicy,
+    RoundStats,
+    StaticPolicy,
+    TierPolicy,
+)
 from jaxspec.adaptive.acceptance import AcceptanceModel, breadth
 from jaxspec.adaptive.ema import AdaptiveSpeculativeParams
 from jaxspec.tier import PLAIN, Tier
@@ -163,7 +172,7 @@ def test_measured_seconds_neither_disturb_nor_are_ignored():
 
     # Without refinement the seconds are not even looked at.
     untimed, timed = (
-        simulate(GoodputPolicy(CHAINS, table(COSTS), refine_cost=False), CHANGING[:2], 0, timed=timer)
+        simulate(GoodputPolicy(CHAINS, table(COSTS), GoodputParams(refine_cost=False)), CHANGING[:2], 0, timed=timer)
         for timer in (None, lambda chance, tier: 7.0)
     )
     assert [phase.tiers for phase in untimed] == [phase.tiers for phase in timed]
@@ -244,7 +253,7 @@ def test_losing_probes_back_off_and_stay_within_their_share():
     late=st.integers(0, 3),
 )
 def test_probing_never_costs_more_than_its_share(seed, share, batch, late):
-    policy = GoodputPolicy(CHAINS, table(COSTS), probe_share=share)
+    policy = GoodputPolicy(CHAINS, table(COSTS), GoodputParams(probe_share=share))
     _, phase = simulate(policy, [(flat(0.8), batch, 100), (flat(0.0), batch, 600)], seed, late=late)
     # Whatever ran before, nothing is accepted from here on: once that is learnt, only probes draft.
     settled = phase.tiers[50:]
@@ -262,7 +271,7 @@ def test_no_probe_where_no_draft_could_pay():
 
 
 def test_lost_results_do_not_stop_probing():
-    policy = GoodputPolicy(CHAINS, table(COSTS), prior_rate=0.1)
+    policy = GoodputPolicy(CHAINS, table(COSTS), GoodputParams(prior_rate=0.1))
     chosen = []
     for _ in range(1000):
         chosen.append(policy.select(BatchView(1, 1)))
@@ -416,7 +425,7 @@ def test_plain_decoding_alone_is_a_policy():
 )
 def test_parameters_out_of_range(options, words):
     with pytest.raises(ValueError) as error:
-        GoodputPolicy(CHAINS, table(COSTS), **options)
+        GoodputPolicy(CHAINS, table(COSTS), GoodputParams(**options))
     for word in words:
         assert word in str(error.value)
 

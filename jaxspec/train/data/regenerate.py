@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import jax
 import numpy as np
 
+from jaxspec.adaptive.registry import OFF
 from jaxspec.checkpointing import hf
 from jaxspec.checkpointing.tensors import read_json
 from jaxspec.config import EngineConfig, SpeculationConfig
@@ -208,7 +209,7 @@ def _engine(target: Path, drafter: str, batch: int, longest: int, tokenizer: boo
         max_batch_size=batch, batch_buckets=(batch,), max_seq_len=longest, enable_prefix_caching=False,
         variants=("sampled",) if samples else ("greedy",),
     )  # fmt: skip
-    policy = SpeculationConfig(policy="off") if drafter == NONE else SpeculationConfig()
+    policy = SpeculationConfig(policy=OFF) if drafter == NONE else SpeculationConfig()
     engine = build_engine(target, drafter, policy, config, tokenizer=tokenizer)
 
     def generate(

@@ -1,0 +1,36 @@
+"""Which kinds of policies there are. A kind's module is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxspec.adaptive.kind import PolicyKind
+
+#: What is taken where a user names no policy; the same where a depth is given; and the policy that never drafts.
+DEFAULT, FIXED, OFF = "adaptive", "static", "off"
+#: Where each kind that has a name is: module and object. A new kind is such an object and a line here.
+KINDS: dict[str, tuple[str, str]] = {
+    DEFAULT: ("jaxspec.adaptive.goodput", "KIND"),
+    FIXED: ("jaxspec.adaptive.static", "KIND"),
+    OFF: ("jaxspec.adaptive.static", "OFF"),
+}
+#: The kind of what is named by the path of a file.
+_OF_FILES = ("jaxspec.adaptive.profile", "KIND")
+
+
+def names() -> tuple[str, ...]:
+    """What users can name, besides files."""
+    return tuple(KINDS)
+
+
+def find(name: str) -> PolicyKind:
+    """The kind of a name, or of files where no kind has that name."""
+    module, attribute = KINDS.get(name, _OF_FILES)
+    return getattr(importlib.import_module(module), attribute)
+
+
+def kinds() -> list[PolicyKind]:
+    """Every kind that has a name."""
+    return [find(name) for name in KINDS]
