@@ -23,9 +23,8 @@ from jaxspec.checkpointing import hf
 from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.text.tokenizer import Tokenizer
-from jaxspec.train.data import corpus
-from jaxspec.train.data import dataset as data
-from jaxspec.train.data.batch import Batch, Rows
+from jaxspec.train.data import corpus, dataset
+from jaxspec.train.data.batch import Batch, PackedRows
 from jaxspec.train.data.jsonl import read_texts
 from jaxspec.train.objective.attention import packed_attention
 from jaxspec.train.objective.chunks import map_positions
@@ -97,7 +96,7 @@ def next_token_loss(model: TargetModel, batch: Batch) -> jax.Array:
     return jnp.sum(jnp.where(counts, nats, 0.0)) / jnp.maximum(jnp.sum(counts), 1).astype(jnp.float32)
 
 
-def held_out_loss(model: TargetModel, rows: Rows, batch: int = 16, limit: int = 128) -> float:
+def held_out_loss(model: TargetModel, rows: PackedRows, batch: int = 16, limit: int = 128) -> float:
     """Mean cross entropy in nats a learned token over at most `limit` rows."""
     graph, state = nnx.split(model)
     parts = np.array_split(np.arange(min(limit, len(rows))), -(-min(limit, len(rows)) // batch))
@@ -165,10 +164,10 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     tok = _tokenizer(args)
     cfg = _config(args, tok)
     text = Tokenizer(tok, bos_token_id=cfg.bos_token_id, eos_token_ids=cfg.eos_token_ids, add_bos_token=True)
-    rows = data.pack(data.read_examples(args.data, text), args.length, seed=args.seed)
-    held = data.read_examples(args.eval_data, text) if args.eval_data else []
+    rows = dataset.pack(dataset.read_examples(args.data, text), args.length, seed=args.seed)
+    held = dataset.read_examples(args.eval_data, text) if args.eval_data else []
     names = sorted({example.dataset for example in held})
-    held_rows = {name: data.pack([e for e in held if e.dataset == name], args.length, seed=0) for name in names}
+    held_rows = {name: dataset.pack([e for e in held if e.dataset == name], args.length, seed=0) for name in names}
     model = registry.build(cfg, rngs=nnx.Rngs(params=args.seed))
     graph, state = nnx.split(model)
     parameters = sum(x.size for x in jax.tree.leaves(state))
@@ -186,7 +185,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         accumulate=args.accumulate, compute_dtype=args.compute_dtype, save_every=args.save_every,
         log_every=args.log_every, eval_every=args.eval_every, seed=args.seed, tokens_per_step=args.batch * args.length,
     )  # fmt: skip
-    order = data.RowOrder(len(rows), args.batch, args.seed)
+    order = dataset.RowOrder(len(rows), args.batch, args.seed)
     state = loop.run(
         loss_fn, state, lambda step: rows.batch(order(step)), optim, args.run_dir,
         mesh=meshes.make_mesh(args.mesh) if args.mesh else None, evaluate=losses if held_rows else None,

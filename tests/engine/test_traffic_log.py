@@ -11,7 +11,7 @@ import pytest
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.request import SamplingParams
-from jaxspec.train.data import dataset as data
+from jaxspec.train.data import dataset
 
 FEW = dict(batch_buckets=(4,), variants=("sampled",))
 
@@ -46,7 +46,7 @@ def test_finished_requests_are_logged_and_read(bench: Any, tools: Any, tmp_path:
     for row in rows:
         filtered = {"filtered": True} if tuple(row["prompt_token_ids"]) in shaped else {}
         assert row.keys() - {"prompt_token_ids", "output_token_ids", "temperature"} == filtered.keys()
-    examples = data.read_examples([path], None, vocab_size=13)
+    examples = dataset.read_examples([path], None, vocab_size=13)
     assert [e.prompt_length for e in examples] == [len(row["prompt_token_ids"]) for row in rows]
     assert {e.dataset for e in examples} == {"served", "served (filtered)"}
 

@@ -13,7 +13,7 @@ import pytest
 
 from jaxspec.models.tiny import tiny_target
 from jaxspec.train import __main__ as front
-from jaxspec.train.data.batch import Rows
+from jaxspec.train.data.batch import PackedRows
 from jaxspec.train.data.dataset import Example
 from jaxspec.train.drafters import eagle
 from jaxspec.train.objective import teacher
@@ -44,10 +44,10 @@ def test_the_cache_gives_the_losses_of_online_states(
         train_command(eagle, tmp_path / "online", *SMALL, "--lr", "0.5")
 
 
-def rows_of(count: int, length: int = 8) -> Rows:
+def rows_of(count: int, length: int = 8) -> PackedRows:
     tokens = np.random.default_rng(0).integers(0, 13, (count, length)).astype(np.int32)
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
-    return Rows(tokens, np.ones_like(tokens), positions, positions > 0)
+    return PackedRows(tokens, np.ones_like(tokens), positions, positions > 0)
 
 
 def test_the_cache_is_resumed_checked_and_refused_without_room(

@@ -12,8 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from jaxspec.text import tokenizer as text
-from jaxspec.train.data import corpus
-from jaxspec.train.data import dataset as data
+from jaxspec.train.data import corpus, dataset
 
 CODE = "def f(x):\n    return x + 1\n"
 
@@ -59,7 +58,7 @@ def test_the_command_writes_what_training_reads(
     tok = corpus.train_tokenizer([d.text for d in docs if not d.held_out], 300)
     assert tok.get_vocab_size() == 300 and corpus.text_ends(tok) == (0, 1)
     wrapped = text.Tokenizer(tok, bos_token_id=0, eos_token_ids=(1,), add_bos_token=True)
-    examples = data.read_examples([tmp_path / "a" / "code.train.jsonl"], wrapped)
+    examples = dataset.read_examples([tmp_path / "a" / "code.train.jsonl"], wrapped)
     assert {e.dataset for e in examples} == {"code"}
     assert [wrapped.decode(e.tokens) for e in examples] == [d.text for d in docs if d.name[0] == "m" and not d.held_out]
 

@@ -15,9 +15,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jaxspec.text import tokenizer as text
-from jaxspec.train.data import dataset as data
-from jaxspec.train.data import jsonl
-from jaxspec.train.data.batch import Rows
+from jaxspec.train.data import dataset, jsonl
+from jaxspec.train.data.batch import PackedRows
 
 CHARACTERS = "\n abcdefghijklmnopqrstuvwxyz<>/|_"
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -54,16 +53,16 @@ def write(path: Path, *rows: Any) -> Path:
     return path
 
 
-def read(path: Path, *rows: Any, template: str | None = CHATML, **options: Any) -> list[data.Example]:
-    return data.read_examples([write(path / "some.jsonl", *rows)], tokenizer(template), **options)
+def read(path: Path, *rows: Any, template: str | None = CHATML, **options: Any) -> list[dataset.Example]:
+    return dataset.read_examples([write(path / "some.jsonl", *rows)], tokenizer(template), **options)
 
 
-def learned(example: data.Example, tok: text.Tokenizer | None = None) -> str:
+def learned(example: dataset.Example, tok: text.Tokenizer | None = None) -> str:
     tokens = [t for t, wanted in zip(example.tokens, example.learn, strict=True) if wanted]
     return (tok or tokenizer()).decode(tokens, skip_special_tokens=False)
 
 
-def spelled(example: data.Example) -> str:
+def spelled(example: dataset.Example) -> str:
     return tokenizer().decode(example.tokens, skip_special_tokens=False)
 
 
@@ -78,7 +77,7 @@ def test_texts_and_completions(tmp_path: Path) -> None:
     assert (spelled(plain), learned(plain), plain.prompt_length) == ("<s>abc</s>", "abc</s>", 1)
     assert (spelled(told), learned(told), told.prompt_length) == ("<s>ab c</s>", " c</s>", 3)
     assert (spelled(answered), learned(answered)) == ("<s>abc</s>", "c</s>")
-    assert ids == data.Example([5, 6, 7, 1], [False, False, True, True], "served", 2, temperature=0.5)
+    assert ids == dataset.Example([5, 6, 7, 1], [False, False, True, True], "served", 2, temperature=0.5)
     assert [e.dataset for e in (plain, told, answered)] == ["some", "told", "some"]
 
 
@@ -124,7 +123,7 @@ def test_no_token_lies_across_the_prompts_end(tmp_path: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
     tok = text.Tokenizer(backend, eos_token_ids=(0,))
     write(tmp_path / "x.jsonl", {"prompt": "c", "completion": "ca"}, {"prompt": "ca", "completion": "bc"})
-    one, joined = data.read_examples([tmp_path / "x.jsonl"], tok)
+    one, joined = dataset.read_examples([tmp_path / "x.jsonl"], tok)
     names = {i: t for t, i in vocab.items()}
     assert [names[t] for t in one.tokens] == ["▁", "c", "c", "a", "</s>"] and one.prompt_length == 2
     assert [names[t] for t in joined.tokens] == ["▁", "c", "ab", "c", "</s>"] and joined.prompt_length == 2
@@ -133,13 +132,13 @@ def test_no_token_lies_across_the_prompts_end(tmp_path: Path) -> None:
 def test_files_may_be_compressed_and_hold_blank_lines(tmp_path: Path) -> None:
     path = tmp_path / "served.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "abc"}\n\n{"text": "de"}'))
-    found = data.read_examples([path, write(tmp_path / "b.jsonl", {"text": "x"})], tokenizer())
+    found = dataset.read_examples([path, write(tmp_path / "b.jsonl", {"text": "x"})], tokenizer())
     assert [(spelled(e), e.dataset) for e in found] == [
         ("<s>abc</s>", "served"), ("<s>de</s>", "served"), ("<s>x</s>", "b")
     ]  # fmt: skip
     path.write_bytes(path.read_bytes()[:-12])
     with pytest.raises(ValueError, match=r"served.jsonl.gz:\d: cannot be read: .*end-of-stream"):
-        data.read_examples([path], tokenizer())
+        dataset.read_examples([path], tokenizer())
 
 
 CHAT = {"role": "user", "content": "a"}
@@ -190,11 +189,11 @@ def test_bad_files(tmp_path: Path) -> None:
     ]:
         path.write_bytes(content)
         with pytest.raises(ValueError, match=message):
-            data.read_examples([path], tokenizer())
+            dataset.read_examples([path], tokenizer())
     with pytest.raises(ValueError, match=r"nowhere.jsonl:1: cannot be read: .*No such file"):
-        data.read_examples([tmp_path / "nowhere.jsonl"], tokenizer())
+        dataset.read_examples([tmp_path / "nowhere.jsonl"], tokenizer())
     with pytest.raises(ValueError, match="no data files"):
-        data.read_examples([], tokenizer())
+        dataset.read_examples([], tokenizer())
 
 
 def test_what_a_checkpoint_lacks(tmp_path: Path) -> None:
@@ -202,15 +201,15 @@ def test_what_a_checkpoint_lacks(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"some.jsonl:1: this checkpoint has no chat template"):
         read(tmp_path, chat, template=None)
     path = write(tmp_path / "ids.jsonl", {"prompt_token_ids": [1], "output_token_ids": [12]})
-    assert data.read_examples([path], None, vocab_size=13)[0].tokens == [1, 12]
+    assert dataset.read_examples([path], None, vocab_size=13)[0].tokens == [1, 12]
     with pytest.raises(ValueError, match=r"ids.jsonl:1: .*\[0, 12\), got 12"):
-        data.read_examples([path], None, vocab_size=12)
+        dataset.read_examples([path], None, vocab_size=12)
     with pytest.raises(ValueError, match="vocab_size is needed"):
-        data.read_examples([path], None)
+        dataset.read_examples([path], None)
     with pytest.raises(ValueError, match=r"t.jsonl:1: a row of text needs the checkpoint's tokenizer.json"):
-        data.read_examples([write(tmp_path / "t.jsonl", {"text": "a"})], None, vocab_size=13)
+        dataset.read_examples([write(tmp_path / "t.jsonl", {"text": "a"})], None, vocab_size=13)
     no_ends = tokenizer(bos_token_id=None, eos_token_ids=(), add_bos_token=False)
-    (bare,) = data.read_examples([write(tmp_path / "t.jsonl", {"text": "abc"})], no_ends)
+    (bare,) = dataset.read_examples([write(tmp_path / "t.jsonl", {"text": "abc"})], no_ends)
     assert spelled(bare) == "abc" and bare.learn == [False, True, True]
 
 
@@ -221,7 +220,7 @@ def test_prompts(tmp_path: Path) -> None:
         {"messages": talk}, {"messages": talk[:3], "dataset": "open"}, {"prompt": "ab"},
         {"prompt_token_ids": [5, 6]}, {"text": "abcdefghijklmnop"}, {"text": "abcdefghijklmnop"},
     )  # fmt: skip
-    read_all = lambda **options: data.read_prompts([path], tokenizer(), prompt_tokens=(3, 12), **options)
+    read_all = lambda **options: dataset.read_prompts([path], tokenizer(), prompt_tokens=(3, 12), **options)
     found = read_all(seed=1)
     asked = tokenizer().apply_chat_template(talk[:3])
     strings = [tokenizer().decode(p.tokens, skip_special_tokens=False) for p in found]
@@ -233,9 +232,9 @@ def test_prompts(tmp_path: Path) -> None:
     assert found == read_all(seed=1)
     assert len({len(read_all(seed=s)[4].tokens) for s in range(20)}) > 4
     with pytest.raises(ValueError, match=r"prompt_tokens must be a range .*got 4:3"):
-        data.read_prompts([path], tokenizer(), prompt_tokens=(4, 3))
+        dataset.read_prompts([path], tokenizer(), prompt_tokens=(4, 3))
     with pytest.raises(ValueError, match=r"q.jsonl:1: nothing comes before the conversation's only message"):
-        data.read_prompts([write(tmp_path / "q.jsonl", {"messages": talk[1:2]})], tokenizer())
+        dataset.read_prompts([write(tmp_path / "q.jsonl", {"messages": talk[1:2]})], tokenizer())
 
 
 def test_texts_for_a_tokenizer(tmp_path: Path) -> None:
@@ -246,7 +245,7 @@ def test_texts_for_a_tokenizer(tmp_path: Path) -> None:
         list(jsonl.read_texts([write(tmp_path / "ids.jsonl", {"prompt_token_ids": [1]})]))
 
 
-def segments(rows: Rows) -> list[tuple[list[int], list[bool]]]:
+def segments(rows: PackedRows) -> list[tuple[list[int], list[bool]]]:
     """Every text of every row, after checking what must hold for each row."""
     found = []
     for row in range(len(rows)):
@@ -265,13 +264,13 @@ def segments(rows: Rows) -> list[tuple[list[int], list[bool]]]:
 
 
 @st.composite
-def texts(draw: st.DrawFn) -> list[data.Example]:
+def texts(draw: st.DrawFn) -> list[dataset.Example]:
     """Texts whose tokens are all different, so that a piece tells where it comes from."""
     examples, start = [], 1
     for _ in range(draw(st.integers(1, 12))):
         size = draw(st.integers(1, 40))
         learn = [False, *draw(st.lists(st.booleans(), min_size=size - 1, max_size=size - 1))]
-        examples.append(data.Example(list(range(start, start + size)), learn, "", 0))
+        examples.append(dataset.Example(list(range(start, start + size)), learn, "", 0))
         start += size
     return examples
 
@@ -279,26 +278,26 @@ def texts(draw: st.DrawFn) -> list[data.Example]:
 @settings(max_examples=150, deadline=None)
 @given(texts(), st.integers(4, 50), st.integers(0, 3))
 def test_packing_learns_every_token_once_and_mixes_no_texts(
-    examples: list[data.Example], length: int, seed: int
+    examples: list[dataset.Example], length: int, seed: int
 ) -> None:
-    kept = [e for e in examples if len(e.tokens) >= data.MIN_TOKENS]
+    kept = [e for e in examples if len(e.tokens) >= dataset.MIN_TOKENS]
     wanted = sorted(t for e in kept for t, learn in zip(e.tokens, e.learn, strict=True) if learn)
     if not wanted:
         with pytest.raises(ValueError, match="nothing to learn"):
-            data.pack(examples, length, seed=seed)
+            dataset.pack(examples, length, seed=seed)
         return
-    rows = data.pack(examples, length, seed=seed)
+    rows = dataset.pack(examples, length, seed=seed)
     assert rows.length == length
     found = segments(rows)
     assert sorted(t for tokens, learn in found for t, w in zip(tokens, learn, strict=True) if w) == wanted
     for tokens, learn in found:
-        assert len(tokens) >= data.MIN_TOKENS and any(learn)
+        assert len(tokens) >= dataset.MIN_TOKENS and any(learn)
         assert tokens == list(range(tokens[0], tokens[0] + len(tokens)))
         (home,) = [e for e in kept if tokens[0] in e.tokens]
         assert tokens[-1] in home.tokens
         if len(home.tokens) <= length:
             assert tokens == home.tokens
-    again = data.pack(examples, length, seed=seed)
+    again = dataset.pack(examples, length, seed=seed)
     for name in ("tokens", "segments", "positions", "learn"):
         np.testing.assert_array_equal(getattr(rows, name), getattr(again, name))
 
@@ -306,27 +305,27 @@ def test_packing_learns_every_token_once_and_mixes_no_texts(
 def test_packing_is_tight_and_quick_and_says_what_it_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     rng = np.random.default_rng(0)
     sizes = rng.integers(3, 600, 20_000)
-    examples = [data.Example([1] * n, [False] + [True] * (n - 1), "", 1) for n in sizes.tolist()]
-    idle = data.Example([1] * 900, [False] * 899 + [True], "", 899)
-    rows = data.pack([*examples, data.Example([1, 2], [False, True], "", 1), idle], 512)
+    examples = [dataset.Example([1] * n, [False] + [True] * (n - 1), "", 1) for n in sizes.tolist()]
+    idle = dataset.Example([1] * 900, [False] * 899 + [True], "", 899)
+    rows = dataset.pack([*examples, dataset.Example([1, 2], [False, True], "", 1), idle], 512)
     used = (rows.segments > 0).mean()
     assert used > 0.99 and rows.tokens.dtype == np.int32
     said = capsys.readouterr().out
     assert f"{used:.1%} used" in said and "left out 1 texts below 3 tokens and 1 pieces with nothing to learn" in said
     with pytest.raises(ValueError, match="more than 3 tokens a row, got 3"):
-        data.pack(examples, 3)
+        dataset.pack(examples, 3)
 
 
 def test_row_order_depends_on_the_step_and_uses_every_row() -> None:
-    order = data.RowOrder(12, 5, seed=1)
+    order = dataset.RowOrder(12, 5, seed=1)
     steps = [order(step) for step in range(24)]
     flat = np.concatenate(steps).reshape(10, 12)
     assert [sorted(epoch) for epoch in flat.tolist()] == [list(range(12))] * 10
     assert len({tuple(epoch) for epoch in flat.tolist()}) == 10
     for step in (7, 2, 23, 0):
-        np.testing.assert_array_equal(data.RowOrder(12, 5, seed=1)(step), steps[step])
+        np.testing.assert_array_equal(dataset.RowOrder(12, 5, seed=1)(step), steps[step])
         np.testing.assert_array_equal(order(step), steps[step])
-    assert not np.array_equal(data.RowOrder(12, 5, seed=2)(0), steps[0])
-    assert data.RowOrder(2, 5, seed=0)(0).shape == (5,)
+    assert not np.array_equal(dataset.RowOrder(12, 5, seed=2)(0), steps[0])
+    assert dataset.RowOrder(2, 5, seed=0)(0).shape == (5,)
     with pytest.raises(ValueError, match="got 0 rows and a batch of 4"):
-        data.RowOrder(0, 4, 0)
+        dataset.RowOrder(0, 4, 0)

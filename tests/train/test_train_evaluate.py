@@ -13,7 +13,7 @@ import pytest
 
 from jaxspec.checkpointing import hf
 from jaxspec.models.tiny import tiny_target
-from jaxspec.train.data import dataset as data
+from jaxspec.train.data import dataset
 from jaxspec.train.drafters import drafts
 from jaxspec.train.run import evaluate
 
@@ -55,7 +55,7 @@ def test_the_target_as_its_own_drafter_is_accepted_in_full(temperature: float) -
     target = tiny_target()
     rng = np.random.default_rng(3)
     texts = [
-        data.Example([int(t) for t in rng.integers(0, 13, 30)], [False] * 6 + [True] * 24, "some", 6, temperature)
+        dataset.Example([int(t) for t in rng.integers(0, 13, 30)], [False] * 6 + [True] * 24, "some", 6, temperature)
         for _ in range(3)
     ]
     (group,) = evaluate.simulate(target, target, texts, 3, rows=2)
@@ -65,7 +65,7 @@ def test_the_target_as_its_own_drafter_is_accepted_in_full(temperature: float) -
 
 def test_texts_too_short_for_a_round_are_refused() -> None:
     target = tiny_target()
-    text = data.Example([1, 2, 3, 4, 5], [False, False, False, True, True], "some", 3)
+    text = dataset.Example([1, 2, 3, 4, 5], [False, False, False, True, True], "some", 3)
     with pytest.raises(ValueError, match="a chain of 4 drafts needs texts of at least 7 tokens, got 5"):
         evaluate.simulate(target, target, [text], 4)
     with pytest.raises(ValueError, match="no text holds a whole round of 2 drafts"):

@@ -22,8 +22,8 @@ from jaxspec.checkpointing import hf
 from jaxspec.models.layers import causal_attention
 from jaxspec.models.tiny import tiny_target
 from jaxspec.text.tokenizer import Tokenizer
-from jaxspec.train.data import dataset as data
-from jaxspec.train.data import regenerate
+from jaxspec.train.data import dataset, regenerate
+from jaxspec.train.data.regenerate import Answers
 
 LETTERS, EOS = "abcdefghijkl", 12
 TEXTS = ["abcdefgh", "lkjihgfe", "aabbccdd", "dead", "facade", "jig"]
@@ -56,18 +56,19 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assemble, "build_engine", small)
-        regenerate.regenerate(path / "target", [path / "prompts.jsonl"], path / "whole.jsonl", **SETTINGS)
+        regenerate.regenerate(path / "target", [path / "prompts.jsonl"], path / "whole.jsonl", Answers(**SETTINGS))
         yield path
 
 
 def run(work: Path, name: str, **changes: Any) -> Path:
-    return regenerate.regenerate(work / "target", [work / "prompts.jsonl"], work / name, **{**SETTINGS, **changes})
+    how = Answers(**{**SETTINGS, **changes})
+    return regenerate.regenerate(work / "target", [work / "prompts.jsonl"], work / name, how)
 
 
 def test_rows_are_the_targets_answers_in_order(work: Path) -> None:
     rows = [json.loads(line) for line in (work / "whole.jsonl").read_text().splitlines()]
     tokenizer = Tokenizer.from_directory(work / "target")
-    prompts = data.read_prompts([work / "prompts.jsonl"], tokenizer, prompt_tokens=(2, 5), seed=4)
+    prompts = dataset.read_prompts([work / "prompts.jsonl"], tokenizer, prompt_tokens=(2, 5), seed=4)
     assert [row["prompt_token_ids"] for row in rows] == [p.tokens for p in prompts]
     assert [row["dataset"] for row in rows] == ["prompts"] * 6 + ["asked"] + ["prompts"] * 4
     assert {row["temperature"] for row in rows} == {0.0, 1.0}
@@ -88,7 +89,7 @@ def test_rows_are_the_targets_answers_in_order(work: Path) -> None:
             assert output == greedy
         surprises += output != greedy
     assert surprises >= 2
-    examples = data.read_examples([work / "whole.jsonl"], tokenizer)
+    examples = dataset.read_examples([work / "whole.jsonl"], tokenizer)
     assert [e.prompt_length for e in examples] == [len(p.tokens) for p in prompts]
 
 
@@ -140,7 +141,7 @@ def test_another_runs_file_is_refused(work: Path) -> None:
     other = work / "more.jsonl"
     other.write_text('{"text": "abc"}\n')
     with pytest.raises(ValueError, match=r"made with data \[\['prompts.jsonl', '.*'\]\], got \[\['more.jsonl'"):
-        regenerate.regenerate(work / "target", [other], work / "other.jsonl", **SETTINGS)
+        regenerate.regenerate(work / "target", [other], work / "other.jsonl", Answers(**SETTINGS))
     lines = (work / "other.jsonl").read_text().splitlines(keepends=True)
     (work / "other.jsonl").write_text(lines[1] + lines[0])
     with pytest.raises(ValueError, match=r"other.jsonl:1: this row does not answer prompt 1"):

@@ -17,17 +17,17 @@ from jaxspec.models.layers import causal_attention
 from jaxspec.models.tiny import tiny_target
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train import target
-from jaxspec.train.data import dataset as data
+from jaxspec.train.data import dataset
 from jaxspec.train.objective import chunks
 
 
-def packed() -> tuple[list[data.Example], data.Rows]:
+def packed() -> tuple[list[dataset.Example], dataset.PackedRows]:
     rng = np.random.default_rng(0)
     examples = []
     for size in (9, 5, 4, 12, 7):
         learn = [False, *(rng.random(size - 1) < 0.7).tolist()]
-        examples.append(data.Example(rng.integers(0, 13, size).tolist(), learn, "", 1))
-    return examples, data.pack(examples, 16)
+        examples.append(dataset.Example(rng.integers(0, 13, size).tolist(), learn, "", 1))
+    return examples, dataset.pack(examples, 16)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -78,7 +78,7 @@ def test_from_files_to_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (model.config.num_layers, model.config.vocab_size, model.config.eos_token_ids) == (2, 280, (1,))
     tokenizer = Tokenizer.from_directory(tmp_path / "out")
     assert tokenizer.adds_bos
-    held = data.pack(data.read_examples([tmp_path / "held.jsonl"], tokenizer), 24)
+    held = dataset.pack(dataset.read_examples([tmp_path / "held.jsonl"], tokenizer), 24)
     assert target.held_out_loss(model, held) == pytest.approx(loss, abs=0.05), "saved in bfloat16"
 
     own = tmp_path / "run" / "tokenizer.json"

@@ -47,7 +47,7 @@ def ahead(values_BT: jax.Array, count: int) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """Packed rows on the host; the arrays of `Batch`, [R, T]."""
 
     tokens: np.ndarray

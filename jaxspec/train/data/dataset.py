@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.text.tokenizer import Tokenizer
-from jaxspec.train.data.batch import Rows
+from jaxspec.train.data.batch import PackedRows
 from jaxspec.train.data.jsonl import ROLES, Line, completion_key, messages_of, named, read_rows, shape_of, string
 
 #: A text needs a token to start from, and a draft head predicts the one after the next.
@@ -282,7 +282,7 @@ def _example(tokens: list[int], ranges: Sequence[tuple[int, int]], dataset: str)
     return Example(tokens, learn, dataset, first)
 
 
-def pack(examples: Sequence[Example], length: int, *, seed: int = 0, report: bool = True) -> Rows:
+def pack(examples: Sequence[Example], length: int, *, seed: int = 0, report: bool = True) -> PackedRows:
     """Texts side by side in rows of `length` tokens, longest first into the fullest row that has room.
 
     A longer text is cut into consecutive pieces, each a segment of its own that knows nothing of the one before; a
@@ -317,7 +317,9 @@ def pack(examples: Sequence[Example], length: int, *, seed: int = 0, report: boo
     order = rng.permutation(len(pieces))
     bins = _best_fit(sizes, order[np.argsort(-sizes[order], kind="stable")], length)
     shape = (len(bins), length)
-    rows = Rows(np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool))
+    rows = PackedRows(
+        np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
+    )
     for row, number in enumerate(rng.permutation(len(bins))):
         start = 0
         for segment, index in enumerate(bins[number], 1):

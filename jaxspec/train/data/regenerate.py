@@ -9,6 +9,7 @@ trainees; the engine is imported where it is built, since training works without
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -67,70 +68,88 @@ def temperatures(text: str) -> tuple[float, ...]:
         raise argparse.ArgumentTypeError(f"must be numbers separated by commas, got {text!r}") from None
 
 
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """How prompts are answered.
+
+    Attributes:
+      prompt_tokens: how much of a text row is its prompt (see read_prompts).
+      max_tokens: of an answer.
+      context: the longest prompt and answer together, in tokens; at most the target's own context.
+      temperatures: the seed picks one for each row; 0 is greedy.
+      drafter: as LLM's; answers stay the target's own.
+      batch: rows decoded together, None: 16 on a CPU and 128 elsewhere; may differ between the runs that make one file.
+      limit: rows; None: all.
+
+    Raises:
+      ValueError: a value out of range.
+    """
+
+    prompt_tokens: tuple[int, int] = (16, 64)
+    max_tokens: int = 256
+    context: int = 2048
+    temperatures: Sequence[float] = (0.0, 0.7, 1.0)
+    drafter: str = NONE
+    batch: int | None = None
+    limit: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperatures or not all(0 <= t <= 10 for t in self.temperatures):
+            raise ValueError(f"temperatures must lie between 0 and 10, got {tuple(self.temperatures)}")
+        for name, low in (("max_tokens", 1), ("batch", 1), ("seed", 0), ("limit", 1)):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ValueError(f"{name} must be at least {low}, got {value}")
+
+    def params(self, index: int) -> SamplingParams:
+        """How a row is sampled."""
+        rng = np.random.default_rng((self.seed, index, 1))
+        temperature = float(self.temperatures[int(rng.integers(len(self.temperatures)))])
+        return SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=int(rng.integers(2**32)))
+
+
 def main(args: argparse.Namespace) -> Path:
     """Runs the command and returns the file."""
-    return regenerate(
-        args.target, args.data, args.out, prompt_tokens=args.prompt_tokens, max_tokens=args.max_tokens,
-        context=args.context, temperatures=args.temperatures, drafter=args.drafter, batch=args.batch,
-        limit=args.limit, seed=args.seed,
-    )  # fmt: skip
+    how = Answers(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Answers)})
+    return regenerate(args.target, args.data, args.out, how)
 
 
-def regenerate(
-    target: Path,
-    data: Sequence[Path],
-    out: Path,
-    *,
-    prompt_tokens: tuple[int, int] = (16, 64),
-    max_tokens: int = 256,
-    context: int = 2048,
-    temperatures: Sequence[float] = (0.0, 0.7, 1.0),
-    drafter: str = NONE,
-    batch: int | None = None,
-    limit: int | None = None,
-    seed: int = 0,
-) -> Path:
+def regenerate(target: Path, data: Sequence[Path], out: Path, how: Answers = Answers()) -> Path:
     """Writes the target's answer to every prompt of `data`, a row of token ids each, in the order of the prompts.
 
     A row is {"prompt_token_ids", "output_token_ids", "temperature", "dataset"}; read_examples reads it. Beside `out`
     lies a file with what it was made of. A run that was interrupted goes on when it is called again; a finished one
     returns at once. Prompts that leave no room for max_tokens in the context are left out and counted.
 
-    Args:
-      prompt_tokens: how much of a text row is its prompt (see read_prompts).
-      context: the longest prompt and answer together, in tokens; at most the target's own context.
-      temperatures: the seed picks one for each row; 0 is greedy.
-      drafter: as LLM's; answers stay the target's own.
-      batch: rows decoded together, by default 16 on a CPU and 128 elsewhere; may differ between the runs that make
-        one file.
-      limit: rows; None: all.
-
     Returns:
       `out`.
 
     Raises:
-      ValueError: bad data or arguments; an `out` made of something else, with both values.
+      ValueError: bad data; an `out` made of something else, with both values.
       OSError: the disk is full or fails, naming the file; what was written stays and can be gone on with.
     """
-    batch = (_CPU_BATCH if jax.default_backend() == "cpu" else _BATCH) if batch is None else batch
-    _check(max_tokens, temperatures, batch, limit, seed)
     tokenizer = Tokenizer.from_directory(target) if (target / "tokenizer.json").is_file() else None
     config = hf.load_config(target)
-    prompts = read_prompts(data, tokenizer, prompt_tokens=prompt_tokens, seed=seed, vocab_size=config.vocab_size)
-    context = min(config.max_position_embeddings, context)
-    prompts = _fitting(prompts, context - max_tokens, f"context {context} - max_tokens {max_tokens}")[:limit]
+    prompts = read_prompts(
+        data, tokenizer, prompt_tokens=how.prompt_tokens, seed=how.seed, vocab_size=config.vocab_size
+    )
+    how = dataclasses.replace(how, context=min(config.max_position_embeddings, how.context))
+    room = f"context {how.context} - max_tokens {how.max_tokens}"
+    prompts = _fitting(prompts, how.context - how.max_tokens, room)[: how.limit]
     record = {
         "target": _fingerprint(target), "data": [[path.name, _digest(path)] for path in map(Path, data)],
-        "prompt_tokens": list(prompt_tokens), "max_tokens": max_tokens, "context": context,
-        "temperatures": [float(t) for t in temperatures], "drafter": drafter, "limit": limit, "seed": seed,
+        "prompt_tokens": list(how.prompt_tokens), "max_tokens": how.max_tokens, "context": how.context,
+        "temperatures": [float(t) for t in how.temperatures], "drafter": how.drafter, "limit": how.limit,
+        "seed": how.seed,
     }  # fmt: skip
     done = _resume(out, record, prompts)
     if done == len(prompts):
         print(f"{out}: all {done:,} rows are there", flush=True)
         return out
-    longest = max(len(prompt.tokens) for prompt in prompts) + max_tokens
-    generate = _engine(target, drafter, batch, longest, tokenizer is not None, any(temperatures))
-    params = [_params(i, max_tokens, temperatures, seed) for i in range(len(prompts))]
+    longest = max(len(prompt.tokens) for prompt in prompts) + how.max_tokens
+    generate = _engine(target, how, longest, tokenizer is not None)
+    params = [how.params(i) for i in range(len(prompts))]
     progress = _Progress(done, len(prompts))
     with out.open("ab", buffering=0) as f:
         waiting: dict[int, bytes] = {}
@@ -162,20 +181,10 @@ def answer(target: Path, data: Sequence[Path], out: Path, *, length: int, seed: 
     longest = min(64, length // 4)
     return [
         regenerate(
-            target, data, out, prompt_tokens=(min(16, longest), longest), max_tokens=min(512, length // 2),
-            context=length, seed=seed,
+            target, data, out,
+            Answers((min(16, longest), longest), max_tokens=min(512, length // 2), context=length, seed=seed),
         )
     ]  # fmt: skip
-
-
-def _check(max_tokens: int, temperatures: Sequence[float], batch: int, limit: int | None, seed: int) -> None:
-    if not temperatures or not all(0 <= t <= 10 for t in temperatures):
-        raise ValueError(f"temperatures must lie between 0 and 10, got {tuple(temperatures)}")
-    for name, value, low in (("max_tokens", max_tokens, 1), ("batch", batch, 1), ("seed", seed, 0)):
-        if value < low:
-            raise ValueError(f"{name} must be at least {low}, got {value}")
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit must be at least 1, got {limit}")
 
 
 def _fitting(prompts: list[Prompt], room: int, what: str) -> list[Prompt]:
@@ -192,25 +201,20 @@ def _fitting(prompts: list[Prompt], room: int, what: str) -> list[Prompt]:
     return kept
 
 
-def _params(index: int, max_tokens: int, temperatures: Sequence[float], seed: int) -> SamplingParams:
-    rng = np.random.default_rng((seed, index, 1))
-    temperature = float(temperatures[int(rng.integers(len(temperatures)))])
-    return SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=int(rng.integers(2**32)))
-
-
 #: (prompts, parameters, number of the first row that is missing) -> (row, output ids) as they finish.
 Generate = Callable[[Sequence[Prompt], Sequence[SamplingParams], int], Iterator[tuple[int, list[int]]]]
 
 
-def _engine(target: Path, drafter: str, batch: int, longest: int, tokenizer: bool, samples: bool) -> Generate:
+def _engine(target: Path, how: Answers, longest: int, tokenizer: bool) -> Generate:
     from jaxspec.assemble import build_engine
 
+    batch = how.batch or (_CPU_BATCH if jax.default_backend() == "cpu" else _BATCH)
     config = EngineConfig(
         max_batch_size=batch, batch_buckets=(batch,), max_seq_len=longest, enable_prefix_caching=False,
-        variants=("sampled",) if samples else ("greedy",),
+        variants=("sampled",) if any(how.temperatures) else ("greedy",),
     )  # fmt: skip
-    policy = SpeculationConfig(policy=OFF) if drafter == NONE else SpeculationConfig()
-    engine = build_engine(target, drafter, policy, config, tokenizer=tokenizer)
+    policy = SpeculationConfig(policy=OFF) if how.drafter == NONE else SpeculationConfig()
+    engine = build_engine(target, how.drafter, policy, config, tokenizer=tokenizer)
 
     def generate(
         prompts: Sequence[Prompt], params: Sequence[SamplingParams], start: int

@@ -96,9 +96,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     starts.check_layout("draft_model", args.layout)
     recipe = DraftModelRecipe(args.hard_share, args.depth)
     shape = starts.geometry(args, GEOMETRY)
-    session = command.prepare(args)
-    starts.check_length(session.rows.length, recipe.depth)
-    target = session.target
+    setup = command.prepare(args)
+    starts.check_length(setup.rows.length, recipe.depth)
+    target = setup.target
     if args.init_from is not None:
         draft = hf.load_model(args.init_from, dtype=jnp.float32)
         if draft.config.vocab_size != target.config.vocab_size:
@@ -119,4 +119,4 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         )
         draft = new_draft_model(cfg, target, args.seed)
     extra = {"hard_share": args.hard_share}
-    return command.fit(session, recipe, draft, kind="draft_model", extra_record=extra)
+    return command.fit(setup, recipe, draft, kind="draft_model", extra_record=extra)

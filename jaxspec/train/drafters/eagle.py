@@ -191,19 +191,19 @@ def _geometry(args: argparse.Namespace, target: TargetModel) -> dict[str, Any]:
     }
 
 
-def build_eagle3(session: command.Session) -> tuple[Eagle3Head, dict[str, Any]]:
+def build_eagle3(setup: command.Setup) -> tuple[Eagle3Head, dict[str, Any]]:
     """A new head by the arguments, and what to record of it.
 
     Raises:
       ValueError: sizes or layers that do not fit (see Eagle3Config).
     """
-    args, target = session.args, session.target
+    args, target = setup.args, setup.target
     layers = tuple(args.aux_layers or target.config.aux_layers)
     if not all(0 <= i <= target.config.num_layers for i in layers):
         raise ValueError(f"--aux-layers must lie in 0 .. {target.config.num_layers} (the target's), got {layers}")
     coverage = 0.985 if args.coverage is None else args.coverage
-    target_ids = draft_vocabulary(session.token_counts_V, args.draft_vocab_size, coverage)
-    share = float(session.token_counts_V[target_ids].sum() / max(1, session.token_counts_V.sum()))
+    target_ids = draft_vocabulary(setup.token_counts_V, args.draft_vocab_size, coverage)
+    share = float(setup.token_counts_V[target_ids].sum() / max(1, setup.token_counts_V.sum()))
     print(f"draft vocabulary: {len(target_ids)} tokens, {share:.2%} of the learned ones", flush=True)
     newer = args.arch == "eagle3.1"
     cfg = Eagle3Config(
@@ -221,13 +221,13 @@ def build_eagle3(session: command.Session) -> tuple[Eagle3Head, dict[str, Any]]:
     return new_head(cfg, target, target_ids, args.seed), {"draft_vocabulary_coverage": round(share, 5)}
 
 
-def build_eagle1(session: command.Session) -> Eagle1Head:
+def build_eagle1(setup: command.Setup) -> Eagle1Head:
     """A new head by the arguments; its embedding and output layer are the target's.
 
     Raises:
       ValueError: arguments that such a head does not have.
     """
-    args, target = session.args, session.target
+    args, target = setup.args, setup.target
     for name in ("aux_layers", "draft_vocab_size", "coverage", "norm_before_residual", "norm_before_fc"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} belongs to EAGLE-3, got it with --arch eagle1")
@@ -275,24 +275,24 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         kind = read_kind(args.init_from)
         if kind not in ("eagle3", "eagle1"):
             raise ValueError(f"--init-from {args.init_from} must hold an eagle3 or eagle1 head, got {kind}")
-    session = command.prepare(args)
-    target, record = session.target, {}
+    setup = command.prepare(args)
+    target, record = setup.target, {}
     head: Any
     if args.init_from is not None:
         head = starts.load_initial(read_kind(args.init_from), args.init_from, target)
     elif args.arch == "eagle1":
-        head = build_eagle1(session)
+        head = build_eagle1(setup)
     else:
-        head, record = build_eagle3(session)
+        head, record = build_eagle3(setup)
     train = args.train_embedding
     if isinstance(head, Eagle1Head):
         set_embedding(head, target, bool(train))
         recipe = Eagle1Recipe(
             head.config.aux_layer_ids, args.ttt_steps, args.feature_noise, args.logit_weight, args.loss
         )
-        return command.fit(session, recipe, head, kind="eagle1", extra_record=record)
+        return command.fit(setup, recipe, head, kind="eagle1", extra_record=record)
     if args.init_from is not None and train is None:
         train = isinstance(head.embedding, nnx.Param)  # as it was published
     set_embedding(head, target, train)
     recipe = Eagle3Recipe(head.config.aux_layer_ids, args.ttt_steps, args.decay, args.loss)
-    return command.fit(session, recipe, head, kind="eagle3", extra_record=record)
+    return command.fit(setup, recipe, head, kind="eagle3", extra_record=record)

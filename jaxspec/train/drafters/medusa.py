@@ -120,8 +120,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     starts.check_layout("medusa", args.layout)
     shape = starts.geometry(args, GEOMETRY)
     MedusaRecipe(shape["heads"], decay=args.decay)
-    session = command.prepare(args)
-    target = session.target
+    setup = command.prepare(args)
+    target = setup.target
     if args.init_from is not None:
         module = starts.load_initial("medusa", args.init_from, target)
         if args.freeze_lm_heads:
@@ -137,9 +137,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         )
         module = new_heads(cfg, target, freeze_lm_heads=args.freeze_lm_heads)
     cfg = module.config
-    starts.check_length(session.rows.length, cfg.num_heads)
+    starts.check_length(setup.rows.length, cfg.num_heads)
     output = 0 if args.freeze_lm_heads else cfg.num_heads * cfg.hidden_size * cfg.vocab_size
     print(f"of the trained parameters {output:,} are {cfg.num_heads} output layers", flush=True)
     recipe = MedusaRecipe(cfg.num_heads, decay=args.decay, soft=args.soft)
     extra = {"decay": args.decay, "soft": args.soft, "freeze_lm_heads": args.freeze_lm_heads}
-    return command.fit(session, recipe, module, kind="medusa", extra_record=extra)
+    return command.fit(setup, recipe, module, kind="medusa", extra_record=extra)

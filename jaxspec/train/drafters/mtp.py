@@ -202,15 +202,15 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     if inside and shape["layer_type"] != "target":
         raise ValueError(f"--layout {args.layout} needs --layer-type target, got {shape['layer_type']}")
     MtpRecipe(args.mtp_steps, args.decay)
-    session = command.prepare(args)
-    starts.check_length(session.rows.length, args.mtp_steps)
-    target = session.target
+    setup = command.prepare(args)
+    starts.check_length(setup.rows.length, args.mtp_steps)
+    target = setup.target
     if args.init_from is not None:
         head = starts.load_initial("mtp", args.init_from, target)
     else:
-        sample = session.rows.tokens[:1, : min(_SAMPLE, session.rows.length)]
+        sample = setup.rows.tokens[:1, : min(_SAMPLE, setup.rows.length)]
         head = new_head(shape["layer_type"], target, jnp.asarray(sample), args.seed)
     check_layout(head, target, layout)
     recipe = MtpRecipe(args.mtp_steps, args.decay, args.soft)
     extra = {"steps": args.mtp_steps, "decay": args.decay, "soft": args.soft}
-    return command.fit(session, recipe, head, kind="mtp", extra_record=extra)
+    return command.fit(setup, recipe, head, kind="mtp", extra_record=extra)

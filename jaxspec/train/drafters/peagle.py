@@ -328,20 +328,20 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--depth", type=int, default=5, help="drafts a chain in the reported acceptance")
 
 
-def build(session: command.Session, shape: dict[str, Any]) -> Eagle3Head:
+def build(setup: command.Setup, shape: dict[str, Any]) -> Eagle3Head:
     """A new head: an EAGLE-3 head's start (see eagle.new_head), further layers and the placeholder.
 
     Raises:
       ValueError: sizes, layers or a mask token that do not fit.
     """
-    args, target = session.args, session.target
+    args, target = setup.args, setup.target
     cfg = target.config
     layers = tuple(shape["aux_layers"] or cfg.aux_layers)
     if not all(0 <= i <= cfg.num_layers for i in layers):
         raise ValueError(f"--aux-layers must lie in 0 .. {cfg.num_layers} (the target's), got {layers}")
-    used_V = np.bincount(session.rows.tokens[session.rows.segments > 0], minlength=cfg.vocab_size)
-    mask = starts.mask_token(shape["mask_token"], args.target, session.tokenizer, used_V)
-    target_ids = eagle.draft_vocabulary(session.token_counts_V, shape["draft_vocab_size"], shape["coverage"])
+    used_V = np.bincount(setup.rows.tokens[setup.rows.segments > 0], minlength=cfg.vocab_size)
+    mask = starts.mask_token(shape["mask_token"], args.target, setup.tokenizer, used_V)
+    target_ids = eagle.draft_vocabulary(setup.token_counts_V, shape["draft_vocab_size"], shape["coverage"])
     print(f"draft vocabulary: {len(target_ids)} tokens; mask token: id {mask}", flush=True)
     head_config = Eagle3Config(
         hidden_size=shape["hidden_size"] or cfg.hidden_size,
@@ -374,13 +374,13 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     starts.check_layout("peagle", args.layout)
     shape = starts.geometry(args, GEOMETRY)
     PeagleRecipe((), args.num_depths, args.ratio, args.floor, args.depth)
-    session = command.prepare(args)
-    starts.check_length(session.rows.length, args.num_depths)
+    setup = command.prepare(args)
+    starts.check_length(setup.rows.length, args.num_depths)
     if args.init_from is not None:
-        head = starts.load_initial("peagle", args.init_from, session.target)
-        eagle.set_embedding(head, session.target, True)  # placeholders need one of their own
+        head = starts.load_initial("peagle", args.init_from, setup.target)
+        eagle.set_embedding(head, setup.target, True)  # placeholders need one of their own
     else:
-        head = build(session, shape)
+        head = build(setup, shape)
     recipe = PeagleRecipe(head.config.aux_layer_ids, args.num_depths, args.ratio, args.floor, args.depth)
     extra = {"num_depths": args.num_depths, "ratio": args.ratio, "floor": args.floor}
-    return command.fit(session, recipe, head, kind="peagle", extra_record=extra)
+    return command.fit(setup, recipe, head, kind="peagle", extra_record=extra)

@@ -5,6 +5,7 @@ Functions of logits and of hidden states; must not know optimisers, data or atte
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,107 +93,159 @@ def draft_loss(
     if kind not in LOSSES:
         raise ValueError(f"loss must be one of {LOSSES}, got {kind!r}")
     batch, length = target_hidden_BTE.shape[:2]
-    vocab_size, depth, trained = target.config.vocab_size, len(hidden), len(weights)
-    offsets = range(depth) if offsets is None else offsets
-    size = min(length, max(1, limit // (batch * vocab_size)))
-    parts = -(-length // size)
+    offsets = range(len(hidden)) if offsets is None else offsets
+    parts = -(-length // min(length, max(1, limit // (batch * target.config.vocab_size))))
     size = -(-length // parts)
-    padded = parts * size - length
-
+    pad = lambda x_BT, more=0: jnp.pad(x_BT, [(0, 0), (0, parts * size - length + more)] + [(0, 0)] * (x_BT.ndim - 2))
     logits, parameters = _output_layer(head, hidden[0][:, :size])
-    full = head.config.draft_vocab_size == vocab_size
-    target_ids_V = None if full else head.target_ids[...]
+    full = head.config.draft_vocab_size == target.config.vocab_size
+    compared = _Comparison(
+        target, kind, logits, None if full else head.target_ids[...], pad(ahead(target_hidden_BTE, 1), offsets[-1]),
+        jnp.stack([pad(w) for w in weights]), tuple(offsets), size,
+    )  # fmt: skip
 
-    def pad(x_BT: jax.Array, more: int = 0) -> jax.Array:
-        return jnp.pad(x_BT, [(0, 0), (0, padded + more)] + [(0, 0)] * (x_BT.ndim - 2))
+    loss, same_SBT = compared.loss(parameters, jnp.stack([pad(h) for h in hidden]))
+    return loss, jnp.moveaxis(same_SBT[:, :, :length], 0, 2)
 
-    def part(parameters: Any, hidden_SBTE: jax.Array, start: jax.Array, gradients: bool) -> tuple[Any, ...]:
-        """(loss, matches [S, B, n], gradient of parameters, of hidden [trained, B, n, E])."""
-        cut = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, start, size, axis)
-        mine_SBnE = cut(hidden_SBTE, 2)
-        wide_BnE = jax.lax.dynamic_slice_in_dim(shifted_BTE, start, size + offsets[-1], 1)
-        probs, label, inside, negentropy = _distributions(target, wide_BnE, target_ids_V, mine_SBnE.dtype, kind)
 
-        def compare(total: Any, at: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-            index, mine_BnE, *rest = at
-            of = lambda x: jax.lax.dynamic_slice_in_dim(x, index, size, 1)
-            label_Bn, inside_Bn = of(label), of(inside)
-            if not rest:
-                return total, _same(logits(mine_BnE, *parameters), label_Bn, inside_Bn)
-            weight_Bn = jnp.where(inside_Bn, rest[0], 0.0)
-            if gradients:
-                z, pull = jax.vjp(lambda h, p: logits(h, *p), mine_BnE, parameters)
-            else:
-                z, pull = logits(mine_BnE, *parameters), None
-            normaliser_Bn = jax.nn.logsumexp(z, axis=-1)
-            if kind == "ce":
-                chosen_Bn = jnp.take_along_axis(z, label_Bn[..., None], axis=-1)[..., 0]
-            else:
-                p_BnV = of(probs)
-                chosen_Bn = jnp.sum(p_BnV.astype(z.dtype) * z, axis=-1)
-            entropy_Bn = normaliser_Bn - chosen_Bn
-            if kind == "kl":
-                entropy_Bn = entropy_Bn + of(negentropy)
-            value = jnp.sum(weight_Bn * entropy_Bn)
-            same_Bn = _same(z, label_Bn, inside_Bn)
-            loss, grads = total
-            if pull is None:
-                return (loss + value, grads), same_Bn
-            own_BnV = jnp.exp(z - normaliser_Bn[..., None])
-            if kind == "ce":
-                wanted = (jnp.arange(z.shape[-1])[None, None, :] == label_Bn[..., None]).astype(z.dtype)
-            else:
-                wanted = of(probs).astype(z.dtype)
-            mine_grad, own_grads = pull(weight_Bn[..., None] * (own_BnV - wanted))
-            grads = jax.tree.map(lambda total, own: total + own.astype(jnp.float32), grads, own_grads)
-            return (loss + value, grads), (same_Bn, mine_grad)
+@dataclasses.dataclass(frozen=True)
+class _Side:
+    """The target's side of some positions.
 
-        zeros = _zeros(parameters) if gradients else ()
-        index_S = jnp.asarray(offsets, jnp.int32)
-        columns = (index_S[:trained], mine_SBnE[:trained], cut(weights_SBT, 2))
-        (loss, grads), found = jax.lax.scan(compare, (jnp.float32(0.0), zeros), columns)
-        same, hidden_grads = found if gradients else (found, None)
-        if depth > trained:
-            _, more = jax.lax.scan(compare, (), (index_S[trained:], mine_SBnE[trained:]))
-            same = jnp.concatenate([same, more])
-        return loss, same, grads, hidden_grads
+    Attributes:
+      probs_BnV: probabilities on the draft vocabulary; means nothing with kind "ce".
+      label_Bn: draft id of the most probable token. inside_Bn: whether it has one.
+      negentropy_Bn: the sum of p log p; meant with kind "kl" only.
+    """
 
-    def whole(parameters: Any, hidden_SBTE: jax.Array, gradients: bool) -> tuple[Any, ...]:
-        starts = jnp.arange(parts, dtype=jnp.int32) * jnp.int32(size)
+    probs_BnV: jax.Array
+    label_Bn: jax.Array
+    inside_Bn: jax.Array
+    negentropy_Bn: jax.Array
+
+    def at(self, index: jax.Array, size: int) -> _Side:
+        """Those of `size` positions from `index` on."""
+        arrays = (self.probs_BnV, self.label_Bn, self.inside_Bn, self.negentropy_Bn)
+        return _Side(*(jax.lax.dynamic_slice_in_dim(x, index, size, 1) for x in arrays))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
+    """What drafts are held to, part by part.
+
+    Attributes:
+      logits, target_ids_V: see `_output_layer` and `_distributions`.
+      shifted_BTE: the target's hidden states, at n those after token n + 1, as far as the last offset reaches.
+      weights_SBT: of the drafts that have a part in the loss.
+      offsets: of all drafts, ascending. size: positions of a part.
+    """
+
+    target: Transformer
+    kind: str
+    logits: Callable[..., jax.Array]
+    target_ids_V: jax.Array | None
+    shifted_BTE: jax.Array
+    weights_SBT: jax.Array
+    offsets: tuple[int, ...]
+    size: int
+
+    def loss(self, parameters: Any, hidden_SBTE: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(loss, matches [S, B, T]), with its gradients taken on the way."""
+
+        @jax.custom_vjp
+        def fused(parameters: Any, hidden_SBTE: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return self._whole(parameters, hidden_SBTE, False)[:2]
+
+        def forward(parameters: Any, hidden_SBTE: jax.Array) -> tuple[Any, Any]:
+            loss, same, grads, hidden_grads = self._whole(parameters, hidden_SBTE, True)
+            return (loss, same), (grads, hidden_grads)
+
+        def backward(saved: Any, cotangents: Any) -> Any:
+            grads, hidden_grads = jax.tree.map(lambda x: x * cotangents[0].astype(x.dtype), saved)
+            missing = [(0, len(self.offsets) - self.weights_SBT.shape[0])] + [(0, 0)] * 3
+            own = jax.tree.map(lambda x, p: x.astype(p.dtype), grads, parameters)
+            return own, jnp.pad(hidden_grads, missing)
+
+        fused.defvjp(forward, backward)
+        return fused(parameters, hidden_SBTE)
+
+    def _whole(self, parameters: Any, hidden_SBTE: jax.Array, gradients: bool) -> tuple[Any, ...]:
+        """(loss, matches [S, B, T], gradient of parameters, of hidden [trained, B, T, E]); () or None without."""
+        parts = hidden_SBTE.shape[2] // self.size
+        starts = jnp.arange(parts, dtype=jnp.int32) * jnp.int32(self.size)
         if parts == 1:
-            return part(parameters, hidden_SBTE, starts[0], gradients)
+            return self._part(parameters, hidden_SBTE, starts[0], gradients)
 
         def body(total: Any, start: jax.Array) -> tuple[Any, Any]:
-            loss, same, grads, hidden_grads = part(parameters, hidden_SBTE, start, gradients)
+            loss, same, grads, hidden_grads = self._part(parameters, hidden_SBTE, start, gradients)
             return jax.tree.map(jnp.add, total, (loss, grads)), (same, hidden_grads)
 
         zeros = _zeros(parameters) if gradients else ()
         (loss, grads), found = jax.lax.scan(body, (jnp.float32(0.0), zeros), starts)
         # [parts, S, B, n, ...] -> [S, B, T, ...]
-        join = lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], parts * size, *x.shape[4:])
+        join = lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], parts * self.size, *x.shape[4:])
         same, hidden_grads = jax.tree.map(join, found)
         return loss, same, grads, hidden_grads
 
-    @jax.custom_vjp
-    def fused(parameters: Any, hidden_SBTE: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return whole(parameters, hidden_SBTE, False)[:2]
+    def _part(self, parameters: Any, hidden_SBTE: jax.Array, start: jax.Array, gradients: bool) -> tuple[Any, ...]:
+        """What `whole` returns, of the positions from `start`."""
+        cut = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, start, self.size, axis)
+        mine_SBnE = cut(hidden_SBTE, 2)
+        wide_BnE = jax.lax.dynamic_slice_in_dim(self.shifted_BTE, start, self.size + self.offsets[-1], 1)
+        side = _distributions(self.target, wide_BnE, self.target_ids_V, mine_SBnE.dtype, self.kind)
 
-    def forward(parameters: Any, hidden_SBTE: jax.Array) -> tuple[Any, Any]:
-        loss, same, grads, hidden_grads = whole(parameters, hidden_SBTE, True)
-        return (loss, same), (grads, hidden_grads)
+        def learn(total: Any, at: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+            index, mine_BnE, weight_Bn = at
+            there = side.at(index, self.size)
+            value, same_Bn, own = self._draft(parameters, mine_BnE, weight_Bn, there, gradients)
+            loss, grads = total
+            if own is None:
+                return (loss + value, grads), same_Bn
+            grads = jax.tree.map(lambda total, own: total + own.astype(jnp.float32), grads, own[1])
+            return (loss + value, grads), (same_Bn, own[0])
 
-    def backward(saved: Any, cotangents: Any) -> Any:
-        grads, hidden_grads = saved
-        scaled = jax.tree.map(lambda x: x * cotangents[0].astype(x.dtype), (grads, hidden_grads))
-        missing = [(0, depth - trained)] + [(0, 0)] * 3
-        own = jax.tree.map(lambda x, p: x.astype(p.dtype), scaled[0], parameters)
-        return own, jnp.pad(scaled[1], missing)
+        def compare(_: Any, at: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+            index, mine_BnE = at
+            there = side.at(index, self.size)
+            return (), _same(self.logits(mine_BnE, *parameters), there.label_Bn, there.inside_Bn)
 
-    fused.defvjp(forward, backward)
-    shifted_BTE = pad(ahead(target_hidden_BTE, 1), offsets[-1])
-    weights_SBT = jnp.stack([pad(w) for w in weights])
-    loss, same_SBT = fused(parameters, jnp.stack([pad(h) for h in hidden]))
-    return loss, jnp.moveaxis(same_SBT[:, :, :length], 0, 2)
+        trained = self.weights_SBT.shape[0]
+        zeros = _zeros(parameters) if gradients else ()
+        index_S = jnp.asarray(self.offsets, jnp.int32)
+        columns = (index_S[:trained], mine_SBnE[:trained], cut(self.weights_SBT, 2))
+        (loss, grads), found = jax.lax.scan(learn, (jnp.float32(0.0), zeros), columns)
+        same, hidden_grads = found if gradients else (found, None)
+        if len(self.offsets) > trained:
+            _, more = jax.lax.scan(compare, (), (index_S[trained:], mine_SBnE[trained:]))
+            same = jnp.concatenate([same, more])
+        return loss, same, grads, hidden_grads
+
+    def _draft(
+        self, parameters: Any, mine_BnE: jax.Array, weight_Bn: jax.Array, side: _Side, gradients: bool
+    ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, Any] | None]:
+        """(loss, matches, gradients of hidden and of parameters) of one draft."""
+        weight_Bn = jnp.where(side.inside_Bn, weight_Bn, 0.0)
+        if gradients:
+            z, pull = jax.vjp(lambda h, p: self.logits(h, *p), mine_BnE, parameters)
+        else:
+            z, pull = self.logits(mine_BnE, *parameters), None
+        normaliser_Bn = jax.nn.logsumexp(z, axis=-1)
+        if self.kind == "ce":
+            chosen_Bn = jnp.take_along_axis(z, side.label_Bn[..., None], axis=-1)[..., 0]
+        else:
+            chosen_Bn = jnp.sum(side.probs_BnV.astype(z.dtype) * z, axis=-1)
+        entropy_Bn = normaliser_Bn - chosen_Bn
+        if self.kind == "kl":
+            entropy_Bn = entropy_Bn + side.negentropy_Bn
+        value, same_Bn = jnp.sum(weight_Bn * entropy_Bn), _same(z, side.label_Bn, side.inside_Bn)
+        if pull is None:
+            return value, same_Bn, None
+        own_BnV = jnp.exp(z - normaliser_Bn[..., None])
+        if self.kind == "ce":
+            wanted = (jnp.arange(z.shape[-1])[None, None, :] == side.label_Bn[..., None]).astype(z.dtype)
+        else:
+            wanted = side.probs_BnV.astype(z.dtype)
+        return value, same_Bn, pull(weight_Bn[..., None] * (own_BnV - wanted))
 
 
 def _zeros(parameters: Any) -> Any:
@@ -231,13 +284,8 @@ def _same(logits_BnV: jax.Array, label_Bn: jax.Array, inside_Bn: jax.Array) -> j
 
 def _distributions(
     target: TargetModel, hidden_BnE: jax.Array, target_ids_V: jax.Array | None, dtype: jnp.dtype, kind: str
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The target's side of a part.
-
-    Returns:
-      (probabilities on the draft vocabulary [B, n, Vd], draft id of the most probable token, whether it has one, sum of
-      p log p); the last is meant with kind "kl" only, the first not with "ce".
-    """
+) -> _Side:
+    """The target's side of the positions of hidden_BnE."""
     logits_BnV = target.logits(hidden_BnE)
     best_Bn = first_choice(logits_BnV)
     label_Bn, inside_Bn = best_Bn, jnp.ones(best_Bn.shape, bool)
@@ -248,9 +296,9 @@ def _distributions(
         label_Bn, inside_Bn = jnp.maximum(label_Bn, 0), label_Bn >= 0
         logits_BnV = jnp.take(logits_BnV, target_ids_V, axis=-1)
     if kind == "ce":
-        return logits_BnV, label_Bn, inside_Bn, inside_Bn.astype(jnp.float32)
+        return _Side(logits_BnV, label_Bn, inside_Bn, inside_Bn.astype(jnp.float32))
     probs_BnV = jax.nn.softmax(logits_BnV, axis=-1)
     negentropy_Bn = inside_Bn.astype(jnp.float32)
     if kind == "kl":
         negentropy_Bn = jnp.sum(probs_BnV * jax.nn.log_softmax(logits_BnV, axis=-1), axis=-1)
-    return probs_BnV.astype(dtype), label_Bn, inside_Bn, negentropy_Bn
+    return _Side(probs_BnV.astype(dtype), label_Bn, inside_Bn, negentropy_Bn)

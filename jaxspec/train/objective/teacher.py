@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxspec.models.base import TargetModel
-from jaxspec.train.data.batch import Batch, Rows
+from jaxspec.train.data.batch import Batch, PackedRows
 from jaxspec.train.drafters.recipe import TargetStates
 from jaxspec.train.objective.attention import packed_attention
 from jaxspec.train.run import mesh as meshes
@@ -43,7 +43,7 @@ def target_states(target: TargetModel, batch: Batch, aux_layers: Sequence[int]) 
     return jax.lax.stop_gradient(TargetStates(aux_BTA, hidden_BTE))
 
 
-def fingerprint(directory: Path, rows: Rows, aux_layers: Sequence[int], dtype: str) -> dict[str, str]:
+def fingerprint(directory: Path, rows: PackedRows, aux_layers: Sequence[int], dtype: str) -> dict[str, str]:
     """What the states depend on: the target's configuration, its weights and the rows (SHA-256 each), and the rest.
 
     Of weights their files' names and sizes, headers and a MiB in the middle count: enough to tell two checkpoints apart
@@ -71,7 +71,7 @@ def weights_digest(directory: Path) -> str:
     return weights.hexdigest()
 
 
-def rows_digest(rows: Rows) -> str:
+def rows_digest(rows: PackedRows) -> str:
     """SHA-256 of packed rows."""
     digest = hashlib.sha256()
     for array in (rows.tokens, rows.segments, rows.positions, rows.learn):
@@ -127,7 +127,7 @@ class HiddenCache:
 
 
 def cached_states(
-    directory: Path, target_dir: Path, target: TargetModel, rows: Rows, aux_layers: Sequence[int], batch: int,
+    directory: Path, target_dir: Path, target: TargetModel, rows: PackedRows, aux_layers: Sequence[int], batch: int,
     mesh: Mesh | None = None,
 ) -> HiddenCache:  # fmt: skip
     """The cache of `rows` under `directory`, computed where chunks are missing; prints its size before it starts.
@@ -171,7 +171,7 @@ def cached_states(
 
 
 def _write(
-    cache: HiddenCache, target: TargetModel, rows: Rows, aux_layers: Sequence[int], batch: int, mesh: Mesh | None,
+    cache: HiddenCache, target: TargetModel, rows: PackedRows, aux_layers: Sequence[int], batch: int, mesh: Mesh | None,
     missing: list[int],
 ) -> None:  # fmt: skip
     forward = states_fn(target, aux_layers, mesh)

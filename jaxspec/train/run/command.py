@@ -28,7 +28,7 @@ from jaxspec.drafters.directories import check_layout, save_drafter
 from jaxspec.models.base import TargetModel
 from jaxspec.models.layers import Shared
 from jaxspec.text.tokenizer import Tokenizer
-from jaxspec.train.data.batch import Batch, Rows
+from jaxspec.train.data.batch import Batch, PackedRows
 from jaxspec.train.data.dataset import MIN_TOKENS, Example, RowOrder, pack, read_examples
 from jaxspec.train.drafters.recipe import Recipe, TargetStates
 from jaxspec.train.objective import acceptance, teacher
@@ -81,7 +81,7 @@ def add_common_arguments(p: argparse.ArgumentParser) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Session:
+class Setup:
     """What a trainer's command works on.
 
     Attributes:
@@ -93,8 +93,8 @@ class Session:
     args: argparse.Namespace
     target: TargetModel
     tokenizer: Tokenizer | None
-    rows: Rows
-    eval_rows: dict[str, Rows]
+    rows: PackedRows
+    eval_rows: dict[str, PackedRows]
     token_counts_V: np.ndarray
 
 
@@ -140,7 +140,7 @@ def check_writable(option: str, path: Path) -> None:
         raise ValueError(f"{option} {path} cannot be written: {e}") from e
 
 
-def prepare(args: argparse.Namespace) -> Session:
+def prepare(args: argparse.Namespace) -> Setup:
     """Loads the target, and reads and packs the texts; with --regenerate the target answers their prompts first.
 
     Raises:
@@ -188,7 +188,7 @@ def prepare(args: argparse.Namespace) -> Session:
         f"{len(held):,} held out",
         flush=True,
     )
-    return Session(args, target, tokenizer, rows, eval_rows, counts_V)
+    return Setup(args, target, tokenizer, rows, eval_rows, counts_V)
 
 
 def _label(example: Example) -> str:
@@ -202,7 +202,7 @@ def held_out(example: Example, share: float) -> bool:
     return int.from_bytes(digest[:4]) < share * 2**32
 
 
-def optim_config(args: argparse.Namespace, rows: Rows) -> OptimConfig:
+def optim_config(args: argparse.Namespace, rows: PackedRows) -> OptimConfig:
     """The arguments in the loop's terms.
 
     Raises:
@@ -222,7 +222,7 @@ def optim_config(args: argparse.Namespace, rows: Rows) -> OptimConfig:
 
 
 def fit(
-    session: Session, recipe: Recipe, module: Any, *, kind: str, extra_record: dict[str, Any] | None = None
+    setup: Setup, recipe: Recipe, module: Any, *, kind: str, extra_record: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Trains a module, saves it with its record, and plots the run.
 
@@ -236,42 +236,22 @@ def fit(
     Raises:
       ValueError, OSError, FloatingPointError: see loop.run.
     """
-    args = session.args
+    args = setup.args
     check_layout(kind, args.layout, "--layout")
-    cfg = optim_config(args, session.rows)
+    cfg = optim_config(args, setup.rows)
     mesh = meshes.make_mesh(args.mesh) if args.mesh else None
     graph, trainable, rest = nnx.split(module, nnx.Param, ...)
-    _check_run(args, _made_of(session, recipe, module))
+    _check_run(args, _made_of(setup, recipe, module))
     trainable = jax.tree.map(lambda x: x.astype(jnp.float32), trainable)
-    target_graph, target_state = nnx.split(session.target)
+    target_graph, target_state = nnx.split(setup.target)
     frozen = meshes.place(mesh, {"rest": rest, "target": target_state})
     parameters = sum(x.size for x in jax.tree.leaves(trainable))
     print(f"{kind}: {parameters:,} trained parameters, {cfg.steps:,} steps of {args.batch} rows", flush=True)
 
-    def loss_fn(
-        trainable: Any, frozen: Any, item: tuple[Batch, TargetStates | None], key: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        module = nnx.merge(graph, trainable, frozen["rest"])
-        target = nnx.merge(target_graph, frozen["target"])
-        batch, states = item
-        if states is None:
-            states = teacher.target_states(target, batch, recipe.aux_layers)
-        loss, matches_BND, metrics = recipe.loss(module, target, batch, states, key)
-        return loss, {**metrics, loop.HISTOGRAM: acceptance.rounds(matches_BND, batch)[1]}
-
-    order = RowOrder(len(session.rows), args.batch, args.seed)
-    cache = None
-    if args.hidden_cache:
-        cache = teacher.cached_states(
-            args.hidden_cache, args.target, session.target, session.rows, recipe.aux_layers, args.batch, mesh
-        )
-
-    def batch_at(step: int) -> tuple[Batch, TargetStates | None]:
-        index = order(step)
-        return session.rows.batch(index), cache.states(index) if cache else None
-
-    held = Evaluation(loss_fn, frozen, session.eval_rows, cfg, args.batch, mesh)
-    evaluate = (lambda trainable: held.metrics(held.table(trainable))) if session.eval_rows else None
+    loss_fn = _loss_fn(recipe, graph, target_graph)
+    batch_at = _batches(setup, recipe, mesh)
+    held = Evaluation(loss_fn, frozen, setup.eval_rows, cfg, args.batch, mesh)
+    evaluate = (lambda trainable: held.metrics(held.table(trainable))) if setup.eval_rows else None
     trained = loop.run(loss_fn, trainable, batch_at, cfg, args.run_dir, frozen=frozen, mesh=mesh, evaluate=evaluate)
     table = held.table(trained)
     print(format_table(table) if table else "no held-out texts: give --eval-data or more texts", flush=True)
@@ -285,15 +265,54 @@ def fit(
         "arguments": {key: _plain(value) for key, value in sorted(vars(args).items())},
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
     }
-    trained_module = nnx.merge(graph, jax.device_get(trained), rest)
-    tokenizer = None if session.tokenizer is None else Backend.from_file(str(args.target / TOKENIZER))
+    _save(setup, recipe, nnx.merge(graph, jax.device_get(trained), rest), record)
+    return record
+
+
+def _loss_fn(recipe: Recipe, graph: Any, target_graph: Any) -> loop.LossFn:
+    """The recipe's loss as the loop takes it; frozen are the module's other leaves and the target."""
+
+    def loss_fn(
+        trainable: Any, frozen: Any, item: tuple[Batch, TargetStates | None], key: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        module = nnx.merge(graph, trainable, frozen["rest"])
+        target = nnx.merge(target_graph, frozen["target"])
+        batch, states = item
+        if states is None:
+            states = teacher.target_states(target, batch, recipe.aux_layers)
+        loss, matches_BND, metrics = recipe.loss(module, target, batch, states, key)
+        return loss, {**metrics, loop.HISTOGRAM: acceptance.rounds(matches_BND, batch)[1]}
+
+    return loss_fn
+
+
+def _batches(setup: Setup, recipe: Recipe, mesh: Mesh | None) -> Callable[[int], tuple[Batch, TargetStates | None]]:
+    """step -> its rows, and what the target computed on them where that is kept on disk."""
+    args, rows = setup.args, setup.rows
+    order = RowOrder(len(rows), args.batch, args.seed)
+    cache = None
+    if args.hidden_cache:
+        cache = teacher.cached_states(
+            args.hidden_cache, args.target, setup.target, rows, recipe.aux_layers, args.batch, mesh
+        )
+
+    def batch_at(step: int) -> tuple[Batch, TargetStates | None]:
+        index = order(step)
+        return rows.batch(index), cache.states(index) if cache else None
+
+    return batch_at
+
+
+def _save(setup: Setup, recipe: Recipe, module: Any, record: dict[str, Any]) -> None:
+    """Writes the drafter and its record, and plots the run."""
+    args = setup.args
+    tokenizer = None if setup.tokenizer is None else Backend.from_file(str(args.target / TOKENIZER))
     save_drafter(
-        trained_module, args.out, target=session.target, tokenizer=tokenizer, layout=args.layout,
+        module, args.out, target=setup.target, tokenizer=tokenizer, layout=args.layout,
         verifier=str(args.target), tokens=recipe.depth,
     )  # fmt: skip
     (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
     print(plots.plot_run(args.run_dir), flush=True)
-    return record
 
 
 @dataclasses.dataclass
@@ -302,7 +321,7 @@ class Evaluation:
 
     loss_fn: loop.LossFn
     frozen: Any
-    eval_rows: dict[str, Rows]
+    eval_rows: dict[str, PackedRows]
     cfg: OptimConfig
     batch: int
     mesh: Mesh | None
@@ -341,7 +360,7 @@ class Evaluation:
         return table.get("all") or next(iter(table.values()))
 
 
-def padded_batch(rows: Rows, start: int, batch: int) -> Batch:
+def padded_batch(rows: PackedRows, start: int, batch: int) -> Batch:
     """Rows from `start`, with rows of padding behind the last one."""
     found = rows.batch(np.arange(start, min(start + batch, len(rows))))
     missing = batch - found.tokens_BT.shape[0]
@@ -361,10 +380,10 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _made_of(session: Session, recipe: Recipe, module: Any) -> dict[str, str]:
+def _made_of(setup: Setup, recipe: Recipe, module: Any) -> dict[str, str]:
     """What a run depends on besides its arguments: the target, the packed texts, what it began from."""
-    args = session.args
-    made_of = teacher.fingerprint(args.target, session.rows, recipe.aux_layers, args.compute_dtype)
+    args = setup.args
+    made_of = teacher.fingerprint(args.target, setup.rows, recipe.aux_layers, args.compute_dtype)
     if args.init_from is not None:
         made_of["init_from weights"] = teacher.weights_digest(args.init_from)
     # Parts that are neither trained nor the target's, such as the draft vocabulary, are not in a checkpoint.

@@ -31,7 +31,7 @@ from jaxspec.models.base import TargetModel
 from jaxspec.request import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Tier
-from jaxspec.train.data import dataset as data
+from jaxspec.train.data import dataset
 from jaxspec.train.data.batch import Batch
 from jaxspec.train.drafters import drafts
 from jaxspec.train.objective import acceptance
@@ -86,7 +86,7 @@ class Group:
 
 
 def simulate(
-    module: Any, target: TargetModel, examples: Sequence[data.Example], depth: int, *, length: int | None = None,
+    module: Any, target: TargetModel, examples: Sequence[dataset.Example], depth: int, *, length: int | None = None,
     rows: int = 8, limit: int = 256, seed: int = 0,
 ) -> list[Group]:  # fmt: skip
     """Simulated acceptance of chains of 1 to `depth` drafts, one group a data set and temperature.
@@ -94,7 +94,7 @@ def simulate(
     Raises:
       ValueError: no text is long enough for one round.
     """
-    groups: dict[tuple[str, float], list[data.Example]] = {}
+    groups: dict[tuple[str, float], list[dataset.Example]] = {}
     for example in examples:
         members = groups.setdefault((example.dataset, example.temperature_band), [])
         if len(members) < limit:
@@ -105,7 +105,7 @@ def simulate(
     histograms = _histograms(module, target, depth)
     out = []
     for (name, temperature), members in sorted(groups.items()):
-        packed = data.pack(members, width, report=False)
+        packed = dataset.pack(members, width, report=False)
         total = np.zeros((depth, depth + 1), np.int64)
         for start in range(0, len(packed), rows):
             index = np.arange(start, min(start + rows, len(packed)))
@@ -167,7 +167,7 @@ def expectations(group: Group, cost: CostTable, depth: int) -> list[Expectation]
     return out
 
 
-def measure(engine: Engine, examples: Sequence[data.Example], depth: int) -> dict[str, float]:
+def measure(engine: Engine, examples: Sequence[dataset.Example], depth: int) -> dict[str, float]:
     """Serves the prompts of greedy texts with chains of `depth`; {data set: measured tokens a round}."""
     engine.use_policy(StaticPolicy(Tier(depth)))
     names: dict[str, str] = {}
@@ -201,12 +201,8 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted(map(int, set(entries))))
 
 
-def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Prints and returns the record that --json writes.
-
-    Raises:
-      ValueError: files or options that do not fit together; names both values.
-    """
+def _check(args: argparse.Namespace) -> None:
+    """Refuses options that no work is needed to refuse."""
     if args.depth < 1:
         raise ValueError(f"depth must be at least 1, got {args.depth}")
     for name in ("rows", "limit"):
@@ -216,9 +212,18 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         path = getattr(args, name)
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"--{name} {path}: its directory does not exist")
-    batch_sizes = parse_sizes(args.batch_sizes)
+    parse_sizes(args.batch_sizes)
     if args.plot and not plots.can_draw():
         raise ValueError("--plot needs matplotlib: pip install 'jaxspec[plot]'")
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Prints and returns the record that --json writes.
+
+    Raises:
+      ValueError: files or options that do not fit together; names both values.
+    """
+    _check(args)
     target_dir = resolve_model(args.target)
     kind, directory = resolve_drafter(args.drafter, target_dir)
     if directory is None:
@@ -232,8 +237,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     limit = registry.find(kind).deepest(module)
     if limit is not None and args.depth > limit:
         raise ValueError(f"depth must be at most {limit}, the heads of this drafter, got {args.depth}")
-    tokenizer = Tokenizer.from_directory(target_dir)
-    examples = data.read_examples(args.data, tokenizer)
+    examples = dataset.read_examples(args.data, Tokenizer.from_directory(target_dir))
     groups = simulate(
         module, target, examples, args.depth, length=args.length, rows=args.rows, limit=args.limit, seed=args.seed
     )
@@ -243,42 +247,49 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "dtype": dtype.name,
         "depth": args.depth,
-        "groups": [
-            {
-                "label": _label(group.name, group.temperature),
-                "data": group.name,
-                "temperature": group.temperature,
-                "rounds": group.rounds,
-                "accept": [round(x, 4) for x in group.accept()],
-                "length": [round(group.length(d), 4) for d in range(1, args.depth + 1)],
-            }
-            for group in groups
-        ],
+        "groups": [_entry(group, args.depth) for group in groups],
     }
     print(acceptance_table(groups, args.depth), flush=True)
     if not args.no_cost or args.measure:
-        depths = [args.depth] if args.no_cost else range(1, args.depth + 1)
-        engine = build_engine(
-            target_dir,
-            args.drafter,
-            SpeculationConfig(tiers=tuple(Tier(d) for d in depths)),
-            EngineConfig(
-                max_batch_size=batch_sizes[-1], batch_buckets=batch_sizes, variants=("greedy",), warmup="eager"
-            ),
-            tokenizer=False,
-        )
-        if not args.no_cost:
-            _add_speedups(record, groups, engine, batch_sizes)
-            print("\n" + speedup_table(record), flush=True)
-        if args.measure:
-            chosen = _first(examples, args.limit)
-            record["measured_length"] = {k: round(v, 4) for k, v in measure(engine, chosen, args.depth).items()}
-            print("\n" + measured_table(record), flush=True)
+        _add_engine(record, args, groups, examples)
     if args.json:
         args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if args.plot:
         plots.plot_evaluation(record, args.plot)
     return record
+
+
+def _entry(group: Group, depth: int) -> dict[str, Any]:
+    """A group in the record."""
+    return {
+        "label": _label(group.name, group.temperature),
+        "data": group.name,
+        "temperature": group.temperature,
+        "rounds": group.rounds,
+        "accept": [round(x, 4) for x in group.accept()],
+        "length": [round(group.length(d), 4) for d in range(1, depth + 1)],
+    }
+
+
+def _add_engine(
+    record: dict[str, Any], args: argparse.Namespace, groups: Sequence[Group], examples: Sequence[dataset.Example]
+) -> None:
+    """Adds and prints what an engine is timed at and, with --measure, what it measures."""
+    sizes, depths = parse_sizes(args.batch_sizes), [args.depth] if args.no_cost else range(1, args.depth + 1)
+    engine = build_engine(
+        resolve_model(args.target),
+        args.drafter,
+        SpeculationConfig(tiers=tuple(Tier(d) for d in depths)),
+        EngineConfig(max_batch_size=sizes[-1], batch_buckets=sizes, variants=("greedy",), warmup="eager"),
+        tokenizer=False,
+    )
+    if not args.no_cost:
+        _add_speedups(record, groups, engine, sizes)
+        print("\n" + speedup_table(record), flush=True)
+    if args.measure:
+        chosen = _first(examples, args.limit)
+        record["measured_length"] = {k: round(v, 4) for k, v in measure(engine, chosen, args.depth).items()}
+        print("\n" + measured_table(record), flush=True)
 
 
 def _add_speedups(record: dict[str, Any], groups: Sequence[Group], engine: Engine, sizes: Sequence[int]) -> None:
@@ -296,7 +307,7 @@ def _add_speedups(record: dict[str, Any], groups: Sequence[Group], engine: Engin
         }
 
 
-def _first(examples: Sequence[data.Example], limit: int) -> list[data.Example]:
+def _first(examples: Sequence[dataset.Example], limit: int) -> list[dataset.Example]:
     """At most `limit` greedy texts of each data set, the ones that `simulate` took."""
     counts: dict[str, int] = {}
     out = []

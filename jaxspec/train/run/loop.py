@@ -42,7 +42,6 @@ def run(
     *,
     frozen: Any = (),
     mesh: Mesh | None = None,
-    on_log: Callable[[int, dict[str, float]], None] | None = None,
     evaluate: Callable[[Any], dict[str, float]] | None = None,
 ) -> Any:
     """Trains to cfg.steps, resuming from run_dir's newest checkpoint, and returns the trained state.
@@ -55,7 +54,6 @@ def run(
       frozen: an argument of the jitted step (arrays in loss_fn's closure would be copied into the executable as
         constants), no part of a checkpoint.
       mesh: from mesh.make_mesh; rows are split over its data axis, parameters over its tensor axis.
-      on_log: called with (steps done, the row logged).
       evaluate: called with the trainable state each cfg.eval_every steps and at the end; its metrics are logged with
         the prefix "eval_".
 
@@ -69,45 +67,69 @@ def run(
     trainable = jax.tree.map(jnp.copy, trainable)  # the step donates its state
     trainable, frozen = meshes.place(mesh, trainable), meshes.place(mesh, frozen)
     tx = optimizer(cfg)
-    opt_state = _init(tx, trainable, mesh)
-    start, state = checkpoints.restore({"trainable": trainable, "opt_state": opt_state})
-    trainable, opt_state = state["trainable"], state["opt_state"]
-    if start:
-        print(f"resumed at step {start}", flush=True)
-    log = logs.Log(run_dir / "log.csv", start)
-
+    start, trainable, opt_state = _resumed(checkpoints, trainable, _init(tx, trainable, mesh))
     step_fn: Callable[..., tuple[Any, Any, dict[str, jax.Array]]] | None = None
-    window: list[dict[str, jax.Array]] = []
-    began = time.monotonic()
+    log, window = logs.Log(run_dir / "log.csv", start), _Window(cfg)
     for step in range(start, cfg.steps):
         batch = meshes.place_batch(mesh, batch_at(step), cfg.accumulate)
         if step_fn is None:
             step_fn = _compiled(loss_fn, tx, cfg, mesh, (trainable, opt_state, frozen, batch))
-            began = time.monotonic()
+            window.clear()
         trainable, opt_state, metrics = step_fn(trainable, opt_state, frozen, batch, jnp.int32(step))
-        window.append(metrics)
+        window.steps.append(metrics)
         done = step + 1
-        last = done == cfg.steps
-        saves = last or done % cfg.save_every == 0
-        evaluates = evaluate is not None and (last or (cfg.eval_every > 0 and done % cfg.eval_every == 0))
+        saves, evaluates = _due(done, cfg.save_every, cfg), evaluate is not None and _due(done, cfg.eval_every, cfg)
         # A checkpoint ends a log window, so that a resumed run averages over the same steps.
         if saves or evaluates or done % cfg.log_every == 0:
-            row = _summary(jax.device_get(window), done - len(window))
-            seconds = (time.monotonic() - began) / len(window)
-            if cfg.tokens_per_step:
-                row["tokens_per_second"] = cfg.tokens_per_step / seconds
-            row["seconds_per_step"] = seconds
+            row = window.summary(done)
             if evaluates and evaluate is not None:
                 row |= {f"eval_{key}": value for key, value in evaluate(trainable).items()}
             log.append(done, row)
             print(f"step {done}/{cfg.steps} " + logs.line(row), flush=True)
-            if on_log is not None:
-                on_log(done, row)
             if saves:
                 checkpoints.save(done, {"trainable": trainable, "opt_state": opt_state})
-            window, began = [], time.monotonic()
+            window.clear()
     checkpoints.close()
     return trainable
+
+
+def _resumed(checkpoints: Checkpoints, trainable: Any, opt_state: Any) -> tuple[int, Any, Any]:
+    """(steps done, trainable, opt_state) of the newest checkpoint; what was given where there is none."""
+    start, state = checkpoints.restore({"trainable": trainable, "opt_state": opt_state})
+    if start:
+        print(f"resumed at step {start}", flush=True)
+    return start, state["trainable"], state["opt_state"]
+
+
+def _due(done: int, every: int, cfg: OptimConfig) -> bool:
+    """Whether what happens every so many steps (0: never) and at the end is to happen after `done` steps."""
+    return done == cfg.steps or (every > 0 and done % every == 0)
+
+
+class _Window:
+    """The steps since the log's last row.
+
+    Attributes:
+      steps: their metrics, still on the device.
+    """
+
+    def __init__(self, cfg: OptimConfig) -> None:
+        self._cfg = cfg
+        self.clear()
+
+    def clear(self) -> None:
+        """Begins anew."""
+        self.steps: list[dict[str, jax.Array]] = []
+        self._began = time.monotonic()
+
+    def summary(self, done: int) -> dict[str, float]:
+        """What the log says of them, now that `done` steps are done."""
+        row = _summary(jax.device_get(self.steps), done - len(self.steps))
+        seconds = (time.monotonic() - self._began) / len(self.steps)
+        if self._cfg.tokens_per_step:
+            row["tokens_per_second"] = self._cfg.tokens_per_step / seconds
+        row["seconds_per_step"] = seconds
+        return row
 
 
 def _settings(cfg: OptimConfig, trainable: Any) -> dict[str, Any]:
