@@ -140,7 +140,7 @@ class _Comparison:
       offsets: of all drafts, ascending. size: positions of a part.
     """
 
-    target: Transformer
+    target: TargetModel
     kind: str
     logits: Callable[..., jax.Array]
     target_ids_V: jax.Array | None
