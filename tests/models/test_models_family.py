@@ -18,8 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.cache import TreeKV, init_pages
-from jaxspec.checkpointing import hf
-from jaxspec.drafters.directories import save_drafter
+from jaxspec.checkpointing import eagle3, hf
 from jaxspec.models import registry
 from jaxspec.models.base import AttentionOptions
 from jaxspec.models.layers import SPLIT, causal_attention, tensor_parallel
@@ -71,7 +70,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
         hf.save_model(target, base / "target", tokenizer=letters(), dtype=jnp.float32)
         hf.save_model(murmur(1, num_layers=1, tie_word_embeddings=True), base / "draft", dtype=jnp.float32)
         head = Eagle3Head(Eagle3Config(16, 32, 24, 2, 2, 8, V, 12, (0, 1, 2)), rngs=nnx.Rngs(0))
-        save_drafter(head, base / "eagle3", target=target, dtype=jnp.float32)
+        eagle3.save_head(head, base / "eagle3", target.config, dtype=jnp.float32)
     return base
 
 
