@@ -109,7 +109,7 @@ class SpeculationConfig:
         me, kind, policy = "SpeculationConfig", self.policy_kind, self.resolved_policy
         if self.candidate_steps is not None and "candidate_steps" not in kind.fields:
             what = f"{me}.candidate_steps {self.candidate_steps} belongs to {_takers('candidate_steps')}"
-            if not kind.chooses and self.depth is not None:
+            if policy == registry.FIXED and self.depth is not None:
                 raise ValueError(f"{what}, but depth {self.depth} asks for a static tier; give one of the two")
             raise ValueError(f"{what}, got policy {policy!r}")
         if self.depth is not None and "depth" not in kind.fields:

@@ -63,7 +63,7 @@ class DrafterKind(abc.ABC, Generic[Module]):
       module_type: class of its modules.
       whole_model: whether its checkpoint is a language model by itself, not a head on its target.
       told_by: in error messages, what tells its config.json where that is not the architecture.
-      trainer: module of `python -m jaxspec.train`'s command (train.drafters.recipe.Trainer); None: nothing to train.
+      trainer: module of `python -m jaxspec.train`'s command (train.drafters.drafts.Trainer); None: nothing to train.
     """
 
     name: ClassVar[str]

@@ -55,8 +55,13 @@ class Trainer(Protocol):
 
 
 def trainer_of(kind: DrafterKind[Any]) -> Trainer:
-    """The trainer of a kind that has parameters."""
-    assert kind.trainer is not None
+    """The trainer of a kind.
+
+    Raises:
+      ValueError: it has none.
+    """
+    if kind.trainer is None:
+        raise ValueError(f"a drafter of kind {kind.name!r} has no trainer, which would know what it drafts on a text")
     return cast(Trainer, importlib.import_module(kind.trainer))
 
 
