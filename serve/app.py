@@ -30,6 +30,7 @@ from serve.core.generator import Generator
 from serve.core.lifecycle import Lifecycle
 from serve.proto import admin_pb2
 from serve.proto.services import ADMIN, GENERATION, add_to
+from serve.telemetry.http import Probe
 from serve.telemetry.metrics import ServerMetrics
 from serve.telemetry.requests import request_log
 
@@ -130,7 +131,7 @@ class Server:
         self.port = _listen(self._grpc, config, credentials)
         if config.metrics_port is not None:
             try:
-                self.metrics_port = self.metrics.serve(config.host, config.metrics_port)
+                self.metrics_port = self.metrics.serve(config.host, config.metrics_port, self._probes())
             except OSError as e:
                 raise PortError(f"metrics_port: cannot listen on {config.host}:{config.metrics_port}: {e}") from e
         self.metrics.on_state("starting")
@@ -242,6 +243,16 @@ class Server:
         for name in ("", *self._names):
             self._health.set(name, self.lifecycle.state == "serving")
         self._health.set(LIVENESS, self.lifecycle.alive)
+
+    def _probes(self) -> dict[str, Probe]:
+        """What HTTP probes may ask, with the rules of gRPC's health; see there which threads call them."""
+        lifecycle = self.lifecycle
+
+        def ready() -> tuple[bool, str]:
+            state = lifecycle.state
+            return state == "serving", state
+
+        return {"/health": lambda: (lifecycle.alive, lifecycle.state), "/ready": ready}
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)

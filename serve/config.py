@@ -51,7 +51,8 @@ class ServerConfig:
       served_model_name: the name that clients and metrics see; None: the last part of `model`.
       host: address to listen on.
       port: of gRPC; 0 picks a free one.
-      metrics_port: of Prometheus (HTTP, GET /metrics); 0 picks a free one, None serves none.
+      metrics_port: of HTTP (GET /metrics for Prometheus, /health and /ready for probes); 0 picks a free one, None
+        serves none.
       drafter: a kind's name (see jaxspec.drafters.registry), or the directory of a drafter's checkpoint; None: an
         EAGLE-3 head where one lies beside the model, else prompt look-up.
       speculation: a SpeculationConfig.

@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus' form, on a port of its own.
+"""What the server counts, in Prometheus' form.
 
 Owns the names, labels and buckets of every series and the small store behind them. Names and labels that vLLM has too
 are vLLM's, so that its dashboards work. The store is a custom collector of prometheus_client: the engine's thread adds
@@ -13,11 +13,10 @@ import itertools
 import threading
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Protocol
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector, CollectorRegistry
@@ -26,6 +25,7 @@ from prometheus_client.utils import floatToGoString
 from jaxspec.adaptive.policy import RoundStats
 from jaxspec.request import FinishReason, RequestMetrics
 from jaxspec.stats import EngineStats
+from serve.telemetry.http import HttpPort, Probe
 
 #: Distinct route labels (and, by themselves, refusal reasons) that are kept apart; further ones count as OTHER.
 MAX_LABELS = 64
@@ -177,7 +177,7 @@ class ServerMetrics:
     def __init__(self, model_name: str, *, registry: CollectorRegistry | None = None, engine: str = "0") -> None:
         store = self._store = _Store({"model_name": model_name, "engine": engine})
         self._route, self._reason = _Bounded(), _Bounded()
-        self._http: tuple[WSGIServer, threading.Thread] | None = None
+        self._http: HttpPort | None = None
         self._last_tier: str | None = None
         self._seen: dict[str, float] = {}
 
@@ -384,26 +384,24 @@ class ServerMetrics:
 
     # The port.
 
-    def serve(self, host: str, port: int) -> int:
+    def serve(self, host: str, port: int, probes: Mapping[str, Probe] = MappingProxyType({})) -> int:
         """Answers scrapes at http://host:port/metrics on threads of its own; returns the bound port.
 
         Args:
           port: 0 takes a free one.
+          probes: what else is answered there, by path; see serve.telemetry.http.
 
         Raises:
           OSError: the address cannot be bound.
           ValueError: it is served already.
         """
         if self._http is not None:
-            raise ValueError(f"metrics are served already, on port {self._http[0].server_port}, got port {port}")
-        self._http = start_http_server(port, host, registry=self.registry)
-        return self._http[0].server_port
+            raise ValueError(f"metrics are served already, on port {self._http.port}, got port {port}")
+        self._http = HttpPort(host, port, self.registry, probes)
+        return self._http.port
 
     def close(self) -> None:
         """Frees the port; safe to call twice."""
         if self._http is not None:
-            server, thread = self._http
-            self._http = None
-            server.shutdown()
-            server.server_close()
-            thread.join()
+            http, self._http = self._http, None
+            http.close()
