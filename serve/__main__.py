@@ -120,7 +120,8 @@ def resolve(given: dict[str, Any]) -> ServerConfig:
 
 async def serve(config: ServerConfig) -> int:
     """Runs a server until it is told to end; returns the exit code."""
-    from serve.app import PortError, Server
+    from serve.app import Server
+    from serve.checks import PortError
     from serve.core.errors import StatusError
 
     server = Server(config)

@@ -24,6 +24,7 @@ from serve.api.auth import AdminInterceptor, TokenInterceptor, read_tokens, serv
 from serve.api.generation import GenerationServicer
 from serve.api.health import SERVICE as HEALTH
 from serve.api.health import HealthServicer
+from serve.checks import PortError, check_model, check_port
 from serve.config import ServerConfig
 from serve.core.engine_thread import EngineThread
 from serve.core.generator import Generator
@@ -47,10 +48,6 @@ _INT32_MAX = 2**31 - 1
 _log = logging.getLogger("serve")
 
 
-class PortError(Exception):
-    """A port that cannot be listened on."""
-
-
 class Server:
     """A server in this process; use it within one event loop. As a context manager it is warm, and stops at the end.
 
@@ -67,6 +64,7 @@ class Server:
         self.port, self.metrics_port = 0, None
         self.metrics = ServerMetrics(config.served_name)
         self.engine = EngineThread(self._build, freeze=build is None)
+        self._build_given = build is not None
         self._load = build or (lambda: load_engine(config))
         self._described: admin_pb2.GetServerInfoResponse | None = None
         self._tracer: Any = None
@@ -85,7 +83,7 @@ class Server:
         the process is worth keeping, it is SERVING at once.
 
         Raises:
-          ValueError: certificates, tokens or an endpoint that cannot be used.
+          ValueError: certificates, tokens, an endpoint, a model, a drafter or a policy that cannot be used.
           PortError: a port that is taken or may not be used.
         """
         try:
@@ -125,6 +123,9 @@ class Server:
         self.lifecycle = Lifecycle(self.engine, self.generator, config)
         self.lifecycle.on_change.append(self._on_change)
         self.lifecycle.on_alive.append(lambda alive: self._tell_health())
+        if not self._build_given:
+            check_model(config)
+        check_port("port", config.host, config.port)
         self._grpc = grpc.aio.server(interceptors=interceptors, options=_options(config))
         self._register(self._grpc)
         self._tell_health()

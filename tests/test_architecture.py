@@ -57,8 +57,9 @@ SERVE = {
     "telemetry": {"core"},
     "api": {"config", "core", "telemetry", "proto"},
     "vllm": {"config", "core", "api"},
-    "app": {"config", "core", "telemetry", "api", "vllm", "proto"},
-    "__main__": {"config", "core", "telemetry", "app"},
+    "checks": {"config"},
+    "app": {"checks", "config", "core", "telemetry", "api", "vllm", "proto"},
+    "__main__": {"checks", "config", "core", "telemetry", "app"},
     "openai": {"config", "__main__"},
 }
 ENGINE_PARTS = ("jaxspec.assemble", "jaxspec.llm", "jaxspec.engine", "jaxspec.events", "jaxspec.adaptive")

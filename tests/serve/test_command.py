@@ -11,11 +11,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxspec.assemble import resolve_model
 from serve import __main__ as command
 from serve.client import AsyncClient, Finished
 from serve.config import ServerConfig
@@ -119,20 +121,86 @@ def test_a_port_in_use(facade: Any, capsys: pytest.CaptureFixture[str]):
         assert f"error: metrics_port: cannot listen on 127.0.0.1:{port}" in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("field", ["port", "metrics_port"])
+def test_half_a_port_is_not_shared_silently(facade: Any, field: str, capsys: pytest.CaptureFixture[str]):
+    """gRPC would listen at the other address of localhost; a listener may also have offered to share its port."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for host in ("localhost", "127.0.0.1", "0.0.0.0"):
+            config = ServerConfig(**{**BASE, "host": host, field: taken.getsockname()[1]})
+            assert asyncio.run(command.serve(config)) == 1
+            out, err = capsys.readouterr()
+            assert not out and f"error: {field}: cannot listen on {host}:" in err
+
+
 def test_secrets_that_cannot_be_read(facade: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     config = ServerConfig(**BASE, auth_token_file=str(tmp_path / "none"))
     assert asyncio.run(command.serve(config)) == 2
     assert capsys.readouterr().err.startswith("error: auth_token_file: cannot read ")
 
 
-def test_a_model_that_does_not_load(capsys: pytest.CaptureFixture[str]):
-    assert asyncio.run(command.serve(ServerConfig(**BASE, model="/no/such/model"))) == 1
+def unsupported(directory: Path) -> str:
+    (directory / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
+    return str(directory)
+
+
+WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
+    "no directory": (
+        lambda _: {"model": "/no/such/model"},
+        "model must be 'demo' or a Hugging Face directory; '/no/such/model' is neither",
+    ),
+    "no config.json": (lambda path: {"model": str(path)}, "config.json does not exist"),
+    "an unsupported model": (lambda path: {"model": unsupported(path)}, "'MambaForCausalLM'] is not supported"),
+    "an unknown drafter": (lambda _: {"drafter": "eagle9"}, "drafter must be one of ('none', 'eagle3', "),
+    "an unknown policy": (
+        lambda _: {"speculation": {"policy": "adaptiv"}},
+        "policy must be one of ('adaptive', 'static', 'off') or an SGLang-style JSON file, got 'adaptiv'",
+    ),
+    "trees of a drafter of chains": (
+        lambda _: {"drafter": "ngram", "speculation": {"depth": 2, "topk": 2, "num_nodes": 4}},
+        "this drafter proposes chains only (topk 1), got topk 2",
+    ),
+    "too long a context": (
+        lambda _: {"engine": {"max_seq_len": 10**6}},
+        "max_seq_len must be at most the model's context of ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_served_is_found_before_anything_listens_or_loads(
+    case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr("serve.app.load_engine", lambda config: pytest.fail("it is loaded"))
+    fields, message = WRONG[case]
+    assert asyncio.run(command.serve(ServerConfig.of({**BASE, **fields(tmp_path)}))) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_weights_that_cannot_be_opened_are_found_before_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr("serve.app.load_engine", lambda config: pytest.fail("it is loaded"))
+    (tmp_path / "config.json").write_text((resolve_model("demo") / "config.json").read_text())
+    assert asyncio.run(command.serve(ServerConfig(**BASE, model=str(tmp_path)))) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+    (tmp_path / "model.safetensors").write_bytes(b"cut off")
+    assert asyncio.run(command.serve(ServerConfig(**BASE, model=str(tmp_path)))) == 2
+    assert "model.safetensors" in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_load(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def load(config: ServerConfig) -> Any:
+        raise ValueError("tensor 'a' has shape (2,)")
+
+    monkeypatch.setattr("serve.app.load_engine", load)
+    assert asyncio.run(command.serve(ServerConfig(**BASE))) == 1
     out, err = capsys.readouterr()
     assert port_in(out)
-    assert err == (
-        "error: the model could not be loaded: model must be 'demo' or a Hugging Face directory; "
-        "'/no/such/model' is neither\n"
-    )
+    assert err == "error: the model could not be loaded: tensor 'a' has shape (2,)\n"
 
 
 def test_an_engine_that_dies(kit: Any, facade: Any, capsys: pytest.CaptureFixture[str]):

@@ -19,7 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jaxspec.request import SamplingParams
 from serve.api import generation, requests
 from serve.api.generation import GenerationServicer
-from serve.app import PortError, Server
+from serve.app import Server
+from serve.checks import PortError
 from serve.client import AsyncClient, Delta, Event, Finished, Options, PromptInfo, ServerError, build_request
 from serve.config import ServerConfig
 from serve.proto import generation_pb2 as pb

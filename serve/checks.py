@@ -1,0 +1,87 @@
+"""What is found out before a port is opened or anything is loaded: a model, a drafter or a policy that cannot be, and a
+port that is taken.
+
+Reads names, configurations and headers of files, no weights. Must not know services.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from pathlib import Path
+
+from jaxspec.adaptive import registry as policies
+from jaxspec.assemble import choose_policy, resolve_drafter, resolve_model
+from jaxspec.checkpointing import hf
+from jaxspec.checkpointing.tensors import read_tensors
+from jaxspec.drafters import registry
+from jaxspec.runtime.sharding import check_divides
+from serve.config import ServerConfig
+
+
+class PortError(Exception):
+    """A port that cannot be listened on."""
+
+
+def check_model(config: ServerConfig) -> None:
+    """Whether the model, its drafter and the policy can be had, as far as that shows without loading or compiling.
+
+    Raises:
+      ValueError: names what was given and what is allowed.
+    """
+    speculation, engine = config.speculation, config.engine
+    directory = resolve_model(config.model)
+    model = hf.load_config(directory)
+    kind = registry.find(resolve_drafter(config.drafter, directory)[0])
+    policy = speculation.policy
+    if policy is not None and policy not in policies.names() and not Path(policy).is_file():
+        raise ValueError(f"policy must be one of {policies.names()} or an SGLang-style JSON file, got {str(policy)!r}")
+    choose_policy(speculation, engine.buckets, kind.drafts, kind.trees)
+    check_divides(model, engine.tensor_parallel)
+    if engine.max_seq_len is not None and engine.max_seq_len > model.max_position_embeddings:
+        raise ValueError(
+            f"max_seq_len must be at most the model's context of {model.max_position_embeddings} tokens, "
+            f"got {engine.max_seq_len}"
+        )
+    with read_tensors(directory):  # opens every file, which shows what is absent, truncated or a pickle
+        pass
+
+
+def check_port(name: str, host: str, port: int) -> None:
+    """Whether a port is free at every address of a host.
+
+    gRPC is content with one of several: where one of "localhost" is taken it would listen at the other, and clients
+    would reach whichever they try first.
+
+    Args:
+      name: of the field, for errors.
+      port: 0 is always free.
+
+    Raises:
+      PortError: taken, or not allowed.
+    """
+    for family, address in _addresses(host, port) if port else ():
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                probe.bind((address, port))
+            except PermissionError as e:
+                raise PortError(f"{name}: cannot listen on {host}:{port}, which is not allowed: {e.strerror}") from e
+            except OSError as e:
+                if e.errno == errno.EADDRINUSE:
+                    raise PortError(f"{name}: cannot listen on {host}:{port}, which is in use") from e
+                # Of an address that this machine lacks whoever listens has the last word.
+
+
+def _addresses(host: str, port: int) -> set[tuple[socket.AddressFamily, str]]:
+    """Where a server that listens on a host would: gRPC takes both loopback addresses for "localhost"."""
+    found: set[tuple[socket.AddressFamily, str]] = set()
+    for name in ("127.0.0.1", "::1") if host == "localhost" else (host.strip("[]"),):
+        try:
+            infos = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        except OSError:
+            continue
+        found |= {(info[0], str(info[4][0])) for info in infos}
+    return {(family, address) for family, address in found if family in (socket.AF_INET, socket.AF_INET6)}
