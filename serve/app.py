@@ -24,7 +24,7 @@ from serve.api.auth import AdminInterceptor, TokenInterceptor, read_tokens, serv
 from serve.api.generation import GenerationServicer
 from serve.api.health import SERVICE as HEALTH
 from serve.api.health import HealthServicer
-from serve.checks import PortError, check_model, check_port
+from serve.checks import PortError, check_model, check_port, warn_of_open_door
 from serve.config import ServerConfig
 from serve.core.engine_thread import EngineThread
 from serve.core.generator import Generator
@@ -135,6 +135,7 @@ class Server:
                 self.metrics_port = self.metrics.serve(config.host, config.metrics_port, self._probes())
             except OSError as e:
                 raise PortError(f"metrics_port: cannot listen on {config.host}:{config.metrics_port}: {e}") from e
+        warn_of_open_door(config)
         self.metrics.on_state("starting")
         await self._grpc.start()
         self.engine.start()

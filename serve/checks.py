@@ -1,5 +1,5 @@
-"""What is found out before a port is opened or anything is loaded: a model, a drafter or a policy that cannot be, and a
-port that is taken.
+"""What is found out before a port is opened or anything is loaded: a model, a drafter or a policy that cannot be, a
+port that is taken, and a server that anybody may call.
 
 Reads names, configurations and headers of files, no weights. Must not know services.
 """
@@ -7,6 +7,8 @@ Reads names, configurations and headers of files, no weights. Must not know serv
 from __future__ import annotations
 
 import errno
+import ipaddress
+import logging
 import socket
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from jaxspec.checkpointing.tensors import read_tensors
 from jaxspec.drafters import registry
 from jaxspec.runtime.sharding import check_divides
 from serve.config import ServerConfig
+
+_log = logging.getLogger("serve")
 
 
 class PortError(Exception):
@@ -85,3 +89,24 @@ def _addresses(host: str, port: int) -> set[tuple[socket.AddressFamily, str]]:
             continue
         found |= {(info[0], str(info[4][0])) for info in infos}
     return {(family, address) for family, address in found if family in (socket.AF_INET, socket.AF_INET6)}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens on a host."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False  # a name, which may be anything
+
+
+def warn_of_open_door(config: ServerConfig) -> None:
+    """Logs a warning where whoever reaches the machine may use the model, and nothing asks who that is."""
+    if is_loopback(config.host) or config.auth_token_file is not None or config.tls_client_ca is not None:
+        return
+    _log.warning(
+        "ANYBODY who reaches %s:%d may use this server: it listens beyond this machine and asks for no token and no "
+        "client certificate. Give --auth-token-file (with --tls-cert and --tls-key) or --tls-client-ca, or listen on "
+        "loopback: --host 127.0.0.1", config.host, config.port,
+    )  # fmt: skip

@@ -49,7 +49,7 @@ class ServerConfig:
     Attributes:
       model: "demo" or a Hugging Face directory.
       served_model_name: the name that clients and metrics see; None: the last part of `model`.
-      host: address to listen on.
+      host: address to listen on; the default is reached from this machine alone, 0.0.0.0 and :: from everywhere.
       port: of gRPC; 0 picks a free one.
       metrics_port: of HTTP (GET /metrics for Prometheus, /health and /ready for probes); 0 picks a free one, None
         serves none.
@@ -96,7 +96,7 @@ class ServerConfig:
 
     model: str = _flag("demo", SERVED)
     served_model_name: str | None = _flag(None, SERVED)
-    host: str = _flag("0.0.0.0", WHERE)
+    host: str = _flag("127.0.0.1", WHERE)
     port: int = _flag(50051, WHERE, 0, 65535)
     metrics_port: int | None = _flag(9400, WHERE, 0, 65535)
     drafter: str | None = _flag(None, SERVED)

@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "`python -m serve` and `smg launch` yourself"
             )
     default = ServerConfig()
-    if config.host not in (default.host, _LOOPBACK):
+    if config.host != _LOOPBACK:
         refuse(f"host must be {_LOOPBACK} here, where only the gateway calls, got {config.host}; see --http-host")
     if config.withdrawal_seconds == default.withdrawal_seconds:
         # The gateway has ended before the server is told to: nobody has to notice that it withdraws.

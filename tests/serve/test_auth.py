@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from serve.api.auth import Tokens, is_local, read_tokens, server_credentials
 from serve.app import Server
+from serve.checks import is_loopback, warn_of_open_door
 from serve.client import AsyncClient, Options, ServerError
 from serve.config import ServerConfig
 
@@ -307,3 +308,38 @@ def test_token_files(tmp_path: Path):
         read_tokens(str(path))
     with pytest.raises(ValueError, match="auth_token_file: cannot read"):
         read_tokens(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("[::1]", True), ("localhost", True),
+        ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("models.example.org", False),
+    ],
+)  # fmt: skip
+def test_a_server_that_anybody_may_use_says_so(host: str, loopback: bool, caplog: pytest.LogCaptureFixture):
+    assert is_loopback(host) == loopback
+    guards: list[dict[str, Any]] = [
+        {}, {"admin_token_file": "admins"}, {"tls_cert": "c", "tls_key": "k"},
+        {"auth_token_file": "tokens"}, {"tls_cert": "c", "tls_key": "k", "tls_client_ca": "ca"},
+    ]  # fmt: skip
+    for position, guard in enumerate(guards):
+        caplog.clear()
+        warn_of_open_door(ServerConfig(host=host, **guard))
+        open_door = not loopback and position < 3
+        assert [record.levelname for record in caplog.records] == ["WARNING"] * open_door
+        if open_door:
+            said = caplog.records[0].getMessage()
+            assert all(word in said for word in (f"{host}:50051", "--auth-token-file", "--tls-client-ca", "--host"))
+
+
+def test_a_server_listens_on_loopback_unless_told_else(kit: Any, caplog: pytest.LogCaptureFixture):
+    async def story() -> None:
+        assert ServerConfig().host == "127.0.0.1"
+        for host, warnings in (("127.0.0.1", 0), ("0.0.0.0", 1)):
+            caplog.clear()
+            async with Server(ServerConfig(**{**BASE, "host": host}), build=kit.clean):
+                pass
+            assert sum("ANYBODY" in record.getMessage() for record in caplog.records) == warnings
+
+    kit.run(story())
