@@ -26,11 +26,13 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--tls-key", metavar="PEM", help="its private key")
     server.add_argument("--timeout", type=float, metavar="SECONDS", help="deadline of the request (default: none)")
     server.add_argument("--retries", type=int, default=0, metavar="N", help="tries after 'full' (default: %(default)s)")
-    how = p.add_argument_group("request", "what is left out is the server's default")
+    how = p.add_argument_group("request", "what shows no default here is left to the server, when left out")
     how.add_argument("--chat", action="store_true", help="the prompt is a user's message of a conversation")
     how.add_argument("--system", metavar="TEXT", help="with --chat: the system's message before it")
-    how.add_argument("--max-tokens", type=int, metavar="N", help="most tokens to generate")
-    how.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest (default)")
+    how.add_argument(
+        "--max-tokens", type=int, default=128, metavar="N", help="most tokens to generate (default: %(default)s)"
+    )
+    how.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest (default: 0)")
     how.add_argument("--top-p", type=float, metavar="P", help="mass of the nucleus, (0, 1]")
     how.add_argument("--top-k", type=int, metavar="K", help="candidates kept; 0: all")
     how.add_argument("--seed", type=int, metavar="N", help="same seed, same output")

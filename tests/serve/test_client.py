@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import pytest
 
+from jaxspec import generate
 from serve.app import Server
 from serve.client import (
     AsyncClient,
@@ -30,7 +31,7 @@ from serve.client import (
     build_request,
     connection,
 )
-from serve.client.__main__ import main
+from serve.client.__main__ import _request, main, parser
 from serve.config import ServerConfig
 from serve.core.errors import StatusError
 from serve.proto import generation_pb2 as pb
@@ -272,6 +273,15 @@ def test_the_client_needs_no_jax():
     code = "import sys, serve.client; print([m for m in ('jax', 'jaxspec', 'numpy') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     assert out.stdout.strip() == "[]"
+
+
+def test_the_library_adds_no_defaults_and_the_command_those_of_generate():
+    """What is absent on the wire is the server's to fill in; the command is `python -m jaxspec.generate` from afar."""
+    assert build_request("abc", {}) == pb.GenerateRequest(text="abc")
+    offline = generate.parser().parse_args(["abc"])
+    prompt, options = _request(parser().parse_args(["abc"]))
+    assert (prompt, options) == ("abc", {"temperature": 0.0, "max_tokens": 128})
+    assert (options.get("temperature"), options.get("max_tokens")) == (offline.temperature, offline.max_tokens)
 
 
 def test_the_command(kit: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
