@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,8 +28,17 @@ def names() -> tuple[str, ...]:
 
 
 def find(name: str) -> PolicyKind:
-    """The kind of a name, or of files where no kind has that name."""
+    """The kind of a name, or of files where no kind has that name.
+
+    Raises:
+      ValueError: a bare word that neither a kind nor a file is called.
+    """
     module, attribute = KINDS.get(name, _OF_FILES)
+    bare = not os.path.splitext(name)[1] and os.path.basename(name) == name
+    if name not in KINDS and bare and not os.path.exists(name):
+        close = difflib.get_close_matches(name, KINDS, 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"policy must be one of {names()} or the path of a JSON file, got {name!r}{hint}")
     return getattr(importlib.import_module(module), attribute)
 
 
