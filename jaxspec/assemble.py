@@ -291,11 +291,21 @@ def _typical(speculation: SpeculationConfig) -> Typical | None:
     return typical
 
 
-def _geometry(config: EngineConfig, context: int, depth: int) -> Geometry:
-    """The sizes of an engine, for a model of this context and tiers up to this depth."""
+def longest_text(config: EngineConfig, context: int) -> int:
+    """Tokens of the longest prompt plus output, for a model of this context.
+
+    Raises:
+      ValueError: a max_seq_len beyond it.
+    """
     longest = config.max_seq_len or min(context, _DEFAULT_CONTEXT)
     if longest > context:
         raise ValueError(f"max_seq_len must be at most the model's context of {context} tokens, got {longest}")
+    return longest
+
+
+def _geometry(config: EngineConfig, context: int, depth: int) -> Geometry:
+    """The sizes of an engine, for a model of this context and tiers up to this depth."""
+    longest = longest_text(config, context)
     pages_per_seq = -(-(longest + depth + 1) // config.page_size)
     return Geometry(
         slots=config.max_batch_size, num_pages=config.num_pages or config.max_batch_size * pages_per_seq,

@@ -1,11 +1,13 @@
-"""python -m jaxspec.generate "prompt": streams a completion; --demo compares with plain decoding."""
+"""python -m jaxspec.generate "prompt": streams a completion; --chat talks; --demo compares with plain decoding.
+
+Whatever can be refused is refused before a model is loaded or compiled, and before the first of several prompts runs.
+"""
 
 from __future__ import annotations
 
 import argparse
-import os
+import dataclasses
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -13,14 +15,19 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from jaxspec import cli
 from jaxspec.adaptive import registry as policies
 from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.config import VERIFICATIONS
+from jaxspec.assemble import choose_policy, longest_text, resolve_drafter, resolve_model
+from jaxspec.chat import Chat
+from jaxspec.checkpointing import hf
+from jaxspec.config import VERIFICATIONS, EngineConfig, SpeculationConfig
 from jaxspec.drafters import registry
 from jaxspec.events import Delta, Finished
 from jaxspec.llm import LLM
 from jaxspec.request import RequestOutput, SamplingParams
-from jaxspec.text.grammar import GrammarSpec
+from jaxspec.text.grammar import GrammarCompiler, GrammarSpec
+from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN
 
 # None ends in a space or a line break: a text's next token begins with it.
@@ -34,32 +41,59 @@ DEMO_PROMPTS = (
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m jaxspec.generate", description=__doc__)
+    p = argparse.ArgumentParser(
+        prog="python -m jaxspec.generate", description=(__doc__ or "").splitlines()[0], formatter_class=cli.Help
+    )
     p.add_argument("prompt", nargs="*", help="one or more prompts; - reads one from standard input")
     p.add_argument("--demo", action="store_true", help="the demo's prompts, with and without speculation")
+    p.add_argument("--chat", action="store_true", help="a conversation, a line a turn; /reset and /exit")
     p.add_argument("--model", default="demo", help="'demo' or a Hugging Face directory")
-    p.add_argument("--drafter", help=f"{', '.join(registry.names())}, or a directory")
-    p.add_argument("--policy", help=f"{', '.join(policies.names())}, or the path of an SGLang-style JSON")
-    p.add_argument("--depth", type=int, help="draft tokens of a static tier")
-    p.add_argument("--topk", type=int, default=1)
-    p.add_argument("--num-nodes", type=int)
-    p.add_argument("--verification", choices=VERIFICATIONS, default="coupled")
-    p.add_argument("--max-tokens", type=int, default=128)
-    p.add_argument("--temperature", type=float, default=0.0)
-    p.add_argument("--top-p", type=float, default=1.0)
-    p.add_argument("--top-k", type=int, default=0)
-    p.add_argument("--min-p", type=float, default=0.0)
-    p.add_argument("--repetition-penalty", type=float, default=1.0)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--stop", action="append", default=[])
-    p.add_argument("--ignore-eos", action="store_true")
-    shape = p.add_mutually_exclusive_group()
-    shape.add_argument("--json-schema", help="what the text has to be: a JSON schema, or the file that holds one")
-    shape.add_argument("--regex", help="what the text has to match")
-    shape.add_argument("--choice", action="append", help="one of what the text has to be; give it once for each")
-    p.add_argument("--max-seq-len", type=int)
+    p.add_argument("--max-seq-len", type=int, metavar="N",
+        help="longest prompt plus output in tokens (default: the model's context, at most 2048)")  # fmt: skip
     p.add_argument("--quiet", action="store_true", help="the completion only")
+    _add_speculation(p)
+    _add_sampling(p)
+    shape = p.add_argument_group("structured output").add_mutually_exclusive_group()
+    add = shape.add_argument
+    add("--json-schema", help="what the text has to be: a JSON schema, or the file that holds one (default: anything)")
+    add("--regex", help="what the text has to match (default: anything goes)")
+    add("--choice", action="append", help="one of what the text has to be; repeat it (default: anything)")
     return p
+
+
+def _add_speculation(p: argparse.ArgumentParser) -> None:
+    add = p.add_argument_group("speculation").add_argument
+    add("--drafter", help=f"{', '.join(registry.names())}, or a directory (default: an EAGLE-3 head beside the model "
+        "where there is one, else ngram)")  # fmt: skip
+    add("--policy", help=f"{', '.join(policies.names())}, or the path of an SGLang-style JSON (default: "
+        f"{policies.FIXED} with --depth, else {policies.DEFAULT})")  # fmt: skip
+    add("--candidate-steps", type=depths, metavar="0,2,4",
+        help="depths that the adaptive policy chooses among (default: by the device and the drafter)")  # fmt: skip
+    add("--depth", type=int, metavar="N", help="draft tokens of a static tier (default: none, the policy chooses)")
+    add("--topk", type=int, default=1, metavar="N", help="candidates a node: 1 drafts chains, more drafts trees")
+    add("--num-nodes", type=int, metavar="N", help="nodes of a tree, root included (default: none, trees need it)")
+    add("--verification", choices=VERIFICATIONS, default="coupled", help="how drafts are accepted; typical is lossy")
+
+
+def _add_sampling(p: argparse.ArgumentParser) -> None:
+    add = p.add_argument_group("sampling").add_argument
+    add("--max-tokens", type=int, default=128, metavar="N", help="most tokens to write; the context may end it before")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token")
+    add("--top-p", type=float, default=1.0, metavar="P", help="mass of the tokens kept; 1 keeps all")
+    add("--top-k", type=int, default=0, metavar="K", help="likeliest tokens kept; 0 keeps all")
+    add("--min-p", type=float, default=0.0, metavar="P", help="least probability kept, relative to the likeliest's")
+    add("--repetition-penalty", type=float, default=1.0, metavar="X", help="over prompt and output; 1 is none")
+    add("--seed", type=int, default=0, metavar="N", help="same seed, same text")
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
+    add("--ignore-eos", action="store_true", help="go on after the model's end of sequence")
+
+
+def depths(text: str) -> tuple[int, ...]:
+    """Depths from "0,2,4"."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be integers separated by commas, got {text!r}") from None
 
 
 def summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
@@ -96,6 +130,69 @@ def grammar_of(args: argparse.Namespace) -> GrammarSpec | None:
         except OSError as e:
             raise ValueError(f"--json-schema must be a JSON object or a file, got {text!r}: {e}") from e
     return GrammarSpec("json_schema", text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a command line asks for, checked.
+
+    Attributes:
+      prompts: texts, and how each is sampled: max_tokens is cut to what the context leaves.
+      params: as asked for.
+      grammar: what the texts have to be; None: anything.
+      context: tokens of the longest prompt plus output.
+    """
+
+    prompts: list[tuple[str, SamplingParams]]
+    params: SamplingParams
+    grammar: GrammarSpec | None
+    speculation: SpeculationConfig
+    context: int
+
+
+def check(args: argparse.Namespace) -> Job:
+    """What the arguments ask for, by the tokenizer and the configurations alone: no weight is read, nothing compiled.
+
+    Raises:
+      ValueError: names what cannot be honoured.
+    """
+    grammar = grammar_of(args)
+    if grammar is not None and args.demo:
+        raise ValueError("--demo compares free texts, got a grammar beside it")
+    params = SamplingParams(
+        temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p, seed=args.seed,
+        max_tokens=args.max_tokens, stop=args.stop, repetition_penalty=args.repetition_penalty,
+        ignore_eos=args.ignore_eos or args.demo,
+    )  # fmt: skip
+    speculation = SpeculationConfig(
+        policy=args.policy, depth=args.depth, topk=args.topk, num_nodes=args.num_nodes,
+        candidate_steps=args.candidate_steps, verification=args.verification,
+    )  # fmt: skip
+    directory = resolve_model(args.model)
+    drafter = registry.find(resolve_drafter(args.drafter, directory)[0])
+    config = EngineConfig(max_batch_size=1, max_seq_len=args.max_seq_len)
+    choose_policy(speculation, config.buckets, drafter.drafts, drafter.trees)
+    model, tokenizer = hf.load_config(directory), Tokenizer.from_directory(directory)
+    context = longest_text(config, model.max_position_embeddings)
+    if grammar is not None:
+        eos = sorted({*model.eos_token_ids, *tokenizer.eos_token_ids})
+        GrammarCompiler(tokenizer, model.vocab_size, eos).compile(grammar)
+    if args.chat:
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
+    texts = DEMO_PROMPTS if args.demo else [sys.stdin.read() if text == "-" else text for text in args.prompt]
+    prompts = [(text, _fitting(text, params, tokenizer, context)) for text in texts]
+    return Job(prompts, params, grammar, speculation, context)
+
+
+def _fitting(prompt: str, params: SamplingParams, tokenizer: Tokenizer, context: int) -> SamplingParams:
+    """The parameters with max_tokens cut to what the prompt leaves of the context."""
+    if not prompt:
+        raise ValueError("a prompt must hold at least 1 token, got an empty text")
+    count = len(tokenizer.encode(prompt))
+    if count >= context:
+        shown = repr(prompt if len(prompt) <= 40 else f"{prompt[:40]}...")
+        raise ValueError(f"a prompt must be shorter than the context of {context} tokens, got {count} tokens: {shown}")
+    return dataclasses.replace(params, max_tokens=min(params.max_tokens, context - count))
 
 
 def stream_one(
@@ -158,35 +255,20 @@ def demo(llm: LLM, params: SamplingParams) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(argv)
-    if not args.prompt and not args.demo:
-        p.error("give a prompt, or --demo")
-    speculation = {
-        "policy": args.policy, "depth": args.depth, "topk": args.topk, "num_nodes": args.num_nodes,
-        "verification": args.verification,
-    }  # fmt: skip
+    if bool(args.prompt) + args.demo + args.chat != 1:
+        p.error("give one of: prompts, --demo, --chat")
     try:
-        grammar = grammar_of(args)
-        if grammar is not None and args.demo:
-            raise ValueError("--demo compares free texts, got a grammar beside it")
-        params = SamplingParams(
-            temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p, seed=args.seed,
-            max_tokens=args.max_tokens, stop=args.stop, repetition_penalty=args.repetition_penalty,
-            ignore_eos=args.ignore_eos or args.demo,
-        )  # fmt: skip
+        job = check(args)
         llm = LLM(
-            args.model,
-            args.drafter,
-            speculation,
-            max_batch_size=1,
-            max_seq_len=args.max_seq_len,
-            progress=not args.quiet,
-            structured_output=grammar is not None,
-        )
+            args.model, args.drafter, job.speculation, max_batch_size=1, max_seq_len=args.max_seq_len,
+            progress=not args.quiet, structured_output=job.grammar is not None,
+        )  # fmt: skip
         if args.demo:
-            return demo(llm, params)
-        for prompt in args.prompt:
-            text = sys.stdin.read() if prompt == "-" else prompt
-            output, seconds = stream_one(llm, text, params, echo=not args.quiet, grammar=grammar)
+            return demo(llm, min((params for _, params in job.prompts), key=lambda params: params.max_tokens))
+        if args.chat:
+            return Chat(llm, job.params, job.context, grammar=job.grammar, quiet=args.quiet).run()
+        for prompt, params in job.prompts:
+            output, seconds = stream_one(llm, prompt, params, echo=not args.quiet, grammar=job.grammar)
             print()
             if not args.quiet:
                 print(summary([output], seconds), file=sys.stderr)
@@ -196,18 +278,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def leave(code: int) -> None:
-    """Ends the process, at once where executables are still being compiled: nobody waits for them."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if any(thread.name.startswith("warm-up") for thread in threading.enumerate()):
-        os._exit(code)
-    sys.exit(code)
-
-
 if __name__ == "__main__":
-    try:
-        status = main()
-    except KeyboardInterrupt:
-        status = 130
-    leave(status)
+    cli.run(main)

@@ -39,13 +39,15 @@ ALLOWED = {
     "warming": {"tier", "runtime"},
     "engine": EVERYONE
     | {"adaptive", "scheduling", "runtime", "text", "traffic", "events", "stats", "facts", "output", "warming"},
-    "train": EVERYONE | {"models", "speculation", "checkpointing", "drafters", "cache", "text"},
+    "train": EVERYONE | {"models", "speculation", "checkpointing", "drafters", "cache", "text", "cli"},
+    "cli": set(),
     "assemble": EVERYONE
     | {"adaptive", "scheduling", "runtime", "models", "speculation", "checkpointing", "drafters", "text"}
     | {"facts", "engine"},
     "shared": EVERYONE | {"engine", "events"},
     "llm": EVERYONE | {"adaptive", "assemble", "engine", "events", "shared", "stats", "text"},
     "async_llm": EVERYONE | {"engine", "events", "llm", "shared", "text"},
+    "chat": {"events", "llm", "request", "text"},
 }
 FRONTS = {"generate", "bench", "__init__"}
 #: Rooms of serve (packages, and the modules on top) and the other rooms that they may import.

@@ -1,0 +1,102 @@
+"""What the command lines share: how they end, and help that shows defaults.
+
+Standard library only. Must not know what a command does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import NoReturn
+
+#: Exit status after Ctrl-C, as shells have it.
+INTERRUPTED = 130
+#: Seconds that Python has to take a Ctrl-C before the process is ended from beside it.
+PATIENCE = 1.0
+
+
+class Help(argparse.HelpFormatter):
+    """Help in which every flag shows its default. One whose default is None says in its text what that means."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        optional = bool(action.option_strings) and not action.required
+        if not optional or "default" in text or default is None or default is argparse.SUPPRESS:
+            return text
+        if default is False:
+            shown = "off"
+        elif isinstance(default, list | tuple):
+            shown = " ".join(map(str, default)) or "none"
+        else:
+            shown = "%(default)s"
+        return f"{text} (default: {shown})"
+
+
+@contextlib.contextmanager
+def quick_interrupts() -> Iterator[None]:
+    """Within it Ctrl-C ends the process within a second or two, whatever the main thread does.
+
+    Python takes a signal between two of the main thread's own instructions, and a compilation is a single call of
+    minutes. Where it has not taken it after PATIENCE, another thread says so in a line and ends the process.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    taken = threading.Event()
+
+    def take(signum: int, frame: FrameType | None) -> None:
+        taken.set()
+        raise KeyboardInterrupt
+
+    def watch() -> None:
+        with reader:
+            while number := reader.recv(1):
+                if number[0] == signal.SIGINT and not taken.wait(PATIENCE):
+                    say_interrupted()
+                    os._exit(INTERRUPTED)
+
+    handler = signal.signal(signal.SIGINT, take)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=watch, name="interrupts", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        signal.signal(signal.SIGINT, handler)
+        writer.close()
+
+
+def say_interrupted(what: str = "interrupted") -> None:
+    """One line on standard error, below the ^C of a terminal."""
+    print(f"\n{what}" if sys.stderr.isatty() else what, file=sys.stderr, flush=True)
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Ends the process with what `main` returns, or quietly and soon after Ctrl-C."""
+    try:
+        with quick_interrupts():
+            status = main()
+    except KeyboardInterrupt:
+        say_interrupted()
+        status = INTERRUPTED
+    leave(status)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process, at once where executables are still being compiled: nobody waits for them."""
+    if status == INTERRUPTED:  # the key pressed again changes nothing
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(thread.name.startswith("warm-up") for thread in threading.enumerate()):
+        os._exit(status)
+    sys.exit(status)

@@ -1,0 +1,85 @@
+"""What the command lines share: Ctrl-C, and help that shows every default."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxspec import cli, generate
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def interrupted(body: str) -> tuple[int, str, float]:
+    """(exit status, standard error, seconds) of a command that is interrupted while it runs `body`."""
+    code = f"from jaxspec import cli\ndef main():\n{textwrap.indent(body, '    ')}\n    return 0\ncli.run(main)"
+    ready = "import sys; print('ready', flush=True)\n"
+    command = [sys.executable, "-c", code.replace("def main():\n", f"def main():\n    {ready}")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(0.2)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    return process.returncode, error, time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import time; time.sleep(30)",
+        "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)",  # minutes in which Python takes no signal
+        "import threading, time; threading.Thread(target=time.sleep, args=(30,), name='warm-up-0').start(); "
+        "threading.Event().wait()",
+    ],
+    ids=["python", "one long call", "a warm-up beside it"],
+)
+def test_an_interrupt_is_quiet_and_quick(body: str):
+    status, error, seconds = interrupted(body)
+    assert (status, error) == (cli.INTERRUPTED, "interrupted\n")
+    assert seconds < 15  # not the half minute that is left
+
+
+def test_the_handlers_of_others_come_back():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), cli.quick_interrupts():
+        assert signal.getsignal(signal.SIGINT) is not before
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+    entered: list[bool] = []
+
+    def elsewhere() -> None:
+        with cli.quick_interrupts():
+            entered.append(signal.getsignal(signal.SIGINT) is before)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert entered == [True]
+
+
+def test_commands_end_with_what_they_return(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(SystemExit) as ended:
+        cli.run(lambda: 3)
+    assert ended.value.code == 3
+
+
+def undocumented(parser: argparse.ArgumentParser) -> list[str]:
+    """Flags whose help has no default."""
+    flags = [action for action in parser._actions if action.option_strings and not action.required]
+    shown = {flag.option_strings[-1]: cli.Help("")._get_help_string(flag) for flag in flags if flag.dest != "help"}
+    assert parser.formatter_class is cli.Help
+    parser.format_help()  # also where a % stands
+    return [flag for flag, text in shown.items() if "default" not in text]
+
+
+def test_every_flag_shows_its_default():
+    assert undocumented(generate.parser()) == []

@@ -1,0 +1,143 @@
+"""`python -m jaxspec.generate`: what it refuses, before anything is built, and what it asks an engine for."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxspec import generate
+from jaxspec.events import Delta, Finished
+from jaxspec.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, SamplingParams
+
+LONG = "word " * 3000
+
+
+class Told:
+    """In the place of LLM: keeps what it is told, and answers every prompt with the same text."""
+
+    def __init__(self, *args: Any, **options: Any):
+        self.args, self.options, self.calls = args, options, list[tuple[str, SamplingParams, Any]]()
+
+    def stream(self, prompt: str, params: SamplingParams, grammar: Any) -> Iterator[tuple[int, Delta | Finished]]:
+        self.calls.append((prompt, params, grammar))
+        yield 0, Delta("r", 0, [5], '{"a": ')
+        yield 0, Delta("r", 0, [6], "1}")
+        output = CompletionOutput(0, [5, 6], '{"a": 1}', FinishReason.STOP)
+        yield 0, Finished("r", 0, FinishReason.STOP, RequestOutput("r", prompt, [1], [output], RequestMetrics()))
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Told]:
+    """Engines that a command has built."""
+    made: list[Told] = []
+
+    def build(*args: Any, **options: Any) -> Told:
+        made.append(Told(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(generate, "LLM", build)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--json-schema", '{"type": "strin'], "the json_schema is not valid: "),
+        (["--json-schema", '{"type": "sort"}'], "the json_schema "),
+        (["--json-schema", "/nowhere.json"], "--json-schema must be a JSON object or a file, got '/nowhere.json'"),
+        (["--regex", "(("], "the regex cannot be compiled: "),
+        (["--choice", ""], "GrammarSpec.value must hold non-empty strings"),
+        ([""], "a prompt must hold at least 1 token, got an empty text"),
+        ([LONG], "a prompt must be shorter than the context of 2048 tokens, got "),
+        (["--max-seq-len", "3"], "a prompt must be shorter than the context of 3 tokens, got "),
+        (["--max-seq-len", "9999"], "max_seq_len must be at most the model's context of 2048 tokens, got 9999"),
+        (["--policy", "adaptiv"], "policy must be one of ('adaptive', 'static', 'off') or the path of a JSON file, "
+         "got 'adaptiv'; did you mean 'adaptive'?"),
+        (["--policy", "zzz"], "or the path of a JSON file, got 'zzz'\n"),
+        (["--policy", "absent.json"], "adaptive configuration 'absent.json' cannot be read: "),
+        (["--drafter", "eagl3"], "or a directory, got 'eagl3'"),
+        (["--drafter", "ngram", "--depth", "3", "--topk", "2", "--num-nodes", "6"],
+         "this drafter proposes chains only (topk 1), got topk 2"),
+        (["--depth", "2", "--policy", "adaptive"], "got policy 'adaptive'; use candidate_steps"),
+        (["--depth", "2", "--candidate-steps", "0,2"], "give one of the two"),
+        (["--temperature", "-1"], "temperature must "),
+        (["--model", "/nowhere"], "model must be 'demo' or a Hugging Face directory; '/nowhere' is neither"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_refused_before_anything_is_built(
+    argv: list[str], message: str, built: list[Told], capsys: pytest.CaptureFixture[str]
+):
+    assert generate.main(["In the beginning", *argv]) == 2
+    out, error = capsys.readouterr()
+    assert message in error and error.startswith("error: ") and error.count("\n") == 1, error
+    assert not built and not out
+
+
+def test_standard_input_is_read_and_checked_before_anything_is_built(
+    built: list[Told], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert generate.main(["first", "-"]) == 2 and not built
+    assert "got an empty text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [[], ["prompt", "--demo"], ["prompt", "--chat"], ["--demo", "--chat"]])
+def test_one_thing_at_a_time(argv: list[str], built: list[Told], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        generate.main(argv)
+    assert ended.value.code == 2 and not built
+    assert "give one of: prompts, --demo, --chat" in capsys.readouterr().err
+
+
+def test_quiet_prints_what_a_schema_asks_for_and_nothing_else(built: list[Told], capsys: pytest.CaptureFixture[str]):
+    assert generate.main(["An object:", "--quiet", "--json-schema", '{"type": "object"}']) == 0
+    out, error = capsys.readouterr()
+    assert json.loads(out) == {"a": 1} and not error
+    assert built[0].options["structured_output"] and not built[0].options["progress"]
+
+
+def test_max_tokens_are_cut_to_what_the_context_leaves(built: list[Told], capsys: pytest.CaptureFixture[str]):
+    assert generate.main(["In the beginning", "x", "--max-seq-len", "20", "--max-tokens", "100"]) == 0
+    counts = {prompt: params.max_tokens for prompt, params, _ in built[0].calls}
+    assert 0 < counts["In the beginning"] < counts["x"] < 20
+    assert "In the beginning" in capsys.readouterr().out
+
+
+def test_candidate_steps_reach_the_engine(built: list[Told], capsys: pytest.CaptureFixture[str]):
+    assert generate.main(["x", "--policy", "adaptive", "--candidate-steps", "4,2"]) == 0
+    assert built[0].args[2].candidate_steps == (2, 4)
+    with pytest.raises(SystemExit):
+        generate.main(["x", "--candidate-steps", "deep"])
+    assert "must be integers separated by commas, got 'deep'" in capsys.readouterr().err
+
+
+def test_a_conversation_needs_a_chat_template(
+    built: list[Told], tiny_directory: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert generate.main(["--chat", "--model", str(tiny_directory)]) == 2 and not built
+    assert "error: this checkpoint has no chat template" in capsys.readouterr().err
+
+
+def test_the_demo_fits_its_context(
+    built: list[Told], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    asked: list[SamplingParams] = []
+    demo: Callable[[Any, SamplingParams], int] = lambda llm, params: asked.append(params) or 0
+    monkeypatch.setattr(generate, "demo", demo)
+    assert generate.main(["--demo", "--max-seq-len", "40", "--max-tokens", "100"]) == 0
+    assert 0 < asked[0].max_tokens < 40 and asked[0].ignore_eos
+    assert generate.main(["--demo", "--regex", "a"]) == 2
+    assert "--demo compares free texts" in capsys.readouterr().err
+
+
+def test_arguments_are_checked_by_what_the_engine_would_say(tiny_directory: Path):
+    """A namespace is enough: no terminal, no engine."""
+    args: argparse.Namespace = generate.parser().parse_args(["abc", "--model", str(tiny_directory), "--depth", "2"])
+    job = generate.check(args)
+    assert [prompt for prompt, _ in job.prompts] == ["abc"] and job.speculation.resolved_policy == "static"
