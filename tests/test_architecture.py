@@ -65,8 +65,9 @@ SERVE = {
     "openai": {"config", "__main__"},
 }
 ENGINE_PARTS = ("jaxspec.assemble", "jaxspec.llm", "jaxspec.engine", "jaxspec.events", "jaxspec.adaptive")
-#: Commands of training that run the engine; no other module of training may.
-ENGINE_COMMANDS = {"train/data/regenerate.py", "train/run/evaluate.py"}
+#: Commands of training that run the engine, and their front, which names targets as the engine does; no other module
+#: of training may.
+ENGINE_COMMANDS = {"train/__main__.py", "train/data/regenerate.py", "train/run/evaluate.py"}
 
 
 def part_of(path: Path) -> str:

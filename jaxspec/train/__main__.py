@@ -6,12 +6,12 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from jaxspec import cli
+from jaxspec.assemble import resolve_model
 from jaxspec.drafters import registry
-
-#: Exit status after Ctrl-C, as shells have it.
-INTERRUPTED = 130
 
 #: A trainer of several kinds is named after the first.
 _TRAINERS = {kind.trainer: kind.name for kind in reversed(registry.kinds()) if kind.trainer}
@@ -24,13 +24,26 @@ COMMANDS = {
 }
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line, every command described by its module's first line."""
+    top = argparse.ArgumentParser(prog="python -m jaxspec.train", description=__doc__, formatter_class=cli.Help)
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, path in COMMANDS.items():
+        module = importlib.import_module(path)
+        line = (module.__doc__ or "").splitlines()[0].partition("`: ")[2].replace("%", "%%")
+        module.add_arguments(commands.add_parser(name, help=line, description=line, formatter_class=cli.Help))
+    return top
+
+
 def main(argv: Sequence[str] | None = None) -> Any:
-    """Runs one command and returns what its module's main returns."""
-    parser = argparse.ArgumentParser(prog="python -m jaxspec.train", description=__doc__)
-    sub = parser.add_subparsers(dest="command", required=True)
-    for name, module in COMMANDS.items():
-        importlib.import_module(module).add_arguments(sub.add_parser(name))
-    args = parser.parse_args(argv)
+    """Runs one command and returns what its module's main returns.
+
+    Raises:
+      ValueError: a --target that is neither "demo" nor a directory, and whatever the command refuses.
+    """
+    args = parser().parse_args(argv)
+    if isinstance(getattr(args, "target", None), Path):  # `evaluate` takes names itself, and records them
+        args.target = resolve_model(args.target)
     return importlib.import_module(COMMANDS[args.command]).main(args)
 
 
@@ -42,10 +55,10 @@ def run(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return INTERRUPTED
+        cli.say_interrupted("interrupted; the same command goes on from the last checkpoint")
+        return cli.INTERRUPTED
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    cli.leave(run())

@@ -44,6 +44,24 @@ def test_the_cache_gives_the_losses_of_online_states(
         train_command(eagle, tmp_path / "online", *SMALL, "--lr", "0.5")
 
 
+def test_targets_are_named_as_everywhere_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By every command that has a target."""
+    given: list[Any] = []
+    for name, module in front.COMMANDS.items():
+        if name in ("corpus", "target", "evaluate"):  # none, none, and its own way (test_train_evaluate.py)
+            continue
+        monkeypatch.setattr(f"{module}.main", given.append)
+        files = ["--data", "x.jsonl", "--out", str(tmp_path / "out")]
+        assert front.run([name, "--target", "demo", *files]) == 0
+        assert given.pop().target == ROOT / "checkpoints" / "demo" / "target"
+        assert front.run([name, "--target", str(tmp_path), *files]) == 0
+        assert given.pop().target == tmp_path
+        assert front.run([name, "--target", "/nowhere", *files]) == 2 and not given
+        assert "must be 'demo' or a Hugging Face directory; '/nowhere' is neither" in capsys.readouterr().err
+
+
 def rows_of(count: int, length: int = 8) -> PackedRows:
     tokens = np.random.default_rng(0).integers(0, 13, (count, length)).astype(np.int32)
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)

@@ -47,8 +47,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     p.add_argument("--out", type=Path, required=True, help="directory for {code,prose}.{train,held_out}.jsonl")
     p.add_argument("--site-packages", action="store_true", help="the installed packages' sources as well")
-    p.add_argument("--only", choices=("code", "prose"), help="one data set alone")
-    p.add_argument("--limit-mb", type=float, help="stop a data set after so many megabytes of text")
+    p.add_argument("--only", choices=("code", "prose"), help="one data set alone (default: both)")
+    p.add_argument("--limit-mb", type=float, help="stop a data set after so many megabytes of text (default: never)")
 
 
 def code_documents() -> Iterator[Document]:

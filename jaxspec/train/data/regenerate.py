@@ -39,17 +39,25 @@ _PROGRESS = 10.0
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    p.add_argument("--target", type=Path, required=True, help="Hugging Face directory with a tokenizer.json")
+    p.add_argument("--target", type=Path, required=True, help='"demo" or a Hugging Face directory with a tokenizer')
     p.add_argument("--data", type=Path, nargs="+", required=True, help="JSONL files of prompts, chats or texts")
     p.add_argument("--out", type=Path, required=True, help="the .jsonl to write, or to go on with")
-    p.add_argument("--prompt-tokens", type=token_range, default=(16, 64), metavar="MIN:MAX", help="of a text row")
+    p.add_argument(
+        "--prompt-tokens", type=token_range, default=(16, 64), metavar="MIN:MAX", help="of a text row (default: 16:64)"
+    )
     p.add_argument("--max-tokens", type=int, default=256, help="tokens of an answer")
     p.add_argument("--context", type=int, default=2048, help="longest prompt and answer together")
-    p.add_argument("--temperatures", type=temperatures, default=(0.0, 0.7, 1.0), help="a row is given one of them")
+    p.add_argument(
+        "--temperatures",
+        type=temperatures,
+        default=(0.0, 0.7, 1.0),
+        metavar="T,T",
+        help="a row is given one of them (default: 0,0.7,1)",
+    )
     p.add_argument("--drafter", default=NONE, help="a drafter that speeds the target up")
     p.add_argument("--batch", type=int, help=f"rows decoded together (default: {_BATCH}, on a CPU {_CPU_BATCH})")
-    p.add_argument("--limit", type=int, help="the first so many rows only")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--limit", type=int, help="the first so many rows only (default: all)")
+    p.add_argument("--seed", type=int, default=0, help="same seed, same answers")
 
 
 def token_range(text: str) -> tuple[int, int]:

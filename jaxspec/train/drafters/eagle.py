@@ -45,18 +45,20 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     """Geometry not given is the target's."""
     command.add_common_arguments(p)
     p.add_argument("--arch", choices=ARCHITECTURES, help="default: eagle3, or what --init-from is")
-    p.add_argument("--hidden-size", type=int)
-    p.add_argument("--intermediate-size", type=int)
+    p.add_argument("--hidden-size", type=int, help="width of the head (default: the target's)")
+    p.add_argument("--intermediate-size", type=int, help="width of its MLP (default: the target's)")
     p.add_argument("--layers", type=int, help="decoder layers (default 1)")
-    p.add_argument("--heads", type=int)
-    p.add_argument("--kv-heads", type=int)
-    p.add_argument("--head-dim", type=int)
-    p.add_argument("--rope-theta", type=float)
+    p.add_argument("--heads", type=int, help="query heads (default: the target's)")
+    p.add_argument("--kv-heads", type=int, help="key-value heads (default: the target's)")
+    p.add_argument("--head-dim", type=int, help="width of a query head (default: the target's)")
+    p.add_argument("--rope-theta", type=float, help="base of the rotary positions (default: the target's)")
     p.add_argument("--aux-layers", type=int, nargs="+", help="layers whose input is read (default: 2, N/2, N-3)")
     p.add_argument("--draft-vocab-size", type=int, help="default: by --coverage")
     p.add_argument("--coverage", type=float, help="share of the learned tokens that can be drafted (default 0.985)")
-    p.add_argument("--norm-before-residual", action="store_true", default=None)
-    p.add_argument("--norm-before-fc", action="store_true", default=None)
+    p.add_argument("--norm-before-residual", action="store_true", default=None,
+        help="the residual starts from the normed feature (default: off)")  # fmt: skip
+    p.add_argument("--norm-before-fc", action="store_true", default=None,
+        help="a norm over the concatenated states before fc (default: off)")  # fmt: skip
     p.add_argument("--train-embedding", action=argparse.BooleanOptionalAction, default=None,
                    help="default: where the head is narrower than the target")  # fmt: skip
     p.add_argument("--ttt-steps", type=int, default=7, help="drafts of the training-time test (EAGLE-1: of the log)")

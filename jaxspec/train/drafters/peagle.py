@@ -317,7 +317,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     command.add_common_arguments(p)
     p.add_argument("--layers", type=int, help="decoder layers (default: 4, as published heads have)")
     for name in ("hidden-size", "intermediate-size", "heads", "kv-heads", "head-dim"):
-        p.add_argument(f"--{name}", type=int)
+        p.add_argument(f"--{name}", type=int, help="default: the target's")
     p.add_argument("--aux-layers", type=int, nargs="+", help="layers whose input is read (default: 2, N/2, N-3)")
     p.add_argument("--draft-vocab-size", type=int, help="default: by --coverage")
     p.add_argument("--coverage", type=float, help="share of the learned tokens that can be drafted (default: 0.985)")

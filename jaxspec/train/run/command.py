@@ -44,14 +44,18 @@ _FREE = ("out", "run_dir", "save_every", "log_every", "eval_every", "mesh", "hid
 
 def add_arguments_of_data(p: argparse.ArgumentParser) -> None:
     """Target, texts and where the results go."""
-    p.add_argument("--target", type=Path, required=True, help="Hugging Face directory; its tokenizer.json reads texts")
+    p.add_argument(
+        "--target", type=Path, required=True, help='"demo" or a Hugging Face directory; its tokenizer reads texts'
+    )
     p.add_argument("--data", type=Path, nargs="+", required=True, help="JSONL of texts, chats or the target's outputs")
     p.add_argument("--eval-data", type=Path, nargs="+", help="JSONL to evaluate on (default: --eval-share of --data)")
     p.add_argument("--eval-share", type=float, default=0.05, help="texts held out, chosen by their hash")
     p.add_argument("--regenerate", action="store_true", help="let the target answer the prompts of --data first")
     p.add_argument("--out", type=Path, required=True, help="directory to write")
     p.add_argument("--run-dir", type=Path, help="checkpoints, log and plot (default: OUT.run)")
-    p.add_argument("--init-from", type=Path, help="directory of a published head to go on from")
+    p.add_argument(
+        "--init-from", type=Path, help="directory of a published head to go on from (default: fresh weights)"
+    )
     p.add_argument("--layout", help="layout of the saved head (default: the kind's own)")
 
 
@@ -65,19 +69,20 @@ def add_common_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--epochs", type=float, help="passes over the rows, in place of --steps (default: 1)")
     p.add_argument("--lr", type=float, default=1e-4, help="peak learning rate")
     p.add_argument("--final-lr", type=float, default=0.05, help="where the schedule ends, as a share of --lr")
-    p.add_argument("--schedule", choices=SCHEDULES, default="cosine")
+    p.add_argument("--schedule", choices=SCHEDULES, default="cosine", help="of the learning rate")
     p.add_argument("--warmup", type=float, default=0.015, help="steps of linear warm-up; below 1 a share of all steps")
-    p.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    p.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95), metavar=("B1", "B2"))
+    p.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="what turns gradients into steps")
+    p.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95), metavar=("B1", "B2"), help="of the optimizer")
     p.add_argument("--weight-decay", type=float, help="of matrices (default: 0.05 for adamw, lion and muon, else 0)")
     p.add_argument("--clip", type=float, default=0.5, help="largest global norm of a gradient; 0: none")
-    p.add_argument("--compute-dtype", choices=COMPUTE_DTYPES, default="float32")
+    p.add_argument("--compute-dtype", choices=COMPUTE_DTYPES, default="float32", help="of activations")
     p.add_argument("--mesh", help="devices by axis, e.g. data=4,tensor=2 (default: one device)")
-    p.add_argument("--hidden-cache", type=Path, help="keep the target's hidden states here (prints their size first)")
+    p.add_argument("--hidden-cache", type=Path,
+        help="keep the target's hidden states here; prints their size first (default: keep none)")  # fmt: skip
     p.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
-    p.add_argument("--log-every", type=int, default=20)
+    p.add_argument("--log-every", type=int, default=20, help="steps between two rows of the log")
     p.add_argument("--eval-every", type=int, default=0, help="steps between evaluations; 0: only at the end")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=int, default=0, help="same seed, same run")
 
 
 @dataclasses.dataclass(frozen=True)

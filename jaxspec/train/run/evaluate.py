@@ -53,9 +53,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--rows", type=int, default=8, help="rows computed at once")
     p.add_argument("--no-cost", action="store_true", help="acceptance only, without the engine")
     p.add_argument("--measure", action="store_true", help="serve the prompts of greedy rows and compare")
-    p.add_argument("--json", type=Path, help="write everything here")
-    p.add_argument("--plot", type=Path, help="write a picture here (PNG)")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--json", type=Path, help="write everything here (default: print only)")
+    p.add_argument("--plot", type=Path, help="write a picture here, a PNG (default: none)")
+    p.add_argument("--seed", type=int, default=0, help="same seed, same draws")
 
 
 @dataclasses.dataclass(frozen=True)
