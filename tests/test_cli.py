@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from jaxspec import cli, generate
+from jaxspec.bench import __main__ as bench
+from jaxspec.bench.online import command as serving
+from jaxspec.train import __main__ as training
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -72,14 +75,32 @@ def test_commands_end_with_what_they_return(monkeypatch: pytest.MonkeyPatch):
     assert ended.value.code == 3
 
 
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Subcommands by name."""
+    (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return dict(commands.choices)
+
+
 def undocumented(parser: argparse.ArgumentParser) -> list[str]:
     """Flags whose help has no default."""
     flags = [action for action in parser._actions if action.option_strings and not action.required]
     shown = {flag.option_strings[-1]: cli.Help("")._get_help_string(flag) for flag in flags if flag.dest != "help"}
-    assert parser.formatter_class is cli.Help
+    assert issubclass(parser.formatter_class, cli.Help)
     parser.format_help()  # also where a % stands
     return [flag for flag, text in shown.items() if "default" not in text]
 
 
 def test_every_flag_shows_its_default():
-    assert undocumented(generate.parser()) == []
+    train = commands_of(training.parser())
+    assert train.keys() == training.COMMANDS.keys()
+    benches = [bench.parser(), *bench.subcommands().values(), serving.parser()]
+    for parser in (generate.parser(), training.parser(), *train.values(), *benches):
+        assert undocumented(parser) == [], parser.prog
+
+
+def test_the_commands_of_training_say_what_they_do():
+    shown = " ".join(training.parser().format_help().split())
+    for name, parser in commands_of(training.parser()).items():
+        description = parser.description or ""
+        assert len(description) > 20 and description.endswith("."), (name, description)
+        assert f"{name} {' '.join(description.split())}" in shown, name

@@ -18,6 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from jaxspec import cli
 from jaxspec.bench.offline import grow, plots, report, tune
 from jaxspec.bench.offline.engines import Options, prepare
 from jaxspec.bench.offline.measure import Experiment, Sweep
@@ -29,8 +30,6 @@ from jaxspec.tier import Tier, parse_tier
 _DEFAULTS = {"batch_sizes": (1, 4, 16), "workloads": BUILT_IN, "max_tokens": 96, "repeats": 3}
 _QUICK = {"batch_sizes": (1, 4), "workloads": ("code", "switch"), "max_tokens": 48, "repeats": 1, "waves": 1}
 _TUNE_WORKLOADS = ("code", "prose")
-#: Exit status after Ctrl-C, as shells have it.
-INTERRUPTED = 130
 
 
 def parse_tiers(text: str) -> tuple[Tier, ...]:
@@ -79,57 +78,78 @@ def parse_workloads(text: str, has_file: bool) -> tuple[str, ...]:
     return names
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """(the benchmark's, those of subcommands by name)."""
+def _shared() -> argparse.ArgumentParser:
+    """What the benchmark and `tune` have in common."""
     shared = argparse.ArgumentParser(add_help=False)
     add = shared.add_argument
-    add("--model", default="demo", help='"demo" or a Hugging Face directory (default: demo)')
+    add("--model", default="demo", help='"demo" or a Hugging Face directory')
     add("--drafter", help=f"{', '.join(registry.names())}, or a directory (default: as LLM chooses)")
-    add("--batch-sizes", metavar="1,4,16", help="requests decoded together")
+    add("--batch-sizes", metavar="1,4,16", help=f"requests decoded together ({_presets('batch_sizes')})")
     add("--tiers", metavar="1,3,chain-5", help='depths or names such as "tree-4x3/16" (default: the engine\'s)')
-    add("--workloads", metavar="code,prose,switch", help='what is written; "file" with --prompts')
-    add("--prompts", metavar="FILE", help="JSON lines with `prompt` or Spec-Bench's `turns`")
-    add("--max-tokens", type=int, help="tokens of each request (default: 96)")
-    add("--repeats", type=int, help="interleaved repeats (default: 3)")
-    add("--waves", type=int, help="requests of a run, in batches (default: what a steady state needs, at most 6)")
-    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    add("--workloads", metavar="code,prose,switch", help='what is written; "file" with --prompts '
+        f"({_presets('workloads')}, of tune {','.join(_TUNE_WORKLOADS)})")  # fmt: skip
+    add("--prompts", metavar="FILE", help="JSON lines with `prompt` or Spec-Bench's `turns` (default: built-in texts)")
+    add("--max-tokens", type=int, help=f"tokens of each request ({_presets('max_tokens')})")
+    add("--repeats", type=int, help=f"interleaved repeats ({_presets('repeats')})")
+    add("--waves", type=int, help="requests of a run, in batches (default: what a steady state needs, at most 6; "
+        f"with --quick {_QUICK['waves']})")  # fmt: skip
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 on accelerators")
     add("--quick", action="store_true", help="fewer cells, shorter texts, one repeat")
-    add("--json", metavar="FILE", help="all raw numbers and the conditions")
-    add("--simulate-accept-length", type=float, metavar="X",
-        help="simulated acceptance: X tokens a round at the deepest tier; for random weights, labelled")  # fmt: skip
-    add("--grow", metavar="1b|8b|LAYERSxHIDDEN", help="the same function at a larger model's cost")
-    line = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxspec.bench", description=line, parents=[shared],
+    add("--json", metavar="FILE", help="all raw numbers and the conditions (default: not written)")
+    add("--simulate-accept-length", type=float, metavar="X", help="simulated acceptance: X tokens a round at the "
+        "deepest tier; for random weights, labelled (default: acceptance as it is)")  # fmt: skip
+    add("--grow", metavar="1b|8b|LAYERSxHIDDEN", help="the same function at a larger model's cost (default: as it is)")
+    return shared
+
+
+def _presets(name: str) -> str:
+    """The default of an option, and its default with --quick."""
+    plain, quick = (
+        ",".join(map(str, value)) if isinstance(value := preset[name], tuple) else value
+        for preset in (_DEFAULTS, _QUICK)
+    )
+    return f"default: {plain}, with --quick {quick}"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The benchmark's command line."""
+    p = argparse.ArgumentParser(
+        prog="python -m jaxspec.bench", description=(__doc__ or "").splitlines()[0], parents=[_shared()],
+        formatter_class=cli.Help,
         epilog="`tune --help`: measure an adaptive configuration. `serve --help`: measure a server. "
         "`grow --help`: write a larger model.",
     )  # fmt: skip
-    parser.add_argument("--plot", metavar="FILE", help="a picture (PNG)")
-    parser.set_defaults(command="bench", out=None)
+    p.add_argument("--plot", metavar="FILE", help="a picture, PNG (default: none)")
+    p.set_defaults(command="bench", out=None)
+    return p
+
+
+def subcommands() -> dict[str, argparse.ArgumentParser]:
+    """Command lines of the commands by name; `serve` has its own."""
     tuner = argparse.ArgumentParser(
-        prog="python -m jaxspec.bench tune", parents=[shared],
+        prog="python -m jaxspec.bench tune", parents=[_shared()], formatter_class=cli.Help,
         description="Measures static tiers and writes candidate steps by batch size.",
     )  # fmt: skip
     tuner.add_argument("--out", metavar="FILE", required=True, help="the JSON to write, as SGLang reads it")
     tuner.add_argument("--reach", type=float, default=tune.REACH, help="share of the best speed a candidate may lack")
     tuner.set_defaults(command="tune", plot=None)
     grower = argparse.ArgumentParser(
-        prog="python -m jaxspec.bench grow",
+        prog="python -m jaxspec.bench grow", formatter_class=cli.Help,
         description="Writes a model, and its EAGLE-3 head, that compute what the small ones do at a larger one's cost.",
-    )
+    )  # fmt: skip
     grower.add_argument("size", metavar="1b|8b|LAYERSxHIDDEN", help="Llama 3.2 1B's layers, Llama 3.1 8B's, or others")
     grower.add_argument("out", metavar="DIR", help="a new directory: `python -m serve --model DIR` serves it")
-    grower.add_argument("--model", default="demo", help='"demo" or a Hugging Face directory (default: demo)')
-    grower.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: bfloat16")
+    grower.add_argument("--model", default="demo", help='"demo" or a Hugging Face directory')
+    grower.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of what is written")
     grower.set_defaults(command="grow")
-    return parser, {"tune": tuner, "grow": grower}
+    return {"tune": tuner, "grow": grower}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; exits with status 2 on unknown options."""
-    parser, named = _parsers()
-    return named[argv[0]].parse_args(argv[1:]) if argv and argv[0] in named else parser.parse_args(argv)
+    named = subcommands()
+    return named[argv[0]].parse_args(argv[1:]) if argv and argv[0] in named else parser().parse_args(argv)
 
 
 def options_of(args: argparse.Namespace) -> Options:
@@ -210,12 +230,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     options = options_of(args)
     say("loading and compiling: up to a few minutes the first time, seconds from the cache")
-    session, conditions = prepare(options, adaptive=args.command == "bench")
+    with cli.quick_interrupts():
+        session, conditions = prepare(options, adaptive=args.command == "bench")
     say(report.header(conditions) + "\n")
     interrupted = measure(session, say)
     stats = session.engine.stats
     result = report.Report(conditions, session.runs, stats.compilations_after_warmup, interrupted)
-    status = INTERRUPTED if interrupted else 1 if result.errors else 0
+    status = cli.INTERRUPTED if interrupted else 1 if result.errors else 0
     if not session.runs:
         say("interrupted before the first run ended: nothing was measured")
     else:
@@ -267,9 +288,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted before anything was measured", file=sys.stderr)
-        return INTERRUPTED
+        cli.say_interrupted("interrupted before anything was measured")
+        return cli.INTERRUPTED
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.leave(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,6 +195,16 @@ def test_ctrl_c_leaves_what_was_measured(given: Callable[..., None], capsys: pyt
     read = json.loads(path.read_text())
     assert read["interrupted"] is True and [run["mode"] for run in read["runs"]] == ["plain", "chain-3"]
     assert (tmp_path / "bench.png").exists()
+
+
+def test_ctrl_c_while_it_compiles(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    def compiling(options: Any, adaptive: bool) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(command, "prepare", compiling)
+    before = signal.getsignal(signal.SIGINT)
+    assert command.main([]) == 130 and signal.getsignal(signal.SIGINT) is before
+    assert capsys.readouterr().err == "interrupted before anything was measured\n"
 
 
 def test_ctrl_c_before_the_first_run(given: Callable[..., None], capsys: pytest.CaptureFixture, tmp_path: Path):

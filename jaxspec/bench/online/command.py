@@ -21,6 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from jaxspec import cli
 from jaxspec.bench.offline import plots as bench_plots
 from jaxspec.bench.offline.report import check_path, write_json
 from jaxspec.bench.offline.workloads import FILE, Passage, built_in, load_prompts
@@ -38,47 +39,60 @@ INTERRUPTED = 130
 _REQUESTS, _CONCURRENCY, _DURATION = 64, 4, 40.0
 
 
+class _Help(cli.Help, argparse.RawDescriptionHelpFormatter):
+    """With the examples as they are laid out."""
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     text = __doc__ or ""
     out = argparse.ArgumentParser(
         prog="python -m jaxspec.bench serve", description=text.splitlines()[0],
-        epilog=text.partition("\n\n")[2], formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=text.partition("\n\n")[2], formatter_class=_Help,
     )  # fmt: skip
     add = out.add_argument_group("server").add_argument
-    add("--target", metavar="HOST:PORT", help="a running server; without it one is started, and stopped in the end")
-    add("--token-file", metavar="FILE", help="the bearer token is its first line")
-    add("--tls-ca", metavar="FILE", help="PEM file with the server's authority; given, the connection is TLS")
+    add("--target", metavar="HOST:PORT", help="a running server (default: one is started, and stopped in the end)")
+    add("--token-file", metavar="FILE", help="the bearer token is its first line (default: no token)")
+    add("--tls-ca", metavar="FILE", help="PEM file with the server's authority (default: no TLS)")
     add("--model", help='of an own server: "demo" or a Hugging Face directory (default: demo)')
-    add("--drafter", help="of an own server")
+    add("--drafter", help="of an own server (default: as LLM chooses)")
     add("--max-batch-size", type=int, metavar="N", help="of an own server (default: 16)")
     add = out.add_argument_group("arrivals (default: --concurrency 4; with --compare: --trace synthetic)").add_argument
-    add("--concurrency", type=int, metavar="N", help="closed loop: N requests under way at any time")
-    add("--rate", type=float, metavar="R", help="open loop: R requests a second; of the synthetic trace: its capacity")
+    add("--concurrency", type=int, metavar="N", help="closed loop: N requests under way at any time (default: 4)")
+    add("--rate", type=float, metavar="R", help="open loop: R requests a second; of the synthetic trace: its capacity "
+        "(default: none)")  # fmt: skip
     add("--burstiness", type=float, metavar="B", help="shape of gamma-distributed gaps; 1 (default) is Poisson")
-    add("--bursty", metavar="ON,OFF", help="phases of so many seconds with --rate and with --off-rate")
+    add("--bursty", metavar="ON,OFF", help="phases of so many seconds with --rate and with --off-rate (default: none)")
     add("--off-rate", type=float, metavar="R", help="of --bursty (default: 0)")
-    add("--trace", metavar="FILE", help='Azure, BurstGPT, Mooncake or one column of seconds; "synthetic": the shipped')
-    add("--speed-up", type=float, metavar="X", help="a trace's arrivals come X times as fast")
+    add("--trace", metavar="FILE", help='Azure, BurstGPT, Mooncake or one column of seconds, or "synthetic" '
+        "(default: none)")  # fmt: skip
+    add("--speed-up", type=float, metavar="X", help="a trace's arrivals come X times as fast (default: 1)")
     add("--requests", type=int, metavar="N", help=f"so many at most (default: {_REQUESTS}; traces: all)")
     add("--duration", type=float, metavar="S", help="arrivals of so many seconds (synthetic: default 40)")
     add = out.add_argument_group("requests").add_argument
     add("--workloads", metavar="code,prose", help="kinds of built-in prompts; each is a route (default: both)")
-    add("--prompts", metavar="FILE", help="JSON lines with `prompt` or Spec-Bench's `turns` instead")
+    add(
+        "--prompts", metavar="FILE", help="JSON lines with `prompt` or Spec-Bench's `turns` (default: built-in prompts)"
+    )
     add("--max-tokens", type=int, metavar="N", help="tokens of each request; most of a trace's (default: 96)")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--seed", type=int, default=0, help="of arrivals and of the choice of prompts")
     add("--timeout", type=float, default=600.0, metavar="S", help="a request's deadline (default: 600)")
     add("--warmup", type=int, default=4, metavar="N", help="unrecorded requests before each run (default: 4)")
     for name, words in (("ttft", "to the first token"), ("tpot", "a token after it"), ("e2e", "to the end")):
-        add(f"--slo-{name}-ms", type=float, metavar="MS", help=f"objective of the goodput: milliseconds {words}")
+        add(
+            f"--slo-{name}-ms",
+            type=float,
+            metavar="MS",
+            help=f"objective of the goodput: milliseconds {words} (default: none)",
+        )
     add = out.add_argument_group("what is measured").add_argument
     add("--compare", action="store_true", help="speculation off, every compiled static tier, and adaptive, interleaved")
     add("--overhead", action="store_true", help="offline engine against serving, on an own server; no load options")
     add("--batch-sizes", metavar="1,16", help="of --overhead (default: 1,16)")
     add("--repeats", type=int, metavar="N", help="of --compare (default: 3) and --overhead (default: 9)")
-    add("--json", metavar="FILE", help="all raw numbers and the conditions")
-    add("--plot", metavar="FILE", help="a picture (PNG)")
+    add("--json", metavar="FILE", help="all raw numbers and the conditions (default: not written)")
+    add("--plot", metavar="FILE", help="a picture, PNG (default: none)")
     return out
 
 
