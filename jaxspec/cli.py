@@ -44,7 +44,8 @@ def quick_interrupts() -> Iterator[None]:
     """Within it Ctrl-C ends the process within a second or two, whatever the main thread does.
 
     Python takes a signal between two of the main thread's own instructions, and a compilation is a single call of
-    minutes. Where it has not taken it after PATIENCE, another thread says so in a line and ends the process.
+    minutes. Where it has not taken it after PATIENCE, another thread says so in a line and ends the process. For what
+    leaves nothing to be cleared up, such as building an engine.
     """
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield
@@ -83,8 +84,7 @@ def say_interrupted(what: str = "interrupted") -> None:
 def run(main: Callable[[], int]) -> NoReturn:
     """Ends the process with what `main` returns, or quietly and soon after Ctrl-C."""
     try:
-        with quick_interrupts():
-            status = main()
+        status = main()
     except KeyboardInterrupt:
         say_interrupted()
         status = INTERRUPTED

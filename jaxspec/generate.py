@@ -258,11 +258,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if bool(args.prompt) + args.demo + args.chat != 1:
         p.error("give one of: prompts, --demo, --chat")
     try:
-        job = check(args)
-        llm = LLM(
-            args.model, args.drafter, job.speculation, max_batch_size=1, max_seq_len=args.max_seq_len,
-            progress=not args.quiet, structured_output=job.grammar is not None,
-        )  # fmt: skip
+        with cli.quick_interrupts():
+            job = check(args)
+            llm = LLM(
+                args.model, args.drafter, job.speculation, max_batch_size=1, max_seq_len=args.max_seq_len,
+                progress=not args.quiet, structured_output=job.grammar is not None,
+            )  # fmt: skip
         if args.demo:
             return demo(llm, min((params for _, params in job.prompts), key=lambda params: params.max_tokens))
         if args.chat:

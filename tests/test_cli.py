@@ -39,7 +39,8 @@ def interrupted(body: str) -> tuple[int, str, float]:
     "body",
     [
         "import time; time.sleep(30)",
-        "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)",  # minutes in which Python takes no signal
+        # Minutes in which Python takes no signal.
+        "import hashlib\nwith cli.quick_interrupts(): hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)",
         "import threading, time; threading.Thread(target=time.sleep, args=(30,), name='warm-up-0').start(); "
         "threading.Event().wait()",
     ],

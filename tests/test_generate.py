@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,19 @@ def test_max_tokens_are_cut_to_what_the_context_leaves(built: list[Told], capsys
     counts = {prompt: params.max_tokens for prompt, params, _ in built[0].calls}
     assert 0 < counts["In the beginning"] < counts["x"] < 20
     assert "In the beginning" in capsys.readouterr().out
+
+
+def test_an_interrupt_while_the_engine_is_built_is_taken_and_the_handler_comes_back(monkeypatch: pytest.MonkeyPatch):
+    before, during = signal.getsignal(signal.SIGINT), list[Any]()
+
+    def building(*args: Any, **options: Any) -> None:
+        during.append(signal.getsignal(signal.SIGINT))
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(generate, "LLM", building)
+    with pytest.raises(KeyboardInterrupt):
+        generate.main(["x"])
+    assert during != [before] and signal.getsignal(signal.SIGINT) is before
 
 
 def test_candidate_steps_reach_the_engine(built: list[Told], capsys: pytest.CaptureFixture[str]):
