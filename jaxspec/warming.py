@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 
 from jaxspec.runtime.runner import Runner
+from jaxspec.runtime.warmup import Progress
 from jaxspec.tier import Tier
 
 #: While the engine works and warms up: steps for each piece of warming up, and the seconds without a step after which
@@ -40,6 +41,7 @@ class BackgroundWarmup:
         has_work: Callable[[], bool],
     ):  # fmt: skip
         self._runner, self._began, self._on_piece, self._has_work = runner, began, on_piece, has_work
+        self._progress = Progress()
         self._lock = threading.Lock()  # held by a step, or by a piece
         self._steps = 0
         self._step_wanted, self._stepped_at = False, 0.0  # whether a thread is in `step`; when one last was
@@ -84,6 +86,7 @@ class BackgroundWarmup:
     def _advance(self) -> bool:
         """One piece; whether there was anything to do. What fails ends the warm-up, and no request."""
         runner = self._runner
+        self._progress.tell(runner.num_ready, runner.num_executables, "are ready")
         known = dict(runner.costs)
         try:
             if not runner.advance():

@@ -291,6 +291,7 @@ def load_engine(config: ServerConfig) -> Engine:
     Raises:
       ValueError: what cannot be loaded or does not fit together.
     """
+    _log.info("loading the model %s", config.served_name)
     has_tokenizer = (resolve_model(config.model) / "tokenizer.json").exists()
     if not has_tokenizer:
         _log.warning("the model has no tokenizer.json: prompts must be token ids, and answers have no text")

@@ -27,6 +27,8 @@ _NICE, _COMPILES_SECONDS = 10, 0.2
 _RUNS = "tf_XLAEigen"
 #: Seconds between two looks at whether the process is about to end.
 _LOOK_SECONDS = 0.1
+#: Seconds between two lines of the log that say how far a warm-up is.
+TOLD_SECONDS = 10.0
 #: What the names of this module's threads begin with.
 _NAME = "warm-up"
 _log = logging.getLogger(__name__)
@@ -96,11 +98,14 @@ class Warmup:
           ValueError: the system does not allow this process as many memory mappings as the executables need.
           Exception: what one of these raised.
         """
-        left = set(keys)
+        left, progress = set(keys), Progress()
+        come = lambda: self._failed & left or self._arrived.keys() & left or self._stopped
         with _without_collection():
             while left:
+                progress.tell(len(keys) - len(left), len(keys), "needed to start")
                 with self._changed:
-                    self._changed.wait_for(lambda: self._failed & left or self._arrived.keys() & left or self._stopped)
+                    while not self._changed.wait_for(come, timeout=1.0):
+                        progress.tell(len(keys) - len(left), len(keys), "needed to start")
                     if self.error is not None and (self._failed & left or not self._arrived.keys() & left):
                         raise self.error
                     key = next(key for key in self._arrived if key in left)
@@ -216,6 +221,20 @@ class Warmup:
                 self.error = self.error or e
                 self.stop()
             self._changed.notify_all()
+
+
+class Progress:
+    """Says in the log how far a warm-up is, every TOLD_SECONDS and not sooner, however often it is asked to."""
+
+    def __init__(self) -> None:
+        self._began = self._told = time.monotonic()
+
+    def tell(self, ready: int, total: int, what: str) -> None:
+        """So many executables of a total are ready; `what` says which."""
+        now = time.monotonic()
+        if now - self._told >= TOLD_SECONDS:
+            self._told = now
+            _log.info("compiling for %.0f s: %d of %d executables %s", now - self._began, ready, total, what)
 
 
 class _EndedError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import os
 import subprocess
@@ -21,11 +22,12 @@ from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.config import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.request import SamplingParams
+from jaxspec.runtime import warmup as warm_ups
 from jaxspec.runtime.compile import Compilation, CompileCounter
 from jaxspec.runtime.executables import kept_once
 from jaxspec.runtime.programs import AdmitKey, LogprobsKey, PrefillKey, RoundKey
 from jaxspec.runtime.runner import Runner
-from jaxspec.runtime.warmup import Warmup
+from jaxspec.runtime.warmup import Progress, Warmup
 from jaxspec.tier import PLAIN, Tier
 
 TIERS = (PLAIN, Tier(1), Tier(3))
@@ -262,6 +264,39 @@ def test_jobs_that_wait_to_be_traced_are_not_begun_after_the_end():
     assert len(traced) == 1 and warmup.error is None and not warmup.over and warmup.take() and warmup.over
 
 
+def test_the_log_tells_how_far_a_warm_up_is(
+    bench: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """While nobody steps and nothing comes, and what a start waits for."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(warm_ups, "TOLD_SECONDS", 0.2)
+    engine = start(bench)
+    waited(lambda: f"4 of {engine.stats.executables} executables are ready" in caplog.text)
+    gate.open()
+    engine.wait_until_warm()
+    caplog.clear()
+    slow = Compilation("slow", (), lambda: time.sleep(1.5) or jax.jit(lambda x: x + 1).lower(1.0))
+    warmup = Warmup([slow], threads=1)
+    assert [key for key, _ in warmup.wait(["slow"])] == ["slow"]
+    assert "0 of 1 executables needed to start" in caplog.text
+
+
+def test_the_log_is_told_now_and_then_however_often_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    now = [100.0]
+    monkeypatch.setattr(warm_ups.time, "monotonic", lambda: now[0])
+    with caplog.at_level(logging.INFO):
+        progress = Progress()
+        for ready in range(100):
+            now[0] += 0.3
+            progress.tell(ready, 99, "are ready")
+    assert [record.getMessage() for record in caplog.records] == [
+        "compiling for 10 s: 33 of 99 executables are ready",
+        "compiling for 20 s: 67 of 99 executables are ready",
+    ]
+
+
 def test_warm_ups_that_overlap_leave_jax_its_cache():
     name = "jax_persistent_cache_min_compile_time_secs"
     before = jax.config.values[name]
@@ -279,7 +314,8 @@ def test_threads_that_outlive_the_main_one_can_start_an_engine():
     code = """
 import threading, jax
 from jaxspec.runtime.compile import Compilation
-from jaxspec.runtime.warmup import Warmup
+from jaxspec.runtime import warmup as warm_ups
+from jaxspec.runtime.warmup import Progress, Warmup
 
 def late():
     threading.main_thread().join()
