@@ -161,7 +161,8 @@ class LiveChoices:
                 self._streams += choice.request.job.stream
                 self._outbox.append((choice, event))
             case Delta():
-                if choice.request.job.stream:  # else its end brings everything
+                # What is not streamed comes with the end; what says nothing is no message.
+                if choice.request.job.stream and (event.token_ids or event.text):
                     choice.held.append(event)
                     if self._interval and choice.sent_at is not None:
                         self._holding[choice] = None

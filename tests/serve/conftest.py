@@ -270,6 +270,30 @@ class EngineFacade:
         return self._engine.step()
 
 
+class ChattyFacade(EngineFacade):
+    """An engine that says nothing new of a live completion every other step: an event without tokens and text.
+
+    Attributes:
+      said: how often it did.
+    """
+
+    def __init__(self, engine: Engine):
+        super().__init__(engine)
+        self.__dict__.update(said=0, _heard=None)
+
+    def step(self) -> Any:
+        heard, self.__dict__["_heard"] = self._heard, None
+        if heard is not None:
+            self.said += 1
+            time.sleep(0.005)  # the reader has taken what came before, with which this would be merged
+            return [Delta(heard.request_id, heard.index, [], "", None if heard.logprobs is None else [])]
+        events = super().step()
+        ended = {event.request_id for event in events if isinstance(event, Finished)}
+        live = (event for event in events if isinstance(event, Delta) and event.request_id not in ended)
+        self.__dict__["_heard"] = next(live, None)
+        return events
+
+
 @dataclasses.dataclass
 class Recorder:
     """Metrics that only remember."""
@@ -402,6 +426,7 @@ class Kit(Stories):
     job, text_of, tiny_tokenizer = staticmethod(job), staticmethod(text_of), staticmethod(tiny_tokenizer)
     build_tiny_engine = staticmethod(build_tiny_engine)
     facade, recorder, stack_type, status_error = EngineFacade, Recorder, Stack, StatusError
+    chatty_facade = ChattyFacade
 
     def __init__(self, engine: Engine):
         self.engine = engine

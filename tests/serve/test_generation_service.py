@@ -605,3 +605,31 @@ def test_a_port_in_use_is_an_error(kit: Any):
                     await third.start()
 
     kit.run(story())
+
+
+def test_deltas_that_say_nothing_are_not_sent(kit: Any):
+    """Neither by jaxspec.v1 nor by vLLM's protocol; a token whose text has not settled is something to say."""
+    kit.clean()
+    facade = kit.chatty_facade(kit.engine)
+
+    async def story() -> None:
+        async with served(kit, facade, stream_interval_ms=0) as (_, client):
+            stub = Stub(GENERATION, client._channel)
+            call = stub.GenerateStream(build_request("abc", FITS))
+            kinds = [(m.WhichOneof("event"), len(m.delta.token_ids), bool(m.delta.text)) async for m in call]
+            assert facade.said > 5 and ("delta", 0, False) not in kinds
+            assert sum(count for _, count, _ in kinds) == 60
+            if importlib.util.find_spec("smg_grpc_proto") is None:
+                return
+            from smg_grpc_proto import vllm_engine_pb2 as vllm
+            from smg_grpc_proto import vllm_engine_pb2_grpc as rpc
+
+            said = facade.said
+            sampling = vllm.SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+            tokens = vllm.TokenizedInput(input_ids=[1, 2, 3])
+            message = vllm.GenerateRequest(tokenized=tokens, sampling_params=sampling, stream=True)
+            answers = [answer async for answer in rpc.VllmEngineStub(client._channel).Generate(message)]
+            chunks = [len(answer.chunk.token_ids) for answer in answers if answer.HasField("chunk")]
+            assert facade.said > said + 5 and all(chunks) and sum(chunks) == 60
+
+    kit.run(story())
