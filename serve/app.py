@@ -135,7 +135,7 @@ class Server:
                 self.metrics_port = self.metrics.serve(config.host, config.metrics_port, self._probes())
             except OSError as e:
                 raise PortError(f"metrics_port: cannot listen on {config.host}:{config.metrics_port}: {e}") from e
-        warn_of_open_door(config)
+        warn_of_open_door(config, self.port)
         self.metrics.on_state("starting")
         await self._grpc.start()
         self.engine.start()

@@ -101,12 +101,12 @@ def is_loopback(host: str) -> bool:
         return False  # a name, which may be anything
 
 
-def warn_of_open_door(config: ServerConfig) -> None:
+def warn_of_open_door(config: ServerConfig, port: int) -> None:
     """Logs a warning where whoever reaches the machine may use the model, and nothing asks who that is."""
     if is_loopback(config.host) or config.auth_token_file is not None or config.tls_client_ca is not None:
         return
     _log.warning(
         "ANYBODY who reaches %s:%d may use this server: it listens beyond this machine and asks for no token and no "
         "client certificate. Give --auth-token-file (with --tls-cert and --tls-key) or --tls-client-ca, or listen on "
-        "loopback: --host 127.0.0.1", config.host, config.port,
+        "loopback: --host 127.0.0.1", config.host, port,
     )  # fmt: skip

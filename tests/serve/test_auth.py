@@ -325,12 +325,12 @@ def test_a_server_that_anybody_may_use_says_so(host: str, loopback: bool, caplog
     ]  # fmt: skip
     for position, guard in enumerate(guards):
         caplog.clear()
-        warn_of_open_door(ServerConfig(host=host, **guard))
+        warn_of_open_door(ServerConfig(host=host, **guard), 1234)
         open_door = not loopback and position < 3
         assert [record.levelname for record in caplog.records] == ["WARNING"] * open_door
         if open_door:
             said = caplog.records[0].getMessage()
-            assert all(word in said for word in (f"{host}:50051", "--auth-token-file", "--tls-client-ca", "--host"))
+            assert all(word in said for word in (f"{host}:1234", "--auth-token-file", "--tls-client-ca", "--host"))
 
 
 def test_a_server_listens_on_loopback_unless_told_else(kit: Any, caplog: pytest.LogCaptureFixture):
