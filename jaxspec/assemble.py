@@ -18,7 +18,7 @@ from jaxspec.adaptive import registry as policies
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.kind import Room
 from jaxspec.adaptive.policy import TierPolicy
-from jaxspec.checkpointing import hf
+from jaxspec.checkpointing import hf, hub
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.drafters import directories, registry
 from jaxspec.engine import Engine
@@ -65,17 +65,23 @@ def demo_directory() -> Path:
 
 
 def resolve_model(model: str | Path) -> Path:
-    """The directory of a model name or path."""
+    """The directory of a model's name, path or hub id ("organisation/model", which is downloaded if need be).
+
+    Raises:
+      ValueError: none of these, or a download that failed.
+    """
     if str(model) == "demo":
         return demo_directory() / "target"
     path = Path(model)
-    if not path.is_dir():
-        raise ValueError(f"model must be 'demo' or a Hugging Face directory; {str(model)!r} is neither")
-    return path
+    if path.is_dir():
+        return path
+    if hub.is_hub_id(str(model)):
+        return hub.download(str(model))
+    raise ValueError(f"model must be 'demo' or a Hugging Face directory; {str(model)!r} is neither")
 
 
 def resolve_drafter(drafter: str | Path | None, model_dir: Path) -> tuple[str, Path | None]:
-    """(kind, directory) of a drafter name or path; the kind is one of jaxspec.drafters.registry.
+    """(kind, directory) of a drafter's name, path or hub id; the kind is one of jaxspec.drafters.registry.
 
     A kind that needs a checkpoint finds it beside the target or inside its directory, under its own name (a draft
     model under `draft`), or in the target's own checkpoint. None picks EAGLE-3 where such a head lies there, else
@@ -89,9 +95,10 @@ def resolve_drafter(drafter: str | Path | None, model_dir: Path) -> tuple[str, P
         drafter = next(at_hand).name
     name = str(drafter)
     if name not in registry.names():
-        if not Path(name).is_dir():
+        path = hub.download(name) if hub.is_hub_id(name) and not Path(name).is_dir() else Path(name)
+        if not path.is_dir():
             raise ValueError(f"drafter must be one of {registry.names()} or a directory, got {name!r}")
-        return directories.read_kind(name), Path(name)
+        return directories.read_kind(path), path
     kind = registry.find(name)
     found = kind.find(model_dir) if kind.layouts else None
     if found is None and kind.layouts:
@@ -213,7 +220,7 @@ def build_engine(
             return bind_drafter(kind, module, geo, speculation, shards)
 
     facts = registry.find(kind)
-    drafting = Drafting(drafter_of, facts.trees, facts.deepest(module)) if facts.drafts else None
+    drafting = Drafting(drafter_of, facts.trees, facts.deepest(module), kind) if facts.drafts else None
     return assemble(target, text, speculation, config, drafter=drafting, progress=progress)
 
 
@@ -225,11 +232,13 @@ class Drafting:
       bind: (drafter, its parameters) of a geometry.
       trees: whether it proposes trees as well as chains.
       deepest: most tokens that it can propose in a row; None: any number.
+      name: of its kind.
     """
 
     bind: Callable[[Geometry], tuple[Drafter | None, Any]]
     trees: bool = False
     deepest: int | None = None
+    name: str = registry.NONE
 
 
 def assemble(
@@ -274,8 +283,9 @@ def assemble(
     lookahead = 0 if built is None else built.lookahead
     scheduler = Scheduler(SchedulerConfig(geo, config.enable_prefix_caching, lookahead))
     facts = EngineFacts(
-        geo, tuple(buckets), model.vocab_size, True in runner.variants, frozenset(eos), tokenizer, grammars
-    )
+        geo, tuple(buckets), model.vocab_size, True in runner.variants, frozenset(eos), tokenizer, grammars,
+        can.name, speculation.resolved_policy, str(target.embedding[...].dtype),
+    )  # fmt: skip
     return Engine(facts, runner, scheduler, choice.build, cost, config.seed, began, config.traffic_log)
 
 

@@ -61,6 +61,9 @@ class AsyncLLM:
         self._mailboxes: dict[asyncio.AbstractEventLoop, _Mailbox] = {}
         self._by_id: dict[str, _Stream] = {}
 
+    def __repr__(self) -> str:
+        return f"Async{self.llm!r}"
+
     async def generate(
         self,
         prompt: Prompt,
@@ -78,7 +81,7 @@ class AsyncLLM:
         closing or dropping the generator, aborts it.
 
         Args:
-          prompt: a text or a list of token ids.
+          prompt: a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
           sampling_params: None is SamplingParams().
           request_id: unique among live requests, for `abort` and the outputs; None: one is made up.
           grammar: what the text has to be. Needs AsyncLLM(structured_output=True).

@@ -30,6 +30,8 @@ class EngineFacts:
       eos: token ids that end a text.
       tokenizer: None for token-in, token-out use (no text, no stop strings).
       grammars: compiles what requests may bring as their grammar; None: none are taken.
+      drafter, policy: what it was built with, by the names of their kinds (a policy may be a path).
+      dtype: of weights and pages.
     """
 
     sizes: Sizes
@@ -39,6 +41,9 @@ class EngineFacts:
     eos: frozenset[int]
     tokenizer: Tokenizer | None
     grammars: GrammarCompiler | None
+    drafter: str = "none"
+    policy: str = "off"
+    dtype: str = "float32"
 
     def check(self, params: SamplingParams, grammar: Grammar | None) -> None:
         """Whether such a request can be honoured; `checked` looks at its prompt, Sizes.check at its length.

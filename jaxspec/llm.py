@@ -24,7 +24,9 @@ from jaxspec.shared import SharedEngine
 from jaxspec.stats import EngineStats
 from jaxspec.text.grammar import Grammar, GrammarSpec
 
-Prompt = str | Sequence[int]
+#: A text, token ids, or vLLM's dictionary of either; ids may have their text beside them, which is only reported.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+_PROMPT_KEYS = ("prompt", "prompt_token_ids")
 #: One for all prompts, or one each; None constrains nothing.
 Grammars = GrammarSpec | Sequence[GrammarSpec | None] | None
 
@@ -97,9 +99,10 @@ class LLM:
     gets alone. Requests without a seed take theirs in the order in which they arrive, as they do in one thread.
 
     Args:
-      model: "demo", or a Hugging Face directory (config.json, safetensors, tokenizer.json).
-      drafter: a name from jaxspec.drafters.registry ("none" for plain decoding), or a directory with a drafter's
-        checkpoint. None: an EAGLE-3 head where one lies beside the model, else prompt look-up.
+      model: "demo", a Hugging Face directory (config.json, safetensors, tokenizer.json), or a hub id
+        ("organisation/model"), which is downloaded where the package huggingface_hub is installed.
+      drafter: a name from jaxspec.drafters.registry ("none" for plain decoding), or a directory or hub id with a
+        drafter's checkpoint. None: an EAGLE-3 head where one lies beside the model, else prompt look-up.
       speculation: a SpeculationConfig or a dict with its fields.
       max_batch_size: requests decoded together.
       max_seq_len: longest prompt plus output, in tokens; None: the model's context, at most 2048.
@@ -132,7 +135,16 @@ class LLM:
         if unknown:
             raise ValueError(f"LLM got unknown arguments {unknown}; EngineConfig has {sorted(known)}")
         config = EngineConfig(max_batch_size=max_batch_size, max_seq_len=max_seq_len, seed=seed, **engine)
-        self.shared = SharedEngine(build_engine(model, drafter, speculation, config, progress=progress))
+        built = build_engine(model, drafter, speculation, config, progress=progress)
+        self.shared = SharedEngine(built)
+        facts, tiers = built.facts, ", ".join(tier.name for tier in sorted(built.runner.reachable))
+        self._description = (
+            f"LLM({str(model)!r}, drafter={facts.drafter!r}, policy={facts.policy!r}, tiers=[{tiers}], "
+            f"dtype={facts.dtype}, max_batch_size={facts.sizes.slots}, max_seq_len={facts.sizes.max_seq_len})"
+        )
+
+    def __repr__(self) -> str:
+        return self._description
 
     def close(self) -> None:
         """Ends what still runs, in whichever thread, and lets go of the engine and its memory. Idempotent.
@@ -168,7 +180,8 @@ class LLM:
         """Completes one or many prompts.
 
         Args:
-          prompts: a text, a list of token ids, or a list of either, which may be empty.
+          prompts: a text, a list of token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these, which
+            may be empty.
           params: one for all prompts, or one each; None is SamplingParams().
           grammar: what the texts have to be; one for all prompts, or one each. Needs LLM(structured_output=True).
           use_tqdm: a progress bar over prompts, where there is more than one.
@@ -231,9 +244,14 @@ class LLM:
 
     @property
     def tokenizer(self) -> Any:
-        """The checkpoint's tokenizer (jaxspec.text.tokenizer.Tokenizer)."""
+        """The checkpoint's tokenizer (jaxspec.text.tokenizer.Tokenizer).
+
+        Raises:
+          ValueError: there is none, by skip_tokenizer_init.
+        """
         tokenizer = self.engine.facts.tokenizer
-        assert tokenizer is not None
+        if tokenizer is None:
+            raise ValueError("this LLM has no tokenizer (skip_tokenizer_init=True): prompts must be token ids")
         return tokenizer
 
     @property
@@ -265,15 +283,10 @@ class LLM:
         many = _as_list(prompts)
         each = _params_for(many, params)
         grammars = self._grammars_for(many, grammar)
-        tokenizer = self.tokenizer
         prepared: list[Prepared] = []
         for position, (prompt, p, g) in enumerate(zip(many, each, grammars, strict=True)):
-            if not prompt:
-                raise ValueError(f"prompt must hold at least 1 token, got {prompt!r} at position {position}")
-            if isinstance(prompt, str):
-                prepared.append(Prepared(prompt, tokenizer.encode(prompt), p, g))
-            else:
-                prepared.append(Prepared(None, list(prompt), p, g))
+            text, ids = _text_and_ids(prompt, position)
+            prepared.append(Prepared(text, self.tokenizer.encode(text) if ids is None else ids, p, g))
         return prepared
 
     def _submit(
@@ -391,18 +404,45 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One or many prompts as a list of texts and lists of token ids."""
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise ValueError(f"prompts must be a text, token ids, or a list of either, got {type(prompts).__name__}")
     many: list[Any] = [item.tolist() if isinstance(item, np.ndarray) else item for item in prompts]
-    is_prompt = [isinstance(item, Sequence) and not isinstance(item, bytes | bytearray) for item in many]
+    is_prompt = [isinstance(item, Sequence | Mapping) and not isinstance(item, bytes | bytearray) for item in many]
     if many and not any(is_prompt):
         return [many]
     if not all(is_prompt):
         odd = many[is_prompt.index(False)]
         raise ValueError(f"prompts must all be texts or lists of token ids, got {odd!r} among them")
     return many
+
+
+def _text_and_ids(prompt: Prompt, position: int) -> tuple[str | None, list[int] | None]:
+    """What one prompt of a call says: its text, its token ids, or both.
+
+    Raises:
+      ValueError: a dictionary with other keys or values, or nothing in it.
+    """
+    where = f"at position {position}"
+    if not isinstance(prompt, Mapping):
+        given: dict[str, Any] = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    else:
+        given = {key: value for key, value in prompt.items() if value is not None}
+        if unknown := [key for key in given if key not in _PROMPT_KEYS]:
+            raise ValueError(f"a prompt's keys must be of {list(_PROMPT_KEYS)}, got {unknown} {where}")
+        if not given:
+            raise ValueError(f"a prompt must have one of the keys {list(_PROMPT_KEYS)}, got {dict(prompt)!r} {where}")
+    text, ids = given.get("prompt"), given.get("prompt_token_ids")
+    if isinstance(ids, np.ndarray):
+        ids = ids.tolist()
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"a prompt's text must be a string, got {type(text).__name__} {where}")
+    if ids is not None and (not isinstance(ids, Sequence) or isinstance(ids, str | bytes | bytearray)):
+        raise ValueError(f"prompt_token_ids must be a list of token ids, got {type(ids).__name__} {where}")
+    if not (text if ids is None else ids):
+        raise ValueError(f"prompt must hold at least 1 token, got {prompt!r} {where}")
+    return text, None if ids is None else list(ids)
 
 
 def _params_for(

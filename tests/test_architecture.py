@@ -262,6 +262,7 @@ def test_host_pure_imports_load_no_device_library(statement: str):
 def test_the_public_face():
     import jaxspec
 
+    assert set(jaxspec.__all__) <= set(dir(jaxspec))
     for name in jaxspec.__all__:
         assert getattr(jaxspec, name).__name__ == name
     with pytest.raises(AttributeError, match="module 'jaxspec' has no attribute 'nothing'"):

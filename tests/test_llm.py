@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +78,36 @@ def test_one_prompt_in_every_form(llm: LLM):
         [[0, 1, 2]],
         np.asarray([0, 1, 2]),
         [np.asarray([0, 1, 2])],
+        {"prompt": "abc"},
+        [{"prompt": "abc"}],
+        {"prompt_token_ids": [0, 1, 2]},
+        [{"prompt_token_ids": np.asarray([0, 1, 2]), "prompt": None}],
     ]
     outputs = [llm.generate(form, GREEDY) for form in forms]
     assert all(len(o) == 1 for o in outputs)
     assert len({tuple(o[0].token_ids) for o in outputs}) == 1
+
+
+def test_dictionaries_among_other_prompts(llm: LLM):
+    """Of text and ids the ids are completed, and the text is reported."""
+    mixed: list[Any] = [
+        "abc",
+        {"prompt": "lkj"},
+        [5],
+        {"prompt_token_ids": (5,)},
+        {"prompt": "so", "prompt_token_ids": [5]},
+    ]
+    outputs = llm.generate(mixed, GREEDY, use_tqdm=False)
+    assert [o.prompt for o in outputs] == ["abc", "lkj", None, None, "so"]
+    assert [o.prompt_token_ids for o in outputs] == [[0, 1, 2], [11, 10, 9], [5], [5], [5]]
+    assert outputs[2].token_ids == outputs[3].token_ids == outputs[4].token_ids
+
+
+def test_what_it_is_in_one_line(llm: LLM, directory: Path):
+    assert repr(llm) == (
+        f"LLM({str(directory)!r}, drafter='ngram', policy='static', tiers=[chain-3], dtype=float32, max_batch_size=2, "
+        "max_seq_len=64)"
+    )
 
 
 def test_parameters_one_each(llm: LLM):
@@ -226,6 +254,17 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ("", {}, r"prompt must hold at least 1 token, got ''"),
     (["abc", ""], {}, r"prompt must hold at least 1 token, got '' at position 1"),
     (3, {}, r"prompts must be a text, token ids, or a list of either, got int"),
+    (
+        {"prompts": "abc"},
+        {},
+        r"prompt's keys must be of \['prompt', 'prompt_token_ids'\], got \['prompts'\] at position 0",
+    ),
+    (["abc", {"prompt": "a", "multi_modal_data": {}}], {}, r"got \['multi_modal_data'\] at position 1"),
+    ([{}], {}, r"must have one of the keys \['prompt', 'prompt_token_ids'\], got \{\} at position 0"),
+    ({"prompt": [1]}, {}, r"prompt's text must be a string, got list at position 0"),
+    ({"prompt_token_ids": "abc"}, {}, r"prompt_token_ids must be a list of token ids, got str at position 0"),
+    ({"prompt": ""}, {}, r"prompt must hold at least 1 token"),
+    ({"prompt": "abc", "prompt_token_ids": []}, {}, r"prompt must hold at least 1 token"),
     (None, {}, r"prompts must be a text, token ids, or a list of either, got NoneType"),
     (["abc", 3], {}, r"prompts must all be texts or lists of token ids, got 3 among them"),
     (b"abc", {}, r"prompts must .*bytes"),
@@ -322,3 +361,34 @@ def test_names_of_models_and_drafters(directory: Path):
     assert resolve_drafter("none", directory) == ("none", None)
     assert resolve_drafter("draft_model", directory) == ("draft_model", directory.parent / "draft")
     assert resolve_drafter(str(directory.parent / "draft"), directory)[0] == "draft_model"
+
+
+def test_hub_ids_are_downloaded(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[str, Any]] = []
+
+    def snapshot(hub_id: str, *, allow_patterns: list[str]) -> str:
+        asked.append((hub_id, allow_patterns))
+        return str(directory)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot))
+    assert resolve_model("some/Model-1.5") == directory
+    assert resolve_drafter("some/draft", directory) == ("draft_model", directory)
+    assert [hub_id for hub_id, _ in asked] == ["some/Model-1.5", "some/draft"]
+    assert not any("bin" in pattern for pattern in asked[0][1]), "pickles are not read"
+    for name in ("no-such", "./some/model", "/some/model", "a/b/c", "some/", "../model"):
+        with pytest.raises(ValueError, match="model must be 'demo' or a Hugging Face directory"):
+            resolve_model(name)
+    assert len(asked) == 2
+
+
+def test_hub_ids_that_cannot_be_downloaded(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    def offline(*args: Any, **options: Any) -> str:
+        raise ConnectionError("no\nroute")
+
+    by_hand = r"`hf download some/model --local-dir DIR` and pass DIR"
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=offline))
+    with pytest.raises(ValueError, match=rf"'some/model' .* \(no route\): download it with {by_hand}"):
+        LLM("some/model")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ValueError, match=rf"huggingface_hub is not installed: download it with {by_hand}"):
+        resolve_drafter("some/model", directory)
