@@ -109,7 +109,7 @@ class Engine:
           arrival_time: on time.monotonic's clock, where it came before now; it orders the queue.
           priority, max_depth: see Request.
           grammar: what the text has to be, compiled by `facts.grammars`. The request ends with FinishReason.STOP as
-            soon as the text is complete and nothing may follow, with LENGTH where max_tokens cuts it before.
+            soon as the text is complete and nothing may follow, with LENGTH where its length cuts it before.
 
         Raises:
           ValueError: the prompt or the parameters do not fit this engine; nothing was queued.

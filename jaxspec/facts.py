@@ -46,7 +46,7 @@ class EngineFacts:
     dtype: str = "float32"
 
     def check(self, params: SamplingParams, grammar: Grammar | None) -> None:
-        """Whether such a request can be honoured; `checked` looks at its prompt, Sizes.check at its length.
+        """Whether such a request can be honoured; `checked` looks at its prompt, Sizes.allowed at its length.
 
         Raises:
           ValueError: names the field, and both values.

@@ -98,7 +98,7 @@ class OutputProcessor:
                     return Kept(tokens[:count], text, FinishReason.STOP)
             if whole:
                 return Kept(tokens, text + self._flush(), FinishReason.STOP)
-            if total >= params.max_tokens:
+            if total >= self.request.max_tokens:
                 return Kept(tokens[:count], text + self._flush(), FinishReason.LENGTH)
         return Kept(tokens, text, None)
 

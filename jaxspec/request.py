@@ -62,7 +62,9 @@ class SamplingParams:
       top_k: candidates kept; 0 or -1 keeps all.
       min_p: drops tokens less likely than this share of the likeliest one, [0, 1].
       seed: 0 to 2**32 - 1; None lets the engine choose one.
-      max_tokens, min_tokens: bounds on generated tokens; before `min_tokens` no stop token can be drawn.
+      max_tokens: most generated tokens; None: until the context is full, which ends a text in any case
+        (FinishReason.LENGTH).
+      min_tokens: before so many no stop token can be drawn.
       stop: strings that end the text; one string or up to 64, stored as a tuple.
       stop_token_ids: up to 32 further ids that end the text, besides the model's own end of sequence.
       ignore_eos: go on after the model's end of sequence.
@@ -83,7 +85,7 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     min_tokens: int = 0
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -104,7 +106,7 @@ class SamplingParams:
             "top_k": _integer("top_k", self.top_k, -1, _INT32_MAX),
             "min_p": _number("min_p", self.min_p, 0.0, 1.0),
             "seed": None if self.seed is None else _integer("seed", self.seed, 0, 2**32 - 1),
-            "max_tokens": _integer("max_tokens", self.max_tokens, 1, _INT32_MAX),
+            "max_tokens": None if self.max_tokens is None else _integer("max_tokens", self.max_tokens, 1, _INT32_MAX),
             "stop": self._checked_stop(),
             "stop_token_ids": tuple(
                 _integer("stop_token_ids", token, 0, _INT32_MAX)
@@ -117,7 +119,7 @@ class SamplingParams:
             "logprobs": None if self.logprobs is None else _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
         }
         checked["min_tokens"] = _integer("min_tokens", self.min_tokens, 0, _INT32_MAX)
-        if checked["min_tokens"] > checked["max_tokens"]:
+        if checked["max_tokens"] is not None and checked["min_tokens"] > checked["max_tokens"]:
             raise ValueError(f"min_tokens must be at most max_tokens = {self.max_tokens}, got {self.min_tokens}")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             flag = getattr(self, name)
@@ -303,6 +305,7 @@ class Request:
       arrival_time: seconds on the engine's clock.
       priority: lower runs first, -100 to 100 (see SchedulerConfig.aging_seconds).
       max_depth: most drafts accepted in a round; 0 decodes token by token, None takes what the tier gives.
+      max_tokens: those of its parameters; the scheduler cuts them to what the context leaves.
       output_token_ids: generated tokens the host has seen.
       logprobs: an entry for each output token, where asked for.
       finish_reason: None until the end.
@@ -327,6 +330,7 @@ class Request:
     arrival_time: float = 0.0
     priority: int = 0
     max_depth: int | None = None
+    max_tokens: int = dataclasses.field(init=False)
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
@@ -350,6 +354,7 @@ class Request:
         self.priority = _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if self.max_depth is not None:
             self.max_depth = _integer("max_depth", self.max_depth, 0, _INT32_MAX)
+        self.max_tokens = _INT32_MAX if self.params.max_tokens is None else self.params.max_tokens
         self.metrics.arrival_time = self.arrival_time
 
     def draft_limit(self, depth: int) -> int:

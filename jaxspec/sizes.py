@@ -45,27 +45,28 @@ class Sizes:
         object.__setattr__(self, "max_seq_len", self.max_seq_len or room)
         object.__setattr__(self, "prefill_chunk", self.prefill_chunk or self.max_seq_len)
 
-    def check(self, prompt: int, max_tokens: int) -> None:
-        """Whether a request of so many tokens could run alone.
+    def allowed(self, prompt: int, max_tokens: int | None) -> int:
+        """Most tokens that a request may generate: those it asks for, as far as the context and the pool go.
+
+        Args:
+          prompt: tokens of its prompt.
+          max_tokens: what it asks for; None: all that there is room for.
 
         Raises:
-          ValueError: an empty prompt, or more tokens than the context or the pool can ever hold.
+          ValueError: an empty prompt, or one that leaves no room for a token, so that it could not even run alone.
         """
         if not prompt:
             raise ValueError("prompt must hold at least 1 token, got 0")
         if prompt >= self.max_seq_len:
             raise ValueError(f"prompt must be shorter than max_seq_len = {self.max_seq_len} tokens, got {prompt}")
-        if prompt + max_tokens > self.max_seq_len:
-            raise ValueError(
-                f"prompt + max_tokens must be at most max_seq_len = {self.max_seq_len}, "
-                f"got {prompt} + {max_tokens} = {prompt + max_tokens}"
-            )
-        needed = self.pages_for(prompt + max_tokens)
+        needed = self.pages_for(prompt + 1)
         if needed > self.num_pages:
             raise ValueError(
-                f"prompt + max_tokens + max_growth = {prompt} + {max_tokens} + {self.max_growth} tokens need "
-                f"{needed} pages of {self.page_size}, but num_pages = {self.num_pages}"
+                f"prompt + 1 + max_growth = {prompt} + 1 + {self.max_growth} tokens need {needed} pages of "
+                f"{self.page_size}, but num_pages = {self.num_pages}"
             )
+        room = self.longest - prompt
+        return room if max_tokens is None else min(max_tokens, room)
 
     def pages_for(self, tokens: int) -> int:
         """Pages for so many tokens and one round of the deepest tier."""

@@ -103,6 +103,20 @@ def test_dictionaries_among_other_prompts(llm: LLM):
     assert outputs[2].token_ids == outputs[3].token_ids == outputs[4].token_ids
 
 
+def test_the_context_cuts_the_length(llm: LLM):
+    """None asks for all that there is room for. Stop tokens stay banned up to a min_tokens that lies beyond the end."""
+    whole = llm.generate("abc", SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))[0]
+    assert len(whole.token_ids) == 61 and whole.finish_reason is FinishReason.LENGTH
+    more = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+    assert llm.generate("abc", more)[0].token_ids == whole.token_ids
+    last = llm.generate("a" * 63, more)[0]
+    assert len(last.token_ids) == 1 and last.finish_reason is FinishReason.LENGTH
+    held = SamplingParams(temperature=0, max_tokens=None, min_tokens=80, logit_bias={EOS: 100.0})
+    out = llm.generate("abc", held)[0]
+    assert len(out.token_ids) == 61 and EOS not in out.token_ids and out.finish_reason is FinishReason.LENGTH
+    idle(llm)
+
+
 def test_what_it_is_in_one_line(llm: LLM, directory: Path):
     assert repr(llm) == (
         f"LLM({str(directory)!r}, drafter='ngram', policy='static', tiers=[chain-3], dtype=float32, max_batch_size=2, "
@@ -271,7 +285,6 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([[1, 99]], {}, r"prompt token ids must lie in \[0, 13\), got 99"),
     ([[1.5]], {}, r"prompt token ids .*got 1.5"),
     (["abc", "a" * 64], {}, r"prompt must be shorter than max_seq_len = 64 tokens, got 64"),
-    (["abc", "a" * 60], {"max_tokens": 5}, r"prompt \+ max_tokens must be at most max_seq_len = 64, got 60 \+ 5 = 65"),
     ("abc", {"logit_bias": {13: 1.0}}, r"logit_bias must be below the vocabulary size 13, got 13"),
 ]
 

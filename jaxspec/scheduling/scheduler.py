@@ -49,14 +49,14 @@ class Scheduler:
     # Requests come and go.
 
     def add(self, request: Request) -> None:
-        """Queues a request.
+        """Queues a request, and cuts its max_tokens to what the context and the pool leave behind its prompt.
 
         Raises:
-          ValueError: a duplicate id, an empty prompt, or more tokens than the context or the pool can ever hold.
+          ValueError: a duplicate id, or a prompt that is empty or leaves no room for a token.
         """
         if request.request_id in self._by_id:
             raise ValueError(f"request_id must be unique among live requests, got {request.request_id!r} again")
-        self.sizes.check(len(request.prompt_token_ids), request.params.max_tokens)
+        request.max_tokens = self.sizes.allowed(len(request.prompt_token_ids), request.params.max_tokens)
         self._by_id[request.request_id] = request
         self._ranks[request] = (request.arrival_time + request.priority * self.config.aging_seconds, self._added)
         self._added += 1
@@ -180,7 +180,7 @@ class Scheduler:
     @staticmethod
     def _needs_round(request: Request) -> bool:
         """Results in flight bring at least one token each; is a further one needed?"""
-        return len(request.output_token_ids) + len(request.in_flight) < request.params.max_tokens
+        return len(request.output_token_ids) + len(request.in_flight) < request.max_tokens
 
     def _pages_for(self, request: Request, length: int) -> int:
         """Pages for `length` tokens and one round of the deepest tier.
@@ -189,7 +189,7 @@ class Scheduler:
         max_growth behind the last useful token meets the table's padding, or lies behind the table: the device has
         to drop it. It could only have served tokens that are cut.
         """
-        longest = len(request.prompt_token_ids) + request.params.max_tokens
+        longest = len(request.prompt_token_ids) + request.max_tokens
         return self.sizes.pages_for(min(length, longest))
 
     def _grow(self, request: Request, preempted: list[Request]) -> DecodeRow | None:

@@ -159,7 +159,7 @@ def check_answer(
       logprob_bytes: what one of them takes in it.
       advice: how to ask instead.
     """
-    tokens = min(params.max_tokens, limits.default_tokens if fill_context else limits.tokens)
+    tokens = limits.default_tokens if fill_context else min(params.max_tokens or limits.tokens, limits.tokens)
     entries = 0 if params.logprobs is None else params.logprobs + 1
     size = completions * tokens * (_TOKEN_BYTES + entries * logprob_bytes)
     if size > limits.answer_bytes:
@@ -299,7 +299,7 @@ def _params(request: pb.GenerateRequest) -> tuple[SamplingParams, bool]:
     """(parameters, whether max_tokens was left to the server)."""
     sampling = request.sampling
     check_sampling("sampling", sampling)
-    fields: dict[str, Any] = {"max_tokens": INT32_MAX}
+    fields: dict[str, Any] = {"max_tokens": None}
     for field, value in sampling.ListFields():
         if field.name == "logit_bias":
             value = dict(value)

@@ -17,7 +17,6 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from jaxspec.facts import EngineFacts
 from jaxspec.llm import Prepared
 from jaxspec.request import SamplingParams
 from jaxspec.text.grammar import Grammar, GrammarSpec
@@ -55,7 +54,7 @@ class Preparation:
         """Everything that can be found out about a job without the engine's thread. May be cancelled.
 
         Returns:
-          It with a seed and a max_tokens, and the pages that a completion may come to need. Where the client named no
+          It with a seed, and the pages that a completion may come to need. Where the client named no
           length that is what the prompt needs: the context that it may fill says nothing of how much it will.
 
         Raises:
@@ -65,15 +64,15 @@ class Preparation:
         facts = self._engine.known()
         tokens = await self.encode(job.prompt, job.add_special_tokens)
         try:
-            params = self._resolve(job, len(tokens), facts)
+            params = self._resolve(job)
             # The engine looks again; but what can never run must not be told that the queue is full.
-            facts.sizes.check(len(tokens), params.max_tokens)
+            allowed = facts.sizes.allowed(len(tokens), params.max_tokens)
             tokens = facts.checked(tokens)
             facts.check(params, None)
         except ValueError as e:
             raise invalid(str(e)) from e
         grammar = None if job.grammar is None else await self._compile(job.grammar)
-        pages = facts.sizes.pages_for(len(tokens) + (1 if job.fill_context else params.max_tokens))
+        pages = facts.sizes.pages_for(len(tokens) + (1 if job.fill_context else allowed))
         return Prepared(None, tokens, params, grammar), pages
 
     async def encode(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
@@ -114,12 +113,11 @@ class Preparation:
             raise invalid("this model has no tokenizer: prompts must be token ids, and there is no text")
         return tokenizer
 
-    def _resolve(self, job: Job, prompt_tokens: int, facts: EngineFacts) -> SamplingParams:
-        """The job's parameters with a seed and a number of tokens."""
-        changes: dict[str, int] = {} if job.params.seed is not None else {"seed": secrets.randbits(32)}
+    def _resolve(self, job: Job) -> SamplingParams:
+        """The job's parameters with a seed, and with the server's limit where the client named none."""
+        changes: dict[str, int | None] = {} if job.params.seed is not None else {"seed": secrets.randbits(32)}
         if job.fill_context:
-            room, limit = facts.sizes.longest - prompt_tokens, self._max_output_tokens
-            changes["max_tokens"] = max(1, room if limit is None else min(room, limit))
+            changes["max_tokens"] = self._max_output_tokens
         return dataclasses.replace(job.params, **changes) if changes else job.params
 
     async def _compile(self, spec: GrammarSpec) -> Grammar:

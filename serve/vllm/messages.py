@@ -15,7 +15,6 @@ from jaxspec.events import Delta, Finished
 from jaxspec.request import Logprob, SamplingParams
 from jaxspec.text.grammar import GrammarSpec
 from serve.api.requests import (
-    INT32_MAX,
     Limits,
     check_answer,
     check_min_tokens,
@@ -93,7 +92,7 @@ def _params(sampling: pb.SamplingParams) -> tuple[SamplingParams, bool]:
         temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
         top_p=sampling.top_p or 1.0,
         repetition_penalty=sampling.repetition_penalty or 1.0,
-        max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else INT32_MAX,
+        max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
         seed=sampling.seed % 2**32 if sampling.HasField("seed") else None,
         stop=tuple(sampling.stop),
         stop_token_ids=tuple(sampling.stop_token_ids),

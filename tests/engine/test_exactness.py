@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -121,19 +122,20 @@ def test_preempted_requests_resume(bench: Any, tools: Any, kind: str):
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_the_context_may_be_filled_to_its_last_token(bench: Any, tools: Any, kind: str):
-    """Rounds of the deepest tier run over the end; max_seq_len is 120."""
+    """Rounds of the deepest tier run over the end; max_seq_len is 120. Asking for more gives what fits."""
     rng = np.random.default_rng(8)
-    work = [
-        (
-            rng.integers(0, tools.eos, n).tolist(),
-            SamplingParams(temperature=t, seed=n, max_tokens=120 - n, ignore_eos=True),
-        )
-        for n, t in ((119, 0.0), (118, 1.0), (80, 0.0), (104, 1.0), (1, 0.0))
-    ]
+    fits, asked = [], []
+    for n, t, more in ((119, 0.0, 121), (118, 1.0, None), (80, 0.0, 40), (104, 1.0, 17), (1, 0.0, None)):
+        prompt = rng.integers(0, tools.eos, n).tolist()
+        params = SamplingParams(temperature=t, seed=n, max_tokens=120 - n, ignore_eos=True)
+        fits.append((prompt, params))
+        asked.append((prompt, dataclasses.replace(params, max_tokens=more)))
     engine = bench.engine(kind)
     for tier in tools.tiers[kind][1:]:
         engine.use_policy(StaticPolicy(tier))
-        tools.same(tools.drive(engine, work), bench.expected(work))
+        outputs = tools.drive(engine, asked)
+        tools.same(outputs, bench.expected(fits))
+        assert all(output.finish_reason == "length" for output in outputs)
 
 
 @pytest.mark.parametrize("kind", ["none", *DRAFTERS])

@@ -57,7 +57,6 @@ def prefilled(scheduler: Scheduler, *requests: Request) -> None:
     [
         (make_request("a", prompt=0), "prompt must hold at least 1 token, got 0"),
         (make_request("a", prompt=40), "shorter than max_seq_len = 40 tokens, got 40"),
-        (make_request("a", prompt=30, max_tokens=11), r"max_seq_len = 40, got 30 \+ 11 = 41"),
     ],
 )
 def test_add_refuses_what_can_never_run(request_: Request, message: str):
@@ -70,9 +69,19 @@ def test_add_refuses_what_can_never_run(request_: Request, message: str):
 
 def test_add_refuses_what_the_pool_can_never_hold():
     scheduler = make(num_pages=5)
-    with pytest.raises(ValueError, match=r"10 \+ 8 \+ 3 tokens need 6 pages of 4, but num_pages = 5"):
-        scheduler.add(make_request("a", prompt=10))
-    scheduler.add(make_request("a", prompt=9))
+    with pytest.raises(ValueError, match=r"17 \+ 1 \+ 3 tokens need 6 pages of 4, but num_pages = 5"):
+        scheduler.add(make_request("a", prompt=17))
+    scheduler.add(make_request("a", prompt=16))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "pages", "allowed"),
+    [(30, 10, 16, 10), (30, 11, 16, 10), (39, 2**31 - 1, 16, 1), (1, None, 16, 39), (10, 8, 5, 7), (10, None, 5, 7)],
+)
+def test_what_the_context_or_the_pool_cannot_hold_is_cut(prompt: int, asked: int | None, pages: int, allowed: int):
+    request = Request("a", [1] * prompt, SamplingParams(max_tokens=asked), seed=0)
+    make(num_pages=pages).add(request)
+    assert request.max_tokens == allowed and request.params.max_tokens == asked
 
 
 def test_add_refuses_a_second_live_request_of_the_same_id():

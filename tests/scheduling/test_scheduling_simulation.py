@@ -44,7 +44,7 @@ class Device:
         return None if page == self.sizes.num_pages else (page, offset)
 
     def _write(self, slot: Slot, start: int, end: int, *, drafter: bool = True) -> None:
-        last_useful = len(slot.request.prompt_token_ids) + slot.request.params.max_tokens
+        last_useful = len(slot.request.prompt_token_ids) + slot.request.max_tokens
         for position in range(start, end):
             address = self._address(slot, position)
             if address is None:
@@ -85,7 +85,7 @@ class Device:
         for index, page in enumerate(row.new_pages, row.page_index):
             assert slot.table[index] == self.sizes.num_pages
             slot.table[index] = page
-        useful = len(row.request.prompt_token_ids) + row.request.params.max_tokens
+        useful = len(row.request.prompt_token_ids) + row.request.max_tokens
         self._check(slot, min(slot.length, useful))
         gained = self.rng.randint(1, growth)
         first = len(slot.tokens)
@@ -127,10 +127,12 @@ class Simulation:
         prompt = [rng.randrange(3) for _ in range(rng.randint(1, limit // 2))]
         if done and rng.random() < 0.5:  # a further turn of an earlier conversation
             prompt = (rng.choice(done) + prompt[: rng.randint(0, 4)])[: limit - 1]
+        asked = rng.randint(1, limit - len(prompt))
+        beyond: dict[int, int | None] = {0: None, 1: asked + limit}  # some ask for more than the context leaves
         request = Request(
             f"r{len(self.requests)}",
             prompt,
-            SamplingParams(max_tokens=rng.randint(1, limit - len(prompt))),
+            SamplingParams(max_tokens=beyond.get(asked % 7, asked)),
             seed=rng.randrange(4),
             arrival_time=float(self.steps),
             priority=rng.choice([0, 0, 0, 1, -1]) if self.hostile else 0,
@@ -139,13 +141,13 @@ class Simulation:
         self.scheduler.add(request)
 
     def commit(self, request: Request, epoch: int, tokens: list[int]) -> None:
-        tokens = tokens[: request.params.max_tokens - len(request.output_token_ids)]
+        tokens = tokens[: request.max_tokens - len(request.output_token_ids)]
         if self.eos is not None and self.eos in tokens:
             tokens = tokens[: tokens.index(self.eos) + 1]
         if self.scheduler.commit(request, epoch, tokens):
             if self.eos is not None and tokens and tokens[-1] == self.eos:
                 self.scheduler.finish(request, FinishReason.STOP)
-            elif len(request.output_token_ids) == request.params.max_tokens:
+            elif len(request.output_token_ids) == request.max_tokens:
                 self.scheduler.finish(request, FinishReason.LENGTH)
 
     def dispatch(self, plan: Plan) -> list[tuple[Request, int, list[int]]]:
@@ -219,7 +221,9 @@ def test_random_traffic_keeps_every_invariant(seed: int):
     scheduler.prefix_cache.reset()
     assert scheduler.stats.free_pages == simulation.sizes.num_pages
     if not simulation.hostile:
-        assert all(len(r.output_token_ids) == r.params.max_tokens for r in requests)
+        assert all(len(r.output_token_ids) == r.max_tokens for r in requests)
+        cut = [r for r in requests if r.max_tokens != r.params.max_tokens]
+        assert cut and all(r.num_tokens == simulation.sizes.max_seq_len for r in cut)
         started = [r.metrics.first_scheduled_time or 0.0 for r in requests]
         assert started == sorted(started), "first come, first served"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -13,9 +14,11 @@ from typing import Any
 import pytest
 
 from jaxspec.facts import EngineFacts
+from jaxspec.request import SamplingParams
 from jaxspec.sizes import Sizes
 from jaxspec.text.grammar import GrammarSpec
 from serve.__main__ import _BUSY
+from serve.core.jobs import Job
 from serve.core.preparation import Preparation, _Threads
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +71,29 @@ def test_a_place_is_free_when_the_thread_is_done(stories: Any) -> None:
         assert "text" in names and {thread.name for thread in preparation._text._threads} <= _BUSY
         preparation.close()
         await stories.eventually(lambda: not any(thread.is_alive() for thread in preparation._text._threads))
+
+    stories.run(story())
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit", "resolved", "pages"),
+    [(7, None, 7, 2), (1000, None, 1000, 13), (None, None, None, 1), (None, 5, 5, 1), (1000, 5, 1000, 13)],
+)
+def test_lengths_beyond_the_context(
+    stories: Any, asked: int | None, limit: int | None, resolved: int | None, pages: int
+) -> None:
+    """They may need all that the context leaves, no more. A prompt that does not fit is refused."""
+
+    async def story() -> None:
+        preparation = Preparation(Engine(), limit, 2)  # pyright: ignore[reportArgumentType]
+        job = Job("a", (1, 2, 3), SamplingParams(max_tokens=asked, min_tokens=2), fill_context=asked is None)
+        prepared, needed = await preparation.prepare(job)
+        assert prepared.params.max_tokens == resolved and prepared.params.seed is not None and needed == pages
+        error = await stories.fails(
+            preparation.prepare(dataclasses.replace(job, prompt=(1,) * 100)), "INVALID_ARGUMENT"
+        )
+        assert "prompt must be shorter than max_seq_len = 100 tokens, got 100" in error.message
+        preparation.close()
 
     stories.run(story())
 
@@ -142,6 +168,7 @@ def test_the_threads_outlive_the_loop_quietly(stories: Any) -> None:
 def test_a_process_ends_while_texts_are_prepared() -> None:
     program = """
 import asyncio, time
+from serve.core.jobs import Job
 from serve.core.preparation import _Threads
 async def story():
     task = asyncio.ensure_future(_Threads(1, "text", 4).run(lambda: time.sleep(50)))

@@ -31,7 +31,7 @@ def job_of(prompt: Any = "abc", **options: Any) -> Job:
 def test_what_is_left_out_is_the_default():
     job = job_of()
     assert job.prompt == "abc" and job.fill_context and job.stream and job.add_special_tokens
-    assert job.params == SamplingParams(max_tokens=2**31 - 1)
+    assert job.params == SamplingParams(max_tokens=None)
     assert (job.priority, job.max_depth, job.grammar, job.route) == (0, None, None, "")
     assert (job.tpot_ms, job.ttft_ms, job.deadline) == (None, None, None)
     assert job.request_id.startswith("gen-") and job.request_id != job_of().request_id
@@ -55,7 +55,7 @@ def test_every_option_arrives():
 @pytest.mark.parametrize("value", [0.1, 0.7, 1e-4, 1 / 3, 1.0, 0.0])
 def test_numbers_are_the_same_as_offline(value: float):
     assert job_of(temperature=value, min_p=value).params == SamplingParams(
-        temperature=value, min_p=value, max_tokens=2**31 - 1
+        temperature=value, min_p=value, max_tokens=None
     )
 
 
@@ -261,7 +261,7 @@ def test_a_chat_s_variables_are_bounded():
         ({"n": 64}, False, False),  # the server's own limit of 50 tokens
         ({"n": 4, "logprobs": 20}, False, False),
         ({"n": 5, "logprobs": 20}, False, True),
-        ({"max_tokens": INT32_MAX}, False, False),  # for the generator to refuse: it does not fit the context
+        ({"max_tokens": INT32_MAX}, False, False),  # cut to what the context leaves
     ],
 )
 def test_an_answer_must_fit_a_message(options: Any, stream: bool, refused: bool):

@@ -199,7 +199,7 @@ REFUSED: dict[str, tuple[pb.GenerateRequest, str]] = {
     "no tokens": (TOKENS(), "at least 1 token"),
     "a token beyond the vocabulary": (TOKENS(1, 13), "13"),
     "the largest token": (TOKENS(2**32 - 1), "4294967295"),
-    "longer than the context": (ask("a" * 100, max_tokens=21), "max_seq_len = 120"),
+    "no room for a token": (ask("a" * 120, max_tokens=1), "120"),
     "a prompt longer than the context": (ask("a" * 5000, max_tokens=None), "120"),
     "max_tokens 0": (ask(max_tokens=0), "max_tokens"),
     "max_tokens beyond int32": (ask(max_tokens=2**32 - 1), "max_tokens"),

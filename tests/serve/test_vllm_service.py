@@ -59,7 +59,7 @@ def request(stream: bool = True, ids: tuple[int, ...] = (1, 2, 3), name: str = "
 
 def test_a_plain_request_of_the_gateway_means_the_usual_defaults() -> None:
     job = to_job(request(**PLAIN))
-    assert job.params == SamplingParams(max_tokens=2**31 - 1) and job.fill_context
+    assert job.params == SamplingParams(max_tokens=None) and job.fill_context
     assert (job.prompt, job.request_id, job.stream, job.grammar) == ((1, 2, 3), "r", True, None)
 
 
