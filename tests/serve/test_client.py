@@ -56,9 +56,9 @@ def test_both_clients_say_the_same(kit: Any):
             result = client.generate("abc", seed=1, n=2, logprobs=1, max_tokens=8)
             events = list(client.stream("abc", seed=1, max_tokens=8))
             with pytest.raises(ServerError) as error:
-                client.generate("abc", max_tokens=500, timeout=30.0)
+                client.generate("a" * 120, timeout=30.0)
             with pytest.raises(ServerError) as streamed:
-                list(client.stream("abc", max_tokens=500))
+                list(client.stream("a" * 120))
             return [
                 result.completions, events[1:], (error.value.code, streamed.value.code), client.tokenize("abc"),
                 client.tokenize([{"role": "user", "content": "b"}], add_generation_prompt=False),
@@ -71,9 +71,9 @@ def test_both_clients_say_the_same(kit: Any):
             result = await client.generate("abc", seed=1, n=2, logprobs=1, max_tokens=8)
             events = [event async for event in client.stream("abc", seed=1, max_tokens=8)]
             with pytest.raises(ServerError) as error:
-                await client.generate("abc", max_tokens=500, timeout=30.0)
+                await client.generate("a" * 120, timeout=30.0)
             with pytest.raises(ServerError) as streamed:
-                async for _ in client.stream("abc", max_tokens=500):
+                async for _ in client.stream("a" * 120):
                     pass
             return [
                 result.completions, events[1:], (error.value.code, streamed.value.code), await client.tokenize("abc"),

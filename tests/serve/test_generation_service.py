@@ -232,7 +232,7 @@ def test_what_can_never_be_honoured_is_invalid(kit: Any):
             error = await failure(client.generate("abc", model="gpt"))
             assert error.code is grpc.StatusCode.NOT_FOUND
             assert scraped(server, "jaxspec:refused_requests_total", code="NOT_FOUND", reason="not_found") == 1
-            assert scraped(server, "jaxspec:refused_requests_total", code="INVALID_ARGUMENT", reason="invalid") == 20
+            assert scraped(server, "jaxspec:refused_requests_total", code="INVALID_ARGUMENT", reason="invalid") == 18
 
     kit.run(story())
 

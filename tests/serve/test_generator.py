@@ -131,7 +131,7 @@ def test_what_can_never_run_is_invalid_also_when_the_queue_is_full(kit: Any) -> 
         dict(prompt=""),
         dict(prompt=[13]),
         dict(prompt=[-1]),
-        dict(prompt=[1] * 110, max_tokens=11),
+        dict(prompt=[1] * 120, max_tokens=1),
         dict(prompt=[1] * 121, fill_context=True),
         dict(prompt=[1], logit_bias={13: 1.0}),
         dict(prompt=[1], stop_token_ids=[99]),

@@ -382,7 +382,7 @@ def test_refusals_are_statuses(kit: Any) -> None:
         async with service(kit, max_waiting=1) as (stack, stub):
             for sampling, ids, word in (
                 (dict(GREEDY, max_tokens=5), (1, 99), "99"),
-                (dict(GREEDY, max_tokens=500), (1,), "500"),
+                (dict(GREEDY, max_tokens=5), (1,) * 120, "120"),
                 (dict(GREEDY, stop_token_ids=[400]), (1,), "stop_token_ids"),
                 (dict(GREEDY, structural_tag="x"), (1,), "structural_tag"),
             ):
