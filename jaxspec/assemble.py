@@ -188,13 +188,11 @@ def build_engine(
     speculation: SpeculationConfig | Mapping[str, Any] | None = None,
     config: EngineConfig | None = None,
     *,
-    tokenizer: bool = True,
     progress: bool = True,
 ) -> Engine:
     """Loads and compiles (see EngineConfig.warmup), and returns an engine that is ready to serve.
 
     Args:
-      tokenizer: False serves token ids only, from directories without a tokenizer.json.
       progress: show a bar while compiling.
     """
     speculation, config = SpeculationConfig.of(speculation), config or EngineConfig()
@@ -213,7 +211,7 @@ def build_engine(
         if shards > 1:
             share_tables(target, tensor_mesh(shards))
         module = load_drafter(kind, directory, target, dtype)
-    text = Tokenizer.from_directory(model_dir) if tokenizer else None
+    text = None if config.skip_tokenizer_init else Tokenizer.from_directory(model_dir)
 
     def drafter_of(geo: Geometry) -> tuple[Drafter | None, Any]:
         with load():
@@ -260,6 +258,9 @@ def assemble(
     can = Drafting(lambda _: (None, ())) if drafter is None else drafter
     choice = choose_policy(speculation, buckets, drafter is not None, can.trees, can.deepest)
     depth = max(tier.depth for tier in choice.reachable)
+    if drafter is not None and speculation.topk > 1 and speculation.num_nodes is None:
+        trees = [tier.name for tier in choice.reachable if not tier.is_chain]
+        _log.info("topk %d without num_nodes: draft trees are %s", speculation.topk, ", ".join(trees))
     geo = _geometry(config, model.max_position_embeddings, depth)
     built, params = can.bind(geo) if depth else (None, ())
     widest = max(tier.topk for tier in choice.reachable)

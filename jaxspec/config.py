@@ -50,7 +50,8 @@ class SpeculationConfig:
         `depth` is given, else "adaptive", which chooses round by round.
       depth: draft tokens of the static tier.
       topk: candidates a node; 1 drafts chains, more drafts EAGLE-2's dynamic tree.
-      num_nodes: nodes verified a round, root included; needed for trees.
+      num_nodes: nodes verified a round, root included. None: a chain's depth + 1; for a tree 2 * topk, the ratio of
+        SGLang's default (5 steps, topk 4, 8 nodes), but at least depth + 1 and at most what depth and topk can make.
       candidate_steps: depths that the adaptive policy chooses among (0 is always added).
       tiers: the same as whole tiers, chains and trees mixed; excludes candidate_steps, depth, topk and num_nodes.
       verification: "coupled" (default: same seed, same tokens as plain decoding), "rejection" (Leviathan et al.
@@ -114,8 +115,6 @@ class SpeculationConfig:
             raise ValueError(f"{what}, got policy {policy!r}")
         if self.depth is not None and "depth" not in kind.fields:
             raise ValueError(f"{me}.depth {self.depth} is a static tier's, got policy {policy!r}; use candidate_steps")
-        if kind.chooses and self.topk > 1 and self.num_nodes is None:
-            raise ValueError(f"{me}.topk {self.topk} drafts trees and needs num_nodes, got None")
         kind.check(self)
 
     def _check_tiers(self, tiers: tuple[Tier, ...]) -> None:
@@ -158,8 +157,8 @@ class SpeculationConfig:
             return Tier(0)
         if self.topk == 1 and self.num_nodes is None:
             return Tier(depth)
-        nodes = self.num_nodes or 0
-        if self.policy_kind.chooses:
+        nodes = 2 * self.topk if self.num_nodes is None else self.num_nodes
+        if self.policy_kind.chooses or self.num_nodes is None:
             nodes = min(max(nodes, depth + 1), max_nodes(depth, self.topk))
         return Tier(depth, self.topk, nodes)
 
@@ -211,6 +210,8 @@ class EngineConfig:
       enable_prefix_caching: reuse the pages of equal prompt prefixes.
       structured_output: compile what requests with a grammar need (JSON schema, regular expression, choice, ...):
         a longer warm-up, nothing for requests without one.
+      skip_tokenizer_init: read no tokenizer: prompts are token ids, outputs have no text; stop strings, grammars and
+        chats are refused.
       compile_cache: True keeps compiled executables in the user's cache directory, a path
         keeps them there, False keeps none.
       traffic_log: a file to which every finished request (ended by a stop or by its length) is appended as a JSON
@@ -234,6 +235,7 @@ class EngineConfig:
     seed: int = 0
     enable_prefix_caching: bool = True
     structured_output: bool = False
+    skip_tokenizer_init: bool = False
     compile_cache: bool | str | Path = True
     traffic_log: str | Path | None = None
 
@@ -258,7 +260,7 @@ class EngineConfig:
             raise ValueError(f"{me}.variants must hold 'greedy', 'sampled' or both, or be None, got {self.variants!r}")
         if self.warmup not in WARMUPS:
             raise ValueError(f"{me}.warmup must be one of {WARMUPS}, got {self.warmup!r}")
-        for name in ("enable_prefix_caching", "structured_output"):
+        for name in ("enable_prefix_caching", "structured_output", "skip_tokenizer_init"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{me}.{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.compile_cache, bool | str | Path):

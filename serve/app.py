@@ -6,6 +6,7 @@ Composition only. Must not know messages, nor how a command line is read.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib.util
 import logging
 from collections.abc import Awaitable, Callable
@@ -292,12 +293,11 @@ def load_engine(config: ServerConfig) -> Engine:
       ValueError: what cannot be loaded or does not fit together.
     """
     _log.info("loading the model %s", config.served_name)
-    has_tokenizer = (resolve_model(config.model) / "tokenizer.json").exists()
-    if not has_tokenizer:
+    engine = config.engine
+    if not (resolve_model(config.model) / "tokenizer.json").exists():
         _log.warning("the model has no tokenizer.json: prompts must be token ids, and answers have no text")
-    return build_engine(
-        config.model, config.drafter, config.speculation, config.engine, tokenizer=has_tokenizer, progress=False,
-    )  # fmt: skip
+        engine = dataclasses.replace(engine, skip_tokenizer_init=True)
+    return build_engine(config.model, config.drafter, config.speculation, engine, progress=False)
 
 
 def _options(config: ServerConfig) -> list[tuple[str, Any]]:

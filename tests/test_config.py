@@ -39,8 +39,6 @@ from jaxspec.tier import PLAIN, Tier
         ({"tiers": (Tier(33),)}, r"tiers may be 32 deep, got 33"),
         ({"tiers": (Tier(3),), "depth": 3}, r"tiers \['chain-3'\] .*'depth': 3"),
         ({"candidate_steps": (1,), "depth": 3}, r"candidate_steps .* depth 3"),
-        ({"topk": 2}, r"topk 2 drafts trees and needs num_nodes, got None"),
-        ({"depth": 3, "topk": 2}, r"topk 2.* needs num_nodes"),
         (
             {"depth": 3, "topk": 2, "num_nodes": 3},
             r"num_nodes must lie between depth \+ 1 = 4 and 11 for topk 2, got 3",
@@ -75,6 +73,7 @@ def test_speculation_refusals(fields: dict[str, Any], message: str):
         ({"variants": ()}, r"variants must hold 'greedy', 'sampled' or both, or be None, got \(\)"),
         ({"variants": ("fast",)}, r"variants must hold 'greedy', 'sampled' or both, or be None, got \('fast',\)"),
         ({"enable_prefix_caching": "no"}, r"enable_prefix_caching .*got 'no'"),
+        ({"skip_tokenizer_init": 1}, r"skip_tokenizer_init must be True or False, got 1"),
         ({"compile_cache": 3}, r"compile_cache .*got 3"),
     ],
 )
@@ -104,6 +103,16 @@ def test_tiers_of_a_configuration():
     # Candidates of an adaptive set share num_nodes as far as their shapes allow.
     several = SpeculationConfig(topk=2, num_nodes=7, candidate_steps=(1, 3, 7))
     assert [several.tier(d) for d in (0, 1, 3, 7)] == [PLAIN, Tier(1, 2, 3), Tier(3, 2, 7), Tier(7, 2, 8)]
+
+
+@pytest.mark.parametrize(
+    ("depth", "topk", "nodes"),
+    [(5, 4, 8), (4, 4, 8), (3, 2, 4), (7, 2, 8), (1, 8, 9), (1, 2, 3), (6, 10, 20), (2, 64, 128)],
+)
+def test_trees_of_no_named_size(depth: int, topk: int, nodes: int):
+    """SGLang's ratio, two nodes a candidate, as far as a tree of this shape needs and can make."""
+    assert SpeculationConfig(depth=depth, topk=topk).tier(depth) == Tier(depth, topk, nodes)
+    assert SpeculationConfig(topk=topk, candidate_steps=(depth,)).tier(depth) == Tier(depth, topk, nodes)
 
 
 def test_dictionaries_become_configurations():

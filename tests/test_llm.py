@@ -18,6 +18,7 @@ from jaxspec.checkpointing import hf
 from jaxspec.events import Delta, Finished
 from jaxspec.models.tiny import tiny_target
 from jaxspec.request import FinishReason, RequestOutput
+from jaxspec.text.grammar import GrammarSpec
 
 LETTERS = "abcdefghijkl"
 EOS = 12
@@ -374,6 +375,38 @@ def test_names_of_models_and_drafters(directory: Path):
     assert resolve_drafter("none", directory) == ("none", None)
     assert resolve_drafter("draft_model", directory) == ("draft_model", directory.parent / "draft")
     assert resolve_drafter(str(directory.parent / "draft"), directory)[0] == "draft_model"
+
+
+def test_a_checkpoint_without_a_tokenizer(llm: LLM, directory: Path, tmp_path: Path):
+    """Token ids in, the same token ids out; whatever needs text is refused."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(directory / name)
+    options: dict[str, Any] = dict(
+        drafter="ngram", speculation={"depth": 3}, max_batch_size=2, max_seq_len=64, progress=False, page_size=8,
+        variants=("sampled",), batch_buckets=(2,), compile_cache=False, warmup="eager",
+    )  # fmt: skip
+    with pytest.raises(
+        ValueError, match=r"has no tokenizer.json; with skip_tokenizer_init=True prompts can be token ids"
+    ):
+        LLM(tmp_path, **options)
+    expected = llm.generate("abc", GREEDY)[0].token_ids
+    with LLM(tmp_path, skip_tokenizer_init=True, **options) as bare:
+        for prompt in ([0, 1, 2], {"prompt_token_ids": [0, 1, 2], "prompt": "abc"}):
+            output = bare.generate(prompt, GREEDY)[0]
+            assert (output.token_ids, output.text) == (expected, "")
+        for refused in (
+            lambda: bare.generate("abc", GREEDY),
+            lambda: bare.chat([{"role": "user", "content": "abc"}]),
+            lambda: bare.tokenizer,
+        ):
+            with pytest.raises(
+                ValueError, match=r"no tokenizer \(skip_tokenizer_init=True\): prompts must be token ids"
+            ):
+                refused()
+        with pytest.raises(ValueError, match=r"stop strings \('a',\) need a tokenizer"):
+            bare.generate([0], SamplingParams(stop="a"))
+        with pytest.raises(ValueError, match="a grammar needs .* a tokenizer"):
+            bare.generate([0], GREEDY, grammar=GrammarSpec("regex", "a"))
 
 
 def test_hub_ids_are_downloaded(directory: Path, monkeypatch: pytest.MonkeyPatch):

@@ -80,7 +80,9 @@ class Tokenizer:
         directory = Path(directory)
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise ValueError(f"{directory} has no tokenizer.json; prompts can still be given as token ids")
+            raise ValueError(
+                f"{directory} has no tokenizer.json; with skip_tokenizer_init=True prompts can be token ids"
+            )
         try:
             backend = Backend.from_file(str(path))
         except Exception as e:  # the binding raises plain Exception

@@ -78,7 +78,9 @@ def test_a_directory_of_another_kind_is_refused(directory: Path, tmp_path: Path)
     (tmp_path / "target").symlink_to(directory / "target")
     (tmp_path / "medusa").symlink_to(directory / "peagle")
     with pytest.raises(ValueError, match=r"kind 'peagle', expected 'medusa'"):
-        build_engine(tmp_path / "target", "medusa", dict(depth=1), tokenizer=False, progress=False)
+        build_engine(
+            tmp_path / "target", "medusa", dict(depth=1), EngineConfig(skip_tokenizer_init=True), progress=False
+        )
 
 
 def test_default_depths_end_where_the_heads_do():
@@ -115,9 +117,10 @@ def test_directories_are_served(bench: Any, tools: Any, directory: Path, with_mo
         variants=("sampled",),
         compile_cache=False,
         warmup="eager",
+        skip_tokenizer_init=True,
     )
     model, name = (with_module, "mtp") if kind == "own mtp" else (directory / "target", kind)
-    engine = build_engine(model, name, dict(depth=2), config, tokenizer=False, progress=False)
+    engine = build_engine(model, name, dict(depth=2), config, progress=False)
     work = [
         ([5, 1, 7, n], SamplingParams(temperature=t, seed=n, max_tokens=24, ignore_eos=True))
         for n, t in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 0.7))

@@ -160,8 +160,8 @@ def test_directories_load_onto_two_devices(tmp_path: Path, target: Any, tools: A
     """From the front: a draft model equal to its target has every greedy draft accepted."""
     hf.save_model(target, tmp_path / "target", dtype=jnp.float32)
     hf.save_model(target, tmp_path / "draft", dtype=jnp.float32)
-    config = EngineConfig(**SIZES, tensor_parallel=SHARDS)
-    engine = build_engine(tmp_path / "target", "draft_model", {"depth": 3}, config, tokenizer=False, progress=False)
+    config = EngineConfig(**SIZES, tensor_parallel=SHARDS, skip_tokenizer_init=True)
+    engine = build_engine(tmp_path / "target", "draft_model", {"depth": 3}, config, progress=False)
     work = tools.workload()
     outputs = tools.drive(engine, work)
     tools.same(outputs, expected)

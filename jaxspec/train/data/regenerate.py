@@ -219,10 +219,10 @@ def _engine(target: Path, how: Answers, longest: int, tokenizer: bool) -> Genera
     batch = how.batch or (_CPU_BATCH if jax.default_backend() == "cpu" else _BATCH)
     config = EngineConfig(
         max_batch_size=batch, batch_buckets=(batch,), max_seq_len=longest, enable_prefix_caching=False,
-        variants=("sampled",) if any(how.temperatures) else ("greedy",),
+        variants=("sampled",) if any(how.temperatures) else ("greedy",), skip_tokenizer_init=not tokenizer,
     )  # fmt: skip
     policy = SpeculationConfig(policy=OFF) if how.drafter == NONE else SpeculationConfig()
-    engine = build_engine(target, how.drafter, policy, config, tokenizer=tokenizer)
+    engine = build_engine(target, how.drafter, policy, config)
 
     def generate(
         prompts: Sequence[Prompt], params: Sequence[SamplingParams], start: int

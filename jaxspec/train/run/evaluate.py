@@ -280,8 +280,13 @@ def _add_engine(
         resolve_model(args.target),
         args.drafter,
         SpeculationConfig(tiers=tuple(Tier(d) for d in depths)),
-        EngineConfig(max_batch_size=sizes[-1], batch_buckets=sizes, variants=("greedy",), warmup="eager"),
-        tokenizer=False,
+        EngineConfig(
+            max_batch_size=sizes[-1],
+            batch_buckets=sizes,
+            variants=("greedy",),
+            warmup="eager",
+            skip_tokenizer_init=True,
+        ),
     )
     if not args.no_cost:
         _add_speedups(record, groups, engine, sizes)
