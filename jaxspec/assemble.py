@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ from jaxspec.runtime.timing import measure
 from jaxspec.runtime.warmup import WarmupConfig
 from jaxspec.scheduling.scheduler import Scheduler, SchedulerConfig
 from jaxspec.speculation.drafter import Drafter
-from jaxspec.speculation.state import Geometry
+from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.speculation.typical import Typical
 from jaxspec.text.grammar import GrammarCompiler
 from jaxspec.text.tokenizer import Tokenizer
@@ -263,6 +264,9 @@ def assemble(
         _log.info("topk %d without num_nodes: draft trees are %s", speculation.topk, ", ".join(trees))
     geo = _geometry(config, model.max_position_embeddings, depth)
     built, params = can.bind(geo) if depth else (None, ())
+    if config.memory_fraction is not None and config.num_pages is None:
+        geo = _fitted(geo, config.memory_fraction, target, built, params, shards)
+        built, params = can.bind(geo) if depth else (None, ())
     widest = max(tier.topk for tier in choice.reachable)
     if built is not None and widest > built.max_topk:
         raise ValueError(f"topk must be at most {built.max_topk}, the tokens this drafter can propose, got {widest}")
@@ -323,6 +327,41 @@ def _geometry(config: EngineConfig, context: int, depth: int) -> Geometry:
         page_size=config.page_size, pages_per_seq=pages_per_seq, max_depth=depth, max_seq_len=longest,
         prefill_chunk=min(config.prefill_chunk, longest), kernels=config.kernels,
     )  # fmt: skip
+
+
+def _fitted(
+    geo: Geometry, fraction: float, target: TargetModel, drafter: Drafter | None, params: Any, shards: int
+) -> Geometry:
+    """The sizes with as many pages as a fraction of the device's memory holds beside the weights; on a host no more.
+
+    Raises:
+      ValueError: not even one sequence fits.
+    """
+
+    def state_bytes(pages: int) -> int:
+        sized = dataclasses.replace(geo, num_pages=pages)
+        draft = jax.eval_shape(lambda: () if drafter is None else drafter.init_state(sized))
+        dtype = target.embedding[...].dtype
+        return _bytes(jax.eval_shape(lambda: DecodeState.empty(target.config, sized, dtype, draft)))
+
+    stats = jax.local_devices()[0].memory_stats() or {}
+    # A device that does not say is the host. What splits is on no device yet; drafters may be whole on each.
+    memory = stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    weights = max(_bytes(nnx.state(target)) // shards + _bytes(params), stats.get("bytes_in_use", 0))
+    page = -(-(state_bytes(2) - state_bytes(1)) // (shards if target.config.num_kv_heads % shards == 0 else 1))
+    pages = int(fraction * memory - weights - (state_bytes(1) - (state_bytes(2) - state_bytes(1)))) // page
+    if pages < geo.pages_per_seq:
+        raise ValueError(
+            f"memory_fraction {fraction} of {memory} bytes holds {max(pages, 0)} pages of {page} bytes beside "
+            f"{weights} bytes of weights, and one sequence of max_seq_len = {geo.max_seq_len} tokens needs "
+            f"{geo.pages_per_seq}: give more memory or a shorter max_seq_len"
+        )
+    _log.info("memory_fraction %g: %d pages of %d bytes beside %d bytes of weights", fraction, pages, page, weights)
+    return dataclasses.replace(geo, num_pages=pages if stats else min(pages, geo.num_pages))
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
 
 
 def _grammars(

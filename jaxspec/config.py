@@ -191,7 +191,10 @@ class EngineConfig:
       max_batch_size: requests decoded together (device slots).
       max_seq_len: longest prompt plus output in tokens; None: the model's context, at most 2048.
       page_size: tokens a page of the KV pool.
-      num_pages: pages of the pool; None: enough for max_batch_size full sequences.
+      num_pages: pages of the pool; None: enough for max_batch_size full sequences, or what memory_fraction leaves.
+      memory_fraction: how much of a device's memory weights and pages may take (vLLM's gpu_memory_utilization), in
+        (0, 1]: the pool gets what the weights leave, and activations the rest. Of the memory that JAX may use there; on
+        CPUs of the machine's, which only bounds the pool. num_pages wins.
       prefill_chunk: prompt tokens computed between two rounds.
       batch_buckets: padded batch sizes to compile, the largest being max_batch_size; None: powers of two.
       variants: which rounds to compile. "greedy" serves batches of plain greedy requests faster on accelerators;
@@ -225,6 +228,7 @@ class EngineConfig:
     max_seq_len: int | None = None
     page_size: int = 64
     num_pages: int | None = None
+    memory_fraction: float | None = None
     prefill_chunk: int = 256
     batch_buckets: tuple[int, ...] | None = None
     variants: tuple[str, ...] | None = None
@@ -247,6 +251,8 @@ class EngineConfig:
         _integer(me, "page_size", self.page_size, 1, 1024)
         if self.num_pages is not None:
             _integer(me, "num_pages", self.num_pages, 1)
+        if self.memory_fraction is not None:
+            _fraction(me, "memory_fraction", self.memory_fraction)
         _integer(me, "prefill_chunk", self.prefill_chunk, 1)
         _integer(me, "tensor_parallel", self.tensor_parallel, 1)
         _integer(me, "seed", self.seed, 0, 2**32 - 1)

@@ -73,6 +73,8 @@ def test_speculation_refusals(fields: dict[str, Any], message: str):
         ({"variants": ()}, r"variants must hold 'greedy', 'sampled' or both, or be None, got \(\)"),
         ({"variants": ("fast",)}, r"variants must hold 'greedy', 'sampled' or both, or be None, got \('fast',\)"),
         ({"enable_prefix_caching": "no"}, r"enable_prefix_caching .*got 'no'"),
+        ({"memory_fraction": 0}, r"memory_fraction must be a number in \(0, 1\], got 0"),
+        ({"memory_fraction": 1.5}, r"memory_fraction must be a number in \(0, 1\], got 1.5"),
         ({"skip_tokenizer_init": 1}, r"skip_tokenizer_init must be True or False, got 1"),
         ({"compile_cache": 3}, r"compile_cache .*got 3"),
     ],
