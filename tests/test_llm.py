@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import types
 from pathlib import Path
@@ -433,6 +434,19 @@ def test_a_fraction_of_the_memory(directory: Path, monkeypatch: pytest.MonkeyPat
         fitted(1.0)
     with pytest.raises(ValueError, match=r"memory_fraction 0.5 .* one sequence of max_seq_len = 512 tokens"):
         LLM(directory, "draft_model", progress=False, compile_cache=False, memory_fraction=0.5)
+
+
+def test_an_engine_says_what_was_chosen_for_it(directory: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "jaxspec")
+    options: dict[str, Any] = dict(
+        max_batch_size=2, max_seq_len=64, progress=False, page_size=8, variants=("sampled",), batch_buckets=(2,),
+        compile_cache=False, warmup="eager",
+    )  # fmt: skip
+    with LLM(directory, "draft_model", {"depth": 2, "topk": 2}, memory_fraction=0.2, **options) as made:
+        assert len(made.generate("abc", GREEDY)[0].token_ids) == 12
+        assert made.engine.facts.sizes.num_pages == 18 and "tree-2x2/4" in repr(made)
+    assert "topk 2 without num_nodes: draft trees are tree-2x2/4" in caplog.text
+    assert "memory_fraction 0.2: " in caplog.text
 
 
 def test_hub_ids_are_downloaded(directory: Path, monkeypatch: pytest.MonkeyPatch):

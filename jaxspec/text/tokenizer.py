@@ -79,6 +79,12 @@ class Tokenizer:
         """
         directory = Path(directory)
         path = directory / "tokenizer.json"
+        if not path.is_file() and (directory / "tokenizer.model").is_file():
+            raise ValueError(
+                f"{directory / 'tokenizer.model'} is a SentencePiece model, and {path} does not exist: write it with "
+                f"transformers: AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r}); "
+                "with skip_tokenizer_init=True prompts can be token ids"
+            )
         if not path.is_file():
             raise ValueError(
                 f"{directory} has no tokenizer.json; with skip_tokenizer_init=True prompts can be token ids"
