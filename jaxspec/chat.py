@@ -6,7 +6,6 @@ Must not know how an engine is built. Where standard input is no terminal, every
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 import time
@@ -104,15 +103,13 @@ class Chat:
         messages = [*self.messages, {"role": "user", "content": turn}]
         tokenizer = self._llm.tokenizer
         tokens = tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
-        room = self._context - len(tokens)
-        if room < 1:
+        if len(tokens) >= self._context:
             raise ValueError(
                 f"the conversation holds {len(tokens)} tokens and the context {self._context}; /reset forgets it"
             )
-        params = dataclasses.replace(self._params, max_tokens=min(self._params.max_tokens, room))
         began = time.perf_counter()
         final: RequestOutput | None = None
-        for _, event in self._llm.stream(tokens, params, grammar=self._grammar):
+        for _, event in self._llm.stream(tokens, self._params, grammar=self._grammar):
             match event:
                 case Delta():
                     print(event.text, end="", flush=True)

@@ -137,13 +137,13 @@ class Job:
     """What a command line asks for, checked.
 
     Attributes:
-      prompts: texts, and how each is sampled: max_tokens is cut to what the context leaves.
-      params: as asked for.
+      prompts: texts.
+      params: how they are sampled.
       grammar: what the texts have to be; None: anything.
       context: tokens of the longest prompt plus output.
     """
 
-    prompts: list[tuple[str, SamplingParams]]
+    prompts: list[str]
     params: SamplingParams
     grammar: GrammarSpec | None
     speculation: SpeculationConfig
@@ -179,20 +179,19 @@ def check(args: argparse.Namespace) -> Job:
         GrammarCompiler(tokenizer, model.vocab_size, eos).compile(grammar)
     if args.chat:
         tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
-    texts = DEMO_PROMPTS if args.demo else [sys.stdin.read() if text == "-" else text for text in args.prompt]
-    prompts = [(text, _fitting(text, params, tokenizer, context)) for text in texts]
-    return Job(prompts, params, grammar, speculation, context)
+    texts = list(DEMO_PROMPTS) if args.demo else [sys.stdin.read() if text == "-" else text for text in args.prompt]
+    for text in texts:
+        _check_fits(text, tokenizer, context)
+    return Job(texts, params, grammar, speculation, context)
 
 
-def _fitting(prompt: str, params: SamplingParams, tokenizer: Tokenizer, context: int) -> SamplingParams:
-    """The parameters with max_tokens cut to what the prompt leaves of the context."""
+def _check_fits(prompt: str, tokenizer: Tokenizer, context: int) -> None:
     if not prompt:
         raise ValueError("a prompt must hold at least 1 token, got an empty text")
     count = len(tokenizer.encode(prompt))
     if count >= context:
         shown = repr(prompt if len(prompt) <= 40 else f"{prompt[:40]}...")
         raise ValueError(f"a prompt must be shorter than the context of {context} tokens, got {count} tokens: {shown}")
-    return dataclasses.replace(params, max_tokens=min(params.max_tokens, context - count))
 
 
 def stream_one(
@@ -265,11 +264,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 progress=not args.quiet, structured_output=job.grammar is not None,
             )  # fmt: skip
         if args.demo:
-            return demo(llm, min((params for _, params in job.prompts), key=lambda params: params.max_tokens))
+            return demo(llm, job.params)
         if args.chat:
             return Chat(llm, job.params, job.context, grammar=job.grammar, quiet=args.quiet).run()
-        for prompt, params in job.prompts:
-            output, seconds = stream_one(llm, prompt, params, echo=not args.quiet, grammar=job.grammar)
+        for prompt in job.prompts:
+            output, seconds = stream_one(llm, prompt, job.params, echo=not args.quiet, grammar=job.grammar)
             print()
             if not args.quiet:
                 print(summary([output], seconds), file=sys.stderr)

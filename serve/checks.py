@@ -10,10 +10,8 @@ import errno
 import ipaddress
 import logging
 import socket
-from pathlib import Path
 
-from jaxspec.adaptive import registry as policies
-from jaxspec.assemble import choose_policy, resolve_drafter, resolve_model
+from jaxspec.assemble import choose_policy, longest_text, resolve_drafter, resolve_model
 from jaxspec.checkpointing import hf
 from jaxspec.checkpointing.tensors import read_tensors
 from jaxspec.drafters import registry
@@ -37,16 +35,9 @@ def check_model(config: ServerConfig) -> None:
     directory = resolve_model(config.model)
     model = hf.load_config(directory)
     kind = registry.find(resolve_drafter(config.drafter, directory)[0])
-    policy = speculation.policy
-    if policy is not None and policy not in policies.names() and not Path(policy).is_file():
-        raise ValueError(f"policy must be one of {policies.names()} or an SGLang-style JSON file, got {str(policy)!r}")
     choose_policy(speculation, engine.buckets, kind.drafts, kind.trees)
     check_divides(model, engine.tensor_parallel)
-    if engine.max_seq_len is not None and engine.max_seq_len > model.max_position_embeddings:
-        raise ValueError(
-            f"max_seq_len must be at most the model's context of {model.max_position_embeddings} tokens, "
-            f"got {engine.max_seq_len}"
-        )
+    longest_text(engine, model.max_position_embeddings)
     with read_tensors(directory):  # opens every file, which shows what is absent, truncated or a pickle
         pass
 

@@ -83,12 +83,10 @@ def test_quiet_prints_answers_only(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert capsys.readouterr() == ("heard 2\n", "")
 
 
-def test_answers_are_cut_to_the_context_and_a_full_one_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_full_context_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     status, llm, conversation = talk(monkeypatch, "a b c\nd e f g h i\n/reset\nx\n", context=10)
     assert status == 1
-    assert [params.max_tokens for _, params in llm.asked] == [6, 8]
+    assert [params.max_tokens for _, params in llm.asked] == [50, 50]
     assert "error: the conversation holds 14 tokens and the context 10; /reset forgets it" in capsys.readouterr().err
     assert [message["content"] for message in conversation.messages] == ["x", "heard 2"]
 

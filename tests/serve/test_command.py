@@ -154,10 +154,6 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "no config.json": (lambda path: {"model": str(path)}, "config.json does not exist"),
     "an unsupported model": (lambda path: {"model": unsupported(path)}, "'MambaForCausalLM'] is not supported"),
     "an unknown drafter": (lambda _: {"drafter": "eagle9"}, "drafter must be one of ('none', 'eagle3', "),
-    "an unknown policy": (
-        lambda _: {"speculation": {"policy": "adaptiv"}},
-        "policy must be one of ('adaptive', 'static', 'off') or an SGLang-style JSON file, got 'adaptiv'",
-    ),
     "trees of a drafter of chains": (
         lambda _: {"drafter": "ngram", "speculation": {"depth": 2, "topk": 2, "num_nodes": 4}},
         "this drafter proposes chains only (topk 1), got topk 2",
