@@ -141,7 +141,7 @@ def build(bench: Any, kind: str, speculation: dict[str, Any], **config: Any) -> 
         ("none", dict(policy="off"), dict(max_seq_len=513), r"max_seq_len must be at most the model's context of 512"),
         ("ngram", dict(policy="no-such-file.json"), {}, r"no-such-file.json"),
         ("ngram", dict(policy="adaptve"), {}, r"policy .*adaptve|adaptve.*(policy|file)"),
-        ("ngram", dict(policy=""), {}, r"adaptive configuration '' cannot be read"),
+        ("ngram", dict(policy=""), {}, r"policy must be one of .*got ''"),
         (
             "ngram",
             dict(tiers=(Tier(2), Tier(2, 2, 5))),

@@ -309,7 +309,7 @@ def test_the_command(kit: Any, capsys: pytest.CaptureFixture[str], monkeypatch: 
             assert code == 0
             monkeypatch.setattr(sys, "stdin", io.StringIO("abcab"))
             assert (await asyncio.to_thread(command, "-", "--max-tokens", "8"))[1] == wanted.text + "\n"
-            code, out, err = await asyncio.to_thread(command, "abc", "--max-tokens", "500")
+            code, out, err = await asyncio.to_thread(command, "abc" * 50, "--max-tokens", "8")
             assert (code, out) == (1, "") and err.startswith("error: INVALID_ARGUMENT: ") and err.count("\n") == 1
             missing = str(tmp_path / "none")
             for wrong in (["--token-file", missing], ["--json-schema", f"@{missing}"], ["--tls-cert", "a"]):

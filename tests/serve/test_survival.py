@@ -359,7 +359,7 @@ def test_a_prompt_larger_than_the_whole_pool_is_an_invalid_argument(kit: Any):
         few = dict(tiers=(PLAIN,), num_pages=8, batch_buckets=(4,), compile_cache=False)
         facade = kit.facade(kit.build_tiny_engine(**few))
         async with served(kit, facade) as wire:
-            error = await wire.status(ask("a" * 30, max_tokens=60))
+            error = await wire.status(ask("a" * 70, max_tokens=20))
             assert error.code() is IA and "pages" in str(error.details())
             assert len(await wire.read(ask("a" * 30, max_tokens=20))) == 20
             await wire.idle()

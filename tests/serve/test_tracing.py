@@ -50,7 +50,7 @@ def test_a_span_a_request(kit: Any, spans: Any):
                 route="code",
             )
             with pytest.raises(ServerError):
-                await client.generate("ghi", request_id="two", max_tokens=500)
+                await client.generate("ghi" * 50, request_id="two")
             stream = client.stream([{"role": "user", "content": "ghi"}], request_id="three", ignore_eos=True)
             await anext(stream)
             await stream.aclose()  # type: ignore[attr-defined]
