@@ -26,6 +26,7 @@ from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.data import corpus, dataset
 from jaxspec.train.data.batch import Batch, PackedRows
 from jaxspec.train.data.jsonl import read_texts
+from jaxspec.train.objective import unlikelihood
 from jaxspec.train.objective.attention import packed_attention
 from jaxspec.train.objective.chunks import map_positions
 from jaxspec.train.run import loop, plots
@@ -49,6 +50,14 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--heads", type=int, default=6, help="query heads of a layer")
     p.add_argument("--kv-heads", type=int, default=2, help="key-value heads of a layer")
     p.add_argument("--intermediate-size", type=int, default=1024, help="width of the MLP")
+    p.add_argument("--context", type=int, default=2048, help="longest text in tokens that the checkpoint declares")
+    p.add_argument("--rope-theta", type=float, default=10000.0, help="base of the rotary embedding")
+    p.add_argument("--chat-template", type=Path, help="Jinja template of the data's chats, kept with the checkpoint")
+    p.add_argument("--init-from", type=Path, help="go on from this directory's weights and tokenizer")
+    p.add_argument(
+        "--unlikelihood", type=float, default=0.0,
+        help="weight of unlikelihood on what the model's own greedy continuations repeat; 0: none",
+    )  # fmt: skip
     p.add_argument("--length", type=int, default=256, help="tokens a packed row")
     p.add_argument("--batch", type=int, default=8, help="rows a step, all micro-batches together")
     p.add_argument("--accumulate", type=int, default=1, help="micro-batches that a step's rows are cut into")
@@ -96,6 +105,22 @@ def next_token_loss(model: TargetModel, batch: Batch) -> jax.Array:
     return jnp.sum(jnp.where(counts, nats, 0.0)) / jnp.maximum(jnp.sum(counts), 1).astype(jnp.float32)
 
 
+def _loss(args: argparse.Namespace, graph: Any) -> loop.LossFn:
+    """What a step minimises, as the loop wants it."""
+
+    def loss_fn(state: Any, _frozen: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        model = nnx.merge(graph, state)
+        loss = next_token_loss(model, batch)
+        if not args.unlikelihood:
+            return loss, {}
+        fixed = nnx.merge(graph, jax.lax.stop_gradient(state))
+        sizes = {"prompt": unlikelihood.PROMPT, "own": unlikelihood.OWN}
+        own, repeats = unlikelihood.of_own_text(model, fixed, batch, key, **sizes)
+        return loss + args.unlikelihood * own, {"next_token": loss, "repeats": repeats}
+
+    return loss_fn
+
+
 def held_out_loss(model: TargetModel, rows: PackedRows, batch: int = 16, limit: int = 128) -> float:
     """Mean cross entropy in nats a learned token over at most `limit` rows."""
     graph, state = nnx.split(model)
@@ -121,8 +146,8 @@ def new_tokenizer(paths: Sequence[Path], vocab_size: int, seed: int) -> Backend:
 
 
 def _tokenizer(args: argparse.Namespace) -> Backend:
-    path = args.tokenizer or args.run_dir / "tokenizer.json"
-    if args.tokenizer is None and not path.exists():
+    path = args.tokenizer or (args.init_from or args.run_dir) / "tokenizer.json"
+    if args.tokenizer is None and args.init_from is None and not path.exists():
         partial = path.with_name(path.name + ".partial")
         new_tokenizer(args.data, args.vocab_size, args.seed).save(str(partial))
         partial.replace(path)
@@ -137,6 +162,8 @@ def _config(args: argparse.Namespace, tok: Backend) -> ModelConfig:
             f"--heads must divide --hidden-size and be a multiple of --kv-heads, got heads {args.heads}, "
             f"hidden_size {args.hidden_size}, kv_heads {args.kv_heads}"
         )
+    if args.length > args.context:
+        raise ValueError(f"--length must be at most --context, got {args.length} and {args.context}")
     bos, eos = corpus.text_ends(tok)
     return ModelConfig(
         family="llama",
@@ -148,7 +175,8 @@ def _config(args: argparse.Namespace, tok: Backend) -> ModelConfig:
         num_kv_heads=args.kv_heads,
         head_dim=args.hidden_size // args.heads,
         tie_word_embeddings=True,
-        max_position_embeddings=max(2048, args.length),
+        max_position_embeddings=args.context,
+        rope_theta=args.rope_theta,
         bos_token_id=bos,
         eos_token_ids=(eos,),
     )
@@ -162,19 +190,23 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """
     args.run_dir.mkdir(parents=True, exist_ok=True)
     tok = _tokenizer(args)
-    cfg = _config(args, tok)
-    text = Tokenizer(tok, bos_token_id=cfg.bos_token_id, eos_token_ids=cfg.eos_token_ids, add_bos_token=True)
+    cfg = _config(args, tok) if args.init_from is None else hf.load_config(args.init_from)
+    template = None if args.chat_template is None else args.chat_template.read_text(encoding="utf-8")
+    text = Tokenizer(
+        tok, bos_token_id=cfg.bos_token_id, eos_token_ids=cfg.eos_token_ids, add_bos_token=True, chat_template=template,
+        special_tokens={"bos_token": corpus.BOS, "eos_token": corpus.EOS},
+    )  # fmt: skip
     rows = dataset.pack(dataset.read_examples(args.data, text), args.length, seed=args.seed)
     held = dataset.read_examples(args.eval_data, text) if args.eval_data else []
     names = sorted({example.dataset for example in held})
     held_rows = {name: dataset.pack([e for e in held if e.dataset == name], args.length, seed=0) for name in names}
-    model = registry.build(cfg, rngs=nnx.Rngs(params=args.seed))
+    if args.init_from is None:
+        model = registry.build(cfg, rngs=nnx.Rngs(params=args.seed))
+    else:
+        model = hf.load_model(args.init_from)
     graph, state = nnx.split(model)
     parameters = sum(x.size for x in jax.tree.leaves(state))
     print(f"parameters: {parameters:,}", flush=True)
-
-    def loss_fn(state: Any, _frozen: Any, batch: Batch, _key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return next_token_loss(nnx.merge(graph, state), batch), {}
 
     def losses(state: Any) -> dict[str, float]:
         model = nnx.merge(graph, state)
@@ -187,7 +219,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     order = dataset.RowOrder(len(rows), args.batch, args.seed)
     state = loop.run(
-        loss_fn, state, lambda step: rows.batch(order(step)), optim, args.run_dir,
+        _loss(args, graph), state, lambda step: rows.batch(order(step)), optim, args.run_dir,
         mesh=meshes.make_mesh(args.mesh) if args.mesh else None, evaluate=losses if held_rows else None,
     )  # fmt: skip
     state = jax.device_get(state)
@@ -200,6 +232,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     }
     print(f"held-out loss, nats a token: {record['held_out_loss_nats_per_token']}", flush=True)
     hf.save_model(nnx.merge(graph, state), args.out, tokenizer=tok, dtype=jnp.bfloat16)
+    if template is not None:
+        (args.out / "chat_template.jinja").write_text(template, encoding="utf-8")
     (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
     print(plots.plot_run(args.run_dir), flush=True)
     return record

@@ -52,8 +52,22 @@ def test_the_command_writes_what_training_reads(
     few = corpus.main(parser.parse_args(["--out", str(tmp_path / "c"), "--limit-mb", "0.001"]))
     sizes = {d.dataset: sum(len(o.text.encode()) for o in docs if o.dataset == d.dataset) for d in docs}
     assert min(sizes.values()) > 1000 and 20 < sum(few.values()) < 80
-    with pytest.raises(ValueError, match=r"limit-mb must be above 0, got 0.0"):
-        corpus.main(parser.parse_args(["--out", str(tmp_path / "d"), "--limit-mb", "0"]))
+    texts = tmp_path / "texts"
+    (texts / "deep").mkdir(parents=True)
+    (texts / "deep" / "a.md").write_text("![picture](x.png)One <b>word</b>.\n\n" + "Two. " * 900 + "\n\nThree.\n")
+    (texts / "b.rst").write_text("  \n")
+    (texts / "c.py").write_text("no prose")
+    found = [d.text for d in corpus.text_documents(texts)]
+    assert [(t[:11], t.strip()[-4:]) for t in found] == [("One word.\n\n", "Two."), ("Three.\n", "ree.")]
+    own = corpus.main(parser.parse_args(["--out", str(tmp_path / "e"), "--only", "prose", "--texts", str(texts)]))
+    assert sum(own.values()) == len(found) + sum(d.dataset == "prose" for d in docs)
+    for wrong, message in [
+        (["--limit-mb", "0"], "limit-mb must be above 0, got 0.0"),
+        (["--only", "code", "--texts", str(texts)], "--texts adds prose"),
+        (["--texts", str(tmp_path / "none")], "holds no .md, .rst, .txt file"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            corpus.main(parser.parse_args(["--out", str(tmp_path / "d"), *wrong]))
 
     tok = corpus.train_tokenizer([d.text for d in docs if not d.held_out], 300)
     assert tok.get_vocab_size() == 300 and corpus.text_ends(tok) == (0, 1)

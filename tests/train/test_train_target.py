@@ -18,7 +18,7 @@ from jaxspec.models.tiny import tiny_target
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train import target
 from jaxspec.train.data import dataset
-from jaxspec.train.objective import chunks
+from jaxspec.train.objective import chunks, unlikelihood
 
 
 def packed() -> tuple[list[dataset.Example], dataset.PackedRows]:
@@ -56,6 +56,37 @@ def test_the_loss_is_each_texts_own(tied: bool, monkeypatch: pytest.MonkeyPatch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), parts, found)
 
 
+def test_unlikelihood_reads_the_models_own_greedy_text() -> None:
+    """The text is that of whole forwards; what it repeats becomes improbable by a step along the gradient."""
+    model = tiny_target()
+    prompts = np.random.default_rng(0).integers(3, model.config.vocab_size, (3, 7))
+    graph, state = nnx.split(model)
+    logits = jax.jit(
+        lambda tokens: model.logits(
+            model(tokens, jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape), causal_attention)[0]
+        )
+    )
+    text = np.zeros((3, 16), np.int32)
+    text[:, :7] = prompts
+    for at in range(7, 16):
+        text[:, at] = np.argmax(np.asarray(logits(jnp.asarray(text)))[:, at - 1], axis=-1)
+    found = jax.jit(lambda s, p: unlikelihood.continued(nnx.merge(graph, s), p, 9))(state, jnp.asarray(prompts))
+    np.testing.assert_array_equal(found, text)
+
+    row = [1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 4]
+    again = unlikelihood.repeated(jnp.asarray([row, [7] * len(row)]))
+    assert np.flatnonzero(again[0]).tolist() == [8, 13] and np.flatnonzero(again[1]).tolist() == [*range(4, 14)]
+
+    batch = packed()[1].batch(np.arange(2))
+    own = lambda s: unlikelihood.of_own_text(
+        nnx.merge(graph, s), nnx.merge(graph, state), batch, jax.random.key(0), prompt=6, own=40
+    )
+    (before, repeats), gradient = jax.jit(jax.value_and_grad(own, has_aux=True))(state)
+    assert 0 < repeats < 1, "a model of random weights repeats itself"
+    stepped = jax.tree.map(lambda w, g: w - 0.02 * g / (1e-6 + jnp.abs(g).max()), state, gradient)
+    assert jax.jit(own)(stepped)[0] < before
+
+
 def arguments(work: Path, *more: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     target.add_arguments(parser)
@@ -81,6 +112,22 @@ def test_from_files_to_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     held = dataset.pack(dataset.read_examples([tmp_path / "held.jsonl"], tokenizer), 24)
     assert target.held_out_loss(model, held) == pytest.approx(loss, abs=0.05), "saved in bfloat16"
 
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
+    more = [
+        "--init-from",
+        str(tmp_path / "out"),
+        "--unlikelihood",
+        "1",
+        "--chat-template",
+        str(tmp_path / "chat.jinja"),
+    ]
+    args = arguments(tmp_path, "--steps", "2", "--length", "80", *more)
+    args.run_dir, args.out = tmp_path / "on", tmp_path / "further"
+    monkeypatch.setattr(unlikelihood, "OWN", 8)
+    assert target.main(args)["held_out_loss_nats_per_token"]["code"] < loss + 0.1, "it goes on from there"
+    assert "repeats" in (tmp_path / "on" / "log.csv").read_text()
+    assert Tokenizer.from_directory(tmp_path / "further").apply_chat_template([{"role": "user", "content": "a"}]) == "a"
+
     own = tmp_path / "run" / "tokenizer.json"
     args = arguments(tmp_path, "--tokenizer", str(own))
     args.run_dir = tmp_path / "elsewhere"
@@ -89,6 +136,7 @@ def test_from_files_to_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     few = target.new_tokenizer([tmp_path / "train.jsonl"], 280, seed=0)
     assert few.get_vocab_size() <= 280
     for wrong, message in [
+        (["--length", "80", "--context", "64"], "--length must be at most --context, got 80 and 64"),
         (["--heads", "3"], "got heads 3, hidden_size 16, kv_heads 1"),
         (["--tokenizer", str(tmp_path / "none.json")], "none.json is not a file"),
     ]:

