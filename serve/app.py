@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 
 from jaxspec.assemble import build_engine, resolve_model
 from jaxspec.engine import Engine
+from jaxspec.text.tokenizer import Tokenizer
 from serve.api.admin import AdminServicer, described
 from serve.api.auth import AdminInterceptor, TokenInterceptor, read_tokens, server_credentials
 from serve.api.generation import GenerationServicer
@@ -294,8 +295,8 @@ def load_engine(config: ServerConfig) -> Engine:
     """
     _log.info("loading the model %s", config.served_name)
     engine = config.engine
-    if not (resolve_model(config.model) / "tokenizer.json").exists():
-        _log.warning("the model has no tokenizer.json: prompts must be token ids, and answers have no text")
+    if not Tokenizer.is_in(resolve_model(config.model)):
+        _log.warning("the model has no tokenizer: prompts must be token ids, and answers have no text")
         engine = dataclasses.replace(engine, skip_tokenizer_init=True)
     return build_engine(config.model, config.drafter, config.speculation, engine, progress=False)
 

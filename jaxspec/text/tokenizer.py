@@ -11,6 +11,7 @@ import datetime
 import functools
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -18,16 +19,22 @@ from typing import Any, NamedTuple, NoReturn
 import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders
 
 from jaxspec.checkpointing.tensors import read_json
 
+#: The file that says how a checkpoint's text becomes token ids, and the one that is read where it is absent.
+FILE, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 _REPLACEMENT = "\ufffd"
 #: Prompt tokens that give the first generated token its context (spaces depend on the neighbour).
 _CONTEXT = 6
 #: Tokens that may wait for a character's last byte; garbage bytes are let through after that.
 _MAX_PENDING = 16
+#: How decoders of SentencePiece's vocabularies begin, in tokenizer.json's words, and what some have behind it.
+_PIECES = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+_NO_FIRST_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
@@ -39,6 +46,7 @@ class Tokenizer:
       eos_token_ids: tokens that end a text, by tokenizer_config.json, generation_config.json
         and config.json together.
       adds_bos: whether `encode` puts BOS in front.
+      drops_first_space: whether a text that begins with a space is decoded without it.
       longest_token: characters of the longest token, so that a text has at least len(text) / longest_token tokens
         (but for what a normalizer or a special token swallows).
     """
@@ -56,9 +64,12 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        # Of byte-level tokens the text is that of their bytes, one after the other; what other decoders make of a token
-        # may depend on its neighbours.
+        # Of these tokens the text is that of their bytes, one after the other; what other decoders make of a token may
+        # depend on its neighbours.
         self._byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+        self._has_pieces, self.drops_first_space = _decodes_pieces(backend)
+        self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self._bytes: dict[int, bytes] = {}
         self._pieces: dict[tuple[int, bool], str] = {}
         self._chat_template = chat_template
         self._special_tokens = dict(special_tokens or {})
@@ -70,33 +81,31 @@ class Tokenizer:
         self._prepend_bos = add_bos_token and bos_token_id is not None and not in_template
         self.adds_bos = in_template or self._prepend_bos
 
+    @staticmethod
+    def is_in(directory: str | os.PathLike[str]) -> bool:
+        """Whether a directory holds a tokenizer that `from_directory` would read."""
+        return any((Path(directory) / name).is_file() for name in (FILE, SENTENCEPIECE))
+
     @classmethod
     def from_directory(cls, directory: str | os.PathLike[str]) -> Tokenizer:
         """Reads tokenizer.json, and what tokenizer_config.json, config.json and chat_template.jinja add to it.
 
+        Where there is none, SentencePiece's tokenizer.model is read, with the tokens that tokenizer_config.json or
+        added_tokens.json add to it, and with BOS in front unless tokenizer_config.json says otherwise.
+
         Raises:
-          ValueError: tokenizer.json is absent or broken, or another file is not JSON; names the file.
+          ValueError: both are absent, or the one is broken, or another file is not JSON; names the file.
         """
         directory = Path(directory)
-        path = directory / "tokenizer.json"
-        if not path.is_file() and (directory / "tokenizer.model").is_file():
-            raise ValueError(
-                f"{directory / 'tokenizer.model'} is a SentencePiece model, and {path} does not exist: write it with "
-                f"transformers: AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r}); "
-                "with skip_tokenizer_init=True prompts can be token ids"
-            )
-        if not path.is_file():
-            raise ValueError(
-                f"{directory} has no tokenizer.json; with skip_tokenizer_init=True prompts can be token ids"
-            )
-        try:
-            backend = Backend.from_file(str(path))
-        except Exception as e:  # the binding raises plain Exception
-            raise ValueError(f"{path} is not a valid tokenizer.json: {e}") from e
         settings, config, generation = (
             read_json(directory / name) if (directory / name).exists() else {}
             for name in ("tokenizer_config.json", "config.json", "generation_config.json")
         )
+        if not (directory / FILE).is_file() and (directory / SENTENCEPIECE).is_file():
+            backend, implied = _read_sentencepiece(directory, settings)
+            settings = {**implied, **settings}
+        else:
+            backend = _read_backend(directory / FILE)
         special = {k: t for k in ("bos_token", "eos_token", "pad_token", "unk_token") if (t := _token(settings.get(k)))}
         bos = backend.token_to_id(special["bos_token"]) if "bos_token" in special else config.get("bos_token_id")
         eos = [backend.token_to_id(special["eos_token"])] if "eos_token" in special else []
@@ -144,13 +153,32 @@ class Tokenizer:
         Raises:
           ValueError: a negative id.
         """
-        return self._backend.decode([i for i in ids if self.has_text(i)], skip_special_tokens=skip_special_tokens)
+        text = self.join([i for i in ids if self.has_text(i)], skip_special_tokens)
+        return text.removeprefix(" ") if self.drops_first_space else text
+
+    def join(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """What ids of the vocabulary say within a text: as `decode`, but a first space stays if they alone drop it."""
+        if not self._has_pieces:
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        skipped = self._special_ids if skip_special_tokens else ()
+        raw = b"".join(self._bytes_of(i) for i in ids if i not in skipped)
+        # A byte that belongs to no character is shown, and the characters beside it stay.
+        return re.sub("[\udc80-\udcff]", _REPLACEMENT, raw.decode("utf-8", "surrogateescape"))
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        known = self._bytes.get(token_id)
+        if known is None:
+            piece = self._backend.id_to_token(token_id) or ""
+            byte = _BYTE.fullmatch(piece)
+            known = bytes.fromhex(byte[1]) if byte else piece.replace("▁", " ").encode()
+            self._bytes[token_id] = known
+        return known
 
     def piece(self, token_id: int, *, skip_special_tokens: bool = True) -> str | None:
         """The text that a token adds to any whole characters; None where only `decode` can tell. Costs a look-up."""
         known = self._pieces.get((token_id, skip_special_tokens))
-        if known is None and self._byte_level and self.has_text(token_id):
-            text = self.decode((token_id,), skip_special_tokens=skip_special_tokens)
+        if known is None and (self._byte_level or self._has_pieces) and self.has_text(token_id):
+            text = self.join((token_id,), skip_special_tokens)
             if _REPLACEMENT not in text:
                 known = self._pieces[token_id, skip_special_tokens] = text
         return known
@@ -207,6 +235,8 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        shown = (i for i in prompt_ids if tokenizer.has_text(i))
+        self._drops_space = tokenizer.drops_first_space and not any(self._decode([i]) for i in shown)
         # The window is context (text already out) followed by pending tokens; only it is decoded.
         known = [i for i in prompt_ids[-2 * _CONTEXT :] if tokenizer.has_text(i)]
         starts = range(max(0, len(known) - _CONTEXT), -1, -1)
@@ -227,7 +257,7 @@ class IncrementalDetokenizer:
             piece = self._tokenizer.piece(token_id, skip_special_tokens=self._skip)
             if piece is not None:
                 self._window, self._context, self._emitted = [token_id], 1, len(piece)
-                return piece
+                return self._begun(piece)
         if not self._tokenizer.has_text(token_id):
             return ""
         self._window.append(token_id)
@@ -240,17 +270,24 @@ class IncrementalDetokenizer:
             del self._window[: self._context]
             self._context = len(self._window)
             self._emitted = len(self._decode(self._window))
-        return delta
+        return self._begun(delta)
 
     def flush(self) -> str:
         """At the end of the request: what still waited, cut characters shown as U+FFFD."""
         text = self._decode(self._window)
         delta, self._emitted = text[self._emitted :], len(text)
+        return self._begun(delta)
+
+    def _begun(self, delta: str) -> str:
+        """What is added to the text, without the space that the text itself may begin with."""
+        if self._drops_space and delta:
+            self._drops_space = False
+            return delta.removeprefix(" ")
         return delta
 
     def _decode(self, ids: Sequence[int]) -> str:
         # All of them are in the vocabulary.
-        return self._tokenizer._backend.decode(ids, skip_special_tokens=self._skip)
+        return self._tokenizer.join(ids, self._skip)
 
 
 class StopResult(NamedTuple):
@@ -333,6 +370,60 @@ class StopChecker:
             if any(len(s) > size and s.startswith(tail) for s in self._stop):
                 return size
         return 0
+
+
+def _read_backend(path: Path) -> Backend:
+    if not path.is_file():
+        raise ValueError(
+            f"{path.parent} has no {FILE} or {SENTENCEPIECE}; with skip_tokenizer_init=True prompts can be token ids"
+        )
+    try:
+        return Backend.from_file(str(path))
+    except Exception as e:  # the binding raises plain Exception
+        raise ValueError(f"{path} is not a valid tokenizer.json: {e}") from e
+
+
+def _read_sentencepiece(directory: Path, settings: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
+    """The tokenizer of tokenizer.model, and what it implies where tokenizer_config.json says nothing."""
+    from jaxspec.text import sentencepiece  # protobuf, for those who need it
+
+    path = directory / SENTENCEPIECE
+    prefix = settings.get("add_prefix_space")
+    try:
+        model = sentencepiece.read(
+            path.read_bytes(),
+            add_dummy_prefix=prefix if isinstance(prefix, bool) else None,
+            legacy=settings.get("legacy") is not False,
+            added=_added_tokens(directory, settings),
+        )
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from e
+    return model.backend, {"bos_token": model.bos_token, "eos_token": model.eos_token, "add_bos_token": True}
+
+
+def _added_tokens(directory: Path, settings: Mapping[str, Any]) -> list[tuple[int, AddedToken]]:
+    """(id, token) of tokenizer_config.json, or of added_tokens.json, where all are taken to be special."""
+    known = settings.get("added_tokens_decoder")
+    if isinstance(known, Mapping):
+        # Not normalized: a normalizer would put a space in front of them.
+        flags = ("special", "lstrip", "rstrip", "single_word")
+        return [
+            (int(i), AddedToken(text, normalized=False, **{name: bool(value.get(name)) for name in flags}))
+            for i, value in known.items()
+            if isinstance(value, Mapping) and (text := _token(value)) is not None
+        ]
+    path = directory / "added_tokens.json"
+    named = read_json(path) if path.exists() else {}
+    return [(int(i), AddedToken(text, special=True, normalized=False)) for text, i in named.items()]
+
+
+def _decodes_pieces(backend: Backend) -> tuple[bool, bool]:
+    """(whether pieces are decoded as SentencePiece does, a token's bytes at a time; whether a first space goes)."""
+    if not isinstance(backend.decoder, decoders.Sequence):
+        return False, False
+    steps = json.loads(backend.decoder.__getstate__())["decoders"]
+    stripped = steps[-1:] == [_NO_FIRST_SPACE]
+    return (True, stripped) if (steps[:-1] if stripped else steps) == _PIECES else (False, False)
 
 
 def _token(value: Any) -> str | None:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.checkpointing.tensors import read_json
+from jaxspec.text.tokenizer import FILE, Tokenizer
 
 #: Whatever may say how text becomes token ids; no weights.
 _TOKENIZER_FILES = (
-    "tokenizer.json",
+    FILE,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -61,15 +62,22 @@ def checkpoint_facts(directory: Path) -> CheckpointFacts:
 
 
 def tokenizer_archive(directory: Path) -> tuple[bytes, str] | None:
-    """(zip archive of the tokenizer's files, its SHA-256 in hexadecimal); None: there is no tokenizer.json."""
-    if not (directory / "tokenizer.json").is_file():
+    """(zip archive of the tokenizer's files, its SHA-256 in hexadecimal); None: there is no tokenizer.
+
+    What was read of a tokenizer.model comes as the tokenizer.json that gateways look for.
+
+    Raises:
+      ValueError: the tokenizer.model cannot be read.
+    """
+    if not Tokenizer.is_in(directory):
         return None
+    contents = {name: (directory / name).read_bytes() for name in _TOKENIZER_FILES if (directory / name).is_file()}
+    if FILE not in contents:
+        contents[FILE] = Tokenizer.from_directory(directory).to_json().encode()
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        for name in _TOKENIZER_FILES:
-            if (directory / name).is_file():
-                entry = zipfile.ZipInfo(name, _EPOCH)
-                archive.writestr(entry, (directory / name).read_bytes(), zipfile.ZIP_DEFLATED)
+        for name, content in contents.items():
+            archive.writestr(zipfile.ZipInfo(name, _EPOCH), content, zipfile.ZIP_DEFLATED)
     data = buffer.getvalue()
     return data, hashlib.sha256(data).hexdigest()
 

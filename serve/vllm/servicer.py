@@ -230,8 +230,7 @@ class VllmServicer(rpc.VllmEngineServicer):
                 archive = self._archive
             if archive is None:
                 message = (
-                    f"the model {self._config.served_name!r} has no tokenizer.json; send token ids, and decode them "
-                    "yourself"
+                    f"the model {self._config.served_name!r} has no tokenizer; send token ids, and decode them yourself"
                 )
                 raise StatusError(grpc.StatusCode.NOT_FOUND, message)
             data, fingerprint = archive

@@ -27,10 +27,13 @@ from jaxspec.checkpointing import eagle3, hf
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layers import Attention, DecoderLayer, Linear, RMSNorm, Transformer
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Head
+from jaxspec.text.tokenizer import FILE, SENTENCEPIECE
 
 _STD = 0.02
 #: What growing leaves as it is.
-_TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+_TEXT_FILES = (
+    FILE, SENTENCEPIECE, "tokenizer_config.json", "added_tokens.json", "generation_config.json", "chat_template.jinja",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -146,7 +146,7 @@ class _Reader:
     @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise ValueError("a row of text needs the checkpoint's tokenizer.json; without one rows are token ids")
+            raise ValueError("a row of text needs the checkpoint's tokenizer; without one rows are token ids")
         return self._tokenizer
 
     def examples(self, line: Line, roles: Collection[str]) -> list[Example]:

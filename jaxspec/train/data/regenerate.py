@@ -137,7 +137,7 @@ def regenerate(target: Path, data: Sequence[Path], out: Path, how: Answers = Ans
       ValueError: bad data; an `out` made of something else, with both values.
       OSError: the disk is full or fails, naming the file; what was written stays and can be gone on with.
     """
-    tokenizer = Tokenizer.from_directory(target) if (target / "tokenizer.json").is_file() else None
+    tokenizer = Tokenizer.from_directory(target) if Tokenizer.is_in(target) else None
     config = hf.load_config(target)
     prompts = read_prompts(
         data, tokenizer, prompt_tokens=how.prompt_tokens, seed=how.seed, vocab_size=config.vocab_size

@@ -89,7 +89,7 @@ def mask_token(given: str | None, directory: Path, tokenizer: Tokenizer | None, 
     Raises:
       ValueError: an unknown or used token; with None, when there is no such token (names the special ones there are).
     """
-    backend = None if tokenizer is None else Backend.from_file(str(directory / "tokenizer.json"))
+    backend = None if tokenizer is None else Backend.from_str(tokenizer.to_json())
     added = {} if backend is None else backend.get_added_tokens_decoder()
     special = {i: token.content for i, token in sorted(added.items()) if token.special}
     if given is not None:
@@ -105,7 +105,7 @@ def mask_token(given: str | None, directory: Path, tokenizer: Tokenizer | None, 
             raise ValueError(f"--mask-token {given!r} (id {found}) occurs {used_V[found]} times in the texts")
         return found
     if tokenizer is None:
-        raise ValueError(f"--mask-token must be given: {directory} has no tokenizer.json to choose one from")
+        raise ValueError(f"--mask-token must be given: {directory} has no tokenizer to choose one from")
     ends = {tokenizer.bos_token_id, *tokenizer.eos_token_ids}
     free = {i: name for i, name in special.items() if i not in ends and i < len(used_V) and not used_V[i]}
     for pattern in _MASKS:

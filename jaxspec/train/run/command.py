@@ -37,7 +37,6 @@ from jaxspec.train.run import mesh as meshes
 from jaxspec.train.run.checkpoints import bind
 from jaxspec.train.run.optim import COMPUTE_DTYPES, OPTIMIZERS, SCHEDULES, OptimConfig
 
-TOKENIZER = "tokenizer.json"
 #: Arguments of a run that its successor may change.
 _FREE = ("out", "run_dir", "save_every", "log_every", "eval_every", "mesh", "hidden_cache", "eval_data", "layout")
 
@@ -165,7 +164,7 @@ def prepare(args: argparse.Namespace) -> Setup:
             f"--length must be at most the target's max_position_embeddings {target.config.max_position_embeddings}, "
             f"got {args.length}"
         )
-    tokenizer = Tokenizer.from_directory(args.target) if (args.target / TOKENIZER).exists() else None
+    tokenizer = Tokenizer.from_directory(args.target) if Tokenizer.is_in(args.target) else None
     paths = list(args.data)
     if args.regenerate:
         regenerate = importlib.import_module("jaxspec.train.data.regenerate")
@@ -311,7 +310,7 @@ def _batches(setup: Setup, recipe: Recipe, mesh: Mesh | None) -> Callable[[int],
 def _save(setup: Setup, recipe: Recipe, module: Any, record: dict[str, Any]) -> None:
     """Writes the drafter and its record, and plots the run."""
     args = setup.args
-    tokenizer = None if setup.tokenizer is None else Backend.from_file(str(args.target / TOKENIZER))
+    tokenizer = None if setup.tokenizer is None else Backend.from_str(setup.tokenizer.to_json())
     save_drafter(
         module, args.out, target=setup.target, tokenizer=tokenizer, layout=args.layout,
         verifier=str(args.target), tokens=recipe.depth,
