@@ -76,6 +76,29 @@ def quick_interrupts() -> Iterator[None]:
         writer.close()
 
 
+@contextlib.contextmanager
+def starting(module: str) -> Iterator[None]:
+    """Around a command's imports, and what else comes before anything has to be cleared up: Ctrl-C ends it at once.
+
+    Args:
+      module: whose they are, by its `__name__`; nothing happens where it is not the command.
+    """
+    if module != "__main__":
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _end(signum: int, frame: FrameType | None) -> NoReturn:
+    # An exception would pass through whatever is half imported, and be told as something else or not at all.
+    say_interrupted()
+    os._exit(INTERRUPTED)
+
+
 def say_interrupted(what: str = "interrupted") -> None:
     """One line on standard error, below the ^C of a terminal."""
     print(f"\n{what}" if sys.stderr.isatty() else what, file=sys.stderr, flush=True)

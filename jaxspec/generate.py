@@ -13,23 +13,24 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from tqdm import tqdm
-
 from jaxspec import cli
-from jaxspec.adaptive import registry as policies
-from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.assemble import choose_policy, longest_text, resolve_drafter, resolve_model
-from jaxspec.chat import Chat
-from jaxspec.checkpointing import hf
-from jaxspec.config import VERIFICATIONS, EngineConfig, SpeculationConfig
-from jaxspec.drafters import registry
-from jaxspec.events import Delta, Finished
-from jaxspec.llm import LLM
-from jaxspec.request import RequestOutput, SamplingParams
-from jaxspec.text.grammar import GrammarCompiler, GrammarSpec
-from jaxspec.text.tokenizer import Tokenizer
-from jaxspec.tier import PLAIN
 
+with cli.starting(__name__):
+    from tqdm import tqdm
+
+    from jaxspec.adaptive import registry as policies
+    from jaxspec.adaptive.static import StaticPolicy
+    from jaxspec.assemble import choose_policy, longest_text, resolve_drafter, resolve_model
+    from jaxspec.chat import Chat
+    from jaxspec.checkpointing import hf
+    from jaxspec.config import VERIFICATIONS, EngineConfig, SpeculationConfig
+    from jaxspec.drafters import registry
+    from jaxspec.events import Delta, Finished
+    from jaxspec.llm import LLM
+    from jaxspec.request import RequestOutput, SamplingParams
+    from jaxspec.text.grammar import GrammarCompiler, GrammarSpec
+    from jaxspec.text.tokenizer import Tokenizer
+    from jaxspec.tier import PLAIN
 # None ends in a space or a line break: a text's next token begins with it.
 DEMO_PROMPTS = (
     "def __init__(self, name, value):",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
+import importlib
 import logging
 import os
 import signal
@@ -16,11 +16,15 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any, get_args, get_origin
 
-from jaxspec.adaptive import registry as policies
-from jaxspec.drafters import registry
-from jaxspec.tier import Tier
-from serve.config import GROUPS, PART_DEFAULTS, PARTS, ServerConfig, descriptions, field_types, merged, read_file
+from jaxspec import cli
 
+with cli.starting(__name__):
+    import asyncio
+
+    from jaxspec.adaptive import registry as policies
+    from jaxspec.drafters import registry
+    from jaxspec.tier import Tier
+    from serve.config import GROUPS, PART_DEFAULTS, PARTS, ServerConfig, descriptions, field_types, merged, read_file
 #: Exit codes: a wrong command line or configuration; anything else that went wrong.
 BAD_CONFIG, FAILED = 2, 1
 #: How long the event loop may compute before the engine's thread, which has a step to dispatch, gets its turn. With
@@ -181,11 +185,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     # gRPC's own lines on standard error are no JSON; it reads this when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from serve.telemetry import logs
+    with cli.starting(__name__):
+        from serve.telemetry import logs
 
-    logs.configure(config.log_level, config.log_format, log_prompts=config.log_prompts)
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    return asyncio.run(serve(config))
+        logs.configure(config.log_level, config.log_format, log_prompts=config.log_prompts)
+        importlib.import_module("serve.app")  # within the event loop Ctrl-C would wait for it
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        return asyncio.run(serve(config))  # which listens to signals itself from when there is something to drain
 
 
 if __name__ == "__main__":

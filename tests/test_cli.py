@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import signal
 import subprocess
 import sys
@@ -43,8 +44,10 @@ def interrupted(body: str) -> tuple[int, str, float]:
         "import hashlib\nwith cli.quick_interrupts(): hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)",
         "import threading, time; threading.Thread(target=time.sleep, args=(30,), name='warm-up-0').start(); "
         "threading.Event().wait()",
+        # What is imported may take an exception for its own.
+        "import time\nwith cli.starting('__main__'):\n  try: time.sleep(30)\n  except BaseException: time.sleep(30)",
     ],
-    ids=["python", "one long call", "a warm-up beside it"],
+    ids=["python", "one long call", "a warm-up beside it", "imports"],
 )
 def test_an_interrupt_is_quiet_and_quick(body: str):
     status, error, seconds = interrupted(body)
@@ -105,3 +108,23 @@ def test_the_commands_of_training_say_what_they_do():
         description = parser.description or ""
         assert len(description) > 20 and description.endswith("."), (name, description)
         assert f"{name} {' '.join(description.split())}" in shown, name
+
+
+@pytest.mark.parametrize(
+    "path", ["jaxspec/generate.py", "jaxspec/bench/__main__.py", "jaxspec/train/__main__.py", "serve/__main__.py"]
+)
+def test_commands_import_what_takes_time_where_an_interrupt_is_quiet(path: str):
+    at_once = []
+    for node in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(node, ast.ImportFrom) and ast.unparse(node) != "from jaxspec import cli":
+            at_once.append(node.module)
+        elif isinstance(node, ast.Import):
+            at_once += [alias.name for alias in node.names]
+    assert {str(name).partition(".")[0] for name in at_once} <= set(sys.stdlib_module_names)
+    assert "\nwith cli.starting(__name__):\n" in (ROOT / path).read_text()
+
+
+def test_a_library_leaves_signals_alone():
+    before = signal.getsignal(signal.SIGINT)
+    with cli.starting("jaxspec.generate"):
+        assert signal.getsignal(signal.SIGINT) is before

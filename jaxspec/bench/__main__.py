@@ -16,17 +16,18 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tqdm import tqdm
-
 from jaxspec import cli
-from jaxspec.bench.offline import grow, plots, report, tune
-from jaxspec.bench.offline.engines import Options, prepare
-from jaxspec.bench.offline.measure import Experiment, Sweep
-from jaxspec.bench.offline.metrics import summarize
-from jaxspec.bench.offline.workloads import BUILT_IN, FILE
-from jaxspec.drafters import registry
-from jaxspec.tier import Tier, parse_tier
 
+with cli.starting(__name__):
+    from tqdm import tqdm
+
+    from jaxspec.bench.offline import grow, plots, report, tune
+    from jaxspec.bench.offline.engines import Options, prepare
+    from jaxspec.bench.offline.measure import Experiment, Sweep
+    from jaxspec.bench.offline.metrics import summarize
+    from jaxspec.bench.offline.workloads import BUILT_IN, FILE
+    from jaxspec.drafters import registry
+    from jaxspec.tier import Tier, parse_tier
 _DEFAULTS = {"batch_sizes": (1, 4, 16), "workloads": BUILT_IN, "max_tokens": 96, "repeats": 3}
 _QUICK = {"batch_sizes": (1, 4), "workloads": ("code", "switch"), "max_tokens": 48, "repeats": 1, "waves": 1}
 _TUNE_WORKLOADS = ("code", "prose")

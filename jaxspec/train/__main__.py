@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec import cli
-from jaxspec.assemble import resolve_model
-from jaxspec.drafters import registry
 
+with cli.starting(__name__):
+    from jaxspec.assemble import resolve_model
+    from jaxspec.drafters import registry
 #: A trainer of several kinds is named after the first.
 _TRAINERS = {kind.trainer: kind.name for kind in reversed(registry.kinds()) if kind.trainer}
 COMMANDS = {
