@@ -189,12 +189,12 @@ def build_engine(
     speculation: SpeculationConfig | Mapping[str, Any] | None = None,
     config: EngineConfig | None = None,
     *,
-    progress: bool = True,
+    progress: bool | Callable[[int, int], None] = True,
 ) -> Engine:
     """Loads and compiles (see EngineConfig.warmup), and returns an engine that is ready to serve.
 
     Args:
-      progress: show a bar while compiling.
+      progress: show a bar while compiling; or what is called with how many executables have come, of how many in all.
     """
     speculation, config = SpeculationConfig.of(speculation), config or EngineConfig()
     use_persistent_cache(config.compile_cache)  # loading compiles too: a small program for each shape
@@ -242,7 +242,7 @@ class Drafting:
 
 def assemble(
     target: TargetModel, tokenizer: Tokenizer | None, speculation: SpeculationConfig, config: EngineConfig, *,
-    drafter: Drafting | None, progress: bool, cost: CostTable | None = None,
+    drafter: Drafting | None, progress: bool | Callable[[int, int], None], cost: CostTable | None = None,
 ) -> Engine:  # fmt: skip
     """An engine from a target in memory.
 

@@ -67,7 +67,7 @@ class Server:
         self.metrics = ServerMetrics(config.served_name)
         self.engine = EngineThread(self._build, freeze=build is None)
         self._build_given = build is not None
-        self._load = build or (lambda: load_engine(config))
+        self._load = build or (lambda: load_engine(config, self._on_compiled))
         self._described: admin_pb2.GetServerInfoResponse | None = None
         self._tracer: Any = None
         self._grpc: grpc.aio.Server | None = None
@@ -149,6 +149,11 @@ class Server:
         engine = self._load()
         self._described = described(engine, self.config)
         return engine
+
+    def _on_compiled(self, ready: int, total: int) -> None:
+        """On the engine's thread, before there is an engine to ask."""
+        self.engine.compiled = ready, total
+        self.engine.guard(self.metrics.on_compiled, ready, total)
 
     def _guards(self) -> list[grpc.aio.ServerInterceptor]:
         """Who may call, and who may change the server: an administrator's token is everybody's too."""
@@ -287,8 +292,11 @@ class _CountUndecodable(grpc.aio.ServerInterceptor):
         return handler._replace(request_deserializer=counting)
 
 
-def load_engine(config: ServerConfig) -> Engine:
-    """The engine that a configuration names, warm.
+def load_engine(config: ServerConfig, on_compiled: Callable[[int, int], None]) -> Engine:
+    """The engine that a configuration names, ready to serve.
+
+    Args:
+      on_compiled: hears how many executables have come, of how many in all, until it is.
 
     Raises:
       ValueError: what cannot be loaded or does not fit together.
@@ -298,7 +306,7 @@ def load_engine(config: ServerConfig) -> Engine:
     if not Tokenizer.is_in(resolve_model(config.model)):
         _log.warning("the model has no tokenizer: prompts must be token ids, and answers have no text")
         engine = dataclasses.replace(engine, skip_tokenizer_init=True)
-    return build_engine(config.model, config.drafter, config.speculation, engine, progress=False)
+    return build_engine(config.model, config.drafter, config.speculation, engine, progress=on_compiled)
 
 
 def _options(config: ServerConfig) -> list[tuple[str, Any]]:

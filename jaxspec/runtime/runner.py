@@ -192,9 +192,12 @@ class Runner:
         at_once = jax.default_backend() == "cpu" and not config.background
         arrived = []
         wanted = self._warmup.wait(first)
-        bar = tqdm(wanted, total=len(first), desc="compiling", disable=not config.progress, leave=False)
+        tell = config.progress if callable(config.progress) else lambda ready, total: None
+        tell(0, self._warmup.total)
+        bar = tqdm(wanted, total=len(first), desc="compiling", disable=config.progress is not True, leave=False)
         try:
-            for key, executable in bar:
+            for count, (key, executable) in enumerate(bar, start=1):
+                tell(count, self._warmup.total)
                 if at_once:
                     self._take_in(key, executable)
                 else:

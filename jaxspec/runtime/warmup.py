@@ -39,13 +39,13 @@ class WarmupConfig:
     """How a runner's executables come.
 
     Attributes:
-      progress: show a bar while waiting for them.
+      progress: show a bar while waiting for them; or what is called with how many have come, of how many in all.
       cache: directory in which they are kept for the next process; None: nowhere.
       background: wait only for what a request needs; `Runner.advance` takes in what comes later.
       times: `Runner.advance` also times the rounds.
     """
 
-    progress: bool
+    progress: bool | Callable[[int, int], None]
     cache: Path | None = None
     background: bool = False
     times: bool = False

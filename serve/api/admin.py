@@ -78,6 +78,7 @@ class AdminServicer:
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
         known, stats = self._described(), self._engine.snapshot
         info = pb.GetServerInfoResponse()
+        info.executables_ready, info.executables = self._engine.compiled
         if known is not None and stats is not None:
             info.CopyFrom(known)
             info.lossless, info.active_tier = stats.lossless, stats.active_tier

@@ -47,6 +47,7 @@ class EngineThread:
     Attributes:
       state: changes on the event loop only; see `subscribe`.
       snapshot: the engine's counters, at most SNAPSHOT_SECONDS old while it works; None before it is built.
+      compiled: executables that have come, and how many there will be, until it is built.
       facts: None before it is built.
       error: what it died of.
       guard: around everything that only observes. meter: what the engine writes.
@@ -55,6 +56,7 @@ class EngineThread:
     def __init__(self, build: Callable[[], Engine], *, freeze: bool = False):
         self.state: State = "starting"
         self.snapshot: EngineStats | None = None
+        self.compiled: tuple[int, int] = (0, 0)
         self.facts: EngineFacts | None = None
         self.error: BaseException | None = None
         self.guard, self.meter = Guard(), Meter()

@@ -280,6 +280,12 @@ class ServerMetrics:
                 count = sum(accepted > position for accepted in stats.num_accepted)
                 self._accepted_at.add(count, str(position))
 
+    def on_compiled(self, ready: int, total: int) -> None:
+        """Takes over how many executables have come, and how many there will be, while the engine is built."""
+        with self._store.lock:
+            self._executables.set(total)
+            self._ready.set(ready)
+
     def on_stats(self, stats: EngineStats, pages: int) -> None:
         """Takes over the engine's gauges, and its counters by what was added since the last call.
 

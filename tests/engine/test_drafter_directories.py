@@ -120,7 +120,10 @@ def test_directories_are_served(bench: Any, tools: Any, directory: Path, with_mo
         skip_tokenizer_init=True,
     )
     model, name = (with_module, "mtp") if kind == "own mtp" else (directory / "target", kind)
-    engine = build_engine(model, name, dict(depth=2), config, progress=False)
+    told: list[tuple[int, int]] = []
+    engine = build_engine(model, name, dict(depth=2), config, progress=lambda *counts: told.append(counts))
+    total = engine.stats.executables
+    assert told == [(ready, total) for ready in range(total + 1)]
     work = [
         ([5, 1, 7, n], SamplingParams(temperature=t, seed=n, max_tokens=24, ignore_eos=True))
         for n, t in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 0.7))

@@ -223,12 +223,16 @@ def test_before_the_engine_is_ready(kit: Any):
         facade = kit.clean()
 
         def build() -> Any:
+            server._on_compiled(3, 40)
             assert gate.wait(30)
             return facade
 
         server = Server(ServerConfig(**BASE), build=build)
         await server.start()
         async with on(server) as client:
+            await kit.eventually(lambda: server.engine.compiled == (3, 40))
+            info = await client.server_info()
+            assert (info.executables_ready, info.executables) == (3, 40)
             info, loads = await client.server_info(), await client.loads()
             assert (info.state, info.model, info.max_seq_len, loads.max_running_requests) == ("starting", "demo", 0, 0)
             for call in (client.flush_cache(), client.set_speculation("off")):

@@ -41,7 +41,7 @@ def listens_to_signals() -> bool:
 def facade(kit: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The engine that `python -m serve` loads."""
     facade = kit.clean()
-    monkeypatch.setattr("serve.app.load_engine", lambda config: facade)
+    monkeypatch.setattr("serve.app.load_engine", lambda config, on_compiled: facade)
     return facade
 
 
@@ -169,7 +169,7 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
 def test_what_cannot_be_served_is_found_before_anything_listens_or_loads(
     case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr("serve.app.load_engine", lambda config: pytest.fail("it is loaded"))
+    monkeypatch.setattr("serve.app.load_engine", lambda config, on_compiled: pytest.fail("it is loaded"))
     fields, message = WRONG[case]
     assert asyncio.run(command.serve(ServerConfig.of({**BASE, **fields(tmp_path)}))) == 2
     out, err = capsys.readouterr()
@@ -179,7 +179,7 @@ def test_what_cannot_be_served_is_found_before_anything_listens_or_loads(
 def test_weights_that_cannot_be_opened_are_found_before_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr("serve.app.load_engine", lambda config: pytest.fail("it is loaded"))
+    monkeypatch.setattr("serve.app.load_engine", lambda config, on_compiled: pytest.fail("it is loaded"))
     (tmp_path / "config.json").write_text((resolve_model("demo") / "config.json").read_text())
     assert asyncio.run(command.serve(ServerConfig(**BASE, model=str(tmp_path)))) == 2
     assert str(tmp_path) in capsys.readouterr().err
@@ -189,7 +189,7 @@ def test_weights_that_cannot_be_opened_are_found_before_too(
 
 
 def test_a_model_that_does_not_load(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    def load(config: ServerConfig) -> Any:
+    def load(config: ServerConfig, on_compiled: Any) -> Any:
         raise ValueError("tensor 'a' has shape (2,)")
 
     monkeypatch.setattr("serve.app.load_engine", load)
@@ -217,7 +217,7 @@ def test_an_engine_that_dies(kit: Any, facade: Any, capsys: pytest.CaptureFixtur
 
 
 def test_a_signal_while_the_model_loads(kit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    def load(config: ServerConfig) -> Any:
+    def load(config: ServerConfig, on_compiled: Any) -> Any:
         time.sleep(1.0)
         return kit.clean()
 

@@ -149,6 +149,8 @@ def test_the_engines_totals_become_counters_and_survive_a_new_engine(metrics: Se
 
 
 def test_gauges_follow_the_engine(metrics: ServerMetrics):
+    metrics.on_compiled(3, 40)
+    assert (value(metrics, "jaxspec:executables_ready"), value(metrics, "jaxspec:executables")) == (3, 40)
     metrics.on_stats(engine_stats(running=2, waiting=5, free_pages=50, cached_pages=25), pages=100)
     assert value(metrics, "vllm:num_requests_running") == 2 and value(metrics, "vllm:num_requests_waiting") == 5
     assert value(metrics, "vllm:kv_cache_usage_perc") == 0.25
