@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import logging
 import os
 import time
@@ -98,7 +99,9 @@ def resolve_drafter(drafter: str | Path | None, model_dir: Path) -> tuple[str, P
     if name not in registry.names():
         path = hub.download(name) if hub.is_hub_id(name) and not Path(name).is_dir() else Path(name)
         if not path.is_dir():
-            raise ValueError(f"drafter must be one of {registry.names()} or a directory, got {name!r}")
+            close = difflib.get_close_matches(name, registry.names(), 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"drafter must be one of {registry.names()} or a directory, got {name!r}{hint}")
         return directories.read_kind(path), path
     kind = registry.find(name)
     found = kind.find(model_dir) if kind.layouts else None

@@ -133,15 +133,15 @@ class Chat:
         line = f"tier {stats.active_tier or 'none yet'}"
         if metrics is not None and metrics.drafted:
             line += f" | {metrics.acceptance_rate:.0%} of drafts accepted, {_a_round(metrics)}"
-        if stats.executables_ready < stats.executables:
-            line += f" | compiling: {stats.executables_ready} of {stats.executables} executables"
-        self._status.show(line)
+        self._status.show(line + still_compiling(stats.executables_ready, stats.executables))
 
     def _tell(self, output: RequestOutput, seconds: float) -> None:
         count = len(output.token_ids)
         line = f"{count} tokens, {count / seconds:.0f} tokens/s"
         if output.metrics.rounds:
             line += f", {_a_round(output.metrics)}"
+        stats = self._llm.shared.call(lambda engine: engine.stats)
+        line += still_compiling(stats.executables_ready, stats.executables)
         print(f"\x1b[2m{line}\x1b[0m" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
 
 
@@ -162,6 +162,11 @@ def turns() -> Iterator[str]:
             return
         if line:
             yield line
+
+
+def still_compiling(ready: int, total: int) -> str:
+    """The end of a line about speed, while deeper tiers and larger batches are not there yet."""
+    return f" | compiling: {ready} of {total} executables" if ready < total else ""
 
 
 def _a_round(metrics: RequestMetrics) -> str:

@@ -21,7 +21,7 @@ with cli.starting(__name__):
     from jaxspec.adaptive import registry as policies
     from jaxspec.adaptive.static import StaticPolicy
     from jaxspec.assemble import choose_policy, longest_text, resolve_drafter, resolve_model
-    from jaxspec.chat import Chat
+    from jaxspec.chat import Chat, still_compiling
     from jaxspec.checkpointing import hf
     from jaxspec.config import VERIFICATIONS, EngineConfig, SpeculationConfig
     from jaxspec.drafters import registry
@@ -272,7 +272,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             output, seconds = stream_one(llm, prompt, job.params, echo=not args.quiet, grammar=job.grammar)
             print()
             if not args.quiet:
-                print(summary([output], seconds), file=sys.stderr)
+                stats = llm.stats
+                line = summary([output], seconds) + still_compiling(stats.executables_ready, stats.executables)
+                print(line, file=sys.stderr)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

@@ -7,6 +7,7 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,6 +28,12 @@ from jaxspec.text.grammar import Grammar, GrammarSpec
 #: A text, token ids, or vLLM's dictionary of either; ids may have their text beside them, which is only reported.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
+#: What vLLM calls these arguments.
+_VLLM = {
+    "max_model_len": "max_seq_len", "max_num_seqs": "max_batch_size", "gpu_memory_utilization": "memory_fraction",
+    "tensor_parallel_size": "tensor_parallel", "block_size": "page_size", "num_gpu_blocks_override": "num_pages",
+    "speculative_config": "speculation",
+}  # fmt: skip
 #: One for all prompts, or one each; None constrains nothing.
 Grammars = GrammarSpec | Sequence[GrammarSpec | None] | None
 
@@ -133,7 +140,9 @@ class LLM:
         known = {f.name for f in dataclasses.fields(EngineConfig)}
         unknown = sorted(set(engine) - known)
         if unknown:
-            raise ValueError(f"LLM got unknown arguments {unknown}; EngineConfig has {sorted(known)}")
+            meant = {name: _VLLM.get(name) or "".join(get_close_matches(name, known, 1)) for name in unknown}
+            hint = "".join(f"; for {name!r} say {here!r}" for name, here in meant.items() if here)
+            raise ValueError(f"LLM got unknown arguments {unknown}{hint}; EngineConfig has {sorted(known)}")
         config = EngineConfig(max_batch_size=max_batch_size, max_seq_len=max_seq_len, seed=seed, **engine)
         built = build_engine(model, drafter, speculation, config, progress=progress)
         self.shared = SharedEngine(built)

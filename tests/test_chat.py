@@ -75,7 +75,9 @@ def test_the_conversation_is_kept_until_it_is_reset(
     ]  # fmt: skip
     lines = error.splitlines()
     assert len(lines) == 3 and "\x1b" not in error
-    assert lines[0].startswith("8 tokens, ") and lines[0].endswith(" tokens/s, 4.00 tokens a round")
+    assert lines[0].startswith("8 tokens, ") and lines[0].endswith(
+        " tokens/s, 4.00 tokens a round | compiling: 12 of 20 executables"
+    )
 
 
 def test_quiet_prints_answers_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

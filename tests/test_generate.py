@@ -8,6 +8,7 @@ import json
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ class Told:
 
     def __init__(self, *args: Any, **options: Any):
         self.args, self.options, self.calls = args, options, list[tuple[str, SamplingParams, Any]]()
+        self.stats = SimpleNamespace(executables=20, executables_ready=12)
 
     def stream(self, prompt: str, params: SamplingParams, grammar: Any) -> Iterator[tuple[int, Delta | Finished]]:
         self.calls.append((prompt, params, grammar))
@@ -109,7 +111,8 @@ def test_max_tokens_beyond_the_context_are_the_engines_to_cut(built: list[Told],
         ("In the beginning", 100),
         ("x", 100),
     ]
-    assert "In the beginning" in capsys.readouterr().out
+    out, error = capsys.readouterr()
+    assert "In the beginning" in out and error.count("rounds by tier: none | compiling: 12 of 20 executables\n") == 2
 
 
 def test_an_interrupt_while_the_engine_is_built_is_taken_and_the_handler_comes_back(monkeypatch: pytest.MonkeyPatch):

@@ -344,7 +344,9 @@ def test_nan_is_an_output_not_an_exception(llm: LLM):
         (dict(speculation={"policy": "broken.json"}), r"broken.json"),
         (dict(max_seq_len=4096), r"max_seq_len must be at most the model's context of 512 tokens, got 4096"),
         (dict(max_batch_size=0), r"max_batch_size must be an int in \[1, 1024\], got 0"),
-        (dict(page_sise=8), r"unknown arguments \['page_sise'\]"),
+        (dict(page_sise=8), r"unknown arguments \['page_sise'\]; for 'page_sise' say 'page_size'; "),
+        (dict(max_model_len=8, x=1), r"\['max_model_len', 'x'\]; for 'max_model_len' say 'max_seq_len'; EngineConfig"),
+        (dict(drafter="eagel3"), r"got 'eagel3'; did you mean 'eagle3'\?"),
     ],
 )
 def test_engines_that_cannot_be_built(directory: Path, arguments: dict[str, Any], message: str):

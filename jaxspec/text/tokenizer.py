@@ -81,6 +81,9 @@ class Tokenizer:
         self._prepend_bos = add_bos_token and bos_token_id is not None and not in_template
         self.adds_bos = in_template or self._prepend_bos
 
+    def __repr__(self) -> str:
+        return f"Tokenizer(vocab_size={self.vocab_size}, bos={self.bos_token_id}, eos={list(self.eos_token_ids)})"
+
     @staticmethod
     def is_in(directory: str | os.PathLike[str]) -> bool:
         """Whether a directory holds a tokenizer that `from_directory` would read."""
