@@ -16,11 +16,14 @@ from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.policy import BatchView, RoundStats, TierPolicy
 from jaxspec.events import Delta, Event, Finished, Started
 from jaxspec.facts import EngineFacts
-from jaxspec.output import OutputProcessor
+from jaxspec.laps import WAIT
+from jaxspec.output import Kept, OutputProcessor
+from jaxspec.reader import RoundReader
 from jaxspec.request import FinishReason, Request, RequestMetrics, SamplingParams
 from jaxspec.runtime.compile import CompileCounter, SpecRuntimeState
-from jaxspec.runtime.runner import Pending, RowResult, Runner
-from jaxspec.scheduling.plan import DecodeRow, Plan, PrefillChunk
+from jaxspec.runtime.results import Pending, Result
+from jaxspec.runtime.runner import Runner
+from jaxspec.scheduling.plan import DecodeRows, Plan, PrefillChunk
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.stats import EngineStats
 from jaxspec.text.grammar import Grammar
@@ -59,12 +62,15 @@ class Engine:
         self._build_policy, self.cost, self._seed = build_policy, cost, seed
         self.use_policy(self.new_policy())
         self._live: dict[str, OutputProcessor] = {}
+        self._reader = RoundReader(facts, runner.laps)
+        self._matching = 0  # live completions with a grammar
         self._in_flight: list[Pending] = []
         self._serial = 0
         self._prompt: tuple[Sequence[int], list[int]] = ((), [])
         self._steps = self._rounds = self._starved = self._guided = 0
         self._chunk_last = False  # the latest dispatch was a chunk of which nothing is read
-        self._waited = self._worked = self._collected_at = 0.0
+        self._collected_at = 0.0
+        self._laps = runner.laps
         self._compilations = CompileCounter()
         self.on_round: Callable[[RoundStats], None] | None = None
         self._traffic = None if traffic_log is None else TrafficLog(traffic_log)
@@ -129,6 +135,7 @@ class Engine:
         output = OutputProcessor(self.facts, request, index, grammar)
         self.scheduler.add(request)  # last of what can fail
         self._live[request.request_id] = output
+        self._matching += output.matcher is not None
         self._serial += 1
         return request.request_id
 
@@ -150,7 +157,9 @@ class Engine:
         output = self._live.get(request_id)
         if output is None:
             return None
+        self._reader.tell(output)
         m = output.request.metrics
+        m.output_tokens = len(output.request.output_token_ids)
         return dataclasses.replace(m, acceptance_histogram=[*m.acceptance_histogram], tier_rounds={**m.tier_rounds})
 
     def flush_prefix_cache(self) -> int:
@@ -169,8 +178,11 @@ class Engine:
         Events of one completion come in the order Started, Delta, ..., Finished.
         """
         with self._warmup.step():
-            began, waited = time.perf_counter(), self._waited
+            self._laps.start()
             plan = self.scheduler.plan()
+            for request in plan.preempted:
+                self._reader.leave(self._live[request.request_id])
+            self._laps.lap("plan")
             dispatched = self._dispatch(plan)
             previous, self._in_flight = self._in_flight, dispatched
             if any(self._is_guided(pending) for pending in dispatched):
@@ -180,7 +192,7 @@ class Engine:
             for pending in previous:
                 events += self._commit(pending)
             self._steps += 1
-            self._worked += time.perf_counter() - began - (self._waited - waited)
+            self._laps.lap("rest")
             return events
 
     def _started(self, chunk: PrefillChunk | None) -> list[Event]:
@@ -193,14 +205,16 @@ class Engine:
 
     def _dispatch(self, plan: Plan) -> list[Pending]:
         dispatched, growth = [], 0
-        if plan.decode:
+        if len(plan.decode):
             # One round, but for batches larger than what is compiled so far.
-            most = self.runner.largest_ready()
-            for first in range(0, len(plan.decode), most):
-                pending = self._dispatch_round(plan.decode[first : first + most])
+            parts = plan.decode.parts(self.runner.largest_ready())
+            for rows in parts:
+                pending = self._dispatch_round(rows)
                 dispatched.append(pending)
                 assert pending.tier is not None
                 growth = max(growth, pending.tier.depth + 1)
+            for rows in parts:
+                rows.growth = growth
             # Looked at last: building the plan and the call itself take the host's time. Guided, the call waits.
             watched = bool(self._in_flight) and not self._chunk_last and not any(map(self._is_guided, dispatched))
             self._starved += watched and self._in_flight[-1].is_ready
@@ -211,47 +225,58 @@ class Engine:
             pending = self.runner.prefill(plan.prefill, allowed)
             if pending is not None:
                 dispatched.append(pending)
+            self._laps.lap("prefill")
         self.scheduler.dispatched(plan, growth)
+        self._laps.lap("commit")
         return dispatched
 
-    def _dispatch_round(self, rows: Sequence[DecodeRow]) -> Pending:
+    def _dispatch_round(self, rows: DecodeRows) -> Pending:
         runner, buckets = self.runner, self.facts.buckets
         bucket = next(b for b in buckets if b >= len(rows) and any(runner.ready(t, b) for t in runner.states))
-        context = sum(row.request.num_computed for row in rows)
         _, state = self.controller.select(
-            BatchView(len(rows), bucket, context, time.monotonic(), _deepest([row.request for row in rows]))
+            BatchView(len(rows), bucket, rows.context_tokens, time.monotonic(), rows.deepest)
         )
-        guide = self._guide(rows)
+        guide = self._guide(rows.requests)
         self._guided += guide is not None
+        self._laps.lap("policy")
         return runner.dispatch(rows, state, bucket, guide)
 
-    def _guide(self, rows: Sequence[DecodeRow]) -> Guide | None:
+    def _guide(self, requests: Sequence[Request]) -> Guide | None:
         """What the rows may say; None where no grammar says anything."""
-        matchers = [self._live[row.request.request_id].matcher for row in rows]
+        if not self._matching:
+            return None
+        matchers = [self._live[request.request_id].matcher for request in requests]
         return Guide(matchers, self.facts.vocab_size) if any(matchers) else None
 
     def _is_guided(self, pending: Pending) -> bool:
-        return any(self._live[request.request_id].matcher is not None for request, _ in pending.rows)
+        if not self._matching:
+            return False
+        return any(self._live[request.request_id].matcher is not None for request in pending.requests)
 
     def _commit(self, pending: Pending) -> list[Event]:
-        began = time.perf_counter()
-        results = self.runner.collect(pending)
+        result = self.runner.collect(pending)
         now = time.perf_counter()
-        self._waited += now - began
-        if pending.tier is not None:
-            self._observe(pending, pending.tier, results, now)
+        rows, tier = pending.rows, pending.tier
+        if isinstance(rows, DecodeRows):
+            assert tier is not None
+            self._observe(pending, rows, tier, result, now)
+            events = self._commit_round(rows, tier, result)
+        else:
+            events = [
+                e for row, (request, epoch) in enumerate(rows) for e in self._commit_first(request, epoch, result, row)
+            ]
         self._collected_at = now
-        return [event for result in results for event in self._commit_row(pending.tier, result)]
+        return events
 
-    def _observe(self, pending: Pending, tier: Tier, results: Sequence[RowResult], now: float) -> None:
+    def _observe(self, pending: Pending, rows: DecodeRows, tier: Tier, result: Result, now: float) -> None:
         """Tells the controller, and whoever listens, what a round gave and how long it took."""
         self._rounds += 1
-        whole = [result for result in results if result.request.draft_limit(tier.depth) == tier.depth]
+        whole_B = rows.caps_B >= tier.depth
         stats = RoundStats(
             tier=tier,
-            batch_size=len(results),
+            batch_size=len(rows),
             bucket=pending.bucket,
-            num_accepted=tuple(len(result.tokens) - 1 for result in whole),
+            num_accepted=tuple((result.counts_B[whole_B] - 1).tolist()),
             seconds=now - max(pending.dispatched_at, self._collected_at) if pending.timed else 0.0,
             context_tokens=pending.context_tokens,
         )
@@ -259,29 +284,52 @@ class Engine:
             self.controller.observe(stats)
         if self.on_round is not None:
             self.on_round(stats)
+        self._laps.lap("policy")
 
-    def _commit_row(self, tier: Tier | None, result: RowResult) -> list[Event]:
-        request = result.request
-        if result.epoch != request.epoch:
+    def _commit_first(self, request: Request, epoch: int, result: Result, row: int) -> list[Event]:
+        """The token after a prompt, or after outputs that were computed again."""
+        if epoch != request.epoch:
             return []
         output = self._live[request.request_id]
-        kept = output.take(result.tokens, result.finite)
-        if tier is not None and kept.reason is not FinishReason.ERROR:
-            limit = request.draft_limit(tier.depth)
-            drafted = tier.num_nodes - 1 if limit == tier.depth else limit
-            request.metrics.record_round(tier.name, drafted, len(result.tokens) - 1)
-        self.scheduler.commit(request, result.epoch, kept.tokens)
+        kept = output.take(result.tokens[row], bool(result.finite_B[row]))
+        self.scheduler.commit(request, epoch, kept.tokens)
+        if kept.reason is None:
+            self._reader.enter(output)
+        return self._said(output, kept, result, row)
+
+    def _said(self, output: OutputProcessor, kept: Kept, result: Result, row: int) -> list[Event]:
+        """What a completion's new tokens are to those who listen, once they are committed."""
+        request, logprobs = output.request, None
+        if result.logprobs is not None and request.params.logprobs is not None:
+            logprobs = result.entries(row, request.params.logprobs)[: len(kept.tokens)]
+            request.logprobs.extend(logprobs)
         events: list[Event] = []
         if kept.tokens or kept.text:
-            logprobs = None if result.logprobs is None else list(result.logprobs[: len(kept.tokens)])
-            request.logprobs.extend(logprobs or ())
             events.append(Delta(request.request_id, output.index, list(kept.tokens), kept.text, logprobs))
         if kept.reason is not None:
             events.append(self._finish(output, kept.reason))
         return events
 
+    def _commit_round(self, rows: DecodeRows, tier: Tier, result: Result) -> list[Event]:
+        slots = self.scheduler.slots
+        said = self._reader.read(tier, rows.slots_B, slots.alive(rows), slots.left(rows.slots_B), result)
+        self.scheduler.commit_round(rows, said.tokens)
+        self._laps.lap("commit")
+        events: list[Event] = []
+        for row, (output, tokens, text) in enumerate(zip(said.outputs, said.tokens, said.texts, strict=True)):
+            if output is None:
+                continue
+            if row in said.reasons or result.logprobs is not None:
+                events += self._said(output, Kept(tokens, text, said.reasons.get(row)), result, row)
+            else:
+                events.append(Delta(output.request.request_id, output.index, list(tokens), text))
+        self._laps.lap("events")
+        return events
+
     def _finish(self, output: OutputProcessor, reason: FinishReason) -> Finished:
         request = output.request
+        self._reader.leave(output)
+        self._matching -= output.matcher is not None
         self.scheduler.finish(request, reason)
         if self._traffic is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._traffic.record(request)
@@ -316,7 +364,7 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        s = self.scheduler.stats
+        s, parts = self.scheduler.stats, dict(self._laps.seconds)
         return EngineStats(
             warmup_seconds=self._warmup.seconds,
             startup_seconds=self._warmup.startup_seconds,
@@ -326,8 +374,9 @@ class Engine:
             steps=self._steps,
             rounds=self._rounds,
             starved_rounds=self._starved,
-            device_seconds=self._waited,
-            host_seconds=self._worked,
+            device_seconds=parts[WAIT],
+            host_seconds=sum(parts.values()) - parts[WAIT],
+            host_parts={part: seconds for part, seconds in parts.items() if part != WAIT},
             switches=self.controller.switches,
             rounds_by_tier={t.name: n for t, n in self.controller.rounds_by_tier.items()},
             preemptions=s.preemptions,
@@ -346,9 +395,3 @@ class Engine:
     def pool_bytes(self) -> int:
         """Bytes of the target's pool of keys and values, over all devices."""
         return self.runner.state.pages.nbytes
-
-
-def _deepest(requests: Sequence[Request]) -> int | None:
-    """Most drafts that any of the requests may accept; None where one sets no limit."""
-    limits = [request.max_depth for request in requests]
-    return None if None in limits else max((limit for limit in limits if limit is not None), default=None)

@@ -1,6 +1,6 @@
 """What one completion says: its tokens become text, and it ends where its text, its tokens or its grammar say so.
 
-Must not know rounds, slots or pages, nor who reads the output.
+Must not know rounds or pages, nor who reads the output.
 """
 
 from __future__ import annotations
@@ -40,13 +40,16 @@ class OutputProcessor:
     Attributes:
       request, index: as given.
       matcher: how far the text is in its grammar; None without.
+      slot: of the RoundReader, which alone writes it; None: no round brings it forward, yet or again.
     """
 
     def __init__(self, facts: EngineFacts, request: Request, index: int, grammar: Grammar | None):
         params = request.params
         self.request, self.index = request, index
         self.matcher = None if grammar is None else grammar.matcher()
-        self._eos, self._text = facts.eos, ""
+        self._eos = facts.eos
+        self._texts: list[str] = []
+        self.slot: int | None = None
         self._stop_reason: int | str | None = None
         self._detokenizer = self._stops = None
         if facts.tokenizer is not None:
@@ -70,8 +73,25 @@ class OutputProcessor:
             if self.matcher.error is not None:
                 return self._fail(ErrorKind.GRAMMAR, f"the grammar failed: {self.matcher.error}")
         kept = self._until_stop(tokens)
-        self._text += kept.text
+        self._texts.append(kept.text)
         return kept
+
+    def go_on(self, tokens: Sequence[int]) -> str:
+        """The text of tokens none of which can end it, without stop strings; as `take`, but sooner."""
+        if self._detokenizer is None:
+            return ""
+        text = self._detokenizer.feed_all(tokens)
+        self._texts.append(text)
+        return text
+
+    def until_stop(self, tokens: Sequence[int]) -> Kept:
+        """Reads tokens that only a stop string can end."""
+        assert self._detokenizer is not None and self._stops is not None
+        settled = self._stops.feed([self._detokenizer.feed(token) for token in tokens])
+        self._texts.append(settled.text)
+        self._stop_reason = settled.stop
+        reason = None if settled.stop is None else FinishReason.STOP
+        return Kept(tokens[: settled.num_tokens], settled.text, reason)
 
     def _fail(self, kind: ErrorKind, message: str) -> Kept:
         """The result in hand is worth nothing."""
@@ -113,7 +133,7 @@ class OutputProcessor:
         completion = CompletionOutput(
             index=self.index,
             token_ids=list(request.output_token_ids),
-            text=self._text,
+            text="".join(self._texts),
             finish_reason=request.finish_reason,
             stop_reason=self._stop_reason,
             logprobs=request.logprobs if request.params.logprobs is not None else None,

@@ -260,15 +260,23 @@ class RequestMetrics:
             setattr(total, name, pick(times) if times else None)
         return total
 
-    def record_round(self, tier_name: str, drafted: int, accepted: int) -> None:
-        """Counts one committed round of a tier: tokens drafted for this row, and how many were accepted."""
-        self.rounds += 1
-        self.drafted += drafted
-        self.accepted += accepted
-        missing = accepted + 1 - len(self.acceptance_histogram)
-        self.acceptance_histogram.extend([0] * missing)
-        self.acceptance_histogram[accepted] += 1
-        self.tier_rounds[tier_name] = self.tier_rounds.get(tier_name, 0) + 1
+    def record_rounds(self, tier_name: str, drafted: int, by_accepted: Sequence[int]) -> None:
+        """Counts committed rounds of a tier.
+
+        Args:
+          drafted: tokens drafted for this row in each of them.
+          by_accepted: entry i says how many of them accepted i.
+        """
+        rounds = sum(by_accepted)
+        self.rounds += rounds
+        self.drafted += drafted * rounds
+        self.accepted += sum(accepted * count for accepted, count in enumerate(by_accepted))
+        pairs = itertools.zip_longest(self.acceptance_histogram, by_accepted, fillvalue=0)
+        histogram = [a + b for a, b in pairs]
+        while histogram and not histogram[-1]:
+            histogram.pop()
+        self.acceptance_histogram = histogram
+        self.tier_rounds[tier_name] = self.tier_rounds.get(tier_name, 0) + rounds
 
     @property
     def mean_accepted_length(self) -> float:
@@ -311,14 +319,11 @@ class Request:
       finish_reason: None until the end.
       slot: row of the device state; None while waiting.
       pages: the page table, in order.
-      num_computed: leading tokens of prompt + outputs whose keys and values are known to be in the pool: those
-        whose prefill was dispatched, then those of finished rounds. Rounds in flight come on top.
+      num_computed: leading tokens of prompt + outputs whose prefill was dispatched. What rounds add to it while the
+        request runs, and what is in flight, the scheduler's SlotTable knows.
       num_cached_pages: leading pages of the table that the prefix cache knows.
       cacheable_generated: pages written by decode rounds may be reused as a prefix.
       epoch: grows at every preemption and at the end; results of rounds dispatched in an older epoch are dropped.
-      in_flight: for each dispatched result that the host has not seen, oldest first, the most tokens it adds to
-        the pool: depth + 1 for a round, 0 for the first token of a prefill.
-      drafter_lag: most committed tokens that the drafter has not consumed.
       metrics: what it cost.
       error, error_kind: message and kind of a request that ended with FinishReason.ERROR; both None otherwise.
     """
@@ -341,8 +346,6 @@ class Request:
     num_cached_pages: int = 0
     cacheable_generated: bool = True
     epoch: int = 0
-    in_flight: list[int] = dataclasses.field(default_factory=list)
-    drafter_lag: int = 1
     metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
     error: str | None = None
     error_kind: ErrorKind | None = None

@@ -22,6 +22,7 @@ class EngineStats:
         of work, or would have in a moment. It says how often, not for how long; a profile does. Not looked at: the
         first round after the engine was idle, guided rounds, and one behind a prompt's chunk that is not its last.
       device_seconds: time the host waited for results. host_seconds: the rest of the steps' time.
+      host_parts: the host's seconds by part of a step (jaxspec.laps.PARTS).
       switches: rounds whose tier differs from the one before. rounds_by_tier: {tier name: rounds}.
       lossless: whether outputs have the target's distribution (False under typical verification).
     """
@@ -48,3 +49,4 @@ class EngineStats:
     waiting: int
     active_tier: str
     guided_rounds: int = 0
+    host_parts: dict[str, float] = dataclasses.field(default_factory=dict)

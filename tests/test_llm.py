@@ -309,18 +309,18 @@ def test_nan_is_an_output_not_an_exception(llm: LLM):
     """One prompt of a call fails; the others keep their tokens."""
     expected = llm.generate(["cab", "ccc"], SamplingParams(temperature=0, max_tokens=9, logit_bias={11: -100.0}))
     llm.engine.scheduler.prefix_cache.reset()
-    clean = llm.engine.runner._target
+    clean = llm.engine.runner.target
     poisoned = jax.tree.map(lambda x: x, clean)
     row = np.asarray(poisoned["embedding"][...]).copy()
     row[11] = np.nan
     poisoned["embedding"].set_value(jax.device_put(row))
-    llm.engine.runner._target = poisoned
+    llm.engine.runner.target = poisoned
     try:
         outputs = llm.generate(
             ["cab", "cl", "ccc"], SamplingParams(temperature=0, max_tokens=9, logit_bias={11: -100.0}), use_tqdm=False
         )
     finally:
-        llm.engine.runner._target = clean
+        llm.engine.runner.target = clean
     assert [o.finish_reason for o in outputs] == [expected[0].finish_reason, "error", expected[1].finish_reason]
     assert outputs[1].outputs[0].error == "the target's logits are not finite"
     assert [outputs[0].token_ids, outputs[2].token_ids] == [o.token_ids for o in expected]

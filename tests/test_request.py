@@ -114,8 +114,8 @@ def test_token_ids_are_checked_against_the_vocabulary():
 def test_metrics_of_rounds():
     metrics = RequestMetrics()
     assert metrics.mean_accepted_length == metrics.acceptance_rate == 0.0
-    for name, drafted, accepted in [("chain-3", 3, 3), ("chain-3", 3, 1), ("off", 0, 0)]:
-        metrics.record_round(name, drafted, accepted)
+    for name, drafted, by_accepted in [("chain-3", 3, [0, 0, 0, 1]), ("chain-3", 3, [0, 1, 0, 0]), ("off", 0, [1])]:
+        metrics.record_rounds(name, drafted, by_accepted)
     assert metrics.acceptance_histogram == [1, 1, 0, 1]
     assert metrics.tier_rounds == {"chain-3": 2, "off": 1}
     assert metrics.mean_accepted_length == pytest.approx(7 / 3)

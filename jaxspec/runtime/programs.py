@@ -23,6 +23,7 @@ from jaxspec.speculation import guided
 from jaxspec.speculation import round as rounds
 from jaxspec.speculation.layouts import Admission, Batch, Chunk, Packed
 from jaxspec.speculation.round import RoundSpec
+from jaxspec.speculation.state import DecodeState
 from jaxspec.speculation.typical import Typical
 from jaxspec.tier import PLAIN, Tier
 
@@ -30,7 +31,10 @@ _log = logging.getLogger(__name__)
 
 
 class Held(enum.Enum):
-    """Arguments that the runner holds."""
+    """Arguments that the runner holds. They cross over as tuples of their leaves, the state as a result too.
+
+    Flattening a tree of modules or dataclasses at each call takes longer than the call.
+    """
 
     TARGET = enum.auto()
     DRAFT = enum.auto()
@@ -65,13 +69,14 @@ class Setting:
     """What all executables of a runner have in common.
 
     Attributes:
-      held: shapes of what the runner holds.
+      held: shapes of what the runner holds, as leaves. trees: what they are the leaves of.
       dtype: of the target's activations and the pool.
     """
 
     spec: RoundSpec
     place: Placement
-    held: Mapping[Held, Any]
+    held: Mapping[Held, tuple[Any, ...]]
+    trees: Mapping[Held, Any]
     dtype: jnp.dtype
 
     @property
@@ -113,9 +118,9 @@ class Setting:
     def _compilation(self, key: Key, describe: Fingerprints | None) -> Compilation:
         lowering, place = key.lowering(self), self.place
         donated, static = lowering.donated, lowering.static
-        args = tuple(map(self.abstract, lowering.args))
+        args, results = tuple(map(self.abstract, lowering.args)), _flat(lowering.results)
         jitted = jax.jit(
-            lowering.fn, donate_argnums=donated, static_argnames=tuple(static), out_shardings=lowering.results
+            self._flattened(lowering), donate_argnums=donated, static_argnames=tuple(static), out_shardings=results
         )
 
         def lower() -> jax.stages.Lowered:
@@ -124,12 +129,31 @@ class Setting:
 
         told = None
         if describe is not None:
-            flat = *jax.tree.flatten(args), static, *jax.tree.flatten(lowering.results)
+            flat = *jax.tree.flatten(args), static, *jax.tree.flatten(results)
+            trees = [self.trees[arg] for arg in lowering.args if isinstance(arg, Held)]
             try:
-                told = describe((lowering.fn, donated, *flat, place.mesh))
+                told = describe((lowering.fn, donated, *flat, *trees, place.mesh))
             except IndescribableError as e:
                 _log.debug("an executable is not stored, for it depends on %s", e)
         return Compilation(key, args, lower, told)
+
+    def _flattened(self, lowering: Lowering) -> Callable[..., Any]:
+        """The function of leaves that is compiled."""
+
+        def run(*args: Any, **static: Any) -> Any:
+            whole = [
+                self.trees[named].unflatten(arg) if isinstance(named, Held) else arg
+                for named, arg in zip(lowering.args, args, strict=True)
+            ]
+            return _flat(lowering.fn(*whole, **static))
+
+        return run
+
+
+def _flat(results: Any) -> Any:
+    """What a function returns, or its shardings, with the state as a tuple of leaves."""
+    is_state = lambda x: isinstance(x, DecodeState)
+    return jax.tree.map(lambda x: tuple(jax.tree.leaves(x)) if is_state(x) else x, results, is_leaf=is_state)
 
 
 class Key(Protocol):

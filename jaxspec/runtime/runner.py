@@ -6,7 +6,6 @@ returns at once, and `collect` is the only call that waits.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,8 +19,9 @@ from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from jaxspec.laps import WAIT, Laps
 from jaxspec.models.base import TargetModel
-from jaxspec.request import Logprob, Request
+from jaxspec.request import Request
 from jaxspec.runtime.compile import SpecRuntimeState
 from jaxspec.runtime.executables import ExecutableStore
 from jaxspec.runtime.programs import (
@@ -38,61 +38,18 @@ from jaxspec.runtime.programs import (
     Setting,
     SettleKey,
 )
+from jaxspec.runtime.results import Pending, Result
 from jaxspec.runtime.sharding import Placement, abstract
 from jaxspec.runtime.timing import Trials
 from jaxspec.runtime.warmup import Warmup, WarmupConfig
 from jaxspec.scheduling.lag import DraftLag
-from jaxspec.scheduling.scheduler import DecodeRow, PrefillChunk
+from jaxspec.scheduling.plan import DecodeRows, PrefillChunk
 from jaxspec.speculation.drafter import Drafter
-from jaxspec.speculation.layouts import Admission, Batch, Chunk, Packed, PackedLogprobs
+from jaxspec.speculation.layouts import Admission, Batch, Chunk
 from jaxspec.speculation.round import RoundSpec
 from jaxspec.speculation.sampling import MAX_STOP_IDS, SamplingState
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import Tier
-
-
-@dataclasses.dataclass
-class Pending:
-    """A dispatched prefill (tier None) or round whose result has not been read.
-
-    Attributes:
-      rows: (request, its epoch at dispatch), in the batch's order.
-      packed: `Packed` tokens on the device. logprobs: `PackedLogprobs`, where some row asked for them.
-      dispatched_at: seconds on the runner's clock.
-      timed: nothing but rounds ran on the device since the round before, so its seconds are its own.
-    """
-
-    rows: tuple[tuple[Request, int], ...]
-    tier: Tier | None
-    bucket: int
-    packed: jax.Array
-    logprobs: jax.Array | None
-    dispatched_at: float
-    context_tokens: int
-    timed: bool
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the device has finished it."""
-        ready: bool = getattr(self.packed, "is_ready")()  # noqa: B009  (absent from jax.Array's published type)
-        return ready
-
-
-@dataclasses.dataclass(frozen=True)
-class RowResult:
-    """What a round gave one row.
-
-    Attributes:
-      tokens: accepted drafts and the token after them.
-      finite: False where the target's logits were not finite.
-      logprobs: an entry a token, where the request asked for them.
-    """
-
-    request: Request
-    epoch: int
-    tokens: tuple[int, ...]
-    finite: bool
-    logprobs: tuple[dict[int, Logprob], ...] | None
 
 
 class Guide(Protocol):
@@ -122,6 +79,7 @@ class Runner:
       config: the target's.
       reachable, variants: see RunnerConfig.
       states: what each tier can run now, by tier.
+      laps: where the host's time goes, from the parts of a round that are this class's.
     """
 
     def __init__(
@@ -138,15 +96,20 @@ class Runner:
             self._place = Placement.of(mesh, target, draft_params, jax.eval_shape(self._empty_state))
             target = jax.device_put(target, self._place.target)
             draft_params = jax.device_put(draft_params, self._place.draft_params)
-        self._target, self._draft_params = target, draft_params
+        self._trees = {
+            Held.TARGET: jax.tree.structure(target),
+            Held.DRAFT: jax.tree.structure(draft_params),
+            Held.STATE: jax.tree.structure(jax.eval_shape(self._empty_state)),
+        }
+        self.target, self.draft_params = target, draft_params
+        self.laps = Laps()
         self._can = config
         self._lag: DraftLag | None = None
         if drafter is not None and drafter.has_cache:
-            self._lag = DraftLag(drafter.window, drafter.catch_up_tokens)
+            self._lag = DraftLag(drafter.window, drafter.catch_up_tokens, geo.slots)
         self.reachable, self.variants = config.reachable, config.variants
         words = -(-self.config.vocab_size // 32)
         self._anything = self.put(np.full((1, words), -1, np.int32)) if config.guided else None
-        self._batches: dict[bytes, jax.Array] = {}
         self._disturbed = False  # something else than rounds ran on the device since the last one
         self._zero_bias = self.put(np.zeros((self.config.vocab_size,), np.float32))
         self.reset()
@@ -166,6 +129,35 @@ class Runner:
         # As a compiled function each device makes its own part; no device ever holds a whole pool.
         return jax.jit(self._empty_state, out_shardings=self._place.state)()
 
+    # What is held, as leaves; these are made of them, and may be set.
+
+    @property
+    def target(self) -> Any:
+        """The target's parameters."""
+        return self._trees[Held.TARGET].unflatten(self._target)
+
+    @target.setter
+    def target(self, target: Any) -> None:
+        self._target = tuple(jax.tree.leaves(target))
+
+    @property
+    def draft_params(self) -> Any:
+        """The drafter's parameters."""
+        return self._trees[Held.DRAFT].unflatten(self._draft_params)
+
+    @draft_params.setter
+    def draft_params(self, draft_params: Any) -> None:
+        self._draft_params = tuple(jax.tree.leaves(draft_params))
+
+    @property
+    def state(self) -> DecodeState:
+        """What lives on the device between rounds."""
+        return self._trees[Held.STATE].unflatten(self._state)
+
+    @state.setter
+    def state(self, state: DecodeState) -> None:
+        self._state = tuple(jax.tree.leaves(state))
+
     def put(self, x: Any) -> jax.Array:
         """A host array on the device, or whole on every one."""
         # device_put, not jnp.asarray: the latter compiles a copy for every new shape.
@@ -177,11 +169,11 @@ class Runner:
         """Compiles everything, or what the first request needs."""
         place = self._place
         held = {
-            Held.TARGET: abstract(self._target, place.target),
-            Held.DRAFT: abstract(self._draft_params, place.draft_params),
-            Held.STATE: abstract(self.state, place.state),
+            Held.TARGET: abstract(self._target, _leaves(place.target)),
+            Held.DRAFT: abstract(self._draft_params, _leaves(place.draft_params)),
+            Held.STATE: abstract(self._state, _leaves(place.state)),
         }
-        self._setting = Setting(self.spec, place, held, self._dtype)
+        self._setting = Setting(self.spec, place, held, self._trees, self._dtype)
         keys = self._can.keys(catches_up=self._lag is not None)
         order = self._can.order(keys) if config.background else dict.fromkeys(keys, 0)
         first = [key for key in keys if not order[key]]
@@ -295,16 +287,18 @@ class Runner:
 
     def _run_once(self, key: Key, executable: Any) -> None:
         zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
-        held = {Held.TARGET: self._target, Held.DRAFT: self._draft_params, Held.STATE: self.state}
+        held = {Held.TARGET: self._target, Held.DRAFT: self._draft_params, Held.STATE: self._state}
+        lowering = key.lowering(self._setting)
 
         def value(arg: Any) -> Any:
             if isinstance(arg, Held):
                 return held[arg]
             return self.put(arg) if isinstance(arg, np.ndarray) else jax.tree.map(zeros, arg)
 
-        out = executable(*map(value, key.lowering(self._setting).args))
-        results = out if isinstance(out, tuple) else (out,)
-        self.state = next((x for x in results if isinstance(x, DecodeState)), self.state)
+        out = executable(*map(value, lowering.args))
+        if lowering.donated:
+            # The state alone, or before other results.
+            self._state = out if isinstance(out[0], jax.Array) else out[0]
         self._disturbed = True
 
     def reset(self) -> None:
@@ -316,36 +310,22 @@ class Runner:
         executable = self.states[tier].executables[bucket, self.variants[0]]
         packed = None
         for _ in range(count):
-            self.state, packed, _ = executable(self._target, self._params_for(tier), self.state, batch)
+            self._state, packed, _ = executable(self._target, self._params_for(tier), self._state, batch)
         assert packed is not None
         return packed
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the target's weights that a step reads: all, but of an input embedding of its own only rows."""
-        total = sum(x.nbytes for x in jax.tree.leaves(self._target))
+        total = sum(x.nbytes for x in self._target)
         embedding = self.config.vocab_size * self.config.hidden_size * self._dtype.itemsize
         return total if self.config.tie_word_embeddings else total - embedding
 
-    def _params_for(self, tier: Tier) -> Any:
+    def _params_for(self, tier: Tier) -> tuple[jax.Array, ...]:
         # A plain round does not even pay for the drafter's arguments.
         return self._draft_params if tier.depth else ()
 
     # Dispatch.
-
-    def _batch(self, rows: Sequence[DecodeRow], deepest: int, bucket: int) -> jax.Array:
-        """The round's Batch on the device; kept there where no row got new pages."""
-        batch = Batch.of(
-            self.geo, bucket, [(r.slot, r.request.draft_limit(deepest), r.page_index, r.new_pages) for r in rows]
-        ).array
-        if any(row.new_pages for row in rows):
-            return self.put(batch)
-        key = batch.tobytes()
-        if key not in self._batches:
-            if len(self._batches) > 256:
-                self._batches.clear()
-            self._batches[key] = self.put(batch)
-        return self._batches[key]
 
     def admit(self, chunk: PrefillChunk) -> None:
         """Uploads a request's row: tokens, parameters and page table."""
@@ -374,7 +354,7 @@ class Runner:
             bias = np.zeros((self.config.vocab_size,), np.float32)
             for token, value in params.logit_bias.items():
                 bias[token] = value
-        self.state = self._compiled[AdmitKey()](self.state, ints, floats, table, tokens, bias)
+        self._state = self._compiled[AdmitKey()](self._state, ints, floats, table, tokens, bias)
 
     def prefill(self, chunk: PrefillChunk, allowed_W: np.ndarray | None = None) -> Pending | None:
         """Dispatches a chunk; a Pending where it ends the prompt, which holds the first token.
@@ -393,7 +373,7 @@ class Runner:
             at += count
             part = Chunk.of(chunk.slot, count, chunk.is_last and at == chunk.end)
             executable = self._compiled[self._can.prefill(size)]
-            self.state, packed, kept = executable(self._target, self._draft_params, self.state, part, allowed)
+            self._state, packed, kept = executable(self._target, self._draft_params, self._state, part, allowed)
             if at == chunk.end:
                 break
         self._disturbed = True
@@ -401,60 +381,59 @@ class Runner:
             return None
         return self._pending([(chunk.request, chunk.request.epoch)], None, 1, packed, kept, 1, chunk.end)
 
-    def dispatch(
-        self, rows: Sequence[DecodeRow], state: SpecRuntimeState, bucket: int, guide: Guide | None = None
-    ) -> Pending:
+    def dispatch(self, rows: DecodeRows, state: SpecRuntimeState, bucket: int, guide: Guide | None = None) -> Pending:
         """Dispatches one round of the tier that `state` is bound to.
 
         Args:
           guide: what the rows may say. Then the call waits for the drafts, and the round counts as untimed.
         """
-        tier, requests = state.tier, [row.request for row in rows]
-        batch = self._batch(rows, tier.depth, bucket)
+        tier = state.tier
+        # The host's array as it is: the call uploads it sooner than a device_put before it would.
+        batch = Batch.of(self.geo, bucket, rows.slots_B, np.minimum(rows.caps_B, tier.depth), rows.grants).array
         catch_up = self._compiled.get(CatchUpKey(bucket))
-        if self._lag is not None and self._lag.before_round(requests, tier.depth, can_catch_up=catch_up is not None):
+        if self._lag is not None and self._lag.before_round(rows, tier.depth, can_catch_up=catch_up is not None):
             assert catch_up is not None
-            self.state = catch_up(self._draft_params, self.state, batch)
+            self._state = catch_up(self._draft_params, self._state, batch)
             self._disturbed = True
+        self.laps.lap("batch array")
         if guide is None:
-            sampled = False not in self.variants or any(not request.params.plain_greedy for request in requests)
-            executable = state.executables[bucket, sampled]
-            self.state, packed, kept = executable(self._target, self._params_for(tier), self.state, batch)
+            executable = state.executables[bucket, False not in self.variants or bool(rows.shaped_B.any())]
+            self._state, packed, kept = executable(self._target, self._params_for(tier), self._state, batch)
         else:
             packed, kept = self._guided_round(tier, bucket, batch, guide)
             self._disturbed = True
-        context = sum(request.num_computed for request in requests)
-        epochs = [(row.request, row.epoch) for row in rows]
-        return self._pending(epochs, tier, bucket, packed, kept, tier.num_nodes, context)
+        pending = self._pending(rows, tier, bucket, packed, kept, tier.num_nodes, rows.context_tokens)
+        self.laps.lap("call")
+        return pending
 
     def _guided_round(
-        self, tier: Tier, bucket: int, batch: jax.Array, guide: Guide
+        self, tier: Tier, bucket: int, batch: np.ndarray, guide: Guide
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Dispatches a round's parts, the host's masks between them; (packed, what `logprobs_fn` reads)."""
         if tier.depth == 0:
             masks = self.put(guide.ahead(bucket, 1))
-            self.state, packed, kept = self._compiled[GuidedKey(bucket)](self._target, (), self.state, batch, masks)
+            self._state, packed, kept = self._compiled[GuidedKey(bucket)](self._target, (), self._state, batch, masks)
             return packed, kept
         ahead = self.put(guide.ahead(bucket, tier.depth))
         draft = self._compiled[DraftKey(tier, bucket)]
-        self.state, drafted, shown = draft(self._draft_params, self.state, batch, ahead)
+        self._state, drafted, shown = draft(self._draft_params, self._state, batch, ahead)
         shown.copy_to_host_async()
         tree = drafted.tree
         forward = self._compiled[ForwardKey(tier.num_nodes, bucket)](
-            self._target, self.state, batch, tree.tokens_BN, tree.depths_BN, tree.ancestors_BNN
+            self._target, self._state, batch, tree.tokens_BN, tree.depths_BN, tree.ancestors_BNN
         )
         tokens_parents = np.asarray(shown)  # waits for the drafts while the target runs
         masks = self.put(guide.masks(tokens_parents[:, 0], tokens_parents[:, 1]))
         settle = self._compiled[SettleKey(tier, bucket)]
-        self.state, packed, path = settle(self.state, batch, drafted, forward, masks)
+        self._state, packed, path = settle(self._state, batch, drafted, forward, masks)
         return packed, (forward.logits_BNV, path)
 
     def _pending(
-        self, rows: Sequence[tuple[Request, int]], tier: Tier | None, bucket: int, packed: jax.Array, kept: Any,
-        nodes: int, context: int,
+        self, rows: Sequence[tuple[Request, int]] | DecodeRows, tier: Tier | None, bucket: int, packed: jax.Array,
+        kept: Any, nodes: int, context: int,
     ) -> Pending:  # fmt: skip
         logprobs = None
-        if kept is not None and any(request.params.logprobs is not None for request, _ in rows):
+        if kept is not None and _wants_logprobs(rows):
             logits, path = kept
             logprobs = self._compiled[LogprobsKey(bucket, nodes, path.shape[1])](logits, path, packed)
             logprobs.copy_to_host_async()
@@ -462,30 +441,23 @@ class Runner:
         timed = tier is not None and not self._disturbed
         if tier is not None:
             self._disturbed = False
-        return Pending(tuple(rows), tier, bucket, packed, logprobs, time.perf_counter(), context, timed)
+        return Pending(rows, tier, bucket, packed, logprobs, time.perf_counter(), context, timed)
 
-    def collect(self, pending: Pending) -> list[RowResult]:
+    def collect(self, pending: Pending) -> Result:
         """Waits for a dispatch and unpacks its rows."""
-        packed = Packed(np.asarray(pending.packed))
+        packed = np.asarray(pending.packed)
         logprobs = None if pending.logprobs is None else np.asarray(pending.logprobs)
-        counts, bad = packed.count_B.tolist(), packed.bad_B.tolist()
-        results = []
-        for i, (request, epoch) in enumerate(pending.rows):
-            tokens = tuple(packed.tokens_BD[i, : counts[i]].tolist())
-            entries = None
-            if logprobs is not None and request.params.logprobs is not None:
-                entries = _entries(logprobs[i], tokens, request.params.logprobs)
-            results.append(RowResult(request, epoch, tokens, not bad[i], entries))
-        return results
+        self.laps.lap(WAIT)
+        result = Result.of(packed, len(pending.rows), logprobs)
+        self.laps.lap("unpack")
+        return result
 
 
-def _entries(logprobs: np.ndarray, tokens: Sequence[int], wanted: int) -> tuple[dict[int, Logprob], ...]:
-    """For each token itself first, then the `wanted` best of the vocabulary, as vLLM orders them."""
-    chosen, ranks, values, ids = (part.tolist() for part in PackedLogprobs(logprobs).unpacked())
-    entries = []
-    for i, token in enumerate(tokens):
-        entry = {token: Logprob(token, chosen[i], ranks[i])}
-        for rank, (other, value) in enumerate(zip(ids[i][:wanted], values[i], strict=False), start=1):
-            entry.setdefault(other, Logprob(other, value, rank))
-        entries.append(entry)
-    return tuple(entries)
+def _leaves(shardings: Any) -> tuple[Any, ...] | None:
+    return None if shardings is None else tuple(jax.tree.leaves(shardings))
+
+
+def _wants_logprobs(rows: Sequence[tuple[Request, int]] | DecodeRows) -> bool:
+    if isinstance(rows, DecodeRows):
+        return bool(rows.logprobs_B.any())
+    return any(request.params.logprobs is not None for request, _ in rows)

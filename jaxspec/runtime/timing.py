@@ -28,8 +28,12 @@ class Runs(Protocol):
     """What is timed: a Runner, of which this is all that is needed."""
 
     geo: Geometry
-    state: DecodeState
     reachable: Mapping[Tier, tuple[int, ...]]
+
+    @property
+    def state(self) -> DecodeState: ...
+    @state.setter
+    def state(self, state: DecodeState) -> None: ...
 
     def put(self, x: Any) -> jax.Array: ...
     def repeat(self, tier: Tier, bucket: int, batch: jax.Array, count: int) -> jax.Array: ...
@@ -105,9 +109,10 @@ def measure(runner: Runs, repeats: int = 5, context: int = 256) -> CostTable:
     pairs = [(tier, bucket) for tier, buckets in runner.reachable.items() for bucket in buckets]
     for repeat in range(repeats + 1):
         for tier, bucket in pairs:
-            rows = [(slot, geo.max_depth, geo.pages_per_seq, ()) for slot in range(bucket)]
             runner.state = dataclasses.replace(runner.state, length_S=length())
-            seconds = _timed(runner, tier, bucket, runner.put(Batch.of(geo, bucket, rows).array))
+            seconds = _timed(
+                runner, tier, bucket, runner.put(Batch.of(geo, bucket, range(bucket), geo.max_depth).array)
+            )
             if repeat:
                 samples.setdefault((tier, bucket), []).append(seconds)
     runner.reset()

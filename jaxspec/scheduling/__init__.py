@@ -1,16 +1,20 @@
-"""Which requests run next, and in which pages. Host only: imports the standard library, `request` and `tier`."""
+"""Which requests run next, and in which pages.
+
+Host only: imports the standard library, NumPy, `request` and `sizes`.
+"""
 
 from __future__ import annotations
 
 from jaxspec.scheduling.lag import DraftLag
 from jaxspec.scheduling.pages import PageAllocator
-from jaxspec.scheduling.plan import DecodeRow, Plan, PrefillChunk, SchedulerConfig, SchedulerStats
+from jaxspec.scheduling.plan import DecodeRows, Grant, Plan, PrefillChunk, SchedulerConfig, SchedulerStats
 from jaxspec.scheduling.prefix_cache import PrefixCache
 from jaxspec.scheduling.scheduler import Scheduler
 
 __all__ = [
-    "DecodeRow",
+    "DecodeRows",
     "DraftLag",
+    "Grant",
     "PageAllocator",
     "Plan",
     "PrefillChunk",

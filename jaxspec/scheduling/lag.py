@@ -1,38 +1,42 @@
 """How far a drafter's cache lags behind the committed text: when it has to catch up, and what may be reused.
 
-Standard library only. Must not know how a drafter keeps its cache.
+NumPy and the standard library only. Must not know how a drafter keeps its cache.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+import numpy as np
 
-from jaxspec.request import Request
+from jaxspec.scheduling.plan import DecodeRows
 
 
-@dataclasses.dataclass(frozen=True)
 class DraftLag:
-    """The rule for a drafter whose cache only rounds that draft, and catching up, bring forward.
+    """Keeps count for a drafter whose cache only rounds that draft, and catching up, bring forward.
 
-    Where it lacks entries, the pages that generated tokens filled are no prefix to reuse.
+    Where it lacks entries, the pages that generated tokens filled are no prefix to reuse. Before a request's first
+    round one token is unseen: the prefill's.
 
-    Attributes:
+    Args:
       window: committed tokens that a draft consumes by itself.
       catch_up_tokens: those before them that catching up consumes.
+      slots: of the engine.
     """
 
-    window: int
-    catch_up_tokens: int
+    def __init__(self, window: int, catch_up_tokens: int, slots: int):
+        self.window, self.catch_up_tokens = window, catch_up_tokens
+        #: Most committed tokens that the drafter has not consumed, and the stamps of the slots that they are of.
+        self._lag_S, self._stamp_S = np.ones(slots, np.int64), np.full(slots, -1, np.int64)
 
-    def before_round(self, requests: Sequence[Request], depth: int, *, can_catch_up: bool) -> bool:
+    def before_round(self, rows: DecodeRows, depth: int, *, can_catch_up: bool) -> bool:
         """Whether the drafter is to catch up before a round that drafts `depth` tokens; counts that round."""
-        behind = depth > 0 and any(request.drafter_lag > self.window for request in requests)
+        slots = rows.slots_B
+        lag_B = np.where(self._stamp_S[slots] == rows.stamps_B, self._lag_S[slots], 1)
+        late_B = lag_B > self.window
+        behind = depth > 0 and bool(late_B.any())
         lost = behind and not can_catch_up
-        for request in requests:
-            if lost and request.drafter_lag > self.window:
-                request.cacheable_generated = False
-            request.drafter_lag = depth + 1 if depth else request.drafter_lag + 1
-            if request.drafter_lag > self.window + self.catch_up_tokens:
-                request.cacheable_generated = False
+        lag_B = np.full_like(lag_B, depth + 1) if depth else lag_B + 1
+        self._lag_S[slots], self._stamp_S[slots] = lag_B, rows.stamps_B
+        spoilt_B = lag_B > self.window + self.catch_up_tokens
+        for row in np.flatnonzero(spoilt_B | late_B if lost else spoilt_B).tolist():
+            rows.requests[row].cacheable_generated = False
         return behind and not lost

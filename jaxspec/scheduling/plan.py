@@ -1,12 +1,16 @@
 """What the scheduler is told, and what it hands to whoever drives the device.
 
-Standard library only. Must not know how a plan comes about, or how it is run.
+NumPy and the standard library only. Must not know how a plan comes about, or how it is run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from jaxspec.request import Request
 from jaxspec.sizes import Sizes
@@ -63,22 +67,73 @@ class PrefillChunk:
     page_table: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodeRow:
-    """A request that takes part in the round.
+#: `DecodeRows.caps_B` of a request that sets no limit.
+NO_LIMIT = 2**31 - 1
+
+
+class Grant(NamedTuple):
+    """Pages that a row gets before the round.
 
     Attributes:
-      request, slot: the row.
-      epoch: goes back into `Scheduler.commit` with the result.
-      page_index: first entry of the slot's page table to write.
-      new_pages: what to write there; at most `Sizes.growth_pages`, often none.
+      row: of the batch.
+      first: first entry of the slot's page table to write.
+      pages: what to write there; at most `Sizes.growth_pages`.
     """
 
-    request: Request
-    slot: int
-    epoch: int
-    page_index: int
-    new_pages: tuple[int, ...]
+    row: int
+    first: int
+    pages: Sequence[int]
+
+
+@dataclasses.dataclass
+class DecodeRows:
+    """The requests that take part in a round, oldest first.
+
+    Attributes:
+      requests: one a row.
+      slots_B: rows of the device state.
+      stamps_B: by which the scheduler knows, when the result comes, whether the slot has changed hands meanwhile.
+      caps_B: most drafts that each accepts, NO_LIMIT for any number.
+      computed_B: tokens of each whose keys and values are known to be in the pool.
+      shaped_B: it asks for more than the argmax. logprobs_B: it wants log-probabilities.
+      grants: new pages, often none.
+      growth: most tokens that the round adds to a row; once it is dispatched.
+    """
+
+    requests: Sequence[Request]
+    slots_B: np.ndarray
+    stamps_B: np.ndarray
+    caps_B: np.ndarray
+    computed_B: np.ndarray
+    shaped_B: np.ndarray
+    logprobs_B: np.ndarray
+    grants: Sequence[Grant] = ()
+    growth: int = 0
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def context_tokens(self) -> int:
+        """Over all rows."""
+        return int(self.computed_B.sum())
+
+    @property
+    def deepest(self) -> int | None:
+        """Most drafts that any of the rows may accept; None where one sets no limit."""
+        most = int(self.caps_B.max(initial=0))
+        return None if most == NO_LIMIT else most
+
+    def parts(self, most: int) -> list[DecodeRows]:
+        """The same rows in rounds of at most so many."""
+        if len(self) <= most:
+            return [self]
+        return [self._part(slice(first, first + most)) for first in range(0, len(self), most)]
+
+    def _part(self, at: slice) -> DecodeRows:
+        arrays = {f.name: getattr(self, f.name)[at] for f in dataclasses.fields(self) if f.name.endswith("_B")}
+        grants = [g._replace(row=g.row - at.start) for g in self.grants if at.start <= g.row < at.stop]
+        return DecodeRows(self.requests[at], **arrays, grants=grants)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,18 +142,18 @@ class Plan:
 
     Attributes:
       prefill: at most one chunk.
-      decode: rows of the round, oldest first; never holds the request of `prefill`.
+      decode: rows of the round; never holds the request of `prefill`.
       preempted: requests that lost slot and pages while this was planned.
     """
 
     prefill: PrefillChunk | None
-    decode: tuple[DecodeRow, ...]
+    decode: DecodeRows
     preempted: tuple[Request, ...]
 
     @property
     def empty(self) -> bool:
         """Nothing to dispatch."""
-        return self.prefill is None and not self.decode
+        return self.prefill is None and not len(self.decode)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Who runs next: admission, chunked prefill, page reservation for decode rounds, preemption.
 
-Standard library only. Must not know models, tiers' executables, tokenizers or stop conditions: the engine decides
-when a request ends and tells the scheduler.
+NumPy and the standard library only. Must not know models, tiers' executables, tokenizers or stop conditions: the
+engine decides when a request ends and tells the scheduler.
 
 The device executes what is dispatched in order. Therefore the pages and the slot of a finished or preempted request
 are free at once, although a round that writes to them may still be in flight: whoever gets them is dispatched later,
@@ -14,22 +14,29 @@ import bisect
 import heapq
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
 
 from jaxspec.request import ErrorKind, FinishReason, Request, RequestStatus
 from jaxspec.scheduling.pages import PageAllocator
-from jaxspec.scheduling.plan import DecodeRow, Plan, PrefillChunk, SchedulerConfig, SchedulerStats
+from jaxspec.scheduling.plan import DecodeRows, Grant, Plan, PrefillChunk, SchedulerConfig, SchedulerStats
 from jaxspec.scheduling.prefix_cache import PrefixCache
+from jaxspec.scheduling.slots import SlotTable
 
 
 class Scheduler:
     """First come, first served, shifted by priorities (which age); preemption by recompute when pages run out.
 
-    A step of the engine: `plan()`, dispatch it, `dispatched(plan, growth)`; then, a round late, `commit` every row of
-    the step before, and `finish` those that are done.
+    A step of the engine: `plan()`, dispatch it, `dispatched(plan, growth)`; then, a round late, `commit` the first
+    tokens and `commit_round` the rounds of the step before, and `finish` the requests that are done.
 
     Args:
       config: what it hands out.
       clock: seconds; injected so that tests own the time.
+
+    Attributes:
+      slots: numbers of the running requests.
     """
 
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,6 +48,7 @@ class Scheduler:
         self._by_id: dict[str, Request] = {}
         self._waiting: list[Request] = []  # by rank
         self._running: list[Request] = []  # by rank
+        self.slots = SlotTable(config.sizes.slots, self._running)
         self._prefilling: Request | None = None
         self._free_slots = list(range(config.sizes.slots))
         self._added = self._releases = self._preemptions = self._hits = self._queries = 0
@@ -117,15 +125,9 @@ class Scheduler:
         Decode rows come first, oldest first, so that requests already running are the last to starve. In a step that
         preempted, nothing is admitted. A plan that is not empty must be dispatched.
         """
-        rows: list[DecodeRow] = []
-        preempted: list[Request] = []
-        for request in tuple(self._running):
-            if request.status is RequestStatus.RUNNING and self._needs_round(request):
-                row = self._grow(request, preempted)
-                if row is not None:
-                    rows.append(row)
+        rows, preempted = self._grow()
         prefill = self._next_chunk(admit=not preempted)
-        return Plan(prefill, tuple(rows), tuple(preempted))
+        return Plan(prefill, rows, preempted)
 
     def dispatched(self, plan: Plan, growth: int = 0) -> None:
         """The plan is on the device's queue.
@@ -134,10 +136,10 @@ class Scheduler:
           plan: the latest plan.
           growth: most tokens its round adds to a row (the tier's depth + 1); unused without decode rows.
         """
-        assert not plan.decode or 1 <= growth <= self.sizes.max_growth, f"growth {growth} of {self.sizes.max_growth}"
-        for row in plan.decode:
-            if row.epoch == row.request.epoch:
-                row.request.in_flight.append(growth)
+        if len(plan.decode):
+            assert 1 <= growth <= self.sizes.max_growth, f"growth {growth} of {self.sizes.max_growth}"
+            self.slots.dispatched(plan.decode, growth)
+            plan.decode.growth = growth
         chunk = plan.prefill
         if chunk is None or chunk.request is not self._prefilling:
             return
@@ -146,70 +148,80 @@ class Scheduler:
         if chunk.is_last:
             self._prefilling = None
             chunk.request.status = RequestStatus.RUNNING
-            chunk.request.in_flight.append(0)
             self._enqueue(self._running, chunk.request)
+            self.slots.begin(chunk.request)
 
     def commit(self, request: Request, epoch: int, tokens: Sequence[int]) -> bool:
-        """Takes the oldest result in flight of a row: appends its tokens to the request's outputs.
+        """Takes the first token after a prompt, or after outputs that were computed again.
 
         Args:
-          request: the row.
-          epoch: the row's epoch when the result was dispatched.
-          tokens: the prefill's single token, or a round's accepted drafts and new root. Fewer only when the engine
-            cuts them because the request ends here, and calls `finish` next.
+          epoch: the request's epoch when the prefill was dispatched.
+          tokens: the token; none only when the request ends here, and the engine calls `finish` next.
 
         Returns:
           False when the request was preempted or finished meanwhile; then nothing changed.
         """
         if epoch != request.epoch:
             return False
-        assert request.in_flight, f"{request.request_id} has no result in flight"
-        growth = request.in_flight.pop(0)
-        assert len(tokens) <= max(growth, 1), f"{len(tokens)} tokens from a result of at most {max(growth, 1)}"
+        assert request.slot is not None and len(tokens) <= 1
+        self.slots.came(request.slot, 0, len(tokens), 0)
         request.output_token_ids.extend(tokens)
-        if growth:
-            request.num_computed += len(tokens)
         metrics = request.metrics
         metrics.output_tokens = len(request.output_token_ids)
         if tokens and metrics.first_token_time is None:
             metrics.first_token_time = self._clock()
         return True
 
+    def commit_round(self, rows: DecodeRows, tokens: Sequence[Sequence[int]]) -> None:
+        """Takes the oldest round in flight; rows that were preempted or finished meanwhile are passed over.
+
+        Args:
+          tokens: of each row, the accepted drafts and the new root. Fewer only when the engine cuts them because the
+            request ends here, and calls `finish` next.
+        """
+        counts = np.fromiter(map(len, tokens), np.int64, len(tokens))
+        assert counts.max(initial=0) <= rows.growth, f"{counts.max()} tokens from a round of at most {rows.growth}"
+        alive = self.slots.alive(rows)
+        slots, requests = rows.slots_B, rows.requests
+        if not alive.all():
+            kept = np.flatnonzero(alive).tolist()
+            slots, counts = slots[alive], counts[alive]
+            requests, tokens = [requests[i] for i in kept], [tokens[i] for i in kept]
+        self.slots.came(slots, rows.growth, counts, counts)
+        for request, new in zip(requests, tokens, strict=True):
+            request.output_token_ids.extend(new)
+
     # Decode.
 
-    @staticmethod
-    def _needs_round(request: Request) -> bool:
-        """Results in flight bring at least one token each; is a further one needed?"""
-        return len(request.output_token_ids) + len(request.in_flight) < request.max_tokens
+    def _grow(self) -> tuple[DecodeRows, tuple[Request, ...]]:
+        """The rows of the next round, with their pages for the deepest tier, and who lost theirs for lack of pages.
 
-    def _pages_for(self, request: Request, length: int) -> int:
-        """Pages for `length` tokens and one round of the deepest tier.
-
-        A round in flight may take a row past max_tokens before the host has seen it. What it writes further than
-        max_growth behind the last useful token meets the table's padding, or lies behind the table: the device has
-        to drop it. It could only have served tokens that are cut.
+        A row's length is known only up to the growth of rounds in flight, so the upper bound counts, but no more than
+        its longest. A round in flight may take a row past max_tokens before the host has seen it. What it writes
+        further than max_growth behind the last useful token meets the table's padding, or lies behind the table: the
+        device has to drop it. It could only have served tokens that are cut.
         """
-        longest = len(request.prompt_token_ids) + request.max_tokens
-        return self.sizes.pages_for(min(length, longest))
-
-    def _grow(self, request: Request, preempted: list[Request]) -> DecodeRow | None:
-        """Reserves the row's next round for the deepest tier; None when the row itself was preempted for lack of pages.
-
-        The length is known only up to the growth of rounds in flight, so the upper bound counts.
-        """
-        assert request.slot is not None
-        longest = request.num_computed + sum(request.in_flight)
-        missing = max(0, self._pages_for(request, longest) - len(request.pages))
-        assert missing <= self.sizes.growth_pages
-        while (new_pages := self._reserve(missing)) is None:
-            victim = self._youngest()
-            self._preempt(victim)
-            preempted.append(victim)
-            if victim is request:
-                return None
-        index = len(request.pages)
-        request.pages.extend(new_pages)
-        return DecodeRow(request, request.slot, request.epoch, index, tuple(new_pages))
+        due = self.slots.due()
+        missing = self.sizes.pages_for(cast("Any", due.bound_B)) - due.pages_B
+        preempted: list[Request] = []
+        granted: list[tuple[Request, Grant]] = []
+        for row in np.flatnonzero(missing > 0).tolist():
+            request, count = due.requests[row], int(missing[row])
+            assert count <= self.sizes.growth_pages
+            pages = None
+            while request.slot is not None and (pages := self._reserve(count)) is None:
+                preempted.append(self._youngest())
+                self._preempt(preempted[-1])
+            if pages is not None:
+                granted.append((request, Grant(row, len(request.pages), pages)))
+                request.pages.extend(pages)
+                self.slots.granted(request)
+        if preempted:
+            keep = [row for row, request in enumerate(due.requests) if request.slot is not None]
+            at = {row: new for new, row in enumerate(keep)}
+            due = due.kept(keep)
+            granted = [(r, g._replace(row=at[g.row])) for r, g in granted if r.slot is not None]
+        return due.decode([grant for _, grant in granted]), tuple(preempted)
 
     def _youngest(self) -> Request:
         """The request that loses its pages first. Alone it can always grow: `add` has checked the pool."""
@@ -252,7 +264,7 @@ class Scheduler:
         tokens = request.token_ids
         cached = self.prefix_cache.match(tokens) if self.config.enable_prefix_caching else []
         self.pages.share(cached)
-        missing = self._pages_for(request, len(tokens)) - len(cached)
+        missing = self.sizes.pages_for(len(tokens)) - len(cached)
         if missing + len(self._running) > self.pages.available_count:
             self.pages.release(cached)
             self._blocked = (request, self._releases)
@@ -307,6 +319,8 @@ class Scheduler:
                 self._prefilling = None
             else:
                 self._running.remove(request)
+                request.num_computed = self.slots.computed(request)
+            self.slots.end(request.slot)
             if request.cacheable_generated:
                 self._register(request)
             heapq.heappush(self._free_slots, request.slot)
@@ -315,5 +329,4 @@ class Scheduler:
         request.slot = None
         request.pages = []
         request.num_computed = request.num_cached_pages = 0
-        request.in_flight.clear()
         request.epoch += 1

@@ -53,17 +53,21 @@ class Batch(_Layout[A]):
         return 3 + geo.growth_pages
 
     @staticmethod
-    def of(geo: Geometry, bucket: int, rows: Sequence[tuple[int, int, int, Sequence[int]]] = ()) -> Batch[np.ndarray]:
-        """A batch of (slot, most drafts, first table entry, new pages).
+    def of(
+        geo: Geometry, bucket: int, slots: Sequence[int] | np.ndarray = (), caps: int | np.ndarray = 0,
+        grants: Sequence[tuple[int, int, Sequence[int]]] = (),
+    ) -> Batch[np.ndarray]:  # fmt: skip
+        """A batch of slots and their most drafts; of grants of (row, first table entry, new pages).
 
-        Without any it means no request: it reads and writes nothing of the state, and takes as long.
+        Without any slot it means no request: it reads and writes nothing of the state, and takes as long.
         """
         batch = Batch(np.zeros((bucket, Batch.width(geo)), np.int32))
         batch.slot_B[:], batch.first_B[:], batch.pages_BP[:] = geo.slots, geo.pages_per_seq, geo.num_pages
-        for i, (slot, cap, first, pages) in enumerate(rows):
-            batch.slot_B[i], batch.cap_B[i] = slot, cap
-            if pages:
-                batch.first_B[i], batch.pages_BP[i, : len(pages)] = first, pages
+        count = len(slots)
+        if count:
+            batch.slot_B[:count], batch.cap_B[:count] = slots, caps
+        for row, first, pages in grants:
+            batch.first_B[row], batch.pages_BP[row, : len(pages)] = first, pages
         return batch
 
 

@@ -70,7 +70,7 @@ class Tokenizer:
         self._has_pieces, self.drops_first_space = _decodes_pieces(backend)
         self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self._bytes: dict[int, bytes] = {}
-        self._pieces: dict[tuple[int, bool], str] = {}
+        self._pieces: dict[bool, dict[int, str]] = {False: {}, True: {}}
         self._chat_template = chat_template
         self._special_tokens = dict(special_tokens or {})
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
@@ -179,12 +179,17 @@ class Tokenizer:
 
     def piece(self, token_id: int, *, skip_special_tokens: bool = True) -> str | None:
         """The text that a token adds to any whole characters; None where only `decode` can tell. Costs a look-up."""
-        known = self._pieces.get((token_id, skip_special_tokens))
+        pieces = self._pieces[skip_special_tokens]
+        known = pieces.get(token_id)
         if known is None and (self._byte_level or self._has_pieces) and self.has_text(token_id):
             text = self.join((token_id,), skip_special_tokens)
             if _REPLACEMENT not in text:
-                known = self._pieces[token_id, skip_special_tokens] = text
+                known = pieces[token_id] = text
         return known
+
+    def known_pieces(self, *, skip_special_tokens: bool = True) -> Mapping[int, str]:
+        """What `piece` has found so far, by token; grows with it."""
+        return self._pieces[skip_special_tokens]
 
     def to_json(self) -> str:
         """The tokenizer as tokenizer.json would hold it."""
@@ -237,7 +242,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._skip, self._pieces = skip_special_tokens, tokenizer.known_pieces(skip_special_tokens=skip_special_tokens)
         shown = (i for i in prompt_ids if tokenizer.has_text(i))
         self._drops_space = tokenizer.drops_first_space and not any(self._decode([i]) for i in shown)
         # The window is context (text already out) followed by pending tokens; only it is decoded.
@@ -274,6 +279,19 @@ class IncrementalDetokenizer:
             self._context = len(self._window)
             self._emitted = len(self._decode(self._window))
         return self._begun(delta)
+
+    def feed_all(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens made certain, one after the other."""
+        if self._context == len(self._window):
+            try:
+                pieces = [self._pieces[token] for token in token_ids]
+            except KeyError:
+                pass
+            else:
+                if pieces:
+                    self._window, self._context, self._emitted = [token_ids[-1]], 1, len(pieces[-1])
+                return self._begun("".join(pieces))
+        return "".join(map(self.feed, token_ids))
 
     def flush(self) -> str:
         """At the end of the request: what still waited, cut characters shown as U+FFFD."""
@@ -336,6 +354,14 @@ class StopChecker:
         """Takes the text of each new token, in order (what IncrementalDetokenizer.feed returned)."""
         if not self._stop:
             return StopResult("".join(token_texts), len(token_texts))
+        text = self._held + "".join(token_texts)
+        if self._seen >= self._min_tokens and not any(stop in text for stop in self._stop):
+            # As one token: where no stop string is complete, it does not matter where tokens end.
+            self._seen += len(token_texts)
+            self._held = text
+            keep = self._held_length()
+            self._held = text[len(text) - keep :]
+            return StopResult(text[: len(text) - keep], len(token_texts))
         emitted: list[str] = []
         for count, new in enumerate(token_texts, start=1):
             self._seen += 1

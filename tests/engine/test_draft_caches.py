@@ -105,7 +105,7 @@ def test_reused_pages_hold_draft_entries_too(bench: Any, tools: Any, second: Tie
     One row, and the target as its own draft: without a gap in the draft's cache every draft is accepted.
     """
     engine, prompt = bench.engine("draft_model"), [1, 5, 2, 8]
-    own, engine.runner._draft_params = engine.runner._draft_params, bench.target_as_draft(engine)
+    own, engine.runner.draft_params = engine.runner.draft_params, bench.target_as_draft(engine)
     try:
         params = SamplingParams(temperature=0, max_tokens=57, ignore_eos=True)
         engine.use_policy(tools.script(Tier(3), second))
@@ -113,6 +113,6 @@ def test_reused_pages_hold_draft_entries_too(bench: Any, tools: Any, second: Tie
         engine.use_policy(StaticPolicy(Tier(3)))
         output = tools.drive(engine, [(turn, params)])[0]
     finally:
-        engine.runner._draft_params = own
+        engine.runner.draft_params = own
     histogram, cached = output.metrics.acceptance_histogram, output.metrics.cached_prompt_tokens
     assert cached >= 56 and sum(histogram[:-1]) <= 1, f"{cached} cached tokens, acceptance {histogram}"

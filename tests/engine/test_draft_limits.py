@@ -44,7 +44,7 @@ def test_tokens_are_those_of_plain_decoding_in_batches_of_mixed_limits(bench: An
 def test_a_limit_is_reached_where_every_draft_is_right(bench: Any, tools: Any):
     """A chain of 3 that the target always accepts gives 2 + 1 tokens a round under a limit of 2, and 3 + 1 without."""
     engine = bench.engine("draft_model")
-    params, engine.runner._draft_params = engine.runner._draft_params, bench.target_as_draft(engine)
+    params, engine.runner.draft_params = engine.runner.draft_params, bench.target_as_draft(engine)
     engine.use_policy(StaticPolicy(Tier(3)))
     work = [([1, 2, 3], SamplingParams(temperature=t, seed=5, max_tokens=25, ignore_eos=True)) for t in (0, 1.0)]
     try:
@@ -52,7 +52,7 @@ def test_a_limit_is_reached_where_every_draft_is_right(bench: Any, tools: Any):
             for output in run(engine, work, (limit,)):
                 assert output.metrics.rounds == rounds
     finally:
-        engine.runner._draft_params = params
+        engine.runner.draft_params = params
         engine.use_policy(engine.new_policy())
 
 

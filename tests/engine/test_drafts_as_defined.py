@@ -121,7 +121,7 @@ DEFINITIONS = {
 @pytest.mark.parametrize("kind", DEFINITIONS)
 def test_drafts_are_their_definition(bench: Any, tools: Any, kind: str):
     engine = bench.engine(kind)
-    geo, drafter, params = engine.runner.geo, engine.runner.drafter, engine.runner._draft_params
+    geo, drafter, params = engine.runner.geo, engine.runner.drafter, engine.runner.draft_params
     definition = DEFINITIONS[kind](bench.target, bench.modules[kind])
 
     @jax.jit

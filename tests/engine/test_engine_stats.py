@@ -11,7 +11,7 @@ import pytest
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.engine import Engine
 from jaxspec.request import SamplingParams
-from jaxspec.runtime.runner import Pending
+from jaxspec.runtime.results import Pending
 from jaxspec.tier import Tier
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

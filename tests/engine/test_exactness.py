@@ -180,7 +180,7 @@ def test_several_completions_of_a_prompt(bench: Any, tools: Any, kind: str):
 def test_a_draft_that_equals_the_target_is_always_accepted(bench: Any, tools: Any):
     """Chains and trees, greedy and sampled: every draft is accepted, so caches, positions and noise are right."""
     engine = bench.engine("draft_model")
-    own, engine.runner._draft_params = engine.runner._draft_params, bench.target_as_draft(engine)
+    own, engine.runner.draft_params = engine.runner.draft_params, bench.target_as_draft(engine)
     try:
         rng = np.random.default_rng(5)
         work = [
@@ -200,7 +200,7 @@ def test_a_draft_that_equals_the_target_is_always_accepted(bench: Any, tools: An
                 # A tree keeps the best 6 of 10 candidates, so it may lack the end of the target's own path.
                 assert sum(histogram[:-1]) <= (0 if tier.is_chain else 3), (tier, histogram)
     finally:
-        engine.runner._draft_params = own
+        engine.runner.draft_params = own
 
 
 @pytest.mark.parametrize("kind", ["none", *DRAFTERS])
@@ -277,15 +277,15 @@ def test_aborts_at_any_moment(bench: Any, tools: Any, kind: str):
 
 def with_poison(engine: Any, token: int) -> Callable[[], None]:
     """NaN in one token's embedding; returns what takes it back."""
-    clean = engine.runner._target
+    clean = engine.runner.target
     poisoned = jax.tree.map(lambda x: x, clean)
     row = np.asarray(poisoned["embedding"][...]).copy()
     row[token] = np.nan
     poisoned["embedding"].set_value(jax.numpy.asarray(row))
-    engine.runner._target = poisoned
+    engine.runner.target = poisoned
 
     def restore() -> None:
-        engine.runner._target = clean
+        engine.runner.target = clean
 
     return restore
 

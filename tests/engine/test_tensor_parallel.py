@@ -137,7 +137,7 @@ def test_a_head_with_the_targets_tables(tools: Any, expected: Any):
         tools.same(outputs[-1], expected)
     assert histograms(outputs[0]) == histograms(outputs[1])
     assert sum(o.metrics.accepted for o in outputs[1]) > 0
-    own, drafts = engine.runner._target, engine.runner._draft_params
+    own, drafts = engine.runner.target, engine.runner.draft_params
     for a, b in (
         (own["embedding"], drafts["embedding"]),
         (own["lm_head"]["kernel"], drafts["lm_head"]["kernel"]),
@@ -168,7 +168,7 @@ def test_directories_load_onto_two_devices(tmp_path: Path, target: Any, tools: A
     for output, (_, params) in zip(outputs, work, strict=True):
         if params.temperature == 0 and params.repetition_penalty == 1 and not params.min_tokens:
             assert sum(output.metrics.acceptance_histogram[:-1]) <= 1, "but the round that ends the request"
-    kernel = engine.runner._target["layers"][0]["attn"]["qkv"]["kernel"].get_value()
+    kernel = engine.runner.target["layers"][0]["attn"]["qkv"]["kernel"].get_value()
     assert {s.data.shape for s in kernel.addressable_shards} == {(32, 32)} and kernel.shape == (32, 64)
 
 

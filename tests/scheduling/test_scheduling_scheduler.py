@@ -45,7 +45,7 @@ def prefilled(scheduler: Scheduler, *requests: Request) -> None:
         while request.status is not RequestStatus.RUNNING:
             chunk = scheduler._next_chunk(admit=True)
             assert chunk is not None and chunk.request is request
-            scheduler.dispatched(Plan(chunk, (), ()))
+            scheduler.dispatched(Plan(chunk, scheduler.slots.due().kept([]).decode(()), ()))
         assert scheduler.commit(request, request.epoch, [1])
 
 
@@ -120,11 +120,12 @@ def test_long_prompt_is_prefilled_in_chunks_and_decodes_from_the_next_plan_on():
         (8, 16, False, False),
         (16, 18, False, True),
     ]
-    assert request.status is RequestStatus.RUNNING and request.in_flight == [0] and request.num_computed == 18
+    assert request.status is RequestStatus.RUNNING and request.num_computed == 18
+    assert scheduler.slots.in_flight(request) == (1, 0)
     assert all(c and c.page_table == tuple(request.pages) for c in chunks)
     assert len(request.pages) == 6, "18 tokens and a round of 3"
     plan = step(scheduler)
-    assert plan.prefill is None and [row.request for row in plan.decode] == [request]
+    assert plan.prefill is None and list(plan.decode.requests) == [request]
 
 
 def test_decode_rounds_run_beside_the_prefill_of_others():
@@ -133,7 +134,7 @@ def test_decode_rounds_run_beside_the_prefill_of_others():
     scheduler.add(make_request("b", prompt=12))
     plan = step(scheduler)
     assert plan.prefill is not None and plan.prefill.request.request_id == "b"
-    assert [row.request.request_id for row in plan.decode] == ["a"]
+    assert [request.request_id for request in plan.decode.requests] == ["a"]
 
 
 def test_queue_is_ordered_by_priority_then_arrival():
@@ -219,12 +220,12 @@ def test_pages_are_reserved_for_the_upper_bound_of_the_length():
     prefilled(scheduler, request)
     assert len(request.pages) == 2  # 4 + 3 tokens
     first, second = step(scheduler, growth=3), step(scheduler, growth=1)
-    assert (first.decode[0].new_pages, first.decode[0].page_index) == ((), 2)
-    assert len(request.pages) == 3 and second.decode[0].page_index == 2, "4 known + 3 in flight + 3 to come"
-    assert second.decode[0].new_pages == (request.pages[2],)
-    assert request.in_flight == [3, 1]
-    assert scheduler.commit(request, request.epoch, [1])
-    assert (request.num_computed, request.in_flight, request.num_tokens) == (5, [1], 6)
+    assert first.decode.grants == [] and len(request.pages) == 3
+    assert second.decode.grants == [(0, 2, [request.pages[2]])], "4 known + 3 in flight + 3 to come"
+    assert scheduler.slots.in_flight(request) == (2, 4)
+    scheduler.commit_round(first.decode, [[1]])
+    assert scheduler.slots.in_flight(request) == (1, 1)
+    assert (scheduler.slots.computed(request), request.num_tokens) == (5, 6)
 
 
 def test_reservation_stops_at_what_max_tokens_can_need():
@@ -232,7 +233,7 @@ def test_reservation_stops_at_what_max_tokens_can_need():
     request = make_request("a", prompt=4, max_tokens=5)  # 4 + 5 + 3 = 12 tokens: 3 pages
     prefilled(scheduler, request)
     for _ in range(4):
-        assert step(scheduler, growth=3).decode
+        assert len(step(scheduler, growth=3).decode)
     assert len(request.pages) == 3
 
 
@@ -268,31 +269,34 @@ def tight() -> tuple[Scheduler, Request, Request]:
 
 def test_the_youngest_is_preempted_and_resumes_with_its_outputs():
     scheduler, a, b = tight()
-    plan = step(scheduler, growth=2)
-    assert [row.request for row in plan.decode] == [a, b] and b.pages
+    late = step(scheduler, growth=2)
+    assert list(late.decode.requests) == [a, b] and b.pages
     plan = step(scheduler, growth=2)  # a takes the last free page; b asks for one more and is itself the youngest
-    assert plan.preempted == (b,) and [row.request for row in plan.decode] == [a]
-    assert (b.status, b.slot, b.pages, b.in_flight, b.epoch) == (RequestStatus.WAITING, None, [], [], 1)
-    assert not scheduler.commit(b, 0, [7, 7]), "the round in flight belongs to an older epoch"
-    assert b.output_token_ids == [1] and b.metrics.preemptions == scheduler.stats.preemptions == 1
+    assert plan.preempted == (b,) and list(plan.decode.requests) == [a]
+    assert (b.status, b.slot, b.pages, b.epoch) == (RequestStatus.WAITING, None, [], 1)
+    scheduler.commit_round(late.decode, [[6], [7, 7]])
+    assert a.output_token_ids == [1, 6] and b.output_token_ids == [1], "of b's slot the round in flight is stale"
+    assert b.metrics.preemptions == scheduler.stats.preemptions == 1
     assert scheduler.abort("a")
     plan = step(scheduler)
     chunk = plan.prefill
     assert chunk is not None and chunk.request is b and chunk.is_first and chunk.is_last
     assert chunk.end == 3, "prompt of 2 and the output known"
-    assert scheduler.commit(b, 1, [8]) and b.output_token_ids == [1, 8] and b.num_computed == 3
+    assert scheduler.commit(b, 1, [8]) and b.output_token_ids == [1, 8] and scheduler.slots.computed(b) == 3
 
 
 def test_nothing_is_admitted_in_a_plan_that_preempted():
     scheduler = make(num_pages=9, page_size=2, pages_per_seq=22, max_depth=1, enable_prefix_caching=False)
     a, b = make_request("a", prompt=2, max_tokens=12), make_request("b", prompt=2, max_tokens=12)
     prefilled(scheduler, a, b)
+    plans = []
     while not (plan := step(scheduler, growth=2)).preempted:
         assert not plan.empty
+        plans.append(plan)
     assert plan.preempted == (b,) and plan.prefill is None
     assert scheduler.stats.free_pages == 4, "enough for b's 3 known tokens, a round, and a page for a"
-    while a.in_flight:
-        scheduler.commit(a, a.epoch, [1])  # a turns out short and needs no page
+    for late in (*plans, plan):
+        scheduler.commit_round(late.decode, [[1]] * len(late.decode))  # a turns out short and needs no page
     plan = scheduler.plan()
     assert plan.prefill is not None and plan.prefill.request is b
 
@@ -340,11 +344,12 @@ def test_finish_frees_at_once_and_drops_what_is_in_flight():
     scheduler = make(enable_prefix_caching=False)
     request = make_request("a")
     prefilled(scheduler, request)
-    row = step(scheduler).decode[0]
+    rows = step(scheduler).decode
     scheduler.finish(request, FinishReason.STOP)
     assert request.finished and request.finish_reason is FinishReason.STOP
     assert scheduler.stats.free_pages == 16 and not scheduler.has_work
-    assert not scheduler.commit(request, row.epoch, [2]) and request.output_token_ids == [1]
+    scheduler.commit_round(rows, [[2]])
+    assert request.output_token_ids == [1]
     assert request.metrics.finished_time == 5.0 and request.metrics.output_tokens == 1
 
 
@@ -368,7 +373,8 @@ def test_a_request_aborted_between_plan_and_dispatch_stays_out():
     plan = scheduler.plan()
     assert scheduler.abort("a") and scheduler.abort("b")
     scheduler.dispatched(plan, 3)
-    assert running.in_flight == [] and prefilling.num_computed == 0 and scheduler.plan().empty
+    assert not scheduler.slots.alive(plan.decode).any()
+    assert prefilling.num_computed == 0 and scheduler.plan().empty
 
 
 # Prefix reuse.
@@ -403,8 +409,7 @@ def test_generated_pages_are_reused_after_the_end_unless_forbidden(cacheable: bo
     request = make_request("a", [1, 2, 3, 4, 5])
     prefilled(scheduler, request)
     for _ in range(2):
-        step(scheduler, growth=2)
-        assert scheduler.commit(request, 0, [6, 7])
+        scheduler.commit_round(step(scheduler, growth=2).decode, [[6, 7]])
     request.cacheable_generated = cacheable
     scheduler.finish(request, FinishReason.LENGTH)  # 5 + 5 tokens, the last one's keys and values not written
     assert reused(scheduler, [*request.token_ids, 9, 9, 9]) == hit

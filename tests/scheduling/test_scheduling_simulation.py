@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 
 from jaxspec.request import FinishReason, Request, RequestStatus, SamplingParams
-from jaxspec.scheduling import DecodeRow, Plan, PrefillChunk, Scheduler, SchedulerConfig
+from jaxspec.scheduling import DecodeRows, Plan, PrefillChunk, Scheduler, SchedulerConfig
 from jaxspec.sizes import Sizes
 
 
@@ -79,17 +79,22 @@ class Device:
         slot.length = chunk.end
         return slot.tokens[chunk.end :] if chunk.is_last else []
 
-    def decode(self, row: DecodeRow, growth: int, *, drafter: bool) -> list[int]:
-        slot = self.slots[row.slot]
-        assert slot.request is row.request and len(row.new_pages) <= self.sizes.growth_pages
-        for index, page in enumerate(row.new_pages, row.page_index):
-            assert slot.table[index] == self.sizes.num_pages
-            slot.table[index] = page
-        useful = len(row.request.prompt_token_ids) + row.request.max_tokens
+    def decode(self, rows: DecodeRows, growth: int, *, drafter: bool) -> list[list[int]]:
+        for row, first, pages in rows.grants:
+            table = self.slots[rows.slots_B[row]].table
+            assert 0 < len(pages) <= self.sizes.growth_pages
+            assert table[first : first + len(pages)] == [self.sizes.num_pages] * len(pages)
+            table[first : first + len(pages)] = pages
+        batch = zip(rows.slots_B.tolist(), rows.requests, strict=True)
+        return [self._decode(self.slots[slot], request, growth, drafter) for slot, request in batch]
+
+    def _decode(self, slot: Slot, request: Request, growth: int, drafter: bool) -> list[int]:
+        assert slot.request is request
+        useful = len(request.prompt_token_ids) + request.max_tokens
         self._check(slot, min(slot.length, useful))
         gained = self.rng.randint(1, growth)
         first = len(slot.tokens)
-        slot.tokens += [token_at(row.request.seed, first + i) for i in range(gained)]
+        slot.tokens += [token_at(request.seed, first + i) for i in range(gained)]
         self._write(slot, slot.length, slot.length + gained, drafter=drafter)
         slot.length += gained
         assert slot.length == len(slot.tokens) - 1
@@ -118,7 +123,8 @@ class Simulation:
         self.scheduler = Scheduler(self.config, clock=lambda: float(self.steps))
         self.device = Device(self.config, rng)
         self.requests: list[Request] = []
-        self.pending: list[tuple[Request, int, list[int]]] = []  # results the host has not seen
+        #: Results the host has not seen: a first token with its request's epoch, and a round.
+        self.pending: tuple[tuple[Request, int, list[int]] | None, DecodeRows, list[list[int]]] | None = None
         self.eos = 7 if hostile else None
 
     def new_request(self) -> None:
@@ -140,42 +146,52 @@ class Simulation:
         self.requests.append(request)
         self.scheduler.add(request)
 
-    def commit(self, request: Request, epoch: int, tokens: list[int]) -> None:
+    def cut(self, request: Request, tokens: list[int]) -> list[int]:
         tokens = tokens[: request.max_tokens - len(request.output_token_ids)]
-        if self.eos is not None and self.eos in tokens:
-            tokens = tokens[: tokens.index(self.eos) + 1]
-        if self.scheduler.commit(request, epoch, tokens):
-            if self.eos is not None and tokens and tokens[-1] == self.eos:
-                self.scheduler.finish(request, FinishReason.STOP)
-            elif len(request.output_token_ids) == request.max_tokens:
-                self.scheduler.finish(request, FinishReason.LENGTH)
+        return tokens[: tokens.index(self.eos) + 1] if self.eos is not None and self.eos in tokens else tokens
 
-    def dispatch(self, plan: Plan) -> list[tuple[Request, int, list[int]]]:
+    def finish(self, request: Request) -> None:
+        tokens = request.output_token_ids
+        if self.eos is not None and tokens and tokens[-1] == self.eos:
+            self.scheduler.finish(request, FinishReason.STOP)
+        elif len(tokens) == request.max_tokens:
+            self.scheduler.finish(request, FinishReason.LENGTH)
+
+    def commit(self) -> None:
+        if self.pending is None:
+            return
+        started, rows, tokens = self.pending
+        if started is not None and self.scheduler.commit(started[0], started[1], self.cut(started[0], started[2])):
+            self.finish(started[0])
+        alive = self.scheduler.slots.alive(rows)
+        cut = [self.cut(request, new) for request, new in zip(rows.requests, tokens, strict=True)]
+        self.scheduler.commit_round(rows, cut)
+        for request in [request for request, lives in zip(rows.requests, alive, strict=True) if lives]:
+            self.finish(request)
+
+    def dispatch(self, plan: Plan) -> None:
         growth = self.rng.randint(1, self.sizes.max_growth)
         gap = self.config.prefix_lookahead > 0 and growth == 1  # plain decoding leaves the drafter's cache behind
-        results = []
-        if plan.prefill is not None:
-            chunk = plan.prefill
-            assert chunk.request not in [row.request for row in plan.decode]
-            tokens = self.device.prefill(chunk)
-            if tokens:
-                results.append((chunk.request, chunk.request.epoch, tokens))
-        for row in plan.decode:
-            results.append((row.request, row.epoch, self.device.decode(row, growth, drafter=not gap)))
-            row.request.cacheable_generated &= not gap
+        started, chunk = None, plan.prefill
+        if chunk is not None:
+            assert chunk.request not in plan.decode.requests
+            first = self.device.prefill(chunk)
+            started = (chunk.request, chunk.request.epoch, first) if first else None
+        tokens = self.device.decode(plan.decode, growth, drafter=not gap)
+        for request in plan.decode.requests:
+            request.cacheable_generated &= not gap
         self.scheduler.dispatched(plan, growth)
-        return results
+        self.check_pages()
+        self.commit()
+        self.pending = started, plan.decode, tokens
 
     def step(self) -> None:
         self.steps += 1
         plan = self.scheduler.plan()
         # With results to wait for, an empty plan is fine; without, somebody has to run.
-        assert not plan.empty or self.pending or plan.preempted or not self.scheduler.has_work
-        results = self.dispatch(plan)
-        self.check_pages()
-        for result in self.pending:
-            self.commit(*result)
-        self.pending = results
+        waits = self.pending is not None and (self.pending[0] is not None or len(self.pending[1]))
+        assert not plan.empty or waits or plan.preempted or not self.scheduler.has_work
+        self.dispatch(plan)
         live = [r for r in self.requests if not r.finished]
         if self.hostile and live and self.rng.random() < 0.03:
             assert self.scheduler.abort(self.rng.choice(live).request_id)

@@ -640,12 +640,12 @@ def test_logits_that_are_not_finite_end_one_request_alone(kit: Any, expected: An
 
     outputs = expected("abcabc", max_tokens=100), expected("cab")
     assert not any(POISONED in tokens for tokens in outputs)
-    sound = kit.engine.runner._target
+    sound = kit.engine.runner.target
     poisoned = jax.tree.map(lambda x: x, sound)
     rows = np.array(poisoned["embedding"][...])
     rows[POISONED] = np.nan
     poisoned["embedding"].set_value(jnp.asarray(rows))
-    monkeypatch.setattr(kit.engine.runner, "_target", poisoned)
+    monkeypatch.setattr(kit.engine.runner, "target", poisoned)
     survives(kit, expected, harm)
 
 
@@ -664,7 +664,7 @@ def test_a_drafter_that_fails_costs_speed_only(writing_kit: Any, monkeypatch: py
     # What a busy machine's rounds take shall not decide: of a tiny model, a tree may come out cheaper than a token.
     monkeypatch.setattr(RefinedCost, "observe", lambda *_: None)
     runner = writing_kit.engine.runner
-    spoilt = jax.block_until_ready(jax.tree.map(spoil, runner._draft_params))
+    spoilt = jax.block_until_ready(jax.tree.map(spoil, runner.draft_params))
 
     async def outputs(wire: Wire, speculation: bool) -> list[list[int]]:
         requests = [pb.GenerateRequest.FromString(request.SerializeToString()) for request in asked]
@@ -675,7 +675,7 @@ def test_a_drafter_that_fails_costs_speed_only(writing_kit: Any, monkeypatch: py
     async def story() -> None:
         async with served(writing_kit) as wire:
             plain = await outputs(wire, False)
-            monkeypatch.setattr(runner, "_draft_params", spoilt)
+            monkeypatch.setattr(runner, "draft_params", spoilt)
             await wire.admin.SetSpeculation(admin_pb2.SetSpeculationRequest(policy="static", depth=3))
             over = asyncio.Event()
             health = asyncio.create_task(_always(wire.serving, over))

@@ -154,7 +154,7 @@ class Markov:
     def batch(self, slots: Sequence[int] | None = None) -> np.ndarray:
         """A batch without new pages for these slots (all by default); `self.slots` is padding."""
         slots = range(self.slots) if slots is None else slots
-        return Batch.of(self.geo, len(slots), [(s, self.geo.max_depth, self.pages_per_seq, ()) for s in slots]).array
+        return Batch.of(self.geo, len(slots), slots, self.geo.max_depth).array
 
     def run(
         self, state: DecodeState, tier: Tier, *, kind: str = "draft", rejection: bool = False, sampled: bool = True,

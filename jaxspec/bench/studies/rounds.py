@@ -101,7 +101,7 @@ class Bench:
         table = np.arange(geo.slots * geo.pages_per_seq, dtype=np.int32).reshape(geo.slots, -1)
         length = jnp.full((geo.slots,), self.context, jnp.int32)
         runner.state = dataclasses.replace(runner.state, table_SM=jnp.asarray(table), length_S=length)
-        rows = Batch.of(geo, batch, [(slot, geo.max_depth, geo.pages_per_seq, ()) for slot in range(batch)])
+        rows = Batch.of(geo, batch, range(batch), geo.max_depth)
         return runner.repeat(tier, batch, jax.device_put(rows.array), count)
 
     def measure(self, tier: Tier, batch: int, count: int, repeats: int) -> dict[str, Any]:

@@ -1,0 +1,90 @@
+"""What the device owes the host, and what it gave: dispatches under way, and their results as NumPy has them.
+
+Must not know how either comes about.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxspec.request import Logprob, Request
+from jaxspec.scheduling.plan import DecodeRows
+from jaxspec.speculation.layouts import Packed, PackedLogprobs
+from jaxspec.tier import Tier
+
+
+@dataclasses.dataclass
+class Pending:
+    """A dispatched prefill (tier None) or round whose result has not been read.
+
+    Attributes:
+      rows: of a prefill (request, its epoch at dispatch), of a round its rows; in the batch's order.
+      packed: `Packed` tokens on the device. logprobs: `PackedLogprobs`, where some row asked for them.
+      dispatched_at: seconds on the runner's clock.
+      timed: nothing but rounds ran on the device since the round before, so its seconds are its own.
+    """
+
+    rows: Sequence[tuple[Request, int]] | DecodeRows
+    tier: Tier | None
+    bucket: int
+    packed: jax.Array
+    logprobs: jax.Array | None
+    dispatched_at: float
+    context_tokens: int
+    timed: bool
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        return self.rows.requests if isinstance(self.rows, DecodeRows) else [request for request, _ in self.rows]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the device has finished it."""
+        ready: bool = getattr(self.packed, "is_ready")()  # noqa: B009  (absent from jax.Array's published type)
+        return ready
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a round or prefill gave its rows.
+
+    Attributes:
+      counts_B: how many tokens each row got. tokens_BD: they, -1 behind them.
+      finite_B: False where the target's logits were not finite.
+      tokens: the same as lists.
+      logprobs: `PackedLogprobs` of the rows, where some asked for them.
+    """
+
+    counts_B: np.ndarray
+    tokens_BD: np.ndarray
+    finite_B: np.ndarray
+    tokens: list[list[int]]
+    logprobs: np.ndarray | None
+
+    @classmethod
+    def of(cls, packed: np.ndarray, rows: int, logprobs: np.ndarray | None = None) -> Result:
+        """Unpacks `Packed` tokens."""
+        columns = Packed(packed[:rows])
+        counts, tokens = columns.count_B, columns.tokens_BD
+        cut = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
+        return cls(counts, tokens, columns.bad_B == 0, cut, logprobs)
+
+    def entries(self, row: int, wanted: int) -> list[dict[int, Logprob]]:
+        """Log-probabilities of a row's tokens: for each itself first, then the best of the vocabulary, as vLLM does."""
+        assert self.logprobs is not None
+        return _entries(self.logprobs[row], self.tokens[row], wanted)
+
+
+def _entries(logprobs: np.ndarray, tokens: Sequence[int], wanted: int) -> list[dict[int, Logprob]]:
+    chosen, ranks, values, ids = (part.tolist() for part in PackedLogprobs(logprobs).unpacked())
+    entries = []
+    for i, token in enumerate(tokens):
+        entry = {token: Logprob(token, chosen[i], ranks[i])}
+        for rank, (other, value) in enumerate(zip(ids[i][:wanted], values[i], strict=False), start=1):
+            entry.setdefault(other, Logprob(other, value, rank))
+        entries.append(entry)
+    return entries
