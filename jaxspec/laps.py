@@ -20,7 +20,7 @@ class Laps:
     """
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self._at = 0.0
 
     def start(self) -> float:

@@ -94,6 +94,44 @@ def _timed(runner: Runs, tier: Tier, bucket: int, batch: jax.Array) -> float:
     return time.perf_counter() - began
 
 
+def back_to_back(
+    runner: Runs, tier: Tier, bucket: int, rows: int, context: int, count: int, repeats: int
+) -> tuple[float, float]:
+    """(seconds of a round that follows others without a pause, seconds of the call alone); medians. Resets the state.
+
+    Args:
+      rows: of the bucket; the others are padding.
+      context: committed tokens of each row, the mean over the rounds of a repeat.
+      count: rounds of a repeat.
+    """
+    geo = runner.geo
+    # No draft is accepted, which costs the same: so each round adds one token, whatever the text.
+    batch = runner.put(Batch.of(geo, bucket, range(rows)).array)
+    steady, alone = [], []
+    for repeat in range(repeats + 1):
+        _place(runner, max(1, context - count // 2))
+        jax.block_until_ready((runner.state, batch))
+        began = time.perf_counter()
+        runner.repeat(tier, bucket, batch, 1)
+        called = time.perf_counter()
+        jax.block_until_ready(runner.state)
+        again = time.perf_counter()
+        runner.repeat(tier, bucket, batch, count).block_until_ready()
+        if repeat:
+            steady.append((time.perf_counter() - again) / count)
+            alone.append(called - began)
+    runner.reset()
+    return statistics.median(steady), statistics.median(alone)
+
+
+def _place(runner: Runs, context: int) -> None:
+    """Gives every slot a text of so many tokens, and pages for the longest."""
+    geo = runner.geo
+    pages = np.arange(geo.slots * geo.pages_per_seq, dtype=np.int32).reshape(geo.slots, -1) % geo.num_pages
+    length = runner.put(np.full((geo.slots,), context, np.int32))
+    runner.state = dataclasses.replace(runner.state, table_SM=runner.put(pages), length_S=length)
+
+
 def measure(runner: Runs, repeats: int = 5, context: int = 256) -> CostTable:
     """Times every round (greedy where compiled) a few times at a moderate context, and resets the state.
 
@@ -102,14 +140,11 @@ def measure(runner: Runs, repeats: int = 5, context: int = 256) -> CostTable:
     """
     geo = runner.geo
     context = max(0, min(context, geo.tokens_per_seq - 2 * (geo.max_depth + 1)))
-    pages = np.arange(geo.slots * geo.pages_per_seq, dtype=np.int32).reshape(geo.slots, -1) % geo.num_pages
-    length = lambda: runner.put(np.full((geo.slots,), context, np.int32))
-    runner.state = dataclasses.replace(runner.state, table_SM=runner.put(pages), length_S=length())
     samples: dict[tuple[Tier, int], list[float]] = {}
     pairs = [(tier, bucket) for tier, buckets in runner.reachable.items() for bucket in buckets]
     for repeat in range(repeats + 1):
         for tier, bucket in pairs:
-            runner.state = dataclasses.replace(runner.state, length_S=length())
+            _place(runner, context)
             seconds = _timed(
                 runner, tier, bucket, runner.put(Batch.of(geo, bucket, range(bucket), geo.max_depth).array)
             )

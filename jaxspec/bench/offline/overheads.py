@@ -1,0 +1,203 @@
+"""python -m jaxspec.bench overheads: the host's microseconds by part of a round, and how long the device idles.
+
+overheads --batch-sizes 1,16,64 --tiers off,3                 the demo
+overheads --model DIR --tiers off,3,5 --policies adaptive      a grown model (`python -m jaxspec.bench grow 1b DIR`)
+
+Requests of a full batch run side by side; rounds are looked at once all are under way and until the first could end, so
+that no prompt is among them. What the device needs for a round is that of the same executable dispatched back to back
+at the same context; the rest of a round's wall time the device idles. On a CPU host and device share the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxspec import cli
+from jaxspec.adaptive.policy import TierPolicy
+from jaxspec.adaptive.static import StaticPolicy
+from jaxspec.bench.offline.engines import Options, Parts
+from jaxspec.bench.offline.measure import Sweep
+from jaxspec.bench.offline.prompts import CODE
+from jaxspec.bench.offline.report import check_path, write_json
+from jaxspec.engine import Engine
+from jaxspec.events import Delta
+from jaxspec.laps import PARTS, WAIT
+from jaxspec.request import SamplingParams
+from jaxspec.runtime.timing import back_to_back
+from jaxspec.tier import PLAIN, Tier, parse_tier
+
+#: Rounds before those that are looked at; what a policy chooses between, beside static tiers.
+_FIRST, ADAPTIVE = 8, "adaptive"
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """What some rounds took, in seconds a round.
+
+    Attributes:
+      wall: from one to the next. parts: of the host, by jaxspec.laps.PARTS; WAIT is not the host's.
+      starved: share of the rounds before which the device had no work left (EngineStats.starved_rounds).
+      tokens: that a request got in a round.
+    """
+
+    wall: float
+    parts: dict[str, float]
+    starved: float
+    tokens: float
+
+    @property
+    def host(self) -> float:
+        """Of the host, whether the device worked meanwhile or not."""
+        return sum(seconds for part, seconds in self.parts.items() if part != WAIT)
+
+
+def median(windows: Sequence[Window]) -> Window:
+    """Of every figure by itself."""
+    middle = lambda of: statistics.median(map(of, windows))
+    parts = {part: middle(lambda w, part=part: w.parts[part]) for part in windows[0].parts}
+    return Window(middle(lambda w: w.wall), parts, middle(lambda w: w.starved), middle(lambda w: w.tokens))
+
+
+def window(engine: Engine, prompts: Sequence[Sequence[int]], policy: TierPolicy, rounds: int, room: int) -> Window:
+    """Rounds of a full batch in a steady state.
+
+    Args:
+      prompts: of requests that run side by side.
+      room: tokens that each may generate, too many for it to end.
+    """
+    engine.use_policy(policy)
+    params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True)
+    ids = [engine.add(prompt, params) for prompt in prompts]
+    started: set[str] = set()
+    while len(started) < len(ids):
+        started |= {event.request_id for event in engine.step() if isinstance(event, Delta)}
+    for _ in range(_FIRST):
+        engine.step()
+    tokens = lambda: sum(len(engine.output_token_ids(request_id)) for request_id in ids)
+    before, had, began = engine.stats, tokens(), time.perf_counter()
+    for _ in range(rounds):
+        engine.step()
+    seconds, after, got = time.perf_counter() - began, engine.stats, tokens() - had
+    for request_id in ids:
+        engine.abort(request_id)
+    while engine.has_work:
+        engine.step()
+    done = after.rounds - before.rounds
+    spent = {part: (after.host_parts[part] - before.host_parts[part]) / done for part in PARTS if part != WAIT}
+    spent[WAIT] = (after.device_seconds - before.device_seconds) / done
+    starved = (after.starved_rounds - before.starved_rounds) / done
+    return Window(seconds / done, spent, starved, got / done / len(ids))
+
+
+def row(
+    engine: Engine, prompts: Sequence[Sequence[int]], name: str, rounds: int, repeats: int, room: int
+) -> dict[str, Any]:
+    """Medians of one batch size and policy, in microseconds.
+
+    Args:
+      name: of a tier, or ADAPTIVE.
+    """
+    tier = None if name == ADAPTIVE else parse_tier(name)
+    windows = [
+        window(engine, prompts, engine.new_policy() if tier is None else StaticPolicy(tier), rounds, room)
+        for _ in range(repeats)
+    ]
+    found, size = median(windows), len(prompts)
+    out: dict[str, Any] = {"batch_size": size, "policy": name, "tokens_per_round": found.tokens}
+    out["wall_us"], out["host_us"] = 1e6 * found.wall, 1e6 * found.host
+    out["wall_us_range"] = [1e6 * min(w.wall for w in windows), 1e6 * max(w.wall for w in windows)]
+    out["parts_us"] = {part: 1e6 * seconds for part, seconds in found.parts.items()}
+    out["starved_share"] = found.starved
+    if tier is not None:
+        context = len(prompts[0]) + round(found.tokens * (_FIRST + rounds / 2))
+        bucket = min(bucket for bucket in engine.facts.buckets if bucket >= size)
+        device, alone = back_to_back(engine.runner, tier, bucket, size, context, rounds, repeats)
+        out |= {"device_us": 1e6 * device, "call_alone_us": 1e6 * alone, "context": context}
+        out["device_idle_share"] = max(0.0, 1 - device / found.wall)
+    return out
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Microseconds a round."""
+    parts = [*(part for part in PARTS if part != WAIT), WAIT]
+    head = ["batch", "policy", "wall", "device", "idle", "starved", "host", *parts, "call alone"]
+    lines = [head]
+    for r in rows:
+        device = [f"{r['device_us']:.0f}", f"{r['device_idle_share']:.1%}"] if "device_us" in r else ["", ""]
+        lines.append([
+            str(r["batch_size"]), r["policy"], f"{r['wall_us']:.0f}", *device, f"{r['starved_share']:.1%}",
+            f"{r['host_us']:.0f}", *(f"{r['parts_us'][part]:.0f}" for part in parts),
+            f"{r['call_alone_us']:.0f}" if "call_alone_us" in r else "",
+        ])  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    text = __doc__ or ""
+    out = argparse.ArgumentParser(
+        prog="python -m jaxspec.bench overheads", description=text.splitlines()[0].partition(": ")[2].capitalize(),
+        formatter_class=cli.Help,
+    )  # fmt: skip
+    add = out.add_argument
+    add("--model", default="demo", help='"demo" or a Hugging Face directory')
+    add("--drafter", help="a name, or a directory (default: as LLM chooses)")
+    add("--grow", metavar="1b|8b|LAYERSxHIDDEN", help="the same function at a larger model's cost (default: as it is)")
+    add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 on accelerators")
+    add("--batch-sizes", metavar="1,16,64", default="1,16,64", help="requests decoded together")
+    add("--tiers", metavar="off,3,tree-4x3/16", default="off,3", help="depths or tiers' names, each run throughout")
+    add("--policies", choices=(ADAPTIVE,), help="also the adaptive policy over these tiers (default: not measured)")
+    add("--context", type=int, default=256, help="tokens of each prompt")
+    add("--rounds", type=int, default=100, help="that are looked at")
+    add("--repeats", type=int, default=5, help="medians are taken over these")
+    add("--json", metavar="FILE", help="all figures and the conditions (default: not written)")
+    out.set_defaults(command="overheads")
+    return out
+
+
+def run(args: argparse.Namespace, sizes: tuple[int, ...], say: Callable[[str], None]) -> int:
+    """Measures what was asked for.
+
+    Args:
+      sizes: of batches.
+
+    Raises:
+      ValueError: options that do not fit; names the option, what was given and what is allowed.
+    """
+    for name, least in (("context", 1), ("rounds", 1), ("repeats", 1)):
+        if getattr(args, name) < least:
+            raise ValueError(f"{name} must be at least {least}, got {getattr(args, name)}")
+    check_path("json", args.json)
+    tiers = [parse_tier(entry.strip()) for entry in args.tiers.split(",")]
+    drafting = tuple(tier for tier in tiers if tier != PLAIN)
+    depth = max(tier.depth for tier in tiers)
+    room = (depth + 1) * (args.rounds + _FIRST + 4)
+    plan = Sweep(sizes, ("code",), room, args.repeats)
+    options = Options(plan, args.model, args.drafter, drafting or (Tier(1),), args.dtype, args.grow)
+    parts = Parts(options)
+    engine = parts.engine(args.context + room, plain=not drafting)
+    text = [token for passage in CODE for token in parts.tokenizer.encode(passage)]
+    text *= -(-args.context // len(text)) + 1
+    # Every request somewhere else in the text.
+    prompts = [[text[(37 * i + at) % len(text)] for at in range(args.context)] for i in range(max(sizes))]
+    names = [tier.name for tier in dict.fromkeys(tiers)] + ([args.policies] if args.policies else [])
+    rows = []
+    for size in sizes:
+        for name in names:
+            rows.append(row(engine, prompts[:size], name, args.rounds, args.repeats, room))
+            say(table(rows[-1:]))
+    device = jax.devices()[0]
+    say(f"\n{args.model}, {parts.dtype.name}, {device.device_kind}, JAX {jax.__version__}: microseconds a round\n")
+    say(table(rows))
+    if args.json:
+        conditions = {**vars(args), "device": device.device_kind, "platform": device.platform, "jax": jax.__version__}
+        write_json({"conditions": conditions, "rounds": rows}, args.json)
+    return 0
