@@ -162,11 +162,6 @@ class Engine:
         m.output_tokens = len(output.request.output_token_ids)
         return dataclasses.replace(m, acceptance_histogram=[*m.acceptance_histogram], tier_rounds={**m.tier_rounds})
 
-    def output_token_ids(self, request_id: str) -> Sequence[int]:
-        """What a live request has generated so far; nothing of one that is not."""
-        output = self._live.get(request_id)
-        return () if output is None else output.request.output_token_ids
-
     def flush_prefix_cache(self) -> int:
         """Forgets every cached prefix; returns how many pages that freed. Live requests keep theirs."""
         return self.scheduler.flush_prefix_cache()

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from planted import PlantedEngine, jobs, mode
 
-from jaxspec.adaptive.policy import RoundStats
-from jaxspec.bench.offline import metrics, report
+from jaxspec.adaptive.static import StaticPolicy
+from jaxspec.bench.offline import metrics, overheads, report
 from jaxspec.bench.offline.measure import Experiment, Sweep, run_queue
 from jaxspec.bench.offline.metrics import Run
 from jaxspec.bench.offline.workloads import Passage
 from jaxspec.bench.online.overhead import step_offline
-from jaxspec.bench.studies.overheads import starvation
 from jaxspec.bench.studies.peers import compare
+from jaxspec.laps import PARTS, WAIT
 from jaxspec.tier import Tier
 
 
@@ -181,26 +181,46 @@ def test_peers_are_compared_end_to_end(capsys: pytest.CaptureFixture[str]):
     assert found["outputs_that_differ"] == {"b": 3}
 
 
-def test_a_round_takes_what_timed_rounds_take():
-    """Two requests, each a prefill, an untimed round, and timed ones of 10 and 30 ms; the host works 4 ms a round."""
-    stats = SimpleNamespace(rounds=0, starved_rounds=0, host_seconds=0.0)
-    engine = SimpleNamespace(use_policy=lambda policy: None, on_round=None)
+class Stepped(PlantedEngine):
+    """Of each round the host plans 2 ms and calls 1, and waits for the rest; every fourth starves the device."""
 
-    def generate(*_: Any, **__: Any) -> Any:
-        for seconds in (0.0, 0.01, 0.03):
-            stats.rounds, stats.host_seconds = stats.rounds + 1, stats.host_seconds + 0.004
-            stats.starved_rounds += seconds == 0.03
-            if engine.on_round is not None:
-                engine.on_round(RoundStats(Tier(1), 1, 1, (1,), seconds))
-        return [SimpleNamespace(metrics=SimpleNamespace(tpot=0.02, output_tokens=4))]
+    has_work = False
 
-    class Llm:
-        @property
-        def stats(self) -> Any:
-            return SimpleNamespace(**vars(stats))
+    def use_policy(self, policy: Any) -> None:
+        self.rounds = 0
 
-    llm: Any = Llm()
-    llm.engine, llm.generate, llm.use_policy = engine, generate, lambda policy: None
-    row = starvation(llm, [[1], [2]], 4, Tier(1))
-    assert row == pytest.approx({"starved_share": 1 / 3, "host_ms_per_round": 4.0, "wall_ms_per_round": 20.0})
-    assert engine.on_round is None
+    def step(self) -> list[Any]:
+        self.rounds += not self._waiting
+        return super().step()
+
+    def abort(self, name: str) -> None:
+        self._rows.clear()
+
+    @property
+    def stats(self) -> Any:
+        parts = dict.fromkeys(PARTS, 0.0) | {"plan": 0.002 * self.rounds, "call": 0.001 * self.rounds}
+        waited = (self.round - 0.003) * self.rounds
+        return SimpleNamespace(
+            rounds=self.rounds, starved_rounds=self.rounds // 4, device_seconds=waited, host_parts=parts
+        )
+
+
+def test_the_hosts_part_of_a_round():
+    """Of 40 rounds of 10 ms, prompts and the rounds right behind them left out."""
+    planted: Any = Stepped(prefill=1.0, round=0.01, gain=3)
+    found = overheads.window(planted, [[1], [2]], StaticPolicy(Tier(2)), 40, 1000, clock=planted.clock)
+    assert (found.wall, found.host, found.starved, found.tokens) == pytest.approx((0.01, 0.003, 0.25, 3.0))
+    assert found.parts["plan"] == pytest.approx(0.002) and found.parts[WAIT] == pytest.approx(0.007)
+    slow = dataclasses.replace(found, wall=0.03, parts={**found.parts, "plan": 0.02})
+    assert overheads.median([found, slow, found]) == found
+
+
+def test_the_table_of_overheads():
+    parts = {**dict.fromkeys(PARTS, 0.0), "call": 100.0, WAIT: 900.0}
+    row = {"batch_size": 4, "policy": "off", "wall_us": 1000.0, "host_us": 100.0, "parts_us": parts}
+    row |= {"starved_share": 0.5}
+    timed = {**row, "device_us": 950.0, "device_idle_share": 0.05, "call_alone_us": 80.0}
+    head, plain, adaptive = (line.split() for line in overheads.table([timed, row]).splitlines())
+    assert head[:6] == ["batch", "policy", "wall", "device", "idle", "starved"]
+    assert plain[:7] == ["4", "off", "1000", "950", "5.0%", "50.0%", "100"] and plain[-1] == "80"
+    assert adaptive[:5] == ["4", "off", "1000", "50.0%", "100"]

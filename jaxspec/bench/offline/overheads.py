@@ -65,7 +65,10 @@ def median(windows: Sequence[Window]) -> Window:
     return Window(middle(lambda w: w.wall), parts, middle(lambda w: w.starved), middle(lambda w: w.tokens))
 
 
-def window(engine: Engine, prompts: Sequence[Sequence[int]], policy: TierPolicy, rounds: int, room: int) -> Window:
+def window(
+    engine: Engine, prompts: Sequence[Sequence[int]], policy: TierPolicy, rounds: int, room: int, *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Window:  # fmt: skip
     """Rounds of a full batch in a steady state.
 
     Args:
@@ -80,11 +83,9 @@ def window(engine: Engine, prompts: Sequence[Sequence[int]], policy: TierPolicy,
         started |= {event.request_id for event in engine.step() if isinstance(event, Delta)}
     for _ in range(_FIRST):
         engine.step()
-    tokens = lambda: sum(len(engine.output_token_ids(request_id)) for request_id in ids)
-    before, had, began = engine.stats, tokens(), time.perf_counter()
-    for _ in range(rounds):
-        engine.step()
-    seconds, after, got = time.perf_counter() - began, engine.stats, tokens() - had
+    before, began = engine.stats, clock()
+    events = [event for _ in range(rounds) for event in engine.step()]
+    seconds, after = clock() - began, engine.stats
     for request_id in ids:
         engine.abort(request_id)
     while engine.has_work:
@@ -93,7 +94,8 @@ def window(engine: Engine, prompts: Sequence[Sequence[int]], policy: TierPolicy,
     spent = {part: (after.host_parts[part] - before.host_parts[part]) / done for part in PARTS if part != WAIT}
     spent[WAIT] = (after.device_seconds - before.device_seconds) / done
     starved = (after.starved_rounds - before.starved_rounds) / done
-    return Window(seconds / done, spent, starved, got / done / len(ids))
+    tokens = sum(len(event.token_ids) for event in events if isinstance(event, Delta))
+    return Window(seconds / done, spent, starved, tokens / done / len(ids))
 
 
 def row(

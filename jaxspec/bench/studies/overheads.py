@@ -1,8 +1,7 @@
-"""python -m jaxspec.bench.studies.overheads: what is not drafting or verifying, on this machine.
+"""python -m jaxspec.bench.studies.overheads: what it costs to be able to speculate, and to have room, on this machine.
 
-Three questions, each a ratio within one run: how often the device runs out of work (`EngineStats.starved_rounds`);
-what plain rounds cost in an engine that could speculate, against one that cannot; how a round's cost grows with the
-tokens in use and with the longest context that the engine allows.
+Two questions, each a ratio within one run: what plain rounds cost in an engine that could speculate, against one that
+cannot; how a round's cost grows with the tokens in use and with the longest context that the engine allows.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.bench.offline.prompts import CODE
 from jaxspec.llm import LLM
 from jaxspec.request import SamplingParams
-from jaxspec.tier import PLAIN, Tier
+from jaxspec.tier import PLAIN
 
 
 def build(model: str, max_seq_len: int, depth: int) -> LLM:
@@ -37,23 +36,6 @@ def decode(llm: LLM, prompt: Sequence[int], tokens: int) -> tuple[float, int]:
     metrics = llm.generate(list(prompt), params, use_tqdm=False)[0].metrics
     assert metrics.tpot is not None
     return metrics.tpot * (metrics.output_tokens - 1), metrics.output_tokens - 1
-
-
-def starvation(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int, tier: Tier) -> dict[str, float]:
-    """Share of starved rounds, and the host's own time a round (prompts' included) against a timed round's."""
-    llm.use_policy(StaticPolicy(tier))
-    decode(llm, prompts[0], tokens)
-    timed: list[float] = []
-    before, llm.engine.on_round = llm.stats, lambda stats: timed.append(stats.seconds) if stats.seconds else None
-    for prompt in prompts:
-        decode(llm, prompt, tokens)
-    after, llm.engine.on_round = llm.stats, None
-    rounds = after.rounds - before.rounds
-    return {
-        "starved_share": (after.starved_rounds - before.starved_rounds) / rounds,
-        "host_ms_per_round": 1e3 * (after.host_seconds - before.host_seconds) / rounds,
-        "wall_ms_per_round": 1e3 * statistics.mean(timed),
-    }
 
 
 def paired(engines: dict[str, LLM], prompts: Sequence[Sequence[int]], tokens: int, repeats: int) -> dict[str, float]:
@@ -83,12 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     able = build(args.model, 512, args.depth)
     prompts = [able.tokenizer.encode(text) for text in CODE[:6]]
     result: dict[str, Any] = {}
-    for tier in (PLAIN, Tier(args.depth)):
-        row = result[f"host, {tier}"] = starvation(able, prompts, args.tokens, tier)
-        print(
-            f"{tier!s:8s} device out of work before {row['starved_share']:.1%} of rounds; host "
-            f"{row['host_ms_per_round']:.3f} ms of {row['wall_ms_per_round']:.3f} ms a round, overlapped"
-        )
     plain = build(args.model, 512, 0)
     cost = result["plain round, ms"] = paired(
         {"speculative engine": able, "plain engine": plain}, prompts, args.tokens, args.repeats
