@@ -34,6 +34,7 @@ from jaxspec.runtime.sharding import check_divides, host_memory, share_tables, t
 from jaxspec.runtime.timing import measure
 from jaxspec.runtime.warmup import WarmupConfig
 from jaxspec.scheduling.scheduler import Scheduler, SchedulerConfig
+from jaxspec.scheduling.shapes import shapes_for
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.speculation.typical import Typical
@@ -51,6 +52,26 @@ def candidate_steps() -> tuple[int, ...]:
     A CPU is compute-bound beyond about 6 tokens a step (docs/notes.md), so deeper drafts do not pay there.
     """
     return (0, 1, 2, 4) if jax.default_backend() == "cpu" else (0, 1, 2, 4, 6)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prompts:
+    """How a backend computes prompts well (docs/notes.md).
+
+    Attributes:
+      chunk: most tokens of a prompt between two rounds, where nothing else is said.
+      least: tokens below which a smaller call is no faster.
+      overhead: what a call costs beside its tokens, in tokens; on accelerators about those that are computed while
+        the weights are read.
+    """
+
+    chunk: int
+    least: int
+    overhead: int
+
+
+def _prompts() -> _Prompts:
+    return _Prompts(256, 16, 8) if jax.default_backend() == "cpu" else _Prompts(1024, 64, 256)
 
 
 def demo_directory() -> Path:
@@ -276,7 +297,7 @@ def assemble(
     grammars = _grammars(config, tokenizer, model.vocab_size, eos)
     both = ("sampled",) if jax.default_backend() == "cpu" else ("greedy", "sampled")
     runs = RunnerConfig(
-        choice.reachable, sorted({geo.prefill_chunk, *(size for size in (16, 64) if size < geo.prefill_chunk)}), eos,
+        choice.reachable, shapes_for(geo, _prompts().least), _prompts().overhead, eos,
         variants=tuple(sorted({v == "sampled" for v in config.variants or both})),
         rejection=speculation.verification == "rejection",
         typical=None if built is None else _typical(speculation), guided=grammars is not None,
@@ -325,10 +346,13 @@ def _geometry(config: EngineConfig, context: int, depth: int) -> Geometry:
     """The sizes of an engine, for a model of this context and tiers up to this depth."""
     longest = longest_text(config, context)
     pages_per_seq = -(-(longest + depth + 1) // config.page_size)
+    together = config.max_num_batched_tokens or config.prefill_chunk or _prompts().chunk
+    chunk = min(config.prefill_chunk or _prompts().chunk, together, longest)
     return Geometry(
         slots=config.max_batch_size, num_pages=config.num_pages or config.max_batch_size * pages_per_seq,
         page_size=config.page_size, pages_per_seq=pages_per_seq, max_depth=depth, max_seq_len=longest,
-        prefill_chunk=min(config.prefill_chunk, longest), kernels=config.kernels,
+        prefill_chunk=chunk, max_num_batched_tokens=max(chunk, min(together, config.max_batch_size * chunk)),
+        kernels=config.kernels,
     )  # fmt: skip
 
 

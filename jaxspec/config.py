@@ -195,7 +195,10 @@ class EngineConfig:
       memory_fraction: how much of a device's memory weights and pages may take (vLLM's gpu_memory_utilization), in
         (0, 1]: the pool gets what the weights leave, and activations the rest. Of the memory that JAX may use there; on
         CPUs of the machine's, which only bounds the pool. num_pages wins.
-      prefill_chunk: prompt tokens computed between two rounds.
+      prefill_chunk: most tokens of one prompt that are computed between two rounds; None: 256 on CPUs, 1,024 on
+        accelerators, within max_num_batched_tokens.
+      max_num_batched_tokens: most tokens of all prompts that are computed between two rounds, at least prefill_chunk:
+        short prompts are computed together. None: prefill_chunk.
       batch_buckets: padded batch sizes to compile, the largest being max_batch_size; None: powers of two.
       variants: which rounds to compile. "greedy" serves batches of plain greedy requests faster on accelerators;
         "sampled" serves every batch. ("greedy",) alone refuses requests that sample. None: both on accelerators,
@@ -229,7 +232,8 @@ class EngineConfig:
     page_size: int = 64
     num_pages: int | None = None
     memory_fraction: float | None = None
-    prefill_chunk: int = 256
+    prefill_chunk: int | None = None
+    max_num_batched_tokens: int | None = None
     batch_buckets: tuple[int, ...] | None = None
     variants: tuple[str, ...] | None = None
     warmup: str = "background"
@@ -253,7 +257,12 @@ class EngineConfig:
             _integer(me, "num_pages", self.num_pages, 1)
         if self.memory_fraction is not None:
             _fraction(me, "memory_fraction", self.memory_fraction)
-        _integer(me, "prefill_chunk", self.prefill_chunk, 1)
+        for name in ("prefill_chunk", "max_num_batched_tokens"):
+            if getattr(self, name) is not None:
+                _integer(me, name, getattr(self, name), 1)
+        chunk, together = self.prefill_chunk, self.max_num_batched_tokens
+        if chunk is not None and together is not None and together < chunk:
+            raise ValueError(f"{me}.max_num_batched_tokens must be at least prefill_chunk {chunk}, got {together}")
         _integer(me, "tensor_parallel", self.tensor_parallel, 1)
         _integer(me, "seed", self.seed, 0, 2**32 - 1)
         if self.batch_buckets is not None:

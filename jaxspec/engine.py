@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from jaxspec.adaptive.controller import AdaptiveController, Recorder
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.policy import BatchView, RoundStats, TierPolicy
@@ -173,7 +175,7 @@ class Engine:
     # The step.
 
     def step(self) -> list[Event]:
-        """Dispatches the next prefill chunk and round, and commits the ones dispatched a step before.
+        """Dispatches the next prefill chunks and round, and commits the ones dispatched a step before.
 
         Events of one completion come in the order Started, Delta, ..., Finished.
         """
@@ -188,15 +190,15 @@ class Engine:
             if any(self._is_guided(pending) for pending in dispatched):
                 # What a constrained text may go on with is known once its last token is: nothing of it stays in flight.
                 previous, self._in_flight = [*previous, *dispatched], []
-            events = self._started(plan.prefill)
+            events = [event for chunk in plan.prefill for event in self._started(chunk)]
             for pending in previous:
                 events += self._commit(pending)
             self._steps += 1
             self._laps.lap("rest")
             return events
 
-    def _started(self, chunk: PrefillChunk | None) -> list[Event]:
-        if chunk is None or not chunk.is_first or chunk.request.metrics.preemptions:
+    def _started(self, chunk: PrefillChunk) -> list[Event]:
+        if not chunk.is_first or chunk.request.metrics.preemptions:
             return []
         request, m = chunk.request, chunk.request.metrics
         assert m.first_scheduled_time is not None
@@ -218,17 +220,18 @@ class Engine:
             # Looked at last: building the plan and the call itself take the host's time. Guided, the call waits.
             watched = bool(self._in_flight) and not self._chunk_last and not any(map(self._is_guided, dispatched))
             self._starved += watched and self._in_flight[-1].is_ready
-        self._chunk_last = plan.prefill is not None and not plan.prefill.is_last
-        if plan.prefill is not None:
-            matcher = self._live[plan.prefill.request.request_id].matcher
-            allowed = matcher.root if matcher is not None and plan.prefill.is_last else None
-            pending = self.runner.prefill(plan.prefill, allowed)
-            if pending is not None:
-                dispatched.append(pending)
+        self._chunk_last = bool(plan.prefill) and not plan.prefill[-1].is_last
+        if plan.prefill:
+            dispatched += self.runner.prefill(plan.prefill, [self._allowed(chunk) for chunk in plan.prefill])
             self._laps.lap("prefill")
         self.scheduler.dispatched(plan, growth)
         self._laps.lap("commit")
         return dispatched
+
+    def _allowed(self, chunk: PrefillChunk) -> np.ndarray | None:
+        """What the token after a chunk may be, as a set of bits; None: anything."""
+        matcher = self._live[chunk.request.request_id].matcher
+        return matcher.root if matcher is not None and chunk.is_last else None
 
     def _dispatch_round(self, rows: DecodeRows) -> Pending:
         runner, buckets = self.runner, self.facts.buckets

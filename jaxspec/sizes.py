@@ -18,9 +18,11 @@ class Sizes:
       max_depth: of the deepest tier that can run.
       max_seq_len: most tokens of prompt and outputs; 0 stands for what a page table holds.
       prefill_chunk: most tokens of a prefill chunk; 0 stands for max_seq_len.
+      max_num_batched_tokens: most tokens of all prefill chunks of a step; 0 stands for prefill_chunk.
 
     Raises:
-      ValueError: a count below its minimum, or a page table too short for max_seq_len tokens and a round's.
+      ValueError: a count below its minimum, a page table too short for max_seq_len tokens and a round's, or steps too
+        small for a chunk.
     """
 
     slots: int
@@ -30,9 +32,13 @@ class Sizes:
     max_depth: int
     max_seq_len: int = 0
     prefill_chunk: int = 0
+    max_num_batched_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("slots", "num_pages", "page_size", "pages_per_seq", "max_depth", "max_seq_len", "prefill_chunk"):
+        for name in (
+            "slots", "num_pages", "page_size", "pages_per_seq", "max_depth", "max_seq_len", "prefill_chunk",
+            "max_num_batched_tokens",
+        ):  # fmt: skip
             value, low = getattr(self, name), int(not name.startswith(("max", "prefill")))
             if type(value) is not int or value < low:
                 raise ValueError(f"Sizes.{name} must be an integer of at least {low}, got {value!r}")
@@ -44,6 +50,12 @@ class Sizes:
             )
         object.__setattr__(self, "max_seq_len", self.max_seq_len or room)
         object.__setattr__(self, "prefill_chunk", self.prefill_chunk or self.max_seq_len)
+        object.__setattr__(self, "max_num_batched_tokens", self.max_num_batched_tokens or self.prefill_chunk)
+        if self.max_num_batched_tokens < self.prefill_chunk:
+            raise ValueError(
+                f"Sizes.max_num_batched_tokens must be at least prefill_chunk = {self.prefill_chunk}, "
+                f"got {self.max_num_batched_tokens}"
+            )
 
     def allowed(self, prompt: int, max_tokens: int | None) -> int:
         """Most tokens that a request may generate: those it asks for, as far as the context and the pool go.

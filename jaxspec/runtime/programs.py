@@ -19,9 +19,10 @@ from jaxspec.request import MAX_LOGPROBS
 from jaxspec.runtime.compile import Compilation
 from jaxspec.runtime.executables import Fingerprints, IndescribableError
 from jaxspec.runtime.sharding import Placement
+from jaxspec.scheduling.shapes import PrefillShape
 from jaxspec.speculation import guided
 from jaxspec.speculation import round as rounds
-from jaxspec.speculation.layouts import Admission, Batch, Chunk, Packed
+from jaxspec.speculation.layouts import Admission, Batch, Chunks, Packed
 from jaxspec.speculation.round import RoundSpec
 from jaxspec.speculation.state import DecodeState
 from jaxspec.speculation.typical import Typical
@@ -248,28 +249,40 @@ class CatchUpKey:
 
 @dataclasses.dataclass(frozen=True)
 class PrefillKey:
-    """A chunk of a prompt of up to `size` tokens."""
+    """Chunks of prompts.
 
-    size: int
+    Attributes:
+      samples: whether it samples the token after a chunk. Without, no chunk may be its prompt's last.
+    """
+
+    shape: PrefillShape
     guided: bool = False
+    samples: bool = True
 
     def lowering(self, at: Setting) -> Lowering:
-        allowed = at.shape(1, at.words) if self.guided else None
-        chunk = Chunk.of(at.spec.geo.slots, 0, False)
-        args = (Held.TARGET, Held.DRAFT, Held.STATE, chunk, allowed)
-        return Lowering(rounds.prefill_fn(at.spec), args, at.place.round_results(True), {"size": self.size})
+        shape = self.shape
+        allowed = at.shape(shape.rows, at.words) if self.guided and self.samples else None
+        chunks = Chunks.of(at.spec.geo, shape.rows).array
+        args = (Held.TARGET, Held.DRAFT, Held.STATE, chunks, allowed)
+        results = at.place.round_results(True) if self.samples else at.place.state
+        static = {"size": shape.size, "width": shape.width, "samples": self.samples}
+        return Lowering(rounds.prefill_fn(at.spec), args, results, static)
 
 
 @dataclasses.dataclass(frozen=True)
 class AdmitKey:
-    """What gives a slot to a request."""
+    """What gives slots to up to `rows` requests.
+
+    Attributes:
+      biased: whether it takes logit biases.
+    """
+
+    rows: int = 1
+    biased: bool = True
 
     def lowering(self, at: Setting) -> Lowering:
-        geo = at.spec.geo
-        args = (
-            Held.STATE, *Admission.no_request(geo), at.shape(geo.pages_per_seq), at.shape(geo.tokens_per_seq),
-            at.shape(at.spec.config.vocab_size, dtype=jnp.float32),
-        )  # fmt: skip
+        bias = at.shape(self.rows, at.spec.config.vocab_size, dtype=jnp.float32) if self.biased else None
+        args = (Held.STATE, Admission.packed(at.spec.geo, self.rows), bias)
         return Lowering(rounds.admit_fn(at.spec), args, at.place.state)
 
 
@@ -294,7 +307,8 @@ class RunnerConfig:
 
     Attributes:
       reachable: {tier: buckets} that the policy can select.
-      prefill_sizes: chunk lengths that get an executable, ascending.
+      prefill_shapes: for prompts, ascending; the first is of one chunk.
+      prefill_overhead: what a call for prompts costs beside its size, in tokens (scheduling.shapes.cover).
       eos: token ids that min_tokens bans besides a request's own stop ids.
       variants: which rounds to compile: False for greedy ones, True for sampled ones (which serve every batch).
       rejection, typical: how drafts of sampled rows are verified (speculation.round.RoundSpec).
@@ -302,7 +316,8 @@ class RunnerConfig:
     """
 
     reachable: Mapping[Tier, tuple[int, ...]]
-    prefill_sizes: Sequence[int]
+    prefill_shapes: Sequence[PrefillShape]
+    prefill_overhead: int = 8
     eos: Sequence[int] = ()
     variants: tuple[bool, ...] = (False, True)
     rejection: bool = False
@@ -313,8 +328,21 @@ class RunnerConfig:
     def buckets(self) -> list[int]:
         return sorted({bucket for buckets in self.reachable.values() for bucket in buckets})
 
-    def prefill(self, size: int) -> PrefillKey:
-        return PrefillKey(size, self.guided)
+    def prefill(self, shape: PrefillShape, samples: bool = True) -> PrefillKey:
+        return PrefillKey(shape, self.guided, samples)
+
+    @property
+    def admit_rows(self) -> list[int]:
+        """How many requests the executables that admit take, ascending."""
+        return sorted({shape.rows for shape in self.prefill_shapes} | {1})
+
+    @property
+    def prefill_keys(self) -> list[Key]:
+        """The executables that prompts may need. What is computed of one without its end is as much as goes at once."""
+        whole = [shape for shape in self.prefill_shapes if shape.rows == 1][-1:]
+        first: list[Key] = [AdmitKey(rows, biased=rows == 1) for rows in self.admit_rows]
+        first += [LogprobsKey(rows, 1, 1) for rows in self.admit_rows]
+        return [*first, *map(self.prefill, self.prefill_shapes), *(self.prefill(shape, False) for shape in whole)]
 
     def round_keys(self, tier: Tier, bucket: int) -> list[Key]:
         """The executables that a round of a tier may need."""
@@ -335,7 +363,7 @@ class RunnerConfig:
         keys = [key for tier, at in self.reachable.items() for bucket in at for key in self.round_keys(tier, bucket)]
         if catches_up and PLAIN in self.reachable:
             keys += [CatchUpKey(bucket) for bucket in self.buckets]
-        keys += [*map(self.prefill, self.prefill_sizes), AdmitKey(), LogprobsKey(1, 1, 1)]
+        keys += self.prefill_keys
         weight = lambda key: key.tier.depth if isinstance(key, RoundKey) else -isinstance(key, LogprobsKey)
         return sorted(dict.fromkeys(keys), key=weight, reverse=True)
 
@@ -346,8 +374,8 @@ class RunnerConfig:
         drafting = [tier for tier in tiers if tier.depth and tier != least]
         likely = drafting[len(drafting) // 2 : len(drafting) // 2 + 1]
         urgent = self.round_keys(least, buckets[0])
-        turns: dict[Key, int] = {AdmitKey(): 0, LogprobsKey(1, 1, 1): 0}
-        turns |= {self.prefill(size): 2 * bool(i) for i, size in enumerate(self.prefill_sizes)}
+        turns: dict[Key, int] = {key: 2 for key in self.prefill_keys}
+        turns |= dict.fromkeys((AdmitKey(), LogprobsKey(1, 1, 1), *map(self.prefill, self.prefill_shapes[:1])), 0)
         ends = [(at, tier) for at in (buckets[0], buckets[-1]) for tier in (least, *likely)]
         rest = [(at, tier) for at in buckets for tier in tiers]
         for turn, (bucket, tier) in enumerate([*ends, *rest]):

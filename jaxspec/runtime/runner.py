@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,16 +38,17 @@ from jaxspec.runtime.programs import (
     Setting,
     SettleKey,
 )
+from jaxspec.runtime.prompts import ChunkCall, admission, bias_of
 from jaxspec.runtime.results import Pending, Result
 from jaxspec.runtime.sharding import Placement, abstract
 from jaxspec.runtime.timing import Trials
 from jaxspec.runtime.warmup import Warmup, WarmupConfig
 from jaxspec.scheduling.lag import DraftLag
 from jaxspec.scheduling.plan import DecodeRows, PrefillChunk
+from jaxspec.scheduling.shapes import cover
 from jaxspec.speculation.drafter import Drafter
-from jaxspec.speculation.layouts import Admission, Batch, Chunk
+from jaxspec.speculation.layouts import Admission, Batch
 from jaxspec.speculation.round import RoundSpec
-from jaxspec.speculation.sampling import MAX_STOP_IDS, SamplingState
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import Tier
 
@@ -109,9 +110,10 @@ class Runner:
             self._lag = DraftLag(drafter.window, drafter.catch_up_tokens, geo.slots)
         self.reachable, self.variants = config.reachable, config.variants
         words = -(-self.config.vocab_size // 32)
-        self._anything = self.put(np.full((1, words), -1, np.int32)) if config.guided else None
+        anything = {rows: np.full((rows, words), -1, np.int32) for rows in config.admit_rows if config.guided}
+        self._anything = {rows: self.put(array) for rows, array in anything.items()}
         self._disturbed = False  # something else than rounds ran on the device since the last one
-        self._zero_bias = self.put(np.zeros((self.config.vocab_size,), np.float32))
+        self._zero_bias = self.put(np.zeros((1, self.config.vocab_size), np.float32))
         self.reset()
         self._compiled: dict[Key, Any] = {}
         self.states = {tier: SpecRuntimeState(tier, {}) for tier in self.reachable}
@@ -327,59 +329,58 @@ class Runner:
 
     # Dispatch.
 
-    def admit(self, chunk: PrefillChunk) -> None:
-        """Uploads a request's row: tokens, parameters and page table."""
-        geo, request, params = self.geo, chunk.request, chunk.request.params
-        text = request.token_ids
-        tokens = np.zeros((geo.tokens_per_seq,), np.int32)
-        tokens[: len(text)] = text
-        table = np.full((geo.pages_per_seq,), geo.num_pages, np.int32)
-        table[: len(chunk.page_table)] = chunk.page_table
-        stops = [] if params.min_tokens == 0 else list(params.stop_token_ids)
-        if params.min_tokens and not params.ignore_eos:
-            stops += self._can.eos
-        stops += [self.config.vocab_size] * (MAX_STOP_IDS - len(stops))
-        prompt_len = len(request.prompt_token_ids)
-        derived = {
-            "temperature": 0.0 if params.greedy else params.temperature, "top_k": max(params.top_k, 0),
-            "seed": request.seed, "prompt_len": prompt_len, "ban_until": prompt_len + params.min_tokens,
-        }  # fmt: skip
-        numbers = {
-            field: derived[number.name] if number.name in derived else getattr(params, number.name)
-            for field, number in SamplingState.numbers().items()
-        }
-        ints, floats = Admission(chunk.slot, chunk.start, len(text), numbers, stops).arrays()
-        bias: Any = self._zero_bias
-        if params.logit_bias:
-            bias = np.zeros((self.config.vocab_size,), np.float32)
-            for token, value in params.logit_bias.items():
-                bias[token] = value
-        self._state = self._compiled[AdmitKey()](self._state, ints, floats, table, tokens, bias)
+    def _admit(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Uploads requests' rows: tokens, parameters and page tables."""
+        vocab, eos = self.config.vocab_size, self._can.eos
+        ready = [key for rows in self._can.admit_rows if (key := AdmitKey(rows, rows == 1)) in self._compiled]
+        left = [chunk for chunk in chunks if not chunk.request.params.logit_bias]
+        biased = [[chunk] for chunk in chunks if chunk.request.params.logit_bias]
+        groups = []
+        while left:
+            key = next((key for key in ready if key.rows >= len(left)), ready[-1])
+            groups.append((key, left[: key.rows], self._zero_bias if key.biased else None))
+            left = left[key.rows :]
+        groups += [(AdmitKey(), one, bias_of(one[0].request.params, vocab)) for one in biased]
+        for key, some, bias in groups:
+            rows = Admission.packed(self.geo, key.rows, [admission(chunk, eos, vocab) for chunk in some])
+            self._state = self._compiled[key](self._state, rows, bias)
 
-    def prefill(self, chunk: PrefillChunk, allowed_W: np.ndarray | None = None) -> Pending | None:
-        """Dispatches a chunk; a Pending where it ends the prompt, which holds the first token.
+    def prefill(self, chunks: Sequence[PrefillChunk], allowed: Sequence[np.ndarray | None]) -> list[Pending]:
+        """Dispatches a step's chunks; a Pending for each call that ends prompts, which holds their first tokens.
 
         Args:
-          allowed_W: what that token may be, as an int32 set of bits; None: anything.
+          allowed: for each chunk what the token after it may be, as an int32 set of bits [W]; None: anything.
         """
-        if chunk.is_first:
-            self.admit(chunk)
-        sizes = [size for size in self._can.prefill_sizes if self._can.prefill(size) in self._compiled]
-        allowed = self._anything if allowed_W is None else self.put(allowed_W[None])
-        at = chunk.start
-        while True:  # once, but for chunks longer than what is compiled so far
-            size = next((s for s in sizes if s >= chunk.end - at), sizes[-1])
-            count = min(size, chunk.end - at)
-            at += count
-            part = Chunk.of(chunk.slot, count, chunk.is_last and at == chunk.end)
-            executable = self._compiled[self._can.prefill(size)]
-            self._state, packed, kept = executable(self._target, self._draft_params, self._state, part, allowed)
-            if at == chunk.end:
-                break
+        self._admit([chunk for chunk in chunks if chunk.is_first])
+        ready = [shape for shape in self._can.prefill_shapes if self._can.prefill(shape) in self._compiled]
+        masks = dict(zip((chunk.slot for chunk in chunks), allowed, strict=True))
+        counts = [chunk.end - chunk.start for chunk in chunks]
+        pending = []
+        for shape, pieces in cover(counts, ready, self._can.prefill_overhead):
+            call = ChunkCall.of(shape, pieces, chunks)
+            executable = None if call.ending else self._compiled.get(self._can.prefill(shape, samples=False))
+            args = self._target, self._draft_params, self._state, call.array(self.geo)
+            if executable is not None:
+                self._state = executable(*args, None)
+                continue
+            self._state, packed, kept = self._compiled[self._can.prefill(shape)](*args, self._masks(call, masks))
+            if call.ending:
+                rows = [(chunk.request, chunk.request.epoch) for chunk in call.chunks[: call.ending]]
+                pending.append(self._pending(rows, None, shape.rows, packed, kept, 1, sum(call.counts)))
         self._disturbed = True
-        if not chunk.is_last:
+        return pending
+
+    def _masks(self, call: ChunkCall, allowed: Mapping[int, np.ndarray | None]) -> jax.Array | None:
+        """What the tokens after a call's chunks may be, [B, W], by the chunks' slots."""
+        if not self._can.guided:
             return None
-        return self._pending([(chunk.request, chunk.request.epoch)], None, 1, packed, kept, 1, chunk.end)
+        masks = [allowed[chunk.slot] for chunk in call.chunks[: call.ending]]
+        if all(mask is None for mask in masks):
+            return self._anything[call.shape.rows]
+        array = np.full((call.shape.rows, -(-self.config.vocab_size // 32)), -1, np.int32)
+        for row, mask in zip(array, masks, strict=False):
+            row[:] = -1 if mask is None else mask
+        return self.put(array)
 
     def dispatch(self, rows: DecodeRows, state: SpecRuntimeState, bucket: int, guide: Guide | None = None) -> Pending:
         """Dispatches one round of the tier that `state` is bound to.

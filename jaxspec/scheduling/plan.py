@@ -141,19 +141,19 @@ class Plan:
     """One step's work.
 
     Attributes:
-      prefill: at most one chunk.
-      decode: rows of the round; never holds the request of `prefill`.
+      prefill: chunks of different requests, in the order in which those run.
+      decode: rows of the round; never holds a request of `prefill`.
       preempted: requests that lost slot and pages while this was planned.
     """
 
-    prefill: PrefillChunk | None
+    prefill: tuple[PrefillChunk, ...]
     decode: DecodeRows
     preempted: tuple[Request, ...]
 
     @property
     def empty(self) -> bool:
         """Nothing to dispatch."""
-        return self.prefill is None and not len(self.decode)
+        return not self.prefill and not len(self.decode)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,6 +57,15 @@ class PrefixCache:
             parent = page
         return pages
 
+    def missing(self, tokens: Sequence[int], pages: Sequence[int], known: int) -> tuple[int, tuple[int, ...]] | None:
+        """Names what follows the `known` leading pages of a table; equal where two texts go on alike for a page.
+
+        None where the text ends before it would fill that page (and the lookahead).
+        """
+        if (known + 1) * self._page_size + self.lookahead > len(tokens):
+            return None
+        return self._key(pages[known - 1] if known else _ROOT, tokens, known)
+
     def register(self, tokens: Sequence[int], pages: Sequence[int], known: int, full: int) -> int:
         """Makes pages known..full-1 of a page table findable and returns how many leading pages now are.
 

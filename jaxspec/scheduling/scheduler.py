@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -49,7 +49,7 @@ class Scheduler:
         self._waiting: list[Request] = []  # by rank
         self._running: list[Request] = []  # by rank
         self.slots = SlotTable(config.sizes.slots, self._running)
-        self._prefilling: Request | None = None
+        self._prefilling: list[Request] = []  # by rank
         self._free_slots = list(range(config.sizes.slots))
         self._added = self._releases = self._preemptions = self._hits = self._queries = 0
         self._blocked: tuple[Request | None, int] = (None, 0)
@@ -120,14 +120,13 @@ class Scheduler:
     # A step: plan, dispatched, commit.
 
     def plan(self) -> Plan:
-        """Chooses the next step's rows and prefill chunk, and takes the pages they need.
+        """Chooses the next step's rows and prefill chunks, and takes the pages they need.
 
         Decode rows come first, oldest first, so that requests already running are the last to starve. In a step that
         preempted, nothing is admitted. A plan that is not empty must be dispatched.
         """
         rows, preempted = self._grow()
-        prefill = self._next_chunk(admit=not preempted)
-        return Plan(prefill, rows, preempted)
+        return Plan(self._chunks(admit=not preempted), rows, preempted)
 
     def dispatched(self, plan: Plan, growth: int = 0) -> None:
         """The plan is on the device's queue.
@@ -140,16 +139,17 @@ class Scheduler:
             assert 1 <= growth <= self.sizes.max_growth, f"growth {growth} of {self.sizes.max_growth}"
             self.slots.dispatched(plan.decode, growth)
             plan.decode.growth = growth
-        chunk = plan.prefill
-        if chunk is None or chunk.request is not self._prefilling:
-            return
-        chunk.request.num_computed = chunk.end
-        self._register(chunk.request)
-        if chunk.is_last:
-            self._prefilling = None
-            chunk.request.status = RequestStatus.RUNNING
-            self._enqueue(self._running, chunk.request)
-            self.slots.begin(chunk.request)
+        for chunk in plan.prefill:
+            request = chunk.request
+            if request.slot != chunk.slot:  # it has ended since
+                continue
+            request.num_computed = chunk.end
+            self._register(request)
+            if chunk.is_last:
+                self._prefilling.remove(request)
+                request.status = RequestStatus.RUNNING
+                self._enqueue(self._running, request)
+                self.slots.begin(request)
 
     def commit(self, request: Request, epoch: int, tokens: Sequence[int]) -> bool:
         """Takes the first token after a prompt, or after outputs that were computed again.
@@ -225,7 +225,7 @@ class Scheduler:
 
     def _youngest(self) -> Request:
         """The request that loses its pages first. Alone it can always grow: `add` has checked the pool."""
-        scheduled = self._running if self._prefilling is None else [*self._running, self._prefilling]
+        scheduled = [*self._running, *self._prefilling]
         assert len(scheduled) > 1, "a single request does not fit the pool"
         return max(scheduled, key=self._ranks.__getitem__)
 
@@ -238,23 +238,40 @@ class Scheduler:
 
     # Prefill.
 
-    def _next_chunk(self, admit: bool) -> PrefillChunk | None:
-        is_first = self._prefilling is None
-        if is_first and admit:
-            self._prefilling = self._admit()
-        request = self._prefilling
-        if request is None:
-            return None
+    def _chunks(self, admit: bool) -> tuple[PrefillChunk, ...]:
+        """First come, first served, as far as the step's tokens go: whole chunks, or what is left of a prompt."""
+        left = self.sizes.max_num_batched_tokens
+        chunks: list[PrefillChunk] = []
+        coming: set[object] = set()  # names of the pages that are computed next
+        for request in self._prefilling:
+            chunk = self._chunk(request, is_first=False)
+            if chunk.end - chunk.start > left:
+                return tuple(chunks)
+            left -= chunk.end - chunk.start
+            chunks.append(chunk)
+            coming.add(self.prefix_cache.missing(request.token_ids, request.pages, request.num_cached_pages))
+        while admit and left and (request := self._admit(left, coming)) is not None:
+            self._enqueue(self._prefilling, request)
+            chunks.append(self._chunk(request, is_first=True))
+            left -= chunks[-1].end - chunks[-1].start
+            coming.add(self.prefix_cache.missing(request.token_ids, request.pages, request.num_cached_pages))
+        return tuple(chunks)
+
+    def _chunk(self, request: Request, is_first: bool) -> PrefillChunk:
         assert request.slot is not None
         start, total = request.num_computed, request.num_tokens
         end = min(start + self.sizes.prefill_chunk, total)
         return PrefillChunk(request, request.slot, start, end, end == total, is_first, tuple(request.pages))
 
-    def _admit(self) -> Request | None:
+    def _admit(self, left: int, coming: Collection[object]) -> Request | None:
         """Gives the first of the queue a slot and pages for its tokens and one round; None when it has to wait.
 
         While others run, a page for each of them stays in reserve: a request that is preempted right after its
         prefill has only cost time.
+
+        Args:
+          left: tokens that its first chunk may have.
+          coming: names (PrefixCache.missing) of pages that this step computes: it waits for those that it can reuse.
         """
         if not self._waiting or not self._free_slots:
             return None
@@ -263,13 +280,20 @@ class Scheduler:
             return None
         tokens = request.token_ids
         cached = self.prefix_cache.match(tokens) if self.config.enable_prefix_caching else []
+        missing = len(tokens) - len(cached) * self.sizes.page_size
+        if min(self.sizes.prefill_chunk, missing) > left:
+            return None
+        if self.config.enable_prefix_caching and missing > self.sizes.page_size:
+            name = self.prefix_cache.missing(tokens, cached, len(cached))
+            if name is not None and name in coming:
+                return None
         self.pages.share(cached)
-        missing = self.sizes.pages_for(len(tokens)) - len(cached)
-        if missing + len(self._running) > self.pages.available_count:
+        needed = self.sizes.pages_for(len(tokens)) - len(cached)
+        if needed + len(self._running) + len(self._prefilling) > self.pages.available_count:
             self.pages.release(cached)
             self._blocked = (request, self._releases)
             return None
-        pages = self._reserve(missing)
+        pages = self._reserve(needed)
         assert pages is not None
         del self._waiting[0]
         request.slot = heapq.heappop(self._free_slots)
@@ -315,8 +339,8 @@ class Scheduler:
         if request.slot is None:
             self._waiting.remove(request)
         else:
-            if request is self._prefilling:
-                self._prefilling = None
+            if request.status is RequestStatus.PREFILLING:
+                self._prefilling.remove(request)
             else:
                 self._running.remove(request)
                 request.num_computed = self.slots.computed(request)

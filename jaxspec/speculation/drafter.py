@@ -6,6 +6,7 @@ from typing import Protocol, TypeVar
 
 import jax
 
+from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
@@ -38,15 +39,14 @@ class Drafter(Protocol[Params, State]):
         """The drafter's part of the DecodeState."""
         ...
 
-    def admit(self, draft: State, slot: jax.Array, cached: jax.Array) -> State:
-        """A request takes `slot`; its first `cached` tokens come from the prefix cache."""
+    def admit(self, draft: State, slot_B: jax.Array, cached_B: jax.Array) -> State:
+        """Requests take these slots (S: none); their first `cached_B` tokens come from the prefix cache."""
         ...
 
     def prefill(
-        self, params: Params, draft: State, rows: Rows, tokens_BN: jax.Array, count_B: jax.Array,
-        aux_BNA: jax.Array | None,
-    ) -> State:  # fmt: skip
-        """Sees a chunk of committed text: tokens_BN at positions length.., of which count_B are real."""
+        self, params: Params, draft: State, text: Ragged, tokens_1T: jax.Array, aux_1TA: jax.Array | None
+    ) -> State:
+        """Sees chunks of committed text, with the target's states of their tokens."""
         ...
 
     #: Tokens committed since the last draft that the next one consumes by itself, and that `catch_up` adds.

@@ -71,60 +71,82 @@ class Batch(_Layout[A]):
         return batch
 
 
-class Chunk(_Layout[A]):
-    """A chunk of one slot's prompt, int32 [3]: the slot, how many tokens are real, whether it ends the prompt (1)."""
+class Chunks(_Layout[A]):
+    """A chunk of each of B slots' prompts, int32 [B, 3].
 
-    slot_B, count_B, last_B = (_Column(None, at) for at in range(3))
+    Attributes:
+      slot_B: S for padding, which comes last. count_B: how many tokens. last_B: whether they end the prompt (1).
+    """
+
+    slot_B, count_B, last_B = (_Column(_ALL, at) for at in range(3))
 
     @staticmethod
-    def of(slot: int, count: int, last: bool) -> np.ndarray:
-        return np.asarray([slot, count, last], np.int32)
+    def of(geo: Geometry, bucket: int, rows: Sequence[tuple[int, int, bool]] = ()) -> Chunks[np.ndarray]:
+        """Chunks of (slot, count, whether it is the prompt's last); without any they mean no request."""
+        chunks = Chunks(np.zeros((bucket, 3), np.int32))
+        chunks.slot_B[:] = geo.slots
+        if rows:
+            chunks.array[: len(rows)] = rows
+        return chunks
 
 
 class Admission(NamedTuple):
-    """What gives a slot to a request, as int32 [3 + numbers + stop ids] and float32 [numbers].
+    """What gives a slot to a request; on the device, slots to B of them.
+
+    They cross over as one int32 array [B, 3 + numbers + stop ids + M + L]; floats do as their bits.
 
     Attributes:
       slot, cached, total: the slot, tokens that the prefix cache holds, tokens in all.
-      numbers: of the row's SamplingState, by field; unsigned ones cross over as their bits.
-      stop_ids_K: padded with V.
+      numbers: of the row's SamplingState, by field.
+      stop_ids: K, padded with V. table: M pages. tokens: L of them. On the host the latter two may be shorter.
     """
 
     slot: Any
     cached: Any
     total: Any
     numbers: Mapping[str, Any]
-    stop_ids_K: Any
+    stop_ids: Any
+    table: Any
+    tokens: Any
 
     @staticmethod
-    def _names() -> tuple[list[str], list[str]]:
-        """The fields of SamplingState that are integers, and those that are not."""
-        numbers = SamplingState.numbers()
-        floats = [name for name, number in numbers.items() if number.dtype == jnp.float32]
-        return [name for name in numbers if name not in floats], floats
+    def _ends(geo: Geometry) -> list[int]:
+        """Where the stop ids, the table and the tokens begin, and where those end."""
+        ends = [3 + len(SamplingState.numbers())]
+        for width in (MAX_STOP_IDS, geo.pages_per_seq, geo.tokens_per_seq):
+            ends.append(ends[-1] + width)
+        return ends
 
     @classmethod
-    def no_request(cls, geo: Geometry) -> tuple[np.ndarray, np.ndarray]:
-        ints, floats = cls._names()
-        return np.full(3 + len(ints) + MAX_STOP_IDS, geo.slots, np.int32), np.zeros(len(floats), np.float32)
-
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """The host's side."""
-        ints, floats = ([self.numbers[name] for name in names] for names in self._names())
-        values = np.asarray([self.slot, self.cached, self.total, *ints, *self.stop_ids_K], np.int64)
-        return values.astype(np.int32), np.asarray(floats, np.float32)
+    def packed(cls, geo: Geometry, bucket: int, requests: Sequence[Admission] = ()) -> np.ndarray:
+        """The host's side. Without requests it means none."""
+        stops, table, tokens, end = cls._ends(geo)
+        array = np.zeros((bucket, end), np.int32)
+        array[:, 0] = geo.slots
+        array[:, table:tokens] = geo.num_pages
+        types = [np.dtype(number.dtype) for number in SamplingState.numbers().values()]
+        for row, request in zip(array, requests, strict=False):
+            row[:3] = request.slot, request.cached, request.total
+            for at, (value, dtype) in enumerate(zip(request.numbers.values(), types, strict=True), start=3):
+                row[at] = np.asarray(value, dtype).view(np.int32)
+            row[stops:table] = request.stop_ids
+            row[table : table + len(request.table)] = request.table
+            row[tokens : tokens + len(request.tokens)] = request.tokens
+        return array
 
     @classmethod
-    def of(cls, ints: jax.Array, floats: jax.Array) -> Admission:
+    def of(cls, geo: Geometry, rows_BX: jax.Array) -> Admission:
         """The device's side."""
-        names, others = cls._names()
-        rest = 3 + len(names)
-        numbers = {name: ints[at] for at, name in enumerate(names, start=3)}
-        numbers |= {name: floats[at] for at, name in enumerate(others)}
-        for name, number in SamplingState.numbers().items():
-            if number.dtype == jnp.uint32:
-                numbers[name] = jax.lax.bitcast_convert_type(numbers[name], jnp.uint32)
-        return cls(ints[0], ints[1], ints[2], numbers, ints[rest:])
+        stops, table, tokens, _ = cls._ends(geo)
+        types = {name: number.dtype for name, number in SamplingState.numbers().items()}
+        numbers = {
+            name: jax.lax.bitcast_convert_type(rows_BX[:, at], dtype)
+            for at, (name, dtype) in enumerate(types.items(), start=3)
+        }
+        return cls(
+            rows_BX[:, 0], rows_BX[:, 1], rows_BX[:, 2], numbers, rows_BX[:, stops:table], rows_BX[:, table:tokens],
+            rows_BX[:, tokens:],
+        )  # fmt: skip
 
 
 class Packed(_Layout[A]):

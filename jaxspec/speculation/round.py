@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from flax import nnx
 from jaxspec.cache import TreeKV, commit
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.speculation.drafter import Drafter
-from jaxspec.speculation.layouts import Admission, Batch, Chunk, Packed, PackedLogprobs
+from jaxspec.speculation.layouts import Admission, Batch, Chunks, Packed, PackedLogprobs
+from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.sampling import SamplingState, adjust_logits, restrict_logits, top_logprobs
 from jaxspec.speculation.state import DecodeState, Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
@@ -251,61 +252,77 @@ def round_fn(
     return run
 
 
-def prefill_fn(spec: RoundSpec) -> Callable[..., tuple[DecodeState, jax.Array, tuple[jax.Array, jax.Array]]]:
-    """The traced function of a prompt chunk of one slot; its length is the chunk bucket, static.
+def prefill_fn(spec: RoundSpec) -> Callable[..., Any]:
+    """The traced function of chunks of prompts, one of each of several slots.
 
-    The result takes (target state, draft state, DecodeState, a `Chunk`, what the token after the chunk may be as an
-    int32 set of bits [1, W] or None, chunk length as a static range). The tokens are in the DecodeState already. It
-    samples the token after the chunk where that ends the prompt, with the same rule as every other token.
+    The result takes (target state, draft state, DecodeState, `Chunks` of B slots, what the token after each chunk may
+    be as int32 sets of bits [B, W] or None) and three static arguments: `size`, most tokens of all chunks together;
+    `width`, most of one; `samples`. The tokens are in the DecodeState already. Where a chunk ends its prompt, the token
+    after it is sampled, with the same rule as every other token: it returns the new DecodeState, the `Packed` tokens
+    [B, 1], and the logits with which nodes `logprobs_fn` reads. Without `samples` no chunk ends its prompt, nothing is
+    multiplied by the output layer, and the DecodeState is all that it returns.
     """
     geo, drafter = spec.geo, spec.drafter
 
     def run(
-        target: Any, draft_params: Any, state: DecodeState, chunk_X: jax.Array, allowed_BW: jax.Array | None = None, *,
-        size: int,
+        target: Any, draft_params: Any, state: DecodeState, chunks_BX: jax.Array, allowed_BW: jax.Array | None = None,
+        *, size: int, width: int, samples: bool = True,
     ) -> Any:  # fmt: skip
         model: TargetModel = nnx.merge(spec.graph, target)
-        chunk = Chunk(chunk_X)
-        slot_B, count_B, last_B = chunk.slot_B, chunk.count_B, chunk.last_B > 0
-        rows = Rows.gather(state, slot_B, geo)
-        index = rows.length_B[:, None] + jnp.arange(size)[None, :]
-        real = jnp.arange(size)[None, :] < count_B[:, None]
-        tokens = rows.tokens_at(state.tokens_SL, index)
-        causal = jnp.tril(jnp.ones((size, size), bool))[None]
+        chunks = Chunks(chunks_BX)
+        rows = Rows.gather(state, chunks.slot_B, geo)
+        text = Ragged.of(rows, chunks.count_B, size, width)
+        tokens = text.tokens(state.tokens_SL)
+        causal = jnp.tril(jnp.ones((width, width), bool))[None]
         kv = TreeKV(state.pages, rows.table_BM, rows.length_B, causal, geo.num_pages, kernels=geo.kernels)
-        hidden, aux = model(tokens, index, kv.attend, spec.aux_layers)
-        draft = state.draft
-        if drafter is not None:
-            draft = drafter.prefill(draft_params, draft, rows, tokens, count_B, aux)
-
-        final = jnp.take_along_axis(hidden, (count_B - 1)[:, None, None], axis=1)
-        logits = model.logits(final)
-        sampling = state.sampling.rows(rows.slot_B)
-        position = (rows.length_B + count_B)[:, None]
-        root = DraftTree.chain(jnp.zeros((1, 1), jnp.int32))
-        adjusted = adjust_logits(logits, sampling, position, root.tokens_BN, root.ancestors_BNN)
-        if allowed_BW is not None:
-            adjusted = restrict_logits(adjusted, allowed_BW[:, None])
-        verdict = verify(root, adjusted, sampling, position[:, 0], PLAIN, kernels=geo.kernels)
-        token = verdict.next_token_B[:, None]
-        new_kv, ready_B = kv.stacked(), token[:, 0] >= 0
-        pages = commit(state.pages, new_kv, rows.table_BM, index, real, geo.num_pages, ready_B=ready_B)
-        into = jnp.where(last_B[:, None], slot_B[:, None], geo.slots)
+        hidden, aux = model(tokens, text.index_T[None], text.attend(kv.attend), spec.aux_layers)
+        draft = state.draft if drafter is None else drafter.prefill(draft_params, state.draft, text, tokens, aux)
+        final_B1E = text.last(hidden)[:, None]
+        first = _first_tokens(spec, model, state, text, final_B1E, allowed_BW) if samples else None
+        # Of both only the dependency matters; see `commit`.
+        ready_B = jnp.argmax(final_B1E[:, 0], axis=-1) >= 0 if first is None else first.token_B1[:, 0] >= 0
+        length = state.length_S.at[rows.slot_B].add(chunks.count_B, mode="drop")
+        pages = commit(
+            state.pages, kv.stacked(), rows.table_BM, text.index_BN, text.real_BN, geo.num_pages, ready_B=ready_B
+        )
+        state = dataclasses.replace(state, pages=pages, draft=draft, length_S=length)
+        if first is None:
+            return state
+        into = jnp.where(chunks.last_B > 0, rows.slot_B, geo.slots)[:, None]
+        counts = state.sampling.counts_SV.at[into, first.token_B1].add(1, mode="drop")
+        position = (rows.length_B + chunks.count_B)[:, None]
         state = dataclasses.replace(
             state,
-            pages=pages,
-            draft=draft,
-            tokens_SL=state.tokens_SL.at[into, position].set(token, mode="drop"),
-            length_S=state.length_S.at[slot_B].add(count_B, mode="drop"),
-            sampling=dataclasses.replace(
-                state.sampling, counts_SV=state.sampling.counts_SV.at[into, token].add(1, mode="drop")
-            ),
+            tokens_SL=state.tokens_SL.at[into, position].set(first.token_B1, mode="drop"),
+            sampling=dataclasses.replace(state.sampling, counts_SV=counts),
         )
-        bad_B = 1 - verdict.finite_B.astype(jnp.int32)
-        packed = Packed.of(jnp.ones((1, 1), jnp.int32), bad_B, token)
-        return state, packed, (logits, jnp.zeros((1, 1), jnp.int32))
+        packed = Packed.of(jnp.ones_like(first.token_B1), first.bad_B, first.token_B1)
+        return state, packed, (first.logits_B1V, jnp.zeros_like(first.token_B1))
 
     return run
+
+
+class _First(NamedTuple):
+    """The tokens after chunks, whether their logits were not finite (1), and the logits themselves."""
+
+    token_B1: jax.Array
+    bad_B: jax.Array
+    logits_B1V: jax.Array
+
+
+def _first_tokens(
+    spec: RoundSpec, model: TargetModel, state: DecodeState, text: Ragged, hidden_B1E: jax.Array,
+    allowed_BW: jax.Array | None,
+) -> _First:  # fmt: skip
+    logits = model.logits(hidden_B1E)
+    sampling = state.sampling.rows(text.rows.slot_B)
+    position = (text.rows.length_B + text.count_B)[:, None]
+    root = DraftTree.chain(jnp.zeros_like(position))
+    adjusted = adjust_logits(logits, sampling, position, root.tokens_BN, root.ancestors_BNN)
+    if allowed_BW is not None:
+        adjusted = restrict_logits(adjusted, allowed_BW[:, None])
+    verdict = verify(root, adjusted, sampling, position[:, 0], PLAIN, kernels=spec.geo.kernels)
+    return _First(verdict.next_token_B[:, None], 1 - verdict.finite_B.astype(jnp.int32), logits)
 
 
 def catch_up_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
@@ -325,30 +342,32 @@ def catch_up_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
 
 
 def admit_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
-    """The traced function that gives a slot to a request.
+    """The traced function that gives slots to requests.
 
-    Takes (DecodeState, the two arrays of an `Admission`, table [M], tokens [L], bias [V]).
+    Takes (DecodeState, rows_BX as `Admission` packs them, logit biases [B, V] or None: no request has any).
     """
     vocab = spec.config.vocab_size
 
-    def run(
-        state: DecodeState, ints: jax.Array, floats: jax.Array, table: jax.Array, tokens: jax.Array, bias: jax.Array
-    ) -> DecodeState:
-        slot, cached, total, numbers, stop_ids_K = Admission.of(ints, floats)
-        prompt_len = numbers["prompt_len_S"]
-        index = jnp.arange(tokens.shape[0])
-        in_prompt = jnp.zeros((vocab,), bool).at[jnp.where(index < prompt_len, tokens, vocab)].set(True, mode="drop")
-        output = (index >= prompt_len) & (index < total)
-        counts = jnp.zeros((vocab,), jnp.int32).at[jnp.where(output, tokens, vocab)].add(1, mode="drop")
-        row = SamplingState(**numbers, stop_ids_SK=stop_ids_K, bias_SV=bias, counts_SV=counts, in_prompt_SV=in_prompt)
-        put = lambda table, value: table.at[slot].set(value, mode="drop")
-        draft = state.draft if spec.drafter is None else spec.drafter.admit(state.draft, slot, cached)
+    def run(state: DecodeState, rows_BX: jax.Array, bias_BV: jax.Array | None = None) -> DecodeState:
+        new = Admission.of(spec.geo, rows_BX)
+        index, prompt_len_B1 = jnp.arange(new.tokens.shape[1])[None, :], new.numbers["prompt_len_S"][:, None]
+        row = jnp.arange(rows_BX.shape[0])[:, None]
+        where = lambda mask: (row, jnp.where(mask, new.tokens, vocab))
+        none = jnp.zeros((rows_BX.shape[0], vocab), jnp.int32)
+        in_prompt = none.astype(bool).at[where(index < prompt_len_B1)].set(True, mode="drop")
+        counts = none.at[where((index >= prompt_len_B1) & (index < new.total[:, None]))].add(1, mode="drop")
+        bias = none.astype(jnp.float32) if bias_BV is None else bias_BV
+        sampling = SamplingState(
+            **new.numbers, stop_ids_SK=new.stop_ids, bias_SV=bias, counts_SV=counts, in_prompt_SV=in_prompt
+        )
+        put = lambda table, value: table.at[new.slot].set(value, mode="drop")
+        draft = state.draft if spec.drafter is None else spec.drafter.admit(state.draft, new.slot, new.cached)
         return dataclasses.replace(
             state,
-            table_SM=put(state.table_SM, table),
-            tokens_SL=put(state.tokens_SL, tokens),
-            length_S=put(state.length_S, cached),
-            sampling=jax.tree.map(put, state.sampling, row),
+            table_SM=put(state.table_SM, new.table),
+            tokens_SL=put(state.tokens_SL, new.tokens),
+            length_S=put(state.length_S, new.cached),
+            sampling=jax.tree.map(put, state.sampling, sampling),
             draft=draft,
         )
 

@@ -10,6 +10,7 @@ import pytest
 
 from jaxspec.bench.offline.simulate import SimulatedDrafter, rate_for
 from jaxspec.speculation.drafters.ngram import NgramDrafter
+from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.tier import Tier
 
@@ -39,9 +40,9 @@ def drafted(rate: float, row: int, length: int) -> np.ndarray:
         slot, jnp.asarray([True]), jnp.zeros((1, 4), jnp.int32), jnp.asarray([n]), jnp.asarray([TEXTS[row][n]])
     )
     tokens_SL = jnp.zeros((SLOTS, GEO.tokens_per_seq), jnp.int32).at[1, :12].set(jnp.asarray(TEXTS[row]))
-    state = drafter.admit(drafter.init_state(GEO), slot[0], jnp.asarray(0))
+    state = drafter.admit(drafter.init_state(GEO), slot, jnp.asarray([0]))
     prompt = jnp.asarray([[*TEXTS[row][:5], 0, 0, 0]])
-    state = drafter.prefill(params, state, rows(0), prompt, jnp.asarray([5]), None)
+    state = drafter.prefill(params, state, Ragged.of(rows(0), jnp.asarray([5]), 8, 8), prompt, None)
     tree, _ = drafter.draft(params, state, rows(length), tokens_SL, Tier(3), None, None, False)
     assert int(tree.tokens_BN[0, 0]) == TEXTS[row][length]
     return np.asarray(tree.tokens_BN[0, 1:])

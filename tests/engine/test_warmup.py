@@ -28,6 +28,7 @@ from jaxspec.runtime.executables import kept_once
 from jaxspec.runtime.programs import AdmitKey, LogprobsKey, PrefillKey, RoundKey
 from jaxspec.runtime.runner import Runner
 from jaxspec.runtime.warmup import Progress, Warmup
+from jaxspec.scheduling.shapes import PrefillShape
 from jaxspec.tier import PLAIN, Tier
 
 TIERS = (PLAIN, Tier(1), Tier(3))
@@ -80,7 +81,7 @@ def gate(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def urgent(key: Any) -> bool:
-    return key in {AdmitKey(), PrefillKey(16), LogprobsKey(1, 1, 1), RoundKey(PLAIN, 1, True)}
+    return key in {AdmitKey(), PrefillKey(PrefillShape.of_one(16)), LogprobsKey(1, 1, 1), RoundKey(PLAIN, 1, True)}
 
 
 def waited(condition: Callable[[], bool]) -> None:
@@ -145,7 +146,7 @@ def test_long_chunks_run_in_pieces_until_their_size_is_ready(bench: Any, tools: 
     engine = start(bench, batch_buckets=(1, 4))
     rng = np.random.default_rng(1)
     work = [(rng.integers(0, 12, 61).tolist(), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))]
-    assert PrefillKey(32) not in engine.runner._compiled
+    assert PrefillKey(PrefillShape.of_one(32)) not in engine.runner._compiled
     tools.same(tools.drive(engine, work), bench.expected(work))
 
 
@@ -316,6 +317,7 @@ import threading, jax
 from jaxspec.runtime.compile import Compilation
 from jaxspec.runtime import warmup as warm_ups
 from jaxspec.runtime.warmup import Progress, Warmup
+from jaxspec.scheduling.shapes import PrefillShape
 
 def late():
     threading.main_thread().join()

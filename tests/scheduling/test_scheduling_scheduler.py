@@ -43,9 +43,9 @@ def prefilled(scheduler: Scheduler, *requests: Request) -> None:
     for request in requests:
         scheduler.add(request)
         while request.status is not RequestStatus.RUNNING:
-            chunk = scheduler._next_chunk(admit=True)
-            assert chunk is not None and chunk.request is request
-            scheduler.dispatched(Plan(chunk, scheduler.slots.due().kept([]).decode(()), ()))
+            chunks = scheduler._chunks(admit=True)
+            assert [chunk.request for chunk in chunks] == [request]
+            scheduler.dispatched(Plan(chunks, scheduler.slots.due().kept([]).decode(()), ()))
         assert scheduler.commit(request, request.epoch, [1])
 
 
@@ -114,18 +114,18 @@ def test_long_prompt_is_prefilled_in_chunks_and_decodes_from_the_next_plan_on():
     scheduler = make()
     request = make_request("a", prompt=18)
     scheduler.add(request)
-    chunks = [step(scheduler).prefill for _ in range(3)]
-    assert [(c.start, c.end, c.is_first, c.is_last) for c in chunks if c] == [
+    chunks = [chunk for _ in range(3) for chunk in step(scheduler).prefill]
+    assert [(c.start, c.end, c.is_first, c.is_last) for c in chunks] == [
         (0, 8, True, False),
         (8, 16, False, False),
         (16, 18, False, True),
     ]
     assert request.status is RequestStatus.RUNNING and request.num_computed == 18
     assert scheduler.slots.in_flight(request) == (1, 0)
-    assert all(c and c.page_table == tuple(request.pages) for c in chunks)
+    assert all(c.page_table == tuple(request.pages) for c in chunks)
     assert len(request.pages) == 6, "18 tokens and a round of 3"
     plan = step(scheduler)
-    assert plan.prefill is None and list(plan.decode.requests) == [request]
+    assert not plan.prefill and list(plan.decode.requests) == [request]
 
 
 def test_decode_rounds_run_beside_the_prefill_of_others():
@@ -133,7 +133,7 @@ def test_decode_rounds_run_beside_the_prefill_of_others():
     prefilled(scheduler, make_request("a"))
     scheduler.add(make_request("b", prompt=12))
     plan = step(scheduler)
-    assert plan.prefill is not None and plan.prefill.request.request_id == "b"
+    assert [chunk.request.request_id for chunk in plan.prefill] == ["b"]
     assert [request.request_id for request in plan.decode.requests] == ["a"]
 
 
@@ -143,7 +143,7 @@ def test_queue_is_ordered_by_priority_then_arrival():
         request = make_request(name, priority=priority)
         request.arrival_time = arrival
         scheduler.add(request)
-    order = [plan.prefill.request.request_id for plan in [step(scheduler) for _ in range(4)] if plan.prefill]
+    order = [chunk.request.request_id for _ in range(4) for chunk in step(scheduler).prefill]
     assert order == ["c", "b", "a", "d"]
 
 
@@ -153,7 +153,7 @@ def test_priorities_age_so_that_nobody_waits_for_ever():
         request = make_request(name, priority=priority)
         request.arrival_time = arrival
         scheduler.add(request)
-    order = [plan.prefill.request.request_id for plan in [step(scheduler) for _ in range(4)] if plan.prefill]
+    order = [chunk.request.request_id for _ in range(4) for chunk in step(scheduler).prefill]
     assert order == ["urgent", "early", "patient", "late"]
 
 
@@ -168,10 +168,10 @@ def test_admission_waits_for_a_slot():
     a, b = make_request("a"), make_request("b")
     prefilled(scheduler, a)
     scheduler.add(b)
-    assert step(scheduler).prefill is None and scheduler.stats.waiting == 1
+    assert not step(scheduler).prefill and scheduler.stats.waiting == 1
     scheduler.finish(a, FinishReason.STOP)
     plan = step(scheduler)
-    assert plan.prefill is not None and plan.prefill.request is b and plan.prefill.slot == 0
+    assert [(chunk.request, chunk.slot) for chunk in plan.prefill] == [(b, 0)]
 
 
 def test_admission_leaves_a_page_for_each_running_request():
@@ -179,9 +179,9 @@ def test_admission_leaves_a_page_for_each_running_request():
     a, b = make_request("a", prompt=5), make_request("b", prompt=13)  # 2 pages and 4 pages
     prefilled(scheduler, a)
     scheduler.add(b)
-    assert step(scheduler, growth=1).prefill is None
+    assert not step(scheduler, growth=1).prefill
     scheduler.finish(a, FinishReason.STOP)
-    assert step(scheduler).prefill is not None
+    assert step(scheduler).prefill
 
 
 def test_a_request_that_does_not_fit_is_not_looked_up_again_before_pages_are_released(monkeypatch: pytest.MonkeyPatch):
@@ -193,10 +193,10 @@ def test_a_request_that_does_not_fit_is_not_looked_up_again_before_pages_are_rel
     match = scheduler.prefix_cache.match
     monkeypatch.setattr(scheduler.prefix_cache, "match", lambda tokens: lookups.append(len(tokens)) or match(tokens))
     for _ in range(5):
-        assert step(scheduler, growth=1).prefill is None
+        assert not step(scheduler, growth=1).prefill
     assert lookups == [17]
     scheduler.finish(a, FinishReason.STOP)
-    assert step(scheduler).prefill is not None and lookups == [17, 17]
+    assert step(scheduler).prefill and lookups == [17, 17]
 
 
 def test_head_of_the_queue_is_not_overtaken():
@@ -205,10 +205,10 @@ def test_head_of_the_queue_is_not_overtaken():
     prefilled(scheduler, a)
     scheduler.add(make_request("b", prompt=17))  # 5 pages of 4
     scheduler.add(make_request("c", prompt=1))
-    assert step(scheduler).prefill is None
+    assert not step(scheduler).prefill
     scheduler.finish(a, FinishReason.STOP)
     plan = step(scheduler)
-    assert plan.prefill is not None and plan.prefill.request.request_id == "b"
+    assert [chunk.request.request_id for chunk in plan.prefill] == ["b"]
 
 
 # Decode.
@@ -249,7 +249,7 @@ def test_a_single_token_needs_no_round():
     scheduler = make()
     request = make_request("a", max_tokens=1)
     scheduler.add(request)
-    assert step(scheduler).prefill is not None
+    assert step(scheduler).prefill
     assert step(scheduler).empty
     assert scheduler.commit(request, request.epoch, [3])
     assert request.output_token_ids == [3] and request.metrics.first_token_time == 5.0
@@ -279,8 +279,8 @@ def test_the_youngest_is_preempted_and_resumes_with_its_outputs():
     assert b.metrics.preemptions == scheduler.stats.preemptions == 1
     assert scheduler.abort("a")
     plan = step(scheduler)
-    chunk = plan.prefill
-    assert chunk is not None and chunk.request is b and chunk.is_first and chunk.is_last
+    (chunk,) = plan.prefill
+    assert chunk.request is b and chunk.is_first and chunk.is_last
     assert chunk.end == 3, "prompt of 2 and the output known"
     assert scheduler.commit(b, 1, [8]) and b.output_token_ids == [1, 8] and scheduler.slots.computed(b) == 3
 
@@ -293,12 +293,12 @@ def test_nothing_is_admitted_in_a_plan_that_preempted():
     while not (plan := step(scheduler, growth=2)).preempted:
         assert not plan.empty
         plans.append(plan)
-    assert plan.preempted == (b,) and plan.prefill is None
+    assert plan.preempted == (b,) and not plan.prefill
     assert scheduler.stats.free_pages == 4, "enough for b's 3 known tokens, a round, and a page for a"
     for late in (*plans, plan):
         scheduler.commit_round(late.decode, [[1]] * len(late.decode))  # a turns out short and needs no page
     plan = scheduler.plan()
-    assert plan.prefill is not None and plan.prefill.request is b
+    assert [chunk.request for chunk in plan.prefill] == [b]
 
 
 def test_a_lower_priority_loses_before_a_later_arrival():
@@ -321,7 +321,7 @@ def test_preempted_request_goes_before_later_arrivals():
     assert b.status is RequestStatus.WAITING
     scheduler.finish(a, FinishReason.STOP)
     plan = step(scheduler)
-    assert plan.prefill is not None and plan.prefill.request is b
+    assert [chunk.request.request_id for chunk in plan.prefill] == ["b", "c"]
 
 
 def test_cached_pages_are_evicted_before_anybody_is_preempted():
@@ -386,8 +386,8 @@ def test_prompt_pages_are_reused_while_the_first_request_still_runs():
     first, second = make_request("a", prompt), make_request("b", [*prompt[:9], 99])
     prefilled(scheduler, first)
     scheduler.add(second)
-    chunk = step(scheduler).prefill
-    assert chunk is not None and (chunk.start, chunk.end, chunk.is_first) == (8, 10, True)
+    (chunk,) = step(scheduler).prefill
+    assert (chunk.start, chunk.end, chunk.is_first) == (8, 10, True)
     assert second.pages[:2] == first.pages[:2] and not set(second.pages[2:]) & set(first.pages)
     assert second.metrics.cached_prompt_tokens == 8
     assert (scheduler.stats.prefix_hits, scheduler.stats.prefix_queries) == (8, 20)
@@ -397,8 +397,7 @@ def reused(scheduler: Scheduler, tokens: list[int]) -> int:
     """Tokens that a request with this prompt finds."""
     request = make_request("probe", tokens, max_tokens=1)
     scheduler.add(request)
-    chunk = step(scheduler).prefill
-    assert chunk is not None
+    (chunk,) = step(scheduler).prefill
     scheduler.abort("probe")
     return chunk.start
 

@@ -63,13 +63,16 @@ class Device:
             if drafter:
                 assert self.drafter.get(address) == tuple(slot.tokens[position : position + 2]), position
 
+    def admit(self, chunk: PrefillChunk) -> None:
+        """Before any chunk of the step is computed: what its request reuses must be there by then."""
+        sizes, request = self.sizes, chunk.request
+        table = list(chunk.page_table) + [sizes.num_pages] * (sizes.pages_per_seq - len(chunk.page_table))
+        assert len(table) == sizes.pages_per_seq
+        slot = self.slots[chunk.slot] = Slot(request, table, request.token_ids)
+        self._check(slot, chunk.start, drafter=self.config.prefix_lookahead > 0)
+
     def prefill(self, chunk: PrefillChunk) -> list[int]:
-        config, sizes, request = self.config, self.sizes, chunk.request
-        if chunk.is_first:
-            table = list(chunk.page_table) + [sizes.num_pages] * (sizes.pages_per_seq - len(chunk.page_table))
-            assert len(table) == sizes.pages_per_seq
-            slot = self.slots[chunk.slot] = Slot(request, table, request.token_ids)
-            self._check(slot, chunk.start, drafter=config.prefix_lookahead > 0)
+        sizes, request = self.sizes, chunk.request
         slot = self.slots[chunk.slot]
         assert slot.request is request and list(chunk.page_table) == slot.table[: len(chunk.page_table)]
         assert 0 < chunk.end - chunk.start <= sizes.prefill_chunk and chunk.is_last == (chunk.end == len(slot.tokens))
@@ -115,16 +118,17 @@ class Simulation:
             pages_per_seq=needed + rng.randint(0, 2),
             max_seq_len=max_seq_len,
             max_depth=max_growth - 1,
-            prefill_chunk=rng.choice([3, 8, 64]),
+            prefill_chunk=(chunk := rng.choice([3, 8, 64])),
+            max_num_batched_tokens=chunk * rng.choice([1, 1, 4]),
         )
         self.config = SchedulerConfig(self.sizes, enable_prefix_caching=caching, prefix_lookahead=lookahead)
         self.hostile = hostile
-        self.steps = 0
+        self.steps = self.most_chunks = 0
         self.scheduler = Scheduler(self.config, clock=lambda: float(self.steps))
         self.device = Device(self.config, rng)
         self.requests: list[Request] = []
-        #: Results the host has not seen: a first token with its request's epoch, and a round.
-        self.pending: tuple[tuple[Request, int, list[int]] | None, DecodeRows, list[list[int]]] | None = None
+        #: Results the host has not seen: first tokens with their requests' epochs, and a round.
+        self.pending: tuple[list[tuple[Request, int, list[int]]], DecodeRows, list[list[int]]] | None = None
         self.eos = 7 if hostile else None
 
     def new_request(self) -> None:
@@ -161,8 +165,9 @@ class Simulation:
         if self.pending is None:
             return
         started, rows, tokens = self.pending
-        if started is not None and self.scheduler.commit(started[0], started[1], self.cut(started[0], started[2])):
-            self.finish(started[0])
+        for request, epoch, first in started:
+            if self.scheduler.commit(request, epoch, self.cut(request, first)):
+                self.finish(request)
         alive = self.scheduler.slots.alive(rows)
         cut = [self.cut(request, new) for request, new in zip(rows.requests, tokens, strict=True)]
         self.scheduler.commit_round(rows, cut)
@@ -172,18 +177,21 @@ class Simulation:
     def dispatch(self, plan: Plan) -> None:
         growth = self.rng.randint(1, self.sizes.max_growth)
         gap = self.config.prefix_lookahead > 0 and growth == 1  # plain decoding leaves the drafter's cache behind
-        started, chunk = None, plan.prefill
-        if chunk is not None:
-            assert chunk.request not in plan.decode.requests
-            first = self.device.prefill(chunk)
-            started = (chunk.request, chunk.request.epoch, first) if first else None
+        slots = {chunk.slot for chunk in plan.prefill} | set(plan.decode.slots_B.tolist())
+        assert len(slots) == len(plan.prefill) + len(plan.decode)
+        self.most_chunks = max(self.most_chunks, len(plan.prefill))
+        assert sum(chunk.end - chunk.start for chunk in plan.prefill) <= self.sizes.max_num_batched_tokens
+        for chunk in plan.prefill:
+            if chunk.is_first:
+                self.device.admit(chunk)
+        started = [(chunk.request, chunk.request.epoch, self.device.prefill(chunk)) for chunk in plan.prefill]
         tokens = self.device.decode(plan.decode, growth, drafter=not gap)
         for request in plan.decode.requests:
             request.cacheable_generated &= not gap
         self.scheduler.dispatched(plan, growth)
         self.check_pages()
         self.commit()
-        self.pending = started, plan.decode, tokens
+        self.pending = [first for first in started if first[2]], plan.decode, tokens
 
     def step(self) -> None:
         self.steps += 1
@@ -246,11 +254,12 @@ def test_random_traffic_keeps_every_invariant(seed: int):
 
 def test_traffic_reaches_preemption_resume_and_reuse():
     """The simulations above mean something only if they get there."""
-    preemptions = hits = resumed = 0
+    preemptions = hits = resumed = together = 0
     for seed in range(40):
         simulation = Simulation(seed, lookahead=seed % 2, caching=True, hostile=False)
         simulation.run(12)
+        together += simulation.most_chunks > 1
         preemptions += simulation.scheduler.stats.preemptions
         hits += simulation.scheduler.stats.prefix_hits
         resumed += sum(r.metrics.preemptions > 0 and len(r.output_token_ids) > 1 for r in simulation.requests)
-    assert preemptions > 20 and hits > 200 and resumed > 10, (preemptions, hits, resumed)
+    assert preemptions > 20 and hits > 200 and resumed > 10 and together > 10, (preemptions, hits, resumed, together)

@@ -198,8 +198,7 @@ def test_a_steady_flow_of_urgent_requests_starves_nobody(kit: Any) -> None:
         scheduler.add(ordinary)
         scheduler.add(urgent)
         plan = scheduler.plan()
-        assert plan.prefill is not None
-        name = plan.prefill.request.request_id
+        name = plan.prefill[0].request.request_id
         for request in (ordinary, urgent):
             scheduler.abort(request.request_id)
             request.status = RequestStatus.WAITING

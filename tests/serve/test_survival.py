@@ -463,8 +463,8 @@ def test_deadlines_before_and_in_the_queue_cost_no_prefill(kit: Any, expected: A
     prefilled: list[list[int]] = []
     runner = kit.engine.runner
     prefill = runner.prefill
-    runner.prefill = lambda chunk, *rest: (
-        prefilled.append(list(chunk.request.prompt_token_ids)) or prefill(chunk, *rest)
+    runner.prefill = lambda chunks, *rest: (
+        prefilled.extend(list(chunk.request.prompt_token_ids) for chunk in chunks) or prefill(chunks, *rest)
     )
     try:
         kit.run(story())
@@ -488,8 +488,8 @@ def test_whoever_leaves_frees_the_pages_within_two_steps(kit: Any, expected: Any
             if where == "queue":
                 return engine.stats.waiting >= 5
             if where == "prefill":
-                return prefilling is not None and 0 < prefilling.num_computed < 48
-            return prefilling is None and len(scheduler._running) == 3 and all(r.output_token_ids for r in live())
+                return any(0 < request.num_computed < 48 for request in prefilling)
+            return not prefilling and len(scheduler._running) == 3 and all(r.output_token_ids for r in live())
 
         live = lambda: list(scheduler._by_id.values())
         async with grpc.aio.insecure_channel(f"127.0.0.1:{wire.server.port}") as channel:

@@ -291,4 +291,4 @@ def test_no_part_copies_a_pool_and_shapes_are_as_foretold():
     assert jax.tree.all(same(forward, out))
     check(guided.settle_fn(spec, tier), 0, state, batch, drafted, forward, i32(2, 5, 1))
     check(round_fn(spec, PLAIN, True), 2, params, (), state, batch, i32(2, 1, 1))
-    check(prefill_fn(spec), 2, params, core.params, state, i32(3), i32(1, 1), size=16)
+    check(prefill_fn(spec), 2, params, core.params, state, i32(2, 3), i32(2, 1), size=16, width=12, samples=True)

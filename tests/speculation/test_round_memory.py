@@ -68,9 +68,11 @@ def test_heads_without_placeholders_cannot_draft_in_one_pass():
         ParallelDrafter(HeadCore(Eagle3Head(config)), GEO)
 
 
-def test_prefill_copies_no_pool(setting):
+@pytest.mark.parametrize(("rows", "samples"), [(1, False), (2, True)])
+def test_prefill_copies_no_pool(setting, rows, samples):
     spec, target, draft, state = setting
-    fn = jax.jit(rounds.prefill_fn(spec), donate_argnums=2, static_argnames="size")
-    compiled = fn.lower(target, draft, state, jax.ShapeDtypeStruct((3,), jnp.int32), size=16).compile()
+    fn = jax.jit(rounds.prefill_fn(spec), donate_argnums=2, static_argnames=("size", "width", "samples"))
+    chunks = jax.ShapeDtypeStruct((rows, 3), jnp.int32)
+    compiled = fn.lower(target, draft, state, chunks, size=16, width=16 // rows, samples=samples).compile()
     temp, pool = temp_and_smallest_pool(compiled, state)
     assert temp < pool / 4, f"{temp} bytes of temporaries against a pool of {pool}"

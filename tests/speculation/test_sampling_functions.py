@@ -248,15 +248,15 @@ def test_top_logprobs_and_ranks():
 def test_an_admission_arrives_as_it_was_sent():
     numbers = {name: 2**32 - 1 - i if n.dtype == jnp.uint32 else i + 0.5 for i, (name, n) in enumerate(NUMBERS.items())}
     numbers = {name: value if NUMBERS[name].dtype == jnp.float32 else int(value) for name, value in numbers.items()}
-    sent = Admission(3, 8, 21, numbers, [5] * MAX_STOP_IDS)
-    arrays = sent.arrays()
-    got = Admission.of(*map(jnp.asarray, arrays))
-    assert (int(got.slot), int(got.cached), int(got.total)) == (3, 8, 21) and got.stop_ids_K.tolist() == [5] * 40
+    geo = Geometry(4, 9, 8, 3, 1)
+    sent = Admission(3, 8, 11, numbers, [5] * MAX_STOP_IDS, (7, 2), [12] * 11)
+    got = Admission.of(geo, jnp.asarray(Admission.packed(geo, 2, [sent])))
+    assert (got.slot.tolist(), got.cached.tolist(), got.total.tolist()) == ([3, 4], [8, 0], [11, 0])
     for name, number in NUMBERS.items():
-        assert got.numbers[name].dtype == number.dtype and got.numbers[name].item() == numbers[name], name
-    nobody = Admission.no_request(Geometry(4, 1, 8, 1, 1))
-    assert [(a.shape, a.dtype) for a in arrays] == [(a.shape, a.dtype) for a in nobody]
-    assert int(Admission.of(*map(jnp.asarray, nobody)).slot) == 4, "dropped by every scatter"
+        assert got.numbers[name].dtype == number.dtype and got.numbers[name][0].item() == numbers[name], name
+    assert got.stop_ids[0].tolist() == [5] * MAX_STOP_IDS and got.table.tolist() == [[7, 2, 9], [9, 9, 9]]
+    assert got.tokens[0].tolist() == [12] * 11 + [0] * 14
+    assert int(Admission.of(geo, jnp.asarray(Admission.packed(geo, 1))).slot[0]) == 4, "dropped by every scatter"
 
 
 def test_what_a_number_of_an_empty_row_changes_is_nothing():

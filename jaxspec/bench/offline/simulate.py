@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.speculation.drafter import Drafter
+from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
@@ -71,23 +72,20 @@ class SimulatedDrafter:
     def init_state(self, geo: Geometry) -> Any:
         return self.inner.init_state(geo), jnp.zeros((geo.slots,), jnp.int32)
 
-    def admit(self, draft: Any, slot: jax.Array, cached: jax.Array) -> Any:
-        return self.inner.admit(draft[0], slot, cached), draft[1]
+    def admit(self, draft: Any, slot_B: jax.Array, cached_B: jax.Array) -> Any:
+        return self.inner.admit(draft[0], slot_B, cached_B), draft[1]
 
-    def prefill(
-        self, params: Any, draft: Any, rows: Rows, tokens_BN: jax.Array, count_B: jax.Array, aux_BNA: jax.Array | None
-    ) -> Any:
-        """Finds the text that begins as the prompt does."""
-        inner, texts_RL = params
-        at_BN = rows.length_B[:, None] + jnp.arange(tokens_BN.shape[1])[None, :]
-        text_BRN = jnp.swapaxes(jnp.take(texts_RL, at_BN, axis=1, mode="clip"), 0, 1)
-        unread_BN = jnp.arange(tokens_BN.shape[1])[None, :] >= count_B[:, None]
-        same_BR = jnp.all((text_BRN == tokens_BN[:, None, :]) | unread_BN[:, None, :], axis=2)
+    def prefill(self, params: Any, draft: Any, text: Ragged, tokens_1T: jax.Array, aux_1TA: jax.Array | None) -> Any:
+        """Finds the texts that begin as the prompts do."""
+        (inner, texts_RL), rows = params, text.rows
+        text_BRN = jnp.swapaxes(jnp.take(texts_RL, text.index_BN, axis=1, mode="clip"), 0, 1)
+        tokens_BN = text.rectangle(tokens_1T)
+        same_BR = jnp.all((text_BRN == tokens_BN[:, None, :]) | ~text.real_BN[:, None, :], axis=2)
         before_B = jnp.take(draft[1], rows.slot_B, mode="clip")
         # A later chunk keeps the row of the chunks before it where both agree.
         stay_BR = (jnp.arange(texts_RL.shape[0])[None, :] == before_B[:, None]) & (rows.length_B > 0)[:, None]
         row_B = jnp.argmax(2 * same_BR.astype(jnp.int32) + stay_BR.astype(jnp.int32), axis=1).astype(jnp.int32)
-        state = self.inner.prefill(inner, draft[0], rows, tokens_BN, count_B, aux_BNA)
+        state = self.inner.prefill(inner, draft[0], text, tokens_1T, aux_1TA)
         return state, draft[1].at[rows.slot_B].set(row_B, mode="drop")
 
     def draft(

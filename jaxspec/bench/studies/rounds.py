@@ -84,7 +84,7 @@ def build(
     if depth:
         core = HeadCore(random_weights(nnx.eval_shape(lambda: Eagle3Head(head, dtype=dtype)), 1))
         drafter, params = AutoregressiveDrafter(core, geo), core.take_params()
-    can = RunnerConfig({tier: tuple(batches) for tier in tiers}, prefill_sizes=(), variants=(sampled,))
+    can = RunnerConfig({tier: tuple(batches) for tier in tiers}, prefill_shapes=(), variants=(sampled,))
     return Runner(target, drafter, params, geo, can, WarmupConfig(sys.stderr.isatty(), cache))
 
 

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache import TreeKV, commit, init_pages
 from jaxspec.models.base import Attend
+from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.state import Geometry, Rows
 
 #: Committed tokens that `catch_up` can still consume after rounds without drafting.
@@ -147,12 +148,12 @@ class CachedText:
             ring_SRA=jnp.zeros((geo.slots, self.ring, core.aux_width), core.dtype),
         )
 
-    def admit(self, draft: DraftCache, slot: jax.Array, cached: jax.Array) -> DraftCache:
-        start = jnp.where(cached > 0, cached + self.core.offset, 0)
+    def admit(self, draft: DraftCache, slot_B: jax.Array, cached_B: jax.Array) -> DraftCache:
+        start_B = jnp.where(cached_B > 0, cached_B + self.core.offset, 0)
         return dataclasses.replace(
             draft,
-            next_S=draft.next_S.at[slot].set(start, mode="drop"),
-            length_S=draft.length_S.at[slot].set(cached, mode="drop"),
+            next_S=draft.next_S.at[slot_B].set(start_B, mode="drop"),
+            length_S=draft.length_S.at[slot_B].set(cached_B, mode="drop"),
         )
 
     def extend(self, draft: DraftCache, rows: Rows, aux_BDA: jax.Array | None, count_B: jax.Array) -> DraftCache:
@@ -161,29 +162,38 @@ class CachedText:
         n = aux_BDA.shape[1]
         index = jnp.arange(n)[None, :]
         keep = (index < count_B[:, None]) & (index >= count_B[:, None] - self.ring) & rows.valid_B[:, None]
-        slot = jnp.where(keep, rows.slot_B[:, None], self.geo.slots)
-        row = (rows.length_B[:, None] + index) % self.ring
-        ring = draft.ring_SRA.at[slot, row].set(aux_BDA.astype(draft.ring_SRA.dtype), mode="drop")
+        return self._remember(draft, rows.slot_B[:, None], rows.length_B[:, None] + index, aux_BDA, keep)
+
+    def _remember(
+        self, draft: DraftCache, slot: jax.Array, position: jax.Array, aux: jax.Array, keep: jax.Array
+    ) -> DraftCache:
+        """Puts auxiliary states [..., A] of positions, those to keep, into their slots' rings."""
+        slot = jnp.where(keep, slot, self.geo.slots)
+        ring = draft.ring_SRA.at[slot, position % self.ring].set(aux.astype(draft.ring_SRA.dtype), mode="drop")
         return dataclasses.replace(draft, ring_SRA=ring)
 
     def prefill(
-        self, params: Any, draft: DraftCache, rows: Rows, tokens_BN: jax.Array, count_B: jax.Array,
-        aux_BNA: jax.Array | None,
-    ) -> DraftCache:  # fmt: skip
-        net = self.core.bind(params)
-        n = tokens_BN.shape[1]
-        index = rows.length_B[:, None] + jnp.arange(n)[None, :]
+        self, params: Any, draft: DraftCache, text: Ragged, tokens_1T: jax.Array, aux_1TA: jax.Array | None
+    ) -> DraftCache:
+        net, rows = self.core.bind(params), text.rows
         feature = None
         if self.core.offset:
-            assert aux_BNA is not None
+            assert aux_1TA is not None
             row = jnp.maximum(rows.length_B - 1, 0) % self.ring
-            before = draft.ring_SRA.at[rows.slot_B, row].get(mode="clip")[:, None]
-            feature = self.core.fuse(net, jnp.concatenate([before, aux_BNA[:, :-1].astype(before.dtype)], axis=1))
-        real = jnp.arange(n)[None, :] < count_B[:, None]
-        done = self.consume(net, draft, rows, Inputs(tokens_BN, feature, index), real)
-        # The first token is always a real one; a NaN there belongs to the request, whose drafts are lost anyway.
-        draft = self.write(draft, rows, done, ready_B=jnp.isfinite(done.hidden_BNE[:, 0, 0]))
-        return self.extend(draft, rows, aux_BNA, count_B)
+            ring_BA = draft.ring_SRA.at[rows.slot_B, row].get(mode="clip")
+            # Each token comes with the states of the one before it: in the chunk, or for the first one in the ring.
+            before_1TA = jnp.roll(aux_1TA, 1, axis=1).astype(ring_BA.dtype)
+            before_1TA = before_1TA.at[0, text.start_B].set(ring_BA, mode="drop")
+            feature = self.core.fuse(net, before_1TA)
+        done = self.consume(net, draft, rows, Inputs(tokens_1T, feature, text.index_BN), text.real_BN, text)
+        # A row's first token is always a real one; a NaN there belongs to the request, whose drafts are lost anyway.
+        first_B = jnp.take(done.hidden_BNE[0, :, 0], text.start_B, mode="clip")
+        draft = self.write(draft, rows, done, ready_B=jnp.isfinite(first_B))
+        if not self.core.offset:
+            return draft
+        assert aux_1TA is not None
+        keep_T = text.real_T & (text.offset_T >= text.count_B[text.row_T] - self.ring)
+        return self._remember(draft, rows.slot_B[text.row_T], text.index_T, aux_1TA[0], keep_T)
 
     def catch_up(self, params: Any, draft: DraftCache, rows: Rows, tokens_SL: jax.Array) -> DraftCache:
         net = self.core.bind(params)
@@ -202,13 +212,17 @@ class CachedText:
         aux_BNA = draft.ring_SRA.at[rows.slot_B[:, None], row].get(mode="clip")
         return Inputs(tokens_BN, self.core.fuse(net, aux_BNA), index_BN)
 
-    def consume(self, net: Any, draft: DraftCache, rows: Rows, inputs: Inputs, real_BN: jax.Array) -> Consumed:
+    def consume(
+        self, net: Any, draft: DraftCache, rows: Rows, inputs: Inputs, real_BN: jax.Array, text: Ragged | None = None
+    ) -> Consumed:
         """Runs tokens through the network in one wide step.
 
         Args:
           real_BN: committed tokens of the text (slots are none); those that have entries already are skipped.
+          text: how the tokens, their features and so the hidden states stand side by side; None: as a rectangle.
         """
-        n, index_BN = inputs.tokens_BN.shape[1], inputs.index_BN
+        index_BN = inputs.index_BN
+        n = index_BN.shape[1]
         length_B = jnp.take(draft.length_S, rows.slot_B, mode="clip")
         first_B = jnp.maximum(jnp.take(draft.next_S, rows.slot_B, mode="clip"), self.core.offset)
         # Tokens before the first index of this window that never got an entry are the gap.
@@ -219,7 +233,10 @@ class CachedText:
         mask = (causal & seen[:, None, :]) | jnp.eye(n, dtype=bool)[None]
         kv = TreeKV(draft.pages, rows.table_BM, length_B, mask, self.geo.num_pages, kernels=self.geo.kernels)
         position_BN = jnp.maximum(index_BN - self.core.offset, 0)
-        hidden = self.core.forward(net, inputs.tokens_BN, inputs.feature_BNE, position_BN, kv.attend)
+        attend = kv.attend
+        if text is not None:
+            position_BN, attend = text.flat(position_BN), text.attend(attend)
+        hidden = self.core.forward(net, inputs.tokens_BN, inputs.feature_BNE, position_BN, attend)
         place = length_B[:, None] + index_BN - first_B[:, None]
         added = real.sum(axis=1).astype(jnp.int32)
         slot = jnp.where(rows.valid_B, rows.slot_B, self.geo.slots)

@@ -16,6 +16,7 @@ from flax import nnx
 from jaxspec.speculation.drafters.cores import Trained
 from jaxspec.speculation.drafters.medusa_head import MedusaHeads
 from jaxspec.speculation.drafters.proposals import Ranking, path_independent, propose
+from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
@@ -51,22 +52,24 @@ class MedusaDrafter(Trained):
     def init_state(self, geo: Geometry) -> jax.Array:
         return jnp.zeros((geo.slots, self.config.aux_width), self.dtype)
 
-    def admit(self, draft: jax.Array, slot: jax.Array, cached: jax.Array) -> jax.Array:
+    def admit(self, draft: jax.Array, slot_B: jax.Array, cached_B: jax.Array) -> jax.Array:
         # The last token of a prompt is computed even where the rest is cached: prefill brings the feature.
         return draft
 
     def prefill(
-        self, params: Any, draft: jax.Array, rows: Rows, tokens_BN: jax.Array, count_B: jax.Array,
-        aux_BNA: jax.Array | None,
-    ) -> jax.Array:  # fmt: skip
-        return self.extend(draft, rows, aux_BNA, count_B)
+        self, params: Any, draft: jax.Array, text: Ragged, tokens_1T: jax.Array, aux_1TA: jax.Array | None
+    ) -> jax.Array:
+        assert aux_1TA is not None
+        return self._keep(draft, text.rows, text.last(aux_1TA))
 
     def catch_up(self, params: Any, draft: jax.Array, rows: Rows, tokens_SL: jax.Array) -> jax.Array:
         return draft
 
     def extend(self, draft: jax.Array, rows: Rows, aux_BDA: jax.Array | None, count_B: jax.Array) -> jax.Array:
         assert aux_BDA is not None
-        last_BE = jnp.take_along_axis(aux_BDA, (count_B - 1)[:, None, None], axis=1)[:, 0]
+        return self._keep(draft, rows, jnp.take_along_axis(aux_BDA, (count_B - 1)[:, None, None], axis=1)[:, 0])
+
+    def _keep(self, draft: jax.Array, rows: Rows, last_BE: jax.Array) -> jax.Array:
         slot = jnp.where(rows.valid_B, rows.slot_B, self.geo.slots)
         return draft.at[slot].set(last_BE.astype(draft.dtype), mode="drop")
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
@@ -42,12 +43,10 @@ class NgramDrafter:
     def init_state(self, geo: Geometry) -> Any:
         return ()
 
-    def admit(self, draft: Any, slot: jax.Array, cached: jax.Array) -> Any:
+    def admit(self, draft: Any, slot_B: jax.Array, cached_B: jax.Array) -> Any:
         return draft
 
-    def prefill(
-        self, params: Any, draft: Any, rows: Rows, tokens_BN: jax.Array, count_B: jax.Array, aux_BNA: jax.Array | None
-    ) -> Any:
+    def prefill(self, params: Any, draft: Any, text: Ragged, tokens_1T: jax.Array, aux_1TA: jax.Array | None) -> Any:
         return draft
 
     def catch_up(self, params: Any, draft: Any, rows: Rows, tokens_SL: jax.Array) -> Any:

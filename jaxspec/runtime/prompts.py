@@ -1,0 +1,88 @@
+"""What prompts bring to the device: a request's row of the state, and the rows of a call that computes chunks.
+
+Must not know executables, nor when anything runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxspec.request import SamplingParams
+from jaxspec.scheduling.plan import PrefillChunk
+from jaxspec.scheduling.shapes import Piece, PrefillShape
+from jaxspec.speculation.layouts import Admission, Chunks
+from jaxspec.speculation.sampling import MAX_STOP_IDS, SamplingState
+from jaxspec.speculation.state import Geometry
+
+_INT32_MAX = 2**31 - 1
+
+
+def admission(chunk: PrefillChunk, eos: Sequence[int], vocab_size: int) -> Admission:
+    """The row of a request whose first chunk this is.
+
+    Args:
+      eos: token ids that min_tokens bans besides the request's own stop ids.
+    """
+    request, params, text = chunk.request, chunk.request.params, chunk.request.token_ids
+    stops = [] if params.min_tokens == 0 else list(params.stop_token_ids)
+    if params.min_tokens and not params.ignore_eos:
+        stops += eos
+    stops += [vocab_size] * (MAX_STOP_IDS - len(stops))
+    prompt_len = len(request.prompt_token_ids)
+    derived = {
+        "temperature": 0.0 if params.greedy else params.temperature, "top_k": max(params.top_k, 0),
+        "seed": request.seed, "prompt_len": prompt_len,
+        "ban_until": min(prompt_len + params.min_tokens, _INT32_MAX),
+    }  # fmt: skip
+    numbers = {
+        field: derived[number.name] if number.name in derived else getattr(params, number.name)
+        for field, number in SamplingState.numbers().items()
+    }
+    return Admission(chunk.slot, chunk.start, len(text), numbers, stops, chunk.page_table, text)
+
+
+def bias_of(params: SamplingParams, vocab_size: int) -> np.ndarray:
+    """A request's logit bias, float32 [1, V]."""
+    bias = np.zeros((1, vocab_size), np.float32)
+    for token, value in (params.logit_bias or {}).items():
+        bias[0, token] = value
+    return bias
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkCall:
+    """One call for pieces of a step's chunks.
+
+    Attributes:
+      chunks: one of each piece; those whose prompts end here come first.
+      ending: how many those are.
+      counts: tokens of each piece.
+    """
+
+    shape: PrefillShape
+    chunks: tuple[PrefillChunk, ...]
+    ending: int
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: PrefillShape, pieces: Sequence[Piece], chunks: Sequence[PrefillChunk]) -> ChunkCall:
+        """The call of a shape for pieces of `chunks`."""
+
+        def ends(piece: Piece) -> bool:
+            chunk = chunks[piece.chunk]
+            return chunk.is_last and chunk.start + piece.start + piece.count == chunk.end
+
+        ordered = sorted(pieces, key=ends, reverse=True)
+        counts = tuple(piece.count for piece in ordered)
+        return cls(shape, tuple(chunks[piece.chunk] for piece in ordered), sum(map(ends, ordered)), counts)
+
+    def array(self, geo: Geometry) -> np.ndarray:
+        """What the device reads, as `Chunks`."""
+        rows = [
+            (chunk.slot, count, i < self.ending)
+            for i, (chunk, count) in enumerate(zip(self.chunks, self.counts, strict=True))
+        ]
+        return Chunks.of(geo, self.shape.rows, rows).array

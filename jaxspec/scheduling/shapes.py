@@ -1,0 +1,125 @@
+"""Shapes of the executables that compute prompts, and which of them to run for the chunks of a step.
+
+Standard library only. Must not know requests, nor what an executable is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+from jaxspec.sizes import Sizes
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class PrefillShape:
+    """What one call computes.
+
+    Attributes:
+      size: most tokens together.
+      rows: chunks, each of another request.
+      width: most tokens of one.
+    """
+
+    size: int
+    rows: int
+    width: int
+
+    @classmethod
+    def of_one(cls, size: int) -> PrefillShape:
+        """For a single chunk."""
+        return cls(size, 1, size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Tokens [start, start + count) of a step's chunk, counted from the chunk's first."""
+
+    chunk: int
+    start: int
+    count: int
+
+
+#: A call's shape and its pieces, at most one of a chunk.
+Call = tuple[PrefillShape, tuple[Piece, ...]]
+
+
+def shapes_for(sizes: Sizes, least: int) -> tuple[PrefillShape, ...]:
+    """Few shapes that waste little, ascending: powers of four for single chunks, and for several chunks together.
+
+    Those of several have sqrt(size) rows, which may be up to four times as long as their mean: attention computes a
+    rectangle of rows by width.
+
+    Args:
+      least: size below which a smaller call costs no less.
+    """
+    powers = [4**i for i in range(2, 9) if 4**i >= least]
+    shapes = {PrefillShape.of_one(size) for size in (*powers, sizes.prefill_chunk) if size <= sizes.prefill_chunk}
+    together = sizes.max_num_batched_tokens
+    for size in (*(power for power in powers if power >= 4 * least), together):
+        rows = min(sizes.slots, max(2, math.isqrt(size)))
+        if rows > 1 and size <= together:
+            shapes.add(PrefillShape(size, rows, min(sizes.prefill_chunk, size, 4 * math.isqrt(size))))
+    return tuple(sorted(shapes))
+
+
+@functools.lru_cache(maxsize=64)
+def _alone(longest: int, sizes: tuple[int, ...], call: int) -> tuple[tuple[int, int], ...]:
+    """For each number of tokens up to the longest: what computing them one chunk at a time costs, and the first size.
+
+    Larger sizes come first, so that the smaller ones only fill what is left.
+    """
+    best = [(0, 0)]
+    for count in range(1, longest + 1):
+        best.append(min((best[max(0, count - size)][0] + size + call, -size) for size in sizes))
+    return tuple((cost, -size) for cost, size in best)
+
+
+def cover(counts: Sequence[int], shapes: Sequence[PrefillShape], call: int) -> list[Call]:
+    """The cheapest calls that compute chunks of so many tokens; chunks stay in order.
+
+    Args:
+      shapes: what can run; at least one of a single chunk.
+      call: what a call costs beside its size, in tokens: about what reading the weights does.
+    """
+    singles = tuple(shape.size for shape in shapes if shape.rows == 1)
+    several = [shape for shape in shapes if shape.rows > 1]
+    largest = max(singles)
+    alone = _alone(-(-max(counts, default=0) // largest) * largest, singles, call)
+    best: list[tuple[int, int, PrefillShape | None]] = [(0, 0, None)]  # cost, first chunk of the last call, its shape
+    for end in range(1, len(counts) + 1):
+        found = (best[end - 1][0] + alone[counts[end - 1]][0], end - 1, None)
+        total = width = 0
+        for first in range(end - 1, -1, -1):
+            total, width = total + counts[first], max(width, counts[first])
+            shape = next((s for s in several if s.size >= total and s.rows >= end - first and s.width >= width), None)
+            if shape is None:
+                if not any(s.size >= total for s in several):
+                    break
+                continue
+            cost = best[first][0] + shape.size + call
+            if cost < found[0]:
+                found = (cost, first, shape)
+        best.append(found)
+    calls: list[Call] = []
+    end = len(counts)
+    while end:
+        _, first, shape = best[end]
+        if shape is not None:
+            calls.append((shape, tuple(Piece(i, 0, counts[i]) for i in range(first, end))))
+        else:
+            calls += reversed(list(_pieces(first, counts[first], alone)))
+        end = first
+    return calls[::-1]
+
+
+def _pieces(chunk: int, count: int, alone: Sequence[tuple[int, int]]) -> list[Call]:
+    calls: list[Call] = []
+    start = 0
+    while start < count:
+        size = alone[count - start][1]
+        calls.append((PrefillShape.of_one(size), (Piece(chunk, start, min(size, count - start)),)))
+        start += size
+    return calls
