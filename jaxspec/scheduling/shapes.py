@@ -65,16 +65,13 @@ def shapes_for(sizes: Sizes, least: int) -> tuple[PrefillShape, ...]:
     return tuple(sorted(shapes))
 
 
-@functools.lru_cache(maxsize=64)
-def _alone(longest: int, sizes: tuple[int, ...], call: int) -> tuple[tuple[int, int], ...]:
-    """For each number of tokens up to the longest: what computing them one chunk at a time costs, and the first size.
-
-    Larger sizes come first, so that the smaller ones only fill what is left.
-    """
-    best = [(0, 0)]
-    for count in range(1, longest + 1):
-        best.append(min((best[max(0, count - size)][0] + size + call, -size) for size in sizes))
-    return tuple((cost, -size) for cost, size in best)
+@functools.lru_cache(maxsize=1 << 16)
+def _alone(count: int, sizes: tuple[int, ...], call: int) -> tuple[int, int]:
+    """What computing so many tokens of one chunk costs, and the first size: larger ones first, the smaller fill up."""
+    if count <= 0:
+        return 0, 0
+    cost, size = min((_alone(count - size, sizes, call)[0] + size + call, -size) for size in sizes)
+    return cost, -size
 
 
 def cover(counts: Sequence[int], shapes: Sequence[PrefillShape], call: int) -> list[Call]:
@@ -86,11 +83,9 @@ def cover(counts: Sequence[int], shapes: Sequence[PrefillShape], call: int) -> l
     """
     singles = tuple(shape.size for shape in shapes if shape.rows == 1)
     several = [shape for shape in shapes if shape.rows > 1]
-    largest = max(singles)
-    alone = _alone(-(-max(counts, default=0) // largest) * largest, singles, call)
     best: list[tuple[int, int, PrefillShape | None]] = [(0, 0, None)]  # cost, first chunk of the last call, its shape
     for end in range(1, len(counts) + 1):
-        found = (best[end - 1][0] + alone[counts[end - 1]][0], end - 1, None)
+        found = (best[end - 1][0] + _alone(counts[end - 1], singles, call)[0], end - 1, None)
         total = width = 0
         for first in range(end - 1, -1, -1):
             total, width = total + counts[first], max(width, counts[first])
@@ -110,16 +105,16 @@ def cover(counts: Sequence[int], shapes: Sequence[PrefillShape], call: int) -> l
         if shape is not None:
             calls.append((shape, tuple(Piece(i, 0, counts[i]) for i in range(first, end))))
         else:
-            calls += reversed(list(_pieces(first, counts[first], alone)))
+            calls += reversed(_pieces(first, counts[first], singles, call))
         end = first
     return calls[::-1]
 
 
-def _pieces(chunk: int, count: int, alone: Sequence[tuple[int, int]]) -> list[Call]:
+def _pieces(chunk: int, count: int, sizes: tuple[int, ...], call: int) -> list[Call]:
     calls: list[Call] = []
     start = 0
     while start < count:
-        size = alone[count - start][1]
+        size = _alone(count - start, sizes, call)[1]
         calls.append((PrefillShape.of_one(size), (Piece(chunk, start, min(size, count - start)),)))
         start += size
     return calls

@@ -69,7 +69,7 @@ class Ragged:
         if self._alone:
             return x_BN
         merged = x_BN.reshape(-1, *x_BN.shape[2:])
-        return jnp.take(merged, self.row_T * self.width + self.offset_T, axis=0)[None]
+        return jnp.take(merged, self.row_T * self.width + self.offset_T, axis=0, mode="clip")[None]
 
     def rectangle(self, x_1T: jax.Array) -> jax.Array:
         """[1, T, ...] as [B, N, ...]; behind a row's tokens others' may stand."""

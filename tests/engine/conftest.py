@@ -47,7 +47,9 @@ TIERS = {
     "small": (PLAIN, Tier(2)),
     **{kind: (PLAIN, Tier(3), TREE) for kind in PASSING},
 }
-SIZES = dict(max_batch_size=4, max_seq_len=120, page_size=8, prefill_chunk=16, max_num_batched_tokens=32, warmup="eager")
+SIZES = dict(
+    max_batch_size=4, max_seq_len=120, page_size=8, prefill_chunk=16, max_num_batched_tokens=32, warmup="eager",
+)  # fmt: skip
 
 
 class Script:
