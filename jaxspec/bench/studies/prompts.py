@@ -9,6 +9,7 @@ prompt's tokens (of the layers, causal attention and the one row of the output l
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -50,7 +51,8 @@ def target_of(shape: str, dtype: jnp.dtype) -> TargetModel:
     """The demo's target, or random weights in a shape."""
     if shape == "demo":
         return hf.load_model(resolve_model("demo"), dtype)
-    return random_weights(nnx.eval_shape(lambda: Transformer(SHAPES[shape][0], dtype=dtype)), 0)
+    cfg = dataclasses.replace(SHAPES[shape][0], max_position_embeddings=2**17)
+    return random_weights(nnx.eval_shape(lambda: Transformer(cfg, dtype=dtype)), 0)
 
 
 def build(target: TargetModel, lengths: Sequence[int], requests: int, tokens: int, args: argparse.Namespace) -> Engine:
