@@ -34,7 +34,7 @@ from jaxspec.runtime.sharding import check_divides, host_memory, share_tables, t
 from jaxspec.runtime.timing import measure
 from jaxspec.runtime.warmup import WarmupConfig
 from jaxspec.scheduling.scheduler import Scheduler, SchedulerConfig
-from jaxspec.scheduling.shapes import shapes_for
+from jaxspec.scheduling.shapes import PrefillShape, shapes_for
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.speculation.typical import Typical
@@ -60,18 +60,27 @@ class _Prompts:
 
     Attributes:
       chunk: most tokens of a prompt between two rounds, where nothing else is said.
-      least: tokens below which a smaller call is no faster.
+      alone, several: see shapes_for.
       overhead: what a call costs beside its tokens, in tokens; on accelerators about those that are computed while
         the weights are read.
+      unsampled: see RunnerConfig.prefill_unsampled.
     """
 
     chunk: int
-    least: int
+    alone: tuple[int, ...]
+    several: tuple[PrefillShape, ...]
     overhead: int
+    unsampled: bool
+
+
+_CPU = _Prompts(256, (16, 64), (PrefillShape(64, 8, 32),), overhead=8, unsampled=False)
+_ACCELERATOR = _Prompts(
+    1024, (64, 256), (PrefillShape(256, 16, 64), PrefillShape(1024, 32, 128)), overhead=256, unsampled=True
+)
 
 
 def _prompts() -> _Prompts:
-    return _Prompts(256, 16, 8) if jax.default_backend() == "cpu" else _Prompts(1024, 64, 256)
+    return _CPU if jax.default_backend() == "cpu" else _ACCELERATOR
 
 
 def demo_directory() -> Path:
@@ -296,8 +305,9 @@ def assemble(
         raise ValueError(f"topk must be at most {built.max_topk}, the tokens this drafter can propose, got {widest}")
     grammars = _grammars(config, tokenizer, model.vocab_size, eos)
     both = ("sampled",) if jax.default_backend() == "cpu" else ("greedy", "sampled")
+    prompts = _prompts()
     runs = RunnerConfig(
-        choice.reachable, shapes_for(geo, _prompts().least), _prompts().overhead, eos,
+        choice.reachable, shapes_for(geo, prompts.alone, prompts.several), prompts.overhead, prompts.unsampled, eos,
         variants=tuple(sorted({v == "sampled" for v in config.variants or both})),
         rejection=speculation.verification == "rejection",
         typical=None if built is None else _typical(speculation), guided=grammars is not None,

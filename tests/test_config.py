@@ -62,6 +62,10 @@ def test_speculation_refusals(fields: dict[str, Any], message: str):
         ({"max_seq_len": 1}, r"max_seq_len must be an int of at least 2, got 1"),
         ({"page_size": 0}, r"page_size must be an int in \[1, 1024\], got 0"),
         ({"num_pages": 0}, r"num_pages must be an int of at least 1, got 0"),
+        (
+            {"prefill_chunk": 64, "max_num_batched_tokens": 32},
+            r"max_num_batched_tokens must be .* prefill_chunk 64, got 32",
+        ),
         ({"prefill_chunk": 0}, r"prefill_chunk must be an int of at least 1, got 0"),
         ({"seed": 2**32}, r"seed must be an int in \[0, 4294967295\], got 4294967296"),
         ({"dtype": "float16"}, r"dtype must be 'float32', 'bfloat16' or None, got 'float16'"),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 
 from jaxspec.sizes import Sizes
@@ -46,22 +45,20 @@ class Piece:
 Call = tuple[PrefillShape, tuple[Piece, ...]]
 
 
-def shapes_for(sizes: Sizes, least: int) -> tuple[PrefillShape, ...]:
-    """Few shapes that waste little, ascending: powers of four for single chunks, and for several chunks together.
-
-    Those of several have sqrt(size) rows, which may be up to four times as long as their mean: attention computes a
-    rectangle of rows by width.
+def shapes_for(sizes: Sizes, alone: Sequence[int], several: Sequence[PrefillShape]) -> tuple[PrefillShape, ...]:
+    """What an engine of these sizes needs of the shapes that suit its device, ascending.
 
     Args:
-      least: size below which a smaller call costs no less.
+      alone: sizes for single chunks; the largest chunk has one of its own.
+      several: for several chunks together. Attention computes a rectangle of rows by width, which should not be much
+        larger than the size.
     """
-    powers = [4**i for i in range(2, 9) if 4**i >= least]
-    shapes = {PrefillShape.of_one(size) for size in (*powers, sizes.prefill_chunk) if size <= sizes.prefill_chunk}
-    together = sizes.max_num_batched_tokens
-    for size in (*(power for power in powers if power >= 4 * least), together):
-        rows = min(sizes.slots, max(2, math.isqrt(size)))
-        if rows > 1 and size <= together:
-            shapes.add(PrefillShape(size, rows, min(sizes.prefill_chunk, size, 4 * math.isqrt(size))))
+    chunk = sizes.prefill_chunk
+    shapes = {PrefillShape.of_one(size) for size in (*alone, chunk) if size <= chunk}
+    for shape in several:
+        rows, size = min(shape.rows, sizes.slots), min(shape.size, sizes.max_num_batched_tokens)
+        if rows > 1:
+            shapes.add(PrefillShape(size, rows, min(shape.width, chunk)))
     return tuple(sorted(shapes))
 
 

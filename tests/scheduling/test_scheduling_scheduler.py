@@ -22,6 +22,7 @@ def make(**changes: Any) -> Scheduler:
         "max_seq_len": 40,
         "max_depth": 2,
         "prefill_chunk": 8,
+        "max_num_batched_tokens": 8,
     }
     sizes = Sizes(**{name: changes.pop(name, value) for name, value in config.items()})
     return Scheduler(SchedulerConfig(sizes, **changes), clock=lambda: 5.0)
@@ -99,6 +100,7 @@ def test_add_refuses_a_second_live_request_of_the_same_id():
         ({"num_pages": 0}, "num_pages must be an integer of at least 1, got 0"),
         ({"prefix_lookahead": -1}, "prefix_lookahead must be an integer of at least 0, got -1"),
         ({"max_depth": True}, "max_depth must be an integer of at least 0, got True"),
+        ({"max_num_batched_tokens": 7}, "max_num_batched_tokens must be at least prefill_chunk = 8, got 7"),
         ({"pages_per_seq": 10}, "pages_per_seq must hold .* 43 tokens, got 10 pages of 4"),
     ],
 )
@@ -126,6 +128,46 @@ def test_long_prompt_is_prefilled_in_chunks_and_decodes_from_the_next_plan_on():
     assert len(request.pages) == 6, "18 tokens and a round of 3"
     plan = step(scheduler)
     assert not plan.prefill and list(plan.decode.requests) == [request]
+
+
+def chunks_of(scheduler: Scheduler) -> list[tuple[str, int, int]]:
+    """A step's chunks: request and positions."""
+    return [(chunk.request.request_id, chunk.start, chunk.end) for chunk in step(scheduler).prefill]
+
+
+def test_a_step_computes_as_many_prompts_as_its_tokens_go_round():
+    """In order: a chunk that does not fit waits for the next step, and so does what came after it."""
+    scheduler = make(num_pages=40, max_num_batched_tokens=12)
+    for name, prompt in (("a", 5), ("b", 6), ("c", 2), ("d", 20), ("e", 1)):
+        scheduler.add(make_request(name, prompt))
+    assert chunks_of(scheduler) == [("a", 0, 5), ("b", 0, 6)]
+    assert chunks_of(scheduler) == [("c", 0, 2), ("d", 0, 8)]
+    assert scheduler.abort("a") and scheduler.stats.waiting == 1
+    assert chunks_of(scheduler) == [("d", 8, 16), ("e", 0, 1)]
+    assert chunks_of(scheduler) == [("d", 16, 20)]
+
+
+@pytest.mark.parametrize("length", [12, 13])
+def test_a_prompt_waits_for_the_pages_that_another_is_computing(length: int):
+    """Not for more than it can reuse: of a prompt of whole pages the last is computed anyway."""
+    scheduler = make(num_pages=40, max_num_batched_tokens=32)
+    prompt = list(range(length))
+    for name, tokens in (("a", prompt), ("b", prompt), ("c", [*prompt[:4], 99]), ("d", [98])):
+        scheduler.add(make_request(name, tokens))
+    assert chunks_of(scheduler) == [("a", 0, 8)]
+    hit = 4 * ((length - 1) // 4)
+    if length == 12:  # b has by now what it can have
+        assert chunks_of(scheduler) == [("a", 8, 12), ("b", 8, 12), ("c", 4, 5), ("d", 0, 1)]
+    else:
+        assert chunks_of(scheduler) == [("a", 8, 13)]
+        assert chunks_of(scheduler) == [("b", hit, 13), ("c", 4, 5), ("d", 0, 1)]
+
+
+def test_prompts_that_begin_alike_do_not_wait_without_prefix_caching():
+    scheduler = make(num_pages=40, max_num_batched_tokens=32, enable_prefix_caching=False)
+    for name in "ab":
+        scheduler.add(make_request(name, list(range(8))))
+    assert chunks_of(scheduler) == [("a", 0, 8), ("b", 0, 8)]
 
 
 def test_decode_rounds_run_beside_the_prefill_of_others():
