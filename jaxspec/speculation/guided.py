@@ -34,7 +34,9 @@ def draft_fn(spec: RoundSpec, tier: Tier) -> Callable[..., tuple[DecodeState, Dr
         state = grow_tables(state, batch)
         rows = dataclasses.replace(Rows.gather(state, batch.slot_B, spec.geo), allowed_BDW=allowed_BDW)
         draft_state, drafted = Phases(spec, tier, True).draft(draft_params, state, rows)
-        shown = jnp.stack([drafted.tree.tokens_BN, drafted.tree.parents_BN], axis=1)
+        tree = dataclasses.replace(drafted.tree, confidence_BN=None)  # all of it is verified
+        drafted = dataclasses.replace(drafted, tree=tree)
+        shown = jnp.stack([tree.tokens_BN, tree.parents_BN], axis=1)
         return dataclasses.replace(state, draft=draft_state), drafted, shown
 
     return run

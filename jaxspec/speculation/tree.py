@@ -20,6 +20,9 @@ class DraftTree:
       ancestors_BNN: whether node m lies on node n's path, n included.
       draft_probs_BDV: the distributions that a chain's tokens were sampled from, in the
         target's vocabulary; None means deterministic proposals.
+      confidence_BN: float32, how probable the drafter holds it that the target continues a node's parent with the
+        node, in [0, 1] (a network that fails may leave NaN); 1 for the root; None beside draft_probs. It decides what
+        is verified, never what is accepted.
     """
 
     tokens_BN: jax.Array
@@ -27,9 +30,12 @@ class DraftTree:
     depths_BN: jax.Array
     ancestors_BNN: jax.Array
     draft_probs_BDV: jax.Array | None = None
+    confidence_BN: jax.Array | None = None
 
     @classmethod
-    def chain(cls, tokens_BN: jax.Array, draft_probs_BDV: jax.Array | None = None) -> DraftTree:
+    def chain(
+        cls, tokens_BN: jax.Array, draft_probs_BDV: jax.Array | None = None, confidence_BN: jax.Array | None = None
+    ) -> DraftTree:
         """A chain: every node is the parent of the next."""
         b, n = tokens_BN.shape
         index = jnp.arange(n, dtype=jnp.int32)
@@ -40,6 +46,7 @@ class DraftTree:
             rows(index),
             rows(jnp.tril(jnp.ones((n, n), bool))),
             draft_probs_BDV,
+            confidence_BN,
         )
 
 

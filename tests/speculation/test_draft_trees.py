@@ -65,6 +65,16 @@ def paths(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
     return found[1:]
 
 
+def agree(tree: DraftTree, row: int, scores: Callable[[int, int], np.ndarray]) -> None:
+    """A node's confidence is its probability after its parent, under the scores that chose it."""
+    assert tree.confidence_BN is not None
+    tokens, parents, depths, confidence = (
+        np.asarray(x)[row] for x in (tree.tokens_BN, tree.parents_BN, tree.depths_BN, tree.confidence_BN)
+    )
+    exact = [np.exp(scores(tokens[parents[n]], depths[n])[tokens[n]]) for n in range(1, len(tokens))]
+    np.testing.assert_allclose(confidence, [1, *exact], rtol=1e-4)
+
+
 def draft_tree(rounds: Any, tier: Tier, state: Any, noise: Any = None) -> DraftTree:
     drafter, rows = rounds._drafter("draft"), Rows.gather(state, jnp.arange(SLOTS), rounds.geo)
     sampling = None if noise is None else state.sampling.rows(rows.slot_B)
@@ -97,6 +107,7 @@ def test_dynamic_trees_are_eagle_2s(markov: Callable[[int], Any], tier: Tier):
             return log_softmax(x)
 
         assert sorted(paths(tree, row)) == sorted(eagle2(scores, int(roots[row]), tier)), row
+        agree(tree, row, scores)
 
 
 @pytest.mark.parametrize("tier", [Tier(2, 2, 5), Tier(3, 2, 7), Tier(4, 3, 31), Tier(3, 7, 40)], ids=str)
@@ -124,11 +135,13 @@ def test_trees_of_levels_that_know_no_path(markov: Callable[[int], Any], tier: T
             return out
 
         assert sorted(paths(tree, row)) == sorted(eagle2(scores, 1, tier)), row
+        agree(tree, row, scores)
 
 
 def test_chains_follow_the_drafts_best_tokens(markov: Callable[[int], Any]):
     rounds = markov(SLOTS)
     tree = draft_tree(rounds, Tier(3), rounds.state(temperature_S=0.0))
+    agree(tree, 0, lambda token, depth: log_softmax(rounds.draft[token]))
     expected = [1]
     for _ in range(3):
         expected.append(int(rounds.draft[expected[-1]].argmax()))
@@ -220,3 +233,8 @@ def test_prompt_look_up_scans_the_text(n_min: int, n_max: int):
     for row, text in enumerate(texts):
         expected = [text[-1], *look_up(text, 4, n_min, n_max)]
         assert np.asarray(tree.tokens_BN)[row].tolist() == expected, (row, len(text))
+        confidence = np.asarray(tree.confidence_BN)[row]
+        assert confidence[0] == 1 and (confidence[1:] > 0).all() == (expected[1] != V)
+    # The text of 1 2 3, over and over, matches in n_max tokens, then in one more with each that is right.
+    run = n_max + np.arange(4)
+    np.testing.assert_allclose(np.asarray(tree.confidence_BN)[texts.index([1, 2, 3] * 4), 1:], run / (run + 1))

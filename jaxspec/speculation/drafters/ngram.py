@@ -96,7 +96,14 @@ class NgramDrafter:
         tokens = jnp.where((best_B > 0)[:, None], tokens, self.vocab_size)
         if rows.allowed_BDW is not None:
             tokens = self._within(tokens, rows.allowed_BDW)
-        return DraftTree.chain(jnp.concatenate([rows.root_B[:, None], tokens], axis=1)), draft
+        # A guess: a match of m tokens is right m times in m + 1. A token that is right makes it longer by one.
+        run = (best_B[:, None] + step).astype(jnp.float32)
+        confidence = jnp.where(tokens < self.vocab_size, run / (run + 1), 0.0)
+        tree = DraftTree.chain(
+            jnp.concatenate([rows.root_B[:, None], tokens], axis=1),
+            confidence_BN=jnp.pad(confidence, ((0, 0), (1, 0)), constant_values=1.0),
+        )
+        return tree, draft
 
     def _within(self, tokens_BD: jax.Array, allowed_BDW: jax.Array) -> jax.Array:
         """The chain with the only token that is allowed, where there is but one, and none where it is refused."""

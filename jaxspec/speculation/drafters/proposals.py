@@ -125,8 +125,12 @@ def propose(levels: Levels, ranking: Ranking, tier: Tier, *, sample: bool) -> Dr
     return _tree(levels, ranking, tier)
 
 
+def _with_root(confidence_BM: jax.Array) -> jax.Array:
+    return jnp.pad(confidence_BM, ((0, 0), (1, 0)), constant_values=1.0)
+
+
 def _chain(levels: Levels, ranking: Ranking, tier: Tier, sample: bool) -> DraftTree:
-    tokens, probs = [ranking.rows.root_B], []
+    tokens, probs, confidences = [ranking.rows.root_B], [], []
     frontier = None
     for depth in range(1, tier.depth + 1):
         logits = levels(depth, frontier)
@@ -134,10 +138,16 @@ def _chain(levels: Levels, ranking: Ranking, tier: Tier, sample: bool) -> DraftT
             token, prob_BV = ranking.draw(logits[:, 0], depth)
             probs.append(prob_BV)
         else:
-            token = ranking.to_target(jnp.argmax(ranking.scores(logits, depth)[:, 0], axis=-1))
+            scores_BV = ranking.scores(logits, depth)[:, 0]
+            token = ranking.to_target(jnp.argmax(scores_BV, axis=-1))
+            # Of the scores, as trees rank: where the noise is shared it decides, too, whether the target agrees.
+            confidences.append(jnp.exp(scores_BV.max(axis=-1) - jax.nn.logsumexp(scores_BV, axis=-1)))
         tokens.append(token)
         frontier = Frontier(token[:, None], jnp.ones((token.shape[0], 1, depth), bool), None)
-    return DraftTree.chain(jnp.stack(tokens, axis=1), jnp.stack(probs, axis=1) if sample else None)
+    tokens_BN = jnp.stack(tokens, axis=1)
+    if sample:
+        return DraftTree.chain(tokens_BN, jnp.stack(probs, axis=1))
+    return DraftTree.chain(tokens_BN, confidence_BN=_with_root(jnp.stack(confidences, axis=1)))
 
 
 def _tree(levels: Levels, ranking: Ranking, tier: Tier) -> DraftTree:
@@ -157,7 +167,7 @@ def _tree(levels: Levels, ranking: Ranking, tier: Tier) -> DraftTree:
     eye = jnp.broadcast_to(jnp.eye(k, dtype=bool)[None], (b, k, k))
     value, ids = children(1, None, 1)
     score, token = value[:, 0], ids[:, 0]
-    scores, tokens = [score], [token]
+    scores, tokens, values = [score], [token], [score]
     parents = [jnp.full((b, k), -1, jnp.int32)]  # candidate index of each candidate's parent
     depths = [1] * k
     at = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32)[None], (b, k))  # candidate index of each frontier node
@@ -168,6 +178,7 @@ def _tree(levels: Levels, ranking: Ranking, tier: Tier) -> DraftTree:
         flat, ids = (score[:, :, None] + value).reshape(b, k * k), ids.reshape(b, k * k)
         scores.append(flat)
         tokens.append(ids)
+        values.append(value.reshape(b, k * k))
         parents.append(jnp.repeat(at, k, axis=1))
         depths += [depth] * (k * k)
         score, pick = jax.lax.top_k(flat, k)
@@ -191,4 +202,7 @@ def _tree(levels: Levels, ranking: Ranking, tier: Tier) -> DraftTree:
     parents_BN = jnp.concatenate([root, jnp.where(parent < 0, 0, node_of)], axis=1)
     depth_BN = jnp.concatenate([root, jnp.take(jnp.asarray(depths, jnp.int32), chosen)], axis=1)
     tokens_BN = jnp.concatenate([ranking.rows.root_B[:, None], jnp.take_along_axis(token_BM, chosen, axis=1)], axis=1)
-    return DraftTree(tokens_BN, parents_BN, depth_BN, ancestors(parents_BN, tier.depth))
+    own = jnp.take_along_axis(jnp.concatenate(values, axis=1), chosen, axis=1)
+    return DraftTree(
+        tokens_BN, parents_BN, depth_BN, ancestors(parents_BN, tier.depth), confidence_BN=_with_root(jnp.exp(own))
+    )
