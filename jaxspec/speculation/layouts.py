@@ -168,6 +168,62 @@ class Packed(_Layout[A]):
         return jnp.concatenate([count_B1, bad_B[:, None], tokens_BD], axis=1)
 
 
+class Budget(_Layout[A]):
+    """How a packed round spends on its rows, float32 [B, 2].
+
+    Attributes:
+      offset_B: added to the logits of the row's confidences; 0 changes nothing.
+      weight_B: what a token of the row is worth, relative to others'; 0 buys it nothing as long as others want some.
+    """
+
+    offset_B, weight_B = (_Column(_ALL, at) for at in range(2))
+
+    @staticmethod
+    def even(bucket: int) -> np.ndarray:
+        """All rows alike."""
+        return np.tile(np.asarray([0, 1], np.float32), (bucket, 1))
+
+
+def plain_calibration(depth: int) -> np.ndarray:
+    """What leaves confidences as they are: a slope and an intercept for each depth from 1, float32 [D, 2]."""
+    return np.tile(np.asarray([1, 0], np.float32), (depth, 1))
+
+
+class PackedDrafts(NamedTuple):
+    """What was said of a round's drafted nodes and what became of them; crosses over behind the round's `Packed`.
+
+    Attributes:
+      confidence_BM: the drafter's own, 0 where it is not a number.
+      depth_BM: from 1.
+      verified_BM: whether the target looked at the node.
+      known_BM: whether its parent was reached, so that the target's token in its place is known, verified or not.
+      right_BM: whether that is its token.
+    """
+
+    confidence_BM: Any
+    depth_BM: Any
+    verified_BM: Any
+    known_BM: Any
+    right_BM: Any
+
+    @staticmethod
+    def width(num_nodes: int) -> int:
+        return 2 * (num_nodes - 1)
+
+    def columns(self) -> jax.Array:
+        """The device's side, int32 [B, 2 * (N - 1)]: confidences as their bits; depths and flags."""
+        word_BM = self.depth_BM << 3
+        for at, flag_BM in enumerate(self[2:]):
+            word_BM |= flag_BM.astype(jnp.int32) << at
+        return jnp.concatenate([jax.lax.bitcast_convert_type(self.confidence_BM, jnp.int32), word_BM], axis=1)
+
+    @classmethod
+    def behind(cls, packed: np.ndarray, tokens: int) -> PackedDrafts:
+        """The host's side, of a round's whole result, whose `Packed` has so many tokens."""
+        bits, word = np.split(packed[:, Packed.width(tokens) :], 2, axis=1)
+        return cls(bits.copy().view(np.float32), word >> 3, *(word >> at & 1 == 1 for at in range(3)))
+
+
 class PackedLogprobs(_Layout[np.ndarray]):
     """Log-probabilities of emitted tokens, int32 [..., 2 + 2k]; floats cross over as their bits."""
 

@@ -173,11 +173,18 @@ class Phases:
             tree, adjusted, sampling, rows.length_B + 1, tier,
             noise_BDV=drafted.noise_BDV, kernels=spec.geo.kernels, typical=spec.typical,
         )  # fmt: skip
-        if tier.depth:
+        state, packed = self.conclude(state, rows, cap_B, tree, verdict, forward)
+        return state, packed, verdict.path_BD
+
+    def conclude(
+        self, state: DecodeState, rows: Rows, cap_B: jax.Array, tree: DraftTree, verdict: Verdict, forward: Forward
+    ) -> tuple[DecodeState, jax.Array]:
+        """Commits what was verified: (state, packed)."""
+        if self.tier.depth:
             verdict = _at_most(verdict, cap_B, tree)
         state, emitted = self._commit(state, rows, tree, verdict, forward)
         bad_B = 1 - verdict.finite_B.astype(jnp.int32)
-        return state, Packed.of((verdict.num_accepted_B + 1)[:, None], bad_B, emitted), verdict.path_BD
+        return state, Packed.of((verdict.num_accepted_B + 1)[:, None], bad_B, emitted)
 
     def _commit(
         self, state: DecodeState, rows: Rows, tree: DraftTree, verdict: Verdict, forward: Forward
@@ -377,14 +384,18 @@ def admit_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
 def logprobs_fn(k: int) -> Callable[..., jax.Array]:
     """The traced function that reads log-probabilities of a finished round.
 
-    Takes (logits_BNV, path_BD, packed) and returns `PackedLogprobs`.
+    Takes (logits_BNV, path_BD, packed) and returns `PackedLogprobs`. Packed rounds have the nodes of all rows in one,
+    [1, T, V].
     """
 
     def run(logits_BNV: jax.Array, path_BD: jax.Array, packed: jax.Array) -> jax.Array:
         b, d = path_BD.shape
         v = logits_BNV.shape[-1]
-        at = jnp.take_along_axis(logits_BNV, path_BD[:, :, None], axis=1).reshape(b * d, v)
-        tokens = jnp.clip(Packed(packed).tokens_BD, 0, v - 1).reshape(b * d)
+        if logits_BNV.shape[0] == b:
+            at = jnp.take_along_axis(logits_BNV, path_BD[:, :, None], axis=1).reshape(b * d, v)
+        else:
+            at = jnp.take(logits_BNV[0], path_BD.reshape(b * d), axis=0, mode="clip")
+        tokens = jnp.clip(Packed(packed).tokens_BD[:, :d], 0, v - 1).reshape(b * d)
         return PackedLogprobs.of(*top_logprobs(at, tokens, min(k, v))).reshape(b, d, -1)
 
     return run

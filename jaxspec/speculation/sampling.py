@@ -109,6 +109,22 @@ def adjust_logits(
       tokens_BN: the nodes' tokens; node 0 (the root) is counted in `rows` already.
       ancestors_BNN: paths, node included.
     """
+    n, v = logits_BNV.shape[1:]
+    path_BNM = None if n == 1 else drafted_paths(tokens_BN, ancestors_BNN, v)
+    return adjust_along(logits_BNV, rows, position_BN, path_BNM)
+
+
+def drafted_paths(tokens_BN: jax.Array, ancestors_BNN: jax.Array, vocab_size: int) -> jax.Array:
+    """The drafted tokens on each node's path, its own included, [B, N, N]; vocab_size elsewhere, and for the root."""
+    b, n = tokens_BN.shape
+    drafted_BNN = ancestors_BNN & (jnp.arange(n) > 0)[None, None, :]
+    return jnp.where(drafted_BNN, jnp.broadcast_to(tokens_BN[:, None, :], (b, n, n)), vocab_size)
+
+
+def adjust_along(
+    logits_BNV: jax.Array, rows: SamplingState, position_BN: jax.Array, path_BNM: jax.Array | None
+) -> jax.Array:
+    """`adjust_logits` of nodes whose drafted tokens are known: path_BNM, V for none; None: roots alone."""
     b, n, v = logits_BNV.shape
     logits = logits_BNV + rows.bias_SV[:, None, :]
     k = rows.stop_ids_SK.shape[1]
@@ -125,18 +141,18 @@ def adjust_logits(
 
     count_BV, prompt_BV = rows.counts_SV, rows.in_prompt_SV
     base = penalise(logits, count_BV[:, None, :], (prompt_BV | (count_BV > 0))[:, None, :], (1, 1))
-    if n == 1:
+    if path_BNM is None:
         return base
     # Only the tokens drafted on a node's own path have other counts than the committed text:
     # redo those entries alone instead of building [B, N, V] counts.
-    drafted_BNN = ancestors_BNN & (jnp.arange(n) > 0)[None, None, :]
-    same_BNN = (tokens_BN[:, :, None] == tokens_BN[:, None, :]).astype(jnp.int32)
-    extra_BNM = jnp.einsum("bnk,bkm->bnm", drafted_BNN.astype(jnp.int32), same_BNN)
-    token_BNM = jnp.where(drafted_BNN, jnp.broadcast_to(tokens_BN[:, None, :], (b, n, n)), v)
-    count_BNM = extra_BNM + jnp.take_along_axis(count_BV, tokens_BN, axis=1)[:, None, :]
-    raw_BNM = jnp.take_along_axis(logits, jnp.minimum(token_BNM, v - 1), axis=2)
+    m = path_BNM.shape[2]
+    inside_BNM = jnp.minimum(path_BNM, v - 1)
+    extra_BNM = (path_BNM[:, :, :, None] == path_BNM[:, :, None, :]).astype(jnp.int32).sum(axis=2)
+    committed_BX = jnp.take_along_axis(count_BV, inside_BNM.reshape(b, n * m), axis=1)
+    count_BNM = extra_BNM + committed_BX.reshape(b, n, m)
+    raw_BNM = jnp.take_along_axis(logits, inside_BNM, axis=2)
     value_BNM = penalise(raw_BNM, count_BNM, count_BNM > 0, (1, 1))
-    return base.at[bi, ni, token_BNM].set(value_BNM, mode="drop")
+    return base.at[bi, ni, path_BNM].set(value_BNM, mode="drop")
 
 
 def unpack_bits(words: jax.Array, size: int) -> jax.Array:

@@ -190,7 +190,7 @@ def choose(logits_BNV: jax.Array, sampling: SamplingRows, noise_BNV: jax.Array) 
 def rejection_sampling(args: RejectionSamplingArgs) -> Verdict:
     """See api.rejection_sampling."""
     if args.greedy:
-        return _follow(args, jnp.argmax(args.logits_BNV, axis=-1).astype(jnp.int32))
+        return _followed(args, jnp.argmax(args.logits_BNV, axis=-1).astype(jnp.int32))
     if args.drafts is not None:
         return _rejection_chain(args, args.drafts) if args.chain else _RejectionWalk(args, args.drafts).run()
     if not args.chain and args.depth > 0:
@@ -198,7 +198,7 @@ def rejection_sampling(args: RejectionSamplingArgs) -> Verdict:
     levels, noise_BDV = args.depth + 1, args.noise_BDV
     if noise_BDV is None:
         noise_BDV = _target_noise(args, args.position_B[:, None] + jnp.arange(levels)[None, :])
-    return _follow(args, choose(args.logits_BNV[:, :levels], args.sampling, noise_BDV))
+    return _followed(args, choose(args.logits_BNV[:, :levels], args.sampling, noise_BDV))
 
 
 def _target_noise(args: RejectionSamplingArgs, position_BN: jax.Array) -> jax.Array:
@@ -229,16 +229,26 @@ def _finite(logits_BNV: jax.Array, best_BN: jax.Array) -> jax.Array:
     return jnp.isfinite(jnp.take_along_axis(logits_BNV, best_BN[:, :, None], axis=2)[:, :, 0])
 
 
-def _follow(args: RejectionSamplingArgs, choice_BN: jax.Array) -> Verdict:
-    """Walks along tokens that are known for every node."""
-    tokens_BN, parents_BN, depths_BN, depth = args.tokens_BN, args.parents_BN, args.depths_BN, args.depth
+def _followed(args: RejectionSamplingArgs, choice_BN: jax.Array) -> Verdict:
+    ok_BN = _finite(args.logits_BNV[:, : choice_BN.shape[1]], choice_BN)
+    return follow(choice_BN, ok_BN, args.tokens_BN, args.parents_BN, args.depths_BN, depth=args.depth, chain=args.chain)
+
+
+def follow(
+    choice_BN: jax.Array, ok_BN: jax.Array, tokens_BN: jax.Array, parents_BN: jax.Array, depths_BN: jax.Array, *,
+    depth: int, chain: bool,
+) -> Verdict:  # fmt: skip
+    """Walks along the target's own tokens, where they are known for every node (coupled mode).
+
+    Args:
+      choice_BN: those tokens, int32. ok_BN: whether the logits that they are from are usable.
+    """
     b, n = choice_BN.shape
     index = jnp.arange(n, dtype=jnp.int32)[None, :]
-    ok_BN = _finite(args.logits_BNV[:, :n], choice_BN)
     if depth == 0:
         zero = jnp.zeros((b,), jnp.int32)
         return Verdict(zero[:, None], zero, choice_BN[:, 0], ok_BN[:, 0])
-    if args.chain:
+    if chain:
         matched = (tokens_BN[:, 1:] == choice_BN[:, :-1]).astype(jnp.int32)
         accepted = jnp.cumprod(matched, axis=1).sum(axis=1).astype(jnp.int32)
         path = jnp.broadcast_to(index, (b, n))

@@ -17,7 +17,8 @@ from jaxspec.models.base import ModelConfig
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.ngram import NgramDrafter
 from jaxspec.speculation.drafters.proposals import Ranking, path_independent, propose
-from jaxspec.speculation.layouts import Batch
+from jaxspec.speculation.layouts import Batch, Budget, plain_calibration
+from jaxspec.speculation.packed import packed_fn
 from jaxspec.speculation.round import RoundSpec, round_fn
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import DecodeState, Geometry
@@ -95,6 +96,26 @@ class ParallelTable(NgramDrafter):
         return propose(path_independent(logits_BDV), ranking, tier, sample=sample), draft
 
 
+class Unsure:
+    """A drafter whose confidences mean nothing; its parameters are the drafter's own, and which of `MEANT` it says."""
+
+    MEANT = ("its own", "inverted", "random", "constant", "NaN")
+
+    def __init__(self, drafter: Any):
+        self._drafter = drafter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def draft(self, params: Any, draft: Any, rows: Any, *rest: Any) -> Any:
+        own, which = params
+        tree, draft = self._drafter.draft(own, draft, rows, *rest)
+        c = tree.confidence_BN
+        key = jax.random.key(rows.length_B.sum())
+        said = jnp.stack([c, 1 - c, jax.random.uniform(key, c.shape), jnp.full_like(c, 0.5), jnp.full_like(c, np.nan)])
+        return dataclasses.replace(tree, confidence_BN=said[which]), draft
+
+
 @dataclasses.dataclass
 class Markov:
     """Rounds over `slots` rows.
@@ -147,6 +168,8 @@ class Markov:
         )  # fmt: skip
 
     def _drafter(self, kind: str) -> Any:
+        if kind.startswith("unsure "):
+            return Unsure(self._drafter(kind.removeprefix("unsure ")))
         if kind == "draft":
             return AutoregressiveDrafter(self.core, self.geo)
         return NgramDrafter(V) if kind == "ngram" else ParallelTable(self.draft)
@@ -158,19 +181,27 @@ class Markov:
 
     def run(
         self, state: DecodeState, tier: Tier, *, kind: str = "draft", rejection: bool = False, sampled: bool = True,
-        batch: np.ndarray | None = None, draft_params: Any = None,
+        batch: np.ndarray | None = None, draft_params: Any = None, tokens: int | None = None, spend: Any = None,
     ) -> tuple[DecodeState, np.ndarray]:  # fmt: skip
-        """One round; (state, packed)."""
-        key = (tier, kind, rejection, sampled)
+        """One round; (state, packed).
+
+        Args:
+          tokens: of a packed round. spend: its calibration and `Budget`, where they are not plain.
+        """
+        key = (tier, kind, rejection, sampled, tokens)
         if key not in self._jitted:
             spec = RoundSpec(self.graph, CONFIG, self.geo, self._drafter(kind), rejection)
-            self._jitted[key] = jax.jit(round_fn(spec, tier, sampled))
+            made = round_fn(spec, tier, sampled) if tokens is None else packed_fn(spec, tier, sampled, tokens)
+            self._jitted[key] = jax.jit(made)
         params = self.core.params if draft_params is None else draft_params
-        stateless = kind != "draft"
+        stateless = not kind.endswith("draft")
         if stateless:
             cache, state = state.draft, dataclasses.replace(state, draft=())
         batch = self.batch() if batch is None else batch
-        after, packed, _ = self._jitted[key](self.params, () if stateless else params, state, batch)
+        if tokens is not None and spend is None:
+            spend = plain_calibration(self.max_depth), Budget.even(len(batch))
+        params = () if stateless and draft_params is None else params
+        after, packed, _ = self._jitted[key](self.params, params, state, batch, *(spend or ()))
         return (dataclasses.replace(after, draft=cache) if stateless else after), np.asarray(packed)
 
     def generate(self, state: DecodeState, tier: Tier, count: int, **options: Any) -> tuple[np.ndarray, DecodeState]:
