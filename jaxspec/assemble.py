@@ -185,10 +185,11 @@ class _Choice:
     """A policy that is still to be built: it may need costs, which need executables.
 
     Attributes:
-      reachable: {tier: buckets} to compile.
+      reachable: {tier: buckets} to compile. budgets: the packed rounds among them.
     """
 
     reachable: dict[Tier, tuple[int, ...]]
+    budgets: dict[tuple[Tier, int], tuple[int, ...]]
     needs_cost: bool
     build: Callable[[CostTable | None], TierPolicy]
 
@@ -213,7 +214,8 @@ def choose_policy(
     reachable = kind.reachable(speculation, room)
     if not trees and not all(tier.is_chain for tier in reachable):
         raise ValueError(f"this drafter proposes chains only, got tiers {[str(tier) for tier in reachable]}")
-    return _Choice(reachable, kind.needs_costs, lambda cost: kind.build(speculation, room, cost))
+    budgets = kind.budgets(speculation, room)
+    return _Choice(reachable, budgets, kind.needs_costs, lambda cost: kind.build(speculation, room, cost))
 
 
 def build_engine(
@@ -310,7 +312,7 @@ def assemble(
         choice.reachable, shapes_for(geo, prompts.alone, prompts.several), prompts.overhead, prompts.unsampled, eos,
         variants=tuple(sorted({v == "sampled" for v in config.variants or both})),
         rejection=speculation.verification == "rejection",
-        typical=None if built is None else _typical(speculation), guided=grammars is not None,
+        typical=None if built is None else _typical(speculation), guided=grammars is not None, budgets=choice.budgets,
     )  # fmt: skip
     # The processes of several hosts must run the same rounds, and what is ready differs between them.
     background = config.warmup == "background" and jax.process_count() == 1

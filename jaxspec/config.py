@@ -6,6 +6,7 @@ Every message names the field, the value given and the values allowed. Must not 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -60,6 +61,9 @@ class SpeculationConfig:
       typical_threshold, typical_alpha: of typical verification, which accepts a token of probability p where
         p > min(typical_threshold, typical_alpha * exp(-entropy)).
       ngram_min, ngram_max: shortest and longest suffix that the n-gram drafter matches.
+      budget: of a static tier: how many drafted tokens a request the target verifies, on average: those of the whole
+        batch that are likeliest to be accepted, few of one request and many of another. The text does not depend on
+        it, under coupled verification, which it needs. None: all.
 
     Raises:
       ValueError: see each field.
@@ -76,6 +80,7 @@ class SpeculationConfig:
     typical_alpha: float = 0.3
     ngram_min: int = 1
     ngram_max: int = 4
+    budget: float | None = None
 
     def __post_init__(self) -> None:
         me = "SpeculationConfig"
@@ -104,6 +109,10 @@ class SpeculationConfig:
             object.__setattr__(self, "candidate_steps", tuple(sorted(set(steps))))
         if self.tiers is not None:
             self._check_tiers(_items(me, "tiers", self.tiers))
+        if self.budget is not None and (
+            isinstance(self.budget, bool) or not isinstance(self.budget, int | float) or not 0 < self.budget < math.inf
+        ):
+            raise ValueError(f"{me}.budget must be a positive number of tokens a request, got {self.budget!r}")
         self._check_policy()
 
     def _check_policy(self) -> None:
@@ -115,6 +124,8 @@ class SpeculationConfig:
             raise ValueError(f"{what}, got policy {policy!r}")
         if self.depth is not None and "depth" not in kind.fields:
             raise ValueError(f"{me}.depth {self.depth} is a static tier's, got policy {policy!r}; use candidate_steps")
+        if self.budget is not None and "budget" not in kind.fields:
+            raise ValueError(f"{me}.budget {self.budget} belongs to {_takers('budget')}, got policy {policy!r}")
         kind.check(self)
 
     def _check_tiers(self, tiers: tuple[Tier, ...]) -> None:

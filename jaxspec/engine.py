@@ -236,13 +236,13 @@ class Engine:
     def _dispatch_round(self, rows: DecodeRows) -> Pending:
         runner, buckets = self.runner, self.facts.buckets
         bucket = next(b for b in buckets if b >= len(rows) and any(runner.ready(t, b) for t in runner.states))
-        _, state = self.controller.select(
+        choice, state = self.controller.select(
             BatchView(len(rows), bucket, rows.context_tokens, time.monotonic(), rows.deepest)
         )
         guide = self._guide(rows.requests)
         self._guided += guide is not None
         self._laps.lap("policy")
-        return runner.dispatch(rows, state, bucket, guide)
+        return runner.dispatch(rows, state, choice, bucket, guide)
 
     def _guide(self, requests: Sequence[Request]) -> Guide | None:
         """What the rows may say; None where no grammar says anything."""
@@ -282,6 +282,8 @@ class Engine:
             num_accepted=tuple((result.counts_B[whole_B] - 1).tolist()),
             seconds=now - max(pending.dispatched_at, self._collected_at) if pending.timed else 0.0,
             context_tokens=pending.context_tokens,
+            tokens=pending.tokens,
+            drafts=result.drafts,
         )
         if tier in self.controller.policy.tiers:  # else a policy before this one chose it
             self.controller.observe(stats)

@@ -54,7 +54,9 @@ class RoundReader:
         #: Slots whose completions are read token by token, and those that have stop strings.
         self._guided_S, self._watched_S = np.zeros((2, slots), bool)
         #: Rounds of each tier by how many drafts were accepted, as far as the requests' metrics do not have them.
-        self._rounds_SA: dict[Tier, np.ndarray] = {}
+        self._rounds_SA: dict[tuple[Tier, bool], np.ndarray] = {}
+        #: And the drafts that packed ones, which are told apart above, have verified.
+        self._verified_S = np.zeros(slots, np.int64)
 
     def enter(self, output: OutputProcessor) -> None:
         """Rounds bring a completion forward from now on."""
@@ -76,12 +78,16 @@ class RoundReader:
     def tell(self, output: OutputProcessor) -> None:
         """Adds the rounds so far to its request's metrics."""
         request = output.request
-        for tier, rounds_SA in self._rounds_SA.items():
-            if output.slot is not None and rounds_SA[output.slot].any():
+        if output.slot is None:
+            return
+        for (tier, is_packed), rounds_SA in self._rounds_SA.items():
+            if rounds_SA[output.slot].any():
                 limit = request.draft_limit(tier.depth)
                 drafted = tier.num_nodes - 1 if limit == tier.depth else limit
-                request.metrics.record_rounds(tier.name, drafted, rounds_SA[output.slot].tolist())
+                request.metrics.record_rounds(tier.name, 0 if is_packed else drafted, rounds_SA[output.slot].tolist())
                 rounds_SA[output.slot] = 0
+        request.metrics.drafted += int(self._verified_S[output.slot])
+        self._verified_S[output.slot] = 0
 
     def read(self, tier: Tier, slots_B: np.ndarray, alive_B: np.ndarray, left_B: np.ndarray, result: Result) -> Said:
         """Takes the results of a round.
@@ -113,7 +119,7 @@ class RoundReader:
         if failed:
             alive_B = alive_B.copy()
             alive_B[failed] = False
-        self._count(tier, slots_B[alive_B], result.counts_B[alive_B] - 1)
+        self._count(tier, slots_B, alive_B, result)
         return said
 
     def _closely(self, slots_B: np.ndarray, left_B: np.ndarray, result: Result) -> np.ndarray:
@@ -125,8 +131,12 @@ class RoundReader:
             closely_B |= (tokens_BD[:, :, None] == self._stops_SK[slots_B][:, None]).any(axis=(1, 2))
         return closely_B
 
-    def _count(self, tier: Tier, slots_B: np.ndarray, accepted_B: np.ndarray) -> None:
-        rounds_SA = self._rounds_SA.get(tier)
+    def _count(self, tier: Tier, slots_B: np.ndarray, alive_B: np.ndarray, result: Result) -> None:
+        key = tier, result.drafts is not None
+        rounds_SA = self._rounds_SA.get(key)
         if rounds_SA is None:
-            rounds_SA = self._rounds_SA[tier] = np.zeros((len(self._at), tier.depth + 1), np.int64)
-        rounds_SA[slots_B, accepted_B] += 1
+            rounds_SA = self._rounds_SA[key] = np.zeros((len(self._at), tier.depth + 1), np.int64)
+        rounds_SA[slots_B[alive_B], result.counts_B[alive_B] - 1] += 1
+        if result.drafts is not None:
+            verified_BM = np.frombuffer(result.drafts.verified, np.uint8).reshape(len(slots_B), -1)
+            self._verified_S[slots_B[alive_B]] += verified_BM.sum(axis=1, dtype=np.int64)[alive_B]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import NamedTuple
 
 
 def max_nodes(depth: int, topk: int) -> int:
@@ -88,3 +89,23 @@ def parse_tier(text: str) -> Tier:
 
 #: Plain decoding.
 PLAIN = Tier(0)
+
+
+class Choice(NamedTuple):
+    """How a round runs: what it drafts, and how much of that is verified.
+
+    Attributes:
+      tokens: nodes that the target verifies over the whole batch, roots included: the likeliest ones of all rows (a
+        packed round). None: every node.
+      calibration: of a packed round: slope and intercept of the logit of the drafter's confidences at each depth from
+        1, as far as they differ from (1, 0).
+    """
+
+    tier: Tier
+    tokens: int | None = None
+    calibration: tuple[tuple[float, float], ...] = ()
+
+
+def as_choice(chosen: Tier | Choice) -> Choice:
+    """A policy's choice; a tier alone verifies every node."""
+    return chosen if isinstance(chosen, Choice) else Choice(chosen)

@@ -39,6 +39,16 @@ from jaxspec.tier import PLAIN, Tier
         ({"tiers": (Tier(33),)}, r"tiers may be 32 deep, got 33"),
         ({"tiers": (Tier(3),), "depth": 3}, r"tiers \['chain-3'\] .*'depth': 3"),
         ({"candidate_steps": (1,), "depth": 3}, r"candidate_steps .* depth 3"),
+        ({"depth": 3, "budget": 0}, r"budget must be a positive number of tokens a request, got 0"),
+        ({"depth": 3, "budget": float("inf")}, r"budget must be a positive number of tokens a request, got inf"),
+        ({"depth": 3, "budget": True}, r"budget must be a positive number of tokens a request, got True"),
+        ({"budget": 2}, r"budget 2 belongs to the static policy, got policy 'adaptive'"),
+        ({"depth": 3, "policy": "off", "budget": 2}, r"budget 2 belongs to the static policy, got policy 'off'"),
+        ({"depth": 0, "budget": 2}, r"budget 2 is for drafted tokens, got depth 0"),
+        *(
+            ({"depth": 3, "budget": 2, "verification": rule}, f"budget 2 needs 'coupled' verification.* got '{rule}'")
+            for rule in ("rejection", "typical")
+        ),
         (
             {"depth": 3, "topk": 2, "num_nodes": 3},
             r"num_nodes must lie between depth \+ 1 = 4 and 11 for topk 2, got 3",
@@ -125,7 +135,7 @@ def test_dictionaries_become_configurations():
     assert SpeculationConfig.of(None) == SpeculationConfig()
     config = SpeculationConfig(depth=2)
     assert SpeculationConfig.of(config) is config and SpeculationConfig.of({"depth": 2}) == config
-    with pytest.raises(ValueError, match=r"unknown fields \['dept'\]; known are \['candidate_steps', 'depth'"):
+    with pytest.raises(ValueError, match=r"unknown fields \['dept'\]; known are \['budget', 'candidate_steps'"):
         SpeculationConfig.of({"dept": 2})
     with pytest.raises(ValueError, match="must be a SpeculationConfig or a dict, got int"):
         SpeculationConfig.of(3)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from jaxspec.adaptive.policy import BatchView, RoundStats, TierPolicy
-from jaxspec.tier import Tier
+from jaxspec.tier import Choice, Tier, as_choice
 
 State = TypeVar("State")
 
@@ -57,8 +57,8 @@ class AdaptiveController(Generic[State]):
       policy: chooses the tier.
       states: what runs each tier, now and later: may hold more tiers than the policy selects, and may change.
       recorder: hears every observed round too.
-      ready: whether a tier's state can run in a bucket by now. Where the policy's choice cannot, the next shallower
-        one runs that can, else the shallowest.
+      ready: whether a tier's state can run in a bucket by now, with so many packed tokens or None. Where the policy's
+        choice cannot, all of its tier is verified, else the next shallower tier runs that can, else the shallowest.
 
     Raises:
       ValueError: the policy can select a tier that has no state.
@@ -66,7 +66,7 @@ class AdaptiveController(Generic[State]):
 
     def __init__(
         self, policy: TierPolicy, states: Mapping[Tier, State], recorder: Recorder | None = None, *,
-        ready: Callable[[Tier, int], bool] = lambda tier, bucket: True,
+        ready: Callable[[Tier, int, int | None], bool] = lambda tier, bucket, tokens: True,
     ) -> None:  # fmt: skip
         missing = [tier.name for tier in policy.tiers if tier not in states]
         if missing:
@@ -83,18 +83,25 @@ class AdaptiveController(Generic[State]):
         """The tier of the latest round; None before the first."""
         return self._last
 
-    def select(self, view: BatchView) -> tuple[Tier, State]:
-        """The tier of the round that is about to run, and its state; ValueError if the policy names one without."""
-        tier = self._within(self.policy.select(view), view)
+    def select(self, view: BatchView) -> tuple[Choice, State]:
+        """How the round that is about to run does so, and its tier's state; a tier that is exchanged verifies all.
+
+        Raises:
+          ValueError: the policy names a tier without a state, or `ready` knows no such packed round.
+        """
+        choice = as_choice(self.policy.select(view))
+        tier = self._within(choice.tier, view)
         if tier not in self._states:
             raise ValueError(f"the policy selected tier {tier}, but states exist only for {_names(self._states)}")
-        if not self._ready(tier, view.bucket):
-            at_hand = sorted(t for t in self._states if self._ready(t, view.bucket))
+        if not self._ready(tier, view.bucket, None):
+            at_hand = sorted(t for t in self._states if self._ready(t, view.bucket, None))
             tier = max((t for t in at_hand if t.depth <= tier.depth), default=at_hand[0])
+        if tier != choice.tier or (choice.tokens is not None and not self._ready(tier, view.bucket, choice.tokens)):
+            choice = Choice(tier)
         self.switches += self._last is not None and tier != self._last
         self._last = tier
         self.rounds_by_tier[tier] += 1
-        return tier, self._states[tier]
+        return choice, self._states[tier]
 
     def _within(self, tier: Tier, view: BatchView) -> Tier:
         """The policy's choice, or its deepest tier that the batch's requests can use; theirs is cut on the device."""

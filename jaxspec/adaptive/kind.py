@@ -26,6 +26,10 @@ class Settings(Protocol):
     def candidate_steps(self) -> tuple[int, ...] | None: ...
     @property
     def tiers(self) -> tuple[Tier, ...] | None: ...
+    @property
+    def budget(self) -> float | None: ...
+    @property
+    def verification(self) -> str: ...
 
     def tier(self, depth: int) -> Tier:
         """The tier of so many draft tokens."""
@@ -66,7 +70,7 @@ class PolicyKind(abc.ABC):
 
     Attributes:
       name: what users call it.
-      fields: of SpeculationConfig's depth, candidate_steps and tiers, those that it accepts.
+      fields: of SpeculationConfig's depth, candidate_steps, tiers and budget, those that it accepts.
       drafts: whether it ever drafts.
       chooses: whether it chooses among tiers; trees of several depths then share num_nodes.
       needs_costs: whether `build` wants to know what executables cost, so that they are timed.
@@ -91,6 +95,10 @@ class PolicyKind(abc.ABC):
     @abc.abstractmethod
     def reachable(self, settings: Settings, room: Room) -> dict[Tier, tuple[int, ...]]:
         """The tiers that it can choose, and in which buckets: what is compiled."""
+
+    def budgets(self, settings: Settings, room: Room) -> dict[tuple[Tier, int], tuple[int, ...]]:
+        """The packed tokens that it can choose at a reachable tier and bucket: each takes an executable more."""
+        return {}
 
     @abc.abstractmethod
     def build(self, settings: Settings, room: Room, cost: CostTable | None) -> TierPolicy:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from array import array
 from collections.abc import Iterable, Iterator
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
-from jaxspec.tier import PLAIN, Tier
+from jaxspec.tier import PLAIN, Choice, Tier, as_choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +34,56 @@ class BatchView:
 
 
 @dataclasses.dataclass(frozen=True)
+class DraftLabels:
+    """The drafted nodes of a packed round, request after request: what was said of them and what became of them.
+
+    All sequences have a value for each node; those of bytes hold 0 or 1 but for the depths.
+
+    Attributes:
+      nodes: drafted nodes of each request.
+      confidence: the drafter's own, as 4-byte floats ("f"); 0 where it is not a number.
+      depth: of the node, from 1.
+      verified: whether the budget took it.
+      known: whether its parent was reached, so that the target's token in its place is known, verified or not: a
+        label that no budget censors.
+      right: whether that is its token.
+    """
+
+    nodes: int
+    confidence: array[float]
+    depth: bytes
+    verified: bytes
+    known: bytes
+    right: bytes
+
+    def num_verified(self, row: int) -> int:
+        """Drafted nodes of a request that the target looked at."""
+        return sum(self.verified[row * self.nodes : (row + 1) * self.nodes])
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value if isinstance(value, int) else list(value) for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DraftLabels:
+        """The inverse of `to_dict`."""
+        nodes, confidence, *flags = (values[field.name] for field in dataclasses.fields(cls))
+        return cls(nodes, array("f", confidence), *map(bytes, flags))
+
+
+@dataclasses.dataclass(frozen=True)
 class RoundStats:
     """What one finished round did. Arrives a round late, so it names the tier that ran.
 
     Attributes:
       tier: the tier of the round's executable.
       batch_size, bucket: requests in it, and the padded size.
-      num_accepted: accepted draft tokens, the bonus token excluded, of each request that could accept the whole tier.
+      num_accepted: accepted draft tokens, the bonus token excluded, of each request that could accept the whole tier,
+        or in a packed round as much of it as the budget left.
       seconds: wall time of the round, dispatch to result; 0 where it was not measured.
       context_tokens: committed tokens over all rows when the round was dispatched.
+      tokens, drafts: of a packed round: the nodes that it verified over the whole batch, and what became of each.
     """
 
     tier: Tier
@@ -50,17 +92,26 @@ class RoundStats:
     num_accepted: tuple[int, ...]
     seconds: float = 0.0
     context_tokens: int = 0
+    tokens: int | None = None
+    drafts: DraftLabels | None = None
 
     def to_json(self) -> str:
         """One JSONL line."""
-        d = dataclasses.asdict(self)
+        d = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         d["tier"] = [self.tier.depth, self.tier.topk, self.tier.num_nodes]
+        if self.tokens is None:
+            del d["tokens"]
+        if d.pop("drafts") is not None:
+            assert self.drafts is not None
+            d["drafts"] = self.drafts.to_dict()
         return json.dumps(d)
 
     @classmethod
     def from_json(cls, line: str) -> RoundStats:
         d = json.loads(line)
         tier = PLAIN if d["tier"][0] == 0 else Tier(*d["tier"])
+        if "drafts" in d:
+            d["drafts"] = DraftLabels.from_dict(d["drafts"])
         return cls(**{**d, "tier": tier, "num_accepted": tuple(d["num_accepted"])})
 
 
@@ -70,8 +121,8 @@ class TierPolicy(Protocol):
     #: Every tier that `select` can return for any batch, plain decoding included where it can.
     tiers: tuple[Tier, ...]
 
-    def select(self, view: BatchView) -> Tier:
-        """The next round's tier."""
+    def select(self, view: BatchView) -> Tier | Choice:
+        """The next round's tier, and in a Choice how much of it is verified."""
         ...
 
     def observe(self, stats: RoundStats) -> None:
@@ -92,5 +143,5 @@ def replay(policy: TierPolicy, lines: Iterable[str] | IO[str]) -> Iterator[Tier]
     for line in lines:
         if line.strip():
             stats = RoundStats.from_json(line)
-            yield policy.select(BatchView(stats.batch_size, stats.bucket, stats.context_tokens))
+            yield as_choice(policy.select(BatchView(stats.batch_size, stats.bucket, stats.context_tokens))).tier
             policy.observe(stats)

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import math
+
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.kind import PolicyKind, Room, Running, Settings
 from jaxspec.adaptive.policy import BatchView, RoundStats
-from jaxspec.tier import PLAIN, Tier
+from jaxspec.tier import PLAIN, Choice, Tier
+
+
+def packed_tokens(tier: Tier, bucket: int, budget: float) -> int:
+    """Nodes of a packed round, roots included: the budget of drafted ones a row, of `bucket` rows, rounded up."""
+    return min(bucket + math.ceil(budget * bucket), bucket * tier.num_nodes)
 
 
 class StaticPolicy:
-    """Runs one tier at every batch size; `StaticPolicy(PLAIN)` turns speculation off."""
+    """Runs one tier at every batch size; `StaticPolicy(PLAIN)` turns speculation off.
 
-    def __init__(self, tier: Tier) -> None:
-        self.tier = tier
+    Args:
+      budget: drafted nodes that are verified of a row of the padded batch, on average; None: all.
+    """
+
+    def __init__(self, tier: Tier, budget: float | None = None) -> None:
+        self.tier, self.budget = tier, budget
         self.tiers: tuple[Tier, ...] = (tier,)
 
-    def select(self, view: BatchView) -> Tier:
+    def select(self, view: BatchView) -> Tier | Choice:
         """The one tier."""
-        return self.tier
+        if self.budget is None:
+            return self.tier
+        return Choice(self.tier, packed_tokens(self.tier, view.bucket, self.budget))
 
     def observe(self, stats: RoundStats) -> None:
         """Nothing to learn."""
@@ -34,12 +47,21 @@ class Static(PolicyKind):
     """The tier that a user names, three draft tokens deep where none is said."""
 
     name = "static"
-    fields = frozenset({"depth"})
+    fields = frozenset({"depth", "budget"})
     chooses = False
     switched_by_depth = True
 
     def check(self, settings: Settings) -> None:
-        self._tier(settings)
+        tier = self._tier(settings)
+        if settings.budget is None:
+            return
+        if settings.verification != "coupled":
+            raise ValueError(
+                f"budget {settings.budget} needs 'coupled' verification, which is exact whatever is verified, "
+                f"got {settings.verification!r}"
+            )
+        if tier.depth == 0:
+            raise ValueError(f"budget {settings.budget} is for drafted tokens, got depth 0")
 
     def _tier(self, settings: Settings) -> Tier:
         return settings.tier(3 if settings.depth is None else settings.depth)
@@ -47,8 +69,14 @@ class Static(PolicyKind):
     def reachable(self, settings: Settings, room: Room) -> dict[Tier, tuple[int, ...]]:
         return {self._tier(settings): room.buckets}
 
+    def budgets(self, settings: Settings, room: Room) -> dict[tuple[Tier, int], tuple[int, ...]]:
+        tier, budget = self._tier(settings), settings.budget
+        if budget is None:
+            return {}
+        return {(tier, bucket): (packed_tokens(tier, bucket, budget),) for bucket in room.buckets}
+
     def build(self, settings: Settings, room: Room, cost: CostTable | None) -> StaticPolicy:
-        return StaticPolicy(self._tier(settings))
+        return StaticPolicy(self._tier(settings), settings.budget)
 
     def switch(self, running: Running, depth: int | None) -> StaticPolicy:
         what = f"policy {self.name!r} (tier {PLAIN.name})" if depth is None else f"depth {depth}"
@@ -64,6 +92,7 @@ class Off(Static):
     """Plain decoding, whatever depth is named besides."""
 
     name = "off"
+    fields = frozenset({"depth"})
     drafts = False
     switched_by_depth = False
 

@@ -22,7 +22,8 @@ from jaxspec.runtime.sharding import Placement
 from jaxspec.scheduling.shapes import PrefillShape
 from jaxspec.speculation import guided
 from jaxspec.speculation import round as rounds
-from jaxspec.speculation.layouts import Admission, Batch, Chunks, Packed
+from jaxspec.speculation.layouts import Admission, Batch, Budget, Chunks, Packed, PackedDrafts, plain_calibration
+from jaxspec.speculation.packed import packed_fn
 from jaxspec.speculation.round import RoundSpec
 from jaxspec.speculation.state import DecodeState
 from jaxspec.speculation.typical import Typical
@@ -165,17 +166,26 @@ class Key(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RoundKey:
-    """A round, for batches of which some row samples or of greedy rows only."""
+    """A round, for batches of which some row samples or of greedy rows only.
+
+    Attributes:
+      tokens: how many nodes of the whole batch the target verifies (a packed round); None: all.
+    """
 
     tier: Tier
     bucket: int
     sampled: bool
+    tokens: int | None = None
 
     def lowering(self, at: Setting) -> Lowering:
-        fn = rounds.round_fn(at.spec, self.tier, self.sampled)
         # A plain round does not even pay for the drafter's arguments.
         draft = Held.DRAFT if self.tier.depth else ()
         args = (Held.TARGET, draft, Held.STATE, at.batch(self.bucket))
+        if self.tokens is None:
+            fn = rounds.round_fn(at.spec, self.tier, self.sampled)
+        else:
+            fn = packed_fn(at.spec, self.tier, self.sampled, self.tokens)
+            args = (*args, plain_calibration(at.spec.geo.max_depth), Budget.even(self.bucket))
         return Lowering(fn, args, at.place.round_results(self.sampled))
 
 
@@ -288,16 +298,24 @@ class AdmitKey:
 
 @dataclasses.dataclass(frozen=True)
 class LogprobsKey:
-    """What reads log-probabilities of a round of so many nodes, or of a prefill, that emitted up to `tokens`."""
+    """What reads log-probabilities of a round of so many nodes, or of a prefill, that emitted up to `tokens`.
+
+    Attributes:
+      verified: nodes that a packed round verified over the whole batch; None: all.
+    """
 
     bucket: int
     num_nodes: int
     tokens: int
+    verified: int | None = None
 
     def lowering(self, at: Setting) -> Lowering:
-        vocab = at.spec.config.vocab_size
-        logits = jax.ShapeDtypeStruct((self.bucket, self.num_nodes, vocab), jnp.float32, sharding=at.place.logits)
-        args = (logits, at.shape(self.bucket, self.tokens), at.shape(self.bucket, Packed.width(self.tokens)))
+        vocab, width = at.spec.config.vocab_size, Packed.width(self.tokens)
+        nodes = (self.bucket, self.num_nodes)
+        if self.verified is not None:
+            nodes, width = (1, self.verified), width + PackedDrafts.width(self.num_nodes)
+        logits = jax.ShapeDtypeStruct((*nodes, vocab), jnp.float32, sharding=at.place.logits)
+        args = (logits, at.shape(self.bucket, self.tokens), at.shape(self.bucket, width))
         return Lowering(rounds.logprobs_fn(min(MAX_LOGPROBS, vocab)), args, at.place.replicated)
 
 
@@ -314,6 +332,7 @@ class RunnerConfig:
       variants: which rounds to compile: False for greedy ones, True for sampled ones (which serve every batch).
       rejection, typical: how drafts of sampled rows are verified (speculation.round.RoundSpec).
       guided: whether rounds and prefills can be told what rows may say.
+      budgets: {(tier, bucket): tokens} of the packed rounds that the policy can select besides.
     """
 
     reachable: Mapping[Tier, tuple[int, ...]]
@@ -325,6 +344,7 @@ class RunnerConfig:
     rejection: bool = False
     typical: Typical | None = None
     guided: bool = False
+    budgets: Mapping[tuple[Tier, int], tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def buckets(self) -> list[int]:
@@ -356,6 +376,14 @@ class RunnerConfig:
             keys.append(GuidedKey(bucket))
         return [*keys, LogprobsKey(bucket, nodes, tier.depth + 1)]
 
+    def packed_keys(self, tier: Tier, bucket: int, tokens: int) -> list[Key]:
+        """The executables that a packed round of a tier may need; ValueError for one that is not among `budgets`."""
+        known = self.budgets.get((tier, bucket), ())
+        if tokens not in known:
+            raise ValueError(f"{tier} at batch size {bucket} cannot verify {tokens} tokens; compiled are {list(known)}")
+        keys: list[Key] = [RoundKey(tier, bucket, sampled, tokens) for sampled in self.variants]
+        return [*keys, LogprobsKey(bucket, tier.num_nodes, tier.depth + 1, tokens)]
+
     def keys(self, *, catches_up: bool) -> list[Key]:
         """Every executable; the dearest first, so that no thread ends with one.
 
@@ -363,6 +391,8 @@ class RunnerConfig:
           catches_up: whether the drafter has a cache in which plain rounds leave gaps.
         """
         keys = [key for tier, at in self.reachable.items() for bucket in at for key in self.round_keys(tier, bucket)]
+        for (tier, bucket), budgets in self.budgets.items():
+            keys += [key for tokens in budgets for key in self.packed_keys(tier, bucket, tokens)]
         if catches_up and PLAIN in self.reachable:
             keys += [CatchUpKey(bucket) for bucket in self.buckets]
         keys += self.prefill_keys

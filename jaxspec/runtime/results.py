@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from jaxspec.adaptive.policy import DraftLabels
 from jaxspec.request import Logprob, Request
+from jaxspec.runtime.packing import labels
 from jaxspec.scheduling.plan import DecodeRows
 from jaxspec.speculation.layouts import Packed, PackedLogprobs
 from jaxspec.tier import Tier
@@ -26,6 +28,7 @@ class Pending:
       packed: `Packed` tokens on the device. logprobs: `PackedLogprobs`, where some row asked for them.
       dispatched_at: seconds on the runner's clock.
       timed: nothing but rounds ran on the device since the round before, so its seconds are its own.
+      tokens: nodes that a packed round verifies over the whole batch; None: all of them.
     """
 
     rows: Sequence[tuple[Request, int]] | DecodeRows
@@ -36,6 +39,7 @@ class Pending:
     dispatched_at: float
     context_tokens: int
     timed: bool
+    tokens: int | None = None
 
     @property
     def requests(self) -> Sequence[Request]:
@@ -57,6 +61,7 @@ class Result:
       finite_B: False where the target's logits were not finite.
       tokens: the same as lists.
       logprobs: `PackedLogprobs` of the rows, where some asked for them.
+      drafts: of a packed round, what became of its nodes.
     """
 
     counts_B: np.ndarray
@@ -64,14 +69,20 @@ class Result:
     finite_B: np.ndarray
     tokens: list[list[int]]
     logprobs: np.ndarray | None
+    drafts: DraftLabels | None = None
 
     @classmethod
-    def of(cls, packed: np.ndarray, rows: int, logprobs: np.ndarray | None = None) -> Result:
-        """Unpacks `Packed` tokens."""
-        columns = Packed(packed[:rows])
+    def of(cls, packed: np.ndarray, rows: int, logprobs: np.ndarray | None = None, depth: int | None = None) -> Result:
+        """Unpacks `Packed` tokens.
+
+        Args:
+          depth: of a packed round's tier; `PackedDrafts` come behind its tokens.
+        """
+        drafts = None if depth is None else labels(packed[:rows], depth)
+        columns = Packed(packed[:rows, : None if depth is None else Packed.width(depth + 1)])
         counts, tokens = columns.count_B, columns.tokens_BD
         cut = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
-        return cls(counts, tokens, columns.bad_B == 0, cut, logprobs)
+        return cls(counts, tokens, columns.bad_B == 0, cut, logprobs, drafts)
 
     def entries(self, row: int, wanted: int) -> list[dict[int, Logprob]]:
         """Log-probabilities of a row's tokens: for each itself first, then the best of the vocabulary, as vLLM does."""

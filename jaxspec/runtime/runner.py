@@ -24,6 +24,7 @@ from jaxspec.models.base import TargetModel
 from jaxspec.request import Request
 from jaxspec.runtime.compile import SpecRuntimeState
 from jaxspec.runtime.executables import ExecutableStore
+from jaxspec.runtime.packing import Spending
 from jaxspec.runtime.programs import (
     AdmitKey,
     CatchUpKey,
@@ -50,7 +51,7 @@ from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.layouts import Admission, Batch
 from jaxspec.speculation.round import RoundSpec
 from jaxspec.speculation.state import DecodeState, Geometry
-from jaxspec.tier import Tier
+from jaxspec.tier import Choice, Tier
 
 
 class Guide(Protocol):
@@ -112,6 +113,7 @@ class Runner:
         words = -(-self.config.vocab_size // 32)
         anything = {rows: np.full((rows, words), -1, np.int32) for rows in config.admit_rows if config.guided}
         self._anything = {rows: self.put(array) for rows, array in anything.items()}
+        self._spend = Spending(self.put, geo.max_depth)
         self._disturbed = False  # something else than rounds ran on the device since the last one
         self._zero_bias = self.put(np.zeros((1, self.config.vocab_size), np.float32))
         self.reset()
@@ -245,9 +247,10 @@ class Runner:
         """Compiles nothing more after what is being compiled."""
         self._warmup.stop()
 
-    def ready(self, tier: Tier, bucket: int) -> bool:
-        """Whether a round of the tier can run at this padded batch size."""
-        return (bucket, self.variants[0]) in self.states[tier].executables
+    def ready(self, tier: Tier, bucket: int, tokens: int | None = None) -> bool:
+        """Whether a round of the tier can run at this padded batch size, packed where `tokens` are given."""
+        keys = [] if tokens is None else self._can.packed_keys(tier, bucket, tokens)
+        return (bucket, self.variants[0]) in self.states[tier].executables and self._compiled.keys() >= {*keys}
 
     def largest_ready(self) -> int:
         """The largest padded batch size at which some tier can run."""
@@ -382,13 +385,15 @@ class Runner:
             row[:] = -1 if mask is None else mask
         return self.put(array)
 
-    def dispatch(self, rows: DecodeRows, state: SpecRuntimeState, bucket: int, guide: Guide | None = None) -> Pending:
-        """Dispatches one round of the tier that `state` is bound to.
+    def dispatch(
+        self, rows: DecodeRows, state: SpecRuntimeState, choice: Choice, bucket: int, guide: Guide | None = None
+    ) -> Pending:
+        """Dispatches one round of the tier that `state` is bound to, packed as is chosen.
 
         Args:
-          guide: what the rows may say. Then the call waits for the drafts, and the round counts as untimed.
+          guide: what the rows may say. Then the call waits for the drafts, and the round is neither timed nor packed.
         """
-        tier = state.tier
+        tier, tokens = state.tier, choice.tokens if guide is None else None
         # The host's array as it is: the call uploads it sooner than a device_put before it would.
         batch = Batch.of(self.geo, bucket, rows.slots_B, np.minimum(rows.caps_B, tier.depth), rows.grants).array
         catch_up = self._compiled.get(CatchUpKey(bucket))
@@ -398,12 +403,14 @@ class Runner:
             self._disturbed = True
         self.laps.lap("batch array")
         if guide is None:
-            executable = state.executables[bucket, False not in self.variants or bool(rows.shaped_B.any())]
-            self._state, packed, kept = executable(self._target, self._params_for(tier), self._state, batch)
+            sampled = False not in self.variants or bool(rows.shaped_B.any())
+            key, spend = RoundKey(tier, bucket, sampled, tokens), () if tokens is None else self._spend(choice, bucket)
+            executable = state.executables[bucket, sampled] if tokens is None else self._compiled[key]
+            self._state, packed, kept = executable(self._target, self._params_for(tier), self._state, batch, *spend)
         else:
             packed, kept = self._guided_round(tier, bucket, batch, guide)
             self._disturbed = True
-        pending = self._pending(rows, tier, bucket, packed, kept, tier.num_nodes, rows.context_tokens)
+        pending = self._pending(rows, tier, bucket, packed, kept, tier.num_nodes, rows.context_tokens, tokens)
         self.laps.lap("call")
         return pending
 
@@ -431,25 +438,26 @@ class Runner:
 
     def _pending(
         self, rows: Sequence[tuple[Request, int]] | DecodeRows, tier: Tier | None, bucket: int, packed: jax.Array,
-        kept: Any, nodes: int, context: int,
+        kept: Any, nodes: int, context: int, tokens: int | None = None,
     ) -> Pending:  # fmt: skip
         logprobs = None
         if kept is not None and _wants_logprobs(rows):
             logits, path = kept
-            logprobs = self._compiled[LogprobsKey(bucket, nodes, path.shape[1])](logits, path, packed)
+            logprobs = self._compiled[LogprobsKey(bucket, nodes, path.shape[1], tokens)](logits, path, packed)
             logprobs.copy_to_host_async()
         packed.copy_to_host_async()
         timed = tier is not None and not self._disturbed
         if tier is not None:
             self._disturbed = False
-        return Pending(rows, tier, bucket, packed, logprobs, time.perf_counter(), context, timed)
+        return Pending(rows, tier, bucket, packed, logprobs, time.perf_counter(), context, timed, tokens)
 
     def collect(self, pending: Pending) -> Result:
         """Waits for a dispatch and unpacks its rows."""
         packed = np.asarray(pending.packed)
         logprobs = None if pending.logprobs is None else np.asarray(pending.logprobs)
         self.laps.lap(WAIT)
-        result = Result.of(packed, len(pending.rows), logprobs)
+        depth = None if pending.tier is None or pending.tokens is None else pending.tier.depth
+        result = Result.of(packed, len(pending.rows), logprobs, depth)
         self.laps.lap("unpack")
         return result
 

@@ -19,7 +19,7 @@ from jaxspec.adaptive import (
     StaticPolicy,
     replay,
 )
-from jaxspec.tier import PLAIN, Tier
+from jaxspec.tier import PLAIN, Choice, Tier
 
 EAGER = {"1": {"candidate_steps": [0, 1, 3], "ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}}
 VIEW = BatchView(1, 1)
@@ -41,16 +41,16 @@ def test_static_policy():
 def test_select_gives_the_tier_and_its_state():
     states = {Tier(k): object() for k in (0, 1, 3, 5)}
     controller = AdaptiveController(eager_policy(), states)
-    assert controller.select(VIEW) == (Tier(1), states[Tier(1)])
+    assert controller.select(VIEW) == (Choice(Tier(1)), states[Tier(1)])
     controller.observe(RoundStats(Tier(1), 1, 1, (1,)))
-    assert controller.select(VIEW) == (Tier(3), states[Tier(3)])
+    assert controller.select(VIEW) == (Choice(Tier(3)), states[Tier(3)])
 
 
 def test_counts_rounds_and_switches():
     controller = AdaptiveController(eager_policy(), {Tier(k): k for k in (0, 1, 3)})
     # 1 accepted of 1 climbs to 3; none accepted falls to 0; a plain round climbs to 1, its average still 0.
     for accepted in (1, 0, 0, 0):
-        tier, _ = controller.select(VIEW)
+        tier = controller.select(VIEW)[0].tier
         controller.observe(RoundStats(tier, 1, 1, (accepted,)))
     assert controller.rounds_by_tier == {PLAIN: 1, Tier(1): 2, Tier(3): 1}
     assert controller.switches == 3
@@ -78,7 +78,7 @@ def record(path: Path) -> list[Tier]:
     with Recorder(path) as recorder:
         controller = AdaptiveController(eager_policy(), {Tier(k): k for k in (0, 1, 3)}, recorder)
         for accepted in (1, 3, 2, 0, 0, 1, 3):
-            tier, _ = controller.select(VIEW)
+            tier = controller.select(VIEW)[0].tier
             chosen.append(tier)
             controller.observe(RoundStats(tier, 1, 1, (min(accepted, tier.depth),), 0.25, 17))
     return chosen

@@ -24,6 +24,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jaxspec import LLM
+from jaxspec.adaptive import goodput
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.assemble import Drafting, assemble, bind_drafter
 from jaxspec.checkpointing import hf
@@ -42,7 +43,7 @@ from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
 from jaxspec.speculation.drafters.ngram import NgramDrafter
 from jaxspec.text.grammar import GrammarSpec
 from jaxspec.text.tokenizer import Tokenizer
-from jaxspec.tier import PLAIN, Tier
+from jaxspec.tier import PLAIN, Choice, Tier
 from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise
 
 CHARACTERS = [*'{}[]":,.-+_ ', *"0123456789", *"abcdefghijklmnopqrstuvwxyz"]
@@ -589,7 +590,10 @@ def test_devices_share_guided_rounds(engines: Engines, expected: dict[int, Reque
     tools.same([outputs[i] for i in sorted(outputs)], [expected[i] for i in sorted(expected)])
 
 
-def test_a_rehearsal_runs_everything_once_and_changes_nothing(engines: Engines, monkeypatch: pytest.MonkeyPatch):
+def test_a_rehearsal_runs_everything_once_and_changes_nothing(
+    engines: Engines, tools: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Packed rounds among it, which leave rounds with a grammar whole."""
     expected = [outputs.outputs for _, outputs in sorted(run(engines("ngram"), workload()).items())]
     ran: collections.Counter[Any] = collections.Counter()
     compiled = Compilation.compiled
@@ -604,8 +608,14 @@ def test_a_rehearsal_runs_everything_once_and_changes_nothing(engines: Engines, 
         return call
 
     monkeypatch.setattr(Compilation, "compiled", counting)
+    packed = Choice(Tier(4), 9)
+    monkeypatch.setattr(type(goodput.KIND), "budgets", lambda *_: {(packed.tier, 4): (packed.tokens,)})
     engine = engines.build("ngram", (PLAIN, Tier(4)), batch_buckets=(4,))
     assert len(ran) == engine.stats.executables and set(ran.values()) == {1}
     tokens = lambda outputs: [completion.token_ids for completions in outputs for completion in completions]
+    script = tools.script(PLAIN, Tier(4))
+    script.select = lambda view: packed
+    engine.use_policy(script)
     again = [outputs.outputs for _, outputs in sorted(run(engine, workload()).items())]
+    assert engine.stats.guided_rounds > 0 and {s.tokens for s in script.heard} == {9, None}
     assert tokens(again) == tokens(expected)

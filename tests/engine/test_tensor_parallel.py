@@ -29,7 +29,7 @@ from jaxspec.speculation.drafters.cores import DraftModelCore, HeadCore
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.state import Geometry
-from jaxspec.tier import PLAIN, Tier
+from jaxspec.tier import PLAIN, Choice, Tier
 
 V, EOS, SHARDS = 16, 12, 2
 TIERS = (PLAIN, Tier(2), Tier(2, 2, 5))
@@ -110,11 +110,16 @@ def test_an_eagle_head_on_two_devices(target: Any, tools: Any, expected: Any):
 
 
 def test_a_head_that_two_devices_cannot_split(target: Any, tools: Any, expected: Any):
-    """One KV head, nine draft tokens and an odd MLP: those parts are computed whole, beside a split target."""
+    """One KV head, nine draft tokens and an odd MLP: those parts are computed whole, beside a split target.
+
+    Packed rounds and whole ones take turns.
+    """
     head = eagle3_head(num_heads=1, num_kv_heads=1, draft_vocab_size=9, intermediate_size=23)
     outputs = []
     for shards in (1, SHARDS):
-        engine = build(target, tools, shards, head, depth=2)
+        engine, script = build(target, tools, shards, head, depth=2, budget=1.0), tools.script(Tier(2))
+        script.select = lambda view, heard=script.heard: (Choice(Tier(2), 8), Tier(2))[len(heard) % 2]
+        engine.use_policy(script)
         outputs.append(tools.drive(engine, tools.workload()))
         tools.same(outputs[-1], expected)
     assert histograms(outputs[0]) == histograms(outputs[1])

@@ -20,7 +20,7 @@ from jaxspec.bench.offline.workloads import Library, Passage, queue
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Finished
 from jaxspec.request import FinishReason, SamplingParams
-from jaxspec.tier import Tier
+from jaxspec.tier import Choice, Tier
 
 #: Tokens a request of the unrecorded runs that come first.
 WARM_TOKENS = 8
@@ -40,7 +40,7 @@ class Observed:
         self.tiers = policy.tiers
         self._stats: list[RoundStats] = []
 
-    def select(self, view: BatchView) -> Tier:
+    def select(self, view: BatchView) -> Tier | Choice:
         """The policy's choice."""
         return self.policy.select(view)
 

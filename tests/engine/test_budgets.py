@@ -1,0 +1,116 @@
+"""Engines under a budget: one batch verifies what is likeliest to be accepted, and every request keeps its text."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jaxspec.adaptive.policy import BatchView, DraftLabels, RoundStats
+from jaxspec.adaptive.static import StaticPolicy
+from jaxspec.config import SpeculationConfig
+from jaxspec.events import Finished
+from jaxspec.tier import Choice, Tier
+
+#: Kinds, their tier, the budget and the packed tokens of 4 rows.
+CASES = [("eagle3", Tier(3, 2, 7), 2.0, 12), ("ngram", Tier(5), 1.2, 9)]
+LIMITS = (None, 0, 1, None, 2, 40, None)
+
+
+@pytest.fixture(scope="module")
+def engines(bench: Any) -> Callable[[str], Any]:
+    """An engine of a kind, with a small pool, so that requests are preempted; its rounds are recorded in `heard`."""
+    made: dict[str, Any] = {}
+
+    def engine(kind: str) -> Any:
+        if kind not in made:
+            tier, budget = next((tier, budget) for name, tier, budget, _ in CASES if name == kind)
+            shape = {} if tier.is_chain else dict(topk=tier.topk, num_nodes=tier.num_nodes)
+            speculation = SpeculationConfig(depth=tier.depth, budget=budget, **shape)
+            made[kind] = bench.build(kind, speculation, num_pages=30, batch_buckets=(4,), variants=("sampled",))
+        return made[kind]
+
+    return engine
+
+
+def run(engine: Any, work: list[Any]) -> tuple[list[Any], list[RoundStats]]:
+    """Requests of mixed limits that join one by one, and the rounds."""
+    heard: list[RoundStats] = []
+    engine.on_round = heard.append
+    waiting = [(f"r{i}", request, LIMITS[i % len(LIMITS)]) for i, request in enumerate(work)]
+    names, outputs, steps = [name for name, *_ in waiting], {}, 0
+    while waiting or engine.has_work:
+        if waiting and steps % 3 == 0:
+            name, request, limit = waiting.pop(0)
+            engine.add(*request, request_id=name, max_depth=limit)
+        outputs |= {e.request_id: e.output for e in engine.step() if isinstance(e, Finished)}
+        steps += 1
+    engine.on_round = None
+    return [outputs[name] for name in names], heard
+
+
+@pytest.mark.parametrize(("kind", "tier", "budget", "tokens"), CASES, ids=str)
+def test_a_budget_changes_no_token(
+    bench: Any, tools: Any, engines: Callable[[str], Any], kind: str, tier: Tier, budget: float, tokens: int
+):
+    """Every sampling parameter, limits, log-probabilities, requests that join and are preempted."""
+    engine, work = engines(kind), tools.workload() + tools.long_requests(4)
+    expected, compiled = bench.expected(work), engine.stats.compilations_after_warmup
+    outputs, heard = run(engine, work)
+    tools.same(outputs, expected)
+    tools.at_baseline(engine)
+    assert engine.stats.compilations_after_warmup == compiled
+    assert {stats.tokens for stats in heard} == {tokens} and sum(o.metrics.accepted for o in outputs) > 0
+    for stats in heard:
+        assert stats.drafts is not None and stats.drafts.nodes == tier.num_nodes - 1
+        assert len(stats.drafts.confidence) == len(stats.drafts.verified) == stats.batch_size * stats.drafts.nodes
+        assert sum(stats.drafts.verified) <= tokens - 4
+        assert RoundStats.from_json(stats.to_json()) == stats
+    assert sum(o.metrics.drafted for o in outputs) <= sum(sum(stats.drafts.verified) for stats in heard)
+    for i, output in enumerate(outputs):
+        if LIMITS[i % len(LIMITS)] == 0:
+            assert output.metrics.drafted == output.metrics.accepted == 0
+
+
+def test_budget_and_calibration_may_change_every_round(bench: Any, tools: Any, engines: Callable[[str], Any]):
+    """Packed and whole rounds take turns; calibrations that invert, level and spoil the confidences."""
+    kind, tier, _, tokens = CASES[0]
+    engine, work = engines(kind), tools.workload()
+    own = engine.controller.policy
+    fits = [(), ((-1.0, 0.0), (-2.0, 1.0)), ((0.0, 0.0),) * 3, ((float("nan"), 1.0),)]
+    script = tools.script(tier)
+    choices = [*(Choice(tier, tokens, fit) for fit in fits), Choice(tier), tier]
+    script.select = lambda view: choices[len(script.heard) % len(choices)]
+    engine.use_policy(script)
+    outputs, heard = run(engine, work)
+    tools.same(outputs, bench.expected(work))
+    assert {stats.tokens for stats in heard} == {tokens, None} and len(script.heard) == len(heard)
+    for choice, message in (
+        (Choice(tier, 13), r"tree-3x2/7 at batch size 4 cannot verify 13 tokens; compiled are \[12\]"),
+        (Choice(tier, tokens, ((1.0, 0.0),) * 4), r"a calibration is a \(slope, intercept\) for each of 3 depths"),
+    ):
+        script.select = lambda view, choice=choice: choice
+        name = engine.add(*work[0])
+        with pytest.raises(ValueError, match=message):
+            while engine.has_work:
+                engine.step()
+        engine.use_policy(own)
+        engine.abort(name)
+        engine.use_policy(script)
+    engine.use_policy(own)
+
+
+def test_labels_cross_over_as_json():
+    labels = DraftLabels(2, array("f", [0.5, 0.25]), b"\1\2", b"\1\0", b"\1\1", b"\1\0")
+    stats = RoundStats(Tier(2), 1, 4, (1,), 0.5, 99, 7, labels)
+    assert RoundStats.from_json(stats.to_json()) == stats and labels.num_verified(0) == 1
+    assert '"tokens"' not in dataclasses.replace(stats, tokens=None, drafts=None).to_json()
+
+
+def test_the_static_policy_rounds_its_budget_up():
+    policy = StaticPolicy(Tier(3), 1.2)
+    assert [policy.select(BatchView(1, b)) for b in (1, 4, 5)] == [Choice(Tier(3), t) for t in (3, 9, 11)]
+    assert StaticPolicy(Tier(3), 9.0).select(BatchView(1, 4)) == Choice(Tier(3), 16)
