@@ -29,8 +29,10 @@ class Spending:
         self._even: dict[int, jax.Array] = {}
         self._calibrations: dict[Any, jax.Array] = {}
 
-    def __call__(self, choice: Choice, bucket: int) -> tuple[jax.Array, jax.Array]:
-        """The arguments for a round of so many rows; ValueError for a calibration that is no [depth, 2]."""
+    def __call__(self, choice: Choice, bucket: int) -> tuple[jax.Array, ...]:
+        """The arguments for a round of so many rows, if it is packed; ValueError for a calibration that is none."""
+        if choice.tokens is None:
+            return ()
         if bucket not in self._even:
             self._even[bucket] = self._put(Budget.even(bucket))
         fit = choice.calibration

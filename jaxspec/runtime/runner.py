@@ -79,7 +79,7 @@ class Runner:
 
     Attributes:
       config: the target's.
-      reachable, variants: see RunnerConfig.
+      reachable, variants, budgets: see RunnerConfig.
       states: what each tier can run now, by tier.
       laps: where the host's time goes, from the parts of a round that are this class's.
     """
@@ -109,7 +109,7 @@ class Runner:
         self._lag: DraftLag | None = None
         if drafter is not None and drafter.has_cache:
             self._lag = DraftLag(drafter.window, drafter.catch_up_tokens, geo.slots)
-        self.reachable, self.variants = config.reachable, config.variants
+        self.reachable, self.variants, self.budgets = config.reachable, config.variants, config.budgets
         words = -(-self.config.vocab_size // 32)
         anything = {rows: np.full((rows, words), -1, np.int32) for rows in config.admit_rows if config.guided}
         self._anything = {rows: self.put(array) for rows, array in anything.items()}
@@ -310,12 +310,13 @@ class Runner:
         """Forgets every request."""
         self.state = self.fresh_state()
 
-    def repeat(self, tier: Tier, bucket: int, batch: jax.Array, count: int) -> jax.Array:
+    def repeat(self, tier: Tier, bucket: int, batch: jax.Array, count: int, tokens: int | None = None) -> jax.Array:
         """Dispatches the first variant's round `count` times, for timing; returns the last packed result."""
-        executable = self.states[tier].executables[bucket, self.variants[0]]
+        executable = self._compiled[RoundKey(tier, bucket, self.variants[0], tokens)]
+        spend = self._spend(Choice(tier, tokens), bucket)
         packed = None
         for _ in range(count):
-            self._state, packed, _ = executable(self._target, self._params_for(tier), self._state, batch)
+            self._state, packed, _ = executable(self._target, self._params_for(tier), self._state, batch, *spend)
         assert packed is not None
         return packed
 
@@ -404,9 +405,8 @@ class Runner:
         self.laps.lap("batch array")
         if guide is None:
             sampled = False not in self.variants or bool(rows.shaped_B.any())
-            key, spend = RoundKey(tier, bucket, sampled, tokens), () if tokens is None else self._spend(choice, bucket)
-            executable = state.executables[bucket, sampled] if tokens is None else self._compiled[key]
-            self._state, packed, kept = executable(self._target, self._params_for(tier), self._state, batch, *spend)
+            args = self._target, self._params_for(tier), self._state, batch, *self._spend(choice, bucket)
+            self._state, packed, kept = self._compiled[RoundKey(tier, bucket, sampled, tokens)](*args)
         else:
             packed, kept = self._guided_round(tier, bucket, batch, guide)
             self._disturbed = True

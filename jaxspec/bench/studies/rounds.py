@@ -3,7 +3,8 @@
 Random weights in the shapes of a Llama and of an EAGLE-3 head as wide: a round's cost does not
 depend on what the weights say. For each tier and batch: milliseconds a round (rounds dispatched
 back to back, as the engine does), the device's busy share of it, and the floor, which is the
-time that reading the target's weights once takes at the bandwidth given.
+time that reading the target's weights once takes at the bandwidth given. Packed rounds, of so many
+tokens over the batch, stand behind their tier's.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxspec.adaptive.static import packed_tokens
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import Transformer
 from jaxspec.runtime.compile import use_persistent_cache
@@ -67,9 +69,9 @@ def random_weights(module: Any, seed: int) -> Any:
 
 def build(
     shape: str, tiers: Sequence[Tier], batches: Sequence[int], context: int, dtype: jnp.dtype, *,
-    kernels: str | None, sampled: bool, page: int,
+    kernels: str | None, sampled: bool, page: int, budgets: Sequence[float] = (),
 ) -> Runner:  # fmt: skip
-    """A runner of random weights with one executable a tier and batch."""
+    """A runner of random weights with one executable a tier and batch, and one a budget."""
     cache = use_persistent_cache(True)
     cfg, draft_vocab = SHAPES[shape]
     target = random_weights(nnx.eval_shape(lambda: Transformer(cfg, dtype=dtype)), 0)
@@ -84,7 +86,12 @@ def build(
     if depth:
         core = HeadCore(random_weights(nnx.eval_shape(lambda: Eagle3Head(head, dtype=dtype)), 1))
         drafter, params = AutoregressiveDrafter(core, geo), core.take_params()
-    can = RunnerConfig({tier: tuple(batches) for tier in tiers}, prefill_shapes=(), variants=(sampled,))
+    packed = {
+        (tier, batch): tuple(sorted({packed_tokens(tier, batch, budget) for budget in budgets}))
+        for tier in tiers for batch in batches if tier.depth
+    }  # fmt: skip
+    reachable = {tier: tuple(batches) for tier in tiers}
+    can = RunnerConfig(reachable, prefill_shapes=(), variants=(sampled,), budgets=packed)
     return Runner(target, drafter, params, geo, can, WarmupConfig(sys.stderr.isatty(), cache))
 
 
@@ -95,29 +102,30 @@ class Bench:
     runner: Runner
     context: int
 
-    def rounds(self, tier: Tier, batch: int, count: int) -> Any:
+    def rounds(self, tier: Tier, batch: int, count: int, tokens: int | None = None) -> Any:
         """Dispatches rounds without waiting; returns the last result. Every call starts at the same context."""
         runner, geo = self.runner, self.runner.geo
         table = np.arange(geo.slots * geo.pages_per_seq, dtype=np.int32).reshape(geo.slots, -1)
         length = jnp.full((geo.slots,), self.context, jnp.int32)
         runner.state = dataclasses.replace(runner.state, table_SM=jnp.asarray(table), length_S=length)
         rows = Batch.of(geo, batch, range(batch), geo.max_depth)
-        return runner.repeat(tier, batch, jax.device_put(rows.array), count)
+        return runner.repeat(tier, batch, jax.device_put(rows.array), count, tokens)
 
-    def measure(self, tier: Tier, batch: int, count: int, repeats: int) -> dict[str, Any]:
+    def measure(self, tier: Tier, batch: int, count: int, repeats: int, tokens: int | None = None) -> dict[str, Any]:
         """Milliseconds a round, and what the device did with them."""
-        jax.block_until_ready(self.rounds(tier, batch, 3))
+        jax.block_until_ready(self.rounds(tier, batch, 3, tokens))
         times = []
         for _ in range(repeats):
             began = time.perf_counter()
-            jax.block_until_ready(self.rounds(tier, batch, count))
+            jax.block_until_ready(self.rounds(tier, batch, count, tokens))
             times.append((time.perf_counter() - began) / count)
-        found = record(lambda: self.rounds(tier, batch, count))
+        found = record(lambda: self.rounds(tier, batch, count, tokens))
         active, span = busy(found)
         top = medians(found)
         return {
             "tier": tier.name,
             "batch": batch,
+            "tokens": tokens,
             "ms": 1e3 * statistics.median(times),
             "ms_spread": 1e3 * (max(times) - min(times)),
             "device_ms": 1e3 * active / count,
@@ -135,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--shape", choices=sorted(SHAPES), default="8b")
     add("--batch", type=int, nargs="+", default=[1])
     add("--depth", type=int, nargs="+", default=[0, 1, 3, 5], help="0 is plain decoding; it is always measured")
+    add("--budget", type=float, nargs="+", default=[], help="packed rounds: drafted tokens verified a row, on average")
     add("--context", type=int, default=1024, help="committed tokens of each request")
     add("--page", type=int, default=64, help="tokens a page")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -150,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = jax.devices()[0]
     runner = build(
         args.shape, tiers, sorted(set(args.batch)), args.context, jnp.dtype(args.dtype),
-        kernels=args.kernels, sampled=args.sampled, page=args.page,
+        kernels=args.kernels, sampled=args.sampled, page=args.page, budgets=args.budget,
     )  # fmt: skip
     bench = Bench(runner, args.context)
     known = next((rate for name, rate in BANDWIDTH.items() if name in device.device_kind), None)
@@ -159,18 +168,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     kv = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * jnp.dtype(args.dtype).itemsize * args.context
     rows = []
     print(f"{args.shape} {args.dtype} on {device.device_kind}, context {args.context}, jax {jax.__version__}")
-    print("batch  tier      ms  x plain  share of floor  device ms  idle  kernels")
+    print("batch  tier     tokens      ms  x plain  share of floor  device ms  idle  kernels")
     for batch in sorted(set(args.batch)):
         plain = None
-        for tier in tiers:
-            row = bench.measure(tier, batch, args.rounds, args.repeats)
+        for tier, tokens in [(t, n) for t in tiers for n in (None, *runner.budgets.get((t, batch), ()))]:
+            row = bench.measure(tier, batch, args.rounds, args.repeats, tokens)
             plain = plain or row["ms"]
             row["floor_ms"] = None if rate is None else 1e3 * (runner.weight_bytes + batch * kv) / rate
             row["ratio"] = row["ms"] / plain
             share = "" if rate is None or tier.depth else f"{row['floor_ms'] / row['ms']:.1%}"
             idle = "" if row["idle_share"] is None else f"{row['idle_share']:.1%}"
             print(
-                f"{batch:5d}  {tier.name:5s} {row['ms']:7.3f}  {row['ratio']:7.3f}  {share:>14s}  "
+                f"{batch:5d}  {tier.name:8s} {tokens or batch * tier.num_nodes:5d} {row['ms']:7.3f}  "
+                f"{row['ratio']:7.3f}  {share:>14s}  "
                 f"{row['device_ms']:9.3f} {idle:>5s}  {row['kernels']:7d}",
                 flush=True,
             )
