@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from jaxspec.speculation.tree import DraftTree
 
-#: How close to 0 and 1 a confidence may come before its logit is taken.
-_EDGE = 1e-6
+#: How close to 0 and 1 a confidence may come before its logit is taken; fits on the host take the same.
+EDGE = 1e-4
 
 
 class Selection(NamedTuple):
@@ -46,7 +46,7 @@ def calibrated(
       calibration_D2: slope and intercept of the logit of confidences at depths 1 to D; (1, 0) changes nothing.
       offset_B: added to the logits of a row.
     """
-    inside = jnp.clip(confidence_BN, _EDGE, 1 - _EDGE)
+    inside = jnp.clip(confidence_BN, EDGE, 1 - EDGE)
     fit_BN2 = jnp.take(calibration_D2, jnp.maximum(depths_BN - 1, 0), axis=0, mode="clip")
     logit_BN = fit_BN2[..., 0] * (jnp.log(inside) - jnp.log1p(-inside)) + fit_BN2[..., 1] + offset_B[:, None]
     p_BN = jnp.where(confidence_BN > 0, jax.nn.sigmoid(logit_BN), 0.0)

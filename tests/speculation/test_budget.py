@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.speculation.budget import calibrated, select, spend, survival
+from jaxspec.speculation.budget import EDGE, calibrated, select, spend, survival
 from jaxspec.speculation.tree import DraftTree, ancestors
 
 B, N, DEPTH = 5, 7, 6
@@ -81,7 +81,7 @@ def test_calibration_is_a_logistic_fit_of_each_depth():
     depths = jnp.asarray([[0, 1, 2, 3, 4]] * 2, jnp.int32)
     zero = jnp.zeros(2, jnp.float32)
     same = calibrated(confidence, depths, jnp.asarray(IDENTITY), zero)
-    np.testing.assert_allclose(same, [[1, 0.2, 0.9, 0, 0], [1, 0.5, 0.5, 0.5, 1]], rtol=1e-5)
+    np.testing.assert_allclose(same, [[1, 0.2, 0.9, 0, 0], [1, 0.5, 0.5, 0.5, 1 - EDGE]], rtol=1e-5)
     fit = jnp.asarray([[2.0, 1.0], [0.0, 0.0], [1.0, np.nan], [1.0, -30.0]], jnp.float32)
     sigmoid = lambda x: 1 / (1 + np.exp(-x))
     moved = calibrated(confidence, depths, fit, jnp.asarray([0.0, 0.7], jnp.float32))

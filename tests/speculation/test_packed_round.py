@@ -43,9 +43,9 @@ def spending(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 def check_pool(state: Any, slot: int, text: list[int]) -> None:
     """Keys and values of all tokens but the last are in the slot's pages (they are token + 1)."""
     page, table = state.pages.shape[2], np.asarray(state.table_SM)[slot]
-    at = np.arange(len(text) - 1)
+    at = np.arange(min(len(text) - 1, page * len(table)))  # what has no page is dropped
     held = np.asarray(state.pages)[table[at // page], 0, at % page]
-    np.testing.assert_array_equal(held, np.repeat(np.asarray(text[:-1])[:, None] + 1, held.shape[1], axis=1))
+    np.testing.assert_array_equal(held, np.repeat(np.asarray(text)[at][:, None] + 1, held.shape[1], axis=1))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_any_admission_emits_the_tokens_of_plain_decoding(
             check_pool(state, slot, text)
         accepted.append(sum(map(len, emitted)) - SLOTS * (len(PROMPT) + COUNT))
         assert (accepted[-1] > 0) == (tokens > SLOTS), (Unsure[which], verified)
-    if kind != "ngram" and SLOTS < tokens < 3 * SLOTS:
+    if sampled and kind != "ngram" and SLOTS < tokens < 3 * SLOTS:  # greedy rows of one prompt are all alike
         assert accepted[0] > accepted[1], "confidences choose better than their opposite"
 
 
