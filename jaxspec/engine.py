@@ -274,12 +274,12 @@ class Engine:
     def _observe(self, pending: Pending, rows: DecodeRows, tier: Tier, result: Result, now: float) -> None:
         """Tells the controller, and whoever listens, what a round gave and how long it took."""
         self._rounds += 1
-        whole_B = rows.caps_B >= tier.depth
+        counts = result.counts_B if rows.caps_B is None else result.counts_B[rows.caps_B >= tier.depth]
         stats = RoundStats(
             tier=tier,
             batch_size=len(rows),
             bucket=pending.bucket,
-            num_accepted=tuple((result.counts_B[whole_B] - 1).tolist()),
+            num_accepted=tuple((counts - 1).tolist()),
             seconds=now - max(pending.dispatched_at, self._collected_at) if pending.timed else 0.0,
             context_tokens=pending.context_tokens,
             tokens=pending.tokens,

@@ -51,8 +51,9 @@ class RoundReader:
         self._ends_V = np.zeros(facts.vocab_size + 1, bool)
         self._ends_V[[token for token in facts.eos if token < facts.vocab_size]] = True
         self._stops_SK, self._stopping = np.full((slots, MAX_STOP_TOKEN_IDS), -2), 0
-        #: Slots whose completions are read token by token, and those that have stop strings.
+        #: Slots whose completions are read token by token, and those that have stop strings; how many there are.
         self._guided_S, self._watched_S = np.zeros((2, slots), bool)
+        self._guided = self._watching = 0
         #: Rounds of each tier by how many drafts were accepted, as far as the requests' metrics do not have them.
         self._rounds_SA: dict[tuple[Tier, bool], np.ndarray] = {}
         #: And the drafts that packed ones, which are told apart above, have verified.
@@ -65,15 +66,21 @@ class RoundReader:
         self._at[slot], output.slot = output, slot
         self._guided_S[slot], self._watched_S[slot] = output.matcher is not None, bool(params.stop)
         self._stops_SK[slot, : len(params.stop_token_ids)] = params.stop_token_ids
-        self._stopping += bool(params.stop_token_ids)
+        self._number(output, 1)
 
     def leave(self, output: OutputProcessor) -> None:
         """A completion ends, or waits for a slot again."""
         self.tell(output)
         if output.slot is not None:
             self._stops_SK[output.slot] = -2
-            self._stopping -= bool(output.request.params.stop_token_ids)
+            self._number(output, -1)
             self._at[output.slot] = output.slot = None
+
+    def _number(self, output: OutputProcessor, by: int) -> None:
+        params = output.request.params
+        self._guided += by * (output.matcher is not None)
+        self._watching += by * bool(params.stop)
+        self._stopping += by * bool(params.stop_token_ids)
 
     def tell(self, output: OutputProcessor) -> None:
         """Adds the rounds so far to its request's metrics."""
@@ -97,46 +104,63 @@ class RoundReader:
           left_B: tokens that each may still generate.
         """
         outputs = [self._at[slot] for slot in slots_B.tolist()]
+        whole = np.count_nonzero(alive_B) == len(outputs)
+        if not whole:
+            outputs = [output if alive else None for output, alive in zip(outputs, alive_B.tolist(), strict=True)]
         said = Said(outputs, list(result.tokens), [""] * len(outputs), {})
-        closely_B, watched_B = self._closely(slots_B, left_B, result), self._watched_S[slots_B]
-        for row in np.flatnonzero((closely_B | watched_B) & alive_B).tolist():
+        read_B = self._closely(slots_B, left_B, result)
+        closely = set(read_B.nonzero()[0].tolist())
+        if self._watching:
+            read_B = read_B | self._watched_S[slots_B]
+        read = read_B.nonzero()[0].tolist()
+        for row in read:
             output, tokens = outputs[row], result.tokens[row]
-            assert output is not None
-            kept = output.take(tokens, bool(result.finite_B[row])) if closely_B[row] else output.until_stop(tokens)
-            said.tokens[row], said.texts[row] = kept.tokens, kept.text
-            if kept.reason is not None:
-                said.reasons[row] = kept.reason
+            if output is not None:
+                finite = bool(result.finite_B[row])
+                kept = output.take(tokens, finite) if row in closely else output.until_stop(tokens)
+                said.tokens[row], said.texts[row] = kept.tokens, kept.text
+                if kept.reason is not None:
+                    said.reasons[row] = kept.reason
         self._laps.lap("stops")
-        for row, (others, output) in enumerate(
-            zip((~(closely_B | watched_B) & alive_B).tolist(), outputs, strict=True)
-        ):
-            if others and output is not None:
-                said.texts[row] = output.go_on(result.tokens[row])
+        if whole and not read:
+            said.texts = [output.go_on(new) for output, new in zip(outputs, result.tokens, strict=True) if output]
+        else:
+            for row in set(range(len(outputs))).difference(read):
+                output = outputs[row]
+                if output is not None:
+                    said.texts[row] = output.go_on(result.tokens[row])
         self._laps.lap("detokenize")
-        if not alive_B.all():
-            said.outputs = [output if alive else None for output, alive in zip(outputs, alive_B.tolist(), strict=True)]
-        failed = [row for row, reason in said.reasons.items() if reason is FinishReason.ERROR]
-        if failed:
-            alive_B = alive_B.copy()
-            alive_B[failed] = False
-        self._count(tier, slots_B, alive_B, result)
+        rows = None
+        if not whole or said.reasons:
+            counts = lambda row: outputs[row] is not None and said.reasons.get(row) is not FinishReason.ERROR
+            rows = list(filter(counts, range(len(outputs))))
+        self._count(tier, slots_B, rows, result)
         return said
 
     def _closely(self, slots_B: np.ndarray, left_B: np.ndarray, result: Result) -> np.ndarray:
         """Which rows may end here, or have to be read token by token in any case, bool [B]."""
         tokens_BD = result.tokens_BD
-        closely_B = (result.counts_B >= left_B) | ~result.finite_B | self._guided_S[slots_B]
-        closely_B |= self._ends_V[tokens_BD].any(axis=1)
+        closely_B = (result.counts_B >= left_B) | ~result.finite_B
+        ends_BD = self._ends_V.take(tokens_BD)
+        if np.count_nonzero(ends_BD):
+            closely_B |= ends_BD.any(axis=1)
+        if self._guided:
+            closely_B |= self._guided_S[slots_B]
         if self._stopping:
             closely_B |= (tokens_BD[:, :, None] == self._stops_SK[slots_B][:, None]).any(axis=(1, 2))
         return closely_B
 
-    def _count(self, tier: Tier, slots_B: np.ndarray, alive_B: np.ndarray, result: Result) -> None:
-        key = tier, result.drafts is not None
-        rounds_SA = self._rounds_SA.get(key)
+    def _count(self, tier: Tier, slots_B: np.ndarray, rows: Sequence[int] | None, result: Result) -> None:
+        """Tallies the round for some of its rows; None: for all."""
+        accepted_B, drafts = result.counts_B - 1, result.drafts
+        verified_BM = None if drafts is None else np.frombuffer(drafts.verified, np.uint8).reshape(len(slots_B), -1)
+        if rows is not None:
+            slots_B, accepted_B = slots_B[rows], accepted_B[rows]
+            verified_BM = None if verified_BM is None else verified_BM[rows]
+        rounds_SA = self._rounds_SA.get((tier, drafts is not None))
         if rounds_SA is None:
-            rounds_SA = self._rounds_SA[key] = np.zeros((len(self._at), tier.depth + 1), np.int64)
-        rounds_SA[slots_B[alive_B], result.counts_B[alive_B] - 1] += 1
-        if result.drafts is not None:
-            verified_BM = np.frombuffer(result.drafts.verified, np.uint8).reshape(len(slots_B), -1)
-            self._verified_S[slots_B[alive_B]] += verified_BM.sum(axis=1, dtype=np.int64)[alive_B]
+            rounds_SA = np.zeros((len(self._at), tier.depth + 1), np.int64)
+            self._rounds_SA[tier, drafts is not None] = rounds_SA
+        rounds_SA[slots_B, accepted_B] += 1
+        if verified_BM is not None:
+            self._verified_S[slots_B] += verified_BM.sum(axis=1, dtype=np.int64)

@@ -396,7 +396,8 @@ class Runner:
         """
         tier, tokens = state.tier, choice.tokens if guide is None else None
         # The host's array as it is: the call uploads it sooner than a device_put before it would.
-        batch = Batch.of(self.geo, bucket, rows.slots_B, np.minimum(rows.caps_B, tier.depth), rows.grants).array
+        caps = tier.depth if rows.caps_B is None else np.minimum(rows.caps_B, tier.depth)
+        batch = Batch.of(self.geo, bucket, rows.slots_B, caps, rows.grants).array
         catch_up = self._compiled.get(CatchUpKey(bucket))
         if self._lag is not None and self._lag.before_round(rows, tier.depth, can_catch_up=catch_up is not None):
             assert catch_up is not None
@@ -404,9 +405,7 @@ class Runner:
             self._disturbed = True
         self.laps.lap("batch array")
         if guide is None:
-            sampled = False not in self.variants or bool(rows.shaped_B.any())
-            args = self._target, self._params_for(tier), self._state, batch, *self._spend(choice, bucket)
-            self._state, packed, kept = self._compiled[RoundKey(tier, bucket, sampled, tokens)](*args)
+            sampled = False not in self.variants or bool(np.count_nonzero(rows.shaped_B))
         else:
             packed, kept = self._guided_round(tier, bucket, batch, guide)
             self._disturbed = True
@@ -468,5 +467,5 @@ def _leaves(shardings: Any) -> tuple[Any, ...] | None:
 
 def _wants_logprobs(rows: Sequence[tuple[Request, int]] | DecodeRows) -> bool:
     if isinstance(rows, DecodeRows):
-        return bool(rows.logprobs_B.any())
+        return bool(np.count_nonzero(rows.logprobs_B))
     return any(request.params.logprobs is not None for request, _ in rows)

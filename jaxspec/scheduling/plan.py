@@ -6,6 +6,7 @@ NumPy and the standard library only. Must not know how a plan comes about, or ho
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -93,9 +94,9 @@ class DecodeRows:
       requests: one a row.
       slots_B: rows of the device state.
       stamps_B: by which the scheduler knows, when the result comes, whether the slot has changed hands meanwhile.
-      caps_B: most drafts that each accepts, NO_LIMIT for any number.
+      caps_B: most drafts that each accepts, NO_LIMIT for any number; None: no row sets a limit.
       computed_B: tokens of each whose keys and values are known to be in the pool.
-      shaped_B: it asks for more than the argmax. logprobs_B: it wants log-probabilities.
+      shaped_B: not 0 where it asks for more than the argmax. logprobs_B: not 0 where it wants log-probabilities.
       grants: new pages, often none.
       growth: most tokens that the round adds to a row; once it is dispatched.
     """
@@ -103,7 +104,7 @@ class DecodeRows:
     requests: Sequence[Request]
     slots_B: np.ndarray
     stamps_B: np.ndarray
-    caps_B: np.ndarray
+    caps_B: np.ndarray | None
     computed_B: np.ndarray
     shaped_B: np.ndarray
     logprobs_B: np.ndarray
@@ -113,15 +114,15 @@ class DecodeRows:
     def __len__(self) -> int:
         return len(self.requests)
 
-    @property
+    @functools.cached_property
     def context_tokens(self) -> int:
         """Over all rows."""
-        return int(self.computed_B.sum())
+        return sum(self.computed_B.tolist())
 
     @property
     def deepest(self) -> int | None:
         """Most drafts that any of the rows may accept; None where one sets no limit."""
-        most = int(self.caps_B.max(initial=0))
+        most = NO_LIMIT if self.caps_B is None else int(self.caps_B.max(initial=0))
         return None if most == NO_LIMIT else most
 
     def parts(self, most: int) -> list[DecodeRows]:
@@ -131,9 +132,11 @@ class DecodeRows:
         return [self._part(slice(first, first + most)) for first in range(0, len(self), most)]
 
     def _part(self, at: slice) -> DecodeRows:
-        arrays = {f.name: getattr(self, f.name)[at] for f in dataclasses.fields(self) if f.name.endswith("_B")}
         grants = [g._replace(row=g.row - at.start) for g in self.grants if at.start <= g.row < at.stop]
-        return DecodeRows(self.requests[at], **arrays, grants=grants)
+        return DecodeRows(
+            self.requests[at], self.slots_B[at], self.stamps_B[at], None if self.caps_B is None else self.caps_B[at],
+            self.computed_B[at], self.shaped_B[at], self.logprobs_B[at], grants,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -164,7 +164,7 @@ class Scheduler:
         if epoch != request.epoch:
             return False
         assert request.slot is not None and len(tokens) <= 1
-        self.slots.came(request.slot, 0, len(tokens), 0)
+        self.slots.came(np.asarray([request.slot]), 0, np.asarray([len(tokens)]), first=True)
         request.output_token_ids.extend(tokens)
         metrics = request.metrics
         metrics.output_tokens = len(request.output_token_ids)
@@ -179,15 +179,15 @@ class Scheduler:
           tokens: of each row, the accepted drafts and the new root. Fewer only when the engine cuts them because the
             request ends here, and calls `finish` next.
         """
-        counts = np.fromiter(map(len, tokens), np.int64, len(tokens))
-        assert counts.max(initial=0) <= rows.growth, f"{counts.max()} tokens from a round of at most {rows.growth}"
-        alive = self.slots.alive(rows)
+        lengths = list(map(len, tokens))
+        assert max(lengths, default=0) <= rows.growth, f"{max(lengths)} tokens from a round of at most {rows.growth}"
+        alive, counts = self.slots.alive(rows), np.asarray(lengths, np.int64)
         slots, requests = rows.slots_B, rows.requests
-        if not alive.all():
+        if np.count_nonzero(alive) < len(requests):
             kept = np.flatnonzero(alive).tolist()
             slots, counts = slots[alive], counts[alive]
             requests, tokens = [requests[i] for i in kept], [tokens[i] for i in kept]
-        self.slots.came(slots, rows.growth, counts, counts)
+        self.slots.came(slots, rows.growth, counts)
         for request, new in zip(requests, tokens, strict=True):
             request.output_token_ids.extend(new)
 
@@ -205,7 +205,7 @@ class Scheduler:
         missing = self.sizes.pages_for(cast("Any", due.bound_B)) - due.pages_B
         preempted: list[Request] = []
         granted: list[tuple[Request, Grant]] = []
-        for row in np.flatnonzero(missing > 0).tolist():
+        for row in (missing > 0).nonzero()[0].tolist():
             request, count = due.requests[row], int(missing[row])
             assert count <= self.sizes.growth_pages
             pages = None

@@ -13,8 +13,9 @@ import numpy as np
 from jaxspec.request import Request
 from jaxspec.scheduling.plan import NO_LIMIT, DecodeRows, Grant
 
-#: Columns of the table; see SlotTable.
-_STAMP, _COMPUTED, _CAP, _SHAPED, _LOGPROBS, _LEFT, _LONGEST, _PAGES, _FLYING, _GROWTH = range(10)
+#: Columns of the two tables; see SlotTable.
+_STAMP, _CAP, _SHAPED, _LOGPROBS, _LONGEST, _PAGES = range(6)
+_COMPUTED, _LEFT, _FLYING, _GROWTH = range(4)
 
 
 class Due(NamedTuple):
@@ -22,46 +23,56 @@ class Due(NamedTuple):
 
     Attributes:
       requests: oldest first.
-      rows_BF: theirs of the table. slots_B: where they lie in it.
+      slots_B: theirs. about_BF: of each what rounds do not change; see SlotTable.
+      computed_B: tokens whose keys and values are known to be in the pool.
       bound_B: most tokens that their pages have to hold before the round, which adds to them.
-      pages_B: pages that they have.
+      limited: whether some accept only so many drafts.
     """
 
     requests: Sequence[Request]
-    rows_BF: np.ndarray
     slots_B: np.ndarray
+    about_BF: np.ndarray
+    computed_B: np.ndarray
     bound_B: np.ndarray
-    pages_B: np.ndarray
+    limited: bool
+
+    @property
+    def pages_B(self) -> np.ndarray:  # noqa: N802  (named as the arrays beside it)
+        """Pages that they have."""
+        return self.about_BF[:, _PAGES]
 
     def kept(self, keep: Sequence[int]) -> Due:
         """Some of them."""
         at = np.asarray(keep, np.intp)
-        return Due([self.requests[i] for i in keep], *(array[at] for array in self[1:]))
+        requests, (slots, about, computed, bound) = [self.requests[i] for i in keep], self[1:-1]
+        return Due(requests, slots[at], about[at], computed[at], bound[at], self.limited)
 
     def decode(self, grants: Sequence[Grant]) -> DecodeRows:
         """As the rows of a round."""
-        rows = self.rows_BF
-        shaped, wants = rows[:, _SHAPED] > 0, rows[:, _LOGPROBS] > 0
-        about = rows[:, _STAMP], rows[:, _CAP], rows[:, _COMPUTED], shaped, wants
-        return DecodeRows(self.requests, self.slots_B, *about, grants=grants)
+        about = self.about_BF
+        return DecodeRows(
+            self.requests, self.slots_B, about[:, _STAMP], about[:, _CAP] if self.limited else None, self.computed_B,
+            about[:, _SHAPED], about[:, _LOGPROBS], grants,
+        )  # fmt: skip
 
 
 class SlotTable:
-    """A row of numbers for each slot.
+    """Two rows of numbers for each slot.
 
-    They are: a stamp that changes whenever the slot changes hands; of the running request that has it, the tokens whose
-    keys and values are known to be in the pool; the most drafts that it accepts in a round; whether it asks for more
-    than the argmax; whether it wants log-probabilities; the tokens that it may still generate; the most that its prompt
-    and outputs can be; its pages; its results in flight, and the most tokens that they add to the pool.
+    The first holds a stamp that changes whenever the slot changes hands, and of the running request that has it the
+    most drafts that it accepts in a round; whether it asks for more than the argmax; whether it wants
+    log-probabilities; the most that its prompt and outputs can be; its pages. The second what rounds change: the tokens
+    whose keys and values are known to be in the pool; those that it may still generate; its results in flight, and the
+    most tokens that they add to the pool.
 
     Args:
       running: those requests, which their owner keeps in order; `changed` says that it was.
     """
 
     def __init__(self, slots: int, running: Sequence[Request]) -> None:
-        self._table_SF = np.zeros((slots, 10), np.int64)
+        self._about_SF, self._state_SF = np.zeros((slots, 6), np.int64), np.zeros((slots, 4), np.int64)
         self._running, self._order_B = running, np.zeros(0, np.intp)
-        self._changed = True
+        self._changed, self._limited = True, False
 
     def begin(self, request: Request) -> None:
         """A request's prompt is dispatched, its first token is in flight."""
@@ -71,61 +82,66 @@ class SlotTable:
         left = request.max_tokens - len(request.output_token_ids)
         longest = len(request.prompt_token_ids) + request.max_tokens
         shaped, wants = not params.plain_greedy, params.logprobs is not None
-        about = request.num_computed, cap, shaped, wants, left, longest, len(request.pages), 1, 0
-        self._table_SF[slot, _COMPUTED:] = about
+        self._about_SF[slot, _CAP:] = cap, shaped, wants, longest, len(request.pages)
+        self._state_SF[slot] = request.num_computed, left, 1, 0
         self._changed = True
 
     def end(self, slot: int) -> None:
         """Whoever had the slot has it no longer."""
-        self._table_SF[slot, _STAMP] += 1
+        self._about_SF[slot, _STAMP] += 1
         self._changed = True
 
     def due(self) -> Due:
         """The running requests that need a further round: results in flight bring at least one token each."""
         if self._changed:
-            self._order_B = np.fromiter((request.slot for request in self._running), np.intp, len(self._running))
+            self._order_B = np.asarray([request.slot for request in self._running], np.intp)
+            self._limited = any(request.max_depth is not None for request in self._running)
             self._changed = False
         slots, requests = self._order_B, list(self._running)
-        rows = self._table_SF[slots]
-        needs = rows[:, _LEFT] > rows[:, _FLYING]
-        if not needs.all():
-            slots, rows = slots[needs], rows[needs]
+        about, state = self._about_SF.take(slots, axis=0), self._state_SF.take(slots, axis=0)
+        needs = state[:, _LEFT] > state[:, _FLYING]
+        if np.count_nonzero(needs) < len(requests):
+            slots, about, state = slots[needs], about[needs], state[needs]
             requests = [requests[i] for i in np.flatnonzero(needs)]
-        bound = np.minimum(rows[:, _COMPUTED] + rows[:, _GROWTH], rows[:, _LONGEST])
-        return Due(requests, rows, slots, bound, rows[:, _PAGES])
+        bound = np.minimum(state[:, _COMPUTED] + state[:, _GROWTH], about[:, _LONGEST])
+        return Due(requests, slots, about, state[:, _COMPUTED], bound, self._limited)
 
     def granted(self, request: Request) -> None:
         """A running request has got pages."""
-        self._table_SF[request.slot, _PAGES] = len(request.pages)
+        self._about_SF[request.slot, _PAGES] = len(request.pages)
 
     def alive(self, rows: DecodeRows) -> np.ndarray:
         """Which rows still have their slots, bool [B]."""
-        return self._table_SF[rows.slots_B, _STAMP] == rows.stamps_B
+        return self._about_SF[:, _STAMP].take(rows.slots_B) == rows.stamps_B
 
     def left(self, slots_B: np.ndarray) -> np.ndarray:
         """Tokens that requests may still generate, as far as the host has seen theirs."""
-        return self._table_SF[slots_B, _LEFT]
+        return self._state_SF[:, _LEFT].take(slots_B)
 
     def dispatched(self, rows: DecodeRows, growth: int) -> None:
         """A round adds up to so many tokens to each row."""
-        slots = rows.slots_B[self.alive(rows)]
-        self._table_SF[slots, _FLYING] += 1
-        self._table_SF[slots, _GROWTH] += growth
+        alive_B = self.alive(rows)
+        slots = rows.slots_B if np.count_nonzero(alive_B) == len(rows) else rows.slots_B[alive_B]
+        self._add(slots, np.asarray([0, 0, 1, growth]))
 
-    def came(
-        self, slots_B: np.ndarray | int, growth: int, counts_B: np.ndarray | int, added_B: np.ndarray | int
-    ) -> None:
-        """Results that were to add up to `growth` tokens to the pool gave `counts_B`, and added `added_B` to it."""
-        table = self._table_SF
-        table[slots_B, _FLYING] -= 1
-        table[slots_B, _GROWTH] -= growth
-        table[slots_B, _LEFT] -= counts_B
-        table[slots_B, _COMPUTED] += added_B
+    def came(self, slots_B: np.ndarray, growth: int, counts_B: np.ndarray, *, first: bool = False) -> None:
+        """Results that were to add up to `growth` tokens to the pool gave `counts_B`.
+
+        Args:
+          first: they follow a prefill, which has added its own.
+        """
+        change = np.empty((len(slots_B), 4), np.int64)
+        change[:, 0], change[:, 1], change[:, 2], change[:, 3] = 0 if first else counts_B, -counts_B, -1, -growth
+        self._add(slots_B, change)
+
+    def _add(self, slots_B: np.ndarray, change: np.ndarray) -> None:
+        # `take` is several times faster than an index here.
+        self._state_SF[slots_B] = self._state_SF.take(slots_B, axis=0) + change
 
     def computed(self, request: Request) -> int:
         """Tokens of a running request whose keys and values are known to be in the pool."""
-        return int(self._table_SF[request.slot, _COMPUTED])
+        return int(self._state_SF[request.slot, _COMPUTED])
 
     def in_flight(self, request: Request) -> tuple[int, int]:
         """A running request's results in flight, and the most tokens that they add to the pool."""
-        return int(self._table_SF[request.slot, _FLYING]), int(self._table_SF[request.slot, _GROWTH])
+        return int(self._state_SF[request.slot, _FLYING]), int(self._state_SF[request.slot, _GROWTH])
