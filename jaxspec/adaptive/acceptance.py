@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from jaxspec.adaptive.policy import RoundStats
@@ -198,7 +199,8 @@ class AcceptanceModel:
         rates, power = self.rates(stats.bucket), breadth(tier)
         # A tree's hit may be a candidate other than the first: credit the first with its expected share.
         wide = [1 - (1 - rate) ** power for rate in rates[:depth]]
-        beyond = [sum(a >= i for a in accepted) for i in range(depth + 1)]
+        tally = Counter(accepted)
+        beyond = [sum(count for a, count in tally.items() if a >= i) for i in range(depth + 1)]
         hits = [n * (rate / hit if hit > 0 else 1.0) for n, rate, hit in zip(beyond[1:], rates, wide, strict=False)]
 
         alive = survival(tier, rates)

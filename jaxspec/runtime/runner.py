@@ -406,6 +406,8 @@ class Runner:
         self.laps.lap("batch array")
         if guide is None:
             sampled = False not in self.variants or bool(np.count_nonzero(rows.shaped_B))
+            args = self._target, self._params_for(tier), self._state, batch, *self._spend(choice, bucket)
+            self._state, packed, kept = self._compiled[RoundKey(tier, bucket, sampled, tokens)](*args)
         else:
             packed, kept = self._guided_round(tier, bucket, batch, guide)
             self._disturbed = True

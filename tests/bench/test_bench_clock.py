@@ -184,8 +184,6 @@ def test_peers_are_compared_end_to_end(capsys: pytest.CaptureFixture[str]):
 class Stepped(PlantedEngine):
     """Of each round the host plans 2 ms and calls 1, and waits for the rest; every fourth starves the device."""
 
-    has_work = False
-
     def use_policy(self, policy: Any) -> None:
         self.rounds = 0
 
