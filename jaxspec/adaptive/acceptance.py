@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 from jaxspec.adaptive.policy import RoundStats
@@ -19,6 +18,10 @@ STALE_ROWS = 4.0
 _STALE_ROWS_DEEPER = 1.0
 #: Rows that the estimate is worth from which another one starts (a shallower position, a nearby bucket, the prior).
 _PRIOR_ROWS = 2.0
+#: How much faster than evidence decays, what is assumed without any follows what is seen.
+_START_PACE = 2
+#: Share of the evidence that a round of however many rows leaves.
+_LEAST_KEPT = 0.9
 #: Page's CUSUM test for a change, in standard deviations of a round's accepted drafts: slack a round, and alarm level.
 _CUSUM_SLACK = 0.6
 _CUSUM_ALARM = 5.0
@@ -39,6 +42,16 @@ def survival(tier: Tier, rates: Sequence[float]) -> list[float]:
         alive *= 1 - (1 - rate) ** power
         out.append(alive)
     return out
+
+
+def _at_least(accepted: Sequence[int], depth: int) -> list[int]:
+    """How many rows accepted at least 0, 1, ... depth drafts."""
+    counts = [0] * (depth + 1)
+    for number in accepted:
+        counts[min(number, depth)] += 1
+    for i in range(depth - 1, -1, -1):
+        counts[i] += counts[i + 1]
+    return counts
 
 
 def _stale_rows(index: int) -> float:
@@ -156,6 +169,7 @@ class AcceptanceModel:
         self._start_rate = prior_rate
         self._seen = {bucket: _BucketEvidence(depth) for bucket in buckets}
         self._rates: dict[int, tuple[float, ...]] = {}
+        self._chains: dict[int, list[float]] = {}
 
     def rates(self, bucket: int) -> tuple[float, ...]:
         """The estimate for each position up to the deepest tier's."""
@@ -184,11 +198,24 @@ class AcceptanceModel:
         Args:
           rates: to ask what if; None for the estimate.
         """
+        if tier.is_chain and rates is None:
+            return self._chain_tokens(bucket)[tier.depth]
         accepted = sum(survival(tier, self.rates(bucket) if rates is None else rates))
         mean = self._seen[bucket].trees.get(tier)
         if mean is not None:
             accepted = (mean.accepted + STALE_ROWS * accepted) / (mean.rows + STALE_ROWS)
         return 1 + accepted
+
+    def _chain_tokens(self, bucket: int) -> list[float]:
+        """Tokens of a chain of each depth; all come from one pass over the rates."""
+        known = self._chains.get(bucket)
+        if known is None:
+            alive, tokens = 1.0, [1.0]
+            for rate in self.rates(bucket):
+                alive *= rate
+                tokens.append(tokens[-1] + alive)
+            known = self._chains[bucket] = tokens
+        return known
 
     def observe(self, stats: RoundStats) -> None:
         """Learns from a finished drafting round."""
@@ -199,8 +226,7 @@ class AcceptanceModel:
         rates, power = self.rates(stats.bucket), breadth(tier)
         # A tree's hit may be a candidate other than the first: credit the first with its expected share.
         wide = [1 - (1 - rate) ** power for rate in rates[:depth]]
-        tally = Counter(accepted)
-        beyond = [sum(count for a, count in tally.items() if a >= i) for i in range(depth + 1)]
+        beyond = _at_least(accepted, depth)
         hits = [n * (rate / hit if hit > 0 else 1.0) for n, rate, hit in zip(beyond[1:], rates, wide, strict=False)]
 
         alive = survival(tier, rates)
@@ -208,12 +234,13 @@ class AcceptanceModel:
         variance = sum((2 * i + 1) * p for i, p in enumerate(alive)) - mean**2
         surprise = (sum(accepted) - rows * mean) / math.sqrt(rows * max(variance, 0.05))
 
-        factor = 0.5 ** (rows / self._half_life)
+        factor = max(_LEAST_KEPT, 0.5 ** (rows / self._half_life))
         own = self._seen[stats.bucket]
         for seen in self._seen.values():
             if seen.rows > 0:
                 seen.decay(factor, depth if seen is own else self._depth)
         own.main.add(beyond[:-1], hits)
+        self._start_rate += (hits[0] / rows - self._start_rate) * (1 - factor**_START_PACE)
         alarms = [drift for drift in own.drifts if drift.alarms(surprise, beyond[:-1], hits)]
         if alarms:
             # What the other buckets know is older than the change.
@@ -226,6 +253,7 @@ class AcceptanceModel:
             tree.rows += rows
             tree.accepted += sum(accepted)
         self._rates.clear()
+        self._chains.clear()
 
     def age(self, rows: int) -> None:
         """Counts a plain round: it shows nothing of acceptance, so the estimate keeps its value and loses weight."""
@@ -234,3 +262,4 @@ class AcceptanceModel:
             if seen.rows > 0:
                 seen.decay(factor, observed=0)
         self._rates.clear()
+        self._chains.clear()

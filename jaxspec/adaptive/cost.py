@@ -1,4 +1,4 @@
-"""What a round of each tier costs on this device, and which tiers can pay at all.
+"""What a round of each tier was measured to cost on this device, and which tiers can pay at all.
 
 Owns measured seconds per (tier, bucket). Costs of compiled shapes are a staircase over both, so the table is looked up
 for the padded shape that runs and never interpolated. Must not know how the seconds were measured, nor JAX.
@@ -104,58 +104,6 @@ class CostTable:
             return cls({(Tier(*row["tier"]), row["bucket"]): row["seconds"] for row in json.loads(text)})
         except (TypeError, KeyError) as error:
             raise ValueError(f"a cost table is a JSON array of tier, bucket and seconds, got {text[:80]!r}") from error
-
-
-class RefinedCost:
-    """A cost table, corrected by the measured seconds of finished rounds.
-
-    A bucket's common factor follows the measurements (contexts grow, other work shares the device) and cancels in any
-    comparison between tiers; what a tier deviates from it is learnt more slowly and within bounds, because seconds of
-    overlapping rounds are not quite what the table measured. Each round moves both by a bounded step, so that
-    outliers do little.
-
-    Args:
-      table: the measured costs to start from.
-      enabled: False leaves them as they are.
-    """
-
-    COMMON_STEP = 0.05
-    TIER_STEP = 0.02
-    LARGEST_SURPRISE = 0.25
-    LARGEST_CORRECTION = math.log(1.5)
-
-    def __init__(self, table: CostTable, enabled: bool = True) -> None:
-        self._table = table
-        self._enabled = enabled
-        self._common: dict[int, float] = {}
-        self._own: dict[tuple[Tier, int], float] = {}
-
-    def seconds(self, tier: Tier, bucket: int) -> float:
-        """Seconds of one round; ValueError where the table has none."""
-        base = self._table.seconds(tier, bucket)
-        if bucket not in self._common:
-            return base
-        return base * math.exp(self._common[bucket] + self._own.get((tier, bucket), 0.0))
-
-    @property
-    def table(self) -> CostTable:
-        """The measured costs, without corrections."""
-        return self._table
-
-    def learn(self, tier: Tier, bucket: int, seconds: float) -> None:
-        """Takes a new measurement of one pair; what its rounds corrected of the old one is forgotten."""
-        self._table = CostTable({**{pair: self._table.seconds(*pair) for pair in self._table}, (tier, bucket): seconds})
-        self._own.pop((tier, bucket), None)
-
-    def observe(self, tier: Tier, bucket: int, seconds: float) -> None:
-        """Takes the positive seconds of one round; a round whose pair the table lacks is ignored."""
-        if not self._enabled or not 0 < seconds < math.inf or (tier, bucket) not in self._table:
-            return
-        surprise = math.log(seconds / self.seconds(tier, bucket))
-        surprise = max(-self.LARGEST_SURPRISE, min(self.LARGEST_SURPRISE, surprise))
-        own = self._own.get((tier, bucket), 0.0) + self.TIER_STEP * surprise
-        self._own[tier, bucket] = max(-self.LARGEST_CORRECTION, min(self.LARGEST_CORRECTION, own))
-        self._common[bucket] = self._common.get(bucket, 0.0) + self.COMMON_STEP * surprise
 
 
 def payable(

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.adaptive import DEFAULT_CONFIG, AdaptiveSpeculativeParams, CostTable, payable
-from jaxspec.adaptive.cost import RefinedCost
 from jaxspec.tier import PLAIN, Tier
 
 
@@ -116,40 +115,3 @@ def test_payable_refuses_gaps_and_malformed_configurations():
         payable({"1": {"candidate_steps": [1]}}, cost, [1, 2])
     with pytest.raises(ValueError, match="candidate_steps"):
         payable({"1": {}}, cost, [1])
-
-
-# ------------------------------------------------------------------ RefinedCost
-
-
-def test_common_changes_cancel_between_tiers():
-    cost = RefinedCost(table({1: [1.0, 1.5], 8: [1.0, 2.0]}))
-    for _ in range(300):
-        for tier, seconds in ((PLAIN, 1.3), (Tier(1), 1.95)):
-            cost.observe(tier, 1, seconds)
-    assert cost.seconds(PLAIN, 1) == pytest.approx(1.3, rel=0.01)
-    assert cost.seconds(Tier(1), 1) / cost.seconds(PLAIN, 1) == pytest.approx(1.5, rel=0.01)
-    assert cost.seconds(Tier(1), 8) == 2.0
-
-
-def test_a_tier_dearer_than_measured_is_found_out():
-    cost = RefinedCost(table({1: [1.0, 1.5]}))
-    for _ in range(300):
-        for tier, seconds in ((PLAIN, 1.0), (Tier(1), 1.8)):
-            cost.observe(tier, 1, seconds)
-    assert cost.seconds(Tier(1), 1) / cost.seconds(PLAIN, 1) == pytest.approx(1.8, rel=0.02)
-
-
-def test_outliers_and_unknown_pairs_do_little():
-    cost = RefinedCost(table({1: [1.0, 1.5]}))
-    cost.observe(Tier(1), 1, 100.0)
-    assert cost.seconds(Tier(1), 1) < 1.5 * 1.02
-    for seconds in (0.0, -1.0, math.nan, math.inf):
-        before = cost.seconds(Tier(1), 1)
-        cost.observe(Tier(1), 1, seconds)
-        assert cost.seconds(Tier(1), 1) == before
-    cost.observe(Tier(2), 1, 1.0)
-    with pytest.raises(ValueError, match="chain-2"):
-        cost.seconds(Tier(2), 1)
-    frozen = RefinedCost(table({1: [1.0, 1.5]}), enabled=False)
-    frozen.observe(PLAIN, 1, 2.0)
-    assert frozen.seconds(PLAIN, 1) == 1.0

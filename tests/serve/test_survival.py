@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
-from jaxspec.adaptive.cost import RefinedCost
+from jaxspec.adaptive.estimate import CostEstimate
 from jaxspec.request import SamplingParams
 from jaxspec.tier import PLAIN
 from serve.app import Server
@@ -662,7 +662,7 @@ def test_a_drafter_that_fails_costs_speed_only(writing_kit: Any, monkeypatch: py
     asked = [ask(prompt, **shape) for prompt in ("ahdkb", "12, 13, 14, ") for shape in shapes]
 
     # What a busy machine's rounds take shall not decide: of a tiny model, a tree may come out cheaper than a token.
-    monkeypatch.setattr(RefinedCost, "observe", lambda *_: None)
+    monkeypatch.setattr(CostEstimate, "observe", lambda *_: False)
     runner = writing_kit.engine.runner
     spoilt = jax.block_until_ready(jax.tree.map(spoil, runner.draft_params))
 

@@ -1,0 +1,247 @@
+"""What rounds cost now: a measured table taken as evidence with errors, and corrected by the seconds of rounds.
+
+Owns estimates of seconds per (tier, bucket) and how sure they are. A table was perhaps measured beside other work, so
+each entry may be wrong by itself, those of all drafting tiers by one factor, and all of a bucket by another. A timed
+round therefore corrects its own entry at once, and tiers that nobody ran move with their family. Must not know JAX.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from jaxspec.adaptive.cost import CostTable
+from jaxspec.tier import PLAIN, Tier
+
+#: Standard deviations of a table's errors in log seconds: a bucket's, its drafting tiers', and an entry's own.
+_COMMON, _FAMILY, _OWN = 0.5, 0.6, 0.4
+#: Variance of an entry's own error in a table that proved right.
+_TRUSTED = 0.1**2
+#: Variances by which costs drift from one round to the next: of the bucket (contexts grow, other work comes and goes),
+#: and of each entry.
+_COMMON_DRIFT, _OWN_DRIFT = 1e-3, 3e-6
+#: Variances that are added where costs have changed all at once: of the bucket, and of each entry.
+_COMMON_JUMP, _OWN_JUMP = 0.25, 0.01
+#: Noise of one timed round in log seconds: at first, and the bounds of what is learnt of it, with its step.
+_NOISE, _LEAST_NOISE, _MOST_NOISE, _NOISE_STEP = 0.15, 0.01, 0.4, 0.05
+#: Standard deviations beyond which a round is not taken at its word: what disturbs a round makes it slower only.
+_SLOWER, _FASTER = 2.0, 4.0
+#: Noises by which a round is slower than believed that should be confirmed. The first of all that draft should be if it
+#: does not make drafts cheaper by so much (in log seconds): all others are judged by it.
+_DOUBTFUL, _DOUBTED = 3.0, 0.2
+#: How much of what a nearby bucket learnt holds for one that was never timed.
+_BORROWED = 0.8
+
+
+class CostEstimate:
+    """Seconds of rounds by (tier, bucket), and how much a look at one would tell.
+
+    Args:
+      tiers: of which costs may be known, plain decoding first.
+      buckets: padded batch sizes.
+      table: what is known by now.
+      enabled: False takes the table as it is, for good.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], buckets: Sequence[int], table: CostTable, enabled: bool = True) -> None:
+        assert tiers[0] == PLAIN
+        self._enabled = enabled
+        self._index = {tier: i for i, tier in enumerate(tiers)}
+        self._noise = _NOISE**2
+        self._blocks = {bucket: _Block(tiers) for bucket in buckets}
+        self._timed: list[int] = []  # buckets with timed rounds
+        for tier, bucket in table:
+            if tier in self._index and bucket in self._blocks:
+                self.learn(tier, bucket, table.seconds(tier, bucket))
+
+    def knows(self, tier: Tier, bucket: int) -> bool:
+        """Whether the pair has a cost."""
+        return tier in self._index and self._blocks[bucket].table[self._index[tier]] is not None
+
+    def logs(self, bucket: int) -> list[float]:
+        """Logarithms of the seconds of a round of each tier; without meaning where there is no cost to start from."""
+        block = self._blocks[bucket]
+        if not block.rounds and not block.borrowed and self._timed:
+            block.borrow(self._blocks[min(self._timed, key=lambda b: (abs(math.log2(b / bucket)), b))])
+        return block.mean
+
+    def seconds(self, tier: Tier, bucket: int) -> float:
+        """Seconds of one round; ValueError where there is no cost to start from."""
+        if not self.knows(tier, bucket):
+            raise ValueError(f"no cost of {tier} in bucket {bucket} is known")
+        return math.exp(self.logs(bucket)[self._index[tier]])
+
+    def news(self, tier: int, than: int, bucket: int, rounds: int = 1) -> float:
+        """How far (standard deviation) so many rounds of a tier may move its log seconds relative to another's.
+
+        0 as long as no round was timed: perhaps none ever is. Tiers are given by their index.
+        """
+        if not self._timed:
+            return 0.0
+        known = self._blocks[bucket].cov[tier]
+        return abs(known[tier] - known[than]) / math.sqrt(known[tier] + self._noise / rounds)
+
+    def learn(self, tier: Tier, bucket: int, seconds: float) -> None:
+        """Takes a new measurement for the table. As far as rounds have not told better, it moves the estimates."""
+        self._blocks[bucket].learn(self._index[tier], math.log(seconds))
+
+    def observe(self, tier: Tier, bucket: int, seconds: float) -> bool:
+        """Takes the positive seconds of one round; a round whose pair has no cost is ignored.
+
+        Returns:
+          Whether the round was so much slower than believed that another should confirm it.
+        """
+        if not self._enabled or not 0 < seconds < math.inf or not self.knows(tier, bucket):
+            return False
+        self.logs(bucket)  # borrows
+        block, i = self._blocks[bucket], self._index[tier]
+        if not block.rounds:
+            self._timed.append(bucket)
+        surprise = math.log(seconds) - block.mean[i]
+        if block.cov[i][i] < self._noise + 2 * _COMMON_DRIFT:
+            noise = self._noise + _NOISE_STEP * (min(surprise * surprise, 9 * self._noise) - self._noise)
+            self._noise = max(_LEAST_NOISE**2, min(_MOST_NOISE**2, noise))
+        doubtful = surprise > _DOUBTFUL * math.sqrt(self._noise) or (surprise > -_DOUBTED and block.is_first_draft(i))
+        block.observe(i, surprise, self._noise, doubtful)
+        return doubtful
+
+
+class _Block:
+    """The estimates of one bucket, Gaussian in log seconds.
+
+    Attributes:
+      table: log seconds as measured; None where there is none.
+      start: the same in order (see `_start_from`). own: variance of each entry's own error.
+      mean: what is believed. cov: its covariance.
+      seen: which entries' rounds were timed. trusted: whether these fitted the table.
+      rounds: timed rounds seen. doubt: how many of the latest ones in a row were far too slow (or, negative, too fast).
+      borrowed: whether the start was corrected by what another bucket learnt.
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._tiers, self._drafts = tiers, [tier.depth > 0 for tier in tiers]
+        self.table: list[float | None] = [None] * len(tiers)
+        self.start, self.mean = [0.0] * len(tiers), [0.0] * len(tiers)
+        self.own = [_OWN**2] * len(tiers)
+        self.cov = [
+            [_COMMON**2 + _FAMILY**2 * (a and b) + _OWN**2 * (i == j) for j, b in enumerate(self._drafts)]
+            for i, a in enumerate(self._drafts)
+        ]
+        self.seen = [False] * len(tiers)
+        self.rounds = self.doubt = 0
+        self.borrowed = self.trusted = False
+
+    def learn(self, i: int, seconds: float) -> None:
+        """Takes log seconds for the table."""
+        new, self.table[i] = self.table[i] is None, seconds
+        start, own = self._start_from(_OWN**2 if not self.trusted else _TRUSTED)
+        for j, (variance, before) in enumerate(zip(own, self.own, strict=True)):
+            self.cov[j][j] += variance - before if not self.seen[j] else max(0.0, variance - before)
+        if self.rounds and not new:
+            self.cov[i][i] += own[i]  # the old one may have been right for another time
+        for j, (value, before) in enumerate(zip(start, self.start, strict=True)):
+            prior = _COMMON**2 + self._drafts[j] * _FAMILY**2 + own[j]
+            self.mean[j] += (value - before) * (min(1.0, self.cov[j][j] / prior) if self.rounds and not new else 1.0)
+        self.start, self.own = start, own
+
+    def _start_from(self, own_error: float) -> tuple[list[float], list[float]]:
+        """The table with its chains in order, since deeper ones only do more; and what each may be wrong by itself.
+
+        An entry that does not fit the others is believed less.
+        """
+        known = [(i, x) for i, x in enumerate(self.table) if x is not None and self._tiers[i].is_chain]
+        start = [0.0 if x is None else x for x in self.table]
+        own = [own_error] * len(start)
+        for (i, x), value in zip(known, _increasing([x for _, x in known]), strict=True):
+            start[i] = value
+            own[i] += (x - value) ** 2
+        drafting = [(i, x) for i, x in known if self._drafts[i]]
+        if len(drafting) > 3:
+            off = _off_line([(self._tiers[i].depth, math.exp(x)) for i, x in drafting])
+            for (i, _), odd in zip(drafting, off, strict=True):
+                own[i] = max(own[i], own_error + odd**2)
+        return start, own
+
+    def observe(self, i: int, surprise: float, noise: float, doubtful: bool) -> None:
+        """Takes a round by how much its log seconds exceed the mean; a doubtful one makes nothing surer."""
+        self._drift()
+        if not self.seen[i]:
+            self._first(i, surprise, noise)
+        row_i = self.cov[i]
+        variance = row_i[i] + noise
+        limit = (_SLOWER if surprise > 0 else _FASTER) * math.sqrt(variance)
+        blur = surprise if doubtful else max(0.0, abs(surprise) - limit)
+        if abs(surprise) > limit:
+            self.doubt = max(self.doubt, 0) + 1 if surprise > 0 else min(self.doubt, 0) - 1
+            if abs(self.doubt) > 1:
+                self._jump()
+                variance = row_i[i] + noise
+            surprise = math.copysign(limit, surprise)
+        else:
+            self.doubt = 0
+        gain, shrink, column = surprise / variance, 1 / (variance + blur**2), row_i[:]
+        for j, row in enumerate(self.cov):
+            part = column[j]
+            self.mean[j] += part * gain
+            part *= shrink
+            row[:] = [x - part * c for x, c in zip(row, column, strict=True)]
+        self.rounds += 1
+
+    def is_first_draft(self, i: int) -> bool:
+        """Whether no round of a drafting tier was timed, and this one drafts."""
+        return self._drafts[i] and not any(s and d for s, d in zip(self.seen, self._drafts, strict=True))
+
+    def _first(self, i: int, surprise: float, noise: float) -> None:
+        """Hears of an entry's first round: a second drafting tier that fits speaks for those that nobody ran."""
+        if self._drafts[i] and not self.is_first_draft(i):
+            fits = abs(surprise) < 2 * math.sqrt(noise + _TRUSTED)
+            if fits and not self.trusted:
+                self.trusted = True
+                for j, drafts in enumerate(self._drafts):
+                    if drafts and not self.seen[j] and j != i:
+                        self.cov[j][j] -= _OWN**2 - _TRUSTED
+                        self.own[j] -= _OWN**2 - _TRUSTED
+        self.seen[i] = True
+
+    def _drift(self) -> None:
+        """Lets go of a little of what is known."""
+        for i, row in enumerate(self.cov):
+            row[:] = [x + _COMMON_DRIFT for x in row]
+            row[i] += _OWN_DRIFT
+
+    def _jump(self) -> None:
+        """Costs have changed: most likely all of them."""
+        self.doubt = 0
+        for i, row in enumerate(self.cov):
+            row[:] = [x + _COMMON_JUMP for x in row]
+            row[i] += _OWN_JUMP
+
+    def borrow(self, donor: _Block) -> None:
+        """Starts from what a nearby bucket learnt of the table's common errors."""
+        shifts = [m - s for m, s in zip(donor.mean, donor.start, strict=True)]
+        drafting = [
+            x for x, drafts, t in zip(shifts, donor._drafts, donor.table, strict=True) if drafts and t is not None
+        ]
+        family = sum(drafting) / len(drafting) - shifts[0] if drafting else 0.0
+        self.mean = [m + _BORROWED * (shifts[0] + family * d) for m, d in zip(self.mean, self._drafts, strict=True)]
+        self.borrowed = True
+
+
+def _increasing(values: Sequence[float]) -> list[float]:
+    """The nearest sequence that never falls, by squares (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        total, count = value, 1
+        while pools and pools[-1][0] / pools[-1][1] > total / count:
+            before = pools.pop()
+            total, count = total + before[0], count + before[1]
+        pools.append((total, count))
+    return [total / count for total, count in pools for _ in range(count)]
+
+
+def _off_line(points: Sequence[tuple[int, float]]) -> list[float]:
+    """How far each (depth, seconds) lies from the line of them all (Theil and Sen's), in log seconds."""
+    slopes = sorted((y - v) / (x - u) for n, (x, y) in enumerate(points) for u, v in points[:n])
+    slope = max(0.0, slopes[len(slopes) // 2])
+    level = sorted(y - slope * x for x, y in points)[len(points) // 2]
+    return [math.log(y / (level + slope * x)) if level + slope * x > 0 else 0.0 for x, y in points]
