@@ -53,8 +53,10 @@ class SpeculationConfig:
       topk: candidates a node; 1 drafts chains, more drafts EAGLE-2's dynamic tree.
       num_nodes: nodes verified a round, root included. None: a chain's depth + 1; for a tree 2 * topk, the ratio of
         SGLang's default (5 steps, topk 4, 8 nodes), but at least depth + 1 and at most what depth and topk can make.
-      candidate_steps: depths that the adaptive policy chooses among (0 is always added).
+      candidate_steps: depths that the adaptive policy chooses among (0 is always added), or the heuristic one.
       tiers: the same as whole tiers, chains and trees mixed; excludes candidate_steps, depth, topk and num_nodes.
+      num_speculative_tokens_per_batch_size: what the schedule policy runs, as in vLLM: (least batch size, greatest
+        batch size, draft tokens), ascending from 1; a gap, and what is beyond the last, belongs to the entry below.
       verification: "coupled" (default: same seed, same tokens as plain decoding), "rejection" (Leviathan et al.
         2023; same distribution) or "typical" (Cai et al. 2024, Medusa: NOT lossless; sampled rows accept what the
         target finds plausible enough, greedy rows stay exact).
@@ -75,6 +77,7 @@ class SpeculationConfig:
     num_nodes: int | None = None
     candidate_steps: tuple[int, ...] | None = None
     tiers: tuple[Tier, ...] | None = None
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
     verification: Verification = "coupled"
     typical_threshold: float = 0.09
     typical_alpha: float = 0.3
@@ -107,6 +110,10 @@ class SpeculationConfig:
             if not steps:
                 raise ValueError(f"{me}.candidate_steps must hold at least one depth, got {self.candidate_steps!r}")
             object.__setattr__(self, "candidate_steps", tuple(sorted(set(steps))))
+        if self.num_speculative_tokens_per_batch_size is not None:
+            name = "num_speculative_tokens_per_batch_size"
+            rows = _items(me, name, self.num_speculative_tokens_per_batch_size)
+            object.__setattr__(self, name, tuple(tuple(row) if isinstance(row, list) else row for row in rows))
         if self.tiers is not None:
             self._check_tiers(_items(me, "tiers", self.tiers))
         if self.budget is not None and (
@@ -126,6 +133,10 @@ class SpeculationConfig:
             raise ValueError(f"{me}.depth {self.depth} is a static tier's, got policy {policy!r}; use candidate_steps")
         if self.budget is not None and "budget" not in kind.fields:
             raise ValueError(f"{me}.budget {self.budget} belongs to {_takers('budget')}, got policy {policy!r}")
+        if self.num_speculative_tokens_per_batch_size is not None:
+            name = "num_speculative_tokens_per_batch_size"
+            if name not in kind.fields:
+                raise ValueError(f"{me}.{name} belongs to {_takers(name)}, got policy {policy!r}")
         kind.check(self)
 
     def _check_tiers(self, tiers: tuple[Tier, ...]) -> None:

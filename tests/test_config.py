@@ -14,7 +14,7 @@ from jaxspec.tier import PLAIN, Tier
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"policy": 3}, r"policy must be 'adaptive', 'static', 'off' or a path, got 3"),
+        ({"policy": 3}, r"policy must be 'adaptive', 'static', 'off', 'heuristic', 'schedule' or a path, got 3"),
         ({"depth": -1}, r"depth must be an int in \[0, 32\], got -1"),
         ({"depth": 33}, r"depth must be an int in \[0, 32\], got 33"),
         ({"depth": True}, r"depth must be an int in \[0, 32\], got True"),

@@ -157,9 +157,9 @@ def test_a_drafter_is_told_and_loaded_by_its_directory(model: Path):
 def test_names_are_told_where_they_are_asked_for(model: Path):
     with pytest.raises(ValueError, match="drafter must be one of .*'successor'"):
         resolve_drafter("nothing", model)
-    with pytest.raises(ValueError, match="policy must be 'adaptive', 'static', 'off', 'alternating' or a path, got 3"):
+    with pytest.raises(ValueError, match="policy must be 'adaptive', .*'alternating' or a path, got 3"):
         SpeculationConfig(policy=3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="candidate_steps .1,. belongs to the adaptive policy, got policy 'altern"):
+    with pytest.raises(ValueError, match="candidate_steps .1,. belongs to the adaptive or .* got policy 'altern"):
         SpeculationConfig(policy="alternating", candidate_steps=(1,))
     with pytest.raises(ValueError, match=r"proposes chains only \(topk 1\), got topk 2"):
         speculation = dict(policy="alternating", depth=2, topk=2, num_nodes=4)

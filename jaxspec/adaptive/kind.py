@@ -27,6 +27,8 @@ class Settings(Protocol):
     @property
     def tiers(self) -> tuple[Tier, ...] | None: ...
     @property
+    def num_speculative_tokens_per_batch_size(self) -> tuple[tuple[int, int, int], ...] | None: ...
+    @property
     def budget(self) -> float | None: ...
     @property
     def verification(self) -> str: ...
@@ -70,7 +72,8 @@ class PolicyKind(abc.ABC):
 
     Attributes:
       name: what users call it.
-      fields: of SpeculationConfig's depth, candidate_steps, tiers and budget, those that it accepts.
+      fields: of SpeculationConfig's depth, candidate_steps, tiers, budget and num_speculative_tokens_per_batch_size,
+        those that it accepts.
       drafts: whether it ever drafts.
       chooses: whether it chooses among tiers; trees of several depths then share num_nodes.
       needs_costs: whether `build` wants to know what executables cost, so that they are timed.

@@ -17,6 +17,8 @@ KINDS: dict[str, tuple[str, str]] = {
     DEFAULT: ("jaxspec.adaptive.goodput", "KIND"),
     FIXED: ("jaxspec.adaptive.static", "KIND"),
     OFF: ("jaxspec.adaptive.static", "OFF"),
+    "heuristic": ("jaxspec.adaptive.heuristic", "KIND"),
+    "schedule": ("jaxspec.adaptive.schedule", "KIND"),
 }
 #: The kind of what is named by the path of a file.
 _OF_FILES = ("jaxspec.adaptive.profile", "KIND")
