@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxspec.adaptive import registry as policies
 from jaxspec.adaptive.cost import CostTable
+from jaxspec.adaptive.costprofile import CostProfile
 from jaxspec.adaptive.kind import Room
 from jaxspec.adaptive.policy import TierPolicy
 from jaxspec.checkpointing import hf, hub
@@ -43,6 +44,8 @@ from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import Tier
 
 _DEFAULT_CONTEXT = 2048
+#: Context tokens of a row for which a profile is looked up: what `measure` times at.
+_USUAL_CONTEXT = 256
 _log = logging.getLogger(__name__)
 
 
@@ -316,6 +319,9 @@ def assemble(
     )  # fmt: skip
     # The processes of several hosts must run the same rounds, and what is ready differs between them.
     background = config.warmup == "background" and jax.process_count() == 1
+    identity = _identity(target, can.name, params, shards)
+    if config.profile is not None:
+        cost = _profiled(config.profile, choice, identity, speculation.resolved_policy)
     times = cost is None and choice.needs_cost
     warmup = WarmupConfig(progress, cache, background, times=times and background)
     runner = Runner(_laid_out(target, shards), built, params, geo, runs, warmup, mesh)
@@ -325,9 +331,35 @@ def assemble(
     scheduler = Scheduler(SchedulerConfig(geo, config.enable_prefix_caching, lookahead))
     facts = EngineFacts(
         geo, tuple(buckets), model.vocab_size, True in runner.variants, frozenset(eos), tokenizer, grammars,
-        can.name, speculation.resolved_policy, str(target.embedding[...].dtype),
+        can.name, speculation.resolved_policy, str(target.embedding[...].dtype), identity,
     )  # fmt: skip
     return Engine(facts, runner, scheduler, choice.build, cost, config.seed, began, config.traffic_log)
+
+
+def _identity(target: TargetModel, drafter: str, params: Any, shards: int) -> dict[str, str]:
+    """What the seconds of rounds depend on, as texts."""
+    device, c = jax.devices()[0], target.config
+    return {
+        "device": device.device_kind if device.platform != "cpu" else f"cpu, {os.cpu_count()} cores",
+        "devices": str(shards),
+        "model": f"{c.family}: {c.num_layers} layers, {c.hidden_size} and {c.intermediate_size} wide, "
+        f"{c.num_heads} and {c.num_kv_heads} heads of {c.head_dim}, {c.vocab_size} tokens",
+        "drafter": f"{drafter}, {sum(leaf.size for leaf in jax.tree.leaves(params) if hasattr(leaf, 'size'))} weights",
+        "dtype": str(target.embedding[...].dtype),
+    }
+
+
+def _profiled(path: str | Path, choice: _Choice, identity: Mapping[str, str], policy: str) -> CostTable:
+    """The costs of a file.
+
+    Raises:
+      ValueError: it is broken, of another engine or lacks a cost, or the policy does not want costs.
+    """
+    if not choice.needs_cost:
+        raise ValueError(f"profile {str(path)!r} is for policies that weigh costs, got policy {policy!r}")
+    profile = CostProfile.load(path)
+    profile.check(identity, choice.reachable, repr(str(path)))
+    return profile.table(_USUAL_CONTEXT)
 
 
 def _typical(speculation: SpeculationConfig) -> Typical | None:

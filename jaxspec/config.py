@@ -240,6 +240,8 @@ class EngineConfig:
         a longer warm-up, nothing for requests without one.
       skip_tokenizer_init: read no tokenizer: prompts are token ids, outputs have no text; stop strings, grammars and
         chats are refused.
+      profile: a file of `python -m jaxspec.bench profile`: what rounds cost on this device, which then are not timed at
+        the start. For the policies that weigh costs; of another device, model or drafter it is refused.
       compile_cache: True keeps compiled executables in the user's cache directory, a path
         keeps them there, False keeps none.
       traffic_log: a file to which every finished request (ended by a stop or by its length) is appended as a JSON
@@ -266,6 +268,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     structured_output: bool = False
     skip_tokenizer_init: bool = False
+    profile: str | Path | None = None
     compile_cache: bool | str | Path = True
     traffic_log: str | Path | None = None
 
@@ -302,6 +305,8 @@ class EngineConfig:
                 raise ValueError(f"{me}.{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.compile_cache, bool | str | Path):
             raise ValueError(f"{me}.compile_cache must be True, False or a path, got {self.compile_cache!r}")
+        if self.profile is not None and (not isinstance(self.profile, str | Path) or not str(self.profile)):
+            raise ValueError(f"{me}.profile must be None or a path, got {self.profile!r}")
         if self.traffic_log is not None and (not isinstance(self.traffic_log, str | Path) or not str(self.traffic_log)):
             raise ValueError(f"{me}.traffic_log must be None or a path, got {self.traffic_log!r}")
         if self.kernels not in KERNELS:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxspec.request import SamplingParams
 from jaxspec.sizes import Sizes
@@ -32,6 +32,7 @@ class EngineFacts:
       grammars: compiles what requests may bring as their grammar; None: none are taken.
       drafter, policy: what it was built with, by the names of their kinds (a policy may be a path).
       dtype: of weights and pages.
+      identity: what costs depend on, as texts: device, model, drafter and the like; see CostProfile.
     """
 
     sizes: Sizes
@@ -44,6 +45,7 @@ class EngineFacts:
     drafter: str = "none"
     policy: str = "off"
     dtype: str = "float32"
+    identity: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def check(self, params: SamplingParams, grammar: Grammar | None) -> None:
         """Whether such a request can be honoured; `checked` looks at its prompt, Sizes.allowed at its length.

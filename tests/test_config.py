@@ -91,6 +91,7 @@ def test_speculation_refusals(fields: dict[str, Any], message: str):
         ({"memory_fraction": 1.5}, r"memory_fraction must be a number in \(0, 1\], got 1.5"),
         ({"skip_tokenizer_init": 1}, r"skip_tokenizer_init must be True or False, got 1"),
         ({"compile_cache": 3}, r"compile_cache .*got 3"),
+        ({"profile": 3}, r"profile must be None or a path, got 3"),
     ],
 )
 def test_engine_refusals(fields: dict[str, Any], message: str):

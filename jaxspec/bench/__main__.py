@@ -3,6 +3,7 @@
 python -m jaxspec.bench                              demo models, a few minutes on two cores
 python -m jaxspec.bench --quick                      a first look in about a minute
 python -m jaxspec.bench tune --out adaptive.json     candidate steps for each batch size, from measurements
+python -m jaxspec.bench profile --out profile.json   what rounds cost on this device, for EngineConfig.profile
 python -m jaxspec.bench serve --concurrency 16       load for a server; see jaxspec.bench.online.command
 python -m jaxspec.bench grow 8b DIR                  the demo at a larger model's cost, to be served
 python -m jaxspec.bench overheads                    the host's microseconds by part, and the device's idle share
@@ -22,7 +23,7 @@ from jaxspec import cli
 with cli.starting(__name__):
     from tqdm import tqdm
 
-    from jaxspec.bench.offline import grow, overheads, plots, report, tune
+    from jaxspec.bench.offline import grow, overheads, plots, profile, report, tune
     from jaxspec.bench.offline.engines import Options, prepare
     from jaxspec.bench.offline.measure import Experiment, Sweep
     from jaxspec.bench.offline.metrics import summarize
@@ -119,8 +120,9 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m jaxspec.bench", description=(__doc__ or "").splitlines()[0], parents=[_shared()],
         formatter_class=cli.Help,
-        epilog="`tune --help`: measure an adaptive configuration. `serve --help`: measure a server. "
-        "`grow --help`: write a larger model. `overheads --help`: the host's part of a round.",
+        epilog="`tune --help`: measure an adaptive configuration. `profile --help`: measure costs. "
+        "`serve --help`: measure a server. `grow --help`: write a larger model. "
+        "`overheads --help`: the host's part of a round.",
     )  # fmt: skip
     p.add_argument("--plot", metavar="FILE", help="a picture, PNG (default: none)")
     p.set_defaults(command="bench", out=None)
@@ -145,7 +147,13 @@ def subcommands() -> dict[str, argparse.ArgumentParser]:
     grower.add_argument("--model", default="demo", help='"demo" or a Hugging Face directory')
     grower.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of what is written")
     grower.set_defaults(command="grow")
-    return {"tune": tuner, "grow": grower, "overheads": overheads.parser()}
+    profiler = argparse.ArgumentParser(
+        prog="python -m jaxspec.bench profile", formatter_class=cli.Help,
+        description="Measures what every round costs on this device, by tier, batch size and context.",
+    )  # fmt: skip
+    profile.add_arguments(profiler)
+    profiler.set_defaults(command="profile")
+    return {"tune": tuner, "grow": grower, "overheads": overheads.parser(), "profile": profiler}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -232,6 +240,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.command == "overheads":
         return overheads.run(args, parse_sizes(args.batch_sizes), say)
+    if args.command == "profile":
+        with cli.quick_interrupts():
+            profile.run(args, say)
+        return 0
     options = options_of(args)
     say("loading and compiling: up to a few minutes the first time, seconds from the cache")
     with cli.quick_interrupts():

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxspec.adaptive.costprofile import CostProfile
 from jaxspec.adaptive.ema import AdaptiveSpeculativeParams, EmaPolicy
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.assemble import bind_drafter, load_drafter
+from jaxspec.bench import __main__ as command
+from jaxspec.bench.offline import profile
 from jaxspec.checkpointing import hf
 from jaxspec.config import SpeculationConfig
 from jaxspec.events import Finished
@@ -55,14 +58,35 @@ def test_an_sglang_configuration_serves(bench: Any, tools: Any, tmp_path: Path):
     tools.same(tools.drive(engine, work, join=lambda i: 3 * i), bench.expected(work))
 
 
-def test_the_default_policy_measures_and_serves(bench: Any, tools: Any):
-    """Timing leaves nothing behind in the state, and costs exist for every pair."""
-    engine = bench.build("ngram", SpeculationConfig(candidate_steps=(2,)), batch_buckets=(1, 4), variants=("sampled",))
+def test_the_default_policy_measures_and_serves(
+    bench: Any, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Timing leaves nothing behind in the state, and costs exist for every pair; also from a profile of an engine."""
+    tiers, few = SpeculationConfig(candidate_steps=(2,)), dict(batch_buckets=(1, 4), variants=("sampled",))
+    engine = bench.build("ngram", tiers, **few)
     assert set(engine.cost) == {(tier, bucket) for tier in (PLAIN, Tier(2)) for bucket in (1, 4)}
+    monkeypatch.setattr(profile, "build_engine", lambda *_: engine)
+    path, told = tmp_path / "profile.json", []
+    asked = f"profile --out {path} --contexts 1,9 --repeats 1".split()
+    written = profile.run(command.parse(asked), told.append)
+    assert written == CostProfile.load(path) and written.contexts == (1, 9) and "chain-2" in told[1]
     state = engine.runner.state
     assert not np.asarray(state.length_S).any() and not np.asarray(state.pages).any()
+    with pytest.raises(ValueError, match="contexts may be .* got 1000000"):
+        profile.run(command.parse([*asked[:4], "1000000"]), told.append)
+
+    read = bench.build("ngram", tiers, profile=path, **few)
+    assert read.cost == written.table(256)
     work = tools.workload()
-    tools.same(tools.drive(engine, work), bench.expected(work))
+    tools.same(tools.drive(read, work), bench.expected(work))
+    for speculation, options, words in (
+        (tiers, dict(batch_buckets=(1, 2, 4)), r"lacks off in buckets \[2\] at context 1; it has buckets \[1, 4\]"),
+        (SpeculationConfig(policy="off"), {}, "is for policies that weigh costs, got policy 'off'"),
+    ):
+        with pytest.raises(ValueError, match=f"profile '.*' {words}"):
+            bench.build("ngram", speculation, profile=path, **{**few, **options})
+    with pytest.raises(ValueError, match="was measured with drafter .* 0 weights', and this engine has .* weights'"):
+        bench.build("eagle3", tiers, profile=path, **few)
 
 
 def test_policies_are_exchanged_while_rounds_are_in_flight(bench: Any, tools: Any):
