@@ -46,12 +46,11 @@ def survival(tier: Tier, rates: Sequence[float]) -> list[float]:
 
 def _at_least(accepted: Sequence[int], depth: int) -> list[int]:
     """How many rows accepted at least 0, 1, ... depth drafts."""
-    counts = [0] * (depth + 1)
-    for number in accepted:
-        counts[min(number, depth)] += 1
-    for i in range(depth - 1, -1, -1):
-        counts[i] += counts[i + 1]
-    return counts
+    left, out = len(accepted), []
+    for i in range(depth + 1):
+        out.append(left)
+        left -= accepted.count(i)
+    return out
 
 
 def _stale_rows(index: int) -> float:
