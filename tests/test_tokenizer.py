@@ -285,9 +285,14 @@ def test_what_byte_level_tokens_add_is_known_alone() -> None:
         ids = [rng.choice((a, 1, rng.choice(cut), rng.randrange(known.vocab_size + 2))) for _ in range(40)]
         ids[: rng.randrange(20)] = [cut[0]] * rng.randrange(20)  # more than may wait
         start, skip = rng.randrange(30), rng.random() < 0.5
-        one, other = (IncrementalDetokenizer(t, ids[:start], skip_special_tokens=skip) for t in (known, unknown))
-        assert [one.feed(i) for i in ids[start:]] == [other.feed(i) for i in ids[start:]]
-        assert one.flush() == other.flush()
+        tokenizers = (known, unknown, known)
+        one, other, many = (IncrementalDetokenizer(t, ids[:start], skip_special_tokens=skip) for t in tokenizers)
+        texts = [one.feed(i) for i in ids[start:]]
+        assert texts == [other.feed(i) for i in ids[start:]]
+        size = rng.randint(1, 6)
+        rounds = [many.feed_all(ids[at : at + size]) for at in range(start, len(ids), size)]
+        assert rounds == ["".join(texts[at : at + size]) for at in range(0, len(texts), size)]
+        assert one.flush() == other.flush() == many.flush()
 
 
 @pytest.mark.parametrize(
@@ -336,8 +341,8 @@ def test_text_never_passes_a_stop_and_chunks_do_not_matter() -> None:
         _, start, stop = min(ends, default=(len(text), len(text), None))
         checker, out, rest, found = StopChecker(stops), "", text, None
         while rest and found is None:
-            size = rng.randint(1, 5)
-            result = checker.feed([rest[:size]])
+            size, middle = rng.randint(1, 5), rng.randint(0, 2)
+            result = checker.feed([rest[:middle], rest[middle:size]] if middle < size else [rest[:size]])
             out, rest, found = out + result.text, rest[size:], result.stop
             assert len(out) <= start
         assert (out + checker.flush(), found) == (text[:start], stop)
