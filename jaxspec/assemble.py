@@ -143,6 +143,10 @@ def resolve_drafter(drafter: str | Path | None, model_dir: Path) -> tuple[str, P
     return name, found
 
 
+#: Bytes of weights up to which a CPU keeps them in both layouts, that of rounds and that of prompts.
+_KEPT_TWICE = 2 << 30
+
+
 def _laid_out(module: Any, shards: int) -> Any:
     """The module with its weights as this backend and its devices read them best.
 
@@ -152,7 +156,10 @@ def _laid_out(module: Any, shards: int) -> Any:
     if shards > 1:
         with host_memory():
             return tensor_parallel(module, shards)
-    return column_blocks(module) if jax.default_backend() == "cpu" else module
+    if jax.default_backend() != "cpu":
+        return module
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(module)))
+    return column_blocks(module, keep_flat=size <= _KEPT_TWICE)
 
 
 def load_drafter(kind: str, directory: Path | None, target: TargetModel, dtype: jnp.dtype) -> Any:

@@ -132,17 +132,32 @@ def product(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype | None = None) -> 
     return y.transpose(1, 0, 2).reshape(*x.shape[:-1], blocks * width)
 
 
+#: From how many rows on a product reads a layer's flat kernel where that is kept beside its blocks, and how many rows
+#: it has then at least: XLA's CPU backend sums a flat product of fewer in another order (docs/notes.md).
+_WIDE, _FLAT_ROWS = 48, 64
+
+
 class Linear(nnx.Module):
-    """y = x W (+ b), W stored [in, out]."""
+    """y = x W (+ b), W stored [in, out].
+
+    Attributes:
+      flat: the kernel [in, out] once more, for many rows, where `kernel` is in column blocks (see `column_blocks`).
+    """
 
     def __init__(
         self, d_in: int, d_out: int, *, bias: bool = False, dtype: jnp.dtype, rngs: nnx.Rngs | None, std: float = 0.02
     ):
         self.kernel = _init(rngs, (d_in, d_out), dtype, std)
         self.bias = nnx.Param(jnp.zeros((d_out,), dtype)) if bias else None
+        self.flat: nnx.Param | None = None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = product(x, self.kernel[...])
+        count = math.prod(x.shape[:-1])
+        if self.flat is None or count < _WIDE:
+            y = product(x, self.kernel[...])
+        else:
+            rows = jnp.pad(x.reshape(count, -1), ((0, max(0, _FLAT_ROWS - count)), (0, 0)))
+            y = product(rows, self.flat[...])[:count].reshape(*x.shape[:-1], -1)
         if self.bias is not None:
             y = y + self.bias[...].reshape((1,) * (y.ndim - 1) + (-1,))
         return y
@@ -311,12 +326,16 @@ def shared_lm_head(target: TargetModel) -> Linear | None:
 _Module = TypeVar("_Module", bound=nnx.Module)
 
 
-def column_blocks(module: _Module, width: int = 64) -> _Module:
+def column_blocks(module: _Module, width: int = 64, *, keep_flat: bool = False) -> _Module:
     """A copy whose linear maps are stored in column blocks, for XLA's CPU backend.
 
-    A product of 2 to 8 rows packs its kernel first, which doubles the memory traffic of a decode step. As a batched
-    product over blocks that fit the cache it runs at the speed of one row (measured: docs/notes.md). A tied lm_head
-    becomes a kernel of its own. Maps whose width is no multiple of `width` stay as they are.
+    A product of a few rows reads a flat kernel in short pieces, far apart, which takes twice the time of contiguous
+    blocks; one of many rows is twice as fast with a flat kernel. Blocks give the bits of a flat product of 64 rows or
+    more, whatever the number of rows (measured: docs/notes.md). A tied lm_head becomes a kernel of its own. Maps whose
+    width is no multiple of `width` stay as they are.
+
+    Args:
+      keep_flat: layers keep their flat kernels too, output layers excepted: prompts need those for one row.
     """
     graph, state = nnx.split(module)
     copy = nnx.merge(graph, state)
@@ -327,7 +346,10 @@ def column_blocks(module: _Module, width: int = 64) -> _Module:
 
     for _, node in nnx.iter_graph(copy):
         if isinstance(node, Linear) and node.kernel[...].ndim == 2 and node.kernel[...].shape[1] % width == 0:
-            node.kernel = blocked(node.kernel[...])
+            flat = node.kernel[...]
+            node.kernel = blocked(flat)
+            if keep_flat and node is not getattr(copy, "lm_head", None):
+                node.flat = nnx.data(nnx.Param(flat))
     embedding = getattr(copy, "embedding", None)
     if embedding is not None and getattr(copy, "lm_head", 0) is None and embedding.shape[0] % width == 0:
         head = Linear(1, 1, dtype=embedding[...].dtype, rngs=None)

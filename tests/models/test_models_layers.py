@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxspec.models.layers import Linear, causal_attention, column_blocks
 from jaxspec.models.tiny import tiny_target
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_column_blocks_compute_the_same(tied: bool):
+@pytest.mark.parametrize(("tied", "keep_flat", "length"), [(False, False, 5), (True, True, 50)])
+def test_column_blocks_compute_the_same(tied: bool, keep_flat: bool, length: int):
     model = tiny_target(3, tie_word_embeddings=tied, vocab_size=24)
-    blocked = column_blocks(model, width=8)
-    tokens = jnp.asarray([[1, 5, 23, 0, 7]], jnp.int32)
-    positions = jnp.arange(5)[None, :]
+    blocked = column_blocks(model, width=8, keep_flat=keep_flat)
+    tokens = jnp.arange(length, dtype=jnp.int32)[None, :] * 5 % 24
+    positions = jnp.arange(length)[None, :]
     plain = model.logits(model(tokens, positions, causal_attention)[0])
     other = blocked.logits(blocked(tokens, positions, causal_attention)[0])
     assert blocked.layers[0].mlp.gate_up.kernel[...].ndim == 3
     np.testing.assert_allclose(np.asarray(plain), np.asarray(other), atol=2e-5)
+
+
+def test_a_row_does_not_depend_on_how_many_there_are():
+    layer = column_blocks(Linear(192, 128, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0)), keep_flat=True)
+    assert layer.flat is not None
+    x_NE = jax.random.normal(jax.random.key(1), (100, 192))
+    call = nnx.jit(lambda layer, x_NE: layer(x_NE))
+    all_N = np.asarray(call(layer, x_NE))
+    for count in (1, 4, 47, 48, 70):
+        np.testing.assert_array_equal(np.asarray(call(layer, x_NE[:count])), all_N[:count])
+    layer.flat.set_value(jnp.full_like(layer.flat[...], jnp.nan))
+    assert np.isnan(call(layer, x_NE[:48])).all() and np.isfinite(call(layer, x_NE[:47])).all()
 
 
 def test_column_blocks_copy_and_leave_odd_widths():
