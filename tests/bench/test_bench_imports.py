@@ -22,7 +22,7 @@ def without(names: tuple[str, ...], code: str, *argv: str) -> subprocess.Complet
 
 
 def test_the_package_and_its_offline_commands_import_without_the_server():
-    studies = [f"studies.{name}" for name in ("overheads", "rounds", "layouts", "peers")]
+    studies = [f"studies.{name}" for name in ("overheads", "rounds", "layouts", "peers", "products")]
     offline = [f"offline.{name}" for name in ("grow", "tune", "engines", "report", "plots")]
     modules = ", ".join(f"jaxspec.bench.{name}" for name in (*studies, *offline))
     code = f"import jaxspec, jaxspec.generate, jaxspec.bench.__main__, {modules}\njaxspec.LLM\n"
