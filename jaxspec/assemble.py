@@ -205,13 +205,15 @@ class _Choice:
 
 
 def choose_policy(
-    speculation: SpeculationConfig, buckets: Sequence[int], drafts: bool, trees: bool, deepest: int | None = None
-) -> _Choice:
+    speculation: SpeculationConfig, buckets: Sequence[int], drafts: bool, trees: bool, deepest: int | None = None,
+    default_steps: tuple[int, ...] | None = None,
+) -> _Choice:  # fmt: skip
     """What to compile, and how to build the policy once costs are known.
 
     Args:
       deepest: most tokens that the drafter can propose in a row, by which the default's depths are clipped. Depths
         that a user asked for are the drafter's to refuse.
+      default_steps: the default's depths; None: those of this process's device, which is initialised for it.
 
     Raises:
       ValueError: a configuration that the drafter cannot serve.
@@ -219,7 +221,8 @@ def choose_policy(
     kind = speculation.policy_kind if drafts else policies.find(policies.OFF)
     if kind.drafts and speculation.topk > 1 and not trees:
         raise ValueError(f"this drafter proposes chains only (topk 1), got topk {speculation.topk}")
-    steps = candidate_steps() if deepest is None else tuple(min(step, deepest) for step in candidate_steps())
+    steps = candidate_steps() if default_steps is None else default_steps
+    steps = steps if deepest is None else tuple(min(step, deepest) for step in steps)
     room = Room(tuple(buckets), steps)
     reachable = kind.reachable(speculation, room)
     if not trees and not all(tier.is_chain for tier in reachable):

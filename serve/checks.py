@@ -35,7 +35,8 @@ def check_model(config: ServerConfig) -> None:
     directory = resolve_model(config.model)
     model = hf.load_config(directory)
     kind = registry.find(resolve_drafter(config.drafter, directory)[0])
-    choose_policy(speculation, engine.buckets, kind.drafts, kind.trees)
+    # Whatever the device's depths are: this process leaves the device to the engine's.
+    choose_policy(speculation, engine.buckets, kind.drafts, kind.trees, default_steps=(0, 1))
     check_divides(model, engine.tensor_parallel)
     longest_text(engine, model.max_position_embeddings)
     with read_tensors(directory):  # opens every file, which shows what is absent, truncated or a pickle
