@@ -14,7 +14,7 @@ import time
 import types
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from jaxspec import cli
 
@@ -25,15 +25,16 @@ with cli.starting(__name__):
     from jaxspec.drafters import registry
     from jaxspec.tier import Tier
     from serve.config import GROUPS, PART_DEFAULTS, PARTS, ServerConfig, descriptions, field_types, merged, read_file
+
+if TYPE_CHECKING:
+    from serve.core.engine_process import Child
+
 #: Exit codes: a wrong command line or configuration; anything else that went wrong.
 BAD_CONFIG, FAILED = 2, 1
-#: How long the event loop may compute before the engine's thread, which has a step to dispatch, gets its turn. With
-#: Python's own 5 ms a loop with 4 ms of work a step delays every step by about 2 ms, with this by 0.7 ms.
-_SWITCH_SECONDS = 0.0005
 #: Seconds after drain_seconds in which a process that was told to end has ended, also where something hangs.
 _LAST_SECONDS = 15.0
 #: Names of threads that may still be at work when the server has stopped.
-_BUSY = frozenset({"engine", "text", "grammar", "grammar-compile"})
+_BUSY = frozenset({"text", "grammar", "grammar-compile"})
 
 
 def parser() -> argparse.ArgumentParser:
@@ -122,13 +123,17 @@ def resolve(given: dict[str, Any]) -> ServerConfig:
         raise ValueError(str(e) if str(path) in str(e) else f"{path}: {e}") from e
 
 
-async def serve(config: ServerConfig) -> int:
-    """Runs a server until it is told to end; returns the exit code."""
+async def serve(config: ServerConfig, child: Child | None = None) -> int:
+    """Runs a server until it is told to end; returns the exit code.
+
+    Args:
+      child: see Server.
+    """
     from serve.app import Server
     from serve.checks import PortError
     from serve.core.errors import StatusError
 
-    server = Server(config)
+    server = Server(config, child=child)
     began = time.monotonic()
     try:
         await server.start()
@@ -186,18 +191,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     # gRPC's own lines on standard error are no JSON; it reads this when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     with cli.starting(__name__):
+        from serve.core.engine_process import Child
         from serve.telemetry import logs
 
         logs.configure(config.log_level, config.log_format, log_prompts=config.log_prompts)
-        importlib.import_module("serve.app")  # within the event loop Ctrl-C would wait for it
-        sys.setswitchinterval(_SWITCH_SECONDS)
-        return asyncio.run(serve(config))  # which listens to signals itself from when there is something to drain
+        child = Child("serve.app")  # what takes it long to import takes this process as long
+        try:
+            importlib.import_module("serve.app")  # within the event loop Ctrl-C would wait for it
+            # It listens to signals itself from when there is something to drain.
+            return asyncio.run(serve(config, child))
+        finally:
+            child.end()
 
 
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    if any(thread.name in _BUSY or thread.name.startswith("warm-up") for thread in threading.enumerate()):
+    if any(thread.name in _BUSY for thread in threading.enumerate()):
         logging.shutdown()
-        os._exit(code)  # it still compiles, tokenizes or hangs, and would be torn down under its feet
+        os._exit(code)  # it still compiles or tokenizes, and would be torn down under its feet
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""The whole server: the engine on its thread, the services on their port, and what they share, put together.
+"""The whole server: the engine in its process, the services on their port, and what they share, put together.
 
 Composition only. Must not know messages, nor how a command line is read.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import importlib.util
 import logging
 from collections.abc import Awaitable, Callable
@@ -28,11 +29,13 @@ from serve.api.health import SERVICE as HEALTH
 from serve.api.health import HealthServicer
 from serve.checks import PortError, check_model, check_port, warn_of_open_door
 from serve.config import ServerConfig
-from serve.core.engine_thread import EngineThread
+from serve.core.commands import OnCompiled
+from serve.core.engine_client import EngineClient, Link, ThreadLink
+from serve.core.engine_process import Child, ProcessLink
 from serve.core.generator import Generator
 from serve.core.lifecycle import Lifecycle
-from serve.proto import admin_pb2
 from serve.proto.services import ADMIN, GENERATION, add_to
+from serve.telemetry import logs
 from serve.telemetry.http import Probe
 from serve.telemetry.metrics import ServerMetrics
 from serve.telemetry.requests import request_log
@@ -51,24 +54,31 @@ _log = logging.getLogger("serve")
 
 
 class Server:
-    """A server in this process; use it within one event loop. As a context manager it is warm, and stops at the end.
+    """A server; use it within one event loop. As a context manager it is warm, and stops at the end.
 
     Args:
       config: see ServerConfig.
-      build: makes the engine, on a thread; None loads what the configuration names.
+      build: makes the engine, on a thread of this process; None: what the configuration names is loaded in a process of
+        its own, which shares neither the interpreter nor its lock with the calls.
+      link: the way to the engine in place of both.
+      child: the process to load it in, started before; None: one is started.
 
     Attributes:
       port, metrics_port: the bound ones, from `start` on; metrics_port None: none is served.
     """
 
-    def __init__(self, config: ServerConfig, *, build: Callable[[], Engine] | None = None) -> None:
+    def __init__(
+        self, config: ServerConfig, *, build: Callable[[], Engine] | None = None, link: Link | None = None,
+        child: Child | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.port, self.metrics_port = 0, None
         self.metrics = ServerMetrics(config.served_name)
-        self.engine = EngineThread(self._build, freeze=build is None)
-        self._build_given = build is not None
-        self._load = build or (lambda: load_engine(config, self._on_compiled))
-        self._described: admin_pb2.GetServerInfoResponse | None = None
+        self._loads = build is None and link is None
+        if link is None:
+            thread = lambda build: ThreadLink(lambda on_compiled: build(), description_for(config))
+            link = link_to(config, child) if build is None else thread(build)
+        self.engine = EngineClient(link)
         self._tracer: Any = None
         self._grpc: grpc.aio.Server | None = None
         self._health = HealthServicer()
@@ -125,7 +135,7 @@ class Server:
         self.lifecycle = Lifecycle(self.engine, self.generator, config)
         self.lifecycle.on_change.append(self._on_change)
         self.lifecycle.on_alive.append(lambda alive: self._tell_health())
-        if not self._build_given:
+        if self._loads:
             check_model(config)
         check_port("port", config.host, config.port)
         self._grpc = grpc.aio.server(interceptors=interceptors, options=_options(config))
@@ -144,17 +154,6 @@ class Server:
         self._engine_started = True
         self.lifecycle.start()
 
-    def _build(self) -> Engine:
-        """On the engine's thread."""
-        engine = self._load()
-        self._described = described(engine, self.config)
-        return engine
-
-    def _on_compiled(self, ready: int, total: int) -> None:
-        """On the engine's thread, before there is an engine to ask."""
-        self.engine.compiled = ready, total
-        self.engine.guard(self.metrics.on_compiled, ready, total)
-
     def _guards(self) -> list[grpc.aio.ServerInterceptor]:
         """Who may call, and who may change the server: an administrator's token is everybody's too."""
         config, refused = self.config, self.metrics.on_refused
@@ -169,10 +168,7 @@ class Server:
     def _register(self, server: grpc.aio.Server) -> None:
         config = self.config
         add_to(server, GENERATION, GenerationServicer(self.generator, self.engine, self.metrics, config))
-        admin = AdminServicer(
-            self.engine, self.generator, self.lifecycle, config, self.begin_drain, lambda: self._described
-        )
-        add_to(server, ADMIN, admin)
+        add_to(server, ADMIN, AdminServicer(self.engine, self.generator, self.lifecycle, config, self.begin_drain))
         self._names = [GENERATION.full_name, ADMIN.full_name]
         if importlib.util.find_spec("smg_grpc_proto") is not None:
             from serve.vllm import servicer as vllm
@@ -219,7 +215,7 @@ class Server:
             await self._grpc.stop(_FAREWELL_SECONDS)
             self.lifecycle.close()
         if self._engine_started:
-            # Loading cannot be interrupted: the thread is left behind, and ends with the process.
+            # Nothing waits for what loads: its process is ended, a thread is left behind and ends with this process.
             loading = self.engine.state == "starting"
             await self.engine.stop(timeout=0.0 if loading else _STOP_SECONDS)
         await asyncio.to_thread(self._close_outlets)
@@ -292,8 +288,18 @@ class _CountUndecodable(grpc.aio.ServerInterceptor):
         return handler._replace(request_deserializer=counting)
 
 
-def load_engine(config: ServerConfig, on_compiled: Callable[[int, int], None]) -> Engine:
-    """The engine that a configuration names, ready to serve.
+def link_to(config: ServerConfig, child: Child | None) -> Link:
+    """The way to a process with the engine that a configuration names."""
+    return ProcessLink(functools.partial(load_engine, config), description_for(config), child)
+
+
+def description_for(config: ServerConfig) -> Callable[[Engine], Any]:
+    """What tells an engine's description to the services of a server."""
+    return functools.partial(described, config=config)
+
+
+def load_engine(config: ServerConfig, on_compiled: OnCompiled) -> Engine:
+    """The engine that a configuration names, ready to serve; in the process that is to have it, whose log it sets up.
 
     Args:
       on_compiled: hears how many executables have come, of how many in all, until it is.
@@ -301,6 +307,7 @@ def load_engine(config: ServerConfig, on_compiled: Callable[[int, int], None]) -
     Raises:
       ValueError: what cannot be loaded or does not fit together.
     """
+    logs.configure(config.log_level, config.log_format, log_prompts=config.log_prompts)
     _log.info("loading the model %s", config.served_name)
     engine = config.engine
     if not Tokenizer.is_in(resolve_model(config.model)):

@@ -5,6 +5,8 @@ What is told is an allow-list: no paths, no arguments, no environment. Must not 
 
 from __future__ import annotations
 
+import functools
+import operator
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +22,7 @@ from jaxspec.drafters import registry
 from jaxspec.engine import Engine
 from serve.api.calls import answering
 from serve.config import ServerConfig
-from serve.core.engine_thread import EngineThread
+from serve.core.engine_client import EngineClient
 from serve.core.errors import invalid
 from serve.core.generator import Generator
 from serve.core.lifecycle import Lifecycle
@@ -30,9 +32,9 @@ _MAX_DRAIN_SECONDS = 1e9
 
 
 def described(engine: Engine, config: ServerConfig) -> pb.GetServerInfoResponse:
-    """What is known of the engine for good. To be called on its thread; what is returned is for any."""
+    """What is known of the engine for good. To be called on its thread; what is returned is for everybody."""
     runner, sizes = engine.runner, engine.facts.sizes
-    devices = runner.state.pages.devices()
+    devices = runner.state.pages.sharding.device_set  # known of arrays too that a warm-up has just consumed
     return pb.GetServerInfoResponse(
         drafter=_drafter(engine, config),
         device=next(iter(devices)).device_kind if devices else jax.default_backend(),
@@ -57,26 +59,25 @@ class AdminServicer:
     Who may call what is decided before (see serve.api.auth).
 
     Args:
+      engine: its description is what `described` returned.
       drain: begins to drain, within so many seconds (None: the configured ones), and returns at once.
-      described: see there; None before the engine is built. No look at the engine has to wait for its step.
     """
 
     def __init__(
         self,
-        engine: EngineThread,
+        engine: EngineClient,
         generator: Generator,
         lifecycle: Lifecycle,
         config: ServerConfig,
         drain: Callable[[float | None], None],
-        described: Callable[[], pb.GetServerInfoResponse | None],
     ) -> None:
         self._engine, self._generator, self._lifecycle = engine, generator, lifecycle
-        self._config, self._drain, self._described = config, drain, described
+        self._config, self._drain = config, drain
         self._began = time.monotonic()
         self._policy = config.speculation.policy_kind.name
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
-        known, stats = self._described(), self._engine.snapshot
+        known, stats = self._engine.description, self._engine.snapshot
         info = pb.GetServerInfoResponse()
         info.executables_ready, info.executables = self._engine.compiled
         if known is not None and stats is not None:
@@ -118,17 +119,12 @@ class AdminServicer:
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Any) -> pb.FlushCacheResponse:
         async with answering(context):
-            freed = await self._engine.call(lambda engine: engine.flush_prefix_cache())
+            freed = await self._engine.call(operator.methodcaller("flush_prefix_cache"))
             return pb.FlushCacheResponse(freed_pages=freed)
 
     async def SetSpeculation(self, request: pb.SetSpeculationRequest, context: Any) -> pb.SetSpeculationResponse:
         depth = request.depth if request.HasField("depth") else None
-
-        def use(engine: Engine) -> list[str]:
-            policy = _policy(engine, request.policy, depth, self._config.speculation)
-            engine.use_policy(policy)
-            return [tier.name for tier in policy.tiers]
-
+        use = functools.partial(_use_policy, name=request.policy, depth=depth, started=self._config.speculation)
         async with answering(context):
             try:
                 tiers = await self._engine.call(use)
@@ -145,6 +141,13 @@ def _drafter(engine: Engine, config: ServerConfig) -> str:
     if config.drafter in registry.names():
         return config.drafter
     return type(engine.runner.drafter).__name__.removesuffix("Drafter").lower()
+
+
+def _use_policy(engine: Engine, name: str, depth: int | None, started: SpeculationConfig) -> list[str]:
+    """Has the engine use the policy that a client names; its tiers' names. ValueError as `_policy`."""
+    policy = _policy(engine, name, depth, started)
+    engine.use_policy(policy)
+    return [tier.name for tier in policy.tiers]
 
 
 def _policy(engine: Engine, name: str, depth: int | None, started: SpeculationConfig) -> TierPolicy:

@@ -17,7 +17,7 @@ import grpc
 from serve.api.requests import Limits
 from serve.config import ServerConfig
 from serve.core.completion import Completion
-from serve.core.engine_thread import EngineThread
+from serve.core.engine_client import EngineClient
 from serve.core.errors import StatusError
 from serve.core.observers import Metrics
 from serve.telemetry.logs import event
@@ -50,7 +50,7 @@ def counting_refusals(metrics: Metrics) -> Iterator[None]:
         raise
 
 
-def limits_of(engine: EngineThread, config: ServerConfig) -> Limits:
+def limits_of(engine: EngineClient, config: ServerConfig) -> Limits:
     """What no message can exceed.
 
     Raises:

@@ -14,7 +14,7 @@ from serve.api.calls import answering, counting_refusals, end_together, limits_o
 from serve.api.requests import MAX_ABORTED, Limits, chat_of, check_count, deadline_of, prompt_text, to_job
 from serve.config import ServerConfig
 from serve.core.completion import Completion
-from serve.core.engine_thread import EngineThread
+from serve.core.engine_client import EngineClient
 from serve.core.errors import invalid
 from serve.core.generator import Generator
 from serve.core.jobs import Chat
@@ -33,7 +33,7 @@ class GenerationServicer:
       metrics: counts what is refused before it is a job.
     """
 
-    def __init__(self, generator: Generator, engine: EngineThread, metrics: Metrics, config: ServerConfig) -> None:
+    def __init__(self, generator: Generator, engine: EngineClient, metrics: Metrics, config: ServerConfig) -> None:
         self._generator, self._engine, self._metrics, self._config = generator, engine, metrics, config
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:

@@ -86,14 +86,15 @@ News = Event | Taken | Ended
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Choice:
-    """One of a request's completions. Once it is submitted, only the engine's thread writes to it.
+    """One of a request's completions. Event loop only.
 
     Attributes:
       request: whose it is.
-      place: what admission counts for it; the event loop's.
+      place: what admission counts for it.
       id: the engine's name for it, never used twice, whatever clients call their requests; "" until it has one.
       started: it had a slot. ended: nothing more comes.
-      held: what the loop has not heard yet. sent_at: when it last heard something. token_at: when tokens came last.
+      cut: its end was asked for: what metrics count that as, and its last news, whatever the engine ends it with.
+      held: what its reader has not heard yet. sent_at: when it last heard something. token_at: when tokens came last.
     """
 
     request: Completion
@@ -101,6 +102,7 @@ class Choice:
     id: str = ""
     started: bool = False
     ended: bool = False
+    cut: tuple[str, Ended] | None = None
     held: list[Delta] = dataclasses.field(default_factory=list)
     sent_at: float | None = None
     token_at: float | None = None

@@ -17,7 +17,7 @@ from jaxspec.events import Finished, Started
 from serve.config import ServerConfig
 from serve.core.admission import Admission, default_waiting_pages
 from serve.core.completion import Choice, Completion, Deadlines, Ended, News, Stage
-from serve.core.engine_thread import EngineThread, State
+from serve.core.engine_client import EngineClient, State
 from serve.core.errors import StatusError, deadline_passed, invalid, unavailable
 from serve.core.jobs import Chat, Job
 from serve.core.observers import Metrics, Observer, Record
@@ -42,7 +42,7 @@ class Generator:
     """
 
     def __init__(
-        self, engine: EngineThread, config: ServerConfig, metrics: Metrics, observers: Sequence[Observer] = ()
+        self, engine: EngineClient, config: ServerConfig, metrics: Metrics, observers: Sequence[Observer] = ()
     ):
         self.on_idle: Callable[[], None] | None = None
         self._engine, self._config, self._metrics, self._observers = engine, config, metrics, observers

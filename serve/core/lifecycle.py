@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Literal
 
 from serve.config import ServerConfig
-from serve.core.engine_thread import EngineThread
-from serve.core.engine_thread import State as EngineState
+from serve.core.engine_client import EngineClient
+from serve.core.engine_client import State as EngineState
 from serve.core.errors import unavailable
 from serve.core.generator import Generator
 
@@ -37,7 +37,7 @@ class Lifecycle:
       on_alive: callbacks that hear every change of `alive`, on the loop.
     """
 
-    def __init__(self, engine: EngineThread, generator: Generator, config: ServerConfig):
+    def __init__(self, engine: EngineClient, generator: Generator, config: ServerConfig):
         self.on_change: list[Callable[[State], None]] = []
         self.on_alive: list[Callable[[bool], None]] = []
         self._engine, self._generator, self._config = engine, generator, config

@@ -1,27 +1,24 @@
-"""What the engine's thread keeps of every live completion: who is next, what the loop has not heard, its one end.
+"""The account of every live completion: what was asked of the engine, what its reader has not heard, its one end.
 
-Used on the engine's thread only, between two steps. Must not know the event loop, readers or gRPC calls.
+Event loop only. Must not know how the engine is reached, readers or gRPC calls.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from jaxspec.engine import Engine
 from jaxspec.events import Delta, Event, Finished, Started
 from jaxspec.request import FinishReason, RequestMetrics
+from serve.core.commands import Abort, Add, Command, Turn
 from serve.core.completion import Choice, Completion, Ended, News, Stage, Taken
 from serve.core.errors import StatusError, invalid
 from serve.core.observers import Guard, Meter, Metrics
 
-#: Of all streams together, where the configuration does not say otherwise. A message takes 50 to 200 us of the
-#: interpreter, which the engine's thread needs as well: this leaves it most, and 16 streams a message every 5 ms.
+#: Of all streams together, where the configuration does not say otherwise. A message takes some 100 us of the
+#: interpreter, which starts requests as well: this leaves it most, and 16 streams a message every 5 ms.
 MESSAGES_PER_SECOND = 3000.0
-#: Completions, and tokens of their prompts, that are given to the engine between two steps: a burst waits in front of
-#: it (about a millisecond's work), the running streams do not wait for a burst. A step starts one request at most.
-INTAKE_COMPLETIONS, INTAKE_TOKENS = 16, 4096
 _TAKEN = Taken()
 
 
@@ -30,111 +27,115 @@ class LiveChoices:
 
     Args:
       meter: counts tokens and rounds.
-      stream_interval: seconds for which tokens of a stream are kept before the loop hears them; the first and the last
-        go at once. None: so long that all streams together make MESSAGES_PER_SECOND at most.
+      post: takes commands to the engine's side.
+      stream_interval: seconds for which tokens of a stream are kept before its reader hears them; the first and the
+        last go at once. None: so long that all streams together make MESSAGES_PER_SECOND at most.
+
+    Attributes:
+      soonest: no live one's time ends before this (time.monotonic).
     """
 
-    def __init__(self, metrics: Metrics, guard: Guard, meter: Meter, stream_interval: float | None = None):
-        self._metrics, self._guard, self._meter, self._fixed_interval = metrics, guard, meter, stream_interval
-        self._submitted: deque[Completion] = deque()  # in order; the engine has not heard of them
+    def __init__(
+        self, metrics: Metrics, guard: Guard, meter: Meter, post: Callable[[Command], None],
+        stream_interval: float | None = None,
+    ):  # fmt: skip
+        self.soonest = float("inf")
+        self._metrics, self._guard, self._meter, self._post = metrics, guard, meter, post
+        self._fixed_interval = stream_interval
+        self._serials = itertools.count()
+        self._submitted: dict[str, Completion] = {}  # by its first name; the engine may not have heard of it
         self._live: dict[str, Choice] = {}
         self._holding: dict[Choice, None] = {}  # live ones that hold something back
         self._outbox: list[tuple[Choice, News]] = []
         self._streams = 0  # started ones
-        self._soonest = float("inf")  # no live one's time ends before this
 
     def __len__(self) -> int:
         return len(self._live)
 
-    @property
-    def backlog(self) -> int:
-        """Completions that wait in front of the engine."""
-        return sum(not choice.ended for request in self._submitted for choice in request.choices)
-
-    @property
-    def has_submitted(self) -> bool:
-        """Something waits in front of the engine."""
-        return bool(self._submitted)
-
     def submit(self, request: Completion) -> None:
-        """Queues all completions of a request."""
-        self._submitted.append(request)
-
-    def take_in(self, engine: Engine) -> None:
-        """Gives the engine what was submitted, in order: a prompt whatever its size, and more within the bounds."""
-        completions = tokens = 0
-        while self._submitted:
-            request = self._submitted[0]
-            count, size = len(request.choices), len(request.choices) * len(request.prompt_token_ids)
-            if request.choices[0].ended:  # aborts do not wait
-                count = size = 0
-            if completions and (completions + count > INTAKE_COMPLETIONS or tokens + size > INTAKE_TOKENS):
-                return
-            self._submitted.popleft()
-            if count:
-                self._add(engine, request)
-                completions, tokens = completions + count, tokens + size
-
-    def _add(self, engine: Engine, request: Completion) -> None:
-        """Gives completions to the engine: all of them, or none and every one ends with an error."""
+        """Asks for all completions of a request."""
         job, prepared, deadlines = request.job, request.prepared, request.deadlines
         now, until = time.monotonic(), deadlines.until(Stage.WAITING)
         assert prepared is not None
-        try:
-            if until <= now:
-                raise deadlines.error(Stage.WAITING, now)
-            names = prepared.add(engine, request.arrived, job.priority, job.max_depth)
-        except (StatusError, ValueError) as e:
-            error = e if isinstance(e, StatusError) else invalid(str(e))
+        if until <= now:
             for choice in request.choices:
-                self._end(choice, None, None, Ended(error))
+                self._end(choice, None, None, Ended(deadlines.error(Stage.WAITING, now)))
             return
-        self._soonest = min(self._soonest, until)
-        for choice, name in zip(request.choices, names, strict=True):
-            choice.id = name
-            self._live[name] = choice
-            self._outbox.append((choice, _TAKEN))
+        self.soonest = min(self.soonest, until)
+        serial = next(self._serials)
+        for index, choice in enumerate(request.choices):
+            choice.id = f"{serial}.{index}"
+            self._live[choice.id] = choice
+        names = tuple(choice.id for choice in request.choices)
+        self._submitted[names[0]] = request
+        self._post(
+            Add(names, prepared.tokens, prepared.params, request.arrived, job.priority, job.max_depth, prepared.grammar)
+        )
 
-    def abort(self, engine: Engine, request: Completion, reason: str) -> None:
-        """Ends a request at the loop's wish; what has ended of it is left alone."""
-        for choice in request.choices:
-            if not choice.ended:
-                self._end(choice, reason, _cost(engine.abort(choice.id)), Ended(None))
+    def abort(self, request: Completion, reason: str) -> None:
+        """Asks for the end of a request's completions; what has ended of it, or is being ended, is left alone."""
+        self._break_off([choice for choice in request.choices if choice.id], reason, None)
 
-    def abort_all(self, engine: Engine, reason: str) -> None:
-        """Ends everything, also what the engine has not heard of."""
-        for request in [*self._submitted, *(choice.request for choice in self._live.values())]:
-            self.abort(engine, request, reason)
-
-    def bury(self, engine: Engine, reason: str) -> None:
-        """Ends what a dead engine had; nothing is asked of it but what was counted."""
+    def abort_all(self, reason: str) -> None:
+        """Asks for the end of everything."""
         for choice in list(self._live.values()):
-            self._end(choice, reason, engine.metrics(choice.id), Ended(None))
+            self._break_off([choice], reason, None)
 
-    def expire(self, engine: Engine, now: float) -> None:
-        """Ends what has run out of time. Cheap while nothing has."""
-        if now < self._soonest:
-            return
-        until = lambda choice: choice.request.deadlines.until(choice.stage)
-        for choice in [choice for choice in self._live.values() if until(choice) <= now]:
-            error = choice.request.deadlines.error(choice.stage, now)
-            self._end(choice, "timeout", _cost(engine.abort(choice.id)), Ended(error))
-        self._soonest = min(map(until, self._live.values()), default=float("inf"))
-
-    def after_step(self, events: Sequence[Event], now: float) -> None:
-        """Takes in what a step says of the completions.
+    def bury(self, reason: str, costs: Mapping[str, RequestMetrics]) -> None:
+        """Ends what a dead engine had.
 
         Args:
-          now: when the step ended.
+          costs: what is known of them, by name.
         """
-        self._count(events, now)
-        for event in events:
+        for choice in list(self._live.values()):
+            known = costs.get(choice.id)
+            cost = RequestMetrics(arrival_time=choice.request.arrived) if known is None and choice.started else known
+            self._end(choice, reason, cost, Ended(None))
+
+    def expire(self, now: float) -> None:
+        """Asks for the end of what has run out of time. Cheap while nothing has."""
+        if now < self.soonest:
+            return
+        until = lambda choice: choice.request.deadlines.until(choice.stage)
+        late: dict[Completion, list[Choice]] = {}
+        for choice in self._live.values():
+            if choice.cut is None and until(choice) <= now:
+                late.setdefault(choice.request, []).append(choice)
+        for request, choices in late.items():
+            self._break_off(choices, "timeout", request.deadlines.error(choices[0].stage, now))
+        self.soonest = min((until(c) for c in self._live.values() if c.cut is None), default=float("inf"))
+
+    def _break_off(self, choices: Sequence[Choice], reason: str, error: StatusError | None) -> None:
+        """Asks for the end of completions of one request; what they then end with is decided here."""
+        wanted = [choice for choice in choices if not choice.ended and choice.cut is None]
+        for choice in wanted:
+            choice.cut = reason, Ended(error)
+            self._holding.pop(choice, None)
+        if wanted:
+            self._post(Abort(tuple(choice.id for choice in wanted)))
+
+    def hear(self, turn: Turn) -> None:
+        """Takes in what the engine's side says of the completions."""
+        for name in turn.added:
+            self._outbox += [(choice, _TAKEN) for choice in self._submitted.pop(name).choices]
+        for name, message in turn.refused:
+            self._give_back(name, Ended(invalid(message)))
+        for name in turn.dropped:
+            self._give_back(name, Ended(None))
+        if turn.events:
+            self._count(turn.events, turn.ended_at)
+        for event in turn.events:
             choice = self._live.get(event.request_id)
             if choice is not None:  # else whoever used the engine before left it behind
-                self._take(choice, event, now)
+                self._take(choice, event, turn.ended_at)
         for choice in list(self._holding):
-            if choice.sent_at is None or now - choice.sent_at >= self._interval:
-                self._send(choice, now)
+            if choice.sent_at is None or turn.ended_at - choice.sent_at >= self._interval:
+                self._send(choice, turn.ended_at)
+
+    def _give_back(self, name: str, last: Ended) -> None:
+        """The engine has never had a request."""
+        for choice in self._submitted.pop(name).choices:
+            self._end(choice, None, None, last if choice.cut is None else choice.cut[1])
 
     @property
     def _interval(self) -> float:
@@ -146,13 +147,16 @@ class LiveChoices:
         for event in events:
             if isinstance(event, Delta) and event.token_ids:
                 fresh[event.request_id] = fresh.get(event.request_id, 0) + len(event.token_ids)
+        handed = 0
         for name, count in fresh.items():
             choice = self._live.get(name)
-            if choice is not None:
+            if choice is not None and choice.cut is None:
                 gap = None if choice.token_at is None else now - choice.token_at
                 choice.token_at = now
                 self._guard(self._metrics.on_tokens, choice.request.job, count, gap)
-                self._meter.add_tokens(count)
+                handed += count
+        if handed:
+            self._meter.add_tokens(handed)
 
     def _take(self, choice: Choice, event: Event, now: float) -> None:
         match event:
@@ -162,12 +166,15 @@ class LiveChoices:
                 self._outbox.append((choice, event))
             case Delta():
                 # What is not streamed comes with the end; what says nothing is no message.
-                if choice.request.job.stream and (event.token_ids or event.text):
+                if choice.request.job.stream and (event.token_ids or event.text) and choice.cut is None:
                     choice.held.append(event)
                     if self._interval and choice.sent_at is not None:
                         self._holding[choice] = None
                     else:
                         self._send(choice, now)
+            case Finished() if choice.cut is not None:
+                reason, last = choice.cut
+                self._end(choice, reason, event.output.metrics, last)
             case Finished():
                 if event.reason is not FinishReason.ERROR:
                     self._send(choice, now)
@@ -193,10 +200,6 @@ class LiveChoices:
             self._meter.add_finished(cost)
 
     def news(self) -> list[tuple[Choice, News]]:
-        """What the loop has to hear, in order; empties the outbox."""
+        """What readers have to hear, in order; empties the outbox."""
         outbox, self._outbox = self._outbox, []
         return outbox
-
-
-def _cost(end: Finished | None) -> RequestMetrics | None:
-    return None if end is None else end.output.metrics

@@ -21,7 +21,7 @@ from jaxspec.llm import Prepared
 from jaxspec.request import SamplingParams
 from jaxspec.text.grammar import Grammar, GrammarSpec
 from jaxspec.text.tokenizer import Tokenizer
-from serve.core.engine_thread import EngineThread
+from serve.core.engine_client import EngineClient
 from serve.core.errors import StatusError, invalid, unavailable
 from serve.core.grammar_trials import GrammarTrials
 from serve.core.jobs import Chat, Job, Prompt
@@ -40,7 +40,7 @@ class Preparation:
       max_preparing: texts in their threads or before them, beyond which more are refused; and likewise grammars.
     """
 
-    def __init__(self, engine: EngineThread, max_output_tokens: int | None, max_preparing: int):
+    def __init__(self, engine: EngineClient, max_output_tokens: int | None, max_preparing: int):
         self._engine, self._max_output_tokens = engine, max_output_tokens
         self._text = _Threads(_TEXT_THREADS, "text", max_preparing)
         self._grammars = GrammarTrials(max_preparing)

@@ -17,14 +17,14 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable
 
 import grpc
 from smg_grpc_proto.generated import common_pb2 as pb
 
-from jaxspec.engine import Engine
 from jaxspec.stats import EngineStats
-from serve.core.engine_thread import EngineThread
+from serve.core.engine_client import EngineClient
+from serve.core.engine_core import Pages, cached_pages
 from serve.core.errors import StatusError
 
 #: Seconds between two looks at the cache.
@@ -39,14 +39,6 @@ MAX_SUBSCRIBERS = 16
 MAX_BEHIND = 64
 _log = logging.getLogger("serve")
 
-#: {page: (page before it, or -1; its tokens, and the drafter's lookahead)}; a page comes after the one before it.
-Pages = Mapping[int, tuple[int, tuple[int, ...]]]
-
-
-def cached_pages(engine: Engine) -> Pages:
-    """The pages that the prefix cache can find. On the engine's thread only."""
-    return engine.scheduler.prefix_cache.pages()
-
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
@@ -58,7 +50,7 @@ class _Block:
 
 
 class CacheView:
-    """The cache as it was last looked at. An unchanged page costs a comparison of references.
+    """The cache as it was last looked at.
 
     Args:
       page_size: tokens a page; what a key holds beyond them is the drafter's lookahead.
@@ -85,12 +77,14 @@ class CacheView:
             return []
         known, last, self._last = self._known, self._last, pages
         gone = {known.pop(page).hash for page in known.keys() - pages.keys()}
+        renewed: set[int] = set()
         fresh: list[_Block] = []
-        # A page whose parent is another one now was itself registered anew, with a key of its own.
-        for page in [page for page, key in pages.items() if last.get(page) is not key]:
+        for page, key in pages.items():
+            if last.get(page) == key and key[0] not in renewed:
+                continue
+            renewed.add(page)
             if page in known:
                 gone.add(known.pop(page).hash)  # and in again behind its parent
-            key = pages[page]
             parent = None if key[0] < 0 else known[key[0]].hash
             known[page] = _Block(key, parent, _identity(parent, key[1]))
             fresh.append(known[page])
@@ -204,7 +198,7 @@ class KvEvents:
 
     def __init__(
         self,
-        engine: EngineThread,
+        engine: EngineClient,
         load: Callable[[EngineStats], pb.EngineLoad],
         serving: Callable[[], bool],
         stall_seconds: float,
@@ -321,7 +315,7 @@ class _Stream:
       sequence: number of the last one with events; 0: there was none.
     """
 
-    def __init__(self, engine: EngineThread, load: Callable[[EngineStats], pb.EngineLoad]) -> None:
+    def __init__(self, engine: EngineClient, load: Callable[[EngineStats], pb.EngineLoad]) -> None:
         self._engine, self._load = engine, load
         self.sequence = 0
         self._sample = 0

@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import functools
 import math
+import operator
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -30,7 +31,7 @@ from jaxspec.stats import EngineStats
 from serve.api.calls import answering, breaking_off, counting_refusals, end_together, limits_of, made
 from serve.api.requests import MAX_ABORTED, check_count, deadline_of
 from serve.config import ServerConfig
-from serve.core.engine_thread import EngineThread
+from serve.core.engine_client import EngineClient
 from serve.core.errors import StatusError, invalid, unavailable
 from serve.core.generator import Generator
 from serve.core.lifecycle import Lifecycle
@@ -60,7 +61,7 @@ class VllmServicer(rpc.VllmEngineServicer):
         generator: Generator,
         lifecycle: Lifecycle,
         config: ServerConfig,
-        engine: EngineThread,
+        engine: EngineClient,
         metrics: Metrics,
     ) -> None:
         self._generator, self._lifecycle, self._config, self._engine = generator, lifecycle, config, engine
@@ -271,7 +272,7 @@ class VllmServicer(rpc.VllmEngineServicer):
         async with answering(context):
             if not 0 <= request.timeout_s < math.inf:
                 raise invalid(f"timeout_s must be finite and at least 0, got {request.timeout_s}")
-            freed = await self._engine.call(lambda engine: engine.flush_prefix_cache())
+            freed = await self._engine.call(operator.methodcaller("flush_prefix_cache"))
             return common_pb2.FlushCacheResponse(success=True, message=f"freed {freed} pages")
 
     async def StartProfile(

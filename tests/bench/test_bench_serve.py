@@ -509,6 +509,9 @@ def test_arrivals_from_flags(tmp_path: Path):
         (["--overhead", "--rate", "1"], "--rate 1.0 does not go with --overhead"),
         (["--overhead", "--max-tokens", "1"], "max-tokens must be at least 2 with --overhead, got 1"),
         (["--batch-sizes", "1"], "--batch-sizes 1 is for --overhead"),
+        (["--same-process"], "--same-process True is for --overhead"),
+        (["--overhead", "--stub-round-ms", "0"], "stub-round-ms must lie above 0 and be at most 1000, got 0.0"),
+        (["--overhead", "--stub-round-ms", "1", "--model", "m"], "--model m does not go with --stub-round-ms 1.0"),
         (["--overhead", "--batch-sizes", "1,x"], "batch-sizes must be integers from 1 to 9999 such as 1,16, got '1,x'"),
         (["--workloads", "poems"], "workloads must be among .'code', 'prose'., got 'poems'"),
         (["--slo-ttft-ms", "-1"], "slo-ttft-ms must be above 0, got -1"),
@@ -786,14 +789,15 @@ def test_a_server_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[st
 
 
 def test_overhead_verdicts():
-    side = lambda tpot, wall, cpu: overhead.Side(tpot, wall, cpu)
+    side = lambda tpot, wall, cpu: overhead.Side(tpot, wall, cpu, (1.0, 1.0, 3.0), (1000, 1000, 1000))
     offline = side((0.010, 0.020, 0.010), (1.0, 1.0, 1.0), (2.0, 2.0, 2.0))
     cell = overhead.Cell("adaptive", 1, offline, side((0.0105, 0.0212, 0.0150), (1.2, 1.1, 1.0), (2.2, 2.2, 2.2)))
     assert cell.ratio == pytest.approx(1.06) and cell.holds
     words = overhead.line(cell)
-    assert words.endswith("1.060 (1.05-1.50), wall 1.100, cpu 1.100  holds (1.10)") and len(words) <= WIDTH
+    assert "1.060 (1.05-1.50)  holds (1.10)\n" in words and "wall 1.100, cpu 1.100: " in words
+    assert "2000 -> 2200 us a round, the server's 1000" in words and max(map(len, words.splitlines())) <= WIDTH
     slow = overhead.Cell("adaptive", 16, offline, side((0.012, 0.024, 0.015), (1.0, 1.0, 1.0), (2.0, 2.0, 2.0)))
-    assert slow.ratio == pytest.approx(1.2) and slow.holds is False and "MORE than 1.15" in overhead.line(slow)
+    assert slow.ratio == pytest.approx(1.2) and slow.holds is False and "MORE than 1.10" in overhead.line(slow)
     assert dataclasses.replace(cell, batch_size=4).holds is None
     measurement = overhead.Measurement(overhead.Plan(), print)
     measurement.cells = [cell]

@@ -39,7 +39,7 @@ from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Tier
 from serve.config import ServerConfig
 from serve.core.completion import Completion
-from serve.core.engine_thread import EngineThread
+from serve.core.engine_client import EngineClient, ThreadLink
 from serve.core.errors import StatusError
 from serve.core.generator import Generator
 from serve.core.jobs import Job
@@ -307,6 +307,9 @@ class Recorder:
     def on_round(self, stats: RoundStats) -> None:
         self.rounds.append(stats)
 
+    def on_compiled(self, ready: int, total: int) -> None:
+        self.compiled = ready, total
+
     def on_stats(self, stats: EngineStats, pages: int) -> None:
         assert stats.free_pages + stats.cached_pages <= pages
         self.stats.append(stats)
@@ -332,7 +335,7 @@ class Stack:
     """A serving engine without gRPC."""
 
     facade: EngineFacade
-    engine: EngineThread
+    engine: EngineClient
     generator: Generator
     lifecycle: Lifecycle
     metrics: Recorder
@@ -450,7 +453,7 @@ class Kit(Stories):
         facade = self.clean()
         settings = ServerConfig(**{"withdrawal_seconds": 0.0, **config})
         recorder = Recorder() if metrics is None else metrics
-        engine = EngineThread(build or (lambda: facade))
+        engine = EngineClient(ThreadLink(lambda _: facade if build is None else build()))
         generator = Generator(engine, settings, recorder)
         stack = Stack(facade, engine, generator, Lifecycle(engine, generator, settings), recorder, settings)
         engine.start()
@@ -503,7 +506,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Of requests and steps. A step that is held grows old by it: give the watchdog more seconds than that."""
     clock = Clock()
-    for module in ("engine_thread", "generator", "completion", "live"):
+    for module in ("engine_client", "generator", "completion", "live"):
         monkeypatch.setattr(f"serve.core.{module}.time", clock)
     return clock
 

@@ -13,9 +13,11 @@ import pytest
 import jaxspec
 from jaxspec.config import SpeculationConfig
 from jaxspec.request import RequestMetrics
-from serve.app import Server
+from serve.app import Server, description_for
 from serve.client import AsyncClient, Finished, Options, ServerError
 from serve.config import ServerConfig
+from serve.core.commands import OnCompiled
+from serve.core.engine_client import ThreadLink
 from serve.core.observers import Meter
 
 BASE: dict[str, Any] = dict(host="127.0.0.1", port=0, metrics_port=None, withdrawal_seconds=0.0)
@@ -222,12 +224,13 @@ def test_before_the_engine_is_ready(kit: Any):
         gate = threading.Event()
         facade = kit.clean()
 
-        def build() -> Any:
-            server._on_compiled(3, 40)
+        def build(on_compiled: OnCompiled) -> Any:
+            on_compiled(3, 40)
             assert gate.wait(30)
             return facade
 
-        server = Server(ServerConfig(**BASE), build=build)
+        config = ServerConfig(**BASE)
+        server = Server(config, link=ThreadLink(build, description_for(config)))
         await server.start()
         async with on(server) as client:
             await kit.eventually(lambda: server.engine.compiled == (3, 40))

@@ -19,8 +19,10 @@ import pytest
 
 from jaxspec.assemble import resolve_model
 from serve import __main__ as command
-from serve.client import AsyncClient, Finished
+from serve.app import description_for
+from serve.client import AsyncClient, Client, Finished
 from serve.config import ServerConfig
+from serve.core.engine_client import ThreadLink
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE: dict[str, Any] = dict(host="127.0.0.1", port=0, metrics_port=0, withdrawal_seconds=0.0)
@@ -41,8 +43,15 @@ def listens_to_signals() -> bool:
 def facade(kit: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The engine that `python -m serve` loads."""
     facade = kit.clean()
-    monkeypatch.setattr("serve.app.load_engine", lambda config, on_compiled: facade)
+    here(monkeypatch, lambda: facade)
     return facade
+
+
+def here(monkeypatch: pytest.MonkeyPatch, build: Callable[[], Any]) -> None:
+    """What `python -m serve` loads comes of `build`, on a thread of this process."""
+    monkeypatch.setattr(
+        "serve.app.link_to", lambda config, child: ThreadLink(lambda _: build(), description_for(config))
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -169,7 +178,8 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
 def test_what_cannot_be_served_is_found_before_anything_listens_or_loads(
     case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr("serve.app.load_engine", lambda config, on_compiled: pytest.fail("it is loaded"))
+    here(monkeypatch, lambda: pytest.fail("it is loaded"))
+    monkeypatch.setattr("jax.default_backend", lambda: pytest.fail("the device is the engine's process's alone"))
     fields, message = WRONG[case]
     assert asyncio.run(command.serve(ServerConfig.of({**BASE, **fields(tmp_path)}))) == 2
     out, err = capsys.readouterr()
@@ -179,7 +189,7 @@ def test_what_cannot_be_served_is_found_before_anything_listens_or_loads(
 def test_weights_that_cannot_be_opened_are_found_before_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr("serve.app.load_engine", lambda config, on_compiled: pytest.fail("it is loaded"))
+    here(monkeypatch, lambda: pytest.fail("it is loaded"))
     (tmp_path / "config.json").write_text((resolve_model("demo") / "config.json").read_text())
     assert asyncio.run(command.serve(ServerConfig(**BASE, model=str(tmp_path)))) == 2
     assert str(tmp_path) in capsys.readouterr().err
@@ -189,10 +199,10 @@ def test_weights_that_cannot_be_opened_are_found_before_too(
 
 
 def test_a_model_that_does_not_load(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    def load(config: ServerConfig, on_compiled: Any) -> Any:
+    def load() -> Any:
         raise ValueError("tensor 'a' has shape (2,)")
 
-    monkeypatch.setattr("serve.app.load_engine", load)
+    here(monkeypatch, load)
     assert asyncio.run(command.serve(ServerConfig(**BASE))) == 1
     out, err = capsys.readouterr()
     assert port_in(out)
@@ -217,11 +227,11 @@ def test_an_engine_that_dies(kit: Any, facade: Any, capsys: pytest.CaptureFixtur
 
 
 def test_a_signal_while_the_model_loads(kit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    def load(config: ServerConfig, on_compiled: Any) -> Any:
-        time.sleep(1.0)
+    def load() -> Any:
+        time.sleep(0.3)
         return kit.clean()
 
-    monkeypatch.setattr("serve.app.load_engine", load)
+    here(monkeypatch, load)
 
     async def story() -> int:
         running = asyncio.ensure_future(command.serve(ServerConfig(**{**BASE, "withdrawal_seconds": 30.0})))
@@ -231,12 +241,12 @@ def test_a_signal_while_the_model_loads(kit: Any, monkeypatch: pytest.MonkeyPatc
 
     assert kit.run(story()) == 0
     assert "serving" not in capsys.readouterr().out
-    time.sleep(1.0)  # the thread ends by itself
+    time.sleep(0.3)  # the thread ends by itself
 
 
 @pytest.mark.slow
 def test_the_real_thing(tmp_path: Path, kept_executables: Path, environment: dict[str, str]):
-    """The demo as a process: its two lines, an answer, one JSON object a line in its log, and a drained end."""
+    """The demo as two processes: two lines, answers, one JSON object a line in their log, and a drained end."""
     log = tmp_path / "log"
     flags = ["--port", "0", "--metrics-port", "0", "--host", "127.0.0.1", "--withdrawal-seconds", "0"]
     # The executables are those of test_openai_end_to_end.py.
@@ -251,15 +261,15 @@ def test_the_real_thing(tmp_path: Path, kept_executables: Path, environment: dic
         assert process.stdout is not None
         port = port_in(process.stdout.readline())
         assert process.stdout.readline().startswith("serving demo after ")
-        answer = subprocess.run(
-            [sys.executable, "-m", "serve.client", "def main():", "--target", f"127.0.0.1:{port}", "--max-tokens", "8"],
-            cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
-        )  # fmt: skip
-        assert answer.stdout.strip()
+        with Client(f"127.0.0.1:{port}") as client:
+            assert client.generate("def main():", max_tokens=8, timeout=60).text
+            assert client.generate("def main():", regex="[ab]{3}c", max_tokens=8, timeout=60).text[3:] == "c"
+            assert client.set_speculation("static", 2) == ["chain-2"] and client.flush_cache() >= 0
+            assert client.server_info().executables_ready
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0
     finally:
         process.kill()
         process.communicate()
     entries = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [entry["status"] for entry in entries if entry["event"] == "request"] == ["OK"]
+    assert [entry["status"] for entry in entries if entry["event"] == "request"] == ["OK", "OK"]

@@ -371,7 +371,9 @@ def test_the_engine_of_a_server_can_be_stepped_offline_between_its_requests(kit:
             AsyncClient(f"127.0.0.1:{server.port}") as client,
         ):
             before = await client.generate([1, 2, 3], max_tokens=9, temperature=0, ignore_eos=True)
-            assert "cpu" in await host.obey(server, {"do": "prepare", "mode": "chain-3"})
+            assert await host.obey(server, {"do": "prepare", "mode": "chain-3"}) == {}
+            spent = await host.obey(server, {"do": "spent"})
+            assert spent["rounds"] > 0 and spent["engine"] > 0 and spent["server"] > 0
             counted = value(server.metrics, "jaxspec:tier_rounds_total", tier="chain-3", bucket="2")
             command = {"do": "offline", "waves": [[[1, 2, 3], [4, 5]], [[6]]], "max_tokens": 9}
             answer = await host.obey(server, command)
@@ -380,7 +382,7 @@ def test_the_engine_of_a_server_can_be_stepped_offline_between_its_requests(kit:
             after = await client.generate([1, 2, 3], max_tokens=9, temperature=0, ignore_eos=True)
             with pytest.raises(ValueError, match="mode must be 'adaptive' or one of .* got 'chain-9'"):
                 await host.obey(server, {"do": "prepare", "mode": "chain-9"})
-            with pytest.raises(ValueError, match="do must be 'prepare', 'cpu' or 'offline', got 'sleep'"):
+            with pytest.raises(ValueError, match="do must be 'prepare', 'spent' or 'offline', got 'sleep'"):
                 await host.obey(server, {"do": "sleep"})
             await host.obey(server, {"do": "prepare", "mode": "adaptive"})
         return answer, [before.token_ids, after.token_ids], tiers

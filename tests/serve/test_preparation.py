@@ -38,7 +38,7 @@ class Slow:
 
 
 class Engine:
-    """As much of an EngineThread as preparation sees."""
+    """As much of an EngineClient as preparation sees."""
 
     def __init__(self) -> None:
         self.tokenizer = Slow()

@@ -36,6 +36,8 @@ from serve.client import AsyncClient, ServerError
 SYNTHETIC = "synthetic"
 #: Exit status after Ctrl-C, as shells have it.
 INTERRUPTED = 130
+#: Options of --overhead besides --batch-sizes.
+_OVERHEAD = ("stub_round_ms", "depth", "stream_interval_ms", "same_process")
 _REQUESTS, _CONCURRENCY, _DURATION = 64, 4, 40.0
 
 
@@ -89,6 +91,13 @@ def parser() -> argparse.ArgumentParser:
     add = out.add_argument_group("what is measured").add_argument
     add("--compare", action="store_true", help="speculation off, every compiled static tier, and adaptive, interleaved")
     add("--overhead", action="store_true", help="offline engine against serving, on an own server; no load options")
+    add("--stub-round-ms", type=float, metavar="MS", help="of --overhead: no model, but a stub with rounds of so many "
+        "milliseconds (default: the model)")  # fmt: skip
+    add("--depth", type=int, metavar="N", help="of --overhead: the fixed depth beside plain and adaptive (default: a "
+        "middle one)")  # fmt: skip
+    add("--stream-interval-ms", type=float, metavar="MS", help="of --overhead: see python -m serve --help")
+    add("--same-process", action="store_true", default=None, help="of --overhead: the engine on a thread of the "
+        "server's process, for comparison")  # fmt: skip
     add("--batch-sizes", metavar="1,16", help="of --overhead (default: 1,16)")
     add("--repeats", type=int, metavar="N", help="of --compare (default: 3) and --overhead (default: 9)")
     add("--json", metavar="FILE", help="all raw numbers and the conditions (default: not written)")
@@ -137,10 +146,14 @@ def check(args: argparse.Namespace) -> None:
         _refuse(args, names, "does not go with --overhead")
         if args.compare:
             raise ValueError("--compare does not go with --overhead")
+        if args.stub_round_ms is not None:
+            _refuse(args, ("model", "drafter", "depth"), f"does not go with --stub-round-ms {args.stub_round_ms}")
+            if not 0 < args.stub_round_ms <= 1000:
+                raise ValueError(f"stub-round-ms must lie above 0 and be at most 1000, got {args.stub_round_ms!r}")
         if args.max_tokens is not None and args.max_tokens < 2:
             raise ValueError(f"max-tokens must be at least 2 with --overhead, got {args.max_tokens}")
         return
-    _refuse(args, ("batch_sizes",), "is for --overhead")
+    _refuse(args, ("batch_sizes", *_OVERHEAD), "is for --overhead")
     if not args.compare:
         _refuse(args, ("repeats",), "is for --compare and --overhead")
     if args.prompts is not None:
@@ -297,7 +310,11 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _overhead(args: argparse.Namespace) -> int:
     sizes = _sizes(args.batch_sizes or "1,16")
-    plan = overhead.Plan(args.model or "demo", args.drafter, sizes, args.max_tokens or 96, args.repeats or 9, args.seed)
+    stub = None if args.stub_round_ms is None else args.stub_round_ms / 1e3
+    plan = overhead.Plan(
+        args.model or "demo", args.drafter, sizes, args.max_tokens or 96, args.repeats or 9, args.seed, stub,
+        args.depth, args.stream_interval_ms, bool(args.same_process),
+    )  # fmt: skip
     measurement = overhead.Measurement(plan, _say)
     interrupted = False
     try:

@@ -1,12 +1,12 @@
 """What serving adds to the offline engine's time per output token.
 
-The fair way, as far as one machine allows it. One process (`jaxspec.bench.online.host`) holds one engine behind the
-whole server: metrics, streams, gRPC. This process is the client. The two sides are measured in turn, in alternating
-order, while the other one sleeps:
+The fair way, as far as one machine allows it. A host (`jaxspec.bench.online.host`) runs the whole server: metrics,
+streams, gRPC, and the engine in its process. This process is the client. The two sides are measured in turn, in
+alternating order, while the other one sleeps:
 
 * serving: a wave of B requests is sent at once, and tokens are timed as their messages reach this process;
-* offline: the same wave is given to the same engine on the engine's own thread, between two of its steps, and stepped
-  there as LLM does, metrics unhooked; tokens are timed as `Engine.step` returns them.
+* offline: the same wave is given to the same engine in its own process, between two of its steps, and stepped there as
+  LLM does, metrics unhooked; tokens are timed as `Engine.step` returns them.
 
 So both sides run the same executables in the same memory and differ in nothing but what serving adds, the client's
 own work included, which shares the machine's cores. TPOT is (end - first tokens) / (tokens after those) on both sides,
@@ -14,7 +14,8 @@ the end being the last message and the last delta; a request whose tokens all ca
 side of each repeat the prefix cache is emptied and the policy made anew. Every request generates the same number of
 tokens. A ratio compares the means over the requests of a repeat's two sides; the verdict is the median over repeats.
 Beside it stand the ratios of the waves' whole time and of the engine process's own processor time, which tell noise
-from cost. Owns the measurement; must not know the server's inside.
+from cost, and the processor's time of the server's process. With a stub (see `stub`) in place of a model the same is
+measured without an accelerator. Owns the measurement; must not know the server's inside.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxspec.adaptive.policy import TierPolicy
+from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.bench.offline.workloads import built_in
 from jaxspec.bench.online import texts
 from jaxspec.bench.online.arrivals import Arrival, Load
@@ -39,7 +42,7 @@ from jaxspec.request import SamplingParams
 from serve.client import AsyncClient
 
 #: Most that serving may add, by batch size; others have no limit.
-LIMITS = {1: 0.10, 16: 0.15}
+LIMITS = {1: 0.10, 16: 0.10}
 #: What the host writes before each answer; anything else on its standard output is the server's.
 MARK = "@host "
 SIDES = ("offline", "serving")
@@ -52,6 +55,10 @@ class Plan:
 
     Attributes:
       batch_sizes: requests of a wave. waves: of a side of a repeat, by batch size at least enough for 4 requests.
+      stub_round: seconds of the rounds of a stub that is served in place of the model; None: the model is.
+      depth: of the fixed choice that drafts; None: a middle one of the server's own.
+      stream_interval_ms: see ServerConfig.
+      same_process: the engine runs on a thread of the server's process, for comparison.
     """
 
     model: str = "demo"
@@ -60,6 +67,10 @@ class Plan:
     max_tokens: int = 96
     repeats: int = 9
     seed: int = 0
+    stub_round: float | None = None
+    depth: int | None = None
+    stream_interval_ms: float | None = None
+    same_process: bool = False
 
     def waves(self, batch_size: int) -> int:
         return max(1, 4 // batch_size)
@@ -72,12 +83,21 @@ class Side:
     Attributes:
       tpot: mean over the requests, in seconds.
       wall: seconds from the first send to the last end.
-      cpu: seconds that all threads of the engine's process worked, the client's not among them.
+      cpu: seconds that all threads of the engine's process worked. server: those of the server's.
+      rounds: of the engine.
     """
 
     tpot: tuple[float, ...]
     wall: tuple[float, ...]
     cpu: tuple[float, ...]
+    server: tuple[float, ...]
+    rounds: tuple[int, ...]
+
+    @property
+    def cpu_microseconds(self) -> tuple[float, float]:
+        """Of the engine's and of the server's process, a round; medians over repeats."""
+        each = lambda parts: statistics.median(1e6 * part / n for part, n in zip(parts, self.rounds, strict=True))
+        return each(self.cpu), each(self.server)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +185,34 @@ def step_offline(
     return out, seconds
 
 
+# Also what the host has its engine do: functions that another process can import.
+
+
+def policy_of(engine: Engine, mode: str) -> TierPolicy:
+    """A fresh one: adaptive, or a tier by its name.
+
+    Raises:
+      ValueError: a tier that the engine has not compiled.
+    """
+    if mode == ADAPTIVE:
+        return engine.new_policy()
+    tiers = {tier.name: tier for tier in engine.runner.states}
+    if mode not in tiers:
+        raise ValueError(f"mode must be {ADAPTIVE!r} or one of {sorted(tiers)}, got {mode!r}")
+    return StaticPolicy(tiers[mode])
+
+
+def prepare(engine: Engine, mode: str) -> None:
+    """A fresh policy and no cached prefixes."""
+    engine.use_policy(policy_of(engine, mode))
+    engine.flush_prefix_cache()
+
+
+def spent(engine: Engine) -> tuple[float, int]:
+    """(seconds that all threads of the engine's process have worked, rounds)."""
+    return time.process_time(), engine.stats.rounds
+
+
 class Host:
     """The process with the engine and the server, asked line by line."""
 
@@ -174,15 +222,21 @@ class Host:
     @classmethod
     async def start(cls, plan: Plan) -> Host:
         """Starts it; it answers once the engine is warm."""
-        settings = {
+        settings: dict[str, Any] = {
             "model": plan.model,
             "drafter": plan.drafter,
+            "stream_interval_ms": plan.stream_interval_ms,
             "engine": {
                 "max_batch_size": max(plan.batch_sizes),
                 "batch_buckets": list(plan.batch_sizes),
                 "warmup": "eager",
             },
         }
+        settings["same_process"] = plan.same_process
+        if plan.depth is not None:
+            settings["speculation"] = {"candidate_steps": [plan.depth]}
+        if plan.stub_round is not None:
+            settings["stub"] = {"round_seconds": plan.stub_round, "slots": max(plan.batch_sizes)}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "jaxspec.bench.online.host", json.dumps(settings),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=2**24,
@@ -250,10 +304,13 @@ class Measurement:
         info = await client.server_info()
         self.conditions |= {"device": info.device, "dtype": info.dtype, "drafter": info.drafter}
         self.conditions |= {"tiers": list(info.tiers)}
-        library = await texts.tokenized(built_in(), client.tokenize)
-        static = [mode for mode in modes_of(info.tiers) if mode.depth is not None]
-        # A middle tier stands for the fixed ones.
-        modes = [Mode(OFF), static[len(static) // 2], Mode(ADAPTIVE)]
+        if self.plan.stub_round is not None:
+            library, modes = {"stub": [("stub", tuple(range(1, 65)))]}, [Mode(OFF)]
+        else:
+            library = await texts.tokenized(built_in(), client.tokenize)
+            static = [mode for mode in modes_of(info.tiers) if mode.depth is not None]
+            # A middle tier stands for the fixed ones.
+            modes = [Mode(OFF), static[len(static) // 2], Mode(ADAPTIVE)]
         for batch_size in self.plan.batch_sizes:
             for mode in modes:
                 await self._cell(host, client, library, info.max_seq_len, batch_size, mode)
@@ -262,7 +319,7 @@ class Measurement:
         self, host: Host, client: AsyncClient, library: Any, max_seq_len: int, batch_size: int, mode: Mode
     ) -> None:
         plan = self.plan
-        found: dict[str, list[tuple[float, float, float]]] = {side: [] for side in SIDES}
+        found: dict[str, list[tuple[float, ...]]] = {side: [] for side in SIDES}
         for repeat in range(-1, plan.repeats):  # the first one warms up
             waves = []
             for wave in range(plan.waves(batch_size)):
@@ -271,12 +328,15 @@ class Measurement:
                 made = texts.plan(load, library, max_seq_len=max_seq_len, max_tokens=plan.max_tokens, seed=seed)
                 waves.append(_as_ids(made, library))
             for side in SIDES if repeat % 2 else reversed(SIDES):
-                before = (await host.ask(do="prepare", mode=mode.name))["cpu"]
+                await host.ask(do="prepare", mode=mode.name)
+                before = await host.ask(do="spent")
                 tpots, wall = await (self._serve(client, waves) if side == "serving" else self._offline(host, waves))
-                cpu = (await host.ask(do="cpu"))["cpu"] - before
+                after = await host.ask(do="spent")
+                spent = tuple(after[name] - before[name] for name in ("engine", "server", "rounds"))
                 if repeat >= 0:
-                    found[side].append((statistics.mean(tpots), wall, cpu))
-        cell = Cell(mode.name, batch_size, *(Side(*zip(*found[side], strict=True)) for side in SIDES))
+                    found[side].append((statistics.mean(tpots), wall, *spent))
+        offline, serving = (Side(*zip(*found[side], strict=True)) for side in SIDES)  # pyright: ignore[reportArgumentType]
+        cell = Cell(mode.name, batch_size, offline, serving)
         self.cells.append(cell)
         self._say(line(cell))
 
@@ -311,14 +371,15 @@ def _as_ids(plan: texts.Plan, library: Any) -> texts.Plan:
 
 
 def line(cell: Cell) -> str:
-    """A cell in words."""
+    """A cell in words, on two lines."""
     off, on = (1e3 * statistics.median(side.tpot) for side in (cell.offline, cell.serving))
     text = f"batch {cell.batch_size:<3}{cell.mode:<10} TPOT ms {off:>7.3f} offline {on:>7.3f} serving  "
-    text += f"{cell.ratio:.3f} ({min(cell.ratios):.2f}-{max(cell.ratios):.2f}), wall {cell.wall_ratio:.3f}, "
-    text += f"cpu {cell.cpu_ratio:.3f}"
-    if cell.limit is None:
-        return text
-    return text + (f"  holds ({cell.limit:.2f})" if cell.holds else f"  MORE than {cell.limit:.2f}")
+    text += f"{cell.ratio:.3f} ({min(cell.ratios):.2f}-{max(cell.ratios):.2f})"
+    if cell.limit is not None:
+        text += f"  holds ({cell.limit:.2f})" if cell.holds else f"  MORE than {cell.limit:.2f}"
+    (alone, _), (engine, server) = cell.offline.cpu_microseconds, cell.serving.cpu_microseconds
+    text += f"\n{'':20}wall {cell.wall_ratio:.3f}, cpu {cell.cpu_ratio:.3f}: "
+    return text + f"the engine's process {alone:.0f} -> {engine:.0f} us a round, the server's {server:.0f}"
 
 
 def to_dict(measurement: Measurement, *, interrupted: bool) -> dict[str, Any]:

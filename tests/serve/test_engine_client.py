@@ -14,10 +14,11 @@ import pytest
 
 from jaxspec.events import Delta, Finished, Started
 from jaxspec.llm import Prepared
-from jaxspec.request import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, SamplingParams
+from jaxspec.request import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from serve.core.admission import Place
+from serve.core.commands import Abort, Add, Built, Command, Stop, Turn
 from serve.core.completion import Choice, Completion, Deadlines, Ended, Taken
-from serve.core.engine_thread import SNAPSHOT_SECONDS, EngineThread
+from serve.core.engine_core import SNAPSHOT_SECONDS, EngineCore
 from serve.core.errors import StatusError
 from serve.core.live import LiveChoices
 from serve.core.observers import Guard, Meter
@@ -170,9 +171,9 @@ def test_stop_ends_what_is_live_and_can_be_repeated(kit: Any) -> None:
 
 
 def test_a_burst_is_taken_in_by_and_by_in_order_and_whole(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.core.live.INTAKE_COMPLETIONS", 4)
-    monkeypatch.setattr("serve.core.live.INTAKE_TOKENS", 40)
-    monkeypatch.setattr("serve.core.engine_thread.SNAPSHOT_SECONDS", 0.0)
+    monkeypatch.setattr("serve.core.engine_core.INTAKE_COMPLETIONS", 4)
+    monkeypatch.setattr("serve.core.engine_core.INTAKE_TOKENS", 40)
+    monkeypatch.setattr("serve.core.engine_core.SNAPSHOT_SECONDS", 0.0)
 
     async def story() -> None:
         async with kit.serving() as stack:
@@ -222,7 +223,7 @@ def test_a_burst_is_taken_in_by_and_by_in_order_and_whole(kit: Any, monkeypatch:
 
 
 def test_what_was_submitted_and_not_taken_in_ends_with_the_thread(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.core.live.INTAKE_COMPLETIONS", 1)
+    monkeypatch.setattr("serve.core.engine_core.INTAKE_COMPLETIONS", 1)
 
     async def story() -> None:
         async with kit.serving() as stack:
@@ -236,7 +237,7 @@ def test_what_was_submitted_and_not_taken_in_ends_with_the_thread(kit: Any, monk
                 assert (await kit.fails(start, "UNAVAILABLE")).reason == "stopped"
             await stopping
             await kit.fails(kit.read(await starts[0]), "UNAVAILABLE")
-            assert stack.generator.live == 0 and not stack.engine._thread.is_alive()
+            assert stack.generator.live == 0 and not stack.engine._link.alive
 
     kit.run(story())
 
@@ -287,20 +288,16 @@ def test_death_is_told_whatever_fails_on_the_way(
     assert [record.levelname for record in caplog.records] == ["CRITICAL", "ERROR"]
 
 
-def test_what_exists_when_the_engine_is_built_is_no_garbage_until_it_stops(kit: Any) -> None:
-    async def story() -> None:
-        thread = EngineThread(kit.clean, freeze=True)
-        thread.attach(kit.recorder(), lambda news: None, 0.0)
-        gc.unfreeze()  # whatever others may have left
-        thread.start()
-        try:
-            await thread.ready()
-            assert gc.get_freeze_count() > 10_000
-        finally:
-            await thread.stop()
-        assert gc.get_freeze_count() == 0
-
-    kit.run(story())
+def test_what_exists_when_the_engine_is_built_is_no_garbage(kit: Any) -> None:
+    told: list[Any] = []
+    core = EngineCore(lambda on_compiled: kit.clean(), lambda engine: "what it is like", told.append, freeze=True)
+    core.commands.put(Stop())
+    try:
+        core.run()
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()
+    assert isinstance(told[0], Built) and told[0].description == "what it is like"
 
 
 # Live completions, with a clock of their own.
@@ -313,22 +310,6 @@ class Counter:
         return lambda *args: None
 
 
-@dataclasses.dataclass
-class NoEngine:
-    """What is asked of an engine."""
-
-    requests: list[str] = dataclasses.field(default_factory=list)
-    aborted: list[str] = dataclasses.field(default_factory=list)
-
-    def add(self, tokens: list[int], params: SamplingParams, **rest: Any) -> str:
-        self.requests.append(f"0.{len(self.requests)}")
-        return self.requests[-1]
-
-    def abort(self, request_id: str) -> Finished:
-        self.aborted.append(request_id)
-        return ended(request_id, FinishReason.ABORT)
-
-
 def ended(name: str, reason: FinishReason) -> Finished:
     completion = CompletionOutput(0, [], "", reason)
     return Finished(name, 0, reason, RequestOutput(name, None, [], [completion], RequestMetrics()))
@@ -338,8 +319,10 @@ class Account:
     """Live completions of requests that nobody reads, one each; `said` is what the loop hears of each."""
 
     def __init__(self, kit: Any, interval: float | None = None, metrics: Any = None):
-        self.kit, self.engine = kit, NoEngine()
-        self.live = LiveChoices(metrics or Counter(), Guard(), Meter(), interval)
+        self.kit = kit
+        self.posted: list[Command] = []
+        self.aborted: list[str] = []
+        self.live = LiveChoices(metrics or Counter(), Guard(), Meter(), self.posted.append, interval)
 
     def add(self, deadlines: Deadlines | None = None, **options: Any) -> Completion:
         job = self.kit.job([1, 2], seed=0, **options)
@@ -349,20 +332,29 @@ class Account:
         request.prepared = Prepared(None, [1, 2], job.params, None)
         request.choices = [Choice(request, Place(1, 2))]
         self.live.submit(request)
-        engine: Any = self.engine
-        self.live.take_in(engine)
+        self.obey()
         return request
 
+    def obey(self) -> None:
+        """As the engine's side does."""
+        while self.posted:
+            match self.posted.pop(0):
+                case Add(names):
+                    self.live.hear(Turn(added=[names[0]]))
+                case Abort(names):
+                    self.aborted += names
+                    self.live.hear(Turn(events=[ended(name, FinishReason.ABORT) for name in names]))
+
     def step(self, now: float, *events: Any) -> None:
-        self.live.after_step(events, now)
+        self.live.hear(Turn(ended_at=now, events=list(events)))
 
     def abort(self, request: Completion) -> None:
-        engine: Any = self.engine
-        self.live.abort(engine, request, "abort")
+        self.live.abort(request, "abort")
+        self.obey()
 
     def expire(self, now: float) -> None:
-        engine: Any = self.engine
-        self.live.expire(engine, now)
+        self.live.expire(now)
+        self.obey()
 
     def said(self) -> list[tuple[str, Any]]:
         return [(choice.id, news) for choice, news in self.live.news()]
@@ -393,7 +385,7 @@ def test_tokens_of_a_stream_are_kept_for_the_interval(kit: Any) -> None:
     assert last.token_ids == [7] and end == ended("0.0", FinishReason.LENGTH)  # the last at once
     assert len(account.live) == 0
     account.abort(request)
-    assert not account.said() and not account.engine.aborted
+    assert not account.said() and not account.aborted
 
 
 @pytest.mark.parametrize("how", ["abort", "error"])
@@ -406,7 +398,7 @@ def test_what_is_kept_of_a_stream_that_breaks_off_is_lost(kit: Any, how: str) ->
     if how == "abort":
         account.abort(request)
         account.abort(request)
-        assert account.said() == [("0.0", Ended(None))] and account.engine.aborted == ["0.0"]
+        assert account.said() == [("0.0", Ended(None))] and account.aborted == ["0.0"]
     else:
         account.step(10.02, ended("0.0", FinishReason.ERROR))
         assert account.said() == [("0.0", ended("0.0", FinishReason.ERROR))]
@@ -415,8 +407,8 @@ def test_what_is_kept_of_a_stream_that_breaks_off_is_lost(kit: Any, how: str) ->
 
 def test_all_streams_together_make_so_many_messages_a_second(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve.core.live.MESSAGES_PER_SECOND", 20)
-    account, names = Account(kit), ["0.0", "0.1", "0.2"]
-    made = [account.add(stream=name != "0.2") for name in names]
+    account, names = Account(kit), ["0.0", "1.0", "2.0"]
+    made = [account.add(stream=name != "2.0") for name in names]
     account.step(9.9, *map(started, names))
     assert all(request.choices[0].started for request in made)
     account.said()
@@ -425,9 +417,9 @@ def test_all_streams_together_make_so_many_messages_a_second(kit: Any, monkeypat
         account.step(now, *(Delta(name, 0, [1], "x") for name in names))
         return list(dict(account.said()))
 
-    both = ("0.0", "0.1")
-    assert step(10.0, *both, "0.2") == ["0.0", "0.1"]  # the one that is not streamed costs none
-    assert step(10.06, *both) == [] and step(10.101, *both) == ["0.0", "0.1"]  # two share 20 a second
+    both = ("0.0", "1.0")
+    assert step(10.0, *both, "2.0") == ["0.0", "1.0"]  # the one that is not streamed costs none
+    assert step(10.06, *both) == [] and step(10.101, *both) == ["0.0", "1.0"]  # two share 20 a second
     for request in made[1:]:
         account.abort(request)
     assert len(account.said()) == 2
@@ -469,13 +461,13 @@ def test_time_limits_are_those_of_where_the_completion_is(kit: Any, slot: bool, 
         account.step(1.0, started("0.0"))
     account.said()
     account.expire(limit - 1)
-    assert not account.engine.aborted
+    assert not account.aborted
     account.expire(limit)
     if slot and field == "queue":
-        assert not account.engine.aborted and not account.said()
+        assert not account.aborted and not account.said()
         return
     ((_, end),) = account.said()
-    assert isinstance(end.error, StatusError) and account.engine.aborted == ["0.0"]
+    assert isinstance(end.error, StatusError) and account.aborted == ["0.0"]
     assert (end.error.code.name, end.error.reason) == ("DEADLINE_EXCEEDED", reason)
 
 
@@ -484,4 +476,4 @@ def test_what_has_no_time_left_is_never_added(kit: Any) -> None:
     now = time.monotonic()
     account.add(deadlines=Deadlines(now + 9, now + 9, now - 1))
     ((_, end),) = account.said()
-    assert end.error.reason == "deadline" and not account.engine.requests and len(account.live) == 0
+    assert end.error.reason == "deadline" and not account.posted and len(account.live) == 0
