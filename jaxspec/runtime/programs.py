@@ -408,11 +408,12 @@ class RunnerConfig:
         urgent = self.round_keys(least, buckets[0])
         turns: dict[Key, int] = {key: 2 for key in self.prefill_keys}
         turns |= dict.fromkeys((AdmitKey(), LogprobsKey(1, 1, 1), *map(self.prefill, self.prefill_shapes[:1])), 0)
+        turns |= dict.fromkeys(urgent, 0)
         ends = [(at, tier) for at in (buckets[0], buckets[-1]) for tier in (least, *likely)]
         rest = [(at, tier) for at in buckets for tier in tiers]
         for turn, (bucket, tier) in enumerate([*ends, *rest]):
             if bucket in self.reachable[tier]:
                 catch_up = [CatchUpKey(bucket)] if tier.depth else []
                 for key in [*self.round_keys(tier, bucket), *catch_up]:
-                    turns.setdefault(key, 0 if key in urgent else turn + 1)
+                    turns[key] = min(turns.get(key, turn + 1), turn + 1)  # prompts may need it as well
         return {key: turns.get(key, len(rest) + len(ends)) for key in keys}

@@ -52,8 +52,12 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--intermediate-size", type=int, default=1024, help="width of the MLP")
     p.add_argument("--context", type=int, default=2048, help="longest text in tokens that the checkpoint declares")
     p.add_argument("--rope-theta", type=float, default=10000.0, help="base of the rotary embedding")
-    p.add_argument("--chat-template", type=Path, help="Jinja template of the data's chats, kept with the checkpoint")
-    p.add_argument("--init-from", type=Path, help="go on from this directory's weights and tokenizer")
+    p.add_argument(
+        "--chat-template", type=Path, help="Jinja template of the data's chats, kept beside the weights (default: none)"
+    )
+    p.add_argument(
+        "--init-from", type=Path, help="go on from this directory's weights and tokenizer (default: new ones)"
+    )
     p.add_argument(
         "--unlikelihood", type=float, default=0.0,
         help="weight of unlikelihood on what the model's own greedy continuations repeat; 0: none",

@@ -668,9 +668,9 @@ def test_logits_that_are_not_finite_fail_their_own_generation_alone(kit: Any) ->
 
         def collect(pending: Any) -> Any:
             bad = lambda request: request.request_id in poisoned and len(request.output_token_ids) > 5
-            return [
-                dataclasses.replace(result, finite=False) if bad(result.request) else result for result in real(pending)
-            ]
+            result = real(pending)
+            finite_B = result.finite_B & np.asarray([not bad(request) for request in pending.requests])
+            return dataclasses.replace(result, finite_B=finite_B)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(facade.runner, "collect", collect)

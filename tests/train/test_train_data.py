@@ -206,7 +206,7 @@ def test_what_a_checkpoint_lacks(tmp_path: Path) -> None:
         dataset.read_examples([path], None, vocab_size=12)
     with pytest.raises(ValueError, match="vocab_size is needed"):
         dataset.read_examples([path], None)
-    with pytest.raises(ValueError, match=r"t.jsonl:1: a row of text needs the checkpoint's tokenizer.json"):
+    with pytest.raises(ValueError, match=r"t.jsonl:1: a row of text needs the checkpoint's tokenizer;"):
         dataset.read_examples([write(tmp_path / "t.jsonl", {"text": "a"})], None, vocab_size=13)
     no_ends = tokenizer(bos_token_id=None, eos_token_ids=(), add_bos_token=False)
     (bare,) = dataset.read_examples([write(tmp_path / "t.jsonl", {"text": "abc"})], no_ends)

@@ -24,6 +24,7 @@ from jaxspec.adaptive.policy import TierPolicy
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.bench.offline.engines import Options, Parts
 from jaxspec.bench.offline.measure import Sweep
+from jaxspec.bench.offline.metrics import ADAPTIVE
 from jaxspec.bench.offline.prompts import CODE
 from jaxspec.bench.offline.report import check_path, write_json
 from jaxspec.engine import Engine
@@ -34,7 +35,7 @@ from jaxspec.runtime.timing import back_to_back
 from jaxspec.tier import PLAIN, Tier, parse_tier
 
 #: Rounds before those that are looked at; what a policy chooses between, beside static tiers.
-_FIRST, ADAPTIVE = 8, "adaptive"
+_FIRST = 8
 
 
 @dataclasses.dataclass(frozen=True)

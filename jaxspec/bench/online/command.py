@@ -95,9 +95,14 @@ def parser() -> argparse.ArgumentParser:
         "milliseconds (default: the model)")  # fmt: skip
     add("--depth", type=int, metavar="N", help="of --overhead: the fixed depth beside plain and adaptive (default: a "
         "middle one)")  # fmt: skip
-    add("--stream-interval-ms", type=float, metavar="MS", help="of --overhead: see python -m serve --help")
+    add(
+        "--stream-interval-ms",
+        type=float,
+        metavar="MS",
+        help="of --overhead: see python -m serve (default: the server's)",
+    )
     add("--same-process", action="store_true", default=None, help="of --overhead: the engine on a thread of the "
-        "server's process, for comparison")  # fmt: skip
+        "server's process, for comparison (default: off)")  # fmt: skip
     add("--batch-sizes", metavar="1,16", help="of --overhead (default: 1,16)")
     add("--repeats", type=int, metavar="N", help="of --compare (default: 3) and --overhead (default: 9)")
     add("--json", metavar="FILE", help="all raw numbers and the conditions (default: not written)")
