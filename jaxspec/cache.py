@@ -68,7 +68,7 @@ class TreeKV:
       pages: [layers * P, G, page, 2C].
       table_BM: page numbers in one layer's range [0, P]; P stands for none.
       length_B: committed tokens a row.
-      mask_BNT: whether new token n sees new token t (earlier ones first where `prior` is given).
+      mask_BNT: whether new token n sees new token t (earlier ones first where `prior` is given); None: causal.
       num_pages: P.
       prior: keys and values [layers, B, T0, G, 2C] of tokens that precede the new ones and
         are not in the pool; they take the first T0 columns of the mask.
@@ -80,7 +80,7 @@ class TreeKV:
         pages: jax.Array,
         table_BM: jax.Array,
         length_B: jax.Array,
-        mask_BNT: jax.Array,
+        mask_BNT: jax.Array | None,
         num_pages: int,
         prior: jax.Array | None = None,
         kernels: str | None = None,

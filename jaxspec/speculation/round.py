@@ -280,8 +280,7 @@ def prefill_fn(spec: RoundSpec) -> Callable[..., Any]:
         rows = Rows.gather(state, chunks.slot_B, geo)
         text = Ragged.of(rows, chunks.count_B, size, width)
         tokens = text.tokens(state.tokens_SL)
-        causal = jnp.tril(jnp.ones((width, width), bool))[None]
-        kv = TreeKV(state.pages, rows.table_BM, rows.length_B, causal, geo.num_pages, kernels=geo.kernels)
+        kv = TreeKV(state.pages, rows.table_BM, rows.length_B, None, geo.num_pages, kernels=geo.kernels)
         hidden, aux = model(tokens, text.index_T[None], text.attend(kv.attend), spec.aux_layers)
         draft = state.draft if drafter is None else drafter.prefill(draft_params, state.draft, text, tokens, aux)
         final_B1E = text.last(hidden)[:, None]

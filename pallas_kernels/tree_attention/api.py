@@ -28,12 +28,13 @@ OPERATION = Operation(
 
 def tree_attention(
     q_BNHC: jax.Array, pages: jax.Array, table_BM: jax.Array, length_B: jax.Array, tree_k_BTGC: jax.Array,
-    tree_v_BTGC: jax.Array, tree_mask_BNT: jax.Array, *, scale: float | None = None, window: int | None = None,
-    offset_BN: jax.Array | None = None, soft_cap: float | None = None, implementation: str | None = None,
+    tree_v_BTGC: jax.Array, tree_mask_BNT: jax.Array | None = None, *, scale: float | None = None,
+    window: int | None = None, offset_BN: jax.Array | None = None, soft_cap: float | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:  # fmt: skip
     """Attention of N tokens a request over a paged prefix and over the tree's own keys and values.
 
-    Serves draft trees, plain decoding (N = 1) and chunks of a prompt (a causal mask) alike.
+    Serves draft trees, plain decoding (N = 1) and chunks of a prompt (no mask: causal) alike.
     No mask over the prefix exists: every query sees all of it, or its window's part.
 
     Args:
@@ -45,7 +46,8 @@ def tree_attention(
       length_B: int32 tokens of each prefix.
       tree_k_BTGC, tree_v_BTGC: the tree's keys and values; T may exceed N (earlier levels first).
       tree_mask_BNT: whether query n sees tree entry t ([1, N, T] serves every row); every query
-        must see at least one.
+        must see at least one. None: causal, query n sees the entries up to n, and T is N; kernels then leave out
+        what lies above the diagonal.
       scale: of the scores; 1/sqrt(C) by default.
       window: a query at position p sees prefix tokens above p - window only. What a window hides
         among the tree's entries is the mask's business.
@@ -68,8 +70,10 @@ def tree_attention(
     b, n = q_BNHC.shape[:2]
     if table_BM.shape[1] == 0:  # nothing is ever committed: one page that no length reaches
         args = dataclasses.replace(args, table_BM=jnp.zeros((b, 1), jnp.int32))
-    mask = jnp.broadcast_to(tree_mask_BNT, (b, n, tree_k_BTGC.shape[1]))
-    return OPERATION(dataclasses.replace(args, tree_mask_BNT=mask), implementation)
+    if tree_mask_BNT is not None:
+        mask = jnp.broadcast_to(tree_mask_BNT, (b, n, tree_k_BTGC.shape[1]))
+        args = dataclasses.replace(args, tree_mask_BNT=mask)
+    return OPERATION(args, implementation)
 
 
 def _check(args: TreeAttentionArgs) -> None:
@@ -88,7 +92,9 @@ def _check(args: TreeAttentionArgs) -> None:
     for name, (got, want) in expected.items():
         if got != want:
             raise ValueError(f"{name} must have shape {want} beside q {q.shape}, got {got}")
-    if mask.shape not in ((b, n, k.shape[1]), (1, n, k.shape[1])):
+    if mask is None and k.shape[1] != n:
+        raise ValueError(f"without a mask there must be as many tree entries as queries, got {k.shape[1]} and {n}")
+    if mask is not None and mask.shape not in ((b, n, k.shape[1]), (1, n, k.shape[1])):
         raise ValueError(f"tree_mask must have shape {(b, n, k.shape[1])} or {(1, n, k.shape[1])}, got {mask.shape}")
     if pages.shape[3] not in (2 * c, round_up(2 * c, 128)):
         raise ValueError(f"pages must be {2 * c} or {round_up(2 * c, 128)} wide for heads of {c}, got {pages.shape[3]}")

@@ -35,7 +35,7 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
       batch, nodes: B and N. prior: tree entries before the nodes (T = prior + nodes).
       heads, kv_heads, head_dim: H, G and C. page: tokens a page.
       context: longest prefix in tokens; the table has room for it.
-      mask: "chain" (causal) or "tree" (random parents).
+      mask: "causal" (none is given), "chain" (the same by bits) or "tree" (random parents).
       lengths: "full": every request has `context` tokens; "ragged": 0, 1, page edges and random ones.
       pool: pages of the pool; None: just enough.
     """
@@ -47,7 +47,7 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
     head_dim: int = 128
     page: int = 64
     context: int = 8192
-    mask: Literal["chain", "tree"] = "tree"
+    mask: Literal["causal", "chain", "tree"] = "tree"
     lengths: Literal["full", "ragged"] = "full"
     dtype: str = "bfloat16"
     prior: int = 0
@@ -73,7 +73,8 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
         pages = of((self.num_pages, self.kv_heads, self.page, 2 * self.head_dim), dtype)
         return TreeAttentionArgs(
             of((b, n, self.heads, self.head_dim), dtype), pages, of((b, self.columns), jnp.int32), of((b,), jnp.int32),
-            new, new, of((b, n, t), jnp.bool_), window=self.window, soft_cap=self.soft_cap,
+            new, new, None if self.mask == "causal" else of((b, n, t), jnp.bool_),
+            window=self.window, soft_cap=self.soft_cap,
         )  # fmt: skip
 
     def draw_lengths(self, rng: np.random.Generator) -> np.ndarray:
@@ -84,8 +85,10 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
         random = rng.integers(0, self.context + 1, self.batch)
         return np.asarray([*edges, *random][: self.batch], np.int32).clip(0, self.context)
 
-    def draw_mask(self, rng: np.random.Generator) -> np.ndarray:
+    def draw_mask(self, rng: np.random.Generator) -> np.ndarray | None:
         """Visible tree entries, [B, N, T] bool."""
+        if self.mask == "causal":
+            return None
         b, n, prior = self.batch, self.nodes, self.prior
         own = np.zeros((b, n, n), bool)
         for i in range(b):
@@ -122,7 +125,8 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
             behind = np.arange(self.columns)[None, :] >= -(-length[:, None] // self.page)
             garbage = rng.choice([self.num_pages, -1, 2**30, -(2**30)], table.shape)
             table = np.where(behind, garbage, table)
-        table, length, mask = jnp.asarray(table, jnp.int32), jnp.asarray(length), jnp.asarray(self.draw_mask(rng))
+        table, length, mask = jnp.asarray(table, jnp.int32), jnp.asarray(length), self.draw_mask(rng)
+        mask = None if mask is None else jnp.asarray(mask)
         return TreeAttentionArgs(q, pages, table, length, k, v, mask, window=self.window, soft_cap=self.soft_cap)
 
     def min_bytes(self, args: TreeAttentionArgs) -> int:
@@ -149,7 +153,8 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
         args = dataclasses.replace(self, pool=max(self.num_pages, POOL_BYTES // page_bytes)).shapes()
         if kind == "gpu":
             group_rows = self.nodes * self.heads // self.kv_heads
-            blocks = gpu.blocks_for(self.head_dim, jnp.dtype(self.dtype), group_rows, device.device_kind)
+            causal = self.mask == "causal"
+            blocks = gpu.blocks_for(self.head_dim, jnp.dtype(self.dtype), group_rows, device.device_kind, causal=causal)
             options: dict[str, Any] = {"blocks": blocks}
         else:
             *pool, width = args.pages.shape
@@ -189,8 +194,10 @@ SERVING = (
     Case("verify8-b64-8k-p128", 64, 8, page=128),
     Case("tree64-b8-8k", 8, 64),
     Case("verify8-b64-2k-ragged", 64, 8, context=2048, lengths="ragged"),
-    Case("prefill256-4k", 1, 256, context=4096, mask="chain"),
-    Case("prefill512-4k", 1, 512, context=4096, mask="chain"),
+    Case("prefill256-4k", 1, 256, context=4096, mask="causal"),
+    Case("prefill512-4k", 1, 512, context=4096, mask="causal"),
+    Case("prefill1024-7k", 1, 1024, context=7168, mask="causal"),
+    Case("prefill64-b16", 16, 64, context=1024, mask="causal", lengths="ragged"),
     Case("tp4-verify8-b16-8k", 16, 8, heads=8, kv_heads=2),
 )
 
@@ -227,6 +234,7 @@ SMALL = (
     Case("small-window", 6, 4, 4, 2, 64, 16, 64, lengths="ragged", dtype="float32", window=21),
     Case("small-soft-cap", 6, 4, 4, 2, 64, 16, 48, lengths="ragged", dtype="float32", soft_cap=3.0),
     Case("small-prefill", 1, 70, 4, 2, 64, 16, 48, mask="chain", dtype="float32"),
+    Case("small-causal", 5, 70, 4, 2, 64, 16, 48, mask="causal", lengths="ragged", dtype="float32"),
     Case("small-group7", 6, 3, 7, 1, 64, 16, 48, lengths="ragged", dtype="float32"),
 )
 

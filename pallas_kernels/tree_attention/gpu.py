@@ -3,7 +3,8 @@
 A program owns one request, one key-value head, a block of query rows (node-major, so that
 the heads of a group lie side by side) and one of S stretches of the prefix; stretch 0 also
 takes the tree. A second small kernel merges the partial sums. S is chosen so that batch 1
-fills the chip. Memory:
+fills the chip. Without a mask (chunks of prompts, which arithmetic bounds) whole blocks of the
+prefix and of the tree below the diagonal go without any masking, and what lies above it is left out. Memory:
 
     pages   [P, G, page, 2C]   one head's page is one contiguous piece: K rows and V rows
     a block of `block_k` tokens is `block_k / page` pages, or a part of one
@@ -54,12 +55,13 @@ class Blocks:
 _LARGE = ("gb200", "b200", "h200", "h100")  # 228 KiB of shared memory a multiprocessor
 
 
-def blocks_for(head_dim: int, dtype: jnp.dtype, rows: int, device: str) -> Blocks:
+def blocks_for(head_dim: int, dtype: jnp.dtype, rows: int, device: str, *, causal: bool = False) -> Blocks:
     """The table of sizes; Hopper's were measured on an H200 (docs/kernels.md), the others only compiled.
 
     Args:
       rows: query rows of one key-value head: nodes times query heads a group.
       device: jax's device_kind; an unknown one is taken for an H100.
+      causal: without a mask.
     """
     chip = next((name for name in MULTIPROCESSORS if name in device.lower()), "h100")
     count, large = MULTIPROCESSORS[chip], chip in _LARGE
@@ -69,6 +71,10 @@ def blocks_for(head_dim: int, dtype: jnp.dtype, rows: int, device: str) -> Block
         return Blocks(16, 16, 4, 2, 2 * count)
     if width > 256:
         return Blocks(min(rows, 32 if large else 16), 32 if large else 16, 4, 2, 2 * count)
+    if causal and rows >= 64 and large:
+        # 256 rows spill on Blackwell.
+        wide = rows >= 2048 and chip in ("h100", "h200")
+        return Blocks(256, 64, 8, 2, count) if wide else Blocks(64, 64, 4, 3, 2 * count)
     if rows >= 128 and large:
         return Blocks(128, 128, 8, 2, count)
     if rows >= 64 and large:
@@ -103,7 +109,7 @@ def _kernel(
     q_ref,  # [B, N, H, C]
     k_ref,  # [B, T, G, C]
     v_ref,  # [B, T, G, C]
-    words_ref,  # [B, N, ceil(T / 32)] uint32
+    words_ref,  # [B, N, ceil(T / 32)] uint32, read with a mask only
     pages_ref,  # [P, G, page, 2C]
     table_ref,  # [B, M]
     length_ref,  # [B]
@@ -111,7 +117,7 @@ def _kernel(
     out_ref,  # [S, B, N, H, C] float32 sums, or [B, N, H, C] where S = 1
     *partial_refs,  # maxima and weights [S, B, N, H] where S > 1
     group: int, rows: int, keys: int, width: int, tree_keys: int, splits: int, scale: float,
-    window: int | None, soft_cap: float | None,
+    window: int | None, soft_cap: float | None, causal: bool,
 ) -> None:  # fmt: skip
     n, c = q_ref.shape[1], q_ref.shape[3]
     t, page, m = k_ref.shape[1], pages_ref.shape[2], table_ref.shape[1]
@@ -130,17 +136,20 @@ def _kernel(
     length = length_ref[b]
     precise = lax.Precision.HIGHEST if q_RC.dtype == jnp.float32 else lax.Precision.DEFAULT
 
-    def attend(carry, k_KC, v_KC, seen_RK):
+    def attend(carry, k_KC, v_KC, seen_RK=None):
         acc_RC, top_R, total_R = carry
         s_RK = plgpu.dot(q_RC, k_KC.T, precision=precise)
         if soft_cap is None:
             s_RK = s_RK * (scale * _LOG2E)
         else:
             s_RK = jnp.tanh(s_RK * (scale / soft_cap)) * (soft_cap * _LOG2E)
-        s_RK = jnp.where(seen_RK, s_RK, _MASKED)
+        if seen_RK is not None:
+            s_RK = jnp.where(seen_RK, s_RK, _MASKED)
         new_R = jnp.maximum(top_R, s_RK.max(axis=1))
         keep_R = jnp.exp2(top_R - new_R)
-        p_RK = jnp.where(seen_RK, jnp.exp2(s_RK - new_R[:, None]), 0.0)
+        p_RK = jnp.exp2(s_RK - new_R[:, None])
+        if seen_RK is not None:
+            p_RK = jnp.where(seen_RK, p_RK, 0.0)
         acc_RC = acc_RC * keep_R[:, None] + plgpu.dot(p_RK.astype(v_KC.dtype), v_KC, precision=precise)
         return acc_RC, new_R, total_R * keep_R + p_RK.sum(axis=1)
 
@@ -149,10 +158,10 @@ def _kernel(
         offset_R = plgpu.load(offset_ref.at[b, node_R], mask=live_R, other=0)
         lowest_R = length + offset_R - window
 
-    def prefix(i, carry):
+    def prefix(i, carry, whole=False):
         start = i * keys
         key_K = jnp.arange(keys)
-        live_K = start + key_K < length
+        live_K = jnp.ones((keys,), bool) if whole else start + key_K < length
         if keys <= page:
             number = table_ref[b, start // page]
             at_K = (start % page) + key_K
@@ -162,23 +171,32 @@ def _kernel(
             column = (start + key_K) // page
             page_K1 = plgpu.load(table_ref.at[b, column], mask=live_K, other=0)[:, None]
             at_K = key_K % page
-        live_KC = live_K[:, None] & live_C[None, :]
-        k_KC = plgpu.load(pages_ref.at[page_K1, head, at_K[:, None], channel_C[None, :]], mask=live_KC, other=0.0)
-        v_KC = plgpu.load(pages_ref.at[page_K1, head, at_K[:, None], c + channel_C[None, :]], mask=live_KC, other=0.0)
+        load = functools.partial(plgpu.load, mask=live_K[:, None] & live_C[None, :], other=0.0)
+        if whole and width == c:
+            load = plgpu.load
+        k_KC = load(pages_ref.at[page_K1, head, at_K[:, None], channel_C[None, :]])
+        v_KC = load(pages_ref.at[page_K1, head, at_K[:, None], c + channel_C[None, :]])
+        if whole:
+            return attend(carry, k_KC, v_KC)
         seen_RK = jnp.broadcast_to(live_K[None, :], (rows, keys))
         if lowest_R is not None:
             seen_RK = seen_RK & (start + key_K[None, :] > lowest_R[:, None])
         return attend(carry, k_KC, v_KC, seen_RK)
 
-    def tree(i, carry):
+    def tree(i, carry, whole=False):
         entry_T = i * tree_keys + jnp.arange(tree_keys)
-        live_TC = (entry_T < t)[:, None] & live_C[None, :]
         at_TC = (b, entry_T[:, None], head, channel_C[None, :])
-        k_TC = plgpu.load(k_ref.at[at_TC], mask=live_TC, other=0.0)
-        v_TC = plgpu.load(v_ref.at[at_TC], mask=live_TC, other=0.0)
+        load = functools.partial(plgpu.load, mask=(entry_T < t)[:, None] & live_C[None, :], other=0.0)
+        if whole and width == c:
+            load = plgpu.load
+        k_TC, v_TC = load(k_ref.at[at_TC]), load(v_ref.at[at_TC])
+        if whole:
+            return attend(carry, k_TC, v_TC)
         # A hidden entry weighs 0, but 0 * NaN is NaN: a broken draft must not reach its siblings.
         v_TC = jnp.where(jnp.abs(v_TC.astype(jnp.float32)) < jnp.inf, v_TC, jnp.zeros((), v_TC.dtype))
         live_RT = live_R[:, None] & (entry_T < t)[None, :]
+        if causal:
+            return attend(carry, k_TC, v_TC, live_RT & (entry_T[None, :] <= node_R[:, None]))
         word_RT = plgpu.load(
             words_ref.at[b, node_R[:, None], (entry_T // 32)[None, :]], mask=live_RT, other=jnp.uint32(0)
         )
@@ -197,9 +215,21 @@ def _kernel(
         first_block = jnp.maximum(lowest + 1, 0) // keys
     per_split = pl.cdiv(jnp.maximum(blocks - first_block, 0), splits)
     start = first_block + split * per_split
-    carry = lax.fori_loop(start, jnp.minimum(start + per_split, blocks), prefix, carry)
-    tree_blocks = jnp.where(split == 0, jnp.int32(-(-t // tree_keys)), jnp.int32(0))
-    acc_RC, top_R, total_R = lax.fori_loop(jnp.int32(0), tree_blocks, tree, carry)
+    end = jnp.minimum(start + per_split, blocks)
+    tree_start, tree_end = jnp.int32(0), jnp.int32(-(-t // tree_keys))
+    if causal:
+        last_node = (first_row + rows - 1) // group
+        tree_end = jnp.minimum(tree_end, last_node // tree_keys + 1)
+        if window is None:
+            whole = jnp.maximum(start, jnp.minimum(end, length // keys))
+            carry = lax.fori_loop(start, whole, functools.partial(prefix, whole=True), carry)
+            start = whole
+            # Dead rows behind the last node see what its first node does; nothing reads them.
+            tree_start = jnp.where(split == 0, (first_row // group + 1) // tree_keys, 0)
+            carry = lax.fori_loop(0, tree_start, functools.partial(tree, whole=True), carry)
+    carry = lax.fori_loop(start, end, prefix, carry)
+    tree_end = jnp.where(split == 0, tree_end, jnp.int32(0))
+    acc_RC, top_R, total_R = lax.fori_loop(tree_start, tree_end, tree, carry)
 
     if splits == 1:
         plgpu.store(out_ref.at[at_RC], (acc_RC / total_R[:, None]).astype(out_ref.dtype), mask=live_RC)
@@ -235,9 +265,9 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
     q = args.q_BNHC
     b, n, h, c = q.shape
     t, g = args.tree_k_BTGC.shape[1:3]
-    group, width = h // g, max(16, power_of_two(c))
+    group, width, causal = h // g, max(16, power_of_two(c)), args.tree_mask_BNT is None
     if blocks is None:
-        blocks = blocks_for(c, q.dtype, n * group, device_kind())
+        blocks = blocks_for(c, q.dtype, n * group, device_kind(), causal=causal)
     row_blocks = -(-n * group // blocks.rows)
     splits = blocks.splits
     if splits is None:
@@ -245,10 +275,11 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
         # Rounded down: a last wave of a few programs would cost as much as a full one.
         splits = max(1, min(most, blocks.programs // (b * g * row_blocks), 64))
     offset = jnp.zeros((1, 1), jnp.int32) if args.window is None else args.offsets.astype(jnp.int32)
+    words = jnp.zeros((1, 1, 1), jnp.uint32) if args.tree_mask_BNT is None else _pack_words(args.tree_mask_BNT)
     kernel = functools.partial(
         _kernel, group=group, rows=blocks.rows, keys=blocks.keys, width=width,
-        tree_keys=max(16, min(64, power_of_two(t))), splits=splits, scale=args.factor, window=args.window,
-        soft_cap=args.soft_cap,
+        tree_keys=max(16, min(blocks.keys if causal else 64, power_of_two(t))), splits=splits, scale=args.factor,
+        window=args.window, soft_cap=args.soft_cap, causal=causal,
     )  # fmt: skip
     part = lambda *shape: jax.ShapeDtypeStruct((splits, *shape), jnp.float32)
     whole, parts = jax.ShapeDtypeStruct(q.shape, q.dtype), [part(b, n, h, c), part(b, n, h), part(b, n, h)]
@@ -260,7 +291,7 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
         interpret=interpret,
         name="tree_attention",
     )(
-        q, args.tree_k_BTGC, args.tree_v_BTGC, _pack_words(args.tree_mask_BNT), args.pages, args.table_BM,
+        q, args.tree_k_BTGC, args.tree_v_BTGC, words, args.pages, args.table_BM,
         args.length_B, offset,
     )  # fmt: skip
     return out if splits == 1 else _merge(out, *sums, dtype=q.dtype, interpret=interpret)

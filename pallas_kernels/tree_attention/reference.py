@@ -29,7 +29,7 @@ class TreeAttentionArgs:
     length_B: jax.Array
     tree_k_BTGC: jax.Array
     tree_v_BTGC: jax.Array
-    tree_mask_BNT: jax.Array
+    tree_mask_BNT: jax.Array | None
     offset_BN: jax.Array | None = None
     scale: float | None = static(default=None)
     window: int | None = static(default=None)
@@ -41,9 +41,17 @@ class TreeAttentionArgs:
         return self.q_BNHC.shape[3] ** -0.5 if self.scale is None else self.scale
 
     @property
+    def mask(self) -> jax.Array:
+        """Whether query n sees tree entry t, [B, N, T], written out where none was given."""
+        if self.tree_mask_BNT is not None:
+            return self.tree_mask_BNT
+        b, n = self.q_BNHC.shape[:2]
+        return jnp.broadcast_to(jnp.tril(jnp.ones((n, n), bool)), (b, n, n))
+
+    @property
     def offsets(self) -> jax.Array:
         """Query positions counted from the prefix's end; by the mask where each of its rows marks a whole path."""
-        return self.tree_mask_BNT.sum(axis=-1, dtype=jnp.int32) - 1 if self.offset_BN is None else self.offset_BN
+        return self.mask.sum(axis=-1, dtype=jnp.int32) - 1 if self.offset_BN is None else self.offset_BN
 
 
 #: Maxima, sums and weighted values of rows, [B, G, R, 1], [B, G, R, 1] and [B, G, R, C].
@@ -78,9 +86,9 @@ def _weighted(p_BGRT: jax.Array, v_BGTC: jax.Array) -> jax.Array:
 
 
 def _over_tree(args: TreeAttentionArgs, q_BGRC: jax.Array) -> _Sums:
-    b, n, t = args.tree_mask_BNT.shape
-    rows = q_BGRC.shape[2]
-    mask_BGRT = jnp.broadcast_to(args.tree_mask_BNT[:, None, :, None, :], (b, 1, n, rows // n, t))
+    mask_BNT = args.mask
+    (b, n, t), rows = mask_BNT.shape, q_BGRC.shape[2]
+    mask_BGRT = jnp.broadcast_to(mask_BNT[:, None, :, None, :], (b, 1, n, rows // n, t))
     mask_BGRT = mask_BGRT.reshape(b, 1, rows, t)
     s = jnp.where(mask_BGRT, _scores(args, q_BGRC, args.tree_k_BTGC.transpose(0, 2, 1, 3)), _MASKED)
     top = s.max(axis=-1, keepdims=True)

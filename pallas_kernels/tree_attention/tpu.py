@@ -31,10 +31,9 @@ def refusal(args: TreeAttentionArgs, *, cores: int = 1) -> str | None:
     integers = [str(x.dtype) for x in (args.table_BM, args.length_B)]
     if dtypes not in (["bfloat16"] * 4, ["float32"] * 4):
         return f"q, pages, tree_k and tree_v must all be bfloat16 or all float32, got {', '.join(dtypes)}"
-    if integers != ["int32"] * 2 or args.tree_mask_BNT.dtype != jnp.bool_:
-        return (
-            f"table and length must be int32 and tree_mask bool, got {', '.join(integers)}, {args.tree_mask_BNT.dtype}"
-        )
+    mask = jnp.dtype(bool) if args.tree_mask_BNT is None else args.tree_mask_BNT.dtype
+    if integers != ["int32"] * 2 or mask != jnp.bool_:
+        return f"table and length must be int32 and tree_mask bool, got {', '.join(integers)}, {mask}"
     if c % 8 or c > _MAX_CHANNELS:
         return f"head dimension must be a multiple of 8 and at most {_MAX_CHANNELS}, got {c}"
     if width not in (2 * c, round_up(2 * c, LANES)):
@@ -88,7 +87,7 @@ def tree_attention(
         low_BN = jnp.maximum(length_B[:, None] + offset_BN - (args.window - 1), 0)
     q = _rows_of_queries(plan, args.q_BNHC, g)
     tree = _rows_of_tree(plan, args.tree_k_BTGC, args.tree_v_BTGC)
-    facts, lows = _facts(plan, args.tree_mask_BNT, low_BN, h // g)
+    facts, lows = _facts(plan, args.mask, low_BN, h // g)
     # More page table than SMEM holds goes in several calls.
     batch = min(b, tpu_plan.SCALARS // plan.scalars)
     outs = []

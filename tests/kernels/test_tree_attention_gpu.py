@@ -27,7 +27,7 @@ def dense(case: Case, args: TreeAttentionArgs) -> np.ndarray:
     """The definition: softmax over the prefix that a query sees and its visible tree entries."""
     floats = (args.q_BNHC, args.pages, args.tree_k_BTGC, args.tree_v_BTGC)
     q, pages, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in floats)
-    table, length, mask = (np.asarray(x) for x in (args.table_BM, args.length_B, args.tree_mask_BNT))
+    table, length, mask = (np.asarray(x) for x in (args.table_BM, args.length_B, args.mask))
     h, c = q.shape[2:]
     group = h // k.shape[2]
     out = np.zeros_like(q)
@@ -87,10 +87,31 @@ def test_several_row_blocks():
     assert error(*run(case, blocks)) < _TOLERANCE["float32"]
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("keys", [16, 32])
+def test_without_a_mask_every_block_of_rows_stops_at_its_diagonal(splits: int, keys: int):
+    # Rows of 8 nodes: some blocks of the prefix and of the tree are whole, and the last nodes fill no block.
+    case = dataclasses.replace(CASES["small-causal"], page=16, context=70)
+    blocks = gpu.Blocks(rows=16, keys=keys, warps=4, stages=2, programs=0, splits=splits)
+    assert error(*run(case, blocks, seed=splits)) < _TOLERANCE["float32"]
+
+
+def test_without_a_mask_later_tokens_cannot_reach_earlier_ones():
+    case = CASES["small-causal"]
+    args = case.draw(0)
+    k, v = (x.at[1, 40].set(jnp.nan) for x in (args.tree_k_BTGC, args.tree_v_BTGC))
+    blocks = gpu.Blocks(rows=16, keys=16, warps=4, stages=2, programs=0, splits=1)
+    out = np.asarray(kernel(blocks)(dataclasses.replace(args, tree_k_BTGC=k, tree_v_BTGC=v)))
+    nan = np.isnan(out).any(axis=(2, 3))
+    want = np.zeros_like(nan)
+    want[1, 40:] = True
+    np.testing.assert_array_equal(nan, want)
+
+
 def test_broken_draft_stays_with_those_who_see_it():
     case = CASES["small-tree"]
     args = case.draw(0)
-    mask = np.asarray(args.tree_mask_BNT)
+    mask = np.asarray(args.mask)
     blind = np.argwhere(~mask[1].any(axis=0) | ~mask[1, -1])[-1, 0]
     k, v = (x.at[1, blind].set(jnp.nan) for x in (args.tree_k_BTGC, args.tree_v_BTGC))
     args = dataclasses.replace(args, tree_k_BTGC=k, tree_v_BTGC=v)
@@ -119,6 +140,12 @@ def test_refusals_name_the_constraint(change: dict[str, int], message: str):
         by_name(case.shapes())
 
 
+def test_without_a_mask_every_query_brings_its_entry():
+    shapes = dataclasses.replace(CASES["small-prior"].shapes(), tree_mask_BNT=None)
+    with pytest.raises(ValueError, match="as many tree entries as queries, got 37 and 4"):
+        by_name(shapes)
+
+
 def test_mixed_dtypes_are_refused():
     shapes = CASES["small-bf16"].shapes()
     pages: Any = jax.ShapeDtypeStruct(shapes.pages.shape, jnp.float32)
@@ -131,7 +158,7 @@ def test_sizes_fit_every_case(name: str):
     case = CASES[name]
     rows = case.nodes * case.heads // case.kv_heads
     for device in ("NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA B200", "?"):
-        blocks = gpu.blocks_for(case.head_dim, jnp.dtype(case.dtype), rows, device)
+        blocks = gpu.blocks_for(case.head_dim, jnp.dtype(case.dtype), rows, device, causal=case.mask == "causal")
         for size in (blocks.rows, blocks.keys):
             assert size >= 16 and size & (size - 1) == 0
         # Double-buffered keys and values must fit the chip's shared memory beside the queries.
