@@ -33,8 +33,8 @@ from jaxspec.speculation.state import Geometry
 from jaxspec.tier import PLAIN, Tier
 
 GEO = Geometry(slots=2, num_pages=8, page_size=8, pages_per_seq=4, max_depth=3)
-TIERS = (PLAIN, Tier(2), Tier(2, 2, 5))
-COST = CostTable({(tier, bucket): 1e-3 for tier in TIERS for bucket in (1, 2, 4)})
+TREE = Tier(2, 2, 5)
+COST = CostTable({(tier, 4): 1e-3 for tier in (PLAIN, TREE)})
 
 
 @pytest.fixture
@@ -119,15 +119,18 @@ def test_fingerprints_do_not_depend_on_the_process():
 
 
 def build(bench: Any, cache: Path, **config: Any) -> Any:
+    """Of trees and plain rounds; with another page size of trees alone."""
     config = dict(batch_buckets=(4,), variants=("sampled",), compile_cache=cache, **config)
-    return bench.build("eagle3", SpeculationConfig(tiers=TIERS), COST, **config)
+    trees_alone = SpeculationConfig(depth=TREE.depth, topk=TREE.topk, num_nodes=TREE.num_nodes)
+    speculation = trees_alone if "page_size" in config else SpeculationConfig(tiers=(PLAIN, TREE))
+    return bench.build("eagle3", speculation, COST, **config)
 
 
 def test_a_second_engine_traces_nothing_and_says_the_same(
     bench: Any, tools: Any, tmp_path: Path, caching: None, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):  # fmt: skip
-    script = lambda: tools.script(Tier(2), TIERS[2], TIERS[2], PLAIN, Tier(2), PLAIN)
+    script = lambda: tools.script(TREE, TREE, PLAIN, TREE, PLAIN)
     first = build(bench, tmp_path)
     first.use_policy(script())
     expected = tools.drive(first, tools.workload())
@@ -156,7 +159,6 @@ def test_a_second_engine_traces_nothing_and_says_the_same(
     assert first_file.read_bytes() != b"not an executable"
     other = build(bench, tmp_path, page_size=16)
     assert len(list(tmp_path.rglob("rounds/*/*"))) > len(stored)
-    other.use_policy(script())
     tokens = lambda outputs: [completion.token_ids for o in outputs for completion in o.outputs]
     assert tokens(tools.drive(other, tools.workload())) == tokens(expected)
 
