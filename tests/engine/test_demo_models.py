@@ -27,7 +27,8 @@ PROMPTS = (
     "import unittest\n\nclass TestCase(",
     "And the king said to the people, ",
 )
-TIERS = {"eagle3": (Tier(5), Tier(3, 2, 8)), "draft_model": (Tier(5),), "ngram": (Tier(4),)}
+TREE = Tier(3, 2, 8)
+TIERS = {"eagle3": (TREE,), "eagle3 chains": (Tier(5),), "draft_model": (Tier(5),), "ngram": (Tier(4),)}
 
 
 def generate(llm: LLM, tier: Tier, params: list[SamplingParams]) -> list[RequestOutput]:
@@ -35,24 +36,25 @@ def generate(llm: LLM, tier: Tier, params: list[SamplingParams]) -> list[Request
     return llm.generate(PROMPTS, params, use_tqdm=False)
 
 
-MORE = [pytest.param(kind, marks=pytest.mark.exhaustive("every shipped drafter")) for kind in ("draft_model", "ngram")]
+MORE = pytest.mark.exhaustive("every shipped drafter, and chains")
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", *MORE])
-def test_same_tokens_as_plain_decoding(drafter: str):
+@pytest.mark.parametrize("case", ["eagle3", *(pytest.param(case, marks=MORE) for case in list(TIERS)[1:])])
+def test_same_tokens_as_plain_decoding(case: str):
     """Greedy and seeded rows in one batch; several pages of text; the ring, the window and the catch-up in use."""
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     if kept := jax.config.values["jax_compilation_cache_dir"]:
         options = {"MIN_COMPILE_TIME_SECS": "0", "ENABLE_XLA_CACHES": "none"}
         env |= {f"JAX_PERSISTENT_CACHE_{name}": value for name, value in options.items()}
         env["JAX_COMPILATION_CACHE_DIR"] = kept
-    command = [sys.executable, "-m", "tests.engine.test_demo_models", drafter]
+    command = [sys.executable, "-m", "tests.engine.test_demo_models", case]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def check(drafter: str) -> None:
+def check(case: str) -> None:
     """What the test's process does."""
+    drafter = case.split()[0]
     params = [
         SamplingParams(temperature=0, max_tokens=96, ignore_eos=True),
         SamplingParams(temperature=0.8, top_p=0.95, seed=1, max_tokens=96, ignore_eos=True),
@@ -60,12 +62,12 @@ def check(drafter: str) -> None:
         SamplingParams(temperature=1.0, top_k=20, min_p=0.02, seed=2, max_tokens=96, ignore_eos=True),
     ]
     llm = LLM(
-        "demo", drafter, SpeculationConfig(tiers=TIERS[drafter]), max_batch_size=4, max_seq_len=256, progress=False,
-        batch_buckets=(4,), variants=("sampled",), compile_cache=False, enable_prefix_caching=False,
+        "demo", drafter, SpeculationConfig(tiers=TIERS[case]), max_batch_size=4, max_seq_len=256, progress=False,
+        batch_buckets=(4,), variants=("sampled",), compile_cache=False, enable_prefix_caching=False, prefill_chunk=16,
         warmup="eager",
     )  # fmt: skip
     expected = [o.token_ids for o in generate(llm, PLAIN, params)]
-    for tier in TIERS[drafter]:
+    for tier in TIERS[case]:
         outputs = generate(llm, tier, params)
         assert [o.token_ids for o in outputs] == expected, tier
         if drafter != "ngram":
