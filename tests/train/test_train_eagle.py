@@ -125,7 +125,10 @@ def test_training_time_test_is_drafting_with_a_growing_cache(name: str, packed_b
     aux = jax.random.normal(jax.random.key(2), (*batch.tokens_BT.shape, head.config.aux_width))
     unrolled = nnx.jit(training_time_test, static_argnums=3)(head, batch, aux, steps)
     assert [x.shape[:2] for x in unrolled] == [(2, 20)] * steps
-    for row, first, count, n in ((0, 0, 9, 0), (0, 9, 7, 3), (1, 0, 20, 16)):
+    cases = [(0, 9, 7, 3), (1, 0, 20, 16)]
+    if name in ("plain", "eagle1"):
+        cases.append((0, 0, 9, 0))  # without anything before it; every case is compiled
+    for row, first, count, n in cases:
         tokens, own_aux = batch.tokens_BT[row, first : first + count], aux[row, first : first + count][None]
         drafted = nnx.jit(drafting, static_argnums=(3, 4))(head, tokens, own_aux, n, steps)
         for i in range(steps):
@@ -182,8 +185,10 @@ def test_loss_is_its_definition_however_it_is_cut(
     assert 0.05 < right.mean() < 0.95
 
 
-@pytest.mark.parametrize("kind", ["soft", "kl", "ce"])
-def test_gradients_are_those_of_the_plain_formula(kind: str, packed_batch: Batch, target_states: Any) -> None:
+@pytest.mark.parametrize(("kind", "limits"), [("soft", (2 * 13 * 7, 2**26)), ("kl", (2**26,)), ("ce", (2 * 13 * 7,))])
+def test_gradients_are_those_of_the_plain_formula(
+    kind: str, limits: tuple[int, ...], packed_batch: Batch, target_states: Any
+) -> None:
     """However the loss is cut."""
     target, head, batch = tiny_target(), random_head(), packed_batch
     states = target_states(target, batch, (0, 1, 2))
@@ -211,7 +216,7 @@ def test_gradients_are_those_of_the_plain_formula(kind: str, packed_batch: Batch
         return 3.0 * loss
 
     wanted = jax.jit(jax.grad(plain))(params)
-    for limit in (2 * 13 * 7, 2**26):
+    for limit in limits:
         found = jax.jit(jax.grad(ours), static_argnums=1)(params, limit)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6)
