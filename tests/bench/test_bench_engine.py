@@ -38,14 +38,15 @@ def prompts(count: int) -> tuple[dict[str, list[Passage]], dict[tuple[str, int],
 
 
 def build(
-    target: Transformer, tiers: Sequence[Tier], drafter: Callable[[Any], Any], sizes: tuple[int, ...] = (1,)
-) -> Engine:
+    target: Transformer, tiers: Sequence[Tier], drafter: Callable[[Any], Any], sizes: tuple[int, ...] = (1,),
+    **speculation: Any,
+) -> Engine:  # fmt: skip
     config = EngineConfig(
         max_batch_size=max(sizes), max_seq_len=32, page_size=8, prefill_chunk=16, compile_cache=False,
         enable_prefix_caching=False, batch_buckets=sizes, variants=("greedy",), warmup="eager",
     )  # fmt: skip
-    speculation = SpeculationConfig(tiers=tuple(tiers))
-    return assemble(target, None, speculation, config, drafter=Drafting(drafter, trees=True), progress=False)
+    chosen = SpeculationConfig(**(speculation or dict(tiers=tuple(tiers))))
+    return assemble(target, None, chosen, config, drafter=Drafting(drafter, trees=True), progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +138,7 @@ def test_growth_keeps_tokens_and_acceptance():
     head.fc.kernel[...] = head.fc.kernel[...] * 50
     size = grow.Size(3, 48, 64, 9, 3, 16)
     pairs = ((small, head), (grow.grow_target(small, size), grow.grow_head(head, small.config, size)))
-    engines = [build(target, [Tier(2)], eagle(head)) for target, head in pairs]
+    engines = [build(target, (), eagle(head), depth=2) for target, head in pairs]
     accepted = [rounds_of(engine, Tier(2), jobs_of(24)) for engine in engines]
     assert accepted[0] == accepted[1]
     assert sum(sum(row) for row in accepted[0]) > 0
@@ -146,7 +147,7 @@ def test_growth_keeps_tokens_and_acceptance():
 def test_simulated_acceptance_meets_its_length_and_stays_exact():
     target = tiny_target(0)
     jobs = jobs_of(24)
-    plain = build(target, [Tier(2)], lambda geo: (NgramDrafter(13), ()))
+    plain = build(target, (), lambda geo: (NgramDrafter(13), ()), policy="off")
     reference = run_queue(plain, Mode("plain", PLAIN), jobs, workload="code", batch_size=1)
     texts = [[*job.token_ids, *c.token_ids] for job, c in zip(jobs, reference.completions, strict=True)]
 
@@ -154,7 +155,7 @@ def test_simulated_acceptance_meets_its_length_and_stays_exact():
         drafter = SimulatedDrafter(NgramDrafter(13), rate_for(2.5, geo.max_depth), 13)
         return drafter, drafter.params((), texts)
 
-    run = run_queue(build(target, [Tier(2)], make), Mode("chain-2", Tier(2)), jobs, workload="code", batch_size=1)
+    run = run_queue(build(target, (), make, depth=2), Mode("chain-2", Tier(2)), jobs, workload="code", batch_size=1)
     assert [c.token_ids for c in run.completions] == [c.token_ids for c in reference.completions]
     kept = [r for r in run.rounds if r.tokens]
     assert metrics.mean_accepted_length([dataclasses.replace(run, rounds=tuple(kept))]) == pytest.approx(2.5, abs=0.4)
