@@ -251,7 +251,7 @@ def test_the_real_thing(tmp_path: Path, kept_executables: Path, environment: dic
     flags = ["--port", "0", "--metrics-port", "0", "--host", "127.0.0.1", "--withdrawal-seconds", "0"]
     # The executables are those of test_openai_end_to_end.py.
     few = ["--policy", "static", "--depth", "2", "--max-batch-size", "2", "--max-seq-len", "512", "--batch-buckets",
-           "2", "--variants", "sampled", "--compile-cache", str(kept_executables)]  # fmt: skip
+           "2", "--variants", "sampled", "--prefill-chunk", "16", "--compile-cache", str(kept_executables)]  # fmt: skip
     with log.open("w") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "serve", *flags, *few],

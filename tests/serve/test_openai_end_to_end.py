@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Few executables; test_command.py starts a server with the same ones.
-SIZES = dict(max_batch_size=2, max_seq_len=512, batch_buckets=(2,), variants=("sampled",))
+SIZES = dict(max_batch_size=2, max_seq_len=512, batch_buckets=(2,), variants=("sampled",), prefill_chunk=16)
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 MESSAGES: Any = [{"role": "user", "content": "Tell me of the king and his sons."}]
 CHAT_TEXT = "<|bos|>user: Tell me of the king and his sons.\nassistant:"
