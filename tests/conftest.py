@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 #: memory mappings, of which Linux allows a process 65,530.
 QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 #: Containers that come before the collector looks at the young ones, and looks after which it goes on to the older.
-#: Tracing makes millions that stay: with CPython's 700, 10 and 10, a twelfth of what tests cost went into looking.
+#: Tracing makes millions that stay: with CPython's 700, 10 and 10, some 8% of the processor's time of an engine's test
+#: (perf, tests/engine/test_budgets.py) went into looking.
 COLLECT = (20_000, 20, 10)
 #: Mappings from which on a process drops what the files of tests before have compiled.
 MANY = 15_000
