@@ -21,7 +21,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "schedule": ("jaxspec.adaptive.schedule", "KIND"),
 }
 #: The kind of what is named by the path of a file.
-_OF_FILES = ("jaxspec.adaptive.profile", "KIND")
+_OF_FILES = ("jaxspec.adaptive.sglang", "KIND")
 
 
 def names() -> tuple[str, ...]:

@@ -8,10 +8,10 @@ from jaxspec.adaptive.kind import PolicyKind, Room, Settings
 from jaxspec.tier import Tier
 
 
-class Profile(PolicyKind):
+class Sglang(PolicyKind):
     """`depth` is the step that its slots start with."""
 
-    name = "profile"
+    name = "sglang"
     fields = frozenset({"depth"})
 
     def reachable(self, settings: Settings, room: Room) -> dict[Tier, tuple[int, ...]]:
@@ -24,4 +24,4 @@ class Profile(PolicyKind):
         return EmaPolicy(params, {step: settings.tier(step) for step in params.candidate_steps})
 
 
-KIND = Profile()
+KIND = Sglang()
