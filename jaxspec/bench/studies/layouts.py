@@ -8,19 +8,17 @@ docs/kernels.md holds the figures.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.bench.studies import report
 from jaxspec.bench.studies.rounds import SHAPES, random_weights
 from jaxspec.cache import init_pages
 from jaxspec.models.base import ModelConfig
@@ -135,8 +133,7 @@ def measure(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    line = (__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m jaxspec.bench.studies.layouts", description=line)
+    parser = report.parser("layouts", __doc__)
     add = parser.add_argument
     add("--shape", choices=sorted(SHAPES), default="8b")
     add("--batch", type=int, default=1)
@@ -144,7 +141,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--steps", type=int, default=20, help="steps dispatched back to back")
     add("--repeats", type=int, default=5, help="medians are taken over these")
-    add("--json", metavar="FILE")
     args = parser.parse_args(argv)
 
     cfg, dtype = SHAPES[args.shape][0], jnp.dtype(args.dtype)
@@ -163,10 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{row['compile_s']:9.1f}",
             flush=True,
         )
-    if args.json:
-        conditions = {**vars(args), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
-        del conditions["json"]
-        Path(args.json).write_text(json.dumps({"conditions": conditions, "layouts": rows}, indent=1) + "\n")
+    report.write(args, "layouts", rows)
     return 0
 
 

@@ -8,13 +8,10 @@ less; and whether a row's bits are those that the most rows gave.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +20,7 @@ import numpy as np
 from flax import nnx
 
 from jaxspec.assemble import resolve_model
+from jaxspec.bench.studies import report
 from jaxspec.checkpointing import hf
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import Linear, column_blocks
@@ -89,13 +87,11 @@ def measure(calls: dict[tuple[str, int], Callable[[], jax.Array]], repeats: int)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    line = (__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m jaxspec.bench.studies.products", description=line)
+    parser = report.parser("products", __doc__)
     add = parser.add_argument
     add("--model", default="demo")
     add("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 256, 512])
     add("--repeats", type=int, default=15, help="medians are taken over these, interleaved")
-    add("--json", type=Path)
     args = parser.parse_args(argv)
 
     cfg = hf.load_config(resolve_model(args.model))
@@ -104,8 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in found:
         same = "same" if row["same_bits"] else "others"
         print(f"{row['layout']:7s} {row['rows']:5d}  {row['wall_ms']:8.2f}  {row['processor_ms']:13.2f}   {same}")
-    if args.json:
-        args.json.write_text(json.dumps({"jax": jax.__version__, "products": found}, indent=1) + "\n")
+    report.write(args, "products", found)
     return 0
 
 

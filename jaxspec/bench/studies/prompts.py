@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +22,7 @@ import numpy as np
 from flax import nnx
 
 from jaxspec.assemble import assemble, resolve_model
+from jaxspec.bench.studies import report
 from jaxspec.bench.studies.rounds import SHAPES, random_weights
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
@@ -107,8 +106,7 @@ def measure(engine: Engine, count: int, tokens: int, args: argparse.Namespace) -
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    line = (__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m jaxspec.bench.studies.prompts", description=line)
+    parser = report.parser("prompts", __doc__)
     add = parser.add_argument
     add("--shape", choices=("demo", *sorted(SHAPES)), default="demo")
     add("--requests", type=int, default=16, help="short prompts at once")
@@ -120,7 +118,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--dtype", choices=("bfloat16", "float32"), help="default: the engine's")
     add("--rate", type=float, help="TFLOP/s, for the floor; default: the device's where it is known")
     add("--repeats", type=int, default=5, help="medians are taken over these")
-    add("--json", metavar="FILE")
     args = parser.parse_args(argv)
 
     device = jax.devices()[0]
@@ -128,8 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = target_of(args.shape, jnp.dtype(args.dtype or ("float32" if cpu else "bfloat16")))
     engine = build(target, args.long, args.requests, max(args.tokens), args)
     sizes = engine.facts.sizes
-    known = next((rate for name, rate in RATES.items() if name in device.device_kind), None)
-    rate = args.rate * 1e12 if args.rate else known
+    rate = report.rate(RATES, args.rate)
     print(
         f"{args.shape} on {device.device_kind}, prefill_chunk {sizes.prefill_chunk}, max_num_batched_tokens "
         f"{sizes.max_num_batched_tokens}, {engine.stats.executables} executables in {engine.stats.warmup_seconds:.0f} s"
@@ -147,10 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             flush=True,
         )
         rows.append(row)
-    if args.json:
-        conditions = {**vars(args), "device": device.device_kind, "jax": jax.__version__}
-        del conditions["json"]
-        Path(args.json).write_text(json.dumps({"conditions": conditions, "prompts": rows}, indent=1) + "\n")
+    report.write(args, "prompts", rows)
     return 0
 
 

@@ -9,14 +9,11 @@ tokens over the batch, stand behind their tier's.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,6 +22,7 @@ import numpy as np
 from flax import nnx
 
 from jaxspec.adaptive.static import packed_tokens
+from jaxspec.bench.studies import report
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import Transformer
 from jaxspec.runtime.compile import use_persistent_cache
@@ -137,8 +135,7 @@ class Bench:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    line = (__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m jaxspec.bench.studies.rounds", description=line)
+    parser = report.parser("rounds", __doc__)
     add = parser.add_argument
     add("--shape", choices=sorted(SHAPES), default="8b")
     add("--batch", type=int, nargs="+", default=[1])
@@ -152,7 +149,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--rounds", type=int, default=50, help="rounds dispatched back to back")
     add("--repeats", type=int, default=5, help="medians are taken over these")
     add("--bandwidth", type=float, help="TB/s, for the floor; default: the device's where it is known")
-    add("--json", metavar="FILE")
     args = parser.parse_args(argv)
 
     tiers = [Tier(depth) for depth in sorted({0, *args.depth})]
@@ -162,8 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         kernels=args.kernels, sampled=args.sampled, page=args.page, budgets=args.budget,
     )  # fmt: skip
     bench = Bench(runner, args.context)
-    known = next((rate for name, rate in BANDWIDTH.items() if name in device.device_kind), None)
-    rate = args.bandwidth * 1e12 if args.bandwidth else known
+    rate = report.rate(BANDWIDTH, args.bandwidth)
     cfg = runner.config
     kv = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * jnp.dtype(args.dtype).itemsize * args.context
     rows = []
@@ -185,10 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 flush=True,
             )
             rows.append(row)
-    if args.json:
-        conditions = {**vars(args), "device": device.device_kind, "jax": jax.__version__}
-        del conditions["json"]
-        Path(args.json).write_text(json.dumps({"conditions": conditions, "rounds": rows}, indent=1) + "\n")
+    report.write(args, "rounds", rows)
     return 0
 
 

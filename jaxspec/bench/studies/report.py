@@ -1,0 +1,41 @@
+"""What the studies' commands share: their parser, a device's rates, and the file of --json."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxspec import cli
+
+
+def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """A study's parser, with --json FILE, described by the first paragraph of its module's docstring."""
+    line = (doc or "").split("\n\n")[0]
+    p = argparse.ArgumentParser(
+        prog=f"python -m jaxspec.bench.studies.{name}", description=line, formatter_class=cli.Help
+    )
+    p.add_argument("--json", type=Path, metavar="FILE", help="write conditions and rows there (default: nowhere)")
+    return p
+
+
+def rate(known: Mapping[str, float], given: float | None) -> float | None:
+    """What this device does a second: 1e12 times what the user says, else by the data sheet; None: unknown."""
+    if given:
+        return given * 1e12
+    kind = jax.devices()[0].device_kind
+    return next((rate for name, rate in known.items() if name in kind), None)
+
+
+def write(args: argparse.Namespace, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows under a name, with the conditions beside them, where --json asks for it."""
+    if args.json is None:
+        return
+    conditions = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    del conditions["json"]
+    conditions |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    args.json.write_text(json.dumps({"conditions": conditions, name: rows}, indent=1) + "\n")
