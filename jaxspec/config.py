@@ -13,11 +13,22 @@ from typing import Any, Literal, get_args
 
 from jaxspec.adaptive import registry
 from jaxspec.adaptive.kind import PolicyKind
+from jaxspec.names import tells_names
 from jaxspec.tier import Tier, max_nodes
 
 Verification = Literal["coupled", "rejection", "typical"]
 VERIFICATIONS: tuple[str, ...] = get_args(Verification)
 _MAX_DEPTH = 32
+#: What vLLM and SGLang call these settings.
+_SPECULATION_ELSEWHERE = {
+    "num_speculative_tokens": "depth", "speculative_num_steps": "depth", "speculative_eagle_topk": "topk",
+    "speculative_num_draft_tokens": "num_nodes", "method": "LLM(drafter=)", "model": "LLM(drafter=)",
+}  # fmt: skip
+#: What vLLM calls an engine's.
+ENGINE_ELSEWHERE = {
+    "max_model_len": "max_seq_len", "max_num_seqs": "max_batch_size", "gpu_memory_utilization": "memory_fraction",
+    "tensor_parallel_size": "tensor_parallel", "block_size": "page_size", "num_gpu_blocks_override": "num_pages",
+}  # fmt: skip
 
 
 def _integer(owner: str, name: str, value: Any, low: int, high: int | None = None) -> None:
@@ -42,6 +53,7 @@ def _takers(field: str) -> str:
     return f"the {' or '.join(kind.name for kind in registry.kinds() if field in kind.fields)} policy"
 
 
+@tells_names(_SPECULATION_ELSEWHERE)
 @dataclasses.dataclass(frozen=True)
 class SpeculationConfig:
     """How much to draft, and how drafts are verified.
@@ -193,11 +205,7 @@ class SpeculationConfig:
             return value
         if not isinstance(value, Mapping):
             raise ValueError(f"speculation must be a SpeculationConfig or a dict, got {type(value).__name__}")
-        names = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(value) - names)
-        if unknown:
-            raise ValueError(f"speculation has unknown fields {unknown}; known are {sorted(names)}")
-        return cls(**value)
+        return cls(**{str(name): given for name, given in value.items()})
 
 
 WARMUPS = ("background", "eager")
@@ -205,6 +213,7 @@ WARMUPS = ("background", "eager")
 KERNELS = (None, "reference", "tpu", "gpu", "interpret")
 
 
+@tells_names(ENGINE_ELSEWHERE)
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """Sizes of the engine.

@@ -7,7 +7,6 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,9 +16,10 @@ from tqdm import tqdm
 from jaxspec.adaptive.controller import Recorder
 from jaxspec.adaptive.policy import TierPolicy
 from jaxspec.assemble import build_engine
-from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.config import ENGINE_ELSEWHERE, EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Event, Finished
+from jaxspec.names import refuse_unknown
 from jaxspec.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from jaxspec.shared import SharedEngine
 from jaxspec.stats import EngineStats
@@ -28,12 +28,6 @@ from jaxspec.text.grammar import Grammar, GrammarSpec
 #: A text, token ids, or vLLM's dictionary of either; ids may have their text beside them, which is only reported.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
-#: What vLLM calls these arguments.
-_VLLM = {
-    "max_model_len": "max_seq_len", "max_num_seqs": "max_batch_size", "gpu_memory_utilization": "memory_fraction",
-    "tensor_parallel_size": "tensor_parallel", "block_size": "page_size", "num_gpu_blocks_override": "num_pages",
-    "speculative_config": "speculation",
-}  # fmt: skip
 #: One for all prompts, or one each; None constrains nothing.
 Grammars = GrammarSpec | Sequence[GrammarSpec | None] | None
 
@@ -137,12 +131,9 @@ class LLM:
         progress: bool = True,
         **engine: Any,
     ):
-        known = {f.name for f in dataclasses.fields(EngineConfig)}
-        unknown = sorted(set(engine) - known)
-        if unknown:
-            meant = {name: _VLLM.get(name) or "".join(get_close_matches(name, known, 1)) for name in unknown}
-            hint = "".join(f"; for {name!r} say {here!r}" for name, here in meant.items() if here)
-            raise ValueError(f"LLM got unknown arguments {unknown}{hint}; EngineConfig has {sorted(known)}")
+        mine = {"model", "drafter", "speculation", "progress"}
+        known = {*mine, *(field.name for field in dataclasses.fields(EngineConfig))}
+        refuse_unknown("LLM", engine, known, {**ENGINE_ELSEWHERE, "speculative_config": "speculation"})
         config = EngineConfig(max_batch_size=max_batch_size, max_seq_len=max_seq_len, seed=seed, **engine)
         built = build_engine(model, drafter, speculation, config, progress=progress)
         self.shared = SharedEngine(built)

@@ -14,6 +14,8 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxspec.names import tells_names
+
 #: Below this temperature a row takes the argmax (dividing by it would overflow float32 logits).
 GREEDY_TEMPERATURE = 1e-5
 MAX_STOP_STRINGS = 64
@@ -22,6 +24,12 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 64
 MAX_PRIORITY = 100
 _INT32_MAX = 2**31 - 1
+#: What Hugging Face, llama.cpp and vLLM call what is called otherwise here.
+_ELSEWHERE = {
+    "max_new_tokens": "max_tokens", "n_predict": "max_tokens", "num_return_sequences": "n", "repeat_penalty":
+    "repetition_penalty", "stop_strings": "stop", "eos_token_id": "stop_token_ids", "do_sample": "temperature",
+    "guided_decoding": "generate(..., grammar=)", "structured_outputs": "generate(..., grammar=)",
+}  # fmt: skip
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
@@ -51,6 +59,7 @@ def _items(name: str, value: Any, limit: int) -> tuple[Any, ...]:
     return items
 
 
+@tells_names(_ELSEWHERE)
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends; names and defaults are vLLM's.

@@ -14,16 +14,29 @@ from jaxspec.drafters import registry
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "numpy", "ml_dtypes", "safetensors", "torch"}
-HOST_PURE = {"config", "request", "tier", "sizes", "events", "stats", "adaptive", "scheduling", "traffic", "laps"}
+HOST_PURE = {
+    "names",
+    "config",
+    "request",
+    "tier",
+    "sizes",
+    "events",
+    "stats",
+    "adaptive",
+    "scheduling",
+    "traffic",
+    "laps",
+}
 #: Host-pure parts that may use NumPy: what is asked of every row, once a step, is asked of arrays.
 COUNTS_IN_ARRAYS = {"scheduling"}
 #: Parts of jaxspec (modules or packages) and the other parts that they may import.
-EVERYONE = {"config", "request", "tier", "sizes"}
+EVERYONE = {"config", "request", "tier", "sizes", "names"}
 ALLOWED = {
     "tier": set(),
     "sizes": set(),
-    "request": set(),
-    "config": {"tier", "adaptive"},
+    "names": set(),
+    "request": {"names"},
+    "config": {"tier", "adaptive", "names"},
     "traffic": {"request"},
     "adaptive": {"tier"},
     "scheduling": {"request", "sizes"},

@@ -14,6 +14,10 @@ from jaxspec.tier import PLAIN, Tier
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        (
+            {"num_speculative_tokens": 3},
+            r"unknown arguments \['num_.*'\]; for 'num_speculative_tokens' say 'depth'; it ",
+        ),
         ({"policy": 3}, r"policy must be 'adaptive', 'static', 'off', 'heuristic', 'schedule' or a path, got 3"),
         ({"depth": -1}, r"depth must be an int in \[0, 32\], got -1"),
         ({"depth": 33}, r"depth must be an int in \[0, 32\], got 33"),
@@ -136,7 +140,7 @@ def test_dictionaries_become_configurations():
     assert SpeculationConfig.of(None) == SpeculationConfig()
     config = SpeculationConfig(depth=2)
     assert SpeculationConfig.of(config) is config and SpeculationConfig.of({"depth": 2}) == config
-    with pytest.raises(ValueError, match=r"unknown fields \['dept'\]; known are \['budget', 'candidate_steps'"):
+    with pytest.raises(ValueError, match=r"\['dept'\]; for 'dept' say 'depth'; it has \['budget', 'candidate_steps'"):
         SpeculationConfig.of({"dept": 2})
     with pytest.raises(ValueError, match="must be a SpeculationConfig or a dict, got int"):
         SpeculationConfig.of(3)  # type: ignore[arg-type]

@@ -57,6 +57,12 @@ def test_integers_must_be_integers_and_in_range(name: str, value: Any):
         ({"logit_bias": {1: 101}}, r"logit_bias\[1\] must be a finite number in \[-100, 100\], got 101"),
         ({"logit_bias": {1: math.nan}}, r"logit_bias\[1\] must be a finite number in \[-100, 100\], got nan"),
         ({"ignore_eos": 1}, "ignore_eos must be True or False, got 1"),
+        ({"max_token": 5}, r".*for 'max_token' say 'max_tokens'; it has \['frequency_pe.*"),
+        (
+            {"max_new_tokens": 5, "zzz": 1},
+            r".*\['max_new_tokens', 'zzz'\]; for 'max_new_tokens' say 'max_tokens'; it.*",
+        ),
+        ({"structured_outputs": {}}, r".*say 'generate\(..., grammar=\)'; it has.*"),
     ],
 )
 def test_refusals_name_field_value_and_range(fields: dict[str, Any], message: str):

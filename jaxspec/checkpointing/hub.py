@@ -30,7 +30,7 @@ def download(hub_id: str) -> Path:
     except ImportError as e:
         raise ValueError(
             f"{hub_id!r} is no directory, and looks like an id of the Hugging Face hub, but the package "
-            f"huggingface_hub is not installed: {by_hand}"
+            f"huggingface_hub is not installed: install it, or elsewhere {by_hand}"
         ) from e
     try:
         return Path(hub.snapshot_download(hub_id, allow_patterns=list(_READ)))
