@@ -19,10 +19,12 @@ from typing import Any, Self
 
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Event, Finished
-from jaxspec.llm import LLM, Prepared, Prompt
+from jaxspec.llm import LLM, Prepared
+from jaxspec.prompts import Prompt
 from jaxspec.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from jaxspec.shared import SharedEngine
 from jaxspec.text.grammar import GrammarSpec
+from jaxspec.text.tokenizer import Tokenizer
 
 
 class AsyncLLM:
@@ -109,6 +111,14 @@ class AsyncLLM:
         finally:
             del self._by_id[name]
             stream.abandon()
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer, awaited as vLLM's is; its chat template makes conversations prompts.
+
+        Raises:
+          ValueError: as LLM.tokenizer.
+        """
+        return self.llm.tokenizer
 
     def _mailbox(self) -> _Mailbox:
         loop = asyncio.get_running_loop()

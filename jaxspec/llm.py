@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 from tqdm import tqdm
 
 from jaxspec.adaptive.controller import Recorder
@@ -20,14 +19,13 @@ from jaxspec.config import ENGINE_ELSEWHERE, EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Event, Finished
 from jaxspec.names import refuse_unknown
+from jaxspec.prompts import Conversation, Prompt, as_list, params_for, text_and_ids
 from jaxspec.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from jaxspec.shared import SharedEngine
 from jaxspec.stats import EngineStats
 from jaxspec.text.grammar import Grammar, GrammarSpec
+from jaxspec.text.tokenizer import Tokenizer
 
-#: A text, token ids, or vLLM's dictionary of either; ids may have their text beside them, which is only reported.
-Prompt = str | Sequence[int] | Mapping[str, Any]
-_PROMPT_KEYS = ("prompt", "prompt_token_ids")
 #: One for all prompts, or one each; None constrains nothing.
 Grammars = GrammarSpec | Sequence[GrammarSpec | None] | None
 
@@ -172,7 +170,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         grammar: Grammars = None,
         use_tqdm: bool = True,
@@ -182,7 +180,7 @@ class LLM:
         Args:
           prompts: a text, a list of token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these, which
             may be empty.
-          params: one for all prompts, or one each; None is SamplingParams().
+          sampling_params: one for all prompts, or one each; None is SamplingParams().
           grammar: what the texts have to be; one for all prompts, or one each. Needs LLM(structured_output=True).
           use_tqdm: a progress bar over prompts, where there is more than one.
 
@@ -193,7 +191,7 @@ class LLM:
           ValueError: a prompt or parameters that cannot be honoured. Nothing was run, and the engine stays usable.
           Exception: what a step raised, in whichever thread: it ends every call under way.
         """
-        run = self._submit(prompts, params, grammar, whole=True)
+        run = self._submit(prompts, sampling_params, grammar, whole=True)
         outputs: list[RequestOutput | None] = [None] * len(run.groups)
         try:
             with tqdm(total=len(run.groups), desc="prompts", disable=not use_tqdm or len(run.groups) < 2) as bar:
@@ -208,7 +206,7 @@ class LLM:
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         grammar: Grammars = None,
     ) -> Iterator[tuple[int, Delta | Finished]]:
@@ -218,24 +216,53 @@ class LLM:
         prompt that have ended so far, the last one's the whole. Streams and calls of `generate` may be interleaved, in
         one thread or in several: whoever waits for a token advances all of them.
         """
-        return self._submit(prompts, params, grammar, whole=False)
+        return self._submit(prompts, sampling_params, grammar, whole=False)
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        grammar: GrammarSpec | None = None,
-    ) -> RequestOutput:
-        """Completes a conversation with the checkpoint's own chat template.
+        grammar: Grammars = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes one or many conversations with the checkpoint's own chat template.
+
+        Args:
+          messages: [{"role": ..., "content": ...}, ...], or a list of such lists. A content may also be a list of text
+            parts.
+          sampling_params, grammar, use_tqdm: as `generate`.
+          add_generation_prompt: whether the template opens the assistant's turn.
+          tools, chat_template_kwargs: reach the template.
+
+        Returns:
+          One RequestOutput a conversation, in order, as vLLM's.
 
         Raises:
-          ValueError: the checkpoint has no chat template.
+          ValueError: as `generate`, or the checkpoint has no chat template, or it refuses a conversation.
         """
         tokenizer = self.tokenizer
-        text = tokenizer.apply_chat_template(list(messages))
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-        return self.generate(tokens, params, grammar=grammar, use_tqdm=False)[0]
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+            raise ValueError(f"messages must be a list of {{'role': ..., 'content': ...}}, got {messages!r}")
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        variables = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
+        if tools is not None:
+            variables["tools"] = list(tools)
+        conversations: list[Any] = [messages] if one else list(messages)
+        texts = [tokenizer.apply_chat_template(messages, **variables) for messages in conversations]
+        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return self.generate(ids, sampling_params, grammar=grammar, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer, by vLLM's name for it.
+
+        Raises:
+          ValueError: as `tokenizer`.
+        """
+        return self.tokenizer
 
     @property
     def engine(self) -> Engine:
@@ -243,8 +270,8 @@ class LLM:
         return self.shared.engine
 
     @property
-    def tokenizer(self) -> Any:
-        """The checkpoint's tokenizer (jaxspec.text.tokenizer.Tokenizer).
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer.
 
         Raises:
           ValueError: there is none, by skip_tokenizer_init.
@@ -280,13 +307,13 @@ class LLM:
         Raises:
           ValueError: as `generate`.
         """
-        many = _as_list(prompts)
-        each = _params_for(many, params)
+        many = as_list(prompts)
+        each = params_for(many, params)
         grammars = self._grammars_for(many, grammar)
         prepared: list[Prepared] = []
         for position, (prompt, p, g) in enumerate(zip(many, each, grammars, strict=True)):
-            text, ids = _text_and_ids(prompt, position)
-            prepared.append(Prepared(text, self.tokenizer.encode(text) if ids is None else ids, p, g))
+            text, ids = text_and_ids(prompt, position)
+            prepared.append(Prepared(text, self.tokenizer.encode(text or "") if ids is None else ids, p, g))
         return prepared
 
     def _submit(
@@ -398,68 +425,3 @@ class _Run(Iterator[tuple[int, Delta | Finished]]):
     def __del__(self) -> None:
         # Also a stream that was never started holds a slot. The collector may run within a step, in this very thread.
         self._end(self._shared.abandon)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One or many prompts as a list of texts and lists of token ids."""
-    if isinstance(prompts, np.ndarray):
-        prompts = prompts.tolist()
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
-        raise ValueError(f"prompts must be a text, token ids, or a list of either, got {type(prompts).__name__}")
-    many: list[Any] = [item.tolist() if isinstance(item, np.ndarray) else item for item in prompts]
-    is_prompt = [isinstance(item, Sequence | Mapping) and not isinstance(item, bytes | bytearray) for item in many]
-    if many and not any(is_prompt):
-        return [many]
-    if not all(is_prompt):
-        odd = many[is_prompt.index(False)]
-        raise ValueError(f"prompts must all be texts or lists of token ids, got {odd!r} among them")
-    return many
-
-
-def _text_and_ids(prompt: Prompt, position: int) -> tuple[str | None, list[int] | None]:
-    """What one prompt of a call says: its text, its token ids, or both.
-
-    Raises:
-      ValueError: a dictionary with other keys or values, or nothing in it.
-    """
-    where = f"at position {position}"
-    if not isinstance(prompt, Mapping):
-        given: dict[str, Any] = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
-    else:
-        given = {key: value for key, value in prompt.items() if value is not None}
-        if unknown := [key for key in given if key not in _PROMPT_KEYS]:
-            raise ValueError(f"a prompt's keys must be of {list(_PROMPT_KEYS)}, got {unknown} {where}")
-        if not given:
-            raise ValueError(f"a prompt must have one of the keys {list(_PROMPT_KEYS)}, got {dict(prompt)!r} {where}")
-    text, ids = given.get("prompt"), given.get("prompt_token_ids")
-    if isinstance(ids, np.ndarray):
-        ids = ids.tolist()
-    if text is not None and not isinstance(text, str):
-        raise ValueError(f"a prompt's text must be a string, got {type(text).__name__} {where}")
-    if ids is not None and (not isinstance(ids, Sequence) or isinstance(ids, str | bytes | bytearray)):
-        raise ValueError(f"prompt_token_ids must be a list of token ids, got {type(ids).__name__} {where}")
-    if not (text if ids is None else ids):
-        raise ValueError(f"prompt must hold at least 1 token, got {prompt!r} {where}")
-    return text, None if ids is None else list(ids)
-
-
-def _params_for(
-    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * len(prompts)
-    if not isinstance(params, Sequence):
-        raise ValueError(f"params must be one SamplingParams or one for each prompt, got {type(params).__name__}")
-    each = list(params)
-    if len(each) != len(prompts):
-        raise ValueError(
-            f"params must be one SamplingParams or one for each prompt: got {len(each)} for {len(prompts)}"
-        )
-    for p in each:
-        if not isinstance(p, SamplingParams):
-            raise ValueError(f"params must hold SamplingParams, got {type(p).__name__}")
-    return each

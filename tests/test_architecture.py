@@ -63,8 +63,9 @@ ALLOWED = {
     | {"adaptive", "scheduling", "runtime", "models", "speculation", "checkpointing", "drafters", "text"}
     | {"facts", "engine"},
     "shared": EVERYONE | {"engine", "events"},
-    "llm": EVERYONE | {"adaptive", "assemble", "engine", "events", "shared", "stats", "text"},
-    "async_llm": EVERYONE | {"engine", "events", "llm", "shared", "text"},
+    "prompts": {"request"},
+    "llm": EVERYONE | {"adaptive", "assemble", "engine", "events", "prompts", "shared", "stats", "text"},
+    "async_llm": EVERYONE | {"engine", "events", "llm", "prompts", "shared", "text"},
     "chat": {"events", "llm", "request", "text"},
 }
 FRONTS = {"generate", "bench", "__init__"}

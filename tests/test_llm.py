@@ -120,6 +120,29 @@ def test_the_context_cuts_the_length(llm: LLM):
     idle(llm)
 
 
+def test_conversations(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    """One or several, each a list of messages, in vLLM's words; the template sees what is given beside them."""
+    seen: list[dict[str, Any]] = []
+
+    def render(messages: Any, /, **variables: Any) -> str:
+        seen.append(variables)
+        return "".join(message["content"] for message in messages)
+
+    assert llm.get_tokenizer() is llm.tokenizer
+    monkeypatch.setattr(llm.tokenizer, "apply_chat_template", render)
+    say = lambda *texts: [{"role": "user", "content": text} for text in texts]
+    one = llm.chat(say("ab", "c"), sampling_params=GREEDY, tools=[{"type": "function"}])
+    assert [o.prompt_token_ids for o in one] == [[0, 1, 2]]
+    assert seen == [{"tools": [{"type": "function"}], "add_generation_prompt": True}]
+    two = llm.chat([say("abc"), say("l", "k")], [GREEDY, GREEDY], chat_template_kwargs={"thinking": False})
+    assert [o.prompt_token_ids for o in two] == [[0, 1, 2], [11, 10]] and two[0].token_ids == one[0].token_ids
+    assert seen[1:] == [{"thinking": False, "add_generation_prompt": True}] * 2
+    assert llm.chat([]) == []
+    for messages in ("abc", say("abc")[0]):
+        with pytest.raises(ValueError, match="messages must be a list of"):
+            llm.chat(messages)  # pyright: ignore[reportArgumentType]
+
+
 def test_what_it_is_in_one_line(llm: LLM, directory: Path):
     assert repr(llm) == (
         f"LLM({str(directory)!r}, drafter='ngram', policy='static', tiers=[chain-3], dtype=float32, max_batch_size=2, "

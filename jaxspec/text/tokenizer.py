@@ -7,22 +7,18 @@ stop string). Must not know models, requests or the engine.
 
 from __future__ import annotations
 
-import datetime
-import functools
 import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Backend
 
 from jaxspec.checkpointing.tensors import read_json
+from jaxspec.text.chat_template import ChatTemplate, find_template
 
 #: The file that says how a checkpoint's text becomes token ids, and the one that is read where it is absent.
 FILE, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
@@ -71,7 +67,7 @@ class Tokenizer:
         self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self._bytes: dict[int, bytes] = {}
         self._pieces: dict[bool, dict[int, str]] = {False: {}, True: {}}
-        self._chat_template = chat_template
+        self._chat = None if chat_template is None else ChatTemplate(chat_template)
         self._special_tokens = dict(special_tokens or {})
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
@@ -120,7 +116,7 @@ class Tokenizer:
             bos_token_id=bos[0] if isinstance(bos, list) else bos,
             eos_token_ids=[i for i in eos if i is not None],
             add_bos_token=bool(settings.get("add_bos_token", False)),
-            chat_template=_chat_template(directory, settings),
+            chat_template=find_template(directory, settings),
             special_tokens=special,
         )
 
@@ -205,33 +201,26 @@ class Tokenizer:
             raise ValueError(f"token ids must lie in [0, {self.vocab_size}), got {token_id}")
         return token_id < 2**32 and self._backend.id_to_token(token_id) is not None
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether `skip_special_tokens` leaves this id out of a text."""
+        return token_id in self._special_ids
+
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """Renders a conversation in jinja2's sandbox; `variables` (tools, ...) reach the template.
 
-        Encode the result with add_special_tokens=False: templates write their own.
+        Encode the result with add_special_tokens=False: templates write their own. As in vLLM, a content that is a list
+        of text parts becomes a text with a line for each, and a tool call's arguments in JSON become what they say.
 
         Raises:
-          ValueError: no template, malformed messages, or a template that fails or refuses.
+          ValueError: no template, malformed messages, parts that are no text, a template that fails or refuses, or an
+            argument of transformers' method of this name that this one does not have.
         """
-        if self._chat_template is None:
+        if self._chat is None:
             raise ValueError("this checkpoint has no chat template (tokenizer_config.json or chat_template.jinja)")
-        if isinstance(messages, str | Mapping) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
-            raise ValueError(f"messages must be a list of {{'role': ..., 'content': ...}}, got {messages!r}")
-        known = {**self._special_tokens, "tools": None, "documents": None, **variables}
-        try:
-            return self._template.render(
-                messages=[dict(m) for m in messages], add_generation_prompt=add_generation_prompt, **known
-            )
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as e:
-            raise ValueError(f"the chat template failed on these messages: {e}") from e
-
-    @functools.cached_property
-    def _template(self) -> jinja2.Template:
-        """Compiled at its first use, which two threads may do at once; any thread may render it."""
-        assert self._chat_template is not None
-        return _environment().from_string(self._chat_template)
+        variables = {**self._special_tokens, "tools": None, "documents": None, **variables}
+        return self._chat.render(messages, {**variables, "add_generation_prompt": add_generation_prompt})
 
 
 class IncrementalDetokenizer:
@@ -261,10 +250,13 @@ class IncrementalDetokenizer:
         Raises:
           ValueError: a negative id.
         """
+        if self._skip and self._tokenizer.is_special(token_id):
+            return ""  # and what is beside it stays so: its bytes may belong together
         if self._context == len(self._window):
             piece = self._tokenizer.piece(token_id, skip_special_tokens=self._skip)
             if piece is not None:
-                self._window, self._context, self._emitted = [token_id], 1, len(piece)
+                if piece:
+                    self._window, self._context, self._emitted = [token_id], 1, len(piece)
                 return self._begun(piece)
         if not self._tokenizer.has_text(token_id):
             return ""
@@ -288,8 +280,9 @@ class IncrementalDetokenizer:
             except KeyError:
                 pass
             else:
-                if pieces:
-                    self._window, self._context, self._emitted = [token_ids[-1]], 1, len(pieces[-1])
+                shown = next((at for at in range(len(pieces) - 1, -1, -1) if pieces[at]), None)
+                if shown is not None:
+                    self._window, self._context, self._emitted = [token_ids[shown]], 1, len(pieces[shown])
                 return self._begun("".join(pieces))
         return "".join(map(self.feed, token_ids))
 
@@ -460,27 +453,3 @@ def _token(value: Any) -> str | None:
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) else None
-
-
-def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    value = settings.get("chat_template")
-    if isinstance(value, list):
-        named = {t.get("name"): t.get("template") for t in value if isinstance(t, Mapping)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """What the templates of published checkpoints expect to find."""
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    env.filters["tojson"] = lambda value, **how: json.dumps(value, **{"ensure_ascii": False, **how})
-    env.globals["raise_exception"] = _refuse
-    env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return env
-
-
-def _refuse(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
