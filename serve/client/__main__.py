@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO, cast
+
+import grpc
 
 from serve.client import Client, Delta, Finished, Options, Prompt, PromptInfo, ServerError
 
 #: What a shell expects of a command that Ctrl-C ended.
 _INTERRUPTED = 130
+#: Seconds between two looks at a server that is starting.
+_LOOK_SECONDS = 0.5
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--tls-key", metavar="PEM", help="its private key")
     server.add_argument("--timeout", type=float, metavar="SECONDS", help="deadline of the request (default: none)")
     server.add_argument("--retries", type=int, default=0, metavar="N", help="tries after 'full' (default: %(default)s)")
+    server.add_argument("--no-wait", action="store_true", help="an error, where the server is still starting")
     how = p.add_argument_group("request", "what shows no default here is left to the server, when left out")
     how.add_argument("--chat", action="store_true", help="the prompt is a user's message of a conversation")
     how.add_argument("--system", metavar="TEXT", help="with --chat: the system's message before it")
@@ -99,6 +106,30 @@ def run(client: Client, prompt: Prompt, options: Options, *, timeout: float | No
                     print(summary(info, event), file=sys.stderr)
 
 
+def wait_until_started(client: Client, timeout: float | None) -> bool:
+    """Tells on standard error how far a server is that is starting, until it is not; whether it has started.
+
+    Args:
+      timeout: most seconds to wait; None: as long as it takes.
+    """
+    end, told, waiting = None if timeout is None else time.monotonic() + timeout, "", True
+    while waiting and (end is None or time.monotonic() < end):
+        try:
+            info = client.server_info(timeout=10.0)
+        except ServerError:  # it is gone, or does not tell
+            break
+        waiting = info.state == "starting"
+        line = "the server is starting"
+        if info.executables:
+            line += f": {info.executables_ready} of {info.executables} executables that it needs"
+        if waiting and line != told:
+            print(line, file=sys.stderr, flush=True)
+            told = line
+        if waiting:
+            time.sleep(_LOOK_SECONDS)
+    return bool(told) and not waiting
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code: 1 what the server refused, 2 a wrong command line, 130 Ctrl-C."""
     p = parser()
@@ -111,12 +142,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             connection["token"] = Path(args.token_file).read_text(encoding="utf-8").split("\n", 1)[0].strip()
         prompt, options = _request(args)
         with Client(args.target, retries=args.retries, **connection) as client:
-            run(client, prompt, options, timeout=args.timeout, stats=args.stats, out=sys.stdout)
+            send = functools.partial(run, client, prompt, options, timeout=args.timeout, stats=args.stats)
+            try:
+                send(out=sys.stdout)
+            except ServerError as e:
+                refused = e.code is grpc.StatusCode.UNAVAILABLE and not args.no_wait
+                if not refused or not wait_until_started(client, args.timeout):
+                    raise
+                send(out=sys.stdout)
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     except ServerError as e:
         hint = "" if e.retry_after is None else f" (try again in {e.retry_after:g} s)"
+        if e.unreachable:
+            hint = f" (nobody answers at {args.target}; python -m serve starts a server)"
         print(f"error: {e}{hint}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

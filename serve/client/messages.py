@@ -86,6 +86,12 @@ class ServerError(Exception):
         """The server is full for now, and said when to come back."""
         return self.code is grpc.StatusCode.RESOURCE_EXHAUSTED and self.retry_after is not None
 
+    @property
+    def unreachable(self) -> bool:
+        """No connection came about: nobody listens there, or the network is in the way."""
+        message = self.message.lower()
+        return self.code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in message and "tls" not in message
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprob:

@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 from jaxspec import generate
-from serve.app import Server
+from serve.app import Server, description_for
 from serve.client import (
     AsyncClient,
     Client,
@@ -33,6 +33,7 @@ from serve.client import (
 )
 from serve.client.__main__ import _request, main, parser
 from serve.config import ServerConfig
+from serve.core.engine_client import ThreadLink
 from serve.core.errors import StatusError
 from serve.proto import generation_pb2 as pb
 from serve.proto.services import GENERATION, add_to
@@ -319,6 +320,42 @@ def test_the_command(kit: Any, capsys: pytest.CaptureFixture[str], monkeypatch: 
     kit.run(story())
 
 
+def test_the_command_waits_for_a_server_that_is_starting(
+    kit: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """And says how far it is; with --no-wait, and after --timeout, it is an error."""
+    monkeypatch.setattr("serve.client.__main__._LOOK_SECONDS", 0.02)
+    built = threading.Event()
+
+    def build(on_compiled: Any) -> Any:
+        on_compiled(2, 5)
+        assert built.wait(60)
+        return facade
+
+    facade, config = kit.clean(), ServerConfig(**BASE)
+
+    async def story() -> None:
+        server = Server(config, link=ThreadLink(build, description_for(config)))
+        await server.start()
+        await kit.eventually(lambda: server.engine.compiled == (2, 5))
+
+        async def command(*arguments: str) -> tuple[int, str, str]:
+            target = f"127.0.0.1:{server.port}"
+            code = await asyncio.to_thread(main, ["abcab", "--max-tokens", "8", "--target", target, *arguments])
+            return code, *capsys.readouterr()
+
+        for refused in (["--no-wait"], ["--timeout", "0.1"]):
+            code, out, err = await command(*refused)
+            assert (code, out) == (1, "") and err.endswith("error: UNAVAILABLE: the engine is starting\n")
+            assert ("is starting: 2 of 5 executables" in err) == (refused[0] == "--timeout")
+        threading.Timer(0.3, built.set).start()
+        code, out, err = await command()
+        assert (code, err) == (0, "the server is starting: 2 of 5 executables that it needs\n") and out
+        await server.stop()
+
+    kit.run(story())
+
+
 def test_ctrl_c_ends_the_request_and_the_command(kit: Any, monkeypatch: pytest.MonkeyPatch):
     class Interrupted(io.StringIO):
         """The terminal of somebody who presses Ctrl-C at the first word."""
@@ -347,7 +384,8 @@ def test_ctrl_c_ends_the_request_and_the_command(kit: Any, monkeypatch: pytest.M
 
 def test_nobody_is_there(capsys: pytest.CaptureFixture[str]):
     assert main(["abc", "--target", "127.0.0.1:1", "--timeout", "5"]) == 1
-    assert capsys.readouterr().err.startswith("error: UNAVAILABLE: ")
+    err = capsys.readouterr().err
+    assert err.startswith("error: UNAVAILABLE: ") and "nobody answers at 127.0.0.1:1; python -m serve starts" in err
     with pytest.raises(SystemExit) as wrong:
         main(["abc", "--system", "be kind"])
     assert wrong.value.code == 2
