@@ -143,6 +143,8 @@ class SpeculationConfig:
             raise ValueError(f"{what}, got policy {policy!r}")
         if self.depth is not None and "depth" not in kind.fields:
             raise ValueError(f"{me}.depth {self.depth} is a static tier's, got policy {policy!r}; use candidate_steps")
+        if self.num_nodes is not None and self.topk == 1 and kind.chooses:
+            raise ValueError(f"{me}.num_nodes {self.num_nodes} is for trees or a static tier, got topk 1 without depth")
         if self.budget is not None and "budget" not in kind.fields:
             raise ValueError(f"{me}.budget {self.budget} belongs to {_takers('budget')}, got policy {policy!r}")
         if self.num_speculative_tokens_per_batch_size is not None:

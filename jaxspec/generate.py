@@ -72,7 +72,7 @@ def _add_speculation(p: argparse.ArgumentParser) -> None:
         help="depths that the adaptive policy chooses among (default: by the device and the drafter)")  # fmt: skip
     add("--depth", type=int, metavar="N", help="draft tokens of a static tier (default: none, the policy chooses)")
     add("--topk", type=int, default=1, metavar="N", help="candidates a node: 1 drafts chains, more drafts trees")
-    add("--num-nodes", type=int, metavar="N", help="nodes of a tree, root included (default: none, trees need it)")
+    add("--num-nodes", type=int, metavar="N", help="nodes of a tree, root included (default: 2 * topk)")
     add("--verification", choices=VERIFICATIONS, default="coupled", help="how drafts are accepted; typical is lossy")
 
 

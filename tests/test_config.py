@@ -61,6 +61,7 @@ from jaxspec.tier import PLAIN, Tier
             {"depth": 3, "topk": 2, "num_nodes": 12},
             r"num_nodes must lie between depth \+ 1 = 4 and 11 for topk 2, got 12",
         ),
+        ({"num_nodes": 5}, r"num_nodes 5 is for trees or a static tier, got topk 1 without depth"),
         ({"depth": 3, "num_nodes": 5}, r"num_nodes must lie between depth \+ 1 = 4 and 4 for topk 1, got 5"),
     ],
 )

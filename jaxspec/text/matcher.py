@@ -230,7 +230,10 @@ class Guide:
 
 
 def first_line(message: str) -> str:
-    return message.strip().partition("\n")[0][:300]
+    """The first line of what llguidance says, and the reason that its parser of regular expressions gives below."""
+    first, _, rest = message.strip().partition("\n")
+    reason = next((line for line in rest.splitlines() if line.startswith("error: ")), "")
+    return f"{first[:300]} {reason.removeprefix('error: ')[:100]}".rstrip()
 
 
 def _plainly(message: str) -> str:
