@@ -253,6 +253,8 @@ def build_engine(
     dtype = jnp.dtype(config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     shards = config.tensor_parallel
     check_divides(hf.load_config(model_dir), shards)
+    if config.profile is not None:
+        CostProfile.load(config.profile)  # before weights are: whether it can be read
     # What is going to be split need not fit any device as a whole.
     load = host_memory if shards > 1 else contextlib.nullcontext
     with load():

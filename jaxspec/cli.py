@@ -1,4 +1,4 @@
-"""What the command lines share: how they end, and help that shows defaults.
+"""What the command lines share: how they end, help that shows defaults, and flags that are none.
 
 Standard library only. Must not know what a command does.
 """
@@ -12,9 +12,11 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType, MappingProxyType
 from typing import NoReturn
+
+from jaxspec.names import hints
 
 #: Exit status after Ctrl-C, as shells have it.
 INTERRUPTED = 130
@@ -37,6 +39,29 @@ class Help(argparse.HelpFormatter):
         else:
             shown = "%(default)s"
         return f"{text} (default: {shown})"
+
+
+def parse(
+    p: argparse.ArgumentParser, argv: Sequence[str] | None, elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> argparse.Namespace:
+    """As `p.parse_args`, but who gives a flag that is none is told the one that was probably meant.
+
+    Args:
+      elsewhere: what other projects' settings are called here, as names of arguments.
+    """
+    args, left = p.parse_known_args(argv)
+    if left:
+        known = sorted({flag for action in p._actions for flag in action.option_strings})
+        flags = {_flag(name): _flag(here) for name, here in elsewhere.items() if _flag(here) in known}
+        hint = hints([word.partition("=")[0] for word in left if word.startswith("--")], known, flags)
+        if not left[0].startswith("-") and "--model" in known:
+            hint += "; a model is given as '--model'"
+        p.error(f"unrecognized arguments: {' '.join(left)}{hint}")
+    return args
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ Verification = Literal["coupled", "rejection", "typical"]
 VERIFICATIONS: tuple[str, ...] = get_args(Verification)
 _MAX_DEPTH = 32
 #: What vLLM and SGLang call these settings.
-_SPECULATION_ELSEWHERE = {
+SPECULATION_ELSEWHERE = {
     "num_speculative_tokens": "depth", "speculative_num_steps": "depth", "speculative_eagle_topk": "topk",
     "speculative_num_draft_tokens": "num_nodes", "method": "LLM(drafter=)", "model": "LLM(drafter=)",
 }  # fmt: skip
@@ -53,7 +53,7 @@ def _takers(field: str) -> str:
     return f"the {' or '.join(kind.name for kind in registry.kinds() if field in kind.fields)} policy"
 
 
-@tells_names(_SPECULATION_ELSEWHERE)
+@tells_names(SPECULATION_ELSEWHERE)
 @dataclasses.dataclass(frozen=True)
 class SpeculationConfig:
     """How much to draft, and how drafts are verified.

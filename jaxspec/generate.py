@@ -23,11 +23,11 @@ with cli.starting(__name__):
     from jaxspec.assemble import choose_policy, longest_text, resolve_drafter, resolve_model
     from jaxspec.chat import Chat, still_compiling
     from jaxspec.checkpointing import hf
-    from jaxspec.config import VERIFICATIONS, EngineConfig, SpeculationConfig
+    from jaxspec.config import ENGINE_ELSEWHERE, VERIFICATIONS, EngineConfig, SpeculationConfig
     from jaxspec.drafters import registry
     from jaxspec.events import Delta, Finished
     from jaxspec.llm import LLM
-    from jaxspec.request import RequestOutput, SamplingParams
+    from jaxspec.request import SAMPLING_ELSEWHERE, RequestOutput, SamplingParams
     from jaxspec.text.grammar import GrammarCompiler, GrammarSpec
     from jaxspec.text.tokenizer import Tokenizer
     from jaxspec.tier import PLAIN
@@ -254,7 +254,7 @@ def demo(llm: LLM, params: SamplingParams) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = parser()
-    args = p.parse_args(argv)
+    args = cli.parse(p, argv, {**ENGINE_ELSEWHERE, **SAMPLING_ELSEWHERE})
     if bool(args.prompt) + args.demo + args.chat != 1:
         p.error("give one of: prompts, --demo, --chat")
     try:

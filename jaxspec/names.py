@@ -14,22 +14,30 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+def hints(unknown: Iterable[str], known: Collection[str], elsewhere: Mapping[str, str]) -> str:
+    """What was probably meant, as the end of a message; "" where nothing is alike.
+
+    Args:
+      elsewhere: what other projects' names are called here; others are told what is spelt alike.
+    """
+    meant = {name: elsewhere.get(name) or "".join(get_close_matches(name, known, 1)) for name in unknown}
+    return "".join(f"; for {name!r} say {here!r}" for name, here in meant.items() if here)
+
+
 def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str], elsewhere: Mapping[str, str]) -> None:
     """Nothing where all that is given is known.
 
     Args:
       owner: what they are given to, and whose the known ones are.
-      elsewhere: what other projects' names are called here; others are told what is spelt alike.
+      elsewhere: see `hints`.
 
     Raises:
       ValueError: names what is not known, what was probably meant, and what there is.
     """
     unknown = sorted(set(given) - set(known))
-    if not unknown:
-        return
-    meant = {name: elsewhere.get(name) or "".join(get_close_matches(name, known, 1)) for name in unknown}
-    hint = "".join(f"; for {name!r} say {here!r}" for name, here in meant.items() if here)
-    raise ValueError(f"{owner} got unknown arguments {unknown}{hint}; it has {sorted(known)}")
+    if unknown:
+        hint = hints(unknown, known, elsewhere)
+        raise ValueError(f"{owner} got unknown arguments {unknown}{hint}; it has {sorted(known)}")
 
 
 def tells_names(elsewhere: Mapping[str, str]) -> Callable[[type[T]], type[T]]:

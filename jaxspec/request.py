@@ -25,7 +25,7 @@ MAX_CHOICES = 64
 MAX_PRIORITY = 100
 _INT32_MAX = 2**31 - 1
 #: What Hugging Face, llama.cpp and vLLM call what is called otherwise here.
-_ELSEWHERE = {
+SAMPLING_ELSEWHERE = {
     "max_new_tokens": "max_tokens", "n_predict": "max_tokens", "num_return_sequences": "n", "repeat_penalty":
     "repetition_penalty", "stop_strings": "stop", "eos_token_id": "stop_token_ids", "do_sample": "temperature",
     "guided_decoding": "generate(..., grammar=)", "structured_outputs": "generate(..., grammar=)",
@@ -59,7 +59,7 @@ def _items(name: str, value: Any, limit: int) -> tuple[Any, ...]:
     return items
 
 
-@tells_names(_ELSEWHERE)
+@tells_names(SAMPLING_ELSEWHERE)
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends; names and defaults are vLLM's.

@@ -24,7 +24,17 @@ with cli.starting(__name__):
     from jaxspec.adaptive import registry as policies
     from jaxspec.drafters import registry
     from jaxspec.tier import Tier
-    from serve.config import GROUPS, PART_DEFAULTS, PARTS, ServerConfig, descriptions, field_types, merged, read_file
+    from serve.config import (
+        ELSEWHERE,
+        GROUPS,
+        PART_DEFAULTS,
+        PARTS,
+        ServerConfig,
+        descriptions,
+        field_types,
+        merged,
+        read_file,
+    )
 
 if TYPE_CHECKING:
     from serve.core.engine_process import Child
@@ -179,7 +189,7 @@ def _fail(message: str, code: int) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     p = parser()
-    given = vars(p.parse_args(argv))
+    given = vars(cli.parse(p, argv, ELSEWHERE))
     print_config = given.pop("print_config", False)
     try:
         config = resolve(given)

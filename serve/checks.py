@@ -11,11 +11,13 @@ import ipaddress
 import logging
 import socket
 
+from jaxspec.adaptive.costprofile import CostProfile
 from jaxspec.assemble import choose_policy, longest_text, resolve_drafter, resolve_model
 from jaxspec.checkpointing import hf
 from jaxspec.checkpointing.tensors import read_tensors
 from jaxspec.drafters import registry
 from jaxspec.runtime.sharding import check_divides
+from jaxspec.traffic import TrafficLog
 from serve.config import ServerConfig
 
 _log = logging.getLogger("serve")
@@ -41,6 +43,10 @@ def check_model(config: ServerConfig) -> None:
     longest_text(engine, model.max_position_embeddings)
     with read_tensors(directory):  # opens every file, which shows what is absent, truncated or a pickle
         pass
+    if engine.profile is not None:
+        CostProfile.load(engine.profile)
+    if engine.traffic_log is not None:
+        TrafficLog(engine.traffic_log).close()
 
 
 def check_port(name: str, host: str, port: int) -> None:

@@ -20,7 +20,8 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.config import ENGINE_ELSEWHERE, SPECULATION_ELSEWHERE, EngineConfig, SpeculationConfig
+from jaxspec.names import hints
 from jaxspec.request import MAX_PRIORITY
 from jaxspec.tier import Tier, parse_tier
 
@@ -28,6 +29,14 @@ from jaxspec.tier import Tier, parse_tier
 PARTS: dict[str, type[Any]] = {"speculation": SpeculationConfig, "engine": EngineConfig}
 #: Where a server's defaults are not those of the classes: clients may send grammars unasked.
 PART_DEFAULTS: dict[str, dict[str, Any]] = {"speculation": {}, "engine": {"structured_output": True}}
+#: What vLLM's server and SGLang's call these settings.
+ELSEWHERE = {
+    **ENGINE_ELSEWHERE, **SPECULATION_ELSEWHERE, "method": "drafter", "api_key": "auth_token_file",
+    "ssl_certfile": "tls_cert", "ssl_keyfile": "tls_key", "model_path": "model", "context_length": "max_seq_len",
+    "tp_size": "tensor_parallel", "tp": "tensor_parallel", "mem_fraction_static": "memory_fraction",
+    "max_running_requests": "max_batch_size", "speculative_algorithm": "drafter",
+    "speculative_draft_model_path": "drafter",
+}  # fmt: skip
 #: A message larger than this cannot be told to gRPC, whose limits are int32 bytes.
 _MAX_MIB = 2047
 #: Titles of --help, in its order.
@@ -262,7 +271,12 @@ def _distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 def _refuse_unknown(prefix: str, values: Mapping[str, Any], known: set[str]) -> None:
     for name, value in values.items():
         if name not in known:
-            raise ValueError(f"unknown key {prefix}{name} (with the value {value!r}); known are {sorted(known)}")
+            # A flag has no part in front: what it says stands one level deeper in a file.
+            parts = {} if prefix else {f.name: part for part in PARTS for f in dataclasses.fields(PARTS[part])}
+            here = ELSEWHERE.get(name, name)
+            below = {name: f"{parts[here]}: {{{here}: ...}}"} if here in parts else ELSEWHERE
+            hint = hints([str(name)], {*known, *parts}, below)
+            raise ValueError(f"unknown key {prefix}{name} (with the value {value!r}){hint}; known are {sorted(known)}")
 
 
 def _part(name: str, owner: type[Any], values: Any, defaults: Mapping[str, Any]) -> Any:

@@ -58,7 +58,7 @@ ALLOWED = {
     | {"adaptive", "scheduling", "runtime", "text", "traffic", "events", "stats", "facts", "output", "reader"}
     | {"warming", "laps"},
     "train": EVERYONE | {"models", "speculation", "checkpointing", "drafters", "cache", "text", "cli"},
-    "cli": set(),
+    "cli": {"names"},
     "assemble": EVERYONE
     | {"adaptive", "scheduling", "runtime", "models", "speculation", "checkpointing", "drafters", "text"}
     | {"facts", "engine"},

@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from jaxspec import cli, generate
 from jaxspec.bench import __main__ as bench
 from jaxspec.bench.online import command as serving
 from jaxspec.train import __main__ as training
+from serve.__main__ import main as serve_main
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -100,6 +102,25 @@ def test_every_flag_shows_its_default():
     benches = [bench.parser(), *bench.subcommands().values(), serving.parser()]
     for parser in (generate.parser(), training.parser(), *train.values(), *benches):
         assert undocumented(parser) == [], parser.prog
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [
+        (generate.main, ["hi", "--max-new-tokens", "5"], "for '--max-new-tokens' say '--max-tokens'"),
+        (generate.main, ["hi", "--max-model-len=5"], "for '--max-model-len' say '--max-seq-len'"),
+        (generate.main, ["hi", "--zzz"], "unrecognized arguments: --zzz\n"),
+        (serve_main, ["--api-key", "x"], "for '--api-key' say '--auth-token-file'"),
+        (serve_main, ["--gpu-memory-utilization", ".9"], "for '--gpu-memory-utilization' say '--memory-fraction'"),
+        (serve_main, ["Qwen/Qwen3-0.6B"], "Qwen/Qwen3-0.6B; a model is given as '--model'"),
+    ],
+)
+def test_a_flag_that_is_none_is_answered_with_the_one_that_was_meant(
+    command: Any, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as end:
+        command(words)
+    assert end.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_the_commands_of_training_say_what_they_do():

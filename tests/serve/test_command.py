@@ -171,6 +171,11 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         lambda _: {"engine": {"max_seq_len": 10**6}},
         "max_seq_len must be at most the model's context of ",
     ),
+    "no profile": (lambda path: {"engine": {"profile": str(path / "no.json")}}, "no.json' cannot be read: "),
+    "no room for a traffic log": (
+        lambda path: {"engine": {"traffic_log": str(path / "no" / "log")}},
+        "no/log' cannot be opened for appending: ",
+    ),
 }
 
 

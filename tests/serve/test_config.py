@@ -195,8 +195,9 @@ def test_print_config_prints_and_exits(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prot: 5", r"unknown key prot \(with the value 5\); known are \['admin_token_file'"),
-        ("engine: {batch: 5}", r"unknown key engine\.batch \(with the value 5\); known are \['batch_buckets'"),
+        ("prot: 5", r"unknown key prot \(with the value 5\); for 'prot' say 'port'; known are \['admin_token_file'"),
+        ("max_model_len: 5", r"for 'max_model_len' say 'engine: \{max_seq_len: \.\.\.\}'; known are"),
+        ("engine: {batch: 5}", r"unknown key engine\.batch \(with the value 5\).*; known are \['batch_buckets'"),
         ("engine: 5", "engine must be a mapping with fields of EngineConfig, got 5"),
         ("engine: {page_size: big}", "engine: EngineConfig.page_size must be an int in .*, got 'big'"),
         ("speculation: {depth: 99}", "speculation: SpeculationConfig.depth must be an int in .*, got 99"),
