@@ -44,7 +44,7 @@ chain = drafts.unrolled
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Geometry not given is the target's."""
     command.add_common_arguments(p)
-    p.add_argument("--arch", choices=ARCHITECTURES, help="default: eagle3, or what --init-from is")
+    p.add_argument("--arch", choices=ARCHITECTURES, help="default: eagle3.1, or what --init-from is")
     p.add_argument("--hidden-size", type=int, help="width of the head (default: the target's)")
     p.add_argument("--intermediate-size", type=int, help="width of its MLP (default: the target's)")
     p.add_argument("--layers", type=int, help="decoder layers (default 1)")
@@ -207,7 +207,9 @@ def build_eagle3(setup: command.Setup) -> tuple[Eagle3Head, dict[str, Any]]:
     target_ids = draft_vocabulary(setup.token_counts_V, args.draft_vocab_size, coverage)
     share = float(setup.token_counts_V[target_ids].sum() / max(1, setup.token_counts_V.sum()))
     print(f"draft vocabulary: {len(target_ids)} tokens, {share:.2%} of the learned ones", flush=True)
-    newer = args.arch == "eagle3.1"
+    newer = args.arch != "eagle3"
+    if newer and args.norm_before_fc:
+        raise ValueError("--norm-before-fc belongs to --arch eagle3, got it with eagle3.1, which norms each state")
     cfg = Eagle3Config(
         **_geometry(args, target),
         target_hidden_size=target.config.hidden_size,
