@@ -178,8 +178,7 @@ class RoundKey:
     tokens: int | None = None
 
     def lowering(self, at: Setting) -> Lowering:
-        # A plain round does not even pay for the drafter's arguments.
-        draft = Held.DRAFT if self.tier.depth else ()
+        draft = Held.DRAFT if at.spec.takes_drafter(self.tier) else ()
         args = (Held.TARGET, draft, Held.STATE, at.batch(self.bucket))
         if self.tokens is None:
             fn = rounds.round_fn(at.spec, self.tier, self.sampled)
@@ -196,7 +195,8 @@ class GuidedKey:
     bucket: int
 
     def lowering(self, at: Setting) -> Lowering:
-        args = (Held.TARGET, (), Held.STATE, at.batch(self.bucket), at.shape(self.bucket, 1, at.words))
+        draft = Held.DRAFT if at.spec.takes_drafter(PLAIN) else ()
+        args = (Held.TARGET, draft, Held.STATE, at.batch(self.bucket), at.shape(self.bucket, 1, at.words))
         return Lowering(rounds.round_fn(at.spec, PLAIN, True), args, at.place.round_results(True))
 
 
@@ -241,7 +241,8 @@ class SettleKey:
 
     def lowering(self, at: Setting) -> Lowering:
         masks = at.shape(self.bucket, self.tier.num_nodes, at.words)
-        args = (Held.STATE, at.batch(self.bucket), *at.parts(self.tier, self.bucket), masks)
+        draft = Held.DRAFT if at.spec.takes_drafter(PLAIN) else ()
+        args = (draft, Held.STATE, at.batch(self.bucket), *at.parts(self.tier, self.bucket), masks)
         results = at.place.state, at.place.replicated, at.place.replicated
         return Lowering(guided.settle_fn(at.spec, self.tier), args, results)
 

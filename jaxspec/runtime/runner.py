@@ -51,7 +51,7 @@ from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.layouts import Admission, Batch
 from jaxspec.speculation.round import RoundSpec
 from jaxspec.speculation.state import DecodeState, Geometry
-from jaxspec.tier import Choice, Tier
+from jaxspec.tier import PLAIN, Choice, Tier
 
 
 class Guide(Protocol):
@@ -107,7 +107,7 @@ class Runner:
         self.laps = Laps()
         self._can = config
         self._lag: DraftLag | None = None
-        if drafter is not None and drafter.has_cache:
+        if drafter is not None and drafter.lags:
             self._lag = DraftLag(drafter.window, drafter.catch_up_tokens, geo.slots)
         self.reachable, self.variants, self.budgets = config.reachable, config.variants, config.budgets
         words = -(-self.config.vocab_size // 32)
@@ -328,8 +328,7 @@ class Runner:
         return total if self.config.tie_word_embeddings else total - embedding
 
     def _params_for(self, tier: Tier) -> tuple[jax.Array, ...]:
-        # A plain round does not even pay for the drafter's arguments.
-        return self._draft_params if tier.depth else ()
+        return self._draft_params if self.spec.takes_drafter(tier) else ()
 
     # Dispatch.
 
@@ -421,7 +420,8 @@ class Runner:
         """Dispatches a round's parts, the host's masks between them; (packed, what `logprobs_fn` reads)."""
         if tier.depth == 0:
             masks = self.put(guide.ahead(bucket, 1))
-            self._state, packed, kept = self._compiled[GuidedKey(bucket)](self._target, (), self._state, batch, masks)
+            args = self._target, self._params_for(tier), self._state, batch, masks
+            self._state, packed, kept = self._compiled[GuidedKey(bucket)](*args)
             return packed, kept
         ahead = self.put(guide.ahead(bucket, tier.depth))
         draft = self._compiled[DraftKey(tier, bucket)]
@@ -434,7 +434,7 @@ class Runner:
         tokens_parents = np.asarray(shown)  # waits for the drafts while the target runs
         masks = self.put(guide.masks(tokens_parents[:, 0], tokens_parents[:, 1]))
         settle = self._compiled[SettleKey(tier, bucket)]
-        self._state, packed, path = settle(self._state, batch, drafted, forward, masks)
+        self._state, packed, path = settle(self._params_for(PLAIN), self._state, batch, drafted, forward, masks)
         return packed, (forward.logits_BNV, path)
 
     def _pending(

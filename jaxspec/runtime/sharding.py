@@ -194,7 +194,7 @@ class AbstractRound:
         jitted = jax.jit(fn, donate_argnums=2, out_shardings=self.placement.round_results(sampled))
         target, draft_params, state, batch = self.arguments
         with self.placement.ambient():
-            traced = jitted.trace(target, draft_params if tier.depth else (), state, batch)
+            traced = jitted.trace(target, draft_params if self.spec.takes_drafter(tier) else (), state, batch)
             return traced.lower(lowering_platforms=None if platforms is None else tuple(platforms))
 
 

@@ -28,8 +28,10 @@ class Drafter(Protocol[Params, State]):
     aux_layers: tuple[int, ...]
     #: Tokens beyond a page's end that its cache entries depend on (prefix keys include them).
     lookahead: int
-    #: Whether it keeps cache entries under the target's page table (in which plain rounds leave gaps).
-    has_cache: bool
+    #: Whether its cache lags behind: rounds without drafting leave tokens that `catch_up` adds, or gaps.
+    lags: bool
+    #: Whether `extend` runs a part of the network: then rounds that draft nothing take the parameters too.
+    extends_by_params: bool
     #: Whether it can propose trees (topk > 1), and draw drafts from its own distribution.
     supports_trees: bool
     #: Most candidates a node: the draft vocabulary.
@@ -54,7 +56,7 @@ class Drafter(Protocol[Params, State]):
     catch_up_tokens: int
 
     def catch_up(self, params: Params, draft: State, rows: Rows, tokens_SL: jax.Array) -> State:
-        """Consumes committed tokens that rounds without drafting left behind (only where has_cache)."""
+        """Consumes committed tokens that rounds without drafting left behind (only where `lags`)."""
         ...
 
     def draft(
@@ -78,6 +80,10 @@ class Drafter(Protocol[Params, State]):
         """
         ...
 
-    def extend(self, draft: State, rows: Rows, aux_BDA: jax.Array | None, count_B: jax.Array) -> State:
-        """The round committed count_B tokens from position length on, whose aux states are aux_BDA."""
+    def extend(self, params: Params, draft: State, rows: Rows, aux_BDA: jax.Array | None, count_B: jax.Array) -> State:
+        """The round committed count_B tokens from position length on, whose aux states are aux_BDA.
+
+        Args:
+          params: (), unless `extends_by_params`, in rounds that draft nothing and in the parts of guided ones.
+        """
         ...

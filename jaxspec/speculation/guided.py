@@ -61,14 +61,18 @@ def forward_fn(spec: RoundSpec) -> Callable[..., Forward]:
 def settle_fn(spec: RoundSpec, tier: Tier) -> Callable[..., tuple[DecodeState, jax.Array, jax.Array]]:
     """The traced function that verifies and commits.
 
-    Takes (DecodeState after `draft_fn`, batch_BX, Drafted, Forward, allowed_BNW as round_fn's) and returns the
-    new DecodeState, the packed result and the path's nodes [B, depth + 1].
+    Takes (draft state where the drafter `extends_by_params`, else (), DecodeState after `draft_fn`, batch_BX, Drafted,
+    Forward, allowed_BNW as round_fn's) and returns the new DecodeState, the packed result and the path's nodes
+    [B, depth + 1].
     """
 
-    def run(state: DecodeState, batch_BX: jax.Array, drafted: Drafted, forward: Forward, allowed_BNW: jax.Array) -> Any:
+    def run(
+        draft_params: Any, state: DecodeState, batch_BX: jax.Array, drafted: Drafted, forward: Forward,
+        allowed_BNW: jax.Array,
+    ) -> Any:  # fmt: skip
         batch = Batch(batch_BX)
         rows = Rows.gather(state, batch.slot_B, spec.geo)
-        return Phases(spec, tier, True).settle(state, rows, batch.cap_B, drafted, forward, allowed_BNW)
+        return Phases(spec, tier, True).settle(draft_params, state, rows, batch.cap_B, drafted, forward, allowed_BNW)
 
     return run
 

@@ -139,7 +139,7 @@ def packed_fn(
         verdict = follow(
             choice_BN, finite_BN, tokens_BN, tree.parents_BN, tree.depths_BN, depth=tier.depth, chain=tier.is_chain
         )
-        state, packed = phases.conclude(state, rows, batch.cap_B, tree, verdict, forward)
+        state, packed = phases.conclude(draft_params, state, rows, batch.cap_B, tree, verdict, forward)
         packed = jnp.concatenate([packed, _labels(tree, verdict, choice_BN, chosen, vocab_size)], axis=1)
         path_BD = jnp.take_along_axis(chosen.slot_BN, verdict.path_BD, axis=1)
         return state, packed, (forward.logits_BNV, path_BD) if sampled else None

@@ -54,6 +54,10 @@ class RoundSpec:
     def aux_layers(self) -> tuple[int, ...]:
         return self.drafter.aux_layers if self.drafter is not None else ()
 
+    def takes_drafter(self, tier: Tier) -> bool:
+        """Whether rounds of a tier take the drafter's parameters; plain ones seldom pay even for the arguments."""
+        return tier.depth > 0 or (self.drafter is not None and self.drafter.extends_by_params)
+
     def draws_drafts(self, tier: Tier, sampled: bool) -> bool:
         """Whether drafts are drawn from the drafter's own distribution."""
         can = self.drafter is not None and self.drafter.supports_trees
@@ -157,7 +161,7 @@ class Phases:
         return draft, Drafted(tree, noise)
 
     def settle(
-        self, state: DecodeState, rows: Rows, cap_B: jax.Array, drafted: Drafted, forward: Forward,
+        self, draft_params: Any, state: DecodeState, rows: Rows, cap_B: jax.Array, drafted: Drafted, forward: Forward,
         allowed_BNW: jax.Array | None,
     ) -> tuple[DecodeState, jax.Array, jax.Array]:  # fmt: skip
         """Verifies and commits: (state, packed, path_BD)."""
@@ -173,21 +177,22 @@ class Phases:
             tree, adjusted, sampling, rows.length_B + 1, tier,
             noise_BDV=drafted.noise_BDV, kernels=spec.geo.kernels, typical=spec.typical,
         )  # fmt: skip
-        state, packed = self.conclude(state, rows, cap_B, tree, verdict, forward)
+        state, packed = self.conclude(draft_params, state, rows, cap_B, tree, verdict, forward)
         return state, packed, verdict.path_BD
 
     def conclude(
-        self, state: DecodeState, rows: Rows, cap_B: jax.Array, tree: DraftTree, verdict: Verdict, forward: Forward
-    ) -> tuple[DecodeState, jax.Array]:
+        self, draft_params: Any, state: DecodeState, rows: Rows, cap_B: jax.Array, tree: DraftTree, verdict: Verdict,
+        forward: Forward,
+    ) -> tuple[DecodeState, jax.Array]:  # fmt: skip
         """Commits what was verified: (state, packed)."""
         if self.tier.depth:
             verdict = _at_most(verdict, cap_B, tree)
-        state, emitted = self._commit(state, rows, tree, verdict, forward)
+        state, emitted = self._commit(draft_params, state, rows, tree, verdict, forward)
         bad_B = 1 - verdict.finite_B.astype(jnp.int32)
         return state, Packed.of((verdict.num_accepted_B + 1)[:, None], bad_B, emitted)
 
     def _commit(
-        self, state: DecodeState, rows: Rows, tree: DraftTree, verdict: Verdict, forward: Forward
+        self, draft_params: Any, state: DecodeState, rows: Rows, tree: DraftTree, verdict: Verdict, forward: Forward
     ) -> tuple[DecodeState, jax.Array]:
         """Scatters the accepted path into the pool and the text; returns the emitted tokens [B, depth + 1]."""
         geo, drafter = self.spec.geo, self.spec.drafter
@@ -208,7 +213,7 @@ class Phases:
         slot = jnp.where(write, rows.slot_B[:, None], geo.slots)
         tokens = state.tokens_SL.at[slot, position + 1].set(emitted, mode="drop")
         length = state.length_S.at[rows.slot_B].add(jnp.where(rows.valid_B, count, 0), mode="drop")
-        draft = state.draft if drafter is None else drafter.extend(state.draft, rows, aux_BNA, count)
+        draft = state.draft if drafter is None else drafter.extend(draft_params, state.draft, rows, aux_BNA, count)
         sampling = state.sampling
         if self.sampled:
             counts = sampling.counts_SV.at[slot, emitted].add(1, mode="drop")
@@ -253,7 +258,7 @@ def round_fn(
         tree = drafted.tree
         forward = forward_phase(spec, target, state, rows, tree.tokens_BN, tree.depths_BN, tree.ancestors_BNN)
         state = dataclasses.replace(state, draft=draft_state)
-        state, packed, path = phases.settle(state, rows, batch.cap_B, drafted, forward, allowed_BNW)
+        state, packed, path = phases.settle(draft_params, state, rows, batch.cap_B, drafted, forward, allowed_BNW)
         return state, packed, (forward.logits_BNV, path) if sampled else None
 
     return run

@@ -127,7 +127,7 @@ def test_drafts_are_their_definition(bench: Any, tools: Any, kind: str):
     @jax.jit
     def peek(state: Any, slot_B: jax.Array) -> Any:
         rows = Rows.gather(state, slot_B, geo)
-        draft = drafter.catch_up(params, state.draft, rows, state.tokens_SL) if drafter.has_cache else state.draft
+        draft = drafter.catch_up(params, state.draft, rows, state.tokens_SL) if drafter.lags else state.draft
         tree, _ = drafter.draft(params, draft, rows, state.tokens_SL, Tier(DEPTH), None, None, False)
         return tree.tokens_BN, rows.length_B
 

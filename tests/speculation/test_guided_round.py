@@ -88,7 +88,7 @@ class Parts:
         np.testing.assert_array_equal(shown, np.stack([tree.tokens_BN, tree.parents_BN], axis=1))
         tokens = np.minimum(np.asarray(shown)[:, 0], V - 1)
         masks = np.where(free[:, None], -1, follow[tokens]).astype(np.int32)[:, :, None]
-        state, packed, _ = self.settle(state, batch, drafted, forward, masks)
+        state, packed, _ = self.settle((), state, batch, drafted, forward, masks)
         return state, np.asarray(packed)
 
 
@@ -292,6 +292,6 @@ def test_no_part_copies_a_pool_and_shapes_are_as_foretold():
     assert jax.tree.all(same(drafted, out[1]))
     out = check(guided.forward_fn(spec), None, params, state, batch, tree.tokens_BN, tree.depths_BN, tree.ancestors_BNN)
     assert jax.tree.all(same(forward, out))
-    check(guided.settle_fn(spec, tier), 0, state, batch, drafted, forward, i32(2, 5, 1))
+    check(guided.settle_fn(spec, tier), 1, (), state, batch, drafted, forward, i32(2, 5, 1))
     check(round_fn(spec, PLAIN, True), 2, params, (), state, batch, i32(2, 1, 1))
     check(prefill_fn(spec), 2, params, core.params, state, i32(2, 3), i32(2, 1), size=16, width=12, samples=True)

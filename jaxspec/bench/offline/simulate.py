@@ -59,7 +59,8 @@ class SimulatedDrafter:
 
     def __init__(self, inner: Drafter, rate: float, vocab_size: int):
         self.inner, self.rate, self.vocab_size = inner, rate, vocab_size
-        self.aux_layers, self.lookahead, self.has_cache = inner.aux_layers, inner.lookahead, inner.has_cache
+        self.aux_layers, self.lookahead, self.lags = inner.aux_layers, inner.lookahead, inner.lags
+        self.extends_by_params = inner.extends_by_params
         self.window, self.catch_up_tokens = inner.window, inner.catch_up_tokens
 
     def params(self, inner: Any, texts: Sequence[Sequence[int]]) -> Any:
@@ -107,5 +108,6 @@ class SimulatedDrafter:
     def catch_up(self, params: Any, draft: Any, rows: Rows, tokens_SL: jax.Array) -> Any:
         return self.inner.catch_up(params[0], draft[0], rows, tokens_SL), draft[1]
 
-    def extend(self, draft: Any, rows: Rows, aux_BDA: jax.Array | None, count_B: jax.Array) -> Any:
-        return self.inner.extend(draft[0], rows, aux_BDA, count_B), draft[1]
+    def extend(self, params: Any, draft: Any, rows: Rows, aux_BDA: jax.Array | None, count_B: jax.Array) -> Any:
+        inner = params[0] if self.extends_by_params else ()
+        return self.inner.extend(inner, draft[0], rows, aux_BDA, count_B), draft[1]

@@ -86,7 +86,8 @@ class AutoregressiveDrafter:
     """Chains and dynamic trees from a DraftCore."""
 
     supports_trees = True
-    has_cache = True
+    lags = True
+    extends_by_params = False
     catch_up_tokens = CATCH_UP
 
     def __init__(self, core: DraftCore, geo: Geometry):

@@ -156,7 +156,9 @@ class CachedText:
             length_S=draft.length_S.at[slot_B].set(cached_B, mode="drop"),
         )
 
-    def extend(self, draft: DraftCache, rows: Rows, aux_BDA: jax.Array | None, count_B: jax.Array) -> DraftCache:
+    def extend(
+        self, params: Any, draft: DraftCache, rows: Rows, aux_BDA: jax.Array | None, count_B: jax.Array
+    ) -> DraftCache:
         if aux_BDA is None or self.core.offset == 0:
             return draft
         n = aux_BDA.shape[1]

@@ -31,7 +31,8 @@ class MedusaDrafter(Trained):
     """
 
     supports_trees = True
-    has_cache = False
+    lags = False
+    extends_by_params = False
     lookahead = 0
     window = 0
     catch_up_tokens = 0
@@ -65,7 +66,9 @@ class MedusaDrafter(Trained):
     def catch_up(self, params: Any, draft: jax.Array, rows: Rows, tokens_SL: jax.Array) -> jax.Array:
         return draft
 
-    def extend(self, draft: jax.Array, rows: Rows, aux_BDA: jax.Array | None, count_B: jax.Array) -> jax.Array:
+    def extend(
+        self, params: Any, draft: jax.Array, rows: Rows, aux_BDA: jax.Array | None, count_B: jax.Array
+    ) -> jax.Array:
         assert aux_BDA is not None
         return self._keep(draft, rows, jnp.take_along_axis(aux_BDA, (count_B - 1)[:, None, None], axis=1)[:, 0])
 

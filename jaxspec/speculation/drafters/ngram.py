@@ -31,7 +31,8 @@ class NgramDrafter:
 
     aux_layers: tuple[int, ...] = ()
     lookahead = 0
-    has_cache = False
+    lags = False
+    extends_by_params = False
     supports_trees = False
     max_topk = 1
     window = 0
@@ -52,7 +53,7 @@ class NgramDrafter:
     def catch_up(self, params: Any, draft: Any, rows: Rows, tokens_SL: jax.Array) -> Any:
         return draft
 
-    def extend(self, draft: Any, rows: Rows, aux_BDA: jax.Array | None, count_B: jax.Array) -> Any:
+    def extend(self, params: Any, draft: Any, rows: Rows, aux_BDA: jax.Array | None, count_B: jax.Array) -> Any:
         return draft
 
     def draft(

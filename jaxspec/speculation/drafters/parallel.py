@@ -41,7 +41,8 @@ class ParallelDrafter:
     """
 
     supports_trees = True
-    has_cache = True
+    lags = True
+    extends_by_params = False
     catch_up_tokens = CATCH_UP
 
     def __init__(self, core: MaskedCore, geo: Geometry):
