@@ -59,6 +59,29 @@ def _per_device(
     return jax.shard_map(fn, in_specs=tuple(map(spec, heads_at)), out_specs=spec(result_at), check_vma=False)
 
 
+def attend_paged(
+    q_BNHC: jax.Array, pages: jax.Array, table_BM: jax.Array, length_B: jax.Array, k_BTGC: jax.Array,
+    v_BTGC: jax.Array, mask_BNT: jax.Array, options: AttentionOptions, *, offset_BN: jax.Array | None = None,
+    kernels: str | None = None,
+) -> jax.Array:  # fmt: skip
+    """Tree attention (see its api) by every device on its own heads.
+
+    Args:
+      table_BM: page numbers of one layer in the whole pool.
+      options: window, soft_cap and scale. offset_BN: of queries to the prefix's end, where there is a window.
+    """
+    attention = functools.partial(
+        tree_attention, scale=options.scale, soft_cap=options.soft_cap, implementation=kernels
+    )
+    heads_at: list[int | None] = [2, 1, None, None, 2, 2, None]
+    args = [q_BNHC, pages, table_BM, length_B, k_BTGC, v_BTGC, mask_BNT]
+    if options.window is not None:
+        whole, args = functools.partial(attention, window=options.window), [*args, offset_BN]
+        attention = lambda *xs: whole(*xs[:-1], offset_BN=xs[-1])
+        heads_at.append(None)
+    return _per_device(attention, pages.shape[1], heads_at, 2)(*args)
+
+
 class TreeKV:
     """Collects a forward's new keys and values while it attends to the pool and to them.
 
@@ -100,19 +123,11 @@ class TreeKV:
         if self._prior is not None:
             kv = jnp.concatenate([self._prior[layer], kv], axis=1)
         c = q_BNHC.shape[-1]
-        attention = functools.partial(
-            tree_attention, scale=options.scale, soft_cap=options.soft_cap, implementation=self._kernels
-        )
-        split = _per_device(attention, self._pages.shape[1], (2, 1, None, None, 2, 2, None), 2)
-        return split(
-            q_BNHC,
-            self._pages,
-            self._table + layer * self._num_pages,
-            self._length,
-            kv[..., :c],
-            kv[..., c:],
-            self._mask,
-        )
+        table = self._table + layer * self._num_pages
+        return attend_paged(
+            q_BNHC, self._pages, table, self._length, kv[..., :c], kv[..., c:], self._mask, options,
+            kernels=self._kernels,
+        )  # fmt: skip
 
     def stacked(self) -> jax.Array:
         """Keys and values of the new tokens, [layers, B, N, G, 2C]."""

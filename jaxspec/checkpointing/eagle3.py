@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
 from jaxspec.checkpointing import heads, hf
-from jaxspec.checkpointing.tensors import INTEGERS, TensorReader, read_json, read_tensors
+from jaxspec.checkpointing.tensors import read_json, read_tensors
 from jaxspec.models import weight_map
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
@@ -254,7 +254,9 @@ def load_head(
                 f"head's hidden_size is {cfg.hidden_size}, the target's {cfg.target_hidden_size}"
             )
         head.embedding = heads.lend_embedding(target, dtype, own_VE)  # pyright: ignore[reportAttributeAccessIssue]
-        head.target_ids.set_value(jnp.asarray(_target_ids(cfg, reader, prefix), jnp.int32))
+        head.target_ids.set_value(
+            jnp.asarray(heads.read_target_ids(reader, cfg.draft_vocab_size, cfg.vocab_size, prefix), jnp.int32)
+        )
         reader.refuse_unread(heads.IGNORED)
     return head
 
@@ -287,34 +289,5 @@ def save_head(
     first = "layers.0" if layout == "speculators" else "midlayer"
     table = heads.own_tables(head.embedding, None, f"{prefix}embed_tokens", "")
     tensors = hf.named_tensors([*table, *head_weights(head, first, prefix)], dtype)
-    if cfg.draft_vocab_size < cfg.vocab_size:
-        ids = np.asarray(head.target_ids.get_value(), np.int64)
-        tensors[f"{prefix}d2t"] = ids - np.arange(len(ids))
-        tensors[f"{prefix}t2d"] = np.isin(np.arange(cfg.vocab_size), ids)
+    tensors |= heads.vocabulary_tensors(np.asarray(head.target_ids.get_value(), np.int64), cfg.vocab_size, prefix)
     heads.write_head(directory, config, tensors, tokenizer)
-
-
-def _target_ids(cfg: Eagle3Config, reader: TensorReader, prefix: str) -> np.ndarray:
-    """[Vd] int64, from d2t's offsets."""
-    d2t, t2d = (reader.first(name, prefix + name) for name in ("d2t", "t2d"))
-    if d2t is None:
-        if cfg.draft_vocab_size != cfg.vocab_size:
-            raise ValueError(
-                f"{reader.directory} has no 'd2t', but draft_vocab_size is {cfg.draft_vocab_size} "
-                f"and vocab_size {cfg.vocab_size}"
-            )
-        ids = np.arange(cfg.vocab_size)
-    else:
-        ids = np.arange(cfg.draft_vocab_size) + reader.get(d2t, (cfg.draft_vocab_size,), INTEGERS)
-    if ids.min() < 0 or ids.max() >= cfg.vocab_size or len(np.unique(ids)) != len(ids):
-        raise ValueError(
-            f"'d2t' in {reader.directory} must give distinct ids from 0 to {cfg.vocab_size - 1}; "
-            f"it gives {len(np.unique(ids))} from {ids.min()} to {ids.max()} for {len(ids)} draft ids"
-        )
-    if t2d is not None:
-        drafted = np.flatnonzero(reader.get(t2d, (cfg.vocab_size,), INTEGERS))
-        if not np.array_equal(drafted, np.sort(ids)):
-            raise ValueError(
-                f"'t2d' in {reader.directory} marks {len(drafted)} tokens, which are not the {len(ids)} of 'd2t'"
-            )
-    return ids

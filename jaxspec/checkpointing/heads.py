@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from jaxspec.checkpointing import hf
 from jaxspec.checkpointing.tensors import (
+    INTEGERS,
     WEIGHTS,
     TensorReader,
     replace_directory,
@@ -183,6 +184,24 @@ def lend_embedding(target: TargetModel, dtype: DTypeLike, own_VE: np.ndarray | N
     return nnx.Param(jnp.asarray(own_VE).astype(dtype))
 
 
+def lend_rows(target: TargetModel, dtype: DTypeLike, ids_V: np.ndarray, own_VE: np.ndarray | None) -> Linear:
+    """The output layer of a reduced vocabulary: rows of the target's as `Shared`, unless a checkpoint stores others.
+
+    Args:
+      ids_V: the target's id of each draft id. own_VE: what the checkpoint stores, [Vd, E].
+    """
+    full_VE = target.embedding.get_value() if target.lm_head is None else target.lm_head.kernel.get_value().T
+    theirs_VE = full_VE[ids_V]
+    if own_VE is None or same_table(own_VE, theirs_VE):
+        return _output_layer(Shared(theirs_VE.astype(dtype).T))
+    return _output_layer(nnx.Param(jnp.asarray(own_VE).astype(dtype).T))
+
+
+def owned(lm_head: Linear) -> Linear:
+    """An output layer that `own_tables` takes for a head's own."""
+    return _output_layer(nnx.Param(lm_head.kernel.get_value()))
+
+
 def _output_layer(kernel_EV: nnx.Variable) -> Linear:
     layer = Linear(1, 1, dtype=jnp.dtype(jnp.float32), rngs=None)
     layer.kernel = kernel_EV  # pyright: ignore[reportAttributeAccessIssue]
@@ -193,6 +212,42 @@ def stored_table(reader: TensorReader, shape: tuple[int, ...], *names: str | Non
     """A table [V, E] under the first of these names (without `.weight`) that the checkpoint has; None without one."""
     name = reader.first(*(f"{n}.weight" for n in names if n is not None))
     return None if name is None else reader.get(name, shape)
+
+
+def read_target_ids(reader: TensorReader, draft_vocab: int, vocab: int, prefix: str = "") -> np.ndarray:
+    """The target's id of each draft id, [Vd] int64, from d2t's offsets.
+
+    Raises:
+      ValueError: tensors that contradict each other or the sizes.
+    """
+    d2t, t2d = (reader.first(name, prefix + name) for name in ("d2t", "t2d"))
+    if d2t is None:
+        if draft_vocab != vocab:
+            raise ValueError(
+                f"{reader.directory} has no 'd2t', but draft_vocab_size is {draft_vocab} and vocab_size {vocab}"
+            )
+        ids = np.arange(vocab)
+    else:
+        ids = np.arange(draft_vocab) + reader.get(d2t, (draft_vocab,), INTEGERS)
+    if ids.min() < 0 or ids.max() >= vocab or len(np.unique(ids)) != len(ids):
+        raise ValueError(
+            f"'d2t' in {reader.directory} must give distinct ids from 0 to {vocab - 1}; "
+            f"it gives {len(np.unique(ids))} from {ids.min()} to {ids.max()} for {len(ids)} draft ids"
+        )
+    if t2d is not None:
+        drafted = np.flatnonzero(reader.get(t2d, (vocab,), INTEGERS))
+        if not np.array_equal(drafted, np.sort(ids)):
+            raise ValueError(
+                f"'t2d' in {reader.directory} marks {len(drafted)} tokens, which are not the {len(ids)} of 'd2t'"
+            )
+    return ids
+
+
+def vocabulary_tensors(ids_V: np.ndarray, vocab: int, prefix: str = "") -> dict[str, np.ndarray]:
+    """What `read_target_ids` reads; nothing where the vocabulary is full."""
+    if len(ids_V) == vocab:
+        return {}
+    return {f"{prefix}d2t": ids_V - np.arange(len(ids_V)), f"{prefix}t2d": np.isin(np.arange(vocab), ids_V)}
 
 
 def own_tables(

@@ -20,13 +20,12 @@ import numpy as np
 from flax import nnx
 
 from jaxspec.models.base import FULL_ATTENTION, Attend, AttentionOptions, TargetModel
-from jaxspec.models.layers import product
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.train.data.batch import Batch
 from jaxspec.train.drafters import drafts, eagle, starts
 from jaxspec.train.drafters.recipe import TargetStates
 from jaxspec.train.objective.attention import packed_attention
-from jaxspec.train.objective.chunks import best_tokens, map_positions
+from jaxspec.train.objective.chunks import best_tokens, draft_vocabulary_logits, map_positions
 from jaxspec.train.objective.loss import masked_mean, soft_cross_entropy
 from jaxspec.train.run import command
 
@@ -292,18 +291,6 @@ def valid_slots(batch: Batch, num_depths: int) -> jax.Array:
         valid_BN = batch.learned(d + 2, count) if count else jnp.zeros((batch.tokens_BT.shape[0], 0), bool)
         columns.append(jnp.pad(valid_BN, ((0, 0), (0, length - 1 - count))))
     return jnp.stack(columns, axis=-1)
-
-
-def draft_vocabulary_logits(target: TargetModel, head: Eagle3Head) -> Callable[[jax.Array], jax.Array]:
-    """The target's output layer, cut down to the tokens that the head can draft."""
-    if head.config.draft_vocab_size == head.config.vocab_size:
-        return target.logits
-    ids_V = head.target_ids[...]
-    if target.lm_head is not None:
-        kernel_EV = jnp.take(target.lm_head.kernel[...], ids_V, axis=1)
-    else:
-        kernel_EV = jnp.take(target.embedding[...], ids_V, axis=0).T
-    return lambda hidden_BNE: product(hidden_BNE, kernel_EV, jnp.dtype(jnp.float32))
 
 
 def chain(module: Eagle3Head, batch: Batch, aux_BTA: jax.Array | None, depth: int) -> drafts.Chain:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxspec.models.base import TargetModel
+from jaxspec.models.layers import product
 from jaxspec.train.objective.loss import soft_cross_entropy
 
 #: Elements that a part may hold: 256 MiB of float32.
@@ -55,6 +56,18 @@ def best_tokens(target: TargetModel, hidden_BTE: jax.Array) -> jax.Array:
     """The target's choice after each token, int32 [B, T], from its hidden states after the final norm."""
     part = lambda hidden: jnp.argmax(target.logits(hidden), axis=-1).astype(jnp.int32)
     return map_positions(part, (hidden_BTE,), target.config.vocab_size)
+
+
+def draft_vocabulary_logits(target: TargetModel, head: Any) -> Callable[[jax.Array], jax.Array]:
+    """The target's output layer, cut down to the tokens that a head can draft."""
+    if head.config.draft_vocab_size == head.config.vocab_size:
+        return target.logits
+    ids_V = head.target_ids[...]
+    if target.lm_head is not None:
+        kernel_EV = jnp.take(target.lm_head.kernel[...], ids_V, axis=1)
+    else:
+        kernel_EV = jnp.take(target.embedding[...], ids_V, axis=0).T
+    return lambda hidden_BNE: product(hidden_BNE, kernel_EV, jnp.dtype(jnp.float32))
 
 
 def text_cross_entropy(
