@@ -16,6 +16,7 @@ MODULES: dict[str, str] = {
     "eagle3": "jaxspec.drafters.eagle3",
     "eagle1": "jaxspec.drafters.eagle1",
     "peagle": "jaxspec.drafters.peagle",
+    "dflash": "jaxspec.drafters.dflash",
     "medusa": "jaxspec.drafters.medusa",
     "mtp": "jaxspec.drafters.mtp",
     "ngram": "jaxspec.drafters.ngram",

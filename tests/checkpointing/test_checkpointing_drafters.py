@@ -149,7 +149,7 @@ def test_weights_round_once(tmp_path: Path, target: Transformer, kind: str, dtyp
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"speculators_model_type": "dflash"}, r"speculators_model_type must be one of .*got 'dflash'"),
+        ({"speculators_model_type": "domino"}, r"speculators_model_type must be one of .*got 'domino'"),
         ({"architectures": ["GPT2LMHeadModel"]}, r"architectures \['GPT2LMHeadModel'\] name no drafter"),
         ({}, "architectures None name no drafter.*LlamaForCausalLMEagle3.*medusa_num_heads"),
     ],

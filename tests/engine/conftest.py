@@ -25,9 +25,10 @@ from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.drafters import registry
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Finished, Started
-from jaxspec.models.layers import Shared, causal_attention, shared_lm_head
+from jaxspec.models.layers import Linear, Shared, causal_attention, shared_lm_head
 from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.request import FinishReason, RequestOutput, SamplingParams
+from jaxspec.speculation.drafters.dflash_head import DflashConfig, DflashHead
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.drafters.medusa_head import MedusaConfig, MedusaHeads
@@ -39,7 +40,7 @@ TREE = Tier(3, 2, 7)
 #: Kinds whose engines have several buckets: all that a drafter can have (a cache, features, trees), and the least.
 WHOLE = ("eagle3", "ngram")
 #: Kinds whose engines live only while tests ask for them: executables take memory maps, of which a process has 65,530.
-PASSING = ("eagle1", "mtp", "medusa", "peagle")
+PASSING = ("eagle1", "mtp", "medusa", "peagle", "dflash")
 TIERS = {
     "ngram": (PLAIN, Tier(1), Tier(3), Tier(5)),
     "draft_model": (PLAIN, Tier(1), Tier(3), TREE),
@@ -106,6 +107,16 @@ def eagle3_head(target: Any, **fields: Any) -> Eagle3Head:
     return head
 
 
+def dflash_head(target: Any) -> DflashHead:
+    """A random head whose second layer sees a window that ends inside the texts, and a draft vocabulary."""
+    layer = tiny_config(num_layers=2, num_kv_heads=1, intermediate_size=40, qk_norm=True)
+    config = DflashConfig(layer, (1, 2), 5, 6, 9, sliding_layers=(1,), sliding_window=11, window_from_anchor=True)
+    lm_head = Linear(layer.hidden_size, 9, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(2))
+    head = DflashHead(config, Shared(target.embedding[...]), lm_head, rngs=nnx.Rngs(1))
+    head.target_ids.set_value(jnp.asarray([0, 1, 2, 4, 5, 7, 8, 10, 11], jnp.int32))
+    return randomised(head, 8)
+
+
 def modules_of(target: Any) -> dict[str, Any]:
     """A random module of every kind, those of one that may have several layers with two."""
     cfg, rngs = target.config, nnx.Rngs(1)
@@ -121,6 +132,7 @@ def modules_of(target: Any) -> dict[str, Any]:
         "mtp": randomised(mtp, 5),
         "medusa": randomised(medusa, 6),
         "peagle": randomised(eagle3_head(target, num_layers=2, mask_token_id=6), 7),
+        "dflash": dflash_head(target),
     }
 
 

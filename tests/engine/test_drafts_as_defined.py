@@ -112,9 +112,40 @@ def medusa(target: Any, heads: Any) -> Definition:
     return lambda text: [int(logits[0, len(text) - 2].argmax()) for logits in run(read(text))]
 
 
+def one_block(target: Any, head: Any) -> Definition:
+    """DFlash: a block of the last token and placeholders, over the context of all positions before it."""
+    read, cfg = streams(target, head.config.aux_layer_ids), head.config
+    assert cfg.window_from_anchor and not cfg.sliding_non_causal and not cfg.sample_from_anchor
+
+    def block(net: Any, aux: jax.Array, length: jax.Array, anchor: jax.Array) -> jax.Array:
+        offset, column = jnp.arange(cfg.block_size), jnp.arange(WIDTH)
+        context = net.entries(aux, positions())
+
+        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, options: Any) -> jax.Array:
+            text = jnp.broadcast_to(column[None] < length, (cfg.block_size, WIDTH))
+            own = jnp.ones((cfg.block_size, cfg.block_size), bool)
+            if options.window is not None:
+                text = text & (column[None] >= length - options.window)
+                own = jnp.tril(own)
+            keys, values = jnp.split(context[layer], 2, axis=-1)
+            keys, values = jnp.concatenate([keys, k], axis=1), jnp.concatenate([values, v], axis=1)
+            mask = jnp.concatenate([text, own], axis=1)
+            return jax.nn.dot_product_attention(q, keys, values, mask=mask[None, None])
+
+        return net.logits(net(net.block(anchor[None]), (length + offset)[None], attend))
+
+    run = jitted(head, block)
+
+    def draft(text: list[int]) -> list[int]:
+        logits = run(read(text), np.int32(len(text) - 1), np.int32(text[-1]))
+        return [target_id(head, row) for row in logits[0, 1 : 1 + DEPTH]]
+
+    return draft
+
+
 DEFINITIONS = {
     "draft_model": draft_model, "eagle3": token_by_token, "eagle1": token_by_token, "mtp": token_by_token,
-    "peagle": one_pass, "medusa": medusa,
+    "peagle": one_pass, "medusa": medusa, "dflash": one_block,
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Records what PyPI `speculators` computes for speculators_cases.py into vectors/. Run by hand, from the root:
 
     python -m pip install --editable ".[parity]"
-    python tests/parity/record.py
+    python tests/parity/record.py [CASE ...]
 
 Run it when a case, an input or the fill of the weights changes, and commit the new vectors with that change. The live
 tests of test_parity.py use its functions where speculators is installed. torch and speculators are imported by the
@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,13 @@ from safetensors.numpy import save_file
 
 # In the tests conftest.py provides this module; here it is found beside the script.
 from speculators_cases import (
+    ALPHA,
+    ANCHORS,
+    BLOCK,
     CASES,
     DECAY,
     DEPTHS,
+    GAMMA,
     MTP_WEIGHTS,
     SHAPE,
     STEPS,
@@ -47,9 +52,10 @@ def build(case: str) -> Any:
     c = CASES[case]
     layer = {"llama": LlamaConfig, "qwen3": Qwen3Config}[c.family](**{**SHAPE, **c.layer})
     layer._attn_implementation = "eager"
+    tokens = BLOCK if c.fields.get("sample_from_anchor") else len(MTP_WEIGHTS)
     wrapper = SpeculatorsConfig(
         algorithm=c.kind,
-        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=len(MTP_WEIGHTS))],
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=tokens)],
         default_proposal_method="greedy",
         verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
     )
@@ -93,12 +99,24 @@ def answers(case: str, model: Any) -> dict[str, np.ndarray]:
                 "verifier_last_hidden_states": torch.from_numpy(given["targets"]),
                 "loss_mask": batch["loss_mask"].bool() if c.kind == "eagle3" else batch["loss_mask"],
             }
-            for name, loss_name in (("loss_kl", "kl_div"), ("loss_ce", "ce")):
+            losses = [("loss_kl", "kl_div"), ("loss_ce", "ce")]
+            if c.kind == "dflash":  # the verifier's tables, which are not saved
+                record["embed_tokens"] = _array(model.embed_tokens.weight)
+                record |= {} if model.use_draft_vocab else {"lm_head": _array(model.lm_head.weight)}
+            for name, loss_name in losses + ([("loss_dpace", "ce")] if c.kind == "dflash" else []):
                 logits.clear()
                 config = resolve_loss_config(loss_name, "eager")
                 if c.kind == "eagle3":
                     batch["loss_mask"] = torch.from_numpy(given["loss_mask"]).bool()
                     _, loss, _ = model(**batch, ttt_steps=STEPS, ttt_step_loss_decay=DECAY, loss_config=config)
+                elif c.kind == "dflash":
+                    weights = dict(per_position_loss_weight="dpace", dpace_alpha=ALPHA) if "dpace" in name else {}
+                    options = dict(gamma=GAMMA, max_anchors=ANCHORS, loss_config=config, **weights)
+                    sample, loss = _anchored(model, {**batch, **options})
+                    record |= sample
+                    if not model.config.sample_from_anchor:  # the anchor's own place predicts nothing
+                        size = model.block_size
+                        logits[0] = np.delete(logits[0], np.arange(0, logits[0].shape[1], size), axis=1)
                 else:
                     sample, loss = _sampled(model, {**batch, "num_depths": DEPTHS, "loss_config": config})
                     record |= sample
@@ -136,6 +154,10 @@ def _classes(kind: str) -> tuple[Any, Any]:
         from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
 
         return MTPDraftModel, MTPSpeculatorConfig
+    if kind == "dflash":
+        from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+
+        return DFlashDraftModel, DFlashSpeculatorConfig
     if kind == "peagle":
         from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
 
@@ -167,12 +189,35 @@ def _sampled(model: Any, batch: dict[str, Any]) -> tuple[dict[str, np.ndarray], 
     return drawn, loss
 
 
+def _anchored(model: Any, batch: dict[str, Any]) -> tuple[dict[str, np.ndarray], Any]:
+    """DFlash's forward with the anchors that it drew, the same for every call."""
+    import torch
+    from speculators.models.dflash import core
+
+    drawn: dict[str, np.ndarray] = {}
+    original = core.select_anchors
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        anchors, valid = original(*args, **kwargs)
+        assert bool(valid.all())
+        drawn.update(anchor_positions=anchors.numpy())
+        return anchors, valid
+
+    core.select_anchors = watched
+    try:
+        torch.manual_seed(0)
+        _, loss, _ = model(**batch)
+    finally:
+        core.select_anchors = original
+    return drawn, loss
+
+
 def main() -> None:
-    """Records every case, then writes the versions."""
+    """Records every case, or those that are named, then writes the versions."""
     import torch
 
     torch.set_num_threads(1)
-    for case in CASES:
+    for case in sys.argv[1:] or CASES:
         record_case(case, VECTORS)
     names = ("speculators", "torch", "transformers")
     write_json(VERSIONS, {name: importlib.metadata.version(name) for name in names})

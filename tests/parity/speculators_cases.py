@@ -36,6 +36,8 @@ LENGTH, STEPS, DECAY, MTP_WEIGHTS, DEPTHS = 12, 3, 0.8, (0.5, 0.3, 0.2), 4
 TOLERANCE = 1e-5
 VOCAB, DRAFTED, HIDDEN, TARGET_LAYERS = 29, 17, 16, 8
 MASK_TOKEN = 3
+#: Blocks of DFlash: places, how many, and the decay of their loss.
+BLOCK, ANCHORS, GAMMA, ALPHA = 4, 3, 4.0, 0.5
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=VOCAB,
@@ -75,7 +77,8 @@ class Case:
 
     @property
     def num_aux(self) -> int:
-        return len(self.fields.get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0))
+        ids = self.fields.get("aux_hidden_state_layer_ids") or self.fields.get("eagle_aux_hidden_state_layer_ids")
+        return len(ids or (0, 0, 0))
 
     @property
     def draft_vocab_size(self) -> int:
@@ -86,6 +89,12 @@ class Case:
         """The number of the text of each token, [LENGTH] int64."""
         return np.repeat(np.arange(len(self.texts)), self.texts)
 
+
+DFLASH: dict[str, Any] = dict(aux_hidden_state_layer_ids=[2, 6], block_size=BLOCK, mask_token_id=MASK_TOKEN)
+#: The second layer's window ends inside the text.
+SLIDING: dict[str, Any] = dict(
+    num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"], use_sliding_window=True, sliding_window=3
+)
 
 CASES: dict[str, Case] = {
     "eagle3": Case(),
@@ -108,6 +117,14 @@ CASES: dict[str, Case] = {
         "peagle", "qwen3", fields=dict(mask_token_id=MASK_TOKEN, fc_norm=True, draft_vocab_size=DRAFTED)
     ),
     "mtp": Case("mtp", "qwen3", layer=dict(num_hidden_layers=TARGET_LAYERS)),
+    "dflash": Case("dflash", "qwen3", fields=DFLASH, texts=(7, 5)),
+    "dflash-from-anchor": Case(
+        "dflash", "qwen3", fields=DFLASH | dict(draft_vocab_size=DRAFTED, sample_from_anchor=True)
+    ),
+    "dflash-sliding": Case("dflash", "qwen3", layer=SLIDING, fields=DFLASH),
+    "dflash-sliding-non-causal": Case(
+        "dflash", "qwen3", layer=SLIDING, fields=DFLASH | dict(sliding_window_non_causal=True)
+    ),
 }
 
 
@@ -133,13 +150,17 @@ def inputs(case: str) -> dict[str, np.ndarray]:
     width = HIDDEN if c.kind == "mtp" else c.num_aux * HIDDEN
     mask = np.ones((1, LENGTH), np.int64)
     mask[0, [0, 1, 6]] = 0
-    return {
+    out = {
         "hidden_states": rng.standard_normal((1, LENGTH, width)).astype(np.float32),
         "input_ids": rng.integers(0, VOCAB, (1, LENGTH)),
         "document_ids": c.document_ids[None],
         "loss_mask": mask,
         "targets": (2 * rng.standard_normal((1, LENGTH, c.draft_vocab_size))).astype(np.float32),
     }
+    if c.kind == "dflash":  # a text that the verifier wrote: speculators' hard targets are its choices
+        ids = drafted_ids() if c.draft_vocab_size < VOCAB else np.arange(VOCAB)
+        out["input_ids"][:, 1:] = ids[out["targets"].argmax(-1)][:, :-1]
+    return out
 
 
 def drafted_ids() -> np.ndarray:
@@ -148,7 +169,10 @@ def drafted_ids() -> np.ndarray:
 
 
 def load_record(case: str, directory: Path = VECTORS) -> dict[str, np.ndarray]:
-    """Inputs and answers of a case: `logits_{i}` of step i, `loss_*`, and P-EAGLE's sample (`anchor_pos`, `depth`)."""
+    """Inputs and answers of a case: `logits_{i}` of step i, `loss_*`, and what was sampled.
+
+    That is `anchor_pos` and `depth` for P-EAGLE, `anchor_positions` for DFlash.
+    """
     return load_file(directory / case / "record.safetensors")
 
 
@@ -162,6 +186,7 @@ def target_of(record: Mapping[str, np.ndarray]) -> Transformer:
     target = tiny_target(vocab_size=VOCAB, hidden_size=HIDDEN, num_layers=TARGET_LAYERS)
     if "embed_tokens" in record:
         target.embedding.set_value(jnp.asarray(record["embed_tokens"]))
+    if "lm_head" in record:
         assert target.lm_head is not None
         target.lm_head.kernel.set_value(jnp.asarray(record["lm_head"]).T)
     return target
@@ -233,4 +258,32 @@ def mtp_logits(head: Any, record: Mapping[str, np.ndarray]) -> list[jax.Array]:
     return logits
 
 
-ANSWERS = {"eagle3": eagle3_logits, "peagle": peagle_logits, "mtp": mtp_logits}
+def dflash_logits(head: Any, record: Mapping[str, np.ndarray]) -> list[jax.Array]:
+    """Our DFlash on a record's blocks: logits [1, K * drafts, Vd] of the places that predict."""
+    cfg, anchors_K = head.config, record["anchor_positions"]
+    offset, column, texts = np.arange(cfg.block_size), np.arange(LENGTH), record["document_ids"][0]
+    anchor_M = np.repeat(anchors_K, cfg.block_size)
+    own_MM = anchor_M[:, None] == anchor_M[None]
+    place_M = np.tile(offset, len(anchors_K))
+
+    def run(states: jax.Array, tokens_K: jax.Array) -> jax.Array:
+        entries = head.entries(states, jnp.arange(LENGTH)[None])
+
+        def attend(layer: int, q: Any, k: Any, v: Any, options: Any) -> jax.Array:
+            seen = (column[None] < anchor_M[:, None]) & (texts[None] == texts[anchor_M][:, None])
+            own = own_MM
+            if options.window is not None:  # as speculators counts it, from the anchor
+                seen = seen & (column[None] >= anchor_M[:, None] - options.window)
+                own = own if cfg.sliding_non_causal else own & (place_M[None] <= place_M[:, None])
+            keys, values = jnp.split(entries[layer], 2, axis=-1)
+            keys, values = jnp.concatenate([keys, k], axis=1), jnp.concatenate([values, v], axis=1)
+            return masked_attention(q, keys, values, np.concatenate([seen, own], axis=1))
+
+        hidden = head(head.block(tokens_K).reshape(1, -1), jnp.asarray(anchor_M + place_M)[None], attend)
+        blocks = head.predicting(hidden.reshape(len(anchors_K), cfg.block_size, -1))
+        return head.logits(blocks.reshape(1, len(anchors_K) * cfg.drafts, -1))
+
+    return [jax.jit(run)(record["hidden_states"], record["input_ids"][0, anchors_K].astype(np.int32))]
+
+
+ANSWERS = {"eagle3": eagle3_logits, "peagle": peagle_logits, "mtp": mtp_logits, "dflash": dflash_logits}

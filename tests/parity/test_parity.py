@@ -23,6 +23,7 @@ from jaxspec.drafters import directories
 from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_target
 from jaxspec.train.data.batch import Batch
+from jaxspec.train.drafters.dflash import DflashRecipe
 from jaxspec.train.drafters.eagle import Eagle3Recipe
 from jaxspec.train.drafters.recipe import TargetStates
 from jaxspec.train.objective.loss import soft_cross_entropy
@@ -30,7 +31,9 @@ from jaxspec.train.objective.loss import soft_cross_entropy
 live = pytest.mark.skipif(
     importlib.util.find_spec("speculators") is None, reason="speculators is not installed (extra parity)"
 )
-HEADS = [c for c in cases.CASES if cases.CASES[c].kind != "mtp"]
+HEADS = [c for c in cases.CASES if cases.CASES[c].kind in ("eagle3", "peagle")]
+STEPS_OF = {"eagle3": cases.STEPS, "peagle": 1, "mtp": len(cases.MTP_WEIGHTS), "dflash": 1}
+BLOCKS = [c for c in cases.CASES if cases.CASES[c].kind == "dflash"]
 
 
 def load(case: str, directory: Path = cases.VECTORS) -> tuple[Any, dict[str, np.ndarray]]:
@@ -60,7 +63,7 @@ def names_of(directory: Path) -> set[str]:
 def test_logits_of_every_step_agree(case: str) -> None:
     module, record = load(case)
     theirs = recorded_logits(record)
-    assert len(theirs) == {"eagle3": cases.STEPS, "peagle": 1, "mtp": len(cases.MTP_WEIGHTS)}[cases.CASES[case].kind]
+    assert len(theirs) == STEPS_OF[cases.CASES[case].kind]
     ours = cases.ANSWERS[cases.CASES[case].kind](module, record)
     for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert a.shape == b.shape and b.std() > 0.3, step
@@ -151,6 +154,34 @@ def test_our_trainers_loss_agrees(case: str) -> None:
         np.testing.assert_allclose(loss, record[f"loss_{kind}"].item(), rtol=cases.TOLERANCE)
 
 
+@pytest.mark.parametrize("case", [c for c in BLOCKS if len(cases.CASES[c].texts) == 1])
+def test_our_block_trainers_loss_agrees(case: str) -> None:
+    """On rows of one text, as above. speculators masks by the place, ours by the token that a place is about."""
+    module, record = load(case)
+    batch, states, target = as_batch(case, record)
+    # `as_batch` gives EAGLE's alignment: here tokens, states and what is learned stand at their own positions.
+    count, shift = cases.LENGTH, module.config.sample_from_anchor
+    tokens = jnp.asarray(record["input_ids"], jnp.int32)
+    learn = np.zeros((1, count + 1), bool)
+    learn[:, int(shift) : count + int(shift)] = record["loss_mask"]
+    states = TargetStates(jnp.asarray(record["hidden_states"]), states.hidden_BTE[:, 1 : 1 + count])
+    batch = Batch(tokens, batch.segments_BT[:, :count], batch.positions_BT[:, :count], jnp.asarray(learn[:, :count]))
+    anchors = jnp.asarray(record["anchor_positions"], jnp.int32)[None]
+    settings = dict(gamma=cases.GAMMA, alpha=cases.ALPHA)
+    recipes = {
+        "loss_kl": DflashRecipe((), loss_kind="kl", **settings),
+        "loss_ce": DflashRecipe((), loss_kind="ce", **settings),
+        "loss_dpace": DflashRecipe((), loss_kind="ce", weights="dpace", **settings),
+    }
+    kept = jnp.ones(anchors.shape, bool)
+    losses = jax.jit(
+        lambda of: {n: r.block_loss(module, target, batch, of, anchors, kept)[0] for n, r in recipes.items()}
+    )
+    for name, ours in losses(states).items():
+        assert record[name].item() > 0.1
+        np.testing.assert_allclose(ours, record[name].item(), rtol=cases.TOLERANCE, err_msg=name)
+
+
 def test_auxiliary_layers_are_inputs_whatever_the_first_id() -> None:
     ids = {case: load(case)[0].config.aux_layer_ids for case in ("eagle31", "eagle3-biases-rope", "eagle3")}
     assert ids == {"eagle31": (1, 4, 5), "eagle3-biases-rope": (0, 2, 4, 6, 8), "eagle3": (2, 4, 5)}
@@ -231,7 +262,8 @@ def test_speculators_reads_our_export(case: str, tmp_path: Path) -> None:
     model = recorder.read_back(kind, ours)
     tensors = load_file(ours / "model.safetensors")
     state = {n: v.numpy() for n, v in model.state_dict().items() if not n.startswith("verifier_")}
-    tables = {"embed_tokens.weight", "lm_head.weight"} if kind == "mtp" else set()  # the verifier's
+    # The verifier's, but for the output layer of a reduced vocabulary.
+    tables = {"embed_tokens.weight", "lm_head.weight"} - tensors.keys() if kind in ("mtp", "dflash") else set()
     assert state.keys() == tensors.keys() | tables
     for name, value in tensors.items():
         np.testing.assert_array_equal(state[name], value, err_msg=name)

@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxspec.models.tiny import tiny_target
+from jaxspec.models.layers import Shared
+from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.speculation import round as rounds
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.cores import DraftModelCore, HeadCore
+from jaxspec.speculation.drafters.dflash import BlockDrafter
+from jaxspec.speculation.drafters.dflash_head import DflashConfig, DflashHead
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.drafters.parallel import ParallelDrafter
 from jaxspec.speculation.layouts import Batch
@@ -60,6 +63,16 @@ def test_drafts_of_one_pass_copy_no_pool():
     )  # fmt: skip
     core = HeadCore(Eagle3Head(config, rngs=nnx.Rngs(0)))
     check_round(described(core, ParallelDrafter(core, GEO)), Tier(2))
+
+
+def test_blocks_copy_no_pool():
+    """Its pool is written where a round commits, after a draft and without one."""
+    layer = tiny_config(num_layers=2, qk_norm=True)
+    config = DflashConfig(layer, (0, 1), 4, 6, 13, sliding_layers=(1,), sliding_window=9)
+    target = tiny_target(0, num_layers=2)
+    drafter = BlockDrafter(DflashHead(config, Shared(target.embedding[...]), None, rngs=nnx.Rngs(0)), GEO)
+    for tier in (PLAIN, Tier(2)):
+        check_round(described(drafter, drafter), tier)
 
 
 def test_heads_without_placeholders_cannot_draft_in_one_pass():

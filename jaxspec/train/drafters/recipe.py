@@ -1,4 +1,4 @@
-"""What one kind of drafter adds to training. Implementations: eagle, mtp, medusa, peagle and draft_model (.py)."""
+"""What one kind of drafter adds to training. Implementations: the modules beside it."""
 
 from __future__ import annotations
 
