@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from jaxspec import cli, generate
-from jaxspec.bench import __main__ as bench
+from jaxspec.bench.offline import command as bench
 from jaxspec.bench.online import command as serving
 from jaxspec.train import __main__ as training
 from serve.__main__ import main as serve_main
@@ -142,7 +142,7 @@ def test_commands_import_what_takes_time_where_an_interrupt_is_quiet(path: str):
         elif isinstance(node, ast.Import):
             at_once += [alias.name for alias in node.names]
     assert {str(name).partition(".")[0] for name in at_once} <= set(sys.stdlib_module_names)
-    assert "\nwith cli.starting(__name__):\n" in (ROOT / path).read_text()
+    assert "with cli.starting(__name__):\n" in (ROOT / path).read_text()
 
 
 def test_a_library_leaves_signals_alone():

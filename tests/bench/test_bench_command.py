@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.bench import __main__ as command
+from jaxspec.bench.offline import command
 from jaxspec.bench.offline.measure import Mode
 from jaxspec.bench.offline.metrics import Completion, Round, Run
 from jaxspec.tier import PLAIN, Tier

@@ -14,8 +14,7 @@ import pytest
 from flax import nnx
 
 from jaxspec.assemble import resolve_drafter
-from jaxspec.bench import __main__ as command
-from jaxspec.bench.offline import grow
+from jaxspec.bench.offline import command, grow
 from jaxspec.checkpointing import eagle3, hf
 from jaxspec.models.layers import Transformer, causal_attention
 from jaxspec.models.tiny import tiny_config, tiny_target

@@ -13,8 +13,7 @@ from jaxspec.adaptive.costprofile import CostProfile
 from jaxspec.adaptive.ema import AdaptiveSpeculativeParams, EmaPolicy
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.assemble import bind_drafter, load_drafter
-from jaxspec.bench import __main__ as command
-from jaxspec.bench.offline import profile
+from jaxspec.bench.offline import command, profile
 from jaxspec.checkpointing import hf
 from jaxspec.config import SpeculationConfig
 from jaxspec.events import Finished
