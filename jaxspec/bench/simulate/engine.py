@@ -1,0 +1,423 @@
+"""The engine's loop on a clock of its own: the real scheduler and the real controller, and a device that takes as long
+as a cost model says.
+
+As in jaxspec.engine one dispatch is under way while the host works, so results come a round late. The host itself costs
+nothing but what the cost model has. Must not know how policies are made or results printed, nor JAX.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import random
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from jaxspec.adaptive.controller import AdaptiveController, Recorder
+from jaxspec.adaptive.policy import BatchView, DraftLabels, RoundStats, TierPolicy
+from jaxspec.bench.online.arrivals import Load
+from jaxspec.bench.simulate.acceptance import Tape
+from jaxspec.bench.simulate.costs import Costs
+from jaxspec.request import FinishReason, Request, SamplingParams
+from jaxspec.scheduling.plan import DecodeRows, PrefillChunk, SchedulerConfig
+from jaxspec.scheduling.scheduler import Scheduler
+from jaxspec.sizes import Sizes
+from jaxspec.tier import Choice, Tier
+
+_PAGE = 128
+#: What a confidence is kept from 0 and 1 by, as on the device (speculation.budget.EDGE).
+_EDGE = 1e-4
+#: Steps of context tokens in which the best fixed tier is looked up.
+_COARSE = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What only the simulation knows of the rows of a round, for policies that may cheat.
+
+    Attributes:
+      bucket: the padded batch. context: committed tokens over all rows.
+      alive_BD: the hidden chance that the first 1 to D drafts of each row are right.
+    """
+
+    bucket: int
+    context: int
+    alive_BD: np.ndarray
+
+
+class Cheat(Protocol):
+    """A policy that is shown what no policy can know before it selects."""
+
+    def show(self, batch: Batch) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A request that ended. Times in seconds since the start."""
+
+    arrival: float
+    first: float
+    finished: float
+    tokens: int
+
+    @property
+    def ttft(self) -> float:
+        return self.first - self.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds a token after the first."""
+        return (self.finished - self.first) / (self.tokens - 1) if self.tokens > 1 else None
+
+    @property
+    def latency(self) -> float:
+        return self.finished - self.arrival
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """A round.
+
+    Attributes:
+      at: seconds since the start when it began; phase: how many phases of the texts began before.
+      depth, tokens: what it drafted, and what it verified over the batch; None: every node.
+      rows, bucket, seconds: its requests, the padded batch, what it took.
+      gained: tokens it gave, those beyond a request's end included.
+      value: tokens a second that it could expect; best: that the best fixed tier could. By the hidden chances.
+    """
+
+    at: float
+    phase: int
+    depth: int
+    tokens: int | None
+    rows: int
+    bucket: int
+    seconds: float
+    gained: int
+    value: float
+    best: float
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a simulation gave.
+
+    Attributes:
+      seconds: simulated. tokens: committed. served: requests that ended. unfinished: those under way at the end.
+      rounds: in order. switches: rounds whose tier was another than the one before. preemptions: by lack of pages.
+      controller: seconds of the processor that each selection with its observation took.
+      predicted, actual: of drafts of packed rounds: the chance of being accepted that the policy's calibration gave
+        them, and whether they would have been.
+      expected, accepted: where the policy says what it expects, tokens a row that it expected and that came, summed.
+      wall: seconds of the processor that the simulation took.
+      refused: requests that did not fit.
+    """
+
+    seconds: float = 0.0
+    tokens: int = 0
+    served: list[Served] = dataclasses.field(default_factory=list)
+    unfinished: int = 0
+    rounds: list[Ran] = dataclasses.field(default_factory=list)
+    switches: int = 0
+    preemptions: int = 0
+    controller: list[float] = dataclasses.field(default_factory=list)
+    predicted: list[float] = dataclasses.field(default_factory=list)
+    actual: list[bool] = dataclasses.field(default_factory=list)
+    expected: float = 0.0
+    accepted: float = 0.0
+    wall: float = 0.0
+    refused: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What is simulated.
+
+    Attributes:
+      costs: of rounds and prompts. depths: of tiers that exist, 0 among them. buckets: padded batch sizes.
+      context: most tokens of prompt and outputs. pages: of the pool, 128 tokens each; None: enough.
+      chunk: most prompt tokens between two rounds.
+      noise: standard deviation of the seconds of rounds, in logarithm.
+
+    Raises:
+      ValueError: batches or depths that the costs do not tell of.
+    """
+
+    costs: Costs
+    depths: tuple[int, ...]
+    buckets: tuple[int, ...]
+    context: int
+    pages: int | None = None
+    chunk: int = 1024
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, most, asked in (
+            ("batches", self.costs.largest, self.buckets[-1]), ("depths", self.costs.deepest, self.depths[-1]),
+        ):  # fmt: skip
+            if most is not None and asked > most:
+                raise ValueError(f"the profile ({self.costs.label}) knows {name} up to {most}, got {asked}")
+
+    @property
+    def sizes(self) -> Sizes:
+        growth = self.depths[-1] + 1
+        context = -(-self.context // _PAGE) * _PAGE
+        a_row = -(-(context + growth) // _PAGE)
+        pages = a_row * self.buckets[-1] if self.pages is None else self.pages
+        return Sizes(self.buckets[-1], pages, _PAGE, a_row, self.depths[-1], context, min(self.chunk, context))
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A dispatch under way: what the device will have said at `finish`."""
+
+    finish: float
+    firsts: list[tuple[Request, int]] = dataclasses.field(default_factory=list)
+    rows: DecodeRows | None = None
+    counts: np.ndarray | None = None
+    stats: RoundStats | None = None
+
+
+class Simulation:
+    """One policy on one machine under one load.
+
+    Args:
+      tape: the texts. policy: chooses; it is told of rounds a round late, as in the engine.
+      prompt, output: tokens of requests whose arrival names none; outputs differ from this mean by up to half.
+      seed: of lengths, places in the texts and noise. The same for every policy that is compared.
+      recorder: hears every round.
+    """
+
+    def __init__(
+        self, machine: Machine, tape: Tape, policy: TierPolicy, *, prompt: int = 256, output: int = 128, seed: int = 0,
+        recorder: Recorder | None = None,
+    ) -> None:  # fmt: skip
+        self.machine, self._tape, self._policy = machine, tape, policy
+        self._prompt, self._output, self._seed = prompt, output, seed
+        self.now = 0.0
+        self._scheduler = Scheduler(SchedulerConfig(machine.sizes, enable_prefix_caching=False), lambda: self.now)
+        tiers = {tier: None for tier in (*map(Tier, machine.depths), *policy.tiers)}
+        self.controller: AdaptiveController[None] = AdaptiveController(policy, tiers, recorder)
+        slots = machine.sizes.slots
+        self._kind_S, self._draw_S = np.zeros(slots, np.intp), np.zeros(slots)
+        self._at_S = np.zeros(slots, np.intp)
+        self._place: dict[Request, tuple[int, float]] = {}  # offset on the tape, draw of the kind
+        self._in_flight: list[_Pending] = []
+        self._free_at = 0.0  # the device
+        self._timed = False  # nothing but rounds ran since the round before
+        self._phase, self._phase_end = tape.process.phase_at(0.0)
+        self._noise = random.Random(f"noise {seed}")
+        self._steps = np.asarray(machine.depths)
+        self._seconds: dict[tuple[int, int], np.ndarray] = {}  # of the tiers, by bucket and context in steps
+        self._words = [[0] * n for n in range(machine.depths[-1] + 2)]
+        self._expects = getattr(policy, "expected_tokens", None)
+        self._out = Outcome()
+
+    def run(self, load: Load, seconds: float = float("inf")) -> Outcome:
+        """Serves the load. A closed loop goes on for `seconds`, an open one till all is served, or for so long."""
+        began, out, arrivals = time.process_time(), self._out, load.arrivals
+        number, closed = 0, load.concurrency
+        while self.now < seconds:
+            if closed is not None:
+                while number - len(out.served) < closed:
+                    self._add(number, self.now, None, None)
+                    number += 1
+            else:
+                while number < len(arrivals) and arrivals[number].at <= self.now:
+                    a = arrivals[number]
+                    self._add(number, a.at, a.prompt_tokens, a.output_tokens)
+                    number += 1
+                if not self._scheduler.has_work and not self._in_flight:
+                    if number == len(arrivals):
+                        break
+                    self.now = arrivals[number].at
+                    continue
+            self._step()
+        out.seconds, out.wall = self.now, time.process_time() - began
+        out.unfinished = number - len(out.served) - out.refused
+        out.switches, out.preemptions = self.controller.switches, self._scheduler.stats.preemptions
+        return out
+
+    def _add(self, index: int, at: float, prompt: int | None, output: int | None) -> None:
+        rng = random.Random(f"{self._seed} {index}")
+        share = 0.5 + rng.random()
+        tokens = max(1, round(self._output * share)) if output is None else output
+        request = Request(
+            f"r{index}", [0] * (self._prompt if prompt is None else prompt),
+            SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), seed=0, arrival_time=at,
+        )  # fmt: skip
+        request.metrics.arrival_time = at
+        try:
+            self._scheduler.add(request)
+        except ValueError:  # longer than the context
+            self._out.refused += 1
+            return
+        self._place[request] = rng.randrange(Tape.LENGTH), rng.random()
+
+    # ---------------------------------------------------------------- a step, as jaxspec.engine has it
+
+    def _step(self) -> None:
+        plan = self._scheduler.plan()
+        dispatched, growth = [], 0
+        if len(plan.decode):
+            pending, growth = self._round(plan.decode)
+            dispatched.append(pending)
+        if plan.prefill:
+            dispatched.append(self._prefill(plan.prefill))
+        self._scheduler.dispatched(plan, growth)
+        previous, self._in_flight = self._in_flight, dispatched
+        for pending in previous:
+            self._commit(pending)
+
+    def _device(self, seconds: float) -> tuple[float, float]:
+        """Queues work; (when it begins, when it ends)."""
+        begin = max(self.now, self._free_at)
+        self._free_at = begin + seconds
+        return begin, self._free_at
+
+    def _prefill(self, chunks: Sequence[PrefillChunk]) -> _Pending:
+        tokens, behind = sum(c.end - c.start for c in chunks), sum(c.start for c in chunks)
+        _, finish = self._device(self.machine.costs.prefill(tokens, behind))
+        self._timed = False
+        firsts = []
+        for chunk in chunks:
+            if chunk.is_last:
+                offset, draw = self._place[chunk.request]
+                # The next token is drafted behind what is there and the token that this gives.
+                at = offset + len(chunk.request.output_token_ids) + 1
+                self._at_S[chunk.slot], self._draw_S[chunk.slot] = at % Tape.LENGTH, draw
+                self._kind_S[chunk.slot] = self._kind(draw)
+                firsts.append((chunk.request, chunk.request.epoch))
+        return _Pending(finish, firsts)
+
+    def _kind(self, draw: float) -> int:
+        return self._tape.kinds.index(self._tape.process.kind(self._phase, draw))
+
+    def _enter_phase(self) -> None:
+        self._phase, self._phase_end = self._tape.process.phase_at(self.now)
+        self._kind_S[:] = [self._kind(draw) for draw in self._draw_S.tolist()]
+
+    def _round(self, rows: DecodeRows) -> tuple[_Pending, int]:
+        machine, slots = self.machine, rows.slots_B
+        if self.now >= self._phase_end:
+            self._enter_phase()
+        bucket = machine.buckets[bisect.bisect_left(machine.buckets, len(rows))]
+        context = rows.context_tokens
+        kinds, at = self._kind_S.take(slots), self._at_S.take(slots)
+        alive_BD = self._tape.alive_KLD[kinds, at]
+        show = getattr(self._policy, "show", None)
+        if show is not None:
+            show(Batch(bucket, context, alive_BD))
+        began = time.thread_time()
+        choice, _ = self.controller.select(BatchView(len(rows), bucket, context, self.now, rows.deepest))
+        self._out.controller.append(time.thread_time() - began)
+        tier = choice.tier
+        assert tier.is_chain, f"only chains are simulated, got {tier}"
+        run_B = self._tape.run_KL[kinds, at]
+        drafts, kept_B = None, np.minimum(run_B, tier.depth)
+        if tier.depth and choice.tokens is not None:
+            said_BD = self._tape.said_KLD[kinds, at][:, : tier.depth]
+            kept_B, drafts = self._spend(choice, bucket, said_BD, run_B)
+            expected = len(rows) + self._worth(alive_BD, drafts)
+        else:
+            expected = len(rows) + float(alive_BD[:, : tier.depth].sum())
+        shape = bucket * tier.num_nodes if choice.tokens is None else choice.tokens
+        seconds = machine.costs.round(tier.depth, bucket, shape, context)
+        best = self._best(alive_BD, bucket, context)
+        value = expected / seconds
+        if machine.noise:
+            seconds *= self._noise.lognormvariate(0.0, machine.noise)
+        begin, finish = self._device(seconds)
+        self._at_S[slots] = (at + kept_B + 1) % Tape.LENGTH
+        accepted = tuple(kept_B.tolist())
+        if self._expects is not None and choice.tokens is None:
+            self._out.expected += len(rows) * self._expects(tier, bucket)
+            self._out.accepted += len(rows) + sum(accepted)
+        stats = RoundStats(
+            tier, len(rows), bucket, accepted, seconds if self._timed else 0.0, context, choice.tokens, drafts
+        )
+        self._timed = True
+        self._out.rounds.append(
+            Ran(begin, self._phase, tier.depth, choice.tokens, len(rows), bucket, seconds,
+                len(rows) + sum(accepted), value, best)
+        )  # fmt: skip
+        return _Pending(finish, rows=rows, counts=kept_B + 1, stats=stats), tier.depth + 1
+
+    def _best(self, alive_BD: np.ndarray, bucket: int, context: int) -> float:
+        """Tokens a second that the best fixed tier could expect now."""
+        gains = np.concatenate([[0.0], np.cumsum(alive_BD.sum(axis=0))])
+        key = bucket, context // _COARSE
+        if key not in self._seconds:
+            at = (key[1] + 0.5) * _COARSE
+            costs = self.machine.costs
+            self._seconds[key] = np.asarray([costs.round(d, bucket, bucket * (d + 1), at) for d in self.machine.depths])
+        return float(((len(alive_BD) + gains[self._steps]) / self._seconds[key]).max())
+
+    def _spend(
+        self, choice: Choice, bucket: int, said_BD: np.ndarray, run_B: np.ndarray
+    ) -> tuple[np.ndarray, DraftLabels]:
+        """Which drafts a packed round verifies, as speculation.budget selects them; accepted ones, and what is told."""
+        b, depth = said_BD.shape
+        inside = np.clip(said_BD, _EDGE, 1 - _EDGE)
+        fit = np.tile([1.0, 0.0], (depth, 1))
+        if choice.calibration:
+            fit[: len(choice.calibration)] = choice.calibration[:depth]
+        p_BD = 1 / (1 + np.exp(-(fit[:, 0] * np.log(inside / (1 - inside)) + fit[:, 1])))
+        survival_BD = np.cumprod(p_BD, axis=1)
+        assert choice.tokens is not None
+        room = choice.tokens - bucket
+        assert 0 <= room <= bucket * depth, f"{choice.tokens} tokens of {bucket} rows of depth {depth}"
+        # Ties by depth, then row.
+        taken = np.argsort(-survival_BD.T.ravel(), kind="stable")[:room]
+        length_B = np.bincount(taken % b, minlength=b)
+        steps = np.arange(1, depth + 1)
+        verified_BD = steps <= length_B[:, None]
+        accepted_B = np.minimum(run_B, length_B)
+        known_BD = steps <= accepted_B[:, None] + 1
+        right_BD = known_BD & (steps <= run_B[:, None])
+        if len(self._out.predicted) < 400_000:
+            self._out.predicted += survival_BD.ravel().tolist()
+            self._out.actual += (steps <= run_B[:, None]).ravel().tolist()
+        labels = DraftLabels(
+            depth, array("f", said_BD.astype(np.float32).tobytes()), bytes(range(1, depth + 1)) * b,
+            *(x.astype(np.uint8).tobytes() for x in (verified_BD, known_BD, right_BD)),
+        )  # fmt: skip
+        return accepted_B, labels
+
+    def _worth(self, alive_BD: np.ndarray, drafts: DraftLabels) -> float:
+        verified = np.frombuffer(drafts.verified, np.uint8).reshape(len(alive_BD), -1)
+        return float((alive_BD[:, : verified.shape[1]] * verified).sum())
+
+    def _commit(self, pending: _Pending) -> None:
+        scheduler, out = self._scheduler, self._out
+        self.now = max(self.now, pending.finish)
+        for request, epoch in pending.firsts:
+            if scheduler.commit(request, epoch, [0]):
+                out.tokens += 1
+                if len(request.output_token_ids) >= request.max_tokens:
+                    self._finish(request)
+        rows = pending.rows
+        if rows is None or pending.counts is None or pending.stats is None:
+            return
+        began = time.thread_time()
+        self.controller.observe(pending.stats)
+        out.controller[-1] += time.thread_time() - began
+        slots = scheduler.slots
+        alive_B, left_B = slots.alive(rows), slots.left(rows.slots_B)
+        kept_B = np.minimum(pending.counts, np.maximum(left_B, 0))
+        over = (alive_B & (pending.counts >= left_B)).nonzero()[0].tolist()
+        out.tokens += int(kept_B[alive_B].sum())
+        scheduler.commit_round(rows, [self._words[n] for n in kept_B.tolist()])
+        for row in over:
+            self._finish(rows.requests[row])
+
+    def _finish(self, request: Request) -> None:
+        self._scheduler.finish(request, FinishReason.LENGTH)
+        m = request.metrics
+        assert m.first_token_time is not None and m.finished_time is not None
+        self._out.served.append(Served(m.arrival_time, m.first_token_time, m.finished_time, m.output_tokens))
+        del self._place[request]

@@ -1,0 +1,186 @@
+"""Figures of simulations as text and as JSON. Must not know how they came about."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxspec.bench.simulate import breakeven, figures
+from jaxspec.bench.simulate.cells import Done
+from jaxspec.bench.simulate.costs import Costs
+from jaxspec.bench.simulate.policies import ORACLE
+from jaxspec.tier import PLAIN
+
+_WIDTH = 118
+
+
+def block(done: Sequence[Done]) -> dict[str, Any]:
+    """One cell over all its seeds: the mean of every figure, and of the first seed what is drawn."""
+    first = done[0]
+    closed = first.cell.load.concurrency is not None
+    by_policy: dict[str, list[figures.Figures]] = {}
+    for one in done:
+        speeds = {e.name: figures.speed(one.outcomes[e.name], closed) for e in one.entries if e.fixed}
+        best = max(speeds.values(), default=None)
+        for e in one.entries:
+            outcome = one.outcomes[e.name]
+            oracle, plain = one.outcomes.get(ORACLE), one.outcomes.get(PLAIN.name)
+            found = figures.figures(e.name, e.fixed, outcome, closed, one.outcomes, best, plain, oracle)
+            by_policy.setdefault(e.name, []).append(found)
+    rows = [_mean(many) for many in by_policy.values()]
+    fixed = [row for row in rows if row["fixed"]]
+    return {
+        "name": first.cell.name,
+        "texts": first.cell.texts.name,
+        "load": first.cell.load.source,
+        "concurrency": first.cell.load.concurrency,
+        "closed": closed,
+        "seeds": len(done),
+        "confidence_auc": figures.finite(first.auc),
+        "best_fixed": max(fixed, key=lambda row: row["speed"])["policy"] if fixed else None,
+        "policies": rows,
+        "timelines": {name: figures.timeline(outcome) for name, outcome in first.outcomes.items()},
+        "reliability": {
+            name: found for name, outcome in first.outcomes.items() if (found := figures.reliability(outcome))
+        },
+        "acceptance": {name: [round(p, 4) for p in _survival(rates)] for name, rates in _rates(first).items()},
+    }
+
+
+def _survival(rates: Sequence[float]) -> list[float]:
+    return list(itertools.accumulate(rates, lambda a, b: a * b))
+
+
+def _rates(done: Done) -> dict[str, list[float]]:
+    deepest = max(r.depth for o in done.outcomes.values() for r in o.rounds) if done.outcomes else 0
+    return {
+        name: [rates[min(i, len(rates) - 1)] for i in range(max(1, deepest))]
+        for name, rates in done.cell.texts.kinds.items()
+    }
+
+
+def _mean(many: Sequence[figures.Figures]) -> dict[str, Any]:
+    """Means over seeds; lists are joined, counts of one seed added up."""
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(figures.Figures):
+        values = [getattr(one, field.name) for one in many]
+        known = [value for value in values if value is not None]
+        if field.name in ("policy", "fixed") or not known:
+            out[field.name] = values[0]
+        elif field.name == "settled":
+            out[field.name] = [x for value in values for x in value]
+        elif isinstance(known[0], Mapping):
+            keys = list(dict.fromkeys(key for value in known for key in value))
+            out[field.name] = {key: statistics.mean(value.get(key, 0) for value in known) for key in keys}
+        else:
+            out[field.name] = statistics.mean(known)
+    regrets = [one.regret for one in many if one.regret is not None]
+    out["worst_regret"] = max(regrets, default=None)
+    return out
+
+
+def text(cell: Mapping[str, Any]) -> str:
+    """A cell's table."""
+    unit = "tokens/s" if cell["closed"] else "1/latency"
+    title = f"--- simulated: {cell['name']} "
+    lines = [
+        title + "-" * max(0, _WIDTH - len(title)),
+        f"{'policy':<22}{unit:>10}{'x plain':>8}{'regret':>8}{'gap':>6}{'length':>7}{'drafts':>7}{'verified':>9}"
+        f"{'TTFT':>7}{'TPOT':>7}{'p99':>7}{'SLO 0.8':>8}{'1.0':>5}{'sw':>6}{'settled':>8}{'ECE':>6}{'us':>5}",
+    ]
+    for row in cell["policies"]:
+        star = "*" if row["policy"] == cell["best_fixed"] else ""
+        kept = row["attainment"] or {}
+        lines.append(
+            f"{_cut(row['policy'] + star, 21):<22}{_number(row['speed'], 1 if cell['closed'] else 3):>10}"
+            f"{_number(row['speedup'], 2):>8}{_share(row['regret'], 1):>8}{_gap(row['gap']):>6}"
+            f"{_number(row['length'], 2):>7}{_number(row['depth'], 1):>7}{_number(row['verified'], 1):>9}"
+            f"{_ms(row['ttft_p50'], 0):>7}{_ms(row['tpot_p50'], 1):>7}{_ms(row['tpot_p99'], 1):>7}"
+            f"{_share(kept.get('0.8')):>8}{_share(kept.get('1')):>5}{_number(row['switches'], 1):>6}"
+            f"{_settled(row['settled']):>8}{_share(row['calibration_error'], 1):>6}{row['controller_us']:>5.0f}"
+        )
+    return "\n".join(lines)
+
+
+def summary(blocks: Sequence[Mapping[str, Any]]) -> str:
+    """Each policy's regret over all cells, and what the columns mean."""
+    lines = ["over all cells: mean and worst regret, switches a hundred rounds, simulated over processor seconds"]
+    names = list(dict.fromkeys(row["policy"] for cell in blocks for row in cell["policies"] if not row["fixed"]))
+    for name in names:
+        rows = [row for cell in blocks for row in cell["policies"] if row["policy"] == name]
+        regrets = [row["regret"] for row in rows if row["regret"] is not None]
+        worst = max((row["worst_regret"] for row in rows if row["worst_regret"] is not None), default=None)
+        lines.append(
+            f"  {_cut(name, 40):<42}{_share(statistics.mean(regrets) if regrets else None, 1):>7}"
+            f"{_share(worst, 1):>7}{statistics.mean(row['switches'] for row in rows):>8.2f}"
+            f"{statistics.mean(row['faster'] for row in rows):>8.0f}"
+        )
+    lines += [
+        "regret: 1 - speed / the best fixed tier's (*). gap: share of the way from there to the oracle, which knows",
+        "every draft's chance. length: tokens a round and request. drafts, verified: of a request and round. TTFT,",
+        "TPOT (p50, p99): ms. SLO: requests within 0.8 and 1.0 times plain decoding's 90th percentile of TPOT.",
+        "sw: switches of the tier a hundred rounds. settled: rounds after a change of the texts to 95% of the best",
+        "tier, median (- never). ECE: calibration error of survival. us: processor time of the policy a round,",
+        "microseconds.",
+    ]
+    return "\n".join(lines)
+
+
+def profile(device: Costs, depths: Sequence[int]) -> dict[str, Any]:
+    """What the report's calculator starts from."""
+    return breakeven.curves(device, depths[-1]).to_dict()
+
+
+def write(value: Any, path: str | os.PathLike) -> None:
+    """JSON, all or nothing."""
+    path = Path(path)
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        staging.write_text(json.dumps(_plain(value), allow_nan=False) + "\n", encoding="utf-8")
+        staging.replace(path)
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
+
+
+def _cut(name: str, width: int) -> str:
+    return name if len(name) <= width else name[: width - 2] + ".."
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _share(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None else f"{100 * value:.{digits}f}%"
+
+
+def _gap(value: float | None) -> str:
+    return "<0" if value is not None and value < 0 else _share(value)
+
+
+def _ms(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{1e3 * value:.{digits}f}"
+
+
+def _settled(rounds: Sequence[int | None]) -> str:
+    known = sorted(x for x in rounds if x is not None)
+    if not rounds or len(known) * 2 < len(rounds):
+        return "-" if rounds else ""
+    return f"{known[(len(known) - 1) // 2]}"
