@@ -6,6 +6,7 @@ python -m jaxspec.bench tune --out adaptive.json     candidate steps for each ba
 python -m jaxspec.bench profile --out profile.json   what rounds cost on this device, for EngineConfig.profile
 python -m jaxspec.bench serve --concurrency 16       load for a server; see jaxspec.bench.online.command
 python -m jaxspec.bench simulate --json sim.json     every policy on a clock of its own: no device, no JAX
+python -m jaxspec.bench report sim.json --out x.html a page of it, with a calculator of when speculation pays
 python -m jaxspec.bench grow 8b DIR                  the demo at a larger model's cost, to be served
 python -m jaxspec.bench overheads                    the host's microseconds by part, and the device's idle share
 """
@@ -19,7 +20,11 @@ from collections.abc import Sequence
 from jaxspec import cli
 
 #: Modules of commands that need less, or other things, than an engine.
-_APART = {"serve": "jaxspec.bench.online.command", "simulate": "jaxspec.bench.simulate.command"}
+_APART = {
+    "serve": "jaxspec.bench.online.command",
+    "simulate": "jaxspec.bench.simulate.command",
+    "report": "jaxspec.bench.page.command",
+}
 _OFFLINE = "jaxspec.bench.offline.command"
 
 

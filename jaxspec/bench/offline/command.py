@@ -114,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m jaxspec.bench", description=(__doc__ or "").splitlines()[0], parents=[_shared()],
         formatter_class=cli.Help,
         epilog="`tune --help`: measure an adaptive configuration. `profile --help`: measure costs. "
-        "`serve --help`: measure a server. `simulate --help`: no device. "
+        "`serve --help`: measure a server. `simulate --help`: no device. `report --help`: a page. "
         "`grow --help`: write a larger model. "
         "`overheads --help`: the host's part of a round.",
     )  # fmt: skip

@@ -46,7 +46,7 @@ def block(done: Sequence[Done]) -> dict[str, Any]:
         "confidence_auc": figures.finite(first.auc),
         "best_fixed": max(fixed, key=lambda row: row["speed"])["policy"] if fixed else None,
         "policies": rows,
-        "timelines": {name: figures.timeline(outcome) for name, outcome in first.outcomes.items()},
+        "timelines": {e.name: figures.timeline(first.outcomes[e.name]) for e in first.entries if not e.fixed},
         "reliability": {
             name: found for name, outcome in first.outcomes.items() if (found := figures.reliability(outcome))
         },

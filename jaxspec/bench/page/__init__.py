@@ -1,0 +1,1 @@
+"""python -m jaxspec.bench report: a run or a simulation as one page that needs nothing else."""
