@@ -170,7 +170,7 @@ def test_a_budget_pays_on_a_mixed_batch_and_its_rounds_are_told():
     assert packed.tokens > 1.1 * whole.tokens
     stats = spending.heard[100]
     assert stats.tokens == 20 and sum(stats.drafts.verified) == 12 and stats.drafts.nodes == 4
-    assert figures.figures("x", False, packed, True, {}, None, None, None).verified == pytest.approx(1.5, abs=0.02)
+    assert figures.figures("x", False, packed, True).verified == pytest.approx(1.5, abs=0.02)
     assert calibration_error(packed.predicted, packed.actual) < 0.05 and figures.reliability(packed)
 
 

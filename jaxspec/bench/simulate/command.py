@@ -77,7 +77,8 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     blocks = []
     for cell in todo:
         done = [play(cell, args, device, args.seed + i, depths) for i in range(args.seeds)]
-        blocks.append(tables.block(done))
+        fixed = [one.name for one in done[0].entries if one.fixed]
+        blocks.append(tables.block(tables.told(done[0]), [one.outcomes for one in done], fixed))
         say(tables.text(blocks[-1]) + "\n")
     say(tables.summary(blocks))
     report = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jaxspec.adaptive.calibration import calibration_error
 from jaxspec.bench.offline.metrics import percentile
@@ -67,7 +67,7 @@ class Figures:
     refused: int
     preemptions: int
     rounds: int
-    faster: float
+    faster: float | None
 
 
 def speed(outcome: Outcome, closed: bool) -> float:
@@ -79,13 +79,13 @@ def speed(outcome: Outcome, closed: bool) -> float:
 
 
 def figures(
-    name: str, fixed: bool, outcome: Outcome, closed: bool, cell: Mapping[str, Outcome], best: float | None,
-    plain: Outcome | None, oracle: Outcome | None,
+    name: str, fixed: bool, outcome: Outcome, closed: bool, best: float | None = None,
+    plain: Outcome | None = None, oracle: Outcome | None = None,
 ) -> Figures:  # fmt: skip
     """The numbers of a policy.
 
     Args:
-      cell: all outcomes of the cell. best: the best fixed tier's speed.
+      best: the best fixed tier's speed.
       plain, oracle: of the cell, where they ran.
     """
     mine, rounds = speed(outcome, closed), outcome.rounds
@@ -126,7 +126,7 @@ def figures(
         refused=outcome.refused,
         preemptions=outcome.preemptions,
         rounds=len(rounds),
-        faster=outcome.seconds / outcome.wall if outcome.wall else 0.0,
+        faster=outcome.seconds / outcome.wall if outcome.wall else None,
     )
 
 

@@ -77,24 +77,13 @@ def entry(text: str, setting: Setting) -> Entry:
     Raises:
       ValueError: unknown names or settings; tiers that are not simulated.
     """
-    name, _, more = text.strip().partition(" ")
     depths, buckets = setting.depths, setting.buckets
-    if name == ORACLE:
+    if text.strip() == ORACLE:
         return Entry(text, False, lambda: Oracle(setting.costs, depths))
-    if name.startswith(SGLANG):
-        preset = PRESETS.get(name.removeprefix(SGLANG))
-        if preset is None:
-            raise ValueError(f"SGLang's presets are {sorted(SGLANG + p for p in PRESETS)}, got {name!r}")
-        return Entry(text, False, lambda: _ema(preset, depths, buckets))
-    try:
-        fields: Any = json.loads(more) if more else {}
-    except ValueError as error:
-        raise ValueError(f"policy {text!r}: behind the name stands a JSON object of settings: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"policy {text!r}: behind the name stands a JSON object of settings, got {more!r}")
-    if name == "schedule" and not fields:
-        fields = {"num_speculative_tokens_per_batch_size": [(a, b, min(k, depths[-1])) for a, b, k in _SCHEDULE]}
-    settings = SpeculationConfig.of({"policy": name, **fields})
+    if text.startswith(SGLANG):
+        sglang(text, depths, buckets)
+        return Entry(text, False, lambda: sglang(text, depths, buckets))
+    settings = settings_of(text, depths)
     kind, room = settings.policy_kind, Room(buckets, tuple(d for d in depths if d))
     reached, packed = kind.reachable(settings, room), kind.budgets(settings, room)
     wrong = sorted(t.name for t in reached if not t.is_chain or t.depth > depths[-1])
@@ -107,10 +96,31 @@ def entry(text: str, setting: Setting) -> Entry:
     return Entry(text, False, lambda: kind.build(settings, room, cost))
 
 
-def _ema(preset: dict[str, Any], depths: Sequence[int], buckets: Sequence[int]) -> EmaPolicy:
-    """A preset with the depths that there are."""
+def settings_of(text: str, depths: Sequence[int]) -> SpeculationConfig:
+    """What a description asks for.
+
+    Raises:
+      ValueError: unknown names or settings.
+    """
+    name, _, more = text.strip().partition(" ")
+    try:
+        fields: Any = json.loads(more) if more else {}
+    except ValueError as error:
+        raise ValueError(f"policy {text!r}: behind the name stands a JSON object of settings: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"policy {text!r}: behind the name stands a JSON object of settings, got {more!r}")
+    if name == "schedule" and not fields:
+        fields = {"num_speculative_tokens_per_batch_size": [(a, b, min(k, depths[-1])) for a, b, k in _SCHEDULE]}
+    return SpeculationConfig.of({"policy": name, **fields})
+
+
+def sglang(text: str, depths: Sequence[int], buckets: Sequence[int]) -> EmaPolicy:
+    """A preset with the depths that there are; ValueError for an unknown one."""
+    preset = PRESETS.get(text.removeprefix(SGLANG))
+    if preset is None:
+        raise ValueError(f"SGLang's presets are {sorted(SGLANG + p for p in PRESETS)}, got {text!r}")
     values = {
-        key: {**slot, "candidate_steps": [s for s in slot["candidate_steps"] if s <= depths[-1]] or [0]}
+        key: {**slot, "candidate_steps": [s for s in slot["candidate_steps"] if s in depths] or [0]}
         if isinstance(slot, dict) else slot
         for key, slot in preset.items()
     }  # fmt: skip

@@ -6,68 +6,85 @@ import dataclasses
 import itertools
 import json
 import math
+import operator
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxspec.bench.simulate import breakeven, figures
 from jaxspec.bench.simulate.cells import Done
 from jaxspec.bench.simulate.costs import Costs
+from jaxspec.bench.simulate.engine import Outcome
 from jaxspec.bench.simulate.policies import ORACLE
 from jaxspec.tier import PLAIN
 
 _WIDTH = 118
 
 
-def block(done: Sequence[Done]) -> dict[str, Any]:
-    """One cell over all its seeds: the mean of every figure, and of the first seed what is drawn."""
-    first = done[0]
-    closed = first.cell.load.concurrency is not None
-    by_policy: dict[str, list[figures.Figures]] = {}
-    for one in done:
-        speeds = {e.name: figures.speed(one.outcomes[e.name], closed) for e in one.entries if e.fixed}
-        best = max(speeds.values(), default=None)
-        for e in one.entries:
-            outcome = one.outcomes[e.name]
-            oracle, plain = one.outcomes.get(ORACLE), one.outcomes.get(PLAIN.name)
-            found = figures.figures(e.name, e.fixed, outcome, closed, one.outcomes, best, plain, oracle)
-            by_policy.setdefault(e.name, []).append(found)
-    rows = [_mean(many) for many in by_policy.values()]
-    fixed = [row for row in rows if row["fixed"]]
-    return {
-        "name": first.cell.name,
-        "texts": first.cell.texts.name,
-        "load": first.cell.load.source,
-        "concurrency": first.cell.load.concurrency,
-        "closed": closed,
-        "seeds": len(done),
-        "confidence_auc": figures.finite(first.auc),
-        "best_fixed": max(fixed, key=lambda row: row["speed"])["policy"] if fixed else None,
-        "policies": rows,
-        "timelines": {e.name: figures.timeline(first.outcomes[e.name]) for e in first.entries if not e.fixed},
-        "reliability": {
-            name: found for name, outcome in first.outcomes.items() if (found := figures.reliability(outcome))
-        },
-        "acceptance": {name: [round(p, 4) for p in _survival(rates)] for name, rates in _rates(first).items()},
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What is said of a cell besides its figures.
+
+    Attributes:
+      concurrency: of a closed loop; None: an open one.
+      auc: how well confidence tells right drafts from wrong ones, where that is known.
+      acceptance: by kind of text, the share of drafts that are accepted up to each position.
+    """
+
+    name: str
+    texts: str
+    load: str
+    concurrency: int | None
+    auc: float | None
+    acceptance: Mapping[str, Sequence[float]]
+
+
+def told(done: Done) -> Told:
+    """Of a simulated cell."""
+    cell, deepest = done.cell, max(r.depth for o in done.outcomes.values() for r in o.rounds)
+    survival = {
+        name: list(itertools.accumulate((rates[min(i, len(rates) - 1)] for i in range(deepest)), operator.mul))
+        for name, rates in cell.texts.kinds.items()
     }
+    return Told(cell.name, cell.texts.name, cell.load.source, cell.load.concurrency, done.auc, survival)
 
 
-def _survival(rates: Sequence[float]) -> list[float]:
-    return list(itertools.accumulate(rates, lambda a, b: a * b))
+def block(told: Told, runs: Sequence[Mapping[str, Outcome]], fixed: Collection[str]) -> dict[str, Any]:
+    """One cell over all its runs: the mean of every figure, and of the first run what is drawn.
 
-
-def _rates(done: Done) -> dict[str, list[float]]:
-    deepest = max(r.depth for o in done.outcomes.values() for r in o.rounds) if done.outcomes else 0
+    Args:
+      runs: outcomes by policy. fixed: which of these ran one tier.
+    """
+    closed = told.concurrency is not None
+    by_policy: dict[str, list[figures.Figures]] = {}
+    for outcomes in runs:
+        best = max((figures.speed(outcomes[name], closed) for name in outcomes if name in fixed), default=None)
+        plain, oracle = outcomes.get(PLAIN.name), outcomes.get(ORACLE)
+        for name, outcome in outcomes.items():
+            found = figures.figures(name, name in fixed, outcome, closed, best, plain, oracle)
+            by_policy.setdefault(name, []).append(found)
+    rows, first = [_mean(many) for many in by_policy.values()], runs[0]
+    speeds = {row["policy"]: row["speed"] for row in rows if row["fixed"]}
     return {
-        name: [rates[min(i, len(rates) - 1)] for i in range(max(1, deepest))]
-        for name, rates in done.cell.texts.kinds.items()
+        "name": told.name,
+        "texts": told.texts,
+        "load": told.load,
+        "concurrency": told.concurrency,
+        "closed": closed,
+        "runs": len(runs),
+        "confidence_auc": told.auc,
+        "best_fixed": max(speeds, key=speeds.__getitem__) if speeds else None,
+        "policies": rows,
+        "timelines": {name: figures.timeline(outcome) for name, outcome in first.items() if name not in fixed},
+        "reliability": {name: found for name, outcome in first.items() if (found := figures.reliability(outcome))},
+        "acceptance": told.acceptance,
     }
 
 
 def _mean(many: Sequence[figures.Figures]) -> dict[str, Any]:
-    """Means over seeds; lists are joined, counts of one seed added up."""
+    """Means over runs; lists are joined."""
     out: dict[str, Any] = {}
     for field in dataclasses.fields(figures.Figures):
         values = [getattr(one, field.name) for one in many]
@@ -86,10 +103,10 @@ def _mean(many: Sequence[figures.Figures]) -> dict[str, Any]:
     return out
 
 
-def text(cell: Mapping[str, Any]) -> str:
+def text(cell: Mapping[str, Any], label: str = "simulated") -> str:
     """A cell's table."""
     unit = "tokens/s" if cell["closed"] else "1/latency"
-    title = f"--- simulated: {cell['name']} "
+    title = f"--- {label}: {cell['name']} "
     lines = [
         title + "-" * max(0, _WIDTH - len(title)),
         f"{'policy':<22}{unit:>10}{'x plain':>8}{'regret':>8}{'gap':>6}{'length':>7}{'drafts':>7}{'verified':>9}"
@@ -111,7 +128,7 @@ def text(cell: Mapping[str, Any]) -> str:
 
 def summary(blocks: Sequence[Mapping[str, Any]]) -> str:
     """Each policy's regret over all cells, and what the columns mean."""
-    lines = ["over all cells: mean and worst regret, switches a hundred rounds, simulated over processor seconds"]
+    lines = ["over all cells: mean and worst regret, switches a hundred rounds; simulated over processor seconds"]
     names = list(dict.fromkeys(row["policy"] for cell in blocks for row in cell["policies"] if not row["fixed"]))
     for name in names:
         rows = [row for cell in blocks for row in cell["policies"] if row["policy"] == name]
@@ -120,7 +137,7 @@ def summary(blocks: Sequence[Mapping[str, Any]]) -> str:
         lines.append(
             f"  {_cut(name, 40):<42}{_share(statistics.mean(regrets) if regrets else None, 1):>7}"
             f"{_share(worst, 1):>7}{statistics.mean(row['switches'] for row in rows):>8.2f}"
-            f"{statistics.mean(row['faster'] for row in rows):>8.0f}"
+            f"{_number(_mean_of(row['faster'] for row in rows), 0):>8}"
         )
     lines += [
         "regret: 1 - speed / the best fixed tier's (*). gap: share of the way from there to the oracle, which knows",
@@ -157,6 +174,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
+
+
+def _mean_of(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.mean(known) if known else None
 
 
 def _cut(name: str, width: int) -> str:
