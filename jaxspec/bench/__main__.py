@@ -5,6 +5,7 @@ python -m jaxspec.bench --quick                      a first look in about a min
 python -m jaxspec.bench tune --out adaptive.json     candidate steps for each batch size, from measurements
 python -m jaxspec.bench profile --out profile.json   what rounds cost on this device, for EngineConfig.profile
 python -m jaxspec.bench serve --concurrency 16       load for a server; see jaxspec.bench.online.command
+python -m jaxspec.bench adaptive --json a.json       every policy and fixed tier under loads that change
 python -m jaxspec.bench simulate --json sim.json     every policy on a clock of its own: no device, no JAX
 python -m jaxspec.bench report sim.json --out x.html a page of it, with a calculator of when speculation pays
 python -m jaxspec.bench grow 8b DIR                  the demo at a larger model's cost, to be served
@@ -24,6 +25,7 @@ _APART = {
     "serve": "jaxspec.bench.online.command",
     "simulate": "jaxspec.bench.simulate.command",
     "report": "jaxspec.bench.page.command",
+    "adaptive": "jaxspec.bench.evidence.command",
 }
 _OFFLINE = "jaxspec.bench.offline.command"
 

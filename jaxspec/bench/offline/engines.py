@@ -101,16 +101,20 @@ class Parts:
         core = HeadCore(grow.grow_head(head, self.small.config, self.size))
         return AutoregressiveDrafter(core, geo), core.take_params()
 
-    def engine(self, longest: int, texts: Sequence[Sequence[int]] | None = None, *, plain: bool = False) -> Engine:
+    def engine(
+        self, longest: int, texts: Sequence[Sequence[int]] | None = None, *, plain: bool = False,
+        policy: str | None = None,
+    ) -> Engine:  # fmt: skip
         """An engine for requests of up to `longest` tokens.
 
         Args:
           texts: prompts with completions, where acceptance is simulated.
           plain: without speculation.
+          policy: the kind whose tiers are compiled; None: the default's.
         """
         options = self.options
         limit = self.target.config.max_position_embeddings
-        speculation = SpeculationConfig(policy="off") if plain else SpeculationConfig(tiers=options.tiers)
+        speculation = SpeculationConfig(policy="off") if plain else SpeculationConfig(policy, tiers=options.tiers)
         config = EngineConfig(
             max_batch_size=max(options.plan.batch_sizes),
             max_seq_len=min(limit, -(-longest // _ROUND_UP) * _ROUND_UP),

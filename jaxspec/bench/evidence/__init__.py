@@ -1,0 +1,1 @@
+"""python -m jaxspec.bench adaptive: every policy on the real engine, under loads and texts that change."""
