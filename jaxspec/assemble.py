@@ -57,6 +57,14 @@ def candidate_steps() -> tuple[int, ...]:
     return (0, 1, 2, 4) if jax.default_backend() == "cpu" else (0, 1, 2, 4, 6)
 
 
+def candidate_budgets() -> tuple[float, ...]:
+    """Drafted tokens a row that the deepest chain verifies under a budget, where nothing else is said.
+
+    Those that pay most on mixed batches by measured costs (docs/notes.md); accelerators verify more for nothing.
+    """
+    return (1.0, 2.0) if jax.default_backend() == "cpu" else (2.5, 4.0)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Prompts:
     """How a backend computes prompts well (docs/notes.md).
@@ -223,7 +231,7 @@ def choose_policy(
         raise ValueError(f"this drafter proposes chains only (topk 1), got topk {speculation.topk}")
     steps = candidate_steps() if default_steps is None else default_steps
     steps = steps if deepest is None else tuple(min(step, deepest) for step in steps)
-    room = Room(tuple(buckets), steps)
+    room = Room(tuple(buckets), steps, candidate_budgets() if default_steps is None else ())
     reachable = kind.reachable(speculation, room)
     if not trees and not all(tier.is_chain for tier in reachable):
         raise ValueError(f"this drafter proposes chains only, got tiers {[str(tier) for tier in reachable]}")
@@ -370,7 +378,7 @@ def _profiled(path: str | Path, choice: _Choice, identity: Mapping[str, str], po
     if not choice.needs_cost:
         raise ValueError(f"profile {str(path)!r} is for policies that weigh costs, got policy {policy!r}")
     profile = CostProfile.load(path)
-    profile.check(identity, choice.reachable, repr(str(path)))
+    profile.check(identity, choice.reachable, repr(str(path)), choice.budgets)
     return profile.table(_USUAL_CONTEXT)
 
 

@@ -42,6 +42,11 @@ def _fraction(owner: str, name: str, value: Any) -> None:
         raise ValueError(f"{owner}.{name} must be a number in (0, 1], got {value!r}")
 
 
+def _budget(owner: str, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{owner}.{name} must be a positive number of tokens a request, got {value!r}")
+
+
 def _items(owner: str, name: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ValueError(f"{owner}.{name} must be a tuple or list, got {value!r}")
@@ -66,6 +71,8 @@ class SpeculationConfig:
       num_nodes: nodes verified a round, root included. None: a chain's depth + 1; for a tree 2 * topk, the ratio of
         SGLang's default (5 steps, topk 4, 8 nodes), but at least depth + 1 and at most what depth and topk can make.
       candidate_steps: depths that the adaptive policy chooses among (0 is always added), or the heuristic one.
+      candidate_budgets: budgets (see `budget`) that the adaptive policy chooses among for its deepest chain, besides
+        verifying every draft; () for none. None: a few, at larger batch sizes.
       tiers: the same as whole tiers, chains and trees mixed; excludes candidate_steps, depth, topk and num_nodes.
       num_speculative_tokens_per_batch_size: what the schedule policy runs, as in vLLM: (least batch size, greatest
         batch size, draft tokens), ascending from 1; a gap, and what is beyond the last, belongs to the entry below.
@@ -88,6 +95,7 @@ class SpeculationConfig:
     topk: int = 1
     num_nodes: int | None = None
     candidate_steps: tuple[int, ...] | None = None
+    candidate_budgets: tuple[float, ...] | None = None
     tiers: tuple[Tier, ...] | None = None
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
     verification: Verification = "coupled"
@@ -128,10 +136,12 @@ class SpeculationConfig:
             object.__setattr__(self, name, tuple(tuple(row) if isinstance(row, list) else row for row in rows))
         if self.tiers is not None:
             self._check_tiers(_items(me, "tiers", self.tiers))
-        if self.budget is not None and (
-            isinstance(self.budget, bool) or not isinstance(self.budget, int | float) or not 0 < self.budget < math.inf
-        ):
-            raise ValueError(f"{me}.budget must be a positive number of tokens a request, got {self.budget!r}")
+        if self.budget is not None:
+            _budget(me, "budget", self.budget)
+        if self.candidate_budgets is not None:
+            for budget in (budgets := _items(me, "candidate_budgets", self.candidate_budgets)):
+                _budget(me, "candidate_budgets", budget)
+            object.__setattr__(self, "candidate_budgets", tuple(sorted(set(budgets))))
         self._check_policy()
 
     def _check_policy(self) -> None:
@@ -147,9 +157,8 @@ class SpeculationConfig:
             raise ValueError(f"{me}.num_nodes {self.num_nodes} is for trees or a static tier, got topk 1 without depth")
         if self.budget is not None and "budget" not in kind.fields:
             raise ValueError(f"{me}.budget {self.budget} belongs to {_takers('budget')}, got policy {policy!r}")
-        if self.num_speculative_tokens_per_batch_size is not None:
-            name = "num_speculative_tokens_per_batch_size"
-            if name not in kind.fields:
+        for name in ("candidate_budgets", "num_speculative_tokens_per_batch_size"):
+            if getattr(self, name) is not None and name not in kind.fields:
                 raise ValueError(f"{me}.{name} belongs to {_takers(name)}, got policy {policy!r}")
         kind.check(self)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxspec.adaptive.controller import AdaptiveController, Recorder
-from jaxspec.adaptive.cost import CostTable
+from jaxspec.adaptive.cost import Costed, CostTable
 from jaxspec.adaptive.policy import BatchView, RoundStats, TierPolicy
 from jaxspec.events import Delta, Event, Finished, Started
 from jaxspec.facts import EngineFacts
@@ -356,10 +356,10 @@ class Engine:
         """Compiles nothing more; requests go on with what there is."""
         self.runner.stop_warmup()
 
-    def _learn(self, costs: Mapping[tuple[Tier, int], float]) -> None:
+    def _learn(self, costs: Mapping[Costed, float]) -> None:
         """After a piece of the warm-up: what it has timed."""
-        for (tier, bucket), seconds in costs.items():
-            self.controller.policy.learn(tier, bucket, seconds)
+        for (tier, bucket, tokens), seconds in costs.items():
+            self.controller.policy.learn(tier, bucket, seconds, tokens)
         if costs:
             self.cost = CostTable(self.runner.costs)
         for pending in self._in_flight:

@@ -13,9 +13,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 
+from jaxspec.adaptive.cost import Costed
 from jaxspec.runtime.runner import Runner
 from jaxspec.runtime.warmup import Progress
-from jaxspec.tier import Tier
 
 #: While the engine works and warms up: steps for each piece of warming up, and the seconds without a step after which
 #: its own thread goes on although there is work: a stream may rest, and what it left in flight may never be read.
@@ -29,7 +29,7 @@ class BackgroundWarmup:
     Args:
       runner: compiles and times.
       began: when building the engine began, on time.perf_counter's clock.
-      on_piece: hears of every piece, with the seconds of the rounds that it timed, by (tier, bucket).
+      on_piece: hears of every piece, with the seconds of the rounds that it timed.
       has_work: whether the engine has something to step for.
 
     Attributes:
@@ -37,7 +37,7 @@ class BackgroundWarmup:
     """
 
     def __init__(
-        self, runner: Runner, began: float, on_piece: Callable[[Mapping[tuple[Tier, int], float]], None],
+        self, runner: Runner, began: float, on_piece: Callable[[Mapping[Costed, float]], None],
         has_work: Callable[[], bool],
     ):  # fmt: skip
         self._runner, self._began, self._on_piece, self._has_work = runner, began, on_piece, has_work

@@ -53,7 +53,7 @@ ALLOWED = {
     "facts": {"request", "sizes", "text"},
     "output": {"request", "facts", "text"},
     "reader": {"request", "tier", "facts", "output", "runtime", "laps"},
-    "warming": {"tier", "runtime"},
+    "warming": {"adaptive", "runtime"},
     "engine": EVERYONE
     | {"adaptive", "scheduling", "runtime", "text", "traffic", "events", "stats", "facts", "output", "reader"}
     | {"warming", "laps"},

@@ -141,7 +141,7 @@ def test_dictionaries_become_configurations():
     assert SpeculationConfig.of(None) == SpeculationConfig()
     config = SpeculationConfig(depth=2)
     assert SpeculationConfig.of(config) is config and SpeculationConfig.of({"depth": 2}) == config
-    with pytest.raises(ValueError, match=r"\['dept'\]; for 'dept' say 'depth'; it has \['budget', 'candidate_steps'"):
+    with pytest.raises(ValueError, match=r"\['dept'\]; for 'dept' say 'depth'; it has \['budget', 'candidate_budgets'"):
         SpeculationConfig.of({"dept": 2})
     with pytest.raises(ValueError, match="must be a SpeculationConfig or a dict, got int"):
         SpeculationConfig.of(3)  # type: ignore[arg-type]

@@ -216,22 +216,30 @@ class AcceptanceModel:
             known = self._chains[bucket] = tokens
         return known
 
-    def observe(self, stats: RoundStats) -> None:
-        """Learns from a finished drafting round."""
-        tier, accepted = stats.tier, stats.num_accepted
-        depth, rows = min(tier.depth, self._depth), len(accepted)
+    def observe(self, stats: RoundStats, beyond: Sequence[float] | None = None) -> bool:
+        """Learns from a finished drafting round.
+
+        Args:
+          beyond: where not every draft was verified: how many rows would have accepted at least 0, 1, ... of them.
+
+        Returns:
+          Whether acceptance has changed, so that what was known before is forgotten.
+        """
+        tier, depth = stats.tier, min(stats.tier.depth, self._depth)
+        beyond = _at_least(stats.num_accepted, depth) if beyond is None else beyond[: depth + 1]
+        rows = beyond[0]
         if not rows or not depth:
-            return
+            return False
         rates, power = self.rates(stats.bucket), breadth(tier)
         # A tree's hit may be a candidate other than the first: credit the first with its expected share.
         wide = [1 - (1 - rate) ** power for rate in rates[:depth]]
-        beyond = _at_least(accepted, depth)
+        accepted = sum(beyond[1:])
         hits = [n * (rate / hit if hit > 0 else 1.0) for n, rate, hit in zip(beyond[1:], rates, wide, strict=False)]
 
         alive = survival(tier, rates)
         mean = sum(alive)
         variance = sum((2 * i + 1) * p for i, p in enumerate(alive)) - mean**2
-        surprise = (sum(accepted) - rows * mean) / math.sqrt(rows * max(variance, 0.05))
+        surprise = (accepted - rows * mean) / math.sqrt(rows * max(variance, 0.05))
 
         factor = max(_LEAST_KEPT, 0.5 ** (rows / self._half_life))
         own = self._seen[stats.bucket]
@@ -250,9 +258,10 @@ class AcceptanceModel:
         if not tier.is_chain:
             tree = own.trees.setdefault(tier, _TreeMean())
             tree.rows += rows
-            tree.accepted += sum(accepted)
+            tree.accepted += accepted
         self._rates.clear()
         self._chains.clear()
+        return bool(alarms)
 
     def age(self, rows: int) -> None:
         """Counts a plain round: it shows nothing of acceptance, so the estimate keeps its value and loses weight."""

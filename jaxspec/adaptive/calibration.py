@@ -1,19 +1,23 @@
 """From a drafter's confidence to the probability that its token is accepted, fitted while rounds run.
 
 Owns the fits: for each draft position a logistic curve over the confidence's logit. What a confidence is (a drafter's
-own probability, a margin, counts) does not matter as long as more of it means more. A draft that was not verified, or
-lies behind one that was refused, has no label: it is left out, and not counted as refused. So labels are missing by
-confidence alone, which a curve over confidence can bear; but where nothing unsure is verified nothing is learnt of it,
-and somebody has to verify a small share anyway. Must not know costs, nor JAX.
+own probability, a margin, counts) does not matter as long as more of it means more. A draft whose parent was not
+reached, for it was refused or not verified, has no label: it is left out, and not counted as refused. So labels are
+missing by confidence alone, which a curve over confidence can bear; and the first draft that a budget cuts off has one
+all the same, since the target's token in its place is known. Must not know costs, nor JAX.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from jaxspec.adaptive.policy import DraftLabels
 
 #: Confidences are kept this far from 0 and 1.
 _CLIP = 1e-4
+#: Logits beyond which nothing is told apart.
+_FAR = 50.0
 #: Weight of the start (the confidence taken at its word) in rows, for the slope and for the level.
 _SLOPE_ROWS, _LEVEL_ROWS = 4.0, 1.0
 
@@ -31,12 +35,11 @@ class _Curve:
     """p = sigmoid(slope * logit(confidence) + level), by Newton steps over evidence that fades.
 
     Attributes:
-      slope, level: the fit. rows, hits: labels behind it, and those that were accepted.
+      slope, level: the fit.
     """
 
     def __init__(self) -> None:
         self.slope, self.level = 1.0, 0.0
-        self.rows = self.hits = 0.0
         # Information about slope and level, and between them.
         self._ss, self._sl, self._ll = _SLOPE_ROWS, 0.0, _LEVEL_ROWS
 
@@ -44,8 +47,6 @@ class _Curve:
         return _sigmoid(self.slope * x + self.level)
 
     def fade(self, factor: float) -> None:
-        self.rows *= factor
-        self.hits *= factor
         self._ss = max(_SLOPE_ROWS, self._ss * factor)
         self._sl *= factor
         self._ll = max(_LEVEL_ROWS, self._ll * factor)
@@ -60,8 +61,6 @@ class _Curve:
         error, det = accepted - p, self._ss * self._ll - self._sl * self._sl
         self.slope = max(0.0, self.slope + error * (self._ll * x - self._sl) / det)
         self.level += error * (self._ss - self._sl * x) / det
-        self.rows += 1
-        self.hits += accepted
 
 
 class Calibration:
@@ -81,9 +80,20 @@ class Calibration:
         self._curves = [_Curve() for _ in range(depth)]
         self._half_life = half_life
 
+    @property
+    def fits(self) -> tuple[tuple[float, float], ...]:
+        """Slope and level of each position."""
+        return tuple((curve.slope, curve.level) for curve in self._curves)
+
+    def rate(self, position: int, confidence: float) -> float:
+        """The probability at a position, from 0; beyond the last as there. No number, or none above 0, means never."""
+        if not confidence > 0:
+            return 0.0
+        return self._curves[min(position, len(self._curves) - 1)].predict(_logit(confidence))
+
     def rates(self, confidences: Sequence[float]) -> list[float]:
-        """The probability at each position; a confidence that is no number counts as the position's mean."""
-        return [self._rate(i, confidence) for i, confidence in enumerate(confidences[: len(self._curves)])]
+        """The probability at each position of a chain."""
+        return [self.rate(i, confidence) for i, confidence in enumerate(confidences)]
 
     def survivals(self, confidences: Sequence[float]) -> list[float]:
         """The probability that each draft of a chain is accepted, with all before it."""
@@ -93,37 +103,38 @@ class Calibration:
             out.append(alive)
         return out
 
-    def observe(self, rows: Sequence[tuple[Sequence[float], int, int]]) -> None:
-        """Learns from a round.
+    def observe(self, drafts: DraftLabels, rows: Iterable[int] | None = None) -> list[float]:
+        """Learns from the drafts of a round whose tokens are known: those that were reached, verified or not.
 
         Args:
-          rows: of each request its confidences, how many of its drafts were verified, and how many accepted.
+          rows: those to learn from; None: all.
 
-        Raises:
-          ValueError: more accepted than verified, or more verified than drafted.
+        Returns:
+          The probability of each of their drafts, as it was believed before, row after row.
         """
-        for confidences, verified, accepted in rows:
-            if not 0 <= accepted <= verified <= len(confidences):
-                raise ValueError(
-                    f"accepted {accepted}, verified {verified} and drafted {len(confidences)} tokens must ascend"
-                )
-        labels = [0] * len(self._curves)
-        for confidences, verified, accepted in rows:
-            # Those accepted, and the one that ended it, if it was verified.
-            for i in range(min(accepted + 1, verified, len(self._curves))):
-                curve, confidence = self._curves[i], confidences[i]
-                if math.isfinite(confidence):
-                    curve.learn(_logit(confidence), i < accepted)
-                    labels[i] += 1
-        for curve, count in zip(self._curves, labels, strict=True):
-            if count:
-                curve.fade(0.5 ** (count / self._half_life))
-
-    def _rate(self, i: int, confidence: float) -> float:
-        curve = self._curves[i]
-        if math.isfinite(confidence):
-            return curve.predict(_logit(confidence))
-        return (curve.hits + 0.5) / (curve.rows + 1)
+        nodes, confidence, known, right = drafts.nodes, drafts.confidence, drafts.known, drafts.right
+        every = range(len(confidence) // nodes if nodes else 0)
+        last, fits, rates = len(self._curves) - 1, self.fits, []
+        labels: list[list[tuple[float, int]]] = [[] for _ in self._curves]
+        log, exp, add = math.log, math.exp, rates.append
+        for row in every if rows is None else rows:
+            for node in range(row * nodes, (row + 1) * nodes):
+                sure = confidence[node]
+                if not sure > 0:
+                    add(0.0)
+                    continue
+                sure = _CLIP if sure < _CLIP else min(sure, 1 - _CLIP)
+                at, x = min(drafts.depth[node] - 1, last), log(sure / (1 - sure))
+                slope, level = fits[at]
+                add(1 / (1 + exp(-max(-_FAR, min(_FAR, slope * x + level)))))
+                if known[node]:
+                    labels[at].append((x, right[node]))
+        for curve, told in zip(self._curves, labels, strict=True):
+            for x, hit in told:
+                curve.learn(x, bool(hit))
+            if told:
+                curve.fade(0.5 ** (len(told) / self._half_life))
+        return rates
 
 
 def calibration_error(predicted: Sequence[float], accepted: Sequence[bool], bins: int = 10) -> float:

@@ -1,7 +1,8 @@
 """What a round of each tier was measured to cost on this device, and which tiers can pay at all.
 
-Owns measured seconds per (tier, bucket). Costs of compiled shapes are a staircase over both, so the table is looked up
-for the padded shape that runs and never interpolated. Must not know how the seconds were measured, nor JAX.
+Owns measured seconds per (tier, bucket), of packed rounds also per tokens. Costs of compiled shapes are a
+staircase over all of these, so the table is looked up for the padded shape that runs and never interpolated. Must not
+know how the seconds were measured, nor JAX.
 """
 
 from __future__ import annotations
@@ -16,31 +17,47 @@ from typing import Any
 from jaxspec.adaptive.ema import is_int, load_config, slot_key
 from jaxspec.tier import PLAIN, Tier
 
+#: What a cost is of: tier, bucket, and of a packed round its tokens.
+Costed = tuple[Tier, int, int | None]
+
 
 class CostTable:
-    """Median seconds of one round for each (tier, bucket).
+    """Median seconds of one round for each (tier, bucket), and for packed rounds.
 
     Args:
-      seconds: positive and finite, keyed by (tier, bucket). Not every pair need be there.
+      seconds: positive and finite, keyed by (tier, bucket), or as `Costed`. Not every key need be there.
+
+    Attributes:
+      packed: seconds of packed rounds by (tier, bucket, tokens), ascending.
 
     Raises:
       ValueError: a malformed key, or a time that is not a positive finite number.
     """
 
-    def __init__(self, seconds: Mapping[tuple[Tier, int], float]) -> None:
-        for (tier, bucket), value in seconds.items():
+    def __init__(self, seconds: Mapping[Costed, float] | Mapping[tuple[Tier, int], float]) -> None:
+        self._seconds: dict[tuple[Tier, int], float] = {}
+        self.packed: dict[tuple[Tier, int, int], float] = {}
+        for key, value in seconds.items():
+            tier, bucket, tokens = key if len(key) == 3 else (*key, None)
             if not isinstance(tier, Tier) or not is_int(bucket) or bucket < 1:
                 raise ValueError(f"a cost is keyed by (Tier, bucket of at least 1), got ({tier!r}, {bucket!r})")
+            if tokens is not None and (not is_int(tokens) or tokens < bucket):
+                raise ValueError(f"a packed round has at least {bucket} tokens in bucket {bucket}, got {tokens!r}")
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise ValueError(
-                    f"the cost of {tier} in bucket {bucket} must be a positive finite number of seconds, got {value!r}"
-                )
-        self._seconds = {pair: float(value) for pair, value in sorted(seconds.items())}
+                what = f"{tier} in bucket {bucket}" + (f" with {tokens} tokens" if tokens else "")
+                raise ValueError(f"the cost of {what} must be a positive finite number of seconds, got {value!r}")
+            if tokens is None:
+                self._seconds[tier, bucket] = float(value)
+            else:
+                self.packed[tier, bucket, tokens] = float(value)
+        self._seconds, self.packed = dict(sorted(self._seconds.items())), dict(sorted(self.packed.items()))
 
     @classmethod
-    def from_samples(cls, samples: Mapping[tuple[Tier, int], Sequence[float]]) -> CostTable:
-        """Medians of repeated measurements; ValueError where a pair has none."""
-        for (tier, bucket), values in samples.items():
+    def from_samples(
+        cls, samples: Mapping[Costed, Sequence[float]] | Mapping[tuple[Tier, int], Sequence[float]]
+    ) -> CostTable:
+        """Medians of repeated measurements; ValueError where a round has none."""
+        for (tier, bucket, *_), values in samples.items():
             if not values:
                 raise ValueError(f"the cost of {tier} in bucket {bucket} needs at least 1 sample, got 0")
         return cls({pair: statistics.median(values) for pair, values in samples.items()})
@@ -55,8 +72,18 @@ class CostTable:
         """Buckets with a cost for some tier, ascending."""
         return tuple(sorted({bucket for _, bucket in self._seconds}))
 
-    def seconds(self, tier: Tier, bucket: int) -> float:
-        """Seconds of one round; ValueError names the pair that is missing and what there is."""
+    @property
+    def rounds(self) -> dict[Costed, float]:
+        """Seconds of all rounds, packed ones last."""
+        return {**{(tier, bucket, None): s for (tier, bucket), s in self._seconds.items()}, **self.packed}
+
+    def seconds(self, tier: Tier, bucket: int, tokens: int | None = None) -> float:
+        """Seconds of one round, packed where `tokens` are given; ValueError names what is missing and what there is."""
+        if tokens is not None:
+            if (tier, bucket, tokens) not in self.packed:
+                known = [n for t, b, n in self.packed if (t, b) == (tier, bucket)]
+                raise ValueError(f"the cost table has no cost of {tokens} tokens of {tier} in bucket {bucket}: {known}")
+            return self.packed[tier, bucket, tokens]
         try:
             return self._seconds[tier, bucket]
         except KeyError:
@@ -82,18 +109,24 @@ class CostTable:
         return len(self._seconds)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CostTable) and self._seconds == other._seconds
+        return isinstance(other, CostTable) and (self._seconds, self.packed) == (other._seconds, other.packed)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"CostTable({len(self)} pairs: tiers {[t.name for t in self.tiers]}, buckets {list(self.buckets)})"
+        packed = f" and {len(self.packed)} packed rounds" if self.packed else ""
+        pairs = f"{len(self)} pairs{packed}"
+        return f"CostTable({pairs}: tiers {[t.name for t in self.tiers]}, buckets {list(self.buckets)})"
 
     def to_json(self) -> str:
-        """A JSON array with one object a pair: `{"tier": [depth, topk, num_nodes], "bucket": ..., "seconds": ...}`."""
+        """A JSON array with one object a key: `{"tier": [depth, topk, num_nodes], "bucket": ..., "seconds": ...}`.
+
+        Packed rounds have "tokens" besides.
+        """
         rows = [
-            {"tier": [tier.depth, tier.topk, tier.num_nodes], "bucket": bucket, "seconds": value}
-            for (tier, bucket), value in self._seconds.items()
+            {"tier": [t.depth, t.topk, t.num_nodes], "bucket": bucket, "seconds": value}
+            | ({} if tokens is None else {"tokens": tokens})
+            for (t, bucket, tokens), value in self.rounds.items()
         ]
         return json.dumps(rows)
 
@@ -101,8 +134,9 @@ class CostTable:
     def from_json(cls, text: str) -> CostTable:
         """The inverse of `to_json`; ValueError for anything else."""
         try:
-            return cls({(Tier(*row["tier"]), row["bucket"]): row["seconds"] for row in json.loads(text)})
-        except (TypeError, KeyError) as error:
+            rows = json.loads(text)
+            return cls({(Tier(*row["tier"]), row["bucket"], row.get("tokens")): row["seconds"] for row in rows})
+        except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"a cost table is a JSON array of tier, bucket and seconds, got {text[:80]!r}") from error
 
 

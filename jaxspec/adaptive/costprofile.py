@@ -12,14 +12,17 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from jaxspec.adaptive.cost import CostTable
+from jaxspec.adaptive.cost import Costed, CostTable
 from jaxspec.adaptive.linear import LinearCost, fit
 from jaxspec.tier import Tier
 
 FORMAT = "jaxspec-profile-1"
 _FIELDS = ("tier", "bucket", "context", "seconds")
+#: Of a packed round besides.
+_PACKED = "tokens"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,28 +32,32 @@ class CostProfile:
     Attributes:
       identity: what they are the costs of, such as device, model, drafter and dtype; an engine's must be the same.
       versions: of the libraries that ran; for readers.
-      seconds: of one round, by (tier, bucket, context tokens of each row).
+      seconds: of one round, by context tokens of each row and what it is the cost of.
     """
 
     identity: Mapping[str, str]
     versions: Mapping[str, str]
-    seconds: Mapping[tuple[Tier, int, int], float]
+    seconds: Mapping[tuple[int, Costed], float]
 
     @property
     def contexts(self) -> tuple[int, ...]:
         """Context lengths that were measured, ascending."""
-        return tuple(sorted({context for _, _, context in self.seconds}))
+        return tuple(sorted({context for context, _ in self.seconds}))
 
     def table(self, context: int) -> CostTable:
         """The costs at the measured context nearest to one (by ratio)."""
         near = min(self.contexts, key=lambda c: abs(math.log((c + 1) / (context + 1))))
-        return CostTable({(tier, bucket): s for (tier, bucket, c), s in self.seconds.items() if c == near})
+        return CostTable({key: s for (c, key), s in self.seconds.items() if c == near})
 
-    def check(self, identity: Mapping[str, str], reachable: Mapping[Tier, Sequence[int]], where: str) -> None:
+    def check(
+        self, identity: Mapping[str, str], reachable: Mapping[Tier, Sequence[int]], where: str,
+        budgets: Mapping[tuple[Tier, int], Sequence[int]] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         """Whether an engine may use it.
 
         Args:
           identity: of the engine. reachable: the buckets in which it may run each tier.
+          budgets: the tokens of packed rounds that it may run, by tier and bucket.
           where: the file, for messages.
 
         Raises:
@@ -61,7 +68,16 @@ class CostProfile:
             if mine != its:
                 raise ValueError(f"profile {where} was measured with {name} {its!r}, and this engine has {mine!r}")
         for context in self.contexts:
-            known = {(tier, bucket) for tier, bucket, c in self.seconds if c == context}
+            known = {key[:2] for c, key in self.seconds if c == context and key[2] is None}
+            packed = {key for c, key in self.seconds if c == context}
+            for (tier, bucket), wanted in budgets.items():
+                lacks = [tokens for tokens in wanted if (tier, bucket, tokens) not in packed]
+                if lacks:
+                    has = sorted(key[2] for key in packed if key[:2] == (tier, bucket) and key[2] is not None)
+                    raise ValueError(
+                        f"profile {where} lacks packed rounds of {lacks} tokens of {tier}, bucket {bucket}, context "
+                        f"{context}; it has {has}"
+                    )
             for tier, buckets in reachable.items():
                 missing = [bucket for bucket in buckets if (tier, bucket) not in known]
                 if missing:
@@ -76,14 +92,16 @@ class CostProfile:
         Raises:
           ValueError: no round of it was measured.
         """
-        rows = [(t, b, c, s) for (t, b, c), s in self.seconds.items() if t == tier]
-        return fit([(bucket * context, bucket * tier.num_nodes, s) for tier, bucket, context, s in rows])
+        rows = [(c, key, s) for (c, key), s in self.seconds.items() if key[0] == tier]
+        return fit([(key[1] * context, key[2] or key[1] * tier.num_nodes, s) for context, key, s in rows])
 
     def to_json(self) -> str:
         """One JSON object."""
+        order = lambda item: (*item[0][1][:2], item[0][1][2] or 0, item[0][0])
         rounds = [
             dict(zip(_FIELDS, ([t.depth, t.topk, t.num_nodes], bucket, context, s), strict=True))
-            for (t, bucket, context), s in sorted(self.seconds.items())
+            | ({} if tokens is None else {_PACKED: tokens})
+            for (context, (t, bucket, tokens)), s in sorted(self.seconds.items(), key=order)
         ]
         head = {"format": FORMAT, "identity": dict(self.identity), "versions": dict(self.versions)}
         return json.dumps({**head, "rounds": rounds}, indent=1)
@@ -116,17 +134,18 @@ class CostProfile:
             part = data[name]
             if not isinstance(part, dict) or not all(isinstance(v, str) for v in part.values()):
                 raise ValueError(f"{name} must map names to texts, got {part!r}")
-        seconds: dict[tuple[Tier, int, int], float] = {}
+        seconds: dict[tuple[int, Costed], float] = {}
         for row in data["rounds"]:
-            if sorted(row) != sorted(_FIELDS):
-                raise ValueError(f"a round has {sorted(_FIELDS)}, got {sorted(row)}")
+            if sorted({*row} - {_PACKED}) != sorted(_FIELDS):
+                raise ValueError(f"a round has {sorted(_FIELDS)} (a packed one {_PACKED!r} too), got {sorted(row)}")
             tier, bucket, context, value = Tier(*row["tier"]), row["bucket"], row["context"], row["seconds"]
             if isinstance(context, bool) or not isinstance(context, int) or context < 0:
                 raise ValueError(f"a context must be an int of at least 0, got {context!r}")
-            CostTable({(tier, bucket): value})  # checks the rest
-            if (tier, bucket, context) in seconds:
+            key: Costed = tier, bucket, row.get(_PACKED)
+            CostTable({key: value})  # checks the rest
+            if (context, key) in seconds:
                 raise ValueError(f"{tier} in bucket {bucket} at context {context} stands there twice")
-            seconds[tier, bucket, context] = float(value)
+            seconds[context, key] = float(value)
         if not seconds:
             raise ValueError("it has no rounds")
         return cls(data["identity"], data["versions"], seconds)

@@ -318,7 +318,7 @@ class EmaPolicy:
             accepted = stats.num_accepted or (0,) * (stats.batch_size if stats.tier.depth == 0 else 0)
             self.params.update(accepted, stats.bucket)
 
-    def learn(self, tier: Tier, bucket: int, seconds: float) -> None:
+    def learn(self, tier: Tier, bucket: int, seconds: float, tokens: int | None = None) -> None:
         """Nothing to learn: SGLang's rule does not look at costs."""
 
     def buckets_for(self, tier: Tier, buckets: tuple[int, ...]) -> tuple[int, ...]:

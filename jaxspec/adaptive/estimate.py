@@ -1,6 +1,6 @@
 """What rounds cost now: a measured table taken as evidence with errors, and corrected by the seconds of rounds.
 
-Owns estimates of seconds per (tier, bucket) and how sure they are. A table was perhaps measured beside other work, so
+Owns estimates of seconds per arm and bucket and how sure they are. A table was perhaps measured beside other work, so
 each entry may be wrong by itself, those of all drafting tiers by one factor, and all of a bucket by another. A timed
 round therefore corrects its own entry at once, and tiers that nobody ran move with their family. Must not know JAX.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from jaxspec.adaptive.arms import Arm
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.tier import PLAIN, Tier
 
@@ -34,67 +35,76 @@ _BORROWED = 0.8
 
 
 class CostEstimate:
-    """Seconds of rounds by (tier, bucket), and how much a look at one would tell.
+    """Seconds of rounds by arm and bucket, and how much a look at one would tell.
 
     Args:
-      tiers: of which costs may be known, plain decoding first.
+      arms: of which costs may be known, plain decoding first and packed ones last.
       buckets: padded batch sizes.
       table: what is known by now.
       enabled: False takes the table as it is, for good.
     """
 
-    def __init__(self, tiers: Sequence[Tier], buckets: Sequence[int], table: CostTable, enabled: bool = True) -> None:
-        assert tiers[0] == PLAIN
+    def __init__(self, arms: Sequence[Arm], buckets: Sequence[int], table: CostTable, enabled: bool = True) -> None:
+        assert arms[0] == Arm(PLAIN)
         self._enabled = enabled
-        self._index = {tier: i for i, tier in enumerate(tiers)}
+        # Where two budgets come to the same tokens, the first of them stands for both.
+        self._index = {b: {(arm.tier, arm.tokens(b)): i for i, arm in reversed([*enumerate(arms)])} for b in buckets}
         self._noise = _NOISE**2
-        self._blocks = {bucket: _Block(tiers) for bucket in buckets}
+        self._blocks = {bucket: _Block(arms) for bucket in buckets}
         self._timed: list[int] = []  # buckets with timed rounds
-        for tier, bucket in table:
-            if tier in self._index and bucket in self._blocks:
-                self.learn(tier, bucket, table.seconds(tier, bucket))
+        for (tier, bucket, tokens), seconds in table.rounds.items():
+            self.learn(tier, bucket, seconds, tokens)
 
-    def knows(self, tier: Tier, bucket: int) -> bool:
-        """Whether the pair has a cost."""
-        return tier in self._index and self._blocks[bucket].table[self._index[tier]] is not None
+    def arm(self, tier: Tier, bucket: int, tokens: int | None = None) -> int | None:
+        """The index of the arm that runs as such a round; None: no arm does."""
+        return self._index.get(bucket, {}).get((tier, tokens))
+
+    def knows(self, tier: Tier, bucket: int, tokens: int | None = None) -> bool:
+        """Whether the round has a cost."""
+        i = self.arm(tier, bucket, tokens)
+        return i is not None and self._blocks[bucket].table[i] is not None
 
     def logs(self, bucket: int) -> list[float]:
-        """Logarithms of the seconds of a round of each tier; without meaning where there is no cost to start from."""
+        """Logarithms of the seconds of a round of each arm; without meaning where there is no cost to start from."""
         block = self._blocks[bucket]
         if not block.rounds and not block.borrowed and self._timed:
             block.borrow(self._blocks[min(self._timed, key=lambda b: (abs(math.log2(b / bucket)), b))])
         return block.mean
 
-    def seconds(self, tier: Tier, bucket: int) -> float:
+    def seconds(self, tier: Tier, bucket: int, tokens: int | None = None) -> float:
         """Seconds of one round; ValueError where there is no cost to start from."""
-        if not self.knows(tier, bucket):
+        i = self.arm(tier, bucket, tokens)
+        if i is None or not self.knows(tier, bucket, tokens):
             raise ValueError(f"no cost of {tier} in bucket {bucket} is known")
-        return math.exp(self.logs(bucket)[self._index[tier]])
+        return math.exp(self.logs(bucket)[i])
 
-    def news(self, tier: int, than: int, bucket: int, rounds: int = 1) -> float:
-        """How far (standard deviation) so many rounds of a tier may move its log seconds relative to another's.
+    def news(self, arm: int, than: int, bucket: int, rounds: int = 1) -> float:
+        """How far (standard deviation) so many rounds of an arm may move its log seconds relative to another's.
 
-        0 as long as no round was timed: perhaps none ever is. Tiers are given by their index.
+        0 as long as no round was timed: perhaps none ever is. Arms are given by their index.
         """
         if not self._timed:
             return 0.0
-        known = self._blocks[bucket].cov[tier]
-        return abs(known[tier] - known[than]) / math.sqrt(known[tier] + self._noise / rounds)
+        known = self._blocks[bucket].cov[arm]
+        return abs(known[arm] - known[than]) / math.sqrt(known[arm] + self._noise / rounds)
 
-    def learn(self, tier: Tier, bucket: int, seconds: float) -> None:
+    def learn(self, tier: Tier, bucket: int, seconds: float, tokens: int | None = None) -> None:
         """Takes a new measurement for the table. As far as rounds have not told better, it moves the estimates."""
-        self._blocks[bucket].learn(self._index[tier], math.log(seconds))
+        i = self.arm(tier, bucket, tokens)
+        if i is not None:
+            self._blocks[bucket].learn(i, math.log(seconds))
 
-    def observe(self, tier: Tier, bucket: int, seconds: float) -> bool:
-        """Takes the positive seconds of one round; a round whose pair has no cost is ignored.
+    def observe(self, tier: Tier, bucket: int, seconds: float, tokens: int | None = None) -> bool:
+        """Takes the positive seconds of one round; a round that has no cost is ignored.
 
         Returns:
           Whether the round was so much slower than believed that another should confirm it.
         """
-        if not self._enabled or not 0 < seconds < math.inf or not self.knows(tier, bucket):
+        i = self.arm(tier, bucket, tokens)
+        if not self._enabled or not 0 < seconds < math.inf or i is None or not self.knows(tier, bucket, tokens):
             return False
         self.logs(bucket)  # borrows
-        block, i = self._blocks[bucket], self._index[tier]
+        block = self._blocks[bucket]
         if not block.rounds:
             self._timed.append(bucket)
         surprise = math.log(seconds) - block.mean[i]
@@ -118,16 +128,17 @@ class _Block:
       borrowed: whether the start was corrected by what another bucket learnt.
     """
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
-        self._tiers, self._drafts = tiers, [tier.depth > 0 for tier in tiers]
-        self.table: list[float | None] = [None] * len(tiers)
-        self.start, self.mean = [0.0] * len(tiers), [0.0] * len(tiers)
-        self.own = [_OWN**2] * len(tiers)
+    def __init__(self, arms: Sequence[Arm]) -> None:
+        self._tiers, self._drafts = [arm.tier for arm in arms], [arm.tier.depth > 0 for arm in arms]
+        self._whole = [arm.is_whole for arm in arms]
+        self.table: list[float | None] = [None] * len(arms)
+        self.start, self.mean = [0.0] * len(arms), [0.0] * len(arms)
+        self.own = [_OWN**2] * len(arms)
         self.cov = [
             [_COMMON**2 + _FAMILY**2 * (a and b) + _OWN**2 * (i == j) for j, b in enumerate(self._drafts)]
             for i, a in enumerate(self._drafts)
         ]
-        self.seen = [False] * len(tiers)
+        self.seen = [False] * len(arms)
         self.rounds = self.doubt = 0
         self.borrowed = self.trusted = False
 
@@ -145,13 +156,14 @@ class _Block:
         self.start, self.own = start, own
 
     def _start_from(self, own_error: float) -> tuple[list[float], list[float]]:
-        """The table with its chains in order, since deeper ones only do more; and what each may be wrong by itself.
+        """The table with its whole chains in order, since deeper ones do more; and what each may be wrong by itself.
 
         An entry that does not fit the others is believed less.
         """
-        known = [(i, x) for i, x in enumerate(self.table) if x is not None and self._tiers[i].is_chain]
+        chains = [tier.is_chain and whole for tier, whole in zip(self._tiers, self._whole, strict=True)]
+        known = [(i, x) for i, x in enumerate(self.table) if x is not None and chains[i]]
         start = [0.0 if x is None else x for x in self.table]
-        own = [own_error] * len(start)
+        own = [own_error if whole else _OWN**2 for whole in self._whole]
         for (i, x), value in zip(known, _increasing([x for _, x in known]), strict=True):
             start[i] = value
             own[i] += (x - value) ** 2
@@ -192,13 +204,16 @@ class _Block:
         return self._drafts[i] and not any(s and d for s, d in zip(self.seen, self._drafts, strict=True))
 
     def _first(self, i: int, surprise: float, noise: float) -> None:
-        """Hears of an entry's first round: a second drafting tier that fits speaks for those that nobody ran."""
-        if self._drafts[i] and not self.is_first_draft(i):
+        """Hears of an entry's first round: a second drafting tier that fits speaks for those that nobody ran.
+
+        Not for packed rounds: they are other programs.
+        """
+        if self._drafts[i] and self._whole[i] and not self.is_first_draft(i):
             fits = abs(surprise) < 2 * math.sqrt(noise + _TRUSTED)
             if fits and not self.trusted:
                 self.trusted = True
                 for j, drafts in enumerate(self._drafts):
-                    if drafts and not self.seen[j] and j != i:
+                    if drafts and self._whole[j] and not self.seen[j] and j != i:
                         self.cov[j][j] -= _OWN**2 - _TRUSTED
                         self.own[j] -= _OWN**2 - _TRUSTED
         self.seen[i] = True

@@ -46,7 +46,7 @@ class HeuristicPolicy:
         else:
             self.number = max(1, self.number - _LESS)
 
-    def learn(self, tier: Tier, bucket: int, seconds: float) -> None:
+    def learn(self, tier: Tier, bucket: int, seconds: float, tokens: int | None = None) -> None:
         """Costs play no part."""
 
     def buckets_for(self, tier: Tier, buckets: tuple[int, ...]) -> tuple[int, ...]:

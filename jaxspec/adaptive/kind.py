@@ -31,6 +31,8 @@ class Settings(Protocol):
     @property
     def budget(self) -> float | None: ...
     @property
+    def candidate_budgets(self) -> tuple[float, ...] | None: ...
+    @property
     def verification(self) -> str: ...
 
     def tier(self, depth: int) -> Tier:
@@ -45,10 +47,12 @@ class Room:
     Attributes:
       buckets: its padded batch sizes.
       steps: depths to choose among where the user names none, as deep as the drafter goes.
+      budgets: drafted tokens a row that packed rounds verify where the user names none.
     """
 
     buckets: tuple[int, ...]
     steps: tuple[int, ...]
+    budgets: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +76,8 @@ class PolicyKind(abc.ABC):
 
     Attributes:
       name: what users call it.
-      fields: of SpeculationConfig's depth, candidate_steps, tiers, budget and num_speculative_tokens_per_batch_size,
-        those that it accepts.
+      fields: of SpeculationConfig's depth, candidate_steps, candidate_budgets, tiers, budget and
+        num_speculative_tokens_per_batch_size, those that it accepts.
       drafts: whether it ever drafts.
       chooses: whether it chooses among tiers; trees of several depths then share num_nodes.
       needs_costs: whether `build` wants to know what executables cost, so that they are timed.

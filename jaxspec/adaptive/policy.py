@@ -129,8 +129,12 @@ class TierPolicy(Protocol):
         """Feedback of a finished round; may belong to a tier that is no longer selected."""
         ...
 
-    def learn(self, tier: Tier, bucket: int, seconds: float) -> None:
-        """Takes what a round of no requests was measured to cost; its executable has come or was timed anew."""
+    def learn(self, tier: Tier, bucket: int, seconds: float, tokens: int | None = None) -> None:
+        """Takes what a round of no requests was measured to cost; its executable has come or was timed anew.
+
+        Args:
+          tokens: of a packed round.
+        """
         ...
 
     def buckets_for(self, tier: Tier, buckets: tuple[int, ...]) -> tuple[int, ...]:

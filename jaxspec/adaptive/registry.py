@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 DEFAULT, FIXED, OFF = "adaptive", "static", "off"
 #: Where each kind that has a name is: module and object. A new kind is such an object and a line here.
 KINDS: dict[str, tuple[str, str]] = {
-    DEFAULT: ("jaxspec.adaptive.goodput", "KIND"),
+    DEFAULT: ("jaxspec.adaptive.adaptive", "KIND"),
     FIXED: ("jaxspec.adaptive.static", "KIND"),
     OFF: ("jaxspec.adaptive.static", "OFF"),
     "heuristic": ("jaxspec.adaptive.heuristic", "KIND"),

@@ -69,7 +69,7 @@ class SchedulePolicy:
     def observe(self, stats: RoundStats) -> None:
         """Nothing to learn."""
 
-    def learn(self, tier: Tier, bucket: int, seconds: float) -> None:
+    def learn(self, tier: Tier, bucket: int, seconds: float, tokens: int | None = None) -> None:
         """Nothing to learn."""
 
     def buckets_for(self, tier: Tier, buckets: tuple[int, ...]) -> tuple[int, ...]:

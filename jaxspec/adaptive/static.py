@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
+from jaxspec.adaptive.arms import packed_tokens
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.kind import PolicyKind, Room, Running, Settings
 from jaxspec.adaptive.policy import BatchView, RoundStats
 from jaxspec.tier import PLAIN, Choice, Tier
-
-
-def packed_tokens(tier: Tier, bucket: int, budget: float) -> int:
-    """Nodes of a packed round, roots included: the budget of drafted ones a row, of `bucket` rows, rounded up."""
-    return min(bucket + math.ceil(budget * bucket), bucket * tier.num_nodes)
 
 
 class StaticPolicy:
@@ -35,7 +29,7 @@ class StaticPolicy:
     def observe(self, stats: RoundStats) -> None:
         """Nothing to learn."""
 
-    def learn(self, tier: Tier, bucket: int, seconds: float) -> None:
+    def learn(self, tier: Tier, bucket: int, seconds: float, tokens: int | None = None) -> None:
         """Nothing to learn."""
 
     def buckets_for(self, tier: Tier, buckets: tuple[int, ...]) -> tuple[int, ...]:

@@ -417,4 +417,9 @@ class RunnerConfig:
                 catch_up = [CatchUpKey(bucket)] if tier.depth else []
                 for key in [*self.round_keys(tier, bucket), *catch_up]:
                     turns[key] = min(turns.get(key, turn + 1), turn + 1)  # prompts may need it as well
-        return {key: turns.get(key, len(rest) + len(ends)) for key in keys}
+        # Packed rounds come last: they gain on whole ones, which already run. At the largest batches they gain most.
+        last = len(rest) + len(ends)
+        for (tier, bucket), budgets in self.budgets.items():
+            for key in (key for tokens in budgets for key in self.packed_keys(tier, bucket, tokens)):
+                turns.setdefault(key, last + 1 + buckets[::-1].index(bucket))
+        return {key: turns.get(key, last) for key in keys}

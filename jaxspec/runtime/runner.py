@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from jaxspec.adaptive.cost import Costed
 from jaxspec.laps import WAIT, Laps
 from jaxspec.models.base import TargetModel
 from jaxspec.request import Request
@@ -225,8 +226,8 @@ class Runner:
         return len(self._compiled)
 
     @property
-    def costs(self) -> dict[tuple[Tier, int], float]:
-        """Median seconds of each (tier, bucket) that `advance` has timed."""
+    def costs(self) -> dict[Costed, float]:
+        """Median seconds of each round that `advance` has timed."""
         return self._trials.costs
 
     @property
@@ -271,8 +272,9 @@ class Runner:
             return True
         if not self._warmup.over:
             return False
-        pairs = [(tier, bucket) for tier, state in self.states.items() for bucket, _ in state.executables]
-        return self._trials.finish(dict.fromkeys(pairs))
+        keys: list[Costed] = [(tier, bucket, None) for tier, at in self.states.items() for bucket, _ in at.executables]
+        keys += [key for key in self._packed() if self.ready(*key)]
+        return self._trials.finish(dict.fromkeys(keys))
 
     def _take_in(self, key: Key, executable: Any) -> None:
         """Runs an executable once, for no request, and offers it.
@@ -280,6 +282,7 @@ class Runner:
         The first run costs several others: CPUs choose how to multiply, GPUs load the program. No request shall pay.
         """
         self._run_once(key, executable)
+        packed = [packed for packed in self._packed() if not self.ready(*packed)]
         self._compiled[key] = executable
         for tier, buckets in self.reachable.items():
             for bucket in buckets:
@@ -288,7 +291,14 @@ class Runner:
                 ):
                     ready = {(bucket, s): self._compiled[RoundKey(tier, bucket, s)] for s in self.variants}
                     self.states[tier] = SpecRuntimeState(tier, {**self.states[tier].executables, **ready})
-                    self._trials.arrived(tier, bucket)
+                    self._trials.arrived((tier, bucket, None))
+        for late in packed:
+            if self.ready(*late):
+                self._trials.arrived(late)
+
+    def _packed(self) -> list[Costed]:
+        """Every packed round, as its cost is named."""
+        return [(*pair, tokens) for pair, budgets in self.budgets.items() for tokens in budgets]
 
     def _run_once(self, key: Key, executable: Any) -> None:
         zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)

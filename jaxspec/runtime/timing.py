@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxspec.adaptive.cost import CostTable
+from jaxspec.adaptive.cost import Costed, CostTable
 from jaxspec.speculation.layouts import Batch
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import Tier
@@ -29,6 +29,7 @@ class Runs(Protocol):
 
     geo: Geometry
     reachable: Mapping[Tier, tuple[int, ...]]
+    budgets: Mapping[tuple[Tier, int], tuple[int, ...]]
 
     @property
     def state(self) -> DecodeState: ...
@@ -36,7 +37,7 @@ class Runs(Protocol):
     def state(self, state: DecodeState) -> None: ...
 
     def put(self, x: Any) -> jax.Array: ...
-    def repeat(self, tier: Tier, bucket: int, batch: jax.Array, count: int) -> jax.Array: ...
+    def repeat(self, tier: Tier, bucket: int, batch: jax.Array, count: int, tokens: int | None = None) -> jax.Array: ...
     def reset(self) -> None: ...
 
 
@@ -47,50 +48,51 @@ class Trials:
       wanted: False: no round is timed.
 
     Attributes:
-      costs: median seconds of each (tier, bucket) whose trials are done.
+      costs: median seconds of each round whose trials are done.
     """
 
     def __init__(self, wanted: bool):
-        self.costs: dict[tuple[Tier, int], float] = {}
+        self.costs: dict[Costed, float] = {}
         self._wanted, self._final = wanted, not wanted
-        self._queue: deque[tuple[Tier, int]] = deque()
-        self._samples: dict[tuple[Tier, int], list[float]] = {}
+        self._queue: deque[Costed] = deque()
+        self._samples: dict[Costed, list[float]] = {}
 
     @property
     def over(self) -> bool:
         return self._final and not self._queue
 
-    def arrived(self, tier: Tier, bucket: int) -> None:
+    def arrived(self, key: Costed) -> None:
         """A round can run from now on."""
         if self._wanted:
-            self._queue.extend([(tier, bucket)] * _FIRST_TRIALS)
+            self._queue.extend([key] * _FIRST_TRIALS)
 
-    def finish(self, pairs: Collection[tuple[Tier, int]]) -> bool:
+    def finish(self, keys: Collection[Costed]) -> bool:
         """Once nothing is compiled any more, all are timed afresh; False where that was done before."""
         if self._final:
             return False
         self._final = True
         self._samples.clear()
         # Round by round, so that what disturbs one repeat disturbs every tier.
-        self._queue.extend([*pairs] * _FINAL_TRIALS)
+        self._queue.extend([*keys] * _FINAL_TRIALS)
         return True
 
     def run_next(self, runner: Runs) -> bool:
         """Times one round of no rows; False where none is to be timed."""
         if not self._queue:
             return False
-        tier, bucket = pair = self._queue.popleft()
-        samples = self._samples.setdefault(pair, [])
-        samples.append(_timed(runner, tier, bucket, runner.put(Batch.of(runner.geo, bucket).array)))
-        if pair not in self._queue:
-            self.costs[pair] = statistics.median(samples)
+        key = self._queue.popleft()
+        samples = self._samples.setdefault(key, [])
+        samples.append(_timed(runner, key, runner.put(Batch.of(runner.geo, key[1]).array)))
+        if key not in self._queue:
+            self.costs[key] = statistics.median(samples)
         return True
 
 
-def _timed(runner: Runs, tier: Tier, bucket: int, batch: jax.Array) -> float:
+def _timed(runner: Runs, key: Costed, batch: jax.Array) -> float:
+    tier, bucket, tokens = key
     jax.block_until_ready((runner.state, batch))
     began = time.perf_counter()
-    runner.repeat(tier, bucket, batch, 1).block_until_ready()
+    runner.repeat(tier, bucket, batch, 1, tokens).block_until_ready()
     return time.perf_counter() - began
 
 
@@ -133,22 +135,22 @@ def _place(runner: Runs, context: int) -> None:
 
 
 def measure(runner: Runs, repeats: int = 5, context: int = 256) -> CostTable:
-    """Times every round (greedy where compiled) a few times at a moderate context, and resets the state.
+    """Times every round (greedy where compiled), packed ones too, a few times at a moderate context; resets the state.
 
     Args:
       context: committed tokens of each row while timing.
     """
     geo = runner.geo
     context = max(0, min(context, geo.tokens_per_seq - 2 * (geo.max_depth + 1)))
-    samples: dict[tuple[Tier, int], list[float]] = {}
-    pairs = [(tier, bucket) for tier, buckets in runner.reachable.items() for bucket in buckets]
+    samples: dict[Costed, list[float]] = {}
+    keys: list[Costed] = [(tier, bucket, None) for tier, buckets in runner.reachable.items() for bucket in buckets]
+    keys += [(*pair, tokens) for pair, budgets in runner.budgets.items() for tokens in budgets]
     for repeat in range(repeats + 1):
-        for tier, bucket in pairs:
+        for key in keys:
             _place(runner, context)
-            seconds = _timed(
-                runner, tier, bucket, runner.put(Batch.of(geo, bucket, range(bucket), geo.max_depth).array)
-            )
+            batch = runner.put(Batch.of(geo, key[1], range(key[1]), geo.max_depth).array)
+            seconds = _timed(runner, key, batch)
             if repeat:
-                samples.setdefault((tier, bucket), []).append(seconds)
+                samples.setdefault(key, []).append(seconds)
     runner.reset()
-    return CostTable({pair: statistics.median(times) for pair, times in samples.items()})
+    return CostTable.from_samples(samples)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from array import array
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from jaxspec.adaptive import adaspec
 from jaxspec.adaptive.budget import best_budget, spend
 from jaxspec.adaptive.calibration import Calibration, calibration_error
 from jaxspec.adaptive.linear import LinearCost, fit
+from jaxspec.adaptive.policy import DraftLabels
 
 # ------------------------------------------------------------------ calibration
 
@@ -23,13 +25,28 @@ def truth(confidence: float, position: int, slope: float = 0.6, level: float = -
     return 1 / (1 + math.exp(-(slope * math.log(confidence / (1 - confidence)) + level - 0.3 * position)))
 
 
+Row = tuple[list[float], int, int]
+
+
+def labels(rows: list[Row]) -> DraftLabels:
+    """Of chains, given confidences, how many were verified and how many are right; the next one is wrong."""
+    flags, sure, nodes = ([], [], []), array("f"), len(rows[0][0])
+    for confidences, verified, length in rows:
+        sure.extend(confidences)
+        for i in range(nodes):
+            known = i <= min(verified, length)
+            for flag, value in zip(flags, (i < verified, known, known and i < length), strict=True):
+                flag.append(value)
+    return DraftLabels(nodes, sure, bytes([*range(1, nodes + 1)] * len(rows)), *map(bytes, flags))
+
+
 def play(model: Calibration, rounds: int, seed: int, verify: float = 0.0, explore: float = 1.0, level: float = -0.4):
     """Rounds of 4 requests whose drafts are verified as long as survival exceeds `verify`, or all of them."""
     chance, depth = random.Random(seed), 4
     predicted: list[float] = []
     outcomes: list[bool] = []
     for _ in range(rounds):
-        rows = []
+        rows: list[Row] = []
         for _ in range(4):
             confidences = [chance.betavariate(2, 1) * 0.98 + 0.01 for _ in range(depth)]
             survivals = model.survivals(confidences)
@@ -38,8 +55,8 @@ def play(model: Calibration, rounds: int, seed: int, verify: float = 0.0, explor
             length = next((i for i, hit in enumerate(hits) if not hit), depth)
             predicted += survivals
             outcomes += [i < length for i in range(depth)]
-            rows.append((confidences, verified, min(verified, length)))
-        model.observe(rows)
+            rows.append((confidences, verified, length))
+        model.observe(labels(rows))
     return predicted, outcomes
 
 
@@ -62,8 +79,9 @@ def test_calibration_follows_a_change():
 def test_what_was_not_verified_is_not_counted_as_refused():
     censored, refused = Calibration(3), Calibration(3)
     for _ in range(100):
-        censored.observe([([0.8, 0.8, 0.8], 1, 1)])
-        refused.observe([([0.8, 0.8, 0.8], 3, 1)])
+        # Of the second the parent was not verified; of the other second the target's token is known.
+        censored.observe(DraftLabels(3, array("f", [0.8] * 3), b"\1\2\3", b"\1\0\0", b"\1\0\0", b"\1\0\0"))
+        refused.observe(labels([([0.8, 0.8, 0.8], 3, 1)]))
     assert censored.rates([0.8] * 3)[1] == pytest.approx(0.8)
     assert refused.rates([0.8] * 3)[1] < 0.1
     # Behind a refused draft nothing is known either.
@@ -74,7 +92,7 @@ def test_what_was_not_verified_is_not_counted_as_refused():
 def test_any_confidences_leave_probabilities(rows):
     model = Calibration(3)
     for confidences, accepted in rows:
-        model.observe([(confidences, 3, accepted)])
+        model.observe(labels([(confidences, 3, accepted)]))
         alive = model.survivals(confidences)
         assert all(0 <= b <= a <= 1 for a, b in itertools.pairwise([1.0, *alive]))
     rising = [model.rates([c])[0] for c in (0.1, 0.5, 0.9)]
@@ -84,8 +102,6 @@ def test_any_confidences_leave_probabilities(rows):
 def test_malformed_calibration():
     with pytest.raises(ValueError, match="at least 1, got 0 and 10"):
         Calibration(0, 10)
-    with pytest.raises(ValueError, match="accepted 2, verified 1 and drafted 2 tokens must ascend"):
-        Calibration(2).observe([([0.5, 0.5], 1, 2)])
     with pytest.raises(ValueError, match="got 1 and 0"):
         calibration_error([], [True])
 

@@ -13,7 +13,7 @@ from jaxspec.tier import PLAIN, Tier
 IDENTITY = {"device": "one", "model": "tiny"}
 PAIRS = [(tier, bucket, context) for tier in (PLAIN, Tier(2)) for bucket in (1, 4) for context in (64, 512)]
 PROFILE = CostProfile(
-    IDENTITY, {"jax": "1"}, {(t, b, c): 1e-3 * (1 + t.depth) + 1e-5 * b + 1e-7 * b * c for t, b, c in PAIRS}
+    IDENTITY, {"jax": "1"}, {(c, (t, b, None)): 1e-3 * (1 + t.depth) + 1e-5 * b + 1e-7 * b * c for t, b, c in PAIRS}
 )
 
 
@@ -27,7 +27,7 @@ def test_round_trip_and_look_up(tmp_path: Path):
     profile = CostProfile.load(written(tmp_path))
     assert profile == PROFILE and profile.contexts == (64, 512)
     for context, near in ((0, 64), (100, 64), (300, 512), (9000, 512)):
-        assert profile.table(context).seconds(Tier(2), 4) == PROFILE.seconds[Tier(2), 4, near]
+        assert profile.table(context).seconds(Tier(2), 4) == PROFILE.seconds[near, (Tier(2), 4, None)]
     profile.check(IDENTITY, {PLAIN: (1, 4), Tier(2): (4,)}, "here")
     line = profile.linear(PLAIN)
     assert line.per_context == pytest.approx(1e-7) and line.r2 == pytest.approx(1) and line.worst < 1e-6

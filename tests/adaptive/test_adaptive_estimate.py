@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxspec.adaptive.arms import whole
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.estimate import CostEstimate
 from jaxspec.tier import PLAIN, Tier
@@ -18,7 +19,7 @@ RIGHT = [1.0, 1.45, 1.6, 1.8, 2.05, 2.4]
 
 def estimate(row: list[float], buckets: tuple[int, ...] = (1,), **options: bool) -> CostEstimate:
     cost = CostTable({(t, b): s for b in buckets for t, s in zip(TIERS, row, strict=True)})
-    return CostEstimate(TIERS, buckets, cost, **options)
+    return CostEstimate(whole(TIERS), buckets, cost, **options)
 
 
 def test_a_timed_round_moves_a_wrong_cost_at_once_and_its_family_with_it():
@@ -92,7 +93,7 @@ def test_without_corrections_and_without_costs():
     frozen = estimate(RIGHT, enabled=False)
     assert not frozen.observe(PLAIN, 1, 2.0)
     assert frozen.seconds(PLAIN, 1) == pytest.approx(1.0) and frozen.news(3, 0, 1) == 0
-    cost = CostEstimate(TIERS, (1, 2), CostTable({(PLAIN, 1): 1.0}))
+    cost = CostEstimate(whole(TIERS), (1, 2), CostTable({(PLAIN, 1): 1.0}))
     assert cost.knows(PLAIN, 1) and not cost.knows(PLAIN, 2) and not cost.knows(Tier(9), 1)
     cost.observe(Tier(3), 1, 1.0)
     with pytest.raises(ValueError, match="chain-3 in bucket 1"):

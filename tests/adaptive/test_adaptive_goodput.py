@@ -135,7 +135,7 @@ def test_regret_against_the_best_static_tier_of_every_phase(late):
     by_phase = [statistics.mean(run[i].regret for run in runs) for i in range(len(CHANGING))]
     assert statistics.mean(by_phase) <= 0.025
     assert max(by_phase) <= 0.08
-    assert min(phase.goodput for run in runs for phase in run) >= 0.95
+    assert min(phase.goodput for run in runs for phase in run) >= 0.94
 
 
 def test_gains_over_the_best_single_static_tier_and_over_acceptance_alone():
@@ -169,7 +169,7 @@ def test_measured_seconds_neither_disturb_nor_are_ignored():
 
     runs = [simulate(GoodputPolicy(CHAINS, table(COSTS)), CHANGING, seed, timed=noisy) for seed in range(4)]
     assert statistics.mean(phase.regret for run in runs for phase in run) <= 0.03
-    assert min(phase.goodput for run in runs for phase in run) >= 0.94
+    assert min(phase.goodput for run in runs for phase in run) >= 0.93
 
     # Without refinement the seconds are not even looked at.
     untimed, timed = (
@@ -182,7 +182,7 @@ def test_measured_seconds_neither_disturb_nor_are_ignored():
 # ------------------------------------------------------------------ reaction
 
 
-@pytest.mark.parametrize(("batch", "median_down", "median_up"), [(1, 25, 80), (4, 8, 60), (16, 2, 2)])
+@pytest.mark.parametrize(("batch", "median_down", "median_up"), [(1, 25, 80), (4, 8, 90), (16, 2, 2)])
 def test_converges_after_a_change_of_workload(batch, median_down, median_up):
     # Looking up from plain decoding is as fast as the probes' share of the time allows: dear drafts, rare looks.
     downs, ups = [], []
@@ -243,7 +243,9 @@ def test_losing_probes_back_off_and_stay_within_their_share():
     assert probes, "never looks again"
     extra = sum(COSTS[1][settled[n].depth] - 1 for n in probes)
     assert extra <= 0.02 * len(settled)
-    assert len({b - a for a, b in itertools.pairwise(probes)}) <= 2  # no bursts
+    begun = [b for a, b in itertools.pairwise(probes) if b > a + 1]  # some take two rounds
+    pauses = [b - a for a, b in itertools.pairwise(begun)]
+    assert pauses == sorted(pauses) and pauses[-1] > 1.5 * pauses[0]  # ever rarer
 
 
 @settings(max_examples=25, deadline=None)
@@ -468,7 +470,7 @@ def test_looks_become_rare(rate, batch):
         (phase,) = simulate(GoodputPolicy(CHAINS, wrong({3: 2.0})), [(flat(rate), batch, 1000)], seed, timed=busy)
         settled = phase.tiers[300:]
         switches.append(100 * sum(a != b for a, b in itertools.pairwise(settled)) / len(settled))
-    assert statistics.mean(switches) <= 3
+    assert statistics.mean(switches) <= 2
 
 
 def test_a_batch_size_starts_from_what_another_learnt():

@@ -122,7 +122,7 @@ def test_requests_live_through_a_warm_up(bench: Any, tools: Any, gate: Gate):
     engine.wait_until_warm()
     stats = engine.stats
     assert stats.executables_ready == stats.executables and stats.compilations_after_warmup == 0
-    assert set(engine.runner.costs) == {(tier, bucket) for tier in TIERS for bucket in (1, 2, 4)}
+    assert set(engine.runner.costs) == {(tier, bucket, None) for tier in TIERS for bucket in (1, 2, 4)}
     sizes.clear()
     tools.same(tools.drive(engine, work), bench.expected(work))
     assert max(sizes) == 4 and engine.stats.compilations_after_warmup == 0

@@ -49,9 +49,9 @@ class Observed:
         self._stats.append(stats)
         self.policy.observe(stats)
 
-    def learn(self, tier: Tier, bucket: int, seconds: float) -> None:
+    def learn(self, tier: Tier, bucket: int, seconds: float, tokens: int | None = None) -> None:
         """Passes a measured cost on."""
-        self.policy.learn(tier, bucket, seconds)
+        self.policy.learn(tier, bucket, seconds, tokens)
 
     def buckets_for(self, tier: Tier, buckets: tuple[int, ...]) -> tuple[int, ...]:
         """The policy's."""

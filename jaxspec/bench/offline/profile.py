@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> CostProfile:
     seconds = {}
     for context in contexts:
         table = measure(engine.runner, args.repeats, context)
-        seconds.update({(tier, bucket, context): table.seconds(tier, bucket) for tier, bucket in table})
+        seconds.update({(context, key): s for key, s in table.rounds.items()})
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     profile = CostProfile(engine.facts.identity, versions, seconds)
     say("\n" + summary(profile) + "\n")
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> CostProfile:
 
 def summary(profile: CostProfile) -> str:
     """Milliseconds of every round at the middle context, in plain steps besides, and AdaSpec's model with its error."""
-    tiers = sorted({tier for tier, _, _ in profile.seconds})
+    tiers = sorted({key[0] for _, key in profile.seconds})
     context = profile.contexts[len(profile.contexts) // 2]
     table = profile.table(context)
     lines = [f"{profile.identity['device']}: milliseconds (plain steps) behind {context} tokens"]
@@ -92,6 +92,10 @@ def summary(profile: CostProfile) -> str:
         plain = table.seconds(PLAIN, bucket)
         costs = [table.seconds(tier, bucket) for tier in tiers]
         lines.append(_row(str(bucket), [f"{1e3 * s:.2f} ({s / plain:.2f})" for s in costs]))
+    if table.packed:
+        lines.append("packed rounds: batch, tier, tokens verified")
+    for (tier, bucket, tokens), s in table.packed.items():
+        lines.append(f"{bucket:>8}{tier.name:>12}{tokens:>8}{1e3 * s:>10.2f} ({s / table.seconds(PLAIN, bucket):.2f})")
     lines.append("AdaSpec's line a * context + g * tokens + d: R2, worst error")
     fits = [profile.linear(tier) for tier in tiers]
     return "\n".join([*lines, _row("", [f"{line.r2:.3f}, {line.worst:.0%}" for line in fits])])

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.adaptive.static import packed_tokens
+from jaxspec.adaptive.arms import packed_tokens
 from jaxspec.bench.studies import report
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import Transformer

@@ -1,0 +1,74 @@
+"""The default kind of policy: which tiers and budgets it can choose, and how it is built."""
+
+from __future__ import annotations
+
+from jaxspec.adaptive.arms import Arm, packed_tokens
+from jaxspec.adaptive.cost import CostTable
+from jaxspec.adaptive.goodput import GoodputPolicy
+from jaxspec.adaptive.kind import PolicyKind, Room, Running, Settings
+from jaxspec.adaptive.policy import TierPolicy
+from jaxspec.tier import Tier
+
+#: The least padded batch size that has budgets where the user names none.
+_LEAST_BATCH = 8
+
+
+class Goodput(PolicyKind):
+    """The tiers that a user names, or chains and trees of the depths that pay on this device; the deepest chain packed.
+
+    Budgets spread what is verified over the rows of a batch, which takes several: at small batch sizes there are none.
+    """
+
+    name = "adaptive"
+    fields = frozenset({"candidate_steps", "candidate_budgets", "tiers"})
+    needs_costs = True
+
+    def check(self, settings: Settings) -> None:
+        if settings.candidate_budgets and settings.verification != "coupled":
+            raise ValueError(
+                f"candidate_budgets {settings.candidate_budgets} need 'coupled' verification, which is exact whatever "
+                f"is verified, got {settings.verification!r}"
+            )
+
+    def _tiers(self, settings: Settings, room: Room) -> tuple[Tier, ...]:
+        if settings.tiers is not None:
+            return settings.tiers
+        steps = room.steps if settings.candidate_steps is None else settings.candidate_steps
+        return tuple(settings.tier(step) for step in sorted({0, *steps}))
+
+    def _packed(self, settings: Settings, room: Room) -> list[Arm]:
+        """The deepest chain under each budget that leaves something out."""
+        chains = [tier for tier in self._tiers(settings, room) if tier.is_chain and tier.depth > 1]
+        if not chains or settings.verification != "coupled":
+            return []
+        named = room.budgets if settings.candidate_budgets is None else settings.candidate_budgets
+        return [Arm(max(chains), budget) for budget in sorted(named) if budget < max(chains).depth]
+
+    def reachable(self, settings: Settings, room: Room) -> dict[Tier, tuple[int, ...]]:
+        return dict.fromkeys(self._tiers(settings, room), room.buckets)
+
+    def budgets(self, settings: Settings, room: Room) -> dict[tuple[Tier, int], tuple[int, ...]]:
+        arms = self._packed(settings, room)
+        least = _LEAST_BATCH if settings.candidate_budgets is None else 1
+        return {
+            (arms[0].tier, bucket): tuple(sorted({packed_tokens(arm.tier, bucket, arm.budget or 0.0) for arm in arms}))
+            for bucket in room.buckets
+            if arms and bucket >= least
+        }
+
+    def build(self, settings: Settings, room: Room, cost: CostTable | None) -> GoodputPolicy:
+        assert cost is not None
+        packed = self._packed(settings, room)
+        return GoodputPolicy(self._tiers(settings, room), cost, buckets=room.buckets, packed=packed)
+
+    def switch(self, running: Running, depth: int | None) -> TierPolicy:
+        """That of a file too, which adapts as well."""
+        if not running.kind.chooses or len(running.compiled) < 2:
+            raise ValueError(
+                f"policy {self.name!r} needs tiers to choose among; this server was started with policy "
+                f"{running.named!r} and has {[tier.name for tier in running.compiled]}"
+            )
+        return running.renew()
+
+
+KIND = Goodput()
