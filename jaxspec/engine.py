@@ -89,8 +89,13 @@ class Engine:
           recorder: writes every finished round, for `jaxspec.adaptive.replay`.
 
         Raises:
-          ValueError: it can select a tier, or a tier at a batch size, that this engine has not compiled.
+          ValueError: it is no policy, or can select a tier, or that at a batch size, which this engine has not compiled.
         """
+        if isinstance(policy, str) or not callable(getattr(policy, "select", None)):
+            raise ValueError(
+                f"use_policy takes a policy object, such as StaticPolicy(Tier(3)), got {policy!r}; by name an engine "
+                f"is started with one: speculation={{'policy': ...}}"
+            )
         for tier in policy.tiers:
             have = self.runner.reachable.get(tier)
             missing = [] if have is None else [b for b in policy.buckets_for(tier, self.facts.buckets) if b not in have]

@@ -2,14 +2,22 @@
 
 The paper's algorithms over chains, with confidences for acceptance rates as it has them. Its loops stop at the first
 step that does not gain, as its costs are a line; where shapes are compiled costs are a staircase, on which that halts
-too early: `budget.best_budget` looks at every shape instead. Must not know how costs are measured, nor JAX.
+too early: `budget.best_budget` looks at every shape instead. The kinds at the end run them on packed rounds, whole and
+as the paper's two ablations. Must not know how costs are measured, nor JAX.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
-from jaxspec.adaptive.budget import spend
+from jaxspec.adaptive.arms import Arm
+from jaxspec.adaptive.budget import best_budget, spend
+from jaxspec.adaptive.confident import ConfidentKind, ConfidentPolicy
+from jaxspec.adaptive.cost import CostTable
+from jaxspec.adaptive.kind import Room, Settings
+from jaxspec.adaptive.policy import BatchView, RoundStats
+from jaxspec.tier import PLAIN, Choice
 
 #: Seconds of a round of so many draft passes that verifies so many drafts.
 Seconds = Callable[[int, int], float]
@@ -101,3 +109,77 @@ def verify(
             break
         best, lengths, left = found, fewer, left - 1
     return lengths
+
+
+class AdaSpecPolicy(ConfidentPolicy):
+    """Algorithms 1 and 2 before each round, over the confidences of the round before.
+
+    The paper's drafter decides after every pass whether another one pays; here a round is one program, so its passes
+    are played on what the latest round drafted, with the prior where that went less deep. Confidences are taken at
+    their word, as in the paper. A verifier that stops at the first step without a gain would halt on the staircase of
+    compiled shapes, so it looks at every shape. As in the paper nothing is learnt while nothing is drafted.
+
+    Args:
+      arms, cost, buckets: see ConfidentPolicy.
+      drafts_less: the adaptive drafter; False drafts as deep as it can.
+      verifies_less: the verifier; False verifies everything.
+    """
+
+    def __init__(
+        self, arms: Sequence[Arm], cost: CostTable, buckets: Sequence[int], *, drafts_less: bool = True,
+        verifies_less: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(arms, cost, buckets)
+        self._drafts_less, self._verifies_less = drafts_less, verifies_less
+        self.prior = Prior()
+
+    def choose(self, view: BatchView, shapes: Mapping[int, Mapping[int, float]]) -> Choice:
+        """The depth at which another pass does not pay, and the shape of most goodput at it."""
+        padding, deepest = view.bucket - view.batch_size, max(shapes)
+        rates, depth = self.rates(view) or [[] for _ in range(view.batch_size)], deepest
+        confidences = lambda d: [row[d - 1] if d <= len(row) else self.prior.mean for row in rates]
+
+        def seconds(passes: int, drafts: int) -> float:
+            if not passes:
+                return self.plain(view.bucket) or math.inf
+            # Of the depths that are compiled the next one, and of its shapes the one that holds them.
+            depth = min((d for d in shapes if d >= passes), default=deepest)
+            needed = padding + view.batch_size + drafts
+            return min((s for tokens, s in shapes[depth].items() if tokens >= needed), default=math.inf)
+
+        if self._drafts_less:
+            chains = draft(view.batch_size, confidences, Prior(self.prior.mean), deepest, seconds, view.tpot)
+            passes = max(map(len, chains), default=0)
+            if not passes:
+                return Choice(PLAIN)
+            depth = min((d for d in shapes if d >= passes), default=deepest)
+        fits = {tokens - padding: s for tokens, s in shapes[depth].items()}
+        if not self._verifies_less:
+            return self.packed(depth, max(shapes[depth]))
+        survivals: list[list[float]] = [[] for _ in range(view.batch_size)]
+        for level in range(1, depth + 1):
+            for chain, confidence in zip(survivals, confidences(level), strict=True):
+                chain.append((chain[-1] if chain else 1.0) * confidence)
+        return self.packed(depth, best_budget(survivals, fits, view.tpot).tokens + padding)
+
+    def hear(self, stats: RoundStats) -> None:
+        """The prior is the mean of all confidences so far."""
+        assert stats.drafts is not None
+        self.prior.observe([max(0.0, c) for c in stats.drafts.confidence])
+
+
+class AdaSpec(ConfidentKind):
+    """Whole, or one of its two ablations."""
+
+    def __init__(self, name: str, *, drafts_less: bool = True, verifies_less: bool = True) -> None:
+        self.name, self.deepest, self.prunes = name, not drafts_less, verifies_less  # type: ignore[misc]
+        self._parts = {"drafts_less": drafts_less, "verifies_less": verifies_less}
+
+    def build(self, settings: Settings, room: Room, cost: CostTable | None) -> AdaSpecPolicy:
+        assert cost is not None
+        return AdaSpecPolicy(self.arms(settings, room), cost, room.buckets, **self._parts)
+
+
+KIND = AdaSpec("adaspec")
+DRAFTER = AdaSpec("adaspec-drafter", verifies_less=False)
+VERIFIER = AdaSpec("adaspec-verifier", drafts_less=False)

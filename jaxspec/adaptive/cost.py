@@ -19,6 +19,7 @@ from jaxspec.tier import PLAIN, Tier
 
 #: What a cost is of: tier, bucket, and of a packed round its tokens.
 Costed = tuple[Tier, int, int | None]
+_Pair = tuple[Tier, int]
 
 
 class CostTable:
@@ -34,7 +35,9 @@ class CostTable:
       ValueError: a malformed key, or a time that is not a positive finite number.
     """
 
-    def __init__(self, seconds: Mapping[Costed, float] | Mapping[tuple[Tier, int], float]) -> None:
+    def __init__(
+        self, seconds: Mapping[Costed, float] | Mapping[_Pair, float] | Mapping[Costed | _Pair, float]
+    ) -> None:
         self._seconds: dict[tuple[Tier, int], float] = {}
         self.packed: dict[tuple[Tier, int, int], float] = {}
         for key, value in seconds.items():
@@ -53,9 +56,7 @@ class CostTable:
         self._seconds, self.packed = dict(sorted(self._seconds.items())), dict(sorted(self.packed.items()))
 
     @classmethod
-    def from_samples(
-        cls, samples: Mapping[Costed, Sequence[float]] | Mapping[tuple[Tier, int], Sequence[float]]
-    ) -> CostTable:
+    def from_samples(cls, samples: Mapping[Costed, Sequence[float]] | Mapping[_Pair, Sequence[float]]) -> CostTable:
         """Medians of repeated measurements; ValueError where a round has none."""
         for (tier, bucket, *_), values in samples.items():
             if not values:

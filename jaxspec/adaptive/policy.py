@@ -24,6 +24,7 @@ class BatchView:
       context_tokens: committed tokens over all rows.
       now: seconds on the engine's clock.
       max_depth: most drafts that any of its requests may accept; None: no limit.
+      tpot: seconds a token that the most urgent of its requests asks for; None: none asks.
     """
 
     batch_size: int
@@ -31,6 +32,7 @@ class BatchView:
     context_tokens: int = 0
     now: float = 0.0
     max_depth: int | None = None
+    tpot: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

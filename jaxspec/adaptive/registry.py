@@ -19,6 +19,12 @@ KINDS: dict[str, tuple[str, str]] = {
     OFF: ("jaxspec.adaptive.static", "OFF"),
     "heuristic": ("jaxspec.adaptive.heuristic", "KIND"),
     "schedule": ("jaxspec.adaptive.schedule", "KIND"),
+    "threshold": ("jaxspec.adaptive.threshold", "KIND"),
+    "specinfer": ("jaxspec.adaptive.specinfer", "KIND"),
+    "survival": ("jaxspec.adaptive.survival", "KIND"),
+    "adaspec": ("jaxspec.adaptive.adaspec", "KIND"),
+    "adaspec-drafter": ("jaxspec.adaptive.adaspec", "DRAFTER"),
+    "adaspec-verifier": ("jaxspec.adaptive.adaspec", "VERIFIER"),
 }
 #: The kind of what is named by the path of a file.
 _OF_FILES = ("jaxspec.adaptive.sglang", "KIND")

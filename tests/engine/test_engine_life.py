@@ -31,6 +31,8 @@ def test_a_policy_that_needs_other_tiers_is_refused(bench: Any, tools: Any):
         ValueError, match=r"can select tiers \['chain-4'\], but states exist only for \['off', 'chain-2'\]"
     ):
         engine.use_policy(StaticPolicy(Tier(4)))
+    with pytest.raises(ValueError, match=r"takes a policy object, such as StaticPolicy\(Tier\(3\)\), got 'static'"):
+        engine.use_policy("static")
     engine.use_policy(StaticPolicy(Tier(2)))
     tools.same(tools.drive(engine, [([1, 2, 3], GREEDY)]), bench.expected([([1, 2, 3], GREEDY)]))
 
