@@ -351,7 +351,7 @@ def assemble(
     scheduler = Scheduler(SchedulerConfig(geo, config.enable_prefix_caching, lookahead))
     facts = EngineFacts(
         geo, tuple(buckets), model.vocab_size, True in runner.variants, frozenset(eos), tokenizer, grammars,
-        can.name, speculation.resolved_policy, str(target.embedding[...].dtype), identity,
+        can.name, speculation.resolved_policy, str(target.embedding[...].dtype), speculation.objective, identity,
     )  # fmt: skip
     return Engine(facts, runner, scheduler, choice.build, cost, config.seed, began, config.traffic_log)
 

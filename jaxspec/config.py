@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from jaxspec.adaptive import registry
 from jaxspec.adaptive.kind import PolicyKind
+from jaxspec.adaptive.objectives import CUMULATIVE, RULES
 from jaxspec.names import tells_names
 from jaxspec.tier import Tier, max_nodes
 
@@ -85,6 +86,9 @@ class SpeculationConfig:
       budget: of a static tier: how many drafted tokens a request the target verifies, on average: those of the whole
         batch that are likeliest to be accepted, few of one request and many of another. The text does not depend on
         it, under coupled verification, which it needs. None: all.
+      objective: how requests that ask for a time per token get it where drafts share a budget. "cumulative" (AdaServe):
+        those behind what they asked for by now come first; "step" (AdaSpec): besides, no round takes longer than the
+        most urgent one asks, as far as the policy has a quicker one.
 
     Raises:
       ValueError: see each field.
@@ -104,6 +108,7 @@ class SpeculationConfig:
     ngram_min: int = 1
     ngram_max: int = 4
     budget: float | None = None
+    objective: str = CUMULATIVE
 
     def __post_init__(self) -> None:
         me = "SpeculationConfig"
@@ -117,6 +122,8 @@ class SpeculationConfig:
             _integer(me, "num_nodes", self.num_nodes, 1, 1024)
         if self.verification not in VERIFICATIONS:
             raise ValueError(f"{me}.verification must be one of {VERIFICATIONS}, got {self.verification!r}")
+        if self.objective not in RULES:
+            raise ValueError(f"{me}.objective must be one of {RULES}, got {self.objective!r}")
         for name in ("typical_threshold", "typical_alpha"):
             _fraction(me, name, getattr(self, name))
         _integer(me, "ngram_min", self.ngram_min, 1, 16)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxspec.adaptive import objectives
 from jaxspec.adaptive.controller import AdaptiveController, Recorder
 from jaxspec.adaptive.cost import Costed, CostTable
 from jaxspec.adaptive.policy import BatchView, RoundStats, TierPolicy
@@ -30,7 +31,7 @@ from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.stats import EngineStats
 from jaxspec.text.grammar import Grammar
 from jaxspec.text.matcher import Guide
-from jaxspec.tier import Tier
+from jaxspec.tier import Choice, Tier
 from jaxspec.traffic import TrafficLog
 from jaxspec.warming import BackgroundWarmup
 
@@ -65,13 +66,13 @@ class Engine:
         self.use_policy(self.new_policy())
         self._live: dict[str, OutputProcessor] = {}
         self._reader = RoundReader(facts, runner.laps)
-        self._matching = 0  # live completions with a grammar
+        self._matching = self._asking = 0  # live completions with a grammar, and those that ask for a time per token
         self._in_flight: list[Pending] = []
         self._serial = 0
         self._prompt: tuple[Sequence[int], list[int]] = ((), [])
         self._steps = self._rounds = self._starved = self._guided = 0
         self._chunk_last = False  # the latest dispatch was a chunk of which nothing is read
-        self._collected_at = 0.0
+        self._collected_at = self._round_seconds = 0.0  # the latter of the latest round that was timed
         self._laps = runner.laps
         self._compilations = CompileCounter()
         self.on_round: Callable[[RoundStats], None] | None = None
@@ -89,7 +90,7 @@ class Engine:
           recorder: writes every finished round, for `jaxspec.adaptive.replay`.
 
         Raises:
-          ValueError: it is no policy, or can select a tier, or that at a batch size, which this engine has not compiled.
+          ValueError: it is no policy, or can select a tier, or one at a batch size, that this engine has not compiled.
         """
         if isinstance(policy, str) or not callable(getattr(policy, "select", None)):
             raise ValueError(
@@ -112,7 +113,7 @@ class Engine:
     def add(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, *, index: int = 0,
         request_id: str | None = None, arrival_time: float | None = None, priority: int = 0,
-        max_depth: int | None = None, grammar: Grammar | None = None,
+        max_depth: int | None = None, tpot: float | None = None, grammar: Grammar | None = None,
     ) -> str:  # fmt: skip
         """Queues one completion and returns its id.
 
@@ -120,7 +121,7 @@ class Engine:
           index: which of the prompt's completions; added to the seed.
           request_id: unique among live requests; None: one is made up.
           arrival_time: on time.monotonic's clock, where it came before now; it orders the queue.
-          priority, max_depth: see Request.
+          priority, max_depth, tpot: see Request.
           grammar: what the text has to be, compiled by `facts.grammars`. The request ends with FinishReason.STOP as
             soon as the text is complete and nothing may follow, with LENGTH where its length cuts it before.
 
@@ -138,11 +139,13 @@ class Engine:
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
             max_depth=max_depth,
+            tpot=tpot,
         )
         output = OutputProcessor(self.facts, request, index, grammar)
         self.scheduler.add(request)  # last of what can fail
         self._live[request.request_id] = output
         self._matching += output.matcher is not None
+        self._asking += tpot is not None
         self._serial += 1
         return request.request_id
 
@@ -241,13 +244,29 @@ class Engine:
     def _dispatch_round(self, rows: DecodeRows) -> Pending:
         runner, buckets = self.runner, self.facts.buckets
         bucket = next(b for b in buckets if b >= len(rows) and any(runner.ready(t, b) for t in runner.states))
+        now, asked = time.monotonic(), [r.tpot for r in rows.requests if r.tpot is not None] if self._asking else []
+        tpot = min(asked) if asked and self.facts.objective == objectives.STEP else None
         choice, state = self.controller.select(
-            BatchView(len(rows), bucket, rows.context_tokens, time.monotonic(), rows.deepest)
+            BatchView(len(rows), bucket, rows.context_tokens, now, rows.deepest, tpot)
         )
+        weights = self._weights(rows, choice, now) if asked and choice.tokens is not None else None
         guide = self._guide(rows.requests)
         self._guided += guide is not None
         self._laps.lap("policy")
-        return runner.dispatch(rows, state, choice, bucket, guide)
+        return runner.dispatch(rows, state, choice, bucket, guide, weights)
+
+    def _weights(self, rows: DecodeRows, choice: Choice, now: float) -> list[float]:
+        """What a drafted token of each row is worth, by how far it lags behind the time per token that it asks for."""
+        needs: list[float | None] = []
+        for request, computed in zip(rows.requests, rows.computed_B.tolist(), strict=True):
+            first = request.metrics.first_token_time
+            if request.tpot is None or first is None:
+                needs.append(None)
+                continue
+            # Of what is in flight it is known that it brings a token.
+            emitted = computed + 1 - len(request.prompt_token_ids)
+            needs.append(objectives.need(now - first, emitted, self._round_seconds, request.tpot))
+        return objectives.weights(needs, choice.tier.depth)
 
     def _guide(self, requests: Sequence[Request]) -> Guide | None:
         """What the rows may say; None where no grammar says anything."""
@@ -279,6 +298,8 @@ class Engine:
     def _observe(self, pending: Pending, rows: DecodeRows, tier: Tier, result: Result, now: float) -> None:
         """Tells the controller, and whoever listens, what a round gave and how long it took."""
         self._rounds += 1
+        if pending.timed:
+            self._round_seconds = now - max(pending.dispatched_at, self._collected_at)
         counts = result.counts_B if rows.caps_B is None else result.counts_B[rows.caps_B >= tier.depth]
         stats = RoundStats(
             tier=tier,
@@ -340,6 +361,7 @@ class Engine:
         request = output.request
         self._reader.leave(output)
         self._matching -= output.matcher is not None
+        self._asking -= request.tpot is not None
         self.scheduler.finish(request, reason)
         if self._traffic is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._traffic.record(request)

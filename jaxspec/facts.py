@@ -32,6 +32,7 @@ class EngineFacts:
       grammars: compiles what requests may bring as their grammar; None: none are taken.
       drafter, policy: what it was built with, by the names of their kinds (a policy may be a path).
       dtype: of weights and pages.
+      objective: by which rule requests that ask for a time per token get it (adaptive.objectives).
       identity: what costs depend on, as texts: device, model, drafter and the like; see CostProfile.
     """
 
@@ -45,6 +46,7 @@ class EngineFacts:
     drafter: str = "none"
     policy: str = "off"
     dtype: str = "float32"
+    objective: str = "cumulative"
     identity: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def check(self, params: SamplingParams, grammar: Grammar | None) -> None:

@@ -322,6 +322,7 @@ class Request:
       arrival_time: seconds on the engine's clock.
       priority: lower runs first, -100 to 100 (see SchedulerConfig.aging_seconds).
       max_depth: most drafts accepted in a round; 0 decodes token by token, None takes what the tier gives.
+      tpot: seconds a token after the first that it asks for; it changes speed only. None: as fast as may be.
       max_tokens: those of its parameters; the scheduler cuts them to what the context leaves.
       output_token_ids: generated tokens the host has seen.
       logprobs: an entry for each output token, where asked for.
@@ -344,6 +345,7 @@ class Request:
     arrival_time: float = 0.0
     priority: int = 0
     max_depth: int | None = None
+    tpot: float | None = None
     max_tokens: int = dataclasses.field(init=False)
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
@@ -366,6 +368,8 @@ class Request:
         self.priority = _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if self.max_depth is not None:
             self.max_depth = _integer("max_depth", self.max_depth, 0, _INT32_MAX)
+        if self.tpot is not None and not 0 < self.tpot < math.inf:
+            raise ValueError(f"tpot must be a positive number of seconds, got {self.tpot!r}")
         self.max_tokens = _INT32_MAX if self.params.max_tokens is None else self.params.max_tokens
         self.metrics.arrival_time = self.arrival_time
 

@@ -110,7 +110,10 @@ class GoodputPolicy:
             self._buckets[bucket] = Bucket(self._known(bucket))
 
     def select(self, view: BatchView) -> Tier | Choice:
-        """What has the best expected goodput, or a probe; ValueError for a bucket without costs."""
+        """What has the best expected goodput, or a probe; ValueError for a bucket without costs.
+
+        Where a request asks for it, of what takes no longer than its time per token, as far as anything does.
+        """
         state, bucket = self._bucket(view.bucket), view.bucket
         if len(state.candidates) == 1:
             return PLAIN
@@ -134,6 +137,9 @@ class GoodputPolicy:
             return self._run(state, state.probe, bucket)
         most = 2 * math.exp(max(costs[i] for i in state.candidates))
         state.credit = min(state.credit + self._params.probe_share * math.exp(costs[current]), most)
+        if view.tpot is not None and math.exp(costs[current]) > view.tpot:
+            quick = [i for i in state.candidates if math.exp(costs[i]) <= view.tpot]
+            current = max(quick, key=scores.__getitem__) if quick else min(state.candidates, key=costs.__getitem__)
         return self._run(state, current, bucket)
 
     def _run(self, state: Bucket, arm: int, bucket: int) -> Tier | Choice:

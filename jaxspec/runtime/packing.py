@@ -6,7 +6,7 @@ Must not know executables, requests or policies.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,13 +29,25 @@ class Spending:
         self._even: dict[int, jax.Array] = {}
         self._calibrations: dict[Any, jax.Array] = {}
 
-    def __call__(self, choice: Choice, bucket: int) -> tuple[jax.Array, ...]:
-        """The arguments for a round of so many rows, if it is packed; ValueError for a calibration that is none."""
+    def __call__(
+        self, choice: Choice, bucket: int, weights: Sequence[float] | None = None
+    ) -> tuple[jax.Array | np.ndarray, ...]:
+        """The arguments for a round of so many rows, if it is packed; ValueError for a calibration that is none.
+
+        Args:
+          weights: what a token of each row is worth; None: of all the same.
+        """
         if choice.tokens is None:
             return ()
+        if weights is not None:
+            given = Budget(Budget.even(bucket))
+            given.weight_B[: len(weights)] = weights
+            return self._calibration(choice.calibration), given.array
         if bucket not in self._even:
             self._even[bucket] = self._put(Budget.even(bucket))
-        fit = choice.calibration
+        return self._calibration(choice.calibration), self._even[bucket]
+
+    def _calibration(self, fit: tuple[tuple[float, float], ...]) -> jax.Array:
         if fit not in self._calibrations:
             whole = plain_calibration(self._depth)
             if len(fit) > self._depth or any(len(pair) != 2 for pair in fit):
@@ -45,7 +57,7 @@ class Spending:
             if len(self._calibrations) > 64:
                 self._calibrations.clear()
             self._calibrations[fit] = self._put(whole)
-        return self._calibrations[fit], self._even[bucket]
+        return self._calibrations[fit]
 
 
 def labels(packed: np.ndarray, depth: int) -> DraftLabels:

@@ -396,11 +396,13 @@ class Runner:
         return self.put(array)
 
     def dispatch(
-        self, rows: DecodeRows, state: SpecRuntimeState, choice: Choice, bucket: int, guide: Guide | None = None
-    ) -> Pending:
+        self, rows: DecodeRows, state: SpecRuntimeState, choice: Choice, bucket: int, guide: Guide | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> Pending:  # fmt: skip
         """Dispatches one round of the tier that `state` is bound to, packed as is chosen.
 
         Args:
+          weights: what a drafted token of each row is worth to a packed round; None: of all the same.
           guide: what the rows may say. Then the call waits for the drafts, and the round is neither timed nor packed.
         """
         tier, tokens = state.tier, choice.tokens if guide is None else None
@@ -415,7 +417,7 @@ class Runner:
         self.laps.lap("batch array")
         if guide is None:
             sampled = False not in self.variants or bool(np.count_nonzero(rows.shaped_B))
-            args = self._target, self._params_for(tier), self._state, batch, *self._spend(choice, bucket)
+            args = self._target, self._params_for(tier), self._state, batch, *self._spend(choice, bucket, weights)
             self._state, packed, kept = self._compiled[RoundKey(tier, bucket, sampled, tokens)](*args)
         else:
             packed, kept = self._guided_round(tier, bucket, batch, guide)

@@ -37,6 +37,7 @@ class Add:
     arrival_time: float
     priority: int
     max_depth: int | None
+    tpot: float | None
     grammar: Grammar | GrammarSpec | Future[Grammar] | None
     grammar_bytes: int = 0
 

@@ -165,7 +165,7 @@ class EngineCore:
                 taken.append(
                     engine.add(
                         add.tokens, add.params, index=index, request_id=name, arrival_time=add.arrival_time,
-                        priority=add.priority, max_depth=add.max_depth, grammar=grammar,
+                        priority=add.priority, max_depth=add.max_depth, tpot=add.tpot, grammar=grammar,
                     )
                 )  # fmt: skip
         except BaseException:

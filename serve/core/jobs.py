@@ -54,7 +54,7 @@ class Job:
       max_depth: most drafts accepted in a round; 0 decodes token by token, None takes what the tier gives.
       grammar: what the output must parse as.
       route: label under which metrics count the job.
-      tpot_ms, ttft_ms: what the client hopes for; nothing fails over it.
+      tpot_ms, ttft_ms: what the client hopes for; nothing fails over it. The former weighs where drafts share a budget.
       deadline: on time.monotonic's clock; None: none.
       add_special_tokens: BOS and the like, for a text; templates write their own.
       stream: False: chunks come once, when a completion has ended, which spares the event loop every step between.

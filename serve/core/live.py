@@ -68,9 +68,13 @@ class LiveChoices:
             self._live[choice.id] = choice
         names = tuple(choice.id for choice in request.choices)
         self._submitted[names[0]] = request
+        tpot = None if job.tpot_ms is None else job.tpot_ms / 1e3
         self._post(
-            Add(names, prepared.tokens, prepared.params, request.arrived, job.priority, job.max_depth, prepared.grammar)
-        )
+            Add(
+                names, prepared.tokens, prepared.params, request.arrived, job.priority, job.max_depth, tpot,
+                prepared.grammar,
+            )
+        )  # fmt: skip
 
     def abort(self, request: Completion, reason: str) -> None:
         """Asks for the end of a request's completions; what has ended of it, or is being ended, is left alone."""

@@ -18,6 +18,8 @@ from jaxspec.tier import Choice, Tier
 #: Kinds, their tier, the budget and the packed tokens of 4 rows.
 CASES = [("eagle3", Tier(3, 2, 7), 2.0, 12), ("ngram", Tier(5), 1.2, 9)]
 LIMITS = (None, 0, 1, None, 2, 40, None)
+#: Seconds a token that they ask for: nothing, more than there is, and plenty.
+ASKED = (None, 1e-6, 100.0)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def run(engine: Any, work: list[Any]) -> tuple[list[Any], list[RoundStats]]:
     while waiting or engine.has_work:
         if waiting and steps % 3 == 0:
             name, request, limit = waiting.pop(0)
-            engine.add(*request, request_id=name, max_depth=limit)
+            engine.add(*request, request_id=name, max_depth=limit, tpot=ASKED[steps // 3 % len(ASKED)])
         outputs |= {e.request_id: e.output for e in engine.step() if isinstance(e, Finished)}
         steps += 1
     engine.on_round = None
@@ -133,7 +135,11 @@ def test_the_default_policy_runs_packed_rounds_and_corrects_their_cost(bench: An
     for tier, tokens in ((Tier(0), None), (Tier(2), None), (Tier(2), 6)):
         for _ in range(3):
             policy.learn(tier, 4, 1.0 if tokens is None else 1e-4, tokens)
+    weights, dispatch = [], engine.runner.dispatch
+    engine.runner.dispatch = lambda *args: (weights.append(args[-1]), dispatch(*args))[1]
     outputs, heard = run(engine, work)
     tools.same(outputs, expected)
     assert 6 in {stats.tokens for stats in heard}
+    # Of the requests of a round those that lag count for more, up to what it can bring; those that do not count as 1.
+    assert {1.0, 3.0} == {weight for row in weights for weight in row or ()} and not engine._asking
     assert engine.stats.compilations_after_warmup == compiled

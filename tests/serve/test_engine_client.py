@@ -364,6 +364,15 @@ def started(name: str) -> Started:
     return Started(name, 0, 0, 0.0)
 
 
+@pytest.mark.parametrize(("asked", "told"), [(None, None), (20.0, 0.02)])
+def test_the_time_per_token_that_a_client_asks_for_reaches_the_engine(kit: Any, asked: float, told: float) -> None:
+    account, obey = Account(kit), Account.obey
+    adds: list[Any] = []
+    account.obey = lambda: (adds.extend(account.posted), obey(account))[1]
+    account.add(tpot_ms=asked)
+    assert [add.tpot for add in adds] == [told]
+
+
 def test_tokens_of_a_stream_are_kept_for_the_interval(kit: Any) -> None:
     account = Account(kit, 0.05)
     request = account.add()

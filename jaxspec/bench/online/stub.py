@@ -71,7 +71,7 @@ class StubEngine:
     def add(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, *, index: int = 0,
         request_id: str | None = None, arrival_time: float | None = None, priority: int = 0,
-        max_depth: int | None = None, grammar: None = None,
+        max_depth: int | None = None, tpot: float | None = None, grammar: None = None,
     ) -> str:  # fmt: skip
         """See Engine.add."""
         name = f"request-{self._serial}" if request_id is None else request_id
