@@ -301,6 +301,7 @@ class Engine:
         if pending.timed:
             self._round_seconds = now - max(pending.dispatched_at, self._collected_at)
         counts = result.counts_B if rows.caps_B is None else result.counts_B[rows.caps_B >= tier.depth]
+        counts = counts[counts > 0]  # else the row was over before
         stats = RoundStats(
             tier=tier,
             batch_size=len(rows),
@@ -343,7 +344,7 @@ class Engine:
 
     def _commit_round(self, rows: DecodeRows, tier: Tier, result: Result) -> list[Event]:
         slots = self.scheduler.slots
-        said = self._reader.read(tier, rows.slots_B, slots.alive(rows), slots.left(rows.slots_B), result)
+        said = self._reader.read(tier, rows.slots_B, slots.alive(rows), result)
         self.scheduler.commit_round(rows, said.tokens)
         self._laps.lap("commit")
         events: list[Event] = []

@@ -64,10 +64,13 @@ class OutputProcessor:
         """Reads a result's tokens, before they are committed; those behind the end do not belong to the request.
 
         Args:
-          finite: whether the logits that they come from were.
+          finite: whether all logits were; else the tokens come from those before.
         """
         if not finite:
-            return self._fail(ErrorKind.NON_FINITE, "the target's logits are not finite")
+            kept = self._until_stop(tokens)
+            self._texts.append(kept.text)
+            failed = self._fail(ErrorKind.NON_FINITE, "the target's logits are not finite")
+            return dataclasses.replace(failed, tokens=kept.tokens, text=kept.text)
         if self.matcher is not None:
             tokens = tokens[: self.matcher.take(tokens)]
             if self.matcher.error is not None:

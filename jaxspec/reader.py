@@ -1,4 +1,4 @@
-"""What a round says, read for all its rows at once: only those that may end are looked at token by token.
+"""What a round says, read for all its rows at once: only those that end are looked at token by token.
 
 Owns what that takes to know of the completions that rounds bring forward, by slot. Must not know policies, pages or who
 hears of it.
@@ -14,7 +14,7 @@ import numpy as np
 from jaxspec.facts import EngineFacts
 from jaxspec.laps import Laps
 from jaxspec.output import OutputProcessor
-from jaxspec.request import MAX_STOP_TOKEN_IDS, FinishReason
+from jaxspec.request import FinishReason
 from jaxspec.runtime.results import Result
 from jaxspec.tier import Tier
 
@@ -47,10 +47,6 @@ class RoundReader:
         slots = facts.sizes.slots
         self._laps = laps
         self._at: list[OutputProcessor | None] = [None] * slots
-        #: Whether a token ends a text, at -1 for none; stop ids of the slots' requests, -2 for none, and how many have.
-        self._ends_V = np.zeros(facts.vocab_size + 1, bool)
-        self._ends_V[[token for token in facts.eos if token < facts.vocab_size]] = True
-        self._stops_SK, self._stopping = np.full((slots, MAX_STOP_TOKEN_IDS), -2), 0
         #: Slots whose completions are read token by token, and those that have stop strings; how many there are.
         self._guided_S, self._watched_S = np.zeros((2, slots), bool)
         self._guided = self._watching = 0
@@ -65,22 +61,18 @@ class RoundReader:
         assert slot is not None and self._at[slot] is None
         self._at[slot], output.slot = output, slot
         self._guided_S[slot], self._watched_S[slot] = output.matcher is not None, bool(params.stop)
-        self._stops_SK[slot, : len(params.stop_token_ids)] = params.stop_token_ids
         self._number(output, 1)
 
     def leave(self, output: OutputProcessor) -> None:
         """A completion ends, or waits for a slot again."""
         self.tell(output)
         if output.slot is not None:
-            self._stops_SK[output.slot] = -2
             self._number(output, -1)
             self._at[output.slot] = output.slot = None
 
     def _number(self, output: OutputProcessor, by: int) -> None:
-        params = output.request.params
         self._guided += by * (output.matcher is not None)
-        self._watching += by * bool(params.stop)
-        self._stopping += by * bool(params.stop_token_ids)
+        self._watching += by * bool(output.request.params.stop)
 
     def tell(self, output: OutputProcessor) -> None:
         """Adds the rounds so far to its request's metrics."""
@@ -96,19 +88,20 @@ class RoundReader:
         request.metrics.drafted += int(self._verified_S[output.slot])
         self._verified_S[output.slot] = 0
 
-    def read(self, tier: Tier, slots_B: np.ndarray, alive_B: np.ndarray, left_B: np.ndarray, result: Result) -> Said:
+    def read(self, tier: Tier, slots_B: np.ndarray, alive_B: np.ndarray, result: Result) -> Said:
         """Takes the results of a round.
 
         Args:
           alive_B: which rows still are in their slots.
-          left_B: tokens that each may still generate.
         """
         outputs = [self._at[slot] for slot in slots_B.tolist()]
         whole = np.count_nonzero(alive_B) == len(outputs)
         if not whole:
             outputs = [output if alive else None for output, alive in zip(outputs, alive_B.tolist(), strict=True)]
         said = Said(outputs, list(result.tokens), [""] * len(outputs), {})
-        read_B = self._closely(slots_B, left_B, result)
+        read_B = result.over_B | ~result.finite_B  # the device has looked at stop tokens and lengths
+        if self._guided:
+            read_B = read_B | self._guided_S[slots_B]
         closely = set(read_B.nonzero()[0].tolist())
         if self._watching:
             read_B = read_B | self._watched_S[slots_B]
@@ -121,6 +114,8 @@ class RoundReader:
                 said.tokens[row], said.texts[row] = kept.tokens, kept.text
                 if kept.reason is not None:
                     said.reasons[row] = kept.reason
+                # Else it would say nothing more, and wait for ever.
+                assert kept.reason is not None or not result.over_B[row], f"{tokens} end nothing"
         self._laps.lap("stops")
         if whole and not read:
             said.texts = [output.go_on(new) for output, new in zip(outputs, result.tokens, strict=True) if output]
@@ -136,19 +131,6 @@ class RoundReader:
             rows = list(filter(counts, range(len(outputs))))
         self._count(tier, slots_B, rows, result)
         return said
-
-    def _closely(self, slots_B: np.ndarray, left_B: np.ndarray, result: Result) -> np.ndarray:
-        """Which rows may end here, or have to be read token by token in any case, bool [B]."""
-        tokens_BD = result.tokens_BD
-        closely_B = (result.counts_B >= left_B) | ~result.finite_B
-        ends_BD = self._ends_V.take(tokens_BD)
-        if np.count_nonzero(ends_BD):
-            closely_B |= ends_BD.any(axis=1)
-        if self._guided:
-            closely_B |= self._guided_S[slots_B]
-        if self._stopping:
-            closely_B |= (tokens_BD[:, :, None] == self._stops_SK[slots_B][:, None]).any(axis=(1, 2))
-        return closely_B
 
     def _count(self, tier: Tier, slots_B: np.ndarray, rows: Sequence[int] | None, result: Result) -> None:
         """Tallies the round for some of its rows; None: for all."""

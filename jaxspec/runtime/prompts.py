@@ -14,10 +14,8 @@ from jaxspec.request import SamplingParams
 from jaxspec.scheduling.plan import PrefillChunk
 from jaxspec.scheduling.shapes import Piece, PrefillShape
 from jaxspec.speculation.layouts import Admission, Chunks
-from jaxspec.speculation.sampling import MAX_STOP_IDS, SamplingState
+from jaxspec.speculation.sampling import INT32_MAX, MAX_STOP_IDS, SamplingState
 from jaxspec.speculation.state import Geometry
-
-_INT32_MAX = 2**31 - 1
 
 
 def admission(chunk: PrefillChunk, eos: Sequence[int], vocab_size: int) -> Admission:
@@ -27,7 +25,7 @@ def admission(chunk: PrefillChunk, eos: Sequence[int], vocab_size: int) -> Admis
       eos: token ids that min_tokens bans besides the request's own stop ids.
     """
     request, params, text = chunk.request, chunk.request.params, chunk.request.token_ids
-    stops = [] if params.min_tokens == 0 else list(params.stop_token_ids)
+    stops = list(params.stop_token_ids)
     if params.min_tokens and not params.ignore_eos:
         stops += eos
     stops += [vocab_size] * (MAX_STOP_IDS - len(stops))
@@ -35,7 +33,8 @@ def admission(chunk: PrefillChunk, eos: Sequence[int], vocab_size: int) -> Admis
     derived = {
         "temperature": 0.0 if params.greedy else params.temperature, "top_k": max(params.top_k, 0),
         "seed": request.seed, "prompt_len": prompt_len,
-        "ban_until": min(prompt_len + params.min_tokens, _INT32_MAX),
+        "ban_until": min(prompt_len + params.min_tokens, INT32_MAX), "ends_at": prompt_len + request.max_tokens,
+        "eos_ends": int(not params.ignore_eos), "num_stops": len(params.stop_token_ids),
     }  # fmt: skip
     numbers = {
         field: derived[number.name] if number.name in derived else getattr(params, number.name)

@@ -15,7 +15,7 @@ from jaxspec.adaptive.policy import DraftLabels
 from jaxspec.request import Logprob, Request
 from jaxspec.runtime.packing import labels
 from jaxspec.scheduling.plan import DecodeRows
-from jaxspec.speculation.layouts import Packed, PackedLogprobs
+from jaxspec.speculation.layouts import End, Packed, PackedLogprobs
 from jaxspec.tier import Tier
 
 
@@ -57,17 +57,18 @@ class Result:
     """What a round or prefill gave its rows.
 
     Attributes:
-      counts_B: how many tokens each row got. tokens_BD: they, -1 behind them.
-      finite_B: False where the target's logits were not finite.
-      tokens: the same as lists.
+      counts_B: how many tokens each row got; 0 of rows that were over before.
+      tokens: they.
+      finite_B: False where the target's logits were not.
+      over_B: whether a token or the length ends the row's text, for the host to say which.
       logprobs: `PackedLogprobs` of the rows, where some asked for them.
       drafts: of a packed round, what became of its nodes.
     """
 
     counts_B: np.ndarray
-    tokens_BD: np.ndarray
-    finite_B: np.ndarray
     tokens: list[list[int]]
+    finite_B: np.ndarray
+    over_B: np.ndarray
     logprobs: np.ndarray | None
     drafts: DraftLabels | None = None
 
@@ -82,7 +83,7 @@ class Result:
         columns = Packed(packed[:rows, : None if depth is None else Packed.width(depth + 1)])
         counts, tokens = columns.count_B, columns.tokens_BD
         cut = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
-        return cls(counts, tokens, columns.bad_B == 0, cut, logprobs, drafts)
+        return cls(counts, cut, columns.end_B != End.NOT_FINITE, columns.end_B == End.OVER, logprobs, drafts)
 
     def entries(self, row: int, wanted: int) -> list[dict[int, Logprob]]:
         """Log-probabilities of a row's tokens: for each itself first, then the best of the vocabulary, as vLLM does."""

@@ -92,7 +92,8 @@ class Runner:
         graph, target = nnx.split(model)
         self.config = model.config
         self.geo, self.drafter = geo, drafter
-        self.spec = RoundSpec(graph, model.config, geo, drafter, config.rejection, config.typical)
+        eos = tuple(sorted(config.eos))
+        self.spec = RoundSpec(graph, model.config, geo, drafter, config.rejection, config.typical, eos)
         self._dtype: jnp.dtype = model.embedding[...].dtype
         self._place = Placement()
         if mesh is not None:

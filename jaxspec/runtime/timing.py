@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxspec.adaptive.cost import Costed, CostTable
 from jaxspec.speculation.layouts import Batch
+from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import Tier
 
@@ -131,7 +132,16 @@ def _place(runner: Runs, context: int) -> None:
     geo = runner.geo
     pages = np.arange(geo.slots * geo.pages_per_seq, dtype=np.int32).reshape(geo.slots, -1) % geo.num_pages
     length = runner.put(np.full((geo.slots,), context, np.int32))
-    runner.state = dataclasses.replace(runner.state, table_SM=runner.put(pages), length_S=length)
+    # Whatever requests had the slots before: these texts do not end.
+    own = SamplingState.numbers()
+    endless = {
+        name: runner.put(np.full((geo.slots,), own[name].neutral, own[name].dtype))
+        for name in ("ends_at_S", "eos_ends_S", "num_stops_S")
+    }
+    runner.state = dataclasses.replace(
+        runner.state, table_SM=runner.put(pages), length_S=length, over_S=runner.put(np.zeros((geo.slots,), bool)),
+        sampling=dataclasses.replace(runner.state.sampling, **endless),
+    )  # fmt: skip
 
 
 def measure(runner: Runs, repeats: int = 5, context: int = 256) -> CostTable:

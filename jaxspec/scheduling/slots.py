@@ -114,10 +114,6 @@ class SlotTable:
         """Which rows still have their slots, bool [B]."""
         return self._about_SF[:, _STAMP].take(rows.slots_B) == rows.stamps_B
 
-    def left(self, slots_B: np.ndarray) -> np.ndarray:
-        """Tokens that requests may still generate, as far as the host has seen theirs."""
-        return self._state_SF[:, _LEFT].take(slots_B)
-
     def dispatched(self, rows: DecodeRows, growth: int) -> None:
         """A round adds up to so many tokens to each row."""
         alive_B = self.alive(rows)

@@ -6,6 +6,7 @@ Owns the arrays that cross over between the host and a round, prefill or admissi
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -149,23 +150,32 @@ class Admission(NamedTuple):
         )  # fmt: skip
 
 
+class End(enum.IntEnum):
+    """What became of a row in a round, for the host to look at: it goes on, or one of the reasons why it is over."""
+
+    NOT_YET = 0
+    NOT_FINITE = 1
+    OVER = 2
+
+
 class Packed(_Layout[A]):
     """What a round or prefill emitted, int32 [B, 2 + D].
 
     Attributes:
-      count_B: how many tokens. bad_B: 1 where the target's logits were not finite.
+      count_B: how many tokens; 0 of a row that was over before, or whose logits were not finite.
+      end_B: an `End`; NOT_FINITE where the target's logits were not, OVER where a token or the length ends the text.
       tokens_BD: the tokens, -1 behind them.
     """
 
-    count_B, bad_B, tokens_BD = (_Column(_ALL, at) for at in (0, 1, slice(2, None)))
+    count_B, end_B, tokens_BD = (_Column(_ALL, at) for at in (0, 1, slice(2, None)))
 
     @staticmethod
     def width(tokens: int) -> int:
         return 2 + tokens
 
     @staticmethod
-    def of(count_B1: jax.Array, bad_B: jax.Array, tokens_BD: jax.Array) -> jax.Array:
-        return jnp.concatenate([count_B1, bad_B[:, None], tokens_BD], axis=1)
+    def of(count_B: jax.Array, end_B: jax.Array, tokens_BD: jax.Array) -> jax.Array:
+        return jnp.concatenate([count_B[:, None], end_B[:, None], tokens_BD], axis=1)
 
 
 class Budget(_Layout[A]):

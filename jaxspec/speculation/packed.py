@@ -87,15 +87,17 @@ def _choices(
     return _unpack(drawn.next_token_B, chosen), _unpack(drawn.finite_B, chosen)
 
 
-def _labels(tree: DraftTree, verdict: Verdict, choice_BN: jax.Array, chosen: Selection, vocab_size: int) -> jax.Array:
-    """What a policy learns from, as `PackedDrafts`."""
+def _labels(
+    tree: DraftTree, verdict: Verdict, choice_BN: jax.Array, chosen: Selection, valid_B: jax.Array, vocab_size: int
+) -> jax.Array:
+    """What a policy learns from, as `PackedDrafts`; of rows that are not valid, nothing is known."""
     assert tree.confidence_BN is not None
     accepted = tree.depths_BN <= verdict.num_accepted_B[:, None]
     at_depth = jnp.take_along_axis(verdict.path_BD, tree.depths_BN, axis=1)
     on_path = accepted & (at_depth == jnp.arange(at_depth.shape[1])[None, :])
     above = lambda x_BN: jnp.take_along_axis(x_BN, tree.parents_BN, axis=1)
     proposed = (tree.tokens_BN >= 0) & (tree.tokens_BN < vocab_size)
-    known = above(on_path) & proposed & verdict.finite_B[:, None]
+    known = above(on_path) & proposed & (verdict.finite_B & valid_B)[:, None]
     right = known & (tree.tokens_BN == above(choice_BN))
     confidence = jnp.where(jnp.isnan(tree.confidence_BN), 0.0, tree.confidence_BN)
     return PackedDrafts(*(x[:, 1:] for x in (confidence, tree.depths_BN, chosen.admitted, known, right))).columns()
@@ -140,7 +142,7 @@ def packed_fn(
             choice_BN, finite_BN, tokens_BN, tree.parents_BN, tree.depths_BN, depth=tier.depth, chain=tier.is_chain
         )
         state, packed = phases.conclude(draft_params, state, rows, batch.cap_B, tree, verdict, forward)
-        packed = jnp.concatenate([packed, _labels(tree, verdict, choice_BN, chosen, vocab_size)], axis=1)
+        packed = jnp.concatenate([packed, _labels(tree, verdict, choice_BN, chosen, rows.valid_B, vocab_size)], axis=1)
         path_BD = jnp.take_along_axis(chosen.slot_BN, verdict.path_BD, axis=1)
         return state, packed, (forward.logits_BNV, path_BD) if sampled else None
 

@@ -19,7 +19,8 @@ from flax import nnx
 from jaxspec.cache import TreeKV, commit
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.speculation.drafter import Drafter
-from jaxspec.speculation.layouts import Admission, Batch, Chunks, Packed, PackedLogprobs
+from jaxspec.speculation.ending import ends
+from jaxspec.speculation.layouts import Admission, Batch, Chunks, End, Packed, PackedLogprobs
 from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.sampling import SamplingState, adjust_logits, restrict_logits, top_logprobs
 from jaxspec.speculation.state import DecodeState, Geometry, Rows
@@ -41,6 +42,7 @@ class RoundSpec:
       drafter: None where the engine never drafts.
       rejection: rejection verification for sampled rows of drafters that can sample.
       typical: typical acceptance for sampled rows, where it is asked for.
+      eos: token ids that end a text.
     """
 
     graph: nnx.GraphDef[Any]
@@ -49,6 +51,7 @@ class RoundSpec:
     drafter: Drafter | None
     rejection: bool
     typical: Typical | None = None
+    eos: tuple[int, ...] = ()
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -187,14 +190,12 @@ class Phases:
         """Commits what was verified: (state, packed)."""
         if self.tier.depth:
             verdict = _at_most(verdict, cap_B, tree)
-        state, emitted = self._commit(draft_params, state, rows, tree, verdict, forward)
-        bad_B = 1 - verdict.finite_B.astype(jnp.int32)
-        return state, Packed.of((verdict.num_accepted_B + 1)[:, None], bad_B, emitted)
+        return self._commit(draft_params, state, rows, tree, verdict, forward)
 
     def _commit(
         self, draft_params: Any, state: DecodeState, rows: Rows, tree: DraftTree, verdict: Verdict, forward: Forward
     ) -> tuple[DecodeState, jax.Array]:
-        """Scatters the accepted path into the pool and the text; returns the emitted tokens [B, depth + 1]."""
+        """Scatters the accepted path into the pool and the text; returns the `Packed` tokens."""
         geo, drafter = self.spec.geo, self.spec.drafter
         path, accepted = verdict.path_BD, verdict.num_accepted_B
         kv_LBNGc, aux_BNA = forward.kv_LBNGc, forward.aux_BNA
@@ -202,9 +203,9 @@ class Phases:
             kv_LBNGc = jnp.take_along_axis(kv_LBNGc, path[None, :, :, None, None], axis=2)
             aux_BNA = None if aux_BNA is None else jnp.take_along_axis(aux_BNA, path[:, :, None], axis=1)
         step = jnp.arange(self.tier.depth + 1)[None, :]
-        count = accepted + 1
+        count = jnp.where(rows.valid_B & verdict.finite_B, accepted + 1, 0)
         position = rows.length_B[:, None] + step
-        write = (step < count[:, None]) & rows.valid_B[:, None]
+        write = step < count[:, None]
         ready_B = verdict.next_token_B >= 0
         pages = commit(state.pages, kv_LBNGc, rows.table_BM, position, write, geo.num_pages, ready_B=ready_B)
 
@@ -212,16 +213,19 @@ class Phases:
         emitted = jnp.where(step == accepted[:, None], verdict.next_token_B[:, None], following)
         slot = jnp.where(write, rows.slot_B[:, None], geo.slots)
         tokens = state.tokens_SL.at[slot, position + 1].set(emitted, mode="drop")
-        length = state.length_S.at[rows.slot_B].add(jnp.where(rows.valid_B, count, 0), mode="drop")
+        length = state.length_S.at[rows.slot_B].add(count, mode="drop")
+        finite = verdict.finite_B | ~rows.valid_B
+        end = ends(state.sampling, rows.slot_B, emitted, position + 1, write, finite, self.spec.eos)
+        over = state.over_S.at[rows.slot_B].set(end != End.NOT_YET, mode="drop")
         draft = state.draft if drafter is None else drafter.extend(draft_params, state.draft, rows, aux_BNA, count)
         sampling = state.sampling
         if self.sampled:
             counts = sampling.counts_SV.at[slot, emitted].add(1, mode="drop")
             sampling = dataclasses.replace(sampling, counts_SV=counts)
         state = dataclasses.replace(
-            state, pages=pages, tokens_SL=tokens, length_S=length, draft=draft, sampling=sampling
+            state, pages=pages, tokens_SL=tokens, length_S=length, over_S=over, draft=draft, sampling=sampling
         )
-        return state, jnp.where(write, emitted, -1)
+        return state, Packed.of(count, end, jnp.where(write, emitted, -1))
 
 
 def _at_most(verdict: Verdict, cap_B: jax.Array, tree: DraftTree) -> Verdict:
@@ -299,25 +303,28 @@ def prefill_fn(spec: RoundSpec) -> Callable[..., Any]:
         state = dataclasses.replace(state, pages=pages, draft=draft, length_S=length)
         if first is None:
             return state
-        into = jnp.where(chunks.last_B > 0, rows.slot_B, geo.slots)[:, None]
+        ending = chunks.last_B > 0
+        into = jnp.where(ending, rows.slot_B, geo.slots)[:, None]
         counts = state.sampling.counts_SV.at[into, first.token_B1].add(1, mode="drop")
         position = (rows.length_B + chunks.count_B)[:, None]
+        end = ends(state.sampling, into[:, 0], first.token_B1, position, ending[:, None], first.finite_B, spec.eos)
         state = dataclasses.replace(
             state,
             tokens_SL=state.tokens_SL.at[into, position].set(first.token_B1, mode="drop"),
+            over_S=state.over_S.at[into[:, 0]].set(end != End.NOT_YET, mode="drop"),
             sampling=dataclasses.replace(state.sampling, counts_SV=counts),
         )
-        packed = Packed.of(jnp.ones_like(first.token_B1), first.bad_B, first.token_B1)
+        packed = Packed.of(first.finite_B.astype(jnp.int32), end, first.token_B1)
         return state, packed, (first.logits_B1V, jnp.zeros_like(first.token_B1))
 
     return run
 
 
 class _First(NamedTuple):
-    """The tokens after chunks, whether their logits were not finite (1), and the logits themselves."""
+    """The tokens after chunks, whether their logits were finite, and the logits themselves."""
 
     token_B1: jax.Array
-    bad_B: jax.Array
+    finite_B: jax.Array
     logits_B1V: jax.Array
 
 
@@ -333,7 +340,7 @@ def _first_tokens(
     if allowed_BW is not None:
         adjusted = restrict_logits(adjusted, allowed_BW[:, None])
     verdict = verify(root, adjusted, sampling, position[:, 0], PLAIN, kernels=spec.geo.kernels)
-    return _First(verdict.next_token_B[:, None], 1 - verdict.finite_B.astype(jnp.int32), logits)
+    return _First(verdict.next_token_B[:, None], verdict.finite_B, logits)
 
 
 def catch_up_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
@@ -378,6 +385,7 @@ def admit_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
             table_SM=put(state.table_SM, new.table),
             tokens_SL=put(state.tokens_SL, new.tokens),
             length_S=put(state.length_S, new.cached),
+            over_S=put(state.over_S, jnp.zeros_like(new.slot, bool)),
             sampling=jax.tree.map(put, state.sampling, sampling),
             draft=draft,
         )

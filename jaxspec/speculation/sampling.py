@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from pallas_kernels.rejection_sampling.reference import NEG_INF, SamplingRows
 
 MAX_STOP_IDS = 40  # 32 of a request and the checkpoint's own ends
+INT32_MAX = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +50,11 @@ class SamplingState:
       presence_S, frequency_S, repetition_S: penalties; 0, 0 and 1 change nothing.
       seed_S: uint32, the request's.
       prompt_len_S: tokens of the prompt; outputs are counted from there.
-      ban_until_S: stop tokens are banned at positions below this one (min_tokens).
-      stop_ids_SK: those tokens, padded with V.
+      ban_until_S: stop tokens are banned at positions below this one (min_tokens), and end nothing there.
+      ends_at_S: tokens of prompt and outputs at which the text is over.
+      eos_ends_S: whether the checkpoint's own end tokens end it.
+      num_stops_S: how many of the stop tokens do, which are the request's own and come first.
+      stop_ids_SK: the stop tokens, padded with V.
       bias_SV: logit bias.
       counts_SV: occurrences of each token in the output.
       in_prompt_SV: whether the token occurs in the prompt.
@@ -66,6 +70,9 @@ class SamplingState:
     seed_S: Annotated[jax.Array, Number("seed", jnp.uint32)]
     prompt_len_S: Annotated[jax.Array, Number("prompt_len", jnp.int32)]
     ban_until_S: Annotated[jax.Array, Number("ban_until", jnp.int32)]
+    ends_at_S: Annotated[jax.Array, Number("ends_at", jnp.int32, INT32_MAX)]
+    eos_ends_S: Annotated[jax.Array, Number("eos_ends", jnp.int32)]
+    num_stops_S: Annotated[jax.Array, Number("num_stops", jnp.int32)]
     stop_ids_SK: jax.Array
     bias_SV: jax.Array
     counts_SV: jax.Array

@@ -42,6 +42,7 @@ class DecodeState:
     table_SM: page numbers of each slot; P stands for none.
     tokens_SL: every token of each slot; the one at index length is the root, whose KV is not in the pool yet.
     length_S: tokens whose KV is in the pool.
+    over_S: whether the slot's text is over: until a request gets the slot, rounds treat its row as padding.
     sampling: parameters and statistics of each slot.
     draft: the drafter's own pytree.
     """
@@ -50,6 +51,7 @@ class DecodeState:
     table_SM: jax.Array
     tokens_SL: jax.Array
     length_S: jax.Array
+    over_S: jax.Array
     sampling: SamplingState
     draft: Any
 
@@ -62,6 +64,7 @@ class DecodeState:
             table_SM=jnp.full((geo.slots, geo.pages_per_seq), geo.num_pages, jnp.int32),
             tokens_SL=jnp.zeros((geo.slots, geo.tokens_per_seq), jnp.int32),
             length_S=jnp.zeros((geo.slots,), jnp.int32),
+            over_S=jnp.zeros((geo.slots,), bool),
             sampling=SamplingState.empty(geo.slots, cfg.vocab_size),
             draft=draft,
         )
@@ -73,7 +76,7 @@ class Rows:
     """One batch's view of the state.
 
     Attributes:
-      slot_B: slot of each row; S marks padding.
+      slot_B: slot of each row; S marks padding, and rows that are over.
       valid_B: whether the row is not padding.
       table_BM, length_B, root_B: gathered state; padding rows have length 0 and no pages.
       allowed_BDW: tokens that grammars allow at each of the next positions, as sets of bits, int32; None: all.
@@ -88,6 +91,7 @@ class Rows:
 
     @classmethod
     def gather(cls, state: DecodeState, slot_B: jax.Array, geo: Geometry) -> Rows:
+        slot_B = jnp.where(jnp.take(state.over_S, slot_B, mode="clip"), geo.slots, slot_B)
         valid = slot_B < geo.slots
         length = jnp.where(valid, jnp.take(state.length_S, slot_B, mode="clip"), 0)
         table = jnp.take(state.table_SM, slot_B, axis=0, mode="clip")

@@ -232,7 +232,8 @@ def test_feedback_names_the_tier_that_ran(bench: Any, tools: Any, kind: str):
     outputs = tools.drive(engine, tools.workload())
     assert [stats.tier for stats in script.heard] == script.selected
     for stats in script.heard:
-        assert len(stats.num_accepted) == stats.batch_size <= stats.bucket
+        # Rows that were over when the round ran, which the host had not seen yet, accept nothing of it.
+        assert len(stats.num_accepted) <= stats.batch_size <= stats.bucket
         assert all(0 <= n <= stats.tier.depth for n in stats.num_accepted)
         assert stats.seconds >= 0 and stats.context_tokens > 0
     rounds = engine.stats.rounds_by_tier
@@ -332,9 +333,7 @@ def test_a_poisoned_pool_does_not_reach_new_requests(bench: Any, tools: Any, kin
     nan = lambda x: np.full(x.shape, np.nan, x.dtype)
     # The text's bookkeeping is the drafter's own; what it computes with is poison.
     draft = jax.tree.map(lambda x: jax.device_put(nan(x)) if x.dtype == np.float32 else x, state.draft)
-    engine.runner.state = type(state)(
-        jax.device_put(nan(state.pages)), state.table_SM, state.tokens_SL, state.length_S, state.sampling, draft
-    )
+    engine.runner.state = dataclasses.replace(state, pages=jax.device_put(nan(state.pages)), draft=draft)
     engine.use_policy(tools.script(*tools.tiers[kind]))
     outputs = tools.drive(engine, work)
     tools.same(outputs, expected)

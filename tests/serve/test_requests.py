@@ -297,7 +297,7 @@ def by_vllm(**fields: Any) -> Job:
 
 
 def test_every_number_of_a_row_comes_over_the_wire():
-    derived = {"prompt_len", "ban_until"}  # of the prompt and min_tokens
+    derived = {"prompt_len", "ban_until", "ends_at", "eos_ends", "num_stops"}  # of the prompt and of other parameters
     assert {number.name for number in SamplingState.numbers().values()} - derived == set(NUMBERS)
     for name, (good, bad) in NUMBERS.items():
         for form, take in (("sampling", job_of), ("sampling_params", by_vllm)):

@@ -24,7 +24,7 @@ from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import Tier
 
-V = 7
+V, EOS = 7, 6
 CONFIG = ModelConfig("llama", V, V, 1, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2)
 PROMPT = [3, 1, 4, 1, 5, 1]
 
@@ -190,7 +190,7 @@ class Markov:
         """
         key = (tier, kind, rejection, sampled, tokens)
         if key not in self._jitted:
-            spec = RoundSpec(self.graph, CONFIG, self.geo, self._drafter(kind), rejection)
+            spec = RoundSpec(self.graph, CONFIG, self.geo, self._drafter(kind), rejection, eos=(EOS,))
             made = round_fn(spec, tier, sampled) if tokens is None else packed_fn(spec, tier, sampled, tokens)
             self._jitted[key] = jax.jit(made)
         params = self.core.params if draft_params is None else draft_params

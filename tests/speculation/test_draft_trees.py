@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_dynamic_trees_are_eagle_2s(markov: Callable[[int], Any], tier: Tier):
     state = rounds.state(temperature_S=temperature)
     roots = np.arange(SLOTS) % V
     tokens = state.tokens_SL.at[:, 5].set(jnp.asarray(roots))
-    state = type(state)(state.pages, state.table_SM, tokens, state.length_S, state.sampling, state.draft)
+    state = dataclasses.replace(state, tokens_SL=tokens)
     position = jnp.broadcast_to(6 + jnp.arange(tier.depth)[None], (SLOTS, tier.depth))
     noise = gumbel_noise(state.sampling.seed_S, position, V, Purpose.TARGET)
     tree = draft_tree(rounds, tier, state, noise)

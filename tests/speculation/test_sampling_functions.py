@@ -262,5 +262,6 @@ def test_an_admission_arrives_as_it_was_sent():
 def test_what_a_number_of_an_empty_row_changes_is_nothing():
     """A caller's default is as neutral, but for the temperature."""
     greedy = SamplingParams(temperature=0)
-    own = {n.name: n.neutral for n in NUMBERS.values() if n.name not in ("prompt_len", "ban_until", "seed")}
+    derived = ("prompt_len", "ban_until", "ends_at", "eos_ends", "num_stops", "seed")
+    own = {n.name: n.neutral for n in NUMBERS.values() if n.name not in derived}
     assert {name: getattr(greedy, name) for name in own} == own and greedy.plain_greedy
