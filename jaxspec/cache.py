@@ -61,7 +61,7 @@ def _per_device(
 
 def attend_paged(
     q_BNHC: jax.Array, pages: jax.Array, table_BM: jax.Array, length_B: jax.Array, k_BTGC: jax.Array,
-    v_BTGC: jax.Array, mask_BNT: jax.Array, options: AttentionOptions, *, offset_BN: jax.Array | None = None,
+    v_BTGC: jax.Array, mask_BNT: jax.Array | None, options: AttentionOptions, *, offset_BN: jax.Array | None = None,
     kernels: str | None = None,
 ) -> jax.Array:  # fmt: skip
     """Tree attention (see its api) by every device on its own heads.

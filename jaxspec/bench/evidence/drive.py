@@ -70,9 +70,9 @@ class Watched:
             self.predicted += predicted
             self.actual += actual
 
-    def learn(self, tier: Tier, bucket: int, seconds: float, *tokens: int) -> None:
+    def learn(self, tier: Tier, bucket: int, seconds: float, tokens: int | None = None) -> None:
         """Passes a measured cost on."""
-        self.policy.learn(tier, bucket, seconds, *tokens)
+        self.policy.learn(tier, bucket, seconds, tokens)
 
     def buckets_for(self, tier: Tier, buckets: tuple[int, ...]) -> tuple[int, ...]:
         """The policy's."""

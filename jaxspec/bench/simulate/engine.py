@@ -406,8 +406,8 @@ class Simulation:
         began = time.thread_time()
         self.controller.observe(pending.stats)
         out.controller[-1] += time.thread_time() - began
-        slots = scheduler.slots
-        alive_B, left_B = slots.alive(rows), slots.left(rows.slots_B)
+        alive_B = scheduler.slots.alive(rows)
+        left_B = np.asarray([request.max_tokens - len(request.output_token_ids) for request in rows.requests])
         kept_B = np.minimum(pending.counts, np.maximum(left_B, 0))
         over = (alive_B & (pending.counts >= left_B)).nonzero()[0].tolist()
         out.tokens += int(kept_B[alive_B].sum())
