@@ -116,3 +116,23 @@ def test_reused_pages_hold_draft_entries_too(bench: Any, tools: Any, second: Tie
         engine.runner.draft_params = own
     histogram, cached = output.metrics.acceptance_histogram, output.metrics.cached_prompt_tokens
     assert cached >= 56 and sum(histogram[:-1]) <= 1, f"{cached} cached tokens, acceptance {histogram}"
+
+
+@pytest.mark.parametrize("pause", [1, 6, 24])
+def test_drafts_are_as_good_after_a_pause_as_before(bench: Any, tools: Any, pause: int):
+    """A policy may decode token by token for a while; what was not drafted then must not be missing afterwards.
+
+    Of TensorRT-LLM #16888 and vLLM #52873: with a draft cache that is not fed meanwhile acceptance stays low for good.
+    """
+    engine = bench.engine("draft_model")
+    own, engine.runner.draft_params = engine.runner.draft_params, bench.target_as_draft(engine)
+    script = tools.script(*[Tier(3)] * 3, *[PLAIN] * pause, *[Tier(3)] * 40)
+    engine.use_policy(script)
+    try:
+        params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
+        (output,) = tools.drive(engine, [([1, 5, 2, 8], params)])
+    finally:
+        engine.runner.draft_params = own
+    tools.same([output], bench.expected([([1, 5, 2, 8], params)]))
+    accepted = [count for stats in script.heard[3 + pause : -1] for count in stats.num_accepted]
+    assert len(accepted) >= 5 and set(accepted) == {3}, accepted
