@@ -49,7 +49,8 @@ def text_and_ids(prompt: Prompt, position: int) -> tuple[str | None, list[int] |
     else:
         given = {key: value for key, value in prompt.items() if value is not None}
         if unknown := [key for key in given if key not in _PROMPT_KEYS]:
-            raise ValueError(f"a prompt's keys must be of {list(_PROMPT_KEYS)}, got {unknown} {where}")
+            hint = "; conversations go to LLM.chat" if "role" in unknown else ""
+            raise ValueError(f"a prompt's keys must be of {list(_PROMPT_KEYS)}, got {unknown} {where}{hint}")
         if not given:
             raise ValueError(f"a prompt must have one of the keys {list(_PROMPT_KEYS)}, got {dict(prompt)!r} {where}")
     text, ids = given.get("prompt"), given.get("prompt_token_ids")

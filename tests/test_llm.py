@@ -300,6 +300,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
         r"prompt's keys must be of \['prompt', 'prompt_token_ids'\], got \['prompts'\] at position 0",
     ),
     (["abc", {"prompt": "a", "multi_modal_data": {}}], {}, r"got \['multi_modal_data'\] at position 1"),
+    ([{"role": "user", "content": "a"}], {}, r"got \['role', 'content'\] at position 0; conversations go to LLM.chat"),
     ([{}], {}, r"must have one of the keys \['prompt', 'prompt_token_ids'\], got \{\} at position 0"),
     ({"prompt": [1]}, {}, r"prompt's text must be a string, got list at position 0"),
     ({"prompt_token_ids": "abc"}, {}, r"prompt_token_ids must be a list of token ids, got str at position 0"),

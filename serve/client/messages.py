@@ -7,6 +7,7 @@ ServerError that names the field.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -199,7 +200,9 @@ def build_request(prompt: Prompt, options: Options | None = None) -> pb.Generate
     given: dict[str, Any] = {name: value for name, value in (options or {}).items() if value is not None}
     unknown = sorted(set(given) - set(Options.__annotations__))
     if unknown:
-        raise ValueError(f"unknown options {unknown}; known are {sorted(Options.__annotations__)}")
+        close = {name: difflib.get_close_matches(name, Options.__annotations__, 1) for name in unknown}
+        hint = "".join(f"; for {name!r} say {found[0]!r}" for name, found in close.items() if found)
+        raise ValueError(f"unknown options {unknown}{hint}; known are {sorted(Options.__annotations__)}")
     request = pb.GenerateRequest()
     chat = {name: given.pop(name) for name in ("add_generation_prompt", "variables") if name in given}
     fill_prompt(request, prompt, **chat)
@@ -235,7 +238,7 @@ def fill_prompt(
                 unknown = sorted(set(message) - {"role", "content"})
                 if unknown:
                     raise ValueError(f"a message has 'role' and 'content', got {unknown} too")
-                request.chat.messages.add(**message)
+                request.chat.messages.add(**{**message, "content": _content(message.get("content", ""))})
             if add_generation_prompt is not None:
                 request.chat.add_generation_prompt = add_generation_prompt
             if variables is not None:
@@ -247,6 +250,16 @@ def fill_prompt(
             raise ValueError("only texts and conversations can be tokenized")
     except (TypeError, UnicodeEncodeError) as e:
         raise ValueError(f"a prompt is a text, a list of token ids or a list of messages: {e}") from e
+
+
+def _content(content: Any) -> Any:
+    """A message's text, of OpenAI's list of parts too: a line for each, as the server's own templates have it."""
+    if not isinstance(content, list | tuple):
+        return content
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"a message's content must be a text or a list of text parts, got {content!r}")
+    return "\n".join(texts)
 
 
 def _set(request: pb.GenerateRequest, name: str, value: Any) -> None:

@@ -237,7 +237,8 @@ def test_all_tries_share_one_time_limit(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
-        ("a", {"temprature": 1.0}, r"unknown options \['temprature'\]; known are"),
+        ("a", {"temprature": 1.0}, r"\['temprature'\]; for 'temprature' say 'temperature'; known are"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "a text or a list of text parts, got .*image_url"),
         ("a", {"temperature": "hot"}, "temperature cannot be 'hot'"),
         ("a", {"n": -1}, "n cannot be -1"),
         ("a", {"stop_token_ids": [-1]}, r"stop_token_ids cannot be \[-1\]"),
@@ -261,6 +262,12 @@ def test_connections_are_checked(tmp_path: Path):
         Client("localhost:1", tls_ca=str(tmp_path / "none"))
     with pytest.raises(ValueError, match="retries must be at least 0, got -1"):
         Client("localhost:1", retries=-1)
+
+
+def test_parts_of_a_message_are_lines():
+    parts = [{"type": "text", "text": "a"}, "b"]
+    request = build_request([{"role": "user", "content": parts}, {"role": "assistant"}])
+    assert [m.content for m in request.chat.messages] == ["a\nb", ""]
 
 
 def test_results_are_plain():
