@@ -121,7 +121,7 @@ def wait_until_started(client: Client, timeout: float | None) -> bool:
         waiting = info.state == "starting"
         line = "the server is starting"
         if info.executables:
-            line += f": {info.executables_ready} of {info.executables} executables that it needs"
+            line += f": {info.executables_ready} of {info.executables} executables, the first few of which it waits for"
         if waiting and line != told:
             print(line, file=sys.stderr, flush=True)
             told = line

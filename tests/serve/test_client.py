@@ -357,7 +357,10 @@ def test_the_command_waits_for_a_server_that_is_starting(
             assert ("is starting: 2 of 5 executables" in err) == (refused[0] == "--timeout")
         threading.Timer(0.3, built.set).start()
         code, out, err = await command()
-        assert (code, err) == (0, "the server is starting: 2 of 5 executables that it needs\n") and out
+        assert (code, err) == (
+            0,
+            "the server is starting: 2 of 5 executables, the first few of which it waits for\n",
+        ) and out
         await server.stop()
 
     kit.run(story())
