@@ -173,6 +173,8 @@ class AdaSpec(ConfidentKind):
 
     def __init__(self, name: str, *, drafts_less: bool = True, verifies_less: bool = True) -> None:
         self.name, self.deepest, self.prunes = name, not drafts_less, verifies_less  # type: ignore[misc]
+        if not verifies_less:
+            self.fields = frozenset({"candidate_steps"})  # type: ignore[misc]
         self._parts = {"drafts_less": drafts_less, "verifies_less": verifies_less}
 
     def build(self, settings: Settings, room: Room, cost: CostTable | None) -> AdaSpecPolicy:

@@ -46,6 +46,9 @@ _FURTHER = 1.0
 #: How much a budget is hoped to gain from confidences that nobody has seen for long (0: nothing, 1: all there is), and
 #: how much of the difference from what was seen last.
 _INFORMED, _RENEWED = 0.6, 0.3
+#: How far the drafts that a packed round accepts may be off what was expected, in depths over the root of its rows,
+#: before the next ones are looked at closely.
+_ODD = 0.6
 #: Rounds after which confidences are looked at again where that may pay; and rounds under a budget after which one
 #: verifies everything, so that what is believed of drafts that budgets leave out is checked.
 _UNSEEN, _EVERYTHING = 100, 200
@@ -172,6 +175,11 @@ class GoodputPolicy:
             if self._acceptance.observe(stats):
                 self._yields.forget()
         elif stats.drafts is not None and stats.tier.is_chain:
+            arm, rows = self._cost.arm(stats.tier, stats.bucket, stats.tokens), len(stats.num_accepted)
+            if arm is not None and rows:
+                off = sum(stats.num_accepted) / rows + 1 - self._tokens(arm, stats.bucket)
+                if abs(off) > _ODD * stats.tier.depth / math.sqrt(rows):
+                    self._yields.attend(stats.bucket)
             beyond = self._yields.observe(stats.drafts, stats.tier.depth, stats.bucket)
             if beyond is not None and self._acceptance.observe(stats, beyond):
                 self._yields.forget()

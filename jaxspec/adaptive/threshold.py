@@ -96,6 +96,7 @@ class Threshold(ConfidentKind):
     """Over the depths that a user names, or those that an engine has anyway."""
 
     name = "threshold"
+    fields = frozenset({"candidate_steps"})
     prunes = False
 
     def build(self, settings: Settings, room: Room, cost: CostTable | None) -> ThresholdPolicy:

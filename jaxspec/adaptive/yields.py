@@ -17,6 +17,8 @@ from jaxspec.adaptive.policy import DraftLabels
 #: Nodes of a round that are looked at, of a larger one some rows, which take turns, and of large rounds only each
 #: eighth once a bucket has told something: the host has little time.
 _NODES, _SMALL, _EVERY, _SETTLED = 64, 32, 8, 20
+#: Rounds that are looked at closely where something may have changed.
+_CLOSE = 4
 #: Weight of a new round in a share that is known, and rounds after which what is known of a bucket is stale.
 _NEW, _STALE = 0.2, 50
 #: Labelled rounds between two changes of the calibration that the device is told, and digits of its numbers.
@@ -58,6 +60,10 @@ class Yields:
         """A round of the bucket told nothing."""
         if bucket in self._age:
             self._age[bucket] += 1
+
+    def attend(self, bucket: int) -> None:
+        """Something has perhaps changed: every one of the next rounds is looked at."""
+        self._heard[bucket] = min(self._heard[bucket], _SETTLED - _CLOSE)
 
     def forget(self) -> None:
         """Acceptance has changed: the next round's shares replace all."""
