@@ -33,7 +33,7 @@ from jaxspec.speculation.drafters.ngram import NgramDrafter
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
-from jaxspec.tier import PLAIN, Tier
+from jaxspec.tier import PLAIN, Choice, Tier
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -93,15 +93,15 @@ KIND = Successor()
 
 
 class AlternatingPolicy(StaticPolicy):
-    """Plain decoding and a tier by turns."""
+    """Plain decoding, a tier, and the tier under a budget by turns; nobody says how probable these drafts are."""
 
     def __init__(self, tier: Tier) -> None:
         super().__init__(tier)
         self.tiers, self.rounds = (PLAIN, tier), 0
 
-    def select(self, view: BatchView) -> Tier:
+    def select(self, view: BatchView) -> Tier | Choice:
         self.rounds += 1
-        return self.tiers[self.rounds % 2]
+        return (*self.tiers, Choice(self.tier, 2 * view.bucket))[self.rounds % 3]
 
     def buckets_for(self, tier: Tier, buckets: tuple[int, ...]) -> tuple[int, ...]:
         return buckets
@@ -113,6 +113,9 @@ class Alternating(PolicyKind):
 
     def reachable(self, settings: Settings, room: Room) -> dict[Tier, tuple[int, ...]]:
         return dict.fromkeys((PLAIN, settings.tier(settings.depth or 1)), room.buckets)
+
+    def budgets(self, settings: Settings, room: Room) -> dict[tuple[Tier, int], tuple[int, ...]]:
+        return {(settings.tier(settings.depth or 1), bucket): (2 * bucket,) for bucket in room.buckets}
 
     def build(self, settings: Settings, room: Room, cost: CostTable | None) -> AlternatingPolicy:
         return AlternatingPolicy(settings.tier(settings.depth or 1))

@@ -131,6 +131,8 @@ def packed_fn(
         rows = Rows.gather(state, batch.slot_B, spec.geo)
         draft_state, drafted = phases.draft(draft_params, state, rows)
         tree = drafted.tree
+        if tree.confidence_BN is None:  # a drafter that says nothing of its drafts: the shallow ones go first
+            tree = dataclasses.replace(tree, confidence_BN=jnp.full(tree.tokens_BN.shape, 0.5, jnp.float32))
         chosen = budget.spend(
             tree, rows.valid_B, batch.cap_B, tokens, calibration_D2, given.offset_B, given.weight_B, depth=tier.depth
         )

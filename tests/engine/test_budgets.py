@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxspec.adaptive.cost import CostTable
+from jaxspec.adaptive.costprofile import CostProfile
 from jaxspec.adaptive.policy import BatchView, DraftLabels, RoundStats
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.config import SpeculationConfig
 from jaxspec.events import Finished
+from jaxspec.runtime.timing import measure
 from jaxspec.tier import Choice, Tier
 
 #: Kinds, their tier, the budget and the packed tokens of 4 rows.
@@ -103,6 +107,27 @@ def test_budget_and_calibration_may_change_every_round(bench: Any, tools: Any, e
         engine.abort(name)
         engine.use_policy(script)
     engine.use_policy(own)
+
+
+def test_packed_rounds_are_measured_and_kept_in_profiles(engines: Callable[[str], Any], tmp_path: Path):
+    engine, key = engines("ngram"), (Tier(5), 4, 9)
+    engine.flush_prefix_cache()  # measuring resets the state
+    table = measure(engine.runner, repeats=1, context=16)
+    assert set(table.rounds) == {(Tier(5), 4, None), key} and table.seconds(*key) == table.packed[key] > 0
+    assert CostTable.from_json(table.to_json()) == table
+    path = tmp_path / "profile.json"
+    profile = CostProfile({"device": "one"}, {}, {(16, what): seconds for what, seconds in table.rounds.items()})
+    path.write_text(profile.to_json())
+    assert CostProfile.load(path) == profile and profile.table(16) == table
+    profile.check({"device": "one"}, {Tier(5): (4,)}, "here", {key[:2]: (9,)})
+    with pytest.raises(
+        ValueError, match=r"lacks packed rounds of \[8\] tokens of chain-5, .* context 16; it has \[9\]"
+    ):
+        profile.check({"device": "one"}, {Tier(5): (4,)}, "here", {key[:2]: (8, 9)})
+    with pytest.raises(ValueError, match="no cost of 8 tokens of chain-5 in bucket 4"):
+        table.seconds(Tier(5), 4, 8)
+    with pytest.raises(ValueError, match="at least 4 tokens in bucket 4, got 3"):
+        CostTable({(Tier(5), 4, 3): 1.0})
 
 
 def test_labels_cross_over_as_json():
