@@ -16,8 +16,11 @@ from typing import Any
 import pytest
 
 from jaxspec import cli, generate
+from jaxspec.bench.evidence import command as evidence
 from jaxspec.bench.offline import command as bench
 from jaxspec.bench.online import command as serving
+from jaxspec.bench.page import command as page
+from jaxspec.bench.simulate import command as simulating
 from jaxspec.train import __main__ as training
 from serve.__main__ import main as serve_main
 
@@ -99,7 +102,8 @@ def undocumented(parser: argparse.ArgumentParser) -> list[str]:
 def test_every_flag_shows_its_default():
     train = commands_of(training.parser())
     assert train.keys() == training.COMMANDS.keys()
-    benches = [bench.parser(), *bench.subcommands().values(), serving.parser()]
+    apart = [module.parser() for module in (serving, simulating, evidence, page)]
+    benches = [bench.parser(), *bench.subcommands().values(), *apart]
     for parser in (generate.parser(), training.parser(), *train.values(), *benches):
         assert undocumented(parser) == [], parser.prog
 

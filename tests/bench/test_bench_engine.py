@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxspec.adaptive import StaticPolicy
 from jaxspec.assemble import Drafting, assemble
+from jaxspec.bench.evidence import drive, loads
 from jaxspec.bench.offline import grow, metrics
 from jaxspec.bench.offline.measure import Experiment, FixedRequest, Mode, Sweep, modes_of, run_queue
 from jaxspec.bench.offline.simulate import SimulatedDrafter, rate_for
@@ -96,6 +99,29 @@ def test_all_modes_write_the_same_tokens(session: Experiment):
     chains = [s for s in metrics.summarize(session.runs) if s.mode == "chain-2"]
     assert max(s.mean_accepted_length or 0 for s in chains) > 1
     assert len(metrics.regrets(session.runs)) == 4
+
+
+def test_loads_that_change_on_the_engine(session: Experiment):
+    """The clock is the test's, so that runs are the same again; what is cut at a change is not counted as served."""
+    texts = {kind: [ids for (k, _), ids in session.token_ids.items() if k == kind] for kind in ("code", "prose")}
+    load, found = loads.load("switch", 2, 1.0), {}
+    for name, tier in (("off", PLAIN), ("chain-2", Tier(2))):
+        ticks = itertools.count()
+        run = drive.run(
+            session.engine, StaticPolicy(tier), load, texts, 4.0, TOKENS, clock=lambda ticks=ticks: next(ticks) / 60
+        )  # fmt: skip
+        found[name] = run
+        out = run.outcome
+        assert {kind for kind, _ in run.texts} == {"code", "prose"} and {r.phase for r in out.rounds} == {0, 1, 2, 3}
+        assert all(r.tokens == TOKENS and 0 <= r.arrival <= r.first <= r.finished <= 4.1 for r in out.served)
+        assert out.tokens > TOKENS * len(out.served) and out.unfinished == 2
+        assert {r.depth for r in out.rounds} == {tier.depth} and len(out.controller) >= len(out.rounds)
+    both = found["off"].texts.keys() & found["chain-2"].texts.keys()
+    assert both and all(found["off"].texts[key] == found["chain-2"].texts[key] for key in both)
+    drive.valued(load, {name: run.outcome for name, run in found.items()}, found)
+    assert all(r.value <= r.best for run in found.values() for r in run.outcome.rounds)
+    assert set(found["chain-2"].accepted) == {("code", 2), ("prose", 2)} and not found["off"].accepted
+    assert session.engine.stats.free_pages == session.engine.facts.sizes.num_pages
 
 
 def test_an_interruption_keeps_the_runs_before_it(session: Experiment, monkeypatch: pytest.MonkeyPatch):

@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, default=96, help="of each request")
     add("--repeats", type=int, default=3, help="interleaved")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
-    add("--json", metavar="FILE", help="all figures, and what `bench report` draws")
+    add("--json", metavar="FILE", help="all figures, and what `bench report` draws (default: not written)")
     return p
 
 

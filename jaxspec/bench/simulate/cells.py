@@ -53,7 +53,8 @@ def cells(args: argparse.Namespace, device: costs.Costs) -> list[Cell]:
     Raises:
       ValueError: options that do not fit; names them.
     """
-    for name in ("seconds", "speed_up", "prompt_tokens", "output_tokens", "max_batch_size", "max_context", "seeds"):
+    for name in ("seconds", "speed_up", "prompt_tokens", "output_tokens", "max_batch_size", "max_context", "seeds",
+                 "max_num_batched_tokens"):  # fmt: skip
         if not 0 < getattr(args, name) < float("inf"):
             raise ValueError(f"{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")
     if not 0 <= args.noise < 1 or not 0 < args.table_error < 100:
@@ -100,7 +101,9 @@ def play(cell: Cell, args: argparse.Namespace, device: costs.Costs, seed: int, d
         (a.prompt_tokens or args.prompt_tokens) + (a.output_tokens or 2 * args.output_tokens)
         for a in cell.load.arrivals[:1] + (() if cell.load.concurrency else cell.load.arrivals)
     )  # fmt: skip
-    machine = Machine(device, depths, buckets, min(longest, args.max_context), args.pages, noise=args.noise)
+    machine = Machine(
+        device, depths, buckets, min(longest, args.max_context), args.pages, args.max_num_batched_tokens, args.noise
+    )
     tape = acceptance.Tape(cell.texts, seed, depths[-1])
     setting = policies.Setting(device, depths, buckets, error=args.table_error)
     named = [policies.entry(text, setting) for text in args.policy or policies.defaults()]

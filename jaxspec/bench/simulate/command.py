@@ -31,8 +31,8 @@ def parser() -> argparse.ArgumentParser:
         "repeated (default: good, poor, good+poor)")  # fmt: skip
     add("--concurrency", metavar="1,8,64", help="closed loops (default: 1,8,32,64, within the profile)")
     add("--trace", action="append", metavar="FILE", help="arrivals: Azure, BurstGPT, Mooncake, AdaSpec's or one column "
-        "of seconds; may be repeated")  # fmt: skip
-    add("--rate", metavar="1,2.5", help="Poisson arrivals a second")
+        "of seconds; may be repeated (default: none)")  # fmt: skip
+    add("--rate", metavar="1,2.5", help="Poisson arrivals a second (default: none)")
     add("--policy", action="append", metavar="NAME", help='of the registry, with settings: \'static {"depth": 3}\'; '
         "sglang-default, oracle, or a JSON file; may be repeated; fixed tiers always run (default: all)")  # fmt: skip
     add("--depths", metavar="1,2,3,5,7", help="chains that exist (default: 1,2,3,5,7, within the profile)")
@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     add("--output-tokens", type=int, default=128, help="where a trace names none: the mean, up to half more or less")
     add("--max-batch-size", type=int, default=64, help="of open loops")
     add("--max-context", type=int, default=16384, help="longest prompt and output; others are refused")
+    add("--max-num-batched-tokens", type=int, default=1024, help="prompt tokens between two rounds")
     add("--pages", type=int, help="of the pool, 128 tokens each (default: enough)")
     add("--noise", type=float, default=0.02, help="standard deviation of a round's seconds, in logarithm")
     add("--table-error", type=float, default=1.0, help="factor by which policies are told wrong costs of drafting")
@@ -50,8 +51,8 @@ def parser() -> argparse.ArgumentParser:
     add("--confidence-slope", type=float, default=1.0, help="below 1 it is too modest, above too bold")
     add("--seeds", type=int, default=1, help="runs of each cell, whose figures are averaged")
     add("--seed", type=int, default=0, help="of the first")
-    add("--json", metavar="FILE", help="all figures, and what `bench report` draws")
-    add("--record", metavar="DIR", help="rounds of each policy in each cell, as JSON lines")
+    add("--json", metavar="FILE", help="all figures, and what `bench report` draws (default: not written)")
+    add("--record", metavar="DIR", help="rounds of each policy in each cell, as JSON lines (default: not kept)")
     return p
 
 

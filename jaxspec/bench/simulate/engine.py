@@ -107,7 +107,8 @@ class Outcome:
     """What a simulation gave.
 
     Attributes:
-      seconds: simulated. tokens: committed. served: requests that ended. unfinished: those under way at the end.
+      seconds: of a closed loop since all its places answered for the first time, else since the start.
+      tokens: committed in them. served: requests that ended. unfinished: those under way at the end.
       rounds: in order. switches: rounds whose tier was another than the one before. preemptions: by lack of pages.
       controller: seconds of the processor that each selection with its observation took.
       predicted, actual: of drafts of packed rounds: the chance of being accepted that the policy's calibration gave
@@ -216,11 +217,13 @@ class Simulation:
         self._words = [[0] * n for n in range(machine.depths[-1] + 2)]
         self._expects = getattr(policy, "expected_tokens", None)
         self._out = Outcome()
+        self._since, self._filling = 0.0, 0  # when it began to count, and the first answers that it still waits for
 
     def run(self, load: Load, seconds: float = float("inf")) -> Outcome:
         """Serves the load. A closed loop goes on for `seconds`, an open one till all is served, or for so long."""
         began, out, arrivals = time.process_time(), self._out, load.arrivals
         number, closed = 0, load.concurrency
+        self._filling = closed or 0
         while self.now < seconds:
             if closed is not None:
                 while number - len(out.served) < closed:
@@ -237,7 +240,7 @@ class Simulation:
                     self.now = arrivals[number].at
                     continue
             self._step()
-        out.seconds, out.wall = self.now, time.process_time() - began
+        out.seconds, out.wall = self.now - self._since, time.process_time() - began
         out.unfinished = number - len(out.served) - out.refused
         out.switches, out.preemptions = self.controller.switches, self._scheduler.stats.preemptions
         return out
@@ -398,6 +401,10 @@ class Simulation:
         for request, epoch in pending.firsts:
             if scheduler.commit(request, epoch, [0]):
                 out.tokens += 1
+                if self._filling and len(request.output_token_ids) == 1:
+                    self._filling -= 1
+                    if not self._filling:
+                        self._since, out.tokens = self.now, 0
                 if len(request.output_token_ids) >= request.max_tokens:
                     self._finish(request)
         rows = pending.rows
