@@ -105,7 +105,10 @@ def play(cell: Cell, args: argparse.Namespace, device: costs.Costs, seed: int, d
         device, depths, buckets, min(longest, args.max_context), args.pages, args.max_num_batched_tokens, args.noise
     )
     tape = acceptance.Tape(cell.texts, seed, depths[-1])
-    setting = policies.Setting(device, depths, buckets, error=args.table_error)
+    setting = policies.Setting(
+        device, depths, buckets, error=args.table_error,
+        budgets=tuple(numbers("budgets", args.budgets, 0.01, 32, whole=False)) if args.budgets else (),
+    )  # fmt: skip
     named = [policies.entry(text, setting) for text in args.policy or policies.defaults()]
     entries = [*policies.fixed(depths), *named]
     outcomes = {}

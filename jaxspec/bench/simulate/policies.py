@@ -51,6 +51,7 @@ class Setting:
       costs: of the machine. depths: of its tiers, 0 among them. buckets: padded batch sizes.
       context: tokens of a row at which the costs that policies are told were measured.
       error: factor by which they are told wrong costs of drafting.
+      budgets: drafted tokens a row that packed rounds may verify, where a policy names none.
     """
 
     costs: Costs
@@ -58,6 +59,13 @@ class Setting:
     buckets: tuple[int, ...]
     context: int = 256
     error: float = 1.0
+    budgets: tuple[float, ...] = ()
+
+    @property
+    def room(self) -> Room:
+        """What policies have room for."""
+        more = {"budgets": self.budgets} if "budgets" in Room.__dataclass_fields__ else {}
+        return Room(self.buckets, tuple(d for d in self.depths if d), **more)
 
 
 def fixed(depths: Sequence[int]) -> list[Entry]:
@@ -84,7 +92,7 @@ def entry(text: str, setting: Setting) -> Entry:
         sglang(text, depths, buckets)
         return Entry(text, False, lambda: sglang(text, depths, buckets))
     settings = settings_of(text, depths)
-    kind, room = settings.policy_kind, Room(buckets, tuple(d for d in depths if d))
+    kind, room = settings.policy_kind, setting.room
     reached, packed = kind.reachable(settings, room), kind.budgets(settings, room)
     wrong = sorted(t.name for t in reached if not t.is_chain or t.depth > depths[-1])
     if wrong:
