@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +125,11 @@ def test_what_is_reported_is_the_chain_and_the_loss_counts_learned_tokens(
         entries = head.entries(states.aux_BTA, packed_batch.positions_BT)
         drafted = head.logits(forward_blocks(head, packed_batch, entries, anchors).reshape(2, 18, -1))
         greedy = drafts.greedy_matches(chain, target, states.hidden_BTE)
-        return recipe.loss(head, target, packed_batch, states, key), said, anchors, kept, drafted, greedy
+        part = dataclasses.replace(recipe, reported=5).matches(head, target, packed_batch, states)
+        return recipe.loss(head, target, packed_batch, states, key), said, anchors, kept, drafted, greedy, part
 
-    (loss, matches, metrics), said, anchors, kept, drafted, greedy = jax.jit(everything)(states)
+    (loss, matches, metrics), said, anchors, kept, drafted, greedy, part = jax.jit(everything)(states)
+    np.testing.assert_array_equal(part, matches[:, :5])
     assert matches.shape == (2, 17, 2) and said[0].shape == (2, 17, 9)
     np.testing.assert_array_equal(matches, greedy)
     best = np.argmax(target.logits(states.hidden_BTE), axis=-1)
@@ -201,13 +204,13 @@ def test_impossible_settings_are_refused(fields: dict[str, Any], message: str) -
 def test_the_command_trains_saves_and_goes_on(train_command: Any, tiny_files: Path, tmp_path: Path) -> None:
     target = hf.load_model(tiny_files / "target")
     sizes = ("--anchors", "6", "--depth", "2")
-    shape = ("--layers", "2", "--head-dim", "8", "--draft-vocab-size", "10", "--block-size", "4", "--aux-layers", "1")
+    shape = ("--layers", "1", "--head-dim", "8", "--draft-vocab-size", "10", "--block-size", "4", "--aux-layers", "1")
     record = train_command(dflash, tmp_path / "head", *sizes, *shape)
     assert record["kind"] == read_kind(tmp_path / "head") == "dflash" and record["gamma"] == 4.0
     assert set(next(iter(record["held_out_acceptance"].values()))) >= {"length", "accept_1", "accept_2", "loss"}
     head: Any = load_drafter("dflash", tmp_path / "head", target)
     cfg = head.config
-    assert (cfg.mask_token_id, cfg.num_layers, cfg.draft_vocab_size, cfg.drafts) == (12, 2, 10, 3)
+    assert (cfg.mask_token_id, cfg.num_layers, cfg.draft_vocab_size, cfg.drafts) == (12, 1, 10, 3)
     more = ("--init-from", str(tmp_path / "head"), "--compute-dtype", "bfloat16")
     train_command(dflash, tmp_path / "more", *sizes, *more, "--loss", "ce", "--weights", "dpace")
     later: Any = load_drafter("dflash", tmp_path / "more", target)

@@ -138,7 +138,8 @@ class DflashRecipe:
       anchors: blocks of each row.
       loss: "kl" to the target's distribution on the draft vocabulary, or "ce", the cross entropy to the text's tokens.
       weights: "decay" (exp(-j / gamma) of draft j, from 0), or "dpace" (see dpace_weights; of "ce").
-      depth: of the chains whose acceptance is reported; it takes a pass without gradients over a block at every token.
+      depth: of the chains whose acceptance is reported; that takes a pass without gradients over a block a position.
+      reported: after how many of a row's first positions; None: all.
     """
 
     aux_layers: tuple[int, ...]
@@ -148,6 +149,7 @@ class DflashRecipe:
     gamma: float = 4.0
     alpha: float = 0.5
     depth: int = 5
+    reported: int | None = None
 
     def __post_init__(self) -> None:
         if self.anchors < 1:
@@ -223,7 +225,7 @@ class DflashRecipe:
         return map_positions(part, (hidden_BME, about_BM), 2 * head.config.draft_vocab_size)
 
     def matches(self, head: DflashHead, target: TargetModel, batch: Batch, states: TargetStates) -> jax.Array:
-        """Whether each draft after every position is the target's own choice, bool [B, T - 1 - depth, depth]."""
+        """Whether each draft is the target's own choice, bool [B, N, depth], N at most T - 1 - depth and `reported`."""
         depth, best_BT = self.depth, best_tokens(target, states.hidden_BTE)
         ids_V = head.target_ids[...]
 
@@ -231,7 +233,7 @@ class DflashRecipe:
             return ids_V[jnp.argmax(head.logits(hidden_BkDE), axis=-1)]
 
         assert states.aux_BTA is not None
-        chosen_BND = every_block(head, batch, states.aux_BTA, depth, choices)
+        chosen_BND = every_block(head, batch, states.aux_BTA, depth, choices, most=self.reported)
         kept = chosen_BND.shape[1]
         same = [chosen_BND[:, :, d] == best_BT[:, d + 1 : d + 1 + kept] for d in range(depth)]
         return jnp.stack(same, axis=-1)
@@ -249,11 +251,15 @@ def draft_labels(head: DflashHead, tokens_BN: jax.Array) -> tuple[jax.Array, jax
 
 
 def every_block(
-    head: DflashHead, batch: Batch, aux_BTA: jax.Array, depth: int, read: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
+    head: DflashHead, batch: Batch, aux_BTA: jax.Array, depth: int, read: Callable[[jax.Array], jax.Array], *,
+    most: int | None = None,
+) -> jax.Array:  # fmt: skip
     """read(hidden states [B, k, depth, E]) of a block after every position n, whose anchor is n + 1; [B, N, ..].
 
-    N is T - 1 - depth: positions that have a whole round after them. Blocks go in parts.
+    N is T - 1 - depth, the positions that have a whole round after them. Blocks go in parts.
+
+    Args:
+      most: no more than the first so many positions.
 
     Raises:
       ValueError: a chain longer than a block.
@@ -262,7 +268,8 @@ def every_block(
     if depth > cfg.drafts:
         raise ValueError(f"this DFlash head drafts {cfg.drafts} tokens a block, got chains of {depth}")
     entries_LBTGc = head.entries(aux_BTA, batch.positions_BT)
-    anchors_BN = jnp.broadcast_to(jnp.arange(1, length - depth, dtype=jnp.int32), (len(aux_BTA), length - 1 - depth))
+    count = length - 1 - depth if most is None else min(most, length - 1 - depth)
+    anchors_BN = jnp.broadcast_to(jnp.arange(1, count + 1, dtype=jnp.int32), (len(aux_BTA), count))
     part = lambda anchors_Bk: read(forward_blocks(head, batch, entries_LBTGc, anchors_Bk)[:, :, :depth])
     width = max(cfg.block_size * cfg.layer.num_heads * length, depth * cfg.draft_vocab_size)
     return map_positions(part, (anchors_BN,), width)
@@ -370,5 +377,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     if not 1 <= depth <= head.config.drafts:
         raise ValueError(f"--depth must lie between 1 and the block's {head.config.drafts} drafts, got {args.depth}")
     starts.check_length(setup.rows.length, head.config.drafts)
-    recipe = DflashRecipe(head.config.aux_layer_ids, **settings, depth=depth)
-    return command.fit(setup, recipe, head, kind="dflash", extra_record=settings)
+    whole = DflashRecipe(head.config.aux_layer_ids, **settings, depth=depth)
+    # A report on long rows would cost more than what is trained.
+    recipe = dataclasses.replace(whole, reported=args.anchors)
+    return command.fit(setup, recipe, head, kind="dflash", extra_record=settings, held_out=whole)

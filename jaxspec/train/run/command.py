@@ -226,13 +226,15 @@ def optim_config(args: argparse.Namespace, rows: PackedRows) -> OptimConfig:
 
 
 def fit(
-    setup: Setup, recipe: Recipe, module: Any, *, kind: str, extra_record: dict[str, Any] | None = None
-) -> dict[str, Any]:
+    setup: Setup, recipe: Recipe, module: Any, *, kind: str, extra_record: dict[str, Any] | None = None,
+    held_out: Recipe | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Trains a module, saves it with its record, and plots the run.
 
     Args:
       module: its nnx.Param leaves are trained, in float32; other leaves stay.
       kind: its name. extra_record: added to training.json.
+      held_out: the same recipe with a fuller report, for held-out texts; None: `recipe`.
 
     Returns:
       what training.json holds: arguments, held-out acceptance by data set, tokens seen, versions.
@@ -254,7 +256,8 @@ def fit(
 
     loss_fn = _loss_fn(recipe, graph, target_graph)
     batch_at = _batches(setup, recipe, mesh)
-    held = Evaluation(loss_fn, frozen, setup.eval_rows, cfg, args.batch, mesh)
+    held_fn = loss_fn if held_out is None else _loss_fn(held_out, graph, target_graph)
+    held = Evaluation(held_fn, frozen, setup.eval_rows, cfg, args.batch, mesh)
     evaluate = (lambda trainable: held.metrics(held.table(trainable))) if setup.eval_rows else None
     trained = loop.run(loss_fn, trainable, batch_at, cfg, args.run_dir, frozen=frozen, mesh=mesh, evaluate=evaluate)
     table = held.table(trained)
