@@ -34,6 +34,7 @@ from jaxspec.runtime.runner import Runner
 from jaxspec.runtime.sharding import check_divides, host_memory, share_tables, tensor_mesh
 from jaxspec.runtime.timing import measure
 from jaxspec.runtime.warmup import WarmupConfig
+from jaxspec.scheduling.pace import USUAL_ROUNDS, Pace, may_pay
 from jaxspec.scheduling.scheduler import Scheduler, SchedulerConfig
 from jaxspec.scheduling.shapes import PrefillShape, shapes_for
 from jaxspec.speculation.drafter import Drafter
@@ -320,7 +321,8 @@ def assemble(
     if drafter is not None and speculation.topk > 1 and speculation.num_nodes is None:
         trees = [tier.name for tier in choice.reachable if not tier.is_chain]
         _log.info("topk %d without num_nodes: draft trees are %s", speculation.topk, ", ".join(trees))
-    geo = _geometry(config, model.max_position_embeddings, depth)
+    repeated, pace = _several(config, target)
+    geo = dataclasses.replace(_geometry(config, model.max_position_embeddings, depth), max_rounds=pace.most)
     built, params = can.bind(geo) if depth else (None, ())
     if config.memory_fraction is not None and config.num_pages is None:
         geo = _fitted(geo, config.memory_fraction, target, built, params, shards)
@@ -336,6 +338,7 @@ def assemble(
         variants=tuple(sorted({v == "sampled" for v in config.variants or both})),
         rejection=speculation.verification == "rejection",
         typical=None if built is None else _typical(speculation), guided=grammars is not None, budgets=choice.budgets,
+        rounds=pace.most, repeated=repeated,
     )  # fmt: skip
     # The processes of several hosts must run the same rounds, and what is ready differs between them.
     background = config.warmup == "background" and jax.process_count() == 1
@@ -353,7 +356,20 @@ def assemble(
         geo, tuple(buckets), model.vocab_size, True in runner.variants, frozenset(eos), tokenizer, grammars,
         can.name, speculation.resolved_policy, str(target.embedding[...].dtype), speculation.objective, identity,
     )  # fmt: skip
-    return Engine(facts, runner, scheduler, choice.build, cost, config.seed, began, config.traffic_log)
+    return Engine(facts, runner, scheduler, choice.build, cost, config.seed, began, config.traffic_log, pace)
+
+
+def _several(config: EngineConfig, target: TargetModel) -> tuple[tuple[int, ...], Pace]:
+    """The buckets in which one executable may run several rounds, and what says when."""
+    rounds = config.rounds_per_dispatch
+    if isinstance(rounds, int):
+        return config.buckets if rounds > 1 else (), Pace(rounds, measured=False)
+    read = _bytes(nnx.state(target)) // config.tensor_parallel
+    buckets = tuple(bucket for bucket in config.buckets if may_pay(read, bucket))
+    # The processes of several hosts must dispatch alike, and what they measure differs.
+    if jax.default_backend() == "cpu" or jax.process_count() > 1 or not buckets:
+        return (), Pace(1, measured=False)
+    return buckets, Pace(USUAL_ROUNDS, measured=True)
 
 
 def _identity(target: TargetModel, drafter: str, params: Any, shards: int) -> dict[str, str]:

@@ -20,6 +20,8 @@ from jaxspec.tier import Tier, max_nodes
 Verification = Literal["coupled", "rejection", "typical"]
 VERIFICATIONS: tuple[str, ...] = get_args(Verification)
 _MAX_DEPTH = 32
+#: Most rounds of a dispatch.
+MOST_ROUNDS = 16
 #: What vLLM and SGLang call these settings.
 SPECULATION_ELSEWHERE = {
     "num_speculative_tokens": "depth", "speculative_num_steps": "depth", "speculative_eagle_topk": "topk",
@@ -252,6 +254,11 @@ class EngineConfig:
       variants: which rounds to compile. "greedy" serves batches of plain greedy requests faster on accelerators;
         "sampled" serves every batch. ("greedy",) alone refuses requests that sample. None: both on accelerators,
         ("sampled",) on CPUs, where greedy batches cost as much with it and the warm-up half.
+      rounds_per_dispatch: how many rounds one executable may run in a row, where the policy says the same for all of
+        them, nobody waits, pages are left, and no row has a grammar or asks for log-probabilities. The tokens are the
+        same; they, and aborts, come up to so many rounds late. "auto": 4 on accelerators, for batch sizes at which a
+        round could take less than twice the host's part of it, and only while it is measured to do so and 4 rounds
+        take 10 ms at most; else, and on CPUs, 1. A number: so many, wherever they can.
       warmup: "background" serves as soon as plain decoding is compiled at the smallest batch size (or the static
         tier); more comes in the order of its expected use while requests run, with the same tokens. "eager" compiles
         everything first, which is what benchmarks want.
@@ -287,6 +294,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     batch_buckets: tuple[int, ...] | None = None
     variants: tuple[str, ...] | None = None
+    rounds_per_dispatch: int | str = "auto"
     warmup: str = "background"
     dtype: str | None = None
     tensor_parallel: int = 1
@@ -325,6 +333,9 @@ class EngineConfig:
                 raise ValueError(f"{me}.batch_buckets must end at max_batch_size {self.max_batch_size}, got {sizes}")
         if self.variants is not None and (not self.variants or not set(self.variants) <= {"greedy", "sampled"}):
             raise ValueError(f"{me}.variants must hold 'greedy', 'sampled' or both, or be None, got {self.variants!r}")
+        rounds = self.rounds_per_dispatch
+        if rounds != "auto" and (type(rounds) is not int or not 1 <= rounds <= MOST_ROUNDS):
+            raise ValueError(f"{me}.rounds_per_dispatch must be 'auto' or an int in [1, {MOST_ROUNDS}], got {rounds!r}")
         if self.warmup not in WARMUPS:
             raise ValueError(f"{me}.warmup must be one of {WARMUPS}, got {self.warmup!r}")
         for name in ("enable_prefix_caching", "structured_output", "skip_tokenizer_init"):

@@ -26,6 +26,7 @@ from jaxspec.request import FinishReason, Request, RequestMetrics, SamplingParam
 from jaxspec.runtime.compile import CompileCounter, SpecRuntimeState
 from jaxspec.runtime.results import Pending, Result
 from jaxspec.runtime.runner import Runner
+from jaxspec.scheduling.pace import Pace
 from jaxspec.scheduling.plan import DecodeRows, Plan, PrefillChunk
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.stats import EngineStats
@@ -48,6 +49,7 @@ class Engine:
       seed: base of the seeds of requests that bring none.
       began: when building the engine began, on time.perf_counter's clock.
       traffic_log: file to append finished requests to (see EngineConfig).
+      pace: how many rounds a dispatch runs; None: one.
 
     Attributes:
       on_round: hears every finished round, between the dispatch of one and the next; None: nobody does.
@@ -59,7 +61,7 @@ class Engine:
     def __init__(
         self, facts: EngineFacts, runner: Runner, scheduler: Scheduler,
         build_policy: Callable[[CostTable | None], TierPolicy], cost: CostTable | None, seed: int, began: float,
-        traffic_log: str | Path | None = None,
+        traffic_log: str | Path | None = None, pace: Pace | None = None,
     ):  # fmt: skip
         self.facts, self.runner, self.scheduler = facts, runner, scheduler
         self._build_policy, self.cost, self._seed = build_policy, cost, seed
@@ -70,7 +72,8 @@ class Engine:
         self._in_flight: list[Pending] = []
         self._serial = 0
         self._prompt: tuple[Sequence[int], list[int]] = ((), [])
-        self._steps = self._rounds = self._starved = self._guided = 0
+        self._steps = self._rounds = self._dispatches = self._starved = self._guided = 0
+        self._pace = Pace(1, measured=False) if pace is None else pace
         self._chunk_last = False  # the latest dispatch was a chunk of which nothing is read
         self._collected_at = self._round_seconds = 0.0  # the latter of the latest round that was timed
         self._laps = runner.laps
@@ -189,7 +192,7 @@ class Engine:
         """
         with self._warmup.step():
             self._laps.start()
-            plan = self.scheduler.plan()
+            plan = self.scheduler.plan(self._pace.rounds())
             for request in plan.preempted:
                 self._reader.leave(self._live[request.request_id])
             self._laps.lap("plan")
@@ -219,12 +222,12 @@ class Engine:
             # One round, but for batches larger than what is compiled so far.
             parts = plan.decode.parts(self.runner.largest_ready())
             for rows in parts:
-                pending = self._dispatch_round(rows)
+                pending = self._dispatch_rounds(rows)
                 dispatched.append(pending)
                 assert pending.tier is not None
                 growth = max(growth, pending.tier.depth + 1)
             for rows in parts:
-                rows.growth = growth
+                rows.growth = growth  # of several parts, which are a round each
             # Looked at last: building the plan and the call itself take the host's time. Guided, the call waits.
             watched = bool(self._in_flight) and not self._chunk_last and not any(map(self._is_guided, dispatched))
             self._starved += watched and self._in_flight[-1].is_ready
@@ -241,16 +244,20 @@ class Engine:
         matcher = self._live[chunk.request.request_id].matcher
         return matcher.root if matcher is not None and chunk.is_last else None
 
-    def _dispatch_round(self, rows: DecodeRows) -> Pending:
+    def _dispatch_rounds(self, rows: DecodeRows) -> Pending:
         runner, buckets = self.runner, self.facts.buckets
         bucket = next(b for b in buckets if b >= len(rows) and any(runner.ready(t, b) for t in runner.states))
         now, asked = time.monotonic(), [r.tpot for r in rows.requests if r.tpot is not None] if self._asking else []
         tpot = min(asked) if asked and self.facts.objective == objectives.STEP else None
-        choice, state = self.controller.select(
-            BatchView(len(rows), bucket, rows.context_tokens, now, rows.deepest, tpot)
+        guide = self._guide(rows.requests)
+        # Masks and log-probabilities cross over round by round.
+        alone = guide is not None or bool(np.count_nonzero(rows.logprobs_B))
+        choice, state, rows.rounds = self.controller.select(
+            BatchView(len(rows), bucket, rows.context_tokens, now, rows.deepest, tpot),
+            1 if alone else rows.rounds,
+            lambda choice: runner.repeats(choice, bucket),
         )
         weights = self._weights(rows, choice, now) if asked and choice.tokens is not None else None
-        guide = self._guide(rows.requests)
         self._guided += guide is not None
         self._laps.lap("policy")
         return runner.dispatch(rows, state, choice, bucket, guide, weights)
@@ -281,11 +288,15 @@ class Engine:
         return any(self._live[request.request_id].matcher is not None for request in pending.requests)
 
     def _commit(self, pending: Pending) -> list[Event]:
+        waited = self._laps.seconds[WAIT]
         result = self.runner.collect(pending)
+        waited = self._laps.seconds[WAIT] - waited
         now = time.perf_counter()
         rows, tier = pending.rows, pending.tier
         if isinstance(rows, DecodeRows):
             assert tier is not None
+            if pending.timed and pending.dispatched_at < self._collected_at:
+                self._pace.took((tier, pending.bucket), rows.rounds, now - self._collected_at, waited)
             self._observe(pending, rows, tier, result, now)
             events = self._commit_round(rows, tier, result)
         else:
@@ -296,26 +307,29 @@ class Engine:
         return events
 
     def _observe(self, pending: Pending, rows: DecodeRows, tier: Tier, result: Result, now: float) -> None:
-        """Tells the controller, and whoever listens, what a round gave and how long it took."""
-        self._rounds += 1
+        """Tells the controller, and whoever listens, what each round gave and how long it took."""
+        self._rounds += rows.rounds
+        self._dispatches += 1
+        seconds = (now - max(pending.dispatched_at, self._collected_at)) / rows.rounds if pending.timed else 0.0
         if pending.timed:
-            self._round_seconds = now - max(pending.dispatched_at, self._collected_at)
-        counts = result.counts_B if rows.caps_B is None else result.counts_B[rows.caps_B >= tier.depth]
-        counts = counts[counts > 0]  # else the row was over before
-        stats = RoundStats(
-            tier=tier,
-            batch_size=len(rows),
-            bucket=pending.bucket,
-            num_accepted=tuple((counts - 1).tolist()),
-            seconds=now - max(pending.dispatched_at, self._collected_at) if pending.timed else 0.0,
-            context_tokens=pending.context_tokens,
-            tokens=pending.tokens,
-            drafts=result.drafts,
-        )
-        if tier in self.controller.policy.tiers:  # else a policy before this one chose it
-            self.controller.observe(stats)
-        if self.on_round is not None:
-            self.on_round(stats)
+            self._round_seconds = seconds
+        counts_RB = result.counts_RB if rows.caps_B is None else result.counts_RB[:, rows.caps_B >= tier.depth]
+        for counts_B in counts_RB:
+            stats = RoundStats(
+                tier=tier,
+                batch_size=len(rows),
+                bucket=pending.bucket,
+                num_accepted=tuple((counts_B[counts_B > 0] - 1).tolist()),
+                seconds=seconds,
+                context_tokens=pending.context_tokens,
+                tokens=pending.tokens,
+                drafts=result.drafts,
+                dispatched=rows.rounds,
+            )
+            if tier in self.controller.policy.tiers:  # else a policy before this one chose it
+                self.controller.observe(stats)
+            if self.on_round is not None:
+                self.on_round(stats)
         self._laps.lap("policy")
 
     def _commit_first(self, request: Request, epoch: int, result: Result, row: int) -> list[Event]:
@@ -406,6 +420,7 @@ class Engine:
             compilations_after_warmup=self._compilations.count,
             steps=self._steps,
             rounds=self._rounds,
+            dispatches=self._dispatches,
             starved_rounds=self._starved,
             device_seconds=parts[WAIT],
             host_seconds=sum(parts.values()) - parts[WAIT],

@@ -89,7 +89,7 @@ class RoundReader:
         self._verified_S[output.slot] = 0
 
     def read(self, tier: Tier, slots_B: np.ndarray, alive_B: np.ndarray, result: Result) -> Said:
-        """Takes the results of a round.
+        """Takes the results of a round, or of several in one dispatch.
 
         Args:
           alive_B: which rows still are in their slots.
@@ -125,24 +125,26 @@ class RoundReader:
                 if output is not None:
                     said.texts[row] = output.go_on(result.tokens[row])
         self._laps.lap("detokenize")
-        rows = None
+        counts_RB = result.counts_RB
         if not whole or said.reasons:
-            counts = lambda row: outputs[row] is not None and said.reasons.get(row) is not FinishReason.ERROR
-            rows = list(filter(counts, range(len(outputs))))
-        self._count(tier, slots_B, rows, result)
+            # Of a row that ends, the rounds of which something belongs to it.
+            kept = [0 if output is None else len(new) for output, new in zip(outputs, said.tokens, strict=True)]
+            began_RB = np.cumsum(counts_RB, axis=0) - counts_RB
+            counts_RB = np.where(began_RB < np.asarray(kept), counts_RB, 0)
+        self._count(tier, slots_B, counts_RB, result)
         return said
 
-    def _count(self, tier: Tier, slots_B: np.ndarray, rows: Sequence[int] | None, result: Result) -> None:
-        """Tallies the round for some of its rows; None: for all."""
-        accepted_B, drafts = result.counts_B - 1, result.drafts
-        verified_BM = None if drafts is None else np.frombuffer(drafts.verified, np.uint8).reshape(len(slots_B), -1)
-        if rows is not None:
-            slots_B, accepted_B = slots_B[rows], accepted_B[rows]
-            verified_BM = None if verified_BM is None else verified_BM[rows]
+    def _count(self, tier: Tier, slots_B: np.ndarray, counts_RB: np.ndarray, result: Result) -> None:
+        """Tallies the rounds for the rows that got tokens of them."""
+        drafts = result.drafts
         rounds_SA = self._rounds_SA.get((tier, drafts is not None))
         if rounds_SA is None:
             rounds_SA = np.zeros((len(self._at), tier.depth + 1), np.int64)
             self._rounds_SA[tier, drafts is not None] = rounds_SA
-        rounds_SA[slots_B, accepted_B] += 1
-        if verified_BM is not None:
-            self._verified_S[slots_B] += verified_BM.sum(axis=1, dtype=np.int64)
+        for counts_B in counts_RB:
+            rows = counts_B.nonzero()[0]
+            slots = slots_B if len(rows) == len(slots_B) else slots_B[rows]
+            rounds_SA[slots, counts_B[rows] - 1] += 1
+            if drafts is not None:
+                verified_BM = np.frombuffer(drafts.verified, np.uint8).reshape(len(slots_B), -1)
+                self._verified_S[slots] += verified_BM[rows].sum(axis=1, dtype=np.int64)

@@ -19,6 +19,7 @@ class Sizes:
       max_seq_len: most tokens of prompt and outputs; 0 stands for what a page table holds.
       prefill_chunk: most tokens of a prefill chunk; 0 stands for max_seq_len.
       max_num_batched_tokens: most tokens of all prefill chunks of a step; 0 stands for prefill_chunk.
+      max_rounds: most rounds of one dispatch.
 
     Raises:
       ValueError: a count below its minimum, a page table too short for max_seq_len tokens and a round's, or steps too
@@ -33,13 +34,14 @@ class Sizes:
     max_seq_len: int = 0
     prefill_chunk: int = 0
     max_num_batched_tokens: int = 0
+    max_rounds: int = 1
 
     def __post_init__(self) -> None:
         for name in (
-            "slots", "num_pages", "page_size", "pages_per_seq", "max_depth", "max_seq_len", "prefill_chunk",
-            "max_num_batched_tokens",
+            "slots", "num_pages", "page_size", "pages_per_seq", "max_rounds", "max_depth", "max_seq_len",
+            "prefill_chunk", "max_num_batched_tokens",
         ):  # fmt: skip
-            value, low = getattr(self, name), int(not name.startswith(("max", "prefill")))
+            value, low = getattr(self, name), int(name == "max_rounds" or not name.startswith(("max", "prefill")))
             if type(value) is not int or value < low:
                 raise ValueError(f"Sizes.{name} must be an integer of at least {low}, got {value!r}")
         room = self.pages_per_seq * self.page_size - self.max_growth
@@ -96,5 +98,5 @@ class Sizes:
 
     @property
     def growth_pages(self) -> int:
-        """Most pages that the scheduler grants a row before a round."""
-        return -(-self.max_growth // self.page_size) + 1
+        """Most pages that the scheduler grants a row before a dispatch of rounds."""
+        return -(-self.max_rounds * self.max_growth // self.page_size) + 1

@@ -14,12 +14,12 @@ class EngineStats:
       startup_seconds: of those, until the first request could be served.
       executables: how many there are once all is warm. executables_ready: those that can run now.
       compilations_after_warmup: outside the warm-up; must stay 0.
-      rounds, steps: decode rounds collected, engine steps.
+      rounds, dispatches, steps: decode rounds collected, the calls that they came from, engine steps.
       running, waiting: live requests with a slot, and without.
       active_tier: name of the latest round's tier; "" before the first.
       guided_rounds: rounds with a row whose text a grammar constrains; each is read before the next is dispatched.
-      starved_rounds: rounds whose dispatch had not returned when all work before them was finished: the device ran out
-        of work, or would have in a moment. It says how often, not for how long; a profile does. Not looked at: the
+      starved_rounds: dispatches of rounds that had not returned when all work before them was finished: the device ran
+        out of work, or would have in a moment. It says how often, not for how long; a profile does. Not looked at: the
         first round after the engine was idle, guided rounds, and one behind a prompt's chunk that is not its last.
       device_seconds: time the host waited for results. host_seconds: the rest of the steps' time.
       host_parts: the host's seconds by part of a step (jaxspec.laps.PARTS).
@@ -48,5 +48,6 @@ class EngineStats:
     running: int
     waiting: int
     active_tier: str
+    dispatches: int = 0
     guided_rounds: int = 0
     host_parts: dict[str, float] = dataclasses.field(default_factory=dict)

@@ -85,6 +85,8 @@ def _reader(kind: Any) -> tuple[str, Callable[[str], Any]]:
     main = next(option for option in options if option is not type(None))
     if bool in options:  # compile_cache
         return "true|false|DIR", lambda text: {"true": True, "false": False}.get(text, text)
+    if {int, str} == {*options}:  # rounds_per_dispatch
+        return "auto|N", lambda text: int(text) if text.isdecimal() else text
     if get_origin(main) is typing.Literal:
         return "|".join(get_args(main)), str
     if get_origin(main) is tuple:

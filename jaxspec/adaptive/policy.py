@@ -82,10 +82,11 @@ class RoundStats:
       tier: the tier of the round's executable.
       batch_size, bucket: requests in it, and the padded size.
       num_accepted: accepted draft tokens, the bonus token excluded, of each request that could accept the whole tier,
-        or in a packed round as much of it as the budget left.
+        or in a packed round as much of it as the budget left, unless its text was over before the round.
       seconds: wall time of the round, dispatch to result; 0 where it was not measured.
       context_tokens: committed tokens over all rows when the round was dispatched.
       tokens, drafts: of a packed round: the nodes that it verified over the whole batch, and what became of each.
+      dispatched: rounds of its dispatch; their seconds are an equal share of that one's.
     """
 
     tier: Tier
@@ -96,6 +97,7 @@ class RoundStats:
     context_tokens: int = 0
     tokens: int | None = None
     drafts: DraftLabels | None = None
+    dispatched: int = 1
 
     def to_json(self) -> str:
         """One JSONL line."""
@@ -103,6 +105,8 @@ class RoundStats:
         d["tier"] = [self.tier.depth, self.tier.topk, self.tier.num_nodes]
         if self.tokens is None:
             del d["tokens"]
+        if self.dispatched == 1:
+            del d["dispatched"]
         if d.pop("drafts") is not None:
             assert self.drafts is not None
             d["drafts"] = self.drafts.to_dict()

@@ -25,6 +25,7 @@ from jaxspec.speculation import round as rounds
 from jaxspec.speculation.layouts import Admission, Batch, Budget, Chunks, Packed, PackedDrafts, plain_calibration
 from jaxspec.speculation.packed import packed_fn
 from jaxspec.speculation.round import RoundSpec
+from jaxspec.speculation.several import several_fn
 from jaxspec.speculation.state import DecodeState
 from jaxspec.speculation.typical import Typical
 from jaxspec.tier import PLAIN, Tier
@@ -170,12 +171,14 @@ class RoundKey:
 
     Attributes:
       tokens: how many nodes of the whole batch the target verifies (a packed round); None: all.
+      rounds: so many, one after the other.
     """
 
     tier: Tier
     bucket: int
     sampled: bool
     tokens: int | None = None
+    rounds: int = 1
 
     def lowering(self, at: Setting) -> Lowering:
         draft = Held.DRAFT if at.spec.takes_drafter(self.tier) else ()
@@ -185,7 +188,9 @@ class RoundKey:
         else:
             fn = packed_fn(at.spec, self.tier, self.sampled, self.tokens)
             args = (*args, plain_calibration(at.spec.geo.max_depth), Budget.even(self.bucket))
-        return Lowering(fn, args, at.place.round_results(self.sampled))
+        if self.rounds == 1:
+            return Lowering(fn, args, at.place.round_results(self.sampled))
+        return Lowering(several_fn(fn, self.rounds), args, at.place.round_results(False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,6 +339,7 @@ class RunnerConfig:
       rejection, typical: how drafts of sampled rows are verified (speculation.round.RoundSpec).
       guided: whether rounds and prefills can be told what rows may say.
       budgets: {(tier, bucket): tokens} of the packed rounds that the policy can select besides.
+      rounds: of one dispatch, in the buckets `repeated`, where every node is verified.
     """
 
     reachable: Mapping[Tier, tuple[int, ...]]
@@ -346,6 +352,8 @@ class RunnerConfig:
     typical: Typical | None = None
     guided: bool = False
     budgets: Mapping[tuple[Tier, int], tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    rounds: int = 1
+    repeated: tuple[int, ...] = ()
 
     @property
     def buckets(self) -> list[int]:
@@ -385,6 +393,10 @@ class RunnerConfig:
         keys: list[Key] = [RoundKey(tier, bucket, sampled, tokens) for sampled in self.variants]
         return [*keys, LogprobsKey(bucket, tier.num_nodes, tier.depth + 1, tokens)]
 
+    def repeated_keys(self, tier: Tier, bucket: int) -> list[Key]:
+        """The executables of several rounds of a tier."""
+        return [RoundKey(tier, bucket, sampled, rounds=self.rounds) for sampled in self.variants]
+
     def keys(self, *, catches_up: bool) -> list[Key]:
         """Every executable; the dearest first, so that no thread ends with one.
 
@@ -394,6 +406,8 @@ class RunnerConfig:
         keys = [key for tier, at in self.reachable.items() for bucket in at for key in self.round_keys(tier, bucket)]
         for (tier, bucket), budgets in self.budgets.items():
             keys += [key for tokens in budgets for key in self.packed_keys(tier, bucket, tokens)]
+        for tier, at in self.reachable.items():
+            keys += [key for bucket in at if bucket in self.repeated for key in self.repeated_keys(tier, bucket)]
         if catches_up and PLAIN in self.reachable:
             keys += [CatchUpKey(bucket) for bucket in self.buckets]
         keys += self.prefill_keys

@@ -29,6 +29,7 @@ class Pending:
       dispatched_at: seconds on the runner's clock.
       timed: nothing but rounds ran on the device since the round before, so its seconds are its own.
       tokens: nodes that a packed round verifies over the whole batch; None: all of them.
+      rounds: in one dispatch.
     """
 
     rows: Sequence[tuple[Request, int]] | DecodeRows
@@ -40,6 +41,7 @@ class Pending:
     context_tokens: int
     timed: bool
     tokens: int | None = None
+    rounds: int = 1
 
     @property
     def requests(self) -> Sequence[Request]:
@@ -54,18 +56,18 @@ class Pending:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a round or prefill gave its rows.
+    """What a prefill or the rounds of a dispatch gave their rows.
 
     Attributes:
-      counts_B: how many tokens each row got; 0 of rows that were over before.
-      tokens: they.
+      counts_RB: how many tokens each row got in each round (a prefill is one); 0 where it was over before.
+      tokens: they, in one list a row.
       finite_B: False where the target's logits were not.
       over_B: whether a token or the length ends the row's text, for the host to say which.
       logprobs: `PackedLogprobs` of the rows, where some asked for them.
       drafts: of a packed round, what became of its nodes.
     """
 
-    counts_B: np.ndarray
+    counts_RB: np.ndarray
     tokens: list[list[int]]
     finite_B: np.ndarray
     over_B: np.ndarray
@@ -74,16 +76,32 @@ class Result:
 
     @classmethod
     def of(cls, packed: np.ndarray, rows: int, logprobs: np.ndarray | None = None, depth: int | None = None) -> Result:
-        """Unpacks `Packed` tokens.
+        """Unpacks `Packed` tokens, [B, X], or of several rounds [R, B, X].
 
         Args:
           depth: of a packed round's tier; `PackedDrafts` come behind its tokens.
         """
+        if packed.ndim == 3:
+            return cls._of_several(packed[:, :rows])
         drafts = None if depth is None else labels(packed[:rows], depth)
         columns = Packed(packed[:rows, : None if depth is None else Packed.width(depth + 1)])
         counts, tokens = columns.count_B, columns.tokens_BD
         cut = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
-        return cls(counts, cut, columns.end_B != End.NOT_FINITE, columns.end_B == End.OVER, logprobs, drafts)
+        over, finite = columns.end_B == End.OVER, columns.end_B != End.NOT_FINITE
+        return cls(counts[None], cut, finite, over, logprobs, drafts)
+
+    @classmethod
+    def _of_several(cls, packed_RBX: np.ndarray) -> Result:
+        # A row behind the other; a row's rounds become one text.
+        packed_BRX = packed_RBX.swapaxes(0, 1)
+        rows, rounds, width = packed_BRX.shape
+        columns = Packed(packed_BRX.reshape(-1, width))
+        counts_BR, end_BR = columns.count_B.reshape(rows, rounds), columns.end_B.reshape(rows, rounds)
+        said = columns.tokens_BD[np.arange(width - Packed.width(0)) < columns.count_B[:, None]].tolist()
+        ends = np.cumsum(counts_BR.sum(axis=1)).tolist()
+        tokens = [said[first:end] for first, end in zip([0, *ends], ends, strict=False)]
+        finite_B, over_B = (end_BR != End.NOT_FINITE).all(axis=1), (end_BR == End.OVER).any(axis=1)
+        return cls(counts_BR.T, tokens, finite_B, over_B, None)
 
     def entries(self, row: int, wanted: int) -> list[dict[int, Logprob]]:
         """Log-probabilities of a row's tokens: for each itself first, then the best of the vocabulary, as vLLM does."""

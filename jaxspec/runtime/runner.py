@@ -254,6 +254,12 @@ class Runner:
         keys = [] if tokens is None else self._can.packed_keys(tier, bucket, tokens)
         return (bucket, self.variants[0]) in self.states[tier].executables and self._compiled.keys() >= {*keys}
 
+    def repeats(self, choice: Choice, bucket: int) -> bool:
+        """Whether one dispatch can run several rounds of a choice at this padded batch size."""
+        if choice.tokens is not None or bucket not in self._can.repeated:
+            return False
+        return self._compiled.keys() >= {*self._can.repeated_keys(choice.tier, bucket)}
+
     def largest_ready(self) -> int:
         """The largest padded batch size at which some tier can run."""
         return max(bucket for state in self.states.values() for bucket, _ in state.executables)
@@ -400,7 +406,7 @@ class Runner:
         self, rows: DecodeRows, state: SpecRuntimeState, choice: Choice, bucket: int, guide: Guide | None = None,
         weights: Sequence[float] | None = None,
     ) -> Pending:  # fmt: skip
-        """Dispatches one round of the tier that `state` is bound to, packed as is chosen.
+        """Dispatches rounds of the tier that `state` is bound to, `rows.rounds` of them, packed as is chosen.
 
         Args:
           weights: what a drafted token of each row is worth to a packed round; None: of all the same.
@@ -419,7 +425,8 @@ class Runner:
         if guide is None:
             sampled = False not in self.variants or bool(np.count_nonzero(rows.shaped_B))
             args = self._target, self._params_for(tier), self._state, batch, *self._spend(choice, bucket, weights)
-            self._state, packed, kept = self._compiled[RoundKey(tier, bucket, sampled, tokens)](*args)
+            key = RoundKey(tier, bucket, sampled, tokens, rows.rounds)
+            self._state, packed, kept = self._compiled[key](*args)
         else:
             packed, kept = self._guided_round(tier, bucket, batch, guide)
             self._disturbed = True
@@ -454,7 +461,7 @@ class Runner:
         self, rows: Sequence[tuple[Request, int]] | DecodeRows, tier: Tier | None, bucket: int, packed: jax.Array,
         kept: Any, nodes: int, context: int, tokens: int | None = None,
     ) -> Pending:  # fmt: skip
-        logprobs = None
+        logprobs, rounds = None, rows.rounds if isinstance(rows, DecodeRows) else 1
         if kept is not None and _wants_logprobs(rows):
             logits, path = kept
             logprobs = self._compiled[LogprobsKey(bucket, nodes, path.shape[1], tokens)](logits, path, packed)
@@ -463,7 +470,7 @@ class Runner:
         timed = tier is not None and not self._disturbed
         if tier is not None:
             self._disturbed = False
-        return Pending(rows, tier, bucket, packed, logprobs, time.perf_counter(), context, timed, tokens)
+        return Pending(rows, tier, bucket, packed, logprobs, time.perf_counter(), context, timed, tokens, rounds)
 
     def collect(self, pending: Pending) -> Result:
         """Waits for a dispatch and unpacks its rows."""

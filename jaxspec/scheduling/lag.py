@@ -28,13 +28,13 @@ class DraftLag:
         self._lag_S, self._stamp_S = np.ones(slots, np.int64), np.full(slots, -1, np.int64)
 
     def before_round(self, rows: DecodeRows, depth: int, *, can_catch_up: bool) -> bool:
-        """Whether the drafter is to catch up before a round that drafts `depth` tokens; counts that round."""
+        """Whether the drafter is to catch up before rounds that draft `depth` tokens each; counts those rounds."""
         slots = rows.slots_B
         lag_B = np.where(self._stamp_S[slots] == rows.stamps_B, self._lag_S[slots], 1)
         late_B = lag_B > self.window
         behind = depth > 0 and bool(late_B.any())
         lost = behind and not can_catch_up
-        lag_B = np.full_like(lag_B, depth + 1) if depth else lag_B + 1
+        lag_B = np.full_like(lag_B, depth + 1) if depth else lag_B + rows.rounds
         self._lag_S[slots], self._stamp_S[slots] = lag_B, rows.stamps_B
         spoilt_B = lag_B > self.window + self.catch_up_tokens
         for row in np.flatnonzero(spoilt_B | late_B if lost else spoilt_B).tolist():

@@ -98,7 +98,8 @@ class DecodeRows:
       computed_B: tokens of each whose keys and values are known to be in the pool.
       shaped_B: not 0 where it asks for more than the argmax. logprobs_B: not 0 where it wants log-probabilities.
       grants: new pages, often none.
-      growth: most tokens that the round adds to a row; once it is dispatched.
+      rounds: how many rounds in a row their pages allow; once they are dispatched, how many those are.
+      growth: most tokens that they add to a row, once they are dispatched.
     """
 
     requests: Sequence[Request]
@@ -109,6 +110,7 @@ class DecodeRows:
     shaped_B: np.ndarray
     logprobs_B: np.ndarray
     grants: Sequence[Grant] = ()
+    rounds: int = 1
     growth: int = 0
 
     def __len__(self) -> int:

@@ -22,7 +22,7 @@ from jaxspec.request import ErrorKind, FinishReason, Request, RequestStatus
 from jaxspec.scheduling.pages import PageAllocator
 from jaxspec.scheduling.plan import DecodeRows, Grant, Plan, PrefillChunk, SchedulerConfig, SchedulerStats
 from jaxspec.scheduling.prefix_cache import PrefixCache
-from jaxspec.scheduling.slots import SlotTable
+from jaxspec.scheduling.slots import Due, SlotTable
 
 
 class Scheduler:
@@ -119,13 +119,18 @@ class Scheduler:
 
     # A step: plan, dispatched, commit.
 
-    def plan(self) -> Plan:
+    def plan(self, rounds: int = 1) -> Plan:
         """Chooses the next step's rows and prefill chunks, and takes the pages they need.
 
         Decode rows come first, oldest first, so that requests already running are the last to starve. In a step that
         preempted, nothing is admitted. A plan that is not empty must be dispatched.
+
+        Args:
+          rounds: of one dispatch, which the plan grants where nobody waits or has a prompt under way, where pages are
+            left for all of them, and where some request needs them all; else one.
         """
-        rows, preempted = self._grow()
+        assert 1 <= rounds <= self.sizes.max_rounds, f"{rounds} rounds of {self.sizes.max_rounds}"
+        rows, preempted = self._grow(1 if self._waiting or self._prefilling else rounds)
         return Plan(self._chunks(admit=not preempted), rows, preempted)
 
     def dispatched(self, plan: Plan, growth: int = 0) -> None:
@@ -133,12 +138,12 @@ class Scheduler:
 
         Args:
           plan: the latest plan.
-          growth: most tokens its round adds to a row (the tier's depth + 1); unused without decode rows.
+          growth: most tokens that one of its rounds adds to a row (the tier's depth + 1); unused without decode rows.
         """
         if len(plan.decode):
             assert 1 <= growth <= self.sizes.max_growth, f"growth {growth} of {self.sizes.max_growth}"
-            self.slots.dispatched(plan.decode, growth)
-            plan.decode.growth = growth
+            plan.decode.growth = growth * plan.decode.rounds
+            self.slots.dispatched(plan.decode)
         for chunk in plan.prefill:
             request = chunk.request
             if request.slot != chunk.slot:  # it has ended since
@@ -173,36 +178,37 @@ class Scheduler:
         return True
 
     def commit_round(self, rows: DecodeRows, tokens: Sequence[Sequence[int]]) -> None:
-        """Takes the oldest round in flight; rows that were preempted or finished meanwhile are passed over.
+        """Takes the oldest dispatch of rounds; rows that were preempted or finished meanwhile are passed over.
 
         Args:
-          tokens: of each row, the accepted drafts and the new root. Fewer only when the engine cuts them because the
-            request ends here, and calls `finish` next.
+          tokens: of each row, the accepted drafts and the new root of each round. Fewer only when the request ends
+            here, and the engine calls `finish` next.
         """
         lengths = list(map(len, tokens))
-        assert max(lengths, default=0) <= rows.growth, f"{max(lengths)} tokens from a round of at most {rows.growth}"
+        assert max(lengths, default=0) <= rows.growth, f"{max(lengths)} tokens where {rows.growth} are the most"
         alive, counts = self.slots.alive(rows), np.asarray(lengths, np.int64)
         slots, requests = rows.slots_B, rows.requests
         if np.count_nonzero(alive) < len(requests):
             kept = np.flatnonzero(alive).tolist()
             slots, counts = slots[alive], counts[alive]
             requests, tokens = [requests[i] for i in kept], [tokens[i] for i in kept]
-        self.slots.came(slots, rows.growth, counts)
+        self.slots.came(slots, rows.growth, counts, rows.rounds)
         for request, new in zip(requests, tokens, strict=True):
             request.output_token_ids.extend(new)
 
     # Decode.
 
-    def _grow(self) -> tuple[DecodeRows, tuple[Request, ...]]:
-        """The rows of the next round, with their pages for the deepest tier, and who lost theirs for lack of pages.
+    def _grow(self, rounds: int) -> tuple[DecodeRows, tuple[Request, ...]]:
+        """The rows of the next rounds, with their pages for the deepest tier, and who lost theirs for lack of pages.
 
         A row's length is known only up to the growth of rounds in flight, so the upper bound counts, but no more than
-        its longest. A round in flight may take a row past max_tokens before the host has seen it. What it writes
-        further than max_growth behind the last useful token meets the table's padding, or lies behind the table: the
-        device has to drop it. It could only have served tokens that are cut.
+        its longest. The round that takes a row there is its last: the device sees it, and writes nothing more.
         """
-        due = self.slots.due()
-        missing = self.sizes.pages_for(cast("Any", due.bound_B)) - due.pages_B
+        due = self.slots.due((rounds - 1) * self.sizes.max_growth)
+        missing = self._missing(due)
+        if rounds > 1 and (due.most_rounds < rounds or int(missing.clip(0).sum()) > self.pages.available_count):
+            rounds, due = 1, self.slots.due()
+            missing = self._missing(due)
         preempted: list[Request] = []
         granted: list[tuple[Request, Grant]] = []
         for row in (missing > 0).nonzero()[0].tolist():
@@ -221,7 +227,11 @@ class Scheduler:
             at = {row: new for new, row in enumerate(keep)}
             due = due.kept(keep)
             granted = [(r, g._replace(row=at[g.row])) for r, g in granted if r.slot is not None]
-        return due.decode([grant for _, grant in granted]), tuple(preempted)
+        return due.decode([grant for _, grant in granted], rounds), tuple(preempted)
+
+    def _missing(self, due: Due) -> np.ndarray:
+        """Pages that each row has to get; below 1 for none."""
+        return self.sizes.pages_for(cast("Any", due.bound_B)) - due.pages_B
 
     def _youngest(self) -> Request:
         """The request that loses its pages first. Alone it can always grow: `add` has checked the pool."""

@@ -25,7 +25,8 @@ class Due(NamedTuple):
       requests: oldest first.
       slots_B: theirs. about_BF: of each what rounds do not change; see SlotTable.
       computed_B: tokens whose keys and values are known to be in the pool.
-      bound_B: most tokens that their pages have to hold before the round, which adds to them.
+      bound_B: most tokens that their pages have to hold before the last of the rounds planned, which adds to them.
+      most_rounds: that one of them could need beyond those in flight, where each gives it one token.
       limited: whether some accept only so many drafts.
     """
 
@@ -34,6 +35,7 @@ class Due(NamedTuple):
     about_BF: np.ndarray
     computed_B: np.ndarray
     bound_B: np.ndarray
+    most_rounds: int
     limited: bool
 
     @property
@@ -44,15 +46,15 @@ class Due(NamedTuple):
     def kept(self, keep: Sequence[int]) -> Due:
         """Some of them."""
         at = np.asarray(keep, np.intp)
-        requests, (slots, about, computed, bound) = [self.requests[i] for i in keep], self[1:-1]
-        return Due(requests, slots[at], about[at], computed[at], bound[at], self.limited)
+        requests, (slots, about, computed, bound) = [self.requests[i] for i in keep], self[1:5]
+        return Due(requests, slots[at], about[at], computed[at], bound[at], self.most_rounds, self.limited)
 
-    def decode(self, grants: Sequence[Grant]) -> DecodeRows:
-        """As the rows of a round."""
+    def decode(self, grants: Sequence[Grant], rounds: int = 1) -> DecodeRows:
+        """As the rows of a round, or of several."""
         about = self.about_BF
         return DecodeRows(
             self.requests, self.slots_B, about[:, _STAMP], about[:, _CAP] if self.limited else None, self.computed_B,
-            about[:, _SHAPED], about[:, _LOGPROBS], grants,
+            about[:, _SHAPED], about[:, _LOGPROBS], grants, rounds,
         )  # fmt: skip
 
 
@@ -62,7 +64,7 @@ class SlotTable:
     The first holds a stamp that changes whenever the slot changes hands, and of the running request that has it the
     most drafts that it accepts in a round; whether it asks for more than the argmax; whether it wants
     log-probabilities; the most that its prompt and outputs can be; its pages. The second what rounds change: the tokens
-    whose keys and values are known to be in the pool; those that it may still generate; its results in flight, and the
+    whose keys and values are known to be in the pool; those that it may still generate; its rounds in flight, and the
     most tokens that they add to the pool.
 
     Args:
@@ -91,20 +93,26 @@ class SlotTable:
         self._about_SF[slot, _STAMP] += 1
         self._changed = True
 
-    def due(self) -> Due:
-        """The running requests that need a further round: results in flight bring at least one token each."""
+    def due(self, ahead: int = 0) -> Due:
+        """The running requests that need a further round: rounds in flight bring at least one token each.
+
+        Args:
+          ahead: tokens that rounds before the last of those planned may add.
+        """
         if self._changed:
             self._order_B = np.asarray([request.slot for request in self._running], np.intp)
             self._limited = any(request.max_depth is not None for request in self._running)
             self._changed = False
         slots, requests = self._order_B, list(self._running)
         about, state = self._about_SF.take(slots, axis=0), self._state_SF.take(slots, axis=0)
-        needs = state[:, _LEFT] > state[:, _FLYING]
+        missing = state[:, _LEFT] - state[:, _FLYING]
+        needs = missing > 0
         if np.count_nonzero(needs) < len(requests):
             slots, about, state = slots[needs], about[needs], state[needs]
             requests = [requests[i] for i in np.flatnonzero(needs)]
-        bound = np.minimum(state[:, _COMPUTED] + state[:, _GROWTH], about[:, _LONGEST])
-        return Due(requests, slots, about, state[:, _COMPUTED], bound, self._limited)
+        bound = np.minimum(state[:, _COMPUTED] + state[:, _GROWTH] + ahead, about[:, _LONGEST])
+        most = int(missing.max(initial=0))
+        return Due(requests, slots, about, state[:, _COMPUTED], bound, most, self._limited)
 
     def granted(self, request: Request) -> None:
         """A running request has got pages."""
@@ -114,20 +122,22 @@ class SlotTable:
         """Which rows still have their slots, bool [B]."""
         return self._about_SF[:, _STAMP].take(rows.slots_B) == rows.stamps_B
 
-    def dispatched(self, rows: DecodeRows, growth: int) -> None:
-        """A round adds up to so many tokens to each row."""
+    def dispatched(self, rows: DecodeRows) -> None:
+        """Rounds are on their way."""
         alive_B = self.alive(rows)
         slots = rows.slots_B if np.count_nonzero(alive_B) == len(rows) else rows.slots_B[alive_B]
-        self._add(slots, np.asarray([0, 0, 1, growth]))
+        self._add(slots, np.asarray([0, 0, rows.rounds, rows.growth]))
 
-    def came(self, slots_B: np.ndarray, growth: int, counts_B: np.ndarray, *, first: bool = False) -> None:
-        """Results that were to add up to `growth` tokens to the pool gave `counts_B`.
+    def came(
+        self, slots_B: np.ndarray, growth: int, counts_B: np.ndarray, rounds: int = 1, *, first: bool = False
+    ) -> None:
+        """Rounds that were to add up to `growth` tokens to the pool gave `counts_B`.
 
         Args:
           first: they follow a prefill, which has added its own.
         """
         change = np.empty((len(slots_B), 4), np.int64)
-        change[:, 0], change[:, 1], change[:, 2], change[:, 3] = 0 if first else counts_B, -counts_B, -1, -growth
+        change[:, 0], change[:, 1], change[:, 2], change[:, 3] = 0 if first else counts_B, -counts_B, -rounds, -growth
         self._add(slots_B, change)
 
     def _add(self, slots_B: np.ndarray, change: np.ndarray) -> None:
@@ -139,5 +149,5 @@ class SlotTable:
         return int(self._state_SF[request.slot, _COMPUTED])
 
     def in_flight(self, request: Request) -> tuple[int, int]:
-        """A running request's results in flight, and the most tokens that they add to the pool."""
+        """A running request's rounds in flight, and the most tokens that they add to the pool."""
         return int(self._state_SF[request.slot, _FLYING]), int(self._state_SF[request.slot, _GROWTH])

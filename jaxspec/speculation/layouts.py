@@ -71,6 +71,11 @@ class Batch(_Layout[A]):
             batch.first_B[row], batch.pages_BP[row, : len(pages)] = first, pages
         return batch
 
+    @staticmethod
+    def without_grants(batch_BX: A) -> A:
+        """A batch whose pages are filled in already."""
+        return batch_BX[:, :3]
+
 
 class Chunks(_Layout[A]):
     """A chunk of each of B slots' prompts, int32 [B, 3].

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -41,9 +42,52 @@ def test_static_policy():
 def test_select_gives_the_tier_and_its_state():
     states = {Tier(k): object() for k in (0, 1, 3, 5)}
     controller = AdaptiveController(eager_policy(), states)
-    assert controller.select(VIEW) == (Choice(Tier(1)), states[Tier(1)])
+    assert controller.select(VIEW) == (Choice(Tier(1)), states[Tier(1)], 1)
     controller.observe(RoundStats(Tier(1), 1, 1, (1,)))
-    assert controller.select(VIEW) == (Choice(Tier(3)), states[Tier(3)])
+    assert controller.select(VIEW) == (Choice(Tier(3)), states[Tier(3)], 1)
+
+
+class Said:
+    """A policy that says what it was told to, and counts how often it was asked."""
+
+    tiers = (PLAIN, Tier(1))
+
+    def __init__(self, *said: Tier) -> None:
+        self.said, self.asked = said, 0
+
+    def select(self, view: BatchView) -> Tier:
+        self.asked += 1
+        return self.said[self.asked - 1]
+
+    def observe(self, stats: RoundStats) -> None: ...
+
+    def learn(self, tier: Tier, bucket: int, seconds: float) -> None: ...
+
+    def buckets_for(self, tier: Tier, buckets: tuple[int, ...]) -> tuple[int, ...]:
+        return buckets
+
+
+def test_several_rounds_run_at_once_where_the_policy_says_the_same_for_each():
+    """It is asked once for each round, in order, however they are dispatched; another batch asks anew."""
+    one = Tier(1)
+    policy = Said(one, one, one, PLAIN, one, one, one, one, one, PLAIN, PLAIN)
+    controller = AdaptiveController(policy, {PLAIN: 0, one: 1})
+    chosen = [controller.select(VIEW, 3)[::2]]
+    assert chosen == [(Choice(one), 3)] and policy.asked == 3
+    chosen += [controller.select(VIEW, 3)[::2] for _ in range(3)]
+    assert chosen[1:] == [(Choice(PLAIN), 1), (Choice(one), 3), (Choice(one), 1)]
+    assert controller.rounds_by_tier == {PLAIN: 1, one: 7} and controller.switches == 2
+    assert policy.asked == 10, "two more are known"
+    assert controller.select(dataclasses.replace(VIEW, batch_size=2), 1)[::2] == (Choice(PLAIN), 1)
+    assert policy.asked == 11, "they were for another batch"
+
+
+def test_what_cannot_be_repeated_runs_once():
+    policy = Said(Tier(1), Tier(1))
+    controller = AdaptiveController(policy, {PLAIN: 0, Tier(1): 1})
+    refused: list[Choice] = []
+    assert controller.select(VIEW, 4, lambda choice: bool(refused.append(choice)))[2] == 1
+    assert refused == [Choice(Tier(1))] and policy.asked == 1
 
 
 def test_counts_rounds_and_switches():

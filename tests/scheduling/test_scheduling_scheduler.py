@@ -23,6 +23,7 @@ def make(**changes: Any) -> Scheduler:
         "max_depth": 2,
         "prefill_chunk": 8,
         "max_num_batched_tokens": 8,
+        "max_rounds": 1,
     }
     sizes = Sizes(**{name: changes.pop(name, value) for name, value in config.items()})
     return Scheduler(SchedulerConfig(sizes, **changes), clock=lambda: 5.0)
@@ -295,6 +296,38 @@ def test_a_single_token_needs_no_round():
     assert step(scheduler).empty
     assert scheduler.commit(request, request.epoch, [3])
     assert request.output_token_ids == [3] and request.metrics.first_token_time == 5.0
+
+
+def test_several_rounds_need_pages_for_all_of_them_and_nobody_who_waits():
+    scheduler = make(max_rounds=3)
+    request, other = make_request("a", prompt=4, max_tokens=30), make_request("b", prompt=4, max_tokens=7)
+    prefilled(scheduler, request)
+    scheduler.add(other)
+    assert scheduler.plan(3).decode.rounds == 1, "b waits"
+    scheduler.finish(other, FinishReason.ABORT)
+    plan = scheduler.plan(3)
+    assert plan.decode.rounds == 3 and len(request.pages) == 4, "4 known + 3 times 3 to come"
+    scheduler.dispatched(plan, growth=2)
+    assert plan.decode.growth == 6 and scheduler.slots.in_flight(request) == (3, 6)
+    scheduler.commit_round(plan.decode, [[1, 1, 1, 1]])
+    assert scheduler.slots.in_flight(request) == (0, 0) and scheduler.slots.computed(request) == 8
+    taken = scheduler.pages.allocate(scheduler.pages.free_count)
+    assert taken is not None and len(request.pages) == 4
+    assert scheduler.plan(3).decode.rounds == 1, "8 known + 3 to come have their pages, 9 have not"
+    scheduler.pages.release(taken)
+    assert scheduler.plan(3).decode.rounds == 3
+
+
+def test_several_rounds_are_for_requests_that_need_them():
+    scheduler = make(max_rounds=4)
+    request = make_request("a", prompt=4, max_tokens=5)
+    prefilled(scheduler, request)  # one token known, 4 to come
+    plan = scheduler.plan(4)
+    assert plan.decode.rounds == 4 and len(request.pages) == 3, "no more than max_tokens can need"
+    scheduler.dispatched(plan, growth=1)
+    assert scheduler.plan(4).empty
+    scheduler.commit_round(plan.decode, [[1]])
+    assert scheduler.plan(4).decode.rounds == 1, "3 to come"
 
 
 # Preemption.

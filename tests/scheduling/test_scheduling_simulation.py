@@ -32,8 +32,8 @@ class Slot:
 class Device:
     """Slots and a pool. `pool` holds tokens, `drafter` pairs of tokens as an EAGLE drafter's cache would."""
 
-    def __init__(self, config: SchedulerConfig, rng: random.Random) -> None:
-        self.config, self.sizes, self.rng = config, config.sizes, rng
+    def __init__(self, config: SchedulerConfig, rng: random.Random, eos: int | None) -> None:
+        self.config, self.sizes, self.rng, self.eos = config, config.sizes, rng, eos
         self.slots: dict[int, Slot] = {}
         self.pool: dict[tuple[int, int], int] = {}
         self.drafter: dict[tuple[int, int], tuple[int, int]] = {}
@@ -88,13 +88,21 @@ class Device:
             assert 0 < len(pages) <= self.sizes.growth_pages
             assert table[first : first + len(pages)] == [self.sizes.num_pages] * len(pages)
             table[first : first + len(pages)] = pages
-        batch = zip(rows.slots_B.tolist(), rows.requests, strict=True)
-        return [self._decode(self.slots[slot], request, growth, drafter) for slot, request in batch]
+        said: list[list[int]] = [[] for _ in rows.requests]
+        for _ in range(rows.rounds):
+            for row, (slot, request) in enumerate(zip(rows.slots_B.tolist(), rows.requests, strict=True)):
+                said[row] += self._decode(self.slots[slot], request, growth, drafter)
+        return said
 
     def _decode(self, slot: Slot, request: Request, growth: int, drafter: bool) -> list[int]:
         assert slot.request is request
-        useful = len(request.prompt_token_ids) + request.max_tokens
-        self._check(slot, min(slot.length, useful))
+        useful, outputs = (
+            len(request.prompt_token_ids) + request.max_tokens,
+            slot.tokens[len(request.prompt_token_ids) :],
+        )
+        if len(slot.tokens) >= useful or self.eos in outputs:  # over: the device has seen it
+            return []
+        self._check(slot, slot.length)
         gained = self.rng.randint(1, growth)
         first = len(slot.tokens)
         slot.tokens += [token_at(request.seed, first + i) for i in range(gained)]
@@ -120,16 +128,17 @@ class Simulation:
             max_depth=max_growth - 1,
             prefill_chunk=(chunk := rng.choice([3, 8, 64])),
             max_num_batched_tokens=chunk * rng.choice([1, 1, 4]),
+            max_rounds=rng.choice([1, 2, 5]),
         )
         self.config = SchedulerConfig(self.sizes, enable_prefix_caching=caching, prefix_lookahead=lookahead)
         self.hostile = hostile
-        self.steps = self.most_chunks = 0
+        self.steps = self.most_chunks = self.several = 0
         self.scheduler = Scheduler(self.config, clock=lambda: float(self.steps))
-        self.device = Device(self.config, rng)
+        self.eos = 7 if hostile else None
+        self.device = Device(self.config, rng, self.eos)
         self.requests: list[Request] = []
         #: Results the host has not seen: first tokens with their requests' epochs, and a round.
         self.pending: tuple[list[tuple[Request, int, list[int]]], DecodeRows, list[list[int]]] | None = None
-        self.eos = 7 if hostile else None
 
     def new_request(self) -> None:
         rng, limit = self.rng, self.sizes.max_seq_len
@@ -195,7 +204,12 @@ class Simulation:
 
     def step(self) -> None:
         self.steps += 1
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.rng.randint(1, self.sizes.max_rounds))
+        several = plan.decode.rounds
+        if several > 1:
+            assert not plan.prefill and not plan.preempted and not self.scheduler.stats.waiting
+            self.several += 1
+            plan.decode.rounds = self.rng.choice([1, several])  # as where the policy wants another tier
         # With results to wait for, an empty plan is fine; without, somebody has to run.
         waits = self.pending is not None and (self.pending[0] is not None or len(self.pending[1]))
         assert not plan.empty or waits or plan.preempted or not self.scheduler.has_work
@@ -254,12 +268,14 @@ def test_random_traffic_keeps_every_invariant(seed: int):
 
 def test_traffic_reaches_preemption_resume_and_reuse():
     """The simulations above mean something only if they get there."""
-    preemptions = hits = resumed = together = 0
+    preemptions = hits = resumed = together = several = 0
     for seed in range(40):
         simulation = Simulation(seed, lookahead=seed % 2, caching=True, hostile=False)
         simulation.run(12)
         together += simulation.most_chunks > 1
+        several += simulation.several
         preemptions += simulation.scheduler.stats.preemptions
         hits += simulation.scheduler.stats.prefix_hits
         resumed += sum(r.metrics.preemptions > 0 and len(r.output_token_ids) > 1 for r in simulation.requests)
     assert preemptions > 20 and hits > 200 and resumed > 10 and together > 10, (preemptions, hits, resumed, together)
+    assert several > 100, several

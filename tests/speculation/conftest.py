@@ -21,6 +21,7 @@ from jaxspec.speculation.layouts import Batch, Budget, plain_calibration
 from jaxspec.speculation.packed import packed_fn
 from jaxspec.speculation.round import RoundSpec, round_fn
 from jaxspec.speculation.sampling import SamplingState
+from jaxspec.speculation.several import several_fn
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import Tier
 
@@ -182,16 +183,19 @@ class Markov:
     def run(
         self, state: DecodeState, tier: Tier, *, kind: str = "draft", rejection: bool = False, sampled: bool = True,
         batch: np.ndarray | None = None, draft_params: Any = None, tokens: int | None = None, spend: Any = None,
+        several: int | None = None,
     ) -> tuple[DecodeState, np.ndarray]:  # fmt: skip
         """One round; (state, packed).
 
         Args:
           tokens: of a packed round. spend: its calibration and `Budget`, where they are not plain.
+          several: so many rounds in one executable, and what each emitted.
         """
-        key = (tier, kind, rejection, sampled, tokens)
+        key = (tier, kind, rejection, sampled, tokens, several)
         if key not in self._jitted:
             spec = RoundSpec(self.graph, CONFIG, self.geo, self._drafter(kind), rejection, eos=(EOS,))
             made = round_fn(spec, tier, sampled) if tokens is None else packed_fn(spec, tier, sampled, tokens)
+            made = made if several is None else several_fn(made, several)
             self._jitted[key] = jax.jit(made)
         params = self.core.params if draft_params is None else draft_params
         stateless = not kind.endswith("draft")

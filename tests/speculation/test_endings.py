@@ -70,3 +70,20 @@ def test_rows_end_where_their_texts_do_and_stay_idle(
             assert end == (End.OVER if over[slot] else End.NOT_YET), (slot, texts[slot])
             ended += over[slot]
     assert ended >= 5 and idle >= 3 and not all(over)
+
+
+@pytest.mark.parametrize(("tier", "tokens", "sampled"), CASES, ids=str)
+def test_several_rounds_at_once_are_as_many_one_by_one(
+    markov: Callable[[int], Any], tier: Tier, tokens: int | None, sampled: bool
+):
+    """All that is said and all that is left, though rows end on the way; pages granted before the first."""
+    rounds = markov(SLOTS)
+    options = dict(sampled=sampled, tokens=tokens)
+    state, said = start(rounds), []
+    for _ in range(3):
+        state, packed = rounds.run(state, tier, **options)
+        said.append(packed)
+    at_once, packed = rounds.run(start(rounds), tier, several=3, **options)
+    np.testing.assert_array_equal(packed, np.stack(said))
+    for x, y in zip(jax.tree.leaves(at_once), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(x, y)

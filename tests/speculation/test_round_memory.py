@@ -17,6 +17,7 @@ from jaxspec.speculation.drafters.dflash_head import DflashConfig, DflashHead
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.drafters.parallel import ParallelDrafter
 from jaxspec.speculation.layouts import Batch
+from jaxspec.speculation.several import several_fn
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import PLAIN, Tier
 
@@ -42,11 +43,12 @@ def temp_and_smallest_pool(compiled, state) -> tuple[int, int]:
     return compiled.memory_analysis().temp_size_in_bytes, min(pools)
 
 
-def check_round(setting, tier):
+def check_round(setting, tier, count=1):
     spec, target, draft, state = setting
     batch = jax.ShapeDtypeStruct((2, Batch.width(GEO)), jnp.int32)
-    fn = jax.jit(rounds.round_fn(spec, tier, sampled=False), donate_argnums=2)
-    compiled = fn.lower(target, draft, state, batch).compile()
+    fn = rounds.round_fn(spec, tier, sampled=False)
+    fn = fn if count == 1 else several_fn(fn, count)
+    compiled = jax.jit(fn, donate_argnums=2).lower(target, draft, state, batch).compile()
     temp, pool = temp_and_smallest_pool(compiled, state)
     assert temp < pool / 4, f"{temp} bytes of temporaries against a pool of {pool}"
 
@@ -54,6 +56,10 @@ def check_round(setting, tier):
 @pytest.mark.parametrize("tier", [PLAIN, Tier(2), Tier(2, 2, 5)], ids=str)
 def test_rounds_copy_no_pool(setting, tier):
     check_round(setting, tier)
+
+
+def test_several_rounds_copy_no_pool(setting):
+    check_round(setting, Tier(2), count=4)
 
 
 def test_drafts_of_one_pass_copy_no_pool():

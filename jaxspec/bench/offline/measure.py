@@ -167,8 +167,8 @@ def _rounds(stats: Sequence[RoundStats], kept: int, kinds: Counter[str]) -> Iter
     for i, s in enumerate(stats, start=1):
         tokens = kept if i == len(stats) else 0
         name = PLAIN_MODE if s.tier.depth == 0 else s.tier.name
-        # Which of several rounds gave which tokens is not known: then none has a time.
-        seconds = s.seconds if s.seconds > 0 and len(stats) == 1 else None
+        # Which of several dispatches gave which tokens is not known: then none has a time.
+        seconds = s.seconds if s.seconds > 0 and len(stats) == s.dispatched else None
         yield Round(name, s.tier.depth, s.batch_size, kind, seconds, tokens, s.num_accepted)
 
 
