@@ -182,7 +182,7 @@ def test_peers_are_compared_end_to_end(capsys: pytest.CaptureFixture[str]):
 
 
 class Stepped(PlantedEngine):
-    """Of each round the host plans 2 ms and calls 1, and waits for the rest; every fourth starves the device."""
+    """Of each round the host plans 2 ms and calls 1, waits for the rest; they come in twos, every fourth starves."""
 
     def use_policy(self, policy: Any) -> None:
         self.rounds = 0
@@ -199,8 +199,9 @@ class Stepped(PlantedEngine):
         parts = dict.fromkeys(PARTS, 0.0) | {"plan": 0.002 * self.rounds, "call": 0.001 * self.rounds}
         waited = (self.round - 0.003) * self.rounds
         return SimpleNamespace(
-            rounds=self.rounds, starved_rounds=self.rounds // 4, device_seconds=waited, host_parts=parts
-        )
+            rounds=self.rounds, dispatches=self.rounds // 2, starved_rounds=self.rounds // 8, device_seconds=waited,
+            host_parts=parts,
+        )  # fmt: skip
 
 
 def test_the_hosts_part_of_a_round():
@@ -208,6 +209,7 @@ def test_the_hosts_part_of_a_round():
     planted: Any = Stepped(prefill=1.0, round=0.01, gain=3)
     found = overheads.window(planted, [[1], [2]], StaticPolicy(Tier(2)), 40, 1000, clock=planted.clock)
     assert (found.wall, found.host, found.starved, found.tokens) == pytest.approx((0.01, 0.003, 0.25, 3.0))
+    assert found.rounds == 2
     assert found.parts["plan"] == pytest.approx(0.002) and found.parts[WAIT] == pytest.approx(0.007)
     slow = dataclasses.replace(found, wall=0.03, parts={**found.parts, "plan": 0.02})
     assert overheads.median([found, slow, found]) == found
@@ -216,9 +218,9 @@ def test_the_hosts_part_of_a_round():
 def test_the_table_of_overheads():
     parts = {**dict.fromkeys(PARTS, 0.0), "call": 100.0, WAIT: 900.0}
     row = {"batch_size": 4, "policy": "off", "wall_us": 1000.0, "host_us": 100.0, "parts_us": parts}
-    row |= {"starved_share": 0.5}
+    row |= {"starved_share": 0.5, "rounds_per_dispatch": 2.5}
     timed = {**row, "device_us": 950.0, "device_idle_share": 0.05, "call_alone_us": 80.0}
     head, plain, adaptive = (line.split() for line in overheads.table([timed, row]).splitlines())
-    assert head[:6] == ["batch", "policy", "wall", "device", "idle", "starved"]
-    assert plain[:7] == ["4", "off", "1000", "950", "5.0%", "50.0%", "100"] and plain[-1] == "80"
-    assert adaptive[:5] == ["4", "off", "1000", "50.0%", "100"]
+    assert head[:7] == ["batch", "policy", "rounds", "wall", "device", "idle", "starved"]
+    assert plain[:8] == ["4", "off", "2.5", "1000", "950", "5.0%", "50.0%", "100"] and plain[-1] == "80"
+    assert adaptive[:6] == ["4", "off", "2.5", "1000", "50.0%", "100"]

@@ -60,6 +60,7 @@ class Options:
     grow: str | None = None
     simulate: float | None = None
     prompts: str | None = None
+    rounds_per_dispatch: int | str = "auto"
 
 
 class Parts:
@@ -123,6 +124,7 @@ class Parts:
             enable_prefix_caching=False,
             batch_buckets=options.plan.batch_sizes,
             variants=("greedy",) if options.plan.temperature == 0 else ("sampled",),
+            rounds_per_dispatch=options.rounds_per_dispatch,
             warmup="eager",
         )
 

@@ -5,7 +5,9 @@ overheads --model DIR --tiers off,3,5 --policies adaptive      a grown model (`p
 
 Requests of a full batch run side by side; rounds are looked at once all are under way and until the first could end, so
 that no prompt is among them. What the device needs for a round is that of the same executable dispatched back to back
-at the same context; the rest of a round's wall time the device idles. On a CPU host and device share the cores.
+at the same context; the rest of a round's wall time the device idles. On a CPU host and device share the cores. Where
+one call runs several rounds (EngineConfig.rounds_per_dispatch), the column "rounds" says how many on average, and the
+host's time is shared among them.
 """
 
 from __future__ import annotations
@@ -27,15 +29,16 @@ from jaxspec.bench.offline.measure import Sweep
 from jaxspec.bench.offline.metrics import ADAPTIVE
 from jaxspec.bench.offline.prompts import CODE
 from jaxspec.bench.offline.report import check_path, write_json
+from jaxspec.config import MOST_ROUNDS
 from jaxspec.engine import Engine
-from jaxspec.events import Delta
+from jaxspec.events import Delta, Event
 from jaxspec.laps import PARTS, WAIT
 from jaxspec.request import SamplingParams
 from jaxspec.runtime.timing import back_to_back
 from jaxspec.tier import PLAIN, Tier, parse_tier
 
-#: Rounds before those that are looked at; what a policy chooses between, beside static tiers.
-_FIRST = 8
+#: Rounds before those that are looked at, in which the engine also learns how many to dispatch at once.
+_FIRST = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +47,15 @@ class Window:
 
     Attributes:
       wall: from one to the next. parts: of the host, by jaxspec.laps.PARTS; WAIT is not the host's.
-      starved: share of the rounds before which the device had no work left (EngineStats.starved_rounds).
-      tokens: that a request got in a round.
+      starved: share of the dispatches before which the device had no work left (EngineStats.starved_rounds).
+      tokens: that a request got in a round. rounds: of a dispatch.
     """
 
     wall: float
     parts: dict[str, float]
     starved: float
     tokens: float
+    rounds: float
 
     @property
     def host(self) -> float:
@@ -63,7 +67,8 @@ def median(windows: Sequence[Window]) -> Window:
     """Of every figure by itself."""
     middle = lambda of: statistics.median(map(of, windows))
     parts = {part: middle(lambda w, part=part: w.parts[part]) for part in windows[0].parts}
-    return Window(middle(lambda w: w.wall), parts, middle(lambda w: w.starved), middle(lambda w: w.tokens))
+    whole = (middle(lambda w: w.starved), middle(lambda w: w.tokens), middle(lambda w: w.rounds))
+    return Window(middle(lambda w: w.wall), parts, *whole)
 
 
 def window(
@@ -82,21 +87,24 @@ def window(
     started: set[str] = set()
     while len(started) < len(ids):
         started |= {event.request_id for event in engine.step() if isinstance(event, Delta)}
-    for _ in range(_FIRST):
+    settled = engine.stats.rounds + _FIRST
+    while engine.stats.rounds < settled:
         engine.step()
     before, began = engine.stats, clock()
-    events = [event for _ in range(rounds) for event in engine.step()]
+    events: list[Event] = []
+    while engine.stats.rounds < before.rounds + rounds:
+        events += engine.step()
     seconds, after = clock() - began, engine.stats
     for request_id in ids:
         engine.abort(request_id)
     while engine.has_work:
         engine.step()
-    done = after.rounds - before.rounds
+    done, calls = after.rounds - before.rounds, after.dispatches - before.dispatches
     spent = {part: (after.host_parts[part] - before.host_parts[part]) / done for part in PARTS if part != WAIT}
     spent[WAIT] = (after.device_seconds - before.device_seconds) / done
-    starved = (after.starved_rounds - before.starved_rounds) / done
+    starved = (after.starved_rounds - before.starved_rounds) / calls
     tokens = sum(len(event.token_ids) for event in events if isinstance(event, Delta))
-    return Window(seconds / done, spent, starved, tokens / done / len(ids))
+    return Window(seconds / done, spent, starved, tokens / done / len(ids), done / calls)
 
 
 def row(
@@ -117,7 +125,7 @@ def row(
     out["wall_us"], out["host_us"] = 1e6 * found.wall, 1e6 * found.host
     out["wall_us_range"] = [1e6 * min(w.wall for w in windows), 1e6 * max(w.wall for w in windows)]
     out["parts_us"] = {part: 1e6 * seconds for part, seconds in found.parts.items()}
-    out["starved_share"] = found.starved
+    out["starved_share"], out["rounds_per_dispatch"] = found.starved, found.rounds
     if tier is not None:
         context = len(prompts[0]) + round(found.tokens * (_FIRST + rounds / 2))
         bucket = min(bucket for bucket in engine.facts.buckets if bucket >= size)
@@ -130,12 +138,13 @@ def row(
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Microseconds a round."""
     parts = [*(part for part in PARTS if part != WAIT), WAIT]
-    head = ["batch", "policy", "wall", "device", "idle", "starved", "host", *parts, "call alone"]
+    head = ["batch", "policy", "rounds", "wall", "device", "idle", "starved", "host", *parts, "call alone"]
     lines = [head]
     for r in rows:
         device = [f"{r['device_us']:.0f}", f"{r['device_idle_share']:.1%}"] if "device_us" in r else ["", ""]
         lines.append([
-            str(r["batch_size"]), r["policy"], f"{r['wall_us']:.0f}", *device, f"{r['starved_share']:.1%}",
+            str(r["batch_size"]), r["policy"], f"{r['rounds_per_dispatch']:.1f}", f"{r['wall_us']:.0f}", *device,
+            f"{r['starved_share']:.1%}",
             f"{r['host_us']:.0f}", *(f"{r['parts_us'][part]:.0f}" for part in parts),
             f"{r['call_alone_us']:.0f}" if "call_alone_us" in r else "",
         ])  # fmt: skip
@@ -161,6 +170,7 @@ def parser() -> argparse.ArgumentParser:
     add("--context", type=int, default=256, help="tokens of each prompt")
     add("--rounds", type=int, default=100, help="that are looked at")
     add("--repeats", type=int, default=5, help="medians are taken over these")
+    add("--rounds-per-dispatch", metavar="auto|N", default="auto", help="as EngineConfig.rounds_per_dispatch")
     add("--json", metavar="FILE", help="all figures and the conditions (default: not written)")
     out.set_defaults(command="overheads")
     return out
@@ -182,9 +192,14 @@ def run(args: argparse.Namespace, sizes: tuple[int, ...], say: Callable[[str], N
     tiers = [parse_tier(entry.strip()) for entry in args.tiers.split(",")]
     drafting = tuple(tier for tier in tiers if tier != PLAIN)
     depth = max(tier.depth for tier in tiers)
-    room = (depth + 1) * (args.rounds + _FIRST + 4)
+    # Rounds until the engine knows its pace, those that are looked at, and dispatches in flight behind them.
+    room = (depth + 1) * (args.rounds + _FIRST + 4 * MOST_ROUNDS)
     plan = Sweep(sizes, ("code",), room, args.repeats)
-    options = Options(plan, args.model, args.drafter, drafting or (Tier(1),), args.dtype, args.grow)
+    several = args.rounds_per_dispatch
+    options = Options(
+        plan, args.model, args.drafter, drafting or (Tier(1),), args.dtype, args.grow,
+        rounds_per_dispatch=int(several) if several.isdecimal() else several,
+    )  # fmt: skip
     parts = Parts(options)
     engine = parts.engine(args.context + room, plain=not drafting)
     text = [token for passage in CODE for token in parts.tokenizer.encode(passage)]
