@@ -30,6 +30,7 @@ from pallas_kernels.aot.targets import Target
 
 SHARDS = 4
 BUCKET = 16
+ROUNDS = 4
 CHAIN = Tier(3)
 DTYPE = jnp.dtype(jnp.bfloat16)
 GEOMETRY = Geometry(slots=BUCKET, num_pages=2048, page_size=64, pages_per_seq=129, max_depth=CHAIN.depth)
@@ -67,7 +68,7 @@ def _device_bytes(tree: Any) -> int:
 def engine_round(target: Target) -> Iterator[Program]:
     """Rounds of a batch of 16 with a chain of 3 from an EAGLE-3 head, the state donated: 8B over 4 devices, 1B on one.
 
-    The gate's is 1B with a quarter of its layers and as large a pool.
+    And of 1B several in one executable. The gate's is 1B with a quarter of its layers and as large a pool.
 
     Neither the pool nor the weights may be copied: a round gets less for its intermediate
     values than one layer's weights take, or one layer's part of the pool; where rows sample,
@@ -91,11 +92,15 @@ def engine_round(target: Target) -> Iterator[Program]:
         weights = (projections + 3 * cfg.hidden_size * cfg.intermediate_size) * DTYPE.itemsize // shards
         layer = min(weights, _device_bytes(state.pages) // cfg.num_layers)
         logits = BUCKET * CHAIN.num_nodes * cfg.vocab_size * 4 // shards
-        for sampled in (False, True):
+        several = ((False, ROUNDS),) if size == "1b" else ()  # larger rounds are longer than the host's part of one
+        for sampled, rounds in ((False, 1), (True, 1), *several):
+            variant = ("sampled" if sampled else "greedy") + (f"-x{rounds}" if rounds > 1 else "")
             yield Program(
                 op="round",
-                name=f"{size}-tp{shards}-b{BUCKET}-chain{CHAIN.depth}-{'sampled' if sampled else 'greedy'}",
-                lower=functools.partial(described.lower, CHAIN, sampled=sampled, platforms=(target.platform,)),
+                name=f"{size}-tp{shards}-b{BUCKET}-chain{CHAIN.depth}-{variant}",
+                lower=functools.partial(
+                    described.lower, CHAIN, sampled=sampled, rounds=rounds, platforms=(target.platform,)
+                ),
                 max_temp_bytes=layer + (4 * logits if sampled else 0),
                 limit="one layer's weights or pool" + (", logits four times" if sampled else ""),
                 in_place_bytes=_device_bytes(state),

@@ -26,6 +26,7 @@ from jaxspec.models.layers import SPLIT, tensor_parallel
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.layouts import Batch
 from jaxspec.speculation.round import Drafted, Forward, RoundSpec, round_fn
+from jaxspec.speculation.several import several_fn
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import Tier
 
@@ -184,14 +185,19 @@ class AbstractRound:
     placement: Placement
     arguments: tuple[Any, Any, DecodeState, Any]
 
-    def lower(self, tier: Tier, *, sampled: bool = False, platforms: Sequence[str] | None = None) -> Any:
+    def lower(
+        self, tier: Tier, *, sampled: bool = False, rounds: int = 1, platforms: Sequence[str] | None = None
+    ) -> Any:
         """Traces and lowers the round as the runner does: the state donated, every result's sharding given.
 
         Args:
+          rounds: so many, one after the other.
           platforms: to lower for, where the mesh's devices are a topology's and not the backend's.
         """
         fn = round_fn(self.spec, tier, sampled)
-        jitted = jax.jit(fn, donate_argnums=2, out_shardings=self.placement.round_results(sampled))
+        fn = fn if rounds == 1 else several_fn(fn, rounds)
+        results = self.placement.round_results(sampled and rounds == 1)
+        jitted = jax.jit(fn, donate_argnums=2, out_shardings=results)
         target, draft_params, state, batch = self.arguments
         with self.placement.ambient():
             traced = jitted.trace(target, draft_params if self.spec.takes_drafter(tier) else (), state, batch)
