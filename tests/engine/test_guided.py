@@ -26,6 +26,7 @@ from tokenizers import Tokenizer as Backend
 from jaxspec import LLM
 from jaxspec.adaptive import goodput
 from jaxspec.adaptive.cost import CostTable
+from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.assemble import Drafting, assemble, bind_drafter
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
@@ -137,8 +138,8 @@ class Engines:
             tiers = {"plain": (PLAIN,), "eagle3": (PLAIN, Tier(3), TREE), "ngram": (PLAIN, Tier(4))}.get(kind, (TREE,))
             # Rows leave a bucket for a smaller one where that costs least to compile.
             buckets = (1, 4) if kind == "ngram" or self.exhaustive else (4,)
-            pages = dict(num_pages=24) if kind == "eagle3" else {}
-            self._made[kind] = self.build(kind, tiers, batch_buckets=buckets, **pages)
+            more = {"eagle3": dict(num_pages=24), "ngram": dict(rounds_per_dispatch=2)}.get(kind, {})
+            self._made[kind] = self.build(kind, tiers, batch_buckets=buckets, **more)
         engine = self._made[kind]
         engine.scheduler.prefix_cache.reset()
         assert not engine.has_work
@@ -327,6 +328,20 @@ def test_speculation_changes_no_token(kind: str, engines: Engines, expected: dic
     assert accepted > 0
     alone = run(engine, workload()[:1])
     assert alone[0].token_ids == expected[0].token_ids
+
+
+def test_rows_with_a_grammar_run_round_by_round(engines: Engines, expected: dict[int, RequestOutput], tools: Any):
+    """Two rounds a dispatch before one joins and after it has ended, and single ones with it."""
+    engine, work = engines("ngram"), workload()
+    engine.use_policy(StaticPolicy(Tier(4)))
+    free = [i for i, (_, _, grammar) in enumerate(work) if grammar is None][:2]
+    before = engine.stats
+    outputs = run(engine, [work[i] for i in (*free, 0)], join=lambda i: 5 * (i == 2))
+    tools.same([outputs[i] for i in sorted(outputs)], [expected[i] for i in (*free, 0)])
+    after = engine.stats
+    several = after.rounds - before.rounds - (after.dispatches - before.dispatches)
+    guided = after.guided_rounds - before.guided_rounds
+    assert several > 0 and guided > 0 and after.dispatches - before.dispatches >= guided + several
 
 
 def test_guided_rounds_stay_out_of_the_cost_table(engines: Engines, tools: Any):
