@@ -316,7 +316,7 @@ class Simulation:
         if show is not None:
             show(Batch(bucket, context, alive_BD))
         began = time.thread_time()
-        choice, _ = self.controller.select(BatchView(len(rows), bucket, context, self.now, rows.deepest))
+        choice, _, _ = self.controller.select(BatchView(len(rows), bucket, context, self.now, rows.deepest))
         self._out.controller.append(time.thread_time() - began)
         tier = choice.tier
         assert tier.is_chain, f"only chains are simulated, got {tier}"
