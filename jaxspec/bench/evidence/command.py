@@ -24,6 +24,7 @@ from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.kind import PolicyKind, Room, Settings
 from jaxspec.adaptive.policy import TierPolicy
 from jaxspec.adaptive.static import StaticPolicy
+from jaxspec.assemble import candidate_budgets
 from jaxspec.bench.evidence import drive, loads
 from jaxspec.bench.offline import prompts
 from jaxspec.bench.offline.engines import Options, Parts
@@ -61,7 +62,7 @@ class Compared(PolicyKind):
 
     def _room(self, settings: Settings, room: Room) -> Room:
         """With the depths that are compared instead of the device's own."""
-        return Room(room.buckets, tuple(tier.depth for tier in settings.tiers or () if tier.depth))
+        return Room(room.buckets, tuple(tier.depth for tier in settings.tiers or () if tier.depth), room.budgets)
 
     def reachable(self, settings: Settings, room: Room) -> dict[Tier, tuple[int, ...]]:
         room, found = self._room(settings, room), dict.fromkeys(settings.tiers or (), room.buckets)
@@ -137,7 +138,8 @@ def _asked(parts: Parts, question: str) -> tuple[int, ...]:
 
 def modes(named: Sequence[str], depths: Sequence[int], engine: Engine) -> list[Mode]:
     """Plain decoding, every fixed tier and the policies by name."""
-    buckets, room = engine.facts.buckets, Room(engine.facts.buckets, tuple(d for d in depths if d))
+    buckets = engine.facts.buckets
+    room = Room(buckets, tuple(d for d in depths if d), candidate_budgets())
     found = [Mode(Tier(d).name, True, lambda d=d: StaticPolicy(Tier(d))) for d in depths]
     for name in named:
         if name.startswith(SGLANG):

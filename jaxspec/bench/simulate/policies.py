@@ -64,8 +64,7 @@ class Setting:
     @property
     def room(self) -> Room:
         """What policies have room for."""
-        more = {"budgets": self.budgets} if "budgets" in Room.__dataclass_fields__ else {}
-        return Room(self.buckets, tuple(d for d in self.depths if d), **more)
+        return Room(self.buckets, tuple(d for d in self.depths if d), self.budgets)
 
 
 def fixed(depths: Sequence[int]) -> list[Entry]:
