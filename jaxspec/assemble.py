@@ -26,8 +26,10 @@ from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.drafters import directories, registry
 from jaxspec.engine import Engine
 from jaxspec.facts import EngineFacts
+from jaxspec.hybrids import joined
 from jaxspec.models.base import TargetModel
 from jaxspec.models.layers import column_blocks, tensor_parallel
+from jaxspec.remembered import texts
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.programs import RunnerConfig
 from jaxspec.runtime.runner import Runner
@@ -47,6 +49,8 @@ from jaxspec.tier import Tier
 _DEFAULT_CONTEXT = 2048
 #: Context tokens of a row for which a profile is looked up: what `measure` times at.
 _USUAL_CONTEXT = 256
+#: How much deeper than its others a hybrid's tier is that only looks up.
+_LOOKUP = 2
 _log = logging.getLogger(__name__)
 
 
@@ -232,8 +236,12 @@ def choose_policy(
         raise ValueError(f"this drafter proposes chains only (topk 1), got topk {speculation.topk}")
     steps = candidate_steps() if default_steps is None else default_steps
     steps = steps if deepest is None else tuple(min(step, deepest) for step in steps)
-    room = Room(tuple(buckets), steps, candidate_budgets() if default_steps is None else ())
+    # What costs no model may look further.
+    lookups = (_LOOKUP * max(steps) if deepest is None else deepest,) if speculation.hybrid else ()
+    room = Room(tuple(buckets), steps, candidate_budgets() if default_steps is None else (), lookups)
     reachable = kind.reachable(speculation, room)
+    if not speculation.hybrid and any(tier.lookup for tier in reachable):
+        raise ValueError(f"tiers that only look up are for hybrids, got {[str(tier) for tier in reachable]}")
     if not trees and not all(tier.is_chain for tier in reachable):
         raise ValueError(f"this drafter proposes chains only, got tiers {[str(tier) for tier in reachable]}")
     budgets = kind.budgets(speculation, room)
@@ -317,16 +325,21 @@ def assemble(
     eos = tuple(sorted({*model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer is not None else ())}))
     can = Drafting(lambda _: (None, ())) if drafter is None else drafter
     choice = choose_policy(speculation, buckets, drafter is not None, can.trees, can.deepest)
+
+    def bind(geo: Geometry) -> tuple[Drafter | None, Any]:
+        built, params = can.bind(geo)
+        return None if built is None else joined(built, model.vocab_size, speculation), params
+
     depth = max(tier.depth for tier in choice.reachable)
     if drafter is not None and speculation.topk > 1 and speculation.num_nodes is None:
         trees = [tier.name for tier in choice.reachable if not tier.is_chain]
         _log.info("topk %d without num_nodes: draft trees are %s", speculation.topk, ", ".join(trees))
     repeated, pace = _several(config, target)
     geo = dataclasses.replace(_geometry(config, model.max_position_embeddings, depth), max_rounds=pace.most)
-    built, params = can.bind(geo) if depth else (None, ())
+    built, params = bind(geo) if depth else (None, ())
     if config.memory_fraction is not None and config.num_pages is None:
         geo = _fitted(geo, config.memory_fraction, target, built, params, shards)
-        built, params = can.bind(geo) if depth else (None, ())
+        built, params = bind(geo) if depth else (None, ())
     widest = max(tier.topk for tier in choice.reachable)
     if built is not None and widest > built.max_topk:
         raise ValueError(f"topk must be at most {built.max_topk}, the tokens this drafter can propose, got {widest}")
@@ -342,7 +355,7 @@ def assemble(
     )  # fmt: skip
     # The processes of several hosts must run the same rounds, and what is ready differs between them.
     background = config.warmup == "background" and jax.process_count() == 1
-    identity = _identity(target, can.name, params, shards)
+    identity = _identity(target, can.name + " with suffix matches" * speculation.hybrid, params, shards)
     if config.profile is not None:
         cost = _profiled(config.profile, choice, identity, speculation.resolved_policy)
     times = cost is None and choice.needs_cost
@@ -356,7 +369,13 @@ def assemble(
         geo, tuple(buckets), model.vocab_size, True in runner.variants, frozenset(eos), tokenizer, grammars,
         can.name, speculation.resolved_policy, str(target.embedding[...].dtype), speculation.objective, identity,
     )  # fmt: skip
-    return Engine(facts, runner, scheduler, choice.build, cost, config.seed, began, config.traffic_log, pace)
+    encode = None if tokenizer is None else tokenizer.encode
+    for text in texts(speculation.suffix_corpus_files, encode, model.vocab_size):
+        runner.remember(text)
+    return Engine(
+        facts, runner, scheduler, choice.build, cost, config.seed, began, config.traffic_log, pace,
+        remembers=speculation.suffix_corpus_responses and built is not None,
+    )  # fmt: skip
 
 
 def _several(config: EngineConfig, target: TargetModel) -> tuple[tuple[int, ...], Pace]:

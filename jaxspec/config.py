@@ -26,6 +26,7 @@ MOST_ROUNDS = 16
 SPECULATION_ELSEWHERE = {
     "num_speculative_tokens": "depth", "speculative_num_steps": "depth", "speculative_eagle_topk": "topk",
     "speculative_num_draft_tokens": "num_nodes", "method": "LLM(drafter=)", "model": "LLM(drafter=)",
+    "prompt_lookup_min": "ngram_min", "prompt_lookup_max": "ngram_max",
 }  # fmt: skip
 #: What vLLM calls an engine's.
 ENGINE_ELSEWHERE = {
@@ -85,6 +86,13 @@ class SpeculationConfig:
       typical_threshold, typical_alpha: of typical verification, which accepts a token of probability p where
         p > min(typical_threshold, typical_alpha * exp(-entropy)).
       ngram_min, ngram_max: shortest and longest suffix that the n-gram drafter matches.
+      hybrid: each row and round drafts by suffix matches where these promise more accepted tokens than the drafter. It
+        needs coupled verification. The adaptive policy then has a tier more, that runs no drafter at all.
+      suffix_corpus_tokens: room for texts of others than the request itself, in which a suffix drafter and a hybrid
+        look too; 20 to 36 bytes a token on every device. 0: none, and nothing of a request outlives it.
+      suffix_corpus_responses: finished responses go there, until newer ones take their place. They are other users'
+        text: it changes no output, but how fast a text comes may tell that somebody had it before.
+      suffix_corpus_files: files whose texts are there from the start: JSONL of a traffic log, else plain text.
       budget: of a static tier: how many drafted tokens a request the target verifies, on average: those of the whole
         batch that are likeliest to be accepted, few of one request and many of another. The text does not depend on
         it, under coupled verification, which it needs. None: all.
@@ -109,6 +117,10 @@ class SpeculationConfig:
     typical_alpha: float = 0.3
     ngram_min: int = 1
     ngram_max: int = 4
+    hybrid: bool = False
+    suffix_corpus_tokens: int = 0
+    suffix_corpus_responses: bool = False
+    suffix_corpus_files: tuple[str | Path, ...] = ()
     budget: float | None = None
     objective: str = CUMULATIVE
 
@@ -132,6 +144,7 @@ class SpeculationConfig:
         _integer(me, "ngram_max", self.ngram_max, 1, 16)
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"{me}.ngram_min {self.ngram_min} exceeds ngram_max {self.ngram_max}")
+        self._check_suffix()
         if self.candidate_steps is not None:
             steps = _items(me, "candidate_steps", self.candidate_steps)
             for step in steps:
@@ -152,6 +165,27 @@ class SpeculationConfig:
                 _budget(me, "candidate_budgets", budget)
             object.__setattr__(self, "candidate_budgets", tuple(sorted(set(budgets))))
         self._check_policy()
+
+    def _check_suffix(self) -> None:
+        me, tokens = "SpeculationConfig", self.suffix_corpus_tokens
+        for name in ("hybrid", "suffix_corpus_responses"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{me}.{name} must be True or False, got {getattr(self, name)!r}")
+        if self.hybrid and self.verification != "coupled":
+            raise ValueError(f"{me}.hybrid needs verification 'coupled', got {self.verification!r}")
+        files = self.suffix_corpus_files
+        files = (files,) if isinstance(files, str | Path) else tuple(_items(me, "suffix_corpus_files", files))
+        if not all(isinstance(path, str | Path) and str(path) for path in files):
+            raise ValueError(f"{me}.suffix_corpus_files must hold paths, got {self.suffix_corpus_files!r}")
+        object.__setattr__(self, "suffix_corpus_files", files)
+        _integer(me, "suffix_corpus_tokens", tokens, 0, 2**28)
+        if 0 < tokens < 64:
+            raise ValueError(f"{me}.suffix_corpus_tokens must be 0 or at least 64, got {tokens}")
+        if bool(tokens) != (self.suffix_corpus_responses or bool(files)):
+            raise ValueError(
+                f"{me}.suffix_corpus_tokens is the room for suffix_corpus_responses or suffix_corpus_files; got "
+                f"{tokens}, {self.suffix_corpus_responses} and {len(files)} files"
+            )
 
     def _check_policy(self) -> None:
         me, kind, policy = "SpeculationConfig", self.policy_kind, self.resolved_policy

@@ -22,6 +22,7 @@ from jaxspec.facts import EngineFacts
 from jaxspec.laps import WAIT
 from jaxspec.output import Kept, OutputProcessor
 from jaxspec.reader import RoundReader
+from jaxspec.remembered import answer
 from jaxspec.request import FinishReason, Request, RequestMetrics, SamplingParams
 from jaxspec.runtime.compile import CompileCounter, SpecRuntimeState
 from jaxspec.runtime.results import Pending, Result
@@ -50,6 +51,7 @@ class Engine:
       began: when building the engine began, on time.perf_counter's clock.
       traffic_log: file to append finished requests to (see EngineConfig).
       pace: how many rounds a dispatch runs; None: one.
+      remembers: whether finished responses go into the drafter's corpus.
 
     Attributes:
       on_round: hears every finished round, between the dispatch of one and the next; None: nobody does.
@@ -61,7 +63,7 @@ class Engine:
     def __init__(
         self, facts: EngineFacts, runner: Runner, scheduler: Scheduler,
         build_policy: Callable[[CostTable | None], TierPolicy], cost: CostTable | None, seed: int, began: float,
-        traffic_log: str | Path | None = None, pace: Pace | None = None,
+        traffic_log: str | Path | None = None, pace: Pace | None = None, remembers: bool = False,
     ):  # fmt: skip
         self.facts, self.runner, self.scheduler = facts, runner, scheduler
         self._build_policy, self.cost, self._seed = build_policy, cost, seed
@@ -80,6 +82,7 @@ class Engine:
         self._compilations = CompileCounter()
         self.on_round: Callable[[RoundStats], None] | None = None
         self._traffic = None if traffic_log is None else TrafficLog(traffic_log)
+        self._remembers = remembers
         self._warmup = BackgroundWarmup(runner, began, self._learn, lambda: self.has_work)
 
     def new_policy(self) -> TierPolicy:
@@ -378,8 +381,11 @@ class Engine:
         self._matching -= output.matcher is not None
         self._asking -= request.tpot is not None
         self.scheduler.finish(request, reason)
-        if self._traffic is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._traffic.record(request)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            if self._traffic is not None:
+                self._traffic.record(request)
+            if self._remembers:
+                self.runner.remember(answer(request.prompt_token_ids, request.output_token_ids))
         del self._live[request.request_id]
         return Finished(request.request_id, output.index, reason, output.result())
 

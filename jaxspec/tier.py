@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 def max_nodes(depth: int, topk: int) -> int:
@@ -24,6 +24,7 @@ class Tier:
       topk: children that each expanded node proposes; 1 makes a chain.
       num_nodes: nodes the target verifies, the root (the last committed token) included.
         0 stands for the default: depth + 1 for a chain; a tree must name it.
+      lookup: whether a hybrid drafter leaves its model out and drafts a chain by suffix matches alone.
 
     Raises:
       ValueError: a shape that no draft can fill; the message names both values.
@@ -32,6 +33,7 @@ class Tier:
     depth: int = 0
     topk: int = 1
     num_nodes: int = 0
+    lookup: bool = False
 
     def __post_init__(self) -> None:
         for name in ("depth", "topk", "num_nodes"):
@@ -46,6 +48,8 @@ class Tier:
             raise ValueError(
                 f"a tier of depth 0 has topk 1 and num_nodes 1, got topk {self.topk}, num_nodes {self.num_nodes}"
             )
+        if self.lookup and (self.depth == 0 or self.topk > 1):
+            raise ValueError(f"a lookup tier is a chain, got depth {self.depth} and topk {self.topk}")
         most = max_nodes(self.depth, self.topk)
         if self.num_nodes == 0:
             if self.topk > 1:
@@ -63,28 +67,39 @@ class Tier:
 
     @property
     def name(self) -> str:
-        """Short and stable, for tables and metrics: "off", "chain-3", "tree-5x4/16"."""
+        """Short and stable, for tables and metrics: "off", "chain-3", "tree-5x4/16", "suffix-8"."""
         if self.depth == 0:
             return "off"
+        if self.lookup:
+            return f"suffix-{self.depth}"
         return f"chain-{self.depth}" if self.is_chain else f"tree-{self.depth}x{self.topk}/{self.num_nodes}"
+
+    @property
+    def row(self) -> list[Any]:
+        """What JSON can hold; `Tier(*row)` is the tier."""
+        row = [self.depth, self.topk, self.num_nodes]
+        return [*row, True] if self.lookup else row
 
     def __str__(self) -> str:
         return self.name
 
 
 def parse_tier(text: str) -> Tier:
-    """A tier by its name ("off", "chain-3", "tree-4x3/16"), or a chain by its depth ("3").
+    """A tier by its name ("off", "chain-3", "tree-4x3/16", "suffix-8"), or a chain by its depth ("3").
 
     Raises:
       ValueError: another text, or a shape that no draft can fill.
     """
     if text == "off":
         return Tier(0)
-    match = re.fullmatch(r"(?:chain-)?(\d{1,2})|tree-(\d{1,2})x(\d{1,2})/(\d{1,4})", text)
+    match = re.fullmatch(r"(?:chain-|(suffix-))?(\d{1,2})|tree-(\d{1,2})x(\d{1,2})/(\d{1,4})", text)
     if match is None:
         raise ValueError(f"a tier must be a depth, or a name such as 'chain-3' or 'tree-4x3/16', got {text!r}")
-    depth, *tree = match.groups()
-    return Tier(int(depth)) if depth else Tier(*(int(part) for part in tree))
+    lookup, depth, *tree = match.groups()
+    if depth:
+        return Tier(int(depth), lookup=lookup is not None)
+    levels, topk, nodes = map(int, tree)
+    return Tier(levels, topk, nodes)
 
 
 #: Plain decoding.

@@ -38,6 +38,7 @@ ALLOWED = {
     "request": {"names"},
     "config": {"tier", "adaptive", "names"},
     "traffic": {"request"},
+    "remembered": set(),
     "adaptive": {"tier"},
     "scheduling": {"request", "sizes"},
     "models": set(),
@@ -47,6 +48,7 @@ ALLOWED = {
     "runtime": EVERYONE | {"adaptive", "scheduling", "models", "speculation", "cache", "laps"},
     "checkpointing": {"models", "speculation"},
     "drafters": EVERYONE | {"models", "speculation", "checkpointing"},
+    "hybrids": {"config", "speculation"},
     "text": {"checkpointing"},
     "events": {"request"},
     "stats": set(),
@@ -56,12 +58,12 @@ ALLOWED = {
     "warming": {"adaptive", "runtime"},
     "engine": EVERYONE
     | {"adaptive", "scheduling", "runtime", "text", "traffic", "events", "stats", "facts", "output", "reader"}
-    | {"warming", "laps"},
+    | {"warming", "laps", "remembered"},
     "train": EVERYONE | {"models", "speculation", "checkpointing", "drafters", "cache", "text", "cli"},
     "cli": {"names"},
     "assemble": EVERYONE
     | {"adaptive", "scheduling", "runtime", "models", "speculation", "checkpointing", "drafters", "text"}
-    | {"facts", "engine"},
+    | {"facts", "engine", "hybrids", "remembered"},
     "shared": EVERYONE | {"engine", "events"},
     "prompts": {"request"},
     "llm": EVERYONE | {"adaptive", "assemble", "engine", "events", "prompts", "shared", "stats", "text"},

@@ -33,6 +33,12 @@ from jaxspec.tier import PLAIN, Tier
         ({"typical_alpha": True}, r"typical_alpha must be a number in \(0, 1\], got True"),
         ({"ngram_min": 0}, r"ngram_min must be an int in \[1, 16\], got 0"),
         ({"ngram_min": 5}, r"ngram_min 5 exceeds ngram_max 4"),
+        ({"hybrid": 1}, r"hybrid must be True or False, got 1"),
+        ({"hybrid": True, "verification": "rejection"}, r"hybrid needs verification 'coupled', got 'rejection'"),
+        ({"suffix_corpus_tokens": 9}, r"suffix_corpus_tokens must be 0 or at least 64, got 9"),
+        ({"suffix_corpus_tokens": 512}, r"the room for suffix_corpus_responses or .* got 512, False and 0 files"),
+        ({"suffix_corpus_responses": True}, r"suffix_corpus_tokens is the room .* got 0, True and 0 files"),
+        ({"suffix_corpus_files": [3]}, r"suffix_corpus_files must hold paths, got \[3\]"),
         ({"candidate_steps": ()}, r"candidate_steps must hold at least one depth, got \(\)"),
         ({"candidate_steps": (1, -1)}, r"candidate_steps must be an int in \[0, 32\], got -1"),
         ({"candidate_steps": 5}, r"candidate_steps .*got 5"),
@@ -68,6 +74,11 @@ from jaxspec.tier import PLAIN, Tier
 def test_speculation_refusals(fields: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         SpeculationConfig(**fields)
+
+
+def test_vllms_names_of_prompt_lookup_are_told():
+    with pytest.raises(ValueError, match="for 'prompt_lookup_max' say 'ngram_max'"):
+        SpeculationConfig.of({"prompt_lookup_max": 3})
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from jaxspec.checkpointing.tensors import read_tensors
 from jaxspec.drafters import directories, registry
 from jaxspec.drafters.kind import DrafterKind, Overrides, Saving
 from jaxspec.models.layers import Transformer
-from jaxspec.speculation.drafters.ngram import NgramDrafter
+from jaxspec.speculation.drafters.featureless import Featureless
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
@@ -48,7 +48,7 @@ class Successors(nnx.Module):
         self.table = nnx.Param((jnp.arange(vocab_size, dtype=jnp.float32) * 5 + 1) % vocab_size)
 
 
-class SuccessorDrafter(NgramDrafter):
+class SuccessorDrafter(Featureless):
     """Follows the table; like prompt look-up it has no state."""
 
     def draft(
@@ -83,7 +83,7 @@ class Successor(DrafterKind[Successors]):
     def bind(
         self, module: Successors, geo: Geometry, speculation: SpeculationConfig
     ) -> tuple[SuccessorDrafter, jax.Array]:
-        return SuccessorDrafter(module.table.shape[0]), module.table[...]
+        return SuccessorDrafter(), module.table[...]
 
 
 KIND = Successor()

@@ -18,6 +18,9 @@ STALE_ROWS = 4.0
 _STALE_ROWS_DEEPER = 1.0
 #: Rows that the estimate is worth from which another one starts (a shallower position, a nearby bucket, the prior).
 _PRIOR_ROWS = 2.0
+#: Of the rates of other tiers' drafts, what is assumed of those of a tier that only looks up; and the rows that this is
+#: worth, so few that a probe or two overrule it.
+_LOOKUP, _LOOKUP_ROWS = 0.5, 1.0
 #: How much faster than evidence decays, what is assumed without any follows what is seen.
 _START_PACE = 2
 #: Share of the evidence that a round of however many rows leaves.
@@ -116,11 +119,16 @@ class _Drift:
 
 
 @dataclasses.dataclass
-class _TreeMean:
-    """Decayed rows and accepted drafts of one tree tier."""
+class _OwnMean:
+    """Decayed rows and accepted drafts of one tier."""
 
     rows: float = 0.0
     accepted: float = 0.0
+
+    def add(self, rows: float, accepted: float) -> None:
+        """Counts a round."""
+        self.rows += rows
+        self.accepted += accepted
 
     def decay(self, factor: float) -> None:
         self.rows *= factor
@@ -133,15 +141,18 @@ class _BucketEvidence:
     def __init__(self, depth: int) -> None:
         self.main = _Evidence(depth)
         self.drifts = (_Drift(depth, +1), _Drift(depth, -1))
-        self.trees: dict[Tier, _TreeMean] = {}
+        self.own: dict[Tier, _OwnMean] = {}
 
     @property
     def rows(self) -> float:
         return self.main.reached[0]
 
+    def mean(self, tier: Tier) -> _OwnMean:
+        return self.own.setdefault(tier, _OwnMean())
+
     def decay(self, factor: float, observed: int) -> None:
         self.main.decay(factor, observed)
-        for mean in self.trees.values():
+        for mean in self.own.values():
             mean.decay(factor)
 
 
@@ -152,7 +163,8 @@ class AcceptanceModel:
     the rows since then replace all evidence at once. Acceptance mostly depends on the text, so a bucket without data
     takes the rates of the nearest one that has some; a position without data takes the rate of the position before it.
     A row of a tree tells of its first candidates in expectation (one step of EM). Each tree tier also keeps its own
-    mean.
+    mean. A tier that only looks up has nothing but its own mean: its drafts are another source's, of which the others
+    tell little, and of the others it tells nothing.
 
     Args:
       depth: the deepest tier, at least 1.
@@ -197,12 +209,15 @@ class AcceptanceModel:
         Args:
           rates: to ask what if; None for the estimate.
         """
-        if tier.is_chain and rates is None:
+        if tier.is_chain and not tier.lookup and rates is None:
             return self._chain_tokens(bucket)[tier.depth]
+        if tier.lookup and rates is None:
+            rates = [_LOOKUP * rate for rate in self.rates(bucket)]
         accepted = sum(survival(tier, self.rates(bucket) if rates is None else rates))
-        mean = self._seen[bucket].trees.get(tier)
+        mean = self._seen[bucket].own.get(tier)
         if mean is not None:
-            accepted = (mean.accepted + STALE_ROWS * accepted) / (mean.rows + STALE_ROWS)
+            start = _LOOKUP_ROWS if tier.lookup else STALE_ROWS
+            accepted = (mean.accepted + start * accepted) / (mean.rows + start)
         return 1 + accepted
 
     def _chain_tokens(self, bucket: int) -> list[float]:
@@ -230,10 +245,14 @@ class AcceptanceModel:
         rows = beyond[0]
         if not rows or not depth:
             return False
+        accepted = sum(beyond[1:])
+        if tier.lookup:
+            self.age(rows)
+            self._seen[stats.bucket].mean(tier).add(rows, accepted)
+            return False
         rates, power = self.rates(stats.bucket), breadth(tier)
         # A tree's hit may be a candidate other than the first: credit the first with its expected share.
         wide = [1 - (1 - rate) ** power for rate in rates[:depth]]
-        accepted = sum(beyond[1:])
         hits = [n * (rate / hit if hit > 0 else 1.0) for n, rate, hit in zip(beyond[1:], rates, wide, strict=False)]
 
         alive = survival(tier, rates)
@@ -256,14 +275,12 @@ class AcceptanceModel:
             own.main = alarms[0].since
             self._start_rate = sum(own.main.accepted) / sum(own.main.reached)
         if not tier.is_chain:
-            tree = own.trees.setdefault(tier, _TreeMean())
-            tree.rows += rows
-            tree.accepted += accepted
+            own.mean(tier).add(rows, accepted)
         self._rates.clear()
         self._chains.clear()
         return bool(alarms)
 
-    def age(self, rows: int) -> None:
+    def age(self, rows: float) -> None:
         """Counts a plain round: it shows nothing of acceptance, so the estimate keeps its value and loses weight."""
         factor = 0.5 ** (rows / self._half_life)
         for seen in self._seen.values():

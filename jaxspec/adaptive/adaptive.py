@@ -34,11 +34,12 @@ class Goodput(PolicyKind):
         if settings.tiers is not None:
             return settings.tiers
         steps = room.steps if settings.candidate_steps is None else settings.candidate_steps
-        return tuple(settings.tier(step) for step in sorted({0, *steps}))
+        return (*(settings.tier(step) for step in sorted({0, *steps})), *(Tier(d, lookup=True) for d in room.lookups))
 
     def _packed(self, settings: Settings, room: Room) -> list[Arm]:
         """The deepest chain under each budget that leaves something out."""
-        chains = [tier for tier in self._tiers(settings, room) if tier.is_chain and tier.depth > 1]
+        tiers = self._tiers(settings, room)
+        chains = [tier for tier in tiers if tier.is_chain and not tier.lookup and tier.depth > 1]
         if not chains or settings.verification != "coupled":
             return []
         named = room.budgets if settings.candidate_budgets is None else settings.candidate_budgets

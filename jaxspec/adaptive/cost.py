@@ -125,8 +125,7 @@ class CostTable:
         Packed rounds have "tokens" besides.
         """
         rows = [
-            {"tier": [t.depth, t.topk, t.num_nodes], "bucket": bucket, "seconds": value}
-            | ({} if tokens is None else {"tokens": tokens})
+            {"tier": t.row, "bucket": bucket, "seconds": value} | ({} if tokens is None else {"tokens": tokens})
             for (t, bucket, tokens), value in self.rounds.items()
         ]
         return json.dumps(rows)

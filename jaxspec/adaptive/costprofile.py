@@ -99,8 +99,7 @@ class CostProfile:
         """One JSON object."""
         order = lambda item: (*item[0][1][:2], item[0][1][2] or 0, item[0][0])
         rounds = [
-            dict(zip(_FIELDS, ([t.depth, t.topk, t.num_nodes], bucket, context, s), strict=True))
-            | ({} if tokens is None else {_PACKED: tokens})
+            dict(zip(_FIELDS, (t.row, bucket, context, s), strict=True)) | ({} if tokens is None else {_PACKED: tokens})
             for (context, (t, bucket, tokens)), s in sorted(self.seconds.items(), key=order)
         ]
         head = {"format": FORMAT, "identity": dict(self.identity), "versions": dict(self.versions)}

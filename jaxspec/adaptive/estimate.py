@@ -160,7 +160,8 @@ class _Block:
 
         An entry that does not fit the others is believed less.
         """
-        chains = [tier.is_chain and whole for tier, whole in zip(self._tiers, self._whole, strict=True)]
+        pairs = zip(self._tiers, self._whole, strict=True)
+        chains = [tier.is_chain and not tier.lookup and whole for tier, whole in pairs]
         known = [(i, x) for i, x in enumerate(self.table) if x is not None and chains[i]]
         start = [0.0 if x is None else x for x in self.table]
         own = [own_error if whole else _OWN**2 for whole in self._whole]

@@ -98,7 +98,7 @@ class GoodputPolicy:
         self._params = params
         self._arms = [*whole(self.tiers), *packed]
         for arm in packed:
-            if arm.is_whole or not arm.tier.is_chain or arm.tier not in self.tiers:
+            if arm.is_whole or not arm.tier.is_chain or arm.tier.lookup or arm.tier not in self.tiers:
                 raise ValueError(f"a packed arm is a chain of {[t.name for t in self.tiers]} with a budget, got {arm}")
         sizes = sorted({*cost.buckets, *buckets})
         self._cost = CostEstimate(self._arms, sizes, cost, enabled=params.refine_cost)
@@ -263,7 +263,7 @@ class GoodputPolicy:
 
     def _does_no_more(self, arm: int, than: Arm) -> bool:
         one = self._arms[arm]
-        both = one.is_whole and than.is_whole
+        both = one.is_whole and than.is_whole and (one.tier.lookup or not than.tier.lookup)
         return both and one.tier.depth <= than.tier.depth and one.tier.num_nodes <= than.tier.num_nodes
 
     def _probe(self, state: Bucket, view: BatchView, scores: Sequence[float], costs: Sequence[float]) -> bool:
@@ -336,7 +336,8 @@ class GoodputPolicy:
         costs, running = self._cost.logs(bucket), self._arms[current]
         known, deeper = running.tier.depth, running.tier.depth < stats.tier.depth
         now, tokens = math.exp(costs[current]), self._tokens(current, bucket)
-        if deeper and running.is_whole and stats.tokens is None:
+        alike = not (stats.tier.lookup or running.tier.lookup)
+        if deeper and alike and running.is_whole and stats.tokens is None:
             # A row's first drafts are those that the current tier would have drafted: an exact comparison for chains.
             extra = sum(max(0, a - known) for a in stats.num_accepted) / len(stats.num_accepted)
         else:

@@ -48,11 +48,13 @@ class Room:
       buckets: its padded batch sizes.
       steps: depths to choose among where the user names none, as deep as the drafter goes.
       budgets: drafted tokens a row that packed rounds verify where the user names none.
+      lookups: depths of the tiers to choose among besides that only look up.
     """
 
     buckets: tuple[int, ...]
     steps: tuple[int, ...]
     budgets: tuple[float, ...] = ()
+    lookups: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

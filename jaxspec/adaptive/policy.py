@@ -102,7 +102,7 @@ class RoundStats:
     def to_json(self) -> str:
         """One JSONL line."""
         d = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        d["tier"] = [self.tier.depth, self.tier.topk, self.tier.num_nodes]
+        d["tier"] = self.tier.row
         if self.tokens is None:
             del d["tokens"]
         if self.dispatched == 1:

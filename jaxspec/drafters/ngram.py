@@ -1,16 +1,16 @@
-"""Prompt lookup, which has no parameters: the continuation of an earlier match of the text's own suffix."""
+"""Prompt lookup: the smallest setting of suffix decoding, the latest of the longest matches in the text itself."""
 
 from __future__ import annotations
 
 from jaxspec.config import SpeculationConfig
 from jaxspec.drafters.kind import DrafterKind
 from jaxspec.models.base import TargetModel
-from jaxspec.speculation.drafters.ngram import NgramDrafter
+from jaxspec.speculation.drafters.suffix import SuffixDrafter, prompt_lookup
 from jaxspec.speculation.state import Geometry
 
 
 class Ngram(DrafterKind[int]):
-    """All that it needs is the size of the target's vocabulary."""
+    """Matches of ngram_min to ngram_max tokens: what users of vLLM's `ngram` know."""
 
     name = "ngram"
     trees = False
@@ -18,8 +18,8 @@ class Ngram(DrafterKind[int]):
     def for_target(self, target: TargetModel) -> int:
         return target.config.vocab_size
 
-    def bind(self, module: int, geo: Geometry, speculation: SpeculationConfig) -> tuple[NgramDrafter, tuple[()]]:
-        return NgramDrafter(module, speculation.ngram_min, speculation.ngram_max), ()
+    def bind(self, module: int, geo: Geometry, speculation: SpeculationConfig) -> tuple[SuffixDrafter, tuple[()]]:
+        return prompt_lookup(module, speculation.ngram_min, speculation.ngram_max), ()
 
 
 KIND = Ngram()

@@ -19,6 +19,7 @@ MODULES: dict[str, str] = {
     "dflash": "jaxspec.drafters.dflash",
     "medusa": "jaxspec.drafters.medusa",
     "mtp": "jaxspec.drafters.mtp",
+    "suffix": "jaxspec.drafters.suffix",
     "ngram": "jaxspec.drafters.ngram",
     "draft_model": "jaxspec.drafters.draft_model",
 }

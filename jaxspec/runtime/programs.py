@@ -22,7 +22,7 @@ from jaxspec.runtime.sharding import Placement
 from jaxspec.scheduling.shapes import PrefillShape
 from jaxspec.speculation import guided
 from jaxspec.speculation import round as rounds
-from jaxspec.speculation.layouts import Admission, Batch, Budget, Chunks, Packed, PackedDrafts, plain_calibration
+from jaxspec.speculation.layouts import Admission, Batch, Budget, Chunks, Packed, PackedDrafts, Text, plain_calibration
 from jaxspec.speculation.packed import packed_fn
 from jaxspec.speculation.round import RoundSpec
 from jaxspec.speculation.several import several_fn
@@ -303,6 +303,15 @@ class AdmitKey:
 
 
 @dataclasses.dataclass(frozen=True)
+class RememberKey:
+    """What puts a text into the drafter's corpus."""
+
+    def lowering(self, at: Setting) -> Lowering:
+        text = np.zeros(Text.width(at.spec.geo), np.int32)
+        return Lowering(rounds.remember_fn(at.spec), (Held.STATE, text), at.place.state)
+
+
+@dataclasses.dataclass(frozen=True)
 class LogprobsKey:
     """What reads log-probabilities of a round of so many nodes, or of a prefill, that emitted up to `tokens`.
 
@@ -397,19 +406,22 @@ class RunnerConfig:
         """The executables of several rounds of a tier."""
         return [RoundKey(tier, bucket, sampled, rounds=self.rounds) for sampled in self.variants]
 
-    def keys(self, *, catches_up: bool) -> list[Key]:
+    def keys(self, *, catches_up: bool, remembers: bool = False) -> list[Key]:
         """Every executable; the dearest first, so that no thread ends with one.
 
         Args:
-          catches_up: whether the drafter has a cache in which plain rounds leave gaps.
+          catches_up: whether the drafter has a cache in which rounds that it does not draft leave gaps.
+          remembers: whether it has a corpus.
         """
         keys = [key for tier, at in self.reachable.items() for bucket in at for key in self.round_keys(tier, bucket)]
         for (tier, bucket), budgets in self.budgets.items():
             keys += [key for tokens in budgets for key in self.packed_keys(tier, bucket, tokens)]
         for tier, at in self.reachable.items():
             keys += [key for bucket in at if bucket in self.repeated for key in self.repeated_keys(tier, bucket)]
-        if catches_up and PLAIN in self.reachable:
+        if catches_up and any(tier == PLAIN or tier.lookup for tier in self.reachable):
             keys += [CatchUpKey(bucket) for bucket in self.buckets]
+        if remembers:
+            keys.append(RememberKey())
         keys += self.prefill_keys
         weight = lambda key: key.tier.depth if isinstance(key, RoundKey) else -isinstance(key, LogprobsKey)
         return sorted(dict.fromkeys(keys), key=weight, reverse=True)
@@ -423,7 +435,7 @@ class RunnerConfig:
         urgent = self.round_keys(least, buckets[0])
         turns: dict[Key, int] = {key: 2 for key in self.prefill_keys}
         turns |= dict.fromkeys((AdmitKey(), LogprobsKey(1, 1, 1), *map(self.prefill, self.prefill_shapes[:1])), 0)
-        turns |= dict.fromkeys(urgent, 0)
+        turns |= dict.fromkeys((*urgent, RememberKey()), 0)
         ends = [(at, tier) for at in (buckets[0], buckets[-1]) for tier in (least, *likely)]
         rest = [(at, tier) for at in buckets for tier in tiers]
         for turn, (bucket, tier) in enumerate([*ends, *rest]):

@@ -35,6 +35,7 @@ from jaxspec.runtime.programs import (
     Held,
     Key,
     LogprobsKey,
+    RememberKey,
     RoundKey,
     RunnerConfig,
     Setting,
@@ -48,8 +49,8 @@ from jaxspec.runtime.warmup import Warmup, WarmupConfig
 from jaxspec.scheduling.lag import DraftLag
 from jaxspec.scheduling.plan import DecodeRows, PrefillChunk
 from jaxspec.scheduling.shapes import cover
-from jaxspec.speculation.drafter import Drafter
-from jaxspec.speculation.layouts import Admission, Batch
+from jaxspec.speculation.drafter import Drafter, Remembering
+from jaxspec.speculation.layouts import Admission, Batch, Text
 from jaxspec.speculation.round import RoundSpec
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import PLAIN, Choice, Tier
@@ -111,6 +112,7 @@ class Runner:
         self._lag: DraftLag | None = None
         if drafter is not None and drafter.lags:
             self._lag = DraftLag(drafter.window, drafter.catch_up_tokens, geo.slots)
+        self._corpus_tokens = drafter.corpus_tokens if isinstance(drafter, Remembering) else 0
         self.reachable, self.variants, self.budgets = config.reachable, config.variants, config.budgets
         words = -(-self.config.vocab_size // 32)
         anything = {rows: np.full((rows, words), -1, np.int32) for rows in config.admit_rows if config.guided}
@@ -180,7 +182,7 @@ class Runner:
             Held.STATE: abstract(self._state, _leaves(place.state)),
         }
         self._setting = Setting(self.spec, place, held, self._trees, self._dtype)
-        keys = self._can.keys(catches_up=self._lag is not None)
+        keys = self._can.keys(catches_up=self._lag is not None, remembers=self._corpus_tokens > 0)
         order = self._can.order(keys) if config.background else dict.fromkeys(keys, 0)
         first = [key for key in keys if not order[key]]
         store = self._store(config.cache)
@@ -365,6 +367,21 @@ class Runner:
             rows = Admission.packed(self.geo, key.rows, [admission(chunk, eos, vocab) for chunk in some])
             self._state = self._compiled[key](self._state, rows, bias)
 
+    def remember(self, tokens: Sequence[int]) -> None:
+        """Puts a text into the drafter's corpus, in pieces that overlap where it is too long; rounds may be in flight.
+
+        Raises:
+          ValueError: the drafter keeps none.
+        """
+        if not self._corpus_tokens:
+            raise ValueError("this drafter keeps no texts")
+        # A match of the first tokens of a piece needs those before them.
+        piece, overlap = min(self.geo.tokens_per_seq, self._corpus_tokens - 1), 3
+        for start in range(0, max(1, len(tokens) - overlap), piece - overlap):
+            text = Text.of(self.geo, tokens[start : start + piece]).array
+            self._state = self._compiled[RememberKey()](self._state, text)
+        self._disturbed = True
+
     def prefill(self, chunks: Sequence[PrefillChunk], allowed: Sequence[np.ndarray | None]) -> list[Pending]:
         """Dispatches a step's chunks; a Pending for each call that ends prompts, which holds their first tokens.
 
@@ -417,7 +434,8 @@ class Runner:
         caps = tier.depth if rows.caps_B is None else np.minimum(rows.caps_B, tier.depth)
         batch = Batch.of(self.geo, bucket, rows.slots_B, caps, rows.grants).array
         catch_up = self._compiled.get(CatchUpKey(bucket))
-        if self._lag is not None and self._lag.before_round(rows, tier.depth, can_catch_up=catch_up is not None):
+        can = catch_up is not None
+        if self._lag is not None and self._lag.before_round(rows, tier.depth, can_catch_up=can, elsewhere=tier.lookup):
             assert catch_up is not None
             self._state = catch_up(self._draft_params, self._state, batch)
             self._disturbed = True

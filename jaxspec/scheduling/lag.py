@@ -27,14 +27,19 @@ class DraftLag:
         #: Most committed tokens that the drafter has not consumed, and the stamps of the slots that they are of.
         self._lag_S, self._stamp_S = np.ones(slots, np.int64), np.full(slots, -1, np.int64)
 
-    def before_round(self, rows: DecodeRows, depth: int, *, can_catch_up: bool) -> bool:
-        """Whether the drafter is to catch up before rounds that draft `depth` tokens each; counts those rounds."""
+    def before_round(self, rows: DecodeRows, depth: int, *, can_catch_up: bool, elsewhere: bool = False) -> bool:
+        """Whether the drafter is to catch up before rounds of `depth` drafts each; counts those rounds.
+
+        Args:
+          elsewhere: the drafts are another's, and this drafter takes in nothing.
+        """
+        drafts = depth > 0 and not elsewhere
         slots = rows.slots_B
         lag_B = np.where(self._stamp_S[slots] == rows.stamps_B, self._lag_S[slots], 1)
         late_B = lag_B > self.window
-        behind = depth > 0 and bool(late_B.any())
+        behind = drafts and bool(late_B.any())
         lost = behind and not can_catch_up
-        lag_B = np.full_like(lag_B, depth + 1) if depth else lag_B + rows.rounds
+        lag_B = np.full_like(lag_B, depth + 1) if drafts else lag_B + (depth + 1) * rows.rounds
         self._lag_S[slots], self._stamp_S[slots] = lag_B, rows.stamps_B
         spoilt_B = lag_B > self.window + self.catch_up_tokens
         for row in np.flatnonzero(spoilt_B | late_B if lost else spoilt_B).tolist():

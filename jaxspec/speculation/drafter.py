@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 
@@ -86,4 +86,17 @@ class Drafter(Protocol[Params, State]):
         Args:
           params: (), unless `extends_by_params`, in rounds that draft nothing and in the parts of guided ones.
         """
+        ...
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A drafter that can keep texts of others than the request that it drafts for."""
+
+    #: Room for them, in tokens; 0: it keeps none.
+    @property
+    def corpus_tokens(self) -> int: ...
+
+    def remember(self, draft: Any, tokens_L: jax.Array, count: jax.Array) -> Any:
+        """The drafter's state with the text of the first `count` tokens, in place of the oldest."""
         ...

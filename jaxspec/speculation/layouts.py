@@ -96,6 +96,26 @@ class Chunks(_Layout[A]):
         return chunks
 
 
+class Text(_Layout[A]):
+    """A text for the drafter's corpus, int32 [1 + L].
+
+    Attributes:
+      count: how many tokens; 0: no text. tokens_L: the tokens, anything behind them.
+    """
+
+    count, tokens_L = _Column(0), _Column(slice(1, None))
+
+    @staticmethod
+    def width(geo: Geometry) -> int:
+        return 1 + geo.tokens_per_seq
+
+    @staticmethod
+    def of(geo: Geometry, tokens: Sequence[int]) -> Text[np.ndarray]:
+        text = Text(np.zeros(Text.width(geo), np.int32))
+        text.array[0], text.array[1 : 1 + len(tokens)] = len(tokens), tokens
+        return text
+
+
 class Admission(NamedTuple):
     """What gives a slot to a request; on the device, slots to B of them.
 

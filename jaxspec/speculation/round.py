@@ -18,9 +18,9 @@ from flax import nnx
 
 from jaxspec.cache import TreeKV, commit
 from jaxspec.models.base import ModelConfig, TargetModel
-from jaxspec.speculation.drafter import Drafter
+from jaxspec.speculation.drafter import Drafter, Remembering
 from jaxspec.speculation.ending import ends
-from jaxspec.speculation.layouts import Admission, Batch, Chunks, End, Packed, PackedLogprobs
+from jaxspec.speculation.layouts import Admission, Batch, Chunks, End, Packed, PackedLogprobs, Text
 from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.sampling import SamplingState, adjust_logits, restrict_logits, top_logprobs
 from jaxspec.speculation.state import DecodeState, Geometry, Rows
@@ -389,6 +389,20 @@ def admit_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
             sampling=jax.tree.map(put, state.sampling, sampling),
             draft=draft,
         )
+
+    return run
+
+
+def remember_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
+    """The traced function that puts a text into the drafter's corpus.
+
+    Takes (DecodeState, `Text`).
+    """
+
+    def run(state: DecodeState, text_X: jax.Array) -> DecodeState:
+        assert isinstance(spec.drafter, Remembering)
+        text = Text(text_X)
+        return dataclasses.replace(state, draft=spec.drafter.remember(state.draft, text.tokens_L, text.count))
 
     return run
 

@@ -26,7 +26,7 @@ from jaxspec.request import SamplingParams
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.cores import HeadCore
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
-from jaxspec.speculation.drafters.ngram import NgramDrafter
+from jaxspec.speculation.drafters.suffix import prompt_lookup
 from jaxspec.tier import PLAIN, Tier
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ def build(
 @pytest.fixture(scope="module")
 def session() -> Iterator[Experiment]:
     target = tiny_target(0)
-    engine = build(target, [Tier(2)], lambda geo: (NgramDrafter(13), ()), (1, 2))
+    engine = build(target, [Tier(2)], lambda geo: (prompt_lookup(13), ()), (1, 2))
     library, ids = prompts(8)
     plan = Sweep((1, 2), ("code", "switch"), TOKENS, 2, waves=1)
     session = Experiment(engine, library, ids, plan, modes_of(engine))
@@ -173,12 +173,12 @@ def test_growth_keeps_tokens_and_acceptance():
 def test_simulated_acceptance_meets_its_length_and_stays_exact():
     target = tiny_target(0)
     jobs = jobs_of(24)
-    plain = build(target, (), lambda geo: (NgramDrafter(13), ()), policy="off")
+    plain = build(target, (), lambda geo: (prompt_lookup(13), ()), policy="off")
     reference = run_queue(plain, Mode("plain", PLAIN), jobs, workload="code", batch_size=1)
     texts = [[*job.token_ids, *c.token_ids] for job, c in zip(jobs, reference.completions, strict=True)]
 
     def make(geo: Any) -> Any:
-        drafter = SimulatedDrafter(NgramDrafter(13), rate_for(2.5, geo.max_depth), 13)
+        drafter = SimulatedDrafter(prompt_lookup(13), rate_for(2.5, geo.max_depth), 13)
         return drafter, drafter.params((), texts)
 
     run = run_queue(build(target, (), make, depth=2), Mode("chain-2", Tier(2)), jobs, workload="code", batch_size=1)

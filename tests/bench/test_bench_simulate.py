@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec.bench.offline.simulate import SimulatedDrafter, rate_for
-from jaxspec.speculation.drafters.ngram import NgramDrafter
+from jaxspec.speculation.drafters.suffix import prompt_lookup
 from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.tier import Tier
@@ -33,7 +33,7 @@ def test_a_length_out_of_reach_is_refused(length: float):
 
 def drafted(rate: float, row: int, length: int) -> np.ndarray:
     """What is drafted after `length` tokens of TEXTS[row], which was prefilled in slot 1."""
-    drafter = SimulatedDrafter(NgramDrafter(VOCAB), rate, VOCAB)
+    drafter = SimulatedDrafter(prompt_lookup(VOCAB), rate, VOCAB)
     params: Any = drafter.params((), TEXTS)
     slot = jnp.asarray([1])
     rows = lambda n: Rows(
@@ -60,7 +60,7 @@ def test_rate_zero_never_drafts_it(row: int):
 
 def test_rates_between_are_met_position_by_position():
     text = np.random.default_rng(0).integers(0, VOCAB, 700)
-    drafter = SimulatedDrafter(NgramDrafter(VOCAB), 0.7, VOCAB)
+    drafter = SimulatedDrafter(prompt_lookup(VOCAB), 0.7, VOCAB)
     params: Any = drafter.params((), [text.tolist()])
     length = jnp.arange(600)
     rows = Rows(

@@ -40,13 +40,21 @@ TREE = Tier(3, 2, 7)
 #: Kinds whose engines have several buckets: all that a drafter can have (a cache, features, trees), and the least.
 WHOLE = ("eagle3", "ngram")
 #: Kinds whose engines live only while tests ask for them: executables take memory maps, of which a process has 65,530.
-PASSING = ("eagle1", "mtp", "medusa", "peagle", "dflash")
+PASSING = ("eagle1", "mtp", "medusa", "peagle", "dflash", "suffix", "hybrid")
+#: What the configuration of a kind says besides, and the kind of drafter where that has another name.
+SPECULATION: dict[str, dict[str, Any]] = {
+    "suffix": dict(suffix_corpus_tokens=512, suffix_corpus_responses=True),
+    "hybrid": dict(hybrid=True, suffix_corpus_tokens=512, suffix_corpus_responses=True),
+}
+KINDS = {"hybrid": "eagle3"}
 TIERS = {
     "ngram": (PLAIN, Tier(1), Tier(3), Tier(5)),
     "draft_model": (PLAIN, Tier(1), Tier(3), TREE),
     "eagle3": (PLAIN, Tier(1), Tier(3), TREE),
     "small": (PLAIN, Tier(2)),
     **{kind: (PLAIN, Tier(3), TREE) for kind in PASSING},
+    "suffix": (PLAIN, Tier(3), Tier(5)),
+    "hybrid": (PLAIN, Tier(3), TREE, Tier(5, lookup=True)),
 }
 SIZES = dict(
     max_batch_size=4, max_seq_len=120, page_size=8, prefill_chunk=16, max_num_batched_tokens=32, warmup="eager",
@@ -156,8 +164,9 @@ class Bench:
 
     def build(self, kind: str, speculation: SpeculationConfig, cost: CostTable | None = None, **config: Any) -> Engine:
         """An engine of a drafter, "none" included."""
+        kind = KINDS.get(kind, kind)
         module = self.modules[kind] if kind in self.modules else registry.find(kind).for_target(self.target)
-        make = lambda geo: bind_drafter(kind, module, geo)
+        make = lambda geo: bind_drafter(kind, module, geo, speculation)
         sizes = {**SIZES, "compile_cache": self.kept, **config}
         return assemble(
             self.target, None, speculation, EngineConfig(**sizes), cost=cost, progress=False,
@@ -196,9 +205,8 @@ class Bench:
                 # EAGLE-1 and MTP draft as EAGLE-3 does, whose engine has the rounds of greedy batches too.
                 both = kind == "eagle3" or (self.exhaustive and kind not in ("eagle1", "mtp"))
                 options = dict(batch_buckets=buckets) | ({} if both else dict(variants=("sampled",)))
-                self._engines[kind] = self.build(
-                    kind, SpeculationConfig(tiers=TIERS[kind]), cost, num_pages=30, **options
-                )
+                speculation = SpeculationConfig(tiers=TIERS[kind], **SPECULATION.get(kind, {}))
+                self._engines[kind] = self.build(kind, speculation, cost, num_pages=30, **options)
         engine = self._engines[kind]
         for request_id in list(engine._live):  # what a failed test left behind
             engine.abort(request_id)
@@ -351,6 +359,7 @@ def tools() -> Any:
         workload, long_requests = staticmethod(workload), staticmethod(long_requests)
         script = Script
         tiers, tree, vocab, eos, error = TIERS, TREE, V, EOS, FinishReason.ERROR
+        speculation = SPECULATION
 
     return Tools
 

@@ -17,7 +17,7 @@ from jaxspec.request import FinishReason, SamplingParams
 from jaxspec.tier import PLAIN
 from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise
 
-DRAFTERS = ["ngram", "draft_model", "eagle3", "eagle1", "mtp", "medusa", "peagle", "dflash"]
+DRAFTERS = ["ngram", "draft_model", "eagle3", "eagle1", "mtp", "medusa", "peagle", "dflash", "suffix", "hybrid"]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 

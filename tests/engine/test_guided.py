@@ -42,7 +42,7 @@ from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.drafters.medusa_head import MedusaConfig, MedusaHeads
 from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
-from jaxspec.speculation.drafters.ngram import NgramDrafter
+from jaxspec.speculation.drafters.suffix import prompt_lookup
 from jaxspec.text.grammar import GrammarSpec
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Choice, Tier
@@ -135,7 +135,8 @@ class Engines:
 
     def __call__(self, kind: str) -> Engine:
         if kind not in self._made:
-            tiers = {"plain": (PLAIN,), "eagle3": (PLAIN, Tier(3), TREE), "ngram": (PLAIN, Tier(4))}.get(kind, (TREE,))
+            tiers = {"plain": (PLAIN,), "eagle3": (PLAIN, Tier(3), TREE), "ngram": (PLAIN, Tier(4))}
+            tiers = (tiers | {"hybrid": (TREE, Tier(4, lookup=True))}).get(kind, (TREE,))
             # Rows leave a bucket for a smaller one where that costs least to compile.
             buckets = (1, 4) if kind == "ngram" or self.exhaustive else (4,)
             more = {"eagle3": dict(num_pages=24), "ngram": dict(rounds_per_dispatch=2)}.get(kind, {})
@@ -147,7 +148,7 @@ class Engines:
 
     def build(self, kind: str, tiers: Sequence[Tier], **config: Any) -> Engine:
         if len(tiers) > 1:
-            speculation = SpeculationConfig(tiers=tuple(tiers))
+            speculation = SpeculationConfig(tiers=tuple(tiers), hybrid=kind == "hybrid")
         elif tiers[0] == PLAIN:
             speculation = SpeculationConfig(policy="off")
         else:
@@ -155,10 +156,11 @@ class Engines:
             speculation = SpeculationConfig(depth=tier.depth, topk=tier.topk, num_nodes=tier.num_nodes)
         cost = CostTable({(t, b): 1e-3 * (1 + 0.1 * t.depth) for t in tiers for b in (1, 2, 4)})
         if kind in ("plain", "ngram"):
-            make: Any = lambda geo: (NgramDrafter(V), ())
+            make: Any = lambda geo: (prompt_lookup(V), ())
         else:
-            module = modules_of(self.target)[kind]()
-            make = lambda geo: bind_drafter(kind, module, geo)
+            head = "eagle3" if kind == "hybrid" else kind
+            module = modules_of(self.target)[head]()
+            make = lambda geo: bind_drafter(head, module, geo)
         config = {**SIZES, "compile_cache": self.cache, **config}
         return assemble(
             self.target, self.tokenizer, speculation, EngineConfig(**config), cost=cost, progress=False,
@@ -311,7 +313,7 @@ def test_texts_satisfy_their_grammars(expected: dict[int, RequestOutput]):
 
 
 MORE = pytest.mark.exhaustive("guided rounds with every drafter; tests/speculation has masks, forced tokens and trees")
-OTHERS = [pytest.param(k, marks=MORE) for k in ("draft_model", "peagle", "dflash", "medusa", "eagle1", "mtp")]
+OTHERS = [pytest.param(k, marks=MORE) for k in ("hybrid", "draft_model", "peagle", "dflash", "medusa", "eagle1", "mtp")]
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "ngram", *OTHERS])

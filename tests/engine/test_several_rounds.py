@@ -19,7 +19,12 @@ from jaxspec.tier import PLAIN, Tier
 
 ROUNDS = 3
 OTHERS = pytest.mark.exhaustive("every drafter with several rounds a dispatch; tests/speculation has the rounds")
-KINDS = ["eagle3", *(pytest.param(k, marks=OTHERS) for k in ("ngram", "draft_model", "mtp", "medusa", "peagle"))]
+#: Drafters that learn from what they proposed, so that two engines may draft differently.
+LEARNING = ("suffix", "hybrid")
+KINDS = [
+    "eagle3",
+    *(pytest.param(k, marks=OTHERS) for k in ("ngram", "draft_model", "mtp", "medusa", "peagle", *LEARNING)),
+]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -31,9 +36,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 def engine(bench: Any, tools: Any, kind: str) -> Iterator[Any]:
     """As the session's engine of the drafter, with few executables."""
     tiers = (PLAIN, Tier(3)) if not bench.exhaustive else tools.tiers[kind]
-    cost = CostTable({(tier, 4): 1e-3 for tier in tiers})
+    cost, more = CostTable({(tier, 4): 1e-3 for tier in tiers}), tools.speculation.get(kind, {})
     few = dict(batch_buckets=(4,), variants=("sampled",), num_pages=30)
-    return bench.build(kind, SpeculationConfig(tiers=tiers), cost, rounds_per_dispatch=ROUNDS, **few)
+    return bench.build(kind, SpeculationConfig(tiers=tiers, **more), cost, rounds_per_dispatch=ROUNDS, **few)
 
 
 def counted(engine: Any, run: Any) -> tuple[Any, int, int]:
@@ -90,11 +95,13 @@ def test_what_is_counted_is_that_of_single_rounds(bench: Any, tools: Any, engine
         finally:
             each.runner.target = clean
         found.append(outputs)
-    for one, other in zip(*found, strict=True):
+    # Not even failures are alike where drafts are not: one that holds the poisoned token may fail its round.
+    for one, other in list(zip(*found, strict=True))[: 6 if kind in LEARNING else None]:
         assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
         assert one.outputs[0].error == other.outputs[0].error
-        assert one.metrics.acceptance_histogram == other.metrics.acceptance_histogram
-        assert one.metrics.drafted == other.metrics.drafted
+        if kind not in LEARNING:
+            assert one.metrics.acceptance_histogram == other.metrics.acceptance_histogram
+            assert one.metrics.drafted == other.metrics.drafted
     reasons = [output.finish_reason for output in found[1]]
     assert {FinishReason.STOP, FinishReason.LENGTH} <= {*reasons[:6]} and FinishReason.ERROR in reasons[6:]
     failed = [output for output in found[1] if output.finish_reason is FinishReason.ERROR]

@@ -17,11 +17,11 @@ class Batch:
         self.requests = [Request("a", [1], SamplingParams(), seed=0) for _ in range(count)]
         self.stamps = np.zeros(count, np.int64)
 
-    def before_round(self, depth: int, *rows: int, can_catch_up: bool = True) -> bool:
+    def before_round(self, depth: int, *rows: int, can_catch_up: bool = True, elsewhere: bool = False) -> bool:
         at = np.asarray(rows or (0,))
         none = np.zeros(len(at), np.int64)
         batch = DecodeRows([self.requests[i] for i in at], at, self.stamps[at], none, none, none > 0, none > 0)
-        return self.lag.before_round(batch, depth, can_catch_up=can_catch_up)
+        return self.lag.before_round(batch, depth, can_catch_up=can_catch_up, elsewhere=elsewhere)
 
     def rounds(self, *depths: int) -> list[bool]:
         return [self.before_round(depth) for depth in depths]
@@ -46,6 +46,14 @@ def test_longer_runs_of_plain_rounds_leave_a_gap():
     assert not any(batch.rounds(*[0] * 9)) and batch.requests[0].cacheable_generated
     assert batch.rounds(0, 2) == [False, True]
     assert not batch.requests[0].cacheable_generated
+
+
+def test_rounds_that_only_look_up_commit_more_than_plain_ones():
+    """Up to 4 tokens each, of which the drafter takes in none."""
+    batch = Batch()
+    assert not batch.before_round(3, elsewhere=True) and batch.rounds(2) == [True]
+    assert not batch.before_round(3, elsewhere=True) and batch.requests[0].cacheable_generated
+    assert not batch.before_round(3, elsewhere=True) and not batch.requests[0].cacheable_generated
 
 
 def test_a_slot_that_changes_hands_begins_anew():

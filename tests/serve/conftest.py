@@ -33,7 +33,7 @@ from jaxspec.engine import Engine
 from jaxspec.events import Delta, Finished
 from jaxspec.models.tiny import tiny_target
 from jaxspec.request import RequestMetrics, RequestOutput, SamplingParams
-from jaxspec.speculation.drafters.ngram import NgramDrafter
+from jaxspec.speculation.drafters.suffix import prompt_lookup
 from jaxspec.stats import EngineStats
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Tier
@@ -130,7 +130,7 @@ def build_tiny_engine(tiers: tuple[Tier, ...] = TIERS, **config: Any) -> Engine:
     cost = CostTable({(t, b): 1e-3 * (1 + 0.1 * t.depth) for t in tiers for b in BUCKETS})
     return assemble(
         tiny_target(0, eos_token_ids=(EOS,)), tiny_tokenizer(), SpeculationConfig(tiers=tiers),
-        EngineConfig(**{**SIZES, **config}), drafter=Drafting(lambda geo: (NgramDrafter(VOCAB), ())), cost=cost,
+        EngineConfig(**{**SIZES, **config}), drafter=Drafting(lambda geo: (prompt_lookup(VOCAB), ())), cost=cost,
         progress=False,
     )  # fmt: skip
 

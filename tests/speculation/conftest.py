@@ -15,8 +15,9 @@ from flax import nnx
 
 from jaxspec.models.base import ModelConfig
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
-from jaxspec.speculation.drafters.ngram import NgramDrafter
+from jaxspec.speculation.drafters.featureless import Featureless
 from jaxspec.speculation.drafters.proposals import Ranking, path_independent, propose
+from jaxspec.speculation.drafters.suffix import prompt_lookup
 from jaxspec.speculation.layouts import Batch, Budget, plain_calibration
 from jaxspec.speculation.packed import packed_fn
 from jaxspec.speculation.round import RoundSpec, round_fn
@@ -75,14 +76,13 @@ class MarkovCore:
         return None
 
 
-class ParallelTable(NgramDrafter):
+class ParallelTable(Featureless):
     """Proposes each depth's marginal under the table, whatever the path: the least that drafts in one pass know."""
 
     supports_trees = True
     max_topk = V
 
     def __init__(self, table_VV: np.ndarray):
-        super().__init__(V)
         probs = np.exp(table_VV - table_VV.max(axis=1, keepdims=True))
         probs /= probs.sum(axis=1, keepdims=True)
         powers = itertools.accumulate([probs] * 3, np.matmul)
@@ -173,7 +173,7 @@ class Markov:
             return Unsure(self._drafter(kind.removeprefix("unsure ")))
         if kind == "draft":
             return AutoregressiveDrafter(self.core, self.geo)
-        return NgramDrafter(V) if kind == "ngram" else ParallelTable(self.draft)
+        return prompt_lookup(V) if kind == "ngram" else ParallelTable(self.draft)
 
     def batch(self, slots: Sequence[int] | None = None) -> np.ndarray:
         """A batch without new pages for these slots (all by default); `self.slots` is padding."""
@@ -199,8 +199,9 @@ class Markov:
             self._jitted[key] = jax.jit(made)
         params = self.core.params if draft_params is None else draft_params
         stateless = not kind.endswith("draft")
-        if stateless:
-            cache, state = state.draft, dataclasses.replace(state, draft=())
+        if stateless:  # or nearly: matches of suffixes are a function of the text
+            cache = state.draft
+            state = dataclasses.replace(state, draft=self._drafter(kind).init_state(self.geo))
         batch = self.batch() if batch is None else batch
         if tokens is not None and spend is None:
             spend = plain_calibration(self.max_depth), Budget.even(len(batch))

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.speculation.drafters.ngram import NgramDrafter
 from jaxspec.speculation.drafters.proposals import Ranking, path_independent, propose
+from jaxspec.speculation.drafters.suffix import prompt_lookup
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree, ancestors
 from jaxspec.speculation.verifier import verify
@@ -229,8 +229,10 @@ def test_prompt_look_up_scans_the_text(n_min: int, n_max: int):
     geo = Geometry(len(texts), 1, 1, length - 1, 4)
     slot = jnp.arange(len(texts))
     rows = Rows(slot, slot < geo.slots, slot[:, None], last, jnp.asarray([t[-1] for t in texts]))
-    drafter = NgramDrafter(V, n_min, n_max)
-    tree, _ = jax.jit(lambda t: drafter.draft((), (), rows, t, Tier(4), None, None, False))(jnp.asarray(tokens))
+    drafter = prompt_lookup(V, n_min, n_max)
+    tree, _ = jax.jit(lambda t: drafter.draft((), drafter.init_state(geo), rows, t, Tier(4), None, None, False))(
+        jnp.asarray(tokens)
+    )
     for row, text in enumerate(texts):
         expected = [text[-1], *look_up(text, 4, n_min, n_max)]
         assert np.asarray(tree.tokens_BN)[row].tolist() == expected, (row, len(text))
@@ -238,4 +240,6 @@ def test_prompt_look_up_scans_the_text(n_min: int, n_max: int):
         assert confidence[0] == 1 and (confidence[1:] > 0).all() == (expected[1] != V)
     # The text of 1 2 3, over and over, matches in n_max tokens, then in one more with each that is right.
     run = n_max + np.arange(4)
-    np.testing.assert_allclose(np.asarray(tree.confidence_BN)[texts.index([1, 2, 3] * 4), 1:], run / (run + 1))
+    np.testing.assert_allclose(
+        np.asarray(tree.confidence_BN)[texts.index([1, 2, 3] * 4), 1:], (run / (run + 1)) ** 2, rtol=1e-5
+    )

@@ -22,8 +22,8 @@ from jaxspec.models.tiny import tiny_target
 from jaxspec.speculation import guided
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.cores import DraftModelCore
-from jaxspec.speculation.drafters.ngram import NgramDrafter
 from jaxspec.speculation.drafters.proposals import Ranking
+from jaxspec.speculation.drafters.suffix import prompt_lookup
 from jaxspec.speculation.layouts import Batch
 from jaxspec.speculation.round import RoundSpec, prefill_fn, round_fn
 from jaxspec.speculation.sampling import restrict_logits, unpack_bits
@@ -58,7 +58,9 @@ class Parts:
 
     def inside(self, state: DecodeState) -> DecodeState:
         """The state as this drafter has it."""
-        return state if self.kind == "draft" else dataclasses.replace(state, draft=())
+        if self.kind == "draft":
+            return state
+        return dataclasses.replace(state, draft=self.spec.drafter.init_state(self.spec.geo))
 
     def ahead(self, state: DecodeState, free: np.ndarray) -> np.ndarray:
         """What Matcher.ahead says of the table; rows of `free` may say anything."""
@@ -226,7 +228,9 @@ def test_prompt_lookup_drops_a_refused_first_token():
         slots, slots >= 0, jnp.zeros((3, 1), jnp.int32), jnp.full((3,), 12, jnp.int32), jnp.zeros((3,), jnp.int32)
     )
     rows = dataclasses.replace(rows, allowed_BDW=jnp.asarray(np.asarray(allowed, np.int32)))
-    tree, _ = NgramDrafter(64).draft((), (), rows, tokens, Tier(3), None, None, False)
+    drafter = prompt_lookup(64)
+    state = drafter.init_state(Geometry(3, 1, 1, 31, 3))
+    tree, _ = jax.jit(lambda s: drafter.draft((), s, rows, tokens, Tier(3), None, None, False))(state)
     assert np.asarray(tree.tokens_BN).tolist() == [[0, 1, 2, 3], [0, 40, 63, 3], [0, 64, 2, 3]]
 
 

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxspec.models.tiny import tiny_target
-from jaxspec.speculation.drafters.ngram import NgramDrafter
+from jaxspec.speculation.drafters.suffix import prompt_lookup
 from jaxspec.speculation.layouts import Batch, Budget, PackedDrafts, plain_calibration
 from jaxspec.speculation.packed import packed_fn
 from jaxspec.speculation.round import RoundSpec
@@ -175,9 +175,11 @@ def test_dense_layers_see_the_budget_alone():
     geo = Geometry(slots=5, num_pages=4096, page_size=8, pages_per_seq=16, max_depth=3)
     target = tiny_target(0, num_layers=2)
     graph, params = nnx.split(target)
-    drafter = NgramDrafter(target.config.vocab_size)
+    drafter = prompt_lookup(target.config.vocab_size)
     spec = RoundSpec(graph, target.config, geo, drafter, rejection=False)
-    state = jax.eval_shape(lambda: DecodeState.empty(target.config, geo, jnp.dtype(jnp.float32), ()))
+    state = jax.eval_shape(
+        lambda: DecodeState.empty(target.config, geo, jnp.dtype(jnp.float32), drafter.init_state(geo))
+    )
     args = params, (), state, Batch.of(geo, 5).array, plain_calibration(3), Budget.even(5)
     lowered = jax.jit(packed_fn(spec, Tier(3), False, 11), donate_argnums=2).lower(*args)
     products = [line for line in lowered.as_text().splitlines() if "dot_general" in line]

@@ -1,0 +1,243 @@
+"""Suffix decoding: what followed the earlier places that end as the text does now, by votes.
+
+On the device, so that a round needs no host round-trip, and without parameters. Places are looked for in the text
+itself (`suffix_history`) and, where there is one, in a corpus of other texts (`suffix_corpus`). Those of the longest
+match vote token by token, and so do wider circles of shorter matches; the circle that promises most tokens drafts.
+What a length of match and a share of the votes are worth is learnt from the texts themselves (`track_record`).
+Prompt lookup is the setting of one place and short matches. (Sources: Saxena's prompt lookup, with vLLM's [min, max]
+rule; SuffixDecoding, arXiv 2411.04975, for frequencies and the score; vLLM's votes.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.speculation.drafters import suffix_history
+from jaxspec.speculation.drafters.featureless import Featureless
+from jaxspec.speculation.drafters.suffix_corpus import Corpus
+from jaxspec.speculation.drafters.track_record import NOTHING, Proposal, TrackRecord
+from jaxspec.speculation.sampling import SamplingState
+from jaxspec.speculation.state import Geometry, Rows
+from jaxspec.speculation.tree import DraftTree
+from jaxspec.tier import Tier
+
+#: Lengths of match from which a kind of proposal begins; further kinds are told by how the votes fell, and where.
+_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 32)
+_ALONE, _UNANIMOUS, _MOST, _SOME, _VOTES = 0, 1, 2, 3, 4
+#: Kinds of proposals that a suffix drafter makes.
+CELLS = len(_LENGTHS) * _VOTES * 2
+#: A chance that is no estimate: the only token that a grammar allows.
+_FORCED = 0.99
+
+
+class Matches(NamedTuple):
+    """Earlier places that end as a text does.
+
+    Attributes:
+      run_BC: how many tokens are equal; 0: no place.
+      tokens_BCD: what followed there; the vocabulary's size from where nothing did.
+      shared_BC: whether it lies in the corpus, not in the text itself.
+    """
+
+    run_BC: jax.Array
+    tokens_BCD: jax.Array
+    shared_BC: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SuffixState:
+    """Attributes:
+    run_SL: how many tokens up to each index equal the last ones of the slot's text, as it was at index seen_S.
+    record: of what was proposed. corpus: other texts; None: none.
+    """
+
+    run_SL: jax.Array
+    seen_S: jax.Array
+    record: TrackRecord
+    corpus: Corpus | None
+
+
+@dataclasses.dataclass(frozen=True)
+class SuffixMatcher:
+    """Proposes continuations; keeps everything but the record of what came of them.
+
+    Attributes:
+      vocab_size: the token that means "no proposal".
+      shortest, longest: matches to look for, in tokens; longer ones count as the longest.
+      places: of the text itself that vote.
+      corpus_tokens: room for other texts; 0: none.
+    """
+
+    vocab_size: int
+    shortest: int = 1
+    longest: int = 32
+    places: int = 8
+    corpus_tokens: int = 0
+
+    def init_state(self, geo: Geometry, cells: int = CELLS, sources: int = 1) -> SuffixState:
+        """Of no text, with a record of so many cells and sources of proposals."""
+        return SuffixState(
+            jnp.zeros((geo.slots, geo.tokens_per_seq), jnp.uint8),
+            jnp.full((geo.slots,), suffix_history.UNSEEN, jnp.int32),
+            TrackRecord.empty(geo, cells, sources),
+            Corpus.empty(self.corpus_tokens) if self.corpus_tokens else None,
+        )
+
+    def admit(self, state: SuffixState, slot_B: jax.Array) -> SuffixState:
+        """Requests take these slots."""
+        seen = state.seen_S.at[slot_B].set(suffix_history.UNSEEN, mode="drop")
+        return dataclasses.replace(state, seen_S=seen, record=state.record.admit(slot_B))
+
+    def remember(self, state: SuffixState, tokens_L: jax.Array, count: jax.Array) -> SuffixState:
+        """With a text of `count` tokens in the corpus."""
+        assert state.corpus is not None
+        return dataclasses.replace(state, corpus=state.corpus.remember(tokens_L, count))
+
+    def propose(
+        self, state: SuffixState, rows: Rows, tokens_SL: jax.Array, depth: int
+    ) -> tuple[SuffixState, Proposal]:  # fmt: skip
+        """The rows' texts taken in, and what they may go on with."""
+        tokens_BL = jnp.take(tokens_SL, rows.slot_B, axis=0, mode="clip")
+        run_BL = jnp.take(state.run_SL, rows.slot_B, axis=0, mode="clip")
+        seen_B = jnp.where(rows.valid_B, jnp.take(state.seen_S, rows.slot_B, mode="clip"), rows.length_B)
+        run_BL = suffix_history.advance(run_BL, seen_B, tokens_BL, rows.length_B, self.longest)
+        state = dataclasses.replace(
+            state, run_SL=state.run_SL.at[rows.slot_B].set(run_BL, mode="drop"),
+            seen_S=state.seen_S.at[rows.slot_B].set(rows.length_B, mode="drop"),
+        )  # fmt: skip
+        matches = self._matches(state, rows, tokens_SL, tokens_BL, run_BL, depth)
+        proposal = self._vote(state.record, matches, depth)
+        return state, proposal if rows.allowed_BDW is None else self._within(proposal, rows.allowed_BDW)
+
+    def _matches(
+        self, state: SuffixState, rows: Rows, tokens_SL: jax.Array, tokens_BL: jax.Array, run_BL: jax.Array, depth: int
+    ) -> Matches:
+        run_BC, at_BC = suffix_history.best(run_BL, min(self.places, run_BL.shape[1]), self.shortest)
+        own = Matches(
+            run_BC, suffix_history.continuations(tokens_BL, at_BC, rows.length_B, depth), jnp.zeros(run_BC.shape, bool)
+        )
+        if state.corpus is None:
+            return own
+        index_BK = rows.length_B[:, None] - jnp.arange(self.longest, dtype=jnp.int32)[None, :]
+        tail_BK = jnp.where(index_BK >= 0, rows.tokens_at(tokens_SL, index_BK), -2)
+        run_BC, at_BC = state.corpus.look_up(tail_BK)
+        run_BC = jnp.where(run_BC >= self.shortest, run_BC, 0)
+        tokens_BCD = state.corpus.continuations(at_BC, depth, self.vocab_size)
+        shared = Matches(run_BC, tokens_BCD, jnp.ones(run_BC.shape, bool))
+        return Matches(*(jnp.concatenate(both, axis=1) for both in zip(own, shared, strict=True)))
+
+    def _vote(self, record: TrackRecord, matches: Matches, depth: int) -> Proposal:
+        """The circle of places that promises most tokens; of equal ones that of the longer matches."""
+        run_BC = matches.run_BC
+        most_B = run_BC.max(axis=1)
+        least = [most_B]
+        if run_BC.shape[1] > 1:
+            least += [(most_B + 1) // 2, jnp.minimum(most_B, 2), jnp.minimum(most_B, 1)]
+        least_BQ = jnp.stack(least, axis=1)
+        alive_BQC = (run_BC[:, None, :] >= least_BQ[:, :, None]) & (run_BC > 0)[:, None, :]
+        # A circle is as good as its shortest match.
+        run_BQ = jnp.where(alive_BQC, run_BC[:, None, :], self.longest).min(axis=2)
+        parts = []
+        for step in range(depth):
+            token_BC = matches.tokens_BCD[:, :, step]
+            alive_BQC = alive_BQC & (token_BC < self.vocab_size)[:, None, :]
+            same_BCC = token_BC[:, :, None] == token_BC[:, None, :]
+            votes_BQC = (alive_BQC[:, :, None, :] & same_BCC[:, None, :, :]).sum(axis=3, dtype=jnp.int32)
+            # Ties go to the longer match, then to the text itself and its later places.
+            key_BQC = jnp.where(alive_BQC, votes_BQC * (self.longest + 1) + run_BC[:, None, :], -1)
+            won_BQ1 = jnp.argmax(key_BQC, axis=2, keepdims=True)
+            pick = lambda x_BC, at=won_BQ1: jnp.take_along_axis(
+                jnp.broadcast_to(x_BC[:, None, :], at.shape[:2] + x_BC.shape[1:]), at, axis=2
+            )[:, :, 0]
+            votes_BQ = jnp.take_along_axis(votes_BQC, won_BQ1, axis=2)[:, :, 0]
+            voters_BQ = alive_BQC.sum(axis=2, dtype=jnp.int32)
+            token_BQ = jnp.where(voters_BQ > 0, pick(token_BC), self.vocab_size)
+            parts.append((token_BQ, *self._judge(run_BQ + step, votes_BQ, voters_BQ, pick(matches.shared_BC))))
+            alive_BQC = alive_BQC & (token_BC[:, None, :] == token_BQ[:, :, None])
+        tokens_BQD, cells_BQD, prior_BQD = (jnp.stack(part, axis=2) for part in zip(*parts, strict=True))
+        chance_BQD = jnp.where(cells_BQD < NOTHING, record.chance(cells_BQD, prior_BQD), 0.0)
+        best_B11 = jnp.argmax(jnp.cumprod(chance_BQD, axis=2).sum(axis=2), axis=1)[:, None, None]
+        chosen = (jnp.take_along_axis(x, best_B11, axis=1)[:, 0] for x in (tokens_BQD, cells_BQD, chance_BQD))
+        return Proposal(*chosen)
+
+    def _judge(
+        self, run: jax.Array, votes: jax.Array, voters: jax.Array, shared: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The kind of a proposal, NOTHING of none, and what to think of it before anything is known of its kind.
+
+        Args:
+          run: tokens that the match is long, those of the proposal before this one included.
+        """
+        split = jnp.where(2 * votes > voters, _MOST, _SOME)
+        fell = jnp.where(voters == 1, _ALONE, jnp.where(votes == voters, _UNANIMOUS, split))
+        length = sum((run >= edge).astype(jnp.int32) for edge in _LENGTHS[1:])
+        cell = (length * _VOTES + fell) * 2 + shared.astype(jnp.int32)
+        # A guess, and a low one: a source that is not chosen is judged all the same, so it need not be tried.
+        # A token that is right makes the match longer by one.
+        run_f, votes_f, voters_f = (x.astype(jnp.float32) for x in (run, votes, voters))
+        prior = votes_f / jnp.maximum(voters_f, 1) * (run_f / (run_f + 1)) ** 2
+        return jnp.where(voters > 0, cell, NOTHING), jnp.where(voters > 0, prior, 0.0)
+
+    def _within(self, proposal: Proposal, allowed_BDW: jax.Array) -> Proposal:
+        """With the only token that is allowed, where there is but one, and none where it is refused."""
+        tokens_BD, cells_BD, chance_BD = proposal
+        word_BD = jnp.argmax(allowed_BDW != 0, axis=2).astype(jnp.int32)
+        bits_BD = jnp.take_along_axis(allowed_BDW, word_BD[:, :, None], axis=2)[:, :, 0]
+        forced_BD = jax.lax.population_count(allowed_BDW).sum(axis=2) == 1
+        only_BD = 32 * word_BD + 31 - jax.lax.clz(bits_BD)
+        inside_BD = jnp.minimum(tokens_BD, self.vocab_size - 1)
+        bits_BD = jnp.take_along_axis(allowed_BDW, (inside_BD // 32)[:, :, None], axis=2)[:, :, 0]
+        refused_BD = (bits_BD >> (inside_BD % 32)) & 1 == 0
+        cells_BD = jnp.where(forced_BD | refused_BD, NOTHING, cells_BD)
+        chance_BD = jnp.where(forced_BD, _FORCED, jnp.where(refused_BD, 0.0, chance_BD))
+        tokens_BD = jnp.where(forced_BD, only_BD, jnp.where(refused_BD, self.vocab_size, tokens_BD))
+        return Proposal(tokens_BD, cells_BD, chance_BD)
+
+
+def chain_of(rows: Rows, proposal: Proposal, departure_B: jax.Array) -> DraftTree:
+    """A proposal as a draft, its chances as sure as the row's record makes them."""
+    chance_BD = jnp.clip(proposal.chance_BD * departure_B[:, None], 0.0, 1.0)
+    return DraftTree.chain(
+        jnp.concatenate([rows.root_B[:, None], proposal.tokens_BD], axis=1),
+        confidence_BN=jnp.pad(chance_BD, ((0, 0), (1, 0)), constant_values=1.0),
+    )
+
+
+class SuffixDrafter(Featureless):
+    """Drafts chains of what a `SuffixMatcher` proposes; has no parameters."""
+
+    def __init__(self, matcher: SuffixMatcher):
+        self.matcher = matcher
+
+    @property
+    def corpus_tokens(self) -> int:
+        return self.matcher.corpus_tokens
+
+    def init_state(self, geo: Geometry) -> SuffixState:
+        return self.matcher.init_state(geo)
+
+    def admit(self, draft: SuffixState, slot_B: jax.Array, cached_B: jax.Array) -> SuffixState:
+        return self.matcher.admit(draft, slot_B)
+
+    def remember(self, draft: SuffixState, tokens_L: jax.Array, count: jax.Array) -> SuffixState:
+        return self.matcher.remember(draft, tokens_L, count)
+
+    def draft(
+        self, params: Any, draft: SuffixState, rows: Rows, tokens_SL: jax.Array, tier: Tier,
+        sampling: SamplingState | None, noise_BDV: jax.Array | None, sample: bool,
+    ) -> tuple[DraftTree, SuffixState]:  # fmt: skip
+        record = draft.record.judged(rows, tokens_SL)
+        draft = dataclasses.replace(draft, record=record)
+        draft, proposal = self.matcher.propose(draft, rows, tokens_SL, tier.depth)
+        tree = chain_of(rows, proposal, record.departure(rows, 0))
+        return tree, dataclasses.replace(draft, record=record.proposed(rows, [proposal]))
+
+
+def prompt_lookup(vocab_size: int, shortest: int = 1, longest: int = 4) -> SuffixDrafter:
+    """The latest of the longest matches in the text itself, of `shortest` to `longest` tokens, and no vote."""
+    return SuffixDrafter(SuffixMatcher(vocab_size, shortest, longest, places=1))

@@ -1,0 +1,247 @@
+"""Suffix matches against scans of the texts: lengths, the corpus, votes, what came of proposals, and the choice."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.speculation.drafters import hybrid, suffix_history
+from jaxspec.speculation.drafters.featureless import Featureless
+from jaxspec.speculation.drafters.hybrid import HybridDrafter
+from jaxspec.speculation.drafters.suffix import CELLS, Matches, SuffixDrafter, SuffixMatcher
+from jaxspec.speculation.drafters.suffix_corpus import PLACES, Corpus
+from jaxspec.speculation.drafters.track_record import NOTHING, Proposal, TrackRecord
+from jaxspec.speculation.state import Geometry, Rows
+from jaxspec.speculation.tree import DraftTree, ancestors
+from jaxspec.tier import Tier
+
+V, LONGEST = 7, 6
+
+
+def common_suffix(one: list[int], other: list[int]) -> int:
+    count = 0
+    while count < min(len(one), len(other)) and one[-1 - count] == other[-1 - count]:
+        count += 1
+    return count
+
+
+def rows_of(tokens: Any, root: list[int]) -> Rows:
+    slot = jnp.arange(len(tokens))
+    last = jnp.asarray(root, jnp.int32)
+    return Rows(slot, slot >= 0, slot[:, None], last, jnp.asarray(tokens)[slot, last])
+
+
+def test_lengths_of_matches_are_those_of_a_scan():
+    """Texts that grow by nothing, a token, several, and by more than is looked at; the last row is begun anew."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 3, (5, 40)).astype(np.int32)
+    tokens[1, :30] = np.tile([1, 2, 0, 1, 1], 6)
+    run = jnp.asarray(rng.integers(0, 9, tokens.shape), jnp.uint8)  # of texts that nobody saw
+    seen = np.full(5, suffix_history.UNSEEN)
+    advance = jax.jit(lambda *args: suffix_history.advance(*args, LONGEST))
+    for root in ([0, 3, 9, 12, 1], [0, 4, 14, 30, 2], [1, 9, 15, 39, 20], [7, 38, 15, 39, 20]):
+        root = np.asarray(root)
+        run = advance(run, jnp.asarray(seen, jnp.int32), jnp.asarray(tokens), jnp.asarray(root, jnp.int32))
+        for row, last in enumerate(root.tolist()):
+            text = tokens[row].tolist()
+            want = [min(LONGEST, common_suffix(text[: i + 1], text[: last + 1])) for i in range(last)]
+            assert np.asarray(run)[row].tolist() == want + [0] * (40 - last), (row, last)
+        seen = root.copy()
+        seen[4] = suffix_history.UNSEEN
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_longest_and_latest_matches_come_first(count: int):
+    run = jnp.asarray([[1, 3, 0, 3, 2, 1], [0, 0, 1, 1, 0, 0]], jnp.uint8)
+    length, at = suffix_history.best(run, count, 2)
+    assert np.asarray(at)[0].tolist() == [3, 1, 4, 5][:count] and np.asarray(length)[0].tolist() == [3, 3, 2, 0][:count]
+    assert not np.asarray(length)[1].any()
+
+
+def test_a_corpus_finds_what_a_scan_of_its_texts_finds():
+    """A ring of 128 tokens through which twice as many pass: what is found is there, and most that is recent is found.
+
+    A bucket has a place for each of eight texts, so grams of one text may take it from one another.
+    """
+    rng = np.random.default_rng(1)
+    remember = jax.jit(lambda corpus, text, count: corpus.remember(text, count))
+    corpus, texts, found, missed = Corpus.empty(128), [], 0, 0
+    tail = jax.jit(lambda corpus, tail: (*corpus.look_up(tail), corpus.continuations(corpus.look_up(tail)[1], 4, 99)))
+    for _ in range(12):
+        text = rng.integers(0, 90, rng.integers(1, 32)).tolist()
+        padded = np.full(33, 5, np.int32)
+        padded[: len(text)] = text
+        corpus = remember(corpus, padded, len(text))
+        texts.append(text)
+        for query in (text[: len(text) // 2], texts[-2][:9] if len(texts) > 1 else text, rng.integers(0, 90, 9)):
+            query = list(query)
+            if len(query) < 2:
+                continue
+            ends = np.full((1, LONGEST), -2, np.int32)
+            ends[0, : min(LONGEST, len(query))] = query[: -LONGEST - 1 : -1]
+            run, _, following = (np.asarray(x)[0] for x in tail(corpus, ends))
+            longest = 0
+            for old in texts[-3:]:
+                for end in range(1, len(old) + 1):
+                    longest = max(longest, min(LONGEST, common_suffix(old[:end], query)))
+            if longest >= 2:
+                found, missed = found + (run.max() >= longest), missed + (run.max() < longest)
+            for length, tokens in zip(run.tolist(), following.tolist(), strict=True):
+                if length:  # some text goes on like this, and says so only up to its end
+                    want = query[-length:] + [t for t in tokens if t != 99]
+                    assert any(want == old[i : i + len(want)] for old in texts for i in range(len(old))), want
+    assert found > 2 * missed > 0
+    before = corpus
+    after = remember(corpus, np.zeros(33, np.int32), 0)
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    assert int(corpus.texts) == 12 and run.shape == (PLACES,)
+
+
+def naive_vote(runs: list[int], following: list[list[int]], depth: int) -> list[int]:
+    """The circle with the most expected tokens, by the priors alone."""
+    best, chosen = -1.0, [V] * depth
+    most = max(runs)
+    for least in (most, (most + 1) // 2, min(most, 2), min(most, 1)):
+        alive = [i for i, run in enumerate(runs) if run >= least and run]
+        run = min((runs[i] for i in alive), default=LONGEST)
+        score, survival, tokens = 0.0, 1.0, []
+        for step in range(depth):
+            alive = [i for i in alive if following[i][step] != V]
+            votes = {t: sum(following[i][step] == t for i in alive) for t in (following[i][step] for i in alive)}
+            if not votes:
+                tokens += [V] * (depth - step)
+                break
+            winner = max(alive, key=lambda i: (votes[following[i][step]], runs[i], -i))
+            token = following[winner][step]
+            length = run + step
+            survival *= np.float32(votes[token] / len(alive)) * np.float32((length / (length + 1)) ** 2)
+            score, tokens = score + survival, [*tokens, token]
+            alive = [i for i in alive if following[i][step] == token]
+        if score > best + 1e-6:
+            best, chosen = score, tokens
+    return chosen
+
+
+def test_votes_are_those_of_a_count():
+    rng = np.random.default_rng(2)
+    runs = rng.integers(0, 5, (64, 6))
+    runs[0] = 0
+    following = rng.integers(0, 3, (64, 6, 4))
+    following[rng.random((64, 6)) < 0.2, 2:] = V  # texts that end
+    geo = Geometry(64, 1, 1, 8, 4)
+    matcher, record = SuffixMatcher(V, longest=LONGEST), TrackRecord.empty(geo, CELLS, 1)
+    matches = Matches(jnp.asarray(runs, jnp.int32), jnp.asarray(following, jnp.int32), jnp.zeros((64, 6), bool))
+    found = jax.jit(lambda matches: matcher._vote(record, matches, 4))(matches)
+    for row in range(64):
+        want = naive_vote(runs[row].tolist(), following[row].tolist(), 4)
+        assert np.asarray(found.tokens_BD)[row].tolist() == want, row
+    cells, chance = np.asarray(found.cells_BD), np.asarray(found.chance_BD)
+    none = np.asarray(found.tokens_BD) == V
+    assert none[0].all() and (cells[none] == NOTHING).all() and (chance[none] == 0).all()
+    assert (cells[~none] < CELLS).all() and (chance[~none] > 0).all()
+
+
+def test_proposals_are_judged_by_the_text_that_came():
+    """Up to the first that was wrong, and as far as there is text; chosen or not, verified or not."""
+    geo = Geometry(3, 1, 1, 15, 3)
+    tokens = jnp.tile(jnp.arange(16, dtype=jnp.int32), (3, 1))
+    record = TrackRecord.empty(geo, 8, 2)
+    rows = rows_of(tokens, [4, 4, 4])
+    first = Proposal(
+        jnp.asarray([[5, 6, 7], [5, 0, 7], [0, 6, 7]]), jnp.asarray([[0, 1, 2]] * 3), jnp.full((3, 3), 0.5)
+    )
+    second = Proposal(
+        jnp.asarray([[5, 6], [5, 6], [V, 6]]), jnp.asarray([[3, NOTHING], [3, 4], [NOTHING, 4]]), jnp.full((3, 2), 1.0)
+    )
+    record = record.proposed(rows, [first, second])
+    judged = record.judged(rows_of(tokens, [9, 6, 6]), tokens)
+    assert np.asarray(judged.counts_X2).tolist() == [[3, 2], [2, 1], [1, 1], [2, 2], [1, 1], *[[0, 0]] * 3]
+    again = judged.judged(rows_of(tokens, [12, 12, 12]), tokens)
+    np.testing.assert_array_equal(judged.counts_X2, again.counts_X2)
+    # Eight labels of prior: 3 right of 1.5 expected, 1 of 1, none of 0.5.
+    at = rows_of(tokens, [9, 6, 6])
+    np.testing.assert_allclose(judged.departure(at, 0), [11 / 9.5, 9 / 9, 8 / 8.5], rtol=1e-6)
+    np.testing.assert_allclose(judged.chance(jnp.asarray([0, 1, 7]), jnp.asarray([0.5, 0.5, 0.25])), [4 / 7, 0.5, 0.25])
+    fresh = judged.admit(jnp.asarray([0, 3]))
+    np.testing.assert_allclose(fresh.departure(at, 0), [1, 9 / 9, 8 / 8.5], rtol=1e-6)
+    far = record.judged(rows_of(tokens, [4, 4, 4]), tokens)  # nothing came yet
+    assert not np.asarray(far.counts_X2).any()
+
+
+class Fixed(Featureless):
+    """A model whose tree and tokens are given, and whose parameters are its confidences."""
+
+    supports_trees = True
+
+    def draft(self, params: Any, draft: Any, rows: Rows, *rest: Any) -> Any:
+        b = rows.root_B.shape[0]
+        wide = lambda values, dtype: jnp.broadcast_to(jnp.asarray(values, dtype)[None], (b, len(values)))
+        parents = wide((0, 0, 0, 1, 3), jnp.int32)
+        tokens = jnp.concatenate([rows.root_B[:, None], wide((5, 4, 5, 5), jnp.int32)], axis=1)
+        depths = wide((0, 1, 1, 2, 3), jnp.int32)
+        said = jnp.broadcast_to(jnp.pad(params, (1, 0), constant_values=1.0)[None], (b, 5))
+        return DraftTree(tokens, parents, depths, ancestors(parents, 3), None, said), draft
+
+
+def test_each_row_keeps_the_draft_that_promises_more():
+    """A text that repeats itself beside one that never did; a model that is sure, and one that is not a number."""
+    tokens = np.zeros((2, 32), np.int32)
+    tokens[0, :12] = np.tile([0, 1, 2, 3], 3)
+    tokens[1, :6] = [6, 5, 4, 3, 2, 1]
+    rows, tier = rows_of(tokens, [11, 5]), Tier(3, 2, 5)
+    geo = Geometry(2, 1, 1, 31, 3)
+    drafter, text = HybridDrafter(Fixed(), SuffixMatcher(V)), jnp.asarray(tokens)
+    run = jax.jit(lambda params, state: drafter.draft(params, state, rows, text, tier, None, None, False))
+    for confidence, repeats in (((0.1,) * 4, True), ((0.99, 0.9, 0.99, 0.99), False), ((float("nan"),) * 4, True)):
+        tree, state = run(jnp.asarray(confidence, jnp.float32), drafter.init_state(geo))
+        drafted = np.asarray(tree.tokens_BN).tolist()
+        assert drafted[0] == ([3, 0, 1, 2, V] if repeats else [3, 5, 4, 5, 5])
+        # Where nothing promises anything, the model's.
+        assert drafted[1] == [1, 5, 4, 5, 5]
+        chain = np.asarray(tree.parents_BN)[0].tolist()
+        assert chain == ([0, 0, 1, 2, 0] if repeats else [0, 0, 0, 1, 3])
+        np.testing.assert_array_equal(tree.ancestors_BNN, ancestors(tree.parents_BN, 3))
+        assert np.asarray(tree.depths_BN)[0].tolist() == ([0, 1, 2, 3, 1] if repeats else [0, 1, 1, 2, 3])
+        # Both were put on record: 0 1 2, and the model's likeliest path 5 5 5.
+        kept = np.asarray(state.suffix.record.tokens_SAD)[0].tolist()
+        assert kept == [[0, 1, 2], [5, 5, 5]]
+        assert (np.asarray(state.suffix.record.cells_SAD)[0, 1] >= CELLS).all()
+        assert (np.asarray(state.suffix.record.cells_SAD) < hybrid._CELLS).sum() == 3 + 3 + 3
+
+
+def test_a_tier_that_only_looks_up_asks_no_model():
+    class Deaf(Fixed):
+        def draft(self, *_: Any) -> Any:
+            raise AssertionError("the model was asked")
+
+    tokens = np.zeros((1, 32), np.int32)
+    tokens[0, :12] = np.tile([0, 1, 2, 3], 3)
+    drafter, geo = HybridDrafter(Deaf(), SuffixMatcher(V)), Geometry(1, 1, 1, 31, 5)
+    args = rows_of(tokens, [11]), jnp.asarray(tokens), Tier(5, lookup=True), None, None, False
+    tree, _ = jax.jit(lambda state: drafter.draft((), state, *args))(drafter.init_state(geo))
+    assert np.asarray(tree.tokens_BN).tolist() == [[3, 0, 1, 2, 3, 0]]
+
+
+def test_what_is_learnt_replaces_the_guess():
+    """A match of one token is taken to come true one time in four; in random text of seven tokens one in seven does."""
+    geo, drafter = Geometry(1, 1, 1, 255, 2), SuffixDrafter(SuffixMatcher(V))
+    tokens = jnp.asarray(np.random.default_rng(3).integers(0, V, (1, 256)), jnp.int32)
+
+    @jax.jit
+    def step(state: Any, root: jax.Array) -> Any:
+        rows = dataclasses.replace(rows_of(tokens, [0]), length_B=root[None], root_B=tokens[:, root])
+        tree, state = drafter.draft((), state, rows, tokens, Tier(2), None, None, False)
+        assert tree.confidence_BN is not None
+        return tree.confidence_BN[0, 1], state
+
+    state, said = drafter.init_state(geo), []
+    for root in range(1, 250):
+        confidence, state = step(state, jnp.int32(root))
+        said.append(float(confidence))
+    first = next(c for c in said if c)
+    assert first == pytest.approx(0.25) and 0.05 < np.mean(said[-40:]) < 0.28
