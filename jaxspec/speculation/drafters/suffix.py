@@ -189,7 +189,7 @@ class SuffixMatcher:
         word_BD = jnp.argmax(allowed_BDW != 0, axis=2).astype(jnp.int32)
         bits_BD = jnp.take_along_axis(allowed_BDW, word_BD[:, :, None], axis=2)[:, :, 0]
         forced_BD = jax.lax.population_count(allowed_BDW).sum(axis=2) == 1
-        only_BD = 32 * word_BD + 31 - jax.lax.clz(bits_BD)
+        only_BD = 32 * word_BD + 31 - jax.lax.clz(bits_BD.astype(jnp.uint32)).astype(jnp.int32)
         inside_BD = jnp.minimum(tokens_BD, self.vocab_size - 1)
         bits_BD = jnp.take_along_axis(allowed_BDW, (inside_BD // 32)[:, :, None], axis=2)[:, :, 0]
         refused_BD = (bits_BD >> (inside_BD % 32)) & 1 == 0
