@@ -60,8 +60,8 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Told]:
         ([LONG], "a prompt must be shorter than the context of 2048 tokens, got "),
         (["--max-seq-len", "3"], "a prompt must be shorter than the context of 3 tokens, got "),
         (["--max-seq-len", "9999"], "max_seq_len must be at most the model's context of 2048 tokens, got 9999"),
-        (["--policy", "adaptiv"], "policy must be one of ('adaptive', 'static', 'off', 'heuristic', "
-         "'schedule') or the path of a JSON file, got 'adaptiv'; did you mean 'adaptive'?"),
+        (["--policy", "adaptiv"], "policy must be one of ('adaptive', 'static', 'off', 'heuristic', 'schedule', "),
+        (["--policy", "adaptiv"], ") or the path of a JSON file, got 'adaptiv'; did you mean 'adaptive'?"),
         (["--policy", "zzz"], "or the path of a JSON file, got 'zzz'\n"),
         (["--policy", "absent.json"], "adaptive configuration 'absent.json' cannot be read: "),
         (["--drafter", "eagl3"], "or a directory, got 'eagl3'"),

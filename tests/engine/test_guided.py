@@ -24,7 +24,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jaxspec import LLM
-from jaxspec.adaptive import goodput
+from jaxspec.adaptive import adaptive
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.assemble import Drafting, assemble, bind_drafter
@@ -632,7 +632,7 @@ def test_a_rehearsal_runs_everything_once_and_changes_nothing(
 
     monkeypatch.setattr(Compilation, "compiled", counting)
     packed = Choice(Tier(4), 9)
-    monkeypatch.setattr(type(goodput.KIND), "budgets", lambda *_: {(packed.tier, 4): (packed.tokens,)})
+    monkeypatch.setattr(type(adaptive.KIND), "budgets", lambda *_: {(packed.tier, 4): (packed.tokens,)})
     engine = engines.build("ngram", (PLAIN, Tier(4)), batch_buckets=(4,))
     assert len(ran) == engine.stats.executables and set(ran.values()) == {1}
     tokens = lambda outputs: [completion.token_ids for completions in outputs for completion in completions]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.speculation.layouts import End
 from jaxspec.tier import PLAIN, Tier
 
 V = 7
@@ -152,12 +153,15 @@ def test_logits_that_are_not_finite_are_reported_for_their_row_alone(markov: Cal
         clean, rounds.params = rounds.params, params
         try:
             for tier in TIERS:
-                state = rounds.state()
-                roots = np.where(np.arange(SLOTS) == 5, 2, 1)
-                state = dataclasses.replace(state, tokens_SL=state.tokens_SL.at[:, 5].set(jnp.asarray(roots)))
-                _, packed = rounds.run(state, tier)
-                flagged = np.flatnonzero(packed[:, 1]).tolist()
-                reached = [s for s in range(SLOTS) if 2 in packed[s, 2 : 1 + packed[s, 0]] or s == 5]
-                assert flagged == reached, (tier, value)
+                told = []
+                for rounds.params in (clean, params):
+                    state = rounds.state()
+                    roots = np.where(np.arange(SLOTS) == 5, 2, 1)
+                    state = dataclasses.replace(state, tokens_SL=state.tokens_SL.at[:, 5].set(jnp.asarray(roots)))
+                    told.append(rounds.run(state, tier)[1])
+                whole, packed = told
+                reached = [s for s in range(SLOTS) if 2 in whole[s, 2 : 1 + whole[s, 0]] or s == 5]
+                assert np.flatnonzero(packed[:, 1] == End.NOT_FINITE).tolist() == reached, (tier, value)
+                assert not packed[reached, 0].any()  # and commit nothing
         finally:
             rounds.params = clean
