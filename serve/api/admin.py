@@ -135,7 +135,7 @@ class AdminServicer:
 
 
 def _drafter(engine: Engine, config: ServerConfig) -> str:
-    """Its kind; of one that was found or given by its directory, how it drafts."""
+    """Its kind; of one that was found, built elsewhere or given by its directory, how it drafts."""
     if engine.runner.drafter is None:
         return registry.NONE
     if config.drafter in registry.names():

@@ -45,7 +45,7 @@ def test_server_info_is_an_allow_list_of_what_is_true(kit: Any):
             assert (info.version, info.model, info.drafter, info.policy) == (
                 jaxspec.__version__,
                 "tiny",
-                "ngram",
+                "suffix",
                 "adaptive",
             )
             assert (info.verification, info.lossless, info.dtype, info.devices) == ("coupled", True, "float32", 1)
@@ -166,7 +166,7 @@ def test_server_info_while_a_step_hangs(kit: Any):
                 async with asyncio.timeout(10):
                     info = await client.server_info()
                 assert (info.state, info.max_seq_len, info.memory.page_size) == (server.lifecycle.state, 120, 8)
-                assert list(info.tiers) == ["off", "chain-1", "chain-3"] and info.lossless and info.drafter == "ngram"
+                assert list(info.tiers) == ["off", "chain-1", "chain-3"] and info.lossless and info.drafter == "suffix"
             assert info.state == "stalled"
             facade.release()
             await kit.eventually(lambda: server.lifecycle.state == "serving")
