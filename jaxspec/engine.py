@@ -16,7 +16,7 @@ import numpy as np
 from jaxspec.adaptive import objectives
 from jaxspec.adaptive.controller import AdaptiveController, Recorder
 from jaxspec.adaptive.cost import Costed, CostTable
-from jaxspec.adaptive.policy import BatchView, RoundStats, TierPolicy
+from jaxspec.adaptive.policy import PLACE, BatchView, RoundStats, TierPolicy
 from jaxspec.events import Delta, Event, Finished, Started
 from jaxspec.facts import EngineFacts
 from jaxspec.laps import WAIT
@@ -316,18 +316,24 @@ class Engine:
         seconds = (now - max(pending.dispatched_at, self._collected_at)) / rows.rounds if pending.timed else 0.0
         if pending.timed:
             self._round_seconds = seconds
-        counts_RB = result.counts_RB if rows.caps_B is None else result.counts_RB[:, rows.caps_B >= tier.depth]
+        counts_RB = result.counts_RB if rows.caps_B is None else result.counts_RB * (rows.caps_B >= tier.depth)
+        numbers_B = rows.slots_B + (rows.stamps_B << PLACE)
         for counts_B in counts_RB:
+            told_B = counts_B > 0
+            drafts = result.drafts
+            if drafts is not None and not told_B.all():
+                drafts = drafts.of_rows(told_B.tolist())
             stats = RoundStats(
                 tier=tier,
                 batch_size=len(rows),
                 bucket=pending.bucket,
-                num_accepted=tuple((counts_B[counts_B > 0] - 1).tolist()),
+                num_accepted=tuple((counts_B[told_B] - 1).tolist()),
                 seconds=seconds,
                 context_tokens=pending.context_tokens,
                 tokens=pending.tokens,
-                drafts=result.drafts,
+                drafts=drafts,
                 dispatched=rows.rounds,
+                rows=tuple(numbers_B[told_B].tolist()),
             )
             if tier in self.controller.policy.tiers:  # else a policy before this one chose it
                 self.controller.observe(stats)

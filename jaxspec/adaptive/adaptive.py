@@ -11,6 +11,9 @@ from jaxspec.tier import Tier
 
 #: The least padded batch size that has budgets where the user names none.
 _LEAST_BATCH = 8
+#: How many times as deep as its budget a chain is at least. What deeper chains draft beyond is little, is paid by all
+#: and goes to those that need it least.
+_ROOM = 1.3
 
 
 class Goodput(PolicyKind):
@@ -37,25 +40,26 @@ class Goodput(PolicyKind):
         return (*(settings.tier(step) for step in sorted({0, *steps})), *(Tier(d, lookup=True) for d in room.lookups))
 
     def _packed(self, settings: Settings, room: Room) -> list[Arm]:
-        """The deepest chain under each budget that leaves something out."""
+        """Each budget with the shallowest chain from which it leaves enough out, or with the deepest."""
         tiers = self._tiers(settings, room)
-        chains = [tier for tier in tiers if tier.is_chain and not tier.lookup and tier.depth > 1]
+        chains = sorted(tier for tier in tiers if tier.is_chain and not tier.lookup and tier.depth > 1)
         if not chains or settings.verification != "coupled":
             return []
         named = room.budgets if settings.candidate_budgets is None else settings.candidate_budgets
-        return [Arm(max(chains), budget) for budget in sorted(named) if budget < max(chains).depth]
+        fitting = lambda budget: next((tier for tier in chains if tier.depth >= _ROOM * budget), chains[-1])
+        return [Arm(tier, budget) for budget in sorted(named) if budget < (tier := fitting(budget)).depth]
 
     def reachable(self, settings: Settings, room: Room) -> dict[Tier, tuple[int, ...]]:
         return dict.fromkeys(self._tiers(settings, room), room.buckets)
 
     def budgets(self, settings: Settings, room: Room) -> dict[tuple[Tier, int], tuple[int, ...]]:
-        arms = self._packed(settings, room)
         least = _LEAST_BATCH if settings.candidate_budgets is None else 1
-        return {
-            (arms[0].tier, bucket): tuple(sorted({packed_tokens(arm.tier, bucket, arm.budget or 0.0) for arm in arms}))
-            for bucket in room.buckets
-            if arms and bucket >= least
-        }
+        found: dict[tuple[Tier, int], set[int]] = {}
+        for arm in self._packed(settings, room):
+            for bucket in room.buckets:
+                if bucket >= least:
+                    found.setdefault((arm.tier, bucket), set()).add(packed_tokens(arm.tier, bucket, arm.budget or 0.0))
+        return {key: tuple(sorted(tokens)) for key, tokens in found.items()}
 
     def build(self, settings: Settings, room: Room, cost: CostTable | None) -> GoodputPolicy:
         assert cost is not None

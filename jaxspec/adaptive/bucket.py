@@ -43,6 +43,7 @@ class Bucket:
     looks: int = 0
     awaited: int = 0
     won: bool = False
+    wins: int = 0
     charge: float = 0.0
     doubted: bool = False
 

@@ -10,7 +10,9 @@ all the same, since the target's token in its place is known. Must not know cost
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+
+import numpy as np
 
 from jaxspec.adaptive.policy import DraftLabels
 
@@ -51,16 +53,18 @@ class _Curve:
         self._sl *= factor
         self._ll = max(_LEVEL_ROWS, self._ll * factor)
 
-    def learn(self, x: float, accepted: bool) -> None:
-        """One label: a step of Newton's method on what it adds to the likelihood."""
-        p = self.predict(x)
-        weight = max(1e-3, p * (1 - p))
-        self._ss += weight * x * x
-        self._sl += weight * x
-        self._ll += weight
-        error, det = accepted - p, self._ss * self._ll - self._sl * self._sl
-        self.slope = max(0.0, self.slope + error * (self._ll * x - self._sl) / det)
-        self.level += error * (self._ss - self._sl * x) / det
+    def learn(self, ss: float, sl: float, ll: float, slope: float, level: float) -> None:
+        """Labels of a round: a step of Newton's method on what they add to the likelihood.
+
+        Args:
+          ss, sl, ll: information about slope and level, and between them. slope, level: the likelihood's gradient.
+        """
+        self._ss += ss
+        self._sl += sl
+        self._ll += ll
+        det = self._ss * self._ll - self._sl * self._sl
+        self.slope = max(0.0, self.slope + (self._ll * slope - self._sl * level) / det)
+        self.level += (self._ss * level - self._sl * slope) / det
 
 
 class Calibration:
@@ -103,38 +107,37 @@ class Calibration:
             out.append(alive)
         return out
 
-    def observe(self, drafts: DraftLabels, rows: Iterable[int] | None = None) -> list[float]:
+    def observe(self, drafts: DraftLabels, rows: slice = slice(None)) -> np.ndarray:
         """Learns from the drafts of a round whose tokens are known: those that were reached, verified or not.
 
         Args:
-          rows: those to learn from; None: all.
+          rows: those to learn from.
 
         Returns:
-          The probability of each of their drafts, as it was believed before, row after row.
+          The probability of each of their drafts, as it was believed before, [rows, nodes].
         """
-        nodes, confidence, known, right = drafts.nodes, drafts.confidence, drafts.known, drafts.right
-        every = range(len(confidence) // nodes if nodes else 0)
-        last, fits, rates = len(self._curves) - 1, self.fits, []
-        labels: list[list[tuple[float, int]]] = [[] for _ in self._curves]
-        log, exp, add = math.log, math.exp, rates.append
-        for row in every if rows is None else rows:
-            for node in range(row * nodes, (row + 1) * nodes):
-                sure = confidence[node]
-                if not sure > 0:
-                    add(0.0)
-                    continue
-                sure = _CLIP if sure < _CLIP else min(sure, 1 - _CLIP)
-                at, x = min(drafts.depth[node] - 1, last), log(sure / (1 - sure))
-                slope, level = fits[at]
-                add(1 / (1 + exp(-max(-_FAR, min(_FAR, slope * x + level)))))
-                if known[node]:
-                    labels[at].append((x, right[node]))
-        for curve, told in zip(self._curves, labels, strict=True):
-            for x, hit in told:
-                curve.learn(x, bool(hit))
-            if told:
-                curve.fade(0.5 ** (len(told) / self._half_life))
-        return rates
+        nodes, count = drafts.nodes, len(self._curves)
+        table = lambda values, kind: np.frombuffer(values, kind).reshape(-1, nodes)[rows]
+        sure, depth = table(drafts.confidence, np.float32), table(drafts.depth, np.uint8)
+        known, right = table(drafts.known, np.uint8) != 0, table(drafts.right, np.uint8) != 0
+        told = sure > 0
+        inside = np.where(told, sure, 0.5).astype(np.float64).clip(_CLIP, 1 - _CLIP)
+        x = np.log(inside / (1 - inside))
+        at = np.minimum(depth.astype(np.intp), count) - 1
+        fits = np.asarray(self.fits)[at]
+        p = 1 / (1 + np.exp(-(fits[..., 0] * x + fits[..., 1]).clip(-_FAR, _FAR)))
+        known &= told
+        at, x, p_known, hit = at[known], x[known], p[known], right[known]
+        weight, error = np.maximum(1e-3, p_known * (1 - p_known)), hit - p_known
+        sums = [
+            np.bincount(at, values, count).tolist()
+            for values in (weight * x * x, weight * x, weight, error * x, error, np.ones(len(at)))
+        ]
+        for curve, *evidence, labels in zip(self._curves, *sums, strict=True):
+            if labels:
+                curve.learn(*evidence)
+                curve.fade(0.5 ** (labels / self._half_life))
+        return np.where(told, p, 0.0)
 
 
 def calibration_error(predicted: Sequence[float], accepted: Sequence[bool], bins: int = 10) -> float:

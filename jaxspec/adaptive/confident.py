@@ -110,7 +110,7 @@ class ConfidentPolicy(abc.ABC):
         at = lambda row: slice(row * drafts.nodes, (row + 1) * drafts.nodes)
         self._latest[stats.bucket] = [[max(0.0, c) for c in drafts.confidence[at(row)]] for row in chosen]
         if self._calibration is not None:
-            self._calibration.observe(drafts, chosen)
+            self._calibration.observe(drafts, slice(None, None, chosen.step))
         self.hear(stats)
 
     def hear(self, stats: RoundStats) -> None:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from jaxspec.adaptive.acceptance import STALE_ROWS, AcceptanceModel, survival
 from jaxspec.adaptive.arms import Arm, whole
 from jaxspec.adaptive.bucket import Bucket, GoodputParams
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.estimate import CostEstimate
 from jaxspec.adaptive.policy import BatchView, RoundStats
+from jaxspec.adaptive.rows import Rows
 from jaxspec.adaptive.yields import Yields, guess
 from jaxspec.tier import PLAIN, Choice, Tier
 
@@ -31,12 +34,15 @@ _LEAST_CHARGE, _AT_ONCE, _LOOKS = 0.05, 0.25, 8
 #: Rounds to which the pauses between losing probes grow quickly, by how much each that loses lets them grow after
 #: that, and up to how many times as many; rounds to which those between looks at costs grow at most, and by how much.
 _QUIET, _CALMER, _CALM, _SILENT, _CALMING = 100.0, 1.2, 4.0, 3000.0, 1.7
-#: Least rounds between probes that win where drafts run already: a deeper tier's evidence adds to theirs.
+#: Least rounds between probes that win where drafts run already, doubled with each that changes nothing: a deeper
+#: tier's evidence adds to theirs.
 _HASTE = 30.0
 #: Part of its pause after which a look may be so urgent.
 _URGENT = 20
 #: Gap in log goodput from which it counts more than in proportion; and how fast switches are forgotten.
 _LARGE, _REST = 0.1, 0.99
+#: Difference of the halves' acceptance below which a batch's requests are alike.
+_ALIKE = 0.02
 #: Gap in log goodput for which nothing is changed.
 _TIE = 0.01
 #: Rounds of the current tier that the credit may fall below nothing.
@@ -106,6 +112,7 @@ class GoodputPolicy:
         self._acceptance = AcceptanceModel(
             max(1, self.tiers[-1].depth), sizes, half_life=params.half_life, prior_rate=params.prior_rate
         )
+        self._rows = {bucket: Rows() for bucket in sizes}
         self._buckets: dict[int, Bucket] = {}
         for bucket in sizes:
             if not buckets:
@@ -121,7 +128,7 @@ class GoodputPolicy:
         if len(state.candidates) == 1:
             return PLAIN
         costs = self._cost.logs(bucket)
-        scores = self._scores(bucket, costs)
+        scores = self._scores(bucket, costs, state.current)
         current = self._settled_on(state, scores, costs)
         state.since_probe += 1
         state.since_look += 1
@@ -169,22 +176,38 @@ class GoodputPolicy:
 
     def _learn_acceptance(self, stats: RoundStats) -> None:
         """What a round accepted, and of a packed one what the others would have shown."""
-        if stats.tier.depth == 0:
+        depth, bucket, rows, drafts = stats.tier.depth, stats.bucket, self._rows[stats.bucket], stats.drafts
+        told = len(stats.rows) == len(stats.num_accepted) > 0
+        if depth == 0:
             self._acceptance.age(stats.batch_size)
         elif stats.tokens is None:
+            if told and not stats.tier.lookup:
+                accepted = np.asarray(stats.num_accepted)
+                rows.observe(stats.rows, accepted, np.minimum(accepted + 1, depth))
             if self._acceptance.observe(stats):
-                self._yields.forget()
-        elif stats.drafts is not None and stats.tier.is_chain:
-            arm, rows = self._cost.arm(stats.tier, stats.bucket, stats.tokens), len(stats.num_accepted)
-            if arm is not None and rows:
-                off = sum(stats.num_accepted) / rows + 1 - self._tokens(arm, stats.bucket)
-                if abs(off) > _ODD * stats.tier.depth / math.sqrt(rows):
-                    self._yields.attend(stats.bucket)
-            beyond = self._yields.observe(stats.drafts, stats.tier.depth, stats.bucket)
+                self._forget()
+        elif drafts is not None and stats.tier.is_chain:
+            arm, count = self._cost.arm(stats.tier, bucket, stats.tokens), len(stats.num_accepted)
+            if arm is not None and count:
+                off = sum(stats.num_accepted) / count + 1 - self._tokens(arm, bucket)
+                if abs(off) > _ODD * depth / math.sqrt(count):
+                    self._yields.attend(bucket)
+            better = None
+            if told and len(drafts.known) == count * drafts.nodes:
+                known, right = (np.frombuffer(x, np.uint8).reshape(count, -1) for x in (drafts.known, drafts.right))
+                rows.observe(stats.rows, right.sum(axis=1), known.sum(axis=1))
+                better = rows.better(stats.rows)
+            beyond = self._yields.observe(drafts, depth, bucket, better)
             if beyond is not None and self._acceptance.observe(stats, beyond):
-                self._yields.forget()
+                self._forget()
             return
-        self._yields.wait(stats.bucket)
+        self._yields.wait(bucket)
+
+    def _forget(self) -> None:
+        """Acceptance has changed."""
+        self._yields.forget()
+        for rows in self._rows.values():
+            rows.forget()
 
     def learn(self, tier: Tier, bucket: int, seconds: float, tokens: int | None = None) -> None:
         """Takes a measured cost; the round may be chosen in that bucket from now on."""
@@ -226,7 +249,8 @@ class GoodputPolicy:
             state.lost += max(0.0, gap - _TIE) * max(1.0, gap / _LARGE)
             # Plain decoding shows nothing of acceptance: an error in its favour lasts.
             if state.lost > self._params.patience * (1 + state.unrest) * (1 if best else 2):
-                state.current, state.lost, state.unrest = best, 0.0, state.unrest + 1
+                state.current, state.lost, state.unrest, state.wins = best, 0.0, state.unrest + 1, 0
+                state.interval = min(state.interval, _HASTE)
         state.unrest *= _REST
         return state.current
 
@@ -278,7 +302,8 @@ class GoodputPolicy:
             return False
         hopeful = self._acceptance.hopeful_rates(bucket, known, _OPTIMISM)
         goal = scores[current] + math.log1p(self._params.margin)
-        hope = lambda i: math.log(self._tokens(i, bucket, hopeful)) - costs[i]
+        lasts = lambda i: scores[i] + costs[i] - math.log(self._tokens(i, bucket))
+        hope = lambda i: math.log(self._tokens(i, bucket, hopeful)) - costs[i] + lasts(i)
         if all(hope(i) + self._cost.news(i, current, bucket) <= goal for i in deeper):
             return False
 
@@ -310,8 +335,10 @@ class GoodputPolicy:
         if not running.tier.depth or not packed or view.batch_size < 2 or (age is not None and age < _UNSEEN):
             return False
         rates = self._acceptance.rates(bucket)
-        best = max(packed, key=lambda i: math.log(self._tokens(i, bucket, rates)) - costs[i])
-        if math.log(self._tokens(best, bucket, rates)) - costs[best] < scores[current] + _TIE:
+        lasts = lambda i: scores[i] - math.log(self._tokens(i, bucket))
+        hope = lambda i: math.log(self._tokens(i, bucket, rates)) + lasts(i)
+        best = max(packed, key=hope)
+        if hope(best) < scores[current] + _TIE:
             return False
         # Of the first ones it takes several to know what confidences mean.
         return self._begin(state, best, 1 if age is not None else 2, loses(best))
@@ -350,7 +377,8 @@ class GoodputPolicy:
         charge = _charge(costs[arm], costs[current])
         least = charge / (self._params.probe_share * now)
         if gain >= charge:
-            state.interval, state.won = max(least, state.interval / 2, _HASTE) if known else 0.0, True
+            state.interval = max(least, min(_CALM * _QUIET, _HASTE * 2**state.wins)) if known else 0.0
+            state.won, state.wins = True, state.wins + 1
         elif over and not state.won:
             quiet = max(self._params.probe_backoff * least, _QUIET)
             longer = max(2 * state.interval, least) if state.interval < quiet else _CALMER * state.interval
@@ -363,9 +391,32 @@ class GoodputPolicy:
             raise ValueError(f"the cost table has no cost in bucket {bucket}, only in buckets {list(self._buckets)}")
         return self._buckets[bucket]
 
-    def _scores(self, bucket: int, costs: Sequence[float]) -> list[float]:
-        """Logarithm of the expected tokens a second of each request, by arm."""
-        return [math.log(self._tokens(i, bucket)) - cost for i, cost in enumerate(costs)]
+    def _scores(self, bucket: int, costs: Sequence[float], current: int | None) -> list[float]:
+        """Logarithm of the expected tokens a second of each request, by arm, as far as they last; see `rows`."""
+        tokens = [self._tokens(i, bucket) for i in range(len(costs))]
+        low, high = self._rows[bucket].halves
+        if current is not None and high - low > _ALIKE:
+            tokens = self._lasting(bucket, tokens, current, low, high)
+        return [math.log(t) - cost for t, cost in zip(tokens, costs, strict=True)]
+
+    def _lasting(self, bucket: int, tokens: Sequence[float], current: int, low: float, high: float) -> list[float]:
+        """Tokens a round of each arm in place of the current one, once the batch is what the arm makes of it."""
+        alive, pooled, better, tilt = 1.0, 0.0, 0.0, [1.0]
+        ratio = 2 * high / (low + high)
+        other = 2 * low / (low + high)
+        up = down = 1.0
+        for rate in self._acceptance.rates(bucket):
+            up, down, alive = up * ratio, down * other, alive * rate
+            pooled += alive
+            better += alive * up / ((up + down) / 2)
+            tilt.append(better / pooled if pooled else 1.0)
+        halves = []
+        for i, (arm, mean) in enumerate(zip(self._arms, tokens, strict=True)):
+            lean = None if arm.is_whole else self._yields.tilt(i, bucket)
+            extra = (mean - 1) * (tilt[arm.tier.depth] if lean is None else lean)
+            halves.append((max(1.0, 2 * mean - 1 - extra), 1 + extra))
+        poor, good = halves[current]
+        return [2 * tokens[current] / (poor / p + good / g) for p, g in halves]
 
     def _tokens(self, arm: int, bucket: int, rates: Sequence[float] | None = None) -> float:
         """Tokens that a request is expected to gain from one round, the bonus token included.

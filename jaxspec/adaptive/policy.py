@@ -6,12 +6,16 @@ Must not know JAX, executables or requests. Every policy lives in a file of its 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any, Protocol
 
 from jaxspec.tier import PLAIN, Choice, Tier, as_choice
+
+#: Bits of a request's number that are its place; see `RoundStats.rows`.
+PLACE = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,7 @@ class BatchView:
 class DraftLabels:
     """The drafted nodes of a packed round, request after request: what was said of them and what became of them.
 
+    Of the requests that `RoundStats.num_accepted` tells of, in its order.
     All sequences have a value for each node; those of bytes hold 0 or 1 but for the depths.
 
     Attributes:
@@ -61,6 +66,13 @@ class DraftLabels:
     def num_verified(self, row: int) -> int:
         """Drafted nodes of a request that the target looked at."""
         return sum(self.verified[row * self.nodes : (row + 1) * self.nodes])
+
+    def of_rows(self, kept: Sequence[bool]) -> DraftLabels:
+        """Those of some requests alone."""
+        nodes = [keep for keep in kept for _ in range(self.nodes)]
+        confidence, *flags = (getattr(self, field.name) for field in dataclasses.fields(self)[1:])
+        some = (bytes(itertools.compress(flag, nodes)) for flag in flags)
+        return DraftLabels(self.nodes, array("f", itertools.compress(confidence, nodes)), *some)
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON can hold."""
@@ -87,6 +99,8 @@ class RoundStats:
       context_tokens: committed tokens over all rows when the round was dispatched.
       tokens, drafts: of a packed round: the nodes that it verified over the whole batch, and what became of each.
       dispatched: rounds of its dispatch; their seconds are an equal share of that one's.
+      rows: of each request in num_accepted a number that stays its own: its place, and above its PLACE bits how often
+        that changed hands. Empty: not told.
     """
 
     tier: Tier
@@ -98,6 +112,7 @@ class RoundStats:
     tokens: int | None = None
     drafts: DraftLabels | None = None
     dispatched: int = 1
+    rows: tuple[int, ...] = ()
 
     def to_json(self) -> str:
         """One JSONL line."""
@@ -107,6 +122,8 @@ class RoundStats:
             del d["tokens"]
         if self.dispatched == 1:
             del d["dispatched"]
+        if not self.rows:
+            del d["rows"]
         if d.pop("drafts") is not None:
             assert self.drafts is not None
             d["drafts"] = self.drafts.to_dict()
@@ -118,7 +135,7 @@ class RoundStats:
         tier = PLAIN if d["tier"][0] == 0 else Tier(*d["tier"])
         if "drafts" in d:
             d["drafts"] = DraftLabels.from_dict(d["drafts"])
-        return cls(**{**d, "tier": tier, "num_accepted": tuple(d["num_accepted"])})
+        return cls(**{**d, "tier": tier, "num_accepted": tuple(d["num_accepted"]), "rows": tuple(d.get("rows", ()))})
 
 
 class TierPolicy(Protocol):

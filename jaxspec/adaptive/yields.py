@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from jaxspec.adaptive.arms import Arm
 from jaxspec.adaptive.calibration import Calibration
 from jaxspec.adaptive.policy import DraftLabels
@@ -37,7 +39,7 @@ class Yields:
         self._arms = [(i, arm) for i, arm in enumerate(arms) if not arm.is_whole and arm.tier.is_chain]
         depth = max([1, *(arm.tier.depth for _, arm in self._arms)])
         self.calibration = Calibration(depth)
-        self._shares: dict[int, dict[int, float]] = {bucket: {} for bucket in buckets}
+        self._shares: dict[int, dict[int, tuple[float, float]]] = {bucket: {} for bucket in buckets}
         self._age: dict[int, int] = {}
         self._rounds, self._turn = 0, 0
         self._heard: dict[int, int] = dict.fromkeys(buckets, 0)
@@ -50,7 +52,14 @@ class Yields:
 
     def share(self, arm: int, bucket: int) -> float | None:
         """The part of a whole round's accepted drafts that the arm keeps; None where no round has told."""
-        return self._shares[bucket].get(arm)
+        found = self._shares[bucket].get(arm)
+        return None if found is None else found[0]
+
+    def tilt(self, arm: int, bucket: int) -> float | None:
+        """How many of the accepted drafts that the arm keeps are of the better half of the rows, relative to a mean
+        row's; None where no round has told."""
+        found = self._shares[bucket].get(arm)
+        return None if found is None else found[1]
 
     def age(self, bucket: int) -> int | None:
         """Rounds of the bucket since one told its shares; None where none has."""
@@ -69,12 +78,17 @@ class Yields:
         """Acceptance has changed: the next round's shares replace all."""
         self._age = {bucket: _STALE for bucket in self._age}
 
-    def observe(self, drafts: DraftLabels, depth: int, bucket: int) -> list[float] | None:
-        """Takes a packed round of a chain of this depth; not all of a large one, nor every one of them.
+    def observe(
+        self, drafts: DraftLabels, depth: int, bucket: int, better: np.ndarray | None = None
+    ) -> list[float] | None:
+        """Takes a packed round of a chain of this depth; not every one of the large ones.
+
+        Args:
+          better: which rows are of the half that accepts more, if that is known.
 
         Returns:
-          How many of the rows that were looked at would have accepted at least 0, 1, ... drafts had all been verified:
-          counted where it is known, expected where it is not. None of a round that is not looked at.
+          How many rows would have accepted at least 0, 1, ... drafts had all been verified: counted where it is known,
+          expected where it is not. None of a round that is not looked at.
         """
         nodes = drafts.nodes
         rows = len(drafts.confidence) // nodes if nodes else 0
@@ -82,41 +96,43 @@ class Yields:
         heard = self._heard[bucket]
         if not rows or (heard > _SETTLED and heard % _EVERY and rows * nodes > _SMALL and self._age.get(bucket) == 0):
             return None
-        step = max(1, round(rows * nodes / _NODES))
-        chosen = range(self._turn % step, rows, step)
-        self._turn += 1
-        beyond, by_depth = [float(len(chosen)), *[0.0] * depth], [[] for _ in range(depth)]
-        known, right, rates = drafts.known, drafts.right, self.calibration.observe(drafts, chosen)
-        at = 0
-        for row in chosen:
-            alive = happened = 1.0
-            for i, node in enumerate(range(row * nodes, row * nodes + depth)):
-                p = rates[at + i]
-                alive *= p
-                happened *= right[node] if known[node] else p
-                by_depth[i].append(alive)
-                beyond[i + 1] += happened
-            at += nodes
-        self._learn_shares(by_depth, rows, len(chosen), bucket)
+        rates = self.calibration.observe(drafts)
+        known, right = (
+            np.frombuffer(x, np.uint8).reshape(rows, nodes)[:, :depth] for x in (drafts.known, drafts.right)
+        )
+        happened = np.cumprod(np.where(known != 0, right, rates[:, :depth]), axis=1)
+        self._learn_shares(np.cumprod(rates[:, :depth], axis=1), rows, bucket, better)
         self._rounds += 1
         if self._rounds % _REFIT == 0 or self._rounds in (2, 5, 10):
             self._fits = tuple((round(a, _DIGITS), round(b, _DIGITS)) for a, b in self.calibration.fits)
-        return beyond
+        return [float(rows), *happened.sum(axis=0).tolist()]
 
-    def _learn_shares(self, by_depth: Sequence[Sequence[float]], rows: int, looked: int, bucket: int) -> None:
+    def _learn_shares(self, alive_RD: np.ndarray, rows: int, bucket: int, better: np.ndarray | None) -> None:
         shares, age = self._shares[bucket], self._age.get(bucket, _STALE)
         new = 1.0 if age >= _STALE else max(_NEW, age / _STALE)
-        ranked: dict[int, list[float]] = {}
+        ranked: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for i, arm in self._arms:
             depth, tokens = arm.tier.depth, arm.tokens(bucket)
-            if depth > len(by_depth) or tokens is None:
+            if depth > alive_RD.shape[1] or tokens is None:
                 continue
             if depth not in ranked:
-                ranked[depth] = sorted((s for level in by_depth[:depth] for s in level), reverse=True)
-            values = ranked[depth]
-            kept, whole = sum(values[: round((tokens - bucket) * looked / rows)]), sum(values)
-            share = kept / whole if whole > 0 else 1.0
-            shares[i] = share if i not in shares else shares[i] + new * (share - shares[i])
+                flat = alive_RD[:, :depth].ravel()
+                order = np.argsort(-flat, kind="stable")
+                kept = np.cumsum(flat[order])
+                if better is None:
+                    good = kept / 2
+                else:
+                    # As many rows in each half: what is kept of a mean row of it.
+                    own = max(1, np.count_nonzero(better)) / rows
+                    good = np.cumsum((flat * np.repeat(better, depth))[order]) / (2 * own)
+                ranked[depth] = kept, good
+            kept, good = ranked[depth]
+            taken = min(tokens - bucket, len(kept))
+            whole, part = float(kept[-1]), float(kept[taken - 1])
+            share = part / whole if whole > 0 else 1.0
+            tilt = 2 * float(good[taken - 1]) / part if part > 0 else 1.0
+            old = shares.get(i, (share, tilt))
+            shares[i] = old[0] + new * (share - old[0]), old[1] + new * (tilt - old[1])
         self._age[bucket] = 0
 
 

