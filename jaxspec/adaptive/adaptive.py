@@ -17,7 +17,7 @@ _ROOM = 1.3
 
 
 class Goodput(PolicyKind):
-    """The tiers that a user names, or chains and trees of the depths that pay on this device; the deepest chain packed.
+    """The tiers that a user names, or chains and trees of the depths that pay on this device; chains also packed.
 
     Budgets spread what is verified over the rows of a batch, which takes several: at small batch sizes there are none.
     """

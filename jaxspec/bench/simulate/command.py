@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     add("--policy", action="append", metavar="NAME", help='of the registry, with settings: \'static {"depth": 3}\'; '
         "sglang-default, oracle, or a JSON file; may be repeated; fixed tiers always run (default: all)")  # fmt: skip
     add("--depths", metavar="1,2,3,5,7", help="chains that exist (default: 1,2,3,5,7, within the profile)")
-    add("--budgets", default="2.5,4", metavar="1,2.5", help="drafted tokens a request that packed rounds may verify")
+    add("--budgets", default="2,4", metavar="1,2.5", help="drafted tokens a request that packed rounds may verify")
     add("--seconds", type=float, default=30.0, help="simulated seconds of a closed loop, or of arrivals")
     add("--speed-up", type=float, default=1.0, help="of a trace's arrivals")
     add("--prompt-tokens", type=int, default=256, help="where a trace names none")

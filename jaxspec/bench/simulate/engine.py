@@ -169,7 +169,10 @@ class Machine:
         context = -(-self.context // _PAGE) * _PAGE
         a_row = -(-(context + growth) // _PAGE)
         pages = a_row * self.buckets[-1] if self.pages is None else self.pages
-        return Sizes(self.buckets[-1], pages, _PAGE, a_row, self.depths[-1], context, min(self.chunk, context))
+        return Sizes(
+            self.buckets[-1], pages, _PAGE, a_row, self.depths[-1], context, min(self.chunk, context),
+            max_num_batched_tokens=self.chunk,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass
