@@ -231,6 +231,9 @@ def choose_policy(
     Raises:
       ValueError: a configuration that the drafter cannot serve.
     """
+    if not drafts and (speculation.hybrid or speculation.suffix_corpus_tokens):
+        what = "hybrid True" if speculation.hybrid else f"suffix_corpus_tokens {speculation.suffix_corpus_tokens}"
+        raise ValueError(f"SpeculationConfig.{what} needs a drafter, got drafter {registry.NONE!r}")
     kind = speculation.policy_kind if drafts else policies.find(policies.OFF)
     if kind.drafts and speculation.topk > 1 and not trees:
         raise ValueError(f"this drafter proposes chains only (topk 1), got topk {speculation.topk}")

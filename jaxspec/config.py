@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from jaxspec.adaptive import registry
 from jaxspec.adaptive.kind import PolicyKind
-from jaxspec.adaptive.objectives import CUMULATIVE, RULES
+from jaxspec.adaptive.objectives import CUMULATIVE, RULES, STEP
 from jaxspec.names import tells_names
 from jaxspec.tier import Tier, max_nodes
 
@@ -203,6 +203,15 @@ class SpeculationConfig:
         for name in ("candidate_budgets", "num_speculative_tokens_per_batch_size"):
             if getattr(self, name) is not None and name not in kind.fields:
                 raise ValueError(f"{me}.{name} belongs to {_takers(name)}, got policy {policy!r}")
+        if not kind.drafts and (self.hybrid or self.suffix_corpus_tokens):
+            what = "hybrid True" if self.hybrid else f"suffix_corpus_tokens {self.suffix_corpus_tokens}"
+            raise ValueError(f"{me}.{what} is for policies that draft, got policy {policy!r}")
+        if self.objective == STEP and not kind.heeds_tpot:
+            heed = [kind.name for kind in registry.kinds() if kind.heeds_tpot]
+            raise ValueError(
+                f"{me}.objective {STEP!r} bounds rounds by a time per token, of which only the policies {heed} know; "
+                f"got policy {policy!r}"
+            )
         kind.check(self)
 
     def _check_tiers(self, tiers: tuple[Tier, ...]) -> None:

@@ -33,6 +33,14 @@ from jaxspec.tier import PLAIN, Tier
         ({"typical_alpha": True}, r"typical_alpha must be a number in \(0, 1\], got True"),
         ({"ngram_min": 0}, r"ngram_min must be an int in \[1, 16\], got 0"),
         ({"ngram_min": 5}, r"ngram_min 5 exceeds ngram_max 4"),
+        ({"hybrid": True, "policy": "off"}, r"hybrid True is for policies that draft, got policy 'off'"),
+        (
+            {"objective": "step", "depth": 3},
+            r"objective 'step' .* only the policies \['adaptive', .*got policy 'static'",
+        ),
+        ({"objective": "step", "policy": "heuristic"}, r"objective 'step' .*got policy 'heuristic'"),
+        ({"candidate_budgets": (1,), "candidate_steps": (0, 1)}, r"\(1,\) need a chain .* got \['chain-1'\]"),
+        ({"candidate_budgets": (1,), "topk": 2}, r"\(1,\) need a chain of at least 2 drafts .*got \['tree-2x2/4'\]"),
         ({"hybrid": 1}, r"hybrid must be True or False, got 1"),
         ({"hybrid": True, "verification": "rejection"}, r"hybrid needs verification 'coupled', got 'rejection'"),
         ({"suffix_corpus_tokens": 9}, r"suffix_corpus_tokens must be 0 or at least 64, got 9"),
@@ -74,6 +82,14 @@ from jaxspec.tier import PLAIN, Tier
 def test_speculation_refusals(fields: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         SpeculationConfig(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"hybrid": True}, dict(suffix_corpus_tokens=512, suffix_corpus_responses=True)])
+def test_settings_of_drafters_are_refused_without_one(fields: dict[str, Any]):
+    from jaxspec.assemble import choose_policy
+
+    with pytest.raises(ValueError, match=rf"{next(iter(fields))} \w+ needs a drafter, got drafter 'none'"):
+        choose_policy(SpeculationConfig(**fields), (1,), False, False, default_steps=(0, 1))
 
 
 def test_vllms_names_of_prompt_lookup_are_told():

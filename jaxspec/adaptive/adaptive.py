@@ -24,13 +24,20 @@ class Goodput(PolicyKind):
 
     name = "adaptive"
     fields = frozenset({"candidate_steps", "candidate_budgets", "tiers"})
-    needs_costs = True
+    needs_costs = heeds_tpot = True
 
     def check(self, settings: Settings) -> None:
         if settings.candidate_budgets and settings.verification != "coupled":
             raise ValueError(
                 f"candidate_budgets {settings.candidate_budgets} need 'coupled' verification, which is exact whatever "
                 f"is verified, got {settings.verification!r}"
+            )
+        # Depths that are not named are the engine's, and some of them are deep enough.
+        named = settings.tiers or [settings.tier(step) for step in settings.candidate_steps or (2,) if step]
+        if settings.candidate_budgets and not any(t.is_chain and not t.lookup and t.depth > 1 for t in named):
+            raise ValueError(
+                f"candidate_budgets {settings.candidate_budgets} need a chain of at least 2 drafts to leave some out, "
+                f"got {[tier.name for tier in named]}"
             )
 
     def _tiers(self, settings: Settings, room: Room) -> tuple[Tier, ...]:

@@ -171,6 +171,8 @@ class AdaSpecPolicy(ConfidentPolicy):
 class AdaSpec(ConfidentKind):
     """Whole, or one of its two ablations."""
 
+    heeds_tpot = True
+
     def __init__(self, name: str, *, drafts_less: bool = True, verifies_less: bool = True) -> None:
         self.name, self.deepest, self.prunes = name, not drafts_less, verifies_less  # type: ignore[misc]
         if not verifies_less:

@@ -83,6 +83,7 @@ class PolicyKind(abc.ABC):
       drafts: whether it ever drafts.
       chooses: whether it chooses among tiers; trees of several depths then share num_nodes.
       needs_costs: whether `build` wants to know what executables cost, so that they are timed.
+      heeds_tpot: whether it looks at the time per token that a batch's requests ask for.
       switched_by_depth: whether `switch` takes a depth.
     """
 
@@ -91,6 +92,7 @@ class PolicyKind(abc.ABC):
     drafts: ClassVar[bool] = True
     chooses: ClassVar[bool] = True
     needs_costs: ClassVar[bool] = False
+    heeds_tpot: ClassVar[bool] = False
     switched_by_depth: ClassVar[bool] = False
 
     def check(self, settings: Settings) -> None:

@@ -48,7 +48,7 @@ class Survival(ConfidentKind):
     """The deepest of the depths that a user names, or that an engine has anyway."""
 
     name = "survival"
-    deepest = True
+    deepest = heeds_tpot = True
 
     def build(self, settings: Settings, room: Room, cost: CostTable | None) -> SurvivalPolicy:
         assert cost is not None
