@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from jaxspec.adaptive.steady import Steady
+
 
 @dataclasses.dataclass
 class Bucket:
@@ -26,6 +28,7 @@ class Bucket:
       probe: the arm of the probe whose results are awaited, and how many are. looks: further rounds of it that are
         still to run. won: whether it emitted what it took.
       charge: seconds of the credit that each round of it took. doubted: whether it is a second look.
+      steady: whether most rounds need no thought.
     """
 
     candidates: tuple[int, ...]
@@ -46,6 +49,7 @@ class Bucket:
     wins: int = 0
     charge: float = 0.0
     doubted: bool = False
+    steady: Steady = dataclasses.field(default_factory=Steady)
 
 
 @dataclasses.dataclass(frozen=True)

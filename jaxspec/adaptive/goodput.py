@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from jaxspec.adaptive.acceptance import STALE_ROWS, AcceptanceModel, survival
 from jaxspec.adaptive.arms import Arm, whole
 from jaxspec.adaptive.bucket import Bucket, GoodputParams
@@ -127,11 +125,17 @@ class GoodputPolicy:
         state, bucket = self._bucket(view.bucket), view.bucket
         if len(state.candidates) == 1:
             return PLAIN
+        state.since_probe += 1
+        state.since_look += 1
+        steady = state.steady
+        if steady.repeats(view):
+            assert steady.choice is not None and state.current is not None
+            state.since_whole += not self._arms[state.current].is_whole
+            state.credit += self._params.probe_share * steady.seconds
+            return steady.choice
         costs = self._cost.logs(bucket)
         scores = self._scores(bucket, costs, state.current)
         current = self._settled_on(state, scores, costs)
-        state.since_probe += 1
-        state.since_look += 1
         if state.looks and state.probe is not None:
             state.looks, state.awaited = state.looks - 1, state.awaited + 1
             return self._run(state, state.probe, bucket)
@@ -144,13 +148,17 @@ class GoodputPolicy:
         ):
             state.since_probe, state.awaited, state.won, state.doubted = 0, 1, False, False
             assert state.probe is not None
+            steady.disturb()
             return self._run(state, state.probe, bucket)
         most = 2 * math.exp(max(costs[i] for i in state.candidates))
         state.credit = min(state.credit + self._params.probe_share * math.exp(costs[current]), most)
         if view.tpot is not None and math.exp(costs[current]) > view.tpot:
             quick = [i for i in state.candidates if math.exp(costs[i]) <= view.tpot]
             current = max(quick, key=scores.__getitem__) if quick else min(state.candidates, key=costs.__getitem__)
-        return self._run(state, current, bucket)
+        choice = self._run(state, current, bucket)
+        if state.probe is None:
+            steady.decided(choice, self._tokens(current, bucket), math.exp(costs[current]))
+        return choice
 
     def _run(self, state: Bucket, arm: int, bucket: int) -> Tier | Choice:
         """What an arm is in a bucket."""
@@ -160,7 +168,12 @@ class GoodputPolicy:
 
     def observe(self, stats: RoundStats) -> None:
         """Updates acceptance from a finished round, and costs where it was timed."""
-        state, arm = self._bucket(stats.bucket), self._cost.arm(stats.tier, stats.bucket, stats.tokens)
+        state = self._bucket(stats.bucket)
+        self._rows[stats.bucket].read(stats)
+        if state.steady.is_usual(stats):
+            self._yields.wait(stats.bucket)
+            return
+        arm = self._cost.arm(stats.tier, stats.bucket, stats.tokens)
         doubtful = stats.seconds > 0 and self._cost.observe(stats.tier, stats.bucket, stats.seconds, stats.tokens)
         self._learn_acceptance(stats)
         if stats.seconds > 0 and not state.timed and self._params.probe_share and self._params.refine_cost:
@@ -176,14 +189,10 @@ class GoodputPolicy:
 
     def _learn_acceptance(self, stats: RoundStats) -> None:
         """What a round accepted, and of a packed one what the others would have shown."""
-        depth, bucket, rows, drafts = stats.tier.depth, stats.bucket, self._rows[stats.bucket], stats.drafts
-        told = len(stats.rows) == len(stats.num_accepted) > 0
+        depth, bucket, drafts = stats.tier.depth, stats.bucket, stats.drafts
         if depth == 0:
             self._acceptance.age(stats.batch_size)
         elif stats.tokens is None:
-            if told and not stats.tier.lookup:
-                accepted = np.asarray(stats.num_accepted)
-                rows.observe(stats.rows, accepted, np.minimum(accepted + 1, depth))
             if self._acceptance.observe(stats):
                 self._forget()
         elif drafts is not None and stats.tier.is_chain:
@@ -192,11 +201,8 @@ class GoodputPolicy:
                 off = sum(stats.num_accepted) / count + 1 - self._tokens(arm, bucket)
                 if abs(off) > _ODD * depth / math.sqrt(count):
                     self._yields.attend(bucket)
-            better = None
-            if told and len(drafts.known) == count * drafts.nodes:
-                known, right = (np.frombuffer(x, np.uint8).reshape(count, -1) for x in (drafts.known, drafts.right))
-                rows.observe(stats.rows, right.sum(axis=1), known.sum(axis=1))
-                better = rows.better(stats.rows)
+            told = len(stats.rows) == count and len(drafts.known) == count * drafts.nodes
+            better = self._rows[bucket].better(stats.rows) if told and count else None
             beyond = self._yields.observe(drafts, depth, bucket, better)
             if beyond is not None and self._acceptance.observe(stats, beyond):
                 self._forget()

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxspec.adaptive.policy import PLACE
+from jaxspec.adaptive.policy import PLACE, RoundStats
 
 #: Share of a request's evidence that a round leaves, and of what is known of how unlike requests are.
 _KEPT, _KEPT_SPREAD = 0.98, 0.95
 #: Trials from which a request is looked at, and requests that it takes to say anything.
 _TRIALS, _LEAST = 4.0, 4
-#: Rounds between two looks at a batch.
-_EVERY = 4
+#: Requests of a batch of which every round is read; of larger ones one in so many. Readings between two looks at them.
+_SMALL, _SOME, _EVERY = 16, 4, 2
 
 
 class Rows:
@@ -37,13 +37,30 @@ class Rows:
         self._owner = np.full(64, -1, np.int64)
         self._hits, self._trials = np.zeros(64), np.zeros(64)
         self._middle = 0.5
-        self._seen, self._noise, self._rounds = 0.0, 0.0, 0
+        self._seen, self._noise, self._rounds, self._read = 0.0, 0.0, 0, 0
 
     def forget(self) -> None:
         """Acceptance has changed."""
         self._trials[:] = self._hits[:] = 0.0
 
-    def observe(self, rows: Sequence[int], accepted: np.ndarray, tried: np.ndarray) -> None:
+    def read(self, stats: RoundStats) -> None:
+        """Takes a drafting round that says whose its drafts are; not every one of a large batch."""
+        count, depth, drafts = len(stats.num_accepted), stats.tier.depth, stats.drafts
+        if not count or not depth or stats.tier.lookup or len(stats.rows) != count:
+            return
+        self._rounds += 1
+        if count > _SMALL and self._rounds % _SOME:
+            return
+        if stats.tokens is None:
+            accepted = stats.num_accepted
+            self.observe(stats.rows, accepted, [a + 1 if a < depth else depth for a in accepted])
+        elif drafts is not None and len(drafts.known) == count * drafts.nodes:
+            known, right = (np.frombuffer(x, np.uint8).reshape(count, -1) for x in (drafts.known, drafts.right))
+            self.observe(stats.rows, right.sum(axis=1), known.sum(axis=1))
+
+    def observe(
+        self, rows: Sequence[int], accepted: Sequence[int] | np.ndarray, tried: Sequence[int] | np.ndarray
+    ) -> None:
         """Takes a round.
 
         Args:
@@ -61,8 +78,8 @@ class Rows:
         self._owner[place] = owner
         self._hits[place] = hits = self._hits[place] * old + accepted
         self._trials[place] = trials = self._trials[place] * old + tried
-        self._rounds += 1
-        if self._rounds % _EVERY == 0:
+        self._read += 1
+        if self._read % _EVERY == 0:
             self._split(hits, trials)
 
     def better(self, rows: Sequence[int]) -> np.ndarray:
