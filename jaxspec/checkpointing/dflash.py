@@ -13,10 +13,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +32,7 @@ from jaxspec.models.layers import Linear, Shared
 from jaxspec.speculation.drafters.dflash_head import DflashConfig, DflashHead
 
 _log = logging.getLogger(__name__)
+_Head = TypeVar("_Head", bound=DflashHead)
 
 ARCHITECTURES = ("DFlashDraftModel",)
 LAYOUTS = ("speculators", "zlab")
@@ -241,13 +242,24 @@ def load_head(
     Raises:
       ValueError: whatever does not fit; the message names the file or field, and both values.
     """
-    directory = Path(directory)
-    cfg = read_config(read_json(directory / "config.json"), target.config, overrides)
+    cfg = read_config(read_json(Path(directory) / "config.json"), target.config, overrides)
+    return fill(DflashHead, cfg, head_weights, directory, target, dtype)
+
+
+def fill(
+    make: Callable[..., _Head], cfg: DflashConfig, weights: Callable[[_Head], Iterator[weight_map.Weight]],
+    directory: str | os.PathLike[str], target: TargetModel, dtype: DTypeLike,
+) -> _Head:  # fmt: skip
+    """A head with a directory's tensors; see `load_head`.
+
+    Args:
+      make: its class. cfg: its configuration, which `make` takes. weights: its parameters but the tables.
+    """
     with read_tensors(directory) as reader:
         ids_V = heads.read_target_ids(reader, cfg.draft_vocab_size, cfg.vocab_size)
         embedding, lm_head = _tables(cfg, target, dtype, reader, ids_V)
-        head = nnx.eval_shape(lambda: _placeholder(cfg, lm_head is None, jnp.dtype(dtype)))
-        hf.load_weights(head_weights(head), reader)
+        head = nnx.eval_shape(lambda: _placeholder(make, cfg, lm_head is None, jnp.dtype(dtype)))
+        hf.load_weights(weights(head), reader)
         reader.refuse_unread(heads.IGNORED)
     head.embedding = embedding
     if lm_head is not None and head.lm_head is not None:
@@ -288,19 +300,31 @@ def save_head(
     Raises:
       ValueError: as config_dict; tables of its own in a layout that has none; a path that names a file.
     """
-    cfg = head.config
-    config = config_dict(cfg, target, dtype, layout=layout, verifier=verifier)
-    lm_head = head.lm_head
-    if lm_head is not None and cfg.draft_vocab_size < cfg.vocab_size:
-        lm_head = heads.owned(lm_head)
-    tables = list(heads.own_tables(head.embedding, lm_head, "embed_tokens", "lm_head"))
+    config = config_dict(head.config, target, dtype, layout=layout, verifier=verifier)
+    tables = tables_to_write(head)
     if tables and layout == "zlab":
         raise ValueError(f"layout 'zlab' has no tables, got {[t.names[0] for t in tables]}; use layout 'speculators'")
-    tensors = hf.named_tensors([*tables, *head_weights(head)], dtype)
-    tensors |= heads.vocabulary_tensors(np.asarray(head.target_ids.get_value(), np.int64), cfg.vocab_size)
+    write_tensors(head, [*tables, *head_weights(head)], directory, config, tokenizer, dtype)
+
+
+def tables_to_write(head: DflashHead) -> list[weight_map.Weight]:
+    """The head's own tables, and the output layer of a reduced vocabulary."""
+    cfg, lm_head = head.config, head.lm_head
+    if lm_head is not None and cfg.draft_vocab_size < cfg.vocab_size:
+        lm_head = heads.owned(lm_head)
+    return list(heads.own_tables(head.embedding, lm_head, "embed_tokens", "lm_head"))
+
+
+def write_tensors(
+    head: DflashHead, weights: Iterable[weight_map.Weight], directory: str | os.PathLike[str],
+    config: Mapping[str, Any], tokenizer: Tokenizer | None, dtype: DTypeLike,
+) -> None:  # fmt: skip
+    """Writes a head's tensors, those of its vocabulary included, and its config.json; all or nothing."""
+    tensors = hf.named_tensors(weights, dtype)
+    tensors |= heads.vocabulary_tensors(np.asarray(head.target_ids.get_value(), np.int64), head.config.vocab_size)
     heads.write_head(directory, config, tensors, tokenizer)
 
 
-def _placeholder(cfg: DflashConfig, tied: bool, dtype: jnp.dtype) -> DflashHead:
+def _placeholder(make: Callable[..., _Head], cfg: DflashConfig, tied: bool, dtype: jnp.dtype) -> _Head:
     lm_head = None if tied else Linear(1, 1, dtype=dtype, rngs=None)
-    return DflashHead(cfg, Shared(jnp.zeros((1, 1), dtype)), lm_head, dtype=dtype)
+    return make(cfg, Shared(jnp.zeros((1, 1), dtype)), lm_head, dtype=dtype)

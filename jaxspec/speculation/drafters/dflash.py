@@ -99,8 +99,16 @@ class BlockDrafter(Trained):
         self, params: Any, draft: ContextCache, rows: Rows, tokens_SL: jax.Array, tier: Tier,
         sampling: SamplingState | None, noise_BDV: jax.Array | None, sample: bool,
     ) -> tuple[DraftTree, ContextCache]:  # fmt: skip
-        net, cfg, geo = self._bind(params), self.config, self.geo
-        b, offset_N = rows.root_B.shape[0], jnp.arange(cfg.block_size, dtype=jnp.int32)
+        net, cfg = self._bind(params), self.config
+        logits_BDV = net.logits(self._predicting(net, draft, rows)[:, : tier.depth])
+        ids_V = None if self.full_vocabulary else net.target_ids[...]
+        ranking = Ranking(rows, sampling, noise_BDV, cfg.vocab_size, ids_V)
+        return propose(path_independent(logits_BDV), ranking, tier, sample=sample), draft
+
+    def _predicting(self, net: DflashHead, draft: ContextCache, rows: Rows) -> jax.Array:
+        """Hidden states of the places of every row's block that predict, [B, drafts, E]."""
+        cfg, geo, b = self.config, self.geo, rows.root_B.shape[0]
+        offset_N = jnp.arange(cfg.block_size, dtype=jnp.int32)
 
         def attend(
             layer: int, q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions = FULL_ATTENTION
@@ -117,11 +125,7 @@ class BlockDrafter(Trained):
                 kernels=geo.kernels,
             )  # fmt: skip
 
-        hidden_BNE = net(net.block(rows.root_B), rows.length_B[:, None] + offset_N[None, :], attend)
-        logits_BDV = net.logits(net.predicting(hidden_BNE)[:, : tier.depth])
-        ids_V = None if self.full_vocabulary else net.target_ids[...]
-        ranking = Ranking(rows, sampling, noise_BDV, cfg.vocab_size, ids_V)
-        return propose(path_independent(logits_BDV), ranking, tier, sample=sample), draft
+        return net.predicting(net(net.block(rows.root_B), rows.length_B[:, None] + offset_N[None, :], attend))
 
     def _bind(self, params: Any) -> DflashHead:
         return nnx.merge(self.graph, params)

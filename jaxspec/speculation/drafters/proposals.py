@@ -64,8 +64,8 @@ class Ranking:
     vocab_size: int
     target_ids_V: jax.Array | None = None
 
-    def to_target(self, ids: jax.Array) -> jax.Array:
-        """Draft ids in the target's vocabulary."""
+    def to_target(self, ids: jax.Array, depth: int) -> jax.Array:
+        """Indices of a depth's logits in the target's vocabulary."""
         ids = ids.astype(jnp.int32)
         return ids if self.target_ids_V is None else jnp.take(self.target_ids_V, ids, mode="clip")
 
@@ -139,7 +139,7 @@ def _chain(levels: Levels, ranking: Ranking, tier: Tier, sample: bool) -> DraftT
             probs.append(prob_BV)
         else:
             scores_BV = ranking.scores(logits, depth)[:, 0]
-            token = ranking.to_target(jnp.argmax(scores_BV, axis=-1))
+            token = ranking.to_target(jnp.argmax(scores_BV, axis=-1), depth)
             # Of the scores, as trees rank: where the noise is shared it decides, too, whether the target agrees.
             confidences.append(jnp.exp(scores_BV.max(axis=-1) - jax.nn.logsumexp(scores_BV, axis=-1)))
         tokens.append(token)
@@ -162,7 +162,7 @@ def _tree(levels: Levels, ranking: Ranking, tier: Tier) -> DraftTree:
         # As a matrix: only there does XLA rank a vocabulary that lies on several devices in parts.
         value, ids = (y.reshape(b, -1, k) for y in jax.lax.top_k(ranked.reshape(-1, ranked.shape[-1]), k))
         spread = lambda x: jnp.broadcast_to(x, (b, width, k))
-        return spread(value), spread(ranking.to_target(ids))
+        return spread(value), spread(ranking.to_target(ids, depth))
 
     eye = jnp.broadcast_to(jnp.eye(k, dtype=bool)[None], (b, k, k))
     value, ids = children(1, None, 1)

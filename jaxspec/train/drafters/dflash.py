@@ -7,6 +7,7 @@ sees less of both. What the head makes of a text, its context, is computed once 
 
 from __future__ import annotations
 
+import abc
 import argparse
 import dataclasses
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from flax import nnx
 from jaxspec.checkpointing import heads
 from jaxspec.checkpointing.dflash import default_layers
 from jaxspec.models.base import FULL_ATTENTION, Attend, AttentionOptions, ModelConfig, TargetModel
-from jaxspec.models.layers import Shared, shared_lm_head
+from jaxspec.models.layers import Linear, Shared, shared_lm_head
 from jaxspec.speculation.drafters.dflash_head import DflashConfig, DflashHead
 from jaxspec.train.data.batch import Batch
 from jaxspec.train.drafters import drafts, eagle, starts
@@ -131,23 +132,19 @@ def dpace_weights(cross_entropy_BKD: jax.Array, valid_BKD: jax.Array, alpha: flo
 
 
 @dataclasses.dataclass(frozen=True)
-class DflashRecipe:
-    """The loss of blocks at sampled anchors, each draft weighed by its place.
+class BlockRecipe(abc.ABC):
+    """Blocks at sampled anchors, each draft weighed by its place; what it is held to is the subclass's.
 
     Attributes:
       anchors: blocks of each row.
-      loss: "kl" to the target's distribution on the draft vocabulary, or "ce", the cross entropy to the text's tokens.
-      weights: "decay" (exp(-j / gamma) of draft j, from 0), or "dpace" (see dpace_weights; of "ce").
+      gamma: draft j of a block weighs exp(-j / gamma), from 0.
       depth: of the chains whose acceptance is reported; that takes a pass without gradients over a block a position.
       reported: after how many of a row's first positions; None: all.
     """
 
     aux_layers: tuple[int, ...]
     anchors: int = 512
-    loss_kind: str = "kl"
-    weights: str = "decay"
     gamma: float = 4.0
-    alpha: float = 0.5
     depth: int = 5
     reported: int | None = None
 
@@ -156,43 +153,94 @@ class DflashRecipe:
             raise ValueError(f"anchors must be at least 1, got {self.anchors}")
         if not self.gamma > 0:
             raise ValueError(f"gamma must be above 0, got {self.gamma}")
+
+    @abc.abstractmethod
+    def block_loss(
+        self, head: Any, target: TargetModel, batch: Batch, states: TargetStates, anchors_BK: jax.Array,
+        kept_BK: jax.Array,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
+        """(nats, scalars to log) of the blocks at these anchors, of which some do not count."""
+
+    def logits(self, head: Any, batch: Batch, hidden_BkDE: jax.Array, anchors_Bk: jax.Array) -> jax.Array:
+        """Float32 logits [B, k, D, Vd] of the first drafts of blocks, the text given as the drafts before."""
+        return head.logits(hidden_BkDE)
+
+    def loss(
+        self, module: Any, target: TargetModel, batch: Batch, states: TargetStates, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """See Recipe; `key` draws the anchors."""
+        anchors_BK, kept_BK = sample_anchors(key, batch, self.anchors)
+        loss, metrics = self.block_loss(module, target, batch, states, anchors_BK, kept_BK)
+        graph, state = nnx.split(module)
+        frozen = nnx.merge(graph, jax.lax.stop_gradient(state))
+        return loss, self.matches(frozen, target, batch, states), metrics
+
+    def matches(self, head: Any, target: TargetModel, batch: Batch, states: TargetStates) -> jax.Array:
+        """Whether each draft is the target's own choice, bool [B, N, depth], N at most T - 1 - depth and `reported`."""
+        depth, best_BT = self.depth, best_tokens(target, states.hidden_BTE)
+        ids_V = head.target_ids[...]
+
+        def choices(hidden_BkDE: jax.Array, anchors_Bk: jax.Array) -> jax.Array:
+            return ids_V[jnp.argmax(self.logits(head, batch, hidden_BkDE, anchors_Bk), axis=-1)]
+
+        assert states.aux_BTA is not None
+        chosen_BND = every_block(head, batch, states.aux_BTA, depth, choices, most=self.reported)
+        kept = chosen_BND.shape[1]
+        same = [chosen_BND[:, :, d] == best_BT[:, d + 1 : d + 1 + kept] for d in range(depth)]
+        return jnp.stack(same, axis=-1)
+
+
+def learned_drafts(drafts: int, batch: Batch, anchors_BK: jax.Array, kept_BK: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(positions that the drafts of blocks are about, those after a row's end at its end; which are learned).
+
+    Both [B, K, drafts]. A draft is learned where its token is, in its anchor's own text.
+    """
+    length = batch.tokens_BT.shape[1]
+    about_BKD = anchors_BK[:, :, None] + 1 + jnp.arange(drafts, dtype=jnp.int32)[None, None]
+    inside_BKD = jnp.minimum(about_BKD, length - 1)
+    of_draft = lambda x_BT: _take(x_BT, inside_BKD.reshape(len(x_BT), -1)).reshape(about_BKD.shape)
+    same_BKD = of_draft(batch.segments_BT) == _take(batch.segments_BT, anchors_BK)[:, :, None]
+    return inside_BKD, same_BKD & of_draft(batch.learn_BT) & (about_BKD < length) & kept_BK[:, :, None]
+
+
+def weighed(each_BKD: jax.Array, weights_BKD: jax.Array, valid_BKD: jax.Array) -> jax.Array:
+    """Sum of what is weighed over the number of drafts that count (reference: `speculators`)."""
+    counts_BKD = valid_BKD.astype(jnp.float32)
+    return jnp.sum(each_BKD * weights_BKD * counts_BKD) / jnp.maximum(jnp.sum(counts_BKD), 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class DflashRecipe(BlockRecipe):
+    """DFlash's losses.
+
+    Attributes:
+      loss_kind: "kl" to the target's distribution on the draft vocabulary, or "ce", the cross entropy to the text's
+        tokens.
+      weights: "decay" (by gamma), or "dpace" (see dpace_weights; of "ce").
+    """
+
+    loss_kind: str = "kl"
+    weights: str = "decay"
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0.0 <= self.alpha <= 1.0:
             raise ValueError(f"alpha must lie in [0, 1], got {self.alpha}")
         if self.weights == "dpace" and self.loss_kind != "ce":
             raise ValueError(f"weights 'dpace' are of the cross entropy, loss 'ce', got loss {self.loss_kind!r}")
 
-    def loss(
-        self, module: DflashHead, target: TargetModel, batch: Batch, states: TargetStates, key: jax.Array
-    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """See Recipe; `key` draws the anchors."""
-        anchors_BK, kept_BK = sample_anchors(key, batch, self.anchors)
-        loss, by_draft_D = self.block_loss(module, target, batch, states, anchors_BK, kept_BK)
-        graph, state = nnx.split(module)
-        frozen = nnx.merge(graph, jax.lax.stop_gradient(state))
-        metrics = {f"loss_{d + 1}": by_draft_D[d] for d in range(module.config.drafts)}
-        return loss, self.matches(frozen, target, batch, states), metrics
-
     def block_loss(
         self, head: DflashHead, target: TargetModel, batch: Batch, states: TargetStates, anchors_BK: jax.Array,
         kept_BK: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-        """Sum of the weighed losses over the number of drafts that count (reference: `speculators`), nats.
-
-        Returns:
-          (loss, float32 [drafts] the plain mean of each draft).
-        """
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
+        """See BlockRecipe; logged is the plain mean of each draft."""
         assert states.aux_BTA is not None
         cfg, (rows, count) = head.config, anchors_BK.shape
-        length, wide = batch.tokens_BT.shape[1], count * cfg.drafts
         hidden_BKDE = forward_blocks(head, batch, head.entries(states.aux_BTA, batch.positions_BT), anchors_BK)
-        about_BKD = anchors_BK[:, :, None] + 1 + jnp.arange(cfg.drafts, dtype=jnp.int32)[None, None]
-        about_BM = jnp.minimum(about_BKD, length - 1).reshape(rows, wide)
-        same_BKD = _take(batch.segments_BT, about_BM).reshape(about_BKD.shape) == _take(
-            batch.segments_BT, anchors_BK
-        )[:, :, None]  # fmt: skip
-        learned_BKD = _take(batch.learn_BT, about_BM).reshape(about_BKD.shape)
-        valid_BKD = same_BKD & learned_BKD & (about_BKD < length) & kept_BK[:, :, None]
-        hidden_BME = hidden_BKDE.reshape(rows, wide, -1)
+        about_BKD, valid_BKD = learned_drafts(cfg.drafts, batch, anchors_BK, kept_BK)
+        hidden_BME = hidden_BKDE.reshape(rows, count * cfg.drafts, -1)
+        about_BM = about_BKD.reshape(rows, -1)
         if self.loss_kind == "kl":
             each_BM = self._divergence(head, target, states.hidden_BTE, hidden_BME, about_BM)
         else:
@@ -205,9 +253,9 @@ class DflashRecipe:
             weights = dpace_weights(each_BKD, valid_BKD, self.alpha)
         else:
             weights = jnp.broadcast_to(decay_weights(cfg.drafts, self.gamma), each_BKD.shape)
-        loss = jnp.sum(each_BKD * weights * counts_BKD) / jnp.maximum(jnp.sum(counts_BKD), 1.0)
         by_draft = jnp.sum(each_BKD * counts_BKD, axis=(0, 1)) / jnp.maximum(jnp.sum(counts_BKD, axis=(0, 1)), 1.0)
-        return loss, jax.lax.stop_gradient(by_draft)
+        logged = {f"loss_{d + 1}": jax.lax.stop_gradient(by_draft[d]) for d in range(cfg.drafts)}
+        return weighed(each_BKD, weights, valid_BKD), logged
 
     def _divergence(
         self, head: DflashHead, target: TargetModel, target_hidden_BTE: jax.Array, hidden_BME: jax.Array,
@@ -224,20 +272,6 @@ class DflashRecipe:
 
         return map_positions(part, (hidden_BME, about_BM), 2 * head.config.draft_vocab_size)
 
-    def matches(self, head: DflashHead, target: TargetModel, batch: Batch, states: TargetStates) -> jax.Array:
-        """Whether each draft is the target's own choice, bool [B, N, depth], N at most T - 1 - depth and `reported`."""
-        depth, best_BT = self.depth, best_tokens(target, states.hidden_BTE)
-        ids_V = head.target_ids[...]
-
-        def choices(hidden_BkDE: jax.Array) -> jax.Array:
-            return ids_V[jnp.argmax(head.logits(hidden_BkDE), axis=-1)]
-
-        assert states.aux_BTA is not None
-        chosen_BND = every_block(head, batch, states.aux_BTA, depth, choices, most=self.reported)
-        kept = chosen_BND.shape[1]
-        same = [chosen_BND[:, :, d] == best_BT[:, d + 1 : d + 1 + kept] for d in range(depth)]
-        return jnp.stack(same, axis=-1)
-
 
 def draft_labels(head: DflashHead, tokens_BN: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Draft ids of tokens, and whether the draft vocabulary has them; [B, N] both."""
@@ -251,12 +285,12 @@ def draft_labels(head: DflashHead, tokens_BN: jax.Array) -> tuple[jax.Array, jax
 
 
 def every_block(
-    head: DflashHead, batch: Batch, aux_BTA: jax.Array, depth: int, read: Callable[[jax.Array], jax.Array], *,
-    most: int | None = None,
+    head: DflashHead, batch: Batch, aux_BTA: jax.Array, depth: int,
+    read: Callable[[jax.Array, jax.Array], jax.Array], *, most: int | None = None,
 ) -> jax.Array:  # fmt: skip
-    """read(hidden states [B, k, depth, E]) of a block after every position n, whose anchor is n + 1; [B, N, ..].
+    """read(hidden states [B, k, depth, E], anchors [B, k]) of a block after every position n, whose anchor is n + 1.
 
-    N is T - 1 - depth, the positions that have a whole round after them. Blocks go in parts.
+    [B, N, ..]; N is T - 1 - depth, the positions that have a whole round after them. Blocks go in parts.
 
     Args:
       most: no more than the first so many positions.
@@ -270,7 +304,7 @@ def every_block(
     entries_LBTGc = head.entries(aux_BTA, batch.positions_BT)
     count = length - 1 - depth if most is None else min(most, length - 1 - depth)
     anchors_BN = jnp.broadcast_to(jnp.arange(1, count + 1, dtype=jnp.int32), (len(aux_BTA), count))
-    part = lambda anchors_Bk: read(forward_blocks(head, batch, entries_LBTGc, anchors_Bk)[:, :, :depth])
+    part = lambda anchors_Bk: read(forward_blocks(head, batch, entries_LBTGc, anchors_Bk)[:, :, :depth], anchors_Bk)
     width = max(cfg.block_size * cfg.layer.num_heads * length, depth * cfg.draft_vocab_size)
     return map_positions(part, (anchors_BN,), width)
 
@@ -279,7 +313,7 @@ def chain(module: DflashHead, batch: Batch, aux_BTA: jax.Array | None, depth: in
     """See drafts.Trainer."""
     assert aux_BTA is not None
     cfg = module.config
-    hidden_BNDE = every_block(module, batch, aux_BTA, depth, lambda hidden: hidden)
+    hidden_BNDE = every_block(module, batch, aux_BTA, depth, lambda hidden, anchors: hidden)
     ids_V = None if cfg.draft_vocab_size == cfg.vocab_size else module.target_ids[...]
     hidden = [hidden_BNDE[:, :, d] for d in range(depth)]
     return drafts.Chain(hidden, [module.logits] * depth, ids_V, cfg.draft_vocab_size)
@@ -287,6 +321,19 @@ def chain(module: DflashHead, batch: Batch, aux_BTA: jax.Array | None, depth: in
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Geometry not given is the target's."""
+    add_block_arguments(p)
+    p.add_argument("--block-size", type=int, help="places of a block, its anchor's included (default: 8)")
+    p.add_argument(
+        "--sample-from-anchor", action="store_true", default=None,
+        help="the anchor's place drafts too (default: not)",
+    )  # fmt: skip
+    p.add_argument("--loss", choices=LOSSES, default="kl", help="to the target's distributions, or the text's tokens")
+    p.add_argument("--weights", choices=WEIGHTS, default="decay", help="of a block's drafts")
+    p.add_argument("--alpha", type=float, default=0.5, help="smoothing of --weights dpace")
+
+
+def add_block_arguments(p: argparse.ArgumentParser) -> None:
+    """What kinds that draft from blocks have in common."""
     command.add_common_arguments(p)
     p.set_defaults(lr=6e-4, warmup=0.04, clip=1.0)
     p.add_argument("--layers", type=int, help="decoder layers (default: 5, as published heads have)")
@@ -297,23 +344,30 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--draft-vocab-size", type=int, help="most frequent tokens that can be drafted (default: all)")
     p.add_argument("--mask-token", help="name or id of the token in drafted places (default: an unused special one)")
-    p.add_argument("--block-size", type=int, help="places of a block, its anchor's included (default: 8)")
-    p.add_argument(
-        "--sample-from-anchor", action="store_true", default=None,
-        help="the anchor's place drafts too (default: not)",
-    )  # fmt: skip
     p.add_argument("--anchors", type=int, default=512, help="blocks of each row")
-    p.add_argument("--loss", choices=LOSSES, default="kl", help="to the target's distributions, or the text's tokens")
-    p.add_argument("--weights", choices=WEIGHTS, default="decay", help="of a block's drafts")
-    p.add_argument("--gamma", type=float, help="of --weights decay (default: 7 from blocks of 16 on, else 4)")
-    p.add_argument("--alpha", type=float, default=0.5, help="smoothing of --weights dpace")
+    p.add_argument("--gamma", type=float, help="of weights exp(-j / gamma) (default: 7 from blocks of 16 on, else 4)")
     p.add_argument(
         "--depth", type=int, help="drafts a chain in the reported acceptance (default: a block's, at most 7)"
     )
 
 
 def build(setup: command.Setup, shape: dict[str, Any]) -> DflashHead:
-    """A new head; its tables are the target's.
+    """A new head of `new_config`'s geometry; its tables are the target's."""
+    config, ids_V = new_config(setup, shape)
+    head = DflashHead(config, *new_tables(setup.target, ids_V), rngs=nnx.Rngs(params=setup.args.seed))
+    head.target_ids[...] = jnp.asarray(ids_V, jnp.int32)
+    return head
+
+
+def new_tables(target: TargetModel, ids_V: np.ndarray) -> tuple[Shared, Linear | None]:
+    """The target's embedding, and what of its output layer drafts the tokens with these ids."""
+    reduced = len(ids_V) < target.config.vocab_size
+    lm_head = heads.lend_rows(target, jnp.float32, ids_V, None) if reduced else shared_lm_head(target)
+    return Shared(target.embedding[...]), lm_head
+
+
+def new_config(setup: command.Setup, shape: dict[str, Any]) -> tuple[DflashConfig, np.ndarray]:
+    """(geometry of a new head, the target's id of each draft id).
 
     Raises:
       ValueError: sizes, layers or a mask token that do not fit.
@@ -345,14 +399,8 @@ def build(setup: command.Setup, shape: dict[str, Any]) -> DflashHead:
         qk_norm=True,
         max_position_embeddings=cfg.max_position_embeddings,
     )
-    config = DflashConfig(
-        layer, layers, shape["block_size"], mask, len(ids_V), sample_from_anchor=shape["sample_from_anchor"]
-    )
-    reduced = len(ids_V) < cfg.vocab_size
-    lm_head = heads.lend_rows(target, jnp.float32, ids_V, None) if reduced else shared_lm_head(target)
-    head = DflashHead(config, Shared(target.embedding[...]), lm_head, rngs=nnx.Rngs(params=args.seed))
-    head.target_ids[...] = jnp.asarray(ids_V, jnp.int32)
-    return head
+    anchor = shape["sample_from_anchor"]
+    return DflashConfig(layer, layers, shape["block_size"], mask, len(ids_V), sample_from_anchor=anchor), ids_V
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
@@ -368,16 +416,33 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(
             "--layout zlab cannot say --sample-from-anchor or --draft-vocab-size; leave them out, or --layout"
         )
-    gamma = args.gamma if args.gamma is not None else 7.0 if shape["block_size"] >= 16 else 4.0
+    gamma = chosen_gamma(args, shape)
     settings = dict(anchors=args.anchors, loss_kind=args.loss, weights=args.weights, gamma=gamma, alpha=args.alpha)
     DflashRecipe((), **settings)
     setup = command.prepare(args)
     head = starts.load_initial("dflash", args.init_from, setup.target) if args.init_from else build(setup, shape)
-    depth = min(head.config.drafts, 7) if args.depth is None else args.depth
-    if not 1 <= depth <= head.config.drafts:
-        raise ValueError(f"--depth must lie between 1 and the block's {head.config.drafts} drafts, got {args.depth}")
-    starts.check_length(setup.rows.length, head.config.drafts)
-    whole = DflashRecipe(head.config.aux_layer_ids, **settings, depth=depth)
+    return fit_blocks(setup, DflashRecipe(head.config.aux_layer_ids, **settings), head, "dflash", settings)
+
+
+def chosen_gamma(args: argparse.Namespace, shape: dict[str, Any]) -> float:
+    """--gamma, or what blocks of this size are usually trained with."""
+    return args.gamma if args.gamma is not None else 7.0 if shape["block_size"] >= 16 else 4.0
+
+
+def fit_blocks(
+    setup: command.Setup, recipe: BlockRecipe, head: Any, kind: str, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Trains a head with a recipe, whose depths are --depth.
+
+    Raises:
+      ValueError: --depth or --length that the head's blocks do not fit; see `command.fit`.
+    """
+    drafts, given = head.config.drafts, setup.args.depth
+    depth = min(drafts, 7) if given is None else given
+    if not 1 <= depth <= drafts:
+        raise ValueError(f"--depth must lie between 1 and the block's {drafts} drafts, got {given}")
+    starts.check_length(setup.rows.length, drafts)
+    whole = dataclasses.replace(recipe, depth=depth)
     # A report on long rows would cost more than what is trained.
-    recipe = dataclasses.replace(whole, reported=args.anchors)
-    return command.fit(setup, recipe, head, kind="dflash", extra_record=settings, held_out=whole)
+    part = dataclasses.replace(whole, reported=recipe.anchors)
+    return command.fit(setup, part, head, kind=kind, extra_record=settings, held_out=whole)
