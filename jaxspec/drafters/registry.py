@@ -16,6 +16,8 @@ MODULES: dict[str, str] = {
     "eagle3": "jaxspec.drafters.eagle3",
     "eagle1": "jaxspec.drafters.eagle1",
     "peagle": "jaxspec.drafters.peagle",
+    # Before DFlash, which knows its fields too.
+    "dspark": "jaxspec.drafters.dspark",
     "dflash": "jaxspec.drafters.dflash",
     "medusa": "jaxspec.drafters.medusa",
     "mtp": "jaxspec.drafters.mtp",

@@ -16,6 +16,7 @@ from jaxspec.checkpointing import heads, tensors
 from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_target
 from jaxspec.speculation.drafters.dflash_head import DflashConfig, DflashHead
+from jaxspec.speculation.drafters.dspark_head import DsparkConfig, DsparkHead
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.drafters.medusa_head import MedusaConfig, MedusaHeads
@@ -83,12 +84,25 @@ def dflash_head(
     of: Transformer, *, own: bool = False, draft: int = VOCAB, layers: int = 2, **fields: Any
 ) -> DflashHead:
     """On the target's tables, or with tables of its own; `draft` tokens can be drafted."""
+    return _block_head(DflashHead, DflashConfig, of, own, draft, layers, fields)
+
+
+def dspark_head(
+    of: Transformer, *, own: bool = False, draft: int = VOCAB, layers: int = 1, **fields: Any
+) -> DsparkHead:
+    """As dflash_head."""
+    return _block_head(DsparkHead, DsparkConfig, of, own, draft, layers, {"markov_rank": 5, **fields})
+
+
+def _block_head(
+    make: Any, config: Any, of: Transformer, own: bool, draft: int, layers: int, fields: dict[str, Any]
+) -> Any:
     layer = dataclasses.replace(heads.bare(of.config), num_layers=layers, family="dflash", qk_norm=True)
-    cfg = DflashConfig(layer, (2, 5, 8), **{"block_size": 4, "mask_token_id": 3, "draft_vocab_size": draft, **fields})
+    cfg = config(layer, (2, 5, 8), **{"block_size": 4, "mask_token_id": 3, "draft_vocab_size": draft, **fields})
     embedding, lm_head = heads.lend_tables(of, jnp.float32, *_tables(own))
     if draft < VOCAB:
         lm_head = heads.lend_rows(of, jnp.float32, TARGET_IDS, _tables(own)[1][:draft] if own else None)  # pyright: ignore[reportOptionalSubscript]
-    head = randomised(DflashHead(cfg, embedding, lm_head))
+    head = randomised(make(cfg, embedding, lm_head))
     head.target_ids.set_value(jnp.asarray(TARGET_IDS if draft < VOCAB else np.arange(VOCAB), jnp.int32))
     return head
 
@@ -100,6 +114,7 @@ def module_of(kind: str, of: Transformer) -> Any:
         "peagle": lambda: eagle3_head(mask_token_id=3, num_layers=2),
         "eagle1": lambda: eagle1_head(of),
         "dflash": lambda: dflash_head(of),
+        "dspark": lambda: dspark_head(of),
         "medusa": lambda: medusa_heads(of),
         "mtp": lambda: mtp_head(of),
         "draft_model": lambda: tiny_target(3),

@@ -29,6 +29,7 @@ from jaxspec.models.layers import Linear, Shared, causal_attention, shared_lm_he
 from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.request import FinishReason, RequestOutput, SamplingParams
 from jaxspec.speculation.drafters.dflash_head import DflashConfig, DflashHead
+from jaxspec.speculation.drafters.dspark_head import DsparkConfig, DsparkHead
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.drafters.medusa_head import MedusaConfig, MedusaHeads
@@ -40,7 +41,7 @@ TREE = Tier(3, 2, 7)
 #: Kinds whose engines have several buckets: all that a drafter can have (a cache, features, trees), and the least.
 WHOLE = ("eagle3", "ngram")
 #: Kinds whose engines live only while tests ask for them: executables take memory maps, of which a process has 65,530.
-PASSING = ("eagle1", "mtp", "medusa", "peagle", "dflash", "suffix", "hybrid")
+PASSING = ("eagle1", "mtp", "medusa", "peagle", "dflash", "dspark", "suffix", "hybrid")
 #: What the configuration of a kind says besides, and the kind of drafter where that has another name.
 SPECULATION: dict[str, dict[str, Any]] = {
     "suffix": dict(suffix_corpus_tokens=512, suffix_corpus_responses=True),
@@ -125,6 +126,16 @@ def dflash_head(target: Any) -> DflashHead:
     return randomised(head, 8)
 
 
+def dspark_head(target: Any) -> DsparkHead:
+    """A random head of one layer, with a Markov head that remembers and a draft vocabulary."""
+    layer = tiny_config(num_layers=1, num_kv_heads=1, intermediate_size=40, qk_norm=True)
+    config = DsparkConfig(layer, (1, 2), 4, 6, 9, markov_rank=5, markov_type="rnn")
+    lm_head = Linear(layer.hidden_size, 9, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(2))
+    head = DsparkHead(config, Shared(target.embedding[...]), lm_head, rngs=nnx.Rngs(1))
+    head.target_ids.set_value(jnp.asarray([0, 1, 2, 4, 5, 7, 8, 10, 11], jnp.int32))
+    return randomised(head, 9)
+
+
 def modules_of(target: Any) -> dict[str, Any]:
     """A random module of every kind, those of one that may have several layers with two."""
     cfg, rngs = target.config, nnx.Rngs(1)
@@ -141,6 +152,7 @@ def modules_of(target: Any) -> dict[str, Any]:
         "medusa": randomised(medusa, 6),
         "peagle": randomised(eagle3_head(target, num_layers=2, mask_token_id=6), 7),
         "dflash": dflash_head(target),
+        "dspark": dspark_head(target),
     }
 
 

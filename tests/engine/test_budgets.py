@@ -20,7 +20,7 @@ from jaxspec.runtime.timing import measure
 from jaxspec.tier import Choice, Tier
 
 #: Kinds, their tier, the budget and the packed tokens of 4 rows.
-CASES = [("eagle3", Tier(3, 2, 7), 2.0, 12), ("ngram", Tier(5), 1.2, 9)]
+CASES = [("eagle3", Tier(3, 2, 7), 2.0, 12), ("ngram", Tier(5), 1.2, 9), ("dspark", Tier(3), 1.5, 10)]
 LIMITS = (None, 0, 1, None, 2, 40, None)
 #: Seconds a token that they ask for: nothing, more than there is, and plenty.
 ASKED = (None, 1e-6, 100.0)

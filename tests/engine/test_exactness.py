@@ -17,7 +17,13 @@ from jaxspec.request import FinishReason, SamplingParams
 from jaxspec.tier import PLAIN
 from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise
 
-DRAFTERS = ["ngram", "draft_model", "eagle3", "eagle1", "mtp", "medusa", "peagle", "dflash", "suffix", "hybrid"]
+INHERITED = pytest.mark.exhaustive(
+    "DFlash's part of a round is in DSpark's, and test_drafts_as_defined.py has its drafts"
+)
+DRAFTERS = [
+    "ngram", "draft_model", "eagle3", "eagle1", "mtp", "medusa", "peagle", pytest.param("dflash", marks=INHERITED),
+    "dspark", "suffix", "hybrid",
+]  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 

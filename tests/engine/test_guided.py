@@ -38,6 +38,7 @@ from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.request import ErrorKind, FinishReason, RequestOutput, SamplingParams
 from jaxspec.runtime.compile import Compilation
 from jaxspec.speculation.drafters.dflash_head import DflashConfig, DflashHead
+from jaxspec.speculation.drafters.dspark_head import DsparkConfig, DsparkHead
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.drafters.medusa_head import MedusaConfig, MedusaHeads
@@ -110,6 +111,9 @@ def modules_of(target: Any) -> dict[str, Any]:
         "mtp": lambda: MtpHead(MtpConfig(tiny_config(vocab_size=V, num_layers=1), 2), *tables(), rngs=rngs),
         "dflash": lambda: DflashHead(
             DflashConfig(tiny_config(vocab_size=V, num_layers=1, qk_norm=True), (1, 2), 5, 6, V), *tables(), rngs=rngs
+        ),
+        "dspark": lambda: DsparkHead(
+            DsparkConfig(tiny_config(vocab_size=V, num_layers=1, qk_norm=True), (1, 2), 5, 6, V), *tables(), rngs=rngs
         ),
         "medusa": lambda: MedusaHeads(MedusaConfig(3, cfg.hidden_size, V, 2, num_layers=1), rngs=rngs),
     }
@@ -313,7 +317,10 @@ def test_texts_satisfy_their_grammars(expected: dict[int, RequestOutput]):
 
 
 MORE = pytest.mark.exhaustive("guided rounds with every drafter; tests/speculation has masks, forced tokens and trees")
-OTHERS = [pytest.param(k, marks=MORE) for k in ("hybrid", "draft_model", "peagle", "dflash", "medusa", "eagle1", "mtp")]
+OTHERS = [
+    pytest.param(k, marks=MORE)
+    for k in ("hybrid", "draft_model", "peagle", "dflash", "dspark", "medusa", "eagle1", "mtp")
+]
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "ngram", *OTHERS])
