@@ -25,13 +25,16 @@ from speculators_cases import (
     ALPHA,
     ANCHORS,
     BLOCK,
+    BLOCKS,
     CASES,
+    CE,
     DECAY,
     DEPTHS,
     GAMMA,
     MTP_WEIGHTS,
     SHAPE,
     STEPS,
+    TV,
     VECTORS,
     VERSIONS,
     drafted_ids,
@@ -52,7 +55,7 @@ def build(case: str) -> Any:
     c = CASES[case]
     layer = {"llama": LlamaConfig, "qwen3": Qwen3Config}[c.family](**{**SHAPE, **c.layer})
     layer._attn_implementation = "eager"
-    tokens = BLOCK if c.fields.get("sample_from_anchor") else len(MTP_WEIGHTS)
+    tokens = BLOCK if c.fields.get("sample_from_anchor", c.kind == "dspark") else len(MTP_WEIGHTS)
     wrapper = SpeculatorsConfig(
         algorithm=c.kind,
         proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=tokens)],
@@ -100,9 +103,12 @@ def answers(case: str, model: Any) -> dict[str, np.ndarray]:
                 "loss_mask": batch["loss_mask"].bool() if c.kind == "eagle3" else batch["loss_mask"],
             }
             losses = [("loss_kl", "kl_div"), ("loss_ce", "ce")]
-            if c.kind == "dflash":  # the verifier's tables, which are not saved
+            if c.kind in BLOCKS:  # the verifier's tables, which are not saved
                 record["embed_tokens"] = _array(model.embed_tokens.weight)
                 record |= {} if model.use_draft_vocab else {"lm_head": _array(model.lm_head.weight)}
+            if c.kind == "dspark":
+                losses = []
+                record |= _walked(model, batch)
             for name, loss_name in losses + ([("loss_dpace", "ce")] if c.kind == "dflash" else []):
                 logits.clear()
                 config = resolve_loss_config(loss_name, "eager")
@@ -122,6 +128,8 @@ def answers(case: str, model: Any) -> dict[str, np.ndarray]:
                     record |= sample
                 record[name] = loss.numpy()
     hook.remove()
+    if c.kind == "dspark":  # those of the output layer lack what the Markov head adds
+        return record
     return record | {f"logits_{i}": step for i, step in enumerate(logits)}
 
 
@@ -158,6 +166,10 @@ def _classes(kind: str) -> tuple[Any, Any]:
         from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 
         return DFlashDraftModel, DFlashSpeculatorConfig
+    if kind == "dspark":
+        from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
+
+        return DSparkDraftModel, DSparkSpeculatorConfig
     if kind == "peagle":
         from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
 
@@ -210,6 +222,31 @@ def _anchored(model: Any, batch: dict[str, Any]) -> tuple[dict[str, np.ndarray],
     finally:
         core.select_anchors = original
     return drawn, loss
+
+
+def _walked(model: Any, batch: dict[str, Any]) -> dict[str, np.ndarray]:
+    """DSpark's logits and confidences at the places that predict, its anchors, and its loss without and with both."""
+    from speculators.losses import resolve_loss_config
+    from speculators.models.dspark import core
+
+    record: dict[str, np.ndarray] = {}
+    original = core.compute_metrics
+
+    def watched(logits: Any, targets: Any, confidence: Any, *args: Any, **kwargs: Any) -> Any:
+        drafted = np.arange(logits.shape[1]) % model.block_size >= (not model.config.sample_from_anchor)
+        record.update(logits_0=logits.numpy()[:, drafted], confidence=confidence.numpy()[:, drafted])
+        return original(logits, targets, confidence, *args, **kwargs)
+
+    core.compute_metrics = watched
+    config = resolve_loss_config(json.dumps({"ce": CE, "tv": TV}), "eager")
+    options = dict(gamma=GAMMA, max_anchors=ANCHORS, loss_config=config, tv_loss_fn=config["tv"][0])
+    try:
+        for name, alpha in (("loss_draft", 0.0), ("loss_whole", 1.0)):
+            sample, loss = _anchored(model, {**batch, **options, "confidence_head_alpha": alpha})
+            record |= {**sample, name: loss.numpy()}
+    finally:
+        core.compute_metrics = original
+    return record
 
 
 def main() -> None:

@@ -90,6 +90,10 @@ class Case:
         return np.repeat(np.arange(len(self.texts)), self.texts)
 
 
+BLOCKS = ("dflash", "dspark")
+#: Of DSpark's cross entropy and total variation, which is half the distance that it is written with.
+CE, TV = 0.1, 1.8
+
 DFLASH: dict[str, Any] = dict(aux_hidden_state_layer_ids=[2, 6], block_size=BLOCK, mask_token_id=MASK_TOKEN)
 #: The second layer's window ends inside the text.
 SLIDING: dict[str, Any] = dict(
@@ -125,6 +129,15 @@ CASES: dict[str, Case] = {
     "dflash-sliding-non-causal": Case(
         "dflash", "qwen3", layer=SLIDING, fields=DFLASH | dict(sliding_window_non_causal=True)
     ),
+    "dspark": Case("dspark", "qwen3", fields=DFLASH | dict(draft_vocab_size=DRAFTED, markov_rank=5)),
+    "dspark-gated": Case(
+        "dspark", "qwen3", fields=DFLASH | dict(markov_rank=5, markov_head_type="gated", sample_from_anchor=False)
+    ),
+    "dspark-rnn": Case(
+        "dspark",
+        "qwen3",
+        fields=DFLASH | dict(markov_rank=5, markov_head_type="rnn", confidence_head_with_markov=False),
+    ),
 }
 
 
@@ -157,7 +170,7 @@ def inputs(case: str) -> dict[str, np.ndarray]:
         "loss_mask": mask,
         "targets": (2 * rng.standard_normal((1, LENGTH, c.draft_vocab_size))).astype(np.float32),
     }
-    if c.kind == "dflash":  # a text that the verifier wrote: speculators' hard targets are its choices
+    if c.kind in BLOCKS:  # a text that the verifier wrote: speculators' hard targets are its choices
         ids = drafted_ids() if c.draft_vocab_size < VOCAB else np.arange(VOCAB)
         out["input_ids"][:, 1:] = ids[out["targets"].argmax(-1)][:, :-1]
     return out
@@ -171,7 +184,8 @@ def drafted_ids() -> np.ndarray:
 def load_record(case: str, directory: Path = VECTORS) -> dict[str, np.ndarray]:
     """Inputs and answers of a case: `logits_{i}` of step i, `loss_*`, and what was sampled.
 
-    That is `anchor_pos` and `depth` for P-EAGLE, `anchor_positions` for DFlash.
+    That is `anchor_pos` and `depth` for P-EAGLE, `anchor_positions` for DFlash and DSpark, whose `confidence` are the
+    logits of its confidence head.
     """
     return load_file(directory / case / "record.safetensors")
 
@@ -258,8 +272,8 @@ def mtp_logits(head: Any, record: Mapping[str, np.ndarray]) -> list[jax.Array]:
     return logits
 
 
-def dflash_logits(head: Any, record: Mapping[str, np.ndarray]) -> list[jax.Array]:
-    """Our DFlash on a record's blocks: logits [1, K * drafts, Vd] of the places that predict."""
+def block_states(head: Any, record: Mapping[str, np.ndarray]) -> jax.Array:
+    """Our hidden states of the places that predict, on a record's blocks: [1, K, drafts, E]."""
     cfg, anchors_K = head.config, record["anchor_positions"]
     offset, column, texts = np.arange(cfg.block_size), np.arange(LENGTH), record["document_ids"][0]
     anchor_M = np.repeat(anchors_K, cfg.block_size)
@@ -280,10 +294,33 @@ def dflash_logits(head: Any, record: Mapping[str, np.ndarray]) -> list[jax.Array
             return masked_attention(q, keys, values, np.concatenate([seen, own], axis=1))
 
         hidden = head(head.block(tokens_K).reshape(1, -1), jnp.asarray(anchor_M + place_M)[None], attend)
-        blocks = head.predicting(hidden.reshape(len(anchors_K), cfg.block_size, -1))
-        return head.logits(blocks.reshape(1, len(anchors_K) * cfg.drafts, -1))
+        return head.predicting(hidden.reshape(len(anchors_K), cfg.block_size, -1))[None]
 
-    return [jax.jit(run)(record["hidden_states"], record["input_ids"][0, anchors_K].astype(np.int32))]
+    return jax.jit(run)(record["hidden_states"], record["input_ids"][0, anchors_K].astype(np.int32))
 
 
-ANSWERS = {"eagle3": eagle3_logits, "peagle": peagle_logits, "mtp": mtp_logits, "dflash": dflash_logits}
+def dflash_logits(head: Any, record: Mapping[str, np.ndarray]) -> list[jax.Array]:
+    """Our DFlash on a record's blocks: logits [1, K * drafts, Vd]."""
+    hidden = block_states(head, record)
+    return [head.logits(hidden.reshape(1, -1, hidden.shape[-1]))]
+
+
+def tokens_before(head: Any, record: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The token before each draft of a record's blocks, [1, K, drafts]."""
+    at = record["anchor_positions"][:, None] + np.arange(head.config.drafts)[None]
+    return record["input_ids"][:, at].astype(np.int32)
+
+
+def dspark_logits(head: Any, record: Mapping[str, np.ndarray]) -> list[jax.Array]:
+    """Our DSpark on a record's blocks: logits [1, K * drafts, Vd]."""
+    joined = head.joined(block_states(head, record), tokens_before(head, record))
+    return [head.joined_logits(joined.reshape(1, -1, joined.shape[-1]))]
+
+
+ANSWERS = {
+    "eagle3": eagle3_logits,
+    "peagle": peagle_logits,
+    "mtp": mtp_logits,
+    "dflash": dflash_logits,
+    "dspark": dspark_logits,
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_target
 from jaxspec.train.data.batch import Batch
 from jaxspec.train.drafters.dflash import DflashRecipe
+from jaxspec.train.drafters.dspark import DsparkRecipe
 from jaxspec.train.drafters.eagle import Eagle3Recipe
 from jaxspec.train.drafters.recipe import TargetStates
 from jaxspec.train.objective.loss import soft_cross_entropy
@@ -32,8 +34,8 @@ live = pytest.mark.skipif(
     importlib.util.find_spec("speculators") is None, reason="speculators is not installed (extra parity)"
 )
 HEADS = [c for c in cases.CASES if cases.CASES[c].kind in ("eagle3", "peagle")]
-STEPS_OF = {"eagle3": cases.STEPS, "peagle": 1, "mtp": len(cases.MTP_WEIGHTS), "dflash": 1}
-BLOCKS = [c for c in cases.CASES if cases.CASES[c].kind == "dflash"]
+STEPS_OF = {"eagle3": cases.STEPS, "peagle": 1, "mtp": len(cases.MTP_WEIGHTS), "dflash": 1, "dspark": 1}
+BLOCKS = [c for c in cases.CASES if cases.CASES[c].kind in cases.BLOCKS]
 
 
 def load(case: str, directory: Path = cases.VECTORS) -> tuple[Any, dict[str, np.ndarray]]:
@@ -167,12 +169,17 @@ def test_our_block_trainers_loss_agrees(case: str) -> None:
     states = TargetStates(jnp.asarray(record["hidden_states"]), states.hidden_BTE[:, 1 : 1 + count])
     batch = Batch(tokens, batch.segments_BT[:, :count], batch.positions_BT[:, :count], jnp.asarray(learn[:, :count]))
     anchors = jnp.asarray(record["anchor_positions"], jnp.int32)[None]
-    settings = dict(gamma=cases.GAMMA, alpha=cases.ALPHA)
+    dflash = functools.partial(DflashRecipe, (), gamma=cases.GAMMA, alpha=cases.ALPHA)
+    # speculators' total variation is half of what the paper's share is of.
+    dspark = functools.partial(DsparkRecipe, (), gamma=cases.GAMMA, ce=cases.CE, l1=cases.TV / 2)
     recipes = {
-        "loss_kl": DflashRecipe((), loss_kind="kl", **settings),
-        "loss_ce": DflashRecipe((), loss_kind="ce", **settings),
-        "loss_dpace": DflashRecipe((), loss_kind="ce", weights="dpace", **settings),
-    }
+        "dflash": {
+            "loss_kl": dflash(loss_kind="kl"),
+            "loss_ce": dflash(loss_kind="ce"),
+            "loss_dpace": dflash(loss_kind="ce", weights="dpace"),
+        },
+        "dspark": {"loss_draft": dspark(confidence=0.0), "loss_whole": dspark(confidence=1.0)},
+    }[cases.CASES[case].kind]
     kept = jnp.ones(anchors.shape, bool)
     losses = jax.jit(
         lambda of: {n: r.block_loss(module, target, batch, of, anchors, kept)[0] for n, r in recipes.items()}
@@ -180,6 +187,15 @@ def test_our_block_trainers_loss_agrees(case: str) -> None:
     for name, ours in losses(states).items():
         assert record[name].item() > 0.1
         np.testing.assert_allclose(ours, record[name].item(), rtol=cases.TOLERANCE, err_msg=name)
+
+
+@pytest.mark.parametrize("case", [c for c in BLOCKS if cases.CASES[c].kind == "dspark"])
+def test_confidences_agree(case: str) -> None:
+    module, record = load(case)
+    before = module.markov.embed(cases.tokens_before(module, record))
+    ours = module.sure(cases.block_states(module, record), before)
+    assert record["confidence"].std() > 0.05
+    assert_close(ours.reshape(record["confidence"].shape), record["confidence"])
 
 
 def test_auxiliary_layers_are_inputs_whatever_the_first_id() -> None:
@@ -263,7 +279,7 @@ def test_speculators_reads_our_export(case: str, tmp_path: Path) -> None:
     tensors = load_file(ours / "model.safetensors")
     state = {n: v.numpy() for n, v in model.state_dict().items() if not n.startswith("verifier_")}
     # The verifier's, but for the output layer of a reduced vocabulary.
-    tables = {"embed_tokens.weight", "lm_head.weight"} - tensors.keys() if kind in ("mtp", "dflash") else set()
+    tables = {"embed_tokens.weight", "lm_head.weight"} - tensors.keys() if kind in ("mtp", *cases.BLOCKS) else set()
     assert state.keys() == tensors.keys() | tables
     for name, value in tensors.items():
         np.testing.assert_array_equal(state[name], value, err_msg=name)
