@@ -195,7 +195,7 @@ SPOKEN_OF = {
     "jaxspec/bench/offline/metrics.py": "a mode of the benchmark",
 }
 #: P-EAGLE's heads are EAGLE-3's with placeholders, in the same format.
-SHARED = {("peagle", "jaxspec/checkpointing/eagle3.py"), ("dflash", "jaxspec/train/drafters/dspark.py")}
+SHARED = {("peagle", "jaxspec/checkpointing/eagle3.py"), ("dflash", "jaxspec/train/drafters/walked.py")}
 
 
 def constants(path: Path) -> set[str]:

@@ -39,13 +39,13 @@ LAYOUTS = ("speculators", "zlab")
 #: Where flat configurations keep what Qwen3's have no field for.
 OWN = "dflash_config"
 #: speculators' flag, which is read and written in `dflash_config` too; published flat heads say nothing of it.
-_NON_CAUSAL = "sliding_window_non_causal"
+NON_CAUSAL = "sliding_window_non_causal"
 #: What may stand in dflash_config; other things change what the head computes.
-_KNOWN_OWN = frozenset({"block_size", "mask_token_id", "target_layer_ids", "projector_type", _NON_CAUSAL})
+_KNOWN_OWN = frozenset({"block_size", "mask_token_id", "target_layer_ids", "projector_type", NON_CAUSAL})
 #: What may stand beside the layers: speculators' fields, and what flat ones have of Qwen3's (`heads.read_layer`).
 _KNOWN_NESTED = frozenset({
     "architectures", "auto_map", "aux_hidden_state_layer_ids", "block_size", "draft_vocab_size", "dtype",
-    "mask_token_id", "sample_from_anchor", _NON_CAUSAL, "speculators_model_type", "speculators_config",
+    "mask_token_id", "sample_from_anchor", NON_CAUSAL, "speculators_model_type", "speculators_config",
     "speculators_version", "target_hidden_size", "tie_word_embeddings", "torch_dtype", "transformer_layer_config",
     "transformers_version",
 })  # fmt: skip
@@ -144,10 +144,10 @@ def read_config(
     # The windows are this head's to read; `read_layer` knows full attention only.
     layer = heads.read_layer(fields | {"layer_types": None, "use_sliding_window": False}, "qwen3")
     sliding, window = _windows(fields, layer.num_layers)
-    if sliding and not nested and _NON_CAUSAL not in own:
+    if sliding and not nested and NON_CAUSAL not in own:
         _log.warning(
             "config.json: %s.%s is not given; sliding layers see their whole block, as z-lab's do. If few drafts are "
-            "accepted, add it as false", OWN, _NON_CAUSAL,
+            "accepted, add it as false", OWN, NON_CAUSAL,
         )  # fmt: skip
     sizes: dict[str, Any] = {
         name: own.get(name) if raw.get(name) is None else raw[name] for name in ("block_size", "mask_token_id")
@@ -164,7 +164,7 @@ def read_config(
         sample_from_anchor=nested and bool(raw.get("sample_from_anchor", False)),
         sliding_layers=sliding,
         sliding_window=window,
-        sliding_non_causal=bool(sliding) and bool(own.get(_NON_CAUSAL, not nested)),
+        sliding_non_causal=bool(sliding) and bool(own.get(NON_CAUSAL, not nested)),
         window_from_anchor=bool(sliding) and nested,
     )
     cfg = heads.replaced(cfg, overrides)
@@ -213,7 +213,7 @@ def config_dict(
             "draft_vocab_size": cfg.draft_vocab_size,
             "mask_token_id": cfg.mask_token_id,
             "sample_from_anchor": cfg.sample_from_anchor,
-            _NON_CAUSAL: cfg.sliding_non_causal,
+            NON_CAUSAL: cfg.sliding_non_causal,
             "target_hidden_size": None,
         }
     else:
@@ -223,7 +223,7 @@ def config_dict(
             "architectures": [ARCHITECTURES[0]],
             "block_size": cfg.block_size,
             "num_target_layers": target.num_layers,
-            OWN: own | ({_NON_CAUSAL: cfg.sliding_non_causal} if cfg.sliding_layers else {}),
+            OWN: own | ({NON_CAUSAL: cfg.sliding_non_causal} if cfg.sliding_layers else {}),
             "torch_dtype": hf.dtype_name(dtype),
         }
     plain = dataclasses.replace(cfg, layer=dataclasses.replace(heads.bare(cfg.layer), family="dflash"))
@@ -301,18 +301,24 @@ def save_head(
       ValueError: as config_dict; tables of its own in a layout that has none; a path that names a file.
     """
     config = config_dict(head.config, target, dtype, layout=layout, verifier=verifier)
-    tables = tables_to_write(head)
-    if tables and layout == "zlab":
-        raise ValueError(f"layout 'zlab' has no tables, got {[t.names[0] for t in tables]}; use layout 'speculators'")
+    tables = tables_to_write(head, layout)
     write_tensors(head, [*tables, *head_weights(head)], directory, config, tokenizer, dtype)
 
 
-def tables_to_write(head: DflashHead) -> list[weight_map.Weight]:
-    """The head's own tables, and the output layer of a reduced vocabulary."""
+def tables_to_write(head: DflashHead, layout: str) -> list[weight_map.Weight]:
+    """The head's own tables, and the output layer of a reduced vocabulary.
+
+    Raises:
+      ValueError: there are any, and the layout is not speculators'.
+    """
     cfg, lm_head = head.config, head.lm_head
     if lm_head is not None and cfg.draft_vocab_size < cfg.vocab_size:
         lm_head = heads.owned(lm_head)
-    return list(heads.own_tables(head.embedding, lm_head, "embed_tokens", "lm_head"))
+    tables = list(heads.own_tables(head.embedding, lm_head, "embed_tokens", "lm_head"))
+    if tables and layout != LAYOUTS[0]:
+        names = [t.names[0] for t in tables]
+        raise ValueError(f"layout {layout!r} has no tables, got {names}; use layout {LAYOUTS[0]!r}")
+    return tables
 
 
 def write_tensors(

@@ -160,14 +160,11 @@ def save_head(
       ValueError: as config_dict; tables of its own in a layout that has none; a path that names a file.
     """
     config = config_dict(head.config, target, dtype, layout=layout, verifier=verifier)
-    tables = dflash.tables_to_write(head)
     if layout == "deepspec":
         embedding = nnx.Param(head.embedding.get_value())
         out = nnx.Param(embedding.get_value() if head.lm_head is None else head.lm_head.kernel.get_value().T)
         named = {"embed_tokens.weight": embedding, "lm_head.weight": out}
         tables = [weight_map.Weight(table, (name,), (table.shape[1],)) for name, table in named.items()]
-    elif tables and layout == "specforge":
-        raise ValueError(
-            f"layout 'specforge' has no tables, got {[t.names[0] for t in tables]}; use layout 'speculators'"
-        )
+    else:
+        tables = dflash.tables_to_write(head, layout)
     dflash.write_tensors(head, [*tables, *head_weights(head)], directory, config, tokenizer, dtype)

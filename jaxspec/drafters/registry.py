@@ -16,8 +16,9 @@ MODULES: dict[str, str] = {
     "eagle3": "jaxspec.drafters.eagle3",
     "eagle1": "jaxspec.drafters.eagle1",
     "peagle": "jaxspec.drafters.peagle",
-    # Before DFlash, which knows its fields too.
+    # Before DFlash, which knows their fields too.
     "dspark": "jaxspec.drafters.dspark",
+    "dflash2": "jaxspec.drafters.dflash2",
     "dflash": "jaxspec.drafters.dflash",
     "medusa": "jaxspec.drafters.medusa",
     "mtp": "jaxspec.drafters.mtp",

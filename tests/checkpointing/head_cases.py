@@ -15,6 +15,7 @@ from flax import nnx
 from jaxspec.checkpointing import heads, tensors
 from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_target
+from jaxspec.speculation.drafters.dflash2_head import Dflash2Config, Dflash2Head
 from jaxspec.speculation.drafters.dflash_head import DflashConfig, DflashHead
 from jaxspec.speculation.drafters.dspark_head import DsparkConfig, DsparkHead
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
@@ -94,6 +95,12 @@ def dspark_head(
     return _block_head(DsparkHead, DsparkConfig, of, own, draft, layers, {"markov_rank": 5, **fields})
 
 
+def dflash2_head(of: Transformer, *, own: bool = False, layers: int = 1, **fields: Any) -> Dflash2Head:
+    """As dflash_head."""
+    sizes = dict(conv_taps=3, conv_group=8, selector_rank=5, selector_top_k=4)
+    return _block_head(Dflash2Head, Dflash2Config, of, own, VOCAB, layers, sizes | fields)
+
+
 def _block_head(
     make: Any, config: Any, of: Transformer, own: bool, draft: int, layers: int, fields: dict[str, Any]
 ) -> Any:
@@ -115,6 +122,7 @@ def module_of(kind: str, of: Transformer) -> Any:
         "eagle1": lambda: eagle1_head(of),
         "dflash": lambda: dflash_head(of),
         "dspark": lambda: dspark_head(of),
+        "dflash2": lambda: dflash2_head(of),
         "medusa": lambda: medusa_heads(of),
         "mtp": lambda: mtp_head(of),
         "draft_model": lambda: tiny_target(3),

@@ -28,6 +28,7 @@ from jaxspec.events import Delta, Finished, Started
 from jaxspec.models.layers import Linear, Shared, causal_attention, shared_lm_head
 from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.request import FinishReason, RequestOutput, SamplingParams
+from jaxspec.speculation.drafters.dflash2_head import Dflash2Config, Dflash2Head
 from jaxspec.speculation.drafters.dflash_head import DflashConfig, DflashHead
 from jaxspec.speculation.drafters.dspark_head import DsparkConfig, DsparkHead
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
@@ -41,7 +42,7 @@ TREE = Tier(3, 2, 7)
 #: Kinds whose engines have several buckets: all that a drafter can have (a cache, features, trees), and the least.
 WHOLE = ("eagle3", "ngram")
 #: Kinds whose engines live only while tests ask for them: executables take memory maps, of which a process has 65,530.
-PASSING = ("eagle1", "mtp", "medusa", "peagle", "dflash", "dspark", "suffix", "hybrid")
+PASSING = ("eagle1", "mtp", "medusa", "peagle", "dflash", "dspark", "dflash2", "suffix", "hybrid")
 #: What the configuration of a kind says besides, and the kind of drafter where that has another name.
 SPECULATION: dict[str, dict[str, Any]] = {
     "suffix": dict(suffix_corpus_tokens=512, suffix_corpus_responses=True),
@@ -136,6 +137,15 @@ def dspark_head(target: Any) -> DsparkHead:
     return randomised(head, 9)
 
 
+def dflash2_head(target: Any) -> Dflash2Head:
+    """A random head of one layer that lists 4 candidates a place."""
+    layer = tiny_config(num_layers=1, num_kv_heads=1, intermediate_size=40, qk_norm=True)
+    sizes = dict(conv_taps=3, conv_group=8, selector_rank=5, selector_top_k=4)
+    config = Dflash2Config(layer, (1, 2), 4, 6, V, **sizes)
+    head = Dflash2Head(config, Shared(target.embedding[...]), shared_lm_head(target), rngs=nnx.Rngs(1))
+    return randomised(head, 10)
+
+
 def modules_of(target: Any) -> dict[str, Any]:
     """A random module of every kind, those of one that may have several layers with two."""
     cfg, rngs = target.config, nnx.Rngs(1)
@@ -153,6 +163,7 @@ def modules_of(target: Any) -> dict[str, Any]:
         "peagle": randomised(eagle3_head(target, num_layers=2, mask_token_id=6), 7),
         "dflash": dflash_head(target),
         "dspark": dspark_head(target),
+        "dflash2": dflash2_head(target),
     }
 
 

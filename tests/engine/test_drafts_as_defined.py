@@ -144,9 +144,9 @@ def one_block(target: Any, head: Any) -> Definition:
 
 
 def block_and_walk(target: Any, head: Any) -> Definition:
-    """DSpark: a block as DFlash's, whose places see one another and all of the text, then token by token."""
+    """DSpark and DFlash 2: a block as DFlash's, which sees itself and all of the text, then token by token."""
     read, cfg = streams(target, head.config.aux_layer_ids), head.config
-    assert cfg.sample_from_anchor and not cfg.sliding_layers
+    assert not cfg.sliding_layers
 
     def block(net: Any, aux: jax.Array, length: jax.Array, anchor: jax.Array) -> jax.Array:
         context = net.entries(aux, positions())
@@ -157,7 +157,7 @@ def block_and_walk(target: Any, head: Any) -> Definition:
             seen = jnp.concatenate([jnp.arange(WIDTH) < length, jnp.ones((cfg.block_size,), bool)])
             return jax.nn.dot_product_attention(q, keys, values, mask=seen[None, None, None])
 
-        return net(net.block(anchor[None]), (length + jnp.arange(cfg.block_size))[None], attend)
+        return net.predicting(net(net.block(anchor[None]), (length + jnp.arange(cfg.block_size))[None], attend))
 
     run = jitted(head, block)
     said = jitted(head, lambda net, hidden, before: net.joined_logits(net.joined(hidden, before)))
@@ -165,7 +165,7 @@ def block_and_walk(target: Any, head: Any) -> Definition:
     def draft(text: list[int]) -> list[int]:
         hidden, drafted = run(read(text), np.int32(len(text) - 1), np.int32(text[-1])), [text[-1]]
         for depth in range(DEPTH):
-            before = np.asarray([drafted + [0] * (cfg.block_size - len(drafted))], np.int32)
+            before = np.asarray([drafted + [0] * (cfg.drafts - len(drafted))], np.int32)
             drafted.append(target_id(head, said(hidden, before)[0, depth]))
         return drafted[1:]
 
@@ -176,6 +176,7 @@ DEFINITIONS = {
     "draft_model": draft_model, "eagle3": token_by_token, "eagle1": token_by_token, "mtp": token_by_token,
     "peagle": one_pass, "medusa": medusa, "dflash": one_block,
     "dspark": block_and_walk,
+    "dflash2": block_and_walk,
 }  # fmt: skip
 
 

@@ -102,7 +102,8 @@ MORE = pytest.mark.exhaustive("rejection with every drafter")
 
 
 @pytest.mark.parametrize(
-    "kind", ["draft_model", *(pytest.param(k, marks=MORE) for k in ("mtp", "medusa", "peagle", "dflash", "dspark"))]
+    "kind",
+    ["draft_model", *(pytest.param(k, marks=MORE) for k in ("mtp", "medusa", "peagle", "dflash", "dspark", "dflash2"))],
 )
 def test_rejection_accepts_more_than_nothing_and_repeats_itself(bench: Any, tools: Any, kind: str):
     """The same seed twice gives the same tokens, also in other company; greedy requests equal plain decoding."""

@@ -20,9 +20,10 @@ from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise
 INHERITED = pytest.mark.exhaustive(
     "DFlash's part of a round is in DSpark's, and test_drafts_as_defined.py has its drafts"
 )
+WALKING = pytest.mark.exhaustive("DFlash 2 walks as DSpark does; its drafts are tested as defined")
 DRAFTERS = [
     "ngram", "draft_model", "eagle3", "eagle1", "mtp", "medusa", "peagle", pytest.param("dflash", marks=INHERITED),
-    "dspark", "suffix", "hybrid",
+    "dspark", pytest.param("dflash2", marks=WALKING), "suffix", "hybrid",
 ]  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 

@@ -53,11 +53,13 @@ def caching() -> Iterator[None]:
 
 def spec_of(bench: Any, kind: str, **changes: Any) -> RoundSpec:
     drafter, _ = bind_drafter(kind, bench.modules[kind], dataclasses.replace(GEO, **changes))
-    graph = drafter.graph if kind in ("medusa", "dflash", "dspark") else drafter.core.graph
+    graph = drafter.graph if kind in ("medusa", "dflash", "dspark", "dflash2") else drafter.core.graph
     return RoundSpec(graph, bench.target.config, dataclasses.replace(GEO, **changes), drafter, rejection=False)
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "eagle1", "mtp", "medusa", "peagle", "dflash", "dspark"])
+@pytest.mark.parametrize(
+    "kind", ["draft_model", "eagle3", "eagle1", "mtp", "medusa", "peagle", "dflash", "dspark", "dflash2"]
+)
 def test_rounds_of_every_drafter_can_be_described(bench: Any, kind: str):
     told = lambda spec, *rest: Fingerprints()(round_fn(spec, *rest))
     spec = spec_of(bench, kind)

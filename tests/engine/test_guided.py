@@ -37,6 +37,7 @@ from jaxspec.models.layers import Shared, causal_attention, shared_lm_head
 from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.request import ErrorKind, FinishReason, RequestOutput, SamplingParams
 from jaxspec.runtime.compile import Compilation
+from jaxspec.speculation.drafters.dflash2_head import Dflash2Config, Dflash2Head
 from jaxspec.speculation.drafters.dflash_head import DflashConfig, DflashHead
 from jaxspec.speculation.drafters.dspark_head import DsparkConfig, DsparkHead
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
@@ -114,6 +115,9 @@ def modules_of(target: Any) -> dict[str, Any]:
         ),
         "dspark": lambda: DsparkHead(
             DsparkConfig(tiny_config(vocab_size=V, num_layers=1, qk_norm=True), (1, 2), 5, 6, V), *tables(), rngs=rngs
+        ),
+        "dflash2": lambda: Dflash2Head(
+            Dflash2Config(tiny_config(vocab_size=V, num_layers=1, qk_norm=True), (1, 2), 5, 6, V), *tables(), rngs=rngs
         ),
         "medusa": lambda: MedusaHeads(MedusaConfig(3, cfg.hidden_size, V, 2, num_layers=1), rngs=rngs),
     }
@@ -319,7 +323,7 @@ def test_texts_satisfy_their_grammars(expected: dict[int, RequestOutput]):
 MORE = pytest.mark.exhaustive("guided rounds with every drafter; tests/speculation has masks, forced tokens and trees")
 OTHERS = [
     pytest.param(k, marks=MORE)
-    for k in ("hybrid", "draft_model", "peagle", "dflash", "dspark", "medusa", "eagle1", "mtp")
+    for k in ("hybrid", "draft_model", "peagle", "dflash", "dspark", "dflash2", "medusa", "eagle1", "mtp")
 ]
 
 

@@ -1,4 +1,4 @@
-"""DSpark's short lists: what a draft from a few candidates is, for greedy, sampled, drawn and guided rows."""
+"""Short lists of walks: what a draft from a few candidates is, for greedy, sampled, drawn and guided rows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.speculation.drafters.dspark import Shortlist
 from jaxspec.speculation.drafters.proposals import Ranking, propose
+from jaxspec.speculation.drafters.walks import Shortlist
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Rows
 from jaxspec.tier import Tier

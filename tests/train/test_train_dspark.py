@@ -21,7 +21,8 @@ from jaxspec.speculation.drafters.dspark_head import DsparkConfig, DsparkHead
 from jaxspec.train.data.batch import Batch
 from jaxspec.train.drafters import dflash, drafts, dspark
 from jaxspec.train.drafters.dflash import forward_blocks, sample_anchors
-from jaxspec.train.drafters.dspark import DsparkRecipe, tokens_before
+from jaxspec.train.drafters.dspark import DsparkRecipe
+from jaxspec.train.drafters.walked import initial, tokens_before
 from jaxspec.train.objective import chunks
 
 AUX = (1, 2)
@@ -183,8 +184,8 @@ def test_the_command_trains_saves_and_goes_on(
 
     # From a DFlash head, before anything is learned: the same drafts.
     parts: dict[str, Any] = dict(markov_rank=4, markov_type="gated", confidence=True, confidence_reads_token=False)
-    setup: Any = SimpleNamespace(target=target, args=SimpleNamespace(seed=0))
-    start = dspark.initial(setup, tmp_path / "dflash", parts, parts)
+    setup: Any = SimpleNamespace(target=target, args=SimpleNamespace(seed=0, init_from=tmp_path / "dflash"))
+    start = initial("dspark", DsparkHead, DsparkConfig, setup, parts, parts)
     assert start.config.dflash == before.config and not start.config.sample_from_anchor
     states = target_states(target, packed_batch, (1,))
     chains = [
@@ -201,7 +202,7 @@ def test_the_command_trains_saves_and_goes_on(
     assert record["kind"] == read_kind(tmp_path / "more") == "dspark" and record["gamma"] == 4.0
     later: Any = load_drafter("dspark", tmp_path / "more", target)
     assert later.config == start.config and later.markov.after[...].any() and later.confidence.kernel[...].any()
-    with pytest.raises(ValueError, match=r"--markov-rank 8: the DSpark head of --init-from .* decides that"):
+    with pytest.raises(ValueError, match="--markov-rank 8: the head of kind 'dspark' in --init-from .* decides that"):
         train_command(dspark, tmp_path / "no", "--init-from", str(tmp_path / "more"), "--markov-rank", "8")
     fresh = ("--layers", "1", "--markov-rank", "3", "--confidence", "0", "--layout", "deepspec")
     train_command(dspark, tmp_path / "fresh", *sizes, *fresh)

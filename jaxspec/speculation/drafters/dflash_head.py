@@ -218,10 +218,13 @@ class DflashHead(nnx.Module):
         self.embedding = embedding
         self.fc = Linear(cfg.aux_width, layer.hidden_size, dtype=dtype, rngs=rngs)
         self.hidden_norm = norm()
-        self.layers = nnx.List([BlockLayer(layer, dtype=dtype, rngs=rngs) for _ in range(layer.num_layers)])
+        self.layers = nnx.List([self._layer(dtype, rngs) for _ in range(layer.num_layers)])
         self.norm = norm()
         self.lm_head = lm_head
         self.target_ids = Buffer(jnp.arange(cfg.draft_vocab_size, dtype=jnp.int32))
+
+    def _layer(self, dtype: jnp.dtype, rngs: nnx.Rngs | None) -> BlockLayer:
+        return BlockLayer(self.config.layer, dtype=dtype, rngs=rngs)
 
     def context(self, aux_BNA: jax.Array) -> jax.Array:
         """The target's states [B, N, aux_width] as what every layer's keys and values are made of, [B, N, E]."""

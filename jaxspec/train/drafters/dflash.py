@@ -209,6 +209,13 @@ def weighed(each_BKD: jax.Array, weights_BKD: jax.Array, valid_BKD: jax.Array) -
     return jnp.sum(each_BKD * weights_BKD * counts_BKD) / jnp.maximum(jnp.sum(counts_BKD), 1.0)
 
 
+def by_draft(each_BKD: jax.Array, valid_BKD: jax.Array) -> dict[str, jax.Array]:
+    """The plain mean of each draft of a block, to be logged."""
+    counts = valid_BKD.astype(jnp.float32)
+    mean_D = jnp.sum(each_BKD * counts, axis=(0, 1)) / jnp.maximum(jnp.sum(counts, axis=(0, 1)), 1.0)
+    return {f"loss_{d + 1}": jax.lax.stop_gradient(mean_D[d]) for d in range(each_BKD.shape[-1])}
+
+
 @dataclasses.dataclass(frozen=True)
 class DflashRecipe(BlockRecipe):
     """DFlash's losses.
@@ -248,14 +255,15 @@ class DflashRecipe(BlockRecipe):
             valid_BKD = valid_BKD & known_BM.reshape(about_BKD.shape)
             part = lambda hidden, labels: optax.softmax_cross_entropy_with_integer_labels(head.logits(hidden), labels)
             each_BM = map_positions(part, (hidden_BME, labels_BM), cfg.draft_vocab_size)
-        each_BKD, counts_BKD = each_BM.reshape(about_BKD.shape), valid_BKD.astype(jnp.float32)
+        each_BKD = each_BM.reshape(about_BKD.shape)
+        return self.weighed(each_BKD, valid_BKD), by_draft(each_BKD, valid_BKD)
+
+    def weighed(self, each_BKD: jax.Array, valid_BKD: jax.Array) -> jax.Array:
+        """Sum of the weighed losses over the number of drafts that count."""
         if self.weights == "dpace":
-            weights = dpace_weights(each_BKD, valid_BKD, self.alpha)
-        else:
-            weights = jnp.broadcast_to(decay_weights(cfg.drafts, self.gamma), each_BKD.shape)
-        by_draft = jnp.sum(each_BKD * counts_BKD, axis=(0, 1)) / jnp.maximum(jnp.sum(counts_BKD, axis=(0, 1)), 1.0)
-        logged = {f"loss_{d + 1}": jax.lax.stop_gradient(by_draft[d]) for d in range(cfg.drafts)}
-        return weighed(each_BKD, weights, valid_BKD), logged
+            return weighed(each_BKD, dpace_weights(each_BKD, valid_BKD, self.alpha), valid_BKD)
+        decay_D = decay_weights(each_BKD.shape[-1], self.gamma)
+        return weighed(each_BKD, jnp.broadcast_to(decay_D, each_BKD.shape), valid_BKD)
 
     def _divergence(
         self, head: DflashHead, target: TargetModel, target_hidden_BTE: jax.Array, hidden_BME: jax.Array,

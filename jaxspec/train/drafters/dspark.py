@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,13 +16,12 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxspec.drafters.directories import read_kind
 from jaxspec.models.base import TargetModel
 from jaxspec.speculation.drafters.dspark_head import MARKOV_TYPES, DsparkConfig, DsparkHead
 from jaxspec.train.data.batch import Batch
-from jaxspec.train.drafters import dflash, drafts, starts
-from jaxspec.train.drafters.dflash import BlockRecipe
+from jaxspec.train.drafters import dflash, starts, walked
 from jaxspec.train.drafters.recipe import TargetStates
+from jaxspec.train.drafters.walked import chain as chain
 from jaxspec.train.objective.chunks import draft_vocabulary_logits, map_positions
 from jaxspec.train.run import command
 
@@ -34,7 +32,7 @@ PARTS = {"markov_rank": 256, "markov_type": "vanilla", "confidence_reads_token":
 
 
 @dataclasses.dataclass(frozen=True)
-class DsparkRecipe(BlockRecipe):
+class DsparkRecipe(walked.WalkedRecipe):
     """ce * cross entropy to the text's token + l1 * distance to the target's distribution + the confidence's loss.
 
     With p the target's distribution on the draft vocabulary and q the draft's, the distance is sum |p - q|, and the
@@ -54,11 +52,6 @@ class DsparkRecipe(BlockRecipe):
         if not self.ce + self.l1 > 0:
             raise ValueError(f"one of ce and l1 must be above 0, got {self.ce} and {self.l1}")
 
-    def logits(self, head: DsparkHead, batch: Batch, hidden_BkDE: jax.Array, anchors_Bk: jax.Array) -> jax.Array:
-        b, k, d, _ = hidden_BkDE.shape
-        joined = head.joined(hidden_BkDE, tokens_before(batch, anchors_Bk, d))
-        return head.joined_logits(joined.reshape(b, k * d, -1)).reshape(b, k, d, -1)
-
     def block_loss(
         self, head: DsparkHead, target: TargetModel, batch: Batch, states: TargetStates, anchors_BK: jax.Array,
         kept_BK: jax.Array,
@@ -68,7 +61,7 @@ class DsparkRecipe(BlockRecipe):
         cfg, (rows, count) = head.config, anchors_BK.shape
         entries = head.entries(states.aux_BTA, batch.positions_BT)
         hidden_BKDE = dflash.forward_blocks(head, batch, entries, anchors_BK)
-        before_BKD = tokens_before(batch, anchors_BK, cfg.drafts)
+        before_BKD = walked.tokens_before(batch, anchors_BK, cfg.drafts)
         about_BKD, valid_BKD = dflash.learned_drafts(cfg.drafts, batch, anchors_BK, kept_BK)
         about_BM = about_BKD.reshape(rows, -1)
         take = jax.vmap(lambda values, index: values[index])
@@ -100,24 +93,6 @@ class DsparkRecipe(BlockRecipe):
         return sum((shares[name] * value for name, value in sums.items()), jnp.float32(0.0)), logged
 
 
-def tokens_before(batch: Batch, anchors_BK: jax.Array, drafts: int) -> jax.Array:
-    """The text's token before each draft of blocks, [B, K, drafts]; the first one's is the anchor."""
-    at_BKD = anchors_BK[:, :, None] + jnp.arange(drafts, dtype=jnp.int32)[None, None]
-    at_BKD = jnp.minimum(at_BKD, batch.tokens_BT.shape[1] - 1)
-    return jax.vmap(lambda tokens, at: tokens[at])(batch.tokens_BT, at_BKD)
-
-
-def chain(module: DsparkHead, batch: Batch, aux_BTA: jax.Array | None, depth: int) -> drafts.Chain:
-    """See drafts.Trainer."""
-    assert aux_BTA is not None
-    cfg = module.config
-    read = lambda hidden, anchors: module.joined(hidden, tokens_before(batch, anchors, depth))
-    joined_BNDX = dflash.every_block(module, batch, aux_BTA, depth, read)
-    ids_V = None if cfg.draft_vocab_size == cfg.vocab_size else module.target_ids[...]
-    joined = [joined_BNDX[:, :, d] for d in range(depth)]
-    return drafts.Chain(joined, [module.joined_logits] * depth, ids_V, cfg.draft_vocab_size)
-
-
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Geometry not given is the target's; DSpark's own parts may be given beside --init-from a DFlash head, too."""
     dflash.add_block_arguments(p)
@@ -141,32 +116,9 @@ def build(setup: command.Setup, shape: dict[str, Any], parts: dict[str, Any]) ->
     """A new head; its tables are the target's."""
     config, ids_V = dflash.new_config(setup, shape)
     tables = dflash.new_tables(setup.target, ids_V)
-    head = DsparkHead(_with_parts(config, parts), *tables, rngs=nnx.Rngs(params=setup.args.seed))
+    head = DsparkHead(walked.with_parts(DsparkConfig, config, parts), *tables, rngs=nnx.Rngs(params=setup.args.seed))
     head.target_ids[...] = jnp.asarray(ids_V, jnp.int32)
     return head
-
-
-def initial(setup: command.Setup, directory: Path, parts: dict[str, Any], given: dict[str, Any]) -> DsparkHead:
-    """The head of a directory, DSpark's parts added to one of DFlash's: it then drafts as that does.
-
-    Args:
-      given: those of `parts` that were asked for, which a DSpark head has already.
-
-    Raises:
-      ValueError: see starts.load_initial; parts were asked for that the head's own decide.
-    """
-    if read_kind(directory) == "dflash":
-        head = starts.load_initial("dflash", directory, setup.target)
-        return DsparkHead.on(head, _with_parts(head.config, parts), nnx.Rngs(params=setup.args.seed))
-    head = starts.load_initial("dspark", directory, setup.target)
-    if given:
-        flags = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
-        raise ValueError(f"{flags}: the DSpark head of --init-from {directory} decides that; leave it out")
-    return head
-
-
-def _with_parts(config: Any, parts: dict[str, Any]) -> DsparkConfig:
-    return DsparkConfig(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)}, **parts)
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
@@ -190,5 +142,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     settings = dict(anchors=args.anchors, gamma=gamma, ce=args.ce, l1=args.l1, confidence=args.confidence)
     DsparkRecipe((), **settings)
     setup = command.prepare(args)
-    head = initial(setup, args.init_from, parts, given) if args.init_from else build(setup, shape, parts)
+    if args.init_from:
+        head = walked.initial("dspark", DsparkHead, DsparkConfig, setup, parts, given)
+    else:
+        head = build(setup, shape, parts)
     return dflash.fit_blocks(setup, DsparkRecipe(head.config.aux_layer_ids, **settings), head, "dspark", settings)
