@@ -32,6 +32,7 @@ from speculators_cases import (
     DEPTHS,
     GAMMA,
     MTP_WEIGHTS,
+    SELECTED,
     SHAPE,
     STEPS,
     TV,
@@ -106,9 +107,9 @@ def answers(case: str, model: Any) -> dict[str, np.ndarray]:
             if c.kind in BLOCKS:  # the verifier's tables, which are not saved
                 record["embed_tokens"] = _array(model.embed_tokens.weight)
                 record |= {} if model.use_draft_vocab else {"lm_head": _array(model.lm_head.weight)}
-            if c.kind == "dspark":
+            if c.kind in ("dspark", "dflash2"):
                 losses = []
-                record |= _walked(model, batch)
+                record |= (_walked if c.kind == "dspark" else _selected)(model, batch)
             for name, loss_name in losses + ([("loss_dpace", "ce")] if c.kind == "dflash" else []):
                 logits.clear()
                 config = resolve_loss_config(loss_name, "eager")
@@ -128,7 +129,7 @@ def answers(case: str, model: Any) -> dict[str, np.ndarray]:
                     record |= sample
                 record[name] = loss.numpy()
     hook.remove()
-    if c.kind == "dspark":  # those of the output layer lack what the Markov head adds
+    if c.kind in ("dspark", "dflash2"):  # those of the output layer lack what the token before adds
         return record
     return record | {f"logits_{i}": step for i, step in enumerate(logits)}
 
@@ -170,6 +171,10 @@ def _classes(kind: str) -> tuple[Any, Any]:
         from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 
         return DSparkDraftModel, DSparkSpeculatorConfig
+    if kind == "dflash2":
+        from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
+
+        return DFlash2DraftModel, DFlash2SpeculatorConfig
     if kind == "peagle":
         from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
 
@@ -244,6 +249,34 @@ def _walked(model: Any, batch: dict[str, Any]) -> dict[str, np.ndarray]:
         for name, alpha in (("loss_draft", 0.0), ("loss_whole", 1.0)):
             sample, loss = _anchored(model, {**batch, **options, "confidence_head_alpha": alpha})
             record |= {**sample, name: loss.numpy()}
+    finally:
+        core.compute_metrics = original
+    return record
+
+
+def _selected(model: Any, batch: dict[str, Any]) -> dict[str, np.ndarray]:
+    """DFlash 2's logits, candidates and scores at the places that predict, its anchors and its losses."""
+    from speculators.losses import resolve_loss_config
+    from speculators.models.dflash2 import core
+
+    record: dict[str, np.ndarray] = {}
+    original = core.compute_metrics
+
+    def watched(**kwargs: Any) -> Any:
+        places = np.arange(kwargs["loss_mask"].shape[1]) % model.block_size
+        drafted = places >= (not model.config.sample_from_anchor)
+        names = {"unary_logits": "logits_0", "candidate_logits": "logits_1", "training_candidate_ids": "candidates"}
+        record.update({ours: kwargs[theirs].numpy()[:, drafted] for theirs, ours in names.items()})
+        return original(**kwargs)
+
+    core.compute_metrics = watched
+    weights = dict(per_position_loss_weight="dpace", dpace_alpha=ALPHA)
+    try:
+        for name, loss, options in (("loss_kl", "kl_div", {}), ("loss_ce", "ce", {}), ("loss_dpace", "ce", weights)):
+            settings = dict(gamma=GAMMA, max_anchors=ANCHORS, loss_config=resolve_loss_config(loss, "eager"))
+            settings["tv_loss_fn"] = resolve_loss_config("tv", "eager")["tv"][0]
+            sample, value = _anchored(model, {**batch, **settings, **options, "selector_loss_alpha": SELECTED})
+            record |= {**sample, name: value.numpy()}
     finally:
         core.compute_metrics = original
     return record

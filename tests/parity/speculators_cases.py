@@ -90,11 +90,14 @@ class Case:
         return np.repeat(np.arange(len(self.texts)), self.texts)
 
 
-BLOCKS = ("dflash", "dspark")
+BLOCKS = ("dflash", "dspark", "dflash2")
 #: Of DSpark's cross entropy and total variation, which is half the distance that it is written with.
 CE, TV = 0.1, 1.8
+#: Share of DFlash 2's selector in its loss.
+SELECTED = 0.7
 
 DFLASH: dict[str, Any] = dict(aux_hidden_state_layer_ids=[2, 6], block_size=BLOCK, mask_token_id=MASK_TOKEN)
+SELECTOR: dict[str, Any] = dict(conv_group_size=4, selector_rank=5, selector_top_k=6)
 #: The second layer's window ends inside the text.
 SLIDING: dict[str, Any] = dict(
     num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"], use_sliding_window=True, sliding_window=3
@@ -137,6 +140,10 @@ CASES: dict[str, Case] = {
         "dspark",
         "qwen3",
         fields=DFLASH | dict(markov_rank=5, markov_head_type="rnn", confidence_head_with_markov=False),
+    ),
+    "dflash2": Case("dflash2", "qwen3", fields=DFLASH | SELECTOR),
+    "dflash2-sliding": Case(
+        "dflash2", "qwen3", layer=SLIDING, fields=DFLASH | SELECTOR | dict(conv_kernel_size=3, sample_from_anchor=True)
     ),
 }
 
@@ -317,10 +324,19 @@ def dspark_logits(head: Any, record: Mapping[str, np.ndarray]) -> list[jax.Array
     return [head.joined_logits(joined.reshape(1, -1, joined.shape[-1]))]
 
 
+def dflash2_logits(head: Any, record: Mapping[str, np.ndarray]) -> list[jax.Array]:
+    """Our DFlash 2 on a record's blocks: logits [1, K * drafts, V], and scores of the record's candidates."""
+    joined = head.joined(block_states(head, record), tokens_before(head, record))
+    logits, features = head.parts(joined.reshape(1, -1, joined.shape[-1]))
+    ids = jnp.asarray(record["candidates"], jnp.int32)
+    return [logits, jnp.take_along_axis(logits, ids, axis=-1) + head.selector.scores(features, ids)]
+
+
 ANSWERS = {
     "eagle3": eagle3_logits,
     "peagle": peagle_logits,
     "mtp": mtp_logits,
     "dflash": dflash_logits,
     "dspark": dspark_logits,
+    "dflash2": dflash2_logits,
 }

@@ -25,6 +25,7 @@ from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_target
 from jaxspec.train.data.batch import Batch
 from jaxspec.train.drafters.dflash import DflashRecipe
+from jaxspec.train.drafters.dflash2 import Dflash2Recipe
 from jaxspec.train.drafters.dspark import DsparkRecipe
 from jaxspec.train.drafters.eagle import Eagle3Recipe
 from jaxspec.train.drafters.recipe import TargetStates
@@ -34,7 +35,7 @@ live = pytest.mark.skipif(
     importlib.util.find_spec("speculators") is None, reason="speculators is not installed (extra parity)"
 )
 HEADS = [c for c in cases.CASES if cases.CASES[c].kind in ("eagle3", "peagle")]
-STEPS_OF = {"eagle3": cases.STEPS, "peagle": 1, "mtp": len(cases.MTP_WEIGHTS), "dflash": 1, "dspark": 1}
+STEPS_OF = {"eagle3": cases.STEPS, "peagle": 1, "mtp": len(cases.MTP_WEIGHTS), "dflash": 1, "dspark": 1, "dflash2": 2}
 BLOCKS = [c for c in cases.CASES if cases.CASES[c].kind in cases.BLOCKS]
 
 
@@ -170,6 +171,7 @@ def test_our_block_trainers_loss_agrees(case: str) -> None:
     batch = Batch(tokens, batch.segments_BT[:, :count], batch.positions_BT[:, :count], jnp.asarray(learn[:, :count]))
     anchors = jnp.asarray(record["anchor_positions"], jnp.int32)[None]
     dflash = functools.partial(DflashRecipe, (), gamma=cases.GAMMA, alpha=cases.ALPHA)
+    dflash2 = functools.partial(Dflash2Recipe, (), gamma=cases.GAMMA, alpha=cases.ALPHA, selector=cases.SELECTED)
     # speculators' total variation is half of what the paper's share is of.
     dspark = functools.partial(DsparkRecipe, (), gamma=cases.GAMMA, ce=cases.CE, l1=cases.TV / 2)
     recipes = {
@@ -177,6 +179,11 @@ def test_our_block_trainers_loss_agrees(case: str) -> None:
             "loss_kl": dflash(loss_kind="kl"),
             "loss_ce": dflash(loss_kind="ce"),
             "loss_dpace": dflash(loss_kind="ce", weights="dpace"),
+        },
+        "dflash2": {
+            "loss_kl": dflash2(loss_kind="kl"),
+            "loss_ce": dflash2(loss_kind="ce"),
+            "loss_dpace": dflash2(loss_kind="ce", weights="dpace"),
         },
         "dspark": {"loss_draft": dspark(confidence=0.0), "loss_whole": dspark(confidence=1.0)},
     }[cases.CASES[case].kind]
