@@ -71,7 +71,8 @@ class SpeculationConfig:
       policy: a kind's name (see jaxspec.adaptive.registry), or the path of an SGLang-style JSON. None: "static" where
         `depth` is given, else "adaptive", which chooses round by round.
       depth: draft tokens of the static tier.
-      topk: candidates a node; 1 drafts chains, more drafts EAGLE-2's dynamic tree.
+      topk: candidates a node; 1 drafts chains, more drafts trees: EAGLE-2's, or where all positions come from one pass
+        (DFlash, P-EAGLE, Medusa) the likeliest nodes that so many candidates a position can make.
       num_nodes: nodes verified a round, root included. None: a chain's depth + 1; for a tree 2 * topk, the ratio of
         SGLang's default (5 steps, topk 4, 8 nodes), but at least depth + 1 and at most what depth and topk can make.
       candidate_steps: depths that the adaptive policy chooses among (0 is always added), or the heuristic one.

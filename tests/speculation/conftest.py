@@ -16,7 +16,7 @@ from flax import nnx
 from jaxspec.models.base import ModelConfig
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.featureless import Featureless
-from jaxspec.speculation.drafters.proposals import Ranking, path_independent, propose
+from jaxspec.speculation.drafters.proposals import Ranking, propose_block
 from jaxspec.speculation.drafters.suffix import prompt_lookup
 from jaxspec.speculation.layouts import Batch, Budget, plain_calibration
 from jaxspec.speculation.packed import packed_fn
@@ -94,7 +94,7 @@ class ParallelTable(Featureless):
     ) -> Any:  # fmt: skip
         logits_BDV = jnp.swapaxes(jnp.take(jnp.asarray(self.logits_DVV[: tier.depth]), rows.root_B, axis=1), 0, 1)
         ranking = Ranking(rows, sampling, noise_BDV, V)
-        return propose(path_independent(logits_BDV), ranking, tier, sample=sample), draft
+        return propose_block(logits_BDV, ranking, tier, sample=sample), draft
 
 
 class Unsure:

@@ -1,8 +1,13 @@
-"""What drafters propose: EAGLE-2's tree against a plain search, chains, prompt look-up against a scan of the text."""
+"""What drafters propose: EAGLE-2's tree against a plain search, the trees of blocks against all that there are, chains,
+and prompt look-up against a scan of the text.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.speculation.drafters.proposals import Ranking, path_independent, propose
+from jaxspec.speculation.drafters.proposals import Ranking, propose_block
 from jaxspec.speculation.drafters.suffix import prompt_lookup
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree, ancestors
@@ -111,32 +116,100 @@ def test_dynamic_trees_are_eagle_2s(markov: Callable[[int], Any], tier: Tier):
         agree(tree, row, scores)
 
 
-@pytest.mark.parametrize("tier", [Tier(2, 2, 5), Tier(3, 2, 7), Tier(4, 3, 31), Tier(3, 7, 40)], ids=str)
-def test_trees_of_levels_that_know_no_path(markov: Callable[[int], Any], tier: Tier):
-    """The same search, every node of a depth with the same children; draft ids that are not the target's."""
-    rng = np.random.default_rng(tier.num_nodes)
-    rounds = markov(SLOTS)
+def best_first(logprobs_DV: np.ndarray, tier: Tier) -> list[tuple[int, ...]]:
+    """The definition for distributions that know no path (DDTree): take the likeliest node whose parent is there."""
+    kept = [np.argsort(-x, kind="stable")[: tier.topk] for x in logprobs_DV]
+    heap, taken = [(0.0, ())], []
+    while len(taken) < tier.num_nodes:
+        total, path = heapq.heappop(heap)
+        taken.append(path)
+        if len(path) < tier.depth:
+            at = len(path)
+            for token in kept[at]:
+                heapq.heappush(heap, (total - float(logprobs_DV[at, token]), (*path, int(token))))
+    return taken[1:]
+
+
+def expected(found: list[tuple[int, ...]], logprobs_DV: np.ndarray) -> float:
+    """Drafts of a tree that are accepted on average: of each depth at most one is."""
+    return sum(math.exp(sum(logprobs_DV[i, token] for i, token in enumerate(path))) for path in found)
+
+
+def block_trees(markov: Callable[[int], Any], tier: Tier, spread: float) -> tuple[DraftTree, np.ndarray]:
+    """Trees over random distributions, and these, [B, D, V]: of greedy and of sampled rows, with ids of their own."""
+    rng, rounds = np.random.default_rng(tier.num_nodes), markov(SLOTS)
     temperature = np.where(np.arange(SLOTS) % 2, 0.0, 1.4)
     state = rounds.state(temperature_S=temperature)
     rows = Rows.gather(state, jnp.arange(SLOTS), rounds.geo)
-    logits = rng.normal(size=(SLOTS, tier.depth, V)).astype(np.float32)
+    logits = spread * rng.normal(size=(SLOTS, tier.depth, V)).astype(np.float32)
     ids = rng.permutation(V)
     ranking = Ranking(rows, state.sampling.rows(rows.slot_B), None, V, jnp.asarray(ids))
-    tree = jax.jit(lambda x: propose(path_independent(x), ranking, tier, sample=False))(logits)
+    tree = jax.jit(lambda x: propose_block(x, ranking, tier, sample=False))(logits)
     position = jnp.broadcast_to(6 + jnp.arange(tier.depth)[None], (SLOTS, tier.depth))
     noise = np.asarray(gumbel_noise(state.sampling.seed_S, position, V, Purpose.TARGET))
+    scores = np.empty((SLOTS, tier.depth, V))
+    for row, depth in itertools.product(range(SLOTS), range(tier.depth)):
+        x = logits[row, depth]
+        if temperature[row]:
+            x = x / temperature[row] + noise[row, depth, ids]
+        scores[row, depth, ids] = log_softmax(x)
+    return tree, scores
+
+
+@pytest.mark.parametrize("tier", [Tier(7, 4, 16), Tier(5, 2, 18), Tier(6, 5, 40)], ids=str)
+def test_blocks_give_the_likeliest_nodes(markov: Callable[[int], Any], tier: Tier):
+    """Node for node those of a best-first search, whatever the width that EAGLE-2 would have kept."""
+    narrower = 0
+    for spread in (0.3, 2.0):
+        tree, scores = block_trees(markov, tier, spread)
+        for row in range(SLOTS):
+            known = scores[row]
+            after = lambda token, level, known=known: known[level - 1]
+            best = best_first(known, tier)
+            assert sorted(paths(tree, row)) == sorted(best), row
+            agree(tree, row, after)
+            gains = expected(best, known)
+            chain = [tuple(int(t) for t in known.argmax(axis=1)[: i + 1]) for i in range(tier.depth)]
+            assert gains >= expected(chain, known) - 1e-6
+            narrower += expected(eagle2(after, 1, tier), known) < gains - 1e-6
+    assert narrower or tier.num_nodes <= 4 * tier.topk, "a beam of topk never loses: no need to be as wide as it is"
+
+
+def closed_sets(tier: Tier) -> list[frozenset[tuple[int, ...]]]:
+    """Every set of so many nodes that holds the parents of its nodes, which are the ranks along their paths."""
+    found = {frozenset([()])}
+    for _ in range(tier.num_nodes - 1):
+        found = {
+            nodes | {(*node, rank)}
+            for nodes in found
+            for node in nodes
+            if len(node) < tier.depth
+            for rank in range(tier.topk)
+            if (*node, rank) not in nodes
+        }
+    return sorted(found, key=sorted)
+
+
+@pytest.mark.parametrize("tier", [Tier(2, 3, 6), Tier(3, 2, 7), Tier(4, 2, 6)], ids=str)
+def test_no_tree_of_a_block_is_expected_to_bring_more(markov: Callable[[int], Any], tier: Tier):
+    """Against every tree of so many nodes that the candidates allow."""
+    every = [tuple(r) for d in range(1, tier.depth + 1) for r in itertools.product(range(tier.topk), repeat=d)]
+    holds = np.array([[node in nodes for node in every] for nodes in closed_sets(tier)], float)
+    tree, scores = block_trees(markov, tier, 1.0)
     for row in range(SLOTS):
+        ranked = -np.sort(-scores[row], axis=1)
+        p = np.exp([sum(ranked[i, rank] for i, rank in enumerate(path)) for path in every])
+        assert expected(paths(tree, row), scores[row]) == pytest.approx((holds @ p).max(), rel=1e-5)
 
-        def scores(token: int, level: int, row: int = row) -> np.ndarray:
-            x = logits[row, level - 1]
-            if temperature[row]:
-                x = x / temperature[row] + noise[row, level - 1, ids]
-            out = np.empty(V)
-            out[ids] = log_softmax(x)
-            return out
 
-        assert sorted(paths(tree, row)) == sorted(eagle2(scores, 1, tier)), row
-        agree(tree, row, scores)
+def test_distributions_that_are_no_numbers_give_trees_all_the_same(markov: Callable[[int], Any]):
+    rounds, tier = markov(SLOTS), Tier(3, 2, 9)
+    rows = Rows.gather(rounds.state(), jnp.arange(SLOTS), rounds.geo)
+    logits = np.random.default_rng(0).normal(size=(SLOTS, tier.depth, V)).astype(np.float32)
+    logits[::2, 1], logits[1::4], logits[3, 0, :5] = np.nan, np.nan, -np.inf
+    tree = jax.jit(lambda x: propose_block(x, Ranking(rows, None, None, V), tier, sample=False))(logits)
+    for row in range(SLOTS):
+        assert len(paths(tree, row)) == tier.num_nodes - 1  # which checks what a tree is
 
 
 def test_chains_follow_the_drafts_best_tokens(markov: Callable[[int], Any]):

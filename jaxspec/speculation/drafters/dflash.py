@@ -19,7 +19,7 @@ from jaxspec.cache import attend_paged, commit, init_pages
 from jaxspec.models.base import FULL_ATTENTION, AttentionOptions
 from jaxspec.speculation.drafters.cores import Trained
 from jaxspec.speculation.drafters.dflash_head import DflashHead
-from jaxspec.speculation.drafters.proposals import Ranking, path_independent, propose
+from jaxspec.speculation.drafters.proposals import Ranking, propose_block
 from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
@@ -103,7 +103,7 @@ class BlockDrafter(Trained):
         logits_BDV = net.logits(self._predicting(net, draft, rows)[:, : tier.depth])
         ids_V = None if self.full_vocabulary else net.target_ids[...]
         ranking = Ranking(rows, sampling, noise_BDV, cfg.vocab_size, ids_V)
-        return propose(path_independent(logits_BDV), ranking, tier, sample=sample), draft
+        return propose_block(logits_BDV, ranking, tier, sample=sample), draft
 
     def _predicting(self, net: DflashHead, draft: ContextCache, rows: Rows) -> jax.Array:
         """Hidden states of the places of every row's block that predict, [B, drafts, E]."""

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxspec.speculation.drafters.cores import Trained
 from jaxspec.speculation.drafters.medusa_head import MedusaHeads
-from jaxspec.speculation.drafters.proposals import Ranking, path_independent, propose
+from jaxspec.speculation.drafters.proposals import Ranking, propose_block
 from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
@@ -84,4 +84,4 @@ class MedusaDrafter(Trained):
         feature_B1E = jnp.take(draft, rows.slot_B, axis=0, mode="clip")[:, None]
         logits_BDV = jnp.concatenate([net.logits(feature_B1E, head) for head in range(tier.depth)], axis=1)
         ranking = Ranking(rows, sampling, noise_BDV, self.config.vocab_size)
-        return propose(path_independent(logits_BDV), ranking, tier, sample=sample), draft
+        return propose_block(logits_BDV, ranking, tier, sample=sample), draft

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.speculation.drafters.draft_cache import CATCH_UP, CachedText, DraftCache, DraftCore, Inputs
-from jaxspec.speculation.drafters.proposals import Ranking, path_independent, propose
+from jaxspec.speculation.drafters.proposals import Ranking, propose_block
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
@@ -67,7 +67,7 @@ class ParallelDrafter:
         done = text.consume(net, draft, rows, inputs, real_BN)
         logits_BDV = core.logits(net, done.hidden_BNE[:, -tier.depth :])
         ranking = Ranking(rows, sampling, noise_BDV, core.vocab_size, core.target_ids(net))
-        tree = propose(path_independent(logits_BDV), ranking, tier, sample=sample)
+        tree = propose_block(logits_BDV, ranking, tier, sample=sample)
         return tree, text.write(draft, rows, done, ready_B=tree.tokens_BN[:, -1] >= 0)
 
     def _with_slots(self, net: Any, rows: Rows, inputs: Inputs, count: int) -> Inputs:

@@ -1,8 +1,8 @@
-"""From distributions, level by level, to drafts: chains, and EAGLE-2's dynamic tree.
+"""From distributions, level by level, to drafts: chains, EAGLE-2's dynamic tree, and the best tree there is.
 
-Owns which candidates a draft holds and how sampled rows rank and draw them. Must not know where
-the distributions come from: a drafter offers them as `Levels`, whether they depend on the path
-(a network run token by token) or not (all levels from one pass).
+Owns which candidates a draft holds and how sampled rows rank and draw them. Must not know where the distributions come
+from: a drafter whose network runs token by token offers them as `Levels`, one that drafts in one pass as an array, for
+then they do not depend on the path.
 """
 
 from __future__ import annotations
@@ -37,14 +37,12 @@ class Frontier:
 
 
 #: levels(depth, frontier) -> logits over the draft vocabulary of the tokens at `depth` (from 1), float32 [B, W, Vd]
-#: after each node of the frontier, or [B, 1, Vd] where they do not depend on the path. The frontier is None at depth
-#: 1, whose parent is the root; depths come in order, each once.
+#: after each node of the frontier. The frontier is None at depth 1, whose parent is the root; depths come in order,
+#: each once.
 Levels = Callable[[int, Frontier | None], jax.Array]
-
-
-def path_independent(logits_BDV: jax.Array) -> Levels:
-    """Levels that were all computed at once: [B, depth, Vd]."""
-    return lambda depth, frontier: logits_BDV[:, depth - 1 : depth]
+#: children(depth, frontier) -> log-probabilities and tokens of the topk best after each node of the frontier, [B, W, k]
+#: both, best first, or [B, 1, k] where they do not depend on the path; see Levels.
+Children = Callable[[int, Frontier | None], tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +120,34 @@ def propose(levels: Levels, ranking: Ranking, tier: Tier, *, sample: bool) -> Dr
     if tier.is_chain:
         return _chain(levels, ranking, tier, sample)
     assert not sample, "trees are proposed deterministically"
-    return _tree(levels, ranking, tier)
+
+    def children(depth: int, frontier: Frontier | None) -> tuple[jax.Array, jax.Array]:
+        value, ids = _ranked(ranking.scores(levels(depth, frontier), depth), tier.topk)
+        return value, ranking.to_target(ids, depth)
+
+    return _tree(children, ranking, tier, beam=tier.topk)
+
+
+def propose_block(logits_BDV: jax.Array, ranking: Ranking, tier: Tier, *, sample: bool) -> DraftTree:
+    """A draft of the tier's shape from distributions that one pass gave for all its depths, [B, depth, Vd].
+
+    Its trees have the likeliest nodes that topk candidates a depth allow (DDTree, arXiv 2604.12989; JetSpec, arXiv
+    2606.18394): a node more costs no pass, so none has to be given up before all are compared.
+
+    Args:
+      sample: see `propose`.
+    """
+    if tier.is_chain:
+        return _chain(lambda depth, frontier: logits_BDV[:, depth - 1 : depth], ranking, tier, sample)
+    assert not sample, "trees are proposed deterministically"
+    scores = [ranking.scores(logits_BDV[:, depth - 1 : depth], depth) for depth in range(1, tier.depth + 1)]
+    # One search for the best of every depth: the vocabulary is what it costs.
+    value_BDK, ids_BDK = _ranked(jnp.concatenate(scores, axis=1), tier.topk)
+
+    def children(depth: int, frontier: Frontier | None) -> tuple[jax.Array, jax.Array]:
+        return value_BDK[:, depth - 1 : depth], ranking.to_target(ids_BDK[:, depth - 1 : depth], depth)
+
+    return _tree(children, ranking, tier, beam=tier.num_nodes)
 
 
 def _with_root(confidence_BM: jax.Array) -> jax.Array:
@@ -150,51 +175,52 @@ def _chain(levels: Levels, ranking: Ranking, tier: Tier, sample: bool) -> DraftT
     return DraftTree.chain(tokens_BN, confidence_BN=_with_root(jnp.stack(confidences, axis=1)))
 
 
-def _tree(levels: Levels, ranking: Ranking, tier: Tier) -> DraftTree:
-    """Expands the best k nodes a level, then keeps the best of all candidates (Li et al. 2024, EAGLE-2)."""
-    k, b = tier.topk, ranking.rows.root_B.shape[0]
+def _ranked(scores_BWV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities and draft ids of the k best candidates after each node, [B, W, k] both."""
+    b, _, v = scores_BWV.shape
+    logprobs = jax.nn.log_softmax(scores_BWV, axis=-1)
+    # top_k ranks NaN first, and a node so chosen would come without its parents.
+    ranked = jnp.where(jnp.isnan(logprobs), NEG_INF, logprobs)
+    # As a matrix: only there does XLA rank a vocabulary that lies on several devices in parts.
+    value, ids = (y.reshape(b, -1, k) for y in jax.lax.top_k(ranked.reshape(-1, v), k))
+    return value, ids
 
-    def children(depth: int, frontier: Frontier | None, width: int) -> tuple[jax.Array, jax.Array]:
-        """Log-probabilities and tokens of the k best children of each frontier node, [B, width, k]."""
-        logprobs = jax.nn.log_softmax(ranking.scores(levels(depth, frontier), depth), axis=-1)
-        # top_k ranks NaN first, and a node so chosen would come without its parents.
-        ranked = jnp.where(jnp.isnan(logprobs), NEG_INF, logprobs)
-        # As a matrix: only there does XLA rank a vocabulary that lies on several devices in parts.
-        value, ids = (y.reshape(b, -1, k) for y in jax.lax.top_k(ranked.reshape(-1, ranked.shape[-1]), k))
-        spread = lambda x: jnp.broadcast_to(x, (b, width, k))
-        return spread(value), spread(ranking.to_target(ids, depth))
 
-    eye = jnp.broadcast_to(jnp.eye(k, dtype=bool)[None], (b, k, k))
-    value, ids = children(1, None, 1)
-    score, token = value[:, 0], ids[:, 0]
-    scores, tokens, values = [score], [token], [score]
-    parents = [jnp.full((b, k), -1, jnp.int32)]  # candidate index of each candidate's parent
-    depths = [1] * k
-    at = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32)[None], (b, k))  # candidate index of each frontier node
-    frontier = Frontier(token, eye, None)
-    base = k
-    for depth in range(2, tier.depth + 1):
-        value, ids = children(depth, frontier, k)
-        flat, ids = (score[:, :, None] + value).reshape(b, k * k), ids.reshape(b, k * k)
-        scores.append(flat)
-        tokens.append(ids)
-        values.append(value.reshape(b, k * k))
-        parents.append(jnp.repeat(at, k, axis=1))
-        depths += [depth] * (k * k)
-        score, pick = jax.lax.top_k(flat, k)
+def _tree(children: Children, ranking: Ranking, tier: Tier, beam: int) -> DraftTree:
+    """Expands the best `beam` nodes a level, and keeps the best of all candidates.
+
+    With a beam of k this is EAGLE-2's tree (Li et al. 2024). With one as wide as the tree it is the tree that is
+    expected to bring most tokens, if its probabilities are right: paths exclude one another, so what is expected is the
+    sum over the nodes, and no node has more than its parent. The best nodes are therefore closed under parents; of a
+    level there are at most num_nodes - depth among them, for each level above has one, and their parents are among the
+    best of theirs.
+    """
+    k, b, n = tier.topk, ranking.rows.root_B.shape[0], tier.num_nodes
+    score, at = jnp.zeros((b, 1), jnp.float32), jnp.full((b, 1), -1, jnp.int32)
+    frontier, depths = None, []
+    pool: list[tuple[jax.Array, ...]] = []  # of each level score, token, own log-probability, parent's place
+    for depth in range(1, tier.depth + 1):
+        value, ids = children(depth, frontier)
+        w = score.shape[1]
+        flat = lambda x, w=w: jnp.broadcast_to(x, (b, w, k)).reshape(b, w * k)
+        of_pick = lambda x, pick: jnp.take_along_axis(x, pick, axis=1)
+        room = min(w * k, max(k, n - depth))
+        score, pick = jax.lax.top_k(flat(score[:, :, None] + value), room)
         pick = pick.astype(jnp.int32)
-        origin = pick // k
-        seen = jnp.take_along_axis(frontier.seen_BWT, origin[:, :, None], axis=1)
-        frontier = Frontier(
-            jnp.take_along_axis(ids, pick, axis=1), jnp.concatenate([seen, eye], axis=2), origin_BW=origin
-        )
-        at = base + pick
-        base += k * k
+        token, origin = of_pick(flat(ids), pick), pick // k
+        pool.append((score, token, of_pick(flat(value), pick), of_pick(at, origin)))
+        at = jnp.broadcast_to(len(depths) + jnp.arange(room, dtype=jnp.int32)[None], (b, room))
+        depths += [depth] * room
+        score, at, token, origin = (x[:, :beam] for x in (score, at, token, origin))
+        own = jnp.broadcast_to(jnp.eye(token.shape[1], dtype=bool)[None], (b, *2 * token.shape[1:]))
+        if frontier is not None:
+            seen = jnp.take_along_axis(frontier.seen_BWT, origin[:, :, None], axis=1)
+            own = jnp.concatenate([seen, own], axis=2)
+        frontier = Frontier(token, own, None if frontier is None else origin)
 
-    score_BM, token_BM = jnp.concatenate(scores, axis=1), jnp.concatenate(tokens, axis=1)
-    parent_BM = jnp.concatenate(parents, axis=1)
+    score_BM, token_BM, value_BM, parent_BM = (jnp.concatenate(x, axis=1) for x in zip(*pool, strict=True))
     # A child never scores above its parent and comes after it, so the best set is closed under parents.
-    _, chosen = jax.lax.top_k(score_BM, tier.num_nodes - 1)
+    _, chosen = jax.lax.top_k(score_BM, n - 1)
     chosen = jnp.sort(chosen.astype(jnp.int32), axis=1)
     parent = jnp.take_along_axis(parent_BM, chosen, axis=1)
     node_of = jnp.argmax(chosen[:, None, :] == parent[:, :, None], axis=2).astype(jnp.int32) + 1
@@ -202,7 +228,7 @@ def _tree(levels: Levels, ranking: Ranking, tier: Tier) -> DraftTree:
     parents_BN = jnp.concatenate([root, jnp.where(parent < 0, 0, node_of)], axis=1)
     depth_BN = jnp.concatenate([root, jnp.take(jnp.asarray(depths, jnp.int32), chosen)], axis=1)
     tokens_BN = jnp.concatenate([ranking.rows.root_B[:, None], jnp.take_along_axis(token_BM, chosen, axis=1)], axis=1)
-    own = jnp.take_along_axis(jnp.concatenate(values, axis=1), chosen, axis=1)
+    own = jnp.take_along_axis(value_BM, chosen, axis=1)
     return DraftTree(
         tokens_BN, parents_BN, depth_BN, ancestors(parents_BN, tier.depth), confidence_BN=_with_root(jnp.exp(own))
     )
