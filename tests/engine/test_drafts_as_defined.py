@@ -19,6 +19,8 @@ from jaxspec.models.layers import causal_attention
 from jaxspec.request import SamplingParams
 from jaxspec.speculation.state import Rows
 from jaxspec.tier import PLAIN, Tier
+from jaxspec.train.data.dataset import Example
+from jaxspec.train.run import evaluate
 
 WIDTH, DEPTH = 96, 3
 #: draft(text) -> the greedy chain of DEPTH tokens after it.
@@ -223,3 +225,20 @@ def test_drafts_are_their_definition(bench: Any, tools: Any, kind: str):
     again = tools.drive(engine, turns, on_step=check)
     assert [o.metrics.cached_prompt_tokens for o in again] == [8, 32, 40]
     assert all(len(checked[n]) >= 3 for n in (1, 2, 16, 37, 48)), checked
+
+
+def test_trees_of_one_pass_accept_what_simulation_says(bench: Any, tools: Any):
+    """`train evaluate` beside the engine, greedy, and both beside chains of the same depth."""
+    engine, rng, tree = bench.engine("dflash"), np.random.default_rng(1), tools.tree
+    greedy = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    work = [(rng.integers(0, tools.eos, 6).tolist(), greedy) for _ in range(12)]
+    texts = []
+    for (prompt, _), output in zip(work, bench.expected(work), strict=True):
+        learn = [False] * len(prompt) + [True] * len(output.token_ids)
+        texts.append(Example(prompt + output.token_ids, learn, "some", len(prompt)))
+    (group,) = evaluate.simulate(bench.modules["dflash"], bench.target, texts, DEPTH, trees=[tree])
+    found = {tier: evaluate.measure(engine, texts, tier)["some"] for tier in (Tier(DEPTH), tree)}
+    assert found[tree] >= found[Tier(DEPTH)] + 0.05, found
+    for tier, length in found.items():
+        # Rounds that reach beyond a text's end are run, but not simulated.
+        assert group.length(tier) == pytest.approx(length, rel=0.02), tier

@@ -324,7 +324,7 @@ def chain(module: DflashHead, batch: Batch, aux_BTA: jax.Array | None, depth: in
     hidden_BNDE = every_block(module, batch, aux_BTA, depth, lambda hidden, anchors: hidden)
     ids_V = None if cfg.draft_vocab_size == cfg.vocab_size else module.target_ids[...]
     hidden = [hidden_BNDE[:, :, d] for d in range(depth)]
-    return drafts.Chain(hidden, [module.logits] * depth, ids_V, cfg.draft_vocab_size)
+    return drafts.Chain(hidden, [module.logits] * depth, ids_V, cfg.draft_vocab_size, one_pass=True)
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:

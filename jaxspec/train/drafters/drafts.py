@@ -1,7 +1,8 @@
 """What a drafter would draft after every position of a text, and which of it the target would accept.
 
-Owns what a chain of drafts is, computed for all positions at once, and the rules of acceptance for it; each kind's
-trainer brings its chains. Must not know kinds, nor the engine: `evaluate` compares with it.
+Owns what a chain of drafts is, computed for all positions at once, and the rules of acceptance for it and for the trees
+that drafts in one pass make; each kind's trainer brings its chains. Must not know kinds, nor the engine: `evaluate`
+compares with it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ import jax.numpy as jnp
 
 from jaxspec.drafters.kind import DrafterKind
 from jaxspec.models.base import TargetModel
+from jaxspec.speculation.drafters.proposals import Ranking, propose_block
+from jaxspec.speculation.state import Rows
+from jaxspec.tier import Tier
 from jaxspec.train.data.batch import Batch
 from jaxspec.train.objective.chunks import best_tokens, map_positions
 from jaxspec.train.objective.ttt import unroll
+from pallas_kernels.rejection_sampling.reference import follow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +37,14 @@ class Chain:
       logits: of the hidden states of each draft, float32 over the draft vocabulary; those of a whole batch are large.
       target_ids_V: the target's id of each draft id; None where the vocabularies are equal.
       vocab_size: of the drafts.
+      one_pass: whether no draft depends on those before it.
     """
 
     hidden: list[jax.Array]
     logits: list[Callable[[jax.Array], jax.Array]]
     target_ids_V: jax.Array | None
     vocab_size: int
+    one_pass: bool = False
 
 
 class Trainer(Protocol):
@@ -70,12 +77,12 @@ def with_room(x_BTE: jax.Array, batch: Batch, depth: int, start: int = 0) -> jax
     return jax.lax.slice_in_dim(x_BTE, start, start + batch.tokens_BT.shape[1] - 1 - depth, axis=1)
 
 
-def head_chain(head: Any, batch: Batch, states: Sequence[jax.Array]) -> Chain:
+def head_chain(head: Any, batch: Batch, states: Sequence[jax.Array], *, one_pass: bool = False) -> Chain:
     """The chain of a FeatureHead from its hidden states for each draft i, which at n are about token n + 2 + i."""
     cfg, depth = head.config, len(states)
     ids_V = None if cfg.draft_vocab_size == cfg.vocab_size else head.target_ids[...]
     hidden = [with_room(x, batch, depth) for x in states]
-    return Chain(hidden, [head.logits] * depth, ids_V, cfg.draft_vocab_size)
+    return Chain(hidden, [head.logits] * depth, ids_V, cfg.draft_vocab_size, one_pass)
 
 
 def unrolled(head: Any, batch: Batch, aux_BTA: jax.Array | None, depth: int) -> Chain:
@@ -133,3 +140,76 @@ def coupled_matches(
         arrays = (hidden_BNE, of(hidden_BTE, i + 1), of(tokens_BT, i + 2), uniform_BN)
         matches.append(map_positions(part, arrays, 3 * target.config.vocab_size))
     return jnp.stack(matches, axis=-1)
+
+
+def tree_matches(
+    chain: Chain, tier: Tier, target: TargetModel, hidden_BTE: jax.Array, tokens_BT: jax.Array,
+    temperature: jax.Array | None = None, key: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """Whether the tree after every position holds the target's tokens up to each depth, bool [B, N, D].
+
+    Trees are those that the engine drafts. At a temperature the text is what the target drew, and the noise that it
+    shares with them is drawn given that text: the largest of perturbed logits tells nothing of which it is, and the
+    others lie below it (Maddison, Tarlow, Minka 2014).
+
+    Args:
+      temperature, key: of sampled text; None: the target's own greedy choices are what counts.
+
+    Raises:
+      ValueError: drafts that depend on those before them, or a tier that is deeper than the chain or wider than what
+        can be drafted.
+    """
+    if not chain.one_pass:
+        raise ValueError(f"trees are simulated of drafters that draft in one pass, and this one does not; got {tier}")
+    if tier.depth > len(chain.hidden) or tier.topk > chain.vocab_size:
+        raise ValueError(
+            f"trees may be at most {len(chain.hidden)} deep with topk {chain.vocab_size}, which this drafter can "
+            f"propose, got {tier}"
+        )
+    count, ids_V, vocab_size = chain.hidden[0].shape[1], chain.target_ids_V, target.config.vocab_size
+    of = lambda x, start: jax.lax.slice_in_dim(x, start, start + count, axis=1)
+    at = range(tier.depth)
+    if temperature is None:
+        best_BT = best_tokens(target, hidden_BTE)
+        right_BND, theirs = jnp.stack([of(best_BT, i + 1) for i in at], axis=-1), ()
+    else:
+        assert key is not None
+        right_BND = jnp.stack([of(tokens_BT, i + 2) for i in at], axis=-1)
+        keys_BN = jax.random.key_data(jax.random.split(key, right_BND.shape[:2]))
+        theirs = (keys_BN, *(of(hidden_BTE, i + 1) for i in at))
+
+    def part(right_BnD: jax.Array, *arrays: jax.Array) -> jax.Array:
+        b, n, d = right_BnD.shape
+        rows = lambda x: x.reshape(b * n, *x.shape[2:])
+        scores = []
+        for i in at:
+            score_RV = rows(chain.logits[i](arrays[i]))
+            if temperature is not None:
+                key_R = jax.vmap(lambda data, i=i: jax.random.fold_in(jax.random.wrap_key_data(data), i))(
+                    rows(arrays[d])
+                )
+                p_RV = jax.nn.log_softmax(rows(target.logits(arrays[d + 1 + i])) / temperature, axis=-1)
+                noise_RV = _noise_given(p_RV, rows(right_BnD)[:, i], key_R)
+                score_RV = score_RV / temperature + (noise_RV if ids_V is None else noise_RV[:, ids_V])
+            scores.append(score_RV)
+        none_R = jnp.zeros((b * n,), jnp.int32)
+        ranking = Ranking(Rows(none_R, none_R == 0, none_R[:, None], none_R, none_R), None, None, vocab_size, ids_V)
+        tree = propose_block(jnp.stack(scores, axis=1), ranking, tier, sample=False)
+        # Off the text's own path it does not matter what would be right, and the deepest nodes have no children.
+        right_RN = jnp.take_along_axis(rows(right_BnD), jnp.minimum(tree.depths_BN, d - 1), axis=1)
+        sound_RN = jnp.ones(right_RN.shape, bool)
+        verdict = follow(
+            right_RN, sound_RN, tree.tokens_BN, tree.parents_BN, tree.depths_BN, depth=d, chain=tier.is_chain
+        )
+        return (verdict.num_accepted_B[:, None] > jnp.arange(d)[None]).reshape(b, n, d)
+
+    return map_positions(part, (right_BND, *chain.hidden[: tier.depth], *theirs), 4 * tier.depth * vocab_size)
+
+
+def _noise_given(logprobs_RV: jax.Array, drawn_R: jax.Array, key_R: jax.Array) -> jax.Array:
+    """Gumbel noise with which each row draws the token that it drew, [R, V]."""
+    v = logprobs_RV.shape[1]
+    fresh_RV = jax.vmap(lambda key: jax.random.gumbel(key, (v + 1,)))(key_R)
+    largest_R1, others_RV = fresh_RV[:, v:], logprobs_RV + fresh_RV[:, :v]
+    below_RV = -jnp.logaddexp(-largest_R1, -others_RV)
+    return jnp.where(jnp.arange(v)[None] == drawn_R[:, None], largest_R1, below_RV) - logprobs_RV

@@ -96,7 +96,7 @@ def chain(module: MedusaHeads, batch: Batch, aux_BTA: jax.Array | None, depth: i
     assert aux_BTA is not None
     logits = [functools.partial(module.logits, head=i) for i in range(depth)]
     hidden_BNE = drafts.with_room(aux_BTA, batch, depth)
-    return drafts.Chain([hidden_BNE] * depth, logits, None, module.config.vocab_size)
+    return drafts.Chain([hidden_BNE] * depth, logits, None, module.config.vocab_size, one_pass=True)
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:

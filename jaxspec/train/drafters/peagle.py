@@ -296,7 +296,7 @@ def valid_slots(batch: Batch, num_depths: int) -> jax.Array:
 def chain(module: Eagle3Head, batch: Batch, aux_BTA: jax.Array | None, depth: int) -> drafts.Chain:
     """See drafts.Trainer."""
     assert aux_BTA is not None
-    return drafts.head_chain(module, batch, one_pass_states(module, batch, aux_BTA, depth))
+    return drafts.head_chain(module, batch, one_pass_states(module, batch, aux_BTA, depth), one_pass=True)
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:

@@ -30,7 +30,7 @@ from jaxspec.events import Finished
 from jaxspec.models.base import TargetModel
 from jaxspec.request import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
-from jaxspec.tier import PLAIN, Tier
+from jaxspec.tier import PLAIN, Tier, parse_tier
 from jaxspec.train.data import dataset
 from jaxspec.train.data.batch import Batch
 from jaxspec.train.drafters import drafts
@@ -47,6 +47,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--drafter", help="a directory, or a name as the engine takes it (default: as LLM chooses)")
     p.add_argument("--data", type=Path, nargs="+", required=True, help="JSONL that training did not see")
     p.add_argument("--depth", type=int, default=5, help="drafts of the deepest chain")
+    p.add_argument(
+        "--trees", nargs="+", default=[], metavar="TIER",
+        help="trees besides, such as tree-5x4/16, of a drafter that drafts in one pass",
+    )  # fmt: skip
     p.add_argument("--batch-sizes", default="1,8", help="batch sizes whose rounds are timed")
     p.add_argument("--limit", type=int, default=256, help="rows of each data set and temperature")
     p.add_argument("--length", type=int, help=f"tokens a row (default: the longest text, at most {LONGEST})")
@@ -63,36 +67,42 @@ class Group:
     """Texts of one data set at one temperature.
 
     Attributes:
-      histograms: [D][D + 1]: at depth d, how many rounds accepted exactly 0, 1, .. of its d drafts.
+      histograms: of each tier, how many rounds accepted exactly 0, 1, .. depth drafts, [depth + 1].
     """
 
     name: str
     temperature: float
-    histograms: np.ndarray
+    histograms: dict[Tier, np.ndarray]
 
     @property
     def rounds(self) -> int:
-        return int(self.histograms[-1].sum())
+        return int(self._deepest.sum())
 
-    def length(self, depth: int) -> float:
-        """Tokens a round of a chain of `depth`, the bonus included."""
-        counts = self.histograms[depth - 1]
+    @property
+    def _deepest(self) -> np.ndarray:
+        return self.histograms[max(tier for tier in self.histograms if tier.is_chain)]
+
+    def length(self, tier: Tier) -> float:
+        """Tokens a round, the bonus included."""
+        if not tier.depth:
+            return 1.0
+        counts = self.histograms[tier]
         return 1.0 + float((counts * np.arange(len(counts))).sum() / max(1, counts.sum()))
 
     def accept(self) -> list[float]:
         """The share accepted at each position of the rounds of the deepest chain that got there."""
-        reached = np.cumsum(self.histograms[-1][::-1])[::-1]
+        reached = np.cumsum(self._deepest[::-1])[::-1]
         return [float(reached[i + 1] / max(1, reached[i])) for i in range(len(reached) - 1)]
 
 
 def simulate(
     module: Any, target: TargetModel, examples: Sequence[dataset.Example], depth: int, *, length: int | None = None,
-    rows: int = 8, limit: int = 256, seed: int = 0,
+    rows: int = 8, limit: int = 256, seed: int = 0, trees: Sequence[Tier] = (),
 ) -> list[Group]:  # fmt: skip
-    """Simulated acceptance of chains of 1 to `depth` drafts, one group a data set and temperature.
+    """Simulated acceptance of chains of 1 to `depth` drafts and of trees, one group a data set and temperature.
 
     Raises:
-      ValueError: no text is long enough for one round.
+      ValueError: no text is long enough for one round, or trees of a drafter that does not draft in one pass.
     """
     groups: dict[tuple[str, float], list[dataset.Example]] = {}
     for example in examples:
@@ -100,47 +110,57 @@ def simulate(
         if len(members) < limit:
             members.append(example)
     width = length or min(max(len(e.tokens) for e in examples), LONGEST, target.config.max_position_embeddings)
-    if width < depth + 3:
-        raise ValueError(f"a chain of {depth} drafts needs texts of at least {depth + 3} tokens, got {width}")
-    histograms = _histograms(module, target, depth)
+    tiers = (*(Tier(d) for d in range(1, depth + 1)), *trees)
+    deepest = max(tier.depth for tier in tiers)
+    if width < deepest + 3:
+        raise ValueError(f"a chain of {deepest} drafts needs texts of at least {deepest + 3} tokens, got {width}")
+    histograms = _histograms(module, target, tiers)
     out = []
     for (name, temperature), members in sorted(groups.items()):
         packed = dataset.pack(members, width, report=False)
-        total = np.zeros((depth, depth + 1), np.int64)
+        total = {tier: np.zeros(tier.depth + 1, np.int64) for tier in tiers}
         for start in range(0, len(packed), rows):
             index = np.arange(start, min(start + rows, len(packed)))
             batch = packed.batch(np.pad(index, (0, rows - len(index)), mode="edge"))
             real = jnp.arange(rows) < len(index)
             batch = dataclasses.replace(batch, learn_BT=batch.learn_BT & real[:, None])
             key = jax.random.fold_in(jax.random.key(seed), start)
-            total += np.asarray(histograms(batch, jnp.float32(temperature), key, temperature > 0))
+            for tier, counts in zip(
+                tiers, histograms(batch, jnp.float32(temperature), key, temperature > 0), strict=True
+            ):
+                total[tier] += np.asarray(counts)
         group = Group(name, temperature, total)
         if group.rounds:
             out.append(group)
     if not out:
-        raise ValueError(f"no text holds a whole round of {depth} drafts after its prompt")
+        raise ValueError(f"no text holds a whole round of {deepest} drafts after its prompt")
     return out
 
 
-def _histograms(module: Any, target: TargetModel, depth: int) -> Any:
-    """A function of (batch, temperature, key, whether rows are sampled) that returns int32 [D, D + 1]."""
+def _histograms(module: Any, target: TargetModel, tiers: Sequence[Tier]) -> Any:
+    """A function of (batch, temperature, key, whether rows are sampled) that returns int32 [depth + 1] of each tier."""
     graph, state = nnx.split((module, target))
     kind = directories.kind_of(module)
     layers, chain_of = kind.aux_layers(module), drafts.trainer_of(kind).chain
 
-    def run(state: Any, batch: Batch, temperature: jax.Array, key: jax.Array, sampled: bool) -> jax.Array:
+    def run(state: Any, batch: Batch, temperature: jax.Array, key: jax.Array, sampled: bool) -> list[jax.Array]:
         module, target = nnx.merge(graph, state)
         hidden_BTE, aux_BTA = target(batch.tokens_BT, batch.positions_BT, packed_attention(batch.segments_BT), layers)
-        chain = chain_of(module, batch, aux_BTA, depth)
+        chain = chain_of(module, batch, aux_BTA, max(tier.depth for tier in tiers))
         if sampled:
             matches = drafts.coupled_matches(chain, target, hidden_BTE, batch.tokens_BT, temperature, key)
         else:
             matches = drafts.greedy_matches(chain, target, hidden_BTE)
-        by_depth = []
-        for d in range(1, depth + 1):
-            _, histogram = acceptance.rounds(matches[..., :d], batch)
-            by_depth.append(jnp.pad(histogram, (0, depth - d)))
-        return jnp.stack(by_depth)
+        drawn = (temperature, key) if sampled else ()
+        return [
+            acceptance.rounds(
+                matches[..., : tier.depth]
+                if tier.is_chain
+                else drafts.tree_matches(chain, tier, target, hidden_BTE, batch.tokens_BT, *drawn),
+                batch,
+            )[1]
+            for tier in tiers
+        ]
 
     jitted = jax.jit(run, static_argnums=4)
     return lambda batch, temperature, key, sampled: jitted(state, batch, temperature, key, sampled)
@@ -156,20 +176,19 @@ class Expectation:
     speedup: float
 
 
-def expectations(group: Group, cost: CostTable, depth: int) -> list[Expectation]:
-    """Every tier and batch size of the cost table; plain decoding is 1."""
+def expectations(group: Group, cost: CostTable) -> list[Expectation]:
+    """Every tier of the group and batch size of the cost table; plain decoding is 1."""
     out = []
     for bucket in cost.buckets:
-        for tier in (PLAIN, *(Tier(d) for d in range(1, depth + 1))):
-            length = group.length(tier.depth) if tier.depth else 1.0
+        for tier in (PLAIN, *group.histograms):
             ratio = cost.seconds(PLAIN, bucket) / cost.seconds(tier, bucket)
-            out.append(Expectation(tier, bucket, length, length * ratio))
+            out.append(Expectation(tier, bucket, group.length(tier), group.length(tier) * ratio))
     return out
 
 
-def measure(engine: Engine, examples: Sequence[dataset.Example], depth: int) -> dict[str, float]:
-    """Serves the prompts of greedy texts with chains of `depth`; {data set: measured tokens a round}."""
-    engine.use_policy(StaticPolicy(Tier(depth)))
+def measure(engine: Engine, examples: Sequence[dataset.Example], tier: Tier) -> dict[str, float]:
+    """Serves the prompts of greedy texts with drafts of a tier; {data set: measured tokens a round}."""
+    engine.use_policy(StaticPolicy(tier))
     names: dict[str, str] = {}
     totals: dict[str, list[int]] = {}
     room = engine.facts.sizes.max_seq_len
@@ -201,6 +220,18 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted(map(int, set(entries))))
 
 
+def parse_trees(names: Sequence[str]) -> tuple[Tier, ...]:
+    """Trees by their names, each once.
+
+    Raises:
+      ValueError: a name that is no tree's.
+    """
+    tiers = [parse_tier(name) for name in names]
+    if chains := [name for name, tier in zip(names, tiers, strict=True) if tier.is_chain]:
+        raise ValueError(f"--trees must be names such as 'tree-5x4/16', got {chains}")
+    return tuple(dict.fromkeys(tiers))
+
+
 def _check(args: argparse.Namespace) -> None:
     """Refuses options that no work is needed to refuse."""
     if args.depth < 1:
@@ -213,6 +244,7 @@ def _check(args: argparse.Namespace) -> None:
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"--{name} {path}: its directory does not exist")
     parse_sizes(args.batch_sizes)
+    parse_trees(args.trees)
     if args.plot and not plots.can_draw():
         raise ValueError("--plot needs matplotlib: pip install 'jaxspec[plot]'")
 
@@ -235,21 +267,24 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     target = hf.load_model(target_dir, dtype)
     module = directories.load_drafter(kind, directory, target, dtype)
     limit = registry.find(kind).deepest(module)
-    if limit is not None and args.depth > limit:
-        raise ValueError(f"depth must be at most {limit}, the heads of this drafter, got {args.depth}")
+    trees = parse_trees(args.trees)
+    deepest = max(args.depth, *(tier.depth for tier in trees))
+    if limit is not None and deepest > limit:
+        raise ValueError(f"depth must be at most {limit}, what this drafter can propose in a row, got {deepest}")
     examples = dataset.read_examples(args.data, Tokenizer.from_directory(target_dir))
     groups = simulate(
-        module, target, examples, args.depth, length=args.length, rows=args.rows, limit=args.limit, seed=args.seed
-    )
+        module, target, examples, args.depth, length=args.length, rows=args.rows, limit=args.limit, seed=args.seed,
+        trees=trees,
+    )  # fmt: skip
     record: dict[str, Any] = {
         "target": str(args.target),
         "drafter": f"{kind} ({directory.name})",
         "device": jax.devices()[0].device_kind,
         "dtype": dtype.name,
         "depth": args.depth,
-        "groups": [_entry(group, args.depth) for group in groups],
+        "groups": [_entry(group) for group in groups],
     }
-    print(acceptance_table(groups, args.depth), flush=True)
+    print(acceptance_table(groups), flush=True)
     if not args.no_cost or args.measure:
         _add_engine(record, args, groups, examples)
     if args.json:
@@ -259,7 +294,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     return record
 
 
-def _entry(group: Group, depth: int) -> dict[str, Any]:
+def _entry(group: Group) -> dict[str, Any]:
     """A group in the record."""
     return {
         "label": _label(group.name, group.temperature),
@@ -267,7 +302,8 @@ def _entry(group: Group, depth: int) -> dict[str, Any]:
         "temperature": group.temperature,
         "rounds": group.rounds,
         "accept": [round(x, 4) for x in group.accept()],
-        "length": [round(group.length(d), 4) for d in range(1, depth + 1)],
+        "length": [round(group.length(tier), 4) for tier in group.histograms if tier.is_chain],
+        "trees": {tier.name: round(group.length(tier), 4) for tier in group.histograms if not tier.is_chain},
     }
 
 
@@ -276,10 +312,11 @@ def _add_engine(
 ) -> None:
     """Adds and prints what an engine is timed at and, with --measure, what it measures."""
     sizes, depths = parse_sizes(args.batch_sizes), [args.depth] if args.no_cost else range(1, args.depth + 1)
+    trees = parse_trees(args.trees)
     engine = build_engine(
         resolve_model(args.target),
         args.drafter,
-        SpeculationConfig(tiers=tuple(Tier(d) for d in depths)),
+        SpeculationConfig(tiers=(*(Tier(d) for d in depths), *trees)),
         EngineConfig(
             max_batch_size=sizes[-1],
             batch_buckets=sizes,
@@ -293,7 +330,9 @@ def _add_engine(
         print("\n" + speedup_table(record), flush=True)
     if args.measure:
         chosen = _first(examples, args.limit)
-        record["measured_length"] = {k: round(v, 4) for k, v in measure(engine, chosen, args.depth).items()}
+        measured = lambda tier: {name: round(x, 4) for name, x in measure(engine, chosen, tier).items()}
+        record["measured_length"] = measured(Tier(args.depth))
+        record["measured_trees"] = {tier.name: measured(tier) for tier in trees}
         print("\n" + measured_table(record), flush=True)
 
 
@@ -303,7 +342,7 @@ def _add_speedups(record: dict[str, Any], groups: Sequence[Group], engine: Engin
     assert cost is not None
     record["milliseconds"] = {str(b): {t.name: round(1e3 * cost.seconds(t, b), 4) for t in cost.tiers} for b in sizes}
     for group, row in zip(groups, record["groups"], strict=True):
-        expected = expectations(group, cost, record["depth"])
+        expected = expectations(group, cost)
         row["speedup"] = {
             str(b): {e.tier.name: round(e.speedup, 4) for e in expected if e.batch_size == b} for b in sizes
         }
@@ -328,15 +367,18 @@ def _label(name: str, temperature: float) -> str:
     return f"{name} T={temperature:g}" if temperature else f"{name} greedy"
 
 
-def acceptance_table(groups: Sequence[Group], depth: int) -> str:
-    """Acceptance by position, one line a data set and temperature."""
-    head = "simulated acceptance     rounds  length  " + "  ".join(f"pos {i}" for i in range(1, depth + 1))
+def acceptance_table(groups: Sequence[Group]) -> str:
+    """Acceptance by position, one line a data set and temperature, and the tokens a round of trees."""
+    tiers = list(groups[0].histograms)
+    deepest, trees = max(tier for tier in tiers if tier.is_chain), [tier for tier in tiers if not tier.is_chain]
+    head = "simulated acceptance     rounds  length  " + "  ".join(f"pos {i}" for i in range(1, deepest.depth + 1))
     lines = [
-        f"{_label(g.name, g.temperature):24s} {g.rounds:6d}  {g.length(depth):6.3f}  "
+        f"{_label(g.name, g.temperature):24s} {g.rounds:6d}  {g.length(deepest):6.3f}  "
         + "  ".join(f"{x:5.3f}" for x in g.accept())
+        + "".join(f"  {g.length(tree):{len(tree.name)}.3f}" for tree in trees)
         for g in groups
     ]
-    return "\n".join([head, *lines])
+    return "\n".join(["  ".join([head, *(tree.name for tree in trees)]), *lines])
 
 
 def speedup_table(record: dict[str, Any]) -> str:
@@ -352,9 +394,13 @@ def speedup_table(record: dict[str, Any]) -> str:
 
 def measured_table(record: dict[str, Any]) -> str:
     """The engine's tokens a round beside the simulated ones, greedy texts."""
-    lines = [f"tokens a round, chain-{record['depth']}    simulated  measured  difference"]
-    for group in record["groups"]:
-        if group["temperature"] == 0 and group["data"] in record["measured_length"]:
-            simulated, measured = group["length"][-1], record["measured_length"][group["data"]]
-            lines.append(f"{group['data']:24s} {simulated:9.3f}  {measured:8.3f}  {measured / simulated - 1:+9.1%}")
+    lines = []
+    chain = (Tier(record["depth"]).name, record["measured_length"], lambda group: group["length"][-1])
+    trees = [(name, found, lambda group, n=name: group["trees"][n]) for name, found in record["measured_trees"].items()]
+    for name, found, simulated_of in (chain, *trees):
+        lines.append(f"tokens a round, {name:10s} simulated  measured  difference")
+        for group in record["groups"]:
+            if group["temperature"] == 0 and group["data"] in found:
+                simulated, measured = simulated_of(group), found[group["data"]]
+                lines.append(f"{group['data']:24s} {simulated:9.3f}  {measured:8.3f}  {measured / simulated - 1:+9.1%}")
     return "\n".join(lines)

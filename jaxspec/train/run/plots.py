@@ -77,7 +77,8 @@ def plot_evaluation(record: dict[str, Any], path: Path) -> None:
     for axes in right:
         for group in record["groups"]:
             for batch, row in group["speedup"].items():
-                axes.plot(range(len(row)), list(row.values()), marker="o", label=f"{group['label']}, batch {batch}")
+                chains = [speedup for name, speedup in row.items() if name not in group["trees"]]
+                axes.plot(range(len(chains)), chains, marker="o", label=f"{group['label']}, batch {batch}")
         axes.axhline(1.0, color="grey", linewidth=0.8)
         axes.set(xlabel="depth of the chain (0: plain decoding)", ylabel="expected speed-up")
         axes.legend(fontsize="x-small")
