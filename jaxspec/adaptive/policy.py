@@ -54,6 +54,7 @@ class DraftLabels:
       known: whether its parent was reached, so that the target's token in its place is known, verified or not: a
         label that no budget censors.
       right: whether that is its token.
+      parent: of trees, which of its request's drafted nodes each one continues, from 1; 0: the root. None: chains.
     """
 
     nodes: int
@@ -62,6 +63,7 @@ class DraftLabels:
     verified: bytes
     known: bytes
     right: bytes
+    parent: array[int] | None = None
 
     def num_verified(self, row: int) -> int:
         """Drafted nodes of a request that the target looked at."""
@@ -77,13 +79,17 @@ class DraftLabels:
     def to_dict(self) -> dict[str, Any]:
         """What JSON can hold."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value if isinstance(value, int) else list(value) for name, value in values.items()}
+        given = {name: value for name, value in values.items() if value is not None}
+        return {name: value if isinstance(value, int) else list(value) for name, value in given.items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DraftLabels:
         """The inverse of `to_dict`."""
-        nodes, confidence, *flags = (values[field.name] for field in dataclasses.fields(cls))
-        return cls(nodes, array("f", confidence), *map(bytes, flags))
+        parent = values.get("parent")
+        values = {**values, "parent": None if parent is None else array("H", parent)}
+        nodes, confidence, *flags, parent = (values[field.name] for field in dataclasses.fields(cls))
+        depth, verified, known, right = map(bytes, flags)
+        return cls(nodes, array("f", confidence), depth, verified, known, right, parent)
 
 
 @dataclasses.dataclass(frozen=True)

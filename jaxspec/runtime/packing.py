@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxspec.adaptive.policy import DraftLabels
 from jaxspec.speculation.layouts import Budget, PackedDrafts, plain_calibration
-from jaxspec.tier import Choice
+from jaxspec.tier import Choice, Tier
 
 
 class Spending:
@@ -60,8 +60,10 @@ class Spending:
         return self._calibrations[fit]
 
 
-def labels(packed: np.ndarray, depth: int) -> DraftLabels:
-    """What became of the drafts of a packed round, from its rows of a tier of this depth."""
-    told = PackedDrafts.behind(packed, depth + 1)
-    flags = (x.astype(np.uint8).tobytes() for x in told[1:])
-    return DraftLabels(told.confidence_BM.shape[1], array("f", told.confidence_BM.tobytes()), *flags)
+def labels(packed: np.ndarray, tier: Tier) -> DraftLabels:
+    """What became of the drafts of a packed round, from its rows."""
+    told = PackedDrafts.behind(packed, tier.depth + 1)
+    depth, verified, known, right = (x.astype(np.uint8).tobytes() for x in told[1:5])
+    parents = None if tier.is_chain else array("H", told.parent_BM.astype(np.uint16).tobytes())
+    confidence = array("f", told.confidence_BM.tobytes())
+    return DraftLabels(told.confidence_BM.shape[1], confidence, depth, verified, known, right, parents)

@@ -75,16 +75,16 @@ class Result:
     drafts: DraftLabels | None = None
 
     @classmethod
-    def of(cls, packed: np.ndarray, rows: int, logprobs: np.ndarray | None = None, depth: int | None = None) -> Result:
+    def of(cls, packed: np.ndarray, rows: int, logprobs: np.ndarray | None = None, tier: Tier | None = None) -> Result:
         """Unpacks `Packed` tokens, [B, X], or of several rounds [R, B, X].
 
         Args:
-          depth: of a packed round's tier; `PackedDrafts` come behind its tokens.
+          tier: of a packed round; `PackedDrafts` come behind its tokens.
         """
         if packed.ndim == 3:
             return cls._of_several(packed[:, :rows])
-        drafts = None if depth is None else labels(packed[:rows], depth)
-        columns = Packed(packed[:rows, : None if depth is None else Packed.width(depth + 1)])
+        drafts = None if tier is None else labels(packed[:rows], tier)
+        columns = Packed(packed[:rows, : None if tier is None else Packed.width(tier.depth + 1)])
         counts, tokens = columns.count_B, columns.tokens_BD
         cut = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
         over, finite = columns.end_B == End.OVER, columns.end_B != End.NOT_FINITE

@@ -495,8 +495,8 @@ class Runner:
         packed = np.asarray(pending.packed)
         logprobs = None if pending.logprobs is None else np.asarray(pending.logprobs)
         self.laps.lap(WAIT)
-        depth = None if pending.tier is None or pending.tokens is None else pending.tier.depth
-        result = Result.of(packed, len(pending.rows), logprobs, depth)
+        tier = None if pending.tokens is None else pending.tier
+        result = Result.of(packed, len(pending.rows), logprobs, tier)
         self.laps.lap("unpack")
         return result
 

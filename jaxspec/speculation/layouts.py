@@ -233,6 +233,7 @@ class PackedDrafts(NamedTuple):
       verified_BM: whether the target looked at the node.
       known_BM: whether its parent was reached, so that the target's token in its place is known, verified or not.
       right_BM: whether that is its token.
+      parent_BM: index of the node that it continues, the root's being 0.
     """
 
     confidence_BM: Any
@@ -240,15 +241,16 @@ class PackedDrafts(NamedTuple):
     verified_BM: Any
     known_BM: Any
     right_BM: Any
+    parent_BM: Any
 
     @staticmethod
     def width(num_nodes: int) -> int:
         return 2 * (num_nodes - 1)
 
     def columns(self) -> jax.Array:
-        """The device's side, int32 [B, 2 * (N - 1)]: confidences as their bits; depths and flags."""
-        word_BM = self.depth_BM << 3
-        for at, flag_BM in enumerate(self[2:]):
+        """The device's side, int32 [B, 2 * (N - 1)]: confidences as their bits; parents, depths and flags."""
+        word_BM = (self.parent_BM << 16) | (self.depth_BM << 3)
+        for at, flag_BM in enumerate((self.verified_BM, self.known_BM, self.right_BM)):
             word_BM |= flag_BM.astype(jnp.int32) << at
         return jnp.concatenate([jax.lax.bitcast_convert_type(self.confidence_BM, jnp.int32), word_BM], axis=1)
 
@@ -256,7 +258,8 @@ class PackedDrafts(NamedTuple):
     def behind(cls, packed: np.ndarray, tokens: int) -> PackedDrafts:
         """The host's side, of a round's whole result, whose `Packed` has so many tokens."""
         bits, word = np.split(packed[:, Packed.width(tokens) :], 2, axis=1)
-        return cls(bits.copy().view(np.float32), word >> 3, *(word >> at & 1 == 1 for at in range(3)))
+        verified, known, right = (word >> at & 1 == 1 for at in range(3))
+        return cls(bits.copy().view(np.float32), word >> 3 & 0x1FFF, verified, known, right, word >> 16)
 
 
 class PackedLogprobs(_Layout[np.ndarray]):

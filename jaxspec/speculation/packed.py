@@ -100,7 +100,8 @@ def _labels(
     known = above(on_path) & proposed & (verdict.finite_B & valid_B)[:, None]
     right = known & (tree.tokens_BN == above(choice_BN))
     confidence = jnp.where(jnp.isnan(tree.confidence_BN), 0.0, tree.confidence_BN)
-    return PackedDrafts(*(x[:, 1:] for x in (confidence, tree.depths_BN, chosen.admitted, known, right))).columns()
+    told = confidence, tree.depths_BN, chosen.admitted, known, right, tree.parents_BN
+    return PackedDrafts(*(x[:, 1:] for x in told)).columns()
 
 
 def packed_fn(

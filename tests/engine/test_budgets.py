@@ -58,6 +58,17 @@ def run(engine: Any, work: list[Any]) -> tuple[list[Any], list[RoundStats]]:
     return [outputs[name] for name in names], heard
 
 
+def check_parents(tier: Tier, drafts: DraftLabels) -> None:
+    """Those of trees are the nodes that come before, one level above; verified nodes' parents are verified."""
+    assert (drafts.parent is None) == tier.is_chain
+    for at, above in enumerate(drafts.parent or ()):
+        own, first = at % drafts.nodes, at - at % drafts.nodes
+        parent = first + above - 1
+        assert above <= own and drafts.depth[at] == 1 + (drafts.depth[parent] if above else 0)
+        assert not drafts.verified[at] or not above or drafts.verified[parent]
+        assert not drafts.known[at] or not above or (drafts.right[parent] and drafts.verified[parent])
+
+
 @pytest.mark.parametrize(("kind", "tier", "budget", "tokens"), CASES, ids=str)
 def test_a_budget_changes_no_token(
     bench: Any, tools: Any, engines: Callable[[str], Any], kind: str, tier: Tier, budget: float, tokens: int
@@ -72,6 +83,7 @@ def test_a_budget_changes_no_token(
     assert {stats.tokens for stats in heard} == {tokens} and sum(o.metrics.accepted for o in outputs) > 0
     for stats in heard:
         assert stats.drafts is not None and stats.drafts.nodes == tier.num_nodes - 1
+        check_parents(tier, stats.drafts)
         assert len(stats.drafts.confidence) == len(stats.drafts.verified) == stats.batch_size * stats.drafts.nodes
         assert sum(stats.drafts.verified) <= tokens - 4
         assert RoundStats.from_json(stats.to_json()) == stats
@@ -134,6 +146,8 @@ def test_labels_cross_over_as_json():
     labels = DraftLabels(2, array("f", [0.5, 0.25]), b"\1\2", b"\1\0", b"\1\1", b"\1\0")
     stats = RoundStats(Tier(2), 1, 4, (1,), 0.5, 99, 7, labels)
     assert RoundStats.from_json(stats.to_json()) == stats and labels.num_verified(0) == 1
+    stats = dataclasses.replace(stats, drafts=dataclasses.replace(labels, parent=array("H", [0, 1])))
+    assert RoundStats.from_json(stats.to_json()) == stats
     assert '"tokens"' not in dataclasses.replace(stats, tokens=None, drafts=None).to_json()
 
 
