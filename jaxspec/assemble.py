@@ -63,7 +63,7 @@ def candidate_steps() -> tuple[int, ...]:
 
 
 def candidate_budgets() -> tuple[float, ...]:
-    """Drafted tokens a row that a chain verifies under a budget, where nothing else is said.
+    """Drafted tokens a row that a chain or tree verifies under a budget, where nothing else is said.
 
     Those that pay most on mixed batches by measured costs (docs/notes.md); accelerators verify more for nothing.
     """

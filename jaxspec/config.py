@@ -76,7 +76,7 @@ class SpeculationConfig:
       num_nodes: nodes verified a round, root included. None: a chain's depth + 1; for a tree 2 * topk, the ratio of
         SGLang's default (5 steps, topk 4, 8 nodes), but at least depth + 1 and at most what depth and topk can make.
       candidate_steps: depths that the adaptive policy chooses among (0 is always added), or the heuristic one.
-      candidate_budgets: budgets (see `budget`) that the adaptive policy chooses among for its chains, besides
+      candidate_budgets: budgets (see `budget`) that the adaptive policy chooses among for its tiers, besides
         verifying every draft; () for none. None: a few, at larger batch sizes. Those of survival and AdaSpec, too.
       tiers: the same as whole tiers, chains and trees mixed; excludes candidate_steps, depth, topk and num_nodes.
       num_speculative_tokens_per_batch_size: what the schedule policy runs, as in vLLM: (least batch size, greatest

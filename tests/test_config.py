@@ -40,7 +40,10 @@ from jaxspec.tier import PLAIN, Tier
         ),
         ({"objective": "step", "policy": "heuristic"}, r"objective 'step' .*got policy 'heuristic'"),
         ({"candidate_budgets": (1,), "candidate_steps": (0, 1)}, r"\(1,\) need a chain .* got \['chain-1'\]"),
-        ({"candidate_budgets": (1,), "topk": 2}, r"\(1,\) need a chain of at least 2 drafts .*got \['tree-2x2/4'\]"),
+        (
+            {"candidate_budgets": (1,), "candidate_steps": (1,)},
+            r"\(1,\) need a tier of at least 2 drafts .*got \['chain-1'\]",
+        ),
         ({"hybrid": 1}, r"hybrid must be True or False, got 1"),
         ({"hybrid": True, "verification": "rejection"}, r"hybrid needs verification 'coupled', got 'rejection'"),
         ({"suffix_corpus_tokens": 9}, r"suffix_corpus_tokens must be 0 or at least 64, got 9"),

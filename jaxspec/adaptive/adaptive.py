@@ -17,9 +17,11 @@ _ROOM = 1.3
 
 
 class Goodput(PolicyKind):
-    """The tiers that a user names, or chains and trees of the depths that pay on this device; chains also packed.
+    """The tiers that a user names, or chains and trees of the depths that pay on this device; some also packed.
 
-    Budgets spread what is verified over the rows of a batch, which takes several: at small batch sizes there are none.
+    Of a chain and a tree of the same depth the tree is packed: what a budget leaves of it is as many tokens to verify,
+    and it has more to choose from. Budgets spread what is verified over the rows of a batch, which takes several: at
+    small batch sizes there are none.
     """
 
     name = "adaptive"
@@ -34,9 +36,9 @@ class Goodput(PolicyKind):
             )
         # Depths that are not named are the engine's, and some of them are deep enough.
         named = settings.tiers or [settings.tier(step) for step in settings.candidate_steps or (2,) if step]
-        if settings.candidate_budgets and not any(t.is_chain and not t.lookup and t.depth > 1 for t in named):
+        if settings.candidate_budgets and not any(not t.lookup and t.num_nodes > 2 for t in named):
             raise ValueError(
-                f"candidate_budgets {settings.candidate_budgets} need a chain of at least 2 drafts to leave some out, "
+                f"candidate_budgets {settings.candidate_budgets} need a tier of at least 2 drafts to leave some out, "
                 f"got {[tier.name for tier in named]}"
             )
 
@@ -47,14 +49,15 @@ class Goodput(PolicyKind):
         return (*(settings.tier(step) for step in sorted({0, *steps})), *(Tier(d, lookup=True) for d in room.lookups))
 
     def _packed(self, settings: Settings, room: Room) -> list[Arm]:
-        """Each budget with the shallowest chain from which it leaves enough out, or with the deepest."""
-        tiers = self._tiers(settings, room)
-        chains = sorted(tier for tier in tiers if tier.is_chain and not tier.lookup and tier.depth > 1)
-        if not chains or settings.verification != "coupled":
+        """Each budget with the shallowest chain from which it leaves enough out; of trees with the deepest."""
+        tiers = sorted(tier for tier in self._tiers(settings, room) if not tier.lookup and tier.num_nodes > 2)
+        if not tiers or settings.verification != "coupled":
             return []
         named = room.budgets if settings.candidate_budgets is None else settings.candidate_budgets
-        fitting = lambda budget: next((tier for tier in chains if tier.depth >= _ROOM * budget), chains[-1])
-        return [Arm(tier, budget) for budget in sorted(named) if budget < (tier := fitting(budget)).depth]
+        deepest = tiers[-1]
+        enough = lambda tier, budget: tier.is_chain and tier.depth >= _ROOM * budget
+        fitting = lambda budget: next((tier for tier in tiers if deepest.is_chain and enough(tier, budget)), deepest)
+        return [Arm(tier, budget) for budget in sorted(named) if budget < (tier := fitting(budget)).num_nodes - 1]
 
     def reachable(self, settings: Settings, room: Room) -> dict[Tier, tuple[int, ...]]:
         return dict.fromkeys(self._tiers(settings, room), room.buckets)

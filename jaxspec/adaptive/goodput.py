@@ -63,7 +63,7 @@ class GoodputPolicy:
 
     A chain of depth d is expected to emit 1 + sum over i <= d of the product of the acceptance rates of positions
     1..i: SmartSpec's goodput with a rate for each position (`AcceptanceModel`), and with costs looked up for the
-    padded shape that runs, as rounds corrected them (`CostEstimate`). Under a budget a chain keeps a share of what it
+    padded shape that runs, as rounds corrected them (`CostEstimate`). Under a budget a tier keeps a share of what it
     would accept (`Yields`): that of the drafts of highest survival over the whole batch.
 
     A tier reveals nothing of positions beyond its depth. Where a deeper tier would win if drafts were good, single
@@ -76,7 +76,7 @@ class GoodputPolicy:
     Args:
       tiers: what may be chosen; plain decoding is always added. A tier is left out of buckets for which no cost of it
         or of plain decoding is known.
-      packed: chains under budgets that may be chosen besides, each in the buckets in which its cost is known.
+      packed: tiers under budgets that may be chosen besides, each in the buckets in which its cost is known.
       cost: seconds of plain decoding and of the tiers, as far as they are known; `learn` brings others.
       buckets: further padded batch sizes, for which costs may come later.
       params: how evidence and risks are weighed.
@@ -102,8 +102,10 @@ class GoodputPolicy:
         self._params = params
         self._arms = [*whole(self.tiers), *packed]
         for arm in packed:
-            if arm.is_whole or not arm.tier.is_chain or arm.tier.lookup or arm.tier not in self.tiers:
-                raise ValueError(f"a packed arm is a chain of {[t.name for t in self.tiers]} with a budget, got {arm}")
+            if arm.is_whole or arm.tier.lookup or not arm.tier.depth or arm.tier not in self.tiers:
+                raise ValueError(
+                    f"a packed arm drafts as one of {[t.name for t in self.tiers]} with a budget, got {arm}"
+                )
         sizes = sorted({*cost.buckets, *buckets})
         self._cost = CostEstimate(self._arms, sizes, cost, enabled=params.refine_cost)
         self._yields = Yields(self._arms, sizes)
@@ -195,7 +197,7 @@ class GoodputPolicy:
         elif stats.tokens is None:
             if self._acceptance.observe(stats):
                 self._forget()
-        elif drafts is not None and stats.tier.is_chain:
+        elif drafts is not None:
             arm, count = self._cost.arm(stats.tier, bucket, stats.tokens), len(stats.num_accepted)
             if arm is not None and count:
                 off = sum(stats.num_accepted) / count + 1 - self._tokens(arm, bucket)
@@ -440,9 +442,11 @@ class GoodputPolicy:
         if rates is None and seen is not None:
             return seen
         alive = survival(one.tier, self._acceptance.rates(bucket) if rates is None else rates)
+        # In levels of the tree, each as wide as the mean.
+        drafts = (one.budget or 0.0) * one.tier.depth / (one.tier.num_nodes - 1)
         if rates is None or seen is None:
-            return guess(alive, one.budget or 0.0, 0.0 if rates is None else _INFORMED)
-        return seen + _RENEWED * (guess(alive, one.budget or 0.0, 1.0) - seen)
+            return guess(alive, drafts, 0.0 if rates is None else _INFORMED)
+        return seen + _RENEWED * (guess(alive, drafts, 1.0) - seen)
 
 
 def _charge(probe: float, current: float) -> float:

@@ -72,9 +72,9 @@ class DraftLabels:
     def of_rows(self, kept: Sequence[bool]) -> DraftLabels:
         """Those of some requests alone."""
         nodes = [keep for keep in kept for _ in range(self.nodes)]
-        confidence, *flags = (getattr(self, field.name) for field in dataclasses.fields(self)[1:])
-        some = (bytes(itertools.compress(flag, nodes)) for flag in flags)
-        return DraftLabels(self.nodes, array("f", itertools.compress(confidence, nodes)), *some)
+        flags = (bytes(itertools.compress(x, nodes)) for x in (self.depth, self.verified, self.known, self.right))
+        parent = None if self.parent is None else array("H", itertools.compress(self.parent, nodes))
+        return DraftLabels(self.nodes, array("f", itertools.compress(self.confidence, nodes)), *flags, parent)
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON can hold."""

@@ -1,9 +1,9 @@
 """What a verify budget keeps of the drafts that would be accepted: learnt from the labels of packed rounds.
 
 A packed round says of every drafted node how sure the drafter was, verified or not. Calibrated and multiplied along the
-row these are survivals; the likeliest n of a batch hold a share of their sum, and that share is what a budget of n
-keeps of what a whole round would accept. Owns the calibration, the shares, and what a round whose budget cut drafts off
-would have accepted without it. Chains only: labels do not name parents. Must not know costs, nor JAX.
+path these are survivals; the likeliest n of a batch hold a share of their sum, and that share is what a budget of n
+keeps of what a whole round would accept, of chains and of trees, whose paths exclude one another. Owns the calibration,
+the shares, and what a round whose budget cut drafts off would have accepted without it. Must not know costs, nor JAX.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Yields:
     """Calibrated confidences, and the share that each packed arm keeps, by bucket.
 
     Args:
-      arms: every arm of a policy; shares are kept of those that are packed chains.
+      arms: every arm of a policy; shares are kept of those that are packed.
       buckets: padded batch sizes.
     """
 
     def __init__(self, arms: Sequence[Arm], buckets: Sequence[int]) -> None:
-        self._arms = [(i, arm) for i, arm in enumerate(arms) if not arm.is_whole and arm.tier.is_chain]
+        self._arms = [(i, arm) for i, arm in enumerate(arms) if not arm.is_whole]
         depth = max([1, *(arm.tier.depth for _, arm in self._arms)])
         self.calibration = Calibration(depth)
         self._shares: dict[int, dict[int, tuple[float, float]]] = {bucket: {} for bucket in buckets}
@@ -81,7 +81,7 @@ class Yields:
     def observe(
         self, drafts: DraftLabels, depth: int, bucket: int, better: np.ndarray | None = None
     ) -> list[float] | None:
-        """Takes a packed round of a chain of this depth; not every one of the large ones.
+        """Takes a packed round of a tier of this depth; not every one of the large ones.
 
         Args:
           better: which rows are of the half that accepts more, if that is known.
@@ -97,26 +97,37 @@ class Yields:
         if not rows or (heard > _SETTLED and heard % _EVERY and rows * nodes > _SMALL and self._age.get(bucket) == 0):
             return None
         rates = self.calibration.observe(drafts)
-        known, right = (
-            np.frombuffer(x, np.uint8).reshape(rows, nodes)[:, :depth] for x in (drafts.known, drafts.right)
-        )
-        happened = np.cumprod(np.where(known != 0, right, rates[:, :depth]), axis=1)
-        self._learn_shares(np.cumprod(rates[:, :depth], axis=1), rows, bucket, better)
+        known, right = (np.frombuffer(x, np.uint8).reshape(rows, nodes) for x in (drafts.known, drafts.right))
+        happens = np.where(known != 0, right, rates)
+        if drafts.parent is None:
+            happened, alive = (np.cumprod(x[:, :depth], axis=1) for x in (happens, rates))
+        else:
+            parent, level = np.asarray(drafts.parent).reshape(rows, nodes), np.frombuffer(drafts.depth, np.uint8)
+            alive = _along(parent, rates)
+            reached = _by_depth(level.reshape(rows, nodes), _along(parent, happens), depth)
+            # Of siblings one at most is right, which calibrated rates need not respect.
+            happened = np.minimum.accumulate(np.minimum(reached, 1.0), axis=1)
+        self._learn_shares(alive, depth, bucket, better, is_tree=drafts.parent is not None)
         self._rounds += 1
         if self._rounds % _REFIT == 0 or self._rounds in (2, 5, 10):
             self._fits = tuple((round(a, _DIGITS), round(b, _DIGITS)) for a, b in self.calibration.fits)
         return [float(rows), *happened.sum(axis=0).tolist()]
 
-    def _learn_shares(self, alive_RD: np.ndarray, rows: int, bucket: int, better: np.ndarray | None) -> None:
+    def _learn_shares(
+        self, alive_RN: np.ndarray, depth: int, bucket: int, better: np.ndarray | None, *, is_tree: bool
+    ) -> None:
+        """Of chains a round tells of all that are no deeper, of trees of its own alone."""
         shares, age = self._shares[bucket], self._age.get(bucket, _STALE)
         new = 1.0 if age >= _STALE else max(_NEW, age / _STALE)
         ranked: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        rows, nodes = alive_RN.shape
         for i, arm in self._arms:
-            depth, tokens = arm.tier.depth, arm.tokens(bucket)
-            if depth > alive_RD.shape[1] or tokens is None:
+            count, tokens = arm.tier.num_nodes - 1, arm.tokens(bucket)
+            same = (arm.tier.depth, count) == (depth, nodes) if is_tree else arm.tier.is_chain and count <= nodes
+            if not same or tokens is None:
                 continue
-            if depth not in ranked:
-                flat = alive_RD[:, :depth].ravel()
+            if count not in ranked:
+                flat = alive_RN[:, :count].ravel()
                 order = np.argsort(-flat, kind="stable")
                 kept = np.cumsum(flat[order])
                 if better is None:
@@ -124,9 +135,9 @@ class Yields:
                 else:
                     # As many rows in each half: what is kept of a mean row of it.
                     own = max(1, np.count_nonzero(better)) / rows
-                    good = np.cumsum((flat * np.repeat(better, depth))[order]) / (2 * own)
-                ranked[depth] = kept, good
-            kept, good = ranked[depth]
+                    good = np.cumsum((flat * np.repeat(better, count))[order]) / (2 * own)
+                ranked[count] = kept, good
+            kept, good = ranked[count]
             taken = min(tokens - bucket, len(kept))
             whole, part = float(kept[-1]), float(kept[taken - 1])
             share = part / whole if whole > 0 else 1.0
@@ -134,6 +145,20 @@ class Yields:
             old = shares.get(i, (share, tilt))
             shares[i] = old[0] + new * (share - old[0]), old[1] + new * (tilt - old[1])
         self._age[bucket] = 0
+
+
+def _along(parent_RN: np.ndarray, rate_RN: np.ndarray) -> np.ndarray:
+    """Products of the rates along the path to each node, [rows, nodes]; parents count from 1, and 0 is the root."""
+    rows, nodes = rate_RN.shape
+    out, every = np.ones((rows, nodes + 1)), np.arange(rows)
+    for node in range(nodes):
+        out[:, node + 1] = out[every, parent_RN[:, node]] * rate_RN[:, node]
+    return out[:, 1:]
+
+
+def _by_depth(depth_RN: np.ndarray, value_RN: np.ndarray, depth: int) -> np.ndarray:
+    """Sums over the nodes of each depth, from 1, [rows, depth]."""
+    return np.stack([np.where(depth_RN == d + 1, value_RN, 0.0).sum(axis=1) for d in range(depth)], axis=1)
 
 
 def guess(survivals: Sequence[float], drafts: float, informed: float) -> float:

@@ -157,23 +157,24 @@ def test_the_static_policy_rounds_its_budget_up():
     assert StaticPolicy(Tier(3), 9.0).select(BatchView(1, 4)) == Choice(Tier(3), 16)
 
 
-def test_the_default_policy_runs_packed_rounds_and_corrects_their_cost(bench: Any, tools: Any):
+@pytest.mark.parametrize(("kind", "tier"), [("ngram", Tier(2)), ("medusa", Tier(2, 2, 5))], ids=str)
+def test_the_default_policy_runs_packed_rounds_and_corrects_their_cost(bench: Any, tools: Any, kind: str, tier: Tier):
     """They come after the whole ones, are timed, learnt and chosen; nothing compiles then, and no token changes."""
-    speculation = SpeculationConfig(candidate_steps=(0, 2), candidate_budgets=(0.5,))
+    speculation = SpeculationConfig(tiers=(tier,), candidate_budgets=(0.5,))
     sizes = dict(num_pages=40, batch_buckets=(4,), variants=("sampled",), warmup="background")
-    engine, work = bench.build("ngram", speculation, **sizes), tools.workload()
+    engine, work = bench.build(kind, speculation, **sizes), tools.workload()
     expected = bench.expected(work)
     tools.same(run(engine, work)[0], expected)
     engine.wait_until_warm()
-    policy, packed = engine.controller.policy, (Tier(2), 4, 6)
-    assert set(engine.runner.costs) == {(Tier(0), 4, None), (Tier(2), 4, None), packed}
+    policy, packed = engine.controller.policy, (tier, 4, 6)
+    assert set(engine.runner.costs) == {(Tier(0), 4, None), (tier, 4, None), packed}
     assert engine.cost.packed[packed] == engine.runner.costs[packed]
     assert policy.seconds(*packed) > 0 and engine.stats.executables_ready == engine.stats.executables
     # As costs that nobody's machine has, but which the rounds themselves correct.
     compiled = engine.stats.compilations_after_warmup
-    for tier, tokens in ((Tier(0), None), (Tier(2), None), (Tier(2), 6)):
+    for one, tokens in ((Tier(0), None), (tier, None), (tier, 6)):
         for _ in range(3):
-            policy.learn(tier, 4, 1.0 if tokens is None else 1e-4, tokens)
+            policy.learn(one, 4, 1.0 if tokens is None else 1e-4, tokens)
     weights, dispatch = [], engine.runner.dispatch
     engine.runner.dispatch = lambda *args: (weights.append(args[-1]), dispatch(*args))[1]
     outputs, heard = run(engine, work)
