@@ -31,7 +31,9 @@ from pallas_kernels.aot.targets import Target
 SHARDS = 4
 BUCKET = 16
 ROUNDS = 4
-CHAIN = Tier(3)
+CHAIN, TREE = Tier(3), Tier(3, 4, 12)
+#: Of packed rounds: two drafts a row.
+TOKENS = 3 * BUCKET
 DTYPE = jnp.dtype(jnp.bfloat16)
 GEOMETRY = Geometry(slots=BUCKET, num_pages=2048, page_size=64, pages_per_seq=129, max_depth=CHAIN.depth)
 
@@ -68,7 +70,8 @@ def _device_bytes(tree: Any) -> int:
 def engine_round(target: Target) -> Iterator[Program]:
     """Rounds of a batch of 16 with a chain of 3 from an EAGLE-3 head, the state donated: 8B over 4 devices, 1B on one.
 
-    And of 1B several in one executable. The gate's is 1B with a quarter of its layers and as large a pool.
+    And of 1B several in one executable, and packed ones, of a chain and of a tree. The gate's is 1B with a quarter of
+    its layers and as large a pool.
 
     Neither the pool nor the weights may be copied: a round gets less for its intermediate
     values than one layer's weights take, or one layer's part of the pool; where rows sample,
@@ -92,14 +95,18 @@ def engine_round(target: Target) -> Iterator[Program]:
         weights = (projections + 3 * cfg.hidden_size * cfg.intermediate_size) * DTYPE.itemsize // shards
         layer = min(weights, _device_bytes(state.pages) // cfg.num_layers)
         logits = BUCKET * CHAIN.num_nodes * cfg.vocab_size * 4 // shards
-        several = ((False, ROUNDS),) if size == "1b" else ()  # larger rounds are longer than the host's part of one
-        for sampled, rounds in ((False, 1), (True, 1), *several):
+        whole = ((CHAIN, False, 1, None), (CHAIN, True, 1, None))
+        # Larger rounds are longer than the host's part of one.
+        more = ((CHAIN, False, ROUNDS, None), (CHAIN, False, 1, TOKENS), (TREE, False, 1, TOKENS))
+        for tier, sampled, rounds, tokens in (*whole, *(more if size == "1b" else ())):
             variant = ("sampled" if sampled else "greedy") + (f"-x{rounds}" if rounds > 1 else "")
+            variant += "" if tokens is None else f"-packed{tokens}"
+            shape = f"chain{tier.depth}" if tier.is_chain else f"tree{tier.depth}x{tier.topk}of{tier.num_nodes}"
             yield Program(
                 op="round",
-                name=f"{size}-tp{shards}-b{BUCKET}-chain{CHAIN.depth}-{variant}",
+                name=f"{size}-tp{shards}-b{BUCKET}-{shape}-{variant}",
                 lower=functools.partial(
-                    described.lower, CHAIN, sampled=sampled, rounds=rounds, platforms=(target.platform,)
+                    described.lower, tier, sampled=sampled, rounds=rounds, tokens=tokens, platforms=(target.platform,)
                 ),
                 max_temp_bytes=layer + (4 * logits if sampled else 0),
                 limit="one layer's weights or pool" + (", logits four times" if sampled else ""),

@@ -24,7 +24,8 @@ from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layers import SPLIT, tensor_parallel
 from jaxspec.speculation.drafter import Drafter
-from jaxspec.speculation.layouts import Batch
+from jaxspec.speculation.layouts import Batch, Budget, plain_calibration
+from jaxspec.speculation.packed import packed_fn
 from jaxspec.speculation.round import Drafted, Forward, RoundSpec, round_fn
 from jaxspec.speculation.several import several_fn
 from jaxspec.speculation.state import DecodeState, Geometry
@@ -186,21 +187,29 @@ class AbstractRound:
     arguments: tuple[Any, Any, DecodeState, Any]
 
     def lower(
-        self, tier: Tier, *, sampled: bool = False, rounds: int = 1, platforms: Sequence[str] | None = None
-    ) -> Any:
+        self, tier: Tier, *, sampled: bool = False, rounds: int = 1, tokens: int | None = None,
+        platforms: Sequence[str] | None = None,
+    ) -> Any:  # fmt: skip
         """Traces and lowers the round as the runner does: the state donated, every result's sharding given.
 
         Args:
           rounds: so many, one after the other.
+          tokens: of a packed round.
           platforms: to lower for, where the mesh's devices are a topology's and not the backend's.
         """
-        fn = round_fn(self.spec, tier, sampled)
+        spend: tuple[Any, ...] = ()
+        if tokens is None:
+            fn = round_fn(self.spec, tier, sampled)
+        else:
+            fn = packed_fn(self.spec, tier, sampled, tokens)
+            given = plain_calibration(self.spec.geo.max_depth), Budget.even(self.arguments[3].shape[0])
+            spend = abstract(given, (self.placement.replicated,) * 2)
         fn = fn if rounds == 1 else several_fn(fn, rounds)
         results = self.placement.round_results(sampled and rounds == 1)
         jitted = jax.jit(fn, donate_argnums=2, out_shardings=results)
         target, draft_params, state, batch = self.arguments
         with self.placement.ambient():
-            traced = jitted.trace(target, draft_params if self.spec.takes_drafter(tier) else (), state, batch)
+            traced = jitted.trace(target, draft_params if self.spec.takes_drafter(tier) else (), state, batch, *spend)
             return traced.lower(lowering_platforms=None if platforms is None else tuple(platforms))
 
 
