@@ -320,9 +320,6 @@ class Engine:
         numbers_B = rows.slots_B + (rows.stamps_B << PLACE)
         for counts_B in counts_RB:
             told_B = counts_B > 0
-            drafts = result.drafts
-            if drafts is not None and not told_B.all():
-                drafts = drafts.of_rows(told_B.tolist())
             stats = RoundStats(
                 tier=tier,
                 batch_size=len(rows),
@@ -331,7 +328,7 @@ class Engine:
                 seconds=seconds,
                 context_tokens=pending.context_tokens,
                 tokens=pending.tokens,
-                drafts=drafts,
+                drafts=result.drafts,
                 dispatched=rows.rounds,
                 rows=tuple(numbers_B[told_B].tolist()),
             )

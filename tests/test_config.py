@@ -87,7 +87,7 @@ def test_speculation_refusals(fields: dict[str, Any], message: str):
         SpeculationConfig(**fields)
 
 
-@pytest.mark.parametrize("fields", [{"hybrid": True}, dict(suffix_corpus_tokens=512, suffix_corpus_responses=True)])
+@pytest.mark.parametrize("fields", [{"hybrid": True}, {"suffix_corpus_tokens": 512, "suffix_corpus_responses": True}])
 def test_settings_of_drafters_are_refused_without_one(fields: dict[str, Any]):
     from jaxspec.assemble import choose_policy
 

@@ -6,10 +6,9 @@ Must not know JAX, executables or requests. Every policy lives in a file of its 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import IO, Any, Protocol
 
 from jaxspec.tier import PLAIN, Choice, Tier, as_choice
@@ -43,7 +42,6 @@ class BatchView:
 class DraftLabels:
     """The drafted nodes of a packed round, request after request: what was said of them and what became of them.
 
-    Of the requests that `RoundStats.num_accepted` tells of, in its order.
     All sequences have a value for each node; those of bytes hold 0 or 1 but for the depths.
 
     Attributes:
@@ -68,13 +66,6 @@ class DraftLabels:
     def num_verified(self, row: int) -> int:
         """Drafted nodes of a request that the target looked at."""
         return sum(self.verified[row * self.nodes : (row + 1) * self.nodes])
-
-    def of_rows(self, kept: Sequence[bool]) -> DraftLabels:
-        """Those of some requests alone."""
-        nodes = [keep for keep in kept for _ in range(self.nodes)]
-        flags = (bytes(itertools.compress(x, nodes)) for x in (self.depth, self.verified, self.known, self.right))
-        parent = None if self.parent is None else array("H", itertools.compress(self.parent, nodes))
-        return DraftLabels(self.nodes, array("f", itertools.compress(self.confidence, nodes)), *flags, parent)
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON can hold."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from array import array
 
 import numpy as np
 import pytest
 
 from jaxspec.adaptive import CostTable, GoodputPolicy, RoundStats, StaticPolicy, TierPolicy
-from jaxspec.adaptive.policy import PLACE, BatchView, DraftLabels
+from jaxspec.adaptive.policy import PLACE, BatchView
 from jaxspec.adaptive.rows import Rows
 from jaxspec.tier import PLAIN, Tier, as_choice
 
@@ -77,10 +76,7 @@ def test_easy_requests_do_not_decide_for_all():
     assert told >= 0.98 * best and told > 1.02 * untold
 
 
-def test_labels_of_some_rows_and_numbers_in_recordings():
-    labels = DraftLabels(2, array("f", [0.1, 0.2, 0.3, 0.4]), b"\1\2\1\2", b"\1\0\1\1", b"\1\1\1\0", b"\1\0\0\0")
-    second = labels.of_rows([False, True])
-    assert second == DraftLabels(2, array("f", [0.3, 0.4]), b"\1\2", b"\1\1", b"\1\0", b"\0\0")
-    stats = RoundStats(Tier(2), 1, 1, (1,), tokens=2, drafts=second, rows=(3 + (7 << PLACE),))
+def test_numbers_in_recordings():
+    stats = RoundStats(Tier(2), 1, 1, (1,), rows=(3 + (7 << PLACE),))
     assert RoundStats.from_json(stats.to_json()) == stats
     assert "rows" not in json.loads(RoundStats(PLAIN, 1, 1, (0,)).to_json())
