@@ -95,6 +95,8 @@ class TreeKV:
       num_pages: P.
       prior: keys and values [layers, B, T0, G, 2C] of tokens that precede the new ones and
         are not in the pool; they take the first T0 columns of the mask.
+      place_BT: place of each token outside the pool, counted from the pool's last; layers with a window read it. None:
+        as the mask says, whose rows then mark whole paths of the new tokens.
       kernels: the implementation of tree attention (pallas_kernels.dispatch).
     """
 
@@ -106,18 +108,25 @@ class TreeKV:
         mask_BNT: jax.Array | None,
         num_pages: int,
         prior: jax.Array | None = None,
+        place_BT: jax.Array | None = None,
         kernels: str | None = None,
     ):
         self._pages, self._table, self._length, self._mask = pages, table_BM, length_B, mask_BNT
-        self._num_pages, self._prior, self._kernels = num_pages, prior, kernels
+        self._num_pages, self._prior, self._place, self._kernels = num_pages, prior, place_BT, kernels
         self._new: dict[int, jax.Array] = {}
+        self._windows: dict[int, tuple[jax.Array | None, jax.Array]] = {}
         self.attend: Attend = self._attend
 
     def _attend(
         self, layer: int, q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array,
         options: AttentionOptions = FULL_ATTENTION,
     ) -> jax.Array:  # fmt: skip
-        options.refuse("attention over the paged cache", ("soft_cap", "scale"))
+        options.refuse("attention over the paged cache", ("window", "soft_cap", "scale"))
+        mask_BNT, offset_BN = self._mask, None
+        if options.window is not None:
+            if options.window not in self._windows:
+                self._windows[options.window] = self._within(options.window, *q_BNHC.shape[:2])
+            mask_BNT, offset_BN = self._windows[options.window]
         kv = jnp.concatenate([k_BNGC, v_BNGC], axis=-1).astype(self._pages.dtype)
         self._new[layer] = kv
         if self._prior is not None:
@@ -125,9 +134,22 @@ class TreeKV:
         c = q_BNHC.shape[-1]
         table = self._table + layer * self._num_pages
         return attend_paged(
-            q_BNHC, self._pages, table, self._length, kv[..., :c], kv[..., c:], self._mask, options,
-            kernels=self._kernels,
+            q_BNHC, self._pages, table, self._length, kv[..., :c], kv[..., c:], mask_BNT, options,
+            offset_BN=offset_BN, kernels=self._kernels,
         )  # fmt: skip
+
+    def _within(self, window: int, b: int, n: int) -> tuple[jax.Array | None, jax.Array]:
+        """The mask without the tokens that a window hides, and the queries' places."""
+        mask_BNT, place_BT = self._mask, self._place
+        if mask_BNT is None:
+            place_BT = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32)[None], (b, n))
+            if n <= window:
+                return None, place_BT
+            mask_BNT = jnp.tril(jnp.ones((n, n), bool))[None]
+        elif place_BT is None:
+            place_BT = jnp.broadcast_to(mask_BNT.sum(axis=-1, dtype=jnp.int32) - 1, (b, n))
+        place_BN = place_BT[:, place_BT.shape[1] - n :]
+        return mask_BNT & (place_BT[:, None, :] > place_BN[:, :, None] - window), place_BN
 
     def stacked(self) -> jax.Array:
         """Keys and values of the new tokens, [layers, B, N, G, 2C]."""

@@ -411,5 +411,18 @@ def causal_attention(
     _layer: int, q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array, options: AttentionOptions = FULL_ATTENTION
 ) -> jax.Array:
     """An `Attend` without a cache: plain causal attention over the sequence itself (training, references)."""
-    options.refuse("causal_attention", ("scale",))
-    return jax.nn.dot_product_attention(q_BNHC, k_BNGC, v_BNGC, is_causal=True, scale=options.scale)
+    options.refuse("causal_attention", ("window", "soft_cap", "scale"))
+    window = None if options.window is None else (options.window - 1, 0)
+    if options.soft_cap is None:
+        return jax.nn.dot_product_attention(
+            q_BNHC, k_BNGC, v_BNGC, is_causal=True, scale=options.scale, local_window_size=window
+        )
+    b, n, h, c = q_BNHC.shape
+    q_BNGRC = q_BNHC.reshape(b, n, k_BNGC.shape[2], -1, c)
+    scores = jnp.einsum("bngrc,bmgc->bgrnm", q_BNGRC, k_BNGC, preferred_element_type=jnp.float32)
+    scores = scores * (c**-0.5 if options.scale is None else options.scale)
+    scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+    apart_NN = jnp.arange(n)[:, None] - jnp.arange(n)[None, :]
+    seen_NN = (apart_NN >= 0) & (apart_NN < (options.window or n))
+    weights = jax.nn.softmax(jnp.where(seen_NN[None, None, None], scores, -jnp.inf), axis=-1).astype(v_BNGC.dtype)
+    return jnp.einsum("bgrnm,bmgc->bngrc", weights, v_BNGC).reshape(b, n, h, c)

@@ -111,20 +111,29 @@ def _over_prefix(args: TreeAttentionArgs, q_BGRC: jax.Array, sums: _Sums, per_bl
         lowest_BN = args.length_B[:, None] + offset_BN - args.window
         lowest_BR = jnp.broadcast_to(lowest_BN[:, :, None], (b, n, rows // n)).reshape(b, rows)
 
-    blocks = (jnp.max(args.length_B) + span - 1) // span
+    # Rows with windows begin at blocks of their own; blocks before the window of a row's first query are not read.
+    first_B = jnp.zeros_like(args.length_B)
+    if lowest_BR is not None:
+        first_B = jnp.maximum(lowest_BR.min(axis=1) + 1, 0).astype(first_B.dtype) // span
+    blocks = jnp.max((args.length_B + span - 1) // span - first_B)
     pad = -args.table_BM.shape[1] % per_block
     table = jnp.pad(args.table_BM, ((0, 0), (0, pad)), constant_values=num_pages) if pad else args.table_BM
 
     def body(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         i, top, total, acc = carry
-        ids = jax.lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
+        if lowest_BR is None:
+            ids = jax.lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
+            position_BT = (i * span + jnp.arange(span))[None, :]
+        else:
+            column_BP = ((first_B + i) * per_block)[:, None] + jnp.arange(per_block)[None, :]
+            ids = jnp.take_along_axis(table, column_BP, axis=1, mode="clip")
+            position_BT = ((first_B + i) * span)[:, None] + jnp.arange(span)[None, :]
         kv = jnp.take(args.pages, ids, axis=0, mode="clip")  # [B, per_block, G, page, 2C]
         kv = kv.transpose(0, 2, 1, 3, 4).reshape(b, g, span, width)
-        position = i * span + jnp.arange(span)
-        seen_BT = position[None, :] < args.length_B[:, None]
+        seen_BT = position_BT < args.length_B[:, None]
         seen_BGRT = seen_BT[:, None, None, :]
         if lowest_BR is not None:
-            seen_BGRT = seen_BGRT & (position[None, None, None, :] > lowest_BR[:, None, :, None])
+            seen_BGRT = seen_BGRT & (position_BT[:, None, None, :] > lowest_BR[:, None, :, None])
         s = jnp.where(seen_BGRT, _scores(args, q_BGRC, kv[..., :c]), _MASKED)
         new_top = jnp.maximum(top, s.max(axis=-1, keepdims=True))
         keep = jnp.exp(top - new_top)

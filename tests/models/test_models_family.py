@@ -44,7 +44,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def config(**overrides: Any) -> MurmurConfig:
     sizes: dict[str, Any] = dict(
         vocab_size=V, hidden_size=32, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8,
-        max_position_embeddings=64, eos_token_ids=(EOS,), score_cap=6.0,
+        max_position_embeddings=64, eos_token_ids=(EOS,), score_cap=6.0, window=11,
     )  # fmt: skip
     return MurmurConfig("murmur", **{**sizes, **overrides})
 
@@ -153,27 +153,39 @@ def paged_attention() -> Callable[..., jax.Array]:
 
 
 @pytest.mark.parametrize(
-    ("attend", "option", "message"),
+    ("attend", "who"),
     [
-        (paged_attention, dict(window=4), "attention over the paged cache does not implement window=4"),
-        (lambda: causal_attention, dict(window=4, score_cap=None), "causal_attention does not implement window=4"),
-        (lambda: causal_attention, dict(score_cap=6.0), "causal_attention does not implement soft_cap=6.0"),
-        (
-            lambda: packed_attention(jnp.ones((1, 8), jnp.int32)),
-            dict(window=4, score_cap=6.0),
-            "training's attention does not implement window=4, soft_cap=6.0, scale=0.25",
-        ),
+        (paged_attention, "attention over the paged cache"),
+        (lambda: causal_attention, "causal_attention"),
+        (lambda: packed_attention(jnp.ones((1, 8), jnp.int32)), "training's attention"),
     ],
 )
-def test_what_attention_lacks_is_refused_by_name(attend: Any, option: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        states(murmur(**option), attend())
+def test_what_attention_lacks_is_refused_by_name(attend: Any, who: str) -> None:
+    q = jnp.zeros((1, 8, 4, 8))
+    with pytest.raises(ValueError, match=f"{who} does not implement sinks_H"):
+        attend()(0, q, q, q, AttentionOptions(sinks_H=jnp.zeros(4)))
 
 
-def test_an_engine_refuses_what_its_attention_lacks(tmp_path: Path) -> None:
-    hf.save_model(murmur(window=4), tmp_path / "target", tokenizer=letters(), dtype=jnp.float32)
-    with pytest.raises(ValueError, match="attention over the paged cache does not implement window=4"):
-        generate(tmp_path, "none", {"policy": "off"})
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("cap", [None, 6.0])
+def test_every_attention_honours_windows_caps_and_scales(window: int | None, cap: float | None) -> None:
+    """Against numpy: a query at p sees keys above p - window up to its own."""
+    q, k, v = (np.asarray(jax.random.normal(jax.random.key(i), (1, 8, 4, 8))) for i in range(3))
+    scores = np.einsum("bnhc,bmhc->bhnm", q, k) * 0.3
+    scores = scores if cap is None else cap * np.tanh(scores / cap)
+    apart = np.arange(8)[:, None] - np.arange(8)[None]
+    scores = np.where((apart >= 0) & (apart < (window or 8)), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = np.einsum("bhnm,bmhc->bnhc", weights / weights.sum(-1, keepdims=True), v)
+    options = AttentionOptions(window, cap, 0.3)
+    unmasked = TreeKV(
+        init_pages(1, 1, 4, 8, 8, jnp.dtype(jnp.float32)), jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32),
+        None, 1,
+    )  # fmt: skip
+    packed = packed_attention(jnp.ones((1, 8), jnp.int32), 4)
+    for attend in (causal_attention, paged_attention(), unmasked.attend, packed):
+        out = attend(0, jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), options)
+        np.testing.assert_allclose(np.asarray(out), expected, atol=1e-5)
 
 
 def test_sinks_are_refused_by_name_where_they_are_traced() -> None:
@@ -183,7 +195,7 @@ def test_sinks_are_refused_by_name_where_they_are_traced() -> None:
 
 
 def test_a_paged_pool_gives_what_causal_attention_gives() -> None:
-    model = murmur(score_cap=None)
+    model = murmur(window=3)
     for a, b in zip(states(model), states(model, paged_attention()), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5)
 

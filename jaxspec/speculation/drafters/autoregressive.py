@@ -31,6 +31,7 @@ class _Steps:
       kv_LBTGc: entries of the window and of the drafted tokens so far, with room for those to come: steps of one shape
         are compiled once.
       hidden_BWE: what the last frontier left; of the root at first.
+      place_BT: of the window and of the drafted tokens, counted from the pool's last entry.
       filled: entries of drafted tokens so far.
     """
 
@@ -43,6 +44,7 @@ class _Steps:
     window_seen_BR: jax.Array
     kv_LBTGc: jax.Array
     hidden_BWE: jax.Array
+    place_BT: jax.Array
     filled: int = 0
 
     @classmethod
@@ -52,7 +54,10 @@ class _Steps:
         """The steps of a draft of the tier's shape, after the window."""
         room = (tier.depth - 1) * tier.topk
         kv_LBTGc = jnp.pad(done.kv_LBNGc, ((0, 0), (0, 0), (0, room), (0, 0), (0, 0)))
-        return cls(core, geo, net, rows, pages, done.before_B, done.real_BN, kv_LBTGc, done.hidden_BNE[:, -1:])
+        place_BT = jnp.pad(jnp.maximum(done.place_BN - done.before_B[:, None], 0), ((0, 0), (0, room)))
+        return cls(
+            core, geo, net, rows, pages, done.before_B, done.real_BN, kv_LBTGc, done.hidden_BNE[:, -1:], place_BT
+        )
 
     def __call__(self, depth: int, frontier: Frontier | None) -> jax.Array:
         if frontier is not None:
@@ -72,13 +77,16 @@ class _Steps:
         room = jnp.zeros((b, w, self.kv_LBTGc.shape[2] - window - self.filled), bool)
         earlier, own = jnp.split(frontier.seen_BWT, [self.filled], axis=2)
         mask = jnp.concatenate([seen, earlier, room, own], axis=2)
+        own_BW = jnp.broadcast_to(self.place_BT[:, window - 1 : window] + depth, (b, w))  # after the root, the last
+        place_BT = jnp.concatenate([self.place_BT, own_BW], axis=1)
         kv = TreeKV(
             self.pages, self.rows.table_BM, self.entries_B, mask, self.geo.num_pages, prior=self.kv_LBTGc,
-            kernels=self.geo.kernels,
+            place_BT=place_BT, kernels=self.geo.kernels,
         )  # fmt: skip
         position = jnp.broadcast_to((self.rows.length_B + depth - self.core.offset)[:, None], (b, w))
         self.hidden_BWE = self.core.forward(self.net, frontier.tokens_BW, feature, position, kv.attend)
         self.kv_LBTGc = jax.lax.dynamic_update_slice_in_dim(self.kv_LBTGc, kv.stacked(), window + self.filled, axis=2)
+        self.place_BT = jax.lax.dynamic_update_slice_in_dim(self.place_BT, own_BW, window + self.filled, axis=1)
         self.filled += w
 
 

@@ -233,7 +233,10 @@ class CachedText:
         seen = real | (jnp.arange(n) >= n - inputs.slots)[None, :]
         causal = jnp.tril(jnp.ones((n, n), bool))[None]
         mask = (causal & seen[:, None, :]) | jnp.eye(n, dtype=bool)[None]
-        kv = TreeKV(draft.pages, rows.table_BM, length_B, mask, self.geo.num_pages, kernels=self.geo.kernels)
+        kv = TreeKV(
+            draft.pages, rows.table_BM, length_B, mask, self.geo.num_pages,
+            place_BT=jnp.maximum(index_BN - first_B[:, None], 0), kernels=self.geo.kernels,
+        )  # fmt: skip
         position_BN = jnp.maximum(index_BN - self.core.offset, 0)
         attend = kv.attend
         if text is not None:

@@ -26,8 +26,8 @@ def packed_attention(segments_BT: jax.Array, block: int = BLOCK) -> Attend:
     def attend(
         _layer: int, q_BTHC: jax.Array, k_BTGC: jax.Array, v_BTGC: jax.Array, options: AttentionOptions = FULL_ATTENTION
     ) -> jax.Array:
-        options.refuse("training's attention")
-        return _causal(q_BTHC, k_BTGC, v_BTGC, segments_BT, block)[0]
+        options.refuse("training's attention", ("window", "soft_cap", "scale"))
+        return _causal(q_BTHC, k_BTGC, v_BTGC, segments_BT, block, options)[0]
 
     return attend
 
@@ -67,15 +67,16 @@ class UnrolledAttention:
 
 
 def _causal(
-    q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array, segments_BN: jax.Array, block: int
-) -> tuple[jax.Array, jax.Array]:
+    q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array, segments_BN: jax.Array, block: int,
+    options: AttentionOptions = FULL_ATTENTION,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """(output [B, N, H, C], logsumexp of the scaled scores [B, N, H] float32)."""
     batch, count, heads, channels = q_BNHC.shape
     groups = k_BNGC.shape[2]
     q_BGRNC = q_BNHC.reshape(batch, count, groups, heads // groups, channels).transpose(0, 2, 3, 1, 4)
     k_BGNC, v_BGNC = k_BNGC.transpose(0, 2, 1, 3), v_BNGC.transpose(0, 2, 1, 3)
     if count <= block:
-        out_BGRNC, normaliser_BGRN = _block(q_BGRNC, k_BGNC, v_BGNC, segments_BN, segments_BN, jnp.int32(0))
+        out_BGRNC, normaliser_BGRN = _block(q_BGRNC, k_BGNC, v_BGNC, segments_BN, segments_BN, jnp.int32(0), options)
     else:
         pad = lambda x, axis: jnp.pad(x, [(0, -count % block if i == axis else 0) for i in range(x.ndim)])
         q_BGRNC, k_BGNC, v_BGNC = pad(q_BGRNC, 3), pad(k_BGNC, 2), pad(v_BGNC, 2)
@@ -83,7 +84,7 @@ def _causal(
         blocks = q_BGRNC.shape[3] // block
         # Two loops, because each has one extent of keys: 3/4 of the square are computed where one loop would take all.
         parts = [
-            _blocks(q_BGRNC, k_BGNC, v_BGNC, segments_BN, block, start, stop)
+            _blocks(q_BGRNC, k_BGNC, v_BGNC, segments_BN, block, start, stop, options)
             for start, stop in ((0, blocks // 2), (blocks // 2, blocks))
         ]
         out_BGRNC, normaliser_BGRN = (jnp.concatenate(x, axis=3)[:, :, :, :count] for x in zip(*parts, strict=True))
@@ -92,8 +93,9 @@ def _causal(
 
 
 def _blocks(
-    q_BGRNC: jax.Array, k_BGNC: jax.Array, v_BGNC: jax.Array, segments_BN: jax.Array, block: int, start: int, stop: int
-) -> tuple[jax.Array, jax.Array]:
+    q_BGRNC: jax.Array, k_BGNC: jax.Array, v_BGNC: jax.Array, segments_BN: jax.Array, block: int, start: int, stop: int,
+    options: AttentionOptions,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Blocks [start, stop) of queries one after the other against the keys up to the last one's end."""
     seen = stop * block
     k_BGMC, v_BGMC, segments_BM = k_BGNC[:, :, :seen], v_BGNC[:, :, :seen], segments_BN[:, :seen]
@@ -104,7 +106,7 @@ def _blocks(
         first = index * jnp.int32(block)
         q_BGRnC = jax.lax.dynamic_slice_in_dim(q_BGRNC, first, block, 3)
         own_Bn = jax.lax.dynamic_slice_in_dim(segments_BN, first, block, 1)
-        return _block(q_BGRnC, k_BGMC, v_BGMC, own_Bn, segments_BM, first)
+        return _block(q_BGRnC, k_BGMC, v_BGMC, own_Bn, segments_BM, first, options)
 
     found = jax.lax.map(one, jnp.arange(start, stop, dtype=jnp.int32))
     return jax.tree.map(
@@ -114,15 +116,20 @@ def _blocks(
 
 def _block(
     q_BGRNC: jax.Array, k_BGMC: jax.Array, v_BGMC: jax.Array, own_BN: jax.Array, segments_BM: jax.Array,
-    first: jax.Array,
+    first: jax.Array, options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Queries of the positions from `first` against keys of the positions from 0."""
     batch, groups, repeats, count, channels = q_BGRNC.shape
-    scale = jnp.asarray(channels**-0.5, q_BGRNC.dtype)
+    scale = jnp.asarray(channels**-0.5 if options.scale is None else options.scale, q_BGRNC.dtype)
     rows_BGQC = (q_BGRNC * scale).reshape(batch, groups, repeats * count, channels)
     scores = jnp.einsum("bgqc,bgmc->bgqm", rows_BGQC, k_BGMC, preferred_element_type=jnp.float32)
     scores_BGRNM = scores.reshape(batch, groups, repeats, count, -1)
-    past_NM = first + jnp.arange(count)[:, None] >= jnp.arange(k_BGMC.shape[2])[None, :]
+    if options.soft_cap is not None:
+        scores_BGRNM = options.soft_cap * jnp.tanh(scores_BGRNM / options.soft_cap)
+    apart_NM = first + jnp.arange(count)[:, None] - jnp.arange(k_BGMC.shape[2])[None, :]
+    past_NM = apart_NM >= 0
+    if options.window is not None:
+        past_NM = past_NM & (apart_NM < options.window)
     mask_BNM = past_NM[None] & (own_BN[:, :, None] == segments_BM[:, None, :])
     scores_BGRNM = jnp.where(mask_BNM[:, None, None], scores_BGRNM, -jnp.inf)
     # Each query sees itself at least, so its largest score is finite.
