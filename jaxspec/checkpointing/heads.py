@@ -52,10 +52,6 @@ def read_layer(fields: Mapping[str, Any], family: str) -> ModelConfig:
     Raises:
       ValueError: a missing or impossible field, or a feature that is not implemented.
     """
-    rope = fields.get("rope_parameters") or {}
-    nested = sorted(k for k, v in rope.items() if isinstance(v, dict))
-    if nested:
-        raise ValueError(f"config.json: rope_parameters by layer type ({nested}) are not supported; expected one set")
     names = list(registry.FAMILIES[family].architectures[:1])
     return bare(registry.read_config({**fields, "architectures": names}))
 

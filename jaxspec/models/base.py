@@ -59,13 +59,17 @@ class Attend(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Frequency scaling of the rotary embedding (Llama 3.1's rule, or "linear").
+    """Scaling of the rotary embedding for texts that are longer than the pre-training's (see `rope`).
 
     Attributes:
-      rope_type: "llama3" or "linear".
+      rope_type: "llama3", "linear", "yarn", "longrope" or "dynamic" (which changes nothing within the context).
       factor: how much longer than the original context.
       low_freq_factor, high_freq_factor: edges of the interpolated band ("llama3" only).
       original_max_position_embeddings: the context of pre-training, in tokens.
+      attention_factor: what cosines and sines are multiplied by ("yarn", "longrope").
+      beta_fast, beta_slow, truncate: turns within the original context that bound YaRN's ramp, in whole channels.
+      short_factor, long_factor: longrope's divisors of each frequency.
+      extended: whether longrope divides by the long ones; they are for texts beyond the original context.
     """
 
     rope_type: str
@@ -73,22 +77,42 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    extended: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Geometry of a decoder-only transformer, in Hugging Face's terms.
 
-    Fields without a default are every family's; of the others those of norms, rotary embedding and biases are what
-    `layers` is configured by. A family with needs of its own subclasses this.
+    Fields without a default are every family's; of the others those of norms, rotary embedding, attention, scales and
+    biases are what `layers` is configured by. A family with needs of its own subclasses this.
 
     Attributes:
       family: key in jaxspec.models.registry.
       num_layers: decoder layers.
       head_dim: channels a head (may differ from hidden_size / num_heads).
+      partial_rotary_factor: the share of them, the first ones, that positions rotate.
+      rope_interleaved: neighbouring channels rotate together (GLM), not those of two halves.
+      no_rope_layers: layers that no position reaches (SmolLM3).
+      local_rope_theta: base of the sliding layers, which no scaling reaches; None: they are as the others.
       attention_bias: biases on q, k and v (Qwen2; Llama with `attention_bias`).
       output_bias: bias on the attention's output projection (Llama with `attention_bias`).
-      qk_norm: RMSNorm over each head's channels of q and k (Qwen3).
+      qk_norm: RMSNorm over each head's channels of q and k (Qwen3), or over all heads' at once with `qk_norm_wide`.
+      sliding_window, sliding_layers: layers whose tokens see the last `sliding_window` positions only, their own
+        included.
+      attention_scale: of scores, instead of 1 / sqrt(head_dim).
+      attention_soft_cap, logit_soft_cap: scores and logits x become cap * tanh(x / cap).
+      pre_norms, post_norms: where layers have norms: before attention and MLP, and on what comes out of them.
+      norm_gain: "cast" rounds what is normed before the gain, "float32" after it, "one_plus" too, with a gain of 1 + w.
+      hidden_act: of the MLP's gate, "silu" or "gelu_tanh".
+      embedding_scale, residual_scale: what embeddings, and what comes out of attention and MLP, are multiplied by.
+      logit_divisor: what logits are divided by.
       max_position_embeddings: longest context in tokens.
       eos_token_ids: tokens that end a text; empty if the checkpoint names none.
     """
@@ -104,14 +128,41 @@ class ModelConfig:
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0
+    rope_interleaved: bool = False
+    no_rope_layers: tuple[int, ...] = ()
+    local_rope_theta: float | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_wide: bool = False
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    pre_norms: bool = True
+    post_norms: bool = False
+    norm_gain: str = "cast"
+    hidden_act: str = "silu"
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
     max_position_embeddings: int = 2048
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    def attention_options(self, layer: int) -> AttentionOptions:
+        """What a layer asks of its attention."""
+        window = self.sliding_window if layer in self.sliding_layers else None
+        return AttentionOptions(window, self.attention_soft_cap, self.attention_scale)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that positions rotate."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

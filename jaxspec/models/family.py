@@ -64,3 +64,53 @@ def check_positive(hf: dict[str, Any], name: str, *, required: bool = False) -> 
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"config.json: {name} must be a positive integer, got {value!r}")
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def read_windows(
+    hf: dict[str, Any], usual: Callable[[int], bool], window: int | None = None, *, switched: bool = False
+) -> dict[str, Any]:
+    """ModelConfig's `sliding_window` and `sliding_layers` from `layer_types` and `sliding_window`.
+
+    Args:
+      usual: whether a layer slides where config.json has no layer_types but a window.
+      window: what transformers assumes where config.json names none.
+      switched: only where `use_sliding_window` says so.
+
+    Raises:
+      ValueError: an unknown type of layer, a type for fewer or more layers than there are, or sliding layers without
+        their window.
+    """
+    count, window = int(hf["num_hidden_layers"]), hf.get("sliding_window", window)
+    if switched and not hf.get("use_sliding_window"):
+        window = None
+    types = hf.get("layer_types")
+    if types is None:
+        types = [_SLIDING if window is not None and usual(i) else _FULL for i in range(count)]
+    if not isinstance(types, list) or len(types) != count or not set(types) <= {_FULL, _SLIDING}:
+        raise ValueError(
+            f"config.json: layer_types must name {_FULL!r} or {_SLIDING!r} for each of {count} layers, got {types!r}"
+        )
+    sliding = tuple(i for i, kind in enumerate(types) if kind == _SLIDING)
+    if sliding and (type(window) is not int or window < 1):
+        switch = f" (use_sliding_window {hf.get('use_sliding_window')!r})" if switched else ""
+        raise ValueError(
+            f"config.json: layers of {_SLIDING!r} need a sliding_window of at least 1, got {window!r}{switch}"
+        )
+    return dict(sliding_window=window if sliding else None, sliding_layers=sliding)
+
+
+def write_windows(cfg: ModelConfig, *, switched: bool = False) -> dict[str, Any]:
+    """The inverse of read_windows."""
+    types = [_SLIDING if i in cfg.sliding_layers else _FULL for i in range(cfg.num_layers)]
+    switch = {"use_sliding_window": bool(cfg.sliding_layers)} if switched else {}
+    return {"sliding_window": cfg.sliding_window, "layer_types": types, **switch}
+
+
+def refuse(hf: dict[str, Any], **expected: Any) -> None:
+    """Raises ValueError where a field is neither absent, null nor what is expected of it: the family has no other."""
+    for name, wanted in expected.items():
+        if hf.get(name) not in (None, wanted):
+            raise ValueError(f"config.json: {name} must be {wanted!r}, got {hf[name]!r}")

@@ -22,10 +22,10 @@ from jaxspec.models.base import (
     AttentionOptions,
     ModelConfig,
     OutputLayer,
-    RopeScaling,
     Split,
     TargetModel,
 )
+from jaxspec.models.rope import Tables, apply_rope, layer_tables
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -65,42 +65,6 @@ def _rms_norm_backward(
 
 
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
-
-
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
-    """Inverse frequencies of the rotary embedding, [C/2] float32 (Llama 3.1's band interpolation included)."""
-    inv = [theta ** (-2.0 * i / head_dim) for i in range(head_dim // 2)]
-    if scaling is None:
-        return jnp.asarray(inv, jnp.float32)
-    if scaling.rope_type == "linear":
-        return jnp.asarray([f / scaling.factor for f in inv], jnp.float32)
-    out = []
-    low_wave = scaling.original_max_position_embeddings / scaling.low_freq_factor
-    high_wave = scaling.original_max_position_embeddings / scaling.high_freq_factor
-    for f in inv:
-        wave = 2 * math.pi / f
-        if wave < high_wave:
-            out.append(f)
-        elif wave > low_wave:
-            out.append(f / scaling.factor)
-        else:
-            span = scaling.high_freq_factor - scaling.low_freq_factor
-            mix = (scaling.original_max_position_embeddings / wave - scaling.low_freq_factor) / span
-            out.append((1 - mix) * f / scaling.factor + mix * f)
-    return jnp.asarray(out, jnp.float32)
-
-
-def rope_tables(positions_BN: jax.Array, inv_freq: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin), each [B, N, 1, C/2] float32, computed once a forward and shared by its layers."""
-    angle = positions_BN.astype(jnp.float32)[:, :, None, None] * inv_freq[None, None, None, :]
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def apply_rope(x_BNHC: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the halves of each head (Hugging Face's layout)."""
-    cos, sin = tables
-    lo, hi = jnp.split(x_BNHC.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([lo * cos - hi * sin, hi * cos + lo * sin], axis=-1).astype(x_BNHC.dtype)
 
 
 def _init(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: jnp.dtype, std: float) -> nnx.Param:
@@ -181,26 +145,36 @@ def output_logits(hidden_BNE: jax.Array, lm_head: OutputLayer | None, embedding_
 
 
 class RMSNorm(nnx.Module):
-    """Learned gain over the last axis."""
+    """Learned gain over the last axis; `gain` as ModelConfig.norm_gain."""
 
-    def __init__(self, dim: int, eps: float, *, dtype: jnp.dtype):
-        self.weight = nnx.Param(jnp.ones((dim,), dtype))
-        self.eps = eps
+    def __init__(self, dim: int, eps: float, *, dtype: jnp.dtype, gain: str = "cast"):
+        self.weight = nnx.Param((jnp.zeros if gain == "one_plus" else jnp.ones)((dim,), dtype))
+        self.eps, self.gain = eps, gain
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.weight[...], self.eps)
+        if self.gain == "cast":
+            return rms_norm(x, self.weight[...], self.eps)
+        weight_E = jnp.asarray(self.weight[...], jnp.float32)
+        weight_E = weight_E + 1.0 if self.gain == "one_plus" else weight_E
+        return jnp.asarray(rms_norm(x.astype(jnp.float32), weight_E, self.eps), x.dtype)
 
 
 class Attention(nnx.Module):
     """Grouped-query attention around a caller's `attend`; d_in may exceed the residual width (EAGLE-3).
 
+    Args:
+      index: the layer's number, by which the configuration says what it asks of attention.
+
     Attributes:
       shards: groups of columns that qkv is stored in, [q k v] of one shard after the other (see `tensor_parallel`).
     """
 
-    def __init__(self, cfg: ModelConfig, *, d_in: int | None = None, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+    def __init__(
+        self, cfg: ModelConfig, index: int = 0, *, d_in: int | None = None, dtype: jnp.dtype, rngs: nnx.Rngs | None
+    ):
         d_in = d_in or cfg.hidden_size
         self.shards = 1
+        self.options, self.interleaved = cfg.attention_options(index), cfg.rope_interleaved
         self.num_heads, self.num_kv_heads, self.head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         width = (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim
         out_std = 0.02 / math.sqrt(2 * max(1, cfg.num_layers))
@@ -208,10 +182,12 @@ class Attention(nnx.Module):
         self.out = Linear(
             cfg.num_heads * cfg.head_dim, cfg.hidden_size, bias=cfg.output_bias, dtype=dtype, rngs=rngs, std=out_std
         )
-        self.q_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps, dtype=dtype) if cfg.qk_norm else None
-        self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps, dtype=dtype) if cfg.qk_norm else None
+        norm = functools.partial(RMSNorm, eps=cfg.rms_norm_eps, dtype=dtype, gain=cfg.norm_gain)
+        normed_heads = (cfg.num_heads, cfg.num_kv_heads) if cfg.qk_norm_wide else (1, 1)
+        self.q_norm, self.k_norm = (norm(n * cfg.head_dim) if cfg.qk_norm else None for n in normed_heads)
+        self.wide_norm = cfg.qk_norm_wide
 
-    def __call__(self, x_BNE: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend, layer: int) -> jax.Array:
+    def __call__(self, x_BNE: jax.Array, rope: Tables | None, attend: Attend, layer: int) -> jax.Array:
         b, n, _ = x_BNE.shape
         h, g, c, t = self.num_heads, self.num_kv_heads, self.head_dim, self.shards
         # The barrier holds back a layout that heads would like and the kernel lacks: TPUs copied the kernel into it.
@@ -219,9 +195,16 @@ class Attention(nnx.Module):
         q, k, v = jnp.split(groups, [h // t, (h + g) // t], axis=3)
         q_BNHC, k_BNGC, v_BNGC = q.reshape(b, n, h, c), k.reshape(b, n, g, c), v.reshape(b, n, g, c)
         if self.q_norm is not None and self.k_norm is not None:
-            q_BNHC, k_BNGC = self.q_norm(q_BNHC), self.k_norm(k_BNGC)
-        out_BNHC = attend(layer, apply_rope(q_BNHC, rope), apply_rope(k_BNGC, rope), v_BNGC)
+            q_BNHC, k_BNGC = self._normed(self.q_norm, q_BNHC), self._normed(self.k_norm, k_BNGC)
+        if rope is not None:
+            q_BNHC, k_BNGC = (apply_rope(x, rope, interleaved=self.interleaved) for x in (q_BNHC, k_BNGC))
+        out_BNHC = attend(layer, q_BNHC, k_BNGC, v_BNGC, self.options)
         return self.out(out_BNHC.reshape(b, n, h * c))
+
+    def _normed(self, norm: RMSNorm, x_BNHC: jax.Array) -> jax.Array:
+        if not self.wide_norm:
+            return norm(x_BNHC)
+        return norm(x_BNHC.reshape(*x_BNHC.shape[:2], -1)).reshape(x_BNHC.shape)
 
     def splits(self, shards: int) -> list[Split]:
         """See `tensor_parallel`."""
@@ -232,15 +215,19 @@ class Attention(nnx.Module):
         return [*self.qkv.columns((query, value, value)), *self.out.rows()]
 
 
+#: The MLP's gates by ModelConfig.hidden_act.
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+
+
 class MLP(nnx.Module):
-    """SwiGLU with gate and up fused.
+    """SwiGLU, or GeGLU, with gate and up fused.
 
     Attributes:
       shards: groups of columns that gate_up is stored in, [gate up] of one shard after the other.
     """
 
     def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
-        self.shards = 1
+        self.shards, self.act = 1, cfg.hidden_act
         out_std = 0.02 / math.sqrt(2 * max(1, cfg.num_layers))
         self.gate_up = Linear(cfg.hidden_size, 2 * cfg.intermediate_size, bias=cfg.mlp_bias, dtype=dtype, rngs=rngs)
         self.down = Linear(
@@ -250,7 +237,7 @@ class MLP(nnx.Module):
     def __call__(self, x_BNE: jax.Array) -> jax.Array:
         both = self.gate_up(x_BNE)
         gate, up = jnp.split(both.reshape(*both.shape[:-1], self.shards, -1), 2, axis=-1)
-        return self.down((jax.nn.silu(gate) * up).reshape(*both.shape[:-1], -1))
+        return self.down((ACTIVATIONS[self.act](gate) * up).reshape(*both.shape[:-1], -1))
 
     def splits(self, shards: int) -> list[Split]:
         """See `tensor_parallel`."""
@@ -262,18 +249,38 @@ class MLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and MLP. Without `attn_norm` (EAGLE-1's first layer) attention reads the stream itself."""
+    """Attention and MLP, each with a norm before it, on what comes out, or both (ModelConfig.pre_norms, post_norms).
 
-    def __init__(self, cfg: ModelConfig, *, attn_norm: bool = True, dtype: jnp.dtype, rngs: nnx.Rngs | None):
-        self.attn_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, dtype=dtype) if attn_norm else None
-        self.attn = Attention(cfg, dtype=dtype, rngs=rngs)
-        self.mlp_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, dtype=dtype)
+    Without `attn_norm` (EAGLE-1's first layer) attention reads the stream itself.
+    """
+
+    def __init__(
+        self, cfg: ModelConfig, index: int = 0, *, attn_norm: bool = True, dtype: jnp.dtype, rngs: nnx.Rngs | None
+    ):
+        norm = lambda there: (
+            RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, dtype=dtype, gain=cfg.norm_gain) if there else None
+        )
+        self.attn_norm = norm(attn_norm and cfg.pre_norms)
+        self.attn = Attention(cfg, index, dtype=dtype, rngs=rngs)
+        self.attn_out_norm = norm(cfg.post_norms)
+        self.mlp_norm = norm(cfg.pre_norms)
         self.mlp = MLP(cfg, dtype=dtype, rngs=rngs)
+        self.mlp_out_norm = norm(cfg.post_norms)
+        self.residual_scale = cfg.residual_scale
 
-    def __call__(self, x_BNE: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend, layer: int) -> jax.Array:
+    def __call__(self, x_BNE: jax.Array, rope: Tables | None, attend: Attend, layer: int) -> jax.Array:
         normed_BNE = x_BNE if self.attn_norm is None else self.attn_norm(x_BNE)
-        x_BNE = x_BNE + self.attn(normed_BNE, rope, attend, layer)
-        return x_BNE + self.mlp(self.mlp_norm(x_BNE))
+        x_BNE = self._added(x_BNE, self.attn(normed_BNE, rope, attend, layer), self.attn_out_norm)
+        normed_BNE = x_BNE if self.mlp_norm is None else self.mlp_norm(x_BNE)
+        return self._added(x_BNE, self.mlp(normed_BNE), self.mlp_out_norm)
+
+    def _added(self, x_BNE: jax.Array, out_BNE: jax.Array, norm: RMSNorm | None) -> jax.Array:
+        out_BNE = out_BNE if norm is None else norm(out_BNE)
+        return x_BNE + _scaled(out_BNE, self.residual_scale)
+
+
+def _scaled(x: jax.Array, by: float) -> jax.Array:
+    return x if by == 1.0 else x * jnp.asarray(by, x.dtype)
 
 
 class Transformer(TargetModel):
@@ -282,23 +289,23 @@ class Transformer(TargetModel):
     def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs | None = None):
         self.config = cfg
         self.embedding = _init(rngs, (cfg.vocab_size, cfg.hidden_size), dtype, 0.02)
-        self.layers = nnx.List([DecoderLayer(cfg, dtype=dtype, rngs=rngs) for _ in range(cfg.num_layers)])
-        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, dtype=dtype)
+        self.layers = nnx.List([DecoderLayer(cfg, i, dtype=dtype, rngs=rngs) for i in range(cfg.num_layers)])
+        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, dtype=dtype, gain=cfg.norm_gain)
         self.lm_head = (
             None if cfg.tie_word_embeddings else Linear(cfg.hidden_size, cfg.vocab_size, dtype=dtype, rngs=rngs)
         )
 
     def embed(self, tokens_BN: jax.Array) -> jax.Array:
-        return jnp.take(self.embedding[...], tokens_BN, axis=0, mode="clip")
+        x_BNE = jnp.take(self.embedding[...], tokens_BN, axis=0, mode="clip")
+        return _scaled(x_BNE, self.config.embedding_scale)
 
     def __call__(
         self, tokens_BN: jax.Array, positions_BN: jax.Array, attend: Attend, aux_layers: Sequence[int] = ()
     ) -> tuple[jax.Array, jax.Array | None]:
         cfg = self.config
-        rope = rope_tables(positions_BN, rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling))
         x_BNE = self.embed(tokens_BN)
         streams = {}
-        for i, layer in enumerate(self.layers):
+        for i, (layer, rope) in enumerate(zip(self.layers, layer_tables(cfg, positions_BN), strict=True)):
             streams[i] = x_BNE
             x_BNE = layer(x_BNE, rope, attend, i)
         streams[cfg.num_layers] = x_BNE
@@ -307,7 +314,11 @@ class Transformer(TargetModel):
         return hidden_BNE, aux_BNA
 
     def logits(self, hidden_BNE: jax.Array) -> jax.Array:
-        return output_logits(hidden_BNE, self.lm_head, self.embedding)
+        cfg, logits_BNV = self.config, output_logits(hidden_BNE, self.lm_head, self.embedding)
+        if cfg.logit_divisor != 1.0:
+            logits_BNV = logits_BNV / cfg.logit_divisor
+        cap = cfg.logit_soft_cap
+        return logits_BNV if cap is None else cap * jnp.tanh(logits_BNV / cap)
 
 
 class Shared(nnx.Variable):

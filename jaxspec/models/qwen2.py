@@ -1,26 +1,31 @@
-"""Qwen2 and Qwen2.5: Llama's layers with biases on q, k and v."""
+"""Qwen2 and Qwen2.5: Llama's layers with biases on q, k and v; some releases slide in their last layers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.family import Family
+from jaxspec.models.family import Family, read_windows, write_windows
 from jaxspec.models.layers import Transformer
 from jaxspec.models.llama import common_config, common_fields
 from jaxspec.models.weight_map import transformer_weights
 
 
+def windows(hf: dict[str, Any]) -> dict[str, Any]:
+    """Qwen's windows: of the layers from `max_window_layers` on, where `use_sliding_window` says so."""
+    first = hf.get("max_window_layers", 28)
+    return read_windows(hf, lambda layer: layer >= first, 4096, switched=True)
+
+
 def read_config(hf: dict[str, Any]) -> ModelConfig:
     """A Qwen2 config.json as ModelConfig."""
-    return ModelConfig(
-        family="qwen2", attention_bias=True, **common_fields(hf, bos=None, eos=None, max_positions=32768)
-    )
+    fields = common_fields(hf, bos=None, eos=None, max_positions=32768, windows=True)
+    return ModelConfig(family="qwen2", attention_bias=True, **windows(hf), **fields)
 
 
 def write_config(cfg: ModelConfig) -> dict[str, Any]:
     """The inverse of read_config, without `architectures`."""
-    return {"model_type": "qwen2", **common_config(cfg), "use_sliding_window": False}
+    return {"model_type": "qwen2", **common_config(cfg), **write_windows(cfg, switched=True)}
 
 
 FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), read_config, write_config, Transformer, transformer_weights)

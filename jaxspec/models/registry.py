@@ -14,12 +14,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxspec.models import llama, qwen2, qwen3
+from jaxspec.models import gemma, glm, granite, llama, mistral, olmo, phi3, qwen2, qwen3, smollm3
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.family import Family
 from jaxspec.models.weight_map import Weight
 
-FAMILIES: dict[str, Family[Any]] = {family.name: family for family in (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY)}
+_ALL: tuple[Family[Any], ...] = (
+    llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, mistral.FAMILY, mistral.MINISTRAL, smollm3.FAMILY, olmo.FAMILY,
+    olmo.OLMO3, granite.FAMILY, phi3.FAMILY, glm.FAMILY, glm.GLM, gemma.FAMILY, gemma.GEMMA3,
+)  # fmt: skip
+FAMILIES: dict[str, Family[Any]] = {family.name: family for family in _ALL}
 
 
 def of(cfg: ModelConfig) -> Family[Any]:

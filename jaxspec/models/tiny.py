@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxspec.models.base import ModelConfig
+from jaxspec.models.base import ModelConfig, RopeScaling
 from jaxspec.models.layers import Transformer
 
 #: Standard deviation of the logits: greedy choices are clear, sampled ones vary.
@@ -36,6 +36,35 @@ _CONFIG = ModelConfig(
     max_position_embeddings=512,
     bos_token_id=0,
 )
+
+_OLMO: dict[str, Any] = dict(qk_norm=True, qk_norm_wide=True, pre_norms=False, post_norms=True, norm_gain="float32")
+_GEMMA: dict[str, Any] = dict(
+    hidden_act="gelu_tanh", post_norms=True, norm_gain="one_plus", embedding_scale=math.sqrt(32), attention_scale=0.25
+)
+_WINDOW: dict[str, Any] = dict(sliding_window=9, sliding_layers=(0,))
+#: What a family has that `tiny_config` lacks, for those that are not Llama's relatives in all.
+FAMILY_FIELDS: dict[str, dict[str, Any]] = {
+    name: dict(family=name, **fields)
+    for name, fields in {
+        "mistral": dict(sliding_window=9, sliding_layers=(0, 1)),
+        "ministral": _WINDOW,
+        "smollm3": dict(no_rope_layers=(1,)),
+        "olmo2": _OLMO,
+        "olmo3": dict(_OLMO, **_WINDOW),
+        "granite": dict(embedding_scale=3.0, attention_scale=0.4, residual_scale=0.7, logit_divisor=1.5),
+        "phi3": dict(
+            sliding_window=9, sliding_layers=(0, 1), partial_rotary_factor=0.75,
+            rope_scaling=RopeScaling(
+                "longrope", 4.0, original_max_position_embeddings=32, attention_factor=1.2,
+                short_factor=(1.0, 1.5, 2.0), long_factor=(1.0, 3.0, 9.0), extended=True,
+            ),
+        ),
+        "glm": dict(attention_bias=True, partial_rotary_factor=0.5, rope_interleaved=True),
+        "glm4": dict(attention_bias=True, partial_rotary_factor=0.5, rope_interleaved=True, post_norms=True),
+        "gemma2": dict(_GEMMA, **_WINDOW, attention_soft_cap=4.0, logit_soft_cap=6.0),
+        "gemma3": dict(_GEMMA, **_WINDOW, qk_norm=True, rope_theta=1e6, local_rope_theta=1e4),
+    }.items()
+}  # fmt: skip
 
 
 def tiny_config(**overrides: Any) -> ModelConfig:

@@ -83,38 +83,62 @@ def norm_weights(norm: RMSNorm, name: str) -> Iterator[Weight]:
     yield Weight(norm.weight, (f"{name}.weight",), tuple(norm.weight.shape), gain=True)
 
 
-def attention_weights(attn: Attention, prefix: str) -> Iterator[Weight]:
+@dataclasses.dataclass(frozen=True)
+class LayerNames:
+    """What a family calls the parts of `layers.DecoderLayer`, without `.weight`; Llama's names by default.
+
+    Attributes:
+      attn_norm, attn_out_norm, mlp_norm, mlp_out_norm: norms before and after attention and MLP.
+      qkv, gate_up: the projections that are fused here; one name where the checkpoint fuses them too.
+    """
+
+    attn_norm: str = "input_layernorm"
+    attn_out_norm: str = ""
+    mlp_norm: str = "post_attention_layernorm"
+    mlp_out_norm: str = ""
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+
+
+LLAMA = LayerNames()
+
+
+def attention_weights(attn: Attention, prefix: str, names: LayerNames = LLAMA) -> Iterator[Weight]:
     """`{prefix}.{q,k,v,o}_proj` and, where the family has them, `{prefix}.{q,k}_norm`."""
     q, kv = attn.num_heads * attn.head_dim, attn.num_kv_heads * attn.head_dim
-    yield from linear_weights(attn.qkv, [f"{prefix}.{x}_proj" for x in "qkv"], (q, kv, kv))
+    widths = (q, kv, kv) if len(names.qkv) == 3 else (q + 2 * kv,)
+    yield from linear_weights(attn.qkv, [f"{prefix}.{x}" for x in names.qkv], widths)
     yield from linear_weights(attn.out, [f"{prefix}.o_proj"])
     if attn.q_norm is not None and attn.k_norm is not None:
         yield from norm_weights(attn.q_norm, f"{prefix}.q_norm")
         yield from norm_weights(attn.k_norm, f"{prefix}.k_norm")
 
 
-def mlp_weights(mlp: MLP, prefix: str) -> Iterator[Weight]:
+def mlp_weights(mlp: MLP, prefix: str, names: LayerNames = LLAMA) -> Iterator[Weight]:
     """`{prefix}.{gate,up,down}_proj`."""
-    width = mlp.gate_up.kernel.shape[1] // 2
-    yield from linear_weights(mlp.gate_up, [f"{prefix}.gate_proj", f"{prefix}.up_proj"], (width, width))
+    width, parts = mlp.gate_up.kernel.shape[1], len(names.gate_up)
+    yield from linear_weights(mlp.gate_up, [f"{prefix}.{x}" for x in names.gate_up], (width // parts,) * parts)
     yield from linear_weights(mlp.down, [f"{prefix}.down_proj"])
 
 
-def layer_weights(layer: DecoderLayer, prefix: str) -> Iterator[Weight]:
-    """A decoder layer under Llama's names, e.g. with prefix "model.layers.0"."""
-    if layer.attn_norm is not None:
-        yield from norm_weights(layer.attn_norm, f"{prefix}.input_layernorm")
-    yield from attention_weights(layer.attn, f"{prefix}.self_attn")
-    yield from norm_weights(layer.mlp_norm, f"{prefix}.post_attention_layernorm")
-    yield from mlp_weights(layer.mlp, f"{prefix}.mlp")
+def layer_weights(layer: DecoderLayer, prefix: str, names: LayerNames = LLAMA) -> Iterator[Weight]:
+    """A decoder layer, e.g. with prefix "model.layers.0"."""
+    norms = [(layer.attn_norm, names.attn_norm), (layer.attn_out_norm, names.attn_out_norm)]
+    norms += [(layer.mlp_norm, names.mlp_norm), (layer.mlp_out_norm, names.mlp_out_norm)]
+    for norm, name in norms:
+        if norm is not None:
+            assert name, f"a family of layers with such norms must name them, {names} does not"
+            yield from norm_weights(norm, f"{prefix}.{name}")
+    yield from attention_weights(layer.attn, f"{prefix}.self_attn", names)
+    yield from mlp_weights(layer.mlp, f"{prefix}.mlp", names)
 
 
-def transformer_weights(model: Transformer) -> Iterator[Weight]:
-    """Every parameter of a model under Llama's names, in the order of the forward pass."""
+def transformer_weights(model: Transformer, names: LayerNames = LLAMA) -> Iterator[Weight]:
+    """Every parameter of a model, in the order of the layers."""
     copies = ("lm_head.weight",) if model.lm_head is None else ()
     yield Weight(model.embedding, ("model.embed_tokens.weight",), (model.embedding.shape[1],), copies=copies)
     for i, layer in enumerate(model.layers):
-        yield from layer_weights(layer, f"model.layers.{i}")
+        yield from layer_weights(layer, f"model.layers.{i}", names)
     yield from norm_weights(model.norm, "model.norm")
     if isinstance(model.lm_head, Linear):
         yield from linear_weights(model.lm_head, ["lm_head"])

@@ -39,6 +39,7 @@ SHAPE: dict[str, Any] = dict(
     max_position_embeddings=256,
     bos_token_id=1,
     eos_token_id=None,
+    pad_token_id=0,
 )
 LLAMA3 = dict(
     rope_type="llama3",
@@ -48,6 +49,11 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
+MIXED = ["sliding_attention", "full_attention"]
+GLM_EOS = [151329, 151336, 151338]  # which transformers puts where a configuration has none
+#: Configurations whose name is not that of the architecture.
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", dict(tie_word_embeddings=True)),
@@ -62,6 +68,89 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2", dict(tie_word_embeddings=True)),
     "qwen3": ("Qwen3", dict(head_dim=16)),
     "qwen3-biases": ("Qwen3", dict(head_dim=8, attention_bias=True)),
+    "qwen3-window": (
+        "Qwen3",
+        dict(head_dim=16, use_sliding_window=True, sliding_window=11, max_window_layers=1),
+    ),
+    "llama-yarn": ("Llama", dict(rope_parameters=dict(YARN, beta_fast=16.0))),
+    "llama-yarn-mscale": (
+        "Llama",
+        dict(rope_parameters=dict(YARN, mscale=0.8, mscale_all_dim=0.5, truncate=False)),
+    ),
+    "llama-dynamic": ("Llama", dict(rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0))),
+    "mistral-window": ("Mistral", dict(sliding_window=13)),
+    "ministral": ("Ministral", dict(sliding_window=9, layer_types=MIXED, head_dim=12)),
+    "smollm3": ("SmolLM3", dict(num_hidden_layers=3, no_rope_layers=[1, 0, 1], tie_word_embeddings=False)),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": (
+        "Olmo3",
+        dict(
+            sliding_window=9,
+            layer_types=MIXED,
+            rope_parameters=dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=10000.0)),
+        ),
+    ),
+    "granite": (
+        "Granite",
+        dict(embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.7, logits_scaling=1.5),
+    ),
+    "phi3": ("Phi3", dict(sliding_window=17, original_max_position_embeddings=256)),
+    "phi3-longrope": (
+        "Phi3",
+        dict(
+            original_max_position_embeddings=10,
+            rope_parameters=dict(
+                original_max_position_embeddings=10,
+                rope_type="longrope",
+                rope_theta=10000.0,
+                partial_rotary_factor=0.5,
+                short_factor=[1.0, 1.5],
+                long_factor=[1.1, 4.0],
+            ),
+        ),
+    ),
+    "phi3-longrope-short": (
+        "Phi3",
+        dict(
+            original_max_position_embeddings=256,
+            rope_parameters=dict(
+                original_max_position_embeddings=256,
+                rope_type="longrope",
+                rope_theta=10000.0,
+                partial_rotary_factor=0.75,
+                short_factor=[1.0, 1.5, 2.0],
+                long_factor=[1.1, 4.0, 8.0],
+            ),
+        ),
+    ),
+    "glm": ("Glm", dict(head_dim=8, eos_token_id=GLM_EOS)),
+    "glm4": ("Glm4", dict(head_dim=12, attention_bias=True, eos_token_id=GLM_EOS)),
+    "gemma2": (
+        "Gemma2",
+        dict(
+            head_dim=12,
+            sliding_window=9,
+            query_pre_attn_scalar=20,
+            attn_logit_softcapping=4.0,
+            final_logit_softcapping=6.0,
+            tie_word_embeddings=False,  # tied, so small a model repeats its last token
+        ),
+    ),
+    "gemma3": (
+        "Gemma3",
+        dict(
+            num_hidden_layers=3,
+            head_dim=12,
+            sliding_window=9,
+            query_pre_attn_scalar=20,
+            layer_types=[*MIXED, MIXED[0]],
+            tie_word_embeddings=False,
+            rope_parameters=dict(
+                full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1000000.0),
+                sliding_attention=dict(rope_type="default", rope_theta=10000.0),
+            ),
+        ),
+    ),
 }
 
 
@@ -166,7 +255,8 @@ def reference_model(case: str, directory: Path) -> Any:
     import torch
     import transformers
 
-    config = getattr(transformers, f"{CASES[case][0]}Config")(**settings(case))
+    kind = CASES[case][0]
+    config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**settings(case))
     config.save_pretrained(directory)
     kind = getattr(transformers, config.architectures[0])
     with torch.device("meta"):  # names and shapes only: tied tensors count once

@@ -16,8 +16,9 @@ import pytest
 from jaxspec.checkpointing import hf
 from jaxspec.models import registry
 from jaxspec.models.base import RopeScaling
+from jaxspec.models.family import token_ids
 from jaxspec.models.layers import causal_attention
-from jaxspec.models.tiny import tiny_target
+from jaxspec.models.tiny import FAMILY_FIELDS, tiny_target
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -69,13 +70,15 @@ EXPORTS: dict[str, dict[str, Any]] = {
     "llama-linear-rope": dict(rope_scaling=RopeScaling("linear", 2.0), eos_token_ids=(3, 7)),
     "qwen2": dict(family="qwen2", attention_bias=True),
     "qwen3": dict(family="qwen3", qk_norm=True, head_dim=16),
+    "qwen3-window": dict(family="qwen3", qk_norm=True, sliding_window=9, sliding_layers=(1,)),
+    **FAMILY_FIELDS,
 }
 
 
 @pytest.mark.parametrize("case", EXPORTS)
 def test_transformers_loads_what_we_save(case: str, tmp_path: Path) -> None:
     ours = tiny_target(**EXPORTS[case])
-    hf.save_model(ours, tmp_path, dtype=jnp.float32)
+    hf.save_model(ours, tmp_path, dtype=jnp.float32, more_config={"pad_token_id": 0})  # defaults lie beyond 13 tokens
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert theirs.dtype == torch.float32
@@ -90,14 +93,24 @@ def test_transformers_loads_what_we_save(case: str, tmp_path: Path) -> None:
 def test_configs_read_as_transformers_means_them() -> None:
     """Fields that a config.json leaves out take transformers' defaults, family by family."""
     counts = {k: parity.SHAPE[k] for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
-    for kind in ("Llama", "Qwen2", "Qwen3"):
-        config = getattr(transformers, f"{kind}Config")(**counts, num_attention_heads=4, num_key_value_heads=2)
-        bare = {"architectures": [f"{kind}ForCausalLM"], **counts, "num_attention_heads": 4, "num_key_value_heads": 2}
+    kinds = dict.fromkeys(kind for kind, _ in parity.CASES.values())
+    for kind in kinds:
+        given = {**counts, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+        config = getattr(transformers, parity.CONFIGS.get(kind, f"{kind}Config"))(**given)
+        bare = {"architectures": [f"{kind}ForCausalLM"], **given}
         cfg = registry.read_config(bare)
-        assert cfg.head_dim == getattr(config, "head_dim", 8)
+        assert cfg.head_dim == (getattr(config, "head_dim", None) or 8)
         assert cfg.max_position_embeddings == config.max_position_embeddings
         assert cfg.rms_norm_eps == config.rms_norm_eps
         assert cfg.tie_word_embeddings == config.tie_word_embeddings
         assert cfg.bos_token_id == config.bos_token_id
-        assert cfg.eos_token_ids == (() if config.eos_token_id is None else (config.eos_token_id,))
-        assert cfg.rope_theta == config.rope_parameters["rope_theta"]
+        assert cfg.eos_token_ids == token_ids(config.eos_token_id)
+        rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+        assert (cfg.rope_theta, cfg.partial_rotary_factor) == (
+            rope["rope_theta"], rope.get("partial_rotary_factor", 1.0)
+        )  # fmt: skip
+        sliding = "sliding_attention"
+        types = getattr(config, "layer_types", None) or [sliding if cfg.sliding_window else ""] * 2
+        assert cfg.sliding_layers == tuple(i for i, which in enumerate(types) if which == sliding)
+        if cfg.sliding_layers:
+            assert cfg.sliding_window == config.sliding_window

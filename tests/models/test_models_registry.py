@@ -14,7 +14,7 @@ from flax import nnx
 from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig, RopeScaling
 from jaxspec.models.layers import causal_attention
-from jaxspec.models.tiny import tiny_config, tiny_target
+from jaxspec.models.tiny import FAMILY_FIELDS, tiny_config, tiny_target
 
 GOOD: dict[str, Any] = dict(
     architectures=["LlamaForCausalLM"],
@@ -41,11 +41,25 @@ GOOD: dict[str, Any] = dict(
         (dict(head_dim=7), "head_dim must be even.*got 7"),
         (dict(hidden_act="gelu"), "hidden_act 'gelu'.*'silu'"),
         (dict(quantization_config=dict(quant_method="gptq")), "quantized weights .gptq."),
-        (dict(use_sliding_window=True), "only full attention.*use_sliding_window=True"),
-        (dict(layer_types=["full_attention", "sliding_attention"]), "only full attention.*sliding_attention"),
+        (dict(use_sliding_window=True), "with full attention only.*use_sliding_window=True"),
+        (dict(layer_types=["full_attention", "sliding_attention"]), "full attention only.*sliding_attention"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor must be 1.0, got 0.5"),
-        (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "'yarn'.*'llama3'"),
-        (dict(rope_parameters=dict(rope_type="dynamic", factor=4.0)), "'dynamic'.*'llama3'"),
+        (dict(partial_rotary_factor=0.4), "partial_rotary_factor 0.4 of head_dim 8 gives 3 rotary channels"),
+        (dict(partial_rotary_factor=0), "partial_rotary_factor must lie in .0, 1., got 0"),
+        (dict(rope_scaling=dict(rope_type="mrope", factor=4.0)), "'mrope'.*'dynamic'.*'llama3'.*'longrope'.*'yarn'"),
+        (dict(rope_parameters=dict(rope_type="yarn", factor="4")), "'yarn' needs a factor of at least 1, got '4'"),
+        (
+            dict(rope_scaling=dict(rope_type="yarn", factor=4, original_max_position_embeddings=0.5)),
+            "original_max_position_embeddings must be a positive integer, got 0.5",
+        ),
+        (
+            dict(rope_scaling=dict(type="longrope", long_factor=[1.0] * 4)),
+            "4 positive numbers as short_factor, got None",
+        ),
+        (
+            dict(rope_scaling=dict(type="longrope", short_factor=[1.0] * 4, long_factor=[1.0] * 3)),
+            "4 positive numbers as long_factor, got 3 values",
+        ),
         (dict(rope_scaling=dict(type="linear")), "'linear' needs a factor of at least 1, got None"),
         (dict(rope_scaling=dict(rope_type="llama3", factor=0.5)), "factor of at least 1, got 0.5"),
     ],
@@ -64,9 +78,28 @@ def test_refusals_name_the_field_and_the_value(change: dict[str, Any], message: 
         tiny_config(attention_bias=True, output_bias=True, mlp_bias=True, head_dim=16),
         tiny_config(rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64)),
         tiny_config(rope_scaling=RopeScaling("linear", 2.0)),
+        tiny_config(rope_scaling=RopeScaling("dynamic", 2.0)),
+        tiny_config(
+            rope_scaling=RopeScaling(
+                "yarn", 4.0, original_max_position_embeddings=128, attention_factor=1.25, beta_fast=16.0, truncate=False
+            )
+        ),
+        tiny_config(
+            rope_scaling=RopeScaling(
+                "longrope",
+                4.0,
+                original_max_position_embeddings=128,
+                attention_factor=1.5,
+                short_factor=(1.0, 1.5, 2.0, 3.0),
+                long_factor=(1.0, 3.0, 9.0, 27.0),
+                extended=True,
+            )
+        ),
+        tiny_config(family="qwen2", attention_bias=True, sliding_window=7, sliding_layers=(1,)),
         tiny_config(family="qwen2", attention_bias=True),
         tiny_config(family="qwen3", qk_norm=True),
         tiny_config(family="qwen3", qk_norm=True, attention_bias=True, output_bias=True),
+        *(tiny_config(**fields) for fields in FAMILY_FIELDS.values()),
     ],
 )
 def test_configs_survive_the_round_trip(cfg: ModelConfig) -> None:
@@ -80,7 +113,9 @@ def test_configs_survive_the_round_trip(cfg: ModelConfig) -> None:
         (dict(attention_bias=True), "output_bias=False (would read as True)"),
         (dict(family="qwen2"), "attention_bias=False (would read as True)"),
         (dict(family="qwen2", attention_bias=True, mlp_bias=True), "mlp_bias=True"),
-        (dict(family="gpt2"), "one of ['llama', 'qwen2', 'qwen3'], got 'gpt2'"),
+        (dict(family="gpt2"), f"one of {sorted(registry.FAMILIES)}, got 'gpt2'"),
+        (dict(family="mistral", sliding_window=9, sliding_layers=(0,)), "sliding_layers=(0,) (would read as (0, 1))"),
+        (dict(FAMILY_FIELDS["gemma2"], attention_scale=None), "attention_scale=None (would read as 0.35"),
     ],
 )
 def test_what_a_family_cannot_express_is_not_written(overrides: dict[str, Any], field: str) -> None:

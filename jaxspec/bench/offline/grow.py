@@ -199,12 +199,19 @@ class _Grower(_Writer):
                 self.put(mine.weight, theirs and theirs.weight[...], [channel], ones, 1 / math.sqrt(shrink))
 
     def layer(self, new: DecoderLayer, old: DecoderLayer | None) -> None:
-        assert new.attn_norm is not None
+        assert new.attn_norm is not None and new.mlp_norm is not None
         self.norm(new.attn_norm, old and old.attn_norm)
         self.attention(new.attn, old and old.attn)
         self.norm(new.mlp_norm, old and old.mlp_norm)
         self.linear(new.mlp.gate_up, old and old.mlp.gate_up, self.at.hidden, self.at.gate_up)
         self.linear(new.mlp.down, old and old.mlp.down, self.at.inner, self.at.hidden, writes=True)
+
+
+#: What layers may ask for that a grown geometry would turn into something else.
+_NOT_GROWN = (
+    "partial_rotary_factor", "local_rope_theta", "qk_norm_wide", "attention_scale", "attention_soft_cap", "pre_norms",
+    "post_norms", "norm_gain", "embedding_scale", "logit_divisor", "logit_soft_cap",
+)  # fmt: skip
 
 
 def grow_target(model: TargetModel, size: Size, seed: int = 0) -> Transformer:
@@ -223,6 +230,9 @@ def grow_target(model: TargetModel, size: Size, seed: int = 0) -> Transformer:
     cfg = model.config
     if not isinstance(model, Transformer):
         raise ValueError(f"only models of Llama's shape can grow, got one of family {cfg.family!r}")
+    odd = {n: getattr(cfg, n) for n in _NOT_GROWN if getattr(cfg, n) != getattr(ModelConfig, n)}
+    if odd:
+        raise ValueError(f"only models of Llama's shape can grow, got one of family {cfg.family!r} with {odd}")
     eps = cfg.rms_norm_eps * (cfg.hidden_size / size.hidden_size)
     grown = dataclasses.replace(cfg, **dataclasses.asdict(size), rms_norm_eps=eps, tie_word_embeddings=False)
     dtype: jnp.dtype = model.embedding[...].dtype

@@ -22,7 +22,8 @@ from jaxspec.bench.studies import report
 from jaxspec.bench.studies.rounds import SHAPES, random_weights
 from jaxspec.cache import init_pages
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.layers import DecoderLayer, Linear, rope_frequencies, rope_tables
+from jaxspec.models.layers import DecoderLayer, Linear
+from jaxspec.models.rope import Tables, rotary_tables
 from pallas_kernels.profile import busy, record
 from pallas_kernels.tree_attention.api import tree_attention
 
@@ -62,8 +63,8 @@ def steps(cfg: ModelConfig, batch: int, context: int, dtype: jnp.dtype) -> dict[
 
         return attend
 
-    def rope() -> tuple[jax.Array, jax.Array]:
-        return rope_tables(length[:, None], rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling))
+    def rope() -> Tables:
+        return rotary_tables(cfg, length[:, None])
 
     layers = [
         random_weights(nnx.eval_shape(lambda: DecoderLayer(cfg, dtype=dtype, rngs=None)), i)

@@ -23,15 +23,10 @@ from jaxspec.models.layers import (
     MLP,
     Linear,
     RMSNorm,
-    apply_rope,
     output_logits,
-    rope_frequencies,
-    rope_tables,
 )
+from jaxspec.models.rope import Tables, apply_rope, rotary_tables
 from jaxspec.speculation.drafters.eagle3_head import Buffer
-
-#: What rotary tables hold.
-Rope = tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +151,7 @@ class BlockAttention(nnx.Module):
         self.q_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps, dtype=dtype)
         self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps, dtype=dtype)
 
-    def entries(self, x_BNE: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
+    def entries(self, x_BNE: jax.Array, rope: Tables) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, N, G, C] of the context or of a block, rotary positions applied."""
         b, n, _ = x_BNE.shape
         t, g, c = self.shards, self.num_kv_heads, self.head_dim
@@ -165,7 +160,7 @@ class BlockAttention(nnx.Module):
         return apply_rope(self.k_norm(k_BNGC), rope), v_BNGC
 
     def __call__(
-        self, x_BNE: jax.Array, rope: Rope, attend: Attend, layer: int, options: AttentionOptions
+        self, x_BNE: jax.Array, rope: Tables, attend: Attend, layer: int, options: AttentionOptions
     ) -> jax.Array:
         b, n, _ = x_BNE.shape
         q_BNHC = self.q(x_BNE).reshape(b, n, self.num_heads, self.head_dim)
@@ -192,7 +187,7 @@ class BlockLayer(nnx.Module):
         self.mlp = MLP(cfg, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x_BNE: jax.Array, rope: Rope, attend: Attend, layer: int, options: AttentionOptions
+        self, x_BNE: jax.Array, rope: Tables, attend: Attend, layer: int, options: AttentionOptions
     ) -> jax.Array:
         x_BNE = x_BNE + self.attn(self.attn_norm(x_BNE), rope, attend, layer, options)
         return x_BNE + self.mlp(self.mlp_norm(x_BNE))
@@ -262,6 +257,5 @@ class DflashHead(nnx.Module):
         """Float32 logits over the draft vocabulary, [B, N, Vd]."""
         return output_logits(hidden_BNE, self.lm_head, self.embedding)
 
-    def _rope(self, positions_BN: jax.Array) -> Rope:
-        layer = self.config.layer
-        return rope_tables(positions_BN, rope_frequencies(layer.head_dim, layer.rope_theta, layer.rope_scaling))
+    def _rope(self, positions_BN: jax.Array) -> Tables:
+        return rotary_tables(self.config.layer, positions_BN)

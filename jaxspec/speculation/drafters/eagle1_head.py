@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.models.base import Attend, ModelConfig
-from jaxspec.models.layers import DecoderLayer, Linear, output_logits, rope_frequencies, rope_tables
+from jaxspec.models.layers import DecoderLayer, Linear, output_logits
+from jaxspec.models.rope import rotary_tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Eagle1Head(nnx.Module):
         self.fc = Linear(2 * width, width, bias=cfg.bias, dtype=dtype, rngs=rngs)
         self.layers = nnx.List(
             [
-                DecoderLayer(cfg.layer, attn_norm=i > 0 or cfg.first_norm, dtype=dtype, rngs=rngs)
+                DecoderLayer(cfg.layer, i, attn_norm=i > 0 or cfg.first_norm, dtype=dtype, rngs=rngs)
                 for i in range(cfg.num_layers)
             ]
         )
@@ -99,7 +100,7 @@ class Eagle1Head(nnx.Module):
     ) -> jax.Array:
         """One step of the head: the predicted next features [B, N, E]; arguments as in Eagle3Head."""
         layer = self.config.layer
-        rope = rope_tables(positions_BN, rope_frequencies(layer.head_dim, layer.rope_theta, layer.rope_scaling))
+        rope = rotary_tables(layer, positions_BN)
         hidden_BNE = self.fc(jnp.concatenate([self.embed(tokens_BN), feature_BNE], axis=-1))
         for i, block in enumerate(self.layers):
             hidden_BNE = block(hidden_BNE, rope, attend, i)

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.models.base import Attend, ModelConfig, RopeScaling
-from jaxspec.models.layers import MLP, Attention, DecoderLayer, Linear, RMSNorm, product, rope_frequencies, rope_tables
+from jaxspec.models.layers import MLP, Attention, DecoderLayer, Linear, RMSNorm, product
+from jaxspec.models.rope import rotary_tables
 
 
 class Buffer(nnx.Variable):
@@ -153,7 +154,7 @@ class Eagle3Head(nnx.Module):
         self.attn = Attention(layer, d_in=2 * cfg.hidden_size, dtype=dtype, rngs=rngs)
         self.mlp_norm = norm(cfg.hidden_size)
         self.mlp = MLP(layer, dtype=dtype, rngs=rngs)
-        self.layers = nnx.List([DecoderLayer(layer, dtype=dtype, rngs=rngs) for _ in range(1, cfg.num_layers)])
+        self.layers = nnx.List([DecoderLayer(layer, i, dtype=dtype, rngs=rngs) for i in range(1, cfg.num_layers)])
         self.norm = norm(cfg.hidden_size)
         self.lm_head = Linear(cfg.hidden_size, cfg.draft_vocab_size, dtype=dtype, rngs=rngs)
         self.target_ids = Buffer(jnp.arange(cfg.draft_vocab_size, dtype=jnp.int32))
@@ -191,7 +192,7 @@ class Eagle3Head(nnx.Module):
           (un-normed, or normed with `norm_output`).
         """
         cfg = self.config
-        rope = rope_tables(positions_BN, rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling))
+        rope = rotary_tables(cfg.layer, positions_BN)
         normed_BNE = self.hidden_norm(feature_BNE)
         residual_BNE = normed_BNE if cfg.norm_before_residual else feature_BNE
         both = jnp.concatenate([self.input_norm(self.embed(tokens_BN)), normed_BNE], axis=-1)

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.models.base import Attend, ModelConfig
-from jaxspec.models.layers import DecoderLayer, Linear, RMSNorm, output_logits, rope_frequencies, rope_tables
+from jaxspec.models.layers import DecoderLayer, Linear, RMSNorm, output_logits
+from jaxspec.models.rope import rotary_tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,7 @@ class MtpHead(nnx.Module):
     ) -> jax.Array:
         """One step: the next features [B, N, E], already normed; arguments as in Eagle3Head."""
         layer = self.config.layer
-        rope = rope_tables(positions_BN, rope_frequencies(layer.head_dim, layer.rope_theta, layer.rope_scaling))
+        rope = rotary_tables(layer, positions_BN)
         both = [self.embedding_norm(self.embed(tokens_BN)), self.hidden_norm(feature_BNE)]
         hidden_BNE = self.layer(self.fc(jnp.concatenate(both, axis=-1)), rope, attend, 0)
         return self.norm(hidden_BNE)
