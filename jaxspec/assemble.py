@@ -272,13 +272,15 @@ def build_engine(
         kind, directory = registry.NONE, None
     dtype = jnp.dtype(config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     shards = config.tensor_parallel
-    check_divides(hf.load_config(model_dir), shards)
+    cfg = hf.load_config(model_dir)
+    check_divides(cfg, shards)
+    context = longest_text(config, cfg.max_position_embeddings)
     if config.profile is not None:
         CostProfile.load(config.profile)  # before weights are: whether it can be read
     # What is going to be split need not fit any device as a whole.
     load = host_memory if shards > 1 else contextlib.nullcontext
     with load():
-        target = hf.load_model(model_dir, dtype)
+        target = hf.load_model(model_dir, dtype, context=context)
         if shards > 1:
             share_tables(target, tensor_mesh(shards))
         module = load_drafter(kind, directory, target, dtype)

@@ -162,6 +162,8 @@ def read_config(
         attention_bias=layer.attention_bias,
         qk_norm=layer.qk_norm,
         max_position_embeddings=layer.max_position_embeddings,
+        sliding_window=layer.sliding_window,
+        sliding_layers=layer.sliding_layers,
         mask_token_id=mask_token(raw),
         **{name: _flag(raw, name) for name in _FLAGS},
     )

@@ -32,6 +32,7 @@ from jaxspec.checkpointing.tensors import (
 from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.family import token_ids
+from jaxspec.models.rope import served
 from jaxspec.models.weight_map import Weight
 
 #: Buffers that older checkpoints carry and that are recomputed here.
@@ -71,17 +72,23 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
     return cfg
 
 
-def load_model(directory: str | os.PathLike[str], dtype: DTypeLike = jnp.float32) -> TargetModel:
+def load_model(
+    directory: str | os.PathLike[str], dtype: DTypeLike = jnp.float32, *, context: int | None = None
+) -> TargetModel:
     """A causal language model from a Hugging Face directory, its weights cast to `dtype`.
 
     Tensors are read one at a time, so the host never holds the model twice. A multi-token prediction module that the
     checkpoint carries besides is left alone: `drafters.load_drafter` reads it.
 
+    Args:
+      context: tokens of the longest text that the model will see, where that is known to be less than its own context:
+        longrope has other frequencies for short texts (`rope.served`).
+
     Raises:
       ValueError: whatever in the directory does not fit: the message names the file, the
         tensor, and what was found and expected. Pickled weights are refused.
     """
-    cfg = load_config(directory)
+    cfg = served(load_config(directory), context)
     model = nnx.eval_shape(lambda: registry.build(cfg, dtype))
     weights = list(registry.weights(model))
     with read_tensors(directory) as reader:

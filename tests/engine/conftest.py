@@ -383,6 +383,7 @@ def tools() -> Any:
         drive, same, at_baseline = staticmethod(drive), staticmethod(same), staticmethod(at_baseline)
         workload, long_requests = staticmethod(workload), staticmethod(long_requests)
         script = Script
+        eagle3_head = staticmethod(eagle3_head)
         tiers, tree, vocab, eos, error = TIERS, TREE, V, EOS, FinishReason.ERROR
         speculation = SPECULATION
 

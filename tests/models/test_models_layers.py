@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec.models.layers import Linear, causal_attention, column_blocks
-from jaxspec.models.tiny import tiny_target
+from jaxspec.models.layers import Linear, causal_attention, column_blocks, tensor_parallel
+from jaxspec.models.tiny import FAMILY_FIELDS, tiny_target
 
 
 @pytest.mark.parametrize(("tied", "keep_flat", "length"), [(False, False, 5), (True, True, 50)])
@@ -21,6 +21,18 @@ def test_column_blocks_compute_the_same(tied: bool, keep_flat: bool, length: int
     plain = model.logits(model(tokens, positions, causal_attention)[0])
     other = blocked.logits(blocked(tokens, positions, causal_attention)[0])
     assert blocked.layers[0].mlp.gate_up.kernel[...].ndim == 3
+    np.testing.assert_allclose(np.asarray(plain), np.asarray(other), atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["olmo2", "phi3", "glm4", "gemma2"])
+def test_columns_by_shard_compute_the_same(family: str):
+    """Norms over all heads, fused and interleaved projections and odd gates, laid out for two devices."""
+    model = tiny_target(3, **FAMILY_FIELDS[family])
+    split = tensor_parallel(model, 2)
+    tokens = jnp.arange(20, dtype=jnp.int32)[None, :] * 5 % 13
+    positions = jnp.arange(20)[None, :]
+    assert split.layers[0].attn.shards == split.layers[0].mlp.shards == 2
+    plain, other = (m.logits(m(tokens, positions, causal_attention)[0]) for m in (model, split))
     np.testing.assert_allclose(np.asarray(plain), np.asarray(other), atol=2e-5)
 
 

@@ -46,6 +46,7 @@ class Eagle3Config:
         stream before its final norm.
       attention_bias: biases on q, k, v and the output projection. qk_norm: Qwen3's norms.
       max_position_embeddings: longest context that the head was trained for, in tokens.
+      sliding_window, sliding_layers: of its layers, as ModelConfig's.
       mask_token_id: makes it a P-EAGLE head, which drafts all positions in one pass: drafted positions hold this
         token and a learned feature in place of the auxiliary states. None: drafts token by token.
 
@@ -73,6 +74,8 @@ class Eagle3Config:
     attention_bias: bool = False
     qk_norm: bool = False
     max_position_embeddings: int = 2048
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
     num_layers: int = 1
     mask_token_id: int | None = None
 
@@ -127,6 +130,8 @@ class Eagle3Config:
             output_bias=self.attention_bias,
             qk_norm=self.qk_norm,
             max_position_embeddings=self.max_position_embeddings,
+            sliding_window=self.sliding_window,
+            sliding_layers=self.sliding_layers,
         )
 
 

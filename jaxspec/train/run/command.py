@@ -158,7 +158,7 @@ def prepare(args: argparse.Namespace) -> Setup:
         raise ValueError(f"--eval-share must lie in [0, 1), got {args.eval_share}")
     if args.steps is not None and args.epochs is not None:
         raise ValueError(f"--steps {args.steps} and --epochs {args.epochs} exclude each other")
-    target = hf.load_model(args.target, dtype=jnp.dtype(args.compute_dtype))
+    target = hf.load_model(args.target, dtype=jnp.dtype(args.compute_dtype), context=args.length)
     if args.length > target.config.max_position_embeddings:
         raise ValueError(
             f"--length must be at most the target's max_position_embeddings {target.config.max_position_embeddings}, "

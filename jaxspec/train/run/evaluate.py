@@ -264,7 +264,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     if args.length is not None and args.length > context:
         raise ValueError(f"--length must be at most the target's max_position_embeddings {context}, got {args.length}")
     dtype = jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
-    target = hf.load_model(target_dir, dtype)
+    target = hf.load_model(target_dir, dtype, context=args.length)
     module = directories.load_drafter(kind, directory, target, dtype)
     limit = registry.find(kind).deepest(module)
     trees = parse_trees(args.trees)

@@ -1,0 +1,61 @@
+"""Every family on the engine: an EAGLE-3 head reads its streams, and what is emitted is what whole forwards choose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxspec.adaptive.cost import CostTable
+from jaxspec.config import SpeculationConfig
+from jaxspec.models.layers import causal_attention
+from jaxspec.models.tiny import FAMILY_FIELDS, tiny_target
+from jaxspec.request import SamplingParams
+from jaxspec.tier import Tier
+
+NEW, WIDTH = 24, 64
+
+
+#: Families whose every peculiarity another one has too.
+_LESS = pytest.mark.exhaustive("olmo3, gemma2 and glm4, and the windows of all other engines, have what these have")
+CASES = [
+    pytest.param(name, marks=_LESS if name in ("mistral", "ministral", "olmo2", "gemma3", "glm") else ())
+    for name in FAMILY_FIELDS
+]
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_drafts_change_nothing(family: str, bench: Any, tools: Any):
+    """Texts and trees go over the ends of windows and pages."""
+    target = tiny_target(2, **FAMILY_FIELDS[family])
+    tier = Tier(3, 2, 7)
+    speculation = SpeculationConfig(policy="static", depth=tier.depth, topk=tier.topk, num_nodes=tier.num_nodes)
+    own = type(bench)(target, {"eagle3": tools.eagle3_head(target)}, bench.kept, False)
+    engine = own.build(
+        "eagle3", speculation, CostTable({(tier, 2): 1e-3}), batch_buckets=(2,), max_batch_size=2, max_seq_len=WIDTH,
+        max_num_batched_tokens=16, variants=("greedy",),
+    )  # fmt: skip
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, 12, n).tolist() for n in (21, 5)]
+    greedy = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    outputs = tools.drive(engine, [(prompt, greedy) for prompt in prompts])
+
+    graph, params = nnx.split(target)
+    texts = [prompt + output.token_ids for prompt, output in zip(prompts, outputs, strict=True)]
+    tokens = jnp.asarray([text + [0] * (WIDTH - len(text)) for text in texts], jnp.int32)
+
+    @jax.jit
+    def choices(params: Any, tokens_BN: jax.Array) -> jax.Array:
+        model = nnx.merge(graph, params)
+        positions = jnp.broadcast_to(jnp.arange(WIDTH)[None], tokens_BN.shape)
+        return model.logits(model(tokens_BN, positions, causal_attention)[0]).argmax(-1)
+
+    chosen = np.asarray(choices(params, tokens))
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        assert output.token_ids == chosen[i, len(prompt) - 1 : len(prompt) - 1 + NEW].tolist()
+        assert len(set(output.token_ids)) > 3, "a text that repeats itself proves little"
+    assert sum(output.metrics.accepted for output in outputs) > 0
