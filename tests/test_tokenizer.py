@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jaxspec.text import chat_template
 from jaxspec.text.tokenizer import IncrementalDetokenizer, StopChecker, StopResult, Tokenizer
@@ -193,7 +193,8 @@ def test_templates_cannot_do_harm(template: str) -> None:
 
 def test_templates_find_what_published_ones_use() -> None:
     template = (
-        "{% for m in messages %}{{ m | tojson(indent=1) }}{% break %}{% endfor %}{{ strftime_now('%%') }}{{ tools }}"
+        "{% for m in messages %}{% generation %}{{ m | tojson(indent=1) }}{% endgeneration %}{% break %}{% endfor %}"
+        "{{ strftime_now('%%') }}{{ tools }}"
     )
     tok = Tokenizer(byte_level(), chat_template=template)
     talk = [{"role": "user", "content": "größer"}] * 2
@@ -280,6 +281,16 @@ def test_special_and_unknown_tokens_have_no_text() -> None:
     assert [shown.feed(i) for i in (a, 1, a)] == ["a", "<|eos|>", "a"]
     with pytest.raises(ValueError, match="got -1"):
         stream.feed(-1)
+
+
+def test_tags_that_are_not_special_are_text() -> None:
+    """Of thinking and tools, as published tokenizers have them."""
+    backend = byte_level()
+    backend.add_tokens([AddedToken(tag, normalized=False) for tag in ("<think>", "</think>", "<tool_call>")])
+    tok = Tokenizer(backend)
+    ids = tok.encode("<think>a</think><tool_call>", add_special_tokens=False)
+    stream = IncrementalDetokenizer(tok)
+    assert len(ids) == 4 and [stream.feed(i) for i in ids] == ["<think>", "a", "</think>", "<tool_call>"]
 
 
 def test_random_bytes_stream_like_they_decode() -> None:

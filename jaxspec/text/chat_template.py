@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2.ext import loopcontrols
+import jinja2.nodes
+import jinja2.parser
+from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 #: Arguments of transformers' apply_chat_template that are no variables of a template.
@@ -91,9 +93,19 @@ def _tool_call(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
+class _Generation(Extension):
+    """`{% generation %}`, with which templates mark for training what an assistant says: its text as it is."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     """What the templates of published checkpoints expect to find."""
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
     env.filters["tojson"] = lambda value, **how: json.dumps(value, **{"ensure_ascii": False, **how})
     env.globals["raise_exception"] = _refuse
     env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)

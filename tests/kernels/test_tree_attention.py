@@ -118,3 +118,17 @@ def test_the_longest_row_costs_nothing_to_the_others():
     together = np.asarray(run(q, pages, table, length, k, v, mask))
     alone = np.asarray(run(q, pages, table, np.where(np.arange(3) == 1, length, 0).astype(np.int32), k, v, mask))
     np.testing.assert_array_equal(alone[1], together[1])
+
+
+@pytest.mark.parametrize(("window", "blocks"), [(None, 7), (9, 2), (17, 3), (200, 7)])
+def test_windows_are_read_and_nothing_before_them(window: int | None, blocks: int, monkeypatch: pytest.MonkeyPatch):
+    """Rows of unequal length walk their own windows side by side: as many blocks as the one with most of them."""
+    q, pages, table, length, k, v, mask = case([53, 21, 3], 3, 4, 2, 8, 8, 0)
+    args = TreeAttentionArgs(q, pages, table, length, k, v, jnp.tril(jnp.ones_like(mask)), window=window)
+    weighted = []
+    kept = reference._weighted
+    monkeypatch.setattr(reference, "_weighted", lambda p, v: weighted.append(p) or kept(p, v))
+    with jax.disable_jit():
+        out = reference.tree_attention(args)
+    assert len(weighted) == 1 + blocks  # the tree first
+    assert np.isfinite(np.asarray(out)).all()
