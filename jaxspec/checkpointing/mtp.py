@@ -158,9 +158,10 @@ def read_config(
         raise ValueError(
             f"config.json: model_type of an MTP layer must be one of {sorted(_FAMILIES)}, got {model_type!r}"
         )
-    if fields.get("layer_types"):
-        # Of a hybrid model the module repeats a layer of full attention.
-        fields["layer_types"] = [t for t in fields["layer_types"] if t != "linear_attention"]
+    # Of a hybrid model the module repeats a layer of full attention.
+    other = sorted({*(fields.pop("layer_types", None) or ())} - {"full_attention", "linear_attention"})
+    if other or fields.get("use_sliding_window"):
+        raise ValueError(f"config.json: an MTP module has full attention only, got layer_types {other or 'that slide'}")
     layer = heads.read_layer(fields, _FAMILIES[model_type])
     heads.check_fits("num_hidden_layers", layer.num_layers, "num_hidden_layers", target.num_layers)
     cfg = MtpConfig(dataclasses.replace(layer, family="mtp", num_layers=1), target.num_layers)

@@ -133,7 +133,7 @@ def test_published_configurations_are_read() -> None:
         ({"layer_types": ["sliding_attention"] * 5}, "need use_sliding_window and a sliding_window of at least 1"),
         ({"layer_types": ["full_attention"]}, "for each of 5 layers"),
         ({"block_size": 1}, "block_size must be at least 2, got 1"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 4.0}}, "rope_type 'mrope' is not supported"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantized weights \(fp8\)"),
     ],
 )

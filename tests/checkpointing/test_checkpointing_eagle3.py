@@ -226,12 +226,12 @@ def test_a_head_of_another_target_is_refused(geometry: dict[str, Any], message: 
         ({"fc_norm": True, "norm_before_fc": True}, "fc_norm excludes norm_before_fc"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "must be true for an EAGLE-3 head, got false"),
         ({"eagle_config": {"aux_layer_convention": "both", "eagle_aux_hidden_state_layer_ids": [1]}}, "got 'both'"),
-        ({"layer_types": ["sliding_attention"]}, r"only full attention .* layer_types \['sliding_attention'\]"),
-        ({"use_sliding_window": True}, "only full attention is implemented, got use_sliding_window=True"),
+        ({"layer_types": ["sliding_attention"]}, r"full attention only, .* layer_types \['sliding_attention'\]"),
+        ({"use_sliding_window": True}, "full attention only, got use_sliding_window=True"),
         ({"mlp_bias": True}, "mlp_bias must be false for an EAGLE-3 head, got true"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, r"by layer type \(\['full_attention'\]\)"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0, got 0.5"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor (must be 1.0, got 0.5|0.5 of head_dim)"),
     ],
 )
 def test_a_broken_configuration_is_refused(config: dict[str, Any], message: str) -> None:
@@ -245,7 +245,7 @@ def test_a_broken_configuration_is_refused(config: dict[str, Any], message: str)
     ("config", "layer", "message"),
     [
         ({}, {"model_type": "gemma2"}, "model_type must be 'llama' or 'qwen3', got 'gemma2'"),
-        ({}, {"layer_types": ["sliding_attention"]}, "only full attention"),
+        ({}, {"layer_types": ["sliding_attention"]}, "need a sliding_window|full attention only|for each of"),
         ({"speculators_model_type": "peagle"}, {}, r"needs one of \('mask_token_id', .*got none"),
     ],
 )

@@ -118,7 +118,7 @@ def test_eagle1_names_with_vllms_prefix(tmp_path: Path, target: Transformer) -> 
     [
         ({"vocab_size": 17}, {}, "vocab_size is 17, the target's vocab_size is 13"),
         ({"hidden_size": 64}, {}, "hidden_size is 64, the target's hidden_size is 32"),
-        ({"layer_types": ["sliding_attention"]}, {}, "only full attention"),
+        ({"layer_types": ["sliding_attention"]}, {}, "full attention only"),
         ({}, {"fc.bias": None}, "'fc.bias' is missing"),
         ({"bias": False}, {}, r"no place for: 'fc.bias' \(32,\)"),
         ({}, {"token_map": np.zeros(4, np.int64)}, r"no place for: 'token_map' \(4,\)"),
