@@ -29,6 +29,7 @@ from jaxspec.facts import EngineFacts
 from jaxspec.hybrids import joined
 from jaxspec.models.base import TargetModel
 from jaxspec.models.layers import column_blocks, tensor_parallel
+from jaxspec.models.quantised import stored_bytes
 from jaxspec.remembered import texts
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.programs import RunnerConfig
@@ -171,7 +172,7 @@ def _laid_out(module: Any, shards: int) -> Any:
             return tensor_parallel(module, shards)
     if jax.default_backend() != "cpu":
         return module
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(module)))
+    size = _bytes(nnx.state(module))
     return column_blocks(module, keep_flat=size <= _KEPT_TWICE)
 
 
@@ -492,7 +493,7 @@ def _fitted(
 
 
 def _bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
+    return sum(stored_bytes(leaf) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
 
 
 def _grammars(

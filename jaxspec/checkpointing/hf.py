@@ -20,6 +20,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
+from jaxspec.checkpointing import quantised
 from jaxspec.checkpointing.tensors import (
     WEIGHTS,
     TensorReader,
@@ -32,6 +33,7 @@ from jaxspec.checkpointing.tensors import (
 from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.family import token_ids
+from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import served
 from jaxspec.models.weight_map import Weight
 
@@ -41,18 +43,32 @@ _DTYPES = {"bfloat16", "float16", "float32"}
 _PAD_TOKENS = ("<|pad|>", "<pad>", "[PAD]")
 
 
-def load_weights(weights: Iterable[Weight], reader: TensorReader) -> None:
+def load_weights(weights: Iterable[Weight], reader: TensorReader, quantisation: quantised.Read | None = None) -> None:
     """Fills parameters one at a time, in the dtype that each parameter (or its placeholder) has.
+
+    Args:
+      quantisation: what reads linear maps that are quantised; these stay as they are, whatever the dtype.
 
     Raises:
       ValueError: a tensor that is missing or has another shape or type.
     """
     for w in weights:
-        w.param.set_value(w.join([reader.get(name, shape) for name, shape in zip(w.names, w.shapes, strict=True)]))
+        kernel = None if quantisation is None else quantised.read_kernel(quantisation, reader, w)
+        if kernel is None:
+            kernel = w.join([reader.get(name, shape) for name, shape in zip(w.names, w.shapes, strict=True)])
+        w.param.set_value(kernel)
 
 
 def named_tensors(weights: Iterable[Weight], dtype: DTypeLike) -> dict[str, np.ndarray]:
-    """The inverse of load_weights: {name: array in the file's layout}, cast to dtype."""
+    """The inverse of load_weights: {name: array in the file's layout}, cast to dtype.
+
+    Raises:
+      ValueError: weights that are quantised, which only their own format could hold.
+    """
+    weights = list(weights)
+    for w in weights:
+        if isinstance(w.param.get_value(), Quantised):
+            raise ValueError(f"{w.names[0]!r} is quantised; copy the directory that it was loaded from instead")
     return {name: part for w in weights for name, part in zip(w.names, w.split(dtype), strict=True)}
 
 
@@ -65,7 +81,9 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
     directory = Path(directory)
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory")
-    cfg = registry.read_config(read_json(directory / "config.json"))
+    config = read_json(directory / "config.json")
+    quantised.read_config(config.pop("quantization_config", None))
+    cfg = registry.read_config(config)
     if (directory / "generation_config.json").exists():
         more = token_ids(read_json(directory / "generation_config.json").get("eos_token_id"))
         cfg = dataclasses.replace(cfg, eos_token_ids=tuple(dict.fromkeys(cfg.eos_token_ids + more)))
@@ -77,7 +95,8 @@ def load_model(
 ) -> TargetModel:
     """A causal language model from a Hugging Face directory, its weights cast to `dtype`.
 
-    Tensors are read one at a time, so the host never holds the model twice. A multi-token prediction module that the
+    Tensors are read one at a time, so the host never holds the model twice. Quantised linear maps stay as they lie, as
+    `models.quantised.Quantised`, which `dtype` does not concern. A multi-token prediction module that the
     checkpoint carries besides is left alone: `drafters.load_drafter` reads it.
 
     Args:
@@ -89,13 +108,17 @@ def load_model(
         tensor, and what was found and expected. Pickled weights are refused.
     """
     cfg = served(load_config(directory), context)
+    quantisation = quantised.read_config(read_json(Path(directory) / "config.json").get("quantization_config"))
     model = nnx.eval_shape(lambda: registry.build(cfg, dtype))
     weights = list(registry.weights(model))
     with read_tensors(directory) as reader:
-        load_weights(weights, reader)
+        load_weights(weights, reader, quantisation)
         for w in weights:
             _check_copies(w, reader)
-        reader.refuse_unread("|".join([IGNORED, *(rf"{re.escape(p)}.*" for p in mtp_prefixes(reader, cfg.num_layers))]))
+        ignored = [IGNORED] if quantisation is None else [IGNORED, quantised.IGNORED]
+        reader.refuse_unread(
+            "|".join([*ignored, *(rf"{re.escape(p)}.*" for p in mtp_prefixes(reader, cfg.num_layers))])
+        )
     return model
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (gives numpy its bfloat16)
+import ml_dtypes  # gives numpy its bfloat16, besides
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -25,6 +25,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: safetensors' names of the types that weights may have, and those of id tables and masks.
 FLOATS = ("BF16", "F16", "F32")
 INTEGERS = ("I64", "I32", "BOOL")
+#: float8_e4m3fn, which the library's reader for numpy does not know.
+FLOAT8 = "F8_E4M3"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -89,6 +91,14 @@ class TensorReader:
         """
         return tuple(self._slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """safetensors' name of a tensor's type.
+
+        Raises:
+          ValueError: no such tensor.
+        """
+        return self._slice(name).get_dtype()
+
     def get(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> np.ndarray:
         """Reads one tensor, in the file's dtype.
 
@@ -105,6 +115,8 @@ class TensorReader:
         if kind not in dtypes:
             raise ValueError(f"tensor {name!r} in {self._files[name]} has type {kind}; supported are {list(dtypes)}")
         self._read.add(name)
+        if kind == FLOAT8:
+            return _read_bytes(self._files[name], name).view(ml_dtypes.float8_e4m3fn).reshape(found)
         try:
             return self._handles[self._files[name]].get_tensor(name)
         except SafetensorError as e:
@@ -160,8 +172,13 @@ def read_tensors(directory: str | os.PathLike[str], also: Sequence[str] = ()) ->
             raise ValueError(f"{directory / INDEX} places {name!r} in {file!r}; expected a .safetensors file beside it")
         files[name] = directory / file
     handles = {path: _open(path) for path in sorted(set(files.values()))}
+    held: dict[str, Path] = {}
     for path, handle in handles.items():
-        files |= {name: path for name in handle.keys() if name not in files}  # noqa: SIM118
+        for name in handle.keys():  # noqa: SIM118
+            if name in held:
+                raise ValueError(f"tensor {name!r} is in {held[name].name} and in {path.name} of {directory}")
+            held[name] = path
+    files = {**held, **files}
     return TensorReader(directory, files, handles)
 
 
@@ -241,6 +258,15 @@ def _open(path: Path) -> Any:
     except (SafetensorError, OSError) as e:
         size = path.stat().st_size
         raise ValueError(f"{path} is not a whole safetensors file ({size} bytes; truncated download?): {e}") from e
+
+
+def _read_bytes(path: Path, name: str) -> np.ndarray:
+    """A tensor's bytes, by the header of its file, which the library has found to be sound."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        begin, end = json.loads(file.read(size))[name]["data_offsets"]
+        file.seek(8 + size + begin)
+        return np.frombuffer(file.read(end - begin), np.uint8)
 
 
 def _no_weights(directory: Path) -> str:

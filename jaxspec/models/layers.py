@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.models import quantised
 from jaxspec.models.base import (
     FULL_ATTENTION,
     Attend,
@@ -25,6 +26,7 @@ from jaxspec.models.base import (
     Split,
     TargetModel,
 )
+from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import Tables, apply_rope, layer_tables
 
 
@@ -74,7 +76,7 @@ def _init(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: jnp.dtype, std: 
     return nnx.Param((jax.random.normal(rngs.params(), shape, jnp.float32) * std).astype(dtype))
 
 
-def product(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+def product(x: jax.Array, kernel: jax.Array | Quantised, dtype: jnp.dtype | None = None) -> jax.Array:
     """x [..., in] times a kernel [in, out], or one in column blocks [out / w, in, w] (see `column_blocks`).
 
     Args:
@@ -86,6 +88,9 @@ def product(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype | None = None) -> 
         # for every product (docs/notes.md).
         y = product(jnp.pad(rows, ((0, 1), (0, 0))), kernel, dtype)
         return y[:1].reshape(*x.shape[:-1], y.shape[1])
+    if isinstance(kernel, Quantised):
+        y = quantised.product(rows, kernel, dtype)
+        return y.reshape(*x.shape[:-1], y.shape[1])
     if kernel.ndim == 2:
         # One row axis: the kernel's gradient contracts over it, 3 times faster than over two on XLA's CPU backend.
         y = jax.lax.dot_general(rows, kernel, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
@@ -356,7 +361,9 @@ def column_blocks(module: _Module, width: int = 64, *, keep_flat: bool = False) 
         return nnx.Param(kernel.reshape(d_in, d_out // width, width).transpose(1, 0, 2))
 
     for _, node in nnx.iter_graph(copy):
-        if isinstance(node, Linear) and node.kernel[...].ndim == 2 and node.kernel[...].shape[1] % width == 0:
+        if isinstance(node, Linear) and isinstance(node.kernel[...], Quantised):
+            node.kernel = nnx.Param(node.kernel[...].blocked())
+        elif isinstance(node, Linear) and node.kernel[...].ndim == 2 and node.kernel[...].shape[1] % width == 0:
             flat = node.kernel[...]
             node.kernel = blocked(flat)
             if keep_flat and node is not getattr(copy, "lm_head", None):
@@ -394,8 +401,12 @@ def tensor_parallel(module: _Module, shards: int) -> _Module:
             return
         if widths:
             starts = [sum(widths[:i]) for i in range(1, len(widths))]
-            parts = [x.reshape(*x.shape[:-1], shards, -1) for x in jnp.split(value, starts, axis=-1)]
-            value = jnp.concatenate(parts, axis=-1).reshape(value.shape)
+
+            def by_shard(whole: jax.Array) -> jax.Array:
+                parts = [x.reshape(*x.shape[:-1], shards, -1) for x in jnp.split(whole, starts, axis=-1)]
+                return jnp.concatenate(parts, axis=-1).reshape(whole.shape)
+
+            value = value.along_outputs(by_shard) if isinstance(value, Quantised) else by_shard(value)
         marked = nnx.Param(value)
         marked.set_metadata(SPLIT, axis)
         setattr(split.owner, split.name, marked)

@@ -111,7 +111,9 @@ class Placement:
 
         def of_param(x: Any) -> Any:
             axis = x.get_metadata(SPLIT, None) if is_param(x) else None
-            return jax.tree.map(lambda _: whole if axis is None else along(axis), x)
+            # A quantised kernel has arrays besides its values, such as one row of scales, that may not divide.
+            splits = lambda leaf: axis is not None and axis < leaf.ndim and leaf.shape[axis] % shards == 0
+            return jax.tree.map(lambda leaf: along(axis) if splits(leaf) else whole, x)
 
         def of_state(path: Any, x: Any) -> NamedSharding:
             is_pool = bool(path) and getattr(path[-1], "name", None) == "pages"
