@@ -281,7 +281,7 @@ def build_engine(
     # What is going to be split need not fit any device as a whole.
     load = host_memory if shards > 1 else contextlib.nullcontext
     with load():
-        target = hf.load_model(model_dir, dtype, context=context)
+        target = hf.load_model(model_dir, dtype, context=context, int8_activations=config.int8_activations)
         if shards > 1:
             share_tables(target, tensor_mesh(shards))
         module = load_drafter(kind, directory, target, dtype)
@@ -400,13 +400,14 @@ def _several(config: EngineConfig, target: TargetModel) -> tuple[tuple[int, ...]
 def _identity(target: TargetModel, drafter: str, params: Any, shards: int) -> dict[str, str]:
     """What the seconds of rounds depend on, as texts."""
     device, c = jax.devices()[0], target.config
+    kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.state(target))} - {str(target.embedding[...].dtype)}
     return {
         "device": device.device_kind if device.platform != "cpu" else f"cpu, {os.cpu_count()} cores",
         "devices": str(shards),
         "model": f"{c.family}: {c.num_layers} layers, {c.hidden_size} and {c.intermediate_size} wide, "
         f"{c.num_heads} and {c.num_kv_heads} heads of {c.head_dim}, {c.vocab_size} tokens",
         "drafter": f"{drafter}, {sum(leaf.size for leaf in jax.tree.leaves(params) if hasattr(leaf, 'size'))} weights",
-        "dtype": str(target.embedding[...].dtype),
+        "dtype": ", ".join([str(target.embedding[...].dtype), *sorted(kinds)]),
     }
 
 

@@ -306,7 +306,9 @@ class EngineConfig:
       warmup: "background" serves as soon as plain decoding is compiled at the smallest batch size (or the static
         tier); more comes in the order of its expected use while requests run, with the same tokens. "eager" compiles
         everything first, which is what benchmarks want.
-      dtype: "float32", "bfloat16" or None: float32 on CPU, bfloat16 on accelerators.
+      dtype: "float32", "bfloat16" or None: float32 on CPU, bfloat16 on accelerators. Quantised weights keep theirs.
+      int8_activations: a target whose linear maps are int8 with a scale per output also rounds what they read to int8,
+        with a scale per token, as the makers of W8A8 checkpoints mean it: other logits, and on CPUs faster.
       tensor_parallel: devices that share every layer (the first ones of the backend); must divide the target's KV
         heads, heads, MLP width and vocabulary. The tokens are those of one device, up to rounding.
       kernels: which implementation of the kernels runs: "tpu", "gpu", "reference" (plain XLA), "interpret" (the TPU
@@ -341,6 +343,7 @@ class EngineConfig:
     rounds_per_dispatch: int | str = "auto"
     warmup: str = "background"
     dtype: str | None = None
+    int8_activations: bool = False
     tensor_parallel: int = 1
     kernels: str | None = None
     seed: int = 0

@@ -70,7 +70,7 @@ ALLOWED = {
     "async_llm": EVERYONE | {"engine", "events", "llm", "prompts", "shared", "text"},
     "chat": {"events", "llm", "request", "text"},
 }
-FRONTS = {"generate", "bench", "__init__"}
+FRONTS = {"generate", "quantize", "bench", "__init__"}
 #: Rooms of serve (packages, and the modules on top) and the other rooms that they may import.
 SERVE = {
     "config": set(),

@@ -30,6 +30,7 @@ from jaxspec.checkpointing.tensors import (
 from jaxspec.models import registry, weight_map
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layers import Linear, Shared
+from jaxspec.models.quantised import Quantised
 
 #: The release of PyPI `speculators` whose layout is read and written, and its marks in a config.json.
 SPECULATORS_VERSION = "0.9.0"
@@ -164,6 +165,9 @@ def lend_tables(
       lm_head is None where it is tied to the returned embedding.
     """
     embedding = lend_embedding(target, dtype, own_embedding_VE)
+    if target.lm_head is not None and isinstance(few := target.lm_head.kernel.get_value(), Quantised):
+        own = None if own_head_VE is None else nnx.Param(jnp.asarray(own_head_VE).astype(dtype).T)
+        return embedding, _output_layer(Shared(few) if own is None else own)
     kernel_EV = target.embedding.get_value().T if target.lm_head is None else target.lm_head.kernel.get_value()
     if own_head_VE is not None and not same_table(own_head_VE, kernel_EV.T):
         return embedding, _output_layer(nnx.Param(jnp.asarray(own_head_VE).astype(dtype).T))
@@ -186,6 +190,10 @@ def lend_rows(target: TargetModel, dtype: DTypeLike, ids_V: np.ndarray, own_VE: 
     Args:
       ids_V: the target's id of each draft id. own_VE: what the checkpoint stores, [Vd, E].
     """
+    if target.lm_head is not None and isinstance(few := target.lm_head.kernel.get_value(), Quantised):
+        if own_VE is None:
+            return _output_layer(Shared(few.along_outputs(lambda x: x[:, ids_V])))
+        return _output_layer(nnx.Param(jnp.asarray(own_VE).astype(dtype).T))
     full_VE = target.embedding.get_value() if target.lm_head is None else target.lm_head.kernel.get_value().T
     theirs_VE = full_VE[ids_V]
     if own_VE is None or same_table(own_VE, theirs_VE):

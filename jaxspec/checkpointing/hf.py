@@ -91,8 +91,9 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
 
 
 def load_model(
-    directory: str | os.PathLike[str], dtype: DTypeLike = jnp.float32, *, context: int | None = None
-) -> TargetModel:
+    directory: str | os.PathLike[str], dtype: DTypeLike = jnp.float32, *, context: int | None = None,
+    int8_activations: bool = False,
+) -> TargetModel:  # fmt: skip
     """A causal language model from a Hugging Face directory, its weights cast to `dtype`.
 
     Tensors are read one at a time, so the host never holds the model twice. Quantised linear maps stay as they lie, as
@@ -102,6 +103,7 @@ def load_model(
     Args:
       context: tokens of the longest text that the model will see, where that is known to be less than its own context:
         longrope has other frequencies for short texts (`rope.served`).
+      int8_activations: see EngineConfig.
 
     Raises:
       ValueError: whatever in the directory does not fit: the message names the file, the

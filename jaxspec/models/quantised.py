@@ -51,6 +51,11 @@ class Quantised:
         return self.scale.shape[-2]
 
     @property
+    def multiplies_integers(self) -> bool:
+        """Whether `int8_activations` is for it."""
+        return self.groups == 1 and self.zero is None and self.values.dtype == jnp.int8
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory."""
         return sum(stored_bytes(leaf) for leaf in jax.tree.leaves(self))
@@ -102,7 +107,7 @@ def product(x_ME: jax.Array, weight: Quantised, dtype: jnp.dtype | None = None) 
     """Rows [M, in] times a kernel: [M, out] in x's type, or in `dtype`; sums are float32."""
     if weight.order is not None:
         x_ME = jnp.take(x_ME, weight.order, axis=1)
-    if _multiplies_integers(weight):
+    if weight.int8_activations and weight.multiplies_integers:
         y_MF = _integers(x_ME, weight)
     elif weight.values.ndim == 3:
         y_MF = _blocks(x_ME, weight)
@@ -171,11 +176,6 @@ def _groups(x_ME: jax.Array, weight: Quantised) -> jax.Array:
     step = lambda sum_MF, group: (sum_MF + scaled(*group), None)
     start = jnp.zeros((rows, d_out), jnp.float32)
     return jax.lax.scan(step, start, (x_GMg, values_GgF, weight.scale, weight.zero))[0]
-
-
-def _multiplies_integers(weight: Quantised) -> bool:
-    whole = weight.groups == 1 and weight.zero is None
-    return weight.int8_activations and whole and weight.values.dtype == jnp.int8
 
 
 def _integers(x_ME: jax.Array, weight: Quantised) -> jax.Array:

@@ -23,6 +23,7 @@ from jaxspec.cache import TENSOR_AXIS
 from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layers import SPLIT, tensor_parallel
+from jaxspec.models.quantised import Quantised
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.layouts import Batch, Budget, plain_calibration
 from jaxspec.speculation.packed import packed_fn
@@ -77,7 +78,7 @@ def share_tables(target: TargetModel, mesh: Mesh) -> None:
     """
     along = lambda axis: NamedSharding(mesh, PartitionSpec(*[None] * axis, TENSOR_AXIS))
     target.embedding.set_value(jax.device_put(target.embedding[...], along(0)))
-    if target.lm_head is not None:
+    if target.lm_head is not None and not isinstance(target.lm_head.kernel[...], Quantised):
         target.lm_head.kernel.set_value(jax.device_put(target.lm_head.kernel[...], along(1)))
 
 
