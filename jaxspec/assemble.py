@@ -281,7 +281,10 @@ def build_engine(
     # What is going to be split need not fit any device as a whole.
     load = host_memory if shards > 1 else contextlib.nullcontext
     with load():
-        target = hf.load_model(model_dir, dtype, context=context, int8_activations=config.int8_activations)
+        blocked = shards == 1 and jax.default_backend() == "cpu"  # see _laid_out
+        target = hf.load_model(
+            model_dir, dtype, context=context, int8_activations=config.int8_activations, blocked=blocked
+        )
         if shards > 1:
             share_tables(target, tensor_mesh(shards))
         module = load_drafter(kind, directory, target, dtype)

@@ -209,8 +209,11 @@ def pieces_of(texts: Iterable[Sequence[int]], length: int, most: int) -> list[np
 
 def compare(model: Path, out: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The report of both directories."""
-    tokenizer = None if args.texts is None else Tokenizer.from_directory(model)
-    texts = own_text(model) if tokenizer is None else [tokenizer.encode(text) for text in read_texts(args.texts)]
+    if args.texts is None:
+        texts = own_text(model)
+    else:
+        tokenizer = Tokenizer.from_directory(model)
+        texts = [tokenizer.encode(text) for text in read_texts(args.texts)]
     length = min(args.length, hf.load_config(model).max_position_embeddings)
     pieces = pieces_of(texts, length, args.max_tokens)
     one, other = read(model, pieces, length), read(out, pieces, length)

@@ -43,17 +43,22 @@ _DTYPES = {"bfloat16", "float16", "float32"}
 _PAD_TOKENS = ("<|pad|>", "<pad>", "[PAD]")
 
 
-def load_weights(weights: Iterable[Weight], reader: TensorReader, quantisation: quantised.Read | None = None) -> None:
+def load_weights(
+    weights: Iterable[Weight], reader: TensorReader, quantisation: quantised.Read | None = None, blocked: bool = False
+) -> None:
     """Fills parameters one at a time, in the dtype that each parameter (or its placeholder) has.
 
     Args:
       quantisation: what reads linear maps that are quantised; these stay as they are, whatever the dtype.
+      blocked: see load_model.
 
     Raises:
       ValueError: a tensor that is missing or has another shape or type.
     """
     for w in weights:
         kernel = None if quantisation is None else quantised.read_kernel(quantisation, reader, w)
+        if kernel is not None and blocked:
+            kernel = kernel.blocked()
         if kernel is None:
             kernel = w.join([reader.get(name, shape) for name, shape in zip(w.names, w.shapes, strict=True)])
         w.param.set_value(kernel)
@@ -92,7 +97,7 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
 
 def load_model(
     directory: str | os.PathLike[str], dtype: DTypeLike = jnp.float32, *, context: int | None = None,
-    int8_activations: bool = False,
+    int8_activations: bool = False, blocked: bool = False,
 ) -> TargetModel:  # fmt: skip
     """A causal language model from a Hugging Face directory, its weights cast to `dtype`.
 
@@ -104,6 +109,7 @@ def load_model(
       context: tokens of the longest text that the model will see, where that is known to be less than its own context:
         longrope has other frequencies for short texts (`rope.served`).
       int8_activations: see EngineConfig.
+      blocked: quantised kernels in column blocks, as CPUs read them: laid out later they would be there twice.
 
     Raises:
       ValueError: whatever in the directory does not fit: the message names the file, the
@@ -114,7 +120,7 @@ def load_model(
     model = nnx.eval_shape(lambda: registry.build(cfg, dtype))
     weights = list(registry.weights(model))
     with read_tensors(directory) as reader:
-        load_weights(weights, reader, quantisation)
+        load_weights(weights, reader, quantisation, blocked)
         for w in weights:
             _check_copies(w, reader)
         ignored = [IGNORED] if quantisation is None else [IGNORED, quantised.IGNORED]

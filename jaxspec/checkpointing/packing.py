@@ -13,7 +13,9 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
     octets = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
     if bits == 8:
         return octets
-    both = np.stack([octets & 15, octets >> 4], axis=-1)
+    both = np.empty((*octets.shape, 2), np.uint8)
+    np.bitwise_and(octets, 15, out=both[..., 0])
+    np.right_shift(octets, 4, out=both[..., 1])
     return both.reshape(len(words), -1)
 
 

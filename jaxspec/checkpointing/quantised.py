@@ -240,7 +240,7 @@ def _kernel(
 ) -> Quantised:  # fmt: skip
     """From values and zeros as they were packed, unsigned; no zeros: the middle of the range."""
     middle = 1 << (bits - 1)
-    values = (unsigned_FE.astype(np.int16) - middle).astype(np.int8)
+    values = np.subtract(unsigned_FE, np.uint8(middle)).view(np.int8)  # wraps to what is meant
     zero = None if zeros_GF is None else zeros_GF.astype(np.int16) - middle
     if zero is not None and bits == 4:
         zero = zero.astype(np.int8)

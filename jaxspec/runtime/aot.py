@@ -14,17 +14,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.cache import TENSOR_AXIS, commit, init_pages
-from jaxspec.models.base import ModelConfig, RopeScaling
-from jaxspec.models.layers import tensor_parallel
+from jaxspec.models.base import ModelConfig, RopeScaling, TargetModel
+from jaxspec.models.layers import Linear, tensor_parallel
+from jaxspec.models.quantised import Quantised
 from jaxspec.runtime.sharding import abstract_core, abstract_round
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.cores import HeadCore
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.state import Geometry
-from jaxspec.tier import Tier
+from jaxspec.tier import PLAIN, Tier
 from pallas_kernels.aot.programs import Program, lowering
 from pallas_kernels.aot.targets import Target
 
@@ -113,6 +115,46 @@ def engine_round(target: Target) -> Iterator[Program]:
                 in_place_bytes=_device_bytes(state),
                 kernels=kernels,
                 quick=not sampled and cfg is not LLAMA_1B,
+            )
+
+
+#: Of a scale's inputs, in the formats whose rounds are compiled; None: all of a linear map's.
+QUANTISED = {"int8": (jnp.int8, None), "fp8-block128": (jnp.float8_e4m3fn, 128), "int4-g128": (jnp.int4, 128)}
+
+
+def _quantised(model: TargetModel, kind: Any, group: int | None) -> TargetModel:
+    """The model with kernels of a format in its layers, as `checkpointing.quantised` makes them."""
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, Linear) and "lm_head" not in path:
+            d_in, d_out = node.kernel[...].shape
+            scale = jnp.zeros((1 if group is None else d_in // group, d_out), jnp.float32)
+            node.kernel = nnx.Param(Quantised(jnp.zeros((d_in, d_out), kind), scale))
+    return model
+
+
+def quantised_round(target: Target) -> Iterator[Program]:
+    """Plain rounds of two layers at 8B shapes with quantised kernels, at 1 and 16 rows, on one device.
+
+    No kernel may be expanded in memory: a round gets less for its intermediate values than the smallest of a layer's
+    four would take in bfloat16. TPUs may fetch the largest into VMEM as it is, while they still compute something else.
+    """
+    cfg = dataclasses.replace(LLAMA_8B, num_layers=2)
+    mesh, geo = target.mesh(1, TENSOR_AXIS), dataclasses.replace(GEOMETRY, kernels=target.kind)
+    for name, (kind, group) in QUANTISED.items():
+        bits = 4 if kind is jnp.int4 else 8
+        for bucket in (1, BUCKET):
+            described = abstract_round(
+                cfg, geo, mesh, bucket, dtype=DTYPE, change=functools.partial(_quantised, kind=kind, group=group)
+            )
+            yield Program(
+                op="quantised_round",
+                name=f"8b-{name}-b{bucket}",
+                lower=functools.partial(described.lower, PLAIN, platforms=(target.platform,)),
+                max_temp_bytes=cfg.hidden_size * cfg.num_heads * cfg.head_dim * DTYPE.itemsize,
+                limit="a layer's smallest kernel in bfloat16",
+                max_vmem_bytes=2 * cfg.hidden_size * cfg.intermediate_size * bits // 8,
+                in_place_bytes=_device_bytes(described.arguments[2]),
+                kernels=("tree_attention",),
             )
 
 

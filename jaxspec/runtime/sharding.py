@@ -218,12 +218,13 @@ class AbstractRound:
 
 def abstract_round(
     cfg: ModelConfig, geo: Geometry, mesh: Mesh, bucket: int, *, dtype: jnp.dtype, drafter: Drafter | None = None,
-    draft_params: Any = (), rejection: bool = False,
+    draft_params: Any = (), rejection: bool = False, change: Callable[[TargetModel], TargetModel] = lambda model: model,
 ) -> AbstractRound:  # fmt: skip
     """A round at any size, without its weights: for compilers, and for counting bytes.
 
     Args:
       bucket: rows of the batch.
+      change: what is done to the model before it is laid out.
       drafter, draft_params: from an `abstract_core`, laid out by `tensor_parallel`.
 
     Raises:
@@ -231,7 +232,7 @@ def abstract_round(
     """
     shards = mesh.shape[TENSOR_AXIS]
     check_divides(cfg, shards)
-    model = nnx.eval_shape(lambda: tensor_parallel(registry.build(cfg, dtype), shards))
+    model = nnx.eval_shape(lambda: tensor_parallel(change(registry.build(cfg, dtype)), shards))
     graph, target = nnx.split(model)
 
     def empty() -> DecodeState:

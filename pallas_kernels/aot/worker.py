@@ -54,8 +54,9 @@ def faults(program: Program, outcome: Outcome, kernels: list[str]) -> list[str]:
     temp, alias, spill = outcome.temp_bytes or 0, outcome.alias_bytes or 0, outcome.spill_bytes or 0
     if temp > program.max_temp_bytes:
         found.append(f"{temp} temp bytes, allowed are {program.max_temp_bytes} ({program.limit})")
-    if (vmem := outcome.vmem_bytes or 0) > program.max_temp_bytes:
-        found.append(f"an array of {vmem} bytes in VMEM, allowed are {program.max_temp_bytes} ({program.limit})")
+    allowed = program.max_temp_bytes if program.max_vmem_bytes is None else program.max_vmem_bytes
+    if (vmem := outcome.vmem_bytes or 0) > allowed:
+        found.append(f"an array of {vmem} bytes in VMEM, allowed are {allowed} ({program.limit})")
     if alias < program.in_place_bytes:
         found.append(f"{alias} bytes are updated in place, donated are {program.in_place_bytes}")
     if spill > MAX_SPILL_BYTES:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,15 +20,17 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxspec.checkpointing import hf, tensors
+from jaxspec.models import registry
 from jaxspec.models.layers import Linear, causal_attention, column_blocks
 from jaxspec.models.quantised import Quantised
-from jaxspec.models.tiny import tiny_target
+from jaxspec.models.tiny import tiny_config, tiny_target
 
 #: Widths of which 64 divides some and not others, and fused parts that blocks of 24 outputs do not divide.
 SIZES: dict[str, Any] = dict(
     hidden_size=64, intermediate_size=128, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16
 )
 GROUP = 32
+ROOT = Path(__file__).resolve().parents[2]
 TOKENS = np.array([[3, 1, 4, 1, 5, 9, 2, 6]], np.int32)
 Tensors = dict[str, np.ndarray]
 Made = tuple[Tensors, np.ndarray]
@@ -224,7 +229,7 @@ def expanded() -> Callable[[Tensors], np.ndarray]:
     def of(tensors_: Tensors) -> np.ndarray:
         plain.clear()
         plain.update(tensors_)
-        hf.load_weights(hf.registry.weights(model), Held())  # pyright: ignore[reportArgumentType]
+        hf.load_weights(registry.weights(model), Held())  # pyright: ignore[reportArgumentType]
         return np.asarray(run(nnx.split(model)[1]))
 
     return of
@@ -343,3 +348,60 @@ def test_a_quantised_model_is_not_written_as_another(tmp_path: Path) -> None:
     write(tmp_path, CASES["int8 channel"])
     with pytest.raises(ValueError, match="q_proj.weight' is quantised; copy the directory"):
         hf.save_model(hf.load_model(tmp_path), tmp_path / "again")  # pyright: ignore[reportArgumentType]
+
+
+#: In a process of its own, whose allocator gives every large piece back at once: RssAnon then is what is held.
+LOAD = """
+import sys, threading, time
+import jax
+from flax import nnx
+from jaxspec.checkpointing import hf
+from jaxspec.models.quantised import stored_bytes
+
+def held():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+def watch():
+    while not done.wait(0.002):
+        seen.append(held())
+
+hf.load_model(sys.argv[1], blocked=True)  # what is compiled and kept for good
+before, seen, done = held(), [], threading.Event()
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = hf.load_model(sys.argv[1], blocked=True)
+done.set()
+watcher.join()
+print((max(seen) - before) / sum(map(stored_bytes, jax.tree.leaves(nnx.state(model)))))
+"""
+
+
+@pytest.mark.exhaustive("400 MB of weights")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of a process")
+@pytest.mark.parametrize("name", ["int8 channel", "packed"])
+def test_loading_takes_little_more_than_the_weights(name: str, tmp_path: Path) -> None:
+    sizes = dict(hidden_size=1024, intermediate_size=2816, num_layers=24, num_heads=8, num_kv_heads=8, head_dim=128)
+    cfg, rng = tiny_config(**sizes, vocab_size=1024), np.random.default_rng(0)  # pyright: ignore[reportArgumentType]
+    stored: Tensors = {}
+    for weight in registry.weights(nnx.eval_shape(lambda: registry.build(cfg))):
+        for tensor, shape in zip(weight.names, weight.shapes, strict=True):
+            module = tensor.removesuffix(".weight")
+            if "_proj" not in tensor:
+                stored[tensor] = np.ones(shape, np.float32)
+            elif name == "int8 channel":
+                stored[tensor] = rng.integers(-127, 128, shape, np.int8)
+                stored[f"{module}.weight_scale"] = np.ones((shape[0], 1), np.float32)
+            else:
+                words = shape[0], shape[1] // 8
+                stored[f"{module}.weight_packed"] = rng.integers(-(1 << 31), 1 << 31, words).astype(np.int32)
+                stored[f"{module}.weight_scale"] = np.ones((shape[0], shape[1] // GROUP), np.float16)
+                stored[f"{module}.weight_shape"] = np.array(shape)
+    tensors.write_safetensors(tmp_path / hf.WEIGHTS, stored)
+    settings = {"quantization_config": CASES[name].config}
+    tensors.write_json(tmp_path / "config.json", hf.config_dict(cfg, jnp.float32) | settings)
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", LOAD, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert 1.0 < float(done.stdout) < 1.1

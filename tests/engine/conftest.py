@@ -380,6 +380,7 @@ def tools() -> Any:
     """What test modules share; they cannot import each other."""
 
     class Tools:
+        eagle3_head = staticmethod(eagle3_head)
         drive, same, at_baseline = staticmethod(drive), staticmethod(same), staticmethod(at_baseline)
         workload, long_requests = staticmethod(workload), staticmethod(long_requests)
         script = Script

@@ -26,6 +26,8 @@ from pallas_kernels.aot.table import Outcome, header, line
 from pallas_kernels.aot.targets import TARGETS, Target
 from pallas_kernels.tree_attention.cases import POOL_BYTES
 
+#: Operations that the gate leaves to `make aot` and `make test-all`.
+LATER = {"quantised_round"}
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: An environment beside the tests', made by `make test`.
 COMPILERS = ROOT / ".venv" / "aot" / "bin" / "python"
@@ -137,13 +139,14 @@ def test_every_operation_describes_its_programs(op: str, target: str):
     described = list(provider(op)(TARGETS[target]))
     names = [p.name for p in described]
     assert names and len(set(names)) == len(names) and {p.op for p in described} == {op}
-    assert any(p.quick for p in described) and not all(p.quick for p in described)
+    assert any(p.quick for p in described) == (op not in LATER) and not all(p.quick for p in described)
     for p in described:
         assert p.refusal is None, f"{p.name}: {p.refusal}"
         assert p.kernels or op == "kv_commit"
         # Nothing near a copy of the pool fits below the limit.
         assert 0 < p.max_temp_bytes < (p.in_place_bytes or POOL_BYTES) / 16
         assert p.in_place_bytes > 4e9 or op not in ("kv_commit", "round")
+        assert p.max_vmem_bytes is None or op in LATER
 
 
 def test_an_unknown_operation():
@@ -265,7 +268,9 @@ def test_every_operation_compiles(target: str, cases: tuple[str, ...], tmp_path:
     status, printed = run(target, *cases, "--json", str(written))
     assert status == 0, printed
     outcomes = json.loads(written.read_text())["outcomes"]
-    assert {o["op"] for o in outcomes} == set(known()) and {o["verdict"] for o in outcomes} == {"PASS"}
+    assert {o["op"] for o in outcomes} == set(known()) - (LATER if cases else set()) and {
+        o["verdict"] for o in outcomes
+    } == {"PASS"}
     if target == "h100":
         assert all(0 < o["registers"] <= 255 for o in outcomes if o["op"] != "kv_commit"), printed
     else:

@@ -1,0 +1,79 @@
+"""A quantised target: with speculation, the tokens of plain decoding on the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jaxspec import LLM, SamplingParams
+from jaxspec.adaptive.static import StaticPolicy
+from jaxspec.checkpointing import eagle3, hf
+from jaxspec.checkpointing.rounding import FORMATS, Format
+from jaxspec.config import SpeculationConfig
+from jaxspec.models.quantised import Quantised
+from jaxspec.models.tiny import tiny_target
+from jaxspec.quantize import quantise_directory
+from jaxspec.request import RequestOutput
+from jaxspec.tier import PLAIN, Tier
+
+#: Kernels of which 64 divides the columns of all but the head, which stays as it is.
+SIZES: dict[str, Any] = dict(hidden_size=64, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=16)
+TIERS = (Tier(3, 2, 7),)
+PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [9, 4, 11], list(range(12)) * 2]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0.7, top_k=6, seed=4, max_tokens=24, repetition_penalty=1.2, ignore_eos=True),
+]
+FEW = {
+    **FORMATS, "int4": Format("pack-quantized", dict(num_bits=4, type="int", strategy="group", group_size=32)),
+}  # fmt: skip
+MORE = pytest.mark.exhaustive("other formats, int8 activations and two devices")
+
+
+@pytest.fixture(scope="module")
+def plain_directory(tmp_path_factory: pytest.TempPathFactory, tools: Any) -> Path:
+    """The target as it was before, and an EAGLE-3 head beside it."""
+    base = tmp_path_factory.mktemp("quantised")
+    target = tiny_target(0, bos_token_id=None, **SIZES)
+    hf.save_model(target, base / "plain", dtype=jnp.float32)
+    eagle3.save_head(tools.eagle3_head(target), base / "eagle3", target.config, dtype=jnp.float32)
+    return base / "plain"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("int4", {}),
+        pytest.param("int8", {}, marks=MORE),
+        pytest.param("fp8", {}, marks=MORE),
+        pytest.param("int8", dict(int8_activations=True), marks=MORE),
+        pytest.param("int4", dict(tensor_parallel=2), marks=MORE),
+    ],
+)
+def test_speculation_gives_the_tokens_of_plain_decoding(
+    name: str, options: dict[str, Any], plain_directory: Path, tmp_path: Path, kept_executables: Path
+) -> None:
+    quantise_directory(plain_directory, tmp_path / "target", FEW[name])
+    assert isinstance(hf.load_model(tmp_path / "target").layers[1].attn.qkv.kernel[...], Quantised)  # pyright: ignore[reportAttributeAccessIssue]
+    with LLM(
+        tmp_path / "target", plain_directory.parent / "eagle3", SpeculationConfig(tiers=TIERS), max_batch_size=3,
+        max_seq_len=60, progress=False, page_size=8, variants=("sampled",), batch_buckets=(3,), warmup="eager",
+        prefill_chunk=16, skip_tokenizer_init=True, compile_cache=kept_executables, enable_prefix_caching=False,
+        **options,
+    ) as llm:  # fmt: skip
+
+        def generate(tier: Tier) -> list[RequestOutput]:
+            llm.use_policy(StaticPolicy(tier))
+            return llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+
+        plain = [output.token_ids for output in generate(PLAIN)]
+        assert all(len(set(tokens)) > 3 for tokens in plain), "a model that repeats itself proves little"
+        for tier in TIERS:
+            outputs = generate(tier)
+            assert [output.token_ids for output in outputs] == plain
+            assert sum(output.metrics.accepted for output in outputs) > 0
+        assert llm.stats.compilations_after_warmup == 0
