@@ -88,8 +88,7 @@ def quantise_directory(source: Path, out: Path, form: Format, ignore: Sequence[s
     linear: set[str] = set()
     for weight in registry.weights(nnx.eval_shape(lambda: registry.build(cfg))):
         shapes |= dict(zip(weight.names, weight.shapes, strict=True))
-        if weight.transposed:
-            linear |= {name for name in weight.names if name.endswith(".weight")}
+        linear |= set(weight.names) if weight.linear else set()
     if unknown := [name for name in ignore if f"{name}.weight" not in linear | {"lm_head.weight"}]:
         raise ValueError(f"ignore names modules that the model lacks: {unknown}; it has e.g. {sorted(linear)[:3]}")
     written: dict[str, np.ndarray] = {}

@@ -72,7 +72,7 @@ def read_kernel(read: Read, reader: TensorReader, weight: Weight) -> Quantised |
     Raises:
       ValueError: tensors that do not fit, or projections that are not quantised alike; names them.
     """
-    if not weight.transposed or not all(name.endswith(".weight") for name in weight.names):
+    if not weight.linear:
         return None
     modules = [name.removesuffix(".weight") for name in weight.names]
     for name, module in zip(weight.names, modules, strict=True):

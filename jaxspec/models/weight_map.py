@@ -27,6 +27,7 @@ class Weight:
       names: the tensors' names.
       widths: how much of the last axis each takes.
       transposed: stored [out, in] in the file, [in, out] here.
+      linear: the kernel of a Linear, which may be quantised.
       gain: of a norm.
       offset: what the file's values lack of ours: 1 for the gains of families that multiply by 1 + w.
       ones: axes of size 1 that the file has in front.
@@ -37,6 +38,7 @@ class Weight:
     names: tuple[str, ...]
     widths: tuple[int, ...]
     transposed: bool = False
+    linear: bool = False
     gain: bool = False
     offset: float = 0.0
     ones: int = 0
@@ -73,7 +75,7 @@ def linear_weights(linear: Linear, names: Sequence[str], widths: Sequence[int] |
     """A Linear from one or more projections named without `.weight`; `widths` are their output sizes."""
     split = tuple(widths or (linear.kernel.shape[1],))
     assert sum(split) == linear.kernel.shape[1] and len(split) == len(names), (split, names, linear.kernel.shape)
-    yield Weight(linear.kernel, tuple(f"{n}.weight" for n in names), split, transposed=True)
+    yield Weight(linear.kernel, tuple(f"{n}.weight" for n in names), split, transposed=True, linear=True)
     if linear.bias is not None:
         yield Weight(linear.bias, tuple(f"{n}.bias" for n in names), split)
 

@@ -136,13 +136,17 @@ def quantised_round(target: Target) -> Iterator[Program]:
     """Plain rounds of two layers at 8B shapes with quantised kernels, at 1 and 16 rows, on one device.
 
     No kernel may be expanded in memory: a round gets less for its intermediate values than the smallest of a layer's
-    four would take in bfloat16. TPUs may fetch the largest into VMEM as it is, while they still compute something else.
+    four would take in bfloat16, besides the sums of groups before they are added up. TPUs may fetch the largest kernel
+    into VMEM as it is, while they still compute something else.
     """
     cfg = dataclasses.replace(LLAMA_8B, num_layers=2)
-    mesh, geo = target.mesh(1, TENSOR_AXIS), dataclasses.replace(GEOMETRY, kernels=target.kind)
+    mesh = target.mesh(1, TENSOR_AXIS)
+    geo = dataclasses.replace(GEOMETRY, num_pages=2 * GEOMETRY.num_pages, kernels=target.kind)
     for name, (kind, group) in QUANTISED.items():
         bits = 4 if kind is jnp.int4 else 8
         for bucket in (1, BUCKET):
+            # A single row is padded to two.
+            sums = 0 if group is None else 8 * max(2, bucket) * cfg.hidden_size // group * cfg.intermediate_size
             described = abstract_round(
                 cfg, geo, mesh, bucket, dtype=DTYPE, change=functools.partial(_quantised, kind=kind, group=group)
             )
@@ -150,8 +154,8 @@ def quantised_round(target: Target) -> Iterator[Program]:
                 op="quantised_round",
                 name=f"8b-{name}-b{bucket}",
                 lower=functools.partial(described.lower, PLAIN, platforms=(target.platform,)),
-                max_temp_bytes=cfg.hidden_size * cfg.num_heads * cfg.head_dim * DTYPE.itemsize,
-                limit="a layer's smallest kernel in bfloat16",
+                max_temp_bytes=cfg.hidden_size * cfg.num_heads * cfg.head_dim * DTYPE.itemsize + sums,
+                limit="a layer's smallest kernel in bfloat16, and sums of groups",
                 max_vmem_bytes=2 * cfg.hidden_size * cfg.intermediate_size * bits // 8,
                 in_place_bytes=_device_bytes(described.arguments[2]),
                 kernels=("tree_attention",),

@@ -19,11 +19,13 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from jaxspec.checkpointing import hf, tensors
+from jaxspec.checkpointing import heads, hf, tensors
+from jaxspec.checkpointing.rounding import FORMATS
 from jaxspec.models import registry
-from jaxspec.models.layers import Linear, causal_attention, column_blocks
+from jaxspec.models.layers import Linear, Shared, causal_attention, column_blocks
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.tiny import tiny_config, tiny_target
+from jaxspec.quantize import quantise_directory
 
 #: Widths of which 64 divides some and not others, and fused parts that blocks of 24 outputs do not divide.
 SIZES: dict[str, Any] = dict(
@@ -405,3 +407,23 @@ def test_loading_takes_little_more_than_the_weights(name: str, tmp_path: Path) -
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert 1.0 < float(done.stdout) < 1.1
+
+
+def test_heads_share_a_quantised_output_layer(tmp_path: Path) -> None:
+    hf.save_model(tiny_target(1, **SIZES), tmp_path / "plain", dtype=jnp.float32)
+    quantise_directory(tmp_path / "plain", tmp_path / "few", FORMATS["int8"], ignore=())
+    target = hf.load_model(tmp_path / "few")
+    assert target.lm_head is not None
+    kernel = target.lm_head.kernel.get_value()
+    assert isinstance(kernel, Quantised) and kernel.shape == (64, 13)
+    _, lent = heads.lend_tables(target, jnp.float32, None, None)
+    assert lent is not None and isinstance(lent.kernel, Shared)
+    assert lent.kernel.get_value().values is kernel.values, "the very array, no copy"
+    ids = np.array([2, 3, 11])
+    rows = heads.lend_rows(target, jnp.float32, ids, None).kernel
+    assert isinstance(rows, Shared)
+    np.testing.assert_array_equal(rows.get_value().dequantised(), kernel.dequantised()[:, ids])
+    own = np.ones((13, 64), np.float32)
+    _, stored = heads.lend_tables(target, jnp.float32, None, own)
+    assert stored is not None and not isinstance(stored.kernel, Shared)
+    np.testing.assert_array_equal(stored.kernel[...], own.T)
