@@ -22,10 +22,11 @@ from safetensors.numpy import load_file
 from jaxspec.checkpointing import heads, hf, tensors
 from jaxspec.checkpointing.rounding import FORMATS
 from jaxspec.models import registry
-from jaxspec.models.layers import Linear, Shared, causal_attention, column_blocks
+from jaxspec.models.layers import Linear, Shared, causal_attention, column_blocks, tensor_parallel
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.quantize import quantise_directory
+from jaxspec.runtime.sharding import Placement, tensor_mesh
 
 #: Widths of which 64 divides some and not others, and fused parts that blocks of 24 outputs do not divide.
 SIZES: dict[str, Any] = dict(
@@ -69,7 +70,7 @@ def fp8_values(rng: np.random.Generator, out: int, into: int) -> np.ndarray:
 
 
 def positive(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return (rng.uniform(0.5, 1.5, shape) * 0.004).astype(np.float32)
+    return np.asarray(rng.uniform(0.5, 1.5, shape) * 0.004, np.float32)
 
 
 def fp8_block(name: str) -> Callable[..., Made]:
@@ -83,7 +84,7 @@ def fp8_block(name: str) -> Callable[..., Made]:
 
 def fp8_tensor(rng: np.random.Generator, module: str, out: int, into: int) -> Made:
     w, scale = fp8_values(rng, out, into), positive(rng)
-    extra = {f"{module}.input_scale": np.float32([0.1])}
+    extra = {f"{module}.input_scale": np.array([0.1], np.float32)}
     return {f"{module}.weight": w, f"{module}.weight_scale": scale, **extra}, w.astype(np.float32) * scale
 
 
@@ -350,6 +351,21 @@ def test_a_quantised_model_is_not_written_as_another(tmp_path: Path) -> None:
     write(tmp_path, CASES["int8 channel"])
     with pytest.raises(ValueError, match="q_proj.weight' is quantised; copy the directory"):
         hf.save_model(hf.load_model(tmp_path), tmp_path / "again")  # pyright: ignore[reportArgumentType]
+
+
+def test_two_devices_share_a_quantised_model(tmp_path: Path) -> None:
+    write(tmp_path, CASES["packed zeros"])
+    model = hf.load_model(tmp_path)
+    graph, state = nnx.split(tensor_parallel(model, 2))
+    place = Placement.of(tensor_mesh(2), state, (), ())  # pyright: ignore[reportArgumentType]
+    placed = jax.device_put(state, place.target)
+    mlp = nnx.merge(graph, placed).layers[0].mlp
+    assert mlp.gate_up.kernel[...].scale.sharding.shard_shape((2, 256)) == (2, 128)
+    assert mlp.down.kernel[...].values.sharding.shard_shape((128, 64)) == (64, 64)
+    assert mlp.down.kernel[...].zero.sharding.shard_shape((4, 64)) == (2, 64)
+    with place.ambient():
+        shared = np.asarray(jax.jit(lambda state: _forward(nnx.merge(graph, state)))(placed))
+    np.testing.assert_allclose(shared, logits(model), atol=1e-4)
 
 
 #: In a process of its own, whose allocator gives every large piece back at once: RssAnon then is what is held.

@@ -31,7 +31,7 @@ PARAMS = [
 FEW = {
     **FORMATS, "int4": Format("pack-quantized", dict(num_bits=4, type="int", strategy="group", group_size=32)),
 }  # fmt: skip
-MORE = pytest.mark.exhaustive("other formats, int8 activations and two devices")
+MORE = pytest.mark.exhaustive("other formats and int8 activations")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,6 @@ def plain_directory(tmp_path_factory: pytest.TempPathFactory, tools: Any) -> Pat
         pytest.param("int8", {}, marks=MORE),
         pytest.param("fp8", {}, marks=MORE),
         pytest.param("int8", dict(int8_activations=True), marks=MORE),
-        pytest.param("int4", dict(tensor_parallel=2), marks=MORE),
     ],
 )
 def test_speculation_gives_the_tokens_of_plain_decoding(
