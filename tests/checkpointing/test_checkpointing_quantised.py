@@ -359,7 +359,7 @@ def test_two_devices_share_a_quantised_model(tmp_path: Path) -> None:
     graph, state = nnx.split(tensor_parallel(model, 2))
     place = Placement.of(tensor_mesh(2), state, (), ())  # pyright: ignore[reportArgumentType]
     placed = jax.device_put(state, place.target)
-    mlp = nnx.merge(graph, placed).layers[0].mlp
+    mlp = nnx.merge(graph, placed).layers[0].mlp  # pyright: ignore[reportAttributeAccessIssue]
     assert mlp.gate_up.kernel[...].scale.sharding.shard_shape((2, 256)) == (2, 128)
     assert mlp.down.kernel[...].values.sharding.shard_shape((128, 64)) == (64, 64)
     assert mlp.down.kernel[...].zero.sharding.shard_shape((4, 64)) == (2, 64)
