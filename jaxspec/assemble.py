@@ -27,6 +27,7 @@ from jaxspec.drafters import directories, registry
 from jaxspec.engine import Engine
 from jaxspec.facts import EngineFacts
 from jaxspec.hybrids import joined
+from jaxspec.models import few_rows
 from jaxspec.models.base import TargetModel
 from jaxspec.models.layers import column_blocks, tensor_parallel
 from jaxspec.models.quantised import stored_bytes
@@ -171,7 +172,7 @@ def _laid_out(module: Any, shards: int) -> Any:
         with host_memory():
             return tensor_parallel(module, shards)
     if jax.default_backend() != "cpu":
-        return module
+        return module if few_rows.unsupported() is not None else few_rows.prepare(module)
     size = _bytes(nnx.state(module))
     return column_blocks(module, keep_flat=size <= _KEPT_TWICE)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -288,11 +288,36 @@ def _scaled(x: jax.Array, by: float) -> jax.Array:
     return x if by == 1.0 else x * jnp.asarray(by, x.dtype)
 
 
+class LayerRunner(Protocol):
+    """Another way to run a model's layers, for few rows (`jaxspec.models.few_rows`). Hashable: part of a trace's key.
+
+    Attributes:
+      most: rows, of all requests together, up to which it runs.
+    """
+
+    most: int
+
+    def layers(
+        self, model: Any, x_BNE: jax.Array, ropes: Sequence[Tables | None], attend: Attend, /
+    ) -> list[jax.Array]:
+        """The residual stream before each layer and after the last, [B, N, E] each.
+
+        Args:
+          ropes: of each layer.
+        """
+        ...
+
+
 class Transformer(TargetModel):
-    """A decoder-only language model of the blocks above; families configure it."""
+    """A decoder-only language model of the blocks above; families configure it.
+
+    Attributes:
+      few_rows: how layers run where rows are few; None: as they always do.
+    """
 
     def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs | None = None):
         self.config = cfg
+        self.few_rows: LayerRunner | None = None
         self.embedding = _init(rngs, (cfg.vocab_size, cfg.hidden_size), dtype, 0.02)
         self.layers = nnx.List([DecoderLayer(cfg, i, dtype=dtype, rngs=rngs) for i in range(cfg.num_layers)])
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, dtype=dtype, gain=cfg.norm_gain)
@@ -309,12 +334,14 @@ class Transformer(TargetModel):
     ) -> tuple[jax.Array, jax.Array | None]:
         cfg = self.config
         x_BNE = self.embed(tokens_BN)
-        streams = {}
-        for i, (layer, rope) in enumerate(zip(self.layers, layer_tables(cfg, positions_BN), strict=True)):
-            streams[i] = x_BNE
-            x_BNE = layer(x_BNE, rope, attend, i)
-        streams[cfg.num_layers] = x_BNE
-        streams[cfg.num_layers + 1] = hidden_BNE = self.norm(x_BNE)
+        ropes = layer_tables(cfg, positions_BN)
+        streams = [x_BNE]
+        if self.few_rows is not None and tokens_BN.size <= self.few_rows.most:
+            streams = self.few_rows.layers(self, x_BNE, ropes, attend)
+        else:
+            for i, (layer, rope) in enumerate(zip(self.layers, ropes, strict=True)):
+                streams.append(layer(streams[-1], rope, attend, i))
+        streams.append(hidden_BNE := self.norm(streams[-1]))
         aux_BNA = jnp.concatenate([streams[i] for i in aux_layers], axis=-1) if aux_layers else None
         return hidden_BNE, aux_BNA
 

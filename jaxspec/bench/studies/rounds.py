@@ -23,6 +23,7 @@ from flax import nnx
 
 from jaxspec.adaptive.arms import packed_tokens
 from jaxspec.bench.studies import report
+from jaxspec.models import few_rows
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import Transformer
 from jaxspec.runtime.compile import use_persistent_cache
@@ -67,12 +68,14 @@ def random_weights(module: Any, seed: int) -> Any:
 
 def build(
     shape: str, tiers: Sequence[Tier], batches: Sequence[int], context: int, dtype: jnp.dtype, *,
-    kernels: str | None, sampled: bool, page: int, budgets: Sequence[float] = (),
+    kernels: str | None, sampled: bool, page: int, budgets: Sequence[float] = (), layers_by_xla: bool = False,
 ) -> Runner:  # fmt: skip
     """A runner of random weights with one executable a tier and batch, and one a budget."""
     cache = use_persistent_cache(True)
     cfg, draft_vocab = SHAPES[shape]
     target = random_weights(nnx.eval_shape(lambda: Transformer(cfg, dtype=dtype)), 0)
+    if few_rows.unsupported() is None and not layers_by_xla:
+        target = few_rows.prepare(target)
     depth = max(tier.depth for tier in tiers)
     pages = -(-(context + 64 * (depth + 1)) // page)
     geo = Geometry(max(batches), max(batches) * pages, page, pages, depth, kernels=kernels)
@@ -145,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--page", type=int, default=64, help="tokens a page")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--kernels", choices=("reference", "tpu", "gpu", "interpret"), help="default: the backend's own")
+    add("--layers-by-xla", action="store_true", help="no small-batch kernels (default: where the device has them)")
     add("--sampled", action="store_true", help="rounds that sample (temperature 0 rows included)")
     add("--rounds", type=int, default=50, help="rounds dispatched back to back")
     add("--repeats", type=int, default=5, help="medians are taken over these")
@@ -156,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runner = build(
         args.shape, tiers, sorted(set(args.batch)), args.context, jnp.dtype(args.dtype),
         kernels=args.kernels, sampled=args.sampled, page=args.page, budgets=args.budget,
+        layers_by_xla=args.layers_by_xla,
     )  # fmt: skip
     bench = Bench(runner, args.context)
     rate = report.rate(BANDWIDTH, args.bandwidth)

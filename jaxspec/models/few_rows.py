@@ -1,0 +1,128 @@
+"""Decoder layers for few rows by the small-batch kernels: six launches a layer instead of some seventeen on a GPU.
+
+Owns which models that fits, and the order of the launches. Must not know what a kernel does inside. Rounding differs
+from the layers' own (a norm divides after the product), and is the same for every number of rows that the kernels
+serve: what a row becomes does not depend on how many are verified beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec.models.base import Attend, ModelConfig
+from jaxspec.models.layers import Transformer
+from jaxspec.models.quantised import Quantised
+from jaxspec.models.rope import Tables, apply_rope
+from pallas_kernels.sizes import round_up
+from pallas_kernels.small_batch import gpu, reference
+from pallas_kernels.small_batch.reference import TILE
+
+#: Rows that the kernels are faster with than XLA's products and what it does around them (docs/kernels.md).
+MOST_ROWS = 32
+#: What the kernels' order of operations leaves no room for, as `ModelConfig` names it: defaults only.
+_PLAIN = (
+    "attention_bias", "output_bias", "mlp_bias", "qk_norm", "pre_norms", "post_norms", "norm_gain", "hidden_act",
+    "residual_scale", "partial_rotary_factor", "rope_interleaved", "no_rope_layers", "local_rope_theta",
+)  # fmt: skip
+#: Width of a head whose halves are one tile each, so that a product can rotate it.
+_ROTATED = 2 * TILE
+
+
+@dataclasses.dataclass(frozen=True)
+class FewRows:
+    """What a prepared model runs its layers by.
+
+    Attributes:
+      implementation: "gpu" or "reference".
+      most: rows up to which it does.
+    """
+
+    implementation: str = "gpu"
+    most: int = MOST_ROWS
+
+    def layers(
+        self, model: Transformer, x_BNE: jax.Array, ropes: Sequence[Tables | None], attend: Attend
+    ) -> list[jax.Array]:
+        """The residual stream before each layer and after the last, [B, N, E] each."""
+        rope = ropes[0]  # of every layer, in models that are served
+        assert rope is not None
+        ways: Any = gpu if self.implementation == "gpu" else reference
+        b, n, e = x_BNE.shape
+        m = b * n
+        padded = m if m <= 8 else round_up(m, 8)  # the kernels' copies want whole groups of 8 rows, or less than one
+        pad = lambda x: jnp.pad(x, ((0, padded - m), (0, 0)))
+        # [C/2, rows], a column for each token, and as many as the kernels pad to.
+        tables = tuple(jnp.pad(t.reshape(m, -1).T, ((0, 0), (0, -m % 8))) for t in rope)
+        gains = [*(_gain(layer.attn_norm) for layer in model.layers), _gain(model.norm)]
+        stream = reference.begin(pad(x_BNE.reshape(m, e)), gains[0])
+        streams = [x_BNE]
+        for i, layer in enumerate(model.layers):
+            attn, eps = layer.attn, model.norm.eps
+            counts = (attn.num_heads, attn.num_kv_heads, attn.num_kv_heads)
+            if attn.head_dim == _ROTATED:
+                parts = ways.heads(stream, attn.qkv.kernel[...], tables, counts, eps)
+                q, k, v = (p[:m].reshape(b, n, c, attn.head_dim) for p, c in zip(parts, counts, strict=True))
+            else:
+                qkv = ways.project(stream, attn.qkv.kernel[...], eps)[:m].reshape(b, n, sum(counts), attn.head_dim)
+                q, k, v = jnp.split(qkv, [counts[0], counts[0] + counts[1]], axis=2)
+                q, k = apply_rope(q, rope), apply_rope(k, rope)
+            out = pad(attend(i, q, k, v, attn.options).reshape(m, -1))
+            stream = ways.add(out, attn.out.kernel[...], stream.h_ME, _gain(layer.mlp_norm))
+            hidden = ways.swiglu(stream, layer.mlp.gate_up.kernel[...], eps)
+            stream = ways.add(hidden, layer.mlp.down.kernel[...], stream.h_ME, gains[i + 1])
+            streams.append(stream.h_ME[:m].reshape(b, n, e))
+        return streams
+
+
+def _gain(norm: Any) -> jax.Array:
+    return norm.weight[...]
+
+
+def refusal(model: Any) -> str | None:
+    """Why a model's layers cannot run by these kernels, or None."""
+    if type(model) is not Transformer:
+        return f"its class is {type(model).__name__}"
+    cfg = model.config
+    default = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
+    if asked := [f"{name}={getattr(cfg, name)}" for name in _PLAIN if getattr(cfg, name) != default[name]]:
+        return f"its layers have {', '.join(asked)}"
+    for layer in model.layers:
+        if layer.attn.shards != 1 or layer.mlp.shards != 1:
+            return "its weights are split over devices"
+        for linear in (layer.attn.qkv, layer.attn.out, layer.mlp.gate_up, layer.mlp.down):
+            kernel = linear.kernel[...]
+            if isinstance(kernel, Quantised):
+                return "its weights are quantised"
+            if kernel.dtype != jnp.bfloat16 or kernel.ndim != 2:
+                return f"its weights are {kernel.dtype} of {kernel.ndim} axes, not bfloat16 of 2"
+            if any(size % TILE for size in kernel.shape):
+                return f"its weights of {kernel.shape} are no multiples of {TILE}"
+    return None
+
+
+def prepare(model: Any, implementation: str = "gpu") -> Any:
+    """A copy that runs few rows by these kernels, or the model where they do not serve it.
+
+    Args:
+      implementation: "gpu", or "reference" for the same order of operations in plain XLA.
+    """
+    if refusal(model) is not None:
+        return model
+    graph, state = nnx.split(model)
+    copy = nnx.merge(graph, state)
+    copy.few_rows = FewRows(implementation)
+    return copy
+
+
+def unsupported() -> str | None:
+    """Why this device or JAX has no such kernels, or None."""
+    return gpu.supported()
+
+
+__all__ = ["MOST_ROWS", "FewRows", "prepare", "refusal", "unsupported"]

@@ -1,0 +1,77 @@
+"""The products of a decoder layer for few rows in plain XLA: the specification."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+#: Features whose squares are summed together: columns of a kernel's tile.
+TILE = 64
+
+
+class Stream(NamedTuple):
+    """The residual stream between two products, and what the next one's norm needs of it.
+
+    Attributes:
+      h_ME: the stream. scaled_ME: times the gain of the norm that reads it next, not yet divided by its root mean
+        square. squares_TR: float32 sums of h squared over each tile of features; R is M rounded up to 8, and the
+        columns beyond M may hold anything.
+    """
+
+    h_ME: jax.Array
+    scaled_ME: jax.Array
+    squares_TR: jax.Array
+
+
+def begin(h_ME: jax.Array, gain_E: jax.Array) -> Stream:
+    """See api.begin."""
+    m, e = h_ME.shape
+    h32 = h_ME.astype(jnp.float32)
+    squares = jnp.square(h32).reshape(m, e // TILE, TILE).sum(axis=-1).T
+    squares = jnp.pad(squares, ((0, 0), (0, -m % 8)))
+    return Stream(h_ME, (h32 * gain_E.astype(jnp.float32)[None, :]).astype(h_ME.dtype), squares)
+
+
+def _normed_product(stream: Stream, kernel: jax.Array, eps: float) -> jax.Array:
+    """Float32 [M, N]: the norm's division comes after the product, which it commutes with."""
+    m, e = stream.h_ME.shape
+    mean = stream.squares_TR[:, :m].sum(axis=0) / e
+    return _product(stream.scaled_ME, kernel) * jax.lax.rsqrt(mean + eps)[:, None]
+
+
+def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(x, kernel, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def project(stream: Stream, kernel: jax.Array, eps: float) -> jax.Array:
+    """See api.project."""
+    return _normed_product(stream, kernel, eps).astype(stream.h_ME.dtype)
+
+
+def heads(
+    stream: Stream, kernel: jax.Array, rope: tuple[jax.Array, jax.Array], counts: Sequence[int], eps: float
+) -> tuple[jax.Array, ...]:
+    """See api.heads."""
+    y = project(stream, kernel, eps)
+    m, half = stream.h_ME.shape[0], rope[0].shape[0]
+    lo, hi = jnp.split(y.reshape(m, -1, 2 * half).astype(jnp.float32), 2, axis=-1)
+    cos, sin = (table[:, :m].T[:, None] for table in rope)
+    turned = jnp.concatenate([lo * cos - hi * sin, hi * cos + lo * sin], axis=-1).astype(y.dtype)
+    q, k, _ = counts
+    out = jnp.concatenate([turned[:, : q + k], y.reshape(m, -1, 2 * half)[:, q + k :]], axis=1)
+    return tuple(part.reshape(m, -1) for part in jnp.split(out, (q, q + k), axis=1))
+
+
+def swiglu(stream: Stream, kernel: jax.Array, eps: float) -> jax.Array:
+    """See api.swiglu."""
+    gate, up = jnp.split(project(stream, kernel, eps).astype(jnp.float32), 2, axis=-1)
+    return (gate * jax.nn.sigmoid(gate) * up).astype(stream.h_ME.dtype)
+
+
+def add(x_MK: jax.Array, kernel: jax.Array, h_ME: jax.Array, gain_E: jax.Array) -> Stream:
+    """See api.add."""
+    y = _product(x_MK, kernel).astype(h_ME.dtype)
+    return begin((h_ME.astype(jnp.float32) + y.astype(jnp.float32)).astype(h_ME.dtype), gain_E)

@@ -1,0 +1,68 @@
+"""Layers of few rows: the kernels' order of operations against the layers' own, and which models are prepared."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxspec.models import few_rows
+from jaxspec.models.base import ModelConfig
+from jaxspec.models.layers import Transformer, causal_attention
+
+CONFIG = ModelConfig("llama", 64, 256, 384, 2, 2, 1, 128)
+AUX = (0, 1, 2, 3)
+
+
+def model(cfg: ModelConfig = CONFIG, dtype: Any = jnp.bfloat16) -> Transformer:
+    return Transformer(cfg, dtype=dtype, rngs=nnx.Rngs(3))
+
+
+def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *_: Any) -> jax.Array:
+    q32, k32, v32 = (x.astype(jnp.float32) for x in (q, k, v))
+    return causal_attention(layer, q32, k32, v32).astype(q.dtype)
+
+
+def forward(module: Transformer, tokens_BN: jax.Array) -> list[np.ndarray]:
+    graph, state = nnx.split(module)
+    positions = jnp.broadcast_to(jnp.arange(tokens_BN.shape[1]), tokens_BN.shape)
+    run = jax.jit(lambda state: nnx.merge(graph, state)(tokens_BN, positions, attend, AUX))
+    return [np.asarray(x, np.float32) for x in run(state)]
+
+
+@pytest.mark.parametrize("heads", [(2, 1, 128), (4, 2, 64)], ids=["rotated-in-the-product", "rotated-after"])
+def test_few_rows_are_the_layers(heads: tuple[int, int, int]):
+    h, g, c = heads
+    plain = model(dataclasses.replace(CONFIG, num_heads=h, num_kv_heads=g, head_dim=c))
+    prepared = few_rows.prepare(plain, "reference")
+    assert prepared.few_rows == few_rows.FewRows("reference") and plain.few_rows is None
+    for b, n in ((1, 1), (1, 5), (3, 4)):  # fewer than 8 rows, and 12, which are padded
+        tokens = jax.random.randint(jax.random.key(b * n), (b, n), 0, CONFIG.vocab_size)
+        for got, want in zip(forward(prepared, tokens), forward(plain, tokens), strict=True):
+            np.testing.assert_allclose(got, want, atol=2**-6 * np.abs(want).max())
+    many = jax.random.randint(jax.random.key(0), (1, few_rows.MOST_ROWS + 1), 0, CONFIG.vocab_size)
+    for got, want in zip(forward(prepared, many), forward(plain, many), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "said"),
+    [
+        ({"qk_norm": True}, jnp.bfloat16, "qk_norm=True"),
+        ({"attention_bias": True, "norm_gain": "one_plus"}, jnp.bfloat16, "norm_gain=one_plus"),
+        ({"intermediate_size": 400}, jnp.bfloat16, "multiples"),
+        ({}, jnp.float32, "float32"),
+    ],
+)
+def test_models_that_are_not_served_stay_as_they_are(change: dict[str, Any], dtype: Any, said: str):
+    other = model(dataclasses.replace(CONFIG, **change), dtype)
+    assert said in (few_rows.refusal(other) or "") and few_rows.prepare(other) is other
+
+
+def test_a_device_without_the_kernels_says_why():
+    assert "0.11" in (why := few_rows.unsupported() or "") or "GPU" in why
