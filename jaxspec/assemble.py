@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import logging
 import os
 import time
@@ -24,6 +25,7 @@ from jaxspec.adaptive.policy import TierPolicy
 from jaxspec.checkpointing import hf, hub
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.drafters import directories, registry
+from jaxspec.drafters.successor import Successors
 from jaxspec.engine import Engine
 from jaxspec.facts import EngineFacts
 from jaxspec.hybrids import joined
@@ -295,8 +297,19 @@ def build_engine(
         with load():
             return bind_drafter(kind, module, geo, speculation, shards)
 
+    def reloader() -> Callable[[Geometry, Path], Any] | None:
+        if directory is None:
+            return None
+        successors = Successors(kind, directory, module, target, dtype)
+
+        def reload(geo: Geometry, where: Path) -> Any:
+            with load():
+                return bind_drafter(kind, successors.load(where), geo, speculation, shards)[1]
+
+        return reload
+
     facts = registry.find(kind)
-    drafting = Drafting(drafter_of, facts.trees, facts.deepest(module), kind) if facts.drafts else None
+    drafting = Drafting(drafter_of, facts.trees, facts.deepest(module), kind, reloader()) if facts.drafts else None
     return assemble(target, text, speculation, config, drafter=drafting, progress=progress)
 
 
@@ -309,12 +322,14 @@ class Drafting:
       trees: whether it proposes trees as well as chains.
       deepest: most tokens that it can propose in a row; None: any number.
       name: of its kind.
+      reload: other parameters for it, of a directory; None: it has none that could be exchanged.
     """
 
     bind: Callable[[Geometry], tuple[Drafter | None, Any]]
     trees: bool = False
     deepest: int | None = None
     name: str = registry.NONE
+    reload: Callable[[Geometry, Path], Any] | None = None
 
 
 def assemble(
@@ -385,6 +400,7 @@ def assemble(
     return Engine(
         facts, runner, scheduler, choice.build, cost, config.seed, began, config.traffic_log, pace,
         remembers=speculation.suffix_corpus_responses and built is not None,
+        load_drafter=None if can.reload is None else functools.partial(can.reload, geo),
     )  # fmt: skip
 
 

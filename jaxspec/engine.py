@@ -10,6 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from jaxspec.scheduling.pace import Pace
 from jaxspec.scheduling.plan import DecodeRows, Plan, PrefillChunk
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.stats import EngineStats
+from jaxspec.swapping import DrafterWeights
 from jaxspec.text.grammar import Grammar
 from jaxspec.text.matcher import Guide
 from jaxspec.tier import Choice, Tier
@@ -52,8 +54,10 @@ class Engine:
       traffic_log: file to append finished requests to (see EngineConfig).
       pace: how many rounds a dispatch runs; None: one.
       remembers: whether finished responses go into the drafter's corpus.
+      load_drafter: other parameters for the runner's drafter from a directory; None: it has none to exchange.
 
     Attributes:
+      drafter_weights: the versions of the drafter's weights.
       on_round: hears every finished round, between the dispatch of one and the next; None: nobody does.
 
     Raises:
@@ -64,6 +68,7 @@ class Engine:
         self, facts: EngineFacts, runner: Runner, scheduler: Scheduler,
         build_policy: Callable[[CostTable | None], TierPolicy], cost: CostTable | None, seed: int, began: float,
         traffic_log: str | Path | None = None, pace: Pace | None = None, remembers: bool = False,
+        load_drafter: Callable[[Path], Any] | None = None,
     ):  # fmt: skip
         self.facts, self.runner, self.scheduler = facts, runner, scheduler
         self._build_policy, self.cost, self._seed = build_policy, cost, seed
@@ -83,6 +88,7 @@ class Engine:
         self.on_round: Callable[[RoundStats], None] | None = None
         self._traffic = None if traffic_log is None else TrafficLog(traffic_log)
         self._remembers = remembers
+        self.drafter_weights = DrafterWeights(runner, load_drafter)
         self._warmup = BackgroundWarmup(runner, began, self._learn, lambda: self.has_work)
 
     def new_policy(self) -> TierPolicy:
@@ -262,8 +268,11 @@ class Engine:
         )
         weights = self._weights(rows, choice, now) if asked and choice.tokens is not None else None
         self._guided += guide is not None
+        version = self.drafter_weights.before_round(choice, rows.rounds)
         self._laps.lap("policy")
-        return runner.dispatch(rows, state, choice, bucket, guide, weights)
+        pending = runner.dispatch(rows, state, choice, bucket, guide, weights)
+        pending.version = version
+        return pending
 
     def _weights(self, rows: DecodeRows, choice: Choice, now: float) -> list[float]:
         """What a drafted token of each row is worth, by how far it lags behind the time per token that it asks for."""
@@ -332,6 +341,7 @@ class Engine:
                 dispatched=rows.rounds,
                 rows=tuple(numbers_B[told_B].tolist()),
             )
+            self.drafter_weights.observe(pending.version, Choice(tier, pending.tokens), stats.num_accepted)
             if tier in self.controller.policy.tiers:  # else a policy before this one chose it
                 self.controller.observe(stats)
             if self.on_round is not None:
@@ -446,6 +456,10 @@ class Engine:
             waiting=s.waiting,
             active_tier="" if self.controller.active is None else self.controller.active.name,
             guided_rounds=self._guided,
+            drafter_version=self.drafter_weights.version,
+            drafter_trial=self.drafter_weights.versions.trying,
+            drafter_updates=self.drafter_weights.versions.updates,
+            drafter_rollbacks=self.drafter_weights.versions.rollbacks,
         )
 
     @property

@@ -290,6 +290,24 @@ class LLM:
         """From the next step on, `policy` chooses the tier: see Engine.use_policy."""
         self.shared.call(lambda engine: engine.use_policy(policy, recorder))
 
+    def update_drafter(self, directory: str | Path, *, trial: bool = True) -> int:
+        """Exchanges the drafter's weights between two rounds; nothing is compiled, and no token changes.
+
+        The new weights are of a checkpoint of the same kind, configuration and shapes. They take turns with those that
+        are served until it is clear which bring more tokens a round (jaxspec.adaptive.versions); the others are kept.
+
+        Args:
+          trial: False: they are served at once.
+
+        Returns:
+          their version; `stats.drafter_version` is the served one's.
+
+        Raises:
+          ValueError: what cannot be read or does not fit, by name and with both values; the weights stay as they are.
+        """
+        loaded = self.engine.drafter_weights.load(directory)  # beside the rounds of whoever steps
+        return self.shared.call(lambda engine: engine.drafter_weights.use(loaded, trial=trial))
+
     def flush_prefix_cache(self) -> int:
         """Forgets every cached prefix; returns how many pages that freed. Live requests keep theirs."""
         return self.shared.call(lambda engine: engine.flush_prefix_cache())

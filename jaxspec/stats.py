@@ -24,6 +24,9 @@ class EngineStats:
       device_seconds: time the host waited for results. host_seconds: the rest of the steps' time.
       host_parts: the host's seconds by part of a step (jaxspec.laps.PARTS).
       switches: rounds whose tier differs from the one before. rounds_by_tier: {tier name: rounds}.
+      drafter_version: of the drafter's weights: 1 at first, 0 where it has none. drafter_trial: whether another version
+        takes turns with it (adaptive.versions). drafter_updates: versions that came. drafter_rollbacks: trials that
+        ended with the older one.
       lossless: whether outputs have the target's distribution (False under typical verification).
     """
 
@@ -50,4 +53,8 @@ class EngineStats:
     active_tier: str
     dispatches: int = 0
     guided_rounds: int = 0
+    drafter_version: int = 0
+    drafter_trial: bool = False
+    drafter_updates: int = 0
+    drafter_rollbacks: int = 0
     host_parts: dict[str, float] = dataclasses.field(default_factory=dict)

@@ -56,9 +56,10 @@ ALLOWED = {
     "output": {"request", "facts", "text"},
     "reader": {"request", "tier", "facts", "output", "runtime", "laps"},
     "warming": {"adaptive", "runtime"},
+    "swapping": {"adaptive", "runtime", "tier"},
     "engine": EVERYONE
     | {"adaptive", "scheduling", "runtime", "text", "traffic", "events", "stats", "facts", "output", "reader"}
-    | {"warming", "laps", "remembered"},
+    | {"warming", "laps", "remembered", "swapping"},
     "train": EVERYONE | {"models", "speculation", "checkpointing", "drafters", "cache", "text", "cli"},
     "cli": {"names"},
     "assemble": EVERYONE

@@ -30,6 +30,7 @@ class Pending:
       timed: nothing but rounds ran on the device since the round before, so its seconds are its own.
       tokens: nodes that a packed round verifies over the whole batch; None: all of them.
       rounds: in one dispatch.
+      version: of the drafter's weights, where they matter.
     """
 
     rows: Sequence[tuple[Request, int]] | DecodeRows
@@ -42,6 +43,7 @@ class Pending:
     timed: bool
     tokens: int | None = None
     rounds: int = 1
+    version: int = 0
 
     @property
     def requests(self) -> Sequence[Request]:

@@ -158,6 +158,29 @@ class Runner:
         self._draft_params = tuple(jax.tree.leaves(draft_params))
 
     @property
+    def has_draft_params(self) -> bool:
+        """Whether the drafter has any."""
+        return bool(self._draft_params)
+
+    def staged(self, draft_params: Any) -> tuple[jax.Array, ...]:
+        """Other parameters of the drafter, on the device, for `use_drafter`. From any thread.
+
+        Raises:
+          ValueError: they differ in structure, shape or type, so that the executables cannot take them.
+        """
+        if (tree := jax.tree.structure(draft_params)) != self._trees[Held.DRAFT]:
+            raise ValueError(f"the drafter's parameters are {self._trees[Held.DRAFT]}, got {tree}")
+        for new, old in zip(leaves := jax.tree.leaves(draft_params), self._draft_params, strict=True):
+            if (new.shape, new.dtype) != (old.shape, old.dtype):
+                raise ValueError(f"a parameter is {old.dtype}{list(old.shape)}, got {new.dtype}{list(new.shape)}")
+        return tuple(jax.device_put(new, old.sharding) for new, old in zip(leaves, self._draft_params, strict=True))
+
+    def use_drafter(self, staged: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """What is dispatched from now on drafts with these; returns those before. Rounds in flight keep theirs."""
+        before, self._draft_params = self._draft_params, staged
+        return before
+
+    @property
     def state(self) -> DecodeState:
         """What lives on the device between rounds."""
         return self._trees[Held.STATE].unflatten(self._state)
