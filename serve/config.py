@@ -88,8 +88,9 @@ class ServerConfig:
       tls_key: PEM file with its private key.
       tls_client_ca: PEM file with the authorities of clients; given, every client must show a certificate.
       auth_token_file: file with one token a line; given, calls need "authorization: Bearer <token>", health excepted.
-      admin_token_file: file with one token a line; given, Drain, FlushCache and SetSpeculation need one of them (which
-        stands for one of auth_token_file too) wherever they come from; else they are taken from this host alone.
+      admin_token_file: file with one token a line; given, calls that change the server (Drain, FlushCache,
+        SetSpeculation, UpdateDrafter) need one of them (which stands for one of auth_token_file too) wherever they come
+        from; else they are taken from this host alone.
       reflection: serve grpc.reflection, so that tools can list the services.
       kv_events: tell subscribers what the prefix cache holds (SubscribeKvEvents), for cache-aware routing; every client
         that may call can then read the token ids of all cached prompts.

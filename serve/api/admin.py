@@ -5,6 +5,7 @@ What is told is an allow-list: no paths, no arguments, no environment. Must not 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import operator
 import time
@@ -29,6 +30,8 @@ from serve.core.lifecycle import Lifecycle
 from serve.proto import admin_pb2 as pb
 
 _MAX_DRAIN_SECONDS = 1e9
+#: Longest path of a directory, and the seconds between two looks whether its weights have been loaded.
+_MAX_PATH, _LOOK_SECONDS = 4096, 0.05
 
 
 def described(engine: Engine, config: ServerConfig) -> pb.GetServerInfoResponse:
@@ -54,7 +57,7 @@ def described(engine: Engine, config: ServerConfig) -> pb.GetServerInfoResponse:
 
 
 class AdminServicer:
-    """GetServerInfo, GetLoads, Drain, FlushCache, SetSpeculation.
+    """GetServerInfo, GetLoads, Drain, FlushCache, SetSpeculation, UpdateDrafter.
 
     Who may call what is decided before (see serve.api.auth).
 
@@ -88,6 +91,8 @@ class AdminServicer:
             info.executables, info.compilations_after_warmup = stats.executables, stats.compilations_after_warmup
             info.executables_ready = stats.executables_ready
             info.warmup_seconds, info.startup_seconds = stats.warmup_seconds, stats.startup_seconds
+            info.drafter_version, info.drafter_trial = stats.drafter_version, stats.drafter_trial
+            info.drafter_updates, info.drafter_rollbacks = stats.drafter_updates, stats.drafter_rollbacks
             info.memory.free_pages, info.memory.cached_pages = stats.free_pages, stats.cached_pages
         info.version, info.model, info.state = jaxspec.__version__, self._config.served_name, self._lifecycle.state
         info.policy = policies.OFF if info.drafter == registry.NONE else self._policy
@@ -133,6 +138,20 @@ class AdminServicer:
             self._policy = request.policy
             return pb.SetSpeculationResponse(tiers=tiers)
 
+    async def UpdateDrafter(self, request: pb.UpdateDrafterRequest, context: Any) -> pb.UpdateDrafterResponse:
+        trial = request.trial if request.HasField("trial") else True
+        async with answering(context):
+            if not request.directory or len(request.directory) > _MAX_PATH:
+                raise invalid(f"directory must have 1 to {_MAX_PATH} characters, got {len(request.directory)}")
+            try:
+                ticket = await self._engine.call(functools.partial(_begin_update, directory=request.directory))
+                finish = functools.partial(_finish_update, ticket=ticket, trial=trial)
+                while (version := await self._engine.call(finish)) is None:
+                    await asyncio.sleep(_LOOK_SECONDS)
+            except (ValueError, OSError) as e:
+                raise invalid(str(e)) from e
+            return pb.UpdateDrafterResponse(version=version)
+
 
 def _drafter(engine: Engine, config: ServerConfig) -> str:
     """Its kind; of one that was found, built elsewhere or given by its directory, how it drafts."""
@@ -141,6 +160,14 @@ def _drafter(engine: Engine, config: ServerConfig) -> str:
     if config.drafter in registry.names():
         return config.drafter
     return type(engine.runner.drafter).__name__.removesuffix("Drafter").lower()
+
+
+def _begin_update(engine: Engine, directory: str) -> int:
+    return engine.drafter_weights.begin(directory)
+
+
+def _finish_update(engine: Engine, ticket: int, trial: bool) -> int | None:
+    return engine.drafter_weights.finish(ticket, trial=trial)
 
 
 def _use_policy(engine: Engine, name: str, depth: int | None, started: SpeculationConfig) -> list[str]:

@@ -134,7 +134,7 @@ _REFUSAL = grpc.stream_stream_rpc_method_handler(_refuse)
 
 
 class AdminInterceptor(grpc.aio.ServerInterceptor):
-    """Keeps what changes the server for everybody (Drain, FlushCache, SetSpeculation) to those who run it.
+    """Keeps what changes the server for everybody (all of AdminService that is no look) to those who run it.
 
     Without tokens these are peers on this host: loopback addresses and Unix sockets. With tokens it is whoever shows
     one, from wherever, and nobody else: behind a proxy on this host, such as a service mesh's, every peer is local.

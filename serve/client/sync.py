@@ -108,6 +108,11 @@ class Client:
         request = admin_pb2.SetSpeculationRequest(policy=policy, depth=depth)
         return list(self._call(self._admin.SetSpeculation, request, timeout).tiers)
 
+    def update_drafter(self, directory: str, *, trial: bool | None = None, timeout: float | None = None) -> int:
+        """Other weights for the drafter, from a directory on the server's host; returns their version."""
+        request = admin_pb2.UpdateDrafterRequest(directory=directory, trial=trial)
+        return self._call(self._admin.UpdateDrafter, request, timeout).version
+
     def close(self) -> None:
         """Ends the connection and every call on it."""
         self._channel.close()

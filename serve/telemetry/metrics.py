@@ -233,6 +233,10 @@ class ServerMetrics:
         self._compiles = counter("jaxspec:compiles_after_warmup", "XLA compilations outside the warm-up; must stay 0.")
         self._executables = gauge("jaxspec:executables", "Executables that there are once all is warm.")
         self._ready = gauge("jaxspec:executables_ready", "Executables that can run now.")
+        self._drafter_version = gauge("jaxspec:drafter_version", "Of the drafter's weights; 0 where it has none.")
+        self._drafter_trial = gauge("jaxspec:drafter_trial", "1 while another version takes turns with it.")
+        self._drafter_updates = counter("jaxspec:drafter_updates", "Versions of the drafter's weights that came.")
+        self._drafter_rollbacks = counter("jaxspec:drafter_rollbacks", "Trials that ended with the older weights.")
         where = ("route", "prompt_tokens")
         self._route_rounds = counter("jaxspec:acceptance_rounds", "Decode rounds of ended completions.", *where)
         self._route_drafted = counter("jaxspec:acceptance_drafted_tokens", "Draft tokens of the same.", *where)
@@ -301,11 +305,15 @@ class ServerMetrics:
             self._cached.set(stats.cached_pages)
             self._executables.set(stats.executables)
             self._ready.set(stats.executables_ready)
+            self._drafter_version.set(stats.drafter_version)
+            self._drafter_trial.set(stats.drafter_trial)
             for family, total in (
                 (self._queries, stats.prefix_queries),
                 (self._hits, stats.prefix_hits),
                 (self._preemptions, stats.preemptions),
                 (self._compiles, stats.compilations_after_warmup),
+                (self._drafter_updates, stats.drafter_updates),
+                (self._drafter_rollbacks, stats.drafter_rollbacks),
                 (self._steps, stats.steps),
                 (self._starved, stats.starved_rounds),
                 (self._host, stats.host_seconds),

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 import jaxspec
+from jaxspec.adaptive.versions import Versions
 from jaxspec.config import SpeculationConfig
 from jaxspec.request import RequestMetrics
 from serve.app import Server, description_for
@@ -193,6 +194,58 @@ def test_speculation_that_cannot_be_set(kit: Any):
         async with Server(config, build=kit.clean) as server, on(server) as client:
             error = await refusal(client.set_speculation("adaptive"))
             assert error.code is grpc.StatusCode.INVALID_ARGUMENT and "started with policy 'off'" in error.message
+
+    kit.run(story())
+
+
+def test_weights_are_exchanged_while_requests_run(kit: Any, monkeypatch: pytest.MonkeyPatch):
+    """The wire's side; tests/engine/test_drafter_updates.py has the engine's."""
+
+    class Weights:
+        """Takes two looks to load; counts versions."""
+
+        def __init__(self) -> None:
+            self.versions, self.version, self.looks, self.asked = Versions(), 1, 0, []
+
+        def begin(self, directory: str) -> int:
+            if directory == "wrong":
+                raise ValueError("hidden_size is 8, the served drafter's is 16")
+            self.asked.append(directory)
+            return 7
+
+        def finish(self, ticket: int, *, trial: bool) -> int | None:
+            assert ticket == 7
+            self.looks += 1
+            if self.looks % 2:
+                return None
+            if self.asked[-1] == "truncated":
+                raise ValueError("not a whole safetensors file")
+            return self.versions.introduce(trial=trial)
+
+    async def story() -> None:
+        facade = kit.clean()
+        async with Server(ServerConfig(**BASE), build=lambda: facade) as server, on(server) as client:
+            error = await refusal(client.update_drafter("/somewhere"))
+            assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+            assert "loaded from a directory, and this engine's was not; got '/somewhere'" in error.message
+            assert (await client.server_info()).drafter_version == 0, "look-ups have no weights"
+            weights = Weights()
+            own = kit.engine.drafter_weights
+            weights.before_round, weights.observe = own.before_round, own.observe  # type: ignore[attr-defined]
+            monkeypatch.setattr(kit.engine, "drafter_weights", weights)
+            stream = client.stream("abcabc", **LONG)
+            await anext(stream)
+            assert await client.update_drafter("new") == 2
+            assert await client.update_drafter("newer", trial=False) == 3
+            async for _ in stream:
+                pass
+            for directory, message in (("wrong", "hidden_size is 8"), ("truncated", "not a whole"), ("", "1 to 4096")):
+                error = await refusal(client.update_drafter(directory))
+                assert error.code is grpc.StatusCode.INVALID_ARGUMENT and message in error.message
+            while (info := await client.server_info()).drafter_updates != 2:
+                await client.generate("abc", **LONG)  # what is told is as old as a step
+            assert (info.drafter_version, info.drafter_trial, info.drafter_rollbacks) == (1, False, 0)
+            assert weights.asked == ["new", "newer", "truncated"]
 
     kit.run(story())
 

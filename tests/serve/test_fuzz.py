@@ -396,6 +396,8 @@ ADMIN_CALLS = calls(
     ("SetSpeculation", SPECULATION(policy="static")),
     ("SetSpeculation", SPECULATION(policy="adaptive")),
     ("SetSpeculation", SPECULATION(policy="nonsense")),
+    ("UpdateDrafter", admin_pb2.UpdateDrafterRequest(directory="nowhere")),
+    ("UpdateDrafter", admin_pb2.UpdateDrafterRequest(trial=False)),
     ("Drain", admin_pb2.DrainRequest(grace_seconds=math.nan)),
     ("Drain", admin_pb2.DrainRequest(grace_seconds=-1.0)),
 )

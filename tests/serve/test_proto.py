@@ -43,7 +43,7 @@ def test_stubs_are_fresh(tmp_path: Path):
 #: Messages of requests: what a client writes.
 REQUESTS = {
     "GenerateRequest", "Chat", "Sampling", "Speculation", "Slo", "TokenizeRequest", "DetokenizeRequest",
-    "DrainRequest",
+    "DrainRequest", "UpdateDrafterRequest",
 }  # fmt: skip
 #: Scalars of them that are never left out.
 NEEDED = {"SetSpeculationRequest.policy"}
