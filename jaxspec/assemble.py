@@ -6,9 +6,11 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import json
 import logging
 import os
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,8 @@ from jaxspec.models.base import TargetModel
 from jaxspec.models.layers import column_blocks, tensor_parallel
 from jaxspec.models.quantised import stored_bytes
 from jaxspec.remembered import texts
+from jaxspec.ringfiles import RingDirectory
+from jaxspec.runtime.collecting import Collector
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.programs import RunnerConfig
 from jaxspec.runtime.runner import Runner
@@ -44,6 +48,7 @@ from jaxspec.scheduling.pace import USUAL_ROUNDS, Pace, may_pay
 from jaxspec.scheduling.scheduler import Scheduler, SchedulerConfig
 from jaxspec.scheduling.shapes import PrefillShape, shapes_for
 from jaxspec.speculation.drafter import Drafter
+from jaxspec.speculation.ring import ABOUT, empty_ring, ring_layers, ring_width
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.speculation.typical import Typical
 from jaxspec.text.grammar import GrammarCompiler
@@ -362,6 +367,8 @@ def assemble(
     repeated, pace = _several(config, target)
     geo = dataclasses.replace(_geometry(config, model.max_position_embeddings, depth), max_rounds=pace.most)
     built, params = bind(geo) if depth else (None, ())
+    if config.feature_ring is not None:
+        geo = dataclasses.replace(geo, ring=_ring_rows(config, geo, target, built))
     if config.memory_fraction is not None and config.num_pages is None:
         geo = _fitted(geo, config.memory_fraction, target, built, params, shards)
         built, params = bind(geo) if depth else (None, ())
@@ -383,6 +390,7 @@ def assemble(
     identity = _identity(target, can.name + " with suffix matches" * speculation.hybrid, params, shards)
     if config.profile is not None:
         cost = _profiled(config.profile, choice, identity, speculation.resolved_policy)
+    store = None if config.feature_ring is None or built is None else _ring_directory(config, target, built)
     times = cost is None and choice.needs_cost
     warmup = WarmupConfig(progress, cache, background, times=times and background)
     runner = Runner(_laid_out(target, shards), built, params, geo, runs, warmup, mesh)
@@ -401,7 +409,41 @@ def assemble(
         facts, runner, scheduler, choice.build, cost, config.seed, began, config.traffic_log, pace,
         remembers=speculation.suffix_corpus_responses and built is not None,
         load_drafter=None if can.reload is None else functools.partial(can.reload, geo),
+        collector=None if store is None else Collector(runner, store.write),
     )  # fmt: skip
+
+
+def _ring_rows(config: EngineConfig, geo: Geometry, target: TargetModel, drafter: Drafter | None) -> int:
+    """Rows of each of the two buffers that a ring takes turns with.
+
+    Raises:
+      ValueError: no drafter that reads the target's states, several hosts, or too little memory for a step's.
+    """
+    if drafter is None or not drafter.aux_layers:
+        raise ValueError(
+            f"feature_ring {str(config.feature_ring)!r} is for drafters that read the target's states; this engine has "
+            f"{'none' if drafter is None else 'one that reads none'}"
+        )
+    if jax.process_count() > 1:
+        raise ValueError(f"feature_ring is for engines of one process, got {jax.process_count()}")
+    width = ring_width(target.config, drafter.aux_layers) * target.embedding[...].dtype.itemsize + 4 * ABOUT
+    rows = (config.feature_ring_mib << 20) // (2 * width)
+    needed = 2 * max(geo.max_num_batched_tokens, geo.slots * (geo.max_depth + 1) * geo.max_rounds)
+    if rows < needed:
+        raise ValueError(
+            f"feature_ring_mib must be at least {-(-needed * 2 * width >> 20)}: a position takes {width} bytes, and "
+            f"twice {needed} of them have to fit; got {config.feature_ring_mib}"
+        )
+    return rows
+
+
+def _ring_directory(config: EngineConfig, target: TargetModel, drafter: Drafter) -> RingDirectory:
+    """Where a ring's files go, each with what training has to know of the engine."""
+    assert config.feature_ring is not None
+    layers = ring_layers(target.config, drafter.aux_layers)
+    about = {"layers": json.dumps(layers), "hidden_size": str(target.config.hidden_size)}
+    mark = {"engine": uuid.uuid4().hex, "vocab_size": str(target.config.vocab_size)}
+    return RingDirectory(config.feature_ring, config.feature_ring_disk_mib << 20, {**about, **mark})
 
 
 def _several(config: EngineConfig, target: TargetModel) -> tuple[tuple[int, ...], Pace]:
@@ -494,8 +536,9 @@ def _fitted(
     def state_bytes(pages: int) -> int:
         sized = dataclasses.replace(geo, num_pages=pages)
         draft = jax.eval_shape(lambda: () if drafter is None else drafter.init_state(sized))
-        dtype = target.embedding[...].dtype
-        return _bytes(jax.eval_shape(lambda: DecodeState.empty(target.config, sized, dtype, draft)))
+        dtype, layers = target.embedding[...].dtype, () if drafter is None else drafter.aux_layers
+        ring = jax.eval_shape(lambda: empty_ring(target.config, sized, layers, dtype))
+        return _bytes(jax.eval_shape(lambda: DecodeState.empty(target.config, sized, dtype, draft, ring)))
 
     stats = jax.local_devices()[0].memory_stats() or {}
     # A device that does not say is the host. What splits is on no device yet; drafters may be whole on each.

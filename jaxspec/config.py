@@ -326,6 +326,10 @@ class EngineConfig:
         keeps them there, False keeps none.
       traffic_log: a file to which every finished request (ended by a stop or by its length) is appended as a JSON
         line of its token ids and temperature, for `python -m jaxspec.train` to learn from. It holds your users' text.
+      feature_ring: a directory to which the target's states and tokens of all requests are written, for heads that are
+        trained while they serve (`--data ring:DIR`). It holds your users' text. None: nothing is kept.
+      feature_ring_mib: memory for them on each device until they are written, in MiB.
+      feature_ring_disk_mib: most that the directory's files take, in MiB; the oldest are deleted.
 
     Raises:
       ValueError: a value out of range.
@@ -353,6 +357,9 @@ class EngineConfig:
     profile: str | Path | None = None
     compile_cache: bool | str | Path = True
     traffic_log: str | Path | None = None
+    feature_ring: str | Path | None = None
+    feature_ring_mib: int = 64
+    feature_ring_disk_mib: int = 4096
 
     def __post_init__(self) -> None:
         me = "EngineConfig"
@@ -394,6 +401,12 @@ class EngineConfig:
             raise ValueError(f"{me}.profile must be None or a path, got {self.profile!r}")
         if self.traffic_log is not None and (not isinstance(self.traffic_log, str | Path) or not str(self.traffic_log)):
             raise ValueError(f"{me}.traffic_log must be None or a path, got {self.traffic_log!r}")
+        if self.feature_ring is not None and (
+            not isinstance(self.feature_ring, str | Path) or not str(self.feature_ring)
+        ):
+            raise ValueError(f"{me}.feature_ring must be None or a path, got {self.feature_ring!r}")
+        for name in ("feature_ring_mib", "feature_ring_disk_mib"):
+            _integer(me, name, getattr(self, name), 1)
         if self.kernels not in KERNELS:
             raise ValueError(f"{me}.kernels must be one of {KERNELS}, got {self.kernels!r}")
         if self.dtype not in (None, "float32", "bfloat16"):

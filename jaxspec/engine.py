@@ -25,6 +25,7 @@ from jaxspec.output import Kept, OutputProcessor
 from jaxspec.reader import RoundReader
 from jaxspec.remembered import answer
 from jaxspec.request import FinishReason, Request, RequestMetrics, SamplingParams
+from jaxspec.runtime.collecting import Collector
 from jaxspec.runtime.compile import CompileCounter, SpecRuntimeState
 from jaxspec.runtime.results import Pending, Result
 from jaxspec.runtime.runner import Runner
@@ -54,6 +55,7 @@ class Engine:
       traffic_log: file to append finished requests to (see EngineConfig).
       pace: how many rounds a dispatch runs; None: one.
       remembers: whether finished responses go into the drafter's corpus.
+      collector: takes what the ring gathers; None: there is no ring.
       load_drafter: other parameters for the runner's drafter from a directory; None: it has none to exchange.
 
     Attributes:
@@ -68,7 +70,7 @@ class Engine:
         self, facts: EngineFacts, runner: Runner, scheduler: Scheduler,
         build_policy: Callable[[CostTable | None], TierPolicy], cost: CostTable | None, seed: int, began: float,
         traffic_log: str | Path | None = None, pace: Pace | None = None, remembers: bool = False,
-        load_drafter: Callable[[Path], Any] | None = None,
+        load_drafter: Callable[[Path], Any] | None = None, collector: Collector | None = None,
     ):  # fmt: skip
         self.facts, self.runner, self.scheduler = facts, runner, scheduler
         self._build_policy, self.cost, self._seed = build_policy, cost, seed
@@ -89,6 +91,7 @@ class Engine:
         self._traffic = None if traffic_log is None else TrafficLog(traffic_log)
         self._remembers = remembers
         self.drafter_weights = DrafterWeights(runner, load_drafter)
+        self._collector = collector
         self._warmup = BackgroundWarmup(runner, began, self._learn, lambda: self.has_work)
 
     def new_policy(self) -> TierPolicy:
@@ -243,6 +246,8 @@ class Engine:
         self._chunk_last = bool(plan.prefill) and not plan.prefill[-1].is_last
         if plan.prefill:
             dispatched += self.runner.prefill(plan.prefill, [self._allowed(chunk) for chunk in plan.prefill])
+            if self._collector is not None:
+                self._collector.dispatched(sum(chunk.end - chunk.start for chunk in plan.prefill))
             self._laps.lap("prefill")
         self.scheduler.dispatched(plan, growth)
         self._laps.lap("commit")
@@ -272,6 +277,9 @@ class Engine:
         self._laps.lap("policy")
         pending = runner.dispatch(rows, state, choice, bucket, guide, weights)
         pending.version = version
+        if self._collector is not None:
+            pending.ring = self._collector.taken, len(rows) * (choice.tier.depth + 1) * rows.rounds
+            self._collector.dispatched(pending.ring[1])
         return pending
 
     def _weights(self, rows: DecodeRows, choice: Choice, now: float) -> list[float]:
@@ -309,6 +317,8 @@ class Engine:
             assert tier is not None
             if pending.timed and pending.dispatched_at < self._collected_at:
                 self._pace.took((tier, pending.bucket), rows.rounds, now - self._collected_at, waited)
+            if self._collector is not None and pending.ring is not None:
+                self._collector.collected(*pending.ring, int(result.counts_RB.sum()))
             self._observe(pending, rows, tier, result, now)
             events = self._commit_round(rows, tier, result)
         else:
@@ -417,6 +427,12 @@ class Engine:
         """Compiles nothing more; requests go on with what there is."""
         self.runner.stop_warmup()
 
+    def flush_ring(self) -> None:
+        """Returns when what the ring has gathered is written; nothing without one."""
+        if self._collector is not None:
+            with self._warmup.step():
+                self._collector.flush()
+
     def _learn(self, costs: Mapping[Costed, float]) -> None:
         """After a piece of the warm-up: what it has timed."""
         for (tier, bucket, tokens), seconds in costs.items():
@@ -456,6 +472,8 @@ class Engine:
             waiting=s.waiting,
             active_tier="" if self.controller.active is None else self.controller.active.name,
             guided_rounds=self._guided,
+            ring_rows=0 if self._collector is None else self._collector.rows,
+            ring_lost=0 if self._collector is None else self._collector.lost,
             drafter_version=self.drafter_weights.version,
             drafter_trial=self.drafter_weights.versions.trying,
             drafter_updates=self.drafter_weights.versions.updates,

@@ -27,6 +27,7 @@ class EngineStats:
       drafter_version: of the drafter's weights: 1 at first, 0 where it has none. drafter_trial: whether another version
         takes turns with it (adaptive.versions). drafter_updates: versions that came. drafter_rollbacks: trials that
         ended with the older one.
+      ring_rows: positions written to the feature ring's files. ring_lost: those that came faster than they could be.
       lossless: whether outputs have the target's distribution (False under typical verification).
     """
 
@@ -53,6 +54,8 @@ class EngineStats:
     active_tier: str
     dispatches: int = 0
     guided_rounds: int = 0
+    ring_rows: int = 0
+    ring_lost: int = 0
     drafter_version: int = 0
     drafter_trial: bool = False
     drafter_updates: int = 0

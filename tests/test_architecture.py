@@ -39,6 +39,7 @@ ALLOWED = {
     "config": {"tier", "adaptive", "names"},
     "traffic": {"request"},
     "remembered": set(),
+    "ringfiles": set(),
     "adaptive": {"tier"},
     "scheduling": {"request", "sizes"},
     "models": set(),
@@ -60,11 +61,11 @@ ALLOWED = {
     "engine": EVERYONE
     | {"adaptive", "scheduling", "runtime", "text", "traffic", "events", "stats", "facts", "output", "reader"}
     | {"warming", "laps", "remembered", "swapping"},
-    "train": EVERYONE | {"models", "speculation", "checkpointing", "drafters", "cache", "text", "cli"},
+    "train": EVERYONE | {"models", "speculation", "checkpointing", "drafters", "cache", "text", "cli", "ringfiles"},
     "cli": {"names"},
     "assemble": EVERYONE
     | {"adaptive", "scheduling", "runtime", "models", "speculation", "checkpointing", "drafters", "text"}
-    | {"facts", "engine", "hybrids", "remembered"},
+    | {"facts", "engine", "hybrids", "remembered", "ringfiles"},
     "shared": EVERYONE | {"engine", "events"},
     "prompts": {"request"},
     "llm": EVERYONE | {"adaptive", "assemble", "engine", "events", "prompts", "shared", "stats", "text"},
@@ -85,6 +86,7 @@ SERVE = {
     "app": {"checks", "config", "core", "telemetry", "api", "vllm", "proto"},
     "__main__": {"checks", "config", "core", "telemetry", "app"},
     "openai": {"config", "__main__"},
+    "learn": {"client"},
 }
 ENGINE_PARTS = ("jaxspec.assemble", "jaxspec.llm", "jaxspec.engine", "jaxspec.events", "jaxspec.adaptive")
 #: Commands of training that run the engine, and their front, which names targets as the engine does; no other module

@@ -31,6 +31,7 @@ class Pending:
       tokens: nodes that a packed round verifies over the whole batch; None: all of them.
       rounds: in one dispatch.
       version: of the drafter's weights, where they matter.
+      ring: of a round whose states are gathered: into which buffer, and how many rows of it at most.
     """
 
     rows: Sequence[tuple[Request, int]] | DecodeRows
@@ -44,6 +45,7 @@ class Pending:
     tokens: int | None = None
     rounds: int = 1
     version: int = 0
+    ring: tuple[int, int] | None = None
 
     @property
     def requests(self) -> Sequence[Request]:

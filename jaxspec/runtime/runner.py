@@ -51,6 +51,7 @@ from jaxspec.scheduling.plan import DecodeRows, PrefillChunk
 from jaxspec.scheduling.shapes import cover
 from jaxspec.speculation.drafter import Drafter, Remembering
 from jaxspec.speculation.layouts import Admission, Batch, Text
+from jaxspec.speculation.ring import empty_ring
 from jaxspec.speculation.round import RoundSpec
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import PLAIN, Choice, Tier
@@ -128,7 +129,9 @@ class Runner:
 
     def _empty_state(self) -> DecodeState:
         draft = () if self.drafter is None else self.drafter.init_state(self.geo)
-        return DecodeState.empty(self.config, self.geo, self._dtype, draft)
+        layers = () if self.drafter is None else self.drafter.aux_layers
+        ring = empty_ring(self.config, self.geo, layers, self._dtype)
+        return DecodeState.empty(self.config, self.geo, self._dtype, draft, ring)
 
     def fresh_state(self) -> DecodeState:
         """A state of no request."""

@@ -22,6 +22,7 @@ from jaxspec.speculation.drafter import Drafter, Remembering
 from jaxspec.speculation.ending import ends
 from jaxspec.speculation.layouts import Admission, Batch, Chunks, End, Packed, PackedLogprobs, Text
 from jaxspec.speculation.ragged import Ragged
+from jaxspec.speculation.ring import FeatureRing, ring_layers
 from jaxspec.speculation.sampling import SamplingState, adjust_logits, restrict_logits, top_logprobs
 from jaxspec.speculation.state import DecodeState, Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
@@ -55,7 +56,16 @@ class RoundSpec:
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
+        """What rounds ask of the target: the drafter's layers, and for a ring what that needs besides."""
+        return ring_layers(self.config, self._own_layers) if self.geo.ring else self._own_layers
+
+    @property
+    def _own_layers(self) -> tuple[int, ...]:
         return self.drafter.aux_layers if self.drafter is not None else ()
+
+    def drafters(self, aux: jax.Array | None) -> jax.Array | None:
+        """The part of the target's states that the drafter wants to see."""
+        return aux if aux is None or not self.geo.ring else aux[..., : len(self._own_layers) * self.config.hidden_size]
 
     def takes_drafter(self, tier: Tier) -> bool:
         """Whether rounds of a tier take the drafter's parameters; plain ones seldom pay even for the arguments."""
@@ -217,14 +227,20 @@ class Phases:
         finite = verdict.finite_B | ~rows.valid_B
         end = ends(state.sampling, rows.slot_B, emitted, position + 1, write, finite, self.spec.eos)
         over = state.over_S.at[rows.slot_B].set(end != End.NOT_YET, mode="drop")
-        draft = state.draft if drafter is None else drafter.extend(draft_params, state.draft, rows, aux_BNA, count)
+        draft, ring, own_BNA = state.draft, state.ring, self.spec.drafters(aux_BNA)
+        if drafter is not None:
+            draft = drafter.extend(draft_params, draft, rows, own_BNA, count)
+        if isinstance(ring, FeatureRing):
+            assert aux_BNA is not None
+            ring = ring.round(rows, state.sampling, tokens, aux_BNA, count)
         sampling = state.sampling
         if self.sampled:
             counts = sampling.counts_SV.at[slot, emitted].add(1, mode="drop")
             sampling = dataclasses.replace(sampling, counts_SV=counts)
         state = dataclasses.replace(
-            state, pages=pages, tokens_SL=tokens, length_S=length, over_S=over, draft=draft, sampling=sampling
-        )
+            state, pages=pages, tokens_SL=tokens, length_S=length, over_S=over, draft=draft, sampling=sampling,
+            ring=ring,
+        )  # fmt: skip
         return state, Packed.of(count, end, jnp.where(write, emitted, -1))
 
 
@@ -291,7 +307,12 @@ def prefill_fn(spec: RoundSpec) -> Callable[..., Any]:
         tokens = text.tokens(state.tokens_SL)
         kv = TreeKV(state.pages, rows.table_BM, rows.length_B, None, geo.num_pages, kernels=geo.kernels)
         hidden, aux = model(tokens, text.index_T[None], text.attend(kv.attend), spec.aux_layers)
-        draft = state.draft if drafter is None else drafter.prefill(draft_params, state.draft, text, tokens, aux)
+        draft, ring = state.draft, state.ring
+        if drafter is not None:
+            draft = drafter.prefill(draft_params, draft, text, tokens, spec.drafters(aux))
+        if isinstance(ring, FeatureRing):
+            assert aux is not None
+            ring = ring.chunks(text, state.sampling, tokens, aux)
         final_B1E = text.last(hidden)[:, None]
         first = _first_tokens(spec, model, state, text, final_B1E, allowed_BW) if samples else None
         # Of both only the dependency matters; see `commit`.
@@ -300,7 +321,7 @@ def prefill_fn(spec: RoundSpec) -> Callable[..., Any]:
         pages = commit(
             state.pages, kv.stacked(), rows.table_BM, text.index_BN, text.real_BN, geo.num_pages, ready_B=ready_B
         )
-        state = dataclasses.replace(state, pages=pages, draft=draft, length_S=length)
+        state = dataclasses.replace(state, pages=pages, draft=draft, length_S=length, ring=ring)
         if first is None:
             return state
         ending = chunks.last_B > 0
@@ -388,6 +409,7 @@ def admit_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
             over_S=put(state.over_S, jnp.zeros_like(new.slot, bool)),
             sampling=jax.tree.map(put, state.sampling, sampling),
             draft=draft,
+            ring=state.ring.admit(new.slot) if isinstance(state.ring, FeatureRing) else state.ring,
         )
 
     return run

@@ -24,9 +24,11 @@ class Geometry(Sizes):
 
     Attributes:
       kernels: the implementation of the kernels that read the state; None: the backend's own.
+      ring: rows of the ring of features (speculation.ring); 0: there is none.
     """
 
     kernels: str | None = None
+    ring: int = 0
 
     @property
     def tokens_per_seq(self) -> int:
@@ -45,6 +47,7 @@ class DecodeState:
     over_S: whether the slot's text is over: until a request gets the slot, rounds treat its row as padding.
     sampling: parameters and statistics of each slot.
     draft: the drafter's own pytree.
+    ring: a FeatureRing, or () where nothing is kept to learn from.
     """
 
     pages: jax.Array
@@ -54,9 +57,10 @@ class DecodeState:
     over_S: jax.Array
     sampling: SamplingState
     draft: Any
+    ring: Any = ()
 
     @classmethod
-    def empty(cls, cfg: ModelConfig, geo: Geometry, dtype: jnp.dtype, draft: Any) -> DecodeState:
+    def empty(cls, cfg: ModelConfig, geo: Geometry, dtype: jnp.dtype, draft: Any, ring: Any = ()) -> DecodeState:
         return cls(
             pages=init_pages(
                 cfg.num_layers, geo.num_pages, cfg.num_kv_heads, geo.page_size, cfg.head_dim, dtype, geo.kernels
@@ -67,6 +71,7 @@ class DecodeState:
             over_S=jnp.zeros((geo.slots,), bool),
             sampling=SamplingState.empty(geo.slots, cfg.vocab_size),
             draft=draft,
+            ring=ring,
         )
 
 

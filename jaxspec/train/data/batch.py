@@ -48,12 +48,17 @@ def ahead(values_BT: jax.Array, count: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """Packed rows on the host; the arrays of `Batch`, [R, T]."""
+    """Packed rows on the host; the arrays of `Batch`, [R, T].
+
+    Attributes:
+      source: where in a ring the target's states of each token are; -1: nowhere. None where there is no ring.
+    """
 
     tokens: np.ndarray
     segments: np.ndarray
     positions: np.ndarray
     learn: np.ndarray
+    source: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)

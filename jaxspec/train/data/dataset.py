@@ -36,6 +36,7 @@ class Example:
       prompt_length: tokens before the first one that is learned.
       temperature: what the row says that its output was sampled at; 0 where it says nothing.
       origin: the same for all examples of one row: they are held out together.
+      source: of the first token: where in a ring the target's states of the tokens begin; None: they are computed.
     """
 
     tokens: list[int]
@@ -44,6 +45,7 @@ class Example:
     prompt_length: int
     temperature: float = 0.0
     origin: str = dataclasses.field(default="", compare=False)
+    source: int | None = None
 
     @property
     def temperature_band(self) -> float:
@@ -299,7 +301,7 @@ def pack(examples: Sequence[Example], length: int, *, seed: int = 0, report: boo
     """
     if length <= MIN_TOKENS:
         raise ValueError(f"length must be more than {MIN_TOKENS} tokens a row, got {length}")
-    pieces: list[tuple[np.ndarray, np.ndarray]] = []
+    pieces: list[tuple[np.ndarray, np.ndarray, int]] = []
     short = idle = 0
     for example in examples:
         if len(example.tokens) < MIN_TOKENS:
@@ -313,20 +315,23 @@ def pack(examples: Sequence[Example], length: int, *, seed: int = 0, report: boo
     if not pieces:
         raise ValueError(f"nothing to learn: of {len(examples)} texts, {short} are shorter than {MIN_TOKENS} tokens")
     rng = np.random.default_rng(seed)
-    sizes = np.asarray([len(tokens) for tokens, _ in pieces])
+    sizes = np.asarray([len(tokens) for tokens, *_ in pieces])
     order = rng.permutation(len(pieces))
     bins = _best_fit(sizes, order[np.argsort(-sizes[order], kind="stable")], length)
     shape = (len(bins), length)
+    sources = np.full(shape, -1, np.int64) if any(source >= 0 for *_, source in pieces) else None
     rows = PackedRows(
-        np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
+        np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool), sources
     )
     for row, number in enumerate(rng.permutation(len(bins))):
         start = 0
         for segment, index in enumerate(bins[number], 1):
-            tokens, learn = pieces[index]
+            tokens, learn, source = pieces[index]
             place = slice(start, start + len(tokens))
             rows.tokens[row, place], rows.learn[row, place] = tokens, learn
             rows.segments[row, place], rows.positions[row, place] = segment, np.arange(len(tokens))
+            if sources is not None and source >= 0:
+                sources[row, place] = source + np.arange(len(tokens))
             start = place.stop
     if report:
         print(
@@ -338,15 +343,15 @@ def pack(examples: Sequence[Example], length: int, *, seed: int = 0, report: boo
     return rows
 
 
-def _cut(example: Example, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(tokens, learn) of an example's pieces of at least MIN_TOKENS and at most `length` tokens."""
+def _cut(example: Example, length: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """(tokens, learn, source or -1) of an example's pieces of at least MIN_TOKENS and at most `length` tokens."""
     tokens, learn = np.asarray(example.tokens, np.int32), np.asarray(example.learn, bool)
     start, known = 0, 1  # the first token has nothing to be predicted from
     while True:
         stop = min(start + length, len(tokens))
         wanted = learn[start:stop].copy()
         wanted[: known - start] = False
-        yield tokens[start:stop], wanted
+        yield tokens[start:stop], wanted, -1 if example.source is None else example.source + start
         if stop == len(tokens):
             return
         start, known = min(stop - 1, len(tokens) - MIN_TOKENS), stop

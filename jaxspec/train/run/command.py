@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,14 @@ from jaxspec.models.layers import Shared
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.data.batch import Batch, PackedRows
 from jaxspec.train.data.dataset import MIN_TOKENS, Example, RowOrder, pack, read_examples
+from jaxspec.train.data.ring import Ring, ring_of, usable
 from jaxspec.train.drafters.recipe import Recipe, TargetStates
 from jaxspec.train.objective import acceptance, teacher
-from jaxspec.train.run import loop, plots
+from jaxspec.train.run import gate, loop, plots
 from jaxspec.train.run import mesh as meshes
-from jaxspec.train.run.checkpoints import bind
+from jaxspec.train.run.checkpoints import bind, write_whole
 from jaxspec.train.run.optim import COMPUTE_DTYPES, OPTIMIZERS, SCHEDULES, OptimConfig
+from jaxspec.train.run.simulation import States
 
 #: Arguments of a run that its successor may change.
 _FREE = ("out", "run_dir", "save_every", "log_every", "eval_every", "mesh", "hidden_cache", "eval_data", "layout")
@@ -46,7 +49,8 @@ def add_arguments_of_data(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--target", type=Path, required=True, help='"demo" or a Hugging Face directory; its tokenizer reads texts'
     )
-    p.add_argument("--data", type=Path, nargs="+", required=True, help="JSONL of texts, chats or the target's outputs")
+    p.add_argument("--data", type=Path, nargs="+", required=True, help="JSONL of texts, chats or the target's outputs; "
+                   "ring:DIR is what a server gathers there (feature_ring)")  # fmt: skip
     p.add_argument("--eval-data", type=Path, nargs="+", help="JSONL to evaluate on (default: --eval-share of --data)")
     p.add_argument("--eval-share", type=float, default=0.05, help="texts held out, chosen by their hash")
     p.add_argument("--regenerate", action="store_true", help="let the target answer the prompts of --data first")
@@ -55,6 +59,8 @@ def add_arguments_of_data(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--init-from", type=Path, help="directory of a published head to go on from (default: fresh weights)"
     )
+    p.add_argument("--gate", type=Path, help="a head to be better than on held-out texts; else nothing is written")
+    p.add_argument("--gate-margin", type=float, default=0.02, help="by how much more tokens a round, as a share")
     p.add_argument("--layout", help="layout of the saved head (default: the kind's own)")
 
 
@@ -92,6 +98,7 @@ class Setup:
       args: its arguments. target: in the compute dtype. tokenizer: the target's; None where it has none.
       rows: packed training texts. eval_rows: packed held-out texts by data set; empty where there are none.
       token_counts_V: int64, how often each token is learned in `rows`.
+      ring: what a server has gathered, where the texts are from there. held: the held-out texts.
     """
 
     args: argparse.Namespace
@@ -100,6 +107,12 @@ class Setup:
     rows: PackedRows
     eval_rows: dict[str, PackedRows]
     token_counts_V: np.ndarray
+    ring: Ring | None = None
+    held: Sequence[Example] = ()
+
+    def states(self, rows: PackedRows, index: np.ndarray, aux_layers: Sequence[int]) -> TargetStates | None:
+        """What the target computed on packed rows [B], where a ring has it."""
+        return None if self.ring is None or rows.source is None else self.ring.states(rows, index, aux_layers)
 
 
 def check_paths(args: argparse.Namespace) -> None:
@@ -167,10 +180,19 @@ def prepare(args: argparse.Namespace) -> Setup:
     tokenizer = Tokenizer.from_directory(args.target) if Tokenizer.is_in(args.target) else None
     paths = list(args.data)
     if args.regenerate:
+        if ring_of(paths) is not None:
+            raise ValueError(f"--regenerate: {paths[0]} holds the target's own answers; leave it out")
         regenerate = importlib.import_module("jaxspec.train.data.regenerate")
         paths = regenerate.answer(args.target, paths, args.run_dir / "regenerated.jsonl", length=args.length,
                                   seed=args.seed)  # fmt: skip
-    examples = read_examples(paths, tokenizer, vocab_size=target.config.vocab_size)
+    directory = ring_of(paths)
+    if directory is not None and args.hidden_cache is not None:
+        raise ValueError(f"--hidden-cache {args.hidden_cache}: {paths[0]} has the states already; leave it out")
+    ring = None if directory is None else Ring.read(directory, target.config)
+    if ring is None:
+        examples = read_examples(paths, tokenizer, vocab_size=target.config.vocab_size)
+    else:
+        examples = usable(ring.examples)
     if args.eval_data:
         held = read_examples(args.eval_data, tokenizer, vocab_size=target.config.vocab_size)
     else:
@@ -192,7 +214,7 @@ def prepare(args: argparse.Namespace) -> Setup:
         f"{len(held):,} held out",
         flush=True,
     )
-    return Setup(args, target, tokenizer, rows, eval_rows, counts_V)
+    return Setup(args, target, tokenizer, rows, eval_rows, counts_V, ring, held)
 
 
 def _label(example: Example) -> str:
@@ -244,6 +266,10 @@ def fit(
     """
     args = setup.args
     check_layout(kind, args.layout, "--layout")
+    if setup.ring is not None:
+        setup.ring.check(recipe.aux_layers)
+    if args.gate is not None:
+        gate.check(args.gate, setup.held)
     cfg = optim_config(args, setup.rows)
     mesh = meshes.make_mesh(args.mesh) if args.mesh else None
     graph, trainable, rest = nnx.split(module, nnx.Param, ...)
@@ -257,7 +283,8 @@ def fit(
     loss_fn = _loss_fn(recipe, graph, target_graph)
     batch_at = _batches(setup, recipe, mesh)
     held_fn = loss_fn if held_out is None else _loss_fn(held_out, graph, target_graph)
-    held = Evaluation(held_fn, frozen, setup.eval_rows, cfg, args.batch, mesh)
+    known = functools.partial(setup.states, aux_layers=recipe.aux_layers)
+    held = Evaluation(held_fn, frozen, setup.eval_rows, cfg, args.batch, mesh, known)
     evaluate = (lambda trainable: held.metrics(held.table(trainable))) if setup.eval_rows else None
     trained = loop.run(loss_fn, trainable, batch_at, cfg, args.run_dir, frozen=frozen, mesh=mesh, evaluate=evaluate)
     table = held.table(trained)
@@ -272,7 +299,16 @@ def fit(
         "arguments": {key: _plain(value) for key, value in sorted(vars(args).items())},
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
     }
-    _save(setup, recipe, nnx.merge(graph, jax.device_get(trained), rest), record)
+    trainee = nnx.merge(graph, jax.device_get(trained), rest)
+    if args.gate is not None:
+        record["gate"] = gate.compare(
+            trainee, args.gate, setup.target, setup.held, known, depth=recipe.depth, length=setup.rows.length,
+            rows=args.batch, margin=args.gate_margin,
+        )  # fmt: skip
+        write_whole(args.run_dir / gate.VERDICT, json.dumps(record["gate"], indent=1) + "\n")
+        if not record["gate"]["passed"]:
+            return record
+    _save(setup, recipe, trainee, record)
     return record
 
 
@@ -305,7 +341,8 @@ def _batches(setup: Setup, recipe: Recipe, mesh: Mesh | None) -> Callable[[int],
 
     def batch_at(step: int) -> tuple[Batch, TargetStates | None]:
         index = order(step)
-        return rows.batch(index), cache.states(index) if cache else None
+        known = setup.states(rows, index, recipe.aux_layers)
+        return rows.batch(index), known if known is not None else cache.states(index) if cache else None
 
     return batch_at
 
@@ -332,6 +369,7 @@ class Evaluation:
     cfg: OptimConfig
     batch: int
     mesh: Mesh | None
+    states: States = lambda rows, index: None
     _fn: Callable[..., Any] | None = None
 
     def table(self, trainable: Any) -> dict[str, dict[str, float]]:
@@ -347,7 +385,9 @@ class Evaluation:
             for start in range(0, len(rows), self.batch):
                 batch = padded_batch(rows, start, self.batch)
                 learned = float(batch.learn_BT.sum())
-                value, metrics = self._fn(trainable, self.frozen, meshes.place_batch(self.mesh, (batch, None)), key)
+                index = np.arange(start, min(start + self.batch, len(rows)))
+                known = self.states(rows, np.pad(index, (0, self.batch - len(index)), mode="edge"))
+                value, metrics = self._fn(trainable, self.frozen, meshes.place_batch(self.mesh, (batch, known)), key)
                 histogram = histogram + np.asarray(metrics[loop.HISTOGRAM], np.int64)
                 loss, weight = loss + float(value) * learned, weight + learned
             totals[name] = histogram, loss, weight

@@ -16,8 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.static import StaticPolicy
@@ -27,19 +25,12 @@ from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.drafters import directories, registry
 from jaxspec.engine import Engine
 from jaxspec.events import Finished
-from jaxspec.models.base import TargetModel
 from jaxspec.request import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Tier, parse_tier
 from jaxspec.train.data import dataset
-from jaxspec.train.data.batch import Batch
-from jaxspec.train.drafters import drafts
-from jaxspec.train.objective import acceptance
-from jaxspec.train.objective.attention import packed_attention
 from jaxspec.train.run import plots
-
-#: Rows are not longer than this unless asked for: what a head reads of a batch grows with them.
-LONGEST = 2048
+from jaxspec.train.run.simulation import LONGEST, Group, simulate
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -60,110 +51,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--json", type=Path, help="write everything here (default: print only)")
     p.add_argument("--plot", type=Path, help="write a picture here, a PNG (default: none)")
     p.add_argument("--seed", type=int, default=0, help="same seed, same draws")
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """Texts of one data set at one temperature.
-
-    Attributes:
-      histograms: of each tier, how many rounds accepted exactly 0, 1, .. depth drafts, [depth + 1].
-    """
-
-    name: str
-    temperature: float
-    histograms: dict[Tier, np.ndarray]
-
-    @property
-    def rounds(self) -> int:
-        return int(self._deepest.sum())
-
-    @property
-    def _deepest(self) -> np.ndarray:
-        return self.histograms[max(tier for tier in self.histograms if tier.is_chain)]
-
-    def length(self, tier: Tier) -> float:
-        """Tokens a round, the bonus included."""
-        if not tier.depth:
-            return 1.0
-        counts = self.histograms[tier]
-        return 1.0 + float((counts * np.arange(len(counts))).sum() / max(1, counts.sum()))
-
-    def accept(self) -> list[float]:
-        """The share accepted at each position of the rounds of the deepest chain that got there."""
-        reached = np.cumsum(self._deepest[::-1])[::-1]
-        return [float(reached[i + 1] / max(1, reached[i])) for i in range(len(reached) - 1)]
-
-
-def simulate(
-    module: Any, target: TargetModel, examples: Sequence[dataset.Example], depth: int, *, length: int | None = None,
-    rows: int = 8, limit: int = 256, seed: int = 0, trees: Sequence[Tier] = (),
-) -> list[Group]:  # fmt: skip
-    """Simulated acceptance of chains of 1 to `depth` drafts and of trees, one group a data set and temperature.
-
-    Raises:
-      ValueError: no text is long enough for one round, or trees of a drafter that does not draft in one pass.
-    """
-    groups: dict[tuple[str, float], list[dataset.Example]] = {}
-    for example in examples:
-        members = groups.setdefault((example.dataset, example.temperature_band), [])
-        if len(members) < limit:
-            members.append(example)
-    width = length or min(max(len(e.tokens) for e in examples), LONGEST, target.config.max_position_embeddings)
-    tiers = (*(Tier(d) for d in range(1, depth + 1)), *trees)
-    deepest = max(tier.depth for tier in tiers)
-    if width < deepest + 3:
-        raise ValueError(f"a chain of {deepest} drafts needs texts of at least {deepest + 3} tokens, got {width}")
-    histograms = _histograms(module, target, tiers)
-    out = []
-    for (name, temperature), members in sorted(groups.items()):
-        packed = dataset.pack(members, width, report=False)
-        total = {tier: np.zeros(tier.depth + 1, np.int64) for tier in tiers}
-        for start in range(0, len(packed), rows):
-            index = np.arange(start, min(start + rows, len(packed)))
-            batch = packed.batch(np.pad(index, (0, rows - len(index)), mode="edge"))
-            real = jnp.arange(rows) < len(index)
-            batch = dataclasses.replace(batch, learn_BT=batch.learn_BT & real[:, None])
-            key = jax.random.fold_in(jax.random.key(seed), start)
-            for tier, counts in zip(
-                tiers, histograms(batch, jnp.float32(temperature), key, temperature > 0), strict=True
-            ):
-                total[tier] += np.asarray(counts)
-        group = Group(name, temperature, total)
-        if group.rounds:
-            out.append(group)
-    if not out:
-        raise ValueError(f"no text holds a whole round of {deepest} drafts after its prompt")
-    return out
-
-
-def _histograms(module: Any, target: TargetModel, tiers: Sequence[Tier]) -> Any:
-    """A function of (batch, temperature, key, whether rows are sampled) that returns int32 [depth + 1] of each tier."""
-    graph, state = nnx.split((module, target))
-    kind = directories.kind_of(module)
-    layers, chain_of = kind.aux_layers(module), drafts.trainer_of(kind).chain
-
-    def run(state: Any, batch: Batch, temperature: jax.Array, key: jax.Array, sampled: bool) -> list[jax.Array]:
-        module, target = nnx.merge(graph, state)
-        hidden_BTE, aux_BTA = target(batch.tokens_BT, batch.positions_BT, packed_attention(batch.segments_BT), layers)
-        chain = chain_of(module, batch, aux_BTA, max(tier.depth for tier in tiers))
-        if sampled:
-            matches = drafts.coupled_matches(chain, target, hidden_BTE, batch.tokens_BT, temperature, key)
-        else:
-            matches = drafts.greedy_matches(chain, target, hidden_BTE)
-        drawn = (temperature, key) if sampled else ()
-        return [
-            acceptance.rounds(
-                matches[..., : tier.depth]
-                if tier.is_chain
-                else drafts.tree_matches(chain, tier, target, hidden_BTE, batch.tokens_BT, *drawn),
-                batch,
-            )[1]
-            for tier in tiers
-        ]
-
-    jitted = jax.jit(run, static_argnums=4)
-    return lambda batch, temperature, key, sampled: jitted(state, batch, temperature, key, sampled)
 
 
 @dataclasses.dataclass(frozen=True)
