@@ -13,6 +13,8 @@ the ratios of their seconds a round, by the clock and by this process's processo
 from __future__ import annotations
 
 import argparse
+import json
+import random
 import shutil
 import statistics
 import subprocess
@@ -28,10 +30,13 @@ from jaxspec.bench.studies import report
 from jaxspec.cli import leave
 from jaxspec.request import RequestOutput
 from jaxspec.text.tokenizer import Tokenizer
-from jaxspec.train.data.dataset import read_prompts
 from jaxspec.train.data.ring import SCHEME
 
 KINDS = CODE, PROSE = "code", "prose"
+#: Tokens of a prompt.
+_SHORTEST, _LONGEST = 16, 48
+#: Tokens of text for each prompt, where there are so many.
+_APART = 400
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,16 +57,23 @@ def parser() -> argparse.ArgumentParser:
 
 
 def prompts_of(args: argparse.Namespace) -> dict[str, list[list[int]]]:
-    """Beginnings of texts of each kind, enough for what is learned and what is measured."""
-    corpus = args.work / "corpus"
+    """Pieces of texts of each kind, far apart and in a random order: what is learned first, then what is measured."""
+    corpus, wanted = args.work / "corpus", args.requests + args.measured
     run("corpus", "--out", corpus)
     tokenizer = Tokenizer.from_directory(resolve_model(args.target))
     found = {}
     for kind in KINDS:
-        texts = read_prompts([corpus / f"{kind}.train.jsonl"], tokenizer, prompt_tokens=(16, 48))
-        found[kind] = [prompt.tokens for prompt in texts][: args.requests + args.measured]
-        if len(found[kind]) < args.requests + args.measured:
-            raise ValueError(f"{kind} has {len(found[kind])} texts, got --requests {args.requests} and --measured")
+        tokens: list[int] = []
+        for line in (corpus / f"{kind}.train.jsonl").read_text(encoding="utf-8").splitlines():
+            if len(tokens) < wanted * _APART:
+                tokens += tokenizer.encode(json.loads(line)["text"], add_special_tokens=False)
+        stride = len(tokens) // wanted
+        if stride < _LONGEST:
+            raise ValueError(f"{kind} has {len(tokens)} tokens, and {wanted} prompts need {wanted * _LONGEST}")
+        noise = random.Random(0)
+        pieces = [tokens[at * stride : at * stride + noise.randint(_SHORTEST, _LONGEST)] for at in range(wanted)]
+        noise.shuffle(pieces)
+        found[kind] = pieces
     return found
 
 
@@ -131,7 +143,8 @@ class Study:
             serve(llm, self.learned(CODE), args.tokens)
         first = self.train("code-head", work / "ring-code", args.steps)
         with self.engine(first, work / "ring-live") as llm:
-            self.add(phase="before", traffic=CODE, tokens_a_round=tokens_a_round(serve(llm, self.measured(CODE), 96)))
+            known = serve(llm, self.measured(CODE), args.tokens)
+            self.add(phase="before", traffic=CODE, tokens_a_round=tokens_a_round(known))
             shifted = serve(llm, self.learned(PROSE), args.tokens)
             self.add(phase="after the shift", traffic=PROSE, tokens_a_round=tokens_a_round(shifted))
             llm.engine.flush_ring()
