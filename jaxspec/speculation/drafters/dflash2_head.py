@@ -18,7 +18,8 @@ from flax import nnx
 
 from jaxspec.models.base import Attend, AttentionOptions
 from jaxspec.models.layers import Linear
-from jaxspec.speculation.drafters.dflash_head import BlockLayer, DflashConfig, DflashHead, Rope
+from jaxspec.models.rope import Tables
+from jaxspec.speculation.drafters.dflash_head import BlockLayer, DflashConfig, DflashHead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,7 @@ class ConvolvedLayer(BlockLayer):
         self.mlp_conv = BlockConvolution(cfg, dtype=dtype)
 
     def __call__(
-        self, x_BNE: jax.Array, rope: Rope, attend: Attend, layer: int, options: AttentionOptions
+        self, x_BNE: jax.Array, rope: Tables, attend: Attend, layer: int, options: AttentionOptions
     ) -> jax.Array:
         normed = self.attn_norm(x_BNE)
         weights = self.attn_conv.weights(normed)

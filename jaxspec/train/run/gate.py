@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxspec.drafters.directories import read_kind
 from jaxspec.models.base import TargetModel
+from jaxspec.tier import Tier
 from jaxspec.train.data.dataset import Example
 from jaxspec.train.drafters import starts
 from jaxspec.train.run.simulation import Group, States, simulate
@@ -64,4 +65,4 @@ def compare(
 
 def _length(groups: Sequence[Group], depth: int) -> float:
     """Tokens a round over all groups."""
-    return sum(group.rounds * group.length(depth) for group in groups) / sum(group.rounds for group in groups)
+    return sum(group.rounds * group.length(Tier(depth)) for group in groups) / sum(group.rounds for group in groups)

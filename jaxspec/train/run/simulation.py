@@ -1,4 +1,4 @@
-"""Simulated acceptance of a drafter's chains and trees on texts of the target: rounds, walked as an engine would walk them.
+"""Simulated acceptance of chains and trees on texts of the target: rounds, walked as an engine would walk them.
 
 Must not know engines or commands.
 """
@@ -110,7 +110,7 @@ def simulate(
 
 
 def _histograms(module: Any, target: TargetModel, tiers: Sequence[Tier]) -> Any:
-    """A function of (batch, states or None, temperature, key, whether rows are sampled): of each tier int32 [depth + 1]."""
+    """A function of (batch, states or None, temperature, key, whether rows are sampled): [depth + 1] of each tier."""
     graph, state = nnx.split((module, target))
     kind = directories.kind_of(module)
     layers, chain_of = kind.aux_layers(module), drafts.trainer_of(kind).chain
