@@ -40,7 +40,7 @@ from jaxspec.tier import PLAIN, Tier
 V, EOS = 13, 12
 TREE = Tier(3, 2, 7)
 #: Of one of two layers, and its end lies inside pages, trees and texts: all that follows is shown for both kinds.
-WINDOW: dict[str, Any] = dict(sliding_window=11, sliding_layers=(1,))
+WINDOW: dict[str, Any] = dict(family="ministral", sliding_window=11, sliding_layers=(1,))
 #: Kinds whose engines have several buckets: all that a drafter can have (a cache, features, trees), and the least.
 WHOLE = ("eagle3", "ngram")
 #: Kinds whose engines live only while tests ask for them: executables take memory maps, of which a process has 65,530.
@@ -152,7 +152,7 @@ def modules_of(target: Any) -> dict[str, Any]:
     """A random module of every kind, those of one that may have several layers with two."""
     cfg, rngs = target.config, nnx.Rngs(1)
     tables = lambda: (Shared(target.embedding[...]), shared_lm_head(target))
-    layer = tiny_config(num_layers=2, intermediate_size=40, sliding_window=9, sliding_layers=(0,))
+    layer = tiny_config(num_layers=2, intermediate_size=40)
     eagle1 = Eagle1Head(Eagle1Config(layer, cfg.num_layers), *tables(), rngs=rngs)
     mtp = MtpHead(MtpConfig(tiny_config(num_layers=1, num_kv_heads=1), cfg.num_layers), *tables(), rngs=rngs)
     medusa = MedusaHeads(MedusaConfig(3, cfg.hidden_size, V, cfg.num_layers, num_layers=2), rngs=rngs)

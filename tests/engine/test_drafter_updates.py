@@ -235,7 +235,7 @@ def test_what_does_not_fit_is_refused_and_the_old_weights_serve(
         weights.finish(0)
     with pytest.raises(ValueError, match="loaded from a directory, and this engine's was not"):
         DrafterWeights(engine.runner, None).load(saved("eagle3"))
-    deeper = tiny_target(1, num_layers=3)
+    deeper = tiny_target(1, num_layers=3, family="ministral", sliding_window=11, sliding_layers=(1,))
     save_drafter(deeper, tmp_path / "deeper", target=bench.target)
     own = saved("draft_model")
     module = load_drafter("draft_model", own, bench.target, FLOAT)
