@@ -30,11 +30,11 @@ from jaxspec.drafters import directories, registry
 from jaxspec.drafters.successor import Successors
 from jaxspec.engine import Engine
 from jaxspec.facts import EngineFacts
+from jaxspec.fitting import fitted, longest_text, ring_rows, stored
 from jaxspec.hybrids import joined
 from jaxspec.models import few_rows
 from jaxspec.models.base import TargetModel
 from jaxspec.models.layers import column_blocks, tensor_parallel
-from jaxspec.models.quantised import stored_bytes
 from jaxspec.remembered import texts
 from jaxspec.ringfiles import RingDirectory
 from jaxspec.runtime.collecting import Collector
@@ -48,14 +48,13 @@ from jaxspec.scheduling.pace import USUAL_ROUNDS, Pace, may_pay
 from jaxspec.scheduling.scheduler import Scheduler, SchedulerConfig
 from jaxspec.scheduling.shapes import PrefillShape, shapes_for
 from jaxspec.speculation.drafter import Drafter
-from jaxspec.speculation.ring import ABOUT, empty_ring, ring_layers, ring_width
-from jaxspec.speculation.state import DecodeState, Geometry
+from jaxspec.speculation.ring import ring_layers
+from jaxspec.speculation.state import Geometry
 from jaxspec.speculation.typical import Typical
 from jaxspec.text.grammar import GrammarCompiler
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import Tier
 
-_DEFAULT_CONTEXT = 2048
 #: Context tokens of a row for which a profile is looked up: what `measure` times at.
 _USUAL_CONTEXT = 256
 #: How much deeper than its others a hybrid's tier is that only looks up.
@@ -180,7 +179,7 @@ def _laid_out(module: Any, shards: int) -> Any:
             return tensor_parallel(module, shards)
     if jax.default_backend() != "cpu":
         return module if few_rows.unsupported() is not None else few_rows.prepare(module)
-    size = _bytes(nnx.state(module))
+    size = stored(nnx.state(module))
     return column_blocks(module, keep_flat=size <= _KEPT_TWICE)
 
 
@@ -368,9 +367,9 @@ def assemble(
     geo = dataclasses.replace(_geometry(config, model.max_position_embeddings, depth), max_rounds=pace.most)
     built, params = bind(geo) if depth else (None, ())
     if config.feature_ring is not None:
-        geo = dataclasses.replace(geo, ring=_ring_rows(config, geo, target, built))
+        geo = dataclasses.replace(geo, ring=ring_rows(config, geo, target, built))
     if config.memory_fraction is not None and config.num_pages is None:
-        geo = _fitted(geo, config.memory_fraction, target, built, params, shards)
+        geo = fitted(geo, config.memory_fraction, target, built, params, shards)
         built, params = bind(geo) if depth else (None, ())
     widest = max(tier.topk for tier in choice.reachable)
     if built is not None and widest > built.max_topk:
@@ -413,30 +412,6 @@ def assemble(
     )  # fmt: skip
 
 
-def _ring_rows(config: EngineConfig, geo: Geometry, target: TargetModel, drafter: Drafter | None) -> int:
-    """Rows of each of the two buffers that a ring takes turns with.
-
-    Raises:
-      ValueError: no drafter that reads the target's states, several hosts, or too little memory for a step's.
-    """
-    if drafter is None or not drafter.aux_layers:
-        raise ValueError(
-            f"feature_ring {str(config.feature_ring)!r} is for drafters that read the target's states; this engine has "
-            f"{'none' if drafter is None else 'one that reads none'}"
-        )
-    if jax.process_count() > 1:
-        raise ValueError(f"feature_ring is for engines of one process, got {jax.process_count()}")
-    width = ring_width(target.config, drafter.aux_layers) * target.embedding[...].dtype.itemsize + 4 * ABOUT
-    rows = (config.feature_ring_mib << 20) // (2 * width)
-    needed = 2 * max(geo.max_num_batched_tokens, geo.slots * (geo.max_depth + 1) * geo.max_rounds)
-    if rows < needed:
-        raise ValueError(
-            f"feature_ring_mib must be at least {-(-needed * 2 * width >> 20)}: a position takes {width} bytes, and "
-            f"twice {needed} of them have to fit; got {config.feature_ring_mib}"
-        )
-    return rows
-
-
 def _ring_directory(config: EngineConfig, target: TargetModel, drafter: Drafter) -> RingDirectory:
     """Where a ring's files go, each with what training has to know of the engine."""
     assert config.feature_ring is not None
@@ -451,7 +426,7 @@ def _several(config: EngineConfig, target: TargetModel) -> tuple[tuple[int, ...]
     rounds = config.rounds_per_dispatch
     if isinstance(rounds, int):
         return config.buckets if rounds > 1 else (), Pace(rounds, measured=False)
-    read = _bytes(nnx.state(target)) // config.tensor_parallel
+    read = stored(nnx.state(target)) // config.tensor_parallel
     buckets = tuple(bucket for bucket in config.buckets if may_pay(read, bucket))
     # The processes of several hosts must dispatch alike, and what they measure differs.
     if jax.default_backend() == "cpu" or jax.process_count() > 1 or not buckets:
@@ -498,18 +473,6 @@ def _typical(speculation: SpeculationConfig) -> Typical | None:
     return typical
 
 
-def longest_text(config: EngineConfig, context: int) -> int:
-    """Tokens of the longest prompt plus output, for a model of this context.
-
-    Raises:
-      ValueError: a max_seq_len beyond it.
-    """
-    longest = config.max_seq_len or min(context, _DEFAULT_CONTEXT)
-    if longest > context:
-        raise ValueError(f"max_seq_len must be at most the model's context of {context} tokens, got {longest}")
-    return longest
-
-
 def _geometry(config: EngineConfig, context: int, depth: int) -> Geometry:
     """The sizes of an engine, for a model of this context and tiers up to this depth."""
     longest = longest_text(config, context)
@@ -522,42 +485,6 @@ def _geometry(config: EngineConfig, context: int, depth: int) -> Geometry:
         prefill_chunk=chunk, max_num_batched_tokens=max(chunk, min(together, config.max_batch_size * chunk)),
         kernels=config.kernels,
     )  # fmt: skip
-
-
-def _fitted(
-    geo: Geometry, fraction: float, target: TargetModel, drafter: Drafter | None, params: Any, shards: int
-) -> Geometry:
-    """The sizes with as many pages as a fraction of the device's memory holds beside the weights; on a host no more.
-
-    Raises:
-      ValueError: not even one sequence fits.
-    """
-
-    def state_bytes(pages: int) -> int:
-        sized = dataclasses.replace(geo, num_pages=pages)
-        draft = jax.eval_shape(lambda: () if drafter is None else drafter.init_state(sized))
-        dtype, layers = target.embedding[...].dtype, () if drafter is None else drafter.aux_layers
-        ring = jax.eval_shape(lambda: empty_ring(target.config, sized, layers, dtype))
-        return _bytes(jax.eval_shape(lambda: DecodeState.empty(target.config, sized, dtype, draft, ring)))
-
-    stats = jax.local_devices()[0].memory_stats() or {}
-    # A device that does not say is the host. What splits is on no device yet; drafters may be whole on each.
-    memory = stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    weights = max(_bytes(nnx.state(target)) // shards + _bytes(params), stats.get("bytes_in_use", 0))
-    page = -(-(state_bytes(2) - state_bytes(1)) // (shards if target.config.num_kv_heads % shards == 0 else 1))
-    pages = int(fraction * memory - weights - (state_bytes(1) - (state_bytes(2) - state_bytes(1)))) // page
-    if pages < geo.pages_per_seq:
-        raise ValueError(
-            f"memory_fraction {fraction} of {memory} bytes holds {max(pages, 0)} pages of {page} bytes beside "
-            f"{weights} bytes of weights, and one sequence of max_seq_len = {geo.max_seq_len} tokens needs "
-            f"{geo.pages_per_seq}: give more memory or a shorter max_seq_len"
-        )
-    _log.info("memory_fraction %g: %d pages of %d bytes beside %d bytes of weights", fraction, pages, page, weights)
-    return dataclasses.replace(geo, num_pages=pages if stats else min(pages, geo.num_pages))
-
-
-def _bytes(tree: Any) -> int:
-    return sum(stored_bytes(leaf) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
 
 
 def _grammars(

@@ -20,12 +20,13 @@ with cli.starting(__name__):
 
     from jaxspec.adaptive import registry as policies
     from jaxspec.adaptive.static import StaticPolicy
-    from jaxspec.assemble import choose_policy, longest_text, resolve_drafter, resolve_model
+    from jaxspec.assemble import choose_policy, resolve_drafter, resolve_model
     from jaxspec.chat import Chat, still_compiling
     from jaxspec.checkpointing import hf
     from jaxspec.config import ENGINE_ELSEWHERE, VERIFICATIONS, EngineConfig, SpeculationConfig
     from jaxspec.drafters import registry
     from jaxspec.events import Delta, Finished
+    from jaxspec.fitting import longest_text
     from jaxspec.llm import LLM
     from jaxspec.request import SAMPLING_ELSEWHERE, RequestOutput, SamplingParams
     from jaxspec.text.grammar import GrammarCompiler, GrammarSpec

@@ -63,9 +63,10 @@ ALLOWED = {
     | {"warming", "laps", "remembered", "swapping"},
     "train": EVERYONE | {"models", "speculation", "checkpointing", "drafters", "cache", "text", "cli", "ringfiles"},
     "cli": {"names"},
+    "fitting": EVERYONE | {"models", "speculation"},
     "assemble": EVERYONE
     | {"adaptive", "scheduling", "runtime", "models", "speculation", "checkpointing", "drafters", "text"}
-    | {"facts", "engine", "hybrids", "remembered", "ringfiles"},
+    | {"facts", "engine", "fitting", "hybrids", "remembered", "ringfiles"},
     "shared": EVERYONE | {"engine", "events"},
     "prompts": {"request"},
     "llm": EVERYONE | {"adaptive", "assemble", "engine", "events", "prompts", "shared", "stats", "text"},

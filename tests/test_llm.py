@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.assemble import _fitted, resolve_drafter, resolve_model
+from jaxspec.assemble import resolve_drafter, resolve_model
 from jaxspec.checkpointing import hf
 from jaxspec.events import Delta, Finished
+from jaxspec.fitting import fitted
 from jaxspec.models.tiny import tiny_target
 from jaxspec.request import FinishReason, RequestOutput
 from jaxspec.speculation.state import Geometry
@@ -442,23 +443,23 @@ def test_a_fraction_of_the_memory(directory: Path, monkeypatch: pytest.MonkeyPat
     """The pool gets what the weights leave; its pages are float32 keys and values of every layer."""
     stats = {"bytes_limit": 2**22, "bytes_in_use": 2**20}
     device = types.SimpleNamespace(memory_stats=lambda: stats)
-    monkeypatch.setattr("jaxspec.assemble.jax.local_devices", lambda: [device])
+    monkeypatch.setattr("jaxspec.fitting.jax.local_devices", lambda: [device])
     target = hf.load_model(directory, jnp.float32)
     c = target.config
     page = c.num_layers * c.num_kv_heads * 8 * 2 * c.head_dim * 4
 
-    def fitted(fraction: float) -> int:
+    def pages(fraction: float) -> int:
         geo = Geometry(slots=2, num_pages=18, page_size=8, pages_per_seq=9, max_depth=3, max_seq_len=64)
-        return _fitted(geo, fraction, target, None, (), 1).num_pages
+        return fitted(geo, fraction, target, None, (), 1).num_pages
 
-    half, whole = fitted(0.5), fitted(1.0)
+    half, whole = pages(0.5), pages(1.0)
     assert half < (2**21 - 2**20) // page and abs(whole - half - 2**21 / page) <= 1
     with monkeypatch.context() as patch:
         patch.setattr(device, "memory_stats", lambda: None)
-        assert fitted(0.9) == 18, "a host's pool does not grow with its memory"
+        assert pages(0.9) == 18, "a host's pool does not grow with its memory"
     stats["bytes_in_use"] = 2**22
     with pytest.raises(ValueError, match=r"memory_fraction 1.0 of 4194304 bytes holds 0 pages .*tokens needs 9"):
-        fitted(1.0)
+        pages(1.0)
     with pytest.raises(ValueError, match=r"memory_fraction 0.5 .* one sequence of max_seq_len = 512 tokens"):
         LLM(directory, "draft_model", progress=False, compile_cache=False, memory_fraction=0.5)
 

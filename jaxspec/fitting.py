@@ -1,0 +1,97 @@
+"""What fits: texts into a context, pages and the ring of features into a device's memory.
+
+Owns the sums. Must not know names, directories or engines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxspec.config import EngineConfig
+from jaxspec.models.base import TargetModel
+from jaxspec.models.quantised import stored_bytes
+from jaxspec.speculation.drafter import Drafter
+from jaxspec.speculation.ring import ABOUT, empty_ring, ring_width
+from jaxspec.speculation.state import DecodeState, Geometry
+
+_DEFAULT_CONTEXT = 2048
+_log = logging.getLogger(__name__)
+
+
+def longest_text(config: EngineConfig, context: int) -> int:
+    """Tokens of the longest prompt plus output, for a model of this context.
+
+    Raises:
+      ValueError: a max_seq_len beyond it.
+    """
+    longest = config.max_seq_len or min(context, _DEFAULT_CONTEXT)
+    if longest > context:
+        raise ValueError(f"max_seq_len must be at most the model's context of {context} tokens, got {longest}")
+    return longest
+
+
+def fitted(
+    geo: Geometry, fraction: float, target: TargetModel, drafter: Drafter | None, params: Any, shards: int
+) -> Geometry:
+    """The sizes with as many pages as a fraction of the device's memory holds beside the weights; on a host no more.
+
+    Raises:
+      ValueError: not even one sequence fits.
+    """
+
+    def statestored(pages: int) -> int:
+        sized = dataclasses.replace(geo, num_pages=pages)
+        draft = jax.eval_shape(lambda: () if drafter is None else drafter.init_state(sized))
+        dtype, layers = target.embedding[...].dtype, () if drafter is None else drafter.aux_layers
+        ring = jax.eval_shape(lambda: empty_ring(target.config, sized, layers, dtype))
+        return stored(jax.eval_shape(lambda: DecodeState.empty(target.config, sized, dtype, draft, ring)))
+
+    stats = jax.local_devices()[0].memory_stats() or {}
+    # A device that does not say is the host. What splits is on no device yet; drafters may be whole on each.
+    memory = stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    weights = max(stored(nnx.state(target)) // shards + stored(params), stats.get("bytes_in_use", 0))
+    page = -(-(statestored(2) - statestored(1)) // (shards if target.config.num_kv_heads % shards == 0 else 1))
+    pages = int(fraction * memory - weights - (statestored(1) - (statestored(2) - statestored(1)))) // page
+    if pages < geo.pages_per_seq:
+        raise ValueError(
+            f"memory_fraction {fraction} of {memory} bytes holds {max(pages, 0)} pages of {page} bytes beside "
+            f"{weights} bytes of weights, and one sequence of max_seq_len = {geo.max_seq_len} tokens needs "
+            f"{geo.pages_per_seq}: give more memory or a shorter max_seq_len"
+        )
+    _log.info("memory_fraction %g: %d pages of %d bytes beside %d bytes of weights", fraction, pages, page, weights)
+    return dataclasses.replace(geo, num_pages=pages if stats else min(pages, geo.num_pages))
+
+
+def ring_rows(config: EngineConfig, geo: Geometry, target: TargetModel, drafter: Drafter | None) -> int:
+    """Rows of each of the two buffers that a ring takes turns with.
+
+    Raises:
+      ValueError: no drafter that reads the target's states, several hosts, or too little memory for a step's.
+    """
+    if drafter is None or not drafter.aux_layers:
+        raise ValueError(
+            f"feature_ring {str(config.feature_ring)!r} is for drafters that read the target's states; this engine has "
+            f"{'none' if drafter is None else 'one that reads none'}"
+        )
+    if jax.process_count() > 1:
+        raise ValueError(f"feature_ring is for engines of one process, got {jax.process_count()}")
+    width = ring_width(target.config, drafter.aux_layers) * target.embedding[...].dtype.itemsize + 4 * ABOUT
+    rows = (config.feature_ring_mib << 20) // (2 * width)
+    needed = 2 * max(geo.max_num_batched_tokens, geo.slots * (geo.max_depth + 1) * geo.max_rounds)
+    if rows < needed:
+        raise ValueError(
+            f"feature_ring_mib must be at least {-(-needed * 2 * width >> 20)}: a position takes {width} bytes, and "
+            f"twice {needed} of them have to fit; got {config.feature_ring_mib}"
+        )
+    return rows
+
+
+def stored(tree: Any) -> int:
+    """Bytes of a tree's arrays, as they lie in memory."""
+    return sum(stored_bytes(leaf) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
