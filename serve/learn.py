@@ -1,7 +1,7 @@
 """python -m serve.learn: trains the drafter of a running server on what that gathers, and hands over what is better.
 
 A cycle waits until the server's feature ring has grown, trains on from the head that is served (`python -m
-jaxspec.train eagle3 --data ring:DIR`, a process of its own), which writes a head only if it passes the gate, has the
+jaxspec.train KIND --data ring:DIR`, a process of its own), which writes a head only if it passes the gate, has the
 server take it by UpdateDrafter, and waits for the end of its trial. It runs on the server's host, at the lowest
 priority; where training would slow the server's device down, run it where another device is (JAX_PLATFORMS=cpu).
 """
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--token-file", type=Path, metavar="FILE", help="an administrator's token, in its first line")
     p.add_argument("--grown-mib", type=float, default=256.0, help="new in the ring for a cycle (default: %(default)s)")
     p.add_argument("--margin", type=float, default=0.02, help="of the gate (default: %(default)s)")
-    p.add_argument("--trainer", default="eagle3", help="command of jaxspec.train (default: %(default)s)")
+    p.add_argument("--trainer", required=True, metavar="KIND", help="command of jaxspec.train, of the head's kind")
     p.add_argument("--cycles", type=int, metavar="N", help="end after so many (default: never)")
     p.add_argument(
         "--trial-seconds", type=float, default=3600.0, help="most to wait for a trial (default: %(default)s)"

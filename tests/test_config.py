@@ -39,10 +39,9 @@ from jaxspec.tier import PLAIN, Tier
             r"objective 'step' .* only the policies \['adaptive', .*got policy 'static'",
         ),
         ({"objective": "step", "policy": "heuristic"}, r"objective 'step' .*got policy 'heuristic'"),
-        ({"candidate_budgets": (1,), "candidate_steps": (0, 1)}, r"\(1,\) need a chain .* got \['chain-1'\]"),
         (
-            {"candidate_budgets": (1,), "candidate_steps": (1,)},
-            r"\(1,\) need a tier of at least 2 drafts .*got \['chain-1'\]",
+            {"candidate_budgets": (1,), "candidate_steps": (0, 1)},
+            r"\(1,\) need a tier of at least 2 .* got \['chain-1'\]",
         ),
         ({"hybrid": 1}, r"hybrid must be True or False, got 1"),
         ({"hybrid": True, "verification": "rejection"}, r"hybrid needs verification 'coupled', got 'rejection'"),

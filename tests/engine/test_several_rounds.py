@@ -60,7 +60,10 @@ def test_tokens_are_those_of_plain_decoding(bench: Any, tools: Any, engine: Any)
     outputs, rounds, dispatches = counted(engine, lambda: tools.drive(engine, work, join=lambda i: 3 * i))
     tools.same(outputs, expected)
     assert engine.stats.preemptions > 0 and rounds > dispatches + 10
-    assert [stats.tier for stats in script.heard] == script.selected[: len(script.heard)]
+    # In order; what was said ahead is forgotten when the batch's size changes.
+    said = iter(script.selected)
+    assert all(stats.tier in said for stats in script.heard)
+    assert len(script.selected) < len(script.heard) + 4 * ROUNDS
     assert {stats.dispatched for stats in script.heard} == {1, ROUNDS}
     for output in outputs:
         m = output.metrics

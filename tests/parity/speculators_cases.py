@@ -228,7 +228,7 @@ def unrolled(documents_N: np.ndarray) -> Attend:
     first_NN = np.tril(np.ones((n, n), bool)) & (documents_N[:, None] == documents_N[None])
     seen: dict[int, list[tuple[jax.Array, jax.Array]]] = {}
 
-    def attend(layer: int, q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array) -> jax.Array:
+    def attend(layer: int, q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array, *_: Any) -> jax.Array:
         steps = seen.setdefault(layer, [])
         steps.append((k_BNGC, v_BNGC))
         keys, values = (jnp.concatenate(x, axis=1) for x in zip(*steps, strict=True))
@@ -263,7 +263,7 @@ def peagle_logits(head: Any, record: Mapping[str, np.ndarray]) -> list[jax.Array
     tokens = np.where(real, record["input_ids"][0, at], head.config.mask_token_id)[None]
     states = jnp.asarray(record["hidden_states"])[:, at]
     aux = jnp.where(real[None, :, None], states, head.mask_hidden[...][None, None])
-    attend = lambda _, q, k, v: masked_attention(q, k, v, mask)
+    attend = lambda _, q, k, v, *_options: masked_attention(q, k, v, mask)
     hidden = head(jnp.asarray(tokens, jnp.int32), head.fuse(aux), jnp.asarray(at)[None], attend)
     return [head.logits(hidden)]
 

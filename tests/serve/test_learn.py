@@ -55,6 +55,7 @@ def test_cycles(tmp_path: Path):
             (path / "config.json").write_text("{}")
 
     arguments = ["--target", "t", "--drafter", "first", "--ring", str(ring), "--out", str(out), "--grown-mib", "1"]
+    arguments += ["--trainer", "eagle3"]
     args = learn.parser().parse_args([*arguments, "--", "--steps", "7"])
     server: Any = Server(True, False)
     loop = learn.Loop(args, server, train, sleep)
@@ -68,7 +69,18 @@ def test_cycles(tmp_path: Path):
 
 
 def test_what_goes_wrong_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    base = ["--target", "t", "--drafter", "d", "--ring", str(tmp_path), "--out", str(tmp_path / "out")]
+    base = [
+        "--target",
+        "t",
+        "--drafter",
+        "d",
+        "--ring",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "out"),
+        "--trainer",
+        "eagle3",
+    ]
     assert learn.main([*base, "--token-file", str(tmp_path / "none")]) == 2
     assert "none" in capsys.readouterr().err
 

