@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,7 @@ def attend_paged(
 
     Args:
       table_BM: page numbers of one layer in the whole pool.
-      options: window, soft_cap and scale. offset_BN: of queries to the prefix's end, where there is a window.
+      options: what the layer asks for. offset_BN: of queries to the prefix's end, where there is a window.
     """
     attention = functools.partial(
         tree_attention, scale=options.scale, soft_cap=options.soft_cap, implementation=kernels
@@ -76,10 +77,14 @@ def attend_paged(
     heads_at: list[int | None] = [2, 1, None, None, 2, 2, None]
     args = [q_BNHC, pages, table_BM, length_B, k_BTGC, v_BTGC, mask_BNT]
     if options.window is not None:
-        whole, args = functools.partial(attention, window=options.window), [*args, offset_BN]
-        attention = lambda *xs: whole(*xs[:-1], offset_BN=xs[-1])
-        heads_at.append(None)
-    return _per_device(attention, pages.shape[1], heads_at, 2)(*args)
+        attention = functools.partial(attention, window=options.window)
+
+    def attend(offset_BN: jax.Array | None, sinks_H: jax.Array | None, *args: Any) -> jax.Array:
+        return attention(*args, offset_BN=offset_BN, sinks_H=sinks_H)
+
+    offset_BN = None if options.window is None else offset_BN
+    split = _per_device(attend, pages.shape[1], [None, 0, *heads_at], 2)
+    return split(offset_BN, options.sinks_H, *args)
 
 
 class TreeKV:
@@ -121,7 +126,6 @@ class TreeKV:
         self, layer: int, q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array,
         options: AttentionOptions = FULL_ATTENTION,
     ) -> jax.Array:  # fmt: skip
-        options.refuse("attention over the paged cache", ("window", "soft_cap", "scale"))
         mask_BNT, offset_BN = self._mask, None
         if options.window is not None:
             if options.window not in self._windows:

@@ -107,6 +107,7 @@ class ModelConfig:
       sliding_window, sliding_layers: layers whose tokens see the last `sliding_window` positions only, their own
         included.
       attention_scale: of scores, instead of 1 / sqrt(head_dim).
+      attention_sinks: each head has a score that takes its part of the softmax and has no value (gpt-oss).
       attention_soft_cap, logit_soft_cap: scores and logits x become cap * tanh(x / cap).
       pre_norms, post_norms: where layers have norms: before attention and MLP, and on what comes out of them.
       norm_gain: "cast" rounds what is normed before the gain, "float32" after it, "one_plus" too, with a gain of 1 + w.
@@ -141,6 +142,7 @@ class ModelConfig:
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
     attention_scale: float | None = None
+    attention_sinks: bool = False
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     pre_norms: bool = True
@@ -155,7 +157,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def attention_options(self, layer: int) -> AttentionOptions:
-        """What a layer asks of its attention."""
+        """What a layer asks of its attention, but for sinks, which are its own parameters."""
         window = self.sliding_window if layer in self.sliding_layers else None
         return AttentionOptions(window, self.attention_soft_cap, self.attention_scale)
 

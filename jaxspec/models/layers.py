@@ -7,6 +7,7 @@ pays for every argument it is called with (reference: 0.4 us each).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -171,6 +172,7 @@ class Attention(nnx.Module):
       index: the layer's number, by which the configuration says what it asks of attention.
 
     Attributes:
+      sinks: float32 [H], where heads have them (ModelConfig.attention_sinks).
       shards: groups of columns that qkv is stored in, [q k v] of one shard after the other (see `tensor_parallel`).
     """
 
@@ -179,7 +181,8 @@ class Attention(nnx.Module):
     ):
         d_in = d_in or cfg.hidden_size
         self.shards = 1
-        self.options, self.interleaved = cfg.attention_options(index), cfg.rope_interleaved
+        self._options, self.interleaved = cfg.attention_options(index), cfg.rope_interleaved
+        self.sinks = nnx.Param(jnp.zeros((cfg.num_heads,), jnp.float32)) if cfg.attention_sinks else None
         self.num_heads, self.num_kv_heads, self.head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         width = (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim
         out_std = 0.02 / math.sqrt(2 * max(1, cfg.num_layers))
@@ -191,6 +194,11 @@ class Attention(nnx.Module):
         normed_heads = (cfg.num_heads, cfg.num_kv_heads) if cfg.qk_norm_wide else (1, 1)
         self.q_norm, self.k_norm = (norm(n * cfg.head_dim) if cfg.qk_norm else None for n in normed_heads)
         self.wide_norm = cfg.qk_norm_wide
+
+    @property
+    def options(self) -> AttentionOptions:
+        """What it asks of `attend`."""
+        return self._options if self.sinks is None else dataclasses.replace(self._options, sinks_H=self.sinks[...])
 
     def __call__(self, x_BNE: jax.Array, rope: Tables | None, attend: Attend, layer: int) -> jax.Array:
         b, n, _ = x_BNE.shape
@@ -217,7 +225,7 @@ class Attention(nnx.Module):
             return []
         self.shards = shards
         query, value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return [*self.qkv.columns((query, value, value)), *self.out.rows()]
+        return [*self.qkv.columns((query, value, value)), *self.out.rows(), Split(self, "sinks", 0)]
 
 
 #: The MLP's gates by ModelConfig.hidden_act.
@@ -460,9 +468,8 @@ def causal_attention(
     _layer: int, q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array, options: AttentionOptions = FULL_ATTENTION
 ) -> jax.Array:
     """An `Attend` without a cache: plain causal attention over the sequence itself (training, references)."""
-    options.refuse("causal_attention", ("window", "soft_cap", "scale"))
     window = None if options.window is None else (options.window - 1, 0)
-    if options.soft_cap is None:
+    if options.soft_cap is None and options.sinks_H is None:
         return jax.nn.dot_product_attention(
             q_BNHC, k_BNGC, v_BNGC, is_causal=True, scale=options.scale, local_window_size=window
         )
@@ -470,8 +477,12 @@ def causal_attention(
     q_BNGRC = q_BNHC.reshape(b, n, k_BNGC.shape[2], -1, c)
     scores = jnp.einsum("bngrc,bmgc->bgrnm", q_BNGRC, k_BNGC, preferred_element_type=jnp.float32)
     scores = scores * (c**-0.5 if options.scale is None else options.scale)
-    scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+    scores = scores if options.soft_cap is None else options.soft_cap * jnp.tanh(scores / options.soft_cap)
     apart_NN = jnp.arange(n)[:, None] - jnp.arange(n)[None, :]
     seen_NN = (apart_NN >= 0) & (apart_NN < (options.window or n))
-    weights = jax.nn.softmax(jnp.where(seen_NN[None, None, None], scores, -jnp.inf), axis=-1).astype(v_BNGC.dtype)
+    scores = jnp.where(seen_NN[None, None, None], scores, -jnp.inf)
+    if options.sinks_H is not None:
+        sinks = options.sinks_H.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:4], 1))], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :n].astype(v_BNGC.dtype)
     return jnp.einsum("bgrnm,bmgc->bngrc", weights, v_BNGC).reshape(b, n, h, c)

@@ -106,7 +106,7 @@ LLAMA = LayerNames()
 
 
 def attention_weights(attn: Attention, prefix: str, names: LayerNames = LLAMA) -> Iterator[Weight]:
-    """`{prefix}.{q,k,v,o}_proj` and, where the family has them, `{prefix}.{q,k}_norm`."""
+    """`{prefix}.{q,k,v,o}_proj` and, where the family has them, `{prefix}.{q,k}_norm` and `{prefix}.sinks`."""
     q, kv = attn.num_heads * attn.head_dim, attn.num_kv_heads * attn.head_dim
     widths = (q, kv, kv) if len(names.qkv) == 3 else (q + 2 * kv,)
     yield from linear_weights(attn.qkv, [f"{prefix}.{x}" for x in names.qkv], widths)
@@ -114,6 +114,8 @@ def attention_weights(attn: Attention, prefix: str, names: LayerNames = LLAMA) -
     if attn.q_norm is not None and attn.k_norm is not None:
         yield from norm_weights(attn.q_norm, f"{prefix}.q_norm")
         yield from norm_weights(attn.k_norm, f"{prefix}.k_norm")
+    if attn.sinks is not None:
+        yield Weight(attn.sinks, (f"{prefix}.sinks",), tuple(attn.sinks.shape))
 
 
 def mlp_weights(mlp: MLP, prefix: str, names: LayerNames = LLAMA) -> Iterator[Weight]:

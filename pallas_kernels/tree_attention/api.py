@@ -30,7 +30,7 @@ def tree_attention(
     q_BNHC: jax.Array, pages: jax.Array, table_BM: jax.Array, length_B: jax.Array, tree_k_BTGC: jax.Array,
     tree_v_BTGC: jax.Array, tree_mask_BNT: jax.Array | None = None, *, scale: float | None = None,
     window: int | None = None, offset_BN: jax.Array | None = None, soft_cap: float | None = None,
-    implementation: str | None = None,
+    sinks_H: jax.Array | None = None, implementation: str | None = None,
 ) -> jax.Array:  # fmt: skip
     """Attention of N tokens a request over a paged prefix and over the tree's own keys and values.
 
@@ -54,6 +54,8 @@ def tree_attention(
       offset_BN: int32, position of each query counted from the prefix's end; read with a window
         only. By default the entries a query sees less one, which is right for whole paths.
       soft_cap: scores s become soft_cap * tanh(s / soft_cap).
+      sinks_H: a score of each query head that takes its part of the softmax and has no value (gpt-oss); neither scale
+        nor soft_cap applies to it.
       implementation: see dispatch.
 
     Returns:
@@ -64,7 +66,7 @@ def tree_attention(
     """
     args = TreeAttentionArgs(
         q_BNHC, pages, table_BM, length_B, tree_k_BTGC, tree_v_BTGC, tree_mask_BNT, offset_BN,
-        scale=scale, window=window, soft_cap=soft_cap,
+        sinks_H, scale=scale, window=window, soft_cap=soft_cap,
     )  # fmt: skip
     _check(args)
     b, n = q_BNHC.shape[:2]
@@ -89,6 +91,8 @@ def _check(args: TreeAttentionArgs) -> None:
         "table": (args.table_BM.shape, (b, *args.table_BM.shape[1:2])),
         "length": (args.length_B.shape, (b,)),
     }
+    if args.sinks_H is not None:
+        expected["sinks"] = (args.sinks_H.shape, (h,))
     for name, (got, want) in expected.items():
         if got != want:
             raise ValueError(f"{name} must have shape {want} beside q {q.shape}, got {got}")

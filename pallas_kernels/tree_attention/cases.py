@@ -37,6 +37,7 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
       context: longest prefix in tokens; the table has room for it.
       mask: "causal" (none is given), "chain" (the same by bits) or "tree" (random parents).
       lengths: "full": every request has `context` tokens; "ragged": 0, 1, page edges and random ones.
+      sinks: whether heads have them.
       pool: pages of the pool; None: just enough.
     """
 
@@ -53,6 +54,7 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
     prior: int = 0
     window: int | None = None
     soft_cap: float | None = None
+    sinks: bool = False
     pool: int | None = None
 
     @property
@@ -74,7 +76,7 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
         return TreeAttentionArgs(
             of((b, n, self.heads, self.head_dim), dtype), pages, of((b, self.columns), jnp.int32), of((b,), jnp.int32),
             new, new, None if self.mask == "causal" else of((b, n, t), jnp.bool_),
-            window=self.window, soft_cap=self.soft_cap,
+            sinks_H=of((self.heads,), jnp.float32) if self.sinks else None, window=self.window, soft_cap=self.soft_cap,
         )  # fmt: skip
 
     def draw_lengths(self, rng: np.random.Generator) -> np.ndarray:
@@ -127,7 +129,10 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
             table = np.where(behind, garbage, table)
         table, length, mask = jnp.asarray(table, jnp.int32), jnp.asarray(length), self.draw_mask(rng)
         mask = None if mask is None else jnp.asarray(mask)
-        return TreeAttentionArgs(q, pages, table, length, k, v, mask, window=self.window, soft_cap=self.soft_cap)
+        sinks = jnp.asarray(rng.normal(1.0, 2.0, self.heads), jnp.float32) if self.sinks else None
+        return TreeAttentionArgs(
+            q, pages, table, length, k, v, mask, sinks_H=sinks, window=self.window, soft_cap=self.soft_cap
+        )
 
     def min_bytes(self, args: TreeAttentionArgs) -> int:
         """The prefixes' keys and values, the tree's, queries and results."""
@@ -214,8 +219,9 @@ COVERAGE = (
     Case("group7", 4, 5, 28, 4, 128, context=2048, lengths="ragged"),
     Case("page16", 4, 16, 8, 4, 128, page=16, context=2048, lengths="ragged"),
     Case("page256", 4, 16, 8, 4, 128, page=256, context=2048, lengths="ragged"),
-    Case("window", 4, 8, 8, 4, 128, context=4096, lengths="ragged", window=1024, quick=True),
+    Case("window", 4, 8, 8, 4, 128, context=4096, lengths="ragged", window=1024),
     Case("soft-cap", 4, 8, 8, 4, 256, context=2048, lengths="ragged", soft_cap=50.0),
+    Case("sinks", 4, 8, 64, 8, 64, context=4096, lengths="ragged", window=128, sinks=True, quick=True),
     Case("prior-levels", 4, 8, 16, 8, 128, context=2048, lengths="ragged", prior=47, quick=True),
     Case("long-128k", 1, 8, context=131072),
     Case("table-64x2048", 64, 8, context=131072, pool=4096),
@@ -233,6 +239,7 @@ SMALL = (
     Case("small-prior", 6, 4, 4, 2, 64, 16, 48, lengths="ragged", dtype="float32", prior=33),
     Case("small-window", 6, 4, 4, 2, 64, 16, 64, lengths="ragged", dtype="float32", window=21),
     Case("small-soft-cap", 6, 4, 4, 2, 64, 16, 48, lengths="ragged", dtype="float32", soft_cap=3.0),
+    Case("small-sinks", 6, 4, 6, 2, 64, 16, 48, lengths="ragged", dtype="float32", sinks=True),
     Case("small-prefill", 1, 70, 4, 2, 64, 16, 48, mask="chain", dtype="float32"),
     Case("small-causal", 5, 70, 4, 2, 64, 16, 48, mask="causal", lengths="ragged", dtype="float32"),
     Case("small-group7", 6, 3, 7, 1, 64, 16, 48, lengths="ragged", dtype="float32"),

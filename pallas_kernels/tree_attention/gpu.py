@@ -114,10 +114,11 @@ def _kernel(
     table_ref,  # [B, M]
     length_ref,  # [B]
     offset_ref,  # [B, N], read with a window only
+    sinks_ref,  # [H] float32, read with sinks only
     out_ref,  # [S, B, N, H, C] float32 sums, or [B, N, H, C] where S = 1
     *partial_refs,  # maxima and weights [S, B, N, H] where S > 1
     group: int, rows: int, keys: int, width: int, tree_keys: int, splits: int, scale: float,
-    window: int | None, soft_cap: float | None, causal: bool,
+    window: int | None, soft_cap: float | None, causal: bool, sinks: bool,
 ) -> None:  # fmt: skip
     n, c = q_ref.shape[1], q_ref.shape[3]
     t, page, m = k_ref.shape[1], pages_ref.shape[2], table_ref.shape[1]
@@ -203,11 +204,13 @@ def _kernel(
         seen_RT = ((word_RT >> (entry_T % 32).astype(jnp.uint32)[None, :]) & jnp.uint32(1)) == jnp.uint32(1)
         return attend(carry, k_TC, v_TC, seen_RT & live_RT)
 
-    carry = (
-        jnp.zeros((rows, width), jnp.float32),
-        jnp.full((rows,), _MASKED, jnp.float32),
-        jnp.zeros((rows,), jnp.float32),
-    )
+    top_R, total_R = jnp.full((rows,), _MASKED, jnp.float32), jnp.zeros((rows,), jnp.float32)
+    if sinks:
+        # A sink is the first entry of stretch 0: a score, and no value.
+        sink_R = plgpu.load(sinks_ref.at[query_head_R], mask=live_R, other=0.0) * _LOG2E
+        first_R = jnp.broadcast_to(split == 0, (rows,))
+        top_R, total_R = jnp.where(first_R, sink_R, top_R), jnp.where(first_R, 1.0, total_R)
+    carry = jnp.zeros((rows, width), jnp.float32), top_R, total_R
     first_block = jnp.int32(0)
     blocks = pl.cdiv(jnp.minimum(length, m * page), keys)
     if lowest_R is not None:
@@ -275,11 +278,12 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
         # Rounded down: a last wave of a few programs would cost as much as a full one.
         splits = max(1, min(most, blocks.programs // (b * g * row_blocks), 64))
     offset = jnp.zeros((1, 1), jnp.int32) if args.window is None else args.offsets.astype(jnp.int32)
+    sinks = jnp.zeros((1,), jnp.float32) if args.sinks_H is None else args.sinks_H.astype(jnp.float32)
     words = jnp.zeros((1, 1, 1), jnp.uint32) if args.tree_mask_BNT is None else _pack_words(args.tree_mask_BNT)
     kernel = functools.partial(
         _kernel, group=group, rows=blocks.rows, keys=blocks.keys, width=width,
         tree_keys=max(16, min(blocks.keys if causal else 64, power_of_two(t))), splits=splits, scale=args.factor,
-        window=args.window, soft_cap=args.soft_cap, causal=causal,
+        window=args.window, soft_cap=args.soft_cap, causal=causal, sinks=args.sinks_H is not None,
     )  # fmt: skip
     part = lambda *shape: jax.ShapeDtypeStruct((splits, *shape), jnp.float32)
     whole, parts = jax.ShapeDtypeStruct(q.shape, q.dtype), [part(b, n, h, c), part(b, n, h), part(b, n, h)]
@@ -292,7 +296,7 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
         name="tree_attention",
     )(
         q, args.tree_k_BTGC, args.tree_v_BTGC, words, args.pages, args.table_BM,
-        args.length_B, offset,
+        args.length_B, offset, sinks,
     )  # fmt: skip
     return out if splits == 1 else _merge(out, *sums, dtype=q.dtype, interpret=interpret)
 

@@ -31,6 +31,7 @@ class TreeAttentionArgs:
     tree_v_BTGC: jax.Array
     tree_mask_BNT: jax.Array | None
     offset_BN: jax.Array | None = None
+    sinks_H: jax.Array | None = None
     scale: float | None = static(default=None)
     window: int | None = static(default=None)
     soft_cap: float | None = static(default=None)
@@ -68,7 +69,8 @@ def tree_attention(args: TreeAttentionArgs, *, block_tokens: int | None = None) 
     _, g, page, _ = args.pages.shape
     q_BGRC = args.q_BNHC.reshape(b, n, g, h // g, c).transpose(0, 2, 1, 3, 4).reshape(b, g, n * (h // g), c)
     per_block = max(1, min((block_tokens or page) // page, args.table_BM.shape[1]))
-    _, total, acc = _over_prefix(args, q_BGRC, _over_tree(args, q_BGRC), per_block)
+    sums = _over_prefix(args, q_BGRC, _over_tree(args, q_BGRC), per_block)
+    _, total, acc = sums if args.sinks_H is None else _with_sinks(args.sinks_H, sums)
     out = (acc / total).reshape(b, g, n, h // g, c).transpose(0, 2, 1, 3, 4)
     return out.reshape(b, n, h, c).astype(args.q_BNHC.dtype)
 
@@ -145,3 +147,14 @@ def _over_prefix(args: TreeAttentionArgs, q_BGRC: jax.Array, sums: _Sums, per_bl
     start = (jnp.zeros((), blocks.dtype), *sums)
     _, top, total, acc = jax.lax.while_loop(lambda carry: carry[0] < blocks, body, start)
     return top, total, acc
+
+
+def _with_sinks(sinks_H: jax.Array, sums: _Sums) -> _Sums:
+    """The sums with each head's sink: a score without a value."""
+    top, total, acc = sums
+    g, rows = top.shape[1:3]
+    heads_GR = sinks_H.astype(jnp.float32).reshape(g, -1)
+    sink = jnp.tile(heads_GR, (1, rows // heads_GR.shape[1]))[None, :, :, None]  # rows are node-major
+    new_top = jnp.maximum(top, sink)
+    keep = jnp.exp(top - new_top)
+    return new_top, total * keep + jnp.exp(sink - new_top), acc * keep

@@ -88,6 +88,7 @@ def tree_attention(
     q = _rows_of_queries(plan, args.q_BNHC, g)
     tree = _rows_of_tree(plan, args.tree_k_BTGC, args.tree_v_BTGC)
     facts, lows = _facts(plan, args.mask, low_BN, h // g)
+    sinks = () if args.sinks_H is None else (_rows_of_sinks(plan, args.sinks_H, n),)
     # More page table than SMEM holds goes in several calls.
     batch = min(b, tpu_plan.SCALARS // plan.scalars)
     outs = []
@@ -96,7 +97,7 @@ def tree_attention(
         part_plan = dataclasses.replace(plan, steps=(part.stop - i) * plan.blocks)
         steps = _steps(part_plan, length_B[part], None if lows is None else lows[part])
         own_facts = facts if facts.shape[0] == 1 else facts[part]
-        operands = (length_B[part], args.table_BM[part], steps, q[part], tree[part], own_facts)
+        operands = (length_B[part], args.table_BM[part], steps, q[part], tree[part], own_facts, *sinks)
         outs.append(call(part_plan, args, operands, interpret))
     return _heads_of_rows(plan, outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=0), args.q_BNHC.shape)
 
@@ -122,6 +123,17 @@ def _rows_of_tree(plan: Plan, k_BTGC: jax.Array, v_BTGC: jax.Array) -> jax.Array
     v = jnp.where(finite, v_BTGC, jnp.zeros_like(v_BTGC))
     tree = jnp.concatenate([k, v], axis=3).transpose(0, 2, 1, 3)
     return jnp.pad(tree, ((0, 0), (0, 0), (0, -tree.shape[2] % plan.tile), (0, plan.width - tree.shape[3])))
+
+
+def _rows_of_sinks(plan: Plan, sinks_H: jax.Array, n: int) -> jax.Array:
+    """[G * parts, rows, 128], each head's as often as it has rows in a unit."""
+    sinks = jnp.asarray(sinks_H, jnp.float32)
+    if plan.joint:
+        rows = jnp.repeat(sinks.reshape(plan.groups * plan.heads, -1), n, axis=1)
+        rows = jnp.pad(rows, ((0, 0), (0, plan.rows - rows.shape[1])))
+    else:
+        rows = jnp.repeat(sinks.reshape(-1, plan.repeats), plan.queries, axis=1)
+    return jnp.broadcast_to(rows[:, :, None], (*rows.shape, LANES))
 
 
 def _facts(plan: Plan, mask_BNT: jax.Array, low_BN: jax.Array | None, r: int) -> tuple[jax.Array, jax.Array | None]:

@@ -14,6 +14,7 @@ pages wholly before every window.
     facts  [B, Q, queries, 128]        VMEM window [queries, 128]         int32 a row: bit k of lane l says
                                        whether it sees tree entry 128 k + l; with a window 128 more lanes
                                        hold the first prefix position that it sees
+    sinks  [G * parts, rows, 128]      VMEM window [units, rows, 128]     float32, where heads have them
     pages  [P, G, page, W]             HBM; buffer [2, pages of a block, heads, page, W]
 
 W is 2C, or 2C rounded up to whole tiles of 128 lanes. Where 2C is no multiple of 128 (C = 80,
@@ -54,18 +55,21 @@ def _kernel(
     tree_ref,  # [1, heads, tile, W]
     facts_ref,  # [1, 1, queries, 128 or 256]
     pages_ref,  # HBM [P, G, page, W]
-    out_ref,  # [1, 1, units, rows, value lanes]
-    buffer,  # [2, per_block, heads, page, W]
-    acc,  # [units, rows, value lanes] float32
-    top,  # [units, rows, 128] float32, the running maximum in every lane
-    total,  # [units, rows, 128] float32, the running sum in every lane
-    slot_ref,  # SMEM [1], the half of the buffer that the next block is in
-    sem,  # [2]
-    *,
+    *refs,  # with sinks [units, rows, 128], and those below
     plan: Plan,
     scale: float,
     soft_cap: float | None,
 ):
+    sinks_ref, *refs = refs if plan.sinks else (None, *refs)
+    (
+        out_ref,  # [1, 1, units, rows, value lanes]
+        buffer,  # [2, per_block, heads, page, W]
+        acc,  # [units, rows, value lanes] float32
+        top,  # [units, rows, 128] float32, the running maximum in every lane
+        total,  # [units, rows, 128] float32, the running sum in every lane
+        slot_ref,  # SMEM [1], the half of the buffer that the next block is in
+        sem,  # [2]
+    ) = refs
     group, b, tile = pl.program_id(0), pl.program_id(1), pl.program_id(3)
     step = b * plan.blocks + pl.program_id(2)
     c, span = plan.channels, plan.span
@@ -145,8 +149,9 @@ def _kernel(
     @pl.when(tile == 0)
     def _():
         acc[...] = jnp.zeros_like(acc)
-        total[...] = jnp.zeros_like(total)
-        top[...] = jnp.full_like(top, _MASKED)
+        # A sink is the first entry that a row sees: a score, and no value.
+        total[...] = jnp.zeros_like(total) if sinks_ref is None else jnp.ones_like(total)
+        top[...] = jnp.full_like(top, _MASKED) if sinks_ref is None else sinks_ref[...]
 
     # The tree comes first: every query sees something of it, so the maximum is finite from here on.
     words = facts_ref[0, 0, :, :LANES]
@@ -212,9 +217,9 @@ def call(
     """The kernel over some of the requests of `args`: [B, Q, G * parts, rows, value lanes].
 
     Args:
-      operands: length_B, table_BM, steps, q, tree and facts of these requests.
+      operands: length_B, table_BM, steps, q, tree and facts of these requests, and the sinks where heads have them.
     """
-    length_B, table_BM, steps, q, tree, facts = operands
+    length_B, table_BM, steps, q, tree, facts, *sinks = operands
     own = facts.shape[0] > 1
 
     def by_block(lanes: int) -> pl.BlockSpec:
@@ -230,6 +235,7 @@ def call(
                 pl.BlockSpec((1, plan.heads, plan.tile, plan.width), lambda g, b, i, t, *_: (b, g, t, 0)),
                 pl.BlockSpec((1, 1, plan.queries, facts.shape[3]), lambda g, b, i, t, *_: (b if own else 0, i, 0, 0)),
                 pl.BlockSpec(memory_space=pl.ANY),
+                *(pl.BlockSpec((plan.units, plan.rows, LANES), lambda g, *_: (g, 0, 0)) for _ in sinks),
             ],
             out_specs=by_block(plan.value_lanes),
             scratch_shapes=[
@@ -246,4 +252,4 @@ def call(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary")),
         interpret=interpret,
         name="tree_attention",
-    )(length_B, table_BM.reshape(-1), steps, q, tree, facts, args.pages)
+    )(length_B, table_BM.reshape(-1), steps, q, tree, facts, args.pages, *sinks)

@@ -38,6 +38,7 @@ class Plan:
       tile: tree entries of a grid step.
       steps: requests times query blocks: how many walks over a prefix follow each other.
       windowed: whether rows see the prefix from a position of their own on.
+      sinks: whether heads have them.
     """
 
     channels: int
@@ -55,6 +56,7 @@ class Plan:
     tile: int
     itemsize: int
     windowed: bool
+    sinks: bool = False
     steps: int = 0
 
     @property
@@ -102,6 +104,7 @@ class Plan:
         rows, values = self.units * self.rows, lanes(self.value_lanes)
         windows = rows * (lanes(self.query_lanes) + values) + self.heads * self.tile * lanes(self.width)
         windows = windows * self.itemsize + 4 * self.queries * LANES * (2 if self.windowed else 1)
+        windows += 4 * rows * LANES if self.sinks else 0
         scratch = 4 * rows * (values + 2 * LANES) + 2 * self.heads * self.span * lanes(self.width) * self.itemsize
         tokens = max(self.span, self.tile)
         scores = 16 * self.rows * tokens + 4 * self.rows * values
@@ -124,7 +127,7 @@ def plan_for(args: TreeAttentionArgs, cores: int) -> Plan:
         channels=c, width=width, page=page, per_block=max(1, tokens // page), columns=args.table_BM.shape[1],
         groups=g, heads=1, parts=1, repeats=1, queries=round_up(n * r, 8), joint=True, blocks=1,
         tile=round_up(-(-tree // tiles), 16 if tiles == 1 else LANES), itemsize=itemsize,
-        windowed=args.window is not None,
+        windowed=args.window is not None, sinks=args.sinks_H is not None,
     )  # fmt: skip
 
     def by_head(queries: int) -> Plan:

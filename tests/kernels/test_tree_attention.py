@@ -11,11 +11,12 @@ from pallas_kernels.tree_attention import reference
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
 
-def tree_attention(*arrays, scale: float | None = None, block_tokens: int | None = None) -> jax.Array:
-    return reference.tree_attention(TreeAttentionArgs(*arrays, scale=scale), block_tokens=block_tokens)
+def tree_attention(*arrays, scale: float | None = None, sinks_H=None, block_tokens: int | None = None) -> jax.Array:
+    args = TreeAttentionArgs(*arrays, sinks_H=sinks_H, scale=scale)
+    return reference.tree_attention(args, block_tokens=block_tokens)
 
 
-def naive(q, pages, table, length, k, v, mask, scale):
+def naive(q, pages, table, length, k, v, mask, scale, sinks_H=None):
     """Softmax over the prefix and the visible tree entries, query by query."""
     b, n, h, c = q.shape
     group = h // k.shape[2]
@@ -29,6 +30,8 @@ def naive(q, pages, table, length, k, v, mask, scale):
                 keys = [e[g, :c] for e in prefix] + [k[i, t, g] for t in np.flatnonzero(mask[i, j])]
                 values = [e[g, c:] for e in prefix] + [v[i, t, g] for t in np.flatnonzero(mask[i, j])]
                 score = np.asarray(keys, np.float64) @ q[i, j, head].astype(np.float64) * scale
+                if sinks_H is not None:
+                    score, values = np.append(score, sinks_H[head]), [*values, np.zeros(c)]
                 weight = np.exp(score - score.max())
                 out[i, j, head] = weight / weight.sum() @ np.asarray(values, np.float64)
     return out
@@ -81,6 +84,15 @@ def test_scale_and_large_scores():
     args = (q * 40, pages, table, length, k, v, mask)
     out = tree_attention(*map(jnp.asarray, args), scale=2.0, block_tokens=8)
     np.testing.assert_allclose(out, naive(*args, scale=2.0), rtol=1e-4, atol=1e-4)
+
+
+def test_sinks_take_their_part_and_give_nothing():
+    args = CASES["ragged"]
+    sinks_H = np.asarray([-50.0, 0.5, 3.0, 60.0], np.float32)
+    out = tree_attention(*map(jnp.asarray, args), sinks_H=jnp.asarray(sinks_H), block_tokens=8)
+    want = naive(*args, scale=args[0].shape[-1] ** -0.5, sinks_H=sinks_H)
+    np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-6)
+    assert np.abs(out[:, :, 3]).max() < 1e-6, "what the largest sink leaves of its head"
 
 
 def test_bfloat16_keeps_its_dtype_and_float32_sums():

@@ -43,6 +43,10 @@ def dense(case: Case, args: TreeAttentionArgs) -> np.ndarray:
         if case.soft_cap is not None:
             s = case.soft_cap * np.tanh(s / case.soft_cap)
         s = np.where(seen[None], s, -np.inf)
+        if args.sinks_H is not None:
+            sink = np.broadcast_to(np.asarray(args.sinks_H, np.float64)[:, None, None], (h, s.shape[1], 1))
+            s = np.concatenate([s, sink], axis=2)
+            keys, values = (np.pad(x, ((0, 1), (0, 0), (0, 0))) for x in (keys, values))
         p = np.exp(s - s.max(axis=-1, keepdims=True))
         out[i] = np.einsum("hnl,lhc->nhc", p / p.sum(axis=-1, keepdims=True), values)
     return out

@@ -64,7 +64,14 @@ def draw(lengths, n, heads, groups, c, page, *, mask=tree, prior=0, spare=1, wid
     return q, pages, table, np.asarray(lengths, np.int32), k, v, mask(rng, b, n, prior)
 
 
-def definition(q, pages, table, length, k, v, mask, *, scale=None, window=None, offset_BN=None, soft_cap=None):
+def sinks(heads: int) -> np.ndarray:
+    """One far below the scores, one far above them, the others among them."""
+    return np.asarray([-40.0, 30.0, *np.linspace(-1, 4, heads - 2)], np.float32)
+
+
+def definition(
+    q, pages, table, length, k, v, mask, *, scale=None, window=None, offset_BN=None, soft_cap=None, sinks_H=None
+):
     """Dense softmax in float64 over what each query sees, and over nothing else."""
     q, pages, k, v = (np.asarray(x, np.float64) for x in (q, pages, k, v))
     (b, n, h, c), page = q.shape, pages.shape[2]
@@ -81,6 +88,9 @@ def definition(q, pages, table, length, k, v, mask, *, scale=None, window=None, 
             rows = q[i, j].reshape(k.shape[2], -1, c)
             s = rows @ keys.transpose(0, 2, 1) * (c**-0.5 if scale is None else scale)
             s = s if soft_cap is None else soft_cap * np.tanh(s / soft_cap)
+            if sinks_H is not None:
+                s = np.concatenate([s, sinks_H.astype(np.float64).reshape(*s.shape[:2], 1)], axis=2)
+                values = np.pad(values, ((0, 0), (0, 1), (0, 0)))
             p = np.exp(s - s.max(-1, keepdims=True))
             out[i, j] = (p / p.sum(-1, keepdims=True) @ values).reshape(h, c)
     return out
@@ -151,6 +161,8 @@ CASES = {
         window=20,
         offset_BN=np.asarray([[0, 5, 19], [0, 40, 1], [2, 0, 0]], np.int32),
     ),
+    "sinks": dict(args=draw([0, 70, 3], 3, 6, 2, 64, 16), sinks_H=sinks(6)),
+    "sinks in a chunk": dict(args=draw([150, 45], 200, 8, 1, 64, 16, mask=chunk), window=64, sinks_H=sinks(8)),
     "window and soft cap": dict(args=draw([0, 130, 77], 8, 2, 1, 128, 32), window=50, soft_cap=4.0),
 }
 
@@ -189,6 +201,7 @@ def test_bfloat16_is_as_close_as_its_roundings(name: str):
         ("nothing committed", "float32"),
         pytest.param("window", "float32", marks=SIZES),
         ("window by offsets", "float32"),
+        ("sinks", "bfloat16"),
         ("window in a chunk", "bfloat16"),
     ],
 )

@@ -24,7 +24,7 @@ from jaxspec.models.base import AttentionOptions
 from jaxspec.models.layers import SPLIT, causal_attention, tensor_parallel
 from jaxspec.runtime.sharding import check_divides
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
-from jaxspec.train.objective.attention import packed_attention
+from jaxspec.train.objective.attention import UnrolledAttention, packed_attention
 
 ROOT = Path(__file__).resolve().parents[2]
 V, EOS = 16, 15
@@ -152,32 +152,27 @@ def paged_attention() -> Callable[..., jax.Array]:
     return TreeKV(init_pages(2, 1, 4, 8, 8, jnp.dtype(jnp.float32)), *none, tree, 1).attend
 
 
+def test_what_attention_lacks_is_refused_by_name() -> None:
+    q, unrolled = jnp.zeros((1, 8, 4, 8)), UnrolledAttention(jnp.ones((1, 8), jnp.int32))
+    with pytest.raises(ValueError, match=r"training's attention does not implement window=3, sinks_H"):
+        unrolled(0, q, q, q, AttentionOptions(window=3, sinks_H=jnp.zeros(4)))
+
+
 @pytest.mark.parametrize(
-    ("attend", "who"),
-    [
-        (paged_attention, "attention over the paged cache"),
-        (lambda: causal_attention, "causal_attention"),
-        (lambda: packed_attention(jnp.ones((1, 8), jnp.int32)), "training's attention"),
-    ],
+    ("window", "cap", "sinks"), [(None, None, False), (3, 6.0, False), (None, 6.0, True), (3, None, True)]
 )
-def test_what_attention_lacks_is_refused_by_name(attend: Any, who: str) -> None:
-    q = jnp.zeros((1, 8, 4, 8))
-    with pytest.raises(ValueError, match=f"{who} does not implement sinks_H"):
-        attend()(0, q, q, q, AttentionOptions(sinks_H=jnp.zeros(4)))
-
-
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("cap", [None, 6.0])
-def test_every_attention_honours_windows_caps_and_scales(window: int | None, cap: float | None) -> None:
+def test_every_attention_honours_what_it_is_asked(window: int | None, cap: float | None, sinks: bool) -> None:
     """Against numpy: a query at p sees keys above p - window up to its own."""
     q, k, v = (np.asarray(jax.random.normal(jax.random.key(i), (1, 8, 4, 8))) for i in range(3))
     scores = np.einsum("bnhc,bmhc->bhnm", q, k) * 0.3
     scores = scores if cap is None else cap * np.tanh(scores / cap)
     apart = np.arange(8)[:, None] - np.arange(8)[None]
     scores = np.where((apart >= 0) & (apart < (window or 8)), scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    expected = np.einsum("bhnm,bmhc->bnhc", weights / weights.sum(-1, keepdims=True), v)
-    options = AttentionOptions(window, cap, 0.3)
+    sinks_H = np.asarray([-30.0, 0.5, 2.0, 20.0], np.float32)
+    weights = np.exp(scores - 20.0)
+    total = weights.sum(-1, keepdims=True) + (np.exp(sinks_H - 20.0)[None, :, None, None] if sinks else 0.0)
+    expected = np.einsum("bhnm,bmhc->bnhc", weights / total, v)
+    options = AttentionOptions(window, cap, 0.3, jnp.asarray(sinks_H) if sinks else None)
     unmasked = TreeKV(
         init_pages(1, 1, 4, 8, 8, jnp.dtype(jnp.float32)), jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32),
         None, 1,

@@ -26,7 +26,6 @@ def packed_attention(segments_BT: jax.Array, block: int = BLOCK) -> Attend:
     def attend(
         _layer: int, q_BTHC: jax.Array, k_BTGC: jax.Array, v_BTGC: jax.Array, options: AttentionOptions = FULL_ATTENTION
     ) -> jax.Array:
-        options.refuse("training's attention", ("window", "soft_cap", "scale"))
         return _causal(q_BTHC, k_BTGC, v_BTGC, segments_BT, block, options)[0]
 
     return attend
@@ -134,8 +133,14 @@ def _block(
     scores_BGRNM = jnp.where(mask_BNM[:, None, None], scores_BGRNM, -jnp.inf)
     # Each query sees itself at least, so its largest score is finite.
     largest_BGRN = jax.lax.stop_gradient(scores_BGRNM.max(axis=-1))
+    sinks_GR = None
+    if options.sinks_H is not None:
+        sinks_GR = options.sinks_H.astype(jnp.float32).reshape(1, groups, repeats, 1)
+        largest_BGRN = jnp.maximum(largest_BGRN, jax.lax.stop_gradient(sinks_GR))
     weights_BGRNM = jnp.exp(scores_BGRNM - largest_BGRN[..., None])
     sum_BGRN = weights_BGRNM.sum(axis=-1)
+    if sinks_GR is not None:
+        sum_BGRN = sum_BGRN + jnp.exp(sinks_GR - largest_BGRN)
     flat_BGQM = weights_BGRNM.astype(v_BGMC.dtype).reshape(batch, groups, repeats * count, -1)
     out = jnp.einsum("bgqm,bgmc->bgqc", flat_BGQM, v_BGMC, preferred_element_type=jnp.float32)
     out_BGRNC = out.reshape(batch, groups, repeats, count, channels) / sum_BGRN[..., None]
