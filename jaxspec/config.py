@@ -299,10 +299,12 @@ class EngineConfig:
         "sampled" serves every batch. ("greedy",) alone refuses requests that sample. None: both on accelerators,
         ("sampled",) on CPUs, where greedy batches cost as much with it and the warm-up half.
       rounds_per_dispatch: how many rounds one executable may run in a row, where the policy says the same for all of
-        them, nobody waits, pages are left, and no row has a grammar or asks for log-probabilities. The tokens are the
-        same; they, and aborts, come up to so many rounds late. "auto": 4 on accelerators, for batch sizes at which a
+        them, no prompt is under way or could begin, pages are left, and no row has a grammar or asks for
+        log-probabilities. The tokens are the same; they, and aborts, come up to so many rounds late, the first token of
+        a request that waits for a slot up to 2 * (n - 1) rounds. "auto": 4 on accelerators, for batch sizes at which a
         round could take less than twice the host's part of it, and only while it is measured to do so and 4 rounds
-        take 10 ms at most; else, and on CPUs, 1. A number: so many, wherever they can.
+        take 10 ms at most, and while requests wait only where they save more than slots are idle; else, and on CPUs, 1.
+        A number: so many, wherever they can.
       warmup: "background" serves as soon as plain decoding is compiled at the smallest batch size (or the static
         tier); more comes in the order of its expected use while requests run, with the same tokens. "eager" compiles
         everything first, which is what benchmarks want.

@@ -204,7 +204,7 @@ class Engine:
         """
         with self._warmup.step():
             self._laps.start()
-            plan = self.scheduler.plan(self._pace.rounds())
+            plan = self.scheduler.plan(self._pace.repeats())
             for request in plan.preempted:
                 self._reader.leave(self._live[request.request_id])
             self._laps.lap("plan")
@@ -320,7 +320,7 @@ class Engine:
             if self._collector is not None and pending.ring is not None:
                 self._collector.collected(*pending.ring, int(result.counts_RB.sum()))
             self._observe(pending, rows, tier, result, now)
-            events = self._commit_round(rows, tier, result)
+            events = self._commit_round(rows, (tier, pending.bucket), result)
         else:
             events = [
                 e for row, (request, epoch) in enumerate(rows) for e in self._commit_first(request, epoch, result, row)
@@ -382,10 +382,13 @@ class Engine:
             events.append(self._finish(output, kept.reason))
         return events
 
-    def _commit_round(self, rows: DecodeRows, tier: Tier, result: Result) -> list[Event]:
+    def _commit_round(self, rows: DecodeRows, kind: tuple[Tier, int], result: Result) -> list[Event]:
         slots = self.scheduler.slots
-        said = self._reader.read(tier, rows.slots_B, slots.alive(rows), result)
+        said = self._reader.read(kind[0], rows.slots_B, slots.alive(rows), result)
         self.scheduler.commit_round(rows, said.tokens)
+        counts_RB = result.counts_RB
+        stopped = sum(reason is not FinishReason.LENGTH for reason in said.reasons.values())
+        self._pace.gave(kind, int(np.count_nonzero(counts_RB)), int(counts_RB.sum()), stopped)
         self._laps.lap("commit")
         events: list[Event] = []
         for row, (output, tokens, text) in enumerate(zip(said.outputs, said.tokens, said.texts, strict=True)):

@@ -19,6 +19,7 @@ from typing import Any, cast
 import numpy as np
 
 from jaxspec.request import ErrorKind, FinishReason, Request, RequestStatus
+from jaxspec.scheduling.pace import ALONE, Repeats
 from jaxspec.scheduling.pages import PageAllocator
 from jaxspec.scheduling.plan import DecodeRows, Grant, Plan, PrefillChunk, SchedulerConfig, SchedulerStats
 from jaxspec.scheduling.prefix_cache import PrefixCache
@@ -119,19 +120,32 @@ class Scheduler:
 
     # A step: plan, dispatched, commit.
 
-    def plan(self, rounds: int = 1) -> Plan:
+    def plan(self, repeats: Repeats = ALONE) -> Plan:
         """Chooses the next step's rows and prefill chunks, and takes the pages they need.
 
         Decode rows come first, oldest first, so that requests already running are the last to starve. In a step that
         preempted, nothing is admitted. A plan that is not empty must be dispatched.
 
         Args:
-          rounds: of one dispatch, which the plan grants where nobody waits or has a prompt under way, where pages are
-            left for all of them, and where some request needs them all; else one.
+          repeats: rounds of one dispatch, which the plan grants where no prompt is under way or could begin, where
+            pages are left for all of them, and where some request needs them all; else one. While requests wait for a
+            slot or pages, only where the rounds save more time than slots are expected to be idle for them. Who waits
+            gets a slot at most 2 * (rounds - 1) rounds later than otherwise: the rest of the dispatch in which a row
+            ends, and the one that is in flight behind it.
         """
-        assert 1 <= rounds <= self.sizes.max_rounds, f"{rounds} rounds of {self.sizes.max_rounds}"
-        rows, preempted = self._grow(1 if self._waiting or self._prefilling else rounds)
+        assert 1 <= repeats.rounds <= self.sizes.max_rounds, f"{repeats} of {self.sizes.max_rounds} rounds"
+        rows, preempted = self._grow(repeats.rounds if self._may_repeat(repeats) else 1)
         return Plan(self._chunks(admit=not preempted), rows, preempted)
+
+    def _may_repeat(self, repeats: Repeats) -> bool:
+        """Whether several rounds keep nobody waiting for more than they are worth."""
+        if self._prefilling:
+            return False
+        if not self._waiting:
+            return True
+        if self._free_slots and self._blocked != (self._waiting[0], self._releases):
+            return False  # its prompt may begin
+        return self.slots.idle_rounds(repeats) < repeats.saved * repeats.rounds * len(self._running)
 
     def dispatched(self, plan: Plan, growth: int = 0) -> None:
         """The plan is on the device's queue.

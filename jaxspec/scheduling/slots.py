@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxspec.request import Request
+from jaxspec.scheduling.pace import Repeats
 from jaxspec.scheduling.plan import NO_LIMIT, DecodeRows, Grant
 
 #: Columns of the two tables; see SlotTable.
@@ -93,17 +94,21 @@ class SlotTable:
         self._about_SF[slot, _STAMP] += 1
         self._changed = True
 
+    def _order(self) -> np.ndarray:
+        """Slots of the running requests, in their order."""
+        if self._changed:
+            self._order_B = np.asarray([request.slot for request in self._running], np.intp)
+            self._limited = any(request.max_depth is not None for request in self._running)
+            self._changed = False
+        return self._order_B
+
     def due(self, ahead: int = 0) -> Due:
         """The running requests that need a further round: rounds in flight bring at least one token each.
 
         Args:
           ahead: tokens that rounds before the last of those planned may add.
         """
-        if self._changed:
-            self._order_B = np.asarray([request.slot for request in self._running], np.intp)
-            self._limited = any(request.max_depth is not None for request in self._running)
-            self._changed = False
-        slots, requests = self._order_B, list(self._running)
+        slots, requests = self._order(), list(self._running)
         about, state = self._about_SF.take(slots, axis=0), self._state_SF.take(slots, axis=0)
         missing = state[:, _LEFT] - state[:, _FLYING]
         needs = missing > 0
@@ -113,6 +118,19 @@ class SlotTable:
         bound = np.minimum(state[:, _COMPUTED] + state[:, _GROWTH] + ahead, about[:, _LONGEST])
         most = int(missing.max(initial=0))
         return Due(requests, slots, about, state[:, _COMPUTED], bound, most, self._limited)
+
+    def idle_rounds(self, repeats: Repeats) -> float:
+        """Rounds that the slots of requests which end would be idle for several rounds instead of one, in expectation.
+
+        A request that ends in those in flight leaves its slot for all of the next dispatch, whose length is at stake;
+        one that ends in that dispatch leaves it for the rest of it.
+        """
+        state_BF, rounds = self._state_SF.take(self._order(), axis=0), repeats.rounds
+        flying_B = state_BF[:, _FLYING]
+        to_go_B = np.ceil(state_BF[:, _LEFT] / repeats.tokens - flying_B)
+        by_length = (rounds - to_go_B).clip(0, rounds - 1).sum()
+        by_stops = repeats.stops * (rounds - 1) * (flying_B.sum() + len(flying_B) * rounds / 2)
+        return float(by_length + by_stops)
 
     def granted(self, request: Request) -> None:
         """A running request has got pages."""

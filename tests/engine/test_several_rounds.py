@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,16 @@ def test_tokens_are_those_of_plain_decoding(bench: Any, tools: Any, engine: Any)
     tiers = engine.controller.policy.tiers
     script = tools.script(*(tier for tier in tiers for _ in range(2 * ROUNDS + 1)))
     engine.use_policy(script)
-    outputs, rounds, dispatches = counted(engine, lambda: tools.drive(engine, work, join=lambda i: 3 * i))
+    queued = []
+
+    def look(step: int, ids: list[str]) -> None:
+        stats = engine.stats
+        queued.append((stats.waiting > 0, stats.rounds - stats.dispatches))
+
+    drive = lambda: tools.drive(engine, work, join=lambda i: 3 * i, on_step=look)
+    outputs, rounds, dispatches = counted(engine, drive)
+    gained = [after - before for (_, before), (waiting, after) in itertools.pairwise(queued) if waiting]
+    assert gained.count(ROUNDS - 1) > 5, "while others wait, too"
     tools.same(outputs, expected)
     assert engine.stats.preemptions > 0 and rounds > dispatches + 10
     # In order; what was said ahead is forgotten when the batch's size changes.

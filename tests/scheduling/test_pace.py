@@ -15,7 +15,7 @@ def simulate(pace: Pace, host: float, device: float, dispatches: int, fixed: flo
     """
     chosen = []
     for _ in range(dispatches):
-        rounds = pace.rounds()
+        rounds = pace.repeats().rounds
         busy, work = host * (fixed + (1 - fixed) * rounds), device * rounds
         pace.took("chain-3 at 4", rounds, max(busy, work), max(0.0, work - busy))
         chosen.append(rounds)
@@ -44,9 +44,9 @@ def test_each_kind_of_round_has_its_own():
     pace = Pace(4, measured=True)
     simulate(pace, 1e-3, 0.8e-3, 100)
     pace.took("off at 1", 1, 1e-3, 0.9e-3)
-    assert pace.rounds() == 1
+    assert pace.repeats().rounds == 1
     pace.took("chain-3 at 4", 1, 1e-3, 0.0)
-    assert pace.rounds() == 4
+    assert pace.repeats().rounds == 4
 
 
 def test_a_number_is_kept_whatever_is_measured():
@@ -58,3 +58,28 @@ def test_what_cannot_pay_is_not_compiled():
     gigabyte = 1 << 30
     assert all(may_pay(int(2.3 * gigabyte), bucket) for bucket in (1, 16, 64))
     assert not any(may_pay(15 * gigabyte, bucket) for bucket in (1, 16, 64, 128))
+
+
+def test_what_several_rounds_save_is_measured_and_guessed_before():
+    """A guess that is high, so that they are tried; forgotten where only single rounds ran for long."""
+    pace = Pace(4, measured=True)
+    for _ in range(9):
+        pace.took("off at 4", 1, 1e-3, 0.2e-3)
+    assert pace.repeats() == (4, pytest.approx(0.8 * 3 / 4), 1.0, 0.0)
+    for _ in range(8):
+        pace.took("off at 4", 4, 3.6e-3, 2e-3)
+    assert pace.repeats().saved == pytest.approx(0.1)
+    for _ in range(260):
+        pace.took("off at 4", 1, 1e-3, 0.2e-3)
+    assert pace.repeats().saved == pytest.approx(0.8 * 3 / 4)
+
+
+def test_what_rounds_give_and_how_many_texts_stop_are_means():
+    pace = Pace(4, measured=True)
+    simulate(pace, 1e-3, 0.8e-3, 20)
+    for dispatch in range(400):
+        pace.gave("chain-3 at 4", 32, 64, int(dispatch % 10 == 0))
+    assert pace.repeats().tokens == pytest.approx(2.0)
+    assert pace.repeats().stops == pytest.approx(1 / 320, rel=0.1)
+    pace.gave("chain-3 at 4", 0, 0, 0)
+    assert pace.repeats().tokens == pytest.approx(2.0), "rows that were over say nothing"

@@ -9,6 +9,7 @@ import pytest
 
 from jaxspec.request import ErrorKind, FinishReason, Request, RequestStatus, SamplingParams
 from jaxspec.scheduling import Plan, Scheduler, SchedulerConfig
+from jaxspec.scheduling.pace import Repeats
 from jaxspec.sizes import Sizes
 
 
@@ -298,14 +299,18 @@ def test_a_single_token_needs_no_round():
     assert request.output_token_ids == [3] and request.metrics.first_token_time == 5.0
 
 
-def test_several_rounds_need_pages_for_all_of_them_and_nobody_who_waits():
-    scheduler = make(max_rounds=3)
-    request, other = make_request("a", prompt=4, max_tokens=30), make_request("b", prompt=4, max_tokens=7)
+def test_several_rounds_need_pages_for_all_of_them_and_no_prompt_that_could_begin():
+    scheduler = make(max_rounds=3, enable_prefix_caching=False)
+    request, other = make_request("a", prompt=4, max_tokens=30), make_request("b", prompt=12, max_tokens=7)
     prefilled(scheduler, request)
     scheduler.add(other)
-    assert scheduler.plan(3).decode.rounds == 1, "b waits"
+    plan = scheduler.plan(Repeats(3))
+    assert plan.decode.rounds == 1 and plan.prefill, "b's prompt begins"
+    scheduler.dispatched(plan, growth=1)
+    assert scheduler.plan(Repeats(3)).decode.rounds == 1, "and goes on"
     scheduler.finish(other, FinishReason.ABORT)
-    plan = scheduler.plan(3)
+    scheduler.commit_round(plan.decode, [[]])
+    plan = scheduler.plan(Repeats(3))
     assert plan.decode.rounds == 3 and len(request.pages) == 4, "4 known + 3 times 3 to come"
     scheduler.dispatched(plan, growth=2)
     assert plan.decode.growth == 6 and scheduler.slots.in_flight(request) == (3, 6)
@@ -313,21 +318,70 @@ def test_several_rounds_need_pages_for_all_of_them_and_nobody_who_waits():
     assert scheduler.slots.in_flight(request) == (0, 0) and scheduler.slots.computed(request) == 8
     taken = scheduler.pages.allocate(scheduler.pages.free_count)
     assert taken is not None and len(request.pages) == 4
-    assert scheduler.plan(3).decode.rounds == 1, "8 known + 3 to come have their pages, 9 have not"
+    assert scheduler.plan(Repeats(3)).decode.rounds == 1, "8 known + 3 to come have their pages, 9 have not"
     scheduler.pages.release(taken)
-    assert scheduler.plan(3).decode.rounds == 3
+    assert scheduler.plan(Repeats(3)).decode.rounds == 3
+
+
+def test_several_rounds_run_though_requests_wait_who_cannot_begin():
+    """For a slot, or for pages; not where a row may end before the dispatch does, and the slot is worth more."""
+    scheduler = make(max_rounds=4, slots=2, num_pages=30, enable_prefix_caching=False)
+    running = [make_request("a", prompt=4, max_tokens=30), make_request("b", prompt=4, max_tokens=8)]
+    prefilled(scheduler, *running)
+    scheduler.add(make_request("c", prompt=4))
+    granted = lambda *what: scheduler.plan(Repeats(4, *what)).decode.rounds
+    # What is saved is a share of 4 rounds of 2 rows.
+    assert granted(0.01) == granted(0.01, 2.0) == 4, "b has 7 tokens to come: 4 rounds at least"
+    assert granted(0.1, 3.0) == 1 and granted(0.2, 3.0) == 4, "3 rounds, and one idle"
+    assert granted(0.35, 7.0) == 1 and granted(0.4, 7.0) == 4, "one, and 3 idle"
+    assert granted(0.2, 1.0, 0.2) == 1 and granted(0.2, 1.0, 0.1) == 4, "each row's stops leave 1.5 idle of 4"
+    plan = scheduler.plan(Repeats(4, 0.01))
+    scheduler.dispatched(plan, growth=1)
+    assert granted(0.1) == 1 and granted(0.2) == 4, "3 of b's tokens are to come behind those in flight"
+    assert granted(0.3, 1.0, 0.05) == 1 and granted(0.4, 1.0, 0.05) == 4, "and stops in flight leave all of them idle"
+    scheduler.finish(running[1], FinishReason.STOP)
+    taken = scheduler.pages.allocate(scheduler.pages.free_count - 2)
+    assert granted(0.01) == 1, "c could begin"
+    assert granted(0.01) == 4, "but lacks pages"
+    scheduler.pages.release(taken or [])
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+def test_who_waits_gets_a_slot_little_later_for_several_rounds(rounds: int):
+    """Rounds that the device runs between the end of a text and the prompt behind it, wherever that end comes."""
+    waited = []
+    for ends in range(20, 28):
+        scheduler = make(max_rounds=4, slots=1, num_pages=40, page_size=16, pages_per_seq=10, max_seq_len=100)
+        request = make_request("a", prompt=4, max_tokens=80)
+        prefilled(scheduler, request)
+        scheduler.add(make_request("b"))
+        ran, flight = 0, None
+        while True:
+            plan = scheduler.plan(Repeats(rounds))
+            ran += plan.decode.rounds * bool(len(plan.decode))
+            scheduler.dispatched(plan, growth=1)
+            if plan.prefill:
+                break
+            flight, before = plan.decode, flight
+            if before is not None:
+                said = scheduler.slots.computed(request)
+                scheduler.commit_round(before, [[1] * before.rounds])
+                if said < ends <= said + before.rounds:
+                    scheduler.finish(request, FinishReason.STOP)
+        waited.append(ran + 4 - ends)
+    assert max(waited) == 1 + 2 * (rounds - 1)
 
 
 def test_several_rounds_are_for_requests_that_need_them():
     scheduler = make(max_rounds=4)
     request = make_request("a", prompt=4, max_tokens=5)
     prefilled(scheduler, request)  # one token known, 4 to come
-    plan = scheduler.plan(4)
+    plan = scheduler.plan(Repeats(4))
     assert plan.decode.rounds == 4 and len(request.pages) == 3, "no more than max_tokens can need"
     scheduler.dispatched(plan, growth=1)
-    assert scheduler.plan(4).empty
+    assert scheduler.plan(Repeats(4)).empty
     scheduler.commit_round(plan.decode, [[1]])
-    assert scheduler.plan(4).decode.rounds == 1, "3 to come"
+    assert scheduler.plan(Repeats(4)).decode.rounds == 1, "3 to come"
 
 
 # Preemption.

@@ -14,6 +14,7 @@ import pytest
 
 from jaxspec.request import FinishReason, Request, RequestStatus, SamplingParams
 from jaxspec.scheduling import DecodeRows, Plan, PrefillChunk, Scheduler, SchedulerConfig
+from jaxspec.scheduling.pace import Repeats
 from jaxspec.sizes import Sizes
 
 
@@ -132,7 +133,7 @@ class Simulation:
         )
         self.config = SchedulerConfig(self.sizes, enable_prefix_caching=caching, prefix_lookahead=lookahead)
         self.hostile = hostile
-        self.steps = self.most_chunks = self.several = 0
+        self.steps = self.most_chunks = self.several = self.queued = 0
         self.scheduler = Scheduler(self.config, clock=lambda: float(self.steps))
         self.eos = 7 if hostile else None
         self.device = Device(self.config, rng, self.eos)
@@ -204,11 +205,13 @@ class Simulation:
 
     def step(self) -> None:
         self.steps += 1
-        plan = self.scheduler.plan(self.rng.randint(1, self.sizes.max_rounds))
+        known = self.rng.random(), 1 + self.rng.random(), self.rng.choice([0.0, 0.1])
+        plan = self.scheduler.plan(Repeats(self.rng.randint(1, self.sizes.max_rounds), *known))
         several = plan.decode.rounds
         if several > 1:
-            assert not plan.prefill and not plan.preempted and not self.scheduler.stats.waiting
+            assert not plan.prefill and not plan.preempted
             self.several += 1
+            self.queued += self.scheduler.stats.waiting > 0
             plan.decode.rounds = self.rng.choice([1, several])  # as where the policy wants another tier
         # With results to wait for, an empty plan is fine; without, somebody has to run.
         waits = self.pending is not None and (self.pending[0] is not None or len(self.pending[1]))
@@ -268,14 +271,14 @@ def test_random_traffic_keeps_every_invariant(seed: int):
 
 def test_traffic_reaches_preemption_resume_and_reuse():
     """The simulations above mean something only if they get there."""
-    preemptions = hits = resumed = together = several = 0
+    preemptions = hits = resumed = together = several = queued = 0
     for seed in range(40):
         simulation = Simulation(seed, lookahead=seed % 2, caching=True, hostile=False)
         simulation.run(12)
         together += simulation.most_chunks > 1
-        several += simulation.several
+        several, queued = several + simulation.several, queued + simulation.queued
         preemptions += simulation.scheduler.stats.preemptions
         hits += simulation.scheduler.stats.prefix_hits
         resumed += sum(r.metrics.preemptions > 0 and len(r.output_token_ids) > 1 for r in simulation.requests)
     assert preemptions > 20 and hits > 200 and resumed > 10 and together > 10, (preemptions, hits, resumed, together)
-    assert several > 100, several
+    assert several > 100 and queued > 50, (several, queued)
