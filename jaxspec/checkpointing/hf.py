@@ -53,9 +53,10 @@ def load_weights(
       blocked: see load_model.
 
     Raises:
-      ValueError: a tensor that is missing or has another shape or type.
+      ValueError: a tensor that is missing, twice there, or has another shape or type.
     """
     for w in weights:
+        w = w.as_stored(reader.names)
         kernel = None if quantisation is None else quantised.read_kernel(quantisation, reader, w)
         if kernel is not None and blocked:
             kernel = kernel.blocked()

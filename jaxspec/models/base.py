@@ -87,6 +87,36 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """What replaces the MLP of some layers by a mixture (`models.experts`).
+
+    Attributes:
+      count: experts of a layer. per_token: of them, those that a token uses.
+      inner: width of each.
+      layers: those that have experts.
+      scores: "softmax" over all experts before the best are taken, or "top_k" for a softmax over the best alone.
+      normalised: whether the weights of the best are divided by their sum ("softmax" only).
+      shared_inner: width of an expert that every token uses, by a sigmoid of its own; 0: none.
+      bias: on the router and the experts.
+      hidden_act: of the gates, as `ModelConfig.hidden_act`, or "clamped_swiglu" (gpt-oss).
+    """
+
+    count: int
+    per_token: int
+    inner: int
+    layers: tuple[int, ...]
+    scores: str = "softmax"
+    normalised: bool = True
+    shared_inner: int = 0
+    bias: bool = False
+    hidden_act: str = "silu"
+
+    def expected(self, rows: float) -> float:
+        """Distinct experts that so many rows touch in a layer, if each chooses for itself and all are as likely."""
+        return self.count * (1 - (1 - self.per_token / self.count) ** rows)
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Geometry of a decoder-only transformer, in Hugging Face's terms.
 
@@ -112,6 +142,7 @@ class ModelConfig:
       pre_norms, post_norms: where layers have norms: before attention and MLP, and on what comes out of them.
       norm_gain: "cast" rounds what is normed before the gain, "float32" after it, "one_plus" too, with a gain of 1 + w.
       hidden_act: of the MLP's gate, "silu" or "gelu_tanh".
+      experts: what some layers have in place of the MLP of `intermediate_size`; None: nothing.
       embedding_scale, residual_scale: what embeddings, and what comes out of attention and MLP, are multiplied by.
       logit_divisor: what logits are divided by.
       max_position_embeddings: longest context in tokens.
@@ -149,6 +180,7 @@ class ModelConfig:
     post_norms: bool = False
     norm_gain: str = "cast"
     hidden_act: str = "silu"
+    experts: Experts | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_divisor: float = 1.0

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.models.base import Attend, ModelConfig
-from jaxspec.models.layers import Transformer
+from jaxspec.models.layers import MLP, Transformer
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import Tables, apply_rope
 from pallas_kernels.sizes import round_up
@@ -93,6 +93,8 @@ def refusal(model: Any) -> str | None:
     if asked := [f"{name}={getattr(cfg, name)}" for name in _PLAIN if getattr(cfg, name) != default[name]]:
         return f"its layers have {', '.join(asked)}"
     for layer in model.layers:
+        if not isinstance(layer.mlp, MLP):
+            return f"its layers have a {type(layer.mlp).__name__}"
         if layer.attn.shards != 1 or layer.mlp.shards != 1:
             return "its weights are split over devices"
         for linear in (layer.attn.qkv, layer.attn.out, layer.mlp.gate_up, layer.mlp.down):

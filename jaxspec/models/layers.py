@@ -261,15 +261,22 @@ class MLP(nnx.Module):
         return [*self.gate_up.columns((width, width)), *self.down.rows()]
 
 
+class BuildMLP(Protocol):
+    """Makes what a layer has between its second norm and the residual stream: a module of [..., E] to [..., E]."""
+
+    def __call__(self, cfg: Any, index: int, /, *, dtype: jnp.dtype, rngs: nnx.Rngs | None) -> Any: ...
+
+
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each with a norm before it, on what comes out, or both (ModelConfig.pre_norms, post_norms).
 
-    Without `attn_norm` (EAGLE-1's first layer) attention reads the stream itself.
+    Without `attn_norm` (EAGLE-1's first layer) attention reads the stream itself. `mlp` makes another than `MLP`.
     """
 
     def __init__(
-        self, cfg: ModelConfig, index: int = 0, *, attn_norm: bool = True, dtype: jnp.dtype, rngs: nnx.Rngs | None
-    ):
+        self, cfg: ModelConfig, index: int = 0, *, attn_norm: bool = True, dtype: jnp.dtype, rngs: nnx.Rngs | None,
+        mlp: BuildMLP | None = None,
+    ):  # fmt: skip
         norm = lambda there: (
             RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, dtype=dtype, gain=cfg.norm_gain) if there else None
         )
@@ -277,7 +284,7 @@ class DecoderLayer(nnx.Module):
         self.attn = Attention(cfg, index, dtype=dtype, rngs=rngs)
         self.attn_out_norm = norm(cfg.post_norms)
         self.mlp_norm = norm(cfg.pre_norms)
-        self.mlp = MLP(cfg, dtype=dtype, rngs=rngs)
+        self.mlp: Any = MLP(cfg, dtype=dtype, rngs=rngs) if mlp is None else mlp(cfg, index, dtype=dtype, rngs=rngs)
         self.mlp_out_norm = norm(cfg.post_norms)
         self.residual_scale = cfg.residual_scale
 
@@ -323,11 +330,14 @@ class Transformer(TargetModel):
       few_rows: how layers run where rows are few; None: as they always do.
     """
 
-    def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs | None = None):
+    def __init__(
+        self, cfg: ModelConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs | None = None,
+        mlp: BuildMLP | None = None,
+    ):  # fmt: skip
         self.config = cfg
         self.few_rows: LayerRunner | None = None
         self.embedding = _init(rngs, (cfg.vocab_size, cfg.hidden_size), dtype, 0.02)
-        self.layers = nnx.List([DecoderLayer(cfg, i, dtype=dtype, rngs=rngs) for i in range(cfg.num_layers)])
+        self.layers = nnx.List([DecoderLayer(cfg, i, dtype=dtype, rngs=rngs, mlp=mlp) for i in range(cfg.num_layers)])
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, dtype=dtype, gain=cfg.norm_gain)
         self.lm_head = (
             None if cfg.tie_word_embeddings else Linear(cfg.hidden_size, cfg.vocab_size, dtype=dtype, rngs=rngs)

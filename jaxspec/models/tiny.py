@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxspec.models.base import ModelConfig, RopeScaling
+from jaxspec.models import registry
+from jaxspec.models.base import Experts, ModelConfig, RopeScaling
 from jaxspec.models.layers import Transformer
 
 #: Standard deviation of the logits: greedy choices are clear, sampled ones vary.
@@ -62,6 +63,11 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "glm": dict(attention_bias=True, partial_rotary_factor=0.5, rope_interleaved=True),
         "glm4": dict(attention_bias=True, partial_rotary_factor=0.5, rope_interleaved=True, post_norms=True),
         "gemma2": dict(_GEMMA, **_WINDOW, attention_soft_cap=4.0, logit_soft_cap=6.0),
+        "mixtral": dict(experts=Experts(4, 2, 48, (0, 1)), rope_theta=1e6),
+        "qwen2_moe": dict(
+            attention_bias=True, experts=Experts(6, 2, 24, (1,), normalised=False, shared_inner=40), **_WINDOW
+        ),
+        "qwen3_moe": dict(qk_norm=True, experts=Experts(8, 3, 16, (0, 1))),
         "gemma3": dict(_GEMMA, **_WINDOW, qk_norm=True, rope_theta=1e6, local_rope_theta=1e4),
     }.items()
 }  # fmt: skip
@@ -81,7 +87,8 @@ def tiny_target(seed: int = 0, *, dtype: DTypeLike = jnp.float32, **overrides: A
     Every parameter is random, gains and biases included, so that none can be dropped unnoticed.
     """
     cfg = tiny_config(**overrides)
-    model = nnx.eval_shape(lambda: Transformer(cfg, dtype=jnp.dtype(dtype)))
+    model = nnx.eval_shape(lambda: registry.build(cfg, dtype))
+    assert isinstance(model, Transformer)
     key = jax.random.key(seed)
     for path, param in nnx.iter_graph(model):
         if isinstance(param, nnx.Param):
@@ -99,9 +106,9 @@ def _mean(name: str, cfg: ModelConfig) -> float:
 
 def _std(name: str, cfg: ModelConfig, shape: tuple[int, ...]) -> float:
     """Unit variance through the layers, LOGIT_STD at the end; attention sharp enough to look somewhere."""
-    if len(shape) == 1:
+    if len(shape) == 1 or name.endswith("bias"):
         return 0.2
     if name == "embedding":
         return _TIED_STD if cfg.tie_word_embeddings else 1.0
     gain = LOGIT_STD if name.startswith("lm_head") else 2.0 if "qkv" in name else 1.0
-    return gain / math.sqrt(shape[0])
+    return gain / math.sqrt(shape[-2])

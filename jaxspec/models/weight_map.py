@@ -7,7 +7,7 @@ heads share. Must not know files.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxspec.models.experts import MixtureOfExperts
 from jaxspec.models.layers import MLP, Attention, DecoderLayer, Linear, RMSNorm, Transformer
 
 
@@ -51,6 +52,14 @@ class Weight:
         for width in self.widths:
             yield (width, *lead) if self.transposed else (*lead, width)
 
+    def as_stored(self, names: Collection[str]) -> Weight:
+        """What to read where a checkpoint may have tensors in one of several forms; `names` are all that it has.
+
+        Raises:
+          ValueError: tensors that it has twice.
+        """
+        return self
+
     def join(self, parts: Sequence[np.ndarray]) -> jax.Array:
         """The parameter's value from its tensors, in the dtype that the parameter (or its placeholder) has."""
         joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=0 if self.transposed else -1)
@@ -71,6 +80,45 @@ class Weight:
         return np.split(array, np.cumsum(self.widths)[:-1].tolist(), axis=0 if self.transposed else -1)
 
 
+@dataclasses.dataclass(frozen=True)
+class StackedWeight(Weight):
+    """Linear maps of experts, [X, in, out] here; in the file a matrix [out, in] for each expert and map, or one tensor.
+
+    Attributes:
+      names: expert after expert, each as many as `widths`.
+      fused: the one tensor [X, out, in] that newer files have in place of them; "": none.
+    """
+
+    fused: str = ""
+
+    @property
+    def shapes(self) -> Iterator[tuple[int, ...]]:
+        count, d_in, d_out = self.param.shape
+        if self.names == (self.fused,):
+            yield count, d_out, d_in
+            return
+        for _ in range(count):
+            yield from ((width, d_in) for width in self.widths)
+
+    def as_stored(self, names: Collection[str]) -> Weight:
+        if not self.fused or self.fused not in names:
+            return self
+        if twice := next((name for name in self.names if name in names), None):
+            raise ValueError(f"the checkpoint holds experts twice: as {self.fused!r} and as {twice!r}")
+        return dataclasses.replace(self, names=(self.fused,))
+
+    def join(self, parts: Sequence[np.ndarray]) -> jax.Array:
+        count, d_in, d_out = self.param.shape
+        stacked_XFE = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=0)
+        value = jnp.asarray(stacked_XFE.reshape(count, d_out, d_in)).astype(self.param.get_value().dtype)
+        return value.transpose(0, 2, 1)
+
+    def split(self, dtype: DTypeLike) -> Sequence[np.ndarray]:
+        stacked_XFE = np.asarray(self.param.get_value().astype(dtype).transpose(0, 2, 1))
+        ends = np.cumsum(self.widths)[:-1].tolist()
+        return [part for expert_FE in stacked_XFE for part in np.split(expert_FE, ends, axis=0)]
+
+
 def linear_weights(linear: Linear, names: Sequence[str], widths: Sequence[int] | None = None) -> Iterator[Weight]:
     """A Linear from one or more projections named without `.weight`; `widths` are their output sizes."""
     split = tuple(widths or (linear.kernel.shape[1],))
@@ -86,12 +134,33 @@ def norm_weights(norm: RMSNorm, name: str) -> Iterator[Weight]:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertNames:
+    """What a family calls the parts of `experts.MixtureOfExperts`; Qwen's names by default.
+
+    Attributes:
+      module: of the whole, in the layer.
+      gate, up, down: of each expert, under `experts.{number}`.
+      fused: whether newer files have `experts.gate_up_proj` and `experts.down_proj` for all experts at once.
+    """
+
+    module: str = "mlp"
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_expert"
+    shared_gate: str = "shared_expert_gate"
+    fused: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerNames:
     """What a family calls the parts of `layers.DecoderLayer`, without `.weight`; Llama's names by default.
 
     Attributes:
       attn_norm, attn_out_norm, mlp_norm, mlp_out_norm: norms before and after attention and MLP.
       qkv, gate_up: the projections that are fused here; one name where the checkpoint fuses them too.
+      experts: of layers that have them in place of the MLP.
     """
 
     attn_norm: str = "input_layernorm"
@@ -100,6 +169,7 @@ class LayerNames:
     mlp_out_norm: str = ""
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    experts: ExpertNames | None = None
 
 
 LLAMA = LayerNames()
@@ -125,6 +195,23 @@ def mlp_weights(mlp: MLP, prefix: str, names: LayerNames = LLAMA) -> Iterator[We
     yield from linear_weights(mlp.down, [f"{prefix}.down_proj"])
 
 
+def experts_weights(mixture: MixtureOfExperts, prefix: str, names: LayerNames) -> Iterator[Weight]:
+    """A mixture of experts in the layer `prefix`: a tensor for each expert's gate, up and down, or all in one."""
+    own = names.experts
+    assert own is not None, f"a family of layers with experts must name them, {names} does not"
+    module, count = f"{prefix}.{own.module}", mixture.experts.count
+    yield from linear_weights(mixture.router, [f"{module}.{own.router}"])
+    for param, parts, fused in (
+        (mixture.gate_up, (own.gate, own.up), "gate_up_proj"), (mixture.down, (own.down,), "down_proj")
+    ):  # fmt: skip
+        each = tuple(f"{module}.experts.{e}.{part}.weight" for e in range(count) for part in parts)
+        widths = (param.shape[2] // len(parts),) * len(parts)
+        yield StackedWeight(param, each, widths, fused=f"{module}.experts.{fused}" if own.fused else "")
+    if mixture.shared is not None and mixture.shared_gate is not None:
+        yield from mlp_weights(mixture.shared, f"{module}.{own.shared}", names)
+        yield from linear_weights(mixture.shared_gate, [f"{module}.{own.shared_gate}"])
+
+
 def layer_weights(layer: DecoderLayer, prefix: str, names: LayerNames = LLAMA) -> Iterator[Weight]:
     """A decoder layer, e.g. with prefix "model.layers.0"."""
     norms = [(layer.attn_norm, names.attn_norm), (layer.attn_out_norm, names.attn_out_norm)]
@@ -134,7 +221,10 @@ def layer_weights(layer: DecoderLayer, prefix: str, names: LayerNames = LLAMA) -
             assert name, f"a family of layers with such norms must name them, {names} does not"
             yield from norm_weights(norm, f"{prefix}.{name}")
     yield from attention_weights(layer.attn, f"{prefix}.self_attn", names)
-    yield from mlp_weights(layer.mlp, f"{prefix}.mlp", names)
+    if isinstance(layer.mlp, MixtureOfExperts):
+        yield from experts_weights(layer.mlp, prefix, names)
+    else:
+        yield from mlp_weights(layer.mlp, f"{prefix}.mlp", names)
 
 
 def transformer_weights(model: Transformer, names: LayerNames = LLAMA) -> Iterator[Weight]:

@@ -125,6 +125,37 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm": ("Glm", dict(head_dim=8, eos_token_id=GLM_EOS)),
     "glm4": ("Glm4", dict(head_dim=12, attention_bias=True, eos_token_id=GLM_EOS)),
+    "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=19)),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        dict(
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=40,
+            num_hidden_layers=3,
+            decoder_sparse_step=2,
+            norm_topk_prob=False,
+        ),
+    ),
+    "qwen2-moe-dense-first": (
+        "Qwen2Moe",
+        dict(
+            num_experts=5,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=40,
+            mlp_only_layers=[0],
+            norm_topk_prob=True,
+            use_sliding_window=True,
+            sliding_window=11,
+            max_window_layers=2,
+        ),
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        dict(num_local_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, head_dim=16, norm_topk_prob=True),
+    ),
     "gemma2": (
         "Gemma2",
         dict(
@@ -174,6 +205,26 @@ def weights(shapes: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
         else:
             value = 1.5 * normal / normal.shape[1] ** 0.5
         out[name] = value.astype(np.float32)
+    return out
+
+
+#: What files call each expert's gate, up and down, and the module around the experts, by its name in transformers.
+EXPERTS = {"Mixtral": (("w1", "w3", "w2"), "block_sparse_moe"), "": (("gate_proj", "up_proj", "down_proj"), "mlp")}
+
+
+def in_files(shapes: Mapping[str, Sequence[int]], kind: str = "") -> dict[str, tuple[int, ...]]:
+    """The tensors of a file by transformers' parameters: it keeps experts in one, files have each expert's own."""
+    (gate, up, down), module = EXPERTS.get(kind, EXPERTS[""])
+    out: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if ".mlp.experts." not in name:
+            out[name.replace(".mlp.gate.", f".{module}.gate.")] = tuple(shape)
+            continue
+        prefix, fused = name.split("mlp.experts.")
+        parts = (gate, up) if fused == "gate_up_proj" else (down,)
+        for expert in range(shape[0]):
+            for part in parts:
+                out[f"{prefix}{module}.experts.{expert}.{part}.weight"] = (shape[1] // len(parts), shape[2])
     return out
 
 
@@ -260,7 +311,7 @@ def reference_model(case: str, directory: Path) -> Any:
     config.save_pretrained(directory)
     kind = getattr(transformers, config.architectures[0])
     with torch.device("meta"):  # names and shapes only: tied tensors count once
-        shapes = {name: tuple(p.shape) for name, p in kind(config).named_parameters()}
+        shapes = in_files({name: tuple(p.shape) for name, p in kind(config).named_parameters()}, CASES[case][0])
     write_safetensors(directory / WEIGHTS, weights(shapes))
     model, report = kind.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     if report["missing_keys"] or report["unexpected_keys"]:

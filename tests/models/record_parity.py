@@ -32,7 +32,7 @@ from parity_cases import (
     weights,
 )
 
-from jaxspec.checkpointing.tensors import read_json
+from jaxspec.checkpointing.tensors import read_json, read_tensors
 
 #: The lead over the second token that rounding on both sides cannot turn.
 MIN_LEAD = 2 * TOLERANCE
@@ -57,7 +57,8 @@ def record(case: str, directory: Path) -> Record:
             f"0.5), distinct tokens {distinct} (at least 9); choose another SEED than {SEED}"
         )
     print(f"{case}: least lead {lead:.1e}, deviation of logits {deviation:.2f}, distinct tokens {distinct}")
-    shapes = {name: list(p.shape) for name, p in model.named_parameters()}
+    with read_tensors(directory) as reader:
+        shapes = {name: list(reader.shape(name)) for name in reader.names}
     config = read_json(directory / "config.json")
     return Record(config, shapes, fingerprint(weights(shapes)), tokens_BN, logits_BNV[:, POSITIONS])
 

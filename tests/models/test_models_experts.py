@@ -1,0 +1,147 @@
+"""Mixtures of experts against plain loops over tokens, and the two forms of their tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jaxspec.checkpointing import hf
+from jaxspec.models import experts
+from jaxspec.models.base import Experts
+from jaxspec.models.tiny import FAMILY_FIELDS, tiny_config, tiny_target
+
+COUNT, CHOSEN, INNER = 6, 2, 24
+
+
+def mixture(**fields: Any) -> experts.MixtureOfExperts:
+    cfg = tiny_config(experts=Experts(COUNT, CHOSEN, INNER, (0,), **fields))
+    made = experts.MixtureOfExperts(cfg, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(params=1))
+    for i, (_, param) in enumerate(nnx.iter_graph(made)):
+        if isinstance(param, nnx.Param):
+            param.set_value(jax.random.normal(jax.random.key(i), param.shape) / max(1, param.shape[-2:][0]) ** 0.5)
+    return made
+
+
+def by_token(made: experts.MixtureOfExperts, x_ME: np.ndarray) -> np.ndarray:
+    """The definition, in float64."""
+    own, value = made.experts, lambda param: np.asarray(param[...], np.float64)
+    silu, sigmoid = (lambda x: x / (1 + np.exp(-x))), (lambda x: 1 / (1 + np.exp(-x)))
+    out_ME = np.zeros(x_ME.shape)
+    for i, x in enumerate(x_ME.astype(np.float64)):
+        logits = x @ value(made.router.kernel)
+        if own.bias:
+            logits = logits + value(made.router.bias)
+        best = np.argsort(-logits)[: own.per_token]
+        everything = logits if own.scores == "softmax" else logits[best]
+        weights = np.exp(logits[best]) / np.exp(everything).sum()
+        weights = weights / weights.sum() if own.normalised else weights
+        for expert, weight in zip(best, weights, strict=True):
+            both = x @ value(made.gate_up)[expert]
+            both = both + value(made.gate_up_bias)[expert] if own.bias else both
+            gate, up = both[:INNER], both[INNER:]
+            if own.hidden_act == "clamped_swiglu":
+                gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)
+                hidden = (up + 1) * gate * sigmoid(1.702 * gate)
+            else:
+                hidden = silu(gate) * up
+            y = hidden @ value(made.down)[expert]
+            out_ME[i] += weight * (y + value(made.down_bias)[expert] if own.bias else y)
+        if made.shared is not None:
+            gate, up = np.split(x @ value(made.shared.gate_up.kernel), 2)
+            shared = (silu(gate) * up) @ value(made.shared.down.kernel)
+            out_ME[i] += sigmoid(x @ value(made.shared_gate.kernel)) * shared
+    return out_ME
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(normalised=False, shared_inner=40),
+        dict(),
+        dict(scores="top_k", bias=True, hidden_act="clamped_swiglu"),
+    ],
+    ids=["qwen2", "qwen3", "gpt-oss"],
+)
+def test_each_token_gets_its_experts_whatever_is_beside_it(fields: dict[str, Any]) -> None:
+    made = mixture(**fields)
+    x_ME = np.asarray(4 * jax.random.normal(jax.random.key(9), (41, 32)), np.float32)
+    run = jax.jit(lambda x: made(x[None])[0])
+    whole = np.asarray(run(x_ME))
+    np.testing.assert_allclose(whole, by_token(made, x_ME), atol=2e-5, rtol=2e-5)
+    if made.shared is None:  # the shared expert's products are layers.MLP's
+        for few in (slice(0, 1), slice(5, 8), slice(30, 41)):
+            np.testing.assert_array_equal(np.asarray(run(x_ME[few])), whole[few])
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 19])
+def test_blocks_hold_every_pair_once_and_read_experts_no_more_than_they_need(tokens: int) -> None:
+    chosen_MK = np.sort(np.asarray([np.random.default_rng(i).permutation(9)[:4] for i in range(tokens)]), axis=1)
+    blocks = jax.jit(experts.in_blocks, static_argnums=(1, 2))(jnp.asarray(chosen_MK), 9, 4)
+    rows_S = np.asarray(blocks.rows_NR).reshape(-1)
+    places = np.asarray(blocks.places_MK)
+    assert len(set(places.reshape(-1).tolist())) == places.size
+    for (token, k), place in np.ndenumerate(places):
+        assert rows_S[place] == token
+        assert blocks.experts_N[place // 4] == chosen_MK[token, k]
+    assert np.sum(rows_S < tokens) == places.size
+    assert blocks.touched == len(set(chosen_MK.reshape(-1).tolist()))
+    used = np.asarray(blocks.experts_N)[(np.asarray(blocks.rows_NR) < tokens).any(axis=1)]
+    full = np.bincount(chosen_MK.reshape(-1), minlength=9)
+    np.testing.assert_array_equal(np.bincount(used, minlength=9), -(-full // 4))
+    assert set(np.asarray(blocks.experts_N).tolist()) == set(used.tolist())
+
+
+def test_experts_are_read_one_by_one_or_all_in_one_but_not_both(tmp_path: Path) -> None:
+    hf.save_model(tiny_target(**FAMILY_FIELDS["qwen3_moe"]), tmp_path, dtype=jnp.float32)
+    file, model = tmp_path / "model.safetensors", hf.load_model(tmp_path)
+    apart = load_file(file)
+    stacked = {k: v for k, v in apart.items() if ".experts." not in k}
+    for layer in range(2):
+        at = f"model.layers.{layer}.mlp.experts"
+        one = lambda e, part, at=at: apart[f"{at}.{e}.{part}_proj.weight"]
+        both = [np.concatenate([one(e, "gate"), one(e, "up")]) for e in range(8)]
+        stacked |= {
+            f"{at}.gate_up_proj": np.stack(both),
+            f"{at}.down_proj": np.stack([one(e, "down") for e in range(8)]),
+        }
+    save_file(stacked, file)
+    other = hf.load_model(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(other))
+    save_file({**apart, "model.layers.1.mlp.experts.down_proj": stacked["model.layers.1.mlp.experts.down_proj"]}, file)
+    with pytest.raises(ValueError, match="experts twice: as 'model.layers.1.mlp.experts.down_proj' and as .*down_proj"):
+        hf.load_model(tmp_path)
+    del apart["model.layers.0.mlp.experts.5.up_proj.weight"]
+    save_file(apart, file)
+    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.experts.5.up_proj.weight' is missing"):
+        hf.load_model(tmp_path)
+
+
+def test_what_experts_cannot_be_is_refused(tmp_path: Path) -> None:
+    hf.save_model(tiny_target(**FAMILY_FIELDS["qwen2_moe"]), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for change, message in (
+        (dict(num_experts_per_tok=7), "at most the 6 experts, got 7"),
+        (dict(num_experts="8"), "num_experts must be a positive integer, got '8'"),
+        (dict(mlp_only_layers=2), "mlp_only_layers must be layers' numbers, got 2"),
+        (dict(decoder_sparse_step=0), "decoder_sparse_step must be a positive integer, got 0"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(ValueError, match=message):
+            hf.load_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "decoder_sparse_step": 3, "mlp_only_layers": []}))
+    assert hf.load_config(tmp_path).experts is None
+
+
+def test_distinct_experts_of_rows() -> None:
+    qwen3 = Experts(128, 8, 768, (0,))
+    assert [round(qwen3.expected(rows)) for rows in (1, 4, 8, 16, 32)] == [8, 29, 52, 82, 112]
+    assert dataclasses.replace(qwen3, count=8).expected(1) == 8
