@@ -30,7 +30,7 @@ from jaxspec.drafters import directories, registry
 from jaxspec.drafters.successor import Successors
 from jaxspec.engine import Engine
 from jaxspec.facts import EngineFacts
-from jaxspec.fitting import fitted, longest_text, ring_rows, stored
+from jaxspec.fitting import doubling, fitted, longest_text, ring_rows, stored
 from jaxspec.hybrids import joined
 from jaxspec.models import few_rows
 from jaxspec.models.base import TargetModel
@@ -46,7 +46,7 @@ from jaxspec.runtime.timing import measure
 from jaxspec.runtime.warmup import WarmupConfig
 from jaxspec.scheduling.pace import USUAL_ROUNDS, Pace, may_pay
 from jaxspec.scheduling.scheduler import Scheduler, SchedulerConfig
-from jaxspec.scheduling.shapes import PrefillShape, shapes_for
+from jaxspec.scheduling.shapes import PrefillShape, shapes_for, shorter_chunks
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.ring import ring_layers
 from jaxspec.speculation.state import Geometry
@@ -368,9 +368,10 @@ def assemble(
     built, params = bind(geo) if depth else (None, ())
     if config.feature_ring is not None:
         geo = dataclasses.replace(geo, ring=ring_rows(config, geo, target, built))
-    if config.memory_fraction is not None and config.num_pages is None:
-        geo = fitted(geo, config.memory_fraction, target, built, params, shards)
-        built, params = bind(geo) if depth else (None, ())
+    # Processes of several hosts could come to different numbers; there somebody has to say.
+    if config.num_pages is None and (config.memory_fraction is not None or jax.process_count() == 1):
+        small, geo = geo, fitted(geo, config.memory_fraction, target, built, params, shards)
+        built, params = bind(geo) if depth and geo is not small else (built, params)
     widest = max(tier.topk for tier in choice.reachable)
     if built is not None and widest > built.max_topk:
         raise ValueError(f"topk must be at most {built.max_topk}, the tokens this drafter can propose, got {widest}")
@@ -396,7 +397,10 @@ def assemble(
     if times:
         cost = CostTable({}) if background else measure(runner)
     lookahead = 0 if built is None else built.lookahead
-    scheduler = Scheduler(SchedulerConfig(geo, config.enable_prefix_caching, lookahead))
+    shorter = shorter_chunks(
+        [shape.size for shape in runs.prefill_shapes if shape.rows == 1], prompts.overhead, doubling(model)
+    )
+    scheduler = Scheduler(SchedulerConfig(geo, config.enable_prefix_caching, lookahead, shorter_chunks=shorter))
     facts = EngineFacts(
         geo, tuple(buckets), model.vocab_size, True in runner.variants, frozenset(eos), tokenizer, grammars,
         can.name, speculation.resolved_policy, str(target.embedding[...].dtype), speculation.objective, identity,

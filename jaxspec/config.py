@@ -286,10 +286,11 @@ class EngineConfig:
       max_batch_size: requests decoded together (device slots).
       max_seq_len: longest prompt plus output in tokens; None: the model's context, at most 2048.
       page_size: tokens a page of the KV pool.
-      num_pages: pages of the pool; None: enough for max_batch_size full sequences, or what memory_fraction leaves.
+      num_pages: pages of the pool, which all requests share; None: what memory_fraction leaves.
       memory_fraction: how much of a device's memory weights and pages may take (vLLM's gpu_memory_utilization), in
         (0, 1]: the pool gets what the weights leave, and activations the rest. Of the memory that JAX may use there; on
-        CPUs of the machine's, which only bounds the pool. num_pages wins.
+        CPUs of the machine's, which only bounds the pool. num_pages wins. None: 0.9, and no more pages than
+        max_batch_size full sequences have.
       prefill_chunk: most tokens of one prompt that are computed between two rounds; None: 256 on CPUs, 1,024 on
         accelerators, within max_num_batched_tokens.
       max_num_batched_tokens: most tokens of all prompts that are computed between two rounds, at least prefill_chunk:

@@ -14,13 +14,15 @@ import jax
 from flax import nnx
 
 from jaxspec.config import EngineConfig
-from jaxspec.models.base import TargetModel
+from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.quantised import stored_bytes
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.ring import ABOUT, empty_ring, ring_width
 from jaxspec.speculation.state import DecodeState, Geometry
 
 _DEFAULT_CONTEXT = 2048
+#: Of a device's memory, for weights and pages where nobody says: vLLM's and SGLang's.
+_USUAL_FRACTION = 0.9
 _log = logging.getLogger(__name__)
 
 
@@ -36,10 +38,26 @@ def longest_text(config: EngineConfig, context: int) -> int:
     return longest
 
 
+def doubling(cfg: ModelConfig) -> float | None:
+    """Tokens of text at which attention costs a token as much as the layers' products; None: it sees windows only."""
+    full = cfg.num_layers - len(cfg.sliding_layers)
+    if not full:
+        return None
+    attention = cfg.hidden_size * cfg.head_dim * 2 * (cfg.num_heads + cfg.num_kv_heads)
+    weights = cfg.num_layers * (attention + 3 * cfg.hidden_size * cfg.intermediate_size)
+    return weights / (2 * full * cfg.num_heads * cfg.head_dim)
+
+
 def fitted(
-    geo: Geometry, fraction: float, target: TargetModel, drafter: Drafter | None, params: Any, shards: int
+    geo: Geometry, fraction: float | None, target: TargetModel, drafter: Drafter | None, params: Any, shards: int
 ) -> Geometry:
-    """The sizes with as many pages as a fraction of the device's memory holds beside the weights; on a host no more.
+    """The sizes with the pages that a fraction of the device's memory holds beside the weights.
+
+    All of them where a fraction was asked for: what requests do not need, the prefix cache has. Else, and on a host
+    always, no more than `geo` has, which all slots could fill.
+
+    Args:
+      fraction: None: the usual one.
 
     Raises:
       ValueError: not even one sequence fits.
@@ -52,20 +70,28 @@ def fitted(
         ring = jax.eval_shape(lambda: empty_ring(target.config, sized, layers, dtype))
         return stored(jax.eval_shape(lambda: DecodeState.empty(target.config, sized, dtype, draft, ring)))
 
+    share = _USUAL_FRACTION if fraction is None else fraction
     stats = jax.local_devices()[0].memory_stats() or {}
     # A device that does not say is the host. What splits is on no device yet; drafters may be whole on each.
     memory = stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     weights = max(stored(nnx.state(target)) // shards + stored(params), stats.get("bytes_in_use", 0))
     page = -(-(statestored(2) - statestored(1)) // (shards if target.config.num_kv_heads % shards == 0 else 1))
-    pages = int(fraction * memory - weights - (statestored(1) - (statestored(2) - statestored(1)))) // page
+    pages = int(share * memory - weights - (statestored(1) - (statestored(2) - statestored(1)))) // page
     if pages < geo.pages_per_seq:
         raise ValueError(
-            f"memory_fraction {fraction} of {memory} bytes holds {max(pages, 0)} pages of {page} bytes beside "
+            f"memory_fraction {share} of {memory} bytes holds {max(pages, 0)} pages of {page} bytes beside "
             f"{weights} bytes of weights, and one sequence of max_seq_len = {geo.max_seq_len} tokens needs "
             f"{geo.pages_per_seq}: give more memory or a shorter max_seq_len"
         )
-    _log.info("memory_fraction %g: %d pages of %d bytes beside %d bytes of weights", fraction, pages, page, weights)
-    return dataclasses.replace(geo, num_pages=pages if stats else min(pages, geo.num_pages))
+    if fraction is None or not stats:
+        pages = min(pages, geo.num_pages)
+    if fraction is not None or pages < geo.num_pages:
+        _log.info(
+            "memory_fraction %g: %d pages of %d bytes beside %d bytes of weights, %.1f requests of max_seq_len = %d "
+            "tokens at once",
+            share, pages, page, weights, pages / geo.pages_per_seq, geo.max_seq_len,
+        )  # fmt: skip
+    return geo if pages == geo.num_pages else dataclasses.replace(geo, num_pages=pages)
 
 
 def ring_rows(config: EngineConfig, geo: Geometry, target: TargetModel, drafter: Drafter | None) -> int:

@@ -448,13 +448,16 @@ def test_a_fraction_of_the_memory(directory: Path, monkeypatch: pytest.MonkeyPat
     c = target.config
     page = c.num_layers * c.num_kv_heads * 8 * 2 * c.head_dim * 4
 
-    def pages(fraction: float) -> int:
+    def pages(fraction: float | None) -> int:
         geo = Geometry(slots=2, num_pages=18, page_size=8, pages_per_seq=9, max_depth=3, max_seq_len=64)
         return fitted(geo, fraction, target, None, (), 1).num_pages
 
     half, whole = pages(0.5), pages(1.0)
     assert half < (2**21 - 2**20) // page and abs(whole - half - 2**21 / page) <= 1
+    assert pages(None) == 18, "unasked for, no more than all slots could fill"
     with monkeypatch.context() as patch:
+        patch.setitem(stats, "bytes_limit", int((2**21 + (12.5 - half) * page) / 0.9))
+        assert pages(None) == pages(0.9) == 12, "and no more than fit"
         patch.setattr(device, "memory_stats", lambda: None)
         assert pages(0.9) == 18, "a host's pool does not grow with its memory"
     stats["bytes_in_use"] = 2**22

@@ -38,6 +38,8 @@ CHAIN, TREE = Tier(3), Tier(3, 4, 12)
 TOKENS = 3 * BUCKET
 DTYPE = jnp.dtype(jnp.bfloat16)
 GEOMETRY = Geometry(slots=BUCKET, num_pages=2048, page_size=64, pages_per_seq=129, max_depth=CHAIN.depth)
+#: For texts of 131,072 tokens: pages of one such text and of fifteen of a thousand tokens.
+LONG = dataclasses.replace(GEOMETRY, num_pages=2304, pages_per_seq=2049, max_seq_len=131072)
 
 #: Llama 3.1 8B and Llama 3.2 1B.
 LLAMA_8B = ModelConfig(
@@ -72,8 +74,8 @@ def _device_bytes(tree: Any) -> int:
 def engine_round(target: Target) -> Iterator[Program]:
     """Rounds of a batch of 16 with a chain of 3 from an EAGLE-3 head, the state donated: 8B over 4 devices, 1B on one.
 
-    And of 1B several in one executable, and packed ones, of a chain and of a tree. The gate's is 1B with a quarter of
-    its layers and as large a pool.
+    And of 1B several in one executable, and packed ones, of a chain and of a tree; of 8B one whose page tables reach
+    131,072 tokens. The gate's is 1B with a quarter of its layers and as large a pool.
 
     Neither the pool nor the weights may be copied: a round gets less for its intermediate
     values than one layer's weights take, or one layer's part of the pool; where rows sample,
@@ -81,12 +83,13 @@ def engine_round(target: Target) -> Iterator[Program]:
     split over devices, the walk along the logits is left to XLA (speculation.verifier).
     """
     both = ("tree_attention", "rejection_sampling")
-    for size, cfg, shards, kernels in (
-        ("8b", LLAMA_8B, SHARDS, both[:1]), ("1b", LLAMA_1B, 1, both), ("1b-short", LLAMA_1B_SHORT, 1, both),
+    short = dataclasses.replace(GEOMETRY, num_pages=4 * GEOMETRY.num_pages)
+    for size, cfg, shards, kernels, sizes in (
+        ("8b", LLAMA_8B, SHARDS, both[:1], GEOMETRY), ("8b-128k", LLAMA_8B, SHARDS, both[:1], LONG),
+        ("1b", LLAMA_1B, 1, both, GEOMETRY), ("1b-short", LLAMA_1B_SHORT, 1, both, short),
     ):  # fmt: skip
         mesh = target.mesh(shards, TENSOR_AXIS)
-        pages = GEOMETRY.num_pages * (4 if cfg is LLAMA_1B_SHORT else 1)
-        geo = dataclasses.replace(GEOMETRY, num_pages=pages, kernels=target.kind)
+        geo = dataclasses.replace(sizes, kernels=target.kind)
         head = _head(cfg)
         core = abstract_core(lambda head=head, n=shards: HeadCore(tensor_parallel(Eagle3Head(head, dtype=DTYPE), n)))
         described = abstract_round(
@@ -97,7 +100,7 @@ def engine_round(target: Target) -> Iterator[Program]:
         weights = (projections + 3 * cfg.hidden_size * cfg.intermediate_size) * DTYPE.itemsize // shards
         layer = min(weights, _device_bytes(state.pages) // cfg.num_layers)
         logits = BUCKET * CHAIN.num_nodes * cfg.vocab_size * 4 // shards
-        whole = ((CHAIN, False, 1, None), (CHAIN, True, 1, None))
+        whole = ((CHAIN, False, 1, None), *([] if sizes is LONG else [(CHAIN, True, 1, None)]))
         # Larger rounds are longer than the host's part of one.
         more = ((CHAIN, False, ROUNDS, None), (CHAIN, False, 1, TOKENS), (TREE, False, 1, TOKENS))
         for tier, sampled, rounds, tokens in (*whole, *(more if size == "1b" else ())):

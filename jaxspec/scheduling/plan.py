@@ -27,6 +27,7 @@ class SchedulerConfig:
       prefix_lookahead: see PrefixCache.
       aging_seconds: what a step of priority is worth in waiting: a request of priority p queues as if it had come
         p * aging_seconds later, so that nobody waits for ever.
+      shorter_chunks: (position, most tokens) of prefill chunks while others decode; see shapes.shorter_chunks.
 
     Raises:
       ValueError: names the field, what was given and what is allowed.
@@ -36,6 +37,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     prefix_lookahead: int = 0
     aging_seconds: float = 10.0
+    shorter_chunks: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.aging_seconds < math.inf:
@@ -44,6 +46,10 @@ class SchedulerConfig:
             raise ValueError(
                 f"SchedulerConfig.prefix_lookahead must be an integer of at least 0, got {self.prefix_lookahead!r}"
             )
+
+    def chunk_at(self, start: int) -> int:
+        """Most tokens of a chunk from this position on while others decode."""
+        return min([self.sizes.prefill_chunk, *(most for position, most in self.shorter_chunks if start >= position)])
 
 
 @dataclasses.dataclass(frozen=True)

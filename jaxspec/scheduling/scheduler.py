@@ -284,7 +284,8 @@ class Scheduler:
     def _chunk(self, request: Request, is_first: bool) -> PrefillChunk:
         assert request.slot is not None
         start, total = request.num_computed, request.num_tokens
-        end = min(start + self.sizes.prefill_chunk, total)
+        most = self.config.chunk_at(start) if self._running else self.sizes.prefill_chunk
+        end = min(start + most, total)
         return PrefillChunk(request, request.slot, start, end, end == total, is_first, tuple(request.pages))
 
     def _admit(self, left: int, coming: Collection[object]) -> Request | None:

@@ -62,6 +62,30 @@ def shapes_for(sizes: Sizes, alone: Sequence[int], several: Sequence[PrefillShap
     return tuple(sorted(shapes))
 
 
+#: How much longer than a prompt's first chunk one of its later ones may take while others decode.
+_LONGER = 2.0
+
+
+def shorter_chunks(sizes: Sequence[int], call: int, doubling: float | None) -> tuple[tuple[int, int], ...]:
+    """(position, most tokens): how long chunks that begin there may be, so that those who decode meanwhile do not wait.
+
+    A token costs more the more text it sees. A size is used as long as a chunk takes no more than twice what the
+    largest takes at the start of a prompt; the smallest is used from there on.
+
+    Args:
+      sizes: of single chunks.
+      call: as for `cover`.
+      doubling: tokens of text at which a token costs twice what it does at the start; None: it always costs the same.
+    """
+    if doubling is None:
+        return ()
+    cost = lambda size, start: call + size * (1 + (start + size / 2) / doubling)
+    ordered = sorted(set(sizes), reverse=True)
+    most = _LONGER * cost(ordered[0], 0)
+    ends = [max(0, int(((most - call) / size - 1) * doubling - size / 2)) for size in ordered]
+    return tuple((end, size) for end, size in zip(ends, ordered[1:], strict=False))
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def _alone(count: int, sizes: tuple[int, ...], call: int) -> tuple[int, int]:
     """What computing so many tokens of one chunk costs, and the first size: larger ones first, the smaller fill up."""

@@ -127,6 +127,28 @@ def test_preempted_requests_resume(bench: Any, tools: Any, kind: str):
     tools.same(outputs, bench.expected(work))
 
 
+@pytest.mark.parametrize("kind", ["eagle3"])
+def test_long_and_short_requests_share_a_small_pool(bench: Any, tools: Any, kind: str):
+    """240 tokens for four slots of 120: long ones wait or are preempted while short ones pass, and none changes."""
+    engine, rng = bench.engine(kind), np.random.default_rng(11)
+    work = [
+        (rng.integers(0, tools.eos, n).tolist(), SamplingParams(temperature=t, seed=n, max_tokens=m, ignore_eos=True))
+        for n, t, m in ((100, 0.0, 15), (3, 1.0, 30), (90, 0.7, 25), (5, 0.0, 60), (60, 0.0, 55), (7, 1.0, 8))
+    ]
+    before = engine.stats.preemptions
+    engine.use_policy(tools.script(*tools.tiers[kind]))
+    most = 0
+
+    def watch(step: int, ids: list[str]) -> None:
+        nonlocal most
+        most = max(most, engine.scheduler.stats.running)
+
+    tools.same(tools.drive(engine, work, on_step=watch), bench.expected(work))
+    assert engine.stats.preemptions > before and most > 2
+    with pytest.raises(ValueError, match="prompt must be shorter than max_seq_len = 120 tokens, got 120"):
+        engine.add([1] * 120, SamplingParams())
+
+
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_the_context_may_be_filled_to_its_last_token(bench: Any, tools: Any, kind: str):
     """Rounds of the deepest tier run over the end; max_seq_len is 120. Asking for more gives what fits."""

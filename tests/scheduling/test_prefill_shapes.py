@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from jaxspec.scheduling.shapes import Call, PrefillShape, cover, shapes_for
+from jaxspec.scheduling.shapes import Call, PrefillShape, cover, shapes_for, shorter_chunks
 from jaxspec.sizes import Sizes
 
 SEVERAL = (PrefillShape(256, 16, 64), PrefillShape(1024, 32, 128))
@@ -30,6 +30,17 @@ def test_an_engine_compiles_what_its_sizes_can_fill():
     small = sizes(chunk=48, together=96, slots=4)
     assert shapes_for(small, (16, 64), SEVERAL) == (ONE(16), ONE(48), PrefillShape(96, 4, 48))
     assert shapes_for(sizes(slots=1), (64, 256), SEVERAL) == (ONE(64), ONE(256), ONE(1024))
+
+
+def test_chunks_get_shorter_where_tokens_get_dearer():
+    """None takes more than twice the prompt's first one, but where the smallest does."""
+    (middle, a), (far, b) = found = shorter_chunks([64, 1024, 256], 256, 30_000.0)
+    assert (a, b) == (256, 64) and 30_000 < middle < far
+    cost = lambda size, start: 256 + size * (1 + (start + size / 2) / 30_000)
+    for start in (0, middle - 1, middle + 2, far - 1):
+        size = min([1024, *(most for position, most in found if start >= position)])
+        assert cost(size, start) <= 2 * cost(1024, 0) and (size == 1024 or cost(4 * size, start) > 2 * cost(1024, 0))
+    assert shorter_chunks([64, 256], 256, None) == () == shorter_chunks([64], 256, 10.0)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,19 @@ def prefilled(scheduler: Scheduler, *requests: Request) -> None:
         assert scheduler.commit(request, request.epoch, [1])
 
 
+def test_a_long_prompt_goes_in_shorter_chunks_while_others_decode():
+    scheduler = make(num_pages=40, shorter_chunks=((8, 4), (16, 2)))
+    prefilled(scheduler, alone := make_request("a", prompt=20))
+    assert alone.num_tokens == 21 and scheduler.config.chunk_at(7) == 8
+    scheduler.add(make_request("b", prompt=20))
+    spans = [[(c.start, c.end) for c in step(scheduler, growth=1).prefill] for _ in range(5)]
+    assert spans == [[(0, 8)], [(8, 12)], [(12, 16)], [(16, 18)], [(18, 20)]]
+    scheduler.abort("a")
+    scheduler.add(make_request("c", prompt=20))
+    scheduler.abort("b")
+    assert [(c.start, c.end) for _ in range(3) for c in step(scheduler).prefill] == [(0, 8), (8, 16), (16, 20)]
+
+
 # Boundary.
 
 
