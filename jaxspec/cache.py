@@ -17,11 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxspec.models.base import FULL_ATTENTION, Attend, AttentionOptions
+from jaxspec.models.sharded import TENSOR_AXIS, shards
 from pallas_kernels.tree_attention.api import tree_attention
-
-#: The mesh axis of tensor parallelism: pools are split along it over their KV heads, where it divides them.
-TENSOR_AXIS = "tensor"
-
 
 #: Lanes of a TPU's tiles. A pool there is a whole number of them wide: XLA would copy another one for the kernel.
 _LANES = 128
@@ -52,10 +49,9 @@ def _per_device(
     Args:
       heads_at: which axis of each argument holds heads, None for none. result_at: the same of the result.
     """
-    shards = jax.sharding.get_abstract_mesh().shape.get(TENSOR_AXIS, 1)
-    if shards == 1:
+    if shards() == 1:
         return fn
-    name = TENSOR_AXIS if kv_heads % shards == 0 else None
+    name = TENSOR_AXIS if kv_heads % shards() == 0 else None
     spec = lambda at: PartitionSpec() if at is None else PartitionSpec(*[None] * at, name)
     return jax.shard_map(fn, in_specs=tuple(map(spec, heads_at)), out_specs=spec(result_at), check_vma=False)
 

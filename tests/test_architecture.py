@@ -188,7 +188,7 @@ def test_drafters_see_no_family():
     for path in sources("jaxspec/speculation"):
         for name in imports(path):
             if name.startswith("jaxspec.models"):
-                parts = ("jaxspec.models.base.", "jaxspec.models.layers.", "jaxspec.models.rope.")
+                parts = tuple(f"jaxspec.models.{name}." for name in ("base", "layers", "rope", "sharded"))
                 assert name.startswith(parts), f"{path} imports {name}"
                 outside_heads = path.name != "cores.py" and not path.name.endswith("_head.py")
                 assert not (outside_heads and "layers" in name), f"{path} imports {name}"

@@ -29,6 +29,7 @@ from jaxspec.models.base import (
 )
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import Tables, apply_rope, layer_tables
+from jaxspec.models.sharded import SPLIT, rows_product, take_rows
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -123,7 +124,9 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         count = math.prod(x.shape[:-1])
-        if self.flat is None or count < _WIDE:
+        if (summed := rows_product(x, self.kernel, product)) is not None:
+            y = summed
+        elif self.flat is None or count < _WIDE:
             y = product(x, self.kernel[...])
         else:
             rows = jnp.pad(x.reshape(count, -1), ((0, max(0, _FLAT_ROWS - count)), (0, 0)))
@@ -344,7 +347,7 @@ class Transformer(TargetModel):
         )
 
     def embed(self, tokens_BN: jax.Array) -> jax.Array:
-        x_BNE = jnp.take(self.embedding[...], tokens_BN, axis=0, mode="clip")
+        x_BNE = take_rows(self.embedding, tokens_BN)
         return _scaled(x_BNE, self.config.embedding_scale)
 
     def __call__(
@@ -419,10 +422,6 @@ def column_blocks(module: _Module, width: int = 64, *, keep_flat: bool = False) 
         head.kernel = blocked(embedding[...].T)
         copy.lm_head = nnx.data(head)  # pyright: ignore[reportAttributeAccessIssue]
     return copy
-
-
-#: Metadata of a parameter that tensor parallelism splits: along which axis.
-SPLIT = "split_axis"
 
 
 def tensor_parallel(module: _Module, shards: int) -> _Module:

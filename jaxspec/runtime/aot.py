@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspec.cache import TENSOR_AXIS, commit, init_pages
+from jaxspec.cache import commit, init_pages
 from jaxspec.models.base import ModelConfig, RopeScaling, TargetModel
 from jaxspec.models.layers import Linear, tensor_parallel
 from jaxspec.models.quantised import Quantised
+from jaxspec.models.sharded import TENSOR_AXIS
 from jaxspec.runtime.sharding import abstract_core, abstract_round
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.cores import HeadCore

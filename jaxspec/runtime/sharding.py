@@ -19,11 +19,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxspec.cache import TENSOR_AXIS
 from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig, TargetModel
-from jaxspec.models.layers import SPLIT, tensor_parallel
+from jaxspec.models.layers import tensor_parallel
 from jaxspec.models.quantised import Quantised
+from jaxspec.models.sharded import SPLIT, TENSOR_AXIS, part_of
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.layouts import Batch, Budget, plain_calibration
 from jaxspec.speculation.packed import packed_fn
@@ -112,9 +112,7 @@ class Placement:
 
         def of_param(x: Any) -> Any:
             axis = x.get_metadata(SPLIT, None) if is_param(x) else None
-            # A quantised kernel has arrays besides its values, such as one row of scales, that may not divide.
-            splits = lambda leaf: axis is not None and axis < leaf.ndim and leaf.shape[axis] % shards == 0
-            return jax.tree.map(lambda leaf: along(axis) if splits(leaf) else whole, x)
+            return jax.tree.map(lambda leaf: NamedSharding(mesh, part_of(axis, leaf, shards)), x)
 
         def of_state(path: Any, x: Any) -> NamedSharding:
             is_pool = bool(path) and getattr(path[-1], "name", None) == "pages"

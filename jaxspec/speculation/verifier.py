@@ -17,7 +17,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache import TENSOR_AXIS
+from jaxspec.models.sharded import shards
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.speculation.typical import Typical, accept_typical
@@ -27,7 +27,7 @@ from pallas_kernels.rejection_sampling.reference import SamplingRows, Verdict
 
 
 def _over_a_mesh() -> bool:
-    return jax.sharding.get_abstract_mesh().shape.get(TENSOR_AXIS, 1) > 1
+    return shards() > 1
 
 
 def verifies_in_xla(kernels: str | None) -> bool:

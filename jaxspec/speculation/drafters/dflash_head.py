@@ -26,6 +26,7 @@ from jaxspec.models.layers import (
     output_logits,
 )
 from jaxspec.models.rope import Tables, apply_rope, rotary_tables
+from jaxspec.models.sharded import take_rows
 from jaxspec.speculation.drafters.eagle3_head import Buffer
 
 
@@ -243,7 +244,7 @@ class DflashHead(nnx.Module):
           attend: the caller's; called once a layer with the layer's `options`.
         """
         rope = self._rope(positions_BN)
-        hidden_BNE = jnp.take(self.embedding[...], tokens_BN, axis=0, mode="clip")
+        hidden_BNE = take_rows(self.embedding, tokens_BN)
         hidden_BNE = hidden_BNE.astype(self.norm.weight[...].dtype)
         for i, layer in enumerate(self.layers):
             hidden_BNE = layer(hidden_BNE, rope, attend, i, self.config.options(i))

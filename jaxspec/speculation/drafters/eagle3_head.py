@@ -21,6 +21,7 @@ from flax import nnx
 from jaxspec.models.base import Attend, ModelConfig, RopeScaling
 from jaxspec.models.layers import MLP, Attention, DecoderLayer, Linear, RMSNorm, product
 from jaxspec.models.rope import rotary_tables
+from jaxspec.models.sharded import take_rows
 
 
 class Buffer(nnx.Variable):
@@ -179,7 +180,7 @@ class Eagle3Head(nnx.Module):
 
     def embed(self, tokens_BN: jax.Array) -> jax.Array:
         """Token embeddings at the head's width, [B, N, E]."""
-        return jnp.take(self.embedding[...], tokens_BN, axis=0, mode="clip")
+        return take_rows(self.embedding, tokens_BN)
 
     def __call__(
         self, tokens_BN: jax.Array, feature_BNE: jax.Array, positions_BN: jax.Array, attend: Attend

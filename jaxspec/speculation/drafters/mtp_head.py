@@ -18,6 +18,7 @@ from flax import nnx
 from jaxspec.models.base import Attend, ModelConfig
 from jaxspec.models.layers import DecoderLayer, Linear, RMSNorm, output_logits
 from jaxspec.models.rope import rotary_tables
+from jaxspec.models.sharded import take_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ class MtpHead(nnx.Module):
 
     def embed(self, tokens_BN: jax.Array) -> jax.Array:
         """Token embeddings, [B, N, E]."""
-        return jnp.take(self.embedding[...], tokens_BN, axis=0, mode="clip")
+        return take_rows(self.embedding, tokens_BN)
 
     def __call__(
         self, tokens_BN: jax.Array, feature_BNE: jax.Array, positions_BN: jax.Array, attend: Attend

@@ -1,0 +1,91 @@
+"""What devices that share a model's weights do by themselves, and what they exchange.
+
+XLA partitions most of a round as it should, given where weights lie. Here is what it does not at every batch size:
+one row of a table that is split made it gather the table, and one row of a product lost the form that a library
+multiplies (docs/notes.md). Each device computes with its own part, and one sum of activations follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jaxspec.models.quantised import Quantised
+
+#: The mesh axis of tensor parallelism.
+TENSOR_AXIS = "tensor"
+#: Metadata of a parameter that tensor parallelism splits: along which axis.
+SPLIT = "split_axis"
+
+
+def shards() -> int:
+    """Devices that the ambient mesh shares weights over; 1 without one."""
+    return int(jax.sharding.get_abstract_mesh().shape.get(TENSOR_AXIS, 1))
+
+
+def part_of(axis: int | None, leaf: Any, count: int) -> PartitionSpec:
+    """How an array of a parameter lies over `count` devices, if the parameter is split along `axis`.
+
+    A quantised kernel has arrays besides its values, such as one row of scales, that may not divide: they stay whole.
+    """
+    if axis is None or axis >= leaf.ndim or leaf.shape[axis] % count:
+        return PartitionSpec()
+    return PartitionSpec(*[None] * axis, TENSOR_AXIS)
+
+
+def split_axis(param: nnx.Variable) -> int | None:
+    """The axis along which the ambient mesh splits a parameter, or None."""
+    axis = param.get_metadata(SPLIT, None)
+    return axis if axis is not None and shards() > 1 else None
+
+
+def rows_product(x: jax.Array, param: nnx.Variable, product: Callable[[jax.Array, Any], jax.Array]) -> jax.Array | None:
+    """x [..., in] times a kernel [in, out] that is split by its inputs; None where no device can do its part alone.
+
+    Args:
+      product: of a device's inputs and its part of the kernel.
+    """
+    kernel = param[...]
+    if split_axis(param) != 0:
+        return None
+    if isinstance(kernel, Quantised):
+        # Inputs in another order, or rounded by what is largest in a row, are not a device's own.
+        own = kernel.values.ndim == 2 and kernel.order is None and not kernel.int8_activations
+        if not own or (kernel.groups % shards() and kernel.groups > 1):
+            return None
+    kernel_specs = jax.tree.map(lambda leaf: part_of(0, leaf, shards()), kernel)
+    x_spec = PartitionSpec(*[None] * (x.ndim - 1), TENSOR_AXIS)
+
+    def own_part(x: jax.Array, kernel: Any) -> jax.Array:
+        return jax.lax.psum(product(x, kernel), TENSOR_AXIS)
+
+    return jax.shard_map(own_part, in_specs=(x_spec, kernel_specs), out_specs=PartitionSpec(), check_vma=False)(
+        x, kernel
+    )
+
+
+def take_rows(table: nnx.Variable, index: jax.Array) -> jax.Array:
+    """Rows of a table [V, E] at index [...], clipped to [0, V): [..., E].
+
+    Of a table that is split over its rows each device looks its own ones up, and takes zeros for the others': a sum of
+    as many bytes as the rows have, and the very rows.
+    """
+    table_VE = table[...]
+    if split_axis(table) != 0:
+        return jnp.take(table_VE, index, axis=0, mode="clip")
+    index = jnp.clip(index, 0, table_VE.shape[0] - 1)
+
+    def own_rows(part_VE: jax.Array, index: jax.Array) -> jax.Array:
+        size = part_VE.shape[0]
+        at = index - jax.lax.axis_index(TENSOR_AXIS) * size
+        rows = jnp.take(part_VE, at, axis=0, mode="clip")
+        mine = ((at >= 0) & (at < size))[..., None]
+        return jax.lax.psum(jnp.where(mine, rows, jnp.zeros((), rows.dtype)), TENSOR_AXIS)
+
+    specs = (PartitionSpec(TENSOR_AXIS), PartitionSpec())
+    return jax.shard_map(own_rows, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(table_VE, index)
