@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -82,6 +83,18 @@ def share_tables(target: TargetModel, mesh: Mesh) -> None:
         target.lm_head.kernel.set_value(jax.device_put(target.lm_head.kernel[...], along(1)))
 
 
+def parameter_shardings(mesh: Mesh, params: Any) -> Any:
+    """NamedShardings of parameters laid out by `tensor_parallel`, or of their shapes, in their structure."""
+    shards = mesh.shape[TENSOR_AXIS]
+    is_param = lambda x: isinstance(x, nnx.Variable)
+
+    def of(x: Any) -> Any:
+        axis = x.get_metadata(SPLIT, None) if is_param(x) else None
+        return jax.tree.map(lambda leaf: NamedSharding(mesh, part_of(axis, leaf, shards)), x)
+
+    return jax.tree.map(of, params, is_leaf=is_param)
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """Shardings of everything that enters or leaves an executable. Without a mesh: the backend's first device.
@@ -108,18 +121,13 @@ class Placement:
         shards = mesh.shape[TENSOR_AXIS]
         along = lambda axis: NamedSharding(mesh, PartitionSpec(*[None] * axis, TENSOR_AXIS))
         whole = NamedSharding(mesh, PartitionSpec())
-        is_param = lambda x: isinstance(x, nnx.Variable)
-
-        def of_param(x: Any) -> Any:
-            axis = x.get_metadata(SPLIT, None) if is_param(x) else None
-            return jax.tree.map(lambda leaf: NamedSharding(mesh, part_of(axis, leaf, shards)), x)
 
         def of_state(path: Any, x: Any) -> NamedSharding:
             is_pool = bool(path) and getattr(path[-1], "name", None) == "pages"
             return along(1) if is_pool and x.shape[1] % shards == 0 else whole
 
-        params = lambda tree: jax.tree.map(of_param, tree, is_leaf=is_param)
         states = jax.tree_util.tree_map_with_path(of_state, state)
+        params = functools.partial(parameter_shardings, mesh)
         return cls(mesh, params(target), params(draft_params), states, along(2), whole)
 
     def round_results(self, sampled: bool) -> Any:

@@ -368,7 +368,7 @@ def _profile(profile: CostProfile) -> Measured:
 def _study(name: str, data: Mapping[str, Any]) -> Measured:
     try:
         c, points = data["conditions"], {}
-        for row in data["rounds"]:
+        for row in (row for row in data["rounds"] if row.get("devices", 1) == 1):
             tier, batch = parse_tier(row["tier"]), int(row["batch"])
             tokens = row.get("tokens") or batch * tier.num_nodes
             points[tier.depth, batch, int(tokens), int(c["context"])] = float(row["ms"]) / 1e3

@@ -4,12 +4,18 @@ Random weights in the shapes of a Llama and of an EAGLE-3 head as wide: a round'
 depend on what the weights say. For each tier and batch: milliseconds a round (rounds dispatched
 back to back, as the engine does), the device's busy share of it, and the floor, which is the
 time that reading the target's weights once takes at the bandwidth given. Packed rounds, of so many
-tokens over the batch, stand behind their tier's.
+tokens over the batch, stand behind their tier's. With `--tensor-parallel N` the same on N devices, after one where a
+model fits it: how much faster, and which share of the device's time collectives take (waiting for another included).
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import functools
+import gc
+import math
+import re
 import statistics
 import sys
 import time
@@ -20,15 +26,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxspec.adaptive.arms import packed_tokens
 from jaxspec.bench.studies import report
 from jaxspec.models import few_rows
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.layers import Transformer
+from jaxspec.models.layers import Transformer, tensor_parallel
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.programs import RunnerConfig
 from jaxspec.runtime.runner import Runner
+from jaxspec.runtime.sharding import parameter_shardings, tensor_mesh
 from jaxspec.runtime.warmup import WarmupConfig
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.cores import HeadCore
@@ -49,31 +57,47 @@ SHAPES = {
 BANDWIDTH = {"H200": 4.28e12}
 
 
-def random_weights(module: Any, seed: int) -> Any:
-    """An abstract module with noise for matrices, ones for norms and 0, 1, ... for id tables, made on the device."""
+#: Names of kernels by which devices exchange something.
+_COLLECTIVE = re.compile(r"nccl|all.?reduce|all.?gather|reduce.?scatter|collective", re.IGNORECASE)
+
+
+def random_weights(module: Any, seed: int, mesh: Mesh | None = None) -> Any:
+    """An abstract module with noise for matrices, ones for norms and 0, 1, ... for id tables, made on the device.
+
+    Args:
+      mesh: where they lie, if `tensor_parallel` laid the module out.
+    """
     graph, state = nnx.split(module)
     leaves, tree = jax.tree.flatten(state)
-    normal = jax.jit(
-        lambda key, shape, dtype: (jax.random.normal(key, shape, jnp.float32) * 0.02).astype(dtype),
-        static_argnums=(1, 2),
-    )
+    lie = [None] * len(leaves) if mesh is None else jax.tree.leaves(parameter_shardings(mesh, state))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    fill = lambda key, x: (
-        jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)
-        if jnp.issubdtype(x.dtype, jnp.integer)
-        else jnp.ones(x.shape, x.dtype) if x.ndim == 1 else normal(key, x.shape, x.dtype)
-    )  # fmt: skip
-    return nnx.merge(graph, jax.tree.unflatten(tree, [fill(k, x) for k, x in zip(keys, leaves, strict=True)]))
+
+    @functools.cache
+    def filler(shape: tuple[int, ...], dtype: jnp.dtype, sharding: Any) -> Any:
+        def fill(key: jax.Array) -> jax.Array:
+            if jnp.issubdtype(dtype, jnp.integer):
+                return jnp.arange(math.prod(shape), dtype=dtype).reshape(shape)
+            if len(shape) == 1:
+                return jnp.ones(shape, dtype)
+            return (jax.random.normal(key, shape, jnp.float32) * 0.02).astype(dtype)
+
+        return jax.jit(fill, out_shardings=sharding)
+
+    made = [filler(x.shape, x.dtype, at)(key) for key, x, at in zip(keys, leaves, lie, strict=True)]
+    return nnx.merge(graph, jax.tree.unflatten(tree, made))
 
 
 def build(
     shape: str, tiers: Sequence[Tier], batches: Sequence[int], context: int, dtype: jnp.dtype, *,
     kernels: str | None, sampled: bool, page: int, budgets: Sequence[float] = (), layers_by_xla: bool = False,
+    shards: int = 1,
 ) -> Runner:  # fmt: skip
-    """A runner of random weights with one executable a tier and batch, and one a budget."""
+    """A runner of random weights with one executable a tier and batch, and one a budget, on so many devices."""
     cache = use_persistent_cache(True)
     cfg, draft_vocab = SHAPES[shape]
-    target = random_weights(nnx.eval_shape(lambda: Transformer(cfg, dtype=dtype)), 0)
+    mesh = tensor_mesh(shards) if shards > 1 else None
+    lay_out = lambda module: tensor_parallel(module, shards) if shards > 1 else module
+    target = random_weights(nnx.eval_shape(lambda: lay_out(Transformer(cfg, dtype=dtype))), 0, mesh)
     if few_rows.unsupported() is None and not layers_by_xla:
         target = few_rows.prepare(target)
     depth = max(tier.depth for tier in tiers)
@@ -85,7 +109,7 @@ def build(
     )  # fmt: skip
     drafter, params = None, ()
     if depth:
-        core = HeadCore(random_weights(nnx.eval_shape(lambda: Eagle3Head(head, dtype=dtype)), 1))
+        core = HeadCore(random_weights(nnx.eval_shape(lambda: lay_out(Eagle3Head(head, dtype=dtype))), 1, mesh))
         drafter, params = AutoregressiveDrafter(core, geo), core.take_params()
     packed = {
         (tier, batch): tuple(sorted({packed_tokens(tier, batch, budget) for budget in budgets}))
@@ -93,7 +117,7 @@ def build(
     }  # fmt: skip
     reachable = {tier: tuple(batches) for tier in tiers}
     can = RunnerConfig(reachable, prefill_shapes=(), variants=(sampled,), budgets=packed)
-    return Runner(target, drafter, params, geo, can, WarmupConfig(sys.stderr.isatty(), cache))
+    return Runner(target, drafter, params, geo, can, WarmupConfig(sys.stderr.isatty(), cache), mesh)
 
 
 @dataclasses.dataclass
@@ -123,6 +147,7 @@ class Bench:
         found = record(lambda: self.rounds(tier, batch, count, tokens))
         active, span = busy(found)
         top = medians(found)
+        exchanged = sum(event.seconds for event in found if _COLLECTIVE.search(event.name))
         return {
             "tier": tier.name,
             "batch": batch,
@@ -132,6 +157,7 @@ class Bench:
             "device_ms": 1e3 * active / count,
             "idle_share": None if not span else 1 - active / span,
             "kernels": round(len(found) / count),
+            "collective_share": exchanged / active if active else None,
             "top": {name: [n / count, 1e6 * t] for name, (n, t) in list(top.items())[:12]},
         }
 
@@ -148,6 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--page", type=int, default=64, help="tokens a page")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--kernels", choices=("reference", "tpu", "gpu", "interpret"), help="default: the backend's own")
+    add("--tensor-parallel", type=int, default=1, metavar="N", help="on N devices too, after one")
     add("--layers-by-xla", action="store_true", help="no small-batch kernels (default: where the device has them)")
     add("--sampled", action="store_true", help="rounds that sample (temperature 0 rows included)")
     add("--rounds", type=int, default=50, help="rounds dispatched back to back")
@@ -156,37 +183,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     tiers = [Tier(depth) for depth in sorted({0, *args.depth})]
-    device = jax.devices()[0]
+    rows: list[dict[str, Any]] = []
+    print(f"{args.shape} {args.dtype} on {jax.devices()[0].device_kind}, context {args.context}, jax {jax.__version__}")
+    print("devices batch  tier     tokens      ms  x plain  x one  share of floor  device ms  idle  exchanging  kernels")
+        "devices batch  tier     tokens      ms  x plain  x one  share of floor  device ms  idle  collectives  kernels"
+    )
+    for shards in sorted({1, args.tensor_parallel}):
+        try:
+            _measure(args, tiers, shards, rows)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error) or shards == args.tensor_parallel:
+                raise
+            print(f"{shards:7d} does not fit: {str(error).splitlines()[0]}", flush=True)
+        gc.collect()  # its weights and pools
+    report.write(args, "rounds", rows)
+    return 0
+
+
+def _measure(args: argparse.Namespace, tiers: Sequence[Tier], shards: int, rows: list[dict[str, Any]]) -> None:
+    """Measures on so many devices, prints, and appends to `rows`."""
     runner = build(
         args.shape, tiers, sorted(set(args.batch)), args.context, jnp.dtype(args.dtype),
         kernels=args.kernels, sampled=args.sampled, page=args.page, budgets=args.budget,
-        layers_by_xla=args.layers_by_xla,
+        layers_by_xla=args.layers_by_xla, shards=shards,
     )  # fmt: skip
     bench = Bench(runner, args.context)
     rate = report.rate(BANDWIDTH, args.bandwidth)
     cfg = runner.config
     kv = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * jnp.dtype(args.dtype).itemsize * args.context
-    rows = []
-    print(f"{args.shape} {args.dtype} on {device.device_kind}, context {args.context}, jax {jax.__version__}")
-    print("batch  tier     tokens      ms  x plain  share of floor  device ms  idle  kernels")
+    alone = {(row["tier"], row["batch"], row["tokens"]): row["ms"] for row in rows}
     for batch in sorted(set(args.batch)):
         plain = None
         for tier, tokens in [(t, n) for t in tiers for n in (None, *runner.budgets.get((t, batch), ()))]:
-            row = bench.measure(tier, batch, args.rounds, args.repeats, tokens)
+            row = bench.measure(tier, batch, args.rounds, args.repeats, tokens) | {"devices": shards}
             plain = plain or row["ms"]
-            row["floor_ms"] = None if rate is None else 1e3 * (runner.weight_bytes + batch * kv) / rate
+            row["floor_ms"] = None if rate is None else 1e3 * (runner.weight_bytes + batch * kv) / (shards * rate)
             row["ratio"] = row["ms"] / plain
-            share = "" if rate is None or tier.depth else f"{row['floor_ms'] / row['ms']:.1%}"
-            idle = "" if row["idle_share"] is None else f"{row['idle_share']:.1%}"
+            one = alone.get((row["tier"], batch, tokens))
+            row["speedup"] = None if one is None else one / row["ms"]
+            percent = lambda x: "" if x is None else f"{x:.1%}"
+            floor = percent(None if rate is None or tier.depth else row["floor_ms"] / row["ms"])
             print(
-                f"{batch:5d}  {tier.name:8s} {tokens or batch * tier.num_nodes:5d} {row['ms']:7.3f}  "
-                f"{row['ratio']:7.3f}  {share:>14s}  "
-                f"{row['device_ms']:9.3f} {idle:>5s}  {row['kernels']:7d}",
+                f"{shards:7d} {batch:5d}  {tier.name:8s} {tokens or batch * tier.num_nodes:5d} {row['ms']:7.3f}  "
+                f"{row['ratio']:7.3f}  {'' if one is None else format(row['speedup'], '.2f'):>5s}  {floor:>14s}  "
+                f"{row['device_ms']:9.3f} {percent(row['idle_share']):>5s}  {percent(row['collective_share']):>11s}  "
+                f"{row['kernels']:7d}",
                 flush=True,
             )
             rows.append(row)
-    report.write(args, "rounds", rows)
-    return 0
 
 
 if __name__ == "__main__":
