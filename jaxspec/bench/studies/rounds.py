@@ -185,8 +185,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tiers = [Tier(depth) for depth in sorted({0, *args.depth})]
     rows: list[dict[str, Any]] = []
     print(f"{args.shape} {args.dtype} on {jax.devices()[0].device_kind}, context {args.context}, jax {jax.__version__}")
-    print("devices batch  tier     tokens      ms  x plain  x one  share of floor  device ms  idle  exchanging  kernels")
-        "devices batch  tier     tokens      ms  x plain  x one  share of floor  device ms  idle  collectives  kernels"
+    print(
+        "devices batch  tier     tokens      ms  x plain  x one  share of floor  device ms  idle  collectives kernels"
     )
     for shards in sorted({1, args.tensor_parallel}):
         try:
@@ -226,7 +226,7 @@ def _measure(args: argparse.Namespace, tiers: Sequence[Tier], shards: int, rows:
             print(
                 f"{shards:7d} {batch:5d}  {tier.name:8s} {tokens or batch * tier.num_nodes:5d} {row['ms']:7.3f}  "
                 f"{row['ratio']:7.3f}  {'' if one is None else format(row['speedup'], '.2f'):>5s}  {floor:>14s}  "
-                f"{row['device_ms']:9.3f} {percent(row['idle_share']):>5s}  {percent(row['collective_share']):>11s}  "
+                f"{row['device_ms']:9.3f} {percent(row['idle_share']):>5s}  {percent(row['collective_share']):>11s} "
                 f"{row['kernels']:7d}",
                 flush=True,
             )
