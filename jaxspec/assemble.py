@@ -176,8 +176,8 @@ def _laid_out(module: Any, shards: int) -> Any:
     """
     if shards > 1:
         with host_memory():
-            return tensor_parallel(module, shards)
-    if jax.default_backend() != "cpu":
+            module = tensor_parallel(module, shards)
+    if shards > 1 or jax.default_backend() != "cpu":
         return module if few_rows.unsupported() is not None else few_rows.prepare(module)
     size = stored(nnx.state(module))
     return column_blocks(module, keep_flat=size <= _KEPT_TWICE)

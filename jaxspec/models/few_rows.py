@@ -1,5 +1,8 @@
 """Decoder layers for few rows by the small-batch kernels: six launches a layer instead of some seventeen on a GPU.
 
+Devices that share the weights run the same kernels on their own columns and inputs; what each has of the two sums of a
+layer is added up between them.
+
 Owns which models that fits, and the order of the launches. Must not know what a kernel does inside. Rounding differs
 from the layers' own (a norm divides after the product), and is the same for every number of rows that the kernels
 serve: what a row becomes does not depend on how many are verified beside it.
@@ -8,20 +11,22 @@ serve: what a row becomes does not depend on how many are verified beside it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jaxspec.models.base import Attend, ModelConfig
 from jaxspec.models.layers import MLP, Transformer
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import Tables, apply_rope
+from jaxspec.models.sharded import SPLIT, TENSOR_AXIS
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch import gpu, reference
-from pallas_kernels.small_batch.reference import TILE
+from pallas_kernels.small_batch.reference import TILE, Stream
 
 #: Rows that the kernels are faster with than XLA's products and what it does around them (docs/kernels.md).
 MOST_ROWS = 32
@@ -52,7 +57,7 @@ class FewRows:
         """The residual stream before each layer and after the last, [B, N, E] each."""
         rope = ropes[0]  # of every layer, in models that are served
         assert rope is not None
-        ways: Any = gpu if self.implementation == "gpu" else reference
+        ways = _Ways(gpu if self.implementation == "gpu" else reference, model.layers[0].attn.shards)
         b, n, e = x_BNE.shape
         m = b * n
         padded = m if m <= 8 else round_up(m, 8)  # the kernels' copies want whole groups of 8 rows, or less than one
@@ -63,14 +68,16 @@ class FewRows:
         stream = reference.begin(pad(x_BNE.reshape(m, e)), gains[0])
         streams = [x_BNE]
         for i, layer in enumerate(model.layers):
-            attn, eps = layer.attn, model.norm.eps
+            attn, eps, t = layer.attn, model.norm.eps, layer.attn.shards
             counts = (attn.num_heads, attn.num_kv_heads, attn.num_kv_heads)
             if attn.head_dim == _ROTATED:
                 parts = ways.heads(stream, attn.qkv.kernel[...], tables, counts, eps)
                 q, k, v = (p[:m].reshape(b, n, c, attn.head_dim) for p, c in zip(parts, counts, strict=True))
             else:
                 qkv = ways.project(stream, attn.qkv.kernel[...], eps)[:m].reshape(b, n, sum(counts), attn.head_dim)
-                q, k, v = jnp.split(qkv, [counts[0], counts[0] + counts[1]], axis=2)
+                groups = qkv.reshape(b, n, t, sum(counts) // t, attn.head_dim)
+                parts = jnp.split(groups, [counts[0] // t, (counts[0] + counts[1]) // t], axis=3)
+                q, k, v = (part.reshape(b, n, -1, attn.head_dim) for part in parts)
                 q, k = apply_rope(q, rope), apply_rope(k, rope)
             out = pad(attend(i, q, k, v, attn.options).reshape(m, -1))
             stream = ways.add(out, attn.out.kernel[...], stream.h_ME, _gain(layer.mlp_norm))
@@ -78,6 +85,47 @@ class FewRows:
             stream = ways.add(hidden, layer.mlp.down.kernel[...], stream.h_ME, gains[i + 1])
             streams.append(stream.h_ME[:m].reshape(b, n, e))
         return streams
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ways:
+    """The products of a layer by one implementation, on one device or by each of several on its own part.
+
+    Attributes:
+      own: a module of functions as `pallas_kernels.small_batch.reference`'s.
+    """
+
+    own: Any
+    shards: int
+
+    def _each(self, fn: Callable[..., Any], *split: int | None) -> Callable[..., Any]:
+        """`fn` by every device: `split` has the axis of each argument, and last of the results, None where whole."""
+        if self.shards == 1:
+            return fn
+        specs = [PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, TENSOR_AXIS) for axis in split]
+        return jax.shard_map(fn, in_specs=tuple(specs[:-1]), out_specs=specs[-1], check_vma=False)
+
+    def project(self, stream: Stream, kernel: jax.Array, eps: float) -> jax.Array:
+        return self._each(lambda s, w: self.own.project(s, w, eps), None, 1, 1)(stream, kernel)
+
+    def heads(
+        self, stream: Stream, kernel: jax.Array, rope: tuple[jax.Array, ...], counts: Sequence[int], eps: float
+    ) -> tuple[jax.Array, ...]:
+        mine = tuple(count // self.shards for count in counts)
+        return self._each(lambda s, w, t: self.own.heads(s, w, t, mine, eps), None, 1, None, 1)(stream, kernel, rope)
+
+    def swiglu(self, stream: Stream, kernel: jax.Array, eps: float) -> jax.Array:
+        return self._each(lambda s, w: self.own.swiglu(s, w, eps), None, 1, 1)(stream, kernel)
+
+    def add(self, x_MK: jax.Array, kernel: jax.Array, h_ME: jax.Array, gain_E: jax.Array) -> Stream:
+        if self.shards == 1:
+            return self.own.add(x_MK, kernel, h_ME, gain_E)
+
+        def summed(x_MK: jax.Array, kernel: jax.Array, h_ME: jax.Array, gain_E: jax.Array) -> Stream:
+            y = jax.lax.psum(self.own.multiply(x_MK, kernel), TENSOR_AXIS)
+            return reference.begin((h_ME.astype(jnp.float32) + y.astype(jnp.float32)).astype(h_ME.dtype), gain_E)
+
+        return self._each(summed, 1, 0, None, None, None)(x_MK, kernel, h_ME, gain_E)
 
 
 def _gain(norm: Any) -> jax.Array:
@@ -95,16 +143,17 @@ def refusal(model: Any) -> str | None:
     for layer in model.layers:
         if not isinstance(layer.mlp, MLP):
             return f"its layers have a {type(layer.mlp).__name__}"
-        if layer.attn.shards != 1 or layer.mlp.shards != 1:
-            return "its weights are split over devices"
+        if layer.attn.shards != layer.mlp.shards:
+            return f"devices share its attention {layer.attn.shards} ways and its MLP {layer.mlp.shards} ways"
         for linear in (layer.attn.qkv, layer.attn.out, layer.mlp.gate_up, layer.mlp.down):
-            kernel = linear.kernel[...]
+            kernel, axis = linear.kernel[...], linear.kernel.get_metadata(SPLIT, None)
             if isinstance(kernel, Quantised):
                 return "its weights are quantised"
             if kernel.dtype != jnp.bfloat16 or kernel.ndim != 2:
                 return f"its weights are {kernel.dtype} of {kernel.ndim} axes, not bfloat16 of 2"
-            if any(size % TILE for size in kernel.shape):
-                return f"its weights of {kernel.shape} are no multiples of {TILE}"
+            own = [size // (layer.attn.shards if i == axis else 1) for i, size in enumerate(kernel.shape)]
+            if any(size % TILE for size in own):
+                return f"its weights of {own} on a device are no multiples of {TILE}"
     return None
 
 

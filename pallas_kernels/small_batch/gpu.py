@@ -268,6 +268,13 @@ def project(stream: Stream, kernel: jax.Array, eps: float, *, interpret: Any = N
     return _launch(launch, (out,), stream.scaled_ME, kernel, stream.squares_TR, interpret=interpret)[0]
 
 
+def multiply(x_MK: jax.Array, kernel: jax.Array, *, interpret: Any = None) -> jax.Array:
+    """See reference.multiply."""
+    launch = _kernel("project", x_MK, kernel)
+    out = jax.ShapeDtypeStruct((x_MK.shape[0], kernel.shape[1]), x_MK.dtype)
+    return _launch(launch, (out,), x_MK, kernel, interpret=interpret)[0]
+
+
 def heads(
     stream: Stream, kernel: jax.Array, rope: tuple[jax.Array, jax.Array], counts: Sequence[int], eps: float, *,
     interpret: Any = None,
@@ -306,4 +313,6 @@ def supported() -> str | None:
 
 
 #: By name, for callers that choose.
-FUNCTIONS: dict[str, Callable[..., Any]] = {"project": project, "heads": heads, "swiglu": swiglu, "add": add}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "project": project, "multiply": multiply, "heads": heads, "swiglu": swiglu, "add": add,
+}  # fmt: skip

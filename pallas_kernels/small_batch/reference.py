@@ -46,6 +46,11 @@ def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jax.lax.dot_general(x, kernel, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
+def multiply(x_MK: jax.Array, kernel: jax.Array) -> jax.Array:
+    """The product alone, in x's type: of a part of the inputs, which is summed with others' before it is added."""
+    return _product(x_MK, kernel).astype(x_MK.dtype)
+
+
 def project(stream: Stream, kernel: jax.Array, eps: float) -> jax.Array:
     """See api.project."""
     return _normed_product(stream, kernel, eps).astype(stream.h_ME.dtype)

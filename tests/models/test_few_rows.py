@@ -13,7 +13,8 @@ from flax import nnx
 
 from jaxspec.models import few_rows
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.layers import Transformer, causal_attention
+from jaxspec.models.layers import Transformer, causal_attention, tensor_parallel
+from jaxspec.runtime.sharding import tensor_mesh
 
 CONFIG = ModelConfig("llama", 64, 256, 384, 2, 2, 1, 128)
 AUX = (0, 1, 2, 3)
@@ -48,6 +49,18 @@ def test_few_rows_are_the_layers(heads: tuple[int, int, int]):
     many = jax.random.randint(jax.random.key(0), (1, few_rows.MOST_ROWS + 1), 0, CONFIG.vocab_size)
     for got, want in zip(forward(prepared, many), forward(plain, many), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("c", [128, 64], ids=["rotated-in-the-product", "rotated-after"])
+def test_few_rows_on_two_devices_are_those_of_one(c: int):
+    plain = model(dataclasses.replace(CONFIG, num_heads=4, num_kv_heads=2, head_dim=c))
+    split = few_rows.prepare(tensor_parallel(plain, 2), "reference")
+    assert split.few_rows is not None
+    tokens = jax.random.randint(jax.random.key(1), (1, 3), 0, CONFIG.vocab_size)
+    want = forward(few_rows.prepare(plain, "reference"), tokens)
+    with jax.set_mesh(tensor_mesh(2)):
+        for got, one in zip(forward(split, tokens), want, strict=True):
+            np.testing.assert_allclose(got, one, atol=2**-6 * np.abs(one).max())
 
 
 @pytest.mark.parametrize(

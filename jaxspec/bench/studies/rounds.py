@@ -217,12 +217,13 @@ def _measure(args: argparse.Namespace, tiers: Sequence[Tier], shards: int, rows:
         for tier, tokens in [(t, n) for t in tiers for n in (None, *runner.budgets.get((t, batch), ()))]:
             row = bench.measure(tier, batch, args.rounds, args.repeats, tokens) | {"devices": shards}
             plain = plain or row["ms"]
-            row["floor_ms"] = None if rate is None else 1e3 * (runner.weight_bytes + batch * kv) / (shards * rate)
+            read = (runner.weight_bytes + batch * kv) / shards
+            row["floor_ms"] = None if rate is None else 1e3 * read / rate
             row["ratio"] = row["ms"] / plain
             one = alone.get((row["tier"], batch, tokens))
             row["speedup"] = None if one is None else one / row["ms"]
             percent = lambda x: "" if x is None else f"{x:.1%}"
-            floor = percent(None if rate is None or tier.depth else row["floor_ms"] / row["ms"])
+            floor = percent(None if rate is None or tier.depth else 1e3 * read / rate / row["ms"])
             print(
                 f"{shards:7d} {batch:5d}  {tier.name:8s} {tokens or batch * tier.num_nodes:5d} {row['ms']:7.3f}  "
                 f"{row['ratio']:7.3f}  {'' if one is None else format(row['speedup'], '.2f'):>5s}  {floor:>14s}  "
