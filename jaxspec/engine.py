@@ -61,6 +61,7 @@ class Engine:
     Attributes:
       drafter_weights: the versions of the drafter's weights.
       on_round: hears every finished round, between the dispatch of one and the next; None: nobody does.
+      pace: as given; may be exchanged for one of no more rounds.
 
     Raises:
       ValueError: a traffic_log that cannot be appended to.
@@ -82,7 +83,7 @@ class Engine:
         self._serial = 0
         self._prompt: tuple[Sequence[int], list[int]] = ((), [])
         self._steps = self._rounds = self._dispatches = self._starved = self._guided = 0
-        self._pace = Pace(1, measured=False) if pace is None else pace
+        self.pace = Pace(1, measured=False) if pace is None else pace
         self._chunk_last = False  # the latest dispatch was a chunk of which nothing is read
         self._collected_at = self._round_seconds = 0.0  # the latter of the latest round that was timed
         self._laps = runner.laps
@@ -204,7 +205,7 @@ class Engine:
         """
         with self._warmup.step():
             self._laps.start()
-            plan = self.scheduler.plan(self._pace.repeats())
+            plan = self.scheduler.plan(self.pace.repeats())
             for request in plan.preempted:
                 self._reader.leave(self._live[request.request_id])
             self._laps.lap("plan")
@@ -316,7 +317,7 @@ class Engine:
         if isinstance(rows, DecodeRows):
             assert tier is not None
             if pending.timed and pending.dispatched_at < self._collected_at:
-                self._pace.took((tier, pending.bucket), rows.rounds, now - self._collected_at, waited)
+                self.pace.took((tier, pending.bucket), rows.rounds, now - self._collected_at, waited)
             if self._collector is not None and pending.ring is not None:
                 self._collector.collected(*pending.ring, int(result.counts_RB.sum()))
             self._observe(pending, rows, tier, result, now)
@@ -336,20 +337,23 @@ class Engine:
         if pending.timed:
             self._round_seconds = seconds
         counts_RB = result.counts_RB if rows.caps_B is None else result.counts_RB * (rows.caps_B >= tier.depth)
-        numbers_B = rows.slots_B + (rows.stamps_B << PLACE)
-        for counts_B in counts_RB:
-            told_B = counts_B > 0
+        numbers = tuple((rows.slots_B + (rows.stamps_B << PLACE)).tolist())
+        whole, told = bool(counts_RB.all()), numbers
+        for accepted in map(tuple, (counts_RB - 1).tolist()):
+            if not whole:
+                told = tuple(number for number, count in zip(numbers, accepted, strict=True) if count >= 0)
+                accepted = tuple(count for count in accepted if count >= 0)
             stats = RoundStats(
                 tier=tier,
                 batch_size=len(rows),
                 bucket=pending.bucket,
-                num_accepted=tuple((counts_B[told_B] - 1).tolist()),
+                num_accepted=accepted,
                 seconds=seconds,
                 context_tokens=pending.context_tokens,
                 tokens=pending.tokens,
                 drafts=result.drafts,
                 dispatched=rows.rounds,
-                rows=tuple(numbers_B[told_B].tolist()),
+                rows=told,
             )
             self.drafter_weights.observe(pending.version, Choice(tier, pending.tokens), stats.num_accepted)
             if tier in self.controller.policy.tiers:  # else a policy before this one chose it
@@ -388,7 +392,7 @@ class Engine:
         self.scheduler.commit_round(rows, said.tokens)
         counts_RB = result.counts_RB
         stopped = sum(reason is not FinishReason.LENGTH for reason in said.reasons.values())
-        self._pace.gave(kind, int(np.count_nonzero(counts_RB)), int(counts_RB.sum()), stopped)
+        self.pace.gave(kind, int(np.count_nonzero(counts_RB)), int(counts_RB.sum()), stopped)
         self._laps.lap("commit")
         events: list[Event] = []
         for row, (output, tokens, text) in enumerate(zip(said.outputs, said.tokens, said.texts, strict=True)):

@@ -141,10 +141,11 @@ class RoundReader:
         if rounds_SA is None:
             rounds_SA = np.zeros((len(self._at), tier.depth + 1), np.int64)
             self._rounds_SA[tier, drafts is not None] = rounds_SA
-        for counts_B in counts_RB:
-            rows = counts_B.nonzero()[0]
-            slots = slots_B if len(rows) == len(slots_B) else slots_B[rows]
-            rounds_SA[slots, counts_B[rows] - 1] += 1
-            if drafts is not None:
-                verified_BM = np.frombuffer(drafts.verified, np.uint8).reshape(len(slots_B), -1)
-                self._verified_S[slots] += verified_BM[rows].sum(axis=1, dtype=np.int64)
+        told_RB = counts_RB > 0
+        at_RB = slots_B * (tier.depth + 1) + counts_RB - 1
+        # A slot may be counted several times.
+        np.add.at(rounds_SA.reshape(-1), at_RB.ravel() if told_RB.all() else at_RB[told_RB], 1)
+        if drafts is not None:
+            (told_B,) = told_RB
+            verified_BM = np.frombuffer(drafts.verified, np.uint8).reshape(len(slots_B), -1)
+            self._verified_S[slots_B[told_B]] += verified_BM[told_B].sum(axis=1, dtype=np.int64)

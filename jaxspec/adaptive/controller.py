@@ -102,10 +102,11 @@ class AdaptiveController(Generic[State]):
         Raises:
           ValueError: the policy names a tier without a state, or `ready` knows no such packed round.
         """
-        choice = self._available(self._next(view), view)
+        first = self._next(view)
+        choice = self._available(first, view)
         if rounds > 1:
             said = [self._next(view) for _ in range(rounds - 1)] if repeats(choice) else []
-            if not said or any(self._available(other, view) != choice for other in said):
+            if not said or any(other is not first and self._available(other, view) != choice for other in said):
                 self._ahead.extendleft((_kind(view), other) for other in reversed(said))
                 rounds = 1
         tier = choice.tier

@@ -91,8 +91,7 @@ class Result:
         columns = Packed(packed[:rows, : None if tier is None else Packed.width(tier.depth + 1)])
         counts, tokens = columns.count_B, columns.tokens_BD
         cut = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
-        over, finite = columns.end_B == End.OVER, columns.end_B != End.NOT_FINITE
-        return cls(counts[None], cut, finite, over, logprobs, drafts)
+        return cls(counts[None], cut, *_ends(columns.end_B[:, None]), logprobs, drafts)
 
     @classmethod
     def _of_several(cls, packed_RBX: np.ndarray) -> Result:
@@ -102,15 +101,22 @@ class Result:
         columns = Packed(packed_BRX.reshape(-1, width))
         counts_BR, end_BR = columns.count_B.reshape(rows, rounds), columns.end_B.reshape(rows, rounds)
         said = columns.tokens_BD[np.arange(width - Packed.width(0)) < columns.count_B[:, None]].tolist()
-        ends = np.cumsum(counts_BR.sum(axis=1)).tolist()
+        ends = counts_BR.sum(axis=1).cumsum().tolist()
         tokens = [said[first:end] for first, end in zip([0, *ends], ends, strict=False)]
-        finite_B, over_B = (end_BR != End.NOT_FINITE).all(axis=1), (end_BR == End.OVER).any(axis=1)
-        return cls(counts_BR.T, tokens, finite_B, over_B, None)
+        return cls(counts_BR.T, tokens, *_ends(end_BR), None)
 
     def entries(self, row: int, wanted: int) -> list[dict[int, Logprob]]:
         """Log-probabilities of a row's tokens: for each itself first, then the best of the vocabulary, as vLLM does."""
         assert self.logprobs is not None
         return _entries(self.logprobs[row], self.tokens[row], wanted)
+
+
+def _ends(end_BR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(whether all logits of a row were finite, whether one of its rounds ends its text), bool [B] each."""
+    if not end_BR.any():  # in most rounds
+        over_B = np.zeros(len(end_BR), bool)
+        return ~over_B, over_B
+    return (end_BR != End.NOT_FINITE).all(axis=1), (end_BR == End.OVER).any(axis=1)
 
 
 def _entries(logprobs: np.ndarray, tokens: Sequence[int], wanted: int) -> list[dict[int, Logprob]]:

@@ -276,14 +276,17 @@ class IncrementalDetokenizer:
         """The text that these tokens made certain, one after the other."""
         if self._context == len(self._window):
             try:
-                pieces = [self._pieces[token] for token in token_ids]
+                pieces = list(map(self._pieces.__getitem__, token_ids))
             except KeyError:
                 pass
             else:
-                shown = next((at for at in range(len(pieces) - 1, -1, -1) if pieces[at]), None)
-                if shown is not None:
+                shown = len(pieces) - 1
+                while shown >= 0 and not pieces[shown]:
+                    shown -= 1
+                if shown >= 0:
                     self._window, self._context, self._emitted = [token_ids[shown]], 1, len(pieces[shown])
-                return self._begun("".join(pieces))
+                text = "".join(pieces)
+                return self._begun(text) if self._drops_space else text
         return "".join(map(self.feed, token_ids))
 
     def flush(self) -> str:

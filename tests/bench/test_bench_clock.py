@@ -7,6 +7,7 @@ its first token comes after 1 s, 4 after 1.5 s (the round after the prefill: its
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +15,15 @@ import pytest
 from planted import PlantedEngine, jobs, mode
 
 from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.bench.offline import metrics, overheads, report
+from jaxspec.bench.offline import metrics, overheads, queues, report
 from jaxspec.bench.offline.measure import Experiment, Sweep, run_queue
 from jaxspec.bench.offline.metrics import Run
 from jaxspec.bench.offline.workloads import Passage
 from jaxspec.bench.online.overhead import step_offline
 from jaxspec.bench.studies.peers import compare
 from jaxspec.laps import PARTS, WAIT
-from jaxspec.tier import Tier
+from jaxspec.scheduling.pace import Pace
+from jaxspec.tier import PLAIN, Tier
 
 
 def measured(
@@ -224,3 +226,57 @@ def test_the_table_of_overheads():
     assert head[:7] == ["batch", "policy", "rounds", "wall", "device", "idle", "starved"]
     assert plain[:8] == ["4", "off", "2.5", "1000", "950", "5.0%", "50.0%", "100"] and plain[-1] == "80"
     assert adaptive[:6] == ["4", "off", "2.5", "1000", "50.0%", "100"]
+
+
+class Queued(PlantedEngine):
+    """Two slots; a dispatch is a round, or two rounds in three quarters of the time where the pace allows that."""
+
+    pace = Pace(2, measured=False)
+    facts = SimpleNamespace(sizes=SimpleNamespace(slots=2))
+
+    def __init__(self) -> None:
+        super().__init__(prefill=0.0, round=1.0, gain=1)
+        self.rounds = self.dispatches = 0
+
+    def step(self) -> list[Any]:
+        several = self.pace.repeats().rounds
+        self.round = 1.0 if several == 1 else 0.75
+        waiting, self._waiting = self._waiting, self._waiting[: 2 - len(self._rows)]
+        held = waiting[len(self._waiting) :]
+        events = [event for _ in range(several) for event in super(Queued, self).step()]
+        self._waiting += held
+        self.rounds, self.dispatches = self.rounds + several, self.dispatches + 1
+        return events
+
+    def abort(self, name: str) -> None:
+        rows = (self._rows, self._waiting)
+        self._rows, self._waiting = ([row for row in some if row.name != name] for some in rows)
+
+    @property
+    def stats(self) -> Any:
+        return SimpleNamespace(rounds=self.rounds, dispatches=self.dispatches)
+
+
+def test_a_queue_at_both_paces():
+    """Tokens a second, the wait for the first, and that the engine is left as it was found."""
+    planted: Any = Queued()
+    own = planted.pace
+    one = queues.closed_loop(planted, [[1], [2]], StaticPolicy(PLAIN), 40, clock=planted.clock)
+    planted.pace = Pace(1, measured=False)
+    other = queues.closed_loop(planted, [[1], [2]], StaticPolicy(PLAIN), 40, clock=planted.clock)
+    assert (one.rounds, other.rounds) == (2, 1) and not planted.has_work
+    assert other.tokens_per_second == pytest.approx(2.0, rel=0.1)
+    assert one.tokens_per_second == pytest.approx(2 / 0.75, rel=0.1)
+    assert 10 < one.first_token < other.first_token < 60
+    planted.pace = own
+    assert list(itertools.islice(queues.lengths(40), 3)) == [35, 51, 26]
+
+
+def test_the_table_of_queues(monkeypatch: pytest.MonkeyPatch):
+    planted: Any = Queued()
+    own, loop = planted.pace, queues.closed_loop
+    monkeypatch.setattr(queues, "closed_loop", lambda *args: loop(*args, clock=planted.clock))
+    rows = queues.rows(planted, [[1], [2]], [PLAIN], 40, 3)
+    assert planted.pace is own and len(rows[0]["gains"]) == 3 and 1.25 < min(rows[0]["gains"]) < 1.4
+    line = queues.table(rows).splitlines()[1].split()
+    assert line[:4] == ["2", "off", "40", "2"] and line[5][:3] == "1.3" and line[9] == "2.0"

@@ -2,6 +2,7 @@
 
 overheads --batch-sizes 1,16,64 --tiers off,3                 the demo
 overheads --model DIR --tiers off,3,5 --policies adaptive      a grown model (`python -m jaxspec.bench grow 1b DIR`)
+overheads --batch-sizes 16 --queue 128                         also twice as many requests as slots, of 128 tokens each
 
 Requests of a full batch run side by side; rounds are looked at once all are under way and until the first could end, so
 that no prompt is among them. What the device needs for a round is that of the same executable dispatched back to back
@@ -24,6 +25,7 @@ import jax
 from jaxspec import cli
 from jaxspec.adaptive.policy import TierPolicy
 from jaxspec.adaptive.static import StaticPolicy
+from jaxspec.bench.offline import queues
 from jaxspec.bench.offline.engines import Options, Parts
 from jaxspec.bench.offline.measure import Sweep
 from jaxspec.bench.offline.metrics import ADAPTIVE
@@ -171,6 +173,8 @@ def parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=100, help="that are looked at")
     add("--repeats", type=int, default=5, help="medians are taken over these")
     add("--rounds-per-dispatch", metavar="auto|N", default="auto", help="as EngineConfig.rounds_per_dispatch")
+    queue = "also a full batch of the largest size and as many requests waiting, of TOKENS tokens on average"
+    add("--queue", type=int, metavar="TOKENS", help=f"{queue} (default: not measured)")
     add("--json", metavar="FILE", help="all figures and the conditions (default: not written)")
     out.set_defaults(command="overheads")
     return out
@@ -185,15 +189,15 @@ def run(args: argparse.Namespace, sizes: tuple[int, ...], say: Callable[[str], N
     Raises:
       ValueError: options that do not fit; names the option, what was given and what is allowed.
     """
-    for name, least in (("context", 1), ("rounds", 1), ("repeats", 1)):
-        if getattr(args, name) < least:
-            raise ValueError(f"{name} must be at least {least}, got {getattr(args, name)}")
+    for name, least in (("context", 1), ("rounds", 1), ("repeats", 1), ("queue", 1)):
+        if (given := getattr(args, name)) is not None and given < least:
+            raise ValueError(f"{name} must be at least {least}, got {given}")
     check_path("json", args.json)
     tiers = [parse_tier(entry.strip()) for entry in args.tiers.split(",")]
     drafting = tuple(tier for tier in tiers if tier != PLAIN)
     depth = max(tier.depth for tier in tiers)
     # Rounds until the engine knows its pace, those that are looked at, and dispatches in flight behind them.
-    room = (depth + 1) * (args.rounds + _FIRST + 4 * MOST_ROUNDS)
+    room = max((depth + 1) * (args.rounds + _FIRST + 4 * MOST_ROUNDS), 2 * (args.queue or 0))
     plan = Sweep(sizes, ("code",), room, args.repeats)
     several = args.rounds_per_dispatch
     options = Options(
@@ -215,7 +219,11 @@ def run(args: argparse.Namespace, sizes: tuple[int, ...], say: Callable[[str], N
     device = jax.devices()[0]
     say(f"\n{args.model}, {parts.dtype.name}, {device.device_kind}, JAX {jax.__version__}: microseconds a round\n")
     say(table(rows))
+    queued = []
+    if args.queue:
+        queued = queues.rows(engine, prompts, tiers, args.queue, args.repeats)
+        say(f"\n{queues.table(queued)}")
     if args.json:
         conditions = {**vars(args), "device": device.device_kind, "platform": device.platform, "jax": jax.__version__}
-        write_json({"conditions": conditions, "rounds": rows}, args.json)
+        write_json({"conditions": conditions, "rounds": rows, "queues": queued}, args.json)
     return 0
