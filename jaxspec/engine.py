@@ -82,7 +82,7 @@ class Engine:
         self._in_flight: list[Pending] = []
         self._serial = 0
         self._prompt: tuple[Sequence[int], list[int]] = ((), [])
-        self._steps = self._rounds = self._dispatches = self._starved = self._guided = 0
+        self._steps = self._rounds = self._dispatches = self._starved = self._guided = self._experts = 0
         self.pace = Pace(1, measured=False) if pace is None else pace
         self._chunk_last = False  # the latest dispatch was a chunk of which nothing is read
         self._collected_at = self._round_seconds = 0.0  # the latter of the latest round that was timed
@@ -339,7 +339,7 @@ class Engine:
         counts_RB = result.counts_RB if rows.caps_B is None else result.counts_RB * (rows.caps_B >= tier.depth)
         numbers = tuple((rows.slots_B + (rows.stamps_B << PLACE)).tolist())
         whole, told = bool(counts_RB.all()), numbers
-        for accepted in map(tuple, (counts_RB - 1).tolist()):
+        for accepted, touched in zip(map(tuple, (counts_RB - 1).tolist()), result.touched_R, strict=True):
             if not whole:
                 told = tuple(number for number, count in zip(numbers, accepted, strict=True) if count >= 0)
                 accepted = tuple(count for count in accepted if count >= 0)
@@ -354,7 +354,9 @@ class Engine:
                 drafts=result.drafts,
                 dispatched=rows.rounds,
                 rows=told,
+                experts=touched,
             )
+            self._experts += touched
             self.drafter_weights.observe(pending.version, Choice(tier, pending.tokens), stats.num_accepted)
             if tier in self.controller.policy.tiers:  # else a policy before this one chose it
                 self.controller.observe(stats)
@@ -479,6 +481,7 @@ class Engine:
             waiting=s.waiting,
             active_tier="" if self.controller.active is None else self.controller.active.name,
             guided_rounds=self._guided,
+            experts_touched=self._experts,
             ring_rows=0 if self._collector is None else self._collector.rows,
             ring_lost=0 if self._collector is None else self._collector.lost,
             drafter_version=self.drafter_weights.version,

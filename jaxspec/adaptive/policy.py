@@ -98,6 +98,7 @@ class RoundStats:
       dispatched: rounds of its dispatch; their seconds are an equal share of that one's.
       rows: of each request in num_accepted a number that stays its own: its place, and above its PLACE bits how often
         that changed hands. Empty: not told.
+      experts: distinct experts that the target read, over all layers; 0 of models without.
     """
 
     tier: Tier
@@ -110,6 +111,7 @@ class RoundStats:
     drafts: DraftLabels | None = None
     dispatched: int = 1
     rows: tuple[int, ...] = ()
+    experts: int = 0
 
     def to_json(self) -> str:
         """One JSONL line."""
@@ -119,8 +121,9 @@ class RoundStats:
             del d["tokens"]
         if self.dispatched == 1:
             del d["dispatched"]
-        if not self.rows:
-            del d["rows"]
+        for name in ("rows", "experts"):
+            if not d[name]:
+                del d[name]
         if d.pop("drafts") is not None:
             assert self.drafts is not None
             d["drafts"] = self.drafts.to_dict()

@@ -8,8 +8,10 @@ families, caches, drafters or schedules.
 from __future__ import annotations
 
 import abc
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 import jax
@@ -264,3 +266,32 @@ class TargetModel(nnx.Module):
     def logits(self, hidden_BNE: jax.Array) -> jax.Array:
         """Float32 logits [B, N, V] of hidden states that passed the final norm."""
         ...
+
+
+_touched: contextvars.ContextVar[list[jax.Array] | None] = contextvars.ContextVar("touched", default=None)
+
+
+@contextlib.contextmanager
+def counting_experts() -> Iterator[list[jax.Array]]:
+    """Inside, every mixture of experts that is traced adds how many distinct ones it reads to what is yielded.
+
+    For whoever traces a model inside a function of his own: what is yielded belongs to that trace.
+    """
+    found: list[jax.Array] = []
+    token = _touched.set(found)
+    try:
+        yield found
+    finally:
+        _touched.reset(token)
+
+
+def report_touched(count: jax.Array) -> None:
+    """For a mixture of experts: how many distinct ones it reads, an int32."""
+    found = _touched.get()
+    if found is not None:
+        found.append(count)
+
+
+def total(touched: Sequence[jax.Array]) -> jax.Array | None:
+    """Distinct experts over all layers; None without any mixture."""
+    return sum(touched[1:], start=touched[0]) if touched else None

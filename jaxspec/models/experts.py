@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models.base import Experts, ModelConfig, Split
+from jaxspec.models.base import Experts, ModelConfig, Split, report_touched
 from jaxspec.models.layers import ACTIVATIONS, MLP, Linear, Transformer, product
 from jaxspec.models.quantised import Quantised
 
@@ -89,7 +89,7 @@ def in_blocks(experts_MK: jax.Array, count: int, rows: int) -> Blocks:
     rows_S = jnp.full((blocks * rows,), m, jnp.int32).at[places_P].set(token_P, unique_indices=True)
     experts_N = jnp.sum(ends_X[None, :] <= jnp.arange(blocks)[:, None], axis=1)
     experts_N = jnp.minimum(experts_N, jnp.max(flat_P)).astype(jnp.int32)
-    return Blocks(experts_N, rows_S.reshape(blocks, rows), places_P.reshape(m, k), jnp.sum(used_X > 0))
+    return Blocks(experts_N, rows_S.reshape(blocks, rows), places_P.reshape(m, k), jnp.sum(used_X > 0, dtype=jnp.int32))
 
 
 def activated(gate_up: jax.Array, act: str, shards: int = 1) -> jax.Array:
@@ -137,6 +137,7 @@ class MixtureOfExperts(nnx.Module):
             logits_MX = logits_MX + self.router.bias[...][None].astype(jnp.float32)
         routing = route(logits_MX, self.experts)
         blocks = in_blocks(routing.experts_MK, self.experts.count, block_rows(routing.experts_MK.size))
+        report_touched(blocks.touched)
         out_ME = self.mixed(x_ME, routing, blocks)
         if self.shared is not None and self.shared_gate is not None:
             out_ME = out_ME + jax.nn.sigmoid(self.shared_gate(x_ME)) * self.shared(x_ME)

@@ -69,6 +69,7 @@ class Result:
       over_B: whether a token or the length ends the row's text, for the host to say which.
       logprobs: `PackedLogprobs` of the rows, where some asked for them.
       drafts: of a packed round, what became of its nodes.
+      touched_R: distinct experts that the target read in each round, over all layers; 0 of models without.
     """
 
     counts_RB: np.ndarray
@@ -77,6 +78,7 @@ class Result:
     over_B: np.ndarray
     logprobs: np.ndarray | None
     drafts: DraftLabels | None = None
+    touched_R: Sequence[int] = (0,)
 
     @classmethod
     def of(cls, packed: np.ndarray, rows: int, logprobs: np.ndarray | None = None, tier: Tier | None = None) -> Result:
@@ -91,7 +93,9 @@ class Result:
         columns = Packed(packed[:rows, : None if tier is None else Packed.width(tier.depth + 1)])
         counts, tokens = columns.count_B, columns.tokens_BD
         cut = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
-        return cls(counts[None], cut, *_ends(columns.end_B[:, None]), logprobs, drafts)
+        return cls(
+            counts[None], cut, *_ends(columns.end_B[:, None]), logprobs, drafts, columns.touched_B[:1].tolist() or [0]
+        )
 
     @classmethod
     def _of_several(cls, packed_RBX: np.ndarray) -> Result:
@@ -103,7 +107,8 @@ class Result:
         said = columns.tokens_BD[np.arange(width - Packed.width(0)) < columns.count_B[:, None]].tolist()
         ends = counts_BR.sum(axis=1).cumsum().tolist()
         tokens = [said[first:end] for first, end in zip([0, *ends], ends, strict=False)]
-        return cls(counts_BR.T, tokens, *_ends(end_BR), None)
+        touched_R = columns.touched_B[:rounds].tolist() or [0] * rounds
+        return cls(counts_BR.T, tokens, *_ends(end_BR), None, touched_R=touched_R)
 
     def entries(self, row: int, wanted: int) -> list[dict[int, Logprob]]:
         """Log-probabilities of a row's tokens: for each itself first, then the best of the vocabulary, as vLLM does."""

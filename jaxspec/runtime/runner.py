@@ -367,7 +367,10 @@ class Runner:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the target's weights that a step reads: all, but of an input embedding of its own only rows."""
+        """Bytes of the target's weights that a step reads: all, but of an input embedding of its own only rows.
+
+        As if every expert were touched.
+        """
         total = sum(x.nbytes for x in self._target)
         embedding = self.config.vocab_size * self.config.hidden_size * self._dtype.itemsize
         return total if self.config.tie_word_embeddings else total - embedding

@@ -145,7 +145,8 @@ class Placement:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
         whole = lambda tree: lie(tree, self.replicated)
-        parts = Forward(lie(forward.logits_BNV, self.logits), lie(forward.kv_LBNGc, heads), whole(forward.aux_BNA))
+        aux, touched = whole(forward.aux_BNA), whole(forward.touched)
+        parts = Forward(lie(forward.logits_BNV, self.logits), lie(forward.kv_LBNGc, heads), aux, touched)
         return whole(drafted), parts
 
     def ambient(self) -> contextlib.AbstractContextManager[Any]:

@@ -128,8 +128,9 @@ def back_to_back(
 
 
 def _place(runner: Runs, context: int) -> None:
-    """Gives every slot a text of so many tokens, and pages for the longest."""
-    geo = runner.geo
+    """Gives every slot a text of so many tokens, each its own one, and pages for the longest."""
+    geo, (_, vocab) = runner.geo, runner.state.sampling.counts_SV.shape
+    texts = np.random.default_rng(0).integers(0, vocab, runner.state.tokens_SL.shape, np.int32)
     pages = np.arange(geo.slots * geo.pages_per_seq, dtype=np.int32).reshape(geo.slots, -1) % geo.num_pages
     length = runner.put(np.full((geo.slots,), context, np.int32))
     # Whatever requests had the slots before: these texts do not end.
@@ -139,7 +140,8 @@ def _place(runner: Runs, context: int) -> None:
         for name in ("ends_at_S", "eos_ends_S", "num_stops_S")
     }
     runner.state = dataclasses.replace(
-        runner.state, table_SM=runner.put(pages), length_S=length, over_S=runner.put(np.zeros((geo.slots,), bool)),
+        runner.state, table_SM=runner.put(pages), tokens_SL=runner.put(texts), length_S=length,
+        over_S=runner.put(np.zeros((geo.slots,), bool)),
         sampling=dataclasses.replace(runner.state.sampling, **endless),
     )  # fmt: skip
 

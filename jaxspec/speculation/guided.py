@@ -95,4 +95,5 @@ def parts(spec: RoundSpec, tier: Tier, bucket: int, dtype: jnp.dtype) -> tuple[D
     kv: Any = jax.ShapeDtypeStruct((cfg.num_layers, bucket, n, cfg.num_kv_heads, 2 * cfg.head_dim), dtype)
     logits = shape(n, cfg.vocab_size, dtype=jnp.float32)
     aux = shape(n, len(spec.aux_layers) * cfg.hidden_size, dtype=dtype) if spec.aux_layers else None
-    return Drafted(tree, noise), Forward(logits, kv, aux)
+    touched: Any = None if cfg.experts is None else jax.ShapeDtypeStruct((), jnp.int32)
+    return Drafted(tree, noise), Forward(logits, kv, aux, touched)

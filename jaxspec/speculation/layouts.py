@@ -35,6 +35,17 @@ class _Column:
         return layout.array[self.at]
 
 
+class _Bits(_Column):
+    """Some bits of a column."""
+
+    def __init__(self, *at: int | slice | None, low: int, count: int):
+        super().__init__(*at)
+        self.low, self.mask = low, (1 << count) - 1
+
+    def __get__(self, layout: _Layout[A], owner: object = None) -> A:
+        return layout.array[self.at] >> self.low & self.mask
+
+
 _ALL = slice(None)
 
 
@@ -42,7 +53,7 @@ class Batch(_Layout[A]):
     """The rows of a round, int32 [B, 3 + pages].
 
     Attributes:
-      slot_B: S for padding.
+      slot_B: S or more for padding.
       cap_B: most drafts to accept.
       first_B: first entry of the slot's page table to fill. pages_BP: the pages to fill in, P for none.
     """
@@ -60,12 +71,15 @@ class Batch(_Layout[A]):
     ) -> Batch[np.ndarray]:  # fmt: skip
         """A batch of slots and their most drafts; of grants of (row, first table entry, new pages).
 
-        Without any slot it means no request: it reads and writes nothing of the state, and takes as long.
+        Without any slot it means no request: it reads and writes nothing of the state, and takes as long. Its rows have
+        tokens of their own (`Rows.gather`), so that where experts are chosen it takes as long, too.
         """
         batch = Batch(np.zeros((bucket, Batch.width(geo)), np.int32))
         batch.slot_B[:], batch.first_B[:], batch.pages_BP[:] = geo.slots, geo.pages_per_seq, geo.num_pages
         count = len(slots)
-        if count:
+        if not count:
+            batch.slot_B[:] += np.arange(bucket, dtype=np.int32)
+        else:
             batch.slot_B[:count], batch.cap_B[:count] = slots, caps
         for row, first, pages in grants:
             batch.first_B[row], batch.pages_BP[row, : len(pages)] = first, pages
@@ -188,18 +202,23 @@ class Packed(_Layout[A]):
 
     Attributes:
       count_B: how many tokens; 0 of a row that was over before, or whose logits were not finite.
+      told_B: `end_B`, and above its bits `touched_B`.
       end_B: an `End`; NOT_FINITE where the target's logits were not, OVER where a token or the length ends the text.
+      touched_B: distinct experts that the pass read, over all layers, the same for every row; 0 of models without.
       tokens_BD: the tokens, -1 behind them.
     """
 
-    count_B, end_B, tokens_BD = (_Column(_ALL, at) for at in (0, 1, slice(2, None)))
+    count_B, told_B, tokens_BD = (_Column(_ALL, at) for at in (0, 1, slice(2, None)))
+    end_B, touched_B = _Bits(_ALL, 1, low=0, count=2), _Bits(_ALL, 1, low=2, count=29)
 
     @staticmethod
     def width(tokens: int) -> int:
         return 2 + tokens
 
     @staticmethod
-    def of(count_B: jax.Array, end_B: jax.Array, tokens_BD: jax.Array) -> jax.Array:
+    def of(count_B: jax.Array, end_B: jax.Array, tokens_BD: jax.Array, touched: jax.Array | None = None) -> jax.Array:
+        if touched is not None:
+            end_B = end_B | touched << 2
         return jnp.concatenate([count_B[:, None], end_B[:, None], tokens_BD], axis=1)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.cache import TreeKV, commit
-from jaxspec.models.base import ModelConfig, TargetModel
+from jaxspec.models.base import ModelConfig, TargetModel, counting_experts, total
 from jaxspec.speculation.drafter import Drafter, Remembering
 from jaxspec.speculation.ending import ends
 from jaxspec.speculation.layouts import Admission, Batch, Chunks, End, Packed, PackedLogprobs, Text
@@ -106,11 +106,13 @@ class Forward:
     Attributes:
       logits_BNV: raw.
       kv_LBNGc: its nodes' keys and values. aux_BNA: what the drafter wants to see of them.
+      touched: distinct experts that were read, over all layers; None where there are none.
     """
 
     logits_BNV: jax.Array
     kv_LBNGc: jax.Array
     aux_BNA: jax.Array | None
+    touched: jax.Array | None = None
 
 
 # The phases of a round.
@@ -142,8 +144,9 @@ def forward_phase(
     model: TargetModel = nnx.merge(spec.graph, target)
     geo = spec.geo
     kv = TreeKV(state.pages, rows.table_BM, rows.length_B, ancestors_BNN, geo.num_pages, kernels=geo.kernels)
-    hidden, aux = model(tokens_BN, rows.length_B[:, None] + depths_BN, kv.attend, spec.aux_layers)
-    return Forward(model.logits(hidden), kv.stacked(), aux)
+    with counting_experts() as touched:
+        hidden, aux = model(tokens_BN, rows.length_B[:, None] + depths_BN, kv.attend, spec.aux_layers)
+    return Forward(model.logits(hidden), kv.stacked(), aux, total(touched))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +244,7 @@ class Phases:
             state, pages=pages, tokens_SL=tokens, length_S=length, over_S=over, draft=draft, sampling=sampling,
             ring=ring,
         )  # fmt: skip
-        return state, Packed.of(count, end, jnp.where(write, emitted, -1))
+        return state, Packed.of(count, end, jnp.where(write, emitted, -1), forward.touched)
 
 
 def _at_most(verdict: Verdict, cap_B: jax.Array, tree: DraftTree) -> Verdict:

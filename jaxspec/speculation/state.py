@@ -75,6 +75,10 @@ class DecodeState:
         )
 
 
+#: What the tokens of padding rows are apart.
+_APART = 7919
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
@@ -101,7 +105,9 @@ class Rows:
         length = jnp.where(valid, jnp.take(state.length_S, slot_B, mode="clip"), 0)
         table = jnp.take(state.table_SM, slot_B, axis=0, mode="clip")
         table = jnp.where(valid[:, None], table, geo.num_pages)
-        root = state.tokens_SL.at[slot_B, length].get(mode="clip")
+        # Padding has texts of its own: rows that were all alike would all be given the same experts.
+        strange = (slot_B - geo.slots) * _APART % state.sampling.counts_SV.shape[1]
+        root = jnp.where(valid, state.tokens_SL.at[slot_B, length].get(mode="clip"), strange)
         return cls(slot_B, valid, table, length, root)
 
     def tokens_at(self, tokens_SL: jax.Array, index_BN: jax.Array) -> jax.Array:

@@ -261,6 +261,7 @@ class ServerMetrics:
         self._cached = gauge("jaxspec:cached_pages", "Pages that only the prefix cache holds.")
         self._steps = counter("jaxspec:engine_steps", "Steps of the engine.")
         self._starved = counter("jaxspec:starved_rounds", "Rounds that the device had no work before.")
+        self._experts = counter("jaxspec:experts_touched", "Distinct experts that rounds read, over all layers.")
         self._host = counter("jaxspec:host_seconds", "Seconds of the steps' own work.")
         self._device = counter("jaxspec:device_seconds", "Seconds that steps waited for the device.")
 
@@ -316,6 +317,7 @@ class ServerMetrics:
                 (self._drafter_rollbacks, stats.drafter_rollbacks),
                 (self._steps, stats.steps),
                 (self._starved, stats.starved_rounds),
+                (self._experts, stats.experts_touched),
                 (self._host, stats.host_seconds),
                 (self._device, stats.device_seconds),
             ):

@@ -15,6 +15,8 @@ from jaxspec.config import SpeculationConfig
 from jaxspec.models.layers import causal_attention
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_target
 from jaxspec.request import SamplingParams
+from jaxspec.runtime.results import Result
+from jaxspec.speculation.layouts import Batch
 from jaxspec.tier import Tier
 
 NEW, WIDTH = 24, 64
@@ -57,3 +59,12 @@ def test_drafts_change_nothing(family: str, bench: Any, tools: Any):
         assert output.token_ids == chosen[i, len(prompt) - 1 : len(prompt) - 1 + NEW].tolist()
         assert len(set(output.token_ids)) > 3, "a text that repeats itself proves little"
     assert sum(output.metrics.accepted for output in outputs) > 0
+    if (own := target.config.experts) is not None:
+        # Of every layer at least what one token uses, at most what all do; nodes of a round do not all use the same.
+        layers, rounds = len(own.layers), engine.stats.rounds
+        assert own.per_token * layers * rounds < engine.stats.experts_touched <= own.count * layers * rounds
+        # Rounds of no requests, by which costs are measured, touch more than one token's as well.
+        trial = engine.runner.repeat(tier, 2, engine.runner.put(Batch.of(engine.runner.geo, 2).array), 1)
+        assert Result.of(np.asarray(trial), 2).touched_R[0] > own.per_token * layers
+    else:
+        assert engine.stats.experts_touched == 0

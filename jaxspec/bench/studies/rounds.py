@@ -30,11 +30,12 @@ from jax.sharding import Mesh
 
 from jaxspec.adaptive.arms import packed_tokens
 from jaxspec.bench.studies import report
-from jaxspec.models import few_rows
-from jaxspec.models.base import ModelConfig
-from jaxspec.models.layers import Transformer, tensor_parallel
+from jaxspec.models import few_rows, registry
+from jaxspec.models.base import Experts, ModelConfig
+from jaxspec.models.layers import tensor_parallel
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.programs import RunnerConfig
+from jaxspec.runtime.results import Result
 from jaxspec.runtime.runner import Runner
 from jaxspec.runtime.sharding import parameter_shardings, tensor_mesh
 from jaxspec.runtime.warmup import WarmupConfig
@@ -46,11 +47,29 @@ from jaxspec.speculation.state import Geometry
 from jaxspec.tier import Tier
 from pallas_kernels.profile import busy, medians, record
 
-#: Llama 3.1 8B and 3.2 1B, a small one for rehearsals; vocabularies and the heads' draft vocabularies included.
+#: Llama 3.1 8B and 3.2 1B, Qwen3-30B-A3B, small ones for rehearsals; with the heads' draft vocabularies.
 SHAPES = {
     "8b": (ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, rope_theta=5e5), 32000),
+    "30b-a3b": (
+        ModelConfig(
+            "qwen3_moe",
+            151936,
+            2048,
+            6144,
+            48,
+            32,
+            4,
+            128,
+            rope_theta=1e6,
+            rms_norm_eps=1e-6,
+            qk_norm=True,
+            experts=Experts(128, 8, 768, tuple(range(48))),
+        ),
+        32000,
+    ),
     "1b": (ModelConfig("llama", 128256, 2048, 8192, 16, 32, 8, 64, rope_theta=5e5, tie_word_embeddings=True), 32000),
     "tiny": (ModelConfig("llama", 512, 64, 128, 2, 4, 2, 16), 256),
+    "tiny-moe": (ModelConfig("qwen3_moe", 512, 64, 128, 2, 4, 2, 16, experts=Experts(16, 4, 64, (0, 1))), 256),
 }
 
 #: Measured device-to-device copy, bytes read plus bytes written a second (docs/kernels.md).
@@ -97,7 +116,7 @@ def build(
     cfg, draft_vocab = SHAPES[shape]
     mesh = tensor_mesh(shards) if shards > 1 else None
     lay_out = lambda module: tensor_parallel(module, shards) if shards > 1 else module
-    target = random_weights(nnx.eval_shape(lambda: lay_out(Transformer(cfg, dtype=dtype))), 0, mesh)
+    target = random_weights(nnx.eval_shape(lambda: lay_out(registry.build(cfg, dtype))), 0, mesh)
     if few_rows.unsupported() is None and not layers_by_xla:
         target = few_rows.prepare(target)
     depth = max(tier.depth for tier in tiers)
@@ -120,6 +139,17 @@ def build(
     return Runner(target, drafter, params, geo, can, WarmupConfig(sys.stderr.isatty(), cache), mesh)
 
 
+def target_bytes(runner: Runner, touched: int) -> int:
+    """Bytes of the target's weights that a pass reads; of experts those of the `touched` ones, over all layers."""
+    cfg = runner.config
+    if cfg.experts is None:
+        return runner.weight_bytes
+    # Kernels that are stacked over experts; biases are no more than a thousandth of them.
+    stacked = [x for x in jax.tree.leaves(runner.target) if x.ndim > 2 and x.shape[0] == cfg.experts.count]
+    each = sum(x.nbytes for x in stacked) // (cfg.experts.count * len(cfg.experts.layers))
+    return runner.weight_bytes - sum(x.nbytes for x in stacked) + touched * each
+
+
 @dataclasses.dataclass
 class Bench:
     """Back-to-back rounds of one runner at a given context."""
@@ -132,7 +162,10 @@ class Bench:
         runner, geo = self.runner, self.runner.geo
         table = np.arange(geo.slots * geo.pages_per_seq, dtype=np.int32).reshape(geo.slots, -1)
         length = jnp.full((geo.slots,), self.context, jnp.int32)
-        runner.state = dataclasses.replace(runner.state, table_SM=jnp.asarray(table), length_S=length)
+        # Each request has a text of its own, and with it experts of its own.
+        vocab, shape = runner.config.vocab_size, runner.state.tokens_SL.shape
+        texts = jax.random.randint(jax.random.key(0), shape, 0, vocab, jnp.int32)
+        runner.state = dataclasses.replace(runner.state, table_SM=jnp.asarray(table), length_S=length, tokens_SL=texts)
         rows = Batch.of(geo, batch, range(batch), geo.max_depth)
         return runner.repeat(tier, batch, jax.device_put(rows.array), count, tokens)
 
@@ -158,6 +191,7 @@ class Bench:
             "idle_share": None if not span else 1 - active / span,
             "kernels": round(len(found) / count),
             "collective_share": exchanged / active if active else None,
+            "experts": Result.of(np.asarray(self.rounds(tier, batch, 1, tokens)), batch).touched_R[0],
             "top": {name: [n / count, 1e6 * t] for name, (n, t) in list(top.items())[:12]},
         }
 
@@ -186,7 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     print(f"{args.shape} {args.dtype} on {jax.devices()[0].device_kind}, context {args.context}, jax {jax.__version__}")
     print(
-        "devices batch  tier     tokens      ms  x plain  x one  share of floor  device ms  idle  collectives kernels"
+        "devices batch  tier     tokens      ms  x plain  x one  share of floor  device ms  idle  collectives kernels "
+        " experts a layer"
     )
     for shards in sorted({1, args.tensor_parallel}):
         try:
@@ -217,18 +252,20 @@ def _measure(args: argparse.Namespace, tiers: Sequence[Tier], shards: int, rows:
         for tier, tokens in [(t, n) for t in tiers for n in (None, *runner.budgets.get((t, batch), ()))]:
             row = bench.measure(tier, batch, args.rounds, args.repeats, tokens) | {"devices": shards}
             plain = plain or row["ms"]
-            read = (runner.weight_bytes + batch * kv) / shards
-            row["floor_ms"] = None if rate is None else 1e3 * read / rate
+            read = (target_bytes(runner, row["experts"]) + batch * kv) / shards
+            row["floor_ms"] = least = None if rate is None else 1e3 * read / rate
             row["ratio"] = row["ms"] / plain
             one = alone.get((row["tier"], batch, tokens))
             row["speedup"] = None if one is None else one / row["ms"]
             percent = lambda x: "" if x is None else f"{x:.1%}"
-            floor = percent(None if rate is None or tier.depth else 1e3 * read / rate / row["ms"])
+            shown = tier.depth == 0 or cfg.experts is not None
+            floor = percent(least / row["ms"] if shown and least is not None else None)
             print(
                 f"{shards:7d} {batch:5d}  {tier.name:8s} {tokens or batch * tier.num_nodes:5d} {row['ms']:7.3f}  "
                 f"{row['ratio']:7.3f}  {'' if one is None else format(row['speedup'], '.2f'):>5s}  {floor:>14s}  "
                 f"{row['device_ms']:9.3f} {percent(row['idle_share']):>5s}  {percent(row['collective_share']):>11s} "
-                f"{row['kernels']:7d}",
+                f"{row['kernels']:7d}"
+                + ("" if cfg.experts is None else f"  {row['experts'] / len(cfg.experts.layers):15.1f}"),
                 flush=True,
             )
             rows.append(row)
