@@ -44,7 +44,10 @@ def doubling(cfg: ModelConfig) -> float | None:
     if not full:
         return None
     attention = cfg.hidden_size * cfg.head_dim * 2 * (cfg.num_heads + cfg.num_kv_heads)
-    weights = cfg.num_layers * (attention + 3 * cfg.hidden_size * cfg.intermediate_size)
+    inner, own = cfg.num_layers * cfg.intermediate_size, cfg.experts
+    if own is not None:
+        inner += len(own.layers) * (own.per_token * own.inner + own.shared_inner - cfg.intermediate_size)
+    weights = cfg.num_layers * attention + 3 * cfg.hidden_size * inner
     return weights / (2 * full * cfg.num_heads * cfg.head_dim)
 
 

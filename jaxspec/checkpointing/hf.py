@@ -33,6 +33,7 @@ from jaxspec.checkpointing.tensors import (
 from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.family import token_ids
+from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import served
 from jaxspec.models.weight_map import Weight
@@ -58,7 +59,7 @@ def load_weights(
     for w in weights:
         w = w.as_stored(reader.names)
         kernel = None if quantisation is None else quantised.read_kernel(quantisation, reader, w)
-        if kernel is not None and blocked:
+        if isinstance(kernel, Quantised) and blocked:
             kernel = kernel.blocked()
         if kernel is None:
             kernel = w.join([reader.get(name, shape) for name, shape in zip(w.names, w.shapes, strict=True)])
@@ -73,7 +74,7 @@ def named_tensors(weights: Iterable[Weight], dtype: DTypeLike) -> dict[str, np.n
     """
     weights = list(weights)
     for w in weights:
-        if isinstance(w.param.get_value(), Quantised):
+        if isinstance(w.param.get_value(), Quantised | Mxfp4):
             raise ValueError(f"{w.names[0]!r} is quantised; copy the directory that it was loaded from instead")
     return {name: part for w in weights for name, part in zip(w.names, w.split(dtype), strict=True)}
 

@@ -1,9 +1,9 @@
 """Quantised checkpoints: from `quantization_config` and the tensors of a format to `models.quantised.Quantised`.
 
 Owns what each format calls its tensors, how it packs them and what its scales mean: fp8 (DeepSeek, Qwen),
-compressed-tensors (llm-compressor), AWQ's GEMM layout, GPTQ. Which layers are quantised, the file decides: a module
-whose weights lie there in bfloat16 stays as it is. Activations are not quantised: what a checkpoint says of them
-(dynamic or `input_scale`) is for kernels that need it, and a product without it is the more exact one.
+compressed-tensors (llm-compressor), AWQ's GEMM layout, GPTQ, MXFP4 experts. Which layers are quantised, the file
+decides: a module whose weights lie there in bfloat16 stays as it is. Activations are not quantised: what a checkpoint
+says of them (dynamic or `input_scale`) is for kernels that need it, and a product without it is the more exact one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import numpy as np
 
 from jaxspec.checkpointing import packing
 from jaxspec.checkpointing.tensors import FLOAT8, FLOATS, TensorReader
+from jaxspec.models import mxfp4
+from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised, joined
-from jaxspec.models.weight_map import Weight
+from jaxspec.models.weight_map import ExpertMaps, Weight
 
 #: Scales of activations, which products here have no use for.
 IGNORED = r".*\.(input_scale|input_zero_point)"
@@ -66,12 +68,14 @@ def read_config(config: Mapping[str, Any] | None) -> Read | None:
     return _METHODS[method](config)
 
 
-def read_kernel(read: Read, reader: TensorReader, weight: Weight) -> Quantised | None:
-    """The kernel of a linear map, its fused projections side by side; None where it is not quantised.
+def read_kernel(read: Read, reader: TensorReader, weight: Weight) -> Quantised | Mxfp4 | None:
+    """The kernel of a linear map, its fused projections side by side, or of all experts; None: it is not quantised.
 
     Raises:
       ValueError: tensors that do not fit, or projections that are not quantised alike; names them.
     """
+    if isinstance(weight, ExpertMaps):
+        return _mxfp4_experts(reader, weight)
     if not weight.linear:
         return None
     modules = [name.removesuffix(".weight") for name in weight.names]
@@ -190,11 +194,37 @@ def _gptq(config: Mapping[str, Any]) -> Read:
     return read
 
 
+def _mxfp4(config: Mapping[str, Any]) -> Read:
+    """Of experts alone, which `read_kernel` knows by their tensors; linear maps are as they are."""
+    return lambda reader, module, shape: None
+
+
+def _mxfp4_experts(reader: TensorReader, weight: ExpertMaps) -> Mxfp4 | None:
+    """gpt-oss' `{name}_blocks` [X, out, in / 32, 16] and `{name}_scales` [X, out, in / 32], both uint8."""
+    (name,), (shape,) = weight.names, weight.shapes
+    blocks, scales = f"{name}_blocks", f"{name}_scales"
+    if blocks not in reader:
+        return None
+    if name in reader:
+        raise ValueError(f"{reader.directory} holds {name!r} twice: as it is and as {blocks!r}")
+    count, d_in, d_out = shape
+    if d_in % mxfp4.BLOCK:
+        raise ValueError(f"{name!r} has {d_in} inputs, which blocks of {mxfp4.BLOCK} do not divide")
+    groups, order = d_in // mxfp4.BLOCK, weight.gates_first()
+    codes = reader.get(blocks, (count, d_out, groups, mxfp4.BLOCK // 2), ("U8",)).reshape(count, d_out, d_in // 2)
+    scale = reader.get(scales, (count, d_out, groups), ("U8",))
+    if scale.max() == 255:
+        raise ValueError(f"tensor {scales!r} in {reader.directory} has scales that are not numbers (255)")
+    turned = lambda x_XFG: jnp.asarray(x_XFG[:, order]).transpose(0, 2, 1)
+    return Mxfp4(turned(codes), turned(scale))
+
+
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Read]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed,
     "awq": _awq,
     "gptq": _gptq,
+    "mxfp4": _mxfp4,
 }
 
 

@@ -19,6 +19,7 @@ from flax import nnx
 
 from jaxspec.models.base import Experts, ModelConfig, Split, report_touched
 from jaxspec.models.layers import ACTIVATIONS, MLP, Linear, Transformer, product
+from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised
 
 #: Rows of a block, and where pairs of tokens and experts are many. CPUs keep to the first, whose bits are the same for
@@ -111,7 +112,8 @@ class MixtureOfExperts(nnx.Module):
     """A router and its experts, stacked; with `Experts.shared_inner` an MLP besides that every token uses.
 
     Attributes:
-      gate_up: [X, E, 2 F], each expert's gate beside its up; an array or a `Quantised` of such arrays. down: [X, F, E].
+      gate_up: [X, E, 2 F], each expert's gate beside its up; an array, or a `Quantised` or `Mxfp4` of such.
+      down: [X, F, E].
       gate_up_bias: [X, 2 F]. down_bias: [X, E].
       shards: groups of columns that gate_up is stored in, [gate up] of one shard after the other.
     """
@@ -166,7 +168,7 @@ class MixtureOfExperts(nnx.Module):
     def splits(self, shards: int) -> list[Split]:
         """See `layers.tensor_parallel`: experts are split by their inner width."""
         inner = self.experts.inner
-        if inner % shards or isinstance(self.gate_up[...], Quantised):
+        if inner % shards or isinstance(self.gate_up[...], Quantised | Mxfp4):
             return []
         self.shards = shards
         widths = (inner, inner)
@@ -179,7 +181,7 @@ def block_rows(pairs: int) -> int:
 
 
 def one_of(stacked: Any, expert: jax.Array) -> Any:
-    """One expert's part of what is stacked over experts: an array, or a `Quantised` of such."""
+    """One expert's part of what is stacked over experts: an array, or a `Quantised` or `Mxfp4`."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, expert, keepdims=False), stacked)
 
 

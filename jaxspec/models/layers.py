@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models import quantised
+from jaxspec.models import mxfp4, quantised
 from jaxspec.models.base import (
     FULL_ATTENTION,
     Attend,
@@ -27,6 +27,7 @@ from jaxspec.models.base import (
     Split,
     TargetModel,
 )
+from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import Tables, apply_rope, layer_tables
 from jaxspec.models.sharded import SPLIT, rows_product, take_rows
@@ -90,8 +91,8 @@ def product(x: jax.Array, kernel: jax.Array | Quantised, dtype: jnp.dtype | None
         # for every product (docs/notes.md).
         y = product(jnp.pad(rows, ((0, 1), (0, 0))), kernel, dtype)
         return y[:1].reshape(*x.shape[:-1], y.shape[1])
-    if isinstance(kernel, Quantised):
-        y = quantised.product(rows, kernel, dtype)
+    if isinstance(kernel, Quantised | Mxfp4):
+        y = (quantised if isinstance(kernel, Quantised) else mxfp4).product(rows, kernel, dtype)
         return y.reshape(*x.shape[:-1], y.shape[1])
     if kernel.ndim == 2:
         # One row axis: the kernel's gradient contracts over it, 3 times faster than over two on XLA's CPU backend.

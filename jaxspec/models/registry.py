@@ -14,14 +14,28 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxspec.models import gemma, glm, granite, llama, mistral, mixtral, olmo, phi3, qwen2, qwen3, qwen_moe, smollm3
+from jaxspec.models import (
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen_moe,
+    smollm3,
+)
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.family import Family
 from jaxspec.models.weight_map import Weight
 
 _ALL: tuple[Family[Any], ...] = (
     llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, mistral.FAMILY, mistral.MINISTRAL, smollm3.FAMILY, olmo.FAMILY,
-    olmo.OLMO3, granite.FAMILY, phi3.FAMILY, glm.FAMILY, glm.GLM, gemma.FAMILY, gemma.GEMMA3,
+    olmo.OLMO3, granite.FAMILY, phi3.FAMILY, glm.FAMILY, glm.GLM, gemma.FAMILY, gemma.GEMMA3, gpt_oss.FAMILY,
     mixtral.FAMILY, qwen_moe.FAMILY, qwen_moe.QWEN3,
 )  # fmt: skip
 FAMILIES: dict[str, Family[Any]] = {family.name: family for family in _ALL}

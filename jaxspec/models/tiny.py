@@ -68,6 +68,10 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
             attention_bias=True, experts=Experts(6, 2, 24, (1,), normalised=False, shared_inner=40), **_WINDOW
         ),
         "qwen3_moe": dict(qk_norm=True, experts=Experts(8, 3, 16, (0, 1))),
+        "gpt_oss": dict(
+            attention_bias=True, output_bias=True, attention_sinks=True, norm_gain="float32", rope_theta=150000.0,
+            experts=Experts(6, 2, 48, (0, 1), scores="top_k", bias=True, hidden_act="clamped_swiglu"), **_WINDOW,
+        ),
         "gemma3": dict(_GEMMA, **_WINDOW, qk_norm=True, rope_theta=1e6, local_rope_theta=1e4),
     }.items()
 }  # fmt: skip

@@ -119,6 +119,30 @@ class StackedWeight(Weight):
         return [part for expert_FE in stacked_XFE for part in np.split(expert_FE, ends, axis=0)]
 
 
+@dataclasses.dataclass(frozen=True)
+class ExpertMaps(Weight):
+    """Maps of all experts in one tensor [X, in, out], or their biases [X, out], as gpt-oss has them.
+
+    Attributes:
+      in_turns: gate and up take turns along the outputs in the file; here the gates come first.
+    """
+
+    in_turns: bool = False
+
+    def gates_first(self) -> np.ndarray:
+        """Which of the file's outputs each of ours is."""
+        (width,) = self.widths
+        order = np.arange(width)
+        return np.concatenate([order[::2], order[1::2]]) if self.in_turns else order
+
+    def join(self, parts: Sequence[np.ndarray]) -> jax.Array:
+        return super().join([parts[0][..., self.gates_first()]])
+
+    def split(self, dtype: DTypeLike) -> Sequence[np.ndarray]:
+        (whole,) = super().split(dtype)
+        return [np.ascontiguousarray(whole[..., np.argsort(self.gates_first())])]
+
+
 def linear_weights(linear: Linear, names: Sequence[str], widths: Sequence[int] | None = None) -> Iterator[Weight]:
     """A Linear from one or more projections named without `.weight`; `widths` are their output sizes."""
     split = tuple(widths or (linear.kernel.shape[1],))
@@ -141,6 +165,7 @@ class ExpertNames:
       module: of the whole, in the layer.
       gate, up, down: of each expert, under `experts.{number}`.
       fused: whether newer files have `experts.gate_up_proj` and `experts.down_proj` for all experts at once.
+      in_turns: whether files have these alone, as [X, in, out] with gate and up in turns, and biases (gpt-oss).
     """
 
     module: str = "mlp"
@@ -151,6 +176,7 @@ class ExpertNames:
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"
     fused: bool = True
+    in_turns: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +227,14 @@ def experts_weights(mixture: MixtureOfExperts, prefix: str, names: LayerNames) -
     assert own is not None, f"a family of layers with experts must name them, {names} does not"
     module, count = f"{prefix}.{own.module}", mixture.experts.count
     yield from linear_weights(mixture.router, [f"{module}.{own.router}"])
+    if own.in_turns:
+        for param, name in ((mixture.gate_up, "gate_up_proj"), (mixture.gate_up_bias, "gate_up_proj_bias")):
+            assert param is not None
+            yield ExpertMaps(param, (f"{module}.experts.{name}",), param.shape[-1:], in_turns=True)
+        for param, name in ((mixture.down, "down_proj"), (mixture.down_bias, "down_proj_bias")):
+            assert param is not None
+            yield ExpertMaps(param, (f"{module}.experts.{name}",), param.shape[-1:])
+        return
     for param, parts, fused in (
         (mixture.gate_up, (own.gate, own.up), "gate_up_proj"), (mixture.down, (own.down,), "down_proj")
     ):  # fmt: skip

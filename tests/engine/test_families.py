@@ -23,8 +23,8 @@ NEW, WIDTH = 24, 64
 
 
 #: Families whose every peculiarity another one has too.
-_LESS = pytest.mark.exhaustive("olmo3, gemma2, glm4, qwen2_moe, and windows of all other engines, have what these have")
-_LIKE_OTHERS = ("mistral", "ministral", "olmo2", "gemma3", "glm", "mixtral", "qwen3_moe")
+_LESS = pytest.mark.exhaustive("olmo3, gemma2, glm4, gpt_oss, and windows of all other engines, have what these have")
+_LIKE_OTHERS = ("mistral", "ministral", "olmo2", "gemma3", "glm", "mixtral", "qwen2_moe", "qwen3_moe")
 CASES = [pytest.param(name, marks=_LESS if name in _LIKE_OTHERS else ()) for name in FAMILY_FIELDS]
 
 

@@ -156,6 +156,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         dict(num_local_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, head_dim=16, norm_topk_prob=True),
     ),
+    "gpt-oss": (
+        "GptOss",
+        dict(
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            head_dim=16,
+            sliding_window=9,
+            rope_parameters=dict(YARN, beta_fast=32.0, truncate=False),
+        ),
+    ),
     "gemma2": (
         "Gemma2",
         dict(
@@ -213,7 +223,9 @@ EXPERTS = {"Mixtral": (("w1", "w3", "w2"), "block_sparse_moe"), "": (("gate_proj
 
 
 def in_files(shapes: Mapping[str, Sequence[int]], kind: str = "") -> dict[str, tuple[int, ...]]:
-    """The tensors of a file by transformers' parameters: it keeps experts in one, files have each expert's own."""
+    """The tensors of a file by transformers' parameters: it keeps experts in one, most files have each expert's own."""
+    if kind == "GptOss":
+        return {name: tuple(shape) for name, shape in shapes.items()}
     (gate, up, down), module = EXPERTS.get(kind, EXPERTS[""])
     out: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
