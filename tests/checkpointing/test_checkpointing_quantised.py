@@ -223,6 +223,8 @@ def expanded() -> Callable[[Tensors], np.ndarray]:
     run = jax.jit(lambda state: _forward(nnx.merge(graph, state)))
 
     class Held:
+        names = ()
+
         def get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
             assert plain[name].shape == tuple(shape)
             return plain[name]
