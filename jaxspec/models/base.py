@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 
@@ -268,30 +269,36 @@ class TargetModel(nnx.Module):
         ...
 
 
-_touched: contextvars.ContextVar[list[jax.Array] | None] = contextvars.ContextVar("touched", default=None)
+#: What mixtures of a pass chose, [M, K] of so many experts.
+_Chosen = list[tuple[jax.Array, int]]
+_chosen: contextvars.ContextVar[_Chosen | None] = contextvars.ContextVar("chosen", default=None)
 
 
 @contextlib.contextmanager
-def counting_experts() -> Iterator[list[jax.Array]]:
-    """Inside, every mixture of experts that is traced adds how many distinct ones it reads to what is yielded.
+def counting_experts() -> Iterator[_Chosen]:
+    """Inside, every mixture of experts that is traced adds to what is yielded, which `touched` counts.
 
     For whoever traces a model inside a function of his own: what is yielded belongs to that trace.
     """
-    found: list[jax.Array] = []
-    token = _touched.set(found)
+    found: _Chosen = []
+    token = _chosen.set(found)
     try:
         yield found
     finally:
-        _touched.reset(token)
+        _chosen.reset(token)
 
 
-def report_touched(count: jax.Array) -> None:
-    """For a mixture of experts: how many distinct ones it reads, an int32."""
-    found = _touched.get()
+def report_experts(experts_MK: jax.Array, count: int) -> None:
+    """For a mixture of so many experts: those of each row."""
+    found = _chosen.get()
     if found is not None:
-        found.append(count)
+        found.append((experts_MK, count))
 
 
-def total(touched: Sequence[jax.Array]) -> jax.Array | None:
-    """Distinct experts over all layers; None without any mixture."""
-    return sum(touched[1:], start=touched[0]) if touched else None
+def touched(chosen: _Chosen) -> jax.Array | None:
+    """How many distinct experts these are, over all layers, int32; None without any mixture."""
+    if not chosen:
+        return None
+    experts_LP = jnp.stack([experts_MK.reshape(-1) for experts_MK, _ in chosen])
+    every = jnp.arange(max(count for _, count in chosen))[None, None]
+    return jnp.sum(jnp.any(experts_LP[:, :, None] == every, axis=1), dtype=jnp.int32)

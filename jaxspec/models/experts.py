@@ -1,9 +1,15 @@
 """Mixtures of experts: an MLP of which each token uses a few parts, chosen by a router.
 
-Owns the router's arithmetic, and the order in which experts are read. Pairs of a token and one of its experts are laid
-into blocks of a fixed number of rows, each of one expert, and block after block is multiplied: an expert is read as
-often as it has blocks, once where few rows touch it, and never where none does. A row's bits do not depend on the other
-rows of the pass, since every block's products have the same shape. Must not know families.
+Owns the router's arithmetic, and the ways in which experts are read:
+- by blocks (CPUs, TPUs, kernels in few bits): pairs of a token and one of its experts are laid into blocks of a fixed
+  number of rows, each of one expert, and block after block is multiplied. An expert is read as often as it has blocks,
+  once where few rows touch it, and never where none does. A row's bits do not depend on the other rows of the pass,
+  since every block's products have the same shape.
+- by pairs (GPUs, where pairs are fewer than experts): each pair's products as sums, into which the compiler fuses the
+  gathering of its experts' weights, so that no other expert is read and nothing is copied; a loop over blocks would be
+  launches by the thousand.
+- all of them (GPUs, more rows): every expert with every row, of which most weigh nothing.
+Must not know families.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models.base import Experts, ModelConfig, Split, report_touched
+from jaxspec.models.base import Experts, ModelConfig, Split, report_experts
 from jaxspec.models.layers import ACTIVATIONS, MLP, Linear, Transformer, product
 from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised
@@ -25,13 +31,14 @@ from jaxspec.models.quantised import Quantised
 #: Rows of a block, and where pairs of tokens and experts are many. CPUs keep to the first, whose bits are the same for
 #: any number of tokens; elsewhere prompts need larger products.
 _ROWS, _MANY_ROWS, _MANY_PAIRS = 8, 128, 1024
+#: Rows that all experts multiply at once, at most.
+_AT_ONCE = 1024
 
 
 class Routing(NamedTuple):
-    """Which experts rows use.
+    """Which experts rows use, the best first.
 
     Attributes:
-      experts_MK: ascending in each row, so that sums over them have one order.
       weights_MK: float32.
     """
 
@@ -42,15 +49,11 @@ class Routing(NamedTuple):
 def route(logits_MX: jax.Array, cfg: Experts) -> Routing:
     """The experts of each row by its router's logits, and their weights (`Experts.scores`)."""
     logits_MX = logits_MX.astype(jnp.float32)
-    if cfg.scores == "softmax":
-        weights_MK, experts_MK = jax.lax.top_k(jax.nn.softmax(logits_MX, axis=-1), cfg.per_token)
-        if cfg.normalised:
-            weights_MK = weights_MK / jnp.sum(weights_MK, axis=-1, keepdims=True)
-    else:
-        top_MK, experts_MK = jax.lax.top_k(logits_MX, cfg.per_token)
-        weights_MK = jax.nn.softmax(top_MK, axis=-1)
-    experts_MK, weights_MK = jax.lax.sort((experts_MK, weights_MK), dimension=1, num_keys=1)
-    return Routing(experts_MK, weights_MK)
+    top_MK, experts_MK = jax.lax.top_k(logits_MX, cfg.per_token)
+    if cfg.scores == "top_k" or cfg.normalised:  # a softmax over all, divided by its sum over the best, is theirs alone
+        return Routing(experts_MK, jax.nn.softmax(top_MK, axis=-1))
+    everything_M1 = jax.nn.logsumexp(logits_MX, axis=-1, keepdims=True)
+    return Routing(experts_MK, jnp.exp(top_MK - everything_M1))
 
 
 class Blocks(NamedTuple):
@@ -60,13 +63,11 @@ class Blocks(NamedTuple):
       experts_N: of each block; blocks that are left over name the last expert in use, and have no rows.
       rows_NR: the row of each place, M where it is empty.
       places_MK: where each pair is, as a number of N * R.
-      touched: distinct experts.
     """
 
     experts_N: jax.Array
     rows_NR: jax.Array
     places_MK: jax.Array
-    touched: jax.Array
 
 
 def in_blocks(experts_MK: jax.Array, count: int, rows: int) -> Blocks:
@@ -90,7 +91,7 @@ def in_blocks(experts_MK: jax.Array, count: int, rows: int) -> Blocks:
     rows_S = jnp.full((blocks * rows,), m, jnp.int32).at[places_P].set(token_P, unique_indices=True)
     experts_N = jnp.sum(ends_X[None, :] <= jnp.arange(blocks)[:, None], axis=1)
     experts_N = jnp.minimum(experts_N, jnp.max(flat_P)).astype(jnp.int32)
-    return Blocks(experts_N, rows_S.reshape(blocks, rows), places_P.reshape(m, k), jnp.sum(used_X > 0, dtype=jnp.int32))
+    return Blocks(experts_N, rows_S.reshape(blocks, rows), places_P.reshape(m, k))
 
 
 def activated(gate_up: jax.Array, act: str, shards: int = 1) -> jax.Array:
@@ -138,32 +139,27 @@ class MixtureOfExperts(nnx.Module):
         if self.router.bias is not None:
             logits_MX = logits_MX + self.router.bias[...][None].astype(jnp.float32)
         routing = route(logits_MX, self.experts)
-        blocks = in_blocks(routing.experts_MK, self.experts.count, block_rows(routing.experts_MK.size))
-        report_touched(blocks.touched)
-        out_ME = self.mixed(x_ME, routing, blocks)
+        report_experts(routing.experts_MK, self.experts.count)
+        out_ME = _WAYS[self.way(routing.experts_MK.size)](self, x_ME, routing).astype(x_ME.dtype)
         if self.shared is not None and self.shared_gate is not None:
             out_ME = out_ME + jax.nn.sigmoid(self.shared_gate(x_ME)) * self.shared(x_ME)
         return out_ME.reshape(x_BNE.shape)
 
-    def mixed(self, x_ME: jax.Array, routing: Routing, blocks: Blocks) -> jax.Array:
-        """What the chosen experts make of rows, weighted and summed in float32, in the order of the experts."""
-        kernels = self.gate_up[...], self.down[...]
-        biases = [None if b is None else b[...] for b in (self.gate_up_bias, self.down_bias)]
+    def way(self, pairs: int) -> str:
+        """How experts are read for so many pairs of a row and an expert, see above."""
+        if jax.default_backend() != "gpu" or not isinstance(self.gate_up[...], jax.Array):
+            return "blocks"
+        return "pairs" if pairs < self.experts.count else "all"
 
-        def step(_: None, block: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
-            expert, rows_R = block
-            gate_up, down = (one_of(kernel, expert) for kernel in kernels)
-            gate_up_bias, down_bias = (None if b is None else one_of(b, expert)[None] for b in biases)
-            x_RE = jnp.take(x_ME, rows_R, axis=0, mode="fill", fill_value=0)
-            both = product(x_RE, gate_up)
-            both = both if gate_up_bias is None else both + gate_up_bias
-            y_RE = product(activated(both, self.experts.hidden_act, self.shards), down)
-            return None, y_RE if down_bias is None else y_RE + down_bias
+    def activated(self, both: jax.Array) -> jax.Array:
+        """What gates and ups make of each other."""
+        return activated(both, self.experts.hidden_act, self.shards)
 
-        _, y_NRE = jax.lax.scan(step, None, (blocks.experts_N, blocks.rows_NR))
-        y_MKE = jnp.take(y_NRE.reshape(-1, y_NRE.shape[-1]), blocks.places_MK, axis=0)
-        weighted = y_MKE.astype(jnp.float32) * routing.weights_MK[..., None]
-        return jnp.sum(weighted, axis=1).astype(x_ME.dtype)
+    @property
+    def biases(self) -> tuple[jax.Array | None, jax.Array | None]:
+        """[X, 2 F] and [X, E], where there are any."""
+        both, down = (None if b is None else b[...] for b in (self.gate_up_bias, self.down_bias))
+        return both, down
 
     def splits(self, shards: int) -> list[Split]:
         """See `layers.tensor_parallel`: experts are split by their inner width."""
@@ -173,6 +169,69 @@ class MixtureOfExperts(nnx.Module):
         self.shards = shards
         widths = (inner, inner)
         return [Split(self, "gate_up", 2, widths), Split(self, "gate_up_bias", 1, widths), Split(self, "down", 1)]
+
+
+def _by_blocks(own: MixtureOfExperts, x_ME: jax.Array, routing: Routing) -> jax.Array:
+    """What the chosen experts make of rows, weighted and summed in float32."""
+    blocks = in_blocks(routing.experts_MK, own.experts.count, block_rows(routing.experts_MK.size))
+    kernels = own.gate_up[...], own.down[...]
+
+    def step(_: None, block: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+        expert, rows_R = block
+        gate_up, down = (one_of(kernel, expert) for kernel in kernels)
+        gate_up_bias, down_bias = (None if b is None else one_of(b, expert)[None] for b in own.biases)
+        x_RE = jnp.take(x_ME, rows_R, axis=0, mode="fill", fill_value=0)
+        both = product(x_RE, gate_up)
+        both = both if gate_up_bias is None else both + gate_up_bias
+        y_RE = product(own.activated(both), down)
+        return None, y_RE if down_bias is None else y_RE + down_bias
+
+    _, y_NRE = jax.lax.scan(step, None, (blocks.experts_N, blocks.rows_NR))
+    return _weighed(jnp.take(y_NRE.reshape(-1, y_NRE.shape[-1]), blocks.places_MK, axis=0), routing)
+
+
+def _by_pairs(own: MixtureOfExperts, x_ME: jax.Array, routing: Routing) -> jax.Array:
+    """The same by sums over inputs."""
+    m, k = routing.experts_MK.shape
+    experts_P = routing.experts_MK.reshape(-1)
+
+    def times(x_PE: jax.Array, kernel_XEF: jax.Array, bias_XF: jax.Array | None) -> jax.Array:
+        kernel_PEF = jnp.take(kernel_XEF, experts_P, axis=0, mode="clip").astype(jnp.float32)
+        y_PF = jnp.sum(x_PE.astype(jnp.float32)[:, :, None] * kernel_PEF, axis=1).astype(x_PE.dtype)
+        return y_PF if bias_XF is None else y_PF + jnp.take(bias_XF, experts_P, axis=0, mode="clip")
+
+    gate_up_bias, down_bias = own.biases
+    hidden_PF = own.activated(times(jnp.repeat(x_ME, k, axis=0), own.gate_up[...], gate_up_bias))
+    return _weighed(times(hidden_PF, own.down[...], down_bias).reshape(m, k, -1), routing)
+
+
+def _by_all(own: MixtureOfExperts, x_ME: jax.Array, routing: Routing) -> jax.Array:
+    """The same with weights before the second product, which sums over experts as well."""
+    rows = x_ME.shape[0]
+    if rows > _AT_ONCE:
+        # Several times with every expert, but never more than so many rows of all of them in memory.
+        cut = lambda x: jnp.pad(x, ((0, -rows % _AT_ONCE), (0, 0))).reshape(-1, _AT_ONCE, x.shape[1])
+        pieces = cut(x_ME), Routing(*map(cut, routing))
+        out_CME = jax.lax.map(lambda piece: _by_all(own, *piece), pieces)
+        return out_CME.reshape(-1, out_CME.shape[-1])[:rows]
+    gate_up_bias, down_bias = own.biases
+    chosen_MKX = routing.experts_MK[:, :, None] == jnp.arange(own.experts.count)[None, None]
+    weights_MX = jnp.sum(jnp.where(chosen_MKX, routing.weights_MK[..., None], 0), axis=1)
+    both_XMF = jnp.einsum("me,xef->xmf", x_ME, own.gate_up[...])
+    both_XMF = both_XMF if gate_up_bias is None else both_XMF + gate_up_bias[:, None]
+    hidden_XMF = own.activated(both_XMF)
+    # Where a row does not use an expert, whatever that makes of it is none of its business: not even where it is NaN.
+    used_XM1 = (weights_MX != 0).T[..., None]
+    hidden_XMF = jnp.where(used_XM1, hidden_XMF.astype(jnp.float32) * weights_MX.T[..., None], 0).astype(x_ME.dtype)
+    out_ME = jnp.einsum("xmf,xfe->me", hidden_XMF, own.down[...], preferred_element_type=jnp.float32)
+    return out_ME if down_bias is None else out_ME + weights_MX @ down_bias.astype(jnp.float32)
+
+
+def _weighed(y_MKE: jax.Array, routing: Routing) -> jax.Array:
+    return jnp.sum(y_MKE.astype(jnp.float32) * routing.weights_MK[..., None], axis=1)
+
+
+_WAYS = {"blocks": _by_blocks, "pairs": _by_pairs, "all": _by_all}
 
 
 def block_rows(pairs: int) -> int:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.cache import TreeKV
-from jaxspec.models.base import FULL_ATTENTION, AttentionOptions, TargetModel, counting_experts, total
+from jaxspec.models.base import FULL_ATTENTION, AttentionOptions, TargetModel, counting_experts, touched
 from jaxspec.speculation import budget
 from jaxspec.speculation.budget import Selection
 from jaxspec.speculation.layouts import Batch, Budget, PackedDrafts
@@ -59,10 +59,10 @@ def _forward(
 
     tokens_T = _pack(tree.tokens_BN, chosen)
     position_T = _pack(rows.length_B[:, None] + tree.depths_BN, chosen)
-    with counting_experts() as touched:
+    with counting_experts() as mixtures:
         hidden, aux = model(tokens_T[None], position_T[None], attend, spec.aux_layers)
     aux_BNA = None if aux is None else _unpack(aux[0], chosen)
-    return Forward(model.logits(hidden), kv.stacked(), aux_BNA, total(touched))
+    return Forward(model.logits(hidden), kv.stacked(), aux_BNA, touched(mixtures))
 
 
 def _choices(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.cache import TreeKV, commit
-from jaxspec.models.base import ModelConfig, TargetModel, counting_experts, total
+from jaxspec.models.base import ModelConfig, TargetModel, counting_experts, touched
 from jaxspec.speculation.drafter import Drafter, Remembering
 from jaxspec.speculation.ending import ends
 from jaxspec.speculation.layouts import Admission, Batch, Chunks, End, Packed, PackedLogprobs, Text
@@ -144,9 +144,9 @@ def forward_phase(
     model: TargetModel = nnx.merge(spec.graph, target)
     geo = spec.geo
     kv = TreeKV(state.pages, rows.table_BM, rows.length_B, ancestors_BNN, geo.num_pages, kernels=geo.kernels)
-    with counting_experts() as touched:
+    with counting_experts() as mixtures:
         hidden, aux = model(tokens_BN, rows.length_B[:, None] + depths_BN, kv.attend, spec.aux_layers)
-    return Forward(model.logits(hidden), kv.stacked(), aux, total(touched))
+    return Forward(model.logits(hidden), kv.stacked(), aux, touched(mixtures))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxspec.checkpointing import hf
 from jaxspec.models import experts
-from jaxspec.models.base import Experts
+from jaxspec.models.base import Experts, touched
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_config, tiny_target
 
 COUNT, CHOSEN, INNER = 6, 2, 24
@@ -55,7 +55,7 @@ def by_token(made: experts.MixtureOfExperts, x_ME: np.ndarray) -> np.ndarray:
                 hidden = silu(gate) * up
             y = hidden @ value(made.down)[expert]
             out_ME[i] += weight * (y + value(made.down_bias)[expert] if own.bias else y)
-        if made.shared is not None:
+        if made.shared is not None and made.shared_gate is not None:
             gate, up = np.split(x @ value(made.shared.gate_up.kernel), 2)
             shared = (silu(gate) * up) @ value(made.shared.down.kernel)
             out_ME[i] += sigmoid(x @ value(made.shared_gate.kernel)) * shared
@@ -71,12 +71,20 @@ def by_token(made: experts.MixtureOfExperts, x_ME: np.ndarray) -> np.ndarray:
     ],
     ids=["qwen2", "qwen3", "gpt-oss"],
 )
-def test_each_token_gets_its_experts_whatever_is_beside_it(fields: dict[str, Any]) -> None:
+def test_each_token_gets_its_experts_whatever_is_beside_it(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = mixture(**fields)
     x_ME = np.asarray(4 * jax.random.normal(jax.random.key(9), (41, 32)), np.float32)
     run = jax.jit(lambda x: made(x[None])[0])
     whole = np.asarray(run(x_ME))
     np.testing.assert_allclose(whole, by_token(made, x_ME), atol=2e-5, rtol=2e-5)
+    for way in ("pairs", "all"):  # of GPUs
+        with monkeypatch.context() as patched:
+            patched.setattr(made.__class__, "way", lambda _, pairs, way=way: way)
+            patched.setattr(experts, "_AT_ONCE", 16)
+            other = np.asarray(jax.jit(lambda x: made(x[None])[0])(x_ME))
+        np.testing.assert_allclose(other, whole, atol=2e-5, rtol=2e-5)
     if made.shared is None:  # the shared expert's products are layers.MLP's
         for few in (slice(0, 1), slice(5, 8), slice(30, 41)):
             np.testing.assert_array_equal(np.asarray(run(x_ME[few])), whole[few])
@@ -93,7 +101,7 @@ def test_blocks_hold_every_pair_once_and_read_experts_no_more_than_they_need(tok
         assert rows_S[place] == token
         assert blocks.experts_N[place // 4] == chosen_MK[token, k]
     assert np.sum(rows_S < tokens) == places.size
-    assert blocks.touched == len(set(chosen_MK.reshape(-1).tolist()))
+    assert touched([(jnp.asarray(chosen_MK), 9)]) == len(set(chosen_MK.reshape(-1).tolist()))
     used = np.asarray(blocks.experts_N)[(np.asarray(blocks.rows_NR) < tokens).any(axis=1)]
     full = np.bincount(chosen_MK.reshape(-1), minlength=9)
     np.testing.assert_array_equal(np.bincount(used, minlength=9), -(-full // 4))
