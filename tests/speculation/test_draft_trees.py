@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.speculation.drafters.proposals import Ranking, propose_block
+from jaxspec.speculation.drafters.proposals import Frontier, Ranking, propose, propose_block
 from jaxspec.speculation.drafters.suffix import prompt_lookup
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree, ancestors
@@ -116,17 +116,16 @@ def test_dynamic_trees_are_eagle_2s(markov: Callable[[int], Any], tier: Tier):
         agree(tree, row, scores)
 
 
-def best_first(logprobs_DV: np.ndarray, tier: Tier) -> list[tuple[int, ...]]:
-    """The definition for distributions that know no path (DDTree): take the likeliest node whose parent is there."""
-    kept = [np.argsort(-x, kind="stable")[: tier.topk] for x in logprobs_DV]
+def best_first(scores: Callable[[int, int], np.ndarray], root: int, tier: Tier) -> list[tuple[int, ...]]:
+    """The definition (DDTree): take the likeliest node whose parent is there. scores: see `eagle2`."""
     heap, taken = [(0.0, ())], []
     while len(taken) < tier.num_nodes:
         total, path = heapq.heappop(heap)
         taken.append(path)
         if len(path) < tier.depth:
-            at = len(path)
-            for token in kept[at]:
-                heapq.heappush(heap, (total - float(logprobs_DV[at, token]), (*path, int(token))))
+            logprobs_V = scores(path[-1] if path else root, len(path) + 1)
+            for token in np.argsort(-logprobs_V, kind="stable")[: tier.topk]:
+                heapq.heappush(heap, (total - float(logprobs_V[token]), (*path, int(token))))
     return taken[1:]
 
 
@@ -165,7 +164,7 @@ def test_blocks_give_the_likeliest_nodes(markov: Callable[[int], Any], tier: Tie
         for row in range(SLOTS):
             known = scores[row]
             after = lambda token, level, known=known: known[level - 1]
-            best = best_first(known, tier)
+            best = best_first(after, 1, tier)
             assert sorted(paths(tree, row)) == sorted(best), row
             agree(tree, row, after)
             gains = expected(best, known)
@@ -173,6 +172,33 @@ def test_blocks_give_the_likeliest_nodes(markov: Callable[[int], Any], tier: Tie
             assert gains >= expected(chain, known) - 1e-6
             narrower += expected(eagle2(after, 1, tier), known) < gains - 1e-6
     assert narrower or tier.num_nodes <= 4 * tier.topk, "a beam of topk never loses: no need to be as wide as it is"
+
+
+@pytest.mark.parametrize("tier", [Tier(5, 4, 16), Tier(4, 3, 31), Tier(6, 2, 20)], ids=str)
+def test_walks_give_the_likeliest_nodes(markov: Callable[[int], Any], tier: Tier):
+    """Where each token changes what may follow it (DSpark, DFlash 2), too: the best of all paths, not of each level."""
+    rng, rounds = np.random.default_rng(tier.num_nodes), markov(SLOTS)
+    state = rounds.state()
+    roots = jnp.arange(SLOTS, dtype=state.tokens_SL.dtype) % V
+    state = dataclasses.replace(state, tokens_SL=state.tokens_SL.at[:, 5].set(roots))
+    rows = Rows.gather(state, jnp.arange(SLOTS), rounds.geo)
+    logits_DVV = (1.5 * rng.normal(size=(tier.depth, V, V))).astype(np.float32)
+
+    def levels(depth: int, frontier: Frontier | None) -> jax.Array:
+        before = rows.root_B[:, None] if frontier is None else frontier.tokens_BW
+        return jnp.asarray(logits_DVV)[depth - 1][before]
+
+    ranking = Ranking(rows, None, None, V)
+    tree = jax.jit(lambda: propose(levels, ranking, tier, sample=False, best_first=True))()
+    narrower = 0
+    for row in range(SLOTS):
+        after = lambda token, level: log_softmax(logits_DVV[level - 1, token])
+        root = int(rows.root_B[row])
+        best = best_first(after, root, tier)
+        assert sorted(paths(tree, row)) == sorted(best), row
+        agree(tree, row, after)
+        narrower += sorted(best) != sorted(eagle2(after, root, tier))
+    assert narrower, "EAGLE-2's beam would have been wide enough"
 
 
 def closed_sets(tier: Tier) -> list[frozenset[tuple[int, ...]]]:

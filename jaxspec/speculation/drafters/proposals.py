@@ -111,11 +111,12 @@ class Ranking:
         return token, jax.nn.softmax(kept, axis=-1)
 
 
-def propose(levels: Levels, ranking: Ranking, tier: Tier, *, sample: bool) -> DraftTree:
+def propose(levels: Levels, ranking: Ranking, tier: Tier, *, sample: bool, best_first: bool = False) -> DraftTree:
     """A draft of the tier's shape.
 
     Args:
       sample: draw a chain from the draft distributions and return them (rejection verification).
+      best_first: trees have the likeliest nodes that there are, not EAGLE-2's: where a node more costs next to nothing.
     """
     if tier.is_chain:
         return _chain(levels, ranking, tier, sample)
@@ -125,7 +126,7 @@ def propose(levels: Levels, ranking: Ranking, tier: Tier, *, sample: bool) -> Dr
         value, ids = _ranked(ranking.scores(levels(depth, frontier), depth), tier.topk)
         return value, ranking.to_target(ids, depth)
 
-    return _tree(children, ranking, tier, beam=tier.topk)
+    return _tree(children, ranking, tier, beam=tier.num_nodes if best_first else tier.topk)
 
 
 def propose_block(logits_BDV: jax.Array, ranking: Ranking, tier: Tier, *, sample: bool) -> DraftTree:

@@ -131,7 +131,7 @@ class Walk:
 
 
 class WalkingDrafter(BlockDrafter, abc.ABC):
-    """Chains and trees from a block and a walk.
+    """Chains and trees from a block and a walk; trees are best-first, since a node more costs a step, not a pass.
 
     Chains say what the head's `sure` does, where it has one. Nodes of trees, of which several follow the same token,
     and chains without it say their share of the draft's distribution, as other drafters' do.
@@ -157,7 +157,7 @@ class WalkingDrafter(BlockDrafter, abc.ABC):
         short = Shortlist.of(ranking, net.logits(hidden_BDE), max(self.listed, tier.topk), sample=sample)
         steps, sure = self.walks(net)
         walk = Walk(steps, rows.root_B, hidden_BDE, short.ids_BDK, sure)
-        tree = propose(walk, short, tier, sample=sample)
+        tree = propose(walk, short, tier, sample=sample, best_first=True)
         if walk.sure_B1 and tier.is_chain and tree.confidence_BN is not None:
             sure_BD = jax.nn.sigmoid(jnp.concatenate(walk.sure_B1, axis=1))
             tree = dataclasses.replace(tree, confidence_BN=tree.confidence_BN.at[:, 1:].set(sure_BD))
