@@ -80,7 +80,7 @@ def test_the_loss_and_what_is_reported_are_their_definition(
     monkeypatch.setattr(chunks, "LIMIT", 5000)
     target = tiny_target()
     head, states = new_head(target, draft_vocab_size, **fields), target_states(target, packed_batch, AUX)
-    recipe = DsparkRecipe(AUX, anchors=6, depth=2, gamma=2.0, ce=0.3, l1=0.7, confidence=0.5)
+    recipe = DsparkRecipe(AUX, anchors=6, depth=2, gamma=2.0, ce=0.3, l1=0.7, kl=0.4, confidence=0.5)
     ids, key = np.asarray(head.target_ids[...]), jax.random.key(3)
 
     def everything(states: Any) -> Any:
@@ -116,7 +116,7 @@ def test_the_loss_and_what_is_reported_are_their_definition(
 
     assert head.confidence is not None
     kernel, bias = (np.asarray(x[...], np.float64) for x in (head.confidence.kernel, head.confidence.bias))
-    sums, covered, count = dict.fromkeys(("ce", "l1", "confidence"), 0.0), 0.0, 0
+    sums, covered, count = dict.fromkeys(("ce", "l1", "kl", "confidence"), 0.0), 0.0, 0
     for b, k in np.ndindex(2, 6):
         anchor = int(anchors[b, k])
         own, rows = drafted(0, b, k, tokens[b, np.minimum(anchor + np.arange(3), 19)])
@@ -131,12 +131,13 @@ def test_the_loss_and_what_is_reported_are_their_definition(
             seen = np.concatenate([seen, rows[d]]) if head.config.confidence_reads_token else seen
             sure, share = float(sigmoid(seen @ kernel[:, 0] + bias[0])), float(np.minimum(p, q).sum())
             sums["l1"] += weight * float(np.abs(p - q).sum())
+            sums["kl"] += weight * float((p * np.log(p / q)).sum())
             sums["confidence"] -= weight * (share * np.log(sure) + (1 - share) * np.log(1 - sure))
             covered, count = covered + share, count + 1
     for name, value in sums.items():
         assert float(metrics[name]) == pytest.approx(value / count, rel=5e-4), name
     assert float(metrics["covered"]) == pytest.approx(covered / count, rel=5e-4)
-    whole = 0.3 * sums["ce"] + 0.7 * sums["l1"] + 0.5 * sums["confidence"]
+    whole = 0.3 * sums["ce"] + 0.7 * sums["l1"] + 0.4 * sums["kl"] + 0.5 * sums["confidence"]
     assert float(loss) == pytest.approx(whole / count, rel=5e-4)
 
 
@@ -154,7 +155,7 @@ def test_gradients_reach_every_parameter(packed_batch: Batch, target_states: Any
     ("fields", "message"),
     [
         ({"ce": -1.0}, "ce must be at least 0, got -1"),
-        ({"ce": 0.0, "l1": 0.0}, "one of ce and l1 must be above 0, got 0.0 and 0.0"),
+        ({"ce": 0.0, "l1": 0.0}, "one of ce, l1 and kl must be above 0, got 0.0, 0.0 and 0.0"),
         ({"anchors": 0}, "anchors must be at least 1, got 0"),
     ],
 )

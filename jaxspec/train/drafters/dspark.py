@@ -37,20 +37,22 @@ class DsparkRecipe(walked.WalkedRecipe):
 
     With p the target's distribution on the draft vocabulary and q the draft's, the distance is sum |p - q|, and the
     confidence is held to 1 - half of it by `confidence` * binary cross entropy (arXiv 2607.05147, section 3.3). Tokens
-    that cannot be drafted have no cross entropy.
+    that cannot be drafted have no cross entropy. kl * KL(p || q), DFlash's loss, is ours: the distance has next to no
+    gradient where q is far from p, as it is in a new head.
     """
 
     ce: float = 0.1
     l1: float = 0.9
+    kl: float = 0.0
     confidence: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("ce", "l1", "confidence"):
+        for name in ("ce", "l1", "kl", "confidence"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if not self.ce + self.l1 > 0:
-            raise ValueError(f"one of ce and l1 must be above 0, got {self.ce} and {self.l1}")
+        if not self.ce + self.l1 + self.kl > 0:
+            raise ValueError(f"one of ce, l1 and kl must be above 0, got {self.ce}, {self.l1} and {self.kl}")
 
     def block_loss(
         self, head: DsparkHead, target: TargetModel, batch: Batch, states: TargetStates, anchors_BK: jax.Array,
@@ -68,19 +70,23 @@ class DsparkRecipe(walked.WalkedRecipe):
         labels_BM, known_BM = dflash.draft_labels(head, take(batch.tokens_BT, about_BM))
         target_logits = draft_vocabulary_logits(target, head)
 
-        def part(joined_BmX: jax.Array, about_Bm: jax.Array, labels_Bm: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def part(joined_BmX: jax.Array, about_Bm: jax.Array, labels_Bm: jax.Array) -> tuple[jax.Array, ...]:
             theirs_BmV = jax.lax.stop_gradient(target_logits(take(states.hidden_BTE, about_Bm - 1)))
             own_BmV = head.joined_logits(joined_BmX)
             entropy = optax.softmax_cross_entropy_with_integer_labels(own_BmV, labels_Bm)
-            apart = jnp.abs(jax.nn.softmax(own_BmV, axis=-1) - jax.nn.softmax(theirs_BmV, axis=-1))
-            return entropy, jnp.sum(apart, axis=-1)
+            probs_BmV = jax.nn.softmax(theirs_BmV, axis=-1)
+            apart = jnp.abs(jax.nn.softmax(own_BmV, axis=-1) - probs_BmV)
+            found = entropy, jnp.sum(apart, axis=-1)
+            return (*found, optax.kl_divergence(jax.nn.log_softmax(own_BmV, axis=-1), probs_BmV)) if self.kl else found
 
         joined_BMX = head.joined(hidden_BKDE, before_BKD).reshape(rows, count * cfg.drafts, -1)
         found = map_positions(part, (joined_BMX, about_BM, labels_BM), 3 * cfg.draft_vocab_size)
-        entropy_BKD, apart_BKD = (x.reshape(about_BKD.shape) for x in found)
+        entropy_BKD, apart_BKD, *divergence = (x.reshape(about_BKD.shape) for x in found)
         known_BKD = known_BM.reshape(about_BKD.shape)
         terms = {"ce": jnp.where(known_BKD, entropy_BKD, 0.0), "l1": apart_BKD}
         shares = {"ce": self.ce, "l1": self.l1}
+        if divergence:
+            terms["kl"], shares["kl"] = divergence[0], self.kl
         covered_BKD = jax.lax.stop_gradient(1.0 - 0.5 * apart_BKD)
         if head.confidence is not None:
             sure_BKD = head.sure(hidden_BKDE, head.markov.embed(before_BKD))
@@ -109,6 +115,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     p.add_argument("--ce", type=float, default=0.1, help="share of the cross entropy to the text's tokens")
     p.add_argument("--l1", type=float, default=0.9, help="share of the distance to the target's distributions")
+    p.add_argument("--kl", type=float, default=0.0, help="share of KL(target || draft); the paper has none")
     p.add_argument("--confidence", type=float, default=1.0, help="share of the confidence's loss; 0: a head without")
 
 
@@ -139,7 +146,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
             f"--layout {layout} cannot say --no-sample-from-anchor or --draft-vocab-size; leave them out, or --layout"
         )
     gamma = dflash.chosen_gamma(args, shape)
-    settings = dict(anchors=args.anchors, gamma=gamma, ce=args.ce, l1=args.l1, confidence=args.confidence)
+    settings = dict(anchors=args.anchors, gamma=gamma, ce=args.ce, l1=args.l1, kl=args.kl, confidence=args.confidence)
     DsparkRecipe((), **settings)
     setup = command.prepare(args)
     if args.init_from:
