@@ -192,6 +192,11 @@ class Engine:
         """Forgets every cached prefix; returns how many pages that freed. Live requests keep theirs."""
         return self.scheduler.flush_prefix_cache()
 
+    def forget_texts(self) -> int:
+        """`flush_prefix_cache`, and the texts in the drafter's corpus, those from files too."""
+        self.runner.forget()
+        return self.flush_prefix_cache()
+
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._in_flight)

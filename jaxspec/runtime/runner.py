@@ -6,6 +6,7 @@ returns at once, and `collect` is the only call that waits.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -410,6 +411,13 @@ class Runner:
             text = Text.of(self.geo, tokens[start : start + piece]).array
             self._state = self._compiled[RememberKey()](self._state, text)
         self._disturbed = True
+
+    def forget(self) -> None:
+        """Empties the drafter's corpus, where it has one; rounds may be in flight."""
+        if self._corpus_tokens:
+            assert isinstance(self.drafter, Remembering)
+            state = self.state
+            self.state = dataclasses.replace(state, draft=self.drafter.forget(state.draft))
 
     def prefill(self, chunks: Sequence[PrefillChunk], allowed: Sequence[np.ndarray | None]) -> list[Pending]:
         """Dispatches a step's chunks; a Pending for each call that ends prompts, which holds their first tokens.

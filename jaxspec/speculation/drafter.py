@@ -100,3 +100,7 @@ class Remembering(Protocol):
     def remember(self, draft: Any, tokens_L: jax.Array, count: jax.Array) -> Any:
         """The drafter's state with the text of the first `count` tokens, in place of the oldest."""
         ...
+
+    def forget(self, draft: Any) -> Any:
+        """The drafter's state without any of these texts; not to be traced."""
+        ...

@@ -124,7 +124,7 @@ class AdminServicer:
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Any) -> pb.FlushCacheResponse:
         async with answering(context):
-            freed = await self._engine.call(operator.methodcaller("flush_prefix_cache"))
+            freed = await self._engine.call(operator.methodcaller("forget_texts"))
             return pb.FlushCacheResponse(freed_pages=freed)
 
     async def SetSpeculation(self, request: pb.SetSpeculationRequest, context: Any) -> pb.SetSpeculationResponse:

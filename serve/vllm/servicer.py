@@ -272,7 +272,7 @@ class VllmServicer(rpc.VllmEngineServicer):
         async with answering(context):
             if not 0 <= request.timeout_s < math.inf:
                 raise invalid(f"timeout_s must be finite and at least 0, got {request.timeout_s}")
-            freed = await self._engine.call(operator.methodcaller("flush_prefix_cache"))
+            freed = await self._engine.call(operator.methodcaller("forget_texts"))
             return common_pb2.FlushCacheResponse(success=True, message=f"freed {freed} pages")
 
     async def StartProfile(

@@ -59,6 +59,21 @@ def test_a_corpus_that_changes_under_requests_changes_no_token(bench: Any, tools
     assert sum(o.metrics.accepted for o in outputs) > 0
 
 
+@pytest.mark.parametrize("kind", ["suffix", "hybrid"])
+def test_a_flush_forgets_all_texts(bench: Any, tools: Any, kind: str):
+    """Rounds in flight or not, and nothing compiles; what comes then is remembered anew."""
+    engine, (prompt, params) = bench.engine(kind), ([5, 1, 7, 2, 9, 3], HOT)
+    engine.use_policy(StaticPolicy(Tier(5, lookup=kind == "hybrid")))
+    compiled = engine.stats.compilations_after_warmup
+    forget = lambda step, _: engine.forget_texts() if step == 6 else None
+    outputs = [tools.drive(engine, [(prompt, params)], on_step=then)[0] for then in (None, forget)]
+    tools.same(outputs, bench.expected([(prompt, params)] * 2))
+    assert int(corpus_of(engine).texts) == 1  # the second one's own, which ended after the flush
+    engine.forget_texts()
+    first, second = (tools.drive(engine, [(prompt, params)])[0].metrics.rounds for _ in range(2))
+    assert second < 0.6 * first and engine.stats.compilations_after_warmup == compiled
+
+
 def test_nothing_is_remembered_unless_asked(bench: Any):
     engine = bench.engine("ngram")
     assert corpus_of(engine) is None

@@ -68,6 +68,9 @@ class HybridDrafter:
     def remember(self, draft: HybridState, tokens_L: jax.Array, count: jax.Array) -> HybridState:
         return dataclasses.replace(draft, suffix=self.matcher.remember(draft.suffix, tokens_L, count))
 
+    def forget(self, draft: HybridState) -> HybridState:
+        return dataclasses.replace(draft, suffix=self.matcher.forget(draft.suffix))
+
     def prefill(
         self, params: Any, draft: HybridState, text: Ragged, tokens_1T: jax.Array, aux_1TA: jax.Array | None
     ) -> HybridState:

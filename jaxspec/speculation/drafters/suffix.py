@@ -98,6 +98,11 @@ class SuffixMatcher:
         assert state.corpus is not None
         return dataclasses.replace(state, corpus=state.corpus.remember(tokens_L, count))
 
+    def forget(self, state: SuffixState) -> SuffixState:
+        """With an empty corpus."""
+        assert state.corpus is not None
+        return dataclasses.replace(state, corpus=state.corpus.emptied())
+
     def propose(
         self, state: SuffixState, rows: Rows, tokens_SL: jax.Array, depth: int
     ) -> tuple[SuffixState, Proposal]:  # fmt: skip
@@ -226,6 +231,9 @@ class SuffixDrafter(Featureless):
 
     def remember(self, draft: SuffixState, tokens_L: jax.Array, count: jax.Array) -> SuffixState:
         return self.matcher.remember(draft, tokens_L, count)
+
+    def forget(self, draft: SuffixState) -> SuffixState:
+        return self.matcher.forget(draft)
 
     def draft(
         self, params: Any, draft: SuffixState, rows: Rows, tokens_SL: jax.Array, tier: Tier,

@@ -11,6 +11,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 #: Lengths of the grams, the longer one first.
 _GRAMS = (4, 2)
@@ -43,6 +44,11 @@ class Corpus:
         zero = lambda: jnp.zeros((), jnp.int32)
         ring = jnp.full((tokens,), _END, jnp.int32)
         return cls(ring, jnp.full((len(_GRAMS), buckets, _WAYS), -1, jnp.int32), zero(), zero())
+
+    def emptied(self) -> Corpus:
+        """As it was at the start, on the same devices; nothing is compiled."""
+        fill = lambda x, value: jax.device_put(np.full(x.shape, value, x.dtype), x.sharding)
+        return Corpus(fill(self.ring_R, _END), fill(self.table_GKW, -1), fill(self.head, 0), fill(self.texts, 0))
 
     @property
     def _buckets(self) -> int:
