@@ -11,6 +11,7 @@ the check that a head fits its target. Must not know how a head drafts. Layouts,
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +29,7 @@ from jaxspec.checkpointing import heads, hf
 from jaxspec.checkpointing.tensors import TensorReader, read_json, read_tensors
 from jaxspec.models import weight_map
 from jaxspec.models.base import ModelConfig, TargetModel
-from jaxspec.models.layers import Linear, Shared
+from jaxspec.models.layers import Linear
 from jaxspec.speculation.drafters.dflash_head import DflashConfig, DflashHead
 
 _log = logging.getLogger(__name__)
@@ -257,13 +258,8 @@ def fill(
     """
     with read_tensors(directory) as reader:
         ids_V = heads.read_target_ids(reader, cfg.draft_vocab_size, cfg.vocab_size)
-        embedding, lm_head = _tables(cfg, target, dtype, reader, ids_V)
-        head = nnx.eval_shape(lambda: _placeholder(make, cfg, lm_head is None, jnp.dtype(dtype)))
-        hf.load_weights(weights(head), reader)
-        reader.refuse_unread(heads.IGNORED)
-    head.embedding = embedding
-    if lm_head is not None and head.lm_head is not None:
-        head.lm_head.kernel = lm_head.kernel
+        tables, new = _tables(cfg, target, dtype, reader, ids_V), functools.partial(make, cfg, dtype=jnp.dtype(dtype))
+        head = heads.read_head(new, weights, tables, reader, dtype)
     head.target_ids.set_value(jnp.asarray(ids_V, jnp.int32))
     return head
 
@@ -329,8 +325,3 @@ def write_tensors(
     tensors = hf.named_tensors(weights, dtype)
     tensors |= heads.vocabulary_tensors(np.asarray(head.target_ids.get_value(), np.int64), head.config.vocab_size)
     heads.write_head(directory, config, tensors, tokenizer)
-
-
-def _placeholder(make: Callable[..., _Head], cfg: DflashConfig, tied: bool, dtype: jnp.dtype) -> _Head:
-    lm_head = None if tied else Linear(1, 1, dtype=dtype, rngs=None)
-    return make(cfg, Shared(jnp.zeros((1, 1), dtype)), lm_head, dtype=dtype)

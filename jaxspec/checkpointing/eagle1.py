@@ -8,6 +8,7 @@ Owns the map between `Eagle1Head` and the published names: `fc`, `layers.{i}.*` 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,6 @@ from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
@@ -23,7 +23,6 @@ from jaxspec.checkpointing import heads, hf
 from jaxspec.checkpointing.tensors import read_json, read_tensors
 from jaxspec.models import llama, weight_map
 from jaxspec.models.base import ModelConfig, TargetModel
-from jaxspec.models.layers import Linear, Shared
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 
 ARCHITECTURES = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
@@ -106,19 +105,14 @@ def load_head(
             raw, target.config, overrides, first_norm=f"{prefix}layers.0.input_layernorm.weight" in reader
         )
         shape = (cfg.vocab_size, cfg.layer.hidden_size)
-        embedding, lm_head = heads.lend_tables(
+        tables = heads.lend_tables(
             target,
             dtype,
             heads.stored_table(reader, shape, "embed_tokens", "model.embed_tokens"),
             heads.stored_table(reader, shape, "lm_head"),
         )
-        head = nnx.eval_shape(lambda: _placeholder(cfg, lm_head is None, jnp.dtype(dtype)))
-        hf.load_weights(head_weights(head, prefix), reader)
-        reader.refuse_unread(heads.IGNORED)
-    head.embedding = embedding
-    if lm_head is not None and head.lm_head is not None:
-        head.lm_head.kernel = lm_head.kernel
-    return head
+        new = functools.partial(Eagle1Head, cfg, dtype=jnp.dtype(dtype))
+        return heads.read_head(new, lambda head: head_weights(head, prefix), tables, reader, dtype)
 
 
 def save_head(
@@ -137,8 +131,3 @@ def save_head(
     config = config_dict(head.config, target, dtype)
     tables = heads.own_tables(head.embedding, head.lm_head, "embed_tokens", "lm_head")
     heads.write_head(directory, config, hf.named_tensors([*tables, *head_weights(head)], dtype), tokenizer)
-
-
-def _placeholder(cfg: Eagle1Config, tied: bool, dtype: jnp.dtype) -> Eagle1Head:
-    lm_head = None if tied else Linear(1, 1, dtype=dtype, rngs=None)
-    return Eagle1Head(cfg, Shared(jnp.zeros((1, 1), dtype)), lm_head, dtype=dtype)

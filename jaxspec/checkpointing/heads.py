@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -40,6 +40,7 @@ IGNORED = rf"{hf.IGNORED}|verifier_(norm|lm_head)\.weight"
 _BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
 
 _Config = TypeVar("_Config")
+_Head = TypeVar("_Head", bound=Any)
 
 
 def read_layer(fields: Mapping[str, Any], family: str) -> ModelConfig:
@@ -252,6 +253,34 @@ def vocabulary_tensors(ids_V: np.ndarray, vocab: int, prefix: str = "") -> dict[
     if len(ids_V) == vocab:
         return {}
     return {f"{prefix}d2t": ids_V - np.arange(len(ids_V)), f"{prefix}t2d": np.isin(np.arange(vocab), ids_V)}
+
+
+def read_head(
+    make: Callable[[nnx.Variable, Linear | None], _Head], weights: Callable[[_Head], Iterable[weight_map.Weight]],
+    tables: tuple[nnx.Variable, Linear | None], reader: TensorReader, dtype: DTypeLike, elsewhere: str = "",
+) -> _Head:  # fmt: skip
+    """A head with a checkpoint's tensors, on tables that `lend_tables` and its like gave.
+
+    Args:
+      make: a head on (embedding, lm_head). weights: its parameters but the tables.
+      elsewhere: a regular expression of tensors that are not the head's; what no parameter takes besides is refused.
+
+    Raises:
+      ValueError: see `hf.load_weights` and `TensorReader.refuse_unread`.
+    """
+    embedding, lm_head = tables
+
+    def placeholders() -> _Head:
+        out = None if lm_head is None else Linear(1, 1, dtype=jnp.dtype(dtype), rngs=None)
+        return make(Shared(jnp.zeros((1, 1), dtype)), out)
+
+    head = nnx.eval_shape(placeholders)
+    hf.load_weights(weights(head), reader)
+    reader.refuse_unread(IGNORED + elsewhere)
+    head.embedding = embedding
+    if lm_head is not None and head.lm_head is not None:
+        head.lm_head.kernel = lm_head.kernel
+    return head
 
 
 def own_tables(

@@ -12,6 +12,7 @@ Owns the map between `MtpHead` and the published names. Layouts:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,6 @@ from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
@@ -28,7 +28,6 @@ from jaxspec.checkpointing import heads, hf
 from jaxspec.checkpointing.tensors import TensorReader, read_json, read_tensors
 from jaxspec.models import weight_map
 from jaxspec.models.base import ModelConfig, TargetModel
-from jaxspec.models.layers import Linear, Shared
 from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
 
 LAYOUTS = ("speculators", "deepseek", "qwen3_next")
@@ -228,22 +227,17 @@ def load_head(
         _refuse_others(reader, raw, called)
         cfg = read_config(raw, target.config, overrides)
         shape = (cfg.vocab_size, cfg.layer.hidden_size)
-        embedding, lm_head = heads.lend_tables(
+        tables = heads.lend_tables(
             target,
             dtype,
             heads.stored_table(reader, shape, called.embedding),
             heads.stored_table(reader, shape, called.lm_head),
         )
-        head = nnx.eval_shape(lambda: _placeholder(cfg, lm_head is None, jnp.dtype(dtype)))
         model_type = str(raw.get(heads.LAYER, raw).get("model_type", ""))
         offset = 1.0 if model_type.startswith(("qwen3_next", "qwen3_5")) else 0.0
-        hf.load_weights(head_weights(head, called, offset), reader)
         elsewhere = "" if layout == "speculators" else rf"|(?!{re.escape(called.prefix)}).*"
-        reader.refuse_unread(heads.IGNORED + elsewhere)
-    head.embedding = embedding
-    if lm_head is not None and head.lm_head is not None:
-        head.lm_head.kernel = lm_head.kernel
-    return head
+        new = functools.partial(MtpHead, cfg, dtype=jnp.dtype(dtype))
+        return heads.read_head(new, lambda head: head_weights(head, called, offset), tables, reader, dtype, elsewhere)
 
 
 def save_head(
@@ -315,8 +309,3 @@ def _refuse_others(reader: TensorReader, raw: Mapping[str, Any], called: Names) 
             f"the MTP module in {reader.directory} has gated attention, which is not supported: {query!r} has "
             f"{reader.shape(query)[0]} rows for {count} heads of {width} channels"
         )
-
-
-def _placeholder(cfg: MtpConfig, tied: bool, dtype: jnp.dtype) -> MtpHead:
-    lm_head = None if tied else Linear(1, 1, dtype=dtype, rngs=None)
-    return MtpHead(cfg, Shared(jnp.zeros((1, 1), dtype)), lm_head, dtype=dtype)

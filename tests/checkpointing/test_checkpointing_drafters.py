@@ -71,6 +71,20 @@ def test_a_truncated_file_is_refused(tmp_path: Path, target: Transformer, kind: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_tensors_of_another_shape_are_refused(tmp_path: Path, target: Transformer, kind: str) -> None:
+    """By name, with both shapes: one row more."""
+    save(kind, tmp_path, target)
+    stored = cases.read(tmp_path)
+    for name, value in list(stored.items())[:: 1 + len(stored) // 6]:
+        longer = np.concatenate([value, value[:1]])
+        cases.rewrite(tmp_path, {name: longer})
+        shapes = rf"'?{name}'?.*\({longer.shape[0]},.*\({value.shape[0]},"
+        with pytest.raises(ValueError, match=shapes):
+            directories.load_drafter(kind, tmp_path, target)
+        cases.rewrite(tmp_path, {name: value})
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_pickles_are_refused(tmp_path: Path, target: Transformer, kind: str) -> None:
     save(kind, tmp_path, target)
     cases.file_of(tmp_path).rename(tmp_path / "pytorch_model.bin")
