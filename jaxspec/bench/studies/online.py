@@ -1,13 +1,14 @@
 """python -m jaxspec.bench.studies.online: a head that learns while it serves, on traffic that turns from code to prose.
 
 A head is trained on what an engine gathered while it served code. It then serves prose it has never seen, whose states
-are gathered in turn; training goes on from it on those, with a gate, and the new weights take the old ones' place under
-load. Beside it stands a head trained afresh on the same prose, with as many steps as both runs of the other together.
-All three are measured on further prompts of both kinds, which no run has seen: greedy, chains of --depth, tokens a
-round over all rounds. Counts repeat exactly but for the trial, whose turns depend on timing.
+are gathered in turn; every so many requests training goes on from it on those, with a gate, and the new weights take
+the old ones' place under load. Beside it stands a head trained afresh on the same prose, with as many steps as all runs
+of the other together. Each is measured on further prompts of both kinds, which no run has seen: greedy, chains of
+--depth, tokens a round over all rounds, and whether its texts are those of plain decoding. Counts repeat exactly but
+for the trials, whose turns depend on timing.
 
---overhead measures what gathering costs: two engines take turns at the same requests, one with a ring; the median of
-the ratios of their seconds a round, by the clock and by this process's processor time.
+What gathering costs: two engines take turns at the same requests, one with a ring; the median of the ratios of their
+seconds a round, by the clock and by this process's processor time.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec import LLM, SamplingParams
+from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.assemble import resolve_model
 from jaxspec.bench.studies import report
 from jaxspec.cli import leave
 from jaxspec.request import RequestOutput
+from jaxspec.ringfiles import ring_files
 from jaxspec.text.tokenizer import Tokenizer
+from jaxspec.tier import PLAIN, Tier
 from jaxspec.train.data.ring import SCHEME
 
 KINDS = CODE, PROSE = "code", "prose"
@@ -37,39 +41,51 @@ KINDS = CODE, PROSE = "code", "prose"
 _SHORTEST, _LONGEST = 16, 48
 #: Tokens of text for each prompt, where there are so many.
 _APART = 400
+#: The most requests of a trial, for each that heads learn from.
+_TRIAL = 10
 
 
 def parser() -> argparse.ArgumentParser:
     p = report.parser("online", __doc__)
     p.add_argument("--target", default="demo", help='"demo" or a Hugging Face directory')
-    p.add_argument("--drafter", help="a head of the kind that is trained (default: the target's own)")
+    p.add_argument("--drafter", help="serves first; shaped as the demo's EAGLE-3.1 (default: the target's own)")
+    p.add_argument(
+        "--texts", type=Path, nargs=2, metavar=("CODE", "PROSE"), help="JSONL of texts (default: made by train corpus)"
+    )
     p.add_argument("--work", type=Path, default=Path("runs/online"), help="directory for rings and heads; emptied")
     p.add_argument("--requests", type=int, default=200, help="requests of each kind that heads learn from")
+    p.add_argument("--cycles", type=int, default=2, help="times that the head learns while these are served")
     p.add_argument("--measured", type=int, default=48, help="further requests of each kind that heads are measured on")
     p.add_argument("--tokens", type=int, default=96, help="tokens of each answer")
     p.add_argument("--batch", type=int, default=8, help="requests at once")
     p.add_argument("--depth", type=int, default=3, help="drafts of a round")
-    p.add_argument(
-        "--steps", type=int, default=150, help="training steps of the first head, and again of its successor"
-    )
-    p.add_argument("--overhead", type=int, default=0, metavar="N", help="pairs of runs with and without a ring")
+    p.add_argument("--steps", type=int, default=150, help="training steps of the first head, and of each cycle")
+    p.add_argument("--train-batch", type=int, default=8, help="rows of 256 tokens a training step")
+    p.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the engines (default: the device's own)")
+    p.add_argument("--overhead", type=int, default=20, metavar="N", help="pairs of runs with and without a ring")
     return p
 
 
 def prompts_of(args: argparse.Namespace) -> dict[str, list[list[int]]]:
-    """Pieces of texts of each kind, far apart and in a random order: what is learned first, then what is measured."""
+    """Pieces of texts of each kind, far apart and in a random order: what is learned first, then what is measured.
+
+    Raises:
+      ValueError: too few texts; names how many tokens there are and how many are needed.
+    """
     corpus, wanted = args.work / "corpus", args.requests + args.measured
-    run("corpus", "--out", corpus)
+    if args.texts is None:
+        run([["corpus", "--out", corpus]])
+    files = args.texts or [corpus / f"{kind}.train.jsonl" for kind in KINDS]
     tokenizer = Tokenizer.from_directory(resolve_model(args.target))
     found = {}
-    for kind in KINDS:
+    for kind, file in zip(KINDS, files, strict=True):
         tokens: list[int] = []
-        for line in (corpus / f"{kind}.train.jsonl").read_text(encoding="utf-8").splitlines():
+        for line in file.read_text(encoding="utf-8").splitlines():
             if len(tokens) < wanted * _APART:
                 tokens += tokenizer.encode(json.loads(line)["text"], add_special_tokens=False)
         stride = len(tokens) // wanted
         if stride < _LONGEST:
-            raise ValueError(f"{kind} has {len(tokens)} tokens, and {wanted} prompts need {wanted * _LONGEST}")
+            raise ValueError(f"{file} has {len(tokens)} tokens, and {wanted} prompts need {wanted * _LONGEST}")
         noise = random.Random(0)
         pieces = [tokens[at * stride : at * stride + noise.randint(_SHORTEST, _LONGEST)] for at in range(wanted)]
         noise.shuffle(pieces)
@@ -77,9 +93,16 @@ def prompts_of(args: argparse.Namespace) -> dict[str, list[list[int]]]:
     return found
 
 
-def run(*command: Any) -> None:
-    """A command of jaxspec.train, in a process of its own, as beside a server."""
-    subprocess.run([sys.executable, "-m", "jaxspec.train", *map(str, command)], check=True)
+def run(commands: Sequence[Sequence[Any]]) -> None:
+    """Commands of jaxspec.train at the same time, in processes of their own, as beside a server.
+
+    Raises:
+      subprocess.CalledProcessError: one that failed.
+    """
+    begun = [subprocess.Popen([sys.executable, "-m", "jaxspec.train", *map(str, command)]) for command in commands]
+    for process in begun:
+        if process.wait():
+            raise subprocess.CalledProcessError(process.returncode, process.args)
 
 
 def serve(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> list[RequestOutput]:
@@ -95,74 +118,94 @@ def tokens_a_round(outputs: Sequence[RequestOutput]) -> float:
     return 1.0 + sum(output.metrics.accepted for output in outputs) / rounds
 
 
+def set_aside(ring: Path, other: Path) -> None:
+    """Moves what has been gathered so far into a directory of its own."""
+    other.mkdir()
+    for path in ring_files(ring):
+        path.rename(other / path.name)
+
+
 class Study:
     """The heads and their measurements.
 
     Attributes:
-      rows: what --json gets.
+      rows: what --json gets. texts: what plain decoding answers to the measured prompts.
     """
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.prompts = args, prompts_of(args)
         self.rows: list[dict[str, Any]] = []
+        self.texts: dict[str, list[list[int]]] = {}
 
     def engine(self, drafter: Any, ring: Path | None) -> LLM:
-        args = self.args
-        return LLM(
-            args.target, drafter, {"depth": args.depth}, args.batch, args.tokens + 64, progress=False, warmup="eager",
-            batch_buckets=(args.batch,), feature_ring=ring,
+        args, tier = self.args, Tier(self.args.depth)
+        llm = LLM(
+            args.target, drafter, {"tiers": (PLAIN, tier)}, args.batch, args.tokens + 64, progress=False,
+            warmup="eager", batch_buckets=(args.batch,), variants=("greedy",), dtype=args.dtype, feature_ring=ring,
         )  # fmt: skip
+        llm.use_policy(StaticPolicy(tier))
+        return llm
 
     def learned(self, kind: str) -> list[list[int]]:
         return self.prompts[kind][: self.args.requests]
 
-    def train(self, name: str, ring: Path, steps: int, *more: Any) -> Path:
-        """A head by --data ring; those that begin afresh have the served one's shapes."""
-        out = self.args.work / name
-        sizes = () if "--init-from" in more else self.shapes
-        run(
-            "eagle3", "--target", resolve_model(self.args.target), "--data", f"{SCHEME}{ring}", "--out", out,
-            "--steps", steps, "--batch", 8, "--length", 256, "--lr", 1e-3, "--ttt-steps", self.args.depth,
-            "--eval-share", 0.1, "--log-every", 50, *sizes, *more,
-        )  # fmt: skip
-        return out
+    def measured(self, kind: str) -> list[list[int]]:
+        return self.prompts[kind][self.args.requests :]
 
-    @property
-    def shapes(self) -> list[Any]:
-        """Arguments of a fresh head as small as the demo's."""
-        return ["--hidden-size", 256, "--intermediate-size", 768, "--heads", 4, "--kv-heads", 2, "--head-dim", 64,
-                "--draft-vocab-size", 4096]  # fmt: skip
+    def training(self, name: str, ring: Path, steps: int, *more: Any) -> list[Any]:
+        """The command that trains a head by --data ring; those that begin afresh are as small as the demo's."""
+        fresh = ["--hidden-size", 256, "--intermediate-size", 768, "--heads", 4, "--kv-heads", 2, "--head-dim", 64,
+                 "--draft-vocab-size", 4096]  # fmt: skip
+        return [
+            "eagle3", "--target", resolve_model(self.args.target), "--data", f"{SCHEME}{ring}",
+            "--out", self.args.work / name, "--steps", steps, "--batch", self.args.train_batch, "--length", 256,
+            "--lr", 2e-3, "--ttt-steps", self.args.depth, "--eval-share", 0.1, "--log-every", max(50, steps // 4),
+            "--save-every", steps, *(() if "--init-from" in more else fresh), *more,
+        ]  # fmt: skip
 
     def add(self, **row: Any) -> None:
         self.rows.append(row)
         print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
 
     def main(self) -> None:
-        args, work = self.args, self.args.work
-        with self.engine(args.drafter, work / "ring-code") as llm:
-            serve(llm, self.learned(CODE), args.tokens)
-        first = self.train("code-head", work / "ring-code", args.steps)
-        with self.engine(first, work / "ring-live") as llm:
-            known = serve(llm, self.measured(CODE), args.tokens)
-            self.add(phase="before", traffic=CODE, tokens_a_round=tokens_a_round(known))
-            shifted = serve(llm, self.learned(PROSE), args.tokens)
-            self.add(phase="after the shift", traffic=PROSE, tokens_a_round=tokens_a_round(shifted))
-            llm.engine.flush_ring()
-            again = ("--init-from", first, "--gate", first)
-            second = self.train("learned-head", work / "ring-live", args.steps, *again)
-            self.update(llm, second)
-        fresh = self.train("prose-head", work / "ring-live", 2 * args.steps)
-        self.compare({"trained for code": first, "learned while serving": second, "trained for prose": fresh})
+        """One engine gathers and one does not; heads take the place of one another in both."""
+        args, ring = self.args, self.args.work / "ring"
+        with self.engine(args.drafter, ring) as ringed, self.engine(args.drafter, None) as plain:
+            if args.overhead:
+                self.overhead(ringed, plain)
+            serve(ringed, self.learned(CODE), args.tokens)
+            ringed.engine.flush_ring()
+            set_aside(ring, args.work / "ring-code")
+            run([self.training("code", args.work / "ring-code", args.steps)])
+            llm, served, size = ringed, args.work / "code", -(-args.requests // args.cycles)
+            self.texts = self.plain_texts(plain)
+            self.measure(plain, "trained for code", served)
+            llm.update_drafter(served, trial=False)
+            for start in range(0, args.requests, size):
+                some = self.learned(PROSE)[start : start + size]
+                self.add(
+                    phase="served", requests=len(some), tokens_a_round=tokens_a_round(serve(llm, some, args.tokens))
+                )
+                llm.engine.flush_ring()
+                count, steps = start + len(some), args.steps
+                commands = [self.training(f"prose-{count}", ring, steps, "--init-from", served, "--gate", served)]
+                if count == args.requests:
+                    commands.append(self.training("prose", ring, steps * (1 + args.cycles)))
+                run(commands)
+                if (args.work / f"prose-{count}" / "config.json").exists():
+                    served = args.work / f"prose-{count}"
+                    self.update(llm, served, count)
+                self.measure(plain, f"after {count} requests", served)
+            self.measure(plain, "trained for prose", args.work / "prose")
+            self.add(phase="end", compilations=plain.stats.compilations_after_warmup)
+        self.summary()
 
-    def measured(self, kind: str) -> list[list[int]]:
-        return self.prompts[kind][self.args.requests :]
-
-    def update(self, llm: LLM, head: Path) -> None:
+    def update(self, llm: LLM, head: Path, learned: int) -> None:
         """Puts a head on trial, and serves what was served before until it has ended."""
         began, version = time.perf_counter(), llm.update_drafter(head)
-        seconds, requests = time.perf_counter() - began, 0
-        while llm.stats.drafter_trial and requests < 50 * self.args.requests:
-            some = self.learned(PROSE)[requests % self.args.requests :][: self.args.batch]
+        seconds, requests, batch = time.perf_counter() - began, 0, self.args.batch
+        while llm.stats.drafter_trial and requests < _TRIAL * learned:
+            some = (self.learned(PROSE)[:learned] * 2)[requests % learned :][:batch]
             requests += len(some)
             serve(llm, some, self.args.tokens)
         stats = llm.stats
@@ -172,50 +215,65 @@ class Study:
             ring_rows=stats.ring_rows, ring_lost=stats.ring_lost,
         )  # fmt: skip
 
-    def compare(self, heads: dict[str, Path]) -> None:
-        """Each head on the same further prompts, of one engine whose weights are exchanged in between."""
-        texts: dict[str, list[list[int]]] = {}
-        with self.engine(next(iter(heads.values())), None) as llm:
-            for name, head in heads.items():
-                llm.update_drafter(head, trial=False)
-                for kind in KINDS:
-                    llm.flush_prefix_cache()
-                    outputs = serve(llm, self.measured(kind), self.args.tokens)
-                    said = [output.token_ids for output in outputs]
-                    self.add(
-                        head=name, traffic=kind, tokens_a_round=tokens_a_round(outputs),
-                        same_text=said == texts.setdefault(kind, said),
-                    )  # fmt: skip
-            self.add(phase="end", compilations=llm.stats.compilations_after_warmup)
+    def plain_texts(self, llm: LLM) -> dict[str, list[list[int]]]:
+        """What plain decoding answers to the prompts that heads are measured on."""
+        llm.use_policy(StaticPolicy(PLAIN))
+        texts = {kind: [o.token_ids for o in serve(llm, self.measured(kind), self.args.tokens)] for kind in KINDS}
+        llm.use_policy(StaticPolicy(Tier(self.args.depth)))
+        return texts
 
-    def overhead(self) -> None:
+    def measure(self, llm: LLM, name: str, head: Path) -> None:
+        """A head on the prompts that no head has seen."""
+        llm.update_drafter(head, trial=False)
+        for kind in KINDS:
+            llm.flush_prefix_cache()
+            outputs = serve(llm, self.measured(kind), self.args.tokens)
+            same = [output.token_ids == text for output, text in zip(outputs, self.texts[kind], strict=True)]
+            self.add(
+                head=name, traffic=kind, tokens_a_round=tokens_a_round(outputs),
+                texts_of_plain_decoding=f"{sum(same)} of {len(same)}",
+            )  # fmt: skip
+
+    def overhead(self, ringed: LLM, plain: LLM) -> None:
         """What gathering costs a round."""
-        args, pairs = self.args, []
-        with self.engine(args.drafter, args.work / "ring-cost") as ringed, self.engine(args.drafter, None) as plain:
-            some = self.measured(PROSE)[: args.batch]
-            for number in range(args.overhead + 1):
-                found = {}
-                for llm in (ringed, plain) if number % 2 else (plain, ringed):
-                    llm.flush_prefix_cache()
-                    rounds, clock, cpu = llm.stats.rounds, time.perf_counter(), time.process_time()
-                    serve(llm, some, args.tokens)
-                    rounds = llm.stats.rounds - rounds
-                    found[llm] = (time.perf_counter() - clock) / rounds, (time.process_time() - cpu) / rounds
-                if number:  # the first pair warms caches up
-                    pairs.append([found[ringed][i] / found[plain][i] for i in range(2)])
-            clock, cpu = (statistics.median(column) for column in zip(*pairs, strict=True))
-            self.add(phase="overhead", pairs=args.overhead, by_the_clock=clock, by_processor_time=cpu)
+        pairs, args, some = [], self.args, self.learned(CODE)[: self.args.batch]
+        for number in range(args.overhead + 1):
+            found, said = {}, []
+            for llm in (ringed, plain) if number % 2 else (plain, ringed):
+                llm.flush_prefix_cache()
+                rounds, clock, cpu = llm.stats.rounds, time.perf_counter(), time.process_time()
+                said.append([output.token_ids for output in serve(llm, some, args.tokens)])
+                rounds = llm.stats.rounds - rounds
+                found[llm] = (time.perf_counter() - clock) / rounds, (time.process_time() - cpu) / rounds
+            if number:  # the first pair warms caches up
+                pairs.append([*(found[ringed][i] / found[plain][i] for i in range(2)), said[0] == said[1]])
+        clock, cpu, same = zip(*pairs, strict=True)
+        self.add(
+            phase="gathering", pairs=args.overhead, percent_by_the_clock=100 * (statistics.median(clock) - 1),
+            percent_by_processor_time=100 * (statistics.median(cpu) - 1), same_texts=all(same),
+        )  # fmt: skip
+
+    def summary(self) -> None:
+        """Tokens a round of each head on prose, beside those of the head that was trained for it."""
+        found = {row["head"]: row["tokens_a_round"] for row in self.rows if row.get("traffic") == PROSE}
+        known = next(row["tokens_a_round"] for row in self.rows if row.get("traffic") == CODE)
+        own = found["trained for prose"]
+        print(f"\ntokens a round, chain-{self.args.depth}, on texts that no head has seen")
+        print(f"{'before the shift (code)':32s} {known:.3f}")
+        for name, length in found.items():
+            label = {"trained for code": "after it, without learning"}.get(name, name)
+            print(f"{label:32s} {length:.3f}  {length / own - 1:+.1%}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    for name in ("requests", "cycles", "measured", "tokens", "batch", "depth", "steps"):
+        if getattr(args, name) < 1:
+            raise SystemExit(f"error: --{name} must be at least 1, got {getattr(args, name)}")
     shutil.rmtree(args.work, ignore_errors=True)
     args.work.mkdir(parents=True)
     study = Study(args)
-    if args.overhead:
-        study.overhead()
-    else:
-        study.main()
+    study.main()
     report.write(args, "rows", study.rows)
     return 0
 

@@ -35,7 +35,6 @@ def write(args: argparse.Namespace, name: str, rows: Sequence[Mapping[str, Any]]
     """Rows under a name, with the conditions beside them, where --json asks for it."""
     if args.json is None:
         return
-    conditions = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    del conditions["json"]
+    conditions = {key: value for key, value in vars(args).items() if key != "json"}
     conditions |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-    args.json.write_text(json.dumps({"conditions": conditions, name: rows}, indent=1) + "\n")
+    args.json.write_text(json.dumps({"conditions": conditions, name: rows}, indent=1, default=str) + "\n")
