@@ -13,6 +13,7 @@ from jaxspec.adaptive.kind import Room
 from jaxspec.adaptive.policy import DraftLabels
 from jaxspec.bench.__main__ import main
 from jaxspec.bench.evidence import command, drive, loads
+from jaxspec.bench.simulate import tables
 from jaxspec.bench.simulate.engine import Outcome, Ran
 from jaxspec.bench.simulate.policies import settings_of
 from jaxspec.config import SpeculationConfig
@@ -73,12 +74,30 @@ def test_the_engine_compiles_what_all_compared_policies_may_run(monkeypatch: pyt
         assert all(set(tokens) <= set(compared.budgets(settings, room)[pair]) for pair, tokens in wanted.items())
 
 
+def test_runs_share_the_time_that_is_left():
+    """Each of 2 cells has a run of 5 modes that is not recorded, and 3 that are; all take a little besides."""
+    seconds = command._share(100.0, 2, 5, 3)
+    assert 2 * 5 * (3 * (seconds + 0.1) + 0.4) == pytest.approx(100)
+    assert command._share(math.inf, 2, 5, 3) == math.inf
+
+
+def test_gains_over_the_tier_that_is_best_over_all_cells():
+    def cell(**speeds: float) -> dict:
+        return {"policies": [{"policy": name, "speed": s, "fixed": name != "mine"} for name, s in speeds.items()]}
+
+    single, gains = tables._against_one([cell(off=1.0, deep=4.0, mine=4.0), cell(off=2.0, deep=1.0, mine=2.0)])
+    assert single == "deep" and gains["mine"] == pytest.approx(2**0.5 - 1)
+    assert tables._against_one([cell(off=0.0, mine=1.0)]) == (None, {})
+    assert tables._noise([[1.0, 3.0]]) == pytest.approx(2**0.5 / 2) and tables._noise([[1.0]]) is None
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--workloads", "code,songs"], "workloads must be among ['code',"),
         (["--batch-sizes", "0"], "batch-sizes must be integers from 1 to 1024, got '0'"),
         (["--tiers", "tree-4x3/16"], "tiers must be chains, got 'tree-4x3/16'"),
+        (["--within", "0"], "within must be above 0 seconds, got 0.0"),
         (["--seconds", "0"], "seconds must be at least 0.1, got 0.0"),
         (["--policy", "oracle"], "policy 'oracle' knows what only a simulation does"),
         (["--policy", "bold"], "policy must be one of"),

@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import math
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -40,6 +42,8 @@ from jaxspec.tier import Tier, parse_tier
 
 #: The name under which the registry finds what all compared policies need together.
 _TOGETHER = "compared"
+#: Seconds of a run that is not recorded, what a run takes besides its own, and the shortest one that tells something.
+_WARM, _BESIDES, _SHORTEST = 0.3, 0.1, 0.3
 #: Asked in chats.
 _QUESTIONS = (
     "How do I read a file line by line?", "What is the difference between a list and a tuple?",
@@ -102,6 +106,10 @@ def parser() -> argparse.ArgumentParser:
     add("--policy", action="append", metavar="NAME", help="of the registry, with settings as JSON behind the name; "
         "sglang-default, or a JSON file; may be repeated (default: all that choose)")  # fmt: skip
     add("--seconds", type=float, default=12.0, help="of each run")
+    add("--within", type=float, metavar="SECONDS", help="from start to end, compiling included: runs are as long as "
+        "the time left allows, at most --seconds (default: no limit)")  # fmt: skip
+    add("--carry", action="store_true", help="policies go on in a cell's later repeats with what they learnt in the "
+        "earlier ones, as a server's do (default: each run starts anew)")  # fmt: skip
     add("--switch-seconds", type=float, default=3.0, help="between changes, of workloads that change")
     add("--max-tokens", type=int, default=96, help="of each request")
     add("--repeats", type=int, default=3, help="interleaved")
@@ -179,6 +187,8 @@ def checked(args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[int, ...],
         raise ValueError(f"policy {ORACLE!r} knows what only a simulation does; use `bench simulate`")
     for name in named:
         sglang(name, depths, (1,)) if name.startswith(SGLANG) else settings_of(name, depths)
+    if args.within is not None and not args.within > 0:
+        raise ValueError(f"within must be above 0 seconds, got {args.within}")
     check_path("json", args.json)
     return names, tuple(sorted(sizes)), depths, named
 
@@ -202,6 +212,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     Raises:
       ValueError: options that do not fit; names them.
     """
+    began = time.perf_counter()
     names, sizes, depths, named = checked(args)
     kinds = {load.kind(phase, place) for name in names for load in [loads.load(name, 2, 1.0)]
              for phase in (0, 1) for place in (0, 1)}  # fmt: skip
@@ -213,20 +224,27 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     device = jax.devices()[0].device_kind
     float32 = "float32" in engine.facts.identity.values()
     blocks, different = [], 0
-    total = len(names) * len(sizes) * len(compared) * args.repeats * args.seconds
-    say(f"measuring on {device}: about {total / 60:.0f} minutes\n")
-    for name, size in itertools.product(names, sizes):
-        load = loads.load(name, size, args.switch_seconds)
+    cells = [*itertools.product(names, sizes)]
+    say(f"ready after {time.perf_counter() - began:.0f} s; measuring on {device}\n")
+    for number, (name, size) in enumerate(cells):
+        left = math.inf if args.within is None else args.within - (time.perf_counter() - began)
+        seconds = min(args.seconds, _share(left, len(cells) - number, len(compared), args.repeats))
+        if seconds < _SHORTEST:
+            say(f"{left:.0f} s are left: {len(cells) - number} cells are not measured")
+            break
+        load = loads.load(name, size, min(args.switch_seconds, seconds / 4))
         runs: list[dict[str, Outcome]] = []
         survival: Mapping[str, Sequence[float]] = {}
         written: dict[tuple[str, int], tuple[int, ...]] = {}
+        going = {mode.name: mode.make() for mode in compared}
         for mode in compared:  # unrecorded
-            drive.run(engine, mode.make(), load, texts, min(0.3, args.seconds), args.max_tokens, args.temperature)
+            drive.run(engine, mode.make(), load, texts, min(_WARM, seconds), args.max_tokens, args.temperature)
         for repeat in range(args.repeats):
             turn = repeat % len(compared)
             done = {
                 mode.name: drive.run(
-                    engine, mode.make(), load, texts, args.seconds, args.max_tokens, args.temperature
+                    engine, going[mode.name] if args.carry else mode.make(), load, texts, seconds, args.max_tokens,
+                    args.temperature,
                 )
                 for mode in (*compared[turn:], *compared[:turn])
             }  # fmt: skip
@@ -238,15 +256,23 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
             survival = survival or _survival(done[fixed[-1]], depths[-1])
         told = tables.Told(f"{name}, {size} at once", name, loads.WORKLOADS[name], size, None, survival)
         blocks.append(tables.block(told, runs, fixed))
-        say(tables.text(blocks[-1], "measured") + "\n")
+        say(tables.text(blocks[-1], f"measured, {seconds:.1f} s a run") + "\n")
+        if args.json:
+            _write(args, engine, device, blocks, different)
+    if not blocks:
+        return 1
     say(tables.summary(blocks))
     late = engine.stats.compilations_after_warmup
     say(f"compilations after warm-up: {late}; completions that differ from another mode's: {different}"
         + ("" if float32 else " (near ties may part)"))  # fmt: skip
     if args.json:
-        _write(args, engine, device, blocks, different)
         say(f"wrote {args.json}: `python -m jaxspec.bench report {args.json}` makes a page of it")
     return 1 if different and float32 else 0
+
+
+def _share(left: float, cells: int, modes: int, repeats: int) -> float:
+    """Seconds of a run if so many cells are to be measured in what is left."""
+    return left / (cells * modes * repeats) - _BESIDES - (_WARM + _BESIDES) / repeats
 
 
 def _survival(found: drive.Run, depth: int) -> dict[str, list[float]]:

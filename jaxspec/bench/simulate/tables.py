@@ -67,6 +67,7 @@ def block(told: Told, runs: Sequence[Mapping[str, Outcome]], fixed: Collection[s
             by_policy.setdefault(name, []).append(found)
     rows, first = [_mean(many) for many in by_policy.values()], runs[0]
     speeds = {row["policy"]: row["speed"] for row in rows if row["fixed"]}
+    by_run = [[one.speed for one in many] for name, many in by_policy.items() if name in fixed]
     return {
         "name": told.name,
         "texts": told.texts,
@@ -75,12 +76,20 @@ def block(told: Told, runs: Sequence[Mapping[str, Outcome]], fixed: Collection[s
         "closed": closed,
         "runs": len(runs),
         "confidence_auc": told.auc,
+        "noise": _noise(by_run),
         "best_fixed": max(speeds, key=speeds.__getitem__) if speeds else None,
         "policies": rows,
         "timelines": {name: figures.timeline(outcome) for name, outcome in first.items() if name not in fixed},
         "reliability": {name: found for name, outcome in first.items() if (found := figures.reliability(outcome))},
         "acceptance": told.acceptance,
     }
+
+
+def _noise(speeds: Sequence[Sequence[float]]) -> float | None:
+    """Standard deviation of one run's speed over that of others of the same fixed tier, the mean over tiers."""
+    if not speeds or len(speeds[0]) < 2:
+        return None
+    return statistics.mean(statistics.stdev(many) / statistics.mean(many) if any(many) else 0.0 for many in speeds)
 
 
 def _mean(many: Sequence[figures.Figures]) -> dict[str, Any]:
@@ -123,12 +132,19 @@ def text(cell: Mapping[str, Any], label: str = "simulated") -> str:
             f"{_share(kept.get('0.8')):>8}{_share(kept.get('1')):>5}{_number(row['switches'], 1):>6}"
             f"{_settled(row['settled']):>8}{_share(row['calibration_error'], 1):>6}{row['controller_us']:>5.0f}"
         )
+    if cell["noise"] is not None:
+        lines.append(f"runs of one fixed tier differ by {_share(cell['noise'], 1)} (standard deviation)")
     return "\n".join(lines)
 
 
 def summary(blocks: Sequence[Mapping[str, Any]]) -> str:
-    """Each policy's regret over all cells, and what the columns mean."""
-    lines = ["over all cells: mean and worst regret, switches a hundred rounds; simulated over processor seconds"]
+    """Each policy's regret over all cells, its gain over the best single tier, and what the columns mean."""
+    single, gains = _against_one(blocks)
+    lines = [
+        "over all cells: mean and worst regret, gain over the best single fixed tier"
+        + (f" ({single})" if single else "") + ", switches a hundred",
+        "rounds; simulated over processor seconds",
+    ]  # fmt: skip
     names = list(dict.fromkeys(row["policy"] for cell in blocks for row in cell["policies"] if not row["fixed"]))
     for name in names:
         rows = [row for cell in blocks for row in cell["policies"] if row["policy"] == name]
@@ -136,7 +152,8 @@ def summary(blocks: Sequence[Mapping[str, Any]]) -> str:
         worst = max((row["worst_regret"] for row in rows if row["worst_regret"] is not None), default=None)
         lines.append(
             f"  {_cut(name, 40):<42}{_share(statistics.mean(regrets) if regrets else None, 1):>7}"
-            f"{_share(worst, 1):>7}{statistics.mean(row['switches'] for row in rows):>8.2f}"
+            f"{_share(worst, 1):>7}{_share(gains.get(name), 1):>7}"
+            f"{statistics.mean(row['switches'] for row in rows):>8.2f}"
             f"{_number(_mean_of(row['faster'] for row in rows), 0):>8}"
         )
     lines += [
@@ -148,6 +165,20 @@ def summary(blocks: Sequence[Mapping[str, Any]]) -> str:
         "microseconds.",
     ]
     return "\n".join(lines)
+
+
+def _against_one(blocks: Sequence[Mapping[str, Any]]) -> tuple[str | None, dict[str, float]]:
+    """The fixed tier that is best over all cells by the geometric mean of speeds, and policies' gains over it."""
+    logs: dict[str, list[float]] = {}
+    fixed = {row["policy"] for cell in blocks for row in cell["policies"] if row["fixed"]}
+    for cell in blocks:
+        for row in cell["policies"]:
+            logs.setdefault(row["policy"], []).append(math.log(row["speed"]) if row["speed"] else -math.inf)
+    means = {name: statistics.mean(many) for name, many in logs.items() if len(many) == len(blocks)}
+    single = max(fixed & means.keys(), key=means.__getitem__, default=None)
+    if single is None or means[single] == -math.inf:
+        return None, {}
+    return single, {name: math.exp(mean - means[single]) - 1 for name, mean in means.items()}
 
 
 def profile(device: Costs, depths: Sequence[int]) -> dict[str, Any]:
