@@ -23,11 +23,13 @@ _PRIOR_ROWS = 2.0
 _LOOKUP, _LOOKUP_ROWS = 0.5, 1.0
 #: How much faster than evidence decays, what is assumed without any follows what is seen.
 _START_PACE = 2
+#: How much faster than evidence decays what no round can confirm, for none drafts.
+_UNSEEN_PACE = 2
 #: Share of the evidence that a round of however many rows leaves.
-_LEAST_KEPT = 0.9
+_LEAST_KEPT = 0.94
 #: Page's CUSUM test for a change, in standard deviations of a round's accepted drafts: slack a round, and alarm level.
 _CUSUM_SLACK = 0.6
-_CUSUM_ALARM = 5.0
+_CUSUM_ALARM = 6.0
 
 
 def breadth(tier: Tier) -> float:
@@ -282,7 +284,7 @@ class AcceptanceModel:
 
     def age(self, rows: float) -> None:
         """Counts a plain round: it shows nothing of acceptance, so the estimate keeps its value and loses weight."""
-        factor = 0.5 ** (rows / self._half_life)
+        factor = 0.5 ** (_UNSEEN_PACE * rows / self._half_life)
         for seen in self._seen.values():
             if seen.rows > 0:
                 seen.decay(factor, observed=0)

@@ -38,7 +38,7 @@ class Bucket:
     credit: float = 0.0
     timed: bool = False
     interval: float = 0.0
-    pause: float = 1.0
+    pause: float = 10.0
     since_probe: int = 0
     since_look: int = 0
     since_whole: int = 0
@@ -72,7 +72,7 @@ class GoodputParams:
       ValueError: a parameter out of range.
     """
 
-    half_life: float = 60.0
+    half_life: float = 100.0
     prior_rate: float = 0.8
     margin: float = 0.03
     patience: float = 0.5

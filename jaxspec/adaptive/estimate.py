@@ -16,8 +16,11 @@ from jaxspec.tier import PLAIN, Tier
 
 #: Standard deviations of a table's errors in log seconds: a bucket's, its drafting tiers', and an entry's own.
 _COMMON, _FAMILY, _OWN = 0.5, 0.6, 0.4
+#: Deviations from a line, in log seconds, that chains of a table may show for all of them to be believed more; and
+#: the standard deviation of their own errors then.
+_STRAIGHT, _ON_LINE = 0.15, 0.13
 #: Variance of an entry's own error in a table that proved right.
-_TRUSTED = 0.1**2
+_TRUSTED = 0.075**2
 #: Variances by which costs drift from one round to the next: of the bucket (contexts grow, other work comes and goes),
 #: and of each entry.
 _COMMON_DRIFT, _OWN_DRIFT = 1e-3, 3e-6
@@ -25,6 +28,7 @@ _COMMON_DRIFT, _OWN_DRIFT = 1e-3, 3e-6
 _COMMON_JUMP, _OWN_JUMP = 0.25, 0.01
 #: Noise of one timed round in log seconds: at first, and the bounds of what is learnt of it, with its step.
 _NOISE, _LEAST_NOISE, _MOST_NOISE, _NOISE_STEP = 0.15, 0.01, 0.4, 0.05
+_NOISE_ROUNDS = 2
 #: Standard deviations beyond which a round is not taken at its word: what disturbs a round makes it slower only.
 _SLOWER, _FASTER = 2.0, 4.0
 #: Noises by which a round is slower than believed that should be confirmed. The first of all that draft should be if it
@@ -49,7 +53,7 @@ class CostEstimate:
         self._enabled = enabled
         # Where two budgets come to the same tokens, the first of them stands for both.
         self._index = {b: {(arm.tier, arm.tokens(b)): i for i, arm in reversed([*enumerate(arms)])} for b in buckets}
-        self._noise = _NOISE**2
+        self._noise, self._heard = _NOISE**2, _NOISE_ROUNDS
         self._blocks = {bucket: _Block(arms) for bucket in buckets}
         self._timed: list[int] = []  # buckets with timed rounds
         for (tier, bucket, tokens), seconds in table.rounds.items():
@@ -109,7 +113,9 @@ class CostEstimate:
             self._timed.append(bucket)
         surprise = math.log(seconds) - block.mean[i]
         if block.cov[i][i] < self._noise + 2 * _COMMON_DRIFT:
-            noise = self._noise + _NOISE_STEP * (min(surprise * surprise, 9 * self._noise) - self._noise)
+            self._heard += 1
+            step = max(_NOISE_STEP, 1 / self._heard)
+            noise = self._noise + step * (min(surprise * surprise, 9 * self._noise) - self._noise)
             self._noise = max(_LEAST_NOISE**2, min(_MOST_NOISE**2, noise))
         doubtful = surprise > _DOUBTFUL * math.sqrt(self._noise) or (surprise > -_DOUBTED and block.is_first_draft(i))
         block.observe(i, surprise, self._noise, doubtful)
@@ -158,21 +164,24 @@ class _Block:
     def _start_from(self, own_error: float) -> tuple[list[float], list[float]]:
         """The table with its whole chains in order, since deeper ones do more; and what each may be wrong by itself.
 
-        An entry that does not fit the others is believed less.
+        An entry that does not fit the others is believed less, and all are believed more that lie on a line.
         """
         pairs = zip(self._tiers, self._whole, strict=True)
         chains = [tier.is_chain and not tier.lookup and whole for tier, whole in pairs]
         known = [(i, x) for i, x in enumerate(self.table) if x is not None and chains[i]]
         start = [0.0 if x is None else x for x in self.table]
         own = [own_error if whole else _OWN**2 for whole in self._whole]
+        drafting = [(i, x) for i, x in known if self._drafts[i]]
+        if len(drafting) > 2:
+            off = _off_line([(self._tiers[i].depth, math.exp(x)) for i, x in drafting])
+            if max(map(abs, off)) < _STRAIGHT:
+                for i, _ in drafting:
+                    own[i] = min(own[i], _ON_LINE**2)
+            for (i, _), odd in zip(drafting, off, strict=True):
+                own[i] += odd**2
         for (i, x), value in zip(known, _increasing([x for _, x in known]), strict=True):
             start[i] = value
             own[i] += (x - value) ** 2
-        drafting = [(i, x) for i, x in known if self._drafts[i]]
-        if len(drafting) > 3:
-            off = _off_line([(self._tiers[i].depth, math.exp(x)) for i, x in drafting])
-            for (i, _), odd in zip(drafting, off, strict=True):
-                own[i] = max(own[i], own_error + odd**2)
         return start, own
 
     def observe(self, i: int, surprise: float, noise: float, doubtful: bool) -> None:
@@ -215,8 +224,9 @@ class _Block:
                 self.trusted = True
                 for j, drafts in enumerate(self._drafts):
                     if drafts and self._whole[j] and not self.seen[j] and j != i:
-                        self.cov[j][j] -= _OWN**2 - _TRUSTED
-                        self.own[j] -= _OWN**2 - _TRUSTED
+                        sure = max(0.0, min(self.own[j], _OWN**2) - _TRUSTED)
+                        self.cov[j][j] -= sure
+                        self.own[j] -= sure
         self.seen[i] = True
 
     def _drift(self) -> None:
@@ -256,8 +266,12 @@ def _increasing(values: Sequence[float]) -> list[float]:
 
 
 def _off_line(points: Sequence[tuple[int, float]]) -> list[float]:
-    """How far each (depth, seconds) lies from the line of them all (Theil and Sen's), in log seconds."""
+    """How far each (depth, seconds) lies from the line of them all (Theil and Sen's), in log seconds.
+
+    Of three points that are on no line each may be the wrong one, so all are as far off as the one that is most.
+    """
     slopes = sorted((y - v) / (x - u) for n, (x, y) in enumerate(points) for u, v in points[:n])
     slope = max(0.0, slopes[len(slopes) // 2])
     level = sorted(y - slope * x for x, y in points)[len(points) // 2]
-    return [math.log(y / (level + slope * x)) if level + slope * x > 0 else 0.0 for x, y in points]
+    off = [math.log(y / (level + slope * x)) if level + slope * x > 0 else 0.0 for x, y in points]
+    return off if len(points) > 3 else [max(map(abs, off))] * len(points)

@@ -22,19 +22,26 @@ from jaxspec.tier import PLAIN, Choice, Tier
 
 #: Acceptance of unknown positions when asking whether a deeper tier is worth a look.
 _OPTIMISM = 0.9
+#: By how much deeper positions may be better than the deepest one that runs, and the tests of them that count where
+#: nothing runs: whether drafts are worth anything shows at the first position.
+_MORE, _ENOUGH = 0.25, 2.0
 #: Rounds to wait for a probe's result before it is given up (an aborted round reports nothing).
 _PROBE_PATIENCE = 8
 #: Spread of a tier's log seconds that is not worth a look, and from which one round says enough.
 _SETTLED, _UNSURE = 0.01, 0.15
-#: In rounds of the current tier: what a round of a probe is taken to cost at least, and what one look may cost beyond
-#: its first round. Most rounds of one look.
-_LEAST_CHARGE, _AT_ONCE, _LOOKS = 0.05, 0.25, 8
+#: In rounds of the current tier: what a round of a probe is taken to cost at least, what one look may cost beyond its
+#: first round, and what it must be expected to bring. Most rounds of one look.
+_LEAST_CHARGE, _AT_ONCE, _WORTH, _LOOKS = 0.05, 0.25, 2.0, 8
 #: Rounds to which the pauses between losing probes grow quickly, by how much each that loses lets them grow after
 #: that, and up to how many times as many; rounds to which those between looks at costs grow at most, and by how much.
-_QUIET, _CALMER, _CALM, _SILENT, _CALMING = 100.0, 1.2, 4.0, 3000.0, 1.7
+_QUIET, _CALMER, _CALM, _SILENT, _CALMING = 100.0, 1.2, 4.0, 3000.0, 2.0
 #: Least rounds between probes that win where drafts run already, doubled with each that changes nothing: a deeper
 #: tier's evidence adds to theirs.
 _HASTE = 30.0
+#: Rounds after which drafts that were given up are looked at for the first time: it may have been bad luck.
+_REGRET = 8.0
+#: Probes that win where nothing drafts come again at once, as long as no more than this many have changed nothing.
+_STREAK = 4
 #: Part of its pause after which a look may be so urgent.
 _URGENT = 20
 #: Gap in log goodput from which it counts more than in proportion; and how fast switches are forgotten.
@@ -258,7 +265,7 @@ class GoodputPolicy:
             # Plain decoding shows nothing of acceptance: an error in its favour lasts.
             if state.lost > self._params.patience * (1 + state.unrest) * (1 if best else 2):
                 state.current, state.lost, state.unrest, state.wins = best, 0.0, state.unrest + 1, 0
-                state.interval = min(state.interval, _HASTE)
+                state.interval = min(state.interval, _HASTE if best else _REGRET)
         state.unrest *= _REST
         return state.current
 
@@ -283,7 +290,7 @@ class GoodputPolicy:
             charge = max(_LEAST_CHARGE, math.exp(longer) * (math.exp(spread * spread / 2) - math.exp(ahead)))
             rounds = 1 if spread > _UNSURE else max(1, min(_LOOKS, int(_AT_ONCE / charge)))
             gain = horizon * expected_gain(ahead - _TIE, self._cost.news(i, current, bucket, rounds))
-            if gain * state.since_look > state.pause and gain > most * rounds * charge:
+            if gain > _WORTH and gain * state.since_look > state.pause and gain > most * rounds * charge:
                 most = gain / (rounds * charge)
                 state.probe, state.looks, state.charge = i, rounds - 1, charge * math.exp(costs[current])
         if most == 1.0:
@@ -308,17 +315,20 @@ class GoodputPolicy:
         deeper = [i for i in state.candidates if self._arms[i].tier.depth > known]
         if not deeper:
             return False
-        hopeful = self._acceptance.hopeful_rates(bucket, known, _OPTIMISM)
+        hope = _OPTIMISM
+        if known:
+            hope = min(hope, self._acceptance.rates(bucket)[known - 1] + _MORE)
+        hopeful = self._acceptance.hopeful_rates(bucket, known, hope)
         goal = scores[current] + math.log1p(self._params.margin)
         lasts = lambda i: scores[i] + costs[i] - math.log(self._tokens(i, bucket))
-        hope = lambda i: math.log(self._tokens(i, bucket, hopeful)) - costs[i] + lasts(i)
-        if all(hope(i) + self._cost.news(i, current, bucket) <= goal for i in deeper):
+        best = lambda i: math.log(self._tokens(i, bucket, hopeful)) - costs[i] + lasts(i)
+        if all(best(i) + self._cost.news(i, current, bucket) <= goal for i in deeper):
             return False
 
         def value(i: int) -> float:
             # Positions beyond the current depth that the rows would test, up to what overrules a stale estimate.
             tests = view.batch_size * sum([1.0, *survival(self._arms[i].tier, hopeful)][known:-1])
-            return min(tests, STALE_ROWS) / _charge(costs[i], costs[current])
+            return min(tests, STALE_ROWS if known else _ENOUGH) / _charge(costs[i], costs[current])
 
         probe = max(deeper, key=value)
         charge = _charge(costs[probe], costs[current])
@@ -385,7 +395,8 @@ class GoodputPolicy:
         charge = _charge(costs[arm], costs[current])
         least = charge / (self._params.probe_share * now)
         if gain >= charge:
-            state.interval = max(least, min(_CALM * _QUIET, _HASTE * 2**state.wins)) if known else 0.0
+            wins = state.wins if known else state.wins - _STREAK
+            state.interval = max(least, min(_CALM * _QUIET, _HASTE * 2.0 ** min(wins, 9))) if wins >= 0 else 0.0
             state.won, state.wins = True, state.wins + 1
         elif over and not state.won:
             quiet = max(self._params.probe_backoff * least, _QUIET)
