@@ -152,3 +152,16 @@ def calibration_error(predicted: Sequence[float], accepted: Sequence[bool], bins
     for p, hit in zip(predicted, accepted, strict=True):
         sums[min(bins - 1, int(p * bins))] += p - hit
     return sum(abs(s) for s in sums) / len(predicted)
+
+
+def chance_error(predicted: Sequence[float], bins: int = 10) -> float:
+    """The calibration error that as many perfectly calibrated predictions are expected to show, by chance alone.
+
+    Outcomes are taken as independent and the gap of each bin as normal; ValueError where there is nothing.
+    """
+    if not predicted:
+        raise ValueError("needs predictions, got none")
+    variance = [0.0] * bins
+    for p in predicted:
+        variance[min(bins - 1, int(p * bins))] += p * (1 - p)
+    return math.sqrt(2 / math.pi) * sum(map(math.sqrt, variance)) / len(predicted)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 
 from jaxspec.adaptive.policy import BatchView, RoundStats
 from jaxspec.tier import Choice, Tier, as_choice
@@ -72,7 +73,7 @@ class Steady:
         if (ran.tier, ran.tokens) != (stats.tier, stats.tokens):
             return False
         mean = sum(stats.num_accepted) / rows
-        spread = sum(n * n for n in stats.num_accepted) / rows - mean * mean
+        spread = sum(map(operator.mul, stats.num_accepted, stats.num_accepted)) / rows - mean * mean
         slow = math.log(stats.seconds / self.seconds) if stats.seconds > 0 else 0.0
         off = (mean + 1 - self.tokens) / math.sqrt((spread + 1e-3) / rows)
         self.drift = _KEPT * self.drift + off

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxspec.adaptive import adaspec
 from jaxspec.adaptive.budget import best_budget, spend
-from jaxspec.adaptive.calibration import Calibration, calibration_error
+from jaxspec.adaptive.calibration import Calibration, calibration_error, chance_error
 from jaxspec.adaptive.linear import LinearCost, fit
 from jaxspec.adaptive.policy import DraftLabels
 
@@ -97,6 +97,16 @@ def test_any_confidences_leave_probabilities(rows):
         assert all(0 <= b <= a <= 1 for a, b in itertools.pairwise([1.0, *alive]))
     rising = [model.rates([c])[0] for c in (0.1, 0.5, 0.9)]
     assert rising == sorted(rising)
+
+
+def test_few_drafts_look_badly_calibrated_by_chance():
+    chance = random.Random(0)
+    for count in (100, 4000):
+        predicted = [chance.random() for _ in range(count)]
+        errors = [calibration_error(predicted, [chance.random() < p for p in predicted]) for _ in range(40)]
+        assert sum(errors) / 40 == pytest.approx(chance_error(predicted), rel=0.15)
+    with pytest.raises(ValueError, match="got none"):
+        chance_error([])
 
 
 def test_malformed_calibration():

@@ -76,6 +76,22 @@ def test_deeper_chains_are_not_cheaper_and_odd_entries_are_doubted():
     assert odd.news(4, 0, 1) > 1.2 * fair.news(4, 0, 1)
 
 
+def test_chains_on_a_line_are_believed_and_of_three_that_are_on_none_each_is_doubted():
+    straight, bent = estimate([1.0, 1.4, 1.6, 1.8, 2.0, 2.2]), estimate([1.0, 1.4, 2.4, 1.8, 2.9, 2.2])
+    for one in (straight, bent):
+        one.observe(PLAIN, 1, 1.0)
+        one.observe(Tier(1), 1, 1.4)
+    assert straight.news(3, 1, 1) < 0.2 < bent.news(3, 1, 1)
+
+    tiers = [PLAIN, Tier(1), Tier(2), Tier(4)]
+    cost = CostTable({(t, 1): s for t, s in zip(tiers, (1.0, 1.45, 1.6, 3 * 2.05), strict=True)})
+    three = CostEstimate(whole(tiers), (1,), cost)
+    for _ in range(30):
+        for tier, seconds in ((PLAIN, 1.0), (Tier(1), 1.45), (Tier(2), 1.6)):
+            three.observe(tier, 1, seconds)
+    assert three.news(3, 2, 1) > 0.3  # the others fit, and this one may be wrong all the same
+
+
 def test_new_measurements_move_what_rounds_did_not_tell():
     cost = estimate([1.0, *(2 * s for s in RIGHT[1:])])
     for tier, seconds in zip(TIERS[1:], RIGHT[1:], strict=True):

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from jaxspec.adaptive.calibration import calibration_error
+from jaxspec.adaptive.calibration import calibration_error, chance_error
 from jaxspec.bench.offline.metrics import percentile
 from jaxspec.bench.simulate.engine import Outcome, Ran
 
@@ -35,7 +35,8 @@ class Figures:
       verified: drafts that were verified, a round and request.
       switches: a hundred rounds. settled: after each change of the texts, rounds until it reached 95% of the best
         tier's expected tokens a second over ten rounds; None: not before the next change.
-      calibration_error: of the survival that packed rounds are spent by. bias: expected over accepted tokens - 1.
+      calibration_error: of the survival that packed rounds are spent by. calibration_chance: what it would be by chance
+        alone, so few were the drafts. bias: expected over accepted tokens - 1.
       controller_us: microseconds of the processor a round, the mean.
       tiers: rounds by depth. faster: simulated seconds over those of the processor.
     """
@@ -59,6 +60,7 @@ class Figures:
     switches: float
     settled: list[int | None]
     calibration_error: float | None
+    calibration_chance: float | None
     bias: float | None
     controller_us: float
     tiers: dict[str, int]
@@ -118,6 +120,7 @@ def figures(
         switches=100 * outcome.switches / len(rounds) if rounds else 0.0,
         settled=settled(rounds),
         calibration_error=calibration_error(outcome.predicted, outcome.actual) if outcome.predicted else None,
+        calibration_chance=chance_error(outcome.predicted) if outcome.predicted else None,
         bias=outcome.expected / outcome.accepted - 1 if outcome.accepted else None,
         controller_us=1e6 * statistics.mean(outcome.controller) if outcome.controller else 0.0,
         tiers=tiers,

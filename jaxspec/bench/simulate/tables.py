@@ -21,6 +21,8 @@ from jaxspec.bench.simulate.policies import ORACLE
 from jaxspec.tier import PLAIN
 
 _WIDTH = 118
+#: Calibration error by chance alone from which nothing is said of a policy's.
+_MOST_CHANCE = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +132,7 @@ def text(cell: Mapping[str, Any], label: str = "simulated") -> str:
             f"{_number(row['length'], 2):>7}{_number(row['depth'], 1):>7}{_number(row['verified'], 1):>9}"
             f"{_ms(row['ttft_p50'], 0):>7}{_ms(row['tpot_p50'], 1):>7}{_ms(row['tpot_p99'], 1):>7}"
             f"{_share(kept.get('0.8')):>8}{_share(kept.get('1')):>5}{_number(row['switches'], 1):>6}"
-            f"{_settled(row['settled']):>8}{_share(row['calibration_error'], 1):>6}{row['controller_us']:>5.0f}"
+            f"{_settled(row['settled']):>8}{_calibration(row):>6}{row['controller_us']:>5.0f}"
         )
     if cell["noise"] is not None:
         lines.append(f"runs of one fixed tier differ by {_share(cell['noise'], 1)} (standard deviation)")
@@ -161,8 +163,8 @@ def summary(blocks: Sequence[Mapping[str, Any]]) -> str:
         "every draft's chance. length: tokens a round and request. drafts, verified: of a request and round. TTFT,",
         "TPOT (p50, p99): ms. SLO: requests within 0.8 and 1.0 times plain decoding's 90th percentile of TPOT.",
         "sw: switches of the tier a hundred rounds. settled: rounds after a change of the texts to 95% of the best",
-        "tier, median (- never). ECE: calibration error of survival. us: processor time of the policy a round,",
-        "microseconds.",
+        "tier, median (- never). ECE: calibration error of survival (few: drafts so few that chance alone",
+        "would show 1%). us: processor time of the policy a round, microseconds.",
     ]
     return "\n".join(lines)
 
@@ -230,6 +232,12 @@ def _gap(value: float | None) -> str:
 
 def _ms(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{1e3 * value:.{digits}f}"
+
+
+def _calibration(row: Mapping[str, Any]) -> str:
+    """The calibration error, where there were enough drafts to tell."""
+    chance = row["calibration_chance"]
+    return "few" if chance is not None and chance > _MOST_CHANCE else _share(row["calibration_error"], 1)
 
 
 def _settled(rounds: Sequence[int | None]) -> str:
