@@ -35,8 +35,10 @@ from jaxspec.hybrids import joined
 from jaxspec.models import few_rows
 from jaxspec.models.base import TargetModel
 from jaxspec.models.layers import column_blocks, tensor_parallel
+from jaxspec.models.sharded import BY_XLA
 from jaxspec.remembered import texts
 from jaxspec.ringfiles import RingDirectory
+from jaxspec.runtime import summing
 from jaxspec.runtime.collecting import Collector
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.programs import RunnerConfig
@@ -168,7 +170,14 @@ def resolve_drafter(drafter: str | Path | None, model_dir: Path) -> tuple[str, P
 _KEPT_TWICE = 2 << 30
 
 
-def _laid_out(module: Any, shards: int) -> Any:
+def _way(target: TargetModel, shards: int) -> summing.Way:
+    """How so many devices sum what they share of a target."""
+    if shards == 1:
+        return summing.Way()
+    return summing.WAYS[summing.choose(tensor_mesh(shards), target.config.hidden_size, target.embedding[...].dtype)]
+
+
+def _laid_out(module: Any, shards: int, sums: str) -> Any:
     """The module with its weights as this backend and its devices read them best.
 
     Weights that are split over devices do not go into column blocks, which would have to end where shards do: on a
@@ -176,7 +185,7 @@ def _laid_out(module: Any, shards: int) -> Any:
     """
     if shards > 1:
         with host_memory():
-            module = tensor_parallel(module, shards)
+            module = tensor_parallel(module, shards, sums)
     if shards > 1 or jax.default_backend() != "cpu":
         return module if few_rows.unsupported() is not None else few_rows.prepare(module)
     size = stored(nnx.state(module))
@@ -195,19 +204,25 @@ def load_drafter(kind: str, directory: Path | None, target: TargetModel, dtype: 
 
 
 def bind_drafter(
-    kind: str, module: Any, geo: Geometry, speculation: SpeculationConfig | None = None, shards: int = 1
+    kind: str,
+    module: Any,
+    geo: Geometry,
+    speculation: SpeculationConfig | None = None,
+    shards: int = 1,
+    sums: str = BY_XLA,
 ) -> tuple[Drafter | None, Any]:
     """(drafter, its parameters) of what `load_drafter` returned.
 
     Args:
       shards: devices that share the drafter's layers; those parts whose heads or widths it does not divide are
         computed by every device alike, since a drafter is small and any target may meet any drafter.
+      sums: by what they add up their parts (models.sharded).
 
     Raises:
       ValueError: tiers that it cannot draft.
     """
     if isinstance(module, nnx.Module):
-        module = _laid_out(module, shards)
+        module = _laid_out(module, shards, sums)
     return registry.find(kind).bind(module, geo, speculation or SpeculationConfig())
 
 
@@ -296,10 +311,11 @@ def build_engine(
             share_tables(target, tensor_mesh(shards))
         module = load_drafter(kind, directory, target, dtype)
     text = None if config.skip_tokenizer_init else Tokenizer.from_directory(model_dir)
+    sums = _way(target, shards).by
 
     def drafter_of(geo: Geometry) -> tuple[Drafter | None, Any]:
         with load():
-            return bind_drafter(kind, module, geo, speculation, shards)
+            return bind_drafter(kind, module, geo, speculation, shards, sums)
 
     def reloader() -> Callable[[Geometry, Path], Any] | None:
         if directory is None:
@@ -308,7 +324,7 @@ def build_engine(
 
         def reload(geo: Geometry, where: Path) -> Any:
             with load():
-                return bind_drafter(kind, successors.load(where), geo, speculation, shards)[1]
+                return bind_drafter(kind, successors.load(where), geo, speculation, shards, sums)[1]
 
         return reload
 
@@ -393,7 +409,8 @@ def assemble(
     store = None if config.feature_ring is None or built is None else _ring_directory(config, target, built)
     times = cost is None and choice.needs_cost
     warmup = WarmupConfig(progress, cache, background, times=times and background)
-    runner = Runner(_laid_out(target, shards), built, params, geo, runs, warmup, mesh)
+    way = _way(target, shards)
+    runner = Runner(_laid_out(target, shards, way.by), built, params, geo, runs, warmup, mesh, way.options)
     if times:
         cost = CostTable({}) if background else measure(runner)
     lookahead = 0 if built is None else built.lookahead

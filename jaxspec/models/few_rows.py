@@ -23,7 +23,7 @@ from jaxspec.models.base import Attend, ModelConfig
 from jaxspec.models.layers import MLP, Transformer
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import Tables, apply_rope
-from jaxspec.models.sharded import SPLIT, TENSOR_AXIS
+from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS, TENSOR_AXIS, summed
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch import gpu, reference
 from pallas_kernels.small_batch.reference import TILE, Stream
@@ -57,7 +57,9 @@ class FewRows:
         """The residual stream before each layer and after the last, [B, N, E] each."""
         rope = ropes[0]  # of every layer, in models that are served
         assert rope is not None
-        ways = _Ways(gpu if self.implementation == "gpu" else reference, model.layers[0].attn.shards)
+        first = model.layers[0].attn
+        sums = first.out.kernel.get_metadata(SUMS, BY_XLA)
+        ways = _Ways(gpu if self.implementation == "gpu" else reference, first.shards, sums)
         b, n, e = x_BNE.shape
         m = b * n
         padded = m if m <= 8 else round_up(m, 8)  # the kernels' copies want whole groups of 8 rows, or less than one
@@ -93,10 +95,12 @@ class _Ways:
 
     Attributes:
       own: a module of functions as `pallas_kernels.small_batch.reference`'s.
+      sums: see `sharded.summed`.
     """
 
     own: Any
     shards: int
+    sums: str
 
     def _each(self, fn: Callable[..., Any], *split: int | None) -> Callable[..., Any]:
         """`fn` by every device: `split` has the axis of each argument, and last of the results, None where whole."""
@@ -121,11 +125,11 @@ class _Ways:
         if self.shards == 1:
             return self.own.add(x_MK, kernel, h_ME, gain_E)
 
-        def summed(x_MK: jax.Array, kernel: jax.Array, h_ME: jax.Array, gain_E: jax.Array) -> Stream:
-            y = jax.lax.psum(self.own.multiply(x_MK, kernel), TENSOR_AXIS)
+        def parts(x_MK: jax.Array, kernel: jax.Array, h_ME: jax.Array, gain_E: jax.Array) -> Stream:
+            y = summed(self.own.multiply(x_MK, kernel), self.sums)
             return reference.begin((h_ME.astype(jnp.float32) + y.astype(jnp.float32)).astype(h_ME.dtype), gain_E)
 
-        return self._each(summed, 1, 0, None, None, None)(x_MK, kernel, h_ME, gain_E)
+        return self._each(parts, 1, 0, None, None, None)(x_MK, kernel, h_ME, gain_E)
 
 
 def _gain(norm: Any) -> jax.Array:

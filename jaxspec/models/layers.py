@@ -30,7 +30,7 @@ from jaxspec.models.base import (
 from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import Tables, apply_rope, layer_tables
-from jaxspec.models.sharded import SPLIT, rows_product, take_rows
+from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS, rows_product, take_rows
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -425,7 +425,7 @@ def column_blocks(module: _Module, width: int = 64, *, keep_flat: bool = False) 
     return copy
 
 
-def tensor_parallel(module: _Module, shards: int) -> _Module:
+def tensor_parallel(module: _Module, shards: int, sums: str = BY_XLA) -> _Module:
     """A copy laid out for `shards` devices: fused columns grouped by shard, and each split parameter marked (SPLIT).
 
     The columns of qkv become [q_0 k_0 v_0 | q_1 k_1 v_1 | ...] and those of gate_up [gate_0 up_0 | ...], so that a
@@ -433,6 +433,9 @@ def tensor_parallel(module: _Module, shards: int) -> _Module:
     (Shoeybi et al. 2019, Megatron-LM): qkv and gate_up are split by columns, out and down (and an EAGLE head's fc) by
     rows, embeddings and lm_head over the vocabulary. Modules of other kinds say in a method `splits(shards)` what they
     split. Parts whose heads or widths `shards` does not divide stay whole, on every device.
+
+    Args:
+      sums: by what the devices' parts of a product are summed (`sharded.summed`).
     """
     graph, state = nnx.split(module)
     copy = nnx.merge(graph, state)
@@ -454,6 +457,7 @@ def tensor_parallel(module: _Module, shards: int) -> _Module:
             value = value.along_outputs(by_shard) if isinstance(value, Quantised) else by_shard(value)
         marked = nnx.Param(value)
         marked.set_metadata(SPLIT, axis)
+        marked.set_metadata(SUMS, sums)
         setattr(split.owner, split.name, marked)
 
     for _, node in list(nnx.iter_graph(copy)):

@@ -16,11 +16,17 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxspec.models.quantised import Quantised
+from pallas_kernels.device_sum import gpu as device_sum
 
 #: The mesh axis of tensor parallelism.
 TENSOR_AXIS = "tensor"
-#: Metadata of a parameter that tensor parallelism splits: along which axis.
+#: Metadata of a parameter that tensor parallelism splits: along which axis, and by what its devices' parts are summed.
 SPLIT = "split_axis"
+SUMS = "sums"
+#: What sums parts: XLA's all-reduce, by whatever library its options name, or pallas_kernels.device_sum on GPUs.
+BY_XLA, BY_KERNEL = "xla", "kernel"
+#: From here on bandwidth counts, of which a sum that every device makes whole takes more.
+_FEW_BYTES = 512 << 10
 
 
 def shards() -> int:
@@ -61,12 +67,21 @@ def rows_product(x: jax.Array, param: nnx.Variable, product: Callable[[jax.Array
     kernel_specs = jax.tree.map(lambda leaf: part_of(0, leaf, shards()), kernel)
     x_spec = PartitionSpec(*[None] * (x.ndim - 1), TENSOR_AXIS)
 
+    by = param.get_metadata(SUMS, BY_XLA)
+
     def own_part(x: jax.Array, kernel: Any) -> jax.Array:
-        return jax.lax.psum(product(x, kernel), TENSOR_AXIS)
+        return summed(product(x, kernel), by)
 
     return jax.shard_map(own_part, in_specs=(x_spec, kernel_specs), out_specs=PartitionSpec(), check_vma=False)(
         x, kernel
     )
+
+
+def summed(part: jax.Array, by: str) -> jax.Array:
+    """The sum of what devices have, on every device, by BY_KERNEL or BY_XLA, which takes over where rows are many."""
+    if by == BY_KERNEL and part.size * part.dtype.itemsize <= _FEW_BYTES and device_sum.refusal(part) is None:
+        return device_sum.device_sum(part, TENSOR_AXIS)
+    return jax.lax.psum(part, TENSOR_AXIS)
 
 
 def take_rows(table: nnx.Variable, index: jax.Array) -> jax.Array:

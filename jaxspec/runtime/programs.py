@@ -123,8 +123,9 @@ class Setting:
         donated, static = lowering.donated, lowering.static
         args, results = tuple(map(self.abstract, lowering.args)), _flat(lowering.results)
         jitted = jax.jit(
-            self._flattened(lowering), donate_argnums=donated, static_argnames=tuple(static), out_shardings=results
-        )
+            self._flattened(lowering), donate_argnums=donated, static_argnames=tuple(static), out_shardings=results,
+            compiler_options=dict(place.options) or None,
+        )  # fmt: skip
 
         def lower() -> jax.stages.Lowered:
             with place.ambient():
@@ -135,7 +136,7 @@ class Setting:
             flat = *jax.tree.flatten(args), static, *jax.tree.flatten(results)
             trees = [self.trees[arg] for arg in lowering.args if isinstance(arg, Held)]
             try:
-                told = describe((lowering.fn, donated, *flat, *trees, place.mesh))
+                told = describe((lowering.fn, donated, *flat, *trees, place.mesh, place.options))
             except IndescribableError as e:
                 _log.debug("an executable is not stored, for it depends on %s", e)
         return Compilation(key, args, lower, told)

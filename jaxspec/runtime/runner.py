@@ -80,6 +80,7 @@ class Runner:
       config: what it can run.
       warmup: how the executables come.
       mesh: devices that share the weights and pools (runtime.sharding); None for the backend's first device alone.
+      options: XLA's, for what they run (runtime.summing).
 
     Attributes:
       config: the target's.
@@ -90,7 +91,7 @@ class Runner:
 
     def __init__(
         self, model: TargetModel, drafter: Drafter | None, draft_params: Any, geo: Geometry, config: RunnerConfig,
-        warmup: WarmupConfig, mesh: Mesh | None = None,
+        warmup: WarmupConfig, mesh: Mesh | None = None, options: tuple[tuple[str, Any], ...] = (),
     ):  # fmt: skip
         graph, target = nnx.split(model)
         self.config = model.config
@@ -100,7 +101,7 @@ class Runner:
         self._dtype: jnp.dtype = model.embedding[...].dtype
         self._place = Placement()
         if mesh is not None:
-            self._place = Placement.of(mesh, target, draft_params, jax.eval_shape(self._empty_state))
+            self._place = Placement.of(mesh, target, draft_params, jax.eval_shape(self._empty_state), options)
             target = jax.device_put(target, self._place.target)
             draft_params = jax.device_put(draft_params, self._place.draft_params)
         self._trees = {

@@ -102,6 +102,7 @@ class Placement:
     Attributes:
       target, draft_params, state: NamedShardings, in the structure of what they place.
       logits: of [B, N, V]. replicated: a whole copy on every device.
+      options: XLA's, for what is compiled.
     """
 
     mesh: Mesh | None = None
@@ -110,9 +111,12 @@ class Placement:
     state: Any = None
     logits: NamedSharding | None = None
     replicated: NamedSharding | None = None
+    options: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def of(cls, mesh: Mesh, target: Any, draft_params: Any, state: DecodeState) -> Placement:
+    def of(
+        cls, mesh: Mesh, target: Any, draft_params: Any, state: DecodeState, options: tuple[tuple[str, Any], ...] = ()
+    ) -> Placement:
         """The placement of parameters laid out by `tensor_parallel`, or of their shapes.
 
         Pools are split over their KV heads where the mesh divides them, as `TreeKV` does with the
@@ -128,7 +132,7 @@ class Placement:
 
         states = jax.tree_util.tree_map_with_path(of_state, state)
         params = functools.partial(parameter_shardings, mesh)
-        return cls(mesh, params(target), params(draft_params), states, along(2), whole)
+        return cls(mesh, params(target), params(draft_params), states, along(2), whole, options)
 
     def round_results(self, sampled: bool) -> Any:
         """Shardings of what a round returns; a prefill's are those of a sampled one."""

@@ -33,6 +33,7 @@ from jaxspec.bench.studies import report
 from jaxspec.models import few_rows, registry
 from jaxspec.models.base import Experts, ModelConfig
 from jaxspec.models.layers import tensor_parallel
+from jaxspec.runtime import summing
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.programs import RunnerConfig
 from jaxspec.runtime.results import Result
@@ -109,13 +110,18 @@ def random_weights(module: Any, seed: int, mesh: Mesh | None = None) -> Any:
 def build(
     shape: str, tiers: Sequence[Tier], batches: Sequence[int], context: int, dtype: jnp.dtype, *,
     kernels: str | None, sampled: bool, page: int, budgets: Sequence[float] = (), layers_by_xla: bool = False,
-    shards: int = 1,
+    shards: int = 1, sums: str = "nccl",
 ) -> Runner:  # fmt: skip
-    """A runner of random weights with one executable a tier and batch, and one a budget, on so many devices."""
+    """A runner of random weights with one executable a tier and batch, and one a budget, on so many devices.
+
+    Args:
+      sums: how these add up activations (runtime.summing).
+    """
     cache = use_persistent_cache(True)
     cfg, draft_vocab = SHAPES[shape]
     mesh = tensor_mesh(shards) if shards > 1 else None
-    lay_out = lambda module: tensor_parallel(module, shards) if shards > 1 else module
+    way = summing.WAYS[sums]
+    lay_out = lambda module: tensor_parallel(module, shards, way.by) if shards > 1 else module
     target = random_weights(nnx.eval_shape(lambda: lay_out(registry.build(cfg, dtype))), 0, mesh)
     if few_rows.unsupported() is None and not layers_by_xla:
         target = few_rows.prepare(target)
@@ -136,7 +142,8 @@ def build(
     }  # fmt: skip
     reachable = {tier: tuple(batches) for tier in tiers}
     can = RunnerConfig(reachable, prefill_shapes=(), variants=(sampled,), budgets=packed)
-    return Runner(target, drafter, params, geo, can, WarmupConfig(sys.stderr.isatty(), cache), mesh)
+    options = way.options if shards > 1 else ()
+    return Runner(target, drafter, params, geo, can, WarmupConfig(sys.stderr.isatty(), cache), mesh, options)
 
 
 def target_bytes(runner: Runner, touched: int) -> int:
@@ -209,6 +216,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--kernels", choices=("reference", "tpu", "gpu", "interpret"), help="default: the backend's own")
     add("--tensor-parallel", type=int, default=1, metavar="N", help="on N devices too, after one")
+    add("--without-one", action="store_true", help="on N devices only")
+    add("--sums", choices=sorted(summing.WAYS), nargs="+", help="how N devices add up (default: measured)")
     add("--layers-by-xla", action="store_true", help="no small-batch kernels (default: where the device has them)")
     add("--sampled", action="store_true", help="rounds that sample (temperature 0 rows included)")
     add("--rounds", type=int, default=50, help="rounds dispatched back to back")
@@ -223,9 +232,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "devices batch  tier     tokens      ms  x plain  x one  share of floor  device ms  idle  collectives kernels "
         " experts a layer"
     )
-    for shards in sorted({1, args.tensor_parallel}):
+    ways = [(1, "nccl")] if args.tensor_parallel == 1 or not args.without_one else []
+    for name in args.sums or [None] if args.tensor_parallel > 1 else []:
+        width, dtype = SHAPES[args.shape][0].hidden_size, jnp.dtype(args.dtype)
+        ways.append((args.tensor_parallel, name or summing.choose(tensor_mesh(args.tensor_parallel), width, dtype)))
+    for shards, sums in ways:
+        if shards > 1:
+            print(f"{shards} devices, sums by {sums}", flush=True)
         try:
-            _measure(args, tiers, shards, rows)
+            _measure(args, tiers, shards, sums, rows)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or shards == args.tensor_parallel:
                 raise
@@ -235,22 +250,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measure(args: argparse.Namespace, tiers: Sequence[Tier], shards: int, rows: list[dict[str, Any]]) -> None:
+def _measure(
+    args: argparse.Namespace, tiers: Sequence[Tier], shards: int, sums: str, rows: list[dict[str, Any]]
+) -> None:
     """Measures on so many devices, prints, and appends to `rows`."""
     runner = build(
         args.shape, tiers, sorted(set(args.batch)), args.context, jnp.dtype(args.dtype),
         kernels=args.kernels, sampled=args.sampled, page=args.page, budgets=args.budget,
-        layers_by_xla=args.layers_by_xla, shards=shards,
+        layers_by_xla=args.layers_by_xla, shards=shards, sums=sums,
     )  # fmt: skip
     bench = Bench(runner, args.context)
     rate = report.rate(BANDWIDTH, args.bandwidth)
     cfg = runner.config
     kv = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * jnp.dtype(args.dtype).itemsize * args.context
-    alone = {(row["tier"], row["batch"], row["tokens"]): row["ms"] for row in rows}
+    alone = {(row["tier"], row["batch"], row["tokens"]): row["ms"] for row in rows if row["devices"] == 1}
     for batch in sorted(set(args.batch)):
         plain = None
         for tier, tokens in [(t, n) for t in tiers for n in (None, *runner.budgets.get((t, batch), ()))]:
-            row = bench.measure(tier, batch, args.rounds, args.repeats, tokens) | {"devices": shards}
+            row = bench.measure(tier, batch, args.rounds, args.repeats, tokens) | {"devices": shards, "sums": sums}
             plain = plain or row["ms"]
             read = (target_bytes(runner, row["experts"]) + batch * kv) / shards
             row["floor_ms"] = least = None if rate is None else 1e3 * read / rate

@@ -1,0 +1,1 @@
+"""Sums of a few rows over the devices of one host."""
