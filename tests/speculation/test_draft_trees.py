@@ -118,7 +118,8 @@ def test_dynamic_trees_are_eagle_2s(markov: Callable[[int], Any], tier: Tier):
 
 def best_first(scores: Callable[[int, int], np.ndarray], root: int, tier: Tier) -> list[tuple[int, ...]]:
     """The definition (DDTree): take the likeliest node whose parent is there. scores: see `eagle2`."""
-    heap, taken = [(0.0, ())], []
+    heap: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    taken: list[tuple[int, ...]] = []
     while len(taken) < tier.num_nodes:
         total, path = heapq.heappop(heap)
         taken.append(path)
