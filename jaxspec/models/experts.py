@@ -22,11 +22,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jaxspec.models.base import Experts, ModelConfig, Split, report_experts
 from jaxspec.models.layers import ACTIVATIONS, MLP, Linear, Transformer, product
 from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised
+from jaxspec.models.sharded import TENSOR_AXIS, shards, split_axis
 
 #: Rows of a block, and where pairs of tokens and experts are many. CPUs keep to the first, whose bits are the same for
 #: any number of tokens; elsewhere prompts need larger products.
@@ -94,6 +96,26 @@ def in_blocks(experts_MK: jax.Array, count: int, rows: int) -> Blocks:
     return Blocks(experts_N, rows_S.reshape(blocks, rows), places_P.reshape(m, k))
 
 
+class Stack(NamedTuple):
+    """A layer's experts, or a device's part of each: what the ways to read them multiply by.
+
+    Attributes:
+      gate_up: [X, E, 2 F]. down: [X, F, E]. gate_up_bias: [X, 2 F]. down_bias: [X, E].
+      shards: see MixtureOfExperts.
+    """
+
+    experts: Experts
+    gate_up: Any
+    down: Any
+    gate_up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
+    shards: int = 1
+
+    def activated(self, both: jax.Array) -> jax.Array:
+        """What gates and ups make of each other."""
+        return activated(both, self.experts.hidden_act, self.shards)
+
+
 def activated(gate_up: jax.Array, act: str, shards: int = 1) -> jax.Array:
     """What the halves [gate up] of the last axis make, for each of `shards` parts; `act` as `Experts.hidden_act`."""
     gate, up = jnp.split(gate_up.reshape(*gate_up.shape[:-1], shards, -1), 2, axis=-1)
@@ -135,12 +157,18 @@ class MixtureOfExperts(nnx.Module):
 
     def __call__(self, x_BNE: jax.Array) -> jax.Array:
         x_ME = x_BNE.reshape(-1, x_BNE.shape[-1])
-        logits_MX = product(x_ME, self.router.kernel[...], jnp.dtype(jnp.float32))
+        way = self.way(x_ME.shape[0] * self.experts.per_token)
+        kernel_EX = self.router.kernel[...]
+        if way == "pairs" and isinstance(kernel_EX, jax.Array) and kernel_EX.ndim == 2:
+            # As sums, one launch; as a product split over its inputs, four.
+            logits_MX = jnp.sum(x_ME.astype(jnp.float32)[:, :, None] * kernel_EX.astype(jnp.float32)[None], axis=1)
+        else:
+            logits_MX = product(x_ME, kernel_EX, jnp.dtype(jnp.float32))
         if self.router.bias is not None:
             logits_MX = logits_MX + self.router.bias[...][None].astype(jnp.float32)
         routing = route(logits_MX, self.experts)
         report_experts(routing.experts_MK, self.experts.count)
-        out_ME = _WAYS[self.way(routing.experts_MK.size)](self, x_ME, routing).astype(x_ME.dtype)
+        out_ME = self.mixed(way, x_ME, routing).astype(x_ME.dtype)
         if self.shared is not None and self.shared_gate is not None:
             out_ME = out_ME + jax.nn.sigmoid(self.shared_gate(x_ME)) * self.shared(x_ME)
         return out_ME.reshape(x_BNE.shape)
@@ -151,15 +179,29 @@ class MixtureOfExperts(nnx.Module):
             return "blocks"
         return "pairs" if pairs < self.experts.count else "all"
 
-    def activated(self, both: jax.Array) -> jax.Array:
-        """What gates and ups make of each other."""
-        return activated(both, self.experts.hidden_act, self.shards)
+    def mixed(self, way: str, x_ME: jax.Array, routing: Routing) -> jax.Array:
+        """What the chosen experts make of rows, weighted and summed in float32.
+
+        Devices that share every expert's inner width do all of it with their parts, and exchange one sum.
+        """
+        own = [None if param is None else param[...] for param in self._params]
+        if split_axis(self.gate_up) is None or split_axis(self.down) is None:
+            return _WAYS[way](Stack(self.experts, *own, shards=self.shards), x_ME, routing)
+        assert self.shards == shards(), (self.shards, shards())
+
+        def part(x_ME: jax.Array, routing: Routing, *own: Any) -> jax.Array:
+            *split, down_bias = own
+            if down_bias is not None:  # once, not by every device
+                down_bias = jnp.where(jax.lax.axis_index(TENSOR_AXIS) == 0, down_bias, 0)
+            return jax.lax.psum(_WAYS[way](Stack(self.experts, *split, down_bias), x_ME, routing), TENSOR_AXIS)
+
+        whole, inner = PartitionSpec(), PartitionSpec(None, TENSOR_AXIS)
+        specs = (whole, whole, PartitionSpec(None, None, TENSOR_AXIS), inner, inner, whole)
+        return jax.shard_map(part, in_specs=specs, out_specs=whole, check_vma=False)(x_ME, routing, *own)
 
     @property
-    def biases(self) -> tuple[jax.Array | None, jax.Array | None]:
-        """[X, 2 F] and [X, E], where there are any."""
-        both, down = (None if b is None else b[...] for b in (self.gate_up_bias, self.down_bias))
-        return both, down
+    def _params(self) -> tuple[nnx.Param | None, ...]:
+        return self.gate_up, self.down, self.gate_up_bias, self.down_bias
 
     def splits(self, shards: int) -> list[Split]:
         """See `layers.tensor_parallel`: experts are split by their inner width."""
@@ -171,15 +213,16 @@ class MixtureOfExperts(nnx.Module):
         return [Split(self, "gate_up", 2, widths), Split(self, "gate_up_bias", 1, widths), Split(self, "down", 1)]
 
 
-def _by_blocks(own: MixtureOfExperts, x_ME: jax.Array, routing: Routing) -> jax.Array:
-    """What the chosen experts make of rows, weighted and summed in float32."""
+def _by_blocks(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
+    """One product after the other, each of one expert."""
     blocks = in_blocks(routing.experts_MK, own.experts.count, block_rows(routing.experts_MK.size))
-    kernels = own.gate_up[...], own.down[...]
+
+    biases = own.gate_up_bias, own.down_bias
 
     def step(_: None, block: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
         expert, rows_R = block
-        gate_up, down = (one_of(kernel, expert) for kernel in kernels)
-        gate_up_bias, down_bias = (None if b is None else one_of(b, expert)[None] for b in own.biases)
+        gate_up, down = (one_of(kernel, expert) for kernel in (own.gate_up, own.down))
+        gate_up_bias, down_bias = (None if b is None else one_of(b, expert)[None] for b in biases)
         x_RE = jnp.take(x_ME, rows_R, axis=0, mode="fill", fill_value=0)
         both = product(x_RE, gate_up)
         both = both if gate_up_bias is None else both + gate_up_bias
@@ -190,8 +233,8 @@ def _by_blocks(own: MixtureOfExperts, x_ME: jax.Array, routing: Routing) -> jax.
     return _weighed(jnp.take(y_NRE.reshape(-1, y_NRE.shape[-1]), blocks.places_MK, axis=0), routing)
 
 
-def _by_pairs(own: MixtureOfExperts, x_ME: jax.Array, routing: Routing) -> jax.Array:
-    """The same by sums over inputs."""
+def _by_pairs(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
+    """Sums over inputs."""
     m, k = routing.experts_MK.shape
     experts_P = routing.experts_MK.reshape(-1)
 
@@ -200,13 +243,13 @@ def _by_pairs(own: MixtureOfExperts, x_ME: jax.Array, routing: Routing) -> jax.A
         y_PF = jnp.sum(x_PE.astype(jnp.float32)[:, :, None] * kernel_PEF, axis=1).astype(x_PE.dtype)
         return y_PF if bias_XF is None else y_PF + jnp.take(bias_XF, experts_P, axis=0, mode="clip")
 
-    gate_up_bias, down_bias = own.biases
-    hidden_PF = own.activated(times(jnp.repeat(x_ME, k, axis=0), own.gate_up[...], gate_up_bias))
-    return _weighed(times(hidden_PF, own.down[...], down_bias).reshape(m, k, -1), routing)
+    gate_up_bias, down_bias = own.gate_up_bias, own.down_bias
+    hidden_PF = own.activated(times(jnp.repeat(x_ME, k, axis=0), own.gate_up, gate_up_bias))
+    return _weighed(times(hidden_PF, own.down, down_bias).reshape(m, k, -1), routing)
 
 
-def _by_all(own: MixtureOfExperts, x_ME: jax.Array, routing: Routing) -> jax.Array:
-    """The same with weights before the second product, which sums over experts as well."""
+def _by_all(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
+    """Weights before the second product, which sums over experts as well."""
     rows = x_ME.shape[0]
     if rows > _AT_ONCE:
         # Several times with every expert, but never more than so many rows of all of them in memory.
@@ -214,16 +257,16 @@ def _by_all(own: MixtureOfExperts, x_ME: jax.Array, routing: Routing) -> jax.Arr
         pieces = cut(x_ME), Routing(*map(cut, routing))
         out_CME = jax.lax.map(lambda piece: _by_all(own, *piece), pieces)
         return out_CME.reshape(-1, out_CME.shape[-1])[:rows]
-    gate_up_bias, down_bias = own.biases
+    gate_up_bias, down_bias = own.gate_up_bias, own.down_bias
     chosen_MKX = routing.experts_MK[:, :, None] == jnp.arange(own.experts.count)[None, None]
     weights_MX = jnp.sum(jnp.where(chosen_MKX, routing.weights_MK[..., None], 0), axis=1)
-    both_XMF = jnp.einsum("me,xef->xmf", x_ME, own.gate_up[...])
+    both_XMF = jnp.einsum("me,xef->xmf", x_ME, own.gate_up)
     both_XMF = both_XMF if gate_up_bias is None else both_XMF + gate_up_bias[:, None]
     hidden_XMF = own.activated(both_XMF)
     # Where a row does not use an expert, whatever that makes of it is none of its business: not even where it is NaN.
     used_XM1 = (weights_MX != 0).T[..., None]
     hidden_XMF = jnp.where(used_XM1, hidden_XMF.astype(jnp.float32) * weights_MX.T[..., None], 0).astype(x_ME.dtype)
-    out_ME = jnp.einsum("xmf,xfe->me", hidden_XMF, own.down[...], preferred_element_type=jnp.float32)
+    out_ME = jnp.einsum("xmf,xfe->me", hidden_XMF, own.down, preferred_element_type=jnp.float32)
     return out_ME if down_bias is None else out_ME + weights_MX @ down_bias.astype(jnp.float32)
 
 

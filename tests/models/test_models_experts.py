@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from safetensors.numpy import load_file, save_file
 from jaxspec.checkpointing import hf
 from jaxspec.models import experts
 from jaxspec.models.base import Experts, touched
+from jaxspec.models.layers import tensor_parallel
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_config, tiny_target
+from jaxspec.runtime.sharding import parameter_shardings, tensor_mesh
 
 COUNT, CHOSEN, INNER = 6, 2, 24
 
@@ -88,6 +91,24 @@ def test_each_token_gets_its_experts_whatever_is_beside_it(
     if made.shared is None:  # the shared expert's products are layers.MLP's
         for few in (slice(0, 1), slice(5, 8), slice(30, 41)):
             np.testing.assert_array_equal(np.asarray(run(x_ME[few])), whole[few])
+
+
+@pytest.mark.parametrize("way", ["blocks", "pairs", "all"])
+def test_two_devices_share_every_expert_and_exchange_one_sum(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts.MixtureOfExperts, "way", lambda _, pairs: way)
+    made, mesh = mixture(scores="top_k", bias=True, hidden_act="clamped_swiglu"), tensor_mesh(2)
+    x_1ME = jax.random.normal(jax.random.key(9), (1, 7, 32))
+    graph, params = nnx.split(tensor_parallel(made, 2))
+    placed = jax.device_put(params, parameter_shardings(mesh, params))
+    for kernel, axis in ((placed["gate_up"], 2), (placed["down"], 1)):
+        sizes = {shard.data.shape[axis] for shard in kernel.get_value().addressable_shards}
+        assert sizes == {kernel.get_value().shape[axis] // 2}
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(lambda params, x: nnx.merge(graph, params)(x)).lower(placed, x_1ME).compile()
+        found = compiled(placed, x_1ME)
+    np.testing.assert_allclose(np.asarray(found)[0], by_token(made, np.asarray(x_1ME)[0]), atol=2e-5, rtol=2e-5)
+    # Whatever the number of blocks: inside a loop there is none.
+    assert len(re.findall(r" all-reduce(?:-start)?\(", compiled.as_text() or "")) == 1
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 19])
