@@ -7,7 +7,7 @@ AOT := $(VENV)/aot
 # worker that dies ends the run: with another in its place, pytest-xdist can wait for ever (its issues 784 and 1378).
 PARALLEL := -n auto --dist worksteal --max-worker-restart 0
 
-.PHONY: demo serve-openai test test-all aot lint format bench proto clean
+.PHONY: demo serve-openai demo-multihost test test-all aot lint format bench proto clean
 
 $(VENV)/.base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -35,6 +35,14 @@ demo: $(VENV)/.base
 # The server with an OpenAI-compatible API at http://127.0.0.1:8000/v1, until Ctrl-C. ARGS: further flags, --help shows them.
 serve-openai: $(VENV)/.smg
 	$(BIN)/python -m serve.openai $(ARGS)
+
+# The demo over two processes of this machine, which share one engine: one request, and the end of both.
+TWO := --policy static --depth 3 --max-batch-size 1 --no-structured-output --tensor-parallel 2 --coordinator 127.0.0.1:8476 --num-processes 2
+demo-multihost: $(VENV)/.base
+	$(BIN)/python -m serve $(TWO) --process-id 1 --port 0 --metrics-port none & \
+	$(BIN)/python -m serve $(TWO) --process-id 0 --metrics-port none --withdrawal-seconds 0 & first=$$!; \
+	trap 'kill $$first; wait' EXIT; \
+	until $(BIN)/python -m serve.client "def fibonacci(n):" --max-tokens 64 --stats; do kill -0 $$first; sleep 2; done
 
 # Every change: the gate. What it leaves out (CONTRIBUTING.md) is in test-all. Compilers for devices that are not there
 # live in an environment of their own, where the tests of them start processes.

@@ -41,9 +41,11 @@ from jaxspec.ringfiles import RingDirectory
 from jaxspec.runtime import summing
 from jaxspec.runtime.collecting import Collector
 from jaxspec.runtime.compile import use_persistent_cache
+from jaxspec.runtime.executables import source_digest
+from jaxspec.runtime.hosts import Hosts
 from jaxspec.runtime.programs import RunnerConfig
 from jaxspec.runtime.runner import Runner
-from jaxspec.runtime.sharding import check_divides, host_memory, share_tables, tensor_mesh
+from jaxspec.runtime.sharding import check_divides, host_memory, share_tables, spans_processes, tensor_mesh
 from jaxspec.runtime.timing import measure
 from jaxspec.runtime.warmup import WarmupConfig
 from jaxspec.scheduling.pace import USUAL_ROUNDS, Pace, may_pay
@@ -172,7 +174,7 @@ _KEPT_TWICE = 2 << 30
 
 def _way(target: TargetModel, shards: int) -> summing.Way:
     """How so many devices sum what they share of a target."""
-    if shards == 1:
+    if shards == 1 or spans_processes(shards):  # which is quickest, each process would measure for itself
         return summing.Way()
     return summing.WAYS[summing.choose(tensor_mesh(shards), target.config.hidden_size, target.embedding[...].dtype)]
 
@@ -384,9 +386,11 @@ def assemble(
     built, params = bind(geo) if depth else (None, ())
     if config.feature_ring is not None:
         geo = dataclasses.replace(geo, ring=ring_rows(config, geo, target, built))
-    # Processes of several hosts could come to different numbers; there somebody has to say.
-    if config.num_pages is None and (config.memory_fraction is not None or jax.process_count() == 1):
+    hosts = Hosts.meet() if spans_processes(shards) else None
+    if config.num_pages is None:
         small, geo = geo, fitted(geo, config.memory_fraction, target, built, params, shards)
+        if hosts is not None:  # their memories may differ
+            geo = dataclasses.replace(geo, num_pages=hosts.least(geo.num_pages))
         built, params = bind(geo) if depth and geo is not small else (built, params)
     widest = max(tier.topk for tier in choice.reachable)
     if built is not None and widest > built.max_topk:
@@ -401,14 +405,17 @@ def assemble(
         typical=None if built is None else _typical(speculation), guided=grammars is not None, budgets=choice.budgets,
         rounds=pace.most, repeated=repeated,
     )  # fmt: skip
-    # The processes of several hosts must run the same rounds, and what is ready differs between them.
-    background = config.warmup == "background" and jax.process_count() == 1
+    # What processes share they compile first: what is ready differs between them.
+    background = config.warmup == "background" and hosts is None
     identity = _identity(target, can.name + " with suffix matches" * speculation.hybrid, params, shards)
     if config.profile is not None:
         cost = _profiled(config.profile, choice, identity, speculation.resolved_policy)
     store = None if config.feature_ring is None or built is None else _ring_directory(config, target, built)
     times = cost is None and choice.needs_cost
     warmup = WarmupConfig(progress, cache, background, times=times and background)
+    if hosts is not None:
+        told = [text for name, text in identity.items() if name != "device"]
+        hosts.agree((source_digest(), jax.__version__, *told, geo, runs, speculation))
     way = _way(target, shards)
     runner = Runner(_laid_out(target, shards, way.by), built, params, geo, runs, warmup, mesh, way.options)
     if times:
@@ -422,15 +429,23 @@ def assemble(
         geo, tuple(buckets), model.vocab_size, True in runner.variants, frozenset(eos), tokenizer, grammars,
         can.name, speculation.resolved_policy, str(target.embedding[...].dtype), speculation.objective, identity,
     )  # fmt: skip
+    if hosts is not None:
+        runner.join(hosts)
+    leads = hosts is None or hosts.leads
     encode = None if tokenizer is None else tokenizer.encode
-    for text in texts(speculation.suffix_corpus_files, encode, model.vocab_size):
+    for text in () if not leads else texts(speculation.suffix_corpus_files, encode, model.vocab_size):
         runner.remember(text)
     return Engine(
-        facts, runner, scheduler, choice.build, cost, config.seed, began, config.traffic_log, pace,
+        facts, runner, scheduler, choice.build, cost, config.seed, began, config.traffic_log if leads else None, pace,
         remembers=speculation.suffix_corpus_responses and built is not None,
-        load_drafter=None if can.reload is None else functools.partial(can.reload, geo),
+        load_drafter=_fixed if hosts is not None else can.reload and functools.partial(can.reload, geo),
         collector=None if store is None else Collector(runner, store.write),
     )  # fmt: skip
+
+
+def _fixed(directory: Path) -> Any:
+    """In place of what loads a drafter's weights, where several processes would have to."""
+    raise ValueError(f"an engine that several processes share keeps its drafter's weights, got {str(directory)!r}")
 
 
 def _ring_directory(config: EngineConfig, target: TargetModel, drafter: Drafter) -> RingDirectory:
@@ -449,8 +464,7 @@ def _several(config: EngineConfig, target: TargetModel) -> tuple[tuple[int, ...]
         return config.buckets if rounds > 1 else (), Pace(rounds, measured=False)
     read = stored(nnx.state(target)) // config.tensor_parallel
     buckets = tuple(bucket for bucket in config.buckets if may_pay(read, bucket))
-    # The processes of several hosts must dispatch alike, and what they measure differs.
-    if jax.default_backend() == "cpu" or jax.process_count() > 1 or not buckets:
+    if jax.default_backend() == "cpu" or not buckets:
         return (), Pace(1, measured=False)
     return buckets, Pace(USUAL_ROUNDS, measured=True)
 

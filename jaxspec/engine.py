@@ -447,6 +447,21 @@ class Engine:
             with self._warmup.step():
                 self._collector.flush()
 
+    def follow(self) -> None:
+        """In the other processes of an engine that several share: runs what the first one runs, until that closes.
+
+        Raises:
+          HostLostError: the first process, or another, is gone.
+          ValueError: this process follows none.
+        """
+        self.runner.follow()
+
+    def close(self) -> None:
+        """Ends what goes on beside its steps: the warm-up, the ring's writing, and the processes that follow."""
+        self.stop_warmup()
+        self.flush_ring()
+        self.runner.leave()
+
     def _learn(self, costs: Mapping[Costed, float]) -> None:
         """After a piece of the warm-up: what it has timed."""
         for (tier, bucket, tokens), seconds in costs.items():

@@ -152,6 +152,17 @@ class LLM:
         self.shared.close(RuntimeError("this LLM was closed while the call ran"))
         gc.collect()  # an engine's parts refer to each other, and a pool is no pressure that the collector would feel
 
+    def follow(self) -> None:
+        """Where several processes share this LLM: in all but the first, which alone takes requests.
+
+        Runs what the first process runs, and returns when that closes its LLM.
+
+        Raises:
+          HostLostError: the first process, or another, is gone.
+          ValueError: this process follows none.
+        """
+        self.shared.call(lambda engine: engine.follow())
+
     @property
     def warm(self) -> bool:
         """Whether every executable has come and was timed."""

@@ -179,8 +179,7 @@ class SharedEngine:
 
         def end(engine: Engine) -> None:
             self._fail(engine, error)
-            engine.stop_warmup()
-            engine.flush_ring()
+            engine.close()
             self._engine = None
 
         if self._engine is not None:

@@ -207,6 +207,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         from serve.telemetry import logs
 
         logs.configure(config.log_level, config.log_format, log_prompts=config.log_prompts)
+        if config.coordinator is not None:
+            from serve.app import place_of
+
+            try:
+                place = place_of(config)
+            except ValueError as e:
+                return _fail(str(e), BAD_CONFIG)
+            if place is not None and place.process_id:
+                from serve.follower import follow
+
+                code = follow(config, place)
+                sys.stdout.flush()
+                logging.shutdown()
+                os._exit(code)  # what it lost may still hold threads of XLA and of JAX's own service
         child = Child("serve.app")  # what takes it long to import takes this process as long
         try:
             importlib.import_module("serve.app")  # within the event loop Ctrl-C would wait for it

@@ -15,12 +15,15 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
+import jax
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jaxspec.assemble import build_engine, resolve_model
 from jaxspec.engine import Engine
+from jaxspec.runtime.hosts import Place, join
+from jaxspec.runtime.sharding import spans_processes
 from jaxspec.text.tokenizer import Tokenizer
 from serve.api.admin import AdminServicer, described
 from serve.api.auth import AdminInterceptor, TokenInterceptor, read_tokens, server_credentials
@@ -28,7 +31,7 @@ from serve.api.generation import GenerationServicer
 from serve.api.health import SERVICE as HEALTH
 from serve.api.health import HealthServicer
 from serve.checks import PortError, check_model, check_port, warn_of_open_door
-from serve.config import ServerConfig
+from serve.config import AUTO, ServerConfig
 from serve.core.commands import OnCompiled
 from serve.core.engine_client import EngineClient, Link, ThreadLink
 from serve.core.engine_process import Child, ProcessLink
@@ -138,10 +141,10 @@ class Server:
         if self._loads:
             check_model(config)
         check_port("port", config.host, config.port)
-        self._grpc = grpc.aio.server(interceptors=interceptors, options=_options(config))
+        self._grpc = grpc.aio.server(interceptors=interceptors, options=server_options(config))
         self._register(self._grpc)
         self._tell_health()
-        self.port = _listen(self._grpc, config, credentials)
+        self.port = listen(self._grpc, config, credentials)
         if config.metrics_port is not None:
             try:
                 self.metrics_port = self.metrics.serve(config.host, config.metrics_port, self._probes())
@@ -298,6 +301,20 @@ def description_for(config: ServerConfig) -> Callable[[Engine], Any]:
     return functools.partial(described, config=config)
 
 
+def place_of(config: ServerConfig) -> Place | None:
+    """Which process of how many this is; None: the only one.
+
+    Raises:
+      ValueError: it is to be found out, and cannot be.
+    """
+    if config.coordinator is None:
+        return None
+    if config.coordinator == AUTO:
+        return Place.detect()
+    assert config.num_processes is not None and config.process_id is not None
+    return Place(config.coordinator, config.num_processes, config.process_id)
+
+
 def load_engine(config: ServerConfig, on_compiled: OnCompiled) -> Engine:
     """The engine that a configuration names, ready to serve; in the process that is to have it, whose log it sets up.
 
@@ -310,13 +327,22 @@ def load_engine(config: ServerConfig, on_compiled: OnCompiled) -> Engine:
     logs.configure(config.log_level, config.log_format, log_prompts=config.log_prompts)
     _log.info("loading the model %s", config.served_name)
     engine = config.engine
+    if (place := place_of(config)) is not None:
+        _log.info("this is process %d of %d, the first at %s", place.process_id, place.num_processes, place.coordinator)
+        join(place)
+        if not spans_processes(engine.tensor_parallel):
+            raise ValueError(
+                f"{place.num_processes} processes share an engine whose tensor_parallel is more than the devices of "
+                f"one, which has {jax.local_device_count()}; got tensor_parallel {engine.tensor_parallel}"
+            )
     if not Tokenizer.is_in(resolve_model(config.model)):
         _log.warning("the model has no tokenizer: prompts must be token ids, and answers have no text")
         engine = dataclasses.replace(engine, skip_tokenizer_init=True)
     return build_engine(config.model, config.drafter, config.speculation, engine, progress=on_compiled)
 
 
-def _options(config: ServerConfig) -> list[tuple[str, Any]]:
+def server_options(config: ServerConfig) -> list[tuple[str, Any]]:
+    """Of gRPC."""
     size = config.max_message_mib * 2**20
     return [
         ("grpc.max_receive_message_length", size),
@@ -344,7 +370,14 @@ def _grace_ms(config: ServerConfig) -> int:
     return int(min(1e3 * seconds, _INT32_MAX))
 
 
-def _listen(server: grpc.aio.Server, config: ServerConfig, credentials: grpc.ServerCredentials | None) -> int:
+def listen(
+    server: grpc.aio.Server | grpc.Server, config: ServerConfig, credentials: grpc.ServerCredentials | None
+) -> int:
+    """Binds the port of a configuration, and returns it.
+
+    Raises:
+      PortError: it is taken or may not be used.
+    """
     host = f"[{config.host}]" if ":" in config.host and not config.host.startswith("[") else config.host
     address = f"{host}:{config.port}"
     try:

@@ -35,13 +35,17 @@ ELSEWHERE = {
     "ssl_certfile": "tls_cert", "ssl_keyfile": "tls_key", "model_path": "model", "context_length": "max_seq_len",
     "tp_size": "tensor_parallel", "tp": "tensor_parallel", "mem_fraction_static": "memory_fraction",
     "max_running_requests": "max_batch_size", "speculative_algorithm": "drafter",
-    "speculative_draft_model_path": "drafter",
+    "speculative_draft_model_path": "drafter", "dist_init_addr": "coordinator", "nnodes": "num_processes",
+    "node_rank": "process_id", "master_addr": "coordinator",
 }  # fmt: skip
+#: A coordinator that JAX finds by itself.
+AUTO = "auto"
 #: A message larger than this cannot be told to gRPC, whose limits are int32 bytes.
 _MAX_MIB = 2047
 #: Titles of --help, in its order.
-GROUPS = SERVED, WHERE, LIMITS, HEALTH, CALLERS, TOLD = (
-    "what is served", "where", "limits of requests", "health and shutdown", "who may call", "what is told",
+GROUPS = SERVED, WHERE, HOSTS, LIMITS, HEALTH, CALLERS, TOLD = (
+    "what is served", "where", "several processes", "limits of requests", "health and shutdown", "who may call",
+    "what is told",
 )  # fmt: skip
 
 
@@ -62,6 +66,10 @@ class ServerConfig:
       port: of gRPC; 0 picks a free one.
       metrics_port: of HTTP (GET /metrics for Prometheus, /health and /ready for probes); 0 picks a free one, None
         serves none.
+      coordinator: "host:port" of the first of several processes that share one engine, the same in all of them; "auto":
+        as JAX finds it (SLURM, TPU pods, Open MPI), with the two fields below. The first process takes the requests.
+      num_processes: how many they are, one a host as a rule; tensor_parallel counts the devices of all.
+      process_id: which of them this is; 0 is the first.
       drafter: a kind's name (see jaxspec.drafters.registry), or the directory of a drafter's checkpoint; None: an
         EAGLE-3 head where one lies beside the model, else prompt look-up.
       speculation: a SpeculationConfig.
@@ -109,6 +117,9 @@ class ServerConfig:
     host: str = _flag("127.0.0.1", WHERE)
     port: int = _flag(50051, WHERE, 0, 65535)
     metrics_port: int | None = _flag(9400, WHERE, 0, 65535)
+    coordinator: str | None = _flag(None, HOSTS)
+    num_processes: int | None = _flag(None, HOSTS, 1, 2**16 - 1)
+    process_id: int | None = _flag(None, HOSTS, 0, 2**16 - 1)
     drafter: str | None = _flag(None, SERVED)
     speculation: SpeculationConfig = dataclasses.field(default_factory=SpeculationConfig)
     engine: EngineConfig = dataclasses.field(default_factory=lambda: EngineConfig(**PART_DEFAULTS["engine"]))
@@ -161,6 +172,23 @@ class ServerConfig:
             )
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError(f"tls_client_ca {self.tls_client_ca!r} needs tls_cert and tls_key, got neither")
+
+        self._check_processes()
+
+    def _check_processes(self) -> None:
+        given = f"coordinator {self.coordinator!r}, num_processes {self.num_processes}, process_id {self.process_id}"
+        if self.coordinator in (None, AUTO):
+            if self.num_processes is not None or self.process_id is not None:
+                raise ValueError(f"num_processes and process_id need a coordinator 'host:port', got {given}")
+            return
+        if self.num_processes is None or self.process_id is None or self.process_id >= self.num_processes:
+            raise ValueError(f"coordinator needs num_processes and a process_id below that, got {given}")
+        if not re.fullmatch(r"(\[[^\[\]]+\]|[^:\[\]]+):\d+", self.coordinator):
+            raise ValueError(f"coordinator must be 'host:port' or 'auto', got {self.coordinator!r}")
+        if self.engine.tensor_parallel % self.num_processes:
+            raise ValueError(
+                f"num_processes must divide tensor_parallel {self.engine.tensor_parallel}, got {self.num_processes}"
+            )
 
     @property
     def served_name(self) -> str:

@@ -85,7 +85,8 @@ SERVE = {
     "vllm": {"config", "core", "api"},
     "checks": {"config"},
     "app": {"checks", "config", "core", "telemetry", "api", "vllm", "proto"},
-    "__main__": {"checks", "config", "core", "telemetry", "app"},
+    "follower": {"checks", "config", "telemetry", "api", "app"},
+    "__main__": {"checks", "config", "core", "telemetry", "app", "follower"},
     "openai": {"config", "__main__"},
     "learn": {"client"},
 }

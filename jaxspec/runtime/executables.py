@@ -142,7 +142,7 @@ def _known(module: str | None, value: Any) -> None:
 
 
 @functools.cache
-def _sources() -> str:
+def source_digest() -> str:
     """A digest of every source file that traced functions come from."""
     digest = hashlib.sha256()
     for name in SOURCES:
@@ -172,7 +172,7 @@ def _environment(devices: Sequence[Any]) -> str:
     where = (first.platform, first.client.platform_version, first.device_kind, [d.id for d in devices])
     host = _processor() if first.platform == "cpu" else platform.machine()
     variables = {name: os.environ.get(name, "") for name in _VARIABLES}
-    return Fingerprints()([_sources(), sys.version, versions, where, host, variables, options])
+    return Fingerprints()([source_digest(), sys.version, versions, where, host, variables, options])
 
 
 _keeping = threading.Lock()

@@ -26,6 +26,8 @@ from jaxspec.models.base import TargetModel
 from jaxspec.request import Request
 from jaxspec.runtime.compile import SpecRuntimeState
 from jaxspec.runtime.executables import ExecutableStore
+from jaxspec.runtime.following import Calls, Following, Leading
+from jaxspec.runtime.hosts import Hosts
 from jaxspec.runtime.packing import Spending
 from jaxspec.runtime.programs import (
     AdmitKey,
@@ -44,7 +46,7 @@ from jaxspec.runtime.programs import (
 )
 from jaxspec.runtime.prompts import ChunkCall, admission, bias_of
 from jaxspec.runtime.results import Pending, Result
-from jaxspec.runtime.sharding import Placement, abstract
+from jaxspec.runtime.sharding import Placement, abstract, put
 from jaxspec.runtime.timing import Trials
 from jaxspec.runtime.warmup import Warmup, WarmupConfig
 from jaxspec.scheduling.lag import DraftLag
@@ -102,8 +104,8 @@ class Runner:
         self._place = Placement()
         if mesh is not None:
             self._place = Placement.of(mesh, target, draft_params, jax.eval_shape(self._empty_state), options)
-            target = jax.device_put(target, self._place.target)
-            draft_params = jax.device_put(draft_params, self._place.draft_params)
+            target = put(target, self._place.target)
+            draft_params = put(draft_params, self._place.draft_params)
         self._trees = {
             Held.TARGET: jax.tree.structure(target),
             Held.DRAFT: jax.tree.structure(draft_params),
@@ -125,6 +127,7 @@ class Runner:
         self._zero_bias = self.put(np.zeros((1, self.config.vocab_size), np.float32))
         self.reset()
         self._compiled: dict[Key, Any] = {}
+        self._together: Leading | Following | None = None
         self.states = {tier: SpecRuntimeState(tier, {}) for tier in self.reachable}
         self._trials = Trials(warmup.times)
         self._warm_up(warmup)
@@ -178,7 +181,7 @@ class Runner:
         for new, old in zip(leaves := jax.tree.leaves(draft_params), self._draft_params, strict=True):
             if (new.shape, new.dtype) != (old.shape, old.dtype):
                 raise ValueError(f"a parameter is {old.dtype}{list(old.shape)}, got {new.dtype}{list(new.shape)}")
-        return tuple(jax.device_put(new, old.sharding) for new, old in zip(leaves, self._draft_params, strict=True))
+        return tuple(put(new, old.sharding) for new, old in zip(leaves, self._draft_params, strict=True))
 
     def use_drafter(self, staged: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """What is dispatched from now on drafts with these; returns those before. Rounds in flight keep theirs."""
@@ -196,8 +199,8 @@ class Runner:
 
     def put(self, x: Any) -> jax.Array:
         """A host array on the device, or whole on every one."""
-        # device_put, not jnp.asarray: the latter compiles a copy for every new shape.
-        return jax.device_put(x, self._place.replicated)
+        # not jnp.asarray: that compiles a copy for every new shape.
+        return put(x, self._place.replicated)
 
     # Warming up.
 
@@ -217,7 +220,7 @@ class Runner:
         compilations = self._setting.compilations(sorted(keys, key=order.__getitem__), store is not None)
         self._warmup = Warmup(compilations, len(first), store=store)
         # Elsewhere what runs would disturb a compiler that times what it compiles.
-        at_once = jax.default_backend() == "cpu" and not config.background
+        at_once = jax.default_backend() == "cpu" and not config.background and not self._place.spans
         arrived = []
         wanted = self._warmup.wait(first)
         tell = config.progress if callable(config.progress) else lambda ready, total: None
@@ -237,11 +240,14 @@ class Runner:
         if config.background:
             weakref.finalize(self, self._warmup.stop)  # with its engine, or where none comes of it
             self._warmup.give_way()
+        if self._place.spans:
+            # What is run below is run by all processes together, and each has compiled in an order of its own.
+            arrived.sort(key=lambda pair: keys.index(pair[0]))
         for key, executable in arrived:
             self._take_in(key, executable)
 
     def _store(self, directory: Path | None) -> ExecutableStore | None:
-        if directory is None or jax.process_count() > 1:
+        if directory is None or self._place.spans:
             return None
         mesh = self._place.mesh
         return ExecutableStore(directory, jax.devices()[:1] if mesh is None else list(mesh.devices.flat))
@@ -338,13 +344,12 @@ class Runner:
         return [(*pair, tokens) for pair, budgets in self.budgets.items() for tokens in budgets]
 
     def _run_once(self, key: Key, executable: Any) -> None:
-        zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
-        held = {Held.TARGET: self._target, Held.DRAFT: self._draft_params, Held.STATE: self._state}
+        zeros = lambda x: put(np.zeros(x.shape, x.dtype), x.sharding)
         lowering = key.lowering(self._setting)
 
         def value(arg: Any) -> Any:
             if isinstance(arg, Held):
-                return held[arg]
+                return self._held(arg)
             return self.put(arg) if isinstance(arg, np.ndarray) else jax.tree.map(zeros, arg)
 
         out = executable(*map(value, lowering.args))
@@ -380,6 +385,42 @@ class Runner:
     def _params_for(self, tier: Tier) -> tuple[jax.Array, ...]:
         return self._draft_params if self.spec.takes_drafter(tier) else ()
 
+    def _held(self, what: Held) -> tuple[jax.Array, ...]:
+        return {Held.TARGET: self._target, Held.DRAFT: self._draft_params, Held.STATE: self._state}[what]
+
+    # With other processes.
+
+    def join(self, hosts: Hosts) -> None:
+        """From now on what the first process calls is called in all of them; the others `follow`."""
+        assert self.warm, "what is compiled later is not known to be there in the other processes"
+        calls = Calls(self._setting, list(self._compiled))
+        self._together = (Leading if hosts.leads else Following)(hosts, calls)
+
+    def follow(self) -> None:
+        """Calls what the first process calls; returns when that has closed its engine.
+
+        Raises:
+          HostLostError: it, or another process, is gone.
+          ValueError: this process follows none.
+        """
+        if not isinstance(self._together, Following):
+            raise ValueError("follow() is for the other processes of an engine that several share; this one leads")
+
+        def keep(state: tuple[jax.Array, ...]) -> None:
+            self._state = state
+
+        self._together.run(self._held, self._compiled.__getitem__, keep)
+
+    def leave(self) -> None:
+        """Ends the engine in the processes that follow, if there are any."""
+        if isinstance(self._together, Leading):
+            self._together.hosts.close()
+
+    def _call(self, key: Key, *args: Any) -> Any:
+        """What an executable returns; it takes what it holds first, as its `Lowering` says."""
+        executable = self._compiled[key]
+        return executable(*args) if self._together is None else self._together.call(key, executable, args)
+
     # Dispatch.
 
     def _admit(self, chunks: Sequence[PrefillChunk]) -> None:
@@ -396,7 +437,7 @@ class Runner:
         groups += [(AdmitKey(), one, bias_of(one[0].request.params, vocab)) for one in biased]
         for key, some, bias in groups:
             rows = Admission.packed(self.geo, key.rows, [admission(chunk, eos, vocab) for chunk in some])
-            self._state = self._compiled[key](self._state, rows, bias)
+            self._state = self._call(key, self._state, rows, bias)
 
     def remember(self, tokens: Sequence[int]) -> None:
         """Puts a text into the drafter's corpus, in pieces that overlap where it is too long; rounds may be in flight.
@@ -410,7 +451,7 @@ class Runner:
         piece, overlap = min(self.geo.tokens_per_seq, self._corpus_tokens - 1), 3
         for start in range(0, max(1, len(tokens) - overlap), piece - overlap):
             text = Text.of(self.geo, tokens[start : start + piece]).array
-            self._state = self._compiled[RememberKey()](self._state, text)
+            self._state = self._call(RememberKey(), self._state, text)
         self._disturbed = True
 
     def forget(self) -> None:
@@ -433,12 +474,12 @@ class Runner:
         pending = []
         for shape, pieces in cover(counts, ready, self._can.prefill_overhead):
             call = ChunkCall.of(shape, pieces, chunks)
-            executable = None if call.ending else self._compiled.get(self._can.prefill(shape, samples=False))
+            unsampled = self._can.prefill(shape, samples=False)
             args = self._target, self._draft_params, self._state, call.array(self.geo)
-            if executable is not None:
-                self._state = executable(*args, None)
+            if not call.ending and unsampled in self._compiled:
+                self._state = self._call(unsampled, *args, None)
                 continue
-            self._state, packed, kept = self._compiled[self._can.prefill(shape)](*args, self._masks(call, masks))
+            self._state, packed, kept = self._call(self._can.prefill(shape), *args, self._masks(call, masks))
             if call.ending:
                 rows = [(chunk.request, chunk.request.epoch) for chunk in call.chunks[: call.ending]]
                 pending.append(self._pending(rows, None, shape.rows, packed, kept, 1, sum(call.counts)))
@@ -471,18 +512,16 @@ class Runner:
         # The host's array as it is: the call uploads it sooner than a device_put before it would.
         caps = tier.depth if rows.caps_B is None else np.minimum(rows.caps_B, tier.depth)
         batch = Batch.of(self.geo, bucket, rows.slots_B, caps, rows.grants).array
-        catch_up = self._compiled.get(CatchUpKey(bucket))
-        can = catch_up is not None
+        can = CatchUpKey(bucket) in self._compiled
         if self._lag is not None and self._lag.before_round(rows, tier.depth, can_catch_up=can, elsewhere=tier.lookup):
-            assert catch_up is not None
-            self._state = catch_up(self._draft_params, self._state, batch)
+            self._state = self._call(CatchUpKey(bucket), self._draft_params, self._state, batch)
             self._disturbed = True
         self.laps.lap("batch array")
         if guide is None:
             sampled = False not in self.variants or bool(np.count_nonzero(rows.shaped_B))
             args = self._target, self._params_for(tier), self._state, batch, *self._spend(choice, bucket, weights)
             key = RoundKey(tier, bucket, sampled, tokens, rows.rounds)
-            self._state, packed, kept = self._compiled[key](*args)
+            self._state, packed, kept = self._call(key, *args)
         else:
             packed, kept = self._guided_round(tier, bucket, batch, guide)
             self._disturbed = True
@@ -497,20 +536,21 @@ class Runner:
         if tier.depth == 0:
             masks = self.put(guide.ahead(bucket, 1))
             args = self._target, self._params_for(tier), self._state, batch, masks
-            self._state, packed, kept = self._compiled[GuidedKey(bucket)](*args)
+            self._state, packed, kept = self._call(GuidedKey(bucket), *args)
             return packed, kept
         ahead = self.put(guide.ahead(bucket, tier.depth))
-        draft = self._compiled[DraftKey(tier, bucket)]
-        self._state, drafted, shown = draft(self._draft_params, self._state, batch, ahead)
+        draft = DraftKey(tier, bucket)
+        self._state, drafted, shown = self._call(draft, self._draft_params, self._state, batch, ahead)
         shown.copy_to_host_async()
         tree = drafted.tree
-        forward = self._compiled[ForwardKey(tier.num_nodes, bucket)](
-            self._target, self._state, batch, tree.tokens_BN, tree.depths_BN, tree.ancestors_BNN
-        )
+        forward = self._call(
+            ForwardKey(tier.num_nodes, bucket), self._target, self._state, batch, tree.tokens_BN, tree.depths_BN,
+            tree.ancestors_BNN,
+        )  # fmt: skip
         tokens_parents = np.asarray(shown)  # waits for the drafts while the target runs
         masks = self.put(guide.masks(tokens_parents[:, 0], tokens_parents[:, 1]))
-        settle = self._compiled[SettleKey(tier, bucket)]
-        self._state, packed, path = settle(self._params_for(PLAIN), self._state, batch, drafted, forward, masks)
+        settle, params = SettleKey(tier, bucket), self._params_for(PLAIN)
+        self._state, packed, path = self._call(settle, params, self._state, batch, drafted, forward, masks)
         return packed, (forward.logits_BNV, path)
 
     def _pending(
@@ -520,7 +560,7 @@ class Runner:
         logprobs, rounds = None, rows.rounds if isinstance(rows, DecodeRows) else 1
         if kept is not None and _wants_logprobs(rows):
             logits, path = kept
-            logprobs = self._compiled[LogprobsKey(bucket, nodes, path.shape[1], tokens)](logits, path, packed)
+            logprobs = self._call(LogprobsKey(bucket, nodes, path.shape[1], tokens), logits, path, packed)
             logprobs.copy_to_host_async()
         packed.copy_to_host_async()
         timed = tier is not None and not self._disturbed
@@ -530,8 +570,13 @@ class Runner:
 
     def collect(self, pending: Pending) -> Result:
         """Waits for a dispatch and unpacks its rows."""
-        packed = np.asarray(pending.packed)
-        logprobs = None if pending.logprobs is None else np.asarray(pending.logprobs)
+        try:
+            packed = np.asarray(pending.packed)
+            logprobs = None if pending.logprobs is None else np.asarray(pending.logprobs)
+        except Exception as error:
+            if self._together is not None:
+                self._together.hosts.blame(error)
+            raise
         self.laps.lap(WAIT)
         tier = None if pending.tokens is None else pending.tier
         result = Result.of(packed, len(pending.rows), logprobs, tier)

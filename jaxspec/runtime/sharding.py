@@ -43,10 +43,55 @@ def tensor_mesh(shards: int, devices: Sequence[Any] | None = None) -> Mesh:
     Raises:
       ValueError: more shards than devices.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = _own_devices(shards) if devices is None else devices
     if shards > len(devices):
         raise ValueError(f"tensor_parallel must be at most the {len(devices)} devices at hand, got {shards}")
     return Mesh(np.asarray(devices[:shards]), (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def spans_processes(shards: int) -> bool:
+    """Whether so many devices are those of several processes, which then run one engine together."""
+    return shards > jax.local_device_count() and jax.process_count() > 1
+
+
+def _own_devices(shards: int) -> Sequence[Any]:
+    """This process's devices, or as many of each process as make so many.
+
+    Raises:
+      ValueError: the processes cannot share evenly.
+    """
+    if not spans_processes(shards):
+        return jax.local_devices()
+    count = jax.process_count()
+    by_process = [[device for device in jax.devices() if device.process_index == process] for process in range(count)]
+    if shards % count:
+        raise ValueError(f"tensor_parallel must be a multiple of the {count} processes, got {shards}")
+    least = min(map(len, by_process))
+    if shards > least * count:
+        raise ValueError(f"tensor_parallel must be at most {least} devices of {count} processes, got {shards}")
+    return [device for devices in by_process for device in devices[: shards // count]]
+
+
+def put(x: Any, sharding: Any) -> Any:
+    """jax.device_put of trees of arrays; of those that every process has whole, each puts its own devices' parts.
+
+    device_put itself would have the processes compare what they put.
+
+    Args:
+      sharding: one for all, or a tree of them; None: the backend's first device.
+    """
+    if not any(isinstance(s, NamedSharding) and not s.is_fully_addressable for s in jax.tree.leaves(sharding)):
+        return jax.device_put(x, sharding)
+    if isinstance(sharding, NamedSharding):
+        return jax.tree.map(lambda leaf: _own_parts(leaf, sharding), x)
+    return jax.tree.map(_own_parts, x, sharding)
+
+
+def _own_parts(x: Any, sharding: NamedSharding) -> jax.Array:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.device_put(x, sharding)  # on all processes' devices already, as what heads share with targets
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def check_divides(cfg: ModelConfig, shards: int) -> None:
@@ -78,9 +123,9 @@ def share_tables(target: TargetModel, mesh: Mesh) -> None:
     Before heads are loaded: they then hold the very arrays of the target, not copies that take memory again.
     """
     along = lambda axis: NamedSharding(mesh, PartitionSpec(*[None] * axis, TENSOR_AXIS))
-    target.embedding.set_value(jax.device_put(target.embedding[...], along(0)))
+    target.embedding.set_value(put(target.embedding[...], along(0)))
     if target.lm_head is not None and not isinstance(target.lm_head.kernel[...], Quantised):
-        target.lm_head.kernel.set_value(jax.device_put(target.lm_head.kernel[...], along(1)))
+        target.lm_head.kernel.set_value(put(target.lm_head.kernel[...], along(1)))
 
 
 def parameter_shardings(mesh: Mesh, params: Any) -> Any:
@@ -112,6 +157,11 @@ class Placement:
     logits: NamedSharding | None = None
     replicated: NamedSharding | None = None
     options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def spans(self) -> bool:
+        """Whether several processes share the mesh."""
+        return self.replicated is not None and not self.replicated.is_fully_addressable
 
     @classmethod
     def of(

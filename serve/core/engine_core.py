@@ -83,7 +83,7 @@ class EngineCore:
             self._say(Built(engine.facts, description, engine.stats))
             while not self._stopping:
                 self._take_turn(engine)
-            engine.flush_ring()
+            engine.close()
         except BaseException as error:  # whatever it is: the loop must hear of it
             self._die(engine, error)
 
