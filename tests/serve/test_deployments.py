@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,3 +90,49 @@ def test_a_group_over_several_hosts():
     selector = service["spec"]["selector"]
     assert selector["leaderworkerset.sigs.k8s.io/name"] == group["metadata"]["name"]
     assert selector["leaderworkerset.sigs.k8s.io/worker-index"] == "0"  # labels are strings
+
+
+def gateway(command: list[str]) -> tuple[list[str], dict[str, str]]:
+    """(workers, flags) of a gateway's command, every flag of which `smg launch` knows."""
+    assert command[:2] == ["smg", "launch"]
+    at = command.index("--worker-urls")
+    workers = list(itertools.takewhile(lambda arg: not arg.startswith("--"), command[at + 1 :]))
+    flags = dict(arg.split("=") for arg in command[at + 1 + len(workers) :])
+    known = subprocess.run(["smg", "launch", "--help"], capture_output=True, text=True, check=True, timeout=120).stdout
+    assert all(re.search(rf"{flag}\b", known) for flag in (*flags, "--worker-urls"))
+    return workers, flags
+
+
+def test_replicas_of_one_host():
+    """Compose's names are those the gateway asks for; every replica has a device and a page size of its own blocks."""
+    (compose,) = documents(DEPLOY / "compose.yaml")
+    services = compose["services"]
+    workers, flags = gateway(services["gateway"]["command"])
+    replicas = {name: service for name, service in services.items() if name != "gateway"}
+    assert workers == [f"grpc://{name}:50051" for name in replicas] and services["gateway"]["depends_on"] == [*replicas]
+    assert services["gateway"]["ports"] == [f"8000:{flags['--port']}"]
+    devices = []
+    for service in replicas.values():
+        config = served(service["command"])
+        assert (config.port, config.host, config.kv_events) == (50051, "0.0.0.0", True)
+        assert str(config.engine.page_size) == flags["--block-size"] and flags["--policy"] == "cache_aware"
+        assert int(service["stop_grace_period"].removesuffix("s")) > config.drain_seconds
+        assert f"127.0.0.1:{config.metrics_port}/ready" in service["healthcheck"]["test"][-1]
+        assert any(config.model.startswith(volume.split(":")[1]) for volume in service["volumes"])
+        (reserved,) = service["deploy"]["resources"]["reservations"]["devices"]
+        devices += reserved["device_ids"]
+    assert len({*devices}) == len(replicas)
+
+
+def test_replicas_of_a_cluster():
+    by_kind = {(d["kind"], d["metadata"]["name"]): d for d in documents(DEPLOY / "replicas.yaml")}
+    replicas, (_, _, config) = by_kind["StatefulSet", "jaxspec"]["spec"], containers(DEPLOY / "replicas.yaml")[0]
+    front = by_kind["Deployment", "gateway"]["spec"]["template"]["spec"]["containers"][0]
+    workers, flags = gateway([*front["command"], *front["args"]])
+    names = [f"grpc://jaxspec-{i}.{replicas['serviceName']}:{config.port}" for i in range(replicas["replicas"])]
+    assert workers == names and config.kv_events and str(config.engine.page_size) == flags["--block-size"]
+    assert front["ports"] == [{"name": "http", "containerPort": int(flags["--port"])}]
+    labels = replicas["template"]["metadata"]["labels"]
+    assert by_kind["Service", "jaxspec"]["spec"]["selector"] == labels
+    assert by_kind["PodDisruptionBudget", "jaxspec"]["spec"]["selector"]["matchLabels"] == labels
+    assert by_kind["Service", "gateway"]["spec"]["ports"][0]["targetPort"] == front["ports"][0]["name"]
