@@ -386,7 +386,14 @@ def assemble(
     built, params = bind(geo) if depth else (None, ())
     if config.feature_ring is not None:
         geo = dataclasses.replace(geo, ring=ring_rows(config, geo, target, built))
-    hosts = Hosts.meet() if spans_processes(shards) else None
+    hosts = None
+    if spans_processes(shards):
+        if speculation.suffix_corpus_tokens:
+            raise ValueError(
+                f"suffix_corpus_tokens is for engines of one process, got {speculation.suffix_corpus_tokens} for "
+                f"{jax.process_count()} processes"
+            )
+        hosts = Hosts.meet()
     if config.num_pages is None:
         small, geo = geo, fitted(geo, config.memory_fraction, target, built, params, shards)
         if hosts is not None:  # their memories may differ
@@ -433,7 +440,7 @@ def assemble(
         runner.join(hosts)
     leads = hosts is None or hosts.leads
     encode = None if tokenizer is None else tokenizer.encode
-    for text in () if not leads else texts(speculation.suffix_corpus_files, encode, model.vocab_size):
+    for text in texts(speculation.suffix_corpus_files, encode, model.vocab_size):
         runner.remember(text)
     return Engine(
         facts, runner, scheduler, choice.build, cost, config.seed, began, config.traffic_log if leads else None, pace,
