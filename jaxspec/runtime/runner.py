@@ -468,7 +468,8 @@ class Runner:
           allowed: for each chunk what the token after it may be, as an int32 set of bits [W]; None: anything.
         """
         self._admit([chunk for chunk in chunks if chunk.is_first])
-        ready = [shape for shape in self._can.prefill_shapes if self._can.prefill(shape) in self._compiled]
+        needed = lambda shape: {self._can.prefill(shape), LogprobsKey(shape.rows, 1, 1)}
+        ready = [shape for shape in self._can.prefill_shapes if self._compiled.keys() >= needed(shape)]
         masks = dict(zip((chunk.slot for chunk in chunks), allowed, strict=True))
         counts = [chunk.end - chunk.start for chunk in chunks]
         pending = []

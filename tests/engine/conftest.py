@@ -55,7 +55,7 @@ TIERS = {
     "ngram": (PLAIN, Tier(1), Tier(3), Tier(5)),
     "draft_model": (PLAIN, Tier(1), Tier(3), TREE),
     "eagle3": (PLAIN, Tier(1), Tier(3), TREE),
-    "small": (PLAIN, Tier(2)),
+    "small": (PLAIN, Tier(5)),
     **{kind: (PLAIN, Tier(3), TREE) for kind in PASSING},
     "suffix": (PLAIN, Tier(3), Tier(5)),
     "hybrid": (PLAIN, Tier(3), TREE, Tier(5, lookup=True)),
@@ -212,7 +212,7 @@ class Bench:
         """The session's engine of a drafter, idle, with nothing in its prefix cache.
 
         "none" is plain decoding, every row through the executables for sampled batches; "small" is n-gram with one
-        tier and one bucket.
+        tier and one bucket, of the shapes of "ngram", whose executables it finds.
         """
         if kind not in self._engines:
             for other in PASSING:
@@ -222,7 +222,7 @@ class Bench:
                 self._engines[kind] = self.build(kind, SpeculationConfig(policy="off"), **options)
             elif kind == "small":
                 cost = CostTable({(tier, 4): 1e-3 for tier in TIERS[kind]})
-                few = dict(batch_buckets=(4,), variants=("sampled",))
+                few = dict(batch_buckets=(4,), variants=("sampled",), num_pages=30)
                 self._engines[kind] = self.build("ngram", SpeculationConfig(tiers=TIERS[kind]), cost, **few)
             else:
                 buckets = self.buckets(kind)

@@ -23,37 +23,39 @@ from jaxspec.speculation.state import Geometry
 from jaxspec.tier import PLAIN, Tier
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+#: As the session's n-gram engine, whose executables are kept.
+ALIKE: dict[str, Any] = dict(batch_buckets=(1, 4), variants=("sampled",), num_pages=30)
 
 
 def test_a_policy_that_needs_other_tiers_is_refused(bench: Any, tools: Any):
     engine = bench.engine("small")
     with pytest.raises(
-        ValueError, match=r"can select tiers \['chain-4'\], but states exist only for \['off', 'chain-2'\]"
+        ValueError, match=r"can select tiers \['chain-4'\], but states exist only for \['off', 'chain-5'\]"
     ):
         engine.use_policy(StaticPolicy(Tier(4)))
     with pytest.raises(ValueError, match=r"takes a policy object, such as StaticPolicy\(Tier\(3\)\), got 'static'"):
         engine.use_policy("static")
-    engine.use_policy(StaticPolicy(Tier(2)))
+    engine.use_policy(StaticPolicy(Tier(5)))
     tools.same(tools.drive(engine, [([1, 2, 3], GREEDY)]), bench.expected([([1, 2, 3], GREEDY)]))
 
 
 def test_a_policy_that_needs_other_buckets_is_refused(bench: Any, tmp_path: Path):
     """A tier of which a JSON reaches some buckets only must not fail in the middle of a step."""
     path = tmp_path / "adaptive.json"
-    path.write_text(json.dumps({"1": {"candidate_steps": [0, 1]}, "4": {"candidate_steps": [0]}}))
-    engine = bench.build("ngram", SpeculationConfig(policy=str(path)), batch_buckets=(1, 4), variants=("sampled",))
-    assert engine.runner.reachable == {PLAIN: (1, 4), Tier(1): (1,)}
-    with pytest.raises(ValueError, match=r"chain-1.*4"):
-        engine.use_policy(StaticPolicy(Tier(1)))
+    path.write_text(json.dumps({"1": {"candidate_steps": [0, 5]}, "4": {"candidate_steps": [0]}}))
+    engine = bench.build("ngram", SpeculationConfig(policy=str(path)), **ALIKE)
+    assert engine.runner.reachable == {PLAIN: (1, 4), Tier(5): (1,)}
+    with pytest.raises(ValueError, match=r"chain-5.*4"):
+        engine.use_policy(StaticPolicy(Tier(5)))
 
 
 def test_an_sglang_configuration_serves(bench: Any, tools: Any, tmp_path: Path):
     """Only what it can reach is compiled, and that suffices for every batch size."""
     path = tmp_path / "adaptive.json"
-    slots = {"1": {"candidate_steps": [1, 2]}, "2": {"candidate_steps": [0]}, "4": {"candidate_steps": [0, 2]}}
+    slots = {"1": {"candidate_steps": [3, 5]}, "2": {"candidate_steps": [0]}, "4": {"candidate_steps": [0, 5]}}
     path.write_text(json.dumps(slots))
-    engine = bench.build("ngram", SpeculationConfig(policy=str(path)), variants=("sampled",))
-    assert engine.runner.reachable == {PLAIN: (2, 4), Tier(1): (1,), Tier(2): (1, 4)}
+    engine = bench.build("ngram", SpeculationConfig(policy=str(path)), **ALIKE)
+    assert engine.runner.reachable == {PLAIN: (4,), Tier(3): (1,), Tier(5): (1, 4)}
     assert isinstance(engine.controller.policy, EmaPolicy)
     work = tools.workload()
     tools.same(tools.drive(engine, work, join=lambda i: 3 * i), bench.expected(work))
@@ -63,14 +65,14 @@ def test_the_default_policy_measures_and_serves(
     bench: Any, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Timing leaves nothing behind in the state, and costs exist for every pair; also from a profile of an engine."""
-    tiers, few = SpeculationConfig(candidate_steps=(2,)), dict(batch_buckets=(1, 4), variants=("sampled",))
+    tiers, few = SpeculationConfig(candidate_steps=(5,)), ALIKE
     engine = bench.build("ngram", tiers, **few)
-    assert set(engine.cost) == {(tier, bucket) for tier in (PLAIN, Tier(2)) for bucket in (1, 4)}
+    assert set(engine.cost) == {(tier, bucket) for tier in (PLAIN, Tier(5)) for bucket in (1, 4)}
     monkeypatch.setattr(profile, "build_engine", lambda *_: engine)
     path, told = tmp_path / "profile.json", []
     asked = f"profile --out {path} --contexts 1,9 --repeats 1".split()
     written = profile.run(command.parse(asked), told.append)
-    assert written == CostProfile.load(path) and written.contexts == (1, 9) and "chain-2" in told[1]
+    assert written == CostProfile.load(path) and written.contexts == (1, 9) and "chain-5" in told[1]
     state = engine.runner.state
     assert not np.asarray(state.length_S).any() and not np.asarray(state.pages).any()
     with pytest.raises(ValueError, match="contexts may be .* got 1000000"):
@@ -94,7 +96,7 @@ def test_policies_are_exchanged_while_rounds_are_in_flight(bench: Any, tools: An
     """The new policy hears of a tier that it never chose; requests do not notice."""
     engine, work = bench.engine("small"), tools.workload()
     policies = [
-        lambda: tools.script(Tier(2)),
+        lambda: tools.script(Tier(5)),
         engine.new_policy,
         lambda: EmaPolicy(AdaptiveSpeculativeParams({"1": {"candidate_steps": [0]}}, None, (4,))),
         lambda: StaticPolicy(PLAIN),
@@ -127,7 +129,7 @@ BAD_REQUESTS: list[tuple[Any, dict[str, Any], str]] = [
 def test_refused_requests_leave_no_trace(bench: Any, tools: Any, prompt: Any, fields: dict[str, Any], message: str):
     """Between two requests that run, and whose tokens stay what they were."""
     engine, good = bench.engine("small"), [([1, 2, 3], GREEDY)]
-    engine.use_policy(StaticPolicy(Tier(2)))
+    engine.use_policy(StaticPolicy(Tier(5)))
     first = engine.add(*good[0])
     engine.step()
     free = engine.stats.free_pages

@@ -35,7 +35,7 @@ class Device:
 @pytest.fixture
 def device(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     engine = bench.engine("small")
-    engine.use_policy(StaticPolicy(Tier(2)))
+    engine.use_policy(StaticPolicy(Tier(5)))
     planted = Device(engine)
     step, dispatch, prefill = engine.step, engine.runner.dispatch, engine.runner.prefill
     chunk_last = False

@@ -662,7 +662,7 @@ def test_a_rehearsal_runs_everything_once_and_changes_nothing(
     monkeypatch.setattr(Compilation, "compiled", counting)
     packed = Choice(Tier(4), 9)
     monkeypatch.setattr(type(adaptive.KIND), "budgets", lambda *_: {(packed.tier, 4): (packed.tokens,)})
-    engine = engines.build("ngram", (PLAIN, Tier(4)), batch_buckets=(4,))
+    engine = engines.build("ngram", (PLAIN, Tier(4)), batch_buckets=(4,), rounds_per_dispatch=2)
     assert len(ran) == engine.stats.executables and set(ran.values()) == {1}
     tokens = lambda outputs: [completion.token_ids for completions in outputs for completion in completions]
     script = tools.script(PLAIN, Tier(4))

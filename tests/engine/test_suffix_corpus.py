@@ -87,7 +87,8 @@ def test_files_are_there_from_the_start(bench: Any, tools: Any, tmp_path: Path):
     log = tmp_path / "log.jsonl"
     log.write_text(json.dumps({"prompt_token_ids": prompt, "output_token_ids": output, "temperature": 2.0}) + "\n\n")
     speculation = SpeculationConfig(depth=5, suffix_corpus_tokens=512, suffix_corpus_files=(log,))
-    engine = bench.build("suffix", speculation, batch_buckets=(4,), variants=("sampled",))
+    # As the session's engine, whose executables are kept.
+    engine = bench.build("suffix", speculation, batch_buckets=(4,), variants=("sampled",), num_pages=30)
     assert int(corpus_of(engine).texts) == 1
     told = tools.drive(engine, [(prompt, HOT)])[0]
     assert told.token_ids == output and told.metrics.rounds <= 15

@@ -96,7 +96,8 @@ def no_warm_up() -> bool:
 
 
 def start(bench: Any, **config: Any) -> Engine:
-    config = {"variants": ("sampled",), "warmup": "background", "num_pages": 40, "prefill_chunk": 32, **config}
+    """Of the shapes of the session's engine, whose executables are kept."""
+    config = {"variants": ("sampled",), "warmup": "background", "num_pages": 30, "batch_buckets": (1, 4), **config}
     return bench.build("eagle3", SpeculationConfig(tiers=TIERS), **config)
 
 
@@ -122,7 +123,7 @@ def test_requests_live_through_a_warm_up(bench: Any, tools: Any, gate: Gate):
     engine.wait_until_warm()
     stats = engine.stats
     assert stats.executables_ready == stats.executables and stats.compilations_after_warmup == 0
-    assert set(engine.runner.costs) == {(tier, bucket, None) for tier in TIERS for bucket in (1, 2, 4)}
+    assert set(engine.runner.costs) == {(tier, bucket, None) for tier in TIERS for bucket in (1, 4)}
     sizes.clear()
     tools.same(tools.drive(engine, work), bench.expected(work))
     assert max(sizes) == 4 and engine.stats.compilations_after_warmup == 0
@@ -131,7 +132,7 @@ def test_requests_live_through_a_warm_up(bench: Any, tools: Any, gate: Gate):
 
 def test_a_policy_gets_the_next_best_tier_that_is_ready(bench: Any, tools: Any, gate: Gate):
     """And its own as soon as that has come."""
-    engine, work = start(bench, batch_buckets=(1, 4)), tools.workload()[:2]
+    engine, work = start(bench), tools.workload()[:2]
     engine.use_policy(StaticPolicy(Tier(3)))
     tools.same(tools.drive(engine, work), bench.expected(work))
     assert engine.controller.rounds_by_tier[Tier(3)] == 0 < engine.controller.rounds_by_tier[PLAIN]
@@ -143,7 +144,7 @@ def test_a_policy_gets_the_next_best_tier_that_is_ready(bench: Any, tools: Any, 
 
 
 def test_long_chunks_run_in_pieces_until_their_size_is_ready(bench: Any, tools: Any, gate: Gate):
-    engine = start(bench, batch_buckets=(1, 4))
+    engine = start(bench, prefill_chunk=32)
     rng = np.random.default_rng(1)
     work = [(rng.integers(0, 12, 61).tolist(), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))]
     assert PrefillKey(PrefillShape.of_one(32)) not in engine.runner._compiled
@@ -152,7 +153,7 @@ def test_long_chunks_run_in_pieces_until_their_size_is_ready(bench: Any, tools: 
 
 def test_warming_up_leaves_the_state_alone(bench: Any):
     """It runs every executable, prefills and admissions included, for no request, beside the state of live ones."""
-    engine = start(bench, batch_buckets=(1, 4))
+    engine = start(bench)
     engine.wait_until_warm()
     fresh = engine.runner.fresh_state()
     for (path, a), b in zip(
@@ -172,13 +173,13 @@ def test_what_fails_to_compile_ends_the_warm_up_and_nothing_else(
         return compiled(job, store)
 
     monkeypatch.setattr(Compilation, "compiled", failing)
-    engine, work = start(bench, batch_buckets=(1, 4)), tools.workload()
+    engine, work = start(bench), tools.workload()
     engine.wait_until_warm()
     assert "no such instruction" in caplog.text
     assert engine.stats.executables_ready < engine.stats.executables
     tools.same(tools.drive(engine, work), bench.expected(work))
     with pytest.raises(RuntimeError, match="no such instruction"):
-        start(bench, batch_buckets=(1, 4), warmup="eager")
+        start(bench, warmup="eager")
 
 
 def test_a_trial_that_fails_ends_the_warm_up_and_no_request(
@@ -194,7 +195,7 @@ def test_a_trial_that_fails_ends_the_warm_up_and_no_request(
         run_once(runner, key, executable)
 
     monkeypatch.setattr(Runner, "_run_once", failing)
-    engine = start(bench, batch_buckets=(1, 4))
+    engine = start(bench)
     tools.same(tools.drive(engine, work), expected)
     engine.wait_until_warm()
     assert "out of memory" in caplog.text and engine.stats.executables_ready == 4
@@ -203,7 +204,7 @@ def test_a_trial_that_fails_ends_the_warm_up_and_no_request(
 @pytest.mark.parametrize("aborted", [True, False])
 def test_what_nobody_steps_holds_no_warm_up_up(bench: Any, gate: Gate, aborted: bool):
     """A round whose requests were aborted stays in flight, and a stream may rest as long as its reader likes."""
-    engine = start(bench, batch_buckets=(1, 4))
+    engine = start(bench)
     request = engine.add([1, 2, 3], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     for _ in range(4):
         engine.step()
@@ -218,10 +219,10 @@ def test_what_nobody_steps_holds_no_warm_up_up(bench: Any, gate: Gate, aborted: 
 def test_policies_without_plain_decoding_at_batch_one_start_with_what_they_have(bench: Any, tools: Any, tmp_path: Path):
     """As SGLang's default does."""
     steps = tmp_path / "steps.json"
-    steps.write_text('{"1": {"candidate_steps": [1]}, "4": {"candidate_steps": [0, 1]}}')
-    sizes = dict(variants=("sampled",), warmup="background", num_pages=40, batch_buckets=(1, 4))
+    steps.write_text('{"1": {"candidate_steps": [3]}, "4": {"candidate_steps": [0, 3]}}')
+    sizes = dict(variants=("sampled",), warmup="background", num_pages=30, batch_buckets=(1, 4))
     engine, work = bench.build("eagle3", SpeculationConfig(policy=str(steps)), **sizes), tools.workload()[:2]
-    assert engine.runner.ready(Tier(1), 1) and not engine.runner.ready(PLAIN, 1)
+    assert engine.runner.ready(Tier(3), 1) and not engine.runner.ready(PLAIN, 1)
     tools.same(tools.drive(engine, work), bench.expected(work))
 
 
@@ -237,7 +238,7 @@ def test_an_engine_that_is_dropped_compiles_no_more(bench: Any, gate: Gate):
 
 def test_a_runner_of_which_no_engine_comes_compiles_no_more(bench: Any, gate: Gate, tmp_path: Path):
     with pytest.raises(ValueError, match="traffic_log"):
-        start(bench, batch_buckets=(1, 4), traffic_log=tmp_path)
+        start(bench, traffic_log=tmp_path)
     gc.collect()
     gate.open()
     waited(no_warm_up)

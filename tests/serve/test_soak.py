@@ -64,7 +64,7 @@ def load(request: pytest.FixtureRequest, kit_of: Any) -> Load:
         prompts = ("abc", "cab", "abc" * 6, "hella", "lkjihgfedcba", "a", "gagagag", "badcab" * 4)
         kit = request.getfixturevalue("kit")
         # 12,000 are an hour at ten in three seconds.
-        requests, leaving = (12_000, 2000) if exhaustive else (1000, 400)
+        requests, leaving = (12_000, 2000) if exhaustive else (720, 300)
         return Load(kit, prompts, requests, leaving, patience=0.2)
     if not request.config.getoption("--optimized"):
         pytest.skip("the shipped models are for --optimized")
@@ -147,7 +147,7 @@ def test_256_concurrent_streams(load: Load):
         async with Bed(load) as bed:
             bed.facade.hold()
             prompts = [load.prompts[i % len(load.prompts)] for i in range(STREAMS)]
-            streams = [asyncio.create_task(bed.stream(prompt, 40)) for prompt in prompts]
+            streams = [asyncio.create_task(bed.stream(prompt, 24)) for prompt in prompts]
             await load.kit.eventually(lambda: bed.server.generator.in_engine == STREAMS)
             bed.facade.release()
             await asyncio.gather(*streams)
