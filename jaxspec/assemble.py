@@ -33,7 +33,7 @@ from jaxspec.facts import EngineFacts
 from jaxspec.fitting import doubling, fitted, longest_text, ring_rows, stored
 from jaxspec.hybrids import joined
 from jaxspec.models import few_rows
-from jaxspec.models.base import TargetModel
+from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layers import column_blocks, tensor_parallel
 from jaxspec.models.sharded import BY_XLA
 from jaxspec.remembered import texts
@@ -52,6 +52,7 @@ from jaxspec.scheduling.pace import USUAL_ROUNDS, Pace, may_pay
 from jaxspec.scheduling.scheduler import Scheduler, SchedulerConfig
 from jaxspec.scheduling.shapes import PrefillShape, shapes_for, shorter_chunks
 from jaxspec.speculation.drafter import Drafter
+from jaxspec.speculation.drafters.featureless import Featureless
 from jaxspec.speculation.ring import ring_layers
 from jaxspec.speculation.state import Geometry
 from jaxspec.speculation.typical import Typical
@@ -431,7 +432,11 @@ def assemble(
     shorter = shorter_chunks(
         [shape.size for shape in runs.prefill_shapes if shape.rows == 1], prompts.overhead, doubling(model)
     )
-    scheduler = Scheduler(SchedulerConfig(geo, config.enable_prefix_caching, lookahead, shorter_chunks=shorter))
+    scheduler = Scheduler(
+        SchedulerConfig(
+            geo, config.enable_prefix_caching, lookahead, shorter_chunks=shorter, window=_passed(model, built)
+        )
+    )
     facts = EngineFacts(
         geo, tuple(buckets), model.vocab_size, True in runner.variants, frozenset(eos), tokenizer, grammars,
         can.name, speculation.resolved_policy, str(target.embedding[...].dtype), speculation.objective, identity,
@@ -453,6 +458,12 @@ def assemble(
 def _fixed(directory: Path) -> Any:
     """In place of what loads a drafter's weights, where several processes would have to."""
     raise ValueError(f"an engine that several processes share keeps its drafter's weights, got {str(directory)!r}")
+
+
+def _passed(model: ModelConfig, drafter: Drafter | None) -> int | None:
+    """The window of all layers that read the pool; None: one sees all, or a drafter keeps entries there."""
+    every = len(model.sliding_layers) == model.num_layers
+    return model.sliding_window if every and (drafter is None or isinstance(drafter, Featureless)) else None
 
 
 def _ring_directory(config: EngineConfig, target: TargetModel, drafter: Drafter) -> RingDirectory:

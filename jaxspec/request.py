@@ -332,6 +332,7 @@ class Request:
       num_computed: leading tokens of prompt + outputs whose prefill was dispatched. What rounds add to it while the
         request runs, and what is in flight, the scheduler's SlotTable knows.
       num_cached_pages: leading pages of the table that the prefix cache knows.
+      num_freed_pages: leading pages of the table that went back to the pool, behind every window.
       cacheable_generated: pages written by decode rounds may be reused as a prefix.
       epoch: grows at every preemption and at the end; results of rounds dispatched in an older epoch are dropped.
       metrics: what it cost.
@@ -355,6 +356,7 @@ class Request:
     pages: list[int] = dataclasses.field(default_factory=list)
     num_computed: int = 0
     num_cached_pages: int = 0
+    num_freed_pages: int = 0
     cacheable_generated: bool = True
     epoch: int = 0
     metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)

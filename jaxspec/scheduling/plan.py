@@ -27,6 +27,8 @@ class SchedulerConfig:
       prefix_lookahead: see PrefixCache.
       aging_seconds: what a step of priority is worth in waiting: a request of priority p queues as if it had come
         p * aging_seconds later, so that nobody waits for ever.
+      window: tokens that every layer sees at most which reads the pool: pages behind them go back to it while their
+        request runs. None: some layer sees all.
       shorter_chunks: (position, most tokens) of prefill chunks while others decode; see shapes.shorter_chunks.
 
     Raises:
@@ -38,6 +40,7 @@ class SchedulerConfig:
     prefix_lookahead: int = 0
     aging_seconds: float = 10.0
     shorter_chunks: tuple[tuple[int, int], ...] = ()
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.aging_seconds < math.inf:

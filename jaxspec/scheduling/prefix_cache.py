@@ -15,9 +15,10 @@ _ROOT = -1  # parent of a sequence's first page; only ever a dictionary key
 class PrefixCache:
     """A tree of full pages. A node is its parent's page number and the tokens of its own page.
 
-    The parent's number stands for everything before: a page keeps its number for as long as it has children, because
-    whoever holds a child holds its parents too, and pages become idle, and are evicted, last first. Tokens themselves
-    are compared, so a hit is never false.
+    The parent's number stands for everything before: whoever holds a child holds its parents too, and pages become
+    idle, and are evicted, last first. Only requests that gave pages behind their windows back (Scheduler) hold children
+    without parents: when such a parent is evicted, what hangs below it is forgotten too. Tokens themselves are
+    compared, so a hit is never false.
 
     Args:
       allocator: owner of the pages.
@@ -32,6 +33,7 @@ class PrefixCache:
         self._page_size = page_size
         self._page_of: dict[tuple[int, tuple[int, ...]], int] = {}
         self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._children: dict[int, set[int]] = {}
 
     def __len__(self) -> int:
         """Pages known, held or idle."""
@@ -88,6 +90,7 @@ class PrefixCache:
             parent = pages[index]
             self._page_of[key] = parent
             self._key_of[parent] = key
+            self._children.setdefault(key[0], set()).add(parent)
             self._allocator.keep(parent)
         return max(known, full)
 
@@ -97,9 +100,18 @@ class PrefixCache:
 
     def reset(self) -> None:
         """Forgets every prefix; pages still held by a table are freed at their release."""
-        for page in list(self._key_of):
+        for page in list(self._children.get(_ROOT, ())):
             self._remove(page)
 
     def _remove(self, page: int) -> None:
-        del self._page_of[self._key_of.pop(page)]
-        self._allocator.forget(page)
+        """Forgets a page and all below it."""
+        siblings = self._children[self._key_of[page][0]]
+        siblings.remove(page)
+        if not siblings:
+            del self._children[self._key_of[page][0]]
+        below = [page]
+        while below:
+            page = below.pop()
+            below += self._children.pop(page, ())
+            del self._page_of[self._key_of.pop(page)]
+            self._allocator.forget(page)

@@ -134,6 +134,8 @@ class Scheduler:
             ends, and the one that is in flight behind it.
         """
         assert 1 <= repeats.rounds <= self.sizes.max_rounds, f"{repeats} of {self.sizes.max_rounds} rounds"
+        if self.config.window is not None:
+            self._free_behind(self.config.window)
         rows, preempted = self._grow(repeats.rounds if self._may_repeat(repeats) else 1)
         return Plan(self._chunks(admit=not preempted), rows, preempted)
 
@@ -273,13 +275,19 @@ class Scheduler:
                 return tuple(chunks)
             left -= chunk.end - chunk.start
             chunks.append(chunk)
-            coming.add(self.prefix_cache.missing(request.token_ids, request.pages, request.num_cached_pages))
+            coming.add(self._coming(request))
         while admit and left and (request := self._admit(left, coming)) is not None:
             self._enqueue(self._prefilling, request)
             chunks.append(self._chunk(request, is_first=True))
             left -= chunks[-1].end - chunks[-1].start
-            coming.add(self.prefix_cache.missing(request.token_ids, request.pages, request.num_cached_pages))
+            coming.add(self._coming(request))
         return tuple(chunks)
+
+    def _coming(self, request: Request) -> object:
+        """The name of the first page that it computes next; None where that cannot be told."""
+        if not self._knows_parent(request):
+            return None
+        return self.prefix_cache.missing(request.token_ids, request.pages, request.num_cached_pages)
 
     def _chunk(self, request: Request, is_first: bool) -> PrefillChunk:
         assert request.slot is not None
@@ -350,9 +358,31 @@ class Scheduler:
             self.prefix_cache.evict()
         return self.pages.allocate(count)
 
+    def _free_behind(self, window: int) -> None:
+        """Gives pages back that no further query of their requests sees, once the prefix cache knows them.
+
+        What is in flight may still read them: whoever gets them writes later. Their numbers stay in the page tables,
+        on the device too, and are never read.
+        """
+        for request in (*self._prefilling, *self._running):
+            running = request.status is RequestStatus.RUNNING
+            computed = self.slots.computed(request) if running else request.num_computed
+            passed = (computed - window + 1) // self.sizes.page_size
+            if passed > request.num_freed_pages:
+                request.num_computed = computed
+                if request.cacheable_generated:
+                    self._register(request)
+                self.pages.release(request.pages[request.num_freed_pages : passed])
+                request.num_freed_pages = passed
+                self._releases += 1
+
+    def _knows_parent(self, request: Request) -> bool:
+        """Whether it still holds the page below which its next one would be found."""
+        return not request.num_freed_pages or request.num_cached_pages > request.num_freed_pages
+
     def _register(self, request: Request) -> None:
         """Lets later requests reuse the pages that are full and whose lookahead tokens are known."""
-        if self.config.enable_prefix_caching:
+        if self.config.enable_prefix_caching and self._knows_parent(request):
             known = min(request.num_computed, request.num_tokens - self.config.prefix_lookahead)
             full = max(known // self.sizes.page_size, request.num_cached_pages)
             request.num_cached_pages = self.prefix_cache.register(
@@ -373,9 +403,9 @@ class Scheduler:
             if request.cacheable_generated:
                 self._register(request)
             heapq.heappush(self._free_slots, request.slot)
-            self.pages.release(request.pages)
+            self.pages.release(request.pages[request.num_freed_pages :])
             self._releases += 1
         request.slot = None
         request.pages = []
-        request.num_computed = request.num_cached_pages = 0
+        request.num_computed = request.num_cached_pages = request.num_freed_pages = 0
         request.epoch += 1

@@ -154,15 +154,18 @@ def _kernel(
         acc_RC = acc_RC * keep_R[:, None] + plgpu.dot(p_RK.astype(v_KC.dtype), v_KC, precision=precise)
         return acc_RC, new_R, total_R * keep_R + p_RK.sum(axis=1)
 
-    lowest_R = None
+    lowest = lowest_R = None
     if window is not None:
         offset_R = plgpu.load(offset_ref.at[b, node_R], mask=live_R, other=0)
         lowest_R = length + offset_R - window
+        lowest = jnp.min(jnp.where(live_R, lowest_R, length))
 
     def prefix(i, carry, whole=False):
         start = i * keys
         key_K = jnp.arange(keys)
         live_K = jnp.ones((keys,), bool) if whole else start + key_K < length
+        if lowest is not None:
+            live_K = live_K & (start + key_K > lowest)  # pages behind every window may be others' by now
         if keys <= page:
             number = table_ref[b, start // page]
             at_K = (start % page) + key_K
@@ -213,8 +216,7 @@ def _kernel(
     carry = jnp.zeros((rows, width), jnp.float32), top_R, total_R
     first_block = jnp.int32(0)
     blocks = pl.cdiv(jnp.minimum(length, m * page), keys)
-    if lowest_R is not None:
-        lowest = jnp.min(jnp.where(live_R, lowest_R, length))
+    if lowest is not None:
         first_block = jnp.maximum(lowest + 1, 0) // keys
     per_split = pl.cdiv(jnp.maximum(blocks - first_block, 0), splits)
     start = first_block + split * per_split

@@ -68,3 +68,26 @@ def test_drafts_change_nothing(family: str, bench: Any, tools: Any):
         assert Result.of(np.asarray(trial), 2).touched_R[0] > own.per_token * layers
     else:
         assert engine.stats.experts_touched == 0
+
+
+def test_pages_behind_every_window_serve_other_requests(bench: Any, tools: Any):
+    """A window of 9 in every layer, pages of 8: texts of 50 tokens run together in a pool of nine pages."""
+    target = tiny_target(2, **FAMILY_FIELDS["mistral"])
+    own = type(bench)(target, {}, bench.kept, False)
+    speculation = SpeculationConfig(policy="static", depth=2)
+    engine = own.build(
+        "ngram", speculation, CostTable({(Tier(2), 2): 1e-3}), batch_buckets=(2,), max_batch_size=2, max_seq_len=WIDTH,
+        max_num_batched_tokens=16, variants=("sampled",), num_pages=9,
+    )  # fmt: skip
+    prompts = [[1, 2, 3, 4, 5] * 5, [7, 8, 7, 8, 7, 8]]
+    work = [(p, SamplingParams(temperature=0, max_tokens=25 + 19 * i, ignore_eos=True)) for i, p in enumerate(prompts)]
+    held: list[int] = []
+    count = lambda step, ids: held.append(9 - engine.stats.free_pages - engine.stats.cached_pages)
+    outputs = tools.drive(engine, work, on_step=count)
+    assert engine.stats.preemptions == 0 and engine.scheduler.config.window == 9
+    assert max(held) <= 8, "seven pages for each text, without windows"
+    model = nnx.jit(lambda model, tokens_BN, at: model.logits(model(tokens_BN, at, causal_attention)[0]).argmax(-1))
+    for (prompt, params), output in zip(work, outputs, strict=True):
+        text = jnp.asarray([[*prompt, *output.token_ids]], jnp.int32)
+        chosen = np.asarray(model(target, text, jnp.arange(text.shape[1])[None]))[0, len(prompt) - 1 : -1]
+        assert output.token_ids == chosen.tolist() and len(output.token_ids) == params.max_tokens

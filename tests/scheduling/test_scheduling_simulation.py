@@ -58,7 +58,8 @@ class Device:
                 self.drafter[address] = (pair[0], pair[1])
 
     def _check(self, slot: Slot, end: int, *, drafter: bool = False) -> None:
-        for position in range(end):
+        lowest = 0 if self.config.window is None else max(0, slot.length - self.config.window + 1)
+        for position in range(lowest, end):
             address = self._address(slot, position)
             assert address is not None and self.pool.get(address) == slot.tokens[position], (position, end, address)
             if drafter:
@@ -70,12 +71,14 @@ class Device:
         table = list(chunk.page_table) + [sizes.num_pages] * (sizes.pages_per_seq - len(chunk.page_table))
         assert len(table) == sizes.pages_per_seq
         slot = self.slots[chunk.slot] = Slot(request, table, request.token_ids)
+        slot.length = chunk.start
         self._check(slot, chunk.start, drafter=self.config.prefix_lookahead > 0)
 
     def prefill(self, chunk: PrefillChunk) -> list[int]:
         sizes, request = self.sizes, chunk.request
         slot = self.slots[chunk.slot]
         assert slot.request is request and list(chunk.page_table) == slot.table[: len(chunk.page_table)]
+        self._check(slot, slot.length)
         assert 0 < chunk.end - chunk.start <= sizes.prefill_chunk and chunk.is_last == (chunk.end == len(slot.tokens))
         if chunk.is_last:
             slot.tokens.append(token_at(request.seed, chunk.end))
@@ -116,7 +119,7 @@ class Device:
 class Simulation:
     """An engine without a model: random arrivals, tiers, stops, aborts and failures."""
 
-    def __init__(self, seed: int, *, lookahead: int, caching: bool, hostile: bool) -> None:
+    def __init__(self, seed: int, *, lookahead: int, caching: bool, hostile: bool, window: int | None = None) -> None:
         self.rng = rng = random.Random(seed)
         page_size, max_growth, max_seq_len = rng.choice([1, 2, 4]), rng.randint(1, 6), rng.choice([24, 40])
         needed = -(-(max_seq_len + max_growth) // page_size)
@@ -131,9 +134,11 @@ class Simulation:
             max_num_batched_tokens=chunk * rng.choice([1, 1, 4]),
             max_rounds=rng.choice([1, 2, 5]),
         )
-        self.config = SchedulerConfig(self.sizes, enable_prefix_caching=caching, prefix_lookahead=lookahead)
+        self.config = SchedulerConfig(
+            self.sizes, enable_prefix_caching=caching, prefix_lookahead=lookahead, window=window
+        )
         self.hostile = hostile
-        self.steps = self.most_chunks = self.several = self.queued = 0
+        self.steps = self.most_chunks = self.several = self.queued = self.freed = 0
         self.scheduler = Scheduler(self.config, clock=lambda: float(self.steps))
         self.eos = 7 if hostile else None
         self.device = Device(self.config, rng, self.eos)
@@ -225,13 +230,16 @@ class Simulation:
         self.check_pages()
 
     def check_pages(self) -> None:
-        pages, tables = self.scheduler.pages, [r.pages for r in self.requests if r.pages]
+        pages, tables = self.scheduler.pages, [r.pages[r.num_freed_pages :] for r in self.requests if r.pages]
+        self.freed = max(self.freed, *(r.num_freed_pages for r in self.requests), 0)
         holders = Counter(page for table in tables for page in table)
         assert all(holders[page] == pages.references(page) for page in range(self.sizes.num_pages))
         assert pages.free_count + pages.idle_count + len(holders) == self.sizes.num_pages
         assert all(len(set(table)) == len(table) for table in tables)
         shared = {page for page, count in holders.items() if count > 1}
         cached = {page for r in self.requests for page in r.pages[: r.num_cached_pages]}
+        if self.config.window is not None:  # what an evicted parent took with it
+            cached |= shared
         assert shared <= cached
         slots = [r.slot for r in self.requests if r.slot is not None]
         assert len(set(slots)) == len(slots) <= self.sizes.slots
@@ -267,6 +275,20 @@ def test_random_traffic_keeps_every_invariant(seed: int):
         assert cut and all(r.num_tokens == simulation.sizes.max_seq_len for r in cut)
         started = [r.metrics.first_scheduled_time or 0.0 for r in requests]
         assert started == sorted(started), "first come, first served"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pages_behind_every_window_go_back_and_nobody_notices(seed: int):
+    """The device reads nothing that its window hides; whatever it sees must be the request's own."""
+    window = random.Random(seed).choice([1, 3, 7, 12])
+    simulation = Simulation(seed, lookahead=0, caching=seed % 5 != 0, hostile=seed % 4 < 2, window=window)
+    simulation.run(25)
+    scheduler, requests = simulation.scheduler, simulation.requests
+    assert all(request.output_token_ids == expected_outputs(request) for request in requests)
+    stats = scheduler.stats
+    assert stats.free_pages + stats.cached_pages == simulation.sizes.num_pages and simulation.freed > 1
+    scheduler.prefix_cache.reset()
+    assert scheduler.stats.free_pages == simulation.sizes.num_pages
 
 
 def test_traffic_reaches_preemption_resume_and_reuse():
