@@ -103,8 +103,9 @@ def quantise_directory(source: Path, out: Path, form: Format, ignore: Sequence[s
                 written |= form.tensors(module, tensor)
                 continue
             written[name] = tensor
-            if name not in shapes and name.endswith(".weight") and len(shape) == 2 and module not in left:
-                left.append(module)  # of a module that rides along: readers shall not look for its scales
+            plain = name not in linear and not name.endswith("embed_tokens.weight")
+            if plain and name.endswith(".weight") and len(shape) == 2 and module not in left:
+                left.append(module)  # a router, or of a module that rides along: readers shall not look for scales
         for file in sorted(source.iterdir()):
             if file.is_file() and file.name not in (INDEX, WEIGHTS) and file.suffix != ".safetensors":
                 shutil.copy(file, staging / file.name)

@@ -23,7 +23,7 @@ from jaxspec.checkpointing.tensors import FLOAT8, FLOATS, TensorReader
 from jaxspec.models import mxfp4
 from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised, joined
-from jaxspec.models.weight_map import ExpertMaps, Weight
+from jaxspec.models.weight_map import ExpertMaps, StackedWeight, Weight
 
 #: Scales of activations, which products here have no use for.
 IGNORED = r".*\.(input_scale|input_zero_point)"
@@ -78,12 +78,46 @@ def read_kernel(read: Read, reader: TensorReader, weight: Weight) -> Quantised |
         return _mxfp4_experts(reader, weight)
     if not weight.linear:
         return None
-    modules = [name.removesuffix(".weight") for name in weight.names]
-    for name, module in zip(weight.names, modules, strict=True):
+    if isinstance(weight, StackedWeight):
+        return _stacked_experts(read, reader, weight)
+    return _side_by_side(read, reader, weight.names, list(weight.shapes))
+
+
+def _stacked_experts(read: Read, reader: TensorReader, weight: StackedWeight) -> Quantised | None:
+    """The experts of a layer, along the first axis of every array."""
+    if weight.names == (weight.fused,):
+        if reader.dtype(weight.fused) not in FLOATS:
+            raise ValueError(
+                f"{reader.directory}: {weight.fused!r} is quantised, all experts in one, which is not served; served "
+                "are a tensor for each expert"
+            )
+        return None
+    shapes, each = list(weight.shapes), len(weight.widths)
+    found = [
+        _side_by_side(read, reader, weight.names[i : i + each], shapes[i : i + each])
+        for i in range(0, len(shapes), each)
+    ]
+    forms = [str(jax.tree.map(lambda x: (x.shape, x.dtype), part)) for part in found]
+    other = next((i for i, form in enumerate(forms) if form != forms[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"{reader.directory}: {weight.names[0]!r} and {weight.names[other * each]!r} are quantised in different "
+            "ways, and lie in one array; quantise all experts of a layer alike"
+        )
+    if found[0] is None:
+        return None
+    return jax.tree.map(lambda *parts: jnp.stack(parts), *found)
+
+
+def _side_by_side(
+    read: Read, reader: TensorReader, names: Sequence[str], expected: Sequence[tuple[int, ...]]
+) -> Quantised | None:
+    modules = [name.removesuffix(".weight") for name in names]
+    for name, module in zip(names, modules, strict=True):
         twice = [f"{module}.{other}" for other in ("weight_packed", "qweight") if f"{module}.{other}" in reader]
         if twice and (name in reader or len(twice) > 1):
             raise ValueError(f"{reader.directory} holds {module!r} twice: {name!r} and {', '.join(map(repr, twice))}")
-    shapes = [(shape[0], shape[1]) for shape in weight.shapes]
+    shapes = [(shape[0], shape[1]) for shape in expected]
     parts = [read(reader, module, shape) for module, shape in zip(modules, shapes, strict=True)]
     found = [part for part in parts if part is not None]
     if not found:

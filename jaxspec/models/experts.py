@@ -184,24 +184,25 @@ class MixtureOfExperts(nnx.Module):
 
         Devices that share every expert's inner width do all of it with their parts, and exchange one sum.
         """
-        own = [None if param is None else param[...] for param in self._params]
+        params = self.gate_up, self.down, self.gate_up_bias, self.down_bias
+        gate_up, down, gate_up_bias, down_bias = own = [None if param is None else param[...] for param in params]
         if split_axis(self.gate_up) is None or split_axis(self.down) is None:
-            return _WAYS[way](Stack(self.experts, *own, shards=self.shards), x_ME, routing)
+            stack = Stack(self.experts, gate_up, down, gate_up_bias, down_bias, self.shards)
+            return _WAYS[way](stack, x_ME, routing)
         assert self.shards == shards(), (self.shards, shards())
 
-        def part(x_ME: jax.Array, routing: Routing, *own: Any) -> jax.Array:
-            *split, down_bias = own
+        def part(
+            x_ME: jax.Array, routing: Routing, gate_up: Any, down: Any, gate_up_bias: Any, down_bias: Any
+        ) -> jax.Array:
             if down_bias is not None:  # once, not by every device
                 down_bias = jnp.where(jax.lax.axis_index(TENSOR_AXIS) == 0, down_bias, 0)
-            return jax.lax.psum(_WAYS[way](Stack(self.experts, *split, down_bias), x_ME, routing), TENSOR_AXIS)
+            return jax.lax.psum(
+                _WAYS[way](Stack(self.experts, gate_up, down, gate_up_bias, down_bias), x_ME, routing), TENSOR_AXIS
+            )
 
         whole, inner = PartitionSpec(), PartitionSpec(None, TENSOR_AXIS)
         specs = (whole, whole, PartitionSpec(None, None, TENSOR_AXIS), inner, inner, whole)
         return jax.shard_map(part, in_specs=specs, out_specs=whole, check_vma=False)(x_ME, routing, *own)
-
-    @property
-    def _params(self) -> tuple[nnx.Param | None, ...]:
-        return self.gate_up, self.down, self.gate_up_bias, self.down_bias
 
     def splits(self, shards: int) -> list[Split]:
         """See `layers.tensor_parallel`: experts are split by their inner width."""
@@ -282,7 +283,7 @@ def block_rows(pairs: int) -> int:
     return _MANY_ROWS if pairs >= _MANY_PAIRS and jax.default_backend() != "cpu" else _ROWS
 
 
-def one_of(stacked: Any, expert: jax.Array) -> Any:
+def one_of(stacked: Any, expert: jax.Array | int) -> Any:
     """One expert's part of what is stacked over experts: an array, or a `Quantised` or `Mxfp4`."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, expert, keepdims=False), stacked)
 

@@ -226,7 +226,8 @@ def experts_weights(mixture: MixtureOfExperts, prefix: str, names: LayerNames) -
     own = names.experts
     assert own is not None, f"a family of layers with experts must name them, {names} does not"
     module, count = f"{prefix}.{own.module}", mixture.experts.count
-    yield from linear_weights(mixture.router, [f"{module}.{own.router}"])
+    for weight in linear_weights(mixture.router, [f"{module}.{own.router}"]):
+        yield dataclasses.replace(weight, linear=False)  # routers are not quantised
     if own.in_turns:
         for param, name in ((mixture.gate_up, "gate_up_proj"), (mixture.gate_up_bias, "gate_up_proj_bias")):
             assert param is not None
@@ -240,7 +241,8 @@ def experts_weights(mixture: MixtureOfExperts, prefix: str, names: LayerNames) -
     ):  # fmt: skip
         each = tuple(f"{module}.experts.{e}.{part}.weight" for e in range(count) for part in parts)
         widths = (param.shape[2] // len(parts),) * len(parts)
-        yield StackedWeight(param, each, widths, fused=f"{module}.experts.{fused}" if own.fused else "")
+        one = f"{module}.experts.{fused}" if own.fused else ""
+        yield StackedWeight(param, each, widths, linear=True, fused=one)
     if mixture.shared is not None and mixture.shared_gate is not None:
         yield from mlp_weights(mixture.shared, f"{module}.{own.shared}", names)
         yield from linear_weights(mixture.shared_gate, [f"{module}.{own.shared_gate}"])

@@ -18,8 +18,10 @@ from safetensors.numpy import load_file, save_file
 from jaxspec.checkpointing import hf
 from jaxspec.models import experts
 from jaxspec.models.base import Experts, touched
-from jaxspec.models.layers import tensor_parallel
+from jaxspec.models.layers import causal_attention, tensor_parallel
+from jaxspec.models.quantised import Quantised
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_config, tiny_target
+from jaxspec.quantize import FORMATS, quantise_directory
 from jaxspec.runtime.sharding import parameter_shardings, tensor_mesh
 
 COUNT, CHOSEN, INNER = 6, 2, 24
@@ -152,6 +154,29 @@ def test_experts_are_read_one_by_one_or_all_in_one_but_not_both(tmp_path: Path) 
     save_file(apart, file)
     with pytest.raises(ValueError, match=r"'model.layers.0.mlp.experts.5.up_proj.weight' is missing"):
         hf.load_model(tmp_path)
+
+
+def test_quantised_experts_are_read_one_by_one_and_stay_in_their_bits(tmp_path: Path) -> None:
+    hf.save_model(tiny_target(**FAMILY_FIELDS["qwen3_moe"]), tmp_path / "whole", dtype=jnp.float32)
+    quantise_directory(tmp_path / "whole", tmp_path / "int8", FORMATS["int8"])
+    model: Any = hf.load_model(tmp_path / "int8")
+    other: Any = hf.load_model(tmp_path / "int8")
+    for layer in other.layers:
+        assert not isinstance(layer.mlp.router.kernel[...], Quantised)
+        for param in (layer.mlp.gate_up, layer.mlp.down):
+            stacked = param[...]
+            assert isinstance(stacked, Quantised) and stacked.values.dtype == jnp.int8
+            param.set_value(jnp.stack([experts.one_of(stacked, e).dequantised() for e in range(8)]))
+    ids, positions = jnp.arange(9)[None] % 13, jnp.arange(9)[None]
+    run = nnx.jit(lambda model: model(ids, positions, causal_attention)[0])
+    np.testing.assert_allclose(*(np.asarray(run(m)) for m in (model, other)), atol=1e-3, rtol=1e-3)
+
+    file = tmp_path / "int8" / "model.safetensors"
+    tensors, odd = load_file(file), "model.layers.1.mlp.experts.3.down_proj"
+    scale = tensors.pop(f"{odd}.weight_scale")
+    save_file({**tensors, f"{odd}.weight": tensors[f"{odd}.weight"] * scale}, file)
+    with pytest.raises(ValueError, match="experts.0.down_proj.*experts.3.down_proj.*different ways"):
+        hf.load_model(tmp_path / "int8")
 
 
 def test_what_experts_cannot_be_is_refused(tmp_path: Path) -> None:
