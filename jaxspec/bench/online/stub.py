@@ -104,8 +104,8 @@ class StubEngine:
         """See Engine.flush_prefix_cache."""
         return 0
 
-    def flush_ring(self) -> None:
-        """There is none."""
+    def close(self) -> None:
+        """Nothing goes on beside its steps."""
 
     @property
     def has_work(self) -> bool:
