@@ -323,3 +323,13 @@ def test_it_runs_without_jax():
         [sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0 and "adaptive" in done.stdout, done.stderr
+
+
+def test_drafts_are_not_free_at_batch_1_where_tokens_choose_experts():
+    """128 experts of which a token uses 8: 8, 29 and 112 of them for 1, 4 and 32 tokens."""
+    dense, moe = (costs.load(f"h200-roofline{model}") for model in ("", "-30b-a3b"))
+    verify = lambda of, tokens: of.round(0, 1, tokens, 0.0)
+    assert verify(dense, 4) == verify(dense, 1)
+    read = lambda experts: 2.46e9 + 57.98e9 * experts / 128
+    assert verify(moe, 4) / verify(moe, 1) == pytest.approx(read(29.1) / read(8), rel=2e-3)
+    assert verify(moe, 32) / verify(moe, 1) == pytest.approx(read(111.8) / read(8), rel=2e-3)

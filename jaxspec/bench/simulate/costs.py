@@ -114,13 +114,15 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """The least time that a chip's bandwidth and arithmetic allow for a dense model; nothing was timed.
+    """The least time that a chip's bandwidth and arithmetic allow; nothing was timed.
 
     Attributes:
       bandwidth: bytes a second. flops: a second. Of all chips together.
       weights, parameters: bytes that a pass reads, and parameters that a token is multiplied with.
       kv: bytes of keys and values a context token. draft_weights, draft_parameters, draft_kv: a draft pass's.
       reach: share of the limits that is reached.
+      experts: bytes of all experts, besides `weights`. idle: share of them that one token does not use. A pass reads
+        those that any of its tokens uses, if each chooses for itself and all are as likely.
     """
 
     label: str
@@ -133,10 +135,15 @@ class Roofline:
     draft_parameters: float = 0.4e9
     draft_kv: float = 4096.0
     reach: float = 1.0
+    experts: float = 0.0
+    idle: float = 0.0
     measured: bool = False
     largest: int | None = None
     deepest: int | None = None
     usual: int = 0
+
+    def _read(self, tokens: float) -> float:
+        return self.weights + self.experts * (1 - self.idle**tokens)
 
     def _pass(self, weights: float, parameters: float, kv: float, tokens: float, context: float) -> float:
         memory = (weights + context * kv) / self.bandwidth
@@ -144,7 +151,7 @@ class Roofline:
 
     def round(self, depth: int, bucket: int, tokens: int, context: float) -> float:
         """See Costs."""
-        verifying = self._pass(self.weights, self.parameters, self.kv, tokens, context)
+        verifying = self._pass(self._read(tokens), self.parameters, self.kv, tokens, context)
         return depth * self.drafting(bucket, context) + verifying
 
     def drafting(self, bucket: int, context: float) -> float:
@@ -153,7 +160,7 @@ class Roofline:
 
     def prefill(self, tokens: int, context: float) -> float:
         """See Costs."""
-        return self._pass(self.weights, self.parameters, self.kv, tokens, context)
+        return self._pass(self._read(tokens), self.parameters, self.kv, tokens, context)
 
 
 class Measured:
@@ -319,7 +326,20 @@ _SHEETS = {  # chips: name, bytes and bf16 operations a second of one, how many 
     "v7x": ("TPU v7x", 7.38e12, 2307e12, 1),
 }
 #: Of `load`.
-NAMES = ("h100-adaspec", "h100-adaspec-expanded", *(f"{chip}-roofline" for chip in _SHEETS))
+NAMES = (
+    "h100-adaspec", "h100-adaspec-expanded", *(f"{chip}-roofline" for chip in _SHEETS),
+    *(f"{chip}-roofline-30b-a3b" for chip in _SHEETS),
+)  # fmt: skip
+#: Qwen3-30B-A3B and an EAGLE-3 head as wide, in bfloat16, counted from their shapes.
+_QWEN_MOE: dict[str, Any] = dict(
+    weights=2.46e9,
+    parameters=3.04e9,
+    kv=98304.0,
+    draft_weights=0.29e9,
+    draft_parameters=0.145e9,
+    experts=57.98e9,
+    idle=1 - 8 / 128,
+)
 
 
 def load(name: str | os.PathLike) -> Costs:
@@ -337,11 +357,12 @@ def load(name: str | os.PathLike) -> Costs:
         label = f"published: AdaSpec's constants of an H100, Llama-3.1-8B, EAGLE head; {how}"
         return Linear(label, *_H100, overhead=1.207e-3, expanded=expanded)
     if name in NAMES:
-        chip, bandwidth, flops, count = _SHEETS[name.removesuffix("-roofline")]
+        sheet, moe = name.split("-roofline")
+        chip, bandwidth, flops, count = _SHEETS[sheet]
         chips = chip if count == 1 else f"{count} x {chip}"
-        return Roofline(
-            f"roofline by the data sheet, not measured: {chips}, {_LLAMA}", count * bandwidth, count * flops
-        )
+        model = "Qwen3-30B-A3B in bfloat16, experts chosen evenly" if moe else _LLAMA
+        label = f"roofline by the data sheet, not measured: {chips}, {model}"
+        return Roofline(label, count * bandwidth, count * flops, **(_QWEN_MOE if moe else {}))
     if not os.path.exists(name):
         raise ValueError(f"profile must be one of {list(NAMES)} or a file, got {name!r}")
     try:
