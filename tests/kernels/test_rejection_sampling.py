@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.rejection_sampling import api, reference
+from pallas_kernels.rejection_sampling import api, reference, sharded
 from pallas_kernels.rejection_sampling.cases import CASES, FILTERS, SMALL, Case
 from pallas_kernels.rejection_sampling.noise import (
     GUMBEL_MAX,
@@ -573,3 +573,23 @@ def test_a_sharded_vocabulary_gives_the_same_verdict():
         assert rows.addressable_shards[0].data.shape[2] == case.vocab // 4
     for got, want in zip(call(placed), call(args), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy-chain", "tree"])
+def test_parts_of_a_vocabulary_by_themselves_give_the_same_verdict(greedy: bool):
+    """Every filter, equal logits and broken rows; each device sees its own part only."""
+    rows, vocab = ("plain", "top-k", "all", *FILTERS), 384
+    case = Case("sharded", len(rows), 4 if greedy else 9, vocab, 3, chain=greedy, rows=rows)
+    args = case.draw(1)
+    logits = jnp.round(args.logits_BNV * 2) / 2  # many ties, of thresholds too
+    logits = logits.at[0, 0, 200].set(jnp.nan).at[1, 0, :].set(-jnp.inf).at[2, 0, 7].set(jnp.inf)
+    args = dataclasses.replace(args, logits_BNV=logits, greedy=greedy)
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("tp",))
+    specs = dataclasses.replace(jax.tree.map(lambda _: P(), args), logits_BNV=P(None, None, "tp"))
+    verify = lambda args: sharded.rejection_sampling(args, "tp")
+    own = jax.shard_map(verify, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
+    got, want = (case.specified(jax.jit(fn)(args)) for fn in (own, reference.rejection_sampling))
+    assert got.finite_B.tolist() == want.finite_B.tolist() == [i > 2 for i in range(len(rows))]
+    assert int(got.num_accepted_B[3:].sum()) > 0
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a[3:], b[3:])
