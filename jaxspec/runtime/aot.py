@@ -81,7 +81,7 @@ def engine_round(target: Target) -> Iterator[Program]:
     Neither the pool nor the weights may be copied: a round gets less for its intermediate
     values than one layer's weights take, or one layer's part of the pool; where rows sample,
     the adjusted logits, the noise and two more of their size besides. Where the vocabulary is
-    split over devices, the walk along the logits is left to XLA (speculation.verifier).
+    split over devices, each one verifies its own part, in plain XLA (speculation.verifier).
     """
     both = ("tree_attention", "rejection_sampling")
     short = dataclasses.replace(GEOMETRY, num_pages=4 * GEOMETRY.num_pages)
@@ -120,6 +120,31 @@ def engine_round(target: Target) -> Iterator[Program]:
                 kernels=kernels,
                 quick=not sampled and cfg is not LLAMA_1B,
             )
+
+
+def sharded_round(target: Target) -> Iterator[Program]:
+    """Plain rounds of one layer over two devices, for every usual bucket: they exchange activations and a few words.
+
+    Three sums a layer and embedding of [B, E], and three words a row and device at the end. At one row XLA took the
+    whole table of embeddings, and all logits.
+    """
+    cfg, shards = dataclasses.replace(LLAMA_1B, num_layers=1), 2
+    mesh = target.mesh(shards, TENSOR_AXIS)
+    for bucket in (1, 2, 8, 16, 32):
+        geo = dataclasses.replace(GEOMETRY, slots=bucket, num_pages=16 * GEOMETRY.num_pages, kernels=target.kind)
+        described = abstract_round(cfg, geo, mesh, bucket, dtype=DTYPE)
+        rows = max(2, bucket)  # a single one is padded
+        yield Program(
+            op="sharded_round",
+            name=f"1b-tp{shards}-b{bucket}-plain",
+            lower=functools.partial(described.lower, PLAIN, platforms=(target.platform,)),
+            max_temp_bytes=64 << 20,
+            limit="a quarter of the table of embeddings",
+            max_collective_bytes=rows * (3 * cfg.hidden_size * DTYPE.itemsize + 16 * shards),
+            in_place_bytes=_device_bytes(described.arguments[2]),
+            kernels=("tree_attention",),
+            quick=bucket == 1 and target.kind == "gpu",
+        )
 
 
 #: Of a scale's inputs, in the formats whose rounds are compiled; None: all of a linear map's.

@@ -117,7 +117,9 @@ def choose(mesh: Mesh, width: int, dtype: jnp.dtype, names: tuple[str, ...] | No
     """
     default = next(iter(WAYS))
     if names is None:
-        names = TRIED if jax.default_backend() == "gpu" else (default,)
+        # Processes that share a mesh must choose alike, and what they measure differs.
+        alone = jax.default_backend() == "gpu" and jax.process_count() == 1
+        names = TRIED if alone else (default,)
     if len(names) == 1:
         return names[0]
     seconds: dict[str, float] = {}

@@ -38,7 +38,7 @@ def collectives(hlo: str) -> list[Collective]:
         results, kind, started = call.groups()
         arrays = _ARRAY.findall(results)
         if started and kind != "all-reduce":
-            arrays = [max(arrays, key=_bytes)]  # what is sent stands beside what is received
+            arrays = arrays[len(arrays) // 2 :]  # what is sent stands before what is received
         shapes = tuple(tuple(map(int, filter(None, dims.split(",")))) for _, dims in arrays)
         found.append(Collective(kind, shapes, sum(map(_bytes, arrays))))
     return found

@@ -31,6 +31,7 @@ class Program:
       max_temp_bytes: of a device's memory for intermediate values, and of an array that a TPU brings into its VMEM
         for a program. limit: what that bound stands for.
       max_vmem_bytes: of the latter, where it may be larger: weights that are fetched early, as they are.
+      max_collective_bytes: that a device may receive from others; None: any.
       in_place_bytes: bytes of donated arguments on a device that the results must share.
       kernels: names of kernels that the executable must hold.
       refusal: why a kernel does not serve these arguments, or None.
@@ -43,6 +44,7 @@ class Program:
     max_temp_bytes: int
     limit: str
     max_vmem_bytes: int | None = None
+    max_collective_bytes: int | None = None
     in_place_bytes: int = 0
     kernels: tuple[str, ...] = ()
     refusal: str | None = None
@@ -54,6 +56,7 @@ Provider = Callable[[Target], Iterable[Program]]
 _ENGINE = {
     "kv_commit": "jaxspec.runtime.aot:kv_commit",
     "round": "jaxspec.runtime.aot:engine_round",
+    "sharded_round": "jaxspec.runtime.aot:sharded_round",
     "quantised_round": "jaxspec.runtime.aot:quantised_round",
 }
 
