@@ -5,10 +5,12 @@ Owns the list of a runner's executables and the order in which they are wanted. 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import jax
@@ -65,6 +67,17 @@ class Lowering:
     @property
     def donated(self) -> tuple[int, ...]:
         return tuple(i for i, arg in enumerate(self.args) if arg is Held.STATE and not self.keeps_state)
+
+
+def products_in(dtype: jnp.dtype) -> AbstractContextManager[None]:
+    """Products while tracing: of float32 in all its bits, where nobody has set JAX's precision.
+
+    XLA's default rounds their factors to TF32 on GPUs and to bfloat16 on TPUs, after which rows of shapes that differ
+    part more often than float32's own rounding lets them.
+    """
+    if dtype != jnp.float32 or jax.config.values["jax_default_matmul_precision"] is not None:
+        return contextlib.nullcontext()
+    return jax.default_matmul_precision("highest")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +141,7 @@ class Setting:
         )  # fmt: skip
 
         def lower() -> jax.stages.Lowered:
-            with place.ambient():
+            with place.ambient(), products_in(self.dtype):
                 return jitted.trace(*args, **static).lower()
 
         told = None

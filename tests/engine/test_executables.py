@@ -27,6 +27,7 @@ from jaxspec.runtime import compile as compilation
 from jaxspec.runtime import executables, warmup
 from jaxspec.runtime.compile import Compilation, use_persistent_cache
 from jaxspec.runtime.executables import ExecutableStore, Fingerprints, IndescribableError
+from jaxspec.runtime.programs import RoundKey, products_in
 from jaxspec.runtime.warmup import Warmup
 from jaxspec.speculation.round import RoundSpec, round_fn
 from jaxspec.speculation.state import Geometry
@@ -180,6 +181,34 @@ def test_what_no_program_depends_on_changes_no_key(tmp_path: Path, caching: None
         assert ExecutableStore(tmp_path, devices)._directory != store._directory
     finally:
         jax.config.update("jax_default_matmul_precision", "highest")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "chosen", "whole"),
+    [("float32", None, True), ("float32", "bfloat16", False), ("bfloat16", None, False)],
+)
+def test_float32_is_multiplied_in_all_its_bits(dtype: str, chosen: str | None, whole: bool):
+    """Unless the user has chosen otherwise: XLA's default is TF32 on GPUs, bfloat16 on TPUs."""
+    x = jax.ShapeDtypeStruct((2, 2), jnp.dtype(dtype))
+    jax.config.update("jax_default_matmul_precision", chosen)
+    try:
+        with products_in(x.dtype):
+            text = jax.jit(lambda x: x @ x).trace(x).lower().as_text()
+    finally:
+        jax.config.update("jax_default_matmul_precision", "highest")
+    assert ("HIGHEST" in text) is whole
+
+
+def test_rounds_are_lowered_with_their_precision(bench: Any):
+    runner = bench.engine("none").runner
+    (job,) = runner._setting.compilations([RoundKey(PLAIN, 1, False)], False)
+    jax.config.update("jax_default_matmul_precision", None)
+    try:
+        text = job.lower().as_text()
+    finally:
+        jax.config.update("jax_default_matmul_precision", "highest")
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert products and all("HIGHEST" in line for line in products)
 
 
 def test_nothing_is_run_that_others_could_have_written(tmp_path: Path, caching: None, caplog: pytest.LogCaptureFixture):
