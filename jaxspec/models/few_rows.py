@@ -11,7 +11,7 @@ serve: what a row becomes does not depend on how many are verified beside it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,12 +20,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxspec.models.base import Attend, ModelConfig
-from jaxspec.models.layers import MLP, Transformer
+from jaxspec.models.layers import MLP, Linear, Transformer
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import Tables, apply_rope
 from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS, TENSOR_AXIS, summed
 from pallas_kernels.sizes import round_up
-from pallas_kernels.small_batch import gpu, reference
+from pallas_kernels.small_batch import gpu, packed, reference
+from pallas_kernels.small_batch.packed import Packed
 from pallas_kernels.small_batch.reference import TILE, Stream
 
 #: Rows that the kernels are faster with than XLA's products and what it does around them (docs/kernels.md).
@@ -144,35 +145,66 @@ def refusal(model: Any) -> str | None:
     default = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
     if asked := [f"{name}={getattr(cfg, name)}" for name in _PLAIN if getattr(cfg, name) != default[name]]:
         return f"its layers have {', '.join(asked)}"
+    if model.embedding.dtype != jnp.bfloat16:
+        return f"its activations are {model.embedding.dtype}, not bfloat16"
     for layer in model.layers:
         if not isinstance(layer.mlp, MLP):
             return f"its layers have a {type(layer.mlp).__name__}"
         if layer.attn.shards != layer.mlp.shards:
             return f"devices share its attention {layer.attn.shards} ways and its MLP {layer.mlp.shards} ways"
         for linear in (layer.attn.qkv, layer.attn.out, layer.mlp.gate_up, layer.mlp.down):
-            kernel, axis = linear.kernel[...], linear.kernel.get_metadata(SPLIT, None)
-            if isinstance(kernel, Quantised):
-                return "its weights are quantised"
-            if kernel.dtype != jnp.bfloat16 or kernel.ndim != 2:
-                return f"its weights are {kernel.dtype} of {kernel.ndim} axes, not bfloat16 of 2"
-            own = [size // (layer.attn.shards if i == axis else 1) for i, size in enumerate(kernel.shape)]
-            if any(size % TILE for size in own):
-                return f"its weights of {own} on a device are no multiples of {TILE}"
+            if why := _unserved(linear, layer.attn.shards):
+                return why
+    return None
+
+
+def _maps(model: Transformer) -> Iterator[Linear]:
+    for layer in model.layers:
+        yield from (layer.attn.qkv, layer.attn.out, layer.mlp.gate_up, layer.mlp.down)
+
+
+def _unserved(linear: Linear, shards: int) -> str | None:
+    """Why no kernel of few rows multiplies by these weights, or None."""
+    kernel, axis = linear.kernel[...], linear.kernel.get_metadata(SPLIT, None)
+    if isinstance(kernel, Quantised | Packed) and shards != 1:
+        return "its quantised weights are split over devices"
+    if isinstance(kernel, Packed):
+        return None
+    if isinstance(kernel, Quantised):
+        if kernel.values.ndim != 2 or kernel.zero is not None or kernel.order is not None:
+            return "its quantised weights have zero points, an order of inputs or column blocks"
+        if kernel.int8_activations:
+            return "its activations are quantised"
+        return packed.refusal(kernel.values.dtype, kernel.shape, kernel.groups)
+    if kernel.dtype != jnp.bfloat16 or kernel.ndim != 2:
+        return f"its weights are {kernel.dtype} of {kernel.ndim} axes, not bfloat16 of 2"
+    own = [size // (shards if i == axis else 1) for i, size in enumerate(kernel.shape)]
+    if any(size % TILE for size in own):
+        return f"its weights of {own} on a device are no multiples of {TILE}"
     return None
 
 
 def prepare(model: Any, implementation: str = "gpu") -> Any:
     """A copy that runs few rows by these kernels, or the model where they do not serve it.
 
+    Quantised kernels are laid out anew in the model itself, one after the other, so that no two layouts of all of them
+    take memory at once.
+
     Args:
       implementation: "gpu", or "reference" for the same order of operations in plain XLA.
     """
     if refusal(model) is not None:
         return model
+    for linear in _maps(model):
+        if isinstance(few := linear.kernel[...], Quantised):
+            linear.kernel.set_value(_packed(few.values, few.scale))
     graph, state = nnx.split(model)
     copy = nnx.merge(graph, state)
     copy.few_rows = FewRows(implementation)
     return copy
+
+
+_packed = jax.jit(packed.pack)
 
 
 def unsupported() -> str | None:

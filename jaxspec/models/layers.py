@@ -31,6 +31,8 @@ from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import Tables, apply_rope, layer_tables
 from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS, rows_product, take_rows
+from pallas_kernels.small_batch import packed
+from pallas_kernels.small_batch.packed import Packed
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -79,7 +81,7 @@ def _init(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: jnp.dtype, std: 
     return nnx.Param((jax.random.normal(rngs.params(), shape, jnp.float32) * std).astype(dtype))
 
 
-def product(x: jax.Array, kernel: jax.Array | Quantised, dtype: jnp.dtype | None = None) -> jax.Array:
+def product(x: jax.Array, kernel: jax.Array | Quantised | Packed, dtype: jnp.dtype | None = None) -> jax.Array:
     """x [..., in] times a kernel [in, out], or one in column blocks [out / w, in, w] (see `column_blocks`).
 
     Args:
@@ -91,6 +93,9 @@ def product(x: jax.Array, kernel: jax.Array | Quantised, dtype: jnp.dtype | None
         # for every product (docs/notes.md).
         y = product(jnp.pad(rows, ((0, 1), (0, 0))), kernel, dtype)
         return y[:1].reshape(*x.shape[:-1], y.shape[1])
+    if isinstance(kernel, Packed):
+        y = packed.product(rows, kernel).astype(x.dtype if dtype is None else dtype)
+        return y.reshape(*x.shape[:-1], y.shape[1])
     if isinstance(kernel, Quantised | Mxfp4):
         y = (quantised if isinstance(kernel, Quantised) else mxfp4).product(rows, kernel, dtype)
         return y.reshape(*x.shape[:-1], y.shape[1])

@@ -6,6 +6,7 @@ first operand of wgmma, which wants 64 rows, and the few rows the second, which 
 a product in a decoder layer is done on the way: the norm's division after the product (its gain has been multiplied in
 by whoever wrote the stream), rotary embedding, SwiGLU, the residual sum with the squares of its result.
 
+Weights are bfloat16 here; `gpu_packed` has the same for those of 8 and 4 bits, and these functions take either.
 Measured on an H200 in docs/kernels.md. Hopper only: wgmma and the copy engine.
 """
 
@@ -23,6 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sizes import round_up
+from pallas_kernels.small_batch import gpu_packed, unpack
+from pallas_kernels.small_batch.packed import Packed
 from pallas_kernels.small_batch.reference import TILE, Stream
 
 Kind = Literal["project", "heads", "swiglu", "add"]
@@ -82,7 +85,8 @@ class _Kernel:
 
     Attributes:
       kind: what is done around the product. sizes: how it walks. tiles: programs. shape: (M, K) of the rows.
-      eps: of the norm before, None where there is none. counts: query, key and value heads, of "heads".
+      eps: of the norm before, over `squares` tiles; None where there is none. counts: query, key and value heads, of
+        "heads". interpret: whether registers are pretended.
     """
 
     kind: Kind
@@ -90,7 +94,9 @@ class _Kernel:
     tiles: int
     shape: tuple[int, int]
     eps: float | None = None
+    squares: int = 0
     counts: tuple[int, ...] = ()
+    interpret: bool = False
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """Shared memory and barriers, by name."""
@@ -103,7 +109,7 @@ class _Kernel:
         }
         beside = 0
         if self.eps is not None:
-            out["squares"], beside = plgpu.SMEM((self.shape[1] // TILE, s.rows), _F32), 1
+            out["squares"], beside = plgpu.SMEM((self.squares, s.rows), _F32), 1
         if self.kind == "heads":
             out["cos"], out["sin"] = plgpu.SMEM((TILE, s.rows), _F32), plgpu.SMEM((TILE, s.rows), _F32)
             beside += 2
@@ -177,6 +183,9 @@ class _Kernel:
         getattr(self, f"_{self.kind}")(tile, [y.astype(dtype).astype(_F32) for y in sums], outs, shared, dtype)
         plgpu.wait_smem_to_gmem(0)
 
+    def times(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        return unpack.times(a, b, _SUMS, self.interpret)
+
     def along_rows(self, v: jax.Array) -> jax.Array:
         """[rows] as [64, rows]."""
         return lax.broadcast_in_dim(v, (TILE, self.sizes.rows), (1,))
@@ -185,7 +194,7 @@ class _Kernel:
         """1 / root mean square of each row, [rows]; the sums of tiles are added in their order."""
         vector = _SUMS.reduce(0)
         total = _load(squares.at[0], vector)
-        for t in range(1, self.shape[1] // TILE):
+        for t in range(1, self.squares):
             total = total + _load(squares.at[t], vector)
         assert self.eps is not None
         return lax.rsqrt(total * (1.0 / self.shape[1]) + self.eps)
@@ -209,8 +218,8 @@ class _Kernel:
         cos = _load(shared["cos"], _SUMS) * turns + (1.0 - turns)
         sin = _load(shared["sin"], _SUMS) * turns
         out = shared["out"]
-        _flipped(out.at[:, pl.ds(0, TILE)])[...] = (lo * cos - hi * sin).astype(dtype)
-        _flipped(out.at[:, pl.ds(TILE, TILE)])[...] = (hi * cos + lo * sin).astype(dtype)
+        _flipped(out.at[:, pl.ds(0, TILE)])[...] = (self.times(lo, cos) - self.times(hi, sin)).astype(dtype)
+        _flipped(out.at[:, pl.ds(TILE, TILE)])[...] = (self.times(hi, cos) + self.times(lo, sin)).astype(dtype)
         plgpu.commit_smem()
         begin = 0
         for ref, count in zip(outs, self.counts, strict=True):
@@ -229,7 +238,7 @@ class _Kernel:
         scaled = h * lax.broadcast_in_dim(gain, (TILE, self.sizes.rows), (0,))
         self.store(shared["h"], h.astype(dtype), outs[0], tile * TILE)
         self.store(shared["out"], scaled.astype(dtype), outs[1], tile * TILE)
-        shared["sums"][...] = jnp.sum(h * h, axis=0)
+        shared["sums"][...] = jnp.sum(self.times(h, h), axis=0)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(shared["sums"], outs[2].at[tile])
 
@@ -261,9 +270,11 @@ def _kernel(kind: Kind, x: jax.Array, w: jax.Array, **extra: Any) -> _Kernel:
     return _Kernel(kind, sizes, w.shape[1] // (TILE * sizes.parts), (m, k), **extra)
 
 
-def project(stream: Stream, kernel: jax.Array, eps: float, *, interpret: Any = None) -> jax.Array:
+def project(stream: Stream, kernel: jax.Array | Packed, eps: float, *, interpret: Any = None) -> jax.Array:
     """See api.project."""
-    launch = _kernel("project", stream.scaled_ME, kernel, eps=eps)
+    if isinstance(kernel, Packed):
+        return gpu_packed.project(stream, kernel, eps, interpret=interpret)
+    launch = _kernel("project", stream.scaled_ME, kernel, eps=eps, squares=stream.squares_TR.shape[0])
     out = jax.ShapeDtypeStruct((stream.h_ME.shape[0], kernel.shape[1]), stream.h_ME.dtype)
     return _launch(launch, (out,), stream.scaled_ME, kernel, stream.squares_TR, interpret=interpret)[0]
 
@@ -276,26 +287,35 @@ def multiply(x_MK: jax.Array, kernel: jax.Array, *, interpret: Any = None) -> ja
 
 
 def heads(
-    stream: Stream, kernel: jax.Array, rope: tuple[jax.Array, jax.Array], counts: Sequence[int], eps: float, *,
+    stream: Stream, kernel: jax.Array | Packed, rope: tuple[jax.Array, jax.Array], counts: Sequence[int], eps: float, *,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """See api.heads."""
-    launch = _kernel("heads", stream.scaled_ME, kernel, eps=eps, counts=tuple(counts))
+    if isinstance(kernel, Packed):
+        return gpu_packed.heads(stream, kernel, rope, counts, eps, interpret=interpret)
+    extra = dict(eps=eps, squares=stream.squares_TR.shape[0], interpret=interpret is not None)
+    launch = _kernel("heads", stream.scaled_ME, kernel, counts=tuple(counts), **extra)
     m = stream.h_ME.shape[0]
     outs = tuple(jax.ShapeDtypeStruct((m, count * 2 * TILE), stream.h_ME.dtype) for count in counts)
     return tuple(_launch(launch, outs, stream.scaled_ME, kernel, stream.squares_TR, *rope, interpret=interpret))
 
 
-def swiglu(stream: Stream, kernel: jax.Array, eps: float, *, interpret: Any = None) -> jax.Array:
+def swiglu(stream: Stream, kernel: jax.Array | Packed, eps: float, *, interpret: Any = None) -> jax.Array:
     """See api.swiglu."""
-    launch = _kernel("swiglu", stream.scaled_ME, kernel, eps=eps)
+    if isinstance(kernel, Packed):
+        return gpu_packed.swiglu(stream, kernel, eps, interpret=interpret)
+    launch = _kernel("swiglu", stream.scaled_ME, kernel, eps=eps, squares=stream.squares_TR.shape[0])
     out = jax.ShapeDtypeStruct((stream.h_ME.shape[0], kernel.shape[1] // 2), stream.h_ME.dtype)
     return _launch(launch, (out,), stream.scaled_ME, kernel, stream.squares_TR, interpret=interpret)[0]
 
 
-def add(x_MK: jax.Array, kernel: jax.Array, h_ME: jax.Array, gain_E: jax.Array, *, interpret: Any = None) -> Stream:
+def add(
+    x_MK: jax.Array, kernel: jax.Array | Packed, h_ME: jax.Array, gain_E: jax.Array, *, interpret: Any = None
+) -> Stream:
     """See api.add."""
-    launch = _kernel("add", x_MK, kernel)
+    if isinstance(kernel, Packed):
+        return gpu_packed.add(x_MK, kernel, h_ME, gain_E, interpret=interpret)
+    launch = _kernel("add", x_MK, kernel, interpret=interpret is not None)
     same = jax.ShapeDtypeStruct(h_ME.shape, h_ME.dtype)
     squares = jax.ShapeDtypeStruct((launch.tiles, launch.sizes.rows), _F32)
     return Stream(*_launch(launch, (same, same, squares), x_MK, kernel, h_ME, gain_E, interpret=interpret))

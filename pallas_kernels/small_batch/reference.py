@@ -8,6 +8,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.small_batch import packed
+from pallas_kernels.small_batch.packed import Packed
+
 #: Features whose squares are summed together: columns of a kernel's tile.
 TILE = 64
 
@@ -35,14 +38,16 @@ def begin(h_ME: jax.Array, gain_E: jax.Array) -> Stream:
     return Stream(h_ME, (h32 * gain_E.astype(jnp.float32)[None, :]).astype(h_ME.dtype), squares)
 
 
-def _normed_product(stream: Stream, kernel: jax.Array, eps: float) -> jax.Array:
+def _normed_product(stream: Stream, kernel: jax.Array | Packed, eps: float) -> jax.Array:
     """Float32 [M, N]: the norm's division comes after the product, which it commutes with."""
     m, e = stream.h_ME.shape
     mean = stream.squares_TR[:, :m].sum(axis=0) / e
     return _product(stream.scaled_ME, kernel) * jax.lax.rsqrt(mean + eps)[:, None]
 
 
-def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+def _product(x: jax.Array, kernel: jax.Array | Packed) -> jax.Array:
+    if isinstance(kernel, Packed):
+        return packed.product(x, kernel)
     return jax.lax.dot_general(x, kernel, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
@@ -51,13 +56,17 @@ def multiply(x_MK: jax.Array, kernel: jax.Array) -> jax.Array:
     return _product(x_MK, kernel).astype(x_MK.dtype)
 
 
-def project(stream: Stream, kernel: jax.Array, eps: float) -> jax.Array:
+def project(stream: Stream, kernel: jax.Array | Packed, eps: float) -> jax.Array:
     """See api.project."""
     return _normed_product(stream, kernel, eps).astype(stream.h_ME.dtype)
 
 
 def heads(
-    stream: Stream, kernel: jax.Array, rope: tuple[jax.Array, jax.Array], counts: Sequence[int], eps: float
+    stream: Stream,
+    kernel: jax.Array | Packed,
+    rope: tuple[jax.Array, jax.Array],
+    counts: Sequence[int],
+    eps: float,
 ) -> tuple[jax.Array, ...]:
     """See api.heads."""
     y = project(stream, kernel, eps)
@@ -70,13 +79,18 @@ def heads(
     return tuple(part.reshape(m, -1) for part in jnp.split(out, (q, q + k), axis=1))
 
 
-def swiglu(stream: Stream, kernel: jax.Array, eps: float) -> jax.Array:
+def swiglu(stream: Stream, kernel: jax.Array | Packed, eps: float) -> jax.Array:
     """See api.swiglu."""
     gate, up = jnp.split(project(stream, kernel, eps).astype(jnp.float32), 2, axis=-1)
     return (gate * jax.nn.sigmoid(gate) * up).astype(stream.h_ME.dtype)
 
 
-def add(x_MK: jax.Array, kernel: jax.Array, h_ME: jax.Array, gain_E: jax.Array) -> Stream:
+def add(x_MK: jax.Array, kernel: jax.Array | Packed, h_ME: jax.Array, gain_E: jax.Array) -> Stream:
     """See api.add."""
     y = _product(x_MK, kernel).astype(h_ME.dtype)
     return begin((h_ME.astype(jnp.float32) + y.astype(jnp.float32)).astype(h_ME.dtype), gain_E)
+
+
+def logits(x_MK: jax.Array, kernel: jax.Array | Packed) -> jax.Array:
+    """See api.logits."""
+    return _product(x_MK, kernel)

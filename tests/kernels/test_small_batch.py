@@ -1,4 +1,4 @@
-"""Small-batch products: the Mosaic kernels, interpreted with race detection, against plain XLA."""
+"""Small-batch products: the Mosaic kernels, interpreted with race detection, against plain XLA; packed weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.small_batch import gpu, reference
+from pallas_kernels.small_batch import gpu, gpu_packed, packed, reference
 from pallas_kernels.small_batch.reference import Stream
 
 EPS = 1e-5
@@ -39,9 +39,66 @@ def arguments(name: str, m: int) -> tuple[Any, ...]:
     }[name]
 
 
+#: Values' types, and whether blocks of inputs have scales of their own.
+FORMATS = {
+    "int8": (jnp.int8, False), "fp8": (jnp.float8_e4m3fn, False), "fp8-block": (jnp.float8_e4m3fn, True),
+    "int4-g128": (jnp.int4, True),
+}  # fmt: skip
+
+
+def kernel(name: str, k: int, n: int) -> tuple[jax.Array, jax.Array]:
+    """Values [in, out] that use all of their bits, and scales."""
+    dtype, grouped = FORMATS[name]
+    values = jax.random.normal(jax.random.key(7), (k, n)) * {"int8": 60, "int4-g128": 4}.get(name, 100)
+    if jnp.issubdtype(dtype, jnp.integer):
+        values = jnp.clip(jnp.round(values), jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    scale = jax.random.uniform(jax.random.key(8), (k // 128 if grouped else 1, n), jnp.float32, 0.5, 1.5)
+    return values.astype(dtype), scale * 0.1 / float(jnp.std(values))
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_packed_weights_are_the_same_weights(name: str):
+    values, scale = kernel(name, 256, 64)
+    weight = packed.pack(values, scale)
+    assert weight.shape == values.shape and weight.values.dtype == values.dtype
+    wide = values.astype(jnp.float32).reshape(scale.shape[0], -1, 64) * scale[:, None]
+    np.testing.assert_array_equal(packed.dequantised(weight), wide.reshape(256, 64))
+    x = jax.random.normal(jax.random.key(9), (3, 256))
+    want = x @ wide.reshape(256, 64)
+    np.testing.assert_allclose(packed.product(x, weight), want, rtol=1e-5, atol=1e-5 * float(jnp.abs(want).max()))
+
+
+def test_what_a_thread_of_wgmma_holds_lies_side_by_side():
+    """Of every 16 inputs thread q of four holds 2q, 2q + 1, 2q + 8 and 2q + 9, the pairs 16 bits apart in a word."""
+    for dtype, bits in ((jnp.int8, 8), (jnp.int4, 4)):
+        order = np.asarray(packed.reordered(jnp.arange(128), jnp.dtype(dtype))).reshape(4, -1, 32 // bits)
+        for q in range(4):
+            for word, inputs in enumerate(order[q]):
+                pairs = inputs.reshape(2, -1).T  # values 16 bits apart
+                steps = len(pairs) // 2
+                want = [
+                    [16 * (steps * word + t) + 8 * h + 2 * q + x for x in (0, 1)] for t in range(steps) for h in (0, 1)
+                ]
+                np.testing.assert_array_equal(pairs, want)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "groups", "said"),
+    [
+        (jnp.uint8, (256, 64), 1, "uint8"),
+        (jnp.int4, (384, 64), 3, "multiples of 256 and 64, got (384, 64)"),
+        (jnp.int4, (256, 64), 8, "got 8 for 256"),
+        (jnp.int4, (256, 64), 2, None),
+    ],
+)
+def test_weights_that_cannot_be_packed(dtype: Any, shape: tuple[int, int], groups: int, said: str | None):
+    why = packed.refusal(jnp.dtype(dtype), shape, groups)
+    assert why is None if said is None else said in (why or "")
+
+
 def close(got: Any, want: Any, m: int) -> None:
     if isinstance(got, Stream):
-        got, want = (s._replace(squares_TR=s.squares_TR[:, :m]) for s in (got, want))
+        got, want = (s._replace(squares_TR=s.squares_TR.sum(axis=0)[:m]) for s in (got, want))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
@@ -55,3 +112,29 @@ def test_kernels_agree_with_xla(name: str, m: int):
     args = arguments(name, m)
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
     close(gpu.FUNCTIONS[name](*args, interpret=params), getattr(reference, name)(*args), m)
+
+
+@interpreted
+@pytest.mark.parametrize("m", [1, 16])
+@pytest.mark.parametrize("name", ["int4-g128", "fp8-block", "int8"])
+@pytest.mark.parametrize("product", ["heads", "add"])
+def test_kernels_of_packed_weights_agree_with_xla(product: str, name: str, m: int):
+    """One of pairs of columns, with a norm, and one of halves of the inputs; the others share their walk."""
+    weight = packed.pack(*kernel(name, *((512, 4 * C) if product == "heads" else (768, 512))))
+    angle = jax.random.uniform(jax.random.key(2), (C // 2, -(-m // 8) * 8)) * 6
+    wide = reference.begin(normal(0, m, 512), normal(1, 512))
+    args: tuple[Any, ...] = {
+        "heads": (wide, weight, (jnp.cos(angle), jnp.sin(angle)), COUNTS, EPS),
+        "add": (normal(4, m, 768), weight, wide.h_ME, normal(1, 512)),
+    }[product]
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    close(gpu.FUNCTIONS[product](*args, interpret=params), getattr(reference, product)(*args), m)
+
+
+@interpreted
+def test_other_kernels_of_packed_weights_agree_with_xla():
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    wide, weight = reference.begin(normal(0, 1, 512), normal(1, 512)), packed.pack(*kernel("int4-g128", 512, 128))
+    close(gpu.project(wide, weight, EPS, interpret=params), reference.project(wide, weight, EPS), 1)
+    close(gpu.swiglu(wide, weight, EPS, interpret=params), reference.swiglu(wide, weight, EPS), 1)
+    close(gpu_packed.logits(wide.h_ME, weight, interpret=params), reference.logits(wide.h_ME, weight), 1)

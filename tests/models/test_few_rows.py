@@ -14,7 +14,9 @@ from flax import nnx
 from jaxspec.models import few_rows
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import Transformer, causal_attention, tensor_parallel
+from jaxspec.models.quantised import Quantised
 from jaxspec.runtime.sharding import tensor_mesh
+from pallas_kernels.small_batch.packed import Packed
 
 CONFIG = ModelConfig("llama", 64, 256, 384, 2, 2, 1, 128)
 AUX = (0, 1, 2, 3)
@@ -61,6 +63,44 @@ def test_few_rows_on_two_devices_are_those_of_one(c: int):
     with jax.set_mesh(tensor_mesh(2)):
         for got, one in zip(forward(split, tokens), want, strict=True):
             np.testing.assert_allclose(got, one, atol=2**-6 * np.abs(one).max())
+
+
+@pytest.mark.parametrize(("kind", "groups"), [(jnp.int4, 2), (jnp.int8, 1)], ids=["int4-g128", "int8"])
+def test_few_rows_of_quantised_weights_are_the_layers(kind: Any, groups: int):
+    cfg = dataclasses.replace(CONFIG, intermediate_size=512)
+    plain, prepared = (
+        quantised(model(cfg), kind, groups),
+        few_rows.prepare(quantised(model(cfg), kind, groups), "reference"),
+    )
+    assert few_rows.refusal(plain) is None
+    assert isinstance(plain.layers[0].mlp.down.kernel[...], Quantised)
+    assert isinstance(prepared.layers[0].mlp.down.kernel[...], Packed)
+    for n in (5, few_rows.MOST_ROWS + 1):
+        tokens = jax.random.randint(jax.random.key(n), (1, n), 0, CONFIG.vocab_size)
+        for got, want in zip(forward(prepared, tokens), forward(plain, tokens), strict=True):
+            np.testing.assert_allclose(got, want, atol=2**-6 * np.abs(want).max())
+
+
+def quantised(module: Transformer, kind: Any, groups: int) -> Transformer:
+    """The same model with its layers' weights rounded."""
+    for layer in module.layers:
+        for linear in (layer.attn.qkv, layer.attn.out, layer.mlp.gate_up, layer.mlp.down):
+            w = linear.kernel[...].astype(jnp.float32)
+            grouped = w.reshape(w.shape[0] // 128 if groups > 1 else 1, -1, w.shape[1])
+            scale = jnp.abs(grouped).max(axis=1) / jnp.iinfo(kind).max
+            linear.kernel.set_value(Quantised(jnp.round(grouped / scale[:, None]).astype(kind).reshape(w.shape), scale))
+    return module
+
+
+def test_quantised_weights_that_no_kernel_reads():
+    for change, said in (
+        ({"zero": jnp.ones((1, 512), jnp.int8)}, "zero points"), ({"int8_activations": True}, "activations"),
+    ):  # fmt: skip
+        other = quantised(model(dataclasses.replace(CONFIG, intermediate_size=512)), jnp.int8, 1)
+        down = other.layers[1].attn.out.kernel
+        down.set_value(dataclasses.replace(down[...], **change))
+        assert said in (few_rows.refusal(other) or "") and few_rows.prepare(other) is other
+    assert "multiples of 256 and 64, got (384, 256)" in (few_rows.refusal(quantised(model(), jnp.int4, 2)) or "")
 
 
 @pytest.mark.parametrize(

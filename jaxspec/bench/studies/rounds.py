@@ -33,6 +33,7 @@ from jaxspec.bench.studies import report
 from jaxspec.models import few_rows, registry
 from jaxspec.models.base import Experts, ModelConfig
 from jaxspec.models.layers import tensor_parallel
+from jaxspec.models.quantised import Quantised
 from jaxspec.runtime import summing
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.programs import RunnerConfig
@@ -107,10 +108,36 @@ def random_weights(module: Any, seed: int, mesh: Mesh | None = None) -> Any:
     return nnx.merge(graph, jax.tree.unflatten(tree, made))
 
 
+#: Formats of quantised weights by name: the type of the values, and whether every 128 inputs have scales.
+FORMATS = {
+    "int8": (jnp.int8, False), "fp8": (jnp.float8_e4m3fn, False), "fp8-block": (jnp.float8_e4m3fn, True),
+    "int4-g128": (jnp.int4, True),
+}  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def quantised_kernel(key: jax.Array, name: str, d_in: int, d_out: int) -> Quantised:
+    """Noise in a format, of a standard deviation of 0.02."""
+    dtype, grouped = FORMATS[name]
+    top = {"int8": 127.0, "int4-g128": 7.0}.get(name, 448.0)
+    values = jnp.clip(jax.random.normal(key, (d_in, d_out), jnp.float32) / 4, -1, 1) * top
+    values = (jnp.round(values) if jnp.issubdtype(dtype, jnp.integer) else values).astype(dtype)
+    spread = jax.random.uniform(key, (d_in // 128 if grouped else 1, d_out), jnp.float32, 0.5, 1.5)
+    return Quantised(values, 0.08 / top * spread)
+
+
+def quantise(target: Any, name: str) -> None:
+    """Noise of a format instead of the layers' weights, in place."""
+    keys = iter(jax.random.split(jax.random.key(2), 4 * len(target.layers)))
+    for layer in target.layers:
+        for linear in (layer.attn.qkv, layer.attn.out, layer.mlp.gate_up, layer.mlp.down):
+            linear.kernel.set_value(quantised_kernel(next(keys), name, *linear.kernel[...].shape))
+
+
 def build(
     shape: str, tiers: Sequence[Tier], batches: Sequence[int], context: int, dtype: jnp.dtype, *,
     kernels: str | None, sampled: bool, page: int, budgets: Sequence[float] = (), layers_by_xla: bool = False,
-    shards: int = 1, sums: str = "nccl",
+    shards: int = 1, sums: str = "nccl", weights: str | None = None,
 ) -> Runner:  # fmt: skip
     """A runner of random weights with one executable a tier and batch, and one a budget, on so many devices.
 
@@ -123,6 +150,8 @@ def build(
     way = summing.WAYS[sums]
     lay_out = lambda module: tensor_parallel(module, shards, way.by) if shards > 1 else module
     target = random_weights(nnx.eval_shape(lambda: lay_out(registry.build(cfg, dtype))), 0, mesh)
+    if weights is not None:
+        quantise(target, weights)
     if few_rows.unsupported() is None and not layers_by_xla:
         target = few_rows.prepare(target)
     depth = max(tier.depth for tier in tiers)
@@ -214,6 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--context", type=int, default=1024, help="committed tokens of each request")
     add("--page", type=int, default=64, help="tokens a page")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--weights", choices=sorted(FORMATS), help="of the layers, quantised (default: as --dtype)")
     add("--kernels", choices=("reference", "tpu", "gpu", "interpret"), help="default: the backend's own")
     add("--tensor-parallel", type=int, default=1, metavar="N", help="on N devices too, after one")
     add("--without-one", action="store_true", help="on N devices only")
@@ -227,7 +257,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     tiers = [Tier(depth) for depth in sorted({0, *args.depth})]
     rows: list[dict[str, Any]] = []
-    print(f"{args.shape} {args.dtype} on {jax.devices()[0].device_kind}, context {args.context}, jax {jax.__version__}")
+    kind = args.weights or args.dtype
+    print(f"{args.shape} {kind} on {jax.devices()[0].device_kind}, context {args.context}, jax {jax.__version__}")
     print(
         "devices batch  tier     tokens      ms  x plain  x one  share of floor  device ms  idle  collectives kernels "
         " experts a layer"
@@ -257,7 +288,7 @@ def _measure(
     runner = build(
         args.shape, tiers, sorted(set(args.batch)), args.context, jnp.dtype(args.dtype),
         kernels=args.kernels, sampled=args.sampled, page=args.page, budgets=args.budget,
-        layers_by_xla=args.layers_by_xla, shards=shards, sums=sums,
+        layers_by_xla=args.layers_by_xla, shards=shards, sums=sums, weights=args.weights,
     )  # fmt: skip
     bench = Bench(runner, args.context)
     rate = report.rate(BANDWIDTH, args.bandwidth)

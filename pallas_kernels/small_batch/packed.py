@@ -1,0 +1,111 @@
+"""Weights of few bits, laid out for the kernels of few rows, and their products in plain XLA.
+
+A kernel's tile of weights goes from shared memory through registers into wgmma, whose first operand wants each thread's
+inputs in a certain order. So values lie [out, in], and the inputs of every 128 are reordered such that a thread's lie
+side by side, and such that the pairs that one instruction expands are bits apart, not bytes. XLA, which multiplies many
+rows, reorders the rows it multiplies by instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+#: Inputs that are reordered among themselves, and those that have a scale of their own where there is more than one.
+BLOCK = 128
+#: The axes of 128 inputs as wgmma has them, steps of 16 being [half, thread, pair], and their order in memory.
+_EIGHT = (8, 2, 4, 2), (2, 0, 3, 1)
+_FOUR = (4, 2, 2, 4, 2), (3, 0, 4, 1, 2)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A kernel [in, out], w = values * scale.
+
+    Attributes:
+      values: [out, in] int8, int4 or float8_e4m3fn, inputs reordered (see the module).
+      scale: [G, out] float32: one for all inputs, or one for every BLOCK of them.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(in, out)."""
+        return self.values.shape[1], self.values.shape[0]
+
+    @property
+    def groups(self) -> int:
+        return self.scale.shape[0]
+
+    def __getitem__(self, key: object) -> Packed:
+        """Whole, as variables of modules ask."""
+        assert key is Ellipsis, key
+        return self
+
+
+def refusal(dtype: jnp.dtype, shape: tuple[int, int], groups: int) -> str | None:
+    """Why a kernel [in, out] of such values and groups of inputs cannot be packed, or None."""
+    if dtype not in (jnp.int8, jnp.int4, jnp.float8_e4m3fn):
+        return f"values must be int8, int4 or float8_e4m3fn, got {dtype}"
+    if shape[0] % (2 * BLOCK) or shape[1] % 64:
+        return f"in and out must be multiples of {2 * BLOCK} and 64, got {shape}"
+    if groups not in (1, shape[0] // BLOCK):
+        return f"scales must be one, or one for every {BLOCK} inputs, got {groups} for {shape[0]}"
+    return None
+
+
+def reordered(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The last axis, of inputs, in the order that values of a type have in memory."""
+    natural, order = _FOUR if dtype == jnp.int4 else _EIGHT
+    return _moved(x, natural, order)
+
+
+def natural(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """What `reordered` undoes."""
+    sizes, order = _FOUR if dtype == jnp.int4 else _EIGHT
+    inverse = tuple(order.index(i) for i in range(len(order)))
+    return _moved(x, tuple(sizes[i] for i in order), inverse)
+
+
+def _moved(x: jax.Array, sizes: tuple[int, ...], order: tuple[int, ...]) -> jax.Array:
+    lead = x.shape[:-1]
+    split = x.reshape(*lead, -1, *sizes)
+    axes = (*range(len(lead) + 1), *(len(lead) + 1 + i for i in order))
+    return split.transpose(axes).reshape(*lead, math.prod(x.shape[-1:]))
+
+
+def pack(values_KN: jax.Array, scale_GN: jax.Array) -> Packed:
+    """From values [in, out] in their own order; `refusal` says for which."""
+    kind = values_KN.dtype
+    wide = values_KN.astype(jnp.int8) if kind == jnp.int4 else values_KN  # transposed as whole bytes
+    return Packed(reordered(wide.T, kind).astype(kind), scale_GN.astype(jnp.float32))
+
+
+def dequantised(weight: Packed) -> jax.Array:
+    """Float32 [in, out], expanded."""
+    k, n = weight.shape
+    values = natural(weight.values.astype(jnp.float32), weight.values.dtype).T
+    grouped = values.reshape(weight.groups, k // weight.groups, n) * weight.scale.astype(jnp.float32)[:, None]
+    return grouped.reshape(k, n)
+
+
+def product(x_MK: jax.Array, weight: Packed) -> jax.Array:
+    """Float32 [M, N]: rows of bfloat16 or float32 times a packed kernel."""
+    (m, k), groups, scale = x_MK.shape, weight.groups, weight.scale.astype(jnp.float32)
+    # Values of up to 8 bits are exact in bfloat16; converted right before the product, compilers fuse that.
+    x, values = reordered(x_MK, weight.values.dtype), weight.values.astype(x_MK.dtype)
+    if groups == 1:
+        return jax.lax.dot_general(x, values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * scale
+    x_GMb = x.reshape(m, groups, -1).transpose(1, 0, 2)
+    values_GNb = values.reshape(-1, groups, k // groups).transpose(1, 0, 2)
+    sums_GMN = jax.lax.dot_general(
+        x_GMb, values_GNb, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
+    )  # fmt: skip
+    return jnp.sum(sums_GMN * scale[:, None], axis=0)
