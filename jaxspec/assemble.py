@@ -30,7 +30,7 @@ from jaxspec.drafters import directories, registry
 from jaxspec.drafters.successor import Successors
 from jaxspec.engine import Engine
 from jaxspec.facts import EngineFacts
-from jaxspec.fitting import doubling, fitted, longest_text, ring_rows, stored
+from jaxspec.fitting import doubling, fitted, longest_text, ring_rows, stored, stored_share
 from jaxspec.hybrids import joined
 from jaxspec.models import few_rows
 from jaxspec.models.base import ModelConfig, TargetModel
@@ -480,7 +480,7 @@ def _several(config: EngineConfig, target: TargetModel) -> tuple[tuple[int, ...]
     rounds = config.rounds_per_dispatch
     if isinstance(rounds, int):
         return config.buckets if rounds > 1 else (), Pace(rounds, measured=False)
-    read = stored(nnx.state(target)) // config.tensor_parallel
+    read = stored_share(target, config.tensor_parallel)
     buckets = tuple(bucket for bucket in config.buckets if may_pay(read, bucket))
     if jax.default_backend() == "cpu" or not buckets:
         return (), Pace(1, measured=False)

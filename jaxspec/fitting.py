@@ -15,7 +15,9 @@ from flax import nnx
 
 from jaxspec.config import EngineConfig
 from jaxspec.models.base import ModelConfig, TargetModel
+from jaxspec.models.layers import tensor_parallel
 from jaxspec.models.quantised import stored_bytes
+from jaxspec.models.sharded import SPLIT, TENSOR_AXIS, part_of
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.ring import ABOUT, empty_ring, ring_width
 from jaxspec.speculation.state import DecodeState, Geometry
@@ -77,7 +79,7 @@ def fitted(
     stats = jax.local_devices()[0].memory_stats() or {}
     # A device that does not say is the host. What splits is on no device yet; drafters may be whole on each.
     memory = stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    weights = max(stored(nnx.state(target)) // shards + stored(params), stats.get("bytes_in_use", 0))
+    weights = max(stored_share(target, shards) + stored(params), stats.get("bytes_in_use", 0))
     page = -(-(statestored(2) - statestored(1)) // (shards if target.config.num_kv_heads % shards == 0 else 1))
     pages = int(share * memory - weights - (statestored(1) - (statestored(2) - statestored(1)))) // page
     if pages < geo.pages_per_seq:
@@ -122,5 +124,19 @@ def ring_rows(config: EngineConfig, geo: Geometry, target: TargetModel, drafter:
 
 
 def stored(tree: Any) -> int:
+
+
+def stored_share(module: nnx.Module, shards: int) -> int:
+    """Bytes of a module's weights on each of the devices that share it: what cannot be split lies whole on all."""
+    if shards == 1:
+        return stored(nnx.state(module))
+    split = nnx.state(nnx.eval_shape(lambda: tensor_parallel(module, shards)))
+
+    def share(param: nnx.Variable) -> int:
+        axis = param.get_metadata(SPLIT, None)
+        leaves = [leaf for leaf in jax.tree.leaves(param) if hasattr(leaf, "dtype")]
+        return sum(stored_bytes(x) // (shards if TENSOR_AXIS in part_of(axis, x, shards) else 1) for x in leaves)
+
+    return sum(map(share, jax.tree.leaves(split, is_leaf=lambda x: isinstance(x, nnx.Variable))))
     """Bytes of a tree's arrays, as they lie in memory."""
     return sum(stored_bytes(leaf) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))

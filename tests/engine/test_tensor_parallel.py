@@ -5,6 +5,7 @@ The devices are virtual ones of the CPU (tests/conftest.py).
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,19 @@ from jaxspec.adaptive.cost import CostTable
 from jaxspec.assemble import Drafting, assemble, build_engine
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.fitting import stored_share
 from jaxspec.models import registry
 from jaxspec.models.layers import Shared, causal_attention, shared_lm_head, tensor_parallel
-from jaxspec.models.tiny import tiny_config, tiny_target
-from jaxspec.runtime.sharding import AbstractRound, abstract_core, abstract_round, share_tables, tensor_mesh
+from jaxspec.models.mxfp4 import Mxfp4
+from jaxspec.models.tiny import FAMILY_FIELDS, tiny_config, tiny_target
+from jaxspec.runtime.sharding import (
+    AbstractRound,
+    abstract_core,
+    abstract_round,
+    parameter_shardings,
+    share_tables,
+    tensor_mesh,
+)
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.cores import DraftModelCore, HeadCore
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
@@ -209,6 +219,21 @@ def test_refusals_come_before_the_weights(tmp_path: Path):
     for value in (0, True, "2"):
         with pytest.raises(ValueError, match=rf"tensor_parallel must be an int of at least 1, got {value!r}"):
             LLM(tmp_path, tensor_parallel=value)
+
+
+def test_memory_counts_what_each_device_holds():
+    """Of experts a part on every device; in four bits the whole, beside parts of all else."""
+    target = tiny_target(0, **{**FAMILY_FIELDS["gpt_oss"], "vocab_size": V})
+    experts = target.layers[1].mlp
+    count, width, inner = experts.gate_up[...].shape
+    four_bits = Mxfp4(jnp.zeros((count, width // 2, inner), jnp.uint8), jnp.zeros((count, 1, inner), jnp.uint8))
+    for kernel in (experts.gate_up[...], four_bits):
+        experts.gate_up = nnx.Param(kernel)
+        state = nnx.state(tensor_parallel(target, SHARDS))
+        shardings = parameter_shardings(tensor_mesh(SHARDS), state)
+        held = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize, state, shardings)
+        assert stored_share(target, SHARDS) == sum(jax.tree.leaves(held))
+        assert (stored_share(target, SHARDS) - stored_share(target, 1) / 2 > 10_000) == (kernel is four_bits)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """python -m jaxspec.bench.studies.sums: what a small sum over devices takes, by every way that there is.
 
 Chains of 64 sums in one executable, as a step of 32 layers has them, of few rows as wide as a model: microseconds per
-sum by the wall clock; whether all devices hold the same bits, and the largest
-difference from the exact sum in units of rounding. A way that the compiler or the device refuses says why.
+sum by the wall clock; whether all devices hold the same bits, and the largest difference from the exact sum in units of
+rounding. A way that the compiler or the device refuses says why.
 """
 
 from __future__ import annotations
