@@ -369,6 +369,8 @@ def assemble(
     cache = use_persistent_cache(config.compile_cache)
     model, shards, buckets = target.config, config.tensor_parallel, config.buckets
     check_divides(model, shards)
+    if spans_processes(shards):
+        _check_shared(speculation, config)
     mesh = tensor_mesh(shards) if shards > 1 else None
     eos = tuple(sorted({*model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer is not None else ())}))
     can = Drafting(lambda _: (None, ())) if drafter is None else drafter
@@ -389,11 +391,6 @@ def assemble(
         geo = dataclasses.replace(geo, ring=ring_rows(config, geo, target, built))
     hosts = None
     if spans_processes(shards):
-        if speculation.suffix_corpus_tokens:
-            raise ValueError(
-                f"suffix_corpus_tokens is for engines of one process, got {speculation.suffix_corpus_tokens} for "
-                f"{jax.process_count()} processes"
-            )
         hosts = Hosts.meet()
     if config.num_pages is None:
         small, geo = geo, fitted(geo, config.memory_fraction, target, built, params, shards)
@@ -453,6 +450,16 @@ def assemble(
         load_drafter=_fixed if hosts is not None else can.reload and functools.partial(can.reload, geo),
         collector=None if store is None else Collector(runner, store.write),
     )  # fmt: skip
+
+
+def _check_shared(speculation: SpeculationConfig, config: EngineConfig) -> None:
+    """Refuses what reads or writes one process's arrays, where several share an engine."""
+    asked = {"suffix_corpus_tokens": speculation.suffix_corpus_tokens, "feature_ring": config.feature_ring}
+    for name, value in asked.items():
+        if value:
+            raise ValueError(
+                f"{name} is for engines of one process, got {str(value)!r} for {jax.process_count()} processes"
+            )
 
 
 def _fixed(directory: Path) -> Any:

@@ -103,15 +103,13 @@ def ring_rows(config: EngineConfig, geo: Geometry, target: TargetModel, drafter:
     """Rows of each of the two buffers that a ring takes turns with.
 
     Raises:
-      ValueError: no drafter that reads the target's states, several hosts, or too little memory for a step's.
+      ValueError: no drafter that reads the target's states, or too little memory for a step's.
     """
     if drafter is None or not drafter.aux_layers:
         raise ValueError(
             f"feature_ring {str(config.feature_ring)!r} is for drafters that read the target's states; this engine has "
             f"{'none' if drafter is None else 'one that reads none'}"
         )
-    if jax.process_count() > 1:
-        raise ValueError(f"feature_ring is for engines of one process, got {jax.process_count()}")
     width = ring_width(target.config, drafter.aux_layers) * target.embedding[...].dtype.itemsize + 4 * ABOUT
     rows = (config.feature_ring_mib << 20) // (2 * width)
     needed = 2 * max(geo.max_num_batched_tokens, geo.slots * (geo.max_depth + 1) * geo.max_rounds)
@@ -124,6 +122,8 @@ def ring_rows(config: EngineConfig, geo: Geometry, target: TargetModel, drafter:
 
 
 def stored(tree: Any) -> int:
+    """Bytes of a tree's arrays, as they lie in memory."""
+    return sum(stored_bytes(leaf) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
 
 
 def stored_share(module: nnx.Module, shards: int) -> int:
@@ -138,5 +138,3 @@ def stored_share(module: nnx.Module, shards: int) -> int:
         return sum(stored_bytes(x) // (shards if TENSOR_AXIS in part_of(axis, x, shards) else 1) for x in leaves)
 
     return sum(map(share, jax.tree.leaves(split, is_leaf=lambda x: isinstance(x, nnx.Variable))))
-    """Bytes of a tree's arrays, as they lie in memory."""
-    return sum(stored_bytes(leaf) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
