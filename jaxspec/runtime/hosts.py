@@ -17,11 +17,13 @@ import json
 import logging
 import os
 import secrets
+import selectors
 import socket
 import struct
 import threading
 import time
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 import numpy as np
@@ -301,27 +303,62 @@ def _listener() -> socket.socket:
 def _accepted(
     listener: socket.socket, secret: bytes, others: int
 ) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
-    """The connections (for plans, for signs of life) of all other processes, by process."""
+    """The connections (for plans, for signs of life) of all other processes, by process.
+
+    All that connect are heard at once, so that strangers who say nothing hold nobody up.
+    """
     found: dict[bytes, dict[int, socket.socket]] = {_PLANS: {}, _PULSE: {}}
     ends = time.monotonic() + _MEET_SECONDS
-    while sum(map(len, found.values())) < 2 * others:
-        listener.settimeout(max(0.1, ends - time.monotonic()))
+    listener.setblocking(False)
+    with selectors.DefaultSelector() as coming:
+        coming.register(listener, selectors.EVENT_READ)
         try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            missing = sorted({*range(1, others + 1)} - {*found[_PULSE]})
-            raise HostLostError(f"processes {missing} did not connect within {_MEET_SECONDS:.0f} s") from None
-        try:
-            connection.settimeout(5.0)
-            theirs, process, kind = _HELLO.unpack(_exactly(connection, _HELLO.size))
-            if not hmac.compare_digest(theirs, secret) or kind not in found:
-                raise EOFError
-            connection.sendall(_ALIVE)
-        except (OSError, EOFError):  # whoever that was
-            connection.close()
-            continue
-        found[kind][process] = _quick(connection)
+            while sum(map(len, found.values())) < 2 * others:
+                if (left := ends - time.monotonic()) <= 0:
+                    missing = sorted({*range(1, others + 1)} - {*found[_PULSE]})
+                    raise HostLostError(f"processes {missing} did not connect within {_MEET_SECONDS:.0f} s")
+                for key, _ in coming.select(left):
+                    if key.data is None:
+                        with contextlib.suppress(OSError):  # gone again
+                            coming.register(_unblocked(listener), selectors.EVENT_READ, bytearray())
+                    elif (hello := _heard(cast("socket.socket", key.fileobj), key.data)) is not None:
+                        coming.unregister(connection := cast("socket.socket", key.fileobj))
+                        if (who := _known(connection, hello, secret)) is not None:
+                            found[who[1]][who[0]] = _quick(connection)
+        finally:
+            for key in list(coming.get_map().values()):
+                if key.data is not None:
+                    cast("socket.socket", key.fileobj).close()
     return found[_PLANS], found[_PULSE]
+
+
+def _unblocked(listener: socket.socket) -> socket.socket:
+    connection, _ = listener.accept()
+    connection.setblocking(False)
+    return connection
+
+
+def _heard(connection: socket.socket, hello: bytearray) -> bytearray | None:
+    """Adds what has come to a hello; None: not whole yet. One that ended before is shorter."""
+    try:
+        came = connection.recv(_HELLO.size - len(hello))
+    except BlockingIOError:
+        return None
+    except OSError:
+        return hello
+    hello += came
+    return None if came and len(hello) < _HELLO.size else hello
+
+
+def _known(connection: socket.socket, hello: bytearray, secret: bytes) -> tuple[int, bytes] | None:
+    """Which process said hello, and what for; closes the connection of anybody else."""
+    with contextlib.suppress(OSError, struct.error):
+        theirs, process, kind = _HELLO.unpack(hello)
+        if hmac.compare_digest(theirs, secret) and kind in (_PLANS, _PULSE):
+            connection.sendall(_ALIVE)
+            return process, kind
+    connection.close()
+    return None
 
 
 def _connected(names: Sequence[str], port: int, secret: bytes, kind: bytes) -> socket.socket:
