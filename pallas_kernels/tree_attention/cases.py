@@ -87,6 +87,10 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
         random = rng.integers(0, self.context + 1, self.batch)
         return np.asarray([*edges, *random][: self.batch], np.int32).clip(0, self.context)
 
+    def lowest(self, length: int) -> int:
+        """The first position of a prefix that some query may see."""
+        return 0 if self.window is None else max(0, length - self.window + 1)
+
     def draw_mask(self, rng: np.random.Generator) -> np.ndarray | None:
         """Visible tree entries, [B, N, T] bool."""
         if self.mask == "causal":
@@ -105,7 +109,8 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
         """Random arguments, made on the device where large.
 
         Args:
-          poison: fill what no length reaches with NaN, and table entries behind the lengths with garbage.
+          poison: fill what no length reaches, or every window hides, with NaN, and table entries behind the lengths
+            with garbage.
         """
         rng = np.random.default_rng(seed)
         length = self.draw_lengths(rng)
@@ -121,7 +126,7 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
         if poison:
             used = np.zeros((self.num_pages, self.page), bool)
             for i in range(self.batch):
-                position = np.arange(length[i])
+                position = np.arange(self.lowest(length[i]), length[i])
                 used[table[i, position // self.page], position % self.page] = True
             pages = jnp.where(jnp.asarray(used)[:, None, :, None], pages, jnp.asarray(jnp.nan, pages.dtype))
             behind = np.arange(self.columns)[None, :] >= -(-length[:, None] // self.page)

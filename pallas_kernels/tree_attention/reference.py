@@ -140,7 +140,9 @@ def _over_prefix(args: TreeAttentionArgs, q_BGRC: jax.Array, sums: _Sums, per_bl
         new_top = jnp.maximum(top, s.max(axis=-1, keepdims=True))
         keep = jnp.exp(top - new_top)
         p = jnp.where(seen_BGRT, jnp.exp(s - new_top), 0.0)
-        # Unused pages may hold anything, NaN included: 0 * NaN must not reach the sum.
+        # Unused pages, and those behind the windows, may hold anything, NaN included: 0 * NaN must not reach the sum.
+        if lowest_BR is not None:
+            seen_BT = seen_BT & (position_BT > lowest_BR.min(axis=1)[:, None])
         v = jnp.where(seen_BT[:, None, :, None], kv[..., c : 2 * c], jnp.zeros((), kv.dtype))
         return i + 1, new_top, total * keep + p.sum(axis=-1, keepdims=True), acc * keep + _weighted(p, v)
 

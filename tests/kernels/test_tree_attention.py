@@ -95,6 +95,23 @@ def test_sinks_take_their_part_and_give_nothing():
     assert np.abs(out[:, :, 3]).max() < 1e-6, "what the largest sink leaves of its head"
 
 
+def test_what_every_window_hides_may_be_anything():
+    """Pages that went back to the pool, in a block with others: those of another request by now, with its NaN."""
+    q, pages, table, length, k, v, mask = CASES["ragged"]
+    poisoned = pages.copy()
+    hidden = [page for row, tokens in zip(table, length, strict=True) for page in row[: max(0, tokens - 5) // 8]]
+    assert len(hidden) > 3
+    poisoned[hidden] = np.nan
+    out = [
+        reference.tree_attention(
+            reference.TreeAttentionArgs(*map(jnp.asarray, (q, given, table, length, k, v, mask)), window=6),
+            block_tokens=16,
+        )
+        for given in (pages, poisoned)
+    ]
+    np.testing.assert_array_equal(*out)
+
+
 def test_bfloat16_keeps_its_dtype_and_float32_sums():
     args = CASES["ragged"]
     cast = [jnp.asarray(x, jnp.bfloat16) if x.dtype == np.float32 else jnp.asarray(x) for x in args]

@@ -32,7 +32,7 @@ def dense(case: Case, args: TreeAttentionArgs) -> np.ndarray:
     group = h // k.shape[2]
     out = np.zeros_like(q)
     for i in range(len(length)):
-        position = np.arange(length[i])
+        position = np.arange(case.lowest(length[i]), length[i])
         prefix = pages[table[i, position // case.page], :, position % case.page]  # [L, G, 2C]
         keys = np.repeat(np.concatenate([prefix[..., :c], k[i]]), group, axis=1)
         values = np.repeat(np.concatenate([prefix[..., c:], v[i]]), group, axis=1)
