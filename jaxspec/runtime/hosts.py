@@ -33,7 +33,7 @@ from jax.experimental import multihost_utils
 #: process that has lost another ends by itself, before it is ended (`join`).
 _PULSE_SECONDS, _PATIENCE_SECONDS, _GRACE_SECONDS = 1.0, 10.0, 4.0
 #: Seconds in which the processes of an engine have to meet, and in which a loss is heard of after what it broke.
-_MEET_SECONDS, _HEAR_SECONDS = 120.0, 1.0
+_MEET_SECONDS, _HEAR_SECONDS = 120.0, 5.0
 _SECRET_BYTES, _MEET_BYTES = 32, 1024
 #: What a connection is for.
 _PLANS, _PULSE = b"P", b"H"

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from serve.api.calls import end_together
-from serve.app import Server, _options
+from serve.app import Server, server_options
 from serve.client import build_request
 from serve.config import ServerConfig
 from serve.proto import generation_pb2 as pb
@@ -121,11 +121,11 @@ def _scrape(server: Server) -> bytes:
 
 def test_calls_of_a_connection_are_bounded_above_what_admission_lets_in(kit: Any) -> None:
     for config in (ServerConfig(), ServerConfig(max_waiting=5000)):
-        options = dict(_options(config))
+        options = dict(server_options(config))
         assert options["grpc.max_concurrent_streams"] >= max(1024, 2 * config.max_waiting)
         grace = options["grpc.max_connection_age_grace_ms"] / 1e3
         assert grace >= config.run_seconds + config.stall_seconds  # no request under way is cut
-    assert 0 < dict(_options(ServerConfig(run_seconds=1e9)))["grpc.max_connection_age_grace_ms"] < 2**31
+    assert 0 < dict(server_options(ServerConfig(run_seconds=1e9)))["grpc.max_connection_age_grace_ms"] < 2**31
 
 
 def test_a_connection_that_grows_old_ends_without_harm(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
