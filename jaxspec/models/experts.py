@@ -173,9 +173,14 @@ class MixtureOfExperts(nnx.Module):
             out_ME = out_ME + jax.nn.sigmoid(self.shared_gate(x_ME)) * self.shared(x_ME)
         return out_ME.reshape(x_BNE.shape)
 
+    @property
+    def in_few_bits(self) -> bool:
+        """Whether experts are quantised, if only by half: a file may leave out either kernel."""
+        return any(isinstance(kernel[...], Quantised | Mxfp4) for kernel in (self.gate_up, self.down))
+
     def way(self, pairs: int) -> str:
         """How experts are read for so many pairs of a row and an expert, see above."""
-        if jax.default_backend() != "gpu" or not isinstance(self.gate_up[...], jax.Array):
+        if jax.default_backend() != "gpu" or self.in_few_bits:
             return "blocks"
         return "pairs" if pairs < self.experts.count else "all"
 
@@ -207,7 +212,7 @@ class MixtureOfExperts(nnx.Module):
     def splits(self, shards: int) -> list[Split]:
         """See `layers.tensor_parallel`: experts are split by their inner width."""
         inner = self.experts.inner
-        if inner % shards or isinstance(self.gate_up[...], Quantised | Mxfp4):
+        if inner % shards or self.in_few_bits:
             return []
         self.shards = shards
         widths = (inner, inner)

@@ -199,3 +199,16 @@ def test_distinct_experts_of_rows() -> None:
     qwen3 = Experts(128, 8, 768, (0,))
     assert [round(qwen3.expected(rows)) for rows in (1, 4, 8, 16, 32)] == [8, 29, 52, 82, 112]
     assert dataclasses.replace(qwen3, count=8).expected(1) == 8
+
+
+@pytest.mark.parametrize("name", ["gate_up", "down"])
+def test_experts_of_which_one_kernel_is_quantised_are_neither_split_nor_gathered(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints may leave either out; the other ways to read experts are for arrays."""
+    made = mixture()
+    assert len(made.splits(2)) == 3
+    shape = getattr(made, name)[...].shape
+    setattr(made, name, nnx.Param(Quantised(jnp.zeros(shape, jnp.int8), jnp.ones((shape[0], 1, shape[2])))))
+    monkeypatch.setattr(experts.jax, "default_backend", lambda: "gpu")
+    assert made.splits(2) == [] and made.way(1) == made.way(100) == "blocks"
