@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,8 @@ def gateway(command: list[str]) -> tuple[list[str], dict[str, str]]:
     at = command.index("--worker-urls")
     workers = list(itertools.takewhile(lambda arg: not arg.startswith("--"), command[at + 1 :]))
     flags = dict(arg.split("=") for arg in command[at + 1 + len(workers) :])
-    known = subprocess.run(["smg", "launch", "--help"], capture_output=True, text=True, check=True, timeout=120).stdout
+    smg = str(Path(sys.executable).with_name("smg"))  # the environment's, also where it is not activated
+    known = subprocess.run([smg, "launch", "--help"], capture_output=True, text=True, check=True, timeout=120).stdout
     assert all(re.search(rf"{flag}\b", known) for flag in (*flags, "--worker-urls"))
     return workers, flags
 

@@ -93,7 +93,8 @@ def test_a_step_wakes_the_loop_at_most_once(kit: Any, monkeypatch: pytest.Monkey
             monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
             generations = await asyncio.gather(*(stack.start([1, 2, i], max_tokens=40) for i in range(4)))
             await asyncio.gather(*(kit.read(generation) for generation in generations))
-            assert 0 < len(calls) <= stack.facade.steps + 1
+            # And when it falls idle, which it may do for the first time only now.
+            assert 0 < len(calls) <= stack.facade.steps + 2
 
     kit.run(story())
 
