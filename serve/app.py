@@ -79,7 +79,7 @@ class Server:
         self.metrics = ServerMetrics(config.served_name)
         self._loads = build is None and link is None
         if link is None:
-            thread = lambda build: ThreadLink(lambda on_compiled: build(), description_for(config))
+            thread = lambda build: ThreadLink(lambda on_compiled: build(), described)
             link = link_to(config, child) if build is None else thread(build)
         self.engine = EngineClient(link)
         self._tracer: Any = None
@@ -293,12 +293,7 @@ class _CountUndecodable(grpc.aio.ServerInterceptor):
 
 def link_to(config: ServerConfig, child: Child | None) -> Link:
     """The way to a process with the engine that a configuration names."""
-    return ProcessLink(functools.partial(load_engine, config), description_for(config), child)
-
-
-def description_for(config: ServerConfig) -> Callable[[Engine], Any]:
-    """What tells an engine's description to the services of a server."""
-    return functools.partial(described, config=config)
+    return ProcessLink(functools.partial(load_engine, config), described, child)
 
 
 def place_of(config: ServerConfig) -> Place | None:

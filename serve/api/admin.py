@@ -34,12 +34,12 @@ _MAX_DRAIN_SECONDS = 1e9
 _MAX_PATH, _LOOK_SECONDS = 4096, 0.05
 
 
-def described(engine: Engine, config: ServerConfig) -> pb.GetServerInfoResponse:
+def described(engine: Engine) -> pb.GetServerInfoResponse:
     """What is known of the engine for good. To be called on its thread; what is returned is for everybody."""
     runner, sizes = engine.runner, engine.facts.sizes
     devices = runner.state.pages.sharding.device_set  # known of arrays too that a warm-up has just consumed
     return pb.GetServerInfoResponse(
-        drafter=_drafter(engine, config),
+        drafter=engine.facts.drafter,
         device=next(iter(devices)).device_kind if devices else jax.default_backend(),
         devices=len(devices),
         dtype=str(runner.state.pages.dtype),
@@ -151,15 +151,6 @@ class AdminServicer:
             except (ValueError, OSError) as e:
                 raise invalid(str(e)) from e
             return pb.UpdateDrafterResponse(version=version)
-
-
-def _drafter(engine: Engine, config: ServerConfig) -> str:
-    """Its kind; of one that was found, built elsewhere or given by its directory, how it drafts."""
-    if engine.runner.drafter is None:
-        return registry.NONE
-    if config.drafter in registry.names():
-        return config.drafter
-    return type(engine.runner.drafter).__name__.removesuffix("Drafter").lower()
 
 
 def _begin_update(engine: Engine, directory: str) -> int:

@@ -130,7 +130,8 @@ def build_tiny_engine(tiers: tuple[Tier, ...] = TIERS, **config: Any) -> Engine:
     cost = CostTable({(t, b): 1e-3 * (1 + 0.1 * t.depth) for t in tiers for b in BUCKETS})
     return assemble(
         tiny_target(0, eos_token_ids=(EOS,)), tiny_tokenizer(), SpeculationConfig(tiers=tiers),
-        EngineConfig(**{**SIZES, **config}), drafter=Drafting(lambda geo: (prompt_lookup(VOCAB), ())), cost=cost,
+        EngineConfig(**{**SIZES, **config}),
+        drafter=Drafting(lambda geo: (prompt_lookup(VOCAB), ()), name="suffix"), cost=cost,
         progress=False,
     )  # fmt: skip
 
@@ -155,7 +156,7 @@ def build_writing_engine(kept: Path) -> Engine:
     return assemble(
         tiny_target(0, vocab_size=vocab, eos_token_ids=(end,)), writing_tokenizer(),
         SpeculationConfig(tiers=tiers), EngineConfig(**{**SIZES, "compile_cache": kept, **few}),
-        drafter=Drafting(lambda geo: bind_drafter("draft_model", draft, geo), trees=True),
+        drafter=Drafting(lambda geo: bind_drafter("draft_model", draft, geo), trees=True, name="draft_model"),
         cost=CostTable({(t, 4): 1e-3 * (1 + 0.1 * t.depth) for t in tiers}), progress=False,
     )  # fmt: skip
 

@@ -14,7 +14,8 @@ import jaxspec
 from jaxspec.adaptive.versions import Versions
 from jaxspec.config import SpeculationConfig
 from jaxspec.request import RequestMetrics
-from serve.app import Server, description_for
+from serve.api.admin import described
+from serve.app import Server
 from serve.client import AsyncClient, Finished, Options, ServerError
 from serve.config import ServerConfig
 from serve.core.commands import OnCompiled
@@ -283,7 +284,7 @@ def test_before_the_engine_is_ready(kit: Any):
             return facade
 
         config = ServerConfig(**BASE)
-        server = Server(config, link=ThreadLink(build, description_for(config)))
+        server = Server(config, link=ThreadLink(build, described))
         await server.start()
         async with on(server) as client:
             await kit.eventually(lambda: server.engine.compiled == (3, 40))

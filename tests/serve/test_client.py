@@ -18,7 +18,8 @@ import grpc
 import pytest
 
 from jaxspec import generate
-from serve.app import Server, description_for
+from serve.api.admin import described
+from serve.app import Server
 from serve.client import (
     AsyncClient,
     Client,
@@ -342,7 +343,7 @@ def test_the_command_waits_for_a_server_that_is_starting(
     facade, config = kit.clean(), ServerConfig(**BASE)
 
     async def story() -> None:
-        server = Server(config, link=ThreadLink(build, description_for(config)))
+        server = Server(config, link=ThreadLink(build, described))
         await server.start()
         await kit.eventually(lambda: server.engine.compiled == (2, 5))
 

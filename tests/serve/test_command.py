@@ -19,7 +19,7 @@ import pytest
 
 from jaxspec.assemble import resolve_model
 from serve import __main__ as command
-from serve.app import description_for
+from serve.api.admin import described
 from serve.client import AsyncClient, Client, Finished
 from serve.config import ServerConfig
 from serve.core.engine_client import ThreadLink
@@ -49,9 +49,7 @@ def facade(kit: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def here(monkeypatch: pytest.MonkeyPatch, build: Callable[[], Any]) -> None:
     """What `python -m serve` loads comes of `build`, on a thread of this process."""
-    monkeypatch.setattr(
-        "serve.app.link_to", lambda config, child: ThreadLink(lambda _: build(), description_for(config))
-    )
+    monkeypatch.setattr("serve.app.link_to", lambda config, child: ThreadLink(lambda _: build(), described))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

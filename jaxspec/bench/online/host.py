@@ -16,7 +16,8 @@ from typing import Any
 
 from jaxspec.bench.online.overhead import MARK, prepare, spent, step_offline
 from jaxspec.bench.online.stub import Stub
-from serve.app import Server, description_for, load_engine
+from serve.api.admin import described
+from serve.app import Server, load_engine
 from serve.config import ServerConfig
 from serve.core.engine_client import ThreadLink
 from serve.core.engine_process import ProcessLink
@@ -55,7 +56,7 @@ async def host(config: ServerConfig, stub: dict[str, Any] | None, same_process: 
     lines = asyncio.StreamReader(limit=2**24)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     build = functools.partial(load_engine, config) if stub is None else Stub(**stub).build
-    link = (ThreadLink if same_process else ProcessLink)(build, description_for(config))
+    link = (ThreadLink if same_process else ProcessLink)(build, described)
     async with Server(config, link=link) as server:
         _answer({"port": server.port})
         while line := await lines.readline():
