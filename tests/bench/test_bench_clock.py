@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from jaxspec.bench.offline.measure import Experiment, Sweep, run_queue
 from jaxspec.bench.offline.metrics import Run
 from jaxspec.bench.offline.workloads import Passage
 from jaxspec.bench.online.overhead import step_offline
+from jaxspec.bench.studies import peer_engines
 from jaxspec.bench.studies.peers import compare
 from jaxspec.laps import PARTS, WAIT
 from jaxspec.scheduling.pace import Pace
@@ -181,6 +183,47 @@ def test_peers_are_compared_end_to_end(capsys: pytest.CaptureFixture[str]):
     found = compare({"a": runner([9.0, 2.0, 4.0, 1.0], 8), "b": runner([9.0, 1.0, 1.0, 1.0], 4)}, [[1]], 3, lambda: now)
     assert found["tokens_per_second"] == {"a": 4.0, "b": 4.0} and found["seconds"]["a"] == [2.0, 4.0, 1.0]
     assert found["outputs_that_differ"] == {"b": 3}
+
+
+def test_engines_in_processes_are_compared_by_case():
+    class Stub:
+        def __init__(self, seconds: float, wrong: str = ""):
+            self.seconds, self.wrong, self.asked = seconds, wrong, 0
+
+        def ask(self, prompts: list[list[int]], mode: str, new: int) -> tuple[float, list[list[int]]]:
+            self.asked += 1
+            first = 100 if self.asked == 1 else 1  # the first repeat warms up
+            time = self.seconds * sum(map(len, prompts)) * first / (2 if mode == "chain-3" else 1)
+            return time, [[sum(p) + (mode == self.wrong)] * new for p in prompts]
+
+    stubs: Any = {"jaxspec": Stub(1.0), "llama": Stub(2.0, wrong="chain-3"), "vllm": Stub(0.5), "vllm-4": Stub(4.0)}
+    texts = [[1, 2], [3], [4, 5, 6], [7]]
+    asked = list(peer_engines.cases(list(stubs), texts, 8))
+    assert len(asked) == 3 * 3 + 4 + 4 + 1 + 2 * 3
+    assert {len(c.groups[0]) for c in asked if c.title == "plain, batch 16"} == {16}
+    assert {len(c.groups[0][0]) for c in asked if c.title == "prompt of 1500"} == {1500}
+    found = {(r["case"], r["engine"], r["mode"]): r for r in peer_engines.measure(stubs, asked, 3)}
+    assert (
+        found["plain, batch 4", "vllm", "plain"]["speed"] == 2
+        and found["plain, batch 16", "llama", "plain"]["speed"] == 0.5
+    )
+    one = found["plain, batch 1", "jaxspec", "plain"]
+    assert one["seconds"] == [7.0] * 3 and (one["equal"], one["of"]) == (4, 4)
+    # Chains are compared with this engine's plain decoding of the same prompts.
+    assert found["draft model, batch 1", "jaxspec", "chain-3"]["speed"] == 2
+    assert found["draft model, batch 1", "vllm-4", "chain-4"]["speed"] == 0.25
+    assert found["draft model, batch 1", "llama", "chain-3"]["equal"] == 0
+    assert found["draft model, batch 1", "llama", "chain-2"]["equal"] == 4
+
+
+def test_an_engine_that_ends_says_why(tmp_path: Path):
+    script = "#!/bin/sh\necho no module named vllm >&2\n"
+    (python := tmp_path / "python").write_text(script)
+    python.chmod(0o755)
+    worker = peer_engines.Worker(str(python), "vllm", tmp_path, tmp_path, tmp_path)
+    with pytest.raises(RuntimeError, match="vllm ended:\nno module named vllm"):
+        worker.read()
+    worker.close()
 
 
 class Stepped(PlantedEngine):

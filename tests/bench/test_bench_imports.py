@@ -68,7 +68,7 @@ def without(names: tuple[str, ...], steps: list[tuple[str, list[str]]]) -> list[
 def offline(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Told], Path]:
     """Without all of it: each help, the imports, a benchmark; and the file that the last one writes."""
     run = "import runpy; runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
-    studies = [f"studies.{name}" for name in ("overheads", "rounds", "layouts", "peers", "products")]
+    studies = [f"studies.{name}" for name in ("overheads", "rounds", "layouts", "peers", "peer_engines", "products")]
     parts = [f"offline.{name}" for name in ("command", "grow", "tune", "engines", "report", "plots")]
     parts += [f"{room}.command" for room in ("evidence", "simulate", "page")]
     modules = ", ".join(f"jaxspec.bench.{name}" for name in (*studies, *parts))
