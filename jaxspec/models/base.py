@@ -269,7 +269,7 @@ class TargetModel(nnx.Module):
         ...
 
 
-#: What mixtures of a pass chose, [M, K] of so many experts.
+#: What mixtures of a pass chose, of so many experts.
 _Chosen = list[tuple[jax.Array, int]]
 _chosen: contextvars.ContextVar[_Chosen | None] = contextvars.ContextVar("chosen", default=None)
 
@@ -288,17 +288,19 @@ def counting_experts() -> Iterator[_Chosen]:
         _chosen.reset(token)
 
 
-def report_experts(experts_MK: jax.Array, count: int) -> None:
-    """For a mixture of so many experts: those of each row."""
+def report_experts(experts: jax.Array, count: int) -> None:
+    """For a mixture of so many experts: those that rows use, in any shape; -1 is none."""
     found = _chosen.get()
     if found is not None:
-        found.append((experts_MK, count))
+        found.append((experts, count))
 
 
 def touched(chosen: _Chosen) -> jax.Array | None:
     """How many distinct experts these are, over all layers, int32; None without any mixture."""
     if not chosen:
         return None
-    experts_LP = jnp.stack([experts_MK.reshape(-1) for experts_MK, _ in chosen])
+    most = max(experts.size for experts, _ in chosen)
+    of = lambda experts: jnp.pad(experts.reshape(-1), (0, most - experts.size), constant_values=-1)
+    experts_LP = jnp.stack([of(experts) for experts, _ in chosen])
     every = jnp.arange(max(count for _, count in chosen))[None, None]
     return jnp.sum(jnp.any(experts_LP[:, :, None] == every, axis=1), dtype=jnp.int32)

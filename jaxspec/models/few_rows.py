@@ -1,4 +1,5 @@
-"""Decoder layers for few rows by the small-batch kernels: six launches a layer instead of some seventeen on a GPU.
+"""Decoder layers for few rows by the small-batch kernels: six launches a layer instead of some seventeen on a GPU, ten
+instead of twenty-four where it has a mixture of experts.
 
 Devices that share the weights run the same kernels on their own columns and inputs; what each has of the two sums of a
 layer is added up between them.
@@ -11,6 +12,7 @@ serve: what a row becomes does not depend on how many are verified beside it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,13 +21,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxspec.models.base import Attend, ModelConfig
-from jaxspec.models.layers import MLP, Linear, Transformer
+from jaxspec.models.base import Attend, ModelConfig, report_experts
+from jaxspec.models.experts import MixtureOfExperts
+from jaxspec.models.layers import MLP, Attention, Linear, Transformer
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import Tables, apply_rope
 from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS, TENSOR_AXIS, summed
 from pallas_kernels.sizes import round_up
-from pallas_kernels.small_batch import gpu, packed, reference
+from pallas_kernels.small_batch import experts, gpu, gpu_experts, packed, reference
 from pallas_kernels.small_batch.packed import Packed
 from pallas_kernels.small_batch.reference import TILE, Stream
 
@@ -33,7 +36,7 @@ from pallas_kernels.small_batch.reference import TILE, Stream
 MOST_ROWS = 32
 #: What the kernels' order of operations leaves no room for, as `ModelConfig` names it: defaults only.
 _PLAIN = (
-    "attention_bias", "output_bias", "mlp_bias", "qk_norm", "pre_norms", "post_norms", "norm_gain", "hidden_act",
+    "output_bias", "mlp_bias", "qk_norm_wide", "pre_norms", "post_norms", "norm_gain", "hidden_act",
     "residual_scale", "partial_rotary_factor", "rope_interleaved", "no_rope_layers", "local_rope_theta",
 )  # fmt: skip
 #: Width of a head whose halves are one tile each, so that a product can rotate it.
@@ -47,61 +50,110 @@ class FewRows:
     Attributes:
       implementation: "gpu" or "reference".
       most: rows up to which it does.
+      output: whether the output layer runs so too.
     """
 
     implementation: str = "gpu"
     most: int = MOST_ROWS
+    output: bool = False
 
     def layers(
         self, model: Transformer, x_BNE: jax.Array, ropes: Sequence[Tables | None], attend: Attend
     ) -> list[jax.Array]:
-        """The residual stream before each layer and after the last, [B, N, E] each."""
+        """See layers.LayerRunner."""
         rope = ropes[0]  # of every layer, in models that are served
         assert rope is not None
         first = model.layers[0].attn
-        sums = first.out.kernel.get_metadata(SUMS, BY_XLA)
-        ways = _Ways(gpu if self.implementation == "gpu" else reference, first.shards, sums)
+        ways = _Ways(self.implementation == "gpu", first.shards, first.out.kernel.get_metadata(SUMS, BY_XLA))
         b, n, e = x_BNE.shape
-        m = b * n
-        padded = m if m <= 8 else round_up(m, 8)  # the kernels' copies want whole groups of 8 rows, or less than one
-        pad = lambda x: jnp.pad(x, ((0, padded - m), (0, 0)))
+        m, eps = b * n, model.norm.eps
         # [C/2, rows], a column for each token, and as many as the kernels pad to.
         tables = tuple(jnp.pad(t.reshape(m, -1).T, ((0, 0), (0, -m % 8))) for t in rope)
         gains = [*(_gain(layer.attn_norm) for layer in model.layers), _gain(model.norm)]
-        stream = reference.begin(pad(x_BNE.reshape(m, e)), gains[0])
+        following = [*(layer.attn.qkv.kernel[...] for layer in model.layers), _output(model)[0]][1:]
+        stream = reference.begin(_padded(x_BNE.reshape(m, e)), gains[0])
         streams = [x_BNE]
-        for i, layer in enumerate(model.layers):
-            attn, eps, t = layer.attn, model.norm.eps, layer.attn.shards
-            counts = (attn.num_heads, attn.num_kv_heads, attn.num_kv_heads)
-            if attn.head_dim == _ROTATED:
-                parts = ways.heads(stream, attn.qkv.kernel[...], tables, counts, eps)
-                q, k, v = (p[:m].reshape(b, n, c, attn.head_dim) for p, c in zip(parts, counts, strict=True))
+        for i, (layer, ahead) in enumerate(zip(model.layers, following, strict=True)):
+            attn, mlp = layer.attn, layer.mlp
+            q, k, v = self._heads(ways, attn, stream, rope, tables, (b, n), eps)
+            out = _padded(attend(i, q, k, v, attn.options).reshape(m, -1))
+            gain, gate_up = _gain(layer.mlp_norm), mlp.gate_up.kernel[...] if isinstance(mlp, MLP) else None
+            stream = ways.add(out, attn.out.kernel[...], stream.h_ME, gain, gate_up)
+            if isinstance(mlp, MLP):
+                hidden = ways.swiglu(stream, gate_up, eps, mlp.down.kernel[...])
+                stream = ways.add(hidden, mlp.down.kernel[...], stream.h_ME, gains[i + 1], ahead)
+            elif _mixture_refusal(mlp) is None:
+                stream = ways.mixed(mlp, stream, m, gains[i + 1], eps, ahead)
             else:
-                qkv = ways.project(stream, attn.qkv.kernel[...], eps)[:m].reshape(b, n, sum(counts), attn.head_dim)
-                groups = qkv.reshape(b, n, t, sum(counts) // t, attn.head_dim)
-                parts = jnp.split(groups, [counts[0] // t, (counts[0] + counts[1]) // t], axis=3)
-                q, k, v = (part.reshape(b, n, -1, attn.head_dim) for part in parts)
-                q, k = apply_rope(q, rope), apply_rope(k, rope)
-            out = pad(attend(i, q, k, v, attn.options).reshape(m, -1))
-            stream = ways.add(out, attn.out.kernel[...], stream.h_ME, _gain(layer.mlp_norm))
-            hidden = ways.swiglu(stream, layer.mlp.gate_up.kernel[...], eps)
-            stream = ways.add(hidden, layer.mlp.down.kernel[...], stream.h_ME, gains[i + 1])
+                mixed = mlp(reference.normed(stream, gain, eps)[:m].reshape(b, n, e)).reshape(m, e)
+                stream = reference.begin(stream.h_ME + _padded(mixed), gains[i + 1])
             streams.append(stream.h_ME[:m].reshape(b, n, e))
-        return streams
+        return [*streams, reference.normed(stream, gains[-1], eps)[:m].reshape(b, n, e)]
+
+    def _heads(
+        self, ways: _Ways, attn: Attention, stream: Stream, rope: Tables, tables: tuple[jax.Array, ...],
+        shape: tuple[int, int], eps: float,
+    ) -> Sequence[jax.Array]:  # fmt: skip
+        """Queries, keys and values [B, N, heads, C]."""
+        (b, n), c, t = shape, attn.head_dim, attn.shards
+        counts, kernel = (attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), attn.qkv.kernel[...]
+        bias = None if attn.qkv.bias is None else attn.qkv.bias[...]
+        norms = None if attn.q_norm is None or attn.k_norm is None else (attn.q_norm, attn.k_norm)
+        if c == _ROTATED and not (isinstance(kernel, Packed) and (bias is not None or norms is not None)):
+            gains = None if norms is None else (_gain(norms[0]), _gain(norms[1]))
+            parts = ways.heads(stream, kernel, tables, counts, eps, bias, gains, attn.out.kernel[...])
+            return [p[: b * n].reshape(b, n, h, c) for p, h in zip(parts, counts, strict=True)]
+        qkv = ways.project(stream, kernel, eps, attn.out.kernel[...])[: b * n]
+        qkv = qkv if bias is None else qkv + bias[None]
+        parts = jnp.split(qkv.reshape(b, n, t, -1, c), [counts[0] // t, (counts[0] + counts[1]) // t], axis=3)
+        q, k, v = (part.reshape(b, n, -1, c) for part in parts)
+        q, k = (q, k) if norms is None else (norms[0](q), norms[1](k))
+        return apply_rope(q, rope), apply_rope(k, rope), v
+
+    def logits(self, model: Transformer, hidden_BNE: jax.Array) -> jax.Array | None:
+        """See layers.LayerRunner."""
+        kernel_EV, flip = _output(model)
+        rows = math.prod(hidden_BNE.shape[:-1])
+        if not self.output or kernel_EV is None or rows > self.most:
+            return None
+        own = gpu if self.implementation == "gpu" else reference
+        logits = own.logits(_padded(hidden_BNE.reshape(rows, -1)), kernel_EV, flip=flip)
+        return logits[:rows].reshape(*hidden_BNE.shape[:-1], -1)
+
+
+def _padded(x_ME: jax.Array) -> jax.Array:
+    """The kernels' copies want whole groups of 8 rows, or less than one."""
+    m = x_ME.shape[0]
+    return jnp.pad(x_ME, ((0, (m if m <= 8 else round_up(m, 8)) - m), (0, 0)))
+
+
+def _output(model: Transformer) -> tuple[jax.Array | None, bool]:
+    """The output layer's weights if a kernel reads them, and whether they lie [E, V], not [V, E]."""
+    tied = model.lm_head is None
+    param = model.embedding if tied else model.lm_head.kernel
+    kernel = param[...]
+    plain = isinstance(kernel, jax.Array) and kernel.ndim == 2 and kernel.dtype == jnp.bfloat16
+    if not plain or param.get_metadata(SPLIT, None) is not None or any(size % TILE for size in kernel.shape):
+        return None, not tied
+    return kernel, not tied
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ways:
-    """The products of a layer by one implementation, on one device or by each of several on its own part.
+    """The products of a layer by kernels or plain XLA, on one device or by each of several on its own part.
 
     Attributes:
-      own: a module of functions as `pallas_kernels.small_batch.reference`'s.
+      kernels: which of both.
       sums: see `sharded.summed`.
     """
 
-    own: Any
+    kernels: bool
     shards: int
     sums: str
+
+    @property
+    def own(self) -> Any:
+        return gpu if self.kernels else reference
 
     def _each(self, fn: Callable[..., Any], *split: int | None) -> Callable[..., Any]:
         """`fn` by every device: `split` has the axis of each argument, and last of the results, None where whole."""
@@ -110,27 +162,45 @@ class _Ways:
         specs = [PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, TENSOR_AXIS) for axis in split]
         return jax.shard_map(fn, in_specs=tuple(specs[:-1]), out_specs=specs[-1], check_vma=False)
 
-    def project(self, stream: Stream, kernel: jax.Array, eps: float) -> jax.Array:
-        return self._each(lambda s, w: self.own.project(s, w, eps), None, 1, 1)(stream, kernel)
+    def _known(self, ahead: Any) -> Any:
+        """The weights that come next, where they are no other device's."""
+        return ahead if self.shards == 1 else None
+
+    def project(self, stream: Stream, kernel: Any, eps: float, ahead: Any) -> jax.Array:
+        run = lambda s, w: self.own.project(s, w, eps, ahead=self._known(ahead))
+        return self._each(run, None, 1, 1)(stream, kernel)
 
     def heads(
-        self, stream: Stream, kernel: jax.Array, rope: tuple[jax.Array, ...], counts: Sequence[int], eps: float
-    ) -> tuple[jax.Array, ...]:
-        mine = tuple(count // self.shards for count in counts)
-        return self._each(lambda s, w, t: self.own.heads(s, w, t, mine, eps), None, 1, None, 1)(stream, kernel, rope)
+        self, stream: Stream, kernel: Any, rope: tuple[jax.Array, ...], counts: Sequence[int], eps: float,
+        bias: jax.Array | None, gains: tuple[jax.Array, jax.Array] | None, ahead: Any,
+    ) -> tuple[jax.Array, ...]:  # fmt: skip
+        mine, ahead = tuple(count // self.shards for count in counts), self._known(ahead)
+        run = lambda s, w, t, b, g: self.own.heads(s, w, t, mine, eps, bias=b, gains=g, ahead=ahead)
+        return self._each(run, None, 1, None, 0, None, 1)(stream, kernel, rope, bias, gains)
 
-    def swiglu(self, stream: Stream, kernel: jax.Array, eps: float) -> jax.Array:
-        return self._each(lambda s, w: self.own.swiglu(s, w, eps), None, 1, 1)(stream, kernel)
+    def swiglu(self, stream: Stream, kernel: Any, eps: float, ahead: Any) -> jax.Array:
+        run = lambda s, w: self.own.swiglu(s, w, eps, ahead=self._known(ahead))
+        return self._each(run, None, 1, 1)(stream, kernel)
 
-    def add(self, x_MK: jax.Array, kernel: jax.Array, h_ME: jax.Array, gain_E: jax.Array) -> Stream:
+    def add(self, x_MK: jax.Array, kernel: Any, h_ME: jax.Array, gain_E: jax.Array, ahead: Any) -> Stream:
         if self.shards == 1:
-            return self.own.add(x_MK, kernel, h_ME, gain_E)
+            return self.own.add(x_MK, kernel, h_ME, gain_E, ahead=ahead)
 
         def parts(x_MK: jax.Array, kernel: jax.Array, h_ME: jax.Array, gain_E: jax.Array) -> Stream:
             y = summed(self.own.multiply(x_MK, kernel), self.sums)
             return reference.begin((h_ME.astype(jnp.float32) + y.astype(jnp.float32)).astype(h_ME.dtype), gain_E)
 
         return self._each(parts, 1, 0, None, None, None)(x_MK, kernel, h_ME, gain_E)
+
+    def mixed(
+        self, mlp: MixtureOfExperts, stream: Stream, rows: int, gain_E: jax.Array, eps: float, ahead: Any
+    ) -> Stream:
+        """The stream after a mixture of experts, for its first rows."""
+        own, has = gpu_experts if self.kernels else experts, mlp.experts
+        normalised = has.normalised or has.scores == "top_k"
+        choice = own.choose(stream, mlp.router.kernel[...], eps, has.per_token, rows, normalised=normalised)
+        report_experts(choice.order_X[None], has.count)
+        return own.mix(stream, choice, mlp.gate_up[...], mlp.down[...], gain_E, eps, has.per_token, ahead=ahead)
 
 
 def _gain(norm: Any) -> jax.Array:
@@ -148,19 +218,33 @@ def refusal(model: Any) -> str | None:
     if model.embedding.dtype != jnp.bfloat16:
         return f"its activations are {model.embedding.dtype}, not bfloat16"
     for layer in model.layers:
-        if not isinstance(layer.mlp, MLP):
+        if not isinstance(layer.mlp, MLP | MixtureOfExperts):
             return f"its layers have a {type(layer.mlp).__name__}"
         if layer.attn.shards != layer.mlp.shards:
             return f"devices share its attention {layer.attn.shards} ways and its MLP {layer.mlp.shards} ways"
-        for linear in (layer.attn.qkv, layer.attn.out, layer.mlp.gate_up, layer.mlp.down):
-            if why := _unserved(linear, layer.attn.shards):
-                return why
+        if isinstance(layer.mlp, MixtureOfExperts) and layer.mlp.shards != 1:
+            return f"{layer.mlp.shards} devices share its experts"
+    for linear in _maps(model):
+        if why := _unserved(linear, model.layers[0].attn.shards):
+            return why
     return None
+
+
+def _mixture_refusal(mlp: MixtureOfExperts) -> str | None:
+    """Why a layer's experts run as they always do, behind attention by these kernels, or None."""
+    has, kernels = mlp.experts, (mlp.router.kernel[...], mlp.gate_up[...], mlp.down[...])
+    if has.bias or has.shared_inner or has.hidden_act != "silu":
+        return "they have biases, a shared expert or other gates"
+    if any(not isinstance(kernel, jax.Array) or kernel.dtype != jnp.bfloat16 for kernel in kernels):
+        return "their weights are not bfloat16"
+    return experts.refusal(kernels[0].shape[0], has.inner, has.count)
 
 
 def _maps(model: Transformer) -> Iterator[Linear]:
     for layer in model.layers:
-        yield from (layer.attn.qkv, layer.attn.out, layer.mlp.gate_up, layer.mlp.down)
+        yield from (layer.attn.qkv, layer.attn.out)
+        if isinstance(layer.mlp, MLP):
+            yield from (layer.mlp.gate_up, layer.mlp.down)
 
 
 def _unserved(linear: Linear, shards: int) -> str | None:
@@ -184,7 +268,7 @@ def _unserved(linear: Linear, shards: int) -> str | None:
     return None
 
 
-def prepare(model: Any, implementation: str = "gpu") -> Any:
+def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) -> Any:
     """A copy that runs few rows by these kernels, or the model where they do not serve it.
 
     Quantised kernels are laid out anew in the model itself, one after the other, so that no two layouts of all of them
@@ -192,6 +276,7 @@ def prepare(model: Any, implementation: str = "gpu") -> Any:
 
     Args:
       implementation: "gpu", or "reference" for the same order of operations in plain XLA.
+      output: whether the output layer runs so too.
     """
     if refusal(model) is not None:
         return model
@@ -200,7 +285,7 @@ def prepare(model: Any, implementation: str = "gpu") -> Any:
             linear.kernel.set_value(_packed(few.values, few.scale))
     graph, state = nnx.split(model)
     copy = nnx.merge(graph, state)
-    copy.few_rows = FewRows(implementation)
+    copy.few_rows = FewRows(implementation, output=output)
     return copy
 
 

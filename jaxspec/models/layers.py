@@ -324,11 +324,15 @@ class LayerRunner(Protocol):
     def layers(
         self, model: Any, x_BNE: jax.Array, ropes: Sequence[Tables | None], attend: Attend, /
     ) -> list[jax.Array]:
-        """The residual stream before each layer and after the last, [B, N, E] each.
+        """The residual stream before each layer and after the last, and the norm of that one, [B, N, E] each.
 
         Args:
           ropes: of each layer.
         """
+        ...
+
+    def logits(self, model: Any, hidden_BNE: jax.Array, /) -> jax.Array | None:
+        """Float32 logits of what was normed, or None where the output layer runs as it always does."""
         ...
 
 
@@ -368,12 +372,15 @@ class Transformer(TargetModel):
         else:
             for i, (layer, rope) in enumerate(zip(self.layers, ropes, strict=True)):
                 streams.append(layer(streams[-1], rope, attend, i))
-        streams.append(hidden_BNE := self.norm(streams[-1]))
+            streams.append(self.norm(streams[-1]))
         aux_BNA = jnp.concatenate([streams[i] for i in aux_layers], axis=-1) if aux_layers else None
-        return hidden_BNE, aux_BNA
+        return streams[-1], aux_BNA
 
     def logits(self, hidden_BNE: jax.Array) -> jax.Array:
-        cfg, logits_BNV = self.config, output_logits(hidden_BNE, self.lm_head, self.embedding)
+        cfg = self.config
+        logits_BNV = None if self.few_rows is None else self.few_rows.logits(self, hidden_BNE)
+        if logits_BNV is None:
+            logits_BNV = output_logits(hidden_BNE, self.lm_head, self.embedding)
         if cfg.logit_divisor != 1.0:
             logits_BNV = logits_BNV / cfg.logit_divisor
         cap = cfg.logit_soft_cap

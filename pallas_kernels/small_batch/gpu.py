@@ -1,13 +1,14 @@
 """Products of few rows on Mosaic GPU: weights stream through a ring of shared memory into a warpgroup's products.
 
-A program owns 64 columns of the weights (or two times 64: gate and up, the two halves of a head) and walks along all
-of their rows, so that a row's sums are the same arithmetic whatever the number of rows beside it. The weights are the
-first operand of wgmma, which wants 64 rows, and the few rows the second, which may have 8. What comes before and after
-a product in a decoder layer is done on the way: the norm's division after the product (its gain has been multiplied in
-by whoever wrote the stream), rotary embedding, SwiGLU, the residual sum with the squares of its result.
+A program owns 64 columns of the weights (or two times 64: gate and up, the two halves of a head) and walks along all of
+their rows, so that a row's sums are the same arithmetic whatever the number of rows beside it; where there are more
+tiles of columns than multiprocessors, it goes on with another, its ring never empty. The weights are the first operand
+of wgmma, which wants 64 rows, and the few rows the second, which may have 8. What comes before and after a product in a
+decoder layer is done on the way: the norm's division after the product (its gain has been multiplied in by whoever
+wrote the stream), biases, norms of heads, rotary embedding, SwiGLU, the residual sum with the squares of its result.
 
 Weights are bfloat16 here; `gpu_packed` has the same for those of 8 and 4 bits, and these functions take either.
-Measured on an H200 in docs/kernels.md. Hopper only: wgmma and the copy engine.
+Measured on an H200 in docs/benchmarks.md. Hopper only: wgmma and the copy engine.
 """
 
 from __future__ import annotations
@@ -24,18 +25,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sizes import round_up
-from pallas_kernels.small_batch import gpu_packed, unpack
+from pallas_kernels.small_batch import gpu_packed, mosaic, unpack
+from pallas_kernels.small_batch.mosaic import F32, SUMS, along_columns, along_rows, flipped, load
 from pallas_kernels.small_batch.packed import Packed
 from pallas_kernels.small_batch.reference import TILE, Stream
 
-Kind = Literal["project", "heads", "swiglu", "add"]
+Kind = Literal["project", "logits", "heads", "swiglu", "add"]
 
-#: Bytes of shared memory that a program may have on Hopper, and what is left for tables and results beside the ring.
-_SHARED, _ROOM = 232448, 8192
+#: Bytes of shared memory that are left for results beside the ring and the tables.
+_ROOM = 8192
 _MAX_STAGES = 11
-_F32 = jnp.float32
-#: The layout of wgmma's sums [64, rows]; vectors along either axis are its reductions.
-_SUMS = plgpu.Layout.WGMMA
+#: Bytes of the next kernel's weights that a kernel asks the second-level cache for.
+AHEAD = 16 << 20
+#: `SUMS` in vectors of one value: float32 cannot be transposed in longer ones.
+_SINGLE = plgpu.Layout.TILED(
+    plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,), (1,))), warp_dims=(-8,), lane_dims=(-4, -3), vector_dim=-1
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +48,8 @@ class _Sizes:
     """How a kernel walks.
 
     Attributes:
-      rows: a multiple of 8. parts: tiles of 64 columns that a program owns. depth: rows of weights in a step.
-      steps: of a walk. stages: of the ring.
+      rows: a multiple of 8. parts: tiles of 64 columns that a program owns at a time. depth: rows of weights in a step.
+      steps: of a walk. stages: of the ring. tiles: of all programs. programs: each has every so manieth tile.
     """
 
     rows: int
@@ -52,31 +57,19 @@ class _Sizes:
     depth: int
     steps: int
     stages: int
+    tiles: int
+    programs: int
 
     @classmethod
-    def of(cls, kind: Kind, m: int, k: int) -> _Sizes:
+    def of(cls, kind: Kind, m: int, k: int, columns: int) -> _Sizes:
         rows, parts = round_up(m, 8), 2 if kind in ("heads", "swiglu") else 1
-        # Gate and up are so many columns that programs take turns on a multiprocessor: two at once hide each other's
-        # beginning and end, so their rings are small. The other products have one program or less for each.
         depth = 64 if kind == "swiglu" or k % 128 else 128
-        stage = depth * (parts * TILE + rows) * 2
+        tiles = columns // (parts * TILE)
+        turns = -(-tiles // mosaic.MULTIPROCESSORS) if kind in ("swiglu", "logits") else 1
         tables = 4 * rows * (k // TILE + 2 * TILE)
-        stages = 6 if kind == "swiglu" else (_SHARED - _ROOM - tables) // stage
-        return cls(rows, parts, depth, k // depth, max(2, min(_MAX_STAGES, stages, k // depth)))
-
-
-def _tiled(lanes: int) -> tuple[Any, ...]:
-    """How wgmma's operands lie in shared memory: bfloat16 tiles of 8 rows, swizzled."""
-    swizzle = plgpu.find_swizzle(lanes * 16)
-    return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
-
-
-def _flipped(ref: Any) -> Any:
-    return ref.transpose((1, 0))
-
-
-def _load(ref: Any, layout: Any) -> jax.Array:
-    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]: JAX 0.10's signature
+        stages = (mosaic.SHARED - _ROOM - tables) // (depth * (parts * TILE + rows) * 2)
+        stages = max(2, min(_MAX_STAGES, stages, k // depth))
+        return cls(rows, parts, depth, k // depth, stages, tiles, -(-tiles // turns))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,142 +77,196 @@ class _Kernel:
     """One launch.
 
     Attributes:
-      kind: what is done around the product. sizes: how it walks. tiles: programs. shape: (M, K) of the rows.
-      eps: of the norm before, over `squares` tiles; None where there is none. counts: query, key and value heads, of
-        "heads". interpret: whether registers are pretended.
+      kind: what is done around the product. sizes: how it walks. shape: (M, K) of the rows.
+      eps: of the norm before, over `squares` tiles; None where there is none.
+      counts: query, key and value heads, of "heads". head_eps: of the norms of queries and keys, if any.
+      biased: whether columns have a bias ("heads"). flip: whether weights lie [in, out], not [out, in].
+      ahead: bytes that are asked for of the next kernel's weights. interpret: whether registers are pretended.
     """
 
     kind: Kind
     sizes: _Sizes
-    tiles: int
     shape: tuple[int, int]
     eps: float | None = None
     squares: int = 0
     counts: tuple[int, ...] = ()
+    head_eps: float | None = None
+    biased: bool = False
+    flip: bool = True
+    ahead: int = 0
     interpret: bool = False
 
-    def scratch(self, dtype: Any) -> dict[str, Any]:
-        """Shared memory and barriers, by name."""
-        s = self.sizes
-        out: dict[str, Any] = {
-            "x": plgpu.SMEM((s.stages, s.rows, s.depth), dtype, transforms=_tiled(s.depth)),
-            "w": plgpu.SMEM((s.stages, s.parts, s.depth, TILE), dtype, transforms=_tiled(TILE)),
-            "full": plgpu.Barrier(num_barriers=s.stages, num_arrivals=s.parts + 1),
-            "out": plgpu.SMEM((s.rows, TILE * (2 if self.kind == "heads" else 1)), dtype),
-        }
-        beside = 0
+    teams = 1
+
+    @property
+    def name(self) -> str:
+        return self.kind
+
+    @property
+    def programs(self) -> int:
+        return self.sizes.programs
+
+    def tables(self, dtype: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Shapes and dtypes of what is read besides rows and weights, in the order of the arguments."""
+        rows, kinds = self.sizes.rows, {}
         if self.eps is not None:
-            out["squares"], beside = plgpu.SMEM((self.squares, s.rows), _F32), 1
+            kinds["squares"] = (self.squares, rows), F32
         if self.kind == "heads":
-            out["cos"], out["sin"] = plgpu.SMEM((TILE, s.rows), _F32), plgpu.SMEM((TILE, s.rows), _F32)
-            beside += 2
+            kinds["cos"] = kinds["sin"] = (TILE, rows), F32
+        if self.biased:
+            kinds["bias"] = (2 * TILE,), dtype
+        if self.head_eps is not None:
+            kinds["gains"] = (2 * TILE,), dtype
         if self.kind == "add":
-            out["h"], out["gain"] = plgpu.SMEM((s.rows, TILE), dtype), plgpu.SMEM((TILE,), dtype)
-            out["sums"] = plgpu.SMEM((s.rows,), _F32)
-            beside += 2
-        if beside:
-            out["ready"] = plgpu.Barrier(num_barriers=1, num_arrivals=beside)
+            kinds["h"], kinds["gain"] = ((rows, TILE), dtype), ((TILE,), dtype)
+        return kinds
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """See mosaic.Kernel."""
+        s = self.sizes
+        wide = F32 if self.kind == "logits" else dtype
+        tile, lanes = ((s.depth, TILE), TILE) if self.flip else ((TILE, s.depth), s.depth)
+        out: dict[str, Any] = {
+            "x": plgpu.SMEM((s.stages, s.rows, s.depth), dtype, transforms=mosaic.tiled(s.depth)),
+            "w": plgpu.SMEM((s.stages, s.parts, *tile), dtype, transforms=mosaic.tiled(lanes)),
+            "full": plgpu.Barrier(num_barriers=s.stages, num_arrivals=s.parts + 1),
+            "out": plgpu.SMEM((s.rows, TILE * (2 if self.kind == "heads" else 1)), wide),
+        }
+        if self.kind == "logits":
+            out["wide"] = plgpu.SMEM((TILE, s.rows), F32)
+        if self.kind == "add":
+            out |= added(s.rows, dtype)
+        tables = self.tables(dtype)
+        out |= {name: plgpu.SMEM(shape, kind) for name, (shape, kind) in tables.items()}
+        if tables:
+            out["ready"] = plgpu.Barrier(num_barriers=1, num_arrivals=len(tables))
         return out
 
     def columns(self, tile: Any) -> tuple[Any, ...]:
-        """Where a program's tiles begin among the weights' columns."""
+        """Where a tile's parts begin among the weights' columns."""
         if self.kind == "swiglu":
-            return tile * TILE, (self.tiles + tile) * TILE
+            return tile * TILE, (self.sizes.tiles + tile) * TILE
         return tuple((tile * self.sizes.parts + part) * TILE for part in range(self.sizes.parts))
 
     def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
-        """A program."""
-        s, tile = self.sizes, lax.axis_index("tile")
+        """See mosaic.Kernel."""
+        s, program = self.sizes, lax.axis_index("program")
         x_MK, w_KN, *beside = ins
-        begins = self.columns(tile)
-        # A dynamic begin: rows beyond M lie outside of the array, where the copy engine reads zeros.
-        rows = pl.ds(tile * 0, s.rows) if self.shape[0] % 8 else pl.ds(0, s.rows)
+        rows = mosaic.all_rows(program, self.shape[0], s.rows)
+        several = s.programs < s.tiles
+        turns = lax.div(s.tiles - program + s.programs - 1, s.programs) if several else 1
 
-        def copy_weights(step: Any, slot: Any) -> None:
-            for part, begin in enumerate(begins):
-                source = w_KN.at[pl.ds(step * s.depth, s.depth), pl.ds(begin, TILE)]
+        def copy_weights(at: Any, slot: Any) -> None:
+            first = isinstance(at, int) or not several
+            tile = program if first else program + lax.div(at, s.steps) * s.programs
+            step = pl.ds((at if first else lax.rem(at, s.steps)) * s.depth, s.depth)
+            for part, begin in enumerate(self.columns(tile)):
+                own = pl.ds(begin, TILE)
+                source = w_KN.at[step, own] if self.flip else w_KN.at[own, step]
                 plgpu.copy_gmem_to_smem(source, shared["w"].at[slot, part], shared["full"].at[slot])
 
-        def copy_rows(step: Any, slot: Any) -> None:
+        def copy_rows(at: Any, slot: Any) -> None:
+            step = at if isinstance(at, int) or not several else lax.rem(at, s.steps)
             source = x_MK.at[rows, pl.ds(step * s.depth, s.depth)]
             plgpu.copy_gmem_to_smem(source, shared["x"].at[slot], shared["full"].at[slot])
 
+        def copy(at: Any, slot: Any) -> None:
+            copy_weights(at, slot)
+            copy_rows(at, slot)
+
+        # Tables first: what follows fills the ring, and the queue to memory with it.
+        self.copy_tables(program, beside, rows, shared)
         for step in range(s.stages - 1):
             copy_weights(step, step)
         for step in range(s.stages - 1):
             copy_rows(step, step)
-        tables = [name for name in ("squares", "cos", "sin", "h", "gain") if name in shared]
-        own = pl.ds(begins[0], TILE)
-        for name, ref in zip(tables, beside, strict=True):
-            source = ref.at[rows, own] if name == "h" else ref.at[own] if name == "gain" else ref
-            plgpu.copy_gmem_to_smem(source, shared[name], shared["ready"].at[0])
-
-        def walk(*sums: Any) -> list[jax.Array]:
-            def one(step: Any, _: Any) -> tuple[()]:
-                slot = lax.rem(step, s.stages)
-                plgpu.barrier_wait(shared["full"].at[slot])
-                for part, total in enumerate(sums):
-                    plgpu.wgmma(total, _flipped(shared["w"].at[slot, part]), _flipped(shared["x"].at[slot]))
-                plgpu.wgmma_wait(len(sums))  # the step before is done, and its slot free
-                ahead = step + s.stages - 1
-
-                @pl.when(ahead < s.steps)
-                def _() -> None:
-                    copy_weights(ahead, lax.rem(ahead, s.stages))
-                    copy_rows(ahead, lax.rem(ahead, s.stages))
-
-                return ()
-
-            lax.fori_loop(0, s.steps, one, ())
-            return [total[...] for total in sums]
-
-        sums = pl.run_scoped(walk, *[plgpu.WGMMAAccumulatorRef((TILE, s.rows), _F32)] * s.parts)
         if "ready" in shared:
             plgpu.barrier_wait(shared["ready"].at[0])
+        inverse = None
         if self.eps is not None:
-            sums = [total * self.along_rows(self.inverse_rms(shared["squares"])) for total in sums]
-        # As XLA does: products are rounded to the stream's dtype, and what follows is computed in float32.
-        dtype = x_MK.dtype
-        getattr(self, f"_{self.kind}")(tile, [y.astype(dtype).astype(_F32) for y in sums], outs, shared, dtype)
-        plgpu.wait_smem_to_gmem(0)
+            inverse = mosaic.inverse_rms(shared["squares"], self.shape[1], self.eps, SUMS.reduce(0))
+
+        def last() -> None:
+            mosaic.prefetch(beside[-1], program, s.programs, self.ahead)
+
+        def turn(i: Any, _: Any = None) -> tuple[()]:
+            run = functools.partial(
+                mosaic.walk, shared=shared, steps=s.steps, copy=copy, begin=i * s.steps, all_steps=turns * s.steps,
+                last=last if self.ahead else None, flip=self.flip,
+            )  # fmt: skip
+            accumulators = [plgpu.WGMMAAccumulatorRef((TILE, s.rows), F32)] * s.parts
+            sums = pl.run_scoped(lambda *totals: run(totals), *accumulators)
+            if inverse is not None:
+                sums = [total * along_rows(inverse) for total in sums]
+            if several:  # results of the turn before
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            # As XLA does: products are rounded to the stream's dtype, and what follows is computed in float32.
+            dtype = F32 if self.kind == "logits" else x_MK.dtype
+            sums = [y.astype(dtype).astype(F32) for y in sums]
+            getattr(self, f"_{self.kind}")(program + i * s.programs, sums, outs, shared, dtype)
+            return ()
+
+        if several:
+            lax.fori_loop(0, turns, turn, ())
+        else:
+            turn(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def copy_tables(self, tile: Any, beside: Sequence[Any], rows: Any, shared: dict[str, Any]) -> None:
+        """What the end needs besides the sums; kinds whose tables are a tile's own have one tile for a program."""
+        begin = self.columns(tile)[0]
+        bring = lambda ref, name: plgpu.copy_gmem_to_smem(ref, shared[name], shared["ready"].at[0])
+        for name, ref in zip(self.tables(None), beside, strict=False):
+            if name == "h":
+                ref = ref.at[rows, pl.ds(begin, TILE)]
+            elif name == "gain":
+                ref = ref.at[pl.ds(begin, TILE)]
+            elif name == "bias":
+                ref = ref.at[pl.ds(begin, 2 * TILE)]
+            elif name == "gains":  # the last, of queries and of keys; values are not normed
+                queries, keys = ref, beside[len(self.tables(None))]
+                pl.when(tile < self.counts[0])(functools.partial(bring, queries, name))
+                pl.when(tile >= self.counts[0])(functools.partial(bring, keys, name))
+                continue
+            bring(ref, name)
 
     def times(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        return unpack.times(a, b, _SUMS, self.interpret)
+        return unpack.times(a, b, SUMS, self.interpret)
 
-    def along_rows(self, v: jax.Array) -> jax.Array:
-        """[rows] as [64, rows]."""
-        return lax.broadcast_in_dim(v, (TILE, self.sizes.rows), (1,))
-
-    def inverse_rms(self, squares: Any) -> jax.Array:
-        """1 / root mean square of each row, [rows]; the sums of tiles are added in their order."""
-        vector = _SUMS.reduce(0)
-        total = _load(squares.at[0], vector)
-        for t in range(1, self.squares):
-            total = total + _load(squares.at[t], vector)
-        assert self.eps is not None
-        return lax.rsqrt(total * (1.0 / self.shape[1]) + self.eps)
-
-    def store(self, shared: Any, y: jax.Array, ref: Any, begin: Any) -> None:
-        """[64, rows] by way of shared memory to the M rows of 64 columns."""
-        _flipped(shared.at[:, :])[...] = y
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(shared.at[pl.ds(0, self.shape[0])], ref.at[:, pl.ds(begin, TILE)])
+    def store(self, shared: Any, y: jax.Array, ref: Any, tile: Any) -> None:
+        store(shared["out"], y, ref, tile * TILE, self.shape[0])
 
     def _project(self, tile: Any, sums: Sequence[jax.Array], outs: Sequence[Any], shared: Any, dtype: Any) -> None:
-        self.store(shared["out"], sums[0].astype(dtype), outs[0], tile * TILE)
+        self.store(shared, sums[0].astype(dtype), outs[0], tile)
+
+    def _logits(self, tile: Any, sums: Sequence[jax.Array], outs: Sequence[Any], shared: Any, _: Any) -> None:
+        shared["wide"][...] = sums[0]
+        self.store(shared, load(shared["wide"], _SINGLE), outs[0], tile)
 
     def _swiglu(self, tile: Any, sums: Sequence[jax.Array], outs: Sequence[Any], shared: Any, dtype: Any) -> None:
         gate, up = sums
-        self.store(shared["out"], (gate * lax.logistic(gate) * up).astype(dtype), outs[0], tile * TILE)
+        self.store(shared, (gate * lax.logistic(gate) * up).astype(dtype), outs[0], tile)
 
     def _heads(self, tile: Any, sums: Sequence[jax.Array], outs: Sequence[Any], shared: Any, dtype: Any) -> None:
-        lo, hi = sums
+        rows = self.sizes.rows
+        rounded = lambda y: y.astype(dtype).astype(F32)
+        half = lambda name, i: along_columns(
+            load(shared[name].at[pl.ds(i * TILE, TILE)], SUMS.reduce(1)).astype(F32), rows
+        )
         turns = jnp.where(tile < self.counts[0] + self.counts[1], 1.0, 0.0)  # values stay as they are
-        cos = _load(shared["cos"], _SUMS) * turns + (1.0 - turns)
-        sin = _load(shared["sin"], _SUMS) * turns
+        if self.biased:
+            sums = [rounded(y + half("bias", i)) for i, y in enumerate(sums)]
+        if self.head_eps is not None:
+            squares = sum(jnp.sum(self.times(y, y), axis=0) for y in sums)
+            scale = lax.rsqrt(squares * (0.5 / TILE) + self.head_eps) * turns + (1.0 - turns)
+            gains = [half("gains", i) * turns + (1.0 - turns) for i in range(2)]
+            sums = [rounded(rounded(y * along_rows(scale)) * gain) for y, gain in zip(sums, gains, strict=True)]
+        lo, hi = sums
+        cos = load(shared["cos"], SUMS) * turns + (1.0 - turns)
+        sin = load(shared["sin"], SUMS) * turns
         out = shared["out"]
-        _flipped(out.at[:, pl.ds(0, TILE)])[...] = (self.times(lo, cos) - self.times(hi, sin)).astype(dtype)
-        _flipped(out.at[:, pl.ds(TILE, TILE)])[...] = (self.times(hi, cos) + self.times(lo, sin)).astype(dtype)
+        flipped(out.at[:, pl.ds(0, TILE)])[...] = (self.times(lo, cos) - self.times(hi, sin)).astype(dtype)
+        flipped(out.at[:, pl.ds(TILE, TILE)])[...] = (self.times(hi, cos) + self.times(lo, sin)).astype(dtype)
         plgpu.commit_smem()
         begin = 0
         for ref, count in zip(outs, self.counts, strict=True):
@@ -232,93 +279,122 @@ class _Kernel:
             begin += count
 
     def _add(self, tile: Any, sums: Sequence[jax.Array], outs: Sequence[Any], shared: Any, dtype: Any) -> None:
-        h = _load(_flipped(shared["h"].at[:, :]), _SUMS).astype(_F32) + sums[0]
-        h = h.astype(dtype).astype(_F32)
-        gain = _load(shared["gain"], _SUMS.reduce(1)).astype(_F32)
-        scaled = h * lax.broadcast_in_dim(gain, (TILE, self.sizes.rows), (0,))
-        self.store(shared["h"], h.astype(dtype), outs[0], tile * TILE)
-        self.store(shared["out"], scaled.astype(dtype), outs[1], tile * TILE)
-        shared["sums"][...] = jnp.sum(self.times(h, h), axis=0)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(shared["sums"], outs[2].at[tile])
+        add_and_store(tile, sums[0], outs, shared, self.shape[0], self.times)
 
 
-# Jitted: a model's layers share one trace and one lowering of a kernel, which take Python a second.
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))
-def _launch(kernel: _Kernel, outs: tuple[jax.ShapeDtypeStruct, ...], *ins: jax.Array, interpret: Any = None) -> Any:
-    scratch = kernel.scratch(ins[0].dtype)
-    names = list(scratch)
-
-    def small_batch(*refs: Any) -> None:
-        shared = dict(zip(names, refs[len(ins) + len(outs) :], strict=True))
-        kernel.body(refs[: len(ins)], refs[len(ins) : len(ins) + len(outs)], shared)
-
-    small_batch.__name__ = f"small_batch_{kernel.kind}"
-    extra = {} if interpret is None else {"interpret": interpret}
-    return plgpu.kernel(
-        small_batch, out_type=outs, scratch_types=tuple(scratch.values()), grid=(kernel.tiles,),
-        grid_names=("tile",),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane), **extra,
-    )(*ins)  # fmt: skip
+def added(rows: int, dtype: Any) -> dict[str, Any]:
+    """The shared memory of `add_and_store`."""
+    return {
+        "h": plgpu.SMEM((rows, TILE), dtype), "gain": plgpu.SMEM((TILE,), dtype),
+        "out": plgpu.SMEM((rows, TILE), dtype), "sums": plgpu.SMEM((rows,), F32),
+    }  # fmt: skip
 
 
-def _kernel(kind: Kind, x: jax.Array, w: jax.Array, **extra: Any) -> _Kernel:
-    m, k = x.shape
-    if m > 8 and m % 8:
-        raise ValueError(f"rows must be at most 8 or a multiple of 8, got {m}")
-    sizes = _Sizes.of(kind, m, k)
-    return _Kernel(kind, sizes, w.shape[1] // (TILE * sizes.parts), (m, k), **extra)
+def add_and_store(tile: Any, y: jax.Array, outs: Sequence[Any], shared: Any, m: int, times: Callable[..., Any]) -> None:
+    """Adds [64, rows] to the stream's tile "h", and stores its m rows as a `Stream`."""
+    dtype = outs[0].dtype
+    h = load(flipped(shared["h"].at[:, :]), SUMS).astype(F32) + y
+    h = h.astype(dtype).astype(F32)
+    gain = load(shared["gain"], SUMS.reduce(1)).astype(F32)
+    store(shared["h"], h.astype(dtype), outs[0], tile * TILE, m)
+    store(shared["out"], (h * along_columns(gain, h.shape[1])).astype(dtype), outs[1], tile * TILE, m)
+    shared["sums"][...] = jnp.sum(times(h, h), axis=0)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(shared["sums"], outs[2].at[tile])
 
 
-def project(stream: Stream, kernel: jax.Array | Packed, eps: float, *, interpret: Any = None) -> jax.Array:
-    """See api.project."""
+def store(shared: Any, y: jax.Array, ref: Any, begin: Any, m: int) -> None:
+    """[64, rows] by way of shared memory to the m rows of 64 columns."""
+    flipped(shared.at[:, :])[...] = y
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(shared.at[pl.ds(0, m)], ref.at[:, pl.ds(begin, TILE)])
+
+
+def _run(
+    kind: Kind, x: jax.Array, w: jax.Array, outs: Sequence[jax.ShapeDtypeStruct], *beside: jax.Array, interpret: Any,
+    ahead: Any = None, flip: bool = True, **extra: Any,
+) -> Any:  # fmt: skip
+    """A launch.
+
+    Args:
+      ahead: the weights that the next kernel reads, if they are arrays of two axes.
+    """
+    mosaic.check_rows(x.shape[0])
+    sizes = _Sizes.of(kind, *x.shape, w.shape[1 if flip else 0])
+    known = isinstance(ahead, jax.Array) and ahead.ndim == 2 and AHEAD > 0
+    kernel = _Kernel(
+        kind, sizes, x.shape, flip=flip, ahead=AHEAD if known else 0, interpret=interpret is not None, **extra
+    )  # fmt: skip
+    return mosaic.launch(kernel, tuple(outs), x, w, *beside, *((ahead,) if known else ()), interpret=interpret)
+
+
+def _normed(stream: Stream, eps: float) -> dict[str, Any]:
+    return dict(eps=eps, squares=stream.squares_TR.shape[0])
+
+
+def _like(x: jax.Array, columns: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype)
+
+
+def project(stream: Stream, kernel: jax.Array | Packed, eps: float, *, ahead: Any = None, interpret: Any = None) -> Any:
+    """See reference.project."""
     if isinstance(kernel, Packed):
         return gpu_packed.project(stream, kernel, eps, interpret=interpret)
-    launch = _kernel("project", stream.scaled_ME, kernel, eps=eps, squares=stream.squares_TR.shape[0])
-    out = jax.ShapeDtypeStruct((stream.h_ME.shape[0], kernel.shape[1]), stream.h_ME.dtype)
-    return _launch(launch, (out,), stream.scaled_ME, kernel, stream.squares_TR, interpret=interpret)[0]
+    x, outs = stream.scaled_ME, [_like(stream.h_ME, kernel.shape[1])]
+    extra = _normed(stream, eps)
+    return _run("project", x, kernel, outs, stream.squares_TR, ahead=ahead, interpret=interpret, **extra)[0]
 
 
 def multiply(x_MK: jax.Array, kernel: jax.Array, *, interpret: Any = None) -> jax.Array:
     """See reference.multiply."""
-    launch = _kernel("project", x_MK, kernel)
-    out = jax.ShapeDtypeStruct((x_MK.shape[0], kernel.shape[1]), x_MK.dtype)
-    return _launch(launch, (out,), x_MK, kernel, interpret=interpret)[0]
+    return _run("project", x_MK, kernel, [_like(x_MK, kernel.shape[1])], interpret=interpret)[0]
+
+
+def logits(x_MK: jax.Array, kernel: jax.Array | Packed, *, flip: bool = True, interpret: Any = None) -> jax.Array:
+    """See reference.logits."""
+    if isinstance(kernel, Packed):
+        return gpu_packed.logits(x_MK, kernel, interpret=interpret)
+    out = jax.ShapeDtypeStruct((x_MK.shape[0], kernel.shape[1 if flip else 0]), F32)
+    return _run("logits", x_MK, kernel, [out], flip=flip, interpret=interpret)[0]
 
 
 def heads(
-    stream: Stream, kernel: jax.Array | Packed, rope: tuple[jax.Array, jax.Array], counts: Sequence[int], eps: float, *,
+    stream: Stream, kernel: jax.Array, rope: tuple[jax.Array, jax.Array], counts: Sequence[int], eps: float, *,
+    bias: jax.Array | None = None, gains: tuple[jax.Array, jax.Array] | None = None, ahead: Any = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """See api.heads."""
+    """See reference.heads."""
     if isinstance(kernel, Packed):
+        assert bias is None and gains is None, "programs of packed weights have half a head"
         return gpu_packed.heads(stream, kernel, rope, counts, eps, interpret=interpret)
-    extra = dict(eps=eps, squares=stream.squares_TR.shape[0], interpret=interpret is not None)
-    launch = _kernel("heads", stream.scaled_ME, kernel, counts=tuple(counts), **extra)
-    m = stream.h_ME.shape[0]
-    outs = tuple(jax.ShapeDtypeStruct((m, count * 2 * TILE), stream.h_ME.dtype) for count in counts)
-    return tuple(_launch(launch, outs, stream.scaled_ME, kernel, stream.squares_TR, *rope, interpret=interpret))
+    extra = _normed(stream, eps) | dict(counts=tuple(counts), biased=bias is not None)
+    beside = [stream.squares_TR, *rope, *(() if bias is None else (bias,))]
+    if gains is not None:
+        extra["head_eps"] = eps
+        beside += gains
+    outs = [_like(stream.h_ME, count * 2 * TILE) for count in counts]
+    return tuple(_run("heads", stream.scaled_ME, kernel, outs, *beside, ahead=ahead, interpret=interpret, **extra))
 
 
-def swiglu(stream: Stream, kernel: jax.Array | Packed, eps: float, *, interpret: Any = None) -> jax.Array:
-    """See api.swiglu."""
+def swiglu(stream: Stream, kernel: jax.Array | Packed, eps: float, *, ahead: Any = None, interpret: Any = None) -> Any:
+    """See reference.swiglu."""
     if isinstance(kernel, Packed):
         return gpu_packed.swiglu(stream, kernel, eps, interpret=interpret)
-    launch = _kernel("swiglu", stream.scaled_ME, kernel, eps=eps, squares=stream.squares_TR.shape[0])
-    out = jax.ShapeDtypeStruct((stream.h_ME.shape[0], kernel.shape[1] // 2), stream.h_ME.dtype)
-    return _launch(launch, (out,), stream.scaled_ME, kernel, stream.squares_TR, interpret=interpret)[0]
+    x, outs = stream.scaled_ME, [_like(stream.h_ME, kernel.shape[1] // 2)]
+    extra = _normed(stream, eps)
+    return _run("swiglu", x, kernel, outs, stream.squares_TR, ahead=ahead, interpret=interpret, **extra)[0]
 
 
 def add(
-    x_MK: jax.Array, kernel: jax.Array | Packed, h_ME: jax.Array, gain_E: jax.Array, *, interpret: Any = None
-) -> Stream:
-    """See api.add."""
+    x_MK: jax.Array, kernel: jax.Array | Packed, h_ME: jax.Array, gain_E: jax.Array, *, ahead: Any = None,
+    interpret: Any = None,
+) -> Stream:  # fmt: skip
+    """See reference.add."""
     if isinstance(kernel, Packed):
         return gpu_packed.add(x_MK, kernel, h_ME, gain_E, interpret=interpret)
-    launch = _kernel("add", x_MK, kernel, interpret=interpret is not None)
     same = jax.ShapeDtypeStruct(h_ME.shape, h_ME.dtype)
-    squares = jax.ShapeDtypeStruct((launch.tiles, launch.sizes.rows), _F32)
-    return Stream(*_launch(launch, (same, same, squares), x_MK, kernel, h_ME, gain_E, interpret=interpret))
+    squares = jax.ShapeDtypeStruct((kernel.shape[1] // TILE, round_up(h_ME.shape[0], 8)), F32)
+    return Stream(*_run("add", x_MK, kernel, [same, same, squares], h_ME, gain_E, ahead=ahead, interpret=interpret))
 
 
 @functools.cache
@@ -334,5 +410,5 @@ def supported() -> str | None:
 
 #: By name, for callers that choose.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "project": project, "multiply": multiply, "heads": heads, "swiglu": swiglu, "add": add,
+    "project": project, "multiply": multiply, "logits": logits, "heads": heads, "swiglu": swiglu, "add": add,
 }  # fmt: skip

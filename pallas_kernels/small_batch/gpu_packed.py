@@ -23,7 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sizes import round_up
-from pallas_kernels.small_batch import packed, unpack
+from pallas_kernels.small_batch import mosaic, packed, unpack
+from pallas_kernels.small_batch.mosaic import F32, SUMS, flipped, load
 from pallas_kernels.small_batch.packed import BLOCK, Packed
 from pallas_kernels.small_batch.reference import Stream
 
@@ -31,11 +32,9 @@ Kind = Literal["project", "logits", "heads", "swiglu", "add"]
 
 #: Columns, or pairs of columns, of a program.
 COLUMNS = 32
-_SHARED, _ROOM = 232448, 6144
+_ROOM = 6144
 _MAX_STAGES = 8
 _UNIT = 2
-_F32 = jnp.float32
-_SUMS = plgpu.Layout.WGMMA
 
 
 def _half(vector: int) -> Any:
@@ -46,14 +45,6 @@ def _half(vector: int) -> Any:
 
 
 _HALF = _half(2)
-
-
-def _flipped(ref: Any) -> Any:
-    return ref.transpose((1, 0))
-
-
-def _load(ref: Any, layout: Any) -> jax.Array:
-    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]: JAX 0.10's signature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +68,10 @@ class _Kernel:
     interpret: bool = False
 
     @property
+    def name(self) -> str:
+        return f"{self.dtype}_{self.kind}"
+
+    @property
     def pairs(self) -> bool:
         return self.kind in ("heads", "swiglu")
 
@@ -90,7 +85,7 @@ class _Kernel:
         return self.rows * (1 if self.pairs else 2)
 
     @property
-    def tiles(self) -> int:
+    def programs(self) -> int:
         return self.columns // (COLUMNS * (2 if self.pairs else 1))
 
     @property
@@ -126,7 +121,7 @@ class _Kernel:
         """Bytes of shared memory for the rings."""
         tables = 4 * self.rows * (self.squares + unpack.ROWS * (self.teams // 2 + 2))
         tables += 0 if self.groups == 1 else 8 * COLUMNS * self.groups
-        return _SHARED // (2 if self.several else 1) - _ROOM - tables
+        return mosaic.SHARED // (2 if self.several else 1) - _ROOM - tables
 
     @property
     def stages(self) -> int:
@@ -146,27 +141,27 @@ class _Kernel:
             "x": plgpu.SMEM((slots, self.wide, depth), rows_dtype, transforms=swizzle),
             "w": plgpu.SMEM((slots, 2, COLUMNS, depth), dtype, transforms=unpack.transforms(dtype)),
             "full": plgpu.Barrier(num_barriers=slots, num_arrivals=3 if self.pairs else 4),
-            "sums": plgpu.SMEM((self.teams // 2, unpack.ROWS, self.rows), _F32),
+            "sums": plgpu.SMEM((self.teams // 2, unpack.ROWS, self.rows), F32),
             "half": plgpu.Barrier(num_barriers=1, num_arrivals=self.teams // 2),
             "summed": plgpu.Barrier(num_barriers=1, num_arrivals=self.teams // 2),
-            "scale": plgpu.SMEM((2, self.groups if self.pairs else -(-self.groups // 2), COLUMNS), _F32),
+            "scale": plgpu.SMEM((2, self.groups if self.pairs else -(-self.groups // 2), COLUMNS), F32),
         }
         beside = 2
         if self.eps is not None:
-            out["squares"] = plgpu.SMEM((self.squares, self.rows), _F32)
+            out["squares"] = plgpu.SMEM((self.squares, self.rows), F32)
             beside += 1
         if self.kind == "heads":
-            out["cos"], out["sin"] = (plgpu.SMEM((COLUMNS, self.rows), _F32) for _ in range(2))
+            out["cos"], out["sin"] = (plgpu.SMEM((COLUMNS, self.rows), F32) for _ in range(2))
             beside += 2
         if self.kind == "add":
-            out["h"], out["total"] = plgpu.SMEM((self.rows, COLUMNS), rows_dtype), plgpu.SMEM((self.rows,), _F32)
+            out["h"], out["total"] = plgpu.SMEM((self.rows, COLUMNS), rows_dtype), plgpu.SMEM((self.rows,), F32)
             beside += 1
         out["ready"] = plgpu.Barrier(num_barriers=1, num_arrivals=beside)
         out["out"] = plgpu.SMEM((2 if self.kind == "heads" else 1, self.rows, COLUMNS), self.out_dtype(rows_dtype))
         return out
 
     def out_dtype(self, rows_dtype: Any) -> Any:
-        return _F32 if self.kind == "logits" else rows_dtype
+        return F32 if self.kind == "logits" else rows_dtype
 
     def begins(self, tile: Any) -> tuple[Any, Any]:
         """The two stretches of 32 columns that a program's tile of 64 rows has, the same one twice for halves."""
@@ -179,12 +174,11 @@ class _Kernel:
 
     def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
         """A warpgroup of a program."""
-        tile, team = lax.axis_index("tile"), lax.axis_index("team")
+        tile, team = lax.axis_index("program"), lax.axis_index("team")
         x_MK, w_NK, scale_GN, *beside = ins
         gain = None
         begins = self.begins(tile)
-        # A dynamic begin: rows beyond M lie outside of the array, where the copy engine reads zeros.
-        rows = pl.ds(tile * 0, self.rows) if self.shape[0] % 8 else pl.ds(0, self.rows)
+        rows = mosaic.all_rows(tile, self.shape[0], self.rows)
         behind = 0 if self.pairs else self.blocks  # blocks between the two halves of the inputs
         depth, units = self.depth, self.blocks // self.unit
         mine = (units - team + self.teams - 1) // self.teams * (self.unit // depth)
@@ -218,9 +212,11 @@ class _Kernel:
             self.copy_tables(tile, begins, scale_GN, beside, rows, shared)
 
         plgpu.barrier_wait(shared["ready"].at[0])
-        inverse = None if self.eps is None else self.inverse_rms(shared["squares"])
+        inverse = None
+        if self.eps is not None:
+            inverse = mosaic.inverse_rms(shared["squares"], self.shape[1], self.eps, _HALF.reduce(0))
         if self.kind == "add":  # too few bytes for the copy engine
-            gain = _load(beside[-1].at[pl.ds(begins[0], COLUMNS)], _HALF.reduce(1)).astype(_F32)
+            gain = load(beside[-1].at[pl.ds(begins[0], COLUMNS)], _HALF.reduce(1)).astype(F32)
 
         def step(turn: Any, total: jax.Array) -> jax.Array:
             slot = team * self.stages + lax.rem(turn, self.stages)
@@ -231,7 +227,7 @@ class _Kernel:
                     at = first(turn) + block
                     scale = unpack.row_scales(shared["scale"], (at, at), self.interpret)
                     scale = lax.broadcast_in_dim(scale, (unpack.ROWS, self.wide), (0,))
-                    sums = unpack.times(sums, scale, _SUMS, self.interpret)
+                    sums = unpack.times(sums, scale, SUMS, self.interpret)
                 total = total + sums
 
             @pl.when(turn + self.stages < mine)
@@ -241,10 +237,10 @@ class _Kernel:
 
             return total
 
-        start = plgpu.layout_cast(jnp.zeros((unpack.ROWS, self.wide), _F32), _SUMS)
+        start = plgpu.layout_cast(jnp.zeros((unpack.ROWS, self.wide), F32), SUMS)
         total = lax.fori_loop(0, mine, step, start)
         if not self.pairs:  # of the first half's columns the first rows, of the second's the second
-            low = plgpu.broadcasted_iota(jnp.int32, (unpack.ROWS, self.rows), 0, layout=_SUMS) < COLUMNS
+            low = plgpu.broadcasted_iota(jnp.int32, (unpack.ROWS, self.rows), 0, layout=SUMS) < COLUMNS
             total = jnp.where(low, total[:, : self.rows], total[:, self.rows :])
         # Half of the warpgroups leave their sums to the others, which add their own.
         others = self.teams // 2
@@ -258,7 +254,7 @@ class _Kernel:
         def _() -> None:
             plgpu.barrier_wait(shared["half"].at[0])
             mine = shared["sums"].at[team]
-            mine[...] = total + _load(mine, _SUMS)
+            mine[...] = total + load(mine, SUMS)
             plgpu.barrier_arrive(shared["summed"].at[0])
 
         @pl.when(team == 0)
@@ -270,18 +266,18 @@ class _Kernel:
         """Each block's sums [64, rows] of a step."""
         blocks = range(self.depth)
         if self.interpret:
-            found, rows = [unpack.unpack(tile, self.dtype, i, True) for i in blocks], x[...].astype(_F32)
+            found, rows = [unpack.unpack(tile, self.dtype, i, True) for i in blocks], x[...].astype(F32)
             pieces = [rows[:, i * BLOCK : (i + 1) * BLOCK] for i in blocks]
-            product = lambda w, x: lax.dot_general(w.astype(_F32), x, (((1,), (1,)), ((), ())))
+            product = lambda w, x: lax.dot_general(w.astype(F32), x, (((1,), (1,)), ((), ())))
             return [product(w, x) for w, x in zip(found, pieces, strict=True)]
 
         def run(*sums: Any) -> list[jax.Array]:
             for i in blocks:
                 weights = unpack.unpack(tile, self.dtype, i, False)
-                plgpu.wgmma(sums[i], weights, _flipped(x.at[:, pl.ds(i * BLOCK, BLOCK)]))
+                plgpu.wgmma(sums[i], weights, flipped(x.at[:, pl.ds(i * BLOCK, BLOCK)]))
             return [total[...] for total in sums]
 
-        return pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((unpack.ROWS, self.wide), _F32)] * self.depth)
+        return pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((unpack.ROWS, self.wide), F32)] * self.depth)
 
     def copy_tables(self, tile: Any, begins: Any, scale_GN: Any, beside: Any, rows: Any, shared: Any) -> None:
         """What the end needs, besides the sums."""
@@ -305,39 +301,25 @@ class _Kernel:
     def along_columns(self, v: jax.Array) -> jax.Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(v, (COLUMNS, self.rows), (0,)), self.layout)
 
-    def inverse_rms(self, squares: Any) -> jax.Array:
-        """1 / root mean square of each row, [rows]; the sums of tiles are added in their order."""
-        vector, several = _HALF.reduce(0), math.gcd(self.squares, 8)  # all at once take more registers than there are
-
-        def add(i: Any, total: jax.Array) -> jax.Array:
-            for t in range(several):
-                total = total + _load(squares.at[i * several + t], vector)
-            return total
-
-        start = plgpu.layout_cast(jnp.zeros((self.rows,), _F32), vector)
-        total = lax.fori_loop(0, self.squares // several, add, start)
-        assert self.eps is not None
-        return lax.rsqrt(total * (1.0 / self.shape[1]) + self.eps)
-
     def finish(self, tile: Any, outs: Sequence[Any], shared: Any, inverse: Any, gain: Any, dtype: Any) -> None:
         """From the warpgroups' sums to the results."""
         parts = []
         for part in range(2):
             own = pl.ds(part * COLUMNS, COLUMNS)
-            total = _load(shared["sums"].at[0, own], self.layout)
+            total = load(shared["sums"].at[0, own], self.layout)
             for team in range(1, self.teams // 2):
-                total = total + _load(shared["sums"].at[team, own], self.layout)
+                total = total + load(shared["sums"].at[team, own], self.layout)
             parts.append(total)
         if not self.pairs:
             parts = [parts[0] + parts[1]]
         if self.groups == 1:
-            scales = [_load(shared["scale"].at[i, 0], self.layout.reduce(1)).astype(_F32) for i in range(len(parts))]
+            scales = [load(shared["scale"].at[i, 0], self.layout.reduce(1)).astype(F32) for i in range(len(parts))]
             parts = [y * self.along_columns(scale) for y, scale in zip(parts, scales, strict=True)]
         if inverse is not None:
             parts = [y * self.along_rows(inverse) for y in parts]
         # As XLA does: products are rounded to the stream's dtype, and what follows is computed in float32.
         if self.kind != "logits":
-            parts = [y.astype(dtype).astype(_F32) for y in parts]
+            parts = [y.astype(dtype).astype(F32) for y in parts]
         if self.kind == "add":
             self._add(tile, parts[0], gain, outs, shared, dtype)
         else:
@@ -346,7 +328,7 @@ class _Kernel:
 
     def store(self, shared: Any, y: jax.Array, ref: Any, begin: Any) -> None:
         """[32, rows] by way of shared memory to the M rows of 32 columns."""
-        _flipped(shared)[...] = y
+        flipped(shared)[...] = y
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(shared.at[pl.ds(0, self.shape[0])], ref.at[:, pl.ds(begin, COLUMNS)])
 
@@ -365,11 +347,11 @@ class _Kernel:
         lo, hi = parts
         head, begin = tile // 2, lax.rem(tile, 2) * COLUMNS
         turns = jnp.where(head < self.counts[0] + self.counts[1], 1.0, 0.0)  # values stay as they are
-        cos = _load(shared["cos"], self.layout) * turns + (1.0 - turns)
-        sin = _load(shared["sin"], self.layout) * turns
+        cos = load(shared["cos"], self.layout) * turns + (1.0 - turns)
+        sin = load(shared["sin"], self.layout) * turns
         times = functools.partial(unpack.times, layout=_HALF, interpret=self.interpret)
-        _flipped(shared["out"].at[0])[...] = (times(lo, cos) - times(hi, sin)).astype(dtype)
-        _flipped(shared["out"].at[1])[...] = (times(hi, cos) + times(lo, sin)).astype(dtype)
+        flipped(shared["out"].at[0])[...] = (times(lo, cos) - times(hi, sin)).astype(dtype)
+        flipped(shared["out"].at[1])[...] = (times(hi, cos) + times(lo, sin)).astype(dtype)
         plgpu.commit_smem()
         first = 0
         for ref, count in zip(outs, self.counts, strict=True):
@@ -384,8 +366,8 @@ class _Kernel:
             first += count
 
     def _add(self, tile: Any, y: jax.Array, gain: jax.Array, outs: Sequence[Any], shared: Any, dtype: Any) -> None:
-        h = _load(_flipped(shared["h"]), _HALF).astype(_F32) + y
-        h = h.astype(dtype).astype(_F32)
+        h = load(flipped(shared["h"]), _HALF).astype(F32) + y
+        h = h.astype(dtype).astype(F32)
         self.store(shared["h"], h.astype(dtype), outs[0], tile * COLUMNS)
         self.store(shared["out"].at[0], (h * self.along_columns(gain)).astype(dtype), outs[1], tile * COLUMNS)
         shared["total"][...] = jnp.sum(h * h, axis=0)
@@ -393,39 +375,18 @@ class _Kernel:
         plgpu.copy_smem_to_gmem(shared["total"], outs[2].at[tile])
 
 
-# Jitted: a model's layers share one trace and one lowering of a kernel, which take Python a second.
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))
-def _launch(kernel: _Kernel, outs: tuple[jax.ShapeDtypeStruct, ...], *ins: jax.Array, interpret: Any = None) -> Any:
-    scratch = kernel.scratch(ins[0].dtype)
-    names = list(scratch)
-
-    def small_batch(*refs: Any) -> None:
-        shared = dict(zip(names, refs[len(ins) + len(outs) :], strict=True))
-        kernel.body(refs[: len(ins)], refs[len(ins) : len(ins) + len(outs)], shared)
-
-    small_batch.__name__ = f"small_batch_{kernel.dtype}_{kernel.kind}"
-    extra = {} if interpret is None else {"interpret": interpret}
-    return plgpu.kernel(
-        small_batch, out_type=outs, scratch_types=tuple(scratch.values()), grid=(kernel.tiles,),
-        grid_names=("tile",), num_threads=kernel.teams, thread_name="team",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane), **extra,
-    )(*ins)  # fmt: skip
-
-
 def _run(
     kind: Kind, x: jax.Array, weight: Packed, outs: Sequence[jax.ShapeDtypeStruct], *beside: jax.Array,
     interpret: Any, **extra: Any,
 ) -> Any:  # fmt: skip
-    m, k = x.shape
-    if m > 8 and m % 8:
-        raise ValueError(f"rows must be at most 8 or a multiple of 8, got {m}")
+    mosaic.check_rows(x.shape[0])
     if why := packed.refusal(weight.values.dtype, weight.shape, weight.groups):
         raise ValueError(why)
     kernel = _Kernel(
-        kind, weight.values.dtype.name, (m, k), weight.shape[1], weight.groups,
+        kind, weight.values.dtype.name, x.shape, weight.shape[1], weight.groups,
         interpret=interpret is not None, **extra,
     )  # fmt: skip
-    return _launch(kernel, tuple(outs), x, weight.values, weight.scale, *beside, interpret=interpret)
+    return mosaic.launch(kernel, tuple(outs), x, weight.values, weight.scale, *beside, interpret=interpret)
 
 
 def _normed(stream: Stream, eps: float) -> dict[str, Any]:
@@ -437,12 +398,12 @@ def _like(x: jax.Array, columns: int, dtype: Any = None) -> jax.ShapeDtypeStruct
 
 
 def logits(x_MK: jax.Array, kernel: Packed, *, interpret: Any = None) -> jax.Array:
-    """See api.logits."""
-    return _run("logits", x_MK, kernel, [_like(x_MK, kernel.shape[1], _F32)], interpret=interpret)[0]
+    """See reference.logits."""
+    return _run("logits", x_MK, kernel, [_like(x_MK, kernel.shape[1], F32)], interpret=interpret)[0]
 
 
 def project(stream: Stream, kernel: Packed, eps: float, *, interpret: Any = None) -> jax.Array:
-    """See api.project."""
+    """See reference.project."""
     x, extra = stream.scaled_ME, _normed(stream, eps)
     return _run("project", x, kernel, [_like(x, kernel.shape[1])], stream.squares_TR, interpret=interpret, **extra)[0]
 
@@ -451,7 +412,7 @@ def heads(
     stream: Stream, kernel: Packed, rope: tuple[jax.Array, jax.Array], counts: Sequence[int], eps: float, *,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """See api.heads."""
+    """See reference.heads."""
     x, extra = stream.scaled_ME, _normed(stream, eps)
     outs = [_like(x, count * 4 * COLUMNS) for count in counts]
     found = _run(
@@ -461,13 +422,13 @@ def heads(
 
 
 def swiglu(stream: Stream, kernel: Packed, eps: float, *, interpret: Any = None) -> jax.Array:
-    """See api.swiglu."""
+    """See reference.swiglu."""
     x, outs = stream.scaled_ME, [_like(stream.scaled_ME, kernel.shape[1] // 2)]
     return _run("swiglu", x, kernel, outs, stream.squares_TR, interpret=interpret, **_normed(stream, eps))[0]
 
 
 def add(x_MK: jax.Array, kernel: Packed, h_ME: jax.Array, gain_E: jax.Array, *, interpret: Any = None) -> Stream:
-    """See api.add."""
+    """See reference.add."""
     same = jax.ShapeDtypeStruct(h_ME.shape, h_ME.dtype)
-    squares = jax.ShapeDtypeStruct((kernel.shape[1] // COLUMNS, round_up(h_ME.shape[0], 8)), _F32)
+    squares = jax.ShapeDtypeStruct((kernel.shape[1] // COLUMNS, round_up(h_ME.shape[0], 8)), F32)
     return Stream(*_run("add", x_MK, kernel, [same, same, squares], h_ME, gain_E, interpret=interpret))

@@ -30,7 +30,7 @@ class Stream(NamedTuple):
 
 
 def begin(h_ME: jax.Array, gain_E: jax.Array) -> Stream:
-    """See api.begin."""
+    """A stream of rows, to be normed with a gain next."""
     m, e = h_ME.shape
     h32 = h_ME.astype(jnp.float32)
     squares = jnp.square(h32).reshape(m, e // TILE, TILE).sum(axis=-1).T
@@ -38,17 +38,28 @@ def begin(h_ME: jax.Array, gain_E: jax.Array) -> Stream:
     return Stream(h_ME, (h32 * gain_E.astype(jnp.float32)[None, :]).astype(h_ME.dtype), squares)
 
 
-def _normed_product(stream: Stream, kernel: jax.Array | Packed, eps: float) -> jax.Array:
+def normed(stream: Stream, gain_E: jax.Array, eps: float) -> jax.Array:
+    """The norm of a stream's rows, in their type: summed in one order, whatever their number."""
+    m, e = stream.h_ME.shape
+    total = stream.squares_TR[0, :m]
+    for tile in range(1, stream.squares_TR.shape[0]):
+        total = total + stream.squares_TR[tile, :m]
+    scale = jax.lax.rsqrt(total / e + eps)
+    return (stream.h_ME.astype(jnp.float32) * scale[:, None]).astype(stream.h_ME.dtype) * gain_E[None, :]
+
+
+def normed_product(stream: Stream, kernel: jax.Array | Packed, eps: float) -> jax.Array:
     """Float32 [M, N]: the norm's division comes after the product, which it commutes with."""
     m, e = stream.h_ME.shape
     mean = stream.squares_TR[:, :m].sum(axis=0) / e
     return _product(stream.scaled_ME, kernel) * jax.lax.rsqrt(mean + eps)[:, None]
 
 
-def _product(x: jax.Array, kernel: jax.Array | Packed) -> jax.Array:
+def _product(x: jax.Array, kernel: jax.Array | Packed, *, flip: bool = True) -> jax.Array:
     if isinstance(kernel, Packed):
         return packed.product(x, kernel)
-    return jax.lax.dot_general(x, kernel, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    contract = (((1,), (0 if flip else 1,)), ((), ()))
+    return jax.lax.dot_general(x, kernel, contract, preferred_element_type=jnp.float32)
 
 
 def multiply(x_MK: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -56,41 +67,60 @@ def multiply(x_MK: jax.Array, kernel: jax.Array) -> jax.Array:
     return _product(x_MK, kernel).astype(x_MK.dtype)
 
 
-def project(stream: Stream, kernel: jax.Array | Packed, eps: float) -> jax.Array:
-    """See api.project."""
-    return _normed_product(stream, kernel, eps).astype(stream.h_ME.dtype)
+def project(stream: Stream, kernel: jax.Array | Packed, eps: float, *, ahead: object = None) -> jax.Array:
+    """The norm of a stream times a kernel, in its type.
+
+    Args:
+      ahead: here and below: the weights that the next kernel reads; no result depends on them.
+    """
+    del ahead
+    return normed_product(stream, kernel, eps).astype(stream.h_ME.dtype)
 
 
 def heads(
-    stream: Stream,
-    kernel: jax.Array | Packed,
-    rope: tuple[jax.Array, jax.Array],
-    counts: Sequence[int],
-    eps: float,
-) -> tuple[jax.Array, ...]:
-    """See api.heads."""
-    y = project(stream, kernel, eps)
+    stream: Stream, kernel: jax.Array | Packed, rope: tuple[jax.Array, jax.Array], counts: Sequence[int], eps: float, *,
+    bias: jax.Array | None = None, gains: tuple[jax.Array, jax.Array] | None = None, ahead: object = None,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Queries, keys and values [M, heads * C] of a normed stream, the first two rotated.
+
+    Args:
+      rope: cosines and sines [C / 2, R] of each row's position. counts: of query, key and value heads.
+      bias: of the kernel's columns. gains: [C] of norms over each head of queries and of keys.
+    """
+    y = project(stream, kernel, eps, ahead=ahead)
+    if bias is not None:
+        y = y + bias[None, :]
     m, half = stream.h_ME.shape[0], rope[0].shape[0]
-    lo, hi = jnp.split(y.reshape(m, -1, 2 * half).astype(jnp.float32), 2, axis=-1)
+    (q, k, _), split = counts, y.reshape(m, -1, 2 * half)
+    if gains is not None:
+        norm = lambda x, gain: (
+            x.astype(jnp.float32) * jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) + eps)
+        ).astype(x.dtype) * gain[None, None, :]  # fmt: skip
+        split = jnp.concatenate(
+            [norm(split[:, :q], gains[0]), norm(split[:, q : q + k], gains[1]), split[:, q + k :]], 1
+        )  # fmt: skip
+    lo, hi = jnp.split(split.astype(jnp.float32), 2, axis=-1)
     cos, sin = (table[:, :m].T[:, None] for table in rope)
     turned = jnp.concatenate([lo * cos - hi * sin, hi * cos + lo * sin], axis=-1).astype(y.dtype)
-    q, k, _ = counts
-    out = jnp.concatenate([turned[:, : q + k], y.reshape(m, -1, 2 * half)[:, q + k :]], axis=1)
+    out = jnp.concatenate([turned[:, : q + k], split[:, q + k :]], axis=1)
     return tuple(part.reshape(m, -1) for part in jnp.split(out, (q, q + k), axis=1))
 
 
-def swiglu(stream: Stream, kernel: jax.Array | Packed, eps: float) -> jax.Array:
-    """See api.swiglu."""
-    gate, up = jnp.split(project(stream, kernel, eps).astype(jnp.float32), 2, axis=-1)
+def swiglu(stream: Stream, kernel: jax.Array | Packed, eps: float, *, ahead: object = None) -> jax.Array:
+    """SwiGLU of a normed stream; the kernel is [E, gate and up]."""
+    gate, up = jnp.split(project(stream, kernel, eps, ahead=ahead).astype(jnp.float32), 2, axis=-1)
     return (gate * jax.nn.sigmoid(gate) * up).astype(stream.h_ME.dtype)
 
 
-def add(x_MK: jax.Array, kernel: jax.Array | Packed, h_ME: jax.Array, gain_E: jax.Array) -> Stream:
-    """See api.add."""
+def add(
+    x_MK: jax.Array, kernel: jax.Array | Packed, h_ME: jax.Array, gain_E: jax.Array, *, ahead: object = None
+) -> Stream:
+    """The stream after a product is added to it, with the gain of the norm that reads it next."""
+    del ahead
     y = _product(x_MK, kernel).astype(h_ME.dtype)
     return begin((h_ME.astype(jnp.float32) + y.astype(jnp.float32)).astype(h_ME.dtype), gain_E)
 
 
-def logits(x_MK: jax.Array, kernel: jax.Array | Packed) -> jax.Array:
-    """See api.logits."""
-    return _product(x_MK, kernel)
+def logits(x_MK: jax.Array, kernel: jax.Array | Packed, *, flip: bool = True) -> jax.Array:
+    """Float32 sums [M, V]; with `flip` False the kernel is an embedding [V, K]."""
+    return _product(x_MK, kernel, flip=flip)

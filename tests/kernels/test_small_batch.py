@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.small_batch import gpu, gpu_packed, packed, reference
+from pallas_kernels.small_batch import experts, gpu, gpu_experts, gpu_packed, mosaic, packed, reference
 from pallas_kernels.small_batch.reference import Stream
 
 EPS = 1e-5
@@ -33,6 +33,7 @@ def arguments(name: str, m: int) -> tuple[Any, ...]:
     return {
         "project": (stream(m), normal(3, E, 192, scale=0.1), EPS),
         "multiply": (normal(4, m, F), normal(3, F, 192, scale=0.1)),
+        "logits": (normal(4, m, F), normal(3, F, 192, scale=0.1)),
         "heads": (stream(m), normal(3, E, 4 * C, scale=0.1), (jnp.cos(angle), jnp.sin(angle)), COUNTS, EPS),
         "swiglu": (stream(m), normal(3, E, 2 * F, scale=0.1), EPS),
         "add": (normal(4, m, F), normal(3, F, E, scale=0.1), normal(0, m, E), normal(1, E)),
@@ -112,6 +113,50 @@ def test_kernels_agree_with_xla(name: str, m: int):
     args = arguments(name, m)
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
     close(gpu.FUNCTIONS[name](*args, interpret=params), getattr(reference, name)(*args), m)
+
+
+@interpreted
+def test_heads_with_norms_and_biases_agree_with_xla():
+    bias, gains = normal(5, 4 * C), (normal(6, C), normal(7, C))
+    args, extra = arguments("heads", 3), {"bias": bias, "gains": gains}
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    close(gpu.heads(*args, **extra, interpret=params), reference.heads(*args, **extra), 3)
+
+
+@interpreted
+def test_programs_that_go_on_with_further_tiles_agree_with_xla(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mosaic, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(gpu, "_MAX_STAGES", 3)
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    args = stream(1), normal(3, E, 2 * 5 * 64, scale=0.1), EPS  # five tiles over two programs
+    close(gpu.swiglu(*args, ahead=normal(4, 64, 256), interpret=params), reference.swiglu(*args), 1)
+    args = normal(4, 1, E), normal(3, 3 * 64, E, scale=0.1)  # an embedding
+    close(gpu.logits(*args, flip=False, interpret=params), reference.logits(*args, flip=False), 1)
+
+
+@interpreted
+@pytest.mark.parametrize("m", [1, 3, 16])
+def test_experts_agree_with_xla(m: int):
+    """Rows that are no one's choose no expert; of 16 rows there are 12."""
+    rows, count, inner = min(m, 12), 64, 128
+    own, router = stream(m), normal(8, E, count, scale=0.1)
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    choice, want = (
+        of.choose(own, router, EPS, 4, rows, **extra)
+        for of, extra in ((gpu_experts, {"interpret": params}), (experts, {}))
+    )
+    for got, expected in zip(choice[:2], want[:2], strict=True):
+        np.testing.assert_array_equal(got, expected)
+    np.testing.assert_allclose(choice.weights_XR[:, :m], want.weights_XR[:, :m], rtol=1e-3, atol=1e-6)
+    kernels = normal(9, count, E, 2 * inner, scale=0.1), normal(10, count, inner, E, scale=0.1)
+    args = own, want, *kernels, normal(1, E), EPS, 4
+    close(gpu_experts.mix(*args, ahead=normal(4, 64, 256), interpret=params), experts.mix(*args), m)
+
+
+def test_experts_that_no_kernel_takes():
+    assert experts.refusal(2048, 768, 128) is None
+    assert "got 96" in (experts.refusal(2048, 768, 96) or "") and "got 192" in (experts.refusal(2048, 768, 192) or "")
+    assert "got 2048 and 700" in (experts.refusal(2048, 700, 128) or "")
 
 
 @interpreted

@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 
 from jaxspec.models import few_rows
-from jaxspec.models.base import ModelConfig
+from jaxspec.models.base import Experts, ModelConfig, counting_experts, touched
+from jaxspec.models.experts import mlp
 from jaxspec.models.layers import Transformer, causal_attention, tensor_parallel
 from jaxspec.models.quantised import Quantised
 from jaxspec.runtime.sharding import tensor_mesh
@@ -38,10 +39,21 @@ def forward(module: Transformer, tokens_BN: jax.Array) -> list[np.ndarray]:
     return [np.asarray(x, np.float32) for x in run(state)]
 
 
-@pytest.mark.parametrize("heads", [(2, 1, 128), (4, 2, 64)], ids=["rotated-in-the-product", "rotated-after"])
-def test_few_rows_are_the_layers(heads: tuple[int, int, int]):
-    h, g, c = heads
-    plain = model(dataclasses.replace(CONFIG, num_heads=h, num_kv_heads=g, head_dim=c))
+QWEN = dict(qk_norm=True, attention_bias=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, QWEN, QWEN | dict(num_heads=4, num_kv_heads=2, head_dim=64)],
+    ids=["rotated-in-the-product", "normed-in-the-product", "normed-and-rotated-after"],
+)
+def test_few_rows_are_the_layers(change: dict[str, Any]):
+    plain = model(dataclasses.replace(CONFIG, **change))
+    for layer in plain.layers:
+        for i, norm in enumerate((layer.attn.q_norm, layer.attn.k_norm) if change else ()):
+            norm.weight.set_value(jax.random.uniform(jax.random.key(i), norm.weight.shape).astype(jnp.bfloat16))
+        if change:
+            layer.attn.qkv.bias.set_value(jnp.linspace(-1, 1, layer.attn.qkv.bias.shape[0], dtype=jnp.bfloat16))
     prepared = few_rows.prepare(plain, "reference")
     assert prepared.few_rows == few_rows.FewRows("reference") and plain.few_rows is None
     for b, n in ((1, 1), (1, 5), (3, 4)):  # fewer than 8 rows, and 12, which are padded
@@ -51,6 +63,33 @@ def test_few_rows_are_the_layers(heads: tuple[int, int, int]):
     many = jax.random.randint(jax.random.key(0), (1, few_rows.MOST_ROWS + 1), 0, CONFIG.vocab_size)
     for got, want in zip(forward(prepared, many), forward(plain, many), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("inner", [64, 96], ids=["by-kernels", "experts-by-xla"])
+def test_few_rows_of_experts_are_the_layers(inner: int):
+    """Experts of a width that no kernel takes run as they always do, behind attention that does not."""
+    cfg = dataclasses.replace(CONFIG, qk_norm=True, experts=Experts(64, 4, inner, (1,)))
+    plain = Transformer(cfg, dtype=jnp.bfloat16, rngs=nnx.Rngs(3), mlp=mlp)
+    prepared = few_rows.prepare(plain, "reference", output=True)
+    assert prepared.few_rows is not None
+    for b, n in ((1, 1), (3, 4)):
+        tokens = jax.random.randint(jax.random.key(b * n), (b, n), 0, CONFIG.vocab_size)
+        for got, want in zip(pass_over(prepared, tokens), pass_over(plain, tokens), strict=True):
+            np.testing.assert_allclose(got, want, atol=2**-6 * np.abs(want).max())
+
+
+def pass_over(module: Transformer, tokens_BN: jax.Array) -> list[np.ndarray]:
+    """Hidden states, logits, and how many experts were read."""
+    graph, state = nnx.split(module)
+    positions = jnp.broadcast_to(jnp.arange(tokens_BN.shape[1]), tokens_BN.shape)
+
+    def run(state: Any) -> list[Any]:
+        own = nnx.merge(graph, state)
+        with counting_experts() as chosen:
+            hidden, _ = own(tokens_BN, positions, attend)
+        return [hidden, own.logits(hidden), touched(chosen)]
+
+    return [np.asarray(x, np.float32) for x in jax.jit(run)(state)]
 
 
 @pytest.mark.parametrize("c", [128, 64], ids=["rotated-in-the-product", "rotated-after"])
@@ -106,7 +145,7 @@ def test_quantised_weights_that_no_kernel_reads():
 @pytest.mark.parametrize(
     ("change", "dtype", "said"),
     [
-        ({"qk_norm": True}, jnp.bfloat16, "qk_norm=True"),
+        ({"qk_norm": True, "qk_norm_wide": True}, jnp.bfloat16, "qk_norm_wide=True"),
         ({"attention_bias": True, "norm_gain": "one_plus"}, jnp.bfloat16, "norm_gain=one_plus"),
         ({"intermediate_size": 400}, jnp.bfloat16, "multiples"),
         ({}, jnp.float32, "float32"),

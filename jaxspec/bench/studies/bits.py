@@ -16,25 +16,26 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.bench.studies import report
-from jaxspec.bench.studies.few_rows import EMBED, HEADS, NAMES, SHAPES, inputs, run, ways_for, weight
+from jaxspec.bench.studies.few_rows import NAMES, SHAPES, inputs, run, weight
+from pallas_kernels.small_batch import gpu, reference
 from pallas_kernels.tree_attention.api import tree_attention
 
 #: Rows of a plain step at batch 1 and 8, of chains of 3 and 5 at batch 1 and of 3 at batch 8.
 ROWS = (1, 4, 6, 8, 32)
-VOCABULARY, PAGE = 128256, 64
+SHAPE, PAGE = SHAPES["8b"], 64
 
 
 def products(name: str) -> Iterator[tuple[str, bool]]:
     """Whether each kernel's first row has the same bits among any number of rows."""
-    for i, (part, shape) in enumerate(SHAPES.items()):
-        w = weight(jax.random.key(i), name, *shape)
-        call = jax.jit(lambda w, rows, part=part: run(part, w, rows, ways_for(w)))
+    for i, (part, shape) in enumerate(SHAPE.weights.items()):
+        w = {part: weight(jax.random.key(i), name, *shape)}
+        call = jax.jit(lambda w, rows, part=part: run(SHAPE, part, w, rows, True))
         yield f"{name} {part}", first_rows(lambda m, call=call, w=w: call(w, padded(m)))
 
 
 def padded(m: int) -> dict[str, Any]:
     """As `models.few_rows` pads: beyond 8 to whole groups of 8."""
-    return inputs(m if m <= 8 else -(-m // 8) * 8)
+    return inputs(SHAPE, m if m <= 8 else -(-m // 8) * 8)
 
 
 def first_rows(call: Callable[[int], Any]) -> bool:
@@ -45,18 +46,17 @@ def first_rows(call: Callable[[int], Any]) -> bool:
 
 
 def output_layer() -> Iterator[tuple[str, bool]]:
-    """The output layer by XLA, and the most likely token."""
-    w = jax.jit(lambda key: (jax.random.normal(key, (EMBED, VOCABULARY), jnp.float32) * 0.02).astype(jnp.bfloat16))(
-        jax.random.key(3)
-    )
-    dot = jax.jit(lambda x: jax.lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32))
+    """The output layer by its kernel and by XLA."""
+    w = weight(jax.random.key(3), "bf16", SHAPE.embed, SHAPE.vocabulary)
+    by_kernel, by_xla = jax.jit(gpu.logits), jax.jit(reference.logits)
+    yield "output layer", first_rows(lambda m: by_kernel(padded(m)["out"], w))
     # One row is padded to two, as `layers.product` does.
-    yield "output layer by XLA", first_rows(lambda m: dot(inputs(max(2, m))["out"]))
+    yield "output layer by XLA", first_rows(lambda m: by_xla(inputs(SHAPE, max(2, m))["out"], w))
 
 
 def attention(context: int) -> Iterator[tuple[str, bool]]:
     """Chains against tokens one by one, and both beside other requests."""
-    heads, kv, c = HEADS[0], HEADS[1], 128
+    heads, kv, c = *SHAPE.heads[:2], 128
     normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(jnp.bfloat16)
     columns = -(-(context + PAGE) // PAGE)
     pages = normal(1, 8 * columns, kv, PAGE, 2 * c)

@@ -1,14 +1,17 @@
-"""python -m jaxspec.bench.studies.few_rows: a decoder layer's kernels for few rows, by the type of its weights.
+"""python -m jaxspec.bench.studies.few_rows: a decoder layer's kernels for few rows, by shape and type of its weights.
 
-Random weights in the shapes of Llama 3.1 8B's layers, in bfloat16 and packed in few bits. Every kernel is compared with
-plain XLA's result, and its first row with the same row alone, bit for bit; then some layers' kernels are run one after
-the other, the types taking turns: microseconds of a layer, and of each kernel by the profiler, against the time that
-reading the bytes takes.
+Random weights in the shapes of Llama 3.1 8B's or Qwen3-30B-A3B's layers, in bfloat16 and (8B) packed in few bits. Every
+kernel is compared with plain XLA's result, and its first row with the same row alone, bit for bit; then some layers'
+kernels are run one after the other, the variants taking turns: microseconds of a layer, and of each kernel by the
+profiler, against the time that reading the bytes takes. `--ahead` are variants of how much of the next kernel's weights
+a kernel asks the second-level cache for.
 """
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
+import dataclasses
 import statistics
 import sys
 import time
@@ -20,63 +23,117 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.bench.studies import report
-from jaxspec.bench.studies.rounds import BANDWIDTH, FORMATS, quantised_kernel
+from jaxspec.bench.studies.rounds import BANDWIDTH, FORMATS, asking, quantised_kernel
 from jaxspec.models.quantised import stored_bytes
 from pallas_kernels.profile import medians, record
-from pallas_kernels.small_batch import gpu, gpu_packed, packed, reference
+from pallas_kernels.small_batch import experts, gpu, gpu_experts, packed, reference
 from pallas_kernels.small_batch.packed import Packed
 
-EMBED, HIDDEN, HEADS, EPS = 4096, 14336, (32, 8, 8), 1e-5
+EPS, C = 1e-5, 128
 NAMES = ("bf16", *FORMATS)
-#: A layer's kernels: what runs it, and the shape of its weights.
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A model's.
+
+    Attributes:
+      heads: queries', keys' and values'. experts: of a layer, 0 for an MLP. per_token: of these.
+    """
+
+    embed: int
+    inner: int
+    heads: tuple[int, int, int]
+    vocabulary: int
+    experts: int = 0
+    per_token: int = 0
+
+    @property
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        """A layer's matrices."""
+        e, f, n = self.embed, self.inner, self.experts
+        attention = {"heads": (e, C * sum(self.heads)), "out": (C * self.heads[0], e)}
+        mlp = {"swiglu": (e, 2 * f), "down": (f, e)}
+        return attention | ({"router": (e, n), "gate_up": (n, e, 2 * f), "down": (n, f, e)} if n else mlp)
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """A layer's kernels, in their order."""
+        return ("heads", "out", "choose", "mix") if self.experts else ("heads", "out", "swiglu", "down")
+
+    @property
+    def read(self) -> int:
+        """Values of a layer's matrices that one row reads."""
+        of = {name: int(np.prod(shape)) for name, shape in self.weights.items()}
+        return sum(size // self.experts * self.per_token if len(self.weights[name]) > 2 else size
+                   for name, size in of.items())  # fmt: skip
+
+
 SHAPES = {
-    "heads": (EMBED, 128 * sum(HEADS)), "out": (EMBED, EMBED), "swiglu": (EMBED, 2 * HIDDEN), "down": (HIDDEN, EMBED),
-}  # fmt: skip
+    "8b": Shape(4096, 14336, (32, 8, 8), 128256),
+    "30b-a3b": Shape(2048, 768, (32, 4, 4), 151936, 128, 8),
+}
 
 
-def weight(key: jax.Array, name: str, k: int, n: int) -> jax.Array | Packed:
+def weight(key: jax.Array, name: str, *shape: int) -> jax.Array | Packed:
     """A kernel of some format, of a standard deviation of 0.02."""
     if name == "bf16":
-        return (jax.random.normal(key, (k, n), jnp.float32) * 0.02).astype(jnp.bfloat16)
-    few = quantised_kernel(key, name, k, n)
+        return jax.jit(lambda key: (jax.random.normal(key, shape, jnp.float32) * 0.02).astype(jnp.bfloat16))(key)
+    few = quantised_kernel(key, name, *shape)
     return jax.jit(packed.pack)(few.values, few.scale)
 
 
-def run(name: str, w: Any, rows: dict[str, Any], ways: Any) -> Any:
+def run(shape: Shape, call: str, w: dict[str, Any], rows: dict[str, Any], kernels: bool, ahead: Any = None) -> Any:
     """One of a layer's kernels on rows of the stack's."""
-    if name == "heads":
-        return ways.heads(rows["stream"], w, rows["rope"], HEADS, EPS)
-    if name == "swiglu":
-        return ways.swiglu(rows["stream"], w, EPS)
-    return ways.add(rows[name], w, rows["stream"].h_ME, rows["gain"])
+    products, mixture, stream = gpu if kernels else reference, gpu_experts if kernels else experts, rows["stream"]
+    if call == "heads":
+        gains = rows["gains"] if shape.experts else None
+        return products.heads(stream, w["heads"], rows["rope"], shape.heads, EPS, gains=gains, ahead=ahead)
+    if call == "swiglu":
+        return products.swiglu(stream, w["swiglu"], EPS, ahead=ahead)
+    if call == "choose":
+        return mixture.choose(stream, w["router"], EPS, shape.per_token, stream.h_ME.shape[0])
+    if call == "mix":
+        choice = rows["choice"]
+        own = w["gate_up"], w["down"], rows["gain"], EPS, shape.per_token
+        return mixture.mix(stream, choice, *own, ahead=ahead)
+    if call == "logits":
+        return products.logits(stream.h_ME, w["logits"])
+    return products.add(rows[call], w[call], stream.h_ME, rows["gain"], ahead=ahead)
 
 
-def ways_for(w: Any) -> Any:
-    return gpu_packed if isinstance(w, Packed) else gpu
-
-
-def layers(weights: Sequence[dict[str, Any]], rows: dict[str, Any]) -> jax.Array:
+def layers(shape: Shape, weights: Sequence[dict[str, Any]], rows: dict[str, Any]) -> jax.Array:
     """A stack of layers but for attention: the query goes straight to the output projection."""
-    stream = rows["stream"]
-    for w in weights:
-        ways, own = ways_for(w["heads"]), {**rows, "stream": stream}
-        stream = run("out", w["out"], own | {"out": run("heads", w["heads"], own, ways)[0]}, ways)
-        own = {**rows, "stream": stream}
-        stream = run("down", w["down"], own | {"down": run("swiglu", w["swiglu"], own, ways)}, ways)
-    return stream.h_ME
+    rows = dict(rows)
+    for w, after in zip(weights, [*weights[1:], {"heads": None}], strict=True):
+        go = lambda call, ahead, w=w: run(shape, call, w, rows, True, ahead)
+        rows["out"] = go("heads", w["out"])[0]
+        rows["stream"] = go("out", w.get("swiglu"))
+        if shape.experts:
+            rows["choice"] = go("choose", None)
+            rows["stream"] = go("mix", after["heads"])
+        else:
+            rows["down"] = go("swiglu", w["down"])
+            rows["stream"] = go("down", after["heads"])
+    return rows["stream"].h_ME
 
 
-def inputs(m: int) -> dict[str, Any]:
+def inputs(shape: Shape, m: int) -> dict[str, Any]:
     """Rows for every kernel; the first m of the same 64."""
-    normal = lambda seed, width, scale=1.0: (
-        jax.random.normal(jax.random.key(seed), (64, width), jnp.float32) * scale
-    ).astype(jnp.bfloat16)[:m]
-    angles = jax.random.uniform(jax.random.key(5), (64, 64))[:, : -(-m // 8) * 8] * 6
-    gain = jax.random.uniform(jax.random.key(6), (EMBED,), jnp.float32, 0.5, 1.5).astype(jnp.bfloat16)
-    return {
-        "stream": reference.begin(normal(1, EMBED), gain), "gain": gain, "rope": (jnp.cos(angles), jnp.sin(angles)),
-        "out": normal(2, EMBED), "down": normal(3, HIDDEN),
+    normal = lambda seed, width: jax.random.normal(jax.random.key(seed), (64, width), jnp.float32).astype(jnp.bfloat16)
+    angles = jax.random.uniform(jax.random.key(5), (C // 2, 64))[:, : -(-m // 8) * 8] * 6
+    gain = lambda seed, width: jax.random.uniform(jax.random.key(seed), (width,), jnp.float32, 0.5, 1.5).astype(
+        jnp.bfloat16
+    )
+    stream = reference.begin(normal(1, shape.embed)[:m], gain(6, shape.embed))
+    out = {
+        "stream": stream, "gain": gain(6, shape.embed), "rope": (jnp.cos(angles), jnp.sin(angles)),
+        "out": normal(2, C * shape.heads[0])[:m], "gains": (gain(7, C), gain(8, C)),
     }  # fmt: skip
+    if not shape.experts:
+        return out | {"down": normal(3, shape.inner)[:m]}
+    router = weight(jax.random.key(9), "bf16", shape.embed, shape.experts)
+    return out | {"choice": experts.choose(stream, router, EPS, shape.per_token, m)}
 
 
 def error(got: Any, want: Any, m: int) -> float:
@@ -84,90 +141,134 @@ def error(got: Any, want: Any, m: int) -> float:
     worst = 0.0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        if a.shape[0] != m:
-            a, b = a.sum(0)[:m], b.sum(0)[:m]
+        if a.ndim == 2 and a.shape[0] != m:  # rows are last, of weights and of sums of squares
+            a, b = (a, b) if isinstance(got, experts.Choice) else (a.sum(0), b.sum(0))
+            a, b = a[..., :m], b[..., :m]
         worst = max(worst, float(np.abs(a - b).max() / np.abs(b).max()))
     return worst
 
 
 def first_rows_equal(one: Any, many: Any, m: int) -> bool:
     """Whether the row alone has the bits of the first of many."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True)
     return all(
         bool((a[0] == b[0]).all()) if b.shape[0] == m else bool((a[:, 0] == b[:, 0]).all())
-        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True)
-    )
+        for a, b in pairs if b.ndim == 2
+    )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = report.parser("few_rows", __doc__)
     add = parser.add_argument
-    add("--formats", nargs="+", choices=NAMES, default=NAMES)
+    add("--shape", choices=sorted(SHAPES), default="8b")
+    add("--formats", nargs="+", choices=NAMES, help="default: all (8b), bf16")
     add("--rows", type=int, nargs="+", default=[1, 8, 32])
+    add("--ahead", type=float, nargs="+", metavar="MIB", help="variants of bf16 (default: as it is set)")
+    add("--output", action="store_true", help="the output layer, too, beside XLA's")
     add("--layers", type=int, default=8)
     add("--repeats", type=int, default=7, help="medians are taken over these")
     add("--bandwidth", type=float, help="TB/s, for the floor; default: the device's where it is known")
     args = parser.parse_args(argv)
-    rate = report.rate(BANDWIDTH, args.bandwidth)
-    keys = jax.random.split(jax.random.key(0), args.layers * len(SHAPES))
+    shape = SHAPES[args.shape]
+    formats = args.formats or (NAMES if args.shape == "8b" else ("bf16",))
+    if shape.experts and tuple(formats) != ("bf16",):
+        parser.error(f"--formats of --shape {args.shape} must be bf16, got {' '.join(formats)}")
+    return _measure(args, shape, formats)
+
+
+def _measure(args: argparse.Namespace, shape: Shape, formats: Sequence[str]) -> int:
+    rate, count = report.rate(BANDWIDTH, args.bandwidth), len(shape.weights) + 1
+    keys = jax.random.split(jax.random.key(0), args.layers * count)
     weights = {
         name: [
-            {part: weight(keys[len(SHAPES) * i + j], name, *shape) for j, (part, shape) in enumerate(SHAPES.items())}
+            {part: weight(keys[count * i + j], name, *size) for j, (part, size) in enumerate(shape.weights.items())}
             for i in range(args.layers)
         ]
-        for name in args.formats
+        for name in formats
     }
+    last = {"logits": weight(keys[-1], "bf16", shape.embed, shape.vocabulary)} if args.output else {}
 
-    def compiled(name: str, m: int, part: str | None) -> Callable[..., Any]:
-        first = weights[name][0]
-        if part is None:
-            return jax.jit(layers).lower(weights[name], inputs(m)).compile()
-        ways = ways_for(first[part])
-        return jax.jit(lambda w, rows: run(part, w, rows, ways)).lower(first[part], inputs(m)).compile()
+    def compiled(name: str, m: int, part: str) -> Callable[..., Any]:
+        if part == "layers":
+            return jax.jit(lambda w, rows: layers(shape, w, rows)).lower(weights[name], inputs(shape, m)).compile()
+        call = jax.jit(lambda w, rows: run(shape, part, w, rows, True))
+        return call.lower(weights[name][0] | last, inputs(shape, m)).compile()
 
     began = time.perf_counter()
-    jobs = [(name, m, part) for name in args.formats for m in args.rows for part in (None, *SHAPES)]
+    calls = [*shape.calls, *last]
+    found: dict[Any, Any] = {}
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        found = dict(zip(jobs, pool.map(lambda job: attempt(lambda: compiled(*job)), jobs), strict=True))
+        # What a kernel asks for is read when it is traced, so variants are not traced at once.
+        for mib in [None, *(args.ahead or ())]:
+            with asking(mib):
+                jobs = [
+                    (name, m, part)
+                    for name in formats for m in args.rows for part in ("layers", *(calls if mib is None else ()))
+                    if mib is None or name == "bf16"
+                ]  # fmt: skip
+                done = pool.map(lambda job: attempt(lambda: compiled(*job)), jobs)
+                found |= {(*job, mib): call for job, call in zip(jobs, done, strict=True)}
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, compiled in {time.perf_counter() - began:.0f} s")
+    for name in formats:
+        for part in calls:
+            _check(shape, name, part, args.rows, weights[name][0] | last, found)
     rows = []
-    for name in args.formats:
-        for part in SHAPES:
-            w, alone = weights[name][0][part], None
-            for m in args.rows:
-                call = found[name, m, part]
-                if isinstance(call, Exception):
-                    print(f"{name} {part} {m}: {call}", flush=True)
-                    continue
-                got = call(w, inputs(m))
-                want = jax.jit(lambda w, rows, part=part: run(part, w, rows, reference))(w, inputs(m))
-                alone = got if m == 1 else alone
-                same = "" if alone is None or m == 1 else f", first row as alone: {first_rows_equal(alone, got, m)}"
-                print(f"{name:10s} {part:6s} {m:2d} rows: off by {error(got, want, m):.1e}{same}", flush=True)
-    print("rows  format      layer, us   floor  " + "  ".join(f"{part:>6s}" for part in SHAPES))
+    print("rows  format     MiB ahead  layer, us   floor  " + "  ".join(f"{part:>6s}" for part in calls))
     for m in args.rows:
-        stacks = {name: found[name, m, None] for name in args.formats}
-        stacks = {name: f for name, f in stacks.items() if not isinstance(f, Exception)}
-        x, times = inputs(m), {name: [] for name in stacks}
+        stacks = {(name, mib): f for (name, rows, part, mib), f in found.items() if (rows, part) == (m, "layers")}
+        for key in [key for key, f in stacks.items() if isinstance(f, Exception)]:
+            print(f"{key[0]} layers {m}: {stacks.pop(key)}", flush=True)
+        x, times = inputs(shape, m), {key: [] for key in stacks}
         for _ in range(args.repeats):
-            for name, f in stacks.items():
-                jax.block_until_ready(f(weights[name], x))
+            for key, f in stacks.items():
+                jax.block_until_ready(f(weights[key[0]], x))
                 start = time.perf_counter()
-                jax.block_until_ready([f(weights[name], x) for _ in range(20)][-1])
-                times[name].append((time.perf_counter() - start) / 20 / args.layers)
-        for name, f in stacks.items():
+                jax.block_until_ready([f(weights[key[0]], x) for _ in range(20)][-1])
+                times[key].append((time.perf_counter() - start) / 20 / args.layers)
+        for key, f in stacks.items():
+            name, mib = key
             top = medians(record(lambda f=f, name=name, x=x: [f(weights[name], x) for _ in range(5)]))
-            size = sum(map(stored_bytes, jax.tree.leaves(weights[name][0])))
+            size = sum(map(stored_bytes, jax.tree.leaves(weights[name][0]))) if not shape.experts else 2 * shape.read
             kernels = {kind: 1e6 * t for kind, (_, t) in top.items()}
             row = {
-                "rows": m, "format": name, "us": 1e6 * statistics.median(times[name]),
+                "rows": m, "format": name, "ahead_mib": mib, "us": 1e6 * statistics.median(times[key]),
                 "floor_us": None if rate is None else 1e6 * size / rate, "kernels": kernels,
             }  # fmt: skip
             rows.append(row)
-            line = "  ".join(f"{kind[12:32]} {t:.1f}" for kind, t in list(kernels.items())[:6])
-            print(f"{m:4d}  {name:10s}  {row['us']:9.1f}  {row['floor_us'] or 0:6.1f}  {line}", flush=True)
+            line = "  ".join(f"{kind[12:32]} {t:.1f}" for kind, t in list(kernels.items())[:8])
+            asked = f"{gpu.AHEAD / 2**20 if mib is None else mib:9g}"
+            print(f"{m:4d}  {name:10s} {asked}  {row['us']:9.1f}  {row['floor_us'] or 0:6.1f}  {line}", flush=True)
+        if last:
+            rows.append(_output_layer(m, found["bf16", m, "logits", None], last, inputs(shape, m)))
     report.write(args, "few_rows", rows)
     return 0
+
+
+def _check(shape: Shape, name: str, part: str, counts: Sequence[int], w: dict[str, Any], found: dict[Any, Any]) -> None:
+    """Prints how far a kernel is from plain XLA, and whether its first row has the bits that it has alone."""
+    alone = None
+    for m in counts:
+        call = found[name, m, part, None]
+        if isinstance(call, Exception):
+            print(f"{name} {part} {m}: {call}", flush=True)
+            continue
+        got = call(w, inputs(shape, m))
+        want = jax.jit(lambda w, rows: run(shape, part, w, rows, False))(w, inputs(shape, m))
+        alone = got if m == 1 else alone
+        same = "" if alone is None or m == 1 else f", first row as alone: {first_rows_equal(alone, got, m)}"
+        print(f"{name:10s} {part:6s} {m:2d} rows: off by {error(got, want, m):.1e}{same}", flush=True)
+
+
+def _output_layer(m: int, call: Any, w: dict[str, Any], x: dict[str, Any]) -> dict[str, Any]:
+    """Times of the output layer by its kernel and by XLA, which pads one row to two as `layers.product` does."""
+    h = x["stream"].h_ME
+    dot = jax.jit(lambda w, h: reference.logits(jnp.pad(h, ((0, max(0, 2 - m)), (0, 0))), w["logits"]))
+    jax.block_until_ready((call(w, x), dot(w, h)))
+    own, xla = ([next(iter(medians(record(lambda f=f: [f() for _ in range(5)])).values()))[1]
+                 for f in (lambda: call(w, x), lambda: dot(w, h))])  # fmt: skip
+    print(f"{m:4d}  output layer: {1e6 * own:.1f} us, by XLA {1e6 * xla:.1f}", flush=True)
+    return {"rows": m, "output_us": 1e6 * own, "output_by_xla_us": 1e6 * xla}
 
 
 def attempt(make: Callable[[], Any]) -> Any:

@@ -6,20 +6,23 @@ back to back, as the engine does), the device's busy share of it, and the floor,
 time that reading the target's weights once takes at the bandwidth given. Packed rounds, of so many
 tokens over the batch, stand behind their tier's. With `--tensor-parallel N` the same on N devices, after one where a
 model fits it: how much faster, and which share of the device's time collectives take (waiting for another included).
+`--ahead` compares how much of the next kernel's weights the kernels of few rows ask the second-level cache for.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import math
 import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +51,7 @@ from jaxspec.speculation.layouts import Batch
 from jaxspec.speculation.state import Geometry
 from jaxspec.tier import Tier
 from pallas_kernels.profile import busy, medians, record
+from pallas_kernels.small_batch import gpu
 
 #: Llama 3.1 8B and 3.2 1B, Qwen3-30B-A3B, small ones for rehearsals; with the heads' draft vocabularies.
 SHAPES = {
@@ -134,15 +138,27 @@ def quantise(target: Any, name: str) -> None:
             linear.kernel.set_value(quantised_kernel(next(keys), name, *linear.kernel[...].shape))
 
 
+@contextlib.contextmanager
+def asking(mib: float | None) -> Iterator[None]:
+    """Inside, kernels of few rows that are traced ask for so much of the next weights; None: as it is set."""
+    usual = gpu.AHEAD
+    gpu.AHEAD = usual if mib is None else int(mib * 2**20)
+    try:
+        yield
+    finally:
+        gpu.AHEAD = usual
+
+
 def build(
     shape: str, tiers: Sequence[Tier], batches: Sequence[int], context: int, dtype: jnp.dtype, *,
     kernels: str | None, sampled: bool, page: int, budgets: Sequence[float] = (), layers_by_xla: bool = False,
-    shards: int = 1, sums: str = "nccl", weights: str | None = None,
+    shards: int = 1, sums: str = "nccl", weights: str | None = None, output: bool = False,
 ) -> Runner:  # fmt: skip
     """A runner of random weights with one executable a tier and batch, and one a budget, on so many devices.
 
     Args:
       sums: how these add up activations (runtime.summing).
+      output: whether the output layer runs by its kernel for few rows.
     """
     cache = use_persistent_cache(True)
     cfg, draft_vocab = SHAPES[shape]
@@ -153,7 +169,7 @@ def build(
     if weights is not None:
         quantise(target, weights)
     if few_rows.unsupported() is None and not layers_by_xla:
-        target = few_rows.prepare(target)
+        target = few_rows.prepare(target, output=output)
     depth = max(tier.depth for tier in tiers)
     pages = -(-(context + 64 * (depth + 1)) // page)
     geo = Geometry(max(batches), max(batches) * pages, page, pages, depth, kernels=kernels)
@@ -249,6 +265,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--without-one", action="store_true", help="on N devices only")
     add("--sums", choices=sorted(summing.WAYS), nargs="+", help="how N devices add up (default: measured)")
     add("--layers-by-xla", action="store_true", help="no small-batch kernels (default: where the device has them)")
+    add("--output-by-kernel", action="store_true", help="the output layer by its kernel, too (default: by XLA)")
+    add("--ahead", type=float, nargs="+", default=[None], metavar="MIB", help="one after the other (default: as set)")
     add("--sampled", action="store_true", help="rounds that sample (temperature 0 rows included)")
     add("--rounds", type=int, default=50, help="rounds dispatched back to back")
     add("--repeats", type=int, default=5, help="medians are taken over these")
@@ -267,11 +285,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.sums or [None] if args.tensor_parallel > 1 else []:
         width, dtype = SHAPES[args.shape][0].hidden_size, jnp.dtype(args.dtype)
         ways.append((args.tensor_parallel, name or summing.choose(tensor_mesh(args.tensor_parallel), width, dtype)))
-    for shards, sums in ways:
+    for (shards, sums), mib in itertools.product(ways, args.ahead):
         if shards > 1:
             print(f"{shards} devices, sums by {sums}", flush=True)
+        if mib is not None:
+            print(f"{mib:g} MiB of the next weights", flush=True)
         try:
-            _measure(args, tiers, shards, sums, rows)
+            with asking(mib):
+                _measure(args, tiers, shards, sums, rows, mib)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or shards == args.tensor_parallel:
                 raise
@@ -282,23 +303,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(
-    args: argparse.Namespace, tiers: Sequence[Tier], shards: int, sums: str, rows: list[dict[str, Any]]
-) -> None:
+    args: argparse.Namespace, tiers: Sequence[Tier], shards: int, sums: str, rows: list[dict[str, Any]],
+    mib: float | None,
+) -> None:  # fmt: skip
     """Measures on so many devices, prints, and appends to `rows`."""
     runner = build(
         args.shape, tiers, sorted(set(args.batch)), args.context, jnp.dtype(args.dtype),
         kernels=args.kernels, sampled=args.sampled, page=args.page, budgets=args.budget,
         layers_by_xla=args.layers_by_xla, shards=shards, sums=sums, weights=args.weights,
+        output=args.output_by_kernel,
     )  # fmt: skip
     bench = Bench(runner, args.context)
     rate = report.rate(BANDWIDTH, args.bandwidth)
     cfg = runner.config
     kv = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * jnp.dtype(args.dtype).itemsize * args.context
-    alone = {(row["tier"], row["batch"], row["tokens"]): row["ms"] for row in rows if row["devices"] == 1}
+    alone = {(row["tier"], row["batch"], row["tokens"]): row["ms"] for row in rows if row["devices"] < shards}
     for batch in sorted(set(args.batch)):
         plain = None
         for tier, tokens in [(t, n) for t in tiers for n in (None, *runner.budgets.get((t, batch), ()))]:
             row = bench.measure(tier, batch, args.rounds, args.repeats, tokens) | {"devices": shards, "sums": sums}
+            row |= {} if mib is None else {"ahead_mib": mib}
             plain = plain or row["ms"]
             read = (target_bytes(runner, row["experts"]) + batch * kv) / shards
             row["floor_ms"] = least = None if rate is None else 1e3 * read / rate

@@ -1,0 +1,427 @@
+"""A mixture of experts for few rows on Mosaic GPU: every expert that any row uses is read once, and no other.
+
+Five launches (`experts` has their specification in plain XLA): a router's product in pieces of its inputs (`_Route`);
+from their sum each row's best experts, their weights, and the list of those in use (`_Choose`); gate and up of one
+expert in use for all rows, SwiGLU, and the rows' weights of that expert, zero where they do not use it (`_Up`); the
+products with the experts' down, summed over experts in registers, a share of every expert's inner width each (`_Down`);
+the sum of the shares and the residual (`_Finish`). A row meets its experts in the order of their numbers, and others
+add zeros, so its bits do not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.sizes import round_up
+from pallas_kernels.small_batch import experts, gpu, mosaic, unpack
+from pallas_kernels.small_batch.experts import Choice
+from pallas_kernels.small_batch.mosaic import F32, SUMS, along_rows, flipped, load
+from pallas_kernels.small_batch.reference import TILE, Stream
+
+#: Inputs that a program of the router takes.
+_PIECE = 128
+#: Bytes of shared memory left beside rings, and slots of a ring where programs share a multiprocessor.
+_ROOM, _SHARED_STAGES, _MAX_STAGES = 16384, 6, 11
+#: Pairs of rows and experts up to which the next product's weights fit into the second-level cache.
+_FEW = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class _Route:
+    """The router's sums over each piece of its inputs, [pieces, X, R].
+
+    Attributes:
+      shape: (M, K) of the rows. count: of experts.
+    """
+
+    shape: tuple[int, int]
+    count: int
+
+    name, teams = "route", 1
+
+    @property
+    def programs(self) -> int:
+        return self.shape[1] // _PIECE
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """See mosaic.Kernel."""
+        rows, parts = round_up(self.shape[0], 8), self.count // TILE
+        return {
+            "x": plgpu.SMEM((1, rows, _PIECE), dtype, transforms=mosaic.tiled(_PIECE)),
+            "w": plgpu.SMEM((1, parts, _PIECE, TILE), dtype, transforms=mosaic.tiled(TILE)),
+            "full": plgpu.Barrier(num_barriers=1, num_arrivals=parts + 1),
+            "out": plgpu.SMEM((self.count, rows), F32),
+        }
+
+    def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
+        """See mosaic.Kernel."""
+        (x_MK, w_KX), program = ins, lax.axis_index("program")
+        rows, parts = round_up(self.shape[0], 8), self.count // TILE
+        inputs = pl.ds(program * _PIECE, _PIECE)
+        for part in range(parts):
+            source = w_KX.at[inputs, pl.ds(part * TILE, TILE)]
+            plgpu.copy_gmem_to_smem(source, shared["w"].at[0, part], shared["full"].at[0])
+        source = x_MK.at[mosaic.all_rows(program, self.shape[0], rows), inputs]
+        plgpu.copy_gmem_to_smem(source, shared["x"].at[0], shared["full"].at[0])
+        run = lambda *totals: mosaic.walk(totals, shared, 1, lambda *_: None)
+        sums = pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((TILE, rows), F32)] * parts)
+        for part, total in enumerate(sums):
+            shared["out"].at[pl.ds(part * TILE, TILE)][...] = total
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(shared["out"], outs[0].at[program])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choose:
+    """A `Choice` of the sums of `_Route`.
+
+    Attributes:
+      rows: M. width: features of a row. tiles: of sums of squares. pieces: of the router's sums. count: of experts.
+    """
+
+    rows: int
+    width: int
+    tiles: int
+    pieces: int
+    count: int
+    per_token: int
+    normalised: bool
+    eps: float
+
+    name, teams, programs = "choose", 1, 1
+
+    def scratch(self, _: Any) -> dict[str, Any]:
+        """See mosaic.Kernel."""
+        rows = round_up(self.rows, 8)
+        return {
+            "squares": plgpu.SMEM((self.tiles, rows), F32),
+            "weights": plgpu.SMEM((self.count, rows), F32),
+            "used": plgpu.SMEM((self.count,), F32),
+            "rank": plgpu.SMEM((self.count,), F32),
+            "order": plgpu.SMEM((self.count,), jnp.int32),
+            "ranks": plgpu.SMEM((self.count,), jnp.int32),
+            "ready": plgpu.Barrier(num_barriers=1, num_arrivals=1),
+        }
+
+    def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
+        """See mosaic.Kernel."""
+        sums_PXR, squares_TR = ins
+        rows, count = round_up(self.rows, 8), self.count
+        plgpu.copy_gmem_to_smem(squares_TR, shared["squares"], shared["ready"].at[0])
+        logits = load(sums_PXR.at[0], SUMS)
+        for piece in range(1, self.pieces):
+            logits = logits + load(sums_PXR.at[piece], SUMS)
+        plgpu.barrier_wait(shared["ready"].at[0])
+        rows_of = functools.partial(along_rows, columns=count)
+        logits = logits * rows_of(mosaic.inverse_rms(shared["squares"], self.width, self.eps, SUMS.reduce(0)))
+        before = (count - plgpu.broadcasted_iota(jnp.int32, (count, rows), 0, layout=SUMS)).astype(F32)
+        there = plgpu.broadcasted_iota(jnp.int32, (count, rows), 1, layout=SUMS) < self.rows
+        left, chosen, best = logits, jnp.zeros_like(logits), None
+        for _ in range(self.per_token):  # of equals the first, as lax.top_k
+            top = rows_of(jnp.max(left, axis=0))
+            best = top if best is None else best
+            first = rows_of(jnp.max(jnp.where(left == top, before, 0.0), axis=0))
+            hit = before == first
+            left, chosen = jnp.where(hit, -jnp.inf, left), jnp.where(hit, 1.0, chosen)
+        assert best is not None
+        chosen = jnp.where(there, chosen, 0.0)
+        likely = jnp.exp(logits - best)
+        mine = jnp.where(chosen > 0.0, likely, 0.0)
+        total = jnp.sum(mine if self.normalised else likely, axis=0)
+        shared["weights"][...] = jnp.where(there, mine / rows_of(total), 0.0)
+        shared["used"][...] = jnp.max(chosen, axis=1)
+        self.compact(shared)
+        plgpu.commit_smem()
+        for name, out in zip(("order", "ranks", "weights"), outs, strict=True):
+            plgpu.copy_smem_to_gmem(shared[name], out)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def compact(self, shared: dict[str, Any]) -> None:
+        """From which experts are in use to their list, in order, and how many there are up to each."""
+        count, part = self.count, (TILE, self.count)
+        along = plgpu.broadcasted_iota(jnp.int32, part, 1, layout=SUMS)
+        used = along_rows(load(shared["used"], SUMS.reduce(0)))
+        for begin in range(0, count, TILE):
+            down = plgpu.broadcasted_iota(jnp.int32, part, 0, layout=SUMS) + begin
+            rank = jnp.sum(jnp.where(along <= down, used, 0.0), axis=1)
+            shared["rank"].at[pl.ds(begin, TILE)][...] = rank
+            shared["ranks"].at[pl.ds(begin, TILE)][...] = rank.astype(jnp.int32)
+        rank = along_rows(load(shared["rank"], SUMS.reduce(0)))
+        for begin in range(0, count, TILE):
+            place = plgpu.broadcasted_iota(jnp.int32, part, 0, layout=SUMS) + begin
+            mine = (rank == (place + 1).astype(F32)) & (used > 0.0)
+            found = jnp.sum(jnp.where(mine, (along + 1).astype(F32), 0.0), axis=1)
+            shared["order"].at[pl.ds(begin, TILE)][...] = found.astype(jnp.int32) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Up:
+    """Gate and up of the experts in use, and what SwiGLU and rows' weights make of them, [slots, M, F].
+
+    Attributes:
+      shape: (M, K) of the rows. inner: F. slots: experts that may be in use. squares: tiles of the norm.
+      ahead: whether down's weights are asked for. interpret: see gpu._Kernel.
+    """
+
+    shape: tuple[int, int]
+    inner: int
+    slots: int
+    eps: float
+    squares: int
+    ahead: bool
+
+    name, teams = "experts_up", 1
+
+    @property
+    def programs(self) -> int:
+        return self.slots * (self.inner // TILE)
+
+    @property
+    def stages(self) -> int:
+        stage = (2 * TILE + round_up(self.shape[0], 8)) * TILE * 2
+        alone = self.programs <= mosaic.MULTIPROCESSORS
+        room = (mosaic.SHARED - _ROOM) // stage if alone else _SHARED_STAGES
+        return max(2, min(_MAX_STAGES, room, self.shape[1] // TILE))
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """See mosaic.Kernel."""
+        rows = round_up(self.shape[0], 8)
+        return {
+            "x": plgpu.SMEM((self.stages, rows, TILE), dtype, transforms=mosaic.tiled(TILE)),
+            "w": plgpu.SMEM((self.stages, 2, TILE, TILE), dtype, transforms=mosaic.tiled(TILE)),
+            "full": plgpu.Barrier(num_barriers=self.stages, num_arrivals=3),
+            "out": plgpu.SMEM((rows, TILE), dtype),
+            "squares": plgpu.SMEM((self.squares, rows), F32),
+            "ready": plgpu.Barrier(num_barriers=1, num_arrivals=1),
+        }
+
+    def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
+        """See mosaic.Kernel."""
+        program = lax.axis_index("program")
+        across = self.inner // TILE
+        expert = ins[2][lax.div(program, across)]
+
+        @pl.when(expert >= 0)
+        def _() -> None:
+            self.one(program, expert, lax.rem(program, across), ins, outs, shared)
+
+    def one(self, program: Any, expert: Any, tile: Any, ins: Any, outs: Any, shared: dict[str, Any]) -> None:
+        """A tile of an expert in use."""
+        x_MK, w_XKF, _, squares_TR, weights_XR, down_XFE = ins
+        m, steps = self.shape[0], self.shape[1] // TILE
+        rows = round_up(m, 8)
+
+        def copy(step: Any, slot: Any) -> None:
+            inputs = pl.ds(step * TILE, TILE)
+            for part in range(2):
+                source = w_XKF.at[expert, inputs, pl.ds(part * self.inner + tile * TILE, TILE)]
+                plgpu.copy_gmem_to_smem(source, shared["w"].at[slot, part], shared["full"].at[slot])
+            source = x_MK.at[mosaic.all_rows(program, m, rows), inputs]
+            plgpu.copy_gmem_to_smem(source, shared["x"].at[slot], shared["full"].at[slot])
+
+        plgpu.copy_gmem_to_smem(squares_TR, shared["squares"], shared["ready"].at[0])
+        for step in range(self.stages - 1):
+            copy(step, step)
+        weights = along_rows(load(weights_XR.at[expert], SUMS.reduce(0)))  # too few bytes for the copy engine
+        plgpu.barrier_wait(shared["ready"].at[0])
+        inverse = mosaic.inverse_rms(shared["squares"], self.shape[1], self.eps, SUMS.reduce(0))
+
+        def last() -> None:
+            mosaic.prefetch(down_XFE.at[expert, pl.ds(tile * TILE, TILE)], 0, 1, 1 << 30)
+
+        run = functools.partial(
+            mosaic.walk, shared=shared, steps=steps, copy=copy, last=last if self.ahead else None
+        )  # fmt: skip
+        accumulators = [plgpu.WGMMAAccumulatorRef((TILE, rows), F32)] * 2
+        sums = pl.run_scoped(lambda *totals: run(totals), *accumulators)
+        gate, up = ((y * along_rows(inverse)).astype(x_MK.dtype).astype(F32) for y in sums)
+        # Rows that do not use the expert: whatever it makes of them is none of their business, not even NaN.
+        y = jnp.where(weights != 0.0, gate * lax.logistic(gate) * up * weights, 0.0)
+        flipped(shared["out"].at[:, :])[...] = y.astype(x_MK.dtype)
+        plgpu.commit_smem()
+        target = outs[0].at[lax.div(program, self.inner // TILE), :, pl.ds(tile * TILE, TILE)]
+        plgpu.copy_smem_to_gmem(shared["out"].at[pl.ds(0, m)], target)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Down:
+    """Sums over the experts in use of each share of their inner width, [shares, E, R].
+
+    Attributes:
+      rows: M. width: E. inner: F. count: of experts. ahead: bytes asked for of the next kernel's weights.
+    """
+
+    rows: int
+    width: int
+    inner: int
+    count: int
+    ahead: int
+
+    name, teams = "experts_down", 1
+
+    @property
+    def shares(self) -> int:
+        """As many as there are multiprocessors for, and of whole tiles."""
+        tiles = self.width // TILE
+        fits = [n for n in range(1, self.inner // TILE + 1) if self.inner % (n * TILE) == 0]
+        return max([n for n in fits if n * tiles <= mosaic.MULTIPROCESSORS], default=1)
+
+    @property
+    def programs(self) -> int:
+        return self.shares * (self.width // TILE)
+
+    @property
+    def depth(self) -> int:
+        """Inputs of a step."""
+        share = self.inner // self.shares
+        return max(n for n in (64, 128, 192, 256) if share % n == 0)
+
+    @property
+    def stages(self) -> int:
+        room = (mosaic.SHARED - _ROOM) // (self.depth * (TILE + round_up(self.rows, 8)) * 2)
+        return max(2, min(_MAX_STAGES, room))
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """See mosaic.Kernel."""
+        rows = round_up(self.rows, 8)
+        return {
+            "x": plgpu.SMEM((self.stages, rows, self.depth), dtype, transforms=mosaic.tiled(self.depth)),
+            "w": plgpu.SMEM((self.stages, 1, self.depth, TILE), dtype, transforms=mosaic.tiled(TILE)),
+            "full": plgpu.Barrier(num_barriers=self.stages, num_arrivals=2),
+            "out": plgpu.SMEM((TILE, rows), F32),
+            "order": plgpu.SMEM((self.count,), jnp.int32),
+            "ranks": plgpu.SMEM((self.count,), jnp.int32),
+            "ready": plgpu.Barrier(num_barriers=1, num_arrivals=2),
+        }
+
+    def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
+        """See mosaic.Kernel."""
+        hidden_SMF, down_XFE, order_X, ranks_X, *ahead = ins
+        program, tiles = lax.axis_index("program"), self.width // TILE
+        share, tile = lax.div(program, tiles), lax.rem(program, tiles)
+        rows, each = round_up(self.rows, 8), self.inner // self.shares // self.depth
+        for name, ref in (("order", order_X), ("ranks", ranks_X)):
+            plgpu.copy_gmem_to_smem(ref, shared[name], shared["ready"].at[0])
+        plgpu.barrier_wait(shared["ready"].at[0])
+        steps = shared["ranks"][self.count - 1] * each
+
+        def copy(step: Any, slot: Any) -> None:
+            at = lax.div(step, each) if each > 1 else step
+            inputs = pl.ds(share * (self.inner // self.shares) + (step - at * each) * self.depth, self.depth)
+            source = down_XFE.at[shared["order"][at], inputs, pl.ds(tile * TILE, TILE)]
+            plgpu.copy_gmem_to_smem(source, shared["w"].at[slot, 0], shared["full"].at[slot])
+            source = hidden_SMF.at[at, mosaic.all_rows(program, self.rows, rows), inputs]
+            plgpu.copy_gmem_to_smem(source, shared["x"].at[slot], shared["full"].at[slot])
+
+        for step in range(self.stages - 1):
+            pl.when(step < steps)(functools.partial(copy, jnp.int32(step), step))
+        last = (lambda: mosaic.prefetch(ahead[0], program, self.programs, self.ahead)) if self.ahead else None
+        if last is not None:
+            pl.when(steps < self.stages - 1)(last)  # the ring's first filling was its last
+        run = functools.partial(mosaic.walk, shared=shared, steps=steps, copy=copy, last=last)
+        [total] = pl.run_scoped(lambda *totals: run(totals), plgpu.WGMMAAccumulatorRef((TILE, rows), F32))
+        shared["out"][...] = total
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(shared["out"], outs[0].at[share, pl.ds(tile * TILE, TILE)])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Finish:
+    """The stream with the sum of `_Down`'s shares added.
+
+    Attributes:
+      rows: M. width: E. interpret: see gpu._Kernel.
+    """
+
+    rows: int
+    width: int
+    shares: int
+    interpret: bool
+
+    name, teams = "experts_finish", 1
+
+    @property
+    def programs(self) -> int:
+        return self.width // TILE
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """See mosaic.Kernel."""
+        rows = round_up(self.rows, 8)
+        return {
+            "parts": plgpu.SMEM((self.shares, TILE, rows), F32),
+            "ready": plgpu.Barrier(num_barriers=1, num_arrivals=3),
+            **gpu.added(rows, dtype),
+        }
+
+    def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
+        """See mosaic.Kernel."""
+        h_ME, parts_SER, gain_E = ins
+        program = lax.axis_index("program")
+        own, ready = pl.ds(program * TILE, TILE), shared["ready"].at[0]
+        rows = mosaic.all_rows(program, self.rows, round_up(self.rows, 8))
+        plgpu.copy_gmem_to_smem(parts_SER.at[:, own], shared["parts"], ready)
+        plgpu.copy_gmem_to_smem(h_ME.at[rows, own], shared["h"], ready)
+        plgpu.copy_gmem_to_smem(gain_E.at[own], shared["gain"], ready)
+        plgpu.barrier_wait(ready)
+        total = load(shared["parts"].at[0], SUMS)
+        for share in range(1, self.shares):
+            total = total + load(shared["parts"].at[share], SUMS)
+        times = functools.partial(unpack.times, layout=SUMS, interpret=self.interpret)
+        gpu.add_and_store(program, total.astype(h_ME.dtype).astype(F32), outs, shared, self.rows, times)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def choose(
+    stream: Stream, router_EX: jax.Array, eps: float, per_token: int, rows: int, *, normalised: bool = True,
+    interpret: Any = None,
+) -> Choice:  # fmt: skip
+    """See experts.choose."""
+    (m, k), count = stream.scaled_ME.shape, router_EX.shape[1]
+    mosaic.check_rows(m)
+    wide = round_up(m, 8)
+    route = _Route((m, k), count)
+    sums = jax.ShapeDtypeStruct((route.programs, count, wide), F32)
+    [sums_PXR] = mosaic.launch(route, (sums,), stream.scaled_ME, router_EX, interpret=interpret)
+    tiles = stream.squares_TR.shape[0]
+    kernel = _Choose(rows, k, tiles, route.programs, count, per_token, normalised, eps)
+    list_X, weights_XR = (jax.ShapeDtypeStruct(shape, kind) for shape, kind in (
+        ((count,), jnp.int32), ((count, wide), F32)
+    ))  # fmt: skip
+    outs = (list_X, list_X, weights_XR)
+    return Choice(*mosaic.launch(kernel, outs, sums_PXR, stream.squares_TR, interpret=interpret))
+
+
+def mix(
+    stream: Stream, choice: Choice, gate_up_XEF: jax.Array, down_XFE: jax.Array, gain_E: jax.Array, eps: float,
+    per_token: int, *, ahead: Any = None, interpret: Any = None,
+) -> Stream:  # fmt: skip
+    """See experts.mix."""
+    (m, k), (count, inner, width) = stream.scaled_ME.shape, down_XFE.shape
+    slots = experts.slots(m, per_token, count)
+    few = m * per_token <= _FEW
+    up = _Up((m, k), inner, slots, eps, stream.squares_TR.shape[0], few)
+    hidden = jax.ShapeDtypeStruct((slots, m, inner), stream.h_ME.dtype)
+    beside = (choice.order_X, stream.squares_TR, choice.weights_XR, down_XFE)
+    [hidden_SMF] = mosaic.launch(up, (hidden,), stream.scaled_ME, gate_up_XEF, *beside, interpret=interpret)
+    known = isinstance(ahead, jax.Array) and ahead.ndim == 2 and gpu.AHEAD > 0
+    down = _Down(m, width, inner, count, gpu.AHEAD if known else 0)
+    parts = jax.ShapeDtypeStruct((down.shares, width, round_up(m, 8)), F32)
+    beside = (choice.order_X, choice.ranks_X, *((ahead,) if known else ()))
+    [parts_SER] = mosaic.launch(down, (parts,), hidden_SMF, down_XFE, *beside, interpret=interpret)
+    same = jax.ShapeDtypeStruct((m, width), stream.h_ME.dtype)
+    squares = jax.ShapeDtypeStruct((width // TILE, round_up(m, 8)), F32)
+    finish = _Finish(m, width, down.shares, interpret is not None)
+    ins = stream.h_ME, parts_SER, gain_E
+    return Stream(*mosaic.launch(finish, (same, same, squares), *ins, interpret=interpret))

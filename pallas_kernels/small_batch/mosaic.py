@@ -1,0 +1,185 @@
+"""What the Mosaic kernels of few rows have in common: how they lie in shared memory, walk, end and are launched.
+
+Owns no product. A kernel is a frozen record that says what it needs of shared memory and what a program does; `launch`
+makes a call of it. Programs end by asking the second-level cache for what the next launch reads first (`prefetch`):
+between two launches no program asks the memory for anything, some 3 us on an H200.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+#: Bytes of shared memory that a program may have on Hopper, and multiprocessors of an H100 and an H200.
+SHARED, MULTIPROCESSORS = 232448, 132
+#: The layout of wgmma's sums [64, rows]; vectors along either axis are its reductions.
+SUMS = plgpu.Layout.WGMMA
+F32 = jnp.float32
+#: Rows and columns that one instruction brings into the second-level cache.
+_BOX = (64, 256)
+
+
+class Kernel(Protocol):
+    """One launch. Hashable: layers that launch the same share its trace.
+
+    Attributes:
+      name: for profiles. programs: of the grid. teams: warpgroups of a program.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def programs(self) -> int: ...
+    @property
+    def teams(self) -> int: ...
+
+    def scratch(self, dtype: Any, /) -> dict[str, Any]:
+        """Shared memory and barriers by name, for rows of a dtype."""
+        ...
+
+    def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any], /) -> None:
+        """What a warpgroup of a program does; axes of the grid are "program" and, with several teams, "team"."""
+        ...
+
+
+# Jitted: a model's layers share one trace and one lowering of a kernel, which take Python a second.
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))
+def launch(kernel: Any, outs: tuple[jax.ShapeDtypeStruct, ...], *ins: jax.Array, interpret: Any = None) -> Any:
+    """The results of a `Kernel`, as `outs` says; the first of `ins` are its rows."""
+    scratch = kernel.scratch(ins[0].dtype)
+    names = list(scratch)
+
+    def small_batch(*refs: Any) -> None:
+        shared = dict(zip(names, refs[len(ins) + len(outs) :], strict=True))
+        kernel.body(refs[: len(ins)], refs[len(ins) : len(ins) + len(outs)], shared)
+
+    small_batch.__name__ = f"small_batch_{kernel.name}"
+    extra: dict[str, Any] = {} if interpret is None else {"interpret": interpret}
+    if kernel.teams > 1:
+        extra |= {"num_threads": kernel.teams, "thread_name": "team"}
+    return plgpu.kernel(
+        small_batch, out_type=outs, scratch_types=tuple(scratch.values()), grid=(kernel.programs,),
+        grid_names=("program",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane), **extra,
+    )(*ins)  # fmt: skip
+
+
+def check_rows(m: int) -> None:
+    """Raises ValueError for a number of rows that the copy engine cannot bring."""
+    if m > 8 and m % 8:
+        raise ValueError(f"rows must be at most 8 or a multiple of 8, got {m}")
+
+
+def all_rows(program: Any, m: int, rows: int) -> Any:
+    """A slice of m rows, and of so many more that they are `rows`, which the copy engine fills with zeros."""
+    # A dynamic begin: of a static one JAX would say that it leaves the array.
+    return pl.ds(program * 0, rows) if m % 8 else pl.ds(0, rows)
+
+
+def tiled(lanes: int) -> tuple[Any, ...]:
+    """How wgmma's operands lie in shared memory: bfloat16 tiles of 8 rows, swizzled."""
+    swizzle = plgpu.find_swizzle(lanes * 16)
+    return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+
+
+def flipped(ref: Any) -> Any:
+    return ref.transpose((1, 0))
+
+
+def load(ref: Any, layout: Any) -> jax.Array:
+    """From any memory into registers."""
+    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]: JAX 0.10's signature
+
+
+def walk(
+    totals: Sequence[Any], shared: dict[str, Any], steps: Any, copy: Callable[[Any, Any], None], *, begin: Any = 0,
+    all_steps: Any = None, last: Callable[[], None] | None = None, flip: bool = True,
+) -> list[jax.Array]:  # fmt: skip
+    """Products summed over steps of a ring, whose first copies were asked for by the caller; all but one of a ring.
+
+    Args:
+      totals: accumulators [64, rows], one for each part of "w" in shared memory.
+      copy: brings a step into a slot. begin: the step of the ring's life that is the first of these.
+      all_steps: of the ring's life (default: these). last: done once when its last copy has been asked for.
+      flip: whether a tile of weights has inputs in rows.
+    """
+    stages = shared["w"].shape[0]
+    all_steps = steps if all_steps is None else all_steps
+
+    def one(step: Any, _: Any) -> tuple[()]:
+        slot = lax.rem(begin + step, stages)
+        plgpu.barrier_wait(shared["full"].at[slot])
+        for part, total in enumerate(totals):
+            tile = shared["w"].at[slot, part]
+            plgpu.wgmma(total, flipped(tile) if flip else tile, flipped(shared["x"].at[slot]))
+        plgpu.wgmma_wait(len(totals))  # the step before is done, and its slot free
+        ahead = begin + step + stages - 1
+
+        @pl.when(ahead < all_steps)
+        def _() -> None:
+            copy(ahead, lax.rem(ahead, stages))
+
+        if last is not None:
+            pl.when(ahead == all_steps)(last)
+        return ()
+
+    lax.fori_loop(0, steps, one, ())
+    return [total[...] for total in totals]
+
+
+def along_rows(v: jax.Array, columns: int = 64) -> jax.Array:
+    """[rows] as [columns, rows]."""
+    return lax.broadcast_in_dim(v, (columns, v.shape[0]), (1,))
+
+
+def along_columns(v: jax.Array, rows: int) -> jax.Array:
+    """[columns] as [columns, rows]."""
+    return lax.broadcast_in_dim(v, (v.shape[0], rows), (0,))
+
+
+def inverse_rms(squares: Any, width: int, eps: float, vector: Any) -> jax.Array:
+    """1 / root mean square of each row, [rows], by the sums of squares of tiles [tiles, rows], in their order.
+
+    Args:
+      width: features of a row. vector: a layout of [rows].
+    """
+    count, rows = squares.shape
+    several = math.gcd(count, 8)  # all at once take more registers than there are
+
+    def add(i: Any, total: jax.Array) -> jax.Array:
+        for t in range(several):
+            total = total + load(squares.at[i * several + t], vector)
+        return total
+
+    start = plgpu.layout_cast(jnp.zeros((rows,), F32), vector)
+    total = lax.fori_loop(0, count // several, add, start)
+    return lax.rsqrt(total * (1.0 / width) + eps)
+
+
+def prefetch(matrix: Any, program: Any, programs: int, size: int) -> None:
+    """Asks for a program's share of a matrix' first rows, up to `size` bytes of all programs together.
+
+    Args:
+      matrix: [K, N] in memory; nothing is asked for where boxes do not divide it.
+    """
+    k, n = matrix.shape
+    rows, columns = _BOX
+    if k % rows or n % columns:
+        return
+    across = n // columns
+    boxes = min(size // (n * rows * jnp.dtype(matrix.dtype).itemsize), k // rows) * across
+    for turn in range(-(-boxes // programs)):
+        box = jnp.int32(program + turn * programs)
+
+        @pl.when(box < boxes)
+        def _(box: Any = box) -> None:
+            at = pl.ds(lax.div(box, across) * rows, rows), pl.ds(lax.rem(box, across) * columns, columns)
+            plgpu.async_prefetch(matrix.at[at])
