@@ -129,13 +129,12 @@ def _padded(x_ME: jax.Array) -> jax.Array:
 
 def _output(model: Transformer) -> tuple[jax.Array | None, bool]:
     """The output layer's weights if a kernel reads them, and whether they lie [E, V], not [V, E]."""
-    tied = model.lm_head is None
-    param = model.embedding if tied else model.lm_head.kernel
+    param, flip = (model.embedding, False) if model.lm_head is None else (model.lm_head.kernel, True)
     kernel = param[...]
     plain = isinstance(kernel, jax.Array) and kernel.ndim == 2 and kernel.dtype == jnp.bfloat16
     if not plain or param.get_metadata(SPLIT, None) is not None or any(size % TILE for size in kernel.shape):
-        return None, not tied
-    return kernel, not tied
+        return None, flip
+    return kernel, flip
 
 
 @dataclasses.dataclass(frozen=True)

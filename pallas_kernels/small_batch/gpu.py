@@ -319,11 +319,12 @@ def _run(
     Args:
       ahead: the weights that the next kernel reads, if they are arrays of two axes.
     """
-    mosaic.check_rows(x.shape[0])
-    sizes = _Sizes.of(kind, *x.shape, w.shape[1 if flip else 0])
+    (m, k), columns = x.shape, w.shape[1 if flip else 0]
+    mosaic.check_rows(m)
+    sizes = _Sizes.of(kind, m, k, columns)
     known = isinstance(ahead, jax.Array) and ahead.ndim == 2 and AHEAD > 0
     kernel = _Kernel(
-        kind, sizes, x.shape, flip=flip, ahead=AHEAD if known else 0, interpret=interpret is not None, **extra
+        kind, sizes, (m, k), flip=flip, ahead=AHEAD if known else 0, interpret=interpret is not None, **extra
     )  # fmt: skip
     return mosaic.launch(kernel, tuple(outs), x, w, *beside, *((ahead,) if known else ()), interpret=interpret)
 
@@ -367,7 +368,7 @@ def heads(
     if isinstance(kernel, Packed):
         assert bias is None and gains is None, "programs of packed weights have half a head"
         return gpu_packed.heads(stream, kernel, rope, counts, eps, interpret=interpret)
-    extra = _normed(stream, eps) | dict(counts=tuple(counts), biased=bias is not None)
+    extra: dict[str, Any] = _normed(stream, eps) | dict(counts=tuple(counts), biased=bias is not None)
     beside = [stream.squares_TR, *rope, *(() if bias is None else (bias,))]
     if gains is not None:
         extra["head_eps"] = eps

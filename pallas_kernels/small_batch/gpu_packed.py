@@ -379,11 +379,12 @@ def _run(
     kind: Kind, x: jax.Array, weight: Packed, outs: Sequence[jax.ShapeDtypeStruct], *beside: jax.Array,
     interpret: Any, **extra: Any,
 ) -> Any:  # fmt: skip
-    mosaic.check_rows(x.shape[0])
+    m, k = x.shape
+    mosaic.check_rows(m)
     if why := packed.refusal(weight.values.dtype, weight.shape, weight.groups):
         raise ValueError(why)
     kernel = _Kernel(
-        kind, weight.values.dtype.name, x.shape, weight.shape[1], weight.groups,
+        kind, weight.values.dtype.name, (m, k), weight.shape[1], weight.groups,
         interpret=interpret is not None, **extra,
     )  # fmt: skip
     return mosaic.launch(kernel, tuple(outs), x, weight.values, weight.scale, *beside, interpret=interpret)

@@ -49,11 +49,11 @@ QWEN = dict(qk_norm=True, attention_bias=True)
 )
 def test_few_rows_are_the_layers(change: dict[str, Any]):
     plain = model(dataclasses.replace(CONFIG, **change))
-    for layer in plain.layers:
-        for i, norm in enumerate((layer.attn.q_norm, layer.attn.k_norm) if change else ()):
+    for layer in plain.layers if change else ():
+        attn: Any = layer.attn
+        for i, norm in enumerate((attn.q_norm, attn.k_norm)):
             norm.weight.set_value(jax.random.uniform(jax.random.key(i), norm.weight.shape).astype(jnp.bfloat16))
-        if change:
-            layer.attn.qkv.bias.set_value(jnp.linspace(-1, 1, layer.attn.qkv.bias.shape[0], dtype=jnp.bfloat16))
+        attn.qkv.bias.set_value(jnp.linspace(-1, 1, attn.qkv.bias.shape[0], dtype=jnp.bfloat16))
     prepared = few_rows.prepare(plain, "reference")
     assert prepared.few_rows == few_rows.FewRows("reference") and plain.few_rows is None
     for b, n in ((1, 1), (1, 5), (3, 4)):  # fewer than 8 rows, and 12, which are padded

@@ -132,7 +132,7 @@ def inputs(shape: Shape, m: int) -> dict[str, Any]:
     }  # fmt: skip
     if not shape.experts:
         return out | {"down": normal(3, shape.inner)[:m]}
-    router = weight(jax.random.key(9), "bf16", shape.embed, shape.experts)
+    router = jax.random.normal(jax.random.key(9), (shape.embed, shape.experts), jnp.float32).astype(jnp.bfloat16)
     return out | {"choice": experts.choose(stream, router, EPS, shape.per_token, m)}
 
 

@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import itertools
 import math
 import re
 import statistics
@@ -285,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.sums or [None] if args.tensor_parallel > 1 else []:
         width, dtype = SHAPES[args.shape][0].hidden_size, jnp.dtype(args.dtype)
         ways.append((args.tensor_parallel, name or summing.choose(tensor_mesh(args.tensor_parallel), width, dtype)))
-    for (shards, sums), mib in itertools.product(ways, args.ahead):
+    for shards, sums, mib in [(*way, mib) for way in ways for mib in args.ahead]:
         if shards > 1:
             print(f"{shards} devices, sums by {sums}", flush=True)
         if mib is not None:
