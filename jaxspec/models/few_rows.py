@@ -70,20 +70,18 @@ class FewRows:
         # [C/2, rows], a column for each token, and as many as the kernels pad to.
         tables = tuple(jnp.pad(t.reshape(m, -1).T, ((0, 0), (0, -m % 8))) for t in rope)
         gains = [*(_gain(layer.attn_norm) for layer in model.layers), _gain(model.norm)]
-        following = [*(layer.attn.qkv.kernel[...] for layer in model.layers), _output(model)[0]][1:]
         stream = reference.begin(_padded(x_BNE.reshape(m, e)), gains[0])
         streams = [x_BNE]
-        for i, (layer, ahead) in enumerate(zip(model.layers, following, strict=True)):
-            attn, mlp = layer.attn, layer.mlp
+        for i, layer in enumerate(model.layers):
+            attn, mlp, gain = layer.attn, layer.mlp, _gain(layer.mlp_norm)
             q, k, v = self._heads(ways, attn, stream, rope, tables, (b, n), eps)
             out = _padded(attend(i, q, k, v, attn.options).reshape(m, -1))
-            gain, gate_up = _gain(layer.mlp_norm), mlp.gate_up.kernel[...] if isinstance(mlp, MLP) else None
-            stream = ways.add(out, attn.out.kernel[...], stream.h_ME, gain, gate_up)
+            stream = ways.add(out, attn.out.kernel[...], stream.h_ME, gain)
             if isinstance(mlp, MLP):
-                hidden = ways.swiglu(stream, gate_up, eps, mlp.down.kernel[...])
-                stream = ways.add(hidden, mlp.down.kernel[...], stream.h_ME, gains[i + 1], ahead)
+                hidden = ways.swiglu(stream, mlp.gate_up.kernel[...], eps)
+                stream = ways.add(hidden, mlp.down.kernel[...], stream.h_ME, gains[i + 1])
             elif _mixture_refusal(mlp) is None:
-                stream = ways.mixed(mlp, stream, m, gains[i + 1], eps, ahead)
+                stream = ways.mixed(mlp, stream, m, gains[i + 1], eps)
             else:
                 mixed = mlp(reference.normed(stream, gain, eps)[:m].reshape(b, n, e)).reshape(m, e)
                 stream = reference.begin(stream.h_ME + _padded(mixed), gains[i + 1])
@@ -101,9 +99,9 @@ class FewRows:
         norms = None if attn.q_norm is None or attn.k_norm is None else (attn.q_norm, attn.k_norm)
         if c == _ROTATED and not (isinstance(kernel, Packed) and (bias is not None or norms is not None)):
             gains = None if norms is None else (_gain(norms[0]), _gain(norms[1]))
-            parts = ways.heads(stream, kernel, tables, counts, eps, bias, gains, attn.out.kernel[...])
+            parts = ways.heads(stream, kernel, tables, counts, eps, bias, gains)
             return [p[: b * n].reshape(b, n, h, c) for p, h in zip(parts, counts, strict=True)]
-        qkv = ways.project(stream, kernel, eps, attn.out.kernel[...])[: b * n]
+        qkv = ways.project(stream, kernel, eps)[: b * n]
         qkv = qkv if bias is None else qkv + bias[None]
         parts = jnp.split(qkv.reshape(b, n, t, -1, c), [counts[0] // t, (counts[0] + counts[1]) // t], axis=3)
         q, k, v = (part.reshape(b, n, -1, c) for part in parts)
@@ -161,29 +159,25 @@ class _Ways:
         specs = [PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, TENSOR_AXIS) for axis in split]
         return jax.shard_map(fn, in_specs=tuple(specs[:-1]), out_specs=specs[-1], check_vma=False)
 
-    def _known(self, ahead: Any) -> Any:
-        """The weights that come next, where they are no other device's."""
-        return ahead if self.shards == 1 else None
-
-    def project(self, stream: Stream, kernel: Any, eps: float, ahead: Any) -> jax.Array:
-        run = lambda s, w: self.own.project(s, w, eps, ahead=self._known(ahead))
+    def project(self, stream: Stream, kernel: Any, eps: float) -> jax.Array:
+        run = lambda s, w: self.own.project(s, w, eps)
         return self._each(run, None, 1, 1)(stream, kernel)
 
     def heads(
         self, stream: Stream, kernel: Any, rope: tuple[jax.Array, ...], counts: Sequence[int], eps: float,
-        bias: jax.Array | None, gains: tuple[jax.Array, jax.Array] | None, ahead: Any,
+        bias: jax.Array | None, gains: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
-        mine, ahead = tuple(count // self.shards for count in counts), self._known(ahead)
-        run = lambda s, w, t, b, g: self.own.heads(s, w, t, mine, eps, bias=b, gains=g, ahead=ahead)
+        mine = tuple(count // self.shards for count in counts)
+        run = lambda s, w, t, b, g: self.own.heads(s, w, t, mine, eps, bias=b, gains=g)
         return self._each(run, None, 1, None, 0, None, 1)(stream, kernel, rope, bias, gains)
 
-    def swiglu(self, stream: Stream, kernel: Any, eps: float, ahead: Any) -> jax.Array:
-        run = lambda s, w: self.own.swiglu(s, w, eps, ahead=self._known(ahead))
+    def swiglu(self, stream: Stream, kernel: Any, eps: float) -> jax.Array:
+        run = lambda s, w: self.own.swiglu(s, w, eps)
         return self._each(run, None, 1, 1)(stream, kernel)
 
-    def add(self, x_MK: jax.Array, kernel: Any, h_ME: jax.Array, gain_E: jax.Array, ahead: Any) -> Stream:
+    def add(self, x_MK: jax.Array, kernel: Any, h_ME: jax.Array, gain_E: jax.Array) -> Stream:
         if self.shards == 1:
-            return self.own.add(x_MK, kernel, h_ME, gain_E, ahead=ahead)
+            return self.own.add(x_MK, kernel, h_ME, gain_E)
 
         def parts(x_MK: jax.Array, kernel: jax.Array, h_ME: jax.Array, gain_E: jax.Array) -> Stream:
             y = summed(self.own.multiply(x_MK, kernel), self.sums)
@@ -191,15 +185,13 @@ class _Ways:
 
         return self._each(parts, 1, 0, None, None, None)(x_MK, kernel, h_ME, gain_E)
 
-    def mixed(
-        self, mlp: MixtureOfExperts, stream: Stream, rows: int, gain_E: jax.Array, eps: float, ahead: Any
-    ) -> Stream:
+    def mixed(self, mlp: MixtureOfExperts, stream: Stream, rows: int, gain_E: jax.Array, eps: float) -> Stream:
         """The stream after a mixture of experts, for its first rows."""
         own, has = gpu_experts if self.kernels else experts, mlp.experts
         normalised = has.normalised or has.scores == "top_k"
         choice = own.choose(stream, mlp.router.kernel[...], eps, has.per_token, rows, normalised=normalised)
         report_experts(choice.order_X[None], has.count)
-        return own.mix(stream, choice, mlp.gate_up[...], mlp.down[...], gain_E, eps, has.per_token, ahead=ahead)
+        return own.mix(stream, choice, mlp.gate_up[...], mlp.down[...], gain_E, eps, has.per_token)
 
 
 def _gain(norm: Any) -> jax.Array:

@@ -69,15 +69,15 @@ def choose(
 
 def mix(
     stream: Stream, choice: Choice, gate_up_XEF: jax.Array, down_XFE: jax.Array, gain_E: jax.Array, eps: float,
-    per_token: int, *, ahead: object = None, interpret: Any = None,
+    per_token: int, *, interpret: Any = None,
 ) -> Stream:  # fmt: skip
     """The stream after what the chosen experts make of its norm is added, weighted.
 
     Args:
       gate_up_XEF: each expert's gate beside its up. gain_E: of the norm that reads the stream next.
-      per_token: experts of a row. ahead: see reference.project.
+      per_token: experts of a row.
     """
-    del ahead, interpret
+    del interpret
     m, dtype = stream.h_ME.shape[0], stream.h_ME.dtype
     listed_S = choice.order_X[: slots(m, per_token, down_XFE.shape[0])]
     at_S = jnp.maximum(listed_S, 0)

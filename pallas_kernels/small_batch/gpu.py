@@ -35,8 +35,6 @@ Kind = Literal["project", "logits", "heads", "swiglu", "add"]
 #: Bytes of shared memory that are left for results beside the ring and the tables.
 _ROOM = 8192
 _MAX_STAGES = 11
-#: Bytes of the next kernel's weights that a kernel asks the second-level cache for.
-AHEAD = 16 << 20
 #: `SUMS` in vectors of one value: float32 cannot be transposed in longer ones.
 _SINGLE = plgpu.Layout.TILED(
     plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,), (1,))), warp_dims=(-8,), lane_dims=(-4, -3), vector_dim=-1
@@ -81,7 +79,7 @@ class _Kernel:
       eps: of the norm before, over `squares` tiles; None where there is none.
       counts: query, key and value heads, of "heads". head_eps: of the norms of queries and keys, if any.
       biased: whether columns have a bias ("heads"). flip: whether weights lie [in, out], not [out, in].
-      ahead: bytes that are asked for of the next kernel's weights. interpret: whether registers are pretended.
+      interpret: whether registers are pretended.
     """
 
     kind: Kind
@@ -93,7 +91,6 @@ class _Kernel:
     head_eps: float | None = None
     biased: bool = False
     flip: bool = True
-    ahead: int = 0
     interpret: bool = False
 
     teams = 1
@@ -186,13 +183,10 @@ class _Kernel:
         if self.eps is not None:
             inverse = mosaic.inverse_rms(shared["squares"], self.shape[1], self.eps, SUMS.reduce(0))
 
-        def last() -> None:
-            mosaic.prefetch(beside[-1], program, s.programs, self.ahead)
-
         def turn(i: Any, _: Any = None) -> tuple[()]:
             run = functools.partial(
                 mosaic.walk, shared=shared, steps=s.steps, copy=copy, begin=i * s.steps, all_steps=turns * s.steps,
-                last=last if self.ahead else None, flip=self.flip,
+                flip=self.flip,
             )  # fmt: skip
             accumulators = [plgpu.WGMMAAccumulatorRef((TILE, s.rows), F32)] * s.parts
             sums = pl.run_scoped(lambda *totals: run(totals), *accumulators)
@@ -312,21 +306,14 @@ def store(shared: Any, y: jax.Array, ref: Any, begin: Any, m: int) -> None:
 
 def _run(
     kind: Kind, x: jax.Array, w: jax.Array, outs: Sequence[jax.ShapeDtypeStruct], *beside: jax.Array, interpret: Any,
-    ahead: Any = None, flip: bool = True, **extra: Any,
+    flip: bool = True, **extra: Any,
 ) -> Any:  # fmt: skip
-    """A launch.
-
-    Args:
-      ahead: the weights that the next kernel reads, if they are arrays of two axes.
-    """
+    """A launch."""
     (m, k), columns = x.shape, w.shape[1 if flip else 0]
     mosaic.check_rows(m)
     sizes = _Sizes.of(kind, m, k, columns)
-    known = isinstance(ahead, jax.Array) and ahead.ndim == 2 and AHEAD > 0
-    kernel = _Kernel(
-        kind, sizes, (m, k), flip=flip, ahead=AHEAD if known else 0, interpret=interpret is not None, **extra
-    )  # fmt: skip
-    return mosaic.launch(kernel, tuple(outs), x, w, *beside, *((ahead,) if known else ()), interpret=interpret)
+    kernel = _Kernel(kind, sizes, (m, k), flip=flip, interpret=interpret is not None, **extra)
+    return mosaic.launch(kernel, tuple(outs), x, w, *beside, interpret=interpret)
 
 
 def _normed(stream: Stream, eps: float) -> dict[str, Any]:
@@ -337,13 +324,13 @@ def _like(x: jax.Array, columns: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype)
 
 
-def project(stream: Stream, kernel: jax.Array | Packed, eps: float, *, ahead: Any = None, interpret: Any = None) -> Any:
+def project(stream: Stream, kernel: jax.Array | Packed, eps: float, *, interpret: Any = None) -> Any:
     """See reference.project."""
     if isinstance(kernel, Packed):
         return gpu_packed.project(stream, kernel, eps, interpret=interpret)
     x, outs = stream.scaled_ME, [_like(stream.h_ME, kernel.shape[1])]
     extra = _normed(stream, eps)
-    return _run("project", x, kernel, outs, stream.squares_TR, ahead=ahead, interpret=interpret, **extra)[0]
+    return _run("project", x, kernel, outs, stream.squares_TR, interpret=interpret, **extra)[0]
 
 
 def multiply(x_MK: jax.Array, kernel: jax.Array, *, interpret: Any = None) -> jax.Array:
@@ -361,7 +348,7 @@ def logits(x_MK: jax.Array, kernel: jax.Array | Packed, *, flip: bool = True, in
 
 def heads(
     stream: Stream, kernel: jax.Array, rope: tuple[jax.Array, jax.Array], counts: Sequence[int], eps: float, *,
-    bias: jax.Array | None = None, gains: tuple[jax.Array, jax.Array] | None = None, ahead: Any = None,
+    bias: jax.Array | None = None, gains: tuple[jax.Array, jax.Array] | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """See reference.heads."""
@@ -374,20 +361,20 @@ def heads(
         extra["head_eps"] = eps
         beside += gains
     outs = [_like(stream.h_ME, count * 2 * TILE) for count in counts]
-    return tuple(_run("heads", stream.scaled_ME, kernel, outs, *beside, ahead=ahead, interpret=interpret, **extra))
+    return tuple(_run("heads", stream.scaled_ME, kernel, outs, *beside, interpret=interpret, **extra))
 
 
-def swiglu(stream: Stream, kernel: jax.Array | Packed, eps: float, *, ahead: Any = None, interpret: Any = None) -> Any:
+def swiglu(stream: Stream, kernel: jax.Array | Packed, eps: float, *, interpret: Any = None) -> Any:
     """See reference.swiglu."""
     if isinstance(kernel, Packed):
         return gpu_packed.swiglu(stream, kernel, eps, interpret=interpret)
     x, outs = stream.scaled_ME, [_like(stream.h_ME, kernel.shape[1] // 2)]
     extra = _normed(stream, eps)
-    return _run("swiglu", x, kernel, outs, stream.squares_TR, ahead=ahead, interpret=interpret, **extra)[0]
+    return _run("swiglu", x, kernel, outs, stream.squares_TR, interpret=interpret, **extra)[0]
 
 
 def add(
-    x_MK: jax.Array, kernel: jax.Array | Packed, h_ME: jax.Array, gain_E: jax.Array, *, ahead: Any = None,
+    x_MK: jax.Array, kernel: jax.Array | Packed, h_ME: jax.Array, gain_E: jax.Array, *,
     interpret: Any = None,
 ) -> Stream:  # fmt: skip
     """See reference.add."""
@@ -395,7 +382,7 @@ def add(
         return gpu_packed.add(x_MK, kernel, h_ME, gain_E, interpret=interpret)
     same = jax.ShapeDtypeStruct(h_ME.shape, h_ME.dtype)
     squares = jax.ShapeDtypeStruct((kernel.shape[1] // TILE, round_up(h_ME.shape[0], 8)), F32)
-    return Stream(*_run("add", x_MK, kernel, [same, same, squares], h_ME, gain_E, ahead=ahead, interpret=interpret))
+    return Stream(*_run("add", x_MK, kernel, [same, same, squares], h_ME, gain_E, interpret=interpret))
 
 
 @functools.cache

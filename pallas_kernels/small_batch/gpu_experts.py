@@ -31,8 +31,6 @@ from pallas_kernels.small_batch.reference import TILE, Stream
 _PIECE = 128
 #: Bytes of shared memory left beside rings, and slots of a ring where programs share a multiprocessor.
 _ROOM, _SHARED_STAGES, _MAX_STAGES = 16384, 6, 11
-#: Pairs of rows and experts up to which the next product's weights fit into the second-level cache.
-_FEW = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +168,6 @@ class _Up:
 
     Attributes:
       shape: (M, K) of the rows. inner: F. slots: experts that may be in use. squares: tiles of the norm.
-      ahead: whether down's weights are asked for. interpret: see gpu._Kernel.
     """
 
     shape: tuple[int, int]
@@ -178,7 +175,6 @@ class _Up:
     slots: int
     eps: float
     squares: int
-    ahead: bool
 
     name, teams = "experts_up", 1
 
@@ -217,7 +213,7 @@ class _Up:
 
     def one(self, program: Any, expert: Any, tile: Any, ins: Any, outs: Any, shared: dict[str, Any]) -> None:
         """A tile of an expert in use."""
-        x_MK, w_XKF, _, squares_TR, weights_XR, down_XFE = ins
+        x_MK, w_XKF, _, squares_TR, weights_XR = ins
         m, steps = self.shape[0], self.shape[1] // TILE
         rows = round_up(m, 8)
 
@@ -236,12 +232,7 @@ class _Up:
         plgpu.barrier_wait(shared["ready"].at[0])
         inverse = mosaic.inverse_rms(shared["squares"], self.shape[1], self.eps, SUMS.reduce(0))
 
-        def last() -> None:
-            mosaic.prefetch(down_XFE.at[expert, pl.ds(tile * TILE, TILE)], 0, 1, 1 << 30)
-
-        run = functools.partial(
-            mosaic.walk, shared=shared, steps=steps, copy=copy, last=last if self.ahead else None
-        )  # fmt: skip
+        run = functools.partial(mosaic.walk, shared=shared, steps=steps, copy=copy)
         accumulators = [plgpu.WGMMAAccumulatorRef((TILE, rows), F32)] * 2
         sums = pl.run_scoped(lambda *totals: run(totals), *accumulators)
         gate, up = ((y * along_rows(inverse)).astype(x_MK.dtype).astype(F32) for y in sums)
@@ -259,14 +250,13 @@ class _Down:
     """Sums over the experts in use of each share of their inner width, [shares, E, R].
 
     Attributes:
-      rows: M. width: E. inner: F. count: of experts. ahead: bytes asked for of the next kernel's weights.
+      rows: M. width: E. inner: F. count: of experts.
     """
 
     rows: int
     width: int
     inner: int
     count: int
-    ahead: int
 
     name, teams = "experts_down", 1
 
@@ -307,7 +297,7 @@ class _Down:
 
     def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
         """See mosaic.Kernel."""
-        hidden_SMF, down_XFE, order_X, ranks_X, *ahead = ins
+        hidden_SMF, down_XFE, order_X, ranks_X = ins
         program, tiles = lax.axis_index("program"), self.width // TILE
         share, tile = lax.div(program, tiles), lax.rem(program, tiles)
         rows, each = round_up(self.rows, 8), self.inner // self.shares // self.depth
@@ -326,10 +316,7 @@ class _Down:
 
         for step in range(self.stages - 1):
             pl.when(step < steps)(functools.partial(copy, jnp.int32(step), step))
-        last = (lambda: mosaic.prefetch(ahead[0], program, self.programs, self.ahead)) if self.ahead else None
-        if last is not None:
-            pl.when(steps < self.stages - 1)(last)  # the ring's first filling was its last
-        run = functools.partial(mosaic.walk, shared=shared, steps=steps, copy=copy, last=last)
+        run = functools.partial(mosaic.walk, shared=shared, steps=steps, copy=copy)
         [total] = pl.run_scoped(lambda *totals: run(totals), plgpu.WGMMAAccumulatorRef((TILE, rows), F32))
         shared["out"][...] = total
         plgpu.commit_smem()
@@ -405,20 +392,18 @@ def choose(
 
 def mix(
     stream: Stream, choice: Choice, gate_up_XEF: jax.Array, down_XFE: jax.Array, gain_E: jax.Array, eps: float,
-    per_token: int, *, ahead: Any = None, interpret: Any = None,
+    per_token: int, *, interpret: Any = None,
 ) -> Stream:  # fmt: skip
     """See experts.mix."""
     (m, k), (count, inner, width) = stream.scaled_ME.shape, down_XFE.shape
     slots = experts.slots(m, per_token, count)
-    few = m * per_token <= _FEW
-    up = _Up((m, k), inner, slots, eps, stream.squares_TR.shape[0], few)
+    up = _Up((m, k), inner, slots, eps, stream.squares_TR.shape[0])
     hidden = jax.ShapeDtypeStruct((slots, m, inner), stream.h_ME.dtype)
-    beside = (choice.order_X, stream.squares_TR, choice.weights_XR, down_XFE)
+    beside = choice.order_X, stream.squares_TR, choice.weights_XR
     [hidden_SMF] = mosaic.launch(up, (hidden,), stream.scaled_ME, gate_up_XEF, *beside, interpret=interpret)
-    known = isinstance(ahead, jax.Array) and ahead.ndim == 2 and gpu.AHEAD > 0
-    down = _Down(m, width, inner, count, gpu.AHEAD if known else 0)
+    down = _Down(m, width, inner, count)
     parts = jax.ShapeDtypeStruct((down.shares, width, round_up(m, 8)), F32)
-    beside = (choice.order_X, choice.ranks_X, *((ahead,) if known else ()))
+    beside = choice.order_X, choice.ranks_X
     [parts_SER] = mosaic.launch(down, (parts,), hidden_SMF, down_XFE, *beside, interpret=interpret)
     same = jax.ShapeDtypeStruct((m, width), stream.h_ME.dtype)
     squares = jax.ShapeDtypeStruct((width // TILE, round_up(m, 8)), F32)

@@ -23,8 +23,6 @@ SHARED, MULTIPROCESSORS = 232448, 132
 #: The layout of wgmma's sums [64, rows]; vectors along either axis are its reductions.
 SUMS = plgpu.Layout.WGMMA
 F32 = jnp.float32
-#: Rows and columns that one instruction brings into the second-level cache.
-_BOX = (64, 256)
 
 
 class Kernel(Protocol):
@@ -101,14 +99,14 @@ def load(ref: Any, layout: Any) -> jax.Array:
 
 def walk(
     totals: Sequence[Any], shared: dict[str, Any], steps: Any, copy: Callable[[Any, Any], None], *, begin: Any = 0,
-    all_steps: Any = None, last: Callable[[], None] | None = None, flip: bool = True,
+    all_steps: Any = None, flip: bool = True,
 ) -> list[jax.Array]:  # fmt: skip
     """Products summed over steps of a ring, whose first copies were asked for by the caller; all but one of a ring.
 
     Args:
       totals: accumulators [64, rows], one for each part of "w" in shared memory.
       copy: brings a step into a slot. begin: the step of the ring's life that is the first of these.
-      all_steps: of the ring's life (default: these). last: done once when its last copy has been asked for.
+      all_steps: of the ring's life (default: these).
       flip: whether a tile of weights has inputs in rows.
     """
     stages = shared["w"].shape[0]
@@ -127,8 +125,6 @@ def walk(
         def _() -> None:
             copy(ahead, lax.rem(ahead, stages))
 
-        if last is not None:
-            pl.when(ahead == all_steps)(last)
         return ()
 
     lax.fori_loop(0, steps, one, ())
@@ -162,24 +158,3 @@ def inverse_rms(squares: Any, width: int, eps: float, vector: Any) -> jax.Array:
     start = plgpu.layout_cast(jnp.zeros((rows,), F32), vector)
     total = lax.fori_loop(0, count // several, add, start)
     return lax.rsqrt(total * (1.0 / width) + eps)
-
-
-def prefetch(matrix: Any, program: Any, programs: int, size: int) -> None:
-    """Asks for a program's share of a matrix' first rows, up to `size` bytes of all programs together.
-
-    Args:
-      matrix: [K, N] in memory; nothing is asked for where boxes do not divide it.
-    """
-    k, n = matrix.shape
-    rows, columns = _BOX
-    if k % rows or n % columns:
-        return
-    across = n // columns
-    boxes = min(size // (n * rows * jnp.dtype(matrix.dtype).itemsize), k // rows) * across
-    for turn in range(-(-boxes // programs)):
-        box = jnp.int32(program + turn * programs)
-
-        @pl.when(box < boxes)
-        def _(box: Any = box) -> None:
-            at = pl.ds(lax.div(box, across) * rows, rows), pl.ds(lax.rem(box, across) * columns, columns)
-            plgpu.async_prefetch(matrix.at[at])

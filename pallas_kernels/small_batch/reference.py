@@ -67,19 +67,14 @@ def multiply(x_MK: jax.Array, kernel: jax.Array) -> jax.Array:
     return _product(x_MK, kernel).astype(x_MK.dtype)
 
 
-def project(stream: Stream, kernel: jax.Array | Packed, eps: float, *, ahead: object = None) -> jax.Array:
-    """The norm of a stream times a kernel, in its type.
-
-    Args:
-      ahead: here and below: the weights that the next kernel reads; no result depends on them.
-    """
-    del ahead
+def project(stream: Stream, kernel: jax.Array | Packed, eps: float) -> jax.Array:
+    """The norm of a stream times a kernel, in its type."""
     return normed_product(stream, kernel, eps).astype(stream.h_ME.dtype)
 
 
 def heads(
     stream: Stream, kernel: jax.Array | Packed, rope: tuple[jax.Array, jax.Array], counts: Sequence[int], eps: float, *,
-    bias: jax.Array | None = None, gains: tuple[jax.Array, jax.Array] | None = None, ahead: object = None,
+    bias: jax.Array | None = None, gains: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """Queries, keys and values [M, heads * C] of a normed stream, the first two rotated.
 
@@ -87,7 +82,7 @@ def heads(
       rope: cosines and sines [C / 2, R] of each row's position. counts: of query, key and value heads.
       bias: of the kernel's columns. gains: [C] of norms over each head of queries and of keys.
     """
-    y = project(stream, kernel, eps, ahead=ahead)
+    y = project(stream, kernel, eps)
     if bias is not None:
         y = y + bias[None, :]
     m, half = stream.h_ME.shape[0], rope[0].shape[0]
@@ -106,17 +101,14 @@ def heads(
     return tuple(part.reshape(m, -1) for part in jnp.split(out, (q, q + k), axis=1))
 
 
-def swiglu(stream: Stream, kernel: jax.Array | Packed, eps: float, *, ahead: object = None) -> jax.Array:
+def swiglu(stream: Stream, kernel: jax.Array | Packed, eps: float) -> jax.Array:
     """SwiGLU of a normed stream; the kernel is [E, gate and up]."""
-    gate, up = jnp.split(project(stream, kernel, eps, ahead=ahead).astype(jnp.float32), 2, axis=-1)
+    gate, up = jnp.split(project(stream, kernel, eps).astype(jnp.float32), 2, axis=-1)
     return (gate * jax.nn.sigmoid(gate) * up).astype(stream.h_ME.dtype)
 
 
-def add(
-    x_MK: jax.Array, kernel: jax.Array | Packed, h_ME: jax.Array, gain_E: jax.Array, *, ahead: object = None
-) -> Stream:
+def add(x_MK: jax.Array, kernel: jax.Array | Packed, h_ME: jax.Array, gain_E: jax.Array) -> Stream:
     """The stream after a product is added to it, with the gain of the norm that reads it next."""
-    del ahead
     y = _product(x_MK, kernel).astype(h_ME.dtype)
     return begin((h_ME.astype(jnp.float32) + y.astype(jnp.float32)).astype(h_ME.dtype), gain_E)
 

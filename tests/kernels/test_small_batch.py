@@ -129,7 +129,7 @@ def test_programs_that_go_on_with_further_tiles_agree_with_xla(monkeypatch: pyte
     monkeypatch.setattr(gpu, "_MAX_STAGES", 3)
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
     args = stream(1), normal(3, E, 2 * 5 * 64, scale=0.1), EPS  # five tiles over two programs
-    close(gpu.swiglu(*args, ahead=normal(4, 64, 256), interpret=params), reference.swiglu(*args), 1)
+    close(gpu.swiglu(*args, interpret=params), reference.swiglu(*args), 1)
     args = normal(4, 1, E), normal(3, 3 * 64, E, scale=0.1)  # an embedding
     close(gpu.logits(*args, flip=False, interpret=params), reference.logits(*args, flip=False), 1)
 
@@ -150,7 +150,7 @@ def test_experts_agree_with_xla(m: int):
     np.testing.assert_allclose(choice.weights_XR[:, :m], want.weights_XR[:, :m], rtol=1e-3, atol=1e-6)
     kernels = normal(9, count, E, 2 * inner, scale=0.1), normal(10, count, inner, E, scale=0.1)
     args = own, want, *kernels, normal(1, E), EPS, 4
-    close(gpu_experts.mix(*args, ahead=normal(4, 64, 256), interpret=params), experts.mix(*args), m)
+    close(gpu_experts.mix(*args, interpret=params), experts.mix(*args), m)
 
 
 def test_experts_that_no_kernel_takes():

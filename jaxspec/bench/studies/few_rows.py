@@ -3,8 +3,7 @@
 Random weights in the shapes of Llama 3.1 8B's or Qwen3-30B-A3B's layers, in bfloat16 and (8B) packed in few bits. Every
 kernel is compared with plain XLA's result, and its first row with the same row alone, bit for bit; then some layers'
 kernels are run one after the other, the variants taking turns: microseconds of a layer, and of each kernel by the
-profiler, against the time that reading the bytes takes. `--ahead` are variants of how much of the next kernel's weights
-a kernel asks the second-level cache for.
+profiler, against the time that reading the bytes takes.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.bench.studies import report
-from jaxspec.bench.studies.rounds import BANDWIDTH, FORMATS, asking, quantised_kernel
+from jaxspec.bench.studies.rounds import BANDWIDTH, FORMATS, quantised_kernel
 from jaxspec.models.quantised import stored_bytes
 from pallas_kernels.profile import medians, record
 from pallas_kernels.small_batch import experts, gpu, gpu_experts, packed, reference
 from pallas_kernels.small_batch.packed import Packed
+from pallas_kernels.small_batch.reference import Stream
 
 EPS, C = 1e-5, 128
 NAMES = ("bf16", *FORMATS)
@@ -83,38 +83,33 @@ def weight(key: jax.Array, name: str, *shape: int) -> jax.Array | Packed:
     return jax.jit(packed.pack)(few.values, few.scale)
 
 
-def run(shape: Shape, call: str, w: dict[str, Any], rows: dict[str, Any], kernels: bool, ahead: Any = None) -> Any:
+def run(shape: Shape, call: str, w: dict[str, Any], rows: dict[str, Any], kernels: bool) -> Any:
     """One of a layer's kernels on rows of the stack's."""
     products, mixture, stream = gpu if kernels else reference, gpu_experts if kernels else experts, rows["stream"]
     if call == "heads":
         gains = rows["gains"] if shape.experts else None
-        return products.heads(stream, w["heads"], rows["rope"], shape.heads, EPS, gains=gains, ahead=ahead)
+        return products.heads(stream, w["heads"], rows["rope"], shape.heads, EPS, gains=gains)
     if call == "swiglu":
-        return products.swiglu(stream, w["swiglu"], EPS, ahead=ahead)
+        return products.swiglu(stream, w["swiglu"], EPS)
     if call == "choose":
         return mixture.choose(stream, w["router"], EPS, shape.per_token, stream.h_ME.shape[0])
     if call == "mix":
-        choice = rows["choice"]
-        own = w["gate_up"], w["down"], rows["gain"], EPS, shape.per_token
-        return mixture.mix(stream, choice, *own, ahead=ahead)
+        return mixture.mix(stream, rows["choice"], w["gate_up"], w["down"], rows["gain"], EPS, shape.per_token)
     if call == "logits":
         return products.logits(stream.h_ME, w["logits"])
-    return products.add(rows[call], w[call], stream.h_ME, rows["gain"], ahead=ahead)
+    return products.add(rows[call], w[call], stream.h_ME, rows["gain"])
 
 
 def layers(shape: Shape, weights: Sequence[dict[str, Any]], rows: dict[str, Any]) -> jax.Array:
     """A stack of layers but for attention: the query goes straight to the output projection."""
     rows = dict(rows)
-    for w, after in zip(weights, [*weights[1:], {"heads": None}], strict=True):
-        go = lambda call, ahead, w=w: run(shape, call, w, rows, True, ahead)
-        rows["out"] = go("heads", w["out"])[0]
-        rows["stream"] = go("out", w.get("swiglu"))
-        if shape.experts:
-            rows["choice"] = go("choose", None)
-            rows["stream"] = go("mix", after["heads"])
-        else:
-            rows["down"] = go("swiglu", w["down"])
-            rows["stream"] = go("down", after["heads"])
+    for w in weights:
+        go = lambda call, w=w: run(shape, call, w, rows, True)
+        rows["out"] = go("heads")[0]
+        rows["stream"] = go("out")
+        first, second = shape.calls[2:]
+        rows["choice" if shape.experts else "down"] = go(first)
+        rows["stream"] = go(second)
     return rows["stream"].h_ME
 
 
@@ -136,25 +131,25 @@ def inputs(shape: Shape, m: int) -> dict[str, Any]:
     return out | {"choice": experts.choose(stream, router, EPS, shape.per_token, m)}
 
 
+def by_rows(result: Any, m: int) -> list[np.ndarray]:
+    """A result's arrays with rows first, and what has none left out."""
+    if isinstance(result, Stream):
+        result = *result[:2], result.squares_TR.T[:m]
+    elif isinstance(result, experts.Choice):
+        result = result.weights_XR.T[:m]
+    return [np.asarray(x, np.float32) for x in jax.tree.leaves(result)]
+
+
 def error(got: Any, want: Any, m: int) -> float:
     """The largest difference over the largest value, of all results; squares by their sums."""
-    worst = 0.0
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        if a.ndim == 2 and a.shape[0] != m:  # rows are last, of weights and of sums of squares
-            a, b = (a, b) if isinstance(got, experts.Choice) else (a.sum(0), b.sum(0))
-            a, b = a[..., :m], b[..., :m]
-        worst = max(worst, float(np.abs(a - b).max() / np.abs(b).max()))
-    return worst
+    total = lambda x: x._replace(squares_TR=x.squares_TR.sum(0, keepdims=True)) if isinstance(x, Stream) else x
+    pairs = zip(by_rows(total(got), m), by_rows(total(want), m), strict=True)
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
 
 
 def first_rows_equal(one: Any, many: Any, m: int) -> bool:
     """Whether the row alone has the bits of the first of many."""
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True)
-    return all(
-        bool((a[0] == b[0]).all()) if b.shape[0] == m else bool((a[:, 0] == b[:, 0]).all())
-        for a, b in pairs if b.ndim == 2
-    )  # fmt: skip
+    return all(bool((a[0] == b[0]).all()) for a, b in zip(by_rows(one, 1), by_rows(many, m), strict=True))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,7 +159,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--shape", choices=sorted(SHAPES), default="8b")
     add("--formats", nargs="+", choices=NAMES, help="default: all (8b), bf16")
     add("--rows", type=int, nargs="+", default=[1, 8, 32])
-    add("--ahead", type=float, nargs="+", metavar="MIB", help="variants of bf16 (default: as it is set)")
     add("--output", action="store_true", help="the output layer, too, beside XLA's")
     add("--layers", type=int, default=8)
     add("--repeats", type=int, default=7, help="medians are taken over these")
@@ -197,50 +191,40 @@ def _measure(args: argparse.Namespace, shape: Shape, formats: Sequence[str]) -> 
 
     began = time.perf_counter()
     calls = [*shape.calls, *last]
-    found: dict[Any, Any] = {}
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        # What a kernel asks for is read when it is traced, so variants are not traced at once.
-        for mib in [None, *(args.ahead or ())]:
-            with asking(mib):
-                jobs = [
-                    (name, m, part)
-                    for name in formats for m in args.rows for part in ("layers", *(calls if mib is None else ()))
-                    if mib is None or name == "bf16"
-                ]  # fmt: skip
-                done = pool.map(lambda job: attempt(lambda: compiled(*job)), jobs)
-                found |= {(*job, mib): call for job, call in zip(jobs, done, strict=True)}
+        jobs = [(name, m, part) for name in formats for m in args.rows for part in ("layers", *calls)]
+        done = pool.map(lambda job: attempt(lambda: compiled(*job)), jobs)
+        found = dict(zip(jobs, done, strict=True))
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, compiled in {time.perf_counter() - began:.0f} s")
     for name in formats:
         for part in calls:
             _check(shape, name, part, args.rows, weights[name][0] | last, found)
     rows = []
-    print("rows  format     MiB ahead  layer, us   floor  " + "  ".join(f"{part:>6s}" for part in calls))
+    print("rows  format      layer, us   floor  kernels")
     for m in args.rows:
-        stacks = {(name, mib): f for (name, rows, part, mib), f in found.items() if (rows, part) == (m, "layers")}
-        for key in [key for key, f in stacks.items() if isinstance(f, Exception)]:
-            print(f"{key[0]} layers {m}: {stacks.pop(key)}", flush=True)
-        x, times = inputs(shape, m), {key: [] for key in stacks}
+        stacks = {name: f for (name, rows, part), f in found.items() if (rows, part) == (m, "layers")}
+        for name in [name for name, f in stacks.items() if isinstance(f, Exception)]:
+            print(f"{name} layers {m}: {stacks.pop(name)}", flush=True)
+        x, times = inputs(shape, m), {name: [] for name in stacks}
         for _ in range(args.repeats):
-            for key, f in stacks.items():
-                jax.block_until_ready(f(weights[key[0]], x))
+            for name, f in stacks.items():
+                jax.block_until_ready(f(weights[name], x))
                 start = time.perf_counter()
-                jax.block_until_ready([f(weights[key[0]], x) for _ in range(20)][-1])
-                times[key].append((time.perf_counter() - start) / 20 / args.layers)
-        for key, f in stacks.items():
-            name, mib = key
+                jax.block_until_ready([f(weights[name], x) for _ in range(20)][-1])
+                times[name].append((time.perf_counter() - start) / 20 / args.layers)
+        for name, f in stacks.items():
             top = medians(record(lambda f=f, name=name, x=x: [f(weights[name], x) for _ in range(5)]))
             size = sum(map(stored_bytes, jax.tree.leaves(weights[name][0]))) if not shape.experts else 2 * shape.read
             kernels = {kind: 1e6 * t for kind, (_, t) in top.items()}
             row = {
-                "rows": m, "format": name, "ahead_mib": mib, "us": 1e6 * statistics.median(times[key]),
+                "rows": m, "format": name, "us": 1e6 * statistics.median(times[name]),
                 "floor_us": None if rate is None else 1e6 * size / rate, "kernels": kernels,
             }  # fmt: skip
             rows.append(row)
             line = "  ".join(f"{kind[12:32]} {t:.1f}" for kind, t in list(kernels.items())[:8])
-            asked = f"{gpu.AHEAD / 2**20 if mib is None else mib:9g}"
-            print(f"{m:4d}  {name:10s} {asked}  {row['us']:9.1f}  {row['floor_us'] or 0:6.1f}  {line}", flush=True)
+            print(f"{m:4d}  {name:10s}  {row['us']:9.1f}  {row['floor_us'] or 0:6.1f}  {line}", flush=True)
         if last:
-            rows.append(_output_layer(m, found["bf16", m, "logits", None], last, inputs(shape, m)))
+            rows.append(_output_layer(m, found["bf16", m, "logits"], weights["bf16"][0] | last, inputs(shape, m)))
     report.write(args, "few_rows", rows)
     return 0
 
@@ -249,7 +233,7 @@ def _check(shape: Shape, name: str, part: str, counts: Sequence[int], w: dict[st
     """Prints how far a kernel is from plain XLA, and whether its first row has the bits that it has alone."""
     alone = None
     for m in counts:
-        call = found[name, m, part, None]
+        call = found[name, m, part]
         if isinstance(call, Exception):
             print(f"{name} {part} {m}: {call}", flush=True)
             continue

@@ -6,13 +6,11 @@ back to back, as the engine does), the device's busy share of it, and the floor,
 time that reading the target's weights once takes at the bandwidth given. Packed rounds, of so many
 tokens over the batch, stand behind their tier's. With `--tensor-parallel N` the same on N devices, after one where a
 model fits it: how much faster, and which share of the device's time collectives take (waiting for another included).
-`--ahead` compares how much of the next kernel's weights the kernels of few rows ask the second-level cache for.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -21,7 +19,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -50,7 +48,6 @@ from jaxspec.speculation.layouts import Batch
 from jaxspec.speculation.state import Geometry
 from jaxspec.tier import Tier
 from pallas_kernels.profile import busy, medians, record
-from pallas_kernels.small_batch import gpu
 
 #: Llama 3.1 8B and 3.2 1B, Qwen3-30B-A3B, small ones for rehearsals; with the heads' draft vocabularies.
 SHAPES = {
@@ -135,17 +132,6 @@ def quantise(target: Any, name: str) -> None:
     for layer in target.layers:
         for linear in (layer.attn.qkv, layer.attn.out, layer.mlp.gate_up, layer.mlp.down):
             linear.kernel.set_value(quantised_kernel(next(keys), name, *linear.kernel[...].shape))
-
-
-@contextlib.contextmanager
-def asking(mib: float | None) -> Iterator[None]:
-    """Inside, kernels of few rows that are traced ask for so much of the next weights; None: as it is set."""
-    usual = gpu.AHEAD
-    gpu.AHEAD = usual if mib is None else int(mib * 2**20)
-    try:
-        yield
-    finally:
-        gpu.AHEAD = usual
 
 
 def build(
@@ -265,7 +251,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--sums", choices=sorted(summing.WAYS), nargs="+", help="how N devices add up (default: measured)")
     add("--layers-by-xla", action="store_true", help="no small-batch kernels (default: where the device has them)")
     add("--output-by-kernel", action="store_true", help="the output layer by its kernel, too (default: by XLA)")
-    add("--ahead", type=float, nargs="+", default=[None], metavar="MIB", help="one after the other (default: as set)")
     add("--sampled", action="store_true", help="rounds that sample (temperature 0 rows included)")
     add("--rounds", type=int, default=50, help="rounds dispatched back to back")
     add("--repeats", type=int, default=5, help="medians are taken over these")
@@ -284,14 +269,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.sums or [None] if args.tensor_parallel > 1 else []:
         width, dtype = SHAPES[args.shape][0].hidden_size, jnp.dtype(args.dtype)
         ways.append((args.tensor_parallel, name or summing.choose(tensor_mesh(args.tensor_parallel), width, dtype)))
-    for shards, sums, mib in [(*way, mib) for way in ways for mib in args.ahead]:
+    for shards, sums in ways:
         if shards > 1:
             print(f"{shards} devices, sums by {sums}", flush=True)
-        if mib is not None:
-            print(f"{mib:g} MiB of the next weights", flush=True)
         try:
-            with asking(mib):
-                _measure(args, tiers, shards, sums, rows, mib)
+            _measure(args, tiers, shards, sums, rows)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or shards == args.tensor_parallel:
                 raise
@@ -302,9 +284,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(
-    args: argparse.Namespace, tiers: Sequence[Tier], shards: int, sums: str, rows: list[dict[str, Any]],
-    mib: float | None,
-) -> None:  # fmt: skip
+    args: argparse.Namespace, tiers: Sequence[Tier], shards: int, sums: str, rows: list[dict[str, Any]]
+) -> None:
     """Measures on so many devices, prints, and appends to `rows`."""
     runner = build(
         args.shape, tiers, sorted(set(args.batch)), args.context, jnp.dtype(args.dtype),
@@ -316,12 +297,11 @@ def _measure(
     rate = report.rate(BANDWIDTH, args.bandwidth)
     cfg = runner.config
     kv = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * jnp.dtype(args.dtype).itemsize * args.context
-    alone = {(row["tier"], row["batch"], row["tokens"]): row["ms"] for row in rows if row["devices"] < shards}
+    alone = {(row["tier"], row["batch"], row["tokens"]): row["ms"] for row in rows if row["devices"] == 1}
     for batch in sorted(set(args.batch)):
         plain = None
         for tier, tokens in [(t, n) for t in tiers for n in (None, *runner.budgets.get((t, batch), ()))]:
             row = bench.measure(tier, batch, args.rounds, args.repeats, tokens) | {"devices": shards, "sums": sums}
-            row |= {} if mib is None else {"ahead_mib": mib}
             plain = plain or row["ms"]
             read = (target_bytes(runner, row["experts"]) + batch * kv) / shards
             row["floor_ms"] = least = None if rate is None else 1e3 * read / rate
