@@ -43,7 +43,7 @@ from jaxspec.runtime.collecting import Collector
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.executables import source_digest
 from jaxspec.runtime.hosts import Hosts
-from jaxspec.runtime.programs import RunnerConfig
+from jaxspec.runtime.repertoire import RunnerConfig
 from jaxspec.runtime.runner import Runner
 from jaxspec.runtime.sharding import check_divides, host_memory, share_tables, spans_processes, tensor_mesh
 from jaxspec.runtime.timing import measure
@@ -93,6 +93,7 @@ class _Prompts:
       overhead: what a call costs beside its tokens, in tokens; on accelerators about those that are computed while
         the weights are read.
       unsampled: see RunnerConfig.prefill_unsampled.
+      mixed: prompt tokens that a round takes along, where nothing else is said.
     """
 
     chunk: int
@@ -100,12 +101,16 @@ class _Prompts:
     several: tuple[PrefillShape, ...]
     overhead: int
     unsampled: bool
+    mixed: int
 
 
-_CPU = _Prompts(256, (16, 64), (PrefillShape(64, 8, 32),), overhead=8, unsampled=False)
+_CPU = _Prompts(256, (16, 64), (PrefillShape(64, 8, 32),), overhead=8, unsampled=False, mixed=0)
 _ACCELERATOR = _Prompts(
-    1024, (64, 256), (PrefillShape(256, 16, 64), PrefillShape(1024, 32, 128)), overhead=256, unsampled=True
+    1024, (64, 256), (PrefillShape(256, 16, 64), PrefillShape(1024, 32, 128)), overhead=256, unsampled=True, mixed=128
 )
+#: Chunks in one pass with a round, and the batch size from which that is worth an executable by itself: in smaller ones
+#: requests end, and others begin, too seldom.
+_MIXED_ROWS, _MIXED_FROM = 4, 4
 
 
 def _prompts() -> _Prompts:
@@ -408,7 +413,7 @@ def assemble(
         variants=tuple(sorted({v == "sampled" for v in config.variants or both})),
         rejection=speculation.verification == "rejection",
         typical=None if built is None else _typical(speculation), guided=grammars is not None, budgets=choice.budgets,
-        rounds=pace.most, repeated=repeated,
+        rounds=pace.most, repeated=repeated, **_mixed(config, geo),
     )  # fmt: skip
     # What processes share they compile first: what is ready differs between them.
     background = config.warmup == "background" and hosts is None
@@ -492,6 +497,16 @@ def _several(config: EngineConfig, target: TargetModel) -> tuple[tuple[int, ...]
     if jax.default_backend() == "cpu" or not buckets:
         return (), Pace(1, measured=False)
     return buckets, Pace(USUAL_ROUNDS, measured=True)
+
+
+def _mixed(config: EngineConfig, geo: Geometry) -> dict[str, Any]:
+    """Of a RunnerConfig, what rounds take along of prompts, and in which buckets."""
+    asked, chosen = config.mixed_chunk, _prompts().mixed
+    size = min(chosen if isinstance(asked, str) else asked, geo.prefill_chunk)
+    if not size:
+        return {}
+    buckets = config.buckets if asked != "auto" else tuple(b for b in config.buckets if b >= _MIXED_FROM)
+    return {"mixed": PrefillShape(size, min(_MIXED_ROWS, geo.slots), size), "mixed_buckets": buckets}
 
 
 def _identity(target: TargetModel, drafter: str, params: Any, shards: int) -> dict[str, str]:

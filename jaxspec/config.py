@@ -22,6 +22,8 @@ VERIFICATIONS: tuple[str, ...] = get_args(Verification)
 _MAX_DEPTH = 32
 #: Most rounds of a dispatch.
 MOST_ROUNDS = 16
+#: Of EngineConfig.mixed_chunk: beyond, what a pass saves by reading the weights for two is little of what it takes.
+MOST_MIXED = 1024
 #: What vLLM and SGLang call these settings.
 SPECULATION_ELSEWHERE = {
     "num_speculative_tokens": "depth", "speculative_num_steps": "depth", "speculative_eagle_topk": "topk",
@@ -306,6 +308,11 @@ class EngineConfig:
         round could take less than twice the host's part of it, and only while it is measured to do so and 4 rounds
         take 10 ms at most, and while requests wait only where they save more than slots are idle; else, and on CPUs, 1.
         A number: so many, wherever they can.
+      mixed_chunk: most prompt tokens that a round computes in the same pass, so that the weights are read once for
+        prompts and for the requests that decode beside them (SGLang's --enable-mixed-chunk); what is left of a step's
+        prompts follows. The tokens are the same. Not where a row or a prompt's end is under a grammar, nor with a
+        policy's budgets. "auto": 128 on accelerators, for batch sizes from 4 on, and 0 on CPUs, where it does not pay.
+        0: never.
       warmup: "background" serves as soon as plain decoding is compiled at the smallest batch size (or the static
         tier); more comes in the order of its expected use while requests run, with the same tokens. "eager" compiles
         everything first, which is what benchmarks want.
@@ -348,6 +355,7 @@ class EngineConfig:
     batch_buckets: tuple[int, ...] | None = None
     variants: tuple[str, ...] | None = None
     rounds_per_dispatch: int | str = "auto"
+    mixed_chunk: int | str = "auto"
     warmup: str = "background"
     dtype: str | None = None
     int8_activations: bool = False
@@ -393,6 +401,9 @@ class EngineConfig:
         rounds = self.rounds_per_dispatch
         if rounds != "auto" and (type(rounds) is not int or not 1 <= rounds <= MOST_ROUNDS):
             raise ValueError(f"{me}.rounds_per_dispatch must be 'auto' or an int in [1, {MOST_ROUNDS}], got {rounds!r}")
+        mixed = self.mixed_chunk
+        if mixed != "auto" and (type(mixed) is not int or not 0 <= mixed <= MOST_MIXED):
+            raise ValueError(f"{me}.mixed_chunk must be 'auto' or an int in [0, {MOST_MIXED}], got {mixed!r}")
         if self.warmup not in WARMUPS:
             raise ValueError(f"{me}.warmup must be one of {WARMUPS}, got {self.warmup!r}")
         for name in ("enable_prefix_caching", "structured_output", "skip_tokenizer_init"):

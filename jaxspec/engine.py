@@ -27,11 +27,13 @@ from jaxspec.remembered import answer
 from jaxspec.request import FinishReason, Request, RequestMetrics, SamplingParams
 from jaxspec.runtime.collecting import Collector
 from jaxspec.runtime.compile import CompileCounter, SpecRuntimeState
+from jaxspec.runtime.prompts import PromptWork
 from jaxspec.runtime.results import Pending, Result
 from jaxspec.runtime.runner import Runner
 from jaxspec.scheduling.pace import Pace
 from jaxspec.scheduling.plan import DecodeRows, Plan, PrefillChunk
 from jaxspec.scheduling.scheduler import Scheduler
+from jaxspec.scheduling.shapes import PrefillShape
 from jaxspec.stats import EngineStats
 from jaxspec.swapping import DrafterWeights
 from jaxspec.text.grammar import Grammar
@@ -62,6 +64,7 @@ class Engine:
       drafter_weights: the versions of the drafter's weights.
       on_round: hears every finished round, between the dispatch of one and the next; None: nobody does.
       pace: as given; may be exchanged for one of no more rounds.
+      mixes: whether rounds take chunks of prompts along where they can; may be set.
 
     Raises:
       ValueError: a traffic_log that cannot be appended to.
@@ -82,8 +85,10 @@ class Engine:
         self._in_flight: list[Pending] = []
         self._serial = 0
         self._prompt: tuple[Sequence[int], list[int]] = ((), [])
-        self._steps = self._rounds = self._dispatches = self._starved = self._guided = self._experts = 0
+        self._steps = self._rounds = self._dispatches = self._starved = self._guided = self._mixed = 0
+        self._experts = 0
         self.pace = Pace(1, measured=False) if pace is None else pace
+        self.mixes = True
         self._chunk_last = False  # the latest dispatch was a chunk of which nothing is read
         self._collected_at = self._round_seconds = 0.0  # the latter of the latest round that was timed
         self._laps = runner.laps
@@ -210,7 +215,7 @@ class Engine:
         """
         with self._warmup.step():
             self._laps.start()
-            plan = self.scheduler.plan(self.pace.repeats())
+            plan = self.scheduler.plan(self.pace.repeats(), self._beside())
             for request in plan.preempted:
                 self._reader.leave(self._live[request.request_id])
             self._laps.lap("plan")
@@ -226,6 +231,13 @@ class Engine:
             self._laps.lap("rest")
             return events
 
+    def _beside(self) -> PrefillShape | None:
+        """What the next round can take along of prompts, if it is as the latest one."""
+        pending = next((pending for pending in self._in_flight if pending.tier is not None), None)
+        if not self.mixes or pending is None or pending.tier is None or pending.tokens is not None or self._matching:
+            return None
+        return self.runner.takes_along(pending.tier, pending.bucket)
+
     def _started(self, chunk: PrefillChunk) -> list[Event]:
         if not chunk.is_first or chunk.request.metrics.preemptions:
             return []
@@ -236,11 +248,12 @@ class Engine:
 
     def _dispatch(self, plan: Plan) -> list[Pending]:
         dispatched, growth = [], 0
+        work = PromptWork(plan.prefill, [self._allowed(chunk) for chunk in plan.prefill])
         if len(plan.decode):
             # One round, but for batches larger than what is compiled so far.
             parts = plan.decode.parts(self.runner.largest_ready())
             for rows in parts:
-                pending = self._dispatch_rounds(rows)
+                pending = self._dispatch_rounds(rows, work if self.mixes and len(parts) == 1 else None)
                 dispatched.append(pending)
                 assert pending.tier is not None
                 growth = max(growth, pending.tier.depth + 1)
@@ -251,7 +264,7 @@ class Engine:
             self._starved += watched and self._in_flight[-1].is_ready
         self._chunk_last = bool(plan.prefill) and not plan.prefill[-1].is_last
         if plan.prefill:
-            dispatched += self.runner.prefill(plan.prefill, [self._allowed(chunk) for chunk in plan.prefill])
+            dispatched += self.runner.prefill(work)
             if self._collector is not None:
                 self._collector.dispatched(sum(chunk.end - chunk.start for chunk in plan.prefill))
             self._laps.lap("prefill")
@@ -264,7 +277,7 @@ class Engine:
         matcher = self._live[chunk.request.request_id].matcher
         return matcher.root if matcher is not None and chunk.is_last else None
 
-    def _dispatch_rounds(self, rows: DecodeRows) -> Pending:
+    def _dispatch_rounds(self, rows: DecodeRows, work: PromptWork | None) -> Pending:
         runner, buckets = self.runner, self.facts.buckets
         bucket = next(b for b in buckets if b >= len(rows) and any(runner.ready(t, b) for t in runner.states))
         now, asked = time.monotonic(), [r.tpot for r in rows.requests if r.tpot is not None] if self._asking else []
@@ -281,7 +294,8 @@ class Engine:
         self._guided += guide is not None
         version = self.drafter_weights.before_round(choice, rows.rounds)
         self._laps.lap("policy")
-        pending = runner.dispatch(rows, state, choice, bucket, guide, weights)
+        pending = runner.dispatch(rows, state, choice, bucket, guide, weights, work)
+        self._mixed += work is not None and work.calls is not None
         pending.version = version
         if self._collector is not None:
             pending.ring = self._collector.taken, len(rows) * (choice.tier.depth + 1) * rows.rounds
@@ -501,6 +515,7 @@ class Engine:
             waiting=s.waiting,
             active_tier="" if self.controller.active is None else self.controller.active.name,
             guided_rounds=self._guided,
+            mixed_rounds=self._mixed,
             experts_touched=self._experts,
             ring_rows=0 if self._collector is None else self._collector.rows,
             ring_lost=0 if self._collector is None else self._collector.lost,

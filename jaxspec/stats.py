@@ -18,6 +18,7 @@ class EngineStats:
       running, waiting: live requests with a slot, and without.
       active_tier: name of the latest round's tier; "" before the first.
       guided_rounds: rounds with a row whose text a grammar constrains; each is read before the next is dispatched.
+      mixed_rounds: rounds that took chunks of prompts along in the same pass (EngineConfig.mixed_chunk).
       experts_touched: distinct experts that the target read in each round, summed over rounds and layers.
       starved_rounds: dispatches of rounds that had not returned when all work before them was finished: the device ran
         out of work, or would have in a moment. It says how often, not for how long; a profile does. Not looked at: the
@@ -55,6 +56,7 @@ class EngineStats:
     active_tier: str
     dispatches: int = 0
     guided_rounds: int = 0
+    mixed_rounds: int = 0
     experts_touched: int = 0
     ring_rows: int = 0
     ring_lost: int = 0

@@ -128,6 +128,8 @@ def test_vllms_names_of_prompt_lookup_are_told():
         ({"rounds_per_dispatch": 0}, r"rounds_per_dispatch must be 'auto' or an int in \[1, 16\], got 0"),
         ({"rounds_per_dispatch": "many"}, r"rounds_per_dispatch must be 'auto' or an int in \[1, 16\], got 'many'"),
         ({"rounds_per_dispatch": True}, r"rounds_per_dispatch must be 'auto' or an int in \[1, 16\], got True"),
+        ({"mixed_chunk": -1}, r"mixed_chunk must be 'auto' or an int in \[0, 1024\], got -1"),
+        ({"mixed_chunk": True}, r"mixed_chunk must be 'auto' or an int in \[0, 1024\], got True"),
         ({"profile": 3}, r"profile must be None or a path, got 3"),
     ],
 )

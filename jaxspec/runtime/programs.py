@@ -1,6 +1,6 @@
 """What is compiled: a key for each executable, which says how it is lowered and what to run it on for no request.
 
-Owns the list of a runner's executables and the order in which they are wanted. Must not know requests, nor run one.
+Must not know which of them a runner has (`repertoire`), nor requests, nor run one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from jaxspec.scheduling.shapes import PrefillShape
 from jaxspec.speculation import guided
 from jaxspec.speculation import round as rounds
 from jaxspec.speculation.layouts import Admission, Batch, Budget, Chunks, Packed, PackedDrafts, Text, plain_calibration
+from jaxspec.speculation.mixed import mixed_fn
 from jaxspec.speculation.packed import packed_fn
+from jaxspec.speculation.prefill import prefill_fn
 from jaxspec.speculation.round import RoundSpec
 from jaxspec.speculation.several import several_fn
 from jaxspec.speculation.state import DecodeState
-from jaxspec.speculation.typical import Typical
 from jaxspec.tier import PLAIN, Tier
 
 _log = logging.getLogger(__name__)
@@ -296,7 +297,23 @@ class PrefillKey:
         args = (Held.TARGET, Held.DRAFT, Held.STATE, chunks, allowed)
         results = at.place.round_results(True) if self.samples else at.place.state
         static = {"size": shape.size, "width": shape.width, "samples": self.samples}
-        return Lowering(rounds.prefill_fn(at.spec), args, results, static)
+        return Lowering(prefill_fn(at.spec), args, results, static)
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedKey:
+    """A round, and chunks of prompts in the same pass."""
+
+    tier: Tier
+    bucket: int
+    sampled: bool
+    shape: PrefillShape
+
+    def lowering(self, at: Setting) -> Lowering:
+        chunks = Chunks.of(at.spec.geo, self.shape.rows).array
+        args = (Held.TARGET, Held.DRAFT, Held.STATE, at.batch(self.bucket), chunks)
+        results = (*at.place.round_results(self.sampled), *at.place.round_results(True)[1:])
+        return Lowering(mixed_fn(at.spec, self.tier, self.sampled, self.shape.size, self.shape.width), args, results)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,120 +363,3 @@ class LogprobsKey:
         logits = jax.ShapeDtypeStruct((*nodes, vocab), jnp.float32, sharding=at.place.logits)
         args = (logits, at.shape(self.bucket, self.tokens), at.shape(self.bucket, width))
         return Lowering(rounds.logprobs_fn(min(MAX_LOGPROBS, vocab)), args, at.place.replicated)
-
-
-@dataclasses.dataclass(frozen=True)
-class RunnerConfig:
-    """What a runner can run.
-
-    Attributes:
-      reachable: {tier: buckets} that the policy can select.
-      prefill_shapes: for prompts, ascending; the first is of one chunk.
-      prefill_overhead: what a call for prompts costs beside its size, in tokens (scheduling.shapes.cover).
-      prefill_unsampled: whether chunks that end no prompt run without the output layer, where reading that matters.
-      eos: token ids that min_tokens bans besides a request's own stop ids.
-      variants: which rounds to compile: False for greedy ones, True for sampled ones (which serve every batch).
-      rejection, typical: how drafts of sampled rows are verified (speculation.round.RoundSpec).
-      guided: whether rounds and prefills can be told what rows may say.
-      budgets: {(tier, bucket): tokens} of the packed rounds that the policy can select besides.
-      rounds: of one dispatch, in the buckets `repeated`, where every node is verified.
-    """
-
-    reachable: Mapping[Tier, tuple[int, ...]]
-    prefill_shapes: Sequence[PrefillShape]
-    prefill_overhead: int = 8
-    prefill_unsampled: bool = False
-    eos: Sequence[int] = ()
-    variants: tuple[bool, ...] = (False, True)
-    rejection: bool = False
-    typical: Typical | None = None
-    guided: bool = False
-    budgets: Mapping[tuple[Tier, int], tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    rounds: int = 1
-    repeated: tuple[int, ...] = ()
-
-    @property
-    def buckets(self) -> list[int]:
-        return sorted({bucket for buckets in self.reachable.values() for bucket in buckets})
-
-    def prefill(self, shape: PrefillShape, samples: bool = True) -> PrefillKey:
-        return PrefillKey(shape, self.guided, samples)
-
-    @property
-    def admit_rows(self) -> list[int]:
-        """How many requests the executables that admit take, ascending."""
-        return sorted({shape.rows for shape in self.prefill_shapes} | {1})
-
-    @property
-    def prefill_keys(self) -> list[Key]:
-        """The executables that prompts may need. What is computed of one without its end is as much as goes at once."""
-        whole = [shape for shape in self.prefill_shapes if shape.rows == 1][-1:] if self.prefill_unsampled else []
-        first: list[Key] = [AdmitKey(rows, biased=rows == 1) for rows in self.admit_rows]
-        first += [LogprobsKey(rows, 1, 1) for rows in self.admit_rows]
-        return [*first, *map(self.prefill, self.prefill_shapes), *(self.prefill(shape, False) for shape in whole)]
-
-    def round_keys(self, tier: Tier, bucket: int) -> list[Key]:
-        """The executables that a round of a tier may need."""
-        nodes = tier.num_nodes
-        keys: list[Key] = [RoundKey(tier, bucket, sampled) for sampled in self.variants]
-        if self.guided and tier.depth:
-            keys += [DraftKey(tier, bucket), ForwardKey(nodes, bucket), SettleKey(tier, bucket)]
-        elif self.guided:
-            keys.append(GuidedKey(bucket))
-        return [*keys, LogprobsKey(bucket, nodes, tier.depth + 1)]
-
-    def packed_keys(self, tier: Tier, bucket: int, tokens: int) -> list[Key]:
-        """The executables that a packed round of a tier may need; ValueError for one that is not among `budgets`."""
-        known = self.budgets.get((tier, bucket), ())
-        if tokens not in known:
-            raise ValueError(f"{tier} at batch size {bucket} cannot verify {tokens} tokens; compiled are {list(known)}")
-        keys: list[Key] = [RoundKey(tier, bucket, sampled, tokens) for sampled in self.variants]
-        return [*keys, LogprobsKey(bucket, tier.num_nodes, tier.depth + 1, tokens)]
-
-    def repeated_keys(self, tier: Tier, bucket: int) -> list[Key]:
-        """The executables of several rounds of a tier."""
-        return [RoundKey(tier, bucket, sampled, rounds=self.rounds) for sampled in self.variants]
-
-    def keys(self, *, catches_up: bool, remembers: bool = False) -> list[Key]:
-        """Every executable; the dearest first, so that no thread ends with one.
-
-        Args:
-          catches_up: whether the drafter has a cache in which rounds that it does not draft leave gaps.
-          remembers: whether it has a corpus.
-        """
-        keys = [key for tier, at in self.reachable.items() for bucket in at for key in self.round_keys(tier, bucket)]
-        for (tier, bucket), budgets in self.budgets.items():
-            keys += [key for tokens in budgets for key in self.packed_keys(tier, bucket, tokens)]
-        for tier, at in self.reachable.items():
-            keys += [key for bucket in at if bucket in self.repeated for key in self.repeated_keys(tier, bucket)]
-        if catches_up and any(tier == PLAIN or tier.lookup for tier in self.reachable):
-            keys += [CatchUpKey(bucket) for bucket in self.buckets]
-        if remembers:
-            keys.append(RememberKey())
-        keys += self.prefill_keys
-        weight = lambda key: key.tier.depth if isinstance(key, RoundKey) else -isinstance(key, LogprobsKey)
-        return sorted(dict.fromkeys(keys), key=weight, reverse=True)
-
-    def order(self, keys: Sequence[Key]) -> dict[Key, int]:
-        """When each key's turn comes, from 0, which the first request waits for."""
-        buckets, tiers = self.buckets, sorted(self.reachable)
-        least = next(tier for tier in tiers if buckets[0] in self.reachable[tier])  # not every policy decodes plainly
-        drafting = [tier for tier in tiers if tier.depth and tier != least]
-        likely = drafting[len(drafting) // 2 : len(drafting) // 2 + 1]
-        urgent = self.round_keys(least, buckets[0])
-        turns: dict[Key, int] = {key: 2 for key in self.prefill_keys}
-        turns |= dict.fromkeys((AdmitKey(), LogprobsKey(1, 1, 1), *map(self.prefill, self.prefill_shapes[:1])), 0)
-        turns |= dict.fromkeys((*urgent, RememberKey()), 0)
-        ends = [(at, tier) for at in (buckets[0], buckets[-1]) for tier in (least, *likely)]
-        rest = [(at, tier) for at in buckets for tier in tiers]
-        for turn, (bucket, tier) in enumerate([*ends, *rest]):
-            if bucket in self.reachable[tier]:
-                catch_up = [CatchUpKey(bucket)] if tier.depth else []
-                for key in [*self.round_keys(tier, bucket), *catch_up]:
-                    turns[key] = min(turns.get(key, turn + 1), turn + 1)  # prompts may need it as well
-        # Packed rounds come last: they gain on whole ones, which already run. At the largest batches they gain most.
-        last = len(rest) + len(ends)
-        for (tier, bucket), budgets in self.budgets.items():
-            for key in (key for tokens in budgets for key in self.packed_keys(tier, bucket, tokens)):
-                turns.setdefault(key, last + 1 + buckets[::-1].index(bucket))
-        return {key: turns.get(key, last) for key in keys}

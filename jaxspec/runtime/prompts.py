@@ -1,4 +1,4 @@
-"""What prompts bring to the device: a request's row of the state, and the rows of a call that computes chunks.
+"""What prompts bring to the device: a request's row of the state, and the calls that compute a step's chunks.
 
 Must not know executables, nor when anything runs.
 """
@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxspec.request import SamplingParams
+from jaxspec.request import Request, SamplingParams
+from jaxspec.runtime.results import Pending
 from jaxspec.scheduling.plan import PrefillChunk
-from jaxspec.scheduling.shapes import Piece, PrefillShape
+from jaxspec.scheduling.shapes import Call, Piece, PrefillShape
 from jaxspec.speculation.layouts import Admission, Chunks
 from jaxspec.speculation.sampling import INT32_MAX, MAX_STOP_IDS, SamplingState
 from jaxspec.speculation.state import Geometry
@@ -78,6 +79,11 @@ class ChunkCall:
         counts = tuple(piece.count for piece in ordered)
         return cls(shape, tuple(chunks[piece.chunk] for piece in ordered), sum(map(ends, ordered)), counts)
 
+    @property
+    def begins(self) -> list[tuple[Request, int]]:
+        """(request, its epoch) of those whose prompts end here, in the call's order."""
+        return [(chunk.request, chunk.request.epoch) for chunk in self.chunks[: self.ending]]
+
     def array(self, geo: Geometry) -> np.ndarray:
         """What the device reads, as `Chunks`."""
         rows = [
@@ -85,3 +91,34 @@ class ChunkCall:
             for i, (chunk, count) in enumerate(zip(self.chunks, self.counts, strict=True))
         ]
         return Chunks.of(geo, self.shape.rows, rows).array
+
+
+@dataclasses.dataclass
+class PromptWork:
+    """The chunks of a step, and how far they are dispatched.
+
+    Attributes:
+      chunks: of different requests.
+      allowed: of each what the token after it may be, as an int32 set of bits [W]; None: anything.
+      pending: dispatched calls that end prompts.
+      calls: those that are left to dispatch; None: nothing is dispatched, nor any slot given.
+    """
+
+    chunks: Sequence[PrefillChunk]
+    allowed: Sequence[np.ndarray | None]
+    pending: list[Pending] = dataclasses.field(default_factory=list)
+    calls: Sequence[Call] | None = None
+
+    @property
+    def free(self) -> bool:
+        """Whether no token after a chunk is restricted."""
+        return all(mask is None for mask in self.allowed)
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens of each chunk."""
+        return [chunk.end - chunk.start for chunk in self.chunks]
+
+    def mask(self, chunk: PrefillChunk) -> np.ndarray | None:
+        """What the token after a chunk may be."""
+        return next(mask for other, mask in zip(self.chunks, self.allowed, strict=True) if other is chunk)

@@ -23,7 +23,11 @@ from jaxspec.scheduling.pace import ALONE, Repeats
 from jaxspec.scheduling.pages import PageAllocator
 from jaxspec.scheduling.plan import DecodeRows, Grant, Plan, PrefillChunk, SchedulerConfig, SchedulerStats
 from jaxspec.scheduling.prefix_cache import PrefixCache
+from jaxspec.scheduling.shapes import PrefillShape
 from jaxspec.scheduling.slots import Due, SlotTable
+
+#: Rounds that may take prompts along until all are computed. More would let first tokens wait for long.
+_SOON = 4
 
 
 class Scheduler:
@@ -120,7 +124,7 @@ class Scheduler:
 
     # A step: plan, dispatched, commit.
 
-    def plan(self, repeats: Repeats = ALONE) -> Plan:
+    def plan(self, repeats: Repeats = ALONE, beside: PrefillShape | None = None) -> Plan:
         """Chooses the next step's rows and prefill chunks, and takes the pages they need.
 
         Decode rows come first, oldest first, so that requests already running are the last to starve. In a step that
@@ -132,12 +136,22 @@ class Scheduler:
             slot or pages, only where the rounds save more time than slots are expected to be idle for them. Who waits
             gets a slot at most 2 * (rounds - 1) rounds later than otherwise: the rest of the dispatch in which a row
             ends, and the one that is in flight behind it.
+          beside: what a round can take along of prompts (shapes.cover_beside). Where little is to be computed of them,
+            a step with decode rows computes no more than that: rounds do it while they read the weights anyway.
         """
         assert 1 <= repeats.rounds <= self.sizes.max_rounds, f"{repeats} of {self.sizes.max_rounds} rounds"
         if self.config.window is not None:
             self._free_behind(self.config.window)
         rows, preempted = self._grow(repeats.rounds if self._may_repeat(repeats) else 1)
-        return Plan(self._chunks(admit=not preempted), rows, preempted)
+        if beside is not None and not (len(rows) and self._is_little(beside)):
+            beside = None
+        return Plan(self._chunks(not preempted, beside), rows, preempted)
+
+    def _is_little(self, beside: PrefillShape) -> bool:
+        """Whether rounds will soon have taken along all that is to be computed of prompts."""
+        begun = (request.num_tokens - request.num_computed for request in self._prefilling)
+        coming = (request.num_tokens for request in self._waiting[: len(self._free_slots)])
+        return sum(begun) + sum(coming) <= _SOON * beside.size
 
     def _may_repeat(self, repeats: Repeats) -> bool:
         """Whether several rounds keep nobody waiting for more than they are worth."""
@@ -264,22 +278,30 @@ class Scheduler:
 
     # Prefill.
 
-    def _chunks(self, admit: bool) -> tuple[PrefillChunk, ...]:
-        """First come, first served, as far as the step's tokens go: whole chunks, or what is left of a prompt."""
-        left = self.sizes.max_num_batched_tokens
+    def _chunks(self, admit: bool, beside: PrefillShape | None = None) -> tuple[PrefillChunk, ...]:
+        """First come, first served, as far as the step's tokens go: whole chunks, or what is left of a prompt.
+
+        Args:
+          beside: what all of them have to fit in; then parts of chunks will do.
+        """
+        left, rows, cut = self.sizes.max_num_batched_tokens, self.sizes.slots, beside is not None
+        if beside is not None:
+            left, rows = min(left, beside.size), beside.rows
         chunks: list[PrefillChunk] = []
         coming: set[object] = set()  # names of the pages that are computed next
-        for request in self._prefilling:
-            chunk = self._chunk(request, is_first=False)
-            if chunk.end - chunk.start > left:
+        for request in self._prefilling[:rows]:
+            chunk = self._chunk(request, left, cut, is_first=False)
+            if chunk is None:
                 return tuple(chunks)
             left -= chunk.end - chunk.start
             chunks.append(chunk)
             coming.add(self._coming(request))
-        while admit and left and (request := self._admit(left, coming)) is not None:
+        while admit and left and len(chunks) < rows and (request := self._admit(left, cut, coming)) is not None:
             self._enqueue(self._prefilling, request)
-            chunks.append(self._chunk(request, is_first=True))
-            left -= chunks[-1].end - chunks[-1].start
+            chunk = self._chunk(request, left, cut, is_first=True)
+            assert chunk is not None
+            left -= chunk.end - chunk.start
+            chunks.append(chunk)
             coming.add(self._coming(request))
         return tuple(chunks)
 
@@ -289,21 +311,26 @@ class Scheduler:
             return None
         return self.prefix_cache.missing(request.token_ids, request.pages, request.num_cached_pages)
 
-    def _chunk(self, request: Request, is_first: bool) -> PrefillChunk:
+    def _chunk(self, request: Request, left: int, cut: bool, *, is_first: bool) -> PrefillChunk | None:
+        """The next one of a prompt; None where so many tokens do not hold it, nor part of it if it may be cut."""
         assert request.slot is not None
         start, total = request.num_computed, request.num_tokens
         most = self.config.chunk_at(start) if self._running else self.sizes.prefill_chunk
         end = min(start + most, total)
+        if end - start > left:
+            if not (cut and left):
+                return None
+            end = start + left
         return PrefillChunk(request, request.slot, start, end, end == total, is_first, tuple(request.pages))
 
-    def _admit(self, left: int, coming: Collection[object]) -> Request | None:
+    def _admit(self, left: int, cut: bool, coming: Collection[object]) -> Request | None:
         """Gives the first of the queue a slot and pages for its tokens and one round; None when it has to wait.
 
         While others run, a page for each of them stays in reserve: a request that is preempted right after its
         prefill has only cost time.
 
         Args:
-          left: tokens that its first chunk may have.
+          left: tokens that its first chunk may have. cut: whether part of it will do.
           coming: names (PrefixCache.missing) of pages that this step computes: it waits for those that it can reuse.
         """
         if not self._waiting or not self._free_slots:
@@ -314,7 +341,7 @@ class Scheduler:
         tokens = request.token_ids
         cached = self.prefix_cache.match(tokens) if self.config.enable_prefix_caching else []
         missing = len(tokens) - len(cached) * self.sizes.page_size
-        if min(self.sizes.prefill_chunk, missing) > left:
+        if not cut and min(self.sizes.prefill_chunk, missing) > left:
             return None
         if self.config.enable_prefix_caching and missing > self.sizes.page_size:
             name = self.prefix_cache.missing(tokens, cached, len(cached))

@@ -131,6 +131,43 @@ def cover(counts: Sequence[int], shapes: Sequence[PrefillShape], call: int) -> l
     return calls[::-1]
 
 
+def cover_beside(
+    counts: Sequence[int], shapes: Sequence[PrefillShape], call: int, joined: PrefillShape
+) -> tuple[tuple[Piece, ...], list[Call]]:
+    """What a round takes along of chunks of so many tokens, and the cheapest calls for what is left, to run after it.
+
+    A round reads the weights anyway, so that what it takes along costs its size alone; nothing where that is no less.
+
+    Args:
+      shapes, call: see `cover`. joined: what a round can take along.
+    """
+    alone = cover(counts, shapes, call)
+    best = _cost(alone, call), (), alone
+    whole, room = 0, joined.size
+    while whole < min(joined.rows, len(counts)) and counts[whole] <= min(joined.width, room):
+        room -= counts[whole]
+        whole += 1
+    pieces = [Piece(i, 0, counts[i]) for i in range(whole)]
+    options = [pieces] if pieces else []
+    if whole < min(joined.rows, len(counts)) and room:  # and the start of the next one
+        options.append([*pieces, Piece(whole, 0, min(room, joined.width))])
+    for option in options:
+        begun = option[-1].count if len(option) > whole else 0
+        rest = [counts[whole] - begun, *counts[whole + 1 :]] if whole < len(counts) else []
+        calls = [
+            (shape, tuple(Piece(p.chunk + whole, p.start + begun * (p.chunk == 0), p.count) for p in some))
+            for shape, some in cover(rest, shapes, call)
+        ]
+        found = joined.size + _cost(calls, call), tuple(option), calls
+        if found[0] < best[0]:
+            best = found
+    return best[1], best[2]
+
+
+def _cost(calls: Sequence[Call], call: int) -> int:
+    return sum(shape.size + call for shape, _ in calls)
+
+
 def _pieces(chunk: int, count: int, sizes: tuple[int, ...], call: int) -> list[Call]:
     calls: list[Call] = []
     start = 0

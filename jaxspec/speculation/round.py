@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,14 @@ from jaxspec.cache import TreeKV, commit
 from jaxspec.models.base import ModelConfig, TargetModel, counting_experts, touched
 from jaxspec.speculation.drafter import Drafter, Remembering
 from jaxspec.speculation.ending import ends
-from jaxspec.speculation.layouts import Admission, Batch, Chunks, End, Packed, PackedLogprobs, Text
-from jaxspec.speculation.ragged import Ragged
+from jaxspec.speculation.layouts import Admission, Batch, End, Packed, PackedLogprobs, Text
 from jaxspec.speculation.ring import FeatureRing, ring_layers
 from jaxspec.speculation.sampling import SamplingState, adjust_logits, restrict_logits, top_logprobs
 from jaxspec.speculation.state import DecodeState, Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.speculation.typical import Typical
 from jaxspec.speculation.verifier import verifies_in_xla, verify
-from jaxspec.tier import PLAIN, Tier
+from jaxspec.tier import Tier
 from pallas_kernels.rejection_sampling.noise import Purpose, gumbel_noise
 from pallas_kernels.rejection_sampling.reference import Verdict
 
@@ -285,86 +284,6 @@ def round_fn(
         return state, packed, (forward.logits_BNV, path) if sampled else None
 
     return run
-
-
-def prefill_fn(spec: RoundSpec) -> Callable[..., Any]:
-    """The traced function of chunks of prompts, one of each of several slots.
-
-    The result takes (target state, draft state, DecodeState, `Chunks` of B slots, what the token after each chunk may
-    be as int32 sets of bits [B, W] or None) and three static arguments: `size`, most tokens of all chunks together;
-    `width`, most of one; `samples`. The tokens are in the DecodeState already. Where a chunk ends its prompt, the token
-    after it is sampled, with the same rule as every other token: it returns the new DecodeState, the `Packed` tokens
-    [B, 1], and the logits with which nodes `logprobs_fn` reads. Without `samples` no chunk ends its prompt, nothing is
-    multiplied by the output layer, and the DecodeState is all that it returns.
-    """
-    geo, drafter = spec.geo, spec.drafter
-
-    def run(
-        target: Any, draft_params: Any, state: DecodeState, chunks_BX: jax.Array, allowed_BW: jax.Array | None = None,
-        *, size: int, width: int, samples: bool = True,
-    ) -> Any:  # fmt: skip
-        model: TargetModel = nnx.merge(spec.graph, target)
-        chunks = Chunks(chunks_BX)
-        rows = Rows.gather(state, chunks.slot_B, geo)
-        text = Ragged.of(rows, chunks.count_B, size, width)
-        tokens = text.tokens(state.tokens_SL)
-        kv = TreeKV(state.pages, rows.table_BM, rows.length_B, None, geo.num_pages, kernels=geo.kernels)
-        hidden, aux = model(tokens, text.index_T[None], text.attend(kv.attend), spec.aux_layers)
-        draft, ring = state.draft, state.ring
-        if drafter is not None:
-            draft = drafter.prefill(draft_params, draft, text, tokens, spec.drafters(aux))
-        if isinstance(ring, FeatureRing):
-            assert aux is not None
-            ring = ring.chunks(text, state.sampling, tokens, aux)
-        final_B1E = text.last(hidden)[:, None]
-        first = _first_tokens(spec, model, state, text, final_B1E, allowed_BW) if samples else None
-        # Of both only the dependency matters; see `commit`.
-        ready_B = jnp.argmax(final_B1E[:, 0], axis=-1) >= 0 if first is None else first.token_B1[:, 0] >= 0
-        length = state.length_S.at[rows.slot_B].add(chunks.count_B, mode="drop")
-        pages = commit(
-            state.pages, kv.stacked(), rows.table_BM, text.index_BN, text.real_BN, geo.num_pages, ready_B=ready_B
-        )
-        state = dataclasses.replace(state, pages=pages, draft=draft, length_S=length, ring=ring)
-        if first is None:
-            return state
-        ending = chunks.last_B > 0
-        into = jnp.where(ending, rows.slot_B, geo.slots)[:, None]
-        counts = state.sampling.counts_SV.at[into, first.token_B1].add(1, mode="drop")
-        position = (rows.length_B + chunks.count_B)[:, None]
-        end = ends(state.sampling, into[:, 0], first.token_B1, position, ending[:, None], first.finite_B, spec.eos)
-        state = dataclasses.replace(
-            state,
-            tokens_SL=state.tokens_SL.at[into, position].set(first.token_B1, mode="drop"),
-            over_S=state.over_S.at[into[:, 0]].set(end != End.NOT_YET, mode="drop"),
-            sampling=dataclasses.replace(state.sampling, counts_SV=counts),
-        )
-        packed = Packed.of(first.finite_B.astype(jnp.int32), end, first.token_B1)
-        return state, packed, (first.logits_B1V, jnp.zeros_like(first.token_B1))
-
-    return run
-
-
-class _First(NamedTuple):
-    """The tokens after chunks, whether their logits were finite, and the logits themselves."""
-
-    token_B1: jax.Array
-    finite_B: jax.Array
-    logits_B1V: jax.Array
-
-
-def _first_tokens(
-    spec: RoundSpec, model: TargetModel, state: DecodeState, text: Ragged, hidden_B1E: jax.Array,
-    allowed_BW: jax.Array | None,
-) -> _First:  # fmt: skip
-    logits = model.logits(hidden_B1E)
-    sampling = state.sampling.rows(text.rows.slot_B)
-    position = (text.rows.length_B + text.count_B)[:, None]
-    root = DraftTree.chain(jnp.zeros_like(position))
-    adjusted = adjust_logits(logits, sampling, position, root.tokens_BN, root.ancestors_BNN)
-    if allowed_BW is not None:
-        adjusted = restrict_logits(adjusted, allowed_BW[:, None])
-    verdict = verify(root, adjusted, sampling, position[:, 0], PLAIN, kernels=spec.geo.kernels)
-    return _First(verdict.next_token_B[:, None], verdict.finite_B, logits)
 
 
 def catch_up_fn(spec: RoundSpec) -> Callable[..., DecodeState]:

@@ -274,12 +274,12 @@ def test_the_table_of_overheads():
 class Queued(PlantedEngine):
     """Two slots; a dispatch is a round, or two rounds in three quarters of the time where the pace allows that."""
 
-    pace = Pace(2, measured=False)
+    pace, mixes = Pace(2, measured=False), True
     facts = SimpleNamespace(sizes=SimpleNamespace(slots=2))
 
     def __init__(self) -> None:
         super().__init__(prefill=0.0, round=1.0, gain=1)
-        self.rounds = self.dispatches = 0
+        self.rounds = self.dispatches = self.mixed = 0
 
     def step(self) -> list[Any]:
         several = self.pace.repeats().rounds
@@ -288,6 +288,7 @@ class Queued(PlantedEngine):
         held = waiting[len(self._waiting) :]
         events = [event for _ in range(several) for event in super(Queued, self).step()]
         self._waiting += held
+        self.mixed += several if self.mixes else 0
         self.rounds, self.dispatches = self.rounds + several, self.dispatches + 1
         return events
 
@@ -297,7 +298,7 @@ class Queued(PlantedEngine):
 
     @property
     def stats(self) -> Any:
-        return SimpleNamespace(rounds=self.rounds, dispatches=self.dispatches)
+        return SimpleNamespace(rounds=self.rounds, dispatches=self.dispatches, mixed_rounds=self.mixed)
 
 
 def test_a_queue_at_both_paces():
@@ -320,6 +321,9 @@ def test_the_table_of_queues(monkeypatch: pytest.MonkeyPatch):
     own, loop = planted.pace, queues.closed_loop
     monkeypatch.setattr(queues, "closed_loop", lambda *args: loop(*args, clock=planted.clock))
     rows = queues.rows(planted, [[1], [2]], [PLAIN], 40, 3)
-    assert planted.pace is own and len(rows[0]["gains"]) == 3 and 1.25 < min(rows[0]["gains"]) < 1.4
-    line = queues.table(rows).splitlines()[1].split()
-    assert line[:4] == ["2", "off", "40", "2"] and line[5][:3] == "1.3" and line[9] == "2.0"
+    gains, nothing = rows[0]["gains_over_single"], rows[0]["gains_over_apart"]
+    assert planted.pace is own and planted.mixes and len(gains) == 3 and 1.25 < min(gains) < 1.4
+    assert nothing == [1.0] * 3 and (rows[0]["own_mixed"], rows[0]["apart_mixed"]) == (1.0, 0.0)
+    _, one, other = (line.split() for line in queues.table(rows).splitlines())
+    assert one[:7] == other[:7] == ["2", "off", "1", "40", "3", "2.0", "100.0%"]
+    assert one[7:9] == ["single", "rounds"] and one[10][:3] == "1.3" and other[10] == "1.000"

@@ -147,7 +147,8 @@ class Engines:
             tiers = (tiers | {"hybrid": (TREE, Tier(4, lookup=True))}).get(kind, (TREE,))
             # Rows leave a bucket for a smaller one, and many come at once, where that costs least to compile.
             buckets = (1, 32) if kind == "ngram" else (1, 4) if self.exhaustive else (4,)
-            more = {"eagle3": dict(num_pages=24), "ngram": dict(rounds_per_dispatch=2, max_batch_size=32)}.get(kind, {})
+            more = {"eagle3": dict(num_pages=24), "ngram": dict(rounds_per_dispatch=2, max_batch_size=32)}
+            more = more.get(kind, {"mixed_chunk": 8} if kind == "plain" else {})
             self._made[kind] = self.build(kind, tiers, batch_buckets=buckets, **more)
         engine = self._made[kind]
         engine.scheduler.prefix_cache.reset()
@@ -373,6 +374,24 @@ def test_rows_with_a_grammar_run_round_by_round(engines: Engines, expected: dict
     several = after.rounds - before.rounds - (after.dispatches - before.dispatches)
     guided = after.guided_rounds - before.guided_rounds
     assert several > 0 and guided > 0 and after.dispatches - before.dispatches >= guided + several
+
+
+def test_rounds_take_no_prompt_along_that_a_grammar_is_about(engines: Engines):
+    """Beside rows with one, or before its first token, a prompt goes by itself; others do not."""
+    engine, work = engines("plain"), workload()
+    order = sorted(range(len(work)), key=lambda i: work[i][2] is not None)  # those without come first
+    found, counts = [], []
+    for engine.mixes in (True, False):
+        engine.scheduler.prefix_cache.reset()
+        before = engine.stats
+        found.append(run(engine, [work[i] for i in order], join=lambda i: 2 * i))
+        after = engine.stats
+        counts.append((after.mixed_rounds - before.mixed_rounds, after.guided_rounds - before.guided_rounds))
+    engine.mixes = True
+    texts = [{i: output.token_ids for i, output in outputs.items()} for outputs in found]
+    assert texts[0] == texts[1]
+    free = sum(grammar is None for _, _, grammar in work)
+    assert 0 < counts[0][0] < 2 * free and counts[1][0] == 0 and min(guided for _, guided in counts) > 0
 
 
 def test_guided_rounds_stay_out_of_the_cost_table(engines: Engines, tools: Any):

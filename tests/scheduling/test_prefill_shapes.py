@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
-from jaxspec.scheduling.shapes import Call, PrefillShape, cover, shapes_for, shorter_chunks
+from jaxspec.scheduling.shapes import Call, PrefillShape, cover, cover_beside, shapes_for, shorter_chunks
 from jaxspec.sizes import Sizes
 
 SEVERAL = (PrefillShape(256, 16, 64), PrefillShape(1024, 32, 128))
@@ -80,3 +81,41 @@ def test_every_token_is_computed_once_and_in_order():
                 assert piece.count > 0 and piece.start == done[piece.chunk]
                 done[piece.chunk] += piece.count
         assert done == counts
+
+
+TAKEN = PrefillShape(128, 4, 128)
+
+
+@pytest.mark.parametrize(
+    ("counts", "overhead", "along", "after"),
+    [
+        ([20], 256, [20], []),
+        ([60, 60], 256, [60, 60], []),
+        ([60, 60, 60], 256, [60, 60], [(ONE(64), 1)]),
+        ([60, 100], 256, [60, 68], [(ONE(64), 1)]),  # the start of the second: what is left fits a smaller call
+        ([20] * 5, 256, [20] * 4, [(ONE(64), 1)]),
+        ([300], 256, [128], [(ONE(256), 1)]),
+        ([256], 256, [], [(ONE(256), 1)]),  # 128 and a call of 256 for the others are no less
+        ([20], 8, [], [(ONE(64), 1)]),  # where reading weights is nothing, nor is not reading them
+    ],
+)
+def test_what_a_round_takes_along(counts: list[int], overhead: int, along: list[int], after: list[tuple[Any, int]]):
+    pieces, calls = cover_beside(counts, SHAPES, overhead, TAKEN)
+    assert [piece.count for piece in pieces] == along and used(calls) == after
+
+
+def test_with_what_goes_along_every_token_is_computed_once_and_in_order():
+    rng = random.Random(1)
+    taken = 0
+    for _ in range(200):
+        joined = PrefillShape(size := rng.choice([16, 128]), rng.randint(1, 4), size)
+        counts = [rng.randint(1, rng.choice([8, 80, 1024])) for _ in range(rng.randint(1, 12))]
+        pieces, calls = cover_beside(counts, SHAPES, rng.choice([8, 256]), joined)
+        assert len(pieces) <= joined.rows and sum(piece.count for piece in pieces) <= joined.size
+        taken += len(pieces)
+        done = [0] * len(counts)
+        for piece in (piece for some in (pieces, *(some for _, some in calls)) for piece in some):
+            assert piece.count > 0 and piece.start == done[piece.chunk]
+            done[piece.chunk] += piece.count
+        assert done == counts
+    assert taken > 100

@@ -10,6 +10,7 @@ import pytest
 from jaxspec.request import ErrorKind, FinishReason, Request, RequestStatus, SamplingParams
 from jaxspec.scheduling import Plan, Scheduler, SchedulerConfig
 from jaxspec.scheduling.pace import Repeats
+from jaxspec.scheduling.shapes import PrefillShape
 from jaxspec.sizes import Sizes
 
 
@@ -35,8 +36,8 @@ def make_request(name: str, prompt: int | list[int] = 4, max_tokens: int = 8, pr
     return Request(name, tokens, SamplingParams(max_tokens=max_tokens), seed=0, priority=priority)
 
 
-def step(scheduler: Scheduler, growth: int = 3) -> Plan:
-    plan = scheduler.plan()
+def step(scheduler: Scheduler, growth: int = 3, beside: PrefillShape | None = None) -> Plan:
+    plan = scheduler.plan(beside=beside)
     scheduler.dispatched(plan, growth)
     return plan
 
@@ -383,6 +384,22 @@ def test_who_waits_gets_a_slot_little_later_for_several_rounds(rounds: int):
                     scheduler.finish(request, FinishReason.STOP)
         waited.append(ran + 4 - ends)
     assert max(waited) == 1 + 2 * (rounds - 1)
+
+
+def test_a_step_computes_no_more_of_prompts_than_a_round_takes_along_where_that_is_little():
+    """First tokens wait for a few rounds at most; without decode rows, or with much to do, nothing changes."""
+    beside = PrefillShape(6, 2, 6)
+    scheduler = make(slots=4, num_pages=40, enable_prefix_caching=False, prefill_chunk=8, max_num_batched_tokens=16)
+    planned = lambda: [(c.request.request_id, c.start, c.end) for c in step(scheduler, beside=beside).prefill]
+    scheduler.add(make_request("a", prompt=8, max_tokens=20))
+    assert planned() == [("a", 0, 8)], "nobody decodes"
+    scheduler.add(make_request("b", prompt=4))
+    scheduler.add(make_request("c", prompt=9))
+    assert planned() == [("b", 0, 4), ("c", 0, 2)]
+    assert planned() == [("c", 2, 8)] and planned() == [("c", 8, 9)]
+    scheduler.add(make_request("d", prompt=25))
+    assert planned() == [("d", 0, 8)], "25 tokens are too many for 4 rounds"
+    assert planned() == [("d", 8, 14)], "17 are not"
 
 
 def test_several_rounds_are_for_requests_that_need_them():

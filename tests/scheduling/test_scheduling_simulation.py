@@ -15,6 +15,7 @@ import pytest
 from jaxspec.request import FinishReason, Request, RequestStatus, SamplingParams
 from jaxspec.scheduling import DecodeRows, Plan, PrefillChunk, Scheduler, SchedulerConfig
 from jaxspec.scheduling.pace import Repeats
+from jaxspec.scheduling.shapes import PrefillShape
 from jaxspec.sizes import Sizes
 
 
@@ -138,7 +139,8 @@ class Simulation:
             self.sizes, enable_prefix_caching=caching, prefix_lookahead=lookahead, window=window
         )
         self.hostile = hostile
-        self.steps = self.most_chunks = self.several = self.queued = self.freed = 0
+        self.steps = self.most_chunks = self.several = self.queued = self.freed = self.pieces = 0
+        self.besides = random.Random(seed + 1)
         self.scheduler = Scheduler(self.config, clock=lambda: float(self.steps))
         self.eos = 7 if hostile else None
         self.device = Device(self.config, rng, self.eos)
@@ -211,7 +213,12 @@ class Simulation:
     def step(self) -> None:
         self.steps += 1
         known = self.rng.random(), 1 + self.rng.random(), self.rng.choice([0.0, 0.1])
-        plan = self.scheduler.plan(Repeats(self.rng.randint(1, self.sizes.max_rounds), *known))
+        size = self.besides.choice([0, 2, 5])
+        beside = PrefillShape(size, self.besides.randint(1, 3), size) if size else None
+        plan = self.scheduler.plan(Repeats(self.rng.randint(1, self.sizes.max_rounds), *known), beside)
+        counts = [chunk.end - chunk.start for chunk in plan.prefill]
+        if beside is not None and len(plan.decode) and sum(counts) <= size and len(counts) <= beside.rows:
+            self.pieces += any(not chunk.is_last for chunk in plan.prefill)
         several = plan.decode.rounds
         if several > 1:
             assert not plan.prefill and not plan.preempted
@@ -293,14 +300,14 @@ def test_pages_behind_every_window_go_back_and_nobody_notices(seed: int):
 
 def test_traffic_reaches_preemption_resume_and_reuse():
     """The simulations above mean something only if they get there."""
-    preemptions = hits = resumed = together = several = queued = 0
+    preemptions = hits = resumed = together = several = queued = cut = 0
     for seed in range(40):
         simulation = Simulation(seed, lookahead=seed % 2, caching=True, hostile=False)
         simulation.run(12)
         together += simulation.most_chunks > 1
-        several, queued = several + simulation.several, queued + simulation.queued
+        several, queued, cut = several + simulation.several, queued + simulation.queued, cut + simulation.pieces
         preemptions += simulation.scheduler.stats.preemptions
         hits += simulation.scheduler.stats.prefix_hits
         resumed += sum(r.metrics.preemptions > 0 and len(r.output_token_ids) > 1 for r in simulation.requests)
     assert preemptions > 20 and hits > 200 and resumed > 10 and together > 10, (preemptions, hits, resumed, together)
-    assert several > 100 and queued > 50, (several, queued)
+    assert several > 100 and queued > 50 and cut > 50, (several, queued, cut)

@@ -25,7 +25,8 @@ from jaxspec.speculation.drafters.cores import DraftModelCore
 from jaxspec.speculation.drafters.proposals import Ranking
 from jaxspec.speculation.drafters.suffix import prompt_lookup
 from jaxspec.speculation.layouts import Batch
-from jaxspec.speculation.round import RoundSpec, prefill_fn, round_fn
+from jaxspec.speculation.prefill import prefill_fn
+from jaxspec.speculation.round import RoundSpec, round_fn
 from jaxspec.speculation.sampling import restrict_logits, unpack_bits
 from jaxspec.speculation.state import DecodeState, Geometry, Rows
 from jaxspec.speculation.typical import Typical

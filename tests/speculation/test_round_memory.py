@@ -17,6 +17,8 @@ from jaxspec.speculation.drafters.dflash_head import DflashConfig, DflashHead
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.drafters.parallel import ParallelDrafter
 from jaxspec.speculation.layouts import Batch
+from jaxspec.speculation.mixed import mixed_fn
+from jaxspec.speculation.prefill import prefill_fn
 from jaxspec.speculation.several import several_fn
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import PLAIN, Tier
@@ -90,8 +92,17 @@ def test_heads_without_placeholders_cannot_draft_in_one_pass():
 @pytest.mark.parametrize(("rows", "samples"), [(1, False), (2, True)])
 def test_prefill_copies_no_pool(setting, rows, samples):
     spec, target, draft, state = setting
-    fn = jax.jit(rounds.prefill_fn(spec), donate_argnums=2, static_argnames=("size", "width", "samples"))
+    fn = jax.jit(prefill_fn(spec), donate_argnums=2, static_argnames=("size", "width", "samples"))
     chunks = jax.ShapeDtypeStruct((rows, 3), jnp.int32)
     compiled = fn.lower(target, draft, state, chunks, size=16, width=16 // rows, samples=samples).compile()
+    temp, pool = temp_and_smallest_pool(compiled, state)
+    assert temp < pool / 4, f"{temp} bytes of temporaries against a pool of {pool}"
+
+
+def test_a_round_that_takes_prompts_along_copies_no_pool(setting):
+    spec, target, draft, state = setting
+    batch, chunks = (jax.ShapeDtypeStruct((2, width), jnp.int32) for width in (Batch.width(GEO), 3))
+    fn = jax.jit(mixed_fn(spec, Tier(2), True, size=16, width=16), donate_argnums=2)
+    compiled = fn.lower(target, draft, state, batch, chunks).compile()
     temp, pool = temp_and_smallest_pool(compiled, state)
     assert temp < pool / 4, f"{temp} bytes of temporaries against a pool of {pool}"

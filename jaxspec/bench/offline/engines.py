@@ -61,6 +61,7 @@ class Options:
     simulate: float | None = None
     prompts: str | None = None
     rounds_per_dispatch: int | str = "auto"
+    mixed_chunk: int | str = "auto"
 
 
 class Parts:
@@ -125,6 +126,7 @@ class Parts:
             batch_buckets=options.plan.batch_sizes,
             variants=("greedy",) if options.plan.temperature == 0 else ("sampled",),
             rounds_per_dispatch=options.rounds_per_dispatch,
+            mixed_chunk=options.mixed_chunk,
             warmup="eager",
         )
 

@@ -3,6 +3,7 @@
 overheads --batch-sizes 1,16,64 --tiers off,3                 the demo
 overheads --model DIR --tiers off,3,5 --policies adaptive      a grown model (`python -m jaxspec.bench grow 1b DIR`)
 overheads --batch-sizes 16 --queue 128                         also twice as many requests as slots, of 128 tokens each
+overheads --rounds 0 --queue 128 --context 64 --mixed-chunk 16   only these, with prompts of 64 tokens
 
 Requests of a full batch run side by side; rounds are looked at once all are under way and until the first could end, so
 that no prompt is among them. What the device needs for a round is that of the same executable dispatched back to back
@@ -170,9 +171,10 @@ def parser() -> argparse.ArgumentParser:
     add("--tiers", metavar="off,3,tree-4x3/16", default="off,3", help="depths or tiers' names, each run throughout")
     add("--policies", choices=(ADAPTIVE,), help="also the adaptive policy over these tiers (default: not measured)")
     add("--context", type=int, default=256, help="tokens of each prompt")
-    add("--rounds", type=int, default=100, help="that are looked at")
+    add("--rounds", type=int, default=100, help="that are looked at; 0: none")
     add("--repeats", type=int, default=5, help="medians are taken over these")
     add("--rounds-per-dispatch", metavar="auto|N", default="auto", help="as EngineConfig.rounds_per_dispatch")
+    add("--mixed-chunk", metavar="auto|N", default="auto", help="as EngineConfig.mixed_chunk")
     queue = "also a full batch of the largest size and as many requests waiting, of TOKENS tokens on average"
     add("--queue", type=int, metavar="TOKENS", help=f"{queue} (default: not measured)")
     add("--json", metavar="FILE", help="all figures and the conditions (default: not written)")
@@ -189,7 +191,7 @@ def run(args: argparse.Namespace, sizes: tuple[int, ...], say: Callable[[str], N
     Raises:
       ValueError: options that do not fit; names the option, what was given and what is allowed.
     """
-    for name, least in (("context", 1), ("rounds", 1), ("repeats", 1), ("queue", 1)):
+    for name, least in (("context", 1), ("rounds", 0), ("repeats", 1), ("queue", 1)):
         if (given := getattr(args, name)) is not None and given < least:
             raise ValueError(f"{name} must be at least {least}, got {given}")
     check_path("json", args.json)
@@ -199,10 +201,10 @@ def run(args: argparse.Namespace, sizes: tuple[int, ...], say: Callable[[str], N
     # Rounds until the engine knows its pace, those that are looked at, and dispatches in flight behind them.
     room = max((depth + 1) * (args.rounds + _FIRST + 4 * MOST_ROUNDS), 2 * (args.queue or 0))
     plan = Sweep(sizes, ("code",), room, args.repeats)
-    several = args.rounds_per_dispatch
+    number = lambda text: int(text) if text.isdecimal() else text
     options = Options(
         plan, args.model, args.drafter, drafting or (Tier(1),), args.dtype, args.grow,
-        rounds_per_dispatch=int(several) if several.isdecimal() else several,
+        rounds_per_dispatch=number(args.rounds_per_dispatch), mixed_chunk=number(args.mixed_chunk),
     )  # fmt: skip
     parts = Parts(options)
     engine = parts.engine(args.context + room, plain=not drafting)
@@ -212,13 +214,14 @@ def run(args: argparse.Namespace, sizes: tuple[int, ...], say: Callable[[str], N
     prompts = [[text[(37 * i + at) % len(text)] for at in range(args.context)] for i in range(max(sizes))]
     names = [tier.name for tier in dict.fromkeys(tiers)] + ([args.policies] if args.policies else [])
     rows = []
-    for size in sizes:
+    for size in sizes if args.rounds else ():
         for name in names:
             rows.append(row(engine, prompts[:size], name, args.rounds, args.repeats, room))
             say(table(rows[-1:]))
     device = jax.devices()[0]
-    say(f"\n{args.model}, {parts.dtype.name}, {device.device_kind}, JAX {jax.__version__}: microseconds a round\n")
-    say(table(rows))
+    say(f"\n{args.model}, {parts.dtype.name}, {device.device_kind}, JAX {jax.__version__}")
+    if rows:
+        say(f"\nmicroseconds a round\n\n{table(rows)}")
     queued = []
     if args.queue:
         queued = queues.rows(engine, prompts, tiers, args.queue, args.repeats)

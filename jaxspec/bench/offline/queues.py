@@ -1,7 +1,7 @@
-"""A full batch with as many requests waiting: tokens a second with single rounds, and with several a call.
+"""A full batch with as many requests waiting: tokens a second with several rounds a call, and with prompts in rounds.
 
-Whether several rounds pay while requests wait for slots (Scheduler.plan) depends on how soon texts end, so that steady
-rounds of a full batch cannot tell.
+Whether several rounds pay while requests wait for slots (Scheduler.plan) depends on how soon texts end, and whether
+rounds that take prompts along do on how often some begin, so that steady rounds of a full batch cannot tell.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ class Queue:
 
     Attributes:
       tokens_per_second: of all requests. first_token: mean seconds from a request's arrival to its first token.
-      rounds: of a dispatch.
+      rounds: of a dispatch. mixed: share of the rounds that took chunks of prompts along.
     """
 
     tokens_per_second: float
     first_token: float
     rounds: float
+    mixed: float
 
 
 def lengths(mean: int) -> Iterator[int]:
@@ -87,40 +88,54 @@ def closed_loop(
         engine.abort(name)
     while engine.has_work:
         engine.step()
-    calls = after.dispatches - before.dispatches
-    return Queue(said / seconds, statistics.mean(waited), (after.rounds - before.rounds) / calls)
+    calls, done = after.dispatches - before.dispatches, after.rounds - before.rounds
+    mixed = (after.mixed_rounds - before.mixed_rounds) / done
+    return Queue(said / seconds, statistics.mean(waited), done / calls, mixed)
+
+
+#: The ways of `rows`: how many rounds a call runs, and whether rounds take chunks of prompts along.
+_WAYS = ("own", "single", "apart")
 
 
 def rows(
     engine: Engine, prompts: Sequence[Sequence[int]], tiers: Sequence[Tier], tokens: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """Medians for each tier, with single rounds and at the engine's own pace, in turn."""
-    own, out = engine.pace, []
+    """Medians for each tier, in turn: as the engine does by itself, with single rounds, with prompts by themselves."""
+    pace, mixes, out = engine.pace, engine.mixes, []
     for tier in tiers:
-        found: dict[str, list[Queue]] = {"single": [], "own": []}
-        for _ in range(repeats):
-            for name, pace in (("single", Pace(1, measured=False)), ("own", own)):
-                engine.pace = pace
+        found: dict[str, list[Queue]] = {name: [] for name in _WAYS}
+        for repeat in range(repeats):
+            for at in range(len(_WAYS)):  # none always comes first
+                name = _WAYS[(at + repeat) % len(_WAYS)]
+                engine.pace = Pace(1, measured=False) if name == "single" else pace
+                engine.mixes = mixes and name != "apart"
                 found[name].append(closed_loop(engine, prompts, StaticPolicy(tier), tokens))
+        engine.pace, engine.mixes = pace, mixes
         row: dict[str, Any] = {"batch_size": engine.facts.sizes.slots, "policy": tier.name, "tokens": tokens}
+        row["prompt_tokens"] = len(prompts[0])
         for name, queues in found.items():
             for field in dataclasses.fields(Queue):
                 row[f"{name}_{field.name}"] = statistics.median(getattr(queue, field.name) for queue in queues)
-        row["gains"] = [b.tokens_per_second / a.tokens_per_second for a, b in zip(*found.values(), strict=True)]
+        for name in _WAYS[1:]:
+            pairs = zip(found["own"], found[name], strict=True)
+            row[f"gains_over_{name}"] = [own.tokens_per_second / other.tokens_per_second for own, other in pairs]
         out.append(row)
     return out
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each tier."""
-    head = "batch  policy   tokens  single tok/s  several tok/s  gain (range)         rounds  first token, ms"
-    lines = [head]
+    """Lines for each tier: what the engine gains over either way, and how long first tokens take in both."""
+    head = "batch  policy    prompt  tokens     tok/s  rounds   mixed  against            tok/s  gain (range)"
+    lines = [f"{head:<100s}  first token, ms"]
+    against = {"single": "single rounds", "apart": "prompts apart"}
     for r in rows:
-        gains = r["gains"]
-        gain = f"{statistics.median(gains):.3f} ({min(gains):.3f} to {max(gains):.3f})"
-        first = f"{1e3 * r['single_first_token']:.1f} and {1e3 * r['own_first_token']:.1f}"
-        lines.append(
-            f"{r['batch_size']:5d}  {r['policy']:<7s}  {r['tokens']:6d}  {r['single_tokens_per_second']:12.0f}  "
-            f"{r['own_tokens_per_second']:13.0f}  {gain:<22s} {r['own_rounds']:5.1f}  {first}"
+        about = (
+            f"{r['batch_size']:5d}  {r['policy']:<8s}  {r['prompt_tokens']:6d}  {r['tokens']:6d}  "
+            f"{r['own_tokens_per_second']:8.0f}  {r['own_rounds']:6.1f}  {r['own_mixed']:6.1%}"
         )
+        for name, text in against.items():
+            gains = r[f"gains_over_{name}"]
+            gain = f"{statistics.median(gains):.3f} ({min(gains):.3f} to {max(gains):.3f})"
+            first = f"{1e3 * r['own_first_token']:.1f}, {1e3 * r[f'{name}_first_token']:.1f}"
+            lines.append(f"{about}  {text:<14s}  {r[f'{name}_tokens_per_second']:8.0f}  {gain:<24s}  {first}")
     return "\n".join(lines)

@@ -36,7 +36,7 @@ from jaxspec.models.layers import tensor_parallel
 from jaxspec.models.quantised import Quantised
 from jaxspec.runtime import summing
 from jaxspec.runtime.compile import use_persistent_cache
-from jaxspec.runtime.programs import RunnerConfig
+from jaxspec.runtime.repertoire import RunnerConfig
 from jaxspec.runtime.results import Result
 from jaxspec.runtime.runner import Runner
 from jaxspec.runtime.sharding import parameter_shardings, tensor_mesh
