@@ -306,8 +306,8 @@ class EngineConfig:
         log-probabilities. The tokens are the same; they, and aborts, come up to so many rounds late, the first token of
         a request that waits for a slot up to 2 * (n - 1) rounds. "auto": 4 on accelerators, for batch sizes at which a
         round could take less than twice the host's part of it, and only while it is measured to do so and 4 rounds
-        take 10 ms at most, and while requests wait only where they save more than slots are idle; else, and on CPUs, 1.
-        A number: so many, wherever they can.
+        take 10 ms at most, and while requests wait only where they save twice what slots are idle; else, and on CPUs,
+        1. A number: so many, wherever they can.
       mixed_chunk: most prompt tokens that a round computes in the same pass, so that the weights are read once for
         prompts and for the requests that decode beside them (SGLang's --enable-mixed-chunk); what is left of a step's
         prompts follows. The tokens are the same. Not where a row or a prompt's end is under a grammar, nor with a

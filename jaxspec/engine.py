@@ -42,6 +42,10 @@ from jaxspec.tier import Choice, Tier
 from jaxspec.traffic import TrafficLog
 from jaxspec.warming import BackgroundWarmup
 
+#: Rounds whose seconds show that a request began or ended: the one meanwhile, whose result is read late for it, and the
+#: next, which seems the quicker.
+_SHOWS = 2
+
 
 class Engine:
     """Continuous batching with adaptive speculative decoding.
@@ -89,6 +93,7 @@ class Engine:
         self._experts = 0
         self.pace = Pace(1, measured=False) if pace is None else pace
         self.mixes = True
+        self._eventful = 0  # rounds until the latest request that began or ended no longer shows in their seconds
         self._chunk_last = False  # the latest dispatch was a chunk of which nothing is read
         self._collected_at = self._round_seconds = 0.0  # the latter of the latest round that was timed
         self._laps = runner.laps
@@ -165,6 +170,7 @@ class Engine:
         output = OutputProcessor(self.facts, request, index, grammar)
         self.scheduler.add(request)  # last of what can fail
         self._live[request.request_id] = output
+        self._eventful = _SHOWS
         self._matching += output.matcher is not None
         self._asking += tpot is not None
         self._serial += 1
@@ -264,6 +270,7 @@ class Engine:
             self._starved += watched and self._in_flight[-1].is_ready
         self._chunk_last = bool(plan.prefill) and not plan.prefill[-1].is_last
         if plan.prefill:
+            self._eventful = _SHOWS
             dispatched += self.runner.prefill(work)
             if self._collector is not None:
                 self._collector.dispatched(sum(chunk.end - chunk.start for chunk in plan.prefill))
@@ -336,7 +343,9 @@ class Engine:
         if isinstance(rows, DecodeRows):
             assert tier is not None
             if pending.timed and pending.dispatched_at < self._collected_at:
-                self.pace.took((tier, pending.bucket), rows.rounds, now - self._collected_at, waited)
+                kind, seconds = (tier, pending.bucket), now - self._collected_at
+                self.pace.took(kind, rows.rounds, seconds, waited, quiet=not self._eventful)
+            self._eventful = max(0, self._eventful - 1)
             if self._collector is not None and pending.ring is not None:
                 self._collector.collected(*pending.ring, int(result.counts_RB.sum()))
             self._observe(pending, rows, tier, result, now)
@@ -427,7 +436,7 @@ class Engine:
         return events
 
     def _finish(self, output: OutputProcessor, reason: FinishReason) -> Finished:
-        request = output.request
+        request, self._eventful = output.request, _SHOWS
         self._reader.leave(output)
         self._matching -= output.matcher is not None
         self._asking -= request.tpot is not None

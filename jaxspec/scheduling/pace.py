@@ -19,6 +19,8 @@ _PAYS = 0.5
 _LATEST = 0.01
 #: Dispatches from which a mean counts, those over which it runs, and dispatches of several rounds between two of one.
 _ENOUGH, _OVER, _AGAIN = 8, 32, 256
+#: What several rounds are taken to save while that is not measured: enough for them to be tried where they cost little.
+_UNKNOWN = 0.05
 #: Rows in rounds over which the share of texts that stop is a mean.
 _ROWS = 4096
 #: More than the host's seconds for a round and each of its rows should be, and the bytes that a device reads in one: to
@@ -74,11 +76,11 @@ class _Means:
     tokens: float = 1.0
 
     def saved(self, most: int) -> float:
-        """Share of a single round's time that each of `most` takes less; while that is not known, most that it can."""
+        """Share of a single round's time that each of `most` takes less; while that is not known, a little of it."""
         if self.single <= 0:
-            return 1.0
+            return _UNKNOWN
         if self.repeated < _ENOUGH:
-            return self.host / self.single * (1 - 1 / most)
+            return min(_UNKNOWN, self.host / self.single * (1 - 1 / most))
         return 1 - self.several / self.single
 
 
@@ -108,16 +110,20 @@ class Pace:
             return ALONE
         return Repeats(self.most, means.saved(self.most), means.tokens, self._stopped / max(1.0, self._rows))
 
-    def took(self, kind: Hashable, rounds: int, seconds: float, waited: float) -> None:
+    def took(self, kind: Hashable, rounds: int, seconds: float, waited: float, *, quiet: bool = True) -> None:
         """A dispatch among others of a kind (a tier in a bucket).
 
         Args:
           rounds: that it ran.
           seconds: from the result before to its own. waited: those of them that the host did nothing.
+          quiet: whether no request began or ended meanwhile. What that takes of the host comes once for each request,
+            and while others wait mostly beside single rounds, which would then seem the slower for it.
         """
         if self.most == 1 or not self._measured:
             return
         before, self._before, self._latest = self._before, rounds, kind
+        if not quiet:
+            return
         means = self._means.setdefault(kind, _Means())
         if rounds > 1:
             means.since, means.unseen = means.since + 1, 0

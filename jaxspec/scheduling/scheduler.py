@@ -28,6 +28,9 @@ from jaxspec.scheduling.slots import Due, SlotTable
 
 #: Rounds that may take prompts along until all are computed. More would let first tokens wait for long.
 _SOON = 4
+#: What several rounds are to save while requests wait, by what slots are idle for them: both are means of what varies,
+#: and first tokens come later.
+_WORTH = 2.0
 
 
 class Scheduler:
@@ -133,9 +136,9 @@ class Scheduler:
         Args:
           repeats: rounds of one dispatch, which the plan grants where no prompt is under way or could begin, where
             pages are left for all of them, and where some request needs them all; else one. While requests wait for a
-            slot or pages, only where the rounds save more time than slots are expected to be idle for them. Who waits
-            gets a slot at most 2 * (rounds - 1) rounds later than otherwise: the rest of the dispatch in which a row
-            ends, and the one that is in flight behind it.
+            slot or pages, only where the rounds save twice the time that slots are expected to be idle for them. Who
+            waits gets a slot at most 2 * (rounds - 1) rounds later than otherwise: the rest of the dispatch in which a
+            row ends, and the one that is in flight behind it.
           beside: what a round can take along of prompts (shapes.cover_beside). Where little is to be computed of them,
             a step with decode rows computes no more than that: rounds do it while they read the weights anyway.
         """
@@ -161,7 +164,7 @@ class Scheduler:
             return True
         if self._free_slots and self._blocked != (self._waiting[0], self._releases):
             return False  # its prompt may begin
-        return self.slots.idle_rounds(repeats) < repeats.saved * repeats.rounds * len(self._running)
+        return _WORTH * self.slots.idle_rounds(repeats) < repeats.saved * repeats.rounds * len(self._running)
 
     def dispatched(self, plan: Plan, growth: int = 0) -> None:
         """The plan is on the device's queue.

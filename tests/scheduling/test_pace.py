@@ -60,18 +60,27 @@ def test_what_cannot_pay_is_not_compiled():
     assert not any(may_pay(15 * gigabyte, bucket) for bucket in (1, 16, 64, 128))
 
 
-def test_what_several_rounds_save_is_measured_and_guessed_before():
-    """A guess that is high, so that they are tried; forgotten where only single rounds ran for long."""
+def test_what_several_rounds_save_is_measured_and_little_before():
+    """So that they are tried where that costs little; forgotten where only single rounds ran for long."""
     pace = Pace(4, measured=True)
     for _ in range(9):
         pace.took("off at 4", 1, 1e-3, 0.2e-3)
-    assert pace.repeats() == (4, pytest.approx(0.8 * 3 / 4), 1.0, 0.0)
+    assert pace.repeats() == (4, 0.05, 1.0, 0.0)
     for _ in range(8):
         pace.took("off at 4", 4, 3.6e-3, 2e-3)
     assert pace.repeats().saved == pytest.approx(0.1)
     for _ in range(260):
         pace.took("off at 4", 1, 1e-3, 0.2e-3)
-    assert pace.repeats().saved == pytest.approx(0.8 * 3 / 4)
+    assert pace.repeats().saved == 0.05
+
+
+def test_what_requests_cost_that_begin_or_end_is_no_rounds():
+    pace = Pace(4, measured=True)
+    simulate(pace, 1e-3, 0.8e-3, 20)
+    saved = pace.repeats().saved
+    for _ in range(40):
+        pace.took("chain-3 at 4", 1, 5e-3, 0.0, quiet=False)
+    assert pace.repeats().saved == saved
 
 
 def test_what_rounds_give_and_how_many_texts_stop_are_means():
