@@ -93,20 +93,21 @@ def closed_loop(
     return Queue(said / seconds, statistics.mean(waited), done / calls, mixed)
 
 
-#: The ways of `rows`: how many rounds a call runs, and whether rounds take chunks of prompts along.
-_WAYS = ("own", "single", "apart")
+#: What the engine does by itself ("own") is compared with.
+_OTHERS = {"single": "single rounds", "apart": "prompts apart"}
 
 
 def rows(
-    engine: Engine, prompts: Sequence[Sequence[int]], tiers: Sequence[Tier], tokens: int, repeats: int
-) -> list[dict[str, Any]]:
+    engine: Engine, prompts: Sequence[Sequence[int]], tiers: Sequence[Tier], tokens: int, repeats: int,
+    ways: Sequence[str] = ("own", *_OTHERS),
+) -> list[dict[str, Any]]:  # fmt: skip
     """Medians for each tier, in turn: as the engine does by itself, with single rounds, with prompts by themselves."""
     pace, mixes, out = engine.pace, engine.mixes, []
     for tier in tiers:
-        found: dict[str, list[Queue]] = {name: [] for name in _WAYS}
+        found: dict[str, list[Queue]] = {name: [] for name in ways}
         for repeat in range(repeats):
-            for at in range(len(_WAYS)):  # none always comes first
-                name = _WAYS[(at + repeat) % len(_WAYS)]
+            for at in range(len(ways)):  # none always comes first
+                name = ways[(at + repeat) % len(ways)]
                 engine.pace = Pace(1, measured=False) if name == "single" else pace
                 engine.mixes = mixes and name != "apart"
                 found[name].append(closed_loop(engine, prompts, StaticPolicy(tier), tokens))
@@ -116,7 +117,7 @@ def rows(
         for name, queues in found.items():
             for field in dataclasses.fields(Queue):
                 row[f"{name}_{field.name}"] = statistics.median(getattr(queue, field.name) for queue in queues)
-        for name in _WAYS[1:]:
+        for name in ways[1:]:
             pairs = zip(found["own"], found[name], strict=True)
             row[f"gains_over_{name}"] = [own.tokens_per_second / other.tokens_per_second for own, other in pairs]
         out.append(row)
@@ -127,13 +128,14 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """Lines for each tier: what the engine gains over either way, and how long first tokens take in both."""
     head = "batch  policy    prompt  tokens     tok/s  rounds   mixed  against            tok/s  gain (range)"
     lines = [f"{head:<100s}  first token, ms"]
-    against = {"single": "single rounds", "apart": "prompts apart"}
     for r in rows:
         about = (
             f"{r['batch_size']:5d}  {r['policy']:<8s}  {r['prompt_tokens']:6d}  {r['tokens']:6d}  "
             f"{r['own_tokens_per_second']:8.0f}  {r['own_rounds']:6.1f}  {r['own_mixed']:6.1%}"
         )
-        for name, text in against.items():
+        for name, text in _OTHERS.items():
+            if f"gains_over_{name}" not in r:
+                continue
             gains = r[f"gains_over_{name}"]
             gain = f"{statistics.median(gains):.3f} ({min(gains):.3f} to {max(gains):.3f})"
             first = f"{1e3 * r['own_first_token']:.1f}, {1e3 * r[f'{name}_first_token']:.1f}"
