@@ -45,7 +45,7 @@ from jaxspec.runtime.executables import source_digest
 from jaxspec.runtime.hosts import Hosts
 from jaxspec.runtime.repertoire import RunnerConfig
 from jaxspec.runtime.runner import Runner
-from jaxspec.runtime.sharding import check_divides, host_memory, share_tables, spans_processes, tensor_mesh
+from jaxspec.runtime.sharding import Sharing, check_divides, host_memory, spans_processes, tensor_mesh
 from jaxspec.runtime.timing import measure
 from jaxspec.runtime.warmup import WarmupConfig
 from jaxspec.scheduling.pace import USUAL_ROUNDS, Pace, may_pay
@@ -178,11 +178,11 @@ def resolve_drafter(drafter: str | Path | None, model_dir: Path) -> tuple[str, P
 _KEPT_TWICE = 2 << 30
 
 
-def _way(target: TargetModel, shards: int) -> summing.Way:
+def _way(cfg: ModelConfig, dtype: jnp.dtype, shards: int) -> summing.Way:
     """How so many devices sum what they share of a target."""
     if shards == 1 or spans_processes(shards):  # which is quickest, each process would measure for itself
         return summing.Way()
-    return summing.WAYS[summing.choose(tensor_mesh(shards), target.config.hidden_size, target.embedding[...].dtype)]
+    return summing.WAYS[summing.choose(tensor_mesh(shards), cfg.hidden_size, dtype)]
 
 
 def _laid_out(module: Any, shards: int, sums: str) -> Any:
@@ -310,16 +310,15 @@ def build_engine(
         CostProfile.load(config.profile)  # before weights are: whether it can be read
     # What is going to be split need not fit any device as a whole.
     load = host_memory if shards > 1 else contextlib.nullcontext
+    sums = _way(cfg, dtype, shards).by
     with load():
         blocked = shards == 1 and jax.default_backend() == "cpu"  # see _laid_out
         target = hf.load_model(
-            model_dir, dtype, context=context, int8_activations=config.int8_activations, blocked=blocked
-        )
-        if shards > 1:
-            share_tables(target, tensor_mesh(shards))
+            model_dir, dtype, context=context, int8_activations=config.int8_activations, blocked=blocked,
+            devices=Sharing(tensor_mesh(shards), sums) if shards > 1 else None,
+        )  # fmt: skip
         module = load_drafter(kind, directory, target, dtype)
     text = None if config.skip_tokenizer_init else Tokenizer.from_directory(model_dir)
-    sums = _way(target, shards).by
 
     def drafter_of(geo: Geometry) -> tuple[Drafter | None, Any]:
         with load():
@@ -426,7 +425,7 @@ def assemble(
     if hosts is not None:
         told = [text for name, text in identity.items() if name != "device"]
         hosts.agree((source_digest(), jax.__version__, *told, geo, runs, speculation))
-    way = _way(target, shards)
+    way = _way(model, target.embedding[...].dtype, shards)
     runner = Runner(_laid_out(target, shards, way.by), built, params, geo, runs, warmup, mesh, way.options)
     if times:
         cost = CostTable({}) if background else measure(runner)

@@ -7,6 +7,7 @@ Owns what peers need to load a directory; a family's own fields and names are it
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
-from jaxspec.checkpointing import quantised
+from jaxspec.checkpointing import quantised, spread
 from jaxspec.checkpointing.tensors import (
     WEIGHTS,
     TensorReader,
@@ -36,7 +37,7 @@ from jaxspec.models.family import token_ids
 from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import served
-from jaxspec.models.weight_map import Weight
+from jaxspec.models.weight_map import Part, Weight
 
 #: Buffers that older checkpoints carry and that are recomputed here.
 IGNORED = r".*\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|masked_bias|attn\.bias)"
@@ -99,7 +100,7 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
 
 def load_model(
     directory: str | os.PathLike[str], dtype: DTypeLike = jnp.float32, *, context: int | None = None,
-    int8_activations: bool = False, blocked: bool = False,
+    int8_activations: bool = False, blocked: bool = False, devices: spread.Devices | None = None,
 ) -> TargetModel:  # fmt: skip
     """A causal language model from a Hugging Face directory, its weights cast to `dtype`.
 
@@ -112,19 +113,27 @@ def load_model(
         longrope has other frequencies for short texts (`rope.served`).
       int8_activations: see EngineConfig.
       blocked: quantised kernels in column blocks, as CPUs read them: laid out later they would be there twice.
+      devices: that share the model, which is then laid out as by `layers.tensor_parallel`: what is read of a file are
+        their parts, and there they go. None: it lies whole where new arrays do.
 
     Raises:
       ValueError: whatever in the directory does not fit: the message names the file, the
         tensor, and what was found and expected. Pickled weights are refused.
     """
     cfg = served(load_config(directory), context)
-    quantisation = quantised.read_config(read_json(Path(directory) / "config.json").get("quantization_config"))
-    model = nnx.eval_shape(lambda: registry.build(cfg, dtype))
-    weights = list(registry.weights(model))
+    settings = read_json(Path(directory) / "config.json").get("quantization_config")
+    quantisation = quantised.read_config(settings, int8_activations)
+    build = lambda: registry.build(cfg, dtype)
     with read_tensors(directory) as reader:
-        load_weights(weights, reader, quantisation, blocked)
-        for w in weights:
-            _check_copies(w, reader)
+        if devices is not None:
+            check_copies = functools.partial(_check_copies, reader)
+            model = spread.load(build, registry.weights, reader, quantisation, devices, check_copies)
+        else:
+            model = nnx.eval_shape(build)
+            weights = list(registry.weights(model))
+            load_weights(weights, reader, quantisation, blocked)
+            for w in weights:
+                _check_copies(reader, w, None, w.param.get_value())
         ignored = [IGNORED] if quantisation is None else [IGNORED, quantised.IGNORED]
         reader.refuse_unread(
             "|".join([*ignored, *(rf"{re.escape(p)}.*" for p in mtp_prefixes(reader, cfg.num_layers))])
@@ -219,11 +228,12 @@ def tokenizer_settings(tokenizer: Tokenizer, cfg: ModelConfig) -> dict[str, Any]
     return settings
 
 
-def _check_copies(weight: Weight, reader: TensorReader) -> None:
+def _check_copies(reader: TensorReader, weight: Weight, part: Part | None, own: Any) -> None:
     """Some tied checkpoints store the head as well; it must be the embedding."""
     for name in weight.copies:
         if name in reader:
-            own, other = weight.param.get_value(), weight.join([reader.get(name, next(weight.shapes))])
+            (piece,) = weight.pieces(part)
+            other = weight.join([reader.get(name, piece.shape, part=piece.part)])
             if not bool(jnp.array_equal(other, own)):
                 raise ValueError(
                     f"{reader.directory}: config.json says tie_word_embeddings=true, but {name!r} differs from "

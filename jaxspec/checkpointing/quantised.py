@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpointing import packing
+from jaxspec.checkpointing.schemes import Scheme, bits_of, group_of, groups_of, matches, pair_of, scheme_of, targets_of
 from jaxspec.checkpointing.tensors import FLOAT8, FLOATS, TensorReader
 from jaxspec.models import mxfp4
 from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised, joined
-from jaxspec.models.weight_map import ExpertMaps, StackedWeight, Weight
+from jaxspec.models.weight_map import ExpertMaps, Part, Piece, StackedWeight, Weight
 
 #: Scales of activations, which products here have no use for.
 IGNORED = r".*\.(input_scale|input_zero_point)"
@@ -32,32 +32,44 @@ _COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quan
 
 
 @dataclasses.dataclass(frozen=True)
-class Scheme:
-    """How the weights of a module are quantised, as a config says it.
+class Cut:
+    """Which of a module's values a device holds: spans (start, stop) of the inputs, or else of the outputs."""
 
-    Attributes:
-      kind: "int" or "float". bits: 4 or 8.
-      group: inputs that share a scale; None: all of them.
-      block: (outputs, inputs) that share one; None: no blocks. whole: the whole tensor has one scale.
-    """
+    inputs: bool
+    spans: tuple[tuple[int, int], ...]
 
-    kind: str
-    bits: int
-    group: int | None = None
-    block: tuple[int, int] | None = None
-    whole: bool = False
+    def of(self, values_FE: np.ndarray) -> np.ndarray:
+        """Of all values those."""
+        parts = [values_FE[:, a:b] if self.inputs else values_FE[a:b] for a, b in self.spans]
+        return np.concatenate(parts, axis=1 if self.inputs else 0)
 
 
-#: A module's kernel [in, out] from its tensors, or None where it lies there unquantised.
-Read = Callable[[TensorReader, str, tuple[int, int]], Quantised | None]
+class Read(Protocol):
+    """A module's kernel [in, out] from its tensors, or None where it lies there unquantised."""
+
+    def __call__(
+        self, reader: TensorReader, module: str, shape: tuple[int, int], cut: Cut | None = None, /
+    ) -> Quantised | None:
+        """With a cut the values alone are cut: their scales, zeros and order are small, and stay whole.
+
+        Args:
+          shape: (out, in), of all values.
+        """
+        ...
 
 
-def read_config(config: Mapping[str, Any] | None) -> Read | None:
+def read_config(config: Mapping[str, Any] | None, int8_activations: bool = False) -> Read | None:
     """What reads the modules of a checkpoint by its `quantization_config`; None where it has none.
+
+    Args:
+      int8_activations: see EngineConfig; what is read refuses it where it is not for it.
 
     Raises:
       ValueError: a method, format or setting that is not served; names it.
     """
+    if int8_activations and (config or {}).get("quant_method") in (None, "mxfp4"):
+        found = "unquantised weights" if not config else "experts in MXFP4"
+        raise ValueError(f"int8_activations is for int8 weights with a scale per output, got {found}")
     if not config:
         return None
     method = config.get("quant_method")
@@ -65,11 +77,33 @@ def read_config(config: Mapping[str, Any] | None) -> Read | None:
         raise ValueError(
             f"config.json: quant_method {method!r} is not served; served are {', '.join(map(repr, _METHODS))}"
         )
-    return _METHODS[method](config)
+    read = _METHODS[method](config)
+    return _rounding_inputs(read) if int8_activations else read
 
 
-def read_kernel(read: Read, reader: TensorReader, weight: Weight) -> Quantised | Mxfp4 | None:
+def _rounding_inputs(read: Read) -> Read:
+    def rounding(
+        reader: TensorReader, module: str, shape: tuple[int, int], cut: Cut | None = None, /
+    ) -> Quantised | None:
+        kernel = read(reader, module, shape, cut)
+        if kernel is None:
+            return None
+        if not kernel.multiplies_integers:
+            zeros = "no" if kernel.zero is None else "with"
+            raise ValueError(
+                f"{reader.directory}: int8_activations is for int8 weights with a scale per output and no zero points; "
+                f"{module!r} has {kernel.values.dtype} in {kernel.groups} groups, {zeros} zero points"
+            )
+        return dataclasses.replace(kernel, int8_activations=True)
+
+    return rounding
+
+
+def read_kernel(read: Read, reader: TensorReader, weight: Weight, part: Part | None = None) -> Quantised | Mxfp4 | None:
     """The kernel of a linear map, its fused projections side by side, or of all experts; None: it is not quantised.
+
+    Args:
+      part: of a linear map, whose values alone are a device's then, see `Read`.
 
     Raises:
       ValueError: tensors that do not fit, or projections that are not quantised alike; names them.
@@ -80,7 +114,19 @@ def read_kernel(read: Read, reader: TensorReader, weight: Weight) -> Quantised |
         return None
     if isinstance(weight, StackedWeight):
         return _stacked_experts(read, reader, weight)
-    return _side_by_side(read, reader, weight.names, list(weight.shapes))
+    return _side_by_side(read, reader, weight.names, list(weight.shapes), _cuts(weight, part))
+
+
+def _cuts(weight: Weight, part: Part | None) -> list[Cut | None]:
+    """A device's part of each module that a linear map is made of."""
+    if part is None:
+        return [None] * len(weight.names)
+    if part.axis == 0:
+        return [Cut(True, part.spans)] * len(weight.names)
+    spans: list[list[tuple[int, int]]] = [[] for _ in weight.names]
+    for i, start, stop in weight.side_by_side(part.spans):
+        spans[i].append((start, stop))
+    return [Cut(False, tuple(own)) for own in spans]
 
 
 def _stacked_experts(read: Read, reader: TensorReader, weight: StackedWeight) -> Quantised | None:
@@ -94,7 +140,7 @@ def _stacked_experts(read: Read, reader: TensorReader, weight: StackedWeight) ->
         return None
     shapes, each = list(weight.shapes), len(weight.widths)
     found = [
-        _side_by_side(read, reader, weight.names[i : i + each], shapes[i : i + each])
+        _side_by_side(read, reader, weight.names[i : i + each], shapes[i : i + each], [None] * each)
         for i in range(0, len(shapes), each)
     ]
     forms = [str(jax.tree.map(lambda x: (x.shape, x.dtype), part)) for part in found]
@@ -110,15 +156,16 @@ def _stacked_experts(read: Read, reader: TensorReader, weight: StackedWeight) ->
 
 
 def _side_by_side(
-    read: Read, reader: TensorReader, names: Sequence[str], expected: Sequence[tuple[int, ...]]
-) -> Quantised | None:
+    read: Read, reader: TensorReader, names: Sequence[str], expected: Sequence[tuple[int, ...]],
+    cuts: Sequence[Cut | None],
+) -> Quantised | None:  # fmt: skip
     modules = [name.removesuffix(".weight") for name in names]
     for name, module in zip(names, modules, strict=True):
         twice = [f"{module}.{other}" for other in ("weight_packed", "qweight") if f"{module}.{other}" in reader]
         if twice and (name in reader or len(twice) > 1):
             raise ValueError(f"{reader.directory} holds {module!r} twice: {name!r} and {', '.join(map(repr, twice))}")
     shapes = [(shape[0], shape[1]) for shape in expected]
-    parts = [read(reader, module, shape) for module, shape in zip(modules, shapes, strict=True)]
+    parts = [read(reader, *module) for module in zip(modules, shapes, cuts, strict=True)]
     found = [part for part in parts if part is not None]
     if not found:
         return None
@@ -147,8 +194,8 @@ def _fp8(config: Mapping[str, Any]) -> Read:
     if fmt not in ("e4m3", "float8_e4m3fn"):
         raise ValueError(f"config.json: quantization_config.fmt must be 'e4m3', got {fmt!r}")
     block = config.get("weight_block_size")
-    scheme = Scheme("float", 8, block=None if block is None else _pair(block, "weight_block_size"), whole=not block)
-    return lambda reader, module, shape: _natural(reader, module, shape, scheme)
+    scheme = Scheme("float", 8, block=None if block is None else pair_of(block, "weight_block_size"), whole=not block)
+    return lambda reader, module, shape, cut=None, /: _natural(reader, module, shape, cut, scheme)
 
 
 def _compressed(config: Mapping[str, Any]) -> Read:
@@ -167,20 +214,20 @@ def _compressed(config: Mapping[str, Any]) -> Read:
     for name in ("kv_cache_scheme", "transform_config"):
         if config.get(name):
             raise ValueError(f"config.json: quantization_config.{name} is not served, got {config[name]!r}")
-    schemes = [(_targets(g, name), _scheme(g.get("weights"), name)) for name, g in groups.items()]
+    schemes = [(targets_of(g, name), scheme_of(g.get("weights"), name)) for name, g in groups.items()]
     ignored = config.get("ignore") or []
 
-    def read(reader: TensorReader, module: str, shape: tuple[int, int]) -> Quantised | None:
+    def read(reader: TensorReader, module: str, shape: tuple[int, int], cut: Cut | None = None, /) -> Quantised | None:
         packed = f"{module}.weight_packed" in reader
         if not packed and reader.dtype(f"{module}.weight") in FLOATS:
             return None
-        found = [scheme for targets, scheme in schemes if _matches(module, targets)]
-        if not found or _matches(module, ignored):
+        found = [scheme for targets, scheme in schemes if matches(module, targets)]
+        if not found or matches(module, ignored):
             raise ValueError(
                 f"{reader.directory}: {module!r} is quantised, but config.json has no group for it "
                 f"(targets {[t for targets, _ in schemes for t in targets]}, ignore {ignored})"
             )
-        return (_packed if packed else _natural)(reader, module, shape, found[0])
+        return (_packed if packed else _natural)(reader, module, shape, cut, found[0])
 
     return read
 
@@ -189,17 +236,17 @@ def _awq(config: Mapping[str, Any]) -> Read:
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm":
         raise ValueError(f"config.json: AWQ's version must be 'gemm', got {version!r}")
-    bits, group = _bits(config.get("bits", config.get("w_bit")), (4,)), _group(config, "q_group_size")
+    bits, group = bits_of(config.get("bits", config.get("w_bit")), (4,)), group_of(config, "q_group_size")
 
-    def read(reader: TensorReader, module: str, shape: tuple[int, int]) -> Quantised | None:
+    def read(reader: TensorReader, module: str, shape: tuple[int, int], cut: Cut | None = None, /) -> Quantised | None:
         if f"{module}.qweight" not in reader:
             return None
         d_out, d_in = shape
-        groups = _groups(module, d_in, group)
-        words = packing.words(reader.get(f"{module}.qweight", (d_in, d_out // 8), ("I32",)), packing.AWQ)
+        groups = groups_of(module, d_in, group)
+        stored, rest = _stored(reader, f"{module}.qweight", (d_in, d_out // 8), ("I32",), cut, (1, 8), (0, 1))
         zeros = packing.words(reader.get(f"{module}.qzeros", (groups, d_out // 8), ("I32",)), packing.AWQ)
         scale = reader.get(f"{module}.scales", (groups, d_out))
-        return _kernel(words.T, bits, scale, zeros)
+        return _kernel(packing.words(stored, packing.AWQ).T, bits, scale, zeros, cut=rest)
 
     return read
 
@@ -210,27 +257,29 @@ def _gptq(config: Mapping[str, Any]) -> Read:
         raise ValueError(f"config.json: checkpoint_format must be 'gptq' or 'gptq_v2', got {form!r}")
     if config.get("dynamic"):
         raise ValueError(f"config.json: settings by module (dynamic) are not served, got {config['dynamic']!r}")
-    bits, group = _bits(config.get("bits"), (4, 8)), _group(config, "group_size")
+    bits, group = bits_of(config.get("bits"), (4, 8)), group_of(config, "group_size")
     each = 32 // bits
 
-    def read(reader: TensorReader, module: str, shape: tuple[int, int]) -> Quantised | None:
+    def read(reader: TensorReader, module: str, shape: tuple[int, int], cut: Cut | None = None, /) -> Quantised | None:
         if f"{module}.qweight" not in reader:
             return None
         d_out, d_in = shape
-        groups = _groups(module, d_in, group)
-        rows = reader.get(f"{module}.qweight", (d_in // each, d_out), ("I32",))
+        groups = groups_of(module, d_in, group)
+        order = _order(reader, f"{module}.g_idx", module, d_in, groups)
+        rows, rest = _stored(
+            reader, f"{module}.qweight", (d_in // each, d_out), ("I32",), cut, (1, 1), (0, each), order
+        )
         zeros = packing.unpacked(reader.get(f"{module}.qzeros", (groups, d_out // each), ("I32",)), bits)
         scale = reader.get(f"{module}.scales", (groups, d_out))
-        order = _order(reader, f"{module}.g_idx", module, d_in, groups)
         # The older format stores zeros less one.
-        return _kernel(packing.unpacked(rows.T, bits), bits, scale, zeros + (form == "gptq"), order)
+        return _kernel(packing.unpacked(rows.T, bits), bits, scale, zeros + (form == "gptq"), order, rest)
 
     return read
 
 
 def _mxfp4(config: Mapping[str, Any]) -> Read:
     """Of experts alone, which `read_kernel` knows by their tensors; linear maps are as they are."""
-    return lambda reader, module, shape: None
+    return lambda reader, module, shape, cut=None, /: None
 
 
 def _mxfp4_experts(reader: TensorReader, weight: ExpertMaps) -> Mxfp4 | None:
@@ -244,7 +293,7 @@ def _mxfp4_experts(reader: TensorReader, weight: ExpertMaps) -> Mxfp4 | None:
     count, d_in, d_out = shape
     if d_in % mxfp4.BLOCK:
         raise ValueError(f"{name!r} has {d_in} inputs, which blocks of {mxfp4.BLOCK} do not divide")
-    groups, order = d_in // mxfp4.BLOCK, weight.gates_first()
+    groups, order = d_in // mxfp4.BLOCK, weight.gates_first(d_out)
     codes = reader.get(blocks, (count, d_out, groups, mxfp4.BLOCK // 2), ("U8",)).reshape(count, d_out, d_in // 2)
     scale = reader.get(scales, (count, d_out, groups), ("U8",))
     if scale.max() == 255:
@@ -265,12 +314,34 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Read]] = {
 # Tensors.
 
 
-def _natural(reader: TensorReader, module: str, shape: tuple[int, int], scheme: Scheme) -> Quantised | None:
+def _stored(
+    reader: TensorReader, name: str, shape: tuple[int, int], dtypes: Collection[str], cut: Cut | None,
+    outputs: tuple[int, int] = (0, 1), inputs: tuple[int, int] = (1, 1), order: np.ndarray | None = None,
+) -> tuple[np.ndarray, Cut | None]:  # fmt: skip
+    """A tensor of values, or what of it holds a device's, and what is still to be cut of these.
+
+    Args:
+      outputs, inputs: (the tensor's axis, how many values along it lie in one word).
+      order: of the inputs; a device's are then anywhere in the file.
+    """
+    if cut is None:
+        return reader.get(name, shape, dtypes), None
+    axis, each = inputs if cut.inputs else outputs
+    if (cut.inputs and order is not None) or any(edge % each for span in cut.spans for edge in span):
+        return reader.get(name, shape, dtypes), cut
+    whole = Piece(name, shape)
+    parts = [reader.get(name, shape, dtypes, whole.along(axis, a // each, b // each).part) for a, b in cut.spans]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis), None
+
+
+def _natural(
+    reader: TensorReader, module: str, shape: tuple[int, int], cut: Cut | None, scheme: Scheme
+) -> Quantised | None:
     """Weights in a type of their own, fp8 or int8, [out, in]."""
     name = f"{module}.weight"
     if reader.dtype(name) in FLOATS:
         return None
-    values = reader.get(name, shape, (FLOAT8,) if scheme.kind == "float" else ("I8",))
+    values, _ = _stored(reader, name, shape, (FLOAT8,) if scheme.kind == "float" else ("I8",), cut)
     scale = _scale(reader, module, shape, scheme)
     zero = None
     if f"{module}.weight_zero_point" in reader:
@@ -279,7 +350,7 @@ def _natural(reader: TensorReader, module: str, shape: tuple[int, int], scheme: 
     return _device(values, scale, zero)
 
 
-def _packed(reader: TensorReader, module: str, shape: tuple[int, int], scheme: Scheme) -> Quantised:
+def _packed(reader: TensorReader, module: str, shape: tuple[int, int], cut: Cut | None, scheme: Scheme) -> Quantised:
     """compressed-tensors' pack-quantized: offset integers in words of 32 bits along the inputs."""
     d_out, d_in = shape
     if scheme.kind != "int" or scheme.block is not None:
@@ -288,19 +359,20 @@ def _packed(reader: TensorReader, module: str, shape: tuple[int, int], scheme: S
     said = reader.get(f"{module}.weight_shape", (2,), ("I64", "I32"))
     if tuple(said) != shape:
         raise ValueError(f"tensor '{module}.weight_shape' says {tuple(said.tolist())}; config.json asks for {shape}")
-    words = reader.get(f"{module}.weight_packed", (d_out, -(-d_in // each)), ("I32",))
     scale = _scale(reader, module, shape, scheme)
     groups, zeros = scale.shape[0], None
+    order = _order(reader, f"{module}.weight_g_idx", module, d_in, groups)
+    packed = f"{module}.weight_packed", (d_out, -(-d_in // each)), ("I32",)
+    words, rest = _stored(reader, *packed, cut, inputs=(1, each), order=order)
     if f"{module}.weight_zero_point" in reader:
         stored = reader.get(f"{module}.weight_zero_point", (-(-d_out // each), groups), ("I32",))
         zeros = packing.unpacked(stored.T, scheme.bits)[:, :d_out]
-    order = _order(reader, f"{module}.weight_g_idx", module, d_in, groups)
-    return _kernel(packing.unpacked(words, scheme.bits)[:, :d_in], scheme.bits, scale, zeros, order)
+    return _kernel(packing.unpacked(words, scheme.bits)[:, :d_in], scheme.bits, scale, zeros, order, rest)
 
 
 def _kernel(
     unsigned_FE: np.ndarray, bits: int, scale_GF: np.ndarray, zeros_GF: np.ndarray | None,
-    order: np.ndarray | None = None,
+    order: np.ndarray | None = None, cut: Cut | None = None,
 ) -> Quantised:  # fmt: skip
     """From values and zeros as they were packed, unsigned; no zeros: the middle of the range."""
     middle = 1 << (bits - 1)
@@ -310,6 +382,8 @@ def _kernel(
         zero = zero.astype(np.int8)
     if order is not None:
         values = values[:, order]
+    if cut is not None:
+        values = cut.of(values)
     return _device(values, scale_GF, zero if zero is not None and np.any(zero) else None, order, bits)
 
 
@@ -353,7 +427,7 @@ def _scale(reader: TensorReader, module: str, shape: tuple[int, int], scheme: Sc
     if scheme.whole:
         return np.broadcast_to(scale.reshape(1, 1).astype(np.float32), (1, d_out))
     if scheme.block is None:
-        _groups(module, d_in, scheme.group)
+        groups_of(module, d_in, scheme.group)
         return scale.reshape(d_out, -1).T
     rows, columns = scheme.block
     # A scale for each output and group of inputs; groups are as large as divide the inputs.
@@ -373,69 +447,3 @@ def _order(reader: TensorReader, name: str, module: str, d_in: int, groups: int)
     if g_idx.min() < 0 or g_idx.max() >= groups or np.any(np.bincount(g_idx, minlength=groups) != size):
         raise ValueError(f"tensor {name!r} must put {size} inputs of {module!r} into each of {groups} groups")
     return np.argsort(g_idx, kind="stable").astype(np.int32)
-
-
-# What configs say.
-
-
-def _scheme(weights: Any, group: str) -> Scheme:
-    where = f"config.json: quantization_config.config_groups.{group}.weights"
-    if not isinstance(weights, Mapping):
-        raise ValueError(f"{where} must say how weights are quantised, got {weights!r}")
-    kind, bits, size = weights.get("type", "int"), weights.get("num_bits", 8), weights.get("group_size")
-    if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
-        raise ValueError(f"{where}: {kind!r} of {bits!r} bits is not served; served are int 4, int 8 and float 8")
-    if weights.get("dynamic"):
-        raise ValueError(f"{where}: dynamic must be false, got {weights['dynamic']!r}")
-    strategy = weights.get("strategy") or ("group" if (size or 0) > 0 else "channel" if size == -1 else "tensor")
-    if strategy == "group":
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{where}: strategy 'group' needs a positive group_size, got {size!r}")
-        return Scheme(kind, bits, group=size)
-    if strategy == "block":
-        return Scheme(kind, bits, block=_pair(weights.get("block_structure"), "block_structure"))
-    if strategy not in ("tensor", "channel"):
-        raise ValueError(f"{where}: strategy must be tensor, channel, group or block, got {strategy!r}")
-    return Scheme(kind, bits, whole=strategy == "tensor")
-
-
-def _targets(group: Any, name: str) -> Sequence[str]:
-    targets = group.get("targets") if isinstance(group, Mapping) else None
-    if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
-        raise ValueError(
-            f"config.json: quantization_config.config_groups.{name}.targets must be names, got {targets!r}"
-        )
-    return targets
-
-
-def _matches(module: str, names: Sequence[str]) -> bool:
-    """Names of modules, "Linear" for all, and regular expressions after "re:"."""
-    return any(
-        re.match(n.removeprefix("re:"), module) is not None if n.startswith("re:") else n in (module, "Linear")
-        for n in names
-    )
-
-
-def _bits(bits: Any, served: Sequence[int]) -> int:
-    if bits not in served:
-        raise ValueError(f"config.json: quantization_config.bits must be one of {list(served)}, got {bits!r}")
-    return bits
-
-
-def _group(config: Mapping[str, Any], old: str) -> int | None:
-    size = config.get("group_size", config.get(old))
-    if isinstance(size, bool) or not isinstance(size, int) or size == 0 or size < -1:
-        raise ValueError(f"config.json: quantization_config.group_size must be positive or -1, got {size!r}")
-    return None if size == -1 else size
-
-
-def _groups(module: str, d_in: int, group: int | None) -> int:
-    if group is not None and d_in % group:
-        raise ValueError(f"{module!r} has {d_in} inputs, which groups of {group} do not divide")
-    return 1 if group is None else d_in // group
-
-
-def _pair(value: Any, name: str) -> tuple[int, int]:
-    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(v, int) and v > 0 for v in value):
-        raise ValueError(f"config.json: quantization_config: {name} must be two positive integers, got {value!r}")
-    return value[0], value[1]

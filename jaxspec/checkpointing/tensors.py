@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import ml_dtypes  # gives numpy its bfloat16, besides
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -25,8 +26,13 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: safetensors' names of the types that weights may have, and those of id tables and masks.
 FLOATS = ("BF16", "F16", "F32")
 INTEGERS = ("I64", "I32", "BOOL")
-#: float8_e4m3fn, which the library's reader for numpy does not know.
 FLOAT8 = "F8_E4M3"
+#: What each of safetensors' types is here; its own reader for numpy knows no float8.
+_KINDS: Mapping[str, np.dtype] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32),
+    FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn), "I64": np.dtype(np.int64), "I32": np.dtype(np.int32),
+    "I8": np.dtype(np.int8), "U8": np.dtype(np.uint8), "BOOL": np.dtype(np.bool_),
+}  # fmt: skip
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -51,11 +57,15 @@ class TensorReader:
     """The tensors of one directory, read one at a time; a context manager.
 
     Remembers what was read, so that `refuse_unread` can name what a loader did not expect.
+
+    Attributes:
+      bytes_read: of all that was given out.
     """
 
     def __init__(self, directory: Path, files: Mapping[str, Path], handles: Mapping[Path, Any]):
-        self.directory = directory
+        self.directory, self.bytes_read = directory, 0
         self._files, self._handles = dict(files), dict(handles)
+        self._offsets: dict[Path, dict[str, int]] = {}
         self._read: set[str] = set()
 
     def __enter__(self) -> TensorReader:
@@ -99,12 +109,18 @@ class TensorReader:
         """
         return self._slice(name).get_dtype()
 
-    def get(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> np.ndarray:
+    def get(
+        self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS, part: tuple[slice, ...] = ()
+    ) -> np.ndarray:
         """Reads one tensor, in the file's dtype.
 
+        Args:
+          shape: of the whole tensor.
+          part: what of it to read, along its first axes; no other bytes are.
+
         Raises:
-          ValueError: absent, another shape, a type that is not in `dtypes`, or unreadable;
-            names the tensor, its file, and what was found and expected.
+          ValueError: absent, another shape, or a type that is not in `dtypes`; names the tensor, its file, and what
+            was found and expected.
         """
         view = self._slice(name)
         found, kind = tuple(view.get_shape()), view.get_dtype()
@@ -115,12 +131,24 @@ class TensorReader:
         if kind not in dtypes:
             raise ValueError(f"tensor {name!r} in {self._files[name]} has type {kind}; supported are {list(dtypes)}")
         self._read.add(name)
-        if kind == FLOAT8:
-            return _read_bytes(self._files[name], name).view(ml_dtypes.float8_e4m3fn).reshape(found)
-        try:
-            return self._handles[self._files[name]].get_tensor(name)
-        except SafetensorError as e:
-            raise ValueError(f"tensor {name!r} in {self._files[name]} cannot be read: {e}") from e
+        if not math.prod(found):
+            return np.zeros(found, _KINDS[kind])[part]
+        # Mapped for this tensor alone, so that pages of the file do not add up in the process' memory.
+        mapped = np.memmap(self._files[name], _KINDS[kind], "r", self._offset(name), found)
+        array = np.array(mapped[part])
+        self.bytes_read += array.nbytes
+        return array
+
+    def _offset(self, name: str) -> int:
+        """Where a tensor begins in its file, by the file's header, which the library has found to be sound."""
+        path = self._files[name]
+        if path not in self._offsets:
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(size))
+            begins = {name: entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+            self._offsets[path] = {name: 8 + size + begin for name, begin in begins.items()}
+        return self._offsets[path][name]
 
     def refuse_unread(self, ignore: str = r"(?!)") -> None:
         """Checks that nothing was left over; `ignore` is a regular expression over whole names.
@@ -258,15 +286,6 @@ def _open(path: Path) -> Any:
     except (SafetensorError, OSError) as e:
         size = path.stat().st_size
         raise ValueError(f"{path} is not a whole safetensors file ({size} bytes; truncated download?): {e}") from e
-
-
-def _read_bytes(path: Path, name: str) -> np.ndarray:
-    """A tensor's bytes, by the header of its file, which the library has found to be sound."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        begin, end = json.loads(file.read(size))[name]["data_offsets"]
-        file.seek(8 + size + begin)
-        return np.frombuffer(file.read(end - begin), np.uint8)
 
 
 def _no_weights(directory: Path) -> str:

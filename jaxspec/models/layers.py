@@ -444,40 +444,52 @@ def tensor_parallel(module: _Module, shards: int, sums: str = BY_XLA) -> _Module
     device's part of q, k, v, gate and up lies in its own columns and nothing moves between devices inside a layer
     (Shoeybi et al. 2019, Megatron-LM): qkv and gate_up are split by columns, out and down (and an EAGLE head's fc) by
     rows, embeddings and lm_head over the vocabulary. Modules of other kinds say in a method `splits(shards)` what they
-    split. Parts whose heads or widths `shards` does not divide stay whole, on every device.
+    split. Parts whose heads or widths `shards` does not divide stay whole, on every device. A module that devices
+    share already is returned as it is.
 
     Args:
       sums: by what the devices' parts of a product are summed (`sharded.summed`).
     """
+    if is_laid_out(module):
+        return module
     graph, state = nnx.split(module)
     copy = nnx.merge(graph, state)
+    for split in divided(copy, shards):
+        value = getattr(split.owner, split.name)[...]
+        if split.widths:
+            starts = [sum(split.widths[:i]) for i in range(1, len(split.widths))]
 
-    def mark(split: Split) -> None:
-        param, axis, widths = getattr(split.owner, split.name), split.axis, split.widths
-        if param is None:
-            return
-        value = param[...]
-        if value.shape[axis] % shards:
-            return
-        if widths:
-            starts = [sum(widths[:i]) for i in range(1, len(widths))]
-
-            def by_shard(whole: jax.Array) -> jax.Array:
+            def by_shard(whole: jax.Array, starts: Sequence[int] = starts) -> jax.Array:
                 parts = [x.reshape(*x.shape[:-1], shards, -1) for x in jnp.split(whole, starts, axis=-1)]
                 return jnp.concatenate(parts, axis=-1).reshape(whole.shape)
 
             value = value.along_outputs(by_shard) if isinstance(value, Quantised) else by_shard(value)
-        marked = nnx.Param(value)
-        marked.set_metadata(SPLIT, axis)
-        marked.set_metadata(SUMS, sums)
-        setattr(split.owner, split.name, marked)
+        setattr(split.owner, split.name, marked := nnx.Param(value))
+        mark(marked, split.axis, sums)
+    return copy
 
-    for _, node in list(nnx.iter_graph(copy)):
+
+def divided(module: nnx.Module, shards: int) -> Iterator[Split]:
+    """What `shards` devices split of a module; tells its parts that they do."""
+    for _, node in list(nnx.iter_graph(module)):
         if isinstance(node, nnx.Module):
             own = getattr(node, "splits", None)
             for split in _table_splits(node) if own is None else own(shards):
-                mark(split)
-    return copy
+                param = getattr(split.owner, split.name)
+                if param is not None and param[...].shape[split.axis] % shards == 0:
+                    yield split
+
+
+def mark(param: nnx.Variable, axis: int, sums: str) -> None:
+    """Notes how devices share a parameter (`sharded`)."""
+    param.set_metadata(SPLIT, axis)
+    param.set_metadata(SUMS, sums)
+
+
+def is_laid_out(module: nnx.Module) -> bool:
+    """Whether devices share a module already: it came from `tensor_parallel`, or was loaded so."""
+    params = jax.tree.leaves(nnx.state(module), is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return any(isinstance(x, nnx.Variable) and x.has_metadata(SPLIT) for x in params)
 
 
 def _table_splits(node: nnx.Module) -> Iterator[Split]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,53 @@ from jaxspec.models.layers import MLP, Attention, DecoderLayer, Linear, RMSNorm,
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """What one of several devices holds of a parameter.
+
+    Attributes:
+      axis: that devices split.
+      spans: (start, stop) along it, in the order in which the device has them.
+    """
+
+    axis: int
+    spans: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, axis: int, size: int, shards: int, shard: int, widths: Sequence[int] = ()) -> Part:
+        """What `layers.tensor_parallel` gives a device.
+
+        Args:
+          size: of the axis. shards: devices. shard: which of them.
+          widths: of the maps that lie side by side along the axis, of each of which every device has its part.
+        """
+        spans, start = [], 0
+        for width in widths or (size,):
+            spans.append((start + width * shard // shards, start + width * (shard + 1) // shards))
+            start += width
+        return cls(axis, tuple(spans))
+
+
+class Piece(NamedTuple):
+    """A tensor of a checkpoint, or some of it.
+
+    Attributes:
+      shape: of the whole tensor. part: what of it, along its first axes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    part: tuple[slice, ...] = ()
+
+    def along(self, axis: int, start: int, stop: int) -> Piece:
+        """That of a whole tensor which lies from `start` to `stop` along an axis."""
+        return self._replace(part=(*[slice(None)] * axis, slice(start, stop)))
+
+
+@dataclasses.dataclass(frozen=True)
 class Weight:
-    """One parameter and the tensors it is made of; a format of another kind overrides shapes, join and split.
+    """One parameter and the tensors it is made of.
+
+    A format of another kind overrides shapes, join and split, and pieces where devices split its parameter.
 
     Attributes:
       param: ours; tensors are joined along its last axis.
@@ -52,6 +98,28 @@ class Weight:
         for width in self.widths:
             yield (width, *lead) if self.transposed else (*lead, width)
 
+    def pieces(self, part: Part | None = None) -> list[Piece]:
+        """What to read for `join` to make the parameter, or a device's part of it."""
+        whole = [Piece(name, shape) for name, shape in zip(self.names, self.shapes, strict=True)]
+        if part is None:
+            return whole
+        last = self.param.ndim - 1
+        if part.axis == last:
+            at = 0 if self.transposed else self.ones + last
+            return [whole[i].along(at, start, stop) for i, start, stop in self.side_by_side(part.spans)]
+        ((start, stop),) = part.spans
+        return [piece.along(self.ones + part.axis + self.transposed, start, stop) for piece in whole]
+
+    def side_by_side(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+        """Spans over `widths`, which lie side by side, as (which of them, start, stop) within each."""
+        for begin, end in spans:
+            low = 0
+            for i, width in enumerate(self.widths):
+                start, stop = max(begin - low, 0), min(end - low, width)
+                if start < stop:
+                    yield i, start, stop
+                low += width
+
     def as_stored(self, names: Collection[str]) -> Weight:
         """What to read where a checkpoint may have tensors in one of several forms; `names` are all that it has.
 
@@ -61,7 +129,7 @@ class Weight:
         return self
 
     def join(self, parts: Sequence[np.ndarray]) -> jax.Array:
-        """The parameter's value from its tensors, in the dtype that the parameter (or its placeholder) has."""
+        """A value from its pieces, in the dtype that the parameter (or its placeholder) has."""
         joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=0 if self.transposed else -1)
         joined = joined.reshape(joined.shape[self.ones :])
         if self.offset:
@@ -100,6 +168,20 @@ class StackedWeight(Weight):
         for _ in range(count):
             yield from ((width, d_in) for width in self.widths)
 
+    def pieces(self, part: Part | None = None) -> list[Piece]:
+        whole = [Piece(name, shape) for name, shape in zip(self.names, self.shapes, strict=True)]
+        if part is None:
+            return whole
+        fused = self.names == (self.fused,)
+        if part.axis == 1:  # inputs, the last axis of a tensor
+            ((start, stop),) = part.spans
+            return [piece.along(1 + fused, start, stop) for piece in whole]
+        if fused:
+            return [whole[0].along(1, start, stop) for start, stop in part.spans]
+        each, cuts = len(self.widths), list(self.side_by_side(part.spans))
+        experts = range(0, len(whole), each)
+        return [whole[first + i].along(0, start, stop) for first in experts for i, start, stop in cuts]
+
     def as_stored(self, names: Collection[str]) -> Weight:
         if not self.fused or self.fused not in names:
             return self
@@ -108,10 +190,10 @@ class StackedWeight(Weight):
         return dataclasses.replace(self, names=(self.fused,))
 
     def join(self, parts: Sequence[np.ndarray]) -> jax.Array:
-        count, d_in, d_out = self.param.shape
-        stacked_XFE = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=0)
-        value = jnp.asarray(stacked_XFE.reshape(count, d_out, d_in)).astype(self.param.get_value().dtype)
-        return value.transpose(0, 2, 1)
+        outputs = parts[0].ndim - 2  # of all experts, [X, F, E], or of one
+        stacked = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=outputs)
+        stacked_XFE = stacked.reshape(self.param.shape[0], -1, stacked.shape[-1])
+        return jnp.asarray(stacked_XFE).astype(self.param.get_value().dtype).transpose(0, 2, 1)
 
     def split(self, dtype: DTypeLike) -> Sequence[np.ndarray]:
         stacked_XFE = np.asarray(self.param.get_value().astype(dtype).transpose(0, 2, 1))
@@ -129,18 +211,26 @@ class ExpertMaps(Weight):
 
     in_turns: bool = False
 
-    def gates_first(self) -> np.ndarray:
-        """Which of the file's outputs each of ours is."""
-        (width,) = self.widths
+    def gates_first(self, width: int) -> np.ndarray:
+        """Which of the file's outputs each of ours is, where these are all, or a device's gates and their ups."""
         order = np.arange(width)
         return np.concatenate([order[::2], order[1::2]]) if self.in_turns else order
 
+    def pieces(self, part: Part | None = None) -> list[Piece]:
+        if part is None or not self.in_turns or part.axis < self.param.ndim - 1:
+            return super().pieces(part)
+        (start, stop), up = part.spans
+        inner = self.widths[0] // 2
+        assert up == (inner + start, inner + stop), (part, inner)
+        (whole,) = super().pieces()
+        return [whole.along(part.axis, 2 * start, 2 * stop)]
+
     def join(self, parts: Sequence[np.ndarray]) -> jax.Array:
-        return super().join([parts[0][..., self.gates_first()]])
+        return super().join([parts[0][..., self.gates_first(parts[0].shape[-1])]])
 
     def split(self, dtype: DTypeLike) -> Sequence[np.ndarray]:
         (whole,) = super().split(dtype)
-        return [np.ascontiguousarray(whole[..., np.argsort(self.gates_first())])]
+        return [np.ascontiguousarray(whole[..., np.argsort(self.gates_first(whole.shape[-1]))])]
 
 
 def linear_weights(linear: Linear, names: Sequence[str], widths: Sequence[int] | None = None) -> Iterator[Weight]:

@@ -23,7 +23,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layers import tensor_parallel
-from jaxspec.models.quantised import Quantised
 from jaxspec.models.sharded import SPLIT, TENSOR_AXIS, part_of
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.layouts import Batch, Budget, plain_calibration
@@ -117,15 +116,36 @@ def host_memory() -> Iterator[None]:
         yield
 
 
-def share_tables(target: TargetModel, mesh: Mesh) -> None:
-    """Lays the tables that draft heads share with their target out on the mesh, in place.
+class Sharing:
+    """The devices of a mesh as loading sees them: each takes its own part (`checkpointing.spread.Devices`).
 
-    Before heads are loaded: they then hold the very arrays of the target, not copies that take memory again.
+    Attributes:
+      shards: devices of all processes.
+      own: which of them are this process's.
+      sums: by what they add up their parts.
     """
-    along = lambda axis: NamedSharding(mesh, PartitionSpec(*[None] * axis, TENSOR_AXIS))
-    target.embedding.set_value(put(target.embedding[...], along(0)))
-    if target.lm_head is not None and not isinstance(target.lm_head.kernel[...], Quantised):
-        target.lm_head.kernel.set_value(put(target.lm_head.kernel[...], along(1)))
+
+    def __init__(self, mesh: Mesh, sums: str):
+        self._mesh, self.shards, self.sums = mesh, mesh.shape[TENSOR_AXIS], sums
+        self._devices = list(mesh.devices.flat)
+        self.own = [i for i, device in enumerate(self._devices) if device.process_index == jax.process_index()]
+
+    def put(self, part: Any, shard: int) -> Any:
+        """A tree of arrays on one of its own devices."""
+        return jax.device_put(part, self._devices[shard])
+
+    def joined(self, like: Any, axis: int | None, parts: Sequence[Any]) -> Any:
+        """One tree of arrays over the mesh from the parts of the own devices, in their order.
+
+        Args:
+          like: shapes of the whole. axis: that parts are along, where it divides; None: each is the whole.
+        """
+
+        def one(whole: jax.ShapeDtypeStruct, *own: jax.Array) -> jax.Array:
+            sharding = NamedSharding(self._mesh, part_of(axis, whole, self.shards))
+            return jax.make_array_from_single_device_arrays(whole.shape, sharding, list(own))
+
+        return jax.tree.map(one, like, *parts)
 
 
 def parameter_shardings(mesh: Mesh, params: Any) -> Any:

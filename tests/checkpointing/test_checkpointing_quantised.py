@@ -24,9 +24,10 @@ from jaxspec.checkpointing.rounding import FORMATS
 from jaxspec.models import registry
 from jaxspec.models.layers import Linear, Shared, causal_attention, column_blocks, tensor_parallel
 from jaxspec.models.quantised import Quantised
+from jaxspec.models.sharded import BY_XLA
 from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.quantize import quantise_directory
-from jaxspec.runtime.sharding import Placement, tensor_mesh
+from jaxspec.runtime.sharding import Sharing, parameter_shardings, tensor_mesh
 
 #: Widths of which 64 divides some and not others, and fused parts that blocks of 24 outputs do not divide.
 SIZES: dict[str, Any] = dict(
@@ -355,19 +356,53 @@ def test_a_quantised_model_is_not_written_as_another(tmp_path: Path) -> None:
         hf.save_model(hf.load_model(tmp_path), tmp_path / "again")  # pyright: ignore[reportArgumentType]
 
 
-def test_two_devices_share_a_quantised_model(tmp_path: Path) -> None:
-    write(tmp_path, CASES["packed zeros"])
-    model = hf.load_model(tmp_path)
-    graph, state = nnx.split(tensor_parallel(model, 2))
-    place = Placement.of(tensor_mesh(2), state, (), ())  # pyright: ignore[reportArgumentType]
-    placed = jax.device_put(state, place.target)
-    mlp = nnx.merge(graph, placed).layers[0].mlp  # pyright: ignore[reportAttributeAccessIssue]
+#: Whose words, orders or groups devices cut in other ways.
+CUT = ("fp8 block", "packed zeros", "packed order", "awq", "gptq_v2 order")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in CUT else pytest.mark.exhaustive("formats that are cut as others are"))
+        for name in CASES
+    ],
+)
+def test_two_devices_share_a_quantised_model(name: str, tmp_path: Path) -> None:
+    """What each reads for itself is its part of the whole; one model computes what it should."""
+    write(tmp_path, CASES[name])
+    mesh, model = tensor_mesh(2), hf.load_model(tmp_path)
+    graph, want = nnx.split(tensor_parallel(model, 2))
+    found = nnx.state(hf.load_model(tmp_path, devices=Sharing(mesh, BY_XLA)))
+    assert jax.tree.structure(found) == jax.tree.structure(want)
+    shardings = jax.tree.leaves(parameter_shardings(mesh, want))
+    for x, y, sharding in zip(jax.tree.leaves(found), jax.tree.leaves(want), shardings, strict=True):
+        assert x.sharding == sharding and x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    if name != "packed zeros":
+        return
+    mlp = nnx.merge(graph, found).layers[0].mlp  # pyright: ignore[reportAttributeAccessIssue]
     assert mlp.gate_up.kernel[...].scale.sharding.shard_shape((2, 256)) == (2, 128)
     assert mlp.down.kernel[...].values.sharding.shard_shape((128, 64)) == (64, 64)
     assert mlp.down.kernel[...].zero.sharding.shard_shape((4, 64)) == (2, 64)
-    with place.ambient():
-        shared = np.asarray(jax.jit(lambda state: _forward(nnx.merge(graph, state)))(placed))
+    with jax.set_mesh(mesh):
+        shared = np.asarray(jax.jit(lambda state: _forward(nnx.merge(graph, state)))(found))
     np.testing.assert_allclose(shared, logits(model), atol=1e-4)
+
+
+def test_int8_activations_are_for_what_multiplies_integers(tmp_path: Path) -> None:
+    write(tmp_path, CASES["int8 channel"])
+    found = [logits(hf.load_model(tmp_path, int8_activations=rounded)) for rounded in (False, True)]
+    difference = np.abs(found[1] - found[0]).max() / np.abs(found[0]).max()
+    assert 1e-4 < difference < 0.1
+    for name, message in (
+        ("int8 zeros", "int8 in 1 groups, with zero points"), ("packed", "'.*q_proj' has int4 in 2 groups, no zero")
+    ):  # fmt: skip
+        write(tmp_path, CASES[name])
+        with pytest.raises(ValueError, match=f"int8_activations is for int8 weights .*{message}"):
+            hf.load_model(tmp_path, int8_activations=True)
+    hf.save_model(tiny_target(1, **SIZES), tmp_path / "plain")
+    with pytest.raises(ValueError, match="int8_activations is for int8 weights .*, got unquantised weights"):
+        hf.load_model(tmp_path / "plain", int8_activations=True)
 
 
 #: In a process of its own, whose allocator gives every large piece back at once: RssAnon then is what is held.

@@ -25,13 +25,14 @@ from jaxspec.fitting import stored_share
 from jaxspec.models import registry
 from jaxspec.models.layers import Shared, causal_attention, shared_lm_head, tensor_parallel
 from jaxspec.models.mxfp4 import Mxfp4
+from jaxspec.models.sharded import BY_XLA
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_config, tiny_target
 from jaxspec.runtime.sharding import (
     AbstractRound,
+    Sharing,
     abstract_core,
     abstract_round,
     parameter_shardings,
-    share_tables,
     tensor_mesh,
 )
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
@@ -137,7 +138,7 @@ def test_a_head_that_two_devices_cannot_split(target: Any, tools: Any, expected:
     assert state.draft.pages.sharding.is_fully_replicated and not state.pages.sharding.is_fully_replicated
 
 
-def test_a_head_with_the_targets_tables(tools: Any, expected: Any):
+def test_a_head_with_the_targets_tables(tmp_path: Path, tools: Any, expected: Any):
     """EAGLE-1 on two devices: embedding and output layer are the very arrays that the target reads, on each device.
 
     Under rejection: drafts drawn from distributions that are split, and residuals of such.
@@ -146,7 +147,8 @@ def test_a_head_with_the_targets_tables(tools: Any, expected: Any):
     for shards in (1, SHARDS):
         target = tiny_target(0, vocab_size=V, eos_token_ids=(EOS,))
         if shards > 1:
-            share_tables(target, tensor_mesh(shards))
+            hf.save_model(target, tmp_path, dtype=jnp.float32)
+            target = hf.load_model(tmp_path, devices=Sharing(tensor_mesh(shards), BY_XLA))
         cfg = Eagle1Config(tiny_config(vocab_size=V, num_layers=1), target.config.num_layers)
         head = Eagle1Head(cfg, Shared(target.embedding[...]), shared_lm_head(target), rngs=nnx.Rngs(0))
         head.fc.kernel.set_value(jax.random.normal(jax.random.key(2), head.fc.kernel.shape) * 0.2)
