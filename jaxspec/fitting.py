@@ -77,7 +77,7 @@ def fitted(
 
     share = _USUAL_FRACTION if fraction is None else fraction
     stats = jax.local_devices()[0].memory_stats() or {}
-    # A device that does not say is the host. What splits is on no device yet; drafters may be whole on each.
+    # A device that does not say is the host. A drafter is on none yet, and may be whole on each.
     memory = stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     weights = max(stored_share(target, shards) + stored(params), stats.get("bytes_in_use", 0))
     page = -(-(statestored(2) - statestored(1)) // (shards if target.config.num_kv_heads % shards == 0 else 1))

@@ -17,7 +17,7 @@ from jaxspec.models.tiny import tiny_target
 from jaxspec.tier import Tier
 from jaxspec.train.data import dataset
 from jaxspec.train.drafters import drafts
-from jaxspec.train.run import evaluate
+from jaxspec.train.run import evaluate, simulation
 
 
 class Table:
@@ -100,7 +100,7 @@ def test_the_target_as_its_own_drafter_is_accepted_in_full(temperature: float) -
         dataset.Example([int(t) for t in rng.integers(0, 13, 30)], [False] * 6 + [True] * 24, "some", 6, temperature)
         for _ in range(3)
     ]
-    (group,) = evaluate.simulate(target, target, texts, 3, rows=2)
+    (group,) = simulation.simulate(target, target, texts, 3, rows=2)
     assert group.temperature == (0.0 if temperature == 0 else max(0.1, temperature))
     assert group.rounds > 0 and group.accept() == [1.0, 1.0, 1.0] and group.length(Tier(2)) == 3.0
 
@@ -109,9 +109,9 @@ def test_texts_too_short_for_a_round_are_refused() -> None:
     target = tiny_target()
     text = dataset.Example([1, 2, 3, 4, 5], [False, False, False, True, True], "some", 3)
     with pytest.raises(ValueError, match="a chain of 4 drafts needs texts of at least 7 tokens, got 5"):
-        evaluate.simulate(target, target, [text], 4)
+        simulation.simulate(target, target, [text], 4)
     with pytest.raises(ValueError, match="no text holds a whole round of 2 drafts"):
-        evaluate.simulate(target, target, [text], 2)
+        simulation.simulate(target, target, [text], 2)
 
 
 def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:

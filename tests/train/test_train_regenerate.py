@@ -17,7 +17,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
-from jaxspec import assemble
+from jaxspec import assemble, rowfile
 from jaxspec.checkpointing import hf
 from jaxspec.models.layers import causal_attention
 from jaxspec.models.tiny import tiny_target
@@ -96,7 +96,7 @@ def test_rows_are_the_targets_answers_in_order(work: Path) -> None:
 def test_a_killed_run_goes_on_to_the_same_bytes(
     work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    append, written = regenerate._append, []
+    append, written = rowfile.write_line, []
 
     def killed(f: Any, line: bytes, path: Path) -> None:
         written.append(line)
@@ -105,7 +105,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
             raise KeyboardInterrupt
         append(f, line, path)
 
-    monkeypatch.setattr(regenerate, "_append", killed)
+    monkeypatch.setattr(rowfile, "write_line", killed)
     with pytest.raises(KeyboardInterrupt):
         run(work, "killed.jsonl")
     monkeypatch.undo()
@@ -185,7 +185,7 @@ def test_a_full_disk_names_the_file() -> None:
         open("/dev/full", "ab", buffering=0) as f,
         pytest.raises(OSError, match=r"No space left.*run the command again"),
     ):
-        regenerate._append(f, b"{}\n", Path("/dev/full"))
+        rowfile.write_line(f, b"{}\n", Path("/dev/full"))
 
 
 def test_the_command(work: Path) -> None:

@@ -68,6 +68,11 @@ class PackedRows:
         """Tokens a row."""
         return self.tokens.shape[1]
 
+    def take(self, index: np.ndarray) -> PackedRows:
+        """Some of the rows, by an index array."""
+        source = None if self.source is None else self.source[index]
+        return PackedRows(self.tokens[index], self.segments[index], self.positions[index], self.learn[index], source)
+
     def batch(self, index: np.ndarray) -> Batch:
         """The rows of an index array [B]."""
         arrays = (self.tokens, self.segments, self.positions, self.learn)

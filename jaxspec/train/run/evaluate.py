@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxspec import clusters
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.assemble import build_engine, resolve_drafter, resolve_model
@@ -30,7 +31,7 @@ from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Tier, parse_tier
 from jaxspec.train.data import dataset
 from jaxspec.train.run import plots
-from jaxspec.train.run.simulation import LONGEST, Group, simulate
+from jaxspec.train.run.simulation import LONGEST, Counter, Group, pieces_of, summed, tiers_of
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -51,6 +52,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--json", type=Path, help="write everything here (default: print only)")
     p.add_argument("--plot", type=Path, help="write a picture here, a PNG (default: none)")
     p.add_argument("--seed", type=int, default=0, help="same seed, same draws")
+    clusters.add_arguments(p)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,30 +152,33 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     context = hf.load_config(target_dir).max_position_embeddings
     if args.length is not None and args.length > context:
         raise ValueError(f"--length must be at most the target's max_position_embeddings {context}, got {args.length}")
-    dtype = jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
-    target = hf.load_model(target_dir, dtype, context=args.length)
-    module = directories.load_drafter(kind, directory, target, dtype)
-    limit = registry.find(kind).deepest(module)
-    trees = parse_trees(args.trees)
-    deepest = max(args.depth, *(tier.depth for tier in trees))
-    if limit is not None and deepest > limit:
-        raise ValueError(f"depth must be at most {limit}, what this drafter can propose in a row, got {deepest}")
+    tiers = tiers_of(args.depth, parse_trees(args.trees))
+    load = _Load(target_dir, kind, directory, tiers, args.length, args.seed)
+    cluster = clusters.of(args)
+    if cluster is None:
+        counter = load()
+        count = lambda pieces: enumerate(counter(pieces))
+    else:
+        count = lambda pieces: clusters.spread(load, pieces, cluster, 1)
     examples = dataset.read_examples(args.data, Tokenizer.from_directory(target_dir))
-    groups = simulate(
-        module, target, examples, args.depth, length=args.length, rows=args.rows, limit=args.limit, seed=args.seed,
-        trees=trees,
-    )  # fmt: skip
+    pieces = pieces_of(examples, hf.load_config(target_dir), tiers, args.length, args.rows, args.limit)
+    groups = summed(pieces, tiers, count)
     record: dict[str, Any] = {
         "target": str(args.target),
         "drafter": f"{kind} ({directory.name})",
-        "device": jax.devices()[0].device_kind,
-        "dtype": dtype.name,
         "depth": args.depth,
         "groups": [_entry(group) for group in groups],
     }
     print(acceptance_table(groups), flush=True)
-    if not args.no_cost or args.measure:
-        _add_engine(record, args, groups, examples)
+    timed = _Timed(args, groups, _first(examples, args.limit))
+    if cluster is None:
+        record = timed(record)
+    else:
+        ((_, record),) = clusters.spread(timed.each, [record], dataclasses.replace(cluster, workers=1), 1)
+    if "speedup" in record["groups"][0]:
+        print("\n" + speedup_table(record), flush=True)
+    if args.measure:
+        print("\n" + measured_table(record), flush=True)
     if args.json:
         args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if args.plot:
@@ -194,33 +199,72 @@ def _entry(group: Group) -> dict[str, Any]:
     }
 
 
-def _add_engine(
-    record: dict[str, Any], args: argparse.Namespace, groups: Sequence[Group], examples: Sequence[dataset.Example]
-) -> None:
-    """Adds and prints what an engine is timed at and, with --measure, what it measures."""
-    sizes, depths = parse_sizes(args.batch_sizes), [args.depth] if args.no_cost else range(1, args.depth + 1)
-    trees = parse_trees(args.trees)
-    engine = build_engine(
-        resolve_model(args.target),
-        args.drafter,
-        SpeculationConfig(tiers=(*(Tier(d) for d in depths), *trees)),
-        EngineConfig(
-            max_batch_size=sizes[-1],
-            batch_buckets=sizes,
-            variants=("greedy",),
-            warmup="eager",
-            skip_tokenizer_init=True,
-        ),
-    )
-    if not args.no_cost:
-        _add_speedups(record, groups, engine, sizes)
-        print("\n" + speedup_table(record), flush=True)
-    if args.measure:
-        chosen = _first(examples, args.limit)
-        measured = lambda tier: {name: round(x, 4) for name, x in measure(engine, chosen, tier).items()}
-        record["measured_length"] = measured(Tier(args.depth))
-        record["measured_trees"] = {tier.name: measured(tier) for tier in trees}
-        print("\n" + measured_table(record), flush=True)
+@dataclasses.dataclass(frozen=True)
+class _Load:
+    """Loads a drafter and its target, here or in an actor: what counts pieces of texts."""
+
+    target: Path
+    kind: str
+    directory: Path
+    tiers: tuple[Tier, ...]
+    length: int | None
+    seed: int
+
+    def __call__(self) -> Counter:
+        """Raises ValueError: what does not fit, or drafts deeper than the drafter can propose."""
+        dtype = _dtype()
+        target = hf.load_model(self.target, dtype, context=self.length)
+        module = directories.load_drafter(self.kind, self.directory, target, dtype)
+        limit, deepest = registry.find(self.kind).deepest(module), max(tier.depth for tier in self.tiers)
+        if limit is not None and deepest > limit:
+            raise ValueError(f"depth must be at most {limit}, what this drafter can propose in a row, got {deepest}")
+        return Counter(module, target, self.tiers, self.seed, None)
+
+
+def _dtype() -> jnp.dtype:
+    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Timed:
+    """Adds to a record the device, and what an engine is timed at there and, with --measure, what it measures."""
+
+    args: argparse.Namespace
+    groups: Sequence[Group]
+    examples: Sequence[dataset.Example]
+
+    def each(self) -> Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]]:
+        """For an actor."""
+        return lambda records: [self(record) for record in records]
+
+    def __call__(self, record: dict[str, Any]) -> dict[str, Any]:
+        args = self.args
+        where = {"device": jax.devices()[0].device_kind, "dtype": _dtype().name}
+        first = {name: record[name] for name in ("target", "drafter")}
+        record = {**first, **where, **{name: record[name] for name in record if name not in first}}
+        if args.no_cost and not args.measure:
+            return record
+        sizes, depths = parse_sizes(args.batch_sizes), [args.depth] if args.no_cost else range(1, args.depth + 1)
+        trees = parse_trees(args.trees)
+        engine = build_engine(
+            resolve_model(args.target),
+            args.drafter,
+            SpeculationConfig(tiers=(*(Tier(d) for d in depths), *trees)),
+            EngineConfig(
+                max_batch_size=sizes[-1],
+                batch_buckets=sizes,
+                variants=("greedy",),
+                warmup="eager",
+                skip_tokenizer_init=True,
+            ),
+        )
+        if not args.no_cost:
+            _add_speedups(record, self.groups, engine, sizes)
+        if args.measure:
+            measured = lambda tier: {name: round(x, 4) for name, x in measure(engine, self.examples, tier).items()}
+            record["measured_length"] = measured(Tier(args.depth))
+            record["measured_trees"] = {tier.name: measured(tier) for tier in trees}
+        return record
 
 
 def _add_speedups(record: dict[str, Any], groups: Sequence[Group], engine: Engine, sizes: Sequence[int]) -> None:

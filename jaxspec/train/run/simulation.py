@@ -6,7 +6,7 @@ Must not know engines or commands.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from jaxspec.drafters import directories
-from jaxspec.models.base import TargetModel
+from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.tier import Tier
 from jaxspec.train.data import dataset
 from jaxspec.train.data.batch import Batch, PackedRows
@@ -62,6 +62,24 @@ class Group:
         return [float(reached[i + 1] / max(1, reached[i])) for i in range(len(reached) - 1)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Packed rows of one group that are computed at once, apart from all others.
+
+    Attributes:
+      group: (data set, temperature). start: number of the first row in its group.
+      rows: as many in every piece; of those that fill up the last one nothing is learned.
+    """
+
+    group: tuple[str, float]
+    start: int
+    rows: PackedRows
+
+
+#: Makes of each piece how many of its rounds accepted exactly 0, 1, .. drafts, for each tier.
+Count = Callable[[Sequence[Piece]], Iterator[tuple[int, list[np.ndarray]]]]
+
+
 def simulate(
     module: Any, target: TargetModel, examples: Sequence[dataset.Example], depth: int, *, length: int | None = None,
     rows: int = 8, limit: int = 256, seed: int = 0, trees: Sequence[Tier] = (), states: States | None = None,
@@ -75,38 +93,81 @@ def simulate(
     Raises:
       ValueError: no text is long enough for one round, or trees of a drafter that does not draft in one pass.
     """
+    tiers = tiers_of(depth, trees)
+
+    def count(pieces: Sequence[Piece]) -> Iterator[tuple[int, list[np.ndarray]]]:
+        return enumerate(Counter(module, target, tiers, seed, states)(pieces))
+
+    return summed(pieces_of(examples, target.config, tiers, length, rows, limit), tiers, count)
+
+
+def tiers_of(depth: int, trees: Sequence[Tier] = ()) -> tuple[Tier, ...]:
+    """Chains of 1 to `depth` drafts, and trees."""
+    return (*(Tier(d) for d in range(1, depth + 1)), *trees)
+
+
+def pieces_of(
+    examples: Sequence[dataset.Example], config: ModelConfig, tiers: Sequence[Tier], length: int | None, rows: int,
+    limit: int,
+) -> list[Piece]:  # fmt: skip
+    """The texts in pieces; see `simulate`.
+
+    Raises:
+      ValueError: rows are too short for one round.
+    """
     groups: dict[tuple[str, float], list[dataset.Example]] = {}
     for example in examples:
         members = groups.setdefault((example.dataset, example.temperature_band), [])
         if len(members) < limit:
             members.append(example)
-    width = length or min(max(len(e.tokens) for e in examples), LONGEST, target.config.max_position_embeddings)
-    tiers = (*(Tier(d) for d in range(1, depth + 1)), *trees)
+    width = length or min(max(len(e.tokens) for e in examples), LONGEST, config.max_position_embeddings)
     deepest = max(tier.depth for tier in tiers)
     if width < deepest + 3:
         raise ValueError(f"a chain of {deepest} drafts needs texts of at least {deepest + 3} tokens, got {width}")
-    histograms = _histograms(module, target, tiers)
-    out = []
-    for (name, temperature), members in sorted(groups.items()):
+    pieces = []
+    for group, members in sorted(groups.items()):
         packed = dataset.pack(members, width, report=False)
-        total = {tier: np.zeros(tier.depth + 1, np.int64) for tier in tiers}
         for start in range(0, len(packed), rows):
-            index = np.arange(start, min(start + rows, len(packed)))
-            padded = np.pad(index, (0, rows - len(index)), mode="edge")
-            batch = packed.batch(padded)
-            real = jnp.arange(rows) < len(index)
-            batch = dataclasses.replace(batch, learn_BT=batch.learn_BT & real[:, None])
-            key = jax.random.fold_in(jax.random.key(seed), start)
-            known = None if states is None else states(packed, padded)
-            found = histograms(batch, known, jnp.float32(temperature), key, temperature > 0)
-            for tier, counts in zip(tiers, found, strict=True):
-                total[tier] += np.asarray(counts)
-        group = Group(name, temperature, total)
-        if group.rounds:
-            out.append(group)
+            there = np.arange(start, start + rows) < len(packed)
+            own = packed.take(np.minimum(np.arange(start, start + rows), len(packed) - 1))
+            pieces.append(Piece(group, start, dataclasses.replace(own, learn=own.learn & there[:, None])))
+    return pieces
+
+
+def summed(pieces: Sequence[Piece], tiers: Sequence[Tier], count: Count) -> list[Group]:
+    """What pieces make together, by group.
+
+    Args:
+      count: yields (number of the piece, counts by tier), in any order.
+
+    Raises:
+      ValueError: no text holds a whole round.
+    """
+    totals = {piece.group: {tier: np.zeros(tier.depth + 1, np.int64) for tier in tiers} for piece in pieces}
+    for number, found in count(pieces):
+        for tier, counts in zip(tiers, found, strict=True):
+            totals[pieces[number].group][tier] += counts
+    out = [Group(*group, total) for group, total in totals.items()]
+    out = [group for group in out if group.rounds]
     if not out:
-        raise ValueError(f"no text holds a whole round of {deepest} drafts after its prompt")
+        raise ValueError(f"no text holds a whole round of {max(t.depth for t in tiers)} drafts after its prompt")
     return out
+
+
+class Counter:
+    """A drafter and its target, which make counts of pieces."""
+
+    def __init__(self, module: Any, target: TargetModel, tiers: Sequence[Tier], seed: int, states: States | None):
+        self._histograms, self._seed, self._states = _histograms(module, target, tiers), seed, states
+
+    def __call__(self, pieces: Sequence[Piece]) -> Iterator[list[np.ndarray]]:
+        """Of each piece and tier, how many rounds accepted exactly 0, 1, .. depth drafts, [depth + 1]."""
+        for piece in pieces:
+            temperature, index = piece.group[1], np.arange(len(piece.rows))
+            key = jax.random.fold_in(jax.random.key(self._seed), piece.start)
+            known = None if self._states is None else self._states(piece.rows, index)
+            found = self._histograms(piece.rows.batch(index), known, jnp.float32(temperature), key, temperature > 0)
+            yield [np.asarray(counts) for counts in found]
 
 
 def _histograms(module: Any, target: TargetModel, tiers: Sequence[Tier]) -> Any:
