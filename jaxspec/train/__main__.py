@@ -14,6 +14,7 @@ from jaxspec import cli
 with cli.starting(__name__):
     from jaxspec.assemble import resolve_model
     from jaxspec.drafters import registry
+    from jaxspec.train.run import processes
 #: A trainer of several kinds is named after the first.
 _TRAINERS = {kind.trainer: kind.name for kind in reversed(registry.kinds()) if kind.trainer}
 COMMANDS = {
@@ -43,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> Any:
       ValueError: a --target that is neither "demo" nor a directory, and whatever the command refuses.
     """
     args = parser().parse_args(argv)
+    with processes.joined(args):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> Any:
     if isinstance(getattr(args, "target", None), Path):  # `evaluate` takes names itself, and records them
         args.target = resolve_model(args.target)
     return importlib.import_module(COMMANDS[args.command]).main(args)

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from jaxspec.train.run import processes
+
 _KEEP = 2
 
 
@@ -57,7 +59,8 @@ class Checkpoints:
     def __init__(self, directory: Path, settings: dict[str, Any]):
         self._directory = directory.resolve()
         self._directory.mkdir(parents=True, exist_ok=True)
-        bind(self._directory / "settings.json", settings, self._directory)
+        if processes.leads():
+            bind(self._directory / "settings.json", settings, self._directory)
         options = ocp.CheckpointManagerOptions(max_to_keep=_KEEP, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tokenizers import Tokenizer as Backend
 
 from jaxspec.checkpointing import hf
@@ -34,14 +34,17 @@ from jaxspec.train.data.dataset import MIN_TOKENS, Example, RowOrder, pack, read
 from jaxspec.train.data.ring import Ring, ring_of, usable
 from jaxspec.train.drafters.recipe import Recipe, TargetStates
 from jaxspec.train.objective import acceptance, teacher
-from jaxspec.train.run import gate, loop, plots
+from jaxspec.train.run import gate, loop, plots, processes
 from jaxspec.train.run import mesh as meshes
 from jaxspec.train.run.checkpoints import bind, write_whole
 from jaxspec.train.run.optim import COMPUTE_DTYPES, OPTIMIZERS, SCHEDULES, OptimConfig
 from jaxspec.train.run.simulation import States
 
 #: Arguments of a run that its successor may change.
-_FREE = ("out", "run_dir", "save_every", "log_every", "eval_every", "mesh", "hidden_cache", "eval_data", "layout")
+_FREE = (
+    "out", "run_dir", "save_every", "log_every", "eval_every", "mesh", "hidden_cache", "eval_data", "layout",
+    "coordinator", "num_processes", "process_id",
+)  # fmt: skip
 
 
 def add_arguments_of_data(p: argparse.ArgumentParser) -> None:
@@ -92,6 +95,7 @@ def add_common_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--log-every", type=int, default=20, help="steps between two rows of the log")
     p.add_argument("--eval-every", type=int, default=0, help="steps between evaluations; 0: only at the end")
     p.add_argument("--seed", type=int, default=0, help="same seed, same run")
+    processes.add_arguments(p)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +172,7 @@ def prepare(args: argparse.Namespace) -> Setup:
       ValueError: paths, data, lengths or sizes that cannot be used; names what was given and what is allowed.
     """
     check_paths(args)
+    processes.refuse(args)
     for name in ("length", "batch"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
@@ -303,7 +308,10 @@ def fit(
         "arguments": {key: _plain(value) for key, value in sorted(vars(args).items())},
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
     }
-    trainee = nnx.merge(graph, jax.device_get(trained), rest)
+    trained = meshes.whole(mesh, trained)
+    if not processes.leads():
+        return record
+    trainee = nnx.merge(graph, trained, rest)
     if args.gate is not None:
         record["gate"] = gate.compare(
             trainee, args.gate, setup.target, setup.held, known, depth=recipe.depth, length=setup.rows.length,
@@ -381,7 +389,8 @@ class Evaluation:
         if not self.eval_rows:
             return {}
         if self._fn is None:
-            self._fn = jax.jit(loop.casting(self.loss_fn, self.cfg))
+            everywhere = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+            self._fn = jax.jit(loop.casting(self.loss_fn, self.cfg), out_shardings=everywhere)
         key = jax.random.key(self.cfg.seed)
         totals: dict[str, tuple[np.ndarray, float, float]] = {}
         for name, rows in self.eval_rows.items():
@@ -449,4 +458,5 @@ def _check_run(args: argparse.Namespace, made_of: dict[str, str]) -> None:
     """Refuses to go on with a run that began with other arguments, texts or weights."""
     args.run_dir.mkdir(parents=True, exist_ok=True)
     own = {key: _plain(value) for key, value in sorted(vars(args).items()) if key not in _FREE} | made_of
-    bind(args.run_dir / "arguments.json", own, args.run_dir / "checkpoints")
+    if processes.leads():
+        bind(args.run_dir / "arguments.json", own, args.run_dir / "checkpoints")

@@ -20,7 +20,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.train.objective import acceptance
-from jaxspec.train.run import logs
+from jaxspec.train.run import logs, processes
 from jaxspec.train.run import mesh as meshes
 from jaxspec.train.run.checkpoints import Checkpoints
 from jaxspec.train.run.optim import OptimConfig, optimizer, schedule
@@ -69,7 +69,8 @@ def run(
     tx = optimizer(cfg)
     start, trainable, opt_state = _resumed(checkpoints, trainable, _init(tx, trainable, mesh))
     step_fn: Callable[..., tuple[Any, Any, dict[str, jax.Array]]] | None = None
-    log, window = logs.Log(run_dir / "log.csv", start), _Window(cfg)
+    log = logs.Log(run_dir / "log.csv", start) if processes.leads() else None
+    window = _Window(cfg)
     for step in range(start, cfg.steps):
         batch = meshes.place_batch(mesh, batch_at(step), cfg.accumulate)
         if step_fn is None:
@@ -84,7 +85,8 @@ def run(
             row = window.summary(done)
             if evaluates and evaluate is not None:
                 row |= {f"eval_{key}": value for key, value in evaluate(trainable).items()}
-            log.append(done, row)
+            if log is not None:
+                log.append(done, row)
             print(f"step {done}/{cfg.steps} " + logs.line(row), flush=True)
             if saves:
                 checkpoints.save(done, {"trainable": trainable, "opt_state": opt_state})

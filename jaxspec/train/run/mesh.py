@@ -34,6 +34,11 @@ def make_mesh(text: str) -> Mesh:
     devices = jax.devices()
     if math.prod(shape) > len(devices):
         raise ValueError(f"mesh {text!r} needs {math.prod(shape)} devices, there are {len(devices)}")
+    if jax.process_count() > 1 and math.prod(shape) < len(devices):
+        raise ValueError(
+            f"mesh {text!r} has {math.prod(shape)} devices; {jax.process_count()} processes must use all their "
+            f"{len(devices)}"
+        )
     grid = np.asarray(devices[: math.prod(shape)]).reshape(shape)
     return Mesh(grid, (DATA, TENSOR), axis_types=(AxisType.Auto, AxisType.Auto))
 
@@ -74,7 +79,7 @@ def place(mesh: Mesh | None, tree: Any) -> Any:
     def put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
         key = (id(x), sharding)
         if key not in placed:
-            placed[key] = jax.device_put(x, sharding)
+            placed[key] = _put(x, sharding)
         return placed[key]
 
     return jax.tree.map(put, tree, parameter_shardings(mesh, tree))
@@ -93,4 +98,23 @@ def place_batch(mesh: Mesh | None, batch: Any, accumulate: int = 1) -> Any:
             raise ValueError(f"batch must be a multiple of {accumulate} (accumulate){axis}, got {x.shape[0]} rows")
     if mesh is None:
         return batch
-    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(DATA)))
+    rows = NamedSharding(mesh, PartitionSpec(DATA))
+    return jax.tree.map(lambda x: _put(x, rows), batch)
+
+
+def _put(x: Any, sharding: NamedSharding) -> jax.Array:
+    """An array that every process has whole on the mesh: each puts its own devices' parts.
+
+    `device_put` to devices of other processes would have them compare what they put.
+    """
+    if sharding.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return jax.device_put(x, sharding)
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def whole(mesh: Mesh | None, tree: Any) -> Any:
+    """Arrays of the host: what the devices of all processes have of them. All processes call it together."""
+    if mesh is not None and any(not x.is_fully_addressable for x in jax.tree.leaves(tree)):
+        tree = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))(tree)
+    return jax.device_get(tree)
