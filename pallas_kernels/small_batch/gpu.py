@@ -132,7 +132,7 @@ class _Kernel:
         if self.kind == "logits":
             out["wide"] = plgpu.SMEM((TILE, s.rows), F32)
         if self.kind == "add":
-            out |= added(s.rows, dtype)
+            out |= mosaic.added(s.rows, dtype)
         tables = self.tables(dtype)
         out |= {name: plgpu.SMEM(shape, kind) for name, (shape, kind) in tables.items()}
         if tables:
@@ -228,7 +228,7 @@ class _Kernel:
         return unpack.times(a, b, SUMS, self.interpret)
 
     def store(self, shared: Any, y: jax.Array, ref: Any, tile: Any) -> None:
-        store(shared["out"], y, ref, tile * TILE, self.shape[0])
+        mosaic.store(shared["out"], y, ref, tile * TILE, self.shape[0])
 
     def _project(self, tile: Any, sums: Sequence[jax.Array], outs: Sequence[Any], shared: Any, dtype: Any) -> None:
         self.store(shared, sums[0].astype(dtype), outs[0], tile)
@@ -273,35 +273,7 @@ class _Kernel:
             begin += count
 
     def _add(self, tile: Any, sums: Sequence[jax.Array], outs: Sequence[Any], shared: Any, dtype: Any) -> None:
-        add_and_store(tile, sums[0], outs, shared, self.shape[0], self.times)
-
-
-def added(rows: int, dtype: Any) -> dict[str, Any]:
-    """The shared memory of `add_and_store`."""
-    return {
-        "h": plgpu.SMEM((rows, TILE), dtype), "gain": plgpu.SMEM((TILE,), dtype),
-        "out": plgpu.SMEM((rows, TILE), dtype), "sums": plgpu.SMEM((rows,), F32),
-    }  # fmt: skip
-
-
-def add_and_store(tile: Any, y: jax.Array, outs: Sequence[Any], shared: Any, m: int, times: Callable[..., Any]) -> None:
-    """Adds [64, rows] to the stream's tile "h", and stores its m rows as a `Stream`."""
-    dtype = outs[0].dtype
-    h = load(flipped(shared["h"].at[:, :]), SUMS).astype(F32) + y
-    h = h.astype(dtype).astype(F32)
-    gain = load(shared["gain"], SUMS.reduce(1)).astype(F32)
-    store(shared["h"], h.astype(dtype), outs[0], tile * TILE, m)
-    store(shared["out"], (h * along_columns(gain, h.shape[1])).astype(dtype), outs[1], tile * TILE, m)
-    shared["sums"][...] = jnp.sum(times(h, h), axis=0)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(shared["sums"], outs[2].at[tile])
-
-
-def store(shared: Any, y: jax.Array, ref: Any, begin: Any, m: int) -> None:
-    """[64, rows] by way of shared memory to the m rows of 64 columns."""
-    flipped(shared.at[:, :])[...] = y
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(shared.at[pl.ds(0, m)], ref.at[:, pl.ds(begin, TILE)])
+        mosaic.add_and_store(tile, sums[0], outs, shared, self.shape[0], self.times)
 
 
 def _run(

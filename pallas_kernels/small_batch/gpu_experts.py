@@ -22,13 +22,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sizes import round_up
-from pallas_kernels.small_batch import experts, gpu, mosaic, unpack
+from pallas_kernels.small_batch import experts, mosaic, unpack
 from pallas_kernels.small_batch.experts import Choice
 from pallas_kernels.small_batch.mosaic import F32, SUMS, along_rows, flipped, load
 from pallas_kernels.small_batch.reference import TILE, Stream
 
-#: Inputs that a program of the router takes.
-_PIECE = 128
+#: Inputs that a program of the router takes, and rows whose choice takes registers at once.
+_PIECE, _GROUP = 128, 8
 #: Bytes of shared memory left beside rings, and slots of a ring where programs share a multiprocessor.
 _ROOM, _SHARED_STAGES, _MAX_STAGES = 16384, 6, 11
 
@@ -114,16 +114,32 @@ class _Choose:
     def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
         """See mosaic.Kernel."""
         sums_PXR, squares_TR = ins
-        rows, count = round_up(self.rows, 8), self.count
+        rows = round_up(self.rows, 8)
         plgpu.copy_gmem_to_smem(squares_TR, shared["squares"], shared["ready"].at[0])
-        logits = load(sums_PXR.at[0], SUMS)
-        for piece in range(1, self.pieces):
-            logits = logits + load(sums_PXR.at[piece], SUMS)
         plgpu.barrier_wait(shared["ready"].at[0])
-        rows_of = functools.partial(along_rows, columns=count)
-        logits = logits * rows_of(mosaic.inverse_rms(shared["squares"], self.width, self.eps, SUMS.reduce(0)))
-        before = (count - plgpu.broadcasted_iota(jnp.int32, (count, rows), 0, layout=SUMS)).astype(F32)
-        there = plgpu.broadcasted_iota(jnp.int32, (count, rows), 1, layout=SUMS) < self.rows
+
+        def group(i: Any, used: jax.Array) -> jax.Array:
+            return jnp.maximum(used, self.group(i * _GROUP, sums_PXR, shared))
+
+        start = plgpu.layout_cast(jnp.zeros((self.count,), F32), SUMS.reduce(1))
+        shared["used"][...] = lax.fori_loop(0, rows // _GROUP, group, start)
+        self.compact(shared)
+        plgpu.commit_smem()
+        for name, out in zip(("order", "ranks", "weights"), outs, strict=True):
+            plgpu.copy_smem_to_gmem(shared[name], out)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def group(self, begin: Any, sums_PXR: Any, shared: dict[str, Any]) -> jax.Array:
+        """The weights of some rows; which experts any of them uses, 1 or 0."""
+        shape, own = (self.count, _GROUP), pl.ds(begin, _GROUP)
+        rows_of = functools.partial(along_rows, columns=self.count)
+        logits = load(sums_PXR.at[0, :, own], SUMS)
+        for piece in range(1, self.pieces):
+            logits = logits + load(sums_PXR.at[piece, :, own], SUMS)
+        inverse = mosaic.inverse_rms(shared["squares"].at[:, own], self.width, self.eps, SUMS.reduce(0))
+        logits = logits * rows_of(inverse)
+        before = (self.count - plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=SUMS)).astype(F32)
+        there = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=SUMS) + begin < self.rows
         left, chosen, best = logits, jnp.zeros_like(logits), None
         for _ in range(self.per_token):  # of equals the first, as lax.top_k
             top = rows_of(jnp.max(left, axis=0))
@@ -136,13 +152,8 @@ class _Choose:
         likely = jnp.exp(logits - best)
         mine = jnp.where(chosen > 0.0, likely, 0.0)
         total = jnp.sum(mine if self.normalised else likely, axis=0)
-        shared["weights"][...] = jnp.where(there, mine / rows_of(total), 0.0)
-        shared["used"][...] = jnp.max(chosen, axis=1)
-        self.compact(shared)
-        plgpu.commit_smem()
-        for name, out in zip(("order", "ranks", "weights"), outs, strict=True):
-            plgpu.copy_smem_to_gmem(shared[name], out)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        shared["weights"].at[:, own][...] = jnp.where(there, mine / rows_of(total), 0.0)
+        return jnp.max(chosen, axis=1)
 
     def compact(self, shared: dict[str, Any]) -> None:
         """From which experts are in use to their list, in order, and how many there are up to each."""
@@ -349,7 +360,7 @@ class _Finish:
         return {
             "parts": plgpu.SMEM((self.shares, TILE, rows), F32),
             "ready": plgpu.Barrier(num_barriers=1, num_arrivals=3),
-            **gpu.added(rows, dtype),
+            **mosaic.added(rows, dtype),
         }
 
     def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
@@ -366,7 +377,7 @@ class _Finish:
         for share in range(1, self.shares):
             total = total + load(shared["parts"].at[share], SUMS)
         times = functools.partial(unpack.times, layout=SUMS, interpret=self.interpret)
-        gpu.add_and_store(program, total.astype(h_ME.dtype).astype(F32), outs, shared, self.rows, times)
+        mosaic.add_and_store(program, total.astype(h_ME.dtype).astype(F32), outs, shared, self.rows, times)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

@@ -18,6 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.small_batch.reference import TILE
+
 #: Bytes of shared memory that a program may have on Hopper, and multiprocessors of an H100 and an H200.
 SHARED, MULTIPROCESSORS = 232448, 132
 #: The layout of wgmma's sums [64, rows]; vectors along either axis are its reductions.
@@ -158,3 +160,31 @@ def inverse_rms(squares: Any, width: int, eps: float, vector: Any) -> jax.Array:
     start = plgpu.layout_cast(jnp.zeros((rows,), F32), vector)
     total = lax.fori_loop(0, count // several, add, start)
     return lax.rsqrt(total * (1.0 / width) + eps)
+
+
+def added(rows: int, dtype: Any) -> dict[str, Any]:
+    """The shared memory of `add_and_store`."""
+    return {
+        "h": plgpu.SMEM((rows, TILE), dtype), "gain": plgpu.SMEM((TILE,), dtype),
+        "out": plgpu.SMEM((rows, TILE), dtype), "sums": plgpu.SMEM((rows,), F32),
+    }  # fmt: skip
+
+
+def add_and_store(tile: Any, y: jax.Array, outs: Sequence[Any], shared: Any, m: int, times: Callable[..., Any]) -> None:
+    """Adds [64, rows] to the stream's tile "h", and stores its m rows as a `Stream`."""
+    dtype = outs[0].dtype
+    h = load(flipped(shared["h"].at[:, :]), SUMS).astype(F32) + y
+    h = h.astype(dtype).astype(F32)
+    gain = load(shared["gain"], SUMS.reduce(1)).astype(F32)
+    store(shared["h"], h.astype(dtype), outs[0], tile * TILE, m)
+    store(shared["out"], (h * along_columns(gain, h.shape[1])).astype(dtype), outs[1], tile * TILE, m)
+    shared["sums"][...] = jnp.sum(times(h, h), axis=0)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(shared["sums"], outs[2].at[tile])
+
+
+def store(shared: Any, y: jax.Array, ref: Any, begin: Any, m: int) -> None:
+    """[64, rows] by way of shared memory to the m rows of 64 columns."""
+    flipped(shared.at[:, :])[...] = y
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(shared.at[pl.ds(0, m)], ref.at[:, pl.ds(begin, TILE)])

@@ -61,12 +61,11 @@ class Shape:
         """A layer's kernels, in their order."""
         return ("heads", "out", "choose", "mix") if self.experts else ("heads", "out", "swiglu", "down")
 
-    @property
-    def read(self) -> int:
-        """Values of a layer's matrices that one row reads."""
+    def read(self, used: int) -> int:
+        """Values of a layer's matrices that are read where so many experts are in use."""
         of = {name: int(np.prod(shape)) for name, shape in self.weights.items()}
-        return sum(size // self.experts * self.per_token if len(self.weights[name]) > 2 else size
-                   for name, size in of.items())  # fmt: skip
+        each = {name: size // self.experts * used if len(self.weights[name]) > 2 else size for name, size in of.items()}
+        return sum(each.values())
 
 
 SHAPES = {
@@ -160,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--formats", nargs="+", choices=NAMES, help="default: all (8b), bf16")
     add("--rows", type=int, nargs="+", default=[1, 8, 32])
     add("--output", action="store_true", help="the output layer, too, beside XLA's")
+    add("--whole", action="store_true", help="layers alone, not each kernel")
     add("--layers", type=int, default=8)
     add("--repeats", type=int, default=7, help="medians are taken over these")
     add("--bandwidth", type=float, help="TB/s, for the floor; default: the device's where it is known")
@@ -190,7 +190,7 @@ def _measure(args: argparse.Namespace, shape: Shape, formats: Sequence[str]) -> 
         return call.lower(weights[name][0] | last, inputs(shape, m)).compile()
 
     began = time.perf_counter()
-    calls = [*shape.calls, *last]
+    calls = [*(() if args.whole else shape.calls), *last]
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         jobs = [(name, m, part) for name in formats for m in args.rows for part in ("layers", *calls)]
         done = pool.map(lambda job: attempt(lambda: compiled(*job)), jobs)
@@ -206,6 +206,7 @@ def _measure(args: argparse.Namespace, shape: Shape, formats: Sequence[str]) -> 
         for name in [name for name, f in stacks.items() if isinstance(f, Exception)]:
             print(f"{name} layers {m}: {stacks.pop(name)}", flush=True)
         x, times = inputs(shape, m), {name: [] for name in stacks}
+        used = int(x["choice"].ranks_X[-1]) if shape.experts else 0
         for _ in range(args.repeats):
             for name, f in stacks.items():
                 jax.block_until_ready(f(weights[name], x))
@@ -214,10 +215,11 @@ def _measure(args: argparse.Namespace, shape: Shape, formats: Sequence[str]) -> 
                 times[name].append((time.perf_counter() - start) / 20 / args.layers)
         for name, f in stacks.items():
             top = medians(record(lambda f=f, name=name, x=x: [f(weights[name], x) for _ in range(5)]))
-            size = sum(map(stored_bytes, jax.tree.leaves(weights[name][0]))) if not shape.experts else 2 * shape.read
+            size = sum(map(stored_bytes, jax.tree.leaves(weights[name][0])))
+            size = 2 * shape.read(used) if shape.experts else size
             kernels = {kind: 1e6 * t for kind, (_, t) in top.items()}
             row = {
-                "rows": m, "format": name, "us": 1e6 * statistics.median(times[name]),
+                "rows": m, "format": name, "us": 1e6 * statistics.median(times[name]), "experts": used,
                 "floor_us": None if rate is None else 1e6 * size / rate, "kernels": kernels,
             }  # fmt: skip
             rows.append(row)

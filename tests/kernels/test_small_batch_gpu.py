@@ -1,0 +1,72 @@
+"""Small-batch products compiled on a Hopper GPU: against plain XLA, and one row against many.
+
+`pytest --noconftest`, as conftest.py keeps JAX to the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.small_batch import experts, gpu, gpu_experts, reference
+from pallas_kernels.small_batch.reference import Stream
+
+pytestmark = pytest.mark.skipif(gpu.supported() is not None, reason=str(gpu.supported()))
+
+EPS, E, F, C = 1e-5, 1024, 9216, 128
+COUNTS = (6, 1, 1)
+
+
+def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
+    return (jax.random.normal(jax.random.key(seed), shape, jnp.float32) * scale).astype(jnp.bfloat16)
+
+
+def rows(m: int) -> dict[str, Any]:
+    """The first m of the same 32 rows, and their tables."""
+    angle = jax.random.uniform(jax.random.key(2), (C // 2, 32))[:, : -(-m // 8) * 8] * 6
+    return {
+        "stream": reference.begin(normal(0, 32, E)[:m], normal(1, E)), "attended": normal(4, 32, C * COUNTS[0])[:m],
+        "rope": (jnp.cos(angle), jnp.sin(angle)),
+    }  # fmt: skip
+
+
+def layer(m: int, of: Any) -> Any:
+    """All four kernels of a layer; its heads are normed and have biases."""
+    kernels = [normal(5 + i, *shape, scale=0.03) for i, shape in enumerate(
+        ((E, C * sum(COUNTS)), (C * COUNTS[0], E), (E, 2 * F), (F, E))
+    )]  # fmt: skip
+    own, extra = rows(m), {"bias": normal(10, C * sum(COUNTS)), "gains": (normal(11, C), normal(12, C))}
+    heads = of.heads(own["stream"], kernels[0], own["rope"], COUNTS, EPS, **extra)
+    stream = of.add(own["attended"], kernels[1], own["stream"].h_ME, normal(1, E))
+    hidden = of.swiglu(stream, kernels[2], EPS)
+    last = of.add(hidden, kernels[3], stream.h_ME, normal(1, E))
+    return heads, stream, hidden, last, of.logits(last.h_ME, kernels[2]), of.logits(last.h_ME, kernels[3], flip=False)
+
+
+def mixture(m: int, of: Any) -> Any:
+    count, inner, stream = 64, 256, rows(m)["stream"]
+    choice = of.choose(stream, normal(12, E, count, scale=0.1), EPS, 4, m)
+    kernels = normal(13, count, E, 2 * inner, scale=0.03), normal(14, count, inner, E, scale=0.03)
+    return choice.weights_XR.T[:m], of.mix(stream, choice, *kernels, normal(1, E), EPS, 4)
+
+
+def by_rows(found: Any, m: int) -> list[np.ndarray]:
+    fixed = jax.tree.map(
+        lambda x: (*x[:2], x.squares_TR.T[:m]) if isinstance(x, Stream) else x, found,
+        is_leaf=lambda x: isinstance(x, Stream),
+    )  # fmt: skip
+    return [np.asarray(x, np.float32) for x in jax.tree.leaves(fixed)]
+
+
+@pytest.mark.parametrize(("run", "of", "want"), [(layer, gpu, reference), (mixture, gpu_experts, experts)])
+def test_rows_are_xlas_and_have_the_same_bits_among_others(run: Any, of: Any, want: Any):
+    alone = by_rows(run(1, of), 1)
+    for m in (1, 4, 32):
+        for i, (got, expected) in enumerate(zip(by_rows(run(m, of), m), by_rows(run(m, want), m), strict=True)):
+            np.testing.assert_array_equal(got[:1], alone[i])
+            if got.shape[1] != E // 64:  # squares of one tile: any rounding of a few values shows
+                np.testing.assert_allclose(got, expected, atol=2**-6 * np.abs(expected).max())
