@@ -107,7 +107,7 @@ def test_few_rows_on_two_devices_are_those_of_one(c: int):
 
 @pytest.mark.parametrize(("kind", "groups"), [(jnp.int4, 2), (jnp.int8, 1)], ids=["int4-g128", "int8"])
 def test_few_rows_of_quantised_weights_are_the_layers(kind: Any, groups: int):
-    cfg = dataclasses.replace(CONFIG, intermediate_size=512)
+    cfg = dataclasses.replace(CONFIG, intermediate_size=512, **(QWEN if groups == 1 else {}))  # normed after, if packed
     plain, prepared = (
         quantised(model(cfg), kind, groups),
         few_rows.prepare(quantised(model(cfg), kind, groups), "reference"),
