@@ -26,11 +26,12 @@ from jaxspec.adaptive.kind import Room
 from jaxspec.adaptive.policy import TierPolicy
 from jaxspec.checkpointing import hf, hub
 from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.defaults import candidate_budgets, candidate_steps, geometry, mixed, prompts, several
 from jaxspec.drafters import directories, registry
 from jaxspec.drafters.successor import Successors
 from jaxspec.engine import Engine
 from jaxspec.facts import EngineFacts
-from jaxspec.fitting import doubling, fitted, longest_text, ring_rows, stored, stored_share
+from jaxspec.fitting import doubling, fitted, longest_text, ring_rows, stored
 from jaxspec.hybrids import joined
 from jaxspec.models import few_rows
 from jaxspec.models.base import ModelConfig, TargetModel
@@ -48,9 +49,8 @@ from jaxspec.runtime.runner import Runner
 from jaxspec.runtime.sharding import Sharing, check_divides, host_memory, spans_processes, tensor_mesh
 from jaxspec.runtime.timing import measure
 from jaxspec.runtime.warmup import WarmupConfig
-from jaxspec.scheduling.pace import USUAL_ROUNDS, Pace, may_pay
 from jaxspec.scheduling.scheduler import Scheduler, SchedulerConfig
-from jaxspec.scheduling.shapes import PrefillShape, shapes_for, shorter_chunks
+from jaxspec.scheduling.shapes import shapes_for, shorter_chunks
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.drafters.featureless import Featureless
 from jaxspec.speculation.ring import ring_layers
@@ -65,56 +65,6 @@ _USUAL_CONTEXT = 256
 #: How much deeper than its others a hybrid's tier is that only looks up.
 _LOOKUP = 2
 _log = logging.getLogger(__name__)
-
-
-def candidate_steps() -> tuple[int, ...]:
-    """Depths that the adaptive policy chooses among where nothing else is said.
-
-    A CPU is compute-bound beyond about 6 tokens a step (docs/notes.md), so deeper drafts do not pay there.
-    """
-    return (0, 1, 2, 4) if jax.default_backend() == "cpu" else (0, 1, 2, 4, 6)
-
-
-def candidate_budgets() -> tuple[float, ...]:
-    """Drafted tokens a row that a chain or tree verifies under a budget, where nothing else is said.
-
-    Those that pay most on mixed batches by measured costs (docs/notes.md); accelerators verify more for nothing.
-    """
-    return (1.0, 2.0) if jax.default_backend() == "cpu" else (2.0, 4.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Prompts:
-    """How a backend computes prompts well (docs/notes.md).
-
-    Attributes:
-      chunk: most tokens of a prompt between two rounds, where nothing else is said.
-      alone, several: see shapes_for.
-      overhead: what a call costs beside its tokens, in tokens; on accelerators about those that are computed while
-        the weights are read.
-      unsampled: see RunnerConfig.prefill_unsampled.
-      mixed: prompt tokens that a round takes along, where nothing else is said.
-    """
-
-    chunk: int
-    alone: tuple[int, ...]
-    several: tuple[PrefillShape, ...]
-    overhead: int
-    unsampled: bool
-    mixed: int
-
-
-_CPU = _Prompts(256, (16, 64), (PrefillShape(64, 8, 32),), overhead=8, unsampled=False, mixed=0)
-_ACCELERATOR = _Prompts(
-    1024, (64, 256), (PrefillShape(256, 16, 64), PrefillShape(1024, 32, 128)), overhead=256, unsampled=True, mixed=128
-)
-#: Chunks in one pass with a round, and the batch size from which that is worth an executable by itself: in smaller ones
-#: requests end, and others begin, too seldom.
-_MIXED_ROWS, _MIXED_FROM = 4, 4
-
-
-def _prompts() -> _Prompts:
-    return _CPU if jax.default_backend() == "cpu" else _ACCELERATOR
 
 
 def demo_directory() -> Path:
@@ -388,8 +338,8 @@ def assemble(
     if drafter is not None and speculation.topk > 1 and speculation.num_nodes is None:
         trees = [tier.name for tier in choice.reachable if not tier.is_chain]
         _log.info("topk %d without num_nodes: draft trees are %s", speculation.topk, ", ".join(trees))
-    repeated, pace = _several(config, target)
-    geo = dataclasses.replace(_geometry(config, model.max_position_embeddings, depth), max_rounds=pace.most)
+    repeated, pace = several(config, target)
+    geo = dataclasses.replace(geometry(config, model.max_position_embeddings, depth), max_rounds=pace.most)
     built, params = bind(geo) if depth else (None, ())
     if config.feature_ring is not None:
         geo = dataclasses.replace(geo, ring=ring_rows(config, geo, target, built))
@@ -406,13 +356,13 @@ def assemble(
         raise ValueError(f"topk must be at most {built.max_topk}, the tokens this drafter can propose, got {widest}")
     grammars = _grammars(config, tokenizer, model.vocab_size, eos)
     both = ("sampled",) if jax.default_backend() == "cpu" else ("greedy", "sampled")
-    prompts = _prompts()
+    usual = prompts()
     runs = RunnerConfig(
-        choice.reachable, shapes_for(geo, prompts.alone, prompts.several), prompts.overhead, prompts.unsampled, eos,
+        choice.reachable, shapes_for(geo, usual.alone, usual.several), usual.overhead, usual.unsampled, eos,
         variants=tuple(sorted({v == "sampled" for v in config.variants or both})),
         rejection=speculation.verification == "rejection",
         typical=None if built is None else _typical(speculation), guided=grammars is not None, budgets=choice.budgets,
-        rounds=pace.most, repeated=repeated, **_mixed(config, geo),
+        rounds=pace.most, repeated=repeated, **mixed(config, geo),
     )  # fmt: skip
     # What processes share they compile first: what is ready differs between them.
     background = config.warmup == "background" and hosts is None
@@ -431,7 +381,7 @@ def assemble(
         cost = CostTable({}) if background else measure(runner)
     lookahead = 0 if built is None else built.lookahead
     shorter = shorter_chunks(
-        [shape.size for shape in runs.prefill_shapes if shape.rows == 1], prompts.overhead, doubling(model)
+        [shape.size for shape in runs.prefill_shapes if shape.rows == 1], usual.overhead, doubling(model)
     )
     scheduler = Scheduler(
         SchedulerConfig(
@@ -486,28 +436,6 @@ def _ring_directory(config: EngineConfig, target: TargetModel, drafter: Drafter)
     return RingDirectory(config.feature_ring, config.feature_ring_disk_mib << 20, {**about, **mark})
 
 
-def _several(config: EngineConfig, target: TargetModel) -> tuple[tuple[int, ...], Pace]:
-    """The buckets in which one executable may run several rounds, and what says when."""
-    rounds = config.rounds_per_dispatch
-    if isinstance(rounds, int):
-        return config.buckets if rounds > 1 else (), Pace(rounds, measured=False)
-    read = stored_share(target, config.tensor_parallel)
-    buckets = tuple(bucket for bucket in config.buckets if may_pay(read, bucket))
-    if jax.default_backend() == "cpu" or not buckets:
-        return (), Pace(1, measured=False)
-    return buckets, Pace(USUAL_ROUNDS, measured=True)
-
-
-def _mixed(config: EngineConfig, geo: Geometry) -> dict[str, Any]:
-    """Of a RunnerConfig, what rounds take along of prompts, and in which buckets."""
-    asked, chosen = config.mixed_chunk, _prompts().mixed
-    size = min(chosen if isinstance(asked, str) else asked, geo.prefill_chunk)
-    if not size:
-        return {}
-    buckets = config.buckets if asked != "auto" else tuple(b for b in config.buckets if b >= _MIXED_FROM)
-    return {"mixed": PrefillShape(size, min(_MIXED_ROWS, geo.slots), size), "mixed_buckets": buckets}
-
-
 def _identity(target: TargetModel, drafter: str, params: Any, shards: int) -> dict[str, str]:
     """What the seconds of rounds depend on, as texts."""
     device, c = jax.devices()[0], target.config
@@ -545,20 +473,6 @@ def _typical(speculation: SpeculationConfig) -> Typical | None:
         "(threshold %g, alpha %g)", typical.threshold, typical.alpha,
     )  # fmt: skip
     return typical
-
-
-def _geometry(config: EngineConfig, context: int, depth: int) -> Geometry:
-    """The sizes of an engine, for a model of this context and tiers up to this depth."""
-    longest = longest_text(config, context)
-    pages_per_seq = -(-(longest + depth + 1) // config.page_size)
-    together = config.max_num_batched_tokens or config.prefill_chunk or _prompts().chunk
-    chunk = min(config.prefill_chunk or _prompts().chunk, together, longest)
-    return Geometry(
-        slots=config.max_batch_size, num_pages=config.num_pages or config.max_batch_size * pages_per_seq,
-        page_size=config.page_size, pages_per_seq=pages_per_seq, max_depth=depth, max_seq_len=longest,
-        prefill_chunk=chunk, max_num_batched_tokens=max(chunk, min(together, config.max_batch_size * chunk)),
-        kernels=config.kernels,
-    )  # fmt: skip
 
 
 def _grammars(

@@ -69,9 +69,10 @@ ALLOWED = {
     | {"clusters", "rowfile"},
     "cli": {"names"},
     "fitting": EVERYONE | {"models", "speculation"},
+    "defaults": EVERYONE | {"models", "scheduling", "speculation", "fitting"},
     "assemble": EVERYONE
     | {"adaptive", "scheduling", "runtime", "models", "speculation", "checkpointing", "drafters", "text"}
-    | {"facts", "engine", "fitting", "hybrids", "remembered", "ringfiles"},
+    | {"facts", "engine", "defaults", "fitting", "hybrids", "remembered", "ringfiles"},
     "shared": EVERYONE | {"engine", "events"},
     "prompts": {"request"},
     "llm": EVERYONE | {"adaptive", "assemble", "engine", "events", "prompts", "shared", "stats", "text"},

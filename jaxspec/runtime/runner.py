@@ -198,10 +198,11 @@ class Runner(Arriving):
             self._disturbed = True
         self.laps.lap("batch array")
         beside = None if work is None or guide is not None or rows.rounds > 1 else self._beside(work, choice, bucket)
-        if beside is not None:
+        if beside is not None and work is not None:
             key, call = beside
             args = self._target, self._draft_params, self._state, batch, call.array(self.geo)
             self._state, packed, kept, *begun = self._call(key, *args)
+            self._begun(work, call, *begun)
             self._disturbed = True
         elif guide is None:
             sampled = False not in self.variants or bool(np.count_nonzero(rows.shaped_B))
@@ -212,8 +213,6 @@ class Runner(Arriving):
             packed, kept = self._guided_round(tier, bucket, batch, guide)
             self._disturbed = True
         pending = self._pending(rows, tier, bucket, packed, kept, tier.num_nodes, rows.context_tokens, tokens)
-        if beside is not None and work is not None:
-            self._begun(work, call, *begun)
         self.laps.lap("call")
         return pending
 

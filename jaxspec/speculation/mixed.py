@@ -31,7 +31,8 @@ def _apart(chunks: Attend, trees: Attend, size: int, nodes: tuple[int, int]) -> 
         layer: int, q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions = FULL_ATTENTION
     ) -> jax.Array:
         first = chunks(layer, q[:, :size], k[:, :size], v[:, :size], options)
-        rest = trees(layer, *(x[0, size:].reshape(*nodes, *x.shape[2:]) for x in (q, k, v)), options)
+        q, k, v = (x[0, size:].reshape(*nodes, *x.shape[2:]) for x in (q, k, v))
+        rest = trees(layer, q, k, v, options)
         return jnp.concatenate([first, rest.reshape(1, -1, *rest.shape[2:])], axis=1)
 
     return attend

@@ -26,7 +26,6 @@ from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.kind import PolicyKind, Room, Settings
 from jaxspec.adaptive.policy import TierPolicy
 from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.assemble import candidate_budgets
 from jaxspec.bench.evidence import drive, loads
 from jaxspec.bench.offline import prompts
 from jaxspec.bench.offline.engines import Options, Parts
@@ -36,6 +35,7 @@ from jaxspec.bench.simulate import breakeven, costs, tables
 from jaxspec.bench.simulate.engine import Outcome
 from jaxspec.bench.simulate.policies import ORACLE, SGLANG, defaults, settings_of, sglang
 from jaxspec.config import SpeculationConfig
+from jaxspec.defaults import candidate_budgets
 from jaxspec.drafters import registry
 from jaxspec.engine import Engine
 from jaxspec.tier import Tier, parse_tier

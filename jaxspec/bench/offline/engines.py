@@ -19,7 +19,6 @@ from jaxspec.assemble import (
     Drafting,
     assemble,
     bind_drafter,
-    candidate_steps,
     load_drafter,
     resolve_drafter,
     resolve_model,
@@ -30,6 +29,7 @@ from jaxspec.bench.offline.simulate import SimulatedDrafter, rate_for
 from jaxspec.bench.offline.workloads import FILE, Passage, built_in, load_prompts, queue
 from jaxspec.checkpointing import eagle3, hf
 from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.defaults import candidate_steps
 from jaxspec.drafters import registry
 from jaxspec.engine import Engine
 from jaxspec.speculation.drafter import Drafter
