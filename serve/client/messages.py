@@ -327,8 +327,14 @@ def _logprobs(tokens: Sequence[pb.TokenLogprobs]) -> tuple[tuple[TokenLogprob, .
 
 
 def read_error(error: grpc.RpcError) -> ServerError:
-    """The typed error of a failed call."""
+    """The typed error of a failed call.
+
+    gRPC ends what a stopping server has not taken in yet as CANCELLED, in no other words; nobody cancelled it, and for
+    who asked the server is away.
+    """
     failed: Any = error
+    if failed.code() is grpc.StatusCode.CANCELLED and failed.details() == grpc.StatusCode.CANCELLED.name:
+        return ServerError(grpc.StatusCode.UNAVAILABLE, "the server stopped before it took the call in")
     retry_after = None
     for key, value in failed.trailing_metadata() or ():
         if key == "grpc-status-details-bin":

@@ -211,6 +211,34 @@ def test_retries_wait_as_the_server_says(call: Callable[..., str]):
         assert len(servicer.deadlines) == 1
 
 
+def test_a_server_that_stops_is_away_for_calls_on_their_way():
+    """gRPC ends those that the server's loop has not come to as CANCELLED; nobody has cancelled them."""
+
+    class Draining:
+        async def Generate(self, request: Any, context: Any) -> None:  # noqa: N802
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "draining")
+
+    def ask(target: str) -> ServerError:
+        with pytest.raises(ServerError) as caught:
+            sync_generate(target)
+        return caught.value
+
+    async def story() -> list[ServerError]:
+        server = grpc.aio.server()
+        add_to(server, GENERATION, Draining())
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        with futures.ThreadPoolExecutor(4) as pool:
+            asking = [pool.submit(ask, f"127.0.0.1:{port}") for _ in range(4)]
+            time.sleep(0.5)  # the loop has other things to do meanwhile
+            await server.stop(1.0)
+            return [await asyncio.wrap_future(call) for call in asking]
+
+    errors = asyncio.run(story())
+    assert {error.code for error in errors} == {grpc.StatusCode.UNAVAILABLE}
+    assert "the server stopped before it took the call in" in {error.message for error in errors}
+
+
 def test_all_tries_share_one_time_limit(monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
     monkeypatch.setattr(connection.time, "monotonic", lambda: now[0])
