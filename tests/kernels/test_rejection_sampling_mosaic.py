@@ -1,0 +1,140 @@
+"""The Mosaic GPU kernel of rejection sampling, interpreted with race detection, against the reference.
+
+Rows of few tokens are drawn so that each way through the kernel is taken: clusters of one and more, trees walked and
+all nodes at once, vocabularies of whole tiles and others, lists of tokens that fit and ranges that are narrowed first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.rejection_sampling import gpu_mosaic, mosaic_filters, mosaic_rows, reference
+from pallas_kernels.rejection_sampling.cases import CASES, FILTERS, Case
+from pallas_kernels.rejection_sampling.gpu_mosaic import Launch
+from pallas_kernels.rejection_sampling.noise import to_gumbel
+from pallas_kernels.rejection_sampling.reference import RejectionSamplingArgs, SamplingRows
+
+interpreted = pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX has no interpreter for it")
+MIXED = tuple(FILTERS)
+
+
+def run(args: RejectionSamplingArgs, launch: Launch) -> reference.Verdict:
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.jit(functools.partial(gpu_mosaic.rejection_sampling, launch=launch, interpret=params))(args)
+
+
+def assert_same(got: reference.Verdict, wanted: reference.Verdict) -> None:
+    """Equal verdicts on usable rows, and the same rows unusable; paths count up to num_accepted."""
+    fine = np.asarray(wanted.finite_B)
+    np.testing.assert_array_equal(got.finite_B, fine)
+    for name in ("num_accepted_B", "next_token_B"):
+        got_, want = (np.asarray(getattr(v, name))[fine] for v in (got, wanted))
+        np.testing.assert_array_equal(got_, want, name)
+    accepted = np.asarray(wanted.num_accepted_B)
+    for row in np.flatnonzero(fine):
+        path = slice(accepted[row] + 1)
+        np.testing.assert_array_equal(np.asarray(got.path_BD)[row, path], np.asarray(wanted.path_BD)[row, path])
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("case", "launch"),
+    [
+        (dataclasses.replace(CASES["small-tree"], batch=7), Launch(2, 2, walk=True)),
+        (
+            dataclasses.replace(CASES["small-tree-odd"], batch=3, rows=("all", "plain", "greedy")),
+            Launch(2, 4, walk=True),
+        ),
+        (CASES["small-chain-bf16"], Launch(1, 8, walk=False)),
+        (CASES["small-greedy"], Launch(1, 4, walk=True)),
+        (CASES["small-plain"], Launch(2, 2, walk=False)),
+        (Case("two words", 2, 1, 128 * 80, 0, chain=True, rows=("plain", "all")), Launch(1, 80, walk=False)),
+    ],
+    ids=lambda x: x.name if isinstance(x, Case) else "",
+)
+def test_interpreted_kernel_agrees_with_the_reference(case: Case, launch: Launch) -> None:
+    args = case.draw(1)
+    assert gpu_mosaic.refusal(args) is None
+    assert_same(run(args, launch), jax.jit(reference.rejection_sampling)(args))
+
+
+@interpreted
+def test_broken_rows_are_told_and_banned_tokens_are_none() -> None:
+    case = Case("broken", 4, 2, 384, 1, chain=True, rows=("plain", "plain", "greedy", "all"))
+    args = case.draw(2)
+    logits = args.logits_BNV.at[0, 0, 300].set(jnp.nan).at[1, 0, 7].set(jnp.inf).at[2, 0, :].set(-jnp.inf)
+    logits = logits.at[3, :, 5:].set(-jnp.inf)
+    args = dataclasses.replace(args, logits_BNV=logits)
+    got = run(args, Launch(2, 2, walk=True))
+    assert np.asarray(got.finite_B).tolist() == [False, False, False, True]
+    assert np.all((np.asarray(got.next_token_B) >= 0) & (np.asarray(got.next_token_B) < case.vocab))
+    assert_same(got, jax.jit(reference.rejection_sampling)(args))
+
+
+#: (logits of a row from normal ones, top-k, top-p): lists too long, many equal values, all of them equal, wide ranges.
+HARD = {
+    "flat": (lambda x: 0.1 * x, 0, 0.7),
+    "many": (lambda x: x, 300, 1.0),
+    "equal": (lambda x: jnp.round(2 * x) / 2, 50, 0.5),
+    "constant": (lambda x: 0 * x, 3, 0.3),
+    "wide": (lambda x: 1000 * x, 400, 1.0),
+    "one": (lambda x: x, 1, 1.0),
+    "nearly all": (lambda x: x, 0, 0.9999),
+    "more than all": (lambda x: x, 5000, 1e-6),
+}
+
+
+@interpreted
+def test_thresholds_of_hard_rows() -> None:
+    n = len(HARD)
+    rng = np.random.default_rng(0)
+    case = Case("hard", n, 1, 1024, 0, chain=True, rows=("plain",))
+    args = case.draw(3)
+    normal = jnp.asarray(rng.normal(size=(n, 1, 1024)), jnp.float32)
+    logits = jnp.stack([shape(normal[i]) for i, (shape, _, _) in enumerate(HARD.values())])
+    k = jnp.asarray([k for _, k, _ in HARD.values()], jnp.int32)
+    p = jnp.asarray([p for _, _, p in HARD.values()], jnp.float32)
+    for seed in range(2):
+        seeds = jnp.asarray(rng.integers(0, 2**32, n, dtype=np.uint32))
+        sampling = SamplingRows(jnp.ones((n,), jnp.float32), k, p, jnp.zeros((n,), jnp.float32), seeds)
+        hard = dataclasses.replace(args, logits_BNV=logits, sampling=sampling)
+        assert_same(
+            run(hard, Launch(1 + seed, 8 // (1 + seed), walk=False)), jax.jit(reference.rejection_sampling)(hard)
+        )
+
+
+def test_bounds_of_noise_hold_for_every_draw() -> None:
+    bits = jnp.arange(2**23, dtype=jnp.uint32) << jnp.uint32(9)
+    over = np.asarray(mosaic_rows.bound(bits) - to_gumbel(bits))
+    assert over.min() >= 0
+    assert over[-(2**16) : -64].max() < 0.08  # the highest 1/128 of draws, but for the last few
+
+
+def test_sizes_of_a_launch() -> None:
+    assert gpu_mosaic.launch_for(16, 16, 128_256) == Launch(8, 128, walk=True)
+    assert gpu_mosaic.launch_for(1, 4, 128_256) == Launch(8, 128, walk=False)
+    assert gpu_mosaic.launch_for(300, 1, 151_936) == Launch(8, 152, walk=False)
+    assert gpu_mosaic.launch_for(2, 8, 1000) == Launch(1, 8, walk=False)
+    for vocab in (130, 4096, 32_000, 50_257, 262_144):
+        launch = gpu_mosaic.launch_for(3, 1, vocab)
+        assert launch.rows % mosaic_rows.GROUP == 0 and launch.members * launch.rows * 128 >= vocab
+
+
+def test_refusals_name_what_was_given() -> None:
+    def refusal(n: int = 4, vocab: int = 1024, **options: Any) -> str | None:
+        return gpu_mosaic.refusal(Case("", 2, n, vocab, 3, **options).shapes())
+
+    assert refusal() is None
+    assert "rejection" in (refusal(mode="rejection") or "")
+    assert "got float16" in (refusal(dtype="float16") or "")
+    assert "at most 256 nodes, got 257" in (refusal(n=257) or "")
+    assert "got 500000" in (refusal(vocab=500_000) or "")
+    assert mosaic_filters.LIST == 256
