@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dispatch import Implementation, Operation
-from pallas_kernels.rejection_sampling import gpu, reference, tpu
+from pallas_kernels.rejection_sampling import gpu, gpu_mosaic, reference, tpu
 from pallas_kernels.rejection_sampling.reference import RejectionSamplingArgs, SamplingRows, Verdict
 
 
@@ -16,12 +18,19 @@ def _interpreted(args: RejectionSamplingArgs) -> Verdict:
     return tpu.rejection_sampling(args, interpret=args.logits_BNV.dtype == jnp.bfloat16 or pltpu.InterpretParams())
 
 
+def _on_gpu(args: RejectionSamplingArgs, **launch: Any) -> Verdict:
+    """On Mosaic GPU where device, JAX and arguments allow it; `launch` is Triton's."""
+    if not launch and gpu_mosaic.unsupported() is None and gpu_mosaic.refusal(args) is None:
+        return gpu_mosaic.rejection_sampling(args)
+    return gpu.rejection_sampling(args, **launch)
+
+
 OPERATION = Operation(
     "rejection_sampling",
     {
         "reference": Implementation(reference.rejection_sampling),
         "tpu": Implementation(tpu.rejection_sampling, tpu.refusal),
-        "gpu": Implementation(gpu.rejection_sampling, gpu.refusal),
+        "gpu": Implementation(_on_gpu, gpu.refusal),
         "interpret": Implementation(_interpreted, tpu.refusal),
     },
 )

@@ -4,8 +4,8 @@ The members of a request's cluster own a stretch of the vocabulary each, keep it
 walk the tree together; they exchange through each other's shared memory (`mosaic_lanes`). A cluster is
 resident as a whole or not at all, so that no batch is too large to wait for one another.
 
-Where the device has room for all nodes of all requests at once, each has a cluster of its own and XLA follows the path;
-else a cluster walks it, and reads the rows on the path only.
+Where the device has room for all nodes of all requests at once, each has a cluster of its own, and a second launch
+follows the path; else a cluster walks it, and reads the rows on the path only.
 
 Coupled and greedy calls; rejection against draft probabilities is left to the kernel on Triton.
 """
@@ -22,7 +22,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.rejection_sampling import reference
 from pallas_kernels.rejection_sampling.mosaic_filters import Filters, Scratch, threshold
 from pallas_kernels.rejection_sampling.mosaic_lanes import Cluster, gather, lane_ids, once, where, words_of
 from pallas_kernels.rejection_sampling.mosaic_rows import GROUP, NONE, WORD, Row
@@ -58,7 +57,18 @@ def launch_for(batch: int, nodes: int, vocab: int, programs: int = 396) -> Launc
     while members > 1 and tiles < members * GROUP:
         members //= 2
     rows = round_up(-(-tiles // members), GROUP)
-    return Launch(members, rows, walk=nodes > 1 and batch * nodes * members > programs)
+    return Launch(members, rows, walk=nodes == 1 or batch * nodes * members > programs)
+
+
+@functools.cache
+def unsupported() -> str | None:
+    """Why this JAX or device cannot run the kernel, or None."""
+    if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11):
+        return f"it needs JAX 0.11 or newer, this is {jax.__version__}"
+    if jax.default_backend() != "gpu":
+        return f"it needs a GPU, the backend is {jax.default_backend()}"
+    capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+    return None if capability.startswith("9.") else f"it needs compute capability 9, this device has {capability}"
 
 
 def refusal(args: RejectionSamplingArgs) -> str | None:
@@ -118,17 +128,16 @@ class _Kernel:
         def visit(node: jax.Array, depth: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             """(the target's own token at a node, whether its logits are usable, exchanges so far)."""
             row.fetch(request * nodes + node)
-            tops, top, token, step = row.survey(request * nodes + node, step)
-            fine = (top < jnp.inf) & (top > -jnp.inf)
+            best, step = row.survey(request * nodes + node, step)
+            token, fine = best.token, (best.top < jnp.inf) & (best.top > -jnp.inf)
             if filters is not None and sampled is not None:
                 key = seed[request], (position[request] + depth).astype(_u32)
-                favourite = jnp.minimum(token, vocab - 1)
 
                 def draw(token: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
                     tables = Scratch(*(shared[name] for name in Scratch.shapes()))
-                    kept = lambda _, step: threshold(row, tables, filters, tops, top, step)
-                    cut, step = once(filters.active, kept, (top * 0.0 - jnp.inf, step))
-                    return row.race(key, cut, top, favourite, step)
+                    kept = lambda _, step: threshold(row, tables, filters, best.lanes, best.top, step)
+                    cut, step = once(filters.active, kept, (best.top * 0.0 - jnp.inf, step))
+                    return row.race(key, cut, best, step)
 
                 token, step = once(sampled & fine, draw, (token, step))
             return jnp.clip(token, 0, vocab - 1), jnp.where(fine, 1, 0), step
@@ -137,8 +146,7 @@ class _Kernel:
             self.walk(visit, request, cluster, tokens, parents, outs)
         else:
             node = lax.rem(program, _i32(nodes))
-            depth = depths[program] if nodes > 1 else _i32(0)
-            token, fine, _ = visit(node, depth, _i32(0))
+            token, fine, _ = visit(node, depths[program], _i32(0))
 
             @pl.when(cluster.member == 0)
             def _() -> None:
@@ -146,12 +154,19 @@ class _Kernel:
 
         cluster.meet()  # nobody leaves while another may read its shared memory
 
+    def follow(self, ins: Any, outs: Any) -> None:
+        """Walks where every node's token is known."""
+        choice, fine, tokens, parents = ins
+        request = lax.axis_index("request")
+        known = lambda node, _, step: (*(ref[request * self.shape[1] + node] for ref in (choice, fine)), step)
+        self.walk(known, request, Cluster(None, None, request, 1, self.interpret), tokens, parents, outs)
+
     def walk(self, visit: Any, request: jax.Array, cluster: Cluster, tokens: Any, parents: Any, outs: Any) -> None:
         """The path of a request."""
         path_ref, accepted_ref, token_ref, fine_ref = outs
         nodes, levels, lane = self.shape[1], self.depth + 1, lane_ids()
         tree = []
-        for begin in range(0, nodes, TILE):
+        for begin in range(0, nodes if self.depth else 0, TILE):
             index = begin + lane
             here = request * nodes + jnp.minimum(index, nodes - 1)
             load = lambda ref, here=here: gather(ref, here, self.interpret)
@@ -179,8 +194,8 @@ class _Kernel:
         def step(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             following, _, accepted, _, fine, exchanges = carry
             token, usable, exchanges = visit(following, accepted, exchanges)
-            node, following = following, child(following, token)
-            following = jnp.where(accepted < self.depth, following, NONE)
+            node = following
+            following = jnp.where(accepted < self.depth, child(node, token), NONE) if tree else node * 0 + NONE
             moved = following < NONE
             accepted = accepted + jnp.where(moved, 1, 0)
             pl.when(moved)(lambda: put(accepted, following))
@@ -192,38 +207,48 @@ class _Kernel:
 
         @pl.when(cluster.member == 0)
         def _() -> None:
-            accepted_ref[request], token_ref[request], fine_ref[request] = accepted, token, fine
+            accepted_ref[request], token_ref[request], fine_ref[request] = accepted, token, fine > 0
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="interpret")
 def _launch(kernel: _Kernel, *ins: jax.Array, interpret: Any = None) -> Any:
     (b, n, v), launch = kernel.shape, kernel.launch
-    many = b if launch.walk else b * n
-    sizes = (b * (kernel.depth + 1), b, b, b) if launch.walk else (many, many)
-    outs = [jax.ShapeDtypeStruct((size,), _i32) for size in sizes]
     logits, *small = ins
     # The copy engine takes 256 entries along an axis; a vocabulary of whole tiles is read as rows of these.
     logits = logits.reshape(b * n, v // TILE, TILE) if v % TILE == 0 else logits.reshape(b * n, v)
     small = [x.reshape(-1) for x in small]
-    scratch = kernel.scratch(logits.dtype)
-    names, told = list(scratch), len(outs)
+    of = jax.ShapeDtypeStruct
+    verdict = (of((b * (kernel.depth + 1),), _i32), of((b,), _i32), of((b,), _i32), of((b,), jnp.bool_))
+    many = b if launch.walk else b * n
+    outs = verdict if launch.walk else (of((many,), _i32), of((many,), _i32))
+    told = len(outs)
     if kernel.interpret and launch.members > 1:
-        outs.append(jax.ShapeDtypeStruct(Cluster.board_shape(True, many, launch.members), _i32))
+        outs = (*outs, of(Cluster.board_shape(True, many, launch.members), _i32))
+    scratch = kernel.scratch(logits.dtype)
 
     def rejection_sampling_mosaic(*refs: Any) -> None:
         ins, rest = refs[: 1 + len(small)], refs[1 + len(small) :]
-        shared = dict(zip(names, rest[len(outs) :], strict=True))
+        shared = dict(zip(scratch, rest[len(outs) :], strict=True))
         board = rest[told] if len(outs) > told else shared.get("board")
         kernel.body(ins, rest[:told], shared, board)
 
-    extra = {} if interpret is None else {"interpret": interpret}
-    return plgpu.kernel(
-        rejection_sampling_mosaic, out_type=tuple(outs), scratch_types=tuple(scratch.values()),
-        grid=(many,), grid_names=("request",), cluster=(launch.members,), cluster_names=("member",),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ), **extra,
+    def rejection_sampling_mosaic_follow(*refs: Any) -> None:
+        kernel.follow(refs[:4], refs[4:])
+
+    # Every allocation is rounded up to 1 KiB; three programs of Llama 3's vocabulary just fit into a multiprocessor.
+    params = plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=512
+    )
+    extra: dict[str, Any] = {"grid_names": ("request",), "compiler_params": params}
+    extra |= {} if interpret is None else {"interpret": interpret}
+    found = plgpu.kernel(
+        rejection_sampling_mosaic, out_type=outs, scratch_types=tuple(scratch.values()), grid=(many,),
+        cluster=(launch.members,), cluster_names=("member",), **extra,
     )(logits, *small)[:told]  # fmt: skip
+    if not launch.walk:
+        found = plgpu.kernel(rejection_sampling_mosaic_follow, out_type=verdict, grid=(b,), **extra)(*found, *small[:2])
+    path, accepted, token, fine = found
+    return Verdict(path.reshape(b, -1), accepted, token, fine)
 
 
 def rejection_sampling(args: RejectionSamplingArgs, *, launch: Launch | None = None, interpret: Any = None) -> Verdict:
@@ -237,10 +262,4 @@ def rejection_sampling(args: RejectionSamplingArgs, *, launch: Launch | None = N
     launch = launch_for(b, n, v) if launch is None else launch
     kernel = _Kernel((b, n, v), launch, args.depth, args.chain, args.greedy, interpret is not None)
     small = (args.tokens_BN, args.parents_BN, args.depths_BN, args.position_B, *args.sampling)
-    out = _launch(kernel, args.logits_BNV, *small, interpret=interpret)
-    if launch.walk:
-        path, accepted, token, fine = out
-        return Verdict(path.reshape(b, -1), accepted, token, fine != 0)
-    choice, fine = (x.reshape(b, n) for x in out)
-    tree = args.tokens_BN, args.parents_BN, args.depths_BN
-    return reference.follow(choice, fine != 0, *tree, depth=args.depth, chain=args.chain)
+    return _launch(kernel, args.logits_BNV, *small, interpret=interpret)

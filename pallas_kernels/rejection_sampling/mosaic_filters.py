@@ -4,7 +4,7 @@ A threshold is the largest token value at or above which a row still counts k to
 found by ranks, not by bisection: the largest logits of the lanes bound it from below (k of them are k tokens, and p of
 the mass of them is p of the mass), which leaves a few tokens in question. These go into a list, in which each
 thread ranks its own against all others. Only where the list would be too long (flat rows, many equal values) is the
-range narrowed first, four thresholds at a time.
+range narrowed first, by histograms.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.rejection_sampling.mosaic_lanes import (
+    add_at,
     bits,
     math_sum,
     once,
@@ -35,8 +36,10 @@ from pallas_kernels.rejection_sampling.reference import from_sortable, mass_scal
 _LOWEST = -1e38  # under every logit, and far enough from -inf that differences are finite
 #: Tokens of the list: two for each thread.
 LIST = 2 * TILE
+#: A range of logits that is wider than this has an end that nobody knows.
+_WIDE = 1024.0
 #: Thresholds of a pass that narrows the range.
-_TRIES = 4
+_TRIES = 3
 
 _i32, _f32 = jnp.int32, jnp.float32
 
@@ -45,18 +48,17 @@ Amount = Callable[[jax.Array], jax.Array]  # int32 of each logit; what lies at o
 
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """Shared memory: a member's list and the numbers given out, the joint list, and amounts of its tokens."""
+    """Shared memory: a member's list, the joint list, amounts of its tokens; a histogram, or the list's length."""
 
     own: Any
-    count: Any
     joint: Any
     amounts: Any
+    bins: Any
 
     @staticmethod
     def shapes() -> dict[str, Any]:
-        table = lambda dtype: plgpu.SMEM((LIST,), dtype)
-        count = plgpu.SMEM((1,), _i32)
-        return {"own": table(_f32), "count": count, "joint": table(_f32), "amounts": table(_i32)}
+        dtypes = {"own": _f32, "joint": _f32, "amounts": _i32, "bins": _i32}
+        return {name: plgpu.SMEM((LIST,), dtype) for name, dtype in dtypes.items()}
 
 
 class Filters(NamedTuple):
@@ -194,7 +196,16 @@ def _largest(
         short = ~bold & ~done & (count <= LIST)
         (best,) = once(short, lambda _: (_finish(row, scratch, at, count, read, amount),), (at.low,))
         at = at._replace(low=jnp.where(short, best, at.low), done=jnp.where(short, 1, at.done))
-        return _Range(*once(~short & ~bold & ~done, lambda *at: tuple(_narrow(row, _Range(*at), amount)), tuple(at)))
+        # A histogram's bins are a power of two wide, so that their edges are exact.
+        width = at.high - at.low
+        finest = (bits(jnp.maximum(jnp.abs(at.low), jnp.abs(at.high))) >> 23) - 22
+        exponent = jnp.clip((bits(width * (1.0 / (LIST - 6))) >> 23) + 1, 10, 240)
+        sift = (width < _WIDE) & (exponent > finest)
+        more = ~short & ~bold & ~done
+        at = _Range(
+            *once(more & sift, lambda *at: tuple(_sift(row, scratch, _Range(*at), amount, exponent)), tuple(at))
+        )
+        return _Range(*once(more & ~sift, lambda *at: tuple(_narrow(row, _Range(*at), amount)), tuple(at)))
 
     zero = step * 0
     start = _Range(guess, high, zero, zero, zero + 1, zero, step)
@@ -210,7 +221,7 @@ def _collect(
     Planes 2, 3 and 4 of the exchange are a member's number of tokens, and its list.
     """
     plgpu.commit_smem()
-    scratch.count[...] = jnp.zeros((1,), _i32)
+    scratch.bins[0] = _i32(0)
     plgpu.commit_smem()
 
     def test(_: jax.Array, xs: Sequence[jax.Array], carry: tuple[jax.Array, jax.Array]) -> Any:
@@ -225,14 +236,14 @@ def _collect(
     counts, (whole, inside) = row.mark(test, (zero, zero))
     count, most = jnp.sum(counts), jnp.max(counts)
 
-    def note(place: jax.Array, found: jax.Array, _: tuple[()]) -> tuple[()]:
-        scatter(scratch.own, take_numbers(scratch.count, found, row.interpret), row.at(place), found, row.interpret)
+    def note(places: list[jax.Array], founds: list[jax.Array], _: tuple[()]) -> tuple[()]:
+        for place, found in zip(places, founds, strict=True):
+            scatter(scratch.own, take_numbers(scratch.bins, found, row.interpret), row.at(place), found, row.interpret)
         return ()
 
     row.each_marked(jnp.where(count <= LIST, most, 0), note, ())
     plgpu.commit_smem()
-    own = [scratch.own[pl_tile(p)] for p in range(2)]
-    read, step = row.cluster.share(at.step, [whole, inside, spread(count, _i32), *map(bits, own)])
+    read, step = row.cluster.share(at.step, [whole, inside, spread(count, _i32)], scratch.own)
     total = jnp.max(math_sum([read(c, 2) for c in range(row.cluster.size)]))
     return row.cluster.total(read, 0), row.cluster.total(read, 1), total, read, step
 
@@ -265,8 +276,48 @@ def _finish(
     return jnp.max(best)
 
 
+def _sift(row: Row, scratch: Scratch, at: _Range, amount: Amount, exponent: jax.Array) -> _Range:
+    """One of the bins of a histogram, each 2**(exponent - 127) wide."""
+    wide, inverse = real(exponent << 23), real((254 - exponent) << 23)
+
+    def number(x: jax.Array) -> jax.Array:
+        scaled = x * inverse
+        whole = scaled.astype(_i32)
+        return whole - jnp.where(whole.astype(_f32) > scaled, spread(1, _i32) if x.ndim else 1, 0)
+
+    base = number(at.low)
+    plgpu.commit_smem()
+    for p in range(2):
+        scratch.bins[pl_tile(p)] = spread(0, _i32)
+    plgpu.commit_smem()
+
+    def add(_: jax.Array, xs: list[jax.Array], none: tuple[()]) -> tuple[()]:
+        for x in xs:
+            here = (x >= at.low) & (x <= at.high)
+            add_at(scratch.bins, jnp.clip(number(x) - base, 0, LIST - 1), amount(x), here, row.interpret)
+        return none
+
+    row.sweep(add, ())
+    plgpu.commit_smem()
+    read, step = row.cluster.share(at.step, [scratch.bins[pl_tile(p)] for p in range(2)])
+    bins = []
+    for p in range(2):
+        bins.append(p * TILE + row.lane)
+        scratch.joint[pl_tile(p)] = bins[p].astype(_f32)
+        scratch.amounts[pl_tile(p)] = math_sum([read(c, p) for c in range(row.cluster.size)])
+    plgpu.commit_smem()
+    above = _rank(scratch, _i32(LIST), tuple(b.astype(_f32) for b in bins))
+    reached = [where(a + at.over >= at.need, b, -1) for a, b in zip(above, bins, strict=True)]
+    best = jnp.max(jnp.maximum(*reached))
+    beyond = jnp.sum(math_sum([where(b == best + 1, a, 0) for a, b in zip(above, bins, strict=True)]))
+    edge = lambda i: (base + i).astype(_f32) * wide
+    low = jnp.maximum(at.low, edge(best))
+    high = jnp.minimum(at.high, from_sortable(sortable(edge(best + 1)) - 1))
+    return at._replace(low=low, high=high, over=at.over + beyond, step=step, done=jnp.where(low >= high, 1, 0))
+
+
 def _narrow(row: Row, at: _Range, amount: Amount) -> _Range:
-    """A quarter of the range, or less."""
+    """A third of the range, or less."""
     width = at.high - at.low
     # Wide ranges are those whose lower end nobody knows: distances from the upper end in one ratio.
     ratio = jnp.log(16.0 / jnp.maximum(width, 16.0)) * (1.0 / _TRIES)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -128,12 +129,28 @@ def scatter(ref: Any, index: jax.Array, value: jax.Array, mask: jax.Array, inter
     plgpu.inline_mgpu(arg_types=types)(write)(ref, index, value, where(mask, 1, 0))
 
 
+def add_at(ref: Any, index: jax.Array, value: jax.Array, mask: jax.Array, interpret: bool) -> None:
+    """Adds to entries of a flat reference in shared memory, where the mask is on; lanes may name the same entry."""
+    if interpret:
+        ref[...] = ref[...].at[jnp.where(mask, index, ref.shape[0])].add(value, mode="drop")
+        return
+
+    def add(_: Any, ref: Any, index: Any, value: Any, mask: Any) -> None:
+        on = arith.cmpi(arith.CmpIPredicate.ne, _of(mask), arith.constant(ir.IntegerType.get_signless(32), 0))
+        with utils.when(on):
+            pointer, _ = _pointer(ref, _of(index))
+            llvm.atomicrmw(llvm.AtomicBinOp.add, pointer, _of(value), llvm.AtomicOrdering.monotonic)
+
+    types = (plgpu.RefType(), LANES, LANES, LANES)
+    plgpu.inline_mgpu(arg_types=types)(add)(ref, index, value, where(mask, 1, 0))
+
+
 def take_numbers(counter: Any, mask: jax.Array, interpret: bool) -> jax.Array:
-    """The next number of a counter in shared memory for each lane where the mask is on, in any order."""
+    """The next number for each lane where the mask is on, in any order; `counter` is flat, and counts in entry 0."""
     if interpret:
         one = where(mask, 1, 0)
-        start = counter[...]
-        counter[...] = start + one.sum(dtype=_i32)
+        start = counter[0]
+        counter[0] = start + one.sum(dtype=_i32)
         return start + jnp.cumsum(one, dtype=_i32) - one
     wanted = plgpu.ShapeDtypeStruct((TILE,), _i32, layout=LANES)
 
@@ -153,8 +170,8 @@ class Cluster:
     everyone's. Slots take turns: whoever writes one again has met the others since they read it.
     """
 
-    #: Planes of an exchange, at most.
-    PLANES = 6
+    #: Planes of an exchange, at most; the interpreter's tables are planes too.
+    PLANES, TABLES = 3, 2
 
     def __init__(self, board: Any, barrier: Any, request: jax.Array, size: int, interpret: bool) -> None:
         self.board, self.barrier, self.request, self.size, self.interpret = board, barrier, request, size, interpret
@@ -163,8 +180,7 @@ class Cluster:
     @classmethod
     def board_shape(cls, interpret: bool, batch: int, size: int) -> tuple[int, ...]:
         """Of the board in shared memory; of the interpreter's in global memory."""
-        own = (2, cls.PLANES, TILE)
-        return (batch, size, *own) if interpret else own
+        return (batch, size, 2, cls.PLANES + cls.TABLES, TILE) if interpret else (2, cls.PLANES, TILE)
 
     def meet(self) -> None:
         """Waits for all members; what they wrote before can be read after."""
@@ -176,11 +192,21 @@ class Cluster:
         else:
             plgpu.inline_mgpu()(_meet)()
 
-    def share(self, step: jax.Array, planes: Sequence[jax.Array]) -> tuple[Callable[[int, int], jax.Array], jax.Array]:
-        """(what reads plane p of member c, exchanges so far)."""
+    def share(
+        self, step: jax.Array, planes: Sequence[jax.Array], table: Any = None
+    ) -> tuple[Callable[[int, int], jax.Array], jax.Array]:
+        """(what reads plane p of member c, exchanges so far).
+
+        Args:
+          table: float32 [256] of shared memory that is read along, as two more planes. Whoever writes it again does so
+            after another exchange.
+        """
+        if table is not None and (self.size == 1 or self.interpret):
+            planes = [*planes, *(bits(table[p * TILE : (p + 1) * TILE]) for p in range(self.TABLES))]
+            table = None
         if self.size == 1:
             return (lambda _, p: planes[p]), step + 1
-        assert len(planes) <= self.PLANES
+        assert len(planes) <= self.board.shape[-2], (len(planes), self.board.shape)
         slot = lax.rem(step, 2)
         own = (self.request, self.member) if self.interpret else ()
         for p, plane in enumerate(planes):
@@ -190,6 +216,9 @@ class Cluster:
         def read(c: int, p: int) -> jax.Array:
             if self.interpret:
                 return self.board[self.request, c, slot, p]
+            if table is not None and p >= len(planes):
+                theirs = table.at[pl.ds((p - len(planes)) * TILE, TILE)]
+                return bits(plgpu.cluster_ref(theirs, {"member": _i32(c)})[...])
             return plgpu.cluster_ref(self.board.at[slot, p], {"member": _i32(c)})[...]
 
         return read, step + 1

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +39,10 @@ from pallas_kernels.rejection_sampling.noise import GUMBEL_MAX, TILE, Purpose, t
 NONE = 2**30  # no node, no token
 #: Rows that a pass takes at once, and rows of a word.
 GROUP, WORD = 8, 32
-#: Tokens of a lane in question from which on a pass over all bounds their noise first: drawing one of a lane's tokens
-#: waits for itself, drawing eight rows at once does not.
-MANY = 8
+#: Tokens of a lane in question that are drawn at once, so that one need not wait for the other's rounds.
+AT_ONCE = 4
+#: Such tokens from which on a pass over all bounds their noise first: it takes as long as drawing so many.
+MANY = 48
 
 _i32, _u32, _f32 = jnp.int32, jnp.uint32, jnp.float32
 
@@ -54,6 +55,15 @@ def bound(word: jax.Array) -> jax.Array:
     """
     w = (2.0 - 2.0**-23) - real((word >> _u32(9)) | _u32(0x3F800000))  # 1 - u, or less
     return bits(w).astype(_f32) * (-(2.0**-23) * math.log(2.0)) + (127 * math.log(2.0) + 1e-4)
+
+
+class Best(NamedTuple):
+    """Largest values of a row and their tokens: of each lane, [128], and of all."""
+
+    lanes: jax.Array
+    tokens: jax.Array
+    top: jax.Array
+    token: jax.Array
 
 
 class Row:
@@ -122,8 +132,8 @@ class Row:
     def token(self, row: Any) -> jax.Array:
         return (self.first + row) * TILE + self.lane
 
-    def survey(self, node: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """(largest logit of each lane in all members, the largest, its first token, exchanges so far).
+    def survey(self, node: jax.Array, step: jax.Array) -> tuple[Best, jax.Array]:
+        """(the largest logits in all members, exchanges so far).
 
         inf where a NaN or an inf is, and -inf where nothing else is.
         """
@@ -145,13 +155,10 @@ class Row:
         low = spread(-jnp.inf, _f32)
         best, token, peak = lax.fori_loop(0, self.num_words, word, (low, spread(NONE, _i32), low))
         best = where(peak < jnp.inf, best, jnp.inf)
-        (best, top, token), step = self.elect(best, token, step)
-        return best, top, token, step
+        return self.elect(best, token, step)
 
-    def elect(
-        self, best: jax.Array, token: jax.Array, step: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
-        """((best of each lane, of all, its token: the lowest of equals), exchanges so far)."""
+    def elect(self, best: jax.Array, token: jax.Array, step: jax.Array) -> tuple[Best, jax.Array]:
+        """(the best of all members, the lowest token of equals, exchanges so far)."""
         read, step = self.cluster.share(step, [bits(best), token])
         for c in range(self.cluster.size):
             x, t = real(read(c, 0)), read(c, 1)
@@ -161,7 +168,7 @@ class Row:
                 better = (x > best) | ((x == best) & (t < token))
                 best, token = where(better, x, best), where(better, t, token)
         top = jnp.max(best)
-        return (best, top, jnp.min(where(best == top, token, NONE))), step
+        return Best(best, token, top, jnp.min(where(best == top, token, NONE))), step
 
     def mark(self, test: Callable[..., tuple[Sequence[jax.Array], Any]], init: Any = ()) -> tuple[jax.Array, Any]:
         """Writes the bits of tokens for which test(first row, tempered logits of 8 rows, carry) holds, and folds it.
@@ -193,43 +200,53 @@ class Row:
         """Tempered logits, each lane's from a row of its own."""
         return self.tempered(gather(self.x, row * TILE + self.lane, self.interpret))
 
-    def draws(self, key: tuple[jax.Array, jax.Array], row: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Both words of the draws that serve an even row and the next."""
-        draw = ((self.first + row) >> 1) * TILE + self.lane
+    def draw(self, row: jax.Array) -> jax.Array:
+        """The number of the draws that serve an even row and the next."""
+        return ((self.first + row) >> 1) * TILE + self.lane
+
+    def draws(self, key: tuple[jax.Array, jax.Array], draw: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Both words of draws, by their numbers."""
         purpose = spread(int(Purpose.TARGET), _u32)
         return threefry2x32(*key, draw.astype(_u32), purpose)
 
-    def each_marked(self, most: jax.Array, body: Callable[..., Any], init: Any) -> Any:
-        """Folds body(row of each lane, whether there is one, carry) over the marked tokens, one of a lane at a time."""
-        words = tuple(where(w < self.num_words, self.words[w], _u32(0)) for w in range(self.most_words))
+    def each_marked(self, most: jax.Array, body: Callable[..., Any], init: Any, at_once: int = 1) -> Any:
+        """Folds body(rows, whether there are any, carry) over the marked tokens, some of each lane at a time."""
+        words = tuple(jnp.where(w < self.num_words, self.words[w], _u32(0)) for w in range(self.most_words))
 
-        def step(_: Any, carry: Any) -> Any:
-            words, inner = carry
+        def lowest(words: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
             word, at = words[0], spread(0, _i32)
             for w in range(1, self.most_words):
                 empty = word == 0
                 word, at = where(empty, words[w], word), where(empty, w, at)
-            lowest = word & (~word + _u32(1))
-            row = at * WORD + 31 - lax.clz(lowest).astype(_i32)
-            rest = word ^ lowest
-            words = tuple(where(at == w, rest, x) for w, x in enumerate(words))
+            bit = word & (~word + _u32(1))
+            row = at * WORD + 31 - lax.clz(bit).astype(_i32)
+            rest = word ^ bit
             found = word != 0
-            return words, body(where(found, row, 0), found, inner)
+            return where(found, row, 0), found, tuple(where(at == w, rest, x) for w, x in enumerate(words))
 
-        return lax.fori_loop(0, most, step, (words, init))[1]
+        def step(_: Any, carry: Any) -> Any:
+            words, inner = carry
+            rows, found = [], []
+            for _ in range(at_once):
+                row, there, words = lowest(words)
+                rows.append(row)
+                found.append(there)
+            return words, body(rows, found, inner)
+
+        return lax.fori_loop(0, lax.div(most + (at_once - 1), _i32(at_once)), step, (words, init))[1]
 
     def race(
-        self, key: tuple[jax.Array, jax.Array], cut: jax.Array, top: jax.Array, favourite: jax.Array, step: jax.Array
+        self, key: tuple[jax.Array, jax.Array], cut: jax.Array, best: Best, step: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """(token of the largest sum of tempered logit and Gumbel noise among those from `cut` on, exchanges so far).
 
         Args:
-          top, favourite: the largest logit, and its token.
+          best: the largest logits; what they score together bounds what can win.
         """
-        tile = lax.div(favourite, _i32(TILE))
-        draw = (tile >> 1) * TILE + lax.rem(favourite, _i32(TILE))
-        first, second = threefry2x32(*key, draw.astype(_u32), _u32(int(Purpose.TARGET)))
-        score = top + to_gumbel(jnp.where((tile & 1) == 0, first, second))
+        tile = best.tokens >> 7
+        first, second = self.draws(key, ((tile >> 1) * TILE + (best.tokens & (TILE - 1))))
+        scores = best.lanes + to_gumbel(where((tile & 1) == 0, first, second))
+        score = jnp.max(where(best.lanes >= cut, scores, -jnp.inf))
         slack = 1e-4 + 1e-6 * jnp.abs(score)
         low = jnp.maximum(cut, score - GUMBEL_MAX - slack)
         near = lambda _, xs, carry: ([x >= low for x in xs], carry)
@@ -239,7 +256,7 @@ class Row:
             def hopeful(row: jax.Array, xs: Sequence[jax.Array], carry: tuple[()]) -> tuple[list[jax.Array], tuple[()]]:
                 out = []
                 for r in range(0, GROUP, 2):
-                    for x, word in zip(xs[r : r + 2], self.draws(key, row + r), strict=True):
+                    for x, word in zip(xs[r : r + 2], self.draws(key, self.draw(row + r)), strict=True):
                         out.append((x >= low) & (x + bound(word) >= score - slack))
                 return out, carry
 
@@ -247,14 +264,17 @@ class Row:
 
         (most,) = once(most > MANY, refine, (most,))
 
-        def draw_one(row: jax.Array, found: jax.Array, carry: tuple[jax.Array, jax.Array]) -> Any:
+        def draw(rows: list[jax.Array], found: list[jax.Array], carry: tuple[jax.Array, jax.Array]) -> Any:
             best, token = carry
-            first, second = self.draws(key, row)
-            total = self.at(row) + to_gumbel(where((row & 1) == 0, first, second))
-            here = self.token(row)
-            better = found & ((total > best) | ((total == best) & (here < token)))
-            return where(better, total, best), where(better, here, token)
+            words = [self.draws(key, self.draw(row)) for row in rows]
+            for row, there, (first, second) in zip(rows, found, words, strict=True):
+                total = self.at(row) + to_gumbel(where((row & 1) == 0, first, second))
+                here = self.token(row)
+                better = there & ((total > best) | ((total == best) & (here < token)))
+                best, token = where(better, total, best), where(better, here, token)
+            return best, token
 
-        best, token = self.each_marked(most, draw_one, (spread(-jnp.inf, _f32), spread(NONE, _i32)))
-        (_, _, token), step = self.elect(best, token, step)
-        return jnp.clip(token, 0, self.vocab - 1), step
+        start = (spread(-jnp.inf, _f32), spread(NONE, _i32))
+        lanes, token = self.each_marked(most, draw, start, AT_ONCE)
+        best, step = self.elect(lanes, token, step)
+        return jnp.clip(best.token, 0, self.vocab - 1), step

@@ -15,7 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import NamedSharding, PartitionSpec
 
+from pallas_kernels.aot import ptx, worker
+from pallas_kernels.aot.targets import TARGETS
 from pallas_kernels.rejection_sampling import gpu_mosaic, mosaic_filters, mosaic_rows, reference
 from pallas_kernels.rejection_sampling.cases import CASES, FILTERS, Case
 from pallas_kernels.rejection_sampling.gpu_mosaic import Launch
@@ -109,6 +112,22 @@ def test_thresholds_of_hard_rows() -> None:
         assert_same(
             run(hard, Launch(1 + seed, 8 // (1 + seed), walk=False)), jax.jit(reference.rejection_sampling)(hard)
         )
+
+
+@interpreted
+@pytest.mark.skipif(bool(TARGETS["h200"].missing()), reason="no compiler for absent GPUs")
+@pytest.mark.parametrize("name", ["coupled-b16-n16", "greedy-b16-n16", "chain7-b3-bf16", "v50257-b4-n8-mixed"])
+def test_compiles_for_hopper(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """By the real compiler: it fits, spills little and copies nothing of the vocabulary's size."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    whole = NamedSharding(TARGETS["h200"].mesh(), PartitionSpec())
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+    traced = jax.jit(gpu_mosaic.rejection_sampling).trace(jax.tree.map(place, CASES[name].shapes()))
+    compiled = traced.lower(lowering_platforms=("cuda",)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20
+    out, err = capfd.readouterr()
+    spills = [bytes_ for entry, _, bytes_ in ptx.parse(out + err) if entry.startswith("rejection_sampling_mosaic")]
+    assert spills and max(spills) <= worker.MAX_SPILL_BYTES
 
 
 def test_bounds_of_noise_hold_for_every_draw() -> None:

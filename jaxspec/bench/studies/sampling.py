@@ -44,6 +44,7 @@ def _cases() -> dict[str, Case]:
     compared = [
         dataclasses.replace(case, mode="coupled", rows=mixed) for case in COVERAGE if "rejection" not in case.name
     ]
+    compared.append(Case("gemma-b4", 4, 1, 262_144, 0, chain=True, rows=("plain", "top-k", "top-p", "all")))
     return {case.name: case for case in (*own, *compared)}
 
 
@@ -51,9 +52,12 @@ def _ways(case: Case) -> dict[str, Sampler]:
     """The kernels that serve a case."""
     launch = gpu_mosaic.launch_for(case.batch, case.nodes, case.vocab)
     ways: dict[str, Sampler] = {}
-    for walk in sorted(
-        {launch.walk, case.nodes > 1 and not launch.walk, case.nodes > 1 and case.batch * case.nodes <= 256}
-    ):
+    walks = (
+        {launch.walk}
+        | ({True} if case.nodes > 1 else set())
+        | ({False} if 1 < case.nodes * case.batch <= 64 else set())
+    )
+    for walk in sorted(walks):
         sizes = dataclasses.replace(launch, walk=walk)
         ways["walk" if walk else "nodes"] = functools.partial(gpu_mosaic.rejection_sampling, launch=sizes)
     ways["triton"] = gpu.rejection_sampling
