@@ -19,8 +19,9 @@ def _interpreted(args: RejectionSamplingArgs) -> Verdict:
 
 
 def _on_gpu(args: RejectionSamplingArgs, **launch: Any) -> Verdict:
-    """On Mosaic GPU where device, JAX and arguments allow it; `launch` is Triton's."""
-    if not launch and gpu_mosaic.unsupported() is None and gpu_mosaic.refusal(args) is None:
+    """On Mosaic GPU where that is possible and measured to be faster, else on Triton; `launch` is Triton's."""
+    able = gpu_mosaic.unsupported() is None and gpu_mosaic.refusal(args) is None
+    if not launch and able and gpu_mosaic.faster(args):
         return gpu_mosaic.rejection_sampling(args)
     return gpu.rejection_sampling(args, **launch)
 

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.rejection_sampling.mosaic_filters import Filters, Scratch, threshold
-from pallas_kernels.rejection_sampling.mosaic_lanes import Cluster, gather, lane_ids, once, where, words_of
+from pallas_kernels.rejection_sampling.mosaic_lanes import Cluster, gather, lane_ids, once, spread, where, words_of
 from pallas_kernels.rejection_sampling.mosaic_rows import GROUP, NONE, WORD, Row
 from pallas_kernels.rejection_sampling.noise import TILE
 from pallas_kernels.rejection_sampling.reference import RejectionSamplingArgs, Verdict
@@ -32,6 +32,8 @@ from pallas_kernels.sizes import round_up
 _i32, _u32, _f32 = jnp.int32, jnp.uint32, jnp.float32
 #: Clusters may have 8 programs on every device.
 _MOST_MEMBERS = 8
+#: Programs up to which every node has a cluster: 512 were faster than 128 that walk, 2,048 slower.
+_MOST_PROGRAMS = 528
 #: Rows of 128 logits that fit into a program's shared memory beside its tables.
 _MOST_ROWS = {4: 384, 2: 768}
 
@@ -50,14 +52,14 @@ class Launch:
     walk: bool
 
 
-def launch_for(batch: int, nodes: int, vocab: int, programs: int = 396) -> Launch:
-    """Sizes for a call; `programs` are resident at once."""
+def launch_for(batch: int, nodes: int, vocab: int) -> Launch:
+    """Sizes for a call; measured on an H200 (docs/benchmarks.md)."""
     tiles = -(-vocab // TILE)
     members = _MOST_MEMBERS
     while members > 1 and tiles < members * GROUP:
         members //= 2
     rows = round_up(-(-tiles // members), GROUP)
-    return Launch(members, rows, walk=nodes == 1 or batch * nodes * members > programs)
+    return Launch(members, rows, walk=nodes == 1 or batch * nodes * members > _MOST_PROGRAMS)
 
 
 @functools.cache
@@ -69,6 +71,14 @@ def unsupported() -> str | None:
         return f"it needs a GPU, the backend is {jax.default_backend()}"
     capability = str(getattr(jax.devices()[0], "compute_capability", ""))
     return None if capability.startswith("9.") else f"it needs compute capability 9, this device has {capability}"
+
+
+def faster(args: RejectionSamplingArgs) -> bool:
+    """Whether the kernel is measured to take less time than the one on Triton, on an H200 (docs/benchmarks.md).
+
+    With filters it is, for sampled calls, without them it is not; which it will be is unknown when a call is compiled.
+    """
+    return args.greedy and args.logits_BNV.shape[1] > 1
 
 
 def refusal(args: RejectionSamplingArgs) -> str | None:
@@ -118,11 +128,12 @@ class _Kernel:
         program = lax.axis_index("request")
         request = program if self.launch.walk else lax.div(program, _i32(nodes))
         cluster = Cluster(board, shared.get("met"), program, self.launch.members, self.interpret)
-        inverse, filters, sampled = None, None, None
+        sampler: tuple[jax.Array, Filters] | None = None
+        inverse = None
         if not self.greedy:
             sampled = temperature[request] > 0
             inverse = 1.0 / jnp.where(sampled, temperature[request], 1.0)
-            filters = Filters(top_k[request], top_p[request], min_p[request])
+            sampler = sampled, Filters(top_k[request], top_p[request], min_p[request])
         row = Row(logits, shared["x"], shared["words"], shared["arrived"], cluster, vocab, self.launch.rows, inverse)
 
         def visit(node: jax.Array, depth: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -130,7 +141,8 @@ class _Kernel:
             row.fetch(request * nodes + node)
             best, step = row.survey(request * nodes + node, step)
             token, fine = best.token, (best.top < jnp.inf) & (best.top > -jnp.inf)
-            if filters is not None and sampled is not None:
+            if sampler is not None:
+                sampled, filters = sampler
                 key = seed[request], (position[request] + depth).astype(_u32)
 
                 def draw(token: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -146,7 +158,7 @@ class _Kernel:
             self.walk(visit, request, cluster, tokens, parents, outs)
         else:
             node = lax.rem(program, _i32(nodes))
-            token, fine, _ = visit(node, depths[program], _i32(0))
+            token, fine = visit(node, depths[program], _i32(0))[:2]
 
             @pl.when(cluster.member == 0)
             def _() -> None:
@@ -165,7 +177,7 @@ class _Kernel:
         """The path of a request."""
         path_ref, accepted_ref, token_ref, fine_ref = outs
         nodes, levels, lane = self.shape[1], self.depth + 1, lane_ids()
-        tree = []
+        tree: list[tuple[jax.Array, jax.Array, jax.Array]] = []
         for begin in range(0, nodes if self.depth else 0, TILE):
             index = begin + lane
             here = request * nodes + jnp.minimum(index, nodes - 1)
@@ -173,15 +185,10 @@ class _Kernel:
             tree.append((where(index < nodes, index, NONE), load(tokens), load(parents)))
 
         def child(node: jax.Array, token: jax.Array) -> jax.Array:
-            found = None
+            found = spread(NONE, _i32)
             for index, own, parent in tree:
-                if self.chain:
-                    match = (index == node + 1) & (own == token)
-                else:
-                    match = (parent == node) & (index > 0) & (own == token)
-                here = where(match, index, NONE)
-                found = here if found is None else jnp.minimum(found, here)
-            assert found is not None
+                match = (index == node + 1) if self.chain else (parent == node) & (index > 0)
+                found = jnp.minimum(found, where(match & (own == token), index, NONE))
             return jnp.min(found)
 
         def put(level: jax.Array, node: jax.Array) -> None:
@@ -203,7 +210,7 @@ class _Kernel:
 
         zero = request * 0
         start = (zero, zero, zero, zero, zero + 1, zero)
-        _, _, accepted, token, fine, _ = lax.while_loop(lambda c: c[0] < NONE, step, start)
+        accepted, token, fine = lax.while_loop(lambda c: c[0] < NONE, step, start)[2:5]
 
         @pl.when(cluster.member == 0)
         def _() -> None:
