@@ -10,7 +10,6 @@ Knows what a residual and a race are; the walk over the tree is the kernel's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.rejection_sampling.noise import TILE, Purpose, threefry2x32, to_gumbel
+from pallas_kernels.rejection_sampling.noise import (
+    GUMBEL_BOUND,
+    TILE,
+    Purpose,
+    gumbel_bound,
+    threefry2x32,
+    to_gumbel,
+)
 from pallas_kernels.sizes import power_of_two
 
 NONE = 2**30  # no node, no token
@@ -248,19 +254,6 @@ def highest(program: Program, node: jax.Array) -> tuple[jax.Array, jax.Array]:
     return best, jnp.where(best_C == best, token_C, NONE).min()
 
 
-def _bound(bits: jax.Array) -> jax.Array:
-    """At least the Gumbel noise of these bits, less a constant, from one conversion instead of two logarithms.
-
-    The noise is -log E with E = -log u >= w = 1 - u, and the bits of a float count at most its logarithm:
-    those of w < 2**(e + 1) lie under a line through powers of two.
-    """
-    w = (2.0 - 2.0**-23) - lax.bitcast_convert_type((bits >> _u32(9)) | _u32(0x3F800000), _f32)  # 1 - u, or less
-    return lax.bitcast_convert_type(w, _i32).astype(_f32) * (-(2.0**-23) * math.log(2.0))
-
-
-_BOUND = 127 * math.log(2.0)  # the constant
-
-
 class Race:
     """Gumbel-max over one row: argmax of its base scores plus noise.
 
@@ -310,7 +303,7 @@ class Race:
                 sums_L = jnp.where(program.lane_L == chunk, total, sums_L)
             words = self.draws(chunk * (program.chunk // 2) + program.draw_C)
             for base_C, bits_C in zip(base, words, strict=True):
-                bound_C = jnp.maximum(bound_C, base_C + _bound(bits_C))
+                bound_C = jnp.maximum(bound_C, base_C + gumbel_bound(bits_C))
             return bound_C, sums_L
 
         init = (jnp.full(program.draw_C.shape, -jnp.inf, _f32), jnp.zeros(program.lane_L.shape, _f32))
@@ -318,7 +311,7 @@ class Race:
 
         def hope(carry: tuple[jax.Array, ...]) -> jax.Array:
             best, _, bound, _ = carry
-            return (bound > -jnp.inf) & (bound + _BOUND + (1e-4 + 1e-6 * jnp.abs(bound)) >= best)
+            return (bound > -jnp.inf) & (bound + GUMBEL_BOUND + (1e-4 + 1e-6 * jnp.abs(bound)) >= best)
 
         def evaluate(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             best, token, bound, bound_C = carry

@@ -7,13 +7,12 @@ that both tokens of a draw are one thread's (the same lane of two neighbouring r
     words  [R / 32, 128]   bits: which of a lane's tokens are still in question
 
 Noise costs more than anything else here, so it is drawn for tokens that can still win only: those within reach of
-the score of the most likely token. Where these are many, a first pass over all of them draws bits and bounds the noise
-by one conversion (`bound`), after which few are left; those left are drawn once more, with both logarithms.
+the best score of the lanes' most likely tokens. Where these are many, a first pass over all of them draws bits and
+bounds the noise by one conversion (`noise.gumbel_bound`); those left are drawn once more, with both logarithms.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,7 +33,15 @@ from pallas_kernels.rejection_sampling.mosaic_lanes import (
     spread,
     where,
 )  # fmt: skip
-from pallas_kernels.rejection_sampling.noise import GUMBEL_MAX, TILE, Purpose, threefry2x32, to_gumbel
+from pallas_kernels.rejection_sampling.noise import (
+    GUMBEL_BOUND,
+    GUMBEL_MAX,
+    TILE,
+    Purpose,
+    gumbel_bound,
+    threefry2x32,
+    to_gumbel,
+)
 
 NONE = 2**30  # no node, no token
 #: Rows that a pass takes at once, and rows of a word.
@@ -45,16 +52,6 @@ AT_ONCE = 4
 MANY = 48
 
 _i32, _u32, _f32 = jnp.int32, jnp.uint32, jnp.float32
-
-
-def bound(word: jax.Array) -> jax.Array:
-    """At least the Gumbel noise of these bits, from one conversion instead of two logarithms.
-
-    The noise is -log E with E = -log u >= w = 1 - u, and the bits of a float count at most its logarithm:
-    those of w < 2**(e + 1) lie under a line through powers of two.
-    """
-    w = (2.0 - 2.0**-23) - real((word >> _u32(9)) | _u32(0x3F800000))  # 1 - u, or less
-    return bits(w).astype(_f32) * (-(2.0**-23) * math.log(2.0)) + (127 * math.log(2.0) + 1e-4)
 
 
 class Best(NamedTuple):
@@ -257,7 +254,7 @@ class Row:
                 out = []
                 for r in range(0, GROUP, 2):
                     for x, word in zip(xs[r : r + 2], self.draws(key, self.draw(row + r)), strict=True):
-                        out.append((x >= low) & (x + bound(word) >= score - slack))
+                        out.append((x >= low) & (x + gumbel_bound(word) >= score - slack - GUMBEL_BOUND - 1e-4))
                 return out, carry
 
             return (jnp.max(self.mark(hopeful)[0]),)

@@ -10,6 +10,7 @@ The functions of bits are plain jax.numpy, so that kernels use them word for wor
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 
 import jax
@@ -21,6 +22,8 @@ PAIR = 2 * TILE  # tokens that one row of draws serves
 #: Bounds of the Gumbel noise below: no token whose score lies further than their difference under the best can win.
 GUMBEL_MAX = 16.64
 GUMBEL_MIN = -2.82
+#: See `gumbel_bound`.
+GUMBEL_BOUND = 127 * math.log(2.0)
 
 
 class Purpose(IntEnum):
@@ -56,6 +59,17 @@ def to_uniform(bits: jax.Array) -> jax.Array:
 def to_gumbel(bits: jax.Array) -> jax.Array:
     """uint32 to Gumbel noise in [GUMBEL_MIN, GUMBEL_MAX], float32."""
     return -jnp.log(-jnp.log(to_uniform(bits)))
+
+
+def gumbel_bound(bits: jax.Array) -> jax.Array:
+    """At least the Gumbel noise of these bits, less GUMBEL_BOUND, from one conversion instead of two logarithms.
+
+    The noise is -log E with E = -log u >= w = 1 - u, and the bits of a float count at most its logarithm:
+    those of w < 2**(e + 1) lie under a line through powers of two.
+    """
+    one = (bits >> jnp.uint32(9)) | jnp.uint32(0x3F800000)
+    w = (2.0 - 2.0**-23) - jax.lax.bitcast_convert_type(one, jnp.float32)  # 1 - u, or less
+    return jax.lax.bitcast_convert_type(w, jnp.int32).astype(jnp.float32) * (-(2.0**-23) * math.log(2.0))
 
 
 def uniform_noise(
