@@ -1,7 +1,8 @@
 """The paged KV cache's arithmetic: where a token's keys and values lie, and the commit.
 
-Pools are [layers * P, G, page, 2C]: keys and values side by side, the layers flattened
-into the page axis, so that one scatter commits every layer and no layer is ever sliced
+Pools are [layers * P, G, page, 2C]: keys and values side by side (or [..., C], keys alone,
+where values are the first channels of these: `AttentionOptions.value_channels`), the layers
+flattened into the page axis, so that one scatter commits every layer and no layer is ever sliced
 out. The padding sentinel of every index is the axis' size, never -1 (a negative index
 wraps, and would write the last row).
 """
@@ -25,15 +26,15 @@ _LANES = 128
 
 
 def init_pages(
-    num_layers: int, num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: jnp.dtype,
+    num_layers: int, num_pages: int, kv_heads: int, page_size: int, width: int, dtype: jnp.dtype,
     kernels: str | None = None,
 ) -> jax.Array:  # fmt: skip
-    """An empty pool, [layers * P, G, page, 2C]; for TPU kernels 2C is rounded up to whole tiles of lanes.
+    """An empty pool, [layers * P, G, page, width]; for TPU kernels the width is rounded up to whole tiles of lanes.
 
     Args:
+      width: numbers of a token and head (`ModelConfig.kv_width`).
       kernels: the implementation that will read it (pallas_kernels.dispatch).
     """
-    width = 2 * head_dim
     if kernels == "tpu" or (kernels is None and jax.default_backend() == "tpu"):
         width = -(-width // _LANES) * _LANES
     return jnp.zeros((num_layers * num_pages, kv_heads, page_size, width), dtype)
@@ -68,8 +69,9 @@ def attend_paged(
       options: what the layer asks for. offset_BN: of queries to the prefix's end, where there is a window.
     """
     attention = functools.partial(
-        tree_attention, scale=options.scale, soft_cap=options.soft_cap, implementation=kernels
-    )
+        tree_attention, scale=options.scale, soft_cap=options.soft_cap, value_channels=options.value_channels,
+        implementation=kernels,
+    )  # fmt: skip
     heads_at: list[int | None] = [2, 1, None, None, 2, 2, None]
     args = [q_BNHC, pages, table_BM, length_B, k_BTGC, v_BTGC, mask_BNT]
     if options.window is not None:
@@ -127,14 +129,16 @@ class TreeKV:
             if options.window not in self._windows:
                 self._windows[options.window] = self._within(options.window, *q_BNHC.shape[:2])
             mask_BNT, offset_BN = self._windows[options.window]
-        kv = jnp.concatenate([k_BNGC, v_BNGC], axis=-1).astype(self._pages.dtype)
+        c, values = q_BNHC.shape[-1], options.value_channels
+        kv = k_BNGC if values is not None else jnp.concatenate([k_BNGC, v_BNGC], axis=-1)
+        kv = kv.astype(self._pages.dtype)
         self._new[layer] = kv
         if self._prior is not None:
             kv = jnp.concatenate([self._prior[layer], kv], axis=1)
-        c = q_BNHC.shape[-1]
         table = self._table + layer * self._num_pages
+        v_BTGC = kv[..., c:] if values is None else kv[..., :values]
         return attend_paged(
-            q_BNHC, self._pages, table, self._length, kv[..., :c], kv[..., c:], mask_BNT, options,
+            q_BNHC, self._pages, table, self._length, kv[..., :c], v_BTGC, mask_BNT, options,
             offset_BN=offset_BN, kernels=self._kernels,
         )  # fmt: skip
 
@@ -152,7 +156,7 @@ class TreeKV:
         return mask_BNT & (place_BT[:, None, :] > place_BN[:, :, None] - window), place_BN
 
     def stacked(self) -> jax.Array:
-        """Keys and values of the new tokens, [layers, B, N, G, 2C]."""
+        """Keys and values of the new tokens, [layers, B, N, G, 2C], as the pool has them."""
         return jnp.stack([self._new[i] for i in range(len(self._new))])
 
 

@@ -45,12 +45,19 @@ def doubling(cfg: ModelConfig) -> float | None:
     full = cfg.num_layers - len(cfg.sliding_layers)
     if not full:
         return None
-    attention = cfg.hidden_size * cfg.head_dim * 2 * (cfg.num_heads + cfg.num_kv_heads)
+    heads, latent = cfg.num_heads, cfg.latent
+    attention, seen = cfg.hidden_size * cfg.head_dim * 2 * (heads + cfg.num_kv_heads), 2 * cfg.head_dim
+    if latent is not None:
+        queries = heads * (latent.key + latent.rotary)
+        down, up = latent.query_rank or queries, (latent.query_rank or 0) * queries
+        by_heads = heads * (latent.rank * (latent.key + latent.value) + latent.value * cfg.hidden_size)
+        attention = cfg.hidden_size * (down + cfg.head_dim) + up + by_heads
+        seen = cfg.head_dim + latent.rank
     inner, own = cfg.num_layers * cfg.intermediate_size, cfg.experts
     if own is not None:
         inner += len(own.layers) * (own.per_token * own.inner + own.shared_inner - cfg.intermediate_size)
     weights = cfg.num_layers * attention + 3 * cfg.hidden_size * inner
-    return weights / (2 * full * cfg.num_heads * cfg.head_dim)
+    return weights / (full * heads * seen)
 
 
 def fitted(

@@ -81,6 +81,10 @@ def quantise_directory(source: Path, out: Path, form: Format, ignore: Sequence[s
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method")
         raise ValueError(f"{source} is quantised already ({method}); start from the checkpoint that it was made of")
+    if "text_config" in config:
+        raise ValueError(
+            f"{source} holds more than a model for text ({config.get('architectures')}), which is not served"
+        )
     if out.resolve() == source.resolve():
         raise ValueError(f"{out} is the model itself; name another directory")
     cfg = hf.load_config(source)

@@ -198,7 +198,9 @@ def test_drafters_see_no_family():
     for path in sources("jaxspec/speculation"):
         for name in imports(path):
             if name.startswith("jaxspec.models"):
-                parts = tuple(f"jaxspec.models.{name}." for name in ("base", "layers", "rope", "sharded"))
+                parts = tuple(
+                    f"jaxspec.models.{name}." for name in ("base", "experts", "latent", "layers", "rope", "sharded")
+                )
                 assert name.startswith(parts), f"{path} imports {name}"
                 outside_heads = path.name != "cores.py" and not path.name.endswith("_head.py")
                 assert not (outside_heads and "layers" in name), f"{path} imports {name}"

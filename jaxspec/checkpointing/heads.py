@@ -18,7 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
-from jaxspec.checkpointing import hf
+from jaxspec.checkpointing import hf, quantised
 from jaxspec.checkpointing.tensors import (
     INTEGERS,
     WEIGHTS,
@@ -258,12 +258,14 @@ def vocabulary_tensors(ids_V: np.ndarray, vocab: int, prefix: str = "") -> dict[
 def read_head(
     make: Callable[[nnx.Variable, Linear | None], _Head], weights: Callable[[_Head], Iterable[weight_map.Weight]],
     tables: tuple[nnx.Variable, Linear | None], reader: TensorReader, dtype: DTypeLike, elsewhere: str = "",
+    quantisation: quantised.Read | None = None,
 ) -> _Head:  # fmt: skip
     """A head with a checkpoint's tensors, on tables that `lend_tables` and its like gave.
 
     Args:
       make: a head on (embedding, lm_head). weights: its parameters but the tables.
       elsewhere: a regular expression of tensors that are not the head's; what no parameter takes besides is refused.
+      quantisation: see hf.load_weights.
 
     Raises:
       ValueError: see `hf.load_weights` and `TensorReader.refuse_unread`.
@@ -275,8 +277,8 @@ def read_head(
         return make(Shared(jnp.zeros((1, 1), dtype)), out)
 
     head = nnx.eval_shape(placeholders)
-    hf.load_weights(weights(head), reader)
-    reader.refuse_unread(IGNORED + elsewhere)
+    hf.load_weights(weights(head), reader, quantisation)
+    reader.refuse_unread(IGNORED + elsewhere + (f"|{quantised.IGNORED}" if quantisation is not None else ""))
     head.embedding = embedding
     if lm_head is not None and head.lm_head is not None:
         head.lm_head.kernel = lm_head.kernel

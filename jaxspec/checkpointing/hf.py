@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -43,6 +44,10 @@ from jaxspec.models.weight_map import Part, Weight
 IGNORED = r".*\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|masked_bias|attn\.bias)"
 _DTYPES = {"bfloat16", "float16", "float32"}
 _PAD_TOKENS = ("<|pad|>", "<pad>", "[PAD]")
+#: How names start of what is for text in models that see images too, and how they would in a model for text alone.
+_TEXT = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
+_IMAGES = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
+_log = logging.getLogger(__name__)
 
 
 def load_weights(
@@ -64,7 +69,7 @@ def load_weights(
             kernel = kernel.blocked()
         if kernel is None:
             kernel = w.join([reader.get(name, shape) for name, shape in zip(w.names, w.shapes, strict=True)])
-        w.param.set_value(kernel)
+        w.take(kernel)
 
 
 def named_tensors(weights: Iterable[Weight], dtype: DTypeLike) -> dict[str, np.ndarray]:
@@ -91,6 +96,10 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
         raise ValueError(f"{directory} is not a directory")
     config = read_json(directory / "config.json")
     quantised.read_config(config.pop("quantization_config", None))
+    text = config.get("text_config")
+    if isinstance(text, dict) and config.get("tie_word_embeddings", text.get("tie_word_embeddings")) is None:
+        with read_tensors(directory) as reader:  # by which transformers decides, too
+            config["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in reader.names)
     cfg = registry.read_config(config)
     if (directory / "generation_config.json").exists():
         more = token_ids(read_json(directory / "generation_config.json").get("eos_token_id"))
@@ -104,9 +113,10 @@ def load_model(
 ) -> TargetModel:  # fmt: skip
     """A causal language model from a Hugging Face directory, its weights cast to `dtype`.
 
-    Tensors are read one at a time, so the host never holds the model twice. Quantised linear maps stay as they lie, as
-    `models.quantised.Quantised`, which `dtype` does not concern. A multi-token prediction module that the
-    checkpoint carries besides is left alone: `drafters.load_drafter` reads it.
+    Of models that see images the part for text is read. Tensors are read one at a time, so the host never holds the
+    model twice. Quantised linear maps stay as they lie, as `models.quantised.Quantised`, which `dtype` does not
+    concern. A multi-token prediction module that the checkpoint carries besides is left alone: `drafters.load_drafter`
+    reads it.
 
     Args:
       context: tokens of the longest text that the model will see, where that is known to be less than its own context:
@@ -121,10 +131,14 @@ def load_model(
         tensor, and what was found and expected. Pickled weights are refused.
     """
     cfg = served(load_config(directory), context)
-    settings = read_json(Path(directory) / "config.json").get("quantization_config")
-    quantisation = quantised.read_config(settings, int8_activations)
+    config = read_json(Path(directory) / "config.json")
+    quantisation = quantised.read_config(config.get("quantization_config"), int8_activations)
     build = lambda: registry.build(cfg, dtype)
     with read_tensors(directory) as reader:
+        ignored = [IGNORED] if quantisation is None else [IGNORED, quantised.IGNORED]
+        if "text_config" in config:
+            _only_text(reader)
+            ignored.append(_IMAGES)
         if devices is not None:
             check_copies = functools.partial(_check_copies, reader)
             model = spread.load(build, registry.weights, reader, quantisation, devices, check_copies)
@@ -134,11 +148,21 @@ def load_model(
             load_weights(weights, reader, quantisation, blocked)
             for w in weights:
                 _check_copies(reader, w, None, w.param.get_value())
-        ignored = [IGNORED] if quantisation is None else [IGNORED, quantised.IGNORED]
         reader.refuse_unread(
             "|".join([*ignored, *(rf"{re.escape(p)}.*" for p in mtp_prefixes(reader, cfg.num_layers))])
         )
     return model
+
+
+def _only_text(reader: TensorReader) -> None:
+    """Calls the tensors for text what a model for text alone would, and says once what is left out."""
+    starts = {name: next((s for s in _TEXT if name.startswith(s)), None) for name in reader.names}
+    reader.rename({_TEXT[start] + name.removeprefix(start): name for name, start in starts.items() if start})
+    images = [name for name in reader.names if re.fullmatch(_IMAGES, name)]
+    _log.warning(
+        "%s: text alone is served; %d tensors for images are left out, such as %s",
+        reader.directory, len(images), images[0] if images else "none",
+    )  # fmt: skip
 
 
 def mtp_prefixes(reader: TensorReader, num_layers: int) -> list[str]:

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
-from jaxspec.checkpointing import heads, hf
+from jaxspec.checkpointing import heads, hf, quantised
 from jaxspec.checkpointing.tensors import TensorReader, read_json, read_tensors
-from jaxspec.models import weight_map
+from jaxspec.models import deepseek, weight_map
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
 
@@ -40,8 +40,9 @@ _FAMILIES = {
     "qwen3_next": "qwen3",
     "qwen3_5_text": "qwen3",
     "qwen3_5": "qwen3",
+    "deepseek_v3": "deepseek_v3",
 }
-#: Parts of published modules that have no counterpart here.
+#: Parts of published modules that have no counterpart here, but in a layer of DeepSeek's.
 _REFUSED = {
     r"self_attn\.(q_a_|q_b_|kv_a_|kv_b_)": "latent attention (MLA)",
     r"mlp\.(gate|experts|shared_experts?|shared_expert_gate)\.": "a mixture of experts",
@@ -112,7 +113,8 @@ def head_weights(head: MtpHead, called: Names, gain_offset: float = 0.0) -> Iter
         yield from weight_map.linear_weights(head.fc, [called.fc])
         yield from weight_map.norm_weights(head.embedding_norm, called.embedding_norm)
         yield from weight_map.norm_weights(head.hidden_norm, called.hidden_norm)
-        yield from weight_map.layer_weights(head.layer, called.layer)
+        own = weight_map.LLAMA if head.config.layer.latent is None else deepseek.NAMES
+        yield from weight_map.layer_weights(head.layer, called.layer, own)
         yield from weight_map.norm_weights(head.norm, called.norm)
 
     for weight in weights():
@@ -152,6 +154,7 @@ def read_config(
         if raw.get(name, 1) != 1:
             raise ValueError(f"config.json: {name} must be 1 (one module, chained), got {raw[name]!r}")
     fields = {**raw.get(heads.LAYER, raw)}
+    fields.pop("quantization_config", None)
     model_type = fields.get("model_type", "qwen2" if heads.LAYER in raw else "llama")
     if model_type not in _FAMILIES:
         raise ValueError(
@@ -163,11 +166,17 @@ def read_config(
         raise ValueError(f"config.json: an MTP module has full attention only, got layer_types {other or 'that slide'}")
     layer = heads.read_layer(fields, _FAMILIES[model_type])
     heads.check_fits("num_hidden_layers", layer.num_layers, "num_hidden_layers", target.num_layers)
-    cfg = MtpConfig(dataclasses.replace(layer, family="mtp", num_layers=1), target.num_layers)
+    cfg = MtpConfig(as_module(layer), target.num_layers)
     cfg = heads.replaced(cfg, overrides)
     heads.check_fits("hidden_size", cfg.layer.hidden_size, "hidden_size", target.hidden_size)
     heads.check_fits("vocab_size", cfg.vocab_size, "vocab_size", target.vocab_size)
     return cfg
+
+
+def as_module(cfg: ModelConfig) -> ModelConfig:
+    """The one layer of a module, shaped as a target's last ones: with experts where the target has any."""
+    experts = None if cfg.experts is None else dataclasses.replace(cfg.experts, layers=(0,))
+    return dataclasses.replace(cfg, family="mtp", num_layers=1, experts=experts)
 
 
 def config_dict(
@@ -205,14 +214,15 @@ def load_head(
 ) -> MtpHead:
     """The module of a checkpoint, its weights cast to `dtype`.
 
-    Tables that equal the target's, or are absent, are the target's (`Shared`).
+    Tables that equal the target's, or are absent, are the target's (`Shared`). Linear maps that are quantised stay so.
 
     Args:
       directory: the target's own, or one of speculators' layout.
 
     Raises:
-      ValueError: no module, more than one, one that is not implemented (latent attention, experts, gated attention:
-        the message names the tensor), or one that does not fit; names the file or field, and both values.
+      ValueError: no module, more than one, one that is not implemented (gated attention; latent attention or experts
+        but DeepSeek-V3's: the message names the tensor), or one that does not fit; names the file or field, and both
+        values.
     """
     directory = Path(directory)
     raw = read_json(directory / "config.json")
@@ -237,7 +247,10 @@ def load_head(
         offset = 1.0 if model_type.startswith(("qwen3_next", "qwen3_5")) else 0.0
         elsewhere = "" if layout == "speculators" else rf"|(?!{re.escape(called.prefix)}).*"
         new = functools.partial(MtpHead, cfg, dtype=jnp.dtype(dtype))
-        return heads.read_head(new, lambda head: head_weights(head, called, offset), tables, reader, dtype, elsewhere)
+        return heads.read_head(
+            new, lambda head: head_weights(head, called, offset), tables, reader, dtype, elsewhere,
+            quantised.read_config(raw.get("quantization_config")),
+        )  # fmt: skip
 
 
 def save_head(
@@ -274,7 +287,7 @@ def save_head(
         config = config_dict(head.config, target.config, dtype, verifier=verifier, tokens=tokens)
         heads.write_head(directory, config, hf.named_tensors(weights, dtype), tokenizer)
         return
-    shaped = dataclasses.replace(heads.bare(target.config), num_layers=1, family="mtp")
+    shaped = as_module(heads.bare(target.config))
     heads.check_written(dataclasses.replace(heads.bare(head.config.layer), family="mtp"), shaped)
     if layout == "deepseek":
         # DeepSeek stores both tables with the module, those that are the target's as well.
@@ -296,7 +309,8 @@ def _refuse_others(reader: TensorReader, raw: Mapping[str, Any], called: Names) 
     if later:
         raise ValueError(f"{reader.directory} carries more than one MTP layer, but only one is supported: {later[0]!r}")
     own = [n for n in sorted(reader.names) if n.startswith(called.prefix)]
-    for pattern, what in _REFUSED.items():
+    latent = raw.get(heads.LAYER, raw).get("model_type") == "deepseek_v3"
+    for pattern, what in () if latent else _REFUSED.items():
         found = next((n for n in own if re.search(pattern, n)), None)
         if found is not None:
             raise ValueError(f"the MTP module in {reader.directory} has {what}, which is not supported: {found!r}")

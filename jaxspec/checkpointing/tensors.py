@@ -67,6 +67,7 @@ class TensorReader:
         self._files, self._handles = dict(files), dict(handles)
         self._offsets: dict[Path, dict[str, int]] = {}
         self._read: set[str] = set()
+        self._stored: dict[str, str] = {}
 
     def __enter__(self) -> TensorReader:
         return self
@@ -88,6 +89,17 @@ class TensorReader:
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Calls tensors by other names than their files do, {new: the file's}.
+
+        Raises:
+          ValueError: a name that another tensor has.
+        """
+        for new, stored in names.items():
+            if new in self._files:
+                raise ValueError(f"{self.directory} holds {new!r} twice: as it is and as {stored!r}")
+            self._files[new], self._stored[new] = self._files.pop(stored), stored
 
     def first(self, *names: str) -> str | None:
         """The first of these names that is here."""
@@ -148,7 +160,7 @@ class TensorReader:
                 header = json.loads(file.read(size))
             begins = {name: entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
             self._offsets[path] = {name: 8 + size + begin for name, begin in begins.items()}
-        return self._offsets[path][name]
+        return self._offsets[path][self._stored.get(name, name)]
 
     def refuse_unread(self, ignore: str = r"(?!)") -> None:
         """Checks that nothing was left over; `ignore` is a regular expression over whole names.
@@ -167,7 +179,7 @@ class TensorReader:
             where = ", ".join(sorted({p.name for p in self._files.values()}))
             raise ValueError(f"tensor {name!r} is missing from {self.directory} (looked in {where})")
         try:
-            return self._handles[self._files[name]].get_slice(name)
+            return self._handles[self._files[name]].get_slice(self._stored.get(name, name))
         except SafetensorError as e:
             raise ValueError(f"{self._files[name]} lacks tensor {name!r}, which the index places there: {e}") from e
 

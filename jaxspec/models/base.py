@@ -28,12 +28,15 @@ class AttentionOptions:
       soft_cap: scores s become soft_cap * tanh(s / soft_cap).
       scale: of the scores, instead of 1 / sqrt(C).
       sinks_H: a score of each head that takes its part of the softmax and has no value.
+      value_channels: values are the first so many channels of their keys, and a cache need not keep them besides
+        (`Latent`).
     """
 
     window: int | None = None
     soft_cap: float | None = None
     scale: float | None = None
     sinks_H: jax.Array | None = None
+    value_channels: int | None = None
 
     def refuse(self, who: str, honoured: Collection[str] = ()) -> None:
         """Raises ValueError, by name, for what is asked and `who` does not honour: nothing is dropped silently."""
@@ -52,7 +55,7 @@ class Attend(Protocol):
     def __call__(
         self, layer: int, q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array, options: AttentionOptions = ..., /
     ) -> jax.Array:
-        """out_BNHC. The callee owns the cache and the mask; keys arrive with their positions applied.
+        """out_BNHC, as wide as values. The callee owns the cache and the mask; keys arrive with positions applied.
 
         Raises:
           ValueError: an option that the callee does not implement.
@@ -73,6 +76,7 @@ class RopeScaling:
       beta_fast, beta_slow, truncate: turns within the original context that bound YaRN's ramp, in whole channels.
       short_factor, long_factor: longrope's divisors of each frequency.
       extended: whether longrope divides by the long ones; they are for texts beyond the original context.
+      mscale_all_dim: DeepSeek's weight of the factor's logarithm, by which its scores grow ("yarn"; 0: none).
     """
 
     rope_type: str
@@ -87,6 +91,25 @@ class RopeScaling:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     extended: bool = False
+    mscale_all_dim: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """What replaces every head's keys and values by one vector a token (multi-head latent attention, DeepSeek-V2).
+
+    Attributes:
+      rank: channels of the vector that keys and values are made of.
+      rotary: channels of a key that positions rotate, the same for all heads.
+      key, value: channels that each head makes of the vector, for its keys and values.
+      query_rank: of the vector that queries are made of; None: of the hidden state itself.
+    """
+
+    rank: int
+    rotary: int
+    key: int
+    value: int
+    query_rank: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +120,15 @@ class Experts:
       count: experts of a layer. per_token: of them, those that a token uses.
       inner: width of each.
       layers: those that have experts.
-      scores: "softmax" over all experts before the best are taken, or "top_k" for a softmax over the best alone.
-      normalised: whether the weights of the best are divided by their sum ("softmax" only).
-      shared_inner: width of an expert that every token uses, by a sigmoid of its own; 0: none.
+      scores: "softmax" over all experts before the best are taken, "top_k" for a softmax over the best alone, or
+        "sigmoid" of each.
+      normalised: whether the weights of the best are divided by their sum (not "top_k").
+      corrected: the best are chosen by scores with a bias of each expert's ("sigmoid" only); weights are without it.
+      groups, groups_used, group_best: experts of so many groups, of which a token uses the best ones only; a group is
+        as good as so many of its best experts together.
+      scale: of the weights.
+      shared_inner: width of an expert that every token uses; 0: none.
+      shared_gate: whether it is weighted by a sigmoid of its own.
       bias: on the router and the experts.
       hidden_act: of the gates, as `ModelConfig.hidden_act`, or "clamped_swiglu" (gpt-oss).
     """
@@ -110,7 +139,13 @@ class Experts:
     layers: tuple[int, ...]
     scores: str = "softmax"
     normalised: bool = True
+    corrected: bool = False
+    groups: int = 1
+    groups_used: int = 1
+    group_best: int = 1
+    scale: float = 1.0
     shared_inner: int = 0
+    shared_gate: bool = True
     bias: bool = False
     hidden_act: str = "silu"
 
@@ -129,7 +164,7 @@ class ModelConfig:
     Attributes:
       family: key in jaxspec.models.registry.
       num_layers: decoder layers.
-      head_dim: channels a head (may differ from hidden_size / num_heads).
+      head_dim: channels a head, as attention sees it (may differ from hidden_size / num_heads).
       partial_rotary_factor: the share of them, the first ones, that positions rotate.
       rope_interleaved: neighbouring channels rotate together (GLM), not those of two halves.
       no_rope_layers: layers that no position reaches (SmolLM3).
@@ -145,6 +180,7 @@ class ModelConfig:
       pre_norms, post_norms: where layers have norms: before attention and MLP, and on what comes out of them.
       norm_gain: "cast" rounds what is normed before the gain, "float32" after it, "one_plus" too, with a gain of 1 + w.
       hidden_act: of the MLP's gate, "silu" or "gelu_tanh".
+      latent: what all layers have in place of keys and values; num_kv_heads is 1 then. None: nothing.
       experts: what some layers have in place of the MLP of `intermediate_size`; None: nothing.
       embedding_scale, residual_scale: what embeddings, and what comes out of attention and MLP, are multiplied by.
       logit_divisor: what logits are divided by.
@@ -183,6 +219,7 @@ class ModelConfig:
     post_norms: bool = False
     norm_gain: str = "cast"
     hidden_act: str = "silu"
+    latent: Latent | None = None
     experts: Experts | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -194,12 +231,18 @@ class ModelConfig:
     def attention_options(self, layer: int) -> AttentionOptions:
         """What a layer asks of its attention, but for sinks, which are its own parameters."""
         window = self.sliding_window if layer in self.sliding_layers else None
-        return AttentionOptions(window, self.attention_soft_cap, self.attention_scale)
+        values = None if self.latent is None else self.latent.rank
+        return AttentionOptions(window, self.attention_soft_cap, self.attention_scale, value_channels=values)
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers that a cache keeps of a token, layer and KV head: a key and a value, or a key that has its value."""
+        return 2 * self.head_dim if self.latent is None else self.head_dim
 
     @property
     def rotary_dim(self) -> int:
         """Channels of a head that positions rotate."""
-        return int(self.head_dim * self.partial_rotary_factor)
+        return int(self.head_dim * self.partial_rotary_factor) if self.latent is None else self.latent.rotary
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

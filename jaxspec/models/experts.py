@@ -48,14 +48,38 @@ class Routing(NamedTuple):
     weights_MK: jax.Array
 
 
-def route(logits_MX: jax.Array, cfg: Experts) -> Routing:
-    """The experts of each row by its router's logits, and their weights (`Experts.scores`)."""
+def route(logits_MX: jax.Array, cfg: Experts, correction_X: jax.Array | None = None) -> Routing:
+    """The experts of each row by its router's logits, and their weights (`Experts.scores`).
+
+    Args:
+      correction_X: see Experts.corrected.
+    """
     logits_MX = logits_MX.astype(jnp.float32)
-    top_MK, experts_MK = jax.lax.top_k(logits_MX, cfg.per_token)
-    if cfg.scores == "top_k" or cfg.normalised:  # a softmax over all, divided by its sum over the best, is theirs alone
-        return Routing(experts_MK, jax.nn.softmax(top_MK, axis=-1))
-    everything_M1 = jax.nn.logsumexp(logits_MX, axis=-1, keepdims=True)
-    return Routing(experts_MK, jnp.exp(top_MK - everything_M1))
+    sigmoid = cfg.scores == "sigmoid"
+    choice_MX = jax.nn.sigmoid(logits_MX) if sigmoid else logits_MX
+    if correction_X is not None:
+        choice_MX = choice_MX + correction_X.astype(jnp.float32)[None]
+    top_MK, experts_MK = jax.lax.top_k(_in_best_groups(choice_MX, cfg), cfg.per_token)
+    if sigmoid:
+        weights_MK = jax.nn.sigmoid(jnp.take_along_axis(logits_MX, experts_MK, axis=1))
+        if cfg.normalised:
+            weights_MK = weights_MK / (jnp.sum(weights_MK, axis=-1, keepdims=True) + 1e-20)
+    elif cfg.scores == "top_k" or cfg.normalised:
+        weights_MK = jax.nn.softmax(top_MK, axis=-1)  # one over all, divided by its sum over the best, is theirs alone
+    else:
+        weights_MK = jnp.exp(top_MK - jax.nn.logsumexp(logits_MX, axis=-1, keepdims=True))
+    return Routing(experts_MK, weights_MK if cfg.scale == 1.0 else weights_MK * cfg.scale)
+
+
+def _in_best_groups(choice_MX: jax.Array, cfg: Experts) -> jax.Array:
+    """The scores of the experts whose groups are among a row's best; those of others are -inf."""
+    if cfg.groups == 1:
+        return choice_MX
+    choice_MGX = choice_MX.reshape(choice_MX.shape[0], cfg.groups, -1)
+    rated_MG = jnp.sum(jax.lax.top_k(choice_MGX, cfg.group_best)[0], axis=-1)
+    _, best_MU = jax.lax.top_k(rated_MG, cfg.groups_used)
+    kept_MG = jnp.any(best_MU[:, :, None] == jnp.arange(cfg.groups)[None, None], axis=1)
+    return jnp.where(kept_MG[..., None], choice_MGX, -jnp.inf).reshape(choice_MX.shape)
 
 
 class Blocks(NamedTuple):
@@ -138,6 +162,7 @@ class MixtureOfExperts(nnx.Module):
       gate_up: [X, E, 2 F], each expert's gate beside its up; an array, or a `Quantised` or `Mxfp4` of such.
       down: [X, F, E].
       gate_up_bias: [X, 2 F]. down_bias: [X, E].
+      correction: float32 [X], see Experts.corrected.
       shards: groups of columns that gate_up is stored in, [gate up] of one shard after the other.
     """
 
@@ -153,7 +178,9 @@ class MixtureOfExperts(nnx.Module):
         self.gate_up_bias, self.down_bias = bias(2 * own.inner), bias(width)
         shared = dataclasses.replace(cfg, intermediate_size=own.shared_inner, experts=None)
         self.shared = MLP(shared, dtype=dtype, rngs=rngs) if own.shared_inner else None
-        self.shared_gate = Linear(width, 1, dtype=dtype, rngs=rngs) if own.shared_inner else None
+        gated = own.shared_inner and own.shared_gate
+        self.shared_gate = Linear(width, 1, dtype=dtype, rngs=rngs) if gated else None
+        self.correction = nnx.Param(jnp.zeros((own.count,), jnp.float32)) if own.corrected else None
 
     def __call__(self, x_BNE: jax.Array) -> jax.Array:
         x_ME = x_BNE.reshape(-1, x_BNE.shape[-1])
@@ -166,11 +193,13 @@ class MixtureOfExperts(nnx.Module):
             logits_MX = product(x_ME, kernel_EX, jnp.dtype(jnp.float32))
         if self.router.bias is not None:
             logits_MX = logits_MX + self.router.bias[...][None].astype(jnp.float32)
-        routing = route(logits_MX, self.experts)
+        routing = route(logits_MX, self.experts, None if self.correction is None else self.correction[...])
         report_experts(routing.experts_MK, self.experts.count)
         out_ME = self.mixed(way, x_ME, routing).astype(x_ME.dtype)
-        if self.shared is not None and self.shared_gate is not None:
-            out_ME = out_ME + jax.nn.sigmoid(self.shared_gate(x_ME)) * self.shared(x_ME)
+        if self.shared is not None:
+            shared_ME = self.shared(x_ME)
+            gate_M1 = None if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x_ME))
+            out_ME = out_ME + (shared_ME if gate_M1 is None else gate_M1 * shared_ME)
         return out_ME.reshape(x_BNE.shape)
 
     @property

@@ -6,7 +6,7 @@ A family is one file of this package that makes a `Family`, and its name in the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 import jax.numpy as jnp
@@ -26,6 +26,37 @@ class Build(Protocol[_Made]):
 
 
 @dataclasses.dataclass(frozen=True)
+class Wrapped:
+    """An architecture that has a family's model for text, beside what sees images.
+
+    Attributes:
+      architecture: Hugging Face's name. model_type: of its `text_config`.
+      usual: what transformers assumes for fields that `text_config` leaves out, and the family requires.
+    """
+
+    architecture: str
+    model_type: str
+    usual: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def text_fields(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """The family's config.json out of this architecture's.
+
+        Raises:
+          ValueError: no text_config, or one of another model.
+        """
+        text = hf.get("text_config")
+        if not isinstance(text, dict):
+            raise ValueError(f"config.json: {self.architecture} needs an object text_config, got {text!r}")
+        if text.get("model_type", self.model_type) != self.model_type:
+            raise ValueError(
+                f"config.json: text_config.model_type of {self.architecture} must be {self.model_type!r}, got "
+                f"{text['model_type']!r}"
+            )
+        above = ("bos_token_id", "eos_token_id", "tie_word_embeddings")
+        return {**self.usual, **text, **{name: hf[name] for name in above if hf.get(name) is not None}}
+
+
+@dataclasses.dataclass(frozen=True)
 class Family(Generic[_Model]):
     """A family's module class, and its ways into and out of Hugging Face's files.
 
@@ -39,6 +70,7 @@ class Family(Generic[_Model]):
       weights: every parameter of a model with its names in a checkpoint.
       divides: fields of the configuration that the devices of tensor parallelism must divide, besides `vocab_size`,
         over which logits are split. How each parameter is split, modules say themselves (`layers.tensor_parallel`).
+      wrapped: architectures of which this family is the part for text; read, not written.
     """
 
     name: str
@@ -48,6 +80,7 @@ class Family(Generic[_Model]):
     build: Build[_Model]
     weights: Callable[[_Model], Iterator[Weight]]
     divides: tuple[str, ...] = ("num_kv_heads", "num_heads", "intermediate_size")
+    wrapped: tuple[Wrapped, ...] = ()
 
 
 def token_ids(value: Any) -> tuple[int, ...]:

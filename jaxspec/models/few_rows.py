@@ -37,7 +37,7 @@ MOST_ROWS = 32
 #: What the kernels' order of operations leaves no room for, as `ModelConfig` names it: defaults only.
 _PLAIN = (
     "output_bias", "mlp_bias", "qk_norm_wide", "pre_norms", "post_norms", "norm_gain", "hidden_act",
-    "residual_scale", "partial_rotary_factor", "rope_interleaved", "no_rope_layers", "local_rope_theta",
+    "residual_scale", "partial_rotary_factor", "rope_interleaved", "no_rope_layers", "local_rope_theta", "latent",
 )  # fmt: skip
 #: Width of a head whose halves are one tile each, so that a product can rotate it.
 _ROTATED = 2 * TILE
@@ -226,6 +226,8 @@ def _mixture_refusal(mlp: MixtureOfExperts) -> str | None:
     has, kernels = mlp.experts, (mlp.router.kernel[...], mlp.gate_up[...], mlp.down[...])
     if has.bias or has.shared_inner or has.hidden_act != "silu":
         return "they have biases, a shared expert or other gates"
+    if has.scores == "sigmoid" or has.groups > 1 or has.scale != 1.0:
+        return "they are chosen by sigmoids or in groups, or weighed by a scale"
     if any(not isinstance(kernel, jax.Array) or kernel.dtype != jnp.bfloat16 for kernel in kernels):
         return "their weights are not bfloat16"
     return experts.refusal(kernels[0].shape[0], has.inner, has.count)

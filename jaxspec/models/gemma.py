@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.family import Family, read_windows, refuse, write_windows
+from jaxspec.models.family import Family, Wrapped, read_windows, refuse, write_windows
 from jaxspec.models.layers import Transformer
 from jaxspec.models.llama import common_config, common_fields
 from jaxspec.models.rope_fields import of_full_layers
@@ -101,4 +101,12 @@ def write_gemma3(cfg: ModelConfig) -> dict[str, Any]:
 
 _weights = functools.partial(transformer_weights, names=_NAMES)
 FAMILY = Family("gemma2", ("Gemma2ForCausalLM",), read_config, write_config, Transformer, _weights)
-GEMMA3 = Family("gemma3", ("Gemma3ForCausalLM",), read_gemma3, write_gemma3, Transformer, _weights)
+#: Files leave out what Gemma3TextConfig has.
+_IMAGES = Wrapped(
+    "Gemma3ForConditionalGeneration", "gemma3_text",
+    dict(
+        vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
+        num_key_value_heads=4,
+    ),
+)  # fmt: skip
+GEMMA3 = Family("gemma3", ("Gemma3ForCausalLM",), read_gemma3, write_gemma3, Transformer, _weights, wrapped=(_IMAGES,))

@@ -270,8 +270,11 @@ class MLP(nnx.Module):
         return [*self.gate_up.columns((width, width)), *self.down.rows()]
 
 
-class BuildMLP(Protocol):
-    """Makes what a layer has between its second norm and the residual stream: a module of [..., E] to [..., E]."""
+class BuildPart(Protocol):
+    """Makes what a layer has between its second norm and the residual stream: a module of [..., E] to [..., E].
+
+    Of attention likewise: a module that is called as `Attention`.
+    """
 
     def __call__(self, cfg: Any, index: int, /, *, dtype: jnp.dtype, rngs: nnx.Rngs | None) -> Any: ...
 
@@ -279,18 +282,19 @@ class BuildMLP(Protocol):
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each with a norm before it, on what comes out, or both (ModelConfig.pre_norms, post_norms).
 
-    Without `attn_norm` (EAGLE-1's first layer) attention reads the stream itself. `mlp` makes another than `MLP`.
+    Without `attn_norm` (EAGLE-1's first layer) attention reads the stream itself. `mlp` makes another than `MLP`,
+    `attn` another than `Attention`.
     """
 
     def __init__(
         self, cfg: ModelConfig, index: int = 0, *, attn_norm: bool = True, dtype: jnp.dtype, rngs: nnx.Rngs | None,
-        mlp: BuildMLP | None = None,
+        mlp: BuildPart | None = None, attn: BuildPart | None = None,
     ):  # fmt: skip
         norm = lambda there: (
             RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, dtype=dtype, gain=cfg.norm_gain) if there else None
         )
         self.attn_norm = norm(attn_norm and cfg.pre_norms)
-        self.attn = Attention(cfg, index, dtype=dtype, rngs=rngs)
+        self.attn: Any = (Attention if attn is None else attn)(cfg, index, dtype=dtype, rngs=rngs)
         self.attn_out_norm = norm(cfg.post_norms)
         self.mlp_norm = norm(cfg.pre_norms)
         self.mlp: Any = MLP(cfg, dtype=dtype, rngs=rngs) if mlp is None else mlp(cfg, index, dtype=dtype, rngs=rngs)
@@ -345,12 +349,13 @@ class Transformer(TargetModel):
 
     def __init__(
         self, cfg: ModelConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs | None = None,
-        mlp: BuildMLP | None = None,
+        mlp: BuildPart | None = None, attn: BuildPart | None = None,
     ):  # fmt: skip
         self.config = cfg
         self.few_rows: LayerRunner | None = None
         self.embedding = _init(rngs, (cfg.vocab_size, cfg.hidden_size), dtype, 0.02)
-        self.layers = nnx.List([DecoderLayer(cfg, i, dtype=dtype, rngs=rngs, mlp=mlp) for i in range(cfg.num_layers)])
+        layer = functools.partial(DecoderLayer, dtype=dtype, rngs=rngs, mlp=mlp, attn=attn)
+        self.layers = nnx.List([layer(cfg, i) for i in range(cfg.num_layers)])
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, dtype=dtype, gain=cfg.norm_gain)
         self.lm_head = (
             None if cfg.tie_word_embeddings else Linear(cfg.hidden_size, cfg.vocab_size, dtype=dtype, rngs=rngs)
@@ -507,7 +512,7 @@ def causal_attention(
 ) -> jax.Array:
     """An `Attend` without a cache: plain causal attention over the sequence itself (training, references)."""
     window = None if options.window is None else (options.window - 1, 0)
-    if options.soft_cap is None and options.sinks_H is None:
+    if options.soft_cap is None and options.sinks_H is None and options.value_channels is None:
         return jax.nn.dot_product_attention(
             q_BNHC, k_BNGC, v_BNGC, is_causal=True, scale=options.scale, local_window_size=window
         )
@@ -523,4 +528,4 @@ def causal_attention(
         sinks = options.sinks_H.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
         scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:4], 1))], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., :n].astype(v_BNGC.dtype)
-    return jnp.einsum("bgrnm,bmgc->bngrc", weights, v_BNGC).reshape(b, n, h, c)
+    return jnp.einsum("bgrnm,bmgc->bngrc", weights, v_BNGC).reshape(b, n, h, v_BNGC.shape[3])

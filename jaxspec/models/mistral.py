@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.family import Family, read_windows, write_windows
+from jaxspec.models.family import Family, Wrapped, read_windows, write_windows
 from jaxspec.models.layers import Transformer
 from jaxspec.models.llama import common_config, common_fields
 from jaxspec.models.weight_map import transformer_weights
@@ -36,7 +36,10 @@ def write_ministral(cfg: ModelConfig) -> dict[str, Any]:
     return {"model_type": "ministral", **common_config(cfg), **write_windows(cfg)}
 
 
-FAMILY = Family("mistral", ("MistralForCausalLM",), read_config, write_config, Transformer, transformer_weights)
+FAMILY = Family(
+    "mistral", ("MistralForCausalLM",), read_config, write_config, Transformer, transformer_weights,
+    wrapped=(Wrapped("Mistral3ForConditionalGeneration", "mistral"),),
+)  # fmt: skip
 MINISTRAL = Family(
     "ministral", ("MinistralForCausalLM",), read_ministral, write_ministral, Transformer, transformer_weights
 )

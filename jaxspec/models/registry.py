@@ -15,6 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxspec.models import (
+    deepseek,
     gemma,
     glm,
     gpt_oss,
@@ -36,7 +37,7 @@ from jaxspec.models.weight_map import Weight
 _ALL: tuple[Family[Any], ...] = (
     llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, mistral.FAMILY, mistral.MINISTRAL, smollm3.FAMILY, olmo.FAMILY,
     olmo.OLMO3, granite.FAMILY, phi3.FAMILY, glm.FAMILY, glm.GLM, gemma.FAMILY, gemma.GEMMA3, gpt_oss.FAMILY,
-    mixtral.FAMILY, qwen_moe.FAMILY, qwen_moe.QWEN3,
+    mixtral.FAMILY, qwen_moe.FAMILY, qwen_moe.QWEN3, deepseek.FAMILY, deepseek.V3,
 )  # fmt: skip
 FAMILIES: dict[str, Family[Any]] = {family.name: family for family in _ALL}
 
@@ -65,7 +66,9 @@ def read_config(hf_config: dict[str, Any]) -> ModelConfig:
     known = [n for n in names if n in by_name] if isinstance(names, list) else []
     if not known:
         raise ValueError(f"config.json: architectures {names!r} is not supported; supported are {supported()}")
-    return by_name[known[0]].read(hf_config)
+    family = by_name[known[0]]
+    around = next((each for each in family.wrapped if each.architecture == known[0]), None)
+    return family.read(hf_config if around is None else around.text_fields(hf_config))
 
 
 def write_config(cfg: ModelConfig) -> dict[str, Any]:
@@ -104,4 +107,5 @@ def supported() -> list[str]:
 
 
 def _by_architecture() -> dict[str, Family[Any]]:
-    return {name: family for family in FAMILIES.values() for name in family.architectures}
+    names = lambda family: (*family.architectures, *(each.architecture for each in family.wrapped))
+    return {name: family for family in FAMILIES.values() for name in names(family)}

@@ -105,6 +105,7 @@ def _read_scaling(
                 kind, factor, original_max_position_embeddings=int(original),
                 attention_factor=_yarn_attention(given, factor), beta_fast=number("beta_fast", 32.0),
                 beta_slow=number("beta_slow", 1.0), truncate=bool(given.get("truncate", True)),
+                mscale_all_dim=number("mscale_all_dim", 0.0),
             )  # fmt: skip
         case "longrope":
             default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -122,10 +123,14 @@ def _yarn_attention(given: Mapping[str, Any], factor: float) -> float:
     """What scores grow by, the root of it (Peng et al. 2023, section 3.4; DeepSeek's two weights of its logarithm)."""
     if given.get("attention_factor") is not None:
         return float(given["attention_factor"])
-    grown = lambda weight: 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
     if given.get("mscale") and given.get("mscale_all_dim"):
-        return grown(given["mscale"]) / grown(given["mscale_all_dim"])
-    return grown(1.0)
+        return grown(factor, given["mscale"]) / grown(factor, given["mscale_all_dim"])
+    return grown(factor, 1.0)
+
+
+def grown(factor: float, weight: float) -> float:
+    """YaRN's growth for contexts of `factor` times the original one (ibid.)."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _factors(given: Mapping[str, Any], name: str, channels: int) -> tuple[float, ...]:
@@ -166,7 +171,7 @@ def _write_scaling(cfg: ModelConfig) -> dict[str, Any] | None:
         "yarn": ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"),
         "longrope": ("original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
     }.get(scaling.rope_type, ())
-    for name in names:
+    for name in (*names, *(("mscale_all_dim",) if scaling.mscale_all_dim else ())):
         value = getattr(scaling, name)
         written[name] = list(value) if isinstance(value, tuple) else value
     return written

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxspec.models import registry
-from jaxspec.models.base import Experts, ModelConfig, RopeScaling
+from jaxspec.models.base import Experts, Latent, ModelConfig, RopeScaling
 from jaxspec.models.layers import Transformer
 
 #: Standard deviation of the logits: greedy choices are clear, sampled ones vary.
@@ -41,6 +41,13 @@ _CONFIG = ModelConfig(
 _OLMO: dict[str, Any] = dict(qk_norm=True, qk_norm_wide=True, pre_norms=False, post_norms=True, norm_gain="float32")
 _GEMMA: dict[str, Any] = dict(
     hidden_act="gelu_tanh", post_norms=True, norm_gain="one_plus", embedding_scale=math.sqrt(32), attention_scale=0.25
+)
+_LATENT: dict[str, Any] = dict(
+    num_kv_heads=1,
+    head_dim=20,
+    rope_interleaved=True,
+    attention_scale=12**-0.5 * (0.1 * math.log(4) + 1) ** 2,
+    rope_scaling=RopeScaling("yarn", 4.0, original_max_position_embeddings=128, mscale_all_dim=1.0),
 )
 _WINDOW: dict[str, Any] = dict(sliding_window=9, sliding_layers=(0,))
 #: What a family has that `tiny_config` lacks, for those that are not Llama's relatives in all.
@@ -71,6 +78,18 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "gpt_oss": dict(
             attention_bias=True, output_bias=True, attention_sinks=True, norm_gain="float32", rope_theta=150000.0,
             experts=Experts(6, 2, 48, (0, 1), scores="top_k", bias=True, hidden_act="clamped_swiglu"), **_WINDOW,
+        ),
+        "deepseek_v2": dict(
+            _LATENT, latent=Latent(16, 4, 8, 6), experts=Experts(
+                8, 3, 16, (0, 1), normalised=False, groups=4, groups_used=2, scale=1.5, shared_inner=32,
+                shared_gate=False,
+            ),
+        ),
+        "deepseek_v3": dict(
+            _LATENT, latent=Latent(16, 4, 8, 6, 24), experts=Experts(
+                8, 3, 16, (1,), scores="sigmoid", corrected=True, groups=4, groups_used=2, group_best=2, scale=2.5,
+                shared_inner=16, shared_gate=False,
+            ),
         ),
         "gemma3": dict(_GEMMA, **_WINDOW, qk_norm=True, rope_theta=1e6, local_rope_theta=1e4),
     }.items()
@@ -114,5 +133,5 @@ def _std(name: str, cfg: ModelConfig, shape: tuple[int, ...]) -> float:
         return 0.2
     if name == "embedding":
         return _TIED_STD if cfg.tie_word_embeddings else 1.0
-    gain = LOGIT_STD if name.startswith("lm_head") else 2.0 if "qkv" in name else 1.0
+    gain = LOGIT_STD if name.startswith("lm_head") else 2.0 if "qkv" in name or "attn.keys" in name else 1.0
     return gain / math.sqrt(shape[-2])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxspec.models.experts import MixtureOfExperts
+from jaxspec.models.latent import LatentAttention
 from jaxspec.models.layers import MLP, Attention, DecoderLayer, Linear, RMSNorm, Transformer
+from jaxspec.models.quantised import Quantised
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +139,10 @@ class Weight:
         value = jnp.asarray(joined).astype(self.param.get_value().dtype)
         return value.T if self.transposed else value
 
+    def take(self, value: Any) -> None:
+        """Gives the parameter what `join` made, or what is read in few bits in place of it."""
+        self.param.set_value(value)
+
     def split(self, dtype: DTypeLike) -> Sequence[np.ndarray]:
         """The inverse of join: the tensors, cast to dtype."""
         value = self.param.get_value()
@@ -233,6 +239,39 @@ class ExpertMaps(Weight):
         return [np.ascontiguousarray(whole[..., np.argsort(self.gates_first(whole.shape[-1]))])]
 
 
+@dataclasses.dataclass(frozen=True)
+class HeadMaps(Weight):
+    """What each head of latent attention makes of its vector, [H, key, rank] and [H, value, rank]; one matrix in files.
+
+    In few bits there, it is expanded here: a product by heads is none of a kernel's.
+
+    Attributes:
+      param: the keys'. values: the values'.
+    """
+
+    values: Any = None
+
+    @property
+    def shapes(self) -> Iterator[tuple[int, ...]]:
+        heads, _, rank = self.param.shape
+        yield heads * (self.param.shape[1] + self.values.shape[1]), rank
+
+    def join(self, parts: Sequence[np.ndarray]) -> jax.Array:
+        return jnp.asarray(parts[0]).astype(self.param.get_value().dtype)
+
+    def take(self, value: Any) -> None:
+        heads, key, rank = self.param.shape
+        if isinstance(value, Quantised):
+            value = value.dequantised().T.astype(self.param.get_value().dtype)
+        maps = value.reshape(heads, -1, rank)
+        self.param.set_value(maps[:, :key])
+        self.values.set_value(maps[:, key:])
+
+    def split(self, dtype: DTypeLike) -> Sequence[np.ndarray]:
+        maps = jnp.concatenate([self.param.get_value(), self.values.get_value()], axis=1)
+        return [np.asarray(maps.reshape(-1, maps.shape[2]).astype(dtype))]
+
+
 def linear_weights(linear: Linear, names: Sequence[str], widths: Sequence[int] | None = None) -> Iterator[Weight]:
     """A Linear from one or more projections named without `.weight`; `widths` are their output sizes."""
     split = tuple(widths or (linear.kernel.shape[1],))
@@ -254,6 +293,7 @@ class ExpertNames:
     Attributes:
       module: of the whole, in the layer.
       gate, up, down: of each expert, under `experts.{number}`.
+      correction: of the bias that experts are chosen by, under the router's name.
       fused: whether newer files have `experts.gate_up_proj` and `experts.down_proj` for all experts at once.
       in_turns: whether files have these alone, as [X, in, out] with gate and up in turns, and biases (gpt-oss).
     """
@@ -265,6 +305,7 @@ class ExpertNames:
     down: str = "down_proj"
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"
+    correction: str = "e_score_correction_bias"
     fused: bool = True
     in_turns: bool = False
 
@@ -304,6 +345,21 @@ def attention_weights(attn: Attention, prefix: str, names: LayerNames = LLAMA) -
         yield Weight(attn.sinks, (f"{prefix}.sinks",), tuple(attn.sinks.shape))
 
 
+def latent_weights(attn: LatentAttention, prefix: str) -> Iterator[Weight]:
+    """DeepSeek's names, in the layer `prefix`."""
+    own = attn.latent
+    vector = own.rank + own.rotary
+    queries = "q_proj" if attn.q_up is None else "q_a_proj"
+    widths = (attn.down.kernel.shape[1] - vector, vector)
+    yield from linear_weights(attn.down, [f"{prefix}.{queries}", f"{prefix}.kv_a_proj_with_mqa"], widths)
+    if attn.q_norm is not None and attn.q_up is not None:
+        yield from norm_weights(attn.q_norm, f"{prefix}.q_a_layernorm")
+        yield from linear_weights(attn.q_up, [f"{prefix}.q_b_proj"])
+    yield from norm_weights(attn.kv_norm, f"{prefix}.kv_a_layernorm")
+    yield HeadMaps(attn.keys, (f"{prefix}.kv_b_proj.weight",), (own.rank,), linear=True, values=attn.values)
+    yield from linear_weights(attn.out, [f"{prefix}.o_proj"])
+
+
 def mlp_weights(mlp: MLP, prefix: str, names: LayerNames = LLAMA) -> Iterator[Weight]:
     """`{prefix}.{gate,up,down}_proj`."""
     width, parts = mlp.gate_up.kernel.shape[1], len(names.gate_up)
@@ -318,6 +374,9 @@ def experts_weights(mixture: MixtureOfExperts, prefix: str, names: LayerNames) -
     module, count = f"{prefix}.{own.module}", mixture.experts.count
     for weight in linear_weights(mixture.router, [f"{module}.{own.router}"]):
         yield dataclasses.replace(weight, linear=False)  # routers are not quantised
+    if mixture.correction is not None:
+        shape = tuple(mixture.correction.shape)
+        yield Weight(mixture.correction, (f"{module}.{own.router}.{own.correction}",), shape)
     if own.in_turns:
         for param, name in ((mixture.gate_up, "gate_up_proj"), (mixture.gate_up_bias, "gate_up_proj_bias")):
             assert param is not None
@@ -333,8 +392,9 @@ def experts_weights(mixture: MixtureOfExperts, prefix: str, names: LayerNames) -
         widths = (param.shape[2] // len(parts),) * len(parts)
         one = f"{module}.experts.{fused}" if own.fused else ""
         yield StackedWeight(param, each, widths, linear=True, fused=one)
-    if mixture.shared is not None and mixture.shared_gate is not None:
+    if mixture.shared is not None:
         yield from mlp_weights(mixture.shared, f"{module}.{own.shared}", names)
+    if mixture.shared_gate is not None:
         yield from linear_weights(mixture.shared_gate, [f"{module}.{own.shared_gate}"])
 
 
@@ -346,7 +406,10 @@ def layer_weights(layer: DecoderLayer, prefix: str, names: LayerNames = LLAMA) -
         if norm is not None:
             assert name, f"a family of layers with such norms must name them, {names} does not"
             yield from norm_weights(norm, f"{prefix}.{name}")
-    yield from attention_weights(layer.attn, f"{prefix}.self_attn", names)
+    if isinstance(layer.attn, LatentAttention):
+        yield from latent_weights(layer.attn, f"{prefix}.self_attn")
+    else:
+        yield from attention_weights(layer.attn, f"{prefix}.self_attn", names)
     if isinstance(layer.mlp, MixtureOfExperts):
         yield from experts_weights(layer.mlp, prefix, names)
     else:

@@ -203,14 +203,14 @@ def kv_commit(target: Target) -> Iterator[Program]:
         # As many bytes on every device: a quarter of the pages where nothing is split.
         num_pages = geo.num_pages * shards // SHARDS
         pool = functools.partial(
-            init_pages, cfg.num_layers, num_pages, cfg.num_kv_heads, geo.page_size, cfg.head_dim, DTYPE
+            init_pages, cfg.num_layers, num_pages, cfg.num_kv_heads, geo.page_size, cfg.kv_width, DTYPE
         )
         empty = jax.eval_shape(pool)
         pages = jax.ShapeDtypeStruct(empty.shape, empty.dtype, sharding=split(1))
         for name, rows, tokens in (("chain3", BUCKET, 4), ("tree-path7", BUCKET, 8), ("prefill512", 1, 512)):
             whole = NamedSharding(mesh, PartitionSpec())
             make = lambda *shape, dtype=jnp.int32, at=whole: jax.ShapeDtypeStruct(shape, dtype, sharding=at)
-            new = make(cfg.num_layers, rows, tokens, cfg.num_kv_heads, 2 * cfg.head_dim, dtype=DTYPE, at=split(3))
+            new = make(cfg.num_layers, rows, tokens, cfg.num_kv_heads, cfg.kv_width, dtype=DTYPE, at=split(3))
             arguments = (
                 pages, new, make(rows, geo.pages_per_seq), make(rows, tokens), make(rows, tokens, dtype=jnp.bool_),
                 make(rows, dtype=jnp.bool_),

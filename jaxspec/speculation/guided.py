@@ -92,7 +92,7 @@ def parts(spec: RoundSpec, tier: Tier, bucket: int, dtype: jnp.dtype) -> tuple[D
     probs = wide(d, spec.draws_drafts(tier, True))
     tree = DraftTree(shape(n), shape(n), shape(n), shape(n, n, dtype=jnp.bool_), probs)
     noise = wide(d + 1, spec.typical is None and verifies_in_xla(spec.geo.kernels))
-    kv: Any = jax.ShapeDtypeStruct((cfg.num_layers, bucket, n, cfg.num_kv_heads, 2 * cfg.head_dim), dtype)
+    kv: Any = jax.ShapeDtypeStruct((cfg.num_layers, bucket, n, cfg.num_kv_heads, cfg.kv_width), dtype)
     logits = shape(n, cfg.vocab_size, dtype=jnp.float32)
     aux = shape(n, len(spec.aux_layers) * cfg.hidden_size, dtype=dtype) if spec.aux_layers else None
     touched: Any = None if cfg.experts is None else jax.ShapeDtypeStruct((), jnp.int32)

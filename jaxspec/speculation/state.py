@@ -63,7 +63,7 @@ class DecodeState:
     def empty(cls, cfg: ModelConfig, geo: Geometry, dtype: jnp.dtype, draft: Any, ring: Any = ()) -> DecodeState:
         return cls(
             pages=init_pages(
-                cfg.num_layers, geo.num_pages, cfg.num_kv_heads, geo.page_size, cfg.head_dim, dtype, geo.kernels
+                cfg.num_layers, geo.num_pages, cfg.num_kv_heads, geo.page_size, cfg.kv_width, dtype, geo.kernels
             ),
             table_SM=jnp.full((geo.slots, geo.pages_per_seq), geo.num_pages, jnp.int32),
             tokens_SL=jnp.zeros((geo.slots, geo.tokens_per_seq), jnp.int32),

@@ -78,7 +78,11 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 def _text(part: Any) -> str:
     text = part.get("text") if isinstance(part, Mapping) else part
     if not isinstance(text, str):
-        raise ValueError(f"a message's content must be a text or a list of text parts, got the part {part!r}")
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise ValueError(
+            f"a message's content must be a text or a list of text parts (images and the like are not served), got a "
+            f"part of type {kind!r}"
+        )
     return text
 
 

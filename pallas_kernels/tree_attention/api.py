@@ -30,7 +30,7 @@ def tree_attention(
     q_BNHC: jax.Array, pages: jax.Array, table_BM: jax.Array, length_B: jax.Array, tree_k_BTGC: jax.Array,
     tree_v_BTGC: jax.Array, tree_mask_BNT: jax.Array | None = None, *, scale: float | None = None,
     window: int | None = None, offset_BN: jax.Array | None = None, soft_cap: float | None = None,
-    sinks_H: jax.Array | None = None, implementation: str | None = None,
+    sinks_H: jax.Array | None = None, value_channels: int | None = None, implementation: str | None = None,
 ) -> jax.Array:  # fmt: skip
     """Attention of N tokens a request over a paged prefix and over the tree's own keys and values.
 
@@ -41,7 +41,8 @@ def tree_attention(
       q_BNHC: queries, rotary embedding applied.
       pages: [P, G, page, W], keys and values side by side, of one layer (or of all layers,
         with the layer's offset already added to the table). W is 2C, or 2C rounded up to whole
-        tiles of 128 lanes, which a TPU needs (XLA would copy another pool for the kernel).
+        tiles of 128 lanes, which a TPU needs (XLA would copy another pool for the kernel). With value_channels it
+        holds keys alone, and W is C.
       table_BM: int32 page numbers of each row; entries beyond the length may hold anything.
       length_B: int32 tokens of each prefix.
       tree_k_BTGC, tree_v_BTGC: the tree's keys and values; T may exceed N (earlier levels first).
@@ -56,17 +57,18 @@ def tree_attention(
       soft_cap: scores s become soft_cap * tanh(s / soft_cap).
       sinks_H: a score of each query head that takes its part of the softmax and has no value (gpt-oss); neither scale
         nor soft_cap applies to it.
+      value_channels: values are the first so many channels of the keys (multi-head latent attention); C otherwise.
       implementation: see dispatch.
 
     Returns:
-      [B, N, H, C] in q's dtype; scores and sums are float32.
+      [B, N, H, C] in q's dtype, or [B, N, H, value_channels]; scores and sums are float32.
 
     Raises:
       ValueError: shapes that do not fit each other, or that a named kernel does not serve.
     """
     args = TreeAttentionArgs(
         q_BNHC, pages, table_BM, length_B, tree_k_BTGC, tree_v_BTGC, tree_mask_BNT, offset_BN,
-        sinks_H, scale=scale, window=window, soft_cap=soft_cap,
+        sinks_H, scale=scale, window=window, soft_cap=soft_cap, value_channels=value_channels,
     )  # fmt: skip
     _check(args)
     b, n = q_BNHC.shape[:2]
@@ -86,7 +88,7 @@ def _check(args: TreeAttentionArgs) -> None:
     g = k.shape[2]
     expected = {
         "tree_k": (k.shape, (b, k.shape[1], g, c)),
-        "tree_v": (args.tree_v_BTGC.shape, k.shape),
+        "tree_v": (args.tree_v_BTGC.shape, (*k.shape[:3], args.value_channels or c)),
         "pages": (pages.shape, (pages.shape[0], g, pages.shape[2], pages.shape[3])),
         "table": (args.table_BM.shape, (b, *args.table_BM.shape[1:2])),
         "length": (args.length_B.shape, (b,)),
@@ -100,8 +102,11 @@ def _check(args: TreeAttentionArgs) -> None:
         raise ValueError(f"without a mask there must be as many tree entries as queries, got {k.shape[1]} and {n}")
     if mask is not None and mask.shape not in ((b, n, k.shape[1]), (1, n, k.shape[1])):
         raise ValueError(f"tree_mask must have shape {(b, n, k.shape[1])} or {(1, n, k.shape[1])}, got {mask.shape}")
-    if pages.shape[3] not in (2 * c, round_up(2 * c, 128)):
-        raise ValueError(f"pages must be {2 * c} or {round_up(2 * c, 128)} wide for heads of {c}, got {pages.shape[3]}")
+    width = 2 * c if args.value_channels is None else c
+    if pages.shape[3] not in (width, round_up(width, 128)):
+        raise ValueError(f"pages must be {width} or {round_up(width, 128)} wide for heads of {c}, got {pages.shape[3]}")
+    if args.value_channels is not None and not 1 <= args.value_channels <= c:
+        raise ValueError(f"value_channels must be from 1 to the {c} channels of a key, got {args.value_channels}")
     if h % g:
         raise ValueError(f"query heads must be a multiple of the {g} key-value heads, got {h}")
     if args.window is not None and args.window < 1:

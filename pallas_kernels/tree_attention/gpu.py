@@ -84,6 +84,8 @@ def blocks_for(head_dim: int, dtype: jnp.dtype, rows: int, device: str, *, causa
 
 def refusal(args: TreeAttentionArgs) -> str | None:
     """Why this kernel cannot serve these arguments, or None."""
+    if args.value_channels is not None:
+        return f"values are the first {args.value_channels} channels of their keys, which only the reference reads"
     q, c, page = args.q_BNHC, args.q_BNHC.shape[3], args.pages.shape[2]
     if q.dtype not in (jnp.bfloat16, jnp.float32, jnp.float16):
         return f"dtype must be bfloat16, float16 or float32, got {q.dtype}"

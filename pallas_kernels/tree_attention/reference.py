@@ -35,6 +35,7 @@ class TreeAttentionArgs:
     scale: float | None = static(default=None)
     window: int | None = static(default=None)
     soft_cap: float | None = static(default=None)
+    value_channels: int | None = static(default=None)
 
     @property
     def factor(self) -> float:
@@ -71,8 +72,8 @@ def tree_attention(args: TreeAttentionArgs, *, block_tokens: int | None = None) 
     per_block = max(1, min((block_tokens or page) // page, args.table_BM.shape[1]))
     sums = _over_prefix(args, q_BGRC, _over_tree(args, q_BGRC), per_block)
     _, total, acc = sums if args.sinks_H is None else _with_sinks(args.sinks_H, sums)
-    out = (acc / total).reshape(b, g, n, h // g, c).transpose(0, 2, 1, 3, 4)
-    return out.reshape(b, n, h, c).astype(args.q_BNHC.dtype)
+    out = (acc / total).reshape(b, g, n, h // g, acc.shape[3]).transpose(0, 2, 1, 3, 4)
+    return out.reshape(b, n, h, acc.shape[3]).astype(args.q_BNHC.dtype)
 
 
 def _scores(args: TreeAttentionArgs, q_BGRC: jax.Array, k_BGTC: jax.Array) -> jax.Array:
@@ -107,6 +108,7 @@ def _over_prefix(args: TreeAttentionArgs, q_BGRC: jax.Array, sums: _Sums, per_bl
     (b, g, rows, c), n = q_BGRC.shape, args.q_BNHC.shape[1]
     num_pages, _, page, width = args.pages.shape
     span = per_block * page
+    values = slice(c, 2 * c) if args.value_channels is None else slice(args.value_channels)
     lowest_BR = None
     if args.window is not None:
         offset_BN = args.offsets
@@ -143,7 +145,7 @@ def _over_prefix(args: TreeAttentionArgs, q_BGRC: jax.Array, sums: _Sums, per_bl
         # Unused pages, and those behind the windows, may hold anything, NaN included: 0 * NaN must not reach the sum.
         if lowest_BR is not None:
             seen_BT = seen_BT & (position_BT > lowest_BR.min(axis=1)[:, None])
-        v = jnp.where(seen_BT[:, None, :, None], kv[..., c : 2 * c], jnp.zeros((), kv.dtype))
+        v = jnp.where(seen_BT[:, None, :, None], kv[..., values], jnp.zeros((), kv.dtype))
         return i + 1, new_top, total * keep + p.sum(axis=-1, keepdims=True), acc * keep + _weighted(p, v)
 
     start = (jnp.zeros((), blocks.dtype), *sums)

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, models
 from jaxspec.checkpointing import hf, tensors
 from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_target
+from jaxspec.quantize import FORMATS, quantise_directory
 
 QKV = "model.layers.1.self_attn.k_proj.weight"
 
@@ -259,3 +260,40 @@ def test_loaded_weights_run_under_jit(saved: Path) -> None:
     graph, state = nnx.split(model)
     embedded = jax.jit(lambda s, t: nnx.merge(graph, s).embed(t))(state, jnp.array([[3]]))
     np.testing.assert_array_equal(np.asarray(embedded)[0, 0], np.asarray(model.embedding.get_value())[3])
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("start", ["language_model.model.", "model.language_model."])
+def test_of_models_that_see_images_the_part_for_text_is_read(
+    start: str, tie: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the hub's names and in transformers'; whether the output layer is the embedding, the file says."""
+    text = tiny_target(family="mistral", tie_word_embeddings=tie, bos_token_id=3)
+    hf.save_model(text, tmp_path, dtype=jnp.float32)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config.pop("tie_word_embeddings") is tie
+    around = {"architectures": ["Mistral3ForConditionalGeneration"], "bos_token_id": config.pop("bos_token_id")}
+    hub, file = start.startswith("language"), tmp_path / "model.safetensors"
+
+    def named(name: str) -> str:
+        return name.replace("model.", start, 1) if name.startswith("model.") else "language_model." * hub + name
+
+    images = [("" if hub else "model.") + part for part in ("vision_tower.patch.weight", "multi_modal_projector.a")]
+    stored = {named(name): value for name, value in load_file(file).items()}
+    tensors.write_safetensors(file, stored | dict.fromkeys(images, np.zeros((2, 3), np.float32)))
+    tensors.write_json(tmp_path / "config.json", {**around, "text_config": config, "vision_config": {}})
+    assert_same(hf.load_model(tmp_path), text)
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "text alone is served; 2 tensors for images are left out" in warning
+
+    with pytest.raises(ValueError, match=r"holds more than a model for text \(\['Mistral3ForCond"):
+        quantise_directory(tmp_path, tmp_path / "out", FORMATS["int8"])
+    tensors.write_safetensors(file, stored | {"audio_tower.a": np.zeros((2, 3), np.float32)})
+    with pytest.raises(ValueError, match="no place for: 'audio_tower.a'"):
+        hf.load_model(tmp_path)
+    for wrong, message in (
+        ({"model_type": "ministral3"}, "must be 'mistral', got 'ministral3'"), (3, "needs an object text_config, got 3")
+    ):  # fmt: skip
+        tensors.write_json(tmp_path / "config.json", {**around, "text_config": wrong})
+        with pytest.raises(ValueError, match=message):
+            hf.load_config(tmp_path)

@@ -19,15 +19,17 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from jaxspec.checkpointing import heads, hf, tensors
+from jaxspec.checkpointing import heads, hf, mtp, tensors
 from jaxspec.checkpointing.rounding import FORMATS
+from jaxspec.drafters.directories import load_drafter, save_drafter
 from jaxspec.models import registry
-from jaxspec.models.layers import Linear, Shared, causal_attention, column_blocks, tensor_parallel
+from jaxspec.models.layers import Linear, Shared, causal_attention, column_blocks, shared_lm_head, tensor_parallel
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.sharded import BY_XLA
-from jaxspec.models.tiny import tiny_config, tiny_target
+from jaxspec.models.tiny import FAMILY_FIELDS, tiny_config, tiny_target
 from jaxspec.quantize import quantise_directory
 from jaxspec.runtime.sharding import Sharing, parameter_shardings, tensor_mesh
+from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
 
 #: Widths of which 64 divides some and not others, and fused parts that blocks of 24 outputs do not divide.
 SIZES: dict[str, Any] = dict(
@@ -480,3 +482,46 @@ def test_heads_share_a_quantised_output_layer(tmp_path: Path) -> None:
     _, stored = heads.lend_tables(target, jnp.float32, None, own)
     assert stored is not None and not isinstance(stored.kernel, Shared)
     np.testing.assert_array_equal(stored.kernel[...], own.T)
+
+
+def test_latent_attention_and_modules_in_blocks(tmp_path: Path) -> None:
+    """The maps by heads are expanded when they are read, all others stay as they lie, the module's too."""
+    fields = dict(FAMILY_FIELDS["deepseek_v3"], hidden_size=64)
+    target = tiny_target(3, **fields)
+    cfg = MtpConfig(mtp.as_module(heads.bare(target.config)), 2)
+    head = MtpHead(cfg, Shared(target.embedding[...]), shared_lm_head(target), rngs=nnx.Rngs(5))
+    save_drafter(head, tmp_path / "whole", target=target, dtype=jnp.float32, layout="deepseek")
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    stored, rng = load_file(tmp_path / "whole" / "model.safetensors"), np.random.default_rng(4)
+    few, whole = dict(stored), dict(stored)
+    for name in stored:
+        if name.endswith(("_proj.weight", "_mqa.weight")) and "eh_proj" not in name:
+            (out, into), module = stored[name].shape, name.removesuffix(".weight")
+            values, scale = fp8_values(rng, out, into), positive(rng, -(-out // 24), -(-into // 16))
+            few |= {name: values, f"{module}.weight_scale_inv": scale}
+            spread = np.repeat(np.repeat(scale, 24, axis=0)[:out], 16, axis=1)[:, :into]
+            whole[name] = values.astype(np.float32) * spread
+    (tmp_path / "few").mkdir()
+    tensors.write_safetensors(tmp_path / "whole" / "model.safetensors", whole)
+    tensors.write_safetensors(tmp_path / "few" / "model.safetensors", few)
+    block = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[24, 16])
+    (tmp_path / "few" / "config.json").write_text(json.dumps({**config, "quantization_config": block}))
+
+    @nnx.jit
+    def run(model: Any, module: Any, feature: jax.Array) -> tuple[jax.Array, jax.Array]:
+        text = jnp.asarray(TOKENS), jnp.arange(8)[None]
+        drafted = module(text[0], feature, text[1], causal_attention)
+        return model.logits(model(*text, causal_attention)[0]), module.logits(drafted)
+
+    feature = jax.random.normal(jax.random.key(1), (1, 8, 64))
+    found = []
+    for name in ("whole", "few"):
+        model: Any = hf.load_model(tmp_path / name)
+        module: Any = load_drafter("mtp", tmp_path / name, model)
+        found.append([np.asarray(x) for x in run(model, module, feature)])
+    assert not isinstance(model.layers[1].attn.keys[...], Quantised)
+    layers = (model.layers[1], module.layer)
+    assert all(isinstance(layer.attn.down.kernel[...], Quantised) for layer in layers)
+    assert all(isinstance(layer.mlp.gate_up[...], Quantised) for layer in layers)
+    for expected, got in zip(*found, strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-3 * np.abs(expected).max(), rtol=0)

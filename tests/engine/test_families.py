@@ -11,11 +11,15 @@ import pytest
 from flax import nnx
 
 from jaxspec.adaptive.cost import CostTable
+from jaxspec.checkpointing import heads, mtp
 from jaxspec.config import SpeculationConfig
-from jaxspec.models.layers import causal_attention
+from jaxspec.models.experts import MixtureOfExperts
+from jaxspec.models.latent import LatentAttention
+from jaxspec.models.layers import Shared, causal_attention, shared_lm_head
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_target
 from jaxspec.request import SamplingParams
 from jaxspec.runtime.results import Result
+from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
 from jaxspec.speculation.layouts import Batch
 from jaxspec.tier import Tier
 
@@ -23,9 +27,21 @@ NEW, WIDTH = 24, 64
 
 
 #: Families whose every peculiarity another one has too.
-_LESS = pytest.mark.exhaustive("olmo3, gemma2, glm4, gpt_oss, and windows of all other engines, have what these have")
-_LIKE_OTHERS = ("mistral", "ministral", "olmo2", "gemma3", "glm", "mixtral", "qwen2_moe", "qwen3_moe")
+_LESS = pytest.mark.exhaustive(
+    "olmo3, gemma2, glm4, gpt_oss, deepseek_v3 and windows everywhere have what these have, or layers alone see it"
+)
+_LIKE_OTHERS = (
+    "mistral", "ministral", "olmo2", "granite", "gemma3", "glm", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2",
+)  # fmt: skip
 CASES = [pytest.param(name, marks=_LESS if name in _LIKE_OTHERS else ()) for name in FAMILY_FIELDS]
+
+
+def mtp_module(target: Any) -> MtpHead:
+    """A random one with a layer like the target's last."""
+    cfg = MtpConfig(mtp.as_module(heads.bare(target.config)), target.config.num_layers)
+    head = MtpHead(cfg, Shared(target.embedding[...]), shared_lm_head(target), rngs=nnx.Rngs(5))
+    assert isinstance(head.layer.attn, LatentAttention) and isinstance(head.layer.mlp, MixtureOfExperts)
+    return head
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -34,9 +50,10 @@ def test_drafts_change_nothing(family: str, bench: Any, tools: Any):
     target = tiny_target(2, **FAMILY_FIELDS[family])
     tier = Tier(3, 2, 7)
     speculation = SpeculationConfig(policy="static", depth=tier.depth, topk=tier.topk, num_nodes=tier.num_nodes)
-    own = type(bench)(target, {"eagle3": tools.eagle3_head(target)}, bench.kept, False)
+    kind, head = ("mtp", mtp_module(target)) if family == "deepseek_v3" else ("eagle3", tools.eagle3_head(target))
+    own = type(bench)(target, {kind: head}, bench.kept, False)
     engine = own.build(
-        "eagle3", speculation, CostTable({(tier, 2): 1e-3}), batch_buckets=(2,), max_batch_size=2, max_seq_len=WIDTH,
+        kind, speculation, CostTable({(tier, 2): 1e-3}), batch_buckets=(2,), max_batch_size=2, max_seq_len=WIDTH,
         max_num_batched_tokens=16, variants=("greedy",),
     )  # fmt: skip
     rng = np.random.default_rng(3)

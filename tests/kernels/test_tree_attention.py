@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.tree_attention import reference
+from pallas_kernels.tree_attention import api, reference
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
 
@@ -93,6 +93,21 @@ def test_sinks_take_their_part_and_give_nothing():
     want = naive(*args, scale=args[0].shape[-1] ** -0.5, sinks_H=sinks_H)
     np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-6)
     assert np.abs(out[:, :, 3]).max() < 1e-6, "what the largest sink leaves of its head"
+
+
+def test_values_may_be_the_first_channels_of_their_keys():
+    q, pages, table, length, k, _, mask = CASES["one group"]
+    alone = np.concatenate([pages[..., :8], pages[..., :8]], axis=-1)  # for the definition
+    want = naive(q, alone, table, length, k, k, mask, 0.3)[..., :5]
+    given = [jnp.asarray(x) for x in (q, pages[..., :8], table, length, k, k[..., :5], mask)]
+    out = api.tree_attention(*given, scale=0.3, value_channels=5, implementation="reference")
+    assert out.shape == (*q.shape[:3], 5)
+    np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-6)
+    for name in ("tpu", "gpu"):
+        with pytest.raises(ValueError, match="values are the first 5 channels of their keys"):
+            api.tree_attention(*given, value_channels=5, implementation=name)
+    with pytest.raises(ValueError, match="from 1 to the 8 channels of a key, got 9"):
+        api.tree_attention(*given[:5], jnp.asarray(np.zeros((*k.shape[:3], 9))), given[6], value_channels=9)
 
 
 def test_what_every_window_hides_may_be_anything():

@@ -51,6 +51,21 @@ LLAMA3 = dict(
 )
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
 MIXED = ["sliding_attention", "full_attention"]
+VISION: dict[str, Any] = dict(
+    hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+)
+LATENT: dict[str, Any] = dict(
+    num_key_value_heads=4,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    first_k_dense_replace=1,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=16,
+    rope_parameters=dict(YARN, mscale=1.0, mscale_all_dim=1.0),
+)
 GLM_EOS = [151329, 151336, 151338]  # which transformers puts where a configuration has none
 #: Configurations whose name is not that of the architecture.
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
@@ -166,6 +181,60 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             rope_parameters=dict(YARN, beta_fast=32.0, truncate=False),
         ),
     ),
+    "mistral3-images": (
+        "Mistral3",
+        dict(
+            text_config=dict(model_type="mistral", head_dim=12, sliding_window=None),
+            vision_config=dict(VISION, model_type="pixtral", head_dim=8),
+            tie_word_embeddings=False,
+        ),
+    ),
+    "gemma3-images": (
+        "Gemma3",
+        dict(
+            text_config=dict(
+                num_hidden_layers=3,
+                head_dim=12,
+                sliding_window=9,
+                query_pre_attn_scalar=20,
+                layer_types=[MIXED[0], *MIXED],
+            ),
+            vision_config=VISION,
+            mm_tokens_per_image=4,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        dict(LATENT, q_lora_rank=None, rope_parameters=dict(YARN, mscale=0.7, mscale_all_dim=0.7)),
+    ),
+    "deepseek-v2-groups": (
+        "DeepseekV2",
+        dict(
+            LATENT,
+            q_lora_rank=24,
+            n_shared_experts=1,
+            first_k_dense_replace=0,
+            n_group=4,
+            topk_group=2,
+            topk_method="group_limited_greedy",
+            routed_scaling_factor=3.0,
+        ),
+    ),
+    "deepseek-v3": ("DeepseekV3", dict(LATENT, q_lora_rank=24, n_group=4, topk_group=2)),
+    "deepseek-v3-halves": (
+        "DeepseekV3",
+        dict(
+            LATENT,
+            q_lora_rank=None,
+            n_group=1,
+            topk_group=1,
+            n_shared_experts=2,
+            norm_topk_prob=False,
+            rope_interleave=False,
+            rope_parameters=dict(rope_type="default", rope_theta=50000.0),
+        ),
+    ),
     "gemma2": (
         "Gemma2",
         dict(
@@ -198,6 +267,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def settings(case: str) -> dict[str, Any]:
     """The arguments of a case's transformers configuration; all of them stand in its config.json."""
     kind, overrides = CASES[case]
+    if text := overrides.get("text_config"):
+        return {
+            "architectures": [f"{kind}ForConditionalGeneration"],
+            **overrides,
+            "text_config": {**SHAPE, **text},
+        }
     return {"architectures": [f"{kind}ForCausalLM"], **SHAPE, **overrides}
 
 
@@ -226,6 +301,8 @@ def in_files(shapes: Mapping[str, Sequence[int]], kind: str = "") -> dict[str, t
     """The tensors of a file by transformers' parameters: it keeps experts in one, most files have each expert's own."""
     if kind == "GptOss":
         return {name: tuple(shape) for name, shape in shapes.items()}
+    if any(name.startswith("model.vision_tower.") for name in shapes):
+        return {_with_images(name): tuple(shape) for name, shape in shapes.items()}
     (gate, up, down), module = EXPERTS.get(kind, EXPERTS[""])
     out: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
@@ -238,6 +315,13 @@ def in_files(shapes: Mapping[str, Sequence[int]], kind: str = "") -> dict[str, t
             for part in parts:
                 out[f"{prefix}{module}.experts.{expert}.{part}.weight"] = (shape[1] // len(parts), shape[2])
     return out
+
+
+def _with_images(name: str) -> str:
+    """What the hub's files call a parameter of a model that sees images."""
+    if name.startswith("model.language_model."):
+        return name.replace("model.language_model.", "language_model.model.")
+    return name.removeprefix("model.") if name.startswith("model.") else f"language_model.{name}"
 
 
 def fingerprint(tensors: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -319,11 +403,14 @@ def reference_model(case: str, directory: Path) -> Any:
     import transformers
 
     kind = CASES[case][0]
-    config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**settings(case))
+    own = f"{kind}Config"
+    config = getattr(transformers, own if "text_config" in CASES[case][1] else CONFIGS.get(kind, own))(**settings(case))
     config.save_pretrained(directory)
     kind = getattr(transformers, config.architectures[0])
     with torch.device("meta"):  # names and shapes only: tied tensors count once
-        shapes = in_files({name: tuple(p.shape) for name, p in kind(config).named_parameters()}, CASES[case][0])
+        empty = kind(config)
+    buffers = [(name, buffer) for name, buffer in empty.named_buffers() if name in empty.state_dict()]
+    shapes = in_files({name: tuple(p.shape) for name, p in [*empty.named_parameters(), *buffers]}, CASES[case][0])
     write_safetensors(directory / WEIGHTS, weights(shapes))
     model, report = kind.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     if report["missing_keys"] or report["unexpected_keys"]:

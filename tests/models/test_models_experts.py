@@ -45,10 +45,15 @@ def by_token(made: experts.MixtureOfExperts, x_ME: np.ndarray) -> np.ndarray:
         logits = x @ value(made.router.kernel)
         if own.bias:
             logits = logits + value(made.router.bias)
-        best = np.argsort(-logits)[: own.per_token]
-        everything = logits if own.scores == "softmax" else logits[best]
-        weights = np.exp(logits[best]) / np.exp(everything).sum()
-        weights = weights / weights.sum() if own.normalised else weights
+        scores = sigmoid(logits) if own.scores == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
+        choice = scores + (0 if made.correction is None else value(made.correction))
+        groups = choice.reshape(own.groups, -1)
+        rated = np.sort(groups, axis=1)[:, -own.group_best :].sum(axis=1)
+        groups[np.argsort(-rated)[own.groups_used :]] = -np.inf
+        best = np.argsort(-groups.reshape(-1))[: own.per_token]
+        weights = scores[best]
+        weights = weights / weights.sum() if own.normalised or own.scores == "top_k" else weights
+        weights = weights * own.scale
         for expert, weight in zip(best, weights, strict=True):
             both = x @ value(made.gate_up)[expert]
             both = both + value(made.gate_up_bias)[expert] if own.bias else both
@@ -60,10 +65,10 @@ def by_token(made: experts.MixtureOfExperts, x_ME: np.ndarray) -> np.ndarray:
                 hidden = silu(gate) * up
             y = hidden @ value(made.down)[expert]
             out_ME[i] += weight * (y + value(made.down_bias)[expert] if own.bias else y)
-        if made.shared is not None and made.shared_gate is not None:
+        if made.shared is not None:
             gate, up = np.split(x @ value(made.shared.gate_up.kernel), 2)
             shared = (silu(gate) * up) @ value(made.shared.down.kernel)
-            out_ME[i] += sigmoid(x @ value(made.shared_gate.kernel)) * shared
+            out_ME[i] += shared if made.shared_gate is None else sigmoid(x @ value(made.shared_gate.kernel)) * shared
     return out_ME
 
 
@@ -73,8 +78,9 @@ def by_token(made: experts.MixtureOfExperts, x_ME: np.ndarray) -> np.ndarray:
         dict(normalised=False, shared_inner=40),
         dict(),
         dict(scores="top_k", bias=True, hidden_act="clamped_swiglu"),
+        dict(scores="sigmoid", corrected=True, groups=3, groups_used=2, group_best=2, scale=2.5),
     ],
-    ids=["qwen2", "qwen3", "gpt-oss"],
+    ids=["qwen2", "qwen3", "gpt-oss", "deepseek"],
 )
 def test_each_token_gets_its_experts_whatever_is_beside_it(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -150,7 +150,7 @@ def test_what_devices_cannot_divide_is_refused(directories: Path) -> None:
 def paged_attention() -> Callable[..., jax.Array]:
     tree = jnp.tril(jnp.ones((8, 8), bool))[None]
     none = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32)
-    return TreeKV(init_pages(2, 1, 4, 8, 8, jnp.dtype(jnp.float32)), *none, tree, 1).attend
+    return TreeKV(init_pages(2, 1, 4, 8, 16, jnp.dtype(jnp.float32)), *none, tree, 1).attend
 
 
 def test_what_attention_lacks_is_refused_by_name() -> None:
@@ -175,7 +175,7 @@ def test_every_attention_honours_what_it_is_asked(window: int | None, cap: float
     expected = np.einsum("bhnm,bmhc->bnhc", weights / total, v)
     options = AttentionOptions(window, cap, 0.3, jnp.asarray(sinks_H) if sinks else None)
     unmasked = TreeKV(
-        init_pages(1, 1, 4, 8, 8, jnp.dtype(jnp.float32)), jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32),
+        init_pages(1, 1, 4, 8, 16, jnp.dtype(jnp.float32)), jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32),
         None, 1,
     )  # fmt: skip
     packed = packed_attention(jnp.ones((1, 8), jnp.int32), 4)

@@ -54,7 +54,7 @@ class MarkovCore:
     """The same as a draft network."""
 
     offset, aux_layers, aux_width = 0, (), 0
-    num_layers, num_kv_heads, head_dim, vocab_size, dtype = 1, 1, 2, V, jnp.float32
+    num_layers, num_kv_heads, kv_width, vocab_size, dtype = 1, 1, 4, V, jnp.float32
     draft_vocab_size = V
 
     def __init__(self, table_VV: np.ndarray):

@@ -55,7 +55,7 @@ def test_commit_follows_its_definition(seed: int):
 )
 def test_nothing_is_written_without_a_place(position: int, page: int, write: bool):
     """Above all no other layer's pages, and not the last page (what an index of -1 would hit)."""
-    pages = init_pages(LAYERS, PAGES, GROUPS, PAGE, CHANNELS, jnp.dtype(jnp.float32)) + 7.0
+    pages = init_pages(LAYERS, PAGES, GROUPS, PAGE, 2 * CHANNELS, jnp.dtype(jnp.float32)) + 7.0
     kv = jnp.full((LAYERS, 1, 1, GROUPS, 2 * CHANNELS), jnp.nan)
     out = _commit(
         pages, kv, jnp.asarray([[page]]), jnp.asarray([[position]]), jnp.asarray([[write]]), num_pages=PAGES,
@@ -65,7 +65,7 @@ def test_nothing_is_written_without_a_place(position: int, page: int, write: boo
 
 
 def test_keys_and_values_are_stored_in_the_pools_dtype():
-    pages = init_pages(1, 2, 1, PAGE, CHANNELS, jnp.dtype(jnp.bfloat16))
+    pages = init_pages(1, 2, 1, PAGE, 2 * CHANNELS, jnp.dtype(jnp.bfloat16))
     out = commit(
         pages, jnp.full((1, 1, 1, 1, 2 * CHANNELS), 1.00390625), jnp.asarray([[1]]), jnp.asarray([[2]]),
         jnp.asarray([[True]]), 2, ready_B=jnp.asarray([True]),
@@ -82,7 +82,7 @@ def test_attention_over_the_pool_equals_attention_over_new_tokens(kernels: str |
     rng = np.random.default_rng(3)
     t, heads = 6, 4
     table, tril = jnp.asarray([[4, 1]]), jnp.tril(jnp.ones((t, t), bool))[None]
-    pages = init_pages(LAYERS, PAGES, GROUPS, PAGE, CHANNELS, jnp.dtype(jnp.float32), kernels) + jnp.nan
+    pages = init_pages(LAYERS, PAGES, GROUPS, PAGE, 2 * CHANNELS, jnp.dtype(jnp.float32), kernels) + jnp.nan
     assert pages.shape[3] == (2 * CHANNELS if kernels is None else 128)
     q = [jnp.asarray(rng.normal(size=(1, t, heads, CHANNELS)), jnp.float32) for _ in range(LAYERS)]
     k, v = (jnp.asarray(rng.normal(size=(LAYERS, 1, t, GROUPS, CHANNELS)), jnp.float32) for _ in range(2))

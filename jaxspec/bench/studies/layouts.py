@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     cfg, dtype = SHAPES[args.shape][0], jnp.dtype(args.dtype)
     pages = init_pages(
-        cfg.num_layers, args.batch * -(-args.context // 64), cfg.num_kv_heads, 64, cfg.head_dim, dtype
+        cfg.num_layers, args.batch * -(-args.context // 64), cfg.num_kv_heads, 64, cfg.kv_width, dtype
     )  # fmt: skip
     x = jax.random.normal(jax.random.key(0), (args.batch, 1, cfg.hidden_size), dtype)
     rows = []

@@ -60,7 +60,7 @@ class HeadCore(Trained):
         self.aux_layers: tuple[int, ...] = cfg.aux_layer_ids
         self.num_layers: int = cfg.num_layers
         self.num_kv_heads: int = cfg.layer.num_kv_heads
-        self.head_dim: int = cfg.layer.head_dim
+        self.kv_width: int = cfg.layer.kv_width
         self.aux_width: int = cfg.aux_width
         self.vocab_size: int = cfg.vocab_size
         self.draft_vocab_size: int = cfg.draft_vocab_size
@@ -106,7 +106,7 @@ class DraftModelCore(Trained):
     def __init__(self, model: TargetModel):
         cfg = model.config
         self.graph, self.params = nnx.split(model)
-        self.num_layers, self.num_kv_heads, self.head_dim = cfg.num_layers, cfg.num_kv_heads, cfg.head_dim
+        self.num_layers, self.num_kv_heads, self.kv_width = cfg.num_layers, cfg.num_kv_heads, cfg.kv_width
         self.vocab_size = self.draft_vocab_size = cfg.vocab_size
         self.dtype: jnp.dtype = model.embedding[...].dtype
 

@@ -68,7 +68,9 @@ class BlockDrafter(Trained):
     def init_state(self, geo: Geometry) -> ContextCache:
         layer = self.config.layer
         heads, page, channels = layer.num_kv_heads, geo.page_size, layer.head_dim
-        return ContextCache(init_pages(layer.num_layers, geo.num_pages, heads, page, channels, self.dtype, geo.kernels))
+        return ContextCache(
+            init_pages(layer.num_layers, geo.num_pages, heads, page, 2 * channels, self.dtype, geo.kernels)
+        )
 
     def admit(self, draft: ContextCache, slot_B: jax.Array, cached_B: jax.Array) -> ContextCache:
         # An entry depends on its position's states alone: those of a shared prefix lie in the shared pages.

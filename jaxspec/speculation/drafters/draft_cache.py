@@ -38,7 +38,8 @@ class DraftCore(Protocol):
     aux_layers: tuple[int, ...]
     num_layers: int
     num_kv_heads: int
-    head_dim: int
+    #: See ModelConfig.
+    kv_width: int
     aux_width: int
     vocab_size: int
     draft_vocab_size: int
@@ -139,7 +140,7 @@ class CachedText:
                 geo.num_pages,
                 core.num_kv_heads,
                 geo.page_size,
-                core.head_dim,
+                core.kv_width,
                 core.dtype,
                 geo.kernels,
             ),

@@ -3,7 +3,7 @@
 Owns geometry, parameters and arithmetic (DeepSeek-V3, section 2.2; Qwen3-Next has the same shape). Alignment is
 EAGLE-3's: the pair (feature of position p, token at p + 1) has rotary position p and predicts the token at p + 2.
 The feature is the target's hidden state after its final norm; while drafting, the module's own normed output
-(published for Qwen3-Next; assumed for DeepSeek's checkpoints, where it matters from the second draft on).
+(published for Qwen3-Next; for DeepSeek's checkpoints what transformers does, where it matters from the second draft).
 Embedding and output layer are the target's, unless a checkpoint brings others.
 """
 
@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.models.base import Attend, ModelConfig
+from jaxspec.models.experts import mlp
+from jaxspec.models.latent import attention
 from jaxspec.models.layers import DecoderLayer, Linear, RMSNorm, output_logits
 from jaxspec.models.rope import rotary_tables
 from jaxspec.models.sharded import take_rows
@@ -83,7 +85,7 @@ class MtpHead(nnx.Module):
         self.embedding_norm = RMSNorm(width, eps, dtype=dtype)
         self.hidden_norm = RMSNorm(width, eps, dtype=dtype)
         self.fc = Linear(2 * width, width, dtype=dtype, rngs=rngs)
-        self.layer = DecoderLayer(cfg.layer, dtype=dtype, rngs=rngs)
+        self.layer = DecoderLayer(cfg.layer, dtype=dtype, rngs=rngs, mlp=mlp, attn=attention)
         self.norm = RMSNorm(width, eps, dtype=dtype)
         self.lm_head = lm_head
 

@@ -69,7 +69,7 @@ def _causal(
     q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array, segments_BN: jax.Array, block: int,
     options: AttentionOptions = FULL_ATTENTION,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """(output [B, N, H, C], logsumexp of the scaled scores [B, N, H] float32)."""
+    """(output [B, N, H, C] as wide as values, logsumexp of the scaled scores [B, N, H] float32)."""
     batch, count, heads, channels = q_BNHC.shape
     groups = k_BNGC.shape[2]
     q_BGRNC = q_BNHC.reshape(batch, count, groups, heads // groups, channels).transpose(0, 2, 3, 1, 4)
@@ -87,7 +87,7 @@ def _causal(
             for start, stop in ((0, blocks // 2), (blocks // 2, blocks))
         ]
         out_BGRNC, normaliser_BGRN = (jnp.concatenate(x, axis=3)[:, :, :, :count] for x in zip(*parts, strict=True))
-    out_BNHC = out_BGRNC.transpose(0, 3, 1, 2, 4).reshape(batch, count, heads, channels)
+    out_BNHC = out_BGRNC.transpose(0, 3, 1, 2, 4).reshape(batch, count, heads, v_BNGC.shape[3])
     return out_BNHC, normaliser_BGRN.transpose(0, 3, 1, 2).reshape(batch, count, heads)
 
 
@@ -143,7 +143,7 @@ def _block(
         sum_BGRN = sum_BGRN + jnp.exp(sinks_GR - largest_BGRN)
     flat_BGQM = weights_BGRNM.astype(v_BGMC.dtype).reshape(batch, groups, repeats * count, -1)
     out = jnp.einsum("bgqm,bgmc->bgqc", flat_BGQM, v_BGMC, preferred_element_type=jnp.float32)
-    out_BGRNC = out.reshape(batch, groups, repeats, count, channels) / sum_BGRN[..., None]
+    out_BGRNC = out.reshape(batch, groups, repeats, count, v_BGMC.shape[3]) / sum_BGRN[..., None]
     return out_BGRNC.astype(q_BGRNC.dtype), jnp.log(sum_BGRN) + largest_BGRN
 
 
