@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -85,7 +86,7 @@ def fitted(
     share = _USUAL_FRACTION if fraction is None else fraction
     stats = jax.local_devices()[0].memory_stats() or {}
     # A device that does not say is the host. A drafter is on none yet, and may be whole on each.
-    memory = stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = stats.get("bytes_limit") or host_bytes()
     weights = max(stored_share(target, shards) + stored(params), stats.get("bytes_in_use", 0))
     page = -(-(statestored(2) - statestored(1)) // (shards if target.config.num_kv_heads % shards == 0 else 1))
     pages = int(share * memory - weights - (statestored(1) - (statestored(2) - statestored(1)))) // page
@@ -104,6 +105,32 @@ def fitted(
             share, pages, page, weights, pages / geo.pages_per_seq, geo.max_seq_len,
         )  # fmt: skip
     return geo if pages == geo.num_pages else dataclasses.replace(geo, num_pages=pages)
+
+
+def host_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes of memory that this process may use: the machine's, or fewer where its control group has a limit.
+
+    Args:
+      groups: where control groups are mounted (Linux, both versions). own: the file that names the process's.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return memory
+    for _, controllers, path in (line for line in lines if len(line) == 3):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, name = (groups / "memory", "memory.limit_in_bytes") if controllers else (groups, "memory.max")
+        inner = root / path.lstrip("/")
+        # A container sees its own group as the root, whatever the file says; a limit above it counts as well.
+        for place in {root, inner, *(p for p in inner.parents if root in p.parents)}:
+            try:
+                said = (place / name).read_text().strip()
+            except OSError:
+                continue
+            memory = min(memory, int(said)) if said.isdigit() else memory
+    return memory
 
 
 def ring_rows(config: EngineConfig, geo: Geometry, target: TargetModel, drafter: Drafter | None) -> int:

@@ -17,7 +17,7 @@ from jaxspec import LLM, SamplingParams
 from jaxspec.assemble import resolve_drafter, resolve_model
 from jaxspec.checkpointing import hf
 from jaxspec.events import Delta, Finished
-from jaxspec.fitting import fitted
+from jaxspec.fitting import fitted, host_bytes
 from jaxspec.models.tiny import tiny_target
 from jaxspec.request import FinishReason, RequestOutput
 from jaxspec.speculation.state import Geometry
@@ -465,6 +465,26 @@ def test_a_fraction_of_the_memory(directory: Path, monkeypatch: pytest.MonkeyPat
         pages(1.0)
     with pytest.raises(ValueError, match=r"memory_fraction 0.5 .* one sequence of max_seq_len = 512 tokens"):
         LLM(directory, "draft_model", progress=False, compile_cache=False, memory_fraction=0.5)
+
+
+def test_a_control_group_bounds_the_memory(tmp_path: Path):
+    whole, own = host_bytes(tmp_path, tmp_path / "absent"), tmp_path / "own"
+
+    def limit(path: str, text: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"{text}\n")
+
+    own.write_text("0::/outer/inner\n")
+    assert host_bytes(tmp_path, own) == whole > 2**20
+    limit("outer/inner/memory.max", "max")
+    assert host_bytes(tmp_path, own) == whole
+    limit("outer/memory.max", "9000")
+    assert host_bytes(tmp_path, own) == 9000
+    limit("memory.max", "7000")  # what a container sees
+    assert host_bytes(tmp_path, own) == 7000
+    own.write_text("4:cpu:/outer\n3:memory,hugetlb:/inner\n")
+    limit("memory/inner/memory.limit_in_bytes", "8000")
+    assert host_bytes(tmp_path, own) == 8000
 
 
 def test_an_engine_says_what_was_chosen_for_it(directory: Path, caplog: pytest.LogCaptureFixture):
