@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
+import pytest
 
 from jaxspec.events import Delta, Started
 from jaxspec.request import SamplingParams
@@ -53,3 +55,34 @@ def test_a_chunk_that_ends_no_prompt_needs_no_output_layer(bench: Any, tools: An
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-6)
     while engine.has_work:
         engine.step()
+
+
+def test_chunks_that_get_shorter_far_into_a_prompt_change_no_token(
+    bench: Any, tools: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """While another text decodes; once in usual chunks, once as a policy of shorter ones plans them."""
+    prompt = [token for i in range(15) for token in (1 + i % 5, 7, 2, 1 + i % 3)]
+    work = [
+        ([5, 1, 7], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)),
+        (prompt, SamplingParams(temperature=1.0, seed=3, max_tokens=6, ignore_eos=True)),
+    ]
+    found = []
+    for shorter in ((), ((16, 8), (40, 4))):
+        engine, spans = bench.engine("none"), []
+        scheduler = engine.scheduler
+        plain, config = scheduler.plan, dataclasses.replace(scheduler.config, shorter_chunks=shorter)
+
+        def planned(*given: Any, plain: Any = plain, spans: list[Any] = spans, **named: Any) -> Any:
+            plan = plain(*given, **named)
+            spans += [(chunk.start, chunk.end) for chunk in plan.prefill if chunk.end > 3]
+            return plan
+
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler, "config", config)
+            patch.setattr(scheduler, "plan", planned)
+            outputs = tools.drive(engine, work, join=lambda i: 2 * i)
+        found.append(([output.token_ids for output in outputs], spans))
+    (expected, usual), (tokens, spans) = found
+    assert tokens == expected and len(set(expected[1])) > 2
+    assert usual[0] == spans[0] == (0, 16) and usual[1] == (16, 32)
+    assert spans[1:] == [(16, 24), (24, 32), (32, 40), *((start, start + 4) for start in range(40, 60, 4))]
