@@ -1,14 +1,16 @@
 """Mixtures of experts: an MLP of which each token uses a few parts, chosen by a router.
 
 Owns the router's arithmetic, and the ways in which experts are read:
-- by blocks (CPUs, TPUs, kernels in few bits): pairs of a token and one of its experts are laid into blocks of a fixed
+- by blocks (CPUs, TPUs): pairs of a token and one of its experts are laid into blocks of a fixed
   number of rows, each of one expert, and block after block is multiplied. An expert is read as often as it has blocks,
   once where few rows touch it, and never where none does. A row's bits do not depend on the other rows of the pass,
   since every block's products have the same shape.
-- by pairs (GPUs, where pairs are fewer than experts): each pair's products as sums, into which the compiler fuses the
-  gathering of its experts' weights, so that no other expert is read and nothing is copied; a loop over blocks would be
-  launches by the thousand.
-- all of them (GPUs, more rows): every expert with every row, of which most weigh nothing.
+- by pairs (GPUs, where pairs are fewer than experts, in few bits up to four times these): each pair's products as sums,
+  into which the compiler fuses the gathering of its experts' weights, so that no other expert is read and nothing is
+  copied; a loop over blocks would be launches by the thousand.
+- all of them (GPUs, more rows): every expert with every row, of which most weigh nothing; in few bits some experts
+  after the others.
+How kernels are read in few bits, `stacked` says.
 Must not know families.
 """
 
@@ -24,10 +26,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jaxspec.models import stacked
 from jaxspec.models.base import Experts, ModelConfig, Split, report_experts
 from jaxspec.models.layers import ACTIVATIONS, MLP, Linear, Transformer, product
-from jaxspec.models.mxfp4 import Mxfp4
-from jaxspec.models.quantised import Quantised
 from jaxspec.models.sharded import TENSOR_AXIS, shards, split_axis
 
 #: Rows of a block, and where pairs of tokens and experts are many. CPUs keep to the first, whose bits are the same for
@@ -35,6 +36,9 @@ from jaxspec.models.sharded import TENSOR_AXIS, shards, split_axis
 _ROWS, _MANY_ROWS, _MANY_PAIRS = 8, 128, 1024
 #: Rows that all experts multiply at once, at most.
 _AT_ONCE = 1024
+#: How many pairs an expert are read one by one in few bits: on an H200 that is quicker than to expand all experts up to
+#: three (Qwen3-30B-A3B in fp8) or six (gpt-oss in MXFP4).
+_PAIRS_IN_FEW_BITS = 4
 
 
 class Routing(NamedTuple):
@@ -164,12 +168,14 @@ class MixtureOfExperts(nnx.Module):
       gate_up_bias: [X, 2 F]. down_bias: [X, E].
       correction: float32 [X], see Experts.corrected.
       shards: groups of columns that gate_up is stored in, [gate up] of one shard after the other.
+      backend: by which the way of reading is chosen; None: the process's.
     """
 
     def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
         assert cfg.experts is not None
         own, width = cfg.experts, cfg.hidden_size
         self.experts, self.shards = own, 1
+        self.backend: str | None = None
         std = 0.02 / math.sqrt(2 * max(1, cfg.num_layers))
         self.router = Linear(width, own.count, bias=own.bias, dtype=dtype, rngs=rngs)
         self.gate_up = _stacked(own.count, width, 2 * own.inner, dtype, rngs, 0.02)
@@ -205,13 +211,15 @@ class MixtureOfExperts(nnx.Module):
     @property
     def in_few_bits(self) -> bool:
         """Whether experts are quantised, if only by half: a file may leave out either kernel."""
-        return any(isinstance(kernel[...], Quantised | Mxfp4) for kernel in (self.gate_up, self.down))
+        return any(stacked.in_few_bits(kernel[...]) for kernel in (self.gate_up, self.down))
 
     def way(self, pairs: int) -> str:
         """How experts are read for so many pairs of a row and an expert, see above."""
-        if jax.default_backend() != "gpu" or self.in_few_bits:
+        gathers = all(stacked.gathers(kernel[...]) for kernel in (self.gate_up, self.down))
+        if (self.backend or jax.default_backend()) != "gpu" or not gathers:
             return "blocks"
-        return "pairs" if pairs < self.experts.count else "all"
+        most = _PAIRS_IN_FEW_BITS * self.experts.count if self.in_few_bits else self.experts.count - 1
+        return "pairs" if pairs <= most else "all"
 
     def mixed(self, way: str, x_ME: jax.Array, routing: Routing) -> jax.Array:
         """What the chosen experts make of rows, weighted and summed in float32.
@@ -273,25 +281,13 @@ def _by_pairs(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
     m, k = routing.experts_MK.shape
     experts_P = routing.experts_MK.reshape(-1)
 
-    def times(x_PE: jax.Array, kernel_XEF: jax.Array, bias_XF: jax.Array | None) -> jax.Array:
-        # In two stages: XLA gives a long sum too few threads of a GPU (163 against 33 us a layer at 30B-A3B's shapes).
-        pieces = x_PE.shape[1] // _piece(x_PE.shape[1])
-        cut_XCF = kernel_XEF.reshape(kernel_XEF.shape[0] * pieces, -1, kernel_XEF.shape[2])
-        places_PQ = experts_P[:, None] * pieces + jnp.arange(pieces, dtype=experts_P.dtype)[None]
-        kernel_RCF = jnp.take(cut_XCF, places_PQ.reshape(-1), axis=0, mode="clip").astype(jnp.float32)
-        x_RC = x_PE.astype(jnp.float32).reshape(kernel_RCF.shape[0], -1)
-        parts_RF = jnp.sum(x_RC[:, :, None] * kernel_RCF, axis=1)
-        y_PF = jnp.sum(parts_RF.reshape(x_PE.shape[0], pieces, -1), axis=1).astype(x_PE.dtype)
+    def times(x_PE: jax.Array, kernel: Any, bias_XF: jax.Array | None) -> jax.Array:
+        y_PF = stacked.pair_products(x_PE, kernel, experts_P).astype(x_PE.dtype)
         return y_PF if bias_XF is None else y_PF + jnp.take(bias_XF, experts_P, axis=0, mode="clip")
 
     gate_up_bias, down_bias = own.gate_up_bias, own.down_bias
     hidden_PF = own.activated(times(jnp.repeat(x_ME, k, axis=0), own.gate_up, gate_up_bias))
     return _weighed(times(hidden_PF, own.down, down_bias).reshape(m, k, -1), routing)
-
-
-def _piece(inputs: int) -> int:
-    """How many inputs the first stage of a sum takes together: the most that divides them, up to 256."""
-    return max(size for size in range(1, min(inputs, 256) + 1) if inputs % size == 0)
 
 
 def _by_all(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
@@ -303,9 +299,29 @@ def _by_all(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
         pieces = cut(x_ME), Routing(*map(cut, routing))
         out_CME = jax.lax.map(lambda piece: _by_all(own, *piece), pieces)
         return out_CME.reshape(-1, out_CME.shape[-1])[:rows]
-    gate_up_bias, down_bias = own.gate_up_bias, own.down_bias
     chosen_MKX = routing.experts_MK[:, :, None] == jnp.arange(own.experts.count)[None, None]
     weights_MX = jnp.sum(jnp.where(chosen_MKX, routing.weights_MK[..., None], 0), axis=1)
+    if not any(map(stacked.in_few_bits, (own.gate_up, own.down))):
+        return _weighed_by_all(own, x_ME, weights_MX)
+    numbers = sum(math.prod(stacked.shape_of(kernel)[1:]) for kernel in (own.gate_up, own.down))
+    size = stacked.together(own.experts.count, numbers, x_ME.dtype)
+    cut = lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:])
+    kernels = own.gate_up, own.down, own.gate_up_bias, own.down_bias
+    weights_CMX = weights_MX.reshape(rows, -1, size).transpose(1, 0, 2)
+
+    def step(out_ME: jax.Array, part: Any) -> tuple[jax.Array, None]:
+        (gate_up, down, *biases), weights_MX = part
+        whole = own._replace(gate_up=stacked.expanded(gate_up, x_ME.dtype), down=stacked.expanded(down, x_ME.dtype))
+        whole = whole._replace(gate_up_bias=biases[0], down_bias=biases[1])
+        return out_ME + _weighed_by_all(whole, x_ME, weights_MX), None
+
+    start_ME = jnp.zeros(x_ME.shape, jnp.float32)
+    return jax.lax.scan(step, start_ME, (jax.tree.map(cut, kernels), weights_CMX))[0]
+
+
+def _weighed_by_all(own: Stack, x_ME: jax.Array, weights_MX: jax.Array) -> jax.Array:
+    """What experts make of all rows together; `own` has as many as the weights have columns."""
+    gate_up_bias, down_bias = own.gate_up_bias, own.down_bias
     both_XMF = jnp.einsum("me,xef->xmf", x_ME, own.gate_up)
     both_XMF = both_XMF if gate_up_bias is None else both_XMF + gate_up_bias[:, None]
     hidden_XMF = own.activated(both_XMF)

@@ -16,6 +16,8 @@ from jax.typing import DTypeLike
 
 #: Inputs that share a scale.
 BLOCK = 32
+#: What `small_values` are multiples of, as float16 has these codes' bits.
+UNIT = 2.0**-14
 
 
 @jax.tree_util.register_dataclass
@@ -53,11 +55,21 @@ class Mxfp4:
         exponent, mantissa = (codes >> 1) & 3, codes & 1
         halves = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))
         values = jnp.where(codes >= 8, -halves, halves).astype(jnp.float32) * 0.5
-        # A float32 with this exponent and no mantissa: the power of two, exactly.
-        scale = jax.lax.bitcast_convert_type(self.scale.astype(jnp.int32) << 23, jnp.float32)
         *lead, d_in, d_out = self.shape
-        blocks = values.reshape(*lead, d_in // BLOCK, BLOCK, d_out) * scale[..., None, :]
+        blocks = values.reshape(*lead, d_in // BLOCK, BLOCK, d_out) * powers(self.scale)[..., None, :]
         return blocks.reshape(self.shape).astype(dtype)
+
+
+def powers(scale: jax.Array) -> jax.Array:
+    """The scales, exactly: a float32 with this exponent and no mantissa is the power of two."""
+    return jax.lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)
+
+
+def small_values(codes: jax.Array) -> jax.Array:
+    """What codes of 4 bits stand for, times UNIT, in float32: few operations, since their bits are a float16's."""
+    codes = codes.astype(jnp.uint16)
+    bits = ((codes & 8) << 12) | ((codes & 7) << 9)
+    return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
 
 
 def product(x_ME: jax.Array, weight: Mxfp4, dtype: jnp.dtype | None = None) -> jax.Array:

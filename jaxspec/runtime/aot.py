@@ -18,8 +18,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.cache import commit, init_pages
-from jaxspec.models.base import ModelConfig, RopeScaling, TargetModel
+from jaxspec.models.base import Experts, ModelConfig, RopeScaling, TargetModel
+from jaxspec.models.experts import MixtureOfExperts
 from jaxspec.models.layers import Linear, tensor_parallel
+from jaxspec.models.mxfp4 import BLOCK, Mxfp4
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.sharded import TENSOR_AXIS
 from jaxspec.runtime.sharding import abstract_core, abstract_round
@@ -186,6 +188,68 @@ def quantised_round(target: Target) -> Iterator[Program]:
                 max_temp_bytes=cfg.hidden_size * cfg.num_heads * cfg.head_dim * DTYPE.itemsize + sums,
                 limit="a layer's smallest kernel in bfloat16, and sums of groups",
                 max_vmem_bytes=2 * cfg.hidden_size * cfg.intermediate_size * bits // 8,
+                in_place_bytes=_device_bytes(described.arguments[2]),
+                kernels=("tree_attention",),
+            )
+
+
+#: Qwen3-30B-A3B's and gpt-oss-20b's first two layers.
+QWEN3_30B = ModelConfig(
+    family="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_layers=2, num_heads=32,
+    num_kv_heads=4, head_dim=128, rope_theta=1e6, qk_norm=True, experts=Experts(128, 8, 768, (0, 1)),
+    max_position_embeddings=40960,
+)  # fmt: skip
+GPT_OSS_20B = ModelConfig(
+    family="gpt_oss", vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_layers=2, num_heads=64,
+    num_kv_heads=8, head_dim=64, rope_theta=150000.0, attention_bias=True, output_bias=True, attention_sinks=True,
+    norm_gain="float32", sliding_window=128, sliding_layers=(0,), max_position_embeddings=131072,
+    experts=Experts(32, 4, 2880, (0, 1), scores="top_k", bias=True, hidden_act="clamped_swiglu"),
+)  # fmt: skip
+
+
+def _experts_for(model: TargetModel, backend: str, form: str | None) -> TargetModel:
+    """The model with experts that a backend reads, in few bits by `form` (a key of QUANTISED, or "mxfp4")."""
+    for _, node in nnx.iter_graph(model):
+        if not isinstance(node, MixtureOfExperts):
+            continue
+        node.backend = backend
+        if form is None:
+            continue
+        for name in ("gate_up", "down"):
+            count, d_in, d_out = getattr(node, name)[...].shape
+            if form == "mxfp4":
+                codes = jnp.zeros((count, d_in // 2, d_out), jnp.uint8)
+                few: Any = Mxfp4(codes, jnp.zeros((count, d_in // BLOCK, d_out), jnp.uint8))
+            else:
+                kind, group = QUANTISED[form]
+                scale = jnp.zeros((count, 1 if group is None else d_in // group, d_out), jnp.float32)
+                few = Quantised(jnp.zeros((count, d_in, d_out), kind), scale)
+            setattr(node, name, nnx.Param(few))
+    return model
+
+
+def experts_round(target: Target) -> Iterator[Program]:
+    """Plain rounds of two layers of mixtures of experts, in bfloat16 and in few bits, at 1 and 16 rows, on one device.
+
+    Experts that no token uses may not be copied, nor those in few bits be expanded all at once: a round gets less for
+    its intermediate values than a sixteenth of what a layer's experts take in bfloat16.
+    """
+    mesh = target.mesh(1, TENSOR_AXIS)
+    geo = dataclasses.replace(GEOMETRY, num_pages=6 * GEOMETRY.num_pages, kernels=target.kind)
+    for name, cfg, form in (
+        ("30b-a3b", QWEN3_30B, None), ("30b-a3b-fp8", QWEN3_30B, "fp8-block128"), ("gpt-oss-20b", GPT_OSS_20B, "mxfp4"),
+    ):  # fmt: skip
+        assert cfg.experts is not None
+        whole = 3 * cfg.experts.count * cfg.hidden_size * cfg.experts.inner * DTYPE.itemsize
+        for bucket in (1, BUCKET):
+            change = functools.partial(_experts_for, backend=target.kind, form=form)
+            described = abstract_round(cfg, geo, mesh, bucket, dtype=DTYPE, change=change)
+            yield Program(
+                op="experts_round",
+                name=f"{name}-b{bucket}",
+                lower=functools.partial(described.lower, PLAIN, platforms=(target.platform,)),
+                max_temp_bytes=whole // 16,
+                limit="a sixteenth of a layer's experts in bfloat16",
                 in_place_bytes=_device_bytes(described.arguments[2]),
                 kernels=("tree_attention",),
             )

@@ -58,6 +58,7 @@ _ENGINE = {
     "round": "jaxspec.runtime.aot:engine_round",
     "sharded_round": "jaxspec.runtime.aot:sharded_round",
     "quantised_round": "jaxspec.runtime.aot:quantised_round",
+    "experts_round": "jaxspec.runtime.aot:experts_round",
 }
 
 

@@ -10,15 +10,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxspec.checkpointing import hf
-from jaxspec.models import experts
+from jaxspec.models import experts, stacked
 from jaxspec.models.base import Experts, touched
 from jaxspec.models.layers import causal_attention, tensor_parallel
+from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_config, tiny_target
 from jaxspec.quantize import FORMATS, quantise_directory
@@ -207,14 +209,79 @@ def test_distinct_experts_of_rows() -> None:
     assert dataclasses.replace(qwen3, count=8).expected(1) == 8
 
 
-@pytest.mark.parametrize("name", ["gate_up", "down"])
-def test_experts_of_which_one_kernel_is_quantised_are_neither_split_nor_gathered(
-    name: str, monkeypatch: pytest.MonkeyPatch
+def few_bits(form: str, shape: tuple[int, int, int], seed: int) -> Any:
+    """Random experts [X, in, out] in few bits."""
+    (count, d_in, d_out), rng = shape, np.random.default_rng(seed)
+    if form == "mxfp4":
+        codes = rng.integers(0, 256, (count, d_in // 2, d_out), np.uint8)
+        return Mxfp4(jnp.asarray(codes), jnp.asarray(rng.integers(121, 125, (count, d_in // 32, d_out), np.uint8)))
+    groups = {"int8": 1, "fp8": d_in // 16, "int4": d_in // 8}[form]
+    scale = jnp.asarray(rng.uniform(0.5, 1.5, (count, groups, d_out)).astype(np.float32) / d_in)
+    if form == "fp8":
+        return Quantised(jnp.asarray(rng.normal(0, 4, shape).astype(ml_dtypes.float8_e4m3fn)), scale)
+    values = jnp.asarray(rng.integers(-8, 8, shape).astype(np.int8))
+    if form == "int8":
+        return Quantised(values, scale)
+    return Quantised(values.astype(jnp.int4), scale, jnp.asarray(rng.integers(-3, 4, scale.shape).astype(np.int8)))
+
+
+@pytest.mark.parametrize("piece", [16, 64])
+def test_pairs_are_multiplied_by_experts_in_few_bits(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of several groups, of one and of a part of one give what the expanded kernels give."""
+    monkeypatch.setattr(stacked, "_PIECE", piece)
+    kernels = {form: few_bits(form, (5, 64, 12), 3) for form in ("int8", "fp8", "int4", "mxfp4")}
+    x_PE = jax.random.normal(jax.random.key(0), (7, 64))
+    experts_P = np.asarray([4, 0, 0, 3, 1, 4, 2])
+
+    @jax.jit
+    def both(kernels: dict[str, Any], x_PE: jax.Array) -> dict[str, Any]:
+        pairs = lambda kernel: stacked.pair_products(x_PE, kernel, jnp.asarray(experts_P))
+        return {form: (pairs(kernel), stacked.expanded(kernel, jnp.float32)) for form, kernel in kernels.items()}
+
+    for form, (found_PF, whole_XEF) in both(kernels, x_PE).items():
+        if form != "mxfp4":  # whose expansion has a test of its own
+            np.testing.assert_array_equal(whole_XEF[3], experts.one_of(kernels[form], 3).dequantised())
+        expected_PF = np.einsum(
+            "pe,pef->pf", np.asarray(x_PE, np.float64), np.asarray(whole_XEF, np.float64)[experts_P]
+        )
+        assert expected_PF.std() > 0.1
+        np.testing.assert_allclose(np.asarray(found_PF), expected_PF, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["int4", "mxfp4"])
+def test_experts_in_few_bits_are_gathered_or_expanded_some_at_a_time(
+    form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checkpoints may leave either out; the other ways to read experts are for arrays."""
+    cfg = tiny_config(experts=Experts(COUNT, CHOSEN, 64, (0,), scores="top_k", bias=True))
+    whole = experts.MixtureOfExperts(cfg, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(params=1))
+    made = experts.MixtureOfExperts(cfg, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(params=1))
+    for name in ("gate_up", "down"):
+        few = few_bits(form, getattr(made, name)[...].shape, 7)
+        getattr(made, name).set_value(few)
+        getattr(whole, name).set_value(stacked.expanded(few, jnp.float32))
+    assert stacked.together(COUNT, 32 * 192, jnp.float32) == COUNT
+    monkeypatch.setattr(stacked, "_EXPANDED", 4 * 32 * 192 * 4)
+    assert stacked.together(COUNT, 32 * 192, jnp.float32) == 3
+    x_1ME = jax.random.normal(jax.random.key(9), (1, 9, 32))
+    found = []
+    for mixture, way in ((whole, "blocks"), (made, "pairs"), (made, "all")):
+        monkeypatch.setattr(experts.MixtureOfExperts, "way", lambda _, pairs, way=way: way)
+        found.append(np.asarray(jax.jit(mixture)(x_1ME)))
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["gate_up", "down"])
+def test_experts_of_which_one_kernel_is_quantised_are_not_split(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints may leave either out. Inputs in another order are for products of blocks."""
     made = mixture()
     assert len(made.splits(2)) == 3
     shape = getattr(made, name)[...].shape
-    setattr(made, name, nnx.Param(Quantised(jnp.zeros(shape, jnp.int8), jnp.ones((shape[0], 1, shape[2])))))
+    few = Quantised(jnp.zeros(shape, jnp.int8), jnp.ones((shape[0], 1, shape[2])))
+    setattr(made, name, nnx.Param(few))
+    assert made.splits(2) == [] and made.way(1) == "blocks"
     monkeypatch.setattr(experts.jax, "default_backend", lambda: "gpu")
-    assert made.splits(2) == [] and made.way(1) == made.way(100) == "blocks"
+    assert [made.way(pairs) for pairs in (1, 4 * COUNT, 4 * COUNT + 1)] == ["pairs", "pairs", "all"]
+    order = jnp.broadcast_to(jnp.arange(shape[1])[None], shape[:2])
+    setattr(made, name, nnx.Param(dataclasses.replace(few, order=order)))
+    assert made.way(1) == made.way(100) == "blocks"

@@ -1,0 +1,103 @@
+"""Kernels of all experts in one array, [X, in, out], whole or in few bits, and how GPUs read them in few launches.
+
+Owns two readings: each pair of a row and an expert by itself, gathered and expanded inside the sums that use it; and
+several experts expanded together, a bounded share of all. Must not know routers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxspec.models import mxfp4
+from jaxspec.models.mxfp4 import Mxfp4
+from jaxspec.models.quantised import Quantised
+
+#: Most inputs that the first stage of a sum takes together.
+_PIECE = 256
+#: Most bytes of experts that are expanded at a time.
+_EXPANDED = 256 << 20
+
+
+def in_few_bits(kernel: Any) -> bool:
+    """Whether it is quantised."""
+    return isinstance(kernel, Quantised | Mxfp4)
+
+
+def shape_of(kernel: Any) -> tuple[int, int, int]:
+    """[X, in, out]."""
+    count, d_in, d_out = kernel.values.shape if isinstance(kernel, Quantised) else kernel.shape
+    return count, d_in, d_out
+
+
+def gathers(kernel: Any) -> bool:
+    """Whether `pair_products` and `expanded` read it: not where inputs are in another order, or rounded as well."""
+    return not isinstance(kernel, Quantised) or (kernel.order is None and not kernel.int8_activations)
+
+
+def pair_products(x_PE: jax.Array, kernel: Any, experts_P: jax.Array) -> jax.Array:
+    """Each row times its own expert's kernel: float32 [P, out].
+
+    Sums over inputs, into which the compiler fuses the gathering and what expands few bits. In two stages: XLA gives a
+    long sum too few threads of a GPU (163 against 33 us a layer at 30B-A3B's shapes).
+    """
+    (rows, inputs), outputs = x_PE.shape, shape_of(kernel)[2]
+    group = inputs // kernel.scale.shape[1] if in_few_bits(kernel) else inputs
+    size = _piece(inputs, group)
+    pieces, scales = inputs // size, max(1, size // group)
+    each_1Q = jnp.arange(pieces, dtype=experts_P.dtype)[None]
+    places_R = (experts_P[:, None] * pieces + each_1Q).reshape(-1)
+    gathered = lambda x, at_R, *shape: jnp.take(x.reshape(-1, *shape), at_R, axis=0, mode="clip")
+    x_RC = x_PE.astype(jnp.float32).reshape(rows * pieces, size)
+    if not in_few_bits(kernel):
+        kernel_RCF = gathered(kernel, places_R, size, outputs).astype(jnp.float32)
+        return _over_pieces(jnp.sum(x_RC[:, :, None] * kernel_RCF, axis=1), rows)
+
+    # A piece has whole groups, or lies in one.
+    shared = max(1, group // size)
+    groups_R = (experts_P[:, None] * (pieces // shared) + each_1Q // shared).reshape(-1)
+    by_group = lambda x: gathered(x, groups_R, scales, 1, outputs)
+    x_RSg = x_RC.reshape(rows * pieces, scales, size // scales)
+    if isinstance(kernel, Mxfp4):
+        codes_RSbF = gathered(kernel.codes, places_R, size // 2, outputs)
+        codes_RSbF = codes_RSbF.reshape(rows * pieces, scales, size // scales // 2, outputs)
+        even, odd = (x_RSg[:, :, start::2, None] / mxfp4.UNIT for start in (0, 1))
+        terms = even * mxfp4.small_values(codes_RSbF & 15) + odd * mxfp4.small_values(codes_RSbF >> 4)
+        scale_RS1F = mxfp4.powers(by_group(kernel.scale))
+    else:
+        values_RSgF = gathered(kernel.values, places_R, size, outputs).astype(jnp.float32)
+        values_RSgF = values_RSgF.reshape(rows * pieces, scales, size // scales, outputs)
+        if kernel.zero is not None:
+            values_RSgF = values_RSgF - by_group(kernel.zero).astype(jnp.float32)
+        terms, scale_RS1F = x_RSg[..., None] * values_RSgF, by_group(kernel.scale).astype(jnp.float32)
+    if scales == 1:
+        return _over_pieces(jnp.sum(terms[:, 0], axis=1) * scale_RS1F[:, 0, 0], rows)
+    return _over_pieces(jnp.sum(terms * scale_RS1F, axis=(1, 2)), rows)
+
+
+def _over_pieces(parts_RF: jax.Array, rows: int) -> jax.Array:
+    return jnp.sum(parts_RF.reshape(rows, -1, parts_RF.shape[1]), axis=1)
+
+
+def _piece(inputs: int, group: int) -> int:
+    """How many inputs the first stage takes together: the most that divides them, in whole groups or parts of one."""
+    fits = lambda size: inputs % size == 0 and (size % group == 0 or group % size == 0)
+    return max(size for size in range(1, min(inputs, _PIECE) + 1) if fits(size))
+
+
+def expanded(kernel: Any, dtype: DTypeLike) -> jax.Array:
+    """The kernels [X, in, out] in `dtype`."""
+    if isinstance(kernel, Mxfp4):
+        return kernel.dequantised(dtype)
+    if isinstance(kernel, Quantised):
+        return jax.vmap(lambda own: own.dequantised())(kernel).astype(dtype)
+    return kernel
+
+
+def together(count: int, numbers: int, dtype: DTypeLike) -> int:
+    """How many of so many experts are expanded at a time, each of so many numbers: a divisor of their count."""
+    most = max(1, _EXPANDED // (numbers * jnp.dtype(dtype).itemsize))
+    return max(size for size in range(1, min(most, count) + 1) if count % size == 0)
