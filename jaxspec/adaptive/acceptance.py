@@ -52,9 +52,10 @@ def survival(tier: Tier, rates: Sequence[float]) -> list[float]:
 def _at_least(accepted: Sequence[int], depth: int) -> list[int]:
     """How many rows accepted at least 0, 1, ... depth drafts."""
     left, out = len(accepted), []
+    counted = bytes(accepted) if depth < 256 else accepted  # the same, quicker to search
     for i in range(depth + 1):
         out.append(left)
-        left -= accepted.count(i)
+        left -= counted.count(i)
     return out
 
 
@@ -212,7 +213,7 @@ class AcceptanceModel:
           rates: to ask what if; None for the estimate.
         """
         if tier.is_chain and not tier.lookup and rates is None:
-            return self._chain_tokens(bucket)[tier.depth]
+            return self.chain_tokens(bucket)[tier.depth]
         if tier.lookup and rates is None:
             rates = [_LOOKUP * rate for rate in self.rates(bucket)]
         accepted = sum(survival(tier, self.rates(bucket) if rates is None else rates))
@@ -222,8 +223,8 @@ class AcceptanceModel:
             accepted = (mean.accepted + start * accepted) / (mean.rows + start)
         return 1 + accepted
 
-    def _chain_tokens(self, bucket: int) -> list[float]:
-        """Tokens of a chain of each depth; all come from one pass over the rates."""
+    def chain_tokens(self, bucket: int) -> list[float]:
+        """Tokens that a request gains from a round of a chain of each depth, from 0."""
         known = self._chains.get(bucket)
         if known is None:
             alive, tokens = 1.0, [1.0]

@@ -186,27 +186,35 @@ class _Block:
 
     def observe(self, i: int, surprise: float, noise: float, doubtful: bool) -> None:
         """Takes a round by how much its log seconds exceed the mean; a doubtful one makes nothing surer."""
-        self._drift()
+        drift, own = _COMMON_DRIFT, _OWN_DRIFT
         if not self.seen[i]:
+            self._drift()
+            drift = own = 0.0  # done
             self._first(i, surprise, noise)
-        row_i = self.cov[i]
-        variance = row_i[i] + noise
+        variance = self.cov[i][i] + drift + own + noise
         limit = (_SLOWER if surprise > 0 else _FASTER) * math.sqrt(variance)
         blur = surprise if doubtful else max(0.0, abs(surprise) - limit)
         if abs(surprise) > limit:
             self.doubt = max(self.doubt, 0) + 1 if surprise > 0 else min(self.doubt, 0) - 1
             if abs(self.doubt) > 1:
+                if drift:
+                    self._drift()
+                    drift = own = 0.0
                 self._jump()
-                variance = row_i[i] + noise
+                variance = self.cov[i][i] + noise
             surprise = math.copysign(limit, surprise)
         else:
             self.doubt = 0
-        gain, shrink, column = surprise / variance, 1 / (variance + blur**2), row_i[:]
+        # What is let go of and what is learnt in one pass over the covariance.
+        column = [x + drift for x in self.cov[i]]
+        column[i] += own
+        gain, shrink = surprise / variance, 1 / (variance + blur**2)
+        self.mean = [mean + part * gain for mean, part in zip(self.mean, column, strict=True)]
         for j, row in enumerate(self.cov):
-            part = column[j]
-            self.mean[j] += part * gain
-            part *= shrink
-            row[:] = [x - part * c for x, c in zip(row, column, strict=True)]
+            part = column[j] * shrink
+            sure = row[j] + drift + own - part * column[j]
+            row[:] = [x + drift - part * c for x, c in zip(row, column, strict=True)]
+            row[j] = sure
         self.rounds += 1
 
     def is_first_draft(self, i: int) -> bool:

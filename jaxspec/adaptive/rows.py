@@ -34,14 +34,14 @@ class Rows:
 
     def __init__(self) -> None:
         self.halves = (0.5, 0.5)
-        self._owner = np.full(64, -1, np.int64)
-        self._hits, self._trials = np.zeros(64), np.zeros(64)
+        self._known: dict[int, list[float]] = {}  # by place: the request's number, its hits, its trials
         self._middle = 0.5
         self._seen, self._noise, self._rounds, self._read = 0.0, 0.0, 0, 0
 
     def forget(self) -> None:
         """Acceptance has changed."""
-        self._trials[:] = self._hits[:] = 0.0
+        for row in self._known.values():
+            row[1] = row[2] = 0.0
 
     def read(self, stats: RoundStats) -> None:
         """Takes a drafting round that says whose its drafts are; not every one of a large batch."""
@@ -56,53 +56,52 @@ class Rows:
             self.observe(stats.rows, accepted, [a + 1 if a < depth else depth for a in accepted])
         elif drafts is not None and len(drafts.known) == count * drafts.nodes:
             known, right = (np.frombuffer(x, np.uint8).reshape(count, -1) for x in (drafts.known, drafts.right))
-            self.observe(stats.rows, right.sum(axis=1), known.sum(axis=1))
+            self.observe(stats.rows, right.sum(axis=1).tolist(), known.sum(axis=1).tolist())
 
-    def observe(
-        self, rows: Sequence[int], accepted: Sequence[int] | np.ndarray, tried: Sequence[int] | np.ndarray
-    ) -> None:
+    def observe(self, rows: Sequence[int], accepted: Sequence[int], tried: Sequence[int]) -> None:
         """Takes a round.
 
         Args:
           rows: numbers of the requests, as in `RoundStats.rows`. accepted, tried: drafts of each that were right, and
             that would have shown it.
         """
-        owner = np.asarray(rows, np.int64)
-        place = owner & ((1 << PLACE) - 1)
-        most = int(place.max(initial=0))
-        if most >= len(self._owner):
-            more = most + 1 - len(self._owner)
-            self._owner = np.concatenate([self._owner, np.full(more, -1, np.int64)])
-            self._hits, self._trials = (np.concatenate([x, np.zeros(more)]) for x in (self._hits, self._trials))
-        old = np.where(self._owner[place] == owner, _KEPT, 0.0)
-        self._owner[place] = owner
-        self._hits[place] = hits = self._hits[place] * old + accepted
-        self._trials[place] = trials = self._trials[place] * old + tried
+        known, mask = self._known, (1 << PLACE) - 1
+        seen: list[list[float]] = []
+        for number, hits, trials in zip(rows, accepted, tried, strict=True):
+            row = known.get(number & mask)
+            if row is None or row[0] != number:
+                known[number & mask] = row = [number, hits, trials]
+            else:
+                row[1] = row[1] * _KEPT + hits
+                row[2] = row[2] * _KEPT + trials
+            seen.append(row)
         self._read += 1
         if self._read % _EVERY == 0:
-            self._split(hits, trials)
+            self._split([(hits, trials) for _, hits, trials in seen if trials >= _TRIALS])
 
     def better(self, rows: Sequence[int]) -> np.ndarray:
-        """Which of the requests are of the better half."""
-        place = np.asarray(rows, np.int64) & ((1 << PLACE) - 1)
-        if int(place.max(initial=0)) >= len(self._owner):
-            return np.zeros(len(place), bool)
-        return self._hits[place] >= self._middle * self._trials[place]
+        """Which of the requests are of the better half; those of whom nothing is known are, unless it is so of all."""
+        mask, nothing = (1 << PLACE) - 1, (0, 0.0, 0.0)
+        found = [self._known.get(number & mask, nothing) for number in rows]
+        if all(row is nothing for row in found):
+            return np.zeros(len(found), bool)
+        return np.asarray([hits >= self._middle * trials for _, hits, trials in found])
 
-    def _split(self, hits: np.ndarray, trials: np.ndarray) -> None:
-        known = trials >= _TRIALS
-        count = int(np.count_nonzero(known))
+    def _split(self, known: Sequence[tuple[float, float]]) -> None:
+        """Takes hits and trials of those requests of a round of whom enough is known."""
+        count = len(known)
         if count < _LEAST:
             return
-        hits, trials = hits[known], trials[known]
-        mean = float(hits.sum() / trials.sum())
-        rate = (hits + mean) / (trials + 1)
+        mean = sum(hits for hits, _ in known) / sum(trials for _, trials in known)
+        rates = sorted((hits + mean) / (trials + 1) for hits, trials in known)
+        middle = sum(rates) / count
         # What is seen of their differences, and what chance alone would show.
-        self._seen += (1 - _KEPT_SPREAD) * (float(rate.var()) * count / (count - 1) - self._seen)
-        chance = mean * (1 - mean) * float((trials / (trials + 1) ** 2).mean())
+        differ = sum((rate - middle) * (rate - middle) for rate in rates) / (count - 1)
+        self._seen += (1 - _KEPT_SPREAD) * (differ - self._seen)
+        chance = mean * (1 - mean) * sum(trials / ((trials + 1) * (trials + 1)) for _, trials in known) / count
         self._noise += (1 - _KEPT_SPREAD) * (chance - self._noise)
         real = max(0.0, 1 - self._noise / self._seen) if self._seen > 0 else 0.0
-        rate.sort()
-        self._middle = float(rate[count // 2])
-        low, high = float(rate[: count // 2].mean()), float(rate[(count + 1) // 2 :].mean())
+        self._middle = rates[count // 2]
+        half = count // 2
+        low, high = sum(rates[:half]) / half, sum(rates[count - half :]) / half
         self.halves = mean + real * (low - mean), mean + real * (high - mean)

@@ -37,7 +37,7 @@ class Figures:
         tier's expected tokens a second over ten rounds; None: not before the next change.
       calibration_error: of the survival that packed rounds are spent by. calibration_chance: what it would be by chance
         alone, so few were the drafts. bias: expected over accepted tokens - 1.
-      controller_us: microseconds of the processor a round, the mean.
+      controller_us, controller_p99: microseconds of the processor a round, the mean and the 99th percentile.
       tiers: rounds by depth. faster: simulated seconds over those of the processor.
     """
 
@@ -63,6 +63,7 @@ class Figures:
     calibration_chance: float | None
     bias: float | None
     controller_us: float
+    controller_p99: float
     tiers: dict[str, int]
     requests: int
     unfinished: int
@@ -123,6 +124,7 @@ def figures(
         calibration_chance=chance_error(outcome.predicted) if outcome.predicted else None,
         bias=outcome.expected / outcome.accepted - 1 if outcome.accepted else None,
         controller_us=1e6 * statistics.mean(outcome.controller) if outcome.controller else 0.0,
+        controller_p99=1e6 * percentile(outcome.controller, 0.99) if outcome.controller else 0.0,
         tiers=tiers,
         requests=len(outcome.served),
         unfinished=outcome.unfinished,
@@ -141,13 +143,16 @@ def _percentile(values: Sequence[float], share: float) -> float | None:
     return percentile(values, share) if values else None
 
 
+def objective(plain: Outcome) -> float | None:
+    """The time per output token that attainment is of at scale 1: plain decoding's 90th percentile."""
+    return _percentile([r.tpot for r in plain.served if r.tpot is not None], 0.9)
+
+
 def attainment(outcome: Outcome, plain: Outcome) -> dict[str, float] | None:
     """By scale, the share of requests with at least two tokens that met the objective."""
-    base = [r.tpot for r in plain.served if r.tpot is not None]
-    mine = [r.tpot for r in outcome.served if r.tpot is not None]
-    if not base or not mine:
+    limit, mine = objective(plain), [r.tpot for r in outcome.served if r.tpot is not None]
+    if limit is None or not mine:
         return None
-    limit = percentile(base, 0.9)
     return {f"{scale:g}": sum(t <= scale * limit for t in mine) / len(mine) for scale in SCALES}
 
 

@@ -121,7 +121,7 @@ def text(cell: Mapping[str, Any], label: str = "simulated") -> str:
     lines = [
         title + "-" * max(0, _WIDTH - len(title)),
         f"{'policy':<22}{unit:>10}{'x plain':>8}{'regret':>8}{'gap':>6}{'length':>7}{'drafts':>7}{'verified':>9}"
-        f"{'TTFT':>7}{'TPOT':>7}{'p99':>7}{'SLO 0.8':>8}{'1.0':>5}{'sw':>6}{'settled':>8}{'ECE':>6}{'us':>5}",
+        f"{'TTFT':>7}{'TPOT':>7}{'p99':>7}{'SLO 0.8':>8}{'1.0':>5}{'sw':>6}{'settled':>8}{'ECE':>6}{'us':>5}{'p99':>6}",
     ]
     for row in cell["policies"]:
         star = "*" if row["policy"] == cell["best_fixed"] else ""
@@ -133,6 +133,7 @@ def text(cell: Mapping[str, Any], label: str = "simulated") -> str:
             f"{_ms(row['ttft_p50'], 0):>7}{_ms(row['tpot_p50'], 1):>7}{_ms(row['tpot_p99'], 1):>7}"
             f"{_share(kept.get('0.8')):>8}{_share(kept.get('1')):>5}{_number(row['switches'], 1):>6}"
             f"{_settled(row['settled']):>8}{_calibration(row):>6}{row['controller_us']:>5.0f}"
+            f"{row['controller_p99']:>6.0f}"
         )
     if cell["noise"] is not None:
         lines.append(f"runs of one fixed tier differ by {_share(cell['noise'], 1)} (standard deviation)")
@@ -164,7 +165,7 @@ def summary(blocks: Sequence[Mapping[str, Any]]) -> str:
         "TPOT (p50, p99): ms. SLO: requests within 0.8 and 1.0 times plain decoding's 90th percentile of TPOT.",
         "sw: switches of the tier a hundred rounds. settled: rounds after a change of the texts to 95% of the best",
         "tier, median (- never). ECE: calibration error of survival (few: drafts so few that chance alone",
-        "would show 1%). us: processor time of the policy a round, microseconds.",
+        "would show 1%). us, p99: processor time of the policy a round, microseconds, the mean and 99th percentile.",
     ]
     return "\n".join(lines)
 
