@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from jaxspec.bench.offline import command
+from jaxspec.bench.offline import command, engines
 from jaxspec.bench.offline.measure import Mode
 from jaxspec.bench.offline.metrics import Completion, Round, Run
+from jaxspec.models.tiny import tiny_target
 from jaxspec.tier import PLAIN, Tier
 
 
@@ -50,6 +51,15 @@ def test_a_prompts_file_is_a_workload_of_its_own():
 def test_tune_measures_the_pure_workloads():
     args = command.parse(["tune", "--out", "adaptive.json"])
     assert command.options_of(args).plan.workloads == ("code", "prose") and args.reach == 0.05
+
+
+def test_engines_are_batch_invariant_where_asked(monkeypatch: pytest.MonkeyPatch):
+    """Here they are refused, which says that they were asked for."""
+    monkeypatch.setattr(engines.hf, "load_model", lambda *args, **options: tiny_target())
+    assert not options().batch_invariant
+    parts = engines.Parts(options("--drafter", "ngram", "--batch-invariant"))
+    with pytest.raises(ValueError, match="batch_invariant=True needs the kernels for few rows"):
+        parts.engine(32)
 
 
 def test_tiers_are_depths_or_names():

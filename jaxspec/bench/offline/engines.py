@@ -62,6 +62,7 @@ class Options:
     prompts: str | None = None
     rounds_per_dispatch: int | str = "auto"
     mixed_chunk: int | str = "auto"
+    batch_invariant: bool = False
 
 
 class Parts:
@@ -127,6 +128,7 @@ class Parts:
             variants=("greedy",) if options.plan.temperature == 0 else ("sampled",),
             rounds_per_dispatch=options.rounds_per_dispatch,
             mixed_chunk=options.mixed_chunk,
+            batch_invariant=options.batch_invariant,
             warmup="eager",
         )
 
