@@ -23,6 +23,7 @@ from jaxspec.adaptive import registry as policies
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.costprofile import CostProfile
 from jaxspec.adaptive.kind import Room
+from jaxspec.adaptive.learnt import Keeper, digest
 from jaxspec.adaptive.policy import TierPolicy
 from jaxspec.checkpointing import hf, hub
 from jaxspec.config import EngineConfig, SpeculationConfig
@@ -287,7 +288,8 @@ def build_engine(
 
     facts = registry.find(kind)
     drafting = Drafting(drafter_of, facts.trees, facts.deepest(module), kind, reloader()) if facts.drafts else None
-    return assemble(target, text, speculation, config, drafter=drafting, progress=progress)
+    files = {"model files": digest(model_dir), "drafter files": digest(directory)}
+    return assemble(target, text, speculation, config, drafter=drafting, progress=progress, files=files)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,12 +314,14 @@ class Drafting:
 def assemble(
     target: TargetModel, tokenizer: Tokenizer | None, speculation: SpeculationConfig, config: EngineConfig, *,
     drafter: Drafting | None, progress: bool | Callable[[int, int], None], cost: CostTable | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> Engine:  # fmt: skip
     """An engine from a target in memory.
 
     Args:
       drafter: None: nothing is drafted.
       cost: skips the timing of executables.
+      files: digests of what target and drafter were read from; without them nothing that is learnt is kept.
     """
     began = time.perf_counter()
     cache = use_persistent_cache(config.compile_cache)
@@ -403,7 +407,18 @@ def assemble(
         remembers=speculation.suffix_corpus_responses and built is not None,
         load_drafter=_fixed if hosts is not None else can.reload and functools.partial(can.reload, geo),
         collector=None if store is None else Collector(runner, store.write),
+        keeper=_keeper(config, cache, {**identity, **(files or {})}) if files is not None and leads else None,
     )  # fmt: skip
+
+
+def _keeper(config: EngineConfig, cache: Path | None, identity: Mapping[str, str]) -> Keeper | None:
+    """Where what the policy learns is kept; None where it is not asked for, or there is no place beside executables."""
+    where = config.keep_learnt
+    if where is False or (where is True and cache is None):
+        return None
+    versions = {"jax": jax.__version__, "program": source_digest()[:16]}
+    directory = cache.parent / "learnt" if where is True and cache is not None else Path(str(where))
+    return Keeper(directory, {**identity, **versions})
 
 
 def _check_shared(speculation: SpeculationConfig, config: EngineConfig) -> None:

@@ -334,6 +334,9 @@ class EngineConfig:
         the start. For the policies that weigh costs; of another device, model or drafter it is refused.
       compile_cache: True keeps compiled executables in the user's cache directory, a path
         keeps them there, False keeps none.
+      keep_learnt: whether the policy begins with what it learnt of costs and acceptance in earlier runs of the same
+        device, model, drafter and versions: True: kept beside the compiled executables, where those are; a path: kept
+        in that directory. Figures only, no text. False: every start learns afresh.
       traffic_log: a file to which every finished request (ended by a stop or by its length) is appended as a JSON
         line of its token ids and temperature, for `python -m jaxspec.train` to learn from. It holds your users' text.
       feature_ring: a directory to which the target's states and tokens of all requests are written, for heads that are
@@ -367,6 +370,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     profile: str | Path | None = None
     compile_cache: bool | str | Path = True
+    keep_learnt: bool | str | Path = False
     traffic_log: str | Path | None = None
     feature_ring: str | Path | None = None
     feature_ring_mib: int = 64
@@ -409,8 +413,9 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "structured_output", "skip_tokenizer_init"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{me}.{name} must be True or False, got {getattr(self, name)!r}")
-        if not isinstance(self.compile_cache, bool | str | Path):
-            raise ValueError(f"{me}.compile_cache must be True, False or a path, got {self.compile_cache!r}")
+        for name in ("compile_cache", "keep_learnt"):
+            if not isinstance(getattr(self, name), bool | str | Path):
+                raise ValueError(f"{me}.{name} must be True, False or a path, got {getattr(self, name)!r}")
         if self.profile is not None and (not isinstance(self.profile, str | Path) or not str(self.profile)):
             raise ValueError(f"{me}.profile must be None or a path, got {self.profile!r}")
         if self.traffic_log is not None and (not isinstance(self.traffic_log, str | Path) or not str(self.traffic_log)):

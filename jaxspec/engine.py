@@ -17,6 +17,7 @@ import numpy as np
 from jaxspec.adaptive import objectives
 from jaxspec.adaptive.controller import AdaptiveController, Recorder
 from jaxspec.adaptive.cost import Costed, CostTable
+from jaxspec.adaptive.learnt import Keeper
 from jaxspec.adaptive.policy import PLACE, BatchView, RoundStats, TierPolicy
 from jaxspec.events import Delta, Event, Finished, Started
 from jaxspec.facts import EngineFacts
@@ -63,6 +64,7 @@ class Engine:
       remembers: whether finished responses go into the drafter's corpus.
       collector: takes what the ring gathers; None: there is no ring.
       load_drafter: other parameters for the runner's drafter from a directory; None: it has none to exchange.
+      keeper: where the policy's estimates outlive the engine; None: nowhere.
 
     Attributes:
       drafter_weights: the versions of the drafter's weights.
@@ -79,9 +81,10 @@ class Engine:
         build_policy: Callable[[CostTable | None], TierPolicy], cost: CostTable | None, seed: int, began: float,
         traffic_log: str | Path | None = None, pace: Pace | None = None, remembers: bool = False,
         load_drafter: Callable[[Path], Any] | None = None, collector: Collector | None = None,
+        keeper: Keeper | None = None,
     ):  # fmt: skip
         self.facts, self.runner, self.scheduler = facts, runner, scheduler
-        self._build_policy, self.cost, self._seed = build_policy, cost, seed
+        self._build_policy, self.cost, self._seed, self._keeper = build_policy, cost, seed, keeper
         self.use_policy(self.new_policy())
         self._live: dict[str, OutputProcessor] = {}
         self._reader = RoundReader(facts, runner.laps)
@@ -106,8 +109,11 @@ class Engine:
         self._warmup = BackgroundWarmup(runner, began, self._learn, lambda: self.has_work)
 
     def new_policy(self) -> TierPolicy:
-        """The configured policy, afresh."""
-        return self._build_policy(self.cost)
+        """The configured policy, as at a start: afresh, or with what was learnt before that."""
+        policy = self._build_policy(self.cost)
+        if self._keeper is not None:
+            self._keeper.recall(policy)
+        return policy
 
     def use_policy(self, policy: TierPolicy, recorder: Recorder | None = None) -> None:
         """From the next step on, `policy` chooses the tier; its counters start anew. Requests may be under way.
@@ -234,6 +240,8 @@ class Engine:
             for pending in previous:
                 events += self._commit(pending)
             self._steps += 1
+            if not self.has_work:
+                self._keep_learnt()
             self._laps.lap("rest")
             return events
 
@@ -292,8 +300,9 @@ class Engine:
         guide = self._guide(rows.requests)
         # Masks and log-probabilities cross over round by round.
         alone = guide is not None or bool(np.count_nonzero(rows.logprobs_B))
+        timed = runner.timed and guide is None and (work is None or not work.chunks)
         choice, state, rows.rounds = self.controller.select(
-            BatchView(len(rows), bucket, rows.context_tokens, now, rows.deepest, tpot),
+            BatchView(len(rows), bucket, rows.context_tokens, now, rows.deepest, tpot, timed),
             1 if alone else rows.rounds,
             lambda choice: runner.repeats(choice, bucket),
         )
@@ -483,7 +492,13 @@ class Engine:
         """Ends what goes on beside its steps: the warm-up, the ring's writing, and the processes that follow."""
         self.stop_warmup()
         self.flush_ring()
+        self._keep_learnt(at_once=True)
         self.runner.leave()
+
+    def _keep_learnt(self, *, at_once: bool = False) -> None:
+        """Of a drafter whose weights were exchanged it is not: the next start has the first ones."""
+        if self._keeper is not None and self.drafter_weights.version <= 1:
+            self._keeper.keep(self.controller.policy, at_once=at_once)
 
     def _learn(self, costs: Mapping[Costed, float]) -> None:
         """After a piece of the warm-up: what it has timed."""

@@ -27,8 +27,10 @@ from jaxspec.tier import Tier, parse_tier
 
 #: Fields of ServerConfig that hold a configuration of the engine, and the prefix of its keys in a file.
 PARTS: dict[str, type[Any]] = {"speculation": SpeculationConfig, "engine": EngineConfig}
-#: Where a server's defaults are not those of the classes: clients may send grammars unasked.
-PART_DEFAULTS: dict[str, dict[str, Any]] = {"speculation": {}, "engine": {"structured_output": True}}
+#: Where a server's defaults are not those of the classes: clients may send grammars unasked, and restarts are frequent.
+PART_DEFAULTS: dict[str, dict[str, Any]] = {
+    "speculation": {}, "engine": {"structured_output": True, "keep_learnt": True},
+}  # fmt: skip
 #: What vLLM's server and SGLang's call these settings.
 ELSEWHERE = {
     **ENGINE_ELSEWHERE, **SPECULATION_ELSEWHERE, "method": "drafter", "api_key": "auth_token_file",
@@ -73,7 +75,8 @@ class ServerConfig:
       drafter: a kind's name (see jaxspec.drafters.registry), or the directory of a drafter's checkpoint; None: an
         EAGLE-3 head where one lies beside the model, else prompt look-up.
       speculation: a SpeculationConfig.
-      engine: an EngineConfig; one that is made from a file or from flags has structured_output on unless they say else.
+      engine: an EngineConfig; one that is made from a file or from flags has structured_output and keep_learnt on
+        unless they say else.
       max_waiting: requests that may queue; the next one is refused with RESOURCE_EXHAUSTED.
       max_waiting_pages: KV pages that queued requests may come to need, one without max_tokens for its prompt alone;
         None: so many that max_waiting requests of a quarter of the context pass (with the default pool) and longer

@@ -125,6 +125,7 @@ def test_vllms_names_of_prompt_lookup_are_told():
         ({"memory_fraction": 1.5}, r"memory_fraction must be a number in \(0, 1\], got 1.5"),
         ({"skip_tokenizer_init": 1}, r"skip_tokenizer_init must be True or False, got 1"),
         ({"compile_cache": 3}, r"compile_cache .*got 3"),
+        ({"keep_learnt": None}, r"keep_learnt must be True, False or a path, got None"),
         ({"rounds_per_dispatch": 0}, r"rounds_per_dispatch must be 'auto' or an int in \[1, 16\], got 0"),
         ({"rounds_per_dispatch": "many"}, r"rounds_per_dispatch must be 'auto' or an int in \[1, 16\], got 'many'"),
         ({"rounds_per_dispatch": True}, r"rounds_per_dispatch must be 'auto' or an int in \[1, 16\], got True"),

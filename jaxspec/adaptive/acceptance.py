@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxspec.adaptive.policy import RoundStats
 from jaxspec.tier import Tier
@@ -282,6 +282,34 @@ class AcceptanceModel:
         self._rates.clear()
         self._chains.clear()
         return bool(alarms)
+
+    def learnt(self) -> tuple[dict[int, tuple[float, ...]], dict[tuple[Tier, int], float], float]:
+        """Rates by bucket as deep as they are known, own means by tier and bucket, and the start; see `Learnt`."""
+        rates, means = {}, {}
+        for bucket, seen in self._seen.items():
+            known = sum(rows >= 1 for rows in seen.main.reached)
+            if known:
+                rates[bucket] = self.rates(bucket)[:known]
+            for tier, mean in seen.own.items():
+                if mean.rows >= 1:
+                    means[tier, bucket] = mean.accepted / mean.rows
+        return rates, means, self._start_rate
+
+    def recall(
+        self, rates: Mapping[int, Sequence[float]], means: Mapping[tuple[Tier, int], float], start: float | None
+    ) -> None:
+        """Before the first round: takes what `learnt` said for evidence that is stale."""
+        for bucket, values in rates.items():
+            if bucket in self._seen:
+                for i, rate in enumerate(values[: self._depth]):
+                    self._seen[bucket].main.reached[i] = _stale_rows(i)
+                    self._seen[bucket].main.accepted[i] = rate * _stale_rows(i)
+        for (tier, bucket), mean in means.items():
+            if bucket in self._seen and tier.depth <= self._depth:
+                self._seen[bucket].mean(tier).add(STALE_ROWS, min(mean, float(tier.depth)) * STALE_ROWS)
+        self._start_rate = self._start_rate if start is None else start
+        self._rates.clear()
+        self._chains.clear()
 
     def age(self, rows: float) -> None:
         """Counts a plain round: it shows nothing of acceptance, so the estimate keeps its value and loses weight."""

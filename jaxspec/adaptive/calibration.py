@@ -89,6 +89,11 @@ class Calibration:
         """Slope and level of each position."""
         return tuple((curve.slope, curve.level) for curve in self._curves)
 
+    def recall(self, fits: Sequence[tuple[float, float]]) -> None:
+        """Begins with these fits of the first positions, as little sure of them as of any start."""
+        for curve, (slope, level) in zip(self._curves, fits, strict=False):
+            curve.slope, curve.level = slope, level
+
     def rate(self, position: int, confidence: float) -> float:
         """The probability at a position, from 0; beyond the last as there. No number, or none above 0, means never."""
         if not confidence > 0:

@@ -8,10 +8,11 @@ round therefore corrects its own entry at once, and tiers that nobody ran move w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 
 from jaxspec.adaptive.arms import Arm
-from jaxspec.adaptive.cost import CostTable
+from jaxspec.adaptive.cost import Costed, CostTable
 from jaxspec.tier import PLAIN, Tier
 
 #: Standard deviations of a table's errors in log seconds: a bucket's, its drafting tiers', and an entry's own.
@@ -36,6 +37,10 @@ _SLOWER, _FASTER = 2.0, 4.0
 _DOUBTFUL, _DOUBTED = 3.0, 0.2
 #: How much of what a nearby bucket learnt holds for one that was never timed.
 _BORROWED = 0.8
+#: Standard deviations of what was learnt before a start: from which it is not kept, and what it has at least then; and
+#: the share of its difference from the new table by which it is doubted; and by how much (in log seconds) an entry's
+#: first round may be off before none of the bucket's is believed any more.
+_VAGUE, _AGED, _DISPUTED, _FOREIGN = 0.5, 0.03, 0.25, 0.35
 
 
 class CostEstimate:
@@ -98,6 +103,25 @@ class CostEstimate:
         if i is not None:
             self._blocks[bucket].learn(i, math.log(seconds))
 
+    def learnt(self) -> dict[Costed, tuple[float, float]]:
+        """Seconds of rounds that are known by now, and their errors; see `learnt.Learnt`."""
+        out: dict[Costed, tuple[float, float]] = {}
+        for bucket, block in self._blocks.items():
+            for (tier, tokens), i in self._index[bucket].items():
+                known = (block.mean[i], block.error(i)) if block.rounds else block.before[i]
+                if known is not None and known[1] < _VAGUE:
+                    out[tier, bucket, tokens] = math.exp(known[0]), known[1]
+        return out
+
+    def recall(self, seconds: Mapping[Costed, tuple[float, float]]) -> None:
+        """Before the first timed round: takes what `learnt` said in place of the table, but for a common factor."""
+        for (tier, bucket, tokens), (value, error) in seconds.items():
+            i = self.arm(tier, bucket, tokens)
+            if i is not None:
+                self._blocks[bucket].before[i] = math.log(value), max(error, _AGED)
+        for block in self._blocks.values():
+            block.begin()
+
     def observe(self, tier: Tier, bucket: int, seconds: float, tokens: int | None = None) -> bool:
         """Takes the positive seconds of one round; a round that has no cost is ignored.
 
@@ -112,6 +136,9 @@ class CostEstimate:
         if not block.rounds:
             self._timed.append(bucket)
         surprise = math.log(seconds) - block.mean[i]
+        if block.before[i] is not None and not block.seen[i] and abs(surprise) > _FOREIGN:
+            block.forget()
+            surprise = math.log(seconds) - block.mean[i]
         if block.cov[i][i] < self._noise + 2 * _COMMON_DRIFT:
             self._heard += 1
             step = max(_NOISE_STEP, 1 / self._heard)
@@ -127,6 +154,7 @@ class _Block:
 
     Attributes:
       table: log seconds as measured; None where there is none.
+      before: log seconds as they were learnt before the start, and the standard deviation of their error.
       start: the same in order (see `_start_from`). own: variance of each entry's own error.
       mean: what is believed. cov: its covariance.
       seen: which entries' rounds were timed. trusted: whether these fitted the table.
@@ -138,15 +166,39 @@ class _Block:
         self._tiers, self._drafts = [arm.tier for arm in arms], [arm.tier.depth > 0 for arm in arms]
         self._whole = [arm.is_whole for arm in arms]
         self.table: list[float | None] = [None] * len(arms)
-        self.start, self.mean = [0.0] * len(arms), [0.0] * len(arms)
-        self.own = [_OWN**2] * len(arms)
-        self.cov = [
-            [_COMMON**2 + _FAMILY**2 * (a and b) + _OWN**2 * (i == j) for j, b in enumerate(self._drafts)]
-            for i, a in enumerate(self._drafts)
-        ]
+        self.before: list[tuple[float, float] | None] = [None] * len(arms)
         self.seen = [False] * len(arms)
         self.rounds = self.doubt = 0
         self.borrowed = self.trusted = False
+        self.begin()
+
+    def begin(self) -> None:
+        """What is believed before the first round."""
+        self.start, self.own = self._start_from(_OWN**2)
+        self.mean = self.start[:]
+        # What was learnt before, of plain decoding too, tells how drafts compare with it.
+        told = self.before[0] is not None
+        self._shared = [drafts and not (told and b) for drafts, b in zip(self._drafts, self.before, strict=True)]
+        self.cov = [
+            [_COMMON**2 + _FAMILY**2 * (a and b) + self.own[i] * (i == j) for j, b in enumerate(self._shared)]
+            for i, a in enumerate(self._shared)
+        ]
+
+    def forget(self) -> None:
+        """What was learnt before the start, and from the few rounds since, was of another time."""
+        self.before = [None] * len(self.before)
+        self.seen = [False] * len(self.seen)
+        self.rounds = self.doubt = 0
+        self.trusted = False
+        self.begin()
+
+    def error(self, i: int) -> float:
+        """Standard deviation of an entry's log seconds relative to those of the one that is known best."""
+        timed = [j for j, seen in enumerate(self.seen) if seen]
+        if not timed:
+            return math.inf
+        cov, best = self.cov, min(timed, key=lambda j: (self.cov[j][j], j))
+        return math.sqrt(max(0.0, cov[i][i] + cov[best][best] - 2 * cov[i][best]))
 
     def learn(self, i: int, seconds: float) -> None:
         """Takes log seconds for the table."""
@@ -157,7 +209,7 @@ class _Block:
         if self.rounds and not new:
             self.cov[i][i] += own[i]  # the old one may have been right for another time
         for j, (value, before) in enumerate(zip(start, self.start, strict=True)):
-            prior = _COMMON**2 + self._drafts[j] * _FAMILY**2 + own[j]
+            prior = _COMMON**2 + self._shared[j] * _FAMILY**2 + own[j]
             self.mean[j] += (value - before) * (min(1.0, self.cov[j][j] / prior) if self.rounds and not new else 1.0)
         self.start, self.own = start, own
 
@@ -168,8 +220,9 @@ class _Block:
         """
         pairs = zip(self._tiers, self._whole, strict=True)
         chains = [tier.is_chain and not tier.lookup and whole for tier, whole in pairs]
-        known = [(i, x) for i, x in enumerate(self.table) if x is not None and chains[i]]
-        start = [0.0 if x is None else x for x in self.table]
+        table, errors = self._recalled()
+        known = [(i, x) for i, x in enumerate(table) if x is not None and chains[i]]
+        start = [0.0 if x is None else x for x in table]
         own = [own_error if whole else _OWN**2 for whole in self._whole]
         drafting = [(i, x) for i, x in known if self._drafts[i]]
         if len(drafting) > 2:
@@ -182,7 +235,22 @@ class _Block:
         for (i, x), value in zip(known, _increasing([x for _, x in known]), strict=True):
             start[i] = value
             own[i] += (x - value) ** 2
-        return start, own
+        return start, [x if error is None else error**2 for x, error in zip(own, errors, strict=True)]
+
+    def _recalled(self) -> tuple[list[float | None], list[float | None]]:
+        """The table with what was learnt before in its entries' place, on the new table's level; and its errors.
+
+        A table is measured in seconds, perhaps beside other work; what rounds taught took hundreds of them.
+        """
+        pairs = [*zip(self.table, self.before, strict=True)]
+        apart = [x - old[0] for x, old in pairs if x is not None and old is not None]
+        if not apart:
+            return self.table, [None] * len(pairs)
+        level = statistics.median(apart)
+        doubt = lambda x, old: math.hypot(old[1], _DISPUTED * (x - old[0] - level))
+        told = [x is not None and old is not None for x, old in pairs]
+        table = [old[0] + level if told[i] and old else x for i, (x, old) in enumerate(pairs)]
+        return table, [doubt(x, old) if told[i] else None for i, (x, old) in enumerate(pairs)]
 
     def observe(self, i: int, surprise: float, noise: float, doubtful: bool) -> None:
         """Takes a round by how much its log seconds exceed the mean; a doubtful one makes nothing surer."""
@@ -218,8 +286,11 @@ class _Block:
         self.rounds += 1
 
     def is_first_draft(self, i: int) -> bool:
-        """Whether no round of a drafting tier was timed, and this one drafts."""
-        return self._drafts[i] and not any(s and d for s, d in zip(self.seen, self._drafts, strict=True))
+        """Whether no round of a drafting tier was timed, now or in what was learnt before, and this one drafts."""
+        known = (
+            d and (seen or old is not None) for d, seen, old in zip(self._drafts, self.seen, self.before, strict=True)
+        )
+        return self._drafts[i] and not any(known)
 
     def _first(self, i: int, surprise: float, noise: float) -> None:
         """Hears of an entry's first round: a second drafting tier that fits speaks for those that nobody ran.
@@ -257,7 +328,7 @@ class _Block:
             x for x, drafts, t in zip(shifts, donor._drafts, donor.table, strict=True) if drafts and t is not None
         ]
         family = sum(drafting) / len(drafting) - shifts[0] if drafting else 0.0
-        self.mean = [m + _BORROWED * (shifts[0] + family * d) for m, d in zip(self.mean, self._drafts, strict=True)]
+        self.mean = [m + _BORROWED * (shifts[0] + family * d) for m, d in zip(self.mean, self._shared, strict=True)]
         self.borrowed = True
 
 

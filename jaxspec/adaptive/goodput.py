@@ -15,6 +15,7 @@ from jaxspec.adaptive.arms import Arm, whole
 from jaxspec.adaptive.bucket import Bucket, GoodputParams
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.estimate import CostEstimate
+from jaxspec.adaptive.learnt import Learnt
 from jaxspec.adaptive.policy import BatchView, RoundStats
 from jaxspec.adaptive.probes import HASTE, TIE, Probes
 from jaxspec.adaptive.rows import Rows
@@ -26,6 +27,8 @@ from jaxspec.tier import PLAIN, Choice, Tier
 _PROBE_PATIENCE = 8
 #: Rounds after which drafts that were given up are looked at for the first time: it may have been bad luck.
 _REGRET = 8.0
+#: Most rounds between probes, and between looks at costs, that a policy begins with which recalls what was learnt.
+_PAUSE = 100.0
 #: Gap in log goodput from which it counts more than in proportion; and how fast switches are forgotten.
 _LARGE, _REST = 0.1, 0.99
 #: How far the drafts that a packed round accepts may be off what was expected, in depths over the root of its rows,
@@ -206,6 +209,26 @@ class GoodputPolicy:
         """Those of `buckets` where the tier's cost is known; plain decoding in all."""
         at_hand = {b: {self._arms[i].tier for i in self._bucket(b).candidates} for b in buckets}
         return tuple(b for b in buckets if tier in at_hand[b])
+
+    def learnt(self) -> Learnt:
+        """Costs, acceptance, what budgets keep, and how rarely it has come to look; see `learnt.Learnt`."""
+        rates, means, start = self._acceptance.learnt()
+        shares, curves = self._yields.learnt()
+        pauses = {
+            bucket: (min(state.interval, _PAUSE), min(state.pause, _PAUSE))
+            for bucket, state in self._buckets.items() if state.timed
+        }  # fmt: skip
+        return Learnt({}, self._cost.learnt(), rates, means, start, pauses, shares, curves)
+
+    def recall(self, learnt: Learnt) -> None:
+        """Before the first round: begins with what another such policy had learnt; rounds overrule it."""
+        self._cost.recall(learnt.seconds)
+        self._acceptance.recall(learnt.rates, learnt.means, learnt.start)
+        self._yields.recall(learnt.shares, learnt.curves)
+        for bucket, (interval, pause) in learnt.pauses.items():
+            state = self._buckets.get(bucket)
+            if state is not None:  # nothing is to be found out at once
+                state.interval, state.pause, state.timed = interval, pause, True
 
     def expected_tokens(self, tier: Tier, bucket: int, tokens: int | None = None) -> float:
         """Tokens that a request is expected to gain from one such round now, the bonus token included."""

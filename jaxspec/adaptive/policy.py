@@ -28,6 +28,7 @@ class BatchView:
       now: seconds on the engine's clock.
       max_depth: most drafts that any of its requests may accept; None: no limit.
       tpot: seconds a token that the most urgent of its requests asks for; None: none asks.
+      timed: whether its seconds will be told: nothing but rounds ran on the device since the round before.
     """
 
     batch_size: int
@@ -36,6 +37,7 @@ class BatchView:
     now: float = 0.0
     max_depth: int | None = None
     tpot: float | None = None
+    timed: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,5 +172,6 @@ def replay(policy: TierPolicy, lines: Iterable[str] | IO[str]) -> Iterator[Tier]
     for line in lines:
         if line.strip():
             stats = RoundStats.from_json(line)
-            yield as_choice(policy.select(BatchView(stats.batch_size, stats.bucket, stats.context_tokens))).tier
+            view = BatchView(stats.batch_size, stats.bucket, stats.context_tokens, timed=stats.seconds > 0)
+            yield as_choice(policy.select(view)).tier
             policy.observe(stats)

@@ -72,7 +72,7 @@ class Probes:
           scores, tokens: of each arm, as `Worth.scores` has them. costs: log seconds.
         """
         return (
-            self._look(state, view.bucket, scores, costs)
+            (view.timed and self._look(state, view.bucket, scores, costs))
             or self._probe(state, view, scores, costs, tokens)
             or self._sight(state, view, scores, costs, tokens)
         )

@@ -40,7 +40,7 @@ class Worth:
         self._whole = [arm.is_whole for arm in arms]
 
     def scores(self, bucket: int, costs: Sequence[float], current: int | None) -> tuple[list[float], list[float]]:
-        """Of each arm: logarithm of the tokens a second of a request, as far as they last (see `rows`), and `tokens`."""
+        """Of each arm: log of the tokens a second of a request, as far as they last (see `rows`), and `tokens`."""
         chains = self._acceptance.chain_tokens(bucket)
         tokens = self._every(bucket, chains, None)
         low, high = self._rows[bucket].halves

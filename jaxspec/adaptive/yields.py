@@ -8,12 +8,13 @@ the shares, and what a round whose budget cut drafts off would have accepted wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from jaxspec.adaptive.arms import Arm
 from jaxspec.adaptive.calibration import Calibration
+from jaxspec.adaptive.cost import Costed
 from jaxspec.adaptive.policy import DraftLabels
 
 #: Nodes of a round that are looked at, of a larger one some rows, which take turns, and of large rounds only each
@@ -60,6 +61,30 @@ class Yields:
         row's; None where no round has told."""
         found = self._shares[bucket].get(arm)
         return None if found is None else found[1]
+
+    def learnt(self) -> tuple[dict[Costed, tuple[float, float]], tuple[tuple[float, float], ...]]:
+        """Shares and tilts of packed rounds, and the calibration's curves; see `Learnt`."""
+        shares: dict[Costed, tuple[float, float]] = {}
+        for i, arm in self._arms:
+            for bucket, found in self._shares.items():
+                if i in found:
+                    share, tilt = found[i]
+                    shares[arm.tier, bucket, arm.tokens(bucket)] = min(1.0, share), min(2.0, tilt)
+        return shares, self.calibration.fits if self._rounds else ()
+
+    def recall(self, shares: Mapping[Costed, tuple[float, float]], curves: Sequence[tuple[float, float]]) -> None:
+        """Before the first round: takes what `learnt` said until a round tells better."""
+        self.calibration.recall(curves)
+        if curves:
+            self._fits = self._rounded()
+        for i, arm in self._arms:
+            for bucket, found in self._shares.items():
+                told = shares.get((arm.tier, bucket, arm.tokens(bucket)))
+                if told is not None:
+                    found[i], self._age[bucket] = told, _STALE
+
+    def _rounded(self) -> tuple[tuple[float, float], ...]:
+        return tuple((round(a, _DIGITS), round(b, _DIGITS)) for a, b in self.calibration.fits)
 
     def age(self, bucket: int) -> int | None:
         """Rounds of the bucket since one told its shares; None where none has."""
@@ -110,7 +135,7 @@ class Yields:
         self._learn_shares(alive, depth, bucket, better, is_tree=drafts.parent is not None)
         self._rounds += 1
         if self._rounds % _REFIT == 0 or self._rounds in (2, 5, 10):
-            self._fits = tuple((round(a, _DIGITS), round(b, _DIGITS)) for a, b in self.calibration.fits)
+            self._fits = self._rounded()
         return [float(rows), *happened.sum(axis=0).tolist()]
 
     def _learn_shares(
@@ -119,29 +144,24 @@ class Yields:
         """Of chains a round tells of all that are no deeper, of trees of its own alone."""
         shares, age = self._shares[bucket], self._age.get(bucket, _STALE)
         new = 1.0 if age >= _STALE else max(_NEW, age / _STALE)
-        ranked: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         rows, nodes = alive_RN.shape
         for i, arm in self._arms:
             count, tokens = arm.tier.num_nodes - 1, arm.tokens(bucket)
             same = (arm.tier.depth, count) == (depth, nodes) if is_tree else arm.tier.is_chain and count <= nodes
             if not same or tokens is None:
                 continue
-            if count not in ranked:
-                flat = alive_RN[:, :count].ravel()
-                order = np.argsort(-flat, kind="stable")
-                kept = np.cumsum(flat[order])
-                if better is None:
-                    good = kept / 2
-                else:
-                    # As many rows in each half: what is kept of a mean row of it.
-                    own = max(1, np.count_nonzero(better)) / rows
-                    good = np.cumsum((flat * np.repeat(better, count))[order]) / (2 * own)
-                ranked[count] = kept, good
-            kept, good = ranked[count]
-            taken = min(tokens - bucket, len(kept))
-            whole, part = float(kept[-1]), float(kept[taken - 1])
+            flat = alive_RN[:, :count].ravel()
+            taken = min(tokens - bucket, len(flat))
+            likeliest = np.argpartition(flat, len(flat) - taken)[len(flat) - taken :]
+            kept = flat[likeliest]
+            whole, part = float(flat.sum()), float(kept.sum())
+            good = part / 2
+            if better is not None:
+                # As many rows in each half: what is kept of a mean row of it.
+                own = max(1, np.count_nonzero(better)) / rows
+                good = float(kept @ better[likeliest // count]) / (2 * own)
             share = part / whole if whole > 0 else 1.0
-            tilt = 2 * float(good[taken - 1]) / part if part > 0 else 1.0
+            tilt = 2 * good / part if part > 0 else 1.0
             old = shares.get(i, (share, tilt))
             shares[i] = old[0] + new * (share - old[0]), old[1] + new * (tilt - old[1])
         self._age[bucket] = 0

@@ -110,6 +110,11 @@ class Arriving(Holding):
         return self._trials.costs
 
     @property
+    def timed(self) -> bool:
+        """Whether the seconds of a round that is dispatched next would be its own, if it is nothing but a round."""
+        return not self._disturbed
+
+    @property
     def warm(self) -> bool:
         """Whether everything is compiled and timed, or given up."""
         return self._trials.over and self._warmup.over

@@ -123,7 +123,7 @@ def test_fingerprints_do_not_depend_on_the_process():
 
 def build(bench: Any, cache: Path, **config: Any) -> Any:
     """Of trees and plain rounds; with another page size of trees alone."""
-    config = dict(batch_buckets=(4,), variants=("sampled",), compile_cache=cache, **config)
+    config = dict(batch_buckets=(4,), variants=("sampled",), compile_cache=cache, keep_learnt=True, **config)
     trees_alone = SpeculationConfig(depth=TREE.depth, topk=TREE.topk, num_nodes=TREE.num_nodes)
     speculation = trees_alone if "page_size" in config else SpeculationConfig(tiers=(PLAIN, TREE))
     return bench.build("eagle3", speculation, COST, **config)
@@ -137,6 +137,10 @@ def test_a_second_engine_traces_nothing_and_says_the_same(
     first = build(bench, tmp_path)
     first.use_policy(script())
     expected = tools.drive(first, tools.workload())
+    first.use_policy(first.new_policy())
+    assert not first.controller.policy.learnt().rates
+    tools.drive(first, tools.workload())
+    first.close()
     stored = sorted(path.name for path in tmp_path.rglob("rounds/*/*"))
     assert len(stored) == first.runner.num_executables
 
@@ -146,6 +150,8 @@ def test_a_second_engine_traces_nothing_and_says_the_same(
     with monkeypatch.context() as patch:
         patch.setattr(jax.stages.Traced, "lower", refuse)
         second = build(bench, tmp_path)
+    (kept,) = tmp_path.glob("learnt/*.json")  # what the first one's policy has learnt
+    assert second.controller.policy.learnt().rates and '"model files": "these"' in kept.read_text()
     before = second.runner.state.pages
     second.use_policy(script())
     outputs = tools.drive(second, tools.workload())

@@ -86,7 +86,7 @@ def test_flags_reach_all_three_configurations():
     assert (config.port, config.metrics_port, config.reflection, config.queue_seconds) == (0, None, True, 2.0)
     assert config.engine == EngineConfig(
         max_batch_size=3, enable_prefix_caching=False, compile_cache=False, variants=("greedy",), batch_buckets=(1, 3),
-        structured_output=True,
+        structured_output=True, keep_learnt=True,
     )  # fmt: skip
     assert config.speculation == SpeculationConfig(candidate_steps=(1, 2))
     assert (config.drafter, config.log_format, config.served_name) == ("none", "text", "demo")
@@ -138,7 +138,8 @@ def test_structured_output_is_on_unless_somebody_says_else(
 
 
 def test_a_configuration_in_python_has_the_same_default():
-    assert ServerConfig().engine == EngineConfig(structured_output=True) == ServerConfig.of({"engine": {}}).engine
+    engine = EngineConfig(structured_output=True, keep_learnt=True)
+    assert ServerConfig().engine == engine == ServerConfig.of({"engine": {}}).engine
     assert not ServerConfig(engine=EngineConfig()).engine.structured_output
 
 

@@ -8,11 +8,16 @@ import re
 from pathlib import Path
 
 from jaxspec.adaptive.controller import Recorder
+from jaxspec.adaptive.learnt import Learns, Learnt
 from jaxspec.bench.online import traces
 from jaxspec.bench.online.arrivals import Load, closed, random_process
-from jaxspec.bench.simulate import acceptance, costs, policies
+from jaxspec.bench.simulate import acceptance, costs, figures, policies
 from jaxspec.bench.simulate.engine import Machine, Outcome, Simulation
 from jaxspec.config import EngineConfig
+from jaxspec.tier import PLAIN
+
+#: By which the seed of a run that only teaches differs.
+_EARLIER = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +62,8 @@ def cells(args: argparse.Namespace, device: costs.Costs) -> list[Cell]:
                  "max_num_batched_tokens"):  # fmt: skip
         if not 0 < getattr(args, name) < float("inf"):
             raise ValueError(f"{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")
+    if args.tpot_scale is not None and not 0 < args.tpot_scale < 100:
+        raise ValueError(f"tpot-scale must lie in (0, 100), got {args.tpot_scale}")
     if not 0 <= args.noise < 1 or not 0 < args.table_error < 100:
         raise ValueError(
             f"noise must lie in [0, 1) and table-error in (0, 100), got {args.noise} and {args.table_error}"
@@ -111,17 +118,29 @@ def play(cell: Cell, args: argparse.Namespace, device: costs.Costs, seed: int, d
     )  # fmt: skip
     named = [policies.entry(text, setting) for text in args.policy or policies.defaults()]
     entries = [*policies.fixed(depths), *named]
-    outcomes = {}
+    outcomes, tpot = {}, None
     for one in entries:
-        recorder = None
+        policy, recorder = one.make(), None
+        if args.carry and isinstance(policy, Learns):
+            earlier = one.make()
+            before = acceptance.Tape(cell.texts, seed + _EARLIER, depths[-1])
+            first = Simulation(
+                machine, before, earlier, prompt=args.prompt_tokens, output=args.output_tokens, seed=seed + _EARLIER
+            )
+            first.run(cell.load, cell.seconds)
+            assert isinstance(earlier, Learns)
+            policy.recall(Learnt.from_json(earlier.learnt().to_json()))
         if args.record:
             where = re.sub(r"[^\w.+-]+", "_", f"{cell.name}-{one.name}-{seed}")
             recorder = Recorder(Path(args.record) / f"{where}.jsonl")
         simulation = Simulation(
-            machine, tape, one.make(), prompt=args.prompt_tokens, output=args.output_tokens, seed=seed,
-            recorder=recorder,
+            machine, tape, policy, prompt=args.prompt_tokens, output=args.output_tokens, seed=seed, recorder=recorder,
+            tpot=tpot,
         )  # fmt: skip
         outcomes[one.name] = simulation.run(cell.load, cell.seconds)
+        if args.tpot_scale and one.name == PLAIN.name:
+            usual = figures.objective(outcomes[one.name])
+            tpot = None if usual is None else args.tpot_scale * usual
         if recorder is not None:
             recorder.close()
     return Done(cell, seed, outcomes, entries, tape.auc())

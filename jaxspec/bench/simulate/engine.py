@@ -194,14 +194,15 @@ class Simulation:
       prompt, output: tokens of requests whose arrival names none; outputs differ from this mean by up to half.
       seed: of lengths, places in the texts and noise. The same for every policy that is compared.
       recorder: hears every round.
+      tpot: seconds a token that every request asks for, by AdaSpec's rule: no round should take longer. None: none.
     """
 
     def __init__(
         self, machine: Machine, tape: Tape, policy: TierPolicy, *, prompt: int = 256, output: int = 128, seed: int = 0,
-        recorder: Recorder | None = None,
+        recorder: Recorder | None = None, tpot: float | None = None,
     ) -> None:  # fmt: skip
         self.machine, self._tape, self._policy = machine, tape, policy
-        self._prompt, self._output, self._seed = prompt, output, seed
+        self._prompt, self._output, self._seed, self._tpot = prompt, output, seed, tpot
         self.now = 0.0
         self._scheduler = Scheduler(SchedulerConfig(machine.sizes, enable_prefix_caching=False), lambda: self.now)
         tiers = {tier: None for tier in (*map(Tier, machine.depths), *policy.tiers)}
@@ -319,7 +320,8 @@ class Simulation:
         if show is not None:
             show(Batch(bucket, context, alive_BD))
         began = time.thread_time()
-        choice, _, _ = self.controller.select(BatchView(len(rows), bucket, context, self.now, rows.deepest))
+        view = BatchView(len(rows), bucket, context, self.now, rows.deepest, self._tpot, self._timed)
+        choice, _, _ = self.controller.select(view)
         self._out.controller.append(time.thread_time() - began)
         tier = choice.tier
         assert tier.is_chain, f"only chains are simulated, got {tier}"
