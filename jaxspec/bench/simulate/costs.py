@@ -318,6 +318,12 @@ _H100 = (
     LinearCost(3.926e-8, 2.101e-5, 5.886e-3, math.nan, math.nan),
     LinearCost(2.378e-9, 8.41e-7, 2.135e-3, math.nan, math.nan),
 )
+#: An A100 (40 GB) with Vicuna-7B and a draft model of 68M, by the data sheet: 13.5 GB of weights at 1.555 TB/s, 0.52 MB
+#: of keys and values and 13.4 GFLOP a token at 312 TFLOP/s. That a draft pass takes 0.6 ms is a guess.
+_A100 = (
+    LinearCost(3.4e-7, 4.3e-5, 8.7e-3, math.nan, math.nan),
+    LinearCost(4e-9, 1e-6, 6e-4, math.nan, math.nan),
+)
 _SHEETS = {  # chips: name, bytes and bf16 operations a second of one, how many hold the model
     "h200": ("NVIDIA H200", 4.8e12, 989e12, 1),
     "v5e": ("TPU v5e", 0.81e12, 197e12, 2),
@@ -327,7 +333,7 @@ _SHEETS = {  # chips: name, bytes and bf16 operations a second of one, how many 
 }
 #: Of `load`.
 NAMES = (
-    "h100-adaspec", "h100-adaspec-expanded", *(f"{chip}-roofline" for chip in _SHEETS),
+    "h100-adaspec", "h100-adaspec-expanded", "a100-vicuna-expanded", *(f"{chip}-roofline" for chip in _SHEETS),
     *(f"{chip}-roofline-30b-a3b" for chip in _SHEETS),
 )  # fmt: skip
 #: Qwen3-30B-A3B and an EAGLE-3 head as wide, in bfloat16, counted from their shapes.
@@ -356,6 +362,9 @@ def load(name: str | os.PathLike) -> Costs:
         how = "each token reads its context, as in the paper" if expanded else "context read once"
         label = f"published: AdaSpec's constants of an H100, Llama-3.1-8B, EAGLE head; {how}"
         return Linear(label, *_H100, overhead=1.207e-3, expanded=expanded)
+    if name == "a100-vicuna-expanded":
+        label = "estimate by the data sheet, not measured: A100, Vicuna-7B and 68M; each token reads its context"
+        return Linear(label, *_A100, overhead=1.2e-3, expanded=True)
     if name in NAMES:
         sheet, moe = name.split("-roofline")
         chip, bandwidth, flops, count = _SHEETS[sheet]
