@@ -8,6 +8,7 @@ it is asked for.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import os
@@ -101,12 +102,9 @@ def spread(
       ValueError: no cluster at the address.
       Exception: what `make`, or what it made, raised.
     """
-    ray, data = _ray()
+    _, data = _ray()
     size = max(1, min(block, -(-len(items) // (4 * cluster.workers))))
-    began = not ray.is_initialized()
-    if began:
-        _join(ray, cluster)
-    try:
+    with joined(cluster) as ray:
         data.DataContext.get_current().enable_progress_bars = False
         rows = [{"number": number, "item": pickle.dumps(item)} for number, item in enumerate(items)]
         done = data.from_items(rows, override_num_blocks=-(-len(rows) // size)).map_batches(
@@ -127,9 +125,24 @@ def spread(
                 yield number, result
         if missing := len(items) - len(came):
             raise RuntimeError(f"of {len(items)} items {missing} did not come back from the cluster")
+
+
+@contextlib.contextmanager
+def joined(cluster: Cluster) -> Iterator[Any]:
+    """Within it this process belongs to a cluster, whatever is spread there; gives Ray.
+
+    Raises:
+      ValueError: no cluster at the address.
+    """
+    ray, _ = _ray()
+    if ray.is_initialized():
+        yield ray
+        return
+    _join(ray, cluster)
+    try:
+        yield ray
     finally:
-        if began:
-            ray.shutdown()
+        ray.shutdown()
 
 
 @dataclasses.dataclass(frozen=True)

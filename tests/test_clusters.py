@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 from jaxspec import batch, clusters
 from jaxspec.checkpointing import hf
@@ -24,6 +26,7 @@ from jaxspec.models.tiny import tiny_target
 from jaxspec.request import FinishReason
 from jaxspec.train.data import regenerate
 from jaxspec.train.data.regenerate import Answers
+from jaxspec.train.run import evaluate
 from jaxspec.writer import Asked, WriterConfig, Written
 
 needs_ray = pytest.mark.skipif(
@@ -219,3 +222,27 @@ def test_answers_of_two_workers_one_of_which_is_killed(tmp_path: Path) -> None:
     spread = run("spread.jsonl", Cluster(workers=2))
     killer.join(10)
     assert killed and spread.read_bytes() == alone.read_bytes()
+
+
+@needs_ray
+@pytest.mark.exhaustive("a Ray cluster, and a target in each of its workers")
+@pytest.mark.filterwarnings("default")
+def test_two_workers_evaluate_what_one_process_does(tmp_path: Path) -> None:
+    """The same record: no count depends on who made it."""
+    letters = Tokenizer(models.BPE({c: i for i, c in enumerate("abcdefghijklm")}, []))
+    target = tiny_target(0, bos_token_id=None)
+    hf.save_model(target, tmp_path / "target", tokenizer=letters, dtype=jnp.float32)
+    hf.save_model(tiny_target(0, bos_token_id=None, num_layers=1), tmp_path / "draft", dtype=jnp.float32)
+    draw = np.random.default_rng(0)
+    rows = [
+        {"prompt_token_ids": [3, 1], "output_token_ids": draw.integers(0, 13, 30).tolist(), "temperature": i % 2}
+        for i in range(24)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    words = ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "draft"), "--rows", "2", "--no-cost"]
+    words += ["--data", str(tmp_path / "rows.jsonl"), "--depth", "3"]
+    alone = evaluate.main(parser.parse_args(words))
+    assert len(alone["groups"]) == 2
+    assert evaluate.main(parser.parse_args([*words, "--ray", "local", "--workers", "2"])) == alone

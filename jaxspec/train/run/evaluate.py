@@ -8,6 +8,7 @@ the engine measured beside it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
@@ -154,27 +155,24 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--length must be at most the target's max_position_embeddings {context}, got {args.length}")
     tiers = tiers_of(args.depth, parse_trees(args.trees))
     load = _Load(target_dir, kind, directory, tiers, args.length, args.seed)
-    cluster = clusters.of(args)
-    if cluster is None:
-        counter = load()
-        count = lambda pieces: enumerate(counter(pieces))
-    else:
-        count = lambda pieces: clusters.spread(load, pieces, cluster, 1)
     examples = dataset.read_examples(args.data, Tokenizer.from_directory(target_dir))
     pieces = pieces_of(examples, hf.load_config(target_dir), tiers, args.length, args.rows, args.limit)
-    groups = summed(pieces, tiers, count)
-    record: dict[str, Any] = {
-        "target": str(args.target),
-        "drafter": f"{kind} ({directory.name})",
-        "depth": args.depth,
-        "groups": [_entry(group) for group in groups],
-    }
-    print(acceptance_table(groups), flush=True)
-    timed = _Timed(args, groups, _first(examples, args.limit))
-    if cluster is None:
-        record = timed(record)
-    else:
-        ((_, record),) = clusters.spread(timed.each, [record], dataclasses.replace(cluster, workers=1), 1)
+    cluster = clusters.of(args)
+    with contextlib.nullcontext() if cluster is None else clusters.joined(cluster):
+        counts = enumerate(load()(pieces)) if cluster is None else clusters.spread(load, pieces, cluster, 1)
+        groups = summed(pieces, tiers, counts)
+        record: dict[str, Any] = {
+            "target": str(args.target),
+            "drafter": f"{kind} ({directory.name})",
+            "depth": args.depth,
+            "groups": [_entry(group) for group in groups],
+        }
+        print(acceptance_table(groups), flush=True)
+        timed = _Timed(args, groups, _first(examples, args.limit))
+        if cluster is None:
+            record = timed(record)
+        else:
+            ((_, record),) = clusters.spread(timed.each, [record], dataclasses.replace(cluster, workers=1), 1)
     if "speedup" in record["groups"][0]:
         print("\n" + speedup_table(record), flush=True)
     if args.measure:

@@ -6,7 +6,7 @@ Must not know engines or commands.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -76,10 +76,6 @@ class Piece:
     rows: PackedRows
 
 
-#: Makes of each piece how many of its rounds accepted exactly 0, 1, .. drafts, for each tier.
-Count = Callable[[Sequence[Piece]], Iterator[tuple[int, list[np.ndarray]]]]
-
-
 def simulate(
     module: Any, target: TargetModel, examples: Sequence[dataset.Example], depth: int, *, length: int | None = None,
     rows: int = 8, limit: int = 256, seed: int = 0, trees: Sequence[Tier] = (), states: States | None = None,
@@ -94,11 +90,8 @@ def simulate(
       ValueError: no text is long enough for one round, or trees of a drafter that does not draft in one pass.
     """
     tiers = tiers_of(depth, trees)
-
-    def count(pieces: Sequence[Piece]) -> Iterator[tuple[int, list[np.ndarray]]]:
-        return enumerate(Counter(module, target, tiers, seed, states)(pieces))
-
-    return summed(pieces_of(examples, target.config, tiers, length, rows, limit), tiers, count)
+    pieces = pieces_of(examples, target.config, tiers, length, rows, limit)
+    return summed(pieces, tiers, enumerate(Counter(module, target, tiers, seed, states)(pieces)))
 
 
 def tiers_of(depth: int, trees: Sequence[Tier] = ()) -> tuple[Tier, ...]:
@@ -134,19 +127,21 @@ def pieces_of(
     return pieces
 
 
-def summed(pieces: Sequence[Piece], tiers: Sequence[Tier], count: Count) -> list[Group]:
+def summed(
+    pieces: Sequence[Piece], tiers: Sequence[Tier], counts: Iterable[tuple[int, list[np.ndarray]]]
+) -> list[Group]:
     """What pieces make together, by group.
 
     Args:
-      count: yields (number of the piece, counts by tier), in any order.
+      counts: of each piece, (its number, what `Counter` makes of it), in any order.
 
     Raises:
       ValueError: no text holds a whole round.
     """
     totals = {piece.group: {tier: np.zeros(tier.depth + 1, np.int64) for tier in tiers} for piece in pieces}
-    for number, found in count(pieces):
-        for tier, counts in zip(tiers, found, strict=True):
-            totals[pieces[number].group][tier] += counts
+    for number, found in counts:
+        for tier, histogram in zip(tiers, found, strict=True):
+            totals[pieces[number].group][tier] += histogram
     out = [Group(*group, total) for group, total in totals.items()]
     out = [group for group in out if group.rounds]
     if not out:
