@@ -117,7 +117,7 @@ def load(
         if quantisation is not None and w.linear:
             kernel = _quantised(quantisation, reader, w, how, devices, whole=w.param is head)
         value = _plain(reader, w, how, devices, check_copies) if kernel is None else kernel
-        w.param.set_value(jax.block_until_ready(value))  # what is under way to a device, the host still holds
+        w.take(jax.block_until_ready(value))  # what is under way to a device, the host still holds
     _log.info("read %.1f MiB of weights for %d of %d devices", reader.bytes_read / 2**20, len(devices.own),
               devices.shards)  # fmt: skip
     return model

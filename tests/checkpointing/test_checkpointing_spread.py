@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "experts": FAMILY_FIELDS["qwen3_moe"],
     "shared experts": FAMILY_FIELDS["qwen2_moe"],
     "experts in turns": FAMILY_FIELDS["gpt_oss"],
+    "latent attention": FAMILY_FIELDS["deepseek_v2"],
 }
 
 
