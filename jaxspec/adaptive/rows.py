@@ -70,7 +70,7 @@ class Rows:
         for number, hits, trials in zip(rows, accepted, tried, strict=True):
             row = known.get(number & mask)
             if row is None or row[0] != number:
-                known[number & mask] = row = [number, hits, trials]
+                row = known[number & mask] = [float(number), float(hits), float(trials)]
             else:
                 row[1] = row[1] * _KEPT + hits
                 row[2] = row[2] * _KEPT + trials
