@@ -29,8 +29,8 @@ from jaxspec.train.data.jsonl import Line, named, read_rows
 from jaxspec.writer import Asked, WriterConfig, write
 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
-#: Fields that a row may have; a row has one completion.
-_PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "n")
+#: Fields that a row may have; an answer is one completion, and holds no log-probabilities.
+_PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in ("n", "logprobs"))
 #: Those that flags are for.
 _FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "seed")
 
@@ -64,7 +64,9 @@ class Row:
     id: Any = None
 
 
-def understood(line: Line, number: int, tokenizer: Tokenizer | None, args: argparse.Namespace, context: int) -> Row:
+def understood(
+    line: Line, number: int, tokenizer: Tokenizer | None, args: argparse.Namespace, context: int, vocab_size: int
+) -> Row:  # fmt: skip
     """What a row asks for.
 
     Raises:
@@ -88,14 +90,20 @@ def understood(line: Line, number: int, tokenizer: Tokenizer | None, args: argpa
     if isinstance(bias := own.get("logit_bias"), dict):  # JSON has no other keys than strings
         own["logit_bias"] = {int(token): value for token, value in bias.items()}
     params = SamplingParams(**own)
+    if params.stop and tokenizer is None:
+        raise ValueError(f"stop strings {params.stop!r} need a tokenizer, and this checkpoint has none")
+    params.check_vocabulary(vocab_size)
     if not ids:
         raise ValueError("a prompt must hold at least 1 token, got an empty one")
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise ValueError(f"prompt token ids must lie in [0, {vocab_size}), got {token!r}")
     room = context - (params.max_tokens or 1)
     if len(ids) > room:
         raise ValueError(
             f"a prompt must leave room for its text in a context of {context} tokens: at most {room}, got {len(ids)}"
         )
-    return Row(Asked([int(token) for token in ids], params), row.get("id"))
+    return Row(Asked(list(ids), params), row.get("id"))
 
 
 def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
@@ -118,11 +126,12 @@ def run(args: argparse.Namespace) -> Path:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
     tokenizer = Tokenizer.from_directory(model) if Tokenizer.is_in(model) else None
-    context = min(hf.load_config(model).max_position_embeddings, args.context)
+    config = hf.load_config(model)
+    context = min(config.max_position_embeddings, args.context)
     lines: list[Row] = []
     for number, line in enumerate(read_rows(args.data)):
         with named(line.source):
-            lines.append(understood(line, number, tokenizer, args, context))
+            lines.append(understood(line, number, tokenizer, args, context, config.vocab_size))
     made_of = {
         "model": fingerprint(model), "data": [[path.name, digest(path)] for path in args.data],
         "drafter": args.drafter, "context": context, **{name: getattr(args, name) for name in _FLAGS},
@@ -136,7 +145,7 @@ def run(args: argparse.Namespace) -> Path:
         print(f"{args.out}: all {done:,} rows are there")
         return args.out
     longest = max(len(row.asked.tokens) + (row.asked.params.max_tokens or context) for row in lines)
-    sampled = any(row.asked.params.temperature for row in lines)
+    sampled = not all(row.asked.params.plain_greedy for row in lines)
     how = WriterConfig(model, args.drafter, min(longest, context), sampled, tokenizer is not None, args.batch)
     start, waiting = done, {}
     with file:

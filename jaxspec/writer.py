@@ -50,7 +50,7 @@ class WriterConfig:
     Attributes:
       model: a directory, the same on all machines of a cluster. drafter: as LLM's.
       longest: prompt and output together, in tokens.
-      sampled: whether any text is.
+      sampled: whether any text asks for more than the argmax (SamplingParams.plain_greedy).
       tokenizer: whether texts are to be read besides tokens.
       batch: written together; None: 16 on a CPU and 128 elsewhere.
     """

@@ -65,9 +65,11 @@ def test_what_a_cluster_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
 def echoed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
     """Runs `python -m jaxspec.batch` on rows; what it writes is each prompt backwards, the last row first."""
     asked: list[int] = []
+    sampled: list[bool] = []
 
     def write(how: WriterConfig, texts: Sequence[Asked], cluster: Any) -> Iterator[tuple[int, Written]]:
         asked.append(len(texts))
+        sampled.append(how.sampled)
         for number, text in reversed(list(enumerate(texts))):
             yield number, Written(text.tokens[::-1], str(text.params.seed), FinishReason.STOP, None)
 
@@ -76,10 +78,10 @@ def echoed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]
     def run(directory: Path, *words: str) -> list[dict[str, Any]]:
         out = directory / "out.jsonl"
         args = [str(directory / "in.jsonl"), "--out", str(out), "--model", str(directory), "--drafter", "ngram", *words]
-        batch.run(batch.parser().parse_args(args))
-        return [json.loads(line) for line in out.read_text().splitlines()]
+        written = batch.run(batch.parser().parse_args(args))
+        return [json.loads(line) for line in written.read_text().splitlines()]
 
-    run.asked = asked  # type: ignore[attr-defined]
+    run.asked, run.sampled = asked, sampled  # type: ignore[attr-defined]
     return run
 
 
@@ -109,6 +111,13 @@ def test_every_row_is_answered_once_and_in_order(directory: Path, echoed: Any) -
         echoed(directory, "--max-tokens", "9")
 
 
+def test_rows_that_shape_the_argmax_have_an_engine_that_does(directory: Path, echoed: Any) -> None:
+    for name, more in [("plain", {}), ("shaped", {"repetition_penalty": 1.2}), ("warm", {"temperature": 0.5})]:
+        rows(directory, {"prompt_token_ids": [1]}, {"prompt_token_ids": [2], **more})
+        echoed(directory, "--out", str(directory / f"{name}.jsonl"))
+    assert echoed.sampled == [False, True, True]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -117,6 +126,11 @@ def test_every_row_is_answered_once_and_in_order(directory: Path, echoed: Any) -
         ({"prompt_token_ids": [1], "messages": []}, "must have one of .*, got 'messages' and"),
         ({"prompt_token_ids": []}, "in.jsonl:1: prompt must hold at least 1 token"),
         ({"prompt_token_ids": [1], "temperature": -1}, "in.jsonl:1: temperature must"),
+        ({"prompt_token_ids": [1], "logprobs": 1}, r"in.jsonl:1: a row may have \[.*\], got \['logprobs'\]"),
+        ({"prompt_token_ids": [1], "stop": "a"}, r"in.jsonl:1: stop strings \('a',\) need a tokenizer"),
+        ({"prompt_token_ids": [1, 13]}, r"in.jsonl:1: prompt token ids must lie in \[0, 13\), got 13"),
+        ({"prompt_token_ids": [1, 2.5]}, r"must lie in \[0, 13\), got 2.5"),
+        ({"prompt_token_ids": [1], "stop_token_ids": [13]}, "stop_token_ids must be below the vocabulary size 13"),
         ({"prompt_token_ids": [1] * 9}, "a context of 16 tokens: at most 8, got 9"),
     ],
 )
