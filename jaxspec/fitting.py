@@ -146,7 +146,7 @@ def ring_rows(config: EngineConfig, geo: Geometry, target: TargetModel, drafter:
         )
     width = ring_width(target.config, drafter.aux_layers) * target.embedding[...].dtype.itemsize + 4 * ABOUT
     rows = (config.feature_ring_mib << 20) // (2 * width)
-    needed = 2 * max(geo.max_num_batched_tokens, geo.slots * (geo.max_depth + 1) * geo.max_rounds)
+    needed = 2 * geo.most_features
     if rows < needed:
         raise ValueError(
             f"feature_ring_mib must be at least {-(-needed * 2 * width >> 20)}: a position takes {width} bytes, and "

@@ -52,8 +52,7 @@ class Collector:
         assert isinstance(ring, FeatureRing)
         self._runner, self._write = runner, write
         self._size = ring.features_RF.shape[0]
-        geo = runner.geo
-        self._most = max(geo.max_num_batched_tokens, geo.slots * (geo.max_depth + 1) * geo.max_rounds)
+        self._most = runner.geo.most_features
         self._coming, self._since = 0, time.monotonic()
         self._spare: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
         zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)

@@ -35,6 +35,12 @@ class Geometry(Sizes):
         """Length of a row's token buffer."""
         return self.pages_per_seq * self.page_size + 1
 
+    @property
+    def most_features(self) -> int:
+        """Most rows of the ring that one dispatch brings: rounds, a step's chunks, or a round and a chunk in a pass."""
+        rows = self.slots * self.max_growth
+        return max(self.max_num_batched_tokens, rows * self.max_rounds, rows + self.prefill_chunk)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jaxspec.models.layers import causal_attention
 from jaxspec.request import SamplingParams
 from jaxspec.ringfiles import RingDirectory, RingFile, ring_files
 from jaxspec.runtime.collecting import Collector
+from jaxspec.speculation.state import Geometry
 from jaxspec.tier import PLAIN, Tier
 from jaxspec.train.data.batch import PackedRows
 from jaxspec.train.data.ring import Ring
@@ -107,6 +108,13 @@ def test_a_full_ring_loses_what_comes_and_delays_nothing(bench: Any, tools: Any,
         own.put(spare)
     engine.flush_ring()
     assert engine.stats.ring_lost > 0 and collector._coming == 0
+
+
+def test_what_one_dispatch_brings_has_room():
+    """What comes is counted after each dispatch; a round may bring a chunk of prompts in its pass."""
+    sizes = dict(slots=8, num_pages=64, page_size=8, pages_per_seq=8, max_depth=3, prefill_chunk=16)
+    for rounds, together, most in ((1, 32, 8 * 4 + 16), (1, 128, 128), (4, 32, 4 * 8 * 4)):
+        assert Geometry(**sizes, max_rounds=rounds, max_num_batched_tokens=together).most_features == most
 
 
 def test_the_oldest_files_make_room(tmp_path: Path):
