@@ -11,9 +11,9 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from jaxspec.fitting import doubling, fitted, longest_text, ring_rows, stored
 from jaxspec.hybrids import joined
 from jaxspec.models import few_rows
 from jaxspec.models.base import ModelConfig, TargetModel
-from jaxspec.models.layers import column_blocks, tensor_parallel
+from jaxspec.models.layers import Transformer, column_blocks, tensor_parallel
 from jaxspec.models.sharded import BY_XLA
 from jaxspec.remembered import texts
 from jaxspec.ringfiles import RingDirectory
@@ -136,8 +136,39 @@ def _way(cfg: ModelConfig, dtype: jnp.dtype, shards: int) -> summing.Way:
     return summing.WAYS[summing.choose(tensor_mesh(shards), cfg.hidden_size, dtype)]
 
 
-def _laid_out(module: Any, shards: int, sums: str) -> Any:
+def check_batch_invariant(config: EngineConfig, target: TargetModel, tiers: Iterable[Tier]) -> None:
+    """Refuses an engine whose rounds would not give a token the same bits whatever is computed beside it.
+
+    Raises:
+      ValueError: the device, the model, or rounds that the kernels do not serve; it shows both values.
+    """
+    me = "batch_invariant=True"
+    reason = few_rows.unsupported() or few_rows.refusal(target) or few_rows.output_refusal(cast(Transformer, target))
+    if reason is not None:
+        raise ValueError(f"{me} needs the kernels for few rows: {reason}")
+    if target.config.experts is not None:
+        raise ValueError(f"{me} does not hold for mixtures of experts, got {target.config.experts.count} experts")
+    if config.tensor_parallel > 1:
+        raise ValueError(f"{me} is for one device, got tensor_parallel={config.tensor_parallel}")
+    if config.mixed_chunk not in ("auto", 0):
+        raise ValueError(f"{me} computes no prompts in rounds, got mixed_chunk={config.mixed_chunk}")
+    for tier in tiers:
+        if not tier.is_chain:
+            raise ValueError(
+                f"{me} is for chains, whose nodes stand where they will lie once accepted, got tier {tier.name}"
+            )
+        if (tokens := config.max_batch_size * tier.num_nodes) > few_rows.MOST_ROWS:
+            raise ValueError(
+                f"{me} is for rounds of at most {few_rows.MOST_ROWS} tokens, got {tokens}: max_batch_size="
+                f"{config.max_batch_size} and tier {tier.name}"
+            )
+
+
+def _laid_out(module: Any, shards: int, sums: str, *, output: bool = False) -> Any:
     """The module with its weights as this backend and its devices read them best.
+
+    Args:
+      output: whether the output layer runs by a kernel for few rows too, where the others do.
 
     Weights that are split over devices do not go into column blocks, which would have to end where shards do: on a
     CPU the devices are virtual and share its cores, so tensor parallelism there is a rehearsal, and its speed no aim.
@@ -146,7 +177,7 @@ def _laid_out(module: Any, shards: int, sums: str) -> Any:
         with host_memory():
             module = tensor_parallel(module, shards, sums)
     if shards > 1 or jax.default_backend() != "cpu":
-        return module if few_rows.unsupported() is not None else few_rows.prepare(module)
+        return module if few_rows.unsupported() is not None else few_rows.prepare(module, output=output)
     size = stored(nnx.state(module))
     return column_blocks(module, keep_flat=size <= _KEPT_TWICE)
 
@@ -338,6 +369,8 @@ def assemble(
         built, params = can.bind(geo)
         return None if built is None else joined(built, model.vocab_size, speculation), params
 
+    if config.batch_invariant:
+        check_batch_invariant(config, target, choice.reachable)
     depth = max(tier.depth for tier in choice.reachable)
     if drafter is not None and speculation.topk > 1 and speculation.num_nodes is None:
         trees = [tier.name for tier in choice.reachable if not tier.is_chain]
@@ -380,7 +413,8 @@ def assemble(
         told = [text for name, text in identity.items() if name != "device"]
         hosts.agree((source_digest(), jax.__version__, *told, geo, runs, speculation))
     way = _way(model, target.embedding[...].dtype, shards)
-    runner = Runner(_laid_out(target, shards, way.by), built, params, geo, runs, warmup, mesh, way.options)
+    laid_out = _laid_out(target, shards, way.by, output=config.batch_invariant)
+    runner = Runner(laid_out, built, params, geo, runs, warmup, mesh, way.options)
     if times:
         cost = CostTable({}) if background else measure(runner)
     lookahead = 0 if built is None else built.lookahead

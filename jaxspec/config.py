@@ -324,6 +324,10 @@ class EngineConfig:
       kernels: which implementation of the kernels runs: "tpu", "gpu", "reference" (plain XLA), "interpret" (the TPU
         kernels interpreted, for tests), or None for the backend's own. A named one runs or fails with the reason;
         but sampling is plain XLA in any case where tensor_parallel splits the vocabulary.
+      batch_invariant: what rounds make of a token has the same bits alone and in a batch, in plain decoding and in a
+        verified chain, in bfloat16 too (vLLM's VLLM_BATCH_INVARIANT, SGLang's deterministic inference), for up to 32
+        tokens in a round; prompts are computed as ever. Refused where that does not hold: trees of drafts, more tokens,
+        several devices, models that the kernels for few rows do not serve, and devices other than Hopper GPUs.
       seed: base of the seeds of requests that bring none.
       enable_prefix_caching: reuse the pages of equal prompt prefixes.
       structured_output: compile what requests with a grammar need (JSON schema, regular expression, choice, ...):
@@ -364,6 +368,7 @@ class EngineConfig:
     int8_activations: bool = False
     tensor_parallel: int = 1
     kernels: str | None = None
+    batch_invariant: bool = False
     seed: int = 0
     enable_prefix_caching: bool = True
     structured_output: bool = False
@@ -410,7 +415,7 @@ class EngineConfig:
             raise ValueError(f"{me}.mixed_chunk must be 'auto' or an int in [0, {MOST_MIXED}], got {mixed!r}")
         if self.warmup not in WARMUPS:
             raise ValueError(f"{me}.warmup must be one of {WARMUPS}, got {self.warmup!r}")
-        for name in ("enable_prefix_caching", "structured_output", "skip_tokenizer_init"):
+        for name in ("batch_invariant", "enable_prefix_caching", "structured_output", "skip_tokenizer_init"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{me}.{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("compile_cache", "keep_learnt"):

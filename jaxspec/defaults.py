@@ -85,7 +85,7 @@ def mixed(config: EngineConfig, geo: Geometry) -> dict[str, Any]:
     """Of a RunnerConfig, what rounds take along of prompts, and in which buckets."""
     asked, chosen = config.mixed_chunk, prompts().mixed
     size = min(chosen if isinstance(asked, str) else asked, geo.prefill_chunk)
-    if not size:
+    if not size or config.batch_invariant:  # a round's bits would depend on whether a prompt is under way
         return {}
     buckets = config.buckets if asked != "auto" else tuple(b for b in config.buckets if b >= _MIXED_FROM)
     return {"mixed": PrefillShape(size, min(_MIXED_ROWS, geo.slots), size), "mixed_buckets": buckets}
@@ -101,5 +101,5 @@ def geometry(config: EngineConfig, context: int, depth: int) -> Geometry:
         slots=config.max_batch_size, num_pages=config.num_pages or config.max_batch_size * pages_per_seq,
         page_size=config.page_size, pages_per_seq=pages_per_seq, max_depth=depth, max_seq_len=longest,
         prefill_chunk=chunk, max_num_batched_tokens=max(chunk, min(together, config.max_batch_size * chunk)),
-        kernels=config.kernels,
+        kernels=config.kernels, batch_invariant=config.batch_invariant,
     )  # fmt: skip

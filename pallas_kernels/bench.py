@@ -94,17 +94,20 @@ def seconds_per_call(call: Callable[..., Any], sets: Sequence[tuple[Any, ...]], 
 
 
 def measure(
-    operation: Operation[Any, Any], case: Case[Any, Any], bandwidth: float, repeats: int, device: bool
-) -> Iterator[dict[str, Any]]:
-    """One row for the backend's kernel, the reference, and each alternative to a case."""
+    operation: Operation[Any, Any], case: Case[Any, Any], bandwidth: float, repeats: int, device: bool,
+    named: Sequence[str] = (),
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """One row for the backend's kernel, the reference, and each alternative to a case; or for the named ones."""
     first = case.draw(0)
     size = sum(x.nbytes for x in jax.tree.leaves(first))
     count = max(1, min(_MOST_SETS, -(-_ROTATE_BYTES // size)))
     sets = [first, *(case.draw(seed) for seed in range(1, count))]
     floor = case.min_bytes(first)
-    names = [name for name in (jax.default_backend(), "reference") if name in operation.implementations]
+    ways = operation.implementations
+    names = [name for name in named or (jax.default_backend(), "reference") if name in ways]
+    names = [name for name in names if ways[name].refusal(first) is None]
     ours = {name: (lambda x: (x,), jax.jit(functools.partial(operation, implementation=name))) for name in names}
-    others = case.alternatives(torch) if (torch := _torch()) is not None else {}
+    others = case.alternatives(torch) if not named and (torch := _torch()) is not None else {}
     for name, (prepare, call) in {**ours, **others}.items():
         by_device = device and name in ours  # the profiler follows JAX's kernels only
         seconds = seconds_per_call(call, [prepare(args) for args in sets], repeats, by_device)
@@ -128,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--op", choices=tuple(OPERATIONS), help="default: all")
     add("--case", default="", metavar="REGEX", help="cases whose names match")
     add("--device-time", action="store_true", help="kernels' own times from the profiler instead of the wall clock's")
+    add("--implementation", nargs="+", default=[], metavar="NAME", help="these only, where they serve a case")
     add("--repeats", type=int, default=20)
     add("--bandwidth", type=float, help="TB/s of the floor; default: measured first")
     add("--json", metavar="FILE")
@@ -146,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for operation, case in ((s.operation, case) for s in suites for case in s.serving):
         if not re.search(args.case, case.name):
             continue
-        for row in measure(operation, case, bandwidth, args.repeats, args.device_time):
+        for row in measure(operation, case, bandwidth, args.repeats, args.device_time, args.implementation):
             rows.append(row)
             print(
                 f"{row['case']:28s} {row['implementation']:34s} {row['us']:9.1f} {row['clock']:>6s} "

@@ -120,6 +120,7 @@ def test_vllms_names_of_prompt_lookup_are_told():
         ({"tensor_parallel": 0}, "tensor_parallel must be .*1.*got 0"),
         ({"variants": ()}, r"variants must hold 'greedy', 'sampled' or both, or be None, got \(\)"),
         ({"variants": ("fast",)}, r"variants must hold 'greedy', 'sampled' or both, or be None, got \('fast',\)"),
+        ({"batch_invariant": "yes"}, r"batch_invariant must be True or False, got 'yes'"),
         ({"enable_prefix_caching": "no"}, r"enable_prefix_caching .*got 'no'"),
         ({"memory_fraction": 0}, r"memory_fraction must be a number in \(0, 1\], got 0"),
         ({"memory_fraction": 1.5}, r"memory_fraction must be a number in \(0, 1\], got 1.5"),

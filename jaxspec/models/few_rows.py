@@ -261,6 +261,11 @@ def _unserved(linear: Linear, shards: int) -> str | None:
     return None
 
 
+def output_refusal(model: Transformer) -> str | None:
+    """Why the output layer of a model whose layers these kernels run cannot run by one, or None."""
+    return "its output layer is not whole, in bfloat16 and of whole tiles" if _output(model)[0] is None else None
+
+
 def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) -> Any:
     """A copy that runs few rows by these kernels, or the model where they do not serve it.
 
@@ -290,4 +295,4 @@ def unsupported() -> str | None:
     return gpu.supported()
 
 
-__all__ = ["MOST_ROWS", "FewRows", "prepare", "refusal", "unsupported"]
+__all__ = ["MOST_ROWS", "FewRows", "output_refusal", "prepare", "refusal", "unsupported"]

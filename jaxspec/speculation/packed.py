@@ -42,14 +42,15 @@ def _unpack(x_T: jax.Array, chosen: Selection) -> jax.Array:
     return jnp.take(x_T, chosen.slot_BN, axis=0, mode="fill", fill_value=0)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _forward(
-    spec: RoundSpec, target: Any, state: DecodeState, rows: Rows, tree: DraftTree, chosen: Selection
+    spec: RoundSpec, chain: bool, target: Any, state: DecodeState, rows: Rows, tree: DraftTree, chosen: Selection
 ) -> Forward:
     """The target over the chosen nodes; logits are [1, T, V], keys, values and aux states the rectangle's."""
     model: TargetModel = nnx.merge(spec.graph, target)
     geo = spec.geo
-    kv = TreeKV(state.pages, rows.table_BM, rows.length_B, tree.ancestors_BNN, geo.num_pages, kernels=geo.kernels)
+    mask_BNN = None if chain else tree.ancestors_BNN
+    kv = TreeKV(state.pages, rows.table_BM, rows.length_B, mask_BNN, geo.num_pages, kernels=geo.attention)
 
     def attend(
         layer: int, q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions = FULL_ATTENTION
@@ -139,7 +140,7 @@ def packed_fn(
         chosen = budget.spend(
             tree, rows.valid_B, batch.cap_B, tokens, calibration_D2, given.offset_B, given.weight_B, depth=tier.depth
         )
-        forward = _forward(spec, target, state, rows, tree, chosen)
+        forward = _forward(spec, tier.is_chain, target, state, rows, tree, chosen)
         state = dataclasses.replace(state, draft=draft_state)
         choice_BN, finite_BN = _choices(phases, state, rows, drafted, chosen, forward.logits_BNV)
         tokens_BN = jnp.where(chosen.admitted, tree.tokens_BN, vocab_size)

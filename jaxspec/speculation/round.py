@@ -134,15 +134,15 @@ def _target_noise(sampling: SamplingState, rows: Rows, count: int, vocab_size: i
 @functools.partial(jax.jit, static_argnums=0)
 def forward_phase(
     spec: RoundSpec, target: Any, state: DecodeState, rows: Rows, tokens_BN: jax.Array, depths_BN: jax.Array,
-    ancestors_BNN: jax.Array,
+    ancestors_BNN: jax.Array | None,
 ) -> Forward:  # fmt: skip
-    """The target over a tree; reads the pool.
+    """The target over a tree, or over chains (no ancestors); reads the pool.
 
     Traced once for all the functions that call it with as many rows and nodes: warming up is mostly tracing.
     """
     model: TargetModel = nnx.merge(spec.graph, target)
     geo = spec.geo
-    kv = TreeKV(state.pages, rows.table_BM, rows.length_B, ancestors_BNN, geo.num_pages, kernels=geo.kernels)
+    kv = TreeKV(state.pages, rows.table_BM, rows.length_B, ancestors_BNN, geo.num_pages, kernels=geo.attention)
     with counting_experts() as mixtures:
         hidden, aux = model(tokens_BN, rows.length_B[:, None] + depths_BN, kv.attend, spec.aux_layers)
     return Forward(model.logits(hidden), kv.stacked(), aux, touched(mixtures))
@@ -278,7 +278,9 @@ def round_fn(
         rows = Rows.gather(state, batch.slot_B, spec.geo)
         draft_state, drafted = phases.draft(draft_params, state, rows)
         tree = drafted.tree
-        forward = forward_phase(spec, target, state, rows, tree.tokens_BN, tree.depths_BN, tree.ancestors_BNN)
+        # Attention is told of chains: their nodes can have the bits of plain decoding.
+        ancestors_BNN = None if tier.is_chain else tree.ancestors_BNN
+        forward = forward_phase(spec, target, state, rows, tree.tokens_BN, tree.depths_BN, ancestors_BNN)
         state = dataclasses.replace(state, draft=draft_state)
         state, packed, path = phases.settle(draft_params, state, rows, batch.cap_B, drafted, forward, allowed_BNW)
         return state, packed, (forward.logits_BNV, path) if sampled else None

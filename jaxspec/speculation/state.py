@@ -24,11 +24,18 @@ class Geometry(Sizes):
 
     Attributes:
       kernels: the implementation of the kernels that read the state; None: the backend's own.
+      batch_invariant: whether the target's attention in rounds gives a token the same bits whatever stands beside it.
       ring: rows of the ring of features (speculation.ring); 0: there is none.
     """
 
     kernels: str | None = None
+    batch_invariant: bool = False
     ring: int = 0
+
+    @property
+    def attention(self) -> str | None:
+        """The implementation of the target's attention in rounds."""
+        return "batch_invariant" if self.batch_invariant else self.kernels
 
     @property
     def tokens_per_seq(self) -> int:

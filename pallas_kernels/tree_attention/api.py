@@ -11,7 +11,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.sizes import round_up
-from pallas_kernels.tree_attention import gpu, reference, tpu
+from pallas_kernels.small_batch.gpu import supported
+from pallas_kernels.tree_attention import gpu, gpu_mosaic, reference, tpu
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
 _interpreted = functools.partial(tpu.tree_attention, interpret=pltpu.InterpretParams())
@@ -21,6 +22,9 @@ OPERATION = Operation(
         "reference": Implementation(reference.tree_attention),
         "tpu": Implementation(tpu.tree_attention, tpu.refusal),
         "gpu": Implementation(gpu.tree_attention, gpu.refusal),
+        "batch_invariant": Implementation(
+            gpu_mosaic.tree_attention, lambda args: supported() or gpu_mosaic.refusal(args)
+        ),
         "interpret": Implementation(_interpreted, tpu.refusal),
     },
 )

@@ -139,6 +139,34 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
             q, pages, table, length, k, v, mask, sinks_H=sinks, window=self.window, soft_cap=self.soft_cap
         )
 
+    def defined(self, args: TreeAttentionArgs) -> np.ndarray:
+        """The result by the definition, float64: softmax over the prefix that a query sees and its visible entries."""
+        floats = (args.q_BNHC, args.pages, args.tree_k_BTGC, args.tree_v_BTGC)
+        q, pages, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in floats)
+        table, length, mask = (np.asarray(x) for x in (args.table_BM, args.length_B, args.mask))
+        h, c = q.shape[2:]
+        group = h // k.shape[2]
+        out = np.zeros_like(q)
+        for i in range(len(length)):
+            position = np.arange(self.lowest(length[i]), length[i])
+            prefix = pages[table[i, position // self.page], :, position % self.page]  # [L, G, 2C]
+            keys = np.repeat(np.concatenate([prefix[..., :c], k[i]]), group, axis=1)
+            values = np.repeat(np.concatenate([prefix[..., c:], v[i]]), group, axis=1)
+            at = length[i] + mask[i].sum(axis=1) - 1
+            seen = position[None, :] > at[:, None] - (self.window or 2**40)
+            seen = np.concatenate([seen, mask[i]], axis=1)
+            s = np.einsum("nhc,lhc->hnl", q[i], keys) * c**-0.5
+            if self.soft_cap is not None:
+                s = self.soft_cap * np.tanh(s / self.soft_cap)
+            s = np.where(seen[None], s, -np.inf)
+            if args.sinks_H is not None:
+                sink = np.broadcast_to(np.asarray(args.sinks_H, np.float64)[:, None, None], (h, s.shape[1], 1))
+                s = np.concatenate([s, sink], axis=2)
+                keys, values = (np.pad(x, ((0, 1), (0, 0), (0, 0))) for x in (keys, values))
+            p = np.exp(s - s.max(axis=-1, keepdims=True))
+            out[i] = np.einsum("hnl,lhc->nhc", p / p.sum(axis=-1, keepdims=True), values)
+        return out
+
     def min_bytes(self, args: TreeAttentionArgs) -> int:
         """The prefixes' keys and values, the tree's, queries and results."""
         size = jnp.dtype(self.dtype).itemsize

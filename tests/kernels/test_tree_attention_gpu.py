@@ -23,38 +23,9 @@ from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 _TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3}
 
 
-def dense(case: Case, args: TreeAttentionArgs) -> np.ndarray:
-    """The definition: softmax over the prefix that a query sees and its visible tree entries."""
-    floats = (args.q_BNHC, args.pages, args.tree_k_BTGC, args.tree_v_BTGC)
-    q, pages, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in floats)
-    table, length, mask = (np.asarray(x) for x in (args.table_BM, args.length_B, args.mask))
-    h, c = q.shape[2:]
-    group = h // k.shape[2]
-    out = np.zeros_like(q)
-    for i in range(len(length)):
-        position = np.arange(case.lowest(length[i]), length[i])
-        prefix = pages[table[i, position // case.page], :, position % case.page]  # [L, G, 2C]
-        keys = np.repeat(np.concatenate([prefix[..., :c], k[i]]), group, axis=1)
-        values = np.repeat(np.concatenate([prefix[..., c:], v[i]]), group, axis=1)
-        at = length[i] + mask[i].sum(axis=1) - 1
-        seen = position[None, :] > at[:, None] - (case.window or 2**40)
-        seen = np.concatenate([seen, mask[i]], axis=1)
-        s = np.einsum("nhc,lhc->hnl", q[i], keys) * c**-0.5
-        if case.soft_cap is not None:
-            s = case.soft_cap * np.tanh(s / case.soft_cap)
-        s = np.where(seen[None], s, -np.inf)
-        if args.sinks_H is not None:
-            sink = np.broadcast_to(np.asarray(args.sinks_H, np.float64)[:, None, None], (h, s.shape[1], 1))
-            s = np.concatenate([s, sink], axis=2)
-            keys, values = (np.pad(x, ((0, 1), (0, 0), (0, 0))) for x in (keys, values))
-        p = np.exp(s - s.max(axis=-1, keepdims=True))
-        out[i] = np.einsum("hnl,lhc->nhc", p / p.sum(axis=-1, keepdims=True), values)
-    return out
-
-
 def run(case: Case, blocks: gpu.Blocks | None, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     args = case.draw(seed, poison=True)
-    return np.asarray(kernel(blocks)(args).astype(jnp.float32)), dense(case, args)
+    return np.asarray(kernel(blocks)(args).astype(jnp.float32)), case.defined(args)
 
 
 def kernel(blocks: gpu.Blocks | None) -> Callable[[TreeAttentionArgs], jax.Array]:

@@ -3,11 +3,12 @@
 In bfloat16 speculation repeats plain decoding where every part of a pass gives a row the same bits alone, among the
 rows of a verified chain, and beside other requests. Random weights in the shapes of Llama 3.1 8B's layers, each part
 alone: the first row of 1 to 32 for products, and for attention the tokens of a chain verified at once against the same
-tokens one after the other, the earlier ones already in the pages.
+tokens one after the other, the earlier ones already in the pages, in batches of 1 to 32 requests of many lengths.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -54,29 +55,43 @@ def output_layer() -> Iterator[tuple[str, bool]]:
     yield "output layer by XLA", first_rows(lambda m: by_xla(inputs(SHAPE, max(2, m))["out"], w))
 
 
-def attention(context: int) -> Iterator[tuple[str, bool]]:
+def lengths_around(context: int) -> jax.Array:
+    """Prefixes of 32 requests: the given one, and others from which chains cross what kernels may cut at."""
+    edges = [tokens - back for tokens in (64, 128, 256, 512, 1024, 2048, 4096, 8192) for back in (1, 2, 5)]
+    return jnp.asarray([context, 0, 1, *edges, 63, 700, 3000, 5000, 6500], jnp.int32)
+
+
+def attention(context: int, implementation: str | None) -> Iterator[tuple[str, bool]]:
     """Chains against tokens one by one, and both beside other requests."""
+    me = f"attention, {implementation or 'default'}"
     heads, kv, c = *SHAPE.heads[:2], 128
     normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(jnp.bfloat16)
-    columns = -(-(context + PAGE) // PAGE)
-    pages = normal(1, 8 * columns, kv, PAGE, 2 * c)
-    table = jnp.arange(8 * columns, dtype=jnp.int32).reshape(8, columns)
-    call = jax.jit(tree_attention)
+    all_lengths = lengths_around(context)
+    most = len(all_lengths)
+    columns = -(-(int(all_lengths.max()) + PAGE) // PAGE)
+    pages = normal(1, most * columns, kv, PAGE, 2 * c)
+    all_tables = jax.random.permutation(jax.random.key(9), most * columns).astype(jnp.int32).reshape(most, columns)
+    call = jax.jit(functools.partial(tree_attention, implementation=implementation))
+    put = jax.jit(lambda pages, page_B, row_B, k, v: pages.at[page_B, :, row_B].set(jnp.concatenate([k, v], axis=-1)))
     for depth in (3, 5):
         n = depth + 1
-        q, k, v = (normal(seed, 8, n, count, c) for seed, count in ((2, heads), (3, kv), (4, kv)))
-        lengths = jnp.full((8,), context, jnp.int32)
-        chain = call(q, pages, table, lengths, k, v)
-        alone = call(q[:1], pages, table[:1], lengths[:1], k[:1], v[:1])
-        yield f"attention, chain-{depth} at batch 1 and 8", bool((chain[:1] == alone).all())
-        filled, same = pages, []
-        for j in range(n):
-            at = (slice(j, j + 1),)
-            one = call(q[:1, *at], filled, table[:1], lengths[:1] + j, k[:1, *at], v[:1, *at])
-            same.append(bool((one[0, 0] == alone[0, j]).all()))
-            page, row = divmod(context + j, PAGE)
-            filled = filled.at[table[0, page], :, row].set(jnp.concatenate([k[0, j], v[0, j]], axis=-1))
-        yield f"attention, chain-{depth} and its tokens one by one {same}", all(same)
+        news = [normal(seed, most, n, count, c) for seed, count in ((2, heads), (3, kv), (4, kv))]
+        first = None
+        for batch in (1, 8, most):
+            table, lengths = all_tables[:batch], all_lengths[:batch]
+            q, k, v = (x[:batch] for x in news)
+            chain = call(q, pages, table, lengths, k, v)
+            first = chain[0] if first is None else first
+            yield f"{me}: chain-{depth} at batch 1 and {batch}", bool((chain[0] == first).all())
+            filled, same = pages, []
+            for j in range(n):
+                at = (slice(None), slice(j, j + 1))
+                one = call(q[at], filled, table, lengths + j, k[at], v[at])
+                same.append(bool((one[:, 0] == chain[:, j]).all()))
+                column_B, row_B = jnp.divmod(lengths + j, PAGE)
+                page_B = jnp.take_along_axis(table, column_B[:, None], axis=1)[:, 0]
+                filled = put(filled, page_B, row_B, k[:, j], v[:, j])
+            yield f"{me}: chain-{depth} and its tokens one by one at batch {batch} {same}", all(same)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=1000, help="tokens of a prefix")
     args = parser.parse_args(argv)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, rows {ROWS}")
-    parts = [products(name) for name in args.formats] + [attention(args.context), output_layer()]
+    ways = [None] if gpu.supported() is not None else [None, "batch_invariant"]
+    parts = [products(name) for name in args.formats] + [attention(args.context, way) for way in ways]
+    parts.append(output_layer())
     rows = []
     for part in parts:
         for name, same in part:

@@ -137,13 +137,13 @@ def quantise(target: Any, name: str) -> None:
 def build(
     shape: str, tiers: Sequence[Tier], batches: Sequence[int], context: int, dtype: jnp.dtype, *,
     kernels: str | None, sampled: bool, page: int, budgets: Sequence[float] = (), layers_by_xla: bool = False,
-    shards: int = 1, sums: str = "nccl", weights: str | None = None, output: bool = False,
+    shards: int = 1, sums: str = "nccl", weights: str | None = None, output: bool = False, invariant: bool = False,
 ) -> Runner:  # fmt: skip
     """A runner of random weights with one executable a tier and batch, and one a budget, on so many devices.
 
     Args:
       sums: how these add up activations (runtime.summing).
-      output: whether the output layer runs by its kernel for few rows.
+      output: whether the output layer runs by its kernel for few rows. invariant: attention of `batch_invariant`.
     """
     cache = use_persistent_cache(True)
     cfg, draft_vocab = SHAPES[shape]
@@ -157,7 +157,7 @@ def build(
         target = few_rows.prepare(target, output=output)
     depth = max(tier.depth for tier in tiers)
     pages = -(-(context + 64 * (depth + 1)) // page)
-    geo = Geometry(max(batches), max(batches) * pages, page, pages, depth, kernels=kernels)
+    geo = Geometry(max(batches), max(batches) * pages, page, pages, depth, kernels=kernels, batch_invariant=invariant)
     head = Eagle3Config(
         cfg.hidden_size, cfg.hidden_size, cfg.intermediate_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim,
         cfg.vocab_size, draft_vocab, cfg.aux_layers, rope_theta=cfg.rope_theta,
@@ -251,6 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--sums", choices=sorted(summing.WAYS), nargs="+", help="how N devices add up (default: measured)")
     add("--layers-by-xla", action="store_true", help="no small-batch kernels (default: where the device has them)")
     add("--output-by-kernel", action="store_true", help="the output layer by its kernel, too (default: by XLA)")
+    add("--batch-invariant", action="store_true", help="as engines with batch_invariant, the output layer included")
     add("--sampled", action="store_true", help="rounds that sample (temperature 0 rows included)")
     add("--rounds", type=int, default=50, help="rounds dispatched back to back")
     add("--repeats", type=int, default=5, help="medians are taken over these")
@@ -291,7 +292,7 @@ def _measure(
         args.shape, tiers, sorted(set(args.batch)), args.context, jnp.dtype(args.dtype),
         kernels=args.kernels, sampled=args.sampled, page=args.page, budgets=args.budget,
         layers_by_xla=args.layers_by_xla, shards=shards, sums=sums, weights=args.weights,
-        output=args.output_by_kernel,
+        output=args.output_by_kernel or args.batch_invariant, invariant=args.batch_invariant,
     )  # fmt: skip
     bench = Bench(runner, args.context)
     rate = report.rate(BANDWIDTH, args.bandwidth)

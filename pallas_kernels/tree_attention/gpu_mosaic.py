@@ -1,0 +1,482 @@
+"""Tree attention on Mosaic GPU for Hopper: the same bits for a token however it is computed.
+
+The prefix is cut at absolute positions, into blocks of 64 tokens and stretches of 512; one program owns (request,
+stretch, KV head, 64 query rows) at a time and a second kernel adds the stretches in their order. Each program walks
+along a list of those that hold tokens; its second warpgroup brings pages through a ring in shared memory, across the
+boundaries of what it owns, so that memory never rests. Rows are wgmma's first operand, of which 64 are computed
+whatever the number in use.
+
+Without a mask (plain decoding, chains, chunks of prompts) new tokens stand where they will lie once committed: the
+last blocks of a request are put together in shared memory from the page's tokens and the new ones. So a token of a
+verified chain has the bits that plain decoding gives it one or more tokens later. Nodes of a tree share positions and
+take blocks of their own behind the prefix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.sizes import MULTIPROCESSORS, device_kind, round_up
+from pallas_kernels.tree_attention import mosaic_rows
+from pallas_kernels.tree_attention.mosaic_merge import merge
+from pallas_kernels.tree_attention.mosaic_plan import BLOCK, FEW, GROUP, Sizes, plan
+from pallas_kernels.tree_attention.mosaic_rows import MASKED, ROWS, Source, div, params, rem
+from pallas_kernels.tree_attention.reference import TreeAttentionArgs
+
+#: Registers of a thread that computes, and of one that brings pages, where a program has two of either warpgroup.
+_REGISTERS = 216, 40
+#: Entries of a page table that are read at a time.
+_READ = 4
+_SHARED, _ROOM, _MAX_STAGES = 232448, 2560, 6
+_LOG2E = math.log2(math.e)
+_F32, _I32 = jnp.float32, jnp.int32
+_SUMS = plgpu.Layout.WGMMA
+_ROW = _SUMS.reduce(1)
+
+
+def refusal(args: TreeAttentionArgs) -> str | None:
+    """Why this kernel cannot serve these arguments, or None."""
+    if args.value_channels is not None:
+        return f"values are the first {args.value_channels} channels of their keys, which only the reference reads"
+    q, c, page = args.q_BNHC, args.q_BNHC.shape[3], args.pages.shape[2]
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype must be bfloat16 or float16, got {q.dtype}"
+    dtypes = [x.dtype for x in (q, args.pages, args.tree_k_BTGC, args.tree_v_BTGC)]
+    if any(dtype != q.dtype for dtype in dtypes):
+        return f"q, pages, tree_k and tree_v must share a dtype, got {', '.join(map(str, dtypes[:3]))}"
+    if c not in (64, 128):
+        return f"head dimension must be 64 or 128, got {c}"
+    if page % BLOCK:
+        return f"page size must be a multiple of {BLOCK}, got {page}"
+    if q.shape[2] % (128 // c):
+        return f"query heads must be a multiple of {128 // c}, got {q.shape[2]}"
+    if args.window is not None and args.tree_mask_BNT is not None:
+        return "a window and a mask"
+    if args.soft_cap is not None:
+        return "a soft cap"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """One launch.
+
+    Attributes:
+      batch, nodes, entries, heads, kv_heads, head_dim, page: B, N, T, H, G, C and tokens a page.
+      causal: without a mask. factor: of scores. programs: at once. teams: warpgroups
+      of a program that compute, each with another that brings it pages.
+      interpret: whether registers are pretended.
+    """
+
+    batch: int
+    nodes: int
+    entries: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page: int
+    causal: bool
+    window: int | None
+    factor: float
+    programs: int
+    teams: int
+    interpret: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a KV head."""
+        return self.nodes * self.group
+
+    @property
+    def tiles(self) -> int:
+        """Of 64 query rows."""
+        return -(-self.rows // ROWS)
+
+    @property
+    def stages(self) -> int:
+        """Blocks of a ring."""
+        tile = ROWS * self.head_dim * 2
+        return min(_MAX_STAGES, ((_SHARED - _ROOM) // self.teams - tile) // (2 * tile))
+
+    @property
+    def queries(self) -> Source:
+        """Where a tile's rows lie among queries [B, N, H, C], in values."""
+        return Source(self.group, self.heads * self.head_dim, self.head_dim)
+
+    @property
+    def height(self) -> int:
+        """Rows of a tile's partial sums, of which those in use are written and read."""
+        return round_up(self.rows, 8) if self.tiles == 1 else ROWS
+
+    @property
+    def news(self) -> Source:
+        """Where new tokens lie among [B, T, G, C], in values."""
+        return Source(1, self.kv_heads * self.head_dim, 0)
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """Shared memory and barriers, by name."""
+        tile = lambda count: plgpu.SMEM((count, ROWS, self.head_dim), dtype, transforms=mosaic_rows.tiled())
+        slots = self.teams * self.stages
+        return {
+            "q": tile(self.teams),
+            "k": tile(slots),
+            "v": tile(slots),
+            "full": plgpu.Barrier(num_barriers=slots, num_arrivals=2),
+            "empty": plgpu.Barrier(num_barriers=slots, num_arrivals=1),
+        }
+
+    def body(self, ins: dict[str, Any], outs: tuple[Any, ...], shared: dict[str, Any]) -> None:
+        """A warpgroup of a program: the first ones compute, the others bring pages to one of them."""
+        thread = lax.axis_index("team")
+        team = rem(thread, self.teams)
+        own, many = team * self.programs + lax.axis_index("program"), self.teams * self.programs
+        per_item = self.kv_heads * self.tiles
+        units = ins["count"][0] * per_item
+        turns, rest = div(units, many), rem(units, many)
+        place = lambda turn: jnp.where(rem(turn, 2) == 0, own, many - 1 - own)
+        mine = turns + jnp.where(place(turns) < rest, 1, 0)
+
+        def unit(turn: Any) -> tuple[Any, ...]:
+            """A turn's KV head, tile and item, and what that is. Long items come first; turns go to and fro."""
+            at = jnp.minimum(turn * many + place(turn), jnp.maximum(units - 1, 0))
+            item = div(at, per_item)
+            what = (ins["items"][i, item] for i in range(4))
+            return rem(div(at, self.tiles), self.kv_heads), rem(at, self.tiles), item, *what
+
+        @pl.when(thread < self.teams)
+        def _() -> None:
+            if self.teams > 1:
+                plgpu.set_max_registers(_REGISTERS[0], action="increase")
+            for slot in range(self.stages):
+                plgpu.barrier_arrive(shared["empty"].at[team * self.stages + slot])
+
+            def one(turn: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+                step, *now = carry
+                later = unit(turn + 1)  # read long before it is used
+                return self.compute(own, team, step, tuple(now), ins, outs, shared), *later
+
+            lax.fori_loop(0, mine, one, (jnp.int32(0), *unit(0)))
+
+        @pl.when(thread >= self.teams)
+        def _() -> None:
+            if self.teams > 1:
+                plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+            bring = lambda turn, step: self.bring(team, step, unit(turn), ins, shared)
+            lax.fori_loop(0, mine, bring, jnp.int32(0))
+            for slot in range(self.stages):
+                plgpu.barrier_wait(shared["empty"].at[team * self.stages + slot])
+
+    def bring(self, team: Any, step: Any, unit: tuple[Any, ...], ins: dict[str, Any], shared: dict[str, Any]) -> Any:
+        """A turn's pages to the ring; the ring's next step."""
+        head, _, _, b, first, end, length = unit
+
+        def several(i: Any, _: Any) -> tuple[()]:
+            begin = first + i * _READ
+            # Blocks without a page's tokens are written over as a whole: any page will do.
+            held = [(begin + k < end) & ((begin + k) * BLOCK < length) for k in range(_READ)]
+            columns = [div((begin + k) * BLOCK, self.page) for k in range(_READ)]
+            numbers = [ins["table"][b, jnp.where(x, at, 0)] for x, at in zip(held, columns, strict=True)]
+            for k, (x, number) in enumerate(zip(held, numbers, strict=True)):
+                one = functools.partial(self.bring_block, team, step + (begin + k - first), begin + k, head)
+                pl.when(begin + k < end)(functools.partial(one, jnp.where(x, number, 0), ins, shared))
+            return ()
+
+        lax.fori_loop(0, div(end - first + _READ - 1, _READ), several, ())
+        return step + end - first
+
+    def bring_block(
+        self, team: Any, step: Any, j: Any, head: Any, number: Any, ins: dict[str, Any], shared: dict[str, Any]
+    ) -> None:
+        slot = team * self.stages + rem(step, self.stages)
+        plgpu.barrier_wait(shared["empty"].at[slot])
+        rows = pl.ds(rem(j * BLOCK, self.page), BLOCK) if self.page > BLOCK else pl.ds(0, BLOCK)
+        for name, begin in (("k", 0), ("v", self.head_dim)):
+            source = ins["pages"].at[number, head, rows, pl.ds(begin, self.head_dim)]
+            plgpu.copy_gmem_to_smem(source, shared[name].at[slot], shared["full"].at[slot])
+
+    def compute(
+        self, own: Any, team: Any, step: Any, unit: tuple[Any, ...], ins: dict[str, Any], outs: tuple[Any, ...],
+        shared: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        """Attention of a turn's rows to what its item holds; the ring's next step."""
+        head, tile, item, b, first, end, _ = unit
+        q, (sums_of_items, sums_of_groups) = shared["q"].at[team], (outs[:3], outs[3:])
+        base = (b * (self.nodes * self.heads) + head * self.group) * self.head_dim
+        self.fill(q, ins["q"], self.queries, base, (b, head), -tile * ROWS, self.rows, (0, 0))
+        plgpu.commit_smem()
+        block = functools.partial(self.block, unit, team, ins, shared, q)
+        full = lambda shape, value, layout: self.cast(jnp.full(shape, value, _F32), layout)
+        start = full((ROWS, self.head_dim), 0.0, _SUMS), full((ROWS,), MASKED, _ROW), full((ROWS,), 0.0, _ROW)
+        begin, stop = div(first, FEW), div(end + FEW - 1, FEW)
+        few = GROUP // FEW
+
+        def one(i: Any, step: Any) -> Any:
+            """A few blocks, added to their group's."""
+            low, high = jnp.maximum(first, i * FEW), jnp.minimum(end, (i + 1) * FEW)
+            step, *sums = lax.fori_loop(low, high, block, (step, *start))
+            place = (item * self.kv_heads + head) * self.tiles + tile
+
+            def add_to(refs: tuple[Any, ...], at: Any) -> Any:
+                return lambda sums: self.add(self.fetch(refs, at, tile), sums)
+
+            inside = (rem(i, few) > 0) & (i > begin)
+            sums = lax.cond(inside, add_to(sums_of_groups, own), lambda x: x, tuple(sums))
+            last = (rem(i, few) == few - 1) | (i == stop - 1)
+
+            @pl.when(last)
+            def _() -> None:
+                behind = div(i, few) > div(begin, few)
+                whole = lax.cond(behind, add_to(sums_of_items, place), lambda x: x, sums)
+                self.spill(sums_of_items, whole, place, tile)
+
+            pl.when(jnp.logical_not(last))(lambda: self.spill(sums_of_groups, sums, own, tile))
+            return step
+
+        return lax.fori_loop(begin, stop, one, step)
+
+    def add(self, sums: tuple[Any, ...], more: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The sums, maxima and weights of rows over more keys; of the first ones nothing changes."""
+        (acc, top, total), (acc_j, top_j, total_j) = sums, more
+        new = jnp.maximum(top, top_j)
+        keep, weight = jnp.exp2(top - new), jnp.exp2(top_j - new)
+        along = lambda x: lax.broadcast_in_dim(x, (ROWS, self.head_dim), (0,))
+        acc = self.fused(acc_j, along(weight), acc, along(keep), _SUMS)
+        return acc, new, self.fused(total_j, weight, total, keep, _ROW)
+
+    def block(
+        self, unit: tuple[Any, ...], team: Any, ins: dict[str, Any], shared: dict[str, Any], q: Any, j: Any,
+        carry: tuple[Any, ...],
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Adds one block of keys."""
+        head, tile, _, b, _, _, length = unit
+        step, *sums = carry
+        # The place of the first new token, and of the first token that the window of the first query shows.
+        place = length if self.causal else div(length + BLOCK - 1, BLOCK) * BLOCK
+        lowest = jnp.int32(0) if self.window is None else length - self.window + 1
+        slot, begin = team * self.stages + rem(step, self.stages), j * BLOCK
+        k, v = shared["k"].at[slot], shared["v"].at[slot]
+        ends = (begin + BLOCK > length) | (begin < lowest)
+        hides = ends if self.window is None else ends | (begin < lowest + self.nodes)
+        plgpu.barrier_wait(shared["full"].at[slot])
+
+        @pl.when(ends)
+        def _() -> None:
+            fill = functools.partial(
+                self.fill, source=self.news, base=(b * (self.entries * self.kv_heads) + head) * self.head_dim,
+                at=(b, head), first=place - begin, count=self.entries, keep=(lowest - begin, length - begin),
+            )  # fmt: skip
+            fill(k, ins["k"])
+            # A hidden entry weighs 0, but 0 * NaN is NaN: a broken draft must not reach its siblings.
+            fill(v, ins["v"], finite=True)
+            plgpu.commit_smem()
+
+        along = lambda x: lax.broadcast_in_dim(x, (ROWS, BLOCK), (0,))
+
+        def hide(s: jax.Array) -> jax.Array:
+            key = self.iota((ROWS, BLOCK), 1, _SUMS)
+            if self.causal:
+                row = tile * ROWS + self.iota((ROWS,), 0, _ROW)
+                last = length - begin + div(row, self.group)  # where a row's own token is in the block
+                seen = key <= along(last)
+                if self.window is not None:
+                    seen = seen & (key > along(last - self.window))
+            else:
+                seen = (key < length - begin) | self.sees(ins["words"], b, tile, key + (begin - place))
+            return jnp.where(seen, s, -jnp.inf)
+
+        s = lax.cond(hides, hide, lambda s: s, self.scores(q, k))
+        scale = self.factor * _LOG2E
+        top = jnp.maximum(self.times(jnp.max(s, axis=1), scale, _ROW), MASKED)
+        p = jnp.exp2(self.scaled(s, scale, along(top)))
+        more = self.weighted(p.astype(v.dtype), v), top, jnp.sum(p, axis=1)
+        if self.interpret:  # its reads are not wgmma's
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(shared["empty"].at[slot])
+        return step + 1, *self.add(tuple(sums), more)
+
+    def lanes(self, ref: Any, tiles: Sequence[tuple[Any, Any]]) -> jax.Array:
+        """The channels of one or two rows [tile, row]."""
+        if self.interpret:
+            return jnp.concatenate([ref[at] for at in tiles])
+        return mosaic_rows.lanes(ref, [tile * self.height + row for tile, row in tiles])
+
+    # What the interpreter has no operation for.
+
+    def iota(self, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
+        if self.interpret:
+            return lax.broadcasted_iota(_I32, shape, axis)
+        return plgpu.broadcasted_iota(_I32, shape, axis, layout=layout)
+
+    def cast(self, x: jax.Array, layout: Any) -> jax.Array:
+        return x if self.interpret else plgpu.layout_cast(x, layout)
+
+    def times(self, x: jax.Array, value: float, layout: Any) -> jax.Array:
+        return mosaic_rows.fused(
+            "times", x, self.cast(jnp.full_like(x, value), layout), layout=layout, pretend=self.interpret
+        )
+
+    def scaled(self, s: jax.Array, value: float, top: jax.Array) -> jax.Array:
+        """s * value - top, rounded once."""
+        return mosaic_rows.fused(
+            "scaled", s, self.cast(jnp.full_like(s, value), _SUMS), top, layout=_SUMS, pretend=self.interpret
+        )
+
+    def fused(self, a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array, layout: Any) -> jax.Array:
+        """a * b + c * d, the second product rounded before it is added."""
+        return mosaic_rows.fused("sum", a, b, c, d, layout=layout, pretend=self.interpret)
+
+    def scores(self, q: Any, k: Any) -> jax.Array:
+        """Queries [64, C] times keys [64, C]: [64, 64]."""
+        if self.interpret:
+            a, b = q[...].astype(_F32), k[...].astype(_F32)
+            return lax.dot_general(a, b, (((1,), (1,)), ((), ())))
+
+        def run(out: Any) -> jax.Array:
+            plgpu.wgmma(out, q, k.transpose((1, 0)))
+            return out[...]
+
+        return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((ROWS, BLOCK), _F32))
+
+    def weighted(self, p: jax.Array, v: Any) -> jax.Array:
+        """Weights [64, 64] times values [64, C]."""
+        if self.interpret:
+            return lax.dot_general(p.astype(_F32), v[...].astype(_F32), (((1,), (0,)), ((), ())))
+
+        def run(out: Any) -> jax.Array:
+            plgpu.wgmma(out, p, v)
+            return out[...]
+
+        return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((ROWS, self.head_dim), _F32))
+
+    def sees(self, words: Any, b: Any, tile: Any, entry: jax.Array) -> jax.Array:
+        """Whether rows see entries [64, 64]; words [B, W, tiles, 64] uint32 hold a row's bits."""
+        seen = None
+        for w in range(-(-self.entries // 32)):
+            word = plgpu.load(words.at[b, w, tile], layout=_ROW, optimized=False)  # pyright: ignore[reportCallIssue]
+            word = lax.broadcast_in_dim(word, (ROWS, BLOCK), (0,))
+            at = entry - 32 * w
+            inside = (at >= 0) & (at < 32)
+            bit = lax.shift_right_logical(word, jnp.where(inside, at, 0).astype(jnp.uint32)) & jnp.uint32(1)
+            found = inside & (bit != 0)
+            seen = found if seen is None else seen | found
+        assert seen is not None
+        return seen
+
+    def fill(
+        self, tile: Any, ref: Any, source: Source, base: Any, at: tuple[Any, Any], first: Any, count: int,
+        keep: tuple[Any, Any], finite: bool = False,
+    ) -> None:  # fmt: skip
+        """mosaic_rows.fill; `at` is the request and the KV head."""
+        if not self.interpret:
+            mosaic_rows.fill(tile, ref, source, base, first, count, keep, finite=finite)
+            return
+        b, head = at
+        view = ref[b]  # [N, H, C] or [T, G, C]
+        heads = self.group if source.outer == self.heads * self.head_dim and source.group == self.group else 1
+        own = lax.dynamic_slice_in_dim(view, head * heads, heads, axis=1).reshape(-1, self.head_dim)
+        i = jnp.arange(ROWS)
+        r = i - first
+        rows = jnp.where(((r >= 0) & (r < count))[:, None], own[jnp.clip(r, 0, count - 1)], 0)
+        rows = jnp.where(jnp.isfinite(rows), rows, 0) if finite else rows
+        kept = (i >= keep[0]) & (i < keep[1])
+        tile[...] = jnp.where(kept[:, None], tile[...], rows)
+
+    def fetch(self, refs: tuple[Any, ...], at: Any, tile: Any) -> tuple[jax.Array, ...]:
+        """Partial sums [64, C], maxima and weights [64] of the tile's rows."""
+        if not self.interpret:
+            return mosaic_rows.fetch(refs, self.head_dim, at * self.height, self.rows - tile * ROWS)
+        found = [ref[at] for ref in refs]
+        return tuple(jnp.pad(x, ((0, ROWS - self.height), *[(0, 0)] * (x.ndim - 1))) for x in found)
+
+    def spill(self, refs: tuple[Any, ...], sums: tuple[Any, ...], at: Any, tile: Any) -> None:
+        """Writes what `fetch` reads."""
+        if not self.interpret:
+            mosaic_rows.spill(refs, sums, at * self.height, self.rows - tile * ROWS)
+            return
+        for ref, value in zip(refs, sums, strict=True):
+            ref.at[at][...] = value[: self.height]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))
+def _attend(kernel: _Kernel, most: int, ins: dict[str, jax.Array], *, interpret: Any = None) -> Any:
+    """Sums, maxima and weights of at most so many items; behind them the warpgroups' of their groups."""
+    names, scratch = list(ins), kernel.scratch(ins["q"].dtype)
+    sums = lambda count: [
+        jax.ShapeDtypeStruct((count, kernel.height, *more), _F32) for more in ((kernel.head_dim,), (), ())
+    ]
+    outs = [*sums(most * kernel.kv_heads * kernel.tiles), *sums(kernel.teams * kernel.programs)]
+
+    def tree_attention(*refs: Any) -> None:
+        count = len(names)
+        shared = dict(zip(scratch, refs[count + 6 :], strict=True))
+        kernel.body(dict(zip(names, refs[:count], strict=True)), tuple(refs[count : count + 6]), shared)
+
+    extra = {} if interpret is None else {"interpret": interpret}
+    return plgpu.kernel(
+        tree_attention, out_type=outs, scratch_types=tuple(scratch.values()), grid=(kernel.programs,),
+        grid_names=("program",), num_threads=2 * kernel.teams, thread_name="team", compiler_params=params(), **extra,
+    )(*ins.values())[:3]  # fmt: skip
+
+
+def tree_attention(
+    args: TreeAttentionArgs,
+    *,
+    programs: int | None = None,
+    teams: int = 2,
+    whole: bool | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """See api.tree_attention.
+
+    Args:
+      programs, teams: see _Kernel; programs are by default one for each multiprocessor of the device at hand.
+      whole: whether a request is one item; by the shapes where None. Results do not depend on it.
+      interpret: parameters of Pallas' interpreter for GPUs.
+    """
+    q = args.q_BNHC
+    (b, n, h, c), (t, g) = q.shape, args.tree_k_BTGC.shape[1:3]
+    causal, page = args.tree_mask_BNT is None, args.pages.shape[2]
+    if programs is None:
+        kind = device_kind().lower()
+        programs = next((count for name, count in MULTIPROCESSORS.items() if name in kind), 132)
+    kernel = _Kernel(b, n, t, h, g, c, page, causal, args.window, args.factor, programs, teams, interpret is not None)
+    sizes = Sizes.of(kernel, args.table_BM.shape[1] * page, whole)
+    items, count, ends = plan(args.length_B, t, sizes, args.window, causal)
+    ins = {
+        "items": items, "count": count, "q": q, "k": args.tree_k_BTGC, "v": args.tree_v_BTGC, "pages": args.pages,
+        "table": args.table_BM,
+    }  # fmt: skip
+    if args.tree_mask_BNT is not None:
+        ins["words"] = _words(args.tree_mask_BNT, kernel)
+    acc, top, total = _attend(kernel, sizes.items(b), ins, interpret=interpret)
+    ins = {"ends": ends, "acc": acc, "top": top, "total": total}
+    if args.sinks_H is not None:
+        ins["sinks"] = args.sinks_H.astype(_F32) * _LOG2E
+    out = merge(kernel, q.dtype, args.sinks_H is not None, ins, interpret=interpret)
+    return out.reshape(q.shape)
+
+
+def _words(mask_BNT: jax.Array, kernel: _Kernel) -> jax.Array:
+    """Bit t % 32 of word t // 32 says whether a row sees tree entry t: uint32 [B, T / 32, tiles of rows, 64]."""
+    b, n, t = mask_BNT.shape
+    words = -(-t // 32)
+    bits = jnp.pad(mask_BNT, ((0, 0), (0, 0), (0, 32 * words - t))).reshape(b, n, words, 32).astype(jnp.uint32)
+    packed = (bits << jnp.arange(32, dtype=jnp.uint32)).sum(axis=-1, dtype=jnp.uint32).transpose(0, 2, 1)
+    rows = jnp.repeat(packed, kernel.group, axis=2)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, kernel.tiles * ROWS - kernel.rows)))
+    return rows.reshape(b, words, kernel.tiles, ROWS)

@@ -1,0 +1,258 @@
+"""Rows between global memory and what wgmma reads or leaves: copies that Pallas has no operation for, thread by thread.
+
+The copy engine moves whole tiles of 8 rows; a request's queries and a chain's new tokens begin anywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+#: Rows of a tile: wgmma's first operand, and the keys of a block.
+ROWS = 64
+#: Threads of a warpgroup, and values of two bytes that one of them moves at once.
+_THREADS, _CHUNK = 128, 8
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+#: A maximum over nothing.
+MASKED = -1e30
+
+
+def params() -> Any:
+    """How both kernels are compiled."""
+    return plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+
+
+def div(a: Any, b: int) -> Any:
+    """a // b of what is not negative."""
+    return lax.div(a, jnp.full_like(a, b))
+
+
+def rem(a: Any, b: int) -> Any:
+    """a % b of what is not negative."""
+    return lax.rem(a, jnp.full_like(a, b))
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where rows lie in global memory: row r at `(r // group) * outer + (r % group) * inner` values from a base."""
+
+    group: int
+    outer: int
+    inner: int
+
+
+def tiled() -> tuple[Any, ...]:
+    """How a tile [64, C] of two bytes a value lies in shared memory, for wgmma and the copy engine."""
+    return plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+
+
+def fill(
+    tile: Any, ref: Any, source: Source, base: Any, first: Any, count: Any, keep: tuple[Any, Any], *,
+    finite: bool = False,
+) -> None:  # fmt: skip
+    """Rows of a tile [64, C] in shared memory, but for those in [keep[0], keep[1]).
+
+    Row i becomes row i - first of the source, or zeros where that is not in [0, count). `commit_smem` must follow.
+
+    Args:
+      finite: zeros for values that are not.
+    """
+    types = (plgpu.RefType(tiled()), plgpu.RefType(), *[_SCALAR] * 5)
+
+    def run(_: Any, tile: Any, ref: Any, *scalars: Any) -> None:
+        _fill(tile, ref, source, finite, *(x.registers.item() for x in scalars))
+
+    args = [jnp.asarray(x, jnp.int32) for x in (base, first, count, *keep)]
+    plgpu.inline_mgpu(arg_types=types)(run)(tile, ref, *args)
+
+
+def _fill(
+    tile: Any, ref: Any, source: Source, finite: bool, base: Any, first: Any, count: Any, low: Any, high: Any
+) -> None:
+    i32 = ir.IntegerType.get_signless(32)
+    c = lambda value: arith.constant(i32, value)
+    value_type = ir.MemRefType(ref.type).element_type
+    four = ir.VectorType.get((4,), i32)
+    tiles = ir.MemRefType(tile.type).shape[1]  # of 64 channels
+    chunks = tiles * (64 // _CHUNK)
+    step = _THREADS // chunks
+    thread = arith.remui(utils.thread_idx(), c(_THREADS))
+    chunk, row0 = arith.remui(thread, c(chunks)), arith.divui(thread, c(chunks))
+    column = arith.muli(chunk, c(_CHUNK))
+    splat = lambda x: arith.constant(four, ir.DenseElementsAttr.get_splat(four, ir.IntegerAttr.get(i32, x)))
+    zeros = splat(0)
+    exponent = 0x7F80 if isinstance(value_type, ir.BF16Type) else 0x7C00
+    less = lambda a, b: arith.cmpi(arith.CmpIPredicate.slt, a, b)
+    at_least = lambda a, b: arith.cmpi(arith.CmpIPredicate.sge, a, b)
+    from_, to = utils.memref_ptr(ref), utils.memref_ptr(tile)
+    found = []
+    for i in range(ROWS // step):
+        row = arith.addi(row0, c(i * step))
+        r = arith.subi(row, first)
+        live = arith.andi(at_least(r, c(0)), less(r, count))
+        r = arith.select(live, r, c(0))
+        at = arith.addi(
+            arith.muli(arith.divui(r, c(source.group)), c(source.outer)),
+            arith.muli(arith.remui(r, c(source.group)), c(source.inner)),
+        )
+        # Dead rows read the base, which is one of the source's values.
+        at = arith.addi(arith.addi(base, at), column)
+        loaded = llvm.load(four, utils.getelementptr(from_, [at], value_type), alignment=16)
+        for shift in (0, 16) if finite else ():
+            ones = splat(exponent << shift)
+            broken = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(loaded, ones), ones)
+            loaded = arith.select(broken, arith.andi(loaded, splat(0xFFFF if shift else -0x10000)), loaded)
+        found.append((row, arith.select(live, loaded, zeros)))
+    for row, value in found:
+        inner = arith.remui(row, c(8))
+        at = arith.addi(arith.muli(arith.divui(row, c(8)), c(tiles)), arith.divui(chunk, c(8)))
+        at = arith.addi(arith.muli(at, c(1024)), arith.muli(inner, c(128)))
+        at = arith.addi(at, arith.muli(arith.xori(arith.remui(chunk, c(8)), inner), c(16)))
+        outside = arith.ori(less(row, low), at_least(row, high))
+        with utils.when(outside):
+            pointer = utils.getelementptr(to, [at], ir.IntegerType.get_signless(8))
+            llvm.store(value, pointer, alignment=16)
+
+
+def spill(refs: tuple[Any, ...], values: tuple[Any, ...], base: Any, count: Any) -> None:
+    """Sums [64, C], maxima [64] and weights [64] of the first `count` rows to rows from `base` on.
+
+    Args:
+      refs: float32 in global memory, [..., C] and twice [...].
+    """
+    layout = plgpu.Layout.WGMMA
+    types = (*[plgpu.RefType()] * 3, layout, layout.reduce(1), layout.reduce(1), _SCALAR, _SCALAR)
+
+    def run(_: Any, *args: Any) -> None:
+        (acc, *vectors), (base, count) = args[3:6], (x.registers.item() for x in args[6:])
+        flat = acc.registers.reshape(-1, 2)
+        for half, row, pointer in _rows(args[:3], acc.shape[1], base):
+            with utils.when(arith.cmpi(arith.CmpIPredicate.slt, row, count)):
+                for j, pair in enumerate(flat[:, half]):
+                    llvm.store(pair, pointer(0, 8 * j), alignment=8)
+                for i, vector in enumerate(vectors, 1):  # the four threads of a row write the same
+                    llvm.store(vector.registers.flat[half], pointer(i, 0), alignment=4)
+
+    args = [jnp.asarray(x, jnp.int32) for x in (base, count)]
+    plgpu.inline_mgpu(arg_types=types)(run)(*refs, *values, *args)
+
+
+def fetch(refs: tuple[Any, ...], channels: int, base: Any, count: Any) -> tuple[jax.Array, ...]:
+    """What `spill` wrote, by the same threads; other rows hold some row's."""
+    layout = plgpu.Layout.WGMMA
+    like = lambda *shape, layout: plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
+    wanted = like(ROWS, channels, layout=layout), *[like(ROWS, layout=layout.reduce(1))] * 2
+
+    def run(_: Any, *args: Any) -> Any:
+        base, count = (x.registers.item() for x in args[3:])
+        f32 = ir.F32Type.get()
+        found = [np.empty(x.layout.to_mgpu().registers_shape(x.shape), dtype=object) for x in wanted]
+        flat = [x.reshape(-1, 2) for x in found]
+        for half, _, pointer in _rows(args[:3], channels, base, count):
+            for j in range(channels // 8):
+                flat[0][j, half] = llvm.load(ir.VectorType.get((2,), f32), pointer(0, 8 * j), alignment=8)
+            for i in (1, 2):
+                flat[i][0, half] = llvm.load(ir.VectorType.get((1,), f32), pointer(i, 0), alignment=4)
+        fragments = [
+            mgpu.FragmentedArray(_registers=x, _layout=like.layout.to_mgpu(), _is_signed=None)
+            for x, like in zip(found, wanted, strict=True)
+        ]
+        return tuple(fragments)
+
+    types = (*[plgpu.RefType()] * 3, _SCALAR, _SCALAR)
+    args = [jnp.asarray(x, jnp.int32) for x in (base, count)]
+    return plgpu.inline_mgpu(arg_types=types, return_type=wanted)(run)(*refs, *args)
+
+
+def _rows(refs: Any, channels: int, base: Any, count: Any = None) -> Iterator[tuple[int, Any, Any]]:
+    """The two rows of a thread of wgmma's sums: which, its number, and the pointer to where its values lie."""
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    c = lambda value: arith.constant(i32, value)
+    thread = arith.remui(utils.thread_idx(), c(_THREADS))
+    warp, lane = arith.divui(thread, c(32)), arith.remui(thread, c(32))
+    column = arith.muli(arith.remui(lane, c(4)), c(2))
+    pointers = [utils.memref_ptr(ref) for ref in refs]
+    for half in range(2):
+        row = arith.addi(arith.addi(arith.muli(warp, c(16)), arith.divui(lane, c(4))), c(8 * half))
+        if count is not None:
+            row = arith.select(arith.cmpi(arith.CmpIPredicate.slt, row, count), row, c(0))
+        at = arith.addi(base, row)
+        begin = arith.addi(arith.muli(at, c(channels)), column)
+
+        def pointer(ref: int, offset: int, at: Any = at, begin: Any = begin) -> Any:
+            where = at if ref else arith.addi(begin, c(offset))
+            return utils.getelementptr(pointers[ref], [where], f32)
+
+        yield half, row, pointer
+
+
+def lanes(ref: Any, rows: Sequence[Any]) -> jax.Array:
+    """The channels of rows of [..., C] float32 in global memory side by side, a value for each of 128 threads."""
+    wanted = plgpu.ShapeDtypeStruct((_THREADS,), jnp.float32, layout=plgpu.Layout.WG_STRIDED((_THREADS,), 1))
+
+    def run(_: Any, ref: Any, *rows: Any) -> Any:
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        c = lambda value: arith.constant(i32, value)
+        channels = _THREADS // len(rows)
+        thread = arith.remui(utils.thread_idx(), c(_THREADS))
+        row = rows[0].registers.item()
+        for i, other in enumerate(rows[1:], 1):
+            behind = arith.cmpi(arith.CmpIPredicate.sge, thread, c(i * channels))
+            row = arith.select(behind, other.registers.item(), row)
+        at = arith.addi(arith.muli(row, c(channels)), arith.remui(thread, c(channels)))
+        found = llvm.load(
+            ir.VectorType.get((1,), f32), utils.getelementptr(utils.memref_ptr(ref), [at], f32), alignment=4
+        )
+        registers = np.empty((1,), dtype=object)
+        registers[0] = found
+        return mgpu.FragmentedArray(_registers=registers, _layout=wanted.layout.to_mgpu(), _is_signed=None)
+
+    types = (plgpu.RefType(), *[_SCALAR] * len(rows))
+    return plgpu.inline_mgpu(arg_types=types, return_type=wanted)(run)(ref, *rows)
+
+
+#: Of float32: each product is rounded where the instructions say so, whatever stands around it. Compilers contract
+#: sums of products as they please, and not in the same way in every kernel.
+_CODE = {
+    "times": "mul.rn.f32 $0, $1, $2;",
+    "scaled": "{ .reg .f32 a; neg.f32 a, $3; fma.rn.f32 $0, $1, $2, a; }",
+    "sum": "{ .reg .f32 a; mul.rn.f32 a, $3, $4; fma.rn.f32 $0, $1, $2, a; }",
+}
+_PRETEND: dict[str, Callable[..., jax.Array]] = {
+    "times": lambda a, b: a * b, "scaled": lambda a, b, c: a * b - c, "sum": lambda a, b, c, d: a * b + c * d,
+}  # fmt: skip
+
+
+def fused(kind: str, *values: jax.Array, layout: Any, pretend: bool) -> jax.Array:
+    """a * b, a * b - c or a * b + c * d, of which the last is the product that is rounded by itself."""
+    if pretend:
+        return _PRETEND[kind](*values)
+    wanted = plgpu.ShapeDtypeStruct(values[0].shape, jnp.float32, layout=layout)
+    run = functools.partial(_fused, code=_CODE[kind])
+    return plgpu.inline_mgpu(arg_types=(layout,) * len(values), return_type=wanted)(run)(*values)
+
+
+def _fused(_: Any, *values: Any, code: str) -> Any:
+    f32 = ir.F32Type.get()
+    registers = np.empty_like(values[0].registers)
+    constraints = ",".join(["=f", *["f"] * len(values)])
+    for at in np.ndindex(registers.shape):
+        own = [x.registers[at] for x in values]
+        found = own[0]
+        for i in range(ir.VectorType(found.type).shape[0]):
+            one: Any = llvm.inline_asm(f32, [vector.extract(x, [], [i]) for x in own], code, constraints)
+            found = vector.insert(one, found, [], [i])
+        registers[at] = found
+    return mgpu.FragmentedArray(_registers=registers, _layout=values[0].layout, _is_signed=None)

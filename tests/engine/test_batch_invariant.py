@@ -1,0 +1,101 @@
+"""Rounds whose bits do not depend on what is computed beside a token: what they ask of attention, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxspec import EngineConfig, cache
+from jaxspec.assemble import check_batch_invariant
+from jaxspec.defaults import geometry, mixed
+from jaxspec.models import few_rows
+from jaxspec.models.base import Experts, ModelConfig
+from jaxspec.models.layers import Transformer
+from jaxspec.models.tiny import tiny_target
+from jaxspec.speculation.drafters.suffix import prompt_lookup
+from jaxspec.speculation.layouts import Batch, Budget, plain_calibration
+from jaxspec.speculation.packed import packed_fn
+from jaxspec.speculation.round import RoundSpec, round_fn
+from jaxspec.speculation.state import DecodeState, Geometry
+from jaxspec.tier import PLAIN, Tier
+
+GEO = Geometry(slots=2, num_pages=16, page_size=8, pages_per_seq=8, max_depth=3, batch_invariant=True)
+CONFIG = ModelConfig("llama", 64, 128, 128, 1, 2, 1, 64)
+ENGINE = EngineConfig(max_batch_size=8, batch_invariant=True)
+
+
+def test_rounds_tell_attention_of_chains_and_name_its_implementation(monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[str | None, bool]] = []
+    attend = cache.tree_attention
+
+    def spy(*args: Any, implementation: str | None = None, **options: Any) -> jax.Array:
+        asked.append((implementation, args[6] is None))
+        return attend(*args, **options)
+
+    monkeypatch.setattr(cache, "tree_attention", spy)
+    target = tiny_target(0, num_layers=1)
+    graph, params = nnx.split(target)
+    drafter = prompt_lookup(target.config.vocab_size)
+    rounds = {
+        "plain": lambda spec, *args: round_fn(spec, PLAIN, False)(*args),
+        "chain": lambda spec, *args: round_fn(spec, Tier(3), False)(*args),
+        "packed": lambda spec, *args: packed_fn(spec, Tier(3), False, 5)(*args, plain_calibration(3), Budget.even(2)),
+    }
+    for invariant, kinds in ((True, ("plain", "chain", "packed")), (False, ("chain",))):
+        geo = dataclasses.replace(GEO, batch_invariant=invariant)
+        spec = RoundSpec(graph, target.config, geo, drafter, rejection=False)
+        state = jax.eval_shape(
+            lambda geo=geo: DecodeState.empty(target.config, geo, jnp.dtype(jnp.float32), drafter.init_state(geo))
+        )
+        for kind in kinds:
+            jax.eval_shape(functools.partial(rounds[kind], spec), params, (), state, Batch.of(geo, 2).array)
+        assert asked == [("batch_invariant" if invariant else None, True)] * len(kinds)
+        asked.clear()
+
+
+@functools.cache
+def made(config: ModelConfig) -> Transformer:
+    return Transformer(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "tier", "said"),
+    [
+        ({}, {}, Tier(3), None),
+        ({}, {}, Tier(3, 2, 8), "for chains, .*, got tier tree-3x2/8"),
+        ({}, {}, Tier(4), "at most 32 tokens, got 40: max_batch_size=8 and tier chain-4"),
+        ({"tensor_parallel": 2}, {}, PLAIN, "for one device, got tensor_parallel=2"),
+        ({"mixed_chunk": 64}, {}, PLAIN, "no prompts in rounds, got mixed_chunk=64"),
+        ({}, {"vocab_size": 70}, PLAIN, "output layer is not whole"),
+        ({}, {"hidden_act": "gelu_tanh"}, PLAIN, "hidden_act=gelu_tanh"),
+        ({}, {"experts": Experts(2, 1, 128, (0,))}, PLAIN, "got 2 experts"),
+    ],
+)
+def test_what_would_not_hold_is_refused(
+    config: dict[str, Any], model: dict[str, Any], tier: Tier, said: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(few_rows, "unsupported", lambda: None)
+    target = made(dataclasses.replace(CONFIG, **model))
+    check = lambda: check_batch_invariant(dataclasses.replace(ENGINE, **config), target, [PLAIN, tier])
+    if said is None:
+        return check()
+    with pytest.raises(ValueError, match=said):
+        check()
+
+
+def test_rounds_take_no_prompts_along():
+    for invariant in (False, True):
+        config = EngineConfig(max_batch_size=8, batch_invariant=invariant, mixed_chunk=16)
+        geo = geometry(config, 256, 3)
+        assert geo.batch_invariant == invariant and bool(mixed(config, geo)) != invariant
+
+
+def test_devices_without_the_kernels_are_refused():
+    with pytest.raises(ValueError, match="batch_invariant=True needs the kernels for few rows: they need"):
+        check_batch_invariant(ENGINE, tiny_target(0), [PLAIN])

@@ -1,0 +1,138 @@
+"""The Mosaic kernel for Hopper, interpreted with race detection, and the bits of chains against tokens one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.tree_attention import gpu_mosaic, mosaic_plan
+from pallas_kernels.tree_attention.cases import Case
+from pallas_kernels.tree_attention.reference import TreeAttentionArgs
+
+interpreted = pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX has no interpreter for it")
+
+#: Of at least a page of 64; prefixes of 0, of several stretches and at the edges of pages.
+CASES = (
+    Case("mosaic-decode", 3, 1, 2, 1, 64, 64, 640, mask="causal", lengths="ragged"),
+    Case("mosaic-chain", 6, 4, 4, 2, 64, 64, 300, mask="causal", lengths="ragged"),
+    Case("mosaic-chain-group7", 2, 3, 7, 1, 128, 128, 400, mask="causal", lengths="ragged"),
+    Case("mosaic-tree", 3, 5, 4, 2, 64, 64, 300, lengths="ragged"),
+    Case("mosaic-tree-several-tiles", 2, 40, 4, 2, 64, 64, 90, lengths="ragged", prior=3),
+    Case("mosaic-window-sinks", 3, 4, 4, 2, 64, 64, 400, mask="causal", lengths="ragged", window=70, sinks=True),
+)
+
+
+def error(got: jax.Array, want: np.ndarray) -> float:
+    return float(np.linalg.norm(np.asarray(got.astype(jnp.float32)) - want) / np.linalg.norm(want))
+
+
+def kernel(**options: Any) -> Callable[[TreeAttentionArgs], jax.Array]:
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.jit(functools.partial(gpu_mosaic.tree_attention, programs=2, interpret=params, **options))
+
+
+@interpreted
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_agrees_with_the_definition_and_has_no_races(case: Case, capfd: pytest.CaptureFixture[str]):
+    args = case.draw(0, poison=True)
+    assert error(kernel()(args), case.defined(args)) < 4e-3
+    assert "RACE" not in capfd.readouterr().out
+
+
+@interpreted
+def test_what_an_item_is_changes_no_bit(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """Single blocks, a few, groups of them and whole requests; and the chain against its tokens one by one."""
+    case = dataclasses.replace(CASES[1], batch=2, kv_heads=1, heads=2, context=1090)
+    args = case.draw(0)
+    args = dataclasses.replace(args, length_B=jnp.asarray([1022, 1090], jnp.int32))
+    outs = [kernel(whole=True)(args)]
+    for single, quarter in ((10, 0), (0, 10), (0, 0)):
+        monkeypatch.setattr(mosaic_plan, "_SINGLE", single)
+        monkeypatch.setattr(mosaic_plan, "_QUARTER", quarter)
+        outs.append(kernel(whole=False)(args))
+    for out in outs:
+        np.testing.assert_array_equal(out, outs[0])
+    assert error(outs[0], case.defined(args)) < 4e-3
+    assert "RACE" not in capfd.readouterr().out
+    q, k, v, pages, page = args.q_BNHC, args.tree_k_BTGC, args.tree_v_BTGC, args.pages, case.page
+    for j in range(case.nodes):
+        length = args.length_B + j
+        one = dataclasses.replace(
+            args, q_BNHC=q[:, j : j + 1], pages=pages, length_B=length, tree_k_BTGC=k[:, j : j + 1],
+            tree_v_BTGC=v[:, j : j + 1],
+        )  # fmt: skip
+        np.testing.assert_array_equal(kernel()(one)[:, 0], outs[0][:, j])
+        number = jnp.take_along_axis(args.table_BM, (length // page)[:, None], axis=1)[:, 0]
+        pages = pages.at[number, :, length % page].set(jnp.concatenate([k, v], axis=-1)[:, j])
+
+
+@interpreted
+def test_without_a_mask_later_tokens_cannot_reach_earlier_ones():
+    args = CASES[1].draw(0)
+    k, v = (x.at[1, 2].set(jnp.nan) for x in (args.tree_k_BTGC, args.tree_v_BTGC))
+    out = np.asarray(kernel()(dataclasses.replace(args, tree_k_BTGC=k, tree_v_BTGC=v)).astype(jnp.float32))
+    nan = np.isnan(out).any(axis=(2, 3))
+    want = np.zeros_like(nan)
+    want[1, 2:] = True
+    np.testing.assert_array_equal(nan, want)
+
+
+@pytest.mark.parametrize("per", [1, mosaic_plan.FEW, mosaic_plan.GROUP, None])
+@pytest.mark.parametrize(("news", "window", "causal"), [(4, None, True), (70, None, False), (4, 70, True)])
+def test_the_plan_covers_every_block_once(
+    per: int | None, news: int, window: int | None, causal: bool, monkeypatch: pytest.MonkeyPatch
+):
+    lengths = np.asarray([0, 1, 63, 64, 255, 256, 257, 5000, 640, 4096])
+    monkeypatch.setattr(mosaic_plan, "_SINGLE", 1000 if per == 1 else 0)
+    monkeypatch.setattr(mosaic_plan, "_QUARTER", 1000 if per == mosaic_plan.FEW else 0)
+    blocks = -(-(5056 + news) // 64)
+    sizes = mosaic_plan.Sizes(units=1, threads=1, blocks=blocks, whole=per is None)
+    plan = jax.jit(lambda lengths: mosaic_plan.plan(lengths, news, sizes, window, causal))
+    items, count, ends = map(np.asarray, plan(jnp.asarray(lengths)))
+    b, begin, stop, length = items[:, : count[0]]
+    first, end, long, last, of_item = ends
+    assert count[0] <= items.shape[1] == sizes.items(len(lengths))
+    np.testing.assert_array_equal(of_item, per or blocks)
+    np.testing.assert_array_equal(length, lengths[b])
+    assert (stop > begin).all() and (stop - begin <= of_item[0]).all()
+    behind = count[0] - len(lengths)  # the last item of each request comes behind the long ones, the longest first
+    assert sorted(b[behind:]) == list(range(len(lengths))) and (np.diff((stop - begin)[behind:]) <= 0).all()
+    for i, length in enumerate(lengths):
+        own = np.asarray([*range(long[i], long[i] + end[i] - first[i] - 1), last[i]])
+        assert (b[own] == i).all()
+        np.testing.assert_array_equal(begin[own] // of_item[0], np.arange(first[i], end[i]))
+        low = 0 if window is None else max(0, length - window + 1) // 64
+        place = length if causal else -(-length // 64) * 64
+        covered = np.concatenate([np.arange(begin[x], stop[x]) for x in own])
+        np.testing.assert_array_equal(covered, np.arange(low, -(-(place + news) // 64)))
+
+
+def args_of(**change: Any) -> TreeAttentionArgs:
+    return dataclasses.replace(CASES[1], **change).shapes()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, None),
+        (dict(head_dim=128, page=128), None),
+        (dict(mask="tree"), None),
+        (dict(dtype="float32"), "must be bfloat16 or float16, got float32"),
+        (dict(head_dim=96), "must be 64 or 128, got 96"),
+        (dict(page=32), "multiple of 64, got 32"),
+        (dict(heads=3, kv_heads=1), "multiple of 2, got 3"),
+        (dict(window=64, mask="tree"), "a window and a mask"),
+        (dict(soft_cap=30.0), "a soft cap"),
+    ],
+)
+def test_what_it_serves(change: dict[str, Any], said: str | None):
+    why = gpu_mosaic.refusal(args_of(**change))
+    assert why is None if said is None else said in (why or "")
