@@ -440,7 +440,7 @@ def assemble(
         facts, runner, scheduler, choice.build, cost, config.seed, began, config.traffic_log if leads else None, pace,
         remembers=speculation.suffix_corpus_responses and built is not None,
         load_drafter=_fixed if hosts is not None else can.reload and functools.partial(can.reload, geo),
-        collector=None if store is None else Collector(runner, store.write),
+        collector=None if store is None else Collector(runner, store.file, config.feature_ring_share),
         keeper=_keeper(config, cache, {**identity, **(files or {})}) if files is not None and leads else None,
     )  # fmt: skip
 

@@ -347,6 +347,8 @@ class EngineConfig:
         trained while they serve (`--data ring:DIR`). It holds your users' text. None: nothing is kept.
       feature_ring_mib: memory for them on each device until they are written, in MiB.
       feature_ring_disk_mib: most that the directory's files take, in MiB; the oldest are deleted.
+      feature_ring_share: of the time in which a thread of the host may be busy copying and writing them; texts that
+        begin while it is behind are left out. Above 0, at most 1.
 
     Raises:
       ValueError: a value out of range.
@@ -380,6 +382,7 @@ class EngineConfig:
     feature_ring: str | Path | None = None
     feature_ring_mib: int = 64
     feature_ring_disk_mib: int = 4096
+    feature_ring_share: float = 0.01
 
     def __post_init__(self) -> None:
         me = "EngineConfig"
@@ -431,6 +434,7 @@ class EngineConfig:
             raise ValueError(f"{me}.feature_ring must be None or a path, got {self.feature_ring!r}")
         for name in ("feature_ring_mib", "feature_ring_disk_mib"):
             _integer(me, name, getattr(self, name), 1)
+        _fraction(me, "feature_ring_share", self.feature_ring_share)
         if self.kernels not in KERNELS:
             raise ValueError(f"{me}.kernels must be one of {KERNELS}, got {self.kernels!r}")
         if self.dtype not in (None, "float32", "bfloat16"):

@@ -479,6 +479,11 @@ class Engine:
             with self._warmup.step():
                 self._collector.flush()
 
+    def limit_ring(self, share: float) -> None:
+        """From now on the ring's writer takes no more than this share of the time; nothing without a ring."""
+        if self._collector is not None:
+            self._collector.share = share
+
     def follow(self) -> None:
         """In the other processes of an engine that several share: runs what the first one runs, until that closes.
 

@@ -20,7 +20,7 @@ from jaxspec.models.layers import tensor_parallel
 from jaxspec.models.quantised import stored_bytes
 from jaxspec.models.sharded import SPLIT, TENSOR_AXIS, part_of
 from jaxspec.speculation.drafter import Drafter
-from jaxspec.speculation.ring import ABOUT, empty_ring, ring_width
+from jaxspec.speculation.ring import empty_ring, ring_bytes
 from jaxspec.speculation.state import DecodeState, Geometry
 
 _DEFAULT_CONTEXT = 2048
@@ -80,7 +80,7 @@ def fitted(
         sized = dataclasses.replace(geo, num_pages=pages)
         draft = jax.eval_shape(lambda: () if drafter is None else drafter.init_state(sized))
         dtype, layers = target.embedding[...].dtype, () if drafter is None else drafter.aux_layers
-        ring = jax.eval_shape(lambda: empty_ring(target.config, sized, layers, dtype))
+        ring = jax.eval_shape(lambda: empty_ring(target.config, sized, layers))
         return stored(jax.eval_shape(lambda: DecodeState.empty(target.config, sized, dtype, draft, ring)))
 
     share = _USUAL_FRACTION if fraction is None else fraction
@@ -144,7 +144,7 @@ def ring_rows(config: EngineConfig, geo: Geometry, target: TargetModel, drafter:
             f"feature_ring {str(config.feature_ring)!r} is for drafters that read the target's states; this engine has "
             f"{'none' if drafter is None else 'one that reads none'}"
         )
-    width = ring_width(target.config, drafter.aux_layers) * target.embedding[...].dtype.itemsize + 4 * ABOUT
+    width = ring_bytes(target.config, drafter.aux_layers)
     rows = (config.feature_ring_mib << 20) // (2 * width)
     needed = 2 * geo.most_features
     if rows < needed:

@@ -13,12 +13,13 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 PREFIX, SUFFIX = "ring-", ".safetensors"
 _DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "I32": np.dtype(np.int32)}
@@ -53,36 +54,54 @@ class RingDirectory:
         Raises:
           OSError: a full disk or the like.
         """
-        arrays: dict[str, np.ndarray] = {
-            "about": np.ascontiguousarray(about),
-            "features": np.ascontiguousarray(features),
-        }
+        with self.file(len(about), features.shape[1], features.dtype, about.shape[1]) as add:
+            add(features, about)
+
+    @contextlib.contextmanager
+    def file(
+        self, count: int, width: int, dtype: DTypeLike, columns: int
+    ) -> Iterator[Callable[[np.ndarray, np.ndarray], None]]:
+        """Gives what adds rows (features, about), `count` of them in all, to a file that is there in the end.
+
+        Args:
+          width, dtype: of `features`. columns: of `about`.
+
+        Raises:
+          OSError: a full disk or the like; then there is no file.
+        """
         header: dict[str, Any] = {"__metadata__": self._metadata}
-        start = 0
-        for name, array in arrays.items():
-            end = start + array.nbytes
-            header[name] = {"dtype": _NAMES[array.dtype], "shape": array.shape, "data_offsets": [start, end]}
-            start = end
+        starts, end = [], 0
+        for name, kind, size in (("about", np.dtype(np.int32), columns), ("features", np.dtype(dtype), width)):
+            starts.append(end)
+            end += count * size * kind.itemsize
+            header[name] = {"dtype": _NAMES[kind], "shape": [count, size], "data_offsets": [starts[-1], end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         path = self.directory / f"{PREFIX}{time.time_ns():020d}-{os.getpid()}{SUFFIX}"
         staging = path.with_suffix(".tmp")
         fd = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        at = [8 + len(text) + start for start in starts]
+
+        def add(features: np.ndarray, about: np.ndarray) -> None:
+            for i, array in enumerate((about, features)):
+                at[i] += _write(fd, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, at[i])
+
         try:
-            with os.fdopen(fd, "wb", buffering=0) as file:
-                for part in (len(text).to_bytes(8, "little"), text, *arrays.values()):
-                    left = (
-                        memoryview(part).cast("B") if isinstance(part, bytes) else part.reshape(-1).view(np.uint8).data
-                    )
-                    while left:
-                        left = left[file.write(left) :]
+            try:
+                _write(fd, len(text).to_bytes(8, "little") + text, 0)
+                yield add
+            finally:
+                os.close(fd)
             staging.replace(path)
         finally:
             staging.unlink(missing_ok=True)
         self._evict()
 
     def _evict(self) -> None:
-        sizes = {path: path.stat().st_size for path in ring_files(self.directory)}
+        sizes = {}
+        for path in ring_files(self.directory):
+            with contextlib.suppress(FileNotFoundError):  # whoever learns may have moved it
+                sizes[path] = path.stat().st_size
         total = sum(sizes.values())
         for path in list(sizes)[:-1]:
             if total <= self._limit:
@@ -90,6 +109,15 @@ class RingDirectory:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
             total -= sizes[path]
+
+
+def _write(fd: int, data: bytes | memoryview, at: int) -> int:
+    """Writes everything at a place of a file; returns how many bytes that were."""
+    left = memoryview(data)
+    while left:
+        done = os.pwrite(fd, left, at)
+        left, at = left[done:], at + done
+    return len(data)
 
 
 def ring_files(directory: Path) -> list[Path]:

@@ -1,7 +1,9 @@
 """Takes what a ring has gathered off the device: its buffer is exchanged for another, copied and written elsewhere.
 
-No round waits for it, and no program runs: the exchange is of two references. Where the writer is behind, the ring runs
-over and rows are lost. Must not know what the rows are for.
+No round waits for it: the exchange is of references. What it may cost is bounded by construction: a thread copies and
+writes a small piece at a time, and after each one rests so long that it is busy for no more than its share of the time.
+What comes faster finds the ring half full, and is left out, whole texts of it (`FeatureRing.admit`). Must not know what
+the rows are for.
 """
 
 from __future__ import annotations
@@ -13,27 +15,34 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.runtime.runner import Runner
-from jaxspec.speculation.ring import FeatureRing
+from jaxspec.speculation.ring import FeatureRing, split_rows
 
 #: Seconds after which what has come is taken, whether or not the ring is full.
 _PATIENCE = 30.0
+#: Bytes that are copied and written between two rests: less than a millisecond's work.
+_PIECE = 1 << 19
+#: Seconds between two looks whether the device has got as far.
+_LOOK = 1e-3
 _log = logging.getLogger(__name__)
+
+#: (rows, width and type of the features, columns of what they are of) -> what adds rows to a file, as a context.
+OpenFile = Callable[[int, int, Any, int], AbstractContextManager[Callable[[np.ndarray, np.ndarray], None]]]
 
 
 class _Buffer(NamedTuple):
-    features: jax.Array
-    about: jax.Array
+    rows: jax.Array
+    count: jax.Array
 
 
 #: What the writer is asked for; None: to end.
-_Work = tuple[_Buffer, jax.Array] | threading.Event | None
+_Work = _Buffer | threading.Event | None
 
 
 class Collector:
@@ -41,25 +50,33 @@ class Collector:
 
     Args:
       runner: whose state has a ring.
-      write: takes the rows (features [N, F], about [N, ABOUT]) on a thread of its own; OSError ends the collecting.
+      open_file: is given the rows on a thread of its own; OSError ends the collecting.
+      share: see the attribute.
 
     Attributes:
-      rows, lost: written so far, and those that came when the ring was full.
+      share: of the time in which that thread may be busy, above 0 and at most 1; may be changed.
+      rows, lost: written so far, and those of texts under way that came when the ring was full.
     """
 
-    def __init__(self, runner: Runner, write: Callable[[np.ndarray, np.ndarray], None]):
+    def __init__(self, runner: Runner, open_file: OpenFile, share: float):
         ring = runner.state.ring
         assert isinstance(ring, FeatureRing)
-        self._runner, self._write = runner, write
-        self._size = ring.features_RF.shape[0]
-        self._most = runner.geo.most_features
+        self._runner, self._open, self.share = runner, open_file, share
+        self._size, width = ring.rows_RX.shape
+        self._piece = max(1, min(self._size, _PIECE // (width * ring.rows_RX.dtype.itemsize)))
+        #: Rows at which the buffer is exchanged; more are room for what is under way.
+        self._enough = self._size // 2
         self._coming, self._since = 0, time.monotonic()
+        zeros = lambda x: runner.put(np.zeros(x.shape, x.dtype))
         self._spare: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
-        zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
-        self._spare.put(_Buffer(zeros(ring.features_RF), zeros(ring.about_RI)))
+        self._spare.put(_Buffer(zeros(ring.rows_RX), zeros(ring.count)))
+        cut = lambda rows, at: jax.lax.dynamic_slice_in_dim(rows, at, self._piece)
+        self._cut = jax.jit(cut).lower(ring.rows_RX, np.int32(0)).compile()
         self._full: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         self.rows = self.lost = 0
         self._failed = False
+        #: Set while somebody waits for what is written: no rests then.
+        self._hurry = threading.Event()
         #: Exchanges so far: says which buffer rows are in.
         self.taken = 0
         weakref.finalize(self, self._full.put, None)
@@ -69,8 +86,8 @@ class Collector:
     def dispatched(self, rows: int) -> None:
         """At most so many rows come of what was just dispatched; the next one may need room."""
         self._coming += rows
-        full = self._coming + self._most > self._size
-        if full or (self._coming and time.monotonic() - self._since > _PATIENCE):
+        late = time.monotonic() - self._since > _PATIENCE
+        if self._coming > self._enough or (self._coming and late):
             self._exchange()
 
     def collected(self, taken: int, most: int, rows: int) -> None:
@@ -80,8 +97,16 @@ class Collector:
 
     def flush(self, timeout: float = 10.0) -> None:
         """Takes what there is, and returns when it is written."""
-        if self._coming:
-            self._exchange()
+        self._hurry.set()
+        try:
+            self._written(timeout)  # which brings the spare buffer back
+            if self._coming:
+                self._exchange()
+                self._written(timeout)
+        finally:
+            self._hurry.clear()
+
+    def _written(self, timeout: float) -> None:
         done = threading.Event()
         self._full.put(done)
         done.wait(timeout)
@@ -94,36 +119,50 @@ class Collector:
         except queue.Empty:  # the writer is behind
             return
         state = self._runner.state
-        ring = state.ring
-        count = self._runner.put(np.zeros((), np.int32))
-        self._runner.state = dataclasses.replace(
-            state, ring=dataclasses.replace(ring, features_RF=spare.features, about_RI=spare.about, count=count)
-        )
-        if jax.default_backend() != "cpu":
-            for array in (ring.features_RF, ring.about_RI):
-                array.copy_to_host_async()
-        self._full.put((_Buffer(ring.features_RF, ring.about_RI), ring.count))
+        ring = dataclasses.replace(state.ring, rows_RX=spare.rows, count=spare.count)
+        self._full.put(_Buffer(state.ring.rows_RX, state.ring.count))
+        self._runner.state = dataclasses.replace(state, ring=ring)
         self._coming, self._since, self.taken = 0, time.monotonic(), self.taken + 1
 
-    def _take(self, buffer: _Buffer, count: jax.Array) -> None:
-        came = int(count)
+    def _take(self, buffer: _Buffer) -> None:
+        self._wait_for(buffer.count)
+        came = int(buffer.count)
         rows = min(came, self._size)
         self.lost += came - rows
         if rows and not self._failed:
             try:
-                self._write(_host(buffer.features)[:rows], _host(buffer.about)[:rows])
+                self._copy(buffer.rows, rows)
                 self.rows += rows
             except OSError as e:
                 _log.warning("the feature ring is no longer written: %s", e)
                 self._failed = True
-        self._spare.put(buffer)
+        self._spare.put(_Buffer(buffer.rows, self._runner.put(np.zeros((), np.int32))))
 
+    def _copy(self, rows_RX: jax.Array, count: int) -> None:
+        """Writes the first rows, with rests."""
+        began = time.perf_counter()
+        features, about = split_rows(np.zeros((0, rows_RX.shape[1]), np.uint32))
+        with self._open(count, features.shape[1], features.dtype, about.shape[1]) as add:
+            for start in range(0, count, self._piece):
+                at = min(start, self._size - self._piece)
+                part = self._cut(rows_RX, np.int32(at))
+                began += self._wait_for(part)
+                add(*split_rows(np.asarray(part)[start - at :][: count - start]))
+                del part
+                self._rest(time.perf_counter() - began)
+                began = time.perf_counter()
+        self._rest(time.perf_counter() - began)
 
-def _host(array: jax.Array) -> np.ndarray:
-    """Its values. On a CPU a view that ends with its last reader: the array keeps none, so its memory can be reused."""
-    on_cpu = all(device.platform == "cpu" for device in array.devices())
-    shared: Any = array
-    return np.from_dlpack(shared) if on_cpu and array.dtype != jnp.bfloat16 else np.asarray(array)
+    def _wait_for(self, array: jax.Array) -> float:
+        """Returns when the device has it, after so many seconds, in which the processor does nothing."""
+        began = time.perf_counter()
+        while not array.is_ready():
+            time.sleep(_LOOK)
+        return time.perf_counter() - began
+
+    def _rest(self, busy: float) -> None:
+        """After so many seconds of work."""
+        self._hurry.wait(busy * (1 / self.share - 1))
 
 
 def _drain(full: queue.SimpleQueue[_Work], collector: weakref.ref[Collector]) -> None:
@@ -131,6 +170,6 @@ def _drain(full: queue.SimpleQueue[_Work], collector: weakref.ref[Collector]) ->
         if isinstance(item, threading.Event):
             item.set()
         elif (alive := collector()) is not None:
-            alive._take(*item)
+            alive._take(item)
         del item
         alive = None

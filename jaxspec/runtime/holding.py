@@ -77,7 +77,7 @@ class Holding:
     def _empty_state(self) -> DecodeState:
         draft = () if self.drafter is None else self.drafter.init_state(self.geo)
         layers = () if self.drafter is None else self.drafter.aux_layers
-        ring = empty_ring(self.config, self.geo, layers, self._dtype)
+        ring = empty_ring(self.config, self.geo, layers)
         return DecodeState.empty(self.config, self.geo, self._dtype, draft, ring)
 
     def fresh_state(self) -> DecodeState:

@@ -7,8 +7,9 @@ of the other together. Each is measured on further prompts of both kinds, which 
 --depth, tokens a round over all rounds, and whether its texts are those of plain decoding. Counts repeat exactly but
 for the trials, whose turns depend on timing.
 
-What gathering costs: two engines take turns at the same requests, one with a ring; the median of the ratios of their
-seconds a round, by the clock and by this process's processor time.
+What gathering costs: two engines take turns at the same requests, one with a ring; the ratio of all their seconds a
+round, by the clock and by this process's processor time, and between which values the pairs' own ratios lie. What the
+writer owes is written between the turns, so that each pays for what it begins.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.assemble import resolve_model
 from jaxspec.bench.studies import report
 from jaxspec.cli import leave
+from jaxspec.config import EngineConfig
 from jaxspec.request import RequestOutput
 from jaxspec.ringfiles import ring_files
 from jaxspec.text.tokenizer import Tokenizer
@@ -41,6 +43,8 @@ KINDS = CODE, PROSE = "code", "prose"
 _SHORTEST, _LONGEST = 16, 48
 #: Tokens of text for each prompt, where there are so many.
 _APART = 400
+#: Times that a batch is filled in a run that is timed.
+_WAVES = 4
 #: The most requests of a trial, for each that heads learn from.
 _TRIAL = 10
 
@@ -59,10 +63,16 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tokens", type=int, default=96, help="tokens of each answer")
     p.add_argument("--batch", type=int, default=8, help="requests at once")
     p.add_argument("--depth", type=int, default=3, help="drafts of a round")
-    p.add_argument("--steps", type=int, default=150, help="training steps of the first head, and of each cycle")
+    p.add_argument(
+        "--steps", type=int, default=150, help="training steps of the first head, and of each cycle; 0: no training"
+    )
     p.add_argument("--train-batch", type=int, default=8, help="rows of 256 tokens a training step")
     p.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the engines (default: the device's own)")
     p.add_argument("--overhead", type=int, default=20, metavar="N", help="pairs of runs with and without a ring")
+    p.add_argument(
+        "--shares", type=float, nargs="+", default=[EngineConfig.feature_ring_share, 1.0], metavar="SHARE",
+        help="of the time that the ring's writer may take: each is measured, and heads learn from the last",
+    )  # fmt: skip
     return p
 
 
@@ -172,7 +182,12 @@ class Study:
         args, ring = self.args, self.args.work / "ring"
         with self.engine(args.drafter, ring) as ringed, self.engine(args.drafter, None) as plain:
             if args.overhead:
-                self.overhead(ringed, plain)
+                for share in args.shares:
+                    ringed.engine.limit_ring(share)
+                    self.overhead(ringed, plain, share)
+            ringed.engine.limit_ring(args.shares[-1])
+            if not args.steps:
+                return
             serve(ringed, self.learned(CODE), args.tokens)
             ringed.engine.flush_ring()
             set_aside(ring, args.work / "ring-code")
@@ -234,23 +249,32 @@ class Study:
                 texts_of_plain_decoding=f"{sum(same)} of {len(same)}",
             )  # fmt: skip
 
-    def overhead(self, ringed: LLM, plain: LLM) -> None:
-        """What gathering costs a round."""
-        pairs, args, some = [], self.args, self.learned(CODE)[: self.args.batch]
+    def overhead(self, ringed: LLM, plain: LLM, share: float) -> None:
+        """What gathering costs a round whose writer may take so much of the time."""
+        args, some = self.args, self.learned(CODE)[: _WAVES * self.args.batch]
+        seconds: dict[LLM, list[tuple[float, float]]] = {ringed: [], plain: []}
+        same, began = True, ringed.stats
         for number in range(args.overhead + 1):
-            found, said = {}, []
+            said = []
             for llm in (ringed, plain) if number % 2 else (plain, ringed):
                 llm.flush_prefix_cache()
                 rounds, clock, cpu = llm.stats.rounds, time.perf_counter(), time.process_time()
                 said.append([output.token_ids for output in serve(llm, some, args.tokens)])
+                clock, cpu = time.perf_counter() - clock, time.process_time() - cpu
                 rounds = llm.stats.rounds - rounds
-                found[llm] = (time.perf_counter() - clock) / rounds, (time.process_time() - cpu) / rounds
-            if number:  # the first pair warms caches up
-                pairs.append([*(found[ringed][i] / found[plain][i] for i in range(2)), said[0] == said[1]])
-        clock, cpu, same = zip(*pairs, strict=True)
+                if number:  # the first pair warms caches up
+                    seconds[llm].append((clock / rounds, cpu / rounds))
+                ringed.engine.flush_ring()
+            same &= said[0] == said[1]
+        ratios = [with_[0] / without[0] for with_, without in zip(seconds[ringed], seconds[plain], strict=True)]
+        totals = [[sum(column) for column in zip(*seconds[llm], strict=True)] for llm in (ringed, plain)]
+        clock, cpu = (100 * (with_ / without - 1) for with_, without in zip(*totals, strict=True))
         self.add(
-            phase="gathering", pairs=args.overhead, percent_by_the_clock=100 * (statistics.median(clock) - 1),
-            percent_by_processor_time=100 * (statistics.median(cpu) - 1), same_texts=all(same),
+            phase="gathering", share=share, pairs=args.overhead,
+            milliseconds_a_round=1e3 * totals[1][0] / args.overhead, percent_by_the_clock=clock,
+            of_pairs=[round(100 * (f(ratios) - 1), 2) for f in (min, statistics.median, max)],
+            percent_by_processor_time=cpu, positions=ringed.stats.ring_rows - began.ring_rows,
+            lost=ringed.stats.ring_lost - began.ring_lost, same_texts=same,
         )  # fmt: skip
 
     def summary(self) -> None:
@@ -268,8 +292,8 @@ class Study:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     for name in ("requests", "cycles", "measured", "tokens", "batch", "depth", "steps"):
-        if getattr(args, name) < 1:
-            raise SystemExit(f"error: --{name} must be at least 1, got {getattr(args, name)}")
+        if getattr(args, name) < (least := name != "steps"):
+            raise SystemExit(f"error: --{name} must be at least {least:d}, got {getattr(args, name)}")
     shutil.rmtree(args.work, ignore_errors=True)
     args.work.mkdir(parents=True)
     study = Study(args)

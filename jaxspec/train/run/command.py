@@ -119,8 +119,11 @@ class Setup:
     held: Sequence[Example] = ()
 
     def states(self, rows: PackedRows, index: np.ndarray, aux_layers: Sequence[int]) -> TargetStates | None:
-        """What the target computed on packed rows [B], where a ring has it."""
-        return None if self.ring is None or rows.source is None else self.ring.states(rows, index, aux_layers)
+        """What the target computed on packed rows [B], where a ring has it; in the compute dtype."""
+        if self.ring is None or rows.source is None:
+            return None
+        dtype = jnp.dtype(self.args.compute_dtype)
+        return jax.tree.map(lambda x: x.astype(dtype), self.ring.states(rows, index, aux_layers))
 
 
 def check_paths(args: argparse.Namespace) -> None:
