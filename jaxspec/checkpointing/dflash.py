@@ -14,10 +14,10 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,21 +43,10 @@ OWN = "dflash_config"
 NON_CAUSAL = "sliding_window_non_causal"
 #: What may stand in dflash_config; other things change what the head computes.
 _KNOWN_OWN = frozenset({"block_size", "mask_token_id", "target_layer_ids", "projector_type", NON_CAUSAL})
-#: What may stand beside the layers: speculators' fields, and what flat ones have of Qwen3's (`heads.read_layer`).
-_KNOWN_NESTED = frozenset({
-    "architectures", "auto_map", "aux_hidden_state_layer_ids", "block_size", "draft_vocab_size", "dtype",
-    "mask_token_id", "sample_from_anchor", NON_CAUSAL, "speculators_model_type", "speculators_config",
-    "speculators_version", "target_hidden_size", "tie_word_embeddings", "torch_dtype", "transformer_layer_config",
-    "transformers_version",
-})  # fmt: skip
-_KNOWN_FLAT = frozenset({
-    "architectures", "attention_bias", "attention_dropout", "auto_map", "block_size", "bos_token_id", OWN, "dtype",
-    "eos_token_id", "head_dim", "hidden_act", "hidden_size", "initializer_range", "intermediate_size", "layer_types",
-    "max_position_embeddings", "max_window_layers", "model_type", "num_attention_heads", "num_hidden_layers",
-    "num_key_value_heads", "num_target_layers", "pad_token_id", "partial_rotary_factor", "quantization_config",
-    "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings",
-    "torch_dtype", "transformers_version", "use_cache", "use_sliding_window", "vocab_size", "_name_or_path",
-})  # fmt: skip
+#: What may stand beside the layers, in a nested configuration and in a flat one.
+_KNOWN_NESTED = ("aux_hidden_state_layer_ids", "block_size", "mask_token_id", "sample_from_anchor", NON_CAUSAL)
+_KNOWN_FLAT = ("block_size", OWN, "num_target_layers")
+_WHAT = "a DFlash head"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -87,15 +76,6 @@ def default_layers(target_layers: int, layers: int) -> tuple[int, ...]:
         (target_layers // 2,) if layers == 1 else (round(1 + i * (last - 1) / (layers - 1)) for i in range(layers))
     )
     return tuple(min(max(i, 0), target_layers - 1) + 1 for i in outputs)
-
-
-def _refuse_unknown(where: str, given: Mapping[str, Any], known: frozenset[str]) -> None:
-    unknown = {key: value for key, value in sorted(given.items()) if key not in known and value is not None}
-    if unknown:
-        raise ValueError(
-            f"config.json: {where} {unknown} of a DFlash head are not known and might change what it computes; "
-            f"known are {sorted(known)}"
-        )
 
 
 def _windows(fields: Mapping[str, Any], count: int) -> tuple[tuple[int, ...], int | None]:
@@ -132,12 +112,12 @@ def read_config(
     nested = heads.LAYER in raw
     fields: dict[str, Any] = raw[heads.LAYER] if nested else raw
     own: dict[str, Any] = raw if nested else raw.get(OWN) or {}
-    _refuse_unknown("fields", raw, _KNOWN_NESTED if nested else _KNOWN_FLAT)
+    heads.check_known(_WHAT, raw, _KNOWN_NESTED if nested else _KNOWN_FLAT)
     model_type = fields.get("model_type", "qwen3")
     if model_type != "qwen3":
         raise ValueError(f"config.json: model_type of a DFlash head must be 'qwen3', got {model_type!r}")
     if not nested:
-        _refuse_unknown(OWN, own, _KNOWN_OWN)
+        heads.refuse_unknown(_WHAT, OWN, own, _KNOWN_OWN)
         if own.get("projector_type") not in (None, "dflash"):
             raise ValueError(f"config.json: {OWN}.projector_type must be 'dflash', got {own['projector_type']!r}")
         if raw.get("num_target_layers") is not None:
@@ -232,38 +212,6 @@ def config_dict(
     return config
 
 
-def load_head(
-    directory: str | os.PathLike[str],
-    target: TargetModel,
-    dtype: DTypeLike = jnp.float32,
-    overrides: Mapping[str, Any] = MappingProxyType({}),
-) -> DflashHead:
-    """A head for `target`, its weights cast to `dtype`. Tables that equal the target's, or are absent, are `Shared`.
-
-    Raises:
-      ValueError: whatever does not fit; the message names the file or field, and both values.
-    """
-    cfg = read_config(read_json(Path(directory) / "config.json"), target.config, overrides)
-    return fill(DflashHead, cfg, head_weights, directory, target, dtype)
-
-
-def fill(
-    make: Callable[..., _Head], cfg: DflashConfig, weights: Callable[[_Head], Iterator[weight_map.Weight]],
-    directory: str | os.PathLike[str], target: TargetModel, dtype: DTypeLike,
-) -> _Head:  # fmt: skip
-    """A head with a directory's tensors; see `load_head`.
-
-    Args:
-      make: its class. cfg: its configuration, which `make` takes. weights: its parameters but the tables.
-    """
-    with read_tensors(directory) as reader:
-        ids_V = heads.read_target_ids(reader, cfg.draft_vocab_size, cfg.vocab_size)
-        tables, new = _tables(cfg, target, dtype, reader, ids_V), functools.partial(make, cfg, dtype=jnp.dtype(dtype))
-        head = heads.read_head(new, weights, tables, reader, dtype)
-    head.target_ids.set_value(jnp.asarray(ids_V, jnp.int32))
-    return head
-
-
 def _tables(
     cfg: DflashConfig, target: TargetModel, dtype: DTypeLike, reader: TensorReader, ids_V: np.ndarray
 ) -> tuple[nnx.Variable, Linear | None]:
@@ -276,29 +224,62 @@ def _tables(
     return heads.lend_embedding(target, dtype, own_VE), heads.lend_rows(target, dtype, ids_V, own_out)
 
 
-def save_head(
-    head: DflashHead,
-    directory: str | os.PathLike[str],
-    target: ModelConfig,
-    *,
-    tokenizer: Tokenizer | None = None,
-    dtype: DTypeLike = jnp.bfloat16,
-    layout: str = LAYOUTS[0],
-    verifier: str | None = None,
-) -> None:
-    """Writes config.json and model.safetensors, with the tables that are the head's own; all or nothing.
+@dataclasses.dataclass(frozen=True)
+class BlockFormat(Generic[_Head]):
+    """How a kind of heads that draft in blocks is read and written.
 
-    Of a reduced vocabulary the output layer is written even where it is rows of the target's, as speculators needs it.
-
-    Args:
-      verifier: name or path of the target, for speculators' configuration.
-
-    Raises:
-      ValueError: as config_dict; tables of its own in a layout that has none; a path that names a file.
+    Attributes:
+      make: a head from its configuration and tables. weights: its parameters but the tables.
+      read_config, config_dict: the kind's own.
+      tables: what is written of a head's tables in a layout.
     """
-    config = config_dict(head.config, target, dtype, layout=layout, verifier=verifier)
-    tables = tables_to_write(head, layout)
-    write_tensors(head, [*tables, *head_weights(head)], directory, config, tokenizer, dtype)
+
+    make: Callable[..., _Head]
+    weights: Callable[[_Head], Iterator[weight_map.Weight]]
+    read_config: Callable[[dict[str, Any], ModelConfig, Mapping[str, Any]], DflashConfig]
+    config_dict: Callable[..., dict[str, Any]]
+    tables: Callable[[_Head, str], list[weight_map.Weight]]
+
+    def load_head(
+        self, directory: str | os.PathLike[str], target: TargetModel, dtype: DTypeLike = jnp.float32,
+        overrides: Mapping[str, Any] = MappingProxyType({}),
+    ) -> _Head:  # fmt: skip
+        """A head for `target`, its weights cast to `dtype`.
+
+        Tables that equal the target's, or are absent, are `Shared`.
+
+        Raises:
+          ValueError: whatever does not fit; the message names the file or field, and both values.
+        """
+        cfg = self.read_config(read_json(Path(directory) / "config.json"), target.config, overrides)
+        with read_tensors(directory) as reader:
+            ids_V = heads.read_target_ids(reader, cfg.draft_vocab_size, cfg.vocab_size)
+            tables = _tables(cfg, target, dtype, reader, ids_V)
+            new = functools.partial(self.make, cfg, dtype=jnp.dtype(dtype))
+            head = heads.read_head(new, self.weights, tables, reader, dtype)
+        head.target_ids.set_value(jnp.asarray(ids_V, jnp.int32))
+        return head
+
+    def save_head(
+        self, head: _Head, directory: str | os.PathLike[str], target: ModelConfig, *,
+        tokenizer: Tokenizer | None = None, dtype: DTypeLike = jnp.bfloat16, layout: str = LAYOUTS[0],
+        verifier: str | None = None,
+    ) -> None:  # fmt: skip
+        """Writes config.json and model.safetensors; all or nothing.
+
+        Of a reduced vocabulary the output layer is written even where it is rows of the target's, as speculators needs
+        it.
+
+        Args:
+          verifier: name or path of the target, for speculators' configuration.
+
+        Raises:
+          ValueError: as config_dict; tables of its own in a layout that has none; a path that names a file.
+        """
+        config = self.config_dict(head.config, target, dtype, layout=layout, verifier=verifier)
+        tensors = hf.named_tensors([*self.tables(head, layout), *self.weights(head)], dtype)
+        tensors |= heads.vocabulary_tensors(np.asarray(head.target_ids.get_value(), np.int64), head.config.vocab_size)
+        heads.write_head(directory, config, tensors, tokenizer)
 
 
 def tables_to_write(head: DflashHead, layout: str) -> list[weight_map.Weight]:
@@ -317,11 +298,4 @@ def tables_to_write(head: DflashHead, layout: str) -> list[weight_map.Weight]:
     return tables
 
 
-def write_tensors(
-    head: DflashHead, weights: Iterable[weight_map.Weight], directory: str | os.PathLike[str],
-    config: Mapping[str, Any], tokenizer: Tokenizer | None, dtype: DTypeLike,
-) -> None:  # fmt: skip
-    """Writes a head's tensors, those of its vocabulary included, and its config.json; all or nothing."""
-    tensors = hf.named_tensors(weights, dtype)
-    tensors |= heads.vocabulary_tensors(np.asarray(head.target_ids.get_value(), np.int64), head.config.vocab_size)
-    heads.write_head(directory, config, tensors, tokenizer)
+FORMAT = BlockFormat(DflashHead, head_weights, read_config, config_dict, tables_to_write)

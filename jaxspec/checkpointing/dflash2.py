@@ -7,21 +7,17 @@ written as DFlash's. Must not know how a head drafts.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from tokenizers import Tokenizer
 
 from jaxspec.checkpointing import dflash, heads
 from jaxspec.checkpointing.dflash import LAYOUTS, NON_CAUSAL, OWN
-from jaxspec.checkpointing.tensors import read_json
 from jaxspec.models import weight_map
-from jaxspec.models.base import ModelConfig, TargetModel
+from jaxspec.models.base import ModelConfig
 from jaxspec.speculation.drafters.dflash2_head import Dflash2Config, Dflash2Head
 from jaxspec.speculation.drafters.dflash_head import DflashConfig
 
@@ -96,39 +92,4 @@ def config_dict(
     return config
 
 
-def load_head(
-    directory: str | os.PathLike[str],
-    target: TargetModel,
-    dtype: DTypeLike = jnp.float32,
-    overrides: Mapping[str, Any] = MappingProxyType({}),
-) -> Dflash2Head:
-    """A head for `target`, its weights cast to `dtype`. Tables that equal the target's, or are absent, are `Shared`.
-
-    Raises:
-      ValueError: whatever does not fit; the message names the file or field, and both values.
-    """
-    cfg = read_config(read_json(Path(directory) / "config.json"), target.config, overrides)
-    return dflash.fill(Dflash2Head, cfg, head_weights, directory, target, dtype)
-
-
-def save_head(
-    head: Dflash2Head,
-    directory: str | os.PathLike[str],
-    target: ModelConfig,
-    *,
-    tokenizer: Tokenizer | None = None,
-    dtype: DTypeLike = jnp.bfloat16,
-    layout: str = LAYOUTS[0],
-    verifier: str | None = None,
-) -> None:
-    """Writes config.json and model.safetensors, with the tables that are the head's own; all or nothing.
-
-    Args:
-      verifier: name or path of the target, for speculators' configuration.
-
-    Raises:
-      ValueError: as config_dict; tables of its own in a layout that has none; a path that names a file.
-    """
-    config = config_dict(head.config, target, dtype, layout=layout, verifier=verifier)
-    tables = dflash.tables_to_write(head, layout)
-    dflash.write_tensors(head, [*tables, *head_weights(head)], directory, config, tokenizer, dtype)
+FORMAT = dflash.BlockFormat(Dflash2Head, head_weights, read_config, config_dict, dflash.tables_to_write)

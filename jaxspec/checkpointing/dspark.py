@@ -14,22 +14,18 @@ In the flat ones the anchor's place always predicts.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from tokenizers import Tokenizer
 
 from jaxspec.checkpointing import dflash, heads
 from jaxspec.checkpointing.dflash import OWN
-from jaxspec.checkpointing.tensors import read_json
 from jaxspec.models import weight_map
-from jaxspec.models.base import ModelConfig, TargetModel
+from jaxspec.models.base import ModelConfig
 from jaxspec.speculation.drafters.dflash_head import DflashConfig
 from jaxspec.speculation.drafters.dspark_head import DsparkConfig, DsparkHead
 
@@ -126,45 +122,18 @@ def config_dict(
     return config
 
 
-def load_head(
-    directory: str | os.PathLike[str],
-    target: TargetModel,
-    dtype: DTypeLike = jnp.float32,
-    overrides: Mapping[str, Any] = MappingProxyType({}),
-) -> DsparkHead:
-    """A head for `target`, its weights cast to `dtype`. Tables that equal the target's, or are absent, are `Shared`.
+def tables_to_write(head: DsparkHead, layout: str) -> list[weight_map.Weight]:
+    """As DFlash's; "deepspec" has the tables even where they are shared.
 
     Raises:
-      ValueError: whatever does not fit; the message names the file or field, and both values.
+      ValueError: tables of the head's own in a layout that has none.
     """
-    cfg = read_config(read_json(Path(directory) / "config.json"), target.config, overrides)
-    return dflash.fill(DsparkHead, cfg, head_weights, directory, target, dtype)
+    if layout != "deepspec":
+        return dflash.tables_to_write(head, layout)
+    embedding = nnx.Param(head.embedding.get_value())
+    out = nnx.Param(embedding.get_value() if head.lm_head is None else head.lm_head.kernel.get_value().T)
+    named = {"embed_tokens.weight": embedding, "lm_head.weight": out}
+    return [weight_map.Weight(table, (name,), (table.shape[1],)) for name, table in named.items()]
 
 
-def save_head(
-    head: DsparkHead,
-    directory: str | os.PathLike[str],
-    target: ModelConfig,
-    *,
-    tokenizer: Tokenizer | None = None,
-    dtype: DTypeLike = jnp.bfloat16,
-    layout: str = LAYOUTS[0],
-    verifier: str | None = None,
-) -> None:
-    """Writes config.json and model.safetensors; all or nothing. "deepspec" has the tables even where they are shared.
-
-    Args:
-      verifier: name or path of the target, for speculators' configuration.
-
-    Raises:
-      ValueError: as config_dict; tables of its own in a layout that has none; a path that names a file.
-    """
-    config = config_dict(head.config, target, dtype, layout=layout, verifier=verifier)
-    if layout == "deepspec":
-        embedding = nnx.Param(head.embedding.get_value())
-        out = nnx.Param(embedding.get_value() if head.lm_head is None else head.lm_head.kernel.get_value().T)
-        named = {"embed_tokens.weight": embedding, "lm_head.weight": out}
-        tables = [weight_map.Weight(table, (name,), (table.shape[1],)) for name, table in named.items()]
-    else:
-        tables = dflash.tables_to_write(head, layout)
-    dflash.write_tensors(head, [*tables, *head_weights(head)], directory, config, tokenizer, dtype)
+FORMAT = dflash.BlockFormat(DsparkHead, head_weights, read_config, config_dict, tables_to_write)

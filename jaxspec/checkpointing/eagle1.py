@@ -52,6 +52,7 @@ def read_config(
     Raises:
       ValueError: a feature that is not implemented, or a head of another target; names the field and both values.
     """
+    heads.check_known("an EAGLE-1 head", raw, ("bias", "qkv_bias"))
     layer = heads.read_layer(raw, "qwen3" if raw.get("model_type") == "qwen3" else "llama")
     if "qkv_bias" in raw:
         layer = dataclasses.replace(layer, attention_bias=bool(raw["qkv_bias"]))

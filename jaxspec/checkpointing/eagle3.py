@@ -10,6 +10,7 @@ head fits its target. Must not know how a head drafts. Layouts:
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -41,6 +42,12 @@ MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
 #: Our addition beside the published ids: "input" or "output"; without it the first id decides.
 _CONVENTION = "aux_layer_convention"
 _IDS = "eagle_aux_hidden_state_layer_ids"
+#: What Model-Optimizer says in eagle_config beside them, and what it says of the heads that there are here.
+_USUAL = {
+    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+    "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1,
+}  # fmt: skip
+_WHAT = "an EAGLE-3 head"
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -76,8 +83,6 @@ def aux_layer_ids(raw: dict[str, Any], target: ModelConfig) -> tuple[int, ...]:
       ValueError: ids that the target does not have; a head without auxiliary states.
     """
     eagle = raw.get("eagle_config") or {}
-    if not eagle.get("use_aux_hidden_state", True):
-        raise ValueError("config.json: eagle_config.use_aux_hidden_state must be true for an EAGLE-3 head, got false")
     ids = eagle.get(_IDS) or raw.get(_IDS)
     if not ids:
         return target.aux_layers
@@ -106,12 +111,17 @@ def _flag(raw: dict[str, Any], name: str) -> bool:
     return found == {True}
 
 
-def _warn_of_unknown(raw: dict[str, Any]) -> None:
-    """eagle_config is where writers put what changes the forward pass: what is not read there is named."""
-    known = {_IDS, _CONVENTION, "use_aux_hidden_state", *_FLAGS}
-    unknown = {key: value for key, value in (raw.get("eagle_config") or {}).items() if key not in known}
-    if unknown:
-        _log.warning("config.json: eagle_config has entries that are not read: %s", unknown)
+def _check_known(raw: Mapping[str, Any]) -> None:
+    """Refuses fields that nobody reads, in config.json and in eagle_config, where writers put what changes a head."""
+    flat = ("draft_vocab_size", "target_hidden_size", "eagle_config")
+    own = (_IDS, *_FLAGS, *MASK_TOKENS, "embed_requires_grad", *(() if heads.LAYER in raw else flat))
+    heads.check_known(_WHAT, raw, own)
+    eagle = raw.get("eagle_config") or {}
+    heads.refuse_unknown(_WHAT, "eagle_config", eagle, (_IDS, _CONVENTION, *_FLAGS, *_USUAL))
+    for name, usual in _USUAL.items():
+        if eagle.get(name) not in (None, usual):
+            wanted, given = json.dumps(usual), json.dumps(eagle[name])
+            raise ValueError(f"config.json: eagle_config.{name} must be {wanted} for {_WHAT}, got {given}")
 
 
 def mask_token(raw: Mapping[str, Any]) -> int | None:
@@ -131,7 +141,7 @@ def read_config(
     Raises:
       ValueError: a head that is not implemented or does not fit; names the field and both values.
     """
-    _warn_of_unknown(raw)
+    _check_known(raw)
     nested = heads.LAYER in raw
     fields: dict[str, Any] = raw[heads.LAYER] if nested else raw
     model_type = fields.get("model_type", "qwen3" if nested else "llama")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -37,10 +37,62 @@ SPECULATORS_VERSION = "0.9.0"
 KIND, WRAPPER, LAYER = "speculators_model_type", "speculators_config", "transformer_layer_config"
 #: speculators stores these beside its heads in some states of training; they are the target's.
 IGNORED = rf"{hf.IGNORED}|verifier_(norm|lm_head)\.weight"
+#: Fields of a configuration that say nothing of what is computed, or what reading its layers looks at.
+LAYER_FIELDS = frozenset({
+    "architectures", "attention_bias", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id",
+    "head_dim", "hidden_act", "hidden_size", "initializer_range", "intermediate_size", "layer_types",
+    "max_position_embeddings", "max_window_layers", "mlp_bias", "model_type", "num_attention_heads",
+    "num_hidden_layers", "num_key_value_heads", "pad_token_id", "partial_rotary_factor", "pretraining_tp",
+    "quantization_config", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window",
+    "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache", "use_sliding_window", "vocab_size",
+    "_name_or_path",
+    # What transformers 4 writes of every configuration: of its trainers, its own outputs and its generation.
+    "add_cross_attention", "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward",
+    "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample", "early_stopping",
+    "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id",
+    "forced_eos_token_id", "id2label", "is_decoder", "is_encoder_decoder", "label2id", "length_penalty", "max_length",
+    "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions",
+    "output_hidden_states", "output_scores", "prefix", "problem_type", "pruned_heads", "remove_invalid_values",
+    "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
+    "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p",
+    "torchscript", "typical_p", "use_bfloat16",
+})  # fmt: skip
+#: What stands around a speculators head's own fields.
+WRAPPER_FIELDS = frozenset({
+    "architectures", "auto_map", "draft_vocab_size", "dtype", KIND, "speculators_version", WRAPPER,
+    "target_hidden_size", "tie_word_embeddings", "torch_dtype", LAYER, "transformers_version",
+})  # fmt: skip
 _BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
 
 _Config = TypeVar("_Config")
 _Head = TypeVar("_Head", bound=Any)
+
+
+def check_known(what: str, raw: Mapping[str, Any], own: Collection[str]) -> None:
+    """Refuses fields of a head's config.json that nobody reads and that are not known to be harmless.
+
+    Args:
+      what: the head, for the message.
+      own: its fields beside the layers'; those of its layers may stand in a configuration of their own.
+
+    Raises:
+      ValueError: names them and their values.
+    """
+    if LAYER not in raw:
+        refuse_unknown(what, "fields", raw, {*LAYER_FIELDS, *own})
+        return
+    refuse_unknown(what, "fields", raw, {*WRAPPER_FIELDS, *own})
+    refuse_unknown(what, LAYER, raw[LAYER], LAYER_FIELDS)
+
+
+def refuse_unknown(what: str, where: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+    """`check_known` for a part of config.json; fields that are null say nothing."""
+    unknown = {key: value for key, value in sorted(given.items()) if key not in known and value is not None}
+    if unknown:
+        raise ValueError(
+            f"config.json: {where} {unknown} of {what} are not known and might change what it computes; known are "
+            f"{sorted(known)}"
+        )
 
 
 def read_layer(fields: Mapping[str, Any], family: str) -> ModelConfig:

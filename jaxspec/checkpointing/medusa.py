@@ -47,7 +47,9 @@ def read_config(
     Raises:
       ValueError: no or impossible counts, or heads of another target; names the field and both values.
     """
-    for name in ("medusa_num_heads", "medusa_num_layers"):
+    counts = ("medusa_num_heads", "medusa_num_layers")
+    heads.check_known("Medusa heads", raw, (*counts, "base_model_name_or_path"))
+    for name in counts:
         value = raw.get(name, 1 if name == "medusa_num_layers" else None)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"config.json: {name} must be a positive integer, got {value!r}")

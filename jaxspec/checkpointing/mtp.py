@@ -153,6 +153,8 @@ def read_config(
     for name in COUNTS:
         if raw.get(name, 1) != 1:
             raise ValueError(f"config.json: {name} must be 1 (one module, chained), got {raw[name]!r}")
+    if heads.LAYER in raw:  # else it is the target's own configuration
+        heads.check_known("an MTP module", raw, COUNTS)
     fields = {**raw.get(heads.LAYER, raw)}
     fields.pop("quantization_config", None)
     model_type = fields.get("model_type", "qwen2" if heads.LAYER in raw else "llama")

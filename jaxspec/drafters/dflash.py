@@ -4,51 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jax.typing import DTypeLike
 
 from jaxspec.checkpointing import dflash, heads
 from jaxspec.config import SpeculationConfig
-from jaxspec.drafters.kind import DrafterKind, Overrides, Saving
+from jaxspec.drafters.kind import DrafterKind, Module, Overrides, Saving
 from jaxspec.models.base import TargetModel
 from jaxspec.speculation.drafters.dflash import BlockDrafter
 from jaxspec.speculation.drafters.dflash_head import DflashHead
 from jaxspec.speculation.state import Geometry
 
 
-class Dflash(DrafterKind[DflashHead]):
-    """As deep as its blocks are long."""
+class BlockKind(DrafterKind[Module]):
+    """As deep as its blocks are long.
 
+    Attributes:
+      files: how its directories are read and written. drafter: how it drafts.
+    """
+
+    files: ClassVar[dflash.BlockFormat[Any]]
+    drafter: ClassVar[type[BlockDrafter]]
+
+    def load(self, directory: Path, target: TargetModel, dtype: DTypeLike, overrides: Overrides) -> Module:
+        return self.files.load_head(directory, target, dtype, overrides)
+
+    def save(self, module: Module, directory: Path, target: TargetModel, how: Saving) -> None:
+        self.files.save_head(
+            module, directory, target.config, tokenizer=how.tokenizer, dtype=how.dtype, layout=how.layout,
+            verifier=how.verifier,
+        )  # fmt: skip
+
+    def bind(self, module: Any, geo: Geometry, speculation: SpeculationConfig) -> tuple[BlockDrafter, Any]:
+        drafter = self.drafter(module, geo)
+        return drafter, drafter.take_params()
+
+    def deepest(self, module: Any) -> int:
+        return module.config.drafts
+
+    def aux_layers(self, module: Any) -> tuple[int, ...]:
+        return module.config.aux_layer_ids
+
+
+class Dflash(BlockKind[DflashHead]):
     name = "dflash"
     layouts = dflash.LAYOUTS
     module_type = DflashHead
     trainer = "jaxspec.train.drafters.dflash"
+    files = dflash.FORMAT
+    drafter = BlockDrafter
 
     def architectures(self) -> Sequence[str]:
         return dflash.ARCHITECTURES
 
     def recognise(self, config: Mapping[str, Any], names: Collection[str] | None) -> bool:
         return not set(dflash.ARCHITECTURES).isdisjoint(heads.architectures(config)) or dflash.OWN in config
-
-    def load(self, directory: Path, target: TargetModel, dtype: DTypeLike, overrides: Overrides) -> DflashHead:
-        return dflash.load_head(directory, target, dtype, overrides)
-
-    def save(self, module: DflashHead, directory: Path, target: TargetModel, how: Saving) -> None:
-        dflash.save_head(
-            module, directory, target.config, tokenizer=how.tokenizer, dtype=how.dtype, layout=how.layout,
-            verifier=how.verifier,
-        )  # fmt: skip
-
-    def bind(self, module: DflashHead, geo: Geometry, speculation: SpeculationConfig) -> tuple[BlockDrafter, Any]:
-        drafter = BlockDrafter(module, geo)
-        return drafter, drafter.take_params()
-
-    def deepest(self, module: DflashHead) -> int:
-        return module.config.drafts
-
-    def aux_layers(self, module: DflashHead) -> tuple[int, ...]:
-        return module.config.aux_layer_ids
 
 
 KIND = Dflash()

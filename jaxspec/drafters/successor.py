@@ -15,25 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.checkpointing import heads
 from jaxspec.checkpointing.tensors import read_json
+from jaxspec.drafters import registry
 from jaxspec.drafters.directories import load_drafter
 from jaxspec.models.base import TargetModel
-
-#: Keys of a config.json that heads have in one layout or another, and those that no forward pass depends on. A key that
-#: is neither among them nor in the served drafter's own file might change what its successor computes.
-KNOWN_KEYS = frozenset({
-    "_name_or_path", "accept_tolerance", "algorithm", "architectures", "attention_bias", "attention_dropout",
-    "aux_layer_convention", "base_model_name_or_path", "block_size", "bos_token_id", "default_proposal_method",
-    "draft_vocab_size", "dtype", "eagle_aux_hidden_state_layer_ids", "eagle_config", "embed_requires_grad",
-    "eos_token_id", "fc_norm", "head_dim", "hidden_act", "hidden_size", "initializer_range", "intermediate_size",
-    "mask_token_id", "max_position_embeddings", "mlp_bias", "model_type", "name_or_path", "norm_before_fc",
-    "norm_before_residual", "norm_output", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
-    "pad_token_id", "pretraining_tp", "proposal_methods", "proposal_type", "rms_norm_eps", "rope_parameters",
-    "rope_scaling", "rope_theta", "rope_type", "speculative_tokens", "speculators_config",
-    "speculators_model_type", "speculators_version", "target_hidden_size", "tie_word_embeddings", "torch_dtype",
-    "transformer_layer_config", "transformers_version", "use_aux_hidden_state", "use_cache", "verifier",
-    "verifier_accept_k", "vocab_size",
-})  # fmt: skip
 
 
 class Light:
@@ -68,12 +54,14 @@ class Successors:
         directory = Path(directory)
         target: Any = self._target
         module = load_drafter(self._kind, directory, target, self._dtype)
-        unknown = sorted(set(_keys(read_json(directory / "config.json"))) - KNOWN_KEYS - self._keys)
-        if unknown:
-            raise ValueError(
-                f"{directory / 'config.json'}: {unknown} are neither in the served drafter's config.json nor known to "
-                "leave what it computes alone"
-            )
+        kind = registry.find(self._kind)
+        if kind.whole_model or kind.within(directory):  # heads' readers know all their fields
+            unknown = sorted(set(_keys(read_json(directory / "config.json"))) - heads.LAYER_FIELDS - self._keys)
+            if unknown:
+                raise ValueError(
+                    f"{directory / 'config.json'}: {unknown} are neither in the served drafter's config.json nor known "
+                    "to leave what it computes alone"
+                )
         self._compare(directory, module)
         return module
 

@@ -93,6 +93,25 @@ def test_pickles_are_refused(tmp_path: Path, target: Transformer, kind: str) -> 
         directories.load_drafter(kind, tmp_path, target)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "draft_model"])
+def test_unknown_fields_are_refused(tmp_path: Path, target: Transformer, kind: str) -> None:
+    """In every layout and part of a configuration that is the head's own; null says nothing."""
+    for layout in registry.find(kind).layouts:
+        if kind == "mtp" and layout != "speculators":
+            continue  # there config.json is the target's
+        directory = tmp_path / layout
+        save(kind, directory, target, layout=layout)
+        whole = json.loads((directory / "config.json").read_text())
+        parts = ("transformer_layer_config", "dflash_config", "eagle_config")
+        odd = [{"odd_gain": 2}, *({part: whole[part] | {"odd_gain": 2}} for part in parts if part in whole)]
+        for changes in odd:
+            cases.reconfigure(directory, **changes)
+            with pytest.raises(ValueError, match=r"\{'odd_gain': 2\} of .* are not known and might change"):
+                directories.load_drafter(kind, directory, target)
+            (directory / "config.json").write_text(json.dumps({**whole, "odd_gain": None}))
+        cases.assert_same(directories.load_drafter(kind, directory, target), cases.module_of(kind, target))
+
+
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
     """The operating system refuses files of more than 4096 bytes."""

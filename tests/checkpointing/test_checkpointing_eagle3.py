@@ -299,14 +299,21 @@ def test_a_peagle_head_without_its_feature_is_refused(tmp_path: Path, target: Tr
         directories.load_drafter("eagle3", tmp_path, target)
 
 
-def test_flags_inside_eagle_config_count(tmp_path: Path, target: Transformer, caplog: pytest.LogCaptureFixture) -> None:
+def test_flags_inside_eagle_config_count(tmp_path: Path, target: Transformer) -> None:
     head = eagle3_head(norm_before_residual=True)
     save(head, tmp_path, target, layout="safeailab")
     inner = json.loads((tmp_path / "config.json").read_text())["eagle_config"]
-    reconfigure(tmp_path, norm_before_residual=None, eagle_config={**inner, "norm_before_residual": True, "odd": 1})
-    back = directories.load_drafter("eagle3", tmp_path, target)
-    assert back.config.norm_before_residual and "entries that are not read: {'odd': 1}" in caplog.text
-    cases.assert_same(back, head)
+    inner |= {"norm_before_residual": True, "use_last_layernorm": True, "parallel_draft_step": 1}
+    reconfigure(tmp_path, norm_before_residual=None, eagle_config=inner)
+    cases.assert_same(directories.load_drafter("eagle3", tmp_path, target), head)
+    for odd, message in (
+        ({"odd": 1}, r"eagle_config \{'odd': 1\} of an EAGLE-3 head are not known"),
+        ({"use_mtp_layernorm": True}, "eagle_config.use_mtp_layernorm must be false for an EAGLE-3 head, got true"),
+    ):
+        reconfigure(tmp_path, eagle_config={**inner, **odd})
+        with pytest.raises(ValueError, match=message):
+            directories.load_drafter("eagle3", tmp_path, target)
+    reconfigure(tmp_path, eagle_config=inner)
     reconfigure(tmp_path, norm_before_residual=False)
     with pytest.raises(ValueError, match="norm_before_residual is False, but eagle_config says True"):
         directories.load_drafter("eagle3", tmp_path, target)

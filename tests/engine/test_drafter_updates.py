@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_refused_and_the_old_weights_serve(
     cases = {
         broken("cut", cut): r"not a whole safetensors file \(\d+ bytes",
         broken("pickled", pickled): "only as pickles",
-        broken("unknown", config(gate_norm=True)): r"\['gate_norm'\] are neither in the served",
+        broken("unknown", config(gate_norm=True)): r"\{'gate_norm': True\} of an EAGLE-3 head are not known",
         broken("normed", config(norm_output=True)): "norm_output is True, the served drafter's is False",
         broken("small", config(draft_vocab_size=8)): r"lm_head.*\(9, 16\).*\(8, 16\)|d2t.*shape",
         tmp_path / "nowhere": "is not a directory",
@@ -239,5 +239,10 @@ def test_what_does_not_fit_is_refused_and_the_old_weights_serve(
     save_drafter(deeper, tmp_path / "deeper", target=bench.target)
     own = saved("draft_model")
     module = load_drafter("draft_model", own, bench.target, FLOAT)
-    with pytest.raises(ValueError, match=r"num_layers is 3, the served drafter's is 2"):
-        Successors("draft_model", own, module, bench.target, FLOAT).load(tmp_path / "deeper")
+    config(gate_norm=True)(shutil.copytree(own, tmp_path / "odd"))
+    for name, message in (
+        ("deeper", r"num_layers is 3, the served drafter's is 2"),
+        ("odd", r"\['gate_norm'\] are neither in the served"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Successors("draft_model", own, module, bench.target, FLOAT).load(tmp_path / name)

@@ -227,18 +227,22 @@ def test_drafts_are_their_definition(bench: Any, tools: Any, kind: str):
     assert all(len(checked[n]) >= 3 for n in (1, 2, 16, 37, 48)), checked
 
 
-def test_trees_of_one_pass_accept_what_simulation_says(bench: Any, tools: Any):
-    """`train evaluate` beside the engine, greedy, and both beside chains of the same depth."""
-    engine, rng, tree = bench.engine("dflash"), np.random.default_rng(1), tools.tree
-    greedy = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
-    work = [(rng.integers(0, tools.eos, 6).tolist(), greedy) for _ in range(12)]
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2"])
+def test_trees_accept_what_simulation_says(bench: Any, tools: Any, kind: str):
+    """`train evaluate` beside the engine, greedy and sampled, and both beside chains of the same depth."""
+    engine, rng, tree = bench.engine(kind), np.random.default_rng(1), tools.tree
     texts = []
-    for (prompt, _), output in zip(work, bench.expected(work), strict=True):
-        learn = [False] * len(prompt) + [True] * len(output.token_ids)
-        texts.append(Example(prompt + output.token_ids, learn, "some", len(prompt)))
-    (group,) = evaluate.simulate(bench.modules["dflash"], bench.target, texts, DEPTH, trees=[tree])
-    found = {tier: evaluate.measure(engine, texts, tier)["some"] for tier in (Tier(DEPTH), tree)}
-    assert found[tree] >= found[Tier(DEPTH)] + 0.05, found
-    for tier, length in found.items():
-        # Rounds that reach beyond a text's end are run, but not simulated.
-        assert group.length(tier) == pytest.approx(length, rel=0.02), tier
+    for heat, count in ((0.0, 12), (0.7, 24)):
+        params = [SamplingParams(temperature=heat, seed=n, max_tokens=90, ignore_eos=True) for n in range(count)]
+        work = [(rng.integers(0, tools.eos, 6).tolist(), p) for p in params]
+        for (prompt, _), output in zip(work, bench.expected(work), strict=True):
+            learn = [False] * len(prompt) + [True] * len(output.token_ids)
+            texts.append(Example(prompt + output.token_ids, learn, "some", len(prompt), heat))
+    groups = evaluate.simulate(bench.modules[kind], bench.target, texts, DEPTH, trees=[tree])
+    found = {tier: evaluate.measure(engine, texts, tier) for tier in (Tier(DEPTH), tree)}
+    for group, tolerance in zip(groups, (0.02, 0.05), strict=True):
+        name = f"some T={group.temperature:g}" if group.temperature else "some greedy"
+        assert found[tree][name] >= found[Tier(DEPTH)][name] + 0.05, found
+        for tier, lengths in found.items():
+            # Rounds that reach beyond a text's end are run, but not simulated.
+            assert group.length(tier) == pytest.approx(lengths[name], rel=tolerance), (tier, name)

@@ -80,7 +80,7 @@ def test_the_tutorial_runs_as_it_stands(tmp_path: Path) -> None:
     greedy = next(group for group in record["groups"] if group["temperature"] == 0)
     assert 1.0 < greedy["length"][-1] <= 4.0
     # The engine accepts what the walk over its own greedy texts promised; the rounds at a text's end differ.
-    assert record["measured_length"]["code"] == pytest.approx(greedy["length"][-1], rel=0.05)
+    assert record["measured_length"]["code greedy"] == pytest.approx(greedy["length"][-1], rel=0.05)
     assert record["milliseconds"]["1"].keys() == {"off", "chain-1", "chain-2", "chain-3"}
     assert outputs[-1].startswith("def main(argv=None):") and len(outputs[-1]) > 60
 

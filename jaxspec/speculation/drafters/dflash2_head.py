@@ -176,6 +176,15 @@ class Dflash2Head(DflashHead):
         nnx.update(new, nnx.state(head))
         return new
 
+    @property
+    def listed(self) -> int:
+        """See `walks.WalkingHead`."""
+        return self.config.selector_top_k
+
+    def walk(self) -> tuple[Selector, None]:
+        """See `walks.WalkingHead`; it does not say how sure it is."""
+        return self.selector, None
+
     def joined(self, hidden_XDE: jax.Array, before_XD: jax.Array) -> jax.Array:
         """Hidden states of predicting places with what the tokens before make of them, [.., D, E + r].
 

@@ -12,6 +12,7 @@ the target accepts the draft of a place.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,10 @@ from jaxspec.speculation.drafters.dflash_head import DflashConfig, DflashHead
 #: What the Markov head makes of the token before: its row alone, gated by the place's hidden state, or a recurrent
 #: state of all tokens before in the block.
 MARKOV_TYPES = ("vanilla", "gated", "rnn")
+
+
+#: Candidates of a place; top 16 were as good as all in sfllm#42.
+SHORTLIST = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +127,7 @@ class DsparkHead(DflashHead):
     """
 
     config: DsparkConfig
+    listed = SHORTLIST
 
     def __init__(
         self, cfg: DsparkConfig, embedding: nnx.Variable, lm_head: Linear | None, *,
@@ -153,6 +159,10 @@ class DsparkHead(DflashHead):
         assert self.confidence is not None
         seen = jnp.concatenate([hidden, row], axis=-1) if self.config.confidence_reads_token else hidden
         return self.confidence(seen)[..., 0].astype(jnp.float32)
+
+    def walk(self) -> tuple[MarkovHead, Callable[[jax.Array, jax.Array], jax.Array] | None]:
+        """See `walks.WalkingHead`."""
+        return self.markov, None if self.confidence is None else self.sure
 
     def joined(self, hidden_XDE: jax.Array, before_XD: jax.Array) -> jax.Array:
         """Hidden states of predicting places with what the tokens before make of them, [.., D, E + r].

@@ -11,7 +11,6 @@ draft from another distribution, and whatever the draft is, the output is the ta
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.speculation.drafters.dflash import BlockDrafter, ContextCache
-from jaxspec.speculation.drafters.proposals import Frontier, Ranking, propose
+from jaxspec.speculation.drafters.proposals import Frontier, Levels, Ranking, propose
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Rows
 from jaxspec.speculation.tree import DraftTree
@@ -130,34 +129,56 @@ class Walk:
         return jnp.einsum("bwr,bkr->bwk", features_BWr, rows_BKr, preferred_element_type=jnp.float32)
 
 
-class WalkingDrafter(BlockDrafter, abc.ABC):
-    """Chains and trees from a block and a walk; trees are best-first, since a node more costs a step, not a pass.
+class WalkingHead(Protocol):
+    """A DflashHead (nnx.Module) whose places are walked.
+
+    Attributes:
+      listed: candidates of a place.
+    """
+
+    listed: int
+
+    def walk(self) -> tuple[Steps, Sure | None]:
+        """What its walk goes by."""
+        ...
+
+
+def walked(
+    head: WalkingHead, root_B: jax.Array, hidden_BDE: jax.Array, logits_BDV: jax.Array, ranking: Ranking, tier: Tier,
+    *, sample: bool = False, temperature: jax.Array | None = None,
+) -> tuple[DraftTree, Walk]:  # fmt: skip
+    """A draft of the tier's shape; trees are best-first, since a node more costs a step, not a pass.
+
+    Args:
+      hidden_BDE, logits_BDV: of the places, and what each says by itself.
+      sample: see `propose`.
+      temperature: that of logits which have it, and noise, in them already, with a ranking that asks for neither.
+    """
+    short = Shortlist.of(ranking, logits_BDV, max(head.listed, tier.topk), sample=sample)
+    steps, sure = head.walk()
+    walk = Walk(steps, root_B, hidden_BDE, short.ids_BDK, sure)
+    levels: Levels = walk
+    if temperature is not None:
+        levels = lambda depth, frontier: walk(depth, frontier) / temperature
+    return propose(levels, short, tier, sample=sample, best_first=True), walk
+
+
+class WalkingDrafter(BlockDrafter):
+    """Chains and trees from a block and a walk; trees that branch more than places have candidates have as many.
 
     Chains say what the head's `sure` does, where it has one. Nodes of trees, of which several follow the same token,
     and chains without it say their share of the draft's distribution, as other drafters' do.
     """
 
-    @property
-    @abc.abstractmethod
-    def listed(self) -> int:
-        """Candidates of a place; trees that branch more have as many."""
-
-    @abc.abstractmethod
-    def walks(self, net: Any) -> tuple[Steps, Sure | None]:
-        """What a head's walk goes by."""
-
     def draft(
         self, params: Any, draft: ContextCache, rows: Rows, tokens_SL: jax.Array, tier: Tier,
         sampling: SamplingState | None, noise_BDV: jax.Array | None, sample: bool,
     ) -> tuple[DraftTree, ContextCache]:  # fmt: skip
-        net = self._bind(params)
+        net: Any = self._bind(params)
         hidden_BDE = self._predicting(net, draft, rows)[:, : tier.depth]
         ids_V = None if self.full_vocabulary else net.target_ids[...]
         ranking = Ranking(rows, sampling, noise_BDV, self.config.vocab_size, ids_V)
-        short = Shortlist.of(ranking, net.logits(hidden_BDE), max(self.listed, tier.topk), sample=sample)
-        steps, sure = self.walks(net)
-        walk = Walk(steps, rows.root_B, hidden_BDE, short.ids_BDK, sure)
-        tree = propose(walk, short, tier, sample=sample, best_first=True)
+        tree, walk = walked(net, rows.root_B, hidden_BDE, net.logits(hidden_BDE), ranking, tier, sample=sample)
         if walk.sure_B1 and tier.is_chain and tree.confidence_BN is not None:
             sure_BD = jax.nn.sigmoid(jnp.concatenate(walk.sure_B1, axis=1))
             tree = dataclasses.replace(tree, confidence_BN=tree.confidence_BN.at[:, 1:].set(sure_BD))

@@ -21,6 +21,8 @@ from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.data.batch import PackedRows
 from jaxspec.train.data.jsonl import ROLES, Line, completion_key, messages_of, named, read_rows, shape_of, string
 
+#: Ends the labels of texts that penalties, a bias or filters shaped.
+FILTERED = " (filtered)"
 #: A text needs a token to start from, and a draft head predicts the one after the next.
 MIN_TOKENS = 3
 
@@ -157,7 +159,7 @@ class _Reader:
             prompt, output = self._ids(row, "prompt_token_ids"), self._ids(row, "output_token_ids")
             example = _example([*prompt, *output], [(len(prompt), len(prompt) + len(output))], line.dataset)
             # What filters shaped is not the tempered distribution that acceptance is simulated with: kept apart.
-            label = f"{line.dataset} (filtered)" if row.get("filtered") else line.dataset
+            label = f"{line.dataset}{FILTERED}" if row.get("filtered") else line.dataset
             return [dataclasses.replace(example, temperature=self._temperature(row), dataset=label)]
         if shape in ("messages", "conversations"):
             rendered = self._chat(messages_of(row[shape], shape), roles, row.get("tools"))

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxspec.drafters.kind import DrafterKind
 from jaxspec.models.base import TargetModel
 from jaxspec.speculation.drafters.proposals import Ranking, propose_block
+from jaxspec.speculation.drafters.walks import walked
 from jaxspec.speculation.state import Rows
 from jaxspec.tier import Tier
 from jaxspec.train.data.batch import Batch
@@ -38,6 +39,8 @@ class Chain:
       target_ids_V: the target's id of each draft id; None where the vocabularies are equal.
       vocab_size: of the drafts.
       one_pass: whether no draft depends on those before it.
+      walk: where a draft depends on the one before alone, the head that says how; of its hidden states, joined with
+        what the tokens before make of them, are these.
     """
 
     hidden: list[jax.Array]
@@ -45,6 +48,7 @@ class Chain:
     target_ids_V: jax.Array | None
     vocab_size: int
     one_pass: bool = False
+    walk: Any = None
 
 
 class Trainer(Protocol):
@@ -159,7 +163,8 @@ def tree_matches(
       ValueError: drafts that depend on those before them, or a tier that is deeper than the chain or wider than what
         can be drafted.
     """
-    if not chain.one_pass:
+    head = chain.walk
+    if not chain.one_pass and head is None:
         raise ValueError(f"trees are simulated of drafters that draft in one pass, and this one does not; got {tier}")
     if tier.depth > len(chain.hidden) or tier.topk > chain.vocab_size:
         raise ValueError(
@@ -177,13 +182,17 @@ def tree_matches(
         right_BND = jnp.stack([of(tokens_BT, i + 2) for i in at], axis=-1)
         keys_BN = jax.random.key_data(jax.random.split(key, right_BND.shape[:2]))
         theirs = (keys_BN, *(of(hidden_BTE, i + 1) for i in at))
+    hidden, logits = chain.hidden[: tier.depth], chain.logits
+    if head is not None:
+        hidden = [x[..., : head.config.layer.hidden_size] for x in hidden]
+        logits = [head.logits] * tier.depth
 
-    def part(right_BnD: jax.Array, *arrays: jax.Array) -> jax.Array:
+    def part(right_BnD: jax.Array, root_Bn: jax.Array, *arrays: jax.Array) -> jax.Array:
         b, n, d = right_BnD.shape
         rows = lambda x: x.reshape(b * n, *x.shape[2:])
         scores = []
         for i in at:
-            score_RV = rows(chain.logits[i](arrays[i]))
+            score_RV = rows(logits[i](arrays[i]))
             if temperature is not None:
                 key_R = jax.vmap(lambda data, i=i: jax.random.fold_in(jax.random.wrap_key_data(data), i))(
                     rows(arrays[d])
@@ -192,9 +201,13 @@ def tree_matches(
                 noise_RV = _noise_given(p_RV, rows(right_BnD)[:, i], key_R)
                 score_RV = score_RV / temperature + (noise_RV if ids_V is None else noise_RV[:, ids_V])
             scores.append(score_RV)
-        none_R = jnp.zeros((b * n,), jnp.int32)
-        ranking = Ranking(Rows(none_R, none_R == 0, none_R[:, None], none_R, none_R), None, None, vocab_size, ids_V)
-        tree = propose_block(jnp.stack(scores, axis=1), ranking, tier, sample=False)
+        scores_RDV, none_R, root_R = jnp.stack(scores, axis=1), jnp.zeros((b * n,), jnp.int32), rows(root_Bn)
+        ranking = Ranking(Rows(none_R, none_R == 0, none_R[:, None], none_R, root_R), None, None, vocab_size, ids_V)
+        if head is None:
+            tree = propose_block(scores_RDV, ranking, tier, sample=False)
+        else:
+            hidden_RDE = jnp.stack([rows(x) for x in arrays[:d]], axis=1)
+            tree, _ = walked(head, root_R, hidden_RDE, scores_RDV, ranking, tier, temperature=temperature)
         # Off the text's own path it does not matter what would be right, and the deepest nodes have no children.
         right_RN = jnp.take_along_axis(rows(right_BnD), jnp.minimum(tree.depths_BN, d - 1), axis=1)
         sound_RN = jnp.ones(right_RN.shape, bool)
@@ -203,7 +216,8 @@ def tree_matches(
         )
         return (verdict.num_accepted_B[:, None] > jnp.arange(d)[None]).reshape(b, n, d)
 
-    return map_positions(part, (right_BND, *chain.hidden[: tier.depth], *theirs), 4 * tier.depth * vocab_size)
+    arrays = (right_BND, of(tokens_BT, 1), *hidden, *theirs)
+    return map_positions(part, arrays, 4 * tier.depth * vocab_size)
 
 
 def _noise_given(logprobs_RV: jax.Array, drawn_R: jax.Array, key_R: jax.Array) -> jax.Array:

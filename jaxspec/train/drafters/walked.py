@@ -46,7 +46,7 @@ def chain(module: Any, batch: Batch, aux_BTA: jax.Array | None, depth: int) -> d
     joined_BNDX = dflash.every_block(module, batch, aux_BTA, depth, read)
     ids_V = None if cfg.draft_vocab_size == cfg.vocab_size else module.target_ids[...]
     joined = [joined_BNDX[:, :, d] for d in range(depth)]
-    return drafts.Chain(joined, [module.joined_logits] * depth, ids_V, cfg.draft_vocab_size)
+    return drafts.Chain(joined, [module.joined_logits] * depth, ids_V, cfg.draft_vocab_size, walk=module)
 
 
 def with_parts(config_type: Any, config: Any, parts: dict[str, Any]) -> Any:

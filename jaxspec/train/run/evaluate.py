@@ -49,7 +49,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--length", type=int, help=f"tokens a row (default: the longest text, at most {LONGEST})")
     p.add_argument("--rows", type=int, default=8, help="rows computed at once")
     p.add_argument("--no-cost", action="store_true", help="acceptance only, without the engine")
-    p.add_argument("--measure", action="store_true", help="serve the prompts of greedy rows and compare")
+    p.add_argument("--measure", action="store_true", help="serve the rows' prompts and compare")
     p.add_argument("--json", type=Path, help="write everything here (default: print only)")
     p.add_argument("--plot", type=Path, help="write a picture here, a PNG (default: none)")
     p.add_argument("--seed", type=int, default=0, help="same seed, same draws")
@@ -77,17 +77,18 @@ def expectations(group: Group, cost: CostTable) -> list[Expectation]:
 
 
 def measure(engine: Engine, examples: Sequence[dataset.Example], tier: Tier) -> dict[str, float]:
-    """Serves the prompts of greedy texts with drafts of a tier; {data set: measured tokens a round}."""
+    """Serves the texts' prompts at their temperatures with drafts of a tier; {label: measured tokens a round}."""
     engine.use_policy(StaticPolicy(tier))
     names: dict[str, str] = {}
     totals: dict[str, list[int]] = {}
     room = engine.facts.sizes.max_seq_len
-    for example in examples:
+    for seed, example in enumerate(examples):
         count = min(len(example.tokens), room) - example.prompt_length
-        if example.temperature or not example.prompt_length or count < 2:
+        if not example.prompt_length or count < 2:
             continue
-        params = SamplingParams(temperature=0.0, max_tokens=count)
-        names[engine.add(example.tokens[: example.prompt_length], params)] = example.dataset
+        params = SamplingParams(temperature=example.temperature, seed=seed, max_tokens=count)
+        name = _label(example.dataset, example.temperature_band)
+        names[engine.add(example.tokens[: example.prompt_length], params)] = name
     while engine.has_work:
         for event in engine.step():
             if isinstance(event, Finished):
@@ -243,7 +244,7 @@ class _Timed:
         if args.no_cost and not args.measure:
             return record
         sizes, depths = parse_sizes(args.batch_sizes), [args.depth] if args.no_cost else range(1, args.depth + 1)
-        trees = parse_trees(args.trees)
+        trees, sampled = parse_trees(args.trees), args.measure and any(text.temperature for text in self.examples)
         engine = build_engine(
             resolve_model(args.target),
             args.drafter,
@@ -251,7 +252,7 @@ class _Timed:
             EngineConfig(
                 max_batch_size=sizes[-1],
                 batch_buckets=sizes,
-                variants=("greedy",),
+                variants=None if sampled else ("greedy",),
                 warmup="eager",
                 skip_tokenizer_init=True,
             ),
@@ -281,14 +282,17 @@ def _add_speedups(record: dict[str, Any], groups: Sequence[Group], engine: Engin
 
 
 def _first(examples: Sequence[dataset.Example], limit: int) -> list[dataset.Example]:
-    """At most `limit` greedy texts of each data set, the ones that `simulate` took."""
+    """At most `limit` texts of each data set and temperature, the ones that `simulate` took.
+
+    Without those that filters or penalties shaped, of which rows do not say how.
+    """
     counts: dict[str, int] = {}
     out = []
     for example in examples:
-        if not example.temperature:
-            counts[example.dataset] = counts.get(example.dataset, 0) + 1
-            if counts[example.dataset] <= limit:
-                out.append(example)
+        name = _label(example.dataset, example.temperature_band)
+        counts[name] = counts.get(name, 0) + 1
+        if counts[name] <= limit and not example.dataset.endswith(dataset.FILTERED):
+            out.append(example)
     return out
 
 
@@ -322,14 +326,15 @@ def speedup_table(record: dict[str, Any]) -> str:
 
 
 def measured_table(record: dict[str, Any]) -> str:
-    """The engine's tokens a round beside the simulated ones, greedy texts."""
+    """The engine's tokens a round beside the simulated ones."""
     lines = []
     chain = (Tier(record["depth"]).name, record["measured_length"], lambda group: group["length"][-1])
     trees = [(name, found, lambda group, n=name: group["trees"][n]) for name, found in record["measured_trees"].items()]
     for name, found, simulated_of in (chain, *trees):
         lines.append(f"tokens a round, {name:10s} simulated  measured  difference")
         for group in record["groups"]:
-            if group["temperature"] == 0 and group["data"] in found:
-                simulated, measured = simulated_of(group), found[group["data"]]
-                lines.append(f"{group['data']:24s} {simulated:9.3f}  {measured:8.3f}  {measured / simulated - 1:+9.1%}")
+            if group["label"] in found:
+                simulated, measured = simulated_of(group), found[group["label"]]
+                apart = measured / simulated - 1
+                lines.append(f"{group['label']:24s} {simulated:9.3f}  {measured:8.3f}  {apart:+9.1%}")
     return "\n".join(lines)
