@@ -22,7 +22,7 @@ from flax import nnx
 from jaxspec.checkpointing import heads
 from jaxspec.checkpointing.dflash import default_layers
 from jaxspec.models.base import FULL_ATTENTION, Attend, AttentionOptions, ModelConfig, TargetModel
-from jaxspec.models.layers import Linear, Shared, shared_lm_head
+from jaxspec.models.layers import Linear, Shared, Transformer, shared_lm_head
 from jaxspec.speculation.drafters.dflash_head import DflashConfig, DflashHead
 from jaxspec.train.data.batch import Batch
 from jaxspec.train.drafters import drafts, eagle, starts
@@ -36,6 +36,8 @@ GEOMETRY = {
     "layers": 5, "intermediate_size": None, "heads": None, "kv_heads": None, "head_dim": None, "aux_layers": None,
     "draft_vocab_size": None, "mask_token": None, "block_size": 8, "sample_from_anchor": False,
 }  # fmt: skip
+#: Of a batch's rows, acceptance is reported of one in so many.
+_REPORTED = 4
 LOSSES, WEIGHTS = ("kl", "ce"), ("decay", "dpace")
 
 
@@ -139,7 +141,7 @@ class BlockRecipe(abc.ABC):
       anchors: blocks of each row.
       gamma: draft j of a block weighs exp(-j / gamma), from 0.
       depth: of the chains whose acceptance is reported; that takes a pass without gradients over a block a position.
-      reported: after how many of a row's first positions; None: all.
+      reported: of a batch's rows the first one in so many, and of each its first `anchors` positions; None: all.
     """
 
     aux_layers: tuple[int, ...]
@@ -176,7 +178,11 @@ class BlockRecipe(abc.ABC):
         return loss, self.matches(frozen, target, batch, states), metrics
 
     def matches(self, head: Any, target: TargetModel, batch: Batch, states: TargetStates) -> jax.Array:
-        """Whether each draft is the target's own choice, bool [B, N, depth], N at most T - 1 - depth and `reported`."""
+        """Whether each draft is the target's own choice, bool [R, N, depth], N at most T - 1 - depth."""
+        most = None
+        if self.reported is not None:
+            count, most = -(-len(batch.tokens_BT) // self.reported), self.anchors
+            batch, states = jax.tree.map(lambda x: x[:count], (batch, states))
         depth, best_BT = self.depth, best_tokens(target, states.hidden_BTE)
         ids_V = head.target_ids[...]
 
@@ -184,7 +190,7 @@ class BlockRecipe(abc.ABC):
             return ids_V[jnp.argmax(self.logits(head, batch, hidden_BkDE, anchors_Bk), axis=-1)]
 
         assert states.aux_BTA is not None
-        chosen_BND = every_block(head, batch, states.aux_BTA, depth, choices, most=self.reported)
+        chosen_BND = every_block(head, batch, states.aux_BTA, depth, choices, most=most)
         kept = chosen_BND.shape[1]
         same = [chosen_BND[:, :, d] == best_BT[:, d + 1 : d + 1 + kept] for d in range(depth)]
         return jnp.stack(same, axis=-1)
@@ -363,7 +369,19 @@ def build(setup: command.Setup, shape: dict[str, Any]) -> DflashHead:
     """A new head of `new_config`'s geometry; its tables are the target's."""
     config, ids_V = new_config(setup, shape)
     head = DflashHead(config, *new_tables(setup.target, ids_V), rngs=nnx.Rngs(params=setup.args.seed))
+    return begin(head, setup.target, ids_V)
+
+
+def begin(head: Any, target: TargetModel, ids_V: np.ndarray) -> Any:
+    """A new head that starts from the target, as far as it can; `ids_V` are the target's ids of its draft ids.
+
+    Its context is the last state that it reads, and it reads its output as the target does its own.
+    """
     head.target_ids[...] = jnp.asarray(ids_V, jnp.int32)
+    kernel, width = head.fc.kernel, target.config.hidden_size
+    kernel[...] = kernel[...].at[-width:].set(jnp.eye(width, dtype=kernel.dtype))
+    if isinstance(target, Transformer):
+        head.norm.weight[...] = target.norm.weight[...].astype(head.norm.weight.dtype)
     return head
 
 
@@ -451,6 +469,6 @@ def fit_blocks(
         raise ValueError(f"--depth must lie between 1 and the block's {drafts} drafts, got {given}")
     starts.check_length(setup.rows.length, drafts)
     whole = dataclasses.replace(recipe, depth=depth)
-    # A report on long rows would cost more than what is trained.
-    part = dataclasses.replace(whole, reported=recipe.anchors)
+    # A report on all of them would cost as much as a third of what is trained, and more where rows are long.
+    part = dataclasses.replace(whole, reported=_REPORTED)
     return command.fit(setup, part, head, kind=kind, extra_record=settings, held_out=whole)

@@ -98,7 +98,8 @@ def build(setup: command.Setup, shape: dict[str, Any], parts: dict[str, Any]) ->
     config, ids_V = dflash.new_config(setup, shape)
     tables = dflash.new_tables(setup.target, ids_V)
     rngs = nnx.Rngs(params=setup.args.seed)
-    return Dflash2Head(walked.with_parts(Dflash2Config, config, parts), *tables, rngs=rngs)
+    head = Dflash2Head(walked.with_parts(Dflash2Config, config, parts), *tables, rngs=rngs)
+    return dflash.begin(head, setup.target, ids_V)
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:

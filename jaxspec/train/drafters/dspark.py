@@ -124,8 +124,7 @@ def build(setup: command.Setup, shape: dict[str, Any], parts: dict[str, Any]) ->
     config, ids_V = dflash.new_config(setup, shape)
     tables = dflash.new_tables(setup.target, ids_V)
     head = DsparkHead(walked.with_parts(DsparkConfig, config, parts), *tables, rngs=nnx.Rngs(params=setup.args.seed))
-    head.target_ids[...] = jnp.asarray(ids_V, jnp.int32)
-    return head
+    return dflash.begin(head, setup.target, ids_V)
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:

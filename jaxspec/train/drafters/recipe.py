@@ -47,7 +47,7 @@ class Recipe(Protocol):
           module: the trainee (nnx.Module) in the compute dtype. key: typed PRNG key of the step.
 
         Returns:
-          (loss in nats, float32 scalar; matches bool [B, N, depth] as acceptance.rounds takes them, against the
-          target's own greedy choices on this text; further scalars to log).
+          (loss in nats, float32 scalar; matches bool [R, N, depth] of the first R rows, as acceptance.rounds takes
+          them, against the target's own greedy choices on this text; further scalars to log).
         """
         ...

@@ -338,8 +338,9 @@ def _loss_fn(recipe: Recipe, graph: Any, target_graph: Any) -> loop.LossFn:
         batch, states = item
         if states is None:
             states = teacher.target_states(target, batch, recipe.aux_layers)
-        loss, matches_BND, metrics = recipe.loss(module, target, batch, states, key)
-        return loss, {**metrics, loop.HISTOGRAM: acceptance.rounds(matches_BND, batch)[1]}
+        loss, matches_RND, metrics = recipe.loss(module, target, batch, states, key)
+        reported = jax.tree.map(lambda x: x[: len(matches_RND)], batch)
+        return loss, {**metrics, loop.HISTOGRAM: acceptance.rounds(matches_RND, reported)[1]}
 
     return loss_fn
 
