@@ -8,6 +8,7 @@ the rows are for.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import queue
@@ -28,6 +29,8 @@ from jaxspec.speculation.ring import FeatureRing, split_rows
 _PATIENCE = 30.0
 #: Bytes that are copied and written between two rests: less than a millisecond's work.
 _PIECE = 1 << 19
+#: Pieces that are cut out before they are wanted: each waits for the rounds that were dispatched before it.
+_AHEAD = 4
 #: Seconds between two looks whether the device has got as far.
 _LOOK = 1e-3
 _log = logging.getLogger(__name__)
@@ -140,14 +143,19 @@ class Collector:
 
     def _copy(self, rows_RX: jax.Array, count: int) -> None:
         """Writes the first rows, with rests."""
-        began = time.perf_counter()
+        began, parts = time.perf_counter(), collections.deque[tuple[int, jax.Array]]()
+        pieces, last = -(-count // self._piece), self._size - self._piece
         features, about = split_rows(np.zeros((0, rows_RX.shape[1]), np.uint32))
         with self._open(count, features.shape[1], features.dtype, about.shape[1]) as add:
-            for start in range(0, count, self._piece):
-                at = min(start, self._size - self._piece)
-                part = self._cut(rows_RX, np.int32(at))
+            for number in range(pieces + _AHEAD):
+                if number < pieces:
+                    start = number * self._piece
+                    parts.append((start, self._cut(rows_RX, np.int32(min(start, last)))))
+                if number < _AHEAD or not parts:
+                    continue
+                start, part = parts.popleft()
                 began += self._wait_for(part)
-                add(*split_rows(np.asarray(part)[start - at :][: count - start]))
+                add(*split_rows(np.asarray(part)[start - min(start, last) :][: count - start]))
                 del part
                 self._rest(time.perf_counter() - began)
                 began = time.perf_counter()

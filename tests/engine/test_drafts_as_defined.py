@@ -227,7 +227,9 @@ def test_drafts_are_their_definition(bench: Any, tools: Any, kind: str):
     assert all(len(checked[n]) >= 3 for n in (1, 2, 16, 37, 48)), checked
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2"])
+@pytest.mark.parametrize(
+    "kind", ["dflash", "dspark", pytest.param("dflash2", marks=pytest.mark.exhaustive("walks as DSpark does"))]
+)
 def test_trees_accept_what_simulation_says(bench: Any, tools: Any, kind: str):
     """`train evaluate` beside the engine, greedy and sampled, and both beside chains of the same depth."""
     engine, rng, tree = bench.engine(kind), np.random.default_rng(1), tools.tree
