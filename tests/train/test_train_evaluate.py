@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,19 @@ def test_the_target_as_its_own_drafter_is_accepted_in_full(temperature: float) -
     (group,) = simulation.simulate(target, target, texts, 3, rows=2)
     assert group.temperature == (0.0 if temperature == 0 else max(0.1, temperature))
     assert group.rounds > 0 and group.accept() == [1.0, 1.0, 1.0] and group.length(Tier(2)) == 3.0
+
+
+def test_the_command_says_what_chains_are_accepted(tiny_files: Path, tmp_path: Path) -> None:
+    """Without an engine, of the target as its own drafter."""
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    target = str(tiny_files / "target")
+    files = ["--target", target, "--drafter", target, "--data", str(tiny_files / "texts.jsonl")]
+    sizes = ["--json", str(tmp_path / "record.json"), "--depth", "2", "--limit", "2", "--rows", "2", "--no-cost"]
+    record = evaluate.main(parser.parse_args([*files, *sizes]))
+    assert json.loads((tmp_path / "record.json").read_text()) == record
+    (group,) = record["groups"]
+    assert (group["label"], group["accept"], group["length"]) == ("texts greedy", [1.0, 1.0], [2.0, 3.0])
 
 
 def test_texts_too_short_for_a_round_are_refused() -> None:
