@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxspec.checkpointing import dflash2, heads
-from jaxspec.drafters.dflash import BlockKind
+from jaxspec.drafters.blocks import BlockKind
 from jaxspec.speculation.drafters.dflash2_head import Dflash2Head
 from jaxspec.speculation.drafters.walks import WalkingDrafter
 

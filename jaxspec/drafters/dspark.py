@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxspec.checkpointing import dspark, heads
-from jaxspec.drafters.dflash import BlockKind
+from jaxspec.drafters.blocks import BlockKind
 from jaxspec.speculation.drafters.dspark_head import DsparkHead
 from jaxspec.speculation.drafters.walks import WalkingDrafter
 

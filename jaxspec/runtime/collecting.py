@@ -41,7 +41,7 @@ OpenFile = Callable[[int, int, Any, int], AbstractContextManager[Callable[[np.nd
 
 class _Buffer(NamedTuple):
     rows: jax.Array
-    count: jax.Array
+    came: jax.Array
 
 
 #: What the writer is asked for; None: to end.
@@ -122,14 +122,14 @@ class Collector:
         except queue.Empty:  # the writer is behind
             return
         state = self._runner.state
-        ring = dataclasses.replace(state.ring, rows_RX=spare.rows, count=spare.count)
+        ring = dataclasses.replace(state.ring, rows_RX=spare.rows, count=spare.came)
         self._full.put(_Buffer(state.ring.rows_RX, state.ring.count))
         self._runner.state = dataclasses.replace(state, ring=ring)
         self._coming, self._since, self.taken = 0, time.monotonic(), self.taken + 1
 
     def _take(self, buffer: _Buffer) -> None:
-        self._wait_for(buffer.count)
-        came = int(buffer.count)
+        self._wait_for(buffer.came)
+        came = int(buffer.came)
         rows = min(came, self._size)
         self.lost += came - rows
         if rows and not self._failed:
@@ -161,7 +161,7 @@ class Collector:
                 began = time.perf_counter()
         self._rest(time.perf_counter() - began)
 
-    def _wait_for(self, array: jax.Array) -> float:
+    def _wait_for(self, array: Any) -> float:
         """Returns when the device has it, after so many seconds, in which the processor does nothing."""
         began = time.perf_counter()
         while not array.is_ready():

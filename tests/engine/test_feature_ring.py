@@ -76,6 +76,7 @@ def test_what_is_gathered_is_what_the_target_computes(bench: Any, tools: Any, en
         # A text, or a part of one that was preempted or found its beginning cached; without its last token, but where
         # its last round accepted more than it may have.
         start, count = ring.at(example)[1], len(example.tokens)
+        assert example.source is not None
         text = next(text for text in full if same_text(text[start:], example.tokens))
         prompt, temperature = full[text]
         seen[text] = max(seen[text], count)
@@ -84,7 +85,7 @@ def test_what_is_gathered_is_what_the_target_computes(bench: Any, tools: Any, en
         tokens = np.zeros((1, 120), np.int32)
         tokens[0, : start + count] = [*text[:start], *example.tokens]
         hidden, aux = forward(tokens)
-        got = ring.states(rows_of(example.source + np.arange(count)[None]), np.array([0]), (0, 1, 2))
+        got: Any = ring.states(rows_of(example.source + np.arange(count)[None]), np.array([0]), (0, 1, 2))
         for part, want in ((got.aux_BTA, aux), (got.hidden_BTE, hidden)):
             assert part.dtype == jnp.bfloat16
             part = np.asarray(part[0], np.float32)
@@ -159,7 +160,7 @@ def test_the_writer_rests(monkeypatch: pytest.MonkeyPatch):
             waits.append(seconds)
             clock[0] += seconds
 
-    collector = Collector.__new__(Collector)
+    collector: Any = Collector.__new__(Collector)
     collector.share, collector._hurry, collector._size, collector._piece = 0.02, Hurry(), 10, 4
     collector._cut = lambda rows, at: rows[at : at + 4]
     written = []
