@@ -9,9 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from jaxspec.models.layers import Shared
+from jaxspec.models.tiny import tiny_config
+from jaxspec.speculation.drafters.dspark_head import SHORTLIST, DsparkConfig, DsparkHead
 from jaxspec.speculation.drafters.proposals import Ranking, propose
-from jaxspec.speculation.drafters.walks import Shortlist
+from jaxspec.speculation.drafters.walks import Shortlist, walked
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Rows
 from jaxspec.tier import Tier
@@ -125,3 +129,26 @@ def test_drawn_drafts_say_what_they_were_drawn_from(given: dict[str, Any]) -> No
             np.testing.assert_allclose(probs[row, depth - 1], expected / expected.sum(), rtol=1e-4, atol=1e-7)
             last = int(tree.tokens_BN[row, depth])
             assert expected[last] > 0
+
+
+def test_a_small_table_is_walked_whole() -> None:
+    """What its place alone ranks below a list's end is drafted where the token before asks for it."""
+    layer = tiny_config(vocab_size=VOCAB, num_layers=1, qk_norm=True)
+    cfg = DsparkConfig(layer, (1, 2), DEPTH, 0, VOCAB, markov_rank=6)
+    head = DsparkHead(cfg, Shared(jnp.zeros((VOCAB, layer.hidden_size))), None, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(1)
+    before, after = 2 * rng.standard_normal((2, VOCAB, 6)).astype(np.float32)
+    head.markov.before.set_value(jnp.asarray(before))
+    head.markov.after.set_value(jnp.asarray(after))
+    logits = rng.standard_normal((ROWS, DEPTH, VOCAB)).astype(np.float32)
+    roots, none = rng.integers(0, VOCAB, ROWS).astype(np.int32), jnp.zeros((ROWS, 1), jnp.int32)
+    rows = Rows(jnp.arange(ROWS), jnp.ones(ROWS, bool), none, none[:, 0], jnp.asarray(roots))
+    hidden = jnp.zeros((ROWS, DEPTH, layer.hidden_size))
+    tree, _ = walked(head, rows.root_B, hidden, jnp.asarray(logits), Ranking(rows, None, None, VOCAB), Tier(DEPTH))
+    tokens, low = roots, 0
+    for depth in range(DEPTH):
+        place = logits[:, depth]
+        tokens = np.argmax(place + before[tokens] @ after.T, axis=1)
+        np.testing.assert_array_equal(tree.tokens_BN[:, depth + 1], tokens)
+        low += int((np.sum(place > np.take_along_axis(place, tokens[:, None], axis=1), axis=1) >= SHORTLIST).sum())
+    assert low

@@ -26,8 +26,9 @@ from jaxspec.speculation.drafters.dflash_head import DflashConfig, DflashHead
 MARKOV_TYPES = ("vanilla", "gated", "rnn")
 
 
-#: Candidates of a place; top 16 were as good as all in sfllm#42.
-SHORTLIST = 16
+#: Candidates of a place where the table of all is large; top 16 were as good as all in sfllm#42. They are not where
+#: much of what is said comes from the token before, so a table that is read in microseconds is read whole.
+SHORTLIST, WHOLE_BYTES = 16, 16 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +128,6 @@ class DsparkHead(DflashHead):
     """
 
     config: DsparkConfig
-    listed = SHORTLIST
 
     def __init__(
         self, cfg: DsparkConfig, embedding: nnx.Variable, lm_head: Linear | None, *,
@@ -159,6 +159,12 @@ class DsparkHead(DflashHead):
         assert self.confidence is not None
         seen = jnp.concatenate([hidden, row], axis=-1) if self.config.confidence_reads_token else hidden
         return self.confidence(seen)[..., 0].astype(jnp.float32)
+
+    @property
+    def listed(self) -> int | None:
+        """See `walks.WalkingHead`."""
+        table = self.markov.after[...]
+        return None if table.size * table.dtype.itemsize <= WHOLE_BYTES else SHORTLIST
 
     def walk(self) -> tuple[MarkovHead, Callable[[jax.Array, jax.Array], jax.Array] | None]:
         """See `walks.WalkingHead`."""

@@ -4,9 +4,9 @@ Owns short lists and the walk along a draft. Must not know how the block is comp
 DFlash's), nor what a token changes.
 
 What the token before adds to a candidate is a product with the candidate's row of a table, so the whole vocabulary at
-every step would read that table as often as a draft is deep. The walk therefore reads the rows of a short list alone,
-the best of each place before the walk; sampled rows' best are those of their own noise. A draft from a short list is a
-draft from another distribution, and whatever the draft is, the output is the target's.
+every step would read that table as often as a draft is deep. Where it is large the walk therefore reads the rows of a
+short list alone, the best of each place before the walk; sampled rows' best are those of their own noise. A draft from
+a short list is a draft from another distribution, and whatever the draft is, the output is the target's.
 """
 
 from __future__ import annotations
@@ -100,17 +100,21 @@ class Shortlist(Ranking):
 
 
 class Walk:
-    """What the token before adds to the candidates on the short lists, as `proposals.Levels`.
+    """What the token before adds to the candidates on the short lists, or to all, as `proposals.Levels`.
+
+    Args:
+      ids_BDK: the draft ids on the lists; None: all are candidates.
 
     Attributes:
       sure_B1: logits of acceptance at each depth of a chain so far; empty where nothing says them.
     """
 
     def __init__(
-        self, steps: Steps, root_B: jax.Array, hidden_BDE: jax.Array, ids_BDK: jax.Array, sure: Sure | None
+        self, steps: Steps, root_B: jax.Array, hidden_BDE: jax.Array, ids_BDK: jax.Array | None, sure: Sure | None
     ):  # fmt: skip
         self.steps, self.root_B, self.hidden_BDE, self.sure = steps, root_B, hidden_BDE, sure
-        self.rows_BDKr = jnp.take(steps.after[...], ids_BDK, axis=0, mode="clip")
+        listed = ids_BDK is not None
+        self.rows_BDKr = jnp.take(steps.after[...], ids_BDK, axis=0, mode="clip") if listed else None
         self.state_BWr: jax.Array | None = None
         self.sure_B1: list[jax.Array] = []
 
@@ -125,6 +129,8 @@ class Walk:
         features_BWr, self.state_BWr = self.steps.step(hidden_BWE, row_BWr, state)
         if self.sure is not None:
             self.sure_B1.append(self.sure(hidden_BWE, row_BWr)[:, :1])
+        if self.rows_BDKr is None:
+            return jnp.einsum("bwr,vr->bwv", features_BWr, self.steps.after[...], preferred_element_type=jnp.float32)
         rows_BKr = self.rows_BDKr[:, depth - 1]
         return jnp.einsum("bwr,bkr->bwk", features_BWr, rows_BKr, preferred_element_type=jnp.float32)
 
@@ -133,10 +139,11 @@ class WalkingHead(Protocol):
     """A DflashHead (nnx.Module) whose places are walked.
 
     Attributes:
-      listed: candidates of a place.
+      listed: candidates of a place; None: all that can be drafted.
     """
 
-    listed: int
+    @property
+    def listed(self) -> int | None: ...
 
     def walk(self) -> tuple[Steps, Sure | None]:
         """What its walk goes by."""
@@ -154,12 +161,15 @@ def walked(
       sample: see `propose`.
       temperature: that of logits which have it, and noise, in them already, with a ranking that asks for neither.
     """
-    short = Shortlist.of(ranking, logits_BDV, max(head.listed, tier.topk), sample=sample)
     steps, sure = head.walk()
+    cooled = lambda added: added if temperature is None else added / temperature
+    if head.listed is None:
+        walk = Walk(steps, root_B, hidden_BDE, None, sure)
+        whole: Levels = lambda depth, frontier: logits_BDV[:, depth - 1 : depth] + cooled(walk(depth, frontier))
+        return propose(whole, ranking, tier, sample=sample, best_first=True), walk
+    short = Shortlist.of(ranking, logits_BDV, max(head.listed, tier.topk), sample=sample)
     walk = Walk(steps, root_B, hidden_BDE, short.ids_BDK, sure)
-    levels: Levels = walk
-    if temperature is not None:
-        levels = lambda depth, frontier: walk(depth, frontier) / temperature
+    levels: Levels = lambda depth, frontier: cooled(walk(depth, frontier))
     return propose(levels, short, tier, sample=sample, best_first=True), walk
 
 

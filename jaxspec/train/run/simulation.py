@@ -179,11 +179,15 @@ def _histograms(module: Any, target: TargetModel, tiers: Sequence[Tier]) -> Any:
             known = teacher.target_states(target, batch, layers)
         hidden_BTE = known.hidden_BTE
         chain = chain_of(module, batch, known.aux_BTA, max(tier.depth for tier in tiers))
-        if sampled:
+        drawn = (temperature, key) if sampled else ()
+        if chain.walk is not None and chain.walk.listed is not None:
+            # Drafts come from short lists: what is not on one is not drafted, however likely the token before makes it.
+            deepest = Tier(len(chain.hidden))
+            matches = drafts.tree_matches(chain, deepest, target, hidden_BTE, batch.tokens_BT, *drawn)
+        elif sampled:
             matches = drafts.coupled_matches(chain, target, hidden_BTE, batch.tokens_BT, temperature, key)
         else:
             matches = drafts.greedy_matches(chain, target, hidden_BTE)
-        drawn = (temperature, key) if sampled else ()
         return [
             acceptance.rounds(
                 matches[..., : tier.depth]
