@@ -18,7 +18,7 @@ from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
 
-#: Columns of `FeatureRing.about_RI`: number of the text, position, token, length of the prompt, the temperature's bits.
+#: Of what a row is of: number of the text, position, token, length of the prompt, the temperature's bits.
 ABOUT = 5
 
 

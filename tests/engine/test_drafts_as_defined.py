@@ -20,7 +20,7 @@ from jaxspec.request import SamplingParams
 from jaxspec.speculation.state import Rows
 from jaxspec.tier import PLAIN, Tier
 from jaxspec.train.data.dataset import Example
-from jaxspec.train.run import evaluate
+from jaxspec.train.run import evaluate, simulation
 
 WIDTH, DEPTH = 96, 3
 #: draft(text) -> the greedy chain of DEPTH tokens after it.
@@ -240,7 +240,7 @@ def test_trees_accept_what_simulation_says(bench: Any, tools: Any, kind: str):
         for (prompt, _), output in zip(work, bench.expected(work), strict=True):
             learn = [False] * len(prompt) + [True] * len(output.token_ids)
             texts.append(Example(prompt + output.token_ids, learn, "some", len(prompt), heat))
-    groups = evaluate.simulate(bench.modules[kind], bench.target, texts, DEPTH, trees=[tree])
+    groups = simulation.simulate(bench.modules[kind], bench.target, texts, DEPTH, trees=[tree])
     found = {tier: evaluate.measure(engine, texts, tier) for tier in (Tier(DEPTH), tree)}
     for group, tolerance in zip(groups, (0.02, 0.05), strict=True):
         name = f"some T={group.temperature:g}" if group.temperature else "some greedy"
