@@ -152,6 +152,8 @@ def check_batch_invariant(config: EngineConfig, target: TargetModel, tiers: Iter
         raise ValueError(f"{me} is for one device, got tensor_parallel={config.tensor_parallel}")
     if config.mixed_chunk not in ("auto", 0):
         raise ValueError(f"{me} computes no prompts in rounds, got mixed_chunk={config.mixed_chunk}")
+    if config.kernels not in (None, "gpu"):
+        raise ValueError(f"{me} has a kernel of its own for attention on GPUs, got kernels={config.kernels!r}")
     for tier in tiers:
         if not tier.is_chain:
             raise ValueError(

@@ -1,10 +1,10 @@
 """Tree attention on Mosaic GPU for Hopper: the same bits for a token however it is computed.
 
-The prefix is cut at absolute positions, into blocks of 64 tokens and stretches of 512; one program owns (request,
-stretch, KV head, 64 query rows) at a time and a second kernel adds the stretches in their order. Each program walks
-along a list of those that hold tokens; its second warpgroup brings pages through a ring in shared memory, across the
-boundaries of what it owns, so that memory never rests. Rows are wgmma's first operand, of which 64 are computed
-whatever the number in use.
+The prefix is cut at absolute positions, into blocks of 64 tokens and groups of 1,024 (`mosaic_plan`); a warpgroup owns
+(item, KV head, 64 query rows) at a time and a second kernel adds the items' sums in their order. Each program walks
+along a list of those that hold tokens; beside each warpgroup that computes another brings pages through a ring in
+shared memory, across the boundaries of items, so that memory never rests. Rows are wgmma's first operand, of which 64
+are computed whatever the number in use.
 
 Without a mask (plain decoding, chains, chunks of prompts) new tokens stand where they will lie once committed: the
 last blocks of a request are put together in shared memory from the page's tokens and the new ones. So a token of a

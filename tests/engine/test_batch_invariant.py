@@ -72,6 +72,7 @@ def made(config: ModelConfig) -> Transformer:
         ({}, {}, Tier(4), "at most 32 tokens, got 40: max_batch_size=8 and tier chain-4"),
         ({"tensor_parallel": 2}, {}, PLAIN, "for one device, got tensor_parallel=2"),
         ({"mixed_chunk": 64}, {}, PLAIN, "no prompts in rounds, got mixed_chunk=64"),
+        ({"kernels": "reference"}, {}, PLAIN, "of its own for attention on GPUs, got kernels='reference'"),
         ({}, {"vocab_size": 70}, PLAIN, "output layer is not whole"),
         ({}, {"hidden_act": "gelu_tanh"}, PLAIN, "hidden_act=gelu_tanh"),
         ({}, {"experts": Experts(2, 1, 128, (0,))}, PLAIN, "got 2 experts"),
