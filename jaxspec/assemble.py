@@ -27,7 +27,7 @@ from jaxspec.adaptive.learnt import Keeper, digest
 from jaxspec.adaptive.policy import TierPolicy
 from jaxspec.checkpointing import hf, hub
 from jaxspec.config import EngineConfig, SpeculationConfig
-from jaxspec.defaults import candidate_budgets, candidate_steps, geometry, mixed, prompts, several
+from jaxspec.defaults import candidate_budgets, candidate_steps, geometry, mixed, prompts_of, scheduling, several
 from jaxspec.drafters import directories, registry
 from jaxspec.drafters.successor import Successors
 from jaxspec.engine import Engine
@@ -50,8 +50,8 @@ from jaxspec.runtime.runner import Runner
 from jaxspec.runtime.sharding import Sharing, check_divides, host_memory, spans_processes, tensor_mesh
 from jaxspec.runtime.timing import measure
 from jaxspec.runtime.warmup import WarmupConfig
-from jaxspec.scheduling.scheduler import Scheduler, SchedulerConfig
-from jaxspec.scheduling.shapes import shapes_for, shorter_chunks
+from jaxspec.scheduling.scheduler import Scheduler
+from jaxspec.scheduling.shapes import shapes_for
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.drafters.featureless import Featureless
 from jaxspec.speculation.ring import ring_layers
@@ -395,7 +395,7 @@ def assemble(
         raise ValueError(f"topk must be at most {built.max_topk}, the tokens this drafter can propose, got {widest}")
     grammars = _grammars(config, tokenizer, model.vocab_size, eos)
     both = ("sampled",) if jax.default_backend() == "cpu" else ("greedy", "sampled")
-    usual = prompts()
+    usual = prompts_of(config)
     runs = RunnerConfig(
         choice.reachable, shapes_for(geo, usual.alone, usual.several), usual.overhead, usual.unsampled, eos,
         variants=tuple(sorted({v == "sampled" for v in config.variants or both})),
@@ -420,13 +420,8 @@ def assemble(
     if times:
         cost = CostTable({}) if background else measure(runner)
     lookahead = 0 if built is None else built.lookahead
-    shorter = shorter_chunks(
-        [shape.size for shape in runs.prefill_shapes if shape.rows == 1], usual.overhead, doubling(model)
-    )
     scheduler = Scheduler(
-        SchedulerConfig(
-            geo, config.enable_prefix_caching, lookahead, shorter_chunks=shorter, window=_passed(model, built)
-        )
+        scheduling(config, geo, runs.prefill_shapes, lookahead, doubling(model), _passed(model, built))
     )
     facts = EngineFacts(
         geo, tuple(buckets), model.vocab_size, True in runner.variants, frozenset(eos), tokenizer, grammars,

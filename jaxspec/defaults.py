@@ -6,6 +6,7 @@ Figures and what was tried are in docs/notes.md. Must not know how an engine com
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ from jaxspec.config import EngineConfig
 from jaxspec.fitting import longest_text, stored_share
 from jaxspec.models.base import TargetModel
 from jaxspec.scheduling.pace import USUAL_ROUNDS, Pace, may_pay
-from jaxspec.scheduling.shapes import PrefillShape
+from jaxspec.scheduling.plan import SchedulerConfig
+from jaxspec.scheduling.shapes import PrefillShape, shorter_chunks
 from jaxspec.speculation.state import Geometry
 
 
@@ -69,6 +71,11 @@ def prompts() -> Prompts:
     return _CPU if jax.default_backend() == "cpu" else _ACCELERATOR
 
 
+def prompts_of(config: EngineConfig) -> Prompts:
+    """This backend's; together with other requests' only where bits may depend on what is computed beside a token."""
+    return dataclasses.replace(prompts(), several=()) if config.batch_invariant else prompts()
+
+
 def several(config: EngineConfig, target: TargetModel) -> tuple[tuple[int, ...], Pace]:
     """The buckets in which one executable may run several rounds, and what says when."""
     rounds = config.rounds_per_dispatch
@@ -103,3 +110,22 @@ def geometry(config: EngineConfig, context: int, depth: int) -> Geometry:
         prefill_chunk=chunk, max_num_batched_tokens=max(chunk, min(together, config.max_batch_size * chunk)),
         kernels=config.kernels, batch_invariant=config.batch_invariant,
     )  # fmt: skip
+
+
+def scheduling(
+    config: EngineConfig, geo: Geometry, shapes: Sequence[PrefillShape], lookahead: int, doubling: float | None,
+    window: int | None,
+) -> SchedulerConfig:  # fmt: skip
+    """The scheduler's rules, for executables of these shapes.
+
+    Where bits may not depend on what else is computed, a prompt is cut alike whoever decodes meanwhile, and none reuses
+    what rounds and other prompts' chunks have left.
+
+    Args:
+      lookahead, window: see SchedulerConfig. doubling: see shorter_chunks.
+    """
+    if config.batch_invariant:
+        return SchedulerConfig(geo, False, lookahead, window=window)
+    alone = [shape.size for shape in shapes if shape.rows == 1]
+    shorter = shorter_chunks(alone, prompts().overhead, doubling)
+    return SchedulerConfig(geo, config.enable_prefix_caching, lookahead, shorter_chunks=shorter, window=window)

@@ -13,11 +13,12 @@ from flax import nnx
 
 from jaxspec import EngineConfig, cache
 from jaxspec.assemble import check_batch_invariant
-from jaxspec.defaults import geometry, mixed
+from jaxspec.defaults import geometry, mixed, prompts_of, scheduling
 from jaxspec.models import few_rows
 from jaxspec.models.base import Experts, ModelConfig
 from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_target
+from jaxspec.scheduling.shapes import shapes_for
 from jaxspec.speculation.drafters.suffix import prompt_lookup
 from jaxspec.speculation.layouts import Batch, Budget, plain_calibration
 from jaxspec.speculation.packed import packed_fn
@@ -95,6 +96,17 @@ def test_rounds_take_no_prompts_along():
         config = EngineConfig(max_batch_size=8, batch_invariant=invariant, mixed_chunk=16)
         geo = geometry(config, 256, 3)
         assert geo.batch_invariant == invariant and bool(mixed(config, geo)) != invariant
+
+
+def test_prompts_are_cut_alike_whatever_else_is_computed():
+    """Several together, shorter ones while others decode, and another's pages leave other bits."""
+    for invariant in (False, True):
+        config = EngineConfig(max_batch_size=8, prefill_chunk=64, batch_invariant=invariant)
+        geo, usual = geometry(config, 256, 3), prompts_of(config)
+        shapes = shapes_for(geo, usual.alone, usual.several)
+        assert {shape.rows == 1 for shape in shapes} == ({True} if invariant else {True, False})
+        rules = scheduling(config, geo, shapes, 0, 16.0, None)
+        assert bool(rules.shorter_chunks) != invariant and rules.enable_prefix_caching != invariant
 
 
 def test_devices_without_the_kernels_are_refused():
