@@ -359,7 +359,7 @@ def test_a_quantised_model_is_not_written_as_another(tmp_path: Path) -> None:
 
 
 #: Whose words, orders or groups devices cut in other ways.
-CUT = ("fp8 block", "packed zeros", "packed order", "awq", "gptq_v2 order")
+CUT = ("fp8 block", "packed zeros", "packed order", "awq")
 
 
 @pytest.mark.parametrize(

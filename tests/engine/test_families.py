@@ -28,10 +28,11 @@ NEW, WIDTH = 24, 64
 
 #: Families whose every peculiarity another one has too.
 _LESS = pytest.mark.exhaustive(
-    "olmo3, gemma2, glm4, gpt_oss, deepseek_v3 and windows everywhere have what these have, or layers alone see it"
+    "olmo3, phi3, gemma2, gpt_oss, deepseek_v3 and windows everywhere have what these have, or layers alone see it"
 )
 _LIKE_OTHERS = (
-    "mistral", "ministral", "olmo2", "granite", "gemma3", "glm", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2",
+    "mistral", "ministral", "smollm3", "olmo2", "granite", "gemma3", "glm", "glm4", "mixtral", "qwen2_moe", "qwen3_moe",
+    "deepseek_v2",
 )  # fmt: skip
 CASES = [pytest.param(name, marks=_LESS if name in _LIKE_OTHERS else ()) for name in FAMILY_FIELDS]
 

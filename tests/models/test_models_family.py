@@ -120,7 +120,12 @@ def test_a_copy_of_a_tied_table_must_be_the_same(tmp_path: Path) -> None:
         hf.load_model(tmp_path)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "draft_model", "eagle3", "target"])
+LIKE = pytest.mark.exhaustive("the target as its own draft, and the smaller one on two devices, have what these have")
+
+
+@pytest.mark.parametrize(
+    "drafter", [*(pytest.param(name, marks=LIKE) for name in ("ngram", "draft_model")), "eagle3", "target"]
+)
 def test_speculation_gives_the_tokens_of_plain_decoding(
     drafter: str, directories: Path, plain: list[list[int]]
 ) -> None:
