@@ -77,6 +77,11 @@ def rows_product(x: jax.Array, param: nnx.Variable, product: Callable[[jax.Array
     )
 
 
+def everywhere(tree: Any) -> Any:
+    """A tree of arrays that every device shall have whole, where XLA would split them as it splits what reads them."""
+    return tree if shards() == 1 else jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec()), tree)
+
+
 def summed(part: jax.Array, by: str) -> jax.Array:
     """The sum of what devices have, on every device, by BY_KERNEL or BY_XLA, which takes over where rows are many."""
     if by == BY_KERNEL and part.size * part.dtype.itemsize <= _FEW_BYTES and device_sum.refusal(part) is None:

@@ -25,10 +25,11 @@ from jaxspec.models.mxfp4 import BLOCK, Mxfp4
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.sharded import TENSOR_AXIS
 from jaxspec.runtime.sharding import abstract_core, abstract_round
+from jaxspec.scheduling.shapes import PrefillShape
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.cores import HeadCore
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
-from jaxspec.speculation.state import Geometry
+from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import PLAIN, Tier
 from pallas_kernels.aot.programs import Program, lowering
 from pallas_kernels.aot.targets import Target
@@ -74,6 +75,13 @@ def _device_bytes(tree: Any) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
+def _layer_bytes(cfg: ModelConfig, state: DecodeState, shards: int) -> int:
+    """Bytes of one layer's weights on a device, or of its part of the pool where that is less."""
+    projections = cfg.hidden_size * cfg.head_dim * 2 * (cfg.num_heads + cfg.num_kv_heads)
+    weights = (projections + 3 * cfg.hidden_size * cfg.intermediate_size) * DTYPE.itemsize // shards
+    return min(weights, _device_bytes(state.pages) // cfg.num_layers)
+
+
 def engine_round(target: Target) -> Iterator[Program]:
     """Rounds of a batch of 16 with a chain of 3 from an EAGLE-3 head, the state donated: 8B over 4 devices, 1B on one.
 
@@ -99,9 +107,7 @@ def engine_round(target: Target) -> Iterator[Program]:
             cfg, geo, mesh, BUCKET, dtype=DTYPE, drafter=AutoregressiveDrafter(core, geo), draft_params=core.params
         )
         state = described.arguments[2]
-        projections = cfg.hidden_size * cfg.head_dim * 2 * (cfg.num_heads + cfg.num_kv_heads)
-        weights = (projections + 3 * cfg.hidden_size * cfg.intermediate_size) * DTYPE.itemsize // shards
-        layer = min(weights, _device_bytes(state.pages) // cfg.num_layers)
+        layer = _layer_bytes(cfg, state, shards)
         logits = BUCKET * CHAIN.num_nodes * cfg.vocab_size * 4 // shards
         whole = ((CHAIN, False, 1, None), *([] if sizes is LONG else [(CHAIN, True, 1, None)]))
         # Larger rounds are longer than the host's part of one.
@@ -147,6 +153,46 @@ def sharded_round(target: Target) -> Iterator[Program]:
             kernels=("tree_attention",),
             quick=bucket == 1 and target.kind == "gpu",
         )
+
+
+#: What rounds take along on accelerators (jaxspec.defaults).
+ALONG = PrefillShape(128, 4, 128)
+
+
+def mixed_round(target: Target) -> Iterator[Program]:
+    """Rounds of 16 rows that take chunks of prompts along, plain and of a chain from an EAGLE-3 head; two layers of 8B.
+
+    On one device and on two, which exchange sums of activations and a few words: the target's five of all tokens, four
+    of the chunks' for the head, and for its own drafts four of the window and three more a token. XLA used to split
+    the head's features and the counts of tokens, and to gather them: 35 MB a round.
+    """
+    cfg = dataclasses.replace(LLAMA_8B, num_layers=2)
+    geo = dataclasses.replace(GEOMETRY, num_pages=4 * GEOMETRY.num_pages, prefill_chunk=1024, kernels=target.kind)
+    head = dataclasses.replace(_head(cfg), aux_layer_ids=(0, 1, 2))
+    for shards in (1, 2):
+        mesh = target.mesh(shards, TENSOR_AXIS)
+        core = abstract_core(lambda n=shards: HeadCore(tensor_parallel(Eagle3Head(head, dtype=DTYPE), n)))
+        described = abstract_round(
+            cfg, geo, mesh, BUCKET, dtype=DTYPE, drafter=AutoregressiveDrafter(core, geo), draft_params=core.params
+        )
+        for tier in (PLAIN, CHAIN):
+            nodes = BUCKET * tier.num_nodes
+            summed = 5 * (ALONG.size + nodes) + 4 * ALONG.size
+            if tier is not PLAIN:
+                summed += 4 * nodes + 3 * BUCKET * (tier.depth - 1)
+            yield Program(
+                op="mixed_round",
+                name=f"8b-tp{shards}-b{BUCKET}-{'plain' if tier is PLAIN else f'chain{tier.depth}'}-with{ALONG.size}",
+                lower=functools.partial(
+                    described.lower, tier, sampled=True, chunks=ALONG, platforms=(target.platform,)
+                ),
+                max_temp_bytes=_layer_bytes(cfg, described.arguments[2], shards)
+                + 4 * (nodes + ALONG.rows) * cfg.vocab_size * 4 // shards,
+                limit="one layer's weights or pool, logits four times",
+                max_collective_bytes=summed * cfg.hidden_size * DTYPE.itemsize + (32 << 10),
+                in_place_bytes=_device_bytes(described.arguments[2]),
+                kernels=("tree_attention",),
+            )  # fmt: skip
 
 
 #: Of a scale's inputs, in the formats whose rounds are compiled; None: all of a linear map's.

@@ -24,8 +24,10 @@ from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layers import tensor_parallel
 from jaxspec.models.sharded import SPLIT, TENSOR_AXIS, part_of
+from jaxspec.scheduling.shapes import PrefillShape
 from jaxspec.speculation.drafter import Drafter
-from jaxspec.speculation.layouts import Batch, Budget, plain_calibration
+from jaxspec.speculation.layouts import Batch, Budget, Chunks, plain_calibration
+from jaxspec.speculation.mixed import mixed_fn
 from jaxspec.speculation.packed import packed_fn
 from jaxspec.speculation.round import Drafted, Forward, RoundSpec, round_fn
 from jaxspec.speculation.several import several_fn
@@ -272,28 +274,34 @@ class AbstractRound:
 
     def lower(
         self, tier: Tier, *, sampled: bool = False, rounds: int = 1, tokens: int | None = None,
-        platforms: Sequence[str] | None = None,
+        chunks: PrefillShape | None = None, platforms: Sequence[str] | None = None,
     ) -> Any:  # fmt: skip
         """Traces and lowers the round as the runner does: the state donated, every result's sharding given.
 
         Args:
           rounds: so many, one after the other.
           tokens: of a packed round.
+          chunks: of a mixed round, which is neither packed nor repeated.
           platforms: to lower for, where the mesh's devices are a topology's and not the backend's.
         """
-        spend: tuple[Any, ...] = ()
-        if tokens is None:
+        more: tuple[Any, ...] = ()
+        results = self.placement.round_results(sampled and rounds == 1)
+        takes_drafter = self.spec.takes_drafter(tier)
+        if chunks is not None:
+            fn = mixed_fn(self.spec, tier, sampled, chunks.size, chunks.width)
+            more = (abstract(Chunks.of(self.spec.geo, chunks.rows).array, self.placement.replicated),)
+            results, takes_drafter = (*results, *self.placement.round_results(True)[1:]), True
+        elif tokens is None:
             fn = round_fn(self.spec, tier, sampled)
         else:
             fn = packed_fn(self.spec, tier, sampled, tokens)
             given = plain_calibration(self.spec.geo.max_depth), Budget.even(self.arguments[3].shape[0])
-            spend = abstract(given, (self.placement.replicated,) * 2)
+            more = abstract(given, (self.placement.replicated,) * 2)
         fn = fn if rounds == 1 else several_fn(fn, rounds)
-        results = self.placement.round_results(sampled and rounds == 1)
         jitted = jax.jit(fn, donate_argnums=2, out_shardings=results)
         target, draft_params, state, batch = self.arguments
         with self.placement.ambient():
-            traced = jitted.trace(target, draft_params if self.spec.takes_drafter(tier) else (), state, batch, *spend)
+            traced = jitted.trace(target, draft_params if takes_drafter else (), state, batch, *more)
             return traced.lower(lowering_platforms=None if platforms is None else tuple(platforms))
 
 

@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxspec.cache import TreeKV
 from jaxspec.models.base import FULL_ATTENTION, Attend, AttentionOptions, TargetModel, counting_experts, touched
+from jaxspec.models.sharded import everywhere
 from jaxspec.speculation.layouts import Batch, Chunks
 from jaxspec.speculation.prefill import begin, chunk_kv, chunks_of, first_tokens, keep_chunks
 from jaxspec.speculation.round import Forward, Phases, RoundSpec, grow_tables
@@ -70,7 +71,8 @@ def mixed_fn(spec: RoundSpec, tier: Tier, sampled: bool, size: int, width: int) 
         index_1T = jnp.concatenate([text.index_T[None], flat(rows.length_B[:, None] + tree.depths_BN)], axis=1)
         attend = _apart(text.attend(prompt_kv.attend), kv.attend, size, (b, n))
         with counting_experts() as mixtures:
-            hidden, aux = model(tokens_1T, index_1T, attend, spec.aux_layers)
+            # Else the features that a head keeps would be split as they are, and gathered at the end: 27 MB a round.
+            hidden, aux = everywhere(model(tokens_1T, index_1T, attend, spec.aux_layers))
         # Together: the output layer is read once.
         logits = model.logits(jnp.concatenate([hidden[:, size:], text.last(hidden)[None]], axis=1))[0]
         aux_BNA = None if aux is None else aux[0, size:].reshape(b, n, -1)

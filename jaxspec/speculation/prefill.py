@@ -15,6 +15,7 @@ from flax import nnx
 
 from jaxspec.cache import TreeKV, commit
 from jaxspec.models.base import TargetModel
+from jaxspec.models.sharded import everywhere
 from jaxspec.speculation.ending import ends
 from jaxspec.speculation.layouts import Chunks, End, Packed
 from jaxspec.speculation.ragged import Ragged
@@ -96,7 +97,8 @@ def begin(
     """
     rows, ending = text.rows, last_B > 0
     into = jnp.where(ending, rows.slot_B, spec.geo.slots)[:, None]
-    counts = state.sampling.counts_SV.at[into, first.token_B1].add(1, mode="drop")
+    # With a round behind it, XLA would split them as the logits that they change, and gather them.
+    counts = everywhere(state.sampling.counts_SV.at[into, first.token_B1].add(1, mode="drop"))
     position = (rows.length_B + text.count_B)[:, None]
     end = ends(state.sampling, into[:, 0], first.token_B1, position, ending[:, None], first.finite_B, spec.eos)
     state = dataclasses.replace(
@@ -127,7 +129,7 @@ def prefill_fn(spec: RoundSpec) -> Callable[..., Any]:
         chunks = Chunks(chunks_BX)
         text = chunks_of(spec, state, chunks, size, width)
         tokens, kv = text.tokens(state.tokens_SL), chunk_kv(spec, state, text)
-        hidden, aux = model(tokens, text.index_T[None], text.attend(kv.attend), spec.aux_layers)
+        hidden, aux = everywhere(model(tokens, text.index_T[None], text.attend(kv.attend), spec.aux_layers))
         final_B1E = text.last(hidden)[:, None]
         first = first_tokens(spec, state, text, model.logits(final_B1E), allowed_BW) if samples else None
         # Of both only the dependency matters; see `commit`.

@@ -57,6 +57,7 @@ _ENGINE = {
     "kv_commit": "jaxspec.runtime.aot:kv_commit",
     "round": "jaxspec.runtime.aot:engine_round",
     "sharded_round": "jaxspec.runtime.aot:sharded_round",
+    "mixed_round": "jaxspec.runtime.aot:mixed_round",
     "quantised_round": "jaxspec.runtime.aot:quantised_round",
     "experts_round": "jaxspec.runtime.aot:experts_round",
 }
