@@ -27,7 +27,16 @@ from jaxspec.adaptive.learnt import Keeper, digest
 from jaxspec.adaptive.policy import TierPolicy
 from jaxspec.checkpointing import hf, hub
 from jaxspec.config import EngineConfig, SpeculationConfig
-from jaxspec.defaults import candidate_budgets, candidate_steps, geometry, mixed, prompts_of, scheduling, several
+from jaxspec.defaults import (
+    candidate_budgets,
+    candidate_steps,
+    geometry,
+    in_background,
+    mixed,
+    prompts_of,
+    scheduling,
+    several,
+)
 from jaxspec.drafters import directories, registry
 from jaxspec.drafters.successor import Successors
 from jaxspec.engine import Engine
@@ -404,7 +413,7 @@ def assemble(
         rounds=pace.most, repeated=repeated, **mixed(config, geo),
     )  # fmt: skip
     # What processes share they compile first: what is ready differs between them.
-    background = config.warmup == "background" and hosts is None
+    background = in_background(config) and hosts is None
     identity = _identity(target, can.name + " with suffix matches" * speculation.hybrid, params, shards)
     if config.profile is not None:
         cost = _profiled(config.profile, choice, identity, speculation.resolved_policy)

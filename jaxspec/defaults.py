@@ -76,6 +76,11 @@ def prompts_of(config: EngineConfig) -> Prompts:
     return dataclasses.replace(prompts(), several=()) if config.batch_invariant else prompts()
 
 
+def in_background(config: EngineConfig) -> bool:
+    """Whether executables may come while requests run: which are ready then decides how prompts are cut."""
+    return config.warmup == "background" and not config.batch_invariant
+
+
 def several(config: EngineConfig, target: TargetModel) -> tuple[tuple[int, ...], Pace]:
     """The buckets in which one executable may run several rounds, and what says when."""
     rounds = config.rounds_per_dispatch

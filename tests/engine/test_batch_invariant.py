@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxspec import EngineConfig, cache
 from jaxspec.assemble import check_batch_invariant
-from jaxspec.defaults import geometry, mixed, prompts_of, scheduling
+from jaxspec.defaults import geometry, in_background, mixed, prompts_of, scheduling
 from jaxspec.models import few_rows
 from jaxspec.models.base import Experts, ModelConfig
 from jaxspec.models.layers import Transformer
@@ -107,6 +107,7 @@ def test_prompts_are_cut_alike_whatever_else_is_computed():
         assert {shape.rows == 1 for shape in shapes} == ({True} if invariant else {True, False})
         rules = scheduling(config, geo, shapes, 0, 16.0, None)
         assert bool(rules.shorter_chunks) != invariant and rules.enable_prefix_caching != invariant
+        assert in_background(config) != invariant, "what is ready would decide"
 
 
 def test_devices_without_the_kernels_are_refused():
