@@ -51,10 +51,10 @@ def device(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         planted.now = planted.after
         return pending
 
-    def prefilled(chunks: Any, *rest: Any) -> Any:
+    def prefilled(work: Any) -> Any:
         nonlocal chunk_last
-        chunk_last = not chunks[-1].is_last
-        return prefill(chunks, *rest)
+        chunk_last = not work.chunks[-1].is_last
+        return prefill(work)
 
     monkeypatch.setattr(engine, "step", stepped)
     monkeypatch.setattr(engine.runner, "dispatch", dispatched)
