@@ -41,10 +41,8 @@ class Sizes:
     def of(cls, kernel: Any, capacity: int, whole: bool | None = None) -> Sizes:
         blocks = -(-(round_up(capacity, BLOCK) + kernel.entries) // BLOCK)
         units = kernel.kv_heads * kernel.tiles
-        if whole is None:
-            partial = kernel.batch * -(-blocks // GROUP) * units * kernel.height * kernel.head_dim * 4
-            whole = partial > _PARTIAL
-        return cls(units, kernel.teams * kernel.programs, blocks, whole)
+        partial = kernel.batch * -(-blocks // GROUP) * units * kernel.height * kernel.head_dim * 4
+        return cls(units, kernel.teams * kernel.programs, blocks, bool(partial > _PARTIAL) if whole is None else whole)
 
     @property
     def most(self) -> tuple[int, int]:
