@@ -167,7 +167,7 @@ def mixed_round(target: Target) -> Iterator[Program]:
     the head's features and the counts of tokens, and to gather them: 35 MB a round.
     """
     cfg = dataclasses.replace(LLAMA_8B, num_layers=2)
-    geo = dataclasses.replace(GEOMETRY, num_pages=4 * GEOMETRY.num_pages, prefill_chunk=1024, kernels=target.kind)
+    geo = dataclasses.replace(GEOMETRY, num_pages=6 * GEOMETRY.num_pages, prefill_chunk=1024, kernels=target.kind)
     head = dataclasses.replace(_head(cfg), aux_layer_ids=(0, 1, 2))
     for shards in (1, 2):
         mesh = target.mesh(shards, TENSOR_AXIS)
