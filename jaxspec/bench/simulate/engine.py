@@ -13,7 +13,6 @@ import random
 import time
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -47,12 +46,6 @@ class Batch:
     bucket: int
     context: int
     alive_BD: np.ndarray
-
-
-class Cheat(Protocol):
-    """A policy that is shown what no policy can know before it selects."""
-
-    def show(self, batch: Batch) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
