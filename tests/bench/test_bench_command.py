@@ -62,6 +62,14 @@ def test_engines_are_batch_invariant_where_asked(monkeypatch: pytest.MonkeyPatch
         parts.engine(32)
 
 
+def test_engines_know_the_name_of_their_drafter(monkeypatch: pytest.MonkeyPatch):
+    """Reports name it by the engine's facts."""
+    monkeypatch.setattr(engines.hf, "load_model", lambda *args, **options: tiny_target())
+    monkeypatch.setattr(engines, "assemble", lambda *args, drafter, **options: drafter)
+    drafting: Any = engines.Parts(options("--drafter", "ngram")).engine(32)
+    assert drafting.name == "ngram"
+
+
 def test_tiers_are_depths_or_names():
     assert command.parse_tiers("1,3, chain-5,tree-4x3/16,3") == (Tier(1), Tier(3), Tier(5), Tier(4, 3, 16))
 

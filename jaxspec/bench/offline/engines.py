@@ -140,7 +140,7 @@ class Parts:
             simulated = SimulatedDrafter(drafter, rate, self.target.config.vocab_size)
             return simulated, simulated.params(params, texts)
 
-        drafting = None if self.kind == registry.NONE or plain else Drafting(make, self.trees)
+        drafting = None if self.kind == registry.NONE or plain else Drafting(make, self.trees, name=self.kind)
         progress = sys.stderr.isatty()
         return assemble(self.target, self.tokenizer, speculation, config, drafter=drafting, progress=progress)
 
