@@ -45,7 +45,8 @@ from jaxspec.fitting import doubling, fitted, longest_text, ring_rows, stored
 from jaxspec.hybrids import joined
 from jaxspec.models import few_rows
 from jaxspec.models.base import ModelConfig, TargetModel
-from jaxspec.models.layers import Transformer, column_blocks, tensor_parallel
+from jaxspec.models.layers import Transformer
+from jaxspec.models.layouts import column_blocks, tensor_parallel
 from jaxspec.models.sharded import BY_XLA
 from jaxspec.remembered import texts
 from jaxspec.ringfiles import RingDirectory

@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxspec.config import EngineConfig
 from jaxspec.models.base import ModelConfig, TargetModel
-from jaxspec.models.layers import tensor_parallel
+from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.quantised import stored_bytes
 from jaxspec.models.sharded import SPLIT, TENSOR_AXIS, part_of
 from jaxspec.speculation.drafter import Drafter

@@ -40,7 +40,8 @@ with cli.starting(__name__):
     )
     from jaxspec.llm import LLM
     from jaxspec.models import registry
-    from jaxspec.models.layers import causal_attention, column_blocks
+    from jaxspec.models.layers import causal_attention
+    from jaxspec.models.layouts import column_blocks
     from jaxspec.request import SamplingParams
     from jaxspec.text.tokenizer import Tokenizer
 

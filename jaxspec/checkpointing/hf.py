@@ -123,7 +123,7 @@ def load_model(
         longrope has other frequencies for short texts (`rope.served`).
       int8_activations: see EngineConfig.
       blocked: quantised kernels in column blocks, as CPUs read them: laid out later they would be there twice.
-      devices: that share the model, which is then laid out as by `layers.tensor_parallel`: what is read of a file are
+      devices: that share the model, which is then laid out as by `layouts.tensor_parallel`: what is read of a file are
         their parts, and there they go. None: it lies whole where new arrays do.
 
     Raises:

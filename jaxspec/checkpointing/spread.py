@@ -1,6 +1,6 @@
 """A model's weights straight onto the devices that share it: each device's part is read, and no other byte.
 
-Owns the way from a checkpoint's tensors to the arrays of `layers.tensor_parallel`, device after device, so that the
+Owns the way from a checkpoint's tensors to the arrays of `layouts.tensor_parallel`, device after device, so that the
 host never holds more than one tensor's part besides what is on devices. Whole, and on every device, are small tensors,
 what devices cannot share, and experts in few bits. Must not know how devices are found (`runtime.sharding`).
 """
@@ -19,7 +19,7 @@ from flax import nnx
 from jaxspec.checkpointing import quantised
 from jaxspec.checkpointing.tensors import TensorReader
 from jaxspec.models.base import TargetModel
-from jaxspec.models.layers import divided, mark
+from jaxspec.models.layouts import divided, mark
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.weight_map import ExpertMaps, Part, StackedWeight, Weight
 

@@ -279,7 +279,7 @@ class TargetModel(nnx.Module):
 
     The engine splits it once into a static graph and a flat state, and calls it inside its own jitted round. Modules
     in it with a method `splits(shards) -> list[Split]` say how devices share their parameters (see
-    `layers.tensor_parallel`).
+    `layouts.tensor_parallel`).
 
     Attributes:
       embedding: the table of token embeddings [V, E], in the model's dtype; draft heads share it.

@@ -247,7 +247,7 @@ class MixtureOfExperts(nnx.Module):
         return jax.shard_map(part, in_specs=specs, out_specs=whole, check_vma=False)(x_ME, routing, *own)
 
     def splits(self, shards: int) -> list[Split]:
-        """See `layers.tensor_parallel`: experts are split by their inner width."""
+        """See `layouts.tensor_parallel`: experts are split by their inner width."""
         inner = self.experts.inner
         if inner % shards or self.in_few_bits:
             return []

@@ -69,7 +69,7 @@ class Family(Generic[_Model]):
       build: the module class.
       weights: every parameter of a model with its names in a checkpoint.
       divides: fields of the configuration that the devices of tensor parallelism must divide, besides `vocab_size`,
-        over which logits are split. How each parameter is split, modules say themselves (`layers.tensor_parallel`).
+        over which logits are split. How each parameter is split, modules say themselves (`layouts.tensor_parallel`).
       wrapped: architectures of which this family is the part for text; read, not written.
     """
 

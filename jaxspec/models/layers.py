@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jaxspec.models.base import (
 from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import Tables, apply_rope, layer_tables
-from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS, rows_product, take_rows
+from jaxspec.models.sharded import rows_product, take_rows
 from pallas_kernels.small_batch import packed
 from pallas_kernels.small_batch.packed import Packed
 
@@ -82,7 +82,7 @@ def _init(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: jnp.dtype, std: 
 
 
 def product(x: jax.Array, kernel: jax.Array | Quantised | Packed, dtype: jnp.dtype | None = None) -> jax.Array:
-    """x [..., in] times a kernel [in, out], or one in column blocks [out / w, in, w] (see `column_blocks`).
+    """x [..., in] times a kernel [in, out], or one in column blocks [out / w, in, w] (see `layouts`).
 
     Args:
       dtype: of the result, where sums shall not be rounded to x's.
@@ -118,7 +118,7 @@ class Linear(nnx.Module):
     """y = x W (+ b), W stored [in, out].
 
     Attributes:
-      flat: the kernel [in, out] once more, for many rows, where `kernel` is in column blocks (see `column_blocks`).
+      flat: the kernel [in, out] once more, for many rows, where `kernel` is in column blocks (see `layouts`).
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Attention(nnx.Module):
 
     Attributes:
       sinks: float32 [H], where heads have them (ModelConfig.attention_sinks).
-      shards: groups of columns that qkv is stored in, [q k v] of one shard after the other (see `tensor_parallel`).
+      shards: groups of columns that qkv is stored in, [q k v] of one shard after the other (`layouts.tensor_parallel`).
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Attention(nnx.Module):
         return norm(x_BNHC.reshape(*x_BNHC.shape[:2], -1)).reshape(x_BNHC.shape)
 
     def splits(self, shards: int) -> list[Split]:
-        """See `tensor_parallel`."""
+        """See `layouts.tensor_parallel`."""
         if self.num_kv_heads % shards:
             return []
         self.shards = shards
@@ -262,7 +262,7 @@ class MLP(nnx.Module):
         return self.down((ACTIVATIONS[self.act](gate) * up).reshape(*both.shape[:-1], -1))
 
     def splits(self, shards: int) -> list[Split]:
-        """See `tensor_parallel`."""
+        """See `layouts.tensor_parallel`."""
         width = self.down.kernel[...].shape[0]
         if width % shards:
             return []
@@ -403,108 +403,6 @@ def shared_lm_head(target: TargetModel) -> Linear | None:
     head = Linear(1, 1, dtype=jnp.dtype(jnp.float32), rngs=None)
     head.kernel = Shared(target.lm_head.kernel[...])  # pyright: ignore[reportAttributeAccessIssue]
     return head
-
-
-_Module = TypeVar("_Module", bound=nnx.Module)
-
-
-def column_blocks(module: _Module, width: int = 64, *, keep_flat: bool = False) -> _Module:
-    """A copy whose linear maps are stored in column blocks, for XLA's CPU backend.
-
-    A product of a few rows reads a flat kernel in short pieces, far apart, which takes twice the time of contiguous
-    blocks; one of many rows is twice as fast with a flat kernel. Blocks give the bits of a flat product of 64 rows or
-    more, whatever the number of rows (measured: docs/notes.md). A tied lm_head becomes a kernel of its own. Maps whose
-    width is no multiple of `width` stay as they are.
-
-    Args:
-      keep_flat: layers keep their flat kernels too, output layers excepted: prompts need those for one row.
-    """
-    graph, state = nnx.split(module)
-    copy = nnx.merge(graph, state)
-
-    def blocked(kernel: jax.Array) -> nnx.Param:
-        d_in, d_out = kernel.shape
-        return nnx.Param(kernel.reshape(d_in, d_out // width, width).transpose(1, 0, 2))
-
-    for _, node in nnx.iter_graph(copy):
-        if isinstance(node, Linear) and isinstance(node.kernel[...], Quantised):
-            node.kernel = nnx.Param(node.kernel[...].blocked())
-        elif isinstance(node, Linear) and node.kernel[...].ndim == 2 and node.kernel[...].shape[1] % width == 0:
-            flat = node.kernel[...]
-            node.kernel = blocked(flat)
-            if keep_flat and node is not getattr(copy, "lm_head", None):
-                node.flat = nnx.data(nnx.Param(flat))
-    embedding = getattr(copy, "embedding", None)
-    if embedding is not None and getattr(copy, "lm_head", 0) is None and embedding.shape[0] % width == 0:
-        head = Linear(1, 1, dtype=embedding[...].dtype, rngs=None)
-        head.kernel = blocked(embedding[...].T)
-        copy.lm_head = nnx.data(head)  # pyright: ignore[reportAttributeAccessIssue]
-    return copy
-
-
-def tensor_parallel(module: _Module, shards: int, sums: str = BY_XLA) -> _Module:
-    """A copy laid out for `shards` devices: fused columns grouped by shard, and each split parameter marked (SPLIT).
-
-    The columns of qkv become [q_0 k_0 v_0 | q_1 k_1 v_1 | ...] and those of gate_up [gate_0 up_0 | ...], so that a
-    device's part of q, k, v, gate and up lies in its own columns and nothing moves between devices inside a layer
-    (Shoeybi et al. 2019, Megatron-LM): qkv and gate_up are split by columns, out and down (and an EAGLE head's fc) by
-    rows, embeddings and lm_head over the vocabulary. Modules of other kinds say in a method `splits(shards)` what they
-    split. Parts whose heads or widths `shards` does not divide stay whole, on every device. A module that devices
-    share already is returned as it is.
-
-    Args:
-      sums: by what the devices' parts of a product are summed (`sharded.summed`).
-    """
-    if is_laid_out(module):
-        return module
-    graph, state = nnx.split(module)
-    copy = nnx.merge(graph, state)
-    for split in divided(copy, shards):
-        value = getattr(split.owner, split.name)[...]
-        if split.widths:
-            starts = [sum(split.widths[:i]) for i in range(1, len(split.widths))]
-
-            def by_shard(whole: jax.Array, starts: Sequence[int] = starts) -> jax.Array:
-                parts = [x.reshape(*x.shape[:-1], shards, -1) for x in jnp.split(whole, starts, axis=-1)]
-                return jnp.concatenate(parts, axis=-1).reshape(whole.shape)
-
-            value = value.along_outputs(by_shard) if isinstance(value, Quantised) else by_shard(value)
-        setattr(split.owner, split.name, marked := nnx.Param(value))
-        mark(marked, split.axis, sums)
-    return copy
-
-
-def divided(module: nnx.Module, shards: int) -> Iterator[Split]:
-    """What `shards` devices split of a module; tells its parts that they do."""
-    for _, node in list(nnx.iter_graph(module)):
-        if isinstance(node, nnx.Module):
-            own = getattr(node, "splits", None)
-            for split in _table_splits(node) if own is None else own(shards):
-                param = getattr(split.owner, split.name)
-                if param is not None and param[...].shape[split.axis] % shards == 0:
-                    yield split
-
-
-def mark(param: nnx.Variable, axis: int, sums: str) -> None:
-    """Notes how devices share a parameter (`sharded`)."""
-    param.set_metadata(SPLIT, axis)
-    param.set_metadata(SUMS, sums)
-
-
-def is_laid_out(module: nnx.Module) -> bool:
-    """Whether devices share a module already: it came from `tensor_parallel`, or was loaded so."""
-    params = jax.tree.leaves(nnx.state(module), is_leaf=lambda x: isinstance(x, nnx.Variable))
-    return any(isinstance(x, nnx.Variable) and x.has_metadata(SPLIT) for x in params)
-
-
-def _table_splits(node: nnx.Module) -> Iterator[Split]:
-    """The tables that models and draft heads have, under the names that they have in common."""
-    for name in ("embedding", "lm_head", "fc"):
-        part = getattr(node, name, None)
-        if isinstance(part, Linear):
-            yield from part.columns() if name == "lm_head" else part.rows()
-        elif isinstance(part, nnx.Param | Shared):
-            yield Split(node, name, 0)
 
 
 def causal_attention(

@@ -36,7 +36,7 @@ class Part:
 
     @classmethod
     def of(cls, axis: int, size: int, shards: int, shard: int, widths: Sequence[int] = ()) -> Part:
-        """What `layers.tensor_parallel` gives a device.
+        """What `layouts.tensor_parallel` gives a device.
 
         Args:
           size: of the axis. shards: devices. shard: which of them.

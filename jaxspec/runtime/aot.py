@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspec.cache import commit, init_pages
 from jaxspec.models.base import Experts, ModelConfig, RopeScaling, TargetModel
 from jaxspec.models.experts import MixtureOfExperts
-from jaxspec.models.layers import Linear, tensor_parallel
+from jaxspec.models.layers import Linear
+from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.mxfp4 import BLOCK, Mxfp4
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.sharded import TENSOR_AXIS

@@ -2,7 +2,7 @@
 
 Owns the mesh, the shardings of weights and DecodeState, and the abstract arguments with which
 a round compiles for devices that are not there. Layers stay as they are laid out by
-`models.layers.tensor_parallel`; the partitioning itself is XLA's, but for attention, which
+`models.layouts.tensor_parallel`; the partitioning itself is XLA's, but for attention, which
 `cache.TreeKV` maps over the heads. Must not know policies or requests.
 """
 
@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig, TargetModel
-from jaxspec.models.layers import tensor_parallel
+from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.sharded import SPLIT, TENSOR_AXIS, part_of
 from jaxspec.scheduling.shapes import PrefillShape
 from jaxspec.speculation.drafter import Drafter

@@ -23,7 +23,8 @@ from jaxspec.checkpointing import heads, hf, mtp, tensors
 from jaxspec.checkpointing.rounding import FORMATS
 from jaxspec.drafters.directories import load_drafter, save_drafter
 from jaxspec.models import registry
-from jaxspec.models.layers import Linear, Shared, causal_attention, column_blocks, shared_lm_head, tensor_parallel
+from jaxspec.models.layers import Linear, Shared, causal_attention, shared_lm_head
+from jaxspec.models.layouts import column_blocks, tensor_parallel
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.sharded import BY_XLA
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_config, tiny_target

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxspec.checkpointing import hf, spread, tensors
 from jaxspec.models import registry
-from jaxspec.models.layers import tensor_parallel
+from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.sharded import BY_XLA, SPLIT
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_config, tiny_target
 from jaxspec.runtime.sharding import Sharing, parameter_shardings, tensor_mesh

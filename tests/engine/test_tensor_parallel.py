@@ -23,7 +23,8 @@ from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.fitting import stored_share
 from jaxspec.models import registry
-from jaxspec.models.layers import Shared, causal_attention, shared_lm_head, tensor_parallel
+from jaxspec.models.layers import Shared, causal_attention, shared_lm_head
+from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.sharded import BY_XLA
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_config, tiny_target

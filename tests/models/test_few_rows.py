@@ -14,7 +14,8 @@ from flax import nnx
 from jaxspec.models import few_rows
 from jaxspec.models.base import Experts, ModelConfig, counting_experts, touched
 from jaxspec.models.experts import mlp
-from jaxspec.models.layers import Transformer, causal_attention, tensor_parallel
+from jaxspec.models.layers import Transformer, causal_attention
+from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.quantised import Quantised
 from jaxspec.runtime.sharding import tensor_mesh
 from pallas_kernels.small_batch.packed import Packed

@@ -19,7 +19,8 @@ from safetensors.numpy import load_file, save_file
 from jaxspec.checkpointing import hf
 from jaxspec.models import experts, stacked
 from jaxspec.models.base import Experts, touched
-from jaxspec.models.layers import causal_attention, tensor_parallel
+from jaxspec.models.layers import causal_attention
+from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_config, tiny_target

@@ -21,7 +21,8 @@ from jaxspec.cache import TreeKV, init_pages
 from jaxspec.checkpointing import eagle3, hf
 from jaxspec.models import registry
 from jaxspec.models.base import AttentionOptions
-from jaxspec.models.layers import causal_attention, tensor_parallel
+from jaxspec.models.layers import causal_attention
+from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.sharded import SPLIT
 from jaxspec.runtime.sharding import check_divides
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head

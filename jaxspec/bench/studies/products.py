@@ -23,7 +23,8 @@ from jaxspec.assemble import resolve_model
 from jaxspec.bench.studies import report
 from jaxspec.checkpointing import hf
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.layers import Linear, column_blocks
+from jaxspec.models.layers import Linear
+from jaxspec.models.layouts import column_blocks
 
 
 class Products(nnx.Module):

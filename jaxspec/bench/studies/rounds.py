@@ -32,7 +32,7 @@ from jaxspec.adaptive.arms import packed_tokens
 from jaxspec.bench.studies import report
 from jaxspec.models import few_rows, registry
 from jaxspec.models.base import Experts, ModelConfig
-from jaxspec.models.layers import tensor_parallel
+from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.quantised import Quantised
 from jaxspec.runtime import summing
 from jaxspec.runtime.compile import use_persistent_cache

@@ -138,7 +138,7 @@ class BlockAttention(nnx.Module):
     """Attention of a block: keys and values of the context and of the block pass through the same maps.
 
     Attributes:
-      shards: groups of columns that kv is stored in, [k v] of one shard after the other (see `tensor_parallel`).
+      shards: groups of columns that kv is stored in, [k v] of one shard after the other (`layouts.tensor_parallel`).
     """
 
     def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
@@ -170,7 +170,7 @@ class BlockAttention(nnx.Module):
         return self.out(out_BNHC.reshape(b, n, -1))
 
     def splits(self, shards: int) -> list[Split]:
-        """See `tensor_parallel`."""
+        """See `layouts.tensor_parallel`."""
         if self.num_kv_heads % shards:
             return []
         self.shards = shards

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec.models.layers import Linear, causal_attention, column_blocks, tensor_parallel
+from jaxspec.models.layers import Linear, causal_attention
+from jaxspec.models.layouts import column_blocks, tensor_parallel
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_target
 
 

@@ -1,0 +1,119 @@
+"""How a model's weights are laid out for what reads them: column blocks for a CPU, and shares of several devices.
+
+Owns the copies that are made of a module built of `layers`; knows neither meshes nor checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec.models.base import Split
+from jaxspec.models.layers import Linear, Shared
+from jaxspec.models.quantised import Quantised
+from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS
+
+_Module = TypeVar("_Module", bound=nnx.Module)
+
+
+def column_blocks(module: _Module, width: int = 64, *, keep_flat: bool = False) -> _Module:
+    """A copy whose linear maps are stored in column blocks, for XLA's CPU backend.
+
+    A product of a few rows reads a flat kernel in short pieces, far apart, which takes twice the time of contiguous
+    blocks; one of many rows is twice as fast with a flat kernel. Blocks give the bits of a flat product of 64 rows or
+    more, whatever the number of rows (measured: docs/notes.md). A tied lm_head becomes a kernel of its own. Maps whose
+    width is no multiple of `width` stay as they are.
+
+    Args:
+      keep_flat: layers keep their flat kernels too, output layers excepted: prompts need those for one row.
+    """
+    graph, state = nnx.split(module)
+    copy = nnx.merge(graph, state)
+
+    def blocked(kernel: jax.Array) -> nnx.Param:
+        d_in, d_out = kernel.shape
+        return nnx.Param(kernel.reshape(d_in, d_out // width, width).transpose(1, 0, 2))
+
+    for _, node in nnx.iter_graph(copy):
+        if isinstance(node, Linear) and isinstance(node.kernel[...], Quantised):
+            node.kernel = nnx.Param(node.kernel[...].blocked())
+        elif isinstance(node, Linear) and node.kernel[...].ndim == 2 and node.kernel[...].shape[1] % width == 0:
+            flat = node.kernel[...]
+            node.kernel = blocked(flat)
+            if keep_flat and node is not getattr(copy, "lm_head", None):
+                node.flat = nnx.data(nnx.Param(flat))
+    embedding = getattr(copy, "embedding", None)
+    if embedding is not None and getattr(copy, "lm_head", 0) is None and embedding.shape[0] % width == 0:
+        head = Linear(1, 1, dtype=embedding[...].dtype, rngs=None)
+        head.kernel = blocked(embedding[...].T)
+        copy.lm_head = nnx.data(head)  # pyright: ignore[reportAttributeAccessIssue]
+    return copy
+
+
+def tensor_parallel(module: _Module, shards: int, sums: str = BY_XLA) -> _Module:
+    """A copy laid out for `shards` devices: fused columns grouped by shard, and each split parameter marked (SPLIT).
+
+    The columns of qkv become [q_0 k_0 v_0 | q_1 k_1 v_1 | ...] and those of gate_up [gate_0 up_0 | ...], so that a
+    device's part of q, k, v, gate and up lies in its own columns and nothing moves between devices inside a layer
+    (Shoeybi et al. 2019, Megatron-LM): qkv and gate_up are split by columns, out and down (and an EAGLE head's fc) by
+    rows, embeddings and lm_head over the vocabulary. Modules of other kinds say in a method `splits(shards)` what they
+    split. Parts whose heads or widths `shards` does not divide stay whole, on every device. A module that devices
+    share already is returned as it is.
+
+    Args:
+      sums: by what the devices' parts of a product are summed (`sharded.summed`).
+    """
+    if is_laid_out(module):
+        return module
+    graph, state = nnx.split(module)
+    copy = nnx.merge(graph, state)
+    for split in divided(copy, shards):
+        value = getattr(split.owner, split.name)[...]
+        if split.widths:
+            starts = [sum(split.widths[:i]) for i in range(1, len(split.widths))]
+
+            def by_shard(whole: jax.Array, starts: Sequence[int] = starts) -> jax.Array:
+                parts = [x.reshape(*x.shape[:-1], shards, -1) for x in jnp.split(whole, starts, axis=-1)]
+                return jnp.concatenate(parts, axis=-1).reshape(whole.shape)
+
+            value = value.along_outputs(by_shard) if isinstance(value, Quantised) else by_shard(value)
+        setattr(split.owner, split.name, marked := nnx.Param(value))
+        mark(marked, split.axis, sums)
+    return copy
+
+
+def divided(module: nnx.Module, shards: int) -> Iterator[Split]:
+    """What `shards` devices split of a module; tells its parts that they do."""
+    for _, node in list(nnx.iter_graph(module)):
+        if isinstance(node, nnx.Module):
+            own = getattr(node, "splits", None)
+            for split in _table_splits(node) if own is None else own(shards):
+                param = getattr(split.owner, split.name)
+                if param is not None and param[...].shape[split.axis] % shards == 0:
+                    yield split
+
+
+def mark(param: nnx.Variable, axis: int, sums: str) -> None:
+    """Notes how devices share a parameter (`sharded`)."""
+    param.set_metadata(SPLIT, axis)
+    param.set_metadata(SUMS, sums)
+
+
+def is_laid_out(module: nnx.Module) -> bool:
+    """Whether devices share a module already: it came from `tensor_parallel`, or was loaded so."""
+    params = jax.tree.leaves(nnx.state(module), is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return any(isinstance(x, nnx.Variable) and x.has_metadata(SPLIT) for x in params)
+
+
+def _table_splits(node: nnx.Module) -> Iterator[Split]:
+    """The tables that models and draft heads have, under the names that they have in common."""
+    for name in ("embedding", "lm_head", "fc"):
+        part = getattr(node, name, None)
+        if isinstance(part, Linear):
+            yield from part.columns() if name == "lm_head" else part.rows()
+        elif isinstance(part, nnx.Param | Shared):
+            yield Split(node, name, 0)
