@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from jaxspec import cli, clusters
-from jaxspec.assemble import resolve_drafter, resolve_model
 from jaxspec.checkpointing import hf
 from jaxspec.drafters import registry
 from jaxspec.prompts import text_and_ids
 from jaxspec.request import SamplingParams
+from jaxspec.resolve import resolve_drafter, resolve_model
 from jaxspec.rowfile import RowFile, digest, fingerprint
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.data.jsonl import Line, named, read_rows

@@ -20,15 +20,16 @@ with cli.starting(__name__):
 
     from jaxspec.adaptive import registry as policies
     from jaxspec.adaptive.static import StaticPolicy
-    from jaxspec.assemble import choose_policy, resolve_drafter, resolve_model
     from jaxspec.chat import Chat, still_compiling
     from jaxspec.checkpointing import hf
+    from jaxspec.choosing import choose_policy
     from jaxspec.config import ENGINE_ELSEWHERE, VERIFICATIONS, EngineConfig, SpeculationConfig
     from jaxspec.drafters import registry
     from jaxspec.events import Delta, Finished
     from jaxspec.fitting import longest_text
     from jaxspec.llm import LLM
     from jaxspec.request import SAMPLING_ELSEWHERE, RequestOutput, SamplingParams
+    from jaxspec.resolve import resolve_drafter, resolve_model
     from jaxspec.text.grammar import GrammarCompiler, GrammarSpec
     from jaxspec.text.tokenizer import Tokenizer
     from jaxspec.tier import PLAIN

@@ -23,7 +23,6 @@ with cli.starting(__name__):
     import numpy as np
     from flax import nnx
 
-    from jaxspec.assemble import resolve_model
     from jaxspec.bench.offline import prompts
     from jaxspec.checkpointing import hf
     from jaxspec.checkpointing.rounding import FORMATS, Format
@@ -43,6 +42,7 @@ with cli.starting(__name__):
     from jaxspec.models.layers import causal_attention
     from jaxspec.models.layouts import column_blocks
     from jaxspec.request import SamplingParams
+    from jaxspec.resolve import resolve_model
     from jaxspec.text.tokenizer import Tokenizer
 
 #: Without texts: so many tokens that the model samples after each of so many built-in prompts of code and of prose.

@@ -20,8 +20,9 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jaxspec.assemble import build_engine, resolve_model
+from jaxspec.assemble import build_engine
 from jaxspec.engine import Engine
+from jaxspec.resolve import resolve_model
 from jaxspec.runtime.hosts import Place, join
 from jaxspec.runtime.sharding import spans_processes
 from jaxspec.text.tokenizer import Tokenizer

@@ -12,11 +12,12 @@ import logging
 import socket
 
 from jaxspec.adaptive.costprofile import CostProfile
-from jaxspec.assemble import choose_policy, resolve_drafter, resolve_model
 from jaxspec.checkpointing import hf
 from jaxspec.checkpointing.tensors import read_tensors
+from jaxspec.choosing import choose_policy
 from jaxspec.drafters import registry
 from jaxspec.fitting import longest_text
+from jaxspec.resolve import resolve_drafter, resolve_model
 from jaxspec.runtime.sharding import check_divides
 from jaxspec.traffic import TrafficLog
 from serve.config import ServerConfig

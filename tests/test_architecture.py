@@ -66,13 +66,17 @@ ALLOWED = {
     | {"warming", "laps", "remembered", "swapping"},
     "train": EVERYONE
     | {"models", "speculation", "checkpointing", "drafters", "cache", "text", "cli", "ringfiles"}
-    | {"clusters", "rowfile"},
+    | {"clusters", "rowfile", "resolve"},
     "cli": {"names"},
     "fitting": EVERYONE | {"models", "speculation"},
     "defaults": EVERYONE | {"models", "scheduling", "speculation", "fitting"},
+    "resolve": {"checkpointing", "drafters"},
+    "choosing": EVERYONE | {"adaptive", "defaults", "drafters"},
+    "loading": EVERYONE | {"models", "speculation", "drafters", "fitting", "runtime"},
     "assemble": EVERYONE
     | {"adaptive", "scheduling", "runtime", "models", "speculation", "checkpointing", "drafters", "text"}
-    | {"facts", "engine", "defaults", "fitting", "hybrids", "remembered", "ringfiles"},
+    | {"facts", "engine", "defaults", "fitting", "hybrids", "remembered", "ringfiles"}
+    | {"resolve", "choosing", "loading"},
     "shared": EVERYONE | {"engine", "events"},
     "prompts": {"request"},
     "llm": EVERYONE | {"adaptive", "assemble", "engine", "events", "prompts", "shared", "stats", "text"},
@@ -99,9 +103,8 @@ SERVE = {
 ENGINE_PARTS = (
     "jaxspec.assemble", "jaxspec.llm", "jaxspec.engine", "jaxspec.events", "jaxspec.adaptive", "jaxspec.writer",
 )  # fmt: skip
-#: Commands of training that run the engine, and their front, which names targets as the engine does; no other module
-#: of training may.
-ENGINE_COMMANDS = {"train/__main__.py", "train/data/regenerate.py", "train/run/evaluate.py"}
+#: Commands of training that run the engine; no other module of training may.
+ENGINE_COMMANDS = {"train/data/regenerate.py", "train/run/evaluate.py"}
 
 
 def part_of(path: Path) -> str:

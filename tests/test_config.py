@@ -88,7 +88,7 @@ def test_speculation_refusals(fields: dict[str, Any], message: str):
 
 @pytest.mark.parametrize("fields", [{"hybrid": True}, {"suffix_corpus_tokens": 512, "suffix_corpus_responses": True}])
 def test_settings_of_drafters_are_refused_without_one(fields: dict[str, Any]):
-    from jaxspec.assemble import choose_policy
+    from jaxspec.choosing import choose_policy
 
     with pytest.raises(ValueError, match=rf"{next(iter(fields))} \w+ needs a drafter, got drafter 'none'"):
         choose_policy(SpeculationConfig(**fields), (1,), False, False, default_steps=(0, 1))

@@ -23,12 +23,12 @@ from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.kind import PolicyKind, Room, Settings
 from jaxspec.adaptive.policy import BatchView
 from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.assemble import resolve_drafter
 from jaxspec.checkpointing import heads, hf
 from jaxspec.checkpointing.tensors import read_tensors
 from jaxspec.drafters import directories, registry
 from jaxspec.drafters.kind import DrafterKind, Overrides, Saving
 from jaxspec.models.layers import Transformer
+from jaxspec.resolve import resolve_drafter
 from jaxspec.speculation.drafters.featureless import Featureless
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows

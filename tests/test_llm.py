@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.assemble import resolve_drafter, resolve_model
 from jaxspec.checkpointing import hf
 from jaxspec.events import Delta, Finished
 from jaxspec.fitting import fitted, host_bytes
 from jaxspec.models.tiny import tiny_target
 from jaxspec.request import FinishReason, RequestOutput
+from jaxspec.resolve import resolve_drafter, resolve_model
 from jaxspec.speculation.state import Geometry
 from jaxspec.text.grammar import GrammarSpec
 

@@ -12,8 +12,8 @@ from typing import Any
 from jaxspec import cli
 
 with cli.starting(__name__):
-    from jaxspec.assemble import resolve_model
     from jaxspec.drafters import registry
+    from jaxspec.resolve import resolve_model
     from jaxspec.train.run import processes
 #: A trainer of several kinds is named after the first.
 _TRAINERS = {kind.trainer: kind.name for kind in reversed(registry.kinds()) if kind.trainer}

@@ -24,9 +24,9 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as rpc
 from smg_grpc_proto.generated import common_pb2
 
 import jaxspec
-from jaxspec.assemble import resolve_model
 from jaxspec.events import Delta
 from jaxspec.facts import EngineFacts
+from jaxspec.resolve import resolve_model
 from jaxspec.stats import EngineStats
 from serve.api.calls import answering, breaking_off, counting_refusals, end_together, limits_of, made
 from serve.api.requests import MAX_ABORTED, check_count, deadline_of

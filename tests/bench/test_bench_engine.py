@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jaxspec.adaptive import StaticPolicy
-from jaxspec.assemble import Drafting, assemble
+from jaxspec.assemble import assemble
 from jaxspec.bench.evidence import drive, loads
 from jaxspec.bench.offline import grow, metrics
 from jaxspec.bench.offline.measure import Experiment, FixedRequest, Mode, Sweep, modes_of, run_queue
@@ -20,6 +20,7 @@ from jaxspec.bench.offline.simulate import SimulatedDrafter, rate_for
 from jaxspec.bench.offline.workloads import Passage
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
+from jaxspec.loading import Drafting
 from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_target
 from jaxspec.request import SamplingParams

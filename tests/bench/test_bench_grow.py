@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec.assemble import resolve_drafter
 from jaxspec.bench.offline import command, grow
 from jaxspec.checkpointing import eagle3, hf
 from jaxspec.models.layers import Transformer, causal_attention
 from jaxspec.models.tiny import tiny_config, tiny_target
+from jaxspec.resolve import resolve_drafter
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 
 SMALL: dict[str, Any] = dict(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)

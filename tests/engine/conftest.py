@@ -20,11 +20,12 @@ from flax import nnx
 
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.policy import BatchView, RoundStats
-from jaxspec.assemble import Drafting, assemble, bind_drafter
+from jaxspec.assemble import assemble
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.drafters import registry
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Finished, Started
+from jaxspec.loading import Drafting, bind_drafter
 from jaxspec.models.layers import Linear, Shared, causal_attention, shared_lm_head
 from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.request import FinishReason, RequestOutput, SamplingParams

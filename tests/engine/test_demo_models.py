@@ -14,10 +14,10 @@ import jax
 import pytest
 
 from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.assemble import demo_directory
 from jaxspec.config import SpeculationConfig
 from jaxspec.llm import LLM
 from jaxspec.request import RequestOutput, SamplingParams
+from jaxspec.resolve import demo_directory
 from jaxspec.tier import PLAIN, Tier
 
 ROOT = Path(__file__).resolve().parents[2]

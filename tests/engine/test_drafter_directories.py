@@ -11,19 +11,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec.assemble import (
-    bind_drafter,
-    build_engine,
-    choose_policy,
-    load_drafter,
-    resolve_drafter,
-)
+from jaxspec.assemble import build_engine
 from jaxspec.checkpointing import hf
+from jaxspec.choosing import choose_policy
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.drafters.directories import save_drafter, stored_kinds
+from jaxspec.loading import bind_drafter, load_drafter
 from jaxspec.models.layers import Shared, shared_lm_head
 from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.request import SamplingParams
+from jaxspec.resolve import resolve_drafter
 from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
 from jaxspec.speculation.state import Geometry
 from jaxspec.tier import PLAIN, Tier

@@ -16,9 +16,9 @@ import pytest
 from flax import nnx
 
 from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.assemble import bind_drafter, load_drafter
 from jaxspec.drafters.directories import save_drafter
 from jaxspec.drafters.successor import Successors
+from jaxspec.loading import bind_drafter, load_drafter
 from jaxspec.models.tiny import tiny_target
 from jaxspec.request import SamplingParams
 from jaxspec.swapping import DrafterWeights

@@ -12,11 +12,11 @@ import pytest
 from jaxspec.adaptive.costprofile import CostProfile
 from jaxspec.adaptive.ema import AdaptiveSpeculativeParams, EmaPolicy
 from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.assemble import bind_drafter, load_drafter
 from jaxspec.bench.offline import command, profile
 from jaxspec.checkpointing import hf
 from jaxspec.config import SpeculationConfig
 from jaxspec.events import Finished
+from jaxspec.loading import bind_drafter, load_drafter
 from jaxspec.models.tiny import tiny_target
 from jaxspec.request import FinishReason, SamplingParams
 from jaxspec.speculation.state import Geometry

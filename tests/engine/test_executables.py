@@ -21,8 +21,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxspec.adaptive.cost import CostTable
-from jaxspec.assemble import bind_drafter
 from jaxspec.config import SpeculationConfig
+from jaxspec.loading import bind_drafter
 from jaxspec.runtime import compile as compilation
 from jaxspec.runtime import executables, warmup
 from jaxspec.runtime.compile import Compilation, use_persistent_cache

@@ -27,12 +27,13 @@ from jaxspec import LLM
 from jaxspec.adaptive import adaptive
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.assemble import Drafting, assemble, bind_drafter
+from jaxspec.assemble import assemble
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Finished
 from jaxspec.generate import grammar_of, parser
+from jaxspec.loading import Drafting, bind_drafter
 from jaxspec.models.layers import Shared, causal_attention, shared_lm_head
 from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.request import ErrorKind, FinishReason, RequestOutput, SamplingParams

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.assemble import Drafting, assemble, bind_drafter
+from jaxspec.assemble import assemble
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
+from jaxspec.loading import Drafting, bind_drafter
 from jaxspec.models.tiny import tiny_target
 from jaxspec.request import SamplingParams
 from jaxspec.tier import PLAIN, Tier

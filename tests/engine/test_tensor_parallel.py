@@ -18,10 +18,11 @@ from flax import nnx
 
 from jaxspec import LLM
 from jaxspec.adaptive.cost import CostTable
-from jaxspec.assemble import Drafting, assemble, build_engine
+from jaxspec.assemble import assemble, build_engine
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.fitting import stored_share
+from jaxspec.loading import Drafting
 from jaxspec.models import registry
 from jaxspec.models.layers import Shared, causal_attention, shared_lm_head
 from jaxspec.models.layouts import tensor_parallel

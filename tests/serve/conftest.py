@@ -27,10 +27,11 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.policy import RoundStats
-from jaxspec.assemble import Drafting, assemble, bind_drafter
+from jaxspec.assemble import assemble
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Finished
+from jaxspec.loading import Drafting, bind_drafter
 from jaxspec.models.tiny import tiny_target
 from jaxspec.request import RequestMetrics, RequestOutput, SamplingParams
 from jaxspec.speculation.drafters.suffix import prompt_lookup

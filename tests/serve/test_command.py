@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.assemble import resolve_model
+from jaxspec.resolve import resolve_model
 from serve import __main__ as command
 from serve.api.admin import described
 from serve.client import AsyncClient, Client, Finished

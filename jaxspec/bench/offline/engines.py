@@ -15,14 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.assemble import (
-    Drafting,
-    assemble,
-    bind_drafter,
-    load_drafter,
-    resolve_drafter,
-    resolve_model,
-)
+from jaxspec.assemble import assemble
 from jaxspec.bench.offline import grow
 from jaxspec.bench.offline.measure import PLAIN_MODE, Experiment, Mode, Sweep, modes_of, run_queue
 from jaxspec.bench.offline.simulate import SimulatedDrafter, rate_for
@@ -32,6 +25,8 @@ from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.defaults import candidate_steps
 from jaxspec.drafters import registry
 from jaxspec.engine import Engine
+from jaxspec.loading import Drafting, bind_drafter, load_drafter
+from jaxspec.resolve import resolve_drafter, resolve_model
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.cores import HeadCore

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.assemble import resolve_drafter, resolve_model
 from jaxspec.checkpointing import eagle3, hf
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layers import Attention, DecoderLayer, Linear, RMSNorm, Transformer
+from jaxspec.resolve import resolve_drafter, resolve_model
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Head
 from jaxspec.text.tokenizer import FILE, SENTENCEPIECE
 

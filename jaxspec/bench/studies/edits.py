@@ -30,16 +30,18 @@ import numpy as np
 from flax import nnx
 
 from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.assemble import Drafting, assemble, bind_drafter, load_drafter, resolve_drafter, resolve_model
+from jaxspec.assemble import assemble
 from jaxspec.bench.offline import prompts
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.drafters import registry
 from jaxspec.engine import Engine
 from jaxspec.events import Finished
+from jaxspec.loading import Drafting, bind_drafter, load_drafter
 from jaxspec.models.base import Attend, ModelConfig
 from jaxspec.models.layers import Transformer
 from jaxspec.request import SamplingParams
+from jaxspec.resolve import resolve_drafter, resolve_model
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Tier, parse_tier
 

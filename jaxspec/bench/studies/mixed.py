@@ -20,7 +20,7 @@ from flax import nnx
 
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.assemble import Drafting, assemble, build_engine
+from jaxspec.assemble import assemble, build_engine
 from jaxspec.bench.offline import queues
 from jaxspec.bench.offline.prompts import CODE
 from jaxspec.bench.studies import report
@@ -29,6 +29,7 @@ from jaxspec.bench.studies.rounds import SHAPES, random_weights
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.events import Finished
+from jaxspec.loading import Drafting
 from jaxspec.request import SamplingParams
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter

@@ -28,11 +28,11 @@ from typing import Any
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.assemble import resolve_model
 from jaxspec.bench.studies import report
 from jaxspec.cli import leave
 from jaxspec.config import EngineConfig
 from jaxspec.request import RequestOutput
+from jaxspec.resolve import resolve_model
 from jaxspec.ringfiles import ring_files
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Tier

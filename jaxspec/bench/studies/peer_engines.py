@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxspec.assemble import resolve_drafter, resolve_model
 from jaxspec.bench.offline.prompts import CODE, PROSE
 from jaxspec.bench.studies import peer_processes, report
+from jaxspec.resolve import resolve_drafter, resolve_model
 from jaxspec.text.tokenizer import Tokenizer
 
 SLOTS = 16

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.assemble import resolve_drafter, resolve_model
 from jaxspec.bench.offline.prompts import CODE, PROSE
 from jaxspec.llm import LLM
 from jaxspec.request import SamplingParams
+from jaxspec.resolve import resolve_drafter, resolve_model
 from jaxspec.tier import PLAIN, Tier
 
 #: (prompt token ids) -> new token ids.

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.assemble import resolve_model
 from jaxspec.bench.studies import report
 from jaxspec.checkpointing import hf
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import Linear
 from jaxspec.models.layouts import column_blocks
+from jaxspec.resolve import resolve_model
 
 
 class Products(nnx.Module):

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.assemble import assemble, resolve_model
+from jaxspec.assemble import assemble
 from jaxspec.bench.studies import report
 from jaxspec.bench.studies.rounds import SHAPES, random_weights
 from jaxspec.checkpointing import hf
@@ -31,6 +31,7 @@ from jaxspec.events import Delta
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layers import Transformer
 from jaxspec.request import SamplingParams
+from jaxspec.resolve import resolve_model
 
 _PAGE = 64
 #: Dense bfloat16 products a second, by the makers' data sheets.

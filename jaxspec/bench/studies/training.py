@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.assemble import resolve_model
 from jaxspec.checkpointing import hf
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layers import Transformer
+from jaxspec.resolve import resolve_model
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.train.data.batch import Batch, ahead
 from jaxspec.train.drafters.eagle import Eagle3Recipe

@@ -21,13 +21,14 @@ import jax.numpy as jnp
 from jaxspec import clusters
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.assemble import build_engine, resolve_drafter, resolve_model
+from jaxspec.assemble import build_engine
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.drafters import directories, registry
 from jaxspec.engine import Engine
 from jaxspec.events import Finished
 from jaxspec.request import SamplingParams
+from jaxspec.resolve import resolve_drafter, resolve_model
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Tier, parse_tier
 from jaxspec.train.data import dataset

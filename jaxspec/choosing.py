@@ -1,0 +1,83 @@
+"""What a configured policy can reach, and how it is built: what has to be compiled, known before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from jaxspec.adaptive import registry as policies
+from jaxspec.adaptive.cost import CostTable
+from jaxspec.adaptive.costprofile import CostProfile
+from jaxspec.adaptive.kind import Room
+from jaxspec.adaptive.policy import TierPolicy
+from jaxspec.config import SpeculationConfig
+from jaxspec.defaults import candidate_budgets, candidate_steps
+from jaxspec.drafters import registry
+from jaxspec.tier import Tier
+
+#: Context tokens of a row for which a profile is looked up: what `measure` times at.
+_USUAL_CONTEXT = 256
+#: How much deeper than its others a hybrid's tier is that only looks up.
+_LOOKUP = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingPolicy:
+    """A policy that is still to be built: it may need costs, which need executables.
+
+    Attributes:
+      reachable: {tier: buckets} to compile. budgets: the packed rounds among them.
+    """
+
+    reachable: dict[Tier, tuple[int, ...]]
+    budgets: dict[tuple[Tier, int], tuple[int, ...]]
+    needs_cost: bool
+    build: Callable[[CostTable | None], TierPolicy]
+
+
+def choose_policy(
+    speculation: SpeculationConfig, buckets: Sequence[int], drafts: bool, trees: bool, deepest: int | None = None,
+    default_steps: tuple[int, ...] | None = None,
+) -> PendingPolicy:  # fmt: skip
+    """What to compile, and how to build the policy once costs are known.
+
+    Args:
+      deepest: most tokens that the drafter can propose in a row, by which the default's depths are clipped. Depths
+        that a user asked for are the drafter's to refuse.
+      default_steps: the default's depths; None: those of this process's device, which is initialised for it.
+
+    Raises:
+      ValueError: a configuration that the drafter cannot serve.
+    """
+    if not drafts and (speculation.hybrid or speculation.suffix_corpus_tokens):
+        what = "hybrid True" if speculation.hybrid else f"suffix_corpus_tokens {speculation.suffix_corpus_tokens}"
+        raise ValueError(f"SpeculationConfig.{what} needs a drafter, got drafter {registry.NONE!r}")
+    kind = speculation.policy_kind if drafts else policies.find(policies.OFF)
+    if kind.drafts and speculation.topk > 1 and not trees:
+        raise ValueError(f"this drafter proposes chains only (topk 1), got topk {speculation.topk}")
+    steps = candidate_steps() if default_steps is None else default_steps
+    steps = steps if deepest is None else tuple(min(step, deepest) for step in steps)
+    # What costs no model may look further.
+    lookups = (_LOOKUP * max(steps) if deepest is None else deepest,) if speculation.hybrid else ()
+    room = Room(tuple(buckets), steps, candidate_budgets() if default_steps is None else (), lookups)
+    reachable = kind.reachable(speculation, room)
+    if not speculation.hybrid and any(tier.lookup for tier in reachable):
+        raise ValueError(f"tiers that only look up are for hybrids, got {[str(tier) for tier in reachable]}")
+    if not trees and not all(tier.is_chain for tier in reachable):
+        raise ValueError(f"this drafter proposes chains only, got tiers {[str(tier) for tier in reachable]}")
+    budgets = kind.budgets(speculation, room)
+    return PendingPolicy(reachable, budgets, kind.needs_costs, lambda cost: kind.build(speculation, room, cost))
+
+
+def profiled(path: str | Path, choice: PendingPolicy, identity: Mapping[str, str], policy: str) -> CostTable:
+    """The costs of a file.
+
+    Raises:
+      ValueError: it is broken, of another engine or lacks a cost, or the policy does not want costs.
+    """
+    if not choice.needs_cost:
+        raise ValueError(f"profile {str(path)!r} is for policies that weigh costs, got policy {policy!r}")
+    profile = CostProfile.load(path)
+    profile.check(identity, choice.reachable, repr(str(path)), choice.budgets)
+    return profile.table(_USUAL_CONTEXT)

@@ -1,0 +1,139 @@
+"""Drafters from their directories, and weights as this backend and its devices read them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec.config import SpeculationConfig
+from jaxspec.drafters import directories, registry
+from jaxspec.drafters.successor import Successors
+from jaxspec.fitting import stored
+from jaxspec.models import few_rows
+from jaxspec.models.base import ModelConfig, TargetModel
+from jaxspec.models.layouts import column_blocks, tensor_parallel
+from jaxspec.models.sharded import BY_XLA
+from jaxspec.runtime import summing
+from jaxspec.runtime.sharding import host_memory, spans_processes, tensor_mesh
+from jaxspec.speculation.drafter import Drafter
+from jaxspec.speculation.state import Geometry
+
+#: Bytes of weights up to which a CPU keeps them in both layouts, that of rounds and that of prompts.
+_KEPT_TWICE = 2 << 30
+
+
+def way_of(cfg: ModelConfig, dtype: jnp.dtype, shards: int) -> summing.Way:
+    """How so many devices sum what they share of a target."""
+    if shards == 1 or spans_processes(shards):  # which is quickest, each process would measure for itself
+        return summing.Way()
+    return summing.WAYS[summing.choose(tensor_mesh(shards), cfg.hidden_size, dtype)]
+
+
+def laid_out(module: Any, shards: int, sums: str, *, output: bool = False) -> Any:
+    """The module with its weights as this backend and its devices read them best.
+
+    Args:
+      output: whether the output layer runs by a kernel for few rows too, where the others do.
+
+    Weights that are split over devices do not go into column blocks, which would have to end where shards do: on a
+    CPU the devices are virtual and share its cores, so tensor parallelism there is a rehearsal, and its speed no aim.
+    """
+    if shards > 1:
+        with host_memory():
+            module = tensor_parallel(module, shards, sums)
+    if shards > 1 or jax.default_backend() != "cpu":
+        return module if few_rows.unsupported() is not None else few_rows.prepare(module, output=output)
+    size = stored(nnx.state(module))
+    return column_blocks(module, keep_flat=size <= _KEPT_TWICE)
+
+
+def load_drafter(kind: str, directory: Path | None, target: TargetModel, dtype: jnp.dtype) -> Any:
+    """What `bind_drafter` takes: the module of a drafter from its checkpoint, or what its kind has instead of one.
+
+    Raises:
+      ValueError: the checkpoint does not fit the target; names the field and both values.
+    """
+    if directory is None:
+        return registry.find(kind).for_target(target)
+    return directories.load_drafter(kind, directory, target, dtype)
+
+
+def bind_drafter(
+    kind: str,
+    module: Any,
+    geo: Geometry,
+    speculation: SpeculationConfig | None = None,
+    shards: int = 1,
+    sums: str = BY_XLA,
+) -> tuple[Drafter | None, Any]:
+    """(drafter, its parameters) of what `load_drafter` returned.
+
+    Args:
+      shards: devices that share the drafter's layers; those parts whose heads or widths it does not divide are
+        computed by every device alike, since a drafter is small and any target may meet any drafter.
+      sums: by what they add up their parts (models.sharded).
+
+    Raises:
+      ValueError: tiers that it cannot draft.
+    """
+    if isinstance(module, nnx.Module):
+        module = laid_out(module, shards, sums)
+    return registry.find(kind).bind(module, geo, speculation or SpeculationConfig())
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """A drafter that still has to know its engine's sizes.
+
+    Attributes:
+      bind: (drafter, its parameters) of a geometry.
+      trees: whether it proposes trees as well as chains.
+      deepest: most tokens that it can propose in a row; None: any number.
+      name: of its kind.
+      reload: other parameters for it, of a directory; None: it has none that could be exchanged.
+    """
+
+    bind: Callable[[Geometry], tuple[Drafter | None, Any]]
+    trees: bool = False
+    deepest: int | None = None
+    name: str = registry.NONE
+    reload: Callable[[Geometry, Path], Any] | None = None
+
+
+def drafting_of(
+    kind: str, directory: Path | None, target: TargetModel, dtype: jnp.dtype, speculation: SpeculationConfig,
+    shards: int, sums: str,
+) -> Drafting | None:  # fmt: skip
+    """The drafter of a directory, loaded for its target; None for a kind that drafts nothing.
+
+    Raises:
+      ValueError: the checkpoint does not fit the target.
+    """
+    facts = registry.find(kind)
+    if not facts.drafts:
+        return None
+    # What is going to be split need not fit any device as a whole.
+    load = host_memory if shards > 1 else contextlib.nullcontext
+    with load():
+        module = load_drafter(kind, directory, target, dtype)
+
+    def bind(geo: Geometry) -> tuple[Drafter | None, Any]:
+        with load():
+            return bind_drafter(kind, module, geo, speculation, shards, sums)
+
+    if directory is None:
+        return Drafting(bind, facts.trees, facts.deepest(module), kind)
+    successors = Successors(kind, directory, module, target, dtype)
+
+    def reload(geo: Geometry, where: Path) -> Any:
+        with load():
+            return bind_drafter(kind, successors.load(where), geo, speculation, shards, sums)[1]
+
+    return Drafting(bind, facts.trees, facts.deepest(module), kind, reload)
