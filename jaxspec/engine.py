@@ -18,10 +18,11 @@ from jaxspec.adaptive import objectives
 from jaxspec.adaptive.controller import AdaptiveController, Recorder
 from jaxspec.adaptive.cost import Costed, CostTable
 from jaxspec.adaptive.learnt import Keeper
-from jaxspec.adaptive.policy import PLACE, BatchView, RoundStats, TierPolicy
+from jaxspec.adaptive.policy import BatchView, RoundStats, TierPolicy
 from jaxspec.events import Delta, Event, Finished, Started
 from jaxspec.facts import EngineFacts
 from jaxspec.laps import WAIT
+from jaxspec.live import Live, weights
 from jaxspec.output import Kept, OutputProcessor
 from jaxspec.reader import RoundReader
 from jaxspec.remembered import answer
@@ -38,14 +39,10 @@ from jaxspec.scheduling.shapes import PrefillShape
 from jaxspec.stats import EngineStats
 from jaxspec.swapping import DrafterWeights
 from jaxspec.text.grammar import Grammar
-from jaxspec.text.matcher import Guide
 from jaxspec.tier import Choice, Tier
 from jaxspec.traffic import TrafficLog
 from jaxspec.warming import BackgroundWarmup
-
-#: Rounds whose seconds show that a request began or ended: the one meanwhile, whose result is read late for it, and the
-#: next, which seems the quicker.
-_SHOWS = 2
+from jaxspec.watch import RoundWatch
 
 
 class Engine:
@@ -86,19 +83,16 @@ class Engine:
         self.facts, self.runner, self.scheduler = facts, runner, scheduler
         self._build_policy, self.cost, self._seed, self._keeper = build_policy, cost, seed, keeper
         self.use_policy(self.new_policy())
-        self._live: dict[str, OutputProcessor] = {}
+        self._live = Live(facts)
         self._reader = RoundReader(facts, runner.laps)
-        self._matching = self._asking = 0  # live completions with a grammar, and those that ask for a time per token
         self._in_flight: list[Pending] = []
         self._serial = 0
         self._prompt: tuple[Sequence[int], list[int]] = ((), [])
-        self._steps = self._rounds = self._dispatches = self._starved = self._guided = self._mixed = 0
-        self._experts = 0
+        self._steps = self._starved = self._guided = self._mixed = 0
+        self._watch = RoundWatch()
         self.pace = Pace(1, measured=False) if pace is None else pace
         self.mixes = True
-        self._eventful = 0  # rounds until the latest request that began or ended no longer shows in their seconds
         self._chunk_last = False  # the latest dispatch was a chunk of which nothing is read
-        self._collected_at = self._round_seconds = 0.0  # the latter of the latest round that was timed
         self._laps = runner.laps
         self._compilations = CompileCounter()
         self.on_round: Callable[[RoundStats], None] | None = None
@@ -175,10 +169,8 @@ class Engine:
         )
         output = OutputProcessor(self.facts, request, index, grammar)
         self.scheduler.add(request)  # last of what can fail
-        self._live[request.request_id] = output
-        self._eventful = _SHOWS
-        self._matching += output.matcher is not None
-        self._asking += tpot is not None
+        self._live.enter(output)
+        self._watch.disturbed()
         self._serial += 1
         return request.request_id
 
@@ -233,7 +225,7 @@ class Engine:
             self._laps.lap("plan")
             dispatched = self._dispatch(plan)
             previous, self._in_flight = self._in_flight, dispatched
-            if any(self._is_guided(pending) for pending in dispatched):
+            if any(self._live.is_guided(pending.requests) for pending in dispatched):
                 # What a constrained text may go on with is known once its last token is: nothing of it stays in flight.
                 previous, self._in_flight = [*previous, *dispatched], []
             events = [event for chunk in plan.prefill for event in self._started(chunk)]
@@ -248,7 +240,9 @@ class Engine:
     def _beside(self) -> PrefillShape | None:
         """What the next round can take along of prompts, if it is as the latest one."""
         pending = next((pending for pending in self._in_flight if pending.tier is not None), None)
-        if not self.mixes or pending is None or pending.tier is None or pending.tokens is not None or self._matching:
+        if not self.mixes or pending is None or pending.tier is None or pending.tokens is not None:
+            return None
+        if self._live.any_guided:
             return None
         return self.runner.takes_along(pending.tier, pending.bucket)
 
@@ -262,7 +256,7 @@ class Engine:
 
     def _dispatch(self, plan: Plan) -> list[Pending]:
         dispatched, growth = [], 0
-        work = PromptWork(plan.prefill, [self._allowed(chunk) for chunk in plan.prefill])
+        work = PromptWork(plan.prefill, [self._live.allowed(chunk) for chunk in plan.prefill])
         if len(plan.decode):
             # One round, but for batches larger than what is compiled so far.
             parts = plan.decode.parts(self.runner.largest_ready())
@@ -274,11 +268,12 @@ class Engine:
             for rows in parts:
                 rows.growth = growth  # of several parts, which are a round each
             # Looked at last: building the plan and the call itself take the host's time. Guided, the call waits.
-            watched = bool(self._in_flight) and not self._chunk_last and not any(map(self._is_guided, dispatched))
+            guided = any(self._live.is_guided(pending.requests) for pending in dispatched)
+            watched = bool(self._in_flight) and not self._chunk_last and not guided
             self._starved += watched and self._in_flight[-1].is_ready
         self._chunk_last = bool(plan.prefill) and not plan.prefill[-1].is_last
         if plan.prefill:
-            self._eventful = _SHOWS
+            self._watch.disturbed()
             dispatched += self.runner.prefill(work)
             if self._collector is not None:
                 self._collector.dispatched(sum(chunk.end - chunk.start for chunk in plan.prefill))
@@ -287,17 +282,12 @@ class Engine:
         self._laps.lap("commit")
         return dispatched
 
-    def _allowed(self, chunk: PrefillChunk) -> np.ndarray | None:
-        """What the token after a chunk may be, as a set of bits; None: anything."""
-        matcher = self._live[chunk.request.request_id].matcher
-        return matcher.root if matcher is not None and chunk.is_last else None
-
     def _dispatch_rounds(self, rows: DecodeRows, work: PromptWork | None) -> Pending:
         runner, buckets = self.runner, self.facts.buckets
         bucket = next(b for b in buckets if b >= len(rows) and any(runner.ready(t, b) for t in runner.states))
-        now, asked = time.monotonic(), [r.tpot for r in rows.requests if r.tpot is not None] if self._asking else []
+        now, asked = time.monotonic(), self._live.asked(rows.requests)
         tpot = min(asked) if asked and self.facts.objective == objectives.STEP else None
-        guide = self._guide(rows.requests)
+        guide = self._live.guide(rows.requests)
         # Masks and log-probabilities cross over round by round.
         alone = guide is not None or bool(np.count_nonzero(rows.logprobs_B))
         timed = runner.timed and guide is None and (work is None or not work.chunks)
@@ -306,11 +296,13 @@ class Engine:
             1 if alone else rows.rounds,
             lambda choice: runner.repeats(choice, bucket),
         )
-        weights = self._weights(rows, choice, now) if asked and choice.tokens is not None else None
+        worth = None
+        if asked and choice.tokens is not None:
+            worth = weights(rows, choice.tier.depth, now, self._watch.round_seconds)
         self._guided += guide is not None
         version = self.drafter_weights.before_round(choice, rows.rounds)
         self._laps.lap("policy")
-        pending = runner.dispatch(rows, state, choice, bucket, guide, weights, work)
+        pending = runner.dispatch(rows, state, choice, bucket, guide, worth, work)
         self._mixed += work is not None and work.calls is not None
         pending.version = version
         if self._collector is not None:
@@ -318,82 +310,25 @@ class Engine:
             self._collector.dispatched(pending.ring[1])
         return pending
 
-    def _weights(self, rows: DecodeRows, choice: Choice, now: float) -> list[float]:
-        """What a drafted token of each row is worth, by how far it lags behind the time per token that it asks for."""
-        needs: list[float | None] = []
-        for request, computed in zip(rows.requests, rows.computed_B.tolist(), strict=True):
-            first = request.metrics.first_token_time
-            if request.tpot is None or first is None:
-                needs.append(None)
-                continue
-            # Of what is in flight it is known that it brings a token.
-            emitted = computed + 1 - len(request.prompt_token_ids)
-            needs.append(objectives.need(now - first, emitted, self._round_seconds, request.tpot))
-        return objectives.weights(needs, choice.tier.depth)
-
-    def _guide(self, requests: Sequence[Request]) -> Guide | None:
-        """What the rows may say; None where no grammar says anything."""
-        if not self._matching:
-            return None
-        matchers = [self._live[request.request_id].matcher for request in requests]
-        return Guide(matchers, self.facts.vocab_size) if any(matchers) else None
-
-    def _is_guided(self, pending: Pending) -> bool:
-        if not self._matching:
-            return False
-        return any(self._live[request.request_id].matcher is not None for request in pending.requests)
-
     def _commit(self, pending: Pending) -> list[Event]:
         waited = self._laps.seconds[WAIT]
         result = self.runner.collect(pending)
         waited = self._laps.seconds[WAIT] - waited
-        now = time.perf_counter()
         rows, tier = pending.rows, pending.tier
-        if isinstance(rows, DecodeRows):
-            assert tier is not None
-            if pending.timed and pending.dispatched_at < self._collected_at:
-                kind, seconds = (tier, pending.bucket), now - self._collected_at
-                self.pace.took(kind, rows.rounds, seconds, waited, quiet=not self._eventful)
-            self._eventful = max(0, self._eventful - 1)
-            if self._collector is not None and pending.ring is not None:
-                self._collector.collected(*pending.ring, int(result.counts_RB.sum()))
-            self._observe(pending, rows, tier, result, now)
-            events = self._commit_round(rows, (tier, pending.bucket), result)
-        else:
-            events = [
+        if not isinstance(rows, DecodeRows):
+            self._watch.prompt()
+            return [
                 e for row, (request, epoch) in enumerate(rows) for e in self._commit_first(request, epoch, result, row)
             ]
-        self._collected_at = now
-        return events
+        assert tier is not None
+        self._observe(pending, rows, tier, result, waited)
+        if self._collector is not None and pending.ring is not None:
+            self._collector.collected(*pending.ring, int(result.counts_RB.sum()))
+        return self._commit_round(rows, (tier, pending.bucket), result)
 
-    def _observe(self, pending: Pending, rows: DecodeRows, tier: Tier, result: Result, now: float) -> None:
+    def _observe(self, pending: Pending, rows: DecodeRows, tier: Tier, result: Result, waited: float) -> None:
         """Tells the controller, and whoever listens, what each round gave and how long it took."""
-        self._rounds += rows.rounds
-        self._dispatches += 1
-        seconds = (now - max(pending.dispatched_at, self._collected_at)) / rows.rounds if pending.timed else 0.0
-        if pending.timed:
-            self._round_seconds = seconds
-        counts_RB = result.counts_RB if rows.caps_B is None else result.counts_RB * (rows.caps_B >= tier.depth)
-        numbers = tuple((rows.slots_B + (rows.stamps_B << PLACE)).tolist())
-        whole, told = bool(counts_RB.all()), numbers
-        for accepted, touched in zip(map(tuple, (counts_RB - 1).tolist()), result.touched_R, strict=True):
-            if not whole:
-                told = tuple(number for number, count in zip(numbers, accepted, strict=True) if count >= 0)
-                accepted = tuple(count for count in accepted if count >= 0)
-            stats = RoundStats(
-                tier=tier,
-                batch_size=len(rows),
-                bucket=pending.bucket,
-                num_accepted=accepted,
-                seconds=seconds,
-                context_tokens=pending.context_tokens,
-                tokens=pending.tokens,
-                drafts=result.drafts,
-                dispatched=rows.rounds,
-                rows=told,
-                experts=touched,
-            )
-            self._experts += touched
+        for stats in self._watch.round(pending, rows, tier, result, waited, self.pace):
             self.drafter_weights.observe(pending.version, Choice(tier, pending.tokens), stats.num_accepted)
             if tier in self.controller.policy.tiers:  # else a policy before this one chose it
                 self.controller.observe(stats)
@@ -445,17 +380,16 @@ class Engine:
         return events
 
     def _finish(self, output: OutputProcessor, reason: FinishReason) -> Finished:
-        request, self._eventful = output.request, _SHOWS
+        request = output.request
+        self._watch.disturbed()
         self._reader.leave(output)
-        self._matching -= output.matcher is not None
-        self._asking -= request.tpot is not None
         self.scheduler.finish(request, reason)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             if self._traffic is not None:
                 self._traffic.record(request)
             if self._remembers:
                 self.runner.remember(answer(request.prompt_token_ids, request.output_token_ids))
-        del self._live[request.request_id]
+        self._live.leave(output)
         return Finished(request.request_id, output.index, reason, output.result())
 
     # Warming up, beside requests or between them.
@@ -526,8 +460,8 @@ class Engine:
             executables_ready=self.runner.num_ready,
             compilations_after_warmup=self._compilations.count,
             steps=self._steps,
-            rounds=self._rounds,
-            dispatches=self._dispatches,
+            rounds=self._watch.rounds,
+            dispatches=self._watch.dispatches,
             starved_rounds=self._starved,
             device_seconds=parts[WAIT],
             host_seconds=sum(parts.values()) - parts[WAIT],
@@ -545,7 +479,7 @@ class Engine:
             active_tier="" if self.controller.active is None else self.controller.active.name,
             guided_rounds=self._guided,
             mixed_rounds=self._mixed,
-            experts_touched=self._experts,
+            experts_touched=self._watch.experts,
             ring_rows=0 if self._collector is None else self._collector.rows,
             ring_lost=0 if self._collector is None else self._collector.lost,
             drafter_version=self.drafter_weights.version,

@@ -59,11 +59,13 @@ ALLOWED = {
     "facts": {"request", "sizes", "text"},
     "output": {"request", "facts", "text"},
     "reader": {"request", "tier", "facts", "output", "runtime", "laps"},
+    "live": EVERYONE | {"adaptive", "facts", "output", "scheduling", "text"},
+    "watch": {"adaptive", "runtime", "scheduling", "tier"},
     "warming": {"adaptive", "runtime"},
     "swapping": {"adaptive", "runtime", "tier"},
     "engine": EVERYONE
     | {"adaptive", "scheduling", "runtime", "text", "traffic", "events", "stats", "facts", "output", "reader"}
-    | {"warming", "laps", "remembered", "swapping"},
+    | {"live", "watch", "warming", "laps", "remembered", "swapping"},
     "train": EVERYONE
     | {"models", "speculation", "checkpointing", "drafters", "cache", "text", "cli", "ringfiles"}
     | {"clusters", "rowfile", "resolve"},

@@ -351,10 +351,10 @@ def test_a_loop_that_is_gone(llm: LLM):
     loop.run_until_complete(anext(outputs))
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
-    before = llm.engine._rounds
+    before = llm.engine.stats.rounds
     step.set()
     eventually(lambda: not stepping())
-    assert llm.engine._rounds - before < 10
+    assert llm.engine.stats.rounds - before < 10
     with contextlib.suppress(StopIteration):  # its finalizer has no loop to run on
         outputs.aclose().send(None)
     assert completions(run(last(server, "abc", GREEDY))) == completions(llm.generate("abc", GREEDY)[0])

@@ -186,5 +186,5 @@ def test_the_default_policy_runs_packed_rounds_and_corrects_their_cost(bench: An
     tools.same(outputs, expected)
     assert 6 in {stats.tokens for stats in heard}
     # Of the requests of a round those that lag count for more, up to what it can bring; those that do not count as 1.
-    assert {1.0, 3.0} == {weight for row in weights for weight in row or ()} and not engine._asking
+    assert {1.0, 3.0} == {weight for row in weights for weight in row or ()} and not engine._live.any_timed
     assert engine.stats.compilations_after_warmup == compiled
