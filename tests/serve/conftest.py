@@ -15,12 +15,14 @@ import json
 import math
 import os
 import resource
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -45,6 +47,9 @@ from serve.core.errors import StatusError
 from serve.core.generator import Generator
 from serve.core.jobs import Job
 from serve.core.lifecycle import Lifecycle
+
+sys.path.append(str(Path(__file__).parent))  # for helpers: with importlib's import mode it is not there
+pytest.register_assert_rewrite("gateway", "wires")
 
 T = TypeVar("T")
 ALPHABET, EOS = "abcdefghijkl", 12
@@ -410,6 +415,21 @@ async def read(request: Completion) -> Result:
     return result
 
 
+def agrees(result: Any, expected: Any) -> None:
+    """Tokens, text, log-probabilities and reasons are those of the offline engine."""
+    for i, output in enumerate(expected):
+        completion = output.outputs[0]
+        end = result.ends[i].output.outputs[0]
+        assert (result.tokens[i], result.text[i]) == (completion.token_ids, completion.text)
+        assert (end.finish_reason, end.stop_reason) == (completion.finish_reason, completion.stop_reason)
+        assert len(result.logprobs[i]) == len(completion.logprobs or [])
+        for got, wanted in zip(result.logprobs[i], completion.logprobs or [], strict=True):
+            assert list(got) == list(wanted)
+            np.testing.assert_allclose(
+                [entry.logprob for entry in got.values()], [entry.logprob for entry in wanted.values()], atol=1e-4
+            )
+
+
 class Stories:
     """What asynchronous tests share; test modules cannot import each other."""
 
@@ -427,7 +447,7 @@ class Kit(Stories):
     written, tree = WRITTEN, TREE
     resident_bytes, hostile_grammars = staticmethod(resident_bytes), staticmethod(hostile_grammars)
     alphabet, eos, vocab = ALPHABET, EOS, VOCAB
-    read = staticmethod(read)
+    read, agrees = staticmethod(read), staticmethod(agrees)
     job, text_of, tiny_tokenizer = staticmethod(job), staticmethod(text_of), staticmethod(tiny_tokenizer)
     build_tiny_engine = staticmethod(build_tiny_engine)
     facade, recorder, stack_type, status_error = EngineFacade, Recorder, Stack, StatusError
@@ -527,6 +547,22 @@ def serve_engine(kept_executables: Path) -> Engine:
 @pytest.fixture
 def kit(serve_engine: Engine) -> Kit:
     return Kit(serve_engine)
+
+
+@pytest.fixture
+def expected(kit: Any) -> Callable[..., list[int]]:
+    """The tokens that the engine gives offline."""
+    known: dict[Any, list[int]] = {}
+
+    def of(prompt: str | list[int] = "abc", **sampling: Any) -> list[int]:
+        fields = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True} | sampling
+        tokens = [kit.alphabet.index(letter) for letter in prompt] if isinstance(prompt, str) else prompt
+        key = (tuple(tokens), repr(fields))
+        if key not in known:
+            known[key] = kit.offline([(tokens, SamplingParams(**fields))])[0][0].token_ids
+        return known[key]
+
+    return of
 
 
 @pytest.fixture
