@@ -15,6 +15,7 @@ from flax import nnx
 
 from jaxspec.bench.offline import command, grow
 from jaxspec.checkpointing import eagle3, hf
+from jaxspec.models.base import Experts
 from jaxspec.models.layers import Transformer, causal_attention
 from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.resolve import resolve_drafter
@@ -23,12 +24,15 @@ from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 SMALL: dict[str, Any] = dict(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
 #: More layers, channels, KV heads, query heads a KV head, and twice the head's channels.
 SIZE = grow.Size(7, 72, 100, 9, 3, 16)
+#: Experts in sets of three, the last of which is not full; a token uses two sets of four.
+MIXED = dataclasses.replace(SIZE, experts=Experts(12, 6, 23, tuple(range(7))))
 TOKENS = np.random.default_rng(0).integers(0, 13, (2, 12))
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "output_bias": True, "mlp_bias": True},
     "qwen3": {"family": "qwen3", "qk_norm": True, "rms_norm_eps": 0.05},
+    "windows": {"family": "smollm3", "sliding_window": 4, "sliding_layers": (1,), "no_rope_layers": (2,)},
 }
 
 
@@ -41,10 +45,10 @@ def forward(model: Transformer, aux_layers: tuple[int, ...]) -> tuple[jax.Array,
     return model.logits(hidden), aux
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_logits_and_auxiliary_states_stay(name: str):
+@pytest.mark.parametrize(("name", "size"), [*((name, SIZE) for name in FAMILIES), ("tied", MIXED), ("qwen3", MIXED)])
+def test_logits_and_auxiliary_states_stay(name: str, size: grow.Size):
     small = tiny_target(1, **SMALL, **FAMILIES[name])
-    large = grow.grow_target(small, SIZE)
+    large = grow.grow_target(small, size)
     ids = (0, 1, 2, 3)
     logits, aux = forward(small, ids)
     grown_logits, grown_aux = forward(large, grow.grown_aux_layers(ids, 3, SIZE.num_layers))

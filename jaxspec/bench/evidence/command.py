@@ -27,7 +27,7 @@ from jaxspec.adaptive.kind import PolicyKind, Room, Settings
 from jaxspec.adaptive.policy import TierPolicy
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.bench.evidence import drive, loads
-from jaxspec.bench.offline import prompts
+from jaxspec.bench.offline import grow, prompts
 from jaxspec.bench.offline.engines import Options, Parts
 from jaxspec.bench.offline.measure import Sweep
 from jaxspec.bench.offline.report import check_path
@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
     add("--model", default="demo", help='"demo" or a Hugging Face directory')
     add("--drafter", help=f"{', '.join(registry.names())}, or a directory (default: as LLM chooses)")
     add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 on accelerators")
-    add("--grow", metavar="1b|8b|LAYERSxHIDDEN", help="the same function at a larger model's cost (default: as it is)")
+    add("--grow", metavar=grow.SIZES, help="the same function at a larger model's cost (default: as it is)")
     add("--workloads", default=",".join(loads.WORKLOADS), metavar="code,mix",
         help="; ".join(f"{name}: {what}" for name, what in loads.WORKLOADS.items()))  # fmt: skip
     add("--batch-sizes", default="1,4,16", metavar="1,16", help="requests at once")

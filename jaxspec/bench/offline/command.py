@@ -96,7 +96,7 @@ def _shared() -> argparse.ArgumentParser:
     add("--json", metavar="FILE", help="all raw numbers and the conditions (default: not written)")
     add("--simulate-accept-length", type=float, metavar="X", help="simulated acceptance: X tokens a round at the "
         "deepest tier; for random weights, labelled (default: acceptance as it is)")  # fmt: skip
-    add("--grow", metavar="1b|8b|LAYERSxHIDDEN", help="the same function at a larger model's cost (default: as it is)")
+    add("--grow", metavar=grow.SIZES, help="the same function at a larger model's cost (default: as it is)")
     return shared
 
 
@@ -137,7 +137,7 @@ def subcommands() -> dict[str, argparse.ArgumentParser]:
         prog="python -m jaxspec.bench grow", formatter_class=cli.Help,
         description="Writes a model, and its EAGLE-3 head, that compute what the small ones do at a larger one's cost.",
     )  # fmt: skip
-    grower.add_argument("size", metavar="1b|8b|LAYERSxHIDDEN", help="Llama 3.2 1B's layers, Llama 3.1 8B's, or others")
+    grower.add_argument("size", metavar=grow.SIZES, help="the layers of Llama 3.2 1B, Llama 3.1 8B or Qwen3-30B-A3B, or others")
     grower.add_argument("out", metavar="DIR", help="a new directory: `python -m serve --model DIR` serves it")
     grower.add_argument("--model", default="demo", help='"demo" or a Hugging Face directory')
     grower.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of what is written")

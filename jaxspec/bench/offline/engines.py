@@ -207,6 +207,7 @@ def _conditions(parts: Parts, session: Experiment, skipped: int) -> dict[str, An
     options, plan, stats = parts.options, session.plan, session.engine.stats
     device = jax.devices()[0]
     source = "" if parts.head is None else f" ({_short(parts.head)})"
+    mixture = parts.target.config.experts
     return {
         "device": device.device_kind,
         "platform": device.platform,
@@ -219,6 +220,7 @@ def _conditions(parts: Parts, session: Experiment, skipped: int) -> dict[str, An
         "drafter": parts.kind + source,
         "grow": options.grow,
         "geometry": None if parts.size is None else dataclasses.asdict(parts.size),
+        "experts": None if mixture is None else {**dataclasses.asdict(mixture), "layers": len(mixture.layers)},
         "simulated_accept_length": options.simulate,
         "temperature": plan.temperature,
         "max_tokens": plan.max_tokens,

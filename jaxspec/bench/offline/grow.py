@@ -5,17 +5,25 @@ embedding and every projection that writes to the residual stream are zero there
 that read new heads or new feed-forward units are zero too, so that what those compute from
 random weights is never used. Added layers write nothing. In float32 the grown model's logits
 are the small one's up to rounding; every product has the larger shapes.
+
+A dense model also grows into a mixture of experts of Qwen3-MoE's kind. Experts of as many groups as the old MLP needs
+hold a part of its units each, every expert in memory of its own. The experts of one set, one of each group, share a
+column of the router, so that a token takes whole sets; their weights sum to one, and whichever sets a token takes, it
+gets the old MLP. Routers are random: which sets these are depends on the token's state. Norms of heads that the small
+model lacks leave queries and keys as they are, for these are far below the norm's epsilon (`_SMALL`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +31,20 @@ import numpy as np
 from flax import nnx
 
 from jaxspec.checkpointing import eagle3, hf
-from jaxspec.models.base import ModelConfig, TargetModel
-from jaxspec.models.layers import Attention, DecoderLayer, Linear, RMSNorm, Transformer
+from jaxspec.models import registry
+from jaxspec.models.base import Experts, ModelConfig, TargetModel
+from jaxspec.models.experts import MixtureOfExperts
+from jaxspec.models.layers import MLP, Attention, DecoderLayer, Linear, RMSNorm, Transformer
 from jaxspec.resolve import resolve_drafter, resolve_model
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Head
 from jaxspec.text.tokenizer import FILE, SENTENCEPIECE
 
 _STD = 0.02
+#: What a norm's gain makes up for where queries and keys are made small: far enough below its epsilon that it divides
+#: by a constant, and a power of two, which every dtype holds.
+_SMALL = 2.0**-30
+#: The family of grown mixtures.
+_MIXTURE = "qwen3_moe"
 #: What growing leaves as it is.
 _TEXT_FILES = (
     FILE, SENTENCEPIECE, "tokenizer_config.json", "added_tokens.json", "generation_config.json", "chat_template.jinja",
@@ -38,7 +53,11 @@ _TEXT_FILES = (
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A larger geometry; the vocabulary stays the small model's."""
+    """A larger geometry; the vocabulary stays the small model's.
+
+    Attributes:
+      experts: in every layer, in place of the MLP of `intermediate_size`; None: none.
+    """
 
     num_layers: int
     hidden_size: int
@@ -46,17 +65,28 @@ class Size:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    experts: Experts | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """What a ModelConfig of this geometry has in common with all others of it."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return own if self.experts is None else {**own, "family": _MIXTURE, "qk_norm": True}
 
 
-#: Llama 3.2 1B's and Llama 3.1 8B's layers.
+#: The layers of Llama 3.2 1B, Llama 3.1 8B and Qwen3-30B-A3B.
 PRESETS = {
     "1b": Size(16, 2048, 8192, 32, 8, 64),
     "8b": Size(32, 4096, 14336, 32, 8, 128),
+    "30b-a3b": Size(48, 2048, 6144, 32, 4, 128, Experts(128, 8, 768, tuple(range(48)))),
 }
+#: What --grow takes.
+SIZES = "|".join((*PRESETS, "LAYERSxHIDDEN[xEXPERTSaUSED]"))
 
 
 def parse_size(text: str, cfg: ModelConfig) -> Size:
-    """The geometry that --grow names: "1b", "8b" or LAYERSxHIDDEN, whose other sizes scale with the hidden size.
+    """The geometry that --grow names: a preset, or LAYERSxHIDDEN, whose other sizes scale with the hidden size.
+
+    With xEXPERTSaUSED behind it layers have so many experts, half as wide as the MLP would be, and tokens use so many.
 
     Raises:
       ValueError: another text, or a geometry that cannot hold `cfg`; names the field and both values.
@@ -64,13 +94,18 @@ def parse_size(text: str, cfg: ModelConfig) -> Size:
     if text.lower() in PRESETS:
         size = PRESETS[text.lower()]
     else:
-        match = re.fullmatch(r"(\d{1,4})x(\d{1,6})", text)
+        match = re.fullmatch(r"(\d{1,4})x(\d{1,6})(?:x(\d{1,4})a(\d{1,4}))?", text)
         if match is None:
-            raise ValueError(f"grow must be one of {sorted(PRESETS)} or LAYERSxHIDDEN such as 16x1024, got {text!r}")
+            raise ValueError(
+                f"grow must be one of {sorted(PRESETS)}, LAYERSxHIDDEN such as 16x1024 or LAYERSxHIDDENxEXPERTSaUSED "
+                f"such as 16x1024x32a4, got {text!r}"
+            )
         layers, hidden = int(match[1]), int(match[2])
         groups = max(cfg.num_kv_heads, round(cfg.num_kv_heads * hidden / cfg.hidden_size))
         wide = max(cfg.intermediate_size, round(cfg.intermediate_size * hidden / cfg.hidden_size / 64) * 64)
-        size = Size(layers, hidden, wide, groups * (cfg.num_heads // cfg.num_kv_heads), groups, cfg.head_dim)
+        mixture = match[3] and Experts(int(match[3]), int(match[4]), -(-wide // 2), tuple(range(layers)))
+        heads = groups * (cfg.num_heads // cfg.num_kv_heads)
+        size = Size(layers, hidden, wide, heads, groups, cfg.head_dim, mixture or None)
     for name in ("num_layers", "hidden_size", "intermediate_size", "num_kv_heads", "head_dim"):
         if getattr(size, name) < getattr(cfg, name):
             raise ValueError(
@@ -83,7 +118,33 @@ def parse_size(text: str, cfg: ModelConfig) -> Size:
         )
     if size.head_dim % cfg.head_dim:
         raise ValueError(f"grow {text!r}: head_dim {size.head_dim} must be a multiple of the model's {cfg.head_dim}")
+    if size.experts is not None:
+        _check_experts(text, size.experts, cfg)
     return size
+
+
+def _check_experts(text: str, experts: Experts, cfg: ModelConfig) -> None:
+    """Raises ValueError for a mixture that cannot hold the MLPs of `cfg`."""
+    sets = expert_groups(cfg, experts)
+    if not 0 < experts.per_token <= experts.count:
+        raise ValueError(
+            f"grow {text!r}: a token must use 1 to {experts.count} of {experts.count} experts, got {experts.per_token}"
+        )
+    if experts.count % sets or experts.per_token % sets:
+        raise ValueError(
+            f"grow {text!r}: an MLP of {cfg.intermediate_size} takes sets of {sets} experts of {experts.inner}; "
+            f"{experts.count} experts and {experts.per_token} a token must be multiples of {sets}"
+        )
+    if cfg.mlp_bias or cfg.hidden_act != "silu":
+        raise ValueError(
+            f"grow {text!r}: experts have no biases and silu gates, the model has mlp_bias={cfg.mlp_bias} and "
+            f"hidden_act={cfg.hidden_act!r}"
+        )
+
+
+def expert_groups(cfg: ModelConfig, experts: Experts) -> int:
+    """Experts that hold an MLP together."""
+    return -(-cfg.intermediate_size // experts.inner)
 
 
 def layer_places(old: int, new: int) -> tuple[int, ...]:
@@ -97,6 +158,11 @@ def grown_aux_layers(ids: Sequence[int], old: int, new: int) -> tuple[int, ...]:
     return tuple(places[i] for i in ids)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _noise(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(_STD, dtype)
+
+
 class _Writer:
     """Fills parameters with noise or zeros and puts the old values in place."""
 
@@ -106,8 +172,7 @@ class _Writer:
 
     def noise(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
         self._count += 1
-        key = jax.random.fold_in(self._key, self._count)
-        return jax.random.normal(key, shape, dtype) * jnp.asarray(_STD, dtype)
+        return _noise(jax.random.fold_in(self._key, self._count), shape, dtype)
 
     def put(
         self, param: nnx.Variable, old: jax.Array | None, places: Sequence[np.ndarray], base: jax.Array,
@@ -170,10 +235,16 @@ class _Grower(_Writer):
 
     def linear(
         self, new: Linear, old: Linear | None, rows: np.ndarray, columns: np.ndarray, *, writes: bool = False,
-        scale: float | np.ndarray = 1.0, zero: np.ndarray | None = None,
+        scale: float | np.ndarray = 1.0, zero: np.ndarray | None = None, noise: np.ndarray | None = None,
     ) -> None:  # fmt: skip
+        """
+        Args:
+          writes: to the residual stream. scale: of the old weights. zero: columns that are. noise: its scale by column.
+        """
         shape, dtype = new.kernel.shape, self._dtype
         base = jnp.zeros(shape, dtype) if writes else self.noise(shape, dtype)
+        if noise is not None:
+            base = base * jnp.asarray(noise, dtype)[None]
         if zero is not None:
             base = base.at[:, zero].set(0)
         self.put(new.kernel, old and old.kernel[...], [rows, columns], base, scale)
@@ -184,33 +255,77 @@ class _Grower(_Writer):
     def attention(self, new: Attention, old: Attention | None) -> None:
         cfg, at, stretch = self._cfg, self.at, self._stretch
         # The scores are divided by the root of the longer head; queries make up for it.
-        queries = cfg.num_heads * cfg.head_dim
+        queries, keys = cfg.num_heads * cfg.head_dim, (cfg.num_heads + cfg.num_kv_heads) * cfg.head_dim
         scale = np.where(np.arange(at.qkv.size)[None, :] < queries, math.sqrt(stretch), 1.0)
-        self.linear(new.qkv, old and old.qkv, at.hidden, at.qkv, scale=scale, zero=at.dead_qkv)
+        noise = None
+        # Norms that the small model lacks: queries and keys so small that these divide by the root of epsilon alone.
+        silent = new.k_norm is not None and not cfg.qk_norm
+        if silent:
+            small = _SMALL * math.sqrt(new.k_norm.eps)
+            scale = scale * np.where(np.arange(at.qkv.size)[None, :] < keys, small, 1.0)
+            normed = (new.num_heads + new.num_kv_heads) * new.head_dim
+            noise = np.where(np.arange(new.qkv.kernel.shape[1]) < normed, small, 1.0)
+        self.linear(new.qkv, old and old.qkv, at.hidden, at.qkv, scale=scale, zero=at.dead_qkv, noise=noise)
         self.linear(new.out, old and old.out, at.heads, at.hidden, writes=True)
         # Per-head norms see the larger queries as they were, and keys that look smaller by that root.
         channel = np.arange(cfg.head_dim) * stretch
         for mine, theirs, shrink in (
             (new.q_norm, old and old.q_norm, 1), (new.k_norm, old and old.k_norm, stretch)
         ):  # fmt: skip
-            if mine is not None:
+            if mine is not None and silent:
+                mine.weight.set_value(jnp.full(mine.weight.shape, 1 / _SMALL, self._dtype))
+            elif mine is not None:
                 mine.eps = cfg.rms_norm_eps / shrink
                 ones = jnp.ones(mine.weight.shape, self._dtype)
                 self.put(mine.weight, theirs and theirs.weight[...], [channel], ones, 1 / math.sqrt(shrink))
+
+    def mixture(self, new: MixtureOfExperts, old: MLP | None) -> None:
+        """Sets of experts in each of which one of every group has its part of the old MLP's units."""
+        own, dtype, sets = new.experts, self._dtype, expert_groups(self._cfg, new.experts)
+        columns = self.noise((new.router.kernel.shape[0], own.count // sets), dtype)
+        new.router.kernel.set_value(jnp.repeat(columns, sets, axis=1))
+        base_up, base_down = self.noise(new.gate_up.shape, dtype), jnp.zeros(new.down.shape, dtype)
+        if old is not None:
+            gate_up, down = _parts(old, sets)
+            each = lambda parts: jnp.tile(parts.astype(dtype), (own.count // sets, 1, 1))
+            width, part = down.shape[2], down.shape[1]
+            gate, up = jnp.split(each(gate_up), 2, axis=-1)
+            base_up = base_up.at[:, :width, :part].set(gate)
+            base_up = base_up.at[:, :width, own.inner : own.inner + part].set(up)
+            # A group has its share of a token's weights.
+            base_down = base_down.at[:, :part, :width].set(each(down * sets))
+        new.gate_up.set_value(base_up)
+        new.down.set_value(base_down)
 
     def layer(self, new: DecoderLayer, old: DecoderLayer | None) -> None:
         assert new.attn_norm is not None and new.mlp_norm is not None
         self.norm(new.attn_norm, old and old.attn_norm)
         self.attention(new.attn, old and old.attn)
         self.norm(new.mlp_norm, old and old.mlp_norm)
+        if isinstance(new.mlp, MixtureOfExperts):
+            self.mixture(new.mlp, old and old.mlp)
+            return
         self.linear(new.mlp.gate_up, old and old.mlp.gate_up, self.at.hidden, self.at.gate_up)
         self.linear(new.mlp.down, old and old.mlp.down, self.at.inner, self.at.hidden, writes=True)
+
+
+def _parts(mlp: MLP, count: int) -> tuple[jax.Array, jax.Array]:
+    """An MLP's units dealt out into so many parts: gates and ups [parts, E, 2 F], downs [parts, F, E].
+
+    The last part is filled up with units that are zero.
+    """
+    gate_up, down = mlp.gate_up.kernel[...].astype(jnp.float32), mlp.down.kernel[...].astype(jnp.float32)
+    inner, width = down.shape
+    part = -(-inner // count)
+    whole = jnp.pad(gate_up.reshape(width, 2, inner), ((0, 0), (0, 0), (0, part * count - inner)))
+    units = whole.reshape(width, 2, count, part).transpose(2, 0, 1, 3).reshape(count, width, 2 * part)
+    return units, jnp.pad(down, ((0, part * count - inner), (0, 0))).reshape(count, part, width)
 
 
 #: What layers may ask for that a grown geometry would turn into something else.
 _NOT_GROWN = (
     "partial_rotary_factor", "local_rope_theta", "qk_norm_wide", "attention_scale", "attention_soft_cap", "pre_norms",
-    "post_norms", "norm_gain", "embedding_scale", "logit_divisor", "logit_soft_cap",
+    "post_norms", "norm_gain", "embedding_scale", "logit_divisor", "logit_soft_cap", "experts",
 )  # fmt: skip
 
 
@@ -234,13 +349,24 @@ def grow_target(model: TargetModel, size: Size, seed: int = 0) -> Transformer:
     if odd:
         raise ValueError(f"only models of Llama's shape can grow, got one of family {cfg.family!r} with {odd}")
     eps = cfg.rms_norm_eps * (cfg.hidden_size / size.hidden_size)
-    grown = dataclasses.replace(cfg, **dataclasses.asdict(size), rms_norm_eps=eps, tie_word_embeddings=False)
+    places = layer_places(cfg.num_layers, size.num_layers)
+    # An added layer is as the one before it: of models with windows in some layers the same share has them.
+    like = [sum(place <= i for place in places) - 1 for i in range(size.num_layers)]
+    named = {
+        name: tuple(i for i, old in enumerate(like) if old in getattr(cfg, name))
+        for name in ("sliding_layers", "no_rope_layers")
+    }
+    own = {**size.fields(), **named, "rms_norm_eps": eps, "tie_word_embeddings": False}
+    if size.experts is not None:  # whose family has both biases of attention or none
+        own["output_bias"] = cfg.attention_bias or cfg.output_bias
+    grown = dataclasses.replace(cfg, **own)
     dtype: jnp.dtype = model.embedding[...].dtype
-    out = nnx.eval_shape(lambda: Transformer(grown, dtype=dtype))
+    out = nnx.eval_shape(lambda: registry.build(grown, dtype))
+    assert isinstance(out, Transformer)
     write, vocab = _Grower(cfg, size, dtype, seed), np.arange(cfg.vocab_size)
     hidden = write.at.hidden
     write.put(out.embedding, model.embedding[...], [vocab, hidden], jnp.zeros(out.embedding.shape, dtype))
-    old_of = {place: model.layers[i] for i, place in enumerate(layer_places(cfg.num_layers, size.num_layers))}
+    old_of = {place: model.layers[i] for i, place in enumerate(places)}
     for i, layer in enumerate(out.layers):
         write.layer(layer, old_of.get(i))
     write.norm(out.norm, model.norm)

@@ -169,7 +169,7 @@ def _rounds(stats: Sequence[RoundStats], kept: int, kinds: Counter[str]) -> Iter
         name = PLAIN_MODE if s.tier.depth == 0 else s.tier.name
         # Which of several dispatches gave which tokens is not known: then none has a time.
         seconds = s.seconds if s.seconds > 0 and len(stats) == s.dispatched else None
-        yield Round(name, s.tier.depth, s.batch_size, kind, seconds, tokens, s.num_accepted)
+        yield Round(name, s.tier.depth, s.batch_size, kind, seconds, tokens, s.num_accepted, s.experts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,6 +32,7 @@ class Round:
       seconds: its wall time; None: not taken, as of the first round after a prefill, whose time it shares.
       tokens: generated tokens that were kept (a round may run past a request's end).
       accepted: accepted drafts of each row, the bonus token excluded.
+      experts: distinct ones that the target read, over all layers; 0 of models without.
     """
 
     tier: str
@@ -41,6 +42,7 @@ class Round:
     seconds: float | None
     tokens: int
     accepted: tuple[int, ...]
+    experts: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +133,7 @@ class Summary:
       tpot_p50, tpot_p99: seconds a token after the first ones, of each request (`Completion.tpot`); None of none.
       ttft_p50: seconds; None of none.
       tiers: rounds by tier name.
+      experts: distinct ones a round, over all layers; None without rounds, or of models without.
     """
 
     workload: str
@@ -145,6 +148,7 @@ class Summary:
     tpot_p99: float | None
     ttft_p50: float | None
     tiers: dict[str, int]
+    experts: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,6 +258,12 @@ def tier_rounds(runs: Iterable[Run]) -> dict[str, int]:
     return {name: count for (_, name), count in sorted(counts.items())}
 
 
+def experts_a_round(runs: Iterable[Run]) -> float | None:
+    """Distinct experts, over all layers, of rounds that read any; None without."""
+    counts = [r.experts for run in runs for r in run.rounds if r.experts]
+    return statistics.mean(counts) if counts else None
+
+
 def group(runs: Iterable[Run]) -> dict[tuple[str, int], dict[str, list[Run]]]:
     """{cell: {mode: its runs}}, in order of first appearance."""
     cells: dict[tuple[str, int], dict[str, list[Run]]] = {}
@@ -294,6 +304,7 @@ def summarize(runs: Sequence[Run]) -> list[Summary]:
                     tpot_p99=percentile(tpots, 0.99) if tpots else None,
                     ttft_p50=percentile(ttfts, 0.5) if ttfts else None,
                     tiers=tier_rounds(many),
+                    experts=experts_a_round(many),
                 )
             )  # fmt: skip
     return out

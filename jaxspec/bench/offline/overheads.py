@@ -26,7 +26,7 @@ import jax
 from jaxspec import cli
 from jaxspec.adaptive.policy import TierPolicy
 from jaxspec.adaptive.static import StaticPolicy
-from jaxspec.bench.offline import queues
+from jaxspec.bench.offline import grow, queues
 from jaxspec.bench.offline.engines import Options, Parts
 from jaxspec.bench.offline.measure import Sweep
 from jaxspec.bench.offline.metrics import ADAPTIVE
@@ -165,7 +165,7 @@ def parser() -> argparse.ArgumentParser:
     add = out.add_argument
     add("--model", default="demo", help='"demo" or a Hugging Face directory')
     add("--drafter", help="a name, or a directory (default: as LLM chooses)")
-    add("--grow", metavar="1b|8b|LAYERSxHIDDEN", help="the same function at a larger model's cost (default: as it is)")
+    add("--grow", metavar=grow.SIZES, help="the same function at a larger model's cost (default: as it is)")
     add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 on accelerators")
     add("--batch-sizes", metavar="1,16,64", default="1,16,64", help="requests decoded together")
     add("--tiers", metavar="off,3,tree-4x3/16", default="off,3", help="depths or tiers' names, each run throughout")

@@ -90,6 +90,9 @@ def header(conditions: Mapping[str, Any]) -> str:
             f"grown       to {c['grow']}: {g['num_layers']} layers of {g['hidden_size']} compute what the small model "
             "does; vocabulary and drafter keep their sizes",
         )
+    if has := c.get("experts"):
+        layer = f"{has['count']} of {has['inner']} in {has['layers']} layers, {has['per_token']} a token"
+        lines.insert(2, f"experts     {layer}")
     if c["simulated_accept_length"] is not None:
         lines.append(f"SIMULATED   acceptance: {c['simulated_accept_length']:g} tokens a round at the deepest tier")
     if c["skipped_prompts"]:
@@ -125,6 +128,10 @@ def table(report: Report) -> str:
         many.sort(key=lambda s: (s.mode != PLAIN_MODE, s.mode == ADAPTIVE, _depth(s.mode), s.mode))
         lines += [_row(s, regret) for s in many]
         lines += [_adaptive(s, regret) for s in many if s.mode == ADAPTIVE]
+        if any(s.experts for s in many):
+            layers = report.conditions["experts"]["layers"]
+            told = ", ".join(f"{s.mode} {s.experts / layers:.1f}" for s in many if s.experts)
+            lines.append(clipped(f"    distinct experts a layer and round: {told}"))
     return "\n".join(lines)
 
 
