@@ -21,6 +21,7 @@ from jaxspec.bench.offline.workloads import Passage
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.loading import Drafting
+from jaxspec.models.base import Experts
 from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_target
 from jaxspec.request import SamplingParams
@@ -142,11 +143,6 @@ def test_an_interruption_keeps_the_runs_before_it(session: Experiment, monkeypat
     assert all(len(c.token_ids) == TOKENS for run in again.runs for c in run.completions)
 
 
-def rounds_of(engine: Engine, tier: Tier, jobs: list[FixedRequest]) -> list[tuple[int, ...]]:
-    run = run_queue(engine, Mode(tier.name, tier), jobs, workload="code", batch_size=1)
-    return [r.accepted for r in run.rounds]
-
-
 def jobs_of(max_tokens: int) -> list[FixedRequest]:
     library, ids = prompts(4)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -158,17 +154,21 @@ def eagle(head: Eagle3Head) -> Callable[[Any], Any]:
     return lambda geo: (AutoregressiveDrafter(core, geo), core.params)
 
 
-def test_growth_keeps_tokens_and_acceptance():
+def test_growth_into_a_mixture_keeps_tokens_and_acceptance():
     small = tiny_target(0)
     head = Eagle3Head(Eagle3Config(16, 32, 24, 4, 2, 6, 13, 13, (0, 1, 2)), rngs=nnx.Rngs(params=1))
     # Random features of a size that matters.
     head.fc.kernel[...] = head.fc.kernel[...] * 50
-    size = grow.Size(3, 48, 64, 9, 3, 16)
+    size = grow.Size(3, 48, 64, 9, 3, 16, Experts(8, 4, 24, (0, 1, 2)))
     pairs = ((small, head), (grow.grow_target(small, size), grow.grow_head(head, small.config, size)))
     engines = [build(target, (), eagle(head), depth=2) for target, head in pairs]
-    accepted = [rounds_of(engine, Tier(2), jobs_of(24)) for engine in engines]
-    assert accepted[0] == accepted[1]
+    runs = [run_queue(e, Mode("chain-2", Tier(2)), jobs_of(24), workload="code", batch_size=1) for e in engines]
+    accepted = [[r.accepted for r in run.rounds] for run in runs]
+    assert accepted[0] == accepted[1] and runs[0].completions[0].token_ids == runs[1].completions[0].token_ids
     assert sum(sum(row) for row in accepted[0]) > 0
+    # Every token of a round uses 4 of 8 in each of 3 layers, and not all the same.
+    assert metrics.experts_a_round(runs[:1]) is None
+    assert 12 < (metrics.experts_a_round(runs[1:]) or 0) < 24
 
 
 def test_simulated_acceptance_meets_its_length_and_stays_exact():

@@ -97,6 +97,21 @@ def test_simulation_growth_and_interruption_are_labelled_everywhere():
     assert all(len(line) <= WIDTH for line in text.splitlines())
 
 
+def test_distinct_experts_are_told_a_layer_and_round():
+    read = {"plain": 8, "chain-3": 29}
+    runs = [
+        dataclasses.replace(
+            run, rounds=tuple(dataclasses.replace(r, experts=48 * read.get(r.tier, 0)) for r in run.rounds)
+        )
+        for run in RUNS
+    ]  # fmt: skip
+    has = {"count": 128, "per_token": 8, "inner": 768, "layers": 48}
+    text = report.render(Report({**CONDITIONS, "experts": has}, runs, 0))
+    assert "experts     128 of 768 in 48 layers, 8 a token" in text
+    assert text.count("distinct experts a layer and round: plain 8.0, chain-3 29.0, adaptive 22.0\n") == 4
+    assert "distinct" not in report.render(Report(CONDITIONS, RUNS, 0))
+
+
 def test_json_holds_conditions_summaries_and_raw_rounds(tmp_path: Path):
     path = tmp_path / "bench.json"
     report.write_json(report.to_dict(Report(CONDITIONS, [*RUNS, make_run("prose", 1, "plain", [], 1.0)], 0)), path)

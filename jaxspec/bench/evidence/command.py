@@ -225,7 +225,11 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     float32 = "float32" in engine.facts.identity.values()
     blocks, different = [], 0
     cells = [*itertools.product(names, sizes)]
-    say(f"ready after {time.perf_counter() - began:.0f} s; measuring on {device}\n")
+    warm, count = engine.stats.warmup_seconds, engine.stats.executables
+    say(
+        f"ready after {time.perf_counter() - began:.0f} s, {warm:.0f} of them to compile and time {count} executables; "
+        f"measuring on {device}\n"
+    )
     for number, (name, size) in enumerate(cells):
         left = math.inf if args.within is None else args.within - (time.perf_counter() - began)
         seconds = min(args.seconds, _share(left, len(cells) - number, len(compared), args.repeats))

@@ -145,6 +145,8 @@ def run(
     """
     watch = Watched(policy)
     engine.use_policy(watch)
+    mixture = engine.runner.config.experts
+    layers = 1 if mixture is None else len(mixture.layers)
     done, live = Run(Outcome(), {}, {}), dict[str, _Live]()
     out, sent, heard, phase = done.outcome, dict[str, int](), 0, 0
     began = clock()
@@ -188,7 +190,7 @@ def run(
             gained = sum(stats.num_accepted) + len(stats.num_accepted)
             out.rounds.append(
                 Ran(now, phase, stats.tier.depth, stats.tokens, stats.batch_size, stats.bucket, stats.seconds, gained,
-                    math.nan, math.nan)
+                    math.nan, math.nan, stats.experts / layers)
             )  # fmt: skip
             if stats.tokens is None and stats.tier.depth and size == load.places(phase):
                 done.accepted.setdefault((load.kind(phase, 0), stats.tier.depth), []).extend(stats.num_accepted)

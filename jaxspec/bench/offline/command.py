@@ -137,7 +137,8 @@ def subcommands() -> dict[str, argparse.ArgumentParser]:
         prog="python -m jaxspec.bench grow", formatter_class=cli.Help,
         description="Writes a model, and its EAGLE-3 head, that compute what the small ones do at a larger one's cost.",
     )  # fmt: skip
-    grower.add_argument("size", metavar=grow.SIZES, help="the layers of Llama 3.2 1B, Llama 3.1 8B or Qwen3-30B-A3B, or others")
+    layers = "the layers of Llama 3.2 1B, Llama 3.1 8B or Qwen3-30B-A3B, or others"
+    grower.add_argument("size", metavar=grow.SIZES, help=layers)
     grower.add_argument("out", metavar="DIR", help="a new directory: `python -m serve --model DIR` serves it")
     grower.add_argument("--model", default="demo", help='"demo" or a Hugging Face directory')
     grower.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of what is written")

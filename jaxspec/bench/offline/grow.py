@@ -260,7 +260,7 @@ class _Grower(_Writer):
         noise = None
         # Norms that the small model lacks: queries and keys so small that these divide by the root of epsilon alone.
         silent = new.k_norm is not None and not cfg.qk_norm
-        if silent:
+        if silent and new.k_norm is not None:
             small = _SMALL * math.sqrt(new.k_norm.eps)
             scale = scale * np.where(np.arange(at.qkv.size)[None, :] < keys, small, 1.0)
             normed = (new.num_heads + new.num_kv_heads) * new.head_dim

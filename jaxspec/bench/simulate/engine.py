@@ -81,6 +81,7 @@ class Ran:
       rows, bucket, seconds: its requests, the padded batch, what it took.
       gained: tokens it gave, those beyond a request's end included.
       value: tokens a second that it could expect; best: that the best fixed tier could. By the hidden chances.
+      experts: distinct ones that it read of a layer; 0 of models without, and where nobody counted.
     """
 
     at: float
@@ -93,6 +94,7 @@ class Ran:
     gained: int
     value: float
     best: float
+    experts: float = 0.0
 
 
 @dataclasses.dataclass

@@ -32,7 +32,7 @@ class Figures:
       ttft_p50, ttft_p99, tpot_p50, tpot_p99, latency: seconds, by request; the latter the mean.
       attainment: by scale, the share of requests whose TPOT is within plain decoding's 90th percentile times it.
       length: tokens a round and request. depth: drafts a round and request.
-      verified: drafts that were verified, a round and request.
+      verified: drafts that were verified, a round and request. experts: distinct ones a layer and round.
       switches: a hundred rounds. settled: after each change of the texts, rounds until it reached 95% of the best
         tier's expected tokens a second over ten rounds; None: not before the next change.
       calibration_error: of the survival that packed rounds are spent by. calibration_chance: what it would be by chance
@@ -71,6 +71,7 @@ class Figures:
     preemptions: int
     rounds: int
     faster: float | None
+    experts: float | None = None
 
 
 def speed(outcome: Outcome, closed: bool) -> float:
@@ -98,6 +99,7 @@ def figures(
         gap = (mine - best) / (speed(oracle, closed) - best)
     tpots = [r.tpot for r in outcome.served if r.tpot is not None]
     ttfts = [r.ttft for r in outcome.served]
+    experts = [r.experts for r in rounds if r.experts]
     tiers: dict[str, int] = {}
     for r in sorted(rounds, key=lambda r: r.depth):
         tiers[str(r.depth)] = tiers.get(str(r.depth), 0) + 1
@@ -132,6 +134,7 @@ def figures(
         preemptions=outcome.preemptions,
         rounds=len(rounds),
         faster=outcome.seconds / outcome.wall if outcome.wall else None,
+        experts=statistics.mean(experts) if experts else None,
     )
 
 

@@ -135,6 +135,8 @@ def text(cell: Mapping[str, Any], label: str = "simulated") -> str:
             f"{_settled(row['settled']):>8}{_calibration(row):>6}{row['controller_us']:>5.0f}"
             f"{row['controller_p99']:>6.0f}"
         )
+    if read := [f"{row['policy']} {row['experts']:.1f}" for row in cell["policies"] if row["experts"]]:
+        lines.append(f"distinct experts a layer and round: {', '.join(read)}")
     if cell["noise"] is not None:
         lines.append(f"runs of one fixed tier differ by {_share(cell['noise'], 1)} (standard deviation)")
     return "\n".join(lines)
