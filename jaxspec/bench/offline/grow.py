@@ -163,6 +163,36 @@ def _noise(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Arra
     return jax.random.normal(key, shape, dtype) * jnp.asarray(_STD, dtype)
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def _placed(base: jax.Array, old: jax.Array, scale: jax.Array, *places: jax.Array) -> jax.Array:
+    return base.at[jnp.ix_(*places)].set((old.astype(jnp.float32) * scale).astype(base.dtype))
+
+
+@functools.partial(jax.jit, static_argnums=3, donate_argnums=(0, 1))
+def _with_units(gate_up: jax.Array, down: jax.Array, mlp: tuple[jax.Array, jax.Array], sets: int) -> Any:
+    """The stacked kernels of experts in sets, each of which has all units of an MLP [E, 2 F] and [F, E]."""
+    units, downs = _parts(*mlp, sets)
+    (count, inner, _), (_, part, width) = down.shape, downs.shape
+    each = lambda parts: jnp.tile(parts.astype(down.dtype), (count // sets, 1, 1))
+    gate, up = jnp.split(each(units), 2, axis=-1)
+    gate_up = gate_up.at[:, :width, :part].set(gate).at[:, :width, inner : inner + part].set(up)
+    # A group has its share of a token's weights.
+    return gate_up, down.at[:, :part, :width].set(each(downs * sets))
+
+
+def _parts(gate_up: jax.Array, down: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """An MLP's units dealt out into so many parts: gates and ups [parts, E, 2 F], downs [parts, F, E], in float32.
+
+    The last part is filled up with units that are zero.
+    """
+    gate_up, down = gate_up.astype(jnp.float32), down.astype(jnp.float32)
+    inner, width = down.shape
+    part = -(-inner // count)
+    whole = jnp.pad(gate_up.reshape(width, 2, inner), ((0, 0), (0, 0), (0, part * count - inner)))
+    units = whole.reshape(width, 2, count, part).transpose(2, 0, 1, 3).reshape(count, width, 2 * part)
+    return units, jnp.pad(down, ((0, part * count - inner), (0, 0))).reshape(count, part, width)
+
+
 class _Writer:
     """Fills parameters with noise or zeros and puts the old values in place."""
 
@@ -179,10 +209,7 @@ class _Writer:
         scale: float | np.ndarray = 1.0,
     ) -> None:  # fmt: skip
         """`base` with `old * scale` at the grid of `places` (index arrays, one an axis)."""
-        if old is not None:
-            value = (old.astype(jnp.float32) * jnp.asarray(scale, jnp.float32)).astype(base.dtype)
-            base = base.at[np.ix_(*places)].set(value)
-        param.set_value(base)
+        param.set_value(base if old is None else _placed(base, old, np.asarray(scale, np.float32), *places))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,18 +311,11 @@ class _Grower(_Writer):
         own, dtype, sets = new.experts, self._dtype, expert_groups(self._cfg, new.experts)
         columns = self.noise((new.router.kernel.shape[0], own.count // sets), dtype)
         new.router.kernel.set_value(jnp.repeat(columns, sets, axis=1))
-        base_up, base_down = self.noise(new.gate_up.shape, dtype), jnp.zeros(new.down.shape, dtype)
+        gate_up, down = self.noise(new.gate_up.shape, dtype), jnp.zeros(new.down.shape, dtype)
         if old is not None:
-            gate_up, down = _parts(old, sets)
-            each = lambda parts: jnp.tile(parts.astype(dtype), (own.count // sets, 1, 1))
-            width, part = down.shape[2], down.shape[1]
-            gate, up = jnp.split(each(gate_up), 2, axis=-1)
-            base_up = base_up.at[:, :width, :part].set(gate)
-            base_up = base_up.at[:, :width, own.inner : own.inner + part].set(up)
-            # A group has its share of a token's weights.
-            base_down = base_down.at[:, :part, :width].set(each(down * sets))
-        new.gate_up.set_value(base_up)
-        new.down.set_value(base_down)
+            gate_up, down = _with_units(gate_up, down, (old.gate_up.kernel[...], old.down.kernel[...]), sets)
+        new.gate_up.set_value(gate_up)
+        new.down.set_value(down)
 
     def layer(self, new: DecoderLayer, old: DecoderLayer | None) -> None:
         assert new.attn_norm is not None and new.mlp_norm is not None
@@ -307,19 +327,6 @@ class _Grower(_Writer):
             return
         self.linear(new.mlp.gate_up, old and old.mlp.gate_up, self.at.hidden, self.at.gate_up)
         self.linear(new.mlp.down, old and old.mlp.down, self.at.inner, self.at.hidden, writes=True)
-
-
-def _parts(mlp: MLP, count: int) -> tuple[jax.Array, jax.Array]:
-    """An MLP's units dealt out into so many parts: gates and ups [parts, E, 2 F], downs [parts, F, E].
-
-    The last part is filled up with units that are zero.
-    """
-    gate_up, down = mlp.gate_up.kernel[...].astype(jnp.float32), mlp.down.kernel[...].astype(jnp.float32)
-    inner, width = down.shape
-    part = -(-inner // count)
-    whole = jnp.pad(gate_up.reshape(width, 2, inner), ((0, 0), (0, 0), (0, part * count - inner)))
-    units = whole.reshape(width, 2, count, part).transpose(2, 0, 1, 3).reshape(count, width, 2 * part)
-    return units, jnp.pad(down, ((0, part * count - inner), (0, 0))).reshape(count, part, width)
 
 
 #: What layers may ask for that a grown geometry would turn into something else.
