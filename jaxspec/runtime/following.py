@@ -2,13 +2,15 @@
 
 A call is named by its executable. Its arrays of the host go with it. What the runners hold (weights, state) each
 process has its own part of; what calls just before have left on the devices is named by its place among their results.
-Must not know requests, nor how messages travel (`hosts`).
+Between calls the others are told of what else changes what is held, each notice by a name. Must not know requests, nor
+how messages travel (`hosts`).
 """
 
 from __future__ import annotations
 
+import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +21,8 @@ from jaxspec.runtime.hosts import Hosts
 from jaxspec.runtime.programs import Held, Key, Lowering, Setting
 
 _HEAD = struct.Struct("<HB")
+#: In place of an executable's number.
+_NOTICE = 2**16 - 1
 _ARRAY, _FILL, _KEPT = range(3)
 _KIND, _INDEX, _SHAPE = struct.Struct("<B8sB"), struct.Struct("<BH"), struct.Struct("<I")
 #: Arrays of more bytes are looked at for being of one value throughout, such as biases of zero.
@@ -34,6 +38,7 @@ class Calls:
 
     def __init__(self, setting: Setting, keys: Sequence[Key]):
         self._setting, self._keys = setting, list(keys)
+        assert len(self._keys) < _NOTICE
         self._numbers = {key: number for number, key in enumerate(self._keys)}
         self._lowerings: dict[Key, Lowering] = {}
         self._kept: list[jax.Array] = []
@@ -112,6 +117,17 @@ class Leading:
         self._calls.ran(key, results)
         return results
 
+    def tell(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Has every other process do what it has under a name, between the calls before and those after.
+
+        Args:
+          facts: what JSON can say.
+
+        Raises:
+          HostLostError: a process is gone.
+        """
+        self.hosts.send(_HEAD.pack(_NOTICE, 0) + json.dumps([name, facts]).encode())
+
 
 class Following:
     """In a process that follows nothing is called but what the first one tells."""
@@ -123,16 +139,28 @@ class Following:
         """Raises RuntimeError."""
         raise RuntimeError("this process follows the first one, which alone takes requests: call follow()")
 
-    def run(self, held: Callable[[Held], Any], compiled: Callable[[Key], Any], keep: Callable[[Any], None]) -> None:
+    def tell(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Raises RuntimeError."""
+        raise RuntimeError(f"{name!r} is for the first process to say, which this one follows")
+
+    def run(
+        self, held: Callable[[Held], Any], compiled: Callable[[Key], Any], keep: Callable[[Any], None],
+        heard: Mapping[str, Callable[..., None]],
+    ) -> None:  # fmt: skip
         """Calls what the first process calls, until that ends the engine.
 
         Args:
           held: what this process holds. compiled: executables by key. keep: takes every new state.
+          heard: what is done for each notice, called with its facts.
 
         Raises:
           HostLostError: the first process is gone.
         """
         while (message := self.hosts.receive()) is not None:
+            if _HEAD.unpack_from(message)[0] == _NOTICE:
+                name, facts = json.loads(message[_HEAD.size :])
+                heard[name](**facts)
+                continue
             key, args = self._calls.read(message, held)
             try:
                 state = self._calls.ran(key, compiled(key)(*args))

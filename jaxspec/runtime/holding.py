@@ -5,6 +5,7 @@ Must not know how executables come about in time (`arriving`), nor requests.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 
 from jaxspec.models.base import TargetModel
 from jaxspec.runtime.following import Following, Leading
+from jaxspec.runtime.hosts import Hosts
 from jaxspec.runtime.programs import Held, Key, Setting
 from jaxspec.runtime.repertoire import RunnerConfig
 from jaxspec.runtime.sharding import Placement, abstract, put
@@ -66,6 +68,7 @@ class Holding:
         self.reset()
         self._compiled: dict[Key, Any] = {}
         self._together: Leading | Following | None = None
+        self._heard: dict[str, Callable[..., None]] = {}
         place = self._place
         held = {
             Held.TARGET: abstract(self._target, _leaves(place.target)),
@@ -179,7 +182,25 @@ class Holding:
         def keep(state: tuple[jax.Array, ...]) -> None:
             self._state = state
 
-        self._together.run(self._held, self._compiled.__getitem__, keep)
+        self._together.run(self._held, self._compiled.__getitem__, keep, self._heard)
+
+    @property
+    def hosts(self) -> Hosts | None:
+        """The processes that share this engine; None: this one alone."""
+        return None if self._together is None else self._together.hosts
+
+    def hear(self, name: str, does: Callable[..., None]) -> None:
+        """In a process that follows: what the first one's `tell` of that name does here, between two calls."""
+        self._heard[name] = does
+
+    def tell(self, name: str, **facts: Any) -> None:
+        """Has the processes that follow, if there are any, do what they `hear` under a name.
+
+        Raises:
+          HostLostError: one is gone.
+        """
+        if self._together is not None:
+            self._together.tell(name, facts)
 
     def leave(self) -> None:
         """Ends the engine in the processes that follow, if there are any."""

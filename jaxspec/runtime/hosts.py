@@ -41,6 +41,7 @@ _ALIVE, _BYE = b".", b"!"
 _HELLO = struct.Struct(f"<{_SECRET_BYTES}sHc")
 _LENGTH = struct.Struct("<I")
 _STOP = 2**32 - 1
+_LONGEST_ANSWER = 1 << 16
 _log = logging.getLogger(__name__)
 
 
@@ -112,6 +113,7 @@ class Hosts:
         self.leads, self.count = jax.process_index() == 0, jax.process_count()
         self.lost: HostLostError | None = None
         self._plans, self._pulses = plans, pulses
+        self._came = {process: bytearray() for process in plans}
         self._over = self._left = False
         self._lock = threading.Lock()
         if self.leads:
@@ -200,6 +202,41 @@ class Hosts:
             self._lose(0, str(e) or "its connection ended")
         self.check()
         raise AssertionError
+
+    def answer(self, message: bytes) -> None:
+        """To the first process, which may be doing anything else; of one thread at a time in each of the others.
+
+        Raises:
+          HostLostError: it is gone.
+        """
+        assert len(message) <= _LONGEST_ANSWER
+        try:
+            self._plans[0].sendall(_LENGTH.pack(len(message)) + message)
+        except OSError as e:
+            self._lose(0, str(e))
+        self.check()
+
+    def answers(self) -> list[tuple[int, bytes]]:
+        """(process, message) of all answers that have come whole since the last time. Of the first one; never waits.
+
+        Raises:
+          HostLostError: a process is gone.
+        """
+        found = []
+        for process, came in self._came.items():
+            try:
+                while data := self._plans[process].recv(_LONGEST_ANSWER, socket.MSG_DONTWAIT):
+                    came += data
+                self._lose(process, "its connection ended")
+            except BlockingIOError:  # that was all
+                pass
+            except OSError as e:
+                self._lose(process, str(e))
+            while len(came) >= _LENGTH.size and len(came) >= (end := _LENGTH.size + _LENGTH.unpack_from(came)[0]):
+                found.append((process, bytes(came[_LENGTH.size : end])))
+                del came[:end]
+        self.check()
+        return found
 
     def check(self) -> None:
         """Raises HostLostError when a process is gone."""

@@ -44,6 +44,9 @@ from jaxspec.speculation.layouts import Admission, Batch, Text
 from jaxspec.speculation.state import Geometry
 from jaxspec.tier import PLAIN, Choice, Tier
 
+#: What the first of several processes tells the others.
+_FORGET = "forget the corpus"
+
 
 class Guide(Protocol):
     """What the rows of a round may say next, as int32 sets of bits over the vocabulary; -1 allows everything."""
@@ -74,6 +77,7 @@ class Runner(Arriving):
         if drafter is not None and drafter.lags:
             self._lag = DraftLag(drafter.window, drafter.catch_up_tokens, geo.slots)
         self._corpus_tokens = corpus_tokens(drafter)
+        self.hear(_FORGET, self._forget)
         words = -(-self.config.vocab_size // 32)
         anything = {rows: np.full((rows, words), -1, np.int32) for rows in config.admit_rows if config.guided}
         self._anything = {rows: self.put(array) for rows, array in anything.items()}
@@ -113,9 +117,13 @@ class Runner(Arriving):
     def forget(self) -> None:
         """Empties the drafter's corpus, where it has one; rounds may be in flight."""
         if self._corpus_tokens:
-            assert isinstance(self.drafter, Remembering)
-            state = self.state
-            self.state = dataclasses.replace(state, draft=self.drafter.forget(state.draft))
+            self._forget()
+            self.tell(_FORGET)
+
+    def _forget(self) -> None:
+        assert isinstance(self.drafter, Remembering)
+        state = self.state
+        self.state = dataclasses.replace(state, draft=self.drafter.forget(state.draft))
 
     def prefill(self, work: PromptWork) -> list[Pending]:
         """Dispatches what is left of a step's chunks; a Pending for each call that ends prompts: their first tokens.

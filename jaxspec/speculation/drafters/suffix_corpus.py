@@ -47,7 +47,12 @@ class Corpus:
 
     def emptied(self) -> Corpus:
         """As it was at the start, on the same devices; nothing is compiled."""
-        fill = lambda x, value: jax.device_put(np.full(x.shape, value, x.dtype), x.sharding)
+
+        def fill(x: jax.Array, value: int) -> jax.Array:
+            # Where processes share them, each puts its own.
+            whole = np.full(x.shape, value, x.dtype)
+            return jax.make_array_from_callback(x.shape, x.sharding, lambda index: whole[index])
+
         return Corpus(fill(self.ring_R, _END), fill(self.table_GKW, -1), fill(self.head, 0), fill(self.texts, 0))
 
     @property
