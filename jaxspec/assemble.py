@@ -44,7 +44,7 @@ from jaxspec.models.layers import Transformer
 from jaxspec.remembered import texts
 from jaxspec.resolve import resolve_drafter, resolve_model
 from jaxspec.ringfiles import RingDirectory
-from jaxspec.runtime.collecting import Collector
+from jaxspec.runtime.collecting import Collector, follow_exchanges
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.executables import source_digest
 from jaxspec.runtime.hosts import Hosts
@@ -154,8 +154,6 @@ def assemble(
     cache = use_persistent_cache(config.compile_cache)
     model, shards, buckets = target.config, config.tensor_parallel, config.buckets
     check_divides(model, shards)
-    if spans_processes(shards):
-        _check_shared(speculation, config)
     mesh = tensor_mesh(shards) if shards > 1 else None
     eos = tuple(sorted({*model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer is not None else ())}))
     can = Drafting(lambda _: (None, ())) if drafter is None else drafter
@@ -202,7 +200,6 @@ def assemble(
     identity = _identity(target, can.name + " with suffix matches" * speculation.hybrid, params, shards)
     if config.profile is not None:
         cost = profiled(config.profile, choice, identity, speculation.resolved_policy)
-    store = None if config.feature_ring is None or built is None else _ring_directory(config, target, built)
     times = cost is None and choice.needs_cost
     warmup = WarmupConfig(progress, cache, background, times=times and background)
     if hosts is not None:
@@ -223,15 +220,20 @@ def assemble(
     )  # fmt: skip
     if hosts is not None:
         runner.join(hosts)
-    leads = hosts is None or hosts.leads
+    leads, collector = hosts is None or hosts.leads, None
+    if config.feature_ring is not None and built is not None:
+        if leads:
+            written = _ring_directory(config, target, built)
+            collector = Collector(runner, written.file, config.feature_ring_share)
+        else:
+            follow_exchanges(runner)
     encode = None if tokenizer is None else tokenizer.encode
-    for text in texts(speculation.suffix_corpus_files, encode, model.vocab_size):
+    for text in texts(speculation.suffix_corpus_files, encode, model.vocab_size) if leads else ():
         runner.remember(text)
     return Engine(
         facts, runner, scheduler, choice.build, cost, config.seed, began, config.traffic_log if leads else None, pace,
         remembers=speculation.suffix_corpus_responses and built is not None,
-        load_drafter=_fixed if hosts is not None else can.reload and functools.partial(can.reload, geo),
-        collector=None if store is None else Collector(runner, store.file, config.feature_ring_share),
+        load_drafter=can.reload and functools.partial(can.reload, geo), collector=collector,
         keeper=_keeper(config, cache, {**identity, **(files or {})}) if files is not None and leads else None,
     )  # fmt: skip
 
@@ -244,21 +246,6 @@ def _keeper(config: EngineConfig, cache: Path | None, identity: Mapping[str, str
     versions = {"jax": jax.__version__, "program": source_digest()[:16]}
     directory = cache.parent / "learnt" if where is True and cache is not None else Path(str(where))
     return Keeper(directory, {**identity, **versions})
-
-
-def _check_shared(speculation: SpeculationConfig, config: EngineConfig) -> None:
-    """Refuses what reads or writes one process's arrays, where several share an engine."""
-    asked = {"suffix_corpus_tokens": speculation.suffix_corpus_tokens, "feature_ring": config.feature_ring}
-    for name, value in asked.items():
-        if value:
-            raise ValueError(
-                f"{name} is for engines of one process, got {str(value)!r} for {jax.process_count()} processes"
-            )
-
-
-def _fixed(directory: Path) -> Any:
-    """In place of what loads a drafter's weights, where several processes would have to."""
-    raise ValueError(f"an engine that several processes share keeps its drafter's weights, got {str(directory)!r}")
 
 
 def _passed(model: ModelConfig, drafter: Drafter | None) -> int | None:

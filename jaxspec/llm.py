@@ -29,6 +29,9 @@ from jaxspec.text.tokenizer import Tokenizer
 #: One for all prompts, or one each; None constrains nothing.
 Grammars = GrammarSpec | Sequence[GrammarSpec | None] | None
 
+#: Between two looks whether weights have been loaded.
+_LOOK_SECONDS = 0.02
+
 
 @dataclasses.dataclass
 class Prepared:
@@ -314,10 +317,14 @@ class LLM:
           their version; `stats.drafter_version` is the served one's.
 
         Raises:
-          ValueError: what cannot be read or does not fit, by name and with both values; the weights stay as they are.
+          ValueError: what cannot be read or does not fit, by name and with both values, or another update is under
+            way; the weights stay as they are. Where several processes share this LLM, what any of them cannot read.
         """
-        loaded = self.engine.drafter_weights.load(directory)  # beside the rounds of whoever steps
-        return self.shared.call(lambda engine: engine.drafter_weights.use(loaded, trial=trial))
+        ticket = self.shared.call(lambda engine: engine.drafter_weights.begin(directory))
+        # It loads beside the rounds of whoever steps.
+        while (version := self.shared.call(lambda e: e.drafter_weights.finish(ticket, trial=trial))) is None:
+            time.sleep(_LOOK_SECONDS)
+        return version
 
     def flush_prefix_cache(self) -> int:
         """Forgets every cached prefix; returns how many pages that freed. Live requests keep theirs."""

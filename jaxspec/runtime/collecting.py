@@ -2,13 +2,15 @@
 
 No round waits for it: the exchange is of references. What it may cost is bounded by construction: a thread copies and
 writes a small piece at a time, and after each one rests so long that it is busy for no more than its share of the time.
-What comes faster finds the ring half full, and is left out, whole texts of it (`FeatureRing.admit`). Must not know what
-the rows are for.
+What comes faster finds the ring half full, and is left out, whole texts of it (`FeatureRing.admit`). Every device has
+the whole ring, so of several processes the first one writes its own, and the others exchange theirs when it does. Must
+not know what the rows are for.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import queue
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxspec.runtime.hosts import HostLostError
 from jaxspec.runtime.runner import Runner
 from jaxspec.speculation.ring import FeatureRing, split_rows
 
@@ -35,6 +38,9 @@ _AHEAD = 4
 _LOOK = 1e-3
 _log = logging.getLogger(__name__)
 
+#: What the first process tells the others.
+_EXCHANGE = "exchange the ring"
+
 #: (rows, width and type of the features, columns of what they are of) -> what adds rows to a file, as a context.
 OpenFile = Callable[[int, int, Any, int], AbstractContextManager[Callable[[np.ndarray, np.ndarray], None]]]
 
@@ -42,6 +48,35 @@ OpenFile = Callable[[int, int, Any, int], AbstractContextManager[Callable[[np.nd
 class _Buffer(NamedTuple):
     rows: jax.Array
     came: jax.Array
+
+    @classmethod
+    def empty(cls, runner: Runner) -> _Buffer:
+        """Like the one that the runner's state has."""
+        zeros = lambda x: runner.put(np.zeros(x.shape, x.dtype))
+        return cls(zeros(runner.state.ring.rows_RX), zeros(runner.state.ring.count))
+
+    def again(self, runner: Runner) -> _Buffer:
+        """To be filled anew."""
+        return _Buffer(self.rows, runner.put(np.zeros((), np.int32)))
+
+    def exchanged(self, runner: Runner) -> _Buffer:
+        """What comes goes in here from now on; returns where it went before."""
+        state = runner.state
+        before = _Buffer(state.ring.rows_RX, state.ring.count)
+        ring = dataclasses.replace(state.ring, rows_RX=self.rows, count=self.came)
+        runner.state = dataclasses.replace(state, ring=ring)
+        return before
+
+
+def follow_exchanges(runner: Runner) -> None:
+    """In a process that follows: its ring's buffers are exchanged when the first process's are, and written nowhere."""
+    spare = _Buffer.empty(runner)
+
+    def exchange() -> None:
+        nonlocal spare
+        spare = spare.exchanged(runner).again(runner)
+
+    runner.hear(_EXCHANGE, exchange)
 
 
 #: What the writer is asked for; None: to end.
@@ -70,11 +105,10 @@ class Collector:
         #: Rows at which the buffer is exchanged; more are room for what is under way.
         self._enough = self._size // 2
         self._coming, self._since = 0, time.monotonic()
-        zeros = lambda x: runner.put(np.zeros(x.shape, x.dtype))
         self._spare: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
-        self._spare.put(_Buffer(zeros(ring.rows_RX), zeros(ring.count)))
+        self._spare.put(_Buffer.empty(runner))
         cut = lambda rows, at: jax.lax.dynamic_slice_in_dim(rows, at, self._piece)
-        self._cut = jax.jit(cut).lower(ring.rows_RX, np.int32(0)).compile()
+        self._cut = jax.jit(cut).lower(_own(ring.rows_RX), np.int32(0)).compile()
         self._full: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         self.rows = self.lost = 0
         self._failed = False
@@ -104,7 +138,8 @@ class Collector:
         try:
             self._written(timeout)  # which brings the spare buffer back
             if self._coming:
-                self._exchange()
+                with contextlib.suppress(HostLostError):  # what this process has is written all the same
+                    self._exchange()
                 self._written(timeout)
         finally:
             self._hurry.clear()
@@ -121,25 +156,23 @@ class Collector:
             spare = self._spare.get_nowait()
         except queue.Empty:  # the writer is behind
             return
-        state = self._runner.state
-        ring = dataclasses.replace(state.ring, rows_RX=spare.rows, count=spare.came)
-        self._full.put(_Buffer(state.ring.rows_RX, state.ring.count))
-        self._runner.state = dataclasses.replace(state, ring=ring)
+        self._full.put(spare.exchanged(self._runner))
+        self._runner.tell(_EXCHANGE)
         self._coming, self._since, self.taken = 0, time.monotonic(), self.taken + 1
 
     def _take(self, buffer: _Buffer) -> None:
         self._wait_for(buffer.came)
-        came = int(buffer.came)
+        came = int(_own(buffer.came))
         rows = min(came, self._size)
         self.lost += came - rows
         if rows and not self._failed:
             try:
-                self._copy(buffer.rows, rows)
+                self._copy(_own(buffer.rows), rows)
                 self.rows += rows
             except OSError as e:
                 _log.warning("the feature ring is no longer written: %s", e)
                 self._failed = True
-        self._spare.put(_Buffer(buffer.rows, self._runner.put(np.zeros((), np.int32))))
+        self._spare.put(buffer.again(self._runner))
 
     def _copy(self, rows_RX: jax.Array, count: int) -> None:
         """Writes the first rows, with rests."""
@@ -171,6 +204,11 @@ class Collector:
     def _rest(self, busy: float) -> None:
         """After so many seconds of work."""
         self._hurry.wait(busy * (1 / self.share - 1))
+
+
+def _own(x: jax.Array) -> jax.Array:
+    """What the first of this process's devices has of an array that each has whole."""
+    return x.addressable_data(0)
 
 
 def _drain(full: queue.SimpleQueue[_Work], collector: weakref.ref[Collector]) -> None:

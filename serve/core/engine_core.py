@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.events import Finished
+from jaxspec.runtime.hosts import HostLostError
 from jaxspec.text.grammar import Grammar
 from serve.core.commands import (
     Abort,
@@ -122,6 +123,8 @@ class EngineCore:
             case Call():
                 try:
                     reply = (command.number, True, command.function(engine))
+                except HostLostError:  # no engine is left to answer
+                    raise
                 except Exception as e:
                     reply = (command.number, False, e)
                 self._turn.replies.append(reply)

@@ -19,7 +19,7 @@ from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.models.layers import causal_attention
 from jaxspec.request import SamplingParams
 from jaxspec.ringfiles import RingDirectory, RingFile, ring_files
-from jaxspec.runtime.collecting import Collector
+from jaxspec.runtime.collecting import Collector, follow_exchanges
 from jaxspec.speculation.ring import FeatureRing, split_rows
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
@@ -126,6 +126,23 @@ def test_while_the_writer_is_behind_whole_texts_are_left_out(bench: Any, tools: 
     # Half the buffer and what was under way then; the prompts' three tokens, and of the answers all but the last.
     assert collector._enough < len(about) <= collector._enough + 4 * 50 and len(texts) < 32
     assert all(counts >= 3 + 45 - 1)
+
+
+def test_who_follows_exchanges_buffers_too(engine: Any):
+    """When the first process does: the two take turns, and each is empty when its turn comes."""
+    runner = engine.runner
+    try:
+        follow_exchanges(runner)
+        exchange, first, seen = runner._heard["exchange the ring"], runner.state.ring, []
+        for came in (5, 7):
+            ring = dataclasses.replace(runner.state.ring, count=jnp.int32(came))
+            runner.state = dataclasses.replace(runner.state, ring=ring)
+            exchange()
+            seen.append(runner.state.ring)
+        assert seen[1].rows_RX is first.rows_RX is not seen[0].rows_RX
+        assert [int(ring.count) for ring in seen] == [0, 0] and seen[1].text_S is first.text_S
+    finally:
+        runner.reset()
 
 
 def test_rows_beyond_the_buffer_are_counted():

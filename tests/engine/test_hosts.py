@@ -1,4 +1,4 @@
-"""Processes of one engine meet whoever else connects, and an engine of several refuses what one process alone has."""
+"""Processes of one engine meet whoever else connects, and hear each other."""
 
 from __future__ import annotations
 
@@ -7,18 +7,12 @@ import secrets
 import socket
 import threading
 import time
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from jaxspec import assemble
-from jaxspec.config import EngineConfig, SpeculationConfig
-from jaxspec.models.tiny import tiny_config
 from jaxspec.runtime import hosts
-from jaxspec.runtime.hosts import HostLostError
-from jaxspec.swapping import DrafterWeights
+from jaxspec.runtime.hosts import HostLostError, Hosts
 
 
 def test_strangers_hold_nobody_up():
@@ -63,20 +57,24 @@ def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch):
         hosts._accepted(listener, bytes(hosts._SECRET_BYTES), 2)
 
 
-@pytest.mark.parametrize("name", ["suffix_corpus_tokens", "feature_ring"])
-def test_options_of_one_process(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Refused before the processes meet; an engine within one process may have them beside others."""
-    monkeypatch.setattr(assemble, "spans_processes", lambda shards: shards > 1)
-    monkeypatch.setattr(assemble.jax, "process_count", lambda: 3)
-    corpus = {"suffix_corpus_tokens": 64, "suffix_corpus_responses": True} if name != "feature_ring" else {}
-    config = EngineConfig(tensor_parallel=2, feature_ring=None if corpus else tmp_path)
-    value, target = 64 if corpus else tmp_path, cast("Any", SimpleNamespace(config=tiny_config(vocab_size=16)))
-    with pytest.raises(ValueError, match=f"{name} is for engines of one process, got '{value}' for 3 processes"):
-        assemble.assemble(target, None, SpeculationConfig(**corpus), config, drafter=None, progress=False)
-
-
-def test_shared_engines_keep_their_drafters_weights():
-    runner = SimpleNamespace(drafter=object(), has_draft_params=True, staged=lambda params: params)
-    weights = DrafterWeights(cast("Any", runner), assemble._fixed)
-    with pytest.raises(ValueError, match="several processes share keeps its drafter's weights, got 'new'"):
-        weights.load("new")
+def test_answers_come_whole_and_nobody_waits_for_them(monkeypatch: pytest.MonkeyPatch):
+    """Of two processes, in whatever pieces; one that ends is lost."""
+    monkeypatch.setattr(hosts.jax, "process_count", lambda: 3)
+    with contextlib.ExitStack() as held:
+        ours, theirs = zip(*(map(held.enter_context, socket.socketpair()) for _ in range(2)), strict=True)
+        leader = Hosts(dict(enumerate(ours, start=1)), {})
+        others = [Hosts({0: connection}, {}) for connection in theirs]
+        assert leader.answers() == []
+        others[0].answer(b"first")
+        others[0].answer(b"")
+        others[1].answer(long := bytes(range(256)) * 256)
+        whole = hosts._LENGTH.pack(6) + b"second"
+        theirs[0].sendall(whole[:3])
+        assert leader.answers() == [(1, b"first"), (1, b""), (2, long)]
+        theirs[0].sendall(whole[3:8])
+        assert leader.answers() == []
+        theirs[0].sendall(whole[8:])
+        assert leader.answers() == [(1, b"second")]
+        theirs[1].close()
+        with pytest.raises(HostLostError, match="process 2 of 3, .* its connection ended"):
+            leader.answers()

@@ -1,10 +1,16 @@
-"""One server of several processes: what the first tells the others, and what the loss of one does to requests."""
+"""One server of several processes: what the first tells the others, and what the loss of one does to requests.
+
+The drafter of two processes says one letter only, which lies in the part of its vocabulary that one process computes:
+"a" in the first one's, "i" in the other's. So a draft shows whose weights were exchanged.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import operator
+import os
 import re
 import signal
 import socket
@@ -24,6 +30,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from jaxspec import LLM, SamplingParams
+from jaxspec.ringfiles import RingFile, ring_files
 from jaxspec.runtime.hosts import HostLostError, Place
 from serve import __main__ as command
 from serve.app import Server, place_of
@@ -78,6 +85,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def save_heads(directory: Path, letter: str) -> Path:
+    """Medusa heads that say one letter whatever comes."""
+    directory.mkdir(parents=True)
+    config = dict(medusa_num_heads=2, medusa_num_layers=1, hidden_size=32, vocab_size=16)
+    (directory / "config.json").write_text(json.dumps(config))
+    weights = {}
+    for head in range(2):
+        says = np.zeros((16, 32), np.float32)
+        says["abcdefghijklmno".index(letter)] = 1
+        block = {"weight": np.zeros((32, 32), np.float32), "bias": np.full(32, 1000, np.float32)}
+        weights |= {f"{head}.0.linear.{name}": value for name, value in block.items()} | {f"{head}.1.weight": says}
+    save_file(weights, directory / "model.safetensors")
+    return directory
+
+
 @pytest.mark.exhaustive("another engine, for what is written down")
 def test_one_process_writes_the_same(checkpoint: Path, kept_executables: Path):
     alone = {**SIZES, "compile_cache": kept_executables}
@@ -97,7 +119,8 @@ class Follower:
         with log.open("w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "serve", f"--config={path}", f"--process-id={process}"],
-                cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True,
+                cwd=log.parent, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=errors,
+                text=True,
             )  # fmt: skip
         self._number, self._log = process, log
 
@@ -117,16 +140,21 @@ class Follower:
 
 
 @contextlib.asynccontextmanager
-async def serving(checkpoint: Path, count: int, log: Path) -> AsyncIterator[tuple[Server, list[Follower]]]:
-    """The first process is this one's engine; the others are on their own."""
+async def serving(
+    checkpoint: Path, count: int, log: Path, drafter: str, speculation: dict[str, Any] = {}, **engine: Any  # noqa: B006
+) -> AsyncIterator[tuple[Server, list[Follower]]]:  # fmt: skip
+    """The first process is this one's engine; the others are on their own, and run where their logs are."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
     config = ServerConfig.of(
         dict(
-            model=str(checkpoint), drafter="ngram", speculation={"policy": "static", "depth": 2}, port=0,
-            metrics_port=0, withdrawal_seconds=0.0, coordinator=coordinator, num_processes=count, process_id=0,
-            engine={**SIZES, "structured_output": False, "variants": list(SIZES["variants"]), "tensor_parallel": count},
+            model=str(checkpoint), drafter=drafter, speculation={"policy": "static", "depth": 2, **speculation},
+            port=0, metrics_port=0, withdrawal_seconds=0.0, coordinator=coordinator, num_processes=count, process_id=0,
+            engine={
+                **SIZES, "structured_output": False, "variants": list(SIZES["variants"]), "tensor_parallel": count,
+                **engine,
+            },
         )
     )  # fmt: skip
     followers = [Follower(config, process, log.with_suffix(f".{process}")) for process in range(1, count)]
@@ -156,18 +184,84 @@ async def writes_as_expected(client: AsyncClient) -> None:
         assert [result.text for result in await asyncio.gather(*asked)] == EXPECTED
 
 
-async def loses(client: AsyncClient, victim: Follower) -> float:
-    """Kills a process in the middle of a stream; seconds until that ends UNAVAILABLE."""
+async def accepted(client: AsyncClient) -> int:
+    """Drafts of a text that begins with a row of "i"."""
+    result = await client.generate(max_tokens=40, ignore_eos=True, timeout=60, **REQUESTS[0])
+    assert result.text == EXPECTED[0]
+    return result.completions[0].finished.speculation.num_accepted_draft_tokens
+
+
+async def exchanges_heads(client: AsyncClient, here: Path, there: Path) -> None:
+    """What a process cannot read, or reads otherwise, changes nothing; what all can drafts in all of them."""
+    assert (await client.server_info()).drafter_version == 1 and await accepted(client) == 0
+    save_heads(here / "missing", "i")
+    save_heads(here / "other", "i")
+    save_heads(there / "other", "h")
+    for name, said in (
+        ("missing", "process 1 says missing is not a directory"),
+        ("other", r"by the SHA-256 of its files process 0 read \w{12}, process 1 read \w{12}"),
+        ("neither", "neither is not a directory"),
+    ):
+        with pytest.raises(ServerError, match=said) as caught:
+            await client.update_drafter(name)
+        assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert await accepted(client) == 0
+    heads = str(save_heads(here / "heads", "i"))
+    texts = asyncio.ensure_future(writes_as_expected(client))
+    assert await client.update_drafter(heads, trial=False) == 2
+    await texts
+    assert await accepted(client) > 6
+    # On trial: those before come back, and have every other turn.
+    assert await client.update_drafter(str(here.parent / "heads")) == 3
+    counts = [await accepted(client) for _ in range(3)]
+    assert min(counts) < max(counts), counts
+    info = await client.server_info()
+    assert (info.drafter_version, info.drafter_trial, info.drafter_updates) == (2, True, 2)
+
+
+async def gathers(server: Server, client: AsyncClient, ring: Path) -> None:
+    """The first process writes what the target computes: the same of a text that comes twice, in a file each."""
+    flush = operator.methodcaller("flush_ring")
+    await server.engine.call(flush)
+    before = set(ring_files(ring))
+    states = []
+    for _ in range(2):
+        await client.flush_cache()
+        await accepted(client)
+        await server.engine.call(flush)
+        (new,) = set(ring_files(ring)) - before
+        before.add(new)
+        file = RingFile.read(new)
+        order = np.argsort(file.about[:, 1])
+        text = REQUESTS[0]["prompt"] + EXPECTED[0]
+        assert file.about[order, 1].tolist() == [*range(len(order))] and len(text) - 3 <= len(order)
+        assert "".join([*"abcdefghijklmno", ""][token] for token in file.about[order, 2]).startswith(text[:-3])
+        states.append(np.asarray(file.features[order], np.float32)[: len(text) - 3])
+    assert np.isfinite(states[0]).all() and (np.abs(states[0]).max(axis=0) > 0.1).all()
+    np.testing.assert_allclose(*states, rtol=2**-7, atol=1e-3)
+
+
+async def loses(client: AsyncClient, victim: Follower, heads: Path) -> float:
+    """Kills a process in the middle of a stream and of an update; seconds until both have ended UNAVAILABLE."""
     stream = client.stream("abc", temperature=0.0, max_tokens=220, ignore_eos=True, timeout=60)
     for _ in range(3):
         await anext(stream)
+    victim.process.send_signal(signal.SIGSTOP)
+    update = asyncio.ensure_future(client.update_drafter(str(heads)))
+    await asyncio.sleep(0.2)
+    assert not update.done()
     victim.process.send_signal(signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(ServerError) as caught:
-        async for _ in stream:
-            pass
-    assert caught.value.code.name == "UNAVAILABLE", caught.value
+    for ends in (read(stream), update):
+        with pytest.raises(ServerError) as caught:
+            await ends
+        assert caught.value.code.name == "UNAVAILABLE", caught.value
     return time.monotonic() - began
+
+
+async def read(stream: AsyncIterator[Any]) -> None:
+    async for _ in stream:
+        pass
 
 
 async def health(client: Any, service: str) -> int:
@@ -175,13 +269,22 @@ async def health(client: Any, service: str) -> int:
 
 
 @pytest.mark.slow
-def test_two_processes(kit: Any, checkpoint: Path, quickly: None, tmp_path: Path):
-    """The texts of one process, drafted and plain; probes of the other; its end is the end of all requests."""
+def test_two_processes(kit: Any, checkpoint: Path, quickly: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The texts of one process, drafted and plain, while heads are exchanged and states gathered; probes of the other;
+    its end is the end of all requests."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for place in (here, there):
+        place.mkdir()
+    monkeypatch.chdir(here)
+    heads = save_heads(tmp_path / "heads", "a")
 
     async def story() -> None:
-        async with serving(checkpoint, 2, tmp_path / "log") as (server, (follower,)):
+        ring = dict(feature_ring=str(here / "ring"), feature_ring_mib=1)
+        async with serving(checkpoint, 2, there / "log", str(heads), **ring) as (server, (follower,)):
             async with AsyncClient(f"127.0.0.1:{server.port}") as client:
                 await writes_as_expected(client)
+                await exchanges_heads(client, here, there)
+                await gathers(server, client, here / "ring")
                 port, metrics_port = follower.ports
                 async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                     stub = health_pb2_grpc.HealthStub(channel)
@@ -190,7 +293,7 @@ def test_two_processes(kit: Any, checkpoint: Path, quickly: None, tmp_path: Path
                     lambda: urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/ready", timeout=10).read()
                 )
                 assert answer == b"following\n"
-                assert await loses(client, follower) < LOSS_SECONDS
+                assert await loses(client, follower, heads) < LOSS_SECONDS
             async with asyncio.timeout(LOSS_SECONDS):
                 await server.wait()
             assert isinstance(server.error, HostLostError)
@@ -205,7 +308,8 @@ def test_a_hundred_requests_over_four_processes(kit: Any, checkpoint: Path, quic
     """They come and go, some cut off, and leave nothing; who drains ends all, and the same commands start again."""
 
     async def story(log: Path, rounds: int) -> None:
-        async with serving(checkpoint, 4, log) as (server, followers):
+        corpus = dict(suffix_corpus_tokens=256, suffix_corpus_responses=True)
+        async with serving(checkpoint, 4, log, "suffix", corpus) as (server, followers):
             async with AsyncClient(f"127.0.0.1:{server.port}") as client:
                 await writes_as_expected(client)
                 all_pages = server.engine.known().sizes.num_pages
