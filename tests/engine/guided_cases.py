@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -25,6 +28,7 @@ from jaxspec.loading import Drafting, bind_drafter
 from jaxspec.models.layers import Shared, shared_lm_head
 from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.request import FinishReason, RequestOutput, SamplingParams
+from jaxspec.runtime.compile import Compilation
 from jaxspec.speculation.drafters.dflash2_head import Dflash2Config, Dflash2Head
 from jaxspec.speculation.drafters.dflash_head import DflashConfig, DflashHead
 from jaxspec.speculation.drafters.dspark_head import DsparkConfig, DsparkHead
@@ -119,7 +123,11 @@ def randomised(head: Any) -> Any:
 
 
 class Engines:
-    """Engines by drafter, built where they are asked for, on one target."""
+    """Engines by drafter, built where they are asked for, on one target.
+
+    Attributes:
+      rehearsed: of each, how often an executable had run when it was built.
+    """
 
     def __init__(self, kept: Path | None = None, exhaustive: bool = False) -> None:
         self.cache: Any = kept or False
@@ -127,6 +135,7 @@ class Engines:
         self.target = tiny_target(0, vocab_size=V, eos_token_ids=(EOS,))
         self.tokenizer = tokenizer()
         self._made: dict[str, Engine] = {}
+        self.rehearsed: dict[str, dict[Any, int]] = {}
 
     def __call__(self, kind: str) -> Engine:
         if kind not in self._made:
@@ -136,7 +145,9 @@ class Engines:
             buckets = (1, 32) if kind == "ngram" else (1, 4) if self.exhaustive else (4,)
             more = {"eagle3": dict(num_pages=24), "ngram": dict(rounds_per_dispatch=2, max_batch_size=32)}
             more = more.get(kind, {"mixed_chunk": 8} if kind == "plain" else {})
-            self._made[kind] = self.build(kind, tiers, batch_buckets=buckets, **more)
+            with counted_runs() as ran:
+                self._made[kind] = self.build(kind, tiers, batch_buckets=buckets, **more)
+            self.rehearsed[kind] = dict(ran)
         engine = self._made[kind]
         engine.scheduler.prefix_cache.reset()
         assert not engine.has_work
@@ -144,7 +155,9 @@ class Engines:
 
     def build(self, kind: str, tiers: Sequence[Tier], **config: Any) -> Engine:
         if len(tiers) > 1:
-            speculation = SpeculationConfig(tiers=tuple(tiers), hybrid=kind == "hybrid")
+            # A quarter of a draft a row: nodes are left out as soon as several rows draft.
+            budgets = (0.25,) if kind == "ngram" else ()
+            speculation = SpeculationConfig(tiers=tuple(tiers), hybrid=kind == "hybrid", candidate_budgets=budgets)
         elif tiers[0] == PLAIN:
             speculation = SpeculationConfig(policy="off")
         else:
@@ -162,6 +175,26 @@ class Engines:
             self.target, self.tokenizer, speculation, EngineConfig(**config), cost=cost, progress=False,
             drafter=None if kind == "plain" else Drafting(make, kind != "ngram"),
         )  # fmt: skip
+
+
+@contextlib.contextmanager
+def counted_runs() -> Iterator[collections.Counter[Any]]:
+    """Counts the runs of executables that come meanwhile, by their keys."""
+    ran: collections.Counter[Any] = collections.Counter()
+    compiled = Compilation.compiled
+
+    def counting(job: Compilation, store: Any) -> Any:
+        executable = compiled(job, store)
+
+        def call(*args: Any) -> Any:
+            ran[job.key] += 1
+            return executable(*args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Compilation, "compiled", counting)
+        yield ran
 
 
 def add(engine: Engine, asked: Asked, **options: Any) -> str:

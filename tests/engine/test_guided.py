@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
 import re
@@ -23,6 +22,7 @@ from guided_cases import (
     CHARACTERS,
     EOS,
     PERSON,
+    SIZES,
     SPECS,
     TREE,
     Asked,
@@ -37,8 +37,7 @@ from guided_cases import (
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from jaxspec import LLM
-from jaxspec.adaptive import adaptive
+from jaxspec import LLM, EngineConfig, assemble
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.checkpointing import hf
 from jaxspec.engine import Engine
@@ -46,7 +45,6 @@ from jaxspec.events import Delta, Finished
 from jaxspec.generate import grammar_of, parser
 from jaxspec.models.layers import causal_attention
 from jaxspec.request import ErrorKind, FinishReason, RequestOutput, SamplingParams
-from jaxspec.runtime.compile import Compilation
 from jaxspec.text.grammar import GrammarSpec
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Choice, Tier
@@ -392,21 +390,18 @@ def test_what_an_engine_refuses(engines: Engines, without: Engine, expected: dic
     assert run(without, [free])[0].token_ids == expected[2].token_ids
 
 
-def test_checkpoints_whose_text_cannot_serve_grammars(engines: Engines, caplog: pytest.LogCaptureFixture):
-    backend = Backend(models.BPE({"a": 0, "b": 1}, []))
-    odd = Engines()
-    odd.tokenizer = Tokenizer(backend, eos_token_ids=[1])
-    engine = odd.build("plain", (PLAIN,), batch_buckets=(4,))
-    assert engine.facts.grammars is None and "no structured output" in caplog.text
+def test_checkpoints_whose_text_cannot_serve_grammars(caplog: pytest.LogCaptureFixture):
+    odd = Tokenizer(Backend(models.BPE({"a": 0, "b": 1}, [])), eos_token_ids=[1])
+    assert assemble._grammars(EngineConfig(structured_output=True), odd, V, [1]) is None
+    assert "no structured output" in caplog.text
 
 
 def test_the_offline_front(engines: Engines, expected: dict[int, RequestOutput], tmp_path: Path):
     """LLM takes one grammar or one for each prompt, refuses what does not fit, and runs nothing then."""
     hf.save_model(engines.target, tmp_path / "target", tokenizer=engines.tokenizer._backend, dtype=jnp.float32)
-    few: dict[str, Any] = dict(
-        page_size=8, variants=("sampled",), batch_buckets=(2,), compile_cache=False, max_seq_len=96, warmup="eager"
-    )
-    llm = LLM(tmp_path / "target", "none", max_batch_size=2, progress=False, structured_output=True, **few)
+    # As the fixture's plain engine, whose executables it finds.
+    alike: dict[str, Any] = {**SIZES, "batch_buckets": (4,), "mixed_chunk": 8, "compile_cache": engines.cache}
+    llm = LLM(tmp_path / "target", "none", progress=False, **alike)
     prompts, params = [workload()[i][0] for i in (0, 2)], [workload()[i][1] for i in (0, 2)]
     outputs = llm.generate(prompts, params, grammar=[SPECS["person"], None], use_tqdm=False)
     assert [output.token_ids for output in outputs] == [expected[0].token_ids, expected[2].token_ids]
@@ -447,32 +442,28 @@ def test_devices_share_guided_rounds(engines: Engines, expected: dict[int, Reque
     tools.same([outputs[i] for i in sorted(outputs)], [expected[i] for i in sorted(expected)])
 
 
-def test_a_rehearsal_runs_everything_once_and_changes_nothing(
-    engines: Engines, tools: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_rehearsal_runs_everything_once_and_packed_rounds_leave_grammars_whole(
+    engines: Engines, expected: dict[int, RequestOutput], tools: Any
 ):
-    """Packed rounds among it, which leave rounds with a grammar whole."""
-    expected = [outputs.outputs for _, outputs in sorted(run(engines("ngram"), workload()).items())]
-    ran: collections.Counter[Any] = collections.Counter()
-    compiled = Compilation.compiled
-
-    def counting(job: Compilation, store: Any) -> Any:
-        executable = compiled(job, store)
-
-        def call(*args: Any) -> Any:
-            ran[job.key] += 1
-            return executable(*args)
-
-        return call
-
-    monkeypatch.setattr(Compilation, "compiled", counting)
-    packed = Choice(Tier(4), 9)
-    monkeypatch.setattr(type(adaptive.KIND), "budgets", lambda *_: {(packed.tier, 4): (packed.tokens,)})
-    engine = engines.build("ngram", (PLAIN, Tier(4)), batch_buckets=(4,), rounds_per_dispatch=2)
+    engine, rng = engines("ngram"), np.random.default_rng(3)
+    ran = engines.rehearsed["ngram"]
     assert len(ran) == engine.stats.executables and set(ran.values()) == {1}
-    tokens = lambda outputs: [completion.token_ids for completions in outputs for completion in completions]
+    # First with grammars among them, then without, and at last one alone.
+    late: list[Asked] = [
+        (
+            rng.integers(0, EOS, 6).tolist(),
+            SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=16 + 8 * (i == 7), ignore_eos=True),
+            None,
+        )
+        for i in range(8)
+    ]
+    plain = run(engines("plain"), late)
     script = tools.script(PLAIN, Tier(4))
-    script.select = lambda view: packed
+    script.select = lambda view: Choice(Tier(4), {32: 40, 1: 2}[view.bucket])
     engine.use_policy(script)
-    again = [outputs.outputs for _, outputs in sorted(run(engine, workload()).items())]
-    assert engine.stats.guided_rounds > 0 and {s.tokens for s in script.heard} == {9, None}
-    assert tokens(again) == tokens(expected)
+    before, count = engine.stats.guided_rounds, len(expected)
+    outputs = run(engine, [*workload(), *late], join=lambda i: 200 * (i >= count))
+    assert engine.stats.guided_rounds > before and {s.tokens for s in script.heard} == {40, 2, None}
+    tools.same(
+        [outputs[i] for i in range(count + 8)], [expected[i] for i in range(count)] + [plain[i] for i in range(8)]
+    )
