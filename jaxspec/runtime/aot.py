@@ -43,8 +43,8 @@ CHAIN, TREE = Tier(3), Tier(3, 4, 12)
 TOKENS = 3 * BUCKET
 DTYPE = jnp.dtype(jnp.bfloat16)
 GEOMETRY = Geometry(slots=BUCKET, num_pages=2048, page_size=64, pages_per_seq=129, max_depth=CHAIN.depth)
-#: For texts of 131,072 tokens: pages of one such text and of fifteen of a thousand tokens, of an eighth of the layers.
-LONG = dataclasses.replace(GEOMETRY, num_pages=8 * 2304, pages_per_seq=2049, max_seq_len=131072)
+#: For texts of 131,072 tokens: pages of one such text and of fifteen of a thousand tokens.
+LONG = dataclasses.replace(GEOMETRY, num_pages=2304, pages_per_seq=2049, max_seq_len=131072)
 
 #: Llama 3.1 8B and Llama 3.2 1B.
 LLAMA_8B = ModelConfig(
@@ -58,7 +58,7 @@ LLAMA_1B = dataclasses.replace(
 )  # fmt: skip
 #: For the gate: a quarter of the layers, which compile in a third of the time, and four times the pages of each.
 LLAMA_1B_SHORT = dataclasses.replace(LLAMA_1B, num_layers=4)
-#: And an eighth, where the length of page tables is the question, which each layer asks alike.
+#: And an eighth, for what the length of page tables changes, which it does in each layer alike.
 LLAMA_8B_SHORT = dataclasses.replace(LLAMA_8B, num_layers=4)
 
 
@@ -88,9 +88,8 @@ def _layer_bytes(cfg: ModelConfig, state: DecodeState, shards: int) -> int:
 def engine_round(target: Target) -> Iterator[Program]:
     """Rounds of a batch of 16 with a chain of 3 from an EAGLE-3 head, the state donated: 8B over 4 devices, 1B on one.
 
-    And of 1B several in one executable, and packed ones, of a chain and of a tree; of an eighth of 8B's
-    layers one whose page tables reach 131,072 tokens. The gate's are that and 1B with a quarter of its layers, with
-    pools as large as the whole models'.
+    And of 1B several in one executable, and packed ones, of a chain and of a tree; of 8B one whose page tables reach
+    131,072 tokens. The gate's are 1B with a quarter of its layers and that one with an eighth, with as large pools.
 
     Neither the pool nor the weights may be copied: a round gets less for its intermediate
     values than one layer's weights take, or one layer's part of the pool; where rows sample,
@@ -99,8 +98,10 @@ def engine_round(target: Target) -> Iterator[Program]:
     """
     both = ("tree_attention", "rejection_sampling")
     short = dataclasses.replace(GEOMETRY, num_pages=4 * GEOMETRY.num_pages)
+    short_long = dataclasses.replace(LONG, num_pages=8 * LONG.num_pages)
     for size, cfg, shards, kernels, sizes in (
-        ("8b", LLAMA_8B, SHARDS, both[:1], GEOMETRY), ("8b-128k", LLAMA_8B_SHORT, SHARDS, both[:1], LONG),
+        ("8b", LLAMA_8B, SHARDS, both[:1], GEOMETRY), ("8b-128k", LLAMA_8B, SHARDS, both[:1], LONG),
+        ("8b-128k-short", LLAMA_8B_SHORT, SHARDS, both[:1], short_long),
         ("1b", LLAMA_1B, 1, both, GEOMETRY), ("1b-short", LLAMA_1B_SHORT, 1, both, short),
     ):  # fmt: skip
         mesh = target.mesh(shards, TENSOR_AXIS)
@@ -113,7 +114,7 @@ def engine_round(target: Target) -> Iterator[Program]:
         state = described.arguments[2]
         layer = _layer_bytes(cfg, state, shards)
         logits = BUCKET * CHAIN.num_nodes * cfg.vocab_size * 4 // shards
-        whole = ((CHAIN, False, 1, None), *([] if sizes is LONG else [(CHAIN, True, 1, None)]))
+        whole = ((CHAIN, False, 1, None), *([] if "128k" in size else [(CHAIN, True, 1, None)]))
         # Larger rounds are longer than the host's part of one.
         more = ((CHAIN, False, ROUNDS, None), (CHAIN, False, 1, TOKENS), (TREE, False, 1, TOKENS))
         for tier, sampled, rounds, tokens in (*whole, *(more if size == "1b" else ())):
@@ -130,7 +131,7 @@ def engine_round(target: Target) -> Iterator[Program]:
                 limit="one layer's weights or pool" + (", logits four times" if sampled else ""),
                 in_place_bytes=_device_bytes(state),
                 kernels=kernels,
-                quick=not sampled and cfg is not LLAMA_1B,
+                quick=not sampled and size not in ("8b-128k", "1b"),
             )
 
 
