@@ -65,6 +65,11 @@ class Case(abc.ABC, Generic[Args, Result]):
     name: str
     quick: bool = dataclasses.field(default=False, kw_only=True)
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Devices whose kernels serve it, where there are any; on others it is the reference's."""
+        return ("tpu", "gpu")
+
     @abc.abstractmethod
     def shapes(self) -> Args:
         """The argument record without values."""

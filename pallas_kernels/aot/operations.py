@@ -19,13 +19,15 @@ from pallas_kernels.aot.targets import Target
 
 
 def programs(name: str, target: Target) -> Iterator[Program]:
-    """Every case of an operation but the interpreters' small ones."""
+    """Every case of an operation that the target's kernel serves, but the interpreters' small ones."""
     suite, mesh = registry.suite(name), target.mesh()
     ways = suite.operation.implementations
     implementation = ways.get(target.kind, ways["reference"])
     whole = NamedSharding(mesh, PartitionSpec())
     free = Format(Layout.AUTO, whole) if target.kind == "tpu" else whole
     for case in (*suite.serving, *suite.coverage):
+        if target.kind not in case.kinds:
+            continue
         proof = case.proof(target.kind, mesh.devices.flat[0])
         place = lambda path, _, fields=proof.free: free if path[0].name in fields else whole
         yield Program(

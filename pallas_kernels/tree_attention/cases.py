@@ -38,6 +38,7 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
       mask: "causal" (none is given), "chain" (the same by bits) or "tree" (random parents).
       lengths: "full": every request has `context` tokens; "ragged": 0, 1, page edges and random ones.
       sinks: whether heads have them.
+      values: channels of values that are their keys' first ones; None: values of their own, as wide.
       pool: pages of the pool; None: just enough.
     """
 
@@ -56,6 +57,17 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
     soft_cap: float | None = None
     sinks: bool = False
     pool: int | None = None
+    values: int | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """See registry.Case: TPUs read values inside keys by the reference."""
+        return ("tpu", "gpu") if self.values is None else ("gpu",)
+
+    @property
+    def wide(self) -> int:
+        """Numbers of a token and head in the pool."""
+        return 2 * self.head_dim if self.values is None else self.head_dim
 
     @property
     def columns(self) -> int:
@@ -71,12 +83,13 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
         """The argument record without values."""
         dtype, b, n, t = jnp.dtype(self.dtype), self.batch, self.nodes, self.prior + self.nodes
         of: Any = jax.ShapeDtypeStruct
-        new = of((b, t, self.kv_heads, self.head_dim), dtype)
-        pages = of((self.num_pages, self.kv_heads, self.page, 2 * self.head_dim), dtype)
+        new, value = (of((b, t, self.kv_heads, c), dtype) for c in (self.head_dim, self.values or self.head_dim))
+        pages = of((self.num_pages, self.kv_heads, self.page, self.wide), dtype)
         return TreeAttentionArgs(
             of((b, n, self.heads, self.head_dim), dtype), pages, of((b, self.columns), jnp.int32), of((b,), jnp.int32),
-            new, new, None if self.mask == "causal" else of((b, n, t), jnp.bool_),
+            new, value, None if self.mask == "causal" else of((b, n, t), jnp.bool_),
             sinks_H=of((self.heads,), jnp.float32) if self.sinks else None, window=self.window, soft_cap=self.soft_cap,
+            value_channels=self.values,
         )  # fmt: skip
 
     def draw_lengths(self, rng: np.random.Generator) -> np.ndarray:
@@ -123,6 +136,7 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
         q, pages, k, v = (
             normal(next(keys), like) for like in (shapes.q_BNHC, shapes.pages, shapes.tree_k_BTGC, shapes.tree_v_BTGC)
         )
+        v = v if self.values is None else k[..., : self.values]
         if poison:
             used = np.zeros((self.num_pages, self.page), bool)
             for i in range(self.batch):
@@ -136,8 +150,9 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
         mask = None if mask is None else jnp.asarray(mask)
         sinks = jnp.asarray(rng.normal(1.0, 2.0, self.heads), jnp.float32) if self.sinks else None
         return TreeAttentionArgs(
-            q, pages, table, length, k, v, mask, sinks_H=sinks, window=self.window, soft_cap=self.soft_cap
-        )
+            q, pages, table, length, k, v, mask, sinks_H=sinks, window=self.window, soft_cap=self.soft_cap,
+            value_channels=self.values,
+        )  # fmt: skip
 
     def defined(self, args: TreeAttentionArgs) -> np.ndarray:
         """The result by the definition, float64: softmax over the prefix that a query sees and its visible entries."""
@@ -146,12 +161,12 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
         table, length, mask = (np.asarray(x) for x in (args.table_BM, args.length_B, args.mask))
         h, c = q.shape[2:]
         group = h // k.shape[2]
-        out = np.zeros_like(q)
+        out, first = np.zeros((*q.shape[:3], v.shape[3])), c if self.values is None else 0
         for i in range(len(length)):
             position = np.arange(self.lowest(length[i]), length[i])
             prefix = pages[table[i, position // self.page], :, position % self.page]  # [L, G, 2C]
             keys = np.repeat(np.concatenate([prefix[..., :c], k[i]]), group, axis=1)
-            values = np.repeat(np.concatenate([prefix[..., c:], v[i]]), group, axis=1)
+            values = np.repeat(np.concatenate([prefix[..., first : first + v.shape[3]], v[i]]), group, axis=1)
             at = length[i] + mask[i].sum(axis=1) - 1
             seen = position[None, :] > at[:, None] - (self.window or 2**40)
             seen = np.concatenate([seen, mask[i]], axis=1)
@@ -172,14 +187,14 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
         size = jnp.dtype(self.dtype).itemsize
         seen = np.minimum(np.asarray(args.length_B), self.window or self.context).sum()
         new = self.batch * (self.prior + self.nodes)
-        rows = 2 * self.batch * self.nodes * self.heads * self.head_dim
-        return size * (int(seen + new) * 2 * self.kv_heads * self.head_dim + rows)
+        rows = self.batch * self.nodes * self.heads * (self.head_dim + (self.values or self.head_dim))
+        return size * (int(seen + new) * self.kv_heads * self.wide + rows)
 
     def alternatives(self, torch: ModuleType) -> dict[str, Alternative]:
         """PyTorch's attention, which has contiguous keys and no mask."""
         attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
         sdpa = functools.partial(_contiguous, torch), attend
-        return {"torch sdpa, contiguous, unmasked": sdpa} if self.lengths == "full" else {}
+        return {"torch sdpa, contiguous, unmasked": sdpa} if self.lengths == "full" and self.values is None else {}
 
     def proof(self, kind: Literal["tpu", "gpu"], device: Device) -> Proof[TreeAttentionArgs]:
         """Over a large pool in the layout that the kernel asks for.
@@ -187,7 +202,7 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
         On a TPU that means whole tiles of lanes: where 2C is no multiple of 128, XLA copies a narrower pool.
         """
         itemsize = jnp.dtype(self.dtype).itemsize
-        page_bytes = self.kv_heads * self.page * 2 * self.head_dim * itemsize
+        page_bytes = self.kv_heads * self.page * self.wide * itemsize
         args = dataclasses.replace(self, pool=max(self.num_pages, POOL_BYTES // page_bytes)).shapes()
         if kind == "gpu":
             group_rows = self.nodes * self.heads // self.kv_heads
@@ -257,6 +272,11 @@ COVERAGE = (
     Case("sinks", 4, 8, 64, 8, 64, context=4096, lengths="ragged", window=128, sinks=True, quick=True),
     Case("prior-levels", 4, 8, 16, 8, 128, context=2048, lengths="ragged", prior=47, quick=True),
     Case("long-128k", 1, 8, context=131072),
+    Case("latent-h16", 8, 4, 16, 1, 576, values=512),
+    Case("latent-h128", 8, 4, 128, 1, 576, values=512),
+    Case("latent-h128-b1-32k", 1, 1, 128, 1, 576, context=32768, values=512),
+    Case("latent-prefill256", 1, 256, 16, 1, 576, context=4096, mask="causal", values=512),
+    Case("latent-f32", 2, 4, 16, 1, 576, context=1024, lengths="ragged", dtype="float32", values=512),
     Case("table-64x2048", 64, 8, context=131072, pool=4096),
 )
 
@@ -273,6 +293,8 @@ SMALL = (
     Case("small-window", 6, 4, 4, 2, 64, 16, 64, lengths="ragged", dtype="float32", window=21),
     Case("small-soft-cap", 6, 4, 4, 2, 64, 16, 48, lengths="ragged", dtype="float32", soft_cap=3.0),
     Case("small-sinks", 6, 4, 6, 2, 64, 16, 48, lengths="ragged", dtype="float32", sinks=True),
+    Case("small-latent", 6, 4, 6, 1, 40, 16, 48, lengths="ragged", dtype="float32", values=24),
+    Case("small-latent-causal", 5, 21, 4, 1, 40, 16, 48, mask="causal", lengths="ragged", dtype="float32", values=32),
     Case("small-prefill", 1, 70, 4, 2, 64, 16, 48, mask="chain", dtype="float32"),
     Case("small-causal", 5, 70, 4, 2, 64, 16, 48, mask="causal", lengths="ragged", dtype="float32"),
     Case("small-group7", 6, 3, 7, 1, 64, 16, 48, lengths="ragged", dtype="float32"),

@@ -9,6 +9,9 @@ prefix and of the tree below the diagonal go without any masking, and what lies 
     pages   [P, G, page, 2C]   one head's page is one contiguous piece: K rows and V rows
     a block of `block_k` tokens is `block_k / page` pages, or a part of one
 
+Where values are the first channels of their keys, pages hold keys alone, and a block of them is read once for both:
+scores are two products, of the channels that are values and of those behind them, since blocks are powers of two.
+
 Must not know the engine. Traps of Pallas on Triton: loop bounds are int32, blocks are
 powers of two, and a masked-out index is never clamped onto a live one.
 """
@@ -30,6 +33,8 @@ from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
 _MASKED = -1e30
 _LOG2E = math.log2(math.e)
+#: Channels of a head at most; of values that lie in their keys, and of what lies behind these.
+_MOST_CHANNELS, _MOST_VALUES, _MOST_BEHIND = 256, 512, 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +72,10 @@ def blocks_for(head_dim: int, dtype: jnp.dtype, rows: int, device: str, *, causa
     count, large = MULTIPROCESSORS[chip], chip in _LARGE
     width = power_of_two(head_dim) * dtype.itemsize  # bytes of a padded key
     rows = max(16, power_of_two(rows))
+    if head_dim > _MOST_CHANNELS and dtype.itemsize == 2 and large:  # latent; compiled, and not measured
+        return Blocks(min(rows, 32), 32, 8, 2, count) if causal else Blocks(min(rows, 64), 32, 8, 2, count)
     if width > 512:
-        return Blocks(16, 16, 4, 2, 2 * count)
+        return Blocks(16, 16, 4, 2 if width <= 2048 else 1, 2 * count)
     if width > 256:
         return Blocks(min(rows, 32 if large else 16), 32 if large else 16, 4, 2, 2 * count)
     if causal and rows >= 64 and large:
@@ -84,16 +91,20 @@ def blocks_for(head_dim: int, dtype: jnp.dtype, rows: int, device: str, *, causa
 
 def refusal(args: TreeAttentionArgs) -> str | None:
     """Why this kernel cannot serve these arguments, or None."""
-    if args.value_channels is not None:
-        return f"values are the first {args.value_channels} channels of their keys, which only the reference reads"
     q, c, page = args.q_BNHC, args.q_BNHC.shape[3], args.pages.shape[2]
     if q.dtype not in (jnp.bfloat16, jnp.float32, jnp.float16):
         return f"dtype must be bfloat16, float16 or float32, got {q.dtype}"
     dtypes = [x.dtype for x in (q, args.pages, args.tree_k_BTGC, args.tree_v_BTGC)]
     if any(dtype != q.dtype for dtype in dtypes):
         return f"q, pages, tree_k and tree_v must share a dtype, got {', '.join(map(str, dtypes[:3]))}"
-    if c % 8 or not 16 <= c <= 256:
-        return f"head dimension must be a multiple of 8 in [16, 256], got {c}"
+    if (values := args.value_channels) is not None:
+        if values % 8 or c % 8 or values > _MOST_VALUES or c - values > _MOST_BEHIND:
+            return (
+                f"values inside keys must be at most {_MOST_VALUES} channels and {_MOST_BEHIND} behind them, both "
+                f"multiples of 8, got {values} of {c}"
+            )
+    elif c % 8 or not 16 <= c <= _MOST_CHANNELS:
+        return f"head dimension must be a multiple of 8 in [16, {_MOST_CHANNELS}], got {c}"
     if page & (page - 1) or page < 8:
         return f"page size must be a power of two of at least 8, got {page}"
     return None
@@ -110,19 +121,20 @@ def _pack_words(mask_BNT: jax.Array) -> jax.Array:
 def _kernel(
     q_ref,  # [B, N, H, C]
     k_ref,  # [B, T, G, C]
-    v_ref,  # [B, T, G, C]
+    v_ref,  # [B, T, G, V]; V = C but where values lie in keys
     words_ref,  # [B, N, ceil(T / 32)] uint32, read with a mask only
-    pages_ref,  # [P, G, page, 2C]
+    pages_ref,  # [P, G, page, 2C], or keys alone
     table_ref,  # [B, M]
     length_ref,  # [B]
     offset_ref,  # [B, N], read with a window only
     sinks_ref,  # [H] float32, read with sinks only
-    out_ref,  # [S, B, N, H, C] float32 sums, or [B, N, H, C] where S = 1
+    out_ref,  # [S, B, N, H, V] float32 sums, or [B, N, H, V] where S = 1
     *partial_refs,  # maxima and weights [S, B, N, H] where S > 1
     group: int, rows: int, keys: int, width: int, tree_keys: int, splits: int, scale: float,
-    window: int | None, soft_cap: float | None, causal: bool, sinks: bool,
+    window: int | None, soft_cap: float | None, causal: bool, sinks: bool, inside: bool,
 ) -> None:  # fmt: skip
-    n, c = q_ref.shape[1], q_ref.shape[3]
+    n, c = q_ref.shape[1], v_ref.shape[3]  # channels behind the values come apart
+    behind = q_ref.shape[3] - c
     t, page, m = k_ref.shape[1], pages_ref.shape[2], table_ref.shape[1]
     row_blocks = -(-n * group // rows)
     b, split = pl.program_id(0), pl.program_id(2)
@@ -136,12 +148,19 @@ def _kernel(
     live_RC = live_R[:, None] & live_C[None, :]
     at_RC = (b, node_R[:, None], query_head_R[:, None], channel_C[None, :])
     q_RC = plgpu.load(q_ref.at[at_RC], mask=live_RC, other=0.0)
+    behind_D = c + jnp.arange(max(16, power_of_two(behind)))
+    live_D = behind_D < c + behind
+    at_RD = (b, node_R[:, None], query_head_R[:, None], behind_D[None, :])
+    load_RD = functools.partial(plgpu.load, q_ref.at[at_RD], mask=live_R[:, None] & live_D[None, :], other=0.0)
+    q_RD = load_RD() if behind else q_RC
     length = length_ref[b]
     precise = lax.Precision.HIGHEST if q_RC.dtype == jnp.float32 else lax.Precision.DEFAULT
 
-    def attend(carry, k_KC, v_KC, seen_RK=None):
+    def attend(carry, k_KC, v_KC, k_KD, seen_RK=None):
         acc_RC, top_R, total_R = carry
         s_RK = plgpu.dot(q_RC, k_KC.T, precision=precise)
+        if behind:
+            s_RK = s_RK + plgpu.dot(q_RD, k_KD.T, precision=precise)
         if soft_cap is None:
             s_RK = s_RK * (scale * _LOG2E)
         else:
@@ -181,13 +200,17 @@ def _kernel(
         if whole and width == c:
             load = plgpu.load
         k_KC = load(pages_ref.at[page_K1, head, at_K[:, None], channel_C[None, :]])
-        v_KC = load(pages_ref.at[page_K1, head, at_K[:, None], c + channel_C[None, :]])
+        v_KC = k_KC if inside else load(pages_ref.at[page_K1, head, at_K[:, None], c + channel_C[None, :]])
+        k_KD = None
+        if behind:
+            at_KD = pages_ref.at[page_K1, head, at_K[:, None], behind_D[None, :]]
+            k_KD = plgpu.load(at_KD, mask=live_K[:, None] & live_D[None, :], other=0.0)
         if whole:
-            return attend(carry, k_KC, v_KC)
+            return attend(carry, k_KC, v_KC, k_KD)
         seen_RK = jnp.broadcast_to(live_K[None, :], (rows, keys))
         if lowest_R is not None:
             seen_RK = seen_RK & (start + key_K[None, :] > lowest_R[:, None])
-        return attend(carry, k_KC, v_KC, seen_RK)
+        return attend(carry, k_KC, v_KC, k_KD, seen_RK)
 
     def tree(i, carry, whole=False):
         entry_T = i * tree_keys + jnp.arange(tree_keys)
@@ -195,19 +218,22 @@ def _kernel(
         load = functools.partial(plgpu.load, mask=(entry_T < t)[:, None] & live_C[None, :], other=0.0)
         if whole and width == c:
             load = plgpu.load
-        k_TC, v_TC = load(k_ref.at[at_TC]), load(v_ref.at[at_TC])
+        k_TC, v_TC, k_TD = load(k_ref.at[at_TC]), load(v_ref.at[at_TC]), None
+        if behind:
+            at_TD = k_ref.at[b, entry_T[:, None], head, behind_D[None, :]]
+            k_TD = plgpu.load(at_TD, mask=(entry_T < t)[:, None] & live_D[None, :], other=0.0)
         if whole:
-            return attend(carry, k_TC, v_TC)
+            return attend(carry, k_TC, v_TC, k_TD)
         # A hidden entry weighs 0, but 0 * NaN is NaN: a broken draft must not reach its siblings.
         v_TC = jnp.where(jnp.abs(v_TC.astype(jnp.float32)) < jnp.inf, v_TC, jnp.zeros((), v_TC.dtype))
         live_RT = live_R[:, None] & (entry_T < t)[None, :]
         if causal:
-            return attend(carry, k_TC, v_TC, live_RT & (entry_T[None, :] <= node_R[:, None]))
+            return attend(carry, k_TC, v_TC, k_TD, live_RT & (entry_T[None, :] <= node_R[:, None]))
         word_RT = plgpu.load(
             words_ref.at[b, node_R[:, None], (entry_T // 32)[None, :]], mask=live_RT, other=jnp.uint32(0)
         )
         seen_RT = ((word_RT >> (entry_T % 32).astype(jnp.uint32)[None, :]) & jnp.uint32(1)) == jnp.uint32(1)
-        return attend(carry, k_TC, v_TC, seen_RT & live_RT)
+        return attend(carry, k_TC, v_TC, k_TD, seen_RT & live_RT)
 
     top_R, total_R = jnp.full((rows,), _MASKED, jnp.float32), jnp.zeros((rows,), jnp.float32)
     if sinks:
@@ -272,7 +298,8 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
     q = args.q_BNHC
     b, n, h, c = q.shape
     t, g = args.tree_k_BTGC.shape[1:3]
-    group, width, causal = h // g, max(16, power_of_two(c)), args.tree_mask_BNT is None
+    values = c if args.value_channels is None else args.value_channels
+    group, width, causal = h // g, max(16, power_of_two(values)), args.tree_mask_BNT is None
     if blocks is None:
         blocks = blocks_for(c, q.dtype, n * group, device_kind(), causal=causal)
     row_blocks = -(-n * group // blocks.rows)
@@ -288,9 +315,11 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
         _kernel, group=group, rows=blocks.rows, keys=blocks.keys, width=width,
         tree_keys=max(16, min(blocks.keys if causal else 64, power_of_two(t))), splits=splits, scale=args.factor,
         window=args.window, soft_cap=args.soft_cap, causal=causal, sinks=args.sinks_H is not None,
+        inside=args.value_channels is not None,
     )  # fmt: skip
     part = lambda *shape: jax.ShapeDtypeStruct((splits, *shape), jnp.float32)
-    whole, parts = jax.ShapeDtypeStruct(q.shape, q.dtype), [part(b, n, h, c), part(b, n, h), part(b, n, h)]
+    whole = jax.ShapeDtypeStruct((b, n, h, values), q.dtype)
+    parts = [part(b, n, h, values), part(b, n, h), part(b, n, h)]
     out, *sums = pl.pallas_call(
         kernel,
         grid=(b, g * row_blocks, splits),
@@ -313,7 +342,7 @@ def _merge(acc: jax.Array, top: jax.Array, total: jax.Array, dtype: jnp.dtype, i
         functools.partial(_merge_kernel, width=max(16, power_of_two(c)), stretches=power_of_two(splits)),
         grid=(count,),
         out_shape=jax.ShapeDtypeStruct((count, c), dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=4 if splits > 8 else 2, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=(4 if splits > 8 else 2) * max(1, c // 128), num_stages=1),
         interpret=interpret,
         name="tree_attention_merge",
     )(acc.reshape(splits, count, c), top.reshape(splits, count), total.reshape(splits, count))

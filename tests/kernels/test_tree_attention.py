@@ -103,8 +103,9 @@ def test_values_may_be_the_first_channels_of_their_keys():
     out = api.tree_attention(*given, scale=0.3, value_channels=5, implementation="reference")
     assert out.shape == (*q.shape[:3], 5)
     np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-6)
-    for name in ("tpu", "gpu"):
-        with pytest.raises(ValueError, match="values are the first 5 channels of their keys"):
+    messages = {"tpu": "values are the first 5 channels of their keys", "gpu": "both multiples of 8, got 5 of 8"}
+    for name, message in messages.items():
+        with pytest.raises(ValueError, match=message):
             api.tree_attention(*given, value_channels=5, implementation=name)
     with pytest.raises(ValueError, match="from 1 to the 8 channels of a key, got 9"):
         api.tree_attention(*given[:5], jnp.asarray(np.zeros((*k.shape[:3], 9))), given[6], value_channels=9)

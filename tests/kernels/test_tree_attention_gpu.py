@@ -107,6 +107,7 @@ def by_name(shapes: TreeAttentionArgs) -> None:
         (dict(head_dim=68), "multiple of 8 in .16, 256., got 68"),
         (dict(head_dim=512), "got 512"),
         (dict(page=24), "power of two of at least 8, got 24"),
+        (dict(kv_heads=1, head_dim=576, values=440), "at most 512 channels and 128 behind them, .* got 440 of 576"),
     ],
 )
 def test_refusals_name_the_constraint(change: dict[str, int], message: str):
@@ -137,7 +138,9 @@ def test_sizes_fit_every_case(name: str):
         for size in (blocks.rows, blocks.keys):
             assert size >= 16 and size & (size - 1) == 0
         # Double-buffered keys and values must fit the chip's shared memory beside the queries.
-        width = 1 << (case.head_dim - 1).bit_length()
-        used = jnp.dtype(case.dtype).itemsize * width * (2 * blocks.keys * (blocks.stages - 1) + blocks.rows)
+        values = case.values or case.head_dim
+        query = sum(1 << (size - 1).bit_length() for size in (values, case.head_dim - values) if size)
+        entry = 2 * query if case.values is None else query
+        used = jnp.dtype(case.dtype).itemsize * (entry * blocks.keys * (blocks.stages - 1) + query * blocks.rows)
         limit = {"L4": 99, "A1": 163}.get(device[7:9], 227)
         assert used <= limit * 1024
