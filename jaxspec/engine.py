@@ -446,7 +446,7 @@ class Engine:
         if costs:
             self.cost = CostTable(self.runner.costs)
         for pending in self._in_flight:
-            pending.timed = False  # its result is read later than it came
+            pending.timed = pending.entered = False  # its result is read later than it came
 
     # What users can read.
 

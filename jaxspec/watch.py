@@ -58,7 +58,8 @@ class RoundWatch:
         self._eventful = max(0, self._eventful - 1)
         self.rounds += rows.rounds
         self.dispatches += 1
-        seconds = (now - max(pending.dispatched_at, self._collected_at)) / rows.rounds if pending.timed else 0.0
+        since = (now - max(pending.dispatched_at, self._collected_at)) / rows.rounds
+        seconds, entered = since if pending.timed else 0.0, since if pending.entered else 0.0
         self._collected_at = now
         if pending.timed:
             self.round_seconds = seconds
@@ -82,6 +83,7 @@ class RoundWatch:
                 dispatched=rows.rounds,
                 rows=told,
                 experts=touched,
+                entered=entered,
             )
             self.experts += touched
             stats.append(one)

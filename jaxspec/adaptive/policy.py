@@ -101,6 +101,8 @@ class RoundStats:
       rows: of each request in num_accepted a number that stays its own: its place, and above its PLACE bits how often
         that changed hands. Empty: not told.
       experts: distinct experts that the target read, over all layers; 0 of models without.
+      entered: seconds of the round and of the pass before it in which the drafter took in what rounds without drafts
+        had left, where nothing else ran; then `seconds` are 0. Else 0.
     """
 
     tier: Tier
@@ -114,6 +116,7 @@ class RoundStats:
     dispatched: int = 1
     rows: tuple[int, ...] = ()
     experts: int = 0
+    entered: float = 0.0
 
     def to_json(self) -> str:
         """One JSONL line."""
@@ -123,7 +126,7 @@ class RoundStats:
             del d["tokens"]
         if self.dispatched == 1:
             del d["dispatched"]
-        for name in ("rows", "experts"):
+        for name in ("rows", "experts", "entered"):
             if not d[name]:
                 del d[name]
         if d.pop("drafts") is not None:

@@ -28,6 +28,7 @@ class Pending:
       packed: `Packed` tokens on the device. logprobs: `PackedLogprobs`, where some row asked for them.
       dispatched_at: seconds on the runner's clock.
       timed: nothing but rounds ran on the device since the round before, so its seconds are its own.
+      entered: the same, but for the drafter's catching up right before it.
       tokens: nodes that a packed round verifies over the whole batch; None: all of them.
       rounds: in one dispatch.
       version: of the drafter's weights, where they matter.
@@ -42,6 +43,7 @@ class Pending:
     dispatched_at: float
     context_tokens: int
     timed: bool
+    entered: bool = False
     tokens: int | None = None
     rounds: int = 1
     version: int = 0

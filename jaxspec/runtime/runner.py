@@ -200,9 +200,10 @@ class Runner(Arriving):
         # The host's array as it is: the call uploads it sooner than a device_put before it would.
         caps = tier.depth if rows.caps_B is None else np.minimum(rows.caps_B, tier.depth)
         batch = Batch.of(self.geo, bucket, rows.slots_B, caps, rows.grants).array
-        can = CatchUpKey(bucket) in self._compiled
+        can, entered = CatchUpKey(bucket) in self._compiled, False
         if self._lag is not None and self._lag.before_round(rows, tier.depth, can_catch_up=can, elsewhere=tier.lookup):
             self._state = self._call(CatchUpKey(bucket), self._draft_params, self._state, batch)
+            entered = not self._disturbed
             self._disturbed = True
         self.laps.lap("batch array")
         beside = None if work is None or guide is not None or rows.rounds > 1 else self._beside(work, choice, bucket)
@@ -211,7 +212,7 @@ class Runner(Arriving):
             args = self._target, self._draft_params, self._state, batch, call.array(self.geo)
             self._state, packed, kept, *begun = self._call(key, *args)
             self._begun(work, call, *begun)
-            self._disturbed = True
+            self._disturbed, entered = True, False
         elif guide is None:
             sampled = False not in self.variants or bool(np.count_nonzero(rows.shaped_B))
             args = self._target, self._params_for(tier), self._state, batch, *self._spend(choice, bucket, weights)
@@ -219,8 +220,9 @@ class Runner(Arriving):
             self._state, packed, kept = self._call(key, *args)
         else:
             packed, kept = self._guided_round(tier, bucket, batch, guide)
-            self._disturbed = True
+            self._disturbed, entered = True, False
         pending = self._pending(rows, tier, bucket, packed, kept, tier.num_nodes, rows.context_tokens, tokens)
+        pending.entered = entered and rows.rounds == 1
         self.laps.lap("call")
         return pending
 
@@ -261,7 +263,7 @@ class Runner(Arriving):
         timed = tier is not None and not self._disturbed
         if tier is not None:
             self._disturbed = False
-        return Pending(rows, tier, bucket, packed, logprobs, time.perf_counter(), context, timed, tokens, rounds)
+        return Pending(rows, tier, bucket, packed, logprobs, time.perf_counter(), context, timed, False, tokens, rounds)
 
     def collect(self, pending: Pending) -> Result:
         """Waits for a dispatch and unpacks its rows."""

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxspec.adaptive.policy import RoundStats
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.events import Finished
 from jaxspec.request import FinishReason, SamplingParams
@@ -123,6 +124,21 @@ def test_the_tier_may_change_every_round(bench: Any, tools: Any, kind: str):
     engine.use_policy(script)
     tools.same(tools.drive(engine, work, join=lambda i: 4 * i), bench.expected(work))
     assert set(script.selected) == set(tools.tiers[kind])
+
+
+@pytest.mark.parametrize("kind", ["eagle3"])
+def test_a_round_tells_when_the_drafter_caught_up_before_it(bench: Any, tools: Any, kind: str):
+    """Its seconds are those of both then, which is told apart: costs are of rounds alone."""
+    engine = bench.engine(kind)
+    deep = tools.tiers[kind][2]
+    script = tools.script(deep, deep, *[PLAIN] * 12, deep, deep, PLAIN, deep)
+    engine.use_policy(script)
+    tools.drive(engine, [([3, 1, 4], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))])
+    heard = script.heard[:18]
+    assert [stats.tier for stats in heard] == list(script.selected[:18])
+    assert [at for at, stats in enumerate(heard) if stats.entered > 0] == [14, 17]
+    assert [at for at, stats in enumerate(heard) if not stats.seconds] == [0, 14, 17]
+    assert RoundStats.from_json(heard[14].to_json()) == heard[14] and "entered" not in heard[15].to_json()
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
