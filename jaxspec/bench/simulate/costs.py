@@ -19,6 +19,9 @@ from jaxspec.adaptive.costprofile import CostProfile
 from jaxspec.adaptive.linear import LinearCost
 from jaxspec.tier import Tier, parse_tier
 
+#: Tokens of a row that a drafter catches up with at once (speculation.drafters.draft_cache.CATCH_UP).
+CATCH_UP = 64
+
 
 class Costs(Protocol):
     """Seconds of rounds and prompts on one device.
@@ -51,6 +54,10 @@ class Costs(Protocol):
 
     def drafting(self, bucket: int, context: float) -> float:
         """Of one draft pass of a round."""
+        ...
+
+    def catching_up(self, bucket: int, context: float) -> float:
+        """Of the pass in which the drafter takes in what rounds without drafts have left (`CATCH_UP` tokens a row)."""
         ...
 
     def prefill(self, tokens: int, context: float) -> float:
@@ -107,6 +114,10 @@ class Linear:
         """See Costs."""
         return self.draft.seconds(context, bucket)
 
+    def catching_up(self, bucket: int, context: float) -> float:
+        """See Costs."""
+        return self.draft.seconds(context, bucket * CATCH_UP)
+
     def prefill(self, tokens: int, context: float) -> float:
         """See Costs."""
         return self.overhead + self.target.seconds(context, tokens)
@@ -157,6 +168,10 @@ class Roofline:
     def drafting(self, bucket: int, context: float) -> float:
         """See Costs."""
         return self._pass(self.draft_weights, self.draft_parameters, self.draft_kv, bucket, context)
+
+    def catching_up(self, bucket: int, context: float) -> float:
+        """See Costs."""
+        return self._pass(self.draft_weights, self.draft_parameters, self.draft_kv, bucket * CATCH_UP, context)
 
     def prefill(self, tokens: int, context: float) -> float:
         """See Costs."""
@@ -285,6 +300,12 @@ class Measured:
         step = self._steps[bucket]
         slope = max(0.0, between - (depth - shallow) * step) / (bucket * (depth - shallow))
         return min(whole, max(plain + depth * step, whole - left_out * slope))
+
+    def catching_up(self, bucket: int, context: float) -> float:
+        """See Costs; estimated, as the share of a prompt's pass that a draft pass has of a plain step."""
+        low = self._contexts[0]
+        share = self._steps[self._buckets[0]] / self._whole[0, self._buckets[0], low]
+        return share * self.prefill(bucket * CATCH_UP, context)
 
     def prefill(self, tokens: int, context: float) -> float:
         """See Costs. From the slope of verified tokens, unless a rate was given."""

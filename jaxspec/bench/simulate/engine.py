@@ -20,8 +20,9 @@ from jaxspec.adaptive.controller import AdaptiveController, Recorder
 from jaxspec.adaptive.policy import PLACE, BatchView, DraftLabels, RoundStats, TierPolicy
 from jaxspec.bench.online.arrivals import Load
 from jaxspec.bench.simulate.acceptance import Tape
-from jaxspec.bench.simulate.costs import Costs
+from jaxspec.bench.simulate.costs import CATCH_UP, Costs
 from jaxspec.request import FinishReason, Request, SamplingParams
+from jaxspec.scheduling.lag import DraftLag
 from jaxspec.scheduling.plan import DecodeRows, PrefillChunk, SchedulerConfig
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.sizes import Sizes
@@ -203,6 +204,7 @@ class Simulation:
         tiers = {tier: None for tier in (*map(Tier, machine.depths), *policy.tiers)}
         self.controller: AdaptiveController[None] = AdaptiveController(policy, tiers, recorder)
         slots = machine.sizes.slots
+        self._lag = DraftLag(machine.depths[-1] + 1, CATCH_UP, slots)
         self._kind_S, self._draw_S = np.zeros(slots, np.intp), np.zeros(slots)
         self._at_S = np.zeros(slots, np.intp)
         self._place: dict[Request, tuple[int, float]] = {}  # offset on the tape, draw of the kind
@@ -334,19 +336,23 @@ class Simulation:
         value = expected / seconds
         if machine.noise:
             seconds *= self._noise.lognormvariate(0.0, machine.noise)
-        begin, finish = self._device(seconds)
+        entry = 0.0
+        if self._lag.before_round(rows, tier.depth, can_catch_up=True):
+            entry = machine.costs.catching_up(bucket, context)
+        begin, finish = self._device(seconds + entry)
+        told = (0.0, 0.0) if not self._timed else (0.0, seconds + entry) if entry else (seconds, 0.0)
         self._at_S[slots] = (at + kept_B + 1) % Tape.LENGTH
         accepted = tuple(kept_B.tolist())
         if self._expects is not None and choice.tokens is None:
             self._out.expected += len(rows) * self._expects(tier, bucket)
             self._out.accepted += len(rows) + sum(accepted)
         stats = RoundStats(
-            tier, len(rows), bucket, accepted, seconds if self._timed else 0.0, context, choice.tokens, drafts,
-            rows=tuple((rows.slots_B + (rows.stamps_B << PLACE)).tolist()),
+            tier, len(rows), bucket, accepted, told[0], context, choice.tokens, drafts,
+            rows=tuple((rows.slots_B + (rows.stamps_B << PLACE)).tolist()), entered=told[1],
         )  # fmt: skip
         self._timed = True
         self._out.rounds.append(
-            Ran(begin, self._phase, tier.depth, choice.tokens, len(rows), bucket, seconds,
+            Ran(begin, self._phase, tier.depth, choice.tokens, len(rows), bucket, seconds + entry,
                 len(rows) + sum(accepted), value, best)
         )  # fmt: skip
         return _Pending(finish, rows=rows, counts=kept_B + 1, stats=stats), tier.depth + 1
