@@ -17,7 +17,9 @@ class Bucket:
 
     Attributes:
       candidates: arms whose cost is known here, plain decoding first.
-      current: the arm in use; None before the first round.
+      rounds: that were decided. current: the arm in use; None before the first round.
+      began: of them, those before it was last decided to draft, or not to; turns: how often that changed of late after
+        it had held for long, so that texts or load must have changed.
       lost: rounds' worth of goodput that staying with it is believed to have lost so far.
       unrest: how often the arm was changed of late: the more, the more must be lost before the next time.
       credit: seconds that probing may cost now. timed: whether a round's seconds are known.
@@ -32,7 +34,10 @@ class Bucket:
     """
 
     candidates: tuple[int, ...]
+    rounds: int = 0
     current: int | None = None
+    began: int = 0
+    turns: float = 0.0
     lost: float = 0.0
     unrest: float = 0.0
     credit: float = 0.0

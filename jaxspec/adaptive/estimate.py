@@ -35,6 +35,8 @@ _SLOWER, _FASTER = 2.0, 4.0
 #: Noises by which a round is slower than believed that should be confirmed. The first of all that draft should be if it
 #: does not make drafts cheaper by so much (in log seconds): all others are judged by it.
 _DOUBTFUL, _DOUBTED = 3.0, 0.2
+#: Of the seconds of a round and another pass, what is the round's at least.
+_LEAST_LEFT = 0.25
 #: How much of what a nearby bucket learnt holds for one that was never timed.
 _BORROWED = 0.8
 #: Standard deviations of what was learnt before a start: from which it is not kept, and what it has at least then; and
@@ -148,6 +150,33 @@ class CostEstimate:
         block.observe(i, surprise, self._noise, doubtful)
         return doubtful
 
+    def observe_with(
+        self, tier: Tier, bucket: int, seconds: float, other: float, error: float, tokens: int | None = None
+    ) -> tuple[float, float]:
+        """Takes the seconds of one round together with those of another pass.
+
+        Args:
+          other, error: what that pass is believed to take, in seconds, and the standard deviation of its error.
+
+        Returns:
+          The same as the round leaves them.
+        """
+        i = self.arm(tier, bucket, tokens)
+        if not self._enabled or not 0 < seconds < math.inf or i is None or not self.knows(tier, bucket, tokens):
+            return other, error
+        self.logs(bucket)  # borrows
+        block = self._blocks[bucket]
+        if not block.rounds:
+            return other, error  # of which nothing is known yet
+        own = math.exp(block.mean[i])
+        unsure = own * own * block.cov[i][i] + seconds * seconds * self._noise
+        share = error * error / (error * error + unsure)
+        left = max(_LEAST_LEFT * seconds, seconds - other)
+        noise = self._noise + (error / left) ** 2
+        if noise < _MOST_NOISE**2:
+            block.observe(i, math.log(left) - block.mean[i], noise, False)
+        return other + share * (seconds - own - other), error * math.sqrt(1 - share)
+
 
 class _Block:
     """The estimates of one bucket, Gaussian in log seconds.
@@ -225,6 +254,12 @@ class _Block:
         start = [0.0 if x is None else x for x in table]
         own = [own_error if whole else _OWN**2 for whole in self._whole]
         drafting = [(i, x) for i, x in known if self._drafts[i]]
+        if len(drafting) == 2 and known[0][0] == 0:
+            # Two are on a line whatever they are: plain decoding tells whether they are on its.
+            off = _off_line([(self._tiers[i].depth, math.exp(x)) for i, x in known])
+            if max(map(abs, off)) < _STRAIGHT:
+                for i, _ in drafting:
+                    own[i] = min(own[i], _ON_LINE**2)
         if len(drafting) > 2:
             off = _off_line([(self._tiers[i].depth, math.exp(x)) for i, x in drafting])
             if max(map(abs, off)) < _STRAIGHT:
@@ -298,7 +333,7 @@ class _Block:
         Not for packed rounds: they are other programs.
         """
         if self._drafts[i] and self._whole[i] and not self.is_first_draft(i):
-            fits = abs(surprise) < 2 * math.sqrt(noise + _TRUSTED)
+            fits = noise <= _NOISE**2 and abs(surprise) < 2 * math.sqrt(noise + _TRUSTED)
             if fits and not self.trusted:
                 self.trusted = True
                 for j, drafts in enumerate(self._drafts):

@@ -14,6 +14,7 @@ from jaxspec.adaptive.acceptance import AcceptanceModel
 from jaxspec.adaptive.arms import Arm, whole
 from jaxspec.adaptive.bucket import Bucket, GoodputParams
 from jaxspec.adaptive.cost import CostTable
+from jaxspec.adaptive.entry import Entry
 from jaxspec.adaptive.estimate import CostEstimate
 from jaxspec.adaptive.learnt import Learnt
 from jaxspec.adaptive.policy import BatchView, RoundStats
@@ -31,6 +32,10 @@ _REGRET = 8.0
 _PAUSE = 100.0
 #: Gap in log goodput from which it counts more than in proportion; and how fast switches are forgotten.
 _LARGE, _REST = 0.1, 0.99
+#: Rounds that must have drafted, or not, before a change of that tells that texts change; how fast that is forgotten.
+_HELD, _SETTLES = 60, 0.999
+#: What is left of what drafting again is believed to take after a round that took nothing but its own seconds.
+_FREE = 0.2
 #: How far the drafts that a packed round accepts may be off what was expected, in depths over the root of its rows,
 #: before the next ones are looked at closely.
 _ODD = 0.6
@@ -92,7 +97,8 @@ class GoodputPolicy:
         )
         self._rows = {bucket: Rows() for bucket in sizes}
         self._worth = Worth(self._arms, self._acceptance, self._yields, self._rows)
-        self._probes = Probes(self._arms, params, self._cost, self._acceptance, self._yields, self._worth)
+        self._entry = Entry(sizes, self.tiers[-1].depth)
+        self._probes = Probes(self._arms, params, self._cost, self._acceptance, self._yields, self._worth, self._entry)
         self._buckets: dict[int, Bucket] = {}
         for bucket in sizes:
             if not buckets:
@@ -107,6 +113,7 @@ class GoodputPolicy:
         state, bucket = self._bucket(view.bucket), view.bucket
         if len(state.candidates) == 1:
             return PLAIN
+        state.rounds += 1
         state.since_probe += 1
         state.since_look += 1
         steady = state.steady
@@ -117,7 +124,7 @@ class GoodputPolicy:
             return steady.choice
         costs = self._cost.logs(bucket)
         scores, tokens = self._worth.scores(bucket, costs, state.current)
-        current = self._settled_on(state, scores, costs)
+        current = self._settled_on(state, bucket, scores, costs)
         if state.looks and state.probe is not None:
             state.looks, state.awaited = state.looks - 1, state.awaited + 1
             return self._run(state, state.probe, bucket)
@@ -150,9 +157,11 @@ class GoodputPolicy:
         self._rows[stats.bucket].read(stats)
         if state.steady.is_usual(stats):
             self._yields.wait(stats.bucket)
+            self._entry.ran(stats)
             return
         arm = self._cost.arm(stats.tier, stats.bucket, stats.tokens)
         doubtful = stats.seconds > 0 and self._cost.observe(stats.tier, stats.bucket, stats.seconds, stats.tokens)
+        self._learn_entry(stats)
         self._learn_acceptance(stats)
         if stats.seconds > 0 and not state.timed and self._params.probe_share and self._params.refine_cost:
             state.timed = True
@@ -164,6 +173,18 @@ class GoodputPolicy:
             state.doubted, state.looks = True, 1
             state.credit -= state.charge
         self._probes.settle(state, stats, arm)
+
+    def _learn_entry(self, stats: RoundStats) -> None:
+        """What drafting again took, where a round was the first to draft; see `Entry`."""
+        tier, bucket = stats.tier, stats.bucket
+        if tier.depth and not tier.lookup and self._cost.knows(PLAIN, bucket):
+            now, (rounds, error) = self._cost.seconds(PLAIN, bucket), self._entry.plain_rounds(bucket)
+            if stats.entered > 0:
+                told = self._cost.observe_with(tier, bucket, stats.entered, rounds * now, error * now, stats.tokens)
+                self._entry.learn(bucket, told[0] / now, told[1] / now)
+            elif stats.seconds > 0 and self._entry.due:
+                self._entry.learn(bucket, _FREE * rounds, _FREE * error)
+        self._entry.ran(stats)
 
     def _learn_acceptance(self, stats: RoundStats) -> None:
         """What a round accepted, and of a packed one what the others would have shown."""
@@ -241,7 +262,7 @@ class GoodputPolicy:
         """Seconds that a round is expected to take now: the cost table, as measured rounds corrected it."""
         return self._cost.seconds(tier, bucket, tokens)
 
-    def _settled_on(self, state: Bucket, scores: Sequence[float], costs: Sequence[float]) -> int:
+    def _settled_on(self, state: Bucket, bucket: int, scores: Sequence[float], costs: Sequence[float]) -> int:
         """The arm to run when nothing is probed."""
         best = max(state.candidates, key=scores.__getitem__)
         if state.current is None:
@@ -252,10 +273,15 @@ class GoodputPolicy:
             gap = scores[best] - scores[state.current]
             state.lost += max(0.0, gap - TIE) * max(1.0, gap / _LARGE)
             # Plain decoding shows nothing of acceptance: an error in its favour lasts.
-            if state.lost > self._params.patience * (1 + state.unrest) * (1 if best else 2):
+            patience = self._params.patience * (1 + state.unrest) * (1 if best else 2)
+            if state.lost > patience + self._probes.entry(best, state.current, bucket):
+                if self._arms[best].tier.depth == 0 or self._arms[state.current].tier.depth == 0:
+                    state.turns += state.rounds - state.began > _HELD
+                    state.began = state.rounds
                 state.current, state.lost, state.unrest, state.wins = best, 0.0, state.unrest + 1, 0
                 state.interval = min(state.interval, HASTE if best else _REGRET)
         state.unrest *= _REST
+        state.turns *= _SETTLES
         return state.current
 
     def _bucket(self, bucket: int) -> Bucket:

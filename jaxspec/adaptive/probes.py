@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from jaxspec.adaptive.acceptance import STALE_ROWS, AcceptanceModel, survival
 from jaxspec.adaptive.arms import Arm
 from jaxspec.adaptive.bucket import Bucket, GoodputParams
+from jaxspec.adaptive.entry import Entry
 from jaxspec.adaptive.estimate import CostEstimate
 from jaxspec.adaptive.policy import BatchView, RoundStats
 from jaxspec.adaptive.worth import Worth
@@ -31,6 +32,8 @@ _LEAST_CHARGE, _AT_ONCE, _WORTH, _LOOKS = 0.05, 0.25, 2.0, 8
 #: Rounds to which the pauses between losing probes grow quickly, by how much each that loses lets them grow after
 #: that, and up to how many times as many; rounds to which those between looks at costs grow at most, and by how much.
 _QUIET, _CALMER, _CALM, _SILENT, _CALMING = 100.0, 1.2, 4.0, 3000.0, 2.0
+#: Part of the time for probes that is spent on them where nothing drafts and nothing shows that texts change.
+_STATIONARY = 0.5
 #: Least rounds between probes that win where drafts run already, doubled with each that changes nothing: a deeper
 #: tier's evidence adds to theirs.
 HASTE = 30.0
@@ -58,10 +61,17 @@ class Probes:
 
     def __init__(
         self, arms: Sequence[Arm], params: GoodputParams, cost: CostEstimate, acceptance: AcceptanceModel,
-        yields: Yields, worth: Worth,
+        yields: Yields, worth: Worth, entry: Entry,
     ) -> None:  # fmt: skip
         self._arms, self._params, self._cost = list(arms), params, cost
-        self._acceptance, self._yields, self._worth = acceptance, yields, worth
+        self._acceptance, self._yields, self._worth, self._entry = acceptance, yields, worth, entry
+        self._takes_in = [arm.tier.depth > 0 and not arm.tier.lookup for arm in arms]
+
+    def entry(self, arm: int, current: int, bucket: int) -> float:
+        """Rounds of the current arm that an arm in its place takes besides, for the drafter has missed some."""
+        if not self._takes_in[arm] or self._takes_in[current] or not self._entry.due:
+            return 0.0
+        return self._entry.plain_rounds(bucket)[0]
 
     def begin(
         self, state: Bucket, view: BatchView, scores: Sequence[float], costs: Sequence[float], tokens: Sequence[float]
@@ -83,7 +93,7 @@ class Probes:
         assert current is not None
         if state.credit <= 0 or state.since_look * _URGENT < state.pause:
             return False
-        most, running = 1.0, self._arms[current]
+        most, first, running = 1.0, 0.0, self._arms[current]
         horizon = self._params.horizon + _FURTHER * state.since_look
         for i in state.candidates:
             spread = self._cost.news(i, current, bucket) if i != current else 0.0
@@ -95,14 +105,20 @@ class Probes:
                 ahead, longer = ahead + longer, 0.0  # it does no more than the current one, and cannot take longer
             charge = max(_LEAST_CHARGE, math.exp(longer) * (math.exp(spread * spread / 2) - math.exp(ahead)))
             rounds = 1 if spread > _UNSURE else max(1, min(_LOOKS, int(_AT_ONCE / charge)))
+            entry = self.entry(i, current, bucket)
+            if self._takes_in[current] and not self._takes_in[i]:
+                # Back again: as long as the drafter misses little that is free.
+                spare = self._entry.spare(running.tier.depth)
+                rounds, entry = min(rounds, max(1, spare)), 0.0 if spare else self._entry.plain_rounds(bucket)[0]
             gain = horizon * expected_gain(ahead - TIE, self._cost.news(i, current, bucket, rounds))
-            if gain > _WORTH and gain * state.since_look > state.pause and gain > most * rounds * charge:
-                most = gain / (rounds * charge)
+            takes = rounds * charge + entry
+            if gain > _WORTH and gain * state.since_look > state.pause and gain > most * takes:
+                most, first = gain / takes, entry * math.exp(costs[current])
                 state.probe, state.looks, state.charge = i, rounds - 1, charge * math.exp(costs[current])
         if most == 1.0:
             return False
         state.since_look = 0
-        state.credit -= (state.looks + 1) * state.charge
+        state.credit -= (state.looks + 1) * state.charge + first
         state.pause = min(_SILENT, state.pause * _CALMING)
         return True
 
@@ -142,7 +158,7 @@ class Probes:
         charge = _charge(costs[probe], costs[current])
         # Few rows may fail by chance; looks that have become rare should not.
         rounds = 2 if not known and view.batch_size < STALE_ROWS and state.interval >= _QUIET else 1
-        return self._begin(state, probe, rounds, charge)
+        return self._begin(state, bucket, probe, rounds, charge, math.exp(costs[current]))
 
     def _sight(
         self, state: Bucket, view: BatchView, scores: Sequence[float], costs: Sequence[float], tokens: Sequence[float]
@@ -157,7 +173,7 @@ class Probes:
             every = self._cost.arm(running.tier, bucket)
             if state.since_whole < _EVERYTHING or every not in state.candidates or every is None:
                 return False
-            return self._begin(state, every, 1, loses(every))
+            return self._begin(state, bucket, every, 1, loses(every), now)
         packed = [i for i in state.candidates if not self._arms[i].is_whole]
         age = self._yields.age(bucket)
         if not running.tier.depth or not packed or view.batch_size < 2 or (age is not None and age < _UNSEEN):
@@ -168,14 +184,20 @@ class Probes:
         if hope(best) < scores[current] + TIE:
             return False
         # Of the first ones it takes several to know what confidences mean.
-        return self._begin(state, best, 1 if age is not None else 2, loses(best))
+        return self._begin(state, bucket, best, 1 if age is not None else 2, loses(best), now)
 
-    def _begin(self, state: Bucket, probe: int, rounds: int, charge: float) -> bool:
-        """Begins so many rounds of a probe, if the credit allows them."""
-        if state.credit < rounds * charge:
+    def _begin(self, state: Bucket, bucket: int, probe: int, rounds: int, charge: float, now: float) -> bool:
+        """Begins so many rounds of a probe, if the credit allows them.
+
+        Args:
+          charge: seconds that each costs. now: of a round of the current arm.
+        """
+        assert state.current is not None
+        first = self.entry(probe, state.current, bucket) * now
+        if state.credit < rounds * charge + first:
             return False
         state.probe, state.looks, state.charge = probe, rounds - 1, charge
-        state.credit -= rounds * charge
+        state.credit -= rounds * charge + first
         return True
 
     def settle(self, state: Bucket, stats: RoundStats, arm: int) -> None:
@@ -202,7 +224,9 @@ class Probes:
         if not deeper or not self._params.probe_share:
             return
         charge = _charge(costs[arm], costs[current])
-        least = charge / (self._params.probe_share * now)
+        least = (charge / now + self.entry(arm, current, bucket)) / self._params.probe_share
+        if not known:
+            least /= min(1.0, _STATIONARY + state.turns)
         if gain >= charge:
             wins = state.wins if known else state.wins - _STREAK
             state.interval = max(least, min(_CALM * _QUIET, HASTE * 2.0 ** min(wins, 9))) if wins >= 0 else 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -84,9 +85,14 @@ def simulate(
     costs: dict[int, list[float]] = COSTS,
     late: int = 1,
     timed: Callable[[random.Random, Tier], float] | None = None,
+    entry: float = 0.0,
 ) -> list[Phase]:
-    """Runs phases of (rates, batch, rounds); feedback arrives `late` rounds late."""
-    chance, pending, done = random.Random(seed), [], []
+    """Runs phases of (rates, batch, rounds); feedback arrives `late` rounds late.
+
+    Args:
+      entry: seconds of the pass in which the drafter takes in what it has missed, before the first draft after others.
+    """
+    chance, pending, done, lag = random.Random(seed), [], [], 1
     for rates, batch, rounds in phases:
         phase = Phase(rates, batch, rounds)
         gained = spent = 0.0
@@ -98,10 +104,13 @@ def simulate(
                 while count < tier.depth and chance.random() < rates[count]:
                     count += 1
                 accepted.append(count)
-            seconds = costs[batch][tier.depth]
-            pending.append(
-                RoundStats(tier, batch, batch, tuple(accepted), seconds * timed(chance, tier) if timed else 0.0)
-            )
+            seconds, takes = costs[batch][tier.depth], timed(chance, tier) if timed else 0.0
+            told = {"seconds": seconds * takes}
+            if entry and tier.depth and lag > len(costs[batch]):
+                seconds += entry
+                told = {"entered": seconds * takes}
+            lag = tier.depth + 1 + (0 if tier.depth else lag)
+            pending.append(RoundStats(tier, batch, batch, tuple(accepted), **told))
             while len(pending) > late:
                 policy.observe(pending.pop(0))
             phase.tiers.append(tier)
@@ -177,6 +186,28 @@ def test_measured_seconds_neither_disturb_nor_are_ignored():
         for timer in (None, lambda chance, tier: 7.0)
     )
     assert [phase.tiers for phase in untimed] == [phase.tiers for phase in timed]
+
+
+#: Plain rounds by batch size, of two cores and the demo's chains 2 and 4; what catching up takes there; and how often
+#: its head's drafts are right in prose.
+DEAR = {4: [1.0, math.inf, 2.18, math.inf, 3.2], 16: [1.0, math.inf, 2.16, math.inf, 2.97]}
+CATCHING_UP, PROSE = {4: 1.03, 16: 1.28}, [0.47, 0.53, 0.55, 0.5]
+
+
+@pytest.mark.parametrize("batch", [4, 16])
+def test_what_never_pays_is_found_out_cheaply(batch):
+    """Regret was 5.2 and 4.2% over 130 rounds, 2.5 and 2.0% over 500: the first draft after plain rounds, with the pass
+    before it that no table has, was never timed, so one look followed another, and what each cost was not known."""
+    steady: Callable[[random.Random, Tier], float] = lambda chance, tier: chance.lognormvariate(0, 0.04)
+    cost = CostTable({(Tier(d), b): s for b, row in DEAR.items() for d, s in enumerate(row) if s < math.inf})
+    phases, short, long = [(PROSE, batch, 130), (PROSE, batch, 370)], [], []
+    for seed in range(12):
+        policy = GoodputPolicy([Tier(2), Tier(4)], cost)
+        first, second = simulate(policy, phases, seed, DEAR, timed=steady, entry=CATCHING_UP[batch])
+        short.append(first.regret)
+        long.append((130 * first.regret + 370 * second.regret) / 500)
+    assert statistics.mean(short) <= 0.035
+    assert statistics.mean(long) <= 0.015
 
 
 # ------------------------------------------------------------------ reaction
