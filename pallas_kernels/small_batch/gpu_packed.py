@@ -200,16 +200,18 @@ class _Kernel:
                 target = shared["x"].at[slot, pl.ds(part * self.rows, self.rows)]
                 plgpu.copy_gmem_to_smem(source, target, shared["full"].at[slot])
 
-        for copy in (copy_weights, copy_rows):
-            for turn in range(self.stages):
-
-                @pl.when(turn < mine)
-                def _(copy: Any = copy, turn: int = turn) -> None:
-                    copy(jnp.int32(turn), team * self.stages + turn)
-
+        # Tables first, and rows before their weights: copies come in the order in which they were asked for, and no
+        # step should wait until the whole ring is full.
         @pl.when(team == 0)
         def _() -> None:
             self.copy_tables(tile, begins, scale_GN, beside, rows, shared)
+
+        for turn in range(self.stages):
+
+            @pl.when(turn < mine)
+            def _(turn: int = turn) -> None:
+                copy_rows(jnp.int32(turn), team * self.stages + turn)
+                copy_weights(jnp.int32(turn), team * self.stages + turn)
 
         plgpu.barrier_wait(shared["ready"].at[0])
         inverse = None
@@ -232,8 +234,8 @@ class _Kernel:
 
             @pl.when(turn + self.stages < mine)
             def _() -> None:
-                copy_weights(turn + self.stages, slot)
                 copy_rows(turn + self.stages, slot)
+                copy_weights(turn + self.stages, slot)
 
             return total
 
@@ -324,7 +326,7 @@ class _Kernel:
             self._add(tile, parts[0], gain, outs, shared, dtype)
         else:
             getattr(self, f"_{self.kind}")(tile, parts, outs, shared, dtype)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def store(self, shared: Any, y: jax.Array, ref: Any, begin: Any) -> None:
         """[32, rows] by way of shared memory to the M rows of 32 columns."""
