@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxspec.models.base import TargetModel
+from jaxspec.models.quantised import stored_bytes
 from jaxspec.runtime.following import Following, Leading
 from jaxspec.runtime.hosts import Hosts
 from jaxspec.runtime.programs import Held, Key, Setting
@@ -157,7 +158,7 @@ class Holding:
 
         As if every expert were touched.
         """
-        total = sum(x.nbytes for x in self._target)
+        total = sum(map(stored_bytes, self._target))
         embedding = self.config.vocab_size * self.config.hidden_size * self._dtype.itemsize
         return total if self.config.tie_word_embeddings else total - embedding
 
