@@ -33,7 +33,7 @@ from jaxspec.bench.studies import report
 from jaxspec.models import few_rows, registry
 from jaxspec.models.base import Experts, ModelConfig
 from jaxspec.models.layouts import tensor_parallel
-from jaxspec.models.quantised import Quantised
+from jaxspec.models.quantised import Quantised, stored_bytes
 from jaxspec.runtime import summing
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.repertoire import RunnerConfig
@@ -126,8 +126,12 @@ def quantised_kernel(key: jax.Array, name: str, d_in: int, d_out: int) -> Quanti
     return Quantised(values, 0.08 / top * spread)
 
 
-def quantise(target: Any, name: str) -> None:
-    """Noise of a format instead of the layers' weights, in place."""
+def quantise(target: Any, name: str | None, output: str | None = None) -> None:
+    """Noise of a format instead of the layers' weights, and of one instead of the output layer's, in place."""
+    if output is not None:
+        target.lm_head.kernel.set_value(quantised_kernel(jax.random.key(3), output, *target.lm_head.kernel[...].shape))
+    if name is None:
+        return
     keys = iter(jax.random.split(jax.random.key(2), 4 * len(target.layers)))
     for layer in target.layers:
         for linear in (layer.attn.qkv, layer.attn.out, layer.mlp.gate_up, layer.mlp.down):
@@ -137,12 +141,14 @@ def quantise(target: Any, name: str) -> None:
 def build(
     shape: str, tiers: Sequence[Tier], batches: Sequence[int], context: int, dtype: jnp.dtype, *,
     kernels: str | None, sampled: bool, page: int, budgets: Sequence[float] = (), layers_by_xla: bool = False,
-    shards: int = 1, sums: str = "nccl", weights: str | None = None, output: bool = False, invariant: bool = False,
+    shards: int = 1, sums: str = "nccl", weights: str | None = None, last: str | None = None, output: bool = False,
+    invariant: bool = False,
 ) -> Runner:  # fmt: skip
     """A runner of random weights with one executable a tier and batch, and one a budget, on so many devices.
 
     Args:
       sums: how these add up activations (runtime.summing).
+      weights, last: formats of the layers' weights and of the output layer's; None: as they are.
       output: whether the output layer runs by its kernel for few rows. invariant: attention of `batch_invariant`.
     """
     cache = use_persistent_cache(True)
@@ -151,8 +157,7 @@ def build(
     way = summing.WAYS[sums]
     lay_out = lambda module: tensor_parallel(module, shards, way.by) if shards > 1 else module
     target = random_weights(nnx.eval_shape(lambda: lay_out(registry.build(cfg, dtype))), 0, mesh)
-    if weights is not None:
-        quantise(target, weights)
+    quantise(target, weights, last)
     if few_rows.unsupported() is None and not layers_by_xla:
         target = few_rows.prepare(target, output=output)
     depth = max(tier.depth for tier in tiers)
@@ -183,8 +188,8 @@ def target_bytes(runner: Runner, touched: int) -> int:
         return runner.weight_bytes
     # Kernels that are stacked over experts; biases are no more than a thousandth of them.
     stacked = [x for x in jax.tree.leaves(runner.target) if x.ndim > 2 and x.shape[0] == cfg.experts.count]
-    each = sum(x.nbytes for x in stacked) // (cfg.experts.count * len(cfg.experts.layers))
-    return runner.weight_bytes - sum(x.nbytes for x in stacked) + touched * each
+    each = sum(map(stored_bytes, stacked)) // (cfg.experts.count * len(cfg.experts.layers))
+    return runner.weight_bytes - sum(map(stored_bytes, stacked)) + touched * each
 
 
 @dataclasses.dataclass
@@ -245,6 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--page", type=int, default=64, help="tokens a page")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--weights", choices=sorted(FORMATS), help="of the layers, quantised (default: as --dtype)")
+    add("--output-weights", choices=sorted(FORMATS), help="of the output layer, quantised (default: as --dtype)")
     add("--kernels", choices=("reference", "tpu", "gpu", "interpret"), help="default: the backend's own")
     add("--tensor-parallel", type=int, default=1, metavar="N", help="on N devices too, after one")
     add("--without-one", action="store_true", help="on N devices only")
@@ -257,6 +263,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--repeats", type=int, default=5, help="medians are taken over these")
     add("--bandwidth", type=float, help="TB/s, for the floor; default: the device's where it is known")
     args = parser.parse_args(argv)
+    if args.output_weights and SHAPES[args.shape][0].tie_word_embeddings:
+        parser.error(f"--output-weights wants an output layer of its own, and that of {args.shape} is the embedding")
 
     tiers = [Tier(depth) for depth in sorted({0, *args.depth})]
     rows: list[dict[str, Any]] = []
@@ -292,7 +300,7 @@ def _measure(
         args.shape, tiers, sorted(set(args.batch)), args.context, jnp.dtype(args.dtype),
         kernels=args.kernels, sampled=args.sampled, page=args.page, budgets=args.budget,
         layers_by_xla=args.layers_by_xla, shards=shards, sums=sums, weights=args.weights,
-        output=args.output_by_kernel or args.batch_invariant, invariant=args.batch_invariant,
+        last=args.output_weights, output=args.output_by_kernel or args.batch_invariant, invariant=args.batch_invariant,
     )  # fmt: skip
     bench = Bench(runner, args.context)
     rate = report.rate(BANDWIDTH, args.bandwidth)
