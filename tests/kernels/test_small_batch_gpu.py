@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.small_batch import experts, gpu, gpu_experts, reference
+from pallas_kernels.small_batch import experts, gpu, gpu_experts, packed, reference
 from pallas_kernels.small_batch.reference import Stream
 
 pytestmark = pytest.mark.skipif(gpu.supported() is not None, reason=str(gpu.supported()))
@@ -47,6 +47,30 @@ def layer(m: int, of: Any) -> Any:
     return heads, stream, hidden, last, of.logits(last.h_ME, kernels[2]), of.logits(last.h_ME, kernels[3], flip=False)
 
 
+#: Values' types, and whether every 128 inputs have scales of their own.
+FORMATS = (jnp.int8, False), (jnp.float8_e4m3fn, True), (jnp.int4, True)
+
+
+def few_bits(m: int, of: Any) -> Any:
+    """The same four and the output layer of weights in each format; heads are neither normed nor biased."""
+    own, found = rows(m), []
+    for i, (dtype, grouped) in enumerate(FORMATS):
+
+        def kernel(k: int, n: int, dtype: Any = dtype, grouped: bool = grouped, seed: int = 20 + i) -> packed.Packed:
+            values = jax.random.normal(jax.random.key(seed), (k, n)) * (2 if dtype == jnp.int4 else 40)
+            if jnp.issubdtype(dtype, jnp.integer):
+                values = jnp.clip(jnp.round(values), jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+            scale = jax.random.uniform(jax.random.key(seed), (k // 128 if grouped else 1, n), jnp.float32, 0.5, 1.5)
+            return packed.pack(values.astype(dtype), scale * 0.03 / jnp.std(values))
+
+        found += of.heads(own["stream"], kernel(E, C * sum(COUNTS)), own["rope"], COUNTS, EPS)
+        stream = of.add(own["attended"], kernel(C * COUNTS[0], E), own["stream"].h_ME, normal(1, E))
+        hidden = of.swiglu(stream, kernel(E, 2 * F), EPS)
+        last = of.add(hidden, kernel(F, E), stream.h_ME, normal(1, E))
+        found += [stream, hidden, last, of.logits(last.h_ME, kernel(E, F))]
+    return found
+
+
 def mixture(m: int, of: Any) -> Any:
     count, inner, stream = 64, 256, rows(m)["stream"]
     choice = of.choose(stream, normal(12, E, count, scale=0.1), EPS, 4, m)
@@ -55,18 +79,20 @@ def mixture(m: int, of: Any) -> Any:
 
 
 def by_rows(found: Any, m: int) -> list[np.ndarray]:
+    """Arrays; the squares of a stream's tiles added up, as of one tile any rounding of a few values shows."""
     fixed = jax.tree.map(
-        lambda x: (*x[:2], x.squares_TR.T[:m]) if isinstance(x, Stream) else x, found,
+        lambda x: (*x[:2], x.squares_TR.sum(0)[:m, None]) if isinstance(x, Stream) else x, found,
         is_leaf=lambda x: isinstance(x, Stream),
     )  # fmt: skip
     return [np.asarray(x, np.float32) for x in jax.tree.leaves(fixed)]
 
 
-@pytest.mark.parametrize(("run", "of", "want"), [(layer, gpu, reference), (mixture, gpu_experts, experts)])
+@pytest.mark.parametrize(
+    ("run", "of", "want"), [(layer, gpu, reference), (few_bits, gpu, reference), (mixture, gpu_experts, experts)]
+)
 def test_rows_are_xlas_and_have_the_same_bits_among_others(run: Any, of: Any, want: Any):
     alone = by_rows(run(1, of), 1)
     for m in (1, 4, 32):
         for i, (got, expected) in enumerate(zip(by_rows(run(m, of), m), by_rows(run(m, want), m), strict=True)):
             np.testing.assert_array_equal(got[:1], alone[i])
-            if got.shape[1] != E // 64:  # squares of one tile: any rounding of a few values shows
-                np.testing.assert_allclose(got, expected, atol=2**-6 * np.abs(expected).max())
+            np.testing.assert_allclose(got, expected, atol=2**-6 * np.abs(expected).max())
