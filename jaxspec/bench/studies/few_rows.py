@@ -1,9 +1,9 @@
 """python -m jaxspec.bench.studies.few_rows: a decoder layer's kernels for few rows, by shape and type of its weights.
 
-Random weights in the shapes of Llama 3.1 8B's or Qwen3-30B-A3B's layers, in bfloat16 and (8B) packed in few bits. Every
-kernel is compared with plain XLA's result, and its first row with the same row alone, bit for bit; then some layers'
-kernels are run one after the other, the variants taking turns: microseconds of a layer, and of each kernel by the
-profiler, against the time that reading the bytes takes.
+Random weights in the shapes of Llama 3.1 8B's or Qwen3-30B-A3B's layers, in bfloat16 and (8B) packed in few bits. Some
+layers' kernels are run one after the other, the variants taking turns: microseconds of a layer, and of each kernel by
+the profiler, against the time that reading the bytes takes. Then every kernel is compared with plain XLA's result, and
+its first row with the same row alone, bit for bit.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--formats", nargs="+", choices=NAMES, help="default: all (8b), bf16")
     add("--rows", type=int, nargs="+", default=[1, 8, 32])
     add("--output", action="store_true", help="the output layer, too, beside XLA's")
-    add("--whole", action="store_true", help="layers alone, not each kernel")
-    add("--layers", type=int, default=8)
+    add("--whole", action="store_true", help="layers' times alone, nothing compared")
+    add("--layers", type=int, default=4)
     add("--repeats", type=int, default=7, help="medians are taken over these")
     add("--bandwidth", type=float, help="TB/s, for the floor; default: the device's where it is known")
     args = parser.parse_args(argv)
@@ -189,16 +189,15 @@ def _measure(args: argparse.Namespace, shape: Shape, formats: Sequence[str]) -> 
         call = jax.jit(lambda w, rows: run(shape, part, w, rows, True))
         return call.lower(weights[name][0] | last, inputs(shape, m)).compile()
 
-    began = time.perf_counter()
-    calls = [*(() if args.whole else shape.calls), *last]
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        jobs = [(name, m, part) for name in formats for m in args.rows for part in ("layers", *calls)]
-        done = pool.map(lambda job: attempt(lambda: compiled(*job)), jobs)
-        found = dict(zip(jobs, done, strict=True))
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, compiled in {time.perf_counter() - began:.0f} s")
-    for name in formats:
-        for part in calls:
-            _check(shape, name, part, args.rows, weights[name][0] | last, found)
+    def all_compiled(parts: Sequence[str]) -> dict[tuple[str, int, str], Any]:
+        began, jobs = time.perf_counter(), [(name, m, part) for name in formats for m in args.rows for part in parts]
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            done = list(pool.map(lambda job: attempt(lambda: compiled(*job)), jobs))
+        print(f"{', '.join(parts)} compiled in {time.perf_counter() - began:.0f} s", flush=True)
+        return dict(zip(jobs, done, strict=True))
+
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
+    found = all_compiled(["layers", *last])
     rows = []
     print("rows  format      layer, us   floor  kernels")
     for m in args.rows:
@@ -228,6 +227,11 @@ def _measure(args: argparse.Namespace, shape: Shape, formats: Sequence[str]) -> 
         if last:
             rows.append(_output_layer(m, found["bf16", m, "logits"], weights["bf16"][0] | last, inputs(shape, m)))
     report.write(args, "few_rows", rows)
+    if not args.whole:
+        found |= all_compiled(shape.calls)
+    for name in formats:
+        for part in [*(() if args.whole else shape.calls), *last]:
+            _check(shape, name, part, args.rows, weights[name][0] | last, found)
     return 0
 
 
