@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,16 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch.gpu import supported
-from pallas_kernels.tree_attention import gpu, gpu_mosaic, reference, tpu
+from pallas_kernels.tree_attention import gpu, gpu_mosaic, mosaic_wide, reference, tpu
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
+
+
+def _on_gpu(args: TreeAttentionArgs, **launch: Any) -> jax.Array:
+    """On Mosaic GPU where that serves the arguments and is faster, else on Triton; `launch` is Triton's."""
+    if not launch and (supported() or mosaic_wide.refusal(args) or mosaic_wide.slower(args)) is None:
+        return mosaic_wide.tree_attention(args)
+    return gpu.tree_attention(args, **launch)
+
 
 _interpreted = functools.partial(tpu.tree_attention, interpret=pltpu.InterpretParams())
 OPERATION = Operation(
@@ -21,7 +30,7 @@ OPERATION = Operation(
     {
         "reference": Implementation(reference.tree_attention),
         "tpu": Implementation(tpu.tree_attention, tpu.refusal),
-        "gpu": Implementation(gpu.tree_attention, gpu.refusal),
+        "gpu": Implementation(_on_gpu, gpu.refusal),
         "batch_invariant": Implementation(
             gpu_mosaic.tree_attention, lambda args: supported() or gpu_mosaic.refusal(args)
         ),

@@ -1,0 +1,380 @@
+"""Tree attention on Mosaic GPU for Hopper where a KV head has many query rows: chunks of prompts and wide trees.
+
+A program owns a request, a KV head, 64 query rows for each of its computing warpgroups (node-major, so that the heads
+of a group lie side by side) and one of S stretches of the keys; another warpgroup brings it blocks of keys through a
+ring in shared memory. Steps come in this order: blocks of the prefix and of the new tokens that every row sees whole,
+then those that are masked somewhere (the prefix's last, those at a window's edge, the new tokens at the diagonal or
+under a tree's bits). Without a mask a program stops at its last row's diagonal, and those with the most to do are
+launched first. A second kernel merges the stretches' sums where there are several.
+
+The computing warpgroups take turns: while one keeps the tensor cores busy the other takes exponentials. Arithmetic
+bounds these calls, so their bits follow what is computed together (`gpu_mosaic` has the kernel whose bits do not).
+The structure is FlashAttention-3's (Shah et al., 2024, sections 3.1 and 3.2).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.sizes import MULTIPROCESSORS, device_kind
+from pallas_kernels.tree_attention.mosaic_rows import MASKED, ROWS, div, params, rem
+from pallas_kernels.tree_attention.mosaic_walk import Walk
+from pallas_kernels.tree_attention.mosaic_wide_launch import ROW, SUMS, Launch
+from pallas_kernels.tree_attention.reference import TreeAttentionArgs
+
+#: Registers of a thread that computes, and of one that brings keys, by the number of computing warpgroups.
+_REGISTERS = {1: (232, 56), 2: (232, 40)}
+_SHARED, _ROOM = 232448, 3072
+_LOG2E = math.log2(math.e)
+_F32, _I32 = jnp.float32, jnp.int32
+_FAR = 1 << 30
+
+
+def refusal(args: TreeAttentionArgs) -> str | None:
+    """Why this kernel cannot serve these arguments, or None."""
+    if args.value_channels is not None:
+        return f"values are the first {args.value_channels} channels of their keys, which only the reference reads"
+    q, c, page = args.q_BNHC, args.q_BNHC.shape[3], args.pages.shape[2]
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype must be bfloat16 or float16, got {q.dtype}"
+    dtypes = [x.dtype for x in (q, args.pages, args.tree_k_BTGC, args.tree_v_BTGC)]
+    if any(dtype != q.dtype for dtype in dtypes):
+        return f"q, pages, tree_k and tree_v must share a dtype, got {', '.join(map(str, dtypes[:3]))}"
+    if c not in (64, 128):
+        return f"head dimension must be 64 or 128, got {c}"
+    if page & (page - 1) or page < 8:
+        return f"page size must be a power of two of at least 8, got {page}"
+    if args.factor <= 0:
+        return f"scale must be positive, got {args.factor}"
+    if args.soft_cap is not None:
+        return "a soft cap"
+    return None
+
+
+def slower(args: TreeAttentionArgs) -> str | None:
+    """Why another kernel is to be preferred for these shapes, or None."""
+    rows = args.q_BNHC.shape[1] * args.q_BNHC.shape[2] // args.tree_k_BTGC.shape[2]
+    return None if rows > ROWS else f"it is for more than {ROWS} query rows of a KV head, got {rows}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Sizes of a launch.
+
+    Attributes:
+      keys: of a step, a multiple of 64.
+      teams: computing warpgroups of a program, 64 query rows each.
+      stages: blocks of a ring; None: what fits.
+      splits: stretches of the keys; None: by the programs.
+    """
+
+    keys: int = 128
+    teams: int = 2
+    stages: int | None = None
+    splits: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel(Launch):
+    """What the programs of a launch do."""
+
+    def body(self, ins: dict[str, Any], outs: tuple[Any, ...], shared: dict[str, Any]) -> None:
+        """A warpgroup of a program: the first ones compute, the last one brings keys."""
+        p, thread = lax.axis_index("program"), lax.axis_index("team")
+        head, b = rem(p, self.kv_heads), rem(div(p, self.kv_heads), self.batch)
+        rest = div(p, self.kv_heads * self.batch)
+        block, split = self.blocks - 1 - div(rest, self.splits), rem(rest, self.splits)
+        first, last = (ins["edges"][i, b, block] if self.window else jnp.int32(0) for i in range(2))
+        walk = Walk.of(self, ins["length"][b], first, last, block, split)
+
+        @pl.when(thread < self.teams)
+        def _() -> None:
+            plgpu.set_max_registers(_REGISTERS[self.teams][0], action="increase")
+            self.compute(walk, b, head, block, split, thread, ins, outs, shared)
+
+        @pl.when(thread == self.teams)
+        def _() -> None:
+            plgpu.set_max_registers(_REGISTERS[self.teams][1], action="decrease")
+            bring = functools.partial(self.bring, walk, b, head, ins, shared)
+            lax.fori_loop(walk.begin, walk.end, bring, self.numbers(walk, walk.begin, b, ins))
+            for slot in range(self.stages):
+                plgpu.barrier_wait(shared["k_empty"].at[slot])
+                plgpu.barrier_wait(shared["v_empty"].at[slot])
+
+    # The warpgroup that brings keys.
+
+    def numbers(self, walk: Walk, step: Any, b: Any, ins: dict[str, Any]) -> tuple[Any, ...]:
+        """Of the pages that hold a step's keys, or any where they hold none."""
+        prefix, block = walk.place(jnp.minimum(step, walk.end - 1))
+        found = []
+        for i in range(self.pieces):
+            at = block * self.keys + i * self.piece
+            held = prefix & (at < walk.length)
+            number = ins["table"][b, jnp.where(held, div(at, self.page), 0)]
+            found.append(jnp.where(held, number, 0))
+        return tuple(found)
+
+    def bring(
+        self, walk: Walk, b: Any, head: Any, ins: dict[str, Any], shared: dict[str, Any], step: Any,
+        numbers: tuple[Any, ...],
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """A step's keys and values to the ring."""
+        slot, later = rem(step - walk.begin, self.stages), self.numbers(walk, step + 1, b, ins)
+        prefix, block = walk.place(step)
+        masked = step >= walk.whole
+        for name, begin in (("k", 0), ("v", self.head_dim)):
+            to, full = shared[name], shared[f"{name}_full"]
+            plgpu.barrier_wait(shared[f"{name}_empty"].at[slot])
+            # What a mask hides weighs 0, but 0 * NaN is NaN: such values go through the last barrier and are cleaned.
+            barrier = full.at[slot if name == "k" else jnp.where(masked, self.stages, slot)]
+
+            @pl.when(prefix)
+            def _(to: Any = to, begin: int = begin, barrier: Any = barrier) -> None:
+                for i, number in enumerate(numbers):
+                    row = rem(block * self.keys, self.page) if self.page > self.keys else 0
+                    source = ins["pages"].at[number, head, pl.ds(row, self.piece), pl.ds(begin, self.head_dim)]
+                    target = to.at[slot, pl.ds(i * self.piece, self.piece)]
+                    plgpu.copy_gmem_to_smem(source, target, barrier)
+
+            @pl.when(jnp.logical_not(prefix))
+            def _(to: Any = to, name: str = name, barrier: Any = barrier) -> None:
+                for i in range(self.pieces):
+                    self.bring_new(
+                        ins[name], b, block * self.keys + i * self.piece, head,
+                        to.at[slot, pl.ds(i * self.piece, self.piece)], barrier,
+                    )  # fmt: skip
+
+        @pl.when(masked)
+        def _() -> None:
+            plgpu.barrier_wait(shared["v_full"].at[self.stages])
+            low = jnp.where(prefix, walk.lowest - block * self.keys, 0)
+            high = jnp.where(prefix, walk.length, self.entries) - block * self.keys
+            for i in range(self.keys // ROWS):
+                self.clean(shared["v"].at[slot, pl.ds(i * ROWS, ROWS)], (low - i * ROWS, high - i * ROWS))
+            plgpu.commit_smem()
+            for _ in range(self.pieces):
+                plgpu.barrier_arrive(shared["v_full"].at[slot])
+
+        return later
+
+    # The warpgroups that compute.
+
+    def compute(
+        self, walk: Walk, b: Any, head: Any, block: Any, split: Any, team: Any, ins: dict[str, Any],
+        outs: tuple[Any, ...], shared: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Attention of 64 rows to a program's keys."""
+        for slot in range(self.stages):
+            plgpu.barrier_arrive(shared["k_empty"].at[slot])
+            plgpu.barrier_arrive(shared["v_empty"].at[slot])
+        tile = block * self.teams + team
+        q = shared["q"].at[team]
+        self.fill(q, ins["q"], b, head, tile)
+        plgpu.commit_smem()
+        full = lambda shape, value, layout: self.cast(jnp.full(shape, value, _F32), layout)
+        top, total = full((ROWS,), MASKED, ROW), full((ROWS,), 0.0, ROW)
+        if self.sinks:
+            # A sink is the first entry of the first stretch: a score, and no value.
+            first = jnp.where(split == 0, 1.0, 0.0)
+            sink = self.vector(ins["sinks"].at[head, tile])
+            top, total = sink * first + top * (1.0 - first), total + first
+        if self.turns:
+            pl.when(team == 1)(lambda: self.turn(shared))
+        step = functools.partial(self.step, walk, b, tile, ins, shared, q)
+        start = full((ROWS, self.head_dim), 0.0, SUMS), top, total
+        whole, begin, end = jnp.clip(walk.whole, walk.begin, walk.end), walk.begin, walk.end
+        sums = lax.fori_loop(begin, whole, functools.partial(step, False), start)
+        sums = lax.fori_loop(whole, end, functools.partial(step, True), sums)
+        if self.turns:
+            pl.when(team == 0)(lambda: self.turn(shared))
+        acc, top, total = sums
+        if self.splits == 1:
+            out = (acc * self.along(1.0 / total, self.head_dim)).astype(outs[0].dtype)
+            self.put(outs[0], out, b, head, tile)
+        else:
+            at = ((split * self.batch + b) * self.kv_heads + head) * self.tiles + tile
+            self.spill(outs, sums, at)
+
+    def step(
+        self, walk: Walk, b: Any, tile: Any, ins: dict[str, Any], shared: dict[str, Any], q: Any, masked: bool,
+        step: Any, sums: tuple[Any, ...],
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Adds a step's keys."""
+        slot = rem(step - walk.begin, self.stages)
+        k, v = shared["k"].at[slot], shared["v"].at[slot]
+        plgpu.barrier_wait(shared["k_full"].at[slot])
+        s = self.scores(q, k, shared)
+        self.done("k", slot, shared)
+        if masked:
+            s = self.hide(walk, b, tile, ins, step, s)
+        acc, top, total = sums
+        p, keep, top, total = self.weights(s, top, total)
+        acc, p = acc * self.along(keep, self.head_dim), p.astype(v.dtype)
+        if self.turns:
+            if not self.interpret:
+                acc, top, total, p = lax.optimization_barrier((acc, top, total, p))
+            plgpu.barrier_arrive(shared["turn"])
+        plgpu.barrier_wait(shared["v_full"].at[slot])
+        if self.turns:
+            plgpu.barrier_wait(shared["turn"])
+        acc = self.weighted(acc, p, v)
+        self.done("v", slot, shared)
+        return acc, top, total
+
+    def done(self, name: str, slot: Any, shared: dict[str, Any]) -> None:
+        """Says that a block of keys or values may be written over."""
+        if self.interpret:  # its reads are not wgmma's
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(shared[f"{name}_empty"].at[slot])
+
+    def weights(self, s: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
+        """Of scores: what values weigh, what earlier sums are multiplied by, and the new maxima and weights."""
+        scale = self.factor * _LOG2E
+        new = jnp.maximum(top, jnp.max(s, axis=1) * scale)
+        keep = jnp.exp2(top - new)
+        p = jnp.exp2(s * scale - self.along(new, self.keys))
+        return p, keep, new, total * keep + jnp.sum(p, axis=1)
+
+    def hide(self, walk: Walk, b: Any, tile: Any, ins: dict[str, Any], step: Any, s: jax.Array) -> jax.Array:
+        """Scores, -inf where a row does not see a key."""
+        prefix, block = walk.place(step)
+        begin, one = block * self.keys, prefix.astype(_I32)
+        key = self.iota((ROWS, self.keys), 1, SUMS)
+        if self.causal:
+            node = div(tile * ROWS + self.iota((ROWS,), 0, ROW), self.group)
+            last = node * (1 - one) + ((walk.length - 1) * one - begin)
+            seen = key <= self.along(last, self.keys)
+        else:
+            seen = key < (walk.length - begin) * one
+            for w in range(self.keys // 32):
+                word = self.vector(ins["words"].at[b, jnp.where(prefix, 0, block * (self.keys // 32) + w), tile])
+                word, at = self.along(word, self.keys), key - 32 * w + one * _FAR
+                inside = (at >= 0) & (at < 32)
+                bit = lax.shift_right_logical(word, jnp.where(inside, at, 0).astype(jnp.uint32)) & jnp.uint32(1)
+                seen = seen | (inside & (bit != 0))
+        if self.window:
+            # The new tokens that a window hides are the mask's business.
+            low = self.vector(ins["lowest"].at[b, tile]) * one - begin
+            seen = seen & (key >= self.along(low, self.keys))
+        return jnp.where(seen, s, -jnp.inf)
+
+    def merge(self, ins: tuple[Any, ...], out: Any) -> None:
+        """The stretches' sums of a tile as one result."""
+        p = lax.axis_index("program")
+        each = self.batch * self.kv_heads * self.tiles
+        tile, head, b = rem(p, self.tiles), rem(div(p, self.tiles), self.kv_heads), div(p, self.tiles * self.kv_heads)
+
+        def add(split: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+            (acc, top, total), (acc_j, top_j, total_j) = sums, self.fetch(ins, split * each + p)
+            new = jnp.maximum(top, top_j)
+            keep, weight = jnp.exp2(top - new), jnp.exp2(top_j - new)
+            acc = acc * self.along(keep, self.head_dim) + acc_j * self.along(weight, self.head_dim)
+            return acc, new, total * keep + total_j * weight
+
+        acc, _, total = lax.fori_loop(1, self.splits, add, self.fetch(ins, p))
+        self.put(out, (acc * self.along(1.0 / total, self.head_dim)).astype(out.dtype), b, head, tile)
+
+
+@functools.partial(jax.jit, static_argnums=(0,), static_argnames=("interpret",))
+def _attend(kernel: Kernel, ins: dict[str, jax.Array], *, interpret: Any = None) -> jax.Array:
+    """Results like q, by one launch or two."""
+    names, q, scratch = list(ins), ins["q"], kernel.scratch(ins["q"].dtype)
+    whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    items = kernel.splits * kernel.batch * kernel.kv_heads * kernel.tiles
+    parts = [jax.ShapeDtypeStruct((items, ROWS, *more), _F32) for more in ((kernel.head_dim,), (), ())]
+    outs = [whole] if kernel.splits == 1 else parts
+    extra = {} if interpret is None else {"interpret": interpret}
+
+    def tree_attention(*refs: Any) -> None:
+        of_outs = refs[len(names) : len(names) + len(outs)]
+        shared = dict(zip(scratch, refs[len(names) + len(outs) :], strict=True))
+        kernel.body(dict(zip(names, refs[: len(names)], strict=True)), of_outs, shared)
+
+    found = plgpu.kernel(
+        tree_attention, out_type=outs, scratch_types=tuple(scratch.values()), grid=(kernel.programs,),
+        grid_names=("program",), num_threads=kernel.teams + 1, thread_name="team", compiler_params=params(), **extra,
+    )(*ins.values())  # fmt: skip
+    if kernel.splits == 1:
+        return found[0]
+
+    def tree_attention_merge(*refs: Any) -> None:
+        kernel.merge(refs[:3], refs[3])
+
+    return plgpu.kernel(
+        tree_attention_merge, out_type=whole, grid=(items // kernel.splits,), grid_names=("program",),
+        compiler_params=params(), **extra,
+    )(*found)  # fmt: skip
+
+
+def kernel_of(args: TreeAttentionArgs, blocks: Blocks | None = None, *, interpret: bool = False) -> Kernel:
+    """The launch for these arguments."""
+    blocks = blocks or Blocks()
+    (b, n, h, c), (t, g) = args.q_BNHC.shape, args.tree_k_BTGC.shape[1:3]
+    page, teams, keys = args.pages.shape[2], blocks.teams, blocks.keys
+    stages = blocks.stages or (_SHARED - _ROOM - 2 * teams * ROWS * c) // (4 * keys * c)
+    programs = b * g * -(-n * (h // g) // (ROWS * teams))
+    splits = blocks.splits
+    if splits is None:
+        kind = device_kind().lower()
+        count = next((count for name, count in MULTIPROCESSORS.items() if name in kind), 132)
+        splits = max(1, min(count // programs, args.table_BM.shape[1] * page // (2 * keys)))
+    return Kernel(
+        b, n, t, h, g, c, page, args.tree_mask_BNT is None, args.window is not None, args.factor,
+        args.sinks_H is not None, splits, keys, teams, stages, interpret,
+    )  # fmt: skip
+
+
+def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, interpret: Any = None) -> jax.Array:
+    """See api.tree_attention.
+
+    Args:
+      blocks: sizes; by the shapes and the device at hand where None.
+      interpret: parameters of Pallas' interpreter for GPUs.
+    """
+    kernel = kernel_of(args, blocks, interpret=interpret is not None)
+    ins = {
+        "q": args.q_BNHC, "k": _flat(args.tree_k_BTGC), "v": _flat(args.tree_v_BTGC), "pages": args.pages,
+        "table": args.table_BM, "length": args.length_B,
+    }  # fmt: skip
+    if args.tree_mask_BNT is not None:
+        ins["words"] = _words(args.tree_mask_BNT, kernel)
+    if args.sinks_H is not None:
+        sinks = (args.sinks_H.astype(_F32) * _LOG2E).reshape(kernel.kv_heads, 1, kernel.group)
+        sinks = jnp.broadcast_to(sinks, (kernel.kv_heads, kernel.nodes, kernel.group))
+        ins["sinks"] = _tiles(sinks.reshape(kernel.kv_heads, kernel.rows), kernel)
+    if args.window is not None:
+        lowest = jnp.maximum(args.length_B[:, None] + args.offsets - (args.window - 1), 0).astype(_I32)
+        ins["lowest"] = _tiles(jnp.repeat(lowest, kernel.group, axis=1), kernel)
+        of_blocks = ins["lowest"].reshape(kernel.batch, kernel.blocks, -1)
+        ins["edges"] = jnp.stack([of_blocks.min(axis=2), of_blocks.max(axis=2)])
+    return _attend(kernel, ins, interpret=interpret)
+
+
+def _words(mask_BNT: jax.Array, kernel: Kernel) -> jax.Array:
+    """Bit t % 32 of word t // 32 says whether a row sees tree entry t: uint32 [B, whole blocks' words, tiles, 64]."""
+    b, n, t = mask_BNT.shape
+    words = -(-t // kernel.keys) * (kernel.keys // 32)
+    bits = jnp.pad(mask_BNT, ((0, 0), (0, 0), (0, 32 * words - t))).reshape(b, n, words, 32).astype(jnp.uint32)
+    packed = (bits << jnp.arange(32, dtype=jnp.uint32)).sum(axis=-1, dtype=jnp.uint32).transpose(0, 2, 1)
+    return _tiles(jnp.repeat(packed, kernel.group, axis=2), kernel)
+
+
+def _flat(x_BTGC: jax.Array) -> jax.Array:
+    """All requests' new tokens as one array, of whole tiles of 8 rows as the copy engine wants."""
+    b, t, *rest = x_BTGC.shape
+    return jnp.pad(x_BTGC.reshape(b * t, *rest), ((0, -b * t % 8), (0, 0), (0, 0)))
+
+
+def _tiles(x: jax.Array, kernel: Kernel) -> jax.Array:
+    """Values of a KV head's rows [..., rows] as [..., tiles, 64]; those behind the last are like it."""
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, kernel.tiles * ROWS - kernel.rows)]
+    return jnp.pad(x, padding, mode="edge").reshape(*x.shape[:-1], kernel.tiles, ROWS)

@@ -1,0 +1,209 @@
+"""Sizes of a launch of wide attention, its memory, and operations of which the interpreter has its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.tree_attention import mosaic_rows, mosaic_tiles
+from pallas_kernels.tree_attention.mosaic_rows import ROWS, Source, div, rem
+
+_F32, _I32 = jnp.float32, jnp.int32
+#: How wgmma's sums lie in registers, and a value for each of their rows.
+SUMS = plgpu.Layout.WGMMA
+ROW = SUMS.reduce(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One launch.
+
+    Attributes:
+      batch, nodes, entries, heads, kv_heads, head_dim, page: B, N, T, H, G, C and tokens a page.
+      causal: without a mask. window: whether there is one. factor: of scores.
+      splits, keys, teams, stages: see Blocks.
+      interpret: whether registers are pretended.
+    """
+
+    batch: int
+    nodes: int
+    entries: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page: int
+    causal: bool
+    window: bool
+    factor: float
+    sinks: bool
+    splits: int
+    keys: int
+    teams: int
+    stages: int
+    interpret: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a KV head."""
+        return self.nodes * self.group
+
+    @property
+    def blocks(self) -> int:
+        """Of query rows: programs of a request's KV head and stretch."""
+        return -(-self.rows // (ROWS * self.teams))
+
+    @property
+    def tiles(self) -> int:
+        """Of 64 query rows."""
+        return self.blocks * self.teams
+
+    @property
+    def turns(self) -> bool:
+        """Whether computing warpgroups take turns."""
+        return self.teams == 2
+
+    @property
+    def programs(self) -> int:
+        return self.batch * self.kv_heads * self.blocks * self.splits
+
+    @property
+    def piece(self) -> int:
+        """Keys that one copy brings."""
+        return min(self.page, self.keys)
+
+    @property
+    def pieces(self) -> int:
+        return self.keys // self.piece
+
+    @property
+    def queries(self) -> Source:
+        """Where a KV head's rows lie among queries and results [B, N, H, C], in values."""
+        return Source(self.group, self.heads * self.head_dim, self.head_dim)
+
+    def base(self, b: Any, head: Any) -> Any:
+        """Where a KV head's first row lies there."""
+        return (b * (self.nodes * self.heads) + head * self.group) * self.head_dim
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """Shared memory and barriers, by name."""
+        shape = lambda count, rows: plgpu.SMEM((count, rows, self.head_dim), dtype, transforms=mosaic_rows.tiled())
+        full = lambda more: plgpu.Barrier(num_barriers=self.stages + more, num_arrivals=self.pieces)
+        empty = lambda: plgpu.Barrier(num_barriers=self.stages, num_arrivals=self.teams)
+        found = {
+            "q": shape(self.teams, ROWS), "k": shape(self.stages, self.keys), "v": shape(self.stages, self.keys),
+            "k_full": full(0), "v_full": full(1), "k_empty": empty(), "v_empty": empty(),
+        }  # fmt: skip
+        return found | ({"turn": plgpu.Barrier(num_arrivals=self.teams)} if self.turns else {})
+
+    def turn(self, shared: dict[str, Any]) -> None:
+        """Meets the other computing warpgroup."""
+        if self.turns:
+            plgpu.barrier_arrive(shared["turn"])
+            plgpu.barrier_wait(shared["turn"])
+
+    def iota(self, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
+        if self.interpret:
+            return lax.broadcasted_iota(_I32, shape, axis)
+        return plgpu.broadcasted_iota(_I32, shape, axis, layout=layout)
+
+    def cast(self, x: jax.Array, layout: Any) -> jax.Array:
+        return x if self.interpret else plgpu.layout_cast(x, layout)
+
+    def vector(self, ref: Any) -> jax.Array:
+        """A value for each of 64 rows."""
+        if self.interpret:
+            return ref[...]
+        return plgpu.load(ref, layout=ROW, optimized=False)  # pyright: ignore[reportCallIssue]
+
+    def along(self, x: jax.Array, count: int) -> jax.Array:
+        """Rows' values, the same in each of so many columns."""
+        return lax.broadcast_in_dim(x, (ROWS, count), (0,))
+
+    def scores(self, q: Any, k: Any, shared: dict[str, Any]) -> jax.Array:
+        """Queries [64, C] times keys [keys, C]: [64, keys]."""
+        if self.interpret:
+            a, b = q[...].astype(_F32), k[...].astype(_F32)
+            self.turn(shared)
+            return lax.dot_general(a, b, (((1,), (1,)), ((), ())))
+
+        def run(out: Any) -> jax.Array:
+            plgpu.wgmma(out, q, k.transpose((1, 0)))
+            self.turn(shared)
+            return out[...]
+
+        return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((ROWS, self.keys), _F32))
+
+    def weighted(self, acc: jax.Array, p: jax.Array, v: Any) -> jax.Array:
+        """Sums [64, C] and weights [64, keys] times values [keys, C]."""
+        if self.interpret:
+            return acc + lax.dot_general(p.astype(_F32), v[...].astype(_F32), (((1,), (0,)), ((), ())))
+        out = plgpu.WGMMAAccumulatorRef.init(acc)
+        return pl.run_state(lambda out: plgpu.wgmma(out, p, v))(out)  # pyright: ignore[reportReturnType]
+
+    def fill(self, tile: Any, ref: Any, b: Any, head: Any, number: Any) -> None:
+        """A tile's queries; zeros behind the last."""
+        first = number * ROWS
+        if not self.interpret:
+            mosaic_rows.fill(tile, ref, self.queries, self.base(b, head), -first, self.rows, (0, 0))
+            return
+        own = lax.dynamic_slice_in_dim(ref[b], head * self.group, self.group, axis=1).reshape(-1, self.head_dim)
+        at = first + jnp.arange(ROWS)
+        tile[...] = jnp.where((at < self.rows)[:, None], own[jnp.clip(at, 0, self.rows - 1)], 0)
+
+    def clean(self, tile: Any, keep: tuple[Any, Any]) -> None:
+        """See mosaic_tiles.clean."""
+        if not self.interpret:
+            mosaic_tiles.clean(tile, keep)
+            return
+        at, values = jnp.arange(ROWS), tile[...]
+        kept = ((at >= keep[0]) & (at < keep[1]))[:, None] & jnp.isfinite(values)
+        tile[...] = jnp.where(kept, values, 0)
+
+    def put(self, ref: Any, values: jax.Array, b: Any, head: Any, number: Any) -> None:
+        """A tile's results."""
+        first = number * ROWS
+        if not self.interpret:
+            mosaic_tiles.put(ref, values, self.queries, self.base(b, head), first, self.rows)
+            return
+        for i in range(ROWS):
+            row = first + i
+
+            @pl.when(row < self.rows)
+            def _(i: int = i, row: Any = row) -> None:
+                ref.at[b, div(row, self.group), head * self.group + rem(row, self.group)][...] = values[i]
+
+    def fetch(self, refs: tuple[Any, ...], at: Any) -> tuple[jax.Array, ...]:
+        """A tile's partial sums [64, C], maxima and weights [64]."""
+        if not self.interpret:
+            return mosaic_rows.fetch(refs, self.head_dim, at * ROWS, ROWS)
+        return tuple(ref[at] for ref in refs)
+
+    def spill(self, refs: tuple[Any, ...], sums: tuple[Any, ...], at: Any) -> None:
+        """Writes what `fetch` reads."""
+        if not self.interpret:
+            mosaic_rows.spill(refs, sums, at * ROWS, ROWS)
+            return
+        for ref, value in zip(refs, sums, strict=True):
+            ref.at[at][...] = value
+
+    def bring_new(self, ref: Any, b: Any, first: Any, head: Any, to: Any, barrier: Any) -> None:
+        """Entries of [B * T, G, C] from a request's `first` on; what lies behind its last may be anything."""
+        if not self.interpret:
+            source = ref.at[pl.ds(b * self.entries + first, self.piece), head]
+            plgpu.copy_gmem_to_smem(source, to, barrier)
+            return
+        at = jnp.minimum(b * self.entries + first + jnp.arange(self.piece), ref.shape[0] - 1)
+        to[...] = lax.dynamic_index_in_dim(ref[...], head, axis=1, keepdims=False)[at]
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(barrier)

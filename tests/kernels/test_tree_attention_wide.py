@@ -1,0 +1,155 @@
+"""The Mosaic kernel for many rows: interpreted with race detection, its walk over blocks, and Hopper's compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_kernels.aot import ptx, worker
+from pallas_kernels.aot.targets import TARGETS
+from pallas_kernels.tree_attention import api, mosaic_wide
+from pallas_kernels.tree_attention.cases import CASES, Case
+from pallas_kernels.tree_attention.mosaic_walk import Walk
+from pallas_kernels.tree_attention.mosaic_wide import Blocks
+from pallas_kernels.tree_attention.reference import TreeAttentionArgs
+
+interpreted = pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX has no interpreter for it")
+
+#: Chunks and trees of several tiles; prefixes of 0 and at the edges of pages; pages shorter and longer than a block.
+SMALL = (
+    (Case("causal", 2, 70, 4, 2, 64, 64, 300, mask="causal", lengths="ragged"), Blocks(64, 2, stages=2, splits=1)),
+    (Case("causal-split", 3, 70, 4, 1, 64, 64, 300, mask="causal", lengths="ragged"), Blocks(64, 1, 3, splits=2)),
+    (Case("tree", 2, 36, 4, 1, 64, 16, 150, lengths="ragged", prior=60), Blocks(64, 1, stages=2, splits=2)),
+    (Case("group7", 2, 20, 7, 1, 128, 256, 400, mask="causal", lengths="ragged"), Blocks(128, 1, stages=2, splits=1)),
+    (
+        Case("window-sinks", 3, 40, 4, 2, 64, 64, 400, mask="causal", lengths="ragged", window=70, sinks=True),
+        Blocks(64, 1, stages=2, splits=2),
+    ),
+    (Case("window-tree", 3, 20, 4, 1, 64, 64, 200, lengths="ragged", window=70), Blocks(64, 1, stages=2, splits=1)),
+)
+
+
+def run(args: TreeAttentionArgs, blocks: Blocks) -> jax.Array:
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.jit(functools.partial(mosaic_wide.tree_attention, blocks=blocks, interpret=params))(args)
+
+
+@interpreted
+@pytest.mark.parametrize(("case", "blocks"), SMALL, ids=lambda x: getattr(x, "name", ""))
+def test_agrees_with_the_definition_and_has_no_races(case: Case, blocks: Blocks, capfd: pytest.CaptureFixture[str]):
+    args = case.draw(0, poison=True)
+    got, want = np.asarray(run(args, blocks).astype(jnp.float32)), case.defined(args)
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 4e-3
+    assert "RACE" not in capfd.readouterr().out
+
+
+@interpreted
+@pytest.mark.parametrize("mask", ["causal", "tree"])
+def test_broken_new_tokens_stay_with_those_who_see_them(mask: Any):
+    case = dataclasses.replace(SMALL[2][0], prior=0, mask=mask)
+    args = case.draw(0)
+    k, v = (x.at[1, 12].set(jnp.nan) for x in (args.tree_k_BTGC, args.tree_v_BTGC))
+    out = np.asarray(run(dataclasses.replace(args, tree_k_BTGC=k, tree_v_BTGC=v), SMALL[2][1]).astype(jnp.float32))
+    want = np.zeros((case.batch, case.nodes), bool)
+    want[1] = np.asarray(args.mask)[1, :, 12]
+    np.testing.assert_array_equal(np.isnan(out).any(axis=(2, 3)), want)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 150), (False, None)])
+def test_a_walk_meets_every_block_once_and_masks_what_some_row_does_not_see(causal: bool, window: int | None):
+    kernel = dataclasses.replace(KERNEL, causal=causal)
+    keys, lengths = kernel.keys, np.asarray([0, 1, 127, 128, 129, 700])
+    places = np.stack(np.meshgrid(lengths, np.arange(kernel.blocks), np.arange(kernel.splits), indexing="ij"), -1)
+    steps = np.arange(-(-700 // keys) + -(-kernel.entries // keys) + 1)
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=0)
+    def walk(place: jax.Array) -> Any:
+        length, block, split = place
+        first, last = (jnp.minimum(block * 128 + i, kernel.rows - 1) // kernel.group for i in (0, 127))
+        lowest, highest = (jnp.maximum(0, length + i - (window or 2**20) + 1) for i in (first, last))
+        walk = Walk.of(kernel, length, lowest, highest, block, split)
+        return (walk.begin, walk.end, walk.whole, walk.lowest), jax.vmap(walk.place)(jnp.asarray(steps))
+
+    (begin, end, whole, lowest), (prefix, block) = jax.tree.map(np.asarray, walk(jnp.asarray(places.reshape(-1, 3))))
+    for i in range(0, len(begin), kernel.splits):
+        length, tile, _ = places.reshape(-1, 3)[i]
+        own = slice(i, i + kernel.splits)
+        assert begin[i] == 0 and (begin[own][1:] == end[own][:-1]).all()
+        total, first = end[own][-1], lowest[i]
+        nodes = np.arange(tile * 128, min(tile * 128 + 128, kernel.rows)) // kernel.group
+        low = np.maximum(0, length + nodes - window + 1) if window is not None else np.zeros_like(nodes)
+        assert first == low.min()
+        last = nodes.max() if causal else kernel.entries - 1
+        met = {(bool(prefix[i, step]), int(block[i, step])) for step in range(total)}
+        assert len(met) == total
+        seen = {(True, x // keys) for x in range(first, length)} | {(False, x // keys) for x in range(last + 1)}
+        assert seen <= met
+        for step in range(whole[i]):
+            at = block[i, step] * keys
+            if prefix[i, step]:
+                assert at >= low.max() and at + keys <= length
+            else:
+                assert causal and at + keys - 1 <= nodes.min()
+
+
+KERNEL = mosaic_wide.kernel_of(
+    dataclasses.replace(SMALL[0][0], batch=1, nodes=150, heads=8).shapes(), Blocks(128, 2, splits=3)
+)
+
+
+@interpreted
+@pytest.mark.skipif(bool(TARGETS["h200"].missing()), reason="no compiler for absent GPUs")
+@pytest.mark.parametrize("name", ["prefill512-4k", "prefill256-4k", "tree64-b8-8k", "one-kv-head"])
+def test_compiles_for_hopper_without_spills(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    whole = NamedSharding(TARGETS["h200"].mesh(), PartitionSpec())
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+    traced = jax.jit(mosaic_wide.tree_attention).trace(jax.tree.map(place, CASES[name].shapes()))
+    traced.lower(lowering_platforms=("cuda",)).compile()
+    out, err = capfd.readouterr()
+    spills = [bytes_ for entry, _, bytes_ in ptx.parse(out + err) if entry.startswith("tree_attention")]
+    assert spills and max(spills) <= worker.MAX_SPILL_BYTES
+    assert "serialized" not in out + err
+
+
+def test_takes_the_place_of_triton_on_hopper_where_rows_are_many(monkeypatch: pytest.MonkeyPatch):
+    taken = []
+    monkeypatch.setattr(api.gpu, "tree_attention", lambda args, **launch: taken.append(("triton", launch)))
+    monkeypatch.setattr(mosaic_wide, "tree_attention", lambda args: taken.append(("wide", {})))
+    run = api.OPERATION.implementations["gpu"].run
+    many, few, wide_heads = (CASES[name].shapes() for name in ("tree64-b8-8k", "verify8-b8-8k", "d256-tree64"))
+    run(many)
+    monkeypatch.setattr(api, "supported", lambda: None)
+    for args in (many, few, wide_heads):
+        run(args)
+    run(many, blocks=1)
+    assert taken == [("triton", {}), ("wide", {}), ("triton", {}), ("triton", {}), ("triton", {"blocks": 1})]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, None),
+        (dict(head_dim=128, page=16), None),
+        (dict(mask="tree"), None),
+        (dict(dtype="float32"), "must be bfloat16 or float16, got float32"),
+        (dict(head_dim=96), "must be 64 or 128, got 96"),
+        (dict(page=24), "power of two of at least 8, got 24"),
+        (dict(window=64, mask="tree"), None),
+        (dict(soft_cap=30.0), "a soft cap"),
+    ],
+)
+def test_what_it_serves(change: dict[str, Any], said: str | None):
+    why = mosaic_wide.refusal(dataclasses.replace(SMALL[0][0], **change).shapes())
+    assert why is None if said is None else said in (why or "")
