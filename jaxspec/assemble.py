@@ -50,7 +50,7 @@ from jaxspec.runtime.executables import source_digest
 from jaxspec.runtime.hosts import Hosts
 from jaxspec.runtime.repertoire import RunnerConfig
 from jaxspec.runtime.runner import Runner
-from jaxspec.runtime.sharding import Sharing, check_divides, host_memory, spans_processes, tensor_mesh
+from jaxspec.runtime.sharding import Sharing, check_devices, check_divides, host_memory, spans_processes, tensor_mesh
 from jaxspec.runtime.timing import measure
 from jaxspec.runtime.warmup import WarmupConfig
 from jaxspec.scheduling.scheduler import Scheduler
@@ -111,6 +111,7 @@ def build_engine(
       progress: show a bar while compiling; or what is called with how many executables have come, of how many in all.
     """
     speculation, config = SpeculationConfig.of(speculation), config or EngineConfig()
+    check_devices()
     use_persistent_cache(config.compile_cache)  # loading compiles too: a small program for each shape
     model_dir = resolve_model(model)
     kind, directory = resolve_drafter(drafter, model_dir)

@@ -15,18 +15,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from jaxspec import cli
 
-from jaxspec import cli, clusters
-from jaxspec.checkpointing import hf
-from jaxspec.drafters import registry
-from jaxspec.prompts import text_and_ids
-from jaxspec.request import SamplingParams
-from jaxspec.resolve import resolve_drafter, resolve_model
-from jaxspec.rowfile import RowFile, digest, fingerprint
-from jaxspec.text.tokenizer import Tokenizer
-from jaxspec.train.data.jsonl import Line, named, read_rows
-from jaxspec.writer import Asked, WriterConfig, write
+with cli.starting(__name__):
+    import numpy as np
+
+    from jaxspec import clusters
+    from jaxspec.checkpointing import hf
+    from jaxspec.drafters import registry
+    from jaxspec.prompts import text_and_ids
+    from jaxspec.request import SamplingParams
+    from jaxspec.resolve import resolve_drafter, resolve_model
+    from jaxspec.rowfile import RowFile, digest, fingerprint
+    from jaxspec.text.tokenizer import Tokenizer
+    from jaxspec.train.data.jsonl import Line, named, read_rows
+    from jaxspec.writer import Asked, WriterConfig, write
 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 #: Fields that a row may have; an answer is one completion, and holds no log-probabilities.

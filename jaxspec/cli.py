@@ -12,8 +12,9 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType, MappingProxyType
+from types import FrameType, MappingProxyType, TracebackType
 from typing import NoReturn
 
 from jaxspec.names import hints
@@ -105,17 +106,30 @@ def quick_interrupts() -> Iterator[None]:
 def starting(module: str) -> Iterator[None]:
     """Around a command's imports, and what else comes before anything has to be cleared up: Ctrl-C ends it at once.
 
+    From then on one line says so where JAX finds no device, instead of a traceback.
+
     Args:
       module: whose they are, by its `__name__`; nothing happens where it is not the command.
     """
     if module != "__main__":
         yield
         return
+    sys.excepthook = _say_uncaught
     handler = signal.signal(signal.SIGINT, _end)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+def _say_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    frames = traceback.extract_tb(trace)
+    # Where JAX looks for devices: of what it is told to use it found none, which it says by several exceptions.
+    if frames and frames[-1].filename.endswith("xla_bridge.py"):
+        why = str(error) or "no such device, or no plugin for it, is installed"
+        print(f"error: JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')!r}: {why}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def _end(signum: int, frame: FrameType | None) -> NoReturn:

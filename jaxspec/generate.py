@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxspec import cli
 
@@ -30,6 +31,7 @@ with cli.starting(__name__):
     from jaxspec.llm import LLM
     from jaxspec.request import SAMPLING_ELSEWHERE, RequestOutput, SamplingParams
     from jaxspec.resolve import resolve_drafter, resolve_model
+    from jaxspec.runtime.sharding import check_devices
     from jaxspec.text.grammar import GrammarCompiler, GrammarSpec
     from jaxspec.text.tokenizer import Tokenizer
     from jaxspec.tier import PLAIN
@@ -53,6 +55,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", default="demo", help="'demo' or a Hugging Face directory")
     p.add_argument("--max-seq-len", type=int, metavar="N",
         help="longest prompt plus output in tokens (default: the model's context, at most 2048)")  # fmt: skip
+    p.add_argument("--dtype", choices=("float32", "bfloat16"),
+        help="of weights and activations (default: float32 on CPUs, else bfloat16)")  # fmt: skip
+    p.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="devices that share every layer")
     p.add_argument("--quiet", action="store_true", help="the completion only")
     _add_speculation(p)
     _add_sampling(p)
@@ -144,6 +149,7 @@ class Job:
       params: how they are sampled.
       grammar: what the texts have to be; None: anything.
       context: tokens of the longest prompt plus output.
+      engine: fields of EngineConfig.
     """
 
     prompts: list[str]
@@ -151,6 +157,7 @@ class Job:
     grammar: GrammarSpec | None
     speculation: SpeculationConfig
     context: int
+    engine: dict[str, Any]
 
 
 def check(args: argparse.Namespace) -> Job:
@@ -173,7 +180,11 @@ def check(args: argparse.Namespace) -> Job:
     )  # fmt: skip
     directory = resolve_model(args.model)
     drafter = registry.find(resolve_drafter(args.drafter, directory)[0])
-    config = EngineConfig(max_batch_size=1, max_seq_len=args.max_seq_len)
+    engine: dict[str, Any] = dict(
+        max_batch_size=1, max_seq_len=args.max_seq_len, dtype=args.dtype, tensor_parallel=args.tensor_parallel
+    )
+    config = EngineConfig(**engine)
+    check_devices()
     choose_policy(speculation, config.buckets, drafter.drafts, drafter.trees)
     model, tokenizer = hf.load_config(directory), Tokenizer.from_directory(directory)
     context = longest_text(config, model.max_position_embeddings)
@@ -185,7 +196,7 @@ def check(args: argparse.Namespace) -> Job:
     texts = list(DEMO_PROMPTS) if args.demo else [sys.stdin.read() if text == "-" else text for text in args.prompt]
     for text in texts:
         _check_fits(text, tokenizer, context)
-    return Job(texts, params, grammar, speculation, context)
+    return Job(texts, params, grammar, speculation, context, engine)
 
 
 def _check_fits(prompt: str, tokenizer: Tokenizer, context: int) -> None:
@@ -263,8 +274,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with cli.quick_interrupts():
             job = check(args)
             llm = LLM(
-                args.model, args.drafter, job.speculation, max_batch_size=1, max_seq_len=args.max_seq_len,
-                progress=not args.quiet, structured_output=job.grammar is not None,
+                args.model, args.drafter, job.speculation, **job.engine, progress=not args.quiet,
+                structured_output=job.grammar is not None,
             )  # fmt: skip
         if args.demo:
             return demo(llm, job.params)

@@ -84,6 +84,17 @@ def test_commands_end_with_what_they_return(monkeypatch: pytest.MonkeyPatch):
     assert ended.value.code == 3
 
 
+def test_a_command_without_a_device_says_so_in_a_line(capsys: pytest.CaptureFixture[str]):
+    """Whatever asks JAX first; other errors keep their tracebacks."""
+    for name, quiet in (("jax/_src/xla_bridge.py", True), ("jax/_src/other.py", False)):
+        try:
+            exec(compile("raise RuntimeError('no backend')", name, "exec"))
+        except RuntimeError as e:
+            cli._say_uncaught(RuntimeError, e, e.__traceback__)
+        told = capsys.readouterr().err
+        assert "no backend" in told and (told.count("\n") == 1) == quiet
+
+
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     """Subcommands by name."""
     (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
@@ -113,6 +124,7 @@ def test_every_flag_shows_its_default():
     [
         (generate.main, ["hi", "--max-new-tokens", "5"], "for '--max-new-tokens' say '--max-tokens'"),
         (generate.main, ["hi", "--max-model-len=5"], "for '--max-model-len' say '--max-seq-len'"),
+        (generate.main, ["hi", "--tensor-parallel-size", "2"], "say '--tensor-parallel'"),
         (generate.main, ["hi", "--zzz"], "unrecognized arguments: --zzz\n"),
         (serve_main, ["--api-key", "x"], "for '--api-key' say '--auth-token-file'"),
         (serve_main, ["--gpu-memory-utilization", ".9"], "for '--gpu-memory-utilization' say '--memory-fraction'"),

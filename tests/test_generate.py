@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -134,6 +135,21 @@ def test_candidate_steps_reach_the_engine(built: list[Told], capsys: pytest.Capt
     with pytest.raises(SystemExit):
         generate.main(["x", "--candidate-steps", "deep"])
     assert "must be integers separated by commas, got 'deep'" in capsys.readouterr().err
+
+
+def test_type_and_devices_reach_the_engine(built: list[Told]):
+    assert generate.main(["x", "--dtype", "bfloat16", "--tensor-parallel", "2"]) == 0
+    assert (built[0].options["dtype"], built[0].options["tensor_parallel"]) == ("bfloat16", 2)
+
+
+def test_a_platform_without_devices_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Of a wrong name JAX says what it knows; of one that it knows and has no plugin for, nothing."""
+    for error, words in (RuntimeError("'wild' is unknown"), "'wild' is unknown"), (AssertionError(), "no such device"):
+        with monkeypatch.context() as patch:
+            patch.setattr(generate.check_devices.__globals__["jax"], "devices", Mock(side_effect=error))
+            assert generate.main(["x"]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("error: JAX_PLATFORMS=") and words in told and told.count("\n") == 1
 
 
 def test_a_conversation_needs_a_chat_template(

@@ -67,7 +67,8 @@ class Arriving(Holding):
         wanted = self._warmup.wait(first)
         tell = config.progress if callable(config.progress) else lambda ready, total: None
         tell(0, self._warmup.total)
-        bar = tqdm(wanted, total=len(first), desc="compiling", disable=config.progress is not True, leave=False)
+        hidden = None if config.progress is True else True  # None: where it is no terminal
+        bar = tqdm(wanted, total=len(first), desc="compiling", disable=hidden, leave=False)
         try:
             for count, (key, executable) in enumerate(bar, start=1):
                 tell(count, self._warmup.total)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -33,6 +34,19 @@ from jaxspec.speculation.round import Drafted, Forward, RoundSpec, round_fn
 from jaxspec.speculation.several import several_fn
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import Tier
+
+
+def check_devices() -> None:
+    """Whether there is a device to run on.
+
+    Raises:
+      ValueError: JAX finds none of those that it is told to use.
+    """
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as e:  # the latter where a platform has no plugin
+        why = str(e) or "no such device, or no plugin for it, is installed"
+        raise ValueError(f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')!r}: {why}") from e
 
 
 def tensor_mesh(shards: int, devices: Sequence[Any] | None = None) -> Mesh:

@@ -66,12 +66,19 @@ def _request(args: argparse.Namespace) -> tuple[Prompt, Options]:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     given = {name: value for name, value in vars(args).items() if name in Options.__annotations__ and value is not None}
     if given.get("json_schema", "").startswith("@"):
-        given["json_schema"] = Path(given["json_schema"][1:]).read_text(encoding="utf-8")
+        given["json_schema"] = _text(given["json_schema"][1:])
     options = cast(Options, given)
     if not args.chat:
         return text, options
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     return [*system, {"role": "user", "content": text}], options
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as e:
+        raise ValueError(f"cannot read {path}: {e.strerror}") from e
 
 
 def summary(info: PromptInfo, end: Finished) -> str:
@@ -139,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         connection: dict[str, Any] = {name: getattr(args, name) for name in ("tls", "tls_ca", "tls_cert", "tls_key")}
         if args.token_file is not None:
-            connection["token"] = Path(args.token_file).read_text(encoding="utf-8").split("\n", 1)[0].strip()
+            connection["token"] = _text(args.token_file).split("\n", 1)[0].strip()
         prompt, options = _request(args)
         with Client(args.target, retries=args.retries, **connection) as client:
             send = functools.partial(run, client, prompt, options, timeout=args.timeout, stats=args.stats)
