@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,6 +19,13 @@ E, F, C = 256, 384, 128
 COUNTS = (2, 1, 1)
 
 interpreted = pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX has no interpreter for it")
+
+
+@pytest.fixture(autouse=True)
+def no_races(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """The interpreter prints a race and goes on."""
+    yield
+    assert "RACE DETECTED" not in capfd.readouterr().out
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
@@ -104,6 +112,19 @@ def close(got: Any, want: Any, m: int) -> None:
         assert a.shape == b.shape and a.dtype == b.dtype
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         np.testing.assert_allclose(a, b, rtol=2**-7, atol=2**-7 * np.abs(b).max())
+
+
+@interpreted
+def test_a_race_is_printed_in_the_words_that_are_looked_for(capfd: pytest.CaptureFixture[str]):
+    """Two threads write the same memory, and nothing says which comes first."""
+
+    def body(out: Any) -> None:
+        out[...] = jnp.full((64,), 1.0) * jax.lax.axis_index("thread").astype(jnp.float32)
+
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    shape = jax.ShapeDtypeStruct((64,), jnp.float32)
+    jax.block_until_ready(plgpu.kernel(body, out_type=shape, num_threads=2, thread_name="thread", interpret=params)())
+    assert "RACE DETECTED" in capfd.readouterr().out
 
 
 @interpreted
