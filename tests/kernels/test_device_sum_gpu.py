@@ -1,4 +1,4 @@
-"""What the compilers of a GPU that is not there make of a sum over devices: nothing may be signalled before it is there.
+"""What compilers of GPUs that are not there make of a sum over devices: nothing may be signalled before it is there.
 
 Its interpreter has no semaphores, so the order of what devices see is read in the program. Where there is no GPU:
 `JAX_PLATFORMS=cpu pytest --noconftest`, with the compilers of `pallas_kernels.aot` and JAX 0.11 or newer.
