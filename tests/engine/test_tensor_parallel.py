@@ -5,6 +5,7 @@ The devices are virtual ones of the CPU (tests/conftest.py).
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -50,6 +51,9 @@ SIZES = dict(
     max_batch_size=4, max_seq_len=120, page_size=8, prefill_chunk=16, batch_buckets=(4,), variants=("sampled",),
     compile_cache=False, warmup="eager",
 )  # fmt: skip
+#: A request at a time: fewer executables, and the products of one row, which XLA partitions in its own way.
+ONE_ROW = {**SIZES, "max_batch_size": 1, "batch_buckets": (1,)}
+WRITTEN = Path(__file__).with_name("one_device.json")
 
 
 def eagle3_head(**fields: int) -> Eagle3Head:
@@ -67,10 +71,10 @@ def eagle3_head(**fields: int) -> Eagle3Head:
 
 def build(
     target: Any, tools: Any, shards: int, head: Any = None, tiers: tuple[Tier, ...] = (PLAIN,),
-    **speculation: Any,
+    sizes: dict[str, Any] = SIZES, **speculation: Any,
 ) -> Any:  # fmt: skip
     """An engine without a drafter, or with a head."""
-    config = EngineConfig(**SIZES, tensor_parallel=shards)
+    config = EngineConfig(**sizes, tensor_parallel=shards)
     if head is not None and not speculation:
         speculation = dict(tiers=tiers)
 
@@ -78,7 +82,7 @@ def build(
         core = HeadCore(tensor_parallel(head, shards))
         return AutoregressiveDrafter(core, geo), core.params
 
-    cost = CostTable({(tier, 4): 1e-3 for tier in tiers})
+    cost = CostTable({(tier, bucket): 1e-3 for tier in tiers for bucket in config.buckets})
     return assemble(
         target, None, SpeculationConfig(**(speculation or dict(policy="off"))), config, cost=cost, progress=False,
         drafter=None if head is None else Drafting(make, trees=True),
@@ -122,45 +126,65 @@ def test_an_eagle_head_on_two_devices(target: Any, tools: Any, expected: Any):
     assert state.tokens_SL.sharding.is_fully_replicated and state.draft.ring_SRA.sharding.is_fully_replicated
 
 
-def test_a_head_that_two_devices_cannot_split(target: Any, tools: Any, expected: Any):
-    """One KV head, nine draft tokens and an odd MLP: those parts are computed whole, beside a split target.
-
-    Packed rounds and whole ones take turns.
-    """
+def run_whole_parts(target: Any, tools: Any, shards: int) -> tuple[Any, Any]:
+    """(engine, outputs) of a head of one KV head, nine draft tokens and an odd MLP; packed and whole rounds in turn."""
     head = eagle3_head(num_heads=1, num_kv_heads=1, draft_vocab_size=9, intermediate_size=23)
-    outputs = []
-    for shards in (1, SHARDS):
-        engine, script = build(target, tools, shards, head, depth=2, budget=1.0), tools.script(Tier(2))
-        script.select = lambda view, heard=script.heard: (Choice(Tier(2), 8), Tier(2))[len(heard) % 2]
-        engine.use_policy(script)
-        outputs.append(tools.drive(engine, tools.workload()))
-        tools.same(outputs[-1], expected)
-    assert histograms(outputs[0]) == histograms(outputs[1])
+    engine, script = build(target, tools, shards, head, depth=2, budget=1.0), tools.script(Tier(2))
+    script.select = lambda view, heard=script.heard: (Choice(Tier(2), 8), Tier(2))[len(heard) % 2]
+    engine.use_policy(script)
+    return engine, tools.drive(engine, tools.workload())
+
+
+def run_shared_tables(tmp_path: Path, tools: Any, shards: int) -> tuple[Any, Any]:
+    """(engine, outputs) of EAGLE-1 under rejection, one row at a time."""
+    target = tiny_target(0, vocab_size=V, eos_token_ids=(EOS,))
+    if shards > 1:
+        hf.save_model(target, tmp_path, dtype=jnp.float32)
+        target = hf.load_model(tmp_path, devices=Sharing(tensor_mesh(shards), BY_XLA))
+    cfg = Eagle1Config(tiny_config(vocab_size=V, num_layers=1), target.config.num_layers)
+    head = Eagle1Head(cfg, Shared(target.embedding[...]), shared_lm_head(target), rngs=nnx.Rngs(0))
+    head.fc.kernel.set_value(jax.random.normal(jax.random.key(2), head.fc.kernel.shape) * 0.2)
+    engine = build(target, tools, shards, head, sizes=ONE_ROW, depth=2, verification="rejection")
+    return engine, tools.drive(engine, tools.workload())
+
+
+@pytest.fixture(scope="module")
+def written() -> dict[str, Any]:
+    """What one device gives in the two runs above; `test_one_device_gives_what_is_written` runs them again."""
+    return json.loads(WRITTEN.read_text())
+
+
+@pytest.mark.exhaustive("two engines of one device, for what is written down")
+def test_one_device_gives_what_is_written(target: Any, tools: Any, tmp_path: Path, written: dict[str, Any]):
+    whole, shared = run_whole_parts(target, tools, 1)[1], run_shared_tables(tmp_path, tools, 1)[1]
+    found = {
+        "whole parts": {"histograms": histograms(whole)},
+        "shared tables": {"tokens": [o.token_ids for o in shared], "histograms": histograms(shared)},
+    }
+    (new := tmp_path / WRITTEN.name).write_text(json.dumps(found))
+    assert found == written, f"it gives what {new} says"
+
+
+def test_a_head_that_two_devices_cannot_split(target: Any, tools: Any, expected: Any, written: dict[str, Any]):
+    """Those parts are computed whole, beside a split target."""
+    engine, outputs = run_whole_parts(target, tools, SHARDS)
+    tools.same(outputs, expected)
+    assert histograms(outputs) == written["whole parts"]["histograms"]
     state = engine.runner.state
     assert state.draft.pages.sharding.is_fully_replicated and not state.pages.sharding.is_fully_replicated
 
 
-def test_a_head_with_the_targets_tables(tmp_path: Path, tools: Any, expected: Any):
+def test_a_head_with_the_targets_tables(tmp_path: Path, tools: Any, expected: Any, written: dict[str, Any]):
     """EAGLE-1 on two devices: embedding and output layer are the very arrays that the target reads, on each device.
 
     Under rejection: drafts drawn from distributions that are split, and residuals of such.
     """
-    outputs = []
-    for shards in (1, SHARDS):
-        target = tiny_target(0, vocab_size=V, eos_token_ids=(EOS,))
-        if shards > 1:
-            hf.save_model(target, tmp_path, dtype=jnp.float32)
-            target = hf.load_model(tmp_path, devices=Sharing(tensor_mesh(shards), BY_XLA))
-        cfg = Eagle1Config(tiny_config(vocab_size=V, num_layers=1), target.config.num_layers)
-        head = Eagle1Head(cfg, Shared(target.embedding[...]), shared_lm_head(target), rngs=nnx.Rngs(0))
-        head.fc.kernel.set_value(jax.random.normal(jax.random.key(2), head.fc.kernel.shape) * 0.2)
-        engine = build(target, tools, shards, head, depth=2, verification="rejection")
-        outputs.append(tools.drive(engine, tools.workload()))
-    tools.same(outputs[1], outputs[0])
+    engine, outputs = run_shared_tables(tmp_path, tools, SHARDS)
+    assert [o.token_ids for o in outputs] == written["shared tables"]["tokens"]
     greedy = [i for i, (_, params) in enumerate(tools.workload()) if params.temperature == 0]
-    tools.same([outputs[1][i] for i in greedy], [expected[i] for i in greedy])
-    assert histograms(outputs[0]) == histograms(outputs[1])
-    assert sum(o.metrics.accepted for o in outputs[1]) > 0
+    tools.same([outputs[i] for i in greedy], [expected[i] for i in greedy])
+    assert histograms(outputs) == written["shared tables"]["histograms"]
+    assert sum(o.metrics.accepted for o in outputs) > 0
     own, drafts = engine.runner.target, engine.runner.draft_params
     for a, b in (
         (own["embedding"], drafts["embedding"]),
@@ -185,7 +209,7 @@ def test_directories_load_onto_two_devices(tmp_path: Path, target: Any, tools: A
     """From the front: a draft model equal to its target has every greedy draft accepted."""
     hf.save_model(target, tmp_path / "target", dtype=jnp.float32)
     hf.save_model(target, tmp_path / "draft", dtype=jnp.float32)
-    config = EngineConfig(**SIZES, tensor_parallel=SHARDS, skip_tokenizer_init=True)
+    config = EngineConfig(**ONE_ROW, tensor_parallel=SHARDS, skip_tokenizer_init=True)
     engine = build_engine(tmp_path / "target", "draft_model", {"depth": 3}, config, progress=False)
     work = tools.workload()
     outputs = tools.drive(engine, work)
@@ -227,13 +251,14 @@ def test_refusals_come_before_the_weights(tmp_path: Path):
 
 def test_memory_counts_what_each_device_holds():
     """Of experts a part on every device; in four bits the whole, beside parts of all else."""
-    target = tiny_target(0, **{**FAMILY_FIELDS["gpt_oss"], "vocab_size": V})
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: tiny_target(0, **{**FAMILY_FIELDS["gpt_oss"], "vocab_size": V})))
+    target = nnx.merge(graph, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
     experts = target.layers[1].mlp
     count, width, inner = experts.gate_up[...].shape
     four_bits = Mxfp4(jnp.zeros((count, width // 2, inner), jnp.uint8), jnp.zeros((count, 1, inner), jnp.uint8))
     for kernel in (experts.gate_up[...], four_bits):
         experts.gate_up = nnx.Param(kernel)
-        state = nnx.state(tensor_parallel(target, SHARDS))
+        state = nnx.state(nnx.eval_shape(lambda: tensor_parallel(target, SHARDS)))
         shardings = parameter_shardings(tensor_mesh(SHARDS), state)
         held = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize, state, shardings)
         assert stored_share(target, SHARDS) == sum(jax.tree.leaves(held))
@@ -252,7 +277,8 @@ def test_the_layout_computes_the_same(fields: dict[str, Any]):
     model = tiny_target(3, vocab_size=V, **fields)
     other = tensor_parallel(model, SHARDS)
     tokens = jnp.asarray([[1, 5, 15, 0, 7]], jnp.int32)
-    logits = [np.asarray(m.logits(m(tokens, jnp.arange(5)[None], causal_attention)[0])) for m in (model, other)]
+    forward = nnx.jit(lambda m: m.logits(m(tokens, jnp.arange(5)[None], causal_attention)[0]))
+    logits = [np.asarray(forward(m)) for m in (model, other)]
     np.testing.assert_allclose(*logits, atol=2e-5)
     before, after = model.layers[0].attn.qkv, other.layers[0].attn.qkv
     assert (model.layers[0].attn.shards, other.layers[0].attn.shards) == (1, SHARDS), "the original stays as it was"
