@@ -56,9 +56,9 @@ def _launch(x_T: jax.Array, axis_name: Hashable) -> jax.Array:
         here = pl.ds(start, _TILE)
         own = plgpu.layout_cast(x[here], layout).astype(jnp.float32)
         # The next device first, so that no two write to the same at once.
-        others = [{axis_name: lax.rem(rank + hop, jnp.int32(peers))} for hop in range(1, peers)]
+        others: list[Any] = [{axis_name: lax.rem(rank + hop, jnp.int32(peers))} for hop in range(1, peers)]
         for at in others:
-            theirs = plgpu.remote_ref(parts, at)  # pyright: ignore[reportArgumentType]: JAX takes mesh coordinates
+            theirs = plgpu.remote_ref(parts, at)
             theirs[pl.ds(rank * size + start, _TILE)] = own
         for at in others:
             # Not all at once: `semaphore_signal_parallel` of JAX 0.11.2 has its fence after the first signal.
