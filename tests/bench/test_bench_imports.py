@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 #: protobuf is orbax's as well, which training imports.
 SERVER = ("grpc", "grpc_health", "grpc_reflection", "grpc_status", "prometheus_client")
 PROTOBUF = "google.protobuf"
+#: How tests/conftest.py lets this process compile, as the environment of another one.
+QUICKLY = {
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+}
 #: Runs what it reads, [[code, argv], ...], one after the other, and writes what each printed and its exit status.
 DRIVER = """
 import contextlib, io, json, sys, traceback
@@ -57,8 +63,8 @@ class Told:
 def without(names: tuple[str, ...], steps: list[tuple[str, list[str]]]) -> list[Told]:
     block = f"import sys; sys.modules |= dict.fromkeys({names!r})\n"
     done = subprocess.run(
-        [sys.executable, "-c", block + DRIVER], cwd=ROOT, input=json.dumps(steps), capture_output=True, text=True,
-        timeout=600,
+        [sys.executable, "-c", block + DRIVER], cwd=ROOT, env=os.environ | QUICKLY, input=json.dumps(steps),
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [Told(*told) for told in json.loads(done.stdout)]

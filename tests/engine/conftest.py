@@ -362,7 +362,7 @@ def long_requests(count: int = 6) -> list[tuple[list[int], SamplingParams]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The exactness tests of a passing kind come together, so that its engine is built once."""
+    """The tests of a passing kind come together, those of drafts and of exactness, so that its engine is built once."""
 
     def group(item: pytest.Item) -> int:
         kind = (
@@ -370,7 +370,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
         return PASSING.index(kind) if kind in PASSING else -1
 
-    places = [i for i, item in enumerate(items) if item.path.name == "test_exactness.py"]
+    of = ("test_drafts_as_defined.py", "test_exactness.py")
+    places = [i for i, item in enumerate(items) if item.path.name in of]
     for place, item in zip(places, sorted((items[i] for i in places), key=group), strict=True):
         items[place] = item
 
