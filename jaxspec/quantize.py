@@ -239,7 +239,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             read_texts(args.texts)  # before anything is written: whether they can be
         before, after = quantise_directory(model, args.out, FORMATS[args.format], args.ignore)
         report: dict[str, Any] = {"format": args.format, "bytes": before, "bytes_quantised": after}
-        print(f"{args.out}: {after / 1e6:.1f} MB of tensors, {after / before:.3f} of {before / 1e6:.1f} MB", flush=True)
+        whole, share = before / 1e6, after / before
+        print(f"{args.out}: {after / 1e6:.1f} MB of tensors, {share:.1%} of the {whole:.1f} MB before", flush=True)
         if args.max_tokens > 0:
             report |= compare(model, args.out, args)
             texts = "its own text" if args.texts is None else "these texts"

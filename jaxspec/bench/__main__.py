@@ -44,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         needed = "grpcio, grpcio-health-checking, grpcio-reflection, grpcio-status, protobuf, prometheus-client"
         print(f"error: `serve` needs {error.name!r}, which is not installed; pip install {needed}", file=sys.stderr)
         return 2
+    if apart is None and argv and not argv[0].startswith("-") and argv[0] not in (there := command.subcommands()):
+        print(f"error: no benchmark {argv[0]!r}; there are {', '.join(sorted({*there, *_APART}))}", file=sys.stderr)
+        return 2
     return int(command.main(argv if apart is None else argv[1:]))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from jaxspec.bench.__main__ import main
 from jaxspec.bench.offline import command, engines
 from jaxspec.bench.offline.measure import Mode
 from jaxspec.bench.offline.metrics import Completion, Round, Run
@@ -51,6 +52,13 @@ def test_a_prompts_file_is_a_workload_of_its_own():
 def test_tune_measures_the_pure_workloads():
     args = command.parse(["tune", "--out", "adaptive.json"])
     assert command.options_of(args).plan.workloads == ("code", "prose") and args.reach == 0.05
+
+
+def test_a_benchmark_that_is_none_is_answered_with_those_there_are(capsys: pytest.CaptureFixture[str]):
+    assert main(["tuen", "--out", "x"]) == 2
+    assert capsys.readouterr().err == (
+        "error: no benchmark 'tuen'; there are adaptive, grow, overheads, profile, report, serve, simulate, tune\n"
+    )
 
 
 def test_engines_are_batch_invariant_where_asked(monkeypatch: pytest.MonkeyPatch):
