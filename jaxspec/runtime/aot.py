@@ -283,8 +283,7 @@ def experts_round(target: Target) -> Iterator[Program]:
     """Plain rounds of two layers of mixtures of experts, in bfloat16 and in few bits, at 1 and 16 rows, on one device.
 
     Experts that no token uses may not be copied, nor those in few bits be expanded all at once: a round gets less for
-    its intermediate values than a sixteenth of what a layer's experts take in bfloat16. Of TPUs one row alone, and not
-    MXFP4, whose codes XLA copies there (312 MiB on v5e).
+    its intermediate values than a sixteenth of what a layer's experts take in bfloat16. Of TPUs one row alone.
     """
     mesh = target.mesh(1, TENSOR_AXIS)
     geo = dataclasses.replace(GEOMETRY, num_pages=6 * GEOMETRY.num_pages, kernels=target.kind)
@@ -293,8 +292,6 @@ def experts_round(target: Target) -> Iterator[Program]:
     ):  # fmt: skip
         assert cfg.experts is not None
         whole = 3 * cfg.experts.count * cfg.hidden_size * cfg.experts.inner * DTYPE.itemsize
-        if form == "mxfp4" and target.kind == "tpu":
-            continue
         for bucket in (1, BUCKET) if target.kind == "gpu" else (1,):
             change = functools.partial(_experts_for, backend=target.kind, form=form)
             described = abstract_round(cfg, geo, mesh, bucket, dtype=DTYPE, change=change)
