@@ -105,7 +105,12 @@ def load_drafter(
         found = registry.find(read_kind(directory))
         if not known[kind].accepts(found):
             raise ValueError(f"{directory} holds a drafter of kind {found.name!r}, expected {kind!r}")
-    return known[kind].load(directory, target, dtype, overrides)
+    try:
+        return known[kind].load(directory, target, dtype, overrides)
+    except ValueError as e:
+        if str(directory) in str(e):
+            raise
+        raise ValueError(f"{directory}: {e}") from e  # of a file or a field, which the target has as well
 
 
 def check_layout(kind: str, layout: str | None, what: str = "layout") -> str:

@@ -72,6 +72,8 @@ def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         with opened(path, "rb") as f:
             for number, raw in enumerate(f, 1):
                 yield number, raw
+    except FileNotFoundError as e:
+        raise ValueError(f"{path}: cannot be read: {e.strerror}") from e
     except (OSError, EOFError, zlib.error) as e:
         raise ValueError(f"{path}:{number + 1}: cannot be read: {e}") from e
 
