@@ -68,7 +68,7 @@ def cells(args: argparse.Namespace, device: costs.Costs) -> list[Cell]:
         raise ValueError(
             f"noise must lie in [0, 1) and table-error in (0, 100), got {args.noise} and {args.table_error}"
         )
-    sure = acceptance.Reliability(args.spread, args.confidence_noise, args.confidence_slope)
+    sure = acceptance.Reliability(args.spread, args.confidence_noise, args.confidence_slope, streaks=args.streaks)
     texts = [acceptance.parse(text, sure) for text in args.acceptance or ("good", "poor", "good+poor")]
     open_loops = [
         (Path(path).name, traces.read(path, speed_up=args.speed_up, duration=args.seconds)) for path in args.trace or ()

@@ -50,6 +50,12 @@ def parser() -> argparse.ArgumentParser:
     add("--spread", type=float, default=2.0, help="how much a text's tokens differ, in logits")
     add("--confidence-noise", type=float, default=1.0, help="of the drafter's word for its drafts, in logits")
     add("--confidence-slope", type=float, default=1.0, help="below 1 it is too modest, above too bold")
+    add(
+        "--streaks",
+        type=float,
+        default=0.0,
+        help="share of that spread that neighbours have in common; real texts 0.35",
+    )
     add("--carry", action="store_true", help="policies begin with what they learnt in an earlier run of the cell, with "
         "another seed, as a server's do after a restart (keep_learnt)")  # fmt: skip
     add("--tpot-scale", type=float, help="every request asks for so many times plain decoding's 90th percentile of "
