@@ -27,9 +27,9 @@ _START_PACE = 2
 _UNSEEN_PACE = 2
 #: Share of the evidence that a round of however many rows leaves.
 _LEAST_KEPT = 0.94
-#: Page's CUSUM test for a change, in standard deviations of a round's accepted drafts: slack a round, and alarm level.
-_CUSUM_SLACK = 0.6
-_CUSUM_ALARM = 6.0
+#: Page's CUSUM test for a change for the worse and for the better, in standard deviations of a round's accepted drafts:
+#: slack a round, and alarm level. Texts go on being easy for some rounds, and accepted lengths have a long tail upward.
+_WORSE, _BETTER = (0.6, 7.0), (1.0, 10.0)
 
 
 def breadth(tier: Tier) -> float:
@@ -108,12 +108,13 @@ class _Drift:
 
     def alarms(self, surprise: float, reached: Sequence[float], accepted: Sequence[float]) -> bool:
         """Takes one round, `surprise` standard deviations above expectation, and says whether acceptance changed."""
-        self.level += self.sign * surprise - _CUSUM_SLACK
+        slack, alarm = _BETTER if self.sign > 0 else _WORSE
+        self.level += self.sign * surprise - slack
         if self.level <= 0:
             self.reset()
             return False
         self.since.add(reached, accepted)
-        return self.level > _CUSUM_ALARM
+        return self.level > alarm
 
     def reset(self) -> None:
         if self.level:
@@ -184,6 +185,11 @@ class AcceptanceModel:
         self._seen = {bucket: _BucketEvidence(depth) for bucket in buckets}
         self._rates: dict[int, tuple[float, ...]] = {}
         self._chains: dict[int, list[float]] = {}
+
+    @property
+    def blank(self) -> bool:
+        """Whether nothing was ever seen."""
+        return not any(seen.rows for seen in self._seen.values())
 
     def rates(self, bucket: int) -> tuple[float, ...]:
         """The estimate for each position up to the deepest tier's."""

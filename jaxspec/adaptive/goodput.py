@@ -30,6 +30,8 @@ _PROBE_PATIENCE = 8
 _REGRET = 8.0
 #: Most rounds between probes, and between looks at costs, that a policy begins with which recalls what was learnt.
 _PAUSE = 100.0
+#: Gap in log goodput within which the first arm is the cheapest one that drafts.
+_NEAR = 0.05
 #: Gap in log goodput from which it counts more than in proportion; and how fast switches are forgotten.
 _LARGE, _REST = 0.1, 0.99
 #: Rounds that must have drafted, or not, before a change of that tells that texts change; how fast that is forgotten.
@@ -142,7 +144,9 @@ class GoodputPolicy:
             current = max(quick, key=scores.__getitem__) if quick else min(state.candidates, key=costs.__getitem__)
         choice = self._run(state, current, bucket)
         if state.probe is None:
-            steady.decided(choice, tokens[current], math.exp(costs[current]))
+            steady.decided(choice, view.batch_size, tokens[current], math.exp(costs[current]))
+            if steady.plain:  # not beyond the next probe
+                steady.left = min(steady.left, max(0, int(state.interval) - state.since_probe - 1))
         return choice
 
     def _run(self, state: Bucket, arm: int, bucket: int) -> Tier | Choice:
@@ -155,14 +159,14 @@ class GoodputPolicy:
         """Updates acceptance from a finished round, and costs where it was timed."""
         state = self._bucket(stats.bucket)
         self._rows[stats.bucket].read(stats)
-        if state.steady.is_usual(stats):
+        if state.steady.is_usual(stats, timed=self._params.refine_cost and stats.seconds > 0):
             self._yields.wait(stats.bucket)
             self._entry.ran(stats)
             return
         arm = self._cost.arm(stats.tier, stats.bucket, stats.tokens)
         doubtful = stats.seconds > 0 and self._cost.observe(stats.tier, stats.bucket, stats.seconds, stats.tokens)
         self._learn_entry(stats)
-        self._learn_acceptance(stats)
+        self._learn_acceptance(stats, state.steady.studied())
         if stats.seconds > 0 and not state.timed and self._params.probe_share and self._params.refine_cost:
             state.timed = True
             state.credit += self._params.probe_start * stats.seconds
@@ -186,11 +190,15 @@ class GoodputPolicy:
                 self._entry.learn(bucket, _FREE * rounds, _FREE * error)
         self._entry.ran(stats)
 
-    def _learn_acceptance(self, stats: RoundStats) -> None:
-        """What a round accepted, and of a packed one what the others would have shown."""
+    def _learn_acceptance(self, stats: RoundStats, rounds: int) -> None:
+        """What a round accepted, and of a packed one what the others would have shown.
+
+        Args:
+          rounds: that it stands for, if it is plain.
+        """
         depth, bucket, drafts = stats.tier.depth, stats.bucket, stats.drafts
         if depth == 0:
-            self._acceptance.age(stats.batch_size)
+            self._acceptance.age(stats.batch_size * rounds)
         elif stats.tokens is None:
             if self._acceptance.observe(stats):
                 self._forget()
@@ -266,7 +274,10 @@ class GoodputPolicy:
         """The arm to run when nothing is probed."""
         best = max(state.candidates, key=scores.__getitem__)
         if state.current is None:
-            state.current = best
+            # Of what may be as good where nothing is known, that which loses least.
+            drafting = self._acceptance.blank and self._arms[best].tier.depth
+            near = lambda i: self._arms[i].tier.depth > 0 and scores[best] - scores[i] < _NEAR
+            state.current = min(filter(near, state.candidates), key=costs.__getitem__) if drafting else best
         elif best == state.current:
             state.lost = 0.0
         else:
