@@ -42,7 +42,7 @@ _FAR = 1 << 30
 def refusal(args: TreeAttentionArgs) -> str | None:
     """Why this kernel cannot serve these arguments, or None."""
     if args.value_channels is not None:
-        return f"values are the first {args.value_channels} channels of their keys, which only the reference reads"
+        return f"values are the first {args.value_channels} channels of their keys"
     q, c, page = args.q_BNHC, args.q_BNHC.shape[3], args.pages.shape[2]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype must be bfloat16 or float16, got {q.dtype}"
@@ -342,7 +342,7 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
     """
     kernel = kernel_of(args, blocks, interpret=interpret is not None)
     ins = {
-        "q": args.q_BNHC, "k": _flat(args.tree_k_BTGC), "v": _flat(args.tree_v_BTGC), "pages": args.pages,
+        "q": args.q_BNHC, "k": _whole(args.tree_k_BTGC), "v": _whole(args.tree_v_BTGC), "pages": args.pages,
         "table": args.table_BM, "length": args.length_B,
     }  # fmt: skip
     if args.tree_mask_BNT is not None:
@@ -368,10 +368,9 @@ def _words(mask_BNT: jax.Array, kernel: Kernel) -> jax.Array:
     return _tiles(jnp.repeat(packed, kernel.group, axis=2), kernel)
 
 
-def _flat(x_BTGC: jax.Array) -> jax.Array:
-    """All requests' new tokens as one array, of whole tiles of 8 rows as the copy engine wants."""
-    b, t, *rest = x_BTGC.shape
-    return jnp.pad(x_BTGC.reshape(b * t, *rest), ((0, -b * t % 8), (0, 0), (0, 0)))
+def _whole(x_BTGC: jax.Array) -> jax.Array:
+    """New tokens as whole tiles of 8 rows for each request: the copy engine begins at no other row."""
+    return jnp.pad(x_BTGC, ((0, 0), (0, -x_BTGC.shape[1] % 8), (0, 0), (0, 0)))
 
 
 def _tiles(x: jax.Array, kernel: Kernel) -> jax.Array:

@@ -198,12 +198,11 @@ class Launch:
             ref.at[at][...] = value
 
     def bring_new(self, ref: Any, b: Any, first: Any, head: Any, to: Any, barrier: Any) -> None:
-        """Entries of [B * T, G, C] from a request's `first` on; what lies behind its last may be anything."""
+        """A request's entries from `first` on, of [B, T, G, C]; what lies behind its last may be anything."""
         if not self.interpret:
-            source = ref.at[pl.ds(b * self.entries + first, self.piece), head]
-            plgpu.copy_gmem_to_smem(source, to, barrier)
+            plgpu.copy_gmem_to_smem(ref.at[b, pl.ds(first, self.piece), head], to, barrier)
             return
-        at = jnp.minimum(b * self.entries + first + jnp.arange(self.piece), ref.shape[0] - 1)
-        to[...] = lax.dynamic_index_in_dim(ref[...], head, axis=1, keepdims=False)[at]
+        at = jnp.minimum(first + jnp.arange(self.piece), ref.shape[1] - 1)
+        to[...] = lax.dynamic_index_in_dim(ref[b], head, axis=1, keepdims=False)[at]
         plgpu.commit_smem()
         plgpu.barrier_arrive(barrier)
