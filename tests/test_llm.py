@@ -406,13 +406,13 @@ def test_names_of_models_and_drafters(directory: Path):
     assert resolve_drafter(str(directory.parent / "draft"), directory)[0] == "draft_model"
 
 
-def test_a_checkpoint_without_a_tokenizer(llm: LLM, directory: Path, tmp_path: Path):
+def test_a_checkpoint_without_a_tokenizer(llm: LLM, directory: Path, kept_executables: Path, tmp_path: Path):
     """Token ids in, the same token ids out; whatever needs text is refused."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(directory / name)
     options: dict[str, Any] = dict(
         drafter="ngram", speculation={"depth": 3}, max_batch_size=2, max_seq_len=64, progress=False, page_size=8,
-        variants=("sampled",), batch_buckets=(2,), compile_cache=False, warmup="eager",
+        variants=("sampled",), batch_buckets=(2,), compile_cache=kept_executables, warmup="eager",
     )  # fmt: skip
     with pytest.raises(
         ValueError,
