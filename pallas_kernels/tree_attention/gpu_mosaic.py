@@ -108,6 +108,11 @@ class _Kernel:
         return -(-self.rows // ROWS)
 
     @property
+    def spread(self) -> bool:
+        """Whether rows stand apart in their tile (mosaic_rows.spread_row)."""
+        return self.rows <= ROWS // 2
+
+    @property
     def stages(self) -> int:
         """Blocks of a ring."""
         tile = ROWS * self.head_dim * 2
@@ -217,7 +222,7 @@ class _Kernel:
         head, tile, item, b, first, end, _ = unit
         q, (sums_of_items, sums_of_groups) = shared["q"].at[team], (outs[:3], outs[3:])
         base = (b * (self.nodes * self.heads) + head * self.group) * self.head_dim
-        self.fill(q, ins["q"], self.queries, base, (b, head), -tile * ROWS, self.rows, (0, 0))
+        self.fill(q, ins["q"], self.queries, base, (b, head), -tile * ROWS, self.rows, (0, 0), spread=self.spread)
         plgpu.commit_smem()
         block = functools.partial(self.block, unit, team, ins, shared, q)
         full = lambda shape, value, layout: self.cast(jnp.full(shape, value, _F32), layout)
@@ -290,7 +295,8 @@ class _Kernel:
         def hide(s: jax.Array) -> jax.Array:
             key = self.iota((ROWS, BLOCK), 1, _SUMS)
             if self.causal:
-                row = tile * ROWS + self.iota((ROWS,), 0, _ROW)
+                row = self.iota((ROWS,), 0, _ROW)
+                row = div(row, 16) * 8 + rem(row, 8) if self.spread else tile * ROWS + row
                 last = length - begin + div(row, self.group)  # where a row's own token is in the block
                 seen = key <= along(last)
                 if self.window is not None:
@@ -303,6 +309,8 @@ class _Kernel:
         scale = self.factor * _LOG2E
         top = jnp.maximum(self.times(jnp.max(s, axis=1), scale, _ROW), MASKED)
         p = jnp.exp2(self.scaled(s, scale, along(top)))
+        if self.spread and not self.interpret:
+            p = mosaic_rows.first_rows(p)
         more = self.weighted(p.astype(v.dtype), v), top, jnp.sum(p, axis=1)
         if self.interpret:  # its reads are not wgmma's
             plgpu.commit_smem()
@@ -379,18 +387,18 @@ class _Kernel:
 
     def fill(
         self, tile: Any, ref: Any, source: Source, base: Any, at: tuple[Any, Any], first: Any, count: int,
-        keep: tuple[Any, Any], finite: bool = False,
+        keep: tuple[Any, Any], finite: bool = False, spread: bool = False,
     ) -> None:  # fmt: skip
         """mosaic_rows.fill; `at` is the request and the KV head."""
         if not self.interpret:
-            mosaic_rows.fill(tile, ref, source, base, first, count, keep, finite=finite)
+            mosaic_rows.fill(tile, ref, source, base, first, count, keep, finite=finite, spread=spread)
             return
         b, head = at
         view = ref[b]  # [N, H, C] or [T, G, C]
         heads = self.group if source.outer == self.heads * self.head_dim and source.group == self.group else 1
         own = lax.dynamic_slice_in_dim(view, head * heads, heads, axis=1).reshape(-1, self.head_dim)
         i = jnp.arange(ROWS)
-        r = i - first
+        r = jnp.where(i % 16 < 8, i // 16 * 8 + i % 8, count) if spread else i - first
         rows = jnp.where(((r >= 0) & (r < count))[:, None], own[jnp.clip(r, 0, count - 1)], 0)
         rows = jnp.where(jnp.isfinite(rows), rows, 0) if finite else rows
         kept = (i >= keep[0]) & (i < keep[1])
@@ -399,17 +407,24 @@ class _Kernel:
     def fetch(self, refs: tuple[Any, ...], at: Any, tile: Any) -> tuple[jax.Array, ...]:
         """Partial sums [64, C], maxima and weights [64] of the tile's rows."""
         if not self.interpret:
-            return mosaic_rows.fetch(refs, self.head_dim, at * self.height, self.rows - tile * ROWS)
+            base, count = at * self.height, self.rows - tile * ROWS
+            return mosaic_rows.fetch(refs, self.head_dim, base, count, spread=self.spread)
         found = [ref[at] for ref in refs]
-        return tuple(jnp.pad(x, ((0, ROWS - self.height), *[(0, 0)] * (x.ndim - 1))) for x in found)
+        return tuple(jnp.zeros((ROWS, *x.shape[1:]), x.dtype).at[self.places].set(x) for x in found)
 
     def spill(self, refs: tuple[Any, ...], sums: tuple[Any, ...], at: Any, tile: Any) -> None:
         """Writes what `fetch` reads."""
         if not self.interpret:
-            mosaic_rows.spill(refs, sums, at * self.height, self.rows - tile * ROWS)
+            mosaic_rows.spill(refs, sums, at * self.height, self.rows - tile * ROWS, spread=self.spread)
             return
         for ref, value in zip(refs, sums, strict=True):
-            ref.at[at][...] = value[: self.height]
+            ref.at[at][...] = value[self.places]
+
+    @property
+    def places(self) -> jax.Array:
+        """Where a tile's rows stand."""
+        rows = jnp.arange(self.height)
+        return mosaic_rows.spread_row(rows) if self.spread else rows
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))
@@ -478,5 +493,7 @@ def _words(mask_BNT: jax.Array, kernel: _Kernel) -> jax.Array:
     bits = jnp.pad(mask_BNT, ((0, 0), (0, 0), (0, 32 * words - t))).reshape(b, n, words, 32).astype(jnp.uint32)
     packed = (bits << jnp.arange(32, dtype=jnp.uint32)).sum(axis=-1, dtype=jnp.uint32).transpose(0, 2, 1)
     rows = jnp.repeat(packed, kernel.group, axis=2)
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, kernel.tiles * ROWS - kernel.rows)))
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, kernel.tiles * (ROWS // (1 + kernel.spread)) - kernel.rows)))
+    if kernel.spread:
+        rows = jnp.pad(rows.reshape(b, words, 4, 8), ((0, 0), (0, 0), (0, 0), (0, 8)))
     return rows.reshape(b, words, kernel.tiles, ROWS)

@@ -60,7 +60,7 @@ def tiled() -> tuple[Any, ...]:
 
 def fill(
     tile: Any, ref: Any, source: Source, base: Any, first: Any, count: Any, keep: tuple[Any, Any], *,
-    finite: bool = False,
+    finite: bool = False, spread: bool = False,
 ) -> None:  # fmt: skip
     """Rows of a tile [64, C] in shared memory, but for those in [keep[0], keep[1]).
 
@@ -68,19 +68,21 @@ def fill(
 
     Args:
       finite: zeros for values that are not.
+      spread: rows of the source stand where `spread_row` says; the others of the tile become zeros.
     """
     types = (plgpu.RefType(tiled()), plgpu.RefType(), *[_SCALAR] * 5)
 
     def run(_: Any, tile: Any, ref: Any, *scalars: Any) -> None:
-        _fill(tile, ref, source, finite, *(x.registers.item() for x in scalars))
+        _fill(tile, ref, source, finite, spread, *(x.registers.item() for x in scalars))
 
     args = [jnp.asarray(x, jnp.int32) for x in (base, first, count, *keep)]
     plgpu.inline_mgpu(arg_types=types)(run)(tile, ref, *args)
 
 
 def _fill(
-    tile: Any, ref: Any, source: Source, finite: bool, base: Any, first: Any, count: Any, low: Any, high: Any
-) -> None:
+    tile: Any, ref: Any, source: Source, finite: bool, spread: bool, base: Any, first: Any, count: Any, low: Any,
+    high: Any,
+) -> None:  # fmt: skip
     i32 = ir.IntegerType.get_signless(32)
     c = lambda value: arith.constant(i32, value)
     value_type = ir.MemRefType(ref.type).element_type
@@ -100,8 +102,13 @@ def _fill(
     found = []
     for i in range(ROWS // step):
         row = arith.addi(row0, c(i * step))
-        r = arith.subi(row, first)
+        r = row
+        if spread:
+            r = arith.addi(arith.muli(arith.divui(row, c(16)), c(8)), arith.remui(row, c(8)))
+        r = arith.subi(r, first)
         live = arith.andi(at_least(r, c(0)), less(r, count))
+        if spread:
+            live = arith.andi(live, less(arith.remui(row, c(16)), c(8)))
         r = arith.select(live, r, c(0))
         at = arith.addi(
             arith.muli(arith.divui(r, c(source.group)), c(source.outer)),
@@ -126,11 +133,40 @@ def _fill(
             llvm.store(value, pointer, alignment=16)
 
 
-def spill(refs: tuple[Any, ...], values: tuple[Any, ...], base: Any, count: Any) -> None:
+def spread_row(row: Any) -> Any:
+    """Where one of 32 rows or fewer stands in a tile of 64: in the first 8 of each 16.
+
+    A thread holds two rows of wgmma's sums, 8 apart. Of rows that are spread only one of them is in use, and the
+    compiler leaves out what would be computed for the other.
+    """
+    return row // 8 * 16 + row % 8
+
+
+def first_rows(x: jax.Array) -> jax.Array:
+    """The same values of wgmma's sums, but for zeros in the rows that nothing is spread to."""
+    layout = plgpu.Layout.WGMMA
+    wanted = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+
+    def run(_: Any, x: Any) -> Any:
+        found = x.registers.copy()
+        halves = found.reshape(-1, 2)
+        zero = arith.constant(halves[0, 1].type, ir.DenseElementsAttr.get_splat(halves[0, 1].type, _zero()))
+        halves[:, 1] = zero
+        return mgpu.FragmentedArray(_registers=halves.reshape(found.shape), _layout=x.layout, _is_signed=None)
+
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=wanted)(run)(x)
+
+
+def _zero() -> Any:
+    return ir.FloatAttr.get(ir.F32Type.get(), 0.0)
+
+
+def spill(refs: tuple[Any, ...], values: tuple[Any, ...], base: Any, count: Any, *, spread: bool) -> None:
     """Sums [64, C], maxima [64] and weights [64] of the first `count` rows to rows from `base` on.
 
     Args:
       refs: float32 in global memory, [..., C] and twice [...].
+      spread: see spread_row.
     """
     layout = plgpu.Layout.WGMMA
     types = (*[plgpu.RefType()] * 3, layout, layout.reduce(1), layout.reduce(1), _SCALAR, _SCALAR)
@@ -138,7 +174,7 @@ def spill(refs: tuple[Any, ...], values: tuple[Any, ...], base: Any, count: Any)
     def run(_: Any, *args: Any) -> None:
         (acc, *vectors), (base, count) = args[3:6], (x.registers.item() for x in args[6:])
         flat = acc.registers.reshape(-1, 2)
-        for half, row, pointer in _rows(args[:3], acc.shape[1], base):
+        for half, row, pointer in _rows(args[:3], acc.shape[1], base, spread):
             with utils.when(arith.cmpi(arith.CmpIPredicate.slt, row, count)):
                 for j, pair in enumerate(flat[:, half]):
                     llvm.store(pair, pointer(0, 8 * j), alignment=8)
@@ -149,7 +185,7 @@ def spill(refs: tuple[Any, ...], values: tuple[Any, ...], base: Any, count: Any)
     plgpu.inline_mgpu(arg_types=types)(run)(*refs, *values, *args)
 
 
-def fetch(refs: tuple[Any, ...], channels: int, base: Any, count: Any) -> tuple[jax.Array, ...]:
+def fetch(refs: tuple[Any, ...], channels: int, base: Any, count: Any, *, spread: bool) -> tuple[jax.Array, ...]:
     """What `spill` wrote, by the same threads; other rows hold some row's."""
     layout = plgpu.Layout.WGMMA
     like = lambda *shape, layout: plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
@@ -160,7 +196,10 @@ def fetch(refs: tuple[Any, ...], channels: int, base: Any, count: Any) -> tuple[
         f32 = ir.F32Type.get()
         found = [np.empty(x.layout.to_mgpu().registers_shape(x.shape), dtype=object) for x in wanted]
         flat = [x.reshape(-1, 2) for x in found]
-        for half, _, pointer in _rows(args[:3], channels, base, count):
+        for x, size in zip(flat, (2, 1, 1), strict=True) if spread else ():
+            kind = ir.VectorType.get((size,), f32)
+            x[:, 1] = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, _zero()))
+        for half, _, pointer in _rows(args[:3], channels, base, spread, count):
             for j in range(channels // 8):
                 flat[0][j, half] = llvm.load(ir.VectorType.get((2,), f32), pointer(0, 8 * j), alignment=8)
             for i in (1, 2):
@@ -176,16 +215,18 @@ def fetch(refs: tuple[Any, ...], channels: int, base: Any, count: Any) -> tuple[
     return plgpu.inline_mgpu(arg_types=types, return_type=wanted)(run)(*refs, *args)
 
 
-def _rows(refs: Any, channels: int, base: Any, count: Any = None) -> Iterator[tuple[int, Any, Any]]:
-    """The two rows of a thread of wgmma's sums: which, its number, and the pointer to where its values lie."""
+def _rows(
+    refs: Any, channels: int, base: Any, spread: bool, count: Any = None
+) -> Iterator[tuple[int, Any, Any]]:
+    """The rows of a thread of wgmma's sums: which of two, its number, and the pointer to where its values lie."""
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     c = lambda value: arith.constant(i32, value)
     thread = arith.remui(utils.thread_idx(), c(_THREADS))
     warp, lane = arith.divui(thread, c(32)), arith.remui(thread, c(32))
     column = arith.muli(arith.remui(lane, c(4)), c(2))
     pointers = [utils.memref_ptr(ref) for ref in refs]
-    for half in range(2):
-        row = arith.addi(arith.addi(arith.muli(warp, c(16)), arith.divui(lane, c(4))), c(8 * half))
+    for half in range(1 if spread else 2):
+        row = arith.addi(arith.addi(arith.muli(warp, c(8 if spread else 16)), arith.divui(lane, c(4))), c(8 * half))
         if count is not None:
             row = arith.select(arith.cmpi(arith.CmpIPredicate.slt, row, count), row, c(0))
         at = arith.addi(base, row)
