@@ -26,7 +26,7 @@ Sums = tuple[jax.Array, ...]
 
 def _body(kernel: Any, sinks: bool, ins: dict[str, Any], out: Any) -> None:
     """Adds the items' sums of 128 channels in their order: of one query head, or of two."""
-    c, count, together = kernel.head_dim, _LANES // kernel.head_dim, GROUP
+    c, count = kernel.head_dim, _LANES // kernel.head_dim
     line = lax.axis_index("program")
     row = line * count  # of [B, N, H]
     b, node = div(row, kernel.nodes * kernel.heads), rem(div(row, kernel.heads), kernel.nodes)
@@ -58,36 +58,40 @@ def _body(kernel: Any, sinks: bool, ins: dict[str, Any], out: Any) -> None:
     def load(i: Any) -> Sums:
         """Item i of the request; nothing where there is none."""
         live = (i >= first) & (i < end)
-        i = jnp.clip(i, first, end - 1)
         item = jnp.where(i == end - 1, last, long + i - first)
+        item = jnp.where(live, item, last)
         tiles = [(item * (kernel.kv_heads * kernel.tiles) + tile, at) for tile, at in places]
         acc = kernel.lanes(ins["acc"], tiles)
         top, total = (choose([ins[name][at] for at in tiles]) for name in ("top", "total"))
         return tuple(jnp.where(live, x, y) for x, y in zip((acc, top, total), start, strict=True))
 
-    def walk(sizes: tuple[int, ...]) -> Sums:
-        """Adds `together` items at a time: of each size as many, then these sums."""
+    # A few items are added up first: blocks to a few, or these to a group. Groups are added one by one.
+    single, together = per == 1, jnp.where(per >= GROUP, 1, FEW)
+    of_group = jnp.where(single, GROUP // FEW, 1)
+    bottom, stop = lax.div(first, together), lax.div(end + together - 1, together)
 
-        def several(i: Any, carry: Sums) -> Sums:
-            loaded = [load(i * together + j) for j in range(together)]
-            for size in sizes:
-                loaded = [functools.reduce(add, loaded[j : j + size]) for j in range(0, len(loaded), size)]
-            return functools.reduce(add, loaded, carry)
+    def few(i: Any) -> list[Sums]:
+        found = [load(i * together + j) for j in range(FEW)]
+        alone = together == 1
+        return [tuple(jnp.where(alone, y, x) for x, y in zip(one, start)) if j else one for j, one in enumerate(found)]
 
-        return lax.fori_loop(div(first, together), div(end + together - 1, together), several, start)
+    def step(i: Any, carry: tuple[Sums, Sums, list[Sums]]) -> tuple[Sums, Sums, list[Sums]]:
+        whole, group, loaded = carry
+        later = few(i + 1)
+        group = add(group, functools.reduce(add, loaded))
+        closes = (lax.rem(i, of_group) == of_group - 1) | (i == stop - 1)
+        added = add(whole, group)
+        whole = tuple(jnp.where(closes, x, y) for x, y in zip(added, whole, strict=True))
+        group = tuple(jnp.where(closes, x, y) for x, y in zip(start, group, strict=True))
+        return whole, group, later
 
-    def finish(sizes: tuple[int, ...]) -> None:
-        acc, top, total = walk(sizes)
-        if sinks:
-            sink = choose([ins["sinks"][rem(row + i, kernel.heads)] for i in range(count)])
-            new = jnp.maximum(top, sink)
-            keep = jnp.exp2(top - new)
-            acc, total = acc * keep, fused("sum", full(1.0), jnp.exp2(sink - new), total, keep)
-        out.at[line][...] = (acc / total).astype(out.dtype)
-
-    pl.when(per == 1)(lambda: finish((FEW, GROUP // FEW)))
-    pl.when(per == FEW)(lambda: finish((GROUP // FEW,)))
-    pl.when(per >= GROUP)(lambda: finish(()))
+    (acc, top, total), *_ = lax.fori_loop(bottom, stop, step, (start, start, few(bottom)))
+    if sinks:
+        sink = choose([ins["sinks"][rem(row + i, kernel.heads)] for i in range(count)])
+        new = jnp.maximum(top, sink)
+        keep = jnp.exp2(top - new)
+        acc, total = acc * keep, fused("sum", full(1.0), jnp.exp2(sink - new), total, keep)
+    out.at[line][...] = (acc / total).astype(out.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("interpret",))
