@@ -152,13 +152,11 @@ class _Kernel:
         own, many = team * self.programs + lax.axis_index("program"), self.teams * self.programs
         per_item = self.kv_heads * self.tiles
         units = ins["count"][0] * per_item
-        turns, rest = div(units, many), rem(units, many)
-        place = lambda turn: jnp.where(rem(turn, 2) == 0, own, many - 1 - own)
-        mine = turns + jnp.where(place(turns) < rest, 1, 0)
+        mine = div(units - own + many - 1, many)
 
         def unit(turn: Any) -> tuple[Any, ...]:
-            """A turn's KV head, tile and item, and what that is. Long items come first; turns go to and fro."""
-            at = jnp.minimum(turn * many + place(turn), jnp.maximum(units - 1, 0))
+            """A turn's KV head, tile and item, and what that is."""
+            at = jnp.minimum(turn * many + own, units - 1)
             item = div(at, per_item)
             what = (ins["items"][i, item] for i in range(4))
             return rem(div(at, self.tiles), self.kv_heads), rem(at, self.tiles), item, *what
@@ -222,7 +220,7 @@ class _Kernel:
         head, tile, item, b, first, end, _ = unit
         q, (sums_of_items, sums_of_groups) = shared["q"].at[team], (outs[:3], outs[3:])
         base = (b * (self.nodes * self.heads) + head * self.group) * self.head_dim
-        self.fill(q, ins["q"], self.queries, base, (b, head), -tile * ROWS, self.rows, (0, 0), spread=self.spread)
+        self.put([q], [ins["q"]], self.queries, base, (b, head), -tile * ROWS, self.rows, spread=self.spread)
         plgpu.commit_smem()
         block = functools.partial(self.block, unit, team, ins, shared, q)
         full = lambda shape, value, layout: self.cast(jnp.full(shape, value, _F32), layout)
@@ -281,13 +279,9 @@ class _Kernel:
 
         @pl.when(ends)
         def _() -> None:
-            fill = functools.partial(
-                self.fill, source=self.news, base=(b * (self.entries * self.kv_heads) + head) * self.head_dim,
-                at=(b, head), first=place - begin, count=self.entries, keep=(lowest - begin, length - begin),
-            )  # fmt: skip
-            fill(k, ins["k"])
-            # A hidden entry weighs 0, but 0 * NaN is NaN: a broken draft must not reach its siblings.
-            fill(v, ins["v"], finite=True)
+            at = (b * (self.entries * self.kv_heads) + head) * self.head_dim
+            keep = lowest - begin, length - begin
+            self.put([k, v], [ins["k"], ins["v"]], self.news, at, (b, head), place - begin, self.entries, keep=keep)
             plgpu.commit_smem()
 
         along = lambda x: lax.broadcast_in_dim(x, (ROWS, BLOCK), (0,))
@@ -385,24 +379,26 @@ class _Kernel:
         assert seen is not None
         return seen
 
-    def fill(
-        self, tile: Any, ref: Any, source: Source, base: Any, at: tuple[Any, Any], first: Any, count: int,
-        keep: tuple[Any, Any], finite: bool = False, spread: bool = False,
+    def put(
+        self, tiles: list[Any], refs: list[Any], source: Source, base: Any, at: tuple[Any, Any], first: Any, count: int,
+        keep: tuple[Any, Any] | None = None, spread: bool = False,
     ) -> None:  # fmt: skip
-        """mosaic_rows.fill; `at` is the request and the KV head."""
+        """mosaic_rows.put; `at` is the request and the KV head."""
         if not self.interpret:
-            mosaic_rows.fill(tile, ref, source, base, first, count, keep, finite=finite, spread=spread)
+            mosaic_rows.put(tiles, refs, source, base, first, count, keep=keep, spread=spread)
             return
         b, head = at
-        view = ref[b]  # [N, H, C] or [T, G, C]
         heads = self.group if source.outer == self.heads * self.head_dim and source.group == self.group else 1
-        own = lax.dynamic_slice_in_dim(view, head * heads, heads, axis=1).reshape(-1, self.head_dim)
         i = jnp.arange(ROWS)
         r = jnp.where(i % 16 < 8, i // 16 * 8 + i % 8, count) if spread else i - first
-        rows = jnp.where(((r >= 0) & (r < count))[:, None], own[jnp.clip(r, 0, count - 1)], 0)
-        rows = jnp.where(jnp.isfinite(rows), rows, 0) if finite else rows
-        kept = (i >= keep[0]) & (i < keep[1])
-        tile[...] = jnp.where(kept[:, None], tile[...], rows)
+        live = (r >= 0) & (r < count)
+        for tile, ref in zip(tiles, refs, strict=True):
+            own = lax.dynamic_slice_in_dim(ref[b], head * heads, heads, axis=1).reshape(-1, self.head_dim)
+            rows, others = own[jnp.clip(r, 0, count - 1)], tile[...]
+            if keep is not None and tile is tiles[-1]:
+                rows = jnp.where(jnp.isfinite(rows), rows, 0)
+                others = jnp.where(((i >= keep[0]) & (i < keep[1]))[:, None], others, 0)
+            tile[...] = jnp.where(live[:, None], rows, others)
 
     def fetch(self, refs: tuple[Any, ...], at: Any, tile: Any) -> tuple[jax.Array, ...]:
         """Partial sums [64, C], maxima and weights [64] of the tile's rows."""

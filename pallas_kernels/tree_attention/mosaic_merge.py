@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.tree_attention import mosaic_rows
@@ -71,9 +70,9 @@ def _body(kernel: Any, sinks: bool, ins: dict[str, Any], out: Any) -> None:
     bottom, stop = lax.div(first, together), lax.div(end + together - 1, together)
 
     def few(i: Any) -> list[Sums]:
-        found = [load(i * together + j) for j in range(FEW)]
+        one, *others = (load(i * together + j) for j in range(FEW))
         alone = together == 1
-        return [tuple(jnp.where(alone, y, x) for x, y in zip(one, start)) if j else one for j, one in enumerate(found)]
+        return [one, *(tuple(jnp.where(alone, y, x) for x, y in zip(more, start, strict=True)) for more in others)]
 
     def step(i: Any, carry: tuple[Sums, Sums, list[Sums]]) -> tuple[Sums, Sums, list[Sums]]:
         whole, group, loaded = carry

@@ -58,7 +58,10 @@ class Sizes:
 
 
 def plan(length_B: jax.Array, news: int, sizes: Sizes, window: int | None, causal: bool) -> tuple[jax.Array, ...]:
-    """Which items hold tokens that some query sees: those with all the blocks they may have, then each request's last.
+    """Which items hold tokens that some query sees: each request's last, the shortest first, then the full ones.
+
+    Warpgroups take them in this order, so those that have one more than others began with a short one, and new tokens
+    are put into their blocks while memory brings the next.
 
     It depends on the lengths alone, so that XLA computes it once for all layers. An item is a block, a few, a group or
     a whole request, which changes nothing of the results.
@@ -87,16 +90,15 @@ def plan(length_B: jax.Array, news: int, sizes: Sizes, window: int | None, causa
     index_B = jnp.arange(count, dtype=_I32)
     sum_B = jnp.where(index_B[None, :] <= index_B[:, None], long_B[None, :], 0).sum(axis=1, dtype=_I32)
     size_B = ends_B - jnp.maximum((end_B - 1) * per, low_B)
-    # The longest of the last ones first.
-    longer = size_B[None, :] > size_B[:, None]
-    before = longer | ((size_B[None, :] == size_B[:, None]) & (index_B[None, :] < index_B[:, None]))
+    shorter = size_B[None, :] < size_B[:, None]
+    before = shorter | ((size_B[None, :] == size_B[:, None]) & (index_B[None, :] < index_B[:, None]))
     rank_B = before.sum(axis=1, dtype=_I32)
     at = jnp.arange(sizes.items(count), dtype=_I32)
-    b = jnp.minimum((at[:, None] >= sum_B[None, :]).sum(axis=1, dtype=_I32), count - 1)
-    of_rank = jnp.where(rank_B[None, :] == (at - sum_B[-1])[:, None], index_B[None, :], 0).sum(axis=1, dtype=_I32)
-    is_long = at < sum_B[-1]
+    is_long, full = at >= count, at - count
+    b = jnp.minimum((full[:, None] >= sum_B[None, :]).sum(axis=1, dtype=_I32), count - 1)
+    of_rank = jnp.where(rank_B[None, :] == at[:, None], index_B[None, :], 0).sum(axis=1, dtype=_I32)
     b = jnp.where(is_long, b, of_rank)
-    item = jnp.where(is_long, at - (sum_B - long_B)[b] + first_B[b], end_B[b] - 1)
+    item = jnp.where(is_long, full - (sum_B - long_B)[b] + first_B[b], end_B[b] - 1)
     first, end = jnp.maximum(item * per, low_B[b]), jnp.minimum((item + 1) * per, ends_B[b])
-    ends = jnp.stack([first_B, end_B, sum_B - long_B, sum_B[-1] + rank_B, jnp.full_like(first_B, per)])
+    ends = jnp.stack([first_B, end_B, count + sum_B - long_B, rank_B, jnp.full_like(first_B, per)])
     return jnp.stack([b, first, end, length_B[b]]), sum_B[-1:] + count, ends

@@ -58,79 +58,88 @@ def tiled() -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
 
 
-def fill(
-    tile: Any, ref: Any, source: Source, base: Any, first: Any, count: Any, keep: tuple[Any, Any], *,
-    finite: bool = False, spread: bool = False,
+def put(
+    tiles: Sequence[Any], refs: Sequence[Any], source: Source, base: Any, first: Any, count: int, *,
+    keep: tuple[Any, Any] | None = None, spread: bool = False,
 ) -> None:  # fmt: skip
-    """Rows of a tile [64, C] in shared memory, but for those in [keep[0], keep[1]).
+    """Rows of sources into tiles [64, C] in shared memory, each into its own. `commit_smem` must follow.
 
-    Row i becomes row i - first of the source, or zeros where that is not in [0, count). `commit_smem` must follow.
+    Row r of [0, count) becomes row first + r of the tile, where that is one.
 
     Args:
-      finite: zeros for values that are not.
-      spread: rows of the source stand where `spread_row` says; the others of the tile become zeros.
+      keep: other rows of the last tile, values, become zeros outside of it, and what comes in is finite: zeros for the
+        rest. A hidden entry weighs 0, but 0 * NaN is NaN: a broken draft must not reach its siblings.
+      spread: row r becomes row `spread_row(r)`.
     """
-    types = (plgpu.RefType(tiled()), plgpu.RefType(), *[_SCALAR] * 5)
+    many = len(tiles)
+    types = (*[plgpu.RefType(tiled())] * many, *[plgpu.RefType()] * many, *[_SCALAR] * 4)
 
-    def run(_: Any, tile: Any, ref: Any, *scalars: Any) -> None:
-        _fill(tile, ref, source, finite, spread, *(x.registers.item() for x in scalars))
+    def run(_: Any, *args: Any) -> None:
+        scalars = (x.registers.item() for x in args[2 * many :])
+        _put(args[:many], args[many : 2 * many], source, count, spread, keep is not None, *scalars)
 
-    args = [jnp.asarray(x, jnp.int32) for x in (base, first, count, *keep)]
-    plgpu.inline_mgpu(arg_types=types)(run)(tile, ref, *args)
+    args = [jnp.asarray(x, jnp.int32) for x in (base, first, *(keep or (0, 0)))]
+    plgpu.inline_mgpu(arg_types=types)(run)(*tiles, *refs, *args)
 
 
-def _fill(
-    tile: Any, ref: Any, source: Source, finite: bool, spread: bool, base: Any, first: Any, count: Any, low: Any,
-    high: Any,
+def _put(
+    tiles: Sequence[Any], refs: Sequence[Any], source: Source, count: int, spread: bool, clear: bool, base: Any,
+    first: Any, low: Any, high: Any,
 ) -> None:  # fmt: skip
     i32 = ir.IntegerType.get_signless(32)
     c = lambda value: arith.constant(i32, value)
-    value_type = ir.MemRefType(ref.type).element_type
+    value_type = ir.MemRefType(refs[0].type).element_type
     four = ir.VectorType.get((4,), i32)
-    tiles = ir.MemRefType(tile.type).shape[1]  # of 64 channels
-    chunks = tiles * (64 // _CHUNK)
+    halves = ir.MemRefType(tiles[0].type).shape[1]  # of a row: 64 channels each
+    chunks = halves * (64 // _CHUNK)
     step = _THREADS // chunks
     thread = arith.remui(utils.thread_idx(), c(_THREADS))
     chunk, row0 = arith.remui(thread, c(chunks)), arith.divui(thread, c(chunks))
     column = arith.muli(chunk, c(_CHUNK))
     splat = lambda x: arith.constant(four, ir.DenseElementsAttr.get_splat(four, ir.IntegerAttr.get(i32, x)))
-    zeros = splat(0)
     exponent = 0x7F80 if isinstance(value_type, ir.BF16Type) else 0x7C00
     less = lambda a, b: arith.cmpi(arith.CmpIPredicate.slt, a, b)
-    at_least = lambda a, b: arith.cmpi(arith.CmpIPredicate.sge, a, b)
-    from_, to = utils.memref_ptr(ref), utils.memref_ptr(tile)
-    found = []
-    for i in range(ROWS // step):
-        row = arith.addi(row0, c(i * step))
-        r = row
-        if spread:
-            r = arith.addi(arith.muli(arith.divui(row, c(16)), c(8)), arith.remui(row, c(8)))
-        r = arith.subi(r, first)
-        live = arith.andi(at_least(r, c(0)), less(r, count))
-        if spread:
-            live = arith.andi(live, less(arith.remui(row, c(16)), c(8)))
-        r = arith.select(live, r, c(0))
-        at = arith.addi(
-            arith.muli(arith.divui(r, c(source.group)), c(source.outer)),
-            arith.muli(arith.remui(r, c(source.group)), c(source.inner)),
-        )
-        # Dead rows read the base, which is one of the source's values.
-        at = arith.addi(arith.addi(base, at), column)
-        loaded = llvm.load(four, utils.getelementptr(from_, [at], value_type), alignment=16)
-        for shift in (0, 16) if finite else ():
-            ones = splat(exponent << shift)
-            broken = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(loaded, ones), ones)
-            loaded = arith.select(broken, arith.andi(loaded, splat(0xFFFF if shift else -0x10000)), loaded)
-        found.append((row, arith.select(live, loaded, zeros)))
-    for row, value in found:
+    within = lambda x, low, high: arith.andi(arith.cmpi(arith.CmpIPredicate.sge, x, low), less(x, high))
+
+    def place(row: Any) -> Any:
+        """Where this thread's chunk of a row lies in a tile, in bytes."""
         inner = arith.remui(row, c(8))
-        at = arith.addi(arith.muli(arith.divui(row, c(8)), c(tiles)), arith.divui(chunk, c(8)))
+        at = arith.addi(arith.muli(arith.divui(row, c(8)), c(halves)), arith.divui(chunk, c(8)))
         at = arith.addi(arith.muli(at, c(1024)), arith.muli(inner, c(128)))
-        at = arith.addi(at, arith.muli(arith.xori(arith.remui(chunk, c(8)), inner), c(16)))
-        outside = arith.ori(less(row, low), at_least(row, high))
-        with utils.when(outside):
-            pointer = utils.getelementptr(to, [at], ir.IntegerType.get_signless(8))
+        return arith.addi(at, arith.muli(arith.xori(arith.remui(chunk, c(8)), inner), c(16)))
+
+    def store(value: Any, tile: Any, row: Any, live: Any) -> None:
+        with utils.when(live):
+            pointer = utils.getelementptr(utils.memref_ptr(tile), [place(row)], ir.IntegerType.get_signless(8))
             llvm.store(value, pointer, alignment=16)
+
+    begin = arith.maxsi(arith.subi(c(0), first), c(0))
+    found = []
+    for i in range(-(-min(count, ROWS) // step)):
+        r = arith.addi(begin, arith.addi(row0, c(i * step)))
+        row = arith.addi(first, r)
+        if spread:
+            row = arith.addi(arith.muli(arith.divui(r, c(8)), c(16)), arith.remui(r, c(8)))
+        live = arith.andi(less(r, c(count)), less(row, c(ROWS)))
+        known = arith.select(live, r, c(0))
+        at = arith.addi(
+            arith.muli(arith.divui(known, c(source.group)), c(source.outer)),
+            arith.muli(arith.remui(known, c(source.group)), c(source.inner)),
+        )
+        at = arith.addi(arith.addi(base, at), column)
+        for tile, ref in zip(tiles, refs, strict=True):
+            pointer = utils.getelementptr(utils.memref_ptr(ref), [at], value_type)
+            found.append([tile, row, live, llvm.load(four, pointer, alignment=16)])
+    for i in range(ROWS // step) if clear else ():
+        row = arith.addi(row0, c(i * step))
+        other = arith.ori(within(row, low, high), within(row, first, arith.addi(first, c(count))))
+        store(splat(0), tiles[-1], row, arith.xori(other, arith.constant(ir.IntegerType.get_signless(1), 1)))
+    for tile, row, live, value in found:
+        for shift in (0, 16) if clear and tile is tiles[-1] else ():
+            ones = splat(exponent << shift)
+            broken = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(value, ones), ones)
+            value = arith.select(broken, arith.andi(value, splat(0xFFFF if shift else -0x10000)), value)
+        store(value, tile, row, live)
 
 
 def spread_row(row: Any) -> Any:
@@ -215,9 +224,7 @@ def fetch(refs: tuple[Any, ...], channels: int, base: Any, count: Any, *, spread
     return plgpu.inline_mgpu(arg_types=types, return_type=wanted)(run)(*refs, *args)
 
 
-def _rows(
-    refs: Any, channels: int, base: Any, spread: bool, count: Any = None
-) -> Iterator[tuple[int, Any, Any]]:
+def _rows(refs: Any, channels: int, base: Any, spread: bool, count: Any = None) -> Iterator[tuple[int, Any, Any]]:
     """The rows of a thread of wgmma's sums: which of two, its number, and the pointer to where its values lie."""
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     c = lambda value: arith.constant(i32, value)

@@ -103,8 +103,8 @@ def test_the_plan_covers_every_block_once(
     np.testing.assert_array_equal(of_item, per or blocks)
     np.testing.assert_array_equal(length, lengths[b])
     assert (stop > begin).all() and (stop - begin <= of_item[0]).all()
-    behind = count[0] - len(lengths)  # the last item of each request comes behind the long ones, the longest first
-    assert sorted(b[behind:]) == list(range(len(lengths))) and (np.diff((stop - begin)[behind:]) <= 0).all()
+    lasts = slice(len(lengths))  # the last item of each request comes before the long ones, the shortest first
+    assert sorted(b[lasts]) == list(range(len(lengths))) and (np.diff((stop - begin)[lasts]) >= 0).all()
     for i, length in enumerate(lengths):
         own = np.asarray([*range(long[i], long[i] + end[i] - first[i] - 1), last[i]])
         assert (b[own] == i).all()

@@ -1,0 +1,121 @@
+"""python -m jaxspec.bench.studies.attention: a GPU's attention of few rows on Mosaic GPU against that on Triton.
+
+Device microseconds by the profiler of each one's kernels (XLA's list of items, made once a round, stands apart), in the
+shapes of Llama 3.1 8B's heads without a mask: plain decoding and chains. Calls go through the pages of a pool that no
+cache holds. Errors are against plain XLA, the norm of the difference over the norm.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.bench.studies import report
+from pallas_kernels.profile import medians, record
+from pallas_kernels.tree_attention import gpu, gpu_mosaic, reference
+from pallas_kernels.tree_attention.cases import Case
+from pallas_kernels.tree_attention.reference import TreeAttentionArgs
+
+#: Bytes of pages that calls go through, several times what a cache holds, where a call does not read as many.
+_POOL_BYTES = 256 << 20
+_WAYS: dict[str, Callable[[TreeAttentionArgs], jax.Array]] = {
+    "mosaic": gpu_mosaic.tree_attention, "triton": gpu.tree_attention,
+}  # fmt: skip
+
+
+def _case(batch: int, nodes: int, context: int, lengths: Any = "full") -> Case:
+    case = Case(f"b{batch}-n{nodes}-{context}", batch, nodes, context=context, lengths=lengths, mask="causal")
+    page_bytes = 2 * case.kv_heads * case.page * 2 * case.head_dim
+    return dataclasses.replace(case, pool=max(case.num_pages, _POOL_BYTES // page_bytes))
+
+
+def _draw(case: Case) -> list[TreeAttentionArgs]:
+    """Arguments over one pool, of different pages."""
+    args, rng = case.draw(0), np.random.default_rng(1)
+    tables = []
+    size = case.batch * case.columns
+    for pages in np.array_split(rng.permutation(case.num_pages), max(1, case.num_pages // size)):
+        tables.append(jnp.asarray(pages[:size].reshape(case.batch, case.columns), jnp.int32))
+    return [dataclasses.replace(args, table_BM=table) for table in tables[:8]]
+
+
+def _repeat(call: Callable[[Any], Any], sets: Sequence[TreeAttentionArgs], count: int) -> Any:
+    return [call(sets[i % len(sets)]) for i in range(count)][-1]
+
+
+def _compile(run: Callable[[TreeAttentionArgs], jax.Array], case: Case) -> Any:
+    return jax.jit(run).lower(case.shapes()).compile()
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}" if value > 0.1 else f"{value:.1e}"
+    return " + ".join(map(_shown, value)) if isinstance(value, list) else str(value)
+
+
+def _error(got: jax.Array, want: jax.Array) -> float:
+    a, b = (np.asarray(x.astype(jnp.float32)) for x in (got, want))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status: 1 where a kernel errs."""
+    parser = report.parser("attention", __doc__)
+    add = parser.add_argument
+    add("--batch", type=int, nargs="+", default=[1, 8, 32])
+    add("--nodes", type=int, nargs="+", default=[1, 4, 6])
+    add("--context", type=int, nargs="+", default=[1024, 8192], help="committed tokens of each request")
+    add("--ragged", action="store_true", help="of every length up to the context")
+    add("--repeats", type=int, default=24)
+    add("--within", type=float, default=100, metavar="S", help="seconds after which nothing new is begun")
+    args = parser.parse_args(argv)
+    began = time.perf_counter()
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
+    cases = [_case(b, n, c, "ragged" if args.ragged else "full")
+             for c, b, n in itertools.product(args.context, args.batch, args.nodes)]  # fmt: skip
+    ways = {**_WAYS, "reference": reference.tree_attention}
+    rows, wrong = [], False
+    with concurrent.futures.ThreadPoolExecutor(14) as pool:
+        compiled = {
+            (case.name, way): pool.submit(_compile, run, case)
+            for case in cases for way, run in ways.items()
+        }  # fmt: skip
+        for case in cases:
+            if time.perf_counter() - began > args.within:
+                print("out of time", flush=True)
+                break
+            sets = _draw(case)
+            want = compiled[case.name, "reference"].result()(sets[0])
+            line: dict[str, Any] = {"case": case.name, "floor": case.min_bytes(sets[0]) / 4.22e6}
+            for way in _WAYS:
+                try:
+                    call = compiled[case.name, way].result()
+                    line[f"{way} error"] = _error(call(sets[0]), want)
+                    wrong |= not line[f"{way} error"] < 4e-3
+                    run = functools.partial(_repeat, call, sets, args.repeats)
+                    jax.block_until_ready(run())
+                    found = medians(record(run))
+                    own = {name: 1e6 * t for name, (_, t) in found.items() if "tree_attention" in name}
+                    line[way], line[f"{way} kernels"] = sum(own.values()), list(own.values())
+                    line[f"{way} beside"] = 1e6 * sum(t for name, (_, t) in found.items() if name not in own)
+                except Exception as error:  # compilers raise many kinds, and each is this line's result
+                    wrong, line[way] = True, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            rows.append(line)
+            shown = "  ".join(f"{name} {_shown(value)}" for name, value in line.items())
+            print(f"{time.perf_counter() - began:4.0f} s  {shown}", flush=True)
+    report.write(args, "attention", rows)
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
