@@ -34,7 +34,7 @@ from pallas_kernels.tree_attention.mosaic_rows import MASKED, ROWS, Source, div,
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
 #: Registers of a thread that computes, and of one that brings pages, where a program has two of either warpgroup.
-_REGISTERS = 216, 40
+_REGISTERS = 208, 48
 #: Entries of a page table that are read at a time.
 _READ = 4
 _SHARED, _ROOM, _MAX_STAGES = 232448, 2560, 6
@@ -150,16 +150,17 @@ class _Kernel:
         thread = lax.axis_index("team")
         team = rem(thread, self.teams)
         own, many = team * self.programs + lax.axis_index("program"), self.teams * self.programs
-        per_item = self.kv_heads * self.tiles
-        units = ins["count"][0] * per_item
-        mine = div(units - own + many - 1, many)
+        per_item, most = self.kv_heads * self.tiles, ins["items"].shape[1]
 
         def unit(turn: Any) -> tuple[Any, ...]:
-            """A turn's KV head, tile and item, and what that is."""
-            at = jnp.minimum(turn * many + own, units - 1)
-            item = div(at, per_item)
+            """A turn's KV head, tile and item, and what that is; read before it is known whether there is a turn."""
+            at = turn * many + own
+            item = jnp.minimum(div(at, per_item), most - 1)
             what = (ins["items"][i, item] for i in range(4))
             return rem(div(at, self.tiles), self.kv_heads), rem(at, self.tiles), item, *what
+
+        begin = unit(jnp.int32(0))
+        mine = div(ins["count"][0] * per_item - own + many - 1, many)
 
         @pl.when(thread < self.teams)
         def _() -> None:
@@ -173,14 +174,19 @@ class _Kernel:
                 later = unit(turn + 1)  # read long before it is used
                 return self.compute(own, team, step, tuple(now), ins, outs, shared), *later
 
-            lax.fori_loop(0, mine, one, (jnp.int32(0), *unit(0)))
+            lax.fori_loop(0, mine, one, (jnp.int32(0), *begin))
 
         @pl.when(thread >= self.teams)
         def _() -> None:
             if self.teams > 1:
                 plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-            bring = lambda turn, step: self.bring(team, step, unit(turn), ins, shared)
-            lax.fori_loop(0, mine, bring, jnp.int32(0))
+
+            def bring(turn: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+                step, *now = carry
+                later = unit(turn + 1)
+                return self.bring(team, step, tuple(now), ins, shared), *later
+
+            lax.fori_loop(0, mine, bring, (jnp.int32(0), *begin))
             for slot in range(self.stages):
                 plgpu.barrier_wait(shared["empty"].at[team * self.stages + slot])
 
