@@ -14,10 +14,8 @@ take blocks of their own behind the prefix.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,22 +24,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.sizes import MULTIPROCESSORS, device_kind, round_up
+from pallas_kernels.sizes import MULTIPROCESSORS, device_kind
 from pallas_kernels.tree_attention import mosaic_rows
+from pallas_kernels.tree_attention.mosaic_launch import SUMS, Launch
 from pallas_kernels.tree_attention.mosaic_merge import merge
 from pallas_kernels.tree_attention.mosaic_plan import BLOCK, FEW, GROUP, Sizes, plan
-from pallas_kernels.tree_attention.mosaic_rows import MASKED, ROWS, Source, div, params, rem
+from pallas_kernels.tree_attention.mosaic_rows import MASKED, ROWS, div, params, rem
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
 #: Registers of a thread that computes, and of one that brings pages, where a program has two of either warpgroup.
 _REGISTERS = 208, 48
 #: Entries of a page table that are read at a time.
 _READ = 4
-_SHARED, _ROOM, _MAX_STAGES = 232448, 2560, 6
 _LOG2E = math.log2(math.e)
 _F32, _I32 = jnp.float32, jnp.int32
-_SUMS = plgpu.Layout.WGMMA
-_ROW = _SUMS.reduce(1)
+_ROW = SUMS.reduce(1)
 
 
 def refusal(args: TreeAttentionArgs) -> str | None:
@@ -60,90 +57,17 @@ def refusal(args: TreeAttentionArgs) -> str | None:
         return f"page size must be a multiple of {BLOCK}, got {page}"
     if q.shape[2] % (128 // c):
         return f"query heads must be a multiple of {128 // c}, got {q.shape[2]}"
-    if args.window is not None and args.tree_mask_BNT is not None:
-        return "a window and a mask"
+    if args.factor <= 0:
+        return f"scale must be positive, got {args.factor}"
+    if args.window is not None and (args.tree_mask_BNT is not None or args.offset_BN is not None):
+        return "a window and a mask or offsets"
     if args.soft_cap is not None:
         return "a soft cap"
     return None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kernel:
-    """One launch.
-
-    Attributes:
-      batch, nodes, entries, heads, kv_heads, head_dim, page: B, N, T, H, G, C and tokens a page.
-      causal: without a mask. factor: of scores. programs: at once. teams: warpgroups
-      of a program that compute, each with another that brings it pages.
-      interpret: whether registers are pretended.
-    """
-
-    batch: int
-    nodes: int
-    entries: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    page: int
-    causal: bool
-    window: int | None
-    factor: float
-    programs: int
-    teams: int
-    interpret: bool
-
-    @property
-    def group(self) -> int:
-        """Query heads of a KV head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def rows(self) -> int:
-        """Query rows of a KV head."""
-        return self.nodes * self.group
-
-    @property
-    def tiles(self) -> int:
-        """Of 64 query rows."""
-        return -(-self.rows // ROWS)
-
-    @property
-    def spread(self) -> bool:
-        """Whether rows stand apart in their tile (mosaic_rows.spread_row)."""
-        return self.rows <= ROWS // 2
-
-    @property
-    def stages(self) -> int:
-        """Blocks of a ring."""
-        tile = ROWS * self.head_dim * 2
-        return min(_MAX_STAGES, ((_SHARED - _ROOM) // self.teams - tile) // (2 * tile))
-
-    @property
-    def queries(self) -> Source:
-        """Where a tile's rows lie among queries [B, N, H, C], in values."""
-        return Source(self.group, self.heads * self.head_dim, self.head_dim)
-
-    @property
-    def height(self) -> int:
-        """Rows of a tile's partial sums, of which those in use are written and read."""
-        return round_up(self.rows, 8) if self.tiles == 1 else ROWS
-
-    @property
-    def news(self) -> Source:
-        """Where new tokens lie among [B, T, G, C], in values."""
-        return Source(1, self.kv_heads * self.head_dim, 0)
-
-    def scratch(self, dtype: Any) -> dict[str, Any]:
-        """Shared memory and barriers, by name."""
-        tile = lambda count: plgpu.SMEM((count, ROWS, self.head_dim), dtype, transforms=mosaic_rows.tiled())
-        slots = self.teams * self.stages
-        return {
-            "q": tile(self.teams),
-            "k": tile(slots),
-            "v": tile(slots),
-            "full": plgpu.Barrier(num_barriers=slots, num_arrivals=2),
-            "empty": plgpu.Barrier(num_barriers=slots, num_arrivals=1),
-        }
+class _Kernel(Launch):
+    """One launch's code."""
 
     def body(self, ins: dict[str, Any], outs: tuple[Any, ...], shared: dict[str, Any]) -> None:
         """A warpgroup of a program: the first ones compute, the others bring pages to one of them."""
@@ -230,7 +154,7 @@ class _Kernel:
         plgpu.commit_smem()
         block = functools.partial(self.block, unit, team, ins, shared, q)
         full = lambda shape, value, layout: self.cast(jnp.full(shape, value, _F32), layout)
-        start = full((ROWS, self.head_dim), 0.0, _SUMS), full((ROWS,), MASKED, _ROW), full((ROWS,), 0.0, _ROW)
+        start = full((ROWS, self.head_dim), 0.0, SUMS), full((ROWS,), MASKED, _ROW), full((ROWS,), 0.0, _ROW)
         begin, stop = div(first, FEW), div(end + FEW - 1, FEW)
         few = GROUP // FEW
 
@@ -264,7 +188,7 @@ class _Kernel:
         new = jnp.maximum(top, top_j)
         keep, weight = jnp.exp2(top - new), jnp.exp2(top_j - new)
         along = lambda x: lax.broadcast_in_dim(x, (ROWS, self.head_dim), (0,))
-        acc = self.fused(acc_j, along(weight), acc, along(keep), _SUMS)
+        acc = self.fused(acc_j, along(weight), acc, along(keep), SUMS)
         return acc, new, self.fused(total_j, weight, total, keep, _ROW)
 
     def block(
@@ -293,7 +217,7 @@ class _Kernel:
         along = lambda x: lax.broadcast_in_dim(x, (ROWS, BLOCK), (0,))
 
         def hide(s: jax.Array) -> jax.Array:
-            key = self.iota((ROWS, BLOCK), 1, _SUMS)
+            key = self.iota((ROWS, BLOCK), 1, SUMS)
             if self.causal:
                 row = self.iota((ROWS,), 0, _ROW)
                 row = div(row, 16) * 8 + rem(row, 8) if self.spread else tile * ROWS + row
@@ -317,60 +241,6 @@ class _Kernel:
         plgpu.barrier_arrive(shared["empty"].at[slot])
         return step + 1, *self.add(tuple(sums), more)
 
-    def lanes(self, ref: Any, tiles: Sequence[tuple[Any, Any]]) -> jax.Array:
-        """The channels of one or two rows [tile, row]."""
-        if self.interpret:
-            return jnp.concatenate([ref[at] for at in tiles])
-        return mosaic_rows.lanes(ref, [tile * self.height + row for tile, row in tiles])
-
-    # What the interpreter has no operation for.
-
-    def iota(self, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
-        if self.interpret:
-            return lax.broadcasted_iota(_I32, shape, axis)
-        return plgpu.broadcasted_iota(_I32, shape, axis, layout=layout)
-
-    def cast(self, x: jax.Array, layout: Any) -> jax.Array:
-        return x if self.interpret else plgpu.layout_cast(x, layout)
-
-    def times(self, x: jax.Array, value: float, layout: Any) -> jax.Array:
-        return mosaic_rows.fused(
-            "times", x, self.cast(jnp.full_like(x, value), layout), layout=layout, pretend=self.interpret
-        )
-
-    def scaled(self, s: jax.Array, value: float, top: jax.Array) -> jax.Array:
-        """s * value - top, rounded once."""
-        return mosaic_rows.fused(
-            "scaled", s, self.cast(jnp.full_like(s, value), _SUMS), top, layout=_SUMS, pretend=self.interpret
-        )
-
-    def fused(self, a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array, layout: Any) -> jax.Array:
-        """a * b + c * d, the second product rounded before it is added."""
-        return mosaic_rows.fused("sum", a, b, c, d, layout=layout, pretend=self.interpret)
-
-    def scores(self, q: Any, k: Any) -> jax.Array:
-        """Queries [64, C] times keys [64, C]: [64, 64]."""
-        if self.interpret:
-            a, b = q[...].astype(_F32), k[...].astype(_F32)
-            return lax.dot_general(a, b, (((1,), (1,)), ((), ())))
-
-        def run(out: Any) -> jax.Array:
-            plgpu.wgmma(out, q, k.transpose((1, 0)))
-            return out[...]
-
-        return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((ROWS, BLOCK), _F32))
-
-    def weighted(self, p: jax.Array, v: Any) -> jax.Array:
-        """Weights [64, 64] times values [64, C]."""
-        if self.interpret:
-            return lax.dot_general(p.astype(_F32), v[...].astype(_F32), (((1,), (0,)), ((), ())))
-
-        def run(out: Any) -> jax.Array:
-            plgpu.wgmma(out, p, v)
-            return out[...]
-
-        return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((ROWS, self.head_dim), _F32))
-
     def sees(self, words: Any, b: Any, tile: Any, entry: jax.Array) -> jax.Array:
         """Whether rows see entries [64, 64]; words [B, W, tiles, 64] uint32 hold a row's bits."""
         seen = None
@@ -384,49 +254,6 @@ class _Kernel:
             seen = found if seen is None else seen | found
         assert seen is not None
         return seen
-
-    def put(
-        self, tiles: list[Any], refs: list[Any], source: Source, base: Any, at: tuple[Any, Any], first: Any, count: int,
-        keep: tuple[Any, Any] | None = None, spread: bool = False,
-    ) -> None:  # fmt: skip
-        """mosaic_rows.put; `at` is the request and the KV head."""
-        if not self.interpret:
-            mosaic_rows.put(tiles, refs, source, base, first, count, keep=keep, spread=spread)
-            return
-        b, head = at
-        heads = self.group if source.outer == self.heads * self.head_dim and source.group == self.group else 1
-        i = jnp.arange(ROWS)
-        r = jnp.where(i % 16 < 8, i // 16 * 8 + i % 8, count) if spread else i - first
-        live = (r >= 0) & (r < count)
-        for tile, ref in zip(tiles, refs, strict=True):
-            own = lax.dynamic_slice_in_dim(ref[b], head * heads, heads, axis=1).reshape(-1, self.head_dim)
-            rows, others = own[jnp.clip(r, 0, count - 1)], tile[...]
-            if keep is not None and tile is tiles[-1]:
-                rows = jnp.where(jnp.isfinite(rows), rows, 0)
-                others = jnp.where(((i >= keep[0]) & (i < keep[1]))[:, None], others, 0)
-            tile[...] = jnp.where(live[:, None], rows, others)
-
-    def fetch(self, refs: tuple[Any, ...], at: Any, tile: Any) -> tuple[jax.Array, ...]:
-        """Partial sums [64, C], maxima and weights [64] of the tile's rows."""
-        if not self.interpret:
-            base, count = at * self.height, self.rows - tile * ROWS
-            return mosaic_rows.fetch(refs, self.head_dim, base, count, spread=self.spread)
-        found = [ref[at] for ref in refs]
-        return tuple(jnp.zeros((ROWS, *x.shape[1:]), x.dtype).at[self.places].set(x) for x in found)
-
-    def spill(self, refs: tuple[Any, ...], sums: tuple[Any, ...], at: Any, tile: Any) -> None:
-        """Writes what `fetch` reads."""
-        if not self.interpret:
-            mosaic_rows.spill(refs, sums, at * self.height, self.rows - tile * ROWS, spread=self.spread)
-            return
-        for ref, value in zip(refs, sums, strict=True):
-            ref.at[at][...] = value[self.places]
-
-    @property
-    def places(self) -> jax.Array:
-        """Where a tile's rows stand."""
-        rows = jnp.arange(self.height)
-        return mosaic_rows.spread_row(rows) if self.spread else rows
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))

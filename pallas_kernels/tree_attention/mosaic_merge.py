@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.tree_attention import mosaic_rows
+from pallas_kernels.tree_attention.mosaic_launch import Launch
 from pallas_kernels.tree_attention.mosaic_plan import FEW, GROUP
 from pallas_kernels.tree_attention.mosaic_rows import MASKED, ROWS, div, params, rem
 
@@ -23,7 +24,7 @@ _LINE = plgpu.Layout.WG_STRIDED((_LANES,), 1)
 Sums = tuple[jax.Array, ...]
 
 
-def _body(kernel: Any, sinks: bool, ins: dict[str, Any], out: Any) -> None:
+def _body(kernel: Launch, sinks: bool, ins: dict[str, Any], out: Any) -> None:
     """Adds the items' sums of 128 channels in their order: of one query head, or of two."""
     c, count = kernel.head_dim, _LANES // kernel.head_dim
     line = lax.axis_index("program")
@@ -94,7 +95,7 @@ def _body(kernel: Any, sinks: bool, ins: dict[str, Any], out: Any) -> None:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("interpret",))
-def merge(kernel: Any, dtype: Any, sinks: bool, ins: dict[str, jax.Array], *, interpret: Any = None) -> jax.Array:
+def merge(kernel: Launch, dtype: Any, sinks: bool, ins: dict[str, jax.Array], *, interpret: Any = None) -> jax.Array:
     names = list(ins)
     lines = kernel.batch * kernel.nodes * kernel.heads * kernel.head_dim // _LANES
 

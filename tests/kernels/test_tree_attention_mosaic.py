@@ -129,7 +129,7 @@ def args_of(**change: Any) -> TreeAttentionArgs:
         (dict(head_dim=96), "must be 64 or 128, got 96"),
         (dict(page=32), "multiple of 64, got 32"),
         (dict(heads=3, kv_heads=1), "multiple of 2, got 3"),
-        (dict(window=64, mask="tree"), "a window and a mask"),
+        (dict(window=64, mask="tree"), "a window and a mask or offsets"),
         (dict(soft_cap=30.0), "a soft cap"),
     ],
 )

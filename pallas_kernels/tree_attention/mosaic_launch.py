@@ -1,0 +1,198 @@
+"""Sizes of a launch of attention with equal bits, its memory, and operations of which the interpreter has its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.sizes import round_up
+from pallas_kernels.tree_attention import mosaic_rows
+from pallas_kernels.tree_attention.mosaic_plan import BLOCK
+from pallas_kernels.tree_attention.mosaic_rows import ROWS, Source
+
+#: Of shared memory: a program's bytes, those for barriers, and blocks of a ring at most.
+_SHARED, _ROOM, _MAX_STAGES = 232448, 2560, 6
+_F32, _I32 = jnp.float32, jnp.int32
+#: How wgmma's sums lie in registers.
+SUMS = plgpu.Layout.WGMMA
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One launch.
+
+    Attributes:
+      batch, nodes, entries, heads, kv_heads, head_dim, page: B, N, T, H, G, C and tokens a page.
+      causal: without a mask. factor: of scores. programs: at once. teams: warpgroups
+      of a program that compute, each with another that brings it pages.
+      interpret: whether registers are pretended.
+    """
+
+    batch: int
+    nodes: int
+    entries: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page: int
+    causal: bool
+    window: int | None
+    factor: float
+    programs: int
+    teams: int
+    interpret: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a KV head."""
+        return self.nodes * self.group
+
+    @property
+    def tiles(self) -> int:
+        """Of 64 query rows."""
+        return -(-self.rows // ROWS)
+
+    @property
+    def spread(self) -> bool:
+        """Whether rows stand apart in their tile (mosaic_rows.spread_row)."""
+        return self.rows <= ROWS // 2
+
+    @property
+    def stages(self) -> int:
+        """Blocks of a ring."""
+        tile = ROWS * self.head_dim * 2
+        return min(_MAX_STAGES, ((_SHARED - _ROOM) // self.teams - tile) // (2 * tile))
+
+    @property
+    def queries(self) -> Source:
+        """Where a tile's rows lie among queries [B, N, H, C], in values."""
+        return Source(self.group, self.heads * self.head_dim, self.head_dim)
+
+    @property
+    def height(self) -> int:
+        """Rows of a tile's partial sums, of which those in use are written and read."""
+        return round_up(self.rows, 8) if self.tiles == 1 else ROWS
+
+    @property
+    def news(self) -> Source:
+        """Where new tokens lie among [B, T, G, C], in values."""
+        return Source(1, self.kv_heads * self.head_dim, 0)
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """Shared memory and barriers, by name."""
+        tile = lambda count: plgpu.SMEM((count, ROWS, self.head_dim), dtype, transforms=mosaic_rows.tiled())
+        slots = self.teams * self.stages
+        return {
+            "q": tile(self.teams),
+            "k": tile(slots),
+            "v": tile(slots),
+            "full": plgpu.Barrier(num_barriers=slots, num_arrivals=2),
+            "empty": plgpu.Barrier(num_barriers=slots, num_arrivals=1),
+        }
+
+    def iota(self, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
+        if self.interpret:
+            return lax.broadcasted_iota(_I32, shape, axis)
+        return plgpu.broadcasted_iota(_I32, shape, axis, layout=layout)
+
+    def cast(self, x: jax.Array, layout: Any) -> jax.Array:
+        return x if self.interpret else plgpu.layout_cast(x, layout)
+
+    def times(self, x: jax.Array, value: float, layout: Any) -> jax.Array:
+        return mosaic_rows.fused(
+            "times", x, self.cast(jnp.full_like(x, value), layout), layout=layout, pretend=self.interpret
+        )
+
+    def scaled(self, s: jax.Array, value: float, top: jax.Array) -> jax.Array:
+        """s * value - top, rounded once."""
+        return mosaic_rows.fused(
+            "scaled", s, self.cast(jnp.full_like(s, value), SUMS), top, layout=SUMS, pretend=self.interpret
+        )
+
+    def fused(self, a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array, layout: Any) -> jax.Array:
+        """a * b + c * d, the second product rounded before it is added."""
+        return mosaic_rows.fused("sum", a, b, c, d, layout=layout, pretend=self.interpret)
+
+    def scores(self, q: Any, k: Any) -> jax.Array:
+        """Queries [64, C] times keys [64, C]: [64, 64]."""
+        if self.interpret:
+            a, b = q[...].astype(_F32), k[...].astype(_F32)
+            return lax.dot_general(a, b, (((1,), (1,)), ((), ())))
+
+        def run(out: Any) -> jax.Array:
+            plgpu.wgmma(out, q, k.transpose((1, 0)))
+            return out[...]
+
+        return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((ROWS, BLOCK), _F32))
+
+    def weighted(self, p: jax.Array, v: Any) -> jax.Array:
+        """Weights [64, 64] times values [64, C]."""
+        if self.interpret:
+            return lax.dot_general(p.astype(_F32), v[...].astype(_F32), (((1,), (0,)), ((), ())))
+
+        def run(out: Any) -> jax.Array:
+            plgpu.wgmma(out, p, v)
+            return out[...]
+
+        return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((ROWS, self.head_dim), _F32))
+
+    def put(
+        self, tiles: list[Any], refs: list[Any], source: Source, base: Any, at: tuple[Any, Any], first: Any, count: int,
+        keep: tuple[Any, Any] | None = None, spread: bool = False,
+    ) -> None:  # fmt: skip
+        """mosaic_rows.put; `at` is the request and the KV head."""
+        if not self.interpret:
+            mosaic_rows.put(tiles, refs, source, base, first, count, keep=keep, spread=spread)
+            return
+        b, head = at
+        heads = self.group if source.outer == self.heads * self.head_dim and source.group == self.group else 1
+        i = jnp.arange(ROWS)
+        r = jnp.where(i % 16 < 8, i // 16 * 8 + i % 8, count) if spread else i - first
+        live = (r >= 0) & (r < count)
+        for tile, ref in zip(tiles, refs, strict=True):
+            own = lax.dynamic_slice_in_dim(ref[b], head * heads, heads, axis=1).reshape(-1, self.head_dim)
+            rows, others = own[jnp.clip(r, 0, count - 1)], tile[...]
+            if keep is not None and tile is tiles[-1]:
+                rows = jnp.where(jnp.isfinite(rows), rows, 0)
+                others = jnp.where(((i >= keep[0]) & (i < keep[1]))[:, None], others, 0)
+            tile[...] = jnp.where(live[:, None], rows, others)
+
+    def fetch(self, refs: tuple[Any, ...], at: Any, tile: Any) -> tuple[jax.Array, ...]:
+        """Partial sums [64, C], maxima and weights [64] of the tile's rows."""
+        if not self.interpret:
+            base, count = at * self.height, self.rows - tile * ROWS
+            return mosaic_rows.fetch(refs, self.head_dim, base, count, spread=self.spread)
+        found = [ref[at] for ref in refs]
+        return tuple(jnp.zeros((ROWS, *x.shape[1:]), x.dtype).at[self.places].set(x) for x in found)
+
+    def spill(self, refs: tuple[Any, ...], sums: tuple[Any, ...], at: Any, tile: Any) -> None:
+        """Writes what `fetch` reads."""
+        if not self.interpret:
+            mosaic_rows.spill(refs, sums, at * self.height, self.rows - tile * ROWS, spread=self.spread)
+            return
+        for ref, value in zip(refs, sums, strict=True):
+            ref.at[at][...] = value[self.places]
+
+    @property
+    def places(self) -> jax.Array:
+        """Where a tile's rows stand."""
+        rows = jnp.arange(self.height)
+        return mosaic_rows.spread_row(rows) if self.spread else rows
+
+    def lanes(self, ref: Any, tiles: Sequence[tuple[Any, Any]]) -> jax.Array:
+        """The channels of one or two rows [tile, row]."""
+        if self.interpret:
+            return jnp.concatenate([ref[at] for at in tiles])
+        return mosaic_rows.lanes(ref, [tile * self.height + row for tile, row in tiles])
