@@ -23,7 +23,8 @@ _log = logging.getLogger(__name__)
 
 
 @functools.cache
-def _log_once(level: int, message: str) -> None:
+def log_once(level: int, message: str) -> None:
+    """Says which implementation was chosen, the first time."""
     _log.log(level, message)
 
 
@@ -82,5 +83,5 @@ class Operation(Generic[Args, Result]):
         chosen = own if reason is None else "reference"
         # Plain XLA on an accelerator is several times slower: whoever gets it by a refusal must be told.
         level = logging.INFO if kernel is None or reason is None else logging.WARNING
-        _log_once(level, f"{self.name}: {chosen}" + (f" on {jax.default_backend()}: {reason}" if reason else ""))
+        log_once(level, f"{self.name}: {chosen}" + (f" on {jax.default_backend()}: {reason}" if reason else ""))
         return chosen

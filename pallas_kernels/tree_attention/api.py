@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.dispatch import Implementation, Operation, log_once
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch.gpu import supported
 from pallas_kernels.tree_attention import gpu, gpu_mosaic, mosaic_wide, reference, tpu
@@ -18,9 +19,14 @@ from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
 
 def _on_gpu(args: TreeAttentionArgs, **launch: Any) -> jax.Array:
-    """On Mosaic GPU where that serves the arguments and is faster, else on Triton; `launch` is Triton's."""
-    if not launch and (supported() or mosaic_wide.refusal(args) or mosaic_wide.slower(args)) is None:
-        return mosaic_wide.tree_attention(args)
+    """On Mosaic GPU, by the kernel for few rows or for many, else on Triton; `launch` is Triton's."""
+    kernel = gpu_mosaic if gpu_mosaic.slower(args) is None else mosaic_wide
+    reason = "its sizes are given" if launch else supported() or kernel.refusal(args) or kernel.slower(args)
+    if reason is None:
+        rows = "few" if kernel is gpu_mosaic else "many"
+        log_once(logging.INFO, f"tree_attention: gpu on Mosaic GPU, {rows} rows")
+        return kernel.tree_attention(args)
+    log_once(logging.INFO, f"tree_attention: gpu on Triton: {reason}")
     return gpu.tree_attention(args, **launch)
 
 

@@ -32,6 +32,8 @@ from pallas_kernels.tree_attention.mosaic_plan import BLOCK, FEW, GROUP, Sizes, 
 from pallas_kernels.tree_attention.mosaic_rows import MASKED, ROWS, div, params, rem
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
+#: Query rows of a KV head that are few: beyond, arithmetic counts.
+MOST_ROWS = ROWS
 #: Registers of a thread that computes, and of one that brings pages, where a program has two of either warpgroup.
 _REGISTERS = 208, 48
 #: Entries of a page table that are read at a time.
@@ -64,6 +66,12 @@ def refusal(args: TreeAttentionArgs) -> str | None:
     if args.soft_cap is not None:
         return "a soft cap"
     return None
+
+
+def slower(args: TreeAttentionArgs) -> str | None:
+    """Where the kernel on Triton was measured to be faster, by the rows of a KV head; None where it was not."""
+    rows = args.q_BNHC.shape[1] * args.q_BNHC.shape[2] // args.tree_k_BTGC.shape[2]
+    return None if rows <= MOST_ROWS else f"it is for at most {MOST_ROWS} query rows of a KV head, got {rows}"
 
 
 class _Kernel(Launch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels.tree_attention import gpu_mosaic, mosaic_plan
+from pallas_kernels.aot import ptx, worker
+from pallas_kernels.aot.targets import TARGETS
+from pallas_kernels.tree_attention import api, gpu, gpu_mosaic, mosaic_plan, mosaic_wide
+from pallas_kernels.tree_attention.cases import CASES as OTHERS
 from pallas_kernels.tree_attention.cases import Case
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
@@ -28,6 +33,12 @@ CASES = (
     Case("mosaic-tree-several-tiles", 2, 40, 4, 2, 64, 64, 90, lengths="ragged", prior=3),
     Case("mosaic-window-sinks", 3, 4, 4, 2, 64, 64, 400, mask="causal", lengths="ragged", window=70, sinks=True),
 )
+
+#: What the real compiler is asked for: plain decoding, chains and trees, narrow heads with a window and sinks.
+PROVED = (
+    *(OTHERS[name] for name in ("decode-b64-8k", "verify8-b8-8k", "tp4-verify8-b16-8k", "prior-levels")),
+    dataclasses.replace(OTHERS["sinks"], mask="causal"), Case("chain3-b8", 8, 4, context=1024, mask="causal"),
+)  # fmt: skip
 
 
 def error(got: jax.Array, want: np.ndarray) -> float:
@@ -136,3 +147,46 @@ def args_of(**change: Any) -> TreeAttentionArgs:
 def test_what_it_serves(change: dict[str, Any], said: str | None):
     why = gpu_mosaic.refusal(args_of(**change))
     assert why is None if said is None else said in (why or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "launch", "unsupported", "chosen"),
+    [
+        ({}, {}, None, "Mosaic GPU, few rows"),
+        (dict(nodes=33), {}, None, "Mosaic GPU, many rows"),
+        ({}, {"blocks": None}, None, "Triton: its sizes are given"),
+        ({}, {}, "they need JAX 0.11 or newer", "Triton: they need JAX 0.11 or newer"),
+        (dict(head_dim=96), {}, None, "Triton: head dimension must be 64 or 128, got 96"),
+    ],
+)
+def test_gpus_run_it_where_it_serves_and_say_so(
+    change: dict[str, Any], launch: dict[str, Any], unsupported: str | None, chosen: str,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+):  # fmt: skip
+    monkeypatch.setattr(api, "supported", lambda: unsupported)
+    monkeypatch.setattr(api, "log_once", api.log_once.__wrapped__)
+    for module, name in ((gpu_mosaic, "few rows"), (mosaic_wide, "many rows"), (gpu, "Triton")):
+        monkeypatch.setattr(module, "tree_attention", lambda args, name=name, **_: name)
+    caplog.set_level(logging.INFO, "pallas_kernels.dispatch")
+    way: Any = api.OPERATION.implementations["gpu"].run
+    assert way(args_of(**change), **launch) in chosen
+    assert [record.getMessage() for record in caplog.records] == [f"tree_attention: gpu on {chosen}"]
+
+
+@interpreted
+@pytest.mark.skipif(bool(TARGETS["h200"].missing()), reason="no compiler for absent GPUs")
+@pytest.mark.parametrize("case", PROVED, ids=lambda case: case.name)
+def test_compiles_for_hopper(case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """By the real compiler, as the only kernels: they fit, spill little, and nothing copies the pool."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    mesh = TARGETS["h200"].mesh()
+    whole, proof = NamedSharding(mesh, PartitionSpec()), case.proof("gpu", mesh.devices.flat[0])
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+    traced = jax.jit(functools.partial(gpu_mosaic.tree_attention, programs=132)).trace(jax.tree.map(place, proof.args))
+    compiled = traced.lower(lowering_platforms=("cuda",)).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < 64 << 20  # sums of items
+    out, err = capfd.readouterr()
+    found = {entry: spills for entry, _, spills in ptx.parse(out + err)}
+    assert set(found) == {"tree_attention_mosaic_gpu_kernel", "tree_attention_merge_mosaic_gpu_kernel"}
+    assert max(found.values()) <= worker.MAX_SPILL_BYTES
