@@ -15,13 +15,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.sizes import round_up
 from pallas_kernels.tree_attention import mosaic_rows
 from pallas_kernels.tree_attention.mosaic_plan import BLOCK
-from pallas_kernels.tree_attention.mosaic_rows import ROWS, Source
+from pallas_kernels.tree_attention.mosaic_rows import ROWS, Source, div, rem
 
 #: Of shared memory: a program's bytes, those for barriers, and blocks of a ring at most.
 _SHARED, _ROOM, _MAX_STAGES = 232448, 2560, 6
 _F32, _I32 = jnp.float32, jnp.int32
 #: How wgmma's sums lie in registers.
 SUMS = plgpu.Layout.WGMMA
+#: Threads of a warpgroup.
+LANES = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,8 +193,23 @@ class Launch:
         rows = jnp.arange(self.height)
         return mosaic_rows.spread_row(rows) if self.spread else rows
 
-    def lanes(self, ref: Any, tiles: Sequence[tuple[Any, Any]]) -> jax.Array:
-        """The channels of one or two rows [tile, row]."""
+    @property
+    def width(self) -> int:
+        """Channels of a thread that adds up items, whose warpgroup has query heads of one node only."""
+        return next(x for x in (4, 2, 1) if self.heads * self.head_dim % (x * LANES) == 0)
+
+    def gather(self, refs: tuple[Any, ...], bases: Sequence[Any], first: Any) -> Sequence[jax.Array]:
+        """mosaic_rows.gather."""
+        if not self.interpret:
+            return mosaic_rows.gather(refs, self.head_dim, self.width, bases, first)
+        rows = [div(first + base, self.height) for base in bases], [rem(first + base, self.height) for base in bases]
+        acc = jnp.concatenate([refs[0][at] for at in zip(*rows, strict=True)]).reshape(-1, self.width)
+        vectors = (jnp.stack([ref[at] for at in zip(*rows, strict=True)]) for ref in refs[1:])
+        return *acc.T, *(jnp.repeat(x, LANES // len(bases)) for x in vectors)
+
+    def write(self, ref: Any, values: Sequence[jax.Array], program: Any) -> None:
+        """mosaic_rows.write to a row of [programs, 128 * width]."""
         if self.interpret:
-            return jnp.concatenate([ref[at] for at in tiles])
-        return mosaic_rows.lanes(ref, [tile * self.height + row for tile, row in tiles])
+            ref.at[program][...] = jnp.stack(values, axis=1).reshape(-1).astype(ref.dtype)
+        else:
+            mosaic_rows.write(ref, values, program * (LANES * len(values)))

@@ -246,29 +246,63 @@ def _rows(refs: Any, channels: int, base: Any, spread: bool, count: Any = None) 
         yield half, row, pointer
 
 
-def lanes(ref: Any, rows: Sequence[Any]) -> jax.Array:
-    """The channels of rows of [..., C] float32 in global memory side by side, a value for each of 128 threads."""
-    wanted = plgpu.ShapeDtypeStruct((_THREADS,), jnp.float32, layout=plgpu.Layout.WG_STRIDED((_THREADS,), 1))
+#: A value for each thread.
+LINE = plgpu.Layout.WG_STRIDED((_THREADS,), 1)
 
-    def run(_: Any, ref: Any, *rows: Any) -> Any:
+
+def gather(refs: tuple[Any, ...], channels: int, width: int, bases: Sequence[Any], first: Any) -> Any:
+    """`width` neighbouring channels for each of 128 threads, and the maximum and weight of their row.
+
+    Args:
+      refs: what `spill` writes.
+      bases: rows side by side, of the threads in turn, counted from the row `first`.
+    """
+    wanted = (plgpu.ShapeDtypeStruct((_THREADS,), jnp.float32, layout=LINE),) * (width + 2)
+
+    def run(_: Any, *args: Any) -> Any:
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         c = lambda value: arith.constant(i32, value)
-        channels = _THREADS // len(rows)
+        acc, *vectors = (utils.memref_ptr(ref) for ref in args[:3])
+        first, *bases = (x.registers.item() for x in args[3:])
         thread = arith.remui(utils.thread_idx(), c(_THREADS))
-        row = rows[0].registers.item()
-        for i, other in enumerate(rows[1:], 1):
-            behind = arith.cmpi(arith.CmpIPredicate.sge, thread, c(i * channels))
-            row = arith.select(behind, other.registers.item(), row)
-        at = arith.addi(arith.muli(row, c(channels)), arith.remui(thread, c(channels)))
-        found = llvm.load(
-            ir.VectorType.get((1,), f32), utils.getelementptr(utils.memref_ptr(ref), [at], f32), alignment=4
-        )
-        registers = np.empty((1,), dtype=object)
-        registers[0] = found
-        return mgpu.FragmentedArray(_registers=registers, _layout=wanted.layout.to_mgpu(), _is_signed=None)
+        per = channels // width
+        row = bases[0]
+        for i, other in enumerate(bases[1:], 1):
+            behind = arith.cmpi(arith.CmpIPredicate.sge, thread, c(i * per))
+            row = arith.select(behind, other, row)
+        row = arith.addi(row, first)
+        at = arith.addi(arith.muli(row, c(channels)), arith.muli(arith.remui(thread, c(per)), c(width)))
+        several, one = ir.VectorType.get((width,), f32), ir.VectorType.get((1,), f32)
+        loaded = llvm.load(several, utils.getelementptr(acc, [at], f32), alignment=4 * width)
+        found = [vector.from_elements(one, [vector.extract(loaded, [], [i])]) for i in range(width)]
+        found += [llvm.load(one, utils.getelementptr(x, [row], f32), alignment=4) for x in vectors]
+        return tuple(_line(x) for x in found)
 
-    types = (plgpu.RefType(), *[_SCALAR] * len(rows))
-    return plgpu.inline_mgpu(arg_types=types, return_type=wanted)(run)(ref, *rows)
+    types = (*[plgpu.RefType()] * 3, *[_SCALAR] * (1 + len(bases)))
+    return plgpu.inline_mgpu(arg_types=types, return_type=wanted)(run)(*refs, first, *bases)
+
+
+def _line(value: Any) -> Any:
+    registers = np.empty((1,), dtype=object)
+    registers[0] = value
+    return mgpu.FragmentedArray(_registers=registers, _layout=LINE.to_mgpu(), _is_signed=None)
+
+
+def write(ref: Any, values: Sequence[jax.Array], base: Any) -> None:
+    """Values of each thread side by side, from `base` on, in the type of what they are written to."""
+
+    def run(_: Any, ref: Any, base: Any, *values: Any) -> None:
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        thread = arith.remui(utils.thread_idx(), arith.constant(i32, _THREADS))
+        width, kind = len(values), ir.MemRefType(ref.type).element_type
+        own = [vector.extract(x.registers.item(), [], [0]) for x in values]
+        several = vector.from_elements(ir.VectorType.get((width,), f32), own)
+        rounded = arith.truncf(ir.VectorType.get((width,), kind), several)
+        at = arith.addi(base.registers.item(), arith.muli(thread, arith.constant(i32, width)))
+        llvm.store(rounded, utils.getelementptr(utils.memref_ptr(ref), [at], kind), alignment=2 * width)
+
+    types = (plgpu.RefType(), _SCALAR, *[LINE] * len(values))
+    plgpu.inline_mgpu(arg_types=types)(run)(ref, jnp.asarray(base, jnp.int32), *values)
 
 
 #: Of float32: each product is rounded where the instructions say so, whatever stands around it. Compilers contract
