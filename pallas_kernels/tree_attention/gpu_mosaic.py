@@ -98,8 +98,6 @@ class _Kernel(Launch):
         def _() -> None:
             if self.teams > 1:
                 plgpu.set_max_registers(_REGISTERS[0], action="increase")
-            for slot in range(self.stages):
-                plgpu.barrier_arrive(shared["empty"].at[team * self.stages + slot])
 
             def one(turn: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
                 step, *now = carry
@@ -112,6 +110,8 @@ class _Kernel(Launch):
         def _() -> None:
             if self.teams > 1:
                 plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+            for slot in range(self.stages):
+                plgpu.barrier_arrive(shared["empty"].at[team * self.stages + slot])
 
             def bring(turn: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
                 step, *now = carry
@@ -128,27 +128,36 @@ class _Kernel(Launch):
 
         def several(i: Any, _: Any) -> tuple[()]:
             begin = first + i * _READ
-            # Blocks without a page's tokens are written over as a whole: any page will do.
-            held = [(begin + k < end) & ((begin + k) * BLOCK < length) for k in range(_READ)]
-            columns = [div((begin + k) * BLOCK, self.page) for k in range(_READ)]
-            numbers = [ins["table"][b, jnp.where(x, at, 0)] for x, at in zip(held, columns, strict=True)]
+            held = [(begin + k) * BLOCK < length for k in range(_READ)]
+            columns = [jnp.where(x, div((begin + k) * BLOCK, self.page), 0) for k, x in enumerate(held)]
+            numbers = [ins["table"][b, column] for column in columns]
             for k, (x, number) in enumerate(zip(held, numbers, strict=True)):
                 one = functools.partial(self.bring_block, team, step + (begin + k - first), begin + k, head)
-                pl.when(begin + k < end)(functools.partial(one, jnp.where(x, number, 0), ins, shared))
+                pl.when(begin + k < end)(functools.partial(one, x, jnp.where(x, number, 0), ins, shared))
             return ()
 
         lax.fori_loop(0, div(end - first + _READ - 1, _READ), several, ())
         return step + end - first
 
     def bring_block(
-        self, team: Any, step: Any, j: Any, head: Any, number: Any, ins: dict[str, Any], shared: dict[str, Any]
-    ) -> None:
+        self, team: Any, step: Any, j: Any, head: Any, held: Any, number: Any, ins: dict[str, Any],
+        shared: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """A block's keys and values to the ring; of one without a page's tokens nothing, as new ones fill it."""
         slot = team * self.stages + rem(step, self.stages)
         plgpu.barrier_wait(shared["empty"].at[slot])
         rows = pl.ds(rem(j * BLOCK, self.page), BLOCK) if self.page > BLOCK else pl.ds(0, BLOCK)
-        for name, begin in (("k", 0), ("v", self.head_dim)):
-            source = ins["pages"].at[number, head, rows, pl.ds(begin, self.head_dim)]
-            plgpu.copy_gmem_to_smem(source, shared[name].at[slot], shared["full"].at[slot])
+
+        @pl.when(held)
+        def _() -> None:
+            for name, begin in (("k", 0), ("v", self.head_dim)):
+                source = ins["pages"].at[number, head, rows, pl.ds(begin, self.head_dim)]
+                plgpu.copy_gmem_to_smem(source, shared[name].at[slot], shared["full"].at[slot])
+
+        @pl.when(jnp.logical_not(held))
+        def _() -> None:
+            for _ in range(2):
+                plgpu.barrier_arrive(shared["full"].at[slot])
 
     def compute(
         self, own: Any, team: Any, step: Any, unit: tuple[Any, ...], ins: dict[str, Any], outs: tuple[Any, ...],
