@@ -84,15 +84,21 @@ class _Kernel(Launch):
         own, many = team * self.programs + lax.axis_index("program"), self.teams * self.programs
         per_item, most = self.kv_heads * self.tiles, ins["items"].shape[1]
 
+        def place(turn: Any) -> Any:
+            """Whole requests come to and fro, the longest to those who began with the shortest."""
+            return jnp.where(rem(turn, 2) == 1, many - 1 - own, own) if self.direct else own
+
         def unit(turn: Any) -> tuple[Any, ...]:
             """A turn's KV head, tile and item, and what that is; read before it is known whether there is a turn."""
-            at = turn * many + own
+            at = turn * many + place(turn)
             item = jnp.minimum(div(at, per_item), most - 1)
             what = (ins["items"][i, item] for i in range(4))
             return rem(div(at, self.tiles), self.kv_heads), rem(at, self.tiles), item, *what
 
         begin = unit(jnp.int32(0))
-        mine = div(ins["count"][0] * per_item - own + many - 1, many)
+        units = ins["count"][0] * per_item
+        turns = div(units, many)
+        mine = turns + jnp.where(place(turns) < rem(units, many), 1, 0)
 
         @pl.when(thread < self.teams)
         def _() -> None:
@@ -165,7 +171,7 @@ class _Kernel(Launch):
     ) -> Any:  # fmt: skip
         """Attention of a turn's rows to what its item holds; the ring's next step."""
         head, tile, item, b, first, end, _ = unit
-        q, (sums_of_items, sums_of_groups) = shared["q"].at[team], (outs[:3], outs[3:])
+        q, (sums_of_items, sums_of_groups, out) = shared["q"].at[team], (outs[:3], outs[3:6], outs[6:])
         base = (b * (self.nodes * self.heads) + head * self.group) * self.head_dim
         self.put([q], [ins["q"]], self.queries, base, (b, head), -tile * ROWS, self.rows, spread=self.spread)
         plgpu.commit_smem()
@@ -192,12 +198,29 @@ class _Kernel(Launch):
             def _() -> None:
                 behind = div(i, few) > div(begin, few)
                 whole = lax.cond(behind, add_to(sums_of_items, place), lambda x: x, sums)
-                self.spill(sums_of_items, whole, place, tile)
+                keep = functools.partial(self.spill, sums_of_items, whole, place, tile)
+                if not self.direct:
+                    keep()
+                    return
+                pl.when(i < stop - 1)(keep)
+                pl.when(i == stop - 1)(lambda: self.finish(whole, out[0], base, (b, head), ins.get("sinks")))
 
             pl.when(jnp.logical_not(last))(lambda: self.spill(sums_of_groups, sums, own, tile))
             return step
 
         return lax.fori_loop(begin, stop, one, step)
+
+    def finish(self, sums: tuple[Any, ...], out: Any, base: Any, at: tuple[Any, Any], sinks: Any) -> None:
+        """A request's result, as `merge` makes it."""
+        acc, top, total = sums
+        along = lambda x: lax.broadcast_in_dim(x, (ROWS, self.head_dim), (0,))
+        if sinks is not None:
+            sink = plgpu.load(sinks.at[at[1]], layout=_ROW, optimized=False)  # pyright: ignore[reportCallIssue]
+            new = jnp.maximum(top, sink)
+            keep = jnp.exp2(top - new)
+            one = self.cast(jnp.ones((ROWS,), _F32), _ROW)
+            acc, total = acc * along(keep), self.fused(one, jnp.exp2(sink - new), total, keep, _ROW)
+        self.store(out, (acc / along(total)).astype(out.dtype), base, at)
 
     def add(self, sums: tuple[Any, ...], more: tuple[Any, ...]) -> tuple[Any, ...]:
         """The sums, maxima and weights of rows over more keys; of the first ones nothing changes."""
@@ -275,23 +298,25 @@ class _Kernel(Launch):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))
 def _attend(kernel: _Kernel, most: int, ins: dict[str, jax.Array], *, interpret: Any = None) -> Any:
-    """Sums, maxima and weights of at most so many items; behind them the warpgroups' of their groups."""
+    """Sums, maxima and weights of at most so many items, or the result where each request is one."""
     names, scratch = list(ins), kernel.scratch(ins["q"].dtype)
     sums = lambda count: [
         jax.ShapeDtypeStruct((count, kernel.height, *more), _F32) for more in ((kernel.head_dim,), (), ())
     ]
     outs = [*sums(most * kernel.kv_heads * kernel.tiles), *sums(kernel.teams * kernel.programs)]
+    if kernel.direct:
+        outs.append(jax.ShapeDtypeStruct(ins["q"].shape, ins["q"].dtype))
 
     def tree_attention(*refs: Any) -> None:
-        count = len(names)
-        shared = dict(zip(scratch, refs[count + 6 :], strict=True))
-        kernel.body(dict(zip(names, refs[:count], strict=True)), tuple(refs[count : count + 6]), shared)
+        count, end = len(names), len(names) + len(outs)
+        shared = dict(zip(scratch, refs[end:], strict=True))
+        kernel.body(dict(zip(names, refs[:count], strict=True)), tuple(refs[count:end]), shared)
 
     extra = {} if interpret is None else {"interpret": interpret}
     return plgpu.kernel(
         tree_attention, out_type=outs, scratch_types=tuple(scratch.values()), grid=(kernel.programs,),
         grid_names=("program",), num_threads=2 * kernel.teams, thread_name="team", compiler_params=params(), **extra,
-    )(*ins.values())[:3]  # fmt: skip
+    )(*ins.values())  # fmt: skip
 
 
 def tree_attention(
@@ -315,8 +340,9 @@ def tree_attention(
     if programs is None:
         kind = device_kind().lower()
         programs = next((count for name, count in MULTIPROCESSORS.items() if name in kind), 132)
-    kernel = _Kernel(b, n, t, h, g, c, page, causal, args.window, args.factor, programs, teams, interpret is not None)
-    sizes = Sizes.of(kernel, args.table_BM.shape[1] * page, whole)
+    shape = b, n, t, h, g, c, page, causal, args.window, args.factor, programs, teams, interpret is not None
+    sizes = Sizes.of(Launch(*shape), args.table_BM.shape[1] * page, whole)
+    kernel = _Kernel(*shape, direct=sizes.whole and Launch(*shape).tiles == 1)
     items, count, ends = plan(args.length_B, t, sizes, args.window, causal)
     ins = {
         "items": items, "count": count, "q": q, "k": args.tree_k_BTGC, "v": args.tree_v_BTGC, "pages": args.pages,
@@ -324,11 +350,16 @@ def tree_attention(
     }  # fmt: skip
     if args.tree_mask_BNT is not None:
         ins["words"] = _words(args.tree_mask_BNT, kernel)
-    acc, top, total = _attend(kernel, sizes.items(b), ins, interpret=interpret)
+    sinks = None if args.sinks_H is None else args.sinks_H.astype(_F32) * _LOG2E
+    if kernel.direct:
+        if sinks is not None:
+            ins["sinks"] = _rows(jnp.tile(sinks.reshape(g, h // g), (1, n)), kernel).reshape(g, ROWS)
+        return _attend(kernel, sizes.items(b), ins, interpret=interpret)[-1]
+    acc, top, total = _attend(kernel, sizes.items(b), ins, interpret=interpret)[:3]
     ins = {"ends": ends, "acc": acc, "top": top, "total": total}
-    if args.sinks_H is not None:
-        ins["sinks"] = args.sinks_H.astype(_F32) * _LOG2E
-    out = merge(kernel, q.dtype, args.sinks_H is not None, ins, interpret=interpret)
+    if sinks is not None:
+        ins["sinks"] = sinks
+    out = merge(kernel, q.dtype, sinks is not None, ins, interpret=interpret)
     return out.reshape(q.shape)
 
 
@@ -338,8 +369,13 @@ def _words(mask_BNT: jax.Array, kernel: _Kernel) -> jax.Array:
     words = -(-t // 32)
     bits = jnp.pad(mask_BNT, ((0, 0), (0, 0), (0, 32 * words - t))).reshape(b, n, words, 32).astype(jnp.uint32)
     packed = (bits << jnp.arange(32, dtype=jnp.uint32)).sum(axis=-1, dtype=jnp.uint32).transpose(0, 2, 1)
-    rows = jnp.repeat(packed, kernel.group, axis=2)
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, kernel.tiles * (ROWS // (1 + kernel.spread)) - kernel.rows)))
+    return _rows(jnp.repeat(packed, kernel.group, axis=2), kernel)
+
+
+def _rows(x: jax.Array, kernel: _Kernel) -> jax.Array:
+    """[..., rows of a KV head] as they stand in tiles: [..., tiles, 64]."""
+    *outer, rows = x.shape
+    x = jnp.pad(x, [(0, 0)] * len(outer) + [(0, kernel.tiles * (ROWS // (1 + kernel.spread)) - rows)])
     if kernel.spread:
-        rows = jnp.pad(rows.reshape(b, words, 4, 8), ((0, 0), (0, 0), (0, 0), (0, 8)))
-    return rows.reshape(b, words, kernel.tiles, ROWS)
+        x = jnp.pad(x.reshape(*outer, 4, 8), [(0, 0)] * (len(outer) + 1) + [(0, 8)])
+    return x.reshape(*outer, kernel.tiles, ROWS)

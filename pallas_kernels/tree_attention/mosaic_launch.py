@@ -34,7 +34,7 @@ class Launch:
       batch, nodes, entries, heads, kv_heads, head_dim, page: B, N, T, H, G, C and tokens a page.
       causal: without a mask. factor: of scores. programs: at once. teams: warpgroups
       of a program that compute, each with another that brings it pages.
-      interpret: whether registers are pretended.
+      interpret: whether registers are pretended. direct: whether a request is one item, whose sums are its result.
     """
 
     batch: int
@@ -50,6 +50,7 @@ class Launch:
     programs: int
     teams: int
     interpret: bool
+    direct: bool = False
 
     @property
     def group(self) -> int:
@@ -186,6 +187,15 @@ class Launch:
             return
         for ref, value in zip(refs, sums, strict=True):
             ref.at[at][...] = value[self.places]
+
+    def store(self, out: Any, value: jax.Array, base: Any, at: tuple[Any, Any]) -> None:
+        """The only tile's rows to the result [B, N, H, C]; `at` is the request and the KV head."""
+        if not self.interpret:
+            mosaic_rows.store(out, value, self.queries, base, self.rows, spread=self.spread)
+            return
+        b, head = at
+        rows = value[self.places][: self.rows].reshape(self.nodes, self.group, self.head_dim)
+        out.at[b, :, pl.ds(head * self.group, self.group), :][...] = rows
 
     @property
     def places(self) -> jax.Array:

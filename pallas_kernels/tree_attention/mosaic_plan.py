@@ -18,6 +18,8 @@ from pallas_kernels.sizes import round_up
 BLOCK, FEW, GROUP = 64, 4, 16
 #: Items are single blocks up to so many for each warpgroup that computes, and groups beyond so many times 4 blocks.
 _SINGLE, _QUARTER = 1.5, 4
+#: Share of the warpgroups' turns that whole requests must fill to be items.
+_EVEN = 0.9
 #: Bytes of partial sums from which on a request is one item.
 _PARTIAL = 48 << 20
 _I32 = jnp.int32
@@ -41,8 +43,13 @@ class Sizes:
     def of(cls, kernel: Any, capacity: int, whole: bool | None = None) -> Sizes:
         blocks = -(-(round_up(capacity, BLOCK) + kernel.entries) // BLOCK)
         units = kernel.kv_heads * kernel.tiles
-        partial = kernel.batch * -(-blocks // GROUP) * units * kernel.height * kernel.head_dim * 4
-        return cls(units, kernel.teams * kernel.programs, blocks, bool(partial > _PARTIAL) if whole is None else whole)
+        threads = kernel.teams * kernel.programs
+        if whole is None:
+            partial = kernel.batch * -(-blocks // GROUP) * units * kernel.height * kernel.head_dim * 4
+            turns = -(-kernel.batch * units // threads)
+            even = kernel.batch * units >= _EVEN * turns * threads
+            whole = bool(partial > _PARTIAL) or (even and kernel.tiles == 1)
+        return cls(units, threads, blocks, whole)
 
     @property
     def most(self) -> tuple[int, int]:

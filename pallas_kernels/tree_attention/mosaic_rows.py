@@ -194,6 +194,29 @@ def spill(refs: tuple[Any, ...], values: tuple[Any, ...], base: Any, count: Any,
     plgpu.inline_mgpu(arg_types=types)(run)(*refs, *values, *args)
 
 
+def store(ref: Any, value: jax.Array, source: Source, base: Any, count: int, *, spread: bool) -> None:
+    """The first `count` rows of results [64, C] in two bytes a value to where a source has them."""
+    layout = plgpu.Layout.WGMMA
+
+    def run(_: Any, ref: Any, value: Any, base: Any) -> None:
+        c = lambda value: arith.constant(ir.IntegerType.get_signless(32), value)
+        kind, pointer = ir.MemRefType(ref.type).element_type, utils.memref_ptr(ref)
+        column = arith.muli(arith.remui(utils.thread_idx(), c(4)), c(2))
+        for half, row, _ in _rows((), value.shape[1], c(0), spread):
+            with utils.when(arith.cmpi(arith.CmpIPredicate.slt, row, c(count))):
+                at = arith.addi(
+                    arith.muli(arith.divui(row, c(source.group)), c(source.outer)),
+                    arith.muli(arith.remui(row, c(source.group)), c(source.inner)),
+                )
+                at = arith.addi(arith.addi(base.registers.item(), at), column)
+                for j, pair in enumerate(value.registers.reshape(-1, 2)[:, half]):
+                    where = utils.getelementptr(pointer, [arith.addi(at, c(8 * j))], kind)
+                    llvm.store(pair, where, alignment=4)
+
+    types = (plgpu.RefType(), layout, _SCALAR)
+    plgpu.inline_mgpu(arg_types=types)(run)(ref, value, jnp.asarray(base, jnp.int32))
+
+
 def fetch(refs: tuple[Any, ...], channels: int, base: Any, count: Any, *, spread: bool) -> tuple[jax.Array, ...]:
     """What `spill` wrote, by the same threads; other rows hold some row's."""
     layout = plgpu.Layout.WGMMA
