@@ -250,8 +250,11 @@ class _Kernel(Launch):
         @pl.when(ends)
         def _() -> None:
             at = (b * (self.entries * self.kv_heads) + head) * self.head_dim
-            keep = lowest - begin, length - begin
-            self.put([k, v], [ins["k"], ins["v"]], self.news, at, (b, head), place - begin, self.entries, keep=keep)
+            # Of values what is hidden weighs 0, but 0 * NaN is NaN: a broken draft must not reach its siblings.
+            self.put(
+                [k, v], [ins["k"], ins["v"]], self.news, at, (b, head), place - begin, self.entries,
+                keep=(lowest - begin, length - begin), finite=True,
+            )  # fmt: skip
             plgpu.commit_smem()
 
         along = lambda x: lax.broadcast_in_dim(x, (ROWS, BLOCK), (0,))

@@ -153,11 +153,11 @@ class Launch:
 
     def put(
         self, tiles: list[Any], refs: list[Any], source: Source, base: Any, at: tuple[Any, Any], first: Any, count: int,
-        keep: tuple[Any, Any] | None = None, spread: bool = False,
+        keep: tuple[Any, Any] | None = None, finite: bool = False, spread: bool = False,
     ) -> None:  # fmt: skip
         """mosaic_rows.put; `at` is the request and the KV head."""
         if not self.interpret:
-            mosaic_rows.put(tiles, refs, source, base, first, count, keep=keep, spread=spread)
+            mosaic_rows.put(tiles, refs, source, base, first, count, keep=keep, finite=finite, spread=spread)
             return
         b, head = at
         heads = self.group if source.outer == self.heads * self.head_dim and source.group == self.group else 1
@@ -167,8 +167,9 @@ class Launch:
         for tile, ref in zip(tiles, refs, strict=True):
             own = lax.dynamic_slice_in_dim(ref[b], head * heads, heads, axis=1).reshape(-1, self.head_dim)
             rows, others = own[jnp.clip(r, 0, count - 1)], tile[...]
-            if keep is not None and tile is tiles[-1]:
+            if finite and tile is tiles[-1]:
                 rows = jnp.where(jnp.isfinite(rows), rows, 0)
+            if keep is not None and tile is tiles[-1]:
                 others = jnp.where(((i >= keep[0]) & (i < keep[1]))[:, None], others, 0)
             tile[...] = jnp.where(live[:, None], rows, others)
 

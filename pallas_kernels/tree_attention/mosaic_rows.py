@@ -60,15 +60,15 @@ def tiled() -> tuple[Any, ...]:
 
 def put(
     tiles: Sequence[Any], refs: Sequence[Any], source: Source, base: Any, first: Any, count: int, *,
-    keep: tuple[Any, Any] | None = None, spread: bool = False,
+    keep: tuple[Any, Any] | None = None, finite: bool = False, spread: bool = False,
 ) -> None:  # fmt: skip
     """Rows of sources into tiles [64, C] in shared memory, each into its own. `commit_smem` must follow.
 
     Row r of [0, count) becomes row first + r of the tile, where that is one.
 
     Args:
-      keep: other rows of the last tile, values, become zeros outside of it, and what comes in is finite: zeros for the
-        rest. A hidden entry weighs 0, but 0 * NaN is NaN: a broken draft must not reach its siblings.
+      keep: other rows of the last tile become zeros outside of it.
+      finite: zeros for values of the last source that are not.
       spread: row r becomes row `spread_row(r)`.
     """
     many = len(tiles)
@@ -76,15 +76,15 @@ def put(
 
     def run(_: Any, *args: Any) -> None:
         scalars = (x.registers.item() for x in args[2 * many :])
-        _put(args[:many], args[many : 2 * many], source, count, spread, keep is not None, *scalars)
+        _put(args[:many], args[many : 2 * many], source, count, spread, keep is not None, finite, *scalars)
 
     args = [jnp.asarray(x, jnp.int32) for x in (base, first, *(keep or (0, 0)))]
     plgpu.inline_mgpu(arg_types=types)(run)(*tiles, *refs, *args)
 
 
 def _put(
-    tiles: Sequence[Any], refs: Sequence[Any], source: Source, count: int, spread: bool, clear: bool, base: Any,
-    first: Any, low: Any, high: Any,
+    tiles: Sequence[Any], refs: Sequence[Any], source: Source, count: int, spread: bool, clear: bool, finite: bool,
+    base: Any, first: Any, low: Any, high: Any,
 ) -> None:  # fmt: skip
     i32 = ir.IntegerType.get_signless(32)
     c = lambda value: arith.constant(i32, value)
@@ -135,7 +135,7 @@ def _put(
         other = arith.ori(within(row, low, high), within(row, first, arith.addi(first, c(count))))
         store(splat(0), tiles[-1], row, arith.xori(other, arith.constant(ir.IntegerType.get_signless(1), 1)))
     for tile, row, live, value in found:
-        for shift in (0, 16) if clear and tile is tiles[-1] else ():
+        for shift in (0, 16) if finite and tile is tiles[-1] else ():
             ones = splat(exponent << shift)
             broken = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(value, ones), ones)
             value = arith.select(broken, arith.andi(value, splat(0xFFFF if shift else -0x10000)), value)
@@ -170,7 +170,7 @@ def _zero() -> Any:
     return ir.FloatAttr.get(ir.F32Type.get(), 0.0)
 
 
-def spill(refs: tuple[Any, ...], values: tuple[Any, ...], base: Any, count: Any, *, spread: bool) -> None:
+def spill(refs: tuple[Any, ...], values: tuple[Any, ...], base: Any, count: Any, *, spread: bool = False) -> None:
     """Sums [64, C], maxima [64] and weights [64] of the first `count` rows to rows from `base` on.
 
     Args:
@@ -217,7 +217,9 @@ def store(ref: Any, value: jax.Array, source: Source, base: Any, count: int, *, 
     plgpu.inline_mgpu(arg_types=types)(run)(ref, value, jnp.asarray(base, jnp.int32))
 
 
-def fetch(refs: tuple[Any, ...], channels: int, base: Any, count: Any, *, spread: bool) -> tuple[jax.Array, ...]:
+def fetch(
+    refs: tuple[Any, ...], channels: int, base: Any, count: Any, *, spread: bool = False
+) -> tuple[jax.Array, ...]:
     """What `spill` wrote, by the same threads; other rows hold some row's."""
     layout = plgpu.Layout.WGMMA
     like = lambda *shape, layout: plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)

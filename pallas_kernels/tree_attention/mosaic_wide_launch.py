@@ -155,7 +155,8 @@ class Launch:
         """A tile's queries; zeros behind the last."""
         first = number * ROWS
         if not self.interpret:
-            mosaic_rows.fill(tile, ref, self.queries, self.base(b, head), -first, self.rows, (0, 0))
+            base = self.base(b, head)
+            mosaic_rows.put([tile], [ref], self.queries, base, -first, self.rows, keep=(0, 0))
             return
         own = lax.dynamic_slice_in_dim(ref[b], head * self.group, self.group, axis=1).reshape(-1, self.head_dim)
         at = first + jnp.arange(ROWS)
