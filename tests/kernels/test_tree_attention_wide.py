@@ -127,6 +127,7 @@ def test_takes_the_place_of_triton_on_hopper_where_rows_are_many(monkeypatch: py
     taken = []
     monkeypatch.setattr(api.gpu, "tree_attention", lambda args, **launch: taken.append(("triton", launch)))
     monkeypatch.setattr(mosaic_wide, "tree_attention", lambda args: taken.append(("wide", {})))
+    monkeypatch.setattr(api.gpu_mosaic, "tree_attention", lambda args: taken.append(("few", {})))
     run = api.OPERATION.implementations["gpu"].run
     many, few, wide_heads = (CASES[name].shapes() for name in ("tree64-b8-8k", "verify8-b8-8k", "d256-tree64"))
     run(many)
@@ -134,7 +135,7 @@ def test_takes_the_place_of_triton_on_hopper_where_rows_are_many(monkeypatch: py
     for args in (many, few, wide_heads):
         run(args)
     run(many, blocks=1)
-    assert taken == [("triton", {}), ("wide", {}), ("triton", {}), ("triton", {}), ("triton", {"blocks": 1})]
+    assert taken == [("triton", {}), ("wide", {}), ("few", {}), ("triton", {}), ("triton", {"blocks": 1})]
 
 
 @pytest.mark.parametrize(
