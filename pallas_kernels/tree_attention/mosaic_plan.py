@@ -48,7 +48,7 @@ class Sizes:
             partial = kernel.batch * -(-blocks // GROUP) * units * kernel.height * kernel.head_dim * 4
             turns = -(-kernel.batch * units // threads)
             even = kernel.batch * units >= _EVEN * turns * threads
-            whole = bool(partial > _PARTIAL) or (even and kernel.tiles == 1)
+            whole = bool(partial > _PARTIAL or (even and kernel.tiles == 1))
         return cls(units, threads, blocks, whole)
 
     @property
