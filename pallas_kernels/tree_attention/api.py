@@ -20,7 +20,7 @@ from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
 def _on_gpu(args: TreeAttentionArgs, **launch: Any) -> jax.Array:
     """On Mosaic GPU, by the kernel for few rows or for many, else on Triton; `launch` is Triton's."""
-    kernel = gpu_mosaic if gpu_mosaic.slower(args) is None else mosaic_wide
+    kernel = mosaic_wide if mosaic_wide.slower(args) is None else gpu_mosaic
     reason = "its sizes are given" if launch else supported() or kernel.refusal(args) or kernel.slower(args)
     if reason is None:
         rows = "few" if kernel is gpu_mosaic else "many"

@@ -156,6 +156,7 @@ def test_what_it_serves(change: dict[str, Any], said: str | None):
         (dict(nodes=33), {}, None, "Mosaic GPU, many rows"),
         ({}, {"blocks": None}, None, "Triton: its sizes are given"),
         ({}, {}, "they need JAX 0.11 or newer", "Triton: they need JAX 0.11 or newer"),
+        (dict(batch=119), {}, None, "Triton: it is for at most 236 requests times KV heads, got 238"),
         (dict(head_dim=96), {}, None, "Triton: head dimension must be 64 or 128, got 96"),
     ],
 )
