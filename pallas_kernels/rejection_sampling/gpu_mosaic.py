@@ -6,14 +6,13 @@ resident as a whole or not at all, so that no batch is too large to wait for one
 
 Where the device has room for all nodes of all requests at once, each has a cluster of its own, and a second launch
 follows the path; else a cluster walks it, and reads the rows on the path only.
-
-Coupled and greedy calls; rejection against draft probabilities is left to the kernel on Triton.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,44 +21,46 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.rejection_sampling.mosaic_filters import Filters, Scratch, threshold
-from pallas_kernels.rejection_sampling.mosaic_lanes import Cluster, gather, lane_ids, once, spread, where, words_of
-from pallas_kernels.rejection_sampling.mosaic_rows import GROUP, NONE, WORD, Row
+from pallas_kernels.rejection_sampling.mosaic_filters import Filters, Scratch
+from pallas_kernels.rejection_sampling.mosaic_lanes import Cluster, words_of
+from pallas_kernels.rejection_sampling.mosaic_rejection import Drafts, attempt
+from pallas_kernels.rejection_sampling.mosaic_rows import GROUP, WORD, Buffers, Launch, Row
+from pallas_kernels.rejection_sampling.mosaic_walk import Sampler, Tree, Turn, own_token, walk
 from pallas_kernels.rejection_sampling.noise import TILE
 from pallas_kernels.rejection_sampling.reference import RejectionSamplingArgs, Verdict
 from pallas_kernels.sizes import round_up
 
 _i32, _u32, _f32 = jnp.int32, jnp.uint32, jnp.float32
-#: Clusters may have 8 programs on every device.
-_MOST_MEMBERS = 8
-#: Programs up to which every node has a cluster: 512 were faster than 128 that walk, 2,048 slower.
-_MOST_PROGRAMS = 528
-#: Rows of 128 logits that fit into a program's shared memory beside its tables.
-_MOST_ROWS = {4: 384, 2: 768}
+#: Programs of a cluster; more than the 8 that every device with clusters has, but Hopper has 16.
+_MOST_MEMBERS = 16
+#: Nodes up to which each has a cluster of its own.
+_MOST_CLUSTERS = 64
+#: Bytes of a program's shared memory for logits and draft probabilities, beside its tables.
+_ROW_BYTES = 192 << 10
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """Sizes of a launch; results do not depend on them.
+def launch_for(batch: int, nodes: int, vocab: int, drafts: bool = False) -> Launch:
+    """Sizes for a call; measured on an H200 (docs/benchmarks.md).
 
-    Attributes:
-      members: programs of a cluster. rows: of 128 tokens that each owns, an even number.
-      walk: whether a cluster walks a request's tree, or each node has its own.
+    Args:
+      drafts: whether it reads draft probabilities.
     """
-
-    members: int
-    rows: int
-    walk: bool
-
-
-def launch_for(batch: int, nodes: int, vocab: int) -> Launch:
-    """Sizes for a call; measured on an H200 (docs/benchmarks.md)."""
-    tiles = -(-vocab // TILE)
-    members = _MOST_MEMBERS
-    while members > 1 and tiles < members * GROUP:
+    walk = nodes == 1 or drafts or batch * nodes > _MOST_CLUSTERS
+    tiles, members = -(-vocab // TILE), _MOST_MEMBERS
+    while members > 1 and tiles <= members * (WORD - GROUP):
         members //= 2
-    rows = round_up(-(-tiles // members), GROUP)
-    return Launch(members, rows, walk=nodes == 1 or batch * nodes * members > _MOST_PROGRAMS)
+    return sizes(members, vocab, walk)
+
+
+def _most_tokens(dtype: Any, drafts: bool) -> int:
+    """The largest vocabulary that a cluster's shared memory holds."""
+    row = TILE * (jnp.dtype(dtype).itemsize + (4 if drafts else 0))
+    return _MOST_MEMBERS * (_ROW_BYTES // row // WORD * WORD) * TILE
+
+
+def sizes(members: int, vocab: int, walk: bool) -> Launch:
+    """A launch whose members share the vocabulary evenly."""
+    return Launch(members, round_up(-(-vocab // (TILE * members)), GROUP), walk)
 
 
 @functools.cache
@@ -76,9 +77,10 @@ def unsupported() -> str | None:
 def faster(args: RejectionSamplingArgs) -> bool:
     """Whether the kernel is measured to take less time than the one on Triton, on an H200 (docs/benchmarks.md).
 
-    With filters it is, for sampled calls, without them it is not; which it will be is unknown when a call is compiled.
+    Rejection takes more. Plain decoding without filters takes 2 to 10% more, with them much less; which it will be is
+    unknown when a call is compiled.
     """
-    return args.greedy and args.logits_BNV.shape[1] > 1
+    return args.drafts is None
 
 
 def refusal(args: RejectionSamplingArgs) -> str | None:
@@ -86,25 +88,25 @@ def refusal(args: RejectionSamplingArgs) -> str | None:
     logits, n = args.logits_BNV, args.logits_BNV.shape[1]
     if logits.dtype not in (jnp.float32, jnp.bfloat16):
         return f"logits must be float32 or bfloat16, got {logits.dtype}"
-    if args.drafts is not None:
-        return "it has no rejection against draft probabilities"
+    if (drafts := args.drafts) is not None and drafts.dtype != jnp.float32:
+        return f"draft_probs must be float32, got {drafts.dtype}"
     if n > 2 * TILE:
         return f"at most {2 * TILE} nodes, got {n}"
-    most = _MOST_ROWS[logits.dtype.itemsize] * TILE * _MOST_MEMBERS
-    if logits.shape[2] > most:
+    if logits.shape[2] > (most := _most_tokens(logits.dtype, args.drafts is not None)):
         return f"a vocabulary of at most {most} {logits.dtype} logits, got {logits.shape[2]}"
     return None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """One launch. shape: B, N and V."""
+    """One launch. shape: B, N and V. draft_rows: of draft probabilities, X; 0 in coupled mode."""
 
     shape: tuple[int, int, int]
     launch: Launch
     depth: int
     chain: bool
     greedy: bool
+    draft_rows: int
     interpret: bool
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
@@ -116,114 +118,79 @@ class _Kernel:
         }
         if not self.greedy:
             out |= Scratch.shapes()
+        if self.draft_rows:
+            out |= {"q": plgpu.SMEM((words * WORD, TILE), _f32), "drafted": plgpu.Barrier(num_barriers=words)}
         if self.launch.members > 1 and self.interpret:
             out["met"] = plgpu.ClusterBarrier(collective_axes=("member",))
-        elif self.launch.members > 1:
+        elif not self.interpret:
             out["board"] = plgpu.SMEM(Cluster.board_shape(False, 0, 0), _i32)
         return out
 
     def body(self, ins: Any, outs: Any, shared: dict[str, Any], board: Any) -> None:
-        logits, tokens, parents, depths, position, temperature, top_k, top_p, min_p, seed = ins
+        logits, tokens, parents, depths, position, temperature, top_k, top_p, min_p, seed, *probs = ins
         nodes, vocab = self.shape[1:]
         program = lax.axis_index("request")
         request = program if self.launch.walk else lax.div(program, _i32(nodes))
         cluster = Cluster(board, shared.get("met"), program, self.launch.members, self.interpret)
-        sampler: tuple[jax.Array, Filters] | None = None
-        inverse = None
+        sampler: Sampler | None = None
+        inverse: jax.Array | None = None
         if not self.greedy:
             sampled = temperature[request] > 0
             inverse = 1.0 / jnp.where(sampled, temperature[request], 1.0)
-            sampler = sampled, Filters(top_k[request], top_p[request], min_p[request])
-        row = Row(logits, shared["x"], shared["words"], shared["arrived"], cluster, vocab, self.launch.rows, inverse)
-
-        def visit(node: jax.Array, depth: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            """(the target's own token at a node, whether its logits are usable, exchanges so far)."""
-            row.fetch(request * nodes + node)
-            best, step = row.survey(request * nodes + node, step)
-            token, fine = best.token, (best.top < jnp.inf) & (best.top > -jnp.inf)
-            if sampler is not None:
-                sampled, filters = sampler
-                key = seed[request], (position[request] + depth).astype(_u32)
-
-                def draw(token: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-                    tables = Scratch(*(shared[name] for name in Scratch.shapes()))
-                    kept = lambda _, step: threshold(row, tables, filters, best.lanes, best.top, step)
-                    cut, step = once(filters.active, kept, (best.top * 0.0 - jnp.inf, step))
-                    return row.race(key, cut, best, step)
-
-                token, step = once(sampled & fine, draw, (token, step))
-            return jnp.clip(token, 0, vocab - 1), jnp.where(fine, 1, 0), step
-
-        if self.launch.walk:
-            self.walk(visit, request, cluster, tokens, parents, outs)
-        else:
-            node = lax.rem(program, _i32(nodes))
-            token, fine = visit(node, depths[program], _i32(0))[:2]
+            filters = Filters(top_k[request], top_p[request], min_p[request])
+            tables = Scratch(*(shared[name] for name in Scratch.shapes()))
+            sampler = Sampler(sampled, filters, tables, seed[request], position[request])
+        buffers = Buffers(*(shared[name] for name in Buffers._fields))
+        row = Row(logits, buffers, cluster, vocab, self.launch, inverse)
+        if not self.launch.walk:
+            token, fine = own_token(row, sampler, program, depths[program], _i32(0))[:2]
 
             @pl.when(cluster.member == 0)
             def _() -> None:
-                outs[0][program], outs[1][program] = token, fine
+                outs[0][program], outs[1][program] = jnp.clip(token, 0, vocab - 1), fine
+        else:
+            tree = self.tree(tokens, parents, request)
 
+            def coupled(node: jax.Array, depth: jax.Array, step: jax.Array) -> Turn:
+                token, fine, step = own_token(row, sampler, request * nodes + node, depth, step)
+                token = jnp.clip(token, 0, vocab - 1)
+                return Turn(tree.holding(node, depth, token), token, fine, step)
+
+            visit: Callable[[jax.Array, jax.Array, jax.Array], Turn] = coupled
+            if sampler is not None and probs:
+                drafts = Drafts(probs[0], self.draft_rows, shared["q"], shared["drafted"], row)
+
+                def rejection(node: jax.Array, depth: jax.Array, step: jax.Array) -> Turn:
+                    at, number = request * nodes + node, request * self.draft_rows + node
+                    turn = attempt(row, drafts, sampler, tree, node, depth, at, number, step)
+                    return turn._replace(token=jnp.clip(turn.token, 0, vocab - 1))
+
+                visit = rejection
+            walk(tree, visit, request, cluster.member == 0, outs)
         cluster.meet()  # nobody leaves while another may read its shared memory
+
+    def tree(self, tokens: Any, parents: Any, request: jax.Array) -> Tree:
+        return Tree(tokens, parents, request, self.shape[1], self.depth, self.chain, self.interpret)
 
     def follow(self, ins: Any, outs: Any) -> None:
         """Walks where every node's token is known."""
         choice, fine, tokens, parents = ins
         request = lax.axis_index("request")
-        known = lambda node, _, step: (*(ref[request * self.shape[1] + node] for ref in (choice, fine)), step)
-        self.walk(known, request, Cluster(None, None, request, 1, self.interpret), tokens, parents, outs)
+        tree = self.tree(tokens, parents, request)
 
-    def walk(self, visit: Any, request: jax.Array, cluster: Cluster, tokens: Any, parents: Any, outs: Any) -> None:
-        """The path of a request."""
-        path_ref, accepted_ref, token_ref, fine_ref = outs
-        nodes, levels, lane = self.shape[1], self.depth + 1, lane_ids()
-        tree: list[tuple[jax.Array, jax.Array, jax.Array]] = []
-        for begin in range(0, nodes if self.depth else 0, TILE):
-            index = begin + lane
-            here = request * nodes + jnp.minimum(index, nodes - 1)
-            load = lambda ref, here=here: gather(ref, here, self.interpret)
-            tree.append((where(index < nodes, index, NONE), load(tokens), load(parents)))
+        def known(node: jax.Array, depth: jax.Array, step: jax.Array) -> Turn:
+            token, usable = (ref[request * self.shape[1] + node] for ref in (choice, fine))
+            return Turn(tree.holding(node, depth, token), token, usable, step)
 
-        def child(node: jax.Array, token: jax.Array) -> jax.Array:
-            found = spread(NONE, _i32)
-            for index, own, parent in tree:
-                match = (index == node + 1) if self.chain else (parent == node) & (index > 0)
-                found = jnp.minimum(found, where(match & (own == token), index, NONE))
-            return jnp.min(found)
-
-        def put(level: jax.Array, node: jax.Array) -> None:
-            @pl.when(cluster.member == 0)
-            def _() -> None:
-                path_ref[request * levels + level] = node
-
-        lax.fori_loop(0, levels, lambda d, _: (put(d, d if self.chain else d * 0), ())[1], ())
-
-        def step(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            following, _, accepted, _, fine, exchanges = carry
-            token, usable, exchanges = visit(following, accepted, exchanges)
-            node = following
-            following = jnp.where(accepted < self.depth, child(node, token), NONE) if tree else node * 0 + NONE
-            moved = following < NONE
-            accepted = accepted + jnp.where(moved, 1, 0)
-            pl.when(moved)(lambda: put(accepted, following))
-            return following, node, accepted, token, fine * usable, exchanges
-
-        zero = request * 0
-        start = (zero, zero, zero, zero, zero + 1, zero)
-        accepted, token, fine = lax.while_loop(lambda c: c[0] < NONE, step, start)[2:5]
-
-        @pl.when(cluster.member == 0)
-        def _() -> None:
-            accepted_ref[request], token_ref[request], fine_ref[request] = accepted, token, fine > 0
+        walk(tree, known, request, request >= 0, outs)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="interpret")
 def _launch(kernel: _Kernel, *ins: jax.Array, interpret: Any = None) -> Any:
     (b, n, v), launch = kernel.shape, kernel.launch
-    logits, *small = ins
     # The copy engine takes 256 entries along an axis; a vocabulary of whole tiles is read as rows of these.
-    logits = logits.reshape(b * n, v // TILE, TILE) if v % TILE == 0 else logits.reshape(b * n, v)
-    small = [x.reshape(-1) for x in small]
+    tiled = lambda x: x.reshape(-1, v // TILE, TILE) if v % TILE == 0 else x.reshape(-1, v)
+    logits, *small = (tiled(x) if x.ndim == 3 else x.reshape(-1) for x in ins)
     of = jax.ShapeDtypeStruct
     verdict = (of((b * (kernel.depth + 1),), _i32), of((b,), _i32), of((b,), _i32), of((b,), jnp.bool_))
     many = b if launch.walk else b * n
@@ -266,7 +233,12 @@ def rejection_sampling(args: RejectionSamplingArgs, *, launch: Launch | None = N
       interpret: plgpu.InterpretGPUParams, on any backend.
     """
     b, n, v = args.logits_BNV.shape
-    launch = launch_for(b, n, v) if launch is None else launch
-    kernel = _Kernel((b, n, v), launch, args.depth, args.chain, args.greedy, interpret is not None)
+    drafts = args.drafts
+    if launch is None:
+        launch = launch_for(b, n, v, drafts is not None)
+    if drafts is not None and not launch.walk:
+        raise ValueError(f"rejection sampling walks its trees, got {launch}")
+    rows = 0 if drafts is None else drafts.shape[1]
+    kernel = _Kernel((b, n, v), launch, args.depth, args.chain, args.greedy, rows, interpret is not None)
     small = (args.tokens_BN, args.parents_BN, args.depths_BN, args.position_B, *args.sampling)
-    return _launch(kernel, args.logits_BNV, *small, interpret=interpret)
+    return _launch(kernel, args.logits_BNV, *small, *(() if drafts is None else (drafts,)), interpret=interpret)

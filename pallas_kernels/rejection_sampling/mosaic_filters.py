@@ -10,7 +10,7 @@ range narrowed first, by histograms.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -77,23 +77,27 @@ class _Range(NamedTuple):
     """Where a threshold may lie: [low, high].
 
     Attributes:
-      over: amount above `high`. need: the amount that is needed. first: whether that is still to be found out.
-      done: whether the threshold is low. step: exchanges so far.
+      over: amount above `high`.
+      many: 1 where the range is expected to hold more tokens than the list.
+      done: 1 where the threshold is low.
+      marked: see `threshold`. step: exchanges so far.
     """
 
     low: jax.Array
     high: jax.Array
     over: jax.Array
-    need: jax.Array
-    first: jax.Array
+    many: jax.Array
     done: jax.Array
+    marked: jax.Array
     step: jax.Array
 
 
 def threshold(
     row: Row, scratch: Scratch, filters: Filters, tops: jax.Array, top: jax.Array, step: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """(what a token must reach to pass the filters as in reference.filter_logits, exchanges so far).
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(what a token must reach to pass the filters as in reference.filter_logits, marked tokens, exchanges so far).
+
+    Marked tokens: how many in the lane that has most, where all that pass are marked; else negative.
 
     Args:
       tops: largest logit of each lane in all members. top: of the row, finite.
@@ -101,29 +105,31 @@ def threshold(
     k = jnp.where((filters.top_k > 0) & (filters.top_k < row.vocab), filters.top_k, 0)
     low = jnp.maximum(top + jnp.log(filters.min_p), _LOWEST)
 
-    def by_count(low: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def by_count(low: jax.Array, _: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         one = spread(1, _i32)
         above = _sums_above(scratch, tops, one)
         bound = jnp.max(jnp.where(above >= k, tops, _LOWEST))
-        bound = jnp.where(bound > _LOWEST, bound, top - 24.0)  # a guess, where k is more than there are lanes
-        return _largest(row, scratch, low, jnp.maximum(low, bound), top, lambda _: k, lambda _: one, step)
+        none = bound <= _LOWEST
+        bound = jnp.where(none, top - 24.0, bound)  # a guess, where k is more than there are lanes
+        amount = lambda x: one if x.ndim else step * 0 + 1
+        return _largest(row, scratch, low, jnp.maximum(low, bound), top, k, amount, none & (k > LIST), step)
 
-    def by_mass(cut: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-        total, step = _weight(row, top, cut, step)
-        scale = mass_scale(total)
+    def by_mass(cut: jax.Array, _: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        weights = jnp.where(tops >= cut, jnp.exp(tops - top), 0.0)
+        total, scale, whole, step = _mass(row, top, cut, jnp.sum(weights), step)
         # Lanes' largest logits that hold p of the mass together, in units that leave room for rounding.
-        share = (jnp.where(tops >= cut, jnp.exp(tops - top), 0.0) * (2.0**20)).astype(_i32)
         enough = jnp.minimum(filters.top_p * total * (2.0**20) * (1 + 2.0**-10) + TILE, 2.0**30).astype(_i32)
-        bound = jnp.max(jnp.where(_sums_above(scratch, tops, share) >= enough, tops, _LOWEST))
+        above = _sums_above(scratch, tops, (weights * (2.0**20)).astype(_i32))
+        bound = jnp.max(jnp.where(above >= enough, tops, _LOWEST))
         # And tokens below this hold less than 1 - p together, but for rounding: the first pass checks it.
         rest = top + jnp.log((1.0 - filters.top_p) * total / row.vocab)
         guess = jnp.minimum(jnp.maximum(jnp.maximum(cut, rest), bound), top)
-        need = lambda whole: _ceiling(filters.top_p * whole.astype(_f32))
+        need = _ceiling(filters.top_p * whole.astype(_f32))
         amount = lambda x: jnp.where(x >= cut, jnp.exp(x - top) * scale + 0.5, 0.0).astype(_i32)
-        return _largest(row, scratch, cut, guess, top, need, amount, step)
+        return _largest(row, scratch, cut, guess, top, need, amount, bound <= _LOWEST, step)
 
-    cut, step = once(k > 0, by_count, (low, step))
-    return once(filters.top_p < 1.0, by_mass, (cut, step))
+    found = once(k > 0, by_count, (low, step * 0 - 1, step))
+    return once(filters.top_p < 1.0, by_mass, found)
 
 
 def _ceiling(x: jax.Array) -> jax.Array:
@@ -157,83 +163,126 @@ def pl_tile(index: int) -> slice:
     return slice(index * TILE, (index + 1) * TILE)
 
 
-def _weight(row: Row, top: jax.Array, cut: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+_FINE = 2.0**12  # weights are added up as integers: units of 1 / _FINE, and the rest in units of 1 / _FINE**2
+
+
+def _units(part: jax.Array) -> tuple[jax.Array, jax.Array]:
+    whole = (part * _FINE).astype(_i32)
+    return whole, ((part * _FINE - whole.astype(_f32)) * _FINE + 0.5).astype(_i32)
+
+
+def _value(whole: jax.Array, rest: jax.Array) -> jax.Array:
+    return whole.astype(_f32) * (1 / _FINE) + rest.astype(_f32) * (1 / _FINE**2)
+
+
+def weigh(row: Row, top: jax.Array, cut: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(sum of exp(x - top) over x >= cut, exchanges so far); the same for every number of members.
 
-    Eight rows of a lane are added up as floats, in one order, and these as integers: units of 2**-12, and the rest.
+    Eight rows of a lane are added up as floats, in one order, and these as integers.
     """
 
-    def add(_: jax.Array, xs: list[jax.Array], carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        part = math_sum([jnp.where(x >= cut, jnp.exp(x - top), 0.0) for x in xs]) * (2.0**12)
-        whole = part.astype(_i32)
-        rest = ((part - whole.astype(_f32)) * (2.0**12) + 0.5).astype(_i32)
-        return carry[0] + whole, carry[1] + rest
+    def add(_: jax.Array, xs: list[jax.Array], carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        part = _units(math_sum([jnp.where(x >= cut, jnp.exp(x - top), 0.0) for x in xs]))
+        return tuple(a + b for a, b in zip(carry, part, strict=True))
 
     zero = spread(0, _i32)
-    read, step = row.cluster.share(step, row.sweep(add, (zero, zero)))
-    whole, rest = (row.cluster.total(read, p).astype(_f32) for p in (0, 1))
-    return whole * (2.0**-12) + rest * (2.0**-24), step
+    sums, step = row.cluster.sums(step, row.sweep(add, (zero, zero)))
+    return _value(*sums), step
+
+
+def _mass(
+    row: Row, top: jax.Array, cut: jax.Array, least: jax.Array, step: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(as `weigh`, `reference.mass_scale` of it, the integer mass of the tokens from `cut` on, exchanges so far).
+
+    Args:
+      least: at most the sum. Its scale and the next are tried while the sum is not known; it is rarely more.
+    """
+    first = mass_scale(least)
+    second = first * 0.5
+
+    def add(_: jax.Array, xs: list[jax.Array], carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        weights = [jnp.where(x >= cut, jnp.exp(x - top), 0.0) for x in xs]
+        masses = (math_sum([(w * scale + 0.5).astype(_i32) for w in weights]) for scale in (first, second))
+        part = (*_units(math_sum(weights)), *masses)
+        return tuple(a + b for a, b in zip(carry, part, strict=True))
+
+    zero = spread(0, _i32)
+    (*sums, mass, other), step = row.cluster.sums(step, row.sweep(add, (zero, zero, zero, zero)))
+    total = _value(*sums)
+    scale = mass_scale(total)
+    mass = jnp.where(scale == first, mass, other)
+
+    def again(_: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def add(_: jax.Array, xs: list[jax.Array], sum_: jax.Array) -> jax.Array:
+            weights = [jnp.where(x >= cut, jnp.exp(x - top), 0.0) for x in xs]
+            return sum_ + math_sum([(w * scale + 0.5).astype(_i32) for w in weights])
+
+        (mass,), step = row.cluster.sums(step, [row.sweep(add, zero)])
+        return mass, step
+
+    mass, step = once((scale != first) & (scale != second), again, (mass, step))
+    return total, scale, mass, step
 
 
 def _largest(
-    row: Row, scratch: Scratch, low: jax.Array, guess: jax.Array, high: jax.Array,
-    need: Callable[[jax.Array], jax.Array], amount: Amount, step: jax.Array,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """(largest value in [low, high] at or above which the row amounts to what is needed, or low; exchanges so far).
+    row: Row, scratch: Scratch, low: jax.Array, guess: jax.Array, high: jax.Array, need: jax.Array, amount: Amount,
+    many: jax.Array, step: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """(largest value in [low, high] at or above which the row amounts to `need`, or low; marked tokens; exchanges).
 
     Args:
       guess: where to look first; it is checked.
-      need: given what reaches `low`.
+      many: whether more tokens than the list holds are expected from there on.
     """
 
-    def body(at: _Range) -> _Range:
-        whole, inside, count, read, step = _collect(row, scratch, low, at, amount)
-        need_ = jnp.where(at.first > 0, need(whole), at.need)
-        bold = at.over + inside < need_  # the guess, or all there is: then low stays
-        at = at._replace(need=need_, step=step, first=_i32(0) * at.first)
-        done = (bold & (at.low <= low)) | (~bold & (at.low >= at.high))
-        at = at._replace(low=jnp.where(bold, low, at.low), done=jnp.where(done, 1, 0))
-        short = ~bold & ~done & (count <= LIST)
-        (best,) = once(short, lambda _: (_finish(row, scratch, at, count, read, amount),), (at.low,))
-        at = at._replace(low=jnp.where(short, best, at.low), done=jnp.where(short, 1, at.done))
+    def listed(at: _Range) -> _Range:
+        count, most, read, step = _collect(row, scratch, at)
+        at = at._replace(step=step, many=jnp.where(count > LIST, 1, 0))
+
+        def finish(*at: Any) -> tuple[jax.Array, ...]:
+            best, inside = _finish(row, scratch, _Range(*at), count, read, amount, need)
+            at = _Range(*at)
+            bold = at.over + inside < need  # the guess, or all there is: then low stays
+            ended = ~bold | (at.low <= low)
+            marked = jnp.where(at.high >= high, most, -1)
+            return tuple(at._replace(low=jnp.where(bold, low, best), done=jnp.where(ended, 1, 0), marked=marked))
+
+        return _Range(*once(count <= LIST, finish, tuple(at)))
+
+    def thinned(at: _Range) -> _Range:
         # A histogram's bins are a power of two wide, so that their edges are exact.
         width = at.high - at.low
         finest = (bits(jnp.maximum(jnp.abs(at.low), jnp.abs(at.high))) >> 23) - 22
         exponent = jnp.clip((bits(width * (1.0 / (LIST - 6))) >> 23) + 1, 10, 240)
         sift = (width < _WIDE) & (exponent > finest)
-        more = ~short & ~bold & ~done
-        at = _Range(
-            *once(more & sift, lambda *at: tuple(_sift(row, scratch, _Range(*at), amount, exponent)), tuple(at))
-        )
-        return _Range(*once(more & ~sift, lambda *at: tuple(_narrow(row, _Range(*at), amount)), tuple(at)))
+        start = tuple(at)
+        found = once(sift, lambda *at: tuple(_sift(row, scratch, _Range(*at), amount, need, low, exponent)), start)
+        return _Range(*once(~sift, lambda *at: tuple(_narrow(row, _Range(*at), amount, need, low)), found))
+
+    def body(at: _Range) -> _Range:
+        many = at.many > 0
+        at = _Range(*once(~many, lambda *at: tuple(listed(_Range(*at))), tuple(at)))
+        more = (at.many > 0) & (at.done == 0)
+        return _Range(*once(more, lambda *at: tuple(thinned(_Range(*at))), tuple(at)))
 
     zero = step * 0
-    start = _Range(guess, high, zero, zero, zero + 1, zero, step)
-    end = lax.while_loop(lambda at: at.done == 0, lambda at: body(at), start)
-    return end.low, end.step
+    start = _Range(guess, high, zero, jnp.where(many, 1, 0), zero, zero - 1, step)
+    end = lax.while_loop(lambda at: at.done == 0, body, start)
+    return end.low, end.marked, end.step
 
 
 def _collect(
-    row: Row, scratch: Scratch, low: jax.Array, at: _Range, amount: Amount
-) -> tuple[jax.Array, jax.Array, jax.Array, Callable[[int, int], jax.Array], jax.Array]:
-    """(amount from `low` on, amount in the range, tokens there, what reads members' lists of these, exchanges so far).
+    row: Row, scratch: Scratch, at: _Range
+) -> tuple[jax.Array, jax.Array, Callable[[Any, int], jax.Array], jax.Array]:
+    """(tokens in the range, the most marked in a lane, what reads members' lists of them, exchanges so far).
 
-    Planes 2, 3 and 4 of the exchange are a member's number of tokens, and its list.
+    Plane 0 of the exchange is a member's number of tokens, planes 1 and 2 its list. The tokens are marked.
     """
     plgpu.commit_smem()
     scratch.bins[0] = _i32(0)
     plgpu.commit_smem()
-
-    def test(_: jax.Array, xs: Sequence[jax.Array], carry: tuple[jax.Array, jax.Array]) -> Any:
-        whole, inside = carry
-        yes = [(x >= at.low) & (x <= at.high) for x in xs]
-        for x, here in zip(xs, yes, strict=True):
-            value = amount(x)
-            whole, inside = whole + where(x >= low, value, 0), inside + where(here, value, 0)
-        return yes, (whole, inside)
-
-    zero = spread(0, _i32)
-    counts, (whole, inside) = row.mark(test, (zero, zero))
+    counts, _ = row.mark(lambda _, xs, carry: ([(x >= at.low) & (x <= at.high) for x in xs], carry))
     count, most = jnp.sum(counts), jnp.max(counts)
 
     def note(places: list[jax.Array], founds: list[jax.Array], _: tuple[()]) -> tuple[()]:
@@ -243,23 +292,26 @@ def _collect(
 
     row.each_marked(jnp.where(count <= LIST, most, 0), note, ())
     plgpu.commit_smem()
-    read, step = row.cluster.share(at.step, [whole, inside, spread(count, _i32)], scratch.own)
-    total = jnp.max(math_sum([read(c, 2) for c in range(row.cluster.size)]))
-    return row.cluster.total(read, 0), row.cluster.total(read, 1), total, read, step
+    read, step = row.cluster.share(at.step, [spread(count, _i32)], scratch.own)
+    total = jnp.max(row.cluster.over(lambda c, total: total + read(c, 0), spread(0, _i32)))
+    return total, most, read, step
 
 
 def _finish(
-    row: Row, scratch: Scratch, at: _Range, count: jax.Array, read: Callable[[int, int], jax.Array], amount: Amount
-) -> jax.Array:
-    """The threshold, where all tokens in the range fit into the list."""
+    row: Row, scratch: Scratch, at: _Range, count: jax.Array, read: Callable[[Any, int], jax.Array], amount: Amount,
+    need: jax.Array,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """(the threshold, amount in the range), where all tokens in the range fit into the list."""
     plgpu.commit_smem()
-    offset = spread(0, _i32)
-    for c in range(row.cluster.size):
-        here = read(c, 2)
+
+    def join(c: Any, offset: jax.Array) -> jax.Array:
+        here = read(c, 0)
         for p in range(2):
             number = p * TILE + row.lane
-            scatter(scratch.joint, offset + number, real(read(c, 3 + p)), number < here, row.interpret)
-        offset = offset + here
+            scatter(scratch.joint, offset + number, real(read(c, 1 + p)), number < here, row.interpret)
+        return offset + here
+
+    row.cluster.over(join, spread(0, _i32))
     plgpu.commit_smem()
     own, held = [], []
     for p in range(2):
@@ -272,12 +324,14 @@ def _finish(
     plgpu.commit_smem()
     best = spread(-jnp.inf, _f32)
     for value, above in zip(own, _rank(scratch, count, tuple(own)), strict=True):
-        best = jnp.maximum(best, jnp.where(above + at.over >= at.need, value, -jnp.inf))
-    return jnp.max(best)
+        best = jnp.maximum(best, jnp.where(above + at.over >= need, value, -jnp.inf))
+    return jnp.max(best), jnp.sum(held[0] + held[1])
 
 
-def _sift(row: Row, scratch: Scratch, at: _Range, amount: Amount, exponent: jax.Array) -> _Range:
-    """One of the bins of a histogram, each 2**(exponent - 127) wide."""
+def _sift(
+    row: Row, scratch: Scratch, at: _Range, amount: Amount, need: jax.Array, lowest: jax.Array, exponent: jax.Array
+) -> _Range:
+    """One of the bins of a histogram, each 2**(exponent - 127) wide; from `lowest` on where the range does not do."""
     wide, inverse = real(exponent << 23), real((254 - exponent) << 23)
 
     def number(x: jax.Array) -> jax.Array:
@@ -304,20 +358,33 @@ def _sift(row: Row, scratch: Scratch, at: _Range, amount: Amount, exponent: jax.
     for p in range(2):
         bins.append(p * TILE + row.lane)
         scratch.joint[pl_tile(p)] = bins[p].astype(_f32)
-        scratch.amounts[pl_tile(p)] = math_sum([read(c, p) for c in range(row.cluster.size)])
+        scratch.amounts[pl_tile(p)] = row.cluster.over(lambda c, sum_, p=p: sum_ + read(c, p), spread(0, _i32))
     plgpu.commit_smem()
     above = _rank(scratch, _i32(LIST), tuple(b.astype(_f32) for b in bins))
-    reached = [where(a + at.over >= at.need, b, -1) for a, b in zip(above, bins, strict=True)]
+    reached = [where(a + at.over >= need, b, -1) for a, b in zip(above, bins, strict=True)]
     best = jnp.max(jnp.maximum(*reached))
     beyond = jnp.sum(math_sum([where(b == best + 1, a, 0) for a, b in zip(above, bins, strict=True)]))
     edge = lambda i: (base + i).astype(_f32) * wide
     low = jnp.maximum(at.low, edge(best))
     high = jnp.minimum(at.high, from_sortable(sortable(edge(best + 1)) - 1))
-    return at._replace(low=low, high=high, over=at.over + beyond, step=step, done=jnp.where(low >= high, 1, 0))
+    reached = jnp.sum(math_sum([where(b == best, a, 0) for a, b in zip(above, bins, strict=True)]))
+    # So many tokens at most: none amounts to less than the lowest.
+    most = (reached - beyond).astype(_f32) / jnp.maximum(amount(low), 1).astype(_f32)
+    inside = at._replace(
+        low=low, high=high, over=at.over + beyond, step=step, done=jnp.where(low >= high, 1, 0),
+        many=jnp.where(most > LIST, 1, 0),
+    )  # fmt: skip
+    return _bolder(at._replace(step=step), inside, best < 0, lowest)
 
 
-def _narrow(row: Row, at: _Range, amount: Amount) -> _Range:
-    """A third of the range, or less."""
+def _bolder(at: _Range, inside: _Range, bold: jax.Array, lowest: jax.Array) -> _Range:
+    """`inside`, or where the range held too little all from `lowest` on; the end where it was that already."""
+    wide = at._replace(low=lowest, done=jnp.where(at.low <= lowest, 1, 0))
+    return _Range(*(jnp.where(bold, a, b) for a, b in zip(wide, inside, strict=True)))
+
+
+def _narrow(row: Row, at: _Range, amount: Amount, need: jax.Array, lowest: jax.Array) -> _Range:
+    """A third of the range, or less; from `lowest` on where the range does not do."""
     width = at.high - at.low
     # Wide ranges are those whose lower end nobody knows: distances from the upper end in one ratio.
     ratio = jnp.log(16.0 / jnp.maximum(width, 16.0)) * (1.0 / _TRIES)
@@ -327,16 +394,16 @@ def _narrow(row: Row, at: _Range, amount: Amount) -> _Range:
     def add(_: jax.Array, xs: list[jax.Array], sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         for x in xs:
             value = where(x <= at.high, amount(x), 0)
-            sums = tuple(s + where(x >= v, value, 0) for s, v in zip(sums, tries, strict=True))
+            sums = tuple(s + where(x >= v, value, 0) for s, v in zip(sums, [at.low, *tries], strict=True))
         return sums
 
-    read, step = row.cluster.share(at.step, row.sweep(add, tuple(spread(0, _i32) for _ in tries)))
+    (whole, *held), step = row.cluster.sums(at.step, row.sweep(add, tuple(spread(0, _i32) for _ in range(_TRIES + 1))))
     low, high, over = at.low, at.high, at.over
-    for p, v in reversed(list(enumerate(tries))):  # from the highest down: the last that fails bounds from above
-        held = row.cluster.total(read, p) + at.over
-        passes = held >= at.need
+    for part_, v in reversed(list(zip(held, tries, strict=True))):  # the last that fails bounds from above
+        reached = part_ + at.over
+        passes = reached >= need
         low = jnp.where(passes, jnp.maximum(low, v), low)
-        fails = ~passes
-        high = jnp.where(fails, from_sortable(sortable(v) - 1), high)
-        over = jnp.where(fails, held, over)
-    return at._replace(low=low, high=high, over=over, step=step, done=jnp.where(low >= high, 1, 0))
+        high = jnp.where(passes, high, from_sortable(sortable(v) - 1))
+        over = jnp.where(passes, over, reached)
+    inside = at._replace(low=low, high=high, over=over, step=step, done=jnp.where(low >= high, 1, 0), many=at.many * 0)
+    return _bolder(at._replace(step=step), inside, whole + at.over < need, lowest)

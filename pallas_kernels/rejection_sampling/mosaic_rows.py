@@ -13,6 +13,8 @@ bounds the noise by one conversion (`noise.gumbel_bound`); those left are drawn 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -44,8 +46,11 @@ from pallas_kernels.rejection_sampling.noise import (
 )
 
 NONE = 2**30  # no node, no token
+_LOWEST = -3e38  # under every finite score
 #: Rows that a pass takes at once, and rows of a word.
 GROUP, WORD = 8, 32
+#: Groups of rows whose noise a thread draws at once, so that one need not wait for the other's rounds.
+SEVERAL = 2
 #: Tokens of a lane in question that are drawn at once, so that one need not wait for the other's rounds.
 AT_ONCE = 4
 #: Such tokens from which on a pass over all bounds their noise first: it takes as long as drawing so many.
@@ -63,19 +68,40 @@ class Best(NamedTuple):
     token: jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Sizes of a launch; results do not depend on them.
+
+    Attributes:
+      members: programs of a cluster. rows: of 128 tokens that each owns, an even number.
+      walk: whether a cluster walks a request's tree, or each node has its own.
+    """
+
+    members: int
+    rows: int
+    walk: bool
+
+
+class Buffers(NamedTuple):
+    """Shared memory of a row: its logits, marks of its tokens, and a barrier for every 32 rows."""
+
+    x: Any
+    words: Any
+    arrived: Any
+
+
 class Row:
     """A node's logits, as far as they are this member's."""
 
     def __init__(
-        self, logits: Any, x: Any, words: Any, barriers: Any, cluster: Cluster, vocab: int, rows: int,
-        inverse: jax.Array | None,
-    ) -> None:  # fmt: skip
-        self.logits, self.x, self.words, self.barriers, self.cluster = logits, x, words, barriers, cluster
-        self.vocab, self.inverse, self.interpret = vocab, inverse, cluster.interpret
-        self.first = cluster.member * rows
-        self.valid = jnp.clip(-(-vocab // TILE) - self.first, 0, rows)
+        self, logits: Any, buffers: Buffers, cluster: Cluster, vocab: int, launch: Launch, inverse: jax.Array | None
+    ) -> None:
+        self.logits, self.cluster, self.vocab, self.inverse = logits, cluster, vocab, inverse
+        self.x, self.words, self.barriers = buffers
+        self.interpret, self.first = cluster.interpret, cluster.member * launch.rows
+        self.valid = jnp.clip(-(-vocab // TILE) - self.first, 0, launch.rows)
         self.num_words = jnp.maximum(lax.div(self.valid + (WORD - 1), _i32(WORD)), 1)
-        self.most_words = words.shape[0]
+        self.most_words = self.words.shape[0]
         self.lane = lane_ids()
 
     def fetch(self, node: jax.Array) -> None:
@@ -118,8 +144,18 @@ class Row:
         x = x.astype(_f32)
         return x if self.inverse is None else x * self.inverse
 
+    def value(self, row: Any) -> jax.Array:
+        """What competes with noise added: tempered logits of a row of 128."""
+        return self.tempered(self.x[row])
+
+    def logit(self, node: jax.Array, token: jax.Array) -> jax.Array:
+        """One of a node's, from global memory."""
+        if self.vocab % TILE:
+            return self.logits[node, token]
+        return self.logits[node, lax.div(token, _i32(TILE)), lax.rem(token, _i32(TILE))]
+
     def _group(self, row: jax.Array, count: int = GROUP) -> list[jax.Array]:
-        return [self.tempered(self.x[row + r]) for r in range(count)]
+        return [self.value(row + r) for r in range(count)]
 
     def sweep(self, body: Callable[..., Any], init: Any) -> Any:
         """Folds body(first row, tempered logits of 8 rows, carry)."""
@@ -129,8 +165,8 @@ class Row:
     def token(self, row: Any) -> jax.Array:
         return (self.first + row) * TILE + self.lane
 
-    def survey(self, node: jax.Array, step: jax.Array) -> tuple[Best, jax.Array]:
-        """(the largest logits in all members, exchanges so far).
+    def survey(self, node: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(each lane's largest logit of this member, its token), as the row arrives.
 
         inf where a NaN or an inf is, and -inf where nothing else is.
         """
@@ -152,18 +188,79 @@ class Row:
         low = spread(-jnp.inf, _f32)
         best, token, peak = lax.fori_loop(0, self.num_words, word, (low, spread(NONE, _i32), low))
         best = where(peak < jnp.inf, best, jnp.inf)
-        return self.elect(best, token, step)
+        return best, token
+
+    def dash(
+        self, key: tuple[jax.Array, jax.Array], node: jax.Array | None, step: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(token of the largest sum of value and noise, whether the row is usable, exchanges so far).
+
+        One pass while the row arrives: it keeps each lane's group of 8 rows with the largest bound, and the largest
+        bound of its other groups. Each lane then looks for its best token in its group. Another one can only win if its
+        bound reaches that of all lanes, which is rare: then a pass looks at all that reach it.
+
+        Args:
+          node: whose row arrives; None if it is there.
+        """
+
+        def noise(begin: Any) -> list[jax.Array]:
+            draws = [self.draws(key, self.draw(begin + r)) for r in range(0, GROUP, 2)]
+            return [gumbel_bound(word) for words in draws for word in words]
+
+        def take(begin: Any, bounds: list[jax.Array], carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            most, at, rest = carry
+            top = functools.reduce(jnp.maximum, [self.value(begin + r) + b for r, b in enumerate(bounds)])  # NaN stays
+            rest = jnp.maximum(rest, jnp.minimum(most, top))
+            return jnp.maximum(most, top), where(top > most, begin, at), rest
+
+        wide = SEVERAL * GROUP
+
+        def several(begin: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            for begin, bounds in [(b, noise(b)) for b in (begin + g * GROUP for g in range(SEVERAL))]:
+                carry = take(begin, bounds, carry)
+            return carry
+
+        def word(w: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            if node is not None:
+                self._arrived(w, node)
+            begin = w * WORD
+            steps = jnp.clip(lax.div(self.valid - begin + (wide - 1), _i32(wide)), 0, WORD // wide)
+            return lax.fori_loop(0, steps, lambda g, carry: several(begin + g * wide, carry), carry)
+
+        low = spread(-jnp.inf, _f32)
+        most, at, rest = lax.fori_loop(0, self.num_words, word, (low, spread(0, _i32), low))
+        rest = where(most < jnp.inf, rest, jnp.inf)  # a NaN or an inf
+        base, word_, row, bound = low, spread(0, _u32), at, low
+        for r in range(0, GROUP, 2):
+            for i, bits_ in enumerate(self.draws(key, self.draw(at + r))):
+                x = self.at(at + (r + i))
+                top = x + gumbel_bound(bits_)
+                better = top > bound
+                rest = jnp.maximum(rest, jnp.minimum(bound, top))
+                base, word_, row = where(better, x, base), where(better, bits_, word_), where(better, at + (r + i), row)
+                bound = jnp.maximum(bound, top)
+        score, token, others, step = self.cluster.winner(step, base + to_gumbel(word_), self.token(row), [rest])
+        (beside,) = others
+        fine = (beside < jnp.inf) & (score > -jnp.inf)
+        late = fine & (beside + (GUMBEL_BOUND + 1e-4 + 1e-6 * jnp.abs(score)) >= score)
+
+        def again(_: jax.Array, step: jax.Array) -> Any:
+            lanes, tokens = self.settle(key, _LOWEST, self.hopeful(key, _LOWEST, score))
+            return self.cluster.winner(step, lanes, tokens)[1::2]
+
+        token, step = once(late, again, (token, step))
+        return token, fine, step
 
     def elect(self, best: jax.Array, token: jax.Array, step: jax.Array) -> tuple[Best, jax.Array]:
         """(the best of all members, the lowest token of equals, exchanges so far)."""
         read, step = self.cluster.share(step, [bits(best), token])
-        for c in range(self.cluster.size):
-            x, t = real(read(c, 0)), read(c, 1)
-            if c == 0:
-                best, token = x, t
-            else:
-                better = (x > best) | ((x == best) & (t < token))
-                best, token = where(better, x, best), where(better, t, token)
+
+        def better(c: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            (best, token), x, t = carry, real(read(c, 0)), read(c, 1)
+            take = (x > best) | ((x == best) & (t < token))
+            return where(take, x, best), where(take, t, token)
+
+        best, token = self.cluster.over(better, (spread(-jnp.inf, _f32), spread(NONE, _i32)))
         top = jnp.max(best)
         return Best(best, token, top, jnp.min(where(best == top, token, NONE))), step
 
@@ -233,45 +330,56 @@ class Row:
         return lax.fori_loop(0, lax.div(most + (at_once - 1), _i32(at_once)), step, (words, init))[1]
 
     def race(
-        self, key: tuple[jax.Array, jax.Array], cut: jax.Array, best: Best, step: jax.Array
+        self, key: tuple[jax.Array, jax.Array], cut: jax.Array, marked: jax.Array, best: Best, step: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """(token of the largest sum of tempered logit and Gumbel noise among those from `cut` on, exchanges so far).
+        """(token of the largest sum of value and Gumbel noise among those from `cut` on, exchanges so far).
 
         Args:
+          marked: how many tokens are marked in the lane that has most, if all from `cut` on are; else negative.
           best: the largest logits; what they score together bounds what can win.
         """
-        tile = best.tokens >> 7
-        first, second = self.draws(key, ((tile >> 1) * TILE + (best.tokens & (TILE - 1))))
-        scores = best.lanes + to_gumbel(where((tile & 1) == 0, first, second))
-        score = jnp.max(where(best.lanes >= cut, scores, -jnp.inf))
-        slack = 1e-4 + 1e-6 * jnp.abs(score)
-        low = jnp.maximum(cut, score - GUMBEL_MAX - slack)
-        near = lambda _, xs, carry: ([x >= low for x in xs], carry)
-        most = jnp.max(self.mark(near)[0])
 
-        def refine(_: jax.Array) -> tuple[jax.Array]:
-            def hopeful(row: jax.Array, xs: Sequence[jax.Array], carry: tuple[()]) -> tuple[list[jax.Array], tuple[()]]:
-                out = []
-                for r in range(0, GROUP, 2):
-                    for x, word in zip(xs[r : r + 2], self.draws(key, self.draw(row + r)), strict=True):
-                        out.append((x >= low) & (x + gumbel_bound(word) >= score - slack - GUMBEL_BOUND - 1e-4))
-                return out, carry
+        def near(_: jax.Array) -> tuple[jax.Array]:
+            tile = best.tokens >> 7
+            first, second = self.draws(key, ((tile >> 1) * TILE + (best.tokens & (TILE - 1))))
+            scores = best.lanes + to_gumbel(where((tile & 1) == 0, first, second))
+            score = jnp.max(where(best.lanes >= cut, scores, -jnp.inf))
+            low = jnp.maximum(cut, score - GUMBEL_MAX - (1e-4 + 1e-6 * jnp.abs(score)))
+            most = jnp.max(self.mark(lambda _, xs, carry: ([x >= low for x in xs], carry))[0])
+            return once(most > MANY, lambda _: (self.hopeful(key, low, score),), (most,))
 
-            return (jnp.max(self.mark(hopeful)[0]),)
+        (marked,) = once(marked < 0, near, (marked,))
+        _, token, _, step = self.cluster.winner(step, *self.settle(key, cut, marked))
+        return jnp.clip(token, 0, self.vocab - 1), step
 
-        (most,) = once(most > MANY, refine, (most,))
+    def hopeful(self, key: tuple[jax.Array, jax.Array], low: Any, score: jax.Array) -> jax.Array:
+        """Marks tokens from `low` on whose bound reaches a score; how many there are in the lane that has most."""
+        least = score - (1e-4 + 1e-6 * jnp.abs(score)) - GUMBEL_BOUND - 1e-4
+
+        def test(row: jax.Array, xs: Sequence[jax.Array], carry: tuple[()]) -> tuple[list[jax.Array], tuple[()]]:
+            out = []
+            for r in range(0, GROUP, 2):
+                for x, word in zip(xs[r : r + 2], self.draws(key, self.draw(row + r)), strict=True):
+                    out.append((x >= low) & (x + gumbel_bound(word) >= least))
+            return out, carry
+
+        return jnp.max(self.mark(test)[0])
+
+    def settle(self, key: tuple[jax.Array, jax.Array], cut: Any, most: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(largest sum of value and noise among the marked tokens from `cut` on, its token) of each lane.
+
+        Args:
+          most: how many are marked in the lane that has most.
+        """
 
         def draw(rows: list[jax.Array], found: list[jax.Array], carry: tuple[jax.Array, jax.Array]) -> Any:
             best, token = carry
             words = [self.draws(key, self.draw(row)) for row in rows]
             for row, there, (first, second) in zip(rows, found, words, strict=True):
-                total = self.at(row) + to_gumbel(where((row & 1) == 0, first, second))
-                here = self.token(row)
-                better = there & ((total > best) | ((total == best) & (here < token)))
+                x, here = self.at(row), self.token(row)
+                total = x + to_gumbel(where((row & 1) == 0, first, second))
+                better = there & (x >= cut) & ((total > best) | ((total == best) & (here < token)))
                 best, token = where(better, total, best), where(better, here, token)
             return best, token
 
-        start = (spread(-jnp.inf, _f32), spread(NONE, _i32))
-        lanes, token = self.each_marked(most, draw, start, AT_ONCE)
-        best, step = self.elect(lanes, token, step)
-        return jnp.clip(best.token, 0, self.vocab - 1), step
+        return self.each_marked(most, draw, (spread(-jnp.inf, _f32), spread(NONE, _i32)), AT_ONCE)

@@ -20,8 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.aot import ptx, worker
 from pallas_kernels.aot.targets import TARGETS
-from pallas_kernels.rejection_sampling import gpu_mosaic, mosaic_filters, mosaic_rows, reference
-from pallas_kernels.rejection_sampling.cases import CASES, Case
+from pallas_kernels.rejection_sampling import gpu, gpu_mosaic, mosaic_filters, mosaic_rows, reference
+from pallas_kernels.rejection_sampling.api import OPERATION
+from pallas_kernels.rejection_sampling.cases import CASES, COVERAGE, SERVING, Case
 from pallas_kernels.rejection_sampling.gpu_mosaic import Launch
 from pallas_kernels.rejection_sampling.reference import RejectionSamplingArgs, SamplingRows
 
@@ -61,6 +62,9 @@ def assert_same(got: reference.Verdict, wanted: reference.Verdict) -> None:
     [
         (dataclasses.replace(CASES["small-tree"], batch=7), Launch(2, 2, walk=True)),
         (CASES["small-greedy"], Launch(2, 2, walk=False)),
+        (Case("rejection", 4, 7, 384, 2, mode="rejection", rows=("plain", "all", "greedy")), Launch(2, 2, walk=True)),
+        pytest.param(dataclasses.replace(CASES["small-rejection"], batch=7), Launch(2, 2, walk=True), marks=LATER),
+        pytest.param(CASES["small-rejection-chain"], Launch(2, 4, walk=True), marks=LATER),
         pytest.param(dataclasses.replace(CASES["small-tree-odd"], batch=3), Launch(2, 4, walk=True), marks=LATER),
         pytest.param(CASES["small-chain-bf16"], Launch(1, 8, walk=False), marks=LATER),
         pytest.param(CASES["small-plain"], Launch(2, 2, walk=False), marks=LATER),
@@ -126,9 +130,23 @@ def test_thresholds_of_hard_rows() -> None:
         )
 
 
+@pytest.mark.skipif(gpu_mosaic.unsupported() is not None, reason="needs a Hopper GPU (and --noconftest)")
+@pytest.mark.parametrize("members", [1, 2, 8, 16])
+@pytest.mark.parametrize("name", ["small-tree", "small-chain-bf16", "small-rejection", "small-wide", "small-greedy"])
+def test_compiled_clusters_agree_with_the_reference(name: str, members: int) -> None:
+    """Members read each other's memory, which the interpreter does not know."""
+    case = CASES[name]
+    launch = gpu_mosaic.sizes(members, case.vocab, walk=True)
+    run = jax.jit(functools.partial(gpu_mosaic.rejection_sampling, launch=launch))
+    wanted = jax.jit(reference.rejection_sampling)
+    for seed in range(4):
+        args = case.draw(seed)
+        assert_same(run(args), wanted(args))
+
+
 @interpreted
 @pytest.mark.skipif(bool(TARGETS["h200"].missing()), reason="no compiler for absent GPUs")
-@pytest.mark.parametrize("name", ["coupled-b16-n16", "greedy-b16-n16", "chain7-b3-bf16", "v50257-b4-n8-mixed"])
+@pytest.mark.parametrize("name", ["greedy-b16-n16", "chain7-b3-bf16", "v50257-b4-n8-mixed", "rejection-b16-n16"])
 def test_compiles_for_hopper(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """By the real compiler: it fits, spills little and copies nothing of the vocabulary's size."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
@@ -144,20 +162,26 @@ def test_compiles_for_hopper(name: str, monkeypatch: pytest.MonkeyPatch, capfd: 
 
 
 def test_sizes_of_a_launch() -> None:
-    assert gpu_mosaic.launch_for(16, 16, 128_256) == Launch(8, 128, walk=True)
-    assert gpu_mosaic.launch_for(1, 4, 128_256) == Launch(8, 128, walk=False)
-    assert gpu_mosaic.launch_for(300, 1, 151_936) == Launch(8, 152, walk=True)
-    assert gpu_mosaic.launch_for(16, 4, 128_256) == Launch(8, 128, walk=False)
+    assert gpu_mosaic.launch_for(16, 16, 128_256) == Launch(16, 64, walk=True)
+    assert gpu_mosaic.launch_for(1, 4, 128_256) == Launch(16, 64, walk=False)
+    assert gpu_mosaic.launch_for(1, 4, 128_256, drafts=True) == Launch(16, 64, walk=True)
+    assert gpu_mosaic.launch_for(300, 1, 151_936) == Launch(16, 80, walk=True)
+    assert gpu_mosaic.launch_for(64, 64, 32_000) == Launch(8, 32, walk=True)
     assert gpu_mosaic.launch_for(2, 8, 1000) == Launch(1, 8, walk=False)
     for vocab in (130, 4096, 32_000, 50_257, 262_144):
         launch = gpu_mosaic.launch_for(3, 1, vocab)
         assert launch.rows % mosaic_rows.GROUP == 0 and launch.members * launch.rows * 128 >= vocab
 
 
-def test_takes_the_place_of_triton_where_it_is_faster() -> None:
-    for name, faster in (("greedy-b16-n16", True), ("chain3-b1-greedy", True), ("coupled-b16-n16", False)):
-        assert gpu_mosaic.faster(CASES[name].shapes()) == faster
-    assert not gpu_mosaic.faster(Case("", 8, 1, 1024, 0, chain=True, rows=("greedy",)).shapes())
+def test_takes_the_place_of_triton_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(gpu_mosaic, "unsupported", lambda: None)
+    monkeypatch.setattr(gpu_mosaic, "rejection_sampling", lambda _: ran.append("coupled"))
+    monkeypatch.setattr(gpu, "rejection_sampling", lambda _: ran.append("rejection"))
+    cases = (*SERVING, *COVERAGE)
+    for case in cases:
+        OPERATION.implementations["gpu"].run(case.shapes())
+    assert ran == [case.mode for case in cases]
 
 
 def test_refusals_name_what_was_given() -> None:
@@ -165,8 +189,9 @@ def test_refusals_name_what_was_given() -> None:
         return gpu_mosaic.refusal(Case("", 2, n, vocab, 3, **options).shapes())
 
     assert refusal() is None
-    assert "rejection" in (refusal(mode="rejection") or "")
+    assert refusal(mode="rejection") is None
     assert "got float16" in (refusal(dtype="float16") or "")
     assert "at most 256 nodes, got 257" in (refusal(n=257) or "")
-    assert "got 500000" in (refusal(vocab=500_000) or "")
+    assert "at most 786432 float32 logits, got 800000" in (refusal(vocab=800_000) or "")
+    assert "at most 393216 float32 logits, got 500000" in (refusal(vocab=500_000, mode="rejection") or "")
     assert mosaic_filters.LIST == 256

@@ -1,7 +1,7 @@
 """python -m jaxspec.bench.studies.sampling: the GPU's sampling kernels against each other, and against the reference.
 
-Device microseconds by the profiler of the kernel on Mosaic GPU, one cluster walking each tree and one for every node,
-and of the kernel on Triton, with inputs in turn that no cache holds; and in how many of the first requests each differs
+Device microseconds by the profiler of the kernel on Mosaic GPU, as it is launched and with `--variants` otherwise, and
+of the kernel on Triton, with inputs in turn that no cache holds; and in how many of the first requests each differs
 from plain XLA. A kernel that the compiler or the device refuses says why.
 """
 
@@ -31,35 +31,42 @@ Sampler = Callable[[RejectionSamplingArgs], Verdict]
 
 def _cases() -> dict[str, Case]:
     """By name: those of the benchmarks and plain rounds of other batches; then those that are only compared."""
-    own = [case for case in SERVING if case.mode == "coupled"]
+    own = [*SERVING]
     own += [Case(f"plain-b{b}", b, 1, _LLAMA, 0, chain=True) for b in (1, 8, 16, 128)]
     own += [
         Case(f"plain-b{b}-{f}", b, 1, _LLAMA, 0, chain=True, rows=(f,)) for b in (1, 64) for f in ("top-k", "top-p")
     ]
     own += [
         Case("chain3-b16", 16, 4, _LLAMA, 3, chain=True),
+        Case("plain-b1-greedy", 1, 1, _LLAMA, 0, chain=True, rows=("greedy",)),
+        Case("plain-b1-v1024", 1, 1, 1024, 0, chain=True),
         Case("plain-b64-cool", 64, 1, _LLAMA, 0, chain=True, rows=("cool",)),
     ]
     mixed = tuple(FILTERS)
-    compared = [
-        dataclasses.replace(case, mode="coupled", rows=mixed) for case in COVERAGE if "rejection" not in case.name
-    ]
+    compared = [dataclasses.replace(case, rows=mixed) for case in COVERAGE]
     compared.append(Case("gemma-b4", 4, 1, 262_144, 0, chain=True, rows=("plain", "top-k", "top-p", "all")))
     return {case.name: case for case in (*own, *compared)}
 
 
-def _ways(case: Case) -> dict[str, Sampler]:
+def _launches(case: Case, variants: bool) -> dict[str, gpu_mosaic.Launch]:
+    """By name: the launch that a call gets, and with `variants` others that serve the case."""
+    drafts = case.mode == "rejection"
+    own = gpu_mosaic.launch_for(case.batch, case.nodes, case.vocab, drafts)
+    launches = {"mosaic": own}
+    if variants:
+        other = 8 if own.members == 16 else 16
+        launches[f"{other} members"] = gpu_mosaic.sizes(other, case.vocab, own.walk)
+        if case.nodes > 1 and not drafts and (own.walk is False or case.nodes * case.batch <= 64):
+            launches["nodes" if own.walk else "walk"] = gpu_mosaic.sizes(own.members, case.vocab, not own.walk)
+    return launches
+
+
+def _ways(case: Case, variants: bool) -> dict[str, Sampler]:
     """The kernels that serve a case."""
-    launch = gpu_mosaic.launch_for(case.batch, case.nodes, case.vocab)
-    ways: dict[str, Sampler] = {}
-    walks = (
-        {launch.walk}
-        | ({True} if case.nodes > 1 else set())
-        | ({False} if 1 < case.nodes * case.batch <= 64 else set())
-    )
-    for walk in sorted(walks):
-        sizes = dataclasses.replace(launch, walk=walk)
-        ways["walk" if walk else "nodes"] = functools.partial(gpu_mosaic.rejection_sampling, launch=sizes)
+    ways: dict[str, Sampler] = {
+        name: functools.partial(gpu_mosaic.rejection_sampling, launch=launch)
+        for name, launch in _launches(case, variants).items()
+    }
     ways["triton"] = gpu.rejection_sampling
     return ways
 
@@ -95,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     cases = _cases()
     add("--case", nargs="+", choices=sorted(cases), default=list(cases), metavar="NAME", help="which")
+    add("--variants", action="store_true", help="other sizes of a launch beside those that a call gets")
     add("--repeats", type=int, default=20)
     add("--within", type=float, default=100, metavar="S", help="seconds after which nothing new is begun")
     args = parser.parse_args(argv)
@@ -106,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with concurrent.futures.ThreadPoolExecutor(14) as pool:
         for name in args.case:
             case, shapes = cases[name], cases[name].shapes()
-            for way, sampler in {**_ways(case), "reference": reference.rejection_sampling}.items():
+            for way, sampler in {**_ways(case, args.variants), "reference": reference.rejection_sampling}.items():
                 key = (way, str(shapes))
                 if key not in compiled:
                     compiled[key] = pool.submit(lambda s=sampler, x=shapes: jax.jit(s).lower(x).compile())
@@ -119,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sets = drawn[name].result()
             want = [compiled["reference", str(shapes)].result()(x) for x in sets[:2]]
             line: dict[str, Any] = {"case": name}
-            for way in _ways(case):
+            for way in _ways(case, args.variants):
                 print(f"       {name} {way}", flush=True)  # what hangs has its name on the screen
                 try:
                     call = compiled[way, str(shapes)].result()
