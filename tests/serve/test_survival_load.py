@@ -189,7 +189,7 @@ def test_a_reader_that_stalls_is_ended_and_delays_nobody(kit: Any, expected: Any
         assert any(reason == "abort" for _, reason, _ in wire.ends), "nothing was left to end"
 
     other = expected("cab")
-    survives(kit, expected, harm, stall_seconds=1.0)
+    survives(kit, expected, harm, stall_seconds=0.4)
 
 
 def test_when_pages_run_out_requests_wait_and_say_the_same(kit: Any, expected: Any):
