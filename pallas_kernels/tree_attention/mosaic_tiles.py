@@ -92,3 +92,14 @@ def put(ref: Any, values: jax.Array, source: Source, base: Any, first: Any, coun
 
     args = [jnp.asarray(x, jnp.int32) for x in (base, first, count)]
     plgpu.inline_mgpu(arg_types=types)(run)(ref, values, *args)
+
+
+def barrier(what: str, number: Any) -> None:
+    """bar.sync or bar.arrive of two warpgroups at one of the hardware's barriers that Mosaic leaves alone."""
+
+    def run(_: Any, number: Any) -> None:
+        at = arith.addi(number.registers.item(), arith.constant(ir.IntegerType.get_signless(32), 8))
+        code, void = f"bar.{what} $0, {2 * _THREADS};", ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, [at], code, "r", has_side_effects=True)
+
+    plgpu.inline_mgpu(arg_types=(_SCALAR,))(run)(jnp.asarray(number, jnp.int32))

@@ -188,14 +188,14 @@ class Kernel(Launch):
             sink = self.vector(ins["sinks"].at[head, tile])
             top, total = sink * first + top * (1.0 - first), total + first
         if self.turns:
-            pl.when(team == 1)(lambda: self.turn(shared))
-        step = functools.partial(self.step, walk, b, tile, ins, shared, q)
+            pl.when(team == 1)(lambda: self.take_turn(team, shared))
+        step = functools.partial(self.step, walk, b, tile, team, ins, shared, q)
         start = full((ROWS, self.head_dim), 0.0, SUMS), top, total
         whole, begin, end = jnp.clip(walk.whole, walk.begin, walk.end), walk.begin, walk.end
         sums = lax.fori_loop(begin, whole, functools.partial(step, False), start)
         sums = lax.fori_loop(whole, end, functools.partial(step, True), sums)
         if self.turns:
-            pl.when(team == 0)(lambda: self.turn(shared))
+            pl.when(team == 0)(lambda: self.pass_turn(team, shared))
         acc, top, total = sums
         if self.splits == 1:
             out = (acc * self.along(1.0 / total, self.head_dim)).astype(outs[0].dtype)
@@ -205,27 +205,24 @@ class Kernel(Launch):
             self.spill(outs, sums, at)
 
     def step(
-        self, walk: Walk, b: Any, tile: Any, ins: dict[str, Any], shared: dict[str, Any], q: Any, masked: bool,
-        step: Any, sums: tuple[Any, ...],
+        self, walk: Walk, b: Any, tile: Any, team: Any, ins: dict[str, Any], shared: dict[str, Any], q: Any,
+        masked: bool, step: Any, sums: tuple[Any, ...],
     ) -> tuple[Any, ...]:  # fmt: skip
         """Adds a step's keys."""
         slot = rem(step - walk.begin, self.stages)
         k, v = shared["k"].at[slot], shared["v"].at[slot]
         plgpu.barrier_wait(shared["k_full"].at[slot])
-        s = self.scores(q, k, shared)
+        s = self.scores(q, k, lambda: self.pass_turn(team, shared))
         self.done("k", slot, shared)
         if masked:
             s = self.hide(walk, b, tile, ins, step, s)
         acc, top, total = sums
         p, keep, top, total = self.weights(s, top, total)
         acc, p = acc * self.along(keep, self.head_dim), p.astype(v.dtype)
-        if self.turns:
-            if not self.interpret:
-                acc, top, total, p = lax.optimization_barrier((acc, top, total, p))
-            plgpu.barrier_arrive(shared["turn"])
+        if self.turns and not self.interpret:
+            acc, top, total, p = lax.optimization_barrier((acc, top, total, p))
         plgpu.barrier_wait(shared["v_full"].at[slot])
-        if self.turns:
-            plgpu.barrier_wait(shared["turn"])
+        self.take_turn(team, shared)
         acc = self.weighted(acc, p, v)
         self.done("v", slot, shared)
         return acc, top, total

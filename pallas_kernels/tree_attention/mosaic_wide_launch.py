@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -104,13 +105,20 @@ class Launch:
             "q": shape(self.teams, ROWS), "k": shape(self.stages, self.keys), "v": shape(self.stages, self.keys),
             "k_full": full(0), "v_full": full(1), "k_empty": empty(), "v_empty": empty(),
         }  # fmt: skip
-        return found | ({"turn": plgpu.Barrier(num_arrivals=self.teams)} if self.turns else {})
+        return found | ({"turn": plgpu.Barrier(num_barriers=2)} if self.turns and self.interpret else {})
 
-    def turn(self, shared: dict[str, Any]) -> None:
-        """Meets the other computing warpgroup."""
-        if self.turns:
-            plgpu.barrier_arrive(shared["turn"])
-            plgpu.barrier_wait(shared["turn"])
+    def take_turn(self, team: Any, shared: dict[str, Any]) -> None:
+        """Waits until the other computing warpgroup has passed the turn."""
+        if self.turns and self.interpret:
+            plgpu.barrier_wait(shared["turn"].at[team])
+        elif self.turns:
+            mosaic_tiles.barrier("sync", team)
+
+    def pass_turn(self, team: Any, shared: dict[str, Any]) -> None:
+        if self.turns and self.interpret:
+            plgpu.barrier_arrive(shared["turn"].at[1 - team])
+        elif self.turns:
+            mosaic_tiles.barrier("arrive", 1 - team)
 
     def iota(self, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
         if self.interpret:
@@ -130,16 +138,16 @@ class Launch:
         """Rows' values, the same in each of so many columns."""
         return lax.broadcast_in_dim(x, (ROWS, count), (0,))
 
-    def scores(self, q: Any, k: Any, shared: dict[str, Any]) -> jax.Array:
-        """Queries [64, C] times keys [keys, C]: [64, keys]."""
+    def scores(self, q: Any, k: Any, begun: Callable[[], None]) -> jax.Array:
+        """Queries [64, C] times keys [keys, C]: [64, keys]; `begun` is called before they are there."""
         if self.interpret:
             a, b = q[...].astype(_F32), k[...].astype(_F32)
-            self.turn(shared)
+            begun()
             return lax.dot_general(a, b, (((1,), (1,)), ((), ())))
 
         def run(out: Any) -> jax.Array:
             plgpu.wgmma(out, q, k.transpose((1, 0)))
-            self.turn(shared)
+            begun()
             return out[...]
 
         return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((ROWS, self.keys), _F32))
