@@ -35,7 +35,7 @@ _LONGEST_ERROR, _SHOWN = 2000, 12
 class DrafterWeights:
     """The versions of a drafter's weights.
 
-    All but `load` and `begin` is for the engine's thread; in a process that follows, all is the first one's to call.
+    All but `load` is for the engine's thread; in a process that follows, all is the first one's to call.
 
     Args:
       load: parameters for the runner's drafter from a directory; ValueError where they do not fit. None: this drafter
@@ -245,7 +245,8 @@ class _Load:
 
     def told(self) -> dict[str, Any]:
         """What the first process has to know of this one's."""
-        error = str(self._loaded)[:_LONGEST_ERROR] if isinstance(self._loaded, Exception) else ""
+        loaded = self._loaded
+        error = (str(loaded) or repr(loaded))[:_LONGEST_ERROR] if isinstance(loaded, Exception) else ""
         return {"number": self.number, "error": error, "fingerprint": self._fingerprint}
 
 
@@ -260,6 +261,7 @@ class _Follower:
         runner.hear(_DROP, self._drop)
 
     def _load(self, number: int, directory: str) -> None:
+        self._shelve()  # what the first process has taken and has not drafted with yet: else it would have dropped it
         self._loading = loading = _Load(number, directory, self._read, fingerprint=True)
 
         def answer() -> None:
@@ -273,9 +275,13 @@ class _Follower:
 
     def _use(self, number: int) -> None:
         if self._loading is not None and self._loading.number == number:
-            self._shelf.add(number, self._loading.result())
-            self._loading = None
+            self._shelve()
         self._shelf.use(number)
+
+    def _shelve(self) -> None:
+        if self._loading is not None:
+            self._shelf.add(self._loading.number, self._loading.result())
+            self._loading = None
 
     def _drop(self, number: int) -> None:
         if self._loading is not None and self._loading.number == number:

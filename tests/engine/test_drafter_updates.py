@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import queue
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from jaxspec.drafters.successor import Successors
 from jaxspec.loading import bind_drafter, load_drafter
 from jaxspec.models.tiny import tiny_target
 from jaxspec.request import SamplingParams
-from jaxspec.swapping import DrafterWeights
+from jaxspec.swapping import DrafterWeights, _Follower, _Shelf
 from jaxspec.tier import PLAIN, Tier
 
 FLOAT = np.dtype(np.float32)
@@ -246,3 +248,35 @@ def test_what_does_not_fit_is_refused_and_the_old_weights_serve(
     ):
         with pytest.raises(ValueError, match=message):
             Successors("draft_model", own, module, bench.target, FLOAT).load(tmp_path / name)
+
+
+def test_who_follows_keeps_a_trial_while_it_loads_another(tmp_path: Path):
+    """One that has not drafted yet, whatever comes of the other load; an error without words is told by its type."""
+    heard: dict[str, Callable[..., None]] = {}
+    answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    class Runner:
+        params: Any = "first"
+        hosts = SimpleNamespace(answer=lambda message: answers.put(json.loads(message)))
+        hear = staticmethod(heard.__setitem__)
+
+        def use_drafter(self, leaves: Any) -> Any:
+            self.params, before = leaves, self.params
+            return before
+
+    def load(directory: Path) -> Any:
+        if directory.name == "bad":
+            raise MemoryError
+        return directory.name
+
+    runner = cast("Any", Runner())
+    _Follower(runner, _Shelf(runner), load)
+    for number, name in enumerate(("second", "bad"), start=1):
+        (tmp_path / name).mkdir()
+        heard["load a drafter"](number=number, directory=str(tmp_path / name))
+        assert answers.get(timeout=10)["error"] == ("MemoryError()" if name == "bad" else "")
+    heard["drop a drafter"](number=2)
+    heard["draft with"](number=1)
+    assert runner.params == "second"
+    heard["draft with"](number=0)
+    assert runner.params == "first"
