@@ -338,11 +338,12 @@ def _merge(acc: jax.Array, top: jax.Array, total: jax.Array, dtype: jnp.dtype, i
     """The stretches' sums [S, B, N, H, C], maxima and weights [S, B, N, H] as one result."""
     splits, *rows, c = acc.shape
     count = math.prod(rows)
+    warps = 2 if splits <= 8 else 4  # and twice as many from 256 channels on, for a power of two it must be
     merged = pl.pallas_call(
         functools.partial(_merge_kernel, width=max(16, power_of_two(c)), stretches=power_of_two(splits)),
         grid=(count,),
         out_shape=jax.ShapeDtypeStruct((count, c), dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=(4 if splits > 8 else 2) * max(1, c // 128), num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=warps * max(1, power_of_two(c + 1) // 256), num_stages=1),
         interpret=interpret,
         name="tree_attention_merge",
     )(acc.reshape(splits, count, c), top.reshape(splits, count), total.reshape(splits, count))

@@ -129,6 +129,15 @@ def test_mixed_dtypes_are_refused():
         by_name(dataclasses.replace(shapes, pages=pages))
 
 
+@pytest.mark.parametrize("channels", [8, 128, 192, 384, 512])
+def test_stretches_are_merged_by_warps_that_triton_takes(channels: int):
+    acc, sums = jnp.zeros((9, 1, 1, 1, channels)), jnp.zeros((9, 1, 1, 1))
+    merge = functools.partial(gpu._merge, dtype=jnp.bfloat16, interpret=False)
+    calls = [e for e in jax.make_jaxpr(merge)(acc, sums, sums).eqns if e.primitive.name == "pallas_call"]
+    warps = calls[0].params["compiler_params"].num_warps
+    assert 4 <= warps <= 16 and warps & (warps - 1) == 0
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case not in SMALL])
 def test_sizes_fit_every_case(name: str):
     case = CASES[name]
