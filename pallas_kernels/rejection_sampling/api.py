@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.dispatch import Implementation, Operation, log_once
 from pallas_kernels.rejection_sampling import gpu, gpu_mosaic, reference, tpu
 from pallas_kernels.rejection_sampling.reference import RejectionSamplingArgs, SamplingRows, Verdict
 
@@ -20,9 +21,13 @@ def _interpreted(args: RejectionSamplingArgs) -> Verdict:
 
 def _on_gpu(args: RejectionSamplingArgs, **launch: Any) -> Verdict:
     """On Mosaic GPU where that is possible and measured to be faster, else on Triton; `launch` is Triton's."""
-    able = gpu_mosaic.unsupported() is None and gpu_mosaic.refusal(args) is None
-    if not launch and able and gpu_mosaic.faster(args):
+    reason = "its sizes are given" if launch else gpu_mosaic.unsupported() or gpu_mosaic.refusal(args)
+    if reason is None and not gpu_mosaic.faster(args):
+        reason = "rejection takes less time there"
+    if reason is None:
+        log_once(logging.INFO, "rejection_sampling: gpu on Mosaic GPU")
         return gpu_mosaic.rejection_sampling(args)
+    log_once(logging.INFO, f"rejection_sampling: gpu on Triton: {reason}")
     return gpu.rejection_sampling(args, **launch)
 
 
