@@ -61,7 +61,8 @@ class Sizes:
         if self.whole:
             return batch
         single, few = self.most
-        return max(single, few // FEW + batch, batch * -(-self.blocks // GROUP))
+        # A request may begin and end within a few: a window moves both.
+        return max(single, few // FEW + 2 * batch, batch * -(-self.blocks // GROUP))
 
 
 def plan(length_B: jax.Array, news: int, sizes: Sizes, window: int | None, causal: bool) -> tuple[jax.Array, ...]:

@@ -20,6 +20,7 @@ from pallas_kernels.aot.targets import TARGETS
 from pallas_kernels.tree_attention import api, gpu, gpu_mosaic, mosaic_plan, mosaic_wide
 from pallas_kernels.tree_attention.cases import CASES as OTHERS
 from pallas_kernels.tree_attention.cases import Case
+from pallas_kernels.tree_attention.mosaic_launch import Launch
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
 interpreted = pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX has no interpreter for it")
@@ -124,6 +125,20 @@ def test_the_plan_covers_every_block_once(
         place = length if causal else -(-length // 64) * 64
         covered = np.concatenate([np.arange(begin[x], stop[x]) for x in own])
         np.testing.assert_array_equal(covered, np.arange(low, -(-(place + news) // 64)))
+
+
+def test_windows_that_begin_and_end_within_a_few_blocks_have_room():
+    """Eight requests of equal lengths, and as many blocks as are taken a few at a time."""
+    case = dataclasses.replace(CASES[1], batch=8, kv_heads=8, heads=32, head_dim=128)
+    shape = case.batch, case.nodes, case.nodes, case.heads, case.kv_heads, case.head_dim, case.page, True, 4096, 0.1
+    sizes = mosaic_plan.Sizes.of(Launch(*shape, 132, 2, True), 8192)
+    plan = jax.jit(lambda lengths: mosaic_plan.plan(lengths, case.nodes, sizes, 4096, True)[:2])
+    counts = []
+    for length in range(7676, 7680):
+        items, count = map(np.asarray, plan(jnp.full((8,), length, jnp.int32)))
+        assert count[0] <= items.shape[1]
+        counts.append(int(count[0]))
+    assert max(counts) == 144 > sizes.most[1] // mosaic_plan.FEW + 8
 
 
 def args_of(**change: Any) -> TreeAttentionArgs:
