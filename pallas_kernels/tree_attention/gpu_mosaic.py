@@ -48,7 +48,7 @@ _ROW = SUMS.reduce(1)
 def refusal(args: TreeAttentionArgs) -> str | None:
     """Why this kernel cannot serve these arguments, or None."""
     if args.value_channels is not None:
-        return f"values are the first {args.value_channels} channels of their keys, which only the reference reads"
+        return f"values are the first {args.value_channels} channels of their keys"
     q, c, page = args.q_BNHC, args.q_BNHC.shape[3], args.pages.shape[2]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype must be bfloat16 or float16, got {q.dtype}"

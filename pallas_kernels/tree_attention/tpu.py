@@ -26,7 +26,7 @@ _MAX_TREE = 32 * LANES  # one bit of an int32 a tile of lanes
 def refusal(args: TreeAttentionArgs, *, cores: int = 1) -> str | None:
     """Why this kernel cannot serve arguments that fit each other, or None; arrays or their abstract shapes."""
     if args.value_channels is not None:
-        return f"values are the first {args.value_channels} channels of their keys, which only the reference reads"
+        return f"values are the first {args.value_channels} channels of their keys, which it does not read"
     c, m, t = args.q_BNHC.shape[3], args.table_BM.shape[1], args.tree_k_BTGC.shape[1]
     _, g, page, width = args.pages.shape
     dtypes = [str(x.dtype) for x in (args.q_BNHC, args.pages, args.tree_k_BTGC, args.tree_v_BTGC)]
