@@ -125,7 +125,7 @@ def starting(module: str) -> Iterator[None]:
 def _say_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     frames = traceback.extract_tb(trace)
     # Where JAX looks for devices: of what it is told to use it found none, which it says by several exceptions.
-    if frames and frames[-1].filename.endswith("xla_bridge.py"):
+    if issubclass(kind, Exception) and frames and frames[-1].filename.endswith("xla_bridge.py"):
         why = str(error) or "no such device, or no plugin for it, is installed"
         print(f"error: JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')!r}: {why}", file=sys.stderr)
     else:
