@@ -79,6 +79,9 @@ def check_batch_invariant(config: EngineConfig, target: TargetModel, tiers: Iter
         raise ValueError(f"{me} needs the kernels for few rows: {reason}")
     if target.config.experts is not None:
         raise ValueError(f"{me} does not hold for mixtures of experts, got {target.config.experts.count} experts")
+    for name in ("sliding_window", "attention_soft_cap"):
+        if (value := getattr(target.config, name)) is not None:
+            raise ValueError(f"{me} is for attention without windows and soft caps, got {name}={value}")
     if config.tensor_parallel > 1:
         raise ValueError(f"{me} is for one device, got tensor_parallel={config.tensor_parallel}")
     if config.mixed_chunk not in ("auto", 0):

@@ -73,11 +73,6 @@ class Live:
 
     # Times per token.
 
-    @property
-    def any_timed(self) -> bool:
-        """Whether one asks for a time per token."""
-        return bool(self._asking)
-
     def asked(self, requests: Sequence[Request]) -> list[float]:
         """The seconds per token that these ask for, of those that do."""
         return [request.tpot for request in requests if request.tpot is not None] if self._asking else []

@@ -100,7 +100,9 @@ class DrafterWeights:
         """
         loading = self._loading
         if loading is None or loading.number != ticket:
-            raise ValueError(f"no load has ticket {ticket}")
+            raise ValueError(
+                f"no load has ticket {ticket}: another one took its place, or it has been told what came of it"
+            )
         if not loading.over(self._runner):
             return None
         self._loading = None

@@ -76,6 +76,8 @@ def made(config: ModelConfig) -> Transformer:
         ({"kernels": "reference"}, {}, PLAIN, "of its own for attention on GPUs, got kernels='reference'"),
         ({}, {"vocab_size": 70}, PLAIN, "output layer is not whole"),
         ({}, {"hidden_act": "gelu_tanh"}, PLAIN, "hidden_act=gelu_tanh"),
+        ({}, {"sliding_window": 64, "sliding_layers": (0,)}, PLAIN, "windows and soft caps, got sliding_window=64"),
+        ({}, {"attention_soft_cap": 50.0}, PLAIN, "got attention_soft_cap=50.0"),
         ({}, {"experts": Experts(2, 1, 128, (0,))}, PLAIN, "got 2 experts"),
     ],
 )
