@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from schemas import DEAD_END, person
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -46,26 +47,8 @@ TOKENIZER = json_tokenizer()
 EOS = TOKENIZER.eos_token_ids[0]
 TOKEN = {a + b: len(CHARACTERS) + i for i, (a, b) in enumerate(MERGES)}
 VOCAB = 70  # a model's table may be larger than its tokenizer's
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "tags": {"type": "array", "items": {"enum": ["a", "bc"]}, "maxItems": 3},
-    },
-    "required": ["name", "age", "tags"],
-    "additionalProperties": False,
-}
-#: Fails where "b" has been opened: its schema is itself.
-DEAD_END = {
-    "$defs": {"x": {"$ref": "#/$defs/x"}},
-    "type": "object",
-    "properties": {"a": {"enum": ["n", "m"]}, "b": {"$ref": "#/$defs/x"}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
 SPECS = {
-    "person": GrammarSpec("json_schema", json.dumps(PERSON)),
+    "person": GrammarSpec("json_schema", json.dumps(person(6))),
     "object": GrammarSpec("json_object"),
     "regex": GrammarSpec("regex", r"(name|n+a)_[0-9]{2,4}(\.0+)?"),
     "lark": GrammarSpec("lark", 'start: sum\nsum: product ("+" product)*\nproduct: /[0-9]/ | "(" sum ")"'),

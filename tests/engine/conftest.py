@@ -8,7 +8,6 @@ batches too; the others have one bucket's sampled rounds. With --exhaustive ever
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,6 @@ from jaxspec.speculation.drafters.medusa_head import MedusaConfig, MedusaHeads
 from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
 from jaxspec.tier import PLAIN, Tier
 
-sys.path.append(str(Path(__file__).parent))  # for helpers: with importlib's import mode it is not there
 pytest.register_assert_rewrite("guided_cases")
 
 V, EOS = 13, 12

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from schemas import DEAD_END, person
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -49,24 +50,7 @@ SIZES = dict(
     max_batch_size=4, max_seq_len=96, page_size=8, prefill_chunk=16, variants=("sampled",), structured_output=True,
     warmup="eager",
 )  # fmt: skip
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "tags": {"type": "array", "items": {"enum": ["a", "bc"]}, "maxItems": 3},
-    },
-    "required": ["name", "age", "tags"],
-    "additionalProperties": False,
-}
-#: Fails where "b" has been opened: its schema is itself.
-DEAD_END = {
-    "$defs": {"x": {"$ref": "#/$defs/x"}},
-    "type": "object",
-    "properties": {"a": {"enum": ["n", "m"]}, "b": {"$ref": "#/$defs/x"}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
+PERSON = person(8)
 SPECS = {
     "person": GrammarSpec("json_schema", json.dumps(PERSON)),
     "object": GrammarSpec("json_object"),

@@ -1,7 +1,4 @@
-"""Tiny engines with text, and what goes wrong with engines: made to fail, to hang and to be slow on demand.
-
-Compiled once a session; every test puts one on a thread of its own.
-"""
+"""Tiny engines that are served: compiled once a session, put on a thread of its own by every test, and looked at."""
 
 from __future__ import annotations
 
@@ -12,34 +9,34 @@ import dataclasses
 import gc
 import itertools
 import json
-import math
 import os
 import resource
-import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
+from faults import ChattyFacade, EngineFacade
+from stories import Stories, eventually
+from tiny_engines import (
+    ALPHABET,
+    EOS,
+    TREE,
+    VOCAB,
+    WRITTEN,
+    build_tiny_engine,
+    build_writing_engine,
+    text_of,
+    tiny_tokenizer,
+)
 
-from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.policy import RoundStats
-from jaxspec.assemble import assemble
-from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Finished
-from jaxspec.loading import Drafting, bind_drafter
-from jaxspec.models.tiny import tiny_target
 from jaxspec.request import RequestMetrics, RequestOutput, SamplingParams
-from jaxspec.speculation.drafters.suffix import prompt_lookup
 from jaxspec.stats import EngineStats
-from jaxspec.text.tokenizer import Tokenizer
-from jaxspec.tier import PLAIN, Tier
 from serve.config import ServerConfig
 from serve.core.completion import Completion
 from serve.core.engine_client import EngineClient, ThreadLink
@@ -48,47 +45,13 @@ from serve.core.generator import Generator
 from serve.core.jobs import Job
 from serve.core.lifecycle import Lifecycle
 
-sys.path.append(str(Path(__file__).parent))  # for helpers: with importlib's import mode it is not there
-pytest.register_assert_rewrite("gateway", "wires")
+pytest.register_assert_rewrite("gateway", "sockets", "wires")
 
-T = TypeVar("T")
-ALPHABET, EOS = "abcdefghijkl", 12
-VOCAB = len(ALPHABET) + 1
-TIERS = (PLAIN, Tier(1), Tier(3))
-#: As few executables as serving needs to see several; what each computes is for tests/engine.
-BUCKETS, VARIANTS = (2, 4), ("sampled",)
-SIZES = dict(
-    max_batch_size=4, max_seq_len=120, page_size=8, num_pages=30, prefill_chunk=16, structured_output=True,
-    batch_buckets=BUCKETS, variants=VARIANTS, warmup="eager",
-)  # fmt: skip
-#: Tokens of the engine that can write JSON: printable ASCII and the end of text.
-WRITTEN = [chr(code) for code in range(32, 127)]
-TREE = Tier(3, 2, 7)
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
-GUARD_SECONDS = 60.0
 #: How tests/conftest.py lets this process compile, as the environment of another one.
 QUICKLY = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
 }
-
-
-def run(story: Coroutine[Any, Any, T], seconds: float = GUARD_SECONDS) -> T:
-    """The result of an asynchronous test, which must not hang; tasks that it leaves behind are an error."""
-
-    async def guarded() -> T:
-        async with asyncio.timeout(seconds):
-            result = await story
-        for _ in range(20):  # tasks that were cancelled on the way out may need a few turns
-            left = asyncio.all_tasks() - {asyncio.current_task()}
-            if not left:
-                return result
-            await asyncio.sleep(0.01)
-        raise AssertionError(f"tasks were left behind: {left}")
-
-    return asyncio.run(guarded())
-
-
 _ids = itertools.count()
 _JOB_FIELDS = {field.name for field in dataclasses.fields(Job)}
 
@@ -99,72 +62,6 @@ def job(prompt: Any, **options: Any) -> Job:
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 20, "ignore_eos": True, **options})
     prompt = tuple(prompt) if isinstance(prompt, list) else prompt
     return Job(**{"request_id": f"job-{next(_ids)}", "prompt": prompt, "params": params, **own})
-
-
-async def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Returns when the condition holds."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-async def fails(awaitable: Any, code: str) -> StatusError:
-    """The StatusError that it must raise, whose code has this name."""
-    with pytest.raises(StatusError) as caught:
-        await awaitable
-    assert caught.value.code.name == code, caught.value
-    return caught.value
-
-
-def text_of(tokens: Sequence[int]) -> str:
-    """What the tiny tokenizer makes of tokens, the end of sequence left out."""
-    return "".join(ALPHABET[token] for token in tokens if token != EOS)
-
-
-def tiny_tokenizer() -> Tokenizer:
-    """A character a token: "a" is 0, "l" is 11, and 12 ends a text."""
-    vocab = {letter: i for i, letter in enumerate(ALPHABET)} | {"<eos>": EOS}
-    backend = Backend(models.BPE(vocab, [], unk_token="a"))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<eos>"])
-    return Tokenizer(backend, eos_token_ids=(EOS,), chat_template=TEMPLATE, special_tokens={"eos_token": "<eos>"})
-
-
-def build_tiny_engine(tiers: tuple[Tier, ...] = TIERS, **config: Any) -> Engine:
-    """The 13-token model with n-gram drafts and text; the policy's costs are made up, so nothing is timed."""
-    cost = CostTable({(t, b): 1e-3 * (1 + 0.1 * t.depth) for t in tiers for b in BUCKETS})
-    return assemble(
-        tiny_target(0, eos_token_ids=(EOS,)), tiny_tokenizer(), SpeculationConfig(tiers=tiers),
-        EngineConfig(**{**SIZES, **config}),
-        drafter=Drafting(lambda geo: (prompt_lookup(VOCAB), ()), name="suffix"), cost=cost,
-        progress=False,
-    )  # fmt: skip
-
-
-def writing_tokenizer() -> Tokenizer:
-    """A printable character a token, in the order of ASCII; others are a blank. A text ends with the last token."""
-    vocab = {character.replace(" ", "Ġ"): i for i, character in enumerate(WRITTEN)}
-    backend = Backend(models.BPE(vocab, [], unk_token="Ġ"))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<eos>"])
-    end = len(WRITTEN)
-    return Tokenizer(backend, eos_token_ids=(end,), chat_template=TEMPLATE, special_tokens={"eos_token": "<eos>"})
-
-
-def build_writing_engine(kept: Path) -> Engine:
-    """A model that can write JSON, with a draft model that proposes trees; one bucket, so that it compiles quickly."""
-    end, vocab = len(WRITTEN), len(WRITTEN) + 1
-    tiers = (PLAIN, TREE)
-    draft = tiny_target(1, num_layers=1, vocab_size=vocab)
-    few = dict(batch_buckets=(4,), max_seq_len=240, num_pages=60)
-    return assemble(
-        tiny_target(0, vocab_size=vocab, eos_token_ids=(end,)), writing_tokenizer(),
-        SpeculationConfig(tiers=tiers), EngineConfig(**{**SIZES, "compile_cache": kept, **few}),
-        drafter=Drafting(lambda geo: bind_drafter("draft_model", draft, geo), trees=True, name="draft_model"),
-        cost=CostTable({(t, 4): 1e-3 * (1 + 0.1 * t.depth) for t in tiers}), progress=False,
-    )  # fmt: skip
 
 
 def hostile_grammars() -> dict[str, dict[str, Any]]:
@@ -206,99 +103,6 @@ def resident_bytes() -> int:
     with contextlib.suppress(OSError, AttributeError):  # glibc's
         ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-class EngineFacade:
-    """The engine with faults: everything goes through to it, and `step` does as told first.
-
-    Attributes:
-      steps: how many began.
-      error: raised by the next step.
-      hook: called before every step, on the engine's thread.
-      idle: steps return at once and do nothing.
-      held: set while a step waits because of `hold` or `advance`.
-    """
-
-    def __init__(self, engine: Engine):
-        self.__dict__.update(_engine=engine, steps=0, error=None, hook=None, idle=False, held=threading.Event())
-        self.__dict__.update(_gate=threading.Condition(), _hold_at=math.inf)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__:
-            self.__dict__[name] = value
-        else:
-            setattr(self._engine, name, value)
-
-    def hold(self, step: int = 1) -> None:
-        """The `step`-th step from now waits until `release`."""
-        with self._gate:
-            self.held.clear()
-            self._hold_at = self.steps + step
-
-    def advance(self, steps: int = 1) -> None:
-        """Lets an engine that is held do so many steps, the held one first; the one after them is held again."""
-        assert self.held.is_set()
-        with self._gate:
-            self.held.clear()
-            self._hold_at = self.steps + steps
-            self._gate.notify_all()
-
-    async def end_idling(self) -> None:
-        """From `idle` to held, before the next step."""
-        self.hold()
-        self.idle = False
-        await eventually(self.held.is_set)
-
-    def release(self) -> None:
-        """Lets steps run again."""
-        with self._gate:
-            self._hold_at = math.inf
-            self._gate.notify_all()
-
-    def step(self) -> Any:
-        """The engine's step, after the fault."""
-        self.steps += 1
-        if self.hook is not None:
-            self.hook()
-        if self.idle:
-            time.sleep(0.001)
-            return []
-        with self._gate:
-            if self.steps >= self._hold_at:
-                self.held.set()
-                free = self._gate.wait_for(lambda: self.steps < self._hold_at, GUARD_SECONDS)
-                assert free, "nobody released the step"
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
-        return self._engine.step()
-
-
-class ChattyFacade(EngineFacade):
-    """An engine that says nothing new of a live completion every other step: an event without tokens and text.
-
-    Attributes:
-      said: how often it did.
-    """
-
-    def __init__(self, engine: Engine):
-        super().__init__(engine)
-        self.__dict__.update(said=0, _heard=None)
-
-    def step(self) -> Any:
-        heard, self.__dict__["_heard"] = self._heard, None
-        if heard is not None:
-            self.said += 1
-            time.sleep(0.005)  # the reader has taken what came before, with which this would be merged
-            return [Delta(heard.request_id, heard.index, [], "", None if heard.logprobs is None else [])]
-        events = super().step()
-        ended = {event.request_id for event in events if isinstance(event, Finished)}
-        live = (event for event in events if isinstance(event, Delta) and event.request_id not in ended)
-        self.__dict__["_heard"] = next(live, None)
-        return events
 
 
 @dataclasses.dataclass
@@ -428,12 +232,6 @@ def agrees(result: Any, expected: Any) -> None:
             np.testing.assert_allclose(
                 [entry.logprob for entry in got.values()], [entry.logprob for entry in wanted.values()], atol=1e-4
             )
-
-
-class Stories:
-    """What asynchronous tests share; test modules cannot import each other."""
-
-    run, eventually, fails = staticmethod(run), staticmethod(eventually), staticmethod(fails)
 
 
 class Kit(Stories):

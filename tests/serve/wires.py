@@ -28,7 +28,7 @@ class Wire:
     """A served tiny engine, and stubs that talk to it.
 
     Attributes:
-      facade: the engine with faults (see conftest).
+      facade: the engine with faults (see faults.py).
       ends: of every completion that the engine had: its request's id, why it ended, and its output's length.
       compilations: the process's, when this began.
     """
