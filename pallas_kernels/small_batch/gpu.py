@@ -32,8 +32,6 @@ from pallas_kernels.small_batch.reference import TILE, Stream
 
 Kind = Literal["project", "logits", "heads", "swiglu", "add"]
 
-#: Bytes of shared memory that are left for results beside the ring and the tables.
-_ROOM = 8192
 _MAX_STAGES = 11
 #: `SUMS` in vectors of one value: float32 cannot be transposed in longer ones.
 _SINGLE = plgpu.Layout.TILED(
@@ -47,14 +45,13 @@ class _Sizes:
 
     Attributes:
       rows: a multiple of 8. parts: tiles of 64 columns that a program owns at a time. depth: rows of weights in a step.
-      steps: of a walk. stages: of the ring. tiles: of all programs. programs: each has every so manieth tile.
+      steps: of a walk. tiles: of all programs. programs: each has every so manieth tile.
     """
 
     rows: int
     parts: int
     depth: int
     steps: int
-    stages: int
     tiles: int
     programs: int
 
@@ -64,10 +61,7 @@ class _Sizes:
         depth = 64 if kind == "swiglu" or k % 128 else 128
         tiles = columns // (parts * TILE)
         turns = -(-tiles // mosaic.MULTIPROCESSORS) if kind in ("swiglu", "logits") else 1
-        tables = 4 * rows * (k // TILE + 2 * TILE)
-        stages = (mosaic.SHARED - _ROOM - tables) // (depth * (parts * TILE + rows) * 2)
-        stages = max(2, min(_MAX_STAGES, stages, k // depth))
-        return cls(rows, parts, depth, k // depth, stages, tiles, -(-tiles // turns))
+        return cls(rows, parts, depth, k // depth, tiles, -(-tiles // turns))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,17 +112,29 @@ class _Kernel:
             kinds["h"], kinds["gain"] = ((rows, TILE), dtype), ((TILE,), dtype)
         return kinds
 
+    @functools.cached_property
+    def stages(self) -> int:
+        """Of the ring: as many as there is room for."""
+        s = self.sizes
+        fit = mosaic.room(self.beside(jnp.bfloat16)) // (s.depth * (s.parts * TILE + s.rows) * 2)
+        return max(2, min(_MAX_STAGES, fit, s.steps))
+
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """See mosaic.Kernel."""
         s = self.sizes
-        wide = F32 if self.kind == "logits" else dtype
         tile, lanes = ((s.depth, TILE), TILE) if self.flip else ((TILE, s.depth), s.depth)
-        out: dict[str, Any] = {
-            "x": plgpu.SMEM((s.stages, s.rows, s.depth), dtype, transforms=mosaic.tiled(s.depth)),
-            "w": plgpu.SMEM((s.stages, s.parts, *tile), dtype, transforms=mosaic.tiled(lanes)),
-            "full": plgpu.Barrier(num_barriers=s.stages, num_arrivals=s.parts + 1),
-            "out": plgpu.SMEM((s.rows, TILE * (2 if self.kind == "heads" else 1)), wide),
+        return {
+            "x": plgpu.SMEM((self.stages, s.rows, s.depth), dtype, transforms=mosaic.tiled(s.depth)),
+            "w": plgpu.SMEM((self.stages, s.parts, *tile), dtype, transforms=mosaic.tiled(lanes)),
+            "full": plgpu.Barrier(num_barriers=self.stages, num_arrivals=s.parts + 1),
+            **self.beside(dtype),
         }
+
+    def beside(self, dtype: Any) -> dict[str, Any]:
+        """What is there besides the ring."""
+        s = self.sizes
+        wide = F32 if self.kind == "logits" else dtype
+        out: dict[str, Any] = {"out": plgpu.SMEM((s.rows, TILE * (2 if self.kind == "heads" else 1)), wide)}
         if self.kind == "logits":
             out["wide"] = plgpu.SMEM((TILE, s.rows), F32)
         if self.kind == "add":
@@ -173,9 +179,9 @@ class _Kernel:
 
         # Tables first: what follows fills the ring, and the queue to memory with it.
         self.copy_tables(program, beside, rows, shared)
-        for step in range(s.stages - 1):
+        for step in range(self.stages - 1):
             copy_weights(step, step)
-        for step in range(s.stages - 1):
+        for step in range(self.stages - 1):
             copy_rows(step, step)
         if "ready" in shared:
             plgpu.barrier_wait(shared["ready"].at[0])

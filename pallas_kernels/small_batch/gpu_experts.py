@@ -29,8 +29,8 @@ from pallas_kernels.small_batch.reference import TILE, Stream
 
 #: Inputs that a program of the router takes, and rows whose choice takes registers at once.
 _PIECE, _GROUP = 128, 8
-#: Bytes of shared memory left beside rings, and slots of a ring where programs share a multiprocessor.
-_ROOM, _SHARED_STAGES, _MAX_STAGES = 16384, 6, 11
+#: Slots of a ring where programs share a multiprocessor, and of any.
+_SHARED_STAGES, _MAX_STAGES = 6, 11
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +197,7 @@ class _Up:
     def stages(self) -> int:
         stage = (2 * TILE + round_up(self.shape[0], 8)) * TILE * 2
         alone = self.programs <= mosaic.MULTIPROCESSORS
-        room = (mosaic.SHARED - _ROOM) // stage if alone else _SHARED_STAGES
+        room = mosaic.room(self.beside(jnp.bfloat16)) // stage if alone else _SHARED_STAGES
         return max(2, min(_MAX_STAGES, room, self.shape[1] // TILE))
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
@@ -207,6 +207,13 @@ class _Up:
             "x": plgpu.SMEM((self.stages, rows, TILE), dtype, transforms=mosaic.tiled(TILE)),
             "w": plgpu.SMEM((self.stages, 2, TILE, TILE), dtype, transforms=mosaic.tiled(TILE)),
             "full": plgpu.Barrier(num_barriers=self.stages, num_arrivals=3),
+            **self.beside(dtype),
+        }
+
+    def beside(self, dtype: Any) -> dict[str, Any]:
+        """What is there besides the ring."""
+        rows = round_up(self.shape[0], 8)
+        return {
             "out": plgpu.SMEM((rows, TILE), dtype),
             "squares": plgpu.SMEM((self.squares, rows), F32),
             "ready": plgpu.Barrier(num_barriers=1, num_arrivals=1),
@@ -290,8 +297,8 @@ class _Down:
 
     @property
     def stages(self) -> int:
-        room = (mosaic.SHARED - _ROOM) // (self.depth * (TILE + round_up(self.rows, 8)) * 2)
-        return max(2, min(_MAX_STAGES, room))
+        stage = self.depth * (TILE + round_up(self.rows, 8)) * 2
+        return max(2, min(_MAX_STAGES, mosaic.room(self.beside()) // stage))
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """See mosaic.Kernel."""
@@ -300,6 +307,13 @@ class _Down:
             "x": plgpu.SMEM((self.stages, rows, self.depth), dtype, transforms=mosaic.tiled(self.depth)),
             "w": plgpu.SMEM((self.stages, 1, self.depth, TILE), dtype, transforms=mosaic.tiled(TILE)),
             "full": plgpu.Barrier(num_barriers=self.stages, num_arrivals=2),
+            **self.beside(),
+        }
+
+    def beside(self) -> dict[str, Any]:
+        """What is there besides the ring."""
+        rows = round_up(self.rows, 8)
+        return {
             "out": plgpu.SMEM((TILE, rows), F32),
             "order": plgpu.SMEM((self.count,), jnp.int32),
             "ranks": plgpu.SMEM((self.count,), jnp.int32),

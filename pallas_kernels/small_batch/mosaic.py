@@ -18,10 +18,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch.reference import TILE
 
 #: Bytes of shared memory that a program may have on Hopper, and multiprocessors of an H100 and an H200.
 SHARED, MULTIPROCESSORS = 232448, 132
+#: What Pallas aligns each array of shared memory to, keeps for sums across lanes, and a margin for barriers of rings.
+_ALIGNED, _SUMMING, _BARRIERS = 1024, 2048, 1024
 #: The layout of wgmma's sums [64, rows]; vectors along either axis are its reductions.
 SUMS = plgpu.Layout.WGMMA
 F32 = jnp.float32
@@ -70,6 +73,19 @@ def launch(kernel: Any, outs: tuple[jax.ShapeDtypeStruct, ...], *ins: jax.Array,
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane), **extra,
     )(*ins)  # fmt: skip
+
+
+def room(beside: dict[str, Any], programs: int = 1) -> int:
+    """Bytes of shared memory for a program's rings.
+
+    Args:
+      beside: what it takes besides (see Kernel.scratch). programs: that share a multiprocessor.
+    """
+    arrays = [x for x in beside.values() if not isinstance(x, plgpu.Barrier)]
+    taken = sum(round_up(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize, _ALIGNED) for x in arrays)
+    # Of shared memory the hardware keeps 1 KB for each program.
+    whole = (SHARED + _ALIGNED) // programs - _ALIGNED
+    return whole - taken - _SUMMING - _BARRIERS
 
 
 def check_rows(m: int) -> None:

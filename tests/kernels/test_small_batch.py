@@ -114,6 +114,17 @@ def close(got: Any, want: Any, m: int) -> None:
         np.testing.assert_allclose(a, b, rtol=2**-7, atol=2**-7 * np.abs(b).max())
 
 
+@pytest.mark.parametrize("width", [1024, 4096, 16384])
+def test_rings_fit_into_shared_memory_beside_the_rest(width: int):
+    for m in (1, 8, 16, 32):
+        for kind in ("project", "logits", "heads", "swiglu", "add"):
+            sizes, norm = gpu._Sizes.of(kind, m, width, 4 * width), kind in ("project", "heads", "swiglu")
+            extra: dict[str, Any] = dict(eps=EPS, squares=width // 32) if norm else {}
+            extra |= dict(head_eps=EPS, biased=True) if kind == "heads" else {}
+            own = gpu._Kernel(kind, sizes, (m, width), **extra).scratch(jnp.bfloat16)
+            assert mosaic.room(own) >= 0, (kind, m)
+
+
 @interpreted
 def test_a_race_is_printed_in_the_words_that_are_looked_for(capfd: pytest.CaptureFixture[str]):
     """Two threads write the same memory, and nothing says which comes first."""
