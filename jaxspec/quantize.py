@@ -56,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("model", help='"demo", a Hugging Face directory or a hub id, not quantised')
     p.add_argument("out", type=Path, help="a directory that is made")
     p.add_argument("--format", choices=list(FORMATS), required=True, help="int8 and fp8: a scale per output")
+    p.add_argument("--output-layer", choices=list(FORMATS), help="that of lm_head (default: it stays as it is)")
     p.add_argument("--ignore", nargs="*", default=["lm_head"], help="modules that stay as they are, by their full name")
     p.add_argument(
         "--texts", type=Path, nargs="+", help="files to compare on: plain, or JSONL with `text` (default: its own text)"
@@ -69,14 +70,19 @@ def parser() -> argparse.ArgumentParser:
 # Writing.
 
 
-def quantise_directory(source: Path, out: Path, form: Format, ignore: Sequence[str] = ("lm_head",)) -> tuple[int, int]:
+def quantise_directory(
+    source: Path, out: Path, form: Format, ignore: Sequence[str] = ("lm_head",), output: Format | None = None
+) -> tuple[int, int]:
     """Writes `source` with its linear maps rounded; returns the bytes of both's tensors.
 
     Every other tensor and file is the same. The embedding is none of the linear maps.
 
+    Args:
+      ignore: modules that stay as they are. output: how lm_head is rounded, whatever `ignore` says.
+
     Raises:
       ValueError: a model that cannot be read or is quantised already, `out` is the source itself, a module to ignore
-        that the model lacks, or one that groups do not divide.
+        or an output layer that the model lacks, or a module that groups do not divide.
     """
     config = read_json(source / "config.json")
     if config.get("quantization_config"):
@@ -96,16 +102,20 @@ def quantise_directory(source: Path, out: Path, form: Format, ignore: Sequence[s
         linear |= set(weight.names) if weight.linear else set()
     if unknown := [name for name in ignore if f"{name}.weight" not in linear | {"lm_head.weight"}]:
         raise ValueError(f"ignore names modules that the model lacks: {unknown}; it has e.g. {sorted(linear)[:3]}")
+    forms = {} if output is None else {"lm_head": output}
+    if unknown := [module for module in forms if f"{module}.weight" not in linear]:
+        raise ValueError(f"{source} has no {unknown[0]}: its output layer is its embedding, which stays as it is")
     written: dict[str, np.ndarray] = {}
-    left, before = list(ignore), 0
+    left, before = [module for module in ignore if module not in forms], 0
+    kept = tuple(left)
     with read_tensors(source) as reader, replace_directory(out) as staging:
         for name in reader.names:
             shape = reader.shape(name)
             tensor = reader.get(name, shapes.get(name, shape), (*FLOATS, *INTEGERS))
             before += tensor.nbytes
             module = name.removesuffix(".weight")
-            if name in linear and module not in ignore:
-                written |= form.tensors(module, tensor)
+            if name in linear and module not in kept:
+                written |= forms.get(module, form).tensors(module, tensor)
                 continue
             written[name] = tensor
             plain = name not in linear and not name.endswith("embed_tokens.weight")
@@ -114,7 +124,7 @@ def quantise_directory(source: Path, out: Path, form: Format, ignore: Sequence[s
         for file in sorted(source.iterdir()):
             if file.is_file() and file.name not in (INDEX, WEIGHTS) and file.suffix != ".safetensors":
                 shutil.copy(file, staging / file.name)
-        write_json(staging / "config.json", {**config, "quantization_config": form.config(left)})
+        write_json(staging / "config.json", {**config, "quantization_config": form.config(left, forms)})
         write_safetensors(staging / WEIGHTS, written)
     return before, sum(tensor.nbytes for tensor in written.values())
 
@@ -237,8 +247,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = resolve_model(args.model)
         if args.texts is not None:
             read_texts(args.texts)  # before anything is written: whether they can be
-        before, after = quantise_directory(model, args.out, FORMATS[args.format], args.ignore)
-        report: dict[str, Any] = {"format": args.format, "bytes": before, "bytes_quantised": after}
+        output = None if args.output_layer is None else FORMATS[args.output_layer]
+        before, after = quantise_directory(model, args.out, FORMATS[args.format], args.ignore, output)
+        report: dict[str, Any] = {
+            "format": args.format,
+            "output_layer": args.output_layer,
+            "bytes": before,
+            "bytes_quantised": after,
+        }
         whole, share = before / 1e6, after / before
         print(f"{args.out}: {after / 1e6:.1f} MB of tensors, {share:.1%} of the {whole:.1f} MB before", flush=True)
         if args.max_tokens > 0:

@@ -66,6 +66,26 @@ def test_what_is_written_is_the_model_rounded(name: str, source: Path, tmp_path:
     assert error.mean() < (0.6 if name == "int4-g128" else 0.55) * (largest * STEP[name]).mean()
 
 
+@pytest.mark.parametrize("output", ["int8", "int4-g128"])
+def test_an_output_layer_is_rounded_too(output: str, source: Path, tmp_path: Path) -> None:
+    """In the layers' format or in one of its own, and read as the format that the config has under its name."""
+    quantize.quantise_directory(source, tmp_path, FORMATS["int8"], output=FORMATS[output])
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    groups = {
+        group["targets"][0]: (group.get("format"), group["weights"]) for group in config["config_groups"].values()
+    }
+    others = {} if output == "int8" else {"lm_head": ("pack-quantized", WEIGHTS[output])}
+    assert groups == {"Linear": ("int-quantized" if others else None, WEIGHTS["int8"])} | others
+    assert config["format"] == ("mixed-precision" if others else "int-quantized") and config["ignore"] == []
+    model = hf.load_model(tmp_path)
+    kernel, layer = (at.kernel.get_value() for at in (model.lm_head, model.layers[0].mlp.down))  # pyright: ignore
+    assert isinstance(kernel, Quantised) and isinstance(layer, Quantised) and layer.values.dtype == jnp.int8
+    assert kernel.values.dtype == (jnp.int4 if others else jnp.int8)
+    exact = load_file(source / hf.WEIGHTS)["lm_head.weight"].astype(np.float32).T
+    error = np.abs(np.asarray(kernel.dequantised()) - exact)
+    assert (np.quantile(error, 0.9, axis=0) <= 1.01 * np.abs(exact).max(axis=0) * STEP[output]).all()
+
+
 def test_the_command_compares_on_texts(
     tiny_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +118,9 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(
     out = tmp_path / "out"
     assert "is the model itself" in refused(str(source), str(source), "--format", "fp8")
     assert "lacks: ['head']" in refused(str(source), str(out), "--format", "fp8", "--ignore", "head")
+    hf.save_model(tiny_target(tie_word_embeddings=True), tmp_path / "tied", dtype=jnp.float32)
+    tied = refused(str(tmp_path / "tied"), str(out), "--format", "fp8", "--output-layer", "fp8")
+    assert "has no lm_head: its output layer is its embedding" in tied
     assert "cannot be read" in refused(str(source), str(out), "--format", "fp8", "--texts", str(out))
     hf.save_model(tiny_target(), tmp_path / "small", dtype=jnp.float32)
     small = refused(str(tmp_path / "small"), str(out), "--format", "int4-g128")

@@ -46,6 +46,8 @@ _DTYPES = {"bfloat16", "float16", "float32"}
 _PAD_TOKENS = ("<|pad|>", "<pad>", "[PAD]")
 #: How names start of what is for text in models that see images too, and how they would in a model for text alone.
 _TEXT = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
+#: An output layer of its own, in any of the formats that are read.
+_OUTPUT = re.compile(r"lm_head\.(weight|weight_packed|qweight)$")
 _IMAGES = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
 _log = logging.getLogger(__name__)
 
@@ -99,7 +101,7 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
     text = config.get("text_config")
     if isinstance(text, dict) and config.get("tie_word_embeddings", text.get("tie_word_embeddings")) is None:
         with read_tensors(directory) as reader:  # by which transformers decides, too
-            config["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in reader.names)
+            config["tie_word_embeddings"] = not any(map(_OUTPUT.search, reader.names))
     cfg = registry.read_config(config)
     if (directory / "generation_config.json").exists():
         more = token_ids(read_json(directory / "generation_config.json").get("eos_token_id"))

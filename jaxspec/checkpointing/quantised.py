@@ -222,12 +222,14 @@ def _compressed(config: Mapping[str, Any]) -> Read:
         if not packed and reader.dtype(f"{module}.weight") in FLOATS:
             return None
         found = [scheme for targets, scheme in schemes if matches(module, targets)]
+        # A name says more than "Linear".
+        named = [scheme for targets, scheme in schemes if matches(module, [t for t in targets if t != "Linear"])]
         if not found or matches(module, ignored):
             raise ValueError(
                 f"{reader.directory}: {module!r} is quantised, but config.json has no group for it "
                 f"(targets {[t for targets, _ in schemes for t in targets]}, ignore {ignored})"
             )
-        return (_packed if packed else _natural)(reader, module, shape, cut, found[0])
+        return (_packed if packed else _natural)(reader, module, shape, cut, (named or found)[0])
 
     return read
 

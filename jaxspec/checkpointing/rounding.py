@@ -6,7 +6,7 @@ No text is needed: a scale is what its own weights ask for. Must not know models
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -32,17 +32,30 @@ class Format:
     weights: dict[str, Any]
     activations: dict[str, Any] | None = None
 
-    def config(self, ignore: Sequence[str]) -> dict[str, Any]:
-        """`quantization_config`; `ignore` are modules that stay as they are."""
-        group = {"targets": ["Linear"], "weights": {**self.weights, "symmetric": True, "dynamic": False}}
+    def config(self, ignore: Sequence[str], others: Mapping[str, Format] | None = None) -> dict[str, Any]:
+        """`quantization_config`.
+
+        Args:
+          ignore: modules that stay as they are. others: modules that have a format of their own.
+        """
+        own = {module: form for module, form in (others or {}).items() if form != self}
+        groups = [self._group("Linear"), *(form._group(module) for module, form in own.items())]
+        if own:
+            groups = [{**group, "format": form.name} for group, form in zip(groups, (self, *own.values()), strict=True)]
         return {
             "quant_method": "compressed-tensors",
-            "format": self.name,
+            "format": "mixed-precision" if own else self.name,
             "quantization_status": "compressed",
-            "config_groups": {"group_0": {**group, "input_activations": self.activations, "output_activations": None}},
+            "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
             "ignore": list(ignore),
             "kv_cache_scheme": None,
         }
+
+    def _group(self, target: str) -> dict[str, Any]:
+        weights = {**self.weights, "symmetric": True, "dynamic": False}
+        return {
+            "targets": [target], "weights": weights, "input_activations": self.activations, "output_activations": None,
+        }  # fmt: skip
 
     def tensors(self, module: str, weight_FE: np.ndarray) -> dict[str, np.ndarray]:
         """A module's tensors from its weight [out, in]; scales are of the weight's type.
