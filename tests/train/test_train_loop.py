@@ -239,6 +239,18 @@ def test_bfloat16_computes_and_float32_learns(tmp_path: Path) -> None:
     assert 0 < float(jnp.abs(out["w"] - 1).max()) < 1e-3  # steps that bfloat16 weights would round away
 
 
+def test_muon_leaves_output_layers_and_tables_to_adam() -> None:
+    """Adam's first step is as long as the learning rate, however small a gradient is."""
+    params = {
+        "lm_head": {"kernel": jnp.ones((3, 2))},
+        "markov": {"before": jnp.ones((4, 2)), "after": jnp.ones((4, 2))},
+    }
+    tx = optimizer(OptimConfig(steps=10, lr=0.1, warmup=0, weight_decay=0.0, optimizer="muon"))
+    updates = tx.update(jax.tree.map(lambda x: 1e-3 * x, params), tx.init(params), params)[0]
+    for update in jax.tree.leaves(updates):
+        np.testing.assert_allclose(update, -0.1, rtol=1e-3)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_descends_and_decays_matrices_only(name: str) -> None:
     decay = 0.0 if name == "adam" else 0.5

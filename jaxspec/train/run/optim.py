@@ -135,17 +135,25 @@ def is_matrix(path: tuple[Any, ...], x: Any) -> bool:
     return x.ndim > 1 and not any("embedding" in name for name in _names(path))
 
 
+#: Names of output layers and of tables with a row for each token.
+_TABLES = ("lm_head", "before", "after")
+
+
 def is_hidden_matrix(path: tuple[Any, ...], x: Any) -> bool:
-    """Whether Muon trains a parameter: output layers are left to Adam, as its authors do."""
-    return is_matrix(path, x) and not any("lm_head" in name for name in _names(path))
+    """Whether Muon trains a parameter: output layers and tables of tokens are left to Adam, as its authors do."""
+    return is_matrix(path, x) and not any(table in name for name in _names(path) for table in _TABLES)
 
 
 def _matrices(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
+def _hidden(params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(is_hidden_matrix, params)
+
+
 def _others(params: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(lambda path, x: not is_matrix(path, x), params)
+    return jax.tree_util.tree_map_with_path(lambda path, x: not is_hidden_matrix(path, x), params)
 
 
 def _orthogonal(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
@@ -176,7 +184,7 @@ def _direction(cfg: OptimConfig) -> optax.GradientTransformation:
     if cfg.optimizer == "adafactor":
         return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
     return optax.chain(
-        optax.masked(optax.trace(cfg.b1, nesterov=True), _matrices),
+        optax.masked(optax.trace(cfg.b1, nesterov=True), _hidden),
         optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(_orthogonal, updates)),
         optax.masked(adam, _others),
     )
