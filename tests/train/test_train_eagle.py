@@ -353,6 +353,34 @@ def test_which_embeddings_are_trained() -> None:
     assert kinds == {"narrow": nnx.Param, "narrow frozen": Buffer, "wide": Shared, "wide trained": nnx.Param}
 
 
+def test_a_trained_head_gets_the_vocabulary_of_other_texts() -> None:
+    """Tokens that stay keep their rows; where the head's rows are the target's under a linear map, so are new ones'."""
+    target, head = tiny_target(), random_head(draft_vocab_size=9)
+    table = target.embedding if target.lm_head is None else target.lm_head.kernel
+    table_VE = table[...] if target.lm_head is None else table[...].T
+    table_VE = table_VE.at[3].set(table_VE[1] + table_VE[2]).at[12].set(table_VE[4] + table_VE[11])
+    table[...] = table_VE if target.lm_head is None else table_VE.T
+    rows_VE, kernel_EH = eagle._output_rows(target), np.asarray(head.fc.kernel[...])[: target.config.hidden_size]
+    old_ids = np.array([1, 2, 4, 5, 6, 7, 8, 9, 11])
+    head.target_ids[...] = jnp.asarray(old_ids, jnp.int32)
+    head.lm_head.kernel[...] = jnp.asarray((rows_VE[old_ids] @ kernel_EH).T)
+    before_HV = np.asarray(head.lm_head.kernel[...])
+    counts_V = np.zeros(target.config.vocab_size, np.int64)
+    counts_V[[3, 4, 11, 12]] = 2, 9, 1, 5
+    record = eagle.renew_vocabulary(head, target, counts_V)
+    # What the texts use, and of what the head had besides the lowest ids.
+    assert np.asarray(head.target_ids[...]).tolist() == [1, 2, 3, 4, 5, 6, 7, 11, 12]
+    assert record == {"draft_vocabulary_coverage": 1.0}
+    now_HV = np.asarray(head.lm_head.kernel[...])
+    np.testing.assert_array_equal(now_HV[:, [0, 1, 3, 4, 5, 6, 7]], before_HV[:, [0, 1, 2, 3, 4, 5, 8]])
+    # The target says tokens 3 and 12 by sums of what it says others by, so the head does, nearly.
+    for place, (one, other) in ((2, (0, 1)), (8, (2, 8))):
+        wanted_H = before_HV[:, one] + before_HV[:, other]
+        assert np.linalg.norm(now_HV[:, place] - wanted_H) < 0.1 * np.linalg.norm(wanted_H)
+    assert eagle.renew_vocabulary(head, target, counts_V) == record
+    np.testing.assert_array_equal(np.asarray(head.lm_head.kernel[...]), now_HV)
+
+
 @pytest.mark.parametrize("arch", ["eagle3", None, "eagle1"])
 def test_a_head_trains_saves_and_goes_on(
     arch: str | None, tmp_path: Path, tiny_files: Path, train_command: Any

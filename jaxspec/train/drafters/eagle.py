@@ -159,10 +159,7 @@ def new_head(cfg: Eagle3Config, target: TargetModel, target_ids: np.ndarray, see
     """
     head = Eagle3Head(cfg, rngs=nnx.Rngs(params=seed))
     head.target_ids[...] = jnp.asarray(target_ids, jnp.int32)
-    table_VE = np.asarray(target.embedding[...], np.float32)
-    output_VE = table_VE if target.lm_head is None else np.asarray(target.lm_head.kernel[...], np.float32).T
-    if isinstance(target, Transformer):
-        output_VE = output_VE * np.asarray(target.norm.weight[...], np.float32)[None, :]
+    table_VE, output_VE = np.asarray(target.embedding[...], np.float32), _output_rows(target)
     if cfg.hidden_size == cfg.target_hidden_size:
         directions_EH = np.eye(cfg.hidden_size, dtype=np.float32)
     else:
@@ -173,6 +170,62 @@ def new_head(cfg: Eagle3Config, target: TargetModel, target_ids: np.ndarray, see
     last = cfg.target_hidden_size * (cfg.num_aux - 1)
     head.fc.kernel[...] = head.fc.kernel[...].at[last:, :width].set(directions_EH)
     return head
+
+
+def _output_rows(target: TargetModel) -> np.ndarray:
+    """What the target's final states are multiplied with for each token's logit, the norm's gain included, [V, E]."""
+    table_VE = target.embedding[...] if target.lm_head is None else target.lm_head.kernel[...].T
+    rows_VE = np.asarray(table_VE, np.float32)
+    if isinstance(target, Transformer):
+        rows_VE = rows_VE * np.asarray(target.norm.weight[...], np.float32)[None, :]
+    return rows_VE
+
+
+def renew_vocabulary(head: Any, target: TargetModel, counts_V: np.ndarray) -> dict[str, Any]:
+    """Gives a trained head's draft vocabulary the tokens that other texts use, as many as before.
+
+    What lies outside of it can never be drafted, however long a head learns. First come the tokens that the texts use,
+    by frequency, then those that the head had, the lowest ids first: tokenizers number what is frequent first. Rows of
+    tokens that stay are kept; a new one's is the target's own row under the linear map that takes the target's rows of
+    the old tokens nearest to the head's (least squares).
+
+    Args:
+      head: an Eagle3Head, or another with `lm_head` and `target_ids` of its own.
+      counts_V: how often the target wrote each token.
+
+    Returns:
+      what to record: the share of the learned tokens that can be drafted.
+    """
+    old_ids, size = np.asarray(head.target_ids[...]), head.config.draft_vocab_size
+    known_V = np.zeros(len(counts_V), bool)
+    known_V[old_ids] = True
+    new_ids = np.sort(np.lexsort((~known_V, -counts_V))[:size])
+    share = lambda ids: float(counts_V[ids].sum() / max(1, counts_V.sum()))
+    other = ~known_V[new_ids]
+    if other.any():
+        output_VE = _output_rows(target)
+        kernel_HV = np.asarray(head.lm_head.kernel[...], np.float32)
+        old_VE = output_VE[old_ids]
+        square_EE = old_VE.T @ old_VE
+        square_EE += np.eye(len(square_EE), dtype=np.float32) * (1e-3 * np.trace(square_EE) / len(square_EE))
+        map_EH = np.linalg.solve(square_EE, old_VE.T @ kernel_HV.T)
+        renewed_HV = np.empty_like(kernel_HV)
+        order = np.argsort(old_ids)
+        renewed_HV[:, ~other] = kernel_HV[:, order[np.searchsorted(old_ids[order], new_ids[~other])]]
+        renewed_HV[:, other] = (output_VE[new_ids[other]] @ map_EH).T
+        head.lm_head.kernel[...] = jnp.asarray(renewed_HV, head.lm_head.kernel[...].dtype)
+        head.target_ids[...] = jnp.asarray(new_ids, jnp.int32)
+    print(
+        f"draft vocabulary: {int(other.sum()):,} of {size:,} tokens exchanged; it holds {share(new_ids):.2%} of the "
+        f"learned ones, {share(old_ids):.2%} before", flush=True,
+    )  # fmt: skip
+    return {"draft_vocabulary_coverage": round(share(new_ids), 5)}
+
+
+def renewed(head: Eagle3Head, setup: command.Setup) -> dict[str, Any]:
+    """`renew_vocabulary` by what a command reads; a head that drafts all tokens stays as it is."""
+    reduced = head.config.draft_vocab_size < head.config.vocab_size
+    return renew_vocabulary(head, setup.target, setup.token_counts_V) if reduced else {}
 
 
 def _geometry(args: argparse.Namespace, target: TargetModel) -> dict[str, Any]:
@@ -284,6 +337,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     head: Any
     if args.init_from is not None:
         head = starts.load_initial(read_kind(args.init_from), args.init_from, target)
+        record = renewed(head, setup) if isinstance(head, Eagle3Head) else {}
     elif args.arch == "eagle1":
         head = build_eagle1(setup)
     else:

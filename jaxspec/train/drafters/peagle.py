@@ -366,8 +366,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     if args.init_from is not None:
         head = starts.load_initial("peagle", args.init_from, setup.target)
         eagle.set_embedding(head, setup.target, True)  # placeholders need one of their own
+        renewed = eagle.renewed(head, setup)
     else:
-        head = build(setup, shape)
+        head, renewed = build(setup, shape), {}
     recipe = PeagleRecipe(head.config.aux_layer_ids, args.num_depths, args.ratio, args.floor, args.depth)
-    extra = {"num_depths": args.num_depths, "ratio": args.ratio, "floor": args.floor}
+    extra = {"num_depths": args.num_depths, "ratio": args.ratio, "floor": args.floor, **renewed}
     return command.fit(setup, recipe, head, kind="peagle", extra_record=extra)
