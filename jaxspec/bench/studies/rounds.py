@@ -1,6 +1,6 @@
 """python -m jaxspec.bench.studies.rounds: what a round costs at a real model's shapes, against the weights' bytes.
 
-Random weights in the shapes of a Llama and of an EAGLE-3 head as wide: a round's cost does not
+Random weights in the shapes of a Llama and of an EAGLE-3 or DSpark head as wide: a round's cost does not
 depend on what the weights say. For each tier and batch: milliseconds a round (rounds dispatched
 back to back, as the engine does), the device's busy share of it, and the floor, which is the
 time that reading the target's weights once takes at the bandwidth given. Packed rounds, of so many
@@ -32,6 +32,7 @@ from jaxspec.adaptive.arms import packed_tokens
 from jaxspec.bench.studies import report
 from jaxspec.models import few_rows, registry
 from jaxspec.models.base import Experts, ModelConfig
+from jaxspec.models.layers import Shared, shared_lm_head
 from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.quantised import Quantised, stored_bytes
 from jaxspec.runtime import summing
@@ -43,10 +44,12 @@ from jaxspec.runtime.sharding import parameter_shardings, tensor_mesh
 from jaxspec.runtime.warmup import WarmupConfig
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.cores import HeadCore
+from jaxspec.speculation.drafters.dspark_head import DsparkConfig, DsparkHead
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from jaxspec.speculation.drafters.walks import WalkingDrafter
 from jaxspec.speculation.layouts import Batch
 from jaxspec.speculation.state import Geometry
-from jaxspec.tier import Tier
+from jaxspec.tier import Tier, parse_tier
 from pallas_kernels.profile import busy, medians, record
 
 #: Llama 3.1 8B and 3.2 1B, Qwen3-30B-A3B, small ones for rehearsals; with the heads' draft vocabularies.
@@ -78,6 +81,8 @@ SHAPES = {
 BANDWIDTH = {"H200": 4.28e12}
 
 
+#: Kinds of heads.
+DRAFTERS = ("eagle3", "dspark")
 #: Names of kernels by which devices exchange something.
 _COLLECTIVE = re.compile(r"nccl|all.?reduce|all.?gather|reduce.?scatter|collective", re.IGNORECASE)
 
@@ -138,11 +143,25 @@ def quantise(target: Any, name: str | None, output: str | None = None) -> None:
             linear.kernel.set_value(quantised_kernel(next(keys), name, *linear.kernel[...].shape))
 
 
+def _block_head(target: Any, depth: int, layers: int, shards: int) -> DsparkHead:
+    """A DSpark head of blocks of `depth` drafts that reads five layers of the target, and uses its tables."""
+    cfg = target.config
+    if shards > 1 or cfg.experts is not None:
+        raise ValueError(f"dspark is for dense targets on one device, got {cfg.family} on {shards}")
+    reads = tuple(round(1 + i * (cfg.num_layers - 4) / 4) for i in range(5)) if cfg.num_layers > 4 else (0, 1)
+    layer = dataclasses.replace(
+        cfg, family="dflash", num_layers=layers, qk_norm=True, tie_word_embeddings=False
+    )  # fmt: skip
+    head = DsparkConfig(layer, reads, depth, 0, cfg.vocab_size)
+    tables = Shared(target.embedding[...]), shared_lm_head(target)
+    return DsparkHead(head, *tables, dtype=target.embedding[...].dtype, rngs=nnx.Rngs(params=1))
+
+
 def build(
     shape: str, tiers: Sequence[Tier], batches: Sequence[int], context: int, dtype: jnp.dtype, *,
     kernels: str | None, sampled: bool, page: int, budgets: Sequence[float] = (), layers_by_xla: bool = False,
     shards: int = 1, sums: str = "nccl", weights: str | None = None, last: str | None = None, output: bool = False,
-    invariant: bool = False,
+    invariant: bool = False, kind: str = DRAFTERS[0], layers: int = 1,
 ) -> Runner:  # fmt: skip
     """A runner of random weights with one executable a tier and batch, and one a budget, on so many devices.
 
@@ -150,6 +169,10 @@ def build(
       sums: how these add up activations (runtime.summing).
       weights, last: formats of the layers' weights and of the output layer's; None: as they are.
       output: whether the output layer runs by its kernel for few rows. invariant: attention of `batch_invariant`.
+      kind: of the drafter, one of DRAFTERS. layers: of its head.
+
+    Raises:
+      ValueError: DSpark on several devices, or of a target with experts.
     """
     cache = use_persistent_cache(True)
     cfg, draft_vocab = SHAPES[shape]
@@ -158,17 +181,21 @@ def build(
     lay_out = lambda module: tensor_parallel(module, shards, way.by) if shards > 1 else module
     target = random_weights(nnx.eval_shape(lambda: lay_out(registry.build(cfg, dtype))), 0, mesh)
     quantise(target, weights, last)
+    depth = max(tier.depth for tier in tiers)
+    block = _block_head(target, depth, layers, shards) if kind == "dspark" and depth else None
     if few_rows.unsupported() is None and not layers_by_xla:
         target = few_rows.prepare(target, output=output)
-    depth = max(tier.depth for tier in tiers)
     pages = -(-(context + 64 * (depth + 1)) // page)
     geo = Geometry(max(batches), max(batches) * pages, page, pages, depth, kernels=kernels, batch_invariant=invariant)
     head = Eagle3Config(
         cfg.hidden_size, cfg.hidden_size, cfg.intermediate_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim,
-        cfg.vocab_size, draft_vocab, cfg.aux_layers, rope_theta=cfg.rope_theta,
+        cfg.vocab_size, draft_vocab, cfg.aux_layers, rope_theta=cfg.rope_theta, num_layers=layers,
     )  # fmt: skip
     drafter, params = None, ()
-    if depth:
+    if block is not None:
+        drafter = WalkingDrafter(block, geo)
+        params = drafter.take_params()
+    elif depth:
         core = HeadCore(random_weights(nnx.eval_shape(lambda: lay_out(Eagle3Head(head, dtype=dtype))), 1, mesh))
         drafter, params = AutoregressiveDrafter(core, geo), core.take_params()
     packed = {
@@ -245,6 +272,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--shape", choices=sorted(SHAPES), default="8b")
     add("--batch", type=int, nargs="+", default=[1])
     add("--depth", type=int, nargs="+", default=[0, 1, 3, 5], help="0 is plain decoding; it is always measured")
+    add("--trees", nargs="+", default=[], metavar="TIER", help="trees besides, such as tree-5x4/16")
+    add("--drafter", choices=DRAFTERS, default=DRAFTERS[0], help="kind of the head, random too")
+    add("--draft-layers", type=int, default=1, help="of the head")
     add("--budget", type=float, nargs="+", default=[], help="packed rounds: drafted tokens verified a row, on average")
     add("--context", type=int, default=1024, help="committed tokens of each request")
     add("--page", type=int, default=64, help="tokens a page")
@@ -266,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.output_weights and SHAPES[args.shape][0].tie_word_embeddings:
         parser.error(f"--output-weights wants an output layer of its own, and that of {args.shape} is the embedding")
 
-    tiers = [Tier(depth) for depth in sorted({0, *args.depth})]
+    tiers = [*(Tier(depth) for depth in sorted({0, *args.depth})), *map(parse_tier, args.trees)]
     rows: list[dict[str, Any]] = []
     kind = args.weights or args.dtype
     print(f"{args.shape} {kind} on {jax.devices()[0].device_kind}, context {args.context}, jax {jax.__version__}")
@@ -301,6 +331,7 @@ def _measure(
         kernels=args.kernels, sampled=args.sampled, page=args.page, budgets=args.budget,
         layers_by_xla=args.layers_by_xla, shards=shards, sums=sums, weights=args.weights,
         last=args.output_weights, output=args.output_by_kernel or args.batch_invariant, invariant=args.batch_invariant,
+        kind=args.drafter, layers=args.draft_layers,
     )  # fmt: skip
     bench = Bench(runner, args.context)
     rate = report.rate(BANDWIDTH, args.bandwidth)
