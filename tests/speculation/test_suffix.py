@@ -174,44 +174,85 @@ def test_proposals_are_judged_by_the_text_that_came():
 
 
 class Fixed(Featureless):
-    """A model whose tree and tokens are given, and whose parameters are its confidences."""
+    """A model whose tree or chain and tokens are given, and whose parameters are its confidences."""
 
     supports_trees = True
 
-    def draft(self, params: Any, draft: Any, rows: Rows, *rest: Any) -> Any:
+    def draft(self, params: Any, draft: Any, rows: Rows, tokens_SL: Any, tier: Tier, *rest: Any) -> Any:
         b = rows.root_B.shape[0]
         wide = lambda values, dtype: jnp.broadcast_to(jnp.asarray(values, dtype)[None], (b, len(values)))
-        parents = wide((0, 0, 0, 1, 3), jnp.int32)
         tokens = jnp.concatenate([rows.root_B[:, None], wide((5, 4, 5, 5), jnp.int32)], axis=1)
-        depths = wide((0, 1, 1, 2, 3), jnp.int32)
         said = jnp.broadcast_to(jnp.pad(params, (1, 0), constant_values=1.0)[None], (b, 5))
+        if tier.is_chain:
+            return DraftTree.chain(tokens[:, :4], confidence_BN=said[:, :4]), draft
+        parents, depths = wide((0, 0, 0, 1, 3), jnp.int32), wide((0, 1, 1, 2, 3), jnp.int32)
         return DraftTree(tokens, parents, depths, ancestors(parents, 3), None, said), draft
 
 
-def test_each_row_keeps_the_draft_that_promises_more():
+@pytest.mark.parametrize("tier", [Tier(3), Tier(3, 2, 5)], ids=str)
+def test_each_row_keeps_the_drafts_that_promise_more(tier: Tier):
     """A text that repeats itself beside one that never did; a model that is sure, and one that is not a number."""
     tokens = np.zeros((2, 32), np.int32)
     tokens[0, :12] = np.tile([0, 1, 2, 3], 3)
     tokens[1, :6] = [6, 5, 4, 3, 2, 1]
-    rows, tier = rows_of(tokens, [11, 5]), Tier(3, 2, 5)
+    rows = rows_of(tokens, [11, 5])
     geo = Geometry(2, 1, 1, 31, 3)
     drafter, text = HybridDrafter(Fixed(), SuffixMatcher(V)), jnp.asarray(tokens)
     run = jax.jit(lambda params, state: drafter.draft(params, state, rows, text, tier, None, None, False))
-    for confidence, repeats in (((0.1,) * 4, True), ((0.99, 0.9, 0.99, 0.99), False), ((float("nan"),) * 4, True)):
+    # A tree has room for the match, 0 1 2, and for the best of the model's nodes.
+    match = ([3, 0, 1, 2], [0, 0, 1, 2], [0, 1, 2, 3]) if tier.is_chain else (
+        [3, 5, 0, 1, 2], [0, 0, 0, 2, 3], [0, 1, 1, 2, 3]
+    )  # fmt: skip
+    model = ([3, 5, 4, 5], [0, 0, 1, 2], [0, 1, 2, 3]) if tier.is_chain else (
+        [3, 5, 4, 5, 5], [0, 0, 0, 1, 3], [0, 1, 1, 2, 3]
+    )  # fmt: skip
+    for confidence, repeats in (((0.1,) * 4, True), ((0.99, 0.97, 0.99, 0.99), False), ((float("nan"),) * 4, True)):
         tree, state = run(jnp.asarray(confidence, jnp.float32), drafter.init_state(geo))
-        drafted = np.asarray(tree.tokens_BN).tolist()
-        assert drafted[0] == ([3, 0, 1, 2, V] if repeats else [3, 5, 4, 5, 5])
+        found = [np.asarray(x) for x in (tree.tokens_BN, tree.parents_BN, tree.depths_BN)]
+        assert tuple(x[0].tolist() for x in found) == (match if repeats else model)
         # Where nothing promises anything, the model's.
-        assert drafted[1] == [1, 5, 4, 5, 5]
-        chain = np.asarray(tree.parents_BN)[0].tolist()
-        assert chain == ([0, 0, 1, 2, 0] if repeats else [0, 0, 0, 1, 3])
+        assert tuple(x[1].tolist() for x in found) == ([1, *model[0][1:]], *model[1:])
         np.testing.assert_array_equal(tree.ancestors_BNN, ancestors(tree.parents_BN, 3))
-        assert np.asarray(tree.depths_BN)[0].tolist() == ([0, 1, 2, 3, 1] if repeats else [0, 1, 1, 2, 3])
-        # Both were put on record: 0 1 2, and the model's likeliest path 5 5 5.
+        # Both were put on record: 0 1 2, and the model's likeliest path.
         kept = np.asarray(state.suffix.record.tokens_SAD)[0].tolist()
-        assert kept == [[0, 1, 2], [5, 5, 5]]
+        assert kept == [[0, 1, 2], [5, 4, 5] if tier.is_chain else [5, 5, 5]]
         assert (np.asarray(state.suffix.record.cells_SAD)[0, 1] >= CELLS).all()
         assert (np.asarray(state.suffix.record.cells_SAD) < hybrid._CELLS).sum() == 3 + 3 + 3
+
+
+def test_a_graft_is_the_best_tree_of_both_drafts():
+    """Against all sets of nodes that are closed under parents, told apart by the paths that they stand for."""
+    rng, tier, b = np.random.default_rng(0), Tier(3, 2, 5), 24
+    parents = np.array([0, 0, 0, 1, 3])
+    tokens = np.array([9, 1, 2, 1, 2])[None].repeat(b, 0)
+    followed = rng.integers(1, 4, (b, 4))  # one in three repeats the tree's first node, one in nine its second too
+    said, sure = rng.random((b, 5)).astype(np.float32), rng.random((b, 4)).astype(np.float32)
+    said[:, 0] = sure[:, 0] = 1
+    wide = lambda x: jnp.asarray(x[None].repeat(b, 0), jnp.int32)
+    drafted = DraftTree(
+        jnp.asarray(tokens, jnp.int32), wide(parents), wide(np.array([0, 1, 1, 2, 3])),
+        ancestors(wide(parents), 3), None, jnp.asarray(said),
+    )  # fmt: skip
+    chain = DraftTree.chain(jnp.asarray(followed, jnp.int32), confidence_BN=jnp.asarray(sure))
+    tree = jax.jit(lambda *drafts: hybrid._grafted(*drafts, tier))(chain, drafted)
+    for row in range(b):
+        chance: dict[tuple[int, ...], float] = {}  # of each path's last token, given those before it
+        path = {0: ()}
+        for node in range(1, 5):
+            path[node] = (*path[parents[node]], int(tokens[row, node]))
+            chance[path[node]] = float(said[row, node])
+        for depth in range(1, 4):
+            along = tuple(followed[row, 1 : depth + 1].tolist())
+            chance[along] = max(chance.get(along, 0.0), float(sure[row, depth]) / hybrid._MARGIN)
+        worth = lambda path, chance=chance: float(np.prod([chance[path[:i]] for i in range(1, len(path) + 1)]))
+        best = sorted((worth(path) for path in chance), reverse=True)[:4]
+        mine = {0: ()}
+        for node in range(1, 5):
+            parent, token = int(tree.parents_BN[row, node]), int(tree.tokens_BN[row, node])
+            mine[node] = (*mine[parent], token)
+            assert parent < node and len(mine[node]) == int(tree.depths_BN[row, node])
+        assert len(set(mine.values())) == 5
+        np.testing.assert_allclose(sorted((worth(mine[n]) for n in range(1, 5)), reverse=True), best, rtol=1e-5)
 
 
 def test_a_tier_that_only_looks_up_asks_no_model():

@@ -1,8 +1,10 @@
 """Two sources of drafts, one choice for each row and round: a model's draft, or what a suffix match goes on with.
 
-The model drafts as it would alone, so its cache is the same; each row then keeps the draft that promises more accepted
-tokens. Both promises rest on what the text showed of either source, whichever was chosen (`track_record`). Tiers that
-only look up run no model at all. Under coupled verification the text is the same under any choice.
+The model drafts as it would alone, so its cache is the same. Of two chains each row then keeps the one that promises
+more accepted tokens; a tree has room for both, so the match's chain is grafted onto the model's tree, and the likeliest
+nodes of the two stay. All promises rest on what the text showed of either source, whichever was chosen
+(`track_record`). Tiers that only look up run no model at all. Under coupled verification the text is the same under any
+choice.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from jaxspec.speculation.drafters.track_record import NOTHING, Proposal, TrackRe
 from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
-from jaxspec.speculation.tree import DraftTree
+from jaxspec.speculation.tree import DraftTree, ancestors
 from jaxspec.tier import Tier
 
 #: The sources, in the record's order.
@@ -99,7 +101,7 @@ class HybridDrafter:
                 params, draft.model, rows, tokens_SL, tier, sampling, noise_BDV, False
             )
             drafted, other = _weighed(drafted, rows, record, tier)
-            tree = _either(_spread(tree, tier, self.matcher.vocab_size), drafted, tier)
+            tree = _either(tree, drafted, tier) if tier.is_chain else _grafted(tree, drafted, tier)
         record = record.proposed(rows, [proposal, other])
         return tree, HybridState(dataclasses.replace(state, record=record), model_state)
 
@@ -145,18 +147,36 @@ def _either(chain: DraftTree, drafted: DraftTree, tier: Tier) -> DraftTree:
     )  # fmt: skip
 
 
-def _spread(chain: DraftTree, tier: Tier, nothing: int) -> DraftTree:
-    """A chain in the tier's shape; the nodes that are left are children of the root with the token `nothing`."""
-    left = tier.num_nodes - tier.depth - 1
-    if not left:
-        return chain
-    assert chain.confidence_BN is not None
-    pad = lambda x, value: jnp.pad(x, ((0, 0), (0, left)), constant_values=value)
-    n = tier.num_nodes
-    ancestors = jnp.pad(chain.ancestors_BNN, ((0, 0), (0, left), (0, left)))
-    alone_NN = jnp.eye(n, dtype=bool) | (jnp.arange(n) == 0)[None, :]
+def _grafted(chain: DraftTree, drafted: DraftTree, tier: Tier) -> DraftTree:
+    """Of each row the likeliest nodes of the model's tree and of the chain together, in the tier's shape.
+
+    As far as the chain repeats a path of the tree they are the same nodes, and as likely as the likelier source says.
+    """
+    assert chain.confidence_BN is not None and drafted.confidence_BN is not None
+    b, n = drafted.tokens_BN.shape
+    at_B1 = jnp.zeros((b, 1), jnp.int32)
+    repeats_B1, p_BN = at_B1 == 0, drafted.confidence_BN
+    index_1N = jnp.arange(n, dtype=jnp.int32)[None]
+    parents, own = [], []
+    for depth in range(1, tier.depth + 1):
+        said_B1 = chain.confidence_BN[:, depth : depth + 1] / _MARGIN
+        same_BN = (drafted.parents_BN == at_B1) & (drafted.tokens_BN == chain.tokens_BN[:, depth : depth + 1])
+        same_BN = same_BN & (index_1N > 0) & repeats_B1
+        repeats_B1 = jnp.any(same_BN, axis=1, keepdims=True)
+        p_BN = jnp.where(same_BN, jnp.maximum(p_BN, said_B1), p_BN)
+        parents.append(at_B1)
+        own.append(jnp.where(repeats_B1, 0.0, said_B1))  # of one that the tree has already nothing is left
+        at_B1 = jnp.where(repeats_B1, jnp.argmax(same_BN, axis=1, keepdims=True).astype(jnp.int32), n + depth - 1)
+    both = lambda ours_BN, theirs: jnp.concatenate([ours_BN, *theirs], axis=1)
+    tokens_BM = both(drafted.tokens_BN, [chain.tokens_BN[:, 1:]])
+    parents_BM, p_BM = both(drafted.parents_BN, parents), both(p_BN, own)
+    depths_BM = both(drafted.depths_BN, [chain.depths_BN[:, 1:]])
+    # No node is likelier than its parent, which comes first, and of equal ones the first is taken: so they are a tree.
+    survival_BM = budget.survival(p_BM, parents_BM, tier.depth)
+    _, chosen_BN = jax.lax.top_k(survival_BM[:, 1:], n - 1)
+    chosen_BN = jnp.pad(jnp.sort(chosen_BN.astype(jnp.int32) + 1, axis=1), ((0, 0), (1, 0)))
+    of = lambda x_BM: jnp.take_along_axis(x_BM, chosen_BN, axis=1)
+    place_BN = jnp.argmax(chosen_BN[:, None, :] == of(parents_BM)[:, :, None], axis=2).astype(jnp.int32)
     return DraftTree(
-        pad(chain.tokens_BN, nothing), pad(chain.parents_BN, 0), pad(chain.depths_BN, 1),
-        jnp.where((jnp.arange(n) > tier.depth)[None, :, None], alone_NN[None], ancestors), None,
-        pad(chain.confidence_BN, 0.0),
+        of(tokens_BM), place_BN, of(depths_BM), ancestors(place_BN, tier.depth), None, of(p_BM)
     )  # fmt: skip
