@@ -178,12 +178,12 @@ class Fixed(Featureless):
 
     supports_trees = True
 
-    def draft(self, params: Any, draft: Any, rows: Rows, tokens_SL: Any, tier: Tier, *rest: Any) -> Any:
+    def draft(self, params: Any, draft: Any, rows: Rows, *rest: Any) -> Any:
         b = rows.root_B.shape[0]
         wide = lambda values, dtype: jnp.broadcast_to(jnp.asarray(values, dtype)[None], (b, len(values)))
         tokens = jnp.concatenate([rows.root_B[:, None], wide((5, 4, 5, 5), jnp.int32)], axis=1)
         said = jnp.broadcast_to(jnp.pad(params, (1, 0), constant_values=1.0)[None], (b, 5))
-        if tier.is_chain:
+        if rest[1].is_chain:
             return DraftTree.chain(tokens[:, :4], confidence_BN=said[:, :4]), draft
         parents, depths = wide((0, 0, 0, 1, 3), jnp.int32), wide((0, 1, 1, 2, 3), jnp.int32)
         return DraftTree(tokens, parents, depths, ancestors(parents, 3), None, said), draft
