@@ -46,6 +46,8 @@ from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.cores import HeadCore
 from jaxspec.speculation.drafters.dspark_head import DsparkConfig, DsparkHead
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from jaxspec.speculation.drafters.hybrid import HybridDrafter
+from jaxspec.speculation.drafters.suffix import SuffixMatcher
 from jaxspec.speculation.drafters.walks import WalkingDrafter
 from jaxspec.speculation.layouts import Batch
 from jaxspec.speculation.state import Geometry
@@ -161,7 +163,7 @@ def build(
     shape: str, tiers: Sequence[Tier], batches: Sequence[int], context: int, dtype: jnp.dtype, *,
     kernels: str | None, sampled: bool, page: int, budgets: Sequence[float] = (), layers_by_xla: bool = False,
     shards: int = 1, sums: str = "nccl", weights: str | None = None, last: str | None = None, output: bool = False,
-    invariant: bool = False, kind: str = DRAFTERS[0], layers: int = 1,
+    invariant: bool = False, kind: str = DRAFTERS[0], layers: int = 1, hybrid: bool = False,
 ) -> Runner:  # fmt: skip
     """A runner of random weights with one executable a tier and batch, and one a budget, on so many devices.
 
@@ -169,7 +171,7 @@ def build(
       sums: how these add up activations (runtime.summing).
       weights, last: formats of the layers' weights and of the output layer's; None: as they are.
       output: whether the output layer runs by its kernel for few rows. invariant: attention of `batch_invariant`.
-      kind: of the drafter, one of DRAFTERS. layers: of its head.
+      kind: of the drafter, one of DRAFTERS. layers: of its head. hybrid: suffix matches draft beside it.
 
     Raises:
       ValueError: DSpark on several devices, or of a target with experts.
@@ -198,6 +200,8 @@ def build(
     elif depth:
         core = HeadCore(random_weights(nnx.eval_shape(lambda: lay_out(Eagle3Head(head, dtype=dtype))), 1, mesh))
         drafter, params = AutoregressiveDrafter(core, geo), core.take_params()
+    if hybrid and drafter is not None:
+        drafter = HybridDrafter(drafter, SuffixMatcher(cfg.vocab_size))
     packed = {
         (tier, batch): tuple(sorted({packed_tokens(tier, batch, budget) for budget in budgets}))
         for tier in tiers for batch in batches if tier.depth
@@ -275,6 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--trees", nargs="+", default=[], metavar="TIER", help="trees besides, such as tree-5x4/16")
     add("--drafter", choices=DRAFTERS, default=DRAFTERS[0], help="kind of the head, random too")
     add("--draft-layers", type=int, default=1, help="of the head")
+    add("--hybrid", action="store_true", help="suffix matches in the request's own text draft beside the head")
     add("--budget", type=float, nargs="+", default=[], help="packed rounds: drafted tokens verified a row, on average")
     add("--context", type=int, default=1024, help="committed tokens of each request")
     add("--page", type=int, default=64, help="tokens a page")
@@ -331,7 +336,7 @@ def _measure(
         kernels=args.kernels, sampled=args.sampled, page=args.page, budgets=args.budget,
         layers_by_xla=args.layers_by_xla, shards=shards, sums=sums, weights=args.weights,
         last=args.output_weights, output=args.output_by_kernel or args.batch_invariant, invariant=args.batch_invariant,
-        kind=args.drafter, layers=args.draft_layers,
+        kind=args.drafter, layers=args.draft_layers, hybrid=args.hybrid,
     )  # fmt: skip
     bench = Bench(runner, args.context)
     rate = report.rate(BANDWIDTH, args.bandwidth)
