@@ -35,6 +35,9 @@ _SLOWER, _FASTER = 2.0, 4.0
 #: Noises by which a round is slower than believed that should be confirmed. The first of all that draft should be if it
 #: does not make drafts cheaper by so much (in log seconds): all others are judged by it.
 _DOUBTFUL, _DOUBTED = 3.0, 0.2
+#: Standard deviation that a plain round right after one that drafted has besides, where it is slower than believed: on
+#: two cores it takes up to 1.4 times what the next ones take (caches, and the host is still busy with more tokens).
+_AFTER_DRAFTS = 0.35
 #: Of the seconds of a round and another pass, what is the round's at least.
 _LEAST_LEFT = 0.25
 #: How much of what a nearby bucket learnt holds for one that was never timed.
@@ -124,8 +127,13 @@ class CostEstimate:
         for block in self._blocks.values():
             block.begin()
 
-    def observe(self, tier: Tier, bucket: int, seconds: float, tokens: int | None = None) -> bool:
+    def observe(
+        self, tier: Tier, bucket: int, seconds: float, tokens: int | None = None, *, after_drafts: bool = False
+    ) -> bool:
         """Takes the positive seconds of one round; a round that has no cost is ignored.
+
+        Args:
+          after_drafts: a plain round, and the one right before it drafted.
 
         Returns:
           Whether the round was so much slower than believed that another should confirm it.
@@ -141,6 +149,9 @@ class CostEstimate:
         if block.before[i] is not None and not block.seen[i] and abs(surprise) > _FOREIGN:
             block.forget()
             surprise = math.log(seconds) - block.mean[i]
+        if after_drafts and surprise > 0:
+            block.observe(i, surprise, self._noise + _AFTER_DRAFTS**2, False)
+            return False
         if block.cov[i][i] < self._noise + 2 * _COMMON_DRIFT:
             self._heard += 1
             step = max(_NOISE_STEP, 1 / self._heard)

@@ -101,6 +101,7 @@ class GoodputPolicy:
         self._worth = Worth(self._arms, self._acceptance, self._yields, self._rows)
         self._entry = Entry(sizes, self.tiers[-1].depth)
         self._probes = Probes(self._arms, params, self._cost, self._acceptance, self._yields, self._worth, self._entry)
+        self._drafted = False  # whether the latest round did
         self._buckets: dict[int, Bucket] = {}
         for bucket in sizes:
             if not buckets:
@@ -162,9 +163,13 @@ class GoodputPolicy:
         if state.steady.is_usual(stats, timed=self._params.refine_cost and stats.seconds > 0):
             self._yields.wait(stats.bucket)
             self._entry.ran(stats)
+            self._drafted = stats.tier.depth > 0
             return
         arm = self._cost.arm(stats.tier, stats.bucket, stats.tokens)
-        doubtful = stats.seconds > 0 and self._cost.observe(stats.tier, stats.bucket, stats.seconds, stats.tokens)
+        after, self._drafted = self._drafted and not stats.tier.depth, stats.tier.depth > 0
+        doubtful = stats.seconds > 0 and self._cost.observe(
+            stats.tier, stats.bucket, stats.seconds, stats.tokens, after_drafts=after
+        )
         self._learn_entry(stats)
         self._learn_acceptance(stats, state.steady.studied())
         if stats.seconds > 0 and not state.timed and self._params.probe_share and self._params.refine_cost:

@@ -29,6 +29,8 @@ _SETTLED, _UNSURE = 0.01, 0.15
 #: In rounds of the current tier: what a round of a probe is taken to cost at least, what one look may cost beyond its
 #: first round, and what it must be expected to bring. Most rounds of one look.
 _LEAST_CHARGE, _AT_ONCE, _WORTH, _LOOKS = 0.05, 0.25, 2.0, 8
+#: Rounds of a look at plain decoding while drafts run: the first is slower than those that follow.
+_AFRESH = 2
 #: Rounds to which the pauses between losing probes grow quickly, by how much each that loses lets them grow after
 #: that, and up to how many times as many; rounds to which those between looks at costs grow at most, and by how much.
 _QUIET, _CALMER, _CALM, _SILENT, _CALMING = 100.0, 1.2, 4.0, 3000.0, 2.0
@@ -105,12 +107,14 @@ class Probes:
                 ahead, longer = ahead + longer, 0.0  # it does no more than the current one, and cannot take longer
             charge = max(_LEAST_CHARGE, math.exp(longer) * (math.exp(spread * spread / 2) - math.exp(ahead)))
             rounds = 1 if spread > _UNSURE else max(1, min(_LOOKS, int(_AT_ONCE / charge)))
-            entry = self.entry(i, current, bucket)
+            entry, told = self.entry(i, current, bucket), rounds
             if self._takes_in[current] and not self._takes_in[i]:
-                # Back again: as long as the drafter misses little that is free.
+                # Back again: as long as the drafter misses little that is free. The first round says little.
                 spare = self._entry.spare(running.tier.depth)
-                rounds, entry = min(rounds, max(1, spare)), 0.0 if spare else self._entry.plain_rounds(bucket)[0]
-            gain = horizon * expected_gain(ahead - TIE, self._cost.news(i, current, bucket, rounds))
+                rounds = min(rounds + 1, max(_AFRESH, spare))
+                entry = 0.0 if spare >= rounds else self._entry.plain_rounds(bucket)[0]
+                told = rounds - 1
+            gain = horizon * expected_gain(ahead - TIE, self._cost.news(i, current, bucket, told))
             takes = rounds * charge + entry
             if gain > _WORTH and gain * state.since_look > state.pause and gain > most * takes:
                 most, first = gain / takes, entry * math.exp(costs[current])
