@@ -1,8 +1,9 @@
 """What a round of each tier was measured to cost on this device, and which tiers can pay at all.
 
 Owns measured seconds per (tier, bucket), of packed rounds also per tokens. Costs of compiled shapes are a
-staircase over all of these, so the table is looked up for the padded shape that runs and never interpolated. Must not
-know how the seconds were measured, nor JAX.
+staircase over all of these, so the table is looked up for the padded shape that runs and never interpolated. Over
+context they are a line, the same for all rounds: every pass reads each row's keys and values once. Must not know how
+the seconds were measured, nor JAX.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from jaxspec.tier import PLAIN, Tier
 #: What a cost is of: tier, bucket, and of a packed round its tokens.
 Costed = tuple[Tier, int, int | None]
 _Pair = tuple[Tier, int]
+#: Of the longest measured, what a round takes at least in the middle of a line over context.
+_LEAST = 0.1
 
 
 class CostTable:
@@ -27,17 +30,25 @@ class CostTable:
 
     Args:
       seconds: positive and finite, keyed by (tier, bucket), or as `Costed`. Not every key need be there.
+      context: committed tokens of each row, of full buckets, at which they were measured.
+      growth: by how much a context token of a batch makes its rounds longer, as a share of plain decoding's seconds in
+        the smallest bucket.
 
     Attributes:
       packed: seconds of packed rounds by (tier, bucket, tokens), ascending.
 
     Raises:
-      ValueError: a malformed key, or a time that is not a positive finite number.
+      ValueError: a malformed key, a time that is not a positive finite number, a context or growth below 0.
     """
 
     def __init__(
-        self, seconds: Mapping[Costed, float] | Mapping[_Pair, float] | Mapping[Costed | _Pair, float]
-    ) -> None:
+        self, seconds: Mapping[Costed, float] | Mapping[_Pair, float] | Mapping[Costed | _Pair, float], *,
+        context: float = 0.0, growth: float = 0.0,
+    ) -> None:  # fmt: skip
+        for name, number in (("context", context), ("growth", growth)):
+            if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
+                raise ValueError(f"a cost table's {name} must be a finite number of at least 0, got {number!r}")
+        self.context, self.growth = float(context), float(growth)
         self._seconds: dict[tuple[Tier, int], float] = {}
         self.packed: dict[tuple[Tier, int, int], float] = {}
         for key, value in seconds.items():
@@ -56,12 +67,24 @@ class CostTable:
         self._seconds, self.packed = dict(sorted(self._seconds.items())), dict(sorted(self.packed.items()))
 
     @classmethod
-    def from_samples(cls, samples: Mapping[Costed, Sequence[float]] | Mapping[_Pair, Sequence[float]]) -> CostTable:
-        """Medians of repeated measurements; ValueError where a round has none."""
-        for (tier, bucket, *_), values in samples.items():
+    def from_samples(cls, samples: Mapping[tuple[int, Costed], Sequence[float]]) -> CostTable:
+        """From repeated measurements by context tokens of each row: a line over context, in its middle.
+
+        Raises:
+          ValueError: a round was measured at no context, or has no sample.
+        """
+        for (context, (tier, bucket, _)), values in samples.items():
             if not values:
-                raise ValueError(f"the cost of {tier} in bucket {bucket} needs at least 1 sample, got 0")
-        return cls({pair: statistics.median(values) for pair, values in samples.items()})
+                raise ValueError(f"the cost of {tier} in bucket {bucket} at {context} needs at least 1 sample, got 0")
+        contexts = [context for context, _ in samples]
+        slope = slope_of({key: statistics.median(values) for key, values in samples.items()})
+        middle = (min(contexts) + max(contexts)) / 2 if contexts else 0.0
+        level: dict[Costed, list[float]] = {}
+        for (context, key), values in samples.items():
+            level.setdefault(key, []).extend(x - slope * key[1] * (context - middle) for x in values)
+        # A line that noise has made too steep may pass below nothing.
+        seconds = {key: max(statistics.median(values), _LEAST * max(values)) for key, values in level.items()}
+        return cls(seconds, context=middle, growth=growth_of(slope, seconds))
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -110,7 +133,8 @@ class CostTable:
         return len(self._seconds)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CostTable) and (self._seconds, self.packed) == (other._seconds, other.packed)
+        same = lambda table: (table._seconds, table.packed, table.context, table.growth)
+        return isinstance(other, CostTable) and same(self) == same(other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -120,24 +144,54 @@ class CostTable:
         return f"CostTable({pairs}: tiers {[t.name for t in self.tiers]}, buckets {list(self.buckets)})"
 
     def to_json(self) -> str:
-        """A JSON array with one object a key: `{"tier": [depth, topk, num_nodes], "bucket": ..., "seconds": ...}`.
+        """JSON with one object a round: `{"tier": [depth, topk, num_nodes], "bucket": ..., "seconds": ...}`.
 
-        Packed rounds have "tokens" besides.
+        Packed ones have "tokens" besides.
         """
         rows = [
             {"tier": t.row, "bucket": bucket, "seconds": value} | ({} if tokens is None else {"tokens": tokens})
             for (t, bucket, tokens), value in self.rounds.items()
         ]
-        return json.dumps(rows)
+        return json.dumps({"context": self.context, "growth": self.growth, "rounds": rows})
 
     @classmethod
     def from_json(cls, text: str) -> CostTable:
         """The inverse of `to_json`; ValueError for anything else."""
         try:
-            rows = json.loads(text)
-            return cls({(Tier(*row["tier"]), row["bucket"], row.get("tokens")): row["seconds"] for row in rows})
+            data = json.loads(text)
+            seconds = {(Tier(*row["tier"]), row["bucket"], row.get("tokens")): row["seconds"] for row in data["rounds"]}
+            return cls(seconds, context=data["context"], growth=data["growth"])
         except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"a cost table is a JSON array of tier, bucket and seconds, got {text[:80]!r}") from error
+            raise ValueError(f"a cost table has context, growth and rounds, got {text[:80]!r}") from error
+
+
+def slope_of(seconds: Mapping[tuple[int, Costed], float]) -> float:
+    """Seconds that a context token of the batch adds to a round: the weighted median over rounds, at least 0.
+
+    Args:
+      seconds: of rounds by context tokens of each row. Those measured at one context only tell nothing.
+    """
+    ends: dict[Costed, list[tuple[int, float]]] = {}
+    for (context, key), value in sorted(seconds.items(), key=lambda item: item[0][0]):
+        ends.setdefault(key, []).append((context, value))
+    slopes = []
+    for (_, bucket, _), known in ends.items():
+        (low, first), (high, last) = known[0], known[-1]
+        if high > low:
+            more = bucket * (high - low)
+            slopes.append(((last - first) / more, more / (first + last)))  # errors are shares of the seconds
+    half, sure = sum(weight for _, weight in slopes) / 2, 0.0
+    for slope, weight in sorted(slopes):
+        sure += weight
+        if sure >= half:
+            return max(0.0, slope)
+    return 0.0
+
+
+def growth_of(slope: float, seconds: Mapping[Costed, float]) -> float:
+    """`CostTable`'s growth; 0 without a plain round."""
+    plain = {bucket: value for (tier, bucket, _), value in seconds.items() if tier == PLAIN}
+    return slope / plain[min(plain)] if plain else 0.0
 
 
 def payable(

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jaxspec.adaptive.cost import Costed, CostTable
+from jaxspec.adaptive.cost import Costed, CostTable, growth_of, slope_of
 from jaxspec.adaptive.linear import LinearCost, fit
 from jaxspec.tier import Tier
 
@@ -45,9 +45,10 @@ class CostProfile:
         return tuple(sorted({context for context, _ in self.seconds}))
 
     def table(self, context: int) -> CostTable:
-        """The costs at the measured context nearest to one (by ratio)."""
+        """The costs at the measured context nearest to one (by ratio), and how they grow over all contexts."""
         near = min(self.contexts, key=lambda c: abs(math.log((c + 1) / (context + 1))))
-        return CostTable({key: s for (c, key), s in self.seconds.items() if c == near})
+        seconds = {key: s for (c, key), s in self.seconds.items() if c == near}
+        return CostTable(seconds, context=near, growth=growth_of(slope_of(self.seconds), seconds))
 
     def check(
         self, identity: Mapping[str, str], reachable: Mapping[Tier, Sequence[int]], where: str,

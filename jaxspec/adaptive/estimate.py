@@ -38,6 +38,8 @@ _DOUBTFUL, _DOUBTED = 3.0, 0.2
 #: Standard deviation that a plain round right after one that drafted has besides, where it is slower than believed: on
 #: two cores it takes up to 1.4 times what the next ones take (caches, and the host is still busy with more tokens).
 _AFTER_DRAFTS = 0.35
+#: Of an entry, what is left of it at least at a shorter context than the table's.
+_LEAST_SHORT = 0.2
 #: Of the seconds of a round and another pass, what is the round's at least.
 _LEAST_LEFT = 0.25
 #: How much of what a nearby bucket learnt holds for one that was never timed.
@@ -66,6 +68,8 @@ class CostEstimate:
         self._noise, self._heard = _NOISE**2, _NOISE_ROUNDS
         self._blocks = {bucket: _Block(arms) for bucket in buckets}
         self._timed: list[int] = []  # buckets with timed rounds
+        self._context, self._growth = table.context, table.growth
+        self._unit: tuple[int, float] | None = None  # the smallest bucket with plain decoding, and its seconds
         for (tier, bucket, tokens), seconds in table.rounds.items():
             self.learn(tier, bucket, seconds, tokens)
 
@@ -78,19 +82,34 @@ class CostEstimate:
         i = self.arm(tier, bucket, tokens)
         return i is not None and self._blocks[bucket].table[i] is not None
 
-    def logs(self, bucket: int) -> list[float]:
-        """Logarithms of the seconds of a round of each arm; without meaning where there is no cost to start from."""
+    def logs(self, bucket: int, context: float | None = None) -> list[float]:
+        """Logarithms of the seconds of a round of each arm; without meaning where there is no cost to start from.
+
+        Args:
+          context: committed tokens of the batch; None: the table's.
+        """
         block = self._blocks[bucket]
         if not block.rounds and not block.borrowed and self._timed:
             block.borrow(self._blocks[min(self._timed, key=lambda b: (abs(math.log2(b / bucket)), b))])
-        return block.mean
+        more = self._more(bucket, context)
+        if not more:
+            return block.mean
+        return [mean + _longer(more, start) for mean, start in zip(block.mean, block.start, strict=True)]
 
-    def seconds(self, tier: Tier, bucket: int, tokens: int | None = None) -> float:
+    def _more(self, bucket: int, context: float | None) -> float:
+        """Seconds by which the table's rounds of a batch with so many context tokens are longer."""
+        if context is None or self._unit is None or not self._growth:
+            return 0.0
+        return self._growth * self._unit[1] * (context - bucket * self._context)
+
+    def seconds(
+        self, tier: Tier, bucket: int, tokens: int | None = None, context: float | None = None
+    ) -> float:
         """Seconds of one round; ValueError where there is no cost to start from."""
         i = self.arm(tier, bucket, tokens)
         if i is None or not self.knows(tier, bucket, tokens):
             raise ValueError(f"no cost of {tier} in bucket {bucket} is known")
-        return math.exp(self.logs(bucket)[i])
+        return math.exp(self.logs(bucket, context)[i])
 
     def news(self, arm: int, than: int, bucket: int, rounds: int = 1) -> float:
         """How far (standard deviation) so many rounds of an arm may move its log seconds relative to another's.
@@ -104,6 +123,8 @@ class CostEstimate:
 
     def learn(self, tier: Tier, bucket: int, seconds: float, tokens: int | None = None) -> None:
         """Takes a new measurement for the table. As far as rounds have not told better, it moves the estimates."""
+        if tier == PLAIN and (self._unit is None or bucket <= self._unit[0]):
+            self._unit = bucket, seconds
         i = self.arm(tier, bucket, tokens)
         if i is not None:
             self._blocks[bucket].learn(i, math.log(seconds))
@@ -128,11 +149,13 @@ class CostEstimate:
             block.begin()
 
     def observe(
-        self, tier: Tier, bucket: int, seconds: float, tokens: int | None = None, *, after_drafts: bool = False
-    ) -> bool:
+        self, tier: Tier, bucket: int, seconds: float, tokens: int | None = None, *, context: float | None = None,
+        after_drafts: bool = False,
+    ) -> bool:  # fmt: skip
         """Takes the positive seconds of one round; a round that has no cost is ignored.
 
         Args:
+          context: see `logs`.
           after_drafts: a plain round, and the one right before it drafted.
 
         Returns:
@@ -145,10 +168,11 @@ class CostEstimate:
         block = self._blocks[bucket]
         if not block.rounds:
             self._timed.append(bucket)
-        surprise = math.log(seconds) - block.mean[i]
+        told = math.log(seconds) - _longer(self._more(bucket, context), block.start[i])
+        surprise = told - block.mean[i]
         if block.before[i] is not None and not block.seen[i] and abs(surprise) > _FOREIGN:
             block.forget()
-            surprise = math.log(seconds) - block.mean[i]
+            surprise = told - block.mean[i]
         if after_drafts and surprise > 0:
             block.observe(i, surprise, self._noise + _AFTER_DRAFTS**2, False)
             return False
@@ -162,11 +186,13 @@ class CostEstimate:
         return doubtful
 
     def observe_with(
-        self, tier: Tier, bucket: int, seconds: float, other: float, error: float, tokens: int | None = None
-    ) -> tuple[float, float]:
+        self, tier: Tier, bucket: int, seconds: float, other: float, error: float, tokens: int | None = None,
+        context: float | None = None,
+    ) -> tuple[float, float]:  # fmt: skip
         """Takes the seconds of one round together with those of another pass.
 
         Args:
+          context: see `logs`.
           other, error: what that pass is believed to take, in seconds, and the standard deviation of its error.
 
         Returns:
@@ -179,13 +205,14 @@ class CostEstimate:
         block = self._blocks[bucket]
         if not block.rounds:
             return other, error  # of which nothing is known yet
-        own = math.exp(block.mean[i])
+        longer = _longer(self._more(bucket, context), block.start[i])
+        own = math.exp(block.mean[i] + longer)
         unsure = own * own * block.cov[i][i] + seconds * seconds * self._noise
         share = error * error / (error * error + unsure)
         left = max(_LEAST_LEFT * seconds, seconds - other)
         noise = self._noise + (error / left) ** 2
         if noise < _MOST_NOISE**2:
-            block.observe(i, math.log(left) - block.mean[i], noise, False)
+            block.observe(i, math.log(left) - longer - block.mean[i], noise, False)
         return other + share * (seconds - own - other), error * math.sqrt(1 - share)
 
 
@@ -376,6 +403,11 @@ class _Block:
         family = sum(drafting) / len(drafting) - shifts[0] if drafting else 0.0
         self.mean = [m + _BORROWED * (shifts[0] + family * d) for m, d in zip(self.mean, self._shared, strict=True)]
         self.borrowed = True
+
+
+def _longer(more: float, start: float) -> float:
+    """By how much log seconds grow from `start` with so many seconds more, or less."""
+    return math.log(max(_LEAST_SHORT, 1 + more * math.exp(-start))) if more else 0.0
 
 
 def _increasing(values: Sequence[float]) -> list[float]:

@@ -125,7 +125,7 @@ class GoodputPolicy:
             state.since_whole += not self._arms[state.current].is_whole
             state.credit += self._params.probe_share * steady.seconds
             return steady.choice
-        costs = self._cost.logs(bucket)
+        costs = self._cost.logs(bucket, view.context_tokens)
         scores, tokens = self._worth.scores(bucket, costs, state.current)
         current = self._settled_on(state, bucket, scores, costs)
         if state.looks and state.probe is not None:
@@ -168,7 +168,7 @@ class GoodputPolicy:
         arm = self._cost.arm(stats.tier, stats.bucket, stats.tokens)
         after, self._drafted = self._drafted and not stats.tier.depth, stats.tier.depth > 0
         doubtful = stats.seconds > 0 and self._cost.observe(
-            stats.tier, stats.bucket, stats.seconds, stats.tokens, after_drafts=after
+            stats.tier, stats.bucket, stats.seconds, stats.tokens, context=stats.context_tokens, after_drafts=after
         )
         self._learn_entry(stats)
         self._learn_acceptance(stats, state.steady.studied())
@@ -187,9 +187,12 @@ class GoodputPolicy:
         """What drafting again took, where a round was the first to draft; see `Entry`."""
         tier, bucket = stats.tier, stats.bucket
         if tier.depth and not tier.lookup and self._cost.knows(PLAIN, bucket):
-            now, (rounds, error) = self._cost.seconds(PLAIN, bucket), self._entry.plain_rounds(bucket)
+            context, (rounds, error) = stats.context_tokens, self._entry.plain_rounds(bucket)
+            now = self._cost.seconds(PLAIN, bucket, context=context)
             if stats.entered > 0:
-                told = self._cost.observe_with(tier, bucket, stats.entered, rounds * now, error * now, stats.tokens)
+                told = self._cost.observe_with(
+                    tier, bucket, stats.entered, rounds * now, error * now, stats.tokens, context
+                )
                 self._entry.learn(bucket, told[0] / now, told[1] / now)
             elif stats.seconds > 0 and self._entry.due:
                 self._entry.learn(bucket, _FREE * rounds, _FREE * error)

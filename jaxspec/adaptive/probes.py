@@ -213,7 +213,7 @@ class Probes:
         current, bucket = state.current, stats.bucket
         if current is None or current == arm:
             return
-        costs, running = self._cost.logs(bucket), self._arms[current]
+        costs, running = self._cost.logs(bucket, stats.context_tokens), self._arms[current]
         known, deeper = running.tier.depth, running.tier.depth < stats.tier.depth
         now, tokens = math.exp(costs[current]), self._worth.tokens(current, bucket)
         alike = not (stats.tier.lookup or running.tier.lookup)

@@ -10,7 +10,7 @@ import itertools
 import statistics
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -25,6 +25,9 @@ from jaxspec.tier import Tier
 #: How often rounds are timed when they have come, and again when all have and nothing is compiled beside; how many each
 #: time, between two more.
 _FIRST_TRIALS, _FINAL_TRIALS, _IN_A_ROW = 1, 3, 2
+#: Context tokens of each row at which rounds are timed at the start, as far as texts may be so long: at the one and at
+#: the other, and what is between lies on a line.
+CONTEXTS = (64, 1024)
 
 
 class Runs(Protocol):
@@ -158,23 +161,25 @@ def _place(runner: Runs, context: int) -> None:
     )  # fmt: skip
 
 
-def measure(runner: Runs, repeats: int = 5, context: int = 256) -> CostTable:
-    """Times every round (greedy where compiled), packed ones too, a few times at a moderate context; resets the state.
+def measure(runner: Runs, repeats: int = 6, contexts: Sequence[int] = CONTEXTS) -> CostTable:
+    """Times every round (greedy where compiled), packed ones too, a few times in all; resets the state.
 
     Args:
-      context: committed tokens of each row while timing.
+      contexts: committed tokens of each row while timing, one after the other.
     """
     geo = runner.geo
-    context = max(0, min(context, geo.tokens_per_seq - (_IN_A_ROW + 3) * (geo.max_depth + 1)))
-    samples: dict[Costed, list[float]] = {}
+    longest = max(0, geo.tokens_per_seq - (_IN_A_ROW + 3) * (geo.max_depth + 1))
+    contexts = sorted({min(context, longest) for context in contexts})
+    samples: dict[tuple[int, Costed], list[float]] = {}
     keys: list[Costed] = [(tier, bucket, None) for tier, buckets in runner.reachable.items() for bucket in buckets]
     keys += [(*pair, tokens) for pair, budgets in runner.budgets.items() for tokens in budgets]
-    for repeat in range(repeats + 1):
+    # The first repeat is for caches to fill.
+    for repeat, context in zip(range(repeats + 1), itertools.cycle(contexts), strict=False):
         for key in keys:
             _place(runner, context)
             batch = runner.put(Batch.of(geo, key[1], range(key[1]), geo.max_depth).array)
             seconds = _timed(runner, key, batch)
             if repeat:
-                samples.setdefault(key, []).extend(seconds)
+                samples.setdefault((context, key), []).extend(seconds)
     runner.reset()
     return CostTable.from_samples(samples)

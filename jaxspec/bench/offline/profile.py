@@ -71,7 +71,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> CostProfile:
         raise ValueError(f"contexts may be {longest} tokens with max_seq_len {geo.max_seq_len}, got {contexts[-1]}")
     seconds = {}
     for context in contexts:
-        table = measure(engine.runner, args.repeats, context)
+        table = measure(engine.runner, args.repeats, (context,))
         seconds.update({(context, key): s for key, s in table.rounds.items()})
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     profile = CostProfile(engine.facts.identity, versions, seconds)

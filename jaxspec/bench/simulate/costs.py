@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.costprofile import CostProfile
@@ -66,22 +66,24 @@ class Costs(Protocol):
 
 
 def table(
-    costs: Costs, pairs: Iterable[tuple[Tier, int]], packed: Mapping[tuple[Tier, int], Iterable[int]], context: int,
-    error: float = 1.0,
+    costs: Costs, pairs: Iterable[tuple[Tier, int]], packed: Mapping[tuple[Tier, int], Iterable[int]],
+    contexts: Sequence[int], error: float = 1.0,
 ) -> CostTable:  # fmt: skip
     """What a policy is told at the start.
 
     Args:
       pairs: tiers and buckets. packed: tokens of the packed rounds of a tier in a bucket.
-      context: tokens of each row at which it was measured.
+      contexts: tokens of each row at which it was measured.
       error: factor by which the costs of rounds that draft are wrong.
     """
     keys: list[Any] = [*pairs, *((*pair, tokens) for pair, many in packed.items() for tokens in many)]
-    seconds = {}
+    samples: dict[Any, list[float]] = {}
     for tier, bucket, *tokens in keys:
-        found = costs.round(tier.depth, bucket, tokens[0] if tokens else bucket * tier.num_nodes, bucket * context)
-        seconds[tier, bucket, *tokens] = found * (error if tier.depth else 1.0)
-    return CostTable(cast("Any", seconds))
+        shape = tokens[0] if tokens else bucket * tier.num_nodes
+        for at in contexts:
+            found = costs.round(tier.depth, bucket, shape, bucket * at)
+            samples[at, (tier, bucket, tokens[0] if tokens else None)] = [found * (error if tier.depth else 1.0)]
+    return CostTable.from_samples(samples)
 
 
 @dataclasses.dataclass(frozen=True)

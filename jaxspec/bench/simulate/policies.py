@@ -49,7 +49,7 @@ class Setting:
 
     Attributes:
       costs: of the machine. depths: of its tiers, 0 among them. buckets: padded batch sizes.
-      context: tokens of a row at which the costs that policies are told were measured.
+      contexts: tokens of a row at which the costs that policies are told were measured, as an engine does at its start.
       error: factor by which they are told wrong costs of drafting.
       budgets: drafted tokens a row that packed rounds may verify, where a policy names none.
     """
@@ -57,7 +57,7 @@ class Setting:
     costs: Costs
     depths: tuple[int, ...]
     buckets: tuple[int, ...]
-    context: int = 256
+    contexts: tuple[int, ...] = (64, 1024)
     error: float = 1.0
     budgets: tuple[float, ...] = ()
 
@@ -99,7 +99,7 @@ def entry(text: str, setting: Setting) -> Entry:
     cost = None
     if kind.needs_costs:
         pairs = [(tier, bucket) for tier, many in reached.items() for bucket in many]
-        cost = table(setting.costs, pairs, packed, setting.context, setting.error)
+        cost = table(setting.costs, pairs, packed, setting.contexts, setting.error)
     return Entry(text, False, lambda: kind.build(settings, room, cost))
 
 
