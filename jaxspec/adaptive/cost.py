@@ -75,7 +75,9 @@ class CostTable:
         """
         for (context, (tier, bucket, _)), values in samples.items():
             if not values:
-                raise ValueError(f"the cost of {tier} in bucket {bucket} at {context} needs at least 1 sample, got 0")
+                raise ValueError(
+                    f"the cost of {tier} in bucket {bucket}, context {context}, needs at least 1 sample, got 0"
+                )
         contexts = [context for context, _ in samples]
         slope = slope_of({key: statistics.median(values) for key, values in samples.items()})
         middle = (min(contexts) + max(contexts)) / 2 if contexts else 0.0

@@ -37,7 +37,7 @@ _SLOWER, _FASTER = 2.0, 4.0
 _DOUBTFUL, _DOUBTED = 3.0, 0.2
 #: Standard deviation that a plain round right after one that drafted has besides, where it is slower than believed: on
 #: two cores it takes up to 1.4 times what the next ones take (caches, and the host is still busy with more tokens).
-_AFTER_DRAFTS = 0.35
+AFTER_DRAFTS = 0.35
 #: Of an entry, what is left of it at least at a shorter context than the table's.
 _LEAST_SHORT = 0.2
 #: Of the seconds of a round and another pass, what is the round's at least.
@@ -102,9 +102,7 @@ class CostEstimate:
             return 0.0
         return self._growth * self._unit[1] * (context - bucket * self._context)
 
-    def seconds(
-        self, tier: Tier, bucket: int, tokens: int | None = None, context: float | None = None
-    ) -> float:
+    def seconds(self, tier: Tier, bucket: int, tokens: int | None = None, context: float | None = None) -> float:
         """Seconds of one round; ValueError where there is no cost to start from."""
         i = self.arm(tier, bucket, tokens)
         if i is None or not self.knows(tier, bucket, tokens):
@@ -174,7 +172,7 @@ class CostEstimate:
             block.forget()
             surprise = told - block.mean[i]
         if after_drafts and surprise > 0:
-            block.observe(i, surprise, self._noise + _AFTER_DRAFTS**2, False)
+            block.observe(i, surprise, self._noise + AFTER_DRAFTS**2, False)
             return False
         if block.cov[i][i] < self._noise + 2 * _COMMON_DRIFT:
             self._heard += 1

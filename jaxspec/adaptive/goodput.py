@@ -26,8 +26,9 @@ from jaxspec.tier import PLAIN, Choice, Tier
 
 #: Rounds to wait for a probe's result before it is given up (an aborted round reports nothing).
 _PROBE_PATIENCE = 8
-#: Rounds after which drafts that were given up are looked at for the first time: it may have been bad luck.
-_REGRET = 8.0
+#: Rounds of one request after which drafts that were given up are looked at for the first time: it may have been bad
+#: luck. Several requests, up to so many, have shown more, and where texts were not seen to change they may rest longer.
+_REGRET, _REGRETS, _TURNING = 8.0, 16, 0.5
 #: Most rounds between probes, and between looks at costs, that a policy begins with which recalls what was learnt.
 _PAUSE = 100.0
 #: Gap in log goodput within which the first arm is the cheapest one that drafts.
@@ -127,7 +128,7 @@ class GoodputPolicy:
             return steady.choice
         costs = self._cost.logs(bucket, view.context_tokens)
         scores, tokens = self._worth.scores(bucket, costs, state.current)
-        current = self._settled_on(state, bucket, scores, costs)
+        current = self._settled_on(state, view, scores, costs)
         if state.looks and state.probe is not None:
             state.looks, state.awaited = state.looks - 1, state.awaited + 1
             return self._run(state, state.probe, bucket)
@@ -278,8 +279,9 @@ class GoodputPolicy:
         """Seconds that a round is expected to take now: the cost table, as measured rounds corrected it."""
         return self._cost.seconds(tier, bucket, tokens)
 
-    def _settled_on(self, state: Bucket, bucket: int, scores: Sequence[float], costs: Sequence[float]) -> int:
+    def _settled_on(self, state: Bucket, view: BatchView, scores: Sequence[float], costs: Sequence[float]) -> int:
         """The arm to run when nothing is probed."""
+        bucket = view.bucket
         best = max(state.candidates, key=scores.__getitem__)
         if state.current is None:
             # Of what may be as good where nothing is known, that which loses least.
@@ -298,7 +300,8 @@ class GoodputPolicy:
                     state.turns += state.rounds - state.began > _HELD
                     state.began = state.rounds
                 state.current, state.lost, state.unrest, state.wins = best, 0.0, state.unrest + 1, 0
-                state.interval = min(state.interval, HASTE if best else _REGRET)
+                regret = _REGRET * (min(view.batch_size, _REGRETS) if state.turns < _TURNING else 1)
+                state.interval = min(state.interval, HASTE) if best else regret
         state.unrest *= _REST
         state.turns *= _SETTLES
         return state.current

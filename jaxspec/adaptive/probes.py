@@ -14,7 +14,7 @@ from jaxspec.adaptive.acceptance import STALE_ROWS, AcceptanceModel, survival
 from jaxspec.adaptive.arms import Arm
 from jaxspec.adaptive.bucket import Bucket, GoodputParams
 from jaxspec.adaptive.entry import Entry
-from jaxspec.adaptive.estimate import CostEstimate
+from jaxspec.adaptive.estimate import AFTER_DRAFTS, CostEstimate
 from jaxspec.adaptive.policy import BatchView, RoundStats
 from jaxspec.adaptive.worth import Worth
 from jaxspec.adaptive.yields import Yields
@@ -113,6 +113,7 @@ class Probes:
                 spare = self._entry.spare(running.tier.depth)
                 rounds = min(rounds + 1, max(_AFRESH, spare))
                 entry = 0.0 if spare >= rounds else self._entry.plain_rounds(bucket)[0]
+                entry += AFTER_DRAFTS * math.exp(longer)
                 told = rounds - 1
             gain = horizon * expected_gain(ahead - TIE, self._cost.news(i, current, bucket, told))
             takes = rounds * charge + entry

@@ -55,9 +55,25 @@ def test_malformed_key(key):
 
 
 def test_medians_of_samples():
-    assert CostTable.from_samples({(PLAIN, 1): [9.0, 1.0, 2.0]}).seconds(PLAIN, 1) == 2.0
-    with pytest.raises(ValueError, match="off in bucket 1 needs at least 1 sample, got 0"):
-        CostTable.from_samples({(PLAIN, 1): []})
+    one = CostTable.from_samples({(8, (PLAIN, 1, None)): [9.0, 1.0, 2.0]})
+    assert one.seconds(PLAIN, 1) == 2.0 and (one.context, one.growth) == (8, 0)
+    with pytest.raises(ValueError, match="off in bucket 1, context 8, needs at least 1 sample, got 0"):
+        CostTable.from_samples({(8, (PLAIN, 1, None)): []})
+
+
+def test_samples_at_two_contexts_give_a_line():
+    line = lambda depth, bucket, context: 1e-3 * (4 + depth + 0.01 * bucket * context)
+    keys = [(Tier(d), b, None) for d in (0, 2) for b in (1, 8)]
+    samples = {(c, key): [line(key[0].depth, key[1], c)] * 3 for c in (100, 300) for key in keys}
+    samples[300, keys[2]] = [1.0] * 3  # disturbed; it hardly tells of context, which is little in a batch of 1
+    cost = CostTable.from_samples(samples)
+    assert cost.context == 200 and cost.seconds(Tier(2), 8) == pytest.approx(line(2, 8, 200))
+    assert cost.growth * cost.seconds(PLAIN, 1) == pytest.approx(1e-5)
+    falling = {(c, key): [2.0 - c / 1000] for c in (100, 300) for key in keys}
+    assert CostTable.from_samples(falling).growth == 0  # noise: texts do not get cheaper by their length
+    for wrong in ({"context": -1.0}, {"growth": math.inf}, {"growth": True}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be a finite number of at least 0"):
+            CostTable({}, **wrong)
 
 
 @given(st.dictionaries(

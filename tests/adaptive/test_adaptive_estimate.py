@@ -46,6 +46,36 @@ def test_what_slows_everything_cancels_between_tiers():
         assert cost.seconds(tier, 8) == pytest.approx(1.3 * seconds, rel=0.1)
 
 
+def test_longer_contexts_cost_every_round_as_many_seconds():
+    table = CostTable({(t, 16): s for t, s in zip(TIERS, RIGHT, strict=True)}, context=200, growth=1e-4)
+    cost, short = CostEstimate(whole(TIERS), (16,), table), 16 * 100
+    plain, chain = (cost.seconds(t, 16, context=short) for t in (PLAIN, Tier(3)))
+    assert (plain, chain) == (pytest.approx(1.0 - 0.16), pytest.approx(1.8 - 0.16))
+    assert cost.seconds(Tier(3), 16) == cost.seconds(Tier(3), 16, context=16 * 200) == pytest.approx(1.8)
+    for _ in range(20):  # a slow machine, at short contexts: nothing but that is learnt
+        cost.observe(PLAIN, 16, 1.5 * plain, context=short)
+        cost.observe(Tier(3), 16, 1.5 * chain, context=short)
+    for tier, seconds in zip(TIERS, RIGHT, strict=True):
+        assert cost.seconds(tier, 16) == pytest.approx(1.5 * seconds, rel=0.02)
+    assert cost.seconds(PLAIN, 16, context=0) > 0.1  # a line does not end below nothing
+    cost.learn(PLAIN, 16, 1.0)
+    assert cost.observe_with(Tier(3), 16, 1.5 * chain + 0.7, 0.7, 0.1, context=short)[0] == pytest.approx(0.7, rel=0.1)
+
+
+def test_a_plain_round_after_drafts_is_taken_for_a_slow_one():
+    fair, fooled = estimate(RIGHT), estimate(RIGHT)
+    for _ in range(5):
+        for cost, told in ((fair, True), (fooled, False)):
+            for _ in range(3):
+                cost.observe(Tier(2), 1, 1.6)
+            cost.observe(PLAIN, 1, 1.4, after_drafts=told)
+            cost.observe(PLAIN, 1, 1.0)
+    assert fair.seconds(PLAIN, 1) == pytest.approx(1.0, rel=0.04)
+    assert fooled.seconds(PLAIN, 1) > 1.1
+    fair.observe(PLAIN, 1, 0.8, after_drafts=True)
+    assert fair.seconds(PLAIN, 1) < 0.97  # what is quicker is believed
+
+
 def test_a_slow_round_of_a_settled_tier_does_little_and_a_lasting_change_is_followed():
     cost = estimate(RIGHT)
     for _ in range(50):

