@@ -125,7 +125,7 @@ def test_budget_and_calibration_may_change_every_round(bench: Any, tools: Any, e
 def test_packed_rounds_are_measured_and_kept_in_profiles(engines: Callable[[str], Any], tmp_path: Path):
     engine, key = engines("ngram"), (Tier(5), 4, 9)
     engine.flush_prefix_cache()  # measuring resets the state
-    table = measure(engine.runner, repeats=1, context=16)
+    table = measure(engine.runner, repeats=1, contexts=(16,))
     assert set(table.rounds) == {(Tier(5), 4, None), key} and table.seconds(*key) == table.packed[key] > 0
     assert CostTable.from_json(table.to_json()) == table
     path = tmp_path / "profile.json"
