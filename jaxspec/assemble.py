@@ -209,6 +209,9 @@ def assemble(
     if hosts is not None:
         told = [text for name, text in identity.items() if name != "device"]
         hosts.agree((source_digest(), jax.__version__, *told, geo, runs, speculation))
+    leads, written = hosts is None or hosts.leads, None
+    if config.feature_ring is not None and built is not None and leads:  # before anything takes its time
+        written = _ring_directory(config, target, built)
     way = way_of(model, target.embedding[...].dtype, shards)
     weights = laid_out(target, shards, way.by, output=config.batch_invariant)
     runner = Runner(weights, built, params, geo, runs, warmup, mesh, way.options)
@@ -224,13 +227,9 @@ def assemble(
     )  # fmt: skip
     if hosts is not None:
         runner.join(hosts)
-    leads, collector = hosts is None or hosts.leads, None
-    if config.feature_ring is not None and built is not None:
-        if leads:
-            written = _ring_directory(config, target, built)
-            collector = Collector(runner, written.file, config.feature_ring_share)
-        else:
-            follow_exchanges(runner)
+    collector = None if written is None else Collector(runner, written.file, config.feature_ring_share)
+    if config.feature_ring is not None and built is not None and not leads:
+        follow_exchanges(runner)
     encode = None if tokenizer is None else tokenizer.encode
     for text in texts(speculation.suffix_corpus_files, encode, model.vocab_size) if leads else ():
         runner.remember(text)

@@ -143,7 +143,7 @@ def iter_events(engine: Any) -> Iterator[Any]:
         yield from engine.step()
 
 
-def test_what_runs_past_a_stop_string_is_cut(tiny_directory: Path, tiny_llm: LLM):
+def test_what_runs_past_a_stop_string_is_cut(tiny_directory: Path, tiny_llm: LLM, kept_executables: Path):
     """The device does not know them: text, tokens and counts end where those of single rounds do."""
     prompts = ["abc", "fgh", "kl", "dead"]
     long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -154,8 +154,8 @@ def test_what_runs_past_a_stop_string_is_cut(tiny_directory: Path, tiny_llm: LLM
     ]
     with LLM(
         str(tiny_directory), "ngram", {"depth": 3}, max_batch_size=2, max_seq_len=64, seed=5, progress=False,
-        page_size=8, variants=("sampled",), batch_buckets=(2,), compile_cache=False, warmup="eager",
-        rounds_per_dispatch=ROUNDS,
+        page_size=8, variants=("sampled",), batch_buckets=(2,), compile_cache=kept_executables,
+        warmup="eager", rounds_per_dispatch=ROUNDS,
     ) as llm:  # fmt: skip
         for one, other in zip(tiny_llm.generate(prompts, params), llm.generate(prompts, params), strict=True):
             assert (one.text, one.token_ids) == (other.text, other.token_ids)
