@@ -9,7 +9,7 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import pytest
@@ -29,6 +29,8 @@ COLLECT = (20_000, 20, 10)
 MANY = 15_000
 #: Bytes of JAX's own cache that are kept from one run to the next.
 CACHED = 1 << 30
+#: Whether a run before this one has left programs: the same for all workers, as one of them leaves some at once.
+GOES_ON = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,15 +65,24 @@ def keep_programs(config: pytest.Config) -> None:
     # JAX's key knows neither this host's instructions nor the flags that are set for a moment. By the last name engines
     # take the directory for theirs, and keep their own executables in `kept_executables`.
     directory = cache.mkdir("jax") / host(config.getoption("--optimized")) / "jaxspec-xla"
+    config.stash[GOES_ON] = getattr(config, "workerinput", {}).get("goes_on", directory.exists())
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # else its key holds the directory's path
-    # Engines' programs twice: `kept_executables` knows them by the sources, which changes in review alter, JAX by what
-    # those make of them.
-    warmup.kept_once = contextlib.nullcontext
+    # Engines' programs twice, from the second run on: `kept_executables` knows them by the sources, which changes in
+    # review alter, JAX by what those make of them. In the first, which may be the only one, once is enough.
+    if config.stash[GOES_ON]:
+        warmup.kept_once = contextlib.nullcontext
     if directory.exists() and "PYTEST_XDIST_WORKER" not in os.environ:
         forget(directory)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tells a worker what the run knows (a hook of pytest-xdist)."""
+    if GOES_ON in node.config.stash:
+        node.workerinput["goes_on"] = node.config.stash[GOES_ON]
 
 
 def host(optimized: bool) -> str:
