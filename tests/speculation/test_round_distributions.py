@@ -32,12 +32,17 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (dict(temperature=1.2, top_p=0.9), dict(repetition=1.8)),
     (dict(temperature=1.0, top_k=4), dict(bias=np.asarray([0, 0, 3, 0, -3, 0, 0.5]), ban=(2, 2))),
 ]
+GREEDY = [filters["temperature"] == 0 for filters, _ in SETTINGS]
+#: Rows of each block where distributions are looked at; a greedy one's rows all say the same.
+COUNTS = [EACH // 20 if greedy else EACH for greedy in GREEDY]
+#: Where each block lies.
+BLOCKS = [slice(end - count, end) for count, end in zip(COUNTS, np.cumsum(COUNTS), strict=True)]
 
 
-def blocks(markov: Callable[[int], Any], each: int) -> tuple[Any, dict[str, Any]]:
+def blocks(markov: Callable[[int], Any], counts: list[int]) -> tuple[Any, dict[str, Any]]:
     """The rounds, and the sampling fields of all blocks."""
-    field = lambda group, name, default: np.repeat([s[group].get(name, default) for s in SETTINGS], each, axis=0)
-    zero, slots = np.zeros(V), each * len(SETTINGS)
+    field = lambda group, name, default: np.repeat([s[group].get(name, default) for s in SETTINGS], counts, axis=0)
+    zero, slots = np.zeros(V), sum(counts)
     ban = field(1, "ban", (0, V))
     stops = np.full((slots, 40), V)
     stops[:, 7] = ban[:, 1]
@@ -52,13 +57,13 @@ def blocks(markov: Callable[[int], Any], each: int) -> tuple[Any, dict[str, Any]
 @pytest.fixture(scope="module")
 def batch(markov: Callable[[int], Any]) -> tuple[Any, dict[str, Any]]:
     """As many rows as distributions need."""
-    return blocks(markov, EACH)
+    return blocks(markov, COUNTS)
 
 
 @pytest.fixture(scope="module")
 def few(markov: Callable[[int], Any], exhaustive: bool) -> tuple[Any, dict[str, Any]]:
     """Rows to be compared one by one."""
-    return blocks(markov, EACH if exhaustive else EACH // 20)
+    return blocks(markov, [EACH if exhaustive else EACH // 20] * len(SETTINGS))
 
 
 @pytest.fixture(scope="module")
@@ -94,15 +99,15 @@ def p_value(tokens: np.ndarray, exact: np.ndarray) -> float:
 def check_blocks(tokens: np.ndarray, target: np.ndarray, exact_joint: Callable[..., Any]) -> None:
     """The first two tokens of each block against the exact joint distribution."""
     for i, (filters, adjust) in enumerate(SETTINGS):
-        block = tokens[i * EACH : (i + 1) * EACH, :2]
+        block = tokens[BLOCKS[i], :2]
         exact = exact_joint(target, 2, PROMPT, filters, adjust)
         np.testing.assert_allclose(exact.sum(), 1)
         assert p_value(block, exact) > 1e-4, (filters, adjust)
         counts = np.zeros(exact.shape)
         np.add.at(counts, tuple(block.T), 1)
-        noise = np.sqrt(exact * (1 - exact) * 2 / np.pi / EACH).sum() / 2  # expected total variation of a fair sample
-        # A fair sample's total variation has a standard deviation of about a fifth of its mean.
-        assert 0.5 * np.abs(counts / EACH - exact).sum() < 2.2 * noise + 0.002, (filters, adjust)
+        # A fair sample's expected total variation; its standard deviation is about a fifth of that.
+        noise = np.sqrt(exact * (1 - exact) * 2 / np.pi / len(block)).sum() / 2
+        assert 0.5 * np.abs(counts / len(block) - exact).sum() < 2.2 * noise + 0.002, (filters, adjust)
 
 
 def test_plain_decoding_has_the_documented_distribution(
@@ -150,7 +155,7 @@ def test_rejection_of_a_sampled_chain_is_lossless(
     rounds, fields = batch
     tokens, state = rounds.generate(rounds.state(**fields), Tier(3), 2, kind=kind, rejection=True)
     check_blocks(tokens, rounds.target, exact_joint)
-    greedy = np.repeat([s[0]["temperature"] == 0 for s in SETTINGS], EACH)
+    greedy = np.repeat(GREEDY, COUNTS)
     np.testing.assert_array_equal(tokens[greedy], plain[greedy, :2])
     assert (tokens[~greedy] != plain[~greedy, :2]).any(), "this was coupled verification"
     # Acceptance at the first position is 1 - TV(target, draft): the optimum of any rule for sampled drafts.
@@ -174,7 +179,7 @@ def test_these_tests_can_fail(batch: tuple[Any, dict[str, Any]], plain: np.ndarr
     for i, (filters, adjust) in enumerate(SETTINGS):
         if not filters["temperature"]:
             continue
-        block = plain[i * EACH : (i + 1) * EACH, :2]
+        block = plain[BLOCKS[i], :2]
         wrong = [({k: v for k, v in filters.items() if k != name}, adjust) for name in filters if name != "temperature"]
         wrong += [({**filters, "temperature": 1.0}, adjust), (filters, {})]
         exact = exact_joint(rounds.target, 2, PROMPT, filters, adjust)
