@@ -89,8 +89,9 @@ class SpeculationConfig:
       typical_threshold, typical_alpha: of typical verification, which accepts a token of probability p where
         p > min(typical_threshold, typical_alpha * exp(-entropy)).
       ngram_min, ngram_max: shortest and longest suffix that the n-gram drafter matches.
-      hybrid: each row and round drafts by suffix matches where these promise more accepted tokens than the drafter. It
-        needs coupled verification. The adaptive policy then has a tier more, that runs no drafter at all.
+      hybrid: each row and round drafts by suffix matches where these promise more accepted tokens than the drafter;
+        trees hold the likeliest nodes of both. It needs coupled verification. The adaptive policy then has a tier more,
+        that runs no drafter at all.
       suffix_corpus_tokens: room for texts of others than the request itself, in which a suffix drafter and a hybrid
         look too; 20 to 36 bytes a token on every device. 0: none, and nothing of a request outlives it.
       suffix_corpus_responses: finished responses go there, until newer ones take their place. They are other users'

@@ -70,6 +70,15 @@ def test_engines_are_batch_invariant_where_asked(monkeypatch: pytest.MonkeyPatch
         parts.engine(32)
 
 
+def test_engines_are_hybrids_where_asked(monkeypatch: pytest.MonkeyPatch):
+    """With a drafter that looks up by itself they are refused, which says that they were asked for."""
+    monkeypatch.setattr(engines.hf, "load_model", lambda *args, **options: tiny_target())
+    with pytest.raises(ValueError, match="hybrid joins suffix matches with a drafter of another kind"):
+        engines.Parts(options("--drafter", "ngram", "--hybrid")).engine(32)
+    with pytest.raises(ValueError, match="simulate-accept-length 2.0 and hybrid exclude each other"):
+        engines.Parts(options("--drafter", "eagle3", "--simulate-accept-length", "2", "--hybrid"))
+
+
 def test_engines_know_the_name_of_their_drafter(monkeypatch: pytest.MonkeyPatch):
     """Reports name it by the engine's facts."""
     monkeypatch.setattr(engines.hf, "load_model", lambda *args, **options: tiny_target())

@@ -91,6 +91,7 @@ def _shared() -> argparse.ArgumentParser:
         f"with --quick {_QUICK['waves']})")  # fmt: skip
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 on accelerators")
+    add("--hybrid", action="store_true", help="suffix matches in a request's own text draft beside the drafter")
     add("--batch-invariant", action="store_true", help="as EngineConfig.batch_invariant: bfloat16 without differences")
     add("--quick", action="store_true", help="fewer cells, shorter texts, one repeat")
     add("--json", metavar="FILE", help="all raw numbers and the conditions (default: not written)")
@@ -203,6 +204,7 @@ def options_of(args: argparse.Namespace) -> Options:
         simulate=args.simulate_accept_length,
         prompts=args.prompts,
         batch_invariant=args.batch_invariant,
+        hybrid=args.hybrid,
     )
 
 

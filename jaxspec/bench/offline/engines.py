@@ -44,7 +44,7 @@ class Options:
     Attributes:
       drafter: as LLM takes it. tiers: what is drafted, plain decoding not among them; None: the engine's default.
       grow: a size that `grow.parse_size` reads. simulate: mean accepted length of the deepest tier.
-      prompts: a file of prompts, for the workload "file".
+      prompts: a file of prompts, for the workload "file". hybrid: as SpeculationConfig's.
     """
 
     plan: Sweep
@@ -58,6 +58,7 @@ class Options:
     rounds_per_dispatch: int | str = "auto"
     mixed_chunk: int | str = "auto"
     batch_invariant: bool = False
+    hybrid: bool = False
 
 
 class Parts:
@@ -79,6 +80,8 @@ class Parts:
         #: Draft tokens of the deepest tier.
         self.depth = max(candidate_steps() if options.tiers is None else (t.depth for t in options.tiers))
         if options.simulate is not None:
+            if options.hybrid:
+                raise ValueError(f"simulate-accept-length {options.simulate} and hybrid exclude each other")
             if self.kind == registry.NONE:
                 raise ValueError(f"simulate-accept-length {options.simulate} needs a drafter, got drafter 'none'")
             rate_for(options.simulate, self.depth)
@@ -112,7 +115,9 @@ class Parts:
         """
         options = self.options
         limit = self.target.config.max_position_embeddings
-        speculation = SpeculationConfig(policy="off") if plain else SpeculationConfig(policy, tiers=options.tiers)
+        speculation = SpeculationConfig(policy="off")
+        if not plain:
+            speculation = SpeculationConfig(policy, tiers=options.tiers, hybrid=options.hybrid)
         config = EngineConfig(
             max_batch_size=max(options.plan.batch_sizes),
             max_seq_len=min(limit, -(-longest // _ROUND_UP) * _ROUND_UP),
@@ -217,7 +222,7 @@ def _conditions(parts: Parts, session: Experiment, skipped: int) -> dict[str, An
         "model": options.model,
         "parameters": grow.parameters(parts.target),
         "dtype": parts.dtype.name,
-        "drafter": parts.kind + source,
+        "drafter": parts.kind + source + " and suffix matches" * options.hybrid,
         "grow": options.grow,
         "geometry": None if parts.size is None else dataclasses.asdict(parts.size),
         "experts": None if mixture is None else {**dataclasses.asdict(mixture), "layers": len(mixture.layers)},
