@@ -87,6 +87,7 @@ def measure(way: Way, mesh: Mesh, rows: int, width: int, dtype: jnp.dtype, repea
 
     # Each sum's parts differ, from one device to the other and from those of the sum before.
     weights_CS = (1 + 0.25 * np.random.default_rng(0).choice([-1, 1], (CHAIN, shards))) / shards
+    weights_CS = weights_CS.astype(dtype).astype(np.float64)  # as the devices have them: a third is not the third
 
     def chain(x: jax.Array) -> jax.Array:
         mine_C = jnp.asarray(weights_CS, dtype)[:, jax.lax.axis_index(TENSOR_AXIS)]

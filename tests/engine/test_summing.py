@@ -36,5 +36,8 @@ def test_ways_that_do_not_run_or_are_wrong_are_not_chosen(
     found = summing.measure(summing.Way("drifts"), mesh, 2, 64, dtype)
     assert found.equal and found.error <= 2 and not found.right(2)
     assert not summing.measure(summing.Way("alone"), mesh, 2, 64, dtype).equal
+    monkeypatch.setattr(summing, "CHAIN", 24)
+    thirds = summing.measure(summing.Way(), tensor_mesh(3), 2, 64, jnp.dtype(jnp.bfloat16), repeats=1)
+    assert thirds.drift < 2, "the exact result is that of the weights as bfloat16 has them"
     assert summing.choose(mesh, 64, dtype) == "nccl", "where there is nothing to choose from nothing is measured"
     assert len(caplog.records) == 5
