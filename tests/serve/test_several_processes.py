@@ -30,6 +30,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from jaxspec import LLM, SamplingParams
+from jaxspec.adaptive import versions
 from jaxspec.ringfiles import RingFile, ring_files
 from jaxspec.runtime.hosts import HostLostError, Place
 from serve import __main__ as command
@@ -210,13 +211,20 @@ async def exchanges_heads(client: AsyncClient, here: Path, there: Path) -> None:
     texts = asyncio.ensure_future(writes_as_expected(client))
     assert await client.update_drafter(heads, trial=False) == 2
     await texts
-    assert await accepted(client) > 6
+    assert (alone := await accepted(client)) > 6
     # On trial: those before come back, and have every other turn.
     assert await client.update_drafter(str(here.parent / "heads")) == 3
     counts = [await accepted(client) for _ in range(3)]
     assert min(counts) < max(counts), counts
     info = await client.server_info()
     assert (info.drafter_version, info.drafter_trial, info.drafter_updates) == (2, True, 2)
+    # The first process decides for all: those that draft worse are rolled back, and in the other one, too.
+    for _ in range(40):
+        if not (info := await client.server_info()).drafter_trial:
+            break
+        await accepted(client)
+    assert (info.drafter_version, info.drafter_trial, info.drafter_rollbacks) == (2, False, 1)
+    assert [await accepted(client) for _ in range(2)] == [alone] * 2
 
 
 async def gathers(server: Server, client: AsyncClient, ring: Path) -> None:
@@ -277,6 +285,7 @@ def test_two_processes(kit: Any, checkpoint: Path, quickly: None, tmp_path: Path
         place.mkdir()
     monkeypatch.chdir(here)
     heads = save_heads(tmp_path / "heads", "a")
+    monkeypatch.setattr(versions, "MOST", 60)
 
     async def story() -> None:
         ring = dict(feature_ring=str(here / "ring"), feature_ring_mib=1)
