@@ -27,6 +27,7 @@ from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.defaults import (
     geometry,
     in_background,
+    measures_drafters,
     mixed,
     prompts_of,
     scheduling,
@@ -48,6 +49,7 @@ from jaxspec.runtime.collecting import Collector, follow_exchanges
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.executables import source_digest
 from jaxspec.runtime.hosts import Hosts
+from jaxspec.runtime.placing import representative, whole_is_quicker
 from jaxspec.runtime.repertoire import RunnerConfig
 from jaxspec.runtime.runner import Runner
 from jaxspec.runtime.sharding import Sharing, check_devices, check_divides, host_memory, spans_processes, tensor_mesh
@@ -181,6 +183,12 @@ def assemble(
     hosts = None
     if spans_processes(shards):
         hosts = Hosts.meet()
+    way = way_of(model, target.embedding[...].dtype, shards)
+    if mesh is not None and measures_drafters(config) and jax.tree.leaves(params):
+        what = (*representative(choice.reachable, buckets), way.options)
+        whole = whole_is_quicker(can.bind, geo, mesh, *what, **({} if hosts is None else {"least": hosts.least}))
+        geo = dataclasses.replace(geo, whole_drafter=whole)
+        built, params = bind(geo)
     if config.num_pages is None:
         small, geo = geo, fitted(geo, config.memory_fraction, target, built, params, shards)
         if hosts is not None:  # their memories may differ
@@ -201,7 +209,9 @@ def assemble(
     )  # fmt: skip
     # What processes share they compile first: what is ready differs between them.
     background = in_background(config) and hosts is None
-    identity = _identity(target, can.name + " with suffix matches" * speculation.hybrid, params, shards)
+    on_each = mesh is not None and geo.whole_drafter
+    name = can.name + " with suffix matches" * speculation.hybrid + ", whole on each device" * on_each
+    identity = _identity(target, name, params, shards)
     if config.profile is not None:
         cost = profiled(config.profile, choice, identity, speculation.resolved_policy)
     times = cost is None and choice.needs_cost
@@ -212,7 +222,6 @@ def assemble(
     leads, written = hosts is None or hosts.leads, None
     if config.feature_ring is not None and built is not None and leads:  # before anything takes its time
         written = _ring_directory(config, target, built)
-    way = way_of(model, target.embedding[...].dtype, shards)
     weights = laid_out(target, shards, way.by, output=config.batch_invariant)
     runner = Runner(weights, built, params, geo, runs, warmup, mesh, way.options)
     if times:

@@ -41,7 +41,7 @@ def init_pages(
 
 
 def _per_device(
-    fn: Callable[..., jax.Array], kv_heads: int, heads_at: Sequence[int | None], result_at: int
+    fn: Callable[..., jax.Array], kv_heads: int, heads_at: Sequence[int | None], result_at: int, whole: bool
 ) -> Callable[..., jax.Array]:
     """`fn`, run by every device of the ambient mesh on its own heads: XLA cannot split a kernel, and not every scatter.
 
@@ -49,10 +49,11 @@ def _per_device(
 
     Args:
       heads_at: which axis of each argument holds heads, None for none. result_at: the same of the result.
+      whole: every device has all heads, whatever divides them.
     """
     if shards() == 1:
         return fn
-    name = TENSOR_AXIS if kv_heads % shards() == 0 else None
+    name = TENSOR_AXIS if kv_heads % shards() == 0 and not whole else None
     spec = lambda at: PartitionSpec() if at is None else PartitionSpec(*[None] * at, name)
     return jax.shard_map(fn, in_specs=tuple(map(spec, heads_at)), out_specs=spec(result_at), check_vma=False)
 
@@ -60,13 +61,14 @@ def _per_device(
 def attend_paged(
     q_BNHC: jax.Array, pages: jax.Array, table_BM: jax.Array, length_B: jax.Array, k_BTGC: jax.Array,
     v_BTGC: jax.Array, mask_BNT: jax.Array | None, options: AttentionOptions, *, offset_BN: jax.Array | None = None,
-    kernels: str | None = None,
+    kernels: str | None = None, whole: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Tree attention (see its api) by every device on its own heads.
 
     Args:
       table_BM: page numbers of one layer in the whole pool.
       options: what the layer asks for. offset_BN: of queries to the prefix's end, where there is a window.
+      whole: every device of a mesh has the whole pool, and attends with all heads.
     """
     attention = functools.partial(
         tree_attention, scale=options.scale, soft_cap=options.soft_cap, value_channels=options.value_channels,
@@ -81,7 +83,7 @@ def attend_paged(
         return attention(*args, offset_BN=offset_BN, sinks_H=sinks_H)
 
     offset_BN = None if options.window is None else offset_BN
-    split = _per_device(attend, pages.shape[1], [None, 0, *heads_at], 2)
+    split = _per_device(attend, pages.shape[1], [None, 0, *heads_at], 2, whole)
     return split(offset_BN, options.sinks_H, *args)
 
 
@@ -101,6 +103,7 @@ class TreeKV:
       place_BT: place of each token outside the pool, counted from the pool's last; layers with a window read it. None:
         as the mask says, whose rows then mark whole paths of the new tokens.
       kernels: the implementation of tree attention (pallas_kernels.dispatch).
+      whole: see `attend_paged`.
     """
 
     def __init__(
@@ -113,7 +116,9 @@ class TreeKV:
         prior: jax.Array | None = None,
         place_BT: jax.Array | None = None,
         kernels: str | None = None,
+        whole: bool = False,
     ):
+        self._whole = whole
         self._pages, self._table, self._length, self._mask = pages, table_BM, length_B, mask_BNT
         self._num_pages, self._prior, self._place, self._kernels = num_pages, prior, place_BT, kernels
         self._new: dict[int, jax.Array] = {}
@@ -139,7 +144,7 @@ class TreeKV:
         v_BTGC = kv[..., c:] if values is None else kv[..., :values]
         return attend_paged(
             q_BNHC, self._pages, table, self._length, kv[..., :c], v_BTGC, mask_BNT, options,
-            offset_BN=offset_BN, kernels=self._kernels,
+            offset_BN=offset_BN, kernels=self._kernels, whole=self._whole,
         )  # fmt: skip
 
     def _within(self, window: int, b: int, n: int) -> tuple[jax.Array | None, jax.Array]:
@@ -162,7 +167,7 @@ class TreeKV:
 
 def commit(
     pages: jax.Array, kv_LBNGc: jax.Array, table_BM: jax.Array, position_BN: jax.Array, write_BN: jax.Array,
-    num_pages: int, *, ready_B: jax.Array,
+    num_pages: int, *, ready_B: jax.Array, whole: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Writes new tokens' keys and values of every layer at their positions, in place on a donated pool.
 
@@ -173,6 +178,7 @@ def commit(
       ready_B: true, but computed from results of every read of the pool. Without a dependency
         that XLA cannot remove (it drops optimization barriers before it assigns buffers) the
         scatter may be scheduled before the last read, and the whole pool is copied.
+      whole: every device of a mesh has the whole pool.
     """
     layers, page = kv_LBNGc.shape[0], pages.shape[2]
     column_BN = position_BN // page
@@ -190,5 +196,5 @@ def commit(
 
     spare = pages.shape[3] - kv_LBNGc.shape[-1]
     kv_LBNGc = jnp.pad(kv_LBNGc.astype(pages.dtype), ((0, 0),) * 4 + ((0, spare),))
-    split = _per_device(put, pages.shape[1], (1, 3, None, None), 1)
+    split = _per_device(put, pages.shape[1], (1, 3, None, None), 1, whole)
     return split(pages, kv_LBNGc, index_LBN, offset_LBN)

@@ -29,11 +29,13 @@ SPECULATION_ELSEWHERE = {
     "num_speculative_tokens": "depth", "speculative_num_steps": "depth", "speculative_eagle_topk": "topk",
     "speculative_num_draft_tokens": "num_nodes", "method": "LLM(drafter=)", "model": "LLM(drafter=)",
     "prompt_lookup_min": "ngram_min", "prompt_lookup_max": "ngram_max",
+    "draft_tensor_parallel_size": "LLM(draft_tensor_parallel=)",
 }  # fmt: skip
 #: What vLLM calls an engine's.
 ENGINE_ELSEWHERE = {
     "max_model_len": "max_seq_len", "max_num_seqs": "max_batch_size", "gpu_memory_utilization": "memory_fraction",
     "tensor_parallel_size": "tensor_parallel", "block_size": "page_size", "num_gpu_blocks_override": "num_pages",
+    "draft_tensor_parallel_size": "draft_tensor_parallel",
 }  # fmt: skip
 
 
@@ -322,6 +324,10 @@ class EngineConfig:
         with a scale per token, as the makers of W8A8 checkpoints mean it: other logits, and on CPUs faster.
       tensor_parallel: devices that share every layer (the first ones of the backend); must divide the target's KV
         heads, heads, MLP width and vocabulary. The tokens are those of one device, up to rounding.
+      draft_tensor_parallel: devices that share a drafter's layers, where tensor_parallel devices share the target's:
+        these, too, or 1 (vLLM's draft_tensor_parallel_size): each device has the drafter and its pools whole and
+        drafts alike, which takes memory and spares exchanges; tables that the drafter has of its target stay split.
+        "auto": on accelerators what is quicker there, measured at the start; on CPUs those of the target.
       kernels: which implementation of the kernels runs: "tpu", "gpu", "reference" (plain XLA), "interpret" (the TPU
         kernels interpreted, for tests), or None for the backend's own. A named one runs or fails with the reason;
         but sampling is plain XLA in any case where tensor_parallel splits the vocabulary.
@@ -372,6 +378,7 @@ class EngineConfig:
     dtype: str | None = None
     int8_activations: bool = False
     tensor_parallel: int = 1
+    draft_tensor_parallel: int | str = "auto"
     kernels: str | None = None
     batch_invariant: bool = False
     seed: int = 0
@@ -404,6 +411,12 @@ class EngineConfig:
         if chunk is not None and together is not None and together < chunk:
             raise ValueError(f"{me}.max_num_batched_tokens must be at least prefill_chunk {chunk}, got {together}")
         _integer(me, "tensor_parallel", self.tensor_parallel, 1)
+        drafts = self.draft_tensor_parallel
+        if drafts != "auto" and (type(drafts) is not int or drafts not in (1, self.tensor_parallel)):
+            raise ValueError(
+                f"{me}.draft_tensor_parallel must be 'auto', 1 or tensor_parallel {self.tensor_parallel}, "
+                f"got {drafts!r}"
+            )
         _integer(me, "seed", self.seed, 0, 2**32 - 1)
         if self.batch_buckets is not None:
             sizes = _items(me, "batch_buckets", self.batch_buckets)

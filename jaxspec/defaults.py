@@ -103,6 +103,11 @@ def mixed(config: EngineConfig, geo: Geometry) -> dict[str, Any]:
     return {"mixed": PrefillShape(size, min(_MIXED_ROWS, geo.slots), size), "mixed_buckets": buckets}
 
 
+def measures_drafters(config: EngineConfig) -> bool:
+    """Whether it is measured how a drafter lies best: devices of a CPU are virtual, and no figure of theirs says it."""
+    return config.draft_tensor_parallel == "auto" and jax.default_backend() != "cpu"
+
+
 def geometry(config: EngineConfig, context: int, depth: int) -> Geometry:
     """The sizes of an engine, for a model of this context and tiers up to this depth."""
     longest = longest_text(config, context)
@@ -114,6 +119,7 @@ def geometry(config: EngineConfig, context: int, depth: int) -> Geometry:
         page_size=config.page_size, pages_per_seq=pages_per_seq, max_depth=depth, max_seq_len=longest,
         prefill_chunk=chunk, max_num_batched_tokens=max(chunk, min(together, config.max_batch_size * chunk)),
         kernels=config.kernels, batch_invariant=config.batch_invariant,
+        whole_drafter=config.tensor_parallel > 1 and (config.draft_tensor_parallel == 1 or measures_drafters(config)),
     )  # fmt: skip
 
 

@@ -482,6 +482,7 @@ class Engine:
             experts_touched=self._watch.experts,
             ring_rows=0 if self._collector is None else self._collector.rows,
             ring_lost=0 if self._collector is None else self._collector.lost,
+            draft_tensor_parallel=self.runner.draft_shards,
             drafter_version=self.drafter_weights.version,
             drafter_trial=self.drafter_weights.versions.trying,
             drafter_updates=self.drafter_weights.versions.updates,

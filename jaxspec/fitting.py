@@ -76,20 +76,27 @@ def fitted(
       ValueError: not even one sequence fits.
     """
 
-    def statestored(pages: int) -> int:
+    def state(pages: int) -> DecodeState:
         sized = dataclasses.replace(geo, num_pages=pages)
         draft = jax.eval_shape(lambda: () if drafter is None else drafter.init_state(sized))
         dtype, layers = target.embedding[...].dtype, () if drafter is None else drafter.aux_layers
         ring = jax.eval_shape(lambda: empty_ring(target.config, sized, layers))
-        return stored(jax.eval_shape(lambda: DecodeState.empty(target.config, sized, dtype, draft, ring)))
+        return jax.eval_shape(lambda: DecodeState.empty(target.config, sized, dtype, draft, ring))
+
+    def grows(one: Any, two: Any, shards: int) -> int:
+        """Bytes that a page more takes on a device: of pools, which are split over their heads where that goes."""
+        pairs = [(stored(b) - stored(a), b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)]
+        return sum(more // (1 if pool.shape[1] % shards else shards) for more, pool in pairs if more)
 
     share = _USUAL_FRACTION if fraction is None else fraction
     stats = jax.local_devices()[0].memory_stats() or {}
     # A device that does not say is the host. A drafter is on none yet, and may be whole on each.
     memory = stats.get("bytes_limit") or host_bytes()
     weights = max(stored_share(target, shards) + stored(params), stats.get("bytes_in_use", 0))
-    page = -(-(statestored(2) - statestored(1)) // (shards if target.config.num_kv_heads % shards == 0 else 1))
-    pages = int(share * memory - weights - (statestored(1) - (statestored(2) - statestored(1)))) // page
+    one, two = state(1), state(2)
+    page = grows(dataclasses.replace(one, draft=()), dataclasses.replace(two, draft=()), shards)
+    page += grows(one.draft, two.draft, 1 if geo.whole_drafter else shards)
+    pages = int(share * memory - weights - (2 * stored(one) - stored(two))) // page
     if pages < geo.pages_per_seq:
         raise ValueError(
             f"memory_fraction {share} of {memory} bytes holds {max(pages, 0)} pages of {page} bytes beside "

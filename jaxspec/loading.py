@@ -36,18 +36,19 @@ def way_of(cfg: ModelConfig, dtype: jnp.dtype, shards: int) -> summing.Way:
     return summing.WAYS[summing.choose(tensor_mesh(shards), cfg.hidden_size, dtype)]
 
 
-def laid_out(module: Any, shards: int, sums: str, *, output: bool = False) -> Any:
+def laid_out(module: Any, shards: int, sums: str, *, output: bool = False, whole: bool = False) -> Any:
     """The module with its weights as this backend and its devices read them best.
 
     Args:
       output: whether the output layer runs by a kernel for few rows too, where the others do.
+      whole: each device shall have all of it, but for what a drafter has of its target's.
 
     Weights that are split over devices do not go into column blocks, which would have to end where shards do: on a
     CPU the devices are virtual and share its cores, so tensor parallelism there is a rehearsal, and its speed no aim.
     """
     if shards > 1:
         with host_memory():
-            module = tensor_parallel(module, shards, sums)
+            module = tensor_parallel(module, shards, sums, lent=whole)
     if shards > 1 or jax.default_backend() != "cpu":
         return module if few_rows.unsupported() is not None else few_rows.prepare(module, output=output)
     size = stored(nnx.state(module))
@@ -76,6 +77,7 @@ def bind_drafter(
     """(drafter, its parameters) of what `load_drafter` returned.
 
     Args:
+      geo: says besides whether each device has the drafter whole.
       shards: devices that share the drafter's layers; those parts whose heads or widths it does not divide are
         computed by every device alike, since a drafter is small and any target may meet any drafter.
       sums: by what they add up their parts (models.sharded).
@@ -84,7 +86,7 @@ def bind_drafter(
       ValueError: tiers that it cannot draft.
     """
     if isinstance(module, nnx.Module):
-        module = laid_out(module, shards, sums)
+        module = laid_out(module, shards, sums, whole=geo.whole_drafter)
     return registry.find(kind).bind(module, geo, speculation or SpeculationConfig())
 
 

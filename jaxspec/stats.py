@@ -26,6 +26,7 @@ class EngineStats:
       device_seconds: time the host waited for results. host_seconds: the rest of the steps' time.
       host_parts: the host's seconds by part of a step (jaxspec.laps.PARTS).
       switches: rounds whose tier differs from the one before. rounds_by_tier: {tier name: rounds}.
+      draft_tensor_parallel: devices that share the drafter's own weights; 0 where it has none.
       drafter_version: of the drafter's weights: 1 at first, 0 where it has none. drafter_trial: whether another version
         takes turns with it (adaptive.versions). drafter_updates: versions that came. drafter_rollbacks: trials that
         ended with the older one.
@@ -60,6 +61,7 @@ class EngineStats:
     experts_touched: int = 0
     ring_rows: int = 0
     ring_lost: int = 0
+    draft_tensor_parallel: int = 0
     drafter_version: int = 0
     drafter_trial: bool = False
     drafter_updates: int = 0

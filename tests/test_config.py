@@ -118,6 +118,11 @@ def test_vllms_names_of_prompt_lookup_are_told():
         ({"batch_buckets": (1, 4)}, r"batch_buckets must end at max_batch_size 8, got \(1, 4\)"),
         ({"kernels": "cuda"}, r"kernels must be one of \(None, 'reference', 'tpu', 'gpu', 'interpret'\), got 'cuda'"),
         ({"tensor_parallel": 0}, "tensor_parallel must be .*1.*got 0"),
+        (
+            {"tensor_parallel": 4, "draft_tensor_parallel": 2},
+            "draft_tensor_parallel must be 'auto', 1 or tensor_parallel 4, got 2",
+        ),
+        ({"draft_tensor_parallel": True}, "draft_tensor_parallel must be .*1, got True"),
         ({"variants": ()}, r"variants must hold 'greedy', 'sampled' or both, or be None, got \(\)"),
         ({"variants": ("fast",)}, r"variants must hold 'greedy', 'sampled' or both, or be None, got \('fast',\)"),
         ({"batch_invariant": "yes"}, r"batch_invariant must be True or False, got 'yes'"),

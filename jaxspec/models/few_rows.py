@@ -27,6 +27,7 @@ from jaxspec.models.layers import MLP, Attention, Linear, Transformer
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import Tables, apply_rope
 from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS, TENSOR_AXIS, summed
+from jaxspec.models.sharded import shards as devices
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch import experts, gpu, gpu_experts, packed, reference
 from pallas_kernels.small_batch.packed import Packed
@@ -154,8 +155,10 @@ class _Ways:
 
     def _each(self, fn: Callable[..., Any], *split: int | None) -> Callable[..., Any]:
         """`fn` by every device: `split` has the axis of each argument, and last of the results, None where whole."""
-        if self.shards == 1:
+        if devices() == 1:
             return fn
+        # XLA cannot split a kernel: what devices do not share, each does alike.
+        split = split if self.shards > 1 else (None,) * len(split)
         specs = [PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, TENSOR_AXIS) for axis in split]
         return jax.shard_map(fn, in_specs=tuple(specs[:-1]), out_specs=specs[-1], check_vma=False)
 
@@ -177,7 +180,7 @@ class _Ways:
 
     def add(self, x_MK: jax.Array, kernel: Any, h_ME: jax.Array, gain_E: jax.Array) -> Stream:
         if self.shards == 1:
-            return self.own.add(x_MK, kernel, h_ME, gain_E)
+            return self._each(self.own.add, None, None, None, None, None)(x_MK, kernel, h_ME, gain_E)
 
         def parts(x_MK: jax.Array, kernel: jax.Array, h_ME: jax.Array, gain_E: jax.Array) -> Stream:
             y = summed(self.own.multiply(x_MK, kernel), self.sums)
@@ -189,9 +192,11 @@ class _Ways:
         """The stream after a mixture of experts, for its first rows."""
         own, has = gpu_experts if self.kernels else experts, mlp.experts
         normalised = has.normalised or has.scores == "top_k"
-        choice = own.choose(stream, mlp.router.kernel[...], eps, has.per_token, rows, normalised=normalised)
+        choose = lambda s, w: own.choose(s, w, eps, has.per_token, rows, normalised=normalised)
+        choice = self._each(choose, None, None, None)(stream, mlp.router.kernel[...])
         report_experts(choice.order_X[None], has.count)
-        return own.mix(stream, choice, mlp.gate_up[...], mlp.down[...], gain_E, eps, has.per_token)
+        mix = lambda s, c, up, down, gain: own.mix(s, c, up, down, gain, eps, has.per_token)
+        return self._each(mix, *[None] * 6)(stream, choice, mlp.gate_up[...], mlp.down[...], gain_E)
 
 
 def _gain(norm: Any) -> jax.Array:

@@ -54,7 +54,7 @@ def column_blocks(module: _Module, width: int = 64, *, keep_flat: bool = False) 
     return copy
 
 
-def tensor_parallel(module: _Module, shards: int, sums: str = BY_XLA) -> _Module:
+def tensor_parallel(module: _Module, shards: int, sums: str = BY_XLA, *, lent: bool = False) -> _Module:
     """A copy laid out for `shards` devices: fused columns grouped by shard, and each split parameter marked (SPLIT).
 
     The columns of qkv become [q_0 k_0 v_0 | q_1 k_1 v_1 | ...] and those of gate_up [gate_0 up_0 | ...], so that a
@@ -66,12 +66,14 @@ def tensor_parallel(module: _Module, shards: int, sums: str = BY_XLA) -> _Module
 
     Args:
       sums: by what the devices' parts of a product are summed (`sharded.summed`).
+      lent: only the tables that a draft head has of its target (Shared) are split, as the target's are, which they
+        then still are; its own weights stay whole.
     """
     if is_laid_out(module):
         return module
     graph, state = nnx.split(module)
     copy = nnx.merge(graph, state)
-    for split in divided(copy, shards):
+    for split in lent_tables(copy, shards) if lent else divided(copy, shards):
         value = getattr(split.owner, split.name)[...]
         if split.widths:
             starts = [sum(split.widths[:i]) for i in range(1, len(split.widths))]
@@ -95,6 +97,15 @@ def divided(module: nnx.Module, shards: int) -> Iterator[Split]:
                 param = getattr(split.owner, split.name)
                 if param is not None and param[...].shape[split.axis] % shards == 0:
                     yield split
+
+
+def lent_tables(module: nnx.Module, shards: int) -> Iterator[Split]:
+    """What `shards` devices split of a module if they do so with its target's tables alone."""
+    for _, node in list(nnx.iter_graph(module)):
+        for split in _table_splits(node) if isinstance(node, nnx.Module) else ():
+            param = getattr(split.owner, split.name)
+            if isinstance(param, Shared) and param[...].shape[split.axis] % shards == 0:
+                yield split
 
 
 def mark(param: nnx.Variable, axis: int, sums: str) -> None:

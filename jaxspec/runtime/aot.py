@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspec.cache import commit, init_pages
 from jaxspec.models.base import Experts, ModelConfig, RopeScaling, TargetModel
 from jaxspec.models.experts import MixtureOfExperts
-from jaxspec.models.layers import Linear
+from jaxspec.models.layers import Linear, Shared
 from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.mxfp4 import BLOCK, Mxfp4
 from jaxspec.models.quantised import Quantised
@@ -30,6 +30,7 @@ from jaxspec.scheduling.shapes import PrefillShape
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.cores import HeadCore
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import PLAIN, Tier
 from pallas_kernels.aot.programs import Program, lowering
@@ -158,6 +159,59 @@ def sharded_round(target: Target) -> Iterator[Program]:
             kernels=("tree_attention",),
             quick=bucket == 1 and target.kind == "gpu",
         )
+
+
+def placed_round(target: Target) -> Iterator[Program]:
+    """Rounds of a chain of 3 over two devices, whose drafter both share or each has whole; two layers of 8B.
+
+    Whole, an EAGLE-3 head exchanges nothing: what travels are the target's own five sums a round and the words of its
+    verdict. An MTP module, which has its target's tables, then sums the rows of its embedding and words of each shard's
+    best token. Shared, each adds three sums to every step, and one to the first.
+    """
+    cfg, shards = dataclasses.replace(LLAMA_8B, num_layers=2), 2
+    head = dataclasses.replace(_head(cfg), aux_layer_ids=(0, 1, 2))
+    layer = dataclasses.replace(cfg, num_layers=1)
+    mesh = target.mesh(shards, TENSOR_AXIS)
+
+    def eagle3() -> Eagle3Head:
+        return Eagle3Head(head, dtype=DTYPE)
+
+    def mtp() -> MtpHead:
+        tables = [Shared(jnp.zeros(shape, DTYPE)) for shape in ((cfg.vocab_size, cfg.hidden_size),) * 2]
+        output = Linear(1, 1, dtype=DTYPE, rngs=None)
+        output.kernel = Shared(tables[1][...].T)  # pyright: ignore[reportAttributeAccessIssue]
+        return MtpHead(MtpConfig(layer, cfg.num_layers), tables[0], output, dtype=DTYPE)
+
+    # Sums of the window's tokens, of each token that is drafted after it, and words of the likeliest of each.
+    for name, build, whole, window, step, words in (
+        ("own-tables", eagle3, True, 0, 0, 0), ("own-tables", eagle3, False, 4, 3, 1),
+        ("lent-tables", mtp, True, 1, 1, 1),
+    ):  # fmt: skip
+        for bucket in (1, BUCKET):
+            geo = dataclasses.replace(
+                GEOMETRY, slots=bucket, num_pages=8 * GEOMETRY.num_pages, kernels=target.kind, whole_drafter=whole
+            )
+            core = abstract_core(
+                lambda build=build, whole=whole: HeadCore(tensor_parallel(build(), shards, lent=whole))
+            )
+            described = abstract_round(
+                cfg, geo, mesh, bucket, dtype=DTYPE, drafter=AutoregressiveDrafter(core, geo), draft_params=core.params
+            )
+            rows = max(2, bucket)  # a single one is padded
+            nodes = bucket * CHAIN.num_nodes
+            summed = (5 + window) * nodes + step * rows * (CHAIN.depth - 1)
+            yield Program(
+                op="placed_round",
+                name=f"8b-tp{shards}-b{bucket}-chain{CHAIN.depth}-{name}-{'whole' if whole else 'shared'}",
+                lower=functools.partial(described.lower, CHAIN, platforms=(target.platform,)),
+                max_temp_bytes=_layer_bytes(cfg, described.arguments[2], shards),
+                limit="one layer's weights or pool",
+                max_collective_bytes=summed * cfg.hidden_size * DTYPE.itemsize + (4 << 10),
+                # Of the likeliest token TPUs exchange score and number apart.
+                max_collectives=5 + 1 + window + step * (CHAIN.depth - 1) + 2 * words * CHAIN.depth,
+                in_place_bytes=_device_bytes(described.arguments[2]),
+                kernels=("tree_attention",),
+            )  # fmt: skip
 
 
 #: What rounds take along on accelerators (jaxspec.defaults).

@@ -55,7 +55,9 @@ class Holding:
         self._dtype: jnp.dtype = model.embedding[...].dtype
         self._place = Placement()
         if mesh is not None:
-            self._place = Placement.of(mesh, target, draft_params, jax.eval_shape(self._empty_state), options)
+            self._place = Placement.of(
+                mesh, target, draft_params, jax.eval_shape(self._empty_state), options, whole_drafter=geo.whole_drafter
+            )
             target = put(target, self._place.target)
             draft_params = put(draft_params, self._place.draft_params)
         self._trees = {
@@ -115,6 +117,12 @@ class Holding:
     def has_draft_params(self) -> bool:
         """Whether the drafter has any."""
         return bool(self._draft_params)
+
+    @property
+    def draft_shards(self) -> int:
+        """Devices that share the drafter's own weights; 0 where it has none."""
+        shared = 1 if self._place.mesh is None or self.geo.whole_drafter else self._place.mesh.size
+        return shared if self.has_draft_params else 0
 
     def staged(self, draft_params: Any) -> tuple[jax.Array, ...]:
         """Other parameters of the drafter, on the device, for `use_drafter`. From any thread.

@@ -176,6 +176,25 @@ def parameter_shardings(mesh: Mesh, params: Any) -> Any:
     return jax.tree.map(of, params, is_leaf=is_param)
 
 
+def state_shardings(mesh: Mesh, state: Any, *, whole: bool = False) -> Any:
+    """NamedShardings of a DecodeState or a part of one, or of its shapes, in its structure.
+
+    Pools are split over their KV heads where the mesh divides them, as `TreeKV` does with the
+    heads of attention; what else there is is small and is replicated.
+
+    Args:
+      whole: pools are replicated, too.
+    """
+    shards = mesh.shape[TENSOR_AXIS]
+
+    def of(path: Any, x: Any) -> NamedSharding:
+        is_pool = bool(path) and getattr(path[-1], "name", None) == "pages"
+        split = is_pool and not whole and x.shape[1] % shards == 0
+        return NamedSharding(mesh, PartitionSpec(None, TENSOR_AXIS) if split else PartitionSpec())
+
+    return jax.tree_util.tree_map_with_path(of, state)
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """Shardings of everything that enters or leaves an executable. Without a mesh: the backend's first device.
@@ -201,24 +220,22 @@ class Placement:
 
     @classmethod
     def of(
-        cls, mesh: Mesh, target: Any, draft_params: Any, state: DecodeState, options: tuple[tuple[str, Any], ...] = ()
-    ) -> Placement:
+        cls, mesh: Mesh, target: Any, draft_params: Any, state: DecodeState, options: tuple[tuple[str, Any], ...] = (),
+        *, whole_drafter: bool = False,
+    ) -> Placement:  # fmt: skip
         """The placement of parameters laid out by `tensor_parallel`, or of their shapes.
 
-        Pools are split over their KV heads where the mesh divides them, as `TreeKV` does with the
-        heads of attention; what else a DecodeState holds is small and is replicated.
+        Args:
+          whole_drafter: see Geometry.
         """
-        shards = mesh.shape[TENSOR_AXIS]
-        along = lambda axis: NamedSharding(mesh, PartitionSpec(*[None] * axis, TENSOR_AXIS))
-        whole = NamedSharding(mesh, PartitionSpec())
-
-        def of_state(path: Any, x: Any) -> NamedSharding:
-            is_pool = bool(path) and getattr(path[-1], "name", None) == "pages"
-            return along(1) if is_pool and x.shape[1] % shards == 0 else whole
-
-        states = jax.tree_util.tree_map_with_path(of_state, state)
+        states = dataclasses.replace(
+            state_shardings(mesh, dataclasses.replace(state, draft=())),
+            draft=state_shardings(mesh, state.draft, whole=whole_drafter),
+        )
         params = functools.partial(parameter_shardings, mesh)
-        return cls(mesh, params(target), params(draft_params), states, along(2), whole, options)
+        logits = NamedSharding(mesh, PartitionSpec(None, None, TENSOR_AXIS))
+        whole = NamedSharding(mesh, PartitionSpec())
+        return cls(mesh, params(target), params(draft_params), states, logits, whole, options)
 
     def round_results(self, sampled: bool) -> Any:
         """Shardings of what a round returns; a prefill's are those of a sampled one."""
@@ -342,7 +359,7 @@ def abstract_round(
         return DecodeState.empty(cfg, geo, dtype, () if drafter is None else drafter.init_state(geo))
 
     state = jax.eval_shape(empty)
-    place = Placement.of(mesh, target, draft_params, state)
+    place = Placement.of(mesh, target, draft_params, state, whole_drafter=geo.whole_drafter)
     batch = jax.ShapeDtypeStruct((bucket, Batch.width(geo)), jnp.int32, sharding=place.replicated)
     arguments = (
         abstract(target, place.target), abstract(draft_params, place.draft_params), abstract(state, place.state), batch,

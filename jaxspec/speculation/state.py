@@ -26,11 +26,14 @@ class Geometry(Sizes):
       kernels: the implementation of the kernels that read the state; None: the backend's own.
       batch_invariant: whether the target's attention in rounds gives a token the same bits whatever stands beside it.
       ring: rows of the ring of features (speculation.ring); 0: there is none.
+      whole_drafter: where devices share the target, each has the drafter's own weights and its pools whole, and drafts
+        alike; else they share these, too.
     """
 
     kernels: str | None = None
     batch_invariant: bool = False
     ring: int = 0
+    whole_drafter: bool = False
 
     @property
     def attention(self) -> str | None:

@@ -31,7 +31,7 @@ class Program:
       max_temp_bytes: of a device's memory for intermediate values, and of an array that a TPU brings into its VMEM
         for a program. limit: what that bound stands for.
       max_vmem_bytes: of the latter, where it may be larger: weights that are fetched early, as they are.
-      max_collective_bytes: that a device may receive from others; None: any.
+      max_collective_bytes: that a device may receive from others; None: any. max_collectives: in how many exchanges.
       in_place_bytes: bytes of donated arguments on a device that the results must share.
       kernels: names of kernels that the executable must hold.
       refusal: why a kernel does not serve these arguments, or None.
@@ -45,6 +45,7 @@ class Program:
     limit: str
     max_vmem_bytes: int | None = None
     max_collective_bytes: int | None = None
+    max_collectives: int | None = None
     in_place_bytes: int = 0
     kernels: tuple[str, ...] = ()
     refusal: str | None = None
@@ -58,6 +59,7 @@ _ENGINE = {
     "round": "jaxspec.runtime.aot:engine_round",
     "sharded_round": "jaxspec.runtime.aot:sharded_round",
     "mixed_round": "jaxspec.runtime.aot:mixed_round",
+    "placed_round": "jaxspec.runtime.aot:placed_round",
     "quantised_round": "jaxspec.runtime.aot:quantised_round",
     "experts_round": "jaxspec.runtime.aot:experts_round",
 }

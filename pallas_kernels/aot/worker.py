@@ -15,12 +15,13 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
 from pallas_kernels.aot import ptx
-from pallas_kernels.aot.collectives import collectives
+from pallas_kernels.aot.collectives import Collective, collectives
 from pallas_kernels.aot.programs import Program, provider
 from pallas_kernels.aot.table import Outcome, line
 from pallas_kernels.aot.targets import TARGETS, Target
@@ -45,12 +46,14 @@ def largest_in_vmem(hlo: str) -> int:
     return max(sizes)
 
 
-def faults(program: Program, outcome: Outcome, kernels: list[str], exchanged: int = 0) -> list[str]:
+def faults(
+    program: Program, outcome: Outcome, kernels: list[str], exchanged: Sequence[Collective] = ()
+) -> list[str]:  # fmt: skip
     """What is wrong with an executable, in words.
 
     Args:
       kernels: names of the program's kernels that the executable holds.
-      exchanged: bytes of its collectives.
+      exchanged: its collectives.
     """
     found = []
     temp, alias, spill = outcome.temp_bytes or 0, outcome.alias_bytes or 0, outcome.spill_bytes or 0
@@ -63,8 +66,11 @@ def faults(program: Program, outcome: Outcome, kernels: list[str], exchanged: in
         found.append(f"{alias} bytes are updated in place, donated are {program.in_place_bytes}")
     if spill > MAX_SPILL_BYTES:
         found.append(f"{spill} bytes of spills, allowed are {MAX_SPILL_BYTES}")
-    if program.max_collective_bytes is not None and exchanged > program.max_collective_bytes:
-        found.append(f"{exchanged} bytes of collectives, allowed are {program.max_collective_bytes}")
+    num_bytes = sum(one.num_bytes for one in exchanged)
+    if program.max_collective_bytes is not None and num_bytes > program.max_collective_bytes:
+        found.append(f"{num_bytes} bytes of collectives, allowed are {program.max_collective_bytes}")
+    if program.max_collectives is not None and len(exchanged) > program.max_collectives:
+        found.append(f"{len(exchanged)} collectives, allowed are {program.max_collectives}")
     if missing := sorted(set(program.kernels) - set(kernels)):
         found.append(f"the executable holds no kernel {', '.join(missing)}")
     return found
@@ -107,9 +113,7 @@ def examine(program: Program, target: Target) -> Outcome:
         kernels = re.findall(r'kernel_name = "([^"]+)"', lowered.as_text())
         vmem = largest_in_vmem(compiled.as_text())
         outcome = dataclasses.replace(outcome, code_bytes=memory.generated_code_size_in_bytes, vmem_bytes=vmem)
-    exchanged = 0
-    if program.max_collective_bytes is not None:
-        exchanged = sum(one.num_bytes for one in collectives(compiled.as_text()))
+    exchanged = [] if program.max_collective_bytes is None else collectives(compiled.as_text())
     wrong = faults(program, outcome, kernels, exchanged)
     return dataclasses.replace(outcome, verdict="FAIL" if wrong else "PASS", reason="; ".join(wrong))
 

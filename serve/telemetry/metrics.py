@@ -233,6 +233,8 @@ class ServerMetrics:
         self._compiles = counter("jaxspec:compiles_after_warmup", "XLA compilations outside the warm-up; must stay 0.")
         self._executables = gauge("jaxspec:executables", "Executables that there are once all is warm.")
         self._ready = gauge("jaxspec:executables_ready", "Executables that can run now.")
+        shares = "Devices that share the drafter's own weights; 0 where it has none."
+        self._draft_shards = gauge("jaxspec:draft_tensor_parallel", shares)
         self._drafter_version = gauge("jaxspec:drafter_version", "Of the drafter's weights; 0 where it has none.")
         self._drafter_trial = gauge("jaxspec:drafter_trial", "1 while another version takes turns with it.")
         self._drafter_updates = counter("jaxspec:drafter_updates", "Versions of the drafter's weights that came.")
@@ -306,6 +308,7 @@ class ServerMetrics:
             self._cached.set(stats.cached_pages)
             self._executables.set(stats.executables)
             self._ready.set(stats.executables_ready)
+            self._draft_shards.set(stats.draft_tensor_parallel)
             self._drafter_version.set(stats.drafter_version)
             self._drafter_trial.set(stats.drafter_trial)
             for family, total in (

@@ -388,7 +388,7 @@ def tools() -> Any:
         eagle3_head = staticmethod(eagle3_head)
         drive, same, at_baseline = staticmethod(drive), staticmethod(same), staticmethod(at_baseline)
         workload, long_requests = staticmethod(workload), staticmethod(long_requests)
-        script = Script
+        script, randomised = Script, staticmethod(randomised)
         eagle3_head = staticmethod(eagle3_head)
         tiers, tree, vocab, eos, error = TIERS, TREE, V, EOS, FinishReason.ERROR
         speculation = SPECULATION

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec import LLM
+from jaxspec import LLM, defaults
+from jaxspec import assemble as assembling
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.assemble import assemble, build_engine
 from jaxspec.checkpointing import hf
@@ -30,6 +31,7 @@ from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.sharded import BY_XLA
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_config, tiny_target
+from jaxspec.runtime import placing
 from jaxspec.runtime.sharding import (
     AbstractRound,
     Sharing,
@@ -120,6 +122,7 @@ def test_an_eagle_head_on_two_devices(target: Any, tools: Any, expected: Any):
     tools.same(outputs, expected)
     assert histograms(outputs) == histograms(expected)
     assert sum(o.metrics.accepted for o in outputs) > 0
+    assert engine.stats.draft_tensor_parallel == SHARDS
     state = engine.runner.state
     for pages in (state.pages, state.draft.pages):
         assert {s.data.shape[1] for s in pages.addressable_shards} == {1} and len(pages.addressable_shards) == SHARDS
@@ -205,8 +208,19 @@ def test_rejection_verification_on_two_devices(target: Any, tools: Any):
     assert histograms(runs[0]) == histograms(runs[1]) and sum(o.metrics.accepted for o in runs[0]) > 0
 
 
-def test_directories_load_onto_two_devices(tmp_path: Path, target: Any, tools: Any, expected: Any):
-    """From the front: a draft model equal to its target has every greedy draft accepted."""
+def test_directories_load_onto_two_devices(
+    tmp_path: Path, target: Any, tools: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """From the front: a draft model equal to its target has every greedy draft accepted.
+
+    It lies as is measured to be quicker, as on accelerators: here whole, whatever the virtual devices took.
+    """
+    measured = []
+    seconds = lambda *args: measured.append(real(*args)) or float(len(measured))
+    real = placing.seconds
+    monkeypatch.setattr(placing, "seconds", seconds)
+    for module in (assembling, defaults):
+        monkeypatch.setattr(module, "measures_drafters", lambda config: config.draft_tensor_parallel == "auto")
     hf.save_model(target, tmp_path / "target", dtype=jnp.float32)
     hf.save_model(target, tmp_path / "draft", dtype=jnp.float32)
     config = EngineConfig(**ONE_ROW, tensor_parallel=SHARDS, skip_tokenizer_init=True)
@@ -219,6 +233,10 @@ def test_directories_load_onto_two_devices(tmp_path: Path, target: Any, tools: A
             assert sum(output.metrics.acceptance_histogram[:-1]) <= 1, "but the round that ends the request"
     kernel = engine.runner.target["layers"][0]["attn"]["qkv"]["kernel"].get_value()
     assert {s.data.shape for s in kernel.addressable_shards} == {(32, 32)} and kernel.shape == (32, 64)
+    kernel = engine.runner.draft_params["layers"][0]["attn"]["qkv"]["kernel"].get_value()
+    assert {s.data.shape for s in kernel.addressable_shards} == {(32, 64)} and engine.stats.draft_tensor_parallel == 1
+    assert engine.runner.state.draft.pages.sharding.is_fully_replicated and all(took > 0 for took in measured)
+    assert len(measured) == 2 and engine.facts.identity["drafter"].startswith("draft_model, whole on each device, ")
 
 
 @pytest.mark.parametrize(

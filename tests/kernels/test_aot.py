@@ -79,7 +79,7 @@ def test_each_fault_fails_with_both_values(changed: dict[str, int], kernels: lis
     assert found == ([message] if message else [])
 
 
-def test_bytes_of_collectives_are_counted_and_bounded():
+def test_collectives_are_counted_and_bounded():
     hlo = """\
   %all-reduce.1 = f32[2,4,128]{2,1,0} all-reduce(%x), channel_id=1, to_apply=%add
   %all-gather-start = ((f32[1]{0}, s32[64]{0}), (f32[2]{0}, s32[128]{0})) all-gather-start(%a, %b), channel_id=5
@@ -90,9 +90,10 @@ def test_bytes_of_collectives_are_counted_and_bounded():
     assert [one.num_bytes for one in found] == [4096, 8 + 512, 30, 7]
     assert [one.kind for one in found] == ["all-reduce", "all-gather", "collective-permute", "all-gather"]
     assert found[1].shapes == ((2,), (128,))
-    bound = dataclasses.replace(LIMITED, max_collective_bytes=4096)
-    assert worker.faults(bound, PASSED, ["k"], 4096) == []
-    assert worker.faults(bound, PASSED, ["k"], 4097) == ["4097 bytes of collectives, allowed are 4096"]
+    bound = dataclasses.replace(LIMITED, max_collective_bytes=4096, max_collectives=1)
+    assert worker.faults(bound, PASSED, ["k"], found[:1]) == []
+    several = ["4103 bytes of collectives, allowed are 4096", "2 collectives, allowed are 1"]
+    assert worker.faults(bound, PASSED, ["k"], [found[0], found[3]]) == several
 
 
 def test_arrays_that_a_tpu_brings_into_vmem_are_found():

@@ -81,7 +81,7 @@ class _Steps:
         place_BT = jnp.concatenate([self.place_BT, own_BW], axis=1)
         kv = TreeKV(
             self.pages, self.rows.table_BM, self.entries_B, mask, self.geo.num_pages, prior=self.kv_LBTGc,
-            place_BT=place_BT, kernels=self.geo.kernels,
+            place_BT=place_BT, kernels=self.geo.kernels, whole=self.geo.whole_drafter,
         )  # fmt: skip
         position = jnp.broadcast_to((self.rows.length_B + depth - self.core.offset)[:, None], (b, w))
         self.hidden_BWE = self.core.forward(self.net, frontier.tokens_BW, feature, position, kv.attend)

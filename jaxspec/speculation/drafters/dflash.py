@@ -124,7 +124,7 @@ class BlockDrafter(Trained):
             return attend_paged(
                 q, draft.pages, rows.table_BM + layer * geo.num_pages, rows.length_B, k, v,
                 jnp.broadcast_to(mask_1NN, (b, *mask_1NN.shape[1:])), options, offset_BN=offset_BN,
-                kernels=geo.kernels,
+                kernels=geo.kernels, whole=geo.whole_drafter,
             )  # fmt: skip
 
         return net.predicting(net(net.block(rows.root_B), rows.length_B[:, None] + offset_N[None, :], attend))
@@ -137,5 +137,9 @@ class BlockDrafter(Trained):
     ) -> ContextCache:
         # Whatever reads the pool in a round comes before the states that are written: they are of the drafted tokens.
         ready_B = jnp.ones(real_BN.shape[:1], bool)
-        pages = commit(draft.pages, kv_LBNGc, rows.table_BM, position_BN, real_BN, self.geo.num_pages, ready_B=ready_B)
+        geo, table_BM = self.geo, rows.table_BM
+        pages = commit(
+            draft.pages, kv_LBNGc, table_BM, position_BN, real_BN, geo.num_pages, ready_B=ready_B,
+            whole=geo.whole_drafter,
+        )  # fmt: skip
         return ContextCache(pages)

@@ -237,6 +237,7 @@ class CachedText:
         kv = TreeKV(
             draft.pages, rows.table_BM, length_B, mask, self.geo.num_pages,
             place_BT=jnp.maximum(index_BN - first_B[:, None], 0), kernels=self.geo.kernels,
+            whole=self.geo.whole_drafter,
         )  # fmt: skip
         position_BN = jnp.maximum(index_BN - self.core.offset, 0)
         attend = kv.attend
@@ -261,7 +262,9 @@ class CachedText:
           draft: the cache that they were consumed on.
           ready_B: see jaxspec.cache.commit.
         """
+        geo = self.geo
         pages = commit(
-            draft.pages, done.kv_LBNGc, rows.table_BM, done.place_BN, done.real_BN, self.geo.num_pages, ready_B=ready_B
-        )
+            draft.pages, done.kv_LBNGc, rows.table_BM, done.place_BN, done.real_BN, geo.num_pages, ready_B=ready_B,
+            whole=geo.whole_drafter,
+        )  # fmt: skip
         return dataclasses.replace(done.cache, pages=pages)
