@@ -78,3 +78,19 @@ def test_answers_come_whole_and_nobody_waits_for_them(monkeypatch: pytest.Monkey
         theirs[1].close()
         with pytest.raises(HostLostError, match="process 2 of 3, .* its connection ended"):
             leader.answers()
+
+
+def test_a_server_ends_though_a_collective_hangs(monkeypatch: pytest.MonkeyPatch):
+    """As NCCL's may when a peer is gone: nothing that ends the process waits for what the devices compute."""
+    ended = threading.Event()
+    monkeypatch.setattr(hosts, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(hosts, "_end", ended.set)
+    monkeypatch.setattr(hosts.jax, "process_count", lambda: 2)
+    for joined in (None, hosts.Place("127.0.0.1:1", 2, 0)):
+        monkeypatch.setattr(hosts, "_joined", joined)
+        ours, theirs = socket.socketpair()
+        with ours:
+            host = Hosts({}, {1: ours})
+            theirs.close()  # a killed process; this one's thread would hang in a collective
+            assert ended.wait(None if joined else 0.3) == bool(joined), "who calls an LLM keeps the process"
+            assert "process 1 of 2" in str(host.lost)
