@@ -22,6 +22,7 @@ class Bucket:
         it had held for long, so that texts or load must have changed.
       lost: rounds' worth of goodput that staying with it is believed to have lost so far.
       unrest: how often the arm was changed of late: the more, the more must be lost before the next time.
+      shown: requests in rounds that drafted, since acceptance was last seen to change.
       credit: seconds that probing may cost now. timed: whether a round's seconds are known.
       interval: rounds to wait between probes of acceptance, as long as they lose.
       pause: rounds to wait between looks at costs that are worth a round; less for those that are worth more.
@@ -40,6 +41,7 @@ class Bucket:
     turns: float = 0.0
     lost: float = 0.0
     unrest: float = 0.0
+    shown: int = 0
     credit: float = 0.0
     timed: bool = False
     interval: float = 0.0

@@ -26,9 +26,6 @@ from jaxspec.tier import PLAIN, Choice, Tier
 
 #: Rounds to wait for a probe's result before it is given up (an aborted round reports nothing).
 _PROBE_PATIENCE = 8
-#: Rounds of one request after which drafts that were given up are looked at for the first time: it may have been bad
-#: luck. Several requests, up to so many, have shown more, and where texts were not seen to change they may rest longer.
-_REGRET, _REGRETS, _TURNING = 8.0, 16, 0.5
 #: Most rounds between probes, and between looks at costs, that a policy begins with which recalls what was learnt.
 _PAUSE = 100.0
 #: Gap in log goodput within which the first arm is the cheapest one that drafts.
@@ -128,7 +125,7 @@ class GoodputPolicy:
             return steady.choice
         costs = self._cost.logs(bucket, view.context_tokens)
         scores, tokens = self._worth.scores(bucket, costs, state.current)
-        current = self._settled_on(state, view, scores, costs)
+        current = self._settled_on(state, view, scores, costs, tokens)
         if state.looks and state.probe is not None:
             state.looks, state.awaited = state.looks - 1, state.awaited + 1
             return self._run(state, state.probe, bucket)
@@ -209,6 +206,7 @@ class GoodputPolicy:
         if depth == 0:
             self._acceptance.age(stats.batch_size * rounds)
         elif stats.tokens is None:
+            self._buckets[bucket].shown += len(stats.num_accepted)
             if self._acceptance.observe(stats):
                 self._forget()
         elif drafts is not None:
@@ -230,6 +228,8 @@ class GoodputPolicy:
         self._yields.forget()
         for rows in self._rows.values():
             rows.forget()
+        for state in self._buckets.values():
+            state.shown = 0
 
     def learn(self, tier: Tier, bucket: int, seconds: float, tokens: int | None = None) -> None:
         """Takes a measured cost; the round may be chosen in that bucket from now on."""
@@ -279,7 +279,9 @@ class GoodputPolicy:
         """Seconds that a round is expected to take now: the cost table, as measured rounds corrected it."""
         return self._cost.seconds(tier, bucket, tokens)
 
-    def _settled_on(self, state: Bucket, view: BatchView, scores: Sequence[float], costs: Sequence[float]) -> int:
+    def _settled_on(
+        self, state: Bucket, view: BatchView, scores: Sequence[float], costs: Sequence[float], tokens: Sequence[float]
+    ) -> int:
         """The arm to run when nothing is probed."""
         bucket = view.bucket
         best = max(state.candidates, key=scores.__getitem__)
@@ -299,9 +301,9 @@ class GoodputPolicy:
                 if self._arms[best].tier.depth == 0 or self._arms[state.current].tier.depth == 0:
                     state.turns += state.rounds - state.began > _HELD
                     state.began = state.rounds
-                state.current, state.lost, state.unrest, state.wins = best, 0.0, state.unrest + 1, 0
-                regret = _REGRET * (min(view.batch_size, _REGRETS) if state.turns < _TURNING else 1)
+                regret = self._probes.regret(state, view, gap, costs, tokens)
                 state.interval = min(state.interval, HASTE) if best else regret
+                state.current, state.lost, state.unrest, state.wins = best, 0.0, state.unrest + 1, 0
         state.unrest *= _REST
         state.turns *= _SETTLES
         return state.current

@@ -41,6 +41,10 @@ _STATIONARY = 0.5
 HASTE = 30.0
 #: Probes that win where nothing drafts come again at once, as long as no more than this many have changed nothing.
 _STREAK = 4
+#: Rounds of one request after which drafts that were given up are looked at for the first time: it may have been bad
+#: luck. Several requests, up to so many, have shown more, where texts were not seen to change; and that it was no luck
+#: is sure from so many standard deviations.
+_REGRET, _REGRETS, _TURNING, _SURE = 8.0, 16, 0.5, 2.5
 #: Part of its pause after which a look may be so urgent.
 _URGENT = 20
 #: Gap in log goodput for which nothing is changed.
@@ -204,6 +208,27 @@ class Probes:
         state.probe, state.looks, state.charge = probe, rounds - 1, charge
         state.credit -= rounds * charge + first
         return True
+
+    def regret(
+        self, state: Bucket, view: BatchView, gap: float, costs: Sequence[float], tokens: Sequence[float]
+    ) -> float:
+        """Rounds until drafts that are given up now are looked at again.
+
+        Args:
+          gap: by how much plain decoding is better, in log goodput.
+        """
+        current = state.current
+        assert current is not None
+        if state.turns >= _TURNING:
+            return _REGRET
+        soon = _REGRET * min(view.batch_size, _REGRETS)
+        # Accepted lengths differ by about one from request to request.
+        if not self._params.probe_share or gap * tokens[current] * math.sqrt(state.shown) < _SURE:
+            return soon
+        takes = _charge(costs[current], costs[0]) / math.exp(costs[0])
+        if self._takes_in[current]:
+            takes += self._entry.plain_rounds(view.bucket)[0]
+        return max(soon, min(_CALM * _QUIET, takes / (self._params.probe_share * (_STATIONARY + state.turns))))
 
     def settle(self, state: Bucket, stats: RoundStats, arm: int) -> None:
         """Charges what a round of the awaited probe really lost, and sets the wait until the next one."""

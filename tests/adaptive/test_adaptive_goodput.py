@@ -194,11 +194,19 @@ DEAR = {4: [1.0, math.inf, 2.18, math.inf, 3.2], 16: [1.0, math.inf, 2.16, math.
 CATCHING_UP, PROSE = {4: 1.03, 16: 1.28}, [0.47, 0.53, 0.55, 0.5]
 
 
-@pytest.mark.parametrize("batch", [4, 16])
-def test_what_never_pays_is_found_out_cheaply(batch):
+@pytest.mark.parametrize(("batch", "most_short", "most_long"), [(4, 0.037, 0.018), (16, 0.025, 0.014)])
+def test_what_never_pays_is_found_out_cheaply(batch, most_short, most_long):
     """Regret was 5.2 and 4.2% over 130 rounds, 2.5 and 2.0% over 500: the first draft after plain rounds, with the pass
-    before it that no table has, was never timed, so one look followed another, and what each cost was not known."""
-    steady: Callable[[random.Random, Tier], float] = lambda chance, tier: chance.lognormvariate(0, 0.04)
+    before it that no table has, was never timed, so one look followed another, and what each cost was not known. It was
+    12 and 12%, 5 and 9%, where plain rounds right after drafts seem 1.4 times as long, as on two cores.
+    """
+    latest = [PLAIN]
+
+    def steady(chance: random.Random, tier: Tier) -> float:
+        after = 1.4 if tier == PLAIN and latest[0] != PLAIN else 1.0
+        latest[0] = tier
+        return after * chance.lognormvariate(0, 0.04)
+
     cost = CostTable({(Tier(d), b): s for b, row in DEAR.items() for d, s in enumerate(row) if s < math.inf})
     phases, short, long = [(PROSE, batch, 130), (PROSE, batch, 370)], [], []
     for seed in range(12):
@@ -206,8 +214,8 @@ def test_what_never_pays_is_found_out_cheaply(batch):
         first, second = simulate(policy, phases, seed, DEAR, timed=steady, entry=CATCHING_UP[batch])
         short.append(first.regret)
         long.append((130 * first.regret + 370 * second.regret) / 500)
-    assert statistics.mean(short) <= 0.035
-    assert statistics.mean(long) <= 0.015
+    assert statistics.mean(short) <= most_short
+    assert statistics.mean(long) <= most_long
 
 
 # ------------------------------------------------------------------ reaction
