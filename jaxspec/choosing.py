@@ -16,7 +16,7 @@ from jaxspec.defaults import candidate_budgets, candidate_steps
 from jaxspec.drafters import registry
 from jaxspec.tier import Tier
 
-#: Context tokens of a row for which a profile is looked up: what `measure` times at.
+#: Context tokens of a row for which a profile is looked up.
 _USUAL_CONTEXT = 256
 #: How much deeper than its others a hybrid's tier is that only looks up.
 _LOOKUP = 2

@@ -289,11 +289,12 @@ def _survival(found: drive.Run, depth: int) -> dict[str, list[float]]:
 
 def _write(args: argparse.Namespace, engine: Engine, device: str, blocks: list[Any], different: int) -> None:
     assert engine.cost is not None
+    context = round(engine.cost.context)
     points = {
-        (tier.depth, bucket, bucket * tier.num_nodes, 256): engine.cost.seconds(tier, bucket)
+        (tier.depth, bucket, bucket * tier.num_nodes, context): engine.cost.seconds(tier, bucket)
         for tier, bucket in engine.cost if tier.is_chain
     }  # fmt: skip
-    measured = costs.Measured(f"measured: {device}, {args.model}, context 256", points)
+    measured = costs.Measured(f"measured: {device}, {args.model}, context {context}", points)
     report = {
         "simulated": False,
         "profile": breakeven.curves(measured, measured.deepest or 1).to_dict(),
