@@ -1,11 +1,11 @@
 """Products of few rows by packed weights of 8 or 4 bits, on Mosaic GPU: `gpu`'s four kernels over `packed.Packed`.
 
-A program makes 32 columns of the result, or 32 pairs of columns (gate and up, the halves of a head). Its several
-warpgroups take turns at the blocks of 128 inputs, each with a ring of its own, expand a block in registers (`unpack`)
-and multiply it by the rows. wgmma's first operand has 64 rows: the two columns of each pair; or 32 columns twice, from
-the first half of the inputs and from the second, which then have the rows of both halves beside each other as the
-second operand. A block's sums are scaled and added in float32, a warpgroup's blocks in their order, then the
-warpgroups', then the halves: the same whatever the number of rows.
+A tile is 32 columns of the result, or 32 pairs of columns (gate and up, the halves of a head). Where tiles are many a
+warpgroup has one; where they are few four warpgroups share one, and take turns at the blocks of 128 inputs. Each has a
+ring of its own, expands a block in registers and multiplies it by the rows (`unpack`): two of its warps one column of
+each pair, the others the other; or all the same 32 columns, two of them the even blocks of inputs and two the odd ones.
+A block's sums are scaled and added in float32, a warpgroup's blocks in their order, then the warpgroups', then even and
+odd: the same whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ from pallas_kernels.small_batch.reference import Stream
 
 Kind = Literal["project", "logits", "heads", "swiglu", "add"]
 
-#: Columns, or pairs of columns, of a program.
+#: Columns, or pairs of columns, of a tile.
 COLUMNS = 32
-_ROOM = 6144
 _MAX_STAGES = 8
-_UNIT = 2
+#: Rows that are served, and bytes of shared memory that small arrays take.
+_MOST_ROWS, _MARGIN = 32, 8192
+#: Blocks of a step.
+_DEPTHS = 1, 2, 4
 
 
 def _half(vector: int) -> Any:
-    """[32, rows] over a warpgroup, as wgmma's sums but for half of their rows, in vectors of 1 or 2 along them."""
+    """[32, rows] over a warpgroup, as `SUMS` but for half of their rows, in vectors of 1 or 2 along them."""
     tiling = plgpu.Tiling(((COLUMNS, 8), (8, 8), (2,), (1,))[: 4 if vector == 1 else 3])
     shift = 1 if vector == 1 else 0
     return plgpu.Layout.TILED(tiling, warp_dims=(-5 - shift,), lane_dims=(-3 - shift, -2 - shift), vector_dim=-1)
@@ -80,53 +82,90 @@ class _Kernel:
         return round_up(self.shape[0], 8)
 
     @property
-    def wide(self) -> int:
-        """Rows of wgmma's second operand."""
-        return self.rows * (1 if self.pairs else 2)
+    def parts(self) -> int:
+        """Stretches of columns of a program."""
+        return 2 if self.pairs else 1
+
+    @property
+    def inputs(self) -> int:
+        """Of a step."""
+        return self.depth * BLOCK * (2 // self.parts)
+
+    @property
+    def tiles(self) -> int:
+        """Of a program: warpgroups have one each where columns are many, and share one where they are few.
+
+        Fewer than warpgroups where tables of wide models leave too little for the most rows: a tile's order of sums
+        must not depend on how many there are.
+        """
+        if self.kind not in ("swiglu", "logits"):
+            return 1
+        count, rows = self.columns // (COLUMNS * self.parts), _MOST_ROWS
+        ring = self.teams * (unpack.ROWS * unpack.row_bytes(self.dtype) + rows * BLOCK * 4 // self.parts)
+        each = 4 * (self.parts * self.groups * COLUMNS + rows * (unpack.ROWS + COLUMNS))
+        left = mosaic.SHARED - _MARGIN - ring - 4 * rows * self.squares
+        return max((n for n in (1, 2, 4) if math.gcd(self.teams, count) % n == 0 and n * each <= left), default=1)
 
     @property
     def programs(self) -> int:
-        return self.columns // (COLUMNS * (2 if self.pairs else 1))
+        return self.columns // (COLUMNS * self.parts * self.tiles)
 
     @property
     def blocks(self) -> int:
-        """Of inputs, that each half of wgmma's rows has; of all warpgroups together."""
-        return self.shape[1] // (BLOCK * (1 if self.pairs else 2))
+        """Of inputs, that two of a warpgroup's warps have; of all warpgroups of a tile together."""
+        return self.shape[1] * self.parts // (BLOCK * 2)
 
     @property
     def teams(self) -> int:
-        """Warpgroups. Columns that are many have two programs on a multiprocessor, which hide each other's ends."""
-        return 2 if self.several else 4
+        """Warpgroups. The output layer has two programs on a multiprocessor, which hide each other's ends."""
+        return 2 if self.kind == "logits" else 4
 
     @property
-    def several(self) -> bool:
-        return self.kind in ("swiglu", "logits")
+    def split(self) -> int:
+        """Warpgroups of a tile, which take turns at its inputs."""
+        return self.teams // self.tiles
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one row, which lies in shared memory whole."""
+        return self.shape[0] == 1
 
     @property
     def unit(self) -> int:
-        """Blocks that a warpgroup takes at its turn, of this shape whatever the rows."""
-        return math.gcd(_UNIT, self.blocks)
+        """Blocks that a warpgroup takes at its turn, of this shape whatever the rows; all have as many turns."""
+        return max((n for n in _DEPTHS if self.blocks % (n * self.split) == 0), default=1)
 
     @property
     def depth(self) -> int:
         """Blocks of a step."""
-        return self.unit if 2 * self.stage(self.unit) * self.teams <= self.budget else 1
+        fits = [n for n in _DEPTHS if self.unit % n == 0 and 2 * self.stage(n) * self.teams <= self.budget]
+        return max(fits, default=1)
 
     def stage(self, depth: int) -> int:
         """Bytes of a step."""
-        return depth * (unpack.ROWS * unpack.row_bytes(self.dtype) + self.wide * BLOCK * 2)
+        rows = 0 if self.alone else self.rows * BLOCK * 4 // self.parts
+        return depth * (unpack.ROWS * unpack.row_bytes(self.dtype) + rows)
 
-    @property
+    @functools.cached_property
     def budget(self) -> int:
         """Bytes of shared memory for the rings."""
-        tables = 4 * self.rows * (self.squares + unpack.ROWS * (self.teams // 2 + 2))
-        tables += 0 if self.groups == 1 else 8 * COLUMNS * self.groups
-        return mosaic.SHARED // (2 if self.several else 1) - _ROOM - tables
+        share = 2 if self.kind == "logits" and self.rows == 8 else 1
+        return mosaic.room(self.beside(jnp.bfloat16), share)
 
     @property
     def stages(self) -> int:
-        steps = -(-self.blocks // (self.teams * self.depth))
+        steps = -(-self.blocks // (self.split * self.depth))
         return max(1, min(_MAX_STAGES, self.budget // (self.stage(self.depth) * self.teams), steps))
+
+    @property
+    def slots(self) -> int:
+        """Of sums: half of a tile's warpgroups leave theirs to the other half."""
+        return self.tiles * max(1, self.split // 2)
+
+    @property
+    def sharers(self) -> int:
+        """Warpgroups that add up the squares of a norm before."""
+        return math.gcd(self.teams, self.squares)
 
     @property
     def layout(self) -> Any:
@@ -135,165 +174,186 @@ class _Kernel:
 
     def scratch(self, rows_dtype: Any) -> dict[str, Any]:
         """Shared memory and barriers, by name."""
-        slots, depth, dtype = self.teams * self.stages, self.depth * BLOCK, jnp.dtype(self.dtype)
-        swizzle = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-        out: dict[str, Any] = {
-            "x": plgpu.SMEM((slots, self.wide, depth), rows_dtype, transforms=swizzle),
-            "w": plgpu.SMEM((slots, 2, COLUMNS, depth), dtype, transforms=unpack.transforms(dtype)),
-            "full": plgpu.Barrier(num_barriers=slots, num_arrivals=3 if self.pairs else 4),
-            "sums": plgpu.SMEM((self.teams // 2, unpack.ROWS, self.rows), F32),
-            "half": plgpu.Barrier(num_barriers=1, num_arrivals=self.teams // 2),
-            "summed": plgpu.Barrier(num_barriers=1, num_arrivals=self.teams // 2),
-            "scale": plgpu.SMEM((2, self.groups if self.pairs else -(-self.groups // 2), COLUMNS), F32),
+        ring, dtype = self.teams * self.stages, jnp.dtype(self.dtype)
+        x = plgpu.SMEM((ring, self.rows, self.inputs), rows_dtype, transforms=unpack.rows_transforms())
+        return {
+            **({} if self.alone else {"x": x}),
+            "w": plgpu.SMEM((ring, self.parts, COLUMNS, self.inputs), dtype, transforms=unpack.transforms(dtype)),
+            "full": plgpu.Barrier(num_barriers=ring, num_arrivals=1 if self.alone else 2),
+            **self.beside(rows_dtype),
         }
-        beside = 2
+
+    def beside(self, rows_dtype: Any) -> dict[str, Any]:
+        """What is there besides the rings."""
+        tiles = self.tiles
+        out: dict[str, Any] = {
+            "sums": plgpu.SMEM((self.slots, unpack.ROWS, self.rows), F32),
+            "scale": plgpu.SMEM((tiles, self.parts, self.groups, COLUMNS), F32),
+        }
+        if self.split > 1:
+            out |= {
+                name: plgpu.Barrier(num_barriers=tiles, num_arrivals=self.split // 2) for name in ("half", "summed")
+            }
+        if self.alone:
+            out["x"] = plgpu.SMEM((self.shape[1] // BLOCK, BLOCK), rows_dtype)
+            out["there"] = plgpu.Barrier(num_barriers=1, num_arrivals=1)
+        tables = self.parts
         if self.eps is not None:
             out["squares"] = plgpu.SMEM((self.squares, self.rows), F32)
-            beside += 1
+            out["normed"] = plgpu.Barrier(num_barriers=1, num_arrivals=1)
+            out["shares"] = plgpu.SMEM((self.sharers, self.rows), F32)
+            out["added"] = plgpu.Barrier(num_barriers=1, num_arrivals=self.sharers)
         if self.kind == "heads":
             out["cos"], out["sin"] = (plgpu.SMEM((COLUMNS, self.rows), F32) for _ in range(2))
-            beside += 2
+            tables += 2
         if self.kind == "add":
             out["h"], out["total"] = plgpu.SMEM((self.rows, COLUMNS), rows_dtype), plgpu.SMEM((self.rows,), F32)
-            beside += 1
-        out["ready"] = plgpu.Barrier(num_barriers=1, num_arrivals=beside)
-        out["out"] = plgpu.SMEM((2 if self.kind == "heads" else 1, self.rows, COLUMNS), self.out_dtype(rows_dtype))
+            tables += 1
+        out["ready"] = plgpu.Barrier(num_barriers=tiles, num_arrivals=tables)
+        results = 2 if self.kind == "heads" else 1
+        out["out"] = plgpu.SMEM((tiles, results, self.rows, COLUMNS), self.out_dtype(rows_dtype))
         return out
 
     def out_dtype(self, rows_dtype: Any) -> Any:
         return F32 if self.kind == "logits" else rows_dtype
 
-    def begins(self, tile: Any) -> tuple[Any, Any]:
-        """The two stretches of 32 columns that a program's tile of 64 rows has, the same one twice for halves."""
+    def begins(self, tile: Any) -> tuple[Any, ...]:
+        """The stretches of 32 columns that a program has."""
         if self.kind == "swiglu":
             return tile * COLUMNS, self.columns // 2 + tile * COLUMNS
         if self.kind == "heads":
             begin = (tile // 2) * 4 * COLUMNS + lax.rem(tile, 2) * COLUMNS
             return begin, begin + 2 * COLUMNS
-        return tile * COLUMNS, tile * COLUMNS
+        return (tile * COLUMNS,)
+
+    def own(self, tile: Any) -> tuple[Any, Any]:
+        """The same as slices of the first axes of `viewed`."""
+        if self.kind == "heads":
+            return pl.ds((tile // 2) * 2, 2), pl.ds(lax.rem(tile, 2) * COLUMNS, COLUMNS)
+        return pl.ds(tile * 0, self.parts), pl.ds(tile * COLUMNS, COLUMNS)
+
+    def viewed(self, values_NK: jax.Array) -> jax.Array:
+        """Weights such that one copy brings a program's columns."""
+        n, k = values_NK.shape
+        return values_NK.reshape(n // (2 * COLUMNS) if self.kind == "heads" else self.parts, -1, k)
 
     def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
         """A warpgroup of a program."""
-        tile, team = lax.axis_index("program"), lax.axis_index("team")
-        x_MK, w_NK, scale_GN, *beside = ins
+        team, program = lax.axis_index("team"), lax.axis_index("program")
+        own, turn_of = team // self.split, lax.rem(team, self.split)  # which tile of the program's, and of its team
+        tile = program * self.tiles + own
+        x_MK, w_ABK, scale_GN, *beside = ins
         gain = None
-        begins = self.begins(tile)
-        rows = mosaic.all_rows(tile, self.shape[0], self.rows)
-        behind = 0 if self.pairs else self.blocks  # blocks between the two halves of the inputs
+        rows = mosaic.all_rows(program, self.shape[0], self.rows)
         depth, units = self.depth, self.blocks // self.unit
-        mine = (units - team + self.teams - 1) // self.teams * (self.unit // depth)
+        mine = (units - turn_of + self.split - 1) // self.split * (self.unit // depth)
 
         def first(turn: Any) -> Any:
             """The block that a turn begins with."""
             per = self.unit // depth
-            return ((turn // per) * self.teams + team) * self.unit + lax.rem(turn, per) * depth
+            return ((turn // per) * self.split + turn_of) * self.unit + lax.rem(turn, per) * depth
 
-        def copy_weights(turn: Any, slot: Any) -> None:
-            for part, begin in enumerate(begins):
-                inputs = pl.ds((first(turn) + part * behind) * BLOCK, depth * BLOCK)
-                source = w_NK.at[pl.ds(begin, COLUMNS), inputs]
-                plgpu.copy_gmem_to_smem(source, shared["w"].at[slot, part], shared["full"].at[slot])
+        def inputs(turn: Any) -> Any:
+            return pl.ds(first(turn) * (2 // self.parts) * BLOCK, self.inputs)
 
-        def copy_rows(turn: Any, slot: Any) -> None:
-            for part in range(1 if self.pairs else 2):
-                source = x_MK.at[rows, pl.ds((first(turn) + part * behind) * BLOCK, depth * BLOCK)]
-                target = shared["x"].at[slot, pl.ds(part * self.rows, self.rows)]
-                plgpu.copy_gmem_to_smem(source, target, shared["full"].at[slot])
+        def copy(turn: Any, slot: Any) -> None:
+            """Of a turn; what lies in the second-level cache first."""
+            full = shared["full"].at[slot]
+            if not self.alone:
+                plgpu.copy_gmem_to_smem(x_MK.at[rows, inputs(turn)], shared["x"].at[slot], full)
+            plgpu.copy_gmem_to_smem(w_ABK.at[*self.own(tile), inputs(turn)], shared["w"].at[slot], full)
 
         # Tables first, and rows before their weights: copies come in the order in which they were asked for, and no
         # step should wait until the whole ring is full.
+        norm, beside = (None, beside) if self.eps is None else (beside[0], beside[1:])
+
         @pl.when(team == 0)
         def _() -> None:
-            self.copy_tables(tile, begins, scale_GN, beside, rows, shared)
+            if self.alone:
+                plgpu.copy_gmem_to_smem(x_MK, shared["x"], shared["there"].at[0])
+            if norm is not None:
+                plgpu.copy_gmem_to_smem(norm, shared["squares"], shared["normed"].at[0])
+
+        @pl.when(turn_of == 0)
+        def _() -> None:
+            self.copy_tables(tile, own, scale_GN, beside, rows, shared)
 
         for turn in range(self.stages):
 
             @pl.when(turn < mine)
             def _(turn: int = turn) -> None:
-                copy_rows(jnp.int32(turn), team * self.stages + turn)
-                copy_weights(jnp.int32(turn), team * self.stages + turn)
+                copy(jnp.int32(turn), team * self.stages + turn)
 
-        plgpu.barrier_wait(shared["ready"].at[0])
-        inverse = None
-        if self.eps is not None:
-            inverse = mosaic.inverse_rms(shared["squares"], self.shape[1], self.eps, _HALF.reduce(0))
+        plgpu.barrier_wait(shared["ready"].at[own])
+        if self.alone:
+            plgpu.barrier_wait(shared["there"].at[0])
+        if self.eps is not None:  # each warpgroup a share: all of them, read by all, would keep shared memory busy
+
+            @pl.when(team < self.sharers)
+            def _() -> None:
+                plgpu.barrier_wait(shared["normed"].at[0])
+                count = self.squares // self.sharers
+                share = mosaic.summed_tiles(shared["squares"], team * count, count, _HALF.reduce(0))
+                shared["shares"].at[team][...] = share
+                plgpu.barrier_arrive(shared["added"].at[0])
+
         if self.kind == "add":  # too few bytes for the copy engine
-            gain = load(beside[-1].at[pl.ds(begins[0], COLUMNS)], _HALF.reduce(1)).astype(F32)
+            gain = load(beside[-1].at[pl.ds(tile * COLUMNS, COLUMNS)], _HALF.reduce(1)).astype(F32)
 
         def step(turn: Any, total: jax.Array) -> jax.Array:
             slot = team * self.stages + lax.rem(turn, self.stages)
             plgpu.barrier_wait(shared["full"].at[slot])
-            found = self.multiply(shared["w"].at[slot], shared["x"].at[slot])
+            x, begin = (shared["x"], first(turn)) if self.alone else (shared["x"].at[slot], None)
+            found = unpack.products(shared["w"].at[slot], x, self.dtype, self.depth, self.rows, begin, self.interpret)
             for block, sums in enumerate(found):
                 if self.groups > 1:
-                    at = first(turn) + block
-                    scale = unpack.row_scales(shared["scale"], (at, at), self.interpret)
-                    scale = lax.broadcast_in_dim(scale, (unpack.ROWS, self.wide), (0,))
+                    scale = unpack.row_scales(shared["scale"].at[own], first(turn) + block, self.interpret)
+                    scale = lax.broadcast_in_dim(scale, (unpack.ROWS, self.rows), (0,))
                     sums = unpack.times(sums, scale, SUMS, self.interpret)
                 total = total + sums
 
             @pl.when(turn + self.stages < mine)
             def _() -> None:
-                copy_rows(turn + self.stages, slot)
-                copy_weights(turn + self.stages, slot)
+                copy(turn + self.stages, slot)
 
             return total
 
-        start = plgpu.layout_cast(jnp.zeros((unpack.ROWS, self.wide), F32), SUMS)
+        start = plgpu.layout_cast(jnp.zeros((unpack.ROWS, self.rows), F32), SUMS)
         total = lax.fori_loop(0, mine, step, start)
-        if not self.pairs:  # of the first half's columns the first rows, of the second's the second
-            low = plgpu.broadcasted_iota(jnp.int32, (unpack.ROWS, self.rows), 0, layout=SUMS) < COLUMNS
-            total = jnp.where(low, total[:, : self.rows], total[:, self.rows :])
-        # Half of the warpgroups leave their sums to the others, which add their own.
-        others = self.teams // 2
+        if self.split == 1:
+            shared["sums"].at[own][...] = total
+            self.finish(tile, own, outs, shared, gain, x_MK.dtype)
+            return
+        # Half of a tile's warpgroups leave their sums to the others, which add their own.
+        others = self.split // 2
 
-        @pl.when(team >= others)
+        @pl.when(turn_of >= others)
         def _() -> None:
-            shared["sums"].at[team - others][...] = total
-            plgpu.barrier_arrive(shared["half"].at[0])
+            shared["sums"].at[own * others + turn_of - others][...] = total
+            plgpu.barrier_arrive(shared["half"].at[own])
 
-        @pl.when(team < others)
+        @pl.when(turn_of < others)
         def _() -> None:
-            plgpu.barrier_wait(shared["half"].at[0])
-            mine = shared["sums"].at[team]
+            plgpu.barrier_wait(shared["half"].at[own])
+            mine = shared["sums"].at[own * others + turn_of]
             mine[...] = total + load(mine, SUMS)
-            plgpu.barrier_arrive(shared["summed"].at[0])
+            plgpu.barrier_arrive(shared["summed"].at[own])
 
-        @pl.when(team == 0)
+        @pl.when(turn_of == 0)
         def _() -> None:
-            plgpu.barrier_wait(shared["summed"].at[0])
-            self.finish(tile, outs, shared, inverse, gain, x_MK.dtype)
+            plgpu.barrier_wait(shared["summed"].at[own])
+            self.finish(tile, own, outs, shared, gain, x_MK.dtype)
 
-    def multiply(self, tile: Any, x: Any) -> list[jax.Array]:
-        """Each block's sums [64, rows] of a step."""
-        blocks = range(self.depth)
-        if self.interpret:
-            found, rows = [unpack.unpack(tile, self.dtype, i, True) for i in blocks], x[...].astype(F32)
-            pieces = [rows[:, i * BLOCK : (i + 1) * BLOCK] for i in blocks]
-            product = lambda w, x: lax.dot_general(w.astype(F32), x, (((1,), (1,)), ((), ())))
-            return [product(w, x) for w, x in zip(found, pieces, strict=True)]
-
-        def run(*sums: Any) -> list[jax.Array]:
-            for i in blocks:
-                weights = unpack.unpack(tile, self.dtype, i, False)
-                plgpu.wgmma(sums[i], weights, flipped(x.at[:, pl.ds(i * BLOCK, BLOCK)]))
-            return [total[...] for total in sums]
-
-        return pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((unpack.ROWS, self.wide), F32)] * self.depth)
-
-    def copy_tables(self, tile: Any, begins: Any, scale_GN: Any, beside: Any, rows: Any, shared: Any) -> None:
-        """What the end needs, besides the sums."""
-        bring = lambda source, target: plgpu.copy_gmem_to_smem(source, target, shared["ready"].at[0])
-        own = pl.ds(begins[0], COLUMNS)
-        count = shared["scale"].shape[1]
-        for part in range(2):
-            at = 0 if self.pairs or self.groups == 1 else part * count
-            bring(scale_GN.at[pl.ds(at, count), pl.ds(begins[part], COLUMNS)], shared["scale"].at[part])
-        names = [name for name in ("squares", "cos", "sin", "h") if name in shared]
+    def copy_tables(self, tile: Any, own: Any, scale_GN: Any, beside: Any, rows: Any, shared: Any) -> None:
+        """What a tile needs, besides weights and rows."""
+        bring = lambda source, target: plgpu.copy_gmem_to_smem(source, target, shared["ready"].at[own])
+        for part, begin in enumerate(self.begins(tile)):
+            bring(scale_GN.at[:, pl.ds(begin, COLUMNS)], shared["scale"].at[own, part])
+        names = [name for name in ("cos", "sin", "h") if name in shared]
         for name, ref in zip(names, beside, strict=False):
             if name == "h":
-                ref = ref.at[rows, own]
-            elif name in ("cos", "sin"):
+                ref = ref.at[rows, pl.ds(tile * COLUMNS, COLUMNS)]
+            else:
                 ref = ref.at[pl.ds(lax.rem(tile, 2) * COLUMNS, COLUMNS)]
             bring(ref, shared[name])
 
@@ -303,25 +363,28 @@ class _Kernel:
     def along_columns(self, v: jax.Array) -> jax.Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(v, (COLUMNS, self.rows), (0,)), self.layout)
 
-    def finish(self, tile: Any, outs: Sequence[Any], shared: Any, inverse: Any, gain: Any, dtype: Any) -> None:
-        """From the warpgroups' sums to the results."""
+    def finish(self, tile: Any, own: Any, outs: Sequence[Any], shared: Any, gain: Any, dtype: Any) -> None:
+        """From the sums of a tile's warpgroups to the results; `own` is the number of the tile in its program."""
         parts = []
         for part in range(2):
-            own = pl.ds(part * COLUMNS, COLUMNS)
-            total = load(shared["sums"].at[0, own], self.layout)
-            for team in range(1, self.teams // 2):
-                total = total + load(shared["sums"].at[team, own], self.layout)
+            columns, slots = pl.ds(part * COLUMNS, COLUMNS), self.slots // self.tiles
+            total = load(shared["sums"].at[own * slots, columns], self.layout)
+            for slot in range(1, slots):
+                total = total + load(shared["sums"].at[own * slots + slot, columns], self.layout)
             parts.append(total)
         if not self.pairs:
             parts = [parts[0] + parts[1]]
         if self.groups == 1:
-            scales = [load(shared["scale"].at[i, 0], self.layout.reduce(1)).astype(F32) for i in range(len(parts))]
+            scales = [load(shared["scale"].at[own, i, 0], self.layout.reduce(1)) for i in range(len(parts))]
             parts = [y * self.along_columns(scale) for y, scale in zip(parts, scales, strict=True)]
-        if inverse is not None:
+        if self.eps is not None:
+            plgpu.barrier_wait(shared["added"].at[0])
+            inverse = mosaic.inverse_rms(shared["shares"], self.shape[1], self.eps, _HALF.reduce(0))
             parts = [y * self.along_rows(inverse) for y in parts]
         # As XLA does: products are rounded to the stream's dtype, and what follows is computed in float32.
         if self.kind != "logits":
             parts = [y.astype(dtype).astype(F32) for y in parts]
+        shared = shared | {"out": shared["out"].at[own]}
         if self.kind == "add":
             self._add(tile, parts[0], gain, outs, shared, dtype)
         else:
@@ -389,7 +452,9 @@ def _run(
         kind, weight.values.dtype.name, (m, k), weight.shape[1], weight.groups,
         interpret=interpret is not None, **extra,
     )  # fmt: skip
-    return mosaic.launch(kernel, tuple(outs), x, weight.values, weight.scale, *beside, interpret=interpret)
+    values = kernel.viewed(weight.values)
+    x = x.reshape(-1, BLOCK) if kernel.alone else x
+    return mosaic.launch(kernel, tuple(outs), x, values, weight.scale, *beside, interpret=interpret)
 
 
 def _normed(stream: Stream, eps: float) -> dict[str, Any]:

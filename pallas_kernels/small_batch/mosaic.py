@@ -1,8 +1,7 @@
 """What the Mosaic kernels of few rows have in common: how they lie in shared memory, walk, end and are launched.
 
 Owns no product. A kernel is a frozen record that says what it needs of shared memory and what a program does; `launch`
-makes a call of it. Programs end by asking the second-level cache for what the next launch reads first (`prefetch`):
-between two launches no program asks the memory for anything, some 3 us on an H200.
+makes a call of it.
 """
 
 from __future__ import annotations
@@ -165,17 +164,20 @@ def inverse_rms(squares: Any, width: int, eps: float, vector: Any) -> jax.Array:
     Args:
       width: features of a row. vector: a layout of [rows].
     """
-    count, rows = squares.shape
+    return lax.rsqrt(summed_tiles(squares, 0, squares.shape[0], vector) * (1.0 / width) + eps)
+
+
+def summed_tiles(tiles: Any, begin: Any, count: int, vector: Any) -> jax.Array:
+    """The sum of so many of an array's rows [tiles, rows] in shared memory, in their order."""
     several = math.gcd(count, 8)  # all at once take more registers than there are
 
     def add(i: Any, total: jax.Array) -> jax.Array:
         for t in range(several):
-            total = total + load(squares.at[i * several + t], vector)
+            total = total + load(tiles.at[begin + i * several + t], vector)
         return total
 
-    start = plgpu.layout_cast(jnp.zeros((rows,), F32), vector)
-    total = lax.fori_loop(0, count // several, add, start)
-    return lax.rsqrt(total * (1.0 / width) + eps)
+    start = plgpu.layout_cast(jnp.zeros((tiles.shape[1],), F32), vector)
+    return lax.fori_loop(0, count // several, add, start)
 
 
 def added(rows: int, dtype: Any) -> dict[str, Any]:

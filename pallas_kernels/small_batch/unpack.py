@@ -1,7 +1,8 @@
-"""From a tile of packed weights in shared memory to wgmma's first operand in registers, on Hopper.
+"""Products of a tile of packed weights in shared memory, expanded in registers, and of few rows there, on Hopper.
 
-A thread of wgmma holds, of each 16 inputs, pairs (2q, 2q + 1) and (8 + 2q, 9 + 2q) of two rows eight apart; q is the
-thread's number among the four that share a row. `packed` puts what a thread holds of 128 inputs side by side, 32 or 16
+mma multiplies 16 columns of weights, the rows of its first operand, by 8 rows of activations. A thread of it holds, of
+each 16 inputs, pairs (2q, 2q + 1) and (8 + 2q, 9 + 2q) of two columns eight apart; q is the thread's number among the
+four that share a column. `packed` puts what a thread holds of 128 inputs side by side, 32 or 16
 bytes, so that it is loaded 16 bytes at a time and without conflicts of banks, and each pair where a mask finds both
 values in one word.
 """
@@ -9,12 +10,12 @@ values in one word.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -24,7 +25,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_kernels.small_batch import packed
 from pallas_kernels.small_batch.packed import BLOCK
 
-#: Rows of wgmma's first operand.
+#: Columns of weights that a warpgroup's four warps multiply at once.
 ROWS = 64
 
 # Two values of one word to two of bfloat16. Exponent 0x43 makes a unit of the last mantissa bit 1: 128 + the low seven
@@ -44,11 +45,21 @@ and.b32 b, $1, 0x80008000;
 lop3.b32 a, a, 0x07f007f0, b, 0xea;
 mov.b32 c, 0x7b807b80;
 mul.bf16x2 $0, a, c; }"""
+# Four pieces of 8 rows and 8 inputs, as mma's second operand has them; and mma.
+_LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+_LOADED = "=r,=r,=r,=r,r,~{memory}"
+_MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"""
 
 
 def row_bytes(dtype: Any) -> int:
     """Bytes of BLOCK inputs of an output."""
     return BLOCK // 2 if jnp.dtype(dtype) == jnp.int4 else BLOCK
+
+
+def rows_transforms() -> tuple[Any, ...]:
+    """How the rows of activations lie in shared memory: pieces of 8 rows and 64 inputs, swizzled."""
+    return plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
 
 
 def transforms(dtype: Any) -> tuple[Any, ...]:
@@ -57,23 +68,106 @@ def transforms(dtype: Any) -> tuple[Any, ...]:
     return tiling if jnp.dtype(dtype) == jnp.int4 else (*tiling, plgpu.SwizzleTransform(BLOCK))
 
 
-def unpack(tile: Any, dtype: Any, block: int, interpret: bool) -> jax.Array:
-    """A block of a tile [2, 32, blocks * BLOCK] of shared memory as bfloat16 [64, BLOCK], inputs in natural order."""
+def products(tile: Any, x: Any, dtype: Any, blocks: int, rows: int, begin: Any, interpret: bool) -> list[jax.Array]:
+    """Of each block of a step the sums float32 [64, rows] in wgmma's layout.
+
+    Args:
+      tile: of shared memory, [2, 32, blocks * BLOCK], or [1, 32, 2 * blocks * BLOCK]: then the first 32 of the result
+        have the even blocks of inputs, and the others the odd ones.
+      x: of shared memory, bfloat16 [rows, as many]; or [all blocks, BLOCK], of one row, which all of the result's are.
+      begin: of one row the block, or pair of blocks, that the step begins with.
+    """
+    parts = tile.shape[0]
     if interpret:
-        values = tile[:, :, block * BLOCK : (block + 1) * BLOCK].reshape(ROWS, BLOCK)
-        return packed.natural(values, jnp.dtype(dtype)).astype(jnp.bfloat16)
-    blocks = tile.shape[-1] // BLOCK
-    wanted = plgpu.ShapeDtypeStruct((ROWS, BLOCK), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms(dtype)),), return_type=wanted)(
-        functools.partial(_unpack, kind=jnp.dtype(dtype).name, block=block, blocks=blocks)
-    )(tile)
+        values, wide = packed.natural(tile[...], jnp.dtype(dtype)).astype(jnp.float32), x[...].astype(jnp.float32)
+
+        def sums(block: int, half: int) -> jax.Array:
+            at = block if parts == 2 else 2 * block + half
+            w = values[half % parts, :, at * BLOCK : (at + 1) * BLOCK]
+            if begin is None:
+                return lax.dot_general(w, wide[:, at * BLOCK : (at + 1) * BLOCK], (((1,), (1,)), ((), ())))
+            own = wide[begin * (2 // parts) + at]
+            return jnp.broadcast_to(jnp.sum(w * own[None], axis=1, keepdims=True), (w.shape[0], rows))
+
+        return [jnp.concatenate([sums(block, half) for half in range(2)]) for block in range(blocks)]
+    wanted = plgpu.ShapeDtypeStruct((ROWS, rows), jnp.float32, layout=plgpu.Layout.WGMMA)
+    args = [plgpu.RefType(transforms(dtype)), plgpu.RefType(rows_transforms())]
+    given = [tile, x]
+    if begin is not None:
+        args[1:], given = [plgpu.RefType(), plgpu.Layout.WG_SPLAT(())], [tile, x, begin]
+    extra = dict(kind=jnp.dtype(dtype).name, blocks=blocks, rows=rows, parts=parts)
+    return [
+        plgpu.inline_mgpu(arg_types=tuple(args), return_type=wanted)(
+            functools.partial(_products, block=block, **extra)
+        )(*given)
+        for block in range(blocks)
+    ]
 
 
-def _unpack(_: Any, tile: Any, *, kind: str, block: int, blocks: int) -> Any:
+def _products(
+    _: Any, tile: Any, x: Any, begin: Any = None, *, kind: str, block: int, blocks: int, rows: int, parts: int
+) -> Any:
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    weights = _unpacked(tile, kind=kind, block=block, blocks=blocks, parts=parts)
+    struct = lambda kind: llvm.StructType.get_literal([kind] * 4)
+    pointers = _pointers(x, begin, block, blocks, parts)
+    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((ROWS, rows)), dtype=object)
+    assert registers.size == 2 * rows // 8, registers.shape
+    flat = registers.reshape(rows // 8, 2)
+    pair = ir.VectorType.get((2,), f32)
+    for tile_of_rows in range(rows // 8):
+        sums: list[Any] = [arith.constant(f32, 0.0)] * 4
+        for quarter in range(4):
+            pointer = pointers(tile_of_rows, quarter)
+            found: Any = llvm.inline_asm(struct(i32), [pointer], _LOAD, _LOADED, has_side_effects=True)
+            b = [llvm.extractvalue(i32, found, [i]) for i in range(4)]
+            for i in range(2):
+                step = quarter * 2 + i
+                a = [weights[2 * step, 0], weights[2 * step, 1], weights[2 * step + 1, 0], weights[2 * step + 1, 1]]
+                result: Any = llvm.inline_asm(
+                    struct(f32), [*a, *b[2 * i : 2 * i + 2], *sums], _MMA,
+                    "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+                )  # fmt: skip
+                sums = [llvm.extractvalue(f32, result, [j]) for j in range(4)]
+        for half in range(2):
+            value = llvm.mlir_undef(pair)
+            for j in range(2):
+                value = vector.insert(sums[2 * half + j], value, [], [j])
+            flat[tile_of_rows, half] = value
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def _pointers(x: Any, begin: Any, block: int, blocks: int, parts: int) -> Any:
+    """Where a lane's row of 8 inputs lies, of each 8 rows and quarter of a block, which are four pieces of 8 lanes."""
+    i32 = ir.IntegerType.get_signless(32)
+    c = lambda value: arith.constant(i32, value)
+    thread = arith.remui(utils.thread_idx(), c(128))
+    warp, lane = arith.divui(thread, c(32)), arith.remui(thread, c(32))
+    row, piece = arith.remui(lane, c(8)), arith.divui(lane, c(8))
+    second = arith.divui(warp, c(2))  # with one part these two warps have the odd blocks
+    base = llvm.ptrtoint(i32, utils.memref_ptr(x))
+    if begin is not None:
+        own = arith.addi(begin.registers.item(), c(block))
+        if parts == 1:
+            own = arith.addi(arith.muli(own, c(2)), second)
+        at = arith.addi(base, arith.addi(arith.muli(own, c(2 * BLOCK)), arith.muli(piece, c(16))))
+        return lambda _, quarter: arith.addi(at, c(64 * quarter))
+    # Tiles of 8 rows of 64 inputs, 128 bytes a row, swizzled.
+    at, first, across = arith.addi(base, arith.muli(row, c(128))), block, blocks
+    if parts == 1:
+        first, across = 2 * block, 2 * blocks
+        at = arith.addi(at, arith.muli(second, c(2048)))
+    chunks = [arith.muli(arith.xori(arith.addi(piece, c(4 * i)), row), c(16)) for i in range(2)]
+    places = [arith.addi(at, chunk) for chunk in chunks]
+    tile = lambda rows, quarter: c((rows * across * 2 + first * 2 + quarter // 2) * 1024)
+    return lambda rows, quarter: arith.addi(places[quarter % 2], tile(rows, quarter))
+
+
+def _unpacked(tile: Any, *, kind: str, block: int, blocks: int, parts: int) -> Any:
+    """Words [pairs of steps of 8 inputs, half of 16 rows] of two values of bfloat16."""
     i32 = ir.IntegerType.get_signless(32)
     c = lambda value: arith.constant(i32, value)
     words = ir.VectorType.get((4,), i32)
-    pair = ir.VectorType.get((2,), ir.BF16Type.get())
     four = kind == "int4"
     pitch = BLOCK // 2 if four else BLOCK
 
@@ -84,7 +178,12 @@ def _unpack(_: Any, tile: Any, *, kind: str, block: int, blocks: int) -> Any:
     chunk = quarter if four else arith.xori(arith.muli(quarter, c(2)), row)
     piece = 8 * pitch
     at = arith.addi(arith.muli(row, c(pitch)), arith.muli(chunk, c(16)))
-    at = arith.addi(at, arith.addi(arith.muli(warp, c(2 * blocks * piece)), c(block * piece)))
+    across, begin = blocks, arith.addi(arith.muli(warp, c(2 * blocks * piece)), c(block * piece))
+    if parts == 1:
+        across = 2 * blocks
+        begin = arith.addi(arith.muli(arith.remui(warp, c(2)), c(2 * across * piece)), c(2 * block * piece))
+        begin = arith.addi(begin, arith.muli(arith.divui(warp, c(2)), c(piece)))
+    at = arith.addi(at, begin)
     base = utils.memref_ptr(tile)
 
     def load(offset: Any) -> list[Any]:
@@ -93,13 +192,11 @@ def _unpack(_: Any, tile: Any, *, kind: str, block: int, blocks: int) -> Any:
         return [vector.extract(loaded, [], [i]) for i in range(4)]
 
     code = {"int8": _INT8, "int4": _INT4, "float8_e4m3fn": _FLOAT8}[kind]
-    expand: Any = lambda word: utils.bitcast(cast(Any, llvm.inline_asm(i32, [word], code, "=r,r")), pair)
+    expand: Any = lambda word: cast(Any, llvm.inline_asm(i32, [word], code, "=r,r"))
     right = lambda word, bits: arith.shrui(word, c(bits)) if bits else word
-    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((ROWS, BLOCK)), dtype=object)
-    assert registers.size == 2 * BLOCK // 8, registers.shape
-    flat = registers.reshape(BLOCK // 8, 2)
+    flat = np.empty((BLOCK // 8, 2), dtype=object)
     for half in range(2):
-        begin = arith.addi(at, c(blocks * piece * half))
+        begin = arith.addi(at, c(across * piece * half))
         if four:
             for v, word in enumerate(load(begin)):
                 for i in range(4):  # (step, half of its inputs)
@@ -109,29 +206,32 @@ def _unpack(_: Any, tile: Any, *, kind: str, block: int, blocks: int) -> Any:
             both = (arith.shli(word, c(8)), word) if kind == "float8_e4m3fn" else (word, right(word, 8))
             for i in range(2):
                 flat[2 * v + i, half] = expand(both[i])
-    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+    return flat
 
 
-def row_scales(scales: Any, blocks: Sequence[Any], interpret: bool) -> jax.Array:
-    """Of scales [2, G, 32] in shared memory those of a block of each half, along wgmma's 64 rows: float32 [64]."""
+def row_scales(scales: Any, block: Any, interpret: bool) -> jax.Array:
+    """Of scales [parts, G, 32] in shared memory those of a block of `products`, along its rows: float32 [64]."""
     if interpret:
-        return jnp.concatenate([scales[half, blocks[half]] for half in range(2)])
+        parts = scales.shape[0]
+        return jnp.concatenate([scales[0, 2 * block + i] if parts == 1 else scales[i, block] for i in range(2)])
     wanted = plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=plgpu.Layout.WGMMA.reduce(1))
     scalar = plgpu.Layout.WG_SPLAT(())
-    call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar), return_type=wanted)(_row_scales)
-    return call(scales, *blocks)
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar), return_type=wanted)(_row_scales)(scales, block)
 
 
-def _row_scales(_: Any, scales: Any, low: Any, high: Any) -> Any:
+def _row_scales(_: Any, scales: Any, block: Any) -> Any:
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     c = lambda value: arith.constant(i32, value)
-    groups, columns = ir.MemRefType(scales.type).shape[1:]
+    parts, groups, columns = ir.MemRefType(scales.type).shape
     thread = arith.remui(utils.thread_idx(), c(128))
     warp, lane = arith.divui(thread, c(32)), arith.remui(thread, c(32))
-    second = arith.cmpi(arith.CmpIPredicate.uge, warp, c(2))
-    low, high = low.registers.item(), arith.addi(high.registers.item(), c(groups))
+    second, number = arith.divui(warp, c(2)), block.registers.item()
+    if parts == 1:
+        group = arith.addi(arith.muli(number, c(2)), second)
+    else:
+        group = arith.addi(arith.muli(second, c(groups)), number)
     column = arith.addi(arith.muli(arith.remui(warp, c(2)), c(16)), arith.divui(lane, c(4)))
-    at = arith.addi(arith.muli(arith.select(second, high, low), c(columns)), column)
+    at = arith.addi(arith.muli(group, c(columns)), column)
     base = utils.memref_ptr(scales)
     layout = plgpu.Layout.WGMMA.reduce(1).to_mgpu()
     registers = np.empty(layout.registers_shape((ROWS,)), dtype=object)

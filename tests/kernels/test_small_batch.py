@@ -123,6 +123,8 @@ def test_rings_fit_into_shared_memory_beside_the_rest(width: int):
             extra |= dict(head_eps=EPS, biased=True) if kind == "heads" else {}
             own = gpu._Kernel(kind, sizes, (m, width), **extra).scratch(jnp.bfloat16)
             assert mosaic.room(own) >= 0, (kind, m)
+            few = gpu_packed._Kernel(kind, "float8_e4m3fn", (m, width), 4 * width, width // 128, EPS, width // 32)
+            assert mosaic.room(few.scratch(jnp.bfloat16)) >= 0, (kind, m)
 
 
 @interpreted
@@ -213,5 +215,7 @@ def test_other_kernels_of_packed_weights_agree_with_xla():
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
     wide, weight = reference.begin(normal(0, 1, 512), normal(1, 512)), packed.pack(*kernel("int4-g128", 512, 128))
     close(gpu.project(wide, weight, EPS, interpret=params), reference.project(wide, weight, EPS), 1)
-    close(gpu.swiglu(wide, weight, EPS, interpret=params), reference.swiglu(wide, weight, EPS), 1)
+    for gates in (64, 128):  # two warpgroups a tile, and one
+        both = packed.pack(*kernel("int4-g128", 512, 2 * gates))
+        close(gpu.swiglu(wide, both, EPS, interpret=params), reference.swiglu(wide, both, EPS), 1)
     close(gpu_packed.logits(wide.h_ME, weight, interpret=params), reference.logits(wide.h_ME, weight), 1)

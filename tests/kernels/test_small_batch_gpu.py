@@ -82,9 +82,13 @@ def mixture(m: int, of: Any) -> Any:
 
 
 def by_rows(found: Any, m: int) -> list[np.ndarray]:
-    """Arrays; the squares of a stream's tiles added up, as of one tile any rounding of a few values shows."""
+    """Arrays; the squares of a stream's tiles added up, as of one tile any rounding of a few values shows.
+
+    Added by NumPy: XLA takes an order that depends on the number of rows.
+    """
+    total = lambda squares_TR: np.asarray(squares_TR, np.float64).sum(axis=0)[:m, None]
     fixed = jax.tree.map(
-        lambda x: (*x[:2], x.squares_TR.sum(0)[:m, None]) if isinstance(x, Stream) else x, found,
+        lambda x: (*x[:2], total(x.squares_TR)) if isinstance(x, Stream) else x, found,
         is_leaf=lambda x: isinstance(x, Stream),
     )  # fmt: skip
     return [np.asarray(x, np.float32) for x in jax.tree.leaves(fixed)]
