@@ -51,7 +51,7 @@ class FewRows:
     Attributes:
       implementation: "gpu" or "reference".
       most: rows up to which it does.
-      output: whether the output layer runs so too.
+      output: whether the output layer runs so too; one of few bits always does.
     """
 
     implementation: str = "gpu"
@@ -112,8 +112,8 @@ class FewRows:
     def logits(self, model: Transformer, hidden_BNE: jax.Array) -> jax.Array | None:
         """See layers.LayerRunner."""
         kernel_EV, flip = _output(model)
-        rows = math.prod(hidden_BNE.shape[:-1])
-        if not self.output or kernel_EV is None or rows > self.most:
+        rows, wanted = math.prod(hidden_BNE.shape[:-1]), self.output or isinstance(kernel_EV, Packed)
+        if not wanted or kernel_EV is None or rows > self.most:
             return None
         own = gpu if self.implementation == "gpu" else reference
         logits = own.logits(_padded(hidden_BNE.reshape(rows, -1)), kernel_EV, flip=flip)
@@ -126,10 +126,12 @@ def _padded(x_ME: jax.Array) -> jax.Array:
     return jnp.pad(x_ME, ((0, (m if m <= 8 else round_up(m, 8)) - m), (0, 0)))
 
 
-def _output(model: Transformer) -> tuple[jax.Array | None, bool]:
+def _output(model: Transformer) -> tuple[jax.Array | Packed | None, bool]:
     """The output layer's weights if a kernel reads them, and whether they lie [E, V], not [V, E]."""
     param, flip = (model.embedding, False) if model.lm_head is None else (model.lm_head.kernel, True)
     kernel = param[...]
+    if isinstance(kernel, Packed):
+        return kernel, flip
     plain = isinstance(kernel, jax.Array) and kernel.ndim == 2 and kernel.dtype == jnp.bfloat16
     if not plain or param.get_metadata(SPLIT, None) is not None or any(size % TILE for size in kernel.shape):
         return None, flip
@@ -245,6 +247,14 @@ def _maps(model: Transformer) -> Iterator[Linear]:
             yield from (layer.mlp.gate_up, layer.mlp.down)
 
 
+def _output_of_few_bits(model: Transformer) -> bool:
+    """Whether the output layer has quantised weights that these kernels multiply by."""
+    last = model.lm_head
+    if not isinstance(last, Linear) or not isinstance(last.kernel[...], Quantised):
+        return False
+    return _unserved(last, model.layers[0].attn.shards) is None
+
+
 def _unserved(linear: Linear, shards: int) -> str | None:
     """Why no kernel of few rows multiplies by these weights, or None."""
     kernel, axis = linear.kernel[...], linear.kernel.get_metadata(SPLIT, None)
@@ -266,9 +276,16 @@ def _unserved(linear: Linear, shards: int) -> str | None:
     return None
 
 
+def in_few_bits(model: Transformer) -> bool:
+    """Whether any of the weights that these kernels read are quantised."""
+    return _output_of_few_bits(model) or any(isinstance(m.kernel[...], Quantised | Packed) for m in _maps(model))
+
+
 def output_refusal(model: Transformer) -> str | None:
     """Why the output layer of a model whose layers these kernels run cannot run by one, or None."""
-    return "its output layer is not whole, in bfloat16 and of whole tiles" if _output(model)[0] is None else None
+    if _output(model)[0] is not None or _output_of_few_bits(model):
+        return None
+    return "its output layer is not whole, in bfloat16 and of whole tiles"
 
 
 def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) -> Any:
@@ -279,7 +296,7 @@ def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) ->
 
     Args:
       implementation: "gpu", or "reference" for the same order of operations in plain XLA.
-      output: whether the output layer runs so too.
+      output: whether the output layer runs so too; one of few bits does if the kernels serve it.
     """
     if refusal(model) is not None:
         return model
@@ -288,6 +305,9 @@ def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) ->
             linear.kernel.set_value(_packed(few.values, few.scale))
     graph, state = nnx.split(model)
     copy = nnx.merge(graph, state)
+    if _output_of_few_bits(copy):  # of the copy alone: draft heads share the model's, as it was stored
+        few = copy.lm_head.kernel[...]
+        copy.lm_head.kernel.set_value(_packed(few.values, few.scale))
     copy.few_rows = FewRows(implementation, output=output)
     return copy
 

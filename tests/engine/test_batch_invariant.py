@@ -17,6 +17,7 @@ from jaxspec.defaults import geometry, in_background, mixed, prompts_of, schedul
 from jaxspec.models import few_rows
 from jaxspec.models.base import Experts, ModelConfig
 from jaxspec.models.layers import Transformer
+from jaxspec.models.quantised import Quantised
 from jaxspec.models.tiny import tiny_target
 from jaxspec.scheduling.shapes import shapes_for
 from jaxspec.speculation.drafters.suffix import prompt_lookup
@@ -110,6 +111,15 @@ def test_prompts_are_cut_alike_whatever_else_is_computed():
         rules = scheduling(config, geo, shapes, 0, 16.0, None)
         assert bool(rules.shorter_chunks) != invariant and rules.enable_prefix_caching != invariant
         assert in_background(config) != invariant, "what is ready would decide"
+
+
+def test_weights_of_few_bits_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(few_rows, "unsupported", lambda: None)
+    target = Transformer(dataclasses.replace(CONFIG, hidden_size=256), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    kernel = target.layers[0].mlp.gate_up.kernel
+    kernel.set_value(Quantised(jnp.ones(kernel.shape, jnp.int8), jnp.ones((1, kernel.shape[1]), jnp.float32)))
+    with pytest.raises(ValueError, match="does not hold for weights of few bits"):
+        check_batch_invariant(ENGINE, target, [PLAIN])
 
 
 def test_devices_without_the_kernels_are_refused():

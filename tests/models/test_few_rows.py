@@ -116,20 +116,24 @@ def test_few_rows_of_quantised_weights_are_the_layers(kind: Any, groups: int):
     assert few_rows.refusal(plain) is None
     assert isinstance(plain.layers[0].mlp.down.kernel[...], Quantised)
     assert isinstance(prepared.layers[0].mlp.down.kernel[...], Packed)
+    assert isinstance(prepared.lm_head.kernel[...], Packed) and few_rows.output_refusal(plain) is None
     for n in (5, few_rows.MOST_ROWS + 1):
         tokens = jax.random.randint(jax.random.key(n), (1, n), 0, CONFIG.vocab_size)
         for got, want in zip(forward(prepared, tokens), forward(plain, tokens), strict=True):
             np.testing.assert_allclose(got, want, atol=2**-6 * np.abs(want).max())
+        hidden = jax.random.normal(jax.random.key(n), (1, n, CONFIG.hidden_size)).astype(jnp.bfloat16)
+        np.testing.assert_allclose(prepared.logits(hidden), plain.logits(hidden), atol=1e-4)
 
 
 def quantised(module: Transformer, kind: Any, groups: int) -> Transformer:
-    """The same model with its layers' weights rounded."""
-    for layer in module.layers:
-        for linear in (layer.attn.qkv, layer.attn.out, layer.mlp.gate_up, layer.mlp.down):
-            w = linear.kernel[...].astype(jnp.float32)
-            grouped = w.reshape(w.shape[0] // 128 if groups > 1 else 1, -1, w.shape[1])
-            scale = jnp.abs(grouped).max(axis=1) / jnp.iinfo(kind).max
-            linear.kernel.set_value(Quantised(jnp.round(grouped / scale[:, None]).astype(kind).reshape(w.shape), scale))
+    """The same model with the weights of its layers and of its output layer rounded."""
+    layers = [(x.attn.qkv, x.attn.out, x.mlp.gate_up, x.mlp.down) for x in module.layers]
+    assert module.lm_head is not None
+    for linear in [*(linear for layer in layers for linear in layer), module.lm_head]:
+        w = linear.kernel[...].astype(jnp.float32)
+        grouped = w.reshape(w.shape[0] // 128 if groups > 1 else 1, -1, w.shape[1])
+        scale = jnp.abs(grouped).max(axis=1) / jnp.iinfo(kind).max
+        linear.kernel.set_value(Quantised(jnp.round(grouped / scale[:, None]).astype(kind).reshape(w.shape), scale))
     return module
 
 
