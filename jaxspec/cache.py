@@ -122,7 +122,7 @@ class TreeKV:
         self._pages, self._table, self._length, self._mask = pages, table_BM, length_B, mask_BNT
         self._num_pages, self._prior, self._place, self._kernels = num_pages, prior, place_BT, kernels
         self._new: dict[int, jax.Array] = {}
-        self._windows: dict[int, tuple[jax.Array | None, jax.Array]] = {}
+        self._windows: dict[int, tuple[jax.Array | None, jax.Array | None]] = {}
         self.attend: Attend = self._attend
 
     def _attend(
@@ -147,13 +147,13 @@ class TreeKV:
             offset_BN=offset_BN, kernels=self._kernels, whole=self._whole,
         )  # fmt: skip
 
-    def _within(self, window: int, b: int, n: int) -> tuple[jax.Array | None, jax.Array]:
-        """The mask without the tokens that a window hides, and the queries' places."""
+    def _within(self, window: int, b: int, n: int) -> tuple[jax.Array | None, jax.Array | None]:
+        """The mask without the tokens that a window hides, and the queries' places; neither where attention knows."""
         mask_BNT, place_BT = self._mask, self._place
         if mask_BNT is None:
+            if n <= window:  # nothing new is hidden, and queries stand one behind the other as without a mask
+                return None, None
             place_BT = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32)[None], (b, n))
-            if n <= window:
-                return None, place_BT
             mask_BNT = jnp.tril(jnp.ones((n, n), bool))[None]
         elif place_BT is None:
             place_BT = jnp.broadcast_to(mask_BNT.sum(axis=-1, dtype=jnp.int32) - 1, (b, n))
