@@ -19,12 +19,12 @@ from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
 
 def _on_gpu(args: TreeAttentionArgs, **launch: Any) -> jax.Array:
-    """On Mosaic GPU, by the kernel for few rows or for many, else on Triton; `launch` is Triton's."""
-    kernel = mosaic_wide if mosaic_wide.slower(args) is None else gpu_mosaic
-    reason = "its sizes are given" if launch else supported() or kernel.refusal(args) or kernel.slower(args)
+    """On Mosaic GPU, by the kernel for few rows or else by that for many, or on Triton; `launch` is Triton's."""
+    few = (gpu_mosaic.refusal(args) or gpu_mosaic.slower(args)) is None
+    kernel = gpu_mosaic if few else mosaic_wide
+    reason = "its sizes are given" if launch else supported() or kernel.refusal(args)
     if reason is None:
-        rows = "few" if kernel is gpu_mosaic else "many"
-        log_once(logging.INFO, f"tree_attention: gpu on Mosaic GPU, {rows} rows")
+        log_once(logging.INFO, f"tree_attention: gpu on Mosaic GPU, {'few' if few else 'many'} rows")
         return kernel.tree_attention(args)
     log_once(logging.INFO, f"tree_attention: gpu on Triton: {reason}")
     return gpu.tree_attention(args, **launch)

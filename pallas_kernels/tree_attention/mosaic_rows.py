@@ -25,6 +25,8 @@ ROWS = 64
 #: Threads of a warpgroup, and values of two bytes that one of them moves at once.
 _THREADS, _CHUNK = 128, 8
 _SCALAR = plgpu.Layout.WG_SPLAT(())
+#: A chunk for each thread, as two values in a word.
+_PIECE = plgpu.Layout.WG_STRIDED((4 * _THREADS,), 4)
 #: A maximum over nothing.
 MASKED = -1e30
 
@@ -61,6 +63,7 @@ def tiled() -> tuple[Any, ...]:
 def put(
     tiles: Sequence[Any], refs: Sequence[Any], source: Source, base: Any, first: Any, count: int, *,
     keep: tuple[Any, Any] | None = None, finite: bool = False, spread: bool = False,
+    loaded: Sequence[jax.Array] | None = None,
 ) -> None:  # fmt: skip
     """Rows of sources into tiles [64, C] in shared memory, each into its own. `commit_smem` must follow.
 
@@ -70,27 +73,69 @@ def put(
       keep: other rows of the last tile become zeros outside of it.
       finite: zeros for values of the last source that are not.
       spread: row r becomes row `spread_row(r)`.
+      loaded: what `load` has read of the sources.
     """
-    many = len(tiles)
-    types = (*[plgpu.RefType(tiled())] * many, *[plgpu.RefType()] * many, *[_SCALAR] * 4)
+    many, held = len(tiles), list(loaded or ())
+    types = (*[plgpu.RefType(tiled())] * many, *[plgpu.RefType()] * many, *[_SCALAR] * 4, *[_PIECE] * len(held))
 
     def run(_: Any, *args: Any) -> None:
-        scalars = (x.registers.item() for x in args[2 * many :])
-        _put(args[:many], args[many : 2 * many], source, count, spread, keep is not None, finite, *scalars)
+        scalars = (x.registers.item() for x in args[2 * many : 2 * many + 4])
+        values = [x.registers.item() for x in args[2 * many + 4 :]]
+        _put(args[:many], args[many : 2 * many], values, source, count, spread, keep is not None, finite, *scalars)
 
     args = [jnp.asarray(x, jnp.int32) for x in (base, first, *(keep or (0, 0)))]
-    plgpu.inline_mgpu(arg_types=types)(run)(*tiles, *refs, *args)
+    plgpu.inline_mgpu(arg_types=types)(run)(*tiles, *refs, *args, *held)
+
+
+def pieces(channels: int) -> int:
+    """Rows of which each thread holds a piece at most."""
+    return _THREADS * _CHUNK // channels
+
+
+def load(refs: Sequence[Any], source: Source, channels: int, base: Any, count: int) -> tuple[jax.Array, ...]:
+    """The first `count` rows of sources for `put`, no more than there are `pieces`."""
+    wanted = (plgpu.ShapeDtypeStruct((4 * _THREADS,), jnp.int32, layout=_PIECE),) * len(refs)
+
+    def run(_: Any, *args: Any) -> Any:
+        *refs, base = args
+        i32 = ir.IntegerType.get_signless(32)
+        c = lambda value: arith.constant(i32, value)
+        thread = arith.remui(utils.thread_idx(), c(_THREADS))
+        column = arith.muli(arith.remui(thread, c(channels // _CHUNK)), c(_CHUNK))
+        row = arith.divui(thread, c(channels // _CHUNK))
+        row = arith.select(arith.cmpi(arith.CmpIPredicate.slt, row, c(count)), row, c(0))
+        found = []
+        for ref in refs:
+            at = arith.addi(arith.addi(base.registers.item(), column), _of_row(source, row))
+            kind = ir.MemRefType(ref.type).element_type
+            registers = np.empty((1,), dtype=object)
+            pointer = utils.getelementptr(utils.memref_ptr(ref), [at], kind)
+            registers[0] = llvm.load(ir.VectorType.get((4,), i32), pointer, alignment=16)
+            found.append(mgpu.FragmentedArray(_registers=registers, _layout=_PIECE.to_mgpu(), _is_signed=True))
+        return tuple(found)
+
+    types = (*[plgpu.RefType()] * len(refs), _SCALAR)
+    return plgpu.inline_mgpu(arg_types=types, return_type=wanted)(run)(*refs, jnp.asarray(base, jnp.int32))
+
+
+def _of_row(source: Source, row: Any) -> Any:
+    """Where a row lies in its source."""
+    c = lambda value: arith.constant(ir.IntegerType.get_signless(32), value)
+    outer = arith.muli(arith.divui(row, c(source.group)), c(source.outer))
+    return arith.addi(outer, arith.muli(arith.remui(row, c(source.group)), c(source.inner)))
 
 
 def _put(
-    tiles: Sequence[Any], refs: Sequence[Any], source: Source, count: int, spread: bool, clear: bool, finite: bool,
-    base: Any, first: Any, low: Any, high: Any,
+    tiles: Sequence[Any], refs: Sequence[Any], loaded: Sequence[Any], source: Source, count: int, spread: bool,
+    clear: bool, finite: bool, base: Any, first: Any, low: Any, high: Any,
 ) -> None:  # fmt: skip
     i32 = ir.IntegerType.get_signless(32)
     c = lambda value: arith.constant(i32, value)
     value_type = ir.MemRefType(refs[0].type).element_type
     four = ir.VectorType.get((4,), i32)
     halves = ir.MemRefType(tiles[0].type).shape[1]  # of a row: 64 channels each
+    strides, _ = ir.MemRefType(tiles[0].type).get_strides_and_offset()
+    across = 2 * strides[0]  # bytes from 8 rows to the next 8
     chunks = halves * (64 // _CHUNK)
     step = _THREADS // chunks
     thread = arith.remui(utils.thread_idx(), c(_THREADS))
@@ -104,8 +149,8 @@ def _put(
     def place(row: Any) -> Any:
         """Where this thread's chunk of a row lies in a tile, in bytes."""
         inner = arith.remui(row, c(8))
-        at = arith.addi(arith.muli(arith.divui(row, c(8)), c(halves)), arith.divui(chunk, c(8)))
-        at = arith.addi(arith.muli(at, c(1024)), arith.muli(inner, c(128)))
+        at = arith.addi(arith.muli(arith.divui(row, c(8)), c(across)), arith.muli(arith.divui(chunk, c(8)), c(1024)))
+        at = arith.addi(at, arith.muli(inner, c(128)))
         return arith.addi(at, arith.muli(arith.xori(arith.remui(chunk, c(8)), inner), c(16)))
 
     def store(value: Any, tile: Any, row: Any, live: Any) -> None:
@@ -113,21 +158,17 @@ def _put(
             pointer = utils.getelementptr(utils.memref_ptr(tile), [place(row)], ir.IntegerType.get_signless(8))
             llvm.store(value, pointer, alignment=16)
 
-    begin = arith.maxsi(arith.subi(c(0), first), c(0))
+    begin = c(0) if loaded else arith.maxsi(arith.subi(c(0), first), c(0))
     found = []
     for i in range(-(-min(count, ROWS) // step)):
         r = arith.addi(begin, arith.addi(row0, c(i * step)))
         row = arith.addi(first, r)
         if spread:
             row = arith.addi(arith.muli(arith.divui(r, c(8)), c(16)), arith.remui(r, c(8)))
-        live = arith.andi(less(r, c(count)), less(row, c(ROWS)))
-        known = arith.select(live, r, c(0))
-        at = arith.addi(
-            arith.muli(arith.divui(known, c(source.group)), c(source.outer)),
-            arith.muli(arith.remui(known, c(source.group)), c(source.inner)),
-        )
-        at = arith.addi(arith.addi(base, at), column)
-        for tile, ref in zip(tiles, refs, strict=True):
+        live = arith.andi(less(r, c(count)), within(row, c(0), c(ROWS)))
+        found += [[tile, row, live, value] for tile, value in zip(tiles, loaded, strict=True)] if loaded else []
+        at = arith.addi(arith.addi(base, _of_row(source, arith.select(live, r, c(0)))), column)
+        for tile, ref in () if loaded else zip(tiles, refs, strict=True):
             pointer = utils.getelementptr(utils.memref_ptr(ref), [at], value_type)
             found.append([tile, row, live, llvm.load(four, pointer, alignment=16)])
     for i in range(ROWS // step) if clear else ():
@@ -218,23 +259,28 @@ def store(ref: Any, value: jax.Array, source: Source, base: Any, count: int, *, 
 
 
 def fetch(
-    refs: tuple[Any, ...], channels: int, base: Any, count: Any, *, spread: bool = False
-) -> tuple[jax.Array, ...]:
-    """What `spill` wrote, by the same threads; other rows hold some row's."""
-    layout = plgpu.Layout.WGMMA
+    refs: tuple[Any, ...], channels: int, base: Any, count: Any, *, spread: bool = False,
+    columns: tuple[Any, int] | None = None,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """What `spill` wrote, by the same threads; other rows hold some row's.
+
+    Args:
+      columns: the first of those to read, and how many.
+    """
+    layout, (first, width) = plgpu.Layout.WGMMA, columns or (0, channels)
     like = lambda *shape, layout: plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
-    wanted = like(ROWS, channels, layout=layout), *[like(ROWS, layout=layout.reduce(1))] * 2
+    wanted = like(ROWS, width, layout=layout), *[like(ROWS, layout=layout.reduce(1))] * 2
 
     def run(_: Any, *args: Any) -> Any:
-        base, count = (x.registers.item() for x in args[3:])
+        base, count, first = (x.registers.item() for x in args[3:])
         f32 = ir.F32Type.get()
         found = [np.empty(x.layout.to_mgpu().registers_shape(x.shape), dtype=object) for x in wanted]
         flat = [x.reshape(-1, 2) for x in found]
         for x, size in zip(flat, (2, 1, 1), strict=True) if spread else ():
             kind = ir.VectorType.get((size,), f32)
             x[:, 1] = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, _zero()))
-        for half, _, pointer in _rows(args[:3], channels, base, spread, count):
-            for j in range(channels // 8):
+        for half, _, pointer in _rows(args[:3], channels, base, spread, count, first):
+            for j in range(width // 8):
                 flat[0][j, half] = llvm.load(ir.VectorType.get((2,), f32), pointer(0, 8 * j), alignment=8)
             for i in (1, 2):
                 flat[i][0, half] = llvm.load(ir.VectorType.get((1,), f32), pointer(i, 0), alignment=4)
@@ -244,18 +290,21 @@ def fetch(
         ]
         return tuple(fragments)
 
-    types = (*[plgpu.RefType()] * 3, _SCALAR, _SCALAR)
-    args = [jnp.asarray(x, jnp.int32) for x in (base, count)]
+    types = (*[plgpu.RefType()] * 3, *[_SCALAR] * 3)
+    args = [jnp.asarray(x, jnp.int32) for x in (base, count, first)]
     return plgpu.inline_mgpu(arg_types=types, return_type=wanted)(run)(*refs, *args)
 
 
-def _rows(refs: Any, channels: int, base: Any, spread: bool, count: Any = None) -> Iterator[tuple[int, Any, Any]]:
+def _rows(
+    refs: Any, channels: int, base: Any, spread: bool, count: Any = None, first: Any = None
+) -> Iterator[tuple[int, Any, Any]]:
     """The rows of a thread of wgmma's sums: which of two, its number, and the pointer to where its values lie."""
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     c = lambda value: arith.constant(i32, value)
     thread = arith.remui(utils.thread_idx(), c(_THREADS))
     warp, lane = arith.divui(thread, c(32)), arith.remui(thread, c(32))
     column = arith.muli(arith.remui(lane, c(4)), c(2))
+    column = column if first is None else arith.addi(column, first)
     pointers = [utils.memref_ptr(ref) for ref in refs]
     for half in range(1 if spread else 2):
         row = arith.addi(arith.addi(arith.muli(warp, c(8 if spread else 16)), arith.divui(lane, c(4))), c(8 * half))

@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.sizes import MULTIPROCESSORS, device_kind
 from pallas_kernels.tree_attention.mosaic_rows import MASKED, ROWS, div, params, rem
 from pallas_kernels.tree_attention.mosaic_walk import Walk
-from pallas_kernels.tree_attention.mosaic_wide_launch import ROW, SUMS, Launch
+from pallas_kernels.tree_attention.mosaic_wide_launch import AHEAD, PART, ROW, SUMS, Launch
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
 #: Registers of a thread that computes, and of one that brings keys, by the number of computing warpgroups.
@@ -49,21 +49,13 @@ def refusal(args: TreeAttentionArgs) -> str | None:
     dtypes = [x.dtype for x in (q, args.pages, args.tree_k_BTGC, args.tree_v_BTGC)]
     if any(dtype != q.dtype for dtype in dtypes):
         return f"q, pages, tree_k and tree_v must share a dtype, got {', '.join(map(str, dtypes[:3]))}"
-    if c not in (64, 128):
-        return f"head dimension must be 64 or 128, got {c}"
+    if c not in (64, 128, 256):
+        return f"head dimension must be 64, 128 or 256, got {c}"
     if page & (page - 1) or page < 8:
         return f"page size must be a power of two of at least 8, got {page}"
     if args.factor <= 0:
         return f"scale must be positive, got {args.factor}"
-    if args.soft_cap is not None:
-        return "a soft cap"
     return None
-
-
-def slower(args: TreeAttentionArgs) -> str | None:
-    """Why another kernel is to be preferred for these shapes, or None."""
-    rows = args.q_BNHC.shape[1] * args.q_BNHC.shape[2] // args.tree_k_BTGC.shape[2]
-    return None if rows > ROWS else f"it is for more than {ROWS} query rows of a KV head, got {rows}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +63,14 @@ class Blocks:
     """Sizes of a launch.
 
     Attributes:
-      keys: of a step, a multiple of 64.
-      teams: computing warpgroups of a program, 64 query rows each.
+      keys: of a step, a multiple of 64; None: as many as registers hold.
+      teams: computing warpgroups of a program, 64 query rows each; None: two, but one for 64 rows or fewer.
       stages: blocks of a ring; None: what fits.
       splits: stretches of the keys; None: by the programs.
     """
 
-    keys: int = 128
-    teams: int = 2
+    keys: int | None = None
+    teams: int | None = None
     stages: int | None = None
     splits: int | None = None
 
@@ -202,7 +194,7 @@ class Kernel(Launch):
             self.put(outs[0], out, b, head, tile)
         else:
             at = ((split * self.batch + b) * self.kv_heads + head) * self.tiles + tile
-            self.spill(outs, sums, at)
+            self.spill(outs, sums, at, tile)
 
     def step(
         self, walk: Walk, b: Any, tile: Any, team: Any, ins: dict[str, Any], shared: dict[str, Any], q: Any,
@@ -214,6 +206,10 @@ class Kernel(Launch):
         plgpu.barrier_wait(shared["k_full"].at[slot])
         s = self.scores(q, k, lambda: self.pass_turn(team, shared))
         self.done("k", slot, shared)
+        if self.soft_cap is not None:
+            # cap * tanh(s / cap): the hardware's tanh is off by up to 2 ** -11, which is too much of a large cap.
+            power = jnp.exp2(s * (2 * _LOG2E * self.factor / self.soft_cap))
+            s = self.soft_cap - (2 * self.soft_cap) / (1.0 + power)
         if masked:
             s = self.hide(walk, b, tile, ins, step, s)
         acc, top, total = sums
@@ -235,7 +231,7 @@ class Kernel(Launch):
 
     def weights(self, s: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
         """Of scores: what values weigh, what earlier sums are multiplied by, and the new maxima and weights."""
-        scale = self.factor * _LOG2E
+        scale = _LOG2E * (self.factor if self.soft_cap is None else 1.0)
         new = jnp.maximum(top, jnp.max(s, axis=1) * scale)
         keep = jnp.exp2(top - new)
         p = jnp.exp2(s * scale - self.along(new, self.keys))
@@ -265,20 +261,26 @@ class Kernel(Launch):
         return jnp.where(seen, s, -jnp.inf)
 
     def merge(self, ins: tuple[Any, ...], out: Any) -> None:
-        """The stretches' sums of a tile as one result."""
-        p = lax.axis_index("program")
+        """The stretches' sums of a few channels of a tile as one result; those to come are read meanwhile."""
         each = self.batch * self.kv_heads * self.tiles
+        program = lax.axis_index("program")
+        p, part = div(program, self.head_dim // PART), rem(program, self.head_dim // PART)
         tile, head, b = rem(p, self.tiles), rem(div(p, self.tiles), self.kv_heads), div(p, self.tiles * self.kv_heads)
 
-        def add(split: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
-            (acc, top, total), (acc_j, top_j, total_j) = sums, self.fetch(ins, split * each + p)
+        def fetch(split: Any) -> tuple[Any, ...]:
+            return self.fetch(ins, jnp.minimum(split, self.splits - 1) * each + p, tile, part)
+
+        def add(split: Any, carry: Any) -> Any:
+            (acc, top, total), (acc_j, top_j, total_j), *later = carry
+            then = fetch(split + AHEAD)
             new = jnp.maximum(top, top_j)
             keep, weight = jnp.exp2(top - new), jnp.exp2(top_j - new)
-            acc = acc * self.along(keep, self.head_dim) + acc_j * self.along(weight, self.head_dim)
-            return acc, new, total * keep + total_j * weight
+            acc = acc * self.along(keep, PART) + acc_j * self.along(weight, PART)
+            return (acc, new, total * keep + total_j * weight), *later, then
 
-        acc, _, total = lax.fori_loop(1, self.splits, add, self.fetch(ins, p))
-        self.put(out, (acc * self.along(1.0 / total, self.head_dim)).astype(out.dtype), b, head, tile)
+        begin = tuple(fetch(jnp.int32(i)) for i in range(AHEAD + 1))
+        (acc, _, total), *_ = lax.fori_loop(1, self.splits, add, begin)
+        self.put(out, (acc * self.along(1.0 / total, PART)).astype(out.dtype), b, head, tile, part)
 
 
 @functools.partial(jax.jit, static_argnums=(0,), static_argnames=("interpret",))
@@ -307,8 +309,8 @@ def _attend(kernel: Kernel, ins: dict[str, jax.Array], *, interpret: Any = None)
         kernel.merge(refs[:3], refs[3])
 
     return plgpu.kernel(
-        tree_attention_merge, out_type=whole, grid=(items // kernel.splits,), grid_names=("program",),
-        compiler_params=params(), **extra,
+        tree_attention_merge, out_type=whole, grid=(items // kernel.splits * (kernel.head_dim // PART),),
+        grid_names=("program",), compiler_params=params(), **extra,
     )(*found)  # fmt: skip
 
 
@@ -316,7 +318,8 @@ def kernel_of(args: TreeAttentionArgs, blocks: Blocks | None = None, *, interpre
     """The launch for these arguments."""
     blocks = blocks or Blocks()
     (b, n, h, c), (t, g) = args.q_BNHC.shape, args.tree_k_BTGC.shape[1:3]
-    page, teams, keys = args.pages.shape[2], blocks.teams, blocks.keys
+    page, keys = args.pages.shape[2], blocks.keys or (64 if c > 128 else 128)
+    teams = blocks.teams or (1 if n * (h // g) <= ROWS else 2)
     stages = blocks.stages or (_SHARED - _ROOM - 2 * teams * ROWS * c) // (4 * keys * c)
     programs = b * g * -(-n * (h // g) // (ROWS * teams))
     splits = blocks.splits
@@ -326,7 +329,7 @@ def kernel_of(args: TreeAttentionArgs, blocks: Blocks | None = None, *, interpre
         splits = max(1, min(count // programs, args.table_BM.shape[1] * page // (2 * keys)))
     return Kernel(
         b, n, t, h, g, c, page, args.tree_mask_BNT is None, args.window is not None, args.factor,
-        args.sinks_H is not None, splits, keys, teams, stages, interpret,
+        args.soft_cap, args.sinks_H is not None, splits, keys, teams, stages, interpret,
     )  # fmt: skip
 
 

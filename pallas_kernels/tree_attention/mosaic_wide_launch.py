@@ -19,6 +19,8 @@ _F32, _I32 = jnp.float32, jnp.int32
 #: How wgmma's sums lie in registers, and a value for each of their rows.
 SUMS = plgpu.Layout.WGMMA
 ROW = SUMS.reduce(1)
+#: Channels of a program that merges, and stretches that it reads ahead.
+PART, AHEAD = 32, 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Launch:
 
     Attributes:
       batch, nodes, entries, heads, kv_heads, head_dim, page: B, N, T, H, G, C and tokens a page.
-      causal: without a mask. window: whether there is one. factor: of scores.
+      causal: without a mask. window: whether there is one. factor, soft_cap: of scores.
       splits, keys, teams, stages: see Blocks.
       interpret: whether registers are pretended.
     """
@@ -42,6 +44,7 @@ class Launch:
     causal: bool
     window: bool
     factor: float
+    soft_cap: float | None
     sinks: bool
     splits: int
     keys: int
@@ -179,29 +182,32 @@ class Launch:
         kept = ((at >= keep[0]) & (at < keep[1]))[:, None] & jnp.isfinite(values)
         tile[...] = jnp.where(kept, values, 0)
 
-    def put(self, ref: Any, values: jax.Array, b: Any, head: Any, number: Any) -> None:
-        """A tile's results."""
+    def put(self, ref: Any, values: jax.Array, b: Any, head: Any, number: Any, part: Any = 0) -> None:
+        """A tile's results, or its channels from PART * part on."""
         first = number * ROWS
         if not self.interpret:
-            mosaic_tiles.put(ref, values, self.queries, self.base(b, head), first, self.rows)
+            mosaic_tiles.put(ref, values, self.queries, self.base(b, head) + part * PART, first, self.rows)
             return
         for i in range(ROWS):
             row = first + i
 
             @pl.when(row < self.rows)
             def _(i: int = i, row: Any = row) -> None:
-                ref.at[b, div(row, self.group), head * self.group + rem(row, self.group)][...] = values[i]
+                at = b, div(row, self.group), head * self.group + rem(row, self.group)
+                ref.at[*at, pl.ds(part * PART, values.shape[1])][...] = values[i]
 
-    def fetch(self, refs: tuple[Any, ...], at: Any) -> tuple[jax.Array, ...]:
-        """A tile's partial sums [64, C], maxima and weights [64]."""
+    def fetch(self, refs: tuple[Any, ...], at: Any, number: Any, part: Any) -> tuple[jax.Array, ...]:
+        """A tile's partial sums [64, PART] of channels from PART * part on, maxima and weights [64]."""
         if not self.interpret:
-            return mosaic_rows.fetch(refs, self.head_dim, at * ROWS, ROWS)
-        return tuple(ref[at] for ref in refs)
+            count, columns = self.rows - number * ROWS, (part * PART, PART)
+            return mosaic_rows.fetch(refs, self.head_dim, at * ROWS, count, columns=columns)
+        acc, *vectors = refs
+        return acc[at, :, pl.ds(part * PART, PART)], *(ref[at] for ref in vectors)
 
-    def spill(self, refs: tuple[Any, ...], sums: tuple[Any, ...], at: Any) -> None:
-        """Writes what `fetch` reads."""
+    def spill(self, refs: tuple[Any, ...], sums: tuple[Any, ...], at: Any, number: Any) -> None:
+        """Writes what `fetch` reads, of the rows in use."""
         if not self.interpret:
-            mosaic_rows.spill(refs, sums, at * ROWS, ROWS)
+            mosaic_rows.spill(refs, sums, at * ROWS, self.rows - number * ROWS)
             return
         for ref, value in zip(refs, sums, strict=True):
             ref.at[at][...] = value

@@ -1,4 +1,7 @@
-"""The Mosaic kernel for many rows: interpreted with race detection, its walk over blocks, and Hopper's compiler."""
+"""The Mosaic kernel for many rows: interpreted with race detection, its walk over blocks, and Hopper's compiler.
+
+On a Hopper GPU it runs compiled, as test_tree_attention_mosaic's does.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,17 @@ SMALL = (
         Blocks(64, 1, stages=2, splits=2),
     ),
     (Case("window-tree", 3, 20, 4, 1, 64, 64, 200, lengths="ragged", window=70), Blocks(64, 1, stages=2, splits=1)),
+    (
+        Case("few-d256-soft-cap", 2, 3, 4, 1, 256, 64, 100, mask="causal", lengths="ragged", soft_cap=2.0),
+        Blocks(stages=1, splits=2),
+    ),
 )
 
 
 def run(args: TreeAttentionArgs, blocks: Blocks) -> jax.Array:
-    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    params = None
+    if jax.default_backend() != "gpu":
+        params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
     return jax.jit(functools.partial(mosaic_wide.tree_attention, blocks=blocks, interpret=params))(args)
 
 
@@ -108,7 +117,7 @@ KERNEL = mosaic_wide.kernel_of(
 
 @interpreted
 @pytest.mark.skipif(bool(TARGETS["h200"].missing()), reason="no compiler for absent GPUs")
-@pytest.mark.parametrize("name", ["prefill512-4k", "prefill256-4k", "tree64-b8-8k", "one-kv-head"])
+@pytest.mark.parametrize("name", ["prefill512-4k", "prefill256-4k", "tree64-b8-8k", "one-kv-head", "soft-cap"])
 def test_compiles_for_hopper_without_spills(
     name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
@@ -123,19 +132,21 @@ def test_compiles_for_hopper_without_spills(
     assert "serialized" not in out + err
 
 
-def test_takes_the_place_of_triton_on_hopper_where_rows_are_many(monkeypatch: pytest.MonkeyPatch):
+def test_takes_the_place_of_triton_on_hopper_where_rows_are_many_or_the_other_refuses(monkeypatch: pytest.MonkeyPatch):
     taken = []
     monkeypatch.setattr(api.gpu, "tree_attention", lambda args, **launch: taken.append(("triton", launch)))
     monkeypatch.setattr(mosaic_wide, "tree_attention", lambda args: taken.append(("wide", {})))
     monkeypatch.setattr(api.gpu_mosaic, "tree_attention", lambda args: taken.append(("few", {})))
     run = api.OPERATION.implementations["gpu"].run
-    many, few, wide_heads = (CASES[name].shapes() for name in ("tree64-b8-8k", "verify8-b8-8k", "d256-tree64"))
+    many, few, wide_heads = (CASES[name].shapes() for name in ("tree64-b8-8k", "verify8-b8-8k", "d256"))
+    floats = CASES["f32"].shapes()
     run(many)
     monkeypatch.setattr(api, "supported", lambda: None)
-    for args in (many, few, wide_heads):
+    for args in (many, few, wide_heads, floats):
         run(args)
     run(many, blocks=1)
-    assert taken == [("triton", {}), ("wide", {}), ("few", {}), ("triton", {}), ("triton", {"blocks": 1})]
+    names = "triton", "wide", "few", "wide", "triton"
+    assert taken == [*((name, {}) for name in names), ("triton", {"blocks": 1})]
 
 
 @pytest.mark.parametrize(
@@ -145,10 +156,10 @@ def test_takes_the_place_of_triton_on_hopper_where_rows_are_many(monkeypatch: py
         (dict(head_dim=128, page=16), None),
         (dict(mask="tree"), None),
         (dict(dtype="float32"), "must be bfloat16 or float16, got float32"),
-        (dict(head_dim=96), "must be 64 or 128, got 96"),
+        (dict(head_dim=256, soft_cap=30.0), None),
+        (dict(head_dim=96), "must be 64, 128 or 256, got 96"),
         (dict(page=24), "power of two of at least 8, got 24"),
         (dict(window=64, mask="tree"), None),
-        (dict(soft_cap=30.0), "a soft cap"),
     ],
 )
 def test_what_it_serves(change: dict[str, Any], said: str | None):
