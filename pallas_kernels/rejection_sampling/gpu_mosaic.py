@@ -21,8 +21,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.rejection_sampling.mosaic_cluster import Cluster
 from pallas_kernels.rejection_sampling.mosaic_filters import Filters, Scratch
-from pallas_kernels.rejection_sampling.mosaic_lanes import Cluster, words_of
+from pallas_kernels.rejection_sampling.mosaic_lanes import words_of
 from pallas_kernels.rejection_sampling.mosaic_rejection import Drafts, attempt
 from pallas_kernels.rejection_sampling.mosaic_rows import GROUP, WORD, Buffers, Launch, Row
 from pallas_kernels.rejection_sampling.mosaic_walk import Sampler, Tree, Turn, own_token, walk
@@ -120,6 +121,7 @@ class _Kernel:
             out |= Scratch.shapes()
         if self.draft_rows:
             out |= {"q": plgpu.SMEM((words * WORD, TILE), _f32), "drafted": plgpu.Barrier(num_barriers=words)}
+            out["offers"] = plgpu.SMEM((3 * round_up(self.shape[1], TILE),), _f32)
         if self.launch.members > 1 and self.interpret:
             out["met"] = plgpu.ClusterBarrier(collective_axes=("member",))
         elif not self.interpret:
@@ -158,7 +160,7 @@ class _Kernel:
 
             visit: Callable[[jax.Array, jax.Array, jax.Array], Turn] = coupled
             if sampler is not None and probs:
-                drafts = Drafts(probs[0], self.draft_rows, shared["q"], shared["drafted"], row)
+                drafts = Drafts(probs[0], self.draft_rows, shared["q"], shared["drafted"], shared["offers"], row)
 
                 def rejection(node: jax.Array, depth: jax.Array, step: jax.Array) -> Turn:
                     at, number = request * nodes + node, request * self.draft_rows + node

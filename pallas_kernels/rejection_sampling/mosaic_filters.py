@@ -20,20 +20,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.rejection_sampling.mosaic_lanes import (
     add_at,
+    append,
     bits,
     math_sum,
     once,
+    reaching,
     real,
-    scatter,
     spread,
-    take_numbers,
     where,
 )  # fmt: skip
-from pallas_kernels.rejection_sampling.mosaic_rows import Row
+from pallas_kernels.rejection_sampling.mosaic_rows import FLOOR, Row
 from pallas_kernels.rejection_sampling.noise import TILE
 from pallas_kernels.rejection_sampling.reference import from_sortable, mass_scale, sortable
 
-_LOWEST = -1e38  # under every logit, and far enough from -inf that differences are finite
 #: Tokens of the list: two for each thread.
 LIST = 2 * TILE
 #: A range of logits that is wider than this has an end that nobody knows.
@@ -48,16 +47,20 @@ Amount = Callable[[jax.Array], jax.Array]  # int32 of each logit; what lies at o
 
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """Shared memory: a member's list, the joint list, amounts of its tokens; a histogram, or the list's length."""
+    """Shared memory: a member's list of logits and their tokens, the joint list, amounts of its entries; and a
+    histogram, or the length of the member's list.
+    """
 
     own: Any
+    places: Any
     joint: Any
+    tokens: Any
     amounts: Any
     bins: Any
 
     @staticmethod
     def shapes() -> dict[str, Any]:
-        dtypes = {"own": _f32, "joint": _f32, "amounts": _i32, "bins": _i32}
+        dtypes = {"own": _f32, "places": _i32, "joint": _f32, "tokens": _i32, "amounts": _i32, "bins": _i32}
         return {name: plgpu.SMEM((LIST,), dtype) for name, dtype in dtypes.items()}
 
 
@@ -72,6 +75,10 @@ class Filters(NamedTuple):
     def active(self) -> jax.Array:
         return (self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0)
 
+    def count(self, vocab: int) -> jax.Array:
+        """k of top-k, or 0 where it keeps all."""
+        return jnp.where((self.top_k > 0) & (self.top_k < vocab), self.top_k, 0)
+
 
 class _Range(NamedTuple):
     """Where a threshold may lie: [low, high].
@@ -80,7 +87,7 @@ class _Range(NamedTuple):
       over: amount above `high`.
       many: 1 where the range is expected to hold more tokens than the list.
       done: 1 where the threshold is low.
-      marked: see `threshold`. step: exchanges so far.
+      step: exchanges so far.
     """
 
     low: jax.Array
@@ -88,75 +95,60 @@ class _Range(NamedTuple):
     over: jax.Array
     many: jax.Array
     done: jax.Array
-    marked: jax.Array
     step: jax.Array
 
 
 def threshold(
     row: Row, scratch: Scratch, filters: Filters, tops: jax.Array, top: jax.Array, step: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(what a token must reach to pass the filters as in reference.filter_logits, marked tokens, exchanges so far).
-
-    Marked tokens: how many in the lane that has most, where all that pass are marked; else negative.
+) -> tuple[jax.Array, jax.Array]:
+    """(what a token must reach to pass the filters as in reference.filter_logits, exchanges so far).
 
     Args:
-      tops: largest logit of each lane in all members. top: of the row, finite.
+      tops: largest logit of each part of the row. top: of the row, finite.
     """
-    k = jnp.where((filters.top_k > 0) & (filters.top_k < row.vocab), filters.top_k, 0)
-    low = jnp.maximum(top + jnp.log(filters.min_p), _LOWEST)
+    k = filters.count(row.vocab)
+    low = jnp.maximum(top + jnp.log(filters.min_p), FLOOR)
 
-    def by_count(low: jax.Array, _: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def by_count(low: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         one = spread(1, _i32)
-        above = _sums_above(scratch, tops, one)
-        bound = jnp.max(jnp.where(above >= k, tops, _LOWEST))
-        none = bound <= _LOWEST
+        above = _sums_above(row, scratch, tops, one)
+        bound = jnp.max(jnp.where(above >= k, tops, FLOOR))
+        none = bound <= FLOOR
         bound = jnp.where(none, top - 24.0, bound)  # a guess, where k is more than there are lanes
         amount = lambda x: one if x.ndim else step * 0 + 1
         return _largest(row, scratch, low, jnp.maximum(low, bound), top, k, amount, none & (k > LIST), step)
 
-    def by_mass(cut: jax.Array, _: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        weights = jnp.where(tops >= cut, jnp.exp(tops - top), 0.0)
-        total, scale, whole, step = _mass(row, top, cut, jnp.sum(weights), step)
+    def by_mass(cut: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weights = jnp.where(tops >= cut, row.exp(tops - top), 0.0)
+        total, scale, whole, step = masses(row, top, cut, jnp.sum(weights), step)
         # Lanes' largest logits that hold p of the mass together, in units that leave room for rounding.
         enough = jnp.minimum(filters.top_p * total * (2.0**20) * (1 + 2.0**-10) + TILE, 2.0**30).astype(_i32)
-        above = _sums_above(scratch, tops, (weights * (2.0**20)).astype(_i32))
-        bound = jnp.max(jnp.where(above >= enough, tops, _LOWEST))
+        above = _sums_above(row, scratch, tops, (weights * (2.0**20)).astype(_i32))
+        bound = jnp.max(jnp.where(above >= enough, tops, FLOOR))
         # And tokens below this hold less than 1 - p together, but for rounding: the first pass checks it.
         rest = top + jnp.log((1.0 - filters.top_p) * total / row.vocab)
         guess = jnp.minimum(jnp.maximum(jnp.maximum(cut, rest), bound), top)
-        need = _ceiling(filters.top_p * whole.astype(_f32))
-        amount = lambda x: jnp.where(x >= cut, jnp.exp(x - top) * scale + 0.5, 0.0).astype(_i32)
-        return _largest(row, scratch, cut, guess, top, need, amount, bound <= _LOWEST, step)
+        need = ceiling(filters.top_p * whole.astype(_f32))
+        amount = lambda x: mass(row, x, top, cut, scale)
+        return _largest(row, scratch, cut, guess, top, need, amount, bound <= FLOOR, step)
 
-    found = once(k > 0, by_count, (low, step * 0 - 1, step))
+    found = once(k > 0, by_count, (low, step))
     return once(filters.top_p < 1.0, by_mass, found)
 
 
-def _ceiling(x: jax.Array) -> jax.Array:
+def ceiling(x: jax.Array) -> jax.Array:
     """Mosaic GPU knows no ceil."""
     whole = x.astype(_i32)
     return whole + jnp.where(whole.astype(_f32) < x, 1, 0)
 
 
-def _sums_above(scratch: Scratch, values: jax.Array, amounts: jax.Array) -> jax.Array:
+def _sums_above(row: Row, scratch: Scratch, values: jax.Array, amounts: jax.Array) -> jax.Array:
     """For each lane, what all lanes with values at or above its own amount to, [128] int32."""
     plgpu.commit_smem()
     scratch.joint[pl_tile(0)] = values
     scratch.amounts[pl_tile(0)] = amounts
     plgpu.commit_smem()
-    return _rank(scratch, _i32(TILE), (values,))[0]
-
-
-def _rank(scratch: Scratch, count: jax.Array, own: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """For each of a thread's values, the amounts of those of the joint list that reach it."""
-
-    def add(j: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        for i in range(4):
-            value, amount = scratch.joint[4 * j + i], scratch.amounts[4 * j + i]
-            sums = tuple(s + where(v <= value, amount, 0) for s, v in zip(sums, own, strict=True))
-        return sums
-
-    return lax.fori_loop(0, lax.div(count + 3, _i32(4)), add, tuple(spread(0, _i32) for _ in own))
+    return reaching(scratch.joint, scratch.amounts, _i32(TILE), [values], row.interpret)[0]
 
 
 def pl_tile(index: int) -> slice:
@@ -182,7 +174,7 @@ def weigh(row: Row, top: jax.Array, cut: jax.Array, step: jax.Array) -> tuple[ja
     """
 
     def add(_: jax.Array, xs: list[jax.Array], carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        part = _units(math_sum([jnp.where(x >= cut, jnp.exp(x - top), 0.0) for x in xs]))
+        part = _units(math_sum([jnp.where(x >= cut, row.exp(x - top), 0.0) for x in xs]))
         return tuple(a + b for a, b in zip(carry, part, strict=True))
 
     zero = spread(0, _i32)
@@ -190,46 +182,59 @@ def weigh(row: Row, top: jax.Array, cut: jax.Array, step: jax.Array) -> tuple[ja
     return _value(*sums), step
 
 
-def _mass(
-    row: Row, top: jax.Array, cut: jax.Array, least: jax.Array, step: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def weight(row: Row, xs: list[jax.Array], top: jax.Array, cut: jax.Array) -> jax.Array:
+    """As `weigh`, of values that are no row's, 128 each."""
+    weights = [where(x >= cut, row.exp(x - top), 0.0) for x in xs]
+    whole, rest = zip(*map(_units, weights), strict=True)
+    return _value(jnp.sum(math_sum(whole)), jnp.sum(math_sum(rest)))
+
+
+def mass(row: Row, x: jax.Array, top: jax.Array, cut: jax.Array, scale: jax.Array) -> jax.Array:
+    """Integer masses, 0 under `cut`; scale: of reference.mass_scale."""
+    power = row.exp(x - top) if x.ndim else jnp.exp(x - top)
+    return jnp.where(x >= cut, power * scale + 0.5, 0.0).astype(_i32)
+
+
+def masses(
+    row: Row, top: jax.Array, cut: jax.Array, least: jax.Array, step: jax.Array,
+    note: Callable[[jax.Array, list[jax.Array]], None] = lambda _, __: None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """(as `weigh`, `reference.mass_scale` of it, the integer mass of the tokens from `cut` on, exchanges so far).
 
     Args:
       least: at most the sum. Its scale and the next are tried while the sum is not known; it is rarely more.
+      note: sees every 8 rows: the first one's number, and their values.
     """
     first = mass_scale(least)
     second = first * 0.5
 
-    def add(_: jax.Array, xs: list[jax.Array], carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        weights = [jnp.where(x >= cut, jnp.exp(x - top), 0.0) for x in xs]
-        masses = (math_sum([(w * scale + 0.5).astype(_i32) for w in weights]) for scale in (first, second))
-        part = (*_units(math_sum(weights)), *masses)
+    def add(begin: jax.Array, xs: list[jax.Array], carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        note(begin, xs)
+        weights = [jnp.where(x >= cut, row.exp(x - top), 0.0) for x in xs]
+        both = (math_sum([(w * scale + 0.5).astype(_i32) for w in weights]) for scale in (first, second))
+        part = (*_units(math_sum(weights)), *both)
         return tuple(a + b for a, b in zip(carry, part, strict=True))
 
     zero = spread(0, _i32)
-    (*sums, mass, other), step = row.cluster.sums(step, row.sweep(add, (zero, zero, zero, zero)))
+    (*sums, whole, other), step = row.cluster.sums(step, row.sweep(add, (zero, zero, zero, zero)))
     total = _value(*sums)
     scale = mass_scale(total)
-    mass = jnp.where(scale == first, mass, other)
+    whole = jnp.where(scale == first, whole, other)
 
     def again(_: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def add(_: jax.Array, xs: list[jax.Array], sum_: jax.Array) -> jax.Array:
-            weights = [jnp.where(x >= cut, jnp.exp(x - top), 0.0) for x in xs]
-            return sum_ + math_sum([(w * scale + 0.5).astype(_i32) for w in weights])
+        add = lambda _, xs, sum_: sum_ + math_sum([mass(row, x, top, cut, scale) for x in xs])
+        (whole,), step = row.cluster.sums(step, [row.sweep(add, zero)])
+        return whole, step
 
-        (mass,), step = row.cluster.sums(step, [row.sweep(add, zero)])
-        return mass, step
-
-    mass, step = once((scale != first) & (scale != second), again, (mass, step))
-    return total, scale, mass, step
+    whole, step = once((scale != first) & (scale != second), again, (whole, step))
+    return total, scale, whole, step
 
 
 def _largest(
     row: Row, scratch: Scratch, low: jax.Array, guess: jax.Array, high: jax.Array, need: jax.Array, amount: Amount,
     many: jax.Array, step: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """(largest value in [low, high] at or above which the row amounts to `need`, or low; marked tokens; exchanges).
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """(largest value in [low, high] at or above which the row amounts to `need`, or low; exchanges so far).
 
     Args:
       guess: where to look first; it is checked.
@@ -237,16 +242,18 @@ def _largest(
     """
 
     def listed(at: _Range) -> _Range:
-        count, most, read, step = _collect(row, scratch, at)
+        row.cluster.meet()  # others may still read the last list
+        clear(scratch)
+        row.sweep(lambda begin, xs, _: collect(row, scratch, begin, xs, at.low, at.high), ())
+        count, step = join(row, scratch, at.step, met=False)
         at = at._replace(step=step, many=jnp.where(count > LIST, 1, 0))
 
         def finish(*at: Any) -> tuple[jax.Array, ...]:
-            best, inside = _finish(row, scratch, _Range(*at), count, read, amount, need)
+            best, inside = _finish(row, scratch, _Range(*at), count, amount, need)
             at = _Range(*at)
             bold = at.over + inside < need  # the guess, or all there is: then low stays
             ended = ~bold | (at.low <= low)
-            marked = jnp.where(at.high >= high, most, -1)
-            return tuple(at._replace(low=jnp.where(bold, low, best), done=jnp.where(ended, 1, 0), marked=marked))
+            return tuple(at._replace(low=jnp.where(bold, low, best), done=jnp.where(ended, 1, 0)))
 
         return _Range(*once(count <= LIST, finish, tuple(at)))
 
@@ -267,64 +274,48 @@ def _largest(
         return _Range(*once(more, lambda *at: tuple(thinned(_Range(*at))), tuple(at)))
 
     zero = step * 0
-    start = _Range(guess, high, zero, jnp.where(many, 1, 0), zero, zero - 1, step)
+    start = _Range(guess, high, zero, jnp.where(many, 1, 0), zero, step)
     end = lax.while_loop(lambda at: at.done == 0, body, start)
-    return end.low, end.marked, end.step
+    return end.low, end.step
 
 
-def _collect(
-    row: Row, scratch: Scratch, at: _Range
-) -> tuple[jax.Array, jax.Array, Callable[[Any, int], jax.Array], jax.Array]:
-    """(tokens in the range, the most marked in a lane, what reads members' lists of them, exchanges so far).
-
-    Plane 0 of the exchange is a member's number of tokens, planes 1 and 2 its list. The tokens are marked.
-    """
+def clear(scratch: Scratch) -> None:
+    """Empties the member's list."""
     plgpu.commit_smem()
     scratch.bins[0] = _i32(0)
     plgpu.commit_smem()
-    counts, _ = row.mark(lambda _, xs, carry: ([(x >= at.low) & (x <= at.high) for x in xs], carry))
-    count, most = jnp.sum(counts), jnp.max(counts)
 
-    def note(places: list[jax.Array], founds: list[jax.Array], _: tuple[()]) -> tuple[()]:
-        for place, found in zip(places, founds, strict=True):
-            scatter(scratch.own, take_numbers(scratch.bins, found, row.interpret), row.at(place), found, row.interpret)
-        return ()
 
-    row.each_marked(jnp.where(count <= LIST, most, 0), note, ())
+def collect(row: Row, scratch: Scratch, begin: jax.Array, xs: list[jax.Array], low: Any, high: Any = None) -> tuple[()]:
+    """Puts the tokens of 8 rows that lie in [low, high] into the member's list."""
+    holds = [x >= low if high is None else (x >= low) & (x <= high) for x in xs]
+    found = [(x, row.token(begin + r), here) for r, (x, here) in enumerate(zip(xs, holds, strict=True))]
+    append(scratch.bins, scratch.own, scratch.places, found, row.interpret)
+    return ()
+
+
+def join(row: Row, scratch: Scratch, step: jax.Array, *, met: bool) -> tuple[jax.Array, jax.Array]:
+    """(tokens in the lists of all members, exchanges so far); see Cluster.join."""
     plgpu.commit_smem()
-    read, step = row.cluster.share(at.step, [spread(count, _i32)], scratch.own)
-    total = jnp.max(row.cluster.over(lambda c, total: total + read(c, 0), spread(0, _i32)))
-    return total, most, read, step
+    own, joint = (scratch.own, scratch.places), (scratch.joint, scratch.tokens)
+    found = row.cluster.join(step, scratch.bins, own, joint, met)
+    plgpu.commit_smem()
+    return found
 
 
 def _finish(
-    row: Row, scratch: Scratch, at: _Range, count: jax.Array, read: Callable[[Any, int], jax.Array], amount: Amount,
-    need: jax.Array,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """(the threshold, amount in the range), where all tokens in the range fit into the list."""
-    plgpu.commit_smem()
-
-    def join(c: Any, offset: jax.Array) -> jax.Array:
-        here = read(c, 0)
-        for p in range(2):
-            number = p * TILE + row.lane
-            scatter(scratch.joint, offset + number, real(read(c, 1 + p)), number < here, row.interpret)
-        return offset + here
-
-    row.cluster.over(join, spread(0, _i32))
-    plgpu.commit_smem()
-    own, held = [], []
+    row: Row, scratch: Scratch, at: _Range, count: jax.Array, amount: Amount, need: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(the threshold, amount in the range), where all tokens in the range are in the joint list."""
+    own = [scratch.joint[pl_tile(p)] for p in range(2)]
+    held = [where(x >= at.low, amount(x), 0) for x in own]
     for p in range(2):
-        here = p * TILE + row.lane < count
-        value = where(here, scratch.joint[pl_tile(p)], -jnp.inf)
-        own.append(value)
-        held.append(where(here, amount(value), 0))
         scratch.amounts[pl_tile(p)] = held[p]
-        scratch.joint[pl_tile(p)] = value
     plgpu.commit_smem()
     best = spread(-jnp.inf, _f32)
-    for value, above in zip(own, _rank(scratch, count, tuple(own)), strict=True):
-        best = jnp.maximum(best, jnp.where(above + at.over >= need, value, -jnp.inf))
+    above = reaching(scratch.joint, scratch.amounts, count, own, row.interpret)
+    for value, reached in zip(own, above, strict=True):
+        best = jnp.maximum(best, where(reached + at.over >= need, value, spread(-jnp.inf, _f32)))
     return jnp.max(best), jnp.sum(held[0] + held[1])
 
 
@@ -360,7 +351,7 @@ def _sift(
         scratch.joint[pl_tile(p)] = bins[p].astype(_f32)
         scratch.amounts[pl_tile(p)] = row.cluster.over(lambda c, sum_, p=p: sum_ + read(c, p), spread(0, _i32))
     plgpu.commit_smem()
-    above = _rank(scratch, _i32(LIST), tuple(b.astype(_f32) for b in bins))
+    above = reaching(scratch.joint, scratch.amounts, _i32(LIST), [b.astype(_f32) for b in bins], row.interpret)
     reached = [where(a + at.over >= need, b, -1) for a, b in zip(above, bins, strict=True)]
     best = jnp.max(jnp.maximum(*reached))
     beyond = jnp.sum(math_sum([where(b == best + 1, a, 0) for a, b in zip(above, bins, strict=True)]))

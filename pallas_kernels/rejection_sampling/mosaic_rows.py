@@ -24,14 +24,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.rejection_sampling.mosaic_cluster import Cluster
 from pallas_kernels.rejection_sampling.mosaic_lanes import (
-    Cluster,
-    bits,
     gather,
     lane_ids,
+    math_sum,
     once,
     population,
-    real,
+    prefetch,
+    quick_exp,
     spread,
     where,
 )  # fmt: skip
@@ -47,6 +48,8 @@ from pallas_kernels.rejection_sampling.noise import (
 
 NONE = 2**30  # no node, no token
 _LOWEST = -3e38  # under every finite score
+#: Under every logit, and far enough from -inf that differences are finite.
+FLOOR = -1e38
 #: Rows that a pass takes at once, and rows of a word.
 GROUP, WORD = 8, 32
 #: Groups of rows whose noise a thread draws at once, so that one need not wait for the other's rounds.
@@ -60,9 +63,9 @@ _i32, _u32, _f32 = jnp.int32, jnp.uint32, jnp.float32
 
 
 class Best(NamedTuple):
-    """Largest values of a row and their tokens: of each lane, [128], and of all."""
+    """Largest values of a row and their tokens: of each of 128 parts of the row, a part a lane, and of all."""
 
-    lanes: jax.Array
+    parts: jax.Array
     tokens: jax.Array
     top: jax.Array
     token: jax.Array
@@ -116,6 +119,12 @@ class Row:
                 source = self.logits.at[node, pl.ds(self.first + w * WORD, WORD)]
                 plgpu.copy_gmem_to_smem(source, self.x.at[pl.ds(w * WORD, WORD)], self.barriers.at[w])
 
+    def ahead(self, node: jax.Array) -> None:
+        """Asks the second-level cache for logits that are likely to be fetched next."""
+        if self.vocab % TILE == 0:
+            first, count = self.first * TILE, self.valid * TILE
+            pl.when(count > 0)(lambda: prefetch(self.logits, node, self.vocab, first, count, self.interpret))
+
     def _arrived(self, w: jax.Array, node: jax.Array) -> None:
         """Waits for a word's rows; behind the vocabulary they are -inf."""
         low = spread(-jnp.inf, self.x.dtype)
@@ -143,6 +152,10 @@ class Row:
     def tempered(self, x: jax.Array) -> jax.Array:
         x = x.astype(_f32)
         return x if self.inverse is None else x * self.inverse
+
+    def exp(self, x: jax.Array) -> jax.Array:
+        """exp(x) in lanes."""
+        return quick_exp(x, self.interpret)
 
     def value(self, row: Any) -> jax.Array:
         """What competes with noise added: tempered logits of a row of 128."""
@@ -190,17 +203,46 @@ class Row:
         best = where(peak < jnp.inf, best, jnp.inf)
         return best, token
 
+    def gauge(self, node: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(the row's largest value, the sum of exp(value - it), exchanges so far), as the row arrives.
+
+        inf or NaN where the row holds one, and at most FLOOR where it holds nothing else than -inf.
+        """
+
+        def word(w: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            self._arrived(w, node)
+
+            def group(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                top, total = carry
+                xs = self._group(w * WORD + g * GROUP)
+                most = functools.reduce(jnp.maximum, xs, top)  # a NaN stays
+                part = math_sum([self.exp(x - most) for x in xs])
+                return most, total * self.exp(top - most) + part
+
+            return lax.fori_loop(0, WORD // GROUP, group, carry)
+
+        # Finite, so that differences of it are.
+        start = (spread(FLOOR, _f32), spread(0.0, _f32))
+        return self.cluster.softmax(step, *lax.fori_loop(0, self.num_words, word, start))
+
+    def bounds(self, begin: Any, sums: tuple[jax.Array, ...]) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
+        """(at least the values of a group of rows, sums over all groups so far)."""
+        return self._group(begin), sums
+
+    #: What `bounds` sums up.
+    SUMS = 0
+
     def dash(
-        self, key: tuple[jax.Array, jax.Array], node: jax.Array | None, step: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(token of the largest sum of value and noise, whether the row is usable, exchanges so far).
+        self, key: tuple[jax.Array, jax.Array], node: jax.Array | None, step: jax.Array, waits: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, list[jax.Array], jax.Array]:
+        """(token of the largest sum of value and noise, whether the row is usable, sums, exchanges so far).
 
         One pass while the row arrives: it keeps each lane's group of 8 rows with the largest bound, and the largest
         bound of its other groups. Each lane then looks for its best token in its group. Another one can only win if its
         bound reaches that of all lanes, which is rare: then a pass looks at all that reach it.
 
         Args:
-          node: whose row arrives; None if it is there.
+          node: whose row arrives; None if it is there. waits: whether it has yet to be waited for; by default it has.
         """
 
         def noise(begin: Any) -> list[jax.Array]:
@@ -208,10 +250,11 @@ class Row:
             return [gumbel_bound(word) for words in draws for word in words]
 
         def take(begin: Any, bounds: list[jax.Array], carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            most, at, rest = carry
-            top = functools.reduce(jnp.maximum, [self.value(begin + r) + b for r, b in enumerate(bounds)])  # NaN stays
+            most, at, rest, *sums = carry
+            values, sums = self.bounds(begin, tuple(sums))
+            top = functools.reduce(jnp.maximum, [x + b for x, b in zip(values, bounds, strict=True)])  # NaN stays
             rest = jnp.maximum(rest, jnp.minimum(most, top))
-            return jnp.maximum(most, top), where(top > most, begin, at), rest
+            return jnp.maximum(most, top), where(top > most, begin, at), rest, *sums
 
         wide = SEVERAL * GROUP
 
@@ -221,14 +264,17 @@ class Row:
             return carry
 
         def word(w: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            if node is not None:
+            if waits is not None:
+                pl.when(waits)(lambda: self._arrived(w, node))
+            elif node is not None:
                 self._arrived(w, node)
             begin = w * WORD
             steps = jnp.clip(lax.div(self.valid - begin + (wide - 1), _i32(wide)), 0, WORD // wide)
             return lax.fori_loop(0, steps, lambda g, carry: several(begin + g * wide, carry), carry)
 
         low = spread(-jnp.inf, _f32)
-        most, at, rest = lax.fori_loop(0, self.num_words, word, (low, spread(0, _i32), low))
+        zeros = (spread(0.0, _f32),) * self.SUMS
+        most, at, rest, *sums = lax.fori_loop(0, self.num_words, word, (low, spread(0, _i32), low, *zeros))
         rest = where(most < jnp.inf, rest, jnp.inf)  # a NaN or an inf
         base, word_, row, bound = low, spread(0, _u32), at, low
         for r in range(0, GROUP, 2):
@@ -239,8 +285,8 @@ class Row:
                 rest = jnp.maximum(rest, jnp.minimum(bound, top))
                 base, word_, row = where(better, x, base), where(better, bits_, word_), where(better, at + (r + i), row)
                 bound = jnp.maximum(bound, top)
-        score, token, others, step = self.cluster.winner(step, base + to_gumbel(word_), self.token(row), [rest])
-        (beside,) = others
+        scores = base + to_gumbel(word_)
+        score, token, (beside, *sums), step = self.cluster.winner(step, scores, self.token(row), [rest], sums)
         fine = (beside < jnp.inf) & (score > -jnp.inf)
         late = fine & (beside + (GUMBEL_BOUND + 1e-4 + 1e-6 * jnp.abs(score)) >= score)
 
@@ -249,20 +295,12 @@ class Row:
             return self.cluster.winner(step, lanes, tokens)[1::2]
 
         token, step = once(late, again, (token, step))
-        return token, fine, step
+        return token, fine, sums, step
 
     def elect(self, best: jax.Array, token: jax.Array, step: jax.Array) -> tuple[Best, jax.Array]:
         """(the best of all members, the lowest token of equals, exchanges so far)."""
-        read, step = self.cluster.share(step, [bits(best), token])
-
-        def better(c: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            (best, token), x, t = carry, real(read(c, 0)), read(c, 1)
-            take = (x > best) | ((x == best) & (t < token))
-            return where(take, x, best), where(take, t, token)
-
-        best, token = self.cluster.over(better, (spread(-jnp.inf, _f32), spread(NONE, _i32)))
-        top = jnp.max(best)
-        return Best(best, token, top, jnp.min(where(best == top, token, NONE))), step
+        *best, step = self.cluster.parts(step, best, token)
+        return Best(*best), step
 
     def mark(self, test: Callable[..., tuple[Sequence[jax.Array], Any]], init: Any = ()) -> tuple[jax.Array, Any]:
         """Writes the bits of tokens for which test(first row, tempered logits of 8 rows, carry) holds, and folds it.
@@ -330,27 +368,25 @@ class Row:
         return lax.fori_loop(0, lax.div(most + (at_once - 1), _i32(at_once)), step, (words, init))[1]
 
     def race(
-        self, key: tuple[jax.Array, jax.Array], cut: jax.Array, marked: jax.Array, best: Best, step: jax.Array
+        self, key: tuple[jax.Array, jax.Array], cut: jax.Array, best: Best, step: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """(token of the largest sum of value and Gumbel noise among those from `cut` on, exchanges so far).
 
         Args:
-          marked: how many tokens are marked in the lane that has most, if all from `cut` on are; else negative.
           best: the largest logits; what they score together bounds what can win.
         """
-
-        def near(_: jax.Array) -> tuple[jax.Array]:
-            tile = best.tokens >> 7
-            first, second = self.draws(key, ((tile >> 1) * TILE + (best.tokens & (TILE - 1))))
-            scores = best.lanes + to_gumbel(where((tile & 1) == 0, first, second))
-            score = jnp.max(where(best.lanes >= cut, scores, -jnp.inf))
-            low = jnp.maximum(cut, score - GUMBEL_MAX - (1e-4 + 1e-6 * jnp.abs(score)))
-            most = jnp.max(self.mark(lambda _, xs, carry: ([x >= low for x in xs], carry))[0])
-            return once(most > MANY, lambda _: (self.hopeful(key, low, score),), (most,))
-
-        (marked,) = once(marked < 0, near, (marked,))
-        _, token, _, step = self.cluster.winner(step, *self.settle(key, cut, marked))
+        score = jnp.max(where(best.parts >= cut, best.parts + self.noise(key, best.tokens), -jnp.inf))
+        low = jnp.maximum(cut, score - GUMBEL_MAX - (1e-4 + 1e-6 * jnp.abs(score)))
+        most = jnp.max(self.mark(lambda _, xs, carry: ([x >= low for x in xs], carry))[0])
+        (most,) = once(most > MANY, lambda _: (self.hopeful(key, low, score),), (most,))
+        _, token, _, step = self.cluster.winner(step, *self.settle(key, cut, most))
         return jnp.clip(token, 0, self.vocab - 1), step
+
+    def noise(self, key: tuple[jax.Array, jax.Array], token: jax.Array) -> jax.Array:
+        """Gumbel noise of any tokens of the vocabulary, one a lane."""
+        tile = token >> 7
+        first, second = self.draws(key, (tile >> 1) * TILE + (token & (TILE - 1)))
+        return to_gumbel(where((tile & 1) == 0, first, second))
 
     def hopeful(self, key: tuple[jax.Array, jax.Array], low: Any, score: jax.Array) -> jax.Array:
         """Marks tokens from `low` on whose bound reaches a score; how many there are in the lane that has most."""

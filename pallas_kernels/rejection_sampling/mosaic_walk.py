@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.rejection_sampling.mosaic_filters import Filters, Scratch, threshold
+from pallas_kernels.rejection_sampling import mosaic_shortlist as shortlist
+from pallas_kernels.rejection_sampling.mosaic_filters import Filters, Scratch
 from pallas_kernels.rejection_sampling.mosaic_lanes import gather, lane_ids, once, spread, where
 from pallas_kernels.rejection_sampling.mosaic_rows import NONE, Row
 from pallas_kernels.rejection_sampling.noise import TILE
@@ -106,11 +107,11 @@ def own_token(
     row.fetch(at)
     if sampler is None:
         return highest(row, at, step)
-    filters, key = sampler.filters, sampler.key(depth)
+    filters, tables, key = sampler.filters, sampler.tables, sampler.key(depth)
     plain = sampler.sampled & ~filters.active
 
     def drawn(_: jax.Array, __: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        token, fine, step = row.dash(key, at, step)
+        token, fine, _, step = row.dash(key, at, step)
         return token, jnp.where(fine, 1, 0), step
 
     def surveyed(_: jax.Array, __: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -118,8 +119,7 @@ def own_token(
         fine = usable(best.top)
 
         def draw(_: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-            cut, marked, step = threshold(row, sampler.tables, filters, best.lanes, best.top, step)
-            return row.race(key, cut, marked, best, step)
+            return shortlist.draw(row, tables, key, best, shortlist.keep(row, tables, filters, best, step))
 
         token, step = once(sampler.sampled & fine, draw, (best.token, step))
         return token, jnp.where(fine, 1, 0), step
