@@ -20,10 +20,8 @@ def _interpreted(args: RejectionSamplingArgs) -> Verdict:
 
 
 def _on_gpu(args: RejectionSamplingArgs, **launch: Any) -> Verdict:
-    """On Mosaic GPU where that is possible and measured to be faster, else on Triton; `launch` is Triton's."""
+    """On Mosaic GPU where that is possible, else on Triton; `launch` is Triton's."""
     reason = "its sizes are given" if launch else gpu_mosaic.unsupported() or gpu_mosaic.refusal(args)
-    if reason is None and not gpu_mosaic.faster(args):
-        reason = "rejection takes less time there"
     if reason is None:
         log_once(logging.INFO, "rejection_sampling: gpu on Mosaic GPU")
         return gpu_mosaic.rejection_sampling(args)

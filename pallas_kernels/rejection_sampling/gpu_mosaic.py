@@ -75,15 +75,6 @@ def unsupported() -> str | None:
     return None if capability.startswith("9.") else f"it needs compute capability 9, this device has {capability}"
 
 
-def faster(args: RejectionSamplingArgs) -> bool:
-    """Whether the kernel is measured to take less time than the one on Triton, on an H200 (docs/benchmarks.md).
-
-    Rejection takes more. Plain decoding without filters takes 2 to 10% more, with them much less; which it will be is
-    unknown when a call is compiled.
-    """
-    return args.drafts is None
-
-
 def refusal(args: RejectionSamplingArgs) -> str | None:
     """Why the kernel cannot serve these arguments, or None."""
     logits, n = args.logits_BNV, args.logits_BNV.shape[1]

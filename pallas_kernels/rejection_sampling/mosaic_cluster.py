@@ -44,7 +44,7 @@ class Cluster:
     """
 
     #: Planes of an exchange, at most; the interpreter exchanges lists and lanes that way, too.
-    PLANES, INTERPRETED = 2, 5
+    PLANES, INTERPRETED = 2, 6
 
     def __init__(self, board: Any, barrier: Any, request: jax.Array, size: int, interpret: bool) -> None:
         self.board, self.barrier, self.request, self.size, self.interpret = board, barrier, request, size, interpret
@@ -285,8 +285,8 @@ class Cluster:
         return plain(every), step
 
     def _by_warps(self, slot: jax.Array, lanes: list[jax.Array], merge: Callable[..., list[Any]]) -> Any:
-        size, entry = self.size, 4  # words of a warp's entry, read at once
-        assert len(lanes) <= entry and size in (1, 2, 4, 8, 16)
+        size, entry = self.size, -(-len(lanes) // 4) * 4  # words of a warp's entry, four of them read at once
+        assert 4 * entry <= self.PLANES * TILE and size in (1, 2, 4, 8, 16)
 
         def exchange(_: Any, board: Any, slot: Any, *lanes: Any) -> Any:
             i32 = ir.IntegerType.get_signless(32)

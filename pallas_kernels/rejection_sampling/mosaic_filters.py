@@ -120,7 +120,7 @@ def threshold(
 
     def by_mass(cut: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         weights = jnp.where(tops >= cut, row.exp(tops - top), 0.0)
-        total, scale, whole, step = masses(row, top, cut, jnp.sum(weights), step)
+        total, scale, (whole,), step = masses(row, top, cut, jnp.sum(weights), step)
         # Lanes' largest logits that hold p of the mass together, in units that leave room for rounding.
         enough = jnp.minimum(filters.top_p * total * (2.0**20) * (1 + 2.0**-10) + TILE, 2.0**30).astype(_i32)
         above = _sums_above(row, scratch, tops, (weights * (2.0**20)).astype(_i32))
@@ -197,9 +197,11 @@ def mass(row: Row, x: jax.Array, top: jax.Array, cut: jax.Array, scale: jax.Arra
 
 def masses(
     row: Row, top: jax.Array, cut: jax.Array, least: jax.Array, step: jax.Array,
-    note: Callable[[jax.Array, list[jax.Array]], None] = lambda _, __: None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """(as `weigh`, `reference.mass_scale` of it, the integer mass of the tokens from `cut` on, exchanges so far).
+    note: Callable[[jax.Array, list[jax.Array]], None] = lambda _, __: None, above: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, list[jax.Array], jax.Array]:  # fmt: skip
+    """(as `weigh`, `reference.mass_scale` of it, integer masses, exchanges so far).
+
+    Masses: of the tokens from `cut` on, and where `above` is given of those of them above it.
 
     Args:
       least: at most the sum. Its scale and the next are tried while the sum is not known; it is rarely more.
@@ -208,26 +210,32 @@ def masses(
     first = mass_scale(least)
     second = first * 0.5
 
+    def of(xs: list[jax.Array], weights: list[jax.Array], scale: jax.Array) -> list[jax.Array]:
+        each = [(w * scale + 0.5).astype(_i32) for w in weights]
+        higher = [] if above is None else [where(x > above, m, 0) for x, m in zip(xs, each, strict=True)]
+        return [math_sum(each), *([math_sum(higher)] if higher else [])]
+
+    weights_of = lambda xs: [jnp.where(x >= cut, row.exp(x - top), 0.0) for x in xs]
+
     def add(begin: jax.Array, xs: list[jax.Array], carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         note(begin, xs)
-        weights = [jnp.where(x >= cut, row.exp(x - top), 0.0) for x in xs]
-        both = (math_sum([(w * scale + 0.5).astype(_i32) for w in weights]) for scale in (first, second))
-        part = (*_units(math_sum(weights)), *both)
+        weights = weights_of(xs)
+        part = (*_units(math_sum(weights)), *of(xs, weights, first), *of(xs, weights, second))
         return tuple(a + b for a, b in zip(carry, part, strict=True))
 
-    zero = spread(0, _i32)
-    (*sums, whole, other), step = row.cluster.sums(step, row.sweep(add, (zero, zero, zero, zero)))
-    total = _value(*sums)
+    zeros = (spread(0, _i32),) * (1 if above is None else 2)
+    (whole, rest, *both), step = row.cluster.sums(step, row.sweep(add, 2 * (spread(0, _i32),) + 2 * zeros))
+    total = _value(whole, rest)
     scale = mass_scale(total)
-    whole = jnp.where(scale == first, whole, other)
+    sums = [jnp.where(scale == first, a, b) for a, b in zip(both[: len(zeros)], both[len(zeros) :], strict=True)]
 
-    def again(_: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-        add = lambda _, xs, sum_: sum_ + math_sum([mass(row, x, top, cut, scale) for x in xs])
-        (whole,), step = row.cluster.sums(step, [row.sweep(add, zero)])
-        return whole, step
+    def again(*carry: jax.Array) -> tuple[jax.Array, ...]:
+        add = lambda _, xs, sums: tuple(a + b for a, b in zip(sums, of(xs, weights_of(xs), scale), strict=True))
+        sums, step = row.cluster.sums(carry[-1], row.sweep(add, zeros))
+        return *sums, step
 
-    whole, step = once((scale != first) & (scale != second), again, (whole, step))
-    return total, scale, whole, step
+    *sums, step = once((scale != first) & (scale != second), again, (*sums, step))
+    return total, scale, sums, step
 
 
 def _largest(

@@ -72,26 +72,6 @@ def quick_exp(x: jax.Array, interpret: bool) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(LANES,), return_type=wanted)(lambda _, x: x.exp2(approx=True))(scaled)
 
 
-def prefetch(ref: Any, row: jax.Array, pitch: int, first: jax.Array, count: jax.Array, interpret: bool) -> None:
-    """Asks the second-level cache for `count` entries of a row of `pitch` from `first` on; whole 16 bytes."""
-    if interpret:
-        return
-
-    def ask(_: Any, ref: Any, row: Any, first: Any, count: Any) -> None:
-        i64 = ir.IntegerType.get_signless(64)
-        const = lambda x: arith.constant(ir.IntegerType.get_signless(32), x)
-        pointer, element = place_of(ref, first.registers.item(), row.registers.item(), pitch)
-        size = arith.muli(count.registers.item(), const(utils.bitwidth(element) // 8))
-        leads = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(utils.thread_idx(), const(TILE)), const(0))
-        with utils.when(leads):
-            address = llvm.ptrtoint(i64, pointer)
-            text = "cp.async.bulk.prefetch.L2.global [$0], $1;"
-            llvm.inline_asm(ir.Type.parse("!llvm.void"), [address, size], text, "l,r", has_side_effects=True)
-
-    types = (plgpu.RefType(), SCALAR, SCALAR, SCALAR)
-    plgpu.inline_mgpu(arg_types=types)(ask)(ref, row, first, count)
-
-
 def population(x: jax.Array) -> jax.Array:
     """Set bits of uint32, as int32."""
     x = x - ((x >> _u32(1)) & _u32(0x55555555))

@@ -22,7 +22,6 @@ from pallas_kernels.rejection_sampling.mosaic_lanes import (
     gather,
     math_sum,
     once,
-    prefetch,
     quick_exp,
     spread,
     where,
@@ -77,13 +76,6 @@ class Drafts:
 
         lax.fori_loop(0, row.num_words, wait, ())
 
-    def ahead(self, number: jax.Array) -> None:
-        """Asks the second-level cache for a row that is likely to be fetched next."""
-        row = self.row
-        if row.vocab % TILE == 0:
-            first, count = row.first * TILE, row.valid * TILE
-            pl.when(count > 0)(lambda: prefetch(self.probs, number, row.vocab, first, count, row.interpret))
-
     def read(self, tree: Tree, key: tuple[jax.Array, jax.Array], at: jax.Array, number: jax.Array) -> None:
         """Tempered logits and draft probabilities of all nodes' tokens at one node, and its coins, into the table.
 
@@ -112,7 +104,7 @@ _BIT, _OVER = math.log(2.0) * 2.0**-23, 0.0598
 class Residual(Row):
     """A row whose values are logarithms of (p - a q)+, with p = exp(x - log_total) from `cut` on."""
 
-    SUMS = 1
+    ADDED = 1
 
     def __init__(self, row: Row, drafts: Drafts, a: jax.Array, log_total: jax.Array, cut: jax.Array) -> None:
         vars(self).update(vars(row))
@@ -129,10 +121,10 @@ class Residual(Row):
     def value(self, row: Any) -> jax.Array:
         return jnp.log(self.left(super().value(row), self.drafts.q[row]))
 
-    def bounds(self, begin: Any, sums: tuple[jax.Array, ...]) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
+    def bounds(self, begin: Any, more: tuple[jax.Array, ...]) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
         left = self.rows(begin)
         over = [bits(x).astype(_f32) * _BIT + (_OVER - 127 * math.log(2.0)) for x in left]
-        return over, (sums[0] + math_sum(left),)
+        return over, (more[0] + math_sum(left),)
 
     def at(self, row: jax.Array) -> jax.Array:
         q = gather(self.drafts.q, row * TILE + self.lane, self.interpret)
@@ -178,8 +170,6 @@ def attempt(
     @pl.when(first < NONE)
     def _() -> None:
         drafts.fetch(number)
-        row.ahead(at - node + first)
-        pl.when((first < drafts.count) & (depth + 1 < tree.depth))(lambda: drafts.ahead(number - node + first))
         drafts.read(tree, key, at, number)
 
     filtered = sampler.filters.active
@@ -254,7 +244,6 @@ class _Node:
         following = jnp.where(passes, NONE, self.tree.child(self.node, child))
 
         def left(_: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-            self.row.ahead(self.at - self.node + following)
             return self.residual(a).sum(step)
 
         # Where no other child is offered, the sum comes with the last draw.

@@ -31,7 +31,6 @@ from pallas_kernels.rejection_sampling.mosaic_lanes import (
     math_sum,
     once,
     population,
-    prefetch,
     quick_exp,
     spread,
     where,
@@ -119,11 +118,11 @@ class Row:
                 source = self.logits.at[node, pl.ds(self.first + w * WORD, WORD)]
                 plgpu.copy_gmem_to_smem(source, self.x.at[pl.ds(w * WORD, WORD)], self.barriers.at[w])
 
-    def ahead(self, node: jax.Array) -> None:
-        """Asks the second-level cache for logits that are likely to be fetched next."""
-        if self.vocab % TILE == 0:
-            first, count = self.first * TILE, self.valid * TILE
-            pl.when(count > 0)(lambda: prefetch(self.logits, node, self.vocab, first, count, self.interpret))
+    def _await(self, w: jax.Array, node: jax.Array, waits: jax.Array | None) -> None:
+        if waits is None:
+            self._arrived(w, node)
+        else:
+            pl.when(waits)(lambda: self._arrived(w, node))
 
     def _arrived(self, w: jax.Array, node: jax.Array) -> None:
         """Waits for a word's rows; behind the vocabulary they are -inf."""
@@ -178,14 +177,17 @@ class Row:
     def token(self, row: Any) -> jax.Array:
         return (self.first + row) * TILE + self.lane
 
-    def survey(self, node: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def survey(self, node: jax.Array, waits: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """(each lane's largest logit of this member, its token), as the row arrives.
 
         inf where a NaN or an inf is, and -inf where nothing else is.
+
+        Args:
+          waits: whether the row has yet to be waited for; by default it has.
         """
 
         def word(w: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            self._arrived(w, node)
+            self._await(w, node, waits)
 
             def group(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 best, token, peak = carry
@@ -225,17 +227,17 @@ class Row:
         start = (spread(FLOOR, _f32), spread(0.0, _f32))
         return self.cluster.softmax(step, *lax.fori_loop(0, self.num_words, word, start))
 
-    def bounds(self, begin: Any, sums: tuple[jax.Array, ...]) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
-        """(at least the values of a group of rows, sums over all groups so far)."""
-        return self._group(begin), sums
+    #: What `bounds` finds besides: of float32 lanes from -inf on the largest, of those from 0 on the sum.
+    LARGEST, ADDED = 0, 0
 
-    #: What `bounds` sums up.
-    SUMS = 0
+    def bounds(self, begin: Any, more: tuple[jax.Array, ...]) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
+        """(at least the values of a group of rows, what else there is of all groups so far)."""
+        return self._group(begin), more
 
     def dash(
         self, key: tuple[jax.Array, jax.Array], node: jax.Array | None, step: jax.Array, waits: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, list[jax.Array], jax.Array]:
-        """(token of the largest sum of value and noise, whether the row is usable, sums, exchanges so far).
+        """(token of the largest sum of value and noise, whether the row is usable, more, exchanges so far).
 
         One pass while the row arrives: it keeps each lane's group of 8 rows with the largest bound, and the largest
         bound of its other groups. Each lane then looks for its best token in its group. Another one can only win if its
@@ -250,11 +252,11 @@ class Row:
             return [gumbel_bound(word) for words in draws for word in words]
 
         def take(begin: Any, bounds: list[jax.Array], carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            most, at, rest, *sums = carry
-            values, sums = self.bounds(begin, tuple(sums))
+            most, at, rest, *more = carry
+            values, found = self.bounds(begin, tuple(more))
             top = functools.reduce(jnp.maximum, [x + b for x, b in zip(values, bounds, strict=True)])  # NaN stays
             rest = jnp.maximum(rest, jnp.minimum(most, top))
-            return jnp.maximum(most, top), where(top > most, begin, at), rest, *sums
+            return jnp.maximum(most, top), where(top > most, begin, at), rest, *found
 
         wide = SEVERAL * GROUP
 
@@ -264,17 +266,15 @@ class Row:
             return carry
 
         def word(w: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            if waits is not None:
-                pl.when(waits)(lambda: self._arrived(w, node))
-            elif node is not None:
-                self._arrived(w, node)
+            if node is not None:
+                self._await(w, node, waits)
             begin = w * WORD
             steps = jnp.clip(lax.div(self.valid - begin + (wide - 1), _i32(wide)), 0, WORD // wide)
             return lax.fori_loop(0, steps, lambda g, carry: several(begin + g * wide, carry), carry)
 
         low = spread(-jnp.inf, _f32)
-        zeros = (spread(0.0, _f32),) * self.SUMS
-        most, at, rest, *sums = lax.fori_loop(0, self.num_words, word, (low, spread(0, _i32), low, *zeros))
+        more = (low,) * self.LARGEST + (spread(0.0, _f32),) * self.ADDED
+        most, at, rest, *more = lax.fori_loop(0, self.num_words, word, (low, spread(0, _i32), low, *more))
         rest = where(most < jnp.inf, rest, jnp.inf)  # a NaN or an inf
         base, word_, row, bound = low, spread(0, _u32), at, low
         for r in range(0, GROUP, 2):
@@ -286,7 +286,9 @@ class Row:
                 base, word_, row = where(better, x, base), where(better, bits_, word_), where(better, at + (r + i), row)
                 bound = jnp.maximum(bound, top)
         scores = base + to_gumbel(word_)
-        score, token, (beside, *sums), step = self.cluster.winner(step, scores, self.token(row), [rest], sums)
+        largest, added = more[: self.LARGEST], more[self.LARGEST :]
+        found = self.cluster.winner(step, scores, self.token(row), [rest, *largest], added)
+        score, token, (beside, *more), step = found
         fine = (beside < jnp.inf) & (score > -jnp.inf)
         late = fine & (beside + (GUMBEL_BOUND + 1e-4 + 1e-6 * jnp.abs(score)) >= score)
 
@@ -295,7 +297,7 @@ class Row:
             return self.cluster.winner(step, lanes, tokens)[1::2]
 
         token, step = once(late, again, (token, step))
-        return token, fine, sums, step
+        return token, fine, more, step
 
     def elect(self, best: jax.Array, token: jax.Array, step: jax.Array) -> tuple[Best, jax.Array]:
         """(the best of all members, the lowest token of equals, exchanges so far)."""

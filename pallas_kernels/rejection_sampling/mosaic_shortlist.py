@@ -85,7 +85,8 @@ def _listed(
     def weighed(_: jax.Array, __: jax.Array, step: jax.Array) -> tuple[jax.Array, ...]:
         parts = where(best.parts >= low, row.exp(best.parts - best.top), spread(0.0, _f32))
         note = lambda begin, xs: collect(row, scratch, begin, xs, least)
-        return masses(row, best.top, low, jnp.sum(parts), step, note)[1:]
+        _, scale, (whole,), step = masses(row, best.top, low, jnp.sum(parts), step, note)
+        return scale, whole, step
 
     def counted(step: jax.Array) -> tuple[jax.Array]:
         row.sweep(lambda begin, xs, _: collect(row, scratch, begin, xs, least), ())

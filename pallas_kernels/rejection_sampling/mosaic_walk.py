@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.rejection_sampling import mosaic_shortlist as shortlist
+from pallas_kernels.rejection_sampling.mosaic_contest import contest
 from pallas_kernels.rejection_sampling.mosaic_filters import Filters, Scratch
 from pallas_kernels.rejection_sampling.mosaic_lanes import gather, lane_ids, once, spread, where
 from pallas_kernels.rejection_sampling.mosaic_rows import NONE, Row
@@ -109,23 +110,30 @@ def own_token(
         return highest(row, at, step)
     filters, tables, key = sampler.filters, sampler.tables, sampler.key(depth)
     plain = sampler.sampled & ~filters.active
+    open_ = sampler.sampled & filters.active & (filters.count(row.vocab) == 0)
+    zero = at * 0
 
-    def drawn(_: jax.Array, __: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def drawn(_: jax.Array, __: jax.Array, ___: jax.Array, step: jax.Array) -> tuple[jax.Array, ...]:
         token, fine, _, step = row.dash(key, at, step)
-        return token, jnp.where(fine, 1, 0), step
+        return token, jnp.where(fine, 1, 0), zero + 1, step
 
-    def surveyed(_: jax.Array, __: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        best, step = row.elect(*row.survey(at), step)
+    def contested(_: jax.Array, __: jax.Array, ___: jax.Array, step: jax.Array) -> tuple[jax.Array, ...]:
+        return contest(row, filters, key, at, step)
+
+    def surveyed(_: jax.Array, __: jax.Array, ___: jax.Array, step: jax.Array) -> tuple[jax.Array, ...]:
+        best, step = row.elect(*row.survey(at, ~open_), step)
         fine = usable(best.top)
 
         def draw(_: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
             return shortlist.draw(row, tables, key, best, shortlist.keep(row, tables, filters, best, step))
 
         token, step = once(sampler.sampled & fine, draw, (best.token, step))
-        return token, jnp.where(fine, 1, 0), step
+        return token, jnp.where(fine, 1, 0), zero + 1, step
 
-    found = once(plain, drawn, (at * 0, at * 0, step))
-    return once(~plain, surveyed, found)
+    found = once(plain, drawn, (zero, zero, zero, step))
+    found = once(open_, contested, found)
+    token, fine, _, step = once(found[2] == 0, surveyed, found)
+    return token, fine, step
 
 
 def walk(

@@ -173,15 +173,15 @@ def test_sizes_of_a_launch() -> None:
         assert launch.rows % mosaic_rows.GROUP == 0 and launch.members * launch.rows * 128 >= vocab
 
 
-def test_takes_the_place_of_triton_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_takes_the_place_of_triton_for_all_that_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.setattr(gpu_mosaic, "unsupported", lambda: None)
-    monkeypatch.setattr(gpu_mosaic, "rejection_sampling", lambda _: ran.append("coupled"))
-    monkeypatch.setattr(gpu, "rejection_sampling", lambda _: ran.append("rejection"))
-    cases = (*SERVING, *COVERAGE)
+    monkeypatch.setattr(gpu_mosaic, "rejection_sampling", lambda _: ran.append("Mosaic"))
+    monkeypatch.setattr(gpu, "rejection_sampling", lambda _, **launch: ran.append("Triton"))
+    cases = (*SERVING, *COVERAGE, Case("", 1, 1, 800_000, 0, chain=True))
     for case in cases:
         OPERATION.implementations["gpu"].run(case.shapes())
-    assert ran == [case.mode for case in cases]
+    assert ran == ["Mosaic"] * (len(cases) - 1) + ["Triton"]
 
 
 def test_refusals_name_what_was_given() -> None:
