@@ -99,17 +99,17 @@ class Case(registry.Case[RejectionSamplingArgs, Verdict]):
         rng = np.random.default_rng(seed)
         b, n, v = self.batch, self.nodes, self.vocab
         key = jax.random.key(seed)
-        logits = _peaked_logits(key, b, n, v).astype(self.dtype)
+        logits = _cut(_peaked_logits(key, *_roomy(b, n, v), v), b, n, v).astype(self.dtype)
         trees = self.draw_trees(rng)
         parents, depths = map(jnp.asarray, trees)
         sampling = self.sampling(rng)
         position = jnp.asarray(rng.integers(0, 4096, b), jnp.int32)
         draft_probs = None
         if self.mode == "rejection":
-            draft_probs, tokens = _sampled_drafts(key, logits, sampling, parents)
-            tokens = tokens.at[:, 0].set(0)
+            draft_probs, tokens = _sampled_drafts(key, *_padded(logits, sampling, parents))
+            draft_probs, tokens = _cut(draft_probs, b, n - 1, v), jnp.asarray(np.asarray(tokens)[:b, :n])
         else:
-            own = np.asarray(_own_tokens(logits, sampling, position[:, None] + depths))
+            own = np.asarray(_own_tokens(*_padded(logits, sampling, position[:, None] + depths)))[:b, :n]
             tokens = jnp.asarray(self._distinct_children(rng, own, trees[0]))
         return RejectionSamplingArgs(logits, tokens, parents, depths, sampling, position, draft_probs, **self.options)
 
@@ -153,11 +153,37 @@ class Case(registry.Case[RejectionSamplingArgs, Verdict]):
         )
 
 
+#: Small calls are drawn in one shape, whatever theirs is: compiling takes longer than all else about them.
+_ROOM = (10, 12, 1024)
+
+
+def _roomy(*shape: int) -> tuple[int, ...]:
+    return _ROOM if all(a <= b for a, b in zip(shape, _ROOM, strict=True)) else shape
+
+
+def _cut(x: jax.Array, b: int, n: int, v: int) -> jax.Array:
+    return x if x.shape == (b, n, v) else jnp.asarray(np.asarray(x)[:b, :n, :v])
+
+
+def _padded(
+    logits_BNV: jax.Array, sampling: SamplingRows, index_BN: jax.Array
+) -> tuple[jax.Array, SamplingRows, jax.Array]:
+    """Arguments in the shape that small calls are drawn in; tokens behind the vocabulary have no chance."""
+    shape = logits_BNV.shape
+    if (room := _roomy(*shape)) == shape:
+        return logits_BNV, sampling, index_BN
+    more = [(0, a - b) for a, b in zip(room, shape, strict=True)]
+    logits = np.pad(np.asarray(logits_BNV.astype(jnp.float32)), more, constant_values=-np.inf)
+    logits[shape[0] :], logits[:, shape[1] :] = 0, 0
+    pad = lambda x: jnp.asarray(np.pad(np.asarray(x), more[: x.ndim]))
+    return jnp.asarray(logits), SamplingRows(*map(pad, sampling)), pad(index_BN)
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _peaked_logits(key: jax.Array, b: int, n: int, v: int) -> jax.Array:
+def _peaked_logits(key: jax.Array, b: int, n: int, v: int, vocab: int | jax.Array) -> jax.Array:
     noise, ids = jax.random.split(key)
     x = jax.random.normal(noise, (b, n, v), jnp.float32)
-    best = jax.random.randint(ids, (b, n, len(_PEAKS)), 0, v)
+    best = jax.random.randint(ids, (b, n, len(_PEAKS)), 0, vocab)
     at = jnp.arange(b)[:, None, None], jnp.arange(n)[None, :, None]
     return x.at[(*at, best)].add(jnp.asarray(_PEAKS)[None, None, :])
 
@@ -182,7 +208,7 @@ def _sampled_drafts(
     rows = jnp.take_along_axis(race, parents_BN[:, :, None], axis=1)
     gumbel = jax.random.gumbel(drawn, rows.shape, jnp.float32)
     gumbel = jnp.where((sampling.temperature_B == 0)[:, None, None], 0.0, gumbel)
-    return probs, jnp.argmax(rows + gumbel, axis=-1).astype(jnp.int32)
+    return probs, jnp.argmax(rows + gumbel, axis=-1).astype(jnp.int32).at[:, 0].set(0)
 
 
 _MIXED = tuple(FILTERS)
