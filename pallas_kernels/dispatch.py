@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -26,6 +27,14 @@ _log = logging.getLogger(__name__)
 def log_once(level: int, message: str) -> None:
     """Says which implementation was chosen, the first time."""
     _log.log(level, message)
+
+
+def on_triton() -> None:
+    """Keeps JAX's word that Pallas on Triton will go (from 0.11 on, when a program is lowered) from users.
+
+    They did not choose it and cannot answer it: `log_once` says where it runs, docs/kernels.md what still needs it.
+    """
+    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 
 def static(**options: Any) -> Any:

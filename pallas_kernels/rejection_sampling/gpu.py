@@ -36,6 +36,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.dispatch import on_triton
 from pallas_kernels.rejection_sampling.gpu_filters import Filters, survey, threshold, weigh
 from pallas_kernels.rejection_sampling.gpu_rows import NONE, Pair, Program, Race, Team, elect, highest, table_words
 from pallas_kernels.rejection_sampling.noise import GUMBEL_MAX, GUMBEL_MIN, PAIR, Purpose, threefry2x32, to_uniform
@@ -336,6 +337,7 @@ def rejection_sampling(
       launch: sizes; by `launch_for` for the device at hand.
       interpret: run in Pallas' interpreter, on any backend; one member a request.
     """
+    on_triton()
     (b, _, v), depth, drafts = args.logits_BNV.shape, args.depth, args.drafts
     if launch is None:
         launch = _launch_here(args.greedy)

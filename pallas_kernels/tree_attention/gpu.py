@@ -28,6 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.dispatch import on_triton
 from pallas_kernels.sizes import MULTIPROCESSORS, device_kind, power_of_two
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
@@ -295,6 +296,7 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
       blocks: sizes; by `blocks_for` for the device at hand.
       interpret: run in Pallas' interpreter, on any backend.
     """
+    on_triton()
     q = args.q_BNHC
     b, n, h, c = q.shape
     t, g = args.tree_k_BTGC.shape[1:3]

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import warnings
 
 import jax
 import pytest
 
 from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.rejection_sampling import gpu as sampling
+from pallas_kernels.rejection_sampling.cases import CASES as SAMPLING
+from pallas_kernels.tree_attention import gpu as attention
+from pallas_kernels.tree_attention.cases import CASES as ATTENTION
 
 NAMES = ("reference", "tpu", "gpu", "interpret")
 
@@ -45,3 +50,20 @@ def test_the_backend_chooses_and_a_refusal_is_a_warning_once(
     levels = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert [level for level, _ in levels] == ["INFO", "INFO", "WARNING", "INFO"]
     assert "too wide" in levels[2][1] and "the backend has no kernel" in levels[3][1]
+
+
+@pytest.mark.parametrize("kind", ["sampling", "attention"])
+def test_who_gets_triton_hears_no_word_of_its_end(kind: str):
+    """What JAX 0.11 says when such a program is lowered; of other deprecations users hear."""
+    said = "The Pallas Triton backend is deprecated and will be removed in a future JAX version."
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(DeprecationWarning):
+            warnings.warn(said, DeprecationWarning, stacklevel=1)
+        if kind == "sampling":
+            jax.eval_shape(sampling.rejection_sampling, SAMPLING["small-greedy"].shapes())
+        else:
+            jax.eval_shape(attention.tree_attention, ATTENTION["small-tree"].shapes())
+        warnings.warn(said, DeprecationWarning, stacklevel=1)
+        with pytest.raises(DeprecationWarning):
+            warnings.warn("something else is deprecated", DeprecationWarning, stacklevel=1)
