@@ -60,9 +60,9 @@ def assert_same(got: reference.Verdict, wanted: reference.Verdict) -> None:
 @pytest.mark.parametrize(
     ("case", "launch"),
     [
-        (dataclasses.replace(CASES["small-tree"], batch=7), Launch(2, 2, walk=True)),
         (CASES["small-greedy"], Launch(2, 2, walk=False)),
-        (Case("rejection", 4, 7, 384, 2, mode="rejection", rows=("plain", "all", "greedy")), Launch(2, 2, walk=True)),
+        (Case("rejection", 3, 4, 384, 2, mode="rejection", rows=("plain", "all", "greedy")), Launch(2, 2, walk=True)),
+        pytest.param(dataclasses.replace(CASES["small-tree"], batch=7), Launch(2, 2, walk=True), marks=LATER),
         pytest.param(dataclasses.replace(CASES["small-rejection"], batch=7), Launch(2, 2, walk=True), marks=LATER),
         pytest.param(CASES["small-rejection-chain"], Launch(2, 4, walk=True), marks=LATER),
         pytest.param(dataclasses.replace(CASES["small-tree-odd"], batch=3), Launch(2, 4, walk=True), marks=LATER),
@@ -84,15 +84,18 @@ def test_interpreted_kernel_agrees_with_the_reference(case: Case, launch: Launch
 
 @interpreted
 @pytest.mark.usefixtures("no_races")
-def test_broken_rows_are_told_and_banned_tokens_are_none() -> None:
-    case = Case("broken", 4, 2, 384, 1, chain=True, rows=("plain", "plain", "greedy", "all"))
+def test_trees_under_every_filter_beside_broken_rows() -> None:
+    """Broken rows are told, and banned tokens are none."""
+    rows = ("plain", "plain", "greedy", "all", "all", "top-p", "plain", "top-k", "min-p")
+    case = Case("tree", len(rows), 4, 384, 2, rows=rows)
     args = case.draw(2)
-    logits = args.logits_BNV.at[0, 0, 300].set(jnp.nan).at[1, 0, 7].set(jnp.inf).at[2, 0, :].set(-jnp.inf)
-    logits = logits.at[3, :, 5:].set(-jnp.inf)
-    args = dataclasses.replace(args, logits_BNV=logits)
+    logits = np.array(args.logits_BNV)
+    logits[0, 0, 300], logits[1, 0, 7], logits[2, 0], logits[3, :, 5:] = np.nan, np.inf, -np.inf, -np.inf
+    args = dataclasses.replace(args, logits_BNV=jnp.asarray(logits))
     got = run(args, Launch(2, 2, walk=True))
-    assert np.asarray(got.finite_B).tolist() == [False, False, False, True]
+    assert np.asarray(got.finite_B).tolist() == [i > 2 for i in range(len(rows))]
     assert np.all((np.asarray(got.next_token_B) >= 0) & (np.asarray(got.next_token_B) < case.vocab))
+    assert np.any(np.asarray(got.num_accepted_B)[3:] > 0)
     assert_same(got, jax.jit(reference.rejection_sampling)(args))
 
 
