@@ -75,7 +75,7 @@ class Filters(NamedTuple):
     def active(self) -> jax.Array:
         return (self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0)
 
-    def count(self, vocab: int) -> jax.Array:
+    def most(self, vocab: int) -> jax.Array:
         """k of top-k, or 0 where it keeps all."""
         return jnp.where((self.top_k > 0) & (self.top_k < vocab), self.top_k, 0)
 
@@ -106,7 +106,7 @@ def threshold(
     Args:
       tops: largest logit of each part of the row. top: of the row, finite.
     """
-    k = filters.count(row.vocab)
+    k = filters.most(row.vocab)
     low = jnp.maximum(top + jnp.log(filters.min_p), FLOOR)
 
     def by_count(low: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -197,7 +197,7 @@ def mass(row: Row, x: jax.Array, top: jax.Array, cut: jax.Array, scale: jax.Arra
 
 def masses(
     row: Row, top: jax.Array, cut: jax.Array, least: jax.Array, step: jax.Array,
-    note: Callable[[jax.Array, list[jax.Array]], None] = lambda _, __: None, above: jax.Array | None = None,
+    note: Callable[[jax.Array, list[jax.Array]], Any] = lambda _, __: None, above: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, list[jax.Array], jax.Array]:  # fmt: skip
     """(as `weigh`, `reference.mass_scale` of it, integer masses, exchanges so far).
 

@@ -193,7 +193,7 @@ def attempt(
             def found(*carry: Any) -> tuple[Any, ...]:
                 kept = shortlist.keep(row, sampler.tables, sampler.filters, best, carry[-1])
                 total, step = shortlist.total(row, sampler.tables, best, kept)
-                return best.top + jnp.log(total), kept.cut, kept.count, step
+                return best.top + jnp.log(total), kept.cut, kept.listed, step
 
             log_total, cut, count, step = once(fine, found, (log_none, low, zero - 1, step))
             return log_total, jnp.where(fine, 1, 0), cut, count, *best, step
@@ -214,7 +214,7 @@ class _Node:
     """A sampled node whose row is known: its children are offered, and a token drawn.
 
     Attributes:
-      first: its first child, or NONE. log_total: of the kept tokens. cut, count: as of `shortlist.Kept`.
+      first: its first child, or NONE. log_total: of the kept tokens. cut, listed: as of `shortlist.Kept`.
       best: largest logits, where something filters.
     """
 
@@ -228,7 +228,7 @@ class _Node:
     first: jax.Array
     log_total: jax.Array
     cut: jax.Array
-    count: jax.Array
+    listed: jax.Array
     best: Best
 
     def residual(self, a: jax.Array) -> Residual:
@@ -267,12 +267,12 @@ class _Node:
         whole = draws & (whole > 0)
 
         def plain(_: jax.Array, __: jax.Array, step: jax.Array) -> tuple[jax.Array, ...]:
-            token, fine, _, step = row.dash(key, self.at, step, self.first >= NONE)
+            token, fine, _none, step = row.dash(key, self.at, step, self.first >= NONE)
             return token, jnp.where(fine, 1, 0), step
 
         token, fine, step = once(whole & ~filtered, plain, (token, fine, step))
         kept = lambda _, step: shortlist.draw(
-            row, self.sampler.tables, key, self.best, shortlist.Kept(self.cut, self.count, step)
+            row, self.sampler.tables, key, self.best, shortlist.Kept(self.cut, self.listed, step)
         )
         token, step = once(whole & filtered, kept, (token, step))
         return taken, token, fine, step

@@ -301,8 +301,8 @@ class Row:
 
     def elect(self, best: jax.Array, token: jax.Array, step: jax.Array) -> tuple[Best, jax.Array]:
         """(the best of all members, the lowest token of equals, exchanges so far)."""
-        *best, step = self.cluster.parts(step, best, token)
-        return Best(*best), step
+        *found, step = self.cluster.parts(step, best, token)
+        return Best(*found), step
 
     def mark(self, test: Callable[..., tuple[Sequence[jax.Array], Any]], init: Any = ()) -> tuple[jax.Array, Any]:
         """Writes the bits of tokens for which test(first row, tempered logits of 8 rows, carry) holds, and folds it.

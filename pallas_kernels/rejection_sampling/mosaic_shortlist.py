@@ -45,18 +45,18 @@ _i32, _f32 = jnp.int32, jnp.float32
 
 class Kept(NamedTuple):
     """Attributes:
-    cut: what a token must reach to pass the filters. count: of the joint list, which holds all that do; or -1.
+    cut: what a token must reach to pass the filters. listed: length of the joint list, which holds all that do; or -1.
     step: exchanges so far.
     """
 
     cut: jax.Array
-    count: jax.Array
+    listed: jax.Array
     step: jax.Array
 
 
 def keep(row: Row, scratch: Scratch, filters: Filters, best: Best, step: jax.Array) -> Kept:
     """What passes the filters as in reference.filter_logits; the row's maximum is finite."""
-    k, low = filters.count(row.vocab), jnp.maximum(best.top + jnp.log(filters.min_p), FLOOR)
+    k, low = filters.most(row.vocab), jnp.maximum(best.top + jnp.log(filters.min_p), FLOOR)
     short = (k <= MOST) & ((k > 0) | (filters.top_p < 1.0))
     plain = (k == 0) & (filters.top_p >= 1.0)
     kept = Kept(low, jnp.where(plain, -1, -2), step)
@@ -67,7 +67,7 @@ def keep(row: Row, scratch: Scratch, filters: Filters, best: Best, step: jax.Arr
         cut, step = threshold(row, scratch, filters, best.parts, best.top, kept[-1])
         return cut, step * 0 - 1, step
 
-    return Kept(*once(kept.count < -1, search, tuple(kept)))
+    return Kept(*once(kept.listed < -1, search, tuple(kept)))
 
 
 def _listed(
@@ -133,8 +133,8 @@ def total(row: Row, scratch: Scratch, best: Best, kept: Kept) -> tuple[jax.Array
         weight(row, [scratch.joint[pl_tile(p)] for p in range(2)], best.top, kept.cut),
         step,
     )
-    found = once(kept.count >= 0, inside, (best.top * 0.0, kept.step))
-    return once(kept.count < 0, lambda _, step: weigh(row, best.top, kept.cut, step), found)
+    found = once(kept.listed >= 0, inside, (best.top * 0.0, kept.step))
+    return once(kept.listed < 0, lambda _, step: weigh(row, best.top, kept.cut, step), found)
 
 
 def draw(row: Row, scratch: Scratch, key: tuple[jax.Array, jax.Array], best: Best, kept: Kept) -> Any:
@@ -150,10 +150,10 @@ def draw(row: Row, scratch: Scratch, key: tuple[jax.Array, jax.Array], best: Bes
             take = (other > score) | ((other == score) & (at < token))
             return where(take, other, score), where(take, at, token)
 
-        score, token = once(kept.count > TILE, both, half(0))
+        score, token = once(kept.listed > TILE, both, half(0))
         top = jnp.max(score)
         return (jnp.clip(jnp.min(where(score == top, token, spread(NONE, _i32))), 0, row.vocab - 1),)
 
-    (token,) = once(kept.count >= 0, listed, (kept.count * 0,))
+    (token,) = once(kept.listed >= 0, listed, (kept.listed * 0,))
     race = lambda _, step: row.race(key, kept.cut, best, step)
-    return once(kept.count < 0, race, (token, kept.step))
+    return once(kept.listed < 0, race, (token, kept.step))

@@ -110,11 +110,11 @@ def own_token(
         return highest(row, at, step)
     filters, tables, key = sampler.filters, sampler.tables, sampler.key(depth)
     plain = sampler.sampled & ~filters.active
-    open_ = sampler.sampled & filters.active & (filters.count(row.vocab) == 0)
+    open_ = sampler.sampled & filters.active & (filters.most(row.vocab) == 0)
     zero = at * 0
 
     def drawn(_: jax.Array, __: jax.Array, ___: jax.Array, step: jax.Array) -> tuple[jax.Array, ...]:
-        token, fine, _, step = row.dash(key, at, step)
+        token, fine, _none, step = row.dash(key, at, step)
         return token, jnp.where(fine, 1, 0), zero + 1, step
 
     def contested(_: jax.Array, __: jax.Array, ___: jax.Array, step: jax.Array) -> tuple[jax.Array, ...]:
