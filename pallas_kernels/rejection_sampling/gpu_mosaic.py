@@ -1,7 +1,7 @@
 """Tree rejection sampling for Hopper GPUs: Pallas for Mosaic GPU, a cluster of programs a request.
 
 The members of a request's cluster own a stretch of the vocabulary each, keep it in shared memory (`mosaic_rows`), and
-walk the tree together; they exchange through each other's shared memory (`mosaic_lanes`). A cluster is
+walk the tree together; they exchange through each other's shared memory (`mosaic_cluster`). A cluster is
 resident as a whole or not at all, so that no batch is too large to wait for one another.
 
 Where the device has room for all nodes of all requests at once, each has a cluster of its own, and a second launch

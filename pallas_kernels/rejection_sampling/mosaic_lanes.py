@@ -1,7 +1,7 @@
-"""What a warpgroup does with 128 values, one a thread: gathers, scatters, and exchanges with others of its cluster.
+"""What a warpgroup does with 128 values, one a thread: gathers, and lists in shared memory.
 
-Pallas for Mosaic GPU indexes references by slices only, and its interpreter knows no memory of neighbours; both are
-a few instructions, written here by hand, with a plain form of each for the interpreter. Knows nothing of sampling.
+Pallas for Mosaic GPU indexes references by slices only; the rest is a few instructions, written here by hand, with a
+plain form of each for the interpreter. Knows nothing of sampling.
 """
 
 from __future__ import annotations
@@ -121,22 +121,6 @@ def gather(ref: Any, index: jax.Array, interpret: bool, row: jax.Array | None = 
     return plgpu.inline_mgpu(arg_types=types, return_type=wanted)(read)(ref, index, *rows)
 
 
-def scatter(ref: Any, index: jax.Array, value: jax.Array, mask: jax.Array, interpret: bool) -> None:
-    """Writes entries of a flat reference where the mask is on; the others' index may be anything."""
-    if interpret:
-        ref[...] = ref[...].at[jnp.where(mask, index, ref.shape[0])].set(value, mode="drop")
-        return
-
-    def write(_: Any, ref: Any, index: Any, value: Any, mask: Any) -> None:
-        on = arith.cmpi(arith.CmpIPredicate.ne, mine(mask), arith.constant(ir.IntegerType.get_signless(32), 0))
-        with utils.when(on):
-            pointer, _ = place_of(ref, mine(index))
-            llvm.store(mine(value), pointer)
-
-    types = (plgpu.RefType(), LANES, LANES, LANES)
-    plgpu.inline_mgpu(arg_types=types)(write)(ref, index, value, where(mask, 1, 0))
-
-
 def append(
     counter: Any, values: Any, tokens: Any, found: Sequence[tuple[jax.Array, jax.Array, jax.Array]], interpret: bool
 ) -> None:
@@ -147,10 +131,12 @@ def append(
       found: (value, token, mask) of 128 lanes each.
     """
     if interpret:
-        for value, token, mask in found:
-            number = take_numbers(counter, mask, interpret)
-            scatter(values, number, value, mask & (number < values.shape[0]), interpret)
-            scatter(tokens, number, token, mask & (number < values.shape[0]), interpret)
+        value, token, mask = (jnp.concatenate(x) for x in zip(*found, strict=True))
+        number = counter[0] + jnp.cumsum(mask, dtype=_i32) - 1
+        counter[0] = counter[0] + mask.sum(dtype=_i32)
+        at = jnp.where(mask, number, values.shape[0])
+        values[...] = values[...].at[at].set(value, mode="drop")
+        tokens[...] = tokens[...].at[at].set(token, mode="drop")
         return
     room = values.shape[0]
 
@@ -226,24 +212,6 @@ def add_at(ref: Any, index: jax.Array, value: jax.Array, mask: jax.Array, interp
 
     types = (plgpu.RefType(), LANES, LANES, LANES)
     plgpu.inline_mgpu(arg_types=types)(add)(ref, index, value, where(mask, 1, 0))
-
-
-def take_numbers(counter: Any, mask: jax.Array, interpret: bool) -> jax.Array:
-    """The next number for each lane where the mask is on, in any order; `counter` is flat, and counts in entry 0."""
-    if interpret:
-        one = where(mask, 1, 0)
-        start = counter[0]
-        counter[0] = start + one.sum(dtype=_i32)
-        return start + jnp.cumsum(one, dtype=_i32) - one
-    wanted = plgpu.ShapeDtypeStruct((TILE,), _i32, layout=LANES)
-
-    def add(_: Any, counter: Any, amount: Any) -> Any:
-        pointer, _ = place_of(counter, arith.constant(ir.IntegerType.get_signless(32), 0))
-        old = llvm.atomicrmw(llvm.AtomicBinOp.add, pointer, mine(amount), llvm.AtomicOrdering.monotonic)
-        return array(old, True)
-
-    types = (plgpu.RefType(), LANES)
-    return plgpu.inline_mgpu(arg_types=types, return_type=wanted)(add)(counter, where(mask, 1, 0))
 
 
 def math_sum(parts: Sequence[jax.Array]) -> jax.Array:

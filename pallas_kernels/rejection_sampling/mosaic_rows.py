@@ -72,7 +72,7 @@ class Best(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Sizes of a launch; results do not depend on them.
+    """Sizes of a launch; results do not depend on them, but for the last bits of the sum that rejection divides by.
 
     Attributes:
       members: programs of a cluster. rows: of 128 tokens that each owns, an even number.
