@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,10 +35,8 @@ from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
 #: Query rows of a KV head that are few: beyond, arithmetic counts.
 MOST_ROWS = ROWS
-#: Requests times KV heads that leave warpgroups without one; Triton's kernel has nothing to merge beyond.
-MOST_UNITS = 236
 #: Registers of a thread that computes, and of one that brings pages, where a program has two of either warpgroup.
-_REGISTERS = 208, 48
+_REGISTERS = 224, 32
 #: Entries of a page table that are read at a time.
 _READ = 4
 _LOG2E = math.log2(math.e)
@@ -71,11 +70,9 @@ def refusal(args: TreeAttentionArgs) -> str | None:
 
 
 def slower(args: TreeAttentionArgs) -> str | None:
-    """Where the kernel on Triton was measured to be faster by more than 2% of a round, or None."""
-    units, rows = args.q_BNHC.shape[0] * args.tree_k_BTGC.shape[2], args.q_BNHC.shape[1] * args.q_BNHC.shape[2]
-    if (rows := rows // args.tree_k_BTGC.shape[2]) > MOST_ROWS:
-        return f"it is for at most {MOST_ROWS} query rows of a KV head, got {rows}"
-    return None if units <= MOST_UNITS else f"it is for at most {MOST_UNITS} requests times KV heads, got {units}"
+    """Where another kernel is to be preferred, or None."""
+    rows = args.q_BNHC.shape[1] * args.q_BNHC.shape[2] // args.tree_k_BTGC.shape[2]
+    return None if rows <= MOST_ROWS else f"it is for at most {MOST_ROWS} query rows of a KV head, got {rows}"
 
 
 class _Kernel(Launch):
@@ -97,10 +94,13 @@ class _Kernel(Launch):
             at = turn * many + place(turn)
             item = jnp.minimum(div(at, per_item), most - 1)
             what = (ins["items"][i, item] for i in range(4))
+            if self.straight:  # what is known without a look at the items can be read before them
+                _, _, *rest = what
+                what = item, jnp.int32(0), *rest
             return rem(div(at, self.tiles), self.kv_heads), rem(at, self.tiles), item, *what
 
         begin = unit(jnp.int32(0))
-        units = ins["count"][0] * per_item
+        units = jnp.int32(most * per_item) if self.straight else ins["count"][0] * per_item
         turns = div(units, many)
         mine = turns + jnp.where(place(turns) < rem(units, many), 1, 0)
 
@@ -124,30 +124,46 @@ class _Kernel(Launch):
                 plgpu.barrier_arrive(shared["empty"].at[team * self.stages + slot])
 
             def bring(turn: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-                step, *now = carry
+                step, numbers, *now = carry
                 later = unit(turn + 1)
-                return self.bring(team, step, tuple(now), ins, shared), *later
+                return *self.bring(team, step, numbers, tuple(now), later, ins, shared), *later
 
-            lax.fori_loop(0, mine, bring, (jnp.int32(0), *begin))
+            lax.fori_loop(0, mine, bring, (jnp.int32(0), self.numbers(begin[3], begin[4], ins), *begin))
             for slot in range(self.stages):
                 plgpu.barrier_wait(shared["empty"].at[team * self.stages + slot])
 
-    def bring(self, team: Any, step: Any, unit: tuple[Any, ...], ins: dict[str, Any], shared: dict[str, Any]) -> Any:
-        """A turn's pages to the ring; the ring's next step."""
+    def numbers(self, b: Any, begin: Any, ins: dict[str, Any]) -> tuple[Any, ...]:
+        """Pages of a few blocks from `begin` on, or anything where a block holds none of a page's tokens."""
+        last = ins["table"].shape[1] - 1
+        columns = (jnp.minimum(div((begin + k) * BLOCK, self.page), last) for k in range(_READ))
+        return tuple(ins["table"][b, column] for column in columns)
+
+    def bring(
+        self, team: Any, step: Any, numbers: tuple[Any, ...], unit: tuple[Any, ...], later: tuple[Any, ...],
+        ins: dict[str, Any], shared: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        """A turn's pages to the ring; the ring's next step, and the first pages of the turn after it.
+
+        Under load a read of the page table takes as long as memory needs for all that was asked for before: so it
+        is read a few blocks ahead, of the next turn too.
+        """
         head, _, _, b, first, end, length = unit
 
-        def several(i: Any, _: Any) -> tuple[()]:
+        def several(i: Any, now: tuple[Any, ...]) -> tuple[Any, ...]:
             begin = first + i * _READ
-            held = [(begin + k) * BLOCK < length for k in range(_READ)]
-            columns = [jnp.where(x, div((begin + k) * BLOCK, self.page), 0) for k, x in enumerate(held)]
-            numbers = [ins["table"][b, column] for column in columns]
-            for k, (x, number) in enumerate(zip(held, numbers, strict=True)):
+            more = begin + _READ < end
+            whose, where = jnp.where(more, b, later[3]), jnp.where(more, begin + _READ, later[4])
+            then = ()
+            for k, number in enumerate(now):
+                if k == _READ - 1:  # whoever reads waits here: a ring's other blocks are on their way by then
+                    then = self.numbers(whose, where, ins)
+                held = (begin + k) * BLOCK < length
                 one = functools.partial(self.bring_block, team, step + (begin + k - first), begin + k, head)
-                pl.when(begin + k < end)(functools.partial(one, x, jnp.where(x, number, 0), ins, shared))
-            return ()
+                pl.when(begin + k < end)(functools.partial(one, held, number, ins, shared))
+            return then
 
-        lax.fori_loop(0, div(end - first + _READ - 1, _READ), several, ())
-        return step + end - first
+        numbers = lax.fori_loop(0, div(end - first + _READ - 1, _READ), several, numbers)
+        return step + end - first, numbers
 
     def bring_block(
         self, team: Any, step: Any, j: Any, head: Any, held: Any, number: Any, ins: dict[str, Any],
@@ -160,14 +176,10 @@ class _Kernel(Launch):
 
         @pl.when(held)
         def _() -> None:
-            for name, begin in (("k", 0), ("v", self.head_dim)):
-                source = ins["pages"].at[number, head, rows, pl.ds(begin, self.head_dim)]
-                plgpu.copy_gmem_to_smem(source, shared[name].at[slot], shared["full"].at[slot])
+            source = ins["pages"].at[number, head, rows, pl.ds(0, 2 * self.head_dim)]
+            plgpu.copy_gmem_to_smem(source, shared["kv"].at[slot], shared["full"].at[slot])
 
-        @pl.when(jnp.logical_not(held))
-        def _() -> None:
-            for _ in range(2):
-                plgpu.barrier_arrive(shared["full"].at[slot])
+        pl.when(jnp.logical_not(held))(lambda: plgpu.barrier_arrive(shared["full"].at[slot]))
 
     def compute(
         self, own: Any, team: Any, step: Any, unit: tuple[Any, ...], ins: dict[str, Any], outs: tuple[Any, ...],
@@ -179,21 +191,51 @@ class _Kernel(Launch):
         base = (b * (self.nodes * self.heads) + head * self.group) * self.head_dim
         self.put([q], [ins["q"]], self.queries, base, (b, head), -tile * ROWS, self.rows, spread=self.spread)
         plgpu.commit_smem()
-        block = functools.partial(self.block, unit, team, ins, shared, q)
+        at = (b * (self.entries * self.kv_heads) + head) * self.head_dim
+        loaded = self.load([ins["k"], ins["v"]], self.news, at, self.entries) if self.early else None
+        block = functools.partial(self.block, unit, team, ins, shared, q, loaded)
         full = lambda shape, value, layout: self.cast(jnp.full(shape, value, _F32), layout)
         start = full((ROWS, self.head_dim), 0.0, SUMS), full((ROWS,), MASKED, _ROW), full((ROWS,), 0.0, _ROW)
-        begin, stop = div(first, FEW), div(end + FEW - 1, FEW)
-        few = GROUP // FEW
+        place = (item * self.kv_heads + head) * self.tiles + tile
+        begin, stop, few = div(first, FEW), div(end + FEW - 1, FEW), GROUP // FEW
+
+        def some(i: Any, step: Any) -> tuple[Any, ...]:
+            """A few blocks."""
+            return lax.fori_loop(jnp.maximum(first, i * FEW), jnp.minimum(end, (i + 1) * FEW), block, (step, *start))
+
+        def group(i: Any, step: Any) -> tuple[Any, ...]:
+            """A group's blocks."""
+            low, high = jnp.maximum(begin, i * few), jnp.minimum(stop, (i + 1) * few)
+            return lax.fori_loop(low, high, functools.partial(behind, some, low), (step, *start))
+
+        def behind(of: Any, low: Any, i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            """Sums of what is to come, added to those before; nothing is before the first."""
+            step, *more = of(i, carry[0])
+            first = lambda sums, more: more
+            return step, *lax.cond(i > low, self.add, first, tuple(carry[1:]), tuple(more))
+
+        def close(sums: tuple[Any, ...]) -> None:
+            if self.direct:
+                self.finish(sums, out[0], base, (b, head), ins.get("sinks"))
+            else:
+                self.spill(sums_of_items, sums, place, tile)
+
+        if self.spread and self.direct and self.causal:
+            low, high = div(begin, few), div(stop + few - 1, few)
+            step, *sums = lax.fori_loop(low, high, functools.partial(behind, group, low), (step, *start))
+            close(tuple(sums))
+            return step
+        if self.spread and not self.direct:  # an item is a group at most
+            step, *sums = group(div(begin, few), step)
+            close(tuple(sums))
+            return step
+
+        def add_to(refs: tuple[Any, ...], at: Any) -> Any:
+            return lambda sums: self.add(self.fetch(refs, at, tile), sums)
 
         def one(i: Any, step: Any) -> Any:
-            """A few blocks, added to their group's."""
-            low, high = jnp.maximum(first, i * FEW), jnp.minimum(end, (i + 1) * FEW)
-            step, *sums = lax.fori_loop(low, high, block, (step, *start))
-            place = (item * self.kv_heads + head) * self.tiles + tile
-
-            def add_to(refs: tuple[Any, ...], at: Any) -> Any:
-                return lambda sums: self.add(self.fetch(refs, at, tile), sums)
-
+            """A few blocks; registers do not hold sums of a group and of those before besides, which wait in memory."""
+            step, *sums = some(i, step)
             inside = (rem(i, few) > 0) & (i > begin)
             sums = lax.cond(inside, add_to(sums_of_groups, own), lambda x: x, tuple(sums))
             last = (rem(i, few) == few - 1) | (i == stop - 1)
@@ -202,12 +244,8 @@ class _Kernel(Launch):
             def _() -> None:
                 behind = div(i, few) > div(begin, few)
                 whole = lax.cond(behind, add_to(sums_of_items, place), lambda x: x, sums)
-                keep = functools.partial(self.spill, sums_of_items, whole, place, tile)
-                if not self.direct:
-                    keep()
-                    return
-                pl.when(i < stop - 1)(keep)
-                pl.when(i == stop - 1)(lambda: self.finish(whole, out[0], base, (b, head), ins.get("sinks")))
+                pl.when(i < stop - 1)(lambda: self.spill(sums_of_items, whole, place, tile))
+                pl.when(i == stop - 1)(lambda: close(whole))
 
             pl.when(jnp.logical_not(last))(lambda: self.spill(sums_of_groups, sums, own, tile))
             return step
@@ -236,17 +274,17 @@ class _Kernel(Launch):
         return acc, new, self.fused(total_j, weight, total, keep, _ROW)
 
     def block(
-        self, unit: tuple[Any, ...], team: Any, ins: dict[str, Any], shared: dict[str, Any], q: Any, j: Any,
-        carry: tuple[Any, ...],
+        self, unit: tuple[Any, ...], team: Any, ins: dict[str, Any], shared: dict[str, Any], q: Any,
+        loaded: Sequence[jax.Array] | None, j: Any, carry: tuple[Any, ...],
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Adds one block of keys."""
+        """Adds one block of keys; of new tokens those that are `loaded`, if they are."""
         head, tile, _, b, _, _, length = unit
         step, *sums = carry
         # The place of the first new token, and of the first token that the window of the first query shows.
         place = length if self.causal else div(length + BLOCK - 1, BLOCK) * BLOCK
         lowest = jnp.int32(0) if self.window is None else length - self.window + 1
         slot, begin = team * self.stages + rem(step, self.stages), j * BLOCK
-        k, v = shared["k"].at[slot], shared["v"].at[slot]
+        k, v = self.slot(shared, slot)
         ends = (begin + BLOCK > length) | (begin < lowest)
         hides = ends if self.window is None else ends | (begin < lowest + self.nodes)
         plgpu.barrier_wait(shared["full"].at[slot])
@@ -257,7 +295,7 @@ class _Kernel(Launch):
             # Of values what is hidden weighs 0, but 0 * NaN is NaN: a broken draft must not reach its siblings.
             self.put(
                 [k, v], [ins["k"], ins["v"]], self.news, at, (b, head), place - begin, self.entries,
-                keep=(lowest - begin, length - begin), finite=True,
+                keep=(lowest - begin, length - begin), finite=True, loaded=loaded,
             )  # fmt: skip
             plgpu.commit_smem()
 
@@ -349,7 +387,7 @@ def tree_attention(
         programs = next((count for name, count in MULTIPROCESSORS.items() if name in kind), 132)
     shape = b, n, t, h, g, c, page, causal, args.window, args.factor, programs, teams, interpret is not None
     sizes = Sizes.of(Launch(*shape), args.table_BM.shape[1] * page, whole)
-    kernel = _Kernel(*shape, direct=sizes.whole and Launch(*shape).tiles == 1)
+    kernel = _Kernel(*shape, direct=sizes.whole and Launch(*shape).tiles == 1, straight=sizes.straight)
     items, count, ends = plan(args.length_B, t, sizes, args.window, causal)
     ins = {
         "items": items, "count": count, "q": q, "k": args.tree_k_BTGC, "v": args.tree_v_BTGC, "pages": args.pages,

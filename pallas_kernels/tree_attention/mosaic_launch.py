@@ -35,6 +35,7 @@ class Launch:
       causal: without a mask. factor: of scores. programs: at once. teams: warpgroups
       of a program that compute, each with another that brings it pages.
       interpret: whether registers are pretended. direct: whether a request is one item, whose sums are its result.
+      straight: see mosaic_plan.Sizes.
     """
 
     batch: int
@@ -51,6 +52,7 @@ class Launch:
     teams: int
     interpret: bool
     direct: bool = False
+    straight: bool = False
 
     @property
     def group(self) -> int:
@@ -99,11 +101,15 @@ class Launch:
         slots = self.teams * self.stages
         return {
             "q": tile(self.teams),
-            "k": tile(slots),
-            "v": tile(slots),
-            "full": plgpu.Barrier(num_barriers=slots, num_arrivals=2),
+            "kv": plgpu.SMEM((slots, ROWS, 2 * self.head_dim), dtype, transforms=mosaic_rows.tiled()),
+            "full": plgpu.Barrier(num_barriers=slots, num_arrivals=1),
             "empty": plgpu.Barrier(num_barriers=slots, num_arrivals=1),
         }
+
+    def slot(self, shared: dict[str, Any], slot: Any) -> tuple[Any, Any]:
+        """Keys and values of a ring's slot, [64, C] each, side by side as pages have them."""
+        c = self.head_dim
+        return shared["kv"].at[slot, :, pl.ds(0, c)], shared["kv"].at[slot, :, pl.ds(c, c)]
 
     def iota(self, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
         if self.interpret:
@@ -154,10 +160,13 @@ class Launch:
     def put(
         self, tiles: list[Any], refs: list[Any], source: Source, base: Any, at: tuple[Any, Any], first: Any, count: int,
         keep: tuple[Any, Any] | None = None, finite: bool = False, spread: bool = False,
+        loaded: Sequence[jax.Array] | None = None,
     ) -> None:  # fmt: skip
         """mosaic_rows.put; `at` is the request and the KV head."""
         if not self.interpret:
-            mosaic_rows.put(tiles, refs, source, base, first, count, keep=keep, finite=finite, spread=spread)
+            mosaic_rows.put(
+                tiles, refs, source, base, first, count, keep=keep, finite=finite, spread=spread, loaded=loaded
+            )
             return
         b, head = at
         heads = self.group if source.outer == self.heads * self.head_dim and source.group == self.group else 1
@@ -172,6 +181,16 @@ class Launch:
             if keep is not None and tile is tiles[-1]:
                 others = jnp.where(((i >= keep[0]) & (i < keep[1]))[:, None], others, 0)
             tile[...] = jnp.where(live[:, None], rows, others)
+
+    @property
+    def early(self) -> bool:
+        """Whether a thread reads its part of the new tokens before the first block: some come so late that whoever
+        asks for them then waits for all that memory has been asked for before."""
+        return self.causal and self.entries <= mosaic_rows.pieces(self.head_dim)
+
+    def load(self, refs: list[Any], source: Source, base: Any, count: int) -> Sequence[jax.Array] | None:
+        """mosaic_rows.load."""
+        return None if self.interpret else mosaic_rows.load(refs, source, self.head_dim, base, count)
 
     def fetch(self, refs: tuple[Any, ...], at: Any, tile: Any) -> tuple[jax.Array, ...]:
         """Partial sums [64, C], maxima and weights [64] of the tile's rows."""
@@ -206,8 +225,11 @@ class Launch:
 
     @property
     def width(self) -> int:
-        """Channels of a thread that adds up items, whose warpgroup has query heads of one node only."""
-        return next(x for x in (4, 2, 1) if self.heads * self.head_dim % (x * LANES) == 0)
+        """Channels of a thread that adds up items, whose warpgroup has query heads of one node only: one while there
+        are multiprocessors without a warpgroup, as it holds the sums of several items."""
+        values = self.batch * self.nodes * self.heads * self.head_dim
+        fits = [x for x in (4, 2, 1) if self.heads * self.head_dim % (x * LANES) == 0]
+        return next((x for x in fits if values >= x * LANES * self.programs), 1)
 
     def gather(self, refs: tuple[Any, ...], bases: Sequence[Any], first: Any) -> Sequence[jax.Array]:
         """mosaic_rows.gather."""

@@ -50,26 +50,37 @@ def _body(kernel: Launch, sinks: bool, ins: dict[str, Any], out: Any) -> None:
         acc = [fused("sum", y, weight, x, keep) for x, y in zip(acc, acc_j, strict=True)]
         return *acc, new, fused("sum", total_j, weight, total, keep)
 
+    size = kernel.kv_heads * kernel.tiles * kernel.height  # rows of an item
+    gather = lambda item: tuple(kernel.gather((ins["acc"], ins["top"], ins["total"]), bases, item * size))
+    # Where a request is alone its last item comes first and the others lie behind it in their order (see `plan`), so
+    # that they are read without a look at how many there are.
+    alone = kernel.batch == 1 and kernel.window is None
+    final = gather(jnp.int32(0)) if alone else start
+    most = ins["top"].shape[0] * ins["top"].shape[1] // size
+
     def load(i: Any) -> list[Sums]:
-        """A few items of the request; nothing where there is none."""
+        """A few items of the request; any others for those that there are not."""
+        places = (i * FEW + j for j in range(FEW))
+        if alone:
+            return [gather(jnp.minimum(at + 1, most - 1)) for at in places]
+        return [gather(jnp.where((at >= first) & (at < end - 1), long + at - first, last)) for at in places]
+
+    def held(i: Any, items: list[Sums]) -> list[Sums]:
+        """Those that there are; not before they are needed, which would wait for them."""
         found = []
-        for j in range(FEW):
-            at = i * FEW + j
-            live = (at >= first) & (at < end)
-            item = jnp.where(live & (at < end - 1), long + at - first, last)
-            refs = ins["acc"], ins["top"], ins["total"]
-            sums = kernel.gather(refs, bases, item * (kernel.kv_heads * kernel.tiles * kernel.height))
-            found.append(choose(live, tuple(sums), start))
+        for at, item in zip((i * FEW + j for j in range(FEW)), items, strict=True):
+            item = choose(at == end - 1, final, item) if alone else item
+            found.append(choose((at >= first) & (at < end), item, start))
         return found
 
     # What items are: blocks, of which a few are added up, and these to a group; a few of them; or groups, which are
     # added one by one to those before.
     single, groups = per == 1, per >= GROUP
-    bottom, stop = div(first, FEW), div(end + FEW - 1, FEW)
+    bottom, stop = jnp.int32(0) if alone else div(first, FEW), div(end + FEW - 1, FEW)
 
-    def step(i: Any, carry: tuple[Sums, Sums, list[Sums], list[Sums]]) -> Any:
-        whole, group, now, later = carry
-        then = load(i + 2)  # read long before it is used
+    def step(turn: Any, carry: tuple[Sums, Sums, list[Sums], list[Sums]]) -> Any:
+        i, (whole, group, now, later) = bottom + turn, carry
+        then, now = load(i + 2), held(i, now)  # read long before it is used
         few = functools.reduce(add, now[1:], add(choose(groups, whole, start), now[0]))
         group = add(group, few)
         closes = jnp.logical_not(single) | (rem(i, GROUP // FEW) == GROUP // FEW - 1) | (i == stop - 1)
@@ -77,7 +88,8 @@ def _body(kernel: Launch, sinks: bool, ins: dict[str, Any], out: Any) -> None:
         return whole, choose(closes, start, group), later, then
 
     begin = start, start, load(bottom), load(bottom + 1)
-    (*acc, top, total), *_ = lax.fori_loop(bottom, jnp.maximum(stop, bottom + 1), step, begin)
+    # Where a compiler sees that there is a first turn, it reads all that is known of the request at once.
+    (*acc, top, total), *_ = lax.fori_loop(0, jnp.maximum(stop - bottom, 1), step, begin)
     if sinks:
         sink = _of_heads(kernel, [ins["sinks"][head] for head in heads])
         new = jnp.maximum(top, sink)

@@ -31,13 +31,15 @@ class Sizes:
 
     Attributes:
       units: KV heads times tiles of an item. threads: warpgroups that compute at once.
-      blocks: most of one request. whole: whether a request is one item.
+      blocks: most of one request. whole: whether a request is one item. straight: whether the items are the requests
+        in their order, each from its first token on, as all are computed at once.
     """
 
     units: int
     threads: int
     blocks: int
     whole: bool
+    straight: bool = False
 
     @classmethod
     def of(cls, kernel: Any, capacity: int, whole: bool | None = None) -> Sizes:
@@ -49,7 +51,8 @@ class Sizes:
             turns = -(-kernel.batch * units // threads)
             even = kernel.batch * units >= _EVEN * turns * threads
             whole = bool(partial > _PARTIAL or (even and kernel.tiles == 1))
-        return cls(units, threads, blocks, whole)
+        straight = whole and kernel.window is None and kernel.batch * units <= threads
+        return cls(units, threads, blocks, whole, straight)
 
     @property
     def most(self) -> tuple[int, int]:
@@ -100,7 +103,7 @@ def plan(length_B: jax.Array, news: int, sizes: Sizes, window: int | None, causa
     size_B = ends_B - jnp.maximum((end_B - 1) * per, low_B)
     shorter = size_B[None, :] < size_B[:, None]
     before = shorter | ((size_B[None, :] == size_B[:, None]) & (index_B[None, :] < index_B[:, None]))
-    rank_B = before.sum(axis=1, dtype=_I32)
+    rank_B = index_B if sizes.straight else before.sum(axis=1, dtype=_I32)
     at = jnp.arange(sizes.items(count), dtype=_I32)
     is_long, full = at >= count, at - count
     b = jnp.minimum((full[:, None] >= sum_B[None, :]).sum(axis=1, dtype=_I32), count - 1)

@@ -1,4 +1,7 @@
-"""The Mosaic kernel for Hopper, interpreted with race detection, and the bits of chains against tokens one by one."""
+"""The Mosaic kernel for Hopper, interpreted with race detection, and the bits of chains against tokens one by one.
+
+On a Hopper GPU the same runs compiled: `pytest --noconftest tests/kernels/test_tree_attention_mosaic.py`.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,12 @@ from pallas_kernels.tree_attention.mosaic_launch import Launch
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
 interpreted = pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX has no interpreter for it")
+compiled = jax.default_backend() == "gpu"
 
 #: Of at least a page of 64; prefixes of 0, of several stretches and at the edges of pages.
 CASES = (
     Case("mosaic-decode", 3, 1, 2, 1, 64, 64, 640, mask="causal", lengths="ragged"),
+    Case("mosaic-alone", 1, 2, 2, 1, 64, 64, 330, mask="causal"),
     Case("mosaic-chain", 6, 4, 4, 2, 64, 64, 300, mask="causal", lengths="ragged"),
     Case("mosaic-chain-group7-sinks", 2, 3, 7, 1, 128, 128, 400, mask="causal", lengths="ragged", sinks=True),
     Case("mosaic-tree", 3, 5, 4, 2, 64, 64, 300, lengths="ragged"),
@@ -47,8 +52,10 @@ def error(got: jax.Array, want: np.ndarray) -> float:
 
 
 def kernel(**options: Any) -> Callable[[TreeAttentionArgs], jax.Array]:
-    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
-    return jax.jit(functools.partial(gpu_mosaic.tree_attention, programs=2, interpret=params, **options))
+    if not compiled:
+        params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+        options |= {"programs": 2, "interpret": params}
+    return jax.jit(functools.partial(gpu_mosaic.tree_attention, **options))
 
 
 @interpreted
@@ -62,7 +69,7 @@ def test_agrees_with_the_definition_and_has_no_races(case: Case, capfd: pytest.C
 @interpreted
 def test_what_an_item_is_changes_no_bit(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     """Single blocks, a few, groups of them and whole requests; and the chain against its tokens one by one."""
-    case = dataclasses.replace(CASES[1], batch=2, kv_heads=1, heads=2, context=1090)
+    case = dataclasses.replace(CASES[2], batch=2, kv_heads=1, heads=2, context=1090)
     args = case.draw(0)
     args = dataclasses.replace(args, length_B=jnp.asarray([1022, 1090], jnp.int32))
     outs = [kernel(whole=True)(args)]
@@ -88,7 +95,7 @@ def test_what_an_item_is_changes_no_bit(monkeypatch: pytest.MonkeyPatch, capfd: 
 
 @interpreted
 def test_without_a_mask_later_tokens_cannot_reach_earlier_ones():
-    args = CASES[1].draw(0)
+    args = CASES[2].draw(0)
     k, v = (x.at[1, 2].set(jnp.nan) for x in (args.tree_k_BTGC, args.tree_v_BTGC))
     out = np.asarray(kernel()(dataclasses.replace(args, tree_k_BTGC=k, tree_v_BTGC=v)).astype(jnp.float32))
     nan = np.isnan(out).any(axis=(2, 3))
@@ -129,7 +136,7 @@ def test_the_plan_covers_every_block_once(
 
 def test_windows_that_begin_and_end_within_a_few_blocks_have_room():
     """Eight requests of equal lengths, and as many blocks as are taken a few at a time."""
-    case = dataclasses.replace(CASES[1], batch=8, kv_heads=8, heads=32, head_dim=128)
+    case = dataclasses.replace(CASES[2], batch=8, kv_heads=8, heads=32, head_dim=128)
     shape = case.batch, case.nodes, case.nodes, case.heads, case.kv_heads, case.head_dim, case.page, True, 4096, 0.1
     sizes = mosaic_plan.Sizes.of(Launch(*shape, 132, 2, True), 8192)
     plan = jax.jit(lambda lengths: mosaic_plan.plan(lengths, case.nodes, sizes, 4096, True)[:2])
@@ -142,7 +149,7 @@ def test_windows_that_begin_and_end_within_a_few_blocks_have_room():
 
 
 def args_of(**change: Any) -> TreeAttentionArgs:
-    return dataclasses.replace(CASES[1], **change).shapes()
+    return dataclasses.replace(CASES[2], **change).shapes()
 
 
 @pytest.mark.parametrize(
@@ -171,8 +178,9 @@ def test_what_it_serves(change: dict[str, Any], said: str | None):
         (dict(nodes=33), {}, None, "Mosaic GPU, many rows"),
         ({}, {"blocks": None}, None, "Triton: its sizes are given"),
         ({}, {}, "they need JAX 0.11 or newer", "Triton: they need JAX 0.11 or newer"),
-        (dict(batch=119), {}, None, "Triton: it is for at most 236 requests times KV heads, got 238"),
-        (dict(head_dim=96), {}, None, "Triton: head dimension must be 64 or 128, got 96"),
+        (dict(batch=119), {}, None, "Mosaic GPU, few rows"),
+        (dict(head_dim=256), {}, None, "Mosaic GPU, many rows"),
+        (dict(head_dim=96), {}, None, "Triton: head dimension must be 64, 128 or 256, got 96"),
     ],
 )
 def test_gpus_run_it_where_it_serves_and_say_so(
