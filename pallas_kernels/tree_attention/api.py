@@ -22,7 +22,7 @@ def _on_gpu(args: TreeAttentionArgs, **launch: Any) -> jax.Array:
     """On Mosaic GPU, by the kernel for few rows or else by that for many, or on Triton; `launch` is Triton's."""
     few = (gpu_mosaic.refusal(args) or gpu_mosaic.slower(args)) is None
     kernel = gpu_mosaic if few else mosaic_wide
-    reason = "its sizes are given" if launch else supported() or kernel.refusal(args)
+    reason = "its sizes are given" if launch else supported() or kernel.refusal(args) or kernel.slower(args)
     if reason is None:
         log_once(logging.INFO, f"tree_attention: gpu on Mosaic GPU, {'few' if few else 'many'} rows")
         return kernel.tree_attention(args)

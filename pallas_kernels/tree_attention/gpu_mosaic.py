@@ -35,6 +35,8 @@ from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
 #: Query rows of a KV head that are few: beyond, arithmetic counts.
 MOST_ROWS = ROWS
+#: Requests times KV heads that are computed at once; beyond, Triton's kernel needs less time.
+MOST_UNITS = 2 * 132
 #: Registers of a thread that computes, and of one that brings pages, where a program has two of either warpgroup.
 _REGISTERS = 224, 32
 #: Entries of a page table that are read at a time.
@@ -70,9 +72,13 @@ def refusal(args: TreeAttentionArgs) -> str | None:
 
 
 def slower(args: TreeAttentionArgs) -> str | None:
-    """Where another kernel is to be preferred, or None."""
-    rows = args.q_BNHC.shape[1] * args.q_BNHC.shape[2] // args.tree_k_BTGC.shape[2]
-    return None if rows <= MOST_ROWS else f"it is for at most {MOST_ROWS} query rows of a KV head, got {rows}"
+    """Where another kernel was measured to take less time, by more than 2% of a round, or None."""
+    units, rows = args.units, args.rows
+    if rows > MOST_ROWS:
+        return f"it is for at most {MOST_ROWS} query rows of a KV head, got {rows}"
+    if args.tree_mask_BNT is not None and rows >= ROWS // 2 and units <= MOST_UNITS // 2:
+        return f"trees of {ROWS // 2} rows or more are the other kernel's, got {rows}"
+    return None if units <= MOST_UNITS else f"it is for at most {MOST_UNITS} requests times KV heads, got {units}"
 
 
 class _Kernel(Launch):

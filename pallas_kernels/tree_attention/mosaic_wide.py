@@ -34,6 +34,8 @@ from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 #: Registers of a thread that computes, and of one that brings keys, by the number of computing warpgroups.
 _REGISTERS = {1: (232, 56), 2: (232, 40)}
 _SHARED, _ROOM = 232448, 3072
+#: Requests times KV heads of few rows that have a multiprocessor each.
+MOST_FEW = 132
 _LOG2E = math.log2(math.e)
 _F32, _I32 = jnp.float32, jnp.int32
 _FAR = 1 << 30
@@ -56,6 +58,13 @@ def refusal(args: TreeAttentionArgs) -> str | None:
     if args.factor <= 0:
         return f"scale must be positive, got {args.factor}"
     return None
+
+
+def slower(args: TreeAttentionArgs) -> str | None:
+    """Why Triton's kernel is kept for these shapes, or None: few rows of many requests were not measured."""
+    if args.rows > ROWS or args.units <= MOST_FEW:
+        return None
+    return f"of few rows it is for at most {MOST_FEW} requests times KV heads, got {args.units}"
 
 
 @dataclasses.dataclass(frozen=True)

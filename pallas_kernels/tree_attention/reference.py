@@ -43,6 +43,16 @@ class TreeAttentionArgs:
         return self.q_BNHC.shape[3] ** -0.5 if self.scale is None else self.scale
 
     @property
+    def rows(self) -> int:
+        """Query rows of a KV head."""
+        return self.q_BNHC.shape[1] * (self.q_BNHC.shape[2] // self.tree_k_BTGC.shape[2])
+
+    @property
+    def units(self) -> int:
+        """Requests times KV heads."""
+        return self.q_BNHC.shape[0] * self.tree_k_BTGC.shape[2]
+
+    @property
     def mask(self) -> jax.Array:
         """Whether query n sees tree entry t, [B, N, T], written out where none was given."""
         if self.tree_mask_BNT is not None:

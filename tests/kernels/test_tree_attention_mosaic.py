@@ -171,6 +171,9 @@ def test_what_it_serves(change: dict[str, Any], said: str | None):
     assert why is None if said is None else said in (why or "")
 
 
+MANY = "of few rows it is for at most 132 requests times KV heads, got"
+
+
 @pytest.mark.parametrize(
     ("change", "launch", "unsupported", "chosen"),
     [
@@ -178,8 +181,13 @@ def test_what_it_serves(change: dict[str, Any], said: str | None):
         (dict(nodes=33), {}, None, "Mosaic GPU, many rows"),
         ({}, {"blocks": None}, None, "Triton: its sizes are given"),
         ({}, {}, "they need JAX 0.11 or newer", "Triton: they need JAX 0.11 or newer"),
-        (dict(batch=119), {}, None, "Mosaic GPU, few rows"),
+        (dict(batch=132), {}, None, "Mosaic GPU, few rows"),
+        (dict(batch=133), {}, None, f"Triton: {MANY} 266"),
+        (dict(nodes=16, mask="tree"), {}, None, "Mosaic GPU, many rows"),
+        (dict(nodes=15, mask="tree"), {}, None, "Mosaic GPU, few rows"),
+        (dict(nodes=16, batch=67, mask="tree"), {}, None, "Mosaic GPU, few rows"),
         (dict(head_dim=256), {}, None, "Mosaic GPU, many rows"),
+        (dict(head_dim=256, batch=67), {}, None, f"Triton: {MANY} 134"),
         (dict(head_dim=96), {}, None, "Triton: head dimension must be 64, 128 or 256, got 96"),
     ],
 )

@@ -138,7 +138,7 @@ def test_takes_the_place_of_triton_on_hopper_where_rows_are_many_or_the_other_re
     monkeypatch.setattr(mosaic_wide, "tree_attention", lambda args: taken.append(("wide", {})))
     monkeypatch.setattr(api.gpu_mosaic, "tree_attention", lambda args: taken.append(("few", {})))
     run = api.OPERATION.implementations["gpu"].run
-    many, few, wide_heads = (CASES[name].shapes() for name in ("tree64-b8-8k", "verify8-b8-8k", "d256"))
+    many, few, wide_heads = (CASES[name].shapes() for name in ("tree64-b8-8k", "decode-b8-8k", "d256"))
     floats = CASES["f32"].shapes()
     run(many)
     monkeypatch.setattr(api, "supported", lambda: None)
