@@ -9,6 +9,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from jaxspec.adaptive.policy import RoundStats
 from jaxspec.tier import Tier
 
@@ -21,15 +23,25 @@ _PRIOR_ROWS = 2.0
 #: Of the rates of other tiers' drafts, what is assumed of those of a tier that only looks up; and the rows that this is
 #: worth, so few that a probe or two overrule it.
 _LOOKUP, _LOOKUP_ROWS = 0.5, 1.0
+#: How much faster than other evidence that of look-ups decays: a text repeats, or it does not.
+_LOOKUP_PACE = 3
 #: How much faster than evidence decays, what is assumed without any follows what is seen.
 _START_PACE = 2
 #: How much faster than evidence decays what no round can confirm, for none drafts.
 _UNSEEN_PACE = 2
 #: Share of the evidence that a round of however many rows leaves.
 _LEAST_KEPT = 0.94
-#: Page's CUSUM test for a change for the worse and for the better, in standard deviations of a round's accepted drafts:
-#: slack a round, and alarm level. Texts go on being easy for some rounds, and accepted lengths have a long tail upward.
-_WORSE, _BETTER = (0.6, 7.0), (1.0, 10.0)
+#: Shifts of acceptance's logits that are told apart, and the place of none.
+_SHIFTS = np.asarray([-5.0, -3.5, -2.5, -1.7, -1.0, -0.5, 0.0, 0.5, 1.0, 1.7, 2.5, 3.5, 5.0])
+_NONE = len(_SHIFTS) // 2
+_SHIFTED = _SHIFTS[:, None]
+#: How likely a change is in a round, and to what the evidence says.
+_HAZARD, _BACK = 1 / 200, 0.4
+_JUMPS = np.where(_SHIFTS == 0, _BACK, (1 - _BACK) / (len(_SHIFTS) - 1))
+#: What a round's evidence counts of as many trials of their own: texts go on being easy or hard for some rounds.
+_TEMPER = 0.7
+#: Probability of no shift above which rates are left as they are, and below which a change is certain.
+_QUIET, _CERTAIN = 0.9, 0.01
 
 
 def breadth(tier: Tier) -> float:
@@ -98,28 +110,73 @@ class _Evidence:
         return rates
 
 
-class _Drift:
-    """One side of the CUSUM test, with the evidence since the change that it suspects."""
+class _Shifts:
+    """How far acceptance has moved from what the evidence says: a filter over shifts of the logits of all rates.
 
-    def __init__(self, depth: int, sign: int) -> None:
-        self.sign = sign
-        self.level = 0.0
+    The forward recursion of a hidden Markov chain that stays where it is or jumps, to no shift or to any (Bayesian
+    change detection, Adams and MacKay's arXiv 0710.3742, with levels on a grid in place of run lengths). Before a
+    change is certain, what is expected is the mean over the shifts: a lucky streak moves it a little, and for a while.
+
+    Attributes:
+      weights: probability of each of _SHIFTS. since: rounds that are no evidence yet, for a change is likelier than
+        none.
+    """
+
+    def __init__(self, depth: int) -> None:
         self.since = _Evidence(depth)
+        self._unseen = 0.0
+        self._settle()
 
-    def alarms(self, surprise: float, reached: Sequence[float], accepted: Sequence[float]) -> bool:
-        """Takes one round, `surprise` standard deviations above expectation, and says whether acceptance changed."""
-        slack, alarm = _BETTER if self.sign > 0 else _WORSE
-        self.level += self.sign * surprise - slack
-        if self.level <= 0:
-            self.reset()
-            return False
+    def _settle(self) -> None:
+        self.weights = np.where(_SHIFTS == 0, 1.0, 0.0)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether rates are what the evidence says."""
+        return self.weights[_NONE] > _QUIET
+
+    def wait(self, rounds: float) -> None:
+        """Rounds passed that showed nothing."""
+        self._unseen += rounds
+
+    def observe(self, rates: Sequence[float], reached: Sequence[float], accepted: Sequence[float]) -> bool:
+        """Takes a round, and says whether acceptance has certainly changed.
+
+        Args:
+          rates: of the positions, as the evidence says. reached, accepted: rows at each of the first ones.
+        """
         self.since.add(reached, accepted)
-        return self.level > alarm
+        hits, tried = np.asarray(accepted), np.asarray(reached)
+        x = _SHIFTED + _logits(rates[: len(hits)])
+        sure = -np.log1p(np.exp(-x))  # log of the rate; of its complement it is less by x
+        told = (sure @ tried - x @ (tried - hits)) * _TEMPER
+        jumps = 1 - (1 - _HAZARD) ** (1 + self._unseen)
+        self._unseen = 0.0
+        weights = (self.weights * (1 - jumps) + jumps * _JUMPS) * np.exp(told - told.max())
+        self.weights = weights / weights.sum()
+        return bool(self.weights[_NONE] < _CERTAIN)
 
-    def reset(self) -> None:
-        if self.level:
-            self.level = 0.0
-            self.since.clear()
+    @property
+    def doubtful(self) -> bool:
+        """Whether a change is likelier than none."""
+        return self.weights[_NONE] < 0.5
+
+    def shifted(self, rates: Sequence[float]) -> list[float]:
+        """Rates, each given that the drafts before were accepted, where the evidence says `rates`."""
+        alive = np.cumprod(1 / (1 + np.exp(-_SHIFTED - _logits(rates))), axis=1)
+        mean = (self.weights @ alive).tolist()
+        return [after / before for before, after in zip([1.0, *mean], mean, strict=False)]
+
+    def begin(self) -> None:
+        """Starts anew."""
+        self.since.clear()
+        self._settle()
+
+
+def _logits(rates: Sequence[float]) -> np.ndarray:
+    # Of so few numbers a list is made sooner than an array.
+    inside = [min(0.995, max(0.005, rate)) for rate in rates]
+    return np.asarray([math.log(rate / (1 - rate)) for rate in inside])
 
 
 @dataclasses.dataclass
@@ -144,7 +201,6 @@ class _BucketEvidence:
 
     def __init__(self, depth: int) -> None:
         self.main = _Evidence(depth)
-        self.drifts = (_Drift(depth, +1), _Drift(depth, -1))
         self.own: dict[Tier, _OwnMean] = {}
 
     @property
@@ -156,19 +212,19 @@ class _BucketEvidence:
 
     def decay(self, factor: float, observed: int) -> None:
         self.main.decay(factor, observed)
-        for mean in self.own.values():
-            mean.decay(factor)
+        for tier, mean in self.own.items():
+            mean.decay(factor**_LOOKUP_PACE if tier.lookup else factor)
 
 
 class AcceptanceModel:
     """Acceptance of each draft position, given that the ones before it were accepted, in each bucket.
 
-    Evidence halves every `half_life` observed rows. Where Page's CUSUM test of the accepted lengths detects a change,
-    the rows since then replace all evidence at once. Acceptance mostly depends on the text, so a bucket without data
-    takes the rates of the nearest one that has some; a position without data takes the rate of the position before it.
-    A row of a tree tells of its first candidates in expectation (one step of EM). Each tree tier also keeps its own
-    mean. A tier that only looks up has nothing but its own mean: its drafts are another source's, of which the others
-    tell little, and of the others it tells nothing.
+    Evidence halves every `half_life` observed rows. What contradicts it moves the rates at once as far as a change is
+    likely (see `_Shifts`); once one is certain, the rows since then replace all evidence. Acceptance mostly depends on
+    the text, so a bucket without data takes the rates of the nearest one that has some; a position without data takes
+    the rate of the position before it. A row of a tree tells of its first candidates in expectation (one step of EM).
+    Each tree tier also keeps its own mean. A tier that only looks up has nothing but its own mean: its drafts are
+    another source's, of which the others tell little, and of the others it tells nothing.
 
     Args:
       depth: the deepest tier, at least 1.
@@ -183,7 +239,9 @@ class AcceptanceModel:
         self._half_life = half_life
         self._start_rate = prior_rate
         self._seen = {bucket: _BucketEvidence(depth) for bucket in buckets}
+        self._shifts = _Shifts(depth)
         self._rates: dict[int, tuple[float, ...]] = {}
+        self._tolds: dict[int, tuple[float, ...]] = {}
         self._chains: dict[int, list[float]] = {}
 
     @property
@@ -195,12 +253,20 @@ class AcceptanceModel:
         """The estimate for each position up to the deepest tier's."""
         known = self._rates.get(bucket)
         if known is None:
+            told = self._told(bucket)
+            known = self._rates[bucket] = told if self._shifts.quiet else tuple(self._shifts.shifted(told))
+        return known
+
+    def _told(self, bucket: int) -> tuple[float, ...]:
+        """What the evidence says, if nothing has changed."""
+        known = self._tolds.get(bucket)
+        if known is None:
             donors = [b for b, seen in self._seen.items() if b != bucket and seen.rows >= _PRIOR_ROWS]
             base = None
             if donors:
                 nearest = min(donors, key=lambda b: (abs(math.log2(b / bucket)), b))
                 base = self._seen[nearest].main.rates(None, self._start_rate)
-            known = self._rates[bucket] = tuple(self._seen[bucket].main.rates(base, self._start_rate))
+            known = self._tolds[bucket] = tuple(self._seen[bucket].main.rates(base, self._start_rate))
         return known
 
     def hopeful_rates(self, bucket: int, known: int, hope: float) -> list[float]:
@@ -264,30 +330,30 @@ class AcceptanceModel:
         wide = [1 - (1 - rate) ** power for rate in rates[:depth]]
         hits = [n * (rate / hit if hit > 0 else 1.0) for n, rate, hit in zip(beyond[1:], rates, wide, strict=False)]
 
-        alive = survival(tier, rates)
-        mean = sum(alive)
-        variance = sum((2 * i + 1) * p for i, p in enumerate(alive)) - mean**2
-        surprise = (accepted - rows * mean) / math.sqrt(rows * max(variance, 0.05))
-
+        changed = self._shifts.observe(self._told(stats.bucket), beyond[:-1], hits)
         factor = max(_LEAST_KEPT, 0.5 ** (rows / self._half_life))
         own = self._seen[stats.bucket]
         for seen in self._seen.values():
             if seen.rows > 0:
                 seen.decay(factor, depth if seen is own else self._depth)
-        own.main.add(beyond[:-1], hits)
         self._start_rate += (hits[0] / rows - self._start_rate) * (1 - factor**_START_PACE)
-        alarms = [drift for drift in own.drifts if drift.alarms(surprise, beyond[:-1], hits)]
-        if alarms:
+        if changed:
             # What the other buckets know is older than the change.
+            now = self._shifts.shifted(self._told(stats.bucket))
             self._seen = {bucket: _BucketEvidence(self._depth) for bucket in self._seen}
             own = self._seen[stats.bucket]
-            own.main = alarms[0].since
-            self._start_rate = sum(own.main.accepted) / sum(own.main.reached)
+            own.main, self._shifts.since = self._shifts.since, own.main
+            self._shifts.begin()
+            self._start_rate = now[0]
+        elif not self._shifts.doubtful:
+            own.main.add(self._shifts.since.reached, self._shifts.since.accepted)
+            self._shifts.since.clear()
         if not tier.is_chain:
             own.mean(tier).add(rows, accepted)
         self._rates.clear()
+        self._tolds.clear()
         self._chains.clear()
-        return bool(alarms)
+        return changed
 
     def learnt(self) -> tuple[dict[int, tuple[float, ...]], dict[tuple[Tier, int], float], float]:
         """Rates by bucket as deep as they are known, own means by tier and bucket, and the start; see `Learnt`."""
@@ -315,13 +381,16 @@ class AcceptanceModel:
                 self._seen[bucket].mean(tier).add(STALE_ROWS, min(mean, float(tier.depth)) * STALE_ROWS)
         self._start_rate = self._start_rate if start is None else start
         self._rates.clear()
+        self._tolds.clear()
         self._chains.clear()
 
     def age(self, rows: float) -> None:
         """Counts a plain round: it shows nothing of acceptance, so the estimate keeps its value and loses weight."""
+        self._shifts.wait(1)
         factor = 0.5 ** (_UNSEEN_PACE * rows / self._half_life)
         for seen in self._seen.values():
             if seen.rows > 0:
                 seen.decay(factor, observed=0)
         self._rates.clear()
+        self._tolds.clear()
         self._chains.clear()

@@ -32,6 +32,8 @@ _PAUSE = 100.0
 _NEAR = 0.05
 #: Gap in log goodput from which it counts more than in proportion; and how fast switches are forgotten.
 _LARGE, _REST = 0.1, 0.99
+#: Log goodput by which plain decoding must be better besides, for it takes probes to see what drafts are worth then.
+_BLIND = 0.01
 #: Rounds that must have drafted, or not, before a change of that tells that texts change; how fast that is forgotten.
 _HELD, _SETTLES = 60, 0.999
 #: What is left of what drafting again is believed to take after a round that took nothing but its own seconds.
@@ -294,7 +296,8 @@ class GoodputPolicy:
             state.lost = 0.0
         else:
             gap = scores[best] - scores[state.current]
-            state.lost += max(0.0, gap - TIE) * max(1.0, gap / _LARGE)
+            sure = TIE if self._arms[best].tier.depth else TIE + _BLIND
+            state.lost += max(0.0, gap - sure) * max(1.0, gap / _LARGE)
             # Plain decoding shows nothing of acceptance: an error in its favour lasts.
             patience = self._params.patience * (1 + state.unrest) * (1 if best else 2)
             if state.lost > patience + self._probes.entry(best, state.current, bucket):
