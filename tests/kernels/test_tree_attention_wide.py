@@ -140,6 +140,7 @@ def test_takes_the_place_of_triton_on_hopper_where_rows_are_many_or_the_other_re
     run = api.OPERATION.implementations["gpu"].run
     many, few, wide_heads = (CASES[name].shapes() for name in ("tree64-b8-8k", "decode-b8-8k", "d256"))
     floats = CASES["f32"].shapes()
+    monkeypatch.setattr(api, "supported", lambda: "another device")
     run(many)
     monkeypatch.setattr(api, "supported", lambda: None)
     for args in (many, few, wide_heads, floats):
