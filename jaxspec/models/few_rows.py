@@ -115,8 +115,9 @@ class FewRows:
         rows, wanted = math.prod(hidden_BNE.shape[:-1]), self.output or isinstance(kernel_EV, Packed)
         if not wanted or kernel_EV is None or rows > self.most:
             return None
-        own = gpu if self.implementation == "gpu" else reference
-        logits = own.logits(_padded(hidden_BNE.reshape(rows, -1)), kernel_EV, flip=flip)
+        alike = _Ways(self.implementation == "gpu", 1, BY_XLA)  # split output layers are XLA's
+        run = alike.each(lambda x, w: alike.own.logits(x, w, flip=flip), None, None, None)
+        logits = run(_padded(hidden_BNE.reshape(rows, -1)), kernel_EV)
         return logits[:rows].reshape(*hidden_BNE.shape[:-1], -1)
 
 
@@ -155,7 +156,7 @@ class _Ways:
     def own(self) -> Any:
         return gpu if self.kernels else reference
 
-    def _each(self, fn: Callable[..., Any], *split: int | None) -> Callable[..., Any]:
+    def each(self, fn: Callable[..., Any], *split: int | None) -> Callable[..., Any]:
         """`fn` by every device: `split` has the axis of each argument, and last of the results, None where whole."""
         if devices() == 1:
             return fn
@@ -166,7 +167,7 @@ class _Ways:
 
     def project(self, stream: Stream, kernel: Any, eps: float) -> jax.Array:
         run = lambda s, w: self.own.project(s, w, eps)
-        return self._each(run, None, 1, 1)(stream, kernel)
+        return self.each(run, None, 1, 1)(stream, kernel)
 
     def heads(
         self, stream: Stream, kernel: Any, rope: tuple[jax.Array, ...], counts: Sequence[int], eps: float,
@@ -174,31 +175,31 @@ class _Ways:
     ) -> tuple[jax.Array, ...]:  # fmt: skip
         mine = tuple(count // self.shards for count in counts)
         run = lambda s, w, t, b, g: self.own.heads(s, w, t, mine, eps, bias=b, gains=g)
-        return self._each(run, None, 1, None, 0, None, 1)(stream, kernel, rope, bias, gains)
+        return self.each(run, None, 1, None, 0, None, 1)(stream, kernel, rope, bias, gains)
 
     def swiglu(self, stream: Stream, kernel: Any, eps: float) -> jax.Array:
         run = lambda s, w: self.own.swiglu(s, w, eps)
-        return self._each(run, None, 1, 1)(stream, kernel)
+        return self.each(run, None, 1, 1)(stream, kernel)
 
     def add(self, x_MK: jax.Array, kernel: Any, h_ME: jax.Array, gain_E: jax.Array) -> Stream:
         if self.shards == 1:
-            return self._each(self.own.add, None, None, None, None, None)(x_MK, kernel, h_ME, gain_E)
+            return self.each(self.own.add, None, None, None, None, None)(x_MK, kernel, h_ME, gain_E)
 
         def parts(x_MK: jax.Array, kernel: jax.Array, h_ME: jax.Array, gain_E: jax.Array) -> Stream:
             y = summed(self.own.multiply(x_MK, kernel), self.sums)
             return reference.begin((h_ME.astype(jnp.float32) + y.astype(jnp.float32)).astype(h_ME.dtype), gain_E)
 
-        return self._each(parts, 1, 0, None, None, None)(x_MK, kernel, h_ME, gain_E)
+        return self.each(parts, 1, 0, None, None, None)(x_MK, kernel, h_ME, gain_E)
 
     def mixed(self, mlp: MixtureOfExperts, stream: Stream, rows: int, gain_E: jax.Array, eps: float) -> Stream:
         """The stream after a mixture of experts, for its first rows."""
         own, has = gpu_experts if self.kernels else experts, mlp.experts
         normalised = has.normalised or has.scores == "top_k"
         choose = lambda s, w: own.choose(s, w, eps, has.per_token, rows, normalised=normalised)
-        choice = self._each(choose, None, None, None)(stream, mlp.router.kernel[...])
+        choice = self.each(choose, None, None, None)(stream, mlp.router.kernel[...])
         report_experts(choice.order_X[None], has.count)
         mix = lambda s, c, up, down, gain: own.mix(s, c, up, down, gain, eps, has.per_token)
-        return self._each(mix, *[None] * 6)(stream, choice, mlp.gate_up[...], mlp.down[...], gain_E)
+        return self.each(mix, *[None] * 6)(stream, choice, mlp.gate_up[...], mlp.down[...], gain_E)
 
 
 def _gain(norm: Any) -> jax.Array:
@@ -251,6 +252,8 @@ def _output_of_few_bits(model: Transformer) -> bool:
     """Whether the output layer has quantised weights that these kernels multiply by."""
     last = model.lm_head
     if not isinstance(last, Linear) or not isinstance(last.kernel[...], Quantised):
+        return False
+    if last.kernel.get_metadata(SPLIT, None) is not None:  # as it may be where attention is whole on each device
         return False
     return _unserved(last, model.layers[0].attn.shards) is None
 
@@ -305,9 +308,9 @@ def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) ->
             linear.kernel.set_value(_packed(few.values, few.scale))
     graph, state = nnx.split(model)
     copy = nnx.merge(graph, state)
-    if _output_of_few_bits(copy):  # of the copy alone: draft heads share the model's, as it was stored
+    if _output_of_few_bits(copy):  # a variable of its own: draft heads share the model's, as it was stored
         few = copy.lm_head.kernel[...]
-        copy.lm_head.kernel.set_value(_packed(few.values, few.scale))
+        copy.lm_head.kernel = nnx.Param(_packed(few.values, few.scale))
     copy.few_rows = FewRows(implementation, output=output)
     return copy
 
@@ -320,4 +323,4 @@ def unsupported() -> str | None:
     return gpu.supported()
 
 
-__all__ = ["MOST_ROWS", "FewRows", "output_refusal", "prepare", "refusal", "unsupported"]
+__all__ = ["MOST_ROWS", "FewRows", "in_few_bits", "output_refusal", "prepare", "refusal", "unsupported"]

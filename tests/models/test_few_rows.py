@@ -15,8 +15,9 @@ from jaxspec.models import few_rows
 from jaxspec.models.base import Experts, ModelConfig, counting_experts, touched
 from jaxspec.models.experts import mlp
 from jaxspec.models.layers import Transformer, causal_attention
-from jaxspec.models.layouts import tensor_parallel
+from jaxspec.models.layouts import mark, tensor_parallel
 from jaxspec.models.quantised import Quantised
+from jaxspec.models.sharded import BY_XLA
 from jaxspec.runtime.sharding import tensor_mesh
 from pallas_kernels.small_batch.packed import Packed
 
@@ -123,6 +124,25 @@ def test_few_rows_of_quantised_weights_are_the_layers(kind: Any, groups: int):
             np.testing.assert_allclose(got, want, atol=2**-6 * np.abs(want).max())
         hidden = jax.random.normal(jax.random.key(n), (1, n, CONFIG.hidden_size)).astype(jnp.bfloat16)
         np.testing.assert_allclose(prepared.logits(hidden), plain.logits(hidden), atol=1e-4)
+
+
+def test_quantised_output_layers_among_devices():
+    """Each device computes all of one that is whole, as XLA cannot split a kernel; one that is split stays XLA's.
+
+    The model's own stays as it was stored, for draft heads.
+    """
+    cfg = dataclasses.replace(CONFIG, intermediate_size=512)
+    plain = quantised(model(cfg), jnp.int8, 1)
+    prepared, hidden = few_rows.prepare(plain, "reference"), jnp.ones((1, 3, cfg.hidden_size), jnp.bfloat16)
+    assert plain.lm_head is not None and isinstance(prepared.lm_head.kernel[...], Packed)
+    with jax.set_mesh(tensor_mesh(2)):
+        assert "shard_map" in str(jax.make_jaxpr(prepared.logits)(hidden))
+        got = jax.jit(prepared.logits)(hidden)
+    np.testing.assert_array_equal(got, jax.jit(prepared.logits)(hidden))
+    assert isinstance(plain.lm_head.kernel[...], Quantised)
+    mark(plain.lm_head.kernel, 1, BY_XLA)
+    assert isinstance(few_rows.prepare(plain, "reference").lm_head.kernel[...], Quantised)
+    assert "output layer is not whole" in (few_rows.output_refusal(plain) or "")
 
 
 def quantised(module: Transformer, kind: Any, groups: int) -> Transformer:
