@@ -17,12 +17,14 @@ from flax import nnx
 from jaxspec.checkpointing.hf import load_model
 from jaxspec.drafters.directories import load_drafter, read_kind
 from jaxspec.models.layers import Shared, shared_lm_head
+from jaxspec.models.quantised import Quantised
 from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 from jaxspec.speculation.drafters.eagle3_head import Buffer, Eagle3Config, Eagle3Head
 from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
 from jaxspec.train.data.batch import Batch
 from jaxspec.train.drafters import eagle
+from jaxspec.train.objective.chunks import draft_vocabulary_logits
 from jaxspec.train.objective.loss import (
     draft_loss,
     first_choice,
@@ -379,6 +381,20 @@ def test_a_trained_head_gets_the_vocabulary_of_other_texts() -> None:
         assert np.linalg.norm(now_HV[:, place] - wanted_H) < 0.1 * np.linalg.norm(wanted_H)
     assert eagle.renew_vocabulary(head, target, counts_V) == record
     np.testing.assert_array_equal(np.asarray(head.lm_head.kernel[...]), now_HV)
+
+
+def test_output_layers_in_few_bits_begin_and_teach_heads() -> None:
+    target = tiny_target()
+    assert target.lm_head is not None
+    values_EV = jax.random.randint(jax.random.key(0), target.lm_head.kernel.shape, -127, 128, jnp.int8)
+    scale_1V = jax.random.uniform(jax.random.key(1), (1, values_EV.shape[1]))
+    hidden_BNE, found = jax.random.normal(jax.random.key(2), (2, 3, values_EV.shape[0])), []
+    for kernel in (values_EV.astype(jnp.float32) * scale_1V, Quantised(values_EV, scale_1V)):
+        target.lm_head.kernel = nnx.Param(kernel)  # pyright: ignore[reportAttributeAccessIssue]
+        head = eagle.new_head(CONFIG, target, TARGET_IDS, 0)
+        found.append((head.lm_head.kernel[...], draft_vocabulary_logits(target, head)(hidden_BNE)))
+    for few, wide in zip(found[1], found[0], strict=True):
+        np.testing.assert_allclose(few, wide, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("arch", ["eagle3", None, "eagle1"])

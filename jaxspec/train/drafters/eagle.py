@@ -18,6 +18,7 @@ from flax import nnx
 from jaxspec.drafters.directories import read_kind
 from jaxspec.models.base import TargetModel
 from jaxspec.models.layers import Shared, Transformer, shared_lm_head
+from jaxspec.models.quantised import Quantised
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 from jaxspec.speculation.drafters.eagle3_head import Buffer, Eagle3Config, Eagle3Head
 from jaxspec.train.data.batch import Batch
@@ -174,8 +175,8 @@ def new_head(cfg: Eagle3Config, target: TargetModel, target_ids: np.ndarray, see
 
 def _output_rows(target: TargetModel) -> np.ndarray:
     """What the target's final states are multiplied with for each token's logit, the norm's gain included, [V, E]."""
-    table_VE = target.embedding[...] if target.lm_head is None else target.lm_head.kernel[...].T
-    rows_VE = np.asarray(table_VE, np.float32)
+    kernel_EV = target.embedding[...].T if target.lm_head is None else target.lm_head.kernel[...]
+    rows_VE = np.asarray(kernel_EV.dequantised() if isinstance(kernel_EV, Quantised) else kernel_EV, np.float32).T
     if isinstance(target, Transformer):
         rows_VE = rows_VE * np.asarray(target.norm.weight[...], np.float32)[None, :]
     return rows_VE

@@ -14,6 +14,7 @@ import optax
 
 from jaxspec.models.base import TargetModel
 from jaxspec.models.layers import product
+from jaxspec.models.quantised import Quantised
 from jaxspec.train.objective.loss import soft_cross_entropy
 
 #: Elements that a part may hold: 256 MiB of float32.
@@ -64,7 +65,8 @@ def draft_vocabulary_logits(target: TargetModel, head: Any) -> Callable[[jax.Arr
         return target.logits
     ids_V = head.target_ids[...]
     if target.lm_head is not None:
-        kernel_EV = jnp.take(target.lm_head.kernel[...], ids_V, axis=1)
+        kernel_EV, cut = target.lm_head.kernel[...], lambda x: jnp.take(x, ids_V, axis=1)
+        kernel_EV = kernel_EV.along_outputs(cut) if isinstance(kernel_EV, Quantised) else cut(kernel_EV)
     else:
         kernel_EV = jnp.take(target.embedding[...], ids_V, axis=0).T
     return lambda hidden_BNE: product(hidden_BNE, kernel_EV, jnp.dtype(jnp.float32))
