@@ -161,15 +161,19 @@ def _place(runner: Runs, context: int) -> None:
     )  # fmt: skip
 
 
+def longest_context(geo: Geometry) -> int:
+    """Context tokens of each row behind which there is room for the rounds that are timed."""
+    return max(0, geo.tokens_per_seq - (_IN_A_ROW + 3) * (geo.max_depth + 1))
+
+
 def measure(runner: Runs, repeats: int = 6, contexts: Sequence[int] = CONTEXTS) -> CostTable:
     """Times every round (greedy where compiled), packed ones too, a few times in all; resets the state.
 
     Args:
-      contexts: committed tokens of each row while timing, one after the other.
+      contexts: committed tokens of each row while timing, one after the other; at most `longest_context`.
     """
     geo = runner.geo
-    longest = max(0, geo.tokens_per_seq - (_IN_A_ROW + 3) * (geo.max_depth + 1))
-    contexts = sorted({min(context, longest) for context in contexts})
+    contexts = sorted({min(context, longest_context(geo)) for context in contexts})
     samples: dict[tuple[int, Costed], list[float]] = {}
     keys: list[Costed] = [(tier, bucket, None) for tier, buckets in runner.reachable.items() for bucket in buckets]
     keys += [(*pair, tokens) for pair, budgets in runner.budgets.items() for tokens in budgets]

@@ -15,7 +15,7 @@ from jaxspec.adaptive.costprofile import CostProfile
 from jaxspec.assemble import build_engine
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.drafters import registry
-from jaxspec.runtime.timing import measure
+from jaxspec.runtime.timing import longest_context, measure
 from jaxspec.tier import PLAIN, parse_tier
 
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> CostProfile:
     # A policy that runs one tier times nothing by itself; what the adaptive one may run is compiled.
     engine = build_engine(args.model, args.drafter, SpeculationConfig(tiers=tiers), config)
     geo = engine.runner.geo
-    longest = geo.tokens_per_seq - 2 * (geo.max_depth + 1)
+    longest = longest_context(geo)
     if contexts[-1] > longest:
         raise ValueError(f"contexts may be {longest} tokens with max_seq_len {geo.max_seq_len}, got {contexts[-1]}")
     seconds = {}
