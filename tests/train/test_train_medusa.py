@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -13,6 +14,7 @@ from flax import nnx
 from jaxspec.checkpointing import hf
 from jaxspec.drafters.directories import load_drafter, read_kind
 from jaxspec.models.layers import Transformer
+from jaxspec.models.quantised import Quantised
 from jaxspec.models.tiny import tiny_target
 from jaxspec.speculation.drafters.medusa_head import MedusaConfig, MedusaHeads
 from jaxspec.train.data.batch import Batch
@@ -92,16 +94,21 @@ def test_the_loss_is_its_definition(
         np.testing.assert_array_equal(matches[:, :, k], choice[:, :16] == best[:, k + 1 : k + 17])
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("output", ["own", "tied", "few bits"])
 @pytest.mark.parametrize("freeze", [False, True])
 def test_new_heads_guess_what_the_target_does(
-    tied: bool, freeze: bool, packed_batch: Batch, target_states: Any
+    output: str, freeze: bool, packed_batch: Batch, target_states: Any
 ) -> None:
-    target = tiny_target(tie_word_embeddings=tied)
+    target = tiny_target(tie_word_embeddings=output == "tied")
+    if output == "few bits":
+        assert target.lm_head is not None
+        values_EV = jnp.rint(400 * target.lm_head.kernel[...]).astype(jnp.int8)
+        few = Quantised(values_EV, jnp.full((1, values_EV.shape[1]), 1 / 400))
+        target.lm_head.kernel = nnx.Param(few)  # pyright: ignore[reportAttributeAccessIssue]
     module = new_heads(config(target), target, freeze_lm_heads=freeze)
     hidden = target_states(target, packed_batch).hidden_BTE
     for k in range(HEADS):
-        np.testing.assert_allclose(module.logits(hidden, k), target.logits(hidden), rtol=1e-6)
+        np.testing.assert_allclose(module.logits(hidden, k), target.logits(hidden), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("freeze", [False, True])

@@ -16,6 +16,7 @@ from flax import nnx
 
 from jaxspec.models.base import TargetModel
 from jaxspec.models.layers import Shared
+from jaxspec.models.quantised import Quantised
 from jaxspec.speculation.drafters.medusa_head import MedusaConfig, MedusaHeads
 from jaxspec.train.data.batch import Batch, ahead
 from jaxspec.train.drafters import drafts, starts
@@ -85,8 +86,9 @@ def new_heads(cfg: MedusaConfig, target: TargetModel, *, freeze_lm_heads: bool =
     module = MedusaHeads(cfg)  # placeholders are zero, as new blocks are
     kernel_EV = target.embedding[...].T if target.lm_head is None else target.lm_head.kernel[...]
     shared = Shared(kernel_EV)
+    wide_EV = kernel_EV.dequantised() if isinstance(kernel_EV, Quantised) else kernel_EV
     for head in module.heads:
-        kernel = shared if freeze_lm_heads else nnx.Param(jnp.array(kernel_EV, jnp.float32, copy=True))
+        kernel = shared if freeze_lm_heads else nnx.Param(jnp.array(wide_EV, jnp.float32, copy=True))
         head.lm_head.kernel = kernel  # pyright: ignore[reportAttributeAccessIssue]
     return module
 
