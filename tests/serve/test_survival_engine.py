@@ -79,7 +79,7 @@ def test_a_drafter_that_fails_costs_speed_only(writing_kit: Any, monkeypatch: py
     asked = [ask(prompt, **shape) for prompt in ("ahdkb", "12, 13, 14, ") for shape in shapes]
 
     # What a busy machine's rounds take shall not decide: of a tiny model, a tree may come out cheaper than a token.
-    monkeypatch.setattr(CostEstimate, "observe", lambda *_: False)
+    monkeypatch.setattr(CostEstimate, "observe", lambda *_, **__: False)
     runner = writing_kit.engine.runner
     spoilt = jax.block_until_ready(jax.tree.map(spoil, runner.draft_params))
 
