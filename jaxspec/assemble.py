@@ -118,7 +118,7 @@ def build_engine(
       progress: show a bar while compiling; or what is called with how many executables have come, of how many in all.
     """
     speculation, config = SpeculationConfig.of(speculation), config or EngineConfig()
-    check_devices()
+    check_devices(config.kernels)
     use_persistent_cache(config.compile_cache)  # loading compiles too: a small program for each shape
     model_dir = resolve_model(model)
     kind, directory = resolve_drafter(drafter, model_dir)
@@ -196,6 +196,11 @@ def assemble(
         if hosts is not None:  # their memories may differ
             geo = dataclasses.replace(geo, num_pages=hosts.least(geo.num_pages))
         built, params = bind(geo) if depth and geo is not small else (built, params)
+    elif geo.longest < geo.max_seq_len:
+        _log.warning(
+            "num_pages %d of %d tokens hold texts of at most %d tokens, fewer than max_seq_len = %d: longer ones end "
+            "there, and longer prompts are refused", geo.num_pages, geo.page_size, geo.longest, geo.max_seq_len,
+        )  # fmt: skip
     widest = max(tier.topk for tier in choice.reachable)
     if built is not None and widest > built.max_topk:
         raise ValueError(f"topk must be at most {built.max_topk}, the tokens this drafter can propose, got {widest}")

@@ -47,22 +47,34 @@ def parse(
 ) -> argparse.Namespace:
     """As `p.parse_args`, but who gives a flag that is none is told the one that was probably meant.
 
+    A flag is given whole: what other projects call a setting may be the beginning of a flag for something else.
+
     Args:
-      elsewhere: what other projects' settings are called here, as names of arguments.
+      elsewhere: what other projects' settings are called here, as names of arguments, separated by commas.
     """
+    for each in (p, *_commands(p).values()):
+        each.allow_abbrev = False
     args, left = p.parse_known_args(argv)
     if left:
-        known = sorted({flag for action in p._actions for flag in action.option_strings})
-        flags = {_flag(name): _flag(here) for name, here in elsewhere.items() if _flag(here) in known}
-        hint = hints([word.partition("=")[0] for word in left if word.startswith("--")], known, flags)
+        own = next((sub for name, sub in _commands(p).items() if name in vars(args).values()), p)
+        known = sorted({flag for action in own._actions for flag in action.option_strings})
+        flags = {_flag(name): [_flag(one) for one in here.split(",")] for name, here in elsewhere.items()}
+        meant = {name: ", ".join(here) for name, here in flags.items() if {*here} <= {*known}}
+        hint = hints([word.partition("=")[0] for word in left if word.startswith("--")], known, meant)
         if not left[0].startswith("-") and "--model" in known:
             hint += "; a model is given as '--model'"
-        p.error(f"unrecognized arguments: {' '.join(left)}{hint}")
+        own.exit(2, f"{own.prog}: error: unrecognized arguments: {' '.join(left)}{hint} (--help lists them)\n")
     return args
 
 
+def _commands(p: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of a command's own commands, by name."""
+    found = [action.choices for action in p._actions if isinstance(action, argparse._SubParsersAction)]
+    return dict(found[0]) if found else {}
+
+
 def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return "--" + name.strip().replace("_", "-")
 
 
 @contextlib.contextmanager

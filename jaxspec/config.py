@@ -31,6 +31,11 @@ SPECULATION_ELSEWHERE = {
     "prompt_lookup_min": "ngram_min", "prompt_lookup_max": "ngram_max",
     "draft_tensor_parallel_size": "LLM(draft_tensor_parallel=)",
 }  # fmt: skip
+#: The same of flags, where a drafter is one as well.
+SPECULATION_FLAGS = {
+    **SPECULATION_ELSEWHERE, "method": "drafter", "speculative_model": "drafter", "speculative_algorithm": "drafter",
+    "speculative_draft_model_path": "drafter", "speculative_config": "drafter, depth",
+}  # fmt: skip
 #: What vLLM calls an engine's.
 ENGINE_ELSEWHERE = {
     "max_model_len": "max_seq_len", "max_num_seqs": "max_batch_size", "gpu_memory_utilization": "memory_fraction",

@@ -24,7 +24,7 @@ with cli.starting(__name__):
     from jaxspec.chat import Chat, still_compiling
     from jaxspec.checkpointing import hf
     from jaxspec.choosing import choose_policy
-    from jaxspec.config import ENGINE_ELSEWHERE, VERIFICATIONS, EngineConfig, SpeculationConfig
+    from jaxspec.config import ENGINE_ELSEWHERE, SPECULATION_FLAGS, VERIFICATIONS, EngineConfig, SpeculationConfig
     from jaxspec.drafters import registry
     from jaxspec.events import Delta, Finished
     from jaxspec.fitting import longest_text
@@ -267,7 +267,7 @@ def demo(llm: LLM, params: SamplingParams) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = parser()
-    args = cli.parse(p, argv, {**ENGINE_ELSEWHERE, **SAMPLING_ELSEWHERE})
+    args = cli.parse(p, argv, {**ENGINE_ELSEWHERE, **SPECULATION_FLAGS, **SAMPLING_ELSEWHERE})
     if bool(args.prompt) + args.demo + args.chat != 1:
         p.error("give one of: prompts, --demo, --chat")
     try:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -20,8 +21,17 @@ def hints(unknown: Iterable[str], known: Collection[str], elsewhere: Mapping[str
     Args:
       elsewhere: what other projects' names are called here; others are told what is spelt alike.
     """
-    meant = {name: elsewhere.get(name) or "".join(get_close_matches(name, known, 1)) for name in unknown}
+    meant = {name: elsewhere.get(name) or nearest(name, known) for name in unknown}
     return "".join(f"; for {name!r} say {here!r}" for name, here in meant.items() if here)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The name that is spelt most alike, of equals the one that begins most alike; "" where none is."""
+    close = get_close_matches(name, list(known), 3)
+    alike = lambda one: sum(
+        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(name, one, strict=False))
+    )
+    return max(close, key=lambda one: (SequenceMatcher(None, name, one).ratio(), alike(one)), default="")
 
 
 def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str], elsewhere: Mapping[str, str]) -> None:

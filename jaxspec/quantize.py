@@ -54,10 +54,13 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m jaxspec.quantize", description=(__doc__ or "").split("\n\n")[0], formatter_class=cli.Help
     )
     p.add_argument("model", help='"demo", a Hugging Face directory or a hub id, not quantised')
-    p.add_argument("out", type=Path, help="a directory that is made")
+    p.add_argument("out", type=Path, help="a directory that is made; what an earlier run wrote there is replaced")
     p.add_argument("--format", choices=list(FORMATS), required=True, help="int8 and fp8: a scale per output")
     p.add_argument("--output-layer", choices=list(FORMATS), help="that of lm_head (default: it stays as it is)")
-    p.add_argument("--ignore", nargs="*", default=["lm_head"], help="modules that stay as they are, by their full name")
+    p.add_argument(
+        "--ignore", nargs="*",
+        help="modules that stay as they are, by their full name (default: lm_head, unless --output-layer is given)",
+    )  # fmt: skip
     p.add_argument(
         "--texts", type=Path, nargs="+", help="files to compare on: plain, or JSONL with `text` (default: its own text)"
     )
@@ -71,18 +74,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def quantise_directory(
-    source: Path, out: Path, form: Format, ignore: Sequence[str] = ("lm_head",), output: Format | None = None
+    source: Path, out: Path, form: Format, ignore: Sequence[str] | None = None, output: Format | None = None
 ) -> tuple[int, int]:
     """Writes `source` with its linear maps rounded; returns the bytes of both's tensors.
 
     Every other tensor and file is the same. The embedding is none of the linear maps.
 
     Args:
-      ignore: modules that stay as they are. output: how lm_head is rounded, whatever `ignore` says.
+      ignore: modules that stay as they are; None: lm_head, unless `output` says how it is rounded.
+      output: how lm_head is rounded.
 
     Raises:
-      ValueError: a model that cannot be read or is quantised already, `out` is the source itself, a module to ignore
-        or an output layer that the model lacks, or a module that groups do not divide.
+      ValueError: a model that cannot be read or is quantised already, `out` holds a model that is none of ours, a
+        module to ignore or an output layer that the model lacks, or both of one, or a module that groups do not divide.
     """
     config = read_json(source / "config.json")
     if config.get("quantization_config"):
@@ -90,10 +94,14 @@ def quantise_directory(
         raise ValueError(f"{source} is quantised already ({method}); start from the checkpoint that it was made of")
     if "text_config" in config:
         raise ValueError(
-            f"{source} holds more than a model for text ({config.get('architectures')}), which is not served"
+            f"{source} holds more than a model for text ({config.get('architectures')}), and those are not quantised "
+            "here: it can be served as it is"
         )
-    if out.resolve() == source.resolve():
-        raise ValueError(f"{out} is the model itself; name another directory")
+    _check_out(source, out)
+    if ignore is None:
+        ignore = () if output else ("lm_head",)
+    elif output is not None and "lm_head" in ignore:
+        raise ValueError("lm_head is to stay as it is (ignore) and to be rounded (output layer); give one of both")
     cfg = hf.load_config(source)
     shapes: dict[str, tuple[int, ...]] = {}
     linear: set[str] = set()
@@ -101,7 +109,8 @@ def quantise_directory(
         shapes |= dict(zip(weight.names, weight.shapes, strict=True))
         linear |= set(weight.names) if weight.linear else set()
     if unknown := [name for name in ignore if f"{name}.weight" not in linear | {"lm_head.weight"}]:
-        raise ValueError(f"ignore names modules that the model lacks: {unknown}; it has e.g. {sorted(linear)[:3]}")
+        some = [name.removesuffix(".weight") for name in sorted(linear)[:3]]
+        raise ValueError(f"ignore names modules that the model lacks: {unknown}; it has e.g. {some}")
     forms = {} if output is None else {"lm_head": output}
     if unknown := [module for module in forms if f"{module}.weight" not in linear]:
         raise ValueError(f"{source} has no {unknown[0]}: its output layer is its embedding, which stays as it is")
@@ -127,6 +136,15 @@ def quantise_directory(
         write_json(staging / "config.json", {**config, "quantization_config": form.config(left, forms)})
         write_safetensors(staging / WEIGHTS, written)
     return before, sum(tensor.nbytes for tensor in written.values())
+
+
+def _check_out(source: Path, out: Path) -> None:
+    """Refuses a directory that holds weights besides those of an earlier run."""
+    if out.resolve() == source.resolve():
+        raise ValueError(f"{out} is the model itself; name another directory")
+    others = sorted(file.name for file in out.glob("*") if file.name == INDEX or file.suffix == ".safetensors")
+    if others and (others != [WEIGHTS] or "quantization_config" not in read_json(out / "config.json")):
+        raise ValueError(f"{out} holds another model already ({others[0]}); name another directory")
 
 
 # Comparing.
@@ -245,8 +263,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = cli.parse(parser(), argv)
     try:
         model = resolve_model(args.model)
+        # Before anything is written: whether the report can be made, and kept.
+        if args.length < 2:
+            raise ValueError(
+                f"--length must be at least 2 tokens, the first of which nothing predicts, got {args.length}"
+            )
+        if args.json is not None and not args.json.absolute().parent.is_dir():
+            raise ValueError(
+                f"--json {args.json} cannot be written: there is no directory {args.json.absolute().parent}"
+            )
         if args.texts is not None:
-            read_texts(args.texts)  # before anything is written: whether they can be
+            read_texts(args.texts)
         output = None if args.output_layer is None else FORMATS[args.output_layer]
         before, after = quantise_directory(model, args.out, FORMATS[args.format], args.ignore, output)
         report: dict[str, Any] = {
@@ -258,6 +285,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         whole, share = before / 1e6, after / before
         print(f"{args.out}: {after / 1e6:.1f} MB of tensors, {share:.1%} of the {whole:.1f} MB before", flush=True)
         if args.max_tokens > 0:
+            what = "each on text that the first one writes" if args.texts is None else "each on the same texts"
+            print(f"comparing both models, {what} (--max-tokens 0 leaves it out) ...", file=sys.stderr, flush=True)
             report |= compare(model, args.out, args)
             texts = "its own text" if args.texts is None else "these texts"
             print(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from jaxspec.checkpointing import hub
 from jaxspec.drafters import directories, registry
+from jaxspec.names import nearest
 
 
 def demo_directory() -> Path:
@@ -55,8 +55,8 @@ def resolve_drafter(drafter: str | Path | None, model_dir: Path) -> tuple[str, P
     if name not in registry.names():
         path = hub.download(name) if hub.is_hub_id(name) and not Path(name).is_dir() else Path(name)
         if not path.is_dir():
-            close = difflib.get_close_matches(name, registry.names(), 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            close = nearest(name, registry.names())
+            hint = f"; did you mean {close!r}?" if close else ""
             raise ValueError(f"drafter must be one of {registry.names()} or a directory, got {name!r}{hint}")
         return directories.read_kind(path), path
     kind = registry.find(name)

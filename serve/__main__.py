@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import json
 import logging
 import os
 import signal
@@ -25,7 +26,7 @@ with cli.starting(__name__):
     from jaxspec.drafters import registry
     from jaxspec.tier import Tier
     from serve.config import (
-        ELSEWHERE,
+        FLAGS_ELSEWHERE,
         GROUPS,
         PART_DEFAULTS,
         PARTS,
@@ -68,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add(group: Any, dest: str, kind: Any, text: str, default: Any) -> None:
     flag = "--" + dest.rpartition(".")[2].replace("_", "-")
-    shown = "not set" if default is None else ",".join(default) if isinstance(default, tuple) else default
+    shown = "not set" if default is None else ",".join(default) or "none" if isinstance(default, tuple) else default
     text = text.rstrip(".").replace("%", "%%")
     if kind is bool:
         word = "on" if default else "off"
@@ -91,13 +92,31 @@ def _reader(kind: Any) -> tuple[str, Callable[[str], Any]]:
         return "|".join(get_args(main)), str
     if get_origin(main) is tuple:
         item = get_args(main)[0]
-        one = _number(int, "an integer") if item is int else str
-        metavar = {int: "N,N", Tier: "TIER,TIER"}.get(item, "NAME,NAME")
-        return metavar, _or_none(lambda text: [one(part.strip()) for part in text.split(",")], optional)
+        if get_origin(item) is tuple:  # vLLM's schedule
+            return "[[N,N,N],...]", _or_none(_lists, optional)
+        one = {int: _number(int, "an integer"), float: _number(float, "a number")}.get(item, str)
+        metavar = {int: "N,N", float: "X,X", Tier: "TIER,TIER"}.get(item, "NAME,NAME")
+        return metavar, _or_none(lambda text: [one(part) for part in _parts(text)], optional)
     if main in (int, float):
         read = _number(main, "an integer" if main is int else "a number")
         return "N" if main is int else "X", _or_none(read, optional)
     return "TEXT", str
+
+
+def _parts(text: str) -> list[str]:
+    """What stands between commas, of which nothing, () and [] have none."""
+    inner = text.strip().removeprefix("(").removesuffix(")").removeprefix("[").removesuffix("]")
+    return [part.strip() for part in inner.split(",")] if inner.strip() else []
+
+
+def _lists(text: str) -> list[Any]:
+    try:
+        rows = json.loads(text)
+    except ValueError:
+        rows = None
+    if not isinstance(rows, list):
+        raise argparse.ArgumentTypeError(f"must be lists in JSON, such as [[1,4,5],[5,16,2]], got {text!r}")
+    return rows
 
 
 def _number(kind: type[int] | type[float], what: str) -> Callable[[str], int | float]:
@@ -191,7 +210,7 @@ def _fail(message: str, code: int) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     p = parser()
-    given = vars(cli.parse(p, argv, ELSEWHERE))
+    given = vars(cli.parse(p, argv, FLAGS_ELSEWHERE))
     print_config = given.pop("print_config", False)
     try:
         config = resolve(given)

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from jaxspec.config import ENGINE_ELSEWHERE, SPECULATION_ELSEWHERE, EngineConfig, SpeculationConfig
+from jaxspec.config import ENGINE_ELSEWHERE, SPECULATION_FLAGS, EngineConfig, SpeculationConfig
 from jaxspec.names import hints
 from jaxspec.request import MAX_PRIORITY
 from jaxspec.tier import Tier, parse_tier
@@ -33,13 +33,14 @@ PART_DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 #: What vLLM's server and SGLang's call these settings.
 ELSEWHERE = {
-    **ENGINE_ELSEWHERE, **SPECULATION_ELSEWHERE, "method": "drafter", "api_key": "auth_token_file",
+    **ENGINE_ELSEWHERE, **SPECULATION_FLAGS, "speculative_config": "speculation", "api_key": "auth_token_file",
     "ssl_certfile": "tls_cert", "ssl_keyfile": "tls_key", "model_path": "model", "context_length": "max_seq_len",
     "tp_size": "tensor_parallel", "tp": "tensor_parallel", "mem_fraction_static": "memory_fraction",
-    "max_running_requests": "max_batch_size", "speculative_algorithm": "drafter",
-    "speculative_draft_model_path": "drafter", "dist_init_addr": "coordinator", "nnodes": "num_processes",
+    "max_running_requests": "max_batch_size", "dist_init_addr": "coordinator", "nnodes": "num_processes",
     "node_rank": "process_id", "master_addr": "coordinator",
 }  # fmt: skip
+#: The same where all are flags; in a file what speculation has stands below its key.
+FLAGS_ELSEWHERE = {**ELSEWHERE, **SPECULATION_FLAGS}
 #: A coordinator that JAX finds by itself.
 AUTO = "auto"
 #: A message larger than this cannot be told to gRPC, whose limits are int32 bytes.

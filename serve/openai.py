@@ -30,7 +30,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jaxspec import cli
 from serve.__main__ import parser as serve_parser
 from serve.__main__ import resolve
-from serve.config import ELSEWHERE, ServerConfig
+from serve.config import FLAGS_ELSEWHERE, ServerConfig
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.2
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(message)
 
     serve = [*_DEFAULT_FLAGS, *serve]
-    given = vars(cli.parse(serve_parser(), serve, ELSEWHERE))
+    given = vars(cli.parse(serve_parser(), serve, FLAGS_ELSEWHERE))
     print_config = given.pop("print_config", False)
     try:
         config = resolve(given)

@@ -43,7 +43,7 @@ ALLOWED = {
     "rowfile": set(),
     "clusters": set(),
     "writer": EVERYONE | {"adaptive", "assemble", "clusters", "drafters", "events"},
-    "adaptive": {"tier"},
+    "adaptive": {"tier", "names"},
     "scheduling": {"request", "sizes"},
     "models": set(),
     "cache": {"models"},
@@ -72,7 +72,7 @@ ALLOWED = {
     "cli": {"names"},
     "fitting": EVERYONE | {"models", "speculation"},
     "defaults": EVERYONE | {"models", "scheduling", "speculation", "fitting"},
-    "resolve": {"checkpointing", "drafters"},
+    "resolve": {"checkpointing", "drafters", "names"},
     "choosing": EVERYONE | {"adaptive", "defaults", "drafters"},
     "loading": EVERYONE | {"models", "speculation", "drafters", "fitting", "runtime"},
     "assemble": EVERYONE

@@ -21,6 +21,7 @@ from jaxspec.bench.offline import command as bench
 from jaxspec.bench.online import command as serving
 from jaxspec.bench.page import command as page
 from jaxspec.bench.simulate import command as simulating
+from jaxspec.names import nearest
 from jaxspec.train import __main__ as training
 from serve.__main__ import main as serve_main
 
@@ -125,7 +126,13 @@ def test_every_flag_shows_its_default():
         (generate.main, ["hi", "--max-new-tokens", "5"], "for '--max-new-tokens' say '--max-tokens'"),
         (generate.main, ["hi", "--max-model-len=5"], "for '--max-model-len' say '--max-seq-len'"),
         (generate.main, ["hi", "--tensor-parallel-size", "2"], "say '--tensor-parallel'"),
-        (generate.main, ["hi", "--zzz"], "unrecognized arguments: --zzz\n"),
+        (generate.main, ["hi", "--zzz"], "unrecognized arguments: --zzz (--help lists them)\n"),
+        (generate.main, ["hi", "--num-speculative-tokens", "3"], "say '--depth'"),
+        # No beginning of --num-speculative-tokens-per-batch-size.
+        (serve_main, ["--num-speculative-tokens", "3"], "for '--num-speculative-tokens' say '--depth'"),
+        (serve_main, ["--speculative-config", "{}"], "say '--drafter, --depth'"),
+        (training.main, ["mtp", "--data", "x", "--target", "x", "--out", "x", "--batch-size", "1"], "say '--batch'"),
+        (bench.parse, ["tune", "--out", "x", "--batch-size", "1"], "for '--batch-size' say '--batch-sizes'"),
         (serve_main, ["--api-key", "x"], "for '--api-key' say '--auth-token-file'"),
         (serve_main, ["--gpu-memory-utilization", ".9"], "for '--gpu-memory-utilization' say '--memory-fraction'"),
         (serve_main, ["Qwen/Qwen3-0.6B"], "Qwen/Qwen3-0.6B; a model is given as '--model'"),
@@ -137,6 +144,11 @@ def test_a_flag_that_is_none_is_answered_with_the_one_that_was_meant(
     with pytest.raises(SystemExit) as end:
         command(words)
     assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_of_names_alike_the_one_that_begins_alike_is_meant():
+    assert nearest("eagle4", ["eagle1", "peagle"]) == "eagle1"
+    assert nearest("eagl3", ["eagle1", "eagle3", "peagle"]) == "eagle3" and nearest("zzz", ["eagle3"]) == ""
 
 
 def test_the_commands_of_training_say_what_they_do():

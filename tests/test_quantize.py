@@ -125,6 +125,14 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(
     hf.save_model(tiny_target(), tmp_path / "small", dtype=jnp.float32)
     small = refused(str(tmp_path / "small"), str(out), "--format", "int4-g128")
     assert "down_proj' has 48 inputs, which groups of 128 do not divide" in small
+    both = refused(str(source), str(out), "--format", "fp8", "--ignore", "lm_head", "--output-layer", "fp8")
+    assert "lm_head is to stay as it is (ignore) and to be rounded (output layer)" in both
+    assert "must be at least 2 tokens" in refused(str(source), str(out), "--format", "fp8", "--length", "1")
+    nowhere = str(tmp_path / "none" / "x.json")
+    assert "there is no directory" in refused(str(source), str(out), "--format", "fp8", "--json", nowhere)
     assert not out.exists()
-    assert quantize.main([str(source), str(out), "--format", "fp8", "--max-tokens", "0"]) == 0
+    for _ in range(2):  # the second time over what it made itself
+        assert quantize.main([str(source), str(out), "--format", "fp8", "--max-tokens", "0"]) == 0
+    plain = str(tmp_path / "small")
+    assert "small holds another model already (model.safetensors)" in refused(str(source), plain, "--format", "fp8")
     assert "is quantised already (compressed-tensors)" in refused(str(out), str(tmp_path / "b"), "--format", "int8")

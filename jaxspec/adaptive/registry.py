@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 from typing import TYPE_CHECKING
+
+from jaxspec.names import nearest
 
 if TYPE_CHECKING:
     from jaxspec.adaptive.kind import PolicyKind
@@ -44,8 +45,8 @@ def find(name: str) -> PolicyKind:
     module, attribute = KINDS.get(name, _OF_FILES)
     bare = not os.path.splitext(name)[1] and os.path.basename(name) == name
     if name not in KINDS and bare and not os.path.exists(name):
-        close = difflib.get_close_matches(name, KINDS, 1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        close = nearest(name, KINDS)
+        hint = f"; did you mean {close!r}?" if close else ""
         raise ValueError(f"policy must be one of {names()} or the path of a JSON file, got {name!r}{hint}")
     return getattr(importlib.import_module(module), attribute)
 

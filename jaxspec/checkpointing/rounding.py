@@ -90,7 +90,9 @@ def _scale(scale: np.ndarray, kind: np.dtype) -> np.ndarray:
 def _packed(module: str, w_FE: np.ndarray, kind: np.dtype, group: int) -> dict[str, np.ndarray]:
     d_out, d_in = w_FE.shape
     if d_in % group:
-        raise ValueError(f"{module!r} has {d_in} inputs, which groups of {group} do not divide")
+        raise ValueError(
+            f"{module!r} has {d_in} inputs, which groups of {group} do not divide; ignore it, or take int8 or fp8"
+        )
     w_FGg = w_FE.reshape(d_out, -1, group)
     largest = np.abs(w_FGg).max(axis=2)
     best, least = _scale(largest / 7.5, kind), np.full(largest.shape, np.inf, np.float32)

@@ -36,17 +36,24 @@ from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import Tier
 
 
-def check_devices() -> None:
+def check_devices(kernels: str | None = None) -> None:
     """Whether there is a device to run on.
 
+    Args:
+      kernels: whose are asked for (`EngineConfig.kernels`).
+
     Raises:
-      ValueError: JAX finds none of those that it is told to use.
+      ValueError: JAX finds none of those that it is told to use, or kernels are asked for that run on others.
     """
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as e:  # the latter where a platform has no plugin
         why = str(e) or "no such device, or no plugin for it, is installed"
         raise ValueError(f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')!r}: {why}") from e
+    if kernels in ("gpu", "tpu") and kernels != (backend := jax.default_backend()):
+        raise ValueError(
+            f"kernels {kernels!r} run on a {kernels.upper()}, and this is a {backend.upper()}: leave it out"
+        )
 
 
 def tensor_mesh(shards: int, devices: Sequence[Any] | None = None) -> Mesh:

@@ -24,6 +24,14 @@ COMMANDS = {
     **{name: module for module, name in reversed(_TRAINERS.items())},
     "evaluate": "jaxspec.train.run.evaluate",
 }
+#: What trainers elsewhere (transformers, speculators, SpecForge) call these flags.
+ELSEWHERE = {
+    "learning_rate": "lr", "batch_size": "batch", "per_device_train_batch_size": "batch", "output_dir": "out",
+    "gradient_accumulation_steps": "accumulate", "max_grad_norm": "clip", "max_length": "length", "max_steps": "steps",
+    "lr_scheduler_type": "schedule", "warmup_steps": "warmup", "model": "target", "verifier": "target",
+    "target_model_path": "target", "train_data_path": "data", "train_file": "data", "optim": "optimizer",
+    "ttt_length": "ttt_steps", "max_new_tokens": "max_tokens", "num_train_epochs": "epochs", "num_epochs": "epochs",
+}  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> Any:
     Raises:
       ValueError: a --target that is neither "demo" nor a directory, and whatever the command refuses.
     """
-    args = parser().parse_args(argv)
+    args = cli.parse(parser(), argv, ELSEWHERE)
     with processes.joined(args):
         return _run(args)
 

@@ -194,7 +194,12 @@ class EngineCore:
     def _die(self, engine: Engine | None, error: BaseException) -> None:
         costs = {}
         try:
-            _log.critical("the engine died", exc_info=error)
+            if engine is None and isinstance(error, ValueError):
+                # What cannot be built, which whoever started it is told; there was no prompt yet.
+                _log.debug("the engine could not be built", exc_info=error)
+                _log.critical("the engine could not be built: %s", error)
+            else:
+                _log.critical("the engine died", exc_info=error)
             if engine is not None:
                 costs = {name: cost for name in self._live if (cost := engine.metrics(name)) is not None}
         except Exception as e:

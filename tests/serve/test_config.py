@@ -92,6 +92,13 @@ def test_flags_reach_all_three_configurations():
     assert (config.drafter, config.log_format, config.served_name) == ("none", "text", "demo")
 
 
+def test_flags_of_numbers_and_of_lists():
+    schedule = ["--policy", "schedule", "--num-speculative-tokens-per-batch-size", "[[1,4,5],[5,16,2]]"]
+    assert config_of(*schedule).speculation.num_speculative_tokens_per_batch_size == ((1, 4, 5), (5, 16, 2))
+    for text, budgets in (("1,2.5", (1.0, 2.5)), ("()", ()), ("none", None)):
+        assert config_of("--candidate-budgets", text).speculation.candidate_budgets == budgets
+
+
 def test_tiers_go_by_name():
     assert config_of("--tiers", "chain-1,tree-3x2/7").speculation.tiers == (Tier(0), Tier(1), Tier(3, 2, 7))
     for tier in (Tier(0), Tier(4), Tier(4, 3, 16)):
@@ -248,6 +255,11 @@ def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--port", "x"], "argument --port: must be an integer, got 'x'"),
         (["--queue-seconds", "soon"], "argument --queue-seconds: must be a number, got 'soon'"),
         (["--batch-buckets", "1,two"], "argument --batch-buckets: must be an integer, got 'two'"),
+        (["--candidate-budgets", "1,two"], "argument --candidate-budgets: must be a number, got 'two'"),
+        (
+            ["--num-speculative-tokens-per-batch-size", "1,4,5"],
+            "must be lists in JSON, such as [[1,4,5],[5,16,2]], got",
+        ),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
     ],
 )

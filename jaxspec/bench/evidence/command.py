@@ -311,7 +311,7 @@ def _write(args: argparse.Namespace, engine: Engine, device: str, blocks: list[A
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns its exit status."""
-    args = parser().parse_args(argv)
+    args = cli.parse(parser(), argv)
     try:
         return run(args, lambda text: print(text, flush=True))
     except ValueError as error:

@@ -156,7 +156,8 @@ def subcommands() -> dict[str, argparse.ArgumentParser]:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; exits with status 2 on unknown options."""
     named = subcommands()
-    return named[argv[0]].parse_args(argv[1:]) if argv and argv[0] in named else parser().parse_args(argv)
+    known = bool(argv) and argv[0] in named
+    return cli.parse(named[argv[0]], argv[1:]) if known else cli.parse(parser(), argv)
 
 
 def options_of(args: argparse.Namespace) -> Options:

@@ -336,7 +336,7 @@ def _overhead(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """The command; its exit status: 1 for failed requests or a missed limit, 2 for bad options, 130 after Ctrl-C."""
-    args = parser().parse_args(argv)
+    args = cli.parse(parser(), argv)
     try:
         check(args)
         if args.overhead:

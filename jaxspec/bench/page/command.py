@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns its exit status."""
-    args = parser().parse_args(argv)
+    args = cli.parse(parser(), argv)
     try:
         run(args)
     except ValueError as error:

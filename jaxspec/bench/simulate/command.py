@@ -108,7 +108,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """The command; returns its exit status."""
     try:
-        run(parser().parse_args(argv), lambda text: print(text, flush=True))
+        run(cli.parse(parser(), argv), lambda text: print(text, flush=True))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
