@@ -16,37 +16,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxspec.adaptive.policy import BatchView, DraftLabels, RoundStats, TierPolicy
+from jaxspec.bench.simulate.formulas import H200
 from jaxspec.tier import PLAIN, Choice, Tier, as_choice
 
 Cost = Callable[[Tier, int, int | None], float]
-#: Milliseconds of plain decoding by batch size: an 8B on an H200, bfloat16, context 1,024.
-PLAIN_MS = {1: 4.397, 8: 4.587, 16: 5.043, 32: 5.596, 64: 6.956, 128: 9.725, 256: 15.8}
-#: Milliseconds of a verified token more, by how many there are in all.
-TOKEN_MS = {
-    1: 0.006,
-    32: 0.012,
-    96: 0.0108,
-    192: 0.0098,
-    256: 0.015,
-    384: 0.0176,
-    512: 0.0186,
-    768: 0.0206,
-    2048: 0.0215,
-}
 
 
 def h200(tier: Tier, batch: int, tokens: int | None = None) -> float:
-    """Seconds of a round: plain step, draft steps, what each verified token adds.
-
-    Within 4% of what was measured on an H200: whole rounds of depths 1, 3 and 5 at batch 1, 8, 32, 64 and 128, and of
-    depth 5 packed with 1, 2 and 3 drafts a row at batch 16 and 64. Beyond batch 128 it is a guess.
-    """
-    plain = float(np.interp(batch, [*PLAIN_MS], [*PLAIN_MS.values()]))
-    if not tier.depth:
-        return plain / 1e3
-    draft = tier.depth * (0.21 + 0.0015 * batch) + 0.25 * min(1, batch / 8)
-    total = batch * tier.num_nodes if tokens is None else tokens
-    return (plain + draft + (total - batch) * float(np.interp(total, [*TOKEN_MS], [*TOKEN_MS.values()]))) / 1e3
+    """Seconds of a round of an 8B on an H200."""
+    return H200.round(tier.depth, batch, batch * tier.num_nodes if tokens is None else tokens, 0)
 
 
 @dataclasses.dataclass

@@ -1,12 +1,11 @@
 """What a simulated round costs: measured, published or the least that a chip's data sheet allows, labelled as such.
 
-Owns the forms of cost models and how measured points are read between. Must not know policies or requests, nor JAX.
+Owns how measured points are read between, and which costs have names. Must not know policies or requests, nor JAX.
 """
 
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import json
 import math
 import os
@@ -17,10 +16,8 @@ from typing import Any, Protocol
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.costprofile import CostProfile
 from jaxspec.adaptive.linear import LinearCost
+from jaxspec.bench.simulate.formulas import CATCH_UP, H200, Linear, Roofline
 from jaxspec.tier import Tier, parse_tier
-
-#: Tokens of a row that a drafter catches up with at once (speculation.drafters.draft_cache.CATCH_UP).
-CATCH_UP = 64
 
 
 class Costs(Protocol):
@@ -86,100 +83,6 @@ def table(
     return CostTable.from_samples(samples)
 
 
-@dataclasses.dataclass(frozen=True)
-class Linear:
-    """AdaSpec's model: a line for a pass of the target, and one for each pass of the drafter.
-
-    Attributes:
-      overhead: seconds a round besides.
-      expanded: whether each verified token reads its context for itself (batch expansion, equation 4).
-    """
-
-    label: str
-    target: LinearCost
-    draft: LinearCost
-    overhead: float = 0.0
-    expanded: bool = False
-    measured: bool = False
-    largest: int | None = None
-    deepest: int | None = None
-    usual: int = 0
-
-    def round(self, depth: int, bucket: int, tokens: int, context: float) -> float:
-        """See Costs."""
-        drafting = self.draft.drafting(context, bucket, depth)
-        return (
-            self.overhead + drafting + self.target.verifying(context, bucket, tokens - bucket, expanded=self.expanded)
-        )
-
-    def drafting(self, bucket: int, context: float) -> float:
-        """See Costs."""
-        return self.draft.seconds(context, bucket)
-
-    def catching_up(self, bucket: int, context: float) -> float:
-        """See Costs."""
-        return self.draft.seconds(context, bucket * CATCH_UP)
-
-    def prefill(self, tokens: int, context: float) -> float:
-        """See Costs."""
-        return self.overhead + self.target.seconds(context, tokens)
-
-
-@dataclasses.dataclass(frozen=True)
-class Roofline:
-    """The least time that a chip's bandwidth and arithmetic allow; nothing was timed.
-
-    Attributes:
-      bandwidth: bytes a second. flops: a second. Of all chips together.
-      weights, parameters: bytes that a pass reads, and parameters that a token is multiplied with.
-      kv: bytes of keys and values a context token. draft_weights, draft_parameters, draft_kv: a draft pass's.
-      reach: share of the limits that is reached.
-      experts: bytes of all experts, besides `weights`. idle: share of them that one token does not use. A pass reads
-        those that any of its tokens uses, if each chooses for itself and all are as likely.
-    """
-
-    label: str
-    bandwidth: float
-    flops: float
-    weights: float = 15.01e9
-    parameters: float = 7.5e9
-    kv: float = 131072.0
-    draft_weights: float = 0.8e9
-    draft_parameters: float = 0.4e9
-    draft_kv: float = 4096.0
-    reach: float = 1.0
-    experts: float = 0.0
-    idle: float = 0.0
-    measured: bool = False
-    largest: int | None = None
-    deepest: int | None = None
-    usual: int = 0
-
-    def _read(self, tokens: float) -> float:
-        return self.weights + self.experts * (1 - self.idle**tokens)
-
-    def _pass(self, weights: float, parameters: float, kv: float, tokens: float, context: float) -> float:
-        memory = (weights + context * kv) / self.bandwidth
-        return max(memory, 2 * parameters * tokens / self.flops) / self.reach
-
-    def round(self, depth: int, bucket: int, tokens: int, context: float) -> float:
-        """See Costs."""
-        verifying = self._pass(self._read(tokens), self.parameters, self.kv, tokens, context)
-        return depth * self.drafting(bucket, context) + verifying
-
-    def drafting(self, bucket: int, context: float) -> float:
-        """See Costs."""
-        return self._pass(self.draft_weights, self.draft_parameters, self.draft_kv, bucket, context)
-
-    def catching_up(self, bucket: int, context: float) -> float:
-        """See Costs."""
-        return self._pass(self.draft_weights, self.draft_parameters, self.draft_kv, bucket * CATCH_UP, context)
-
-    def prefill(self, tokens: int, context: float) -> float:
-        """See Costs."""
-        return self._pass(self._read(tokens), self.parameters, self.kv, tokens, context)
-
-
 class Measured:
     """Timed rounds, read between by straight lines over context, batch, depth and tokens.
 
@@ -192,6 +95,7 @@ class Measured:
       points: seconds by (depth, bucket, tokens over the batch, context tokens of a row); for each bucket and context
         plain decoding and the deepest tier.
       prefill_rate: prompt tokens a second; None: what the slope of verified tokens says.
+      catch_up_rate: tokens a second that a drafter takes in at once; None: estimated.
 
     Raises:
       ValueError: no plain decoding, or nothing that drafts.
@@ -200,8 +104,9 @@ class Measured:
     measured = True
 
     def __init__(
-        self, label: str, points: Mapping[tuple[int, int, int, int], float], prefill_rate: float | None = None
-    ) -> None:
+        self, label: str, points: Mapping[tuple[int, int, int, int], float], prefill_rate: float | None = None,
+        catch_up_rate: float | None = None,
+    ) -> None:  # fmt: skip
         self.label = label
         self._contexts = sorted({c for *_, c in points})
         whole = {(d, b, c): s for (d, b, t, c), s in points.items() if t == b * (d + 1)}
@@ -218,7 +123,7 @@ class Measured:
         for (d, b, t, c), s in sorted(points.items()):
             self._packed.setdefault((d, b, c), []).append((t, s))
         self._steps = self._draft_steps()
-        self._rate = prefill_rate
+        self._rate, self._catch_up_rate = prefill_rate, catch_up_rate
         self._kept: dict[tuple[int, int, int, int], float] = {}
 
     @property
@@ -304,7 +209,9 @@ class Measured:
         return min(whole, max(plain + depth * step, whole - left_out * slope))
 
     def catching_up(self, bucket: int, context: float) -> float:
-        """See Costs; estimated, as the share of a prompt's pass that a draft pass has of a plain step."""
+        """See Costs. Without a rate an estimate: the share of a prompt's pass that a draft pass has of a plain step."""
+        if self._catch_up_rate:
+            return bucket * CATCH_UP / self._catch_up_rate
         low = self._contexts[0]
         share = self._steps[self._buckets[0]] / self._whole[0, self._buckets[0], low]
         return share * self.prefill(bucket * CATCH_UP, context)
@@ -356,8 +263,8 @@ _SHEETS = {  # chips: name, bytes and bf16 operations a second of one, how many 
 }
 #: Of `load`.
 NAMES = (
-    "h100-adaspec", "h100-adaspec-expanded", "a100-vicuna-expanded", *(f"{chip}-roofline" for chip in _SHEETS),
-    *(f"{chip}-roofline-30b-a3b" for chip in _SHEETS),
+    "h100-adaspec", "h100-adaspec-expanded", "a100-vicuna-expanded", "h200-formula",
+    *(f"{chip}-roofline" for chip in _SHEETS), *(f"{chip}-roofline-30b-a3b" for chip in _SHEETS),
 )  # fmt: skip
 #: Qwen3-30B-A3B and an EAGLE-3 head as wide, in bfloat16, counted from their shapes.
 _QWEN_MOE: dict[str, Any] = dict(
@@ -371,10 +278,14 @@ _QWEN_MOE: dict[str, Any] = dict(
 )
 
 
-def load(name: str | os.PathLike) -> Costs:
+def load(name: str | os.PathLike, catch_up_rate: float | None = None) -> Costs:
     """A shipped model by its name, or measurements from a file.
 
-    Files are those of `python -m jaxspec.bench profile` and of `python -m jaxspec.bench.studies.rounds --json`.
+    Args:
+      catch_up_rate: of queues that were measured whole, as in Measured.
+
+    Files are those of `python -m jaxspec.bench profile`, of `python -m jaxspec.bench --json` and of `python -m
+    jaxspec.bench.studies.rounds --json`.
 
     Raises:
       ValueError: neither a name nor a file of these; names what it is.
@@ -388,6 +299,8 @@ def load(name: str | os.PathLike) -> Costs:
     if name == "a100-vicuna-expanded":
         label = "estimate by the data sheet, not measured: A100, Vicuna-7B and 68M; each token reads its context"
         return Linear(label, *_A100, overhead=1.2e-3, expanded=True)
+    if name == "h200-formula":
+        return H200
     if name in NAMES:
         sheet, moe = name.split("-roofline")
         chip, bandwidth, flops, count = _SHEETS[sheet]
@@ -403,6 +316,8 @@ def load(name: str | os.PathLike) -> Costs:
         raise ValueError(f"profile {name!r} cannot be read: {error}") from error
     if isinstance(data, dict) and "conditions" in data and "rounds" in data:
         return _study(name, data)
+    if isinstance(data, dict) and "conditions" in data and "summaries" in data:
+        return _queues(name, data, catch_up_rate)
     return _profile(CostProfile.load(name))
 
 
@@ -429,3 +344,21 @@ def _study(name: str, data: Mapping[str, Any]) -> Measured:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"profile {name!r} is no output of jaxspec.bench.studies.rounds: {error!r}") from error
     return Measured(label, points)
+
+
+def _queues(name: str, data: Mapping[str, Any], catch_up_rate: float | None) -> Measured:
+    """Mean rounds of queues at a steady state, over all their texts."""
+    try:
+        c, found = data["conditions"], dict[tuple[int, int, int, int], list[float]]()
+        for row in data["summaries"]:
+            speed = row["steady_state"]["tokens_per_second"]
+            if row["mode"] == "adaptive" or not speed:
+                continue
+            tier, batch = parse_tier("off" if row["mode"] == "plain" else row["mode"]), int(row["batch_size"])
+            seconds = batch * row["mean_accepted_length"] / speed
+            found.setdefault((tier.depth, batch, batch * tier.num_nodes, c["max_tokens"]), []).append(seconds)
+        label = f"measured: {c['device']}, {c['cpu_cores']} cores, {c['model']}, {c['dtype']}, {c['drafter']}"
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"profile {name!r} is no output of jaxspec.bench: {error!r}") from error
+    points = {key: sum(many) / len(many) for key, many in found.items()}
+    return Measured(f"{label}, whole queues", points, catch_up_rate=catch_up_rate)

@@ -159,14 +159,15 @@ def attainment(outcome: Outcome, plain: Outcome) -> dict[str, float] | None:
     return {f"{scale:g}": sum(t <= scale * limit for t in mine) / len(mine) for scale in SCALES}
 
 
-def settled(rounds: Sequence[Ran]) -> list[int | None]:
-    """See Figures; empty where the texts never changed."""
-    out: list[int | None] = []
+def changes(rounds: Sequence[Ran]) -> list[tuple[int, int | None]]:
+    """Each change of the texts that the end did not cut short: its phase, and the rounds until it had settled (see
+    Figures)."""
+    out: list[tuple[int, int | None]] = []
     starts = [i for i in range(1, len(rounds)) if rounds[i].phase != rounds[i - 1].phase]
     for start, end in zip(starts, [*starts[1:], len(rounds)], strict=False):
         ratios = [r.value / r.best for r in rounds[start:end]]
         if len(ratios) < 2 * _SETTLED_OVER:
-            continue  # cut by the end
+            continue
         window = sum(ratios[:_SETTLED_OVER])
         found = None
         for i in range(len(ratios) - _SETTLED_OVER + 1):
@@ -175,8 +176,13 @@ def settled(rounds: Sequence[Ran]) -> list[int | None]:
             if window >= _SETTLED * _SETTLED_OVER:
                 found = i
                 break
-        out.append(found)
+        out.append((rounds[start].phase, found))
     return out
+
+
+def settled(rounds: Sequence[Ran]) -> list[int | None]:
+    """See Figures; empty where the texts never changed."""
+    return [found for _, found in changes(rounds)]
 
 
 def reliability(outcome: Outcome) -> list[dict[str, float]] | None:
