@@ -1,7 +1,8 @@
 """From a drafter's confidence to the probability that its token is accepted, fitted while rounds run.
 
-Owns the fits: for each draft position a logistic curve over the confidence's logit. What a confidence is (a drafter's
-own probability, a margin, counts) does not matter as long as more of it means more. A draft whose parent was not
+Owns the fits: for each draft position a logistic curve over the confidence's logit, which learns slowly, and a level
+that all positions share, which follows texts as they become harder or easier. What a confidence is (a drafter's own
+probability, a margin, counts) does not matter as long as more of it means more. A draft whose parent was not
 reached, for it was refused or not verified, has no label: it is left out, and not counted as refused. So labels are
 missing by confidence alone, which a curve over confidence can bear; and the first draft that a budget cuts off has one
 all the same, since the target's token in its place is known. Must not know costs, nor JAX.
@@ -22,6 +23,9 @@ _CLIP = 1e-4
 _FAR = 50.0
 #: Weight of the start (the confidence taken at its word) in rows, for the slope and for the level.
 _SLOPE_ROWS, _LEVEL_ROWS = 4.0, 1.0
+#: Of the shared level: least information that it goes by, and labels of any position after which the rest counts half,
+#: but not before so many rounds.
+_SHARED, _SOON, _ROUNDS = 8.0, 60.0, 4
 
 
 def _logit(confidence: float) -> float:
@@ -45,26 +49,28 @@ class _Curve:
         # Information about slope and level, and between them.
         self._ss, self._sl, self._ll = _SLOPE_ROWS, 0.0, _LEVEL_ROWS
 
-    def predict(self, x: float) -> float:
-        return _sigmoid(self.slope * x + self.level)
-
     def fade(self, factor: float) -> None:
         self._ss = max(_SLOPE_ROWS, self._ss * factor)
         self._sl *= factor
         self._ll = max(_LEVEL_ROWS, self._ll * factor)
 
-    def learn(self, ss: float, sl: float, ll: float, slope: float, level: float) -> None:
+    def learn(self, ss: float, sl: float, ll: float, slope: float, level: float) -> float:
         """Labels of a round: a step of Newton's method on what they add to the likelihood.
 
         Args:
           ss, sl, ll: information about slope and level, and between them. slope, level: the likelihood's gradient.
+
+        Returns:
+          What is left of the gradient by the level.
         """
         self._ss += ss
         self._sl += sl
         self._ll += ll
         det = self._ss * self._ll - self._sl * self._sl
-        self.slope = max(0.0, self.slope + (self._ll * slope - self._sl * level) / det)
-        self.level += (self._ss * level - self._sl * slope) / det
+        steeper = max(-self.slope, (self._ll * slope - self._sl * level) / det)
+        higher = (self._ss * level - self._sl * slope) / det
+        self.slope, self.level = self.slope + steeper, self.level + higher
+        return level - sl * steeper - ll * higher
 
 
 class Calibration:
@@ -78,16 +84,17 @@ class Calibration:
       ValueError: either is below 1.
     """
 
-    def __init__(self, depth: int, half_life: float = 1000.0) -> None:
+    def __init__(self, depth: int, half_life: float = 300.0) -> None:
         if depth < 1 or not half_life >= 1:
             raise ValueError(f"depth and half_life must be at least 1, got {depth} and {half_life}")
         self._curves = [_Curve() for _ in range(depth)]
         self._half_life = half_life
+        self._shared, self._information = 0.0, _SHARED
 
     @property
     def fits(self) -> tuple[tuple[float, float], ...]:
         """Slope and level of each position."""
-        return tuple((curve.slope, curve.level) for curve in self._curves)
+        return tuple((curve.slope, curve.level + self._shared) for curve in self._curves)
 
     def recall(self, fits: Sequence[tuple[float, float]]) -> None:
         """Begins with these fits of the first positions, as little sure of them as of any start."""
@@ -98,7 +105,8 @@ class Calibration:
         """The probability at a position, from 0; beyond the last as there. No number, or none above 0, means never."""
         if not confidence > 0:
             return 0.0
-        return self._curves[min(position, len(self._curves) - 1)].predict(_logit(confidence))
+        curve = self._curves[min(position, len(self._curves) - 1)]
+        return _sigmoid(curve.slope * _logit(confidence) + curve.level + self._shared)
 
     def rates(self, confidences: Sequence[float]) -> list[float]:
         """The probability at each position of a chain."""
@@ -138,10 +146,15 @@ class Calibration:
             np.bincount(at, values, count).tolist()
             for values in (weight * x * x, weight * x, weight, error * x, error, np.ones(len(at)))
         ]
+        left = 0.0
         for curve, *evidence, labels in zip(self._curves, *sums, strict=True):
             if labels:
-                curve.learn(*evidence)
+                left += curve.learn(*evidence)
                 curve.fade(0.5 ** (labels / self._half_life))
+        # What the curves do not explain of the round.
+        self._information += sum(sums[2])
+        self._shared += left / self._information
+        self._information = max(_SHARED, self._information * 0.5 ** min(len(at) / _SOON, 1 / _ROUNDS))
         return np.where(told, p, 0.0)
 
 

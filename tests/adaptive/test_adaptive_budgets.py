@@ -69,11 +69,13 @@ def test_survival_is_calibrated_also_where_unsure_drafts_are_rarely_verified(exp
     assert after <= 0.02 < before
 
 
-def test_calibration_follows_a_change():
-    model = Calibration(4, half_life=500)
+def test_calibration_follows_a_change_within_forty_rounds():
+    after = truth(0.9, 0, level=-2.0)
+    model = Calibration(4)
     play(model, 500, 0)
-    play(model, 400, 1, level=-2.0)
-    assert model.rates([0.9])[0] == pytest.approx(truth(0.9, 0, level=-2.0), abs=0.06)
+    assert model.rates([0.9])[0] > after + 0.25
+    play(model, 40, 1, level=-2.0)
+    assert model.rates([0.9])[0] == pytest.approx(after, abs=0.06)
 
 
 def test_what_was_not_verified_is_not_counted_as_refused():
@@ -82,10 +84,11 @@ def test_what_was_not_verified_is_not_counted_as_refused():
         # Of the second the parent was not verified; of the other second the target's token is known.
         censored.observe(DraftLabels(3, array("f", [0.8] * 3), b"\1\2\3", b"\1\0\0", b"\1\0\0", b"\1\0\0"))
         refused.observe(labels([([0.8, 0.8, 0.8], 3, 1)]))
-    assert censored.rates([0.8] * 3)[1] == pytest.approx(0.8)
+    # Of it counts but that the drafts before it are all right.
+    assert 0.8 < censored.rates([0.8] * 3)[1] < 0.9 < censored.rates([0.8] * 3)[0]
     assert refused.rates([0.8] * 3)[1] < 0.1
-    # Behind a refused draft nothing is known either.
-    assert refused.rates([0.8] * 3)[2] == pytest.approx(0.8)
+    # Behind a refused draft nothing is known either, but that half of the others are refused.
+    assert 0.65 < refused.rates([0.8] * 3)[2] < 0.8
 
 
 @given(st.lists(st.tuples(st.lists(st.floats(allow_nan=True), min_size=3, max_size=3), st.integers(0, 3)), max_size=60))
