@@ -17,7 +17,7 @@ from jaxspec import cli
 from jaxspec.adaptive.policy import BatchView, RoundStats, TierPolicy
 from jaxspec.bench.offline.metrics import percentile
 from jaxspec.bench.online.arrivals import closed
-from jaxspec.bench.simulate import acceptance, costs, policies
+from jaxspec.bench.simulate import acceptance, costs, policies, tables
 from jaxspec.bench.simulate.engine import Machine, Simulation
 from jaxspec.config import EngineConfig
 from jaxspec.tier import Choice, Tier
@@ -72,19 +72,25 @@ def microseconds(batch: int, texts: str, seconds: float, repeats: int) -> list[f
 def main(argv: Sequence[str]) -> int:
     """The command; returns its exit status."""
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], formatter_class=cli.Help)
-    p.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64], help="requests at once")
+    p.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256], help="requests at once")
     p.add_argument("--texts", nargs="+", default=["good", "poor", "good+poor"], help="as of `bench simulate`")
     p.add_argument("--seconds", type=float, default=10.0, help="simulated")
     p.add_argument("--repeats", type=int, default=8, help="of which the shortest counts, for each round")
+    p.add_argument("--json", metavar="FILE", help="the table's rows (default: not written)")
     args = p.parse_args(argv)
+    rows = []
     print(
         f"{'batch':>5}  {'texts':<12}{'rounds':>7}{'mean':>6}{'p50':>6}{'p90':>6}{'p99':>6}{'most':>6}  (microseconds)"
     )
     for batch in args.batch:
         for texts in args.texts:
             found = microseconds(batch, texts, args.seconds, args.repeats)
-            parts = [statistics.mean(found), *(percentile(found, share) for share in (0.5, 0.9, 0.99)), max(found)]
-            print(f"{batch:>5}  {texts:<12}{len(found):>7}" + "".join(f"{x:>6.0f}" for x in parts), flush=True)
+            shares = {f"p{100 * share:.0f}": percentile(found, share) for share in (0.5, 0.9, 0.99)}
+            parts = {"mean": statistics.mean(found), **shares, "most": max(found)}
+            rows.append({"batch": batch, "texts": texts, "rounds": len(found), **parts})
+            print(f"{batch:>5}  {texts:<12}{len(found):>7}" + "".join(f"{x:>6.0f}" for x in parts.values()), flush=True)
+    if args.json:
+        tables.write({"microseconds": rows, "seconds": args.seconds, "repeats": args.repeats}, args.json)
     return 0
 
 
