@@ -84,7 +84,7 @@ class Calibration:
       ValueError: either is below 1.
     """
 
-    def __init__(self, depth: int, half_life: float = 300.0) -> None:
+    def __init__(self, depth: int, half_life: float = 150.0) -> None:
         if depth < 1 or not half_life >= 1:
             raise ValueError(f"depth and half_life must be at least 1, got {depth} and {half_life}")
         self._curves = [_Curve() for _ in range(depth)]
