@@ -17,7 +17,7 @@ from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.costprofile import CostProfile
 from jaxspec.adaptive.linear import LinearCost
 from jaxspec.bench.simulate.formulas import CATCH_UP, H200, Linear, Roofline
-from jaxspec.tier import Tier, parse_tier
+from jaxspec.tier import PLAIN, Tier, parse_tier
 
 
 class Costs(Protocol):
@@ -351,10 +351,10 @@ def _queues(name: str, data: Mapping[str, Any], catch_up_rate: float | None) -> 
     try:
         c, found = data["conditions"], dict[tuple[int, int, int, int], list[float]]()
         for row in data["summaries"]:
-            speed = row["steady_state"]["tokens_per_second"]
-            if row["mode"] == "adaptive" or not speed:
-                continue
-            tier, batch = parse_tier("off" if row["mode"] == "plain" else row["mode"]), int(row["batch_size"])
+            mode, speed = row["mode"].replace("plain", PLAIN.name), row["steady_state"]["tokens_per_second"]
+            if not speed or not mode.startswith((PLAIN.name, "chain-")):
+                continue  # too few steady rounds, or a policy's
+            tier, batch = parse_tier(mode), int(row["batch_size"])
             seconds = batch * row["mean_accepted_length"] / speed
             found.setdefault((tier.depth, batch, batch * tier.num_nodes, c["max_tokens"]), []).append(seconds)
         label = f"measured: {c['device']}, {c['cpu_cores']} cores, {c['model']}, {c['dtype']}, {c['drafter']}"
