@@ -20,6 +20,7 @@ _EXPORTS = {
     "AsyncLLM": "jaxspec.async_llm",
     "Delta": "jaxspec.events",
     "Finished": "jaxspec.events",
+    "GrammarSpec": "jaxspec.text.grammar",
     "EngineConfig": "jaxspec.config",
     "SpeculationConfig": "jaxspec.config",
     "RequestOutput": "jaxspec.request",
@@ -27,8 +28,8 @@ _EXPORTS = {
     "Tier": "jaxspec.tier",
 }
 __all__ = [
-    "LLM", "AsyncLLM", "Delta", "EngineConfig", "Finished", "RequestOutput", "SamplingParams", "SpeculationConfig",
-    "Tier",
+    "LLM", "AsyncLLM", "Delta", "EngineConfig", "Finished", "GrammarSpec", "RequestOutput", "SamplingParams",
+    "SpeculationConfig", "Tier",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from jaxspec.events import Delta, Finished
     from jaxspec.llm import LLM
     from jaxspec.request import RequestOutput, SamplingParams
+    from jaxspec.text.grammar import GrammarSpec
     from jaxspec.tier import Tier
 
 

@@ -23,7 +23,7 @@ from jaxspec.llm import LLM, Prepared
 from jaxspec.prompts import Prompt
 from jaxspec.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from jaxspec.shared import SharedEngine
-from jaxspec.text.grammar import GrammarSpec
+from jaxspec.text.grammar import GrammarLike
 from jaxspec.text.tokenizer import Tokenizer
 
 
@@ -72,8 +72,9 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        grammar: GrammarSpec | None = None,
+        grammar: GrammarLike | None = None,
         priority: int = 0,
+        tpot: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the prompt's output as it grows.
 
@@ -86,8 +87,9 @@ class AsyncLLM:
           prompt: a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
           sampling_params: None is SamplingParams().
           request_id: unique among live requests, for `abort` and the outputs; None: one is made up.
-          grammar: what the text has to be. Needs AsyncLLM(structured_output=True).
+          grammar: what the text has to be, as LLM.generate takes it. Needs AsyncLLM(structured_output=True).
           priority: lower runs first, -100 to 100.
+          tpot: seconds a token after the first that it asks for, as LLM.generate's.
 
         Raises:
           ValueError: a prompt, parameters or a request id that cannot be honoured.
@@ -102,7 +104,7 @@ class AsyncLLM:
         try:
             # A long text or a large grammar takes a while.
             prepared = await asyncio.to_thread(self._prepare, prompt, sampling_params, grammar)
-            stream.start(prepared, arrival_time, priority)
+            stream.start(prepared, arrival_time, priority, tpot)
             finished = False
             while not finished:
                 output = await stream.next()
@@ -127,7 +129,7 @@ class AsyncLLM:
             self._mailboxes = {**open_ones, loop: _Mailbox(loop)}
         return self._mailboxes[loop]
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams | None, grammar: GrammarSpec | None) -> Prepared:
+    def _prepare(self, prompt: Prompt, params: SamplingParams | None, grammar: GrammarLike | None) -> Prepared:
         if params is not None and not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         prepared = self.llm.prepare(prompt, params, grammar)
@@ -304,7 +306,7 @@ class _Stream:
 
     # The task's side.
 
-    def start(self, prepared: Prepared, arrival_time: float, priority: int) -> None:
+    def start(self, prepared: Prepared, arrival_time: float, priority: int, tpot: float | None) -> None:
         """Gives the prompt to the engine.
 
         Raises:
@@ -315,7 +317,7 @@ class _Stream:
         self._metrics = [RequestMetrics(arrival_time=arrival_time) for _ in range(n)]
 
         def add(engine: Engine) -> None:
-            ids = prepared.add(engine, arrival_time, priority)
+            ids = prepared.add(engine, arrival_time, priority, tpot)
             self._engine, self._left = engine, set(ids)
             self._stepper.live.add(self)
             self._stepper.shared.listen(self, ids)

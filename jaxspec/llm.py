@@ -23,11 +23,11 @@ from jaxspec.prompts import Conversation, Prompt, as_list, params_for, text_and_
 from jaxspec.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from jaxspec.shared import SharedEngine
 from jaxspec.stats import EngineStats
-from jaxspec.text.grammar import Grammar, GrammarSpec
+from jaxspec.text.grammar import Grammar, GrammarLike, GrammarSpec
 from jaxspec.text.tokenizer import Tokenizer
 
 #: One for all prompts, or one each; None constrains nothing.
-Grammars = GrammarSpec | Sequence[GrammarSpec | None] | None
+Grammars = GrammarLike | Sequence[GrammarLike | None] | None
 
 #: Between two looks whether weights have been loaded.
 _LOOK_SECONDS = 0.02
@@ -47,7 +47,7 @@ class Prepared:
     params: SamplingParams
     grammar: Grammar | None
 
-    def add(self, engine: Engine, arrival_time: float, priority: int = 0, max_depth: int | None = None) -> list[str]:
+    def add(self, engine: Engine, arrival_time: float, priority: int = 0, tpot: float | None = None) -> list[str]:
         """Queues every completion; returns the engine's request ids, by completion index.
 
         Raises:
@@ -59,7 +59,7 @@ class Prepared:
                 ids.append(
                     engine.add(
                         self.tokens, self.params, index=index, grammar=self.grammar, arrival_time=arrival_time,
-                        priority=priority, max_depth=max_depth,
+                        priority=priority, tpot=tpot,
                     )
                 )  # fmt: skip
         except BaseException:
@@ -187,6 +187,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         grammar: Grammars = None,
+        priority: int | Sequence[int] = 0,
+        tpot: float | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Completes one or many prompts.
@@ -195,7 +197,11 @@ class LLM:
           prompts: a text, a list of token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these, which
             may be empty.
           sampling_params: one for all prompts, or one each; None is SamplingParams().
-          grammar: what the texts have to be; one for all prompts, or one each. Needs LLM(structured_output=True).
+          grammar: what the texts have to be, a GrammarSpec or such as {"json_schema": {...}}, {"regex": "[0-9]+"} or
+            {"choice": ["yes", "no"]}; one for all prompts, or one each. Needs LLM(structured_output=True).
+          priority: of all prompts, or one each: lower runs first, -100 to 100.
+          tpot: seconds a token after the first that they ask for, which under a budget serves those first that lag. It
+            changes no token. None: as fast as may be.
           use_tqdm: a progress bar over prompts, where there is more than one.
 
         Returns:
@@ -205,7 +211,7 @@ class LLM:
           ValueError: a prompt or parameters that cannot be honoured. Nothing was run, and the engine stays usable.
           Exception: what a step raised, in whichever thread: it ends every call under way.
         """
-        run = self._submit(prompts, sampling_params, grammar, whole=True)
+        run = self._submit(prompts, sampling_params, grammar, priority, tpot, whole=True)
         outputs: list[RequestOutput | None] = [None] * len(run.groups)
         try:
             with tqdm(total=len(run.groups), desc="prompts", disable=not use_tqdm or len(run.groups) < 2) as bar:
@@ -223,6 +229,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         grammar: Grammars = None,
+        priority: int | Sequence[int] = 0,
+        tpot: float | None = None,
     ) -> Iterator[tuple[int, Delta | Finished]]:
         """Yields (position of the prompt, what was added or how it ended) as tokens come.
 
@@ -230,7 +238,7 @@ class LLM:
         prompt that have ended so far, the last one's the whole. Streams and calls of `generate` may be interleaved, in
         one thread or in several: whoever waits for a token advances all of them.
         """
-        return self._submit(prompts, sampling_params, grammar, whole=False)
+        return self._submit(prompts, sampling_params, grammar, priority, tpot, whole=False)
 
     def chat(
         self,
@@ -357,17 +365,23 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         grammar: Grammars,
+        priority: int | Sequence[int],
+        tpot: float | None,
         *,
         whole: bool,
     ) -> _Run:
         arrival_time = time.monotonic()
         prepared = self.prepare(prompts, params, grammar)
+        priorities = list(priority) if isinstance(priority, Sequence) else [priority] * len(prepared)
+        if len(priorities) != len(prepared):
+            raise ValueError(f"priority must be one or one for each prompt: got {len(priorities)} for {len(prepared)}")
 
         def submit(engine: Engine) -> _Run:
             groups: list[_Group] = []
             try:
                 for position, prompt in enumerate(prepared):
-                    groups.append(_Group(position, prompt.text, prompt.add(engine, arrival_time), {}))
+                    ids = prompt.add(engine, arrival_time, priorities[position], tpot)
+                    groups.append(_Group(position, prompt.text, ids, {}))
                 run = _Run(self.shared, groups, whole)
                 self.shared.listen(run, [request_id for group in groups for request_id in group.ids])
             except BaseException:
@@ -380,16 +394,10 @@ class LLM:
         return self.shared.call(submit)
 
     def _grammars_for(self, prompts: Sequence[Prompt], grammar: Grammars) -> list[Grammar | None]:
-        if grammar is None or isinstance(grammar, GrammarSpec):
-            specs: list[GrammarSpec | None] = [grammar] * len(prompts)
-        elif isinstance(grammar, Sequence) and all(g is None or isinstance(g, GrammarSpec) for g in grammar):
-            specs = list(grammar)
-        else:
-            raise ValueError(f"grammar must be one GrammarSpec or one for each prompt, got {grammar!r}")
-        if len(specs) != len(prompts):
-            raise ValueError(
-                f"grammar must be one GrammarSpec or one for each prompt: got {len(specs)} for {len(prompts)}"
-            )
+        each = list(grammar) if isinstance(grammar, list | tuple) else [grammar] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"grammar must be one or one for each prompt: got {len(each)} for {len(prompts)}")
+        specs = [None if one is None else GrammarSpec.of(one) for one in each]
         compiler = self.engine.facts.grammars
         if compiler is None and any(specs):
             raise ValueError("a grammar needs LLM(structured_output=True) and a tokenizer that serves grammars")

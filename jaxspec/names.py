@@ -19,9 +19,10 @@ def hints(unknown: Iterable[str], known: Collection[str], elsewhere: Mapping[str
     """What was probably meant, as the end of a message; "" where nothing is alike.
 
     Args:
-      elsewhere: what other projects' names are called here; others are told what is spelt alike.
+      elsewhere: what other projects' names are called here, "" where there is no such thing; others are told what is
+        spelt alike.
     """
-    meant = {name: elsewhere.get(name) or nearest(name, known) for name in unknown}
+    meant = {name: elsewhere[name] if name in elsewhere else nearest(name, known) for name in unknown}
     return "".join(f"; for {name!r} say {here!r}" for name, here in meant.items() if here)
 
 

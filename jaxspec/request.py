@@ -29,6 +29,7 @@ SAMPLING_ELSEWHERE = {
     "max_new_tokens": "max_tokens", "n_predict": "max_tokens", "num_return_sequences": "n", "repeat_penalty":
     "repetition_penalty", "stop_strings": "stop", "eos_token_id": "stop_token_ids", "do_sample": "temperature",
     "guided_decoding": "generate(..., grammar=)", "structured_outputs": "generate(..., grammar=)",
+    "prompt_logprobs": "", "best_of": "",
 }  # fmt: skip
 
 

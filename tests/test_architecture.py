@@ -53,7 +53,7 @@ ALLOWED = {
     "checkpointing": {"models", "speculation"},
     "drafters": EVERYONE | {"models", "speculation", "checkpointing"},
     "hybrids": {"config", "speculation"},
-    "text": {"checkpointing"},
+    "text": {"checkpointing", "names"},
     "events": {"request"},
     "stats": set(),
     "facts": {"request", "sizes", "text"},

@@ -106,6 +106,21 @@ def satisfies(name: str, text: str) -> None:
         assert re.fullmatch(r"[0-9+()]+", text) and isinstance(eval(text.replace("0", "1")), int)
 
 
+def test_a_spec_is_made_of_a_kind_and_its_value():
+    schema = {"type": "integer"}
+    assert GrammarSpec.of({"json_schema": schema}) == GrammarSpec("json_schema", json.dumps(schema))
+    assert GrammarSpec.of({"choice": ["a", "b"]}) == GrammarSpec("choice", ("a", "b"))
+    assert GrammarSpec.of({"json_object": True}) == GrammarSpec("json_object")
+    for wrong, message in [
+        ({"json": schema}, "for 'json' say 'json_schema'"),
+        (schema | {"x": 1}, "must be a GrammarSpec or {kind: value} with a kind of"),
+        ({"json_object": False}, "json_object must be True, got False"),
+        ({"regex": ["a"]}, "must be a string, got tuple"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            GrammarSpec.of(wrong)
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_whatever_is_drawn_from_the_masks_satisfies_the_grammar(name: str, compiler: GrammarCompiler):
     rng, grammar = np.random.default_rng(3), compiler.compile(SPECS[name])

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar, get_args
@@ -27,12 +27,15 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
 
+from jaxspec.names import refuse_unknown
 from jaxspec.text.matcher import Matcher, Vocabulary, first_line
 from jaxspec.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "choice"]
 KINDS: tuple[str, ...] = get_args(GrammarKind)
+#: What vLLM calls them.
+_ELSEWHERE = {"json": "json_schema", "schema": "json_schema", "grammar": "lark"}
 MAX_SOURCE_BYTES = 256 * 1024
 MAX_CHOICES = 4096
 MAX_CHOICE_BYTES = 1024
@@ -83,6 +86,32 @@ class GrammarSpec:
             wanted = "empty" if self.kind == "json_object" else "a non-empty string"
             raise ValueError(f"GrammarSpec.value of a {self.kind} must be {wanted}, got {self.value[:80]!r}")
         _check_size("value", self.value, MAX_SOURCE_BYTES)
+
+    @classmethod
+    def of(cls, value: Any) -> GrammarSpec:
+        """A GrammarSpec, or one from a mapping of a kind to its value.
+
+        A schema may be an object instead of JSON text, choices may be a list; of "json_object" the value is True.
+
+        Raises:
+          ValueError: anything else, and as above.
+        """
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping) or len(value) != 1:
+            raise ValueError(
+                f"a grammar must be a GrammarSpec or {{kind: value}} with a kind of {KINDS}, got {value!r}"
+            )
+        (kind, source), *_ = value.items()
+        if kind not in KINDS:
+            refuse_unknown("a grammar", [str(kind)], KINDS, _ELSEWHERE)
+        if kind == "json_schema" and isinstance(source, Mapping | bool):
+            source = json.dumps(source)
+        elif kind == "json_object":
+            if source is not True:
+                raise ValueError(f"a grammar's json_object must be True, got {source!r}")
+            source = ""
+        return cls(kind, tuple(source) if isinstance(source, list) else source)
 
     @property
     def source_bytes(self) -> int:
@@ -160,6 +189,10 @@ def _await_exit(thread: threading.Thread) -> None:
     task, ends = f"/proc/self/task/{thread.native_id}", time.monotonic() + 1.0
     while os.path.exists(task) and time.monotonic() < ends:
         time.sleep(0.0001)
+
+
+#: A spec, or what `GrammarSpec.of` makes one of.
+GrammarLike = GrammarSpec | Mapping[str, Any]
 
 
 class Grammar:

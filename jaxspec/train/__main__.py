@@ -31,6 +31,7 @@ ELSEWHERE = {
     "lr_scheduler_type": "schedule", "warmup_steps": "warmup", "model": "target", "verifier": "target",
     "target_model_path": "target", "train_data_path": "data", "train_file": "data", "optim": "optimizer",
     "ttt_length": "ttt_steps", "max_new_tokens": "max_tokens", "num_train_epochs": "epochs", "num_epochs": "epochs",
+    "resume": "run_dir", "resume_from_checkpoint": "run_dir",
 }  # fmt: skip
 
 

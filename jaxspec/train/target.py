@@ -240,4 +240,5 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         (args.out / "chat_template.jinja").write_text(template, encoding="utf-8")
     (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
     print(plots.plot_run(args.run_dir), flush=True)
+    print(f"wrote {args.out}", flush=True)
     return record

@@ -18,6 +18,8 @@ from serve.client import Client, Delta, Finished, Options, Prompt, PromptInfo, S
 _INTERRUPTED = 130
 #: Seconds between two looks at a server that is starting.
 _LOOK_SECONDS = 0.5
+#: How long nobody may answer: a server's process takes a few seconds before it listens.
+_LISTEN_SECONDS = 10.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--tls-key", metavar="PEM", help="its private key")
     server.add_argument("--timeout", type=float, metavar="SECONDS", help="deadline of the request (default: none)")
     server.add_argument("--retries", type=int, default=0, metavar="N", help="tries after 'full' (default: %(default)s)")
-    server.add_argument("--no-wait", action="store_true", help="an error, where the server is still starting")
+    server.add_argument(
+        "--no-wait", action="store_true", help="an error, where no server listens or it is still starting"
+    )
     how = p.add_argument_group("request", "what shows no default here is left to the server, when left out")
     how.add_argument("--chat", action="store_true", help="the prompt is a user's message of a conversation")
     how.add_argument("--system", metavar="TEXT", help="with --chat: the system's message before it")
@@ -52,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     )
     how.add_argument("--max-depth", type=int, metavar="N", help="most draft tokens accepted in a round")
     form = how.add_mutually_exclusive_group()
-    form.add_argument("--json-schema", metavar="JSON", help="the output fits this schema; @FILE reads it from a file")
+    form.add_argument("--json-schema", metavar="JSON", help="the output fits this schema, or the one in this file")
     form.add_argument(
         "--json", dest="json_object", action="store_true", default=None, help="the output is a JSON object"
     )
@@ -65,8 +69,9 @@ def parser() -> argparse.ArgumentParser:
 def _request(args: argparse.Namespace) -> tuple[Prompt, Options]:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     given = {name: value for name, value in vars(args).items() if name in Options.__annotations__ and value is not None}
-    if given.get("json_schema", "").startswith("@"):
-        given["json_schema"] = _text(given["json_schema"][1:])
+    schema = given.get("json_schema", "{")
+    if not schema.lstrip().startswith("{"):
+        given["json_schema"] = _text(schema.removeprefix("@"))
     options = cast(Options, given)
     if not args.chat:
         return text, options
@@ -113,22 +118,26 @@ def run(client: Client, prompt: Prompt, options: Options, *, timeout: float | No
                     print(summary(info, event), file=sys.stderr)
 
 
-def wait_until_started(client: Client, timeout: float | None) -> bool:
+def wait_until_started(client: Client, target: str, timeout: float | None) -> bool:
     """Tells on standard error how far a server is that is starting, until it is not; whether it has started.
 
     Args:
-      timeout: most seconds to wait; None: as long as it takes.
+      timeout: most seconds to wait; None: as long as it takes, of which _LISTEN_SECONDS for somebody to listen.
     """
-    end, told, waiting = None if timeout is None else time.monotonic() + timeout, "", True
-    while waiting and (end is None or time.monotonic() < end):
+    began, told, waiting = time.monotonic(), "", True
+    while waiting and (timeout is None or time.monotonic() < began + timeout):
         try:
             info = client.server_info(timeout=10.0)
-        except ServerError:  # it is gone, or does not tell
-            break
-        waiting = info.state == "starting"
-        line = "the server is starting"
-        if info.executables:
-            line += f": {info.executables_ready} of {info.executables} executables, the first few of which it waits for"
+        except ServerError as e:
+            if not e.unreachable or time.monotonic() > began + _LISTEN_SECONDS:
+                break  # it is gone, or does not tell
+            line = f"nobody answers at {target} yet"
+        else:
+            waiting = info.state == "starting"
+            line = "the server is starting"
+            if info.executables:
+                count = f"{info.executables_ready} of {info.executables}"
+                line += f": {count} executables, the first few of which it waits for"
         if waiting and line != told:
             print(line, file=sys.stderr, flush=True)
             told = line
@@ -154,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 send(out=sys.stdout)
             except ServerError as e:
                 refused = e.code is grpc.StatusCode.UNAVAILABLE and not args.no_wait
-                if not refused or not wait_until_started(client, args.timeout):
+                if not refused or not wait_until_started(client, args.target, args.timeout):
                     raise
                 send(out=sys.stdout)
     except (ValueError, OSError) as e:

@@ -405,11 +405,12 @@ def test_the_offline_front(engines: Engines, expected: dict[int, RequestOutput],
     prompts, params = [workload()[i][0] for i in (0, 2)], [workload()[i][1] for i in (0, 2)]
     outputs = llm.generate(prompts, params, grammar=[SPECS["person"], None], use_tqdm=False)
     assert [output.token_ids for output in outputs] == [expected[0].token_ids, expected[2].token_ids]
-    events = [event for _, event in llm.stream(prompts[0], params[0], grammar=SPECS["person"])]
+    person = {"json_schema": json.loads(str(SPECS["person"].value))}
+    events = [event for _, event in llm.stream(prompts[0], params[0], grammar=person, priority=[2], tpot=0.1)]
     assert "".join(event.text for event in events if isinstance(event, Delta)) == expected[0].text
     for wrong, message in [
         ([SPECS["person"]], "got 1 for 2"),
-        ("person", "grammar must be one GrammarSpec or one for each prompt, got 'person'"),
+        ("person", "a grammar must be a GrammarSpec or {kind: value} with a kind of"),
         (GrammarSpec("regex", "("), "the regex cannot be compiled"),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):

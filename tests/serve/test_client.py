@@ -349,7 +349,12 @@ def test_the_command(kit: Any, capsys: pytest.CaptureFixture[str], monkeypatch: 
             code, out, err = await asyncio.to_thread(command, "abc" * 50, "--max-tokens", "8")
             assert (code, out) == (1, "") and err.startswith("error: INVALID_ARGUMENT: ") and err.count("\n") == 1
             missing = str(tmp_path / "none")
-            for wrong in (["--token-file", missing], ["--json-schema", f"@{missing}"], ["--tls-cert", "a"]):
+            for wrong in (
+                ["--token-file", missing],
+                ["--json-schema", f"@{missing}"],
+                ["--json-schema", missing],
+                ["--tls-cert", "a"],
+            ):
                 code, _, err = await asyncio.to_thread(command, "abc", *wrong)
                 assert code == 2 and err.startswith("error: ")
 
@@ -422,9 +427,11 @@ def test_ctrl_c_ends_the_request_and_the_command(kit: Any, monkeypatch: pytest.M
 
 
 def test_nobody_is_there(capsys: pytest.CaptureFixture[str]):
-    assert main(["abc", "--target", "127.0.0.1:1", "--timeout", "5"]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith("error: UNAVAILABLE: ") and "nobody answers at 127.0.0.1:1; python -m serve starts" in err
+    for more, told in ((["--no-wait"], ""), (["--timeout", "0.3"], "nobody answers at 127.0.0.1:1 yet\n")):
+        assert main(["abc", "--target", "127.0.0.1:1", *more]) == 1
+        err = capsys.readouterr().err
+        assert err.startswith(f"{told}error: UNAVAILABLE: ")
+        assert "nobody answers at 127.0.0.1:1; python -m serve starts" in err
     with pytest.raises(SystemExit) as wrong:
         main(["abc", "--system", "be kind"])
     assert wrong.value.code == 2

@@ -42,7 +42,10 @@ def bind(path: Path, settings: dict[str, Any], checkpoints: Path) -> None:
     different = [key for key in sorted(found.keys() | own.keys()) if found.get(key) != own.get(key)]
     if different:
         values = "; ".join(f"{key} was {found.get(key)!r}, is {own.get(key)!r}" for key in different)
-        raise ValueError(f"{path.parent} holds another run: {values}. Give a --run-dir of its own")
+        raise ValueError(
+            f"{path.parent} holds another run: {values}. Give a --run-dir of its own; --init-from goes on from "
+            "what that one trained"
+        )
 
 
 class Checkpoints:

@@ -373,6 +373,7 @@ def _save(setup: Setup, recipe: Recipe, module: Any, record: dict[str, Any]) -> 
     )  # fmt: skip
     (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
     print(plots.plot_run(args.run_dir), flush=True)
+    print(f"wrote {args.out}; python -m jaxspec.train evaluate --drafter {args.out} says what it is worth", flush=True)
 
 
 @dataclasses.dataclass
