@@ -2,7 +2,7 @@
 
 python -m jaxspec.bench                              demo models, a few minutes on two cores
 python -m jaxspec.bench --quick                      a first look in about a minute
-python -m jaxspec.bench tune --out adaptive.json     candidate steps for each batch size, from measurements
+python -m jaxspec.bench tune --out tuned.json        candidate steps for each batch size, from measurements
 python -m jaxspec.bench profile --out profile.json   what rounds cost on this device, for EngineConfig.profile
 python -m jaxspec.bench serve --concurrency 16       load for a server; see jaxspec.bench.online.command
 python -m jaxspec.bench adaptive --json a.json       every policy and fixed tier under loads that change
