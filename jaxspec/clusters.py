@@ -199,4 +199,4 @@ def _ray() -> tuple[Any, Any]:
     try:
         return importlib.import_module("ray"), importlib.import_module("ray.data")
     except ImportError as e:
-        raise ValueError(f"--ray needs Ray Data (pip install 'jaxspec[ray]'): {e}") from e
+        raise ValueError(f"--ray needs Ray Data (pip install -e '.[ray]'): {e}") from e

@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     for package in ("smg", "smg_grpc_proto"):
         if importlib.util.find_spec(package) is None:
-            refuse(f"{package} is not installed; pip install 'jaxspec[smg]'")
+            refuse(f"{package} is not installed; pip install -e '.[smg]'")
     gateway = shlex.split(options.gateway_args)
     if options.chat_template is not None:
         gateway += ["--chat-template", options.chat_template]

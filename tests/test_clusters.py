@@ -30,7 +30,7 @@ from jaxspec.train.run import evaluate
 from jaxspec.writer import Asked, WriterConfig, Written
 
 needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="Ray is not installed (pip install 'jaxspec[ray]')"
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed (pip install -e '.[ray]')"
 )
 
 
@@ -52,7 +52,7 @@ def test_what_a_cluster_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match=message):
             clusters.of(parsed(*words))
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match=r"--ray needs Ray Data \(pip install 'jaxspec\[ray\]'\)"):
+    with pytest.raises(ValueError, match=r"--ray needs Ray Data \(pip install -e '\.\[ray\]'\)"):
         clusters.of(parsed("--ray", "auto"))
     with pytest.raises(SystemExit):
         parsed("--worker-resources", "two GPUs")

@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing := {package: name for name in names for package in TARGETS[name].missing()}:
         for package, name in missing.items():
             print(f"{package} is not installed, which holds a part of the compiler for {name}", file=sys.stderr)
-        print(f'install the extra that brings every compiler: pip install "{EXTRA}"', file=sys.stderr)
+        print(f'install the extra that brings every compiler: pip install -e "{EXTRA}"', file=sys.stderr)
         return 2
 
     found = versions()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 #: The extra of this distribution that installs every compiler.
-EXTRA = "jaxspec[aot]"
+EXTRA = ".[aot]"
 
 
 @dataclasses.dataclass(frozen=True)

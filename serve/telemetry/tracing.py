@@ -74,7 +74,7 @@ class Tracer:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         except ImportError as e:
             raise ValueError(
-                f"otlp_endpoint {endpoint!r} needs the extra 'otel' (pip install 'jaxspec[otel]'): {e}"
+                f"otlp_endpoint {endpoint!r} needs the extra 'otel' (pip install -e '.[otel]'): {e}"
             ) from e
         return cls(
             model, OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"), timeout=_EXPORT_SECONDS)

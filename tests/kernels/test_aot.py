@@ -228,7 +228,7 @@ def test_missing_compilers_name_the_extra(monkeypatch: pytest.MonkeyPatch, capsy
     errors = capsys.readouterr().err
     assert "libtpu is not installed, which holds a part of the compiler for v5e" in errors
     assert "nvidia-cuda-nvcc-cu12 is not installed" in errors and "jax-cuda12-plugin is" not in errors
-    assert 'pip install "jaxspec[aot]"' in errors
+    assert 'pip install -e ".[aot]"' in errors
 
 
 @pytest.mark.parametrize(

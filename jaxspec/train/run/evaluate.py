@@ -138,7 +138,7 @@ def _check(args: argparse.Namespace) -> None:
     parse_sizes(args.batch_sizes)
     parse_trees(args.trees)
     if args.plot and not plots.can_draw():
-        raise ValueError("--plot needs matplotlib: pip install 'jaxspec[plot]'")
+        raise ValueError("--plot needs matplotlib: pip install -e '.[plot]'")
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
