@@ -15,6 +15,7 @@ from jaxspec.bench.__main__ import main
 from jaxspec.bench.offline import command, engines
 from jaxspec.bench.offline.measure import Mode
 from jaxspec.bench.offline.metrics import Completion, Round, Run
+from jaxspec.bench.studies import report as studies
 from jaxspec.models.tiny import tiny_target
 from jaxspec.tier import PLAIN, Tier
 
@@ -253,3 +254,21 @@ def test_tune_writes_what_was_chosen(given: Callable[..., None], tmp_path: Path)
     path = tmp_path / "adaptive.json"
     assert command.main(["tune", "--out", str(path)]) == 0
     assert json.loads(path.read_text()) == {"1": {"candidate_steps": [3]}}
+
+
+@pytest.mark.parametrize(
+    ("argv", "options", "message"),
+    [
+        ([], {"gpu": True}, "error: it measures kernels of NVIDIA GPUs, and this is a CPU"),
+        (["--tensor-parallel", "99"], {}, "error: --tensor-parallel must be at most the"),
+        (["--json", "nowhere/x.json"], {}, "error: --json nowhere/x.json: its directory does not exist"),
+    ],
+)
+def test_studies_say_in_a_line_what_this_device_lacks(
+    argv: list[str], options: dict[str, bool], message: str, capsys: pytest.CaptureFixture[str]
+):
+    parser = studies.parser("x", "What it measures.")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="devices")
+    with pytest.raises(SystemExit) as end:
+        studies.parse(parser, argv, **options)
+    assert end.value.code == 2 and message in capsys.readouterr().err

@@ -106,8 +106,8 @@ def parser() -> argparse.ArgumentParser:
     add("--policy", action="append", metavar="NAME", help="of the registry, with settings as JSON behind the name; "
         "sglang-default, or a JSON file; may be repeated (default: all that choose)")  # fmt: skip
     add("--seconds", type=float, default=12.0, help="of each run")
-    add("--within", type=float, metavar="SECONDS", help="from start to end, compiling included: runs are as long as "
-        "the time left allows, at most --seconds (default: no limit)")  # fmt: skip
+    add("--within", type=float, metavar="SECONDS", help="from start to end: runs are as long as what compiling "
+        "leaves of it allows, at most --seconds; compiling is not cut short (default: no limit)")  # fmt: skip
     add("--carry", action="store_true", help="policies go on in a cell's later repeats with what they learnt in the "
         "earlier ones, as a server's do (default: each run starts anew)")  # fmt: skip
     add("--switch-seconds", type=float, default=3.0, help="between changes, of workloads that change")

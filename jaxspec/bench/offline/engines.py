@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Tier
 
 _ROUND_UP = 64
+#: Between two lines that say how far compiling is.
+_SAID_SECONDS = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +144,21 @@ class Parts:
             return simulated, simulated.params(params, texts)
 
         drafting = None if self.kind == registry.NONE or plain else Drafting(make, self.trees, name=self.kind)
-        progress = sys.stderr.isatty()
+        progress = sys.stderr.isatty() or _line_by_line()
         return assemble(self.target, self.tokenizer, speculation, config, drafter=drafting, progress=progress)
+
+
+def _line_by_line() -> Callable[[int, int], None]:
+    """Says how far compiling is where no bar can be seen, every _SAID_SECONDS."""
+    told = time.monotonic()
+
+    def tell(ready: int, total: int) -> None:
+        nonlocal told
+        if time.monotonic() - told > _SAID_SECONDS and ready < total:
+            told = time.monotonic()
+            print(f"compiling: {ready} of {total} executables", file=sys.stderr, flush=True)
+
+    return tell
 
 
 def prepare(options: Options, *, adaptive: bool = True) -> tuple[Experiment, dict[str, Any]]:

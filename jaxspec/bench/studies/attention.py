@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--ragged", action="store_true", help="of every length up to the context")
     add("--repeats", type=int, default=24)
     add("--within", type=float, default=100, metavar="S", help="seconds after which nothing new is begun")
-    args = parser.parse_args(argv)
+    args = report.parse(parser, argv, gpu=True)
     began = time.perf_counter()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
     cases = [_case(b, n, c, "ragged" if args.ragged else "full")

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = report.parser("bits", __doc__)
     parser.add_argument("--formats", nargs="*", choices=NAMES, default=["bf16"])
     parser.add_argument("--context", type=int, default=1000, help="tokens of a prefix")
-    args = parser.parse_args(argv)
+    args = report.parse(parser, argv, gpu=True)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, rows {ROWS}")
     ways = [None] if gpu.supported() is not None else [None, "batch_invariant"]
     parts = [products(name) for name in args.formats] + [attention(args.context, way) for way in ways]

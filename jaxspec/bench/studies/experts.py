@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--repeats", type=int, default=5, help="medians are taken over these")
     add("--most-blocks", type=int, default=1, help="rows up to which blocks are run: they take long to launch")
     add("--bandwidth", type=float, help="TB/s, for the floor; default: the device's where it is known")
-    args = parser.parse_args(argv)
+    args = report.parse(parser, argv)
     rate = report.rate(BANDWIDTH, args.bandwidth)
     made = {name: [layer(jax.random.key(i), name) for i in range(args.layers)] for name in args.shapes}
     graphs = {name: nnx.split(layers[0])[0] for name, layers in made.items()}

@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--layers", type=int, default=4)
     add("--repeats", type=int, default=7, help="medians are taken over these")
     add("--bandwidth", type=float, help="TB/s, for the floor; default: the device's where it is known")
-    args = parser.parse_args(argv)
+    args = report.parse(parser, argv, gpu=True)
     shape = SHAPES[args.shape]
     formats = args.formats or (NAMES if args.shape == "8b" else ("bf16",))
     if shape.experts and tuple(formats) != ("bf16",):

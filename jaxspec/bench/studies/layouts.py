@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--steps", type=int, default=20, help="steps dispatched back to back")
     add("--repeats", type=int, default=5, help="medians are taken over these")
-    args = parser.parse_args(argv)
+    args = report.parse(parser, argv)
 
     cfg, dtype = SHAPES[args.shape][0], jnp.dtype(args.dtype)
     pages = init_pages(

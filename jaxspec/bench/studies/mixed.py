@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--dtype", choices=("bfloat16", "float32"), help="default: float32 on CPU, bfloat16 on accelerators")
     add("--repeats", type=int, default=3, help="medians are taken over these")
     add("--no-check", action="store_true", help="without the demo's tokens both ways")
-    args = parser.parse_args(argv)
+    args = report.parse(parser, argv)
     if not args.no_check:
         print(check(16 if jax.default_backend() == "cpu" else args.mixed_chunk), flush=True)
     tiers = [parse_tier(entry.strip()) for entry in args.tiers.split(",")]

@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--depth", type=int, default=3, help="of a chain")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--sums", choices=sorted(summing.WAYS), default="nccl", help="how the devices add up")
-    args = parser.parse_args(argv)
+    args = report.parse(parser, argv)
     mesh, way = tensor_mesh(args.tensor_parallel), summing.WAYS[args.sums]
     print(f"{mesh.size} x {jax.devices()[0].device_kind}, {args.shape} {args.dtype}, chain {args.depth}, sums by "
           f"{args.sums}, jax {jax.__version__}")  # fmt: skip

@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--model", default="demo")
     add("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 256, 512])
     add("--repeats", type=int, default=15, help="medians are taken over these, interleaved")
-    args = parser.parse_args(argv)
+    args = report.parse(parser, argv)
 
     cfg = hf.load_config(resolve_model(args.model))
     found = measure(compile_all(cfg, args.rows), args.repeats)

@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--dtype", choices=("bfloat16", "float32"), help="default: the engine's")
     add("--rate", type=float, help="TFLOP/s, for the floor; default: the device's where it is known")
     add("--repeats", type=int, default=5, help="medians are taken over these")
-    args = parser.parse_args(argv)
+    args = report.parse(parser, argv)
 
     device = jax.devices()[0]
     cpu = device.platform == "cpu"

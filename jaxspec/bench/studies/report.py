@@ -23,6 +23,23 @@ def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     return p
 
 
+def parse(p: argparse.ArgumentParser, argv: Sequence[str] | None, *, gpu: bool = False) -> argparse.Namespace:
+    """A study's arguments; exits with status 2, in a line, where they or this device do not do.
+
+    Args:
+      gpu: it measures kernels that only NVIDIA GPUs run.
+    """
+    args = cli.parse(p, argv)
+    refuse = lambda text: p.exit(2, f"{p.prog}: error: {text}\n")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        refuse(f"--json {args.json}: its directory does not exist")
+    if gpu and (backend := jax.default_backend()) != "gpu":
+        refuse(f"it measures kernels of NVIDIA GPUs, and this is a {backend.upper()}")
+    if (shards := getattr(args, "tensor_parallel", 1)) > jax.device_count():
+        refuse(f"--tensor-parallel must be at most the {jax.device_count()} devices at hand, got {shards}")
+    return args
+
+
 def rate(known: Mapping[str, float], given: float | None) -> float | None:
     """What this device does a second: 1e12 times what the user says, else by the data sheet; None: unknown."""
     if given:

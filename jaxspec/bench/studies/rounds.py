@@ -297,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--rounds", type=int, default=50, help="rounds dispatched back to back")
     add("--repeats", type=int, default=5, help="medians are taken over these")
     add("--bandwidth", type=float, help="TB/s, for the floor; default: the device's where it is known")
-    args = parser.parse_args(argv)
+    args = report.parse(parser, argv)
     if args.output_weights and SHAPES[args.shape][0].tie_word_embeddings:
         parser.error(f"--output-weights wants an output layer of its own, and that of {args.shape} is the embedding")
 

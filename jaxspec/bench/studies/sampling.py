@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--variants", action="store_true", help="other sizes of a launch beside those that a call gets")
     add("--repeats", type=int, default=20)
     add("--within", type=float, default=100, metavar="S", help="seconds after which nothing new is begun")
-    args = parser.parse_args(argv)
+    args = report.parse(parser, argv, gpu=True)
     began = time.perf_counter()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
     compiled: dict[Any, concurrent.futures.Future[Any]] = {}

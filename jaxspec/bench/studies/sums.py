@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--width", type=int, default=4096, help="of the residual stream")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--repeats", type=int, default=20, help="chains that are dispatched back to back")
-    args = parser.parse_args(argv)
+    args = report.parse(parser, argv)
     mesh = tensor_mesh(args.tensor_parallel)
     print(f"{mesh.size} x {jax.devices()[0].device_kind}, {args.dtype}, {args.width} wide, jax {jax.__version__}")
     print("way         rows  us/sum  error  drift  same bits", flush=True)

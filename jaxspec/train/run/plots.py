@@ -34,9 +34,7 @@ def plot_run(run_dir: Path) -> str:
     if not rows:
         return f"no plot: {run_dir / 'log.csv'} has no rows"
     if not can_draw():
-        return (
-            f"no plot: matplotlib is not installed (pip install -e '.[plot]'); figures are in {run_dir / 'log.csv'}"
-        )
+        return f"no plot: matplotlib is not installed (pip install -e '.[plot]'); figures are in {run_dir / 'log.csv'}"
 
     def series(name: str) -> tuple[list[int], list[float]]:
         kept = [(int(row["step"]), float(row[name])) for row in rows if row.get(name)]
