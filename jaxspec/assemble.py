@@ -49,7 +49,7 @@ from jaxspec.runtime.collecting import Collector, follow_exchanges
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.executables import source_digest
 from jaxspec.runtime.hosts import Hosts
-from jaxspec.runtime.placing import representative, whole_is_quicker
+from jaxspec.runtime.placing import representative, whole_is_better
 from jaxspec.runtime.repertoire import RunnerConfig
 from jaxspec.runtime.runner import Runner
 from jaxspec.runtime.sharding import Sharing, check_devices, check_divides, host_memory, spans_processes, tensor_mesh
@@ -66,6 +66,8 @@ from jaxspec.text.grammar import GrammarCompiler
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import Tier
 
+#: In a profile's identity, of a drafter that lies so.
+_WHOLE = ", whole on each device"
 _log = logging.getLogger(__name__)
 
 
@@ -186,11 +188,16 @@ def assemble(
     if spans_processes(shards):
         hosts = Hosts.meet()
     way = way_of(model, target.embedding[...].dtype, shards)
-    if mesh is not None and measures_drafters(config) and jax.tree.leaves(params):
-        what = (*representative(choice.reachable, buckets), way.options)
-        whole = whole_is_quicker(can.bind, geo, mesh, *what, **({} if hosts is None else {"least": hosts.least}))
-        geo = dataclasses.replace(geo, whole_drafter=whole)
-        built, params = bind(geo)
+    if mesh is not None and config.draft_tensor_parallel == "auto" and jax.tree.leaves(params):
+        whole = geo.whole_drafter
+        if config.profile is not None:  # whose costs are of one of them
+            whole = _WHOLE in CostProfile.load(config.profile).identity.get("drafter", "")
+        elif measures_drafters(config):
+            what = (*representative(choice.reachable, buckets), way.options)
+            whole = whole_is_better(can.bind, geo, mesh, *what, **({} if hosts is None else {"least": hosts.least}))
+        if whole != geo.whole_drafter:
+            geo = dataclasses.replace(geo, whole_drafter=whole)
+            built, params = bind(geo)
     if config.num_pages is None:
         small, geo = geo, fitted(geo, config.memory_fraction, target, built, params, shards)
         if hosts is not None:  # their memories may differ
@@ -217,7 +224,7 @@ def assemble(
     # What processes share they compile first: what is ready differs between them.
     background = in_background(config) and hosts is None
     on_each = mesh is not None and geo.whole_drafter
-    name = can.name + " with suffix matches" * speculation.hybrid + ", whole on each device" * on_each
+    name = can.name + " with suffix matches" * speculation.hybrid + _WHOLE * on_each
     identity = _identity(target, name, params, shards)
     if config.profile is not None:
         cost = profiled(config.profile, choice, identity, speculation.resolved_policy)

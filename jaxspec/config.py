@@ -332,7 +332,7 @@ class EngineConfig:
       draft_tensor_parallel: devices that share a drafter's layers, where tensor_parallel devices share the target's:
         these, too, or 1 (vLLM's draft_tensor_parallel_size): each device has the drafter and its pools whole and
         drafts alike, which takes memory and spares exchanges; tables that the drafter has of its target stay split.
-        "auto": on accelerators what is quicker there, measured at the start; on CPUs those of the target.
+        "auto": a profile's; else on accelerators what is better there, measured at the start, on CPUs the target's.
       kernels: which implementation of the kernels runs: "tpu", "gpu", "reference" (plain XLA), "interpret" (the TPU
         kernels interpreted, for tests), or None for the backend's own. A named one runs or fails with the reason;
         but sampling is plain XLA in any case where tensor_parallel splits the vocabulary.

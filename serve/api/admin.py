@@ -93,6 +93,7 @@ class AdminServicer:
             info.warmup_seconds, info.startup_seconds = stats.warmup_seconds, stats.startup_seconds
             info.drafter_version, info.drafter_trial = stats.drafter_version, stats.drafter_trial
             info.drafter_updates, info.drafter_rollbacks = stats.drafter_updates, stats.drafter_rollbacks
+            info.draft_tensor_parallel = stats.draft_tensor_parallel
             info.memory.free_pages, info.memory.cached_pages = stats.free_pages, stats.cached_pages
         info.version, info.model, info.state = jaxspec.__version__, self._config.served_name, self._lifecycle.state
         info.policy = policies.OFF if info.drafter == registry.NONE else self._policy

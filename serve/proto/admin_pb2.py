@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17serve/proto/admin.proto\x12\njaxspec.v1\"\x16\n\x14GetServerInfoRequest\"\xfe\x05\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x64rafter\x18\x03 \x01(\t\x12\x0e\n\x06policy\x18\x04 \x01(\t\x12\x14\n\x0cverification\x18\x05 \x01(\t\x12\x10\n\x08lossless\x18\x06 \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x13\n\x0bmax_seq_len\x18\n \x01(\r\x12\x16\n\x0emax_batch_size\x18\x0b \x01(\r\x12\r\n\x05tiers\x18\x0c \x03(\t\x12\x0f\n\x07\x62uckets\x18\r \x03(\r\x12\x13\n\x0b\x61\x63tive_tier\x18\x0e \x01(\t\x12\x15\n\rtier_switches\x18\x0f \x01(\x04\x12K\n\x0erounds_by_tier\x18\x10 \x03(\x0b\x32\x33.jaxspec.v1.GetServerInfoResponse.RoundsByTierEntry\x12\x1e\n\x16mean_acceptance_length\x18\x11 \x01(\x01\x12\"\n\x06memory\x18\x12 \x01(\x0b\x32\x12.jaxspec.v1.Memory\x12\x13\n\x0b\x65xecutables\x18\x13 \x01(\r\x12!\n\x19\x63ompilations_after_warmup\x18\x14 \x01(\r\x12\x16\n\x0ewarmup_seconds\x18\x15 \x01(\x01\x12\x16\n\x0euptime_seconds\x18\x16 \x01(\x01\x12\r\n\x05state\x18\x17 \x01(\t\x12\x19\n\x11\x65xecutables_ready\x18\x18 \x01(\r\x12\x17\n\x0fstartup_seconds\x18\x19 \x01(\x01\x12\x17\n\x0f\x64rafter_version\x18\x1a \x01(\r\x12\x15\n\rdrafter_trial\x18\x1b \x01(\x08\x12\x17\n\x0f\x64rafter_updates\x18\x1c \x01(\r\x12\x19\n\x11\x64rafter_rollbacks\x18\x1d \x01(\r\x1a\x33\n\x11RoundsByTierEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x81\x01\n\x06Memory\x12\x14\n\x0cweight_bytes\x18\x01 \x01(\x04\x12\x15\n\rkv_pool_bytes\x18\x02 \x01(\x04\x12\r\n\x05pages\x18\x03 \x01(\r\x12\x12\n\nfree_pages\x18\x04 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x05 \x01(\r\x12\x11\n\tpage_size\x18\x06 \x01(\r\"\x11\n\x0fGetLoadsRequest\"\xb6\x01\n\x10GetLoadsResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x1d\n\x15waiting_prompt_tokens\x18\x03 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x04 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12\x1c\n\x14max_running_requests\x18\x06 \x01(\r\"<\n\x0c\x44rainRequest\x12\x1a\n\rgrace_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_grace_seconds\"\x0f\n\rDrainResponse\"\x13\n\x11\x46lushCacheRequest\")\n\x12\x46lushCacheResponse\x12\x13\n\x0b\x66reed_pages\x18\x01 \x01(\r\"E\n\x15SetSpeculationRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x12\n\x05\x64\x65pth\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_depth\"\'\n\x16SetSpeculationResponse\x12\r\n\x05tiers\x18\x01 \x03(\t\"Z\n\x14UpdateDrafterRequest\x12\x16\n\tdirectory\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x12\n\x05trial\x18\x02 \x01(\x08H\x01\x88\x01\x01\x42\x0c\n\n_directoryB\x08\n\x06_trial\"(\n\x15UpdateDrafterResponse\x12\x0f\n\x07version\x18\x01 \x01(\r2\xe5\x03\n\x0c\x41\x64minService\x12T\n\rGetServerInfo\x12 .jaxspec.v1.GetServerInfoRequest\x1a!.jaxspec.v1.GetServerInfoResponse\x12\x45\n\x08GetLoads\x12\x1b.jaxspec.v1.GetLoadsRequest\x1a\x1c.jaxspec.v1.GetLoadsResponse\x12<\n\x05\x44rain\x12\x18.jaxspec.v1.DrainRequest\x1a\x19.jaxspec.v1.DrainResponse\x12K\n\nFlushCache\x12\x1d.jaxspec.v1.FlushCacheRequest\x1a\x1e.jaxspec.v1.FlushCacheResponse\x12W\n\x0eSetSpeculation\x12!.jaxspec.v1.SetSpeculationRequest\x1a\".jaxspec.v1.SetSpeculationResponse\x12T\n\rUpdateDrafter\x12 .jaxspec.v1.UpdateDrafterRequest\x1a!.jaxspec.v1.UpdateDrafterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17serve/proto/admin.proto\x12\njaxspec.v1\"\x16\n\x14GetServerInfoRequest\"\x9d\x06\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x64rafter\x18\x03 \x01(\t\x12\x0e\n\x06policy\x18\x04 \x01(\t\x12\x14\n\x0cverification\x18\x05 \x01(\t\x12\x10\n\x08lossless\x18\x06 \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x13\n\x0bmax_seq_len\x18\n \x01(\r\x12\x16\n\x0emax_batch_size\x18\x0b \x01(\r\x12\r\n\x05tiers\x18\x0c \x03(\t\x12\x0f\n\x07\x62uckets\x18\r \x03(\r\x12\x13\n\x0b\x61\x63tive_tier\x18\x0e \x01(\t\x12\x15\n\rtier_switches\x18\x0f \x01(\x04\x12K\n\x0erounds_by_tier\x18\x10 \x03(\x0b\x32\x33.jaxspec.v1.GetServerInfoResponse.RoundsByTierEntry\x12\x1e\n\x16mean_acceptance_length\x18\x11 \x01(\x01\x12\"\n\x06memory\x18\x12 \x01(\x0b\x32\x12.jaxspec.v1.Memory\x12\x13\n\x0b\x65xecutables\x18\x13 \x01(\r\x12!\n\x19\x63ompilations_after_warmup\x18\x14 \x01(\r\x12\x16\n\x0ewarmup_seconds\x18\x15 \x01(\x01\x12\x16\n\x0euptime_seconds\x18\x16 \x01(\x01\x12\r\n\x05state\x18\x17 \x01(\t\x12\x19\n\x11\x65xecutables_ready\x18\x18 \x01(\r\x12\x17\n\x0fstartup_seconds\x18\x19 \x01(\x01\x12\x17\n\x0f\x64rafter_version\x18\x1a \x01(\r\x12\x15\n\rdrafter_trial\x18\x1b \x01(\x08\x12\x17\n\x0f\x64rafter_updates\x18\x1c \x01(\r\x12\x19\n\x11\x64rafter_rollbacks\x18\x1d \x01(\r\x12\x1d\n\x15\x64raft_tensor_parallel\x18\x1e \x01(\r\x1a\x33\n\x11RoundsByTierEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x81\x01\n\x06Memory\x12\x14\n\x0cweight_bytes\x18\x01 \x01(\x04\x12\x15\n\rkv_pool_bytes\x18\x02 \x01(\x04\x12\r\n\x05pages\x18\x03 \x01(\r\x12\x12\n\nfree_pages\x18\x04 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x05 \x01(\r\x12\x11\n\tpage_size\x18\x06 \x01(\r\"\x11\n\x0fGetLoadsRequest\"\xb6\x01\n\x10GetLoadsResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x1d\n\x15waiting_prompt_tokens\x18\x03 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x04 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12\x1c\n\x14max_running_requests\x18\x06 \x01(\r\"<\n\x0c\x44rainRequest\x12\x1a\n\rgrace_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_grace_seconds\"\x0f\n\rDrainResponse\"\x13\n\x11\x46lushCacheRequest\")\n\x12\x46lushCacheResponse\x12\x13\n\x0b\x66reed_pages\x18\x01 \x01(\r\"E\n\x15SetSpeculationRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x12\n\x05\x64\x65pth\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_depth\"\'\n\x16SetSpeculationResponse\x12\r\n\x05tiers\x18\x01 \x03(\t\"Z\n\x14UpdateDrafterRequest\x12\x16\n\tdirectory\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x12\n\x05trial\x18\x02 \x01(\x08H\x01\x88\x01\x01\x42\x0c\n\n_directoryB\x08\n\x06_trial\"(\n\x15UpdateDrafterResponse\x12\x0f\n\x07version\x18\x01 \x01(\r2\xe5\x03\n\x0c\x41\x64minService\x12T\n\rGetServerInfo\x12 .jaxspec.v1.GetServerInfoRequest\x1a!.jaxspec.v1.GetServerInfoResponse\x12\x45\n\x08GetLoads\x12\x1b.jaxspec.v1.GetLoadsRequest\x1a\x1c.jaxspec.v1.GetLoadsResponse\x12<\n\x05\x44rain\x12\x18.jaxspec.v1.DrainRequest\x1a\x19.jaxspec.v1.DrainResponse\x12K\n\nFlushCache\x12\x1d.jaxspec.v1.FlushCacheRequest\x1a\x1e.jaxspec.v1.FlushCacheResponse\x12W\n\x0eSetSpeculation\x12!.jaxspec.v1.SetSpeculationRequest\x1a\".jaxspec.v1.SetSpeculationResponse\x12T\n\rUpdateDrafter\x12 .jaxspec.v1.UpdateDrafterRequest\x1a!.jaxspec.v1.UpdateDrafterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,31 +36,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSERVERINFOREQUEST']._serialized_start=39
   _globals['_GETSERVERINFOREQUEST']._serialized_end=61
   _globals['_GETSERVERINFORESPONSE']._serialized_start=64
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=830
-  _globals['_GETSERVERINFORESPONSE_ROUNDSBYTIERENTRY']._serialized_start=779
-  _globals['_GETSERVERINFORESPONSE_ROUNDSBYTIERENTRY']._serialized_end=830
-  _globals['_MEMORY']._serialized_start=833
-  _globals['_MEMORY']._serialized_end=962
-  _globals['_GETLOADSREQUEST']._serialized_start=964
-  _globals['_GETLOADSREQUEST']._serialized_end=981
-  _globals['_GETLOADSRESPONSE']._serialized_start=984
-  _globals['_GETLOADSRESPONSE']._serialized_end=1166
-  _globals['_DRAINREQUEST']._serialized_start=1168
-  _globals['_DRAINREQUEST']._serialized_end=1228
-  _globals['_DRAINRESPONSE']._serialized_start=1230
-  _globals['_DRAINRESPONSE']._serialized_end=1245
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=1247
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=1266
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=1268
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=1309
-  _globals['_SETSPECULATIONREQUEST']._serialized_start=1311
-  _globals['_SETSPECULATIONREQUEST']._serialized_end=1380
-  _globals['_SETSPECULATIONRESPONSE']._serialized_start=1382
-  _globals['_SETSPECULATIONRESPONSE']._serialized_end=1421
-  _globals['_UPDATEDRAFTERREQUEST']._serialized_start=1423
-  _globals['_UPDATEDRAFTERREQUEST']._serialized_end=1513
-  _globals['_UPDATEDRAFTERRESPONSE']._serialized_start=1515
-  _globals['_UPDATEDRAFTERRESPONSE']._serialized_end=1555
-  _globals['_ADMINSERVICE']._serialized_start=1558
-  _globals['_ADMINSERVICE']._serialized_end=2043
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=861
+  _globals['_GETSERVERINFORESPONSE_ROUNDSBYTIERENTRY']._serialized_start=810
+  _globals['_GETSERVERINFORESPONSE_ROUNDSBYTIERENTRY']._serialized_end=861
+  _globals['_MEMORY']._serialized_start=864
+  _globals['_MEMORY']._serialized_end=993
+  _globals['_GETLOADSREQUEST']._serialized_start=995
+  _globals['_GETLOADSREQUEST']._serialized_end=1012
+  _globals['_GETLOADSRESPONSE']._serialized_start=1015
+  _globals['_GETLOADSRESPONSE']._serialized_end=1197
+  _globals['_DRAINREQUEST']._serialized_start=1199
+  _globals['_DRAINREQUEST']._serialized_end=1259
+  _globals['_DRAINRESPONSE']._serialized_start=1261
+  _globals['_DRAINRESPONSE']._serialized_end=1276
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=1278
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=1297
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=1299
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=1340
+  _globals['_SETSPECULATIONREQUEST']._serialized_start=1342
+  _globals['_SETSPECULATIONREQUEST']._serialized_end=1411
+  _globals['_SETSPECULATIONRESPONSE']._serialized_start=1413
+  _globals['_SETSPECULATIONRESPONSE']._serialized_end=1452
+  _globals['_UPDATEDRAFTERREQUEST']._serialized_start=1454
+  _globals['_UPDATEDRAFTERREQUEST']._serialized_end=1544
+  _globals['_UPDATEDRAFTERRESPONSE']._serialized_start=1546
+  _globals['_UPDATEDRAFTERRESPONSE']._serialized_end=1586
+  _globals['_ADMINSERVICE']._serialized_start=1589
+  _globals['_ADMINSERVICE']._serialized_end=2074
 # @@protoc_insertion_point(module_scope)

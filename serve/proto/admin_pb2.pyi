@@ -11,7 +11,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "drafter", "policy", "verification", "lossless", "device", "devices", "dtype", "max_seq_len", "max_batch_size", "tiers", "buckets", "active_tier", "tier_switches", "rounds_by_tier", "mean_acceptance_length", "memory", "executables", "compilations_after_warmup", "warmup_seconds", "uptime_seconds", "state", "executables_ready", "startup_seconds", "drafter_version", "drafter_trial", "drafter_updates", "drafter_rollbacks")
+    __slots__ = ("version", "model", "drafter", "policy", "verification", "lossless", "device", "devices", "dtype", "max_seq_len", "max_batch_size", "tiers", "buckets", "active_tier", "tier_switches", "rounds_by_tier", "mean_acceptance_length", "memory", "executables", "compilations_after_warmup", "warmup_seconds", "uptime_seconds", "state", "executables_ready", "startup_seconds", "drafter_version", "drafter_trial", "drafter_updates", "drafter_rollbacks", "draft_tensor_parallel")
     class RoundsByTierEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class GetServerInfoResponse(_message.Message):
     DRAFTER_TRIAL_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_UPDATES_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_ROLLBACKS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     drafter: str
@@ -77,7 +78,8 @@ class GetServerInfoResponse(_message.Message):
     drafter_trial: bool
     drafter_updates: int
     drafter_rollbacks: int
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., drafter: _Optional[str] = ..., policy: _Optional[str] = ..., verification: _Optional[str] = ..., lossless: _Optional[bool] = ..., device: _Optional[str] = ..., devices: _Optional[int] = ..., dtype: _Optional[str] = ..., max_seq_len: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ..., buckets: _Optional[_Iterable[int]] = ..., active_tier: _Optional[str] = ..., tier_switches: _Optional[int] = ..., rounds_by_tier: _Optional[_Mapping[str, int]] = ..., mean_acceptance_length: _Optional[float] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ..., executables: _Optional[int] = ..., compilations_after_warmup: _Optional[int] = ..., warmup_seconds: _Optional[float] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[str] = ..., executables_ready: _Optional[int] = ..., startup_seconds: _Optional[float] = ..., drafter_version: _Optional[int] = ..., drafter_trial: _Optional[bool] = ..., drafter_updates: _Optional[int] = ..., drafter_rollbacks: _Optional[int] = ...) -> None: ...
+    draft_tensor_parallel: int
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., drafter: _Optional[str] = ..., policy: _Optional[str] = ..., verification: _Optional[str] = ..., lossless: _Optional[bool] = ..., device: _Optional[str] = ..., devices: _Optional[int] = ..., dtype: _Optional[str] = ..., max_seq_len: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ..., buckets: _Optional[_Iterable[int]] = ..., active_tier: _Optional[str] = ..., tier_switches: _Optional[int] = ..., rounds_by_tier: _Optional[_Mapping[str, int]] = ..., mean_acceptance_length: _Optional[float] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ..., executables: _Optional[int] = ..., compilations_after_warmup: _Optional[int] = ..., warmup_seconds: _Optional[float] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[str] = ..., executables_ready: _Optional[int] = ..., startup_seconds: _Optional[float] = ..., drafter_version: _Optional[int] = ..., drafter_trial: _Optional[bool] = ..., drafter_updates: _Optional[int] = ..., drafter_rollbacks: _Optional[int] = ..., draft_tensor_parallel: _Optional[int] = ...) -> None: ...
 
 class Memory(_message.Message):
     __slots__ = ("weight_bytes", "kv_pool_bytes", "pages", "free_pages", "cached_pages", "page_size")

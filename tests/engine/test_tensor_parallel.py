@@ -5,6 +5,7 @@ The devices are virtual ones of the CPU (tests/conftest.py).
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -20,6 +21,7 @@ from flax import nnx
 from jaxspec import LLM, defaults
 from jaxspec import assemble as assembling
 from jaxspec.adaptive.cost import CostTable
+from jaxspec.adaptive.costprofile import CostProfile
 from jaxspec.assemble import assemble, build_engine
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
@@ -236,7 +238,17 @@ def test_directories_load_onto_two_devices(
     kernel = engine.runner.draft_params["layers"][0]["attn"]["qkv"]["kernel"].get_value()
     assert {s.data.shape for s in kernel.addressable_shards} == {(32, 64)} and engine.stats.draft_tensor_parallel == 1
     assert engine.runner.state.draft.pages.sharding.is_fully_replicated and all(took > 0 for took in measured)
-    assert len(measured) == 2 and engine.facts.identity["drafter"].startswith("draft_model, whole on each device, ")
+    identity = engine.facts.identity
+    assert len(measured) == 2 and identity["drafter"].startswith("draft_model, whole on each device, ")
+    # A profile has the placement that its costs are of: the drafter is found to be the same before the dtype is not.
+    costs = tmp_path / "profile.json"
+    costs.write_text(CostProfile({**identity, "dtype": "another"}, {}, {(0, (Tier(0), 1, None)): 1.0}).to_json())
+    with pytest.raises(ValueError, match="was measured with dtype 'another'"):
+        build_engine(
+            tmp_path / "target", "draft_model", {"candidate_steps": (3,)}, dataclasses.replace(config, profile=costs),
+            progress=False,
+        )  # fmt: skip
+    assert len(measured) == 2
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,8 @@ async def accepted(client: AsyncClient) -> int:
 
 async def exchanges_heads(client: AsyncClient, here: Path, there: Path) -> None:
     """What a process cannot read, or reads otherwise, changes nothing; what all can drafts in all of them."""
-    assert (await client.server_info()).drafter_version == 1 and await accepted(client) == 0
+    info = await client.server_info()
+    assert (info.drafter_version, info.draft_tensor_parallel) == (1, 2) and await accepted(client) == 0
     save_heads(here / "missing", "i")
     save_heads(here / "other", "i")
     save_heads(there / "other", "h")
