@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec import alike
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.costprofile import CostProfile
 from jaxspec.adaptive.learnt import Keeper, digest
@@ -112,20 +113,36 @@ def build_engine(
     speculation: SpeculationConfig | Mapping[str, Any] | None = None,
     config: EngineConfig | None = None,
     *,
-    progress: bool | Callable[[int, int], None] = True,
-) -> Engine:
+    progress: bool | Callable[[int, int], None] = True, together: bool = False,
+) -> Engine:  # fmt: skip
     """Loads and compiles (see EngineConfig.warmup), and returns an engine that is ready to serve.
 
     Args:
       progress: show a bar while compiling; or what is called with how many executables have come, of how many in all.
+      together: all processes of jax.distributed share the engine, or it is refused in all of them; else those do that
+        tensor_parallel needs.
+
+    Raises:
+      ValueError: what cannot be loaded or does not fit together, or is not the same in all processes.
     """
     speculation, config = SpeculationConfig.of(speculation), config or EngineConfig()
     check_devices(config.kernels)
+    # Before anything that may fail in one of them: from here on the others hear of it.
+    hosts = Hosts.meet() if together or spans_processes(config.tensor_parallel) else None
+    if hosts is not None:
+        hosts.agree(alike.versions_and_flags(speculation, config))
+        if not spans_processes(config.tensor_parallel):
+            raise ValueError(
+                f"{hosts.count} processes share an engine whose tensor_parallel is more than the devices of one, which "
+                f"has {jax.local_device_count()}; got tensor_parallel {config.tensor_parallel}"
+            )
     use_persistent_cache(config.compile_cache)  # loading compiles too: a small program for each shape
     model_dir = resolve_model(model)
     kind, directory = resolve_drafter(drafter, model_dir)
     if not speculation.policy_kind.drafts:
         kind, directory = registry.NONE, None
+    if hosts is not None:
+        hosts.agree({"the drafter": kind, **alike.files(model_dir, directory)})
     dtype = jnp.dtype(config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     shards = config.tensor_parallel
     cfg = hf.load_config(model_dir)
@@ -145,13 +162,13 @@ def build_engine(
     text = None if config.skip_tokenizer_init else Tokenizer.from_directory(model_dir)
     drafting = drafting_of(kind, directory, target, dtype, speculation, shards, sums)
     files = {"model files": digest(model_dir), "drafter files": digest(directory)}
-    return assemble(target, text, speculation, config, drafter=drafting, progress=progress, files=files)
+    return assemble(target, text, speculation, config, drafter=drafting, progress=progress, files=files, hosts=hosts)
 
 
 def assemble(
     target: TargetModel, tokenizer: Tokenizer | None, speculation: SpeculationConfig, config: EngineConfig, *,
     drafter: Drafting | None, progress: bool | Callable[[int, int], None], cost: CostTable | None = None,
-    files: Mapping[str, str] | None = None,
+    files: Mapping[str, str] | None = None, hosts: Hosts | None = None,
 ) -> Engine:  # fmt: skip
     """An engine from a target in memory.
 
@@ -159,6 +176,7 @@ def assemble(
       drafter: None: nothing is drafted.
       cost: skips the timing of executables.
       files: digests of what target and drafter were read from; without them nothing that is learnt is kept.
+      hosts: the processes that share it, which agree on all of this.
     """
     began = time.perf_counter()
     cache = use_persistent_cache(config.compile_cache)
@@ -184,9 +202,6 @@ def assemble(
     built, params = bind(geo) if depth else (None, ())
     if config.feature_ring is not None:
         geo = dataclasses.replace(geo, ring=ring_rows(config, geo, target, built))
-    hosts = None
-    if spans_processes(shards):
-        hosts = Hosts.meet()
     way = way_of(model, target.embedding[...].dtype, shards)
     if mesh is not None and config.draft_tensor_parallel == "auto" and jax.tree.leaves(params):
         whole = geo.whole_drafter
@@ -231,8 +246,8 @@ def assemble(
     times = cost is None and choice.needs_cost
     warmup = WarmupConfig(progress, cache, background, times=times and background)
     if hosts is not None:
-        told = [text for name, text in identity.items() if name != "device"]
-        hosts.agree((source_digest(), jax.__version__, *told, geo, runs, speculation))
+        sizes = {field.name: getattr(x, field.name) for x in (geo, runs) for field in dataclasses.fields(x)}
+        hosts.agree({**identity, "device": None, **sizes})
     leads, written = hosts is None or hosts.leads, None
     if config.feature_ring is not None and built is not None and leads:  # before anything takes its time
         written = _ring_directory(config, target, built)

@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
-import jax
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -24,7 +23,6 @@ from jaxspec.assemble import build_engine
 from jaxspec.engine import Engine
 from jaxspec.resolve import resolve_model
 from jaxspec.runtime.hosts import Place, join
-from jaxspec.runtime.sharding import spans_processes
 from jaxspec.text.tokenizer import Tokenizer
 from serve.api.admin import AdminServicer, described
 from serve.api.auth import AdminInterceptor, TokenInterceptor, read_tokens, server_credentials
@@ -326,15 +324,12 @@ def load_engine(config: ServerConfig, on_compiled: OnCompiled) -> Engine:
     if (place := place_of(config)) is not None:
         _log.info("this is process %d of %d, the first at %s", place.process_id, place.num_processes, place.coordinator)
         join(place)
-        if not spans_processes(engine.tensor_parallel):
-            raise ValueError(
-                f"{place.num_processes} processes share an engine whose tensor_parallel is more than the devices of "
-                f"one, which has {jax.local_device_count()}; got tensor_parallel {engine.tensor_parallel}"
-            )
     if not Tokenizer.is_in(resolve_model(config.model)):
         _log.warning("the model has no tokenizer: prompts must be token ids, and answers have no text")
         engine = dataclasses.replace(engine, skip_tokenizer_init=True)
-    return build_engine(config.model, config.drafter, config.speculation, engine, progress=on_compiled)
+    return build_engine(
+        config.model, config.drafter, config.speculation, engine, progress=on_compiled, together=place is not None
+    )
 
 
 def server_options(config: ServerConfig) -> list[tuple[str, Any]]:

@@ -74,11 +74,12 @@ ALLOWED = {
     "defaults": EVERYONE | {"models", "scheduling", "speculation", "fitting"},
     "resolve": {"checkpointing", "drafters", "names"},
     "choosing": EVERYONE | {"adaptive", "defaults", "drafters"},
+    "alike": {"config", "runtime"},
     "loading": EVERYONE | {"models", "speculation", "drafters", "fitting", "runtime"},
     "assemble": EVERYONE
     | {"adaptive", "scheduling", "runtime", "models", "speculation", "checkpointing", "drafters", "text"}
     | {"facts", "engine", "defaults", "fitting", "hybrids", "remembered", "ringfiles"}
-    | {"resolve", "choosing", "loading"},
+    | {"resolve", "choosing", "loading", "alike"},
     "shared": EVERYONE | {"engine", "events"},
     "prompts": {"request"},
     "llm": EVERYONE | {"adaptive", "assemble", "engine", "events", "prompts", "shared", "stats", "text"},

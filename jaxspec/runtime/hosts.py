@@ -11,42 +11,50 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import hashlib
-import hmac
 import json
 import logging
 import os
 import secrets
-import selectors
 import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxspec.runtime.meeting import (
+    ALIVE,
+    MEET_SECONDS,
+    PLANS,
+    PULSE,
+    SECRET_BYTES,
+    HostLostError,
+    accepted,
+    connected,
+    exactly,
+    names,
+    opened,
+)
+
 #: Seconds between two signs of life, those without one after which a process counts as lost, and those in which a
 #: process that has lost another ends by itself, before it is ended (`join`).
 _PULSE_SECONDS, _PATIENCE_SECONDS, _GRACE_SECONDS = 1.0, 10.0, 4.0
-#: Seconds in which the processes of an engine have to meet, and in which a loss is heard of after what it broke.
-_MEET_SECONDS, _HEAR_SECONDS = 120.0, 5.0
-_SECRET_BYTES, _MEET_BYTES = 32, 1024
-#: What a connection is for.
-_PLANS, _PULSE = b"P", b"H"
-_ALIVE, _BYE = b".", b"!"
-_HELLO = struct.Struct(f"<{_SECRET_BYTES}sHc")
+#: Seconds in which a loss is heard of after what it broke.
+_HEAR_SECONDS = 5.0
+#: Bytes of what the first process tells the others when they meet, and the most of an answer.
+_TOLD_BYTES, _LONGEST_ANSWER = 1024, 1 << 18
+_BYE = b"!"
 _LENGTH = struct.Struct("<I")
 _STOP = 2**32 - 1
-_LONGEST_ANSWER = 1 << 16
+#: What is said of values that differ: so many of them, each so long.
+_DIFFERENCES, _LONGEST_VALUE = 4, 120
+#: Between two looks for answers.
+_LOOK_SECONDS = 0.005
 _log = logging.getLogger(__name__)
-
-
-class HostLostError(RuntimeError):
-    """A process without which this engine cannot go on is gone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +80,7 @@ class Place:
         """
         from jax._src.clusters import ClusterEnv  # jax.distributed has no name for it but initialises at once
 
-        timeout = int(_MEET_SECONDS)
+        timeout = int(MEET_SECONDS)
         found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, timeout)
         coordinator, num_processes, process_id = found[:3]
         if coordinator is None or num_processes is None or process_id is None:
@@ -124,49 +132,68 @@ class Hosts:
 
     @classmethod
     def meet(cls) -> Hosts:
-        """Connects the processes of jax.distributed; each calls it once for an engine.
+        """Connects the processes of jax.distributed; each calls it once for an engine, before all that may differ.
 
         Raises:
+          ValueError: they have not all as many devices.
           HostLostError: they cannot reach the first one, or do not come.
         """
+        _check_shares([device.process_index for device in jax.devices()], jax.process_count())
         leads = jax.process_index() == 0
         with contextlib.ExitStack() as held:
-            listener = held.enter_context(_listener()) if leads else None
+            listener = held.enter_context(opened()) if leads else None
             port = 0 if listener is None else listener.getsockname()[1]
-            secret = secrets.token_bytes(_SECRET_BYTES)
-            told = json.dumps([port, secret.hex(), _names()]).encode().ljust(_MEET_BYTES)
-            told = bytes(multihost_utils.broadcast_one_to_all(np.frombuffer(told[:_MEET_BYTES], np.uint8)))
-            port, text, names = json.loads(told)
+            secret = secrets.token_bytes(SECRET_BYTES)
+            told = json.dumps([port, secret.hex(), names()]).encode().ljust(_TOLD_BYTES)
+            told = bytes(multihost_utils.broadcast_one_to_all(np.frombuffer(told[:_TOLD_BYTES], np.uint8)))
+            port, text, known = json.loads(told)
             secret = bytes.fromhex(text)
             if listener is not None:
-                return cls(*_accepted(listener, secret, jax.process_count() - 1))
-        names = [*([] if _joined is None else [_joined.coordinator.rpartition(":")[0].strip("[]")]), *names]
-        plans, pulse = (_connected(names, port, secret, kind) for kind in (_PLANS, _PULSE))
+                return cls(*accepted(listener, secret, jax.process_count() - 1))
+        known = [*([] if _joined is None else [_joined.coordinator.rpartition(":")[0].strip("[]")]), *known]
+        plans, pulse = (connected(known, port, secret, kind) for kind in (PLANS, PULSE))
         return cls({0: plans}, {0: pulse})
 
-    # Before it runs: in all processes at once.
+    # Before it runs: in all processes at once, over their connections.
 
     def least(self, number: int) -> int:
-        """The least of a number that each process has its own of."""
-        return int(multihost_utils.process_allgather(np.int64(number).astype(np.int32)).min())
-
-    def agree(self, what: Sequence[object]) -> None:
-        """Whether all processes are about to run the same programs.
-
-        Args:
-          what: the programs depend on; compared as text.
+        """The least of a number that each process has its own of.
 
         Raises:
-          ValueError: they are not.
+          HostLostError: a process is gone.
         """
-        mine = hashlib.sha256("\n".join(map(repr, what)).encode()).digest()
-        all_ = np.asarray(multihost_utils.process_allgather(np.frombuffer(mine, np.uint8)))
-        others = [process for process, row in enumerate(all_) if row.tobytes() != all_[0].tobytes()]
-        if others:
-            raise ValueError(
-                f"all processes of an engine must have the same model, flags and versions: those of processes {others} "
-                f"differ from the first one's; this is process {jax.process_index()} with {[*what]}"
-            )
+        return int(self._decided(number, lambda said: str(min(said))))
+
+    def agree(self, what: Mapping[str, object]) -> None:
+        """Whether all processes are about to run the same programs on the same weights.
+
+        Args:
+          what: that depends on, by name; compared as text. The same names in all processes.
+
+        Raises:
+          ValueError: they are not; in all of them, with the names and both values.
+          HostLostError: a process is gone.
+        """
+        mine = {name: repr(value) for name, value in what.items()}
+        if differ := self._decided(mine, _differences):
+            self._over = True  # all of them end here, and none is lost
+            self._leave()
+            raise ValueError(f"all processes of an engine must have the same model, flags and versions: {differ}")
+
+    def _decided(self, mine: object, decide: Callable[[list[Any]], str]) -> str:
+        """What the first process makes of what all of them say, by process."""
+        if not self.leads:
+            self.answer(json.dumps(mine).encode())
+            if (message := self.receive()) is None:
+                raise HostLostError(f"process 0 of {self.count} ended before this engine was ready")
+            return message.decode()
+        said = {0: mine}
+        while len(said) < self.count:
+            said |= {process: json.loads(message) for process, message in self.answers()}
+            time.sleep(_LOOK_SECONDS)
+        decision = decide([said[process] for process in range(self.count)])
+        self.send(decision.encode())
+        return decision
 
     # While it runs.
 
@@ -192,9 +219,9 @@ class Hosts:
           HostLostError: the first one is gone.
         """
         try:
-            (size,) = _LENGTH.unpack(_exactly(self._plans[0], _LENGTH.size))
+            (size,) = _LENGTH.unpack(exactly(self._plans[0], _LENGTH.size))
             if size != _STOP:
-                return _exactly(self._plans[0], size)
+                return exactly(self._plans[0], size)
             self._over = True
             self._leave()
             return None
@@ -281,7 +308,7 @@ class Hosts:
         try:
             while not self._over and self.lost is None:
                 sent = time.monotonic()
-                pulse.sendall(_ALIVE)
+                pulse.sendall(ALIVE)
                 try:
                     came = pulse.recv(64)
                 except TimeoutError:
@@ -313,117 +340,36 @@ class Hosts:
             timer.start()
 
 
+def _check_shares(owners: Sequence[int], count: int) -> None:
+    """Whether each process has as many devices; of all devices' processes, so all come to the same result."""
+    shares = [owners.count(process) for process in range(count)]
+    if len({*shares}) > 1:
+        raise ValueError(
+            f"all processes of an engine must have as many devices, got {shares} of processes 0 to {count - 1}"
+        )
+
+
+def _differences(said: Sequence[Mapping[str, str]]) -> str:
+    """How what processes say differs from what the first one says, in words; "" where it does not."""
+    found = []
+    for name, first in said[0].items():
+        for process, others in enumerate(said):
+            if (other := others.get(name)) != first:
+                a, b = _excerpts(first, str(other))
+                found.append(f"{name} is {a} in process 0 and {b} in process {process}")
+                break
+    more = len(found) - _DIFFERENCES
+    return "; ".join(found[:_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _excerpts(a: str, b: str) -> tuple[str, str]:
+    """Two long texts from shortly before where they part."""
+    parts = next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    begins = max(0, parts - _LONGEST_VALUE // 2) if max(len(a), len(b)) > _LONGEST_VALUE else 0
+    cut = lambda text: "..." * (begins > 0) + text[begins : begins + _LONGEST_VALUE]
+    return cut(a), cut(b)
+
+
 def _end() -> None:
     logging.shutdown()
     os._exit(1)
-
-
-# Meeting.
-
-
-def _names() -> list[str]:
-    """Under which names and addresses other machines may reach this one."""
-    found = [socket.gethostname()]
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing: says which address would
-        found.append(probe.getsockname()[0])
-    return [*dict.fromkeys(found), "127.0.0.1"]
-
-
-def _listener() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
-
-
-def _accepted(
-    listener: socket.socket, secret: bytes, others: int
-) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
-    """The connections (for plans, for signs of life) of all other processes, by process.
-
-    All that connect are heard at once, so that strangers who say nothing hold nobody up.
-    """
-    found: dict[bytes, dict[int, socket.socket]] = {_PLANS: {}, _PULSE: {}}
-    ends = time.monotonic() + _MEET_SECONDS
-    listener.setblocking(False)
-    with selectors.DefaultSelector() as coming:
-        coming.register(listener, selectors.EVENT_READ)
-        try:
-            while sum(map(len, found.values())) < 2 * others:
-                if (left := ends - time.monotonic()) <= 0:
-                    missing = sorted({*range(1, others + 1)} - {*found[_PULSE]})
-                    raise HostLostError(f"processes {missing} did not connect within {_MEET_SECONDS:.0f} s")
-                for key, _ in coming.select(left):
-                    if key.data is None:
-                        with contextlib.suppress(OSError):  # gone again
-                            coming.register(_unblocked(listener), selectors.EVENT_READ, bytearray())
-                    elif (hello := _heard(cast("socket.socket", key.fileobj), key.data)) is not None:
-                        coming.unregister(connection := cast("socket.socket", key.fileobj))
-                        if (who := _known(connection, hello, secret)) is not None:
-                            found[who[1]][who[0]] = _quick(connection)
-        finally:
-            for key in list(coming.get_map().values()):
-                if key.data is not None:
-                    cast("socket.socket", key.fileobj).close()
-    return found[_PLANS], found[_PULSE]
-
-
-def _unblocked(listener: socket.socket) -> socket.socket:
-    connection, _ = listener.accept()
-    connection.setblocking(False)
-    return connection
-
-
-def _heard(connection: socket.socket, hello: bytearray) -> bytearray | None:
-    """Adds what has come to a hello; None: not whole yet. One that ended before is shorter."""
-    try:
-        came = connection.recv(_HELLO.size - len(hello))
-    except BlockingIOError:
-        return None
-    except OSError:
-        return hello
-    hello += came
-    return None if came and len(hello) < _HELLO.size else hello
-
-
-def _known(connection: socket.socket, hello: bytearray, secret: bytes) -> tuple[int, bytes] | None:
-    """Which process said hello, and what for; closes the connection of anybody else."""
-    with contextlib.suppress(OSError, struct.error):
-        theirs, process, kind = _HELLO.unpack(hello)
-        if hmac.compare_digest(theirs, secret) and kind in (_PLANS, _PULSE):
-            connection.sendall(_ALIVE)
-            return process, kind
-    connection.close()
-    return None
-
-
-def _connected(names: Sequence[str], port: int, secret: bytes, kind: bytes) -> socket.socket:
-    tried: dict[str, str] = {}
-    for name in dict.fromkeys(names):
-        try:
-            connection = socket.create_connection((name, port), timeout=5.0)
-            connection.sendall(_HELLO.pack(secret, jax.process_index(), kind))
-            _exactly(connection, 1)  # another machine's port would not answer
-        except (OSError, EOFError) as e:
-            tried[name] = str(e)
-            continue
-        return _quick(connection)
-    raise HostLostError(f"the first process cannot be reached at port {port}: {tried}")
-
-
-def _quick(connection: socket.socket) -> socket.socket:
-    connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
-
-
-def _exactly(connection: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view, at = memoryview(data), 0
-    while at < size:
-        count = connection.recv_into(view[at:])
-        if not count:
-            raise EOFError
-        at += count
-    return data

@@ -7,31 +7,35 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxspec.runtime import hosts
+from jaxspec import alike
+from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.runtime import hosts, meeting
 from jaxspec.runtime.hosts import HostLostError, Hosts
 
 
 def test_strangers_hold_nobody_up():
     """Silent ones, one that says less than a hello, one that guesses: all are let go once the others have come."""
-    secret = secrets.token_bytes(hosts._SECRET_BYTES)
+    secret = secrets.token_bytes(meeting.SECRET_BYTES)
     with contextlib.ExitStack() as held:
-        listener = held.enter_context(hosts._listener())
+        listener = held.enter_context(meeting.opened())
         port = listener.getsockname()[1]
         strangers = [held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5)) for _ in range(6)]
         strangers[0].sendall(b"GET / HTTP/1.1\r\n")
-        strangers[1].sendall(hosts._HELLO.pack(bytes(hosts._SECRET_BYTES), 0, hosts._PLANS))
+        strangers[1].sendall(meeting._HELLO.pack(bytes(meeting.SECRET_BYTES), 0, meeting.PLANS))
         strangers[2].close()
         found: list[Any] = []
-        leader = threading.Thread(target=lambda: found.append(hosts._accepted(listener, secret, 1)), daemon=True)
+        leader = threading.Thread(target=lambda: found.append(meeting.accepted(listener, secret, 1)), daemon=True)
         began = time.monotonic()
         leader.start()
         plans, pulse = (
-            held.enter_context(hosts._connected(["127.0.0.1"], port, secret, kind))
-            for kind in (hosts._PLANS, hosts._PULSE)
+            held.enter_context(meeting.connected(["127.0.0.1"], port, secret, kind))
+            for kind in (meeting.PLANS, meeting.PULSE)
         )
         leader.join(10)
         assert time.monotonic() - began < 4, "less than what one silent stranger may take"
@@ -40,7 +44,7 @@ def test_strangers_hold_nobody_up():
         held.enter_context(pulses[0])
         theirs[0].sendall(b"plan")
         pulse.sendall(b".")
-        assert hosts._exactly(plans, 4) == b"plan" and hosts._exactly(pulses[0], 1) == b"."
+        assert meeting.exactly(plans, 4) == b"plan" and meeting.exactly(pulses[0], 1) == b"."
         for stranger in (strangers[0], strangers[1], strangers[3]):
             with contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(1) == b"", "told a stranger something"
@@ -48,13 +52,13 @@ def test_strangers_hold_nobody_up():
 
 def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch):
     """Also where strangers keep the port busy."""
-    monkeypatch.setattr(hosts, "_MEET_SECONDS", 0.2)
+    monkeypatch.setattr(meeting, "MEET_SECONDS", 0.2)
     with (
-        hosts._listener() as listener,
+        meeting.opened() as listener,
         socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=5),
         pytest.raises(HostLostError, match=r"processes \[1, 2\] did not connect"),
     ):
-        hosts._accepted(listener, bytes(hosts._SECRET_BYTES), 2)
+        meeting.accepted(listener, bytes(meeting.SECRET_BYTES), 2)
 
 
 def test_answers_come_whole_and_nobody_waits_for_them(monkeypatch: pytest.MonkeyPatch):
@@ -78,6 +82,68 @@ def test_answers_come_whole_and_nobody_waits_for_them(monkeypatch: pytest.Monkey
         theirs[1].close()
         with pytest.raises(HostLostError, match="process 2 of 3, .* its connection ended"):
             leader.answers()
+
+
+def decide(monkeypatch: pytest.MonkeyPatch, asked: Sequence[Callable[[Hosts], Any]]) -> list[Any]:
+    """What each process gets, or the error: each asks on a thread of its own."""
+    monkeypatch.setattr(hosts.jax, "process_count", lambda: len(asked))
+    found: list[Any] = [None] * len(asked)
+
+    def ask(process: int, own: Hosts) -> None:
+        try:
+            found[process] = asked[process](own)
+        except (ValueError, HostLostError) as e:
+            found[process] = e
+
+    with contextlib.ExitStack() as held:
+        ours, theirs = zip(*(map(held.enter_context, socket.socketpair()) for _ in asked[1:]), strict=True)
+        monkeypatch.setattr(hosts.jax, "process_index", lambda: 0)
+        processes = [Hosts(dict(enumerate(ours, start=1)), {})]
+        monkeypatch.setattr(hosts.jax, "process_index", lambda: 1)
+        processes += [Hosts({0: connection}, {}) for connection in theirs]
+        threads = [threading.Thread(target=ask, args=each, daemon=True) for each in enumerate(processes)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    return found
+
+
+def test_all_hear_what_differs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Names and both values, in each process, so that none waits for one that has ended; and the least of a number."""
+    assert decide(monkeypatch, [lambda own, n=n: own.least(n) for n in (7, 5, 6)]) == [5, 5, 5]
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        weights = bytearray(1 << 20)
+        weights[600_000:] = bytes([name == "c"]) * (len(weights) - 600_000)
+        (tmp_path / name / "model.safetensors").write_bytes(weights)
+    flags = lambda **fields: alike.versions_and_flags(SpeculationConfig(depth=3), EngineConfig(**fields))
+    files = lambda name: alike.files(tmp_path / name, None)
+    agreed = [
+        {**flags(compile_cache=False), **files("a")},
+        {**flags(keep_learnt="there", memory_fraction=0.5), **files("b")},
+    ]
+    assert decide(monkeypatch, [lambda own, what=what: own.agree(what) for what in agreed]) == [None, None]
+    agreed.append({**flags(num_pages=40), **files("c")})
+    for error in decide(monkeypatch, [lambda own, what=what: own.agree(what) for what in agreed]):
+        assert isinstance(error, ValueError)
+        assert "num_pages is None in process 0 and 40 in process 2; the model's model.safetensors is '" in str(error)
+    lost = decide(monkeypatch, [lambda own: own.least(1), lambda own: own._plans[0].close(), lambda own: own.least(2)])
+    assert isinstance(lost[0], HostLostError) and isinstance(lost[2], HostLostError)
+
+
+def test_long_values_are_shown_where_they_part():
+    said = [{"same": "1", "long": "x" * 300 + "a" * 300}, {"same": "1", "long": "x" * 300 + "b" * 300}]
+    told = hosts._differences(said)
+    assert told == f"long is ...{'x' * 60}{'a' * 60} in process 0 and ...{'x' * 60}{'b' * 60} in process 1"
+    many = [{str(i): "1" for i in range(9)}, {}]
+    assert hosts._differences(many).endswith("3 is 1 in process 0 and None in process 1; and 5 more")
+
+
+def test_processes_bring_as_many_devices():
+    hosts._check_shares([0, 1, 1, 0], 2)
+    with pytest.raises(ValueError, match=r"as many devices, got \[2, 1\] of processes 0 to 1"):
+        hosts._check_shares([0, 0, 1], 2)
 
 
 def test_a_server_ends_though_a_collective_hangs(monkeypatch: pytest.MonkeyPatch):
