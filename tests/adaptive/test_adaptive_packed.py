@@ -154,7 +154,7 @@ def test_packed_rounds_come_when_their_cost_does():
 
 
 def test_a_packed_cost_that_is_wrong_is_mended():
-    """Of each budget whose rounds have run, as each has in one of the runs, though it was said to take twice as long."""
+    """Of each budget whose rounds have run, as each has in one of the runs: it was said to take twice as long."""
     wrong = {key: s * (2.0 if key[2] else 1.0) for key, s in costs(64).rounds.items()}
     found, crowd, mended = [], mixed(64), set()
     for seed in range(2):

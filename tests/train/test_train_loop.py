@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxspec.train.run import logs, loop
+from jaxspec.train.run.checkpoints import Checkpoints
 from jaxspec.train.run.optim import OPTIMIZERS, SCHEDULES, OptimConfig, optimizer, schedule
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -237,6 +238,16 @@ def test_bfloat16_computes_and_float32_learns(tmp_path: Path) -> None:
     out = loop.run(loss, start(), batch_at, cfg, tmp_path)
     assert set(dtypes) == {jnp.dtype(jnp.bfloat16)} and out["w"].dtype == jnp.float32
     assert 0 < float(jnp.abs(out["w"] - 1).max()) < 1e-3  # steps that bfloat16 weights would round away
+
+
+def test_a_checkpoint_that_lacks_a_part_of_the_state_is_refused(tmp_path: Path) -> None:
+    """As of a version whose optimiser kept other moments: orbax alone would hand out None for them."""
+    kept = Checkpoints(tmp_path, {})
+    kept.save(2, {"opt_state": {"mu": jnp.ones(2), "nu": None}})
+    assert kept.restore({"opt_state": {"mu": jnp.zeros(2), "nu": None}})[0] == 2
+    with pytest.raises(ValueError, match=r"it lacks 1 arrays of this version's state, such as \['opt_state'\]\['nu'\]"):
+        kept.restore({"opt_state": {"mu": jnp.zeros(2), "nu": jnp.zeros(2)}})
+    kept.close()
 
 
 def test_muon_leaves_output_layers_and_tables_to_adam() -> None:

@@ -78,6 +78,7 @@ class Checkpoints:
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
                 restored = self._manager.restore(step, args=ocp.args.StandardRestore(template))
+                _check_whole(template, restored)
             except (OSError, ValueError, KeyError, TypeError, RuntimeError) as e:  # what orbax and tensorstore raise
                 reason = (str(e).strip() or type(e).__name__).splitlines()[0][:300]
                 failures.append(f"step {step}: {reason}")
@@ -110,3 +111,18 @@ class Checkpoints:
 
     def close(self) -> None:
         self._manager.close()
+
+
+def _check_whole(template: Any, restored: Any) -> None:
+    """Orbax leaves None where a checkpoint has nothing, as of a version whose optimiser kept other moments.
+
+    Raises:
+      ValueError: names the first that is missing.
+    """
+    kept = {path for path, _ in jax.tree_util.tree_leaves_with_path(restored)}
+    lacks = [path for path, _ in jax.tree_util.tree_leaves_with_path(template) if path not in kept]
+    if lacks:
+        raise ValueError(
+            f"it lacks {len(lacks)} arrays of this version's state, such as {jax.tree_util.keystr(lacks[0])}: another "
+            "version or optimiser wrote it"
+        )
