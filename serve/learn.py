@@ -76,7 +76,11 @@ class Loop:
     def cycle(self) -> str:
         """One cycle; what came of it, on a line."""
         args = self._args
+        told = False
         while (new := grown(args.ring, self._seen))[0] < args.grown_mib:
+            if not told:
+                print(f"{new[0]:.1f} of {args.grown_mib:g} MiB are gathered: waiting", file=sys.stderr, flush=True)
+                told = True
             self._sleep(_LOOK_SECONDS)
         self._seen = new[1]
         self._number += 1
@@ -114,7 +118,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         file: Path | None = args.token_file
         token = None if file is None else file.read_text(encoding="utf-8").split("\n", 1)[0].strip()
+        if not args.ring.is_dir():
+            raise ValueError(f"--ring {args.ring} is no directory: it is the server's --feature-ring, on this host")
         with Client(args.server, token=token) as client:
+            client.server_info()  # before anything is waited for
             loop, done = Loop(args, client, _run_trainer), 0
             while args.cycles is None or done < args.cycles:
                 print(loop.cycle(), flush=True)

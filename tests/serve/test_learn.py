@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,6 +88,11 @@ def test_what_goes_wrong_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     def fail(*args: Any, **more: Any) -> None:
         raise subprocess.CalledProcessError(2, "train")
 
+    assert learn.main([*base, "--ring", str(tmp_path / "none")]) == 2
+    assert "none is no directory: it is the server's --feature-ring" in capsys.readouterr().err
+    assert learn.main([*base, "--server", "127.0.0.1:1"]) == 1  # nothing is waited for
+    assert "error: UNAVAILABLE" in capsys.readouterr().err
+    monkeypatch.setattr(learn, "Client", lambda *args, **more: contextlib.nullcontext(Server(True)))
     monkeypatch.setattr(learn, "_run_trainer", fail)
     (tmp_path / "ring-1-1.safetensors").write_bytes(bytes(2**10))
     assert learn.main([*base, "--grown-mib", "0.0001", "--cycles", "1"]) == 1
