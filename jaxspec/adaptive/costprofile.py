@@ -68,6 +68,13 @@ class CostProfile:
             mine, its = identity.get(name), self.identity.get(name)
             if mine != its:
                 raise ValueError(f"profile {where} was measured with {name} {its!r}, and this engine has {mine!r}")
+        most = max(bucket for _, (_, bucket, _) in self.seconds)
+        asked = max((bucket for buckets in reachable.values() for bucket in buckets), default=0)
+        if asked > most:
+            raise ValueError(
+                f"profile {where} was measured for up to {most} requests at once, and this engine runs {asked}: "
+                f"measure with --max-batch-size {asked}, or run at most {most}"
+            )
         for context in self.contexts:
             known = {key[:2] for c, key in self.seconds if c == context and key[2] is None}
             packed = {key for c, key in self.seconds if c == context}

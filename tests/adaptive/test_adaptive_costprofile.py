@@ -41,9 +41,10 @@ def test_round_trip_and_look_up(tmp_path: Path):
         ({**IDENTITY, "dtype": "bfloat16"}, {}, "with dtype None, and this engine has 'bfloat16'"),
         (
             IDENTITY,
-            {Tier(2): (1, 2, 4, 8)},
-            r"lacks chain-2 in buckets \[2, 8\] at context 64; it has buckets \[1, 4\]",
+            {Tier(2): (1, 2, 3, 4)},
+            r"lacks chain-2 in buckets \[2, 3\] at context 64; it has buckets \[1, 4\]",
         ),
+        (IDENTITY, {Tier(2): (4, 8)}, "measured for up to 4 requests at once, and this engine runs 8: measure with"),
         (IDENTITY, {Tier(3): (1,)}, r"lacks chain-3 in buckets \[1\] at context 64; .* of \['off', 'chain-2'\]"),
     ],
 )

@@ -215,8 +215,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--json", type=Path)
     args = p.parse_args(argv)
 
-    import torch  # pyright: ignore[reportMissingImports]
-    import transformers  # pyright: ignore[reportMissingImports]
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+        import transformers  # pyright: ignore[reportMissingImports]
+    except ImportError as e:
+        p.exit(2, f"{p.prog}: error: {e}: pip install -e '.[parity]'\n")
 
     n = args.new_tokens
     runners, llm = our_runners(args.model, args.depth, n)
