@@ -15,7 +15,7 @@ from jaxspec.speculation.drafters.featureless import Featureless
 from jaxspec.speculation.drafters.hybrid import HybridDrafter
 from jaxspec.speculation.drafters.suffix import CELLS, Matches, SuffixDrafter, SuffixMatcher
 from jaxspec.speculation.drafters.suffix_corpus import PLACES, Corpus
-from jaxspec.speculation.drafters.track_record import NOTHING, Proposal, TrackRecord
+from jaxspec.speculation.drafters.track_record import NOTHING, Proposal, TrackRecord, departure
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree, ancestors
 from jaxspec.tier import Tier
@@ -37,27 +37,26 @@ def rows_of(tokens: Any, root: list[int]) -> Rows:
 
 
 def test_lengths_of_matches_are_those_of_a_scan():
-    """Texts that grow by nothing, a token, several, and by more than is looked at; the last row is begun anew."""
+    """Texts of a token, of fewer than are looked at, that repeat themselves, and as long as there is room."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 3, (5, 40)).astype(np.int32)
     tokens[1, :30] = np.tile([1, 2, 0, 1, 1], 6)
-    run = jnp.asarray(rng.integers(0, 9, tokens.shape), jnp.uint8)  # of texts that nobody saw
-    seen = np.full(5, suffix_history.UNSEEN)
-    advance = jax.jit(lambda *args: suffix_history.advance(*args, LONGEST))
-    for root in ([0, 3, 9, 12, 1], [0, 4, 14, 30, 2], [1, 9, 15, 39, 20], [7, 38, 15, 39, 20]):
-        root = np.asarray(root)
-        run = advance(run, jnp.asarray(seen, jnp.int32), jnp.asarray(tokens), jnp.asarray(root, jnp.int32))
-        for row, last in enumerate(root.tolist()):
+
+    @jax.jit
+    def lengths(root: jax.Array) -> jax.Array:
+        return suffix_history.lengths(tokens, root, suffix_history.tail(jnp.asarray(tokens), root, LONGEST))
+
+    for root in ([0, 3, 9, 12, 1], [0, 4, 14, 30, 2], [7, 38, 15, 39, 20]):
+        run = np.asarray(lengths(jnp.asarray(root, jnp.int32)))
+        for row, last in enumerate(root):
             text = tokens[row].tolist()
             want = [min(LONGEST, common_suffix(text[: i + 1], text[: last + 1])) for i in range(last)]
-            assert np.asarray(run)[row].tolist() == want + [0] * (40 - last), (row, last)
-        seen = root.copy()
-        seen[4] = suffix_history.UNSEEN
+            assert run[row].tolist() == want + [0] * (40 - last), (row, last)
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_the_longest_and_latest_matches_come_first(count: int):
-    run = jnp.asarray([[1, 3, 0, 3, 2, 1], [0, 0, 1, 1, 0, 0]], jnp.uint8)
+    run = jnp.asarray([[1, 3, 0, 3, 2, 1], [0, 0, 1, 1, 0, 0]], jnp.int32)
     length, at = suffix_history.best(run, count, 2)
     assert np.asarray(at)[0].tolist() == [3, 1, 4, 5][:count] and np.asarray(length)[0].tolist() == [3, 3, 2, 0][:count]
     assert not np.asarray(length)[1].any()
@@ -158,18 +157,21 @@ def test_proposals_are_judged_by_the_text_that_came():
     second = Proposal(
         jnp.asarray([[5, 6], [5, 6], [V, 6]]), jnp.asarray([[3, NOTHING], [3, 4], [NOTHING, 4]]), jnp.full((3, 2), 1.0)
     )
-    record = record.proposed(rows, [first, second])
-    judged = record.judged(rows_of(tokens, [9, 6, 6]), tokens)
-    assert np.asarray(judged.counts_X2).tolist() == [[3, 2], [2, 1], [1, 1], [2, 2], [1, 1], *[[0, 0]] * 3]
-    again = judged.judged(rows_of(tokens, [12, 12, 12]), tokens)
-    np.testing.assert_array_equal(judged.counts_X2, again.counts_X2)
-    # Eight labels of prior: 3 right of 1.5 expected, 1 of 1, none of 0.5.
+    record = record.proposed(rows, jnp.zeros((3, 2, 2), jnp.int32), [first, second])
     at = rows_of(tokens, [9, 6, 6])
-    np.testing.assert_allclose(judged.departure(at, 0), [11 / 9.5, 9 / 9, 8 / 8.5], rtol=1e-6)
+    judged, sums = record.judged(at, tokens)
+    assert np.asarray(judged.counts_X2).tolist() == [[3, 2], [2, 1], [1, 1], [2, 2], [1, 1], *[[0, 0]] * 3]
+    # Eight labels of prior: 3 right of 1.5 expected, 1 of 1, none of 0.5.
+    np.testing.assert_allclose(departure(sums, 0), [11 / 9.5, 9 / 9, 8 / 8.5], rtol=1e-6)
     np.testing.assert_allclose(judged.chance(jnp.asarray([0, 1, 7]), jnp.asarray([0.5, 0.5, 0.25])), [4 / 7, 0.5, 0.25])
-    fresh = judged.admit(jnp.asarray([0, 3]))
-    np.testing.assert_allclose(fresh.departure(at, 0), [1, 9 / 9, 8 / 8.5], rtol=1e-6)
-    far = record.judged(rows_of(tokens, [4, 4, 4]), tokens)  # nothing came yet
+    # The sums stay where nothing is proposed, but for a slot that another request takes; padding writes nothing.
+    nothing = [Proposal(jnp.full((3, 3), V), jnp.full((3, 3), NOTHING), jnp.zeros((3, 3)))] * 2
+    padded = dataclasses.replace(at, valid_B=jnp.asarray([True, True, False]))
+    later = judged.proposed(padded, sums, nothing).admit(jnp.asarray([0, 3]))
+    after, sums = later.judged(rows_of(tokens, [12, 12, 6]), tokens)
+    assert (np.asarray(after.counts_X2) - np.asarray(judged.counts_X2)).tolist() == [[1, 0], *[[0, 0]] * 7]
+    np.testing.assert_allclose(departure(sums, 0), [1, 9 / 9, 8 / 8.5], rtol=1e-6)
+    far, _ = record.judged(rows_of(tokens, [4, 4, 4]), tokens)  # nothing came yet
     assert not np.asarray(far.counts_X2).any()
 
 
@@ -214,10 +216,10 @@ def test_each_row_keeps_the_drafts_that_promise_more(tier: Tier):
         assert tuple(x[1].tolist() for x in found) == ([1, *model[0][1:]], *model[1:])
         np.testing.assert_array_equal(tree.ancestors_BNN, ancestors(tree.parents_BN, 3))
         # Both were put on record: 0 1 2, and the model's likeliest path.
-        kept = np.asarray(state.suffix.record.tokens_SAD)[0].tolist()
+        latest = np.asarray(state.suffix.record.latest_SADF)
+        kept = latest[0, :, :, 0].tolist()
         assert kept == [[0, 1, 2], [5, 4, 5] if tier.is_chain else [5, 5, 5]]
-        assert (np.asarray(state.suffix.record.cells_SAD)[0, 1] >= CELLS).all()
-        assert (np.asarray(state.suffix.record.cells_SAD) < hybrid._CELLS).sum() == 3 + 3 + 3
+        assert (latest[0, 1, :, 1] >= CELLS).all() and (latest[..., 1] < hybrid._CELLS).sum() == 3 + 3 + 3
 
 
 def test_a_graft_is_the_best_tree_of_both_drafts():

@@ -19,7 +19,7 @@ from jaxspec.speculation import budget
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.drafters import suffix
 from jaxspec.speculation.drafters.suffix import SuffixMatcher, SuffixState
-from jaxspec.speculation.drafters.track_record import NOTHING, Proposal, TrackRecord
+from jaxspec.speculation.drafters.track_record import NOTHING, Proposal, TrackRecord, departure
 from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
@@ -91,22 +91,24 @@ class HybridDrafter:
         sampling: SamplingState | None, noise_BDV: jax.Array | None, sample: bool,
     ) -> tuple[DraftTree, HybridState]:  # fmt: skip
         assert not sample, "a choice between drafts is exact for deterministic ones"
-        record, model_state = draft.suffix.record.judged(rows, tokens_SL), draft.model
+        (record, sums_BA2), model_state = draft.suffix.record.judged(rows, tokens_SL), draft.model
         state = dataclasses.replace(draft.suffix, record=record)
-        state, proposal = self.matcher.propose(state, rows, tokens_SL, tier.depth)
-        tree = suffix.chain_of(rows, proposal, record.departure(rows, _SUFFIX))
+        proposal = self.matcher.propose(state, rows, tokens_SL, tier.depth)
+        tree = suffix.chain_of(rows, proposal, departure(sums_BA2, _SUFFIX))
         other = None
         if not tier.lookup:
             drafted, model_state = self.model.draft(
                 params, draft.model, rows, tokens_SL, tier, sampling, noise_BDV, False
             )
-            drafted, other = _weighed(drafted, rows, record, tier)
+            drafted, other = _weighed(drafted, record, departure(sums_BA2, _MODEL), tier)
             tree = _either(tree, drafted, tier) if tier.is_chain else _grafted(tree, drafted, tier)
-        record = record.proposed(rows, [proposal, other])
+        record = record.proposed(rows, sums_BA2, [proposal, other])
         return tree, HybridState(dataclasses.replace(state, record=record), model_state)
 
 
-def _weighed(tree: DraftTree, rows: Rows, record: TrackRecord, tier: Tier) -> tuple[DraftTree, Proposal]:
+def _weighed(
+    tree: DraftTree, record: TrackRecord, departure_B: jax.Array, tier: Tier
+) -> tuple[DraftTree, Proposal]:  # fmt: skip
     """The model's draft with calibrated confidences, and its likeliest path."""
     assert tree.confidence_BN is not None
     said_BN = jnp.where(jnp.isnan(tree.confidence_BN), 0.0, tree.confidence_BN)
@@ -114,20 +116,36 @@ def _weighed(tree: DraftTree, rows: Rows, record: TrackRecord, tier: Tier) -> tu
     depth_BN = jnp.clip(tree.depths_BN - 1, 0, _DEPTHS - 1)
     cells_BN = suffix.CELLS + depth_BN * (len(_CONFIDENCES) + 1) + kind_BN
     chance_BN = record.chance(cells_BN, said_BN)
-    mine_BN = jnp.clip(chance_BN * record.departure(rows, _MODEL)[:, None], 0.0, 1.0)
+    mine_BN = jnp.clip(chance_BN * departure_B[:, None], 0.0, 1.0)
     weighed = dataclasses.replace(tree, confidence_BN=jnp.where(tree.depths_BN == 0, 1.0, mine_BN))
     if tier.is_chain:
         return weighed, Proposal(tree.tokens_BN[:, 1:], cells_BN[:, 1:], chance_BN[:, 1:])
-    node_B1, nodes = jnp.zeros((tree.tokens_BN.shape[0], 1), jnp.int32), []
-    dead_B1 = node_B1 > 0
-    for depth in range(1, tier.depth + 1):
-        child_BN = (tree.parents_BN == node_B1) & (tree.depths_BN == depth)
-        node_B1 = jnp.argmax(jnp.where(child_BN, chance_BN, -1.0), axis=1, keepdims=True).astype(jnp.int32)
-        dead_B1 = dead_B1 | ~jnp.any(child_BN, axis=1, keepdims=True)
-        nodes.append(jnp.where(dead_B1, 0, node_B1))
-    path_BD = jnp.concatenate(nodes, axis=1)
+    # From the root down the likeliest child, the first of equal ones: where no node is one that a sibling surpasses.
+    above_BNN = _comes_first(chance_BN)
+    parents_BN = jnp.where(tree.depths_BN > 0, tree.parents_BN, -1)  # the root has no siblings
+    siblings_BNN = parents_BN[:, :, None] == parents_BN[:, None, :]
+    surpassed_BN = jnp.any(above_BNN & siblings_BNN, axis=1)
+    path_BD = _nodes_along(tree, ~surpassed_BN, tier.depth)
     along = lambda x_BN, none: jnp.where(path_BD > 0, jnp.take_along_axis(x_BN, path_BD, axis=1), none)
     return weighed, Proposal(along(tree.tokens_BN, -1), along(cells_BN, NOTHING), along(chance_BN, 0.0))
+
+
+def _nodes_along(tree: DraftTree, on_BN: jax.Array, depth: int) -> jax.Array:
+    """The node at each depth from 1 of the path whose nodes are all `on_BN`, the root included; 0 after its end.
+
+    There has to be no more than one such path.
+    """
+    whole_BN = ~jnp.any(tree.ancestors_BNN & ~on_BN[:, None, :], axis=2)
+    index_1N1 = jnp.arange(on_BN.shape[1], dtype=jnp.int32)[None, :, None]
+    step_11D = jnp.arange(1, depth + 1, dtype=jnp.int32)[None, None]
+    return jnp.where(whole_BN[:, :, None] & (tree.depths_BN[:, :, None] == step_11D), index_1N1, 0).max(axis=1)
+
+
+def _comes_first(value_BN: jax.Array) -> jax.Array:
+    """Whether node n comes before node m, [B, n, m]: by the higher value, of equal ones the first."""
+    index_N = jnp.arange(value_BN.shape[1], dtype=jnp.int32)
+    one_BN1, other_B1N = value_BN[:, :, None], value_BN[:, None, :]
+    return (one_BN1 > other_B1N) | ((one_BN1 == other_B1N) & (index_N[:, None] < index_N[None])[None])
 
 
 def _promise(tree: DraftTree, tier: Tier) -> jax.Array:
@@ -153,30 +171,32 @@ def _grafted(chain: DraftTree, drafted: DraftTree, tier: Tier) -> DraftTree:
     As far as the chain repeats a path of the tree they are the same nodes, and as likely as the likelier source says.
     """
     assert chain.confidence_BN is not None and drafted.confidence_BN is not None
-    b, n = drafted.tokens_BN.shape
-    at_B1 = jnp.zeros((b, 1), jnp.int32)
-    repeats_B1, p_BN = at_B1 == 0, drafted.confidence_BN
-    index_1N = jnp.arange(n, dtype=jnp.int32)[None]
-    parents, own = [], []
-    for depth in range(1, tier.depth + 1):
-        said_B1 = chain.confidence_BN[:, depth : depth + 1] / _MARGIN
-        same_BN = (drafted.parents_BN == at_B1) & (drafted.tokens_BN == chain.tokens_BN[:, depth : depth + 1])
-        same_BN = same_BN & (index_1N > 0) & repeats_B1
-        repeats_B1 = jnp.any(same_BN, axis=1, keepdims=True)
-        p_BN = jnp.where(same_BN, jnp.maximum(p_BN, said_B1), p_BN)
-        parents.append(at_B1)
-        own.append(jnp.where(repeats_B1, 0.0, said_B1))  # of one that the tree has already nothing is left
-        at_B1 = jnp.where(repeats_B1, jnp.argmax(same_BN, axis=1, keepdims=True).astype(jnp.int32), n + depth - 1)
-    both = lambda ours_BN, theirs: jnp.concatenate([ours_BN, *theirs], axis=1)
-    tokens_BM = both(drafted.tokens_BN, [chain.tokens_BN[:, 1:]])
-    parents_BM, p_BM = both(drafted.parents_BN, parents), both(p_BN, own)
-    depths_BM = both(drafted.depths_BN, [chain.depths_BN[:, 1:]])
-    # No node is likelier than its parent, which comes first, and of equal ones the first is taken: so they are a tree.
-    survival_BM = budget.survival(p_BM, parents_BM, tier.depth)
-    _, chosen_BN = jax.lax.top_k(survival_BM[:, 1:], n - 1)
-    chosen_BN = jnp.pad(jnp.sort(chosen_BN.astype(jnp.int32) + 1, axis=1), ((0, 0), (1, 0)))
-    of = lambda x_BM: jnp.take_along_axis(x_BM, chosen_BN, axis=1)
-    place_BN = jnp.argmax(chosen_BN[:, None, :] == of(parents_BM)[:, :, None], axis=2).astype(jnp.int32)
+    n, deepest = drafted.tokens_BN.shape[1], tier.depth
+    said_BN, step_1D = chain.confidence_BN / _MARGIN, jnp.arange(deepest, dtype=jnp.int32)[None]
+    along = lambda x_BN: jnp.take_along_axis(x_BN, drafted.depths_BN, axis=1)
+    same_BN = (drafted.tokens_BN == along(chain.tokens_BN)) | (drafted.depths_BN == 0)
+    at_BD = _nodes_along(drafted, same_BN, deepest)
+    repeats_BD = at_BD > 0
+    index_1M = jnp.arange(n + deepest, dtype=jnp.int32)[None]
+    mine_BN = jnp.any(at_BD[:, None, :] == index_1M[:, :n, None], axis=2) & (index_1M[:, :n] > 0)
+    p_BN = jnp.where(mine_BN, jnp.maximum(drafted.confidence_BN, along(said_BN)), drafted.confidence_BN)
+    own_BD = jnp.where(repeats_BD, 0.0, said_BN[:, 1:])  # of one that the tree has already nothing is left
+    at_BD = jnp.where(repeats_BD, at_BD, n + step_1D)
+    both = lambda *parts: jnp.concatenate(parts, axis=1)
+    tokens_BM = both(drafted.tokens_BN, chain.tokens_BN[:, 1:])
+    depths_BM = both(drafted.depths_BN, chain.depths_BN[:, 1:])
+    parents_BM = both(drafted.parents_BN, jnp.pad(at_BD[:, :-1], ((0, 0), (1, 0))))
+    p_BM = both(p_BN, own_BD)
+    # No node is likelier than its parent, which comes first, and of equal ones the first is taken: so they are a tree,
+    # the root among them. They are counted, not sorted: there are few.
+    survival_BM = budget.survival(p_BM, parents_BM, deepest)
+    kept_BM = _comes_first(survival_BM).sum(axis=1, dtype=jnp.int32) < n
+    place_BM = (kept_BM[:, :, None] & (index_1M[0, :, None] < index_1M)[None]).sum(axis=1, dtype=jnp.int32)
+    into_BNM = kept_BM[:, None, :] & (place_BM[:, None, :] == index_1M[:, :n, None])
+    chosen_BN = jnp.where(into_BNM, index_1M[:, None], 0).max(axis=2)
+    of = lambda x_BM, at_BN: jnp.take_along_axis(x_BM, at_BN, axis=1)
+    parents_BN = of(place_BM, of(parents_BM, chosen_BN))
     return DraftTree(
-        of(tokens_BM), place_BN, of(depths_BM), ancestors(place_BN, tier.depth), None, of(p_BM)
+        of(tokens_BM, chosen_BN), parents_BN, of(depths_BM, chosen_BN), ancestors(parents_BN, deepest), None,
+        of(p_BM, chosen_BN),
     )  # fmt: skip

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxspec.speculation.drafters import suffix_history
 from jaxspec.speculation.drafters.featureless import Featureless
 from jaxspec.speculation.drafters.suffix_corpus import Corpus
-from jaxspec.speculation.drafters.track_record import NOTHING, Proposal, TrackRecord
+from jaxspec.speculation.drafters.track_record import NOTHING, Proposal, TrackRecord, departure
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
@@ -52,12 +52,9 @@ class Matches(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class SuffixState:
     """Attributes:
-    run_SL: how many tokens up to each index equal the last ones of the slot's text, as it was at index seen_S.
     record: of what was proposed. corpus: other texts; None: none.
     """
 
-    run_SL: jax.Array
-    seen_S: jax.Array
     record: TrackRecord
     corpus: Corpus | None
 
@@ -81,17 +78,12 @@ class SuffixMatcher:
 
     def init_state(self, geo: Geometry, cells: int = CELLS, sources: int = 1) -> SuffixState:
         """Of no text, with a record of so many cells and sources of proposals."""
-        return SuffixState(
-            jnp.zeros((geo.slots, geo.tokens_per_seq), jnp.uint8),
-            jnp.full((geo.slots,), suffix_history.UNSEEN, jnp.int32),
-            TrackRecord.empty(geo, cells, sources),
-            Corpus.empty(self.corpus_tokens) if self.corpus_tokens else None,
-        )
+        corpus = Corpus.empty(self.corpus_tokens) if self.corpus_tokens else None
+        return SuffixState(TrackRecord.empty(geo, cells, sources), corpus)
 
     def admit(self, state: SuffixState, slot_B: jax.Array) -> SuffixState:
         """Requests take these slots."""
-        seen = state.seen_S.at[slot_B].set(suffix_history.UNSEEN, mode="drop")
-        return dataclasses.replace(state, seen_S=seen, record=state.record.admit(slot_B))
+        return dataclasses.replace(state, record=state.record.admit(slot_B))
 
     def remember(self, state: SuffixState, tokens_L: jax.Array, count: jax.Array) -> SuffixState:
         """With a text of `count` tokens in the corpus."""
@@ -103,33 +95,21 @@ class SuffixMatcher:
         assert state.corpus is not None
         return dataclasses.replace(state, corpus=state.corpus.emptied())
 
-    def propose(
-        self, state: SuffixState, rows: Rows, tokens_SL: jax.Array, depth: int
-    ) -> tuple[SuffixState, Proposal]:  # fmt: skip
-        """The rows' texts taken in, and what they may go on with."""
-        tokens_BL = jnp.take(tokens_SL, rows.slot_B, axis=0, mode="clip")
-        run_BL = jnp.take(state.run_SL, rows.slot_B, axis=0, mode="clip")
-        seen_B = jnp.where(rows.valid_B, jnp.take(state.seen_S, rows.slot_B, mode="clip"), rows.length_B)
-        run_BL = suffix_history.advance(run_BL, seen_B, tokens_BL, rows.length_B, self.longest)
-        state = dataclasses.replace(
-            state, run_SL=state.run_SL.at[rows.slot_B].set(run_BL, mode="drop"),
-            seen_S=state.seen_S.at[rows.slot_B].set(rows.length_B, mode="drop"),
-        )  # fmt: skip
-        matches = self._matches(state, rows, tokens_SL, tokens_BL, run_BL, depth)
-        proposal = self._vote(state.record, matches, depth)
-        return state, proposal if rows.allowed_BDW is None else self._within(proposal, rows.allowed_BDW)
+    def propose(self, state: SuffixState, rows: Rows, tokens_SL: jax.Array, depth: int) -> Proposal:
+        """What the rows' texts may go on with."""
+        proposal = self._vote(state.record, self._matches(state, rows, tokens_SL, depth), depth)
+        return proposal if rows.allowed_BDW is None else self._within(proposal, rows.allowed_BDW)
 
-    def _matches(
-        self, state: SuffixState, rows: Rows, tokens_SL: jax.Array, tokens_BL: jax.Array, run_BL: jax.Array, depth: int
-    ) -> Matches:
+    def _matches(self, state: SuffixState, rows: Rows, tokens_SL: jax.Array, depth: int) -> Matches:
+        tokens_BL = jnp.take(tokens_SL, rows.slot_B, axis=0, mode="clip")
+        tail_BK = suffix_history.tail(tokens_BL, rows.length_B, self.longest)
+        run_BL = suffix_history.lengths(tokens_BL, rows.length_B, tail_BK)
         run_BC, at_BC = suffix_history.best(run_BL, min(self.places, run_BL.shape[1]), self.shortest)
         own = Matches(
             run_BC, suffix_history.continuations(tokens_BL, at_BC, rows.length_B, depth), jnp.zeros(run_BC.shape, bool)
         )
         if state.corpus is None:
             return own
-        index_BK = rows.length_B[:, None] - jnp.arange(self.longest, dtype=jnp.int32)[None, :]
-        tail_BK = jnp.where(index_BK >= 0, rows.tokens_at(tokens_SL, index_BK), -2)
         run_BC, at_BC = state.corpus.look_up(tail_BK)
         run_BC = jnp.where(run_BC >= self.shortest, run_BC, 0)
         tokens_BCD = state.corpus.continuations(at_BC, depth, self.vocab_size)
@@ -137,37 +117,56 @@ class SuffixMatcher:
         return Matches(*(jnp.concatenate(both, axis=1) for both in zip(own, shared, strict=True)))
 
     def _vote(self, record: TrackRecord, matches: Matches, depth: int) -> Proposal:
-        """The circle of places that promises most tokens; of equal ones that of the longer matches."""
-        run_BC = matches.run_BC
+        """The circle of places that promises most tokens; of equal ones that of the longer matches.
+
+        In each circle the token with most votes wins, those who voted for it go on, and so token by token. Here all
+        tokens are voted on at once, in few reductions: a place that is still in at some token has company of exactly
+        those that repeat it so far, whoever won.
+        """
+        run_BC, places = matches.run_BC, matches.run_BC.shape[1]
         most_B = run_BC.max(axis=1)
         least = [most_B]
-        if run_BC.shape[1] > 1:
+        if places > 1:
             least += [(most_B + 1) // 2, jnp.minimum(most_B, 2), jnp.minimum(most_B, 1)]
         least_BQ = jnp.stack(least, axis=1)
-        alive_BQC = (run_BC[:, None, :] >= least_BQ[:, :, None]) & (run_BC > 0)[:, None, :]
+        in_BQC = (run_BC[:, None, :] >= least_BQ[:, :, None]) & (run_BC > 0)[:, None, :]
         # A circle is as good as its shortest match.
-        run_BQ = jnp.where(alive_BQC, run_BC[:, None, :], self.longest).min(axis=2)
-        parts = []
-        for step in range(depth):
-            token_BC = matches.tokens_BCD[:, :, step]
-            alive_BQC = alive_BQC & (token_BC < self.vocab_size)[:, None, :]
-            same_BCC = token_BC[:, :, None] == token_BC[:, None, :]
-            votes_BQC = (alive_BQC[:, :, None, :] & same_BCC[:, None, :, :]).sum(axis=3, dtype=jnp.int32)
-            # Ties go to the longer match, then to the text itself and its later places.
-            key_BQC = jnp.where(alive_BQC, votes_BQC * (self.longest + 1) + run_BC[:, None, :], -1)
-            won_BQ1 = jnp.argmax(key_BQC, axis=2, keepdims=True)
-            pick = lambda x_BC, at=won_BQ1: jnp.take_along_axis(
-                jnp.broadcast_to(x_BC[:, None, :], at.shape[:2] + x_BC.shape[1:]), at, axis=2
-            )[:, :, 0]
-            votes_BQ = jnp.take_along_axis(votes_BQC, won_BQ1, axis=2)[:, :, 0]
-            voters_BQ = alive_BQC.sum(axis=2, dtype=jnp.int32)
-            token_BQ = jnp.where(voters_BQ > 0, pick(token_BC), self.vocab_size)
-            parts.append((token_BQ, *self._judge(run_BQ + step, votes_BQ, voters_BQ, pick(matches.shared_BC))))
-            alive_BQC = alive_BQC & (token_BC[:, None, :] == token_BQ[:, :, None])
-        tokens_BQD, cells_BQD, prior_BQD = (jnp.stack(part, axis=2) for part in zip(*parts, strict=True))
-        chance_BQD = jnp.where(cells_BQD < NOTHING, record.chance(cells_BQD, prior_BQD), 0.0)
-        best_B11 = jnp.argmax(jnp.cumprod(chance_BQD, axis=2).sum(axis=2), axis=1)[:, None, None]
-        chosen = (jnp.take_along_axis(x, best_B11, axis=1)[:, 0] for x in (tokens_BQD, cells_BQD, chance_BQD))
+        run_BQ = jnp.where(in_BQC, run_BC[:, None, :], self.longest).min(axis=2)
+        goes_on_BCD = _cumulative(matches.tokens_BCD < self.vocab_size)
+        same_BCCD = _cumulative(matches.tokens_BCD[:, :, None, :] == matches.tokens_BCD[:, None, :, :])
+        before_BCCD = jnp.pad(same_BCCD[..., :-1], ((0, 0),) * 3 + ((1, 0),), constant_values=True)
+        voter_BQCD = in_BQC[..., None] & goes_on_BCD[:, None]
+        # What each place finds at a token if it is still in: votes for its own, and voters.
+        among = lambda who_BCCD: (voter_BQCD[:, :, None] & who_BCCD[:, None]).sum(axis=3, dtype=jnp.int32)
+        votes_BQCD, voters_BQCD = among(same_BCCD), among(before_BCCD)
+        # Ties go to the longer match, then to the text itself and its later places.
+        key_BQCD = votes_BQCD * (self.longest + 1) + run_BC[:, None, :, None]
+        last_C = 2 * jnp.arange(places - 1, -1, -1, dtype=jnp.int32)
+        last_BC = last_C[None] + matches.shared_BC.astype(jnp.int32)
+        key_BQCD = jnp.where(voter_BQCD, 2 * places * key_BQCD + last_BC[:, None, :, None], -1)
+        # Places with the same token at a step share its best key; at the first at which two differ the better one wins.
+        key_BQCD = jnp.where(same_BCCD[:, None], key_BQCD[:, :, None], -1).max(axis=3)
+        parted_BCCD = before_BCCD & ~same_BCCD
+        worse_BQCCD = parted_BCCD[:, None] & (key_BQCD[:, :, :, None] < key_BQCD[:, :, None])
+        won_BQC1 = (in_BQC & ~jnp.any(worse_BQCCD & in_BQC[:, :, None, :, None], axis=(3, 4)))[..., None]
+        of_winner = lambda x_BQCD: jnp.where(won_BQC1, x_BQCD, -1).max(axis=2)
+        votes_BQD, voters_BQD, key_BQD, token_BQD = map(
+            of_winner, (votes_BQCD, voters_BQCD, key_BQCD, matches.tokens_BCD[:, None])
+        )
+        some_BQD = voters_BQD > 0
+        tokens_BQD = jnp.where(some_BQD, token_BQD, self.vocab_size)
+        step_D = jnp.arange(depth, dtype=jnp.int32)
+        cells_BQD, prior_BQD = self._judge(run_BQ[:, :, None] + step_D[None, None], votes_BQD, voters_BQD, key_BQD % 2)
+        chance_BQD = jnp.where(some_BQD, record.chance(cells_BQD, prior_BQD), 0.0)
+        score_BQ = _expected(chance_BQD)
+        best, chosen = score_BQ[:, 0], [x[:, 0] for x in (tokens_BQD, cells_BQD, chance_BQD)]
+        for circle in range(1, len(least)):
+            better_B = score_BQ[:, circle] > best
+            best = jnp.where(better_B, score_BQ[:, circle], best)
+            chosen = [
+                jnp.where(better_B[:, None], x[:, circle], old)
+                for x, old in zip((tokens_BQD, cells_BQD, chance_BQD), chosen, strict=True)
+            ]
         return Proposal(*chosen)
 
     def _judge(
@@ -177,11 +176,12 @@ class SuffixMatcher:
 
         Args:
           run: tokens that the match is long, those of the proposal before this one included.
+          shared: 1 where the corpus says so, else 0.
         """
         split = jnp.where(2 * votes > voters, _MOST, _SOME)
         fell = jnp.where(voters == 1, _ALONE, jnp.where(votes == voters, _UNANIMOUS, split))
         length = sum((run >= edge).astype(jnp.int32) for edge in _LENGTHS[1:])
-        cell = (length * _VOTES + fell) * 2 + shared.astype(jnp.int32)
+        cell = (length * _VOTES + fell) * 2 + shared
         # A guess, and a low one: a source that is not chosen is judged all the same, so it need not be tried.
         # A token that is right makes the match longer by one.
         run_f, votes_f, voters_f = (x.astype(jnp.float32) for x in (run, votes, voters))
@@ -202,6 +202,23 @@ class SuffixMatcher:
         chance_BD = jnp.where(forced_BD, _FORCED, jnp.where(refused_BD, 0.0, chance_BD))
         tokens_BD = jnp.where(forced_BD, only_BD, jnp.where(refused_BD, self.vocab_size, tokens_BD))
         return Proposal(tokens_BD, cells_BD, chance_BD)
+
+
+def _cumulative(x: jax.Array) -> jax.Array:
+    """Whether it holds up to each index of the last axis, which is short."""
+    parts = [x[..., 0]]
+    for step in range(1, x.shape[-1]):
+        parts.append(parts[-1] & x[..., step])
+    return jnp.stack(parts, axis=-1)
+
+
+def _expected(chance: jax.Array) -> jax.Array:
+    """How many tokens of chains come true, by the chances of each given those before it on the last axis."""
+    survival, total = chance[..., 0], chance[..., 0]
+    for step in range(1, chance.shape[-1]):
+        survival = survival * chance[..., step]
+        total = total + survival
+    return total
 
 
 def chain_of(rows: Rows, proposal: Proposal, departure_B: jax.Array) -> DraftTree:
@@ -239,11 +256,10 @@ class SuffixDrafter(Featureless):
         self, params: Any, draft: SuffixState, rows: Rows, tokens_SL: jax.Array, tier: Tier,
         sampling: SamplingState | None, noise_BDV: jax.Array | None, sample: bool,
     ) -> tuple[DraftTree, SuffixState]:  # fmt: skip
-        record = draft.record.judged(rows, tokens_SL)
-        draft = dataclasses.replace(draft, record=record)
-        draft, proposal = self.matcher.propose(draft, rows, tokens_SL, tier.depth)
-        tree = chain_of(rows, proposal, record.departure(rows, 0))
-        return tree, dataclasses.replace(draft, record=record.proposed(rows, [proposal]))
+        record, sums_BA2 = draft.record.judged(rows, tokens_SL)
+        proposal = self.matcher.propose(dataclasses.replace(draft, record=record), rows, tokens_SL, tier.depth)
+        tree = chain_of(rows, proposal, departure(sums_BA2, 0))
+        return tree, dataclasses.replace(draft, record=record.proposed(rows, sums_BA2, [proposal]))
 
 
 def prompt_lookup(vocab_size: int, shortest: int = 1, longest: int = 4) -> SuffixDrafter:

@@ -1,8 +1,9 @@
-"""Where the end of a text occurred in it before: running match lengths, O(context) for each new token.
+"""Where the end of a text occurred in it before: the lengths of its matches, of all places in one pass.
 
-Owns the recurrence and the choice of the best earlier positions. A length is a function of the text alone, so nothing
-depends on which rounds ran. Must not know corpora, nor what is drafted. (Source of the recurrence: the diagonal of the
-table of common suffixes; TensorRT-LLM keeps an automaton, vLLM compares the tail anew.)
+Owns the lengths and the choice of the best earlier positions. A length is a function of the text alone: nothing is kept
+between rounds, and nothing depends on which of them ran. A loop that brought kept lengths forward by each new token
+compared less, but an accelerator's host has to look at the condition of every turn. Must not know corpora, nor what is
+drafted. (vLLM compares the tail anew, too; TensorRT-LLM keeps an automaton.)
 """
 
 from __future__ import annotations
@@ -10,36 +11,24 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-#: A text of which nothing was seen yet.
-UNSEEN = -(1 << 20)
+
+def tail(tokens_BL: jax.Array, root_B: jax.Array, longest: int) -> jax.Array:
+    """The last `longest` tokens of each text, the one at index root_B first, [B, longest]; -2 where there is none."""
+    index_BK = root_B[:, None] - jnp.arange(longest, dtype=jnp.int32)[None, :]
+    token_BK = jnp.take_along_axis(tokens_BL, jnp.maximum(index_BK, 0), axis=1, mode="clip")
+    return jnp.where(index_BK >= 0, token_BK, -2)
 
 
-def advance(
-    run_BL: jax.Array, seen_B: jax.Array, tokens_BL: jax.Array, root_B: jax.Array, longest: int
-) -> jax.Array:  # fmt: skip
-    """How many tokens up to each index equal the text's last ones, uint8 [B, L]: at most `longest`, 0 from the root on.
-
-    Args:
-      run_BL: the same when the text ended at index seen_B (UNSEEN: anything). Texts that grew by more than `longest`
-        tokens since then are begun anew, which gives the same lengths.
-      root_B: index of the last token.
-    """
-    anew_B = seen_B < root_B - longest
-    at_B = jnp.maximum(jnp.where(anew_B, root_B - longest, seen_B), -1)
-    run_BL = jnp.where(anew_B[:, None], jnp.uint8(0), run_BL)
-    index_1L = jnp.arange(tokens_BL.shape[1], dtype=jnp.int32)[None, :]
-
-    def step(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        at_B, run_BL = carry
-        behind_B, at_B = at_B < root_B, jnp.minimum(at_B + 1, root_B)
-        token_B1 = jnp.take_along_axis(tokens_BL, at_B[:, None], axis=1, mode="clip")
-        before_BL = jnp.pad(run_BL, ((0, 0), (1, 0)))[:, :-1]
-        longer_BL = jnp.minimum(before_BL, jnp.uint8(longest - 1)) + jnp.uint8(1)
-        same_BL = (tokens_BL == token_B1) & (index_1L < at_B[:, None])
-        new_BL = jnp.where(same_BL, longer_BL, jnp.uint8(0))
-        return at_B, jnp.where(behind_B[:, None], new_BL, run_BL)
-
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[0] < root_B), step, (at_B, run_BL))[1]
+def lengths(tokens_BL: jax.Array, root_B: jax.Array, tail_BK: jax.Array) -> jax.Array:
+    """How many tokens up to each index equal the text's last ones, int32 [B, L]: at most K, 0 from the root on."""
+    length, longest = tokens_BL.shape[1], tail_BK.shape[1]
+    wide_BX = jnp.pad(tokens_BL, ((0, 0), (longest - 1, 0)), constant_values=-1)
+    run_BL = jnp.full(tokens_BL.shape, longest, jnp.int32)
+    for back in reversed(range(longest)):  # what stays is the first that differs
+        start = longest - 1 - back
+        same_BL = wide_BX[:, start : start + length] == tail_BK[:, back : back + 1]
+        run_BL = jnp.where(same_BL, run_BL, back)
+    return jnp.where(jnp.arange(length, dtype=jnp.int32)[None, :] < root_B[:, None], run_BL, 0)
 
 
 def best(run_BL: jax.Array, count: int, shortest: int) -> tuple[jax.Array, jax.Array]:
@@ -48,13 +37,13 @@ def best(run_BL: jax.Array, count: int, shortest: int) -> tuple[jax.Array, jax.A
     A length below `shortest` counts as 0: there is none.
     """
     length = run_BL.shape[1]
-    key_BL = run_BL.astype(jnp.int32) * length + jnp.arange(length, dtype=jnp.int32)[None, :]
+    key_BL = run_BL * length + jnp.arange(length, dtype=jnp.int32)[None, :]
     if count == 1:
         at_BC = jnp.argmax(key_BL, axis=1, keepdims=True).astype(jnp.int32)
     else:
         # Backends select the largest floats without sorting. Beyond 2^24 the latest of equal ones may be missed.
         at_BC = jax.lax.top_k(key_BL.astype(jnp.float32), count)[1].astype(jnp.int32)
-    run_BC = jnp.take_along_axis(run_BL, at_BC, axis=1).astype(jnp.int32)
+    run_BC = jnp.take_along_axis(run_BL, at_BC, axis=1)
     return jnp.where(run_BC >= shortest, run_BC, 0), at_BC
 
 

@@ -51,54 +51,52 @@ class Proposal(NamedTuple):
 class TrackRecord:
     """Attributes:
     counts_X2: labels of each cell, and those that were right.
-    at_S: root of the latest proposals, which are not judged yet; -1: none.
-    tokens_SAD, cells_SAD, chance_SAD: these, by source (A); chances in units.
-    sums_SA2: a request's chances and rights so far, in units, fading.
+    latest_SADF: a request's latest proposals, which are not judged yet, by source (A): token, cell and chance in units.
+    state_SY: root of these (-1: none), and of each source the request's chances and rights so far, in units, fading.
     """
 
     counts_X2: jax.Array
-    at_S: jax.Array
-    tokens_SAD: jax.Array
-    cells_SAD: jax.Array
-    chance_SAD: jax.Array
-    sums_SA2: jax.Array
+    latest_SADF: jax.Array
+    state_SY: jax.Array
 
     @classmethod
     def empty(cls, geo: Geometry, cells: int, sources: int) -> TrackRecord:
-        shape = (geo.slots, sources, max(1, geo.max_depth))
-        return cls(
-            jnp.zeros((cells, 2), jnp.int32), jnp.full((geo.slots,), -1, jnp.int32), jnp.full(shape, -1, jnp.int32),
-            jnp.full(shape, NOTHING, jnp.int32), jnp.zeros(shape, jnp.int32),
-            jnp.zeros((geo.slots, sources, 2), jnp.int32),
-        )  # fmt: skip
+        latest = jnp.tile(jnp.asarray([-1, NOTHING, 0], jnp.int32), (geo.slots, sources, max(1, geo.max_depth), 1))
+        return cls(jnp.zeros((cells, 2), jnp.int32), latest, _nothing_said(geo.slots, sources))
 
     def admit(self, slot_B: jax.Array) -> TrackRecord:
         """Requests take these slots."""
-        return dataclasses.replace(
-            self, at_S=self.at_S.at[slot_B].set(-1, mode="drop"), sums_SA2=self.sums_SA2.at[slot_B].set(0, mode="drop")
-        )
+        fresh = _nothing_said(len(slot_B), self.latest_SADF.shape[1])
+        return dataclasses.replace(self, state_SY=self.state_SY.at[slot_B].set(fresh, mode="drop"))
 
-    def judged(self, rows: Rows, tokens_SL: jax.Array) -> TrackRecord:
-        """What the rows' texts say of their latest proposals."""
-        cells, depth = self.counts_X2.shape[0], self.tokens_SAD.shape[2]
+    def judged(self, rows: Rows, tokens_SL: jax.Array) -> tuple[TrackRecord, jax.Array]:
+        """What the rows' texts say of their latest proposals, and the rows' own sums by now, int32 [B, A, 2].
+
+        The proposals stay as they are: those that follow (`proposed`) take their place.
+        """
         of = lambda x: jnp.take(x, rows.slot_B, axis=0, mode="clip")
-        at_B, cells_BAD, chance_BAD, sums_BA2 = map(of, (self.at_S, self.cells_SAD, self.chance_SAD, self.sums_SA2))
+        latest_BADF, state_BY = of(self.latest_SADF), of(self.state_SY)
+        said_BAD, cells_BAD, chance_BAD = (latest_BADF[..., i] for i in range(3))
+        b, sources, depth = said_BAD.shape
+        at_B, sums_BA2 = state_BY[:, 0], state_BY[:, 1:].reshape(b, sources, 2)
         index_BD = at_B[:, None] + 1 + jnp.arange(depth, dtype=jnp.int32)[None, :]
         there_BD = (index_BD <= rows.length_B[:, None]) & ((at_B >= 0) & rows.valid_B)[:, None]
-        right_BAD = of(self.tokens_SAD) == rows.tokens_at(tokens_SL, index_BD)[:, None, :]
-        right_BAD = right_BAD & there_BD[:, None, :]
-        reached_BAD = jnp.cumprod(jnp.pad(right_BAD[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=True), axis=2)
-        known_BAD = there_BD[:, None, :] & (reached_BAD > 0) & (cells_BAD < NOTHING)
-        labels = jnp.stack([known_BAD, known_BAD & right_BAD], axis=-1).astype(jnp.int32)
-        counts = self.counts_X2.at[jnp.where(known_BAD, cells_BAD, cells)].add(labels, mode="drop")
+        right_BAD = (said_BAD == rows.tokens_at(tokens_SL, index_BD)[:, None, :]) & there_BD[:, None, :]
+        reached = [jnp.ones((b, sources), bool)]
+        for step in range(depth - 1):
+            reached.append(reached[-1] & right_BAD[..., step])
+        known_BAD = there_BD[:, None, :] & jnp.stack(reached, axis=2) & (cells_BAD < NOTHING)
+        rights_BAD = known_BAD & right_BAD
+        # A comparison with every cell: a scatter takes several kernels, and a copy of the counts.
+        mine_BADX = cells_BAD[..., None] == jnp.arange(self.counts_X2.shape[0], dtype=jnp.int32)[None, None, None]
+        new = [
+            (mine_BADX & labels[..., None]).sum(axis=(0, 1, 2), dtype=jnp.int32) for labels in (known_BAD, rights_BAD)
+        ]
+        counts = self.counts_X2 + jnp.stack(new, axis=1)
         counts = jnp.where(counts[:, :1] >= _FULL, counts >> 1, counts)
-        units = jnp.stack([jnp.where(known_BAD, chance_BAD, 0), labels[..., 1] * _UNIT], axis=-1).sum(axis=2)
+        units = jnp.stack([jnp.where(known_BAD, chance_BAD, 0), jnp.where(rights_BAD, _UNIT, 0)], axis=-1).sum(axis=2)
         faded = jnp.where(known_BAD.any(axis=2)[..., None], sums_BA2 - (sums_BA2 >> _FADE) + units, sums_BA2)
-        slot = jnp.where(rows.valid_B, rows.slot_B, self.at_S.shape[0])
-        return dataclasses.replace(
-            self, counts_X2=counts, at_S=self.at_S.at[slot].set(-1, mode="drop"),
-            sums_SA2=self.sums_SA2.at[slot].set(faded.astype(jnp.int32), mode="drop"),
-        )  # fmt: skip
+        return dataclasses.replace(self, counts_X2=counts), faded.astype(jnp.int32)
 
     def chance(self, cells: jax.Array, prior: jax.Array) -> jax.Array:
         """How often proposals of these cells come true; `prior` where nothing is known."""
@@ -106,21 +104,27 @@ class TrackRecord:
         rate = (counts[..., 1] + _PRIOR * prior) / (counts[..., 0] + _PRIOR)
         return jnp.clip(rate, 0.0, _SURE)
 
-    def departure(self, rows: Rows, source: int) -> jax.Array:
-        """By how much a source is right more often in each row than its cells say, float32 [B]; 1 at first."""
-        sums_B2 = jnp.take(self.sums_SA2[:, source], rows.slot_B, axis=0, mode="clip").astype(jnp.float32) / _UNIT
-        return (sums_B2[:, 1] + _CALM) / (sums_B2[:, 0] + _CALM)
-
-    def proposed(self, rows: Rows, proposals: list[Proposal | None]) -> TrackRecord:
-        """Keeps the proposals of each source, to be judged by the next call of `judged`."""
-        depth = self.tokens_SAD.shape[2]
-        slot = jnp.where(rows.valid_B, rows.slot_B, self.at_S.shape[0])
+    def proposed(self, rows: Rows, sums_BA2: jax.Array, proposals: list[Proposal | None]) -> TrackRecord:
+        """Keeps the proposals of each source, to be judged by the next call of `judged`, and the rows' sums."""
+        _, _, depth, _ = self.latest_SADF.shape
+        slot = jnp.where(rows.valid_B, rows.slot_B, self.state_SY.shape[0])
         nothing = jnp.zeros((len(rows.slot_B), 0), jnp.int32)
         none = Proposal(nothing, nothing, nothing.astype(jnp.float32))
         whole = [(none if one is None else one).padded(depth) for one in proposals]
-        tokens, kinds, chance = (jnp.stack(parts, axis=1) for parts in zip(*whole, strict=True))
-        put = lambda table, value: table.at[slot].set(value.astype(jnp.int32), mode="drop")
+        latest = [jnp.stack([p.tokens_BD, p.cells_BD, (p.chance_BD * _UNIT).astype(jnp.int32)], axis=2) for p in whole]
+        state_BY = jnp.concatenate([rows.length_B[:, None], sums_BA2.reshape(len(slot), -1)], axis=1)
+        put = lambda table, value: table.at[slot].set(value, mode="drop")
         return dataclasses.replace(
-            self, at_S=put(self.at_S, rows.length_B), tokens_SAD=put(self.tokens_SAD, tokens),
-            cells_SAD=put(self.cells_SAD, kinds), chance_SAD=put(self.chance_SAD, chance * _UNIT),
-        )  # fmt: skip
+            self, latest_SADF=put(self.latest_SADF, jnp.stack(latest, axis=1)), state_SY=put(self.state_SY, state_BY)
+        )
+
+
+def departure(sums_BA2: jax.Array, source: int) -> jax.Array:
+    """By how much a source is right more often in each row than its cells say, float32 [B]; 1 at first."""
+    sums_B2 = sums_BA2[:, source].astype(jnp.float32) / _UNIT
+    return (sums_B2[:, 1] + _CALM) / (sums_B2[:, 0] + _CALM)
+
+
+def _nothing_said(count: int, sources: int) -> jax.Array:
+    """state_SY of as many requests that begin."""
+    return jnp.tile(jnp.asarray([-1] + [0] * (2 * sources), jnp.int32), (count, 1))
