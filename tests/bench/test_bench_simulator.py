@@ -76,6 +76,13 @@ def test_every_request_of_a_trace_is_served_with_its_tokens():
     assert max(r.at for r in found.rounds if r.at < 0.5) < 0.2 and found.seconds > 0.5
 
 
+def test_a_loop_that_grows_doubles_up_to_its_concurrency():
+    load, policy = closed(6, 1), StaticPolicy(Tier(1))
+    found = Simulation(machine(), tape("good"), policy, prompt=8, output=50).run(load, 0.4, doubles=0.1)
+    most = [max(r.rows for r in found.rounds if first <= r.at < first + 0.1) for first in (0.0, 0.1, 0.2, 0.3)]
+    assert most == [1, 2, 4, 6]
+
+
 def test_preempted_requests_end_too():
     load = Load("at once", (Arrival(0.0, "", 100, 200),) * 6)
     found = outcome("good", StaticPolicy(Tier(4)), load, pages=9, buckets=(8,))
@@ -329,6 +336,7 @@ def test_equal_seeds_simulate_the_same(tmp_path: Path):
         (["--concurrency", "0"], "concurrency must be integers from 1 to 4096, got '0'"),
         (["--seconds", "0"], "seconds must be above 0, got 0.0"),
         (["--noise", "2"], "noise must lie in [0, 1)"),
+        (["--grow", "0"], "grow must be a finite number of seconds above 0, got 0.0"),
         (["--tpot-scale", "0"], "tpot-scale must lie in (0, 100), got 0.0"),
         (["--policy", "bold"], "policy must be one of"),
         (["--policy", "adaptive [1]"], "a JSON object of settings, got '[1]'"),

@@ -62,6 +62,8 @@ def cells(args: argparse.Namespace, device: costs.Costs) -> list[Cell]:
                  "max_num_batched_tokens"):  # fmt: skip
         if not 0 < getattr(args, name) < float("inf"):
             raise ValueError(f"{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")
+    if args.grow is not None and not 0 < args.grow < float("inf"):
+        raise ValueError(f"grow must be a finite number of seconds above 0, got {args.grow}")
     if args.tpot_scale is not None and not 0 < args.tpot_scale < 100:
         raise ValueError(f"tpot-scale must lie in (0, 100), got {args.tpot_scale}")
     if not 0 <= args.noise < 1 or not 0 < args.table_error < 100:
@@ -118,7 +120,7 @@ def play(cell: Cell, args: argparse.Namespace, device: costs.Costs, seed: int, d
     )  # fmt: skip
     named = [policies.entry(text, setting) for text in args.policy or policies.defaults()]
     entries = [*policies.fixed(depths), *named]
-    outcomes, tpot = {}, None
+    outcomes, tpot, doubles = {}, None, float("inf") if args.grow is None else args.grow
     for one in entries:
         policy, recorder = one.make(), None
         if args.carry and isinstance(policy, Learns):
@@ -127,7 +129,7 @@ def play(cell: Cell, args: argparse.Namespace, device: costs.Costs, seed: int, d
             first = Simulation(
                 machine, before, earlier, prompt=args.prompt_tokens, output=args.output_tokens, seed=seed + _EARLIER
             )
-            first.run(cell.load, cell.seconds)
+            first.run(cell.load, cell.seconds, doubles)
             assert isinstance(earlier, Learns)
             policy.recall(Learnt.from_json(earlier.learnt().to_json()))
         if args.record:
@@ -137,7 +139,7 @@ def play(cell: Cell, args: argparse.Namespace, device: costs.Costs, seed: int, d
             machine, tape, policy, prompt=args.prompt_tokens, output=args.output_tokens, seed=seed, recorder=recorder,
             tpot=tpot,
         )  # fmt: skip
-        outcomes[one.name] = simulation.run(cell.load, cell.seconds)
+        outcomes[one.name] = simulation.run(cell.load, cell.seconds, doubles)
         if args.tpot_scale and one.name == PLAIN.name:
             usual = figures.objective(outcomes[one.name])
             tpot = None if usual is None else args.tpot_scale * usual

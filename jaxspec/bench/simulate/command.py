@@ -30,6 +30,8 @@ def parser() -> argparse.ArgumentParser:
         "0.8 or 0.9:0.7 by position, mixtures good*2+poor, phases good/poor@20 (seconds), or a recorded JSONL; may be "
         "repeated (default: good, poor, good+poor)")  # fmt: skip
     add("--concurrency", metavar="1,8,64", help="closed loops (default: 1,8,32,64, within the profile)")
+    add("--grow", type=float, metavar="SECONDS", help="closed loops begin with one request, and have twice as many "
+        "after each so many seconds (default: all at once)")  # fmt: skip
     add("--trace", action="append", metavar="FILE", help="arrivals: Azure, BurstGPT, Mooncake, AdaSpec's or one column "
         "of seconds; may be repeated (default: none)")  # fmt: skip
     add("--rate", metavar="1,2.5", help="Poisson arrivals a second (default: none)")

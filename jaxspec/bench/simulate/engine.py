@@ -220,14 +220,21 @@ class Simulation:
         self._out = Outcome()
         self._since, self._filling = 0.0, 0  # when it began to count, and the first answers that it still waits for
 
-    def run(self, load: Load, seconds: float = float("inf")) -> Outcome:
-        """Serves the load. A closed loop goes on for `seconds`, an open one till all is served, or for so long."""
+    def run(self, load: Load, seconds: float = float("inf"), doubles: float = float("inf")) -> Outcome:
+        """Serves the load. A closed loop goes on for `seconds`, an open one till all is served, or for so long.
+
+        Args:
+          doubles: a closed loop begins with one request, and has twice as many after each so many seconds, up to its
+            concurrency; inf: with all of them.
+        """
         began, out, arrivals = time.process_time(), self._out, load.arrivals
         number, closed = 0, load.concurrency
-        self._filling = closed or 0
+        grows = doubles < float("inf")
+        self._filling = 1 if grows and closed else closed or 0
         while self.now < seconds:
             if closed is not None:
-                while number - len(out.served) < closed:
+                places = min(closed, 1 << min(30, int(self.now / doubles))) if grows else closed
+                while number - len(out.served) < places:
                     self._add(number, self.now, None, None)
                     number += 1
             else:

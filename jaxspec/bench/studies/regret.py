@@ -80,6 +80,7 @@ class Cell:
       device, texts: names. batch: requests at once.
       rounds: how long, in plain decoding's rounds. phase: between changes of the texts, alike.
       seeds: runs. streaks: as of `bench simulate`. restarted: the policy begins with what it learnt in another run.
+      grows: after so many rounds there are twice as many requests, from one to the batch; inf: all from the start.
     """
 
     device: str
@@ -90,11 +91,13 @@ class Cell:
     phase: float = math.inf
     streaks: float = 0.0
     restarted: bool = False
+    grows: float = math.inf
 
     @property
     def name(self) -> str:
         """In words."""
         more = f", streaks {self.streaks:g}" * (self.streaks > 0) + ", restarted" * self.restarted
+        more += ", grows" * (self.grows < math.inf)
         return f"{self.device}, {self.batch}, {self.texts}, {self.rounds}{more}"
 
 
@@ -134,6 +137,11 @@ SETS = {
     "large": [
         *_grid("H200 formula", (64, 128, 256), _KINDS, 300, 2),
         *_grid("H100", (128, 256), _KINDS, 300, 2),
+    ],
+    "growing": [
+        *_grid("2 cores", (16,), ("code", "prose", "code+prose"), 500, 4, grows=80),
+        *_grid("H200", (32,), ("code", "prose", "code+prose"), 500, 4, grows=80),
+        *_grid("H100", (64,), ("good", "poor", "good+poor"), 560, 3, grows=80),
     ],
 }
 
@@ -193,6 +201,7 @@ def play(job: tuple[Cell, Sequence[str], int]) -> dict[str, Run]:
          ",".join(map(str, device.budgets)), *(x for name in policies for x in ("--policy", name)),
          *["--carry"] * cell.restarted]
     )  # fmt: skip
+    args.grow = None if cell.grows == math.inf else cell.grows * plain
     process = acceptance.parse(texts, acceptance.Reliability(streaks=cell.streaks))
     played = cells.Cell(cell.name, process, closed(cell.batch, 1), cell.batch, cell.rounds * plain)
     done = cells.play(played, args, priced, seed, (0, *device.depths))
@@ -210,7 +219,7 @@ def row(cell: Cell, runs: Sequence[Mapping[str, Run]], policy: str) -> dict[str,
     waits = [change for run in mine for change in run.changes]
     return {
         **dataclasses.asdict(cell),
-        "phase": None if cell.phase == math.inf else cell.phase,
+        **{name: value if (value := getattr(cell, name)) < math.inf else None for name in ("phase", "grows")},
         "cell": cell.name,
         "policy": policy,
         "best": best,
