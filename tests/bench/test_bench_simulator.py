@@ -54,7 +54,7 @@ def outcome(text: str, policy: Any, load: Load, seconds: float = math.inf, **opt
 
 @pytest.mark.parametrize("depth", [0, 2, 4])
 def test_known_rates_and_costs_give_the_expected_speed(depth: int):
-    found = outcome("0.8", StaticPolicy(Tier(depth)), closed(8, 1), 4.0, sure=EVEN)
+    found = outcome("0.8", StaticPolicy(Tier(depth)), closed(8, 1), 2.0, sure=EVEN)
     length = sum(0.8**i for i in range(depth + 1))
     assert sum(r.gained for r in found.rounds) / sum(r.rows for r in found.rounds) == pytest.approx(length, rel=0.02)
     # Prompts, and rounds that were dispatched for requests that have ended, take their share.
@@ -353,7 +353,7 @@ def test_bad_options_are_refused_with_both_values(argv: list[str], message: str,
 
 def test_a_bound_that_knows_everything_is_never_beaten_by_a_tier():
     found = {
-        one.name: outcome("good/bad@0.3", one.make(), closed(4, 1), 1.5)
+        one.name: outcome("good/bad@0.3", one.make(), closed(4, 1), 0.7)
         for one in (*policies.fixed(DEPTHS), policies.entry("oracle", policies.Setting(DEVICE, DEPTHS, BUCKETS)))
     }
     bound = found.pop("oracle")
