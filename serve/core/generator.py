@@ -20,6 +20,7 @@ from serve.core.completion import Choice, Completion, Deadlines, Ended, News, St
 from serve.core.engine_client import EngineClient, State
 from serve.core.errors import StatusError, deadline_passed, invalid, unavailable
 from serve.core.jobs import Chat, Job
+from serve.core.looks import Looks
 from serve.core.observers import Metrics, Observer, Record
 from serve.core.preparation import Preparation
 
@@ -51,7 +52,7 @@ class Generator:
         self._open: set[Completion] = set()  # until the reader is done
         self._preparation = Preparation(engine, config.max_output_tokens, config.max_waiting + _MORE_PREPARING)
         self._refusal: StatusError | None = None
-        self._sweep_timer: asyncio.TimerHandle | None = None
+        self._sweeps = Looks(self._sweep, min(1.0, config.stall_seconds / 4))
         interval = config.stream_interval_ms
         engine.attach(metrics, self._on_news, None if interval is None else interval / 1e3)
         engine.subscribe(self._on_state)
@@ -73,7 +74,7 @@ class Generator:
             self._check(job)
             self._by_id[job.request_id] = request
             self._open.add(request)
-            self._schedule_sweep()
+            self._sweeps.schedule()
             await self._begin(request)
         except BaseException as e:  # also CancelledError: the engine must not keep an orphan
             if isinstance(e, StatusError):
@@ -142,8 +143,7 @@ class Generator:
         """Ends what is left, and the threads for text. The engine's is not touched."""
         self.refuse(unavailable("the server is stopped", "stopped"))
         self.fail_all(unavailable("the server is stopped", "stopped"))
-        if self._sweep_timer is not None:
-            self._sweep_timer.cancel()
+        self._sweeps.cancel()
         self._preparation.close()
 
     # From a job to the engine.
@@ -270,15 +270,10 @@ class Generator:
     def _switches(self) -> int:
         return 0 if self._engine.snapshot is None else self._engine.snapshot.switches
 
-    def _schedule_sweep(self) -> None:
-        if self._sweep_timer is None and self._open:
-            delay = min(1.0, self._config.stall_seconds / 4)
-            self._sweep_timer = asyncio.get_running_loop().call_later(delay, self._sweep)
-
     def _sweep(self) -> None:
-        """Ends requests whose readers stall: one timer for all of them."""
-        self._sweep_timer = None
+        """Ends requests whose readers stall: one timer for all of them, while there are any."""
         now = time.monotonic()
         for request in list(self._open):
             request.end_if_stalled(now, self._config.stall_seconds)
-        self._schedule_sweep()
+        if self._open:
+            self._sweeps.schedule()

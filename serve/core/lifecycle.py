@@ -17,6 +17,7 @@ from serve.core.engine_client import EngineClient
 from serve.core.engine_client import State as EngineState
 from serve.core.errors import unavailable
 from serve.core.generator import Generator
+from serve.core.looks import Looks
 
 State = Literal["starting", "serving", "draining", "stalled", "dead", "stopped"]
 #: A step that has taken so many times watchdog_seconds is not expected back: a new process is sooner of use.
@@ -41,7 +42,7 @@ class Lifecycle:
         self.on_change: list[Callable[[State], None]] = []
         self.on_alive: list[Callable[[bool], None]] = []
         self._engine, self._generator, self._config = engine, generator, config
-        self._watch: asyncio.TimerHandle | None = None
+        self._watch = Looks(self._check_step, min(1.0, config.watchdog_seconds / 4))
         self._drain: asyncio.Task[None] | None = None
         self._drain_ends = float("inf")
         self._poke = asyncio.Event()
@@ -71,13 +72,11 @@ class Lifecycle:
 
     def start(self) -> None:
         """Begins to watch the engine's steps."""
-        self._schedule_watch()
+        self._watch.schedule()
 
     def close(self) -> None:
         """Watches no longer, and gives a drain up."""
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
+        self._watch.cancel()
         if self._drain is not None:
             self._drain.cancel()
 
@@ -125,10 +124,6 @@ class Lifecycle:
 
     # The watchdog.
 
-    def _schedule_watch(self) -> None:
-        delay = min(1.0, self._config.watchdog_seconds / 4)
-        self._watch = asyncio.get_running_loop().call_later(delay, self._check_step)
-
     def _check_step(self) -> None:
         age = self._engine.step_seconds
         if self._engine.state == "serving" and age > self._config.watchdog_seconds:
@@ -138,7 +133,7 @@ class Lifecycle:
             if not self.alive:
                 _log.error("the step has taken %.1f seconds: the process is no longer reported alive", age)
             self._notice()
-        self._schedule_watch()
+        self._watch.schedule()
 
     def _on_engine(self, state: EngineState) -> None:
         if state == "serving" and self._last == "stalled":

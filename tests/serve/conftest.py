@@ -326,7 +326,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Of requests and steps. A step that is held grows old by it: give the watchdog more seconds than that."""
     clock = Clock()
-    for module in ("engine_client", "generator", "completion", "live"):
+    for module in ("engine_client", "generator", "completion", "lifecycle", "live"):
         monkeypatch.setattr(f"serve.core.{module}.time", clock)
     return clock
 

@@ -11,7 +11,8 @@ import pytest
 from serve.core.errors import StatusError
 
 T = TypeVar("T")
-GUARD_SECONDS = 60.0
+#: Guards against hangs alone: far beyond what a slow machine takes.
+GUARD_SECONDS, EVENTUALLY_SECONDS = 240.0, 120.0
 
 
 def run(story: Coroutine[Any, Any, T], seconds: float = GUARD_SECONDS) -> T:
@@ -30,7 +31,7 @@ def run(story: Coroutine[Any, Any, T], seconds: float = GUARD_SECONDS) -> T:
     return asyncio.run(guarded())
 
 
-async def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+async def eventually(condition: Callable[[], bool], seconds: float = EVENTUALLY_SECONDS) -> None:
     """Returns when the condition holds."""
     async with asyncio.timeout(seconds):
         while not condition():

@@ -82,7 +82,8 @@ def test_a_step_wakes_the_loop_at_most_once(kit: Any, monkeypatch: pytest.Monkey
                 return original(*args, **kwargs)
 
             monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
-            generations = await asyncio.gather(*(stack.start([1, 2, i], max_tokens=40) for i in range(4)))
+            generations = await stack.start_held(*(kit.job([1, 2, i], max_tokens=40) for i in range(4)))
+            stack.facade.release()
             await asyncio.gather(*(kit.read(generation) for generation in generations))
             # And when it falls idle, which it may do for the first time only now.
             assert 0 < len(calls) <= stack.facade.steps + 2
@@ -93,7 +94,13 @@ def test_a_step_wakes_the_loop_at_most_once(kit: Any, monkeypatch: pytest.Monkey
 def test_jobs_that_do_not_stream_are_heard_of_at_the_end_only(kit: Any) -> None:
     async def story() -> None:
         async with kit.serving() as stack:
-            streamed = await kit.read(await stack.start([1, 2, 3], max_tokens=40, logprobs=1))
+            (generation,) = await stack.start_held(kit.job([1, 2, 3], max_tokens=40, logprobs=1))
+            reading = asyncio.create_task(kit.read(generation))
+            stack.facade.advance(3)
+            await kit.eventually(stack.facade.held.is_set)
+            await asyncio.sleep(0)  # what was said before has been taken
+            stack.facade.release()
+            streamed = await reading
             whole = await kit.read(await stack.start([1, 2, 3], max_tokens=40, logprobs=1, stream=False))
             assert whole.deltas == 0 and streamed.deltas > 1
             assert (whole.tokens, whole.text) == (streamed.tokens, streamed.text)
@@ -147,8 +154,13 @@ def test_an_engine_that_cannot_be_built_is_dead(kit: Any, caplog: pytest.LogCapt
 def test_stop_ends_what_is_live_and_can_be_repeated(kit: Any) -> None:
     async def story() -> None:
         async with kit.serving() as stack:
-            generations = [await stack.start([1, 2, 3], max_tokens=100) for _ in range(6)]
-            await stack.engine.stop()
+            generations = await stack.start_held(*(kit.job([1, 2, 3], max_tokens=100) for _ in range(6)))
+            stack.facade.advance(6)  # some run, some wait
+            await kit.eventually(stack.facade.held.is_set)
+            stopping = asyncio.create_task(stack.engine.stop())
+            await asyncio.sleep(0)
+            stack.facade.release()
+            await stopping
             await stack.engine.stop()
             assert stack.engine.state == "stopped"
             for generation in generations:
@@ -171,7 +183,7 @@ def test_a_burst_is_taken_in_by_and_by_in_order_and_whole(kit: Any, monkeypatch:
         async with kit.serving() as stack:
             taken: list[tuple[int, int, int]] = []  # turn, which prompt, its size
             order: list[list[int]] = []
-            running = await stack.start([1], max_tokens=100)
+            (running,) = await stack.start_held(kit.job([1], max_tokens=100))
             add = kit.engine.add
 
             def counted(tokens: Any, params: Any, **options: Any) -> str:
@@ -182,10 +194,6 @@ def test_a_burst_is_taken_in_by_and_by_in_order_and_whole(kit: Any, monkeypatch:
 
             with monkeypatch.context() as patch:
                 patch.setattr(kit.engine, "add", counted)
-                waiting: list[int] = []
-                stack.facade.hook = lambda: waiting.append(stack.engine.snapshot.waiting)
-                stack.facade.hold()
-                await kit.eventually(stack.facade.held.is_set)
                 jobs = [kit.job([i % 12] * (30 if i % 5 == 0 else 3), max_tokens=2, n=1 + i % 3) for i in range(20)]
                 jobs.append(kit.job([1] * 60, max_tokens=2, n=6))  # more than a turn's share, and yet one prompt
                 gone = kit.job([2], max_tokens=2)
@@ -200,7 +208,8 @@ def test_a_burst_is_taken_in_by_and_by_in_order_and_whole(kit: Any, monkeypatch:
             assert [len(result.tokens) for result in results] == [job.params.n for job in jobs]
             assert order == [list(job.prompt) for job in jobs]
             assert len(taken) == sum(job.params.n for job in jobs)  # the aborted one never reached it
-            assert next(filter(None, waiting)) >= len(taken) - 12  # also those that have not been taken in
+            waiting = max(stats.waiting for stats in stack.metrics.stats)
+            assert waiting >= len(taken) - 12  # also those that have not been taken in
             by_turn: dict[int, list[tuple[int, int]]] = {}
             for turn, prompt, size in taken:
                 by_turn.setdefault(turn, []).append((prompt, size))
@@ -247,9 +256,10 @@ def test_observers_that_fail_end_nothing(kit: Any, caplog: pytest.LogCaptureFixt
         async with kit.serving(metrics=Broken()) as stack:
             result = await kit.read(await stack.start([1, 2, 3], max_tokens=30))
             assert len(result.tokens[0]) == 30
-            aborted = await stack.start([1, 2, 3], max_tokens=100)
+            (aborted,) = await stack.start_held(kit.job([1, 2, 3], max_tokens=100))
             assert await stack.generator.abort([aborted.job.request_id]) == 1
             await kit.fails(kit.read(aborted), "CANCELLED")
+            stack.facade.release()
             await kit.fails(stack.start([]), "INVALID_ARGUMENT")
             await stack.settled()
             assert stack.engine.state == "serving"
@@ -265,18 +275,19 @@ def test_death_is_told_whatever_fails_on_the_way(
 ) -> None:
     async def story() -> None:
         async with kit.serving() as stack:
-            generation = await stack.start([1, 2, 3], max_tokens=100)
+            (generation,) = await stack.start_held(kit.job([1, 2, 3], max_tokens=100))
 
             def broken(*args: Any) -> None:
                 raise RuntimeError("the account is broken too")
 
             monkeypatch.setattr(stack.engine._live, "bury", broken)
             stack.facade.error = RuntimeError("the device is lost")
+            stack.facade.release()
             assert (await kit.fails(kit.read(generation), "UNAVAILABLE")).reason == "dead"
             assert stack.lifecycle.state == "dead" and str(stack.engine.error) == "the device is lost"
 
     with caplog.at_level(logging.ERROR, "serve"):
-        kit.run(story(), 20.0)
+        kit.run(story())
     assert [record.levelname for record in caplog.records] == ["CRITICAL", "ERROR"]
 
 

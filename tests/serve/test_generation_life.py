@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
-import time
 from typing import Any
 
 import grpc
@@ -26,9 +25,11 @@ def test_an_engine_that_dies(kit: Any, caplog: pytest.LogCaptureFixture):
         await server.start()
         await server.ready()
         async with AsyncClient(f"127.0.0.1:{server.port}") as client:
+            facade.idle = True
             stream = client.stream("abc", **LONG)
             await anext(stream)
             facade.error = RuntimeError("out of luck")
+            facade.idle = False
             with pytest.raises(ServerError) as ended:
                 async for _ in stream:
                     pass
@@ -100,14 +101,15 @@ def test_health_follows_the_engine(kit: Any):
             await server.ready()
             await client.generate("abc", **GREEDY)
             assert await statuses() == {serving} and await liveness() == serving
-            facade.hook = lambda: time.sleep(0.02)
+            facade.hold(2)
             stream = client.stream("abc", **LONG)
             await anext(stream)
-            draining = asyncio.ensure_future(server.drain(20.0))
+            draining = asyncio.ensure_future(server.drain(200.0))
             await kit.eventually(lambda: server.lifecycle.state == "draining")
             assert await statuses() == {not_serving} and await liveness() == serving
             await kit.eventually(lambda: server.generator._refusal is not None)
             assert (await failure(client.generate("abc"))).code is grpc.StatusCode.UNAVAILABLE
+            facade.release()
             ends = [event async for event in stream if isinstance(event, Finished)]
             assert len(ends) == 1  # what ran was allowed to finish
             await draining
@@ -116,24 +118,27 @@ def test_health_follows_the_engine(kit: Any):
     kit.run(story())
 
 
-def test_liveness_is_lost_by_a_hang_that_lasts_and_by_death(kit: Any):
+def test_liveness_is_lost_by_a_hang_that_lasts_and_by_death(kit: Any, clock: Any):
     async def story() -> None:
         facade = kit.clean()
         async with (
-            Server(ServerConfig(**BASE, watchdog_seconds=0.3), build=lambda: facade) as server,
+            Server(ServerConfig(**BASE, watchdog_seconds=100.0), build=lambda: facade) as server,
             grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
             AsyncClient(f"127.0.0.1:{server.port}") as client,
         ):
             stub = health_pb2_grpc.HealthStub(channel)
             watches = [stub.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", "liveness")]
-            read = lambda watch: asyncio.wait_for(watch.read(), 30)
+            read = lambda watch: asyncio.wait_for(watch.read(), 120)
             serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
             ready, live = watches
             assert [(await read(watch)).status for watch in watches] == [serving] * 2
             facade.hold()
             lost = asyncio.ensure_future(failure(client.generate("abc", **LONG)))
+            await kit.eventually(facade.held.is_set)
+            clock.ahead += 101
             assert (await read(ready)).status == not_serving
             assert (await stub.Check(health_pb2.HealthCheckRequest(service="liveness"))).status == serving
+            clock.ahead += 201
             assert (await read(live)).status == not_serving
             assert (await lost).code is grpc.StatusCode.UNAVAILABLE
             facade.release()

@@ -201,11 +201,13 @@ def test_a_context_is_filled_where_no_length_was_given(kit: Any) -> None:
 def test_an_id_is_taken_while_its_generation_lives(kit: Any) -> None:
     async def story() -> None:
         async with kit.serving() as stack:
+            stack.facade.idle = True
             starting = asyncio.create_task(stack.start("bcd", request_id="x", max_tokens=60))
             await asyncio.sleep(0)  # still being tokenized
             await kit.fails(stack.start([1], request_id="x"), "ALREADY_EXISTS")
             generation = await starting
             await kit.fails(stack.start([1], request_id="x"), "ALREADY_EXISTS")
+            stack.facade.idle = False
             assert len((await kit.read(generation)).tokens[0]) == 60
             again = await stack.start([1], request_id="x", max_tokens=90)
             again.close()  # free at once, whatever the engine has heard so far

@@ -35,7 +35,7 @@ def test_cancelled_while_queued_in_prefill_and_in_decode(kit: Any) -> None:
             await kit.eventually(stack.facade.held.is_set)
             generation.close()
             stack.facade.release()
-            await kit.eventually(lambda: len(finished) == 1)
+            await kit.eventually(lambda: len(finished) >= 1)  # the neighbour may be done as well
             (_, reason, prompt, metrics) = finished[0]
             assert (reason, prompt, metrics.first_token_time) == ("abort", 60, None)
             kit.agrees(await kit.read(neighbour), expected)
@@ -122,7 +122,10 @@ def test_abort_by_id_is_idempotent_in_a_storm(kit: Any) -> None:
     async def story() -> None:
         async with kit.serving(max_waiting_pages=1000) as stack:
             g = stack.generator
-            generations = [await stack.start([1, i], request_id=f"r{i}", max_tokens=100, n=2) for i in range(8)]
+            jobs = [kit.job([1, i], request_id=f"r{i}", max_tokens=100, n=2) for i in range(8)]
+            generations = await stack.start_held(*jobs)
+            stack.facade.advance(6)  # some run, some wait
+            await kit.eventually(stack.facade.held.is_set)
             readers = [asyncio.create_task(kit.read(generation)) for generation in generations]
             names = [f"r{i}" for i in range(8)]
             assert await g.abort(["nobody"]) == 0
@@ -131,6 +134,7 @@ def test_abort_by_id_is_idempotent_in_a_storm(kit: Any) -> None:
             assert sum(counts) == 7
             for reader in readers:
                 assert (await kit.fails(reader, "CANCELLED")).reason == "aborted"
+            stack.facade.release()
             await stack.settled()
             assert stack.metrics.reasons == ["abort"] * 16 and not stack.metrics.refused
             # While it is being started.
@@ -195,8 +199,7 @@ def test_a_stalled_reader_is_cancelled_and_its_pages_are_freed(kit: Any) -> None
 def test_a_reader_that_waits_for_the_engine_is_not_stalled(kit: Any) -> None:
     async def story() -> None:
         async with kit.serving(stall_seconds=0.1) as stack:
-            generation = await stack.start([1, 2, 3], max_tokens=10)
-            stack.facade.hold()
+            (generation,) = await stack.start_held(kit.job([1, 2, 3], max_tokens=10))
             reader = asyncio.create_task(kit.read(generation))
             await asyncio.sleep(0.5)
             stack.facade.release()

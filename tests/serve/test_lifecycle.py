@@ -5,22 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import types
 from typing import Any
 
 import pytest
 
 from serve.core.errors import unavailable
+from serve.core.looks import Looks
 
 
-def test_a_hang_fails_what_is_live_and_ends_when_the_step_returns(kit: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hang_fails_what_is_live_and_ends_when_the_step_returns(
+    kit: Any, clock: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     async def story() -> None:
-        async with kit.serving(watchdog_seconds=1.0) as stack:
+        async with kit.serving(watchdog_seconds=100.0, queue_seconds=500.0) as stack:
             states: list[str] = []
             stack.lifecycle.on_change.append(states.append)
             live = await stack.start_held(*(kit.job([1, 2, i], max_tokens=100) for i in range(6)))
             starting = asyncio.create_task(stack.start([5], request_id="late"))
             call = asyncio.create_task(stack.engine.call(lambda engine: 1))
             await asyncio.sleep(0)
+            clock.ahead += 101
             await kit.eventually(lambda: stack.lifecycle.state == "stalled")
             for waiting in (*map(kit.read, live), starting, call, stack.start([6]), stack.engine.call(lambda e: 1)):
                 assert (await kit.fails(waiting, "UNAVAILABLE")).reason == "stalled"
@@ -37,16 +42,18 @@ def test_a_hang_fails_what_is_live_and_ends_when_the_step_returns(kit: Any, capl
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
 
 
-def test_a_hang_costs_liveness_only_when_it_lasts(kit: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hang_costs_liveness_only_when_it_lasts(kit: Any, clock: Any, caplog: pytest.LogCaptureFixture) -> None:
     async def story() -> None:
-        async with kit.serving(watchdog_seconds=0.5) as stack:
+        async with kit.serving(watchdog_seconds=100.0, queue_seconds=500.0) as stack:
             news: list[tuple[str, bool]] = []
             stack.lifecycle.on_change.append(lambda state: news.append((state, stack.lifecycle.alive)))
             stack.lifecycle.on_alive.append(lambda alive: news.append((stack.lifecycle.state, alive)))
             (generation,) = await stack.start_held(kit.job([1, 2, 3], max_tokens=100))
-            began = time.monotonic()
-            await kit.eventually(lambda: not stack.lifecycle.alive)
-            assert time.monotonic() - began > 1.4 and stack.lifecycle.state == "stalled"
+            clock.ahead += 200
+            await kit.eventually(lambda: stack.lifecycle.state == "stalled")
+            assert stack.lifecycle.alive
+            clock.ahead += 101
+            assert not stack.lifecycle.alive
             await kit.eventually(lambda: len(news) == 2)
             stack.facade.release()
             await kit.eventually(lambda: stack.lifecycle.state == "serving")
@@ -60,18 +67,54 @@ def test_a_hang_costs_liveness_only_when_it_lasts(kit: Any, caplog: pytest.LogCa
     assert len(caplog.records) == 2
 
 
-def test_slow_steps_are_no_hang(kit: Any) -> None:
+def test_slow_steps_are_no_hang(kit: Any, clock: Any) -> None:
+    limits: Any = dict(queue_seconds=1e6, run_seconds=1e6, stall_seconds=1e6)
+
     async def story() -> None:
-        async with kit.serving(watchdog_seconds=4.0) as stack:
+        async with kit.serving(watchdog_seconds=1e4, **limits) as stack:
             states: list[str] = []
             stack.lifecycle.on_change.append(states.append)
-            stack.facade.hook = lambda: time.sleep(0.05)
-            result = await kit.read(await stack.start([1, 2, 3], max_tokens=20, max_depth=0))
-            assert len(result.tokens[0]) == 20 and states == []
-            await asyncio.sleep(1.2)  # and an idle engine is not at work
-            assert stack.lifecycle.state == "serving"
+            (generation,) = await stack.start_held(kit.job([1, 2, 3], max_tokens=100, max_depth=0))
+            reading = asyncio.create_task(kit.read(generation))
+            look = stack.lifecycle._check_step  # as its timer does, about every second
+            for _ in range(10):  # each of them takes long, and all of them nine times as long as one may
+                clock.ahead += 9e3
+                look()
+                stack.facade.advance()
+                await kit.eventually(stack.facade.held.is_set)
+                await kit.eventually(lambda: stack.engine.step_seconds < 5e3)
+            stack.facade.release()
+            assert len((await reading).tokens[0]) == 100
+            await kit.eventually(lambda: stack.engine.step_seconds == 0)
+            clock.ahead += 1e5  # and an idle engine is not at work
+            look()
+            assert states == [] and stack.lifecycle.state == "serving"
 
     kit.run(story())
+
+
+def test_a_process_that_stood_still_takes_nothing_for_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look that comes late says nothing, but one of two does."""
+    now, seen, timers = 0.0, list[float](), list[tuple[float, Any]]()
+
+    def call_later(seconds: float, callback: Any) -> Any:
+        timers.append((now + seconds, callback))
+        return types.SimpleNamespace(when=lambda when=now + seconds: when, cancel=timers.clear)
+
+    monkeypatch.setattr(
+        asyncio, "get_running_loop", lambda: types.SimpleNamespace(time=lambda: now, call_later=call_later)
+    )
+    looks = Looks(lambda: (seen.append(now), looks.schedule())[0], 1.0)
+    looks.schedule()
+    looks.schedule()
+    for late in (0.0, 0.9, 1.1, 0.0, 5.0, 5.0, 5.0, 0.5):
+        ((due, callback),) = timers
+        timers.clear()
+        now = due + late
+        callback()
+    assert seen == pytest.approx([1.0, 2.9, 6.0, 18.0, 25.5])
+    looks.cancel()
+    assert not timers
 
 
 def test_death_leaves_nobody_waiting(kit: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -104,9 +147,11 @@ def test_death_leaves_nobody_waiting(kit: Any, caplog: pytest.LogCaptureFixture)
     assert "the device is lost" in caplog.text
 
 
-def test_a_drain_accepts_then_refuses_then_lets_finish(kit: Any) -> None:
+def test_a_drain_accepts_then_refuses_then_lets_finish(kit: Any, clock: Any) -> None:
     async def story() -> None:
-        async with kit.serving(withdrawal_seconds=1.0, drain_seconds=60) as stack:
+        async with kit.serving(
+            withdrawal_seconds=100.0, drain_seconds=1e4, queue_seconds=1e4, run_seconds=1e4
+        ) as stack:
             states: list[str] = []
             stack.lifecycle.on_change.append(states.append)
             stack.facade.hook = lambda: time.sleep(0.01)
@@ -115,13 +160,15 @@ def test_a_drain_accepts_then_refuses_then_lets_finish(kit: Any) -> None:
             await kit.eventually(lambda: stack.lifecycle.state == "draining")
             during = await stack.start([4, 5], max_tokens=100)
             assert states == ["draining"]
+            clock.ahead += 101
+            again = asyncio.create_task(stack.lifecycle.drain())  # looks at the time
             await kit.eventually(lambda: stack.generator._refusal is not None)
             for _ in range(2):
                 assert (await kit.fails(stack.start([6]), "UNAVAILABLE")).reason == "draining"
-            assert not drain.done()  # neither has been read to its end
+            assert not drain.done() and not again.done()  # neither has been read to its end
             results = await asyncio.gather(kit.read(before), kit.read(during))
             assert [len(result.tokens[0]) for result in results] == [100, 100]
-            await drain
+            await asyncio.gather(drain, again)
             assert stack.lifecycle.state == "draining" and states == ["draining"]
             await stack.settled()
             await asyncio.wait_for(stack.lifecycle.drain(), 10)  # there is nothing left to do
@@ -138,8 +185,8 @@ def test_a_drain_aborts_what_is_left_at_its_deadline(kit: Any) -> None:
             first = asyncio.create_task(stack.lifecycle.drain())
             await asyncio.sleep(0.05)
             assert not first.done()
-            await asyncio.wait_for(stack.lifecycle.drain(0.1), 20)  # a later call may only shorten it
-            await asyncio.wait_for(first, 5)
+            await stack.lifecycle.drain(0.1)  # a later call may only shorten it
+            await first
             for reader in readers:
                 assert (await kit.fails(reader, "UNAVAILABLE")).reason == "draining"
             await stack.settled()

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import io
 import json
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -146,10 +145,9 @@ def test_an_unstreamed_answer_sends_nothing_before_it_is_whole(kit: Any, clock: 
         async with service(kit, run_seconds=300.0, watchdog_seconds=1e6) as (stack, stub):
             _, (first,) = await collect(stub.Generate(request(False, **dict(LONG, max_tokens=4))))
             assert first.completion_tokens == 4
+            stack.facade.hold(2)
             call = stub.Generate(request(False, **LONG))
             headers = asyncio.create_task(call.initial_metadata())
-            await kit.eventually(lambda: stack.generator.in_engine == 1)
-            stack.facade.hold()
             await kit.eventually(stack.facade.held.is_set)
             assert not headers.done()
             clock.ahead += 300
@@ -265,7 +263,9 @@ def test_what_this_server_does_not_do_is_unimplemented(kit: Any) -> None:
     kit.run(story())
 
 
-def test_what_is_served_and_how_it_fares(kit: Any) -> None:
+def test_what_is_served_and_how_it_fares(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.core.engine_core.SNAPSHOT_SECONDS", 0.0)
+
     async def story() -> None:
         async with service(kit, served_model_name="tiny") as (stack, stub):
             model = await stub.GetModelInfo(pb.GetModelInfoRequest())
@@ -275,19 +275,20 @@ def test_what_is_served_and_how_it_fares(kit: Any) -> None:
             server = await stub.GetServerInfo(pb.GetServerInfoRequest())
             assert (server.server_type, server.block_size, server.max_num_seqs) == ("vllm-grpc", 8, 4)
             assert server.active_requests == 0 and server.data_parallel_size == 1
-            stack.facade.hook = lambda: time.sleep(0.05)
+            stack.facade.hold()
             calls = [stub.Generate(request(name=f"r{i}", ids=(1,) * 20, **LONG)) for i in range(6)]
             reading = [asyncio.create_task(collect(call)) for call in calls]
-            await kit.eventually(lambda: stack.engine.snapshot.running > 0)
+            await kit.eventually(lambda: stack.generator.in_engine == 6)
+            stack.facade.advance(8)
+            await kit.eventually(lambda: stack.engine.snapshot.waiting == 2)
             loads = await stub.GetLoads(pb.GetLoadsRequest(include=["core", "memory"]))
             (load,) = loads.loads
             assert load.num_total_reqs == load.num_running_reqs + load.num_waiting_reqs
             assert 0 < load.token_usage <= 1 and load.num_used_tokens <= load.max_total_num_tokens == 240
             assert (load.max_running_requests, load.gen_throughput) == (4, 12.5)
-            await kit.eventually(lambda: stack.engine.snapshot.waiting == 2)
             (load,) = (await stub.GetLoads(pb.GetLoadsRequest())).loads
             assert (load.num_waiting_reqs, load.num_waiting_uncached_tokens) == (2, 40)
-            stack.facade.hook = None
+            stack.facade.release()
             await asyncio.gather(*reading)
             wrong = await refused(stub.GetLoads(pb.GetLoadsRequest(dp_rank=3)))
             assert wrong.code() is grpc.StatusCode.INVALID_ARGUMENT
