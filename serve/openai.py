@@ -9,10 +9,12 @@ them running. Needs the extra "smg". Must not import JAX or the engine: it only 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -22,6 +24,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -34,6 +37,8 @@ from serve.config import FLAGS_ELSEWHERE, ServerConfig
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.2
+#: The first and the last port that Linux picks by itself; and the least that is picked here.
+_PICKED, _LEAST_PORT = Path("/proc/sys/net/ipv4/ip_local_port_range"), 10_000
 #: What the gateway, the server's only client, routes by; --no-kv-events takes it back.
 _DEFAULT_FLAGS = ("--kv-events",)
 #: Processes of one machine need no proxy, whatever the environment says.
@@ -151,7 +156,19 @@ class Pair:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
+    """A TCP port that nobody has now, and that the kernel gives to nobody who does not name one.
+
+    It may be minutes until it is listened on; a port that the kernel picks could be a client's by then.
+    """
+    try:
+        first = int(_PICKED.read_text().split()[0])
+    except OSError:  # not Linux
+        first = 0
+    named = range(_LEAST_PORT, first)
+    for port in random.sample(named, min(len(named), 100)):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((_LOOPBACK, port))
+            return port
     with socket.socket() as probe:
         probe.bind((_LOOPBACK, 0))
         return probe.getsockname()[1]

@@ -303,7 +303,7 @@ class Hosts:
             jax.distributed.shutdown()  # waits for the others, so that none takes the end of another for a loss
 
     def _watch(self, process: int, pulse: socket.socket) -> None:
-        heard = time.monotonic()
+        silent = 0.0  # not by the clock: while this process stands still, it hears nobody
         pulse.settimeout(_PULSE_SECONDS)
         try:
             while not self._over and self.lost is None:
@@ -312,14 +312,15 @@ class Hosts:
                 try:
                     came = pulse.recv(64)
                 except TimeoutError:
-                    if time.monotonic() - heard > _PATIENCE_SECONDS:
+                    silent += _PULSE_SECONDS
+                    if silent >= _PATIENCE_SECONDS:
                         return self._lose(process, f"nothing was heard of it for {_PATIENCE_SECONDS:.0f} s")
                     continue
                 if not came:
                     return self._lose(process, "its connection ended")
                 if _BYE in came:
                     return
-                heard = time.monotonic()
+                silent, heard = 0.0, time.monotonic()
                 time.sleep(_PULSE_SECONDS - (heard - sent) if heard - sent < _PULSE_SECONDS else 0.0)
         except OSError as e:
             self._lose(process, str(e))

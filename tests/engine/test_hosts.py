@@ -7,9 +7,10 @@ import secrets
 import socket
 import threading
 import time
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,8 +20,9 @@ from jaxspec.runtime import hosts, meeting
 from jaxspec.runtime.hosts import HostLostError, Hosts
 
 
-def test_strangers_hold_nobody_up():
+def test_strangers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch):
     """Silent ones, one that says less than a hello, one that guesses: all are let go once the others have come."""
+    monkeypatch.setattr(meeting, "MEET_SECONDS", 1000.0)
     secret = secrets.token_bytes(meeting.SECRET_BYTES)
     with contextlib.ExitStack() as held:
         listener = held.enter_context(meeting.opened())
@@ -31,14 +33,13 @@ def test_strangers_hold_nobody_up():
         strangers[2].close()
         found: list[Any] = []
         leader = threading.Thread(target=lambda: found.append(meeting.accepted(listener, secret, 1)), daemon=True)
-        began = time.monotonic()
         leader.start()
         plans, pulse = (
             held.enter_context(meeting.connected(["127.0.0.1"], port, secret, kind))
             for kind in (meeting.PLANS, meeting.PULSE)
         )
-        leader.join(10)
-        assert time.monotonic() - began < 4, "less than what one silent stranger may take"
+        leader.join(100)
+        assert not leader.is_alive(), "a silent stranger held it up"
         ((theirs, pulses),) = found
         held.enter_context(theirs[0])
         held.enter_context(pulses[0])
@@ -105,7 +106,7 @@ def decide(monkeypatch: pytest.MonkeyPatch, asked: Sequence[Callable[[Hosts], An
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(200)
     return found
 
 
@@ -146,6 +147,34 @@ def test_processes_bring_as_many_devices():
         hosts._check_shares([0, 0, 1], 2)
 
 
+def test_silence_is_counted_in_looks(monkeypatch: pytest.MonkeyPatch):
+    """A process that stood still heard nobody meanwhile, and loses none for it; one that stays silent is lost."""
+    monkeypatch.setattr(hosts, "_PULSE_SECONDS", 2.5)  # four looks within the patience
+    monkeypatch.setattr(hosts.jax, "process_count", lambda: 2)
+    host = Hosts({}, {})
+
+    class Pulse:
+        """Says what it is told to; a minute goes by at every look."""
+
+        def __init__(self, *heard: bytes):
+            self.heard, self.looks = iter(heard), 0
+
+        settimeout = sendall = lambda self, what: None
+
+        def recv(self, size: int) -> bytes:
+            self.looks += 1
+            now[0] += 60.0
+            if came := next(self.heard, b""):
+                return came
+            raise TimeoutError
+
+    now = [0.0]
+    monkeypatch.setattr(hosts, "time", types.SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None))
+    pulse = Pulse(b"", b"", b"", b".", b"", b"", b"", b".")
+    host._watch(1, cast(socket.socket, pulse))
+    assert pulse.looks == 12 and "nothing was heard of it for 10 s" in str(host.lost)
+
+
 def test_a_server_ends_though_a_collective_hangs(monkeypatch: pytest.MonkeyPatch):
     """As NCCL's may when a peer is gone: nothing that ends the process waits for what the devices compute."""
     ended = threading.Event()
@@ -158,5 +187,7 @@ def test_a_server_ends_though_a_collective_hangs(monkeypatch: pytest.MonkeyPatch
         with ours:
             host = Hosts({}, {1: ours})
             theirs.close()  # a killed process; this one's thread would hang in a collective
+            while host.lost is None:
+                time.sleep(0.01)
             assert ended.wait(None if joined else 0.3) == bool(joined), "who calls an LLM keeps the process"
             assert "process 1 of 2" in str(host.lost)

@@ -361,11 +361,33 @@ def test_the_command(kit: Any, capsys: pytest.CaptureFixture[str], monkeypatch: 
     kit.run(story())
 
 
-def test_the_command_waits_for_a_server_that_is_starting(
-    kit: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+class Looks:
+    """The time of a command that waits for a server: ten seconds from one look to the next.
+
+    Attributes:
+      between: called after a look.
+    """
+
+    def __init__(self) -> None:
+        self.between, self._now = lambda: None, 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self._now += 10
+        self.between()
+
+    def monotonic(self) -> float:
+        return self._now
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    made = Looks()
+    monkeypatch.setattr("serve.client.__main__.time", made)
+    return made
+
+
+def test_the_command_waits_for_a_server_that_is_starting(kit: Any, capsys: pytest.CaptureFixture[str], looks: Looks):
     """And says how far it is; with --no-wait, and after --timeout, it is an error."""
-    monkeypatch.setattr("serve.client.__main__._LOOK_SECONDS", 0.02)
     built = threading.Event()
 
     def build(on_compiled: Any) -> Any:
@@ -385,11 +407,11 @@ def test_the_command_waits_for_a_server_that_is_starting(
             code = await asyncio.to_thread(main, ["abcab", "--max-tokens", "8", "--target", target, *arguments])
             return code, *capsys.readouterr()
 
-        for refused in (["--no-wait"], ["--timeout", "0.1"]):
+        for refused in (["--no-wait"], ["--timeout", "60"]):
             code, out, err = await command(*refused)
             assert (code, out) == (1, "") and err.endswith("error: UNAVAILABLE: the engine is starting\n")
             assert ("is starting: 2 of 5 executables" in err) == (refused[0] == "--timeout")
-        threading.Timer(0.3, built.set).start()
+        looks.between = built.set
         code, out, err = await command()
         assert (code, err) == (
             0,
@@ -426,8 +448,9 @@ def test_ctrl_c_ends_the_request_and_the_command(kit: Any, monkeypatch: pytest.M
     kit.run(story())
 
 
-def test_nobody_is_there(capsys: pytest.CaptureFixture[str]):
-    for more, told in ((["--no-wait"], ""), (["--timeout", "0.3"], "nobody answers at 127.0.0.1:1 yet\n")):
+def test_nobody_is_there(capsys: pytest.CaptureFixture[str], looks: Looks):
+    waits = "nobody answers at 127.0.0.1:1 yet\n"
+    for more, told in ((["--no-wait"], ""), (["--timeout", "60"], waits), ([], waits)):
         assert main(["abc", "--target", "127.0.0.1:1", *more]) == 1
         err = capsys.readouterr().err
         assert err.startswith(f"{told}error: UNAVAILABLE: ")

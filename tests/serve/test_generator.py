@@ -245,7 +245,8 @@ def test_preemption_changes_no_token(kit: Any) -> None:
 
     async def story() -> None:
         async with kit.serving() as stack:
-            generations = [await stack.generator.start(kit.job(prompt, **vars(p))) for prompt, p in requests]
+            generations = await stack.start_held(*(kit.job(prompt, **vars(p)) for prompt, p in requests))
+            stack.facade.release()
             results = await asyncio.gather(*(kit.read(generation) for generation in generations))
             for result, output in zip(results, expected, strict=True):
                 kit.agrees(result, output)

@@ -61,7 +61,7 @@ def test_output_is_unread_until_its_call_is_over(kit: Any, clock: Any) -> None:
 
 def test_deadlines_and_time_outs(kit: Any, clock: Any) -> None:
     async def story() -> None:
-        async with kit.serving(queue_seconds=200.0, run_seconds=400.0, watchdog_seconds=1e6) as stack:
+        async with kit.serving(**limits) as stack:
             now = clock.monotonic
             error = await kit.fails(stack.start([1], deadline=now() - 0.1), "DEADLINE_EXCEEDED")
             assert error.reason == "deadline" and stack.facade.steps == 0
@@ -103,6 +103,7 @@ def test_deadlines_and_time_outs(kit: Any, clock: Any) -> None:
             await stack.settled()
             assert stack.metrics.finished[-1][3].output_tokens > 0
 
+    limits: Any = dict(queue_seconds=200.0, run_seconds=400.0, watchdog_seconds=1e6, stall_seconds=1e6)
     kit.run(story())
 
 

@@ -40,11 +40,12 @@ def compiler() -> GrammarCompiler:
 @pytest.fixture
 def trials(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarTrials]:
     monkeypatch.setattr(grammar_child, "COMPILE_SECONDS", 1.0)
+    monkeypatch.setattr(grammar_child, "PATIENCE_SECONDS", 200.0)
     made = GrammarTrials(8)
     yield made
     made.close()
     for thread in made._threads:
-        thread.join(10)
+        thread.join(100)
         assert not thread.is_alive()
 
 
@@ -52,7 +53,7 @@ async def warmed(trials: GrammarTrials, compiler: GrammarCompiler, spec: str = "
     """Both children are up."""
     compiler.shrink(0)
     await trials.compile(compiler, GrammarSpec("regex", spec))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while len(trials._children) < grammar_trials.CHILDREN or not all(c._process for c in trials._children):
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.5)  # the tokenizer is loaded
@@ -148,6 +149,7 @@ def test_a_busy_machine_is_not_the_grammars_fault(
     stories: Any, compiler: GrammarCompiler, trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_child, "PATIENCE_SECONDS", 3.0)
+    monkeypatch.setattr(grammar_child, "COMPILE_SECONDS", 30.0)
 
     async def story() -> None:
         await warmed(trials, compiler)

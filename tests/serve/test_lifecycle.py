@@ -148,10 +148,10 @@ def test_death_leaves_nobody_waiting(kit: Any, caplog: pytest.LogCaptureFixture)
 
 
 def test_a_drain_accepts_then_refuses_then_lets_finish(kit: Any, clock: Any) -> None:
+    limits: Any = dict(drain_seconds=1e4, queue_seconds=1e4, run_seconds=1e4, stall_seconds=1e4, watchdog_seconds=1e4)
+
     async def story() -> None:
-        async with kit.serving(
-            withdrawal_seconds=100.0, drain_seconds=1e4, queue_seconds=1e4, run_seconds=1e4
-        ) as stack:
+        async with kit.serving(withdrawal_seconds=100.0, **limits) as stack:
             states: list[str] = []
             stack.lifecycle.on_change.append(states.append)
             stack.facade.hook = lambda: time.sleep(0.01)

@@ -7,6 +7,7 @@ import json
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -32,7 +33,7 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\
 MESSAGES: Any = [{"role": "user", "content": "Tell me of the king and his sons."}]
 CHAT_TEXT = "<|bos|>user: Tell me of the king and his sons.\nassistant:"
 PROMPT = "And the king said unto his sons,"
-START_SECONDS, GUARD_SECONDS = 300.0, 60.0
+START_SECONDS, GUARD_SECONDS = 300.0, 200.0
 
 
 @dataclasses.dataclass
@@ -289,6 +290,22 @@ def test_the_server_s_configuration_can_be_printed(capsys: pytest.CaptureFixture
     assert main(["--print-config", "--policy", "static", "--depth", "2"]) == 0
     printed = capsys.readouterr().out
     assert "kv_events: true" in printed and "withdrawal_seconds: 0.0" in printed and "depth: 2" in printed
+
+
+def test_ports_are_none_that_the_kernel_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picked = tmp_path / "ip_local_port_range"
+    monkeypatch.setattr("serve.openai._PICKED", picked)
+    assert free_port() > 0  # nobody says which ones those are
+    picked.write_text("1024\t60999\n")
+    assert free_port() > 0  # they are nearly all
+    picked.write_text("12000\t60999\n")
+    assert 10_000 <= free_port() < 12_000
+    picked.write_text("1024\t60999\n")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free := free_port()))
+        monkeypatch.setattr("serve.openai._LEAST_PORT", free)
+        picked.write_text(f"{free + 1}\t60999\n")
+        assert free_port() != free  # somebody has the only one
 
 
 def test_a_server_that_cannot_start_ends_the_command() -> None:

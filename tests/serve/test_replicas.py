@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 from typing import Any
 
 from jaxspec import SamplingParams
 from serve.app import Server
 from serve.client import AsyncClient, ServerError
 from serve.config import ServerConfig
+from serve.openai import free_port
 
 PROMPTS = ["abc", "hgfh", "abcabcabc", "lkl"]
 LENGTH = 40
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_a_rolling_restart_loses_no_request(kit: Any, writing_kit: Any):
@@ -53,7 +47,7 @@ def test_a_rolling_restart_loses_no_request(kit: Any, writing_kit: Any):
                 return
             prompt = attempt % len(PROMPTS)
             for which in itertools.cycle([attempt % 2, 1 - attempt % 2]):
-                options: dict[str, Any] = dict(max_tokens=LENGTH, temperature=0.0, ignore_eos=True, timeout=30)
+                options: dict[str, Any] = dict(max_tokens=LENGTH, temperature=0.0, ignore_eos=True, timeout=100)
                 try:
                     result = await clients[which].generate(PROMPTS[prompt], **options)
                 except ServerError as e:

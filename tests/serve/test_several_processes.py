@@ -13,7 +13,6 @@ import operator
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -37,6 +36,7 @@ from serve import __main__ as command
 from serve.app import Server, place_of
 from serve.client import AsyncClient, ServerError
 from serve.config import ServerConfig
+from serve.openai import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Of a server's start, and those in which clients hear of a loss.
@@ -145,9 +145,7 @@ async def serving(
     checkpoint: Path, count: int, log: Path, drafter: str, speculation: dict[str, Any] = {}, **engine: Any  # noqa: B006
 ) -> AsyncIterator[tuple[Server, list[Follower]]]:  # fmt: skip
     """The first process is this one's engine; the others are on their own, and run where their logs are."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    coordinator = f"127.0.0.1:{free_port()}"
     config = ServerConfig.of(
         dict(
             model=str(checkpoint), drafter=drafter, speculation={"policy": "static", "depth": 2, **speculation},

@@ -123,7 +123,7 @@ class Bed:
 
     async def at_rest(self) -> None:
         """Waits until no request, page or task is left."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while True:
                 loads = await self.admin.GetLoads(admin_pb2.GetLoadsRequest())
                 info = await self.admin.GetServerInfo(admin_pb2.GetServerInfoRequest())
@@ -138,7 +138,7 @@ class Bed:
         assert generator.live == generator.in_engine == 0 and not generator._by_id
         assert not (live._live or live._holding or live._submitted)
         # Calls that were left end a little later.
-        await self.kit.eventually(lambda: len(asyncio.all_tasks()) <= self.tasks + 1, 10)
+        await self.kit.eventually(lambda: len(asyncio.all_tasks()) <= self.tasks + 1)
 
 
 @pytest.mark.slow

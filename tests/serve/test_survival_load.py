@@ -199,8 +199,11 @@ def test_when_pages_run_out_requests_wait_and_say_the_same(kit: Any, expected: A
 
     async def story() -> None:
         async with served(kit) as wire:
-            outputs = await asyncio.gather(*(wire.read(ask(p, max_tokens=90)) for p in prompts))
-            assert outputs == tokens
+            wire.facade.hold()
+            reading = [asyncio.create_task(wire.read(ask(p, max_tokens=90))) for p in prompts]
+            await kit.eventually(lambda: wire.generator.in_engine == len(prompts))
+            wire.facade.release()
+            assert await asyncio.gather(*reading) == tokens
             await wire.idle()
             assert kit.engine.stats.preemptions > before
 

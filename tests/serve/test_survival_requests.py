@@ -18,6 +18,7 @@ from wires import EXHAUSTED, IA, Code, Others, Wire, ask, served, survives
 
 from jaxspec.request import SamplingParams
 from jaxspec.tier import PLAIN
+from serve.core import grammar_child
 from serve.proto import admin_pb2, generation_pb2
 from serve.proto import generation_pb2 as pb
 
@@ -99,11 +100,12 @@ def test_grammars_beyond_the_limits_are_invalid_arguments(kit: Any, expected: An
 
 
 #: Seconds in which any grammar is served or refused, and which others may have to wait for a token meanwhile.
-GRAMMAR_SECONDS, GAP_SECONDS = 60.0, 5.0
+GRAMMAR_SECONDS, GAP_SECONDS = 120.0, 20.0
 
 
-def test_hostile_grammars_end_soon_and_harm_nobody(writing_kit: Any):
+def test_hostile_grammars_end_soon_and_harm_nobody(writing_kit: Any, monkeypatch: pytest.MonkeyPatch):
     """Within the limits of size, and dear all the same: a result or INVALID_ARGUMENT, while others go on."""
+    monkeypatch.setattr(grammar_child, "PATIENCE_SECONDS", GRAMMAR_SECONDS)
 
     async def attack(wire: Wire, kind: str, value: Any) -> None:
         request = ask("abc", max_tokens=60, ignore_eos=False)
@@ -138,7 +140,7 @@ def test_hostile_grammars_end_soon_and_harm_nobody(writing_kit: Any):
     prompt = [writing_kit.written.index(letter) for letter in Others.PROMPT]
     offline = writing_kit.offline([(prompt, SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))])
     offline = offline[0][0].token_ids
-    writing_kit.run(story(), 150)
+    writing_kit.run(story(), 800)
 
 
 def test_another_model_is_not_found(kit: Any, expected: Any):
@@ -161,7 +163,7 @@ def test_a_prompt_larger_than_the_whole_pool_is_an_invalid_argument(kit: Any):
             assert len(await wire.read(ask("a" * 30, max_tokens=20))) == 20
             await wire.idle()
 
-    kit.run(story(), 120)
+    kit.run(story())
 
 
 def test_an_id_in_use_already_exists(kit: Any, expected: Any):

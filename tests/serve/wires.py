@@ -72,7 +72,7 @@ class Wire:
 
     async def idle(self) -> admin_pb2.GetServerInfoResponse:
         """Waits until nothing runs; every page is then free or cached."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while True:
                 loads = await self.admin.GetLoads(admin_pb2.GetLoadsRequest())
                 info = await self.admin.GetServerInfo(admin_pb2.GetServerInfoRequest())

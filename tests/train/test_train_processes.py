@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import csv
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from safetensors.numpy import load_file
 
 from jaxspec.train.drafters import eagle
 from jaxspec.train.run import mesh, processes
+from serve.openai import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = [
@@ -38,9 +38,7 @@ def start(files: Path, out: Path, devices: int, *words: str) -> subprocess.Popen
 
 def together(files: Path, out: Path, *words: str) -> list[str]:
     """What two processes print, with one device each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = ["--coordinator", f"127.0.0.1:{probe.getsockname()[1]}", "--num-processes", "2"]
+    place = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
     runs = [start(files, out, 1, *words, *place, "--process-id", str(i)) for i in range(2)]
     printed = [run.communicate(timeout=600)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], printed
