@@ -18,7 +18,7 @@ from jaxspec.request import FinishReason, RequestOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = dataclasses.replace(GREEDY, max_tokens=50)
-SECONDS = 60
+SECONDS = 240
 
 
 @pytest.fixture
@@ -101,10 +101,18 @@ def test_twenty_at_once_give_what_they_give_offline(llm: LLM):
 def test_outputs_are_cumulative(llm: LLM):
     params = SamplingParams(temperature=1.0, seed=4, n=2, max_tokens=30, ignore_eos=True, logprobs=0)
 
-    async def main() -> list[RequestOutput]:
-        return [output async for output in AsyncLLM.of(llm).generate("abc", params)]
+    outputs: list[RequestOutput] = []
 
-    outputs = run(main())
+    def before(step: int) -> None:
+        if step in (4, 6, 8):
+            eventually(lambda: len(outputs) > (step - 4) // 2)  # else one output may tell of many steps
+
+    async def main() -> None:
+        async for output in AsyncLLM.of(llm).generate("abc", params):
+            outputs.append(output)
+
+    planted(llm, before)
+    run(main())
     assert len(outputs) > 3
     for before, after in itertools.pairwise(outputs):
         assert before.metrics.output_tokens <= after.metrics.output_tokens and before.request_id == after.request_id
@@ -184,13 +192,20 @@ def test_abort(llm: LLM):
     """The generator ends with what there is; requests that have not begun end too, and others are passed over."""
     (expected,) = llm.generate("abc", LONG)
 
+    server, aborted_once = AsyncLLM.of(llm), threading.Event()
+
+    def before(step: int) -> None:
+        if step == 6:
+            eventually(lambda: aborted_once.is_set() or bool(server._stepper._commands))
+
     async def main() -> list[RequestOutput]:
-        server = AsyncLLM.of(llm)
+        planted(llm, before)
         await server.abort("nobody's")
         found = []
         async for output in server.generate("abc", LONG, "mine"):
             found.append(output)
             await server.abort("mine")
+            aborted_once.set()
             assert llm.stats.running == 0, "abort returns when the slot is free"
         waiting = [asyncio.create_task(last(server, "abc", dataclasses.replace(LONG, n=2), n)) for n in "ab"]
         await asyncio.sleep(0)

@@ -38,27 +38,27 @@ def interrupted(body: str) -> tuple[int, str, float]:
         time.sleep(0.2)
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=600)
     return process.returncode, error, time.monotonic() - began
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        "import time; time.sleep(30)",
+        "import time; time.sleep(500)",
         # Minutes in which Python takes no signal.
         "import hashlib\nwith cli.quick_interrupts(): hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)",
-        "import threading, time; threading.Thread(target=time.sleep, args=(30,), name='warm-up-0').start(); "
+        "import threading, time; threading.Thread(target=time.sleep, args=(500,), name='warm-up-0').start(); "
         "threading.Event().wait()",
         # What is imported may take an exception for its own.
-        "import time\nwith cli.starting('__main__'):\n  try: time.sleep(30)\n  except BaseException: time.sleep(30)",
+        "import time\nwith cli.starting('__main__'):\n  try: time.sleep(500)\n  except BaseException: time.sleep(500)",
     ],
     ids=["python", "one long call", "a warm-up beside it", "imports"],
 )
 def test_an_interrupt_is_quiet_and_quick(body: str):
     status, error, seconds = interrupted(body)
     assert (status, error) == (cli.INTERRUPTED, "interrupted\n")
-    assert seconds < 15  # not the half minute that is left
+    assert seconds < 100  # not the minutes that are left
 
 
 def test_the_handlers_of_others_come_back():

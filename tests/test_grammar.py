@@ -304,14 +304,14 @@ def test_equal_specs_are_compiled_once(compiler: GrammarCompiler, monkeypatch: p
     results: list[Grammar] = []
 
     def work() -> None:
-        started.wait(10)
+        started.wait(100)
         results.append(compiler.compile(GrammarSpec("regex", "once+")))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     assert len(results) == 4 and len(compiled) == 1 and all(result is results[0] for result in results)
     for i in range(grammars.MAX_CACHED):
         compiler.compile(GrammarSpec("regex", f"a{{{i + 1}}}"))

@@ -124,19 +124,19 @@ def test_encoding_is_the_backend_s_and_lets_other_threads_run() -> None:
     done = threading.Event()
 
     def tick() -> None:
-        last = time.monotonic()
+        last = time.process_time()  # while the machine has no time for this process, no thread gets on
         while not done.is_set():
             time.sleep(0.001)
-            now = time.monotonic()
+            now = time.process_time()
             gaps.append(now - last)
             last = now
 
     thread = threading.Thread(target=tick)
     text = TEXT * 20_000
     thread.start()
-    began = time.monotonic()
+    began = time.process_time()
     ids = tok.encode(text)
-    seconds = time.monotonic() - began
+    seconds = time.process_time() - began
     done.set()
     thread.join()
     assert len(ids) > 100_000 and max(gaps) < seconds / 2  # with the GIL held it is all of it

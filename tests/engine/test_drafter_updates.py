@@ -274,7 +274,7 @@ def test_who_follows_keeps_a_trial_while_it_loads_another(tmp_path: Path):
     for number, name in enumerate(("second", "bad"), start=1):
         (tmp_path / name).mkdir()
         heard["load a drafter"](number=number, directory=str(tmp_path / name))
-        assert answers.get(timeout=10)["error"] == ("MemoryError()" if name == "bad" else "")
+        assert answers.get(timeout=100)["error"] == ("MemoryError()" if name == "bad" else "")
     heard["drop a drafter"](number=2)
     heard["draft with"](number=1)
     assert runner.params == "second"

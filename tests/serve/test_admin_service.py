@@ -282,7 +282,7 @@ def test_before_the_engine_is_ready(kit: Any):
 
         def build(on_compiled: OnCompiled) -> Any:
             on_compiled(3, 40)
-            assert gate.wait(30)
+            assert gate.wait(100)
             return facade
 
         config = ServerConfig(**BASE)

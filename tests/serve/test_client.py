@@ -218,9 +218,13 @@ def test_a_server_that_stops_is_away_for_calls_on_their_way():
         async def Generate(self, request: Any, context: Any) -> None:  # noqa: N802
             await context.abort(grpc.StatusCode.UNAVAILABLE, "draining")
 
+    connected = threading.Semaphore(0)
+
     def ask(target: str) -> ServerError:
-        with pytest.raises(ServerError) as caught:
-            sync_generate(target)
+        with Client(target) as client, pytest.raises(ServerError) as caught:
+            grpc.channel_ready_future(client._channel).result(100)
+            connected.release()
+            client.generate("a", timeout=100.0)
         return caught.value
 
     async def story() -> list[ServerError]:
@@ -230,6 +234,8 @@ def test_a_server_that_stops_is_away_for_calls_on_their_way():
         await server.start()
         with futures.ThreadPoolExecutor(4) as pool:
             asking = [pool.submit(ask, f"127.0.0.1:{port}") for _ in range(4)]
+            for _ in asking:
+                connected.acquire()
             time.sleep(0.5)  # the loop has other things to do meanwhile
             await server.stop(1.0)
             return [await asyncio.wrap_future(call) for call in asking]

@@ -117,7 +117,7 @@ def test_it_cannot_be_asked_before_it_is_built(kit: Any) -> None:
         built, facade = threading.Event(), kit.clean()
 
         def build() -> Any:
-            assert built.wait(30)
+            assert built.wait(100)
             return facade
 
         async with kit.serving(build=build, wait=False, watchdog_seconds=0.02) as stack:

@@ -73,7 +73,7 @@ def test_health_follows_the_engine(kit: Any):
         loop = asyncio.get_running_loop()
 
         def build() -> Any:
-            asyncio.run_coroutine_threadsafe(gate.wait(), loop).result(30)
+            asyncio.run_coroutine_threadsafe(gate.wait(), loop).result(100)
             return facade
 
         server = Server(ServerConfig(**BASE), build=build)

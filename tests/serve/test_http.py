@@ -109,7 +109,7 @@ def test_probes_follow_the_server(kit: Any) -> None:
         facade, build = kit.clean(), threading.Event()
 
         def slow() -> Any:
-            assert build.wait(30)
+            assert build.wait(100)
             return facade
 
         config = ServerConfig(host="127.0.0.1", port=0, metrics_port=0, watchdog_seconds=1.0, withdrawal_seconds=0.0)

@@ -184,10 +184,13 @@ def test_subscribers_are_few_and_hear_that_the_engine_is_gone(kit: Any, monkeypa
 
 
 def test_a_subscriber_that_takes_nothing_is_ended(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
     monkeypatch.setattr(kv_events, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(kv_events, "time", types.SimpleNamespace(monotonic=lambda: now, time=lambda: now))
 
     async def story() -> None:
-        hub = events_of(Cache(), stall_seconds=0.2)
+        nonlocal now
+        hub = events_of(Cache(), stall_seconds=10.0)
 
         async def follow(pause: float) -> int:
             taken, task = 0, asyncio.current_task()
@@ -202,9 +205,13 @@ def test_a_subscriber_that_takes_nothing_is_ended(kit: Any, monkeypatch: pytest.
             return taken
 
         stuck, reading = asyncio.create_task(follow(1e9)), asyncio.create_task(follow(0))
+        waits = lambda: [subscriber.away_since is None for subscriber in hub._subscribers]
+        await kit.eventually(lambda: sorted(waits()) == [False, True])
+        now += 10
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(stuck, 10)
-        await asyncio.sleep(0.3)  # that one waits for news, which is no stall
+            await stuck
+        now += 100
+        await asyncio.sleep(0.1)  # that one waits for news, which is no stall
         assert not reading.done() and len(hub._subscribers) == 1
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -205,7 +205,7 @@ def test_a_pipe_that_nobody_reads_stops_nobody(monkeypatch: pytest.MonkeyPatch, 
         for i in range(400):
             logs.event(logging.getLogger("serve"), logging.INFO, "request", number=i, padding="x" * 4000)
         handler.flush()
-        assert time.monotonic() - began < 5 and handler.dropped > 300
+        assert time.monotonic() - began < 60 and handler.dropped > 300
         assert not handler.drain(0.05)  # nor does it wait at the end
         monkeypatch.setattr(logs.QueuedHandler.drain, "__defaults__", (0.05,))
         handler.close()
@@ -249,7 +249,7 @@ def test_a_process_ends_although_nobody_reads_its_log():
     )
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
     try:
-        assert process.wait(30) == 0
+        assert process.wait(200) == 0
     finally:
         process.kill()
         assert process.stderr is not None
