@@ -19,6 +19,7 @@ from jaxspec.bench import __main__ as bench_command
 from jaxspec.bench.offline.report import WIDTH
 from jaxspec.bench.offline.workloads import Passage, built_in
 from jaxspec.bench.online import arrivals, command, overhead, report, sender, traces
+from jaxspec.bench.online import session as sessions
 from jaxspec.bench.online.arrivals import Arrival, Load
 from jaxspec.bench.online.records import (
     INCOMPLETE,
@@ -112,6 +113,7 @@ class Fake:
 
     Attributes:
       policies, routes, flushed: in order. hang: the requests never end. gone: the server answers nothing.
+      together: nobody is answered before so many were live at once.
       policy: what it began with; one that is static has its tier and no other.
     """
 
@@ -119,7 +121,7 @@ class Fake:
         self.tiers, self.policy, self.gone = tiers, policy, False
         self.policies: list[str] = []
         self.requests: list[generation_pb2.GenerateRequest] = []
-        self.live = self.most = self.flushed = 0
+        self.live = self.most = self.flushed = self.together = 0
         self.hang = False
         self.fail: Callable[[generation_pb2.GenerateRequest], grpc.StatusCode | None] = lambda request: None
 
@@ -131,6 +133,8 @@ class Fake:
         self.live += 1
         self.most = max(self.most, self.live)
         try:
+            while self.most < self.together:
+                await asyncio.sleep(0.002)
             count = len(request.tokens.ids) or len(request.text)
             yield generation_pb2.GenerateStreamResponse(prompt=generation_pb2.PromptInfo(prompt_tokens=count))
             yield generation_pb2.GenerateStreamResponse(delta=generation_pb2.Delta())  # a character in two halves
@@ -224,7 +228,7 @@ def test_a_closed_loop_keeps_its_places_full_and_records_every_token():
     for r in records:
         assert (r.output_tokens, r.first_tokens, [n for _, n in r.gaps]) == (6, 2, [2, 2])
         assert r.first is not None and r.sent < r.first < r.ended and (r.rounds, r.drafted, r.accepted) == (4, 12, 4)
-        assert sum(gap for gap, _ in r.gaps) == pytest.approx(r.ended - r.first, abs=0.5)
+        assert 0 < sum(gap for gap, _ in r.gaps) <= r.ended - r.first + 1e-6
     assert {r.prompt_tokens for r in records} <= {8, 6}
     sent = fake.requests[-1]
     assert (sent.slo.ttft_ms, sent.slo.tpot_ms) == (60_000, 60_000) and sent.sampling.ignore_eos
@@ -235,9 +239,10 @@ def test_a_closed_loop_keeps_its_places_full_and_records_every_token():
 
 def test_open_loops_do_not_wait_for_answers():
     fake = Fake()
+    fake.together = 5  # more than a batch
     load = Load("all at once", tuple(Arrival(0.001 * i, "", 10, 6) for i in range(20)))
     made = session_of(fake, asking(load, warmup=0)).report(interrupted=False)
-    assert made is not None and fake.most > 4  # more than a batch
+    assert made is not None and fake.most >= 5 and not made.failures
     assert [len(request.tokens.ids) for request in fake.requests] == [10] * 20
     due = {r.index: r.due for r in made.runs[0].records}
     assert due == {i: pytest.approx(0.001 * i) for i in range(20)}
@@ -302,10 +307,13 @@ def test_what_was_measured_is_reported_where_the_server_dies(tmp_path: Path, cap
     assert data["interrupted"] and [run["all"]["requests"] for run in data["runs"]] == [2]
 
 
-def test_the_shipped_trace_is_scaled_to_what_the_server_takes():
+def test_the_shipped_trace_is_scaled_to_what_the_server_takes(monkeypatch: pytest.MonkeyPatch):
+    """As on a machine that never stalls: of a server that takes a few requests a second, none would come."""
+    monkeypatch.setattr(sessions, "span", lambda records, span=sessions.span: min(span(records), 0.1))
     fake = Fake()
     made = session_of(fake, asking(None, duration=0.3, warmup=0)).report(interrupted=False)
     assert made is not None and made.plan.load.source.startswith("synthetic bursty trace at ")
+    assert float(made.plan.load.source.removesuffix("/s").rpartition(" ")[2]) >= 120
     assert len(fake.requests) == 12 + len(made.plan.requests)  # three full batches measured it
     assert {r.phase for r in made.runs[0].records} <= {p.name for p in made.plan.load.phases}
 

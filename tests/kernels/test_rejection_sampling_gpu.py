@@ -181,7 +181,7 @@ def run_as_threads(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=100)
+        thread.join(timeout=300)
     if failures:
         raise failures[0]
     assert not any(thread.is_alive() for thread in threads), "a program waits for ever"
