@@ -134,21 +134,26 @@ def test_it_cannot_be_asked_before_it_is_built(kit: Any) -> None:
     kit.run(story())
 
 
-def test_an_engine_that_cannot_be_built_is_dead(kit: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "error", [ValueError("no such checkpoint"), RuntimeError("no such device")], ids=["configuration", "device"]
+)
+def test_an_engine_that_cannot_be_built_is_dead(kit: Any, caplog: pytest.LogCaptureFixture, error: Exception) -> None:
+    """What is wrong with its configuration is said in a line, anything else with the traceback."""
+
     def build() -> Any:
-        raise ValueError("no such checkpoint")
+        raise error
 
     async def story() -> None:
         async with kit.serving(build=build, wait=False) as stack:
             assert (await kit.fails(stack.engine.ready(), "UNAVAILABLE")).reason == "dead"
-            assert stack.lifecycle.state == "dead" and isinstance(stack.engine.error, ValueError)
+            assert stack.lifecycle.state == "dead" and stack.engine.error is error
             await kit.fails(stack.engine.call(lambda engine: 1), "UNAVAILABLE")
             await kit.fails(stack.start([1]), "UNAVAILABLE")
 
     with caplog.at_level(logging.CRITICAL, "serve"):
         kit.run(story())
-    assert len(caplog.records) == 1 and caplog.records[0].exc_info is not None
-    assert "no such checkpoint" in caplog.text
+    (record,) = caplog.records
+    assert (record.exc_info is None) == isinstance(error, ValueError) and str(error) in caplog.text
 
 
 def test_stop_ends_what_is_live_and_can_be_repeated(kit: Any) -> None:
