@@ -20,7 +20,7 @@ from jaxspec.adaptive.calibration import calibration_error
 from jaxspec.adaptive.linear import LinearCost
 from jaxspec.bench.__main__ import main
 from jaxspec.bench.online.arrivals import Arrival, Load, closed
-from jaxspec.bench.simulate import acceptance, breakeven, costs, figures, formulas, policies
+from jaxspec.bench.simulate import acceptance, breakeven, cells, costs, figures, formulas, policies
 from jaxspec.bench.simulate.engine import Machine, Outcome, Ran, Served, Simulation
 from jaxspec.bench.studies import regret
 from jaxspec.speculation import budget
@@ -308,6 +308,13 @@ def test_the_command_compares_every_policy_of_the_registry(tmp_path: Path, capsy
     again = acceptance.recorded(str(good), acceptance.Reliability(), window=40)
     first = again.kinds[again.kind(0, 0.0)]
     assert first[0] == pytest.approx(0.88, abs=0.12) and len(again.phases) > 1
+
+
+def test_policies_are_told_costs_at_contexts_that_requests_can_have():
+    assert cells.told_at(16384) == policies.Setting.contexts
+    assert cells.told_at(512) == (64, 512) and cells.told_at(40) == (40,)
+    one = costs.table(costs.load("h100-adaspec"), [(Tier(0), 1), (Tier(2), 1)], {}, cells.told_at(40))
+    assert (one.context, one.growth) == (40, 0)
 
 
 def test_equal_seeds_simulate_the_same(tmp_path: Path):

@@ -103,6 +103,11 @@ class Done:
     auc: float
 
 
+def told_at(max_context: int) -> tuple[int, ...]:
+    """Tokens of a row at which policies are told costs: as in an engine, none longer than its requests may be."""
+    return tuple(sorted({min(context, max_context) for context in policies.Setting.contexts}))
+
+
 def play(cell: Cell, args: argparse.Namespace, device: costs.Costs, seed: int, depths: tuple[int, ...]) -> Done:
     """Every policy over one cell; all of them meet the same texts, arrivals and lengths."""
     buckets = EngineConfig(max_batch_size=cell.batch).buckets
@@ -115,7 +120,7 @@ def play(cell: Cell, args: argparse.Namespace, device: costs.Costs, seed: int, d
     )
     tape = acceptance.Tape(cell.texts, seed, depths[-1])
     setting = policies.Setting(
-        device, depths, buckets, error=args.table_error,
+        device, depths, buckets, contexts=told_at(args.max_context), error=args.table_error,
         budgets=tuple(numbers("budgets", args.budgets, 0.01, 32, whole=False)) if args.budgets else (),
     )  # fmt: skip
     named = [policies.entry(text, setting) for text in args.policy or policies.defaults()]
