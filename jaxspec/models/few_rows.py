@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from jaxspec.models.base import Attend, ModelConfig, report_experts
 from jaxspec.models.experts import MixtureOfExperts
 from jaxspec.models.layers import MLP, Attention, Linear, Transformer
-from jaxspec.models.quantised import Quantised
+from jaxspec.models.quantised import Quantised, stored_bytes
 from jaxspec.models.rope import Tables, apply_rope
 from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS, TENSOR_AXIS, summed
 from jaxspec.models.sharded import shards as devices
@@ -318,9 +318,22 @@ def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) ->
 _packed = jax.jit(packed.pack)
 
 
+def added_bytes(model: Any) -> int:
+    """Bytes of memory that `prepare` will take besides those of the model: no less while anything else holds it.
+
+    Scales of layers' weights become float32, and an output layer of few bits lies there twice.
+    """
+    if unsupported() is not None or refusal(model) is not None:
+        return 0
+    size = lambda few: sum(stored_bytes(x) for x in jax.tree.leaves(jax.eval_shape(packed.pack, few.values, few.scale)))
+    layers = [few for linear in _maps(model) if isinstance(few := linear.kernel[...], Quantised)]
+    output = size(model.lm_head.kernel[...]) if _output_of_few_bits(model) else 0
+    return sum(size(few) - few.nbytes for few in layers) + output
+
+
 def unsupported() -> str | None:
     """Why this device or JAX has no such kernels, or None."""
     return gpu.supported()
 
 
-__all__ = ["MOST_ROWS", "FewRows", "in_few_bits", "output_refusal", "prepare", "refusal", "unsupported"]
+__all__ = ["MOST_ROWS", "FewRows", "added_bytes", "in_few_bits", "output_refusal", "prepare", "refusal", "unsupported"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxspec.fitting import fitted, stored
 from jaxspec.models import few_rows
 from jaxspec.models.base import Experts, ModelConfig, counting_experts, touched
 from jaxspec.models.experts import mlp
@@ -19,6 +21,7 @@ from jaxspec.models.layouts import mark, tensor_parallel
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.sharded import BY_XLA
 from jaxspec.runtime.sharding import tensor_mesh
+from jaxspec.speculation.state import Geometry
 from pallas_kernels.small_batch.packed import Packed
 
 CONFIG = ModelConfig("llama", 64, 256, 384, 2, 2, 1, 128)
@@ -126,14 +129,29 @@ def test_few_rows_of_quantised_weights_are_the_layers(kind: Any, groups: int):
         np.testing.assert_allclose(prepared.logits(hidden), plain.logits(hidden), atol=1e-4)
 
 
-def test_quantised_output_layers_among_devices():
+def test_quantised_output_layers_among_devices(monkeypatch: pytest.MonkeyPatch):
     """Each device computes all of one that is whole, as XLA cannot split a kernel; one that is split stays XLA's.
 
-    The model's own stays as it was stored, for draft heads.
+    The model's own stays as it was stored, for draft heads, and pools leave room for both.
     """
     cfg = dataclasses.replace(CONFIG, intermediate_size=512)
     plain = quantised(model(cfg), jnp.int8, 1)
+    for linear in few_rows._maps(plain):  # checkpoints have scales of 16 bits
+        few: Any = linear.kernel[...]
+        linear.kernel.set_value(dataclasses.replace(few, scale=few.scale.astype(jnp.bfloat16)))
+    before, added, pages = stored(nnx.state(plain)), [], []
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1 << 24})
+    with monkeypatch.context() as patched:
+        patched.setattr("jaxspec.fitting.jax.local_devices", lambda: [device])
+        for why in ("no GPU", None):
+            patched.setattr(few_rows, "unsupported", lambda why=why: why)
+            added.append(few_rows.added_bytes(plain))
+            pages.append(fitted(Geometry(1, 1 << 40, 8, 4, 2), 1.0, plain, None, (), 1).num_pages)
+    page = cfg.num_layers * cfg.num_kv_heads * 8 * 2 * cfg.head_dim * 2
+    assert added[0] == 0 and abs(pages[0] - pages[1] - added[1] / page) <= 1
     prepared, hidden = few_rows.prepare(plain, "reference"), jnp.ones((1, 3, cfg.hidden_size), jnp.bfloat16)
+    both = {id(x): x for x in jax.tree.leaves((nnx.state(plain), nnx.state(prepared)))}
+    assert stored(list(both.values())) - before == added[1] > 0
     assert plain.lm_head is not None and isinstance(prepared.lm_head.kernel[...], Packed)
     with jax.set_mesh(tensor_mesh(2)):
         assert "shard_map" in str(jax.make_jaxpr(prepared.logits)(hidden))
