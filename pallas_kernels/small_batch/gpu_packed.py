@@ -1,11 +1,7 @@
 """Products of few rows by packed weights of 8 or 4 bits, on Mosaic GPU: `gpu`'s four kernels over `packed.Packed`.
 
 A tile is 32 columns of the result, or 32 pairs of columns (gate and up, the halves of a head). Where tiles are many a
-warpgroup has one; where they are few four warpgroups share one, and take turns at the blocks of 128 inputs. Each has a
-ring of its own, expands a block in registers and multiplies it by the rows (`unpack`): two of its warps one column of
-each pair, the others the other; or all the same 32 columns, two of them the even blocks of inputs and two the odd ones.
-A block's sums are scaled and added in float32, a warpgroup's blocks in their order, then the warpgroups', then even and
-odd: the same whatever the number of rows.
+warpgroup has one; where they are few four warpgroups share one (`packed_walk`).
 """
 
 from __future__ import annotations
@@ -24,50 +20,30 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch import mosaic, packed, unpack
-from pallas_kernels.small_batch.mosaic import F32, SUMS, flipped, load
+from pallas_kernels.small_batch.mosaic import F32, flipped, load
 from pallas_kernels.small_batch.packed import BLOCK, Packed
+from pallas_kernels.small_batch.packed_walk import COLUMNS, HALF, Walk, half
 from pallas_kernels.small_batch.reference import Stream
 
 Kind = Literal["project", "logits", "heads", "swiglu", "add"]
 
-#: Columns, or pairs of columns, of a tile.
-COLUMNS = 32
-_MAX_STAGES = 8
 #: Rows that are served, and bytes of shared memory that small arrays take.
 _MOST_ROWS, _MARGIN = 32, 8192
-#: Blocks of a step.
-_DEPTHS = 1, 2, 4
 
 
-def _half(vector: int) -> Any:
-    """[32, rows] over a warpgroup, as `SUMS` but for half of their rows, in vectors of 1 or 2 along them."""
-    tiling = plgpu.Tiling(((COLUMNS, 8), (8, 8), (2,), (1,))[: 4 if vector == 1 else 3])
-    shift = 1 if vector == 1 else 0
-    return plgpu.Layout.TILED(tiling, warp_dims=(-5 - shift,), lane_dims=(-3 - shift, -2 - shift), vector_dim=-1)
-
-
-_HALF = _half(2)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kernel:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Kernel(Walk):
     """One launch.
 
     Attributes:
-      kind: what is done around the product. dtype: of the values. shape: (M, K) of the rows. columns: of the kernel.
-      groups: of scales. eps: of the norm before, over `squares` tiles; None where there is none.
-      counts: query, key and value heads, of "heads". interpret: whether registers are pretended.
+      kind: what is done around the product. eps: of the norm before, over `squares` tiles; None where there is none.
+      counts: query, key and value heads, of "heads".
     """
 
     kind: Kind
-    dtype: str
-    shape: tuple[int, int]
-    columns: int
-    groups: int
     eps: float | None = None
     squares: int = 0
     counts: tuple[int, ...] = ()
-    interpret: bool = False
 
     @property
     def name(self) -> str:
@@ -78,18 +54,9 @@ class _Kernel:
         return self.kind in ("heads", "swiglu")
 
     @property
-    def rows(self) -> int:
-        return round_up(self.shape[0], 8)
-
-    @property
     def parts(self) -> int:
         """Stretches of columns of a program."""
         return 2 if self.pairs else 1
-
-    @property
-    def inputs(self) -> int:
-        """Of a step."""
-        return self.depth * BLOCK * (2 // self.parts)
 
     @property
     def tiles(self) -> int:
@@ -111,56 +78,14 @@ class _Kernel:
         return self.columns // (COLUMNS * self.parts * self.tiles)
 
     @property
-    def blocks(self) -> int:
-        """Of inputs, that two of a warpgroup's warps have; of all warpgroups of a tile together."""
-        return self.shape[1] * self.parts // (BLOCK * 2)
-
-    @property
     def teams(self) -> int:
         """Warpgroups. The output layer has two programs on a multiprocessor, which hide each other's ends."""
         return 2 if self.kind == "logits" else 4
 
     @property
-    def split(self) -> int:
-        """Warpgroups of a tile, which take turns at its inputs."""
-        return self.teams // self.tiles
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is one row, which lies in shared memory whole."""
-        return self.shape[0] == 1
-
-    @property
-    def unit(self) -> int:
-        """Blocks that a warpgroup takes at its turn, of this shape whatever the rows; all have as many turns."""
-        return max((n for n in _DEPTHS if self.blocks % (n * self.split) == 0), default=1)
-
-    @property
-    def depth(self) -> int:
-        """Blocks of a step."""
-        fits = [n for n in _DEPTHS if self.unit % n == 0 and 2 * self.stage(n) * self.teams <= self.budget]
-        return max(fits, default=1)
-
-    def stage(self, depth: int) -> int:
-        """Bytes of a step."""
-        rows = 0 if self.alone else self.rows * BLOCK * 4 // self.parts
-        return depth * (unpack.ROWS * unpack.row_bytes(self.dtype) + rows)
-
-    @functools.cached_property
-    def budget(self) -> int:
-        """Bytes of shared memory for the rings."""
-        share = 2 if self.kind == "logits" and self.rows == 8 else 1
-        return mosaic.room(self.beside(jnp.bfloat16), share)
-
-    @property
-    def stages(self) -> int:
-        steps = -(-self.blocks // (self.split * self.depth))
-        return max(1, min(_MAX_STAGES, self.budget // (self.stage(self.depth) * self.teams), steps))
-
-    @property
-    def slots(self) -> int:
-        """Of sums: half of a tile's warpgroups leave theirs to the other half."""
-        return self.tiles * max(1, self.split // 2)
+    def neighbours(self) -> int:
+        """See Walk."""
+        return 2 if self.kind == "logits" and self.rows == 8 else 1
 
     @property
     def sharers(self) -> int:
@@ -170,30 +95,11 @@ class _Kernel:
     @property
     def layout(self) -> Any:
         """Of what is stored: float32 cannot be transposed in vectors."""
-        return _half(1) if self.kind == "logits" else _HALF
-
-    def scratch(self, rows_dtype: Any) -> dict[str, Any]:
-        """Shared memory and barriers, by name."""
-        ring, dtype = self.teams * self.stages, jnp.dtype(self.dtype)
-        x = plgpu.SMEM((ring, self.rows, self.inputs), rows_dtype, transforms=unpack.rows_transforms())
-        return {
-            **({} if self.alone else {"x": x}),
-            "w": plgpu.SMEM((ring, self.parts, COLUMNS, self.inputs), dtype, transforms=unpack.transforms(dtype)),
-            "full": plgpu.Barrier(num_barriers=ring, num_arrivals=1 if self.alone else 2),
-            **self.beside(rows_dtype),
-        }
+        return half(1) if self.kind == "logits" else HALF
 
     def beside(self, rows_dtype: Any) -> dict[str, Any]:
         """What is there besides the rings."""
-        tiles = self.tiles
-        out: dict[str, Any] = {
-            "sums": plgpu.SMEM((self.slots, unpack.ROWS, self.rows), F32),
-            "scale": plgpu.SMEM((tiles, self.parts, self.groups, COLUMNS), F32),
-        }
-        if self.split > 1:
-            out |= {
-                name: plgpu.Barrier(num_barriers=tiles, num_arrivals=self.split // 2) for name in ("half", "summed")
-            }
+        tiles, out = self.tiles, self.sums()
         if self.alone:
             out["x"] = plgpu.SMEM((self.shape[1] // BLOCK, BLOCK), rows_dtype)
             out["there"] = plgpu.Barrier(num_barriers=1, num_arrivals=1)
@@ -245,23 +151,15 @@ class _Kernel:
         x_MK, w_ABK, scale_GN, *beside = ins
         gain = None
         rows = mosaic.all_rows(program, self.shape[0], self.rows)
-        depth, units = self.depth, self.blocks // self.unit
-        mine = (units - turn_of + self.split - 1) // self.split * (self.unit // depth)
-
-        def first(turn: Any) -> Any:
-            """The block that a turn begins with."""
-            per = self.unit // depth
-            return ((turn // per) * self.split + turn_of) * self.unit + lax.rem(turn, per) * depth
-
-        def inputs(turn: Any) -> Any:
-            return pl.ds(first(turn) * (2 // self.parts) * BLOCK, self.inputs)
+        mine = self.turns(turn_of)
 
         def copy(turn: Any, slot: Any) -> None:
             """Of a turn; what lies in the second-level cache first."""
             full = shared["full"].at[slot]
             if not self.alone:
-                plgpu.copy_gmem_to_smem(x_MK.at[rows, inputs(turn)], shared["x"].at[slot], full)
-            plgpu.copy_gmem_to_smem(w_ABK.at[*self.own(tile), inputs(turn)], shared["w"].at[slot], full)
+                plgpu.copy_gmem_to_smem(x_MK.at[rows, self.stretch(turn, turn_of)], shared["x"].at[slot], full)
+            source = w_ABK.at[*self.own(tile), self.stretch(turn, turn_of)]
+            plgpu.copy_gmem_to_smem(source, shared["w"].at[slot], full)
 
         # Tables first, and rows before their weights: copies come in the order in which they were asked for, and no
         # step should wait until the whole ring is full.
@@ -278,12 +176,7 @@ class _Kernel:
         def _() -> None:
             self.copy_tables(tile, own, scale_GN, beside, rows, shared)
 
-        for turn in range(self.stages):
-
-            @pl.when(turn < mine)
-            def _(turn: int = turn) -> None:
-                copy(jnp.int32(turn), team * self.stages + turn)
-
+        self.fill(team, mine, copy)
         plgpu.barrier_wait(shared["ready"].at[own])
         if self.alone:
             plgpu.barrier_wait(shared["there"].at[0])
@@ -293,56 +186,14 @@ class _Kernel:
             def _() -> None:
                 plgpu.barrier_wait(shared["normed"].at[0])
                 count = self.squares // self.sharers
-                share = mosaic.summed_tiles(shared["squares"], team * count, count, _HALF.reduce(0))
+                share = mosaic.summed_tiles(shared["squares"], team * count, count, HALF.reduce(0))
                 shared["shares"].at[team][...] = share
                 plgpu.barrier_arrive(shared["added"].at[0])
 
         if self.kind == "add":  # too few bytes for the copy engine
-            gain = load(beside[-1].at[pl.ds(tile * COLUMNS, COLUMNS)], _HALF.reduce(1)).astype(F32)
-
-        def step(turn: Any, total: jax.Array) -> jax.Array:
-            slot = team * self.stages + lax.rem(turn, self.stages)
-            plgpu.barrier_wait(shared["full"].at[slot])
-            x, begin = (shared["x"], first(turn)) if self.alone else (shared["x"].at[slot], None)
-            found = unpack.products(shared["w"].at[slot], x, self.dtype, self.depth, self.rows, begin, self.interpret)
-            for block, sums in enumerate(found):
-                if self.groups > 1:
-                    scale = unpack.row_scales(shared["scale"].at[own], first(turn) + block, self.interpret)
-                    scale = lax.broadcast_in_dim(scale, (unpack.ROWS, self.rows), (0,))
-                    sums = unpack.times(sums, scale, SUMS, self.interpret)
-                total = total + sums
-
-            @pl.when(turn + self.stages < mine)
-            def _() -> None:
-                copy(turn + self.stages, slot)
-
-            return total
-
-        start = plgpu.layout_cast(jnp.zeros((unpack.ROWS, self.rows), F32), SUMS)
-        total = lax.fori_loop(0, mine, step, start)
-        if self.split == 1:
-            shared["sums"].at[own][...] = total
-            self.finish(tile, own, outs, shared, gain, x_MK.dtype)
-            return
-        # Half of a tile's warpgroups leave their sums to the others, which add their own.
-        others = self.split // 2
-
-        @pl.when(turn_of >= others)
-        def _() -> None:
-            shared["sums"].at[own * others + turn_of - others][...] = total
-            plgpu.barrier_arrive(shared["half"].at[own])
-
-        @pl.when(turn_of < others)
-        def _() -> None:
-            plgpu.barrier_wait(shared["half"].at[own])
-            mine = shared["sums"].at[own * others + turn_of]
-            mine[...] = total + load(mine, SUMS)
-            plgpu.barrier_arrive(shared["summed"].at[own])
-
-        @pl.when(turn_of == 0)
-        def _() -> None:
-            plgpu.barrier_wait(shared["summed"].at[own])
-            self.finish(tile, own, outs, shared, gain, x_MK.dtype)
+            gain = load(beside[-1].at[pl.ds(tile * COLUMNS, COLUMNS)], HALF.reduce(1)).astype(F32)
+        total = self.total(team, mine, copy, shared)
+        self.join(team, total, shared, lambda: self.finish(tile, own, outs, shared, gain, x_MK.dtype))
 
     def copy_tables(self, tile: Any, own: Any, scale_GN: Any, beside: Any, rows: Any, shared: Any) -> None:
         """What a tile needs, besides weights and rows."""
@@ -365,13 +216,7 @@ class _Kernel:
 
     def finish(self, tile: Any, own: Any, outs: Sequence[Any], shared: Any, gain: Any, dtype: Any) -> None:
         """From the sums of a tile's warpgroups to the results; `own` is the number of the tile in its program."""
-        parts = []
-        for part in range(2):
-            columns, slots = pl.ds(part * COLUMNS, COLUMNS), self.slots // self.tiles
-            total = load(shared["sums"].at[own * slots, columns], self.layout)
-            for slot in range(1, slots):
-                total = total + load(shared["sums"].at[own * slots + slot, columns], self.layout)
-            parts.append(total)
+        parts = self.totals(own, shared, self.layout)
         if not self.pairs:
             parts = [parts[0] + parts[1]]
         if self.groups == 1:
@@ -379,7 +224,7 @@ class _Kernel:
             parts = [y * self.along_columns(scale) for y, scale in zip(parts, scales, strict=True)]
         if self.eps is not None:
             plgpu.barrier_wait(shared["added"].at[0])
-            inverse = mosaic.inverse_rms(shared["shares"], self.shape[1], self.eps, _HALF.reduce(0))
+            inverse = mosaic.inverse_rms(shared["shares"], self.shape[1], self.eps, HALF.reduce(0))
             parts = [y * self.along_rows(inverse) for y in parts]
         # As XLA does: products are rounded to the stream's dtype, and what follows is computed in float32.
         if self.kind != "logits":
@@ -414,7 +259,7 @@ class _Kernel:
         turns = jnp.where(head < self.counts[0] + self.counts[1], 1.0, 0.0)  # values stay as they are
         cos = load(shared["cos"], self.layout) * turns + (1.0 - turns)
         sin = load(shared["sin"], self.layout) * turns
-        times = functools.partial(unpack.times, layout=_HALF, interpret=self.interpret)
+        times = functools.partial(unpack.times, layout=HALF, interpret=self.interpret)
         flipped(shared["out"].at[0])[...] = (times(lo, cos) - times(hi, sin)).astype(dtype)
         flipped(shared["out"].at[1])[...] = (times(hi, cos) + times(lo, sin)).astype(dtype)
         plgpu.commit_smem()
@@ -424,14 +269,14 @@ class _Kernel:
             @pl.when((head >= first) & (head < first + count))
             def _(ref: Any = ref, first: int = first) -> None:
                 at = (head - first) * 4 * COLUMNS + begin
-                for half in range(2):
-                    source = shared["out"].at[half, pl.ds(0, self.shape[0])]
-                    plgpu.copy_smem_to_gmem(source, ref.at[:, pl.ds(at + half * 2 * COLUMNS, COLUMNS)])
+                for part in range(2):
+                    source = shared["out"].at[part, pl.ds(0, self.shape[0])]
+                    plgpu.copy_smem_to_gmem(source, ref.at[:, pl.ds(at + part * 2 * COLUMNS, COLUMNS)])
 
             first += count
 
     def _add(self, tile: Any, y: jax.Array, gain: jax.Array, outs: Sequence[Any], shared: Any, dtype: Any) -> None:
-        h = load(flipped(shared["h"]), _HALF).astype(F32) + y
+        h = load(flipped(shared["h"]), HALF).astype(F32) + y
         h = h.astype(dtype).astype(F32)
         self.store(shared["h"], h.astype(dtype), outs[0], tile * COLUMNS)
         self.store(shared["out"].at[0], (h * self.along_columns(gain)).astype(dtype), outs[1], tile * COLUMNS)
@@ -449,7 +294,7 @@ def _run(
     if why := packed.refusal(weight.values.dtype, weight.shape, weight.groups):
         raise ValueError(why)
     kernel = _Kernel(
-        kind, weight.values.dtype.name, (m, k), weight.shape[1], weight.groups,
+        kind=kind, dtype=weight.kind, shape=(m, k), columns=weight.shape[1], groups=weight.groups,
         interpret=interpret is not None, **extra,
     )  # fmt: skip
     values = kernel.viewed(weight.values)

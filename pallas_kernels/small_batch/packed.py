@@ -17,6 +17,12 @@ import jax.numpy as jnp
 
 #: Inputs that are reordered among themselves, and those that have a scale of their own where there is more than one.
 BLOCK = 128
+#: MXFP4's values by name: a sign, two bits of exponent and one of mantissa. `Packed` has their bits as int4.
+FLOAT4 = "float4_e2m1fn"
+#: A scale of MXFP4, 2 ** (s - 127), is kept as s + 94, in bfloat16 2 ** (s - 33): times a value's bits in bfloat16's
+#: places, which stand for 2 ** -126 of it, no weight comes near an end of the range. Sums are 2 ** EXPONENT too small.
+EXPONENT = 32
+_KEPT = 94
 #: The axes of 128 inputs as wgmma has them, steps of 16 being [half, thread, pair], and their order in memory.
 _EIGHT = (8, 2, 4, 2), (2, 0, 3, 1)
 _FOUR = (4, 2, 2, 4, 2), (3, 0, 4, 1, 2)
@@ -29,7 +35,8 @@ class Packed:
 
     Attributes:
       values: [out, in] int8, int4 or float8_e4m3fn, inputs reordered (see the module).
-      scale: [G, out] float32: one for all inputs, or one for every BLOCK of them.
+      scale: [G, out] float32: one for all inputs, or one for every BLOCK of them. Of MXFP4 int32: the words of four
+        exponents, each of 32 inputs of a BLOCK, the first in the low byte.
     """
 
     values: jax.Array
@@ -38,11 +45,16 @@ class Packed:
     @property
     def shape(self) -> tuple[int, int]:
         """(in, out)."""
-        return self.values.shape[1], self.values.shape[0]
+        return self.values.shape[-1], self.values.shape[-2]
 
     @property
     def groups(self) -> int:
-        return self.scale.shape[0]
+        return self.scale.shape[-2]
+
+    @property
+    def kind(self) -> str:
+        """What the values are: their type, or FLOAT4."""
+        return FLOAT4 if self.scale.dtype == jnp.int32 else self.values.dtype.name
 
     def __getitem__(self, key: object) -> Packed:
         """Whole, as variables of modules ask."""
@@ -88,9 +100,35 @@ def pack(values_KN: jax.Array, scale_GN: jax.Array) -> Packed:
     return Packed(reordered(wide.T, kind).astype(kind), scale_GN.astype(jnp.float32))
 
 
+def pack_float4(codes_KN: jax.Array, scale_GN: jax.Array) -> Packed:
+    """From MXFP4's codes of four bits [in, out], one a byte, and exponents of every 32 inputs, 33 to 160; uint8."""
+    signed = (codes_KN.astype(jnp.int8) ^ 8) - 8
+    bytes_GbN = (scale_GN.astype(jnp.int32) + _KEPT).reshape(-1, 4, scale_GN.shape[1])
+    words_GN = functools.reduce(jnp.bitwise_or, [bytes_GbN[:, i] << (8 * i) for i in range(4)])
+    return Packed(reordered(signed.T, jnp.dtype(jnp.int4)).astype(jnp.int4), words_GN)
+
+
+def float4(values: jax.Array) -> jax.Array:
+    """What the bits of four stand for, float32."""
+    codes = values.astype(jnp.int32) & 15
+    exponent, mantissa = (codes >> 1) & 3, codes & 1
+    doubled = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))
+    return jnp.where(codes >= 8, -doubled, doubled).astype(jnp.float32) * 0.5
+
+
+def powers(words_GN: jax.Array) -> jax.Array:
+    """MXFP4's scales of every 32 inputs, float32 [4 G, out], 2 ** EXPONENT too small."""
+    kept = jnp.stack([(words_GN >> (8 * i)) & 255 for i in range(4)], axis=1)
+    return jnp.exp2((kept - (_KEPT + 127 + EXPONENT)).astype(jnp.float32)).reshape(-1, words_GN.shape[1])
+
+
 def dequantised(weight: Packed) -> jax.Array:
     """Float32 [in, out], expanded."""
     k, n = weight.shape
+    if weight.kind == FLOAT4:
+        values = natural(float4(weight.values), jnp.dtype(jnp.int4)).T
+        scale = powers(weight.scale) * 2.0**EXPONENT
+        return (values.reshape(scale.shape[0], -1, n) * scale[:, None]).reshape(k, n)
     values = natural(weight.values.astype(jnp.float32), weight.values.dtype).T
     grouped = values.reshape(weight.groups, k // weight.groups, n) * weight.scale.astype(jnp.float32)[:, None]
     return grouped.reshape(k, n)

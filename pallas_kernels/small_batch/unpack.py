@@ -4,7 +4,7 @@ mma multiplies 16 columns of weights, the rows of its first operand, by 8 rows o
 each 16 inputs, pairs (2q, 2q + 1) and (8 + 2q, 9 + 2q) of two columns eight apart; q is the thread's number among the
 four that share a column. `packed` puts what a thread holds of 128 inputs side by side, 32 or 16
 bytes, so that it is loaded 16 bytes at a time and without conflicts of banks, and each pair where a mask finds both
-values in one word.
+values in one word. Of MXFP4 each such word has the inputs of one scale, a power of two, which is multiplied in.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.small_batch import packed
-from pallas_kernels.small_batch.packed import BLOCK
+from pallas_kernels.small_batch.packed import BLOCK, FLOAT4
 
 #: Columns of weights that a warpgroup's four warps multiply at once.
 ROWS = 64
@@ -45,6 +45,18 @@ and.b32 b, $1, 0x80008000;
 lop3.b32 a, a, 0x07f007f0, b, 0xea;
 mov.b32 c, 0x7b807b80;
 mul.bf16x2 $0, a, c; }"""
+# Float4's bits fall into place too, 126 powers of two too low, which the scale makes good; those of the i-th nibble of
+# both halves of the word after two shifts. A scale's exponent (see packed.EXPONENT) in both halves of a word.
+_FLOAT4 = """{{ .reg .b32 a, b;
+{}
+and.b32 b, b, 0x80008000;
+lop3.b32 a, a, 0x01c001c0, b, 0xea;
+mul.bf16x2 $0, a, $2; }}"""
+_SHIFTS = (
+    "shl.b32 a, $1, 6; shl.b32 b, $1, 12;", "shl.b32 a, $1, 2; shl.b32 b, $1, 8;",
+    "shr.u32 a, $1, 2; shl.b32 b, $1, 4;", "shr.u32 a, $1, 6; mov.b32 b, $1;",
+)  # fmt: skip
+_EXPONENT = "{{ .reg .b32 a; prmt.b32 a, $1, 0, 0x{0}4{0}4; shr.u32 $0, a, 1; }}"
 # Four pieces of 8 rows and 8 inputs, as mma's second operand has them; and mma.
 _LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
 _LOADED = "=r,=r,=r,=r,r,~{memory}"
@@ -52,9 +64,14 @@ _MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"""
 
 
-def row_bytes(dtype: Any) -> int:
+def stored(kind: str) -> Any:
+    """The type that values of `Packed.kind` lie there as."""
+    return jnp.dtype("int4" if kind == FLOAT4 else kind)
+
+
+def row_bytes(kind: str) -> int:
     """Bytes of BLOCK inputs of an output."""
-    return BLOCK // 2 if jnp.dtype(dtype) == jnp.int4 else BLOCK
+    return BLOCK // 2 if stored(kind) == jnp.int4 else BLOCK
 
 
 def rows_transforms() -> tuple[Any, ...]:
@@ -68,34 +85,48 @@ def transforms(dtype: Any) -> tuple[Any, ...]:
     return tiling if jnp.dtype(dtype) == jnp.int4 else (*tiling, plgpu.SwizzleTransform(BLOCK))
 
 
-def products(tile: Any, x: Any, dtype: Any, blocks: int, rows: int, begin: Any, interpret: bool) -> list[jax.Array]:
+def products(
+    tile: Any, x: Any, kind: str, blocks: int, rows: int, begin: Any, *, alone: bool, scales: Any, interpret: bool
+) -> list[jax.Array]:
     """Of each block of a step the sums float32 [64, rows] in wgmma's layout.
 
     Args:
       tile: of shared memory, [2, 32, blocks * BLOCK], or [1, 32, 2 * blocks * BLOCK]: then the first 32 of the result
         have the even blocks of inputs, and the others the odd ones.
-      x: of shared memory, bfloat16 [rows, as many]; or [all blocks, BLOCK], of one row, which all of the result's are.
-      begin: of one row the block, or pair of blocks, that the step begins with.
+      x: of shared memory, bfloat16 [rows or more, as many]; or, alone, [all blocks, BLOCK] or pieces of these, of one
+        row, which all of the result's are.
+      kind: of the values, see `Packed.kind`; float4's sums are 2 ** packed.EXPONENT too small.
+      begin: of one row, and of float4, the block, or pair of blocks, that the step begins with.
+      scales: of shared memory, [parts, G, 32]; multiplied by for float4 only, of which they are words.
     """
-    parts = tile.shape[0]
+    parts, float4 = tile.shape[0], kind == FLOAT4
     if interpret:
-        values, wide = packed.natural(tile[...], jnp.dtype(dtype)).astype(jnp.float32), x[...].astype(jnp.float32)
+        values, wide = packed.natural(tile[...], stored(kind)), x[...].astype(jnp.float32)
+        values = packed.float4(values) if float4 else values.astype(jnp.float32)
+        wide = wide.reshape(-1, BLOCK) if alone else wide[:rows]
 
         def sums(block: int, half: int) -> jax.Array:
             at = block if parts == 2 else 2 * block + half
             w = values[half % parts, :, at * BLOCK : (at + 1) * BLOCK]
-            if begin is None:
+            if float4:
+                own = scales[half % parts][begin + block if parts == 2 else 2 * (begin + block) + half]
+                w = w * jnp.repeat(packed.powers(own[None]), BLOCK // 4, axis=0).T
+            if not alone:
                 return lax.dot_general(w, wide[:, at * BLOCK : (at + 1) * BLOCK], (((1,), (1,)), ((), ())))
             own = wide[begin * (2 // parts) + at]
             return jnp.broadcast_to(jnp.sum(w * own[None], axis=1, keepdims=True), (w.shape[0], rows))
 
         return [jnp.concatenate([sums(block, half) for half in range(2)]) for block in range(blocks)]
     wanted = plgpu.ShapeDtypeStruct((ROWS, rows), jnp.float32, layout=plgpu.Layout.WGMMA)
-    args = [plgpu.RefType(transforms(dtype)), plgpu.RefType(rows_transforms())]
+    scalar = plgpu.Layout.WG_SPLAT(())
+    rows_in = plgpu.RefType() if alone else plgpu.RefType(rows_transforms())
+    args: list[Any] = [plgpu.RefType(transforms(stored(kind))), rows_in]
     given = [tile, x]
-    if begin is not None:
-        args[1:], given = [plgpu.RefType(), plgpu.Layout.WG_SPLAT(())], [tile, x, begin]
-    extra = dict(kind=jnp.dtype(dtype).name, blocks=blocks, rows=rows, parts=parts)
+    if alone or float4:
+        args, given = [*args, scalar], [*given, begin]
+    if float4:
+        args, given = [*args, plgpu.RefType()], [*given, scales]
+    extra = dict(kind=kind, blocks=blocks, rows=rows, parts=parts, alone=alone)
     return [
         plgpu.inline_mgpu(arg_types=tuple(args), return_type=wanted)(
             functools.partial(_products, block=block, **extra)
@@ -105,12 +136,14 @@ def products(tile: Any, x: Any, dtype: Any, blocks: int, rows: int, begin: Any, 
 
 
 def _products(
-    _: Any, tile: Any, x: Any, begin: Any = None, *, kind: str, block: int, blocks: int, rows: int, parts: int
-) -> Any:
+    _: Any, tile: Any, x: Any, begin: Any = None, scales: Any = None, *, kind: str, block: int, blocks: int, rows: int,
+    parts: int, alone: bool,
+) -> Any:  # fmt: skip
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    weights = _unpacked(tile, kind=kind, block=block, blocks=blocks, parts=parts)
+    exponents = None if scales is None else _exponents(scales, begin, block)
+    weights = _unpacked(tile, kind=kind, block=block, blocks=blocks, parts=parts, exponents=exponents)
     struct = lambda kind: llvm.StructType.get_literal([kind] * 4)
-    pointers = _pointers(x, begin, block, blocks, parts)
+    pointers = _pointers(x, begin if alone else None, block, blocks, parts)
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((ROWS, rows)), dtype=object)
     assert registers.size == 2 * rows // 8, registers.shape
     flat = registers.reshape(rows // 8, 2)
@@ -163,12 +196,24 @@ def _pointers(x: Any, begin: Any, block: int, blocks: int, parts: int) -> Any:
     return lambda rows, quarter: arith.addi(places[quarter % 2], tile(rows, quarter))
 
 
-def _unpacked(tile: Any, *, kind: str, block: int, blocks: int, parts: int) -> Any:
+def _exponents(scales: Any, begin: Any, block: int) -> Any:
+    """Words [32 inputs of four, half of 16 rows] of two equal values of bfloat16, of a block's float4."""
+    i32 = ir.IntegerType.get_signless(32)
+    number = arith.addi(begin.registers.item(), arith.constant(i32, block))
+    flat = np.empty((4, 2), dtype=object)
+    for half, pointer in enumerate(_scale_pointers(scales, number, i32)):
+        word = llvm.load(i32, pointer, alignment=4)
+        for v in range(4):
+            flat[v, half] = llvm.inline_asm(i32, [word], _EXPONENT.format(v), "=r,r")
+    return flat
+
+
+def _unpacked(tile: Any, *, kind: str, block: int, blocks: int, parts: int, exponents: Any) -> Any:
     """Words [pairs of steps of 8 inputs, half of 16 rows] of two values of bfloat16."""
     i32 = ir.IntegerType.get_signless(32)
     c = lambda value: arith.constant(i32, value)
     words = ir.VectorType.get((4,), i32)
-    four = kind == "int4"
+    four = stored(kind) == jnp.int4
     pitch = BLOCK // 2 if four else BLOCK
 
     thread = arith.remui(utils.thread_idx(), c(128))
@@ -191,7 +236,7 @@ def _unpacked(tile: Any, *, kind: str, block: int, blocks: int, parts: int) -> A
         loaded = llvm.load(words, pointer, alignment=16)
         return [vector.extract(loaded, [], [i]) for i in range(4)]
 
-    code = {"int8": _INT8, "int4": _INT4, "float8_e4m3fn": _FLOAT8}[kind]
+    code = {"int8": _INT8, "int4": _INT4, "float8_e4m3fn": _FLOAT8, FLOAT4: ""}[kind]
     expand: Any = lambda word: cast(Any, llvm.inline_asm(i32, [word], code, "=r,r"))
     right = lambda word, bits: arith.shrui(word, c(bits)) if bits else word
     flat = np.empty((BLOCK // 8, 2), dtype=object)
@@ -200,7 +245,11 @@ def _unpacked(tile: Any, *, kind: str, block: int, blocks: int, parts: int) -> A
         if four:
             for v, word in enumerate(load(begin)):
                 for i in range(4):  # (step, half of its inputs)
-                    flat[4 * v + i, half] = expand(right(word, 4 * i))
+                    if exponents is None:
+                        flat[4 * v + i, half] = expand(right(word, 4 * i))
+                        continue
+                    code = _FLOAT4.format(_SHIFTS[i])
+                    flat[4 * v + i, half] = llvm.inline_asm(i32, [word, exponents[v, half]], code, "=r,r,r")
             continue
         for v, word in enumerate([*load(begin), *load(arith.xori(begin, c(16)))]):
             both = (arith.shli(word, c(8)), word) if kind == "float8_e4m3fn" else (word, right(word, 8))
@@ -220,12 +269,23 @@ def row_scales(scales: Any, block: Any, interpret: bool) -> jax.Array:
 
 
 def _row_scales(_: Any, scales: Any, block: Any) -> Any:
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    f32 = ir.F32Type.get()
+    layout = plgpu.Layout.WGMMA.reduce(1).to_mgpu()
+    registers = np.empty(layout.registers_shape((ROWS,)), dtype=object)
+    assert registers.size == 2, registers.shape
+    for half, pointer in enumerate(_scale_pointers(scales, block.registers.item(), f32)):
+        registers.flat[half] = llvm.load(ir.VectorType.get((1,), f32), pointer, alignment=4)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def _scale_pointers(scales: Any, number: Any, kind: Any) -> list[Any]:
+    """Where the scales of a block lie, for both of a thread's columns of weights."""
+    i32 = ir.IntegerType.get_signless(32)
     c = lambda value: arith.constant(i32, value)
     parts, groups, columns = ir.MemRefType(scales.type).shape
     thread = arith.remui(utils.thread_idx(), c(128))
     warp, lane = arith.divui(thread, c(32)), arith.remui(thread, c(32))
-    second, number = arith.divui(warp, c(2)), block.registers.item()
+    second = arith.divui(warp, c(2))
     if parts == 1:
         group = arith.addi(arith.muli(number, c(2)), second)
     else:
@@ -233,13 +293,7 @@ def _row_scales(_: Any, scales: Any, block: Any) -> Any:
     column = arith.addi(arith.muli(arith.remui(warp, c(2)), c(16)), arith.divui(lane, c(4)))
     at = arith.addi(arith.muli(group, c(columns)), column)
     base = utils.memref_ptr(scales)
-    layout = plgpu.Layout.WGMMA.reduce(1).to_mgpu()
-    registers = np.empty(layout.registers_shape((ROWS,)), dtype=object)
-    assert registers.size == 2, registers.shape
-    for half in range(2):
-        pointer = utils.getelementptr(base, [arith.addi(at, c(8 * half))], f32)
-        registers.flat[half] = llvm.load(ir.VectorType.get((1,), f32), pointer, alignment=4)
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+    return [utils.getelementptr(base, [arith.addi(at, c(8 * half))], kind) for half in range(2)]
 
 
 def times(a: jax.Array, b: jax.Array, layout: Any, interpret: bool) -> jax.Array:

@@ -123,7 +123,10 @@ def test_rings_fit_into_shared_memory_beside_the_rest(width: int):
             extra |= dict(head_eps=EPS, biased=True) if kind == "heads" else {}
             own = gpu._Kernel(kind, sizes, (m, width), **extra).scratch(jnp.bfloat16)
             assert mosaic.room(own) >= 0, (kind, m)
-            few = gpu_packed._Kernel(kind, "float8_e4m3fn", (m, width), 4 * width, width // 128, EPS, width // 32)
+            few = gpu_packed._Kernel(
+                kind=kind, dtype="float8_e4m3fn", shape=(m, width), columns=4 * width, groups=width // 128, eps=EPS,
+                squares=width // 32,
+            )  # fmt: skip
             assert mosaic.room(few.scratch(jnp.bfloat16)) >= 0, (kind, m)
 
 

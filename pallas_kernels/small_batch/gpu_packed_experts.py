@@ -1,0 +1,234 @@
+"""Experts in few bits for few rows on Mosaic GPU: each that any row uses is read once, packed, with its scales.
+
+Two launches (`packed_experts` has their specification in plain XLA): gate and up of an expert for its rows, with biases
+and what gates make of ups; and its down. XLA says before which rows each expert has (`packed_experts.plan`), and sums a
+row's experts after, weighted, in the order of the choice. A program has a tile of 32 pairs of columns of one expert
+(gate and up; a column of either half of down's), which two warpgroups share: they take turns at its inputs
+(`packed_walk`, as all products of packed weights). Up to 8 rows of the pass stand beside one another for every expert;
+of more each expert has its own, copied together, and most need one group of 8 as well. A row's bits depend on neither.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.sizes import round_up
+from pallas_kernels.small_batch import mosaic, packed, packed_experts
+from pallas_kernels.small_batch.mosaic import F32, flipped, load
+from pallas_kernels.small_batch.packed import Packed
+from pallas_kernels.small_batch.packed_experts import PIECE, Gates
+from pallas_kernels.small_batch.packed_walk import COLUMNS, HALF, Walk
+
+#: Inputs of a line in which one row lies in shared memory: what experts' widths are multiples of.
+_LINE = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Kernel(Walk):
+    """One launch; `shape` has the rows of an expert at most, and its inputs as they are packed.
+
+    Attributes:
+      kind: "up" or "down". slots: experts that may be in use. every: whether rows are the same for every expert.
+      gates: see packed_experts.mix. biased: whether columns have a bias.
+    """
+
+    kind: Literal["up", "down"]
+    slots_in_use: int
+    every: bool
+    gates: Gates | None = None
+    biased: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.dtype}_experts_{self.kind}"
+
+    @property
+    def parts(self) -> int:
+        """See Walk."""
+        return 2
+
+    @property
+    def teams(self) -> int:
+        """See Walk."""
+        return 2
+
+    @property
+    def neighbours(self) -> int:
+        """See Walk."""
+        return 2
+
+    @property
+    def across(self) -> int:
+        """Programs of an expert."""
+        return self.columns // (2 * COLUMNS)
+
+    @property
+    def programs(self) -> int:
+        return self.slots_in_use * self.across
+
+    @property
+    def pieces(self) -> int:
+        """Of rows, that an expert may have."""
+        return self.rows // PIECE
+
+    def beside(self, rows_dtype: Any) -> dict[str, Any]:
+        """See Walk."""
+        out = self.sums()
+        if self.alone:
+            out["x"] = plgpu.SMEM((self.shape[1] // _LINE, _LINE), rows_dtype)
+        out["ready"] = plgpu.Barrier(num_barriers=1, num_arrivals=2 + self.alone)
+        out["out"] = plgpu.SMEM((2 if self.kind == "down" else 1, self.rows, COLUMNS), rows_dtype)
+        return out
+
+    def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
+        """A warpgroup of a program."""
+        program, table_3S = lax.axis_index("program"), ins[3]
+        slot, tile = lax.div(program, self.across), lax.rem(program, self.across)
+        expert = table_3S[0, slot]
+        run = functools.partial(self.one, program, expert, tile, table_3S[1, slot], ins, outs, shared)
+
+        @pl.when(expert >= 0)
+        def _() -> None:
+            if self.pieces == 1:
+                run(PIECE, 1)
+                return
+            pieces = table_3S[2, slot]
+            pl.when(pieces == 1)(lambda: run(PIECE, 1))
+            pl.when(pieces > 1)(lambda: run(self.rows, pieces))
+
+    def one(
+        self, program: Any, expert: Any, tile: Any, begin: Any, ins: Any, outs: Any, shared: Any, rows: int, pieces: Any
+    ) -> None:
+        """A tile of an expert in use.
+
+        Args:
+          begin: the first of the expert's rows among those of the results. rows: that are multiplied, of which the
+            first `pieces` of PIECE are the expert's.
+        """
+        x, w_BNK, scale_XGN, _, *bias_XN = ins
+        team = lax.axis_index("team")
+        mine, ready = self.turns(team), shared["ready"].at[0]
+        columns = tile * COLUMNS, self.columns // 2 + tile * COLUMNS
+        first = program * 0 if self.every else begin
+
+        def copy(turn: Any, slot: Any) -> None:
+            """Of a turn; what lies in the second-level cache first."""
+            full, inputs = shared["full"].at[slot], self.stretch(turn, team)
+            if not self.alone:
+                own = shared["x"].at[slot] if rows == self.rows else shared["x"].at[slot, pl.ds(0, rows)]
+                plgpu.copy_gmem_to_smem(x.at[pl.ds(first, rows), inputs], own, full)
+            source = w_BNK.at[pl.ds(expert * 2, 2), pl.ds(columns[0], COLUMNS), inputs]
+            plgpu.copy_gmem_to_smem(source, shared["w"].at[slot], full)
+
+        @pl.when(team == 0)
+        def _() -> None:
+            if self.alone:  # to whole blocks: the copy engine fills what the row does not have with zeros
+                lines = pl.ds(program * 0, self.shape[1] // _LINE)
+                plgpu.copy_gmem_to_smem(x.at[first, lines], shared["x"], ready)
+            for part, column in enumerate(columns):
+                source = scale_XGN.at[expert, :, pl.ds(column, COLUMNS)]
+                plgpu.copy_gmem_to_smem(source, shared["scale"].at[0, part], ready)
+
+        self.fill(team, mine, copy)
+        # Too few bytes for the copy engine.
+        biases = [
+            load(ref.at[expert, pl.ds(c, COLUMNS)], HALF.reduce(1)).astype(F32) for ref in bias_XN for c in columns
+        ]
+        plgpu.barrier_wait(ready)
+        total = self.total(team, mine, copy, shared, rows)
+        self.join(team, total, shared, lambda: self.finish(columns, begin, pieces, rows, outs, shared, biases, x.dtype))
+
+    def finish(
+        self, columns: Any, begin: Any, pieces: Any, rows: int, outs: Any, shared: Any, biases: Any, dtype: Any
+    ) -> None:
+        """From the sums to the results."""
+        along = lambda v: plgpu.layout_cast(lax.broadcast_in_dim(v, (COLUMNS, rows), (0,)), HALF)
+        parts = self.totals(0, shared, HALF, rows)
+        if self.dtype == packed.FLOAT4:
+            parts = [y * 2.0**packed.EXPONENT for y in parts]
+        elif self.groups == 1:
+            scales = [load(shared["scale"].at[0, i, 0], HALF.reduce(1)) for i in range(2)]
+            parts = [y * along(scale) for y, scale in zip(parts, scales, strict=True)]
+        # As XLA does: products are rounded to the rows' dtype, and what follows is computed in float32.
+        rounded = lambda y: y.astype(dtype).astype(F32)
+        parts = [rounded(y) for y in parts]
+        if self.biased:
+            parts = [rounded(y + along(bias)) for y, bias in zip(parts, biases, strict=True)]
+        if self.kind == "up":
+            parts = [self.gated(*parts)]
+        out = shared["out"]
+        for i, y in enumerate(parts):
+            own = out.at[i] if rows == self.rows else out.at[i, pl.ds(0, rows)]
+            flipped(own)[...] = y.astype(dtype)
+        plgpu.commit_smem()
+        each = min(self.shape[0], PIECE)
+        for piece in range(rows // PIECE):
+
+            @pl.when(piece < pieces)
+            def _(piece: int = piece) -> None:
+                to = pl.ds(begin + piece * PIECE, each)
+                for i in range(len(parts)):
+                    source = out.at[i, pl.ds(piece * PIECE, each)]
+                    plgpu.copy_smem_to_gmem(source, outs[0].at[to, pl.ds(columns[i], COLUMNS)])
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """See packed_experts.activated."""
+        if self.gates is None:
+            return gate * lax.logistic(gate) * up
+        limit, sharpness = self.gates
+        gate, up = jnp.minimum(gate, limit), jnp.maximum(jnp.minimum(up, limit), -limit)
+        return (up + 1.0) * gate * lax.logistic(gate * sharpness)
+
+
+def _run(
+    kind: Literal["up", "down"], x: jax.Array, weight: Packed, plan: packed_experts.Plan, most: int, results: int,
+    bias: jax.Array | None, *, every: bool, gates: Gates | None, interpret: Any,
+) -> jax.Array:  # fmt: skip
+    """A launch: the results' rows of one of both products.
+
+    Args:
+      most: rows of an expert. results: rows of the results.
+    """
+    count, columns, inputs = weight.values.shape
+    kernel = _Kernel(
+        kind=kind, dtype=weight.kind, shape=(most, inputs), columns=columns, groups=weight.groups,
+        slots_in_use=plan.table_3S.shape[1], every=every, gates=gates, biased=bias is not None,
+        interpret=interpret is not None,
+    )  # fmt: skip
+    out = jax.ShapeDtypeStruct((results, columns // (2 if kind == "up" else 1)), x.dtype)
+    x = x.reshape(x.shape[0], -1, _LINE) if kernel.alone else x
+    values = weight.values.reshape(2 * count, columns // 2, inputs)
+    ins = x, values, weight.scale, plan.table_3S, *(() if bias is None else (bias,))
+    return mosaic.launch(kernel, (out,), *ins, interpret=interpret)[0]
+
+
+def mix(
+    x_ME: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array, gate_up: Packed, down: Packed, *,
+    gates: Gates | None = None, gate_up_bias: jax.Array | None = None, down_bias: jax.Array | None = None,
+    interpret: Any = None,
+) -> jax.Array:  # fmt: skip
+    """See packed_experts.mix."""
+    (m, k), count = experts_MK.shape, gate_up.values.shape[0]
+    plan = packed_experts.plan(experts_MK, count)
+    if plan.sources_Q is not None:
+        x_ME = jnp.take(x_ME, plan.sources_Q, axis=0, mode="fill", fill_value=0)
+    few = plan.sources_Q is None
+    most, results = m if few else round_up(m, PIECE), packed_experts.most_pieces(m, k, count) * (m if few else PIECE)
+    run = functools.partial(_run, plan=plan, most=most, results=results, interpret=interpret)
+    hidden_QF = run("up", x_ME, gate_up, bias=gate_up_bias, every=few, gates=gates)
+    y_QE = run("down", hidden_QF, down, bias=down_bias, every=False, gates=None)
+    return packed_experts.weighed(jnp.take(y_QE, plan.places_MK, axis=0, mode="clip"), weights_MK)
+
+
+__all__ = ["mix"]

@@ -1,0 +1,154 @@
+"""Experts in few bits for few rows: how their weights lie, which rows each has, and the specification in plain XLA.
+
+`gpu_packed_experts` has the kernels. Routers are the caller's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.sizes import round_up
+from pallas_kernels.small_batch import packed
+from pallas_kernels.small_batch.packed import BLOCK, Packed
+
+#: Rows of an expert that are multiplied together.
+PIECE = 8
+
+
+class Gates(NamedTuple):
+    """gpt-oss' gates: gate and up are cut at `limit`, and (up + 1) * gate * sigmoid(sharpness * gate) is left."""
+
+    limit: float
+    sharpness: float
+
+
+def refusal(kind: str, inputs: int, outputs: int, groups: int) -> str | None:
+    """Why experts [inputs, outputs] of `Packed.kind` with so many groups of scales are not served, or None."""
+    if kind not in ("int8", "int4", "float8_e4m3fn", packed.FLOAT4):
+        return f"values must be int8, int4, float8_e4m3fn or {packed.FLOAT4}, got {kind}"
+    if inputs % 64 or outputs % 64:
+        return f"experts must be multiples of 64 wide, got {inputs} and {outputs}"
+    own = inputs // 32 if kind == packed.FLOAT4 else inputs // BLOCK
+    one = () if kind == packed.FLOAT4 else (1,)
+    if groups not in (*one, own) or (groups > 1 and kind != packed.FLOAT4 and inputs % BLOCK):
+        return f"scales must be one, or one for every {BLOCK} inputs (32 of {packed.FLOAT4}), got {groups} of {inputs}"
+    return None
+
+
+def pack(values_XKN: jax.Array, scale_XGN: jax.Array) -> Packed:
+    """From values [X, in, out] in their own order; inputs are filled up to whole blocks with zeros."""
+    more = -values_XKN.shape[1] % BLOCK
+    return jax.vmap(packed.pack)(jnp.pad(values_XKN, ((0, 0), (0, more), (0, 0))), scale_XGN)
+
+
+def pack_float4(codes_XKN: jax.Array, scale_XGN: jax.Array) -> Packed:
+    """From MXFP4's codes [X, in / 2, out], the even input in a byte's low half, and exponents [X, in / 32, out]."""
+    count, pairs, outputs = codes_XKN.shape
+    codes = jnp.stack([codes_XKN & 15, codes_XKN >> 4], axis=2).reshape(count, 2 * pairs, outputs)
+    more = -2 * pairs % BLOCK
+    codes = jnp.pad(codes, ((0, 0), (0, more), (0, 0)))
+    return jax.vmap(packed.pack_float4)(codes, jnp.pad(scale_XGN, ((0, 0), (0, more // 32), (0, 0))))
+
+
+class Plan(NamedTuple):
+    """Which rows each expert in use multiplies.
+
+    Attributes:
+      table_3S: int32, of each expert in use its number (-1 after the last), the row where its results begin, and how
+        many pieces of rows it has.
+      sources_Q: of each row of results the row of the pass, M where it has none; None: every expert has all rows.
+      places_MK: the row of results of each pair of a row and one of its experts.
+    """
+
+    table_3S: jax.Array
+    sources_Q: jax.Array | None
+    places_MK: jax.Array
+
+
+def plan(experts_MK: jax.Array, count: int) -> Plan:
+    """The plan of rows' experts, `count` in all.
+
+    Up to PIECE rows stand side by side for every expert in use; of more rows each expert has its own, in pieces. Sums
+    over comparisons, which are a few launches; sorting is more.
+    """
+    (m, k), flat_P = experts_MK.shape, experts_MK.reshape(-1).astype(jnp.int32)
+    pairs, slots = m * k, min(m * k, count)
+    if m == 1:
+        ones = jnp.ones((slots,), jnp.int32)
+        return Plan(jnp.stack([flat_P, jnp.arange(slots, dtype=jnp.int32), ones]), None, jnp.arange(k)[None])
+    of_X, before_XX = jnp.arange(count, dtype=jnp.int32), jnp.tri(count, k=-1, dtype=jnp.bool_)
+    chosen_PX = flat_P[:, None] == of_X[None]
+    rows_X = jnp.sum(chosen_PX, axis=0, dtype=jnp.int32)
+    pieces_X = jnp.minimum(rows_X, 1) if m <= PIECE else (rows_X + PIECE - 1) // PIECE
+    each = m if m <= PIECE else PIECE
+    earlier = lambda x_X: jnp.sum(jnp.where(before_XX, x_X[None], 0), axis=1)
+    begins_X, rank_X = earlier(pieces_X) * each, earlier(jnp.minimum(rows_X, 1))
+    here_SX = (rank_X[None] == jnp.arange(slots)[:, None]) & (rows_X[None] > 0)
+    pick = lambda x_X: jnp.sum(jnp.where(here_SX, x_X[None], 0), axis=1)
+    table_3S = jnp.stack([pick(of_X + 1) - 1, pick(begins_X), pick(pieces_X)])
+    begins_P = jnp.sum(jnp.where(chosen_PX, begins_X[None], 0), axis=1)
+    row_P = jnp.arange(pairs, dtype=jnp.int32) // k
+    if m <= PIECE:
+        return Plan(table_3S, None, (begins_P + row_P).reshape(m, k))
+    same_PP = (flat_P[:, None] == flat_P[None]) & jnp.tri(pairs, k=-1, dtype=jnp.bool_)
+    places_P = begins_P + jnp.sum(same_PP, axis=1, dtype=jnp.int32)
+    results = most_pieces(m, k, count) * PIECE
+    mine_QP = places_P[None] == jnp.arange(results)[:, None]
+    sources_Q = m - jnp.sum(jnp.where(mine_QP, m - row_P[None], 0), axis=1)
+    return Plan(table_3S, sources_Q, places_P.reshape(m, k))
+
+
+def most_pieces(m: int, per_token: int, count: int) -> int:
+    """Pieces of rows that all experts together may have."""
+    pairs = m * per_token
+    return min(pairs, count) if m <= PIECE else min(pairs, pairs // PIECE + min(count, pairs))
+
+
+def activated(both: jax.Array, gates: Gates | None) -> jax.Array:
+    """What the halves [gate up] of the last axis make of each other, float32."""
+    gate, up = jnp.split(both.astype(jnp.float32), 2, axis=-1)
+    if gates is None:
+        return gate * jax.nn.sigmoid(gate) * up
+    gate, up = jnp.minimum(gate, gates.limit), jnp.clip(up, -gates.limit, gates.limit)
+    return (up + 1) * gate * jax.nn.sigmoid(gate * gates.sharpness)
+
+
+def weighed(y_MKE: jax.Array, weights_MK: jax.Array) -> jax.Array:
+    """Float32 [M, E]: the sum over a row's experts in the order of `weights_MK`."""
+    total = y_MKE[:, 0].astype(jnp.float32) * weights_MK[:, :1]
+    for i in range(1, weights_MK.shape[1]):
+        total = total + y_MKE[:, i].astype(jnp.float32) * weights_MK[:, i : i + 1]
+    return total
+
+
+def mix(
+    x_ME: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array, gate_up: Packed, down: Packed, *,
+    gates: Gates | None = None, gate_up_bias: jax.Array | None = None, down_bias: jax.Array | None = None,
+    interpret: Any = None,
+) -> jax.Array:  # fmt: skip
+    """What rows' experts make of them, weighted and summed: float32 [M, E].
+
+    Args:
+      experts_MK, weights_MK: of each row; float32 weights.
+      gate_up: [X, E, 2 F], each expert's gate beside its up. down: [X, F, E]. Both may have more inputs, all zeros.
+      gates: None: SwiGLU.
+      gate_up_bias: [X, 2 F]. down_bias: [X, E].
+    """
+    del interpret
+
+    def times(x: jax.Array, weight: Packed, bias_XN: jax.Array | None) -> jax.Array:
+        w_XKN = jax.vmap(packed.dequantised)(weight)[:, : x.shape[-1]]
+        y = jnp.matmul(x.astype(jnp.float32), w_XKN).astype(x.dtype)
+        return y if bias_XN is None else y + bias_XN[:, None]
+
+    hidden_XMF = activated(times(x_ME[None], gate_up, gate_up_bias), gates).astype(x_ME.dtype)
+    y_XME = times(hidden_XMF, down, down_bias)
+    return weighed(y_XME[experts_MK, jnp.arange(x_ME.shape[0])[:, None]], weights_MK)
+
+
+def padded(inputs: int) -> int:
+    """Inputs that packed experts have of so many."""
+    return round_up(inputs, BLOCK)

@@ -1,0 +1,155 @@
+"""Experts in few bits for few rows: the Mosaic kernels, interpreted with race detection, against plain XLA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.small_batch import gpu_packed_experts, mosaic, packed, packed_experts
+from pallas_kernels.small_batch.packed import Packed
+from pallas_kernels.small_batch.packed_experts import Gates
+
+interpreted = pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX has no interpreter for it")
+
+#: Formats, and whether every 128 inputs have scales of their own.
+FORMATS = {
+    "int4-g128": (jnp.int4, True), "mxfp4": (jnp.uint8, True), "fp8-block": (jnp.float8_e4m3fn, True),
+    "int8": (jnp.int8, False),
+}  # fmt: skip
+E, F = 320, 192
+
+
+@pytest.fixture(autouse=True)
+def no_races(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """The interpreter prints a race and goes on."""
+    yield
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+def experts(name: str, shape: tuple[int, int, int], seed: int) -> tuple[Packed, np.ndarray]:
+    """Packed weights that use all of their bits, and what they stand for."""
+    (count, k, n), (dtype, grouped), rng = shape, FORMATS[name], np.random.default_rng(seed)
+    if name == "mxfp4":
+        codes = rng.integers(0, 16, shape)
+        scale = rng.integers(118, 123, (count, k // 32, n))
+        table = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        wide = table[codes] * np.repeat(2.0 ** (scale - 127), 32, axis=1)
+        both = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
+        return packed_experts.pack_float4(jnp.asarray(both), jnp.asarray(scale.astype(np.uint8))), wide
+    values = rng.normal(0, {"int8": 60, "int4-g128": 4}.get(name, 100), shape)
+    if jnp.issubdtype(dtype, jnp.integer):
+        values = np.clip(np.round(values), jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    values = jnp.asarray(values, jnp.float32).astype(dtype)
+    scale = rng.uniform(0.5, 1.5, (count, k // 128 if grouped else 1, n)).astype(np.float32) / (k**0.5 * 40)
+    wide = np.asarray(values, np.float64) * np.repeat(scale, k // scale.shape[1], axis=1)
+    return packed_experts.pack(values, jnp.asarray(scale)), wide
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_packed_experts_are_the_same_weights(name: str):
+    """Inputs that fill the last block up stand for nothing."""
+    k = 192 if not FORMATS[name][1] or name == "mxfp4" else 256
+    own, wide = experts(name, (2, k, 64), 0)
+    assert own.kind == ("float4_e2m1fn" if name == "mxfp4" else own.values.dtype.name) and own.shape == (256, 64)
+    assert packed_experts.refusal(own.kind, k, 64, {"mxfp4": k // 32, "int8": 1}.get(name, k // 128)) is None
+    np.testing.assert_allclose(jax.vmap(packed.dequantised)(own)[:, :k], wide, rtol=1e-6)
+    np.testing.assert_array_equal(jax.vmap(packed.dequantised)(own)[:, k:], 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "groups", "said"),
+    [
+        ("uint8", 256, 1, "got uint8"),
+        ("int4", 160, 1, "multiples of 64 wide, got 160 and 64"),
+        ("int4", 256, 8, "got 8 of 256"),
+        ("int4", 192, 1, None),
+        ("float4_e2m1fn", 192, 6, None),
+        ("float4_e2m1fn", 192, 1, "got 1 of 192"),
+    ],
+)
+def test_experts_that_cannot_be_packed(kind: str, inputs: int, groups: int, said: str | None):
+    why = packed_experts.refusal(kind, inputs, 64, groups)
+    assert why is None if said is None else said in (why or "")
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 8, 13, 32])
+def test_a_plan_has_every_pair_once_and_no_expert_twice(tokens: int):
+    count, chosen = 9, 3
+    rng = np.random.default_rng(tokens)
+    experts_MK = np.stack([rng.permutation(count if tokens < 32 else 4)[:chosen] for _ in range(tokens)])
+    table_3S, sources_Q, places_MK = packed_experts.plan(jnp.asarray(experts_MK), count)
+    each = min(tokens, packed_experts.PIECE)
+    results = packed_experts.most_pieces(tokens, chosen, count) * each
+    used = [expert for expert in np.asarray(table_3S[0]) if expert >= 0]
+    assert sorted(used) == sorted(set(experts_MK.reshape(-1).tolist()))
+    assert len(set(np.asarray(places_MK).reshape(-1).tolist())) == tokens * chosen
+    held: set[int] = set()
+    for expert, begin, pieces in np.asarray(table_3S).T:
+        if expert < 0:
+            continue
+        own = set(range(begin, begin + pieces * each))
+        assert not own & held and max(own) < results
+        held |= own
+        for token, k in zip(*np.nonzero(experts_MK == expert), strict=True):
+            assert (place := int(places_MK[token, k])) in own
+            assert (place - begin if sources_Q is None else int(sources_Q[place])) == token
+    if sources_Q is not None:
+        assert sources_Q.shape == (results,) and np.sum(np.asarray(sources_Q) < tokens) == tokens * chosen
+
+
+def arguments(name: str, m: int, *, biased: bool) -> tuple[tuple[Any, ...], dict[str, Any], list[np.ndarray]]:
+    """Of `mix`, and the expanded weights. From 9 rows on one expert has more than 8 of them."""
+    count, chosen, rng = 6, 2, np.random.default_rng(m)
+    f = F if name == "mxfp4" or not FORMATS[name][1] else 256
+    e = E if name == "mxfp4" or not FORMATS[name][1] else 384
+    (gate_up, first), (down, second) = experts(name, (count, e, 2 * f), 1), experts(name, (count, f, e), 2)
+    experts_MK = np.stack([rng.permutation(count - 1)[:chosen] for _ in range(m)])  # one is nobody's
+    experts_MK[:9, 0], experts_MK[:9, 1] = 0, 1 + experts_MK[:9, 1] % (count - 2)
+    weights_MK = rng.uniform(0.2, 1, (m, chosen)).astype(np.float32)
+    x = jnp.asarray(rng.normal(0, 1, (m, e))).astype(jnp.bfloat16)
+    extra: dict[str, Any] = {}
+    if biased:
+        bias = lambda n: jnp.asarray(rng.normal(0, 1, (count, n))).astype(jnp.bfloat16)
+        extra = dict(gates=Gates(7.0, 1.702), gate_up_bias=bias(2 * f), down_bias=bias(e))
+    return (x, jnp.asarray(experts_MK), jnp.asarray(weights_MK), gate_up, down), extra, [first, second]
+
+
+def by_rows(args: tuple[Any, ...], extra: dict[str, Any], wide: list[np.ndarray]) -> np.ndarray:
+    """The definition in float64, row by row."""
+    x, experts_MK, weights_MK = (np.asarray(a, np.float64) for a in args[:3])
+    out = np.zeros(x.shape)
+    bias = {name: np.asarray(extra[name], np.float64) for name in ("gate_up_bias", "down_bias") if name in extra}
+    for row, (own, weights) in enumerate(zip(experts_MK.astype(int), weights_MK, strict=True)):
+        for expert, weight in zip(own, weights, strict=True):
+            both = x[row] @ wide[0][expert] + (bias["gate_up_bias"][expert] if bias else 0)
+            gate, up = np.split(both, 2)
+            if bias:
+                gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+                hidden = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+            else:
+                hidden = gate / (1 + np.exp(-gate)) * up
+            out[row] += weight * (hidden @ wide[1][expert] + (bias["down_bias"][expert] if bias else 0))
+    return out
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_xlas_path_is_the_definition(name: str):
+    args, extra, wide = arguments(name, 5, biased=name == "mxfp4")
+    want = by_rows(args, extra, wide)
+    np.testing.assert_allclose(packed_experts.mix(*args, **extra), want, atol=2**-6 * np.abs(want).max())
+
+
+@interpreted
+@pytest.mark.parametrize("m", [1, 3, 8, 12])
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_kernels_agree_with_xla(name: str, m: int):
+    args, extra, _ = arguments(name, m, biased=name == "mxfp4")
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    got, want = gpu_packed_experts.mix(*args, **extra, interpret=params), packed_experts.mix(*args, **extra)
+    np.testing.assert_allclose(got, want, atol=2**-7 * float(jnp.abs(want).max()))
