@@ -10,6 +10,8 @@ Owns the router's arithmetic, and the ways in which experts are read:
   copied; a loop over blocks would be launches by the thousand.
 - all of them (GPUs, more rows): every expert with every row, of which most weigh nothing; in few bits some experts
   after the others.
+- packed (Hopper, few rows): by a kernel that reads each expert in use once. Nothing packs experts but
+  `bench.studies.experts` until a GPU has run it (docs/kernels.md).
 How kernels are read in few bits, `stacked` says.
 Must not know families.
 """
@@ -30,6 +32,8 @@ from jaxspec.models import stacked
 from jaxspec.models.base import Experts, ModelConfig, Split, report_experts
 from jaxspec.models.layers import ACTIVATIONS, MLP, Linear, Transformer, product
 from jaxspec.models.sharded import TENSOR_AXIS, shards, split_axis
+from pallas_kernels.small_batch import gpu_packed_experts, packed_experts
+from pallas_kernels.small_batch.packed import Packed
 
 #: Rows of a block, and where pairs of tokens and experts are many. CPUs keep to the first, whose bits are the same for
 #: any number of tokens; elsewhere prompts need larger products.
@@ -39,6 +43,8 @@ _AT_ONCE = 1024
 #: How many pairs an expert are read one by one in few bits: on an H200 that is quicker than to expand all experts up to
 #: three (Qwen3-30B-A3B in fp8) or six (gpt-oss in MXFP4).
 _PAIRS_IN_FEW_BITS = 4
+#: Rows that the kernel for packed experts was made for; more were not compiled.
+_MOST_PACKED = 32
 
 
 class Routing(NamedTuple):
@@ -215,6 +221,8 @@ class MixtureOfExperts(nnx.Module):
 
     def way(self, pairs: int) -> str:
         """How experts are read for so many pairs of a row and an expert, see above."""
+        if any(isinstance(kernel[...], Packed) for kernel in (self.gate_up, self.down)):
+            return "packed" if pairs <= _MOST_PACKED * self.experts.per_token else "all"
         gathers = all(stacked.gathers(kernel[...]) for kernel in (self.gate_up, self.down))
         if (self.backend or jax.default_backend()) != "gpu" or not gathers:
             return "blocks"
@@ -245,6 +253,17 @@ class MixtureOfExperts(nnx.Module):
         whole, inner = PartitionSpec(), PartitionSpec(None, TENSOR_AXIS)
         specs = (whole, whole, PartitionSpec(None, None, TENSOR_AXIS), inner, inner, whole)
         return jax.shard_map(part, in_specs=specs, out_specs=whole, check_vma=False)(x_ME, routing, *own)
+
+    def packing_refusal(self) -> str | None:
+        """Why the kernel for packed experts does not serve these, or None."""
+        if self.experts.hidden_act not in ("silu", "clamped_swiglu"):
+            return f"their gates are {self.experts.hidden_act}"
+        return next(filter(None, (stacked.packing_refusal(kernel[...]) for kernel in (self.gate_up, self.down))), None)
+
+    def pack(self) -> None:
+        """Lays both kernels out for it, one after the other."""
+        self.gate_up = nnx.Param(stacked.pack(self.gate_up[...]))
+        self.down = nnx.Param(stacked.pack(self.down[...]))
 
     def splits(self, shards: int) -> list[Split]:
         """See `layouts.tensor_parallel`: experts are split by their inner width."""
@@ -290,6 +309,15 @@ def _by_pairs(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
     return _weighed(times(hidden_PF, own.down, down_bias).reshape(m, k, -1), routing)
 
 
+def _by_kernels(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
+    """Packed experts, each in use once."""
+    few = gpu_packed_experts if jax.default_backend() == "gpu" else packed_experts
+    gates = packed_experts.Gates(CLAMP, SHARPNESS) if own.experts.hidden_act == "clamped_swiglu" else None
+    return few.mix(
+        x_ME, *routing, own.gate_up, own.down, gates=gates, gate_up_bias=own.gate_up_bias, down_bias=own.down_bias
+    )
+
+
 def _by_all(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
     """Weights before the second product, which sums over experts as well."""
     rows = x_ME.shape[0]
@@ -311,7 +339,11 @@ def _by_all(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
 
     def step(out_ME: jax.Array, part: Any) -> tuple[jax.Array, None]:
         (gate_up, down, *biases), weights_MX = part
-        whole = own._replace(gate_up=stacked.expanded(gate_up, x_ME.dtype), down=stacked.expanded(down, x_ME.dtype))
+        width, inner = x_ME.shape[1], own.experts.inner  # packed kernels may have more inputs
+        whole = own._replace(
+            gate_up=stacked.expanded(gate_up, x_ME.dtype)[:, :width],
+            down=stacked.expanded(down, x_ME.dtype)[:, :inner],
+        )
         whole = whole._replace(gate_up_bias=biases[0], down_bias=biases[1])
         return out_ME + _weighed_by_all(whole, x_ME, weights_MX), None
 
@@ -336,7 +368,7 @@ def _weighed(y_MKE: jax.Array, routing: Routing) -> jax.Array:
     return jnp.sum(y_MKE.astype(jnp.float32) * routing.weights_MK[..., None], axis=1)
 
 
-_WAYS = {"blocks": _by_blocks, "pairs": _by_pairs, "all": _by_all}
+_WAYS = {"blocks": _by_blocks, "pairs": _by_pairs, "all": _by_all, "packed": _by_kernels}
 
 
 def block_rows(pairs: int) -> int:

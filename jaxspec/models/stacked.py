@@ -1,7 +1,7 @@
 """Kernels of all experts in one array, [X, in, out], whole or in few bits, and how GPUs read them in few launches.
 
 Owns two readings: each pair of a row and an expert by itself, gathered and expanded inside the sums that use it; and
-several experts expanded together, a bounded share of all. Must not know routers.
+several experts expanded together, a bounded share of all; and how they are packed for a kernel. Must not know routers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from jax.typing import DTypeLike
 from jaxspec.models import mxfp4
 from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised
+from pallas_kernels.small_batch import packed, packed_experts
+from pallas_kernels.small_batch.packed import Packed
 
 #: Most inputs that the first stage of a sum takes together.
 _PIECE = 256
@@ -24,11 +26,13 @@ _EXPANDED = 256 << 20
 
 def in_few_bits(kernel: Any) -> bool:
     """Whether it is quantised."""
-    return isinstance(kernel, Quantised | Mxfp4)
+    return isinstance(kernel, Quantised | Mxfp4 | Packed)
 
 
 def shape_of(kernel: Any) -> tuple[int, int, int]:
     """[X, in, out]."""
+    if isinstance(kernel, Packed):
+        return kernel.values.shape[0], *kernel.shape
     count, d_in, d_out = kernel.values.shape if isinstance(kernel, Quantised) else kernel.shape
     return count, d_in, d_out
 
@@ -94,7 +98,28 @@ def expanded(kernel: Any, dtype: DTypeLike) -> jax.Array:
         return kernel.dequantised(dtype)
     if isinstance(kernel, Quantised):
         return jax.vmap(lambda own: own.dequantised())(kernel).astype(dtype)
+    if isinstance(kernel, Packed):
+        return jax.vmap(packed.dequantised)(kernel).astype(dtype)
     return kernel
+
+
+def packing_refusal(kernel: Any) -> str | None:
+    """Why a kernel cannot be packed (`pallas_kernels.small_batch.packed_experts`), or None."""
+    if isinstance(kernel, Mxfp4):
+        return packed_experts.refusal(packed.FLOAT4, *shape_of(kernel)[1:], kernel.scale.shape[1])
+    if not isinstance(kernel, Quantised):
+        return f"they are {getattr(kernel, 'dtype', type(kernel).__name__)}, not of few bits"
+    if kernel.zero is not None or not gathers(kernel):
+        return "they have zero points, an order of inputs or quantised activations"
+    return packed_experts.refusal(kernel.values.dtype.name, *shape_of(kernel)[1:], kernel.groups)
+
+
+@jax.jit
+def pack(kernel: Any) -> Packed:
+    """The kernel as the kernel of few rows reads it, which `packing_refusal` does not refuse."""
+    if isinstance(kernel, Mxfp4):
+        return packed_experts.pack_float4(kernel.codes, kernel.scale)
+    return packed_experts.pack(kernel.values, kernel.scale)
 
 
 def together(count: int, numbers: int, dtype: DTypeLike) -> int:

@@ -253,21 +253,31 @@ def test_pairs_are_multiplied_by_experts_in_few_bits(piece: int, monkeypatch: py
 def test_experts_in_few_bits_are_gathered_or_expanded_some_at_a_time(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cfg = tiny_config(experts=Experts(COUNT, CHOSEN, 64, (0,), scores="top_k", bias=True))
+    cfg = tiny_config(hidden_size=64, experts=Experts(COUNT, CHOSEN, 64, (0,), scores="top_k", bias=True))
     whole = experts.MixtureOfExperts(cfg, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(params=1))
     made = experts.MixtureOfExperts(cfg, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(params=1))
     for name in ("gate_up", "down"):
         few = few_bits(form, getattr(made, name)[...].shape, 7)
         getattr(made, name).set_value(few)
         getattr(whole, name).set_value(stacked.expanded(few, jnp.float32))
-    assert stacked.together(COUNT, 32 * 192, jnp.float32) == COUNT
-    monkeypatch.setattr(stacked, "_EXPANDED", 4 * 32 * 192 * 4)
-    assert stacked.together(COUNT, 32 * 192, jnp.float32) == 3
-    x_1ME = jax.random.normal(jax.random.key(9), (1, 9, 32))
+    assert stacked.together(COUNT, 64 * 192, jnp.float32) == COUNT
+    monkeypatch.setattr(stacked, "_EXPANDED", 4 * 64 * 192 * 4)
+    assert stacked.together(COUNT, 64 * 192, jnp.float32) == 3
+    x_1ME = jax.random.normal(jax.random.key(9), (1, 9, 64))
     found = []
     for mixture, way in ((whole, "blocks"), (made, "pairs"), (made, "all")):
-        monkeypatch.setattr(experts.MixtureOfExperts, "way", lambda _, pairs, way=way: way)
-        found.append(np.asarray(jax.jit(mixture)(x_1ME)))
+        with monkeypatch.context() as patched:
+            patched.setattr(experts.MixtureOfExperts, "way", lambda _, pairs, way=way: way)
+            found.append(np.asarray(jax.jit(mixture)(x_1ME)))
+    if form == "int4":
+        assert "zero points" in (made.packing_refusal() or "")
+    else:
+        assert made.packing_refusal() is None and "float32, not of few bits" in (whole.packing_refusal() or "")
+        made.pack()
+        assert [made.way(rows * CHOSEN) for rows in (1, 32, 33)] == ["packed", "packed", "all"]
+        for rows in (slice(9), slice(0)):  # few, and by all experts
+            monkeypatch.setattr(experts, "_MOST_PACKED", len(range(9)[rows]))
+            found.append(np.asarray(jax.jit(lambda x: made(x))(x_1ME)))
     for other in found[1:]:
         np.testing.assert_allclose(other, found[0], atol=2e-5, rtol=2e-5)
 

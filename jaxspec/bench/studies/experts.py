@@ -1,8 +1,9 @@
 """python -m jaxspec.bench.studies.experts: a layer's experts in few bits, by the way in which they are read.
 
-Random weights: gpt-oss-20b's experts in MXFP4 and Qwen3-30B-A3B's in float8 with blocks of 128, behind a router. Every
-way's result is compared with that of blocks; then some layers are run one after the other: microseconds and launches
-of a layer, against the time that reading the bytes of the touched experts takes.
+Random weights of real shapes behind a router. `packed` is the kernel that reads each expert in use once
+(docs/kernels.md), and `kernel` that of bfloat16. Every way's first row is compared with what the first way makes of
+that row alone, and with float32 arithmetic by the same weights; then some layers are run one after the other:
+microseconds and launches of a layer, against the time that reading the bytes of the touched experts takes.
 """
 
 from __future__ import annotations
@@ -24,62 +25,109 @@ from flax import nnx
 from jaxspec.bench.studies import report
 from jaxspec.bench.studies.few_rows import attempt
 from jaxspec.bench.studies.rounds import BANDWIDTH
+from jaxspec.models import stacked
 from jaxspec.models.base import Experts, ModelConfig
-from jaxspec.models.experts import MixtureOfExperts, route
+from jaxspec.models.experts import MixtureOfExperts, activated, route
 from jaxspec.models.layers import product
 from jaxspec.models.mxfp4 import BLOCK, Mxfp4
 from jaxspec.models.quantised import Quantised, stored_bytes
 from pallas_kernels.profile import record
+from pallas_kernels.small_batch import experts, gpu_experts, reference
 
+EPS = 1e-6
+#: Width and experts.
 SHAPES = {
     "gpt-oss-20b": (2880, Experts(32, 4, 2880, (0,), scores="top_k", bias=True, hidden_act="clamped_swiglu")),
+    "gpt-oss-120b": (2880, Experts(128, 4, 2880, (0,), scores="top_k", bias=True, hidden_act="clamped_swiglu")),
     "30b-a3b": (2048, Experts(128, 8, 768, (0,))),
+    "deepseek-v3": (7168, Experts(256, 8, 2048, (0,))),  # without groups and corrections: what is read is the same
 }
-WAYS = ("blocks", "pairs", "all")
+#: Values' types; mxfp4 has a scale for every 32 inputs, int8 one for all, the others one for every 128.
+FORMATS = {"int4-g128": jnp.int4, "mxfp4": None, "fp8-block": jnp.float8_e4m3fn, "int8": jnp.int8, "bf16": jnp.bfloat16}
+WAYS = ("blocks", "pairs", "all", "packed", "kernel")
 
 
-def kernel(key: jax.Array, name: str, shape: tuple[int, int, int]) -> Any:
-    """Experts [X, in, out] in a shape's format, of a standard deviation near 1 / sqrt(in)."""
+def kernel(key: jax.Array, form: str, shape: tuple[int, int, int]) -> Any:
+    """Experts [X, in, out] in a format, of a standard deviation near 1 / sqrt(in)."""
     count, d_in, d_out = shape
-    if name == "gpt-oss-20b":
+    if form == "mxfp4":
         codes = jax.random.bits(key, (count, d_in // 2, d_out), jnp.uint8)
         # Values of four bits have a deviation of 3.
         exponent = 127 - round(float(np.log2(3 * d_in**0.5)))
         return Mxfp4(codes, jnp.full((count, d_in // BLOCK, d_out), exponent, jnp.uint8))
-    values = jax.random.normal(key, shape, jnp.bfloat16).astype(jnp.float8_e4m3fn)
-    return Quantised(values, jnp.full((count, d_in // 128, d_out), d_in**-0.5, jnp.float32))
+    if form == "bf16":
+        return jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(d_in**-0.5)
+    times, kind = {"int4-g128": 3, "int8": 40}.get(form, 1), jnp.dtype(FORMATS[form])
+    values = jax.random.normal(key, shape, jnp.bfloat16) * times
+    if jnp.issubdtype(kind, jnp.integer):
+        values = jnp.clip(jnp.round(values), jnp.iinfo(kind).min, jnp.iinfo(kind).max)
+    values = values.astype(kind)
+    return Quantised(values, jnp.full((count, 1 if form == "int8" else d_in // 128, d_out), d_in**-0.5 / times))
 
 
-def layer(key: jax.Array, name: str) -> MixtureOfExperts:
+def layer(key: jax.Array, name: str, form: str) -> MixtureOfExperts:
     """A mixture with random weights."""
     width, own = SHAPES[name]
     cfg = ModelConfig("", 1, width, own.inner, 1, 1, 1, 128, experts=dataclasses.replace(own, layers=(0,)))
     made = nnx.eval_shape(lambda: MixtureOfExperts(cfg, dtype=jnp.dtype(jnp.bfloat16), rngs=None))
-    keys = jax.random.split(key, 3)
-    made.gate_up.set_value(kernel(keys[0], name, (own.count, width, 2 * own.inner)))
-    made.down.set_value(kernel(keys[1], name, (own.count, own.inner, width)))
+    keys, random = jax.random.split(key, 4), jax.jit(kernel, static_argnums=(1, 2))
+    made.gate_up.set_value(random(keys[0], form, (own.count, width, 2 * own.inner)))
+    made.down.set_value(random(keys[1], form, (own.count, own.inner, width)))
     made.router.kernel.set_value((jax.random.normal(keys[2], (width, own.count)) / width**0.5).astype(jnp.bfloat16))
-    for bias in (made.router.bias, made.gate_up_bias, made.down_bias):
+    if made.router.bias is not None:
+        made.router.bias.set_value(jnp.zeros(made.router.bias.shape, jnp.bfloat16))
+    for bias in (made.gate_up_bias, made.down_bias):
         if bias is not None:
-            bias.set_value(jnp.zeros(bias.shape, jnp.bfloat16))
+            bias.set_value(jax.random.normal(keys[3], bias.shape).astype(jnp.bfloat16))
     return made
+
+
+def serves(name: str, form: str, way: str) -> bool:
+    """Whether a shape in a format can be read so."""
+    own = SHAPES[name][1]
+    if way == "kernel":
+        return form == "bf16" and not own.bias and experts.refusal(SHAPES[name][0], own.inner, own.count) is None
+    return form != "bf16" or way == "pairs"
 
 
 def stack(graph: Any, way: str, states: Sequence[Any], x_ME: jax.Array) -> jax.Array:
     """Layers one after the other, each on the normed sum of those before."""
+    norm = lambda x32: (x32 / jnp.sqrt(jnp.mean(x32 * x32, axis=1, keepdims=True) + EPS)).astype(x_ME.dtype)
+    gain = jnp.ones((x_ME.shape[1],), x_ME.dtype)
     for state in states:
         made = nnx.merge(graph, state)
+        if way == "kernel":
+            stream, own = reference.begin(x_ME, gain), made.experts
+            choice = gpu_experts.choose(stream, made.router.kernel[...], EPS, own.per_token, x_ME.shape[0])
+            stream = gpu_experts.mix(stream, choice, made.gate_up[...], made.down[...], gain, EPS, own.per_token)
+            x_ME = norm(stream.h_ME.astype(jnp.float32))
+            continue
         logits_MX = product(x_ME, made.router.kernel[...], jnp.dtype(jnp.float32))
-        x32 = x_ME.astype(jnp.float32) + made.mixed(way, x_ME, route(logits_MX, made.experts))
-        x_ME = (x32 / jnp.sqrt(jnp.mean(x32 * x32, axis=1, keepdims=True) + 1e-6)).astype(jnp.bfloat16)
+        x_ME = norm(x_ME.astype(jnp.float32) + made.mixed(way, x_ME, route(logits_MX, made.experts)))
     return x_ME
+
+
+def exact(graph: Any, state: Any, x_ME: jax.Array) -> jax.Array:
+    """What a layer's experts make of one row, in float32 by all of the same weights."""
+    made = nnx.merge(graph, state)
+    routing = route(product(x_ME, made.router.kernel[...], jnp.dtype(jnp.float32)), made.experts)
+    pick = lambda param: jax.tree.map(lambda x: jnp.take(x, routing.experts_MK[0], axis=0), param[...])
+    bias = lambda param: 0 if param is None else pick(param).astype(jnp.float32)
+    wide = [stacked.expanded(pick(param), jnp.float32) for param in (made.gate_up, made.down)]
+    times = lambda x, w: jnp.einsum("ke,kef->kf", x, w, precision="highest")
+    x_KE = jnp.repeat(x_ME.astype(jnp.float32), len(routing.experts_MK[0]), axis=0)
+    hidden = activated(times(x_KE, wide[0]) + bias(made.gate_up_bias), made.experts.hidden_act)
+    return jnp.sum((times(hidden, wide[1]) + bias(made.down_bias)) * routing.weights_MK[0][:, None], axis=0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = report.parser("experts", __doc__)
     add = parser.add_argument
-    add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    add("--shapes", nargs="+", choices=SHAPES, default=["gpt-oss-20b", "30b-a3b"])
+    add("--formats", nargs="+", choices=FORMATS, help="default: mxfp4 for gpt-oss, fp8-block for others")
+    add("--ways", nargs="+", choices=WAYS, default=["blocks", "pairs", "all"])
+    add("--packed-experts", action="store_true", help="also by the kernel for packed experts (Hopper)")
     add("--rows", type=int, nargs="+", default=[1, 4, 16, 32])
     add("--layers", type=int, default=3)
     add("--repeats", type=int, default=5, help="medians are taken over these")
@@ -87,52 +135,80 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--bandwidth", type=float, help="TB/s, for the floor; default: the device's where it is known")
     args = report.parse(parser, argv)
     rate = report.rate(BANDWIDTH, args.bandwidth)
-    made = {name: [layer(jax.random.key(i), name) for i in range(args.layers)] for name in args.shapes}
-    graphs = {name: nnx.split(layers[0])[0] for name, layers in made.items()}
-    states = {name: [nnx.split(each)[1] for each in layers] for name, layers in made.items()}
+    ways = [*args.ways, *(["packed"] if args.packed_experts and "packed" not in args.ways else [])]
+    usual = lambda name: ["mxfp4"] if name.startswith("gpt-oss") else ["fp8-block"]
+    cases = [(name, form) for name in args.shapes for form in args.formats or usual(name)]
     rows_of = lambda name, m: jax.random.normal(jax.random.key(9), (64, SHAPES[name][0]), jnp.bfloat16)[:m]
     jobs = [
-        (name, m, way)
-        for name in args.shapes for m in args.rows for way in WAYS if way != "blocks" or m <= args.most_blocks
+        (*case, m, way)
+        for case in cases for m in args.rows for way in ways
+        if serves(*case, way) and (way != "blocks" or m <= args.most_blocks)
     ]  # fmt: skip
+    plain: dict[Any, list[Any]] = {}
+    packed: dict[Any, list[Any]] = {}
+    sizes: dict[Any, int] = {}
+    for case in cases:
+        layers = [layer(jax.random.key(i), *case) for i in range(args.layers)]
+        plain[case] = [nnx.split(each) for each in layers]
+        kernels = layers[0].gate_up[...], layers[0].down[...]
+        sizes[case] = sum(map(stored_bytes, jax.tree.leaves(kernels)))
+        if any((*job[:2], job[3]) == (*case, "packed") for job in jobs):
+            again = [nnx.merge(*each) for each in plain[case]]
+            for each in again:
+                each.pack()
+            packed[case] = [nnx.split(each) for each in again]
+    of = lambda job: packed[job[:2]] if job[3] == "packed" else plain[job[:2]]
+    states = lambda job: [state for _, state in of(job)]
 
-    def compiled(name: str, m: int, way: str) -> Any:
-        run = jax.jit(functools.partial(stack, graphs[name], way))
-        return run.lower(states[name], rows_of(name, m)).compile()
+    def compiled(job: tuple[str, str, int, str]) -> Any:
+        run = jax.jit(functools.partial(stack, of(job)[0][0], job[3]))
+        one = jax.jit(lambda state, x: nnx.merge(of(job)[0][0], state).mixed(job[3], x, routing(state, x)))
+        routing = lambda state, x: route(
+            product(x, (own := nnx.merge(of(job)[0][0], state)).router.kernel[...], jnp.dtype(jnp.float32)), own.experts
+        )
+        x = rows_of(job[0], job[2])
+        single = None if job[3] == "kernel" else one.lower(states(job)[0], x).compile()
+        return run.lower(states(job), x).compile(), single
 
     began = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        found = dict(zip(jobs, pool.map(lambda job: attempt(lambda: compiled(*job)), jobs), strict=True))
+        found = dict(zip(jobs, pool.map(lambda job: attempt(lambda: compiled(job)), jobs), strict=True))
+        exactly = lambda graph, state, x: jax.jit(functools.partial(exact, graph))(state, x)
+        wanted = {case: np.asarray(exactly(*plain[case][0], rows_of(case[0], 1))) for case in cases}
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, compiled in {time.perf_counter() - began:.0f} s")
-    print("shape        rows  way     us a layer  of the device  floor, us  launches  off by")
+    print("shape        format    rows  way     us a layer  of the device  floor, us  launches  off by")
     rows: list[dict[str, Any]] = []
-    for name, m, way in jobs:
-        call, x, own = found[name, m, way], rows_of(name, m), SHAPES[name][1]
-        if isinstance(call, Exception):
-            print(f"{name} {m} {way}: {call}", flush=True)
+    alone: dict[Any, np.ndarray] = {}
+    for job in jobs:
+        (name, form, m, way), own = job, SHAPES[job[0]][1]
+        if isinstance(calls := found[job], Exception):
+            print(f"{name} {form} {m} {way}: {calls}", flush=True)
             continue
-        got = np.asarray(jax.block_until_ready(call(states[name], x)), np.float32)
-        first = found.get((name, 1, "blocks"), call)
-        want = np.asarray(first(states[name], x[:1]), np.float32) if not isinstance(first, Exception) else got
+        (call, single), x, given = calls, rows_of(name, m), states(job)
+        want, off, same = wanted[name, form], None, None
+        if single is not None:
+            first = np.asarray(single(given[0], x), np.float32)[0]
+            off = float(np.abs(first - want).max() / np.abs(want).max())
+            same = bool(np.array_equal(first, alone.setdefault((name, form, way), first)))
         times = []
+        jax.block_until_ready(call(given, x))
         for _ in range(args.repeats):
             start = time.perf_counter()
-            jax.block_until_ready([call(states[name], x) for _ in range(10)][-1])
+            jax.block_until_ready([call(given, x) for _ in range(10)][-1])
             times.append((time.perf_counter() - start) / 10 / args.layers)
-        events = record(lambda call=call, name=name, x=x: call(states[name], x))
-        kernels = (made[name][0].gate_up[...], made[name][0].down[...])
-        size = sum(map(stored_bytes, jax.tree.leaves(kernels))) * own.expected(m) / own.count
+        events = record(lambda call=call, given=given, x=x: call(given, x))
+        size = sizes[name, form] * own.expected(m) / own.count
         row = {
-            "shape": name, "rows": m, "way": way, "us": 1e6 * statistics.median(times),
+            "shape": name, "format": form, "rows": m, "way": way, "us": 1e6 * statistics.median(times),
             "device_us": 1e6 * sum(event.seconds for event in events) / args.layers,
             "floor_us": None if rate is None else 1e6 * size / rate, "launches": len(events) / args.layers,
-            "off": float(np.abs(got[:1] - want).max() / np.abs(want).max()),
+            "off": off, "same_bits": same,
         }  # fmt: skip
         rows.append(row)
+        told = "" if off is None else f"{off:.1e} {'same' if same else 'OTHER'}"
         print(
-            f"{name:12s} {m:4d}  {way:7s} {row['us']:10.1f} {row['device_us']:14.1f} "
-            f"{row['floor_us'] or 0:10.1f} {row['launches']:9.1f}  "
-            f"{row['off']:.1e}", flush=True,
+            f"{name:12s} {form:9s} {m:4d}  {way:7s} {row['us']:10.1f} {row['device_us']:14.1f} "
+            f"{row['floor_us'] or 0:10.1f} {row['launches']:9.1f}  {told}", flush=True,
         )  # fmt: skip
     report.write(args, "experts", rows)
     return 0
