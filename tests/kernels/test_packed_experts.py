@@ -161,7 +161,10 @@ def test_xlas_path_is_the_definition():
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_kernels_agree_with_xla(name: str, m: int):
     given, extra, _ = arguments(name, m, biased=name == "mxfp4")
-    args = (*map(jnp.asarray, given[:3]), *(packed_as(name, *map(jnp.asarray, raw)) for raw in given[3:]))
+    args: tuple[Any, ...] = (
+        *map(jnp.asarray, given[:3]),
+        *(packed_as(name, *map(jnp.asarray, raw)) for raw in given[3:]),
+    )
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
     got, want = gpu_packed_experts.mix(*args, **extra, interpret=params), packed_experts.mix(*args, **extra)
     np.testing.assert_allclose(got, want, atol=2**-7 * float(jnp.abs(want).max()))

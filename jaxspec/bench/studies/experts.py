@@ -174,7 +174,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         found = dict(zip(jobs, pool.map(lambda job: attempt(lambda: compiled(job)), jobs), strict=True))
         exactly = lambda graph, state, x: jax.jit(functools.partial(exact, graph))(state, x)
-        wanted = {case: np.asarray(exactly(*plain[case][0], rows_of(case[0], 1))) for case in cases}
+        wanted = {
+            case: np.asarray(exactly(plain[case][0][0], plain[case][0][1], rows_of(case[0], 1))) for case in cases
+        }
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, compiled in {time.perf_counter() - began:.0f} s")
     print("shape        format    rows  way     us a layer  of the device  floor, us  launches  off by")
     rows: list[dict[str, Any]] = []
