@@ -185,20 +185,13 @@ def test_nothing_is_reused_without_prefix_caching():
     assert reused(scheduler, [ord("a")] * 9) == 0
 
 
-def test_nothing_is_reused_after_numbers_that_are_not_finite():
+@pytest.mark.parametrize(("kind", "pages"), [(ErrorKind.NON_FINITE, 0), (ErrorKind.GRAMMAR, 2)])
+def test_what_an_error_leaves_of_a_prefix(kind: ErrorKind, pages: int):
+    """Nothing after numbers that are not finite; a grammar that fails costs nobody a cached one."""
     scheduler = make()
     request = make_request("a", prompt=9)
     prefilled(scheduler, request)
-    request.error_kind = ErrorKind.NON_FINITE
+    request.error_kind = kind
     scheduler.finish(request, FinishReason.ERROR)
-    assert scheduler.stats.free_pages == 16
-    assert reused(scheduler, [ord("a")] * 9) == 0
-
-
-def test_a_grammar_that_fails_costs_nobody_a_cached_prefix():
-    scheduler = make()
-    request = make_request("a", prompt=9)
-    prefilled(scheduler, request)
-    request.error_kind = ErrorKind.GRAMMAR
-    scheduler.finish(request, FinishReason.ERROR)
-    assert reused(scheduler, [ord("a")] * 9) == 8
+    assert scheduler.stats.free_pages == 16 - pages
+    assert reused(scheduler, [ord("a")] * 9) == 4 * pages

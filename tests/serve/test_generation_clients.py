@@ -7,6 +7,7 @@ import contextlib
 import re
 import threading
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -19,16 +20,23 @@ from serve.client import AsyncClient, Options, PromptInfo, ServerError, build_re
 from serve.proto.services import GENERATION, Stub
 
 
+@contextlib.asynccontextmanager
+async def one_waits(kit: Any) -> AsyncIterator[tuple[Any, AsyncClient, Any]]:
+    """An engine that does nothing, a client of its server, and its stream "one", which has begun."""
+    facade = kit.clean()
+    async with served(kit, facade) as (_, client):
+        facade.idle = True
+        stream = client.stream("abc", request_id="one", **LONG)
+        assert isinstance(await anext(stream), PromptInfo)
+        yield facade, client, stream
+
+
 def test_the_same_id_twice(kit: Any):
     async def story() -> None:
-        facade = kit.clean()
-        async with served(kit, facade) as (_, client):
-            facade.idle = True
-            stream = client.stream("abc", request_id="one", **LONG)
-            assert isinstance(await anext(stream), PromptInfo)
+        async with one_waits(kit) as (facade, client, stream):
             error = await failure(client.generate("abc", request_id="one", **GREEDY))
             assert error.code is grpc.StatusCode.ALREADY_EXISTS
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
             await kit.eventually(lambda: not facade.has_work)
             facade.idle = False
             await client.generate("abc", request_id="one", **GREEDY)
@@ -55,11 +63,7 @@ def test_a_full_queue_says_when_to_come_back(kit: Any):
 
 def test_abort_ends_a_stream_and_may_come_again(kit: Any):
     async def story() -> None:
-        facade = kit.clean()
-        async with served(kit, facade) as (_, client):
-            facade.idle = True
-            stream = client.stream("abc", request_id="one", **LONG)
-            assert isinstance(await anext(stream), PromptInfo)
+        async with one_waits(kit) as (_, client, stream):
             assert await client.abort("one", "nobody") == 1
             assert await client.abort("one") == 0
             with pytest.raises(ServerError) as ended:
