@@ -14,58 +14,27 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models.base import Attend, ModelConfig
-from jaxspec.models.layers import DecoderLayer, Linear, output_logits
+from jaxspec.models.base import Attend
+from jaxspec.models.layers import DecoderLayer, Linear
 from jaxspec.models.rope import rotary_tables
-from jaxspec.models.sharded import take_rows
+from jaxspec.speculation.drafters.last_state_head import LastStateConfig, LastStateHead
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle1Config:
+class Eagle1Config(LastStateConfig):
     """Geometry of an EAGLE-1 head.
 
     Attributes:
-      layer: its decoder layers in the terms of models.layers, `num_layers` of them; width and vocabulary are the
-        target's.
-      target_layers: decoder layers of the target.
       bias: whether fc has one.
       first_norm: whether the first layer norms its input (published heads do not).
     """
 
-    layer: ModelConfig
-    target_layers: int
     bias: bool = True
     first_norm: bool = False
 
-    @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        """The target's stream after its final norm."""
-        return (self.target_layers + 1,)
 
-    @property
-    def aux_width(self) -> int:
-        return self.layer.hidden_size
-
-    @property
-    def num_layers(self) -> int:
-        return self.layer.num_layers
-
-    @property
-    def vocab_size(self) -> int:
-        return self.layer.vocab_size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        return self.layer.vocab_size
-
-
-class Eagle1Head(nnx.Module):
-    """The head's parameters. With rngs None they are placeholders that a checkpoint fills.
-
-    Attributes:
-      embedding: [V, E] the target's token embeddings (Shared), or the head's own.
-      lm_head: the target's output layer (Shared kernel); None where it is tied to the target's embedding.
-    """
+class Eagle1Head(LastStateHead):
+    """The head's parameters. With rngs None they are placeholders that a checkpoint fills."""
 
     def __init__(
         self,
@@ -88,14 +57,6 @@ class Eagle1Head(nnx.Module):
         )
         self.lm_head = lm_head
 
-    def fuse(self, aux_BNA: jax.Array) -> jax.Array:
-        """The target's last hidden states as they are, [B, N, E]."""
-        return aux_BNA
-
-    def embed(self, tokens_BN: jax.Array) -> jax.Array:
-        """Token embeddings, [B, N, E]."""
-        return take_rows(self.embedding, tokens_BN)
-
     def __call__(
         self, tokens_BN: jax.Array, feature_BNE: jax.Array, positions_BN: jax.Array, attend: Attend
     ) -> jax.Array:
@@ -106,7 +67,3 @@ class Eagle1Head(nnx.Module):
         for i, block in enumerate(self.layers):
             hidden_BNE = block(hidden_BNE, rope, attend, i)
         return hidden_BNE
-
-    def logits(self, hidden_BNE: jax.Array) -> jax.Array:
-        """Float32 logits over the target's vocabulary, [B, N, V]."""
-        return output_logits(hidden_BNE, self.lm_head, self.embedding)

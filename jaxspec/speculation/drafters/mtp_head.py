@@ -15,58 +15,27 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models.base import Attend, ModelConfig
+from jaxspec.models.base import Attend
 from jaxspec.models.experts import mlp
 from jaxspec.models.latent import attention
-from jaxspec.models.layers import DecoderLayer, Linear, RMSNorm, output_logits
+from jaxspec.models.layers import DecoderLayer, Linear, RMSNorm
 from jaxspec.models.rope import rotary_tables
-from jaxspec.models.sharded import take_rows
+from jaxspec.speculation.drafters.last_state_head import LastStateConfig, LastStateHead
 
 
 @dataclasses.dataclass(frozen=True)
-class MtpConfig:
-    """Geometry of an MTP module.
-
-    Attributes:
-      layer: its decoder layer in the terms of models.layers (num_layers 1); width and vocabulary are the target's.
-      target_layers: decoder layers of the target.
-    """
-
-    layer: ModelConfig
-    target_layers: int
+class MtpConfig(LastStateConfig):
+    """Geometry of an MTP module, whose decoder layer is one."""
 
     def __post_init__(self) -> None:
         if self.layer.num_layers != 1:
             raise ValueError(f"an MTP module has one decoder layer, got num_layers {self.layer.num_layers}")
 
-    @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        """The target's stream after its final norm."""
-        return (self.target_layers + 1,)
 
-    @property
-    def aux_width(self) -> int:
-        return self.layer.hidden_size
-
-    @property
-    def num_layers(self) -> int:
-        return 1
-
-    @property
-    def vocab_size(self) -> int:
-        return self.layer.vocab_size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        return self.layer.vocab_size
-
-
-class MtpHead(nnx.Module):
+class MtpHead(LastStateHead):
     """The module's parameters. With rngs None they are placeholders that a checkpoint fills.
 
     Attributes:
-      embedding: [V, E] token embeddings: the target's (Shared) or its own.
-      lm_head: the output layer: the target's (Shared kernel) or its own; None where it is tied to `embedding`.
       fc: joins the normed embedding (first) and the normed feature: eh_proj, input_proj or fc in checkpoints.
     """
 
@@ -89,14 +58,6 @@ class MtpHead(nnx.Module):
         self.norm = RMSNorm(width, eps, dtype=dtype)
         self.lm_head = lm_head
 
-    def fuse(self, aux_BNA: jax.Array) -> jax.Array:
-        """The target's last hidden states as they are, [B, N, E]."""
-        return aux_BNA
-
-    def embed(self, tokens_BN: jax.Array) -> jax.Array:
-        """Token embeddings, [B, N, E]."""
-        return take_rows(self.embedding, tokens_BN)
-
     def __call__(
         self, tokens_BN: jax.Array, feature_BNE: jax.Array, positions_BN: jax.Array, attend: Attend
     ) -> jax.Array:
@@ -106,7 +67,3 @@ class MtpHead(nnx.Module):
         both = [self.embedding_norm(self.embed(tokens_BN)), self.hidden_norm(feature_BNE)]
         hidden_BNE = self.layer(self.fc(jnp.concatenate(both, axis=-1)), rope, attend, 0)
         return self.norm(hidden_BNE)
-
-    def logits(self, hidden_BNE: jax.Array) -> jax.Array:
-        """Float32 logits over the target's vocabulary, [B, N, V]."""
-        return output_logits(hidden_BNE, self.lm_head, self.embedding)
