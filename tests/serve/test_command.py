@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -230,9 +231,14 @@ def test_an_engine_that_dies(kit: Any, facade: Any, capsys: pytest.CaptureFixtur
 
 
 def test_a_signal_while_the_model_loads(kit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    ended, loaded = threading.Event(), threading.Event()
+
     def load() -> Any:
-        time.sleep(0.3)
-        return kit.clean()
+        try:
+            assert ended.wait(100), "the signal waits for the model"
+            return kit.clean()
+        finally:
+            loaded.set()
 
     here(monkeypatch, load)
 
@@ -244,7 +250,8 @@ def test_a_signal_while_the_model_loads(kit: Any, monkeypatch: pytest.MonkeyPatc
 
     assert kit.run(story()) == 0
     assert "serving" not in capsys.readouterr().out
-    time.sleep(0.3)  # the thread ends by itself
+    ended.set()
+    assert loaded.wait(100)  # the thread ends by itself
 
 
 @pytest.mark.slow
@@ -265,12 +272,12 @@ def test_the_real_thing(tmp_path: Path, kept_executables: Path, environment: dic
         port = port_in(process.stdout.readline())
         assert process.stdout.readline().startswith("serving demo after ")
         with Client(f"127.0.0.1:{port}") as client:
-            assert client.generate("def main():", max_tokens=8, timeout=60).text
-            assert client.generate("def main():", regex="[ab]{3}c", max_tokens=8, timeout=60).text[3:] == "c"
+            assert client.generate("def main():", max_tokens=8, timeout=200).text
+            assert client.generate("def main():", regex="[ab]{3}c", max_tokens=8, timeout=200).text[3:] == "c"
             assert client.set_speculation("static", 2) == ["chain-2"] and client.flush_cache() >= 0
             assert client.server_info().executables_ready
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=200) == 0
     finally:
         process.kill()
         process.communicate()
