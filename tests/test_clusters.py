@@ -234,7 +234,7 @@ def test_answers_of_two_workers_one_of_which_is_killed(tmp_path: Path) -> None:
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     spread = run("spread.jsonl", Cluster(workers=2))
-    killer.join(10)
+    killer.join(100)
     assert killed and spread.read_bytes() == alone.read_bytes()
 
 

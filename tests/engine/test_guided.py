@@ -345,17 +345,17 @@ def test_prompts_are_looked_at_once(engines: Engines):
     kept = engine.add(np.asarray([4, 5], np.int32), SamplingParams(max_tokens=1))  # pyright: ignore[reportArgumentType]
     tokens = aborted(engine, kept).prompt_token_ids
     assert tokens == [4, 5] and type(tokens[0]) is int
-    long = [3] * 90
+    long, fresh, again = [3] * 90, list[float](), list[float]()
     for _ in range(3):
         began = time.thread_time()
         for _repeat in range(64):
             engine._checked(long * 90)
-        fresh = time.thread_time() - began
+        fresh.append(time.thread_time() - began)
         same, began = long * 90, time.thread_time()
         for _repeat in range(64):
             engine._checked(same)
-        again = time.thread_time() - began
-    assert again < 0.2 and fresh < 0.4  # 64 completions of 8100 tokens
+        again.append(time.thread_time() - began)
+    assert min(again) < 0.2 and min(fresh) < 0.4  # 64 completions of 8100 tokens
 
 
 def test_stop_strings_end_a_text_before_its_grammar(engines: Engines, expected: dict[int, RequestOutput]):

@@ -27,7 +27,7 @@ def test_strangers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch):
     with contextlib.ExitStack() as held:
         listener = held.enter_context(meeting.opened())
         port = listener.getsockname()[1]
-        strangers = [held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5)) for _ in range(6)]
+        strangers = [held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=100)) for _ in range(6)]
         strangers[0].sendall(b"GET / HTTP/1.1\r\n")
         strangers[1].sendall(meeting._HELLO.pack(bytes(meeting.SECRET_BYTES), 0, meeting.PLANS))
         strangers[2].close()
@@ -56,7 +56,7 @@ def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(meeting, "MEET_SECONDS", 0.2)
     with (
         meeting.opened() as listener,
-        socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=5),
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=100),
         pytest.raises(HostLostError, match=r"processes \[1, 2\] did not connect"),
     ):
         meeting.accepted(listener, bytes(meeting.SECRET_BYTES), 2)

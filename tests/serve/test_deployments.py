@@ -100,7 +100,7 @@ def gateway(command: list[str]) -> tuple[list[str], dict[str, str]]:
     workers = list(itertools.takewhile(lambda arg: not arg.startswith("--"), command[at + 1 :]))
     flags = dict(arg.split("=") for arg in command[at + 1 + len(workers) :])
     smg = str(Path(sys.executable).with_name("smg"))  # the environment's, also where it is not activated
-    known = subprocess.run([smg, "launch", "--help"], capture_output=True, text=True, check=True, timeout=120).stdout
+    known = subprocess.run([smg, "launch", "--help"], capture_output=True, text=True, check=True, timeout=300).stdout
     assert all(re.search(rf"{flag}\b", known) for flag in (*flags, "--worker-urls"))
     return workers, flags
 

@@ -80,7 +80,7 @@ class Target:
 
         self.run(end())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
+        self._thread.join(100)
         self._loop.close()
 
     async def send(self, operation: Operation) -> Code:

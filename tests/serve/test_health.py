@@ -25,7 +25,7 @@ def test_watchers_of_a_name_hear_every_change_whoever_leaves(kit: Any) -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             asked = PB.HealthCheckRequest(service="a")
-            status = lambda watch: asyncio.wait_for(watch.read(), 30)
+            status = lambda watch: asyncio.wait_for(watch.read(), 120)
             with pytest.raises(grpc.aio.AioRpcError) as unknown:
                 await stub.Check(asked)
             assert unknown.value.code() is grpc.StatusCode.NOT_FOUND

@@ -21,7 +21,7 @@ Answer = tuple[int, dict[str, str], str]
 
 
 def ask(port: int, path: str, method: str = "GET", **headers: str) -> Answer:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
     try:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()

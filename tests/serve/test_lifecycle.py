@@ -139,7 +139,7 @@ def test_death_leaves_nobody_waiting(kit: Any, caplog: pytest.LogCaptureFixture)
             assert await stack.generator.abort(["job-1"]) == 0
             assert stack.generator.live == stack.generator.in_engine == 0 and not stack.generator._by_id
             assert stack.metrics.reasons == ["error"] * 10
-            await asyncio.wait_for(stack.lifecycle.drain(), 10)
+            await asyncio.wait_for(stack.lifecycle.drain(), 100)
 
     with caplog.at_level(logging.ERROR, "serve"):
         kit.run(story())
@@ -171,7 +171,7 @@ def test_a_drain_accepts_then_refuses_then_lets_finish(kit: Any, clock: Any) -> 
             await asyncio.gather(drain, again)
             assert stack.lifecycle.state == "draining" and states == ["draining"]
             await stack.settled()
-            await asyncio.wait_for(stack.lifecycle.drain(), 10)  # there is nothing left to do
+            await asyncio.wait_for(stack.lifecycle.drain(), 100)  # there is nothing left to do
 
     kit.run(story())
 

@@ -264,7 +264,7 @@ def test_series_exist_before_anything_happens(metrics: ServerMetrics):
 
 
 def scrape(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=100) as answer:
         return answer.read().decode()
 
 

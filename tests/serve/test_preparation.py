@@ -7,7 +7,6 @@ import dataclasses
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +160,7 @@ def test_the_threads_outlive_the_loop_quietly(stories: Any) -> None:
     stories.run(story())
     go.set()
     made[0].close()
-    made[0]._threads[0].join(10)  # an exception in it would fail the test
+    made[0]._threads[0].join(100)  # an exception in it would fail the test
     assert not made[0]._threads[0].is_alive()
 
 
@@ -171,11 +170,9 @@ import asyncio, time
 from serve.core.jobs import Job
 from serve.core.preparation import _Threads
 async def story():
-    task = asyncio.ensure_future(_Threads(1, "text", 4).run(lambda: time.sleep(50)))
+    task = asyncio.ensure_future(_Threads(1, "text", 4).run(lambda: time.sleep(500)))
     await asyncio.sleep(0.2)
     task.cancel()
 asyncio.run(story())
 """
-    began = time.monotonic()
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=45)
-    assert time.monotonic() - began < 40
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=400)

@@ -230,10 +230,13 @@ def test_huge_fields_are_refused_before_they_are_copied():
     choice = pb.GenerateRequest(text="a", grammar=pb.Grammar(choice=pb.Choice(options=["x"] * many)))
     assert len(chat.chat.messages) == many
     for request in (chat, stops, biased, choice):
-        began = time.thread_time()
-        with pytest.raises(StatusError, match="may have at most .* entries, got"):
-            to_job(request, "demo", LIMITS, deadline=None, stream=True)
-        assert time.thread_time() - began < 0.02
+        seconds: list[float] = []
+        for _ in range(3):  # the garbage of others is collected in one of them at most
+            began = time.thread_time()
+            with pytest.raises(StatusError, match="may have at most .* entries, got"):
+                to_job(request, "demo", LIMITS, deadline=None, stream=True)
+            seconds.append(time.thread_time() - began)
+        assert min(seconds) < 0.02
 
 
 def _varint(value: int) -> bytes:

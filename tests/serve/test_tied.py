@@ -50,6 +50,6 @@ def test_a_killed_parent_takes_its_child_along(tmp_path: Path, environment: dict
 def test_a_parent_that_died_before_leaves_nothing_running(tmp_path: Path, environment: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "serve.core.tied", "0", "child", str(tmp_path / "end")],
-        env=environment, stdout=subprocess.PIPE, timeout=60,
+        env=environment, stdout=subprocess.PIPE, timeout=300,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, b"")

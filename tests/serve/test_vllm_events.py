@@ -149,7 +149,7 @@ def test_subscriptions_begin_anew_and_their_headers_come_at_once(kit: Any) -> No
             assert stale.code() is grpc.StatusCode.OUT_OF_RANGE
             stack.facade.hold()
             call = stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())
-            await asyncio.wait_for(call.initial_metadata(), 30)
+            await asyncio.wait_for(call.initial_metadata(), 120)
             stack.facade.release()
             assert (await call.read()).sequence_number == 1
             draining = asyncio.create_task(stack.lifecycle.drain(5.0))

@@ -144,11 +144,14 @@ def test_sizes_have_bounds() -> None:
         ),
         (request(False, max_tokens=99, logprobs=20, n=1, stop=["x"] * 65), "stop may have"),
     ):
-        began = time.thread_time()
-        with pytest.raises(StatusError, match=refused_as) as refused:
-            to_job(message, small)
-        assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
-        assert time.thread_time() - began < 0.02  # before anything is converted
+        seconds: list[float] = []
+        for _ in range(3):  # the garbage of others is collected in one of them at most
+            began = time.thread_time()
+            with pytest.raises(StatusError, match=refused_as) as refused:
+                to_job(message, small)
+            seconds.append(time.thread_time() - began)
+            assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert min(seconds) < 0.02  # before anything is converted
     fits = to_job(request(ids=(1,) * 99, stop=["x"] * 64, stop_token_ids=[1] * 32), small)
     assert len(fits.prompt) == 99 and len(fits.params.stop) == 64
     large = dict(max_tokens=99, logprobs=20)

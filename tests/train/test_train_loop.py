@@ -180,7 +180,7 @@ def at(step):
     return np.random.default_rng(step).standard_normal((300, 300)).astype(np.float32)
 loop.run(loss, {{"w": jnp.ones((300, 300))}}, at, OptimConfig(steps=4, save_every=2), Path({str(tmp_path)!r}))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert f"OSError: cannot save step 4 in {tmp_path / 'checkpoints'}" in done.stderr
     assert "The checkpoint of step 2 is whole" in done.stderr
