@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import TreeKV
-from jaxspec.speculation.drafters.draft_cache import CATCH_UP, CachedText, Consumed, DraftCache, DraftCore
+from jaxspec.speculation.drafters.draft_cache import CachedDrafter, Consumed, DraftCache, DraftCore
 from jaxspec.speculation.drafters.proposals import Frontier, Ranking, propose
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
@@ -90,21 +90,12 @@ class _Steps:
         self.filled += w
 
 
-class AutoregressiveDrafter:
+class AutoregressiveDrafter(CachedDrafter):
     """Chains and dynamic trees from a DraftCore."""
 
-    supports_trees = True
-    lags = True
-    extends_by_params = False
-    catch_up_tokens = CATCH_UP
-
     def __init__(self, core: DraftCore, geo: Geometry):
+        super().__init__(core, geo)
         self.core, self.geo = core, geo
-        self.text = text = CachedText(core, geo)
-        self.aux_layers, self.lookahead, self.max_topk = core.aux_layers, core.offset, core.draft_vocab_size
-        self.window = text.window
-        self.init_state, self.admit, self.prefill = text.init_state, text.admit, text.prefill
-        self.catch_up, self.extend = text.catch_up, text.extend
 
     def draft(
         self, params: Any, draft: DraftCache, rows: Rows, tokens_SL: jax.Array, tier: Tier,

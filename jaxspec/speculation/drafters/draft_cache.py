@@ -268,3 +268,23 @@ class CachedText:
             whole=geo.whole_drafter,
         )  # fmt: skip
         return dataclasses.replace(done.cache, pages=pages)
+
+
+class CachedDrafter:
+    """A drafter whose state is the text's cache; how it drafts from there is left open (see Drafter).
+
+    Attributes:
+      text: keeps the cache in step with what is committed.
+    """
+
+    supports_trees = True
+    lags = True
+    extends_by_params = False
+    catch_up_tokens = CATCH_UP
+
+    def __init__(self, core: DraftCore, geo: Geometry):
+        self.text = text = CachedText(core, geo)
+        self.aux_layers, self.lookahead, self.max_topk = core.aux_layers, core.offset, core.draft_vocab_size
+        self.window = text.window
+        self.init_state, self.admit, self.prefill = text.init_state, text.admit, text.prefill
+        self.catch_up, self.extend = text.catch_up, text.extend

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxspec.speculation.drafters.draft_cache import CATCH_UP, CachedText, DraftCache, DraftCore, Inputs
+from jaxspec.speculation.drafters.draft_cache import CachedDrafter, DraftCache, DraftCore, Inputs
 from jaxspec.speculation.drafters.proposals import Ranking, propose_block
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
@@ -33,27 +33,18 @@ class MaskedCore(DraftCore, Protocol):
         ...
 
 
-class ParallelDrafter:
+class ParallelDrafter(CachedDrafter):
     """Chains and trees from one pass a round.
 
     Raises:
       ValueError: a network without placeholders.
     """
 
-    supports_trees = True
-    lags = True
-    extends_by_params = False
-    catch_up_tokens = CATCH_UP
-
     def __init__(self, core: MaskedCore, geo: Geometry):
         if core.mask_token_id is None:
             raise ValueError("a head that drafts in parallel needs a mask_token_id, got None")
+        super().__init__(core, geo)
         self.core, self.mask_token = core, core.mask_token_id
-        self.text = text = CachedText(core, geo)
-        self.aux_layers, self.lookahead, self.max_topk = core.aux_layers, core.offset, core.draft_vocab_size
-        self.window = text.window
-        self.init_state, self.admit, self.prefill = text.init_state, text.admit, text.prefill
-        self.catch_up, self.extend = text.catch_up, text.extend
 
     def draft(
         self, params: Any, draft: DraftCache, rows: Rows, tokens_SL: jax.Array, tier: Tier,
