@@ -59,8 +59,9 @@ def kernel(name: str, k: int, n: int) -> tuple[jax.Array, jax.Array]:
     """Values [in, out] that use all of their bits, and scales."""
     dtype, grouped = FORMATS[name]
     values = jax.random.normal(jax.random.key(7), (k, n)) * {"int8": 60, "int4-g128": 4}.get(name, 100)
-    if jnp.issubdtype(dtype, jnp.integer):
-        values = jnp.clip(jnp.round(values), jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    limits = (jnp.iinfo if whole else jnp.finfo)(dtype)
+    values = jnp.clip(jnp.round(values) if whole else values, float(limits.min), float(limits.max))
     scale = jax.random.uniform(jax.random.key(8), (k // 128 if grouped else 1, n), jnp.float32, 0.5, 1.5)
     return values.astype(dtype), scale * 0.1 / float(jnp.std(values))
 
@@ -111,6 +112,7 @@ def close(got: Any, want: Any, m: int) -> None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert np.isfinite(b).all()
         np.testing.assert_allclose(a, b, rtol=2**-7, atol=2**-7 * np.abs(b).max())
 
 
