@@ -278,7 +278,7 @@ def test_what_is_served_and_how_it_fares(kit: Any, monkeypatch: pytest.MonkeyPat
             stack.facade.hold()
             calls = [stub.Generate(request(name=f"r{i}", ids=(1,) * 20, **LONG)) for i in range(6)]
             reading = [asyncio.create_task(collect(call)) for call in calls]
-            await kit.eventually(lambda: stack.generator.in_engine == 6)
+            await kit.eventually(lambda: stack.generator.in_engine == 6 and stack.facade.held.is_set())
             stack.facade.advance(8)
             await kit.eventually(lambda: stack.engine.snapshot.waiting == 2)
             loads = await stub.GetLoads(pb.GetLoadsRequest(include=["core", "memory"]))
