@@ -52,6 +52,7 @@ SPECS = {
     "object": GrammarSpec("json_object"),
     "regex": GrammarSpec("regex", r"(name|n+a)_[0-9]{2,4}(\.0+)?"),
     "lark": GrammarSpec("lark", 'start: sum\nsum: product ("+" product)*\nproduct: /[0-9]/ | "(" sum ")"'),
+    "gbnf": GrammarSpec("lark", '# a sum\nroot ::= item ("+" item)*\nitem ::= [0-9]{1,3} | "(" root ")"'),
     "choice": GrammarSpec("choice", ("name", "nam", 'a"b', "na me")),
 }
 
@@ -282,6 +283,9 @@ def test_specs_of_wrong_type_or_size_are_refused(kind: Any, value: Any, message:
         ("regex", "(?=a)b", "the regex cannot be compiled"),
         ("lark", 'start: "a" other', "the lark cannot be compiled: .*unknown name"),
         ("lark", 'start: "A"', "the lark allows no first token"),
+        ("lark", "root ::= other", "the lark is not valid: read as GBNF.* Rule 'other' not found"),
+        ("lark", "root ::= " + "(" * 5000, "the lark is not valid: read as GBNF.*recursion"),
+        ("lark", 'root ::= "a"' + " " * 2**15, "GBNF may take 32768 bytes, got 32780; Lark 262144"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(kind: Any, value: str, message: str, compiler: GrammarCompiler):

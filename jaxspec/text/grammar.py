@@ -1,6 +1,6 @@
 """Grammars: what a text may say, compiled for a vocabulary.
 
-Owns the compilation of JSON schemas, regular expressions, Lark grammars and choices (llguidance); `matcher`
+Owns the compilation of JSON schemas, regular expressions, Lark and GBNF grammars and choices (llguidance); `matcher`
 follows a text through one. Must not know models, devices or the engine.
 
 A grammar cannot overflow the stack, nor hold up a step for long, but its compilation has no bound
@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import threading
 import time
 import weakref
@@ -25,6 +26,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 from llguidance.numpy import fill_next_token_bitmask
 
 from jaxspec.names import refuse_unknown
@@ -39,6 +41,8 @@ _ELSEWHERE = {"json": "json_schema", "schema": "json_schema", "grammar": "lark"}
 MAX_SOURCE_BYTES = 256 * 1024
 MAX_CHOICES = 4096
 MAX_CHOICE_BYTES = 1024
+#: GBNF is translated in Python, which others of the process wait for: some 30 ms for so much.
+MAX_GBNF_BYTES = 32 * 1024
 #: Compiled grammars that a compiler keeps, and the memory that they may take together.
 MAX_CACHED, MAX_CACHED_BYTES = 64, 256 * 2**20
 #: Least that a compiled grammar is taken to hold: bytes, and bytes for each of its source.
@@ -63,9 +67,9 @@ class GrammarSpec:
 
     Attributes:
       kind: "json_schema" (value: the schema as JSON text), "json_object" (any object; no value), "regex" (matches the
-        whole text; no look-around), "lark" (llguidance's dialect, from the rule `start`), or "choice" (one of the
-        given texts).
-      value: see kind; at most 256 KiB in all, and 4096 choices of 1 KiB each.
+        whole text; no look-around), "lark" (llguidance's dialect, from the rule `start`; or llama.cpp's GBNF, from
+        the rule `root`), or "choice" (one of the given texts).
+      value: see kind; at most 256 KiB in all, 32 KiB of GBNF, and 4096 choices of 1 KiB each.
 
     Raises:
       ValueError: an unknown kind, or a value of the wrong type or size.
@@ -150,10 +154,25 @@ def _source(spec: GrammarSpec) -> str:
     if spec.kind == "regex":
         return LLMatcher.grammar_from_regex(spec.value)
     if spec.kind == "lark":
-        return LLMatcher.grammar_from_lark(spec.value)
+        gbnf = _GBNF_ROOT.search(spec.value) and not _LARK_START.search(spec.value)
+        return LLMatcher.grammar_from_lark(_lark_of_gbnf(spec.value) if gbnf else spec.value)
     schema = '{"type": "object"}' if spec.kind == "json_object" else spec.value
     defaults: Any = _JSON
     return LLMatcher.grammar_from_json_schema(schema, defaults=defaults)
+
+
+#: The rule where a grammar begins, which tells GBNF (vLLM's and SGLang's users write it) from Lark.
+_GBNF_ROOT = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
+_LARK_START = re.compile(r"^[ \t]*start[ \t]*:", re.MULTILINE)
+
+
+def _lark_of_gbnf(source: str) -> str:
+    if (size := len(source.encode())) > MAX_GBNF_BYTES:
+        raise ValueError(f"GBNF may take {MAX_GBNF_BYTES} bytes, got {size}; Lark {MAX_SOURCE_BYTES}")
+    try:
+        return gbnf_to_lark(source)
+    except Exception as e:  # its errors have no class in common; deep nesting is a RecursionError
+        raise ValueError(f"read as GBNF, which `root ::=` begins: {e}") from e
 
 
 #: threading.stack_size is the whole process's.
