@@ -45,6 +45,9 @@ _REQUEST_SECONDS = (
     0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0,
     7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0,
 )  # fmt: skip
+_REQUEST_TOKENS = (
+    1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5,
+)  # fmt: skip
 #: Histograms that exist once a route are coarser.
 _ROUTE_TOKEN_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 5.0)
 _ROUTE_FIRST_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -212,6 +215,9 @@ class ServerMetrics:
             "vllm:request_success", "Completions that ended, by reason.", "finished_reason",
             known=map(str, FinishReason),
         )  # fmt: skip
+        tokens = lambda name, help: histogram(f"vllm:request_{name}_tokens", help, _REQUEST_TOKENS)
+        self._prompt_sizes = tokens("prompt", "Prompt tokens of each ended completion that had a slot.")
+        self._output_sizes = tokens("generation", "Generated tokens of the same.")
         request = lambda name, help: histogram(f"vllm:{name}_seconds", help, _REQUEST_SECONDS)
         self._ttft = request("time_to_first_token", "From arrival to the first token.")
         self._itl = histogram(
@@ -360,6 +366,8 @@ class ServerMetrics:
             self._ended.add(1, str(reason))
             if scheduled is not None:
                 self._prompt_tokens.add(prompt_tokens)
+                self._prompt_sizes.observe(prompt_tokens)
+                self._output_sizes.observe(metrics.output_tokens)
             self._route_rounds.add(metrics.rounds, *where)
             self._route_drafted.add(metrics.drafted, *where)
             self._route_accepted.add(metrics.accepted, *where)

@@ -192,6 +192,9 @@ def test_latencies_are_those_of_completions_that_ended_well(metrics: ServerMetri
     assert count_and_sum("request_prefill_time") == (2, pytest.approx(0.4))
     assert count_and_sum("request_decode_time") == (2, pytest.approx(2.0))
     assert value(metrics, "vllm:prompt_tokens_total") == 30  # one never had a slot
+    for name, total in (("prompt", 30), ("generation", 2 * ended().output_tokens + 1)):
+        assert value(metrics, f"vllm:request_{name}_tokens_count") == 3
+        assert value(metrics, f"vllm:request_{name}_tokens_sum") == total
 
 
 def test_acceptance_is_kept_by_route_and_prompt_length(metrics: ServerMetrics):
