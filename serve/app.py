@@ -378,5 +378,6 @@ def listen(
             port = server.add_secure_port(address, credentials)
     except RuntimeError as e:
         hint = " (wrong certificate or key?)" if credentials is not None else ""
-        raise PortError(f"port: cannot listen on {address}, which is in use or not allowed{hint}: {e}") from e
+        why = f"which is in use, not allowed, or no address of this machine{hint}"
+        raise PortError(f"port: cannot listen on {address}, {why}: {e}") from e
     return port

@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -197,11 +196,15 @@ class Keeper:
         learnt = policy.learnt()
         if not learnt.seconds:
             return  # nothing that a start could not find out as well
+        partial: Path | None = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             text = dataclasses.replace(learnt, identity=self._identity).to_json()
             with tempfile.NamedTemporaryFile("w", dir=self.path.parent, encoding="utf-8", delete=False) as file:
+                partial = Path(file.name)
                 file.write(text)
-            os.replace(file.name, self.path)
+            partial.replace(self.path)
         except OSError as error:
+            if partial is not None:
+                partial.unlink(missing_ok=True)
             _log.warning("what was learnt is not kept: %s", error)

@@ -34,6 +34,8 @@ _KINDS: Mapping[str, np.dtype] = {
     "I8": np.dtype(np.int8), "U8": np.dtype(np.uint8), "BOOL": np.dtype(np.bool_),
 }  # fmt: skip
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+#: How the text begins that Git leaves in place of a large file that was not fetched.
+_LFS = b"version https://git-lfs"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -297,7 +299,10 @@ def _open(path: Path) -> Any:
         return safe_open(str(path), framework="numpy")
     except (SafetensorError, OSError) as e:
         size = path.stat().st_size
-        raise ValueError(f"{path} is not a whole safetensors file ({size} bytes; truncated download?): {e}") from e
+        with path.open("rb") as file:
+            pointer = file.read(len(_LFS)) == _LFS
+        likely = "a pointer of Git LFS: run `git lfs pull` there" if pointer else "truncated download?"
+        raise ValueError(f"{path} is not a whole safetensors file ({size} bytes; {likely}): {e}") from e
 
 
 def _no_weights(directory: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import sys
 import threading
@@ -20,8 +21,12 @@ import jax
 from jaxspec.runtime.executables import ExecutableStore
 from jaxspec.tier import Tier
 
+_log = logging.getLogger(__name__)
+
 #: Directory of JAX's own cache, where it was put there by this module.
 _XLA = "jaxspec-xla"
+#: User's cache directories of which the log has said that they cannot be made.
+_told: set[Path] = set()
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 #: Executables between two looks at the process's memory mappings, and the share of them that may be used.
 _LOOK_EVERY, _USABLE = 8, 0.9
@@ -73,6 +78,11 @@ def use_persistent_cache(where: bool | str | Path) -> Path | None:
 
     JAX's own cache is pointed there too, for what is compiled outside the rounds. Where the user has chosen one
     (jax_compilation_cache_dir), it is used for everything, as it is, and the result is None.
+
+    A user without a cache directory (a container that is read-only) starts without one, which the log says.
+
+    Raises:
+      ValueError: a directory that was named is none, and cannot be made.
     """
     if where is False:
         return None
@@ -81,7 +91,15 @@ def use_persistent_cache(where: bool | str | Path) -> Path | None:
     if chosen and Path(chosen).name != _XLA:
         return None
     if not chosen:
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            if where is not True:
+                raise ValueError(f"compile_cache '{directory}' is no directory and cannot be made: {e}") from e
+            if directory not in _told:  # one engine asks twice
+                _log.warning("executables are not kept: %s; compile_cache names another directory, or says False", e)
+                _told.add(directory)
+            return None
         jax.config.update("jax_compilation_cache_dir", str(directory / _XLA))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -226,23 +226,28 @@ class ExecutableStore:
 
     Args:
       directory: made where it is missing. What lies there is run, so nothing is read or written where somebody else
-        could have put it: it must belong to this user or to root, and be writable by its owner alone.
+        could have put it: it must belong to this user or to root, and be writable by its owner alone. One that cannot
+        be written is read.
       devices: what the executables run on, in the mesh's order.
     """
 
     def __init__(self, directory: Path, devices: Sequence[Any]):
         self._devices = list(devices)
         self._directory: Path | None = directory / _environment(devices)[:32]
+        self._failed = False
         try:
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             _check_owner(self._directory)
+        except OSError as e:
+            _log.warning("executables are not kept: %s", e)
+            self._directory = None
+            return
+        try:
             os.utime(self._directory)
             known = sorted(
                 (d for d in directory.iterdir() if d.is_dir()), key=lambda d: d.stat().st_mtime, reverse=True
             )
-        except OSError as e:
-            _log.warning("executables are not kept: %s", e)
-            self._directory = None
+        except OSError:  # read-only
             return
         for old in known[_KEPT:]:
             shutil.rmtree(old, ignore_errors=True)
@@ -287,9 +292,16 @@ class ExecutableStore:
         except Exception as e:  # a backend that cannot, an unusual type: only the next start is slower
             _log.debug("the executable %s cannot be stored: %s", key, e)
             return
+        partial: Path | None = None
         try:
             with tempfile.NamedTemporaryFile(dir=self._directory, delete=False) as file:
+                partial = Path(file.name)
                 file.write(blob)
-            os.replace(file.name, self._directory / key)
+            partial.replace(self._directory / key)
         except OSError as e:
-            _log.warning("the executable %s cannot be stored: %s", key, e)
+            if partial is not None:
+                partial.unlink(missing_ok=True)
+            _log.log(
+                logging.DEBUG if self._failed else logging.WARNING, "the executable %s cannot be stored: %s", key, e
+            )
+            self._failed = True

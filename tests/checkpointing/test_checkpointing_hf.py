@@ -163,6 +163,10 @@ def index(text: str) -> Callable[[Path], None]:
         (cut(-5), "model.safetensors is not a whole safetensors file .*truncated"),
         (cut(4), "model.safetensors is not a whole safetensors file .4 bytes"),
         (cut(0), "model.safetensors is not a whole safetensors file .0 bytes"),
+        (
+            lambda d: (d / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n"),
+            "model.safetensors is not a whole safetensors file .* a pointer of Git LFS: run `git lfs pull`",
+        ),
         (only("pytorch_model.bin"), "pytorch_model.bin.*can run any code.*safetensors"),
         (only("model-00001-of-00002.safetensors"), "found model-00001-of-00002.safetensors, but no index"),
         (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor"),

@@ -239,6 +239,25 @@ def test_nothing_is_run_that_others_could_have_written(tmp_path: Path, caching: 
     assert "executables are not kept" in caplog.text
 
 
+def test_a_directory_that_cannot_be_written_is_read(
+    tmp_path: Path, caching: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    args = (jax.ShapeDtypeStruct((2,), jnp.float32),)
+    program = lambda: jax.jit(lambda x: x + 1).lower(*args).compile()
+    ExecutableStore(tmp_path, jax.devices()[:1]).get("one", args, program)
+
+    def read_only(*_: Any) -> None:
+        raise OSError("Read-only file system")
+
+    monkeypatch.setattr(os, "utime", read_only)
+    store = ExecutableStore(tmp_path, jax.devices()[:1])
+    assert store.get("one", args, lambda: pytest.fail("it was stored"))(jnp.zeros(2)).tolist() == [1, 1]
+    for key in ("no/room", "none/either"):  # said once, and nothing is left behind
+        store.get(key, args, program)
+    assert caplog.text.count("cannot be stored") == 1
+    assert store._directory is not None and [path.name for path in store._directory.iterdir()] == ["one"]
+
+
 def test_old_environments_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     devices = jax.devices()[:1]
     for i in range(6):
@@ -249,7 +268,9 @@ def test_old_environments_are_removed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert store._directory is not None and store._directory.exists()
 
 
-def test_a_cache_that_the_user_chose_is_left_alone(tmp_path: Path, caching: None):
+def test_a_cache_that_the_user_chose_is_left_alone(
+    tmp_path: Path, caching: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
     assert use_persistent_cache(False) is None
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
     assert use_persistent_cache(True) is None
@@ -257,6 +278,13 @@ def test_a_cache_that_the_user_chose_is_left_alone(tmp_path: Path, caching: None
     jax.config.update("jax_compilation_cache_dir", None)
     one = use_persistent_cache(tmp_path / "a")
     assert one is not None and one.parent == tmp_path / "a"
+    jax.config.update("jax_compilation_cache_dir", None)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="compile_cache '.*/file/c' is no directory and cannot be made: .*Not a dir"):
+        use_persistent_cache(tmp_path / "file" / "c")
+    monkeypatch.setattr(compilation, "cache_directory", lambda: tmp_path / "file" / "c")  # a container without a home
+    assert use_persistent_cache(True) is None and "executables are not kept: " in caplog.text
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "a" / "jaxspec-xla"))
     two = use_persistent_cache(tmp_path / "b")  # JAX's stays where it is, the rounds go where they are told
     assert two is not None and two.parent == tmp_path / "b"
 

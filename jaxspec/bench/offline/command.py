@@ -116,9 +116,11 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m jaxspec.bench", description=(__doc__ or "").splitlines()[0], parents=[_shared()],
         formatter_class=cli.Help,
         epilog="`tune --help`: measure an adaptive configuration. `profile --help`: measure costs. "
-        "`serve --help`: measure a server. `simulate --help`: no device. `report --help`: a page. "
+        "`serve --help`: measure a server. `adaptive --help`: every policy, under texts and loads that change. "
+        "`simulate --help`: the same on a simulated device. `report --help`: a page of either. "
         "`grow --help`: write a larger model. "
-        "`overheads --help`: the host's part of a round.",
+        "`overheads --help`: the host's part of a round. Studies of single questions: python -m "
+        "jaxspec.bench.studies.NAME, listed in docs/benchmarks.md.",
     )  # fmt: skip
     p.add_argument("--plot", metavar="FILE", help="a picture, PNG (default: none)")
     p.set_defaults(command="bench", out=None)
