@@ -180,6 +180,11 @@ def test_nothing_but_studies_imports_a_study():
     """They are left out of the wheel."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["tool"]["hatch"]["build"]["targets"]["wheel"]["exclude"] == ["jaxspec/bench/studies"]
+    # Type checkers of others look for it.
+    assert all(
+        (ROOT / name / "py.typed").exists()
+        for name in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    )
     for path in (*JAXSPEC, *sources("serve"), *sources("pallas_kernels")):
         inside = path.is_relative_to(ROOT / "jaxspec/bench/studies")
         assert inside or not any(name.startswith("jaxspec.bench.studies") for name in imports(path)), path
