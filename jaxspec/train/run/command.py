@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import shlex
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -373,7 +374,9 @@ def _save(setup: Setup, recipe: Recipe, module: Any, record: dict[str, Any]) -> 
     )  # fmt: skip
     (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
     print(plots.plot_run(args.run_dir), flush=True)
-    print(f"wrote {args.out}; python -m jaxspec.train evaluate --drafter {args.out} says what it is worth", flush=True)
+    held_out = shlex.join(map(str, args.eval_data)) if args.eval_data else "FILE"
+    names = shlex.join(["--target", str(args.target), "--drafter", str(args.out)])
+    print(f"wrote {args.out}; its worth: python -m jaxspec.train evaluate {names} --data {held_out}", flush=True)
 
 
 @dataclasses.dataclass
