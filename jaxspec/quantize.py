@@ -54,7 +54,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m jaxspec.quantize", description=(__doc__ or "").split("\n\n")[0], formatter_class=cli.Help
     )
     p.add_argument("model", help='"demo", a Hugging Face directory or a hub id, not quantised')
-    p.add_argument("out", type=Path, help="a directory that is made; what an earlier run wrote there is replaced")
+    p.add_argument("out", type=Path, help="a directory that is made, or that holds no model yet")
+    p.add_argument("--overwrite", action="store_true", help="replace a model of one file in `out`")
     p.add_argument("--format", choices=list(FORMATS), required=True, help="int8 and fp8: a scale per output")
     p.add_argument("--output-layer", choices=list(FORMATS), help="that of lm_head (default: it stays as it is)")
     p.add_argument(
@@ -74,8 +75,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def quantise_directory(
-    source: Path, out: Path, form: Format, ignore: Sequence[str] | None = None, output: Format | None = None
-) -> tuple[int, int]:
+    source: Path, out: Path, form: Format, ignore: Sequence[str] | None = None, output: Format | None = None, *,
+    overwrite: bool = False,
+) -> tuple[int, int]:  # fmt: skip
     """Writes `source` with its linear maps rounded; returns the bytes of both's tensors.
 
     Every other tensor and file is the same. The embedding is none of the linear maps.
@@ -83,10 +85,12 @@ def quantise_directory(
     Args:
       ignore: modules that stay as they are; None: lm_head, unless `output` says how it is rounded.
       output: how lm_head is rounded.
+      overwrite: whether a model of one file in `out` is replaced.
 
     Raises:
-      ValueError: a model that cannot be read or is quantised already, `out` holds a model that is none of ours, a
-        module to ignore or an output layer that the model lacks, or both of one, or a module that groups do not divide.
+      ValueError: a model that cannot be read or is quantised already, `out` holds a model that is not to be replaced,
+        a module to ignore or an output layer that the model lacks, or both of one, or a module that groups do not
+        divide.
     """
     config = read_json(source / "config.json")
     if config.get("quantization_config"):
@@ -97,7 +101,7 @@ def quantise_directory(
             f"{source} holds more than a model for text ({config.get('architectures')}), and those are not quantised "
             "here: it can be served as it is"
         )
-    _check_out(source, out)
+    _check_out(source, out, overwrite)
     if ignore is None:
         ignore = () if output else ("lm_head",)
     elif output is not None and "lm_head" in ignore:
@@ -138,13 +142,15 @@ def quantise_directory(
     return before, sum(tensor.nbytes for tensor in written.values())
 
 
-def _check_out(source: Path, out: Path) -> None:
-    """Refuses a directory that holds weights besides those of an earlier run."""
+def _check_out(source: Path, out: Path, overwrite: bool) -> None:
+    """Refuses a directory that holds weights which are not to be replaced."""
     if out.resolve() == source.resolve():
         raise ValueError(f"{out} is the model itself; name another directory")
-    others = sorted(file.name for file in out.glob("*") if file.name == INDEX or file.suffix == ".safetensors")
-    if others and (others != [WEIGHTS] or "quantization_config" not in read_json(out / "config.json")):
-        raise ValueError(f"{out} holds another model already ({others[0]}); name another directory")
+    held = sorted(file.name for file in out.glob("*") if file.name == INDEX or file.suffix in (".safetensors", ".bin"))
+    if held and not overwrite:
+        raise ValueError(f"{out} holds a model already ({held[0]}); name another directory, or give --overwrite")
+    if others := [name for name in held if name != WEIGHTS]:  # they would stay, and be read
+        raise ValueError(f"{out} holds a model in other files than {WEIGHTS} ({others[0]}); name another directory")
 
 
 # Comparing.
@@ -275,7 +281,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.texts is not None:
             read_texts(args.texts)
         output = None if args.output_layer is None else FORMATS[args.output_layer]
-        before, after = quantise_directory(model, args.out, FORMATS[args.format], args.ignore, output)
+        before, after = quantise_directory(
+            model, args.out, FORMATS[args.format], args.ignore, output, overwrite=args.overwrite
+        )
         report: dict[str, Any] = {
             "format": args.format,
             "output_layer": args.output_layer,

@@ -131,8 +131,14 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(
     nowhere = str(tmp_path / "none" / "x.json")
     assert "there is no directory" in refused(str(source), str(out), "--format", "fp8", "--json", nowhere)
     assert not out.exists()
-    for _ in range(2):  # the second time over what it made itself
-        assert quantize.main([str(source), str(out), "--format", "fp8", "--max-tokens", "0"]) == 0
-    plain = str(tmp_path / "small")
-    assert "small holds another model already (model.safetensors)" in refused(str(source), plain, "--format", "fp8")
+    again = [str(source), str(out), "--format", "fp8", "--max-tokens", "0"]
+    assert quantize.main(again) == 0
+    # Its own work as well: what it writes is what llm-compressor writes, in one file too.
+    written = (out / tensors.WEIGHTS).read_bytes()
+    assert "out holds a model already (model.safetensors); name another" in refused(*again[:2], "--format", "int8")
+    assert (out / tensors.WEIGHTS).read_bytes() == written
+    assert "small holds a model already" in refused(str(source), str(tmp_path / "small"), "--format", "fp8")
+    assert quantize.main([*again, "--overwrite"]) == 0 and (out / tensors.WEIGHTS).read_bytes() == written
+    (out / tensors.INDEX).write_text("{}")
+    assert f"in other files than model.safetensors ({tensors.INDEX})" in refused(*again, "--overwrite")
     assert "is quantised already (compressed-tensors)" in refused(str(out), str(tmp_path / "b"), "--format", "int8")
