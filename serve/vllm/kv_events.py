@@ -26,6 +26,7 @@ from jaxspec.stats import EngineStats
 from serve.core.engine_client import EngineClient
 from serve.core.engine_core import Pages, cached_pages
 from serve.core.errors import StatusError
+from serve.core.looks import Looks
 
 #: Seconds between two looks at the cache.
 LOOK_SECONDS = 0.5
@@ -207,6 +208,7 @@ class KvEvents:
         self._subscribers: set[_Subscriber] = set()
         self._view: CacheView | None = None
         self._look: asyncio.Task[None] | None = None
+        self._sweeps = Looks(self._end_stalled, min(1.0, stall_seconds / 4))
         self._newcomer = asyncio.Event()
 
     async def subscribe(self, on_stall: Callable[[], None]) -> AsyncGenerator[pb.KvEventBatch, None]:
@@ -227,6 +229,7 @@ class KvEvents:
         if self._look is None:
             self._look = asyncio.create_task(self._follow(), name="kv events")
         self._newcomer.set()
+        self._sweeps.schedule()
         stream = _Stream(self._engine, self._load)
         try:
             while True:
@@ -246,9 +249,11 @@ class KvEvents:
                 yield batch
         finally:
             self._subscribers.discard(subscriber)
-            if not self._subscribers and self._look is not None:
-                self._look.cancel()
-                self._look, self._view = None, None
+            if not self._subscribers:
+                self._sweeps.cancel()
+                if self._look is not None:
+                    self._look.cancel()
+                    self._look, self._view = None, None
 
     async def _follow(self) -> None:
         """Looks at the cache as long as anybody subscribes."""
@@ -264,7 +269,6 @@ class KvEvents:
                     subscriber.news.set()
                 self._look, self._view = None, None
                 return
-            self._end_stalled()
             await _signalled(self._newcomer, LOOK_SECONDS)
 
     async def _look_once(self) -> None:
@@ -283,6 +287,7 @@ class KvEvents:
                 subscriber.put(changes)
 
     def _end_stalled(self) -> None:
+        """Ends subscribers that take nothing: one timer for all of them, while there are any."""
         now = time.monotonic()
         away = [subscriber for subscriber in self._subscribers if subscriber.away_since is not None]
         for subscriber in away:
@@ -290,6 +295,8 @@ class KvEvents:
             if now - subscriber.away_since >= self._stall_seconds:
                 self._subscribers.discard(subscriber)
                 subscriber.on_stall()
+        if self._subscribers:
+            self._sweeps.schedule()
 
 
 def _snapshot(view: CacheView) -> list[_Message]:

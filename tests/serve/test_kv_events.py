@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import time
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -190,7 +192,7 @@ def test_a_subscriber_that_takes_nothing_is_ended(kit: Any, monkeypatch: pytest.
 
     async def story() -> None:
         nonlocal now
-        hub = events_of(Cache(), stall_seconds=10.0)
+        hub = events_of(Cache(), stall_seconds=0.1)
 
         async def follow(pause: float) -> int:
             taken, task = 0, asyncio.current_task()
@@ -216,6 +218,39 @@ def test_a_subscriber_that_takes_nothing_is_ended(kit: Any, monkeypatch: pytest.
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
+
+    kit.run(story())
+
+
+def test_a_process_that_stood_still_takes_no_subscriber_for_slow(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its writes stood still with it; whoever takes them now is no slower than others."""
+    now = 0.0
+    monkeypatch.setattr(kv_events, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(kv_events, "time", types.SimpleNamespace(monotonic=lambda: now, time=lambda: now))
+
+    async def story() -> None:
+        nonlocal now
+        hub, written, taken = events_of(Cache(), stall_seconds=0.4), asyncio.Event(), 0
+
+        async def follow() -> None:
+            nonlocal taken
+            async with contextlib.aclosing(hub.subscribe(stays)) as stream:
+                async for _ in stream:
+                    taken += 1
+                    await written.wait()
+
+        following = asyncio.create_task(follow())
+        await kit.eventually(lambda: taken == 1)
+        time.sleep(0.3)  # the whole process, and longer by its clock
+        now += 10
+        await asyncio.sleep(0.03)
+        written.set()
+        await asyncio.sleep(0.2)  # past the next look
+        assert not following.done() and len(hub._subscribers) == 1
+        following.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await following
+        assert not hub._subscribers and hub._sweeps._timer is None
 
     kit.run(story())
 
