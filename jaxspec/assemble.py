@@ -23,7 +23,7 @@ from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.costprofile import CostProfile
 from jaxspec.adaptive.learnt import Keeper, digest
 from jaxspec.checkpointing import hf
-from jaxspec.choosing import choose_policy, profiled
+from jaxspec.choosing import check_choice, check_invariant_tiers, choose_policy, profiled
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.defaults import (
     geometry,
@@ -43,7 +43,7 @@ from jaxspec.loading import Drafting, drafting_of, laid_out, way_of
 from jaxspec.models import few_rows
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layers import Transformer
-from jaxspec.remembered import texts
+from jaxspec.remembered import check_readable, texts
 from jaxspec.resolve import resolve_drafter, resolve_model
 from jaxspec.ringfiles import RingDirectory
 from jaxspec.runtime.collecting import Collector, follow_exchanges
@@ -89,22 +89,7 @@ def check_batch_invariant(config: EngineConfig, target: TargetModel, tiers: Iter
     for name in ("sliding_window", "attention_soft_cap"):
         if (value := getattr(target.config, name)) is not None:
             raise ValueError(f"{me} is for attention without windows and soft caps, got {name}={value}")
-    if config.tensor_parallel > 1:
-        raise ValueError(f"{me} is for one device, got tensor_parallel={config.tensor_parallel}")
-    if config.mixed_chunk not in ("auto", 0):
-        raise ValueError(f"{me} computes no prompts in rounds, got mixed_chunk={config.mixed_chunk}")
-    if config.kernels not in (None, "gpu"):
-        raise ValueError(f"{me} has a kernel of its own for attention on GPUs, got kernels={config.kernels!r}")
-    for tier in tiers:
-        if not tier.is_chain:
-            raise ValueError(
-                f"{me} is for chains, whose nodes stand where they will lie once accepted, got tier {tier.name}"
-            )
-        if (tokens := config.max_batch_size * tier.num_nodes) > few_rows.MOST_ROWS:
-            raise ValueError(
-                f"{me} is for rounds of at most {few_rows.MOST_ROWS} tokens, got {tokens}: max_batch_size="
-                f"{config.max_batch_size} and tier {tier.name}"
-            )
+    check_invariant_tiers(config, tiers)
 
 
 def build_engine(
@@ -139,6 +124,9 @@ def build_engine(
     use_persistent_cache(config.compile_cache)  # loading compiles too: a small program for each shape
     model_dir = resolve_model(model)
     kind, directory = resolve_drafter(drafter, model_dir)
+    check_choice(registry.find(kind), speculation, config)
+    if hosts is None or hosts.leads:
+        check_readable(speculation.suffix_corpus_files)
     if not speculation.policy_kind.drafts:
         kind, directory = registry.NONE, None
     if hosts is not None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxspec.adaptive import registry as policies
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.costprofile import CostProfile
 from jaxspec.adaptive.kind import Room
 from jaxspec.adaptive.policy import TierPolicy
-from jaxspec.config import SpeculationConfig
+from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.defaults import candidate_budgets, candidate_steps
 from jaxspec.drafters import registry
+from jaxspec.drafters.kind import DrafterKind
+from jaxspec.models import few_rows
 from jaxspec.tier import Tier
 
 #: Context tokens of a row for which a profile is looked up.
@@ -68,6 +71,46 @@ def choose_policy(
         raise ValueError(f"this drafter proposes chains only, got tiers {[str(tier) for tier in reachable]}")
     budgets = kind.budgets(speculation, room)
     return PendingPolicy(reachable, budgets, kind.needs_costs, lambda cost: kind.build(speculation, room, cost))
+
+
+def check_choice(
+    kind: DrafterKind[Any], speculation: SpeculationConfig, engine: EngineConfig,
+    default_steps: tuple[int, ...] | None = None,
+) -> None:  # fmt: skip
+    """Refuses what a kind of drafter cannot honour, as far as that shows before anything is loaded.
+
+    Args:
+      default_steps: see choose_policy.
+
+    Raises:
+      ValueError: names the setting and both values.
+    """
+    drafts = kind.drafts and speculation.policy_kind.drafts
+    choice = choose_policy(speculation, engine.buckets, kind.drafts, kind.trees, default_steps=default_steps)
+    if drafts:
+        speculation.check_lookups(kind.looks_up, kind.remembers)
+    engine.check_ring(drafts, kind.reads_states)
+    if engine.batch_invariant:
+        check_invariant_tiers(engine, choice.reachable)
+
+
+def check_invariant_tiers(engine: EngineConfig, tiers: Iterable[Tier]) -> None:
+    """Refuses tiers in whose rounds `batch_invariant` could not hold.
+
+    Raises:
+      ValueError: names the tier.
+    """
+    me = "batch_invariant=True"
+    for tier in tiers:
+        if not tier.is_chain:
+            raise ValueError(
+                f"{me} is for chains, whose nodes stand where they will lie once accepted, got tier {tier.name}"
+            )
+        if (tokens := engine.max_batch_size * tier.num_nodes) > few_rows.MOST_ROWS:
+            raise ValueError(
+                f"{me} is for rounds of at most {few_rows.MOST_ROWS} tokens, got {tokens}: max_batch_size="
+                f"{engine.max_batch_size} and tier {tier.name}"
+            )
 
 
 def profiled(path: str | Path, choice: PendingPolicy, identity: Mapping[str, str], policy: str) -> CostTable:

@@ -225,6 +225,23 @@ class SpeculationConfig:
             )
         kind.check(self)
 
+    def check_lookups(self, looks_up: bool, remembers: bool) -> None:
+        """Refuses a drafter that cannot do what is said of suffix matches.
+
+        Args:
+          looks_up: whether it drafts by them itself. remembers: whether it looks in texts of others.
+
+        Raises:
+          ValueError: a hybrid of two that look up, or room for texts in which nobody would look.
+        """
+        if self.hybrid and looks_up:
+            raise ValueError("hybrid joins suffix matches with a drafter of another kind; this one looks up by itself")
+        if self.suffix_corpus_tokens and not (self.hybrid or remembers):
+            raise ValueError(
+                f"suffix_corpus_tokens is for the drafter that looks up whole suffixes and for hybrids, of which this "
+                f"engine has none; got {self.suffix_corpus_tokens}"
+            )
+
     def _check_tiers(self, tiers: tuple[Tier, ...]) -> None:
         me = "SpeculationConfig"
         if not tiers or not all(isinstance(tier, Tier) for tier in tiers):
@@ -456,10 +473,37 @@ class EngineConfig:
         for name in ("feature_ring_mib", "feature_ring_disk_mib"):
             _integer(me, name, getattr(self, name), 1)
         _fraction(me, "feature_ring_share", self.feature_ring_share)
+        self._check_invariant()
         if self.kernels not in KERNELS:
             raise ValueError(f"{me}.kernels must be one of {KERNELS}, got {self.kernels!r}")
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"{me}.dtype must be 'float32', 'bfloat16' or None, got {self.dtype!r}")
+
+    def _check_invariant(self) -> None:
+        me = "batch_invariant=True"
+        if not self.batch_invariant:
+            return
+        if self.tensor_parallel > 1:
+            raise ValueError(f"{me} is for one device, got tensor_parallel={self.tensor_parallel}")
+        if self.mixed_chunk not in ("auto", 0):
+            raise ValueError(f"{me} computes no prompts in rounds, got mixed_chunk={self.mixed_chunk}")
+        if self.kernels not in (None, "gpu"):
+            raise ValueError(f"{me} has a kernel of its own for attention on GPUs, got kernels={self.kernels!r}")
+
+    def check_ring(self, drafts: bool, reads_states: bool) -> None:
+        """Refuses a ring of features beside a drafter that has none.
+
+        Args:
+          drafts: whether there is a drafter. reads_states: whether it reads the target's states.
+
+        Raises:
+          ValueError: names the ring.
+        """
+        if self.feature_ring is not None and not (drafts and reads_states):
+            raise ValueError(
+                f"feature_ring {str(self.feature_ring)!r} is for drafters that read the target's states; this engine "
+                f"has {'one that reads none' if drafts else 'none'}"
+            )
 
     @property
     def buckets(self) -> tuple[int, ...]:

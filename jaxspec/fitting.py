@@ -148,11 +148,8 @@ def ring_rows(config: EngineConfig, geo: Geometry, target: TargetModel, drafter:
     Raises:
       ValueError: no drafter that reads the target's states, or too little memory for a step's.
     """
-    if drafter is None or not drafter.aux_layers:
-        raise ValueError(
-            f"feature_ring {str(config.feature_ring)!r} is for drafters that read the target's states; this engine has "
-            f"{'none' if drafter is None else 'one that reads none'}"
-        )
+    config.check_ring(drafter is not None, drafter is not None and bool(drafter.aux_layers))
+    assert drafter is not None
     width = ring_bytes(target.config, drafter.aux_layers)
     rows = (config.feature_ring_mib << 20) // (2 * width)
     needed = 2 * geo.most_features

@@ -23,7 +23,7 @@ with cli.starting(__name__):
     from jaxspec.adaptive.static import StaticPolicy
     from jaxspec.chat import Chat, still_compiling
     from jaxspec.checkpointing import hf
-    from jaxspec.choosing import choose_policy
+    from jaxspec.choosing import check_choice
     from jaxspec.config import ENGINE_ELSEWHERE, SPECULATION_FLAGS, VERIFICATIONS, EngineConfig, SpeculationConfig
     from jaxspec.drafters import registry
     from jaxspec.events import Delta, Finished
@@ -185,7 +185,7 @@ def check(args: argparse.Namespace) -> Job:
     )
     config = EngineConfig(**engine)
     check_devices()
-    choose_policy(speculation, config.buckets, drafter.drafts, drafter.trees)
+    check_choice(drafter, speculation, config)
     model, tokenizer = hf.load_config(directory), Tokenizer.from_directory(directory)
     context = longest_text(config, model.max_position_embeddings)
     if grammar is not None:

@@ -27,10 +27,7 @@ def texts(
       ValueError: a file that cannot be read, that needs a tokenizer, or that holds other tokens; it is named.
     """
     for path in map(Path, paths):
-        try:
-            content = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise ValueError(f"suffix_corpus_files: {path} cannot be read: {e}") from e
+        content = _read(path)
         if path.suffix == ".jsonl":
             found = [_logged(path, number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
         elif encode is None:
@@ -42,6 +39,24 @@ def texts(
             if bad is not None:
                 raise ValueError(f"suffix_corpus_files: {path} holds token {bad}; the vocabulary has {vocab_size}")
             yield tokens
+
+
+def check_readable(paths: Sequence[str | Path]) -> None:
+    """Whether files are there and may be read.
+
+    Raises:
+      ValueError: one is not; it is named.
+    """
+    for path in map(Path, paths):
+        _read(path, 0)
+
+
+def _read(path: Path, size: int = -1) -> str:
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(size)
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"suffix_corpus_files: {path} cannot be read: {e}") from e
 
 
 def _logged(path: Path, number: int, line: str) -> list[int]:

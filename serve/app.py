@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from jaxspec.assemble import build_engine
 from jaxspec.engine import Engine
+from jaxspec.remembered import check_readable
 from jaxspec.resolve import resolve_model
 from jaxspec.runtime.hosts import Place, join
 from jaxspec.text.tokenizer import Tokenizer
@@ -139,6 +140,7 @@ class Server:
         self.lifecycle.on_alive.append(lambda alive: self._tell_health())
         if self._loads:
             check_model(config)
+            check_readable(config.speculation.suffix_corpus_files)
         check_port("port", config.host, config.port)
         self._grpc = grpc.aio.server(interceptors=interceptors, options=server_options(config))
         self._register(self._grpc)

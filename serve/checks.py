@@ -14,7 +14,7 @@ import socket
 from jaxspec.adaptive.costprofile import CostProfile
 from jaxspec.checkpointing import hf
 from jaxspec.checkpointing.tensors import read_tensors
-from jaxspec.choosing import choose_policy
+from jaxspec.choosing import check_choice
 from jaxspec.drafters import registry
 from jaxspec.fitting import longest_text
 from jaxspec.resolve import resolve_drafter, resolve_model
@@ -40,7 +40,7 @@ def check_model(config: ServerConfig) -> None:
     model = hf.load_config(directory)
     kind = registry.find(resolve_drafter(config.drafter, directory)[0])
     # Whatever the device's depths are: this process leaves the device to the engine's.
-    choose_policy(speculation, engine.buckets, kind.drafts, kind.trees, default_steps=(0, 1))
+    check_choice(kind, speculation, engine, default_steps=(0, 1))
     check_divides(model, engine.tensor_parallel)
     longest_text(engine, model.max_position_embeddings)
     with read_tensors(directory):  # opens every file, which shows what is absent, truncated or a pickle

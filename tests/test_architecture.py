@@ -73,7 +73,7 @@ ALLOWED = {
     "fitting": EVERYONE | {"models", "speculation"},
     "defaults": EVERYONE | {"models", "scheduling", "speculation", "fitting"},
     "resolve": {"checkpointing", "drafters", "names"},
-    "choosing": EVERYONE | {"adaptive", "defaults", "drafters"},
+    "choosing": EVERYONE | {"adaptive", "defaults", "drafters", "models"},
     "alike": {"config", "runtime"},
     "loading": EVERYONE | {"models", "speculation", "drafters", "fitting", "runtime"},
     "assemble": EVERYONE

@@ -58,6 +58,8 @@ class DrafterKind(abc.ABC, Generic[Module]):
       name: what users call it. place: the directory of its checkpoint, beside the target's or inside it; None: `name`.
       drafts: whether there is a drafter at all.
       trees: whether it proposes trees (topk > 1), not chains alone.
+      looks_up: whether it drafts by matches of suffixes itself, so that a hybrid would join it with its like.
+      remembers: whether it looks in texts of others (SpeculationConfig.suffix_corpus_tokens).
       layouts: names of the formats that it is written in, the default first; empty where it has no parameters.
         "speculators" stands for PyPI speculators', whose config.json calls the kind by `name`.
       module_type: class of its modules.
@@ -70,6 +72,8 @@ class DrafterKind(abc.ABC, Generic[Module]):
     place: ClassVar[str | None] = None
     drafts: ClassVar[bool] = True
     trees: ClassVar[bool] = True
+    looks_up: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
     layouts: ClassVar[tuple[str, ...]] = ()
     module_type: ClassVar[type | None] = None
     whole_model: ClassVar[bool] = False
@@ -151,6 +155,11 @@ class DrafterKind(abc.ABC, Generic[Module]):
     def aux_layers(self, module: Module) -> tuple[int, ...]:
         """Layers of the target whose inputs it reads."""
         return ()
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether it reads the target's states, of which layers its checkpoint says."""
+        return type(self).aux_layers is not DrafterKind.aux_layers
 
 
 class HeadKind(DrafterKind[Module]):

@@ -13,7 +13,7 @@ class Ngram(DrafterKind[int]):
     """Matches of ngram_min to ngram_max tokens: what users of vLLM's `ngram` know."""
 
     name = "ngram"
-    trees = False
+    trees, looks_up = False, True
 
     def for_target(self, target: TargetModel) -> int:
         return target.config.vocab_size

@@ -13,7 +13,7 @@ class Suffix(DrafterKind[int]):
     """All that it needs is the size of the target's vocabulary."""
 
     name = "suffix"
-    trees = False
+    trees, looks_up, remembers = False, True, True
 
     def for_target(self, target: TargetModel) -> int:
         return target.config.vocab_size

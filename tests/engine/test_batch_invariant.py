@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxspec import EngineConfig, cache
+from jaxspec import EngineConfig, cache, defaults
 from jaxspec.assemble import check_batch_invariant
 from jaxspec.defaults import geometry, in_background, mixed, prompts_of, scheduling
 from jaxspec.models import few_rows
@@ -94,9 +94,10 @@ def test_what_would_not_hold_is_refused(
         check()
 
 
-def test_rounds_take_no_prompts_along():
+def test_rounds_take_no_prompts_along(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(defaults, "prompts", lambda: defaults._ACCELERATOR)  # a CPU's take none in any case
     for invariant in (False, True):
-        config = EngineConfig(max_batch_size=8, batch_invariant=invariant, mixed_chunk=16)
+        config = EngineConfig(max_batch_size=8, batch_invariant=invariant)
         geo = geometry(config, 256, 3)
         assert geo.batch_invariant == invariant and bool(mixed(config, geo)) != invariant
 

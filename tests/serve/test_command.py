@@ -166,6 +166,29 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         lambda _: {"drafter": "ngram", "speculation": {"depth": 2, "topk": 2, "num_nodes": 4}},
         "this drafter proposes chains only (topk 1), got topk 2",
     ),
+    "a hybrid of two that look up": (
+        lambda _: {"drafter": "ngram", "speculation": {"hybrid": True}},
+        "hybrid joins suffix matches with a drafter of another kind",
+    ),
+    "texts in which nobody looks": (
+        lambda _: {"speculation": {"suffix_corpus_tokens": 64, "suffix_corpus_responses": True}},
+        "suffix_corpus_tokens is for the drafter that looks up whole suffixes and for hybrids",
+    ),
+    "no texts to look in": (
+        lambda path: {
+            "drafter": "suffix",
+            "speculation": {"suffix_corpus_tokens": 64, "suffix_corpus_files": [str(path / "no.txt")]},
+        },
+        "no.txt cannot be read",
+    ),
+    "a ring of what nobody reads": (
+        lambda path: {"drafter": "suffix", "engine": {"feature_ring": str(path)}},
+        "is for drafters that read the target's states; this engine has one that reads none",
+    ),
+    "trees that are not invariant": (
+        lambda _: {"engine": {"batch_invariant": True}, "speculation": {"depth": 2, "topk": 2, "num_nodes": 4}},
+        "batch_invariant=True is for chains, whose nodes stand where they will lie once accepted, got tier tree-2x2/4",
+    ),
     "too long a context": (
         lambda _: {"engine": {"max_seq_len": 10**6}},
         "max_seq_len must be at most the model's context of ",
