@@ -31,10 +31,14 @@ MANY = 15_000
 CACHED = 1 << 30
 #: Whether a run before this one has left programs: the same for all workers, as one of them leaves some at once.
 GOES_ON = pytest.StashKey[bool]()
+#: What was collected, before anything was deselected.
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--optimized", action="store_true", help="compile as users do, instead of quickly")
+    told = "write what tests cover (tests/support.py) to docs, or to another directory"
+    parser.addoption("--write-support", nargs="?", const="docs", metavar="DIR", help=told)
     parser.addoption("--exhaustive", action="store_true", help="run what is marked exhaustive, at full length")
 
 
@@ -104,7 +108,13 @@ def forget(directory: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[COLLECTED] = list(items)
+    if config.getoption("--write-support") is not None:
+        import support
+
+        support.write(Path(config.getoption("--write-support")), items)
     if config.getoption("--exhaustive"):
         return
     for item in items:
@@ -112,6 +122,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if not marker.args:
                 raise pytest.UsageError(f"{item.nodeid}: exhaustive must say why")
             item.add_marker(pytest.mark.skip(reason=f"left to `make test-all`: {marker.args[0]}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test that says what it covers is watched: whether it did."""
+    if item.get_closest_marker("covers") is None:
+        return (yield)
+    import support
+
+    watch = support.Watch()
+    with watch.entered():
+        result = yield
+    if missed := watch.missed(support.covered_by(item, here=True)):
+        pytest.fail(f"the test says that it covers {', '.join(missed)}, with drafts that are accepted, and did not")
+    return result
+
+
+@pytest.fixture(scope="session")
+def collected(pytestconfig: pytest.Config) -> list[pytest.Item]:
+    """All tests of this run, and those of its files that were not chosen."""
+    return pytestconfig.stash[COLLECTED]
 
 
 @pytest.fixture(scope="session")

@@ -198,7 +198,7 @@ class Bench:
         sizes = {**SIZES, "compile_cache": self.kept, **config}
         return assemble(
             self.target, None, speculation, EngineConfig(**sizes), cost=cost, progress=False,
-            drafter=None if kind == "none" else Drafting(make, registry.find(kind).trees),
+            drafter=None if kind == "none" else Drafting(make, registry.find(kind).trees, name=kind),
             files={"model files": "these"},
         )  # fmt: skip
 

@@ -123,7 +123,12 @@ class Engines:
 
     def __call__(self, kind: str) -> Engine:
         if kind not in self._made:
-            tiers = {"plain": (PLAIN,), "eagle3": (PLAIN, Tier(3), TREE), "ngram": (PLAIN, Tier(4))}
+            tiers = {
+                "plain": (PLAIN,),
+                "eagle3": (PLAIN, Tier(3), TREE),
+                "ngram": (PLAIN, Tier(4)),
+                "suffix": (Tier(4),),
+            }
             tiers = (tiers | {"hybrid": (TREE, Tier(4, lookup=True))}).get(kind, (TREE,))
             # Rows leave a bucket for a smaller one, and many come at once, where that costs least to compile.
             buckets = (1, 32) if kind == "ngram" else (1, 4) if self.exhaustive else (4,)
@@ -152,12 +157,12 @@ class Engines:
             make: Any = lambda geo: (prompt_lookup(V), ())
         else:
             head = "eagle3" if kind == "hybrid" else kind
-            module = modules_of(self.target)[head]()
+            module = self.target.config.vocab_size if head == "suffix" else modules_of(self.target)[head]()
             make = lambda geo: bind_drafter(head, module, geo)
         config = {**SIZES, "compile_cache": self.cache, **config}
         return assemble(
             self.target, self.tokenizer, speculation, EngineConfig(**config), cost=cost, progress=False,
-            drafter=None if kind == "plain" else Drafting(make, kind != "ngram"),
+            drafter=None if kind == "plain" else Drafting(make, kind not in ("ngram", "suffix"), name=kind),
         )  # fmt: skip
 
 

@@ -22,6 +22,12 @@ from jaxspec.tier import Choice, Tier
 
 #: Kinds, their tier, the budget and the packed tokens of 4 rows.
 CASES = [("eagle3", Tier(3, 2, 7), 2.0, 12), ("ngram", Tier(5), 1.2, 9), ("dspark", Tier(3), 1.5, 10)]
+#: The same of other kinds.
+MORE = [
+    *((kind, Tier(3, 2, 7), 2.0, 12) for kind in ("draft_model", "eagle1", "mtp", "medusa", "peagle", "hybrid")),
+    *((kind, Tier(3), 1.5, 10) for kind in ("dflash", "dflash2", "suffix")),
+]
+_LATER = pytest.mark.exhaustive("budgets of every drafter; confidences of each kind of network are in the gate")
 LIMITS = (None, 0, 1, None, 2, 40, None)
 #: Seconds a token that they ask for: nothing, more than there is, and plenty.
 ASKED = (None, 1e-6, 100.0)
@@ -34,8 +40,9 @@ def engines(bench: Any) -> Callable[[str], Any]:
 
     def engine(kind: str) -> Any:
         if kind not in made:
-            tier, budget = next((tier, budget) for name, tier, budget, _ in CASES if name == kind)
-            shape = {} if tier.is_chain else dict(topk=tier.topk, num_nodes=tier.num_nodes)
+            tier, budget = next((tier, budget) for name, tier, budget, _ in (*CASES, *MORE) if name == kind)
+            shape: dict[str, Any] = {} if tier.is_chain else dict(topk=tier.topk, num_nodes=tier.num_nodes)
+            shape |= dict(hybrid=True) if kind == "hybrid" else {}
             speculation = SpeculationConfig(depth=tier.depth, budget=budget, **shape)
             made[kind] = bench.build(kind, speculation, num_pages=30, batch_buckets=(4,), variants=("sampled",))
         return made[kind]
@@ -70,7 +77,10 @@ def check_parents(tier: Tier, drafts: DraftLabels) -> None:
         assert not drafts.known[at] or not above or (drafts.right[parent] and drafts.verified[parent])
 
 
-@pytest.mark.parametrize(("kind", "tier", "budget", "tokens"), CASES, ids=str)
+@pytest.mark.covers("budgets", "limits", "tpot", "logprobs")
+@pytest.mark.parametrize(
+    ("kind", "tier", "budget", "tokens"), [*CASES, *(pytest.param(*case, marks=_LATER) for case in MORE)], ids=str
+)
 def test_a_budget_changes_no_token(
     bench: Any, tools: Any, engines: Callable[[str], Any], kind: str, tier: Tier, budget: float, tokens: int
 ):

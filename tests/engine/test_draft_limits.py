@@ -13,6 +13,10 @@ from jaxspec.request import RequestOutput, SamplingParams
 from jaxspec.tier import PLAIN, Tier
 
 LIMITS = (0, 1, None, 2, 0, None, 40)
+OTHERS = [
+    pytest.param(kind, marks=pytest.mark.exhaustive("a limit is the round's, and the same for every drafter"))
+    for kind in ("eagle1", "mtp", "medusa", "peagle", "dflash", "dspark", "dflash2", "suffix", "hybrid")
+]
 
 
 def run(engine: Any, work: list[Any], limits: tuple[int | None, ...]) -> list[RequestOutput]:
@@ -25,7 +29,8 @@ def run(engine: Any, work: list[Any], limits: tuple[int | None, ...]) -> list[Re
     return [outputs[name] for name in ids]
 
 
-@pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle3"])
+@pytest.mark.covers("limits")
+@pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle3", *OTHERS])
 def test_tokens_are_those_of_plain_decoding_in_batches_of_mixed_limits(bench: Any, tools: Any, kind: str):
     engine, work = bench.engine(kind), tools.workload()
     for tier in tools.tiers[kind]:

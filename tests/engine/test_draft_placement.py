@@ -16,10 +16,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxspec.adaptive.cost import CostTable
+from jaxspec.assemble import assemble
+from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.drafters import registry
 from jaxspec.fitting import fitted
-from jaxspec.loading import bind_drafter
+from jaxspec.loading import Drafting, bind_drafter
 from jaxspec.models.layers import Shared, shared_lm_head
 from jaxspec.models.tiny import tiny_config, tiny_target
+from jaxspec.request import SamplingParams
 from jaxspec.runtime import placing
 from jaxspec.runtime.placing import representative, whole_is_better
 from jaxspec.runtime.sharding import parameter_shardings, state_shardings, tensor_mesh
@@ -135,6 +140,39 @@ def test_whole_drafters_draft_alike(kind: str, shards: int, target: Any, tools: 
     # DFlash 2 ranks all candidates for its short lists, which the CPU's compiler does not do by parts.
     words = ROWS * TIER.depth * (V if kind == "dflash2" else shards)
     assert all(shape[-1] == 32 or np.prod(shape) <= words for shape in shapes), shapes
+
+
+@pytest.mark.covers("devices", "whole", "trees")
+@pytest.mark.exhaustive("engines of two devices with every drafter, shared and whole")
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash", *OTHERS, "suffix", "hybrid"])
+def test_two_devices_write_what_one_does(kind: str, target: Any, tools: Any):
+    """Chains and trees of a drafter that is split like its target, and of one that each device has whole."""
+    head, more = ("eagle3", dict(hybrid=True)) if kind == "hybrid" else (kind, {})
+    module = V if kind == "suffix" else tools.randomised(module_of(head, target), 5)
+    trees = registry.find(head).trees
+    tiers = (PLAIN, TIER, Tier(2, 2, 5)) if trees else (PLAIN, TIER)
+    speculation, texts = SpeculationConfig(tiers=tiers, **more), []
+    rng = np.random.default_rng(2)
+    work = [
+        (rng.integers(0, V, n).tolist(), SamplingParams(temperature=n % 2, seed=n, max_tokens=20, ignore_eos=True))
+        for n in (4, 9, 14, 17)
+    ]
+    cost = CostTable({(tier, 2): 1e-3 for tier in tiers})
+    for shards, own in ((1, "auto"), (2, 1), (2, 2)):
+        sizes: dict[str, Any] = dict(max_batch_size=2, max_seq_len=60, page_size=8, batch_buckets=(2,))
+        config = EngineConfig(
+            **sizes, tensor_parallel=shards, draft_tensor_parallel=own, variants=("sampled",), warmup="eager",
+            compile_cache=False,
+        )  # fmt: skip
+        bind = lambda geo, shards=shards: bind_drafter(head, module, geo, speculation, shards)
+        drafting = Drafting(bind, trees, name=head)
+        engine = assemble(target, None, speculation, config, drafter=drafting, progress=False, cost=cost)
+        engine.use_policy(tools.script(*tiers[::-1]))
+        texts.append(tools.drive(engine, work))
+        if shards > 1 and kind != "suffix":
+            assert engine.stats.draft_tensor_parallel == own
+    tools.same(texts[1], texts[0])
+    tools.same(texts[2], texts[0])
 
 
 def test_whole_unless_shared_is_clearly_quicker(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):

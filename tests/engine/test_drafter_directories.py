@@ -97,14 +97,15 @@ def test_what_was_saved_is_what_drafts(bench: Any, directory: Path, kind: str):
     jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
-MORE = [
-    pytest.param(k, marks=pytest.mark.exhaustive("every drafter from its directory"))
-    for k in ("eagle1", "medusa", "mtp", "peagle")
+LATER = pytest.mark.exhaustive("every drafter from its directory")
+DIRECTORIES = [
+    pytest.param("own mtp", marks=pytest.mark.covers("directory", kind="mtp")),
+    *(pytest.param(kind, marks=[LATER, pytest.mark.covers("directory", kind=kind)]) for kind in sorted(PLACES)),
 ]
 
 
-@pytest.mark.parametrize("kind", ["own mtp", *MORE])
-def test_directories_are_served(bench: Any, tools: Any, directory: Path, with_module: Path, kind: str):
+@pytest.mark.parametrize("place", DIRECTORIES)
+def test_directories_are_served(bench: Any, tools: Any, directory: Path, with_module: Path, place: str):
     """Greedy and sampled rows repeat plain decoding."""
     config = EngineConfig(
         max_batch_size=4,
@@ -116,7 +117,7 @@ def test_directories_are_served(bench: Any, tools: Any, directory: Path, with_mo
         warmup="eager",
         skip_tokenizer_init=True,
     )
-    model, name = (with_module, "mtp") if kind == "own mtp" else (directory / "target", kind)
+    model, name = (with_module, "mtp") if place == "own mtp" else (directory / "target", place)
     told: list[tuple[int, int]] = []
     engine = build_engine(model, name, dict(depth=2), config, progress=lambda *counts: told.append(counts))
     total = engine.stats.executables
@@ -126,7 +127,7 @@ def test_directories_are_served(bench: Any, tools: Any, directory: Path, with_mo
         for n, t in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 0.7))
     ]
     outputs = tools.drive(engine, work)
-    own = kind == "own mtp"
+    own = place == "own mtp"
     plain = tools.drive(build_engine(model, "none", {}, config), work) if own else bench.expected(work)
     tools.same(outputs, plain)
     assert sum(o.metrics.accepted for o in outputs) > 0

@@ -24,7 +24,7 @@ from jaxspec.loading import bind_drafter, load_drafter
 from jaxspec.models.tiny import tiny_target
 from jaxspec.request import SamplingParams
 from jaxspec.swapping import DrafterWeights, _Follower, _Shelf
-from jaxspec.tier import PLAIN, Tier
+from jaxspec.tier import Tier
 
 FLOAT = np.dtype(np.float32)
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -75,14 +75,20 @@ def compilations() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_duration_listener(hear)
 
 
+LATER = pytest.mark.exhaustive("weights of every drafter; what is exchanged is a tree of arrays with all of them")
+OTHERS = ("draft_model", "eagle1", "mtp", "medusa", "peagle", "dflash", "dspark", "dflash2")
+
+
+@pytest.mark.covers("updates")
+@pytest.mark.parametrize("kind", ["eagle3", *(pytest.param(kind, marks=LATER) for kind in OTHERS)])
 def test_no_token_changes_and_nothing_compiles(
-    tools: Any, bench: Any, updated: Any, saved: Any, compilations: list[str]
+    tools: Any, bench: Any, updated: Any, saved: Any, compilations: list[str], kind: str
 ):
     """Versions come on trial and at once, under greedy, sampled and shaped rows, while rows join and leave."""
-    engine = updated("eagle3")
+    engine = updated(kind)
     weights = engine.drafter_weights
-    loaded = [weights.load(saved("eagle3", scale=scale)) for scale in (1.0, 0.5)]  # small casts compile once
-    engine.use_policy(tools.script(Tier(3), PLAIN, tools.tree, Tier(1)))
+    loaded = [weights.load(saved(kind, scale=scale)) for scale in (1.0, 0.5)]  # small casts compile once
+    engine.use_policy(tools.script(*tools.tiers[kind][::-1]))
     tools.drive(engine, tools.workload()[:2])
     expected = bench.expected(tools.workload())
     del compilations[:]
@@ -93,7 +99,7 @@ def test_no_token_changes_and_nothing_compiles(
         if step % 11 == 0:
             weights.use(loaded[step % 2], trial=step % 22 == 0)
         if step == 15:
-            ticket = weights.begin(saved("eagle3", scale=2.0))
+            ticket = weights.begin(saved(kind, scale=2.0))
         if ticket and (version := weights.finish(ticket)) is not None:
             ticket = 0
             versions.append(version)
@@ -103,6 +109,7 @@ def test_no_token_changes_and_nothing_compiles(
     assert engine.stats.drafter_updates >= 8 and engine.stats.drafter_version >= 1
 
 
+@pytest.mark.covers("updates", kind="draft_model")
 def test_drafts_are_as_good_as_the_weights_that_make_them(bench: Any, tools: Any, updated: Any, tmp_path: Path):
     """Weights with which every draft is accepted. A request that goes on keeps entries that the old ones made."""
     engine = updated("draft_model")

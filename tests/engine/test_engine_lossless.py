@@ -99,11 +99,13 @@ def test_the_engine_is_lossless(
 
 
 MORE = pytest.mark.exhaustive("rejection with every drafter")
+OTHERS = ("eagle3", "eagle1", "mtp", "medusa", "peagle", "dflash", "dspark", "dflash2", "suffix", "ngram")
 
 
+@pytest.mark.covers("rejection")
 @pytest.mark.parametrize(
     "kind",
-    ["draft_model", *(pytest.param(k, marks=MORE) for k in ("mtp", "medusa", "peagle", "dflash", "dspark", "dflash2"))],
+    ["draft_model", *(pytest.param(kind, marks=MORE) for kind in OTHERS)],
 )
 def test_rejection_accepts_more_than_nothing_and_repeats_itself(bench: Any, tools: Any, kind: str):
     """The same seed twice gives the same tokens, also in other company; greedy requests equal plain decoding."""
@@ -118,6 +120,7 @@ def test_rejection_accepts_more_than_nothing_and_repeats_itself(bench: Any, tool
     assert sum(o.metrics.accepted for o in first) > 0
 
 
+@pytest.mark.covers("typical", kind="medusa")
 def test_typical_verification_is_labelled_and_leaves_greedy_rows_exact(bench: Any, tools: Any, caplog: Any):
     """Sampled rows accept more than the coupled rule lets them, and repeat themselves with their seed."""
     spec = dict(depth=3, topk=2, num_nodes=7)

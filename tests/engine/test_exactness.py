@@ -100,6 +100,7 @@ def test_company_and_slot_do_not_matter(bench: Any, tools: Any):
     tools.same(tools.drive(engine, work, join=lambda i: 5 * i), expected)
 
 
+@pytest.mark.covers("greedy", "seeded", "filters", "penalties", "logprobs", "stops", "trees", "window")
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_every_tier_repeats_plain_decoding(bench: Any, tools: Any, kind: str):
     """All sampling parameters in one mixed batch, which passes through every bucket as rows leave."""
@@ -116,6 +117,7 @@ def test_every_tier_repeats_plain_decoding(bench: Any, tools: Any, kind: str):
         assert (accepted > 0) == (tier.depth > 0), f"{tier}: {accepted} drafts accepted"
 
 
+@pytest.mark.covers("tiers")
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_the_tier_may_change_every_round(bench: Any, tools: Any, kind: str):
     """Up and down; requests join and leave meanwhile; plain rounds leave gaps in the drafter's cache."""
@@ -141,6 +143,7 @@ def test_a_round_tells_when_the_drafter_caught_up_before_it(bench: Any, tools: A
     assert RoundStats.from_json(heard[14].to_json()) == heard[14] and "entered" not in heard[15].to_json()
 
 
+@pytest.mark.covers("preemption")
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_preempted_requests_resume(bench: Any, tools: Any, kind: str):
     engine, work = bench.engine(kind), tools.long_requests()
@@ -191,7 +194,8 @@ def test_the_context_may_be_filled_to_its_last_token(bench: Any, tools: Any, kin
         assert all(output.finish_reason == "length" for output in outputs)
 
 
-@pytest.mark.parametrize("kind", ["none", *DRAFTERS])
+@pytest.mark.covers("prefixes")
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_prefixes_are_reused(bench: Any, tools: Any, kind: str):
     """The same prompt again, one that continues an output, and one that leaves it half-way."""
     engine = bench.engine(kind)
@@ -215,6 +219,7 @@ def test_prefixes_are_reused(bench: Any, tools: Any, kind: str):
     tools.same(outputs, [tools.drive(reference, [turn])[0] for turn in turns])
 
 
+@pytest.mark.covers("copies")
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_several_completions_of_a_prompt(bench: Any, tools: Any, kind: str):
     """Completion i of seed s is what seed s + i gives alone."""

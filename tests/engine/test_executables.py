@@ -129,6 +129,7 @@ def build(bench: Any, cache: Path, **config: Any) -> Any:
     return bench.build("eagle3", speculation, COST, **config)
 
 
+@pytest.mark.covers("learnt", kind="eagle3")
 def test_a_second_engine_traces_nothing_and_says_the_same(
     bench: Any, tools: Any, tmp_path: Path, caching: None, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -24,6 +24,9 @@ from jaxspec.speculation.layouts import Batch
 from jaxspec.tier import Tier
 
 NEW, WIDTH = 24, 64
+#: Families whose drafter is another kind than EAGLE-3; what of a family's fields is a row of docs/support.md.
+DRAFTERS = {"deepseek_v3": "mtp"}
+_ROWS = {"window": "sliding_window", "experts": "experts", "latent": "latent"}
 
 
 #: Families whose every peculiarity another one has too.
@@ -34,7 +37,16 @@ _LIKE_OTHERS = (
     "mistral", "ministral", "smollm3", "olmo2", "granite", "gemma3", "glm", "glm4", "mixtral", "qwen2_moe", "qwen3_moe",
     "deepseek_v2",
 )  # fmt: skip
-CASES = [pytest.param(name, marks=_LESS if name in _LIKE_OTHERS else ()) for name in FAMILY_FIELDS]
+
+
+def case(family: str) -> Any:
+    fields = FAMILY_FIELDS[family]
+    shown = [row for row, field in _ROWS.items() if fields.get(field) is not None]
+    covers = [pytest.mark.covers(*shown, kind=DRAFTERS.get(family, "eagle3"))] if shown else []
+    return pytest.param(family, marks=[*covers, *([_LESS] if family in _LIKE_OTHERS else [])])
+
+
+CASES = [case(family) for family in FAMILY_FIELDS]
 
 
 def mtp_module(target: Any) -> MtpHead:
@@ -51,7 +63,8 @@ def test_drafts_change_nothing(family: str, bench: Any, tools: Any):
     target = tiny_target(2, **FAMILY_FIELDS[family])
     tier = Tier(3, 2, 7)
     speculation = SpeculationConfig(policy="static", depth=tier.depth, topk=tier.topk, num_nodes=tier.num_nodes)
-    kind, head = ("mtp", mtp_module(target)) if family == "deepseek_v3" else ("eagle3", tools.eagle3_head(target))
+    kind = DRAFTERS.get(family, "eagle3")
+    head = mtp_module(target) if kind == "mtp" else tools.eagle3_head(target)
     own = type(bench)(target, {kind: head}, bench.kept, False)
     engine = own.build(
         kind, speculation, CostTable({(tier, 2): 1e-3}), batch_buckets=(2,), max_batch_size=2, max_seq_len=WIDTH,
@@ -88,6 +101,7 @@ def test_drafts_change_nothing(family: str, bench: Any, tools: Any):
         assert engine.stats.experts_touched == 0
 
 
+@pytest.mark.covers("window", kind="ngram")
 def test_pages_behind_every_window_serve_other_requests(bench: Any, tools: Any):
     """A window of 9 in every layer, pages of 8: texts of 50 tokens run together in a pool of nine pages."""
     target = tiny_target(2, **FAMILY_FIELDS["mistral"])

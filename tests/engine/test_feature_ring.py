@@ -44,6 +44,7 @@ def engine(bench: Any, where: Path) -> Any:
     return bench.build("eagle3", SpeculationConfig(tiers=TIERS), cost, num_pages=30, **ring, **FEW)
 
 
+@pytest.mark.covers("ring", kind="eagle3")
 def test_what_is_gathered_is_what_the_target_computes(bench: Any, tools: Any, engine: Any, where: Path):
     engine.use_policy(tools.script(Tier(2), PLAIN))
     enough = engine._collector._enough

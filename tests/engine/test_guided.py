@@ -108,10 +108,11 @@ def test_texts_satisfy_their_grammars(expected: dict[int, RequestOutput]):
 MORE = pytest.mark.exhaustive("guided rounds with every drafter; tests/speculation has masks, forced tokens and trees")
 OTHERS = [
     pytest.param(k, marks=MORE)
-    for k in ("hybrid", "draft_model", "peagle", "dflash", "dspark", "dflash2", "medusa", "eagle1", "mtp")
+    for k in ("hybrid", "suffix", "draft_model", "peagle", "dflash", "dspark", "dflash2", "medusa", "eagle1", "mtp")
 ]
 
 
+@pytest.mark.covers("grammar")
 @pytest.mark.parametrize("kind", ["eagle3", "ngram", *OTHERS])
 def test_speculation_changes_no_token(kind: str, engines: Engines, expected: dict[int, RequestOutput], tools: Any):
     engine = engines(kind)

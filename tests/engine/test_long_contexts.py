@@ -31,10 +31,11 @@ def own_draft(longest: int) -> Engine:
         max_batch_size=3, max_seq_len=longest, page_size=64, prefill_chunk=1024, max_num_batched_tokens=1024,
         num_pages=2 * longest // 64, batch_buckets=(3,), variants=("sampled",), warmup="eager", compile_cache=False,
     )  # fmt: skip
-    drafting = Drafting(lambda geo: bind_drafter("draft_model", target, geo), True)
+    drafting = Drafting(lambda geo: bind_drafter("draft_model", target, geo), True, name="draft_model")
     return assemble(target, None, SpeculationConfig(tiers=(PLAIN, Tier(3))), config, drafter=drafting, progress=False)
 
 
+@pytest.mark.covers("long", kind="draft_model")
 @pytest.mark.exhaustive("beyond 2k and 16k of context; test_draft_caches has pauses and windows within 120 tokens")
 @pytest.mark.parametrize("longest", [2100, 16600], ids=str)
 def test_every_draft_is_accepted_at_any_position(tools: Any, longest: int):

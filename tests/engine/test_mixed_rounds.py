@@ -16,7 +16,22 @@ MIXED = 12
 OTHERS = pytest.mark.exhaustive("every drafter beside prompts; what a drafter keeps of either is tested with each")
 KINDS = [
     "eagle3",
-    *(pytest.param(kind, marks=OTHERS) for kind in ("ngram", "draft_model", "mtp", "medusa", "dflash", "suffix")),
+    *(
+        pytest.param(kind, marks=OTHERS)
+        for kind in (
+            "ngram",
+            "draft_model",
+            "eagle1",
+            "mtp",
+            "medusa",
+            "peagle",
+            "dflash",
+            "dspark",
+            "dflash2",
+            "suffix",
+            "hybrid",
+        )
+    ),
 ]
 
 
@@ -34,6 +49,7 @@ def engine(bench: Any, tools: Any, kind: str) -> Any:
     return bench.build(kind, SpeculationConfig(tiers=tiers, **more), cost, mixed_chunk=MIXED, **few)
 
 
+@pytest.mark.covers("mixed")
 def test_tokens_are_those_of_plain_decoding(bench: Any, tools: Any, engine: Any):
     """Tiers that change, rows that come, end and lose their pages; prompts in pieces, and of shared beginnings."""
     start = list(range(3, 12)) * 2

@@ -44,6 +44,7 @@ def plain_directory(tmp_path_factory: pytest.TempPathFactory, tools: Any) -> Pat
     return base / "plain"
 
 
+@pytest.mark.covers("quantised", "directory", kind="eagle3")
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -24,7 +24,21 @@ OTHERS = pytest.mark.exhaustive("every drafter with several rounds a dispatch; t
 LEARNING = ("suffix", "hybrid")
 KINDS = [
     "eagle3",
-    *(pytest.param(k, marks=OTHERS) for k in ("ngram", "draft_model", "mtp", "medusa", "peagle", *LEARNING)),
+    *(
+        pytest.param(kind, marks=OTHERS)
+        for kind in (
+            "ngram",
+            "draft_model",
+            "eagle1",
+            "mtp",
+            "medusa",
+            "peagle",
+            "dflash",
+            "dspark",
+            "dflash2",
+            *LEARNING,
+        )
+    ),
 ]
 
 
@@ -51,6 +65,7 @@ def counted(engine: Any, run: Any) -> tuple[Any, int, int]:
     return found, after.rounds - before.rounds, after.dispatches - before.dispatches
 
 
+@pytest.mark.covers("repeats")
 def test_tokens_are_those_of_plain_decoding(bench: Any, tools: Any, engine: Any):
     """Tiers that change between and within dispatches, rows that come, end, and lose their pages."""
     work = tools.workload() + tools.long_requests()
@@ -143,6 +158,7 @@ def iter_events(engine: Any) -> Iterator[Any]:
         yield from engine.step()
 
 
+@pytest.mark.covers("stop strings", "repeats", kind="ngram")
 def test_what_runs_past_a_stop_string_is_cut(tiny_directory: Path, tiny_llm: LLM, kept_executables: Path):
     """The device does not know them: text, tokens and counts end where those of single rounds do."""
     prompts = ["abc", "fgh", "kl", "dead"]

@@ -37,6 +37,7 @@ def test_a_text_comes_faster_the_second_time(bench: Any, tools: Any, kind: str):
     assert second.metrics.rounds < 0.6 * first.metrics.rounds, (first.metrics, second.metrics)
 
 
+@pytest.mark.covers("corpus")
 @pytest.mark.parametrize("kind", ["suffix", "hybrid"])
 def test_a_corpus_that_changes_under_requests_changes_no_token(bench: Any, tools: Any, kind: str):
     """Right and wrong continuations come in while all rows run, and the ring overflows several times."""

@@ -75,7 +75,7 @@ def eagle3_head(**fields: int) -> Eagle3Head:
 
 def build(
     target: Any, tools: Any, shards: int, head: Any = None, tiers: tuple[Tier, ...] = (PLAIN,),
-    sizes: dict[str, Any] = SIZES, **speculation: Any,
+    sizes: dict[str, Any] = SIZES, kind: str = "eagle3", **speculation: Any,
 ) -> Any:  # fmt: skip
     """An engine without a drafter, or with a head."""
     config = EngineConfig(**sizes, tensor_parallel=shards)
@@ -89,7 +89,7 @@ def build(
     cost = CostTable({(tier, bucket): 1e-3 for tier in tiers for bucket in config.buckets})
     return assemble(
         target, None, SpeculationConfig(**(speculation or dict(policy="off"))), config, cost=cost, progress=False,
-        drafter=None if head is None else Drafting(make, trees=True),
+        drafter=None if head is None else Drafting(make, trees=True, name=kind),
     )  # fmt: skip
 
 
@@ -118,6 +118,7 @@ def histograms(outputs: Any) -> list[list[int]]:
     return [o.metrics.acceptance_histogram for o in outputs]
 
 
+@pytest.mark.covers("devices", "trees", kind="eagle3")
 def test_an_eagle_head_on_two_devices(target: Any, tools: Any, expected: Any):
     """Tokens, log-probabilities and acceptance are those of one device."""
     engine, outputs = run_tiers(target, tools, SHARDS)
@@ -149,7 +150,7 @@ def run_shared_tables(tmp_path: Path, tools: Any, shards: int) -> tuple[Any, Any
     cfg = Eagle1Config(tiny_config(vocab_size=V, num_layers=1), target.config.num_layers)
     head = Eagle1Head(cfg, Shared(target.embedding[...]), shared_lm_head(target), rngs=nnx.Rngs(0))
     head.fc.kernel.set_value(jax.random.normal(jax.random.key(2), head.fc.kernel.shape) * 0.2)
-    engine = build(target, tools, shards, head, sizes=ONE_ROW, depth=2, verification="rejection")
+    engine = build(target, tools, shards, head, sizes=ONE_ROW, kind="eagle1", depth=2, verification="rejection")
     return engine, tools.drive(engine, tools.workload())
 
 
@@ -170,6 +171,7 @@ def test_one_device_gives_what_is_written(target: Any, tools: Any, tmp_path: Pat
     assert found == written, f"it gives what {new} says"
 
 
+@pytest.mark.covers("devices", "budgets", kind="eagle3")
 def test_a_head_that_two_devices_cannot_split(target: Any, tools: Any, expected: Any, written: dict[str, Any]):
     """Those parts are computed whole, beside a split target."""
     engine, outputs = run_whole_parts(target, tools, SHARDS)
@@ -179,6 +181,7 @@ def test_a_head_that_two_devices_cannot_split(target: Any, tools: Any, expected:
     assert state.draft.pages.sharding.is_fully_replicated and not state.pages.sharding.is_fully_replicated
 
 
+@pytest.mark.covers("devices", "rejection", kind="eagle1")
 def test_a_head_with_the_targets_tables(tmp_path: Path, tools: Any, expected: Any, written: dict[str, Any]):
     """EAGLE-1 on two devices: embedding and output layer are the very arrays that the target reads, on each device.
 
@@ -199,6 +202,7 @@ def test_a_head_with_the_targets_tables(tmp_path: Path, tools: Any, expected: An
         assert parts[0] == parts[1] and len(set(parts[0])) == SHARDS
 
 
+@pytest.mark.covers("devices", "rejection", kind="eagle3")
 @pytest.mark.exhaustive("rejection on two devices with a draft vocabulary of its own; with the target's it stays")
 def test_rejection_verification_on_two_devices(target: Any, tools: Any):
     """Drafts drawn from a draft vocabulary that is split, and residuals of distributions that are."""
@@ -210,6 +214,7 @@ def test_rejection_verification_on_two_devices(target: Any, tools: Any):
     assert histograms(runs[0]) == histograms(runs[1]) and sum(o.metrics.accepted for o in runs[0]) > 0
 
 
+@pytest.mark.covers("devices", "whole", "directory", kind="draft_model")
 def test_directories_load_onto_two_devices(
     tmp_path: Path, target: Any, tools: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ):

@@ -275,6 +275,7 @@ async def health(client: Any, service: str) -> int:
     return (await client.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)).status
 
 
+@pytest.mark.covers("hosts", "devices", "updates", "ring", "directory", kind="medusa", elsewhere=True)
 @pytest.mark.slow
 def test_two_processes(kit: Any, checkpoint: Path, quickly: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The texts of one process, drafted and plain, while heads are exchanged and states gathered; probes of the other;
@@ -310,6 +311,7 @@ def test_two_processes(kit: Any, checkpoint: Path, quickly: None, tmp_path: Path
     kit.run(story(), seconds=START_SECONDS + 60)
 
 
+@pytest.mark.covers("hosts", "devices", "corpus", kind="suffix", elsewhere=True)
 @pytest.mark.slow
 @pytest.mark.exhaustive("four processes, on two cores")
 def test_a_hundred_requests_over_four_processes(kit: Any, checkpoint: Path, quickly: None, tmp_path: Path):
