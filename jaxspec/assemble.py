@@ -35,6 +35,7 @@ from jaxspec.defaults import (
     several,
 )
 from jaxspec.drafters import registry
+from jaxspec.drafters.directories import chat_modes
 from jaxspec.engine import Engine
 from jaxspec.facts import EngineFacts
 from jaxspec.fitting import doubling, fitted, longest_text, ring_rows
@@ -150,13 +151,16 @@ def build_engine(
     text = None if config.skip_tokenizer_init else Tokenizer.from_directory(model_dir)
     drafting = drafting_of(kind, directory, target, dtype, speculation, shards, sums)
     files = {"model files": digest(model_dir), "drafter files": digest(directory)}
-    return assemble(target, text, speculation, config, drafter=drafting, progress=progress, files=files, hosts=hosts)
+    chats = () if directory is None else chat_modes(directory)
+    return assemble(
+        target, text, speculation, config, drafter=drafting, progress=progress, files=files, hosts=hosts, chats=chats
+    )
 
 
 def assemble(
     target: TargetModel, tokenizer: Tokenizer | None, speculation: SpeculationConfig, config: EngineConfig, *,
     drafter: Drafting | None, progress: bool | Callable[[int, int], None], cost: CostTable | None = None,
-    files: Mapping[str, str] | None = None, hosts: Hosts | None = None,
+    files: Mapping[str, str] | None = None, hosts: Hosts | None = None, chats: Sequence[Mapping[str, Any]] = (),
 ) -> Engine:  # fmt: skip
     """An engine from a target in memory.
 
@@ -165,6 +169,7 @@ def assemble(
       cost: skips the timing of executables.
       files: digests of what target and drafter were read from; without them nothing that is learnt is kept.
       hosts: the processes that share it, which agree on all of this.
+      chats: see EngineFacts.
     """
     began = time.perf_counter()
     cache = use_persistent_cache(config.compile_cache)
@@ -249,7 +254,7 @@ def assemble(
     )
     facts = EngineFacts(
         geo, tuple(buckets), model.vocab_size, True in runner.variants, frozenset(eos), tokenizer, grammars,
-        can.name, speculation.resolved_policy, str(target.embedding[...].dtype), speculation.objective, identity,
+        can.name, speculation.resolved_policy, str(target.embedding[...].dtype), speculation.objective, identity, chats,
     )  # fmt: skip
     if hosts is not None:
         runner.join(hosts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxspec.request import SamplingParams
 from jaxspec.sizes import Sizes
@@ -33,6 +34,7 @@ class EngineFacts:
       drafter, policy: what it was built with, by the names of their kinds (a policy may be a path).
       dtype: of weights and pages.
       objective: by which rule requests that ask for a time per token get it (adaptive.objectives).
+      chats: template arguments of the chats that the drafter learned from, each once (text.modes); empty: nothing says.
       identity: what costs depend on, as texts: device, model, drafter and the like; see CostProfile.
     """
 
@@ -48,6 +50,7 @@ class EngineFacts:
     dtype: str = "float32"
     objective: str = "cumulative"
     identity: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    chats: Sequence[Mapping[str, Any]] = ()
 
     def check(self, params: SamplingParams, grammar: Grammar | None) -> None:
         """Whether such a request can be honoured; `checked` looks at its prompt, Sizes.allowed at its length.

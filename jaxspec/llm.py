@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from jaxspec.request import CompletionOutput, RequestMetrics, RequestOutput, Sam
 from jaxspec.shared import SharedEngine
 from jaxspec.stats import EngineStats
 from jaxspec.text.grammar import Grammar, GrammarLike, GrammarSpec
+from jaxspec.text.modes import ChatModes
 from jaxspec.text.tokenizer import Tokenizer
 
 #: One for all prompts, or one each; None constrains nothing.
@@ -31,6 +33,7 @@ Grammars = GrammarLike | Sequence[GrammarLike | None] | None
 
 #: Between two looks whether weights have been loaded.
 _LOOK_SECONDS = 0.02
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -138,6 +141,7 @@ class LLM:
         config = EngineConfig(max_batch_size=max_batch_size, max_seq_len=max_seq_len, seed=seed, **engine)
         built = build_engine(model, drafter, speculation, config, progress=progress)
         self.shared = SharedEngine(built)
+        self._chats, self._told_of_chats = ChatModes(built.facts.chats, built.facts.tokenizer), False
         facts, tiers = built.facts, ", ".join(tier.name for tier in sorted(built.runner.reachable))
         self._description = (
             f"LLM({str(model)!r}, drafter={facts.drafter!r}, policy={facts.policy!r}, tiers=[{tiers}], "
@@ -274,6 +278,9 @@ class LLM:
         if tools is not None:
             variables["tools"] = list(tools)
         conversations: list[Any] = [messages] if one else list(messages)
+        if not self._told_of_chats and self._chats.unlike(variables):
+            self._told_of_chats = True
+            _log.warning("%s", self._chats.told(chat_template_kwargs or {}))
         texts = [tokenizer.apply_chat_template(messages, **variables) for messages in conversations]
         ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self.generate(ids, sampling_params, grammar=grammar, use_tqdm=use_tqdm)

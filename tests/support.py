@@ -121,7 +121,7 @@ class Feature:
     attempt: Callable[[str], None] = lambda kind: None
 
 
-_CORPUS = dict(suffix_corpus_tokens=64, suffix_corpus_responses=True)
+_CORPUS: dict[str, Any] = dict(suffix_corpus_tokens=64, suffix_corpus_responses=True)
 FEATURES: dict[str, Feature] = {
     "greedy": Feature("greedy", lambda s: s.asks(lambda r: r.params.temperature == 0)),
     "seeded": Feature("sampling with a seed", lambda s: s.asks(lambda r: r.params.temperature > 0)),
@@ -212,6 +212,7 @@ class Watch:
         def dispatches(engine: Engine, rows: Any, work: Any) -> Any:
             seen = self.of(engine)
             pending = rounds(engine, rows, work)
+            assert pending.tier is not None
             seen.tiers.add(pending.tier)
             if pending.tier.depth:
                 seen.requests |= {id(request): request for request in rows.requests}

@@ -22,6 +22,23 @@ from jaxspec.drafters import registry
 from jaxspec.drafters.kind import DrafterKind, Saving
 from jaxspec.models.base import TargetModel
 
+#: What training says of a drafter, beside its checkpoint; and there, the template arguments of the chats it learned.
+TRAINING, CHAT_MODES = "training.json", "chat_template_kwargs"
+
+
+def chat_modes(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The template arguments of the chats that a drafter learned from, each once; empty where nothing says so.
+
+    Raises:
+      ValueError: they are no object and no list of objects.
+    """
+    path = Path(directory) / TRAINING
+    found = read_json(path).get(CHAT_MODES) if path.exists() else None
+    modes = [found] if isinstance(found, dict) else [] if found is None else found
+    if not isinstance(modes, list) or not all(isinstance(mode, dict) for mode in modes):
+        raise ValueError(f"{path}: {CHAT_MODES} must be an object or a list of objects, got {found!r}")
+    return modes
+
 
 def stored_kinds() -> list[DrafterKind[Any]]:
     """The kinds that have checkpoints."""

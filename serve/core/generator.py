@@ -7,6 +7,7 @@ calls or messages.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
@@ -27,6 +28,7 @@ from serve.core.preparation import Preparation
 T = TypeVar("T")
 #: Jobs that may be being prepared at once, besides as many as may queue.
 _MORE_PREPARING = 64
+_log = logging.getLogger("serve")
 
 
 class Generator:
@@ -50,7 +52,10 @@ class Generator:
         self._admission: Admission | None = None
         self._by_id: dict[str, Completion] = {}  # by the client's id, until it is over
         self._open: set[Completion] = set()  # until the reader is done
-        self._preparation = Preparation(engine, config.max_output_tokens, config.max_waiting + _MORE_PREPARING)
+        self._preparation = Preparation(
+            engine, config.max_output_tokens, config.max_waiting + _MORE_PREPARING, self._on_other_chat
+        )
+        self._told_of_chats = False
         self._refusal: StatusError | None = None
         self._sweeps = Looks(self._sweep, min(1.0, config.stall_seconds / 4))
         interval = config.stream_interval_ms
@@ -252,6 +257,13 @@ class Generator:
 
     def count_refusal(self, error: StatusError) -> None:
         self._engine.guard(self._metrics.on_refused, error.code.name, error.reason)
+
+    def _on_other_chat(self, told: str) -> None:
+        """A chat in a mode that the drafter did not learn from: all are counted, the first is told."""
+        self._engine.guard(self._metrics.on_other_chat)
+        if not self._told_of_chats:
+            self._told_of_chats = True
+            _log.warning("%s", told)
 
     def _observed(self, job: Job) -> Callable[[Record], None]:
         """Tells the observers of the job; what it returns tells them of its end."""

@@ -20,6 +20,7 @@ import grpc
 from jaxspec.llm import Prepared
 from jaxspec.request import SamplingParams
 from jaxspec.text.grammar import Grammar, GrammarSpec
+from jaxspec.text.modes import ChatModes
 from jaxspec.text.tokenizer import Tokenizer
 from serve.core.engine_client import EngineClient
 from serve.core.errors import StatusError, invalid, unavailable
@@ -38,10 +39,15 @@ class Preparation:
       engine: says what the model is, once it is built.
       max_output_tokens: of jobs that fill the context; None: no further bound.
       max_preparing: texts in their threads or before them, beyond which more are refused; and likewise grammars.
+      on_other_chat: hears what is said of a chat in a mode that the drafter did not learn from; no text waits for it.
     """
 
-    def __init__(self, engine: EngineClient, max_output_tokens: int | None, max_preparing: int):
-        self._engine, self._max_output_tokens = engine, max_output_tokens
+    def __init__(
+        self, engine: EngineClient, max_output_tokens: int | None, max_preparing: int,
+        on_other_chat: Callable[[str], None] = lambda told: None,
+    ):  # fmt: skip
+        self._engine, self._max_output_tokens, self._on_other_chat = engine, max_output_tokens, on_other_chat
+        self._chats: ChatModes | None = None
         self._text = _Threads(_TEXT_THREADS, "text", max_preparing)
         self._grammars = GrammarTrials(max_preparing)
 
@@ -71,6 +77,8 @@ class Preparation:
             facts.check(params, None)
         except ValueError as e:
             raise invalid(str(e)) from e
+        if (told := await self._other_chat(job.prompt, tokens)) is not None:
+            self._on_other_chat(told)
         grammar = None if job.grammar is None else await self._compile(job.grammar)
         pages = facts.sizes.pages_for(len(tokens) + (1 if job.fill_context else allowed))
         return Prepared(None, tokens, params, grammar), pages
@@ -106,6 +114,22 @@ class Preparation:
         """Lets the threads go, without waiting for what they do: whoever does hears UNAVAILABLE."""
         self._text.close()
         self._grammars.close()
+
+    async def _other_chat(self, prompt: Prompt, tokens: Sequence[int]) -> str | None:
+        """What is said of a chat in a mode that the drafter did not learn from; None: it is in one, or nothing tells.
+
+        A gateway writes conversations itself: of those the end of the prompt tells.
+        """
+        facts = self._engine.known()
+        if not facts.chats:
+            return None
+        if self._chats is None:
+            self._chats = await self._in_thread(lambda: ChatModes(facts.chats, facts.tokenizer))
+        chats = self._chats
+        if not isinstance(prompt, Chat):
+            return chats.told() if chats.opens_unlike(tokens) else None
+        unlike = await self._in_thread(lambda: chats.unlike(prompt.variables))
+        return chats.told(prompt.variables) if unlike else None
 
     def _need_tokenizer(self) -> Tokenizer:
         tokenizer = self._engine.known().tokenizer

@@ -263,6 +263,9 @@ class ServerMetrics:
             "route", "slo", "met",
         )  # fmt: skip
         self._refused = counter("jaxspec:refused_requests", "Requests refused or broken off.", "code", "reason")
+        self._other_chats = counter(
+            "jaxspec:other_mode_chats", "Chats whose template arguments are none that the drafter learned from."
+        )
         self._states = gauge("jaxspec:engine_state", "1 for the state the server is in.", "state", known=STATES)
         self._pages = gauge("jaxspec:pages", "Pages of the KV pool.")
         self._free = gauge("jaxspec:free_pages", "Pages that hold nothing.")
@@ -400,6 +403,11 @@ class ServerMetrics:
         """
         with self._store.lock:
             self._refused.add(1, code, self._reason(reason))
+
+    def on_other_chat(self) -> None:
+        """Counts a chat in a mode that the drafter did not learn from."""
+        with self._store.lock:
+            self._other_chats.add(1)
 
     def on_state(self, state: str) -> None:
         """The server is in one of STATES; ValueError otherwise."""

@@ -114,6 +114,7 @@ class Recorder:
     tokens: list[tuple[Job, int, float | None]] = dataclasses.field(default_factory=list)
     finished: list[tuple[Job, str, int, RequestMetrics]] = dataclasses.field(default_factory=list)
     refused: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    other_chats: int = 0
 
     def on_round(self, stats: RoundStats) -> None:
         self.rounds.append(stats)
@@ -134,6 +135,9 @@ class Recorder:
 
     def on_refused(self, code: str, reason: str) -> None:
         self.refused.append((code, reason))
+
+    def on_other_chat(self) -> None:
+        self.other_chats += 1
 
     @property
     def reasons(self) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import subprocess
 import sys
 import threading
@@ -11,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chats import SWITCH, tokenizer
 
 from jaxspec.facts import EngineFacts
 from jaxspec.request import SamplingParams
 from jaxspec.sizes import Sizes
 from jaxspec.text.grammar import GrammarSpec
 from serve.__main__ import _BUSY
-from serve.core.jobs import Job
+from serve.core.jobs import Chat, Job
 from serve.core.preparation import Preparation, _Threads
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +74,43 @@ def test_a_place_is_free_when_the_thread_is_done(stories: Any) -> None:
         await stories.eventually(lambda: not any(thread.is_alive() for thread in preparation._text._threads))
 
     stories.run(story())
+
+
+def test_chats_unlike_those_that_the_drafter_learned_from_are_told(stories: Any) -> None:
+    """Those that the server writes by their arguments, those of a gateway by their end; other texts are none."""
+    told: list[str] = []
+    chat = lambda variables: Chat(({"role": "user", "content": "b"},), variables=variables)
+    ids = lambda text: tuple(map(ord, text))
+
+    async def story() -> None:
+        engine = Engine()
+        sizes = dataclasses.replace(engine.facts.sizes, max_seq_len=80)
+        engine.facts = dataclasses.replace(
+            engine.facts, tokenizer=tokenizer(SWITCH), vocab_size=256, sizes=sizes, chats=[{"enable_thinking": False}]
+        )
+        preparation = Preparation(engine, None, 4, told.append)  # pyright: ignore[reportArgumentType]
+        for prompt, unlike in (
+            (chat({"enable_thinking": False}), False), (chat({}), True), (ids("[user]b[assistant]"), True),
+            (ids("[user]b[assistant]<t></t>"), False), (ids("b"), False), ("b", False),
+        ):  # fmt: skip
+            told.clear()
+            await preparation.prepare(Job("r", prompt, SamplingParams(max_tokens=4)))
+            assert len(told) == unlike, prompt
+        preparation.close()
+
+    stories.run(story())
+
+
+def test_the_first_of_them_is_logged_and_all_are_counted(kit: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        async with kit.serving() as stack:
+            for _ in range(3):
+                stack.generator._preparation._on_other_chat("in another mode")
+            assert stack.metrics.other_chats == 3
+
+    with caplog.at_level(logging.WARNING, "serve"):
+        kit.run(story())
+    assert [record.getMessage() for record in caplog.records] == ["in another mode"]
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,29 @@ def test_prompts(tmp_path: Path) -> None:
         dataset.read_prompts([write(tmp_path / "q.jsonl", {"messages": talk[1:2]})], tokenizer())
 
 
+def test_chats_are_rendered_with_arguments_and_say_so(tmp_path: Path) -> None:
+    """What chats had, and what rows of token ids say that theirs had; texts and prompts have none."""
+    modes = CHATML.replace("assistant\n{% endif", "assistant\n{% if thinking %}<think>{% endif %}{% endif")
+    talk = [{"role": role, "content": content} for role, content in TALK]
+    rows = [
+        {"messages": talk}, {"text": "abc"}, {"prompt_token_ids": [5], "output_token_ids": [6, 7]},
+        {"prompt_token_ids": [5], "output_token_ids": [6, 7], "chat_template_kwargs": {"thinking": False}},
+    ]  # fmt: skip
+    path, off = write(tmp_path / "p.jsonl", *rows), {"thinking": False}
+    with pytest.raises(ValueError, match="the chat template does not continue"):
+        dataset.read_examples([path], tokenizer(modes), chat_template_kwargs={"thinking": True})
+    found = dataset.read_examples([path], tokenizer(modes), chat_template_kwargs=off)
+    assert [example.chat for example in found] == [off, None, None, off] and dataset.chat_modes(found) == [off]
+    assert dataset.chat_modes(dataset.read_examples([path], tokenizer(modes))) == [{}, off]
+    asked = [
+        dataset.read_prompts([path], tokenizer(modes), chat_template_kwargs=how) for how in (None, {"thinking": 1})
+    ]
+    said = [tokenizer().decode(prompts[0].tokens, skip_special_tokens=False)[-8:] for prompts in asked]
+    assert said == ["sistant\n", "\n<think>"] and [prompts[0].chat for prompts in asked] == [{}, {"thinking": 1}]
+    with pytest.raises(ValueError, match=r"w.jsonl:1: chat_template_kwargs must be an object, got 'off'"):
+        dataset.read_examples([write(tmp_path / "w.jsonl", {**rows[3], "chat_template_kwargs": "off"})], tokenizer())
+
+
 def test_texts_for_a_tokenizer(tmp_path: Path) -> None:
     talk = [{"role": role, "content": content} for role, content in TALK]
     path = write(tmp_path / "t.jsonl", {"text": "abc"}, {"prompt": "a", "response": "b"}, {"messages": talk})

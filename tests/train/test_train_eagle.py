@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from jaxspec.checkpointing.hf import load_model
-from jaxspec.drafters.directories import load_drafter, read_kind
+from jaxspec.drafters.directories import chat_modes, load_drafter, read_kind
 from jaxspec.models.layers import Shared, shared_lm_head
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.tiny import tiny_config, tiny_target
@@ -414,8 +414,14 @@ def test_a_head_trains_saves_and_goes_on(
     saved = json.loads((tmp_path / "head" / "training.json").read_text())
     assert saved == json.loads(json.dumps(record))
     assert saved["tokens_seen"] == 2 * 2 * 32 and saved["held_out_acceptance"]["texts"]["rounds"] > 0
-    again = train_command(eagle, tmp_path / "again", "--init-from", str(tmp_path / "head"), "--ttt-steps", "2")
-    assert again["parameters"] == record["parameters"]
+    assert "chat_template_kwargs" not in saved
+    chats, rng = tmp_path / "chats.jsonl", np.random.default_rng(0)
+    said = {"chat_template_kwargs": {"enable_thinking": False}}
+    rows = [{"prompt_token_ids": [1], "output_token_ids": rng.integers(0, 12, 20).tolist(), **said} for _ in range(12)]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = ["--init-from", str(tmp_path / "head"), "--ttt-steps", "2", "--data", str(chats)]
+    again = train_command(eagle, tmp_path / "again", *more)
+    assert again["parameters"] == record["parameters"] and chat_modes(tmp_path / "again") == list(said.values())
     with pytest.raises(ValueError, match="leave out \\['layers'\\]"):
         train_command(eagle, tmp_path / "x", "--init-from", str(tmp_path / "head"), "--layers", "2")
 

@@ -21,9 +21,11 @@ from jaxspec import assemble, rowfile
 from jaxspec.checkpointing import hf
 from jaxspec.models.layers import causal_attention
 from jaxspec.models.tiny import tiny_target
+from jaxspec.request import FinishReason
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.data import dataset, regenerate
 from jaxspec.train.data.regenerate import Answers
+from jaxspec.writer import Written
 
 LETTERS, EOS = "abcdefghijkl", 12
 TEXTS = ["abcdefgh", "lkjihgfe", "aabbccdd", "dead", "facade", "jig"]
@@ -91,6 +93,29 @@ def test_rows_are_the_targets_answers_in_order(work: Path) -> None:
     assert surprises >= 2
     examples = dataset.read_examples([work / "whole.jsonl"], tokenizer)
     assert [e.prompt_length for e in examples] == [len(p.tokens) for p in prompts]
+
+
+def test_answers_say_how_their_chats_were_written(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row, for the trainer that reads it; a file is of one mode."""
+    target = tmp_path / "target"
+    target.mkdir()
+    for file in (work / "target").iterdir():
+        (target / file.name).symlink_to(file)
+    template = "{{ messages[0].content }}{% if thinking %}b{% endif %}"
+    (target / "chat_template.jinja").write_text(template)
+    data = tmp_path / "chats.jsonl"
+    data.write_text('{"messages": [{"role": "user", "content": "ca"}]}\n{"prompt": "cab"}\n')
+    told = Written([1, 2], "", FinishReason.LENGTH, None)
+    monkeypatch.setattr(regenerate, "write", lambda how, texts, cluster: ((i, told) for i in range(len(texts))))
+    for name, chat, prompt in (("on", {"thinking": True}, "cab"), ("usual", {}, "ca")):
+        out = regenerate.regenerate(target, [data], tmp_path / f"{name}.jsonl", Answers(chat_template_kwargs=chat))
+        row, other = map(json.loads, out.read_text().splitlines())
+        assert row["prompt_token_ids"] == [LETTERS.index(c) for c in prompt] and row["chat_template_kwargs"] == chat
+        assert "chat_template_kwargs" not in other
+        assert dataset.chat_modes(dataset.read_examples([out], None, vocab_size=13)) == [chat]
+    other_mode = Answers(chat_template_kwargs={"thinking": "yes"})
+    with pytest.raises(ValueError, match="chat_template_kwargs"):
+        regenerate.regenerate(target, [data], tmp_path / "on.jsonl", other_mode)
 
 
 def test_a_killed_run_goes_on_to_the_same_bytes(

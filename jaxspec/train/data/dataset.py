@@ -10,7 +10,7 @@ import bisect
 import dataclasses
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class Example:
       prompt_length: tokens before the first one that is learned.
       temperature: what the row says that its output was sampled at; 0 where it says nothing.
       origin: the same for all examples of one row: they are held out together.
+      chat: arguments that the chat template had; None: it is no chat, or nothing says so.
       source: of the first token: where in a ring the target's states of the tokens begin; None: they are computed.
     """
 
@@ -48,6 +49,7 @@ class Example:
     temperature: float = 0.0
     origin: str = dataclasses.field(default="", compare=False)
     source: int | None = None
+    chat: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False)
 
     @property
     def temperature_band(self) -> float:
@@ -63,11 +65,13 @@ class Prompt:
       tokens: ids, at least one.
       dataset: label.
       source: file:line.
+      chat: see Example.
     """
 
     tokens: list[int]
     dataset: str
     source: str
+    chat: Mapping[str, Any] | None = None
 
 
 def read_examples(
@@ -76,6 +80,7 @@ def read_examples(
     *,
     roles: Sequence[str] = ("assistant",),
     vocab_size: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Example]:
     """The texts of JSONL files, in order.
 
@@ -88,6 +93,7 @@ def read_examples(
       tokenizer: the checkpoint's; None reads rows of token ids only.
       roles: whose turns of a chat are learned.
       vocab_size: token ids must lie below it; default: the tokenizer's.
+      chat_template_kwargs: reach the template of every chat.
 
     Raises:
       ValueError: a file or a row that cannot be honoured; the message begins with file:line.
@@ -95,7 +101,7 @@ def read_examples(
     unknown = sorted(set(roles) - set(ROLES))
     if unknown or not roles:
         raise ValueError(f"roles must be some of {ROLES}, got {tuple(roles)}")
-    reader = _Reader(tokenizer, _limit(tokenizer, vocab_size))
+    reader = _Reader(tokenizer, _limit(tokenizer, vocab_size), chat_template_kwargs)
     examples: list[Example] = []
     for line in read_rows(paths):
         with named(line.source):
@@ -112,6 +118,7 @@ def read_prompts(
     prompt_tokens: tuple[int, int] = (16, 64),
     seed: int = 0,
     vocab_size: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Prompt]:
     """What of each row a model is to continue.
 
@@ -124,13 +131,23 @@ def read_prompts(
     low, high = prompt_tokens
     if not 1 <= low <= high:
         raise ValueError(f"prompt_tokens must be a range MIN:MAX with 1 <= MIN <= MAX, got {low}:{high}")
-    reader = _Reader(tokenizer, _limit(tokenizer, vocab_size))
+    reader = _Reader(tokenizer, _limit(tokenizer, vocab_size), chat_template_kwargs)
     prompts = []
     for index, line in enumerate(read_rows(paths)):
         with named(line.source):
             count = int(np.random.default_rng((seed, index)).integers(low, high + 1))
-            prompts.append(Prompt(reader.prompt(line.row, count), line.dataset, line.source))
+            tokens = reader.prompt(line.row, count)
+            prompts.append(Prompt(tokens, line.dataset, line.source, reader.chat(line.row)))
     return prompts
+
+
+def chat_modes(examples: Iterable[Example]) -> list[dict[str, Any]]:
+    """The template arguments of the chats among examples, each once, in the order of their first."""
+    found: dict[str, dict[str, Any]] = {}
+    for example in examples:
+        if example.chat is not None:
+            found.setdefault(json.dumps(example.chat, sort_keys=True), dict(example.chat))
+    return list(found.values())
 
 
 def _limit(tokenizer: Tokenizer | None, vocab_size: int | None) -> int:
@@ -144,8 +161,8 @@ def _limit(tokenizer: Tokenizer | None, vocab_size: int | None) -> int:
 class _Reader:
     """Rows to tokens, by one tokenizer and for one vocabulary."""
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int):
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, variables: Mapping[str, Any] | None = None):
+        self._tokenizer, self._vocab_size, self._variables = tokenizer, vocab_size, dict(variables or {})
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -160,10 +177,12 @@ class _Reader:
             example = _example([*prompt, *output], [(len(prompt), len(prompt) + len(output))], line.dataset)
             # What filters shaped is not the tempered distribution that acceptance is simulated with: kept apart.
             label = f"{line.dataset}{FILTERED}" if row.get("filtered") else line.dataset
-            return [dataclasses.replace(example, temperature=self._temperature(row), dataset=label)]
+            temperature, chat = self._temperature(row), self.chat(row)
+            return [dataclasses.replace(example, temperature=temperature, dataset=label, chat=chat)]
         if shape in ("messages", "conversations"):
             rendered = self._chat(messages_of(row[shape], shape), roles, row.get("tools"))
-            return [self._turns(text, spans, line.dataset) for text, spans in rendered]
+            turns = [self._turns(text, spans, line.dataset) for text, spans in rendered]
+            return [dataclasses.replace(turn, chat=self.chat(row)) for turn in turns]
         if shape == "prompt":
             prompt, completion = string(row, "prompt"), string(row, completion_key(row))
             tokens, (start,) = self._encode(prompt + completion, [len(prompt)])
@@ -189,6 +208,15 @@ class _Reader:
         text = string(row, shape)
         tokens = self.tokenizer.encode(text)
         return self._checked(tokens if shape == "prompt" else tokens[:count])
+
+    def chat(self, row: dict[str, Any]) -> Mapping[str, Any] | None:
+        """The template arguments of a chat: the reader's own, or those that a row of token ids says it had."""
+        if shape_of(row) in ("messages", "conversations"):
+            return self._variables
+        value = row.get("chat_template_kwargs")
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f"chat_template_kwargs must be an object, got {value!r}")
+        return value
 
     def _ids(self, row: dict[str, Any], key: str) -> list[int]:
         ids = row.get(key)
@@ -230,7 +258,9 @@ class _Reader:
         return whole, [_common(whole, encode(text[:cut], add_special_tokens=special)) for cut in cuts]
 
     def _render(self, messages: list[dict[str, Any]], generate: bool, tools: Any) -> str:
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=generate, tools=tools)
+        return self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=generate, tools=tools, **self._variables
+        )
 
     def _chat(
         self, messages: list[dict[str, Any]], roles: Collection[str], tools: Any

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxspec.clusters import Cluster
 from jaxspec.drafters.registry import NONE
 from jaxspec.request import FinishReason, SamplingParams
 from jaxspec.rowfile import RowFile, digest, fingerprint
+from jaxspec.text import modes
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.data.dataset import Prompt, read_prompts
 from jaxspec.train.data.jsonl import read_rows
@@ -52,6 +53,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--batch", type=int, help="rows decoded together (default: 128, on a CPU 16)")
     p.add_argument("--limit", type=int, help="the first so many rows only (default: all)")
     p.add_argument("--seed", type=int, default=0, help="same seed, same answers")
+    p.add_argument("--chat-template-kwargs", type=modes.parse, metavar="JSON", help="of chats: '{\"enable_thinking\": "
+                   "false}' (default: as the template does where nobody says)")  # fmt: skip
     clusters.add_arguments(p)
 
 
@@ -83,6 +86,7 @@ class Answers:
       drafter: as LLM's; answers stay the target's own.
       batch: rows decoded together, None: 16 on a CPU and 128 elsewhere; may differ between the runs that make one file.
       limit: rows; None: all.
+      chat_template_kwargs: of chats; each row says what it had.
 
     Raises:
       ValueError: a value out of range.
@@ -96,6 +100,7 @@ class Answers:
     batch: int | None = None
     limit: int | None = None
     seed: int = 0
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if not self.temperatures or not all(0 <= t <= 10 for t in self.temperatures):
@@ -123,9 +128,10 @@ def regenerate(
 ) -> Path:
     """Writes the target's answer to every prompt of `data`, a row of token ids each, in the order of the prompts.
 
-    A row is {"prompt_token_ids", "output_token_ids", "temperature", "dataset"}; read_examples reads it. Beside `out`
-    lies a file with what it was made of. A run that was interrupted goes on when it is called again; a finished one
-    returns at once. Prompts that leave no room for max_tokens in the context are left out and counted.
+    A row is {"prompt_token_ids", "output_token_ids", "temperature", "dataset"}, and of a chat "chat_template_kwargs";
+    read_examples reads it. Beside `out` lies a file with what it was made of. A run that was interrupted goes on when
+    it is called again; a finished one returns at once. Prompts that leave no room for max_tokens in the context are
+    left out and counted.
 
     Args:
       cluster: whose workers answer, to the same file; None: this process.
@@ -140,8 +146,9 @@ def regenerate(
     tokenizer = Tokenizer.from_directory(target) if Tokenizer.is_in(target) else None
     config = hf.load_config(target)
     prompts = read_prompts(
-        data, tokenizer, prompt_tokens=how.prompt_tokens, seed=how.seed, vocab_size=config.vocab_size
-    )
+        data, tokenizer, prompt_tokens=how.prompt_tokens, seed=how.seed, vocab_size=config.vocab_size,
+        chat_template_kwargs=how.chat_template_kwargs,
+    )  # fmt: skip
     how = dataclasses.replace(how, context=min(config.max_position_embeddings, how.context))
     room = f"context {how.context} - max_tokens {how.max_tokens}"
     prompts = _fitting(prompts, how.context - how.max_tokens, room)[: how.limit]
@@ -150,6 +157,7 @@ def regenerate(
         "prompt_tokens": list(how.prompt_tokens), "max_tokens": how.max_tokens, "context": how.context,
         "temperatures": [float(t) for t in how.temperatures], "drafter": how.drafter, "limit": how.limit,
         "seed": how.seed,
+        **({"chat_template_kwargs": dict(how.chat_template_kwargs)} if how.chat_template_kwargs else {}),
     }  # fmt: skip
     rows = RowFile(out, record)
     done = rows.count(
@@ -173,6 +181,7 @@ def regenerate(
             waiting[index] = {
                 "prompt_token_ids": prompts[index].tokens, "output_token_ids": written.token_ids,
                 "temperature": params[index].temperature, "dataset": prompts[index].dataset,
+                **({} if prompts[index].chat is None else {"chat_template_kwargs": prompts[index].chat}),
             }  # fmt: skip
             while done in waiting:
                 rows.append(waiting.pop(done))
@@ -182,7 +191,10 @@ def regenerate(
     return out
 
 
-def answer(target: Path, data: Sequence[Path], out: Path, *, length: int, seed: int = 0) -> list[Path]:
+def answer(
+    target: Path, data: Sequence[Path], out: Path, *, length: int, seed: int = 0,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[Path]:  # fmt: skip
     """What trainers do with --regenerate: answers that fit rows of `length` tokens with their prompts.
 
     Returns:
@@ -197,7 +209,10 @@ def answer(target: Path, data: Sequence[Path], out: Path, *, length: int, seed: 
     return [
         regenerate(
             target, data, out,
-            Answers((min(16, longest), longest), max_tokens=min(512, length // 2), context=length, seed=seed),
+            Answers(
+                (min(16, longest), longest), max_tokens=min(512, length // 2), context=length, seed=seed,
+                chat_template_kwargs=chat_template_kwargs,
+            ),
         )
     ]  # fmt: skip
 

@@ -14,7 +14,7 @@ import importlib.metadata
 import json
 import shlex
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tokenizers import Tokenizer as Backend
 
 from jaxspec.checkpointing import hf
-from jaxspec.drafters.directories import check_layout, save_drafter
+from jaxspec.drafters.directories import CHAT_MODES, check_layout, save_drafter
 from jaxspec.models.base import TargetModel
 from jaxspec.models.layers import Shared
+from jaxspec.text import modes
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.data.batch import Batch, PackedRows
-from jaxspec.train.data.dataset import MIN_TOKENS, Example, RowOrder, pack, read_examples
+from jaxspec.train.data.dataset import MIN_TOKENS, Example, RowOrder, chat_modes, pack, read_examples
 from jaxspec.train.data.ring import Ring, ring_of, usable
 from jaxspec.train.drafters.recipe import Recipe, TargetStates
 from jaxspec.train.objective import acceptance, teacher
@@ -58,6 +59,8 @@ def add_arguments_of_data(p: argparse.ArgumentParser) -> None:
     p.add_argument("--eval-data", type=Path, nargs="+", help="JSONL to evaluate on (default: --eval-share of --data)")
     p.add_argument("--eval-share", type=float, default=0.05, help="texts held out, chosen by their hash")
     p.add_argument("--regenerate", action="store_true", help="let the target answer the prompts of --data first")
+    p.add_argument("--chat-template-kwargs", type=modes.parse, metavar="JSON", help="of chats: '{\"enable_thinking\": "
+                   "false}'; the drafter's training.json says so, and servers compare (default: none)")  # fmt: skip
     p.add_argument("--out", type=Path, required=True, help="directory to write")
     p.add_argument("--run-dir", type=Path, help="checkpoints, log and plot (default: OUT.run)")
     p.add_argument(
@@ -108,6 +111,7 @@ class Setup:
       rows: packed training texts. eval_rows: packed held-out texts by data set; empty where there are none.
       token_counts_V: int64, how often each token is learned in `rows`.
       ring: what a server has gathered, where the texts are from there. held: the held-out texts.
+      chat_modes: template arguments of the chats among the texts, each once.
     """
 
     args: argparse.Namespace
@@ -118,6 +122,7 @@ class Setup:
     token_counts_V: np.ndarray
     ring: Ring | None = None
     held: Sequence[Example] = ()
+    chat_modes: Sequence[Mapping[str, Any]] = ()
 
     def states(self, rows: PackedRows, index: np.ndarray, aux_layers: Sequence[int]) -> TargetStates | None:
         """What the target computed on packed rows [B], where a ring has it; in the compute dtype."""
@@ -197,17 +202,22 @@ def prepare(args: argparse.Namespace) -> Setup:
             raise ValueError(f"--regenerate: {paths[0]} holds the target's own answers; leave it out")
         regenerate = importlib.import_module("jaxspec.train.data.regenerate")
         paths = regenerate.answer(args.target, paths, args.run_dir / "regenerated.jsonl", length=args.length,
-                                  seed=args.seed)  # fmt: skip
+                                  seed=args.seed, chat_template_kwargs=args.chat_template_kwargs)  # fmt: skip
     directory = ring_of(paths)
     if directory is not None and args.hidden_cache is not None:
         raise ValueError(f"--hidden-cache {args.hidden_cache}: {paths[0]} has the states already; leave it out")
     ring = None if directory is None else Ring.read(directory, target.config)
     if ring is None:
-        examples = read_examples(paths, tokenizer, vocab_size=target.config.vocab_size)
+        examples = read_examples(
+            paths, tokenizer, vocab_size=target.config.vocab_size, chat_template_kwargs=args.chat_template_kwargs
+        )
     else:
         examples = usable(ring.examples)
     if args.eval_data:
-        held = read_examples(args.eval_data, tokenizer, vocab_size=target.config.vocab_size)
+        held = read_examples(
+            args.eval_data, tokenizer, vocab_size=target.config.vocab_size,
+            chat_template_kwargs=args.chat_template_kwargs,
+        )  # fmt: skip
     else:
         held = [e for e in examples if held_out(e, args.eval_share)]
         examples = [e for e in examples if not held_out(e, args.eval_share)]
@@ -227,7 +237,7 @@ def prepare(args: argparse.Namespace) -> Setup:
         f"{len(held):,} held out",
         flush=True,
     )
-    return Setup(args, target, tokenizer, rows, eval_rows, counts_V, ring, held)
+    return Setup(args, target, tokenizer, rows, eval_rows, counts_V, ring, held, chat_modes(examples))
 
 
 def _label(example: Example) -> str:
@@ -307,6 +317,7 @@ def fit(
         "held_out_acceptance": table,
         "parameters": parameters,
         "tokens_seen": cfg.steps * cfg.tokens_per_step,
+        **({CHAT_MODES: setup.chat_modes} if setup.chat_modes else {}),
         **(extra_record or {}),
         "optimizer": dataclasses.asdict(cfg),
         "arguments": {key: _plain(value) for key, value in sorted(vars(args).items())},

@@ -29,6 +29,7 @@ from jaxspec.engine import Engine
 from jaxspec.events import Finished
 from jaxspec.request import SamplingParams
 from jaxspec.resolve import resolve_drafter, resolve_model
+from jaxspec.text import modes
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Tier, parse_tier
 from jaxspec.train.data import dataset
@@ -40,6 +41,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--target", required=True, help='"demo" or a Hugging Face directory')
     p.add_argument("--drafter", help="a directory, or a name as the engine takes it (default: as LLM chooses)")
     p.add_argument("--data", type=Path, nargs="+", required=True, help="JSONL that training did not see")
+    p.add_argument("--chat-template-kwargs", type=modes.parse, metavar="JSON", help="of chats (default: none)")
     p.add_argument("--depth", type=int, default=5, help="drafts of the deepest chain")
     p.add_argument(
         "--trees", nargs="+", default=[], metavar="TIER",
@@ -157,7 +159,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--length must be at most the target's max_position_embeddings {context}, got {args.length}")
     tiers = tiers_of(args.depth, parse_trees(args.trees))
     load = _Load(target_dir, kind, directory, tiers, args.length, args.seed)
-    examples = dataset.read_examples(args.data, Tokenizer.from_directory(target_dir))
+    examples = dataset.read_examples(
+        args.data, Tokenizer.from_directory(target_dir), chat_template_kwargs=args.chat_template_kwargs
+    )
     pieces = pieces_of(examples, hf.load_config(target_dir), tiers, args.length, args.rows, args.limit)
     cluster = clusters.of(args)
     with contextlib.nullcontext() if cluster is None else clusters.joined(cluster):
