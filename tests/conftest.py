@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import math
 import os
 import platform
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 import pytest
 
 if TYPE_CHECKING:
@@ -55,7 +57,29 @@ def pytest_configure(config: pytest.Config) -> None:
         with pytest.MonkeyPatch.context() as patch:  # XLA reads it once; processes that tests start compile as users do
             patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {QUICK}")
             jax.devices()
+        draw_from_few_programs()
     keep_programs(config)
+
+
+def draw_from_few_programs() -> None:
+    """Makes normal draws of tests parts of larger ones: JAX compiles a program for every shape, for some 80 ms.
+
+    They stay the same numbers: each depends on the key and on its place in the array alone, whatever follows it
+    (jax_threefry_partitionable).
+    """
+    from jax._src.core import trace_state_clean  # jax.core has no name for it
+
+    normal = jax.random.normal
+
+    def drawn(key: Any, shape: Any = (), dtype: Any = None, **options: Any) -> jax.Array:
+        size = math.prod(shape) if isinstance(shape, tuple | list) else 0
+        kind = jax.dtypes.canonicalize_dtype(float if dtype is None else dtype)
+        if options or kind != np.float32 or not 0 < size <= 1 << 16 or not trace_state_clean():
+            return normal(key, shape, dtype, **options)
+        whole = normal(key, (1 << max(8, 2 * math.ceil((size - 1).bit_length() / 2)),), np.float32)
+        return jax.numpy.array(np.asarray(whole)[:size].reshape(shape))
+
+    jax.random.normal = drawn
 
 
 def keep_programs(config: pytest.Config) -> None:

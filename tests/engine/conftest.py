@@ -8,7 +8,7 @@ batches too; the others have one bucket's sampled rounds. With --exhaustive ever
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +97,12 @@ def randomised(module: Any, seed: int) -> Any:
     """The module with every parameter of its own random: gains around 1, maps that keep a unit variance."""
     for i, (path, param) in enumerate(nnx.iter_graph(module)):
         if isinstance(param, nnx.Param):
-            noise = jax.random.normal(jax.random.fold_in(jax.random.key(seed), i), param.shape)
+            noise = np.asarray(jax.random.normal(jax.random.fold_in(jax.random.key(seed), i), param.shape))
             if param.ndim > 1:
-                noise = noise * (2.5 if "lm_head" in path else 1.0) / np.sqrt(param.shape[0]).astype(np.float32)
+                noise = noise * (2.5 if "lm_head" in path else 1.0) * (1 / np.sqrt(param.shape[0]).astype(np.float32))
             else:
                 noise = 0.2 * noise + (1.0 if path[-1] == "weight" else 0.0)
-            param.set_value(noise)
+            param.set_value(jnp.asarray(noise))
     return module
 
 
@@ -151,25 +151,44 @@ def dflash2_head(target: Any) -> Dflash2Head:
     return randomised(head, 10)
 
 
-def modules_of(target: Any) -> dict[str, Any]:
-    """A random module of every kind, those of one that may have several layers with two."""
-    cfg, rngs = target.config, nnx.Rngs(1)
-    tables = lambda: (Shared(target.embedding[...]), shared_lm_head(target))
-    layer = tiny_config(num_layers=2, intermediate_size=40)
-    eagle1 = Eagle1Head(Eagle1Config(layer, cfg.num_layers), *tables(), rngs=rngs)
-    mtp = MtpHead(MtpConfig(tiny_config(num_layers=1, num_kv_heads=1), cfg.num_layers), *tables(), rngs=rngs)
-    medusa = MedusaHeads(MedusaConfig(3, cfg.hidden_size, V, cfg.num_layers, num_layers=2), rngs=rngs)
-    return {
-        "draft_model": tiny_target(1, num_layers=2, eos_token_ids=(EOS,), **WINDOW),
-        "eagle3": eagle3_head(target),
-        "eagle1": randomised(eagle1, 4),
-        "mtp": randomised(mtp, 5),
-        "medusa": randomised(medusa, 6),
-        "peagle": randomised(eagle3_head(target, num_layers=2, mask_token_id=6), 7),
-        "dflash": dflash_head(target),
-        "dspark": dspark_head(target),
-        "dflash2": dflash2_head(target),
-    }
+class Modules(Mapping[str, Any]):
+    """A random module of every kind, those of one that may have several layers with two; built when first asked for."""
+
+    def __init__(self, target: Any) -> None:
+        cfg, rngs = target.config, nnx.Rngs(1)
+        tables = lambda: (Shared(target.embedding[...]), shared_lm_head(target))
+        layer = tiny_config(num_layers=2, intermediate_size=40)
+        eagle1, mtp = (
+            Eagle1Config(layer, cfg.num_layers),
+            MtpConfig(tiny_config(num_layers=1, num_kv_heads=1), cfg.num_layers),
+        )
+        medusa = MedusaConfig(3, cfg.hidden_size, V, cfg.num_layers, num_layers=2)
+        self._make: dict[str, Callable[[], Any]] = {
+            "draft_model": lambda: tiny_target(1, num_layers=2, eos_token_ids=(EOS,), **WINDOW),
+            "eagle3": lambda: eagle3_head(target),
+            "eagle1": lambda: randomised(Eagle1Head(eagle1, *tables(), rngs=rngs), 4),
+            "mtp": lambda: randomised(MtpHead(mtp, *tables(), rngs=rngs), 5),
+            "medusa": lambda: randomised(MedusaHeads(medusa, rngs=rngs), 6),
+            "peagle": lambda: randomised(eagle3_head(target, num_layers=2, mask_token_id=6), 7),
+            "dflash": lambda: dflash_head(target),
+            "dspark": lambda: dspark_head(target),
+            "dflash2": lambda: dflash2_head(target),
+        }
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, kind: str) -> Any:
+        if kind not in self._made:
+            self._made[kind] = self._make[kind]()
+        return self._made[kind]
+
+    def __contains__(self, kind: object) -> bool:
+        return kind in self._make
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._make)
+
+    def __len__(self) -> int:
+        return len(self._make)
 
 
 @dataclasses.dataclass
@@ -182,7 +201,7 @@ class Bench:
     """
 
     target: Any
-    modules: dict[str, Any]
+    modules: Mapping[str, Any]
     kept: Path
     exhaustive: bool
 
@@ -377,7 +396,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def bench(kept_executables: Path, exhaustive: bool) -> Bench:
     target = tiny_target(0, eos_token_ids=(EOS,), **WINDOW)
-    return Bench(target, modules_of(target), kept_executables, exhaustive)
+    return Bench(target, Modules(target), kept_executables, exhaustive)
 
 
 @pytest.fixture(scope="session")

@@ -132,6 +132,14 @@ def test_build_refuses_unknown_families_and_honours_dtype() -> None:
     assert all(bool(jnp.any(x != 0)) for x in leaves)
 
 
+@pytest.mark.parametrize("shape", [(13, 32), (7,), (3, 5, 2)])
+def test_draws_of_tests_are_jaxs(shape: tuple[int, ...]):
+    """Eager ones are parts of larger draws there (tests/conftest.py); a traced one is JAX's own."""
+    key = jax.random.key(3)
+    own = jax.jit(lambda key: jax.random.normal(key, shape))(key)
+    assert jnp.array_equal(jax.random.normal(key, shape), own) and own.shape == shape
+
+
 def test_tiny_target_is_deterministic_and_neither_flat_nor_constant() -> None:
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 13, (8, 24)), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(24)[None, :], ids.shape)
