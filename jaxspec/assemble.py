@@ -233,6 +233,8 @@ def assemble(
     background = in_background(config) and hosts is None
     on_each = mesh is not None and geo.whole_drafter
     name = can.name + " with suffix matches" * speculation.hybrid + _WHOLE * on_each
+    if speculation.hybrid_depth is not None:
+        name += f", {speculation.hybrid_depth} deep"
     identity = _identity(target, name, params, shards)
     if config.profile is not None:
         cost = profiled(config.profile, choice, identity, speculation.resolved_policy)

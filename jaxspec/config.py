@@ -99,6 +99,8 @@ class SpeculationConfig:
       hybrid: each row and round drafts by suffix matches where these promise more accepted tokens than the drafter;
         trees hold the likeliest nodes of both. It needs coupled verification. The adaptive policy then has a tier more,
         that runs no drafter at all.
+      hybrid_depth: most tokens in a row that a hybrid's drafter drafts; deeper nodes of a tier are matches alone, which
+        cost no pass of the drafter. None: as many as the tier.
       suffix_corpus_tokens: room for texts of others than the request itself, in which a suffix drafter and a hybrid
         look too; 20 to 36 bytes a token on every device. 0: none, and nothing of a request outlives it.
       suffix_corpus_responses: finished responses go there, until newer ones take their place. They are other users'
@@ -129,6 +131,7 @@ class SpeculationConfig:
     ngram_min: int = 1
     ngram_max: int = 4
     hybrid: bool = False
+    hybrid_depth: int | None = None
     suffix_corpus_tokens: int = 0
     suffix_corpus_responses: bool = False
     suffix_corpus_files: tuple[str | Path, ...] = ()
@@ -184,6 +187,10 @@ class SpeculationConfig:
                 raise ValueError(f"{me}.{name} must be True or False, got {getattr(self, name)!r}")
         if self.hybrid and self.verification != "coupled":
             raise ValueError(f"{me}.hybrid needs verification 'coupled', got {self.verification!r}")
+        if self.hybrid_depth is not None:
+            _integer(me, "hybrid_depth", self.hybrid_depth, 1, _MAX_DEPTH)
+            if not self.hybrid:
+                raise ValueError(f"{me}.hybrid_depth {self.hybrid_depth} is for hybrids, got hybrid False")
         files = self.suffix_corpus_files
         files = (files,) if isinstance(files, str | Path) else tuple(_items(me, "suffix_corpus_files", files))
         if not all(isinstance(path, str | Path) and str(path) for path in files):

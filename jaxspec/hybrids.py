@@ -19,5 +19,6 @@ def joined(drafter: Drafter[Any, Any], vocab_size: int, speculation: Speculation
     room = drafter.corpus_tokens if isinstance(drafter, Remembering) else 0
     speculation.check_lookups(isinstance(drafter, SuffixDrafter), room == speculation.suffix_corpus_tokens)
     if speculation.hybrid:
-        drafter = HybridDrafter(drafter, SuffixMatcher(vocab_size, corpus_tokens=speculation.suffix_corpus_tokens))
+        matcher = SuffixMatcher(vocab_size, corpus_tokens=speculation.suffix_corpus_tokens)
+        drafter = HybridDrafter(drafter, matcher, speculation.hybrid_depth)
     return drafter

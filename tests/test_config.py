@@ -45,6 +45,8 @@ from jaxspec.tier import PLAIN, Tier
         ),
         ({"hybrid": 1}, r"hybrid must be True or False, got 1"),
         ({"hybrid": True, "verification": "rejection"}, r"hybrid needs verification 'coupled', got 'rejection'"),
+        ({"hybrid_depth": 3}, r"hybrid_depth 3 is for hybrids, got hybrid False"),
+        ({"hybrid": True, "hybrid_depth": 0}, r"hybrid_depth must be an int in \[1, 32\], got 0"),
         ({"suffix_corpus_tokens": 9}, r"suffix_corpus_tokens must be 0 or at least 64, got 9"),
         ({"suffix_corpus_tokens": 512}, r"the room for suffix_corpus_responses or .* got 512, False and 0 files"),
         ({"suffix_corpus_responses": True}, r"suffix_corpus_tokens is the room .* got 0, True and 0 files"),

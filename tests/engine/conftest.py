@@ -51,7 +51,7 @@ PASSING = ("eagle1", "mtp", "medusa", "peagle", "dflash", "dspark", "dflash2", "
 #: What the configuration of a kind says besides, and the kind of drafter where that has another name.
 SPECULATION: dict[str, dict[str, Any]] = {
     "suffix": dict(suffix_corpus_tokens=512, suffix_corpus_responses=True),
-    "hybrid": dict(hybrid=True, suffix_corpus_tokens=512, suffix_corpus_responses=True),
+    "hybrid": dict(hybrid=True, hybrid_depth=1, suffix_corpus_tokens=512, suffix_corpus_responses=True),
 }
 KINDS = {"hybrid": "eagle3"}
 TIERS = {

@@ -2,9 +2,9 @@
 
 The model drafts as it would alone, so its cache is the same. Of two chains each row then keeps the one that promises
 more accepted tokens; a tree has room for both, so the match's chain is grafted onto the model's tree, and the likeliest
-nodes of the two stay. All promises rest on what the text showed of either source, whichever was chosen
-(`track_record`). Tiers that only look up run no model at all. Under coupled verification the text is the same under any
-choice.
+nodes of the two stay. A token more of a match costs no pass, so the model may stop at a depth from which matches go on.
+All promises rest on what the text showed of either source, whichever was chosen (`track_record`). Tiers that only look
+up run no model at all. Under coupled verification the text is the same under any choice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree, ancestors
-from jaxspec.tier import Tier
+from jaxspec.tier import Tier, max_nodes
 
 #: The sources, in the record's order.
 _SUFFIX, _MODEL = 0, 1
@@ -48,10 +48,14 @@ class HybridState:
 
 
 class HybridDrafter:
-    """Drafts by `model` or by the matcher, whichever promises more."""
+    """Drafts by `model` or by the matcher, whichever promises more.
 
-    def __init__(self, model: Drafter[Any, Any], matcher: SuffixMatcher):
-        self.model, self.matcher = model, matcher
+    Attributes:
+      model_depth: most tokens in a row that the model drafts; None: as many as the tier.
+    """
+
+    def __init__(self, model: Drafter[Any, Any], matcher: SuffixMatcher, model_depth: int | None = None):
+        self.model, self.matcher, self.model_depth = model, matcher, model_depth
         self.aux_layers, self.lookahead = model.aux_layers, model.lookahead
         self.lags, self.extends_by_params = model.lags, model.extends_by_params
         self.supports_trees, self.max_topk = model.supports_trees, model.max_topk
@@ -97,13 +101,37 @@ class HybridDrafter:
         tree = suffix.chain_of(rows, proposal, departure(sums_BA2, _SUFFIX))
         other = None
         if not tier.lookup:
+            own = _up_to(tier, self.model_depth)
             drafted, model_state = self.model.draft(
-                params, draft.model, rows, tokens_SL, tier, sampling, noise_BDV, False
+                params, draft.model, rows, tokens_SL, own, sampling, noise_BDV, False
             )
-            drafted, other = _weighed(drafted, record, departure(sums_BA2, _MODEL), tier)
+            drafted, other = _weighed(drafted, record, departure(sums_BA2, _MODEL), own)
+            drafted = _filled(drafted, tier, self.matcher.vocab_size)
             tree = _either(tree, drafted, tier) if tier.is_chain else _grafted(tree, drafted, tier)
         record = record.proposed(rows, sums_BA2, [proposal, other])
         return tree, HybridState(dataclasses.replace(state, record=record), model_state)
+
+
+def _up_to(tier: Tier, depth: int | None) -> Tier:
+    """The tier, no deeper than that."""
+    if depth is None or depth >= tier.depth:
+        return tier
+    return Tier(depth, tier.topk, min(tier.num_nodes, max_nodes(depth, tier.topk)))
+
+
+def _filled(tree: DraftTree, tier: Tier, nothing: int) -> DraftTree:
+    """With as many nodes as the tier has: those that are added propose nothing, and promise nothing."""
+    missing = tier.num_nodes - tree.tokens_BN.shape[1]
+    if not missing:
+        return tree
+    more = lambda x_BN, value: jnp.pad(x_BN, ((0, 0), (0, missing)), constant_values=value)
+    tokens_BN, confidence_BN = more(tree.tokens_BN, nothing), more(tree.confidence_BN, 0.0)
+    if tier.is_chain:
+        return DraftTree.chain(tokens_BN, confidence_BN=confidence_BN)
+    parents_BN = more(tree.parents_BN, 0)
+    return DraftTree(
+        tokens_BN, parents_BN, more(tree.depths_BN, 1), ancestors(parents_BN, tier.depth), None, confidence_BN
+    )
 
 
 def _weighed(
