@@ -1,11 +1,12 @@
 """python -m jaxspec.bench.studies.rounds: what a round costs at a real model's shapes, against the weights' bytes.
 
-Random weights in the shapes of a Llama and of an EAGLE-3 or DSpark head as wide: a round's cost does not
-depend on what the weights say. For each tier and batch: milliseconds a round (rounds dispatched
-back to back, as the engine does), the device's busy share of it, and the floor, which is the
-time that reading the target's weights once takes at the bandwidth given. Packed rounds, of so many
-tokens over the batch, stand behind their tier's. With `--tensor-parallel N` the same on N devices, after one where a
-model fits it: how much faster, and which share of the device's time collectives take (waiting for another included).
+Random weights in the shapes of a Llama and of drafters as wide (see `drafters`): a round's cost does not depend on what
+the weights say. For each drafter, tier and batch: milliseconds a round (rounds dispatched back to back, as the engine
+does), the device's busy share of it, and the floor, which is the time that reading the target's weights once takes at
+the bandwidth given. All that a batch size has takes turns, repeat by repeat, so that a device that slows down does so
+for all of it. Plain decoding is the first drafter's. Packed rounds, of so many tokens over the batch, stand behind
+their tier's. With `--tensor-parallel N` the same on N devices, after one where a model fits it: how much faster, and
+which share of the device's time collectives take (waiting for another included).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -29,10 +31,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxspec.adaptive.arms import packed_tokens
-from jaxspec.bench.studies import report
+from jaxspec.bench.studies import drafters, report
 from jaxspec.models import few_rows, registry
 from jaxspec.models.base import Experts, ModelConfig
-from jaxspec.models.layers import Shared, shared_lm_head
 from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.quantised import Quantised, stored_bytes
 from jaxspec.runtime import summing
@@ -42,13 +43,6 @@ from jaxspec.runtime.results import Result
 from jaxspec.runtime.runner import Runner
 from jaxspec.runtime.sharding import parameter_shardings, tensor_mesh
 from jaxspec.runtime.warmup import WarmupConfig
-from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
-from jaxspec.speculation.drafters.cores import HeadCore
-from jaxspec.speculation.drafters.dspark_head import DsparkConfig, DsparkHead
-from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
-from jaxspec.speculation.drafters.hybrid import HybridDrafter
-from jaxspec.speculation.drafters.suffix import SuffixMatcher
-from jaxspec.speculation.drafters.walks import WalkingDrafter
 from jaxspec.speculation.layouts import Batch
 from jaxspec.speculation.state import Geometry
 from jaxspec.tier import Tier, parse_tier
@@ -83,8 +77,8 @@ SHAPES = {
 BANDWIDTH = {"H200": 4.28e12}
 
 
-#: Kinds of heads.
-DRAFTERS = ("eagle3", "dspark")
+#: Whose weights draft models have, where not the target's own.
+SMALL = {"8b": "1b"}
 #: Names of kernels by which devices exchange something.
 _COLLECTIVE = re.compile(r"nccl|all.?reduce|all.?gather|reduce.?scatter|collective", re.IGNORECASE)
 
@@ -145,71 +139,94 @@ def quantise(target: Any, name: str | None, output: str | None = None) -> None:
             linear.kernel.set_value(quantised_kernel(next(keys), name, *linear.kernel[...].shape))
 
 
-def _block_head(target: Any, depth: int, layers: int, shards: int) -> DsparkHead:
-    """A DSpark head of blocks of `depth` drafts that reads five layers of the target, and uses its tables."""
-    cfg = target.config
-    if shards > 1 or cfg.experts is not None:
-        raise ValueError(f"dspark is for dense targets on one device, got {cfg.family} on {shards}")
-    reads = tuple(round(1 + i * (cfg.num_layers - 4) / 4) for i in range(5)) if cfg.num_layers > 4 else (0, 1)
-    layer = dataclasses.replace(
-        cfg, family="dflash", num_layers=layers, qk_norm=True, tie_word_embeddings=False
-    )  # fmt: skip
-    head = DsparkConfig(layer, reads, depth, 0, cfg.vocab_size)
-    tables = Shared(target.embedding[...]), shared_lm_head(target)
-    return DsparkHead(head, *tables, dtype=target.embedding[...].dtype, rngs=nnx.Rngs(params=1))
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A target of random weights, on so many devices, for the runners of several drafters.
 
-
-def build(
-    shape: str, tiers: Sequence[Tier], batches: Sequence[int], context: int, dtype: jnp.dtype, *,
-    kernels: str | None, sampled: bool, page: int, budgets: Sequence[float] = (), layers_by_xla: bool = False,
-    shards: int = 1, sums: str = "nccl", weights: str | None = None, last: str | None = None, output: bool = False,
-    invariant: bool = False, kind: str = DRAFTERS[0], layers: int = 1, hybrid: bool = False,
-) -> Runner:  # fmt: skip
-    """A runner of random weights with one executable a tier and batch, and one a budget, on so many devices.
-
-    Args:
-      sums: how these add up activations (runtime.summing).
-      weights, last: formats of the layers' weights and of the output layer's; None: as they are.
-      output: whether the output layer runs by its kernel for few rows. invariant: attention of `batch_invariant`.
-      kind: of the drafter, one of DRAFTERS. layers: of its head. hybrid: suffix matches draft beside it.
-
-    Raises:
-      ValueError: DSpark on several devices, or of a target with experts.
+    Attributes:
+      target: as it is stored. ready: as rounds run it.
+      shape: one of SHAPES. sums: how devices add up activations (runtime.summing).
+      layers_by_xla: no small-batch kernels; output: those for the output layer, too.
     """
-    cache = use_persistent_cache(True)
-    cfg, draft_vocab = SHAPES[shape]
-    mesh = tensor_mesh(shards) if shards > 1 else None
-    way = summing.WAYS[sums]
-    lay_out = lambda module: tensor_parallel(module, shards, way.by) if shards > 1 else module
-    target = random_weights(nnx.eval_shape(lambda: lay_out(registry.build(cfg, dtype))), 0, mesh)
-    quantise(target, weights, last)
-    depth = max(tier.depth for tier in tiers)
-    block = _block_head(target, depth, layers, shards) if kind == "dspark" and depth else None
-    if few_rows.unsupported() is None and not layers_by_xla:
-        target = few_rows.prepare(target, output=output)
-    pages = -(-(context + 64 * (depth + 1)) // page)
-    geo = Geometry(max(batches), max(batches) * pages, page, pages, depth, kernels=kernels, batch_invariant=invariant)
-    head = Eagle3Config(
-        cfg.hidden_size, cfg.hidden_size, cfg.intermediate_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim,
-        cfg.vocab_size, draft_vocab, cfg.aux_layers, rope_theta=cfg.rope_theta, num_layers=layers,
-    )  # fmt: skip
-    drafter, params = None, ()
-    if block is not None:
-        drafter = WalkingDrafter(block, geo)
-        params = drafter.take_params()
-    elif depth:
-        core = HeadCore(random_weights(nnx.eval_shape(lambda: lay_out(Eagle3Head(head, dtype=dtype))), 1, mesh))
-        drafter, params = AutoregressiveDrafter(core, geo), core.take_params()
-    if hybrid and drafter is not None:
-        drafter = HybridDrafter(drafter, SuffixMatcher(cfg.vocab_size))
-    packed = {
-        (tier, batch): tuple(sorted({packed_tokens(tier, batch, budget) for budget in budgets}))
-        for tier in tiers for batch in batches if tier.depth
-    }  # fmt: skip
-    reachable = {tier: tuple(batches) for tier in tiers}
-    can = RunnerConfig(reachable, prefill_shapes=(), variants=(sampled,), budgets=packed)
-    options = way.options if shards > 1 else ()
-    return Runner(target, drafter, params, geo, can, WarmupConfig(sys.stderr.isatty(), cache), mesh, options)
+
+    target: Any
+    ready: Any
+    shape: str
+    mesh: Mesh | None
+    sums: str
+    layers_by_xla: bool
+    output: bool
+
+    @classmethod
+    def of(
+        cls, shape: str, dtype: jnp.dtype, *, shards: int = 1, sums: str = "nccl", weights: str | None = None,
+        last: str | None = None, layers_by_xla: bool = False, output: bool = False, layers: int | None = None,
+    ) -> Model:  # fmt: skip
+        """
+        Args:
+          weights, last: formats of the layers' weights and of the output layer's; None: as they are.
+          layers: that it has; None: the shape's.
+        """
+        cfg = SHAPES[shape][0]
+        cfg = dataclasses.replace(cfg, num_layers=layers or cfg.num_layers)
+        model = cls(None, None, shape, tensor_mesh(shards) if shards > 1 else None, sums, layers_by_xla, output)
+        target = model.filled(0, lambda: registry.build(cfg, dtype))
+        quantise(target, weights, last)
+        return dataclasses.replace(model, target=target, ready=model.by_kernels(target))
+
+    @property
+    def shards(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size
+
+    def filled(self, seed: int, build: Callable[[], Any]) -> Any:
+        """Random weights for a module, laid out for the devices."""
+        way = summing.WAYS[self.sums]
+        lay_out = lambda module: tensor_parallel(module, self.shards, way.by) if self.shards > 1 else module
+        return random_weights(nnx.eval_shape(lambda: lay_out(build())), seed, self.mesh)
+
+    def by_kernels(self, module: Any) -> Any:
+        """Its layers by the small-batch kernels, where there are any for it."""
+        if few_rows.unsupported() is not None or self.layers_by_xla:
+            return module
+        return few_rows.prepare(module, output=self.output)
+
+    def runner(
+        self, name: str, tiers: Sequence[Tier], batches: Sequence[int], context: int, *, kernels: str | None,
+        sampled: bool, page: int, budgets: Sequence[float] = (), invariant: bool = False, layers: int | None = None,
+    ) -> Runner:  # fmt: skip
+        """A runner with one executable a tier and batch, and one a budget.
+
+        Args:
+          name: of the drafter, as `drafters.parse` knows it. layers: of its head.
+          invariant: attention of `batch_invariant`.
+
+        Raises:
+          ValueError: a drafter that several devices cannot share here, or a head of a target with experts.
+        """
+        cfg, draft_vocab = self.target.config, SHAPES[self.shape][1]
+        depth = max(tier.depth for tier in tiers)
+        pages = -(-(context + 64 * (depth + 1)) // page)
+        slots = max(batches)
+        geo = Geometry(slots, slots * pages, page, pages, depth, kernels=kernels, batch_invariant=invariant)
+        drafter, params = None, ()
+        if depth:
+            kind = drafters.parts(name)[0]
+            if kind not in ("eagle3", "suffix", "ngram") and (self.shards > 1 or cfg.experts is not None):
+                raise ValueError(f"{kind} is for dense targets on one device here, got {cfg.family} on {self.shards}")
+            small = SHAPES[SMALL.get(self.shape, self.shape)][0]
+            small = dataclasses.replace(small, vocab_size=cfg.vocab_size)
+            filled = lambda build: self.by_kernels(self.filled(1, build))
+            sizes = drafters.Sizes(self.target, draft_vocab, depth, layers, small, filled)
+            drafter, params = drafters.bound(name, sizes, geo)
+        packed = {
+            (tier, batch): tuple(sorted({packed_tokens(tier, batch, budget) for budget in budgets}))
+            for tier in tiers for batch in batches if tier.depth
+        }  # fmt: skip
+        reachable = {tier: tuple(batches) for tier in tiers}
+        can = RunnerConfig(reachable, prefill_shapes=(), variants=(sampled,), budgets=packed)
+        options = summing.WAYS[self.sums].options if self.shards > 1 else ()
+        warmup = WarmupConfig(sys.stderr.isatty(), use_persistent_cache(True))
+        return Runner(self.ready, drafter, params, geo, can, warmup, self.mesh, options)
 
 
 def target_bytes(runner: Runner, touched: int) -> int:
@@ -223,11 +240,13 @@ def target_bytes(runner: Runner, touched: int) -> int:
     return runner.weight_bytes - sum(map(stored_bytes, stacked)) + touched * each
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Bench:
     """Back-to-back rounds of one runner at a given context."""
 
+    drafter: str
     runner: Runner
+    tiers: Sequence[Tier]
     context: int
 
     def rounds(self, tier: Tier, batch: int, count: int, tokens: int | None = None) -> Any:
@@ -242,31 +261,62 @@ class Bench:
         rows = Batch.of(geo, batch, range(batch), geo.max_depth)
         return runner.repeat(tier, batch, jax.device_put(rows.array), count, tokens)
 
-    def measure(self, tier: Tier, batch: int, count: int, repeats: int, tokens: int | None = None) -> dict[str, Any]:
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """One executable's rounds, timed."""
+
+    bench: Bench
+    tier: Tier
+    batch: int
+    tokens: int | None
+
+    def __post_init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def run(self, count: int) -> Any:
+        return jax.block_until_ready(self.bench.rounds(self.tier, self.batch, count, self.tokens))
+
+    def time(self, count: int) -> None:
+        began = time.perf_counter()
+        self.run(count)
+        self.seconds.append((time.perf_counter() - began) / count)
+
+    def row(self, count: int) -> dict[str, Any]:
         """Milliseconds a round, and what the device did with them."""
-        jax.block_until_ready(self.rounds(tier, batch, 3, tokens))
-        times = []
-        for _ in range(repeats):
-            began = time.perf_counter()
-            jax.block_until_ready(self.rounds(tier, batch, count, tokens))
-            times.append((time.perf_counter() - began) / count)
-        found = record(lambda: self.rounds(tier, batch, count, tokens))
+        found = record(lambda: self.run(count))
         active, span = busy(found)
         top = medians(found)
         exchanged = sum(event.seconds for event in found if _COLLECTIVE.search(event.name))
         return {
-            "tier": tier.name,
-            "batch": batch,
-            "tokens": tokens,
-            "ms": 1e3 * statistics.median(times),
-            "ms_spread": 1e3 * (max(times) - min(times)),
+            "drafter": self.bench.drafter if self.tier.depth else None,
+            "tier": self.tier.name,
+            "batch": self.batch,
+            "tokens": self.tokens,
+            "ms": 1e3 * statistics.median(self.seconds),
+            "ms_spread": 1e3 * (max(self.seconds) - min(self.seconds)),
+            "ms_each": [round(1e3 * s, 4) for s in self.seconds],
             "device_ms": 1e3 * active / count,
             "idle_share": None if not span else 1 - active / span,
             "kernels": round(len(found) / count),
             "collective_share": exchanged / active if active else None,
-            "experts": Result.of(np.asarray(self.rounds(tier, batch, 1, tokens)), batch).touched_R[0],
+            "experts": Result.of(np.asarray(self.run(1)), self.batch).touched_R[0],
             "top": {name: [n / count, 1e6 * t] for name, (n, t) in list(top.items())[:12]},
         }
+
+
+def measured(benches: Sequence[Bench], batch: int, count: int, repeats: int) -> list[dict[str, Any]]:
+    """A row for each program of a batch size; they take turns."""
+    programs = [
+        Program(bench, tier, batch, tokens)
+        for bench in benches for tier in bench.tiers for tokens in (None, *bench.runner.budgets.get((tier, batch), ()))
+    ]  # fmt: skip
+    for program in programs:
+        program.run(3)
+    for _ in range(repeats):
+        for program in programs:
+            program.time(count)
+    return [program.row(count) for program in programs]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -274,12 +324,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = report.parser("rounds", __doc__)
     add = parser.add_argument
     add("--shape", choices=sorted(SHAPES), default="8b")
+    add("--layers", type=int, help="of the target (default: all): drafts cost what they cost, and compiling less")
     add("--batch", type=int, nargs="+", default=[1])
     add("--depth", type=int, nargs="+", default=[0, 1, 3, 5], help="0 is plain decoding; it is always measured")
     add("--trees", nargs="+", default=[], metavar="TIER", help="trees besides, such as tree-5x4/16")
-    add("--drafter", choices=DRAFTERS, default=DRAFTERS[0], help="kind of the head, random too")
-    add("--draft-layers", type=int, default=1, help="of the head")
-    add("--hybrid", action="store_true", help="suffix matches in the request's own text draft beside the head")
+    add("--drafter", type=drafters.parse, nargs="+", default=[("eagle3", ())], metavar="KIND",
+        help=f"{', '.join(drafters.NAMES)}; KIND{drafters.BESIDE}[:N]: a hybrid, its drafter N deep; "
+        "KIND=TIER,TIER: its own tiers")  # fmt: skip
+    add("--draft-layers", type=int, help="of heads (default: by kind, as those of the demo)")
     add("--budget", type=float, nargs="+", default=[], help="packed rounds: drafted tokens verified a row, on average")
     add("--context", type=int, default=1024, help="committed tokens of each request")
     add("--page", type=int, default=64, help="tokens a page")
@@ -301,12 +353,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.output_weights and SHAPES[args.shape][0].tie_word_embeddings:
         parser.error(f"--output-weights wants an output layer of its own, and that of {args.shape} is the embedding")
 
+    if args.layers and SHAPES[args.shape][0].experts is not None:
+        parser.error(f"--layers is for dense shapes, got {args.shape}")
     tiers = [*(Tier(depth) for depth in sorted({0, *args.depth})), *map(parse_tier, args.trees)]
     rows: list[dict[str, Any]] = []
     kind = args.weights or args.dtype
     print(f"{args.shape} {kind} on {jax.devices()[0].device_kind}, context {args.context}, jax {jax.__version__}")
     print(
-        "devices batch  tier     tokens      ms  x plain  x one  share of floor  device ms  idle  collectives kernels "
+        "devices batch  drafter        tier          tokens      ms  x plain  x one  share of floor  device ms  idle  "
+        "collectives kernels "
         " experts a layer"
     )
     ways = [(1, "nccl")] if args.tensor_parallel == 1 or not args.without_one else []
@@ -323,7 +378,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             print(f"{shards:7d} does not fit: {str(error).splitlines()[0]}", flush=True)
         gc.collect()  # its weights and pools
-    report.write(args, "rounds", rows)
     return 0
 
 
@@ -331,33 +385,47 @@ def _measure(
     args: argparse.Namespace, tiers: Sequence[Tier], shards: int, sums: str, rows: list[dict[str, Any]]
 ) -> None:
     """Measures on so many devices, prints, and appends to `rows`."""
-    runner = build(
-        args.shape, tiers, sorted(set(args.batch)), args.context, jnp.dtype(args.dtype),
-        kernels=args.kernels, sampled=args.sampled, page=args.page, budgets=args.budget,
-        layers_by_xla=args.layers_by_xla, shards=shards, sums=sums, weights=args.weights,
-        last=args.output_weights, output=args.output_by_kernel or args.batch_invariant, invariant=args.batch_invariant,
-        kind=args.drafter, layers=args.draft_layers, hybrid=args.hybrid,
+    model = Model.of(
+        args.shape, jnp.dtype(args.dtype), shards=shards, sums=sums, weights=args.weights, last=args.output_weights,
+        layers_by_xla=args.layers_by_xla, output=args.output_by_kernel or args.batch_invariant,
+        layers=args.layers,
     )  # fmt: skip
-    bench = Bench(runner, args.context)
+
+    def bench_of(asked: tuple[str, tuple[Tier, ...]]) -> Bench:
+        name, own = asked
+        own = own or [t for t in tiers if t.depth and (t.is_chain or drafters.draws_trees(name))]
+        own = [Tier(0)] * (asked == args.drafter[0]) + [*own]
+        runner = model.runner(
+            name, own, sorted(set(args.batch)), args.context, kernels=args.kernels, sampled=args.sampled,
+            page=args.page, budgets=args.budget, invariant=args.batch_invariant, layers=args.draft_layers,
+        )  # fmt: skip
+        return Bench(name, runner, own, args.context)
+
+    # Each compiles its own programs, side by side.
+    with ThreadPoolExecutor(len(args.drafter)) as pool:
+        benches = list(pool.map(bench_of, args.drafter))
     rate = report.rate(BANDWIDTH, args.bandwidth)
+    runner = benches[0].runner
     cfg = runner.config
     kv = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * jnp.dtype(args.dtype).itemsize * args.context
-    alone = {(row["tier"], row["batch"], row["tokens"]): row["ms"] for row in rows if row["devices"] == 1}
+    key_of = lambda row: tuple(row[name] for name in ("drafter", "tier", "batch", "tokens"))
+    alone = {key_of(row): row["ms"] for row in rows if row["devices"] == 1}
     for batch in sorted(set(args.batch)):
-        plain = None
-        for tier, tokens in [(t, n) for t in tiers for n in (None, *runner.budgets.get((t, batch), ()))]:
-            row = bench.measure(tier, batch, args.rounds, args.repeats, tokens) | {"devices": shards, "sums": sums}
-            plain = plain or row["ms"]
+        found = measured(benches, batch, args.rounds, args.repeats)
+        for row in found:
+            row |= {"devices": shards, "sums": sums}
+            tier, plain = parse_tier(row["tier"]), found[0]["ms"]
             read = (target_bytes(runner, row["experts"]) + batch * kv) / shards
             row["floor_ms"] = least = None if rate is None else 1e3 * read / rate
             row["ratio"] = row["ms"] / plain
-            one = alone.get((row["tier"], batch, tokens))
+            one = alone.get(key_of(row))
             row["speedup"] = None if one is None else one / row["ms"]
             percent = lambda x: "" if x is None else f"{x:.1%}"
             shown = tier.depth == 0 or cfg.experts is not None
             floor = percent(least / row["ms"] if shown and least is not None else None)
             print(
-                f"{shards:7d} {batch:5d}  {tier.name:8s} {tokens or batch * tier.num_nodes:5d} {row['ms']:7.3f}  "
+                f"{shards:7d} {batch:5d}  {row['drafter'] or '':13s}  {tier.name:12s}  "
+                f"{row['tokens'] or batch * tier.num_nodes:5d} {row['ms']:7.3f}  "
                 f"{row['ratio']:7.3f}  {'' if one is None else format(row['speedup'], '.2f'):>5s}  {floor:>14s}  "
                 f"{row['device_ms']:9.3f} {percent(row['idle_share']):>5s}  {percent(row['collective_share']):>11s} "
                 f"{row['kernels']:7d}"
@@ -365,6 +433,7 @@ def _measure(
                 flush=True,
             )
             rows.append(row)
+        report.write(args, "rounds", rows)  # what is measured so far
 
 
 if __name__ == "__main__":
