@@ -222,6 +222,37 @@ def test_each_row_keeps_the_drafts_that_promise_more(tier: Tier):
         assert (latest[0, 1, :, 1] >= CELLS).all() and (latest[..., 1] < hybrid._CELLS).sum() == 3 + 3 + 3
 
 
+@pytest.mark.parametrize("tier", [Tier(3), Tier(3, 2, 5)], ids=str)
+def test_a_model_may_stop_where_matches_go_on(tier: Tier):
+    """It is asked for one level, and what it cannot fill proposes nothing."""
+
+    class Shallow(Fixed):
+        def draft(self, params: Any, draft: Any, rows: Rows, *rest: Any) -> Any:
+            own = rest[1]
+            assert own == (Tier(1) if tier.is_chain else Tier(1, 2, 3))
+            tree, draft = super().draft(params, draft, rows, *rest)
+            cut = lambda x: x[:, : own.num_nodes]
+            return dataclasses.replace(
+                tree, tokens_BN=cut(tree.tokens_BN), parents_BN=cut(tree.parents_BN), depths_BN=cut(tree.depths_BN),
+                ancestors_BNN=cut(tree.ancestors_BNN)[..., : own.num_nodes], confidence_BN=cut(tree.confidence_BN),
+            ), draft  # fmt: skip
+
+    tokens = np.zeros((2, 32), np.int32)
+    tokens[0, :12] = np.tile([0, 1, 2, 3], 3)
+    tokens[1, :6] = [6, 5, 4, 3, 2, 1]
+    rows, geo = rows_of(tokens, [11, 5]), Geometry(2, 1, 1, 31, 3)
+    drafter = HybridDrafter(Shallow(), SuffixMatcher(V), 1)
+    run = jax.jit(lambda state: drafter.draft(
+        jnp.full(4, 0.3), state, rows, jnp.asarray(tokens), tier, None, None, False
+    ))  # fmt: skip
+    tree, state = run(drafter.init_state(geo))
+    match, model = ([3, 0, 1, 2], [1, 5, V, V]) if tier.is_chain else ([3, 5, 0, 1, 2], [1, 5, 4, V, V])
+    assert np.asarray(tree.tokens_BN).tolist() == [match, model]
+    np.testing.assert_array_equal(tree.ancestors_BNN, ancestors(tree.parents_BN, 3))
+    assert tree.confidence_BN is not None and not tree.confidence_BN[1, -2:].any()
+    assert state.suffix.record.latest_SADF[0, :, :, 0].tolist() == [[0, 1, 2], [5, -1, -1]]
+
+
 def test_a_graft_is_the_best_tree_of_both_drafts():
     """Against all sets of nodes that are closed under parents, told apart by the paths that they stand for."""
     rng, tier, b = np.random.default_rng(0), Tier(3, 2, 5), 24

@@ -47,7 +47,7 @@ class Options:
     Attributes:
       drafter: as LLM takes it. tiers: what is drafted, plain decoding not among them; None: the engine's default.
       grow: a size that `grow.parse_size` reads. simulate: mean accepted length of the deepest tier.
-      prompts: a file of prompts, for the workload "file". hybrid: as SpeculationConfig's.
+      prompts: a file of prompts, for the workload "file". hybrid, hybrid_depth: as SpeculationConfig's.
     """
 
     plan: Sweep
@@ -62,6 +62,7 @@ class Options:
     mixed_chunk: int | str = "auto"
     batch_invariant: bool = False
     hybrid: bool = False
+    hybrid_depth: int | None = None
 
 
 class Parts:
@@ -120,7 +121,9 @@ class Parts:
         limit = self.target.config.max_position_embeddings
         speculation = SpeculationConfig(policy="off")
         if not plain:
-            speculation = SpeculationConfig(policy, tiers=options.tiers, hybrid=options.hybrid)
+            speculation = SpeculationConfig(
+                policy, tiers=options.tiers, hybrid=options.hybrid, hybrid_depth=options.hybrid_depth
+            )
         config = EngineConfig(
             max_batch_size=max(options.plan.batch_sizes),
             max_seq_len=min(limit, -(-longest // _ROUND_UP) * _ROUND_UP),
@@ -239,6 +242,7 @@ def _conditions(parts: Parts, session: Experiment, skipped: int) -> dict[str, An
         "parameters": grow.parameters(parts.target),
         "dtype": parts.dtype.name,
         "drafter": parts.kind + source + " and suffix matches" * options.hybrid,
+        "hybrid_depth": options.hybrid_depth,
         "grow": options.grow,
         "geometry": None if parts.size is None else dataclasses.asdict(parts.size),
         "experts": None if mixture is None else {**dataclasses.asdict(mixture), "layers": len(mixture.layers)},

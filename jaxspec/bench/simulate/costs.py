@@ -336,11 +336,15 @@ def _profile(profile: CostProfile) -> Measured:
 def _study(name: str, data: Mapping[str, Any]) -> Measured:
     try:
         c, points = data["conditions"], {}
-        for row in (row for row in data["rounds"] if row.get("devices", 1) == 1):
+        # Of several drafters the first one's; plain decoding is nobody's.
+        kind = next((row["drafter"] for row in data["rounds"] if row.get("drafter")), None)
+        mine = lambda row: row.get("devices", 1) == 1 and row.get("drafter") in (None, kind)
+        for row in filter(mine, data["rounds"]):
             tier, batch = parse_tier(row["tier"]), int(row["batch"])
             tokens = row.get("tokens") or batch * tier.num_nodes
             points[tier.depth, batch, int(tokens), int(c["context"])] = float(row["ms"]) / 1e3
-        label = f"measured: {c['device']}, {c['shape']} shapes, {c['dtype']}, EAGLE-3 head, context {c['context']}"
+        what = f"{c['shape']} shapes, {c['dtype']}, {kind or 'EAGLE-3 head'}, context {c['context']}"
+        label = f"measured: {c['device']}, {what}"
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"profile {name!r} is no output of jaxspec.bench.studies.rounds: {error!r}") from error
     return Measured(label, points)

@@ -1,0 +1,148 @@
+"""python -m jaxspec.bench.studies.kinds: drafters beside one another, by the engine, on the demo's own greedy answers.
+
+Rows of `--data` are texts that the target wrote (`train regenerate` writes such files); their prompts are served with
+each drafter and tier, so many requests at a time, and every text is compared with that of the first. Tokens a round are
+counts. Speed is the ratio of plain decoding's processor time to that of whole runs, all of which take turns within each
+repeat: the median of the repeats. It hardly depends on what else the machine does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxspec.adaptive.static import StaticPolicy
+from jaxspec.assemble import assemble
+from jaxspec.bench.studies import drafters, report
+from jaxspec.checkpointing import hf
+from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.engine import Engine
+from jaxspec.events import Finished
+from jaxspec.loading import drafting_of
+from jaxspec.models.sharded import BY_XLA
+from jaxspec.request import SamplingParams
+from jaxspec.resolve import resolve_drafter, resolve_model
+from jaxspec.text.tokenizer import Tokenizer
+from jaxspec.tier import PLAIN, Tier, parse_tier
+from jaxspec.train.data import dataset
+
+
+@dataclasses.dataclass
+class Mode:
+    """A drafter's tier in an engine, and what came of it.
+
+    Attributes:
+      counts: of each data set, accepted drafts and rounds of one run. busy: processor seconds of each run.
+    """
+
+    name: str
+    engine: Engine
+    tier: Tier
+    counts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    busy: list[float] = dataclasses.field(default_factory=list)
+
+    def run(self, texts: Sequence[dataset.Example], tokens: int) -> list[list[int]]:
+        """What it writes after the texts' prompts. A hybrid's record starts empty."""
+        engine, self.counts = self.engine, {}
+        engine.use_policy(StaticPolicy(self.tier))
+        began, names, written = time.process_time(), {}, {}
+        for text in texts:
+            count = min(tokens, len(text.tokens) - text.prompt_length)
+            params = SamplingParams(temperature=0, max_tokens=count)
+            names[engine.add(text.tokens[: text.prompt_length], params)] = text.dataset
+        while engine.has_work:
+            for event in engine.step():
+                if isinstance(event, Finished):
+                    count = self.counts.setdefault(names[event.request_id], [0, 0])
+                    count[0] += event.output.metrics.accepted
+                    count[1] += event.output.metrics.rounds
+                    written[event.request_id] = event.output.token_ids
+        self.busy.append(time.process_time() - began)
+        return [list(written[name]) for name in names]
+
+
+def modes_of(args: Any, target: Any, directory: Path) -> list[Mode]:
+    """Plain decoding first."""
+    config = EngineConfig(
+        max_batch_size=args.batch, batch_buckets=(args.batch,), max_seq_len=args.context, variants=("greedy",),
+        enable_prefix_caching=False, warmup="eager", prefill_chunk=64, rounds_per_dispatch=1, mixed_chunk=0,
+    )  # fmt: skip
+    modes: list[Mode] = []
+    for text in args.drafters:
+        named, _, said = text.partition("=")
+        asked, hybrid, depth = drafters.parts(named)
+        kind, place = resolve_drafter(asked, directory)
+        tiers = [parse_tier(name) for name in (said or args.tiers).split(",")]
+        # A hybrid learns what its sources are worth, so that one tier's run would teach the next one's.
+        for own in [[tier] for tier in tiers] if hybrid else [tiers]:
+            speculation = SpeculationConfig(tiers=tuple(own), hybrid=hybrid, hybrid_depth=depth)
+            drafting = drafting_of(kind, place, target, jnp.dtype(args.dtype), speculation, 1, BY_XLA)
+            engine = assemble(target, None, speculation, config, drafter=drafting, progress=sys.stderr.isatty())
+            modes += [] if modes else [Mode("plain", engine, PLAIN)]
+            modes += [Mode(f"{named} {tier}", engine, tier) for tier in own]
+    return modes
+
+
+def measured(args: Any) -> list[dict[str, Any]]:
+    """A row for each mode, printed too."""
+    directory = resolve_model(args.target)
+    target = hf.load_model(directory, jnp.dtype(args.dtype), context=args.context)
+    texts = dataset.read_examples(args.data, Tokenizer.from_directory(directory))
+    by_set: dict[str, list[dataset.Example]] = {}
+    for text in texts:
+        if not text.temperature and 0 < text.prompt_length < len(text.tokens) - 1:
+            by_set.setdefault(text.dataset, []).append(text)
+    texts = [text for some in by_set.values() for text in some[: args.limit]]
+    modes = modes_of(args, target, directory)
+    written = [mode.run(texts, args.max_tokens) for mode in modes]
+    equal = [sum(a == b for a, b in zip(written[0], mine, strict=True)) for mine in written]
+    counts = [mode.counts for mode in modes]
+    for mode in modes:
+        mode.busy.clear()
+    for _ in range(args.repeats):
+        for mode in modes:
+            mode.run(texts, args.max_tokens)
+    rows = []
+    for mode, count, same in zip(modes, counts, equal, strict=True):
+        lengths = {name: round(1 + accepted / rounds, 3) for name, (accepted, rounds) in count.items()}
+        row: dict[str, Any] = {"mode": mode.name, "tokens_a_round": lengths, "texts": len(texts), "equal": same}
+        if args.repeats:
+            ratios = [a / b for a, b in zip(modes[0].busy, mode.busy, strict=True)]
+            row |= {"speed": round(statistics.median(ratios), 3), "speeds": [round(r, 3) for r in ratios]}
+        rows.append(row)
+        said = " ".join(f"{name} {length:.3f}" for name, length in lengths.items())
+        print(
+            f"{args.batch:3d} {mode.name:40s} {said}  {row.get('speed', '')}  {same} of {len(texts)} equal", flush=True
+        )
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = report.parser("kinds", __doc__)
+    add = parser.add_argument
+    add("--target", default="demo", help='"demo" or a Hugging Face directory')
+    add("--data", type=Path, nargs="+", required=True, help="JSONL of the target's greedy answers")
+    add("--drafters", nargs="+", required=True, metavar="DRAFTER", help="kinds or directories; DRAFTER+suffix[:N]: a "
+        "hybrid, its drafter N deep; DRAFTER=TIER,TIER: its own tiers")  # fmt: skip
+    add("--tiers", default="chain-5", help="of drafters that name none")
+    add("--batch", type=int, default=1, help="requests at a time")
+    add("--limit", type=int, default=10**9, help="texts of each data set")
+    add("--max-tokens", type=int, default=160, help="of each answer, at most")
+    add("--context", type=int, default=512)
+    add("--repeats", type=int, default=3, help="timed runs; 0: tokens a round alone")
+    add("--dtype", default="float32")
+    args = report.parse(parser, argv)
+    report.write(args, "kinds", measured(args))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
