@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 from jaxspec.bench.offline import command, grow
+from jaxspec.bench.offline.widen import widen_head
 from jaxspec.checkpointing import eagle3, hf
 from jaxspec.models.base import Experts, counting_experts
 from jaxspec.models.layers import Transformer, causal_attention
@@ -102,6 +103,33 @@ def test_the_head_reads_the_same_features(norms: dict[str, Any]):
     assert float(jnp.std(feature)) > 0.01
     assert head.config == cfg and head.fc.kernel.shape == (96, 16)  # the small head is left as it was
     np.testing.assert_array_equal(grown.embedding[...], head.embedding[...])
+
+
+@pytest.mark.parametrize("fields", [{"fc_norm": True, "norm_output": True}, {"norm_before_residual": True}])
+def test_a_widened_head_drafts_the_same(fields: dict[str, Any]):
+    """As EAGLE-3.1 and otherwise, two steps long; its layer is the target's."""
+    cfg = Eagle3Config(16, 72, 24, 4, 2, 8, 13, 9, (0, 2, 3), rms_norm_eps=0.05, **fields)
+    head = Eagle3Head(cfg, rngs=nnx.Rngs(params=0))
+    head.norm.weight[...] = jnp.linspace(0.5, 2.0, 16)
+    wide = widen_head(head, SIZE)
+    assert (
+        wide.config.hidden_size == 72 and wide.attn.qkv.kernel.shape[0] == 144 and wide.mlp.down.kernel.shape[0] == 100
+    )
+    assert float(jnp.std(wide.mlp.gate_up.kernel[...][16:])) > 0.01  # no product is over zeros alone
+    tokens, aux = jnp.asarray(TOKENS, jnp.int32), jax.random.normal(jax.random.key(1), (2, 12, 3 * 72))
+    positions = jnp.broadcast_to(jnp.arange(12)[None], tokens.shape)
+
+    @nnx.jit
+    def drafted(net: Eagle3Head) -> jax.Array:
+        feature = net.fuse(aux)
+        first = net(tokens, feature, positions, causal_attention)
+        return jnp.stack([net.logits(x) for x in (first, net(tokens, first, positions, causal_attention))])
+
+    logits = drafted(head)
+    np.testing.assert_allclose(drafted(wide), logits, atol=1e-4)
+    assert float(jnp.std(logits)) > 0.01
+    with pytest.raises(ValueError, match="only EAGLE-3 heads of one layer.*num_layers=2"):
+        widen_head(Eagle3Head(dataclasses.replace(cfg, num_layers=2)), SIZE)
 
 
 @pytest.mark.parametrize("head", [True, False])

@@ -99,6 +99,7 @@ def _shared() -> argparse.ArgumentParser:
     add("--simulate-accept-length", type=float, metavar="X", help="simulated acceptance: X tokens a round at the "
         "deepest tier; for random weights, labelled (default: acceptance as it is)")  # fmt: skip
     add("--grow", metavar=grow.SIZES, help="the same function at a larger model's cost (default: as it is)")
+    add("--grow-head", action="store_true", help="its EAGLE-3 head as wide as it (default: as wide as it was)")
     return shared
 
 
@@ -124,6 +125,7 @@ def parser() -> argparse.ArgumentParser:
         "jaxspec.bench.studies.NAME, listed in docs/benchmarks.md.",
     )  # fmt: skip
     p.add_argument("--plot", metavar="FILE", help="a picture, PNG (default: none)")
+    p.add_argument("--fixed", action="store_true", help="plain decoding and the fixed tiers alone, no adaptive policy")
     p.set_defaults(command="bench", out=None)
     return p
 
@@ -205,6 +207,7 @@ def options_of(args: argparse.Namespace) -> Options:
         tiers=tiers,
         dtype=args.dtype,
         grow=args.grow,
+        grow_head=args.grow_head,
         simulate=args.simulate_accept_length,
         prompts=args.prompts,
         batch_invariant=args.batch_invariant,
@@ -251,7 +254,7 @@ def run(args: argparse.Namespace) -> int:
     options = options_of(args)
     say("loading and compiling: up to a few minutes the first time, seconds from the cache")
     with cli.quick_interrupts():
-        session, conditions = prepare(options, adaptive=args.command == "bench")
+        session, conditions = prepare(options, adaptive=args.command == "bench" and not args.fixed)
     say(report.header(conditions) + "\n")
     interrupted = measure(session, say)
     stats = session.engine.stats

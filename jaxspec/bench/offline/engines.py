@@ -20,6 +20,7 @@ from jaxspec.assemble import assemble
 from jaxspec.bench.offline import grow
 from jaxspec.bench.offline.measure import PLAIN_MODE, Experiment, Mode, Sweep, modes_of, run_queue
 from jaxspec.bench.offline.simulate import SimulatedDrafter, rate_for
+from jaxspec.bench.offline.widen import widen_head
 from jaxspec.bench.offline.workloads import FILE, Passage, built_in, load_prompts, queue
 from jaxspec.checkpointing import eagle3, hf
 from jaxspec.config import EngineConfig, SpeculationConfig
@@ -48,6 +49,7 @@ class Options:
       drafter: as LLM takes it. tiers: what is drafted, plain decoding not among them; None: the engine's default.
       grow: a size that `grow.parse_size` reads. simulate: mean accepted length of the deepest tier.
       prompts: a file of prompts, for the workload "file". hybrid, hybrid_depth: as SpeculationConfig's.
+      grow_head: whether the EAGLE-3 head grows as wide as the grown target.
     """
 
     plan: Sweep
@@ -63,6 +65,7 @@ class Options:
     batch_invariant: bool = False
     hybrid: bool = False
     hybrid_depth: int | None = None
+    grow_head: bool = False
 
 
 class Parts:
@@ -76,6 +79,10 @@ class Parts:
         directory = resolve_model(options.model)
         self.options = options
         self.kind, self.head = resolve_drafter(options.drafter, directory)
+        if options.grow_head and (options.grow is None or self.kind != "eagle3"):
+            raise ValueError(
+                f"grow-head is for EAGLE-3 heads of grown targets, got {self.kind} and grow {options.grow}"
+            )
         trees = [t.name for t in options.tiers or () if not t.is_chain]
         self.trees = registry.find(self.kind).trees and options.simulate is None
         if trees and not self.trees:
@@ -103,7 +110,8 @@ class Parts:
             return bind_drafter(self.kind, module, geo, speculation)
         assert self.head is not None
         head = eagle3.load_head(self.head, self.small, self.dtype)
-        core = HeadCore(grow.grow_head(head, self.small.config, self.size))
+        head = grow.grow_head(head, self.small.config, self.size)
+        core = HeadCore(widen_head(head, self.size) if self.options.grow_head else head)
         return AutoregressiveDrafter(core, geo), core.take_params()
 
     def engine(
@@ -244,6 +252,7 @@ def _conditions(parts: Parts, session: Experiment, skipped: int) -> dict[str, An
         "drafter": parts.kind + source + " and suffix matches" * options.hybrid,
         "hybrid_depth": options.hybrid_depth,
         "grow": options.grow,
+        "grow_head": options.grow_head,
         "geometry": None if parts.size is None else dataclasses.asdict(parts.size),
         "experts": None if mixture is None else {**dataclasses.asdict(mixture), "layers": len(mixture.layers)},
         "simulated_accept_length": options.simulate,

@@ -246,7 +246,7 @@ class _Places:
         )
 
 
-class _Grower(_Writer):
+class Grower(_Writer):
     """Puts the blocks of a small model into those of a grown one, or leaves them without effect (old None)."""
 
     def __init__(self, cfg: ModelConfig, size: Size, dtype: jnp.dtype, seed: int):
@@ -279,7 +279,11 @@ class _Grower(_Writer):
             bias = old.bias[...] if old is not None and old.bias is not None else None
             self.put(new.bias, bias, [columns], jnp.zeros(new.bias.shape, dtype), np.reshape(scale, -1))
 
-    def attention(self, new: Attention, old: Attention | None) -> None:
+    def attention(self, new: Attention, old: Attention | None, reads: np.ndarray | None = None) -> None:
+        """
+        Args:
+          reads: where the old channels of its input lie; None: where those of the residual stream do.
+        """
         cfg, at, stretch = self._cfg, self.at, self._stretch
         # The scores are divided by the root of the longer head; queries make up for it.
         queries, keys = cfg.num_heads * cfg.head_dim, (cfg.num_heads + cfg.num_kv_heads) * cfg.head_dim
@@ -292,7 +296,8 @@ class _Grower(_Writer):
             scale = scale * np.where(np.arange(at.qkv.size)[None, :] < keys, small, 1.0)
             normed = (new.num_heads + new.num_kv_heads) * new.head_dim
             noise = np.where(np.arange(new.qkv.kernel.shape[1]) < normed, small, 1.0)
-        self.linear(new.qkv, old and old.qkv, at.hidden, at.qkv, scale=scale, zero=at.dead_qkv, noise=noise)
+        reads = at.hidden if reads is None else reads
+        self.linear(new.qkv, old and old.qkv, reads, at.qkv, scale=scale, zero=at.dead_qkv, noise=noise)
         self.linear(new.out, old and old.out, at.heads, at.hidden, writes=True)
         # Per-head norms see the larger queries as they were, and keys that look smaller by that root.
         channel = np.arange(cfg.head_dim) * stretch
@@ -370,7 +375,7 @@ def grow_target(model: TargetModel, size: Size, seed: int = 0) -> Transformer:
     dtype: jnp.dtype = model.embedding[...].dtype
     out = nnx.eval_shape(lambda: registry.build(grown, dtype))
     assert isinstance(out, Transformer)
-    write, vocab = _Grower(cfg, size, dtype, seed), np.arange(cfg.vocab_size)
+    write, vocab = Grower(cfg, size, dtype, seed), np.arange(cfg.vocab_size)
     hidden = write.at.hidden
     write.put(out.embedding, model.embedding[...], [vocab, hidden], jnp.zeros(out.embedding.shape, dtype))
     old_of = {place: model.layers[i] for i, place in enumerate(places)}
