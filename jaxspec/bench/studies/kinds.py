@@ -1,8 +1,9 @@
 """python -m jaxspec.bench.studies.kinds: drafters beside one another, by the engine, on the demo's own greedy answers.
 
 Rows of `--data` are texts that the target wrote (`train regenerate` writes such files); their prompts are served with
-each drafter and tier, so many requests at a time, and every text is compared with that of the first. Tokens a round are
-counts. Speed is the ratio of plain decoding's processor time to that of whole runs, all of which take turns within each
+each drafter and tier, so many requests at a time, and every text is compared with that of plain decoding. Tokens a
+round are counts; a hybrid learns what its sources are worth, and those are of its first run at the first batch size.
+Speed is the ratio of plain decoding's processor time to that of whole runs, all of which take turns within each
 repeat: the median of the repeats. It hardly depends on what else the machine does.
 """
 
@@ -39,20 +40,27 @@ class Mode:
     """A drafter's tier in an engine, and what came of it.
 
     Attributes:
-      counts: of each data set, accepted drafts and rounds of one run. busy: processor seconds of each run.
+      counts: of each data set, accepted drafts and rounds of the last run. busy: its processor seconds.
     """
 
     name: str
     engine: Engine
     tier: Tier
     counts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
-    busy: list[float] = dataclasses.field(default_factory=list)
+    busy: float = 0.0
 
-    def run(self, texts: Sequence[dataset.Example], tokens: int) -> list[list[int]]:
-        """What it writes after the texts' prompts. A hybrid's record starts empty."""
+    def run(self, texts: Sequence[dataset.Example], tokens: int, batch: int) -> list[list[int]]:
+        """What it writes after the texts' prompts, so many at a time."""
         engine, self.counts = self.engine, {}
         engine.use_policy(StaticPolicy(self.tier))
-        began, names, written = time.process_time(), {}, {}
+        began, written = time.process_time(), []
+        for start in range(0, len(texts), batch):
+            written += self._together(texts[start : start + batch], tokens)
+        self.busy = time.process_time() - began
+        return written
+
+    def _together(self, texts: Sequence[dataset.Example], tokens: int) -> list[list[int]]:
+        engine, names, written = self.engine, {}, {}
         for text in texts:
             count = min(tokens, len(text.tokens) - text.prompt_length)
             params = SamplingParams(temperature=0, max_tokens=count)
@@ -64,15 +72,15 @@ class Mode:
                     count[0] += event.output.metrics.accepted
                     count[1] += event.output.metrics.rounds
                     written[event.request_id] = event.output.token_ids
-        self.busy.append(time.process_time() - began)
         return [list(written[name]) for name in names]
 
 
 def modes_of(args: Any, target: Any, directory: Path) -> list[Mode]:
     """Plain decoding first."""
     config = EngineConfig(
-        max_batch_size=args.batch, batch_buckets=(args.batch,), max_seq_len=args.context, variants=("greedy",),
-        enable_prefix_caching=False, warmup="eager", prefill_chunk=64, rounds_per_dispatch=1, mixed_chunk=0,
+        max_batch_size=max(args.batch), batch_buckets=tuple(sorted(set(args.batch))), max_seq_len=args.context,
+        variants=("greedy",), enable_prefix_caching=False, warmup="eager", prefill_chunk=64,
+        rounds_per_dispatch=1, mixed_chunk=0,
     )  # fmt: skip
     modes: list[Mode] = []
     for text in args.drafters:
@@ -101,26 +109,35 @@ def measured(args: Any) -> list[dict[str, Any]]:
             by_set.setdefault(text.dataset, []).append(text)
     texts = [text for some in by_set.values() for text in some[: args.limit]]
     modes = modes_of(args, target, directory)
-    written = [mode.run(texts, args.max_tokens) for mode in modes]
+    return [row for batch in args.batch for row in _rows(args, modes, texts, batch)]
+
+
+def _rows(args: Any, modes: Sequence[Mode], texts: Sequence[dataset.Example], batch: int) -> list[dict[str, Any]]:
+    written = [mode.run(texts, args.max_tokens, batch) for mode in modes]
     equal = [sum(a == b for a, b in zip(written[0], mine, strict=True)) for mine in written]
     counts = [mode.counts for mode in modes]
-    for mode in modes:
-        mode.busy.clear()
+    busy: list[list[float]] = []
     for _ in range(args.repeats):
+        busy.append([])
         for mode in modes:
-            mode.run(texts, args.max_tokens)
+            mode.run(texts, args.max_tokens, batch)
+            busy[-1].append(mode.busy)
     rows = []
-    for mode, count, same in zip(modes, counts, equal, strict=True):
+    for i, (mode, count, same) in enumerate(zip(modes, counts, equal, strict=True)):
         lengths = {name: round(1 + accepted / rounds, 3) for name, (accepted, rounds) in count.items()}
-        row: dict[str, Any] = {"mode": mode.name, "tokens_a_round": lengths, "texts": len(texts), "equal": same}
+        row: dict[str, Any] = {
+            "batch": batch,
+            "mode": mode.name,
+            "tokens_a_round": lengths,
+            "texts": len(texts),
+            "equal": same,
+        }
         if args.repeats:
-            ratios = [a / b for a, b in zip(modes[0].busy, mode.busy, strict=True)]
+            ratios = [taken[0] / taken[i] for taken in busy]
             row |= {"speed": round(statistics.median(ratios), 3), "speeds": [round(r, 3) for r in ratios]}
         rows.append(row)
         said = " ".join(f"{name} {length:.3f}" for name, length in lengths.items())
-        print(
-            f"{args.batch:3d} {mode.name:40s} {said}  {row.get('speed', '')}  {same} of {len(texts)} equal", flush=True
-        )
+        print(f"{batch:3d} {mode.name:40s} {said}  {row.get('speed', '')}  {same} of {len(texts)} equal", flush=True)
     return rows
 
 
@@ -133,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--drafters", nargs="+", required=True, metavar="DRAFTER", help="kinds or directories; DRAFTER+suffix[:N]: a "
         "hybrid, its drafter N deep; DRAFTER=TIER,TIER: its own tiers")  # fmt: skip
     add("--tiers", default="chain-5", help="of drafters that name none")
-    add("--batch", type=int, default=1, help="requests at a time")
+    add("--batch", type=int, nargs="+", default=[1], help="requests at a time")
     add("--limit", type=int, default=10**9, help="texts of each data set")
     add("--max-tokens", type=int, default=160, help="of each answer, at most")
     add("--context", type=int, default=512)
