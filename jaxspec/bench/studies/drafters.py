@@ -75,7 +75,7 @@ class Sizes:
     def reads(self) -> tuple[int, ...]:
         """Five layers of the target, which block heads read."""
         count = self.cfg.num_layers
-        return tuple(round(1 + i * (count - 4) / 4) for i in range(5)) if count > 4 else (0, 1)
+        return tuple(round(1 + i * (count - 4) / 4) for i in range(5)) if count > 4 else tuple(range(count + 1))
 
 
 def _eagle3(s: Sizes, kind: str = "eagle3", **fields: Any) -> Eagle3Head:

@@ -331,6 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--drafter", type=drafters.parse, nargs="+", default=[("eagle3", ())], metavar="KIND",
         help=f"{', '.join(drafters.NAMES)}; KIND{drafters.BESIDE}[:N]: a hybrid, its drafter N deep; "
         "KIND=TIER,TIER: its own tiers")  # fmt: skip
+    add("--apart", action="store_true", help="one drafter after the other, each told as soon as it is measured")
     add("--draft-layers", type=int, help="of heads (default: by kind, as those of the demo)")
     add("--budget", type=float, nargs="+", default=[], help="packed rounds: drafted tokens verified a row, on average")
     add("--context", type=int, default=1024, help="committed tokens of each request")
@@ -360,9 +361,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind = args.weights or args.dtype
     print(f"{args.shape} {kind} on {jax.devices()[0].device_kind}, context {args.context}, jax {jax.__version__}")
     print(
-        "devices batch  drafter        tier          tokens      ms  x plain  x one  share of floor  device ms  idle  "
-        "collectives kernels "
-        " experts a layer"
+        "devices batch  drafter          tier          tokens      ms  x plain  x one  share of floor  device ms  "
+        "idle  collectives kernels  experts a layer"
     )
     ways = [(1, "nccl")] if args.tensor_parallel == 1 or not args.without_one else []
     for name in args.sums or [None] if args.tensor_parallel > 1 else []:
@@ -401,39 +401,48 @@ def _measure(
         )  # fmt: skip
         return Bench(name, runner, own, args.context)
 
-    # Each compiles its own programs, side by side.
-    with ThreadPoolExecutor(len(args.drafter)) as pool:
-        benches = list(pool.map(bench_of, args.drafter))
-    rate = report.rate(BANDWIDTH, args.bandwidth)
-    runner = benches[0].runner
-    cfg = runner.config
+    alone = {_key(row): row["ms"] for row in rows if row["devices"] == 1}
+    plain: dict[int, float] = {}
+    for together in [[asked] for asked in args.drafter] if args.apart else [args.drafter]:
+        # Each compiles its own programs, side by side.
+        with ThreadPoolExecutor(len(together)) as pool:
+            benches = list(pool.map(bench_of, together))
+        for batch in sorted(set(args.batch)):
+            for row in measured(benches, batch, args.rounds, args.repeats):
+                row |= {"devices": shards, "sums": sums, "ratio": row["ms"] / plain.setdefault(batch, row["ms"])}
+                _tell(args, benches[0].runner, row, alone.get(_key(row)))
+                rows.append(row)
+            report.write(args, "rounds", rows)  # what is measured so far
+        del benches
+        gc.collect()
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("drafter", "tier", "batch", "tokens"))
+
+
+def _tell(args: argparse.Namespace, runner: Runner, row: dict[str, Any], one: float | None) -> None:
+    """Adds to a row what its milliseconds are worth, and prints it; `one`: what it takes on one device."""
+    cfg, tier, batch, rate = (
+        runner.config,
+        parse_tier(row["tier"]),
+        row["batch"],
+        report.rate(BANDWIDTH, args.bandwidth),
+    )
     kv = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * jnp.dtype(args.dtype).itemsize * args.context
-    key_of = lambda row: tuple(row[name] for name in ("drafter", "tier", "batch", "tokens"))
-    alone = {key_of(row): row["ms"] for row in rows if row["devices"] == 1}
-    for batch in sorted(set(args.batch)):
-        found = measured(benches, batch, args.rounds, args.repeats)
-        for row in found:
-            row |= {"devices": shards, "sums": sums}
-            tier, plain = parse_tier(row["tier"]), found[0]["ms"]
-            read = (target_bytes(runner, row["experts"]) + batch * kv) / shards
-            row["floor_ms"] = least = None if rate is None else 1e3 * read / rate
-            row["ratio"] = row["ms"] / plain
-            one = alone.get(key_of(row))
-            row["speedup"] = None if one is None else one / row["ms"]
-            percent = lambda x: "" if x is None else f"{x:.1%}"
-            shown = tier.depth == 0 or cfg.experts is not None
-            floor = percent(least / row["ms"] if shown and least is not None else None)
-            print(
-                f"{shards:7d} {batch:5d}  {row['drafter'] or '':13s}  {tier.name:12s}  "
-                f"{row['tokens'] or batch * tier.num_nodes:5d} {row['ms']:7.3f}  "
-                f"{row['ratio']:7.3f}  {'' if one is None else format(row['speedup'], '.2f'):>5s}  {floor:>14s}  "
-                f"{row['device_ms']:9.3f} {percent(row['idle_share']):>5s}  {percent(row['collective_share']):>11s} "
-                f"{row['kernels']:7d}"
-                + ("" if cfg.experts is None else f"  {row['experts'] / len(cfg.experts.layers):15.1f}"),
-                flush=True,
-            )
-            rows.append(row)
-        report.write(args, "rounds", rows)  # what is measured so far
+    read = (target_bytes(runner, row["experts"]) + batch * kv) / row["devices"]
+    row["floor_ms"] = least = None if rate is None else 1e3 * read / rate
+    row["speedup"] = None if one is None else one / row["ms"]
+    percent = lambda x: "" if x is None else f"{x:.1%}"
+    floor = percent(least / row["ms"] if least is not None and (not tier.depth or cfg.experts is not None) else None)
+    print(
+        f"{row['devices']:7d} {batch:5d}  {row['drafter'] or '':15s}  {tier.name:12s}  "
+        f"{row['tokens'] or batch * tier.num_nodes:5d} {row['ms']:7.3f}  "
+        f"{row['ratio']:7.3f}  {'' if one is None else format(row['speedup'], '.2f'):>5s}  {floor:>14s}  "
+        f"{row['device_ms']:9.3f} {percent(row['idle_share']):>5s}  {percent(row['collective_share']):>11s} "
+        f"{row['kernels']:7d}" + ("" if cfg.experts is None else f"  {row['experts'] / len(cfg.experts.layers):15.1f}"),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
