@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from jaxspec.config import EngineConfig
-from jaxspec.models import few_rows
+from jaxspec.models import few_rows, packing
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.quantised import stored_bytes
@@ -94,7 +94,8 @@ def fitted(
     # A device that does not say is the host. A drafter is on none yet, and may be whole on each.
     memory = stats.get("bytes_limit") or host_bytes()
     weights = max(stored_share(target, shards) + stored(params), stats.get("bytes_in_use", 0))
-    weights += few_rows.added_bytes(target)  # laid out anew when the pool's size is settled
+    # Laid out anew when the pool's size is settled.
+    weights += few_rows.added_bytes(target) + packing.added_bytes(target, shards)
     one, two = state(1), state(2)
     page = grows(dataclasses.replace(one, draft=()), dataclasses.replace(two, draft=()), shards)
     page += grows(one.draft, two.draft, 1 if geo.whole_drafter else shards)

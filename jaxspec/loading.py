@@ -16,7 +16,7 @@ from jaxspec.config import SpeculationConfig
 from jaxspec.drafters import directories, registry
 from jaxspec.drafters.successor import Successors
 from jaxspec.fitting import stored
-from jaxspec.models import few_rows
+from jaxspec.models import few_rows, packing
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layouts import column_blocks, tensor_parallel
 from jaxspec.models.sharded import BY_XLA
@@ -50,7 +50,10 @@ def laid_out(module: Any, shards: int, sums: str, *, output: bool = False, whole
         with host_memory():
             module = tensor_parallel(module, shards, sums, lent=whole)
     if shards > 1 or jax.default_backend() != "cpu":
-        return module if few_rows.unsupported() is not None else few_rows.prepare(module, output=output)
+        if few_rows.unsupported() is not None:
+            return module
+        packing.pack_experts(module, shards)
+        return few_rows.prepare(module, output=output)
     size = stored(nnx.state(module))
     return column_blocks(module, keep_flat=size <= _KEPT_TWICE)
 

@@ -10,8 +10,8 @@ Owns the router's arithmetic, and the ways in which experts are read:
   copied; a loop over blocks would be launches by the thousand.
 - all of them (GPUs, more rows): every expert with every row, of which most weigh nothing; in few bits some experts
   after the others.
-- packed (Hopper, few rows): by a kernel that reads each expert in use once. Nothing packs experts but
-  `bench.studies.experts` until a GPU has run it (docs/kernels.md).
+- packed (Hopper, in few bits): by a kernel that reads each expert in use once, some rows after the others
+  (docs/kernels.md); of more rows all of them, as they lie for it. `packing` says which models are laid out so.
 How kernels are read in few bits, `stacked` says.
 Must not know families.
 """
@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,7 @@ from jax.sharding import PartitionSpec
 from jaxspec.models import stacked
 from jaxspec.models.base import Experts, ModelConfig, Split, report_experts
 from jaxspec.models.layers import ACTIVATIONS, MLP, Linear, Transformer, product
+from jaxspec.models.quantised import stored_bytes
 from jaxspec.models.sharded import TENSOR_AXIS, shards, split_axis
 from pallas_kernels.small_batch import gpu_packed_experts, packed_experts
 from pallas_kernels.small_batch.packed import Packed
@@ -43,8 +45,9 @@ _AT_ONCE = 1024
 #: How many pairs an expert are read one by one in few bits: on an H200 that is quicker than to expand all experts up to
 #: three (Qwen3-30B-A3B in fp8) or six (gpt-oss in MXFP4).
 _PAIRS_IN_FEW_BITS = 4
-#: Rows that the kernel for packed experts was made for; more were not compiled.
-_MOST_PACKED = 32
+#: Rows that the kernel for packed experts was made for, and how many times it runs for more: on an H200 five times
+#: take less than all experts (Qwen3-30B-A3B in fp8; of gpt-oss sixteen would).
+_PACKED_ROWS, _PACKED_TIMES = 32, 5
 
 
 class Routing(NamedTuple):
@@ -135,7 +138,7 @@ class Stack(NamedTuple):
 
     Attributes:
       gate_up: [X, E, 2 F]. down: [X, F, E]. gate_up_bias: [X, 2 F]. down_bias: [X, E].
-      shards: see MixtureOfExperts.
+      shards, backend: see MixtureOfExperts.
     """
 
     experts: Experts
@@ -144,6 +147,7 @@ class Stack(NamedTuple):
     gate_up_bias: jax.Array | None = None
     down_bias: jax.Array | None = None
     shards: int = 1
+    backend: str | None = None
 
     def activated(self, both: jax.Array) -> jax.Array:
         """What gates and ups make of each other."""
@@ -198,7 +202,8 @@ class MixtureOfExperts(nnx.Module):
         x_ME = x_BNE.reshape(-1, x_BNE.shape[-1])
         way = self.way(x_ME.shape[0] * self.experts.per_token)
         kernel_EX = self.router.kernel[...]
-        if way == "pairs" and isinstance(kernel_EX, jax.Array) and kernel_EX.ndim == 2:
+        few = way == "pairs" or (way == "packed" and x_ME.shape[0] <= _PACKED_ROWS)
+        if few and isinstance(kernel_EX, jax.Array) and kernel_EX.ndim == 2:
             # As sums, one launch; as a product split over its inputs, four.
             logits_MX = jnp.sum(x_ME.astype(jnp.float32)[:, :, None] * kernel_EX.astype(jnp.float32)[None], axis=1)
         else:
@@ -215,14 +220,19 @@ class MixtureOfExperts(nnx.Module):
         return out_ME.reshape(x_BNE.shape)
 
     @property
+    def packed(self) -> bool:
+        """Whether both kernels are laid out for the kernel of packed experts."""
+        return all(isinstance(kernel[...], Packed) for kernel in (self.gate_up, self.down))
+
+    @property
     def in_few_bits(self) -> bool:
         """Whether experts are quantised, if only by half: a file may leave out either kernel."""
         return any(stacked.in_few_bits(kernel[...]) for kernel in (self.gate_up, self.down))
 
     def way(self, pairs: int) -> str:
         """How experts are read for so many pairs of a row and an expert, see above."""
-        if any(isinstance(kernel[...], Packed) for kernel in (self.gate_up, self.down)):
-            return "packed" if pairs <= _MOST_PACKED * self.experts.per_token else "all"
+        if self.packed:
+            return "packed" if pairs <= _PACKED_ROWS * _PACKED_TIMES * self.experts.per_token else "all"
         gathers = all(stacked.gathers(kernel[...]) for kernel in (self.gate_up, self.down))
         if (self.backend or jax.default_backend()) != "gpu" or not gathers:
             return "blocks"
@@ -237,7 +247,7 @@ class MixtureOfExperts(nnx.Module):
         params = self.gate_up, self.down, self.gate_up_bias, self.down_bias
         gate_up, down, gate_up_bias, down_bias = own = [None if param is None else param[...] for param in params]
         if split_axis(self.gate_up) is None or split_axis(self.down) is None:
-            stack = Stack(self.experts, gate_up, down, gate_up_bias, down_bias, self.shards)
+            stack = Stack(self.experts, gate_up, down, gate_up_bias, down_bias, self.shards, self.backend)
             return _WAYS[way](stack, x_ME, routing)
         assert self.shards == shards(), (self.shards, shards())
 
@@ -259,6 +269,15 @@ class MixtureOfExperts(nnx.Module):
         if self.experts.hidden_act not in ("silu", "clamped_swiglu"):
             return f"their gates are {self.experts.hidden_act}"
         return next(filter(None, (stacked.packing_refusal(kernel[...]) for kernel in (self.gate_up, self.down))), None)
+
+    def scale_refusal(self) -> str | None:
+        """Why it does not serve these values, or None."""
+        return next(filter(None, (stacked.scale_refusal(kernel[...]) for kernel in (self.gate_up, self.down))), None)
+
+    def packed_bytes(self) -> int:
+        """Bytes of memory that they take once they are packed."""
+        made = jax.eval_shape(lambda: [stacked.pack(kernel[...]) for kernel in (self.gate_up, self.down)])
+        return sum(map(stored_bytes, jax.tree.leaves(made)))
 
     def pack(self) -> None:
         """Lays both kernels out for it, one after the other."""
@@ -311,11 +330,21 @@ def _by_pairs(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
 
 def _by_kernels(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
     """Packed experts, each in use once."""
-    few = gpu_packed_experts if jax.default_backend() == "gpu" else packed_experts
+    few = gpu_packed_experts if (own.backend or jax.default_backend()) == "gpu" else packed_experts
     gates = packed_experts.Gates(CLAMP, SHARPNESS) if own.experts.hidden_act == "clamped_swiglu" else None
-    return few.mix(
-        x_ME, *routing, own.gate_up, own.down, gates=gates, gate_up_bias=own.gate_up_bias, down_bias=own.down_bias
+    mix = functools.partial(
+        few.mix, gate_up=own.gate_up, down=own.down, gates=gates, gate_up_bias=own.gate_up_bias, down_bias=own.down_bias
     )
+    if (rows := x_ME.shape[0]) <= _PACKED_ROWS:
+        return mix(x_ME, *routing)
+    return _in_turn(lambda part: mix(*part), (x_ME, *routing), _PACKED_ROWS)[:rows]
+
+
+def _in_turn(run: Callable[[Any], jax.Array], rows: Any, size: int) -> jax.Array:
+    """What `run` makes of so many rows after the others; the last row again fills the last of them up."""
+    cut = lambda x: jnp.pad(x, ((0, -x.shape[0] % size), (0, 0)), mode="edge").reshape(-1, size, x.shape[1])
+    out_CME = jax.lax.map(run, jax.tree.map(cut, rows))
+    return out_CME.reshape(-1, out_CME.shape[-1])
 
 
 def _by_all(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
@@ -323,10 +352,7 @@ def _by_all(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
     rows = x_ME.shape[0]
     if rows > _AT_ONCE:
         # Several times with every expert, but never more than so many rows of all of them in memory.
-        cut = lambda x: jnp.pad(x, ((0, -rows % _AT_ONCE), (0, 0))).reshape(-1, _AT_ONCE, x.shape[1])
-        pieces = cut(x_ME), Routing(*map(cut, routing))
-        out_CME = jax.lax.map(lambda piece: _by_all(own, *piece), pieces)
-        return out_CME.reshape(-1, out_CME.shape[-1])[:rows]
+        return _in_turn(lambda part: _by_all(own, *part), (x_ME, routing), _AT_ONCE)[:rows]
     chosen_MKX = routing.experts_MK[:, :, None] == jnp.arange(own.experts.count)[None, None]
     weights_MX = jnp.sum(jnp.where(chosen_MKX, routing.weights_MK[..., None], 0), axis=1)
     if not any(map(stacked.in_few_bits, (own.gate_up, own.down))):
@@ -338,14 +364,10 @@ def _by_all(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
     weights_CMX = weights_MX.reshape(rows, -1, size).transpose(1, 0, 2)
 
     def step(out_ME: jax.Array, part: Any) -> tuple[jax.Array, None]:
-        (gate_up, down, *biases), weights_MX = part
-        width, inner = x_ME.shape[1], own.experts.inner  # packed kernels may have more inputs
-        whole = own._replace(
-            gate_up=stacked.expanded(gate_up, x_ME.dtype)[:, :width],
-            down=stacked.expanded(down, x_ME.dtype)[:, :inner],
-        )
-        whole = whole._replace(gate_up_bias=biases[0], down_bias=biases[1])
-        return out_ME + _weighed_by_all(whole, x_ME, weights_MX), None
+        kernels, weights_MX = part
+        names = ("gate_up", "down", "gate_up_bias", "down_bias")
+        some = own._replace(**dict(zip(names, kernels, strict=True)))
+        return out_ME + _weighed_by_all(some, x_ME, weights_MX), None
 
     start_ME = jnp.zeros(x_ME.shape, jnp.float32)
     return jax.lax.scan(step, start_ME, (jax.tree.map(cut, kernels), weights_CMX))[0]
@@ -354,13 +376,13 @@ def _by_all(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
 def _weighed_by_all(own: Stack, x_ME: jax.Array, weights_MX: jax.Array) -> jax.Array:
     """What experts make of all rows together; `own` has as many as the weights have columns."""
     gate_up_bias, down_bias = own.gate_up_bias, own.down_bias
-    both_XMF = jnp.einsum("me,xef->xmf", x_ME, own.gate_up)
+    both_XMF = stacked.times_all(x_ME, own.gate_up)
     both_XMF = both_XMF if gate_up_bias is None else both_XMF + gate_up_bias[:, None]
     hidden_XMF = own.activated(both_XMF)
     # Where a row does not use an expert, whatever that makes of it is none of its business: not even where it is NaN.
     used_XM1 = (weights_MX != 0).T[..., None]
     hidden_XMF = jnp.where(used_XM1, hidden_XMF.astype(jnp.float32) * weights_MX.T[..., None], 0).astype(x_ME.dtype)
-    out_ME = jnp.einsum("xmf,xfe->me", hidden_XMF, own.down, preferred_element_type=jnp.float32)
+    out_ME = stacked.times_own(hidden_XMF, own.down)
     return out_ME if down_bias is None else out_ME + weights_MX @ down_bias.astype(jnp.float32)
 
 

@@ -98,13 +98,33 @@ def expanded(kernel: Any, dtype: DTypeLike) -> jax.Array:
         return kernel.dequantised(dtype)
     if isinstance(kernel, Quantised):
         return jax.vmap(lambda own: own.dequantised())(kernel).astype(dtype)
-    if isinstance(kernel, Packed):
-        return jax.vmap(packed.dequantised)(kernel).astype(dtype)
     return kernel
 
 
+def times_all(x_ME: jax.Array, kernel: Any) -> jax.Array:
+    """Rows times every kernel, expanded: [X, M, out]."""
+    if isinstance(kernel, Packed):
+        return jnp.einsum("me,xfe->xmf", _packed_inputs(x_ME, kernel), packed.as_they_lie(kernel, x_ME.dtype))
+    return jnp.einsum("me,xef->xmf", x_ME, expanded(kernel, x_ME.dtype))
+
+
+def times_own(x_XMF: jax.Array, kernel: Any) -> jax.Array:
+    """Each kernel, expanded, times rows of its own, and the sum over all: float32 [M, out]."""
+    if isinstance(kernel, Packed):
+        x_XMF, wide_XEF = _packed_inputs(x_XMF, kernel), packed.as_they_lie(kernel, x_XMF.dtype)
+        return jnp.einsum("xmf,xef->me", x_XMF, wide_XEF, preferred_element_type=jnp.float32)
+    wide_XFE = expanded(kernel, x_XMF.dtype)
+    return jnp.einsum("xmf,xfe->me", x_XMF, wide_XFE, preferred_element_type=jnp.float32)
+
+
+def _packed_inputs(x: jax.Array, kernel: Packed) -> jax.Array:
+    """Rows' last axis as a packed kernel has its inputs: in their order, and zeros behind."""
+    more = kernel.values.shape[-1] - x.shape[-1]
+    return packed.reordered(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]), kernel.values.dtype)
+
+
 def packing_refusal(kernel: Any) -> str | None:
-    """Why a kernel cannot be packed (`pallas_kernels.small_batch.packed_experts`), or None."""
+    """Why a kernel cannot be packed (`pallas_kernels.small_batch.packed_experts`), or None; by its shapes and types."""
     if isinstance(kernel, Mxfp4):
         return packed_experts.refusal(packed.FLOAT4, *shape_of(kernel)[1:], kernel.scale.shape[1])
     if not isinstance(kernel, Quantised):
@@ -114,11 +134,34 @@ def packing_refusal(kernel: Any) -> str | None:
     return packed_experts.refusal(kernel.values.dtype.name, *shape_of(kernel)[1:], kernel.groups)
 
 
+def scale_refusal(kernel: Any) -> str | None:
+    """Why a kernel's own values cannot be packed exactly, or None: MXFP4's scales may lie too far from 1."""
+    if not isinstance(kernel, Mxfp4):
+        return None
+    least, most = map(int, _ends(kernel))
+    if least >= packed.LEAST_SCALE and most <= packed.MOST_SCALE:
+        return None
+    served = f"2 ** {packed.LEAST_SCALE - 127} to 2 ** {packed.MOST_SCALE - 127}"
+    return f"scales must be {served}, got 2 ** {least - 127} to 2 ** {most - 127}"
+
+
+@jax.jit
+def _ends(kernel: Mxfp4) -> tuple[jax.Array, jax.Array]:
+    scale = _used_scales(kernel)
+    return jnp.min(scale), jnp.max(scale)
+
+
+def _used_scales(kernel: Mxfp4) -> jax.Array:
+    """Its scales, 1 where all values are zeros."""
+    blocks = kernel.codes.reshape(*kernel.scale.shape[:-1], mxfp4.BLOCK // 2, kernel.scale.shape[-1])
+    return jnp.where(jnp.any(blocks & 0x77, axis=-2), kernel.scale, 127).astype(jnp.uint8)
+
+
 @jax.jit
 def pack(kernel: Any) -> Packed:
-    """The kernel as the kernel of few rows reads it, which `packing_refusal` does not refuse."""
+    """The kernel as the kernel of few rows reads it, which neither `packing_refusal` nor `scale_refusal` refuses."""
     if isinstance(kernel, Mxfp4):
-        return packed_experts.pack_float4(kernel.codes, kernel.scale)
+        return packed_experts.pack_float4(kernel.codes, _used_scales(kernel))
     return packed_experts.pack(kernel.values, kernel.scale)
 
 

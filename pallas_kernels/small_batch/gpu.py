@@ -364,10 +364,16 @@ def add(
 
 
 @functools.cache
+def too_old() -> str | None:
+    """Why this JAX cannot compile these kernels, or None."""
+    old = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11)
+    return f"they need JAX 0.11 or newer, this is {jax.__version__}" if old else None
+
+
 def supported() -> str | None:
     """Why this JAX or device cannot run these kernels, or None."""
-    if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11):
-        return f"they need JAX 0.11 or newer, this is {jax.__version__}"
+    if (why := too_old()) is not None:
+        return why
     if jax.default_backend() != "gpu":
         return f"they need a GPU, the backend is {jax.default_backend()}"
     capability = str(getattr(jax.devices()[0], "compute_capability", ""))

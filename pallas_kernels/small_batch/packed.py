@@ -14,6 +14,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 #: Inputs that are reordered among themselves, and those that have a scale of their own where there is more than one.
 BLOCK = 128
@@ -23,6 +24,8 @@ FLOAT4 = "float4_e2m1fn"
 #: places, which stand for 2 ** -126 of it, no weight comes near an end of the range. Sums are 2 ** EXPONENT too small.
 EXPONENT = 32
 _KEPT = 94
+#: Scales of MXFP4 that this is exact for, as checkpoints have them: 2 ** (s - 127) of s from the first to the last.
+LEAST_SCALE, MOST_SCALE = 33, 160
 #: The axes of 128 inputs as wgmma has them, steps of 16 being [half, thread, pair], and their order in memory.
 _EIGHT = (8, 2, 4, 2), (2, 0, 3, 1)
 _FOUR = (4, 2, 2, 4, 2), (3, 0, 4, 1, 2)
@@ -101,7 +104,10 @@ def pack(values_KN: jax.Array, scale_GN: jax.Array) -> Packed:
 
 
 def pack_float4(codes_KN: jax.Array, scale_GN: jax.Array) -> Packed:
-    """From MXFP4's codes of four bits [in, out], one a byte, and exponents of every 32 inputs, 33 to 160; uint8."""
+    """From MXFP4's codes of four bits [in, out], one a byte, and scales of every 32 inputs, both uint8.
+
+    Scales must be LEAST_SCALE to MOST_SCALE; the caller checks it.
+    """
     signed = (codes_KN.astype(jnp.int8) ^ 8) - 8
     bytes_GbN = (scale_GN.astype(jnp.int32) + _KEPT).reshape(-1, 4, scale_GN.shape[1])
     words_GN = functools.reduce(jnp.bitwise_or, [bytes_GbN[:, i] << (8 * i) for i in range(4)])
@@ -132,6 +138,20 @@ def dequantised(weight: Packed) -> jax.Array:
     values = natural(weight.values.astype(jnp.float32), weight.values.dtype).T
     grouped = values.reshape(weight.groups, k // weight.groups, n) * weight.scale.astype(jnp.float32)[:, None]
     return grouped.reshape(k, n)
+
+
+def as_they_lie(weight: Packed, dtype: DTypeLike) -> jax.Array:
+    """[..., out, in], expanded in `dtype` where values are, without moving any: for rows that are `reordered`."""
+    *lead, n, k = weight.values.shape
+    blocks = jnp.swapaxes(weight.scale, -1, -2)[..., None]  # [..., out, G, 1]
+    if weight.kind == FLOAT4:
+        byte_b = reordered(jnp.arange(BLOCK, dtype=jnp.int32) // (BLOCK // 4), jnp.dtype(jnp.int4))
+        kept = jax.lax.shift_right_logical(blocks, jnp.broadcast_to(8 * byte_b, (*blocks.shape[:-1], BLOCK))) & 255
+        scale = jax.lax.bitcast_convert_type((kept - _KEPT) << 23, jnp.float32)
+        values = float4(weight.values)
+    else:
+        scale, values = blocks.astype(jnp.float32), weight.values.astype(jnp.float32)
+    return (values.reshape(*lead, n, weight.groups, -1) * scale).astype(dtype).reshape(*lead, n, k)
 
 
 def product(x_MK: jax.Array, weight: Packed) -> jax.Array:

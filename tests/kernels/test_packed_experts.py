@@ -142,10 +142,14 @@ def test_xlas_path_is_the_definition():
             weights = [packed_as(name, *raw) for raw in args[3:]]
             found[name] = packed_experts.mix(*args[:3], *weights, **extra), weights
             found[name] += ([jax.vmap(packed.dequantised)(weight) for weight in weights],)
+            lying = [packed.as_they_lie(weight, jnp.float32) for weight in weights]
+            found[name] += ([packed.natural(x, w.values.dtype) for x, w in zip(lying, weights, strict=True)],)
         return found
 
-    for name, (mixed, weights, expanded) in every(given).items():
+    for name, (mixed, weights, expanded, lying) in every(given).items():
         args, extra, wide = given[name]
+        for own, other in zip(expanded, lying, strict=True):
+            np.testing.assert_allclose(other, np.swapaxes(own, 1, 2), rtol=1e-6)
         for own, weight, want in zip(expanded, weights, wide, strict=True):
             k, n = want.shape[1:]
             assert weight.kind == {"mxfp4": "float4_e2m1fn"}.get(name, weight.values.dtype.name)

@@ -274,9 +274,10 @@ def test_experts_in_few_bits_are_gathered_or_expanded_some_at_a_time(
     else:
         assert made.packing_refusal() is None and "float32, not of few bits" in (whole.packing_refusal() or "")
         made.pack()
-        assert [made.way(rows * CHOSEN) for rows in (1, 32, 33)] == ["packed", "packed", "all"]
-        for rows in (slice(9), slice(0)):  # few, and by all experts
-            monkeypatch.setattr(experts, "_MOST_PACKED", len(range(9)[rows]))
+        assert [made.way(rows * CHOSEN) for rows in (1, 160, 161)] == ["packed", "packed", "all"]
+        for rows, times in ((9, 1), (4, 3), (4, 0)):  # at once, some after the others, and by all experts
+            monkeypatch.setattr(experts, "_PACKED_ROWS", rows)
+            monkeypatch.setattr(experts, "_PACKED_TIMES", times)
             found.append(np.asarray(jax.jit(lambda x: made(x))(x_1ME)))
     for other in found[1:]:
         np.testing.assert_allclose(other, found[0], atol=2e-5, rtol=2e-5)
