@@ -1,9 +1,10 @@
 """python -m jaxspec.bench.studies.experts: a layer's experts in few bits, by the way in which they are read.
 
 Random weights of real shapes behind a router. `packed` is the kernel that reads each expert in use once
-(docs/kernels.md), and `kernel` that of bfloat16. Every way's first row is compared with what the first way makes of
-that row alone, and with float32 arithmetic by the same weights; then some layers are run one after the other:
-microseconds and launches of a layer, against the time that reading the bytes of the touched experts takes.
+(docs/kernels.md), `packed-all` all experts by the weights that lie for it, and `kernel` that of bfloat16. Every way's
+first row is compared with what the same way makes of that row alone, of equal choices of experts, and with float32
+arithmetic by the same weights; then some layers are run one after the other: microseconds and launches of a layer,
+against the time that reading the bytes of the touched experts takes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jaxspec.bench.studies.few_rows import attempt
 from jaxspec.bench.studies.rounds import BANDWIDTH
 from jaxspec.models import stacked
 from jaxspec.models.base import Experts, ModelConfig
-from jaxspec.models.experts import MixtureOfExperts, activated, route
+from jaxspec.models.experts import MixtureOfExperts, Routing, activated, route
 from jaxspec.models.layers import product
 from jaxspec.models.mxfp4 import BLOCK, Mxfp4
 from jaxspec.models.quantised import Quantised, stored_bytes
@@ -44,7 +45,9 @@ SHAPES = {
 }
 #: Values' types; mxfp4 has a scale for every 32 inputs, int8 one for all, the others one for every 128.
 FORMATS = {"int4-g128": jnp.int4, "mxfp4": None, "fp8-block": jnp.float8_e4m3fn, "int8": jnp.int8, "bf16": jnp.bfloat16}
-WAYS = ("blocks", "pairs", "all", "packed", "kernel")
+WAYS = ("blocks", "pairs", "all", "packed", "packed-all", "kernel")
+#: Ways of packed experts, and what `MixtureOfExperts.mixed` calls them.
+PACKED = {"packed": "packed", "packed-all": "all"}
 
 
 def kernel(key: jax.Array, form: str, shape: tuple[int, int, int]) -> Any:
@@ -103,14 +106,19 @@ def stack(graph: Any, way: str, states: Sequence[Any], x_ME: jax.Array) -> jax.A
             x_ME = norm(stream.h_ME.astype(jnp.float32))
             continue
         logits_MX = product(x_ME, made.router.kernel[...], jnp.dtype(jnp.float32))
-        x_ME = norm(x_ME.astype(jnp.float32) + made.mixed(way, x_ME, route(logits_MX, made.experts)))
+        x_ME = norm(x_ME.astype(jnp.float32) + made.mixed(PACKED.get(way, way), x_ME, route(logits_MX, made.experts)))
     return x_ME
 
 
-def exact(graph: Any, state: Any, x_ME: jax.Array) -> jax.Array:
+def routing(graph: Any, state: Any, x_ME: jax.Array) -> Routing:
+    """The experts that a layer's router chooses."""
+    made = nnx.merge(graph, state)
+    return route(product(x_ME, made.router.kernel[...], jnp.dtype(jnp.float32)), made.experts)
+
+
+def exact(graph: Any, state: Any, x_ME: jax.Array, routing: Routing) -> jax.Array:
     """What a layer's experts make of one row, in float32 by all of the same weights."""
     made = nnx.merge(graph, state)
-    routing = route(product(x_ME, made.router.kernel[...], jnp.dtype(jnp.float32)), made.experts)
     pick = lambda param: jax.tree.map(lambda x: jnp.take(x, routing.experts_MK[0], axis=0), param[...])
     bias = lambda param: 0 if param is None else pick(param).astype(jnp.float32)
     wide = [stacked.expanded(pick(param), jnp.float32) for param in (made.gate_up, made.down)]
@@ -138,7 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ways = [*args.ways, *(["packed"] if args.packed_experts and "packed" not in args.ways else [])]
     usual = lambda name: ["mxfp4"] if name.startswith("gpt-oss") else ["fp8-block"]
     cases = [(name, form) for name in args.shapes for form in args.formats or usual(name)]
-    rows_of = lambda name, m: jax.random.normal(jax.random.key(9), (64, SHAPES[name][0]), jnp.bfloat16)[:m]
+    most = max(64, *args.rows)
+    rows_of = lambda name, m: jax.random.normal(jax.random.key(9), (most, SHAPES[name][0]), jnp.bfloat16)[:m]
     jobs = [
         (*case, m, way)
         for case in cases for m in args.rows for way in ways
@@ -152,31 +161,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         plain[case] = [nnx.split(each) for each in layers]
         kernels = layers[0].gate_up[...], layers[0].down[...]
         sizes[case] = sum(map(stored_bytes, jax.tree.leaves(kernels)))
-        if any((*job[:2], job[3]) == (*case, "packed") for job in jobs):
+        if any(job[:2] == case and job[3] in PACKED for job in jobs):
             again = [nnx.merge(*each) for each in plain[case]]
             for each in again:
                 each.pack()
             packed[case] = [nnx.split(each) for each in again]
-    of = lambda job: packed[job[:2]] if job[3] == "packed" else plain[job[:2]]
+    of = lambda job: packed[job[:2]] if job[3] in PACKED else plain[job[:2]]
     states = lambda job: [state for _, state in of(job)]
 
+    # Of all rows at once: the router's product rounds by their number.
+    routed = {case: jax.jit(functools.partial(routing, plain[case][0][0]))(plain[case][0][1], rows_of(case[0], most))
+              for case in cases}  # fmt: skip
+    routing_of = lambda job: jax.tree.map(lambda x: x[: job[2]], routed[job[:2]])
+
     def compiled(job: tuple[str, str, int, str]) -> Any:
-        run = jax.jit(functools.partial(stack, of(job)[0][0], job[3]))
-        one = jax.jit(lambda state, x: nnx.merge(of(job)[0][0], state).mixed(job[3], x, routing(state, x)))
-        routing = lambda state, x: route(
-            product(x, (own := nnx.merge(of(job)[0][0], state)).router.kernel[...], jnp.dtype(jnp.float32)), own.experts
-        )
-        x = rows_of(job[0], job[2])
-        single = None if job[3] == "kernel" else one.lower(states(job)[0], x).compile()
+        graph, way, x = of(job)[0][0], job[3], rows_of(job[0], job[2])
+        run = jax.jit(functools.partial(stack, graph, way))
+        one = jax.jit(lambda state, x, own: nnx.merge(graph, state).mixed(PACKED.get(way, way), x, own))
+        single = None if way == "kernel" else one.lower(states(job)[0], x, routing_of(job)).compile()
         return run.lower(states(job), x).compile(), single
 
     began = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         found = dict(zip(jobs, pool.map(lambda job: attempt(lambda: compiled(job)), jobs), strict=True))
-        exactly = lambda graph, state, x: jax.jit(functools.partial(exact, graph))(state, x)
-        wanted = {
-            case: np.asarray(exactly(plain[case][0][0], plain[case][0][1], rows_of(case[0], 1))) for case in cases
-        }
+        exactly = lambda case: jax.jit(functools.partial(exact, plain[case][0][0]))(
+            plain[case][0][1], rows_of(case[0], 1), jax.tree.map(lambda x: x[:1], routed[case])
+        )
+        wanted = {case: np.asarray(exactly(case)) for case in cases}
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, compiled in {time.perf_counter() - began:.0f} s")
     print("shape        format    rows  way     us a layer  of the device  floor, us  launches  off by")
     rows: list[dict[str, Any]] = []
@@ -189,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (call, single), x, given = calls, rows_of(name, m), states(job)
         want, off, same = wanted[name, form], None, None
         if single is not None:
-            first = np.asarray(single(given[0], x), np.float32)[0]
+            first = np.asarray(single(given[0], x, routing_of(job)), np.float32)[0]
             off = float(np.abs(first - want).max() / np.abs(want).max())
             same = bool(np.array_equal(first, alone.setdefault((name, form, way), first)))
         times = []

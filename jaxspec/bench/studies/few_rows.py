@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.bench.studies import report
-from jaxspec.bench.studies.rounds import BANDWIDTH, FORMATS, quantised_kernel
+from jaxspec.bench.studies.rounds import BANDWIDTH
+from jaxspec.bench.studies.weights import FORMATS, quantised_kernel
 from jaxspec.models.quantised import stored_bytes
 from pallas_kernels.profile import medians, record
 from pallas_kernels.small_batch import experts, gpu, gpu_experts, packed, reference
@@ -78,7 +79,7 @@ def weight(key: jax.Array, name: str, *shape: int) -> jax.Array | Packed:
     """A kernel of some format, of a standard deviation of 0.02."""
     if name == "bf16":
         return jax.jit(lambda key: (jax.random.normal(key, shape, jnp.float32) * 0.02).astype(jnp.bfloat16))(key)
-    few = quantised_kernel(key, name, *shape)
+    few = quantised_kernel(key, name, shape)
     return jax.jit(packed.pack)(few.values, few.scale)
 
 

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.bench.studies import report
-from jaxspec.bench.studies.rounds import SHAPES, random_weights
+from jaxspec.bench.studies.rounds import SHAPES
+from jaxspec.bench.studies.weights import random_weights
 from jaxspec.cache import init_pages
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import DecoderLayer, Linear

@@ -25,7 +25,8 @@ from jaxspec.bench.offline import queues
 from jaxspec.bench.offline.prompts import CODE
 from jaxspec.bench.studies import report
 from jaxspec.bench.studies.prompts import target_of
-from jaxspec.bench.studies.rounds import SHAPES, random_weights
+from jaxspec.bench.studies.rounds import SHAPES
+from jaxspec.bench.studies.weights import random_weights
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.events import Finished

@@ -20,7 +20,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxspec.bench.studies import report
-from jaxspec.bench.studies.rounds import SHAPES, random_weights
+from jaxspec.bench.studies.rounds import SHAPES
+from jaxspec.bench.studies.weights import random_weights
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.layers import Linear, Shared
 from jaxspec.models.layouts import tensor_parallel

@@ -23,7 +23,8 @@ from flax import nnx
 
 from jaxspec.assemble import assemble
 from jaxspec.bench.studies import report
-from jaxspec.bench.studies.rounds import SHAPES, random_weights
+from jaxspec.bench.studies.rounds import SHAPES
+from jaxspec.bench.studies.weights import random_weights
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine

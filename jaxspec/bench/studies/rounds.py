@@ -1,21 +1,19 @@
 """python -m jaxspec.bench.studies.rounds: what a round costs at a real model's shapes, against the weights' bytes.
 
-Random weights in the shapes of a Llama and of drafters as wide (see `drafters`): a round's cost does not depend on what
-the weights say. For each drafter, tier and batch: milliseconds a round (rounds dispatched back to back, as the engine
-does), the device's busy share of it, and the floor, which is the time that reading the target's weights once takes at
-the bandwidth given. All that a batch size has takes turns, repeat by repeat, so that a device that slows down does so
-for all of it. Plain decoding is the first drafter's. Packed rounds, of so many tokens over the batch, stand behind
-their tier's. With `--tensor-parallel N` the same on N devices, after one where a model fits it: how much faster, and
-which share of the device's time collectives take (waiting for another included).
+Random weights in the shapes of a target and of drafters as wide (see `drafters`): a round's cost does not depend on
+what the weights say. For each drafter, tier and batch: milliseconds a round (rounds dispatched back to back, as the
+engine does), the device's busy share of it, and the floor, which is the time that reading the target's weights once
+takes at the bandwidth given. All that a batch size has takes turns, repeat by repeat, so that a device that slows down
+does so for all of it. Plain decoding is the first drafter's. Packed rounds, of so many tokens over the batch, stand
+behind their tier's. With `--tensor-parallel N` the same on N devices, after one where a model fits it: how much faster,
+and which share of the device's time collectives take (waiting for another included).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import gc
-import math
 import re
 import statistics
 import sys
@@ -32,23 +30,29 @@ from jax.sharding import Mesh
 
 from jaxspec.adaptive.arms import packed_tokens
 from jaxspec.bench.studies import drafters, report
-from jaxspec.models import few_rows, registry
+from jaxspec.bench.studies.weights import FORMATS, MXFP4, quantise, random_weights
+from jaxspec.models import few_rows, packing, registry
 from jaxspec.models.base import Experts, ModelConfig
 from jaxspec.models.layouts import tensor_parallel
-from jaxspec.models.quantised import Quantised, stored_bytes
+from jaxspec.models.quantised import stored_bytes
 from jaxspec.runtime import summing
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.repertoire import RunnerConfig
 from jaxspec.runtime.results import Result
 from jaxspec.runtime.runner import Runner
-from jaxspec.runtime.sharding import parameter_shardings, tensor_mesh
+from jaxspec.runtime.sharding import tensor_mesh
 from jaxspec.runtime.warmup import WarmupConfig
 from jaxspec.speculation.layouts import Batch
 from jaxspec.speculation.state import Geometry
 from jaxspec.tier import Tier, parse_tier
 from pallas_kernels.profile import busy, medians, record
 
-#: Llama 3.1 8B and 3.2 1B, Qwen3-30B-A3B, small ones for rehearsals; with the heads' draft vocabularies.
+_GPT_OSS_20B = ModelConfig(
+    "gpt_oss", 201088, 2880, 2880, 24, 64, 8, 64, rope_theta=150000.0, attention_bias=True, output_bias=True,
+    attention_sinks=True, norm_gain="float32", sliding_window=128, sliding_layers=tuple(range(0, 24, 2)),
+    experts=Experts(32, 4, 2880, tuple(range(24)), scores="top_k", bias=True, hidden_act="clamped_swiglu"),
+)  # fmt: skip
+#: Llama 3.1 8B and 3.2 1B, Qwen3-30B-A3B, gpt-oss-20b, small ones for rehearsals; with the heads' draft vocabularies.
 SHAPES = {
     "8b": (ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, rope_theta=5e5), 32000),
     "30b-a3b": (
@@ -68,9 +72,10 @@ SHAPES = {
         ),
         32000,
     ),
+    "gpt-oss-20b": (_GPT_OSS_20B, 32000),
     "1b": (ModelConfig("llama", 128256, 2048, 8192, 16, 32, 8, 64, rope_theta=5e5, tie_word_embeddings=True), 32000),
     "tiny": (ModelConfig("llama", 512, 64, 128, 2, 4, 2, 16), 256),
-    "tiny-moe": (ModelConfig("qwen3_moe", 512, 64, 128, 2, 4, 2, 16, experts=Experts(16, 4, 64, (0, 1))), 256),
+    "tiny-moe": (ModelConfig("qwen3_moe", 512, 128, 128, 2, 4, 2, 32, experts=Experts(16, 4, 128, (0, 1))), 256),
 }
 
 #: Measured device-to-device copy, bytes read plus bytes written a second (docs/kernels.md).
@@ -83,60 +88,13 @@ SMALL = {"8b": "1b"}
 _COLLECTIVE = re.compile(r"nccl|all.?reduce|all.?gather|reduce.?scatter|collective", re.IGNORECASE)
 
 
-def random_weights(module: Any, seed: int, mesh: Mesh | None = None) -> Any:
-    """An abstract module with noise for matrices, ones for norms and 0, 1, ... for id tables, made on the device.
-
-    Args:
-      mesh: where they lie, if `tensor_parallel` laid the module out.
-    """
-    graph, state = nnx.split(module)
-    leaves, tree = jax.tree.flatten(state)
-    lie = [None] * len(leaves) if mesh is None else jax.tree.leaves(parameter_shardings(mesh, state))
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-
-    @functools.cache
-    def filler(shape: tuple[int, ...], dtype: jnp.dtype, sharding: Any) -> Any:
-        def fill(key: jax.Array) -> jax.Array:
-            if jnp.issubdtype(dtype, jnp.integer):
-                return jnp.arange(math.prod(shape), dtype=dtype).reshape(shape)
-            if len(shape) == 1:
-                return jnp.ones(shape, dtype)
-            return (jax.random.normal(key, shape, jnp.float32) * 0.02).astype(dtype)
-
-        return jax.jit(fill, out_shardings=sharding)
-
-    made = [filler(x.shape, x.dtype, at)(key) for key, x, at in zip(keys, leaves, lie, strict=True)]
-    return nnx.merge(graph, jax.tree.unflatten(tree, made))
-
-
-#: Formats of quantised weights by name: the type of the values, and whether every 128 inputs have scales.
-FORMATS = {
-    "int8": (jnp.int8, False), "fp8": (jnp.float8_e4m3fn, False), "fp8-block": (jnp.float8_e4m3fn, True),
-    "int4-g128": (jnp.int4, True),
-}  # fmt: skip
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def quantised_kernel(key: jax.Array, name: str, d_in: int, d_out: int) -> Quantised:
-    """Noise in a format, of a standard deviation of 0.02."""
-    dtype, grouped = FORMATS[name]
-    top = {"int8": 127.0, "int4-g128": 7.0}.get(name, 448.0)
-    values = jnp.clip(jax.random.normal(key, (d_in, d_out), jnp.float32) / 4, -1, 1) * top
-    values = (jnp.round(values) if jnp.issubdtype(dtype, jnp.integer) else values).astype(dtype)
-    spread = jax.random.uniform(key, (d_in // 128 if grouped else 1, d_out), jnp.float32, 0.5, 1.5)
-    return Quantised(values, 0.08 / top * spread)
-
-
-def quantise(target: Any, name: str | None, output: str | None = None) -> None:
-    """Noise of a format instead of the layers' weights, and of one instead of the output layer's, in place."""
-    if output is not None:
-        target.lm_head.kernel.set_value(quantised_kernel(jax.random.key(3), output, *target.lm_head.kernel[...].shape))
-    if name is None:
-        return
-    keys = iter(jax.random.split(jax.random.key(2), 4 * len(target.layers)))
-    for layer in target.layers:
-        for linear in (layer.attn.qkv, layer.attn.out, layer.mlp.gate_up, layer.mlp.down):
-            linear.kernel.set_value(quantised_kernel(next(keys), name, *linear.kernel[...].shape))
+def first_layers(cfg: ModelConfig, count: int | None) -> ModelConfig:
+    """The model of the first so many layers; None: of all."""
+    if count is None:
+        return cfg
+    own = cfg.experts and dataclasses.replace(cfg.experts, layers=tuple(i for i in cfg.experts.layers if i < count))
+    sliding = tuple(i for i in cfg.sliding_layers if i < count)
+    return dataclasses.replace(cfg, num_layers=count, experts=own, sliding_layers=sliding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +105,7 @@ class Model:
       target: as it is stored. ready: as rounds run it.
       shape: one of SHAPES. sums: how devices add up activations (runtime.summing).
       layers_by_xla: no small-batch kernels; output: those for the output layer, too.
+      packed: whether experts in few bits are laid out for their kernel, as engines do.
     """
 
     target: Any
@@ -156,38 +115,44 @@ class Model:
     sums: str
     layers_by_xla: bool
     output: bool
+    packed: bool
 
     @classmethod
     def of(
         cls, shape: str, dtype: jnp.dtype, *, shards: int = 1, sums: str = "nccl", weights: str | None = None,
         last: str | None = None, layers_by_xla: bool = False, output: bool = False, layers: int | None = None,
+        packed: bool = True,
     ) -> Model:  # fmt: skip
         """
         Args:
           weights, last: formats of the layers' weights and of the output layer's; None: as they are.
           layers: that it has; None: the shape's.
         """
-        cfg = SHAPES[shape][0]
-        cfg = dataclasses.replace(cfg, num_layers=layers or cfg.num_layers)
-        model = cls(None, None, shape, tensor_mesh(shards) if shards > 1 else None, sums, layers_by_xla, output)
-        target = model.filled(0, lambda: registry.build(cfg, dtype))
-        quantise(target, weights, last)
+        cfg = first_layers(SHAPES[shape][0], layers)
+        mesh = tensor_mesh(shards) if shards > 1 else None
+        model = cls(None, None, shape, mesh, sums, layers_by_xla, output, packed)
+        # Few bits before the other weights are made: they may not all fit in bfloat16.
+        target = model.filled(0, lambda: registry.build(cfg, dtype), lambda made: quantise(made, weights, last))
         return dataclasses.replace(model, target=target, ready=model.by_kernels(target))
 
     @property
     def shards(self) -> int:
         return 1 if self.mesh is None else self.mesh.size
 
-    def filled(self, seed: int, build: Callable[[], Any]) -> Any:
-        """Random weights for a module, laid out for the devices."""
+    def filled(self, seed: int, build: Callable[[], Any], change: Callable[[Any], None] = lambda module: None) -> Any:
+        """Random weights for a module, laid out for the devices; `change` is done to it before."""
         way = summing.WAYS[self.sums]
         lay_out = lambda module: tensor_parallel(module, self.shards, way.by) if self.shards > 1 else module
-        return random_weights(nnx.eval_shape(lambda: lay_out(build())), seed, self.mesh)
+        module = nnx.eval_shape(lambda: lay_out(build()))
+        change(module)
+        return random_weights(module, seed, self.mesh)
 
     def by_kernels(self, module: Any) -> Any:
         """Its layers by the small-batch kernels, where there are any for it."""
         if few_rows.unsupported() is not None or self.layers_by_xla:
             return module
+        if self.packed:
+            packing.pack_experts(module, self.shards)
         return few_rows.prepare(module, output=self.output)
 
     def runner(
@@ -337,13 +302,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--context", type=int, default=1024, help="committed tokens of each request")
     add("--page", type=int, default=64, help="tokens a page")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    add("--weights", choices=sorted(FORMATS), help="of the layers, quantised (default: as --dtype)")
+    formats = [*sorted(FORMATS), MXFP4]
+    add("--weights", choices=formats, help="of the layers, quantised, mxfp4 of experts alone (default: as --dtype)")
     add("--output-weights", choices=sorted(FORMATS), help="of the output layer, quantised (default: as --dtype)")
     add("--kernels", choices=("reference", "tpu", "gpu", "interpret"), help="default: the backend's own")
     add("--tensor-parallel", type=int, default=1, metavar="N", help="on N devices too, after one")
     add("--without-one", action="store_true", help="on N devices only")
     add("--sums", choices=sorted(summing.WAYS), nargs="+", help="how N devices add up (default: measured)")
     add("--layers-by-xla", action="store_true", help="no small-batch kernels (default: where the device has them)")
+    add("--experts-as-stored", action="store_true", help="in few bits, not packed (default: where the device can)")
     add("--output-by-kernel", action="store_true", help="the output layer by its kernel, too (default: by XLA)")
     add("--batch-invariant", action="store_true", help="as engines with batch_invariant, the output layer included")
     add("--sampled", action="store_true", help="rounds that sample (temperature 0 rows included)")
@@ -353,9 +320,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = report.parse(parser, argv)
     if args.output_weights and SHAPES[args.shape][0].tie_word_embeddings:
         parser.error(f"--output-weights wants an output layer of its own, and that of {args.shape} is the embedding")
+    if args.weights == MXFP4 and SHAPES[args.shape][0].experts is None:
+        parser.error(f"--weights {MXFP4} is for experts, and {args.shape} has none")
 
-    if args.layers and SHAPES[args.shape][0].experts is not None:
-        parser.error(f"--layers is for dense shapes, got {args.shape}")
     tiers = [*(Tier(depth) for depth in sorted({0, *args.depth})), *map(parse_tier, args.trees)]
     rows: list[dict[str, Any]] = []
     kind = args.weights or args.dtype
@@ -388,7 +355,7 @@ def _measure(
     model = Model.of(
         args.shape, jnp.dtype(args.dtype), shards=shards, sums=sums, weights=args.weights, last=args.output_weights,
         layers_by_xla=args.layers_by_xla, output=args.output_by_kernel or args.batch_invariant,
-        layers=args.layers,
+        layers=args.layers, packed=not args.experts_as_stored,
     )  # fmt: skip
 
     def bench_of(asked: tuple[str, tuple[Tier, ...]]) -> Bench:
