@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.cache import commit, init_pages
+from jaxspec.models import few_rows
 from jaxspec.models.base import Experts, ModelConfig, RopeScaling, TargetModel
 from jaxspec.models.experts import MixtureOfExperts
 from jaxspec.models.layers import Linear, Shared
@@ -35,6 +36,8 @@ from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import PLAIN, Tier
 from pallas_kernels.aot.programs import Program, lowering
 from pallas_kernels.aot.targets import Target
+from pallas_kernels.small_batch import gpu as small_batch
+from pallas_kernels.small_batch.packed import FLOAT4
 
 SHARDS = 4
 BUCKET = 16
@@ -312,8 +315,11 @@ GPT_OSS_20B = ModelConfig(
 )  # fmt: skip
 
 
-def _experts_for(model: TargetModel, backend: str, form: str | None) -> TargetModel:
-    """The model with experts that a backend reads, in few bits by `form` (a key of QUANTISED, or "mxfp4")."""
+def _experts_for(model: TargetModel, backend: str, form: str | None, packed: bool) -> TargetModel:
+    """The model with experts that a backend reads, in few bits by `form` (a key of QUANTISED, or "mxfp4").
+
+    Packed, as engines on Hopper have it: with the kernels of few rows for what else they serve.
+    """
     for _, node in nnx.iter_graph(model):
         if not isinstance(node, MixtureOfExperts):
             continue
@@ -330,7 +336,9 @@ def _experts_for(model: TargetModel, backend: str, form: str | None) -> TargetMo
                 scale = jnp.zeros((count, 1 if group is None else d_in // group, d_out), jnp.float32)
                 few = Quantised(jnp.zeros((count, d_in, d_out), kind), scale)
             setattr(node, name, nnx.Param(few))
-    return model
+        if packed:
+            node.pack()
+    return few_rows.prepare(model) if packed else model
 
 
 def experts_round(target: Target) -> Iterator[Program]:
@@ -341,13 +349,19 @@ def experts_round(target: Target) -> Iterator[Program]:
     """
     mesh = target.mesh(1, TENSOR_AXIS)
     geo = dataclasses.replace(GEOMETRY, num_pages=6 * GEOMETRY.num_pages, kernels=target.kind)
-    for name, cfg, form in (
+    forms = [
         ("30b-a3b", QWEN3_30B, None), ("30b-a3b-fp8", QWEN3_30B, "fp8-block128"), ("gpt-oss-20b", GPT_OSS_20B, "mxfp4"),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    # As on Hopper, by kernels that older JAX cannot write.
+    packed = target.name in ("h100", "h200") and small_batch.too_old() is None
+    hopper = [("30b-a3b-int4-packed", QWEN3_30B, "int4-g128"), ("gpt-oss-20b-packed", GPT_OSS_20B, "mxfp4")]
+    for name, cfg, form in [*forms, *(hopper if packed else [])]:
+        own = name.endswith("-packed")
+        kernels = [f"small_batch_{'int4' if cfg is QWEN3_30B else FLOAT4}_experts_{kind}" for kind in ("up", "down")]
         assert cfg.experts is not None
         whole = 3 * cfg.experts.count * cfg.hidden_size * cfg.experts.inner * DTYPE.itemsize
-        for bucket in (1, BUCKET) if target.kind == "gpu" else (1,):
-            change = functools.partial(_experts_for, backend=target.kind, form=form)
+        for bucket in (1, 8, BUCKET) if own else (1, BUCKET) if target.kind == "gpu" else (1,):
+            change = functools.partial(_experts_for, backend=target.kind, form=form, packed=own)
             described = abstract_round(cfg, geo, mesh, bucket, dtype=DTYPE, change=change)
             yield Program(
                 op="experts_round",
@@ -356,7 +370,7 @@ def experts_round(target: Target) -> Iterator[Program]:
                 max_temp_bytes=whole // 16,
                 limit="a sixteenth of a layer's experts in bfloat16",
                 in_place_bytes=_device_bytes(described.arguments[2]),
-                kernels=("tree_attention",),
+                kernels=("tree_attention", *(kernels if own else ())),
             )
 
 
