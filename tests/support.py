@@ -346,9 +346,10 @@ Written by the tests, not by hand, with
 
 and a test fails where the page and the tests differ.
 
-- `yes`: a test of `make test` runs it with that drafter. In float32 its text is compared with plain decoding's; under
-  rejection, and of sampled rows under typical verification, with its own repetition. While such a test runs it is
-  watched: it fails unless the feature and accepted drafts of that drafter meet.
+- `yes`: a test of `make test` runs it with that drafter. In float32 its text is compared with plain decoding's (on
+  several devices with one device's); under rejection, and of sampled rows under typical verification, with its own
+  repetition. While such a test runs it is watched: it fails unless the feature and accepted drafts of that drafter
+  meet.
 - `(yes)`: a test of `make test-all` does.
 - `no`: refused, before anything is loaded; weights to exchange, when they are asked for.
 - `-`: no test of an engine runs it, and nothing refuses it: nobody has looked.

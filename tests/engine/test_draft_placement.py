@@ -142,9 +142,15 @@ def test_whole_drafters_draft_alike(kind: str, shards: int, target: Any, tools: 
     assert all(shape[-1] == 32 or np.prod(shape) <= words for shape in shapes), shapes
 
 
-@pytest.mark.covers("devices", "whole", "trees")
+@pytest.mark.covers("devices", "trees")
 @pytest.mark.exhaustive("engines of two devices with every drafter, shared and whole")
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash", *OTHERS, "suffix", "hybrid"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(pytest.param(k, marks=pytest.mark.covers("whole")) for k in ("eagle3", "mtp", "dflash", *OTHERS, "hybrid")),
+        "suffix",
+    ],
+)
 def test_two_devices_write_what_one_does(kind: str, target: Any, tools: Any):
     """Chains and trees of a drafter that is split like its target, and of one that each device has whole."""
     head, more = ("eagle3", dict(hybrid=True)) if kind == "hybrid" else (kind, {})
