@@ -29,8 +29,9 @@ from jaxspec.models.rope import Tables, apply_rope
 from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS, TENSOR_AXIS, summed
 from jaxspec.models.sharded import shards as devices
 from pallas_kernels.sizes import round_up
-from pallas_kernels.small_batch import experts, gpu, gpu_experts, packed, reference
+from pallas_kernels.small_batch import experts, gpu, gpu_experts, gpu_packed_experts, packed, packed_experts, reference
 from pallas_kernels.small_batch.packed import Packed
+from pallas_kernels.small_batch.packed_experts import PIECE
 from pallas_kernels.small_batch.reference import TILE, Stream
 
 #: Rows that the kernels are faster with than XLA's products and what it does around them (docs/kernels.md).
@@ -83,6 +84,8 @@ class FewRows:
                 stream = ways.add(hidden, mlp.down.kernel[...], stream.h_ME, gains[i + 1])
             elif _mixture_refusal(mlp) is None:
                 stream = ways.mixed(mlp, stream, m, gains[i + 1], eps)
+            elif mlp.packed and m <= PIECE and devices() == 1 and _choice_refusal(mlp) is None:
+                stream = ways.mixed_packed(mlp, stream, gain, gains[i + 1], eps)
             else:
                 mixed = mlp(reference.normed(stream, gain, eps)[:m].reshape(b, n, e)).reshape(m, e)
                 stream = reference.begin(stream.h_ME + _padded(mixed), gains[i + 1])
@@ -194,12 +197,32 @@ class _Ways:
     def mixed(self, mlp: MixtureOfExperts, stream: Stream, rows: int, gain_E: jax.Array, eps: float) -> Stream:
         """The stream after a mixture of experts, for its first rows."""
         own, has = gpu_experts if self.kernels else experts, mlp.experts
+        choice = self.chosen(mlp, stream, rows, eps)
+        mix = lambda s, c, up, down, gain: own.mix(s, c, up, down, gain, eps, has.per_token)
+        return self.each(mix, *[None] * 6)(stream, choice, mlp.gate_up[...], mlp.down[...], gain_E)
+
+    def chosen(self, mlp: MixtureOfExperts, stream: Stream, rows: int, eps: float) -> experts.Choice:
+        """The experts of the stream's first rows."""
+        own, has = gpu_experts if self.kernels else experts, mlp.experts
         normalised = has.normalised or has.scores == "top_k"
         choose = lambda s, w: own.choose(s, w, eps, has.per_token, rows, normalised=normalised)
         choice = self.each(choose, None, None, None)(stream, mlp.router.kernel[...])
         report_experts(choice.order_X[None], has.count)
-        mix = lambda s, c, up, down, gain: own.mix(s, c, up, down, gain, eps, has.per_token)
-        return self.each(mix, *[None] * 6)(stream, choice, mlp.gate_up[...], mlp.down[...], gain_E)
+        return choice
+
+    def mixed_packed(
+        self, mlp: MixtureOfExperts, stream: Stream, own_gain_E: jax.Array, gain_E: jax.Array, eps: float
+    ) -> Stream:
+        """The stream after a mixture of packed experts, for few enough rows that each expert in use has all.
+
+        Args:
+          own_gain_E: of the norm that the mixture reads. gain_E: of the one that reads the stream next.
+        """
+        own = gpu_packed_experts if self.kernels else packed_experts
+        choice = self.chosen(mlp, stream, stream.h_ME.shape[0], eps)
+        x_ME = reference.normed(stream, own_gain_E, eps)
+        mixed_ME = own.mix_chosen(x_ME, choice, mlp.experts.per_token, mlp.gate_up[...], mlp.down[...])
+        return reference.begin(stream.h_ME + mixed_ME.astype(x_ME.dtype), gain_E)
 
 
 def _gain(norm: Any) -> jax.Array:
@@ -231,14 +254,23 @@ def refusal(model: Any) -> str | None:
 
 def _mixture_refusal(mlp: MixtureOfExperts) -> str | None:
     """Why a layer's experts run as they always do, behind attention by these kernels, or None."""
-    has, kernels = mlp.experts, (mlp.router.kernel[...], mlp.gate_up[...], mlp.down[...])
+    if any(
+        not isinstance(kernel[...], jax.Array) or kernel.dtype != jnp.bfloat16 for kernel in (mlp.gate_up, mlp.down)
+    ):
+        return "their weights are not bfloat16"
+    return _choice_refusal(mlp)
+
+
+def _choice_refusal(mlp: MixtureOfExperts) -> str | None:
+    """Why the kernels do not choose a layer's experts, or do not have all that belongs to these, or None."""
+    has, router = mlp.experts, mlp.router.kernel[...]
     if has.bias or has.shared_inner or has.hidden_act != "silu":
         return "they have biases, a shared expert or other gates"
     if has.scores == "sigmoid" or has.groups > 1 or has.scale != 1.0:
         return "they are chosen by sigmoids or in groups, or weighed by a scale"
-    if any(not isinstance(kernel, jax.Array) or kernel.dtype != jnp.bfloat16 for kernel in kernels):
-        return "their weights are not bfloat16"
-    return experts.refusal(kernels[0].shape[0], has.inner, has.count)
+    if not isinstance(router, jax.Array) or router.dtype != jnp.bfloat16:
+        return "their router's weights are not bfloat16"
+    return experts.refusal(router.shape[0], has.inner, has.count)
 
 
 def _maps(model: Transformer) -> Iterator[Linear]:

@@ -22,7 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sizes import round_up
-from pallas_kernels.small_batch import mosaic, packed, packed_experts
+from pallas_kernels.small_batch import experts, mosaic, packed, packed_experts
+from pallas_kernels.small_batch.experts import Choice
 from pallas_kernels.small_batch.mosaic import F32, flipped, load
 from pallas_kernels.small_batch.packed import Packed
 from pallas_kernels.small_batch.packed_experts import PIECE, Gates
@@ -37,13 +38,15 @@ class _Kernel(Walk):
     """One launch; `shape` has the rows of an expert at most, and its inputs as they are packed.
 
     Attributes:
-      kind: "up" or "down". slots: experts that may be in use. every: whether rows are the same for every expert.
+      kind: "up" or "down". slots_in_use: experts that may be in use. every: whether rows are the same for every expert.
+      listed: whether the table has no more than the experts in use: each has all rows, one after the other.
       gates: see packed_experts.mix. biased: whether columns have a bias.
     """
 
     kind: Literal["up", "down"]
     slots_in_use: int
     every: bool
+    listed: bool
     gates: Gates | None = None
     biased: bool = False
 
@@ -94,7 +97,8 @@ class _Kernel(Walk):
         program, table_3S = lax.axis_index("program"), ins[3]
         slot, tile = lax.div(program, self.across), lax.rem(program, self.across)
         expert = table_3S[0, slot]
-        run = functools.partial(self.one, program, expert, tile, table_3S[1, slot], ins, outs, shared)
+        begin = slot * self.shape[0] if self.listed else table_3S[1, slot]
+        run = functools.partial(self.one, program, expert, tile, begin, ins, outs, shared)
 
         @pl.when(expert >= 0)
         def _() -> None:
@@ -192,24 +196,25 @@ class _Kernel(Walk):
 
 
 def _run(
-    kind: Literal["up", "down"], x: jax.Array, weight: Packed, plan: packed_experts.Plan, most: int, results: int,
+    kind: Literal["up", "down"], x: jax.Array, weight: Packed, table: jax.Array, slots: int, most: int, results: int,
     bias: jax.Array | None, *, every: bool, gates: Gates | None, interpret: Any,
 ) -> jax.Array:  # fmt: skip
     """A launch: the results' rows of one of both products.
 
     Args:
+      table: of a plan, or the experts in use alone [1, X]. slots: experts that may be in use.
       most: rows of an expert. results: rows of the results.
     """
     count, columns, inputs = weight.values.shape
     kernel = _Kernel(
         kind=kind, dtype=weight.kind, shape=(most, inputs), columns=columns, groups=weight.groups,
-        slots_in_use=plan.table_3S.shape[1], every=every, gates=gates, biased=bias is not None,
+        slots_in_use=slots, every=every, listed=table.shape[0] == 1, gates=gates, biased=bias is not None,
         interpret=interpret is not None,
     )  # fmt: skip
     out = jax.ShapeDtypeStruct((results, columns // (2 if kind == "up" else 1)), x.dtype)
     x = x.reshape(x.shape[0], -1, _LINE) if kernel.alone else x
     values = weight.values.reshape(2 * count, columns // 2, inputs)
-    ins = x, values, weight.scale, plan.table_3S, *(() if bias is None else (bias,))
+    ins = x, values, weight.scale, table, *(() if bias is None else (bias,))
     return mosaic.launch(kernel, (out,), *ins, interpret=interpret)[0]
 
 
@@ -225,10 +230,32 @@ def mix(
         x_ME = jnp.take(x_ME, plan.sources_Q, axis=0, mode="fill", fill_value=0)
     few = plan.sources_Q is None
     most, results = m if few else round_up(m, PIECE), packed_experts.most_pieces(m, k, count) * (m if few else PIECE)
-    run = functools.partial(_run, plan=plan, most=most, results=results, interpret=interpret)
+    run = functools.partial(
+        _run, table=plan.table_3S, slots=plan.table_3S.shape[1], most=most, results=results, interpret=interpret
+    )
     hidden_QF = run("up", x_ME, gate_up, bias=gate_up_bias, every=few, gates=gates)
     y_QE = run("down", hidden_QF, down, bias=down_bias, every=False, gates=None)
     return packed_experts.weighed(jnp.take(y_QE, plan.places_MK, axis=0, mode="clip"), weights_MK)
 
 
-__all__ = ["mix"]
+def mix_chosen(
+    x_ME: jax.Array, choice: Choice, per_token: int, gate_up: Packed, down: Packed, *, gates: Gates | None = None,
+    gate_up_bias: jax.Array | None = None, down_bias: jax.Array | None = None, interpret: Any = None,
+) -> jax.Array:  # fmt: skip
+    """See packed_experts.mix_chosen."""
+    m, count = x_ME.shape[0], gate_up.values.shape[0]
+    assert m <= PIECE, m
+    slots = experts.slots(m, per_token, count)
+    run = functools.partial(
+        _run, table=choice.order_X[None], slots=slots, most=m, results=slots * m, interpret=interpret
+    )
+    hidden_QF = run("up", x_ME, gate_up, bias=gate_up_bias, every=True, gates=gates)
+    y_SME = run("down", hidden_QF, down, bias=down_bias, every=False, gates=None).reshape(slots, m, -1)
+    listed_S = choice.order_X[:slots]
+    weights_SM = jnp.take(choice.weights_XR, jnp.maximum(listed_S, 0), axis=0)[:, :m]
+    # What no expert wrote may be anything.
+    used_SM1 = ((listed_S[:, None] >= 0) & (weights_SM != 0))[..., None]
+    return jnp.sum(jnp.where(used_SM1, y_SME.astype(F32) * weights_SM[..., None], 0.0), axis=0)
+
+
+__all__ = ["mix", "mix_chosen"]

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch import packed
+from pallas_kernels.small_batch.experts import Choice
 from pallas_kernels.small_batch.packed import BLOCK, Packed
 
 #: Rows of an expert that are multiplied together.
@@ -139,16 +139,29 @@ def mix(
     """
     del interpret
 
-    def times(x: jax.Array, weight: Packed, bias_XN: jax.Array | None) -> jax.Array:
-        w_XKN = jax.vmap(packed.dequantised)(weight)[:, : x.shape[-1]]
-        y = jnp.matmul(x.astype(jnp.float32), w_XKN).astype(x.dtype)
-        return y if bias_XN is None else y + bias_XN[:, None]
-
-    hidden_XMF = activated(times(x_ME[None], gate_up, gate_up_bias), gates).astype(x_ME.dtype)
-    y_XME = times(hidden_XMF, down, down_bias)
+    hidden_XMF = activated(_times(x_ME[None], gate_up, gate_up_bias), gates).astype(x_ME.dtype)
+    y_XME = _times(hidden_XMF, down, down_bias)
     return weighed(y_XME[experts_MK, jnp.arange(x_ME.shape[0])[:, None]], weights_MK)
 
 
-def padded(inputs: int) -> int:
-    """Inputs that packed experts have of so many."""
-    return round_up(inputs, BLOCK)
+def mix_chosen(
+    x_ME: jax.Array, choice: Choice, per_token: int, gate_up: Packed, down: Packed, *, gates: Gates | None = None,
+    gate_up_bias: jax.Array | None = None, down_bias: jax.Array | None = None, interpret: Any = None,
+) -> jax.Array:  # fmt: skip
+    """As `mix`, of a choice that a kernel made (`experts.choose`), for at most PIECE rows; summed by experts' numbers.
+
+    Args:
+      per_token: experts of a row.
+    """
+    del interpret, per_token
+    hidden_XMF = activated(_times(x_ME[None], gate_up, gate_up_bias), gates).astype(x_ME.dtype)
+    weights_XM1 = choice.weights_XR[:, : x_ME.shape[0], None]
+    y_XME = _times(hidden_XMF, down, down_bias).astype(jnp.float32)
+    return jnp.sum(jnp.where(weights_XM1 != 0, y_XME * weights_XM1, 0.0), axis=0)
+
+
+def _times(x: jax.Array, weight: Packed, bias_XN: jax.Array | None) -> jax.Array:
+    """Rows of every expert, or of all, times its kernel and with its bias, in their type."""
+    w_XKN = jax.vmap(packed.dequantised)(weight)[:, : x.shape[-1]]
+    y = jnp.matmul(x.astype(jnp.float32), w_XKN).astype(x.dtype)
+    return y if bias_XN is None else y + bias_XN[:, None]

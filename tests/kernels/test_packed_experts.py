@@ -12,6 +12,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.small_batch import gpu_packed_experts, packed, packed_experts
+from pallas_kernels.small_batch.experts import Choice
 from pallas_kernels.small_batch.packed import Packed
 from pallas_kernels.small_batch.packed_experts import Gates
 
@@ -131,9 +132,23 @@ def by_rows(args: tuple[Any, ...], extra: dict[str, Any], wide: list[np.ndarray]
     return out
 
 
+def chosen(args: tuple[Any, ...], count: int) -> Choice:
+    """The choice of a mixture's arguments, as the kernel that chooses has it."""
+    experts_MK, weights_MK = map(np.asarray, args[1:3])
+    weights_XR = np.zeros((count, 8), np.float32)
+    for (row, k), expert in np.ndenumerate(experts_MK):
+        weights_XR[expert, row] = weights_MK[row, k]
+    used = np.unique(experts_MK)
+    ranks = np.cumsum(np.isin(np.arange(count), used))
+    order = np.full(count, -1)
+    order[: used.size] = used
+    return Choice(*(jnp.asarray(x) for x in (order.astype(np.int32), ranks.astype(np.int32), weights_XR)))
+
+
 def test_xlas_path_is_the_definition():
     """Inputs that fill the last block up stand for nothing."""
     given = {name: arguments(name, 5, biased=name == "mxfp4") for name in FORMATS}
+    choices = {name: chosen(args, 6) for name, (args, _, _) in given.items()}
 
     @jax.jit
     def every(given: Any) -> Any:
@@ -141,12 +156,14 @@ def test_xlas_path_is_the_definition():
         for name, (args, extra, _) in given.items():
             weights = [packed_as(name, *raw) for raw in args[3:]]
             found[name] = packed_experts.mix(*args[:3], *weights, **extra), weights
+            of_choice = packed_experts.mix_chosen(args[0], choices[name], 2, *weights, **extra)
+            found[name] += (of_choice,)
             found[name] += ([jax.vmap(packed.dequantised)(weight) for weight in weights],)
             lying = [packed.as_they_lie(weight, jnp.float32) for weight in weights]
             found[name] += ([packed.natural(x, w.values.dtype) for x, w in zip(lying, weights, strict=True)],)
         return found
 
-    for name, (mixed, weights, expanded, lying) in every(given).items():
+    for name, (mixed, weights, of_choice, expanded, lying) in every(given).items():
         args, extra, wide = given[name]
         for own, other in zip(expanded, lying, strict=True):
             np.testing.assert_allclose(other, np.swapaxes(own, 1, 2), rtol=1e-6)
@@ -157,7 +174,8 @@ def test_xlas_path_is_the_definition():
             np.testing.assert_allclose(own[:, :k], want, rtol=1e-6)
             np.testing.assert_array_equal(own[:, k:], 0)
         want = by_rows(args, extra, wide)
-        np.testing.assert_allclose(mixed, want, atol=2**-6 * np.abs(want).max())
+        for found in (mixed, of_choice):
+            np.testing.assert_allclose(found, want, atol=2**-6 * np.abs(want).max())
 
 
 @interpreted
@@ -172,3 +190,7 @@ def test_kernels_agree_with_xla(name: str, m: int):
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
     got, want = gpu_packed_experts.mix(*args, **extra, interpret=params), packed_experts.mix(*args, **extra)
     np.testing.assert_allclose(got, want, atol=2**-7 * float(jnp.abs(want).max()))
+    if m <= packed_experts.PIECE:
+        rest = chosen(given, 6), 2, *args[3:]
+        got = gpu_packed_experts.mix_chosen(args[0], *rest, **extra, interpret=params)
+        np.testing.assert_allclose(got, want, atol=2**-7 * float(jnp.abs(want).max()))

@@ -72,15 +72,28 @@ def test_few_rows_are_the_layers(change: dict[str, Any]):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("inner", [64, 96], ids=["by-kernels", "experts-by-xla"])
-def test_few_rows_of_experts_are_the_layers(inner: int):
-    """Experts of a width that no kernel takes run as they always do, behind attention that does not."""
-    cfg = dataclasses.replace(CONFIG, qk_norm=True, experts=Experts(64, 4, inner, (1,)))
+@pytest.mark.parametrize("inner", [64, 96, 0], ids=["by-kernels", "experts-by-xla", "packed"])
+def test_few_rows_of_experts_are_the_layers(inner: int, monkeypatch: pytest.MonkeyPatch):
+    """Experts of a width that no kernel takes run as they always do, behind attention that does not.
+
+    Packed ones are chosen by a kernel of at most 8 rows.
+    """
+    cfg = dataclasses.replace(CONFIG, qk_norm=True, experts=Experts(64, 4, inner or 64, (1,)))
     plain = Transformer(cfg, dtype=jnp.bfloat16, rngs=nnx.Rngs(3), mlp=mlp)
+    tokens = jax.random.randint(jax.random.key(12 if inner else 1), (3, 4) if inner else (2, 3), 0, CONFIG.vocab_size)
+    before: list[list[np.ndarray]] = []
+    if not inner:
+        mixture, rng = plain.layers[1].mlp, np.random.default_rng(0)
+        for param in (mixture.gate_up, mixture.down):
+            size = param[...].shape
+            values = jnp.asarray(rng.integers(-127, 128, size, np.int8))
+            param.set_value(Quantised(values, jnp.full((size[0], 1, size[2]), 0.02 / 70)))
+        before = [pass_over(plain, tokens)]
+        mixture.pack()
+        monkeypatch.setattr(type(mixture), "__call__", None)
     prepared = few_rows.prepare(plain, "reference", output=True)
     assert prepared.few_rows is not None
-    tokens = jax.random.randint(jax.random.key(12), (3, 4), 0, CONFIG.vocab_size)
-    for got, want in zip(pass_over(prepared, tokens), pass_over(plain, tokens), strict=True):
+    for got, want in zip(pass_over(prepared, tokens), *(before or [pass_over(plain, tokens)]), strict=True):
         np.testing.assert_allclose(got, want, atol=2**-6 * np.abs(want).max())
 
 
