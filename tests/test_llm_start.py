@@ -162,8 +162,8 @@ def test_a_control_group_bounds_the_memory(tmp_path: Path):
 def test_an_engine_says_what_was_chosen_for_it(tiny_directory: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, "jaxspec")
     options: dict[str, Any] = dict(
-        max_batch_size=2, max_seq_len=64, progress=False, page_size=8, variants=("sampled",), batch_buckets=(2,),
-        compile_cache=False, warmup="eager",
+        max_batch_size=2, max_seq_len=64, progress=False, page_size=8, prefill_chunk=16, variants=("sampled",),
+        batch_buckets=(2,), compile_cache=False, warmup="eager",
     )  # fmt: skip
     with LLM(tiny_directory, "draft_model", {"depth": 2, "topk": 2}, memory_fraction=0.2, **options) as made:
         assert len(made.generate("abc", GREEDY)[0].token_ids) == 12

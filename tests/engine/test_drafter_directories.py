@@ -111,6 +111,7 @@ def test_directories_are_served(bench: Any, tools: Any, directory: Path, with_mo
         max_batch_size=4,
         max_seq_len=64,
         page_size=8,
+        prefill_chunk=16,
         batch_buckets=(4,),
         variants=("sampled",),
         compile_cache=False,

@@ -80,7 +80,8 @@ def generate(directories: Path, drafter: str, speculation: Any = None, **options
     """The tokens of each prompt, and how many drafts were accepted."""
     with LLM(
         directories / "target", drafter, speculation or {"depth": 2}, max_batch_size=3, max_seq_len=60, progress=False,
-        page_size=8, variants=("sampled",), batch_buckets=(3,), compile_cache=False, warmup="eager", **options,
+        page_size=8, prefill_chunk=16, variants=("sampled",), batch_buckets=(3,), compile_cache=False, warmup="eager",
+        **options,
     ) as llm:  # fmt: skip
         outputs = llm.generate(PROMPTS, PARAMS)
     return [o.token_ids for o in outputs], sum(o.metrics.accepted for o in outputs)
