@@ -110,8 +110,9 @@ class SpeculationConfig:
         batch that are likeliest to be accepted, few of one request and many of another. The text does not depend on
         it, under coupled verification, which it needs. None: all.
       objective: how requests that ask for a time per token get it where drafts share a budget. "cumulative" (AdaServe):
-        those behind what they asked for by now come first; "step" (AdaSpec): besides, no round takes longer than the
-        most urgent one asks, as far as the policy has a quicker one.
+        those behind what they asked for by now come first; "step": besides, as far as the policy can, no round takes
+        longer than the most urgent one asks: for one token (AdaSpec, as policies after it), or with the adaptive policy
+        for those that the round is expected to bring a request of the poorer half of the batch.
 
     Raises:
       ValueError: see each field.

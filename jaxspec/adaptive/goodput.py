@@ -111,7 +111,7 @@ class GoodputPolicy:
     def select(self, view: BatchView) -> Tier | Choice:
         """What has the best expected goodput, or a probe; ValueError for a bucket without costs.
 
-        Where a request asks for it, of what takes no longer than its time per token, as far as anything does.
+        Where a request asks for it, of what keeps its time per token (see `_in_time`), as far as anything does.
         """
         state, bucket = self._bucket(view.bucket), view.bucket
         if len(state.candidates) == 1:
@@ -140,15 +140,30 @@ class GoodputPolicy:
             return self._run(state, state.probe, bucket)
         most = 2 * math.exp(max(costs[i] for i in state.candidates))
         state.credit = min(state.credit + self._params.probe_share * math.exp(costs[current]), most)
-        if view.tpot is not None and math.exp(costs[current]) > view.tpot:
-            quick = [i for i in state.candidates if math.exp(costs[i]) <= view.tpot]
-            current = max(quick, key=scores.__getitem__) if quick else min(state.candidates, key=costs.__getitem__)
+        if view.tpot is not None:
+            current = self._in_time(state, view, current, scores, costs, tokens)
         choice = self._run(state, current, bucket)
         if state.probe is None:
             steady.decided(choice, view.batch_size, tokens[current], math.exp(costs[current]))
             if steady.plain:  # not beyond the next probe
                 steady.left = min(steady.left, max(0, int(state.interval) - state.since_probe - 1))
         return choice
+
+    def _in_time(
+        self, state: Bucket, view: BatchView, current: int, scores: Sequence[float], costs: Sequence[float],
+        tokens: Sequence[float],
+    ) -> int:  # fmt: skip
+        """The arm if it keeps the time per token that is asked for, else the best that does, or what comes nearest.
+
+        A round may be as long as the tokens allow that it is expected to bring a request of the poorer half.
+        """
+        assert view.tpot is not None
+        poorer = self._worth.poorer(view.bucket, tokens)
+        each = [math.exp(cost) / told for cost, told in zip(costs, poorer, strict=True)]
+        if each[current] <= view.tpot:
+            return current
+        quick = [i for i in state.candidates if each[i] <= view.tpot]
+        return max(quick, key=scores.__getitem__) if quick else min(state.candidates, key=each.__getitem__)
 
     def _run(self, state: Bucket, arm: int, bucket: int) -> Tier | Choice:
         """What an arm is in a bucket."""

@@ -1,8 +1,9 @@
 """Requests that ask for a time per token: how far each is behind, and what a token of it is worth to a shared budget.
 
-Two rules. AdaServe's is cumulative (arXiv 2501.12162, section 4): a request that is behind what its target promised by
-now needs several tokens at once, and its drafts come first. AdaSpec's is per step (SoCC '25, section 5.3): no round may
-take longer than the target, so that a request that accepts nothing has its token in time. Must not know JAX.
+Rules of two kinds. AdaServe's is cumulative (arXiv 2501.12162, section 4): a request that is behind what its target
+promised by now needs several tokens at once, and its drafts come first. AdaSpec's is per step (SoCC '25, section 5.3):
+no round may take longer than the target, so that a request that accepts nothing has its token in time; the adaptive
+policy lets it take as long as the tokens allow that it should bring. Must not know JAX.
 """
 
 from __future__ import annotations

@@ -68,8 +68,23 @@ class Worth:
                 out.append(chains[depth] if whole else 1 + (chains[depth] - 1) * self._share(i, bucket, rates))
         return out
 
+    def poorer(self, bucket: int, tokens: Sequence[float]) -> Sequence[float]:
+        """Of each arm: the tokens that a request of the poorer half of the batch is expected to gain from one round.
+
+        Args:
+          tokens: of a mean request, see `scores`.
+        """
+        low, high = self._rows[bucket].halves
+        return tokens if high - low <= _ALIKE else [poor for poor, _ in self._halves(bucket, tokens, low, high)]
+
     def _lasting(self, bucket: int, tokens: Sequence[float], current: int, low: float, high: float) -> list[float]:
         """Tokens a round of each arm in place of the current one, once the batch is what the arm makes of it."""
+        halves = self._halves(bucket, tokens, low, high)
+        poor, good = halves[current]
+        return [2 * tokens[current] / (poor / p + good / g) for p, g in halves]
+
+    def _halves(self, bucket: int, tokens: Sequence[float], low: float, high: float) -> list[tuple[float, float]]:
+        """Tokens a round of each arm for a request of the poorer half, and of the better one."""
         alive, pooled, better, tilt = 1.0, 0.0, 0.0, [1.0]
         ratio = 2 * high / (low + high)
         other = 2 * low / (low + high)
@@ -84,8 +99,7 @@ class Worth:
             lean = None if arm.is_whole else self._yields.tilt(i, bucket)
             extra = (mean - 1) * (tilt[arm.tier.depth] if lean is None else lean)
             halves.append((max(1.0, 2 * mean - 1 - extra), 1 + extra))
-        poor, good = halves[current]
-        return [2 * tokens[current] / (poor / p + good / g) for p, g in halves]
+        return halves
 
     def tokens(self, arm: int, bucket: int, rates: Sequence[float] | None = None) -> float:
         """Tokens that a request is expected to gain from one round, the bonus token included.

@@ -8,7 +8,7 @@ from mixed import Table, h200, mixed
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.goodput import GoodputPolicy
 from jaxspec.adaptive.objectives import need, weights
-from jaxspec.adaptive.policy import BatchView
+from jaxspec.adaptive.policy import BatchView, RoundStats
 from jaxspec.config import SpeculationConfig
 from jaxspec.request import Request, SamplingParams
 from jaxspec.tier import PLAIN, Tier, as_choice
@@ -25,15 +25,28 @@ def test_those_that_lag_weigh_more_up_to_what_a_round_brings():
     assert weights([None, -11.0, 1.0, 2.5, 400.0], 4) == [1.0, 1.0, 1.0, 2.5, 5.0]
 
 
-def test_no_round_is_longer_than_the_most_urgent_request_asks():
+def test_a_round_takes_as_long_as_what_it_brings_allows():
     tiers = [Tier(d) for d in (0, 1, 2, 4, 6)]
     one = GoodputPolicy(tiers, CostTable({(tier, 64): h200(tier, 64) for tier in tiers}))
     Table(64).play(one, mixed(64, share=1.0), 100)
-    usual = as_choice(one.select(BatchView(64, 64))).tier
+    choose = lambda tpot=None: as_choice(one.select(BatchView(64, 64, tpot=tpot))).tier
+    usual = choose()
     assert usual.depth >= 4
-    asked = [as_choice(one.select(BatchView(64, 64, tpot=tpot))).tier for tpot in (1.0, 8.5e-3, 7e-3, 1e-6)]
-    assert asked == [usual, Tier(1), PLAIN, PLAIN]
-    assert as_choice(one.select(BatchView(64, 64))).tier == usual
+    # It is longer than one plain round, and no tier has less time per token than the best one.
+    assert h200(usual, 64) > 8.5e-3 > h200(usual, 64) / one.expected_tokens(usual, 64)
+    assert [choose(tpot) for tpot in (1.0, 8.5e-3)] == [usual] * 2
+
+
+def test_the_poorer_half_sets_the_pace():
+    tiers = [Tier(d) for d in (0, 2)]
+    one = GoodputPolicy(tiers, CostTable({(tier, 64): h200(tier, 64) for tier in tiers}))
+    for _ in range(40):
+        one.select(BatchView(64, 64))
+        one.observe(RoundStats(Tier(2), 64, 64, (2,) * 32 + (0,) * 32, rows=tuple(range(64))))
+    choose = lambda tpot=None: as_choice(one.select(BatchView(64, 64, tpot=tpot))).tier
+    # On average they would have it in time; half of them would not.
+    assert choose() == Tier(2) and h200(Tier(2), 64) / one.expected_tokens(Tier(2), 64) < 7e-3
+    assert [choose(tpot) for tpot in (1.0, 7e-3, 1e-6)] == [Tier(2), PLAIN, PLAIN]
 
 
 def test_what_is_refused():
