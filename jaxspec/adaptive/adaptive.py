@@ -11,9 +11,9 @@ from jaxspec.tier import Tier
 
 #: The least padded batch size that has budgets where the user names none.
 _LEAST_BATCH = 8
-#: How many times as deep as its budget a chain is at least. What deeper chains draft beyond is little, is paid by all
-#: and goes to those that need it least.
-_ROOM = 1.3
+#: Drafts by which a chain is at least deeper than its budget: so much the easy rows take of the others. What deeper
+#: chains draft beyond is little, is paid by all and goes to those that need it least.
+_ROOM = 1
 
 
 class Goodput(PolicyKind):
@@ -55,7 +55,7 @@ class Goodput(PolicyKind):
             return []
         named = room.budgets if settings.candidate_budgets is None else settings.candidate_budgets
         deepest = tiers[-1]
-        enough = lambda tier, budget: tier.is_chain and tier.depth >= _ROOM * budget
+        enough = lambda tier, budget: tier.is_chain and tier.depth >= budget + _ROOM
         fitting = lambda budget: next((tier for tier in tiers if deepest.is_chain and enough(tier, budget)), deepest)
         return [Arm(tier, budget) for budget in sorted(named) if budget < (tier := fitting(budget)).num_nodes - 1]
 

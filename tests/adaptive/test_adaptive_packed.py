@@ -182,6 +182,10 @@ def test_which_budgets_are_compiled():
     assert budgets() == {(Tier(3), 8): (16, 24), (Tier(3), 16): (32, 48)}
     assert budgets(candidate_budgets=()) == budgets(verification="rejection") == {}
     assert budgets(candidate_steps=[1]) == {}
+    # Each with the shallowest chain that is a draft deeper, or the deepest of all.
+    chosen = budgets(candidate_steps=[1, 2, 3, 5, 7], candidate_budgets=[1, 1.5, 4, 6.5])
+    found = {(tier.depth, n / 4 - 1) for (tier, bucket), many in chosen.items() for n in many if bucket == 4}
+    assert found == {(2, 1), (3, 1.5), (5, 4), (7, 6.5)}
     assert budgets(candidate_budgets=[1, 7]) == {(Tier(3), b): (2 * b,) for b in (1, 4, 8, 16)}
     for fields, words in (
         ({"candidate_budgets": [0]}, "candidate_budgets must be a positive number of tokens a request, got 0"),
