@@ -19,7 +19,7 @@ class Bucket:
       candidates: arms whose cost is known here, plain decoding first.
       rounds: that were decided. current: the arm in use; None before the first round.
       began: of them, those before it was last decided to draft, or not to; turns: how often that changed of late after
-        it had held for long, so that texts or load must have changed.
+        it had held for long, so that texts or load must have changed, or acceptance did.
       lost: rounds' worth of goodput that staying with it is believed to have lost so far.
       unrest: how often the arm was changed of late: the more, the more must be lost before the next time.
       shown: requests in rounds that drafted, since acceptance was last seen to change.

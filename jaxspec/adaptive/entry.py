@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from jaxspec.adaptive.policy import RoundStats
 
-#: In plain rounds: what is assumed before it was seen, with its standard deviation; and how far what another bucket
-#: saw may be off, as a share of it, and besides.
-_USUAL, _ERROR = 0.5, 0.5
+#: In plain rounds: what is assumed before it was seen, of one request, and more with each doubling of the batch, for
+#: the pass grows with it and a plain round hardly does; its standard deviation; and how far what another bucket saw may
+#: be off, as a share of it, and besides.
+_USUAL, _DOUBLED, _ERROR = 0.3, 0.1, 0.5
 _BORROWED, _BESIDES = 0.5, 0.1
 #: How much less sure each time makes what the times before have told.
 _FADING = 1.1
@@ -52,7 +53,7 @@ class Entry:
         """What the pass takes where it is due, and the standard deviation of its error, in plain rounds."""
         known = self._known.get(bucket)
         if known is not None or not self._known:
-            return known or (_USUAL, _ERROR)
+            return known or (_USUAL + _DOUBLED * math.log2(bucket), _ERROR)
         near, _ = self._known[min(self._known, key=lambda b: (abs(math.log2(b / bucket)), b))]
         return near, _BORROWED * near + _BESIDES
 

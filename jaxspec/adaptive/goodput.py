@@ -34,8 +34,12 @@ _NEAR = 0.05
 _LARGE, _REST = 0.1, 0.99
 #: Log goodput by which plain decoding must be better besides, for it takes probes to see what drafts are worth then.
 _BLIND = 0.01
-#: Rounds that must have drafted, or not, before a change of that tells that texts change; how fast that is forgotten.
-_HELD, _SETTLES = 60, 0.999
+#: Rounds that must have drafted, or not, before a change of that tells that texts change; rounds that must have drafted
+#: before a change of acceptance does; how fast that is forgotten.
+_HELD, _HEARD, _SETTLES = 60, 10, 0.999
+#: Log goodput that drafts may lose where texts change, if drafting again takes a plain round or more: as long as they
+#: go on nothing is missed, and nothing has to be taken in.
+_OPTION = 0.06
 #: What is left of what drafting again is believed to take after a round that took nothing but its own seconds.
 _FREE = 0.2
 #: How far the drafts that a packed round accepts may be off what was expected, in depths over the root of its rows,
@@ -102,6 +106,7 @@ class GoodputPolicy:
         self._entry = Entry(sizes, self.tiers[-1].depth)
         self._probes = Probes(self._arms, params, self._cost, self._acceptance, self._yields, self._worth, self._entry)
         self._drafted = False  # whether the latest round did
+        self._heard = 0  # rounds that told of drafts since acceptance was last seen to change
         self._buckets: dict[int, Bucket] = {}
         for bucket in sizes:
             if not buckets:
@@ -217,16 +222,18 @@ class GoodputPolicy:
         """What a round accepted, and of a packed one what the others would have shown.
 
         Args:
-          rounds: that it stands for, if it is plain.
+          rounds: that it stands for.
         """
         depth, bucket, drafts = stats.tier.depth, stats.bucket, stats.drafts
         if depth == 0:
             self._acceptance.age(stats.batch_size * rounds)
         elif stats.tokens is None:
+            self._heard += rounds
             self._buckets[bucket].shown += len(stats.num_accepted)
             if self._acceptance.observe(stats):
-                self._forget()
+                self._forget(bucket)
         elif drafts is not None:
+            self._heard += rounds
             arm, count = self._cost.arm(stats.tier, bucket, stats.tokens), len(stats.num_accepted)
             if arm is not None and count:
                 off = sum(stats.num_accepted) / count + 1 - self._worth.tokens(arm, bucket)
@@ -236,12 +243,14 @@ class GoodputPolicy:
             better = self._rows[bucket].better(stats.rows) if told and count else None
             beyond = self._yields.observe(drafts, depth, bucket, better)
             if beyond is not None and self._acceptance.observe(stats, beyond):
-                self._forget()
+                self._forget(bucket)
             return
         self._yields.wait(bucket)
 
-    def _forget(self) -> None:
-        """Acceptance has changed."""
+    def _forget(self, bucket: int) -> None:
+        """Acceptance has changed, as a round of the bucket shows."""
+        self._buckets[bucket].turns += self._heard >= _HEARD
+        self._heard = 0
         self._yields.forget()
         for rows in self._rows.values():
             rows.forget()
@@ -302,6 +311,10 @@ class GoodputPolicy:
         """The arm to run when nothing is probed."""
         bucket = view.bucket
         best = max(state.candidates, key=scores.__getitem__)
+        if state.turns and state.current and not best:
+            best = max(state.candidates[1:], key=scores.__getitem__)
+            option = _OPTION * min(1.0, state.turns) * min(1.0, self._entry.plain_rounds(bucket)[0])
+            best = best if scores[best] > scores[0] - option else 0
         if state.current is None:
             # Of what may be as good where nothing is known, that which loses least.
             drafting = self._acceptance.blank and self._arms[best].tier.depth

@@ -30,7 +30,7 @@ from jaxspec.adaptive import (
 )
 from jaxspec.adaptive.acceptance import AcceptanceModel, breadth
 from jaxspec.adaptive.ema import AdaptiveSpeculativeParams
-from jaxspec.tier import PLAIN, Tier
+from jaxspec.tier import PLAIN, Tier, as_choice
 
 #: Seconds by depth, as measured on two CPU cores: `COSTS[bucket][depth]`.
 COSTS = {
@@ -562,3 +562,22 @@ def test_missing_costs_are_named():
         GoodputPolicy([Tier(1)], CostTable({(PLAIN, 1): 1.0, (Tier(1), 1): 1.5, (Tier(1), 4): 1.5}))
     with pytest.raises(ValueError, match=r"bucket 3, only in buckets \[1, 4, 16\]"):
         GoodputPolicy(CHAINS, table(COSTS)).select(BatchView(3, 3))
+
+
+def test_drafts_that_lose_little_go_on_where_texts_change():
+    """In a large batch drafting again takes more than a plain round, and plain decoding sees no change."""
+
+    def last(*crowds: tuple[int, int]) -> Tier:
+        """Where rounds of a chain of 1.5 plain rounds end, so many of them with so many of 256 drafts accepted."""
+        one = GoodputPolicy([PLAIN, Tier(1)], CostTable({(PLAIN, 256): 1.0, (Tier(1), 256): 1.5}))
+        chosen = Tier(1)
+        for hits, rounds in crowds:
+            for _ in range(rounds):
+                chosen = as_choice(one.select(BatchView(256, 256))).tier
+                accepted = (1,) * hits + (0,) * (256 - hits) if chosen.depth else (0,) * 256
+                one.observe(RoundStats(chosen, 256, 256, accepted))
+        return chosen
+
+    assert last((110, 500)) == PLAIN
+    assert last((225, 20), (110, 500)) == Tier(1)
+    assert last((225, 20), (60, 80)) == PLAIN
