@@ -14,18 +14,22 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.dispatch import Implementation, Operation, log_once
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch.gpu import supported
-from pallas_kernels.tree_attention import gpu, gpu_mosaic, mosaic_wide, reference, tpu
+from pallas_kernels.tree_attention import gpu, gpu_mosaic, mosaic_latent, mosaic_plain, mosaic_wide, reference, tpu
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
+
+#: Kernels on Mosaic GPU by what they are for, in the order in which they are asked.
+_MOSAIC = {"few rows": gpu_mosaic, "many rows": mosaic_wide, "latent": mosaic_latent, "any shape": mosaic_plain}
 
 
 def _on_gpu(args: TreeAttentionArgs, **launch: Any) -> jax.Array:
-    """On Mosaic GPU, by the kernel for few rows or else by that for many, or on Triton; `launch` is Triton's."""
-    few = (gpu_mosaic.refusal(args) or gpu_mosaic.slower(args)) is None
-    kernel = gpu_mosaic if few else mosaic_wide
-    reason = "its sizes are given" if launch else supported() or kernel.refusal(args) or kernel.slower(args)
-    if reason is None:
-        log_once(logging.INFO, f"tree_attention: gpu on Mosaic GPU, {'few' if few else 'many'} rows")
-        return kernel.tree_attention(args)
+    """On Mosaic GPU by the first kernel that serves these arguments and is no slower, or on Triton with `launch`."""
+    reason = "its sizes are given" if launch else supported()
+    for name, kernel in () if reason else _MOSAIC.items():
+        said = kernel.refusal(args)
+        if said is None and (said := kernel.slower(args)) is None:
+            log_once(logging.INFO, f"tree_attention: gpu on Mosaic GPU, {name}")
+            return kernel.tree_attention(args)
+        reason = f"{reason}; {name}: {said}" if reason else f"{name}: {said}"
     log_once(logging.INFO, f"tree_attention: gpu on Triton: {reason}")
     return gpu.tree_attention(args, **launch)
 

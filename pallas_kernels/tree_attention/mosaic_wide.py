@@ -61,10 +61,10 @@ def refusal(args: TreeAttentionArgs) -> str | None:
 
 
 def slower(args: TreeAttentionArgs) -> str | None:
-    """Why Triton's kernel is kept for these shapes, or None: few rows of many requests were not measured."""
-    if args.rows > ROWS or args.units <= MOST_FEW:
+    """Where Triton's kernel takes less time, or None."""
+    if args.rows > ROWS or args.units <= MOST_FEW or args.q_BNHC.shape[3] > 128:
         return None
-    return f"of few rows it is for at most {MOST_FEW} requests times KV heads, got {args.units}"
+    return f"of few rows it is for at most {MOST_FEW} requests times KV heads of 128 channels or less, got {args.units}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,11 +351,11 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
     """
     kernel = kernel_of(args, blocks, interpret=interpret is not None)
     ins = {
-        "q": args.q_BNHC, "k": _whole(args.tree_k_BTGC), "v": _whole(args.tree_v_BTGC), "pages": args.pages,
+        "q": args.q_BNHC, "k": whole_tiles(args.tree_k_BTGC), "v": whole_tiles(args.tree_v_BTGC), "pages": args.pages,
         "table": args.table_BM, "length": args.length_B,
     }  # fmt: skip
     if args.tree_mask_BNT is not None:
-        ins["words"] = _words(args.tree_mask_BNT, kernel)
+        ins["words"] = words(args.tree_mask_BNT, kernel)
     if args.sinks_H is not None:
         sinks = (args.sinks_H.astype(_F32) * _LOG2E).reshape(kernel.kv_heads, 1, kernel.group)
         sinks = jnp.broadcast_to(sinks, (kernel.kv_heads, kernel.nodes, kernel.group))
@@ -368,7 +368,7 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
     return _attend(kernel, ins, interpret=interpret)
 
 
-def _words(mask_BNT: jax.Array, kernel: Kernel) -> jax.Array:
+def words(mask_BNT: jax.Array, kernel: Kernel) -> jax.Array:
     """Bit t % 32 of word t // 32 says whether a row sees tree entry t: uint32 [B, whole blocks' words, tiles, 64]."""
     b, n, t = mask_BNT.shape
     words = -(-t // kernel.keys) * (kernel.keys // 32)
@@ -377,7 +377,7 @@ def _words(mask_BNT: jax.Array, kernel: Kernel) -> jax.Array:
     return _tiles(jnp.repeat(packed, kernel.group, axis=2), kernel)
 
 
-def _whole(x_BTGC: jax.Array) -> jax.Array:
+def whole_tiles(x_BTGC: jax.Array) -> jax.Array:
     """New tokens as whole tiles of 8 rows for each request: the copy engine begins at no other row."""
     return jnp.pad(x_BTGC, ((0, 0), (0, -x_BTGC.shape[1] % 8), (0, 0), (0, 0)))
 

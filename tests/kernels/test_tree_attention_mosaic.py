@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.aot import ptx, worker
 from pallas_kernels.aot.targets import TARGETS
-from pallas_kernels.tree_attention import api, gpu, gpu_mosaic, mosaic_plan, mosaic_wide
+from pallas_kernels.tree_attention import api, gpu, gpu_mosaic, mosaic_plan
 from pallas_kernels.tree_attention.cases import CASES as OTHERS
 from pallas_kernels.tree_attention.cases import Case
 from pallas_kernels.tree_attention.mosaic_launch import Launch
@@ -171,7 +171,7 @@ def test_what_it_serves(change: dict[str, Any], said: str | None):
     assert why is None if said is None else said in (why or "")
 
 
-MANY = "of few rows it is for at most 132 requests times KV heads, got"
+MANY = "of few rows it is for at most 132 requests times KV heads of 128 channels or less, got"
 
 
 @pytest.mark.parametrize(
@@ -182,13 +182,16 @@ MANY = "of few rows it is for at most 132 requests times KV heads, got"
         ({}, {"blocks": None}, None, "Triton: its sizes are given"),
         ({}, {}, "they need JAX 0.11 or newer", "Triton: they need JAX 0.11 or newer"),
         (dict(batch=132), {}, None, "Mosaic GPU, few rows"),
-        (dict(batch=133), {}, None, f"Triton: {MANY} 266"),
+        (dict(batch=133), {}, None, f"many rows: {MANY} 266"),
         (dict(nodes=16, mask="tree"), {}, None, "Mosaic GPU, many rows"),
         (dict(nodes=15, mask="tree"), {}, None, "Mosaic GPU, few rows"),
         (dict(nodes=16, batch=67, mask="tree"), {}, None, "Mosaic GPU, few rows"),
         (dict(head_dim=256), {}, None, "Mosaic GPU, many rows"),
-        (dict(head_dim=256, batch=67), {}, None, f"Triton: {MANY} 134"),
-        (dict(head_dim=96), {}, None, "Triton: head dimension must be 64, 128 or 256, got 96"),
+        (dict(head_dim=256, batch=67), {}, None, "Mosaic GPU, many rows"),
+        (dict(head_dim=96), {}, None, "Triton: few rows: head dimension must be 64 or 128, got 96"),
+        (dict(head_dim=192, values=128, kv_heads=1), {}, None, "Mosaic GPU, latent"),
+        (dict(dtype="float32"), {}, None, "Mosaic GPU, any shape"),
+        (dict(dtype="float32", nodes=33), {}, None, "any shape: it is for at most 16 query rows of a KV head, got 66"),
     ],
 )
 def test_gpus_run_it_where_it_serves_and_say_so(
@@ -197,12 +200,13 @@ def test_gpus_run_it_where_it_serves_and_say_so(
 ):  # fmt: skip
     monkeypatch.setattr(api, "supported", lambda: unsupported)
     monkeypatch.setattr(api, "log_once", api.log_once.__wrapped__)
-    for module, name in ((gpu_mosaic, "few rows"), (mosaic_wide, "many rows"), (gpu, "Triton")):
+    for module, name in (*((module, name) for name, module in api._MOSAIC.items()), (gpu, "Triton")):
         monkeypatch.setattr(module, "tree_attention", lambda args, name=name, **_: name)
     caplog.set_level(logging.INFO, "pallas_kernels.dispatch")
     way: Any = api.OPERATION.implementations["gpu"].run
-    assert way(args_of(**change), **launch) in chosen
-    assert [record.getMessage() for record in caplog.records] == [f"tree_attention: gpu on {chosen}"]
+    name = way(args_of(**change), **launch)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert chosen in said and (f"Mosaic GPU, {name}" in said or (name == "Triton" and "on Triton: " in said))
 
 
 @interpreted

@@ -132,21 +132,20 @@ def test_compiles_for_hopper_without_spills(
     assert "serialized" not in out + err
 
 
-def test_takes_the_place_of_triton_on_hopper_where_rows_are_many_or_the_other_refuses(monkeypatch: pytest.MonkeyPatch):
+def test_takes_the_place_of_triton_on_hopper_with_the_others(monkeypatch: pytest.MonkeyPatch):
     taken = []
     monkeypatch.setattr(api.gpu, "tree_attention", lambda args, **launch: taken.append(("triton", launch)))
-    monkeypatch.setattr(mosaic_wide, "tree_attention", lambda args: taken.append(("wide", {})))
-    monkeypatch.setattr(api.gpu_mosaic, "tree_attention", lambda args: taken.append(("few", {})))
+    for module in (api.gpu_mosaic, mosaic_wide, api.mosaic_latent, api.mosaic_plain):
+        name = module.__name__.rpartition("_")[2]
+        monkeypatch.setattr(module, "tree_attention", lambda args, name=name: taken.append((name, {})))
     run = api.OPERATION.implementations["gpu"].run
-    many, few, wide_heads = (CASES[name].shapes() for name in ("tree64-b8-8k", "decode-b8-8k", "d256"))
-    floats = CASES["f32"].shapes()
     monkeypatch.setattr(api, "supported", lambda: "another device")
-    run(many)
+    run(CASES["tree64-b8-8k"].shapes())
     monkeypatch.setattr(api, "supported", lambda: None)
-    for args in (many, few, wide_heads, floats):
-        run(args)
-    run(many, blocks=1)
-    names = "triton", "wide", "few", "wide", "triton"
+    for name in ("tree64-b8-8k", "decode-b8-8k", "d256", "page16", "latent-h128", "latent-prefill256", "f32", "d96"):
+        run(CASES[name].shapes())
+    run(CASES["tree64-b8-8k"].shapes(), blocks=1)
+    names = "triton", "wide", "mosaic", "wide", "wide", "latent", "triton", "plain", "triton"
     assert taken == [*((name, {}) for name in names), ("triton", {"blocks": 1})]
 
 

@@ -1,8 +1,9 @@
-"""python -m jaxspec.bench.studies.attention: a GPU's attention of few rows on Mosaic GPU against that on Triton.
+"""python -m jaxspec.bench.studies.attention: a GPU's attention on Mosaic GPU against that on Triton.
 
-Device microseconds by the profiler of each one's kernels (XLA's list of items, made once a round, stands apart), in the
-shapes of Llama 3.1 8B's heads without a mask: plain decoding and chains. Calls go through the pages of a pool that no
-cache holds. Errors are against plain XLA, the norm of the difference over the norm.
+Device microseconds by the profiler of each one's kernels (XLA's list of items, made once a round, stands apart),
+without a mask: plain decoding and chains, by default in the shapes of Llama 3.1 8B's heads. The Mosaic kernel is that
+for few rows, or where it refuses the first other one that does not. Calls go through the pages of a pool that no cache
+holds. Errors are against plain XLA, the norm of the difference over the norm.
 """
 
 from __future__ import annotations
@@ -22,20 +23,25 @@ import numpy as np
 
 from jaxspec.bench.studies import report
 from pallas_kernels.profile import medians, record
-from pallas_kernels.tree_attention import gpu, gpu_mosaic, reference
+from pallas_kernels.tree_attention import gpu, gpu_mosaic, mosaic_latent, mosaic_plain, mosaic_wide, reference
 from pallas_kernels.tree_attention.cases import Case
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
 #: Bytes of pages that calls go through, several times what a cache holds, where a call does not read as many.
 _POOL_BYTES = 256 << 20
-_WAYS: dict[str, Callable[[TreeAttentionArgs], jax.Array]] = {
-    "mosaic": gpu_mosaic.tree_attention, "triton": gpu.tree_attention,
-}  # fmt: skip
 
 
-def _case(batch: int, nodes: int, context: int, lengths: Any = "full") -> Case:
-    case = Case(f"b{batch}-n{nodes}-{context}", batch, nodes, context=context, lengths=lengths, mask="causal")
-    page_bytes = 2 * case.kv_heads * case.page * 2 * case.head_dim
+def _on_mosaic(args: TreeAttentionArgs) -> jax.Array:
+    kernels = gpu_mosaic, mosaic_wide, mosaic_latent, mosaic_plain
+    return next(kernel for kernel in kernels if kernel.refusal(args) is None).tree_attention(args)
+
+
+_WAYS: dict[str, Callable[[TreeAttentionArgs], jax.Array]] = {"mosaic": _on_mosaic, "triton": gpu.tree_attention}
+
+
+def _case(batch: int, nodes: int, context: int, **shape: Any) -> Case:
+    case = Case(f"b{batch}-n{nodes}-{context}", batch, nodes, context=context, mask="causal", **shape)
+    page_bytes = jnp.dtype(case.dtype).itemsize * case.kv_heads * case.page * case.wide
     return dataclasses.replace(case, pool=max(case.num_pages, _POOL_BYTES // page_bytes))
 
 
@@ -75,14 +81,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--batch", type=int, nargs="+", default=[1, 8, 32])
     add("--nodes", type=int, nargs="+", default=[1, 4, 6])
     add("--context", type=int, nargs="+", default=[1024, 8192], help="committed tokens of each request")
+    add("--heads", type=int, default=32)
+    add("--kv-heads", type=int, default=8)
+    add("--head-dim", type=int, default=128)
+    add("--values", type=int, help="latent attention: values are so many first channels of their keys")
+    add("--dtype", default="bfloat16")
+    add("--page", type=int, default=64, help="tokens of a page")
+    add("--soft-cap", type=float)
     add("--ragged", action="store_true", help="of every length up to the context")
     add("--repeats", type=int, default=24)
     add("--within", type=float, default=100, metavar="S", help="seconds after which nothing new is begun")
     args = report.parse(parser, argv, gpu=True)
     began = time.perf_counter()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
-    cases = [_case(b, n, c, "ragged" if args.ragged else "full")
-             for c, b, n in itertools.product(args.context, args.batch, args.nodes)]  # fmt: skip
+    shape = {name: getattr(args, name) for name in ("heads", "kv_heads", "head_dim", "values", "dtype", "page")}
+    shape["soft_cap"], shape["lengths"] = args.soft_cap, "ragged" if args.ragged else "full"
+    cases = [_case(b, n, c, **shape) for c, b, n in itertools.product(args.context, args.batch, args.nodes)]
     ways = {**_WAYS, "reference": reference.tree_attention}
     rows, wrong = [], False
     with concurrent.futures.ThreadPoolExecutor(14) as pool:

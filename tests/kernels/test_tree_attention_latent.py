@@ -1,0 +1,96 @@
+"""The Mosaic kernel for values that lie in their keys: interpreted with race detection, and Hopper's compiler.
+
+On a Hopper GPU it runs compiled, as test_tree_attention_mosaic's does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_kernels.aot import ptx, worker
+from pallas_kernels.aot.targets import TARGETS
+from pallas_kernels.tree_attention import mosaic_latent
+from pallas_kernels.tree_attention.cases import CASES, Case
+from pallas_kernels.tree_attention.mosaic_wide import Blocks
+from pallas_kernels.tree_attention.reference import TreeAttentionArgs
+
+interpreted = pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX has no interpreter for it")
+
+#: Several tiles of rows and one that is not full; prefixes of 0 and at the edges of pages; pages shorter than a block.
+SMALL = (
+    (Case("tree", 3, 9, 8, 1, 192, 64, 150, lengths="ragged", values=128), Blocks(stages=2, splits=2)),
+    (Case("causal", 2, 3, 12, 1, 128, 16, 100, mask="causal", lengths="ragged", values=128), Blocks(splits=1)),
+)
+
+
+def run(args: TreeAttentionArgs, blocks: Blocks) -> jax.Array:
+    params = None
+    if jax.default_backend() != "gpu":
+        params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.jit(functools.partial(mosaic_latent.tree_attention, blocks=blocks, interpret=params))(args)
+
+
+@interpreted
+@pytest.mark.parametrize(("case", "blocks"), SMALL, ids=lambda x: getattr(x, "name", ""))
+def test_agrees_with_the_definition_and_has_no_races(case: Case, blocks: Blocks, capfd: pytest.CaptureFixture[str]):
+    args = case.draw(0, poison=True)
+    got, want = np.asarray(run(args, blocks).astype(jnp.float32)), case.defined(args)
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 4e-3
+    assert "RACE" not in capfd.readouterr().out
+
+
+@interpreted
+@pytest.mark.parametrize("mask", ["causal", "tree"])
+def test_broken_new_tokens_stay_with_those_who_see_them(mask: Any):
+    case = dataclasses.replace(SMALL[0][0], mask=mask)
+    args = case.draw(0)
+    broken = dataclasses.replace(args, tree_k_BTGC=args.tree_k_BTGC.at[1, 4].set(jnp.nan))
+    out = np.asarray(run(broken, SMALL[0][1]).astype(jnp.float32))
+    want = np.zeros((case.batch, case.nodes), bool)
+    want[1] = np.asarray(args.mask)[1, :, 4]
+    np.testing.assert_array_equal(np.isnan(out).any(axis=(2, 3)), want)
+
+
+@interpreted
+@pytest.mark.skipif(bool(TARGETS["h200"].missing()), reason="no compiler for absent GPUs")
+@pytest.mark.parametrize("name", ["latent-h16", "latent-h128", "latent-prefill256"])
+def test_compiles_for_hopper_without_spills(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    whole = NamedSharding(TARGETS["h200"].mesh(), PartitionSpec())
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+    traced = jax.jit(mosaic_latent.tree_attention).trace(jax.tree.map(place, CASES[name].shapes()))
+    traced.lower(lowering_platforms=("cuda",)).compile()
+    out, err = capfd.readouterr()
+    spills = [bytes_ for entry, _, bytes_ in ptx.parse(out + err) if entry.startswith("tree_attention")]
+    assert spills and max(spills) <= worker.MAX_SPILL_BYTES
+    assert "serialized" not in out + err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, None),
+        (dict(head_dim=576, values=512, dtype="float16", page=16), None),
+        (dict(values=None), "values are not part of their keys"),
+        (dict(dtype="float32"), "must be bfloat16 or float16, got float32"),
+        (dict(head_dim=640, values=512), "multiple of 64 channels up to 576, got 640"),
+        (dict(values=96), "must be 128, 256 or 512 channels, got 96"),
+        (dict(page=24), "power of two of at least 8, got 24"),
+        (dict(kv_heads=2), "one KV head, got 2"),
+        (dict(window=64), "a window with values inside keys"),
+    ],
+)
+def test_what_it_serves(change: dict[str, Any], said: str | None):
+    why = mosaic_latent.refusal(dataclasses.replace(SMALL[0][0], **change).shapes())
+    assert why is None if said is None else said in (why or "")
