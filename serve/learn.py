@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -129,8 +130,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    except (ServerError, subprocess.CalledProcessError) as e:
+    except ServerError as e:
         print(f"error: {e}", file=sys.stderr)
+        return 1
+    except subprocess.CalledProcessError as e:  # whose error stands above
+        print(f"error: the trainer ended with status {e.returncode}: {shlex.join(map(str, e.cmd))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -86,7 +86,7 @@ def test_what_goes_wrong_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "none" in capsys.readouterr().err
 
     def fail(*args: Any, **more: Any) -> None:
-        raise subprocess.CalledProcessError(2, "train")
+        raise subprocess.CalledProcessError(2, ["train", Path("a b")])
 
     assert learn.main([*base, "--ring", str(tmp_path / "none")]) == 2
     assert "none is no directory: it is the server's --feature-ring" in capsys.readouterr().err
@@ -96,4 +96,4 @@ def test_what_goes_wrong_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     monkeypatch.setattr(learn, "_run_trainer", fail)
     (tmp_path / "ring-1-1.safetensors").write_bytes(bytes(2**10))
     assert learn.main([*base, "--grown-mib", "0.0001", "--cycles", "1"]) == 1
-    assert "non-zero exit status 2" in capsys.readouterr().err
+    assert "error: the trainer ended with status 2: train 'a b'" in capsys.readouterr().err
