@@ -26,9 +26,10 @@ from pallas_kernels.aot.programs import Program, provider
 from pallas_kernels.aot.table import Outcome, line
 from pallas_kernels.aot.targets import TARGETS, Target
 
-#: Bytes of registers that a thread of a GPU kernel may spill, stores and loads together: some 30 words around a
-#: loop's edges are noise beside a kernel's traffic, a spill inside of a product is many hundred bytes.
-MAX_SPILL_BYTES = 256
+#: Bytes of registers that a thread of a GPU kernel may spill, stores and loads together: some 50 words around a
+#: loop's edges are noise beside a kernel's traffic (latent attention on Mosaic GPU has 388 bytes and is 10% faster on
+#: an H200 than without them), a spill inside of a product is many hundred bytes.
+MAX_SPILL_BYTES = 400
 
 _VMEM_ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]+)\]\{[^{}]*S\(1\)[^{}]*\}")
 

@@ -3,9 +3,9 @@
 A program owns a request, 64 query rows (node-major, so that the heads of a node lie side by side) and one of S
 stretches of the keys; it brings each block of keys once, for scores and for values. Two warpgroups compute. Both score
 all 64 rows, and each adds up one half of the values' channels: sums of 512 would not fit one's registers, and what is
-scored twice needs no exchange between them. They take turns as `mosaic_wide`'s do, which also has the order of blocks,
-the masks and the merge. FlashMLA (github.com/deepseek-ai/FlashMLA) shares the channels out in the same way, but scores
-once and passes weights through shared memory.
+scored twice needs no exchange between them. The order of blocks, the masks and the merge are `mosaic_wide`'s. FlashMLA
+(github.com/deepseek-ai/FlashMLA) shares the channels out in the same way, but scores once and passes weights through
+shared memory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 #: Warpgroups that compute, and registers of a thread of theirs and of the one that brings keys.
 _TEAMS, _REGISTERS = 2, (232, 40)
 _SHARED, _ROOM = 232448, 3072
-#: Query rows up to which it was measured.
-MOST_ROWS = 512
 _F32 = jnp.float32
 
 
@@ -61,8 +59,8 @@ def refusal(args: TreeAttentionArgs) -> str | None:
 
 
 def slower(args: TreeAttentionArgs) -> str | None:
-    """Why Triton's kernel is kept for these shapes, or None: more rows were not measured."""
-    return None if args.rows <= MOST_ROWS else f"it is for at most {MOST_ROWS} query rows, got {args.rows}"
+    """Where another kernel takes less time: nowhere."""
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +72,6 @@ class Kernel(mosaic_wide.Kernel):
     """
 
     values: int
-
-    @property
-    def turns(self) -> bool:
-        return True
 
     @property
     def half(self) -> int:
@@ -94,12 +88,11 @@ class Kernel(mosaic_wide.Kernel):
     def scratch(self, dtype: Any) -> dict[str, Any]:
         shape = lambda *rows: plgpu.SMEM((*rows, self.head_dim), dtype, transforms=mosaic_rows.tiled())
         barrier = lambda count, arrivals: plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
-        found = {
+        return {
             "q": shape(ROWS), "k": shape(self.stages, self.keys), "q_full": barrier(1, 1),
             "k_full": barrier(self.stages, self.pieces), "k_empty": barrier(self.stages, _TEAMS),
             "scored": barrier(1, _TEAMS), "clean": barrier(1, 1),
         }  # fmt: skip
-        return found | ({"turn": barrier(2, 1)} if self.interpret else {})
 
     def body(self, ins: dict[str, Any], outs: tuple[Any, ...], shared: dict[str, Any]) -> None:
         """A warpgroup of a program: the first ones compute, the last one brings queries and keys."""
@@ -179,12 +172,10 @@ class Kernel(mosaic_wide.Kernel):
         full = lambda shape, value, layout: self.cast(jnp.full(shape, value, _F32), layout)
         start = full((ROWS, self.half), 0.0, SUMS), full((ROWS,), MASKED, ROW), full((ROWS,), 0.0, ROW)
         plgpu.barrier_wait(shared["q_full"])
-        pl.when(team == 1)(lambda: self.take_turn(team, shared))
         step = functools.partial(self.add_step, walk, b, block, team, ins, shared)
         whole = jnp.clip(walk.whole, walk.begin, walk.end)
         sums = lax.fori_loop(walk.begin, whole, functools.partial(step, False), start)
         acc, top, total = lax.fori_loop(whole, walk.end, functools.partial(step, True), sums)
-        pl.when(team == 0)(lambda: self.pass_turn(team, shared))
         results = self.results
         if self.splits == 1:
             out = (acc * self.along(1.0 / total, self.half)).astype(outs[0].dtype)
@@ -201,7 +192,7 @@ class Kernel(mosaic_wide.Kernel):
         slot = rem(step - walk.begin, self.stages)
         k = shared["k"].at[slot]
         plgpu.barrier_wait(shared["k_full"].at[slot])
-        s = self.scores(shared["q"], k, lambda: self.pass_turn(team, shared))
+        s = self.scores(shared["q"], k, lambda: None)
         if masked:
             if self.interpret:  # its reads are not wgmma's
                 plgpu.commit_smem()
@@ -210,11 +201,10 @@ class Kernel(mosaic_wide.Kernel):
         acc, top, total = sums
         p, keep, top, total = self.weights(s, top, total)
         acc, p = acc * self.along(keep, self.half), p.astype(k.dtype)
-        if not self.interpret:
+        if not self.interpret:  # exponentials are not to wait for what follows
             acc, top, total, p = lax.optimization_barrier((acc, top, total, p))
         if masked:
             plgpu.barrier_wait(shared["clean"])
-        self.take_turn(team, shared)
         acc = self.weighted(acc, p, shared["k"].at[slot, :, pl.ds(team * self.half, self.half)])
         self.done("k", slot, shared)
         return acc, top, total

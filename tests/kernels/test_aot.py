@@ -70,7 +70,7 @@ def program(function: Callable[..., Any], limit: int, in_place: int = 0, **optio
         (dict(temp_bytes=101), ["k"], "101 temp bytes, allowed are 100 (rows)"),
         (dict(vmem_bytes=101), ["k"], "an array of 101 bytes in VMEM, allowed are 100 (rows)"),
         (dict(alias_bytes=4095), ["k"], "4095 bytes are updated in place, donated are 4096"),
-        (dict(spill_bytes=worker.MAX_SPILL_BYTES + 1), ["k"], "257 bytes of spills, allowed are 256"),
+        (dict(spill_bytes=worker.MAX_SPILL_BYTES + 1), ["k"], "401 bytes of spills, allowed are 400"),
         ({}, ["other"], "the executable holds no kernel k"),
     ],
 )

@@ -145,7 +145,7 @@ def test_takes_the_place_of_triton_on_hopper_with_the_others(monkeypatch: pytest
     for name in ("tree64-b8-8k", "decode-b8-8k", "d256", "page16", "latent-h128", "latent-prefill256", "f32", "d96"):
         run(CASES[name].shapes())
     run(CASES["tree64-b8-8k"].shapes(), blocks=1)
-    names = "triton", "wide", "mosaic", "wide", "wide", "latent", "triton", "plain", "triton"
+    names = "triton", "wide", "mosaic", "wide", "wide", "latent", "latent", "plain", "triton"
     assert taken == [*((name, {}) for name in names), ("triton", {"blocks": 1})]
 
 
