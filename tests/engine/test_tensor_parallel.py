@@ -286,7 +286,7 @@ def test_refusals_come_before_the_weights(tmp_path: Path):
 
 def test_memory_counts_what_each_device_holds():
     """Of experts a part on every device; in four bits the whole, beside parts of all else."""
-    graph, shapes = nnx.split(nnx.eval_shape(lambda: tiny_target(0, **{**FAMILY_FIELDS["gpt_oss"], "vocab_size": V})))
+    graph, shapes = nnx.split(tiny_target(0, **{**FAMILY_FIELDS["gpt_oss"], "vocab_size": V}))
     target = nnx.merge(graph, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
     experts = target.layers[1].mlp
     count, width, inner = experts.gate_up[...].shape
