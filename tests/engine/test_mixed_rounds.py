@@ -14,25 +14,10 @@ from jaxspec.tier import PLAIN, Tier
 
 MIXED = 12
 OTHERS = pytest.mark.exhaustive("every drafter beside prompts; what a drafter keeps of either is tested with each")
-KINDS = [
-    "eagle3",
-    *(
-        pytest.param(kind, marks=OTHERS)
-        for kind in (
-            "ngram",
-            "draft_model",
-            "eagle1",
-            "mtp",
-            "medusa",
-            "peagle",
-            "dflash",
-            "dspark",
-            "dflash2",
-            "suffix",
-            "hybrid",
-        )
-    ),
-]
+KINDS = ["eagle3", *(
+    pytest.param(kind, marks=OTHERS) for kind in
+    ("ngram", "draft_model", "eagle1", "mtp", "medusa", "peagle", "dflash", "dspark", "dflash2", "suffix", "hybrid")
+)]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=KINDS)

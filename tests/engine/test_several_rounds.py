@@ -22,24 +22,10 @@ ROUNDS = 3
 OTHERS = pytest.mark.exhaustive("every drafter with several rounds a dispatch; tests/speculation has the rounds")
 #: Drafters that learn from what they proposed, so that two engines may draft differently.
 LEARNING = ("suffix", "hybrid")
-KINDS = [
-    "eagle3",
-    *(
-        pytest.param(kind, marks=OTHERS)
-        for kind in (
-            "ngram",
-            "draft_model",
-            "eagle1",
-            "mtp",
-            "medusa",
-            "peagle",
-            "dflash",
-            "dspark",
-            "dflash2",
-            *LEARNING,
-        )
-    ),
-]
+KINDS = ["eagle3", *(
+    pytest.param(kind, marks=OTHERS) for kind in
+    ("ngram", "draft_model", "eagle1", "mtp", "medusa", "peagle", "dflash", "dspark", "dflash2", *LEARNING)
+)]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=KINDS)
