@@ -15,14 +15,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 import pytest
+import quick
 
 if TYPE_CHECKING:
     from jaxspec import LLM
 
-#: One module of LLVM for each program instead of one for each of its fusions. Tests compile thousands of small programs
-#: and run each a few times: unoptimised and in one piece, they compile several times faster and take a fifth of the
-#: memory mappings, of which Linux allows a process 65,530.
-QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 #: Containers that come before the collector looks at the young ones, and looks after which it goes on to the older.
 #: Tracing makes millions that stay: with CPython's 700, 10 and 10, some 8% of the processor's time of an engine's test
 #: (perf, tests/engine/test_budgets.py) went into looking.
@@ -55,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--optimized"):
         jax.config.update("jax_disable_most_optimizations", True)
         with pytest.MonkeyPatch.context() as patch:  # XLA reads it once; processes that tests start compile as users do
-            patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {QUICK}")
+            patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {quick.FLAGS}")
             jax.devices()
         draw_from_few_programs()
     keep_programs(config)
@@ -118,7 +115,7 @@ def host(optimized: bool) -> str:
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text(encoding="utf-8", errors="replace").splitlines() if cpu.exists() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    told = f"{platform.machine()} {features} {'' if optimized else QUICK}"
+    told = f"{platform.machine()} {features} {'' if optimized else quick.FLAGS}"
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 

@@ -13,16 +13,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import quick
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: protobuf is orbax's as well, which training imports.
 SERVER = ("grpc", "grpc_health", "grpc_reflection", "grpc_status", "prometheus_client")
 PROTOBUF = "google.protobuf"
-#: How tests/conftest.py lets this process compile, as the environment of another one.
-QUICKLY = {
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
-}
 #: Runs what it reads, [[code, argv], ...], one after the other, and writes what each printed and its exit status.
 DRIVER = """
 import contextlib, io, json, sys, traceback
@@ -63,7 +59,7 @@ class Told:
 def without(names: tuple[str, ...], steps: list[tuple[str, list[str]]]) -> list[Told]:
     block = f"import sys; sys.modules |= dict.fromkeys({names!r})\n"
     done = subprocess.run(
-        [sys.executable, "-c", block + DRIVER], cwd=ROOT, env=os.environ | QUICKLY, input=json.dumps(steps),
+        [sys.executable, "-c", block + DRIVER], cwd=ROOT, env=os.environ | quick.QUICKLY, input=json.dumps(steps),
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

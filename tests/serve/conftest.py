@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import quick
 from faults import ChattyFacade, EngineFacade
 from stories import Stories, eventually
 from tiny_engines import (
@@ -47,11 +48,6 @@ from serve.core.lifecycle import Lifecycle
 
 pytest.register_assert_rewrite("gateway", "sockets", "wires")
 
-#: How tests/conftest.py lets this process compile, as the environment of another one.
-QUICKLY = {
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
-}
 _ids = itertools.count()
 _JOB_FIELDS = {field.name for field in dataclasses.fields(Job)}
 
@@ -311,7 +307,7 @@ class Kit(Stories):
 @pytest.fixture(scope="session")
 def environment(request: pytest.FixtureRequest) -> dict[str, str]:
     """Of a process that compiles the demo: quickly, or with --exhaustive as users do."""
-    return {**os.environ, **({} if request.config.getoption("--exhaustive") else QUICKLY)}
+    return {**os.environ, **({} if request.config.getoption("--exhaustive") else quick.QUICKLY)}
 
 
 class Clock:

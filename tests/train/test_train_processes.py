@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import quick
 from safetensors.numpy import load_file
 
 from jaxspec.train.drafters import eagle
@@ -29,8 +30,8 @@ SIZES = [
 def start(files: Path, out: Path, devices: int, *words: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "jaxspec.train", "eagle3", "--target", str(files / "target")]
     command += ["--data", str(files / "texts.jsonl"), "--out", str(out), *SIZES, *words]
-    flags = f"--xla_cpu_use_fusion_emitters=false --xla_force_host_platform_device_count={devices}"
-    env = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": flags}
+    flags = f"{quick.FLAGS} --xla_force_host_platform_device_count={devices}"
+    env = {"JAX_PLATFORMS": "cpu"} | quick.QUICKLY | {"XLA_FLAGS": flags}
     return subprocess.Popen(
         command, cwd=ROOT, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
