@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import overlap
 from pallas_kernels.rejection_sampling.mosaic_cluster import Cluster
 from pallas_kernels.rejection_sampling.mosaic_filters import Filters, Scratch
 from pallas_kernels.rejection_sampling.mosaic_lanes import words_of
@@ -196,10 +197,14 @@ def _launch(kernel: _Kernel, *ins: jax.Array, interpret: Any = None) -> Any:
     def rejection_sampling_mosaic(*refs: Any) -> None:
         ins, rest = refs[: 1 + len(small)], refs[1 + len(small) :]
         shared = dict(zip(scratch, rest[len(outs) :], strict=True))
+        overlap.begin(interpret)
+        overlap.wait(interpret)
         board = rest[told] if len(outs) > told else shared.get("board")
         kernel.body(ins, rest[:told], shared, board)
 
     def rejection_sampling_mosaic_follow(*refs: Any) -> None:
+        overlap.begin(interpret)
+        overlap.wait(interpret)
         kernel.follow(refs[:4], refs[4:])
 
     # Every allocation is rounded up to 1 KiB; three programs of Llama 3's vocabulary just fit into a multiprocessor.

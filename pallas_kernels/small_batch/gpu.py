@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import overlap
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch import gpu_packed, mosaic, unpack
 from pallas_kernels.small_batch.mosaic import F32, SUMS, along_columns, along_rows, flipped, load
@@ -177,10 +178,19 @@ class _Kernel:
             copy_weights(at, slot)
             copy_rows(at, slot)
 
-        # Tables first: what follows fills the ring, and the queue to memory with it.
+        def fill() -> None:
+            for step in range(self.stages - 1):
+                copy_weights(step, step)
+
+        # Behind a kernel that lets it begin early, as attention does, weights come first; else tables do: what follows
+        # fills the ring, and the queue to memory with it. Nobody may begin early behind it: it keeps memory busy.
+        early = overlap.overlaps(self.interpret)
+        if early:
+            fill()
+        overlap.wait(self.interpret)
         self.copy_tables(program, beside, rows, shared)
-        for step in range(self.stages - 1):
-            copy_weights(step, step)
+        if not early:
+            fill()
         for step in range(self.stages - 1):
             copy_rows(step, step)
         if "ready" in shared:
@@ -240,7 +250,7 @@ class _Kernel:
         self.store(shared, sums[0].astype(dtype), outs[0], tile)
 
     def _logits(self, tile: Any, sums: Sequence[jax.Array], outs: Sequence[Any], shared: Any, _: Any) -> None:
-        shared["wide"][...] = sums[0]
+        mosaic.write(shared["wide"], sums[0])
         self.store(shared, load(shared["wide"], _SINGLE), outs[0], tile)
 
     def _swiglu(self, tile: Any, sums: Sequence[jax.Array], outs: Sequence[Any], shared: Any, dtype: Any) -> None:
@@ -265,8 +275,8 @@ class _Kernel:
         cos = load(shared["cos"], SUMS) * turns + (1.0 - turns)
         sin = load(shared["sin"], SUMS) * turns
         out = shared["out"]
-        flipped(out.at[:, pl.ds(0, TILE)])[...] = (self.times(lo, cos) - self.times(hi, sin)).astype(dtype)
-        flipped(out.at[:, pl.ds(TILE, TILE)])[...] = (self.times(hi, cos) + self.times(lo, sin)).astype(dtype)
+        mosaic.write(flipped(out.at[:, pl.ds(0, TILE)]), (self.times(lo, cos) - self.times(hi, sin)).astype(dtype))
+        mosaic.write(flipped(out.at[:, pl.ds(TILE, TILE)]), (self.times(hi, cos) + self.times(lo, sin)).astype(dtype))
         plgpu.commit_smem()
         begin = 0
         for ref, count in zip(outs, self.counts, strict=True):

@@ -73,7 +73,7 @@ class _Route:
         run = lambda *totals: mosaic.walk(totals, shared, 1, lambda *_: None)
         sums = pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((TILE, rows), F32)] * parts)
         for part, total in enumerate(sums):
-            shared["out"].at[pl.ds(part * TILE, TILE)][...] = total
+            mosaic.write(shared["out"].at[pl.ds(part * TILE, TILE)], total)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(shared["out"], outs[0].at[program])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -122,7 +122,7 @@ class _Choose:
             return jnp.maximum(used, self.group(i * _GROUP, sums_PXR, shared))
 
         start = plgpu.layout_cast(jnp.zeros((self.count,), F32), SUMS.reduce(1))
-        shared["used"][...] = lax.fori_loop(0, rows // _GROUP, group, start)
+        mosaic.write(shared["used"], lax.fori_loop(0, rows // _GROUP, group, start))
         self.compact(shared)
         plgpu.commit_smem()
         for name, out in zip(("order", "ranks", "weights"), outs, strict=True):
@@ -152,7 +152,7 @@ class _Choose:
         likely = jnp.exp(logits - best)
         mine = jnp.where(chosen > 0.0, likely, 0.0)
         total = jnp.sum(mine if self.normalised else likely, axis=0)
-        shared["weights"].at[:, own][...] = jnp.where(there, mine / rows_of(total), 0.0)
+        mosaic.write(shared["weights"].at[:, own], jnp.where(there, mine / rows_of(total), 0.0))
         return jnp.max(chosen, axis=1)
 
     def compact(self, shared: dict[str, Any]) -> None:
@@ -163,14 +163,14 @@ class _Choose:
         for begin in range(0, count, TILE):
             down = plgpu.broadcasted_iota(jnp.int32, part, 0, layout=SUMS) + begin
             rank = jnp.sum(jnp.where(along <= down, used, 0.0), axis=1)
-            shared["rank"].at[pl.ds(begin, TILE)][...] = rank
-            shared["ranks"].at[pl.ds(begin, TILE)][...] = rank.astype(jnp.int32)
+            mosaic.write(shared["rank"].at[pl.ds(begin, TILE)], rank)
+            mosaic.write(shared["ranks"].at[pl.ds(begin, TILE)], rank.astype(jnp.int32))
         rank = along_rows(load(shared["rank"], SUMS.reduce(0)))
         for begin in range(0, count, TILE):
             place = plgpu.broadcasted_iota(jnp.int32, part, 0, layout=SUMS) + begin
             mine = (rank == (place + 1).astype(F32)) & (used > 0.0)
             found = jnp.sum(jnp.where(mine, (along + 1).astype(F32), 0.0), axis=1)
-            shared["order"].at[pl.ds(begin, TILE)][...] = found.astype(jnp.int32) - 1
+            mosaic.write(shared["order"].at[pl.ds(begin, TILE)], found.astype(jnp.int32) - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,7 +256,7 @@ class _Up:
         gate, up = ((y * along_rows(inverse)).astype(x_MK.dtype).astype(F32) for y in sums)
         # Rows that do not use the expert: whatever it makes of them is none of their business, not even NaN.
         y = jnp.where(weights != 0.0, gate * lax.logistic(gate) * up * weights, 0.0)
-        flipped(shared["out"].at[:, :])[...] = y.astype(x_MK.dtype)
+        mosaic.write(flipped(shared["out"].at[:, :]), y.astype(x_MK.dtype))
         plgpu.commit_smem()
         target = outs[0].at[lax.div(program, self.inner // TILE), :, pl.ds(tile * TILE, TILE)]
         plgpu.copy_smem_to_gmem(shared["out"].at[pl.ds(0, m)], target)
@@ -343,7 +343,7 @@ class _Down:
             pl.when(step < steps)(functools.partial(copy, jnp.int32(step), step))
         run = functools.partial(mosaic.walk, shared=shared, steps=steps, copy=copy)
         [total] = pl.run_scoped(lambda *totals: run(totals), plgpu.WGMMAAccumulatorRef((TILE, rows), F32))
-        shared["out"][...] = total
+        mosaic.write(shared["out"], total)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(shared["out"], outs[0].at[share, pl.ds(tile * TILE, TILE)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

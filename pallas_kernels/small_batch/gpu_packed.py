@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import overlap
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch import mosaic, packed, unpack
 from pallas_kernels.small_batch.mosaic import F32, flipped, load
@@ -93,6 +94,11 @@ class _Kernel(Walk):
         return math.gcd(self.teams, self.squares)
 
     @property
+    def early(self) -> int:
+        """Steps of a ring whose weights are asked for before the kernel before has ended."""
+        return self.stages if overlap.overlaps(self.interpret) else 0
+
+    @property
     def layout(self) -> Any:
         """Of what is stored: float32 cannot be transposed in vectors."""
         return half(1) if self.kind == "logits" else HALF
@@ -153,17 +159,29 @@ class _Kernel(Walk):
         rows = mosaic.all_rows(program, self.shape[0], self.rows)
         mine = self.turns(turn_of)
 
+        def copy_rows(turn: Any, slot: Any) -> None:
+            if not self.alone:
+                source = x_MK.at[rows, self.stretch(turn, turn_of)]
+                plgpu.copy_gmem_to_smem(source, shared["x"].at[slot], shared["full"].at[slot])
+
+        def copy_weights(turn: Any, slot: Any) -> None:
+            source = w_ABK.at[*self.own(tile), self.stretch(turn, turn_of)]
+            plgpu.copy_gmem_to_smem(source, shared["w"].at[slot], shared["full"].at[slot])
+
         def copy(turn: Any, slot: Any) -> None:
             """Of a turn; what lies in the second-level cache first."""
-            full = shared["full"].at[slot]
-            if not self.alone:
-                plgpu.copy_gmem_to_smem(x_MK.at[rows, self.stretch(turn, turn_of)], shared["x"].at[slot], full)
-            source = w_ABK.at[*self.own(tile), self.stretch(turn, turn_of)]
-            plgpu.copy_gmem_to_smem(source, shared["w"].at[slot], full)
+            copy_rows(turn, slot)
+            copy_weights(turn, slot)
 
-        # Tables first, and rows before their weights: copies come in the order in which they were asked for, and no
-        # step should wait until the whole ring is full.
         norm, beside = (None, beside) if self.eps is None else (beside[0], beside[1:])
+        # Weights and their scales are asked for while the kernel before still runs. Where kernels do not overlap tables
+        # come first, and rows before their weights: copies come in the order in which they were asked for, and no step
+        # should wait until the whole ring is full.
+        if self.early:
+            pl.when(turn_of == 0)(lambda: self.copy_scales(tile, own, scale_GN, shared))
+            self.fill(team, mine, copy_weights, end=self.early)
+        overlap.wait(self.interpret)
+        overlap.begin(self.interpret)
 
         @pl.when(team == 0)
         def _() -> None:
@@ -174,9 +192,13 @@ class _Kernel(Walk):
 
         @pl.when(turn_of == 0)
         def _() -> None:
-            self.copy_tables(tile, own, scale_GN, beside, rows, shared)
+            if not self.early:
+                self.copy_scales(tile, own, scale_GN, shared)
+            self.copy_tables(tile, own, beside, rows, shared)
 
-        self.fill(team, mine, copy)
+        if not self.alone:
+            self.fill(team, mine, copy_rows, end=self.early)
+        self.fill(team, mine, copy, begin=self.early)
         plgpu.barrier_wait(shared["ready"].at[own])
         if self.alone:
             plgpu.barrier_wait(shared["there"].at[0])
@@ -187,7 +209,7 @@ class _Kernel(Walk):
                 plgpu.barrier_wait(shared["normed"].at[0])
                 count = self.squares // self.sharers
                 share = mosaic.summed_tiles(shared["squares"], team * count, count, HALF.reduce(0))
-                shared["shares"].at[team][...] = share
+                mosaic.write(shared["shares"].at[team], share)
                 plgpu.barrier_arrive(shared["added"].at[0])
 
         if self.kind == "add":  # too few bytes for the copy engine
@@ -195,11 +217,15 @@ class _Kernel(Walk):
         total = self.total(team, mine, copy, shared)
         self.join(team, total, shared, lambda: self.finish(tile, own, outs, shared, gain, x_MK.dtype))
 
-    def copy_tables(self, tile: Any, own: Any, scale_GN: Any, beside: Any, rows: Any, shared: Any) -> None:
-        """What a tile needs, besides weights and rows."""
-        bring = lambda source, target: plgpu.copy_gmem_to_smem(source, target, shared["ready"].at[own])
+    def copy_scales(self, tile: Any, own: Any, scale_GN: Any, shared: Any) -> None:
+        """A tile's."""
         for part, begin in enumerate(self.begins(tile)):
-            bring(scale_GN.at[:, pl.ds(begin, COLUMNS)], shared["scale"].at[own, part])
+            source, target = scale_GN.at[:, pl.ds(begin, COLUMNS)], shared["scale"].at[own, part]
+            plgpu.copy_gmem_to_smem(source, target, shared["ready"].at[own])
+
+    def copy_tables(self, tile: Any, own: Any, beside: Any, rows: Any, shared: Any) -> None:
+        """What a tile needs, besides weights, their scales and rows."""
+        bring = lambda source, target: plgpu.copy_gmem_to_smem(source, target, shared["ready"].at[own])
         names = [name for name in ("cos", "sin", "h") if name in shared]
         for name, ref in zip(names, beside, strict=False):
             if name == "h":
@@ -238,7 +264,7 @@ class _Kernel(Walk):
 
     def store(self, shared: Any, y: jax.Array, ref: Any, begin: Any) -> None:
         """[32, rows] by way of shared memory to the M rows of 32 columns."""
-        flipped(shared)[...] = y
+        mosaic.write(flipped(shared), y)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(shared.at[pl.ds(0, self.shape[0])], ref.at[:, pl.ds(begin, COLUMNS)])
 
@@ -260,8 +286,8 @@ class _Kernel(Walk):
         cos = load(shared["cos"], self.layout) * turns + (1.0 - turns)
         sin = load(shared["sin"], self.layout) * turns
         times = functools.partial(unpack.times, layout=HALF, interpret=self.interpret)
-        flipped(shared["out"].at[0])[...] = (times(lo, cos) - times(hi, sin)).astype(dtype)
-        flipped(shared["out"].at[1])[...] = (times(hi, cos) + times(lo, sin)).astype(dtype)
+        mosaic.write(flipped(shared["out"].at[0]), (times(lo, cos) - times(hi, sin)).astype(dtype))
+        mosaic.write(flipped(shared["out"].at[1]), (times(hi, cos) + times(lo, sin)).astype(dtype))
         plgpu.commit_smem()
         first = 0
         for ref, count in zip(outs, self.counts, strict=True):
@@ -280,7 +306,7 @@ class _Kernel(Walk):
         h = h.astype(dtype).astype(F32)
         self.store(shared["h"], h.astype(dtype), outs[0], tile * COLUMNS)
         self.store(shared["out"].at[0], (h * self.along_columns(gain)).astype(dtype), outs[1], tile * COLUMNS)
-        shared["total"][...] = jnp.sum(h * h, axis=0)
+        mosaic.write(shared["total"], jnp.sum(h * h, axis=0))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(shared["total"], outs[2].at[tile])
 

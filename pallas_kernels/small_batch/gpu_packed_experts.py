@@ -172,7 +172,7 @@ class _Kernel(Walk):
         out = shared["out"]
         for i, y in enumerate(parts):
             own = out.at[i] if rows == self.rows else out.at[i, pl.ds(0, rows)]
-            flipped(own)[...] = y.astype(dtype)
+            mosaic.write(flipped(own), y.astype(dtype))
         plgpu.commit_smem()
         each = min(self.shape[0], PIECE)
         for piece in range(rows // PIECE):

@@ -114,6 +114,15 @@ def load(ref: Any, layout: Any) -> jax.Array:
     return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]: JAX 0.10's signature
 
 
+def write(ref: Any, value: jax.Array) -> None:
+    """From registers into memory, whatever layout they have."""
+    store = getattr(plgpu, "store", None)  # JAX 0.12 refuses `ref[...] = value` where banks conflict
+    if store is None:
+        ref[...] = value
+    else:
+        store(ref, value, optimized=False)
+
+
 def walk(
     totals: Sequence[Any], shared: dict[str, Any], steps: Any, copy: Callable[[Any, Any], None], *, begin: Any = 0,
     all_steps: Any = None, flip: bool = True,
@@ -196,13 +205,13 @@ def add_and_store(tile: Any, y: jax.Array, outs: Sequence[Any], shared: Any, m: 
     gain = load(shared["gain"], SUMS.reduce(1)).astype(F32)
     store(shared["h"], h.astype(dtype), outs[0], tile * TILE, m)
     store(shared["out"], (h * along_columns(gain, h.shape[1])).astype(dtype), outs[1], tile * TILE, m)
-    shared["sums"][...] = jnp.sum(times(h, h), axis=0)
+    write(shared["sums"], jnp.sum(times(h, h), axis=0))
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(shared["sums"], outs[2].at[tile])
 
 
 def store(shared: Any, y: jax.Array, ref: Any, begin: Any, m: int) -> None:
     """[64, rows] by way of shared memory to the m rows of 64 columns."""
-    flipped(shared.at[:, :])[...] = y
+    write(flipped(shared.at[:, :]), y)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(shared.at[pl.ds(0, m)], ref.at[:, pl.ds(begin, TILE)])

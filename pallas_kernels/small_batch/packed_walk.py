@@ -174,9 +174,11 @@ class Walk:
         """The inputs of a step."""
         return pl.ds(self.first(turn, turn_of) * (2 // self.parts) * BLOCK, self.inputs)
 
-    def fill(self, team: Any, mine: Any, copy: Callable[[Any, Any], None]) -> None:
-        """Asks for the first steps of a warpgroup's ring."""
-        for turn in range(self.stages):
+    def fill(
+        self, team: Any, mine: Any, copy: Callable[[Any, Any], None], begin: int = 0, end: int | None = None
+    ) -> None:
+        """Asks for the first steps of a warpgroup's ring, or those from `begin` to `end` of them."""
+        for turn in range(begin, self.stages if end is None else end):
 
             @pl.when(turn < mine)
             def _(turn: int = turn) -> None:
@@ -224,7 +226,7 @@ class Walk:
         # Rows that a program has fewer than there is room for stand first.
         sums = shared["sums"] if rows == self.rows else shared["sums"].at[:, :, pl.ds(0, rows)]
         if self.split == 1:
-            sums.at[own][...] = total
+            mosaic.write(sums.at[own], total)
             finish()
             return
         # Half of a tile's warpgroups leave their sums to the others, which add their own.
@@ -232,14 +234,14 @@ class Walk:
 
         @pl.when(turn_of >= others)
         def _() -> None:
-            sums.at[own * others + turn_of - others][...] = total
+            mosaic.write(sums.at[own * others + turn_of - others], total)
             plgpu.barrier_arrive(shared["half"].at[own])
 
         @pl.when(turn_of < others)
         def _() -> None:
             plgpu.barrier_wait(shared["half"].at[own])
             mine = sums.at[own * others + turn_of]
-            mine[...] = total + load(mine, SUMS)
+            mosaic.write(mine, total + load(mine, SUMS))
             plgpu.barrier_arrive(shared["summed"].at[own])
 
         @pl.when(turn_of == 0)

@@ -25,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import overlap
 from pallas_kernels.sizes import MULTIPROCESSORS, device_kind
 from pallas_kernels.tree_attention import mosaic_rows
 from pallas_kernels.tree_attention.mosaic_launch import SUMS, Launch
@@ -86,6 +87,8 @@ class _Kernel(Launch):
 
     def body(self, ins: dict[str, Any], outs: tuple[Any, ...], shared: dict[str, Any]) -> None:
         """A warpgroup of a program: the first ones compute, the others bring pages to one of them."""
+        overlap.begin(self.interpret)
+        overlap.wait(self.interpret)
         thread = lax.axis_index("team")
         team = rem(thread, self.teams)
         own, many = team * self.programs + lax.axis_index("program"), self.teams * self.programs

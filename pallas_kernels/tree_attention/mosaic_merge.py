@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import overlap
 from pallas_kernels.tree_attention import mosaic_rows
 from pallas_kernels.tree_attention.mosaic_launch import LANES, Launch
 from pallas_kernels.tree_attention.mosaic_plan import FEW, GROUP
@@ -22,6 +23,8 @@ Sums = tuple[jax.Array, ...]
 
 def _body(kernel: Launch, sinks: bool, ins: dict[str, Any], out: Any) -> None:
     """Adds the items' sums of some neighbouring query heads of a node in their order."""
+    overlap.begin(kernel.interpret)
+    overlap.wait(kernel.interpret)
     c, width = kernel.head_dim, kernel.width
     count = width * LANES // c
     program = lax.axis_index("program")
