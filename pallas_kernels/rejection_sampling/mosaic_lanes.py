@@ -168,7 +168,7 @@ def reaching(
     if interpret:
         index = jnp.arange(values.shape[0])
         amount = jnp.where(index < count, 1 if amounts is None else amounts[...], 0)
-        return tuple((amount[None] * (values[...][None] >= x[:, None])).sum(axis=1, dtype=_i32) for x in own)
+        return tuple(jnp.where(values[...][None] >= x[:, None], amount[None], 0).sum(axis=1, dtype=_i32) for x in own)
     wanted = tuple(plgpu.ShapeDtypeStruct((TILE,), _i32, layout=LANES) for _ in own)
 
     def add(_: Any, count: Any, values: Any, *rest: Any) -> Any:

@@ -422,7 +422,9 @@ def _words(mask_BNT: jax.Array, kernel: _Kernel) -> jax.Array:
     b, n, t = mask_BNT.shape
     words = -(-t // 32)
     bits = jnp.pad(mask_BNT, ((0, 0), (0, 0), (0, 32 * words - t))).reshape(b, n, words, 32).astype(jnp.uint32)
-    packed = (bits << jnp.arange(32, dtype=jnp.uint32)).sum(axis=-1, dtype=jnp.uint32).transpose(0, 2, 1)
+    packed = (
+        (bits << jnp.arange(32, dtype=jnp.uint32)[None, None, None]).sum(axis=-1, dtype=jnp.uint32).transpose(0, 2, 1)
+    )
     return _rows(jnp.repeat(packed, kernel.group, axis=2), kernel)
 
 

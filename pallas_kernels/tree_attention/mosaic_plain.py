@@ -226,12 +226,13 @@ def _attend(kernel: Kernel, ins: dict[str, jax.Array], *, interpret: Any = None)
         return found[0]
     acc, top, total = found
     best = top.max(axis=0)
-    if kernel.sinks:
-        best = jnp.maximum(best, ins["sinks"][:, None])
-    weight = jnp.exp2(top - best)
+    sinks = ins["sinks"][None, None, :, None] if kernel.sinks else None
+    if sinks is not None:
+        best = jnp.maximum(best, sinks)
+    weight = jnp.exp2(top - best[None])
     total = (total * weight).sum(axis=0)
-    if kernel.sinks:
-        total = total + jnp.exp2(ins["sinks"][:, None] - best)
+    if sinks is not None:
+        total = total + jnp.exp2(sinks - best)
     return ((acc * weight).sum(axis=0) / total).astype(ins["q"].dtype)
 
 
