@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import NamedSharding, PartitionSpec
 
+from pallas_kernels import overlap
+from pallas_kernels.aot.targets import TARGETS
 from pallas_kernels.small_batch import experts, gpu, gpu_experts, gpu_packed, mosaic, packed, reference
 from pallas_kernels.small_batch.reference import Stream
 
@@ -230,3 +234,34 @@ def test_other_kernels_of_packed_weights_agree_with_xla():
         both = packed.pack(*kernel("int4-g128", 512, 2 * gates))
         close(gpu.swiglu(wide, both, EPS, interpret=params), reference.swiglu(wide, both, EPS), 1)
     close(gpu_packed.logits(wide.h_ME, weight, interpret=params), reference.logits(wide.h_ME, weight), 1)
+
+
+def origin(name: str, made: dict[str, str]) -> str:
+    """What an array in compiled HLO is made by, behind what only looks at it in another shape."""
+    by = re.search(r"\b([a-z-]+)\(([^,)]*)", made[name])
+    assert by is not None, made[name]
+    return origin(by.group(2).split()[-1].lstrip("%"), made) if by.group(1) == "bitcast" else by.group(1)
+
+
+@pytest.mark.skipif(not overlap.overlaps(None), reason="this JAX launches no kernel early")
+@pytest.mark.skipif(bool(TARGETS["h200"].missing()), reason="no compiler for absent GPUs")
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_what_is_read_before_the_kernel_before_has_ended_is_a_parameter(name: str):
+    """By the real compiler: of two products, one behind the other, weights and scales; rows are the first's result."""
+    whole = NamedSharding(TARGETS["h200"].mesh(), PartitionSpec())
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+
+    def run(s: Stream, first: packed.Packed, second: packed.Packed) -> Any:
+        return gpu.add(gpu.swiglu(s, first, EPS), second, s.h_ME, s.h_ME[0])
+
+    weights = [jax.eval_shape(packed.pack, *kernel(name, *shape)) for shape in ((E, 2 * 512), (512, E))]
+    traced = jax.jit(run).trace(*jax.tree.map(place, (jax.eval_shape(lambda: stream(1)), *weights)))
+    text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    made = dict(re.findall(r"^\s*(?:ROOT )?%?([\w.-]+) = (.+)$", text, re.MULTILINE))
+    calls = [line for line in made.values() if "custom-call(" in line and "mosaic" in line]
+    assert len(calls) == 2
+    for call in calls:
+        _, values, scale, *_ = (
+            x.split()[-1].lstrip("%") for x in call.split("custom-call(")[1].split(")")[0].split(", ")
+        )
+        assert (origin(values, made), origin(scale, made)) == ("parameter", "parameter"), call
