@@ -31,7 +31,8 @@ from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import Tables, apply_rope, layer_tables
 from jaxspec.models.sharded import rows_product, take_rows
-from pallas_kernels.small_batch import packed
+from jaxspec.models.sharded import shards as devices
+from pallas_kernels.small_batch import gpu_packed_many, packed
 from pallas_kernels.small_batch.packed import Packed
 
 
@@ -94,7 +95,9 @@ def product(x: jax.Array, kernel: jax.Array | Quantised | Packed, dtype: jnp.dty
         y = product(jnp.pad(rows, ((0, 1), (0, 0))), kernel, dtype)
         return y[:1].reshape(*x.shape[:-1], y.shape[1])
     if isinstance(kernel, Packed):
-        y = packed.product(rows, kernel).astype(x.dtype if dtype is None else dtype)
+        wanted = x.dtype if dtype is None else dtype
+        alone = devices() == 1  # XLA cannot split a kernel
+        y = gpu_packed_many.multiply(rows, kernel, wanted) if alone else packed.product(rows, kernel).astype(wanted)
         return y.reshape(*x.shape[:-1], y.shape[1])
     if isinstance(kernel, Quantised | Mxfp4):
         y = (quantised if isinstance(kernel, Quantised) else mxfp4).product(rows, kernel, dtype)

@@ -135,6 +135,29 @@ def products(
     ]
 
 
+def expanded(tile: Any, kind: str, interpret: bool) -> jax.Array:
+    """Of a tile in shared memory [2, 32, BLOCK] the values, bfloat16 [64, BLOCK], as wgmma's first operand.
+
+    Args:
+      kind: of the values, see `Packed.kind`; not float4.
+    """
+    if interpret:
+        return packed.natural(tile[...], stored(kind)).astype(jnp.bfloat16).reshape(ROWS, BLOCK)
+    wanted = plgpu.ShapeDtypeStruct((ROWS, BLOCK), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+    arg = plgpu.RefType(transforms(stored(kind)))
+    return plgpu.inline_mgpu(arg_types=(arg,), return_type=wanted)(functools.partial(_expanded, kind=kind))(tile)
+
+
+def _expanded(_: Any, tile: Any, *, kind: str) -> Any:
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+    words = _unpacked(tile, kind=kind, block=0, blocks=1, parts=2, exponents=None)
+    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((ROWS, BLOCK)), dtype=object)
+    flat = registers.reshape(words.shape)
+    for at in np.ndindex(words.shape):
+        flat[at] = llvm.bitcast(pair, words[at])
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
 def _products(
     _: Any, tile: Any, x: Any, begin: Any = None, scales: Any = None, *, kind: str, block: int, blocks: int, rows: int,
     parts: int, alone: bool,

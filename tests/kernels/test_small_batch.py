@@ -15,7 +15,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import overlap
 from pallas_kernels.aot.targets import TARGETS
-from pallas_kernels.small_batch import experts, gpu, gpu_experts, gpu_packed, mosaic, packed, reference
+from pallas_kernels.small_batch import (
+    experts,
+    gpu,
+    gpu_experts,
+    gpu_packed,
+    gpu_packed_many,
+    mosaic,
+    packed,
+    reference,
+)  # fmt: skip
 from pallas_kernels.small_batch.reference import Stream
 
 EPS = 1e-5
@@ -234,6 +243,45 @@ def test_other_kernels_of_packed_weights_agree_with_xla():
         both = packed.pack(*kernel("int4-g128", 512, 2 * gates))
         close(gpu.swiglu(wide, both, EPS, interpret=params), reference.swiglu(wide, both, EPS), 1)
     close(gpu_packed.logits(wide.h_ME, weight, interpret=params), reference.logits(wide.h_ME, weight), 1)
+
+
+@interpreted
+@pytest.mark.parametrize(("name", "m", "dtype"), [
+    ("int4-g128", 72, jnp.bfloat16), ("fp8-block", 72, jnp.float32), ("int8", 200, jnp.bfloat16),
+    ("int4-g128", 200, jnp.float32),
+])  # fmt: skip
+def test_many_rows_by_packed_weights_agree_with_xla(name: str, m: int, dtype: Any, monkeypatch: pytest.MonkeyPatch):
+    """A tile of rows and two, rings that come round, and (of few columns) programs that share the inputs."""
+    monkeypatch.setattr(gpu_packed_many, "_MAX_STAGES", 2)
+    monkeypatch.setattr(gpu_packed_many, "_SHARES", (2,) if m == 200 else (1,))
+    weight, x = packed.pack(*kernel(name, 1024, 128)), normal(4, m, 1024)
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    got = gpu_packed_many.product(x, weight, dtype, interpret=params)
+    assert got.dtype == dtype and got.shape == (m, 128)
+    close(got, packed.product(x, weight).astype(dtype), m)
+
+
+def test_inputs_are_shared_where_programs_are_too_few():
+    """At 8B shapes: not where sums would take longer than multiprocessors wait."""
+    shares = lambda m, k, n: gpu_packed_many._shares(-(-m // 128), min(m, 128), k, n, 64)
+    assert [shares(128, k, n) for k, n in ((4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256))] == [4, 1, 4, 1]
+    assert shares(40, 4096, 6144) > 1 and shares(1024, 14336, 4096) == 1
+
+
+@pytest.mark.parametrize("name", ["int4-g128", "fp8-block", "int8"])
+def test_weights_that_are_expanded_once(name: str):
+    weight, x = packed.pack(*kernel(name, 256, 64)), normal(4, 5, 256)
+    close(packed.expanded_product(x, weight, jnp.float32), packed.product(x, weight), 5)
+
+
+def test_mxfp4_and_float32_rows_are_multiplied_by_xla():
+    codes = jax.random.randint(jax.random.key(0), (256, 64), 0, 16, jnp.uint8)
+    weight = packed.pack_float4(codes, jnp.full((8, 64), 127, jnp.uint8))
+    with pytest.raises(ValueError, match="MXFP4"):
+        gpu_packed_many.product(normal(4, 5, 256), weight, jnp.float32)
+    np.testing.assert_array_equal(
+        gpu_packed_many.multiply(normal(4, 5, 256), weight, jnp.float32), packed.product(normal(4, 5, 256), weight)
+    )
 
 
 def origin(name: str, made: dict[str, str]) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.small_batch import experts, gpu, gpu_experts, packed, reference
+from pallas_kernels.small_batch import experts, gpu, gpu_experts, gpu_packed_many, packed, reference
 from pallas_kernels.small_batch.reference import Stream
 
 pytestmark = pytest.mark.skipif(gpu.supported() is not None, reason=str(gpu.supported()))
@@ -54,18 +55,19 @@ def layer(m: int, of: Any) -> Any:
 FORMATS = (jnp.int8, False), (jnp.float8_e4m3fn, True), (jnp.int4, True)
 
 
+def few(dtype: Any, grouped: bool, seed: int, k: int, n: int) -> packed.Packed:
+    values = jax.random.normal(jax.random.key(seed), (k, n)) * (2 if dtype == jnp.int4 else 40)
+    if jnp.issubdtype(dtype, jnp.integer):
+        values = jnp.clip(jnp.round(values), jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    scale = jax.random.uniform(jax.random.key(seed), (k // 128 if grouped else 1, n), jnp.float32, 0.5, 1.5)
+    return packed.pack(values.astype(dtype), scale * 0.03 / jnp.std(values))
+
+
 def few_bits(m: int, of: Any) -> Any:
     """The same four and the output layer of weights in each format; heads are neither normed nor biased."""
     own, found = rows(m), []
     for i, (dtype, grouped) in enumerate(FORMATS):
-
-        def kernel(k: int, n: int, dtype: Any = dtype, grouped: bool = grouped, seed: int = 20 + i) -> packed.Packed:
-            values = jax.random.normal(jax.random.key(seed), (k, n)) * (2 if dtype == jnp.int4 else 40)
-            if jnp.issubdtype(dtype, jnp.integer):
-                values = jnp.clip(jnp.round(values), jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
-            scale = jax.random.uniform(jax.random.key(seed), (k // 128 if grouped else 1, n), jnp.float32, 0.5, 1.5)
-            return packed.pack(values.astype(dtype), scale * 0.03 / jnp.std(values))
-
+        kernel = functools.partial(few, dtype, grouped, 20 + i)
         found += of.heads(own["stream"], kernel(E, C * sum(COUNTS)), own["rope"], COUNTS, EPS)
         stream = of.add(own["attended"], kernel(C * COUNTS[0], E), own["stream"].h_ME, normal(1, E))
         hidden = of.swiglu(stream, kernel(E, 2 * F), EPS)
@@ -103,3 +105,16 @@ def test_rows_are_xlas_and_have_the_same_bits_among_others(run: Any, of: Any, wa
         for i, (got, expected) in enumerate(zip(by_rows(run(m, of), m), by_rows(run(m, want), m), strict=True)):
             np.testing.assert_array_equal(got[:1], alone[i])
             np.testing.assert_allclose(got, expected, atol=2**-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("m", [33, 128, 600, 1100])
+@pytest.mark.parametrize(("dtype", "grouped"), FORMATS)
+def test_many_rows_of_few_bits_agree_with_float32(dtype: Any, grouped: bool, m: int):
+    """Programs that share inputs, several tiles of rows, and weights that are expanded once."""
+    for k, n in ((E, F), (F, E), (F, 64 * 3)):
+        weight, x = few(dtype, grouped, 7, k, n), normal(3, m, k)
+        want = np.asarray(x.astype(jnp.float32) @ packed.dequantised(weight))
+        for out in (jnp.bfloat16, jnp.float32):
+            got = jax.jit(gpu_packed_many.multiply, static_argnums=2)(x, weight, out)
+            assert got.dtype == out
+            assert np.abs(np.asarray(got, np.float32) - want).max() <= 2**-7 * np.abs(want).max()
