@@ -1,15 +1,15 @@
-"""Drafters of every kind with random weights, as wide as their target: what a round costs does not depend on what they
-say.
+"""Drafters of every kind with random weights: what a round costs does not depend on what they say.
 
-Owns their sizes. Heads have as many layers as those that were compared on the demo's target (docs/benchmarks.md), a
-draft model a sixth of its target's weights at 8B. Must not know runners, nor how rounds are timed.
+Owns their sizes. Heads have as many layers as those that were compared on the demo's target (docs/benchmarks.md) and
+are as wide as their target; those for the demo's own shape are as these were in all (DEMO). A draft model has a sixth
+of its target's weights at 8B. Must not know runners, nor how rounds are timed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,6 +35,17 @@ from jaxspec.tier import Tier, parse_tier
 BESIDE = "+suffix"
 #: Decoder layers of heads.
 LAYERS = {"eagle3": 1, "eagle1": 1, "mtp": 1, "peagle": 2, "dflash": 2, "dspark": 2, "dflash2": 2}
+_NARROW = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 768}
+_BLOCKS = {"intermediate_size": 512, "reads": (3, 5, 7)}
+#: What heads of the demo's target have otherwise than as wide as it: fields of their layers and configurations.
+DEMO: dict[str, dict[str, Any]] = {
+    "eagle3": {**_NARROW, "fc_norm": True, "norm_output": True},
+    "peagle": _NARROW,
+    "dflash": {**_BLOCKS, "block_size": 8},
+    "dspark": {**_BLOCKS, "block_size": 7, "markov_rank": 64},
+    "dflash2": {**_BLOCKS, "block_size": 8, "selector_rank": 64},
+    "medusa": {"num_heads": 4},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +55,7 @@ class Sizes:
     Attributes:
       target: with the tables that heads share. draft_vocab: of EAGLE-3 and P-EAGLE heads. depth: of the deepest tier.
       layers: of a head; None: LAYERS. small: of a draft model.
+      heads: by kind, what heads have otherwise (as DEMO).
       filled: random weights for an abstract module, on the devices that it is laid out for.
     """
 
@@ -53,6 +65,7 @@ class Sizes:
     layers: int | None
     small: ModelConfig
     filled: Callable[[Callable[[], Any]], Any]
+    heads: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def cfg(self) -> ModelConfig:
@@ -85,6 +98,7 @@ def _eagle3(s: Sizes, kind: str = "eagle3", **fields: Any) -> Eagle3Head:
         cfg.vocab_size, s.draft_vocab, cfg.aux_layers, rope_theta=cfg.rope_theta,
         num_layers=s.layers or LAYERS[kind], **fields,
     )  # fmt: skip
+    config = dataclasses.replace(config, **s.heads.get(kind, {}))
     return s.filled(lambda: Eagle3Head(config, dtype=s.dtype))
 
 
@@ -93,9 +107,12 @@ def _last_state(s: Sizes, kind: str, head: type, config: type) -> Any:
     return _with_tables(s, lambda *tables: head(config(layer, s.cfg.num_layers), *tables, dtype=s.dtype))
 
 
-def _block(s: Sizes, kind: str, head: type, config: type, block: int, **fields: Any) -> Any:
-    layer = s.layer(kind, "dflash", qk_norm=True, tie_word_embeddings=False)
-    config = config(layer, s.reads, block, 0, s.cfg.vocab_size, **fields)
+def _block(s: Sizes, kind: str, head: type, config: type, block: int) -> Any:
+    sizes = {"intermediate_size": s.cfg.intermediate_size, "reads": s.reads, "block_size": block}
+    own = {**sizes, **s.heads.get(kind, {})}
+    width, reads, block = (own.pop(name) for name in sizes)
+    layer = s.layer(kind, "dflash", qk_norm=True, tie_word_embeddings=False, intermediate_size=width)
+    config = config(layer, reads, block, 0, s.cfg.vocab_size, **own)
     return _with_tables(s, lambda *tables: head(config, *tables, dtype=s.dtype))
 
 
@@ -107,14 +124,18 @@ def _with_tables(s: Sizes, build: Callable[..., Any]) -> Any:
     return head
 
 
+def _medusa(s: Sizes) -> MedusaHeads:
+    heads = s.heads.get("medusa", {}).get("num_heads", s.depth)
+    config = MedusaConfig(heads, s.cfg.hidden_size, s.cfg.vocab_size, s.cfg.num_layers)
+    return s.filled(lambda: MedusaHeads(config, dtype=s.dtype))
+
+
 _MADE: dict[str, Callable[[Sizes], Any]] = {
     "eagle3": _eagle3,
     "peagle": lambda s: _eagle3(s, "peagle", mask_token_id=0),
     "eagle1": lambda s: _last_state(s, "eagle1", Eagle1Head, Eagle1Config),
     "mtp": lambda s: _last_state(s, "mtp", MtpHead, MtpConfig),
-    "medusa": lambda s: s.filled(
-        lambda: MedusaHeads(MedusaConfig(s.depth, s.cfg.hidden_size, s.cfg.vocab_size, s.cfg.num_layers), dtype=s.dtype)
-    ),
+    "medusa": _medusa,
     "dflash": lambda s: _block(s, "dflash", DflashHead, DflashConfig, s.depth + 1),
     "dspark": lambda s: _block(s, "dspark", DsparkHead, DsparkConfig, s.depth),
     "dflash2": lambda s: _block(s, "dflash2", Dflash2Head, Dflash2Config, s.depth + 1),

@@ -4,9 +4,11 @@ Random weights in the shapes of a target and of drafters as wide (see `drafters`
 what the weights say. For each drafter, tier and batch: milliseconds a round (rounds dispatched back to back, as the
 engine does), the device's busy share of it, and the floor, which is the time that reading the target's weights once
 takes at the bandwidth given. All that a batch size has takes turns, repeat by repeat, so that a device that slows down
-does so for all of it. Plain decoding is the first drafter's. Packed rounds, of so many tokens over the batch, stand
-behind their tier's. With `--tensor-parallel N` the same on N devices, after one where a model fits it: how much faster,
-and which share of the device's time collectives take (waiting for another included).
+does so for all of it. The time of all the host's cores stands beside (`busy_ms`, "busy" as a share of plain
+decoding's): on a CPU, what to compare where other work runs too. Plain decoding is the first drafter's. Packed rounds,
+of so many tokens over the batch, stand behind their tier's. With `--tensor-parallel N` the same on N devices, after one
+where a model fits it: how much faster, and which share of the device's time collectives take (waiting for another
+included).
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ _GPT_OSS_20B = ModelConfig(
     attention_sinks=True, norm_gain="float32", sliding_window=128, sliding_layers=tuple(range(0, 24, 2)),
     experts=Experts(32, 4, 2880, tuple(range(24)), scores="top_k", bias=True, hidden_act="clamped_swiglu"),
 )  # fmt: skip
-#: Llama 3.1 8B and 3.2 1B, Qwen3-30B-A3B, gpt-oss-20b, small ones for rehearsals; with the heads' draft vocabularies.
+#: Llama 3.1 8B and 3.2 1B, Qwen3-30B-A3B, gpt-oss-20b, the demo's target and its draft model, small ones for
+#: rehearsals; with the heads' draft vocabularies.
 SHAPES = {
     "8b": (ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, rope_theta=5e5), 32000),
     "30b-a3b": (
@@ -74,6 +77,8 @@ SHAPES = {
     ),
     "gpt-oss-20b": (_GPT_OSS_20B, 32000),
     "1b": (ModelConfig("llama", 128256, 2048, 8192, 16, 32, 8, 64, rope_theta=5e5, tie_word_embeddings=True), 32000),
+    "demo": (ModelConfig("llama", 8192, 512, 1408, 7, 8, 2, 64, tie_word_embeddings=True), 4096),
+    "demo-draft": (ModelConfig("llama", 8192, 192, 512, 2, 3, 1, 64, tie_word_embeddings=True), 4096),
     "tiny": (ModelConfig("llama", 512, 64, 128, 2, 4, 2, 16), 256),
     "tiny-moe": (ModelConfig("qwen3_moe", 512, 128, 128, 2, 4, 2, 32, experts=Experts(16, 4, 128, (0, 1))), 256),
 }
@@ -83,7 +88,9 @@ BANDWIDTH = {"H200": 4.28e12}
 
 
 #: Whose weights draft models have, where not the target's own.
-SMALL = {"8b": "1b"}
+SMALL = {"8b": "1b", "demo": "demo-draft"}
+#: What heads have otherwise than as wide as the target.
+HEADS = {"demo": drafters.DEMO}
 #: Names of kernels by which devices exchange something.
 _COLLECTIVE = re.compile(r"nccl|all.?reduce|all.?gather|reduce.?scatter|collective", re.IGNORECASE)
 
@@ -181,7 +188,9 @@ class Model:
             small = SHAPES[SMALL.get(self.shape, self.shape)][0]
             small = dataclasses.replace(small, vocab_size=cfg.vocab_size)
             filled = lambda build: self.by_kernels(self.filled(1, build))
-            sizes = drafters.Sizes(self.target, draft_vocab, depth, layers, small, filled)
+            sizes = drafters.Sizes(
+                self.target, draft_vocab, depth, layers, small, filled, HEADS.get(self.shape, {})
+            )  # fmt: skip
             drafter, params = drafters.bound(name, sizes, geo)
         packed = {
             (tier, batch): tuple(sorted({packed_tokens(tier, batch, budget) for budget in budgets}))
@@ -238,14 +247,16 @@ class Program:
 
     def __post_init__(self) -> None:
         self.seconds: list[float] = []
+        self.busy: list[float] = []
 
     def run(self, count: int) -> Any:
         return jax.block_until_ready(self.bench.rounds(self.tier, self.batch, count, self.tokens))
 
     def time(self, count: int) -> None:
-        began = time.perf_counter()
+        began, spent = time.perf_counter(), time.process_time()
         self.run(count)
         self.seconds.append((time.perf_counter() - began) / count)
+        self.busy.append((time.process_time() - spent) / count)
 
     def row(self, count: int) -> dict[str, Any]:
         """Milliseconds a round, and what the device did with them."""
@@ -261,6 +272,8 @@ class Program:
             "ms": 1e3 * statistics.median(self.seconds),
             "ms_spread": 1e3 * (max(self.seconds) - min(self.seconds)),
             "ms_each": [round(1e3 * s, 4) for s in self.seconds],
+            "busy_ms": 1e3 * statistics.median(self.busy),
+            "busy_ms_each": [round(1e3 * s, 4) for s in self.busy],
             "device_ms": 1e3 * active / count,
             "idle_share": None if not span else 1 - active / span,
             "kernels": round(len(found) / count),
@@ -328,8 +341,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind = args.weights or args.dtype
     print(f"{args.shape} {kind} on {jax.devices()[0].device_kind}, context {args.context}, jax {jax.__version__}")
     print(
-        "devices batch  drafter          tier          tokens      ms  x plain  x one  share of floor  device ms  "
-        "idle  collectives kernels  experts a layer"
+        "devices batch  drafter          tier          tokens      ms  x plain   busy  x one  share of floor  "
+        "device ms  idle  collectives kernels  experts a layer"
     )
     ways = [(1, "nccl")] if args.tensor_parallel == 1 or not args.without_one else []
     for name in args.sums or [None] if args.tensor_parallel > 1 else []:
@@ -369,14 +382,17 @@ def _measure(
         return Bench(name, runner, own, args.context)
 
     alone = {_key(row): row["ms"] for row in rows if row["devices"] == 1}
-    plain: dict[int, float] = {}
+    plain: dict[int, dict[str, Any]] = {}
     for together in [[asked] for asked in args.drafter] if args.apart else [args.drafter]:
         # Each compiles its own programs, side by side.
         with ThreadPoolExecutor(len(together)) as pool:
             benches = list(pool.map(bench_of, together))
         for batch in sorted(set(args.batch)):
             for row in measured(benches, batch, args.rounds, args.repeats):
-                row |= {"devices": shards, "sums": sums, "ratio": row["ms"] / plain.setdefault(batch, row["ms"])}
+                off = plain.setdefault(batch, row)
+                busy_ratios = [mine / its for mine, its in zip(row["busy_ms_each"], off["busy_ms_each"], strict=True)]
+                row |= {"devices": shards, "sums": sums, "ratio": row["ms"] / off["ms"]}
+                row["busy_ratio"] = statistics.median(busy_ratios)
                 _tell(args, benches[0].runner, row, alone.get(_key(row)))
                 rows.append(row)
             report.write(args, "rounds", rows)  # what is measured so far
@@ -405,7 +421,8 @@ def _tell(args: argparse.Namespace, runner: Runner, row: dict[str, Any], one: fl
     print(
         f"{row['devices']:7d} {batch:5d}  {row['drafter'] or '':15s}  {tier.name:12s}  "
         f"{row['tokens'] or batch * tier.num_nodes:5d} {row['ms']:7.3f}  "
-        f"{row['ratio']:7.3f}  {'' if one is None else format(row['speedup'], '.2f'):>5s}  {floor:>14s}  "
+        f"{row['ratio']:7.3f}  {row['busy_ratio']:5.2f}  "
+        f"{'' if one is None else format(row['speedup'], '.2f'):>5s}  {floor:>14s}  "
         f"{row['device_ms']:9.3f} {percent(row['idle_share']):>5s}  {percent(row['collective_share']):>11s} "
         f"{row['kernels']:7d}" + ("" if cfg.experts is None else f"  {row['experts'] / len(cfg.experts.layers):15.1f}"),
         flush=True,
