@@ -39,7 +39,7 @@ from jaxspec.drafters.directories import chat_modes
 from jaxspec.engine import Engine
 from jaxspec.facts import EngineFacts
 from jaxspec.fitting import doubling, fitted, longest_text, ring_rows
-from jaxspec.hybrids import joined
+from jaxspec.hybrids import depths, joined
 from jaxspec.loading import Drafting, drafting_of, laid_out, way_of
 from jaxspec.models import few_rows
 from jaxspec.models.base import ModelConfig, TargetModel
@@ -232,9 +232,7 @@ def assemble(
     # What processes share they compile first: what is ready differs between them.
     background = in_background(config) and hosts is None
     on_each = mesh is not None and geo.whole_drafter
-    name = can.name + " with suffix matches" * speculation.hybrid + _WHOLE * on_each
-    if speculation.hybrid_depth is not None:
-        name += f", {speculation.hybrid_depth} deep"
+    name = can.name + " with suffix matches" * speculation.hybrid + _WHOLE * on_each + depths(built)
     identity = _identity(target, name, params, shards)
     if config.profile is not None:
         cost = profiled(config.profile, choice, identity, speculation.resolved_policy)

@@ -100,7 +100,8 @@ class SpeculationConfig:
         trees hold the likeliest nodes of both. It needs coupled verification. The adaptive policy then has a tier more,
         that runs no drafter at all.
       hybrid_depth: most tokens in a row that a hybrid's drafter drafts; deeper nodes of a tier are matches alone, which
-        cost no pass of the drafter. None: as many as the tier.
+        cost no pass of the drafter. A number as large as the tiers' depth lets it draft all of it. None: 3 in trees,
+        where each token takes the drafter a pass; else as many as the tier.
       suffix_corpus_tokens: room for texts of others than the request itself, in which a suffix drafter and a hybrid
         look too; 20 to 36 bytes a token on every device. 0: none, and nothing of a request outlives it.
       suffix_corpus_responses: finished responses go there, until newer ones take their place. They are other users'

@@ -32,6 +32,8 @@ class Drafter(Protocol[Params, State]):
     lags: bool
     #: Whether `extend` runs a part of the network: then rounds that draft nothing take the parameters too.
     extends_by_params: bool
+    #: Whether each token of a draft takes a pass of its network, so that a shallower draft takes fewer.
+    stepwise: bool
     #: Whether it can propose trees (topk > 1), and draw drafts from its own distribution.
     supports_trees: bool
     #: Most candidates a node: the draft vocabulary.

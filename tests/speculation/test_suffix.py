@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.config import SpeculationConfig
+from jaxspec.hybrids import depths, joined
 from jaxspec.speculation.drafters import hybrid, suffix_history
 from jaxspec.speculation.drafters.featureless import Featureless
 from jaxspec.speculation.drafters.hybrid import HybridDrafter
@@ -241,7 +243,7 @@ def test_a_model_may_stop_where_matches_go_on(tier: Tier):
     tokens[0, :12] = np.tile([0, 1, 2, 3], 3)
     tokens[1, :6] = [6, 5, 4, 3, 2, 1]
     rows, geo = rows_of(tokens, [11, 5]), Geometry(2, 1, 1, 31, 3)
-    drafter = HybridDrafter(Shallow(), SuffixMatcher(V), 1)
+    drafter = HybridDrafter(Shallow(), SuffixMatcher(V), 1, 1)
     run = jax.jit(lambda state: drafter.draft(
         jnp.full(4, 0.3), state, rows, jnp.asarray(tokens), tier, None, None, False
     ))  # fmt: skip
@@ -251,6 +253,25 @@ def test_a_model_may_stop_where_matches_go_on(tier: Tier):
     np.testing.assert_array_equal(tree.ancestors_BNN, ancestors(tree.parents_BN, 3))
     assert tree.confidence_BN is not None and not tree.confidence_BN[1, -2:].any()
     assert state.suffix.record.latest_SADF[0, :, :, 0].tolist() == [[0, 1, 2], [5, -1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("stepwise", "said", "chains", "trees", "name"),
+    [
+        (True, None, None, 3, ", 3 deep in trees"), (False, None, None, None, ""),
+        (True, 8, 8, 8, ", 8 deep"), (False, 2, 2, 2, ", 2 deep"),
+    ],
+)  # fmt: skip
+def test_how_deep_a_model_drafts_where_nobody_says(
+    stepwise: bool, said: int | None, chains: int | None, trees: int | None, name: str
+):
+    """Three deep in trees, if each token takes it a pass; what is said holds for chains too, and shows in the name."""
+    model = Fixed()
+    model.stepwise = stepwise
+    drafter = joined(model, V, SpeculationConfig(hybrid=True, hybrid_depth=said))
+    assert isinstance(drafter, HybridDrafter) and drafter.stepwise is stepwise
+    assert (drafter.chain_depth, drafter.tree_depth, depths(drafter)) == (chains, trees, name)
+    assert depths(model) == depths(None) == ""
 
 
 def test_a_graft_is_the_best_tree_of_both_drafts():

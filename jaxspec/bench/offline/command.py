@@ -92,7 +92,7 @@ def _shared() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 on accelerators")
     add("--hybrid", action="store_true", help="suffix matches in a request's own text draft beside the drafter")
-    add("--hybrid-depth", type=int, metavar="N", help="a hybrid's drafter goes N deep (default: as the tier)")
+    add("--hybrid-depth", type=int, metavar="N", help="of a hybrid's drafter (default: 3 in trees, else the tier's)")
     add("--batch-invariant", action="store_true", help="as EngineConfig.batch_invariant: bfloat16 without differences")
     add("--quick", action="store_true", help="fewer cells, shorter texts, one repeat")
     add("--json", metavar="FILE", help="all raw numbers and the conditions (default: not written)")

@@ -60,7 +60,7 @@ class SimulatedDrafter:
     def __init__(self, inner: Drafter, rate: float, vocab_size: int):
         self.inner, self.rate, self.vocab_size = inner, rate, vocab_size
         self.aux_layers, self.lookahead, self.lags = inner.aux_layers, inner.lookahead, inner.lags
-        self.extends_by_params = inner.extends_by_params
+        self.extends_by_params, self.stepwise = inner.extends_by_params, inner.stepwise
         self.window, self.catch_up_tokens = inner.window, inner.catch_up_tokens
 
     def params(self, inner: Any, texts: Sequence[Sequence[int]]) -> Any:

@@ -164,7 +164,7 @@ def parse(text: str) -> tuple[str, tuple[Tier, ...]]:
 
 
 def parts(name: str) -> tuple[str, bool, int | None]:
-    """(the kind, whether it is a hybrid, how deep its model drafts or None: as deep as the tier) of a name."""
+    """(the kind, whether it is a hybrid, how deep its model drafts or None: as SpeculationConfig's) of a name."""
     match = re.fullmatch(r"(.*?)(\+suffix(?::([1-9]\d?))?)?", name)
     assert match is not None
     return match[1], match[2] is not None, int(match[3]) if match[3] else None

@@ -93,6 +93,8 @@ class _Steps:
 class AutoregressiveDrafter(CachedDrafter):
     """Chains and dynamic trees from a DraftCore."""
 
+    stepwise = True
+
     def __init__(self, core: DraftCore, geo: Geometry):
         super().__init__(core, geo)
         self.core, self.geo = core, geo

@@ -47,6 +47,7 @@ class BlockDrafter(Trained):
     supports_trees = True
     lags = False
     extends_by_params = True
+    stepwise = False
     lookahead = 0
     window = 0
     catch_up_tokens = 0

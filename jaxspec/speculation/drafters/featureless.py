@@ -17,6 +17,7 @@ class Featureless:
     lookahead = 0
     lags = False
     extends_by_params = False
+    stepwise = False
     supports_trees = False
     max_topk = 1
     window = 0

@@ -51,11 +51,16 @@ class HybridDrafter:
     """Drafts by `model` or by the matcher, whichever promises more.
 
     Attributes:
-      model_depth: most tokens in a row that the model drafts; None: as many as the tier.
+      chain_depth, tree_depth: most tokens in a row that the model drafts in chains and in trees; None: as many as the
+        tier.
     """
 
-    def __init__(self, model: Drafter[Any, Any], matcher: SuffixMatcher, model_depth: int | None = None):
-        self.model, self.matcher, self.model_depth = model, matcher, model_depth
+    def __init__(
+        self, model: Drafter[Any, Any], matcher: SuffixMatcher, chain_depth: int | None = None,
+        tree_depth: int | None = None,
+    ):  # fmt: skip
+        self.model, self.matcher, self.chain_depth, self.tree_depth = model, matcher, chain_depth, tree_depth
+        self.stepwise = model.stepwise
         self.aux_layers, self.lookahead = model.aux_layers, model.lookahead
         self.lags, self.extends_by_params = model.lags, model.extends_by_params
         self.supports_trees, self.max_topk = model.supports_trees, model.max_topk
@@ -101,7 +106,7 @@ class HybridDrafter:
         tree = suffix.chain_of(rows, proposal, departure(sums_BA2, _SUFFIX))
         other = None
         if not tier.lookup:
-            own = _up_to(tier, self.model_depth)
+            own = _up_to(tier, self.chain_depth if tier.is_chain else self.tree_depth)
             drafted, model_state = self.model.draft(
                 params, draft.model, rows, tokens_SL, own, sampling, noise_BDV, False
             )

@@ -33,6 +33,7 @@ class MedusaDrafter(Trained):
     supports_trees = True
     lags = False
     extends_by_params = False
+    stepwise = False
     lookahead = 0
     window = 0
     catch_up_tokens = 0

@@ -40,6 +40,8 @@ class ParallelDrafter(CachedDrafter):
       ValueError: a network without placeholders.
     """
 
+    stepwise = False
+
     def __init__(self, core: MaskedCore, geo: Geometry):
         if core.mask_token_id is None:
             raise ValueError("a head that drafts in parallel needs a mask_token_id, got None")
