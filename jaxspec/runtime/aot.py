@@ -276,12 +276,26 @@ def quantised_round(target: Target) -> Iterator[Program]:
 
     No kernel may be expanded in memory: a round gets less for its intermediate values than the smallest of a layer's
     four would take in bfloat16, besides the sums of groups before they are added up. TPUs may fetch the largest kernel
-    into VMEM as it is, while they still compute something else.
+    into VMEM as it is, while they still compute something else. On Hopper also with packed kernels at 64 rows, which
+    need no such sums.
     """
     cfg = dataclasses.replace(LLAMA_8B, num_layers=2)
     mesh = target.mesh(1, TENSOR_AXIS)
     geo = dataclasses.replace(GEOMETRY, num_pages=2 * GEOMETRY.num_pages, kernels=target.kind)
+    one = cfg.hidden_size * cfg.num_heads * cfg.head_dim * DTYPE.itemsize
     for name, (kind, group) in QUANTISED.items():
+        if target.name in ("h100", "h200") and small_batch.too_old() is None:
+            change = lambda model, kind=kind, group=group: few_rows.prepare(_quantised(model, kind=kind, group=group))
+            described = abstract_round(cfg, geo, mesh, 4 * BUCKET, dtype=DTYPE, change=change)
+            yield Program(
+                op="quantised_round",
+                name=f"8b-{name}-b{4 * BUCKET}-packed",
+                lower=functools.partial(described.lower, PLAIN, platforms=(target.platform,)),
+                max_temp_bytes=one + 16 * BUCKET * cfg.vocab_size,
+                limit="a layer's smallest kernel in bfloat16, and logits",
+                in_place_bytes=_device_bytes(described.arguments[2]),
+                kernels=("tree_attention", f"small_batch_{jnp.dtype(kind).name}_many"),
+            )
         bits = 4 if kind is jnp.int4 else 8
         for bucket in (1, BUCKET):
             # A single row is padded to two.
@@ -293,7 +307,7 @@ def quantised_round(target: Target) -> Iterator[Program]:
                 op="quantised_round",
                 name=f"8b-{name}-b{bucket}",
                 lower=functools.partial(described.lower, PLAIN, platforms=(target.platform,)),
-                max_temp_bytes=cfg.hidden_size * cfg.num_heads * cfg.head_dim * DTYPE.itemsize + sums,
+                max_temp_bytes=one + sums,
                 limit="a layer's smallest kernel in bfloat16, and sums of groups",
                 max_vmem_bytes=2 * cfg.hidden_size * cfg.intermediate_size * bits // 8,
                 in_place_bytes=_device_bytes(described.arguments[2]),

@@ -351,7 +351,7 @@ def abstract_round(
 
     Args:
       bucket: rows of the batch.
-      change: what is done to the model before it is laid out.
+      change: what is done to the model before it is laid out for several devices.
       drafter, draft_params: from an `abstract_core`, laid out by `tensor_parallel`.
 
     Raises:
@@ -359,7 +359,8 @@ def abstract_round(
     """
     shards = mesh.shape[TENSOR_AXIS]
     check_divides(cfg, shards)
-    model = nnx.eval_shape(lambda: tensor_parallel(change(registry.build(cfg, dtype)), shards))
+    laid_out = lambda model: tensor_parallel(model, shards) if shards > 1 else model
+    model = nnx.eval_shape(lambda: laid_out(change(registry.build(cfg, dtype))))
     graph, target = nnx.split(model)
 
     def empty() -> DecodeState:

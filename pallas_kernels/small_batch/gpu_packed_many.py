@@ -38,8 +38,6 @@ _FEW, _MANY = 40, 232
 #: and to write and read a sum of float32, from memory.
 _SHARES = 1, 2, 3, 4, 6, 8
 _WAVE, _LAUNCH, _SUM_BYTES = 80_000, 80_000, 16
-#: Rows from which on it is faster to expand weights once, for a library's product of bfloat16 (docs/kernels.md).
-_EXPANDED_ROWS = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,9 +219,7 @@ def multiply(x_MK: jax.Array, weight: Packed, dtype: DTypeLike) -> jax.Array:
     plain = lambda x, w: packed.product(x, w).astype(dtype)
     if x_MK.dtype != jnp.bfloat16 or gpu.too_old() or refusal(weight):
         return plain(x_MK, weight)
-    wide = x_MK.shape[0] > _EXPANDED_ROWS
-    kernel = lambda x, w: (packed.expanded_product if wide else product)(x, w, dtype)
-    return lax.platform_dependent(x_MK, weight, cuda=kernel, default=plain)
+    return lax.platform_dependent(x_MK, weight, cuda=lambda x, w: product(x, w, dtype), default=plain)
 
 
 def _shares(tiles: int, rows: int, k: int, n: int, row_bytes: int) -> int:

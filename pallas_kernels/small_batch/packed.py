@@ -167,10 +167,3 @@ def product(x_MK: jax.Array, weight: Packed) -> jax.Array:
         x_GMb, values_GNb, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
     )  # fmt: skip
     return jnp.sum(sums_GMN * scale[:, None], axis=0)
-
-
-def expanded_product(x_MK: jax.Array, weight: Packed, dtype: DTypeLike) -> jax.Array:
-    """Rows times a packed kernel that is expanded in their type first, [M, N] in `dtype`: for many rows."""
-    lying_NK = as_they_lie(weight, x_MK.dtype)
-    contract = (((1,), (1,)), ((), ()))
-    return jax.lax.dot_general(reordered(x_MK, weight.values.dtype), lying_NK, contract, preferred_element_type=dtype)

@@ -268,12 +268,6 @@ def test_inputs_are_shared_where_programs_are_too_few():
     assert shares(40, 4096, 6144) > 1 and shares(1024, 14336, 4096) == 1
 
 
-@pytest.mark.parametrize("name", ["int4-g128", "fp8-block", "int8"])
-def test_weights_that_are_expanded_once(name: str):
-    weight, x = packed.pack(*kernel(name, 256, 64)), normal(4, 5, 256)
-    close(packed.expanded_product(x, weight, jnp.float32), packed.product(x, weight), 5)
-
-
 def test_mxfp4_and_float32_rows_are_multiplied_by_xla():
     codes = jax.random.randint(jax.random.key(0), (256, 64), 0, 16, jnp.uint8)
     weight = packed.pack_float4(codes, jnp.full((8, 64), 127, jnp.uint8))

@@ -110,7 +110,7 @@ def test_rows_are_xlas_and_have_the_same_bits_among_others(run: Any, of: Any, wa
 @pytest.mark.parametrize("m", [33, 128, 600, 1100])
 @pytest.mark.parametrize(("dtype", "grouped"), FORMATS)
 def test_many_rows_of_few_bits_agree_with_float32(dtype: Any, grouped: bool, m: int):
-    """Programs that share inputs, several tiles of rows, and weights that are expanded once."""
+    """Programs that share inputs, and several tiles of rows."""
     for k, n in ((E, F), (F, E), (F, 64 * 3)):
         weight, x = few(dtype, grouped, 7, k, n), normal(3, m, k)
         want = np.asarray(x.astype(jnp.float32) @ packed.dequantised(weight))
