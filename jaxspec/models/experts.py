@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.models import stacked
 from jaxspec.models.base import Experts, ModelConfig, Split, report_experts
-from jaxspec.models.layers import ACTIVATIONS, MLP, Linear, Transformer, product
+from jaxspec.models.layers import ACTIVATIONS, MLP, Linear, Transformer, narrow_product, product
 from jaxspec.models.quantised import stored_bytes
 from jaxspec.models.sharded import TENSOR_AXIS, shards, split_axis
 from pallas_kernels.small_batch import gpu_packed_experts, packed_experts
@@ -207,7 +207,7 @@ class MixtureOfExperts(nnx.Module):
             # As sums, one launch; as a product split over its inputs, four.
             logits_MX = jnp.sum(x_ME.astype(jnp.float32)[:, :, None] * kernel_EX.astype(jnp.float32)[None], axis=1)
         else:
-            logits_MX = product(x_ME, kernel_EX, jnp.dtype(jnp.float32))
+            logits_MX = narrow_product(x_ME, kernel_EX, jnp.dtype(jnp.float32))
         if self.router.bias is not None:
             logits_MX = logits_MX + self.router.bias[...][None].astype(jnp.float32)
         routing = route(logits_MX, self.experts, None if self.correction is None else self.correction[...])
@@ -215,7 +215,9 @@ class MixtureOfExperts(nnx.Module):
         out_ME = self.mixed(way, x_ME, routing).astype(x_ME.dtype)
         if self.shared is not None:
             shared_ME = self.shared(x_ME)
-            gate_M1 = None if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x_ME))
+            gate_M1 = None
+            if self.shared_gate is not None:
+                gate_M1 = jax.nn.sigmoid(narrow_product(x_ME, self.shared_gate.kernel[...], x_ME.dtype))
             out_ME = out_ME + (shared_ME if gate_M1 is None else gate_M1 * shared_ME)
         return out_ME.reshape(x_BNE.shape)
 

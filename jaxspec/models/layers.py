@@ -112,6 +112,23 @@ def product(x: jax.Array, kernel: jax.Array | Quantised | Packed, dtype: jnp.dty
     return y.transpose(1, 0, 2).reshape(*x.shape[:-1], blocks * width)
 
 
+#: Columns of a block of a CPU's kernels (see `layouts`).
+_BLOCK = 64
+
+
+def narrow_product(x: jax.Array, kernel: jax.Array | Quantised | Packed, dtype: jnp.dtype) -> jax.Array:
+    """`product`, where few columns' bits must not depend on the number of rows.
+
+    XLA's CPU backend sums narrow flat kernels in an order that does, and column blocks in one that does not
+    (docs/notes.md); so there a flat kernel gets columns of zeros up to a whole block.
+    """
+    if not isinstance(kernel, jax.Array) or kernel.ndim != 2 or jax.default_backend() != "cpu":
+        return product(x, kernel, dtype)
+    d_in, d_out = kernel.shape
+    padded = jnp.pad(kernel, ((0, 0), (0, -d_out % _BLOCK)))
+    return product(x, padded.reshape(d_in, -1, _BLOCK).transpose(1, 0, 2), dtype)[..., :d_out]
+
+
 #: From how many rows on a product reads a layer's flat kernel where that is kept beside its blocks, and how many rows
 #: it has then at least: XLA's CPU backend sums a flat product of fewer in another order (docs/notes.md).
 _WIDE, _FLAT_ROWS = 48, 64

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from jaxspec.checkpointing import hf
 from jaxspec.models import experts, stacked
 from jaxspec.models.base import Experts, touched
-from jaxspec.models.layers import causal_attention
+from jaxspec.models.layers import causal_attention, narrow_product
 from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised
@@ -102,6 +102,17 @@ def test_each_token_gets_its_experts_whatever_is_beside_it(
     if made.shared is None:  # the shared expert's products are layers.MLP's
         for few in (slice(0, 1), slice(5, 8), slice(30, 41)):
             np.testing.assert_array_equal(np.asarray(run(x_ME[few])), whole[few])
+
+
+@pytest.mark.parametrize(("width", "count"), [(32, 6), (2048, 32), (2048, 60), (64, 40)])
+def test_a_routers_bits_do_not_depend_on_the_number_of_rows(width: int, count: int) -> None:
+    kernel = jax.random.normal(jax.random.key(0), (width, count))
+    x = np.asarray(jax.random.normal(jax.random.key(1), (130, width)))
+    run = jax.jit(lambda x: narrow_product(x, kernel, jnp.dtype(jnp.float32)))
+    whole = np.asarray(run(x))
+    np.testing.assert_allclose(whole, np.asarray(x, np.float64) @ np.asarray(kernel, np.float64), rtol=2e-4, atol=2e-4)
+    for rows in (1, 2, 5, 16, 41, 64, 65):
+        np.testing.assert_array_equal(np.asarray(run(x[:rows])), whole[:rows])
 
 
 @pytest.mark.parametrize("way", ["blocks", "pairs", "all"])
