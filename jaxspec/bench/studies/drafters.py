@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxspec.config import SpeculationConfig
 from jaxspec.drafters import registry as kinds
@@ -175,10 +176,15 @@ def draws_trees(name: str) -> bool:
     return kinds.find(parts(name)[0]).trees
 
 
-def bound(name: str, sizes: Sizes, geo: Geometry) -> tuple[Drafter, Any]:
-    """(drafter, its parameters) of a name that `parse` knows."""
+def bound(
+    name: str, sizes: Sizes, geo: Geometry, ready: Callable[[Any], Any] | None = None
+) -> tuple[Drafter, Any]:  # fmt: skip
+    """(drafter, its parameters) of a name that `parse` knows; `ready`: what is done to its module before."""
     kind, hybrid, depth = parts(name)
     speculation = SpeculationConfig(hybrid=hybrid, hybrid_depth=depth)
-    drafter, params = kinds.find(kind).bind(_MADE[kind](sizes), geo, speculation)
+    module = _MADE[kind](sizes)
+    if ready is not None and isinstance(module, nnx.Module):
+        module = ready(module)
+    drafter, params = kinds.find(kind).bind(module, geo, speculation)
     assert drafter is not None
     return joined(drafter, sizes.cfg.vocab_size, speculation), params

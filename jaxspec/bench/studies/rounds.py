@@ -33,10 +33,12 @@ from jax.sharding import Mesh
 from jaxspec.adaptive.arms import packed_tokens
 from jaxspec.bench.studies import drafters, report
 from jaxspec.bench.studies.weights import FORMATS, MXFP4, quantise, random_weights
+from jaxspec.loading import laid_out
 from jaxspec.models import few_rows, packing, registry
 from jaxspec.models.base import Experts, ModelConfig
 from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.quantised import stored_bytes
+from jaxspec.models.sharded import BY_XLA
 from jaxspec.runtime import summing
 from jaxspec.runtime.compile import use_persistent_cache
 from jaxspec.runtime.repertoire import RunnerConfig
@@ -155,7 +157,9 @@ class Model:
         return random_weights(module, seed, self.mesh)
 
     def by_kernels(self, module: Any) -> Any:
-        """Its layers by the small-batch kernels, where there are any for it."""
+        """Its layers by the small-batch kernels, where there are any for it; on a CPU in blocks, as engines have it."""
+        if jax.default_backend() == "cpu" and self.shards == 1:
+            return laid_out(module, 1, BY_XLA)
         if few_rows.unsupported() is not None or self.layers_by_xla:
             return module
         if self.packed:
@@ -187,11 +191,12 @@ class Model:
                 raise ValueError(f"{kind} is for dense targets on one device here, got {cfg.family} on {self.shards}")
             small = SHAPES[SMALL.get(self.shape, self.shape)][0]
             small = dataclasses.replace(small, vocab_size=cfg.vocab_size)
-            filled = lambda build: self.by_kernels(self.filled(1, build))
+            blocks = jax.default_backend() == "cpu"  # which go over a whole drafter, the target's tables in it
+            filled = lambda build: self.filled(1, build) if blocks else self.by_kernels(self.filled(1, build))
             sizes = drafters.Sizes(
                 self.target, draft_vocab, depth, layers, small, filled, HEADS.get(self.shape, {})
             )  # fmt: skip
-            drafter, params = drafters.bound(name, sizes, geo)
+            drafter, params = drafters.bound(name, sizes, geo, self.by_kernels if blocks else None)
         packed = {
             (tier, batch): tuple(sorted({packed_tokens(tier, batch, budget) for budget in budgets}))
             for tier in tiers for batch in batches if tier.depth
