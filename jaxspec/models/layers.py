@@ -174,7 +174,8 @@ def output_logits(hidden_BNE: jax.Array, lm_head: OutputLayer | None, embedding_
     """Float32 logits by an output layer, or by the embedding where that is tied (lm_head None)."""
     # float32 sums as they are: rounded to bfloat16 the best tokens tie, and ties part rounds from plain decoding.
     if lm_head is not None:
-        return product(hidden_BNE, lm_head.kernel[...], jnp.dtype(jnp.float32))
+        logits_BNV = product(hidden_BNE, lm_head.kernel[...], jnp.dtype(jnp.float32))
+        return logits_BNV[..., : embedding_VE.shape[0]]  # a CPU's whole blocks may be more (see `layouts`)
     contract = (((hidden_BNE.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(hidden_BNE, embedding_VE[...], contract, preferred_element_type=jnp.float32)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.models.base import Split
-from jaxspec.models.layers import Linear, Shared
+from jaxspec.models.layers import Linear, Shared, Transformer
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS
 
@@ -26,7 +26,8 @@ def column_blocks(module: _Module, width: int = 64, *, keep_flat: bool = False) 
     A product of a few rows reads a flat kernel in short pieces, far apart, which takes twice the time of contiguous
     blocks; one of many rows is twice as fast with a flat kernel. Blocks give the bits of a flat product of 64 rows or
     more, whatever the number of rows (measured: docs/notes.md). A tied lm_head becomes a kernel of its own. Maps whose
-    width is no multiple of `width` stay as they are.
+    width is no multiple of `width` stay as they are; a target's output layer gets columns of zeros up to the next one,
+    which `output_logits` leaves out.
 
     Args:
       keep_flat: layers keep their flat kernels too, output layers excepted: prompts need those for one row.
@@ -36,18 +37,22 @@ def column_blocks(module: _Module, width: int = 64, *, keep_flat: bool = False) 
 
     def blocked(kernel: jax.Array) -> nnx.Param:
         d_in, d_out = kernel.shape
-        return nnx.Param(kernel.reshape(d_in, d_out // width, width).transpose(1, 0, 2))
+        padded = jnp.pad(kernel, ((0, 0), (0, -d_out % width)))
+        return nnx.Param(padded.reshape(d_in, -1, width).transpose(1, 0, 2))
 
     for _, node in nnx.iter_graph(copy):
         if isinstance(node, Linear) and isinstance(node.kernel[...], Quantised):
             node.kernel = nnx.Param(node.kernel[...].blocked())
-        elif isinstance(node, Linear) and node.kernel[...].ndim == 2 and node.kernel[...].shape[1] % width == 0:
-            flat = node.kernel[...]
+        elif isinstance(node, Linear) and node.kernel[...].ndim == 2:
+            flat, output = node.kernel[...], node is getattr(copy, "lm_head", None)
+            if flat.shape[1] % width and not (output and isinstance(copy, Transformer)):
+                continue
             node.kernel = blocked(flat)
-            if keep_flat and node is not getattr(copy, "lm_head", None):
+            if keep_flat and not output:
                 node.flat = nnx.data(nnx.Param(flat))
     embedding = getattr(copy, "embedding", None)
-    if embedding is not None and getattr(copy, "lm_head", 0) is None and embedding.shape[0] % width == 0:
+    fits = embedding is not None and (embedding.shape[0] % width == 0 or isinstance(copy, Transformer))
+    if fits and getattr(copy, "lm_head", 0) is None:
         head = Linear(1, 1, dtype=embedding[...].dtype, rngs=None)
         head.kernel = blocked(embedding[...].T)
         copy.lm_head = nnx.data(head)  # pyright: ignore[reportAttributeAccessIssue]

@@ -49,8 +49,22 @@ def test_a_row_does_not_depend_on_how_many_there_are():
     assert np.isnan(call(layer, x_NE[:48])).all() and np.isfinite(call(layer, x_NE[:47])).all()
 
 
-def test_column_blocks_copy_and_leave_odd_widths():
+def test_column_blocks_copy_leave_odd_widths_and_fill_up_an_output_layer():
     model = tiny_target(3)
     blocked = column_blocks(model, width=8)
     assert model.layers[0].attn.qkv.kernel[...].ndim == 2, "the original must stay as it was"
-    assert isinstance(blocked.lm_head, Linear) and blocked.lm_head.kernel[...].shape == (32, 13)
+    assert isinstance(blocked.lm_head, Linear) and blocked.lm_head.kernel[...].shape == (2, 32, 8)
+    assert blocked.logits(jnp.zeros((1, 1, 32))).shape == (1, 1, 13)
+    odd = column_blocks(Linear(32, 13, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0)), width=8)
+    assert odd.kernel[...].shape == (32, 13)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_output_layer_of_odd_width_has_bits_that_do_not_depend_on_the_number_of_rows(tied: bool):
+    model = column_blocks(tiny_target(3, vocab_size=100, tie_word_embeddings=tied, hidden_size=2048))
+    x_NE = jax.random.normal(jax.random.key(1), (1, 100, 2048))
+    call = nnx.jit(lambda model, x: model.logits(x))
+    whole = np.asarray(call(model, x_NE))
+    assert whole.shape == (1, 100, 100)
+    for count in (1, 2, 5, 16, 47, 70):
+        np.testing.assert_array_equal(np.asarray(call(model, x_NE[:, :count])), whole[:, :count])
