@@ -50,9 +50,8 @@ def column_blocks(module: _Module, width: int = 64, *, keep_flat: bool = False) 
             node.kernel = blocked(flat)
             if keep_flat and not output:
                 node.flat = nnx.data(nnx.Param(flat))
-    embedding = getattr(copy, "embedding", None)
-    fits = embedding is not None and (embedding.shape[0] % width == 0 or isinstance(copy, Transformer))
-    if fits and getattr(copy, "lm_head", 0) is None:
+    embedding, tied = getattr(copy, "embedding", None), getattr(copy, "lm_head", 0) is None
+    if embedding is not None and tied and (embedding.shape[0] % width == 0 or isinstance(copy, Transformer)):
         head = Linear(1, 1, dtype=embedding[...].dtype, rngs=None)
         head.kernel = blocked(embedding[...].T)
         copy.lm_head = nnx.data(head)  # pyright: ignore[reportAttributeAccessIssue]
