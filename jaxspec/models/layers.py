@@ -113,7 +113,7 @@ def product(x: jax.Array, kernel: jax.Array | Quantised | Packed, dtype: jnp.dty
 
 
 #: Columns of a block of a CPU's kernels (see `layouts`).
-_BLOCK = 64
+BLOCK = 64
 
 
 def narrow_product(x: jax.Array, kernel: jax.Array | Quantised | Packed, dtype: jnp.dtype) -> jax.Array:
@@ -125,8 +125,8 @@ def narrow_product(x: jax.Array, kernel: jax.Array | Quantised | Packed, dtype: 
     if not isinstance(kernel, jax.Array) or kernel.ndim != 2 or jax.default_backend() != "cpu":
         return product(x, kernel, dtype)
     d_in, d_out = kernel.shape
-    padded = jnp.pad(kernel, ((0, 0), (0, -d_out % _BLOCK)))
-    return product(x, padded.reshape(d_in, -1, _BLOCK).transpose(1, 0, 2), dtype)[..., :d_out]
+    padded = jnp.pad(kernel, ((0, 0), (0, -d_out % BLOCK)))
+    return product(x, padded.reshape(d_in, -1, BLOCK).transpose(1, 0, 2), dtype)[..., :d_out]
 
 
 #: From how many rows on a product reads a layer's flat kernel where that is kept beside its blocks, and how many rows

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.models.base import Split
-from jaxspec.models.layers import Linear, Shared, Transformer
+from jaxspec.models.layers import BLOCK, Linear, Shared, Transformer
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS
 
 _Module = TypeVar("_Module", bound=nnx.Module)
 
 
-def column_blocks(module: _Module, width: int = 64, *, keep_flat: bool = False) -> _Module:
+def column_blocks(module: _Module, width: int = BLOCK, *, keep_flat: bool = False) -> _Module:
     """A copy whose linear maps are stored in column blocks, for XLA's CPU backend.
 
     A product of a few rows reads a flat kernel in short pieces, far apart, which takes twice the time of contiguous

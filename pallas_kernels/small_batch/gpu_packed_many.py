@@ -109,7 +109,7 @@ class _Kernel:
         }  # fmt: skip
 
     def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
-        """A warpgroup of a program; programs side by side have the same columns, so that memory is read once for all."""
+        """A warpgroup of a program; programs side by side have the same columns, so memory is read once for all."""
         team, program = lax.axis_index("team"), lax.axis_index("program")
         tile, rest = lax.rem(program, self.tiles), program // self.tiles
         share, column = lax.rem(rest, self.shares), (rest // self.shares) * self.pairs
