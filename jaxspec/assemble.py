@@ -83,8 +83,6 @@ def check_batch_invariant(config: EngineConfig, target: TargetModel, tiers: Iter
     reason = few_rows.unsupported() or few_rows.refusal(target) or few_rows.output_refusal(cast(Transformer, target))
     if reason is not None:
         raise ValueError(f"{me} needs the kernels for few rows: {reason}")
-    if few_rows.in_few_bits(cast(Transformer, target)):
-        raise ValueError(f"{me} does not hold for weights of few bits, got a quantised model")
     if target.config.experts is not None:
         raise ValueError(f"{me} does not hold for mixtures of experts, got {target.config.experts.count} experts")
     for name in ("sliding_window", "attention_soft_cap"):

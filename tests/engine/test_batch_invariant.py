@@ -114,13 +114,19 @@ def test_prompts_are_cut_alike_whatever_else_is_computed():
         assert in_background(config) != invariant, "what is ready would decide"
 
 
-def test_weights_of_few_bits_are_refused(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("said", [None, "its quantised weights have zero points"])
+def test_weights_of_few_bits_are_served_where_the_kernels_read_them(said: str | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(few_rows, "unsupported", lambda: None)
     target = Transformer(dataclasses.replace(CONFIG, hidden_size=256), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     kernel = target.layers[0].mlp.gate_up.kernel
-    kernel.set_value(Quantised(jnp.ones(kernel.shape, jnp.int8), jnp.ones((1, kernel.shape[1]), jnp.float32)))
-    with pytest.raises(ValueError, match="does not hold for weights of few bits"):
-        check_batch_invariant(ENGINE, target, [PLAIN])
+    scale = jnp.ones((1, kernel.shape[1]), jnp.float32)
+    zero = None if said is None else jnp.zeros_like(scale, jnp.int8)
+    kernel.set_value(Quantised(jnp.ones(kernel.shape, jnp.int8), scale, zero))
+    check = lambda: check_batch_invariant(ENGINE, target, [PLAIN])
+    if said is None:
+        return check()
+    with pytest.raises(ValueError, match=said):
+        check()
 
 
 def test_devices_without_the_kernels_are_refused():
