@@ -95,7 +95,7 @@ def fitted(
     memory = stats.get("bytes_limit") or host_bytes()
     weights = max(stored_share(target, shards) + stored(params), stats.get("bytes_in_use", 0))
     # Laid out anew when the pool's size is settled.
-    weights += few_rows.added_bytes(target) + packing.added_bytes(target, shards)
+    weights += few_rows.added_bytes(_among(target, shards), shards) + packing.added_bytes(target, shards)
     one, two = state(1), state(2)
     page = grows(dataclasses.replace(one, draft=()), dataclasses.replace(two, draft=()), shards)
     page += grows(one.draft, two.draft, 1 if geo.whole_drafter else shards)
@@ -171,7 +171,7 @@ def stored_share(module: nnx.Module, shards: int) -> int:
     """Bytes of a module's weights on each of the devices that share it: what cannot be split lies whole on all."""
     if shards == 1:
         return stored(nnx.state(module))
-    split = nnx.state(nnx.eval_shape(lambda: tensor_parallel(module, shards)))
+    split = nnx.state(_among(module, shards))
 
     def share(param: nnx.Variable) -> int:
         axis = param.get_metadata(SPLIT, None)
@@ -179,3 +179,8 @@ def stored_share(module: nnx.Module, shards: int) -> int:
         return sum(stored_bytes(x) // (shards if TENSOR_AXIS in part_of(axis, x, shards) else 1) for x in leaves)
 
     return sum(map(share, jax.tree.leaves(split, is_leaf=lambda x: isinstance(x, nnx.Variable))))
+
+
+def _among(module: Any, shards: int) -> Any:
+    """The shapes of a module that several devices share; the module where one has it."""
+    return module if shards == 1 else nnx.eval_shape(lambda: tensor_parallel(module, shards))

@@ -19,14 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.models.base import Attend, ModelConfig, report_experts
 from jaxspec.models.experts import MixtureOfExperts
 from jaxspec.models.layers import MLP, Attention, Linear, Transformer
 from jaxspec.models.quantised import Quantised, stored_bytes
 from jaxspec.models.rope import Tables, apply_rope
-from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS, TENSOR_AXIS, summed
+from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS, TENSOR_AXIS, parts_of, summed
 from jaxspec.models.sharded import shards as devices
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch import experts, gpu, gpu_experts, gpu_packed_experts, packed, packed_experts, reference
@@ -164,9 +164,16 @@ class _Ways:
         if devices() == 1:
             return fn
         # XLA cannot split a kernel: what devices do not share, each does alike.
-        split = split if self.shards > 1 else (None,) * len(split)
-        specs = [PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, TENSOR_AXIS) for axis in split]
-        return jax.shard_map(fn, in_specs=tuple(specs[:-1]), out_specs=specs[-1], check_vma=False)
+        *of, found = split if self.shards > 1 else (None,) * len(split)
+        whole = PartitionSpec()
+
+        def run(*args: Any) -> Any:
+            count = devices()
+            ins = tuple(whole if axis is None else parts_of(axis, x, count) for axis, x in zip(of, args, strict=True))
+            out = whole if found is None else PartitionSpec(*[None] * found, TENSOR_AXIS)
+            return jax.shard_map(fn, in_specs=ins, out_specs=out, check_vma=False)(*args)
+
+        return run
 
     def project(self, stream: Stream, kernel: Any, eps: float) -> jax.Array:
         run = lambda s, w: self.own.project(s, w, eps)
@@ -188,7 +195,7 @@ class _Ways:
         if self.shards == 1:
             return self.each(self.own.add, None, None, None, None, None)(x_MK, kernel, h_ME, gain_E)
 
-        def parts(x_MK: jax.Array, kernel: jax.Array, h_ME: jax.Array, gain_E: jax.Array) -> Stream:
+        def parts(x_MK: jax.Array, kernel: Any, h_ME: jax.Array, gain_E: jax.Array) -> Stream:
             y = summed(self.own.multiply(x_MK, kernel), self.sums)
             return reference.begin((h_ME.astype(jnp.float32) + y.astype(jnp.float32)).astype(h_ME.dtype), gain_E)
 
@@ -293,8 +300,7 @@ def _output_of_few_bits(model: Transformer) -> bool:
 def _unserved(linear: Linear, shards: int) -> str | None:
     """Why no kernel of few rows multiplies by these weights, or None."""
     kernel, axis = linear.kernel[...], linear.kernel.get_metadata(SPLIT, None)
-    if isinstance(kernel, Quantised | Packed) and shards != 1:
-        return "its quantised weights are split over devices"
+    own = tuple(size // (shards if i == axis else 1) for i, size in enumerate(kernel.shape))
     if isinstance(kernel, Packed):
         return None
     if isinstance(kernel, Quantised):
@@ -302,18 +308,13 @@ def _unserved(linear: Linear, shards: int) -> str | None:
             return "its quantised weights have zero points, an order of inputs or column blocks"
         if kernel.int8_activations:
             return "its activations are quantised"
-        return packed.refusal(kernel.values.dtype, kernel.shape, kernel.groups)
+        groups = kernel.groups * own[0] // kernel.shape[0] if kernel.groups > 1 else 1
+        return packed.refusal(kernel.values.dtype, own, groups)
     if kernel.dtype != jnp.bfloat16 or kernel.ndim != 2:
         return f"its weights are {kernel.dtype} of {kernel.ndim} axes, not bfloat16 of 2"
-    own = [size // (shards if i == axis else 1) for i, size in enumerate(kernel.shape)]
     if any(size % TILE for size in own):
         return f"its weights of {own} on a device are no multiples of {TILE}"
     return None
-
-
-def in_few_bits(model: Transformer) -> bool:
-    """Whether any of the weights that these kernels read are quantised."""
-    return _output_of_few_bits(model) or any(isinstance(m.kernel[...], Quantised | Packed) for m in _maps(model))
 
 
 def output_refusal(model: Transformer) -> str | None:
@@ -336,31 +337,50 @@ def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) ->
     if refusal(model) is not None:
         return model
     for linear in _maps(model):
-        if isinstance(few := linear.kernel[...], Quantised):
-            linear.kernel.set_value(_packed(few.values, few.scale))
+        if isinstance(linear.kernel[...], Quantised):
+            linear.kernel.set_value(_packed(linear.kernel))
     graph, state = nnx.split(model)
     copy = nnx.merge(graph, state)
     if _output_of_few_bits(copy):  # a variable of its own: draft heads share the model's, as it was stored
-        few = copy.lm_head.kernel[...]
-        copy.lm_head.kernel = nnx.Param(_packed(few.values, few.scale))
+        copy.lm_head.kernel = nnx.Param(_packed(copy.lm_head.kernel))
     copy.few_rows = FewRows(implementation, output=output)
     return copy
 
 
-_packed = jax.jit(packed.pack)
+def _packed(kernel: nnx.Variable) -> Packed:
+    """Quantised weights laid out for the kernels, each device's where its own were."""
+    few, axis = kernel[...], kernel.get_metadata(SPLIT, None)
+    lies, places = getattr(few.values, "sharding", None), None
+    if axis is not None and isinstance(lies, NamedSharding):
+        specs = parts_of(axis, _shapes(few), lies.mesh.shape[TENSOR_AXIS])
+        places = jax.tree.map(lambda spec: NamedSharding(lies.mesh, spec), specs)
+    return jax.jit(packed.pack, out_shardings=places)(few.values, few.scale)
 
 
-def added_bytes(model: Any) -> int:
-    """Bytes of memory that `prepare` will take besides those of the model: no less while anything else holds it.
+def _shapes(few: Quantised) -> Packed:
+    return jax.eval_shape(packed.pack, few.values, few.scale)
+
+
+def added_bytes(model: Any, shards: int = 1) -> int:
+    """Bytes of memory that `prepare` will take on a device besides the model's: no less while anything else holds it.
 
     Scales of layers' weights become float32, and an output layer of few bits lies there twice.
+
+    Args:
+      model: laid out for `shards` devices, if there are several.
     """
     if unsupported() is not None or refusal(model) is not None:
         return 0
-    size = lambda few: sum(stored_bytes(x) for x in jax.tree.leaves(jax.eval_shape(packed.pack, few.values, few.scale)))
-    layers = [few for linear in _maps(model) if isinstance(few := linear.kernel[...], Quantised)]
-    output = size(model.lm_head.kernel[...]) if _output_of_few_bits(model) else 0
-    return sum(size(few) - few.nbytes for few in layers) + output
+
+    def size(linear: Linear, few: Quantised | Packed) -> int:
+        axis = linear.kernel.get_metadata(SPLIT, None)
+        places = jax.tree.leaves(parts_of(axis, few, shards), is_leaf=lambda x: isinstance(x, PartitionSpec))
+        shares = [shards if TENSOR_AXIS in place else 1 for place in places]
+        return sum(stored_bytes(x) // share for x, share in zip(jax.tree.leaves(few), shares, strict=True))
+
+    layers = [(linear, few) for linear in _maps(model) if isinstance(few := linear.kernel[...], Quantised)]
+    output = size(model.lm_head, _shapes(model.lm_head.kernel[...])) if _output_of_few_bits(model) else 0
+    return sum(size(linear, _shapes(few)) - size(linear, few) for linear, few in layers) + output
 
 
 def unsupported() -> str | None:
@@ -368,4 +388,4 @@ def unsupported() -> str | None:
     return gpu.supported()
 
 
-__all__ = ["MOST_ROWS", "FewRows", "added_bytes", "in_few_bits", "output_refusal", "prepare", "refusal", "unsupported"]
+__all__ = ["MOST_ROWS", "FewRows", "added_bytes", "output_refusal", "prepare", "refusal", "unsupported"]

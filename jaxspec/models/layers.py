@@ -30,8 +30,7 @@ from jaxspec.models.base import (
 from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import Tables, apply_rope, layer_tables
-from jaxspec.models.sharded import rows_product, take_rows
-from jaxspec.models.sharded import shards as devices
+from jaxspec.models.sharded import alone, split_product, take_rows
 from pallas_kernels.small_batch import gpu_packed_many, packed
 from pallas_kernels.small_batch.packed import Packed
 
@@ -96,8 +95,8 @@ def product(x: jax.Array, kernel: jax.Array | Quantised | Packed, dtype: jnp.dty
         return y[:1].reshape(*x.shape[:-1], y.shape[1])
     if isinstance(kernel, Packed):
         wanted = x.dtype if dtype is None else dtype
-        alone = devices() == 1  # XLA cannot split a kernel
-        y = gpu_packed_many.multiply(rows, kernel, wanted) if alone else packed.product(rows, kernel).astype(wanted)
+        # XLA cannot split a kernel.
+        y = gpu_packed_many.multiply(rows, kernel, wanted) if alone() else packed.product(rows, kernel).astype(wanted)
         return y.reshape(*x.shape[:-1], y.shape[1])
     if isinstance(kernel, Quantised | Mxfp4):
         y = (quantised if isinstance(kernel, Quantised) else mxfp4).product(rows, kernel, dtype)
@@ -150,8 +149,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         count = math.prod(x.shape[:-1])
-        if (summed := rows_product(x, self.kernel, product)) is not None:
-            y = summed
+        if (split := split_product(x, self.kernel, product)) is not None:
+            y = split
         elif self.flat is None or count < _WIDE:
             y = product(x, self.kernel[...])
         else:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.models.quantised import Quantised
 from pallas_kernels.device_sum import gpu as device_sum
+from pallas_kernels.small_batch.packed import Packed
 
 #: The mesh axis of tensor parallelism.
 TENSOR_AXIS = "tensor"
@@ -34,6 +35,11 @@ def shards() -> int:
     return int(jax.sharding.get_abstract_mesh().shape.get(TENSOR_AXIS, 1))
 
 
+def alone() -> bool:
+    """Whether what is traced runs by one device: without others, or as what each does by itself."""
+    return shards() == 1 or TENSOR_AXIS in jax.sharding.get_abstract_mesh().manual_axes
+
+
 def part_of(axis: int | None, leaf: Any, count: int) -> PartitionSpec:
     """How an array of a parameter lies over `count` devices, if the parameter is split along `axis`.
 
@@ -44,37 +50,48 @@ def part_of(axis: int | None, leaf: Any, count: int) -> PartitionSpec:
     return PartitionSpec(*[None] * axis, TENSOR_AXIS)
 
 
+def parts_of(axis: int | None, value: Any, count: int) -> Any:
+    """`part_of` of each array of a parameter; packed values lie [out, in], their scales [groups, out]."""
+    if axis is not None and isinstance(value, Packed):
+        values, scale = part_of(1 - axis, value.values, count), part_of(axis, value.scale, count)
+        return jax.tree.unflatten(jax.tree.structure(value), [values, scale])
+    return jax.tree.map(lambda leaf: part_of(axis, leaf, count), value)
+
+
 def split_axis(param: nnx.Variable) -> int | None:
     """The axis along which the ambient mesh splits a parameter, or None."""
     axis = param.get_metadata(SPLIT, None)
     return axis if axis is not None and shards() > 1 else None
 
 
-def rows_product(x: jax.Array, param: nnx.Variable, product: Callable[[jax.Array, Any], jax.Array]) -> jax.Array | None:
-    """x [..., in] times a kernel [in, out] that is split by its inputs; None where no device can do its part alone.
+def split_product(
+    x: jax.Array, param: nnx.Variable, product: Callable[[jax.Array, Any], jax.Array]
+) -> jax.Array | None:
+    """x [..., in] times a kernel [in, out] of which each device multiplies by its own part; None where XLA splits it.
+
+    Those are kernels split by their inputs, and packed ones split by their outputs.
 
     Args:
       product: of a device's inputs and its part of the kernel.
     """
-    kernel = param[...]
-    if split_axis(param) != 0:
+    kernel, axis = param[...], split_axis(param)
+    if axis is None or (axis == 1 and not isinstance(kernel, Packed)):
         return None
     if isinstance(kernel, Quantised):
         # Inputs in another order, or rounded by what is largest in a row, are not a device's own.
         own = kernel.values.ndim == 2 and kernel.order is None and not kernel.int8_activations
         if not own or (kernel.groups % shards() and kernel.groups > 1):
             return None
-    kernel_specs = jax.tree.map(lambda leaf: part_of(0, leaf, shards()), kernel)
-    x_spec = PartitionSpec(*[None] * (x.ndim - 1), TENSOR_AXIS)
-
-    by = param.get_metadata(SUMS, BY_XLA)
+    by, whole = param.get_metadata(SUMS, BY_XLA), PartitionSpec()
+    along = PartitionSpec(*[None] * (x.ndim - 1), TENSOR_AXIS)
 
     def own_part(x: jax.Array, kernel: Any) -> jax.Array:
-        return summed(product(x, kernel), by)
+        y = product(x, kernel)
+        return summed(y, by) if axis == 0 else y
 
-    return jax.shard_map(own_part, in_specs=(x_spec, kernel_specs), out_specs=PartitionSpec(), check_vma=False)(
-        x, kernel
-    )
+    specs = along if axis == 0 else whole, parts_of(axis, kernel, shards())
+    out = whole if axis == 0 else along
+    return jax.shard_map(own_part, in_specs=specs, out_specs=out, check_vma=False)(x, kernel)
 
 
 def everywhere(tree: Any) -> Any:

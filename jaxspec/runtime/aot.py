@@ -284,17 +284,26 @@ def quantised_round(target: Target) -> Iterator[Program]:
     geo = dataclasses.replace(GEOMETRY, num_pages=2 * GEOMETRY.num_pages, kernels=target.kind)
     one = cfg.hidden_size * cfg.num_heads * cfg.head_dim * DTYPE.itemsize
     for name, (kind, group) in QUANTISED.items():
-        if target.name in ("h100", "h200") and small_batch.too_old() is None:
-            change = lambda model, kind=kind, group=group: few_rows.prepare(_quantised(model, kind=kind, group=group))
-            described = abstract_round(cfg, geo, mesh, 4 * BUCKET, dtype=DTYPE, change=change)
+        own = target.name in ("h100", "h200") and small_batch.too_old() is None
+        for shards, bucket in ((1, 4 * BUCKET), (2, 4 * BUCKET), (2, BUCKET)) if own else ():
+
+            def change(model: TargetModel, kind: Any = kind, group: Any = group, shards: int = shards) -> TargetModel:
+                model = _quantised(model, kind=kind, group=group)
+                return few_rows.prepare(tensor_parallel(model, shards) if shards > 1 else model)
+
+            described = abstract_round(cfg, geo, target.mesh(shards, TENSOR_AXIS), bucket, dtype=DTYPE, change=change)
+            # Two sums a layer, the embeddings', which counts twice where something else is computed meanwhile, and the
+            # best logits.
+            summed = bucket * ((2 * cfg.num_layers + 2) * cfg.hidden_size * DTYPE.itemsize + 16 * shards)
             yield Program(
                 op="quantised_round",
-                name=f"8b-{name}-b{4 * BUCKET}-packed",
+                name=f"8b-{name}{f'-tp{shards}' if shards > 1 else ''}-b{bucket}-packed",
                 lower=functools.partial(described.lower, PLAIN, platforms=(target.platform,)),
-                max_temp_bytes=one + 16 * BUCKET * cfg.vocab_size,
+                max_temp_bytes=one + 4 * bucket * cfg.vocab_size,
                 limit="a layer's smallest kernel in bfloat16, and logits",
+                max_collective_bytes=summed if shards > 1 else None,
                 in_place_bytes=_device_bytes(described.arguments[2]),
-                kernels=("tree_attention", f"small_batch_{jnp.dtype(kind).name}_many"),
+                kernels=("tree_attention", f"small_batch_{jnp.dtype(kind).name}_{'many' if bucket > 32 else 'heads'}"),
             )
         bits = 4 if kind is jnp.int4 else 8
         for bucket in (1, BUCKET):

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layouts import tensor_parallel
-from jaxspec.models.sharded import SPLIT, TENSOR_AXIS, part_of
+from jaxspec.models.sharded import SPLIT, TENSOR_AXIS, part_of, parts_of
 from jaxspec.scheduling.shapes import PrefillShape
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.layouts import Batch, Budget, Chunks, plain_calibration
@@ -34,6 +34,7 @@ from jaxspec.speculation.round import Drafted, Forward, RoundSpec, round_fn
 from jaxspec.speculation.several import several_fn
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import Tier
+from pallas_kernels.small_batch.packed import Packed
 
 
 def check_devices(kernels: str | None = None) -> None:
@@ -178,7 +179,8 @@ def parameter_shardings(mesh: Mesh, params: Any) -> Any:
 
     def of(x: Any) -> Any:
         axis = x.get_metadata(SPLIT, None) if is_param(x) else None
-        return jax.tree.map(lambda leaf: NamedSharding(mesh, part_of(axis, leaf, shards)), x)
+        place = lambda value: jax.tree.map(functools.partial(NamedSharding, mesh), parts_of(axis, value, shards))
+        return jax.tree.map(place, x, is_leaf=lambda value: isinstance(value, Packed))
 
     return jax.tree.map(of, params, is_leaf=is_param)
 

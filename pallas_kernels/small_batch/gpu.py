@@ -321,8 +321,10 @@ def project(stream: Stream, kernel: jax.Array | Packed, eps: float, *, interpret
     return _run("project", x, kernel, outs, stream.squares_TR, interpret=interpret, **extra)[0]
 
 
-def multiply(x_MK: jax.Array, kernel: jax.Array, *, interpret: Any = None) -> jax.Array:
+def multiply(x_MK: jax.Array, kernel: jax.Array | Packed, *, interpret: Any = None) -> jax.Array:
     """See reference.multiply."""
+    if isinstance(kernel, Packed):
+        return gpu_packed.multiply(x_MK, kernel, interpret=interpret)
     return _run("project", x_MK, kernel, [_like(x_MK, kernel.shape[1])], interpret=interpret)[0]
 
 

@@ -341,6 +341,11 @@ def logits(x_MK: jax.Array, kernel: Packed, *, interpret: Any = None) -> jax.Arr
     return _run("logits", x_MK, kernel, [_like(x_MK, kernel.shape[1], F32)], interpret=interpret)[0]
 
 
+def multiply(x_MK: jax.Array, kernel: Packed, *, interpret: Any = None) -> jax.Array:
+    """See reference.multiply."""
+    return _run("project", x_MK, kernel, [_like(x_MK, kernel.shape[1])], interpret=interpret)[0]
+
+
 def project(stream: Stream, kernel: Packed, eps: float, *, interpret: Any = None) -> jax.Array:
     """See reference.project."""
     x, extra = stream.scaled_ME, _normed(stream, eps)

@@ -62,7 +62,7 @@ def _product(x: jax.Array, kernel: jax.Array | Packed, *, flip: bool = True) -> 
     return jax.lax.dot_general(x, kernel, contract, preferred_element_type=jnp.float32)
 
 
-def multiply(x_MK: jax.Array, kernel: jax.Array) -> jax.Array:
+def multiply(x_MK: jax.Array, kernel: jax.Array | Packed) -> jax.Array:
     """The product alone, in x's type: of a part of the inputs, which is summed with others' before it is added."""
     return _product(x_MK, kernel).astype(x_MK.dtype)
 

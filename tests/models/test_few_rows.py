@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.fitting import fitted, stored
 from jaxspec.models import few_rows
@@ -19,8 +20,8 @@ from jaxspec.models.experts import mlp
 from jaxspec.models.layers import Transformer, causal_attention
 from jaxspec.models.layouts import mark, tensor_parallel
 from jaxspec.models.quantised import Quantised
-from jaxspec.models.sharded import BY_XLA
-from jaxspec.runtime.sharding import tensor_mesh
+from jaxspec.models.sharded import BY_XLA, TENSOR_AXIS
+from jaxspec.runtime.sharding import parameter_shardings, tensor_mesh
 from jaxspec.speculation.state import Geometry
 from pallas_kernels.small_batch.packed import Packed
 
@@ -140,6 +141,27 @@ def test_few_rows_of_quantised_weights_are_the_layers(kind: Any, groups: int):
             np.testing.assert_allclose(got, want, atol=2**-6 * np.abs(want).max())
         hidden = jax.random.normal(jax.random.key(n), (1, n, CONFIG.hidden_size)).astype(jnp.bfloat16)
         np.testing.assert_allclose(prepared.logits(hidden), plain.logits(hidden), atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "groups"), [(jnp.int4, 4), (jnp.int8, 1)], ids=["int4-g128", "int8"])
+def test_quantised_weights_that_two_devices_share_are_packed(kind: Any, groups: int):
+    """Few rows and many; the parts lie where their devices read them, and a budget counts what they add."""
+    cfg = dataclasses.replace(CONFIG, hidden_size=512, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=128)
+    plain, mesh = quantised(model(cfg), kind, groups), tensor_mesh(2)
+    shared = tensor_parallel(plain, 2)
+    split = few_rows.prepare(shared, "reference")
+    placed = parameter_shardings(mesh, nnx.state(split))
+    nnx.update(split, jax.tree.map(jax.device_put, nnx.state(split), placed))
+    down, qkv = split.layers[0].mlp.down.kernel[...], split.layers[0].attn.qkv.kernel[...]
+    assert isinstance(down, Packed) and isinstance(qkv, Packed)
+    places = [NamedSharding(mesh, spec) for spec in (PartitionSpec(None, TENSOR_AXIS), PartitionSpec(TENSOR_AXIS))]
+    assert [down.values.sharding, qkv.values.sharding] == places
+    for n in (1, 3, few_rows.MOST_ROWS + 8):
+        tokens = jax.random.randint(jax.random.key(1), (1, n), 0, CONFIG.vocab_size)
+        want = forward(few_rows.prepare(quantised(model(cfg), kind, groups), "reference"), tokens)
+        with jax.set_mesh(mesh):
+            for got, one in zip(forward(split, tokens), want, strict=True):
+                np.testing.assert_allclose(got, one, atol=2**-6 * np.abs(one).max())
 
 
 def test_quantised_output_layers_among_devices(monkeypatch: pytest.MonkeyPatch):
