@@ -54,7 +54,15 @@ from jaxspec.runtime.hosts import Hosts
 from jaxspec.runtime.placing import representative, whole_is_better
 from jaxspec.runtime.repertoire import RunnerConfig
 from jaxspec.runtime.runner import Runner
-from jaxspec.runtime.sharding import Sharing, check_devices, check_divides, host_memory, spans_processes, tensor_mesh
+from jaxspec.runtime.sharding import (
+    Sharing,
+    check_devices,
+    check_divides,
+    check_four_bits,
+    host_memory,
+    spans_processes,
+    tensor_mesh,
+)
 from jaxspec.runtime.timing import measure
 from jaxspec.runtime.warmup import WarmupConfig
 from jaxspec.scheduling.scheduler import Scheduler
@@ -173,6 +181,7 @@ def assemble(
     cache = use_persistent_cache(config.compile_cache)
     model, shards, buckets = target.config, config.tensor_parallel, config.buckets
     check_divides(model, shards)
+    check_four_bits(target, shards)
     mesh = tensor_mesh(shards) if shards > 1 else None
     eos = tuple(sorted({*model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer is not None else ())}))
     can = Drafting(lambda _: (None, ())) if drafter is None else drafter

@@ -95,7 +95,8 @@ def fitted(
     memory = stats.get("bytes_limit") or host_bytes()
     weights = max(stored_share(target, shards) + stored(params), stats.get("bytes_in_use", 0))
     # Laid out anew when the pool's size is settled.
-    weights += few_rows.added_bytes(_among(target, shards), shards) + packing.added_bytes(target, shards)
+    among = _among(target, shards)
+    weights += few_rows.added_bytes(among, shards) + packing.added_bytes(among, shards)
     one, two = state(1), state(2)
     page = grows(dataclasses.replace(one, draft=()), dataclasses.replace(two, draft=()), shards)
     page += grows(one.draft, two.draft, 1 if geo.whole_drafter else shards)

@@ -1,8 +1,9 @@
 """A model's weights straight onto the devices that share it: each device's part is read, and no other byte.
 
 Owns the way from a checkpoint's tensors to the arrays of `layouts.tensor_parallel`, device after device, so that the
-host never holds more than one tensor's part besides what is on devices. Whole, and on every device, are small tensors,
-what devices cannot share, and experts in few bits. Must not know how devices are found (`runtime.sharding`).
+host never holds more than one tensor's part besides what is on devices. Whole, and on every device, are small tensors
+and what devices cannot share; a layer's experts in few bits are read whole, then cut. Must not know how devices are
+found (`runtime.sharding`).
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.checkpointing import quantised
 from jaxspec.checkpointing.tensors import TensorReader
 from jaxspec.models.base import TargetModel
+from jaxspec.models.experts import MixtureOfExperts
 from jaxspec.models.layouts import divided, mark
 from jaxspec.models.quantised import Quantised
-from jaxspec.models.weight_map import ExpertMaps, Part, StackedWeight, Weight
+from jaxspec.models.weight_map import Part, Weight
 
 _log = logging.getLogger(__name__)
 
@@ -84,12 +86,7 @@ def load(
     Raises:
       ValueError: see `hf.load_weights`.
     """
-    few: dict[int, Any] = {}
-    for number, w in enumerate(weights_of(nnx.eval_shape(build))):
-        if quantisation is not None and isinstance(w, StackedWeight | ExpertMaps):
-            kernel = quantised.read_kernel(quantisation, reader, w.as_stored(reader.names))
-            if kernel is not None:
-                few[number] = _whole(kernel, devices)
+    few = {} if quantisation is None else _experts(nnx.eval_shape(build), weights_of, reader, quantisation, devices)
     shared: dict[int, _Shared] = {}
 
     def laid_out() -> TargetModel:
@@ -97,7 +94,7 @@ def load(
         numbers: dict[int, int] = {}
         for number, w in enumerate(weights_of(model)):
             numbers[id(w.param)] = number
-            if number in few:  # the model shares what it has in few bits in another way
+            if number in few:  # what a model has in few bits, devices may have to have whole
                 w.param.set_value(jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), few[number]))
         for split in divided(model, devices.shards):
             param = getattr(split.owner, split.name)
@@ -121,6 +118,51 @@ def load(
     _log.info("read %.1f MiB of weights for %d of %d devices", reader.bytes_read / 2**20, len(devices.own),
               devices.shards)  # fmt: skip
     return model
+
+
+def _experts(
+    model: TargetModel, weights_of: Callable[[TargetModel], Iterable[Weight]], reader: TensorReader,
+    quantisation: quantised.Read, devices: Devices,
+) -> dict[int, Any]:  # fmt: skip
+    """Experts in few bits, by the number of their weight, where the devices have them; shapes, and they, of the model's
+    mixtures say how these share them."""
+    mixtures = [node for _, node in nnx.iter_graph(model) if isinstance(node, MixtureOfExperts)]
+    of = {id(kernel): mixture for mixture in mixtures for kernel in (mixture.gate_up, mixture.down)}
+    read: dict[int, tuple[int, Any]] = {}  # of one mixture, by its variable
+    found: dict[int, Any] = {}
+    for number, w in enumerate(list(weights_of(model))):  # before any of them has other shapes
+        if (mixture := of.get(id(w.param))) is None:
+            continue
+        kernel = quantised.read_kernel(quantisation, reader, w.as_stored(reader.names))
+        if kernel is not None:
+            w.param.set_value(_shapes(kernel))
+            read[id(w.param)] = number, kernel
+        if w.param is mixture.down:  # the second of both
+            splits = mixture.splits(devices.shards)
+            how = {id(getattr(mixture, split.name)): _Shared(split.axis, tuple(split.widths)) for split in splits}
+            for variable, (at, kernel) in read.items():
+                found[at] = _cut(kernel, how.get(variable), devices)
+            read.clear()
+    return found
+
+
+def _cut(kernel: Any, how: _Shared | None, devices: Devices) -> Any:
+    """What was read whole, where the devices have it."""
+    if how is None:
+        return _whole(kernel, devices)
+
+    def part(shard: int) -> Any:
+        return devices.put(jax.tree.map(lambda x: _of_device(x, how, devices, shard), kernel), shard)
+
+    return jax.block_until_ready(devices.joined(_shapes(kernel), how.axis, [part(shard) for shard in devices.own]))
+
+
+def _of_device(whole: jax.Array, how: _Shared, devices: Devices, shard: int) -> jax.Array:
+    """A device's part of an array; the whole where there are none."""
+    if how.axis >= whole.ndim or whole.shape[how.axis] % devices.shards:
+        return whole
+    spans = Part.of(how.axis, whole.shape[how.axis], devices.shards, shard, how.widths).spans
+    return jnp.concatenate([jax.lax.slice_in_dim(whole, *span, axis=how.axis) for span in spans], axis=how.axis)
 
 
 def _plain(
@@ -167,14 +209,7 @@ def _quantised(
 
 def _own(kernel: Quantised, how: _Shared, devices: Devices, shard: int) -> Quantised:
     """A device's values with its part of what was read whole."""
-
-    def part(whole: jax.Array | None) -> jax.Array | None:
-        if whole is None or how.axis >= whole.ndim or whole.shape[how.axis] % devices.shards:
-            return whole
-        spans = Part.of(how.axis, whole.shape[how.axis], devices.shards, shard, how.widths).spans
-        index = np.concatenate([np.arange(start, stop) for start, stop in spans])
-        return whole.take(index, axis=how.axis)
-
+    part = lambda whole: None if whole is None else _of_device(whole, how, devices, shard)
     own = {name: part(getattr(kernel, name)) for name in ("scale", "zero", "order")}
     return dataclasses.replace(kernel, **own)
 

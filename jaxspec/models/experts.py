@@ -33,7 +33,7 @@ from jaxspec.models import stacked
 from jaxspec.models.base import Experts, ModelConfig, Split, report_experts
 from jaxspec.models.layers import ACTIVATIONS, MLP, Linear, Transformer, narrow_product, product
 from jaxspec.models.quantised import stored_bytes
-from jaxspec.models.sharded import TENSOR_AXIS, shards, split_axis
+from jaxspec.models.sharded import TENSOR_AXIS, laid_anew, parts_of, shards, split_axis
 from pallas_kernels.small_batch import gpu_packed_experts, packed_experts
 from pallas_kernels.small_batch.packed import Packed
 
@@ -258,38 +258,40 @@ class MixtureOfExperts(nnx.Module):
         ) -> jax.Array:
             if down_bias is not None:  # once, not by every device
                 down_bias = jnp.where(jax.lax.axis_index(TENSOR_AXIS) == 0, down_bias, 0)
-            return jax.lax.psum(
-                _WAYS[way](Stack(self.experts, gate_up, down, gate_up_bias, down_bias), x_ME, routing), TENSOR_AXIS
-            )
+            stack = Stack(self.experts, gate_up, down, gate_up_bias, down_bias, backend=self.backend)
+            return jax.lax.psum(_WAYS[way](stack, x_ME, routing), TENSOR_AXIS)
 
         whole, inner = PartitionSpec(), PartitionSpec(None, TENSOR_AXIS)
-        specs = (whole, whole, PartitionSpec(None, None, TENSOR_AXIS), inner, inner, whole)
+        specs = (whole, whole, parts_of(2, gate_up, self.shards), parts_of(1, down, self.shards), inner, whole)
         return jax.shard_map(part, in_specs=specs, out_specs=whole, check_vma=False)(x_ME, routing, *own)
 
     def packing_refusal(self) -> str | None:
-        """Why the kernel for packed experts does not serve these, or None."""
+        """Why the kernel for packed experts does not serve these, or what a device has of each, or None."""
         if self.experts.hidden_act not in ("silu", "clamped_swiglu"):
             return f"their gates are {self.experts.hidden_act}"
-        return next(filter(None, (stacked.packing_refusal(kernel[...]) for kernel in (self.gate_up, self.down))), None)
+        kernels = (self.gate_up, 2), (self.down, 1)
+        found = (stacked.packing_refusal(kernel[...], axis, self.shards) for kernel, axis in kernels)
+        return next(filter(None, found), None)
 
     def scale_refusal(self) -> str | None:
         """Why it does not serve these values, or None."""
         return next(filter(None, (stacked.scale_refusal(kernel[...]) for kernel in (self.gate_up, self.down))), None)
 
     def packed_bytes(self) -> int:
-        """Bytes of memory that they take once they are packed."""
-        made = jax.eval_shape(lambda: [stacked.pack(kernel[...]) for kernel in (self.gate_up, self.down)])
+        """Bytes of memory that they take once they are packed, on all devices that share them."""
+        kernels = (self.gate_up, 2), (self.down, 1)
+        made = jax.eval_shape(lambda: [stacked.pack(kernel[...], axis, self.shards) for kernel, axis in kernels])
         return sum(map(stored_bytes, jax.tree.leaves(made)))
 
     def pack(self) -> None:
         """Lays both kernels out for it, one after the other."""
-        self.gate_up = nnx.Param(stacked.pack(self.gate_up[...]))
-        self.down = nnx.Param(stacked.pack(self.down[...]))
+        for kernel, axis in ((self.gate_up, 2), (self.down, 1)):
+            kernel.set_value(laid_anew(kernel, stacked.pack, axis, self.shards))
 
     def splits(self, shards: int) -> list[Split]:
         """See `layouts.tensor_parallel`: experts are split by their inner width."""
-        inner = self.experts.inner
-        if inner % shards or self.in_few_bits:
+        inner, kernels = self.experts.inner, ((self.gate_up, 2), (self.down, 1))
+        if inner % shards or not all(stacked.divides(kernel[...], axis, shards) for kernel, axis in kernels):
             return []
         self.shards = shards
         widths = (inner, inner)

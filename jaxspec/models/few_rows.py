@@ -19,14 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxspec.models.base import Attend, ModelConfig, report_experts
 from jaxspec.models.experts import MixtureOfExperts
 from jaxspec.models.layers import MLP, Attention, Linear, Transformer
 from jaxspec.models.quantised import Quantised, stored_bytes
 from jaxspec.models.rope import Tables, apply_rope
-from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS, TENSOR_AXIS, parts_of, summed
+from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS, TENSOR_AXIS, laid_anew, parts_of, summed
 from jaxspec.models.sharded import shards as devices
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch import experts, gpu, gpu_experts, gpu_packed_experts, packed, packed_experts, reference
@@ -249,10 +249,8 @@ def refusal(model: Any) -> str | None:
     for layer in model.layers:
         if not isinstance(layer.mlp, MLP | MixtureOfExperts):
             return f"its layers have a {type(layer.mlp).__name__}"
-        if layer.attn.shards != layer.mlp.shards:
+        if isinstance(layer.mlp, MLP) and layer.attn.shards != layer.mlp.shards:
             return f"devices share its attention {layer.attn.shards} ways and its MLP {layer.mlp.shards} ways"
-        if isinstance(layer.mlp, MixtureOfExperts) and layer.mlp.shards != 1:
-            return f"{layer.mlp.shards} devices share its experts"
     for linear in _maps(model):
         if why := _unserved(linear, model.layers[0].attn.shards):
             return why
@@ -261,6 +259,8 @@ def refusal(model: Any) -> str | None:
 
 def _mixture_refusal(mlp: MixtureOfExperts) -> str | None:
     """Why a layer's experts run as they always do, behind attention by these kernels, or None."""
+    if mlp.shards != 1:
+        return f"{mlp.shards} devices share them"
     if any(
         not isinstance(kernel[...], jax.Array) or kernel.dtype != jnp.bfloat16 for kernel in (mlp.gate_up, mlp.down)
     ):
@@ -338,27 +338,17 @@ def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) ->
         return model
     for linear in _maps(model):
         if isinstance(linear.kernel[...], Quantised):
-            linear.kernel.set_value(_packed(linear.kernel))
+            linear.kernel.set_value(laid_anew(linear.kernel, _packed))
     graph, state = nnx.split(model)
     copy = nnx.merge(graph, state)
     if _output_of_few_bits(copy):  # a variable of its own: draft heads share the model's, as it was stored
-        copy.lm_head.kernel = nnx.Param(_packed(copy.lm_head.kernel))
+        copy.lm_head.kernel = nnx.Param(laid_anew(copy.lm_head.kernel, _packed))
     copy.few_rows = FewRows(implementation, output=output)
     return copy
 
 
-def _packed(kernel: nnx.Variable) -> Packed:
-    """Quantised weights laid out for the kernels, each device's where its own were."""
-    few, axis = kernel[...], kernel.get_metadata(SPLIT, None)
-    lies, places = getattr(few.values, "sharding", None), None
-    if axis is not None and isinstance(lies, NamedSharding):
-        specs = parts_of(axis, _shapes(few), lies.mesh.shape[TENSOR_AXIS])
-        places = jax.tree.map(lambda spec: NamedSharding(lies.mesh, spec), specs)
-    return jax.jit(packed.pack, out_shardings=places)(few.values, few.scale)
-
-
-def _shapes(few: Quantised) -> Packed:
-    return jax.eval_shape(packed.pack, few.values, few.scale)
+def _packed(few: Quantised) -> Packed:
+    return packed.pack(few.values, few.scale)
 
 
 def added_bytes(model: Any, shards: int = 1) -> int:
@@ -379,8 +369,9 @@ def added_bytes(model: Any, shards: int = 1) -> int:
         return sum(stored_bytes(x) // share for x, share in zip(jax.tree.leaves(few), shares, strict=True))
 
     layers = [(linear, few) for linear in _maps(model) if isinstance(few := linear.kernel[...], Quantised)]
-    output = size(model.lm_head, _shapes(model.lm_head.kernel[...])) if _output_of_few_bits(model) else 0
-    return sum(size(linear, _shapes(few)) - size(linear, few) for linear, few in layers) + output
+    made = lambda few: jax.eval_shape(_packed, few)
+    output = size(model.lm_head, made(model.lm_head.kernel[...])) if _output_of_few_bits(model) else 0
+    return sum(size(linear, made(few)) - size(linear, few) for linear, few in layers) + output
 
 
 def unsupported() -> str | None:

@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxspec.models.base import Split
 from jaxspec.models.layers import BLOCK, Linear, Shared, Transformer
+from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS
 
@@ -86,7 +87,8 @@ def tensor_parallel(module: _Module, shards: int, sums: str = BY_XLA, *, lent: b
                 parts = [x.reshape(*x.shape[:-1], shards, -1) for x in jnp.split(whole, starts, axis=-1)]
                 return jnp.concatenate(parts, axis=-1).reshape(whole.shape)
 
-            value = value.along_outputs(by_shard) if isinstance(value, Quantised) else by_shard(value)
+            few = isinstance(value, Quantised | Mxfp4)
+            value = value.along_outputs(by_shard) if few else by_shard(value)
         setattr(split.owner, split.name, marked := nnx.Param(value))
         mark(marked, split.axis, sums)
     return copy
@@ -99,8 +101,13 @@ def divided(module: nnx.Module, shards: int) -> Iterator[Split]:
             own = getattr(node, "splits", None)
             for split in _table_splits(node) if own is None else own(shards):
                 param = getattr(split.owner, split.name)
-                if param is not None and param[...].shape[split.axis] % shards == 0:
+                if param is not None and _size(param[...], split.axis) % shards == 0:
                     yield split
+
+
+def _size(value: jax.Array | Quantised | Mxfp4, axis: int) -> int:
+    """Of what devices share, which no column blocks are."""
+    return (value.values if isinstance(value, Quantised) else value).shape[axis]
 
 
 def lent_tables(module: nnx.Module, shards: int) -> Iterator[Split]:

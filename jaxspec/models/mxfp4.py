@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,10 @@ class Mxfp4:
         """Whole, as `nnx.Variable[...]` asks."""
         assert key is Ellipsis, key
         return self
+
+    def along_outputs(self, change: Callable[[jax.Array], jax.Array]) -> Mxfp4:
+        """See Quantised.along_outputs."""
+        return Mxfp4(change(self.codes), change(self.scale))
 
     def dequantised(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """The kernels [..., in, out], expanded."""

@@ -25,7 +25,8 @@ def pack_experts(model: Any, shards: int = 1) -> None:
     """Lays experts in few bits out anew in the model itself, one layer after the other; says which are not, and why.
 
     Args:
-      shards: devices that share the model; experts of several stay as they are stored.
+      shards: devices that share the model, which is laid out for them; experts that they do not split stay as they are
+        stored.
     """
     stay: dict[str, list[str]] = {}
     count = 0
@@ -45,7 +46,8 @@ def pack_experts(model: Any, shards: int = 1) -> None:
 
 
 def added_bytes(model: Any, shards: int = 1) -> int:
-    """Bytes of memory that `pack_experts` will take besides the model's: scales grow, and widths to whole blocks.
+    """Bytes of a device's memory that `pack_experts` will take besides the model's: scales grow, and widths to whole
+    blocks.
 
     Layers whose values it will refuse count as others.
     """
@@ -53,7 +55,7 @@ def added_bytes(model: Any, shards: int = 1) -> int:
         return 0
     mixtures = [mixture for _, mixture in _in_few_bits(model) if _refusal(model, mixture, shards) is None]
     stored = lambda mixture: sum(map(stored_bytes, jax.tree.leaves([mixture.gate_up[...], mixture.down[...]])))
-    return sum(mixture.packed_bytes() - stored(mixture) for mixture in mixtures)
+    return sum((mixture.packed_bytes() - stored(mixture)) // mixture.shards for mixture in mixtures)
 
 
 def _in_few_bits(model: Any) -> Iterator[tuple[str, MixtureOfExperts]]:
@@ -70,8 +72,8 @@ def _refusal(model: Any, mixture: MixtureOfExperts, shards: int) -> str | None:
         return f"they are in a {type(model).__name__}"
     if model.embedding.dtype != jnp.bfloat16:
         return f"activations are {model.embedding.dtype}, not bfloat16"
-    if shards > 1:
-        return f"{shards} devices share the model"
+    if mixture.shards != shards:
+        return f"{shards} devices share the model, and have them whole"
     return mixture.packing_refusal()
 
 

@@ -7,13 +7,14 @@ multiplies (docs/notes.md). Each device computes with its own part, and one sum 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.models.quantised import Quantised
 from pallas_kernels.device_sum import gpu as device_sum
@@ -51,11 +52,24 @@ def part_of(axis: int | None, leaf: Any, count: int) -> PartitionSpec:
 
 
 def parts_of(axis: int | None, value: Any, count: int) -> Any:
-    """`part_of` of each array of a parameter; packed values lie [out, in], their scales [groups, out]."""
+    """`part_of` of each array of a parameter; packed values lie [..., out, in], their scales [..., groups, out]."""
     if axis is not None and isinstance(value, Packed):
-        values, scale = part_of(1 - axis, value.values, count), part_of(axis, value.scale, count)
+        other = 2 * value.values.ndim - 3 - axis
+        values, scale = part_of(other, value.values, count), part_of(axis, value.scale, count)
         return jax.tree.unflatten(jax.tree.structure(value), [values, scale])
     return jax.tree.map(lambda leaf: part_of(axis, leaf, count), value)
+
+
+def laid_anew(param: nnx.Variable, change: Callable[..., Any], *static: Any) -> Any:
+    """`change` of a parameter's value and of what is static, each device's part where its own was."""
+    value, axis = param[...], param.get_metadata(SPLIT, None)
+    lies, places = getattr(jax.tree.leaves(value)[0], "sharding", None), None
+    if axis is not None and isinstance(lies, NamedSharding):
+        made = jax.eval_shape(lambda value: change(value, *static), value)
+        specs = parts_of(axis, made, lies.mesh.shape[TENSOR_AXIS])
+        places = jax.tree.map(functools.partial(NamedSharding, lies.mesh), specs)
+    numbers = tuple(range(1, 1 + len(static)))
+    return jax.jit(change, static_argnums=numbers, out_shardings=places)(value, *static)
 
 
 def split_axis(param: nnx.Variable) -> int | None:

@@ -42,6 +42,16 @@ def gathers(kernel: Any) -> bool:
     return not isinstance(kernel, Quantised) or (kernel.order is None and not kernel.int8_activations)
 
 
+def divides(kernel: Any, axis: int, count: int) -> bool:
+    """Whether so many devices can split it along its inputs (1) or outputs (2), each with the scales of its own."""
+    if not in_few_bits(kernel):
+        return True
+    if isinstance(kernel, Packed) or not gathers(kernel):
+        return False
+    alone = isinstance(kernel, Quantised) and kernel.groups == 1  # scales of outputs, which all have
+    return axis == 2 or alone or kernel.scale.shape[1] % count == 0
+
+
 def pair_products(x_PE: jax.Array, kernel: Any, experts_P: jax.Array) -> jax.Array:
     """Each row times its own expert's kernel: float32 [P, out].
 
@@ -123,8 +133,13 @@ def _packed_inputs(x: jax.Array, kernel: Packed) -> jax.Array:
     return packed.reordered(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]), kernel.values.dtype)
 
 
-def packing_refusal(kernel: Any) -> str | None:
-    """Why a kernel cannot be packed (`pallas_kernels.small_batch.packed_experts`), or None; by its shapes and types."""
+def packing_refusal(kernel: Any, axis: int, count: int) -> str | None:
+    """Why a kernel cannot be packed (`pallas_kernels.small_batch.packed_experts`), or None; by its shapes and types.
+
+    Args:
+      axis, count: that so many devices split, see `divides`.
+    """
+    kernel = jax.eval_shape(lambda kernel: jax.tree.map(lambda x: x[0], _parts(kernel, axis, count)), kernel)
     if isinstance(kernel, Mxfp4):
         return packed_experts.refusal(packed.FLOAT4, *shape_of(kernel)[1:], kernel.scale.shape[1])
     if not isinstance(kernel, Quantised):
@@ -157,12 +172,33 @@ def _used_scales(kernel: Mxfp4) -> jax.Array:
     return jnp.where(jnp.any(blocks & 0x77, axis=-2), kernel.scale, 127).astype(jnp.uint8)
 
 
-@jax.jit
-def pack(kernel: Any) -> Packed:
-    """The kernel as the kernel of few rows reads it, which neither `packing_refusal` nor `scale_refusal` refuses."""
+def pack(kernel: Any, axis: int = 1, count: int = 1) -> Packed:
+    """The kernel as the kernel of few rows reads it, which neither `packing_refusal` nor `scale_refusal` refuses.
+
+    Args:
+      axis, count: that so many devices split, whose parts are packed each by itself.
+    """
+    parts = jax.vmap(_packed)(_parts(kernel, axis, count))
+    joined = lambda x, axis: jnp.moveaxis(x, 0, axis).reshape(*x.shape[1 : axis + 1], -1, *x.shape[axis + 2 :])
+    alone = axis == 1 and isinstance(kernel, Quantised) and kernel.groups == 1
+    return Packed(joined(parts.values, 3 - axis), parts.scale[0] if alone else joined(parts.scale, axis))
+
+
+def _packed(kernel: Any) -> Packed:
     if isinstance(kernel, Mxfp4):
         return packed_experts.pack_float4(kernel.codes, _used_scales(kernel))
     return packed_experts.pack(kernel.values, kernel.scale)
+
+
+def _parts(kernel: Any, axis: int, count: int) -> Any:
+    """What each of so many devices has of a kernel that they split, one after the other along a first axis."""
+
+    def part(x: jax.Array) -> jax.Array:
+        if x.shape[axis] % count:  # scales of outputs
+            return jnp.broadcast_to(x[None], (count, *x.shape))
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], count, -1, *x.shape[axis + 1 :]), axis, 0)
+
+    return jax.tree.map(part, kernel)
 
 
 def together(count: int, numbers: int, dtype: DTypeLike) -> int:

@@ -385,11 +385,13 @@ def experts_weights(mixture: MixtureOfExperts, prefix: str, names: LayerNames) -
             assert param is not None
             yield ExpertMaps(param, (f"{module}.experts.{name}",), param.shape[-1:])
         return
-    for param, parts, fused in (
-        (mixture.gate_up, (own.gate, own.up), "gate_up_proj"), (mixture.down, (own.down,), "down_proj")
+    # Not by the kernels' shapes, which they have not where they are in few bits.
+    hidden, inner = mixture.router.kernel.shape[0], mixture.experts.inner
+    for param, parts, width, fused in (
+        (mixture.gate_up, (own.gate, own.up), inner, "gate_up_proj"), (mixture.down, (own.down,), hidden, "down_proj")
     ):  # fmt: skip
         each = tuple(f"{module}.experts.{e}.{part}.weight" for e in range(count) for part in parts)
-        widths = (param.shape[2] // len(parts),) * len(parts)
+        widths = (width,) * len(parts)
         one = f"{module}.experts.{fused}" if own.fused else ""
         yield StackedWeight(param, each, widths, linear=True, fused=one)
     if mixture.shared is not None:

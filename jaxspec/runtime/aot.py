@@ -338,7 +338,7 @@ GPT_OSS_20B = ModelConfig(
 )  # fmt: skip
 
 
-def _experts_for(model: TargetModel, backend: str, form: str | None, packed: bool) -> TargetModel:
+def _experts_for(model: TargetModel, backend: str, form: str | None, packed: bool, shards: int) -> TargetModel:
     """The model with experts that a backend reads, in few bits by `form` (a key of QUANTISED, or "mxfp4").
 
     Packed, as engines on Hopper have it: with the kernels of few rows for what else they serve.
@@ -359,18 +359,22 @@ def _experts_for(model: TargetModel, backend: str, form: str | None, packed: boo
                 scale = jnp.zeros((count, 1 if group is None else d_in // group, d_out), jnp.float32)
                 few = Quantised(jnp.zeros((count, d_in, d_out), kind), scale)
             setattr(node, name, nnx.Param(few))
-        if packed:
+    if not packed:
+        return model
+    model = tensor_parallel(model, shards) if shards > 1 else model
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, MixtureOfExperts):
             node.pack()
-    return few_rows.prepare(model) if packed else model
+    return few_rows.prepare(model)
 
 
 def experts_round(target: Target) -> Iterator[Program]:
-    """Plain rounds of two layers of mixtures of experts, in bfloat16 and in few bits, at 1 and 16 rows, on one device.
+    """Plain rounds of two layers of mixtures of experts, in bfloat16 and in few bits, at 1 and 16 rows, on one device;
+    packed ones of Qwen3-30B-A3B on two as well.
 
     Experts that no token uses may not be copied, nor those in few bits be expanded all at once: a round gets less for
     its intermediate values than a sixteenth of what a layer's experts take in bfloat16. Of TPUs one row alone.
     """
-    mesh = target.mesh(1, TENSOR_AXIS)
     geo = dataclasses.replace(GEOMETRY, num_pages=6 * GEOMETRY.num_pages, kernels=target.kind)
     forms = [
         ("30b-a3b", QWEN3_30B, None), ("30b-a3b-fp8", QWEN3_30B, "fp8-block128"), ("gpt-oss-20b", GPT_OSS_20B, "mxfp4"),
@@ -383,15 +387,18 @@ def experts_round(target: Target) -> Iterator[Program]:
         kernels = [f"small_batch_{'int4' if cfg is QWEN3_30B else FLOAT4}_experts_{kind}" for kind in ("up", "down")]
         assert cfg.experts is not None
         whole = 3 * cfg.experts.count * cfg.hidden_size * cfg.experts.inner * DTYPE.itemsize
-        for bucket in (1, 8, BUCKET) if own else (1, BUCKET) if target.kind == "gpu" else (1,):
-            change = functools.partial(_experts_for, backend=target.kind, form=form, packed=own)
-            described = abstract_round(cfg, geo, mesh, bucket, dtype=DTYPE, change=change)
+        buckets = (1, 8, BUCKET) if own else (1, BUCKET) if target.kind == "gpu" else (1,)
+        shared = [(2, BUCKET)] if own and cfg is QWEN3_30B else []
+        for shards, bucket in [*((1, bucket) for bucket in buckets), *shared]:
+            change = functools.partial(_experts_for, backend=target.kind, form=form, packed=own, shards=shards)
+            described = abstract_round(cfg, geo, target.mesh(shards, TENSOR_AXIS), bucket, dtype=DTYPE, change=change)
             yield Program(
                 op="experts_round",
-                name=f"{name}-b{bucket}",
+                name=f"{name}{f'-tp{shards}' if shards > 1 else ''}-b{bucket}",
                 lower=functools.partial(described.lower, PLAIN, platforms=(target.platform,)),
                 max_temp_bytes=whole // 16,
                 limit="a sixteenth of a layer's experts in bfloat16",
+                max_collective_bytes=bucket * (10 * cfg.hidden_size * 4 + 64) if shards > 1 else None,
                 in_place_bytes=_device_bytes(described.arguments[2]),
                 kernels=("tree_attention", *(kernels if own else ())),
             )

@@ -128,6 +128,24 @@ def check_divides(cfg: ModelConfig, shards: int) -> None:
             raise ValueError(f"tensor_parallel must divide the target's {name} {getattr(cfg, name)}, got {shards}")
 
 
+def check_four_bits(target: TargetModel, shards: int) -> None:
+    """Refuses weights of 4 bits on several CPU devices where JAX's executables do not take them as they lie (0.10).
+
+    Raises:
+      ValueError: names the versions that do.
+    """
+    if shards == 1 or jax.default_backend() != "cpu":
+        return
+    some: Any = jnp.zeros((2,), jnp.int4)
+    if some.format.layout.sub_byte_element_size_in_bits:
+        return
+    if any(leaf.dtype == jnp.int4 for leaf in jax.tree.leaves(nnx.state(target))):
+        raise ValueError(
+            f"tensor_parallel={shards} on CPUs does not serve weights of 4 bits with JAX {jax.__version__}; take JAX "
+            "0.12, or weights of 8 bits"
+        )
+
+
 @contextlib.contextmanager
 def host_memory() -> Iterator[None]:
     """Inside, new arrays lie in the host's memory, so that no device has to hold a whole model before it is split."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from jaxspec.models import registry
 from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.sharded import BY_XLA, SPLIT
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_config, tiny_target
+from jaxspec.quantize import FORMATS, quantise_directory
 from jaxspec.runtime.sharding import Sharing, parameter_shardings, tensor_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +92,43 @@ def test_parts_are_those_of_a_model_laid_out(name: str, tmp_path: Path) -> None:
         assert read == sum(leaf.nbytes for leaf in jax.tree.leaves(own))
     halves = [p for p in jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, nnx.Variable)) if p.has_metadata(SPLIT)]
     assert len(halves) > 8
+
+
+@pytest.mark.parametrize("form", ["int8", "mxfp4"])
+def test_experts_in_few_bits_are_cut_too(form: str, tmp_path: Path) -> None:
+    """By outputs and inputs, and the scales of blocks with them; those that cannot be are whole on each device."""
+    if form == "int8":
+        hf.save_model(tiny_target(0, **FAMILY_FIELDS["qwen3_moe"]), tmp_path / "whole", dtype=jnp.float32)
+        quantise_directory(tmp_path / "whole", tmp_path / "few", FORMATS["int8"])
+    else:
+        in_mxfp4(tmp_path / "few", inner=64)
+    halves = 0
+    for path, param in nnx.to_flat_state(assert_spread(tmp_path / "few")):
+        if path[-1] in ("gate_up", "down") and "mlp" in path:
+            for leaf in jax.tree.leaves(param):
+                halves += leaf.sharding.shard_shape(leaf.shape) != leaf.shape
+    assert halves == (2 * 3 if form == "int8" else 2 * 4), "scales of outputs are whole beside inputs that are cut"
+    if form == "mxfp4":
+        in_mxfp4(tmp_path / "odd", inner=32)  # one block of inputs
+        flat = dict(nnx.to_flat_state(assert_spread(tmp_path / "odd")))
+        down = next(param for path, param in flat.items() if path[-1] == "down" and "mlp" in path)
+        assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(down))
+
+
+def in_mxfp4(directory: Path, inner: int) -> None:
+    """A tiny gpt-oss with random codes and scales."""
+    fields = FAMILY_FIELDS["gpt_oss"]
+    own = dataclasses.replace(fields["experts"], inner=inner)
+    target = tiny_target(0, **{**fields, "experts": own, "intermediate_size": inner, "vocab_size": 16})
+    hf.save_model(target, directory, dtype=jnp.float32)
+    stored, rng = load_file(directory / hf.WEIGHTS), np.random.default_rng(0)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        count, d_in, d_out = stored.pop(name).shape
+        stored[f"{name}_blocks"] = rng.integers(0, 256, (count, d_out, d_in // 32, 16), np.uint8)
+        stored[f"{name}_scales"] = rng.integers(118, 122, (count, d_out, d_in // 32), np.uint8)
+    save_file(stored, directory / hf.WEIGHTS)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
 
 
 def fuse_experts(directory: Path) -> None:

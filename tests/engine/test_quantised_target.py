@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -14,9 +15,10 @@ from jaxspec.checkpointing import eagle3, hf
 from jaxspec.checkpointing.rounding import FORMATS, Format
 from jaxspec.config import SpeculationConfig
 from jaxspec.models.quantised import Quantised
-from jaxspec.models.tiny import tiny_target
+from jaxspec.models.tiny import FAMILY_FIELDS, tiny_target
 from jaxspec.quantize import quantise_directory
 from jaxspec.request import RequestOutput
+from jaxspec.runtime.sharding import check_four_bits
 from jaxspec.tier import PLAIN, Tier
 
 #: Kernels of which 64 divides the columns of all but the head, which stays as it is.
@@ -77,3 +79,30 @@ def test_speculation_gives_the_tokens_of_plain_decoding(
             assert [output.token_ids for output in outputs] == plain
             assert sum(output.metrics.accepted for output in outputs) > 0
         assert llm.stats.compilations_after_warmup == 0
+
+
+def test_two_devices_share_a_quantised_mixture(tmp_path: Path, kept_executables: Path) -> None:
+    """Each has its part of every expert, and the tokens are those of one."""
+    hf.save_model(tiny_target(0, **FAMILY_FIELDS["qwen3_moe"], vocab_size=64), tmp_path / "whole", dtype=jnp.float32)
+    quantise_directory(tmp_path / "whole", tmp_path / "int8", FEW["int8"])
+    found = []
+    for devices in (1, 2):
+        with LLM(
+            tmp_path / "int8", "ngram", SpeculationConfig(tiers=(Tier(3),)), max_batch_size=3, max_seq_len=60,
+            progress=False, page_size=8, variants=("sampled",), batch_buckets=(3,), warmup="eager", prefill_chunk=16,
+            skip_tokenizer_init=True, compile_cache=kept_executables, tensor_parallel=devices,
+        ) as llm:  # fmt: skip
+            found.append([output.token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)])
+    assert found[0] == found[1]
+
+
+def test_four_bits_on_several_cpu_devices_are_refused_where_jax_does_not_take_them() -> None:
+    target = tiny_target(0)
+    kernel = target.layers[0].mlp.down.kernel
+    kernel.set_value(Quantised(jnp.zeros(kernel.shape, jnp.int4), jnp.ones((1, kernel.shape[1]))))
+    check_four_bits(target, 1)
+    check_four_bits(tiny_target(0), 2)
+    if jax.__version_info__ >= (0, 12):
+        return check_four_bits(target, 2)
+    with pytest.raises(ValueError, match="tensor_parallel=2 on CPUs does not serve weights of 4 bits with JAX 0"):
+        check_four_bits(target, 2)

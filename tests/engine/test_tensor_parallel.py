@@ -31,6 +31,7 @@ from jaxspec.models import registry
 from jaxspec.models.layers import Shared, causal_attention, shared_lm_head
 from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.mxfp4 import Mxfp4
+from jaxspec.models.quantised import Quantised
 from jaxspec.models.sharded import BY_XLA
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_config, tiny_target
 from jaxspec.runtime import placing
@@ -285,19 +286,22 @@ def test_refusals_come_before_the_weights(tmp_path: Path):
 
 
 def test_memory_counts_what_each_device_holds():
-    """Of experts a part on every device; in four bits the whole, beside parts of all else."""
+    """Of experts a part on every device, in four bits too; with inputs in another order the whole, beside parts of all
+    else."""
     graph, shapes = nnx.split(tiny_target(0, **{**FAMILY_FIELDS["gpt_oss"], "vocab_size": V}))
     target = nnx.merge(graph, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
     experts = target.layers[1].mlp
     count, width, inner = experts.gate_up[...].shape
     four_bits = Mxfp4(jnp.zeros((count, width // 2, inner), jnp.uint8), jnp.zeros((count, 1, inner), jnp.uint8))
-    for kernel in (experts.gate_up[...], four_bits):
+    order = jnp.broadcast_to(jnp.arange(width)[None], (count, width))
+    ordered = Quantised(jnp.zeros((count, width, inner), jnp.int8), jnp.ones((count, 1, inner)), order=order)
+    for kernel in (experts.gate_up[...], four_bits, ordered):
         experts.gate_up = nnx.Param(kernel)
         state = nnx.state(nnx.eval_shape(lambda: tensor_parallel(target, SHARDS)))
         shardings = parameter_shardings(tensor_mesh(SHARDS), state)
         held = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize, state, shardings)
         assert stored_share(target, SHARDS) == sum(jax.tree.leaves(held))
-        assert (stored_share(target, SHARDS) - stored_share(target, 1) / 2 > 10_000) == (kernel is four_bits)
+        assert (stored_share(target, SHARDS) - stored_share(target, 1) / 2 > 10_000) == (kernel is ordered)
 
 
 @pytest.mark.parametrize(

@@ -294,17 +294,58 @@ def test_experts_in_few_bits_are_gathered_or_expanded_some_at_a_time(
         np.testing.assert_allclose(other, found[0], atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("way", ["blocks", "pairs", "all", "packed"])
+@pytest.mark.parametrize("form", ["int8", "int4", "mxfp4"])
+def test_two_devices_share_experts_in_few_bits(form: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its part of every kernel and its scales; packed, what the kernel of few rows wants of its own part."""
+    own = Experts(COUNT, CHOSEN, 128, (0,), scores="top_k", bias=True, hidden_act="clamped_swiglu")
+    cfg = tiny_config(hidden_size=128, experts=own)
+    made = experts.MixtureOfExperts(cfg, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(params=1))
+    for name in ("gate_up", "down"):
+        few = few_bits(form, getattr(made, name)[...].shape, 7)
+        few = dataclasses.replace(few, zero=None) if form == "int4" and way == "packed" else few
+        getattr(made, name).set_value(few)
+    monkeypatch.setattr(experts.MixtureOfExperts, "way", lambda _, pairs: "all" if way == "packed" else way)
+    x_1ME, mesh = jax.random.normal(jax.random.key(9), (1, 7, 128)), tensor_mesh(2)
+    want = np.asarray(jax.jit(lambda x: made(x))(x_1ME))
+    shared = tensor_parallel(made, 2)
+    nnx.update(shared, jax.tree.map(jax.device_put, nnx.state(shared), parameter_shardings(mesh, nnx.state(shared))))
+    if way == "packed":
+        monkeypatch.setattr(experts.MixtureOfExperts, "way", lambda _, pairs: way)
+        if form == "int4":  # groups of 8
+            assert "one for every 128" in (shared.packing_refusal() or "")
+            return
+        assert shared.packing_refusal() is None
+        shared.pack()
+    places = jax.tree.leaves(parameter_shardings(mesh, nnx.state(shared)))
+    for leaf, place in zip(jax.tree.leaves(nnx.state(shared)), places, strict=True):
+        assert leaf.sharding == place
+    for param in (shared.gate_up, shared.down):
+        values = jax.tree.leaves(param[...])[0]
+        assert values.sharding.shard_shape(values.shape) != values.shape
+    graph, params = nnx.split(shared)
+    run = jax.jit(lambda params, x: nnx.merge(graph, params)(x))
+    with jax.set_mesh(mesh):
+        found, text = np.asarray(run(params, x_1ME)), run.lower(params, x_1ME).compile().as_text() or ""
+    np.testing.assert_allclose(found, want, atol=2e-5 * np.abs(want).max(), rtol=2e-5)
+    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1 and "all-gather" not in text
+
+
 @pytest.mark.parametrize("name", ["gate_up", "down"])
-def test_experts_of_which_one_kernel_is_quantised_are_not_split(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints may leave either out. Inputs in another order are for products of blocks."""
+def test_experts_of_which_one_kernel_is_quantised(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints may leave either out. Inputs in another order are for products of blocks, and of one device."""
     made = mixture()
     assert len(made.splits(2)) == 3
     shape = getattr(made, name)[...].shape
     few = Quantised(jnp.zeros(shape, jnp.int8), jnp.ones((shape[0], 1, shape[2])))
     setattr(made, name, nnx.Param(few))
-    assert made.splits(2) == [] and made.way(1) == "blocks"
+    assert len(made.splits(2)) == 3 and made.way(1) == "blocks"
+    groups = Quantised(few.values, jnp.ones((shape[0], 3, shape[2])))
+    setattr(made, name, nnx.Param(groups))
+    assert len(made.splits(2)) == (3 if name == "gate_up" else 0)
+    setattr(made, name, nnx.Param(few))
     monkeypatch.setattr(experts.jax, "default_backend", lambda: "gpu")
     assert [made.way(pairs) for pairs in (1, 4 * COUNT, 4 * COUNT + 1)] == ["pairs", "pairs", "all"]
     order = jnp.broadcast_to(jnp.arange(shape[1])[None], shape[:2])
     setattr(made, name, nnx.Param(dataclasses.replace(few, order=order)))
-    assert made.way(1) == made.way(100) == "blocks"
+    assert made.way(1) == made.way(100) == "blocks" and made.splits(2) == []
