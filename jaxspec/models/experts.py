@@ -287,6 +287,8 @@ class MixtureOfExperts(nnx.Module):
         """Lays both kernels out for it, one after the other."""
         for kernel, axis in ((self.gate_up, 2), (self.down, 1)):
             kernel.set_value(laid_anew(kernel, stacked.pack, axis, self.shards))
+        if self.gate_up_bias is not None:
+            self.gate_up_bias.set_value(laid_anew(self.gate_up_bias, stacked.filled_halves, self.shards))
 
     def splits(self, shards: int) -> list[Split]:
         """See `layouts.tensor_parallel`: experts are split by their inner width."""

@@ -6,6 +6,7 @@ several experts expanded together, a bounded share of all; and how they are pack
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -20,6 +21,8 @@ from pallas_kernels.small_batch.packed import Packed
 
 #: Most inputs that the first stage of a sum takes together.
 _PIECE = 256
+#: What inner widths of packed experts are multiples of.
+_WIDTH = 64
 #: Most bytes of experts that are expanded at a time.
 _EXPANDED = 256 << 20
 
@@ -139,7 +142,9 @@ def packing_refusal(kernel: Any, axis: int, count: int) -> str | None:
     Args:
       axis, count: that so many devices split, see `divides`.
     """
-    kernel = jax.eval_shape(lambda kernel: jax.tree.map(lambda x: x[0], _parts(kernel, axis, count)), kernel)
+    kernel = jax.eval_shape(
+        lambda kernel: _filled(jax.tree.map(lambda x: x[0], _parts(kernel, axis, count)), axis), kernel
+    )
     if isinstance(kernel, Mxfp4):
         return packed_experts.refusal(packed.FLOAT4, *shape_of(kernel)[1:], kernel.scale.shape[1])
     if not isinstance(kernel, Quantised):
@@ -176,9 +181,10 @@ def pack(kernel: Any, axis: int = 1, count: int = 1) -> Packed:
     """The kernel as the kernel of few rows reads it, which neither `packing_refusal` nor `scale_refusal` refuses.
 
     Args:
-      axis, count: that so many devices split, whose parts are packed each by itself.
+      axis, count: that so many devices split, whose parts are packed each by itself, their inner widths (gates and
+        ups of axis 2, inputs of axis 1) filled up with zeros to what the kernel reads.
     """
-    parts = jax.vmap(_packed)(_parts(kernel, axis, count))
+    parts = jax.vmap(lambda part: _packed(_filled(part, axis)))(_parts(kernel, axis, count))
     joined = lambda x, axis: jnp.moveaxis(x, 0, axis).reshape(*x.shape[1 : axis + 1], -1, *x.shape[axis + 2 :])
     alone = axis == 1 and isinstance(kernel, Quantised) and kernel.groups == 1
     return Packed(joined(parts.values, 3 - axis), parts.scale[0] if alone else joined(parts.scale, axis))
@@ -188,6 +194,27 @@ def _packed(kernel: Any) -> Packed:
     if isinstance(kernel, Mxfp4):
         return packed_experts.pack_float4(kernel.codes, _used_scales(kernel))
     return packed_experts.pack(kernel.values, kernel.scale)
+
+
+def filled_halves(x: jax.Array, count: int = 1) -> jax.Array:
+    """The last axis, of each of so many devices gates and as many ups, as `pack` has it."""
+    *lead, size = x.shape
+    halves = x.reshape(*lead, 2 * count, -1)
+    more = -halves.shape[-1] % _WIDTH
+    return jnp.pad(halves, [(0, 0)] * (len(lead) + 1) + [(0, more)]).reshape(*lead, size + 2 * count * more)
+
+
+def _filled(kernel: Any, axis: int) -> Any:
+    """A device's part of a kernel with its inner width filled up; groups of several blocks stay as they are."""
+    if axis == 2:
+        return jax.tree.map(filled_halves, kernel)
+    more = -shape_of(kernel)[1] % _WIDTH
+    inputs = lambda x, more: jnp.pad(x, ((0, 0), (0, more), (0, 0)))
+    if isinstance(kernel, Mxfp4):
+        return Mxfp4(inputs(kernel.codes, more // 2), inputs(kernel.scale, more // mxfp4.BLOCK))
+    if isinstance(kernel, Quantised) and kernel.groups == 1:
+        return dataclasses.replace(kernel, values=inputs(kernel.values, more))
+    return kernel
 
 
 def _parts(kernel: Any, axis: int, count: int) -> Any:

@@ -370,7 +370,7 @@ def _experts_for(model: TargetModel, backend: str, form: str | None, packed: boo
 
 def experts_round(target: Target) -> Iterator[Program]:
     """Plain rounds of two layers of mixtures of experts, in bfloat16 and in few bits, at 1 and 16 rows, on one device;
-    packed ones of Qwen3-30B-A3B on two as well.
+    packed ones on two as well.
 
     Experts that no token uses may not be copied, nor those in few bits be expanded all at once: a round gets less for
     its intermediate values than a sixteenth of what a layer's experts take in bfloat16. Of TPUs one row alone.
@@ -388,7 +388,7 @@ def experts_round(target: Target) -> Iterator[Program]:
         assert cfg.experts is not None
         whole = 3 * cfg.experts.count * cfg.hidden_size * cfg.experts.inner * DTYPE.itemsize
         buckets = (1, 8, BUCKET) if own else (1, BUCKET) if target.kind == "gpu" else (1,)
-        shared = [(2, BUCKET)] if own and cfg is QWEN3_30B else []
+        shared = [(2, BUCKET)] if own else []
         for shards, bucket in [*((1, bucket) for bucket in buckets), *shared]:
             change = functools.partial(_experts_for, backend=target.kind, form=form, packed=own, shards=shards)
             described = abstract_round(cfg, geo, target.mesh(shards, TENSOR_AXIS), bucket, dtype=DTYPE, change=change)

@@ -143,6 +143,19 @@ def test_few_rows_of_quantised_weights_are_the_layers(kind: Any, groups: int):
         np.testing.assert_allclose(prepared.logits(hidden), plain.logits(hidden), atol=1e-4)
 
 
+def test_devices_share_experts_behind_attention_by_the_kernels():
+    """Attention's rows are the kernels' own; a mixture that is split runs as without them."""
+    cfg = dataclasses.replace(CONFIG, num_heads=4, num_kv_heads=2, experts=Experts(8, 2, 64, (0, 1)))
+    plain = Transformer(cfg, dtype=jnp.bfloat16, rngs=nnx.Rngs(3), mlp=mlp)
+    split = few_rows.prepare(tensor_parallel(plain, 2), "reference")
+    assert split.few_rows is not None and split.layers[0].mlp.shards == 2
+    tokens = jax.random.randint(jax.random.key(1), (1, 3), 0, CONFIG.vocab_size)
+    want = forward(plain, tokens)
+    with jax.set_mesh(tensor_mesh(2)):
+        for got, one in zip(forward(split, tokens), want, strict=True):
+            np.testing.assert_allclose(got, one, atol=2**-5 * np.abs(one).max())
+
+
 @pytest.mark.parametrize(("kind", "groups"), [(jnp.int4, 4), (jnp.int8, 1)], ids=["int4-g128", "int8"])
 def test_quantised_weights_that_two_devices_share_are_packed(kind: Any, groups: int):
     """Few rows and many; the parts lie where their devices read them, and a budget counts what they add."""

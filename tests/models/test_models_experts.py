@@ -298,7 +298,7 @@ def test_experts_in_few_bits_are_gathered_or_expanded_some_at_a_time(
 @pytest.mark.parametrize("form", ["int8", "int4", "mxfp4"])
 def test_two_devices_share_experts_in_few_bits(form: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has its part of every kernel and its scales; packed, what the kernel of few rows wants of its own part."""
-    own = Experts(COUNT, CHOSEN, 128, (0,), scores="top_k", bias=True, hidden_act="clamped_swiglu")
+    own = Experts(COUNT, CHOSEN, 192, (0,), scores="top_k", bias=True, hidden_act="clamped_swiglu")
     cfg = tiny_config(hidden_size=128, experts=own)
     made = experts.MixtureOfExperts(cfg, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(params=1))
     for name in ("gate_up", "down"):
@@ -317,6 +317,7 @@ def test_two_devices_share_experts_in_few_bits(form: str, way: str, monkeypatch:
             return
         assert shared.packing_refusal() is None
         shared.pack()
+        assert shared.down[...].values.shape == (COUNT, 128, 256), "a part of 96 inputs fills a block up"
     places = jax.tree.leaves(parameter_shardings(mesh, nnx.state(shared)))
     for leaf, place in zip(jax.tree.leaves(nnx.state(shared)), places, strict=True):
         assert leaf.sharding == place
