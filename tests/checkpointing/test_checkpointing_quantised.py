@@ -286,7 +286,7 @@ def test_loading_takes_little_more_than_the_weights(name: str, tmp_path: Path) -
     command = [sys.executable, "-c", LOAD, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert 1.0 < float(done.stdout) < 1.1
+    assert 0.8 < float(done.stdout) < 1.1  # some of it lies where the first model lay
 
 
 def test_heads_share_a_quantised_output_layer(tmp_path: Path) -> None:
