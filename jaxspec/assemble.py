@@ -91,6 +91,11 @@ def check_batch_invariant(config: EngineConfig, target: TargetModel, tiers: Iter
     reason = few_rows.unsupported() or few_rows.refusal(target) or few_rows.output_refusal(cast(Transformer, target))
     if reason is not None:
         raise ValueError(f"{me} needs the kernels for few rows: {reason}")
+    if few_rows.norms_apart(cast(Transformer, target)):
+        raise ValueError(
+            f"{me} is for queries and keys that are normed in their product (heads of 128 in bfloat16); got heads "
+            f"of {target.config.head_dim}, qk_norm=True and perhaps weights of few bits"
+        )
     if target.config.experts is not None:
         raise ValueError(f"{me} does not hold for mixtures of experts, got {target.config.experts.count} experts")
     for name in ("sliding_window", "attention_soft_cap"):

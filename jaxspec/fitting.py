@@ -19,7 +19,7 @@ from jaxspec.models import few_rows, packing
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.quantised import stored_bytes
-from jaxspec.models.sharded import SPLIT, TENSOR_AXIS, part_of
+from jaxspec.models.sharded import SPLIT, share_bytes
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.ring import empty_ring, ring_bytes
 from jaxspec.speculation.state import DecodeState, Geometry
@@ -95,8 +95,7 @@ def fitted(
     memory = stats.get("bytes_limit") or host_bytes()
     weights = max(stored_share(target, shards) + stored(params), stats.get("bytes_in_use", 0))
     # Laid out anew when the pool's size is settled.
-    among = _among(target, shards)
-    weights += few_rows.added_bytes(among, shards) + packing.added_bytes(among, shards)
+    weights += _added_bytes(target, shards)
     one, two = state(1), state(2)
     page = grows(dataclasses.replace(one, draft=()), dataclasses.replace(two, draft=()), shards)
     page += grows(one.draft, two.draft, 1 if geo.whole_drafter else shards)
@@ -172,16 +171,18 @@ def stored_share(module: nnx.Module, shards: int) -> int:
     """Bytes of a module's weights on each of the devices that share it: what cannot be split lies whole on all."""
     if shards == 1:
         return stored(nnx.state(module))
-    split = nnx.state(_among(module, shards))
-
-    def share(param: nnx.Variable) -> int:
-        axis = param.get_metadata(SPLIT, None)
-        leaves = [leaf for leaf in jax.tree.leaves(param) if hasattr(leaf, "dtype")]
-        return sum(stored_bytes(x) // (shards if TENSOR_AXIS in part_of(axis, x, shards) else 1) for x in leaves)
-
+    split = nnx.state(nnx.eval_shape(lambda: tensor_parallel(module, shards)))
+    share = lambda param: share_bytes(param.get_metadata(SPLIT, None), param.get_value(), shards)
     return sum(map(share, jax.tree.leaves(split, is_leaf=lambda x: isinstance(x, nnx.Variable))))
 
 
-def _among(module: Any, shards: int) -> Any:
-    """The shapes of a module that several devices share; the module where one has it."""
-    return module if shards == 1 else nnx.eval_shape(lambda: tensor_parallel(module, shards))
+def _added_bytes(target: TargetModel, shards: int) -> int:
+    """Bytes that a target takes on each device once it is laid out for kernels, besides its own."""
+    found = []
+
+    def count() -> None:
+        laid_out = tensor_parallel(target, shards) if shards > 1 else target
+        found.append(few_rows.added_bytes(laid_out, shards) + packing.added_bytes(laid_out, shards))
+
+    nnx.eval_shape(count)
+    return found[0]

@@ -52,8 +52,9 @@ def laid_out(module: Any, shards: int, sums: str, *, output: bool = False, whole
     if shards > 1 or jax.default_backend() != "cpu":
         if few_rows.unsupported() is not None:
             return module
-        packing.pack_experts(module, shards)
-        return few_rows.prepare(module, output=output)
+        with host_memory() if shards > 1 else contextlib.nullcontext():  # what is on devices stays there
+            packing.pack_experts(module, shards)
+            return few_rows.prepare(module, output=output)
     size = stored(nnx.state(module))
     return column_blocks(module, keep_flat=size <= _KEPT_TWICE)
 

@@ -86,7 +86,7 @@ def _shapes(module: nnx.Module) -> dict[str, str]:
     leaves = jax.tree_util.tree_leaves_with_path(nnx.state(module), is_leaf=lambda x: isinstance(x, nnx.Variable))
     return {
         ".".join(str(getattr(key, "key", key)) for key in path): (
-            f"{type(x).__name__} {x[...].dtype.name}{list(x[...].shape)}"
+            f"{type(x).__name__} {' '.join(f'{leaf.dtype.name}{list(leaf.shape)}' for leaf in jax.tree.leaves(x))}"
         )
         for path, x in leaves
     }

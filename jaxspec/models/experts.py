@@ -32,8 +32,7 @@ from jax.sharding import PartitionSpec
 from jaxspec.models import stacked
 from jaxspec.models.base import Experts, ModelConfig, Split, report_experts
 from jaxspec.models.layers import ACTIVATIONS, MLP, Linear, Transformer, narrow_product, product
-from jaxspec.models.quantised import stored_bytes
-from jaxspec.models.sharded import TENSOR_AXIS, laid_anew, parts_of, shards, split_axis
+from jaxspec.models.sharded import TENSOR_AXIS, laid_anew, parts_of, shards, share_bytes, split_axis
 from pallas_kernels.small_batch import gpu_packed_experts, packed_experts
 from pallas_kernels.small_batch.packed import Packed
 
@@ -277,11 +276,14 @@ class MixtureOfExperts(nnx.Module):
         """Why it does not serve these values, or None."""
         return next(filter(None, (stacked.scale_refusal(kernel[...]) for kernel in (self.gate_up, self.down))), None)
 
-    def packed_bytes(self) -> int:
-        """Bytes of memory that they take once they are packed, on all devices that share them."""
-        kernels = (self.gate_up, 2), (self.down, 1)
-        made = jax.eval_shape(lambda: [stacked.pack(kernel[...], axis, self.shards) for kernel, axis in kernels])
-        return sum(map(stored_bytes, jax.tree.leaves(made)))
+    def added_bytes(self) -> int:
+        """Bytes of memory that they take on each device once they are packed, besides what they do."""
+        added = 0
+        for kernel, axis in ((self.gate_up, 2), (self.down, 1)):
+            place = axis if self.shards > 1 else None
+            made = jax.eval_shape(lambda few, axis=axis: stacked.pack(few, axis, self.shards), kernel[...])
+            added += share_bytes(place, made, self.shards) - share_bytes(place, kernel[...], self.shards)
+        return added
 
     def pack(self) -> None:
         """Lays both kernels out for it, one after the other."""
@@ -293,7 +295,7 @@ class MixtureOfExperts(nnx.Module):
     def splits(self, shards: int) -> list[Split]:
         """See `layouts.tensor_parallel`: experts are split by their inner width."""
         inner, kernels = self.experts.inner, ((self.gate_up, 2), (self.down, 1))
-        if inner % shards or not all(stacked.divides(kernel[...], axis, shards) for kernel, axis in kernels):
+        if inner % shards or not all(stacked.divides(kernel.get_value(), axis, shards) for kernel, axis in kernels):
             return []
         self.shards = shards
         widths = (inner, inner)

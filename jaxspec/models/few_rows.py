@@ -24,9 +24,9 @@ from jax.sharding import PartitionSpec
 from jaxspec.models.base import Attend, ModelConfig, report_experts
 from jaxspec.models.experts import MixtureOfExperts
 from jaxspec.models.layers import MLP, Attention, Linear, Transformer
-from jaxspec.models.quantised import Quantised, stored_bytes
+from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import Tables, apply_rope
-from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS, TENSOR_AXIS, laid_anew, parts_of, summed
+from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS, TENSOR_AXIS, laid_anew, parts_of, share_bytes, summed
 from jaxspec.models.sharded import shards as devices
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch import experts, gpu, gpu_experts, gpu_packed_experts, packed, packed_experts, reference
@@ -308,8 +308,10 @@ def _unserved(linear: Linear, shards: int) -> str | None:
             return "its quantised weights have zero points, an order of inputs or column blocks"
         if kernel.int8_activations:
             return "its activations are quantised"
-        groups = kernel.groups * own[0] // kernel.shape[0] if kernel.groups > 1 else 1
-        return packed.refusal(kernel.values.dtype, own, groups)
+        count = shards if axis == 0 and kernel.groups > 1 else 1
+        if kernel.groups % count:
+            return f"its {kernel.groups} groups of scales do not divide among {count} devices"
+        return packed.refusal(kernel.values.dtype, own, kernel.groups // count)
     if kernel.dtype != jnp.bfloat16 or kernel.ndim != 2:
         return f"its weights are {kernel.dtype} of {kernel.ndim} axes, not bfloat16 of 2"
     if any(size % TILE for size in own):
@@ -322,6 +324,13 @@ def output_refusal(model: Transformer) -> str | None:
     if _output(model)[0] is not None or _output_of_few_bits(model):
         return None
     return "its output layer is not whole, in bfloat16 and of whole tiles"
+
+
+def norms_apart(model: Transformer) -> bool:
+    """Whether queries and keys are normed by XLA after the kernel's product (`FewRows`), not by it."""
+    first = model.layers[0].attn
+    packed_heads = isinstance(first.qkv.kernel[...], Quantised | Packed)
+    return first.q_norm is not None and (packed_heads or first.head_dim != _ROTATED)
 
 
 def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) -> Any:
@@ -361,13 +370,7 @@ def added_bytes(model: Any, shards: int = 1) -> int:
     """
     if unsupported() is not None or refusal(model) is not None:
         return 0
-
-    def size(linear: Linear, few: Quantised | Packed) -> int:
-        axis = linear.kernel.get_metadata(SPLIT, None)
-        places = jax.tree.leaves(parts_of(axis, few, shards), is_leaf=lambda x: isinstance(x, PartitionSpec))
-        shares = [shards if TENSOR_AXIS in place else 1 for place in places]
-        return sum(stored_bytes(x) // share for x, share in zip(jax.tree.leaves(few), shares, strict=True))
-
+    size = lambda linear, few: share_bytes(linear.kernel.get_metadata(SPLIT, None), few, shards)
     layers = [(linear, few) for linear in _maps(model) if isinstance(few := linear.kernel[...], Quantised)]
     made = lambda few: jax.eval_shape(_packed, few)
     output = size(model.lm_head, made(model.lm_head.kernel[...])) if _output_of_few_bits(model) else 0
@@ -379,4 +382,4 @@ def unsupported() -> str | None:
     return gpu.supported()
 
 
-__all__ = ["MOST_ROWS", "FewRows", "added_bytes", "output_refusal", "prepare", "refusal", "unsupported"]
+__all__ = ["MOST_ROWS", "FewRows", "added_bytes", "norms_apart", "output_refusal", "prepare", "refusal", "unsupported"]

@@ -15,7 +15,6 @@ from flax import nnx
 
 from jaxspec.models.experts import MixtureOfExperts
 from jaxspec.models.layers import Transformer
-from jaxspec.models.quantised import stored_bytes
 from pallas_kernels.small_batch import gpu
 
 _log = logging.getLogger(__name__)
@@ -54,8 +53,7 @@ def added_bytes(model: Any, shards: int = 1) -> int:
     if gpu.supported() is not None:
         return 0
     mixtures = [mixture for _, mixture in _in_few_bits(model) if _refusal(model, mixture, shards) is None]
-    stored = lambda mixture: sum(map(stored_bytes, jax.tree.leaves([mixture.gate_up[...], mixture.down[...]])))
-    return sum((mixture.packed_bytes() - stored(mixture)) // mixture.shards for mixture in mixtures)
+    return sum(mixture.added_bytes() for mixture in mixtures)
 
 
 def _in_few_bits(model: Any) -> Iterator[tuple[str, MixtureOfExperts]]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspec.models.quantised import Quantised
+from jaxspec.models.quantised import Quantised, stored_bytes
 from pallas_kernels.device_sum import gpu as device_sum
 from pallas_kernels.small_batch.packed import Packed
 
@@ -58,6 +58,14 @@ def parts_of(axis: int | None, value: Any, count: int) -> Any:
         values, scale = part_of(other, value.values, count), part_of(axis, value.scale, count)
         return jax.tree.unflatten(jax.tree.structure(value), [values, scale])
     return jax.tree.map(lambda leaf: part_of(axis, leaf, count), value)
+
+
+def share_bytes(axis: int | None, value: Any, count: int) -> int:
+    """Bytes of memory that a parameter takes on each of so many devices."""
+    specs = jax.tree.leaves(parts_of(axis, value, count), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    leaves = [leaf for leaf in jax.tree.leaves(value) if hasattr(leaf, "dtype")]
+    shares = (count if TENSOR_AXIS in spec else 1 for spec in specs)
+    return sum(stored_bytes(leaf) // share for leaf, share in zip(leaves, shares, strict=True))
 
 
 def laid_anew(param: nnx.Variable, change: Callable[..., Any], *static: Any) -> Any:

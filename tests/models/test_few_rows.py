@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspec import fitting
 from jaxspec.fitting import fitted, stored
 from jaxspec.models import few_rows
 from jaxspec.models.base import Experts, ModelConfig, counting_experts, touched
@@ -141,6 +143,46 @@ def test_few_rows_of_quantised_weights_are_the_layers(kind: Any, groups: int):
             np.testing.assert_allclose(got, want, atol=2**-6 * np.abs(want).max())
         hidden = jax.random.normal(jax.random.key(n), (1, n, CONFIG.hidden_size)).astype(jnp.bfloat16)
         np.testing.assert_allclose(prepared.logits(hidden), plain.logits(hidden), atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["dense", "dense-int8", "mixture"])
+def test_pools_leave_room_on_each_device(form: str, monkeypatch: pytest.MonkeyPatch):
+    """What a device has once weights are laid out is what was counted before."""
+    cfg = dataclasses.replace(CONFIG, hidden_size=512, intermediate_size=512, num_heads=4, num_kv_heads=2)
+    if form == "mixture":
+        cfg = dataclasses.replace(cfg, experts=Experts(8, 2, 64, (0, 1)))
+    plain = Transformer(cfg, dtype=jnp.bfloat16, rngs=nnx.Rngs(3), mlp=mlp)
+    plain = quantised(plain, jnp.int8, 1) if form == "dense-int8" else plain
+    for layer in plain.layers if form == "dense-int8" else ():  # with scales of 16 bits, as checkpoints have them
+        for linear in (layer.attn.qkv, layer.attn.out, layer.mlp.gate_up, layer.mlp.down):
+            few = linear.kernel[...]
+            linear.kernel.set_value(dataclasses.replace(few, scale=few.scale.astype(jnp.bfloat16)))
+    monkeypatch.setattr(few_rows, "unsupported", lambda: None)
+    monkeypatch.setattr("jaxspec.models.packing.gpu.supported", lambda: None)
+    mesh = tensor_mesh(2)
+    added = fitting._added_bytes(plain, 2)
+    held = []
+    for module in (tensor_parallel(plain, 2), few_rows.prepare(tensor_parallel(plain, 2), "reference")):
+        state = nnx.state(module)
+        places = jax.tree.leaves(parameter_shardings(mesh, state))
+        held.append(
+            sum(
+                math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize
+                for x, s in zip(jax.tree.leaves(state), places, strict=True)
+            )
+        )
+    assert held[1] - held[0] == added and (added > 0) == (form == "dense-int8")
+    assert fitted(Geometry(1, 4, 8, 4, 2), None, plain, None, (), 2).num_pages == 4
+
+
+def test_groups_that_devices_do_not_divide_stay_with_xla():
+    cfg = dataclasses.replace(CONFIG, intermediate_size=1536, hidden_size=512, num_heads=4, num_kv_heads=2)
+    plain = quantised(model(cfg), jnp.int8, 1)
+    for layer in plain.layers:
+        few = layer.mlp.down.kernel[...]
+        scale = jnp.broadcast_to(few.scale, (3, few.scale.shape[1]))
+        layer.mlp.down.kernel.set_value(dataclasses.replace(few, scale=scale))
+    assert "its 3 groups of scales do not divide among 2 devices" in (few_rows.refusal(tensor_parallel(plain, 2)) or "")
 
 
 def test_devices_share_experts_behind_attention_by_the_kernels():
