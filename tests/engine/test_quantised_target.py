@@ -14,6 +14,7 @@ from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.checkpointing import eagle3, hf
 from jaxspec.checkpointing.rounding import FORMATS, Format
 from jaxspec.config import SpeculationConfig
+from jaxspec.drafters import successor
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_target
 from jaxspec.quantize import quantise_directory
@@ -106,3 +107,13 @@ def test_four_bits_on_several_cpu_devices_are_refused_where_jax_does_not_take_th
         return check_four_bits(target, 2)
     with pytest.raises(ValueError, match="tensor_parallel=2 on CPUs does not serve weights of 4 bits with JAX 0"):
         check_four_bits(target, 2)
+
+
+def test_a_draft_model_in_few_bits_is_noted_by_all_its_arrays() -> None:
+    draft = tiny_target(0)
+    kernel = draft.layers[0].mlp.down.kernel
+    d_in, d_out = kernel.shape
+    kernel.set_value(Quantised(jnp.zeros((d_in, d_out), jnp.int8), jnp.ones((1, d_out))))
+    noted = successor._shapes(draft)
+    assert noted["layers.0.mlp.down.kernel"] == f"Param int8[{d_in}, {d_out}] float32[1, {d_out}]"
+    assert noted["embedding"].startswith("Param float32[")
