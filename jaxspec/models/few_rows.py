@@ -328,9 +328,9 @@ def output_refusal(model: Transformer) -> str | None:
 
 def norms_apart(model: Transformer) -> bool:
     """Whether queries and keys are normed by XLA after the kernel's product (`FewRows`), not by it."""
-    first = model.layers[0].attn
-    packed_heads = isinstance(first.qkv.kernel[...], Quantised | Packed)
-    return first.q_norm is not None and (packed_heads or first.head_dim != _ROTATED)
+    in_few_bits = lambda attn: isinstance(attn.qkv.kernel[...], Quantised | Packed)
+    normed = (layer.attn for layer in model.layers if layer.attn.q_norm is not None)
+    return any(in_few_bits(attn) or attn.head_dim != _ROTATED for attn in normed)
 
 
 def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) -> Any:

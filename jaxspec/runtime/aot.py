@@ -390,6 +390,9 @@ def experts_round(target: Target) -> Iterator[Program]:
         buckets = (1, 8, BUCKET) if own else (1, BUCKET) if target.kind == "gpu" else (1,)
         shared = [(2, BUCKET)] if own else []
         for shards, bucket in [*((1, bucket) for bucket in buckets), *shared]:
+            # Sums of attention and, in float32, of experts a layer, the embeddings', and the best logits. All but the
+            # experts' may count twice, as above.
+            summed = bucket * ((cfg.num_layers * (2 + 2) + 2) * cfg.hidden_size * DTYPE.itemsize + 16 * shards)
             change = functools.partial(_experts_for, backend=target.kind, form=form, packed=own, shards=shards)
             described = abstract_round(cfg, geo, target.mesh(shards, TENSOR_AXIS), bucket, dtype=DTYPE, change=change)
             yield Program(
@@ -398,7 +401,7 @@ def experts_round(target: Target) -> Iterator[Program]:
                 lower=functools.partial(described.lower, PLAIN, platforms=(target.platform,)),
                 max_temp_bytes=whole // 16,
                 limit="a sixteenth of a layer's experts in bfloat16",
-                max_collective_bytes=bucket * (10 * cfg.hidden_size * 4 + 64) if shards > 1 else None,
+                max_collective_bytes=summed if shards > 1 else None,
                 in_place_bytes=_device_bytes(described.arguments[2]),
                 kernels=("tree_attention", *(kernels if own else ())),
             )

@@ -120,7 +120,7 @@ def test_weights_of_few_bits_are_served_where_the_kernels_read_them(said: str | 
     normed = said == "normed in their product"
     cfg = dataclasses.replace(CONFIG, hidden_size=256, qk_norm=normed)
     target = Transformer(cfg, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    layer = target.layers[0]
+    layer = target.layers[-1]
     kernel = layer.attn.qkv.kernel if normed else layer.mlp.gate_up.kernel
     scale = jnp.ones((1, kernel.shape[1]), jnp.float32)
     zero = None if said is None or normed else jnp.zeros_like(scale, jnp.int8)
