@@ -291,9 +291,9 @@ class Engine:
         # Masks and log-probabilities cross over round by round.
         alone = guide is not None or bool(np.count_nonzero(rows.logprobs_B))
         timed = runner.timed and guide is None and (work is None or not work.chunks)
+        rounds = 1 if alone else rows.rounds
         choice, state, rows.rounds = self.controller.select(
-            BatchView(len(rows), bucket, rows.context_tokens, now, rows.deepest, tpot, timed),
-            1 if alone else rows.rounds,
+            BatchView(len(rows), bucket, rows.context_tokens, now, rows.deepest, tpot, timed, rounds),
             lambda choice: runner.repeats(choice, bucket),
         )
         worth = None

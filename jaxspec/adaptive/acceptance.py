@@ -330,8 +330,10 @@ class AcceptanceModel:
         wide = [1 - (1 - rate) ** power for rate in rates[:depth]]
         hits = [n * (rate / hit if hit > 0 else 1.0) for n, rate, hit in zip(beyond[1:], rates, wide, strict=False)]
 
+        if stats.dispatched > 1:
+            self._shifts.wait(stats.dispatched - 1)
         changed = self._shifts.observe(self._told(stats.bucket), beyond[:-1], hits)
-        factor = max(_LEAST_KEPT, 0.5 ** (rows / self._half_life))
+        factor = max(_LEAST_KEPT**stats.dispatched, 0.5 ** (rows / self._half_life))
         own = self._seen[stats.bucket]
         for seen in self._seen.values():
             if seen.rows > 0:

@@ -28,9 +28,9 @@ class Bucket:
       pause: rounds to wait between looks at costs that are worth a round; less for those that are worth more.
       since_probe: rounds since the last probe of any kind. since_look: since the last look.
       since_whole: rounds of drafting since one of which everything was verified.
-      probe: the arm of the probe whose results are awaited, and how many are. looks: further rounds of it that are
-        still to run. won: whether it emitted what it took.
-      charge: seconds of the credit that each round of it took. doubted: whether it is a second look.
+      probe: the arm of the probe whose results are awaited, and of how many dispatches. looks: further ones of it that
+        are still to run. won: whether it emitted what it took.
+      charge: seconds of the credit that each of them took. doubted: whether it is a second look.
       steady: whether most rounds need no thought.
     """
 

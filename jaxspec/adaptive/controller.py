@@ -6,7 +6,7 @@ A state is opaque here: a switch is a dictionary look-up between rounds.
 from __future__ import annotations
 
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -16,8 +16,6 @@ from jaxspec.adaptive.policy import BatchView, RoundStats, TierPolicy
 from jaxspec.tier import Choice, Tier, as_choice
 
 State = TypeVar("State")
-#: What of a batch its rounds in a row have in common.
-_Kind = tuple[int, int, int | None]
 
 
 class Recorder:
@@ -79,7 +77,6 @@ class AdaptiveController(Generic[State]):
         self._states, self._ready = states, ready
         self._recorder = recorder
         self._last: Tier | None = None
-        self._ahead: deque[tuple[_Kind, Tier | Choice]] = deque()
 
     @property
     def active(self) -> Tier | None:
@@ -87,39 +84,25 @@ class AdaptiveController(Generic[State]):
         return self._last
 
     def select(
-        self, view: BatchView, rounds: int = 1, repeats: Callable[[Choice], bool] = lambda choice: True
+        self, view: BatchView, repeats: Callable[[Choice], bool] = lambda choice: True
     ) -> tuple[Choice, State, int]:
         """How the rounds that are about to run do so, their tier's state, and how many they are.
 
-        The policy is asked for each round, so it need not know of dispatches; what it has said for rounds that do not
-        run with these is kept for the next ones, as long as the batch is as large. A tier that is exchanged verifies
-        all.
+        The policy is asked once for all rounds of a dispatch. A tier that is exchanged verifies all.
 
         Args:
-          rounds: of one dispatch, if the policy says the same for all of them.
-          repeats: whether so many rounds can be dispatched of a choice; else one is.
+          repeats: whether as many rounds as the view has can be dispatched of a choice; else one is.
 
         Raises:
           ValueError: the policy names a tier without a state, or `ready` knows no such packed round.
         """
-        first = self._next(view)
-        choice = self._available(first, view)
-        if rounds > 1:
-            said = [self._next(view) for _ in range(rounds - 1)] if repeats(choice) else []
-            if not said or any(other is not first and self._available(other, view) != choice for other in said):
-                self._ahead.extendleft((_kind(view), other) for other in reversed(said))
-                rounds = 1
+        choice = self._available(self.policy.select(view), view)
+        rounds = view.rounds if view.rounds > 1 and repeats(choice) else 1
         tier = choice.tier
         self.switches += self._last is not None and tier != self._last
         self._last = tier
         self.rounds_by_tier[tier] += rounds
         return choice, self._states[tier], rounds
-
-    def _next(self, view: BatchView) -> Tier | Choice:
-        """What the policy says of the next round, or has said."""
-        if self._ahead and self._ahead[0][0] != _kind(view):
-            self._ahead.clear()
-        return self._ahead.popleft()[1] if self._ahead else self.policy.select(view)
 
     def _available(self, said: Tier | Choice, view: BatchView) -> Choice:
         """What can run of it."""
@@ -147,10 +130,6 @@ class AdaptiveController(Generic[State]):
         if self._recorder is not None:
             self._recorder.write(stats)
         self.policy.observe(stats)
-
-
-def _kind(view: BatchView) -> _Kind:
-    return view.batch_size, view.bucket, view.max_depth
 
 
 def _names(states: Mapping[Tier, object]) -> list[str]:

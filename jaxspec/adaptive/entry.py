@@ -34,9 +34,9 @@ class Entry:
         self._buckets = tuple(buckets)
 
     def ran(self, stats: RoundStats) -> None:
-        """Counts a finished round."""
-        took_in = stats.tier.depth and not stats.tier.lookup
-        self._lag = stats.tier.depth + 1 + (0 if took_in else self._lag)
+        """Counts the finished rounds of a dispatch."""
+        took_in, growth = stats.tier.depth and not stats.tier.lookup, stats.tier.depth + 1
+        self._lag = growth if took_in else self._lag + growth * stats.dispatched
         self._timed = self._timed or stats.seconds > 0 or stats.entered > 0
 
     @property

@@ -17,14 +17,14 @@ from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.entry import Entry
 from jaxspec.adaptive.estimate import CostEstimate
 from jaxspec.adaptive.learnt import Learnt
-from jaxspec.adaptive.policy import BatchView, RoundStats
+from jaxspec.adaptive.policy import BatchView, RoundStats, together
 from jaxspec.adaptive.probes import HASTE, TIE, Probes
 from jaxspec.adaptive.rows import Rows
 from jaxspec.adaptive.worth import Worth
 from jaxspec.adaptive.yields import Yields
 from jaxspec.tier import PLAIN, Choice, Tier
 
-#: Rounds to wait for a probe's result before it is given up (an aborted round reports nothing).
+#: Dispatches to wait for a probe's result before it is given up (an aborted round reports nothing).
 _PROBE_PATIENCE = 8
 #: Most rounds between probes, and between looks at costs, that a policy begins with which recalls what was learnt.
 _PAUSE = 100.0
@@ -105,6 +105,7 @@ class GoodputPolicy:
         self._worth = Worth(self._arms, self._acceptance, self._yields, self._rows)
         self._entry = Entry(sizes, self.tiers[-1].depth)
         self._probes = Probes(self._arms, params, self._cost, self._acceptance, self._yields, self._worth, self._entry)
+        self._parts: list[RoundStats] = []  # rounds of a dispatch of which others are still to come
         self._drafted = False  # whether the latest round did
         self._heard = 0  # rounds that told of drafts since acceptance was last seen to change
         self._buckets: dict[int, Bucket] = {}
@@ -121,37 +122,39 @@ class GoodputPolicy:
         state, bucket = self._bucket(view.bucket), view.bucket
         if len(state.candidates) == 1:
             return PLAIN
-        state.rounds += 1
-        state.since_probe += 1
-        state.since_look += 1
-        steady = state.steady
+        current, steady = state.current, state.steady
+        rounds = self._probes.together(view, 0 if current is None else current)
+        state.rounds += rounds
+        state.since_probe += rounds
+        state.since_look += rounds
         if steady.repeats(view):
-            assert steady.choice is not None and state.current is not None
-            state.since_whole += not self._arms[state.current].is_whole
-            state.credit += self._params.probe_share * steady.seconds
+            assert steady.choice is not None and current is not None
+            state.since_whole += not self._arms[current].is_whole
+            state.credit += self._params.probe_share * rounds * steady.seconds
             return steady.choice
         costs = self._cost.logs(bucket, view.context_tokens)
         scores, tokens = self._worth.scores(bucket, costs, state.current)
-        current = self._settled_on(state, view, scores, costs, tokens)
+        current = self._settled_on(state, view, rounds, scores, costs, tokens)
         if state.looks and state.probe is not None:
             state.looks, state.awaited = state.looks - 1, state.awaited + 1
             return self._run(state, state.probe, bucket)
-        if state.probe is not None and state.since_probe > _PROBE_PATIENCE:
+        if state.probe is not None and state.since_probe > view.rounds * _PROBE_PATIENCE:
             state.probe = None
         if state.probe is None and self._probes.begin(state, view, scores, costs, tokens):
             state.since_probe, state.awaited, state.won, state.doubted = 0, 1, False, False
             assert state.probe is not None
             steady.disturb()
             return self._run(state, state.probe, bucket)
-        most = 2 * math.exp(max(costs[i] for i in state.candidates))
-        state.credit = min(state.credit + self._params.probe_share * math.exp(costs[current]), most)
+        rounds = self._probes.together(view, current)
+        most = 2 * view.rounds * math.exp(max(costs[i] for i in state.candidates))
+        state.credit = min(state.credit + self._params.probe_share * rounds * math.exp(costs[current]), most)
         if view.tpot is not None:
             current = self._in_time(state, view, current, scores, costs, tokens)
         choice = self._run(state, current, bucket)
         if state.probe is None:
-            steady.decided(choice, view.batch_size, tokens[current], math.exp(costs[current]))
+            steady.decided(choice, rounds * view.batch_size, tokens[current], math.exp(costs[current]))
             if steady.plain:  # not beyond the next probe
-                steady.left = min(steady.left, max(0, int(state.interval) - state.since_probe - 1))
+                steady.left = min(steady.left, max(0, (int(state.interval) - state.since_probe) // rounds - 1))
         return choice
 
     def _in_time(
@@ -177,11 +180,17 @@ class GoodputPolicy:
         return chosen.choice(bucket, self._yields.fits)
 
     def observe(self, stats: RoundStats) -> None:
-        """Updates acceptance from a finished round, and costs where it was timed."""
+        """Updates acceptance from a finished round, and costs where it was timed. All rounds of a dispatch at once."""
+        if self._parts and (self._parts[0].tier, self._parts[0].bucket) != (stats.tier, stats.bucket):
+            self._parts.clear()
+        self._parts.append(stats)
+        if len(self._parts) < stats.dispatched:
+            return
+        stats, self._parts = together(self._parts), []
         state = self._bucket(stats.bucket)
         self._rows[stats.bucket].read(stats)
         if state.steady.is_usual(stats, timed=self._params.refine_cost and stats.seconds > 0):
-            self._yields.wait(stats.bucket)
+            self._yields.wait(stats.bucket, stats.dispatched)
             self._entry.ran(stats)
             self._drafted = stats.tier.depth > 0
             return
@@ -210,10 +219,11 @@ class GoodputPolicy:
             context, (rounds, error) = stats.context_tokens, self._entry.plain_rounds(bucket)
             now = self._cost.seconds(PLAIN, bucket, context=context)
             if stats.entered > 0:
+                each = now / stats.dispatched  # of the pass, on each of the rounds whose seconds have it
                 told = self._cost.observe_with(
-                    tier, bucket, stats.entered, rounds * now, error * now, stats.tokens, context
+                    tier, bucket, stats.entered, rounds * each, error * each, stats.tokens, context
                 )
-                self._entry.learn(bucket, told[0] / now, told[1] / now)
+                self._entry.learn(bucket, told[0] / each, told[1] / each)
             elif stats.seconds > 0 and self._entry.due:
                 self._entry.learn(bucket, _FREE * rounds, _FREE * error)
         self._entry.ran(stats)
@@ -245,7 +255,7 @@ class GoodputPolicy:
             if beyond is not None and self._acceptance.observe(stats, beyond):
                 self._forget(bucket)
             return
-        self._yields.wait(bucket)
+        self._yields.wait(bucket, stats.dispatched)
 
     def _forget(self, bucket: int) -> None:
         """Acceptance has changed, as a round of the bucket shows."""
@@ -306,9 +316,14 @@ class GoodputPolicy:
         return self._cost.seconds(tier, bucket, tokens)
 
     def _settled_on(
-        self, state: Bucket, view: BatchView, scores: Sequence[float], costs: Sequence[float], tokens: Sequence[float]
-    ) -> int:
-        """The arm to run when nothing is probed."""
+        self, state: Bucket, view: BatchView, rounds: int, scores: Sequence[float], costs: Sequence[float],
+        tokens: Sequence[float],
+    ) -> int:  # fmt: skip
+        """The arm to run when nothing is probed.
+
+        Args:
+          rounds: that the current one would run.
+        """
         bucket = view.bucket
         best = max(state.candidates, key=scores.__getitem__)
         if state.turns and state.current and not best:
@@ -325,7 +340,7 @@ class GoodputPolicy:
         else:
             gap = scores[best] - scores[state.current]
             sure = TIE if self._arms[best].tier.depth else TIE + _BLIND
-            state.lost += max(0.0, gap - sure) * max(1.0, gap / _LARGE)
+            state.lost += rounds * max(0.0, gap - sure) * max(1.0, gap / _LARGE)
             # Plain decoding shows nothing of acceptance: an error in its favour lasts.
             patience = self._params.patience * (1 + state.unrest) * (1 if best else 2)
             if state.lost > patience + self._probes.entry(best, state.current, bucket):
@@ -335,8 +350,8 @@ class GoodputPolicy:
                 regret = self._probes.regret(state, view, gap, costs, tokens)
                 state.interval = min(state.interval, HASTE) if best else regret
                 state.current, state.lost, state.unrest, state.wins = best, 0.0, state.unrest + 1, 0
-        state.unrest *= _REST
-        state.turns *= _SETTLES
+        state.unrest *= _REST**rounds
+        state.turns *= _SETTLES**rounds
         return state.current
 
     def _bucket(self, bucket: int) -> Bucket:

@@ -6,9 +6,10 @@ Must not know JAX, executables or requests. Every policy lives in a file of its 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any, Protocol
 
 from jaxspec.tier import PLAIN, Choice, Tier, as_choice
@@ -29,6 +30,7 @@ class BatchView:
       max_depth: most drafts that any of its requests may accept; None: no limit.
       tpot: seconds a token that the most urgent of its requests asks for; None: none asks.
       timed: whether its seconds will be told: nothing but rounds ran on the device since the round before.
+      rounds: that run of what is chosen, where every draft is verified; of a packed round one.
     """
 
     batch_size: int
@@ -38,6 +40,7 @@ class BatchView:
     max_depth: int | None = None
     tpot: float | None = None
     timed: bool = True
+    rounds: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,14 +146,30 @@ class RoundStats:
         return cls(**{**d, "tier": tier, "num_accepted": tuple(d["num_accepted"]), "rows": tuple(d.get("rows", ()))})
 
 
+def together(rounds: Sequence[RoundStats]) -> RoundStats:
+    """The rounds of one dispatch as if they were one, with a row for each request in each round.
+
+    Its seconds are still those of a round; the context is the first one's.
+    """
+    first = rounds[0]
+    if len(rounds) == 1:
+        return first
+    return dataclasses.replace(
+        first,
+        num_accepted=tuple(itertools.chain.from_iterable(one.num_accepted for one in rounds)),
+        rows=tuple(itertools.chain.from_iterable(one.rows for one in rounds)),
+        experts=sum(one.experts for one in rounds),
+    )
+
+
 class TierPolicy(Protocol):
-    """Chooses a tier before each round and hears afterwards what the round did."""
+    """Chooses a tier before each dispatch and hears afterwards what its rounds did, one after the other."""
 
     #: Every tier that `select` can return for any batch, plain decoding included where it can.
     tiers: tuple[Tier, ...]
 
     def select(self, view: BatchView) -> Tier | Choice:
-        """The next round's tier, and in a Choice how much of it is verified."""
+        """The tier of the next round, or of all rounds of a dispatch, and in a Choice how much of it is verified."""
         ...
 
     def observe(self, stats: RoundStats) -> None:
@@ -171,10 +190,17 @@ class TierPolicy(Protocol):
 
 
 def replay(policy: TierPolicy, lines: Iterable[str] | IO[str]) -> Iterator[Tier]:
-    """Feeds recorded rounds to a policy and yields the tier that it would have chosen before each."""
+    """Feeds recorded rounds to a policy and yields the tier that it would have chosen for each."""
+    tier, left = PLAIN, 0
     for line in lines:
         if line.strip():
             stats = RoundStats.from_json(line)
-            view = BatchView(stats.batch_size, stats.bucket, stats.context_tokens, timed=stats.seconds > 0)
-            yield as_choice(policy.select(view)).tier
+            if left <= 0:
+                view = BatchView(
+                    stats.batch_size, stats.bucket, stats.context_tokens, timed=stats.seconds > 0,
+                    rounds=stats.dispatched,
+                )  # fmt: skip
+                tier, left = as_choice(policy.select(view)).tier, stats.dispatched
+            left -= 1
+            yield tier
             policy.observe(stats)

@@ -88,14 +88,18 @@ class Probes:
           scores, tokens: of each arm, as `Worth.scores` has them. costs: log seconds.
         """
         return (
-            (view.timed and self._look(state, view.bucket, scores, costs))
+            (view.timed and self._look(state, view, scores, costs))
             or self._probe(state, view, scores, costs, tokens)
             or self._sight(state, view, scores, costs, tokens)
         )
 
-    def _look(self, state: Bucket, bucket: int, scores: Sequence[float], costs: Sequence[float]) -> bool:
+    def together(self, view: BatchView, arm: int) -> int:
+        """Rounds of a dispatch of an arm."""
+        return view.rounds if self._arms[arm].is_whole else 1
+
+    def _look(self, state: Bucket, view: BatchView, scores: Sequence[float], costs: Sequence[float]) -> bool:
         """Begins to time the arm whose seconds are most worth knowing, if any is worth it."""
-        current = state.current
+        current, bucket = state.current, view.bucket
         assert current is not None
         if state.credit <= 0 or state.since_look * _URGENT < state.pause:
             return False
@@ -111,19 +115,23 @@ class Probes:
                 ahead, longer = ahead + longer, 0.0  # it does no more than the current one, and cannot take longer
             charge = max(_LEAST_CHARGE, math.exp(longer) * (math.exp(spread * spread / 2) - math.exp(ahead)))
             rounds = 1 if spread > _UNSURE else max(1, min(_LOOKS, int(_AT_ONCE / charge)))
-            entry, told = self.entry(i, current, bucket), rounds
-            if self._takes_in[current] and not self._takes_in[i]:
-                # Back again: as long as the drafter misses little that is free. The first round says little.
+            each = self.together(view, i)
+            spare, back = math.inf, self._takes_in[current] and not self._takes_in[i]
+            if back:  # as long as the drafter misses little that is free; and the first round says little
                 spare = self._entry.spare(running.tier.depth)
                 rounds = min(rounds + 1, max(_AFRESH, spare))
-                entry = 0.0 if spare >= rounds else self._entry.plain_rounds(bucket)[0]
-                entry += AFTER_DRAFTS * math.exp(longer)
-                told = rounds - 1
+            looks = -(-rounds // each)
+            # What several rounds of a dispatch take is told as one.
+            told = looks if each > 1 else rounds - back
+            entry = self.entry(i, current, bucket)
+            if back:
+                entry = AFTER_DRAFTS * math.exp(longer)
+                entry += 0.0 if spare >= looks * each else self._entry.plain_rounds(bucket)[0]
             gain = horizon * expected_gain(ahead - TIE, self._cost.news(i, current, bucket, told))
-            takes = rounds * charge + entry
+            takes = looks * each * charge + entry
             if gain > _WORTH and gain * state.since_look > state.pause and gain > most * takes:
                 most, first = gain / takes, entry * math.exp(costs[current])
-                state.probe, state.looks, state.charge = i, rounds - 1, charge * math.exp(costs[current])
+                state.probe, state.looks, state.charge = i, looks - 1, each * charge * math.exp(costs[current])
         if most == 1.0:
             return False
         state.since_look = 0
@@ -160,14 +168,16 @@ class Probes:
 
         def value(i: int) -> float:
             # Positions beyond the current depth that the rows would test, up to what overrules a stale estimate.
-            tests = view.batch_size * sum([1.0, *survival(self._arms[i].tier, hopeful)][known:-1])
-            return min(tests, STALE_ROWS if known else _ENOUGH) / _charge(costs[i], costs[current])
+            each = self.together(view, i)
+            tests = each * view.batch_size * sum([1.0, *survival(self._arms[i].tier, hopeful)][known:-1])
+            return min(tests, STALE_ROWS if known else _ENOUGH) / (each * _charge(costs[i], costs[current]))
 
         probe = max(deeper, key=value)
-        charge = _charge(costs[probe], costs[current])
+        each = self.together(view, probe)
+        charge = each * _charge(costs[probe], costs[current])
         # Few rows may fail by chance; looks that have become rare should not.
-        rounds = 2 if not known and view.batch_size < STALE_ROWS and state.interval >= _QUIET else 1
-        return self._begin(state, bucket, probe, rounds, charge, math.exp(costs[current]))
+        looks = 2 if not known and each * view.batch_size < STALE_ROWS and state.interval >= _QUIET else 1
+        return self._begin(state, bucket, probe, looks, charge, math.exp(costs[current]))
 
     def _sight(
         self, state: Bucket, view: BatchView, scores: Sequence[float], costs: Sequence[float], tokens: Sequence[float]
@@ -182,7 +192,7 @@ class Probes:
             every = self._cost.arm(running.tier, bucket)
             if state.since_whole < _EVERYTHING or every not in state.candidates or every is None:
                 return False
-            return self._begin(state, bucket, every, 1, loses(every), now)
+            return self._begin(state, bucket, every, 1, self.together(view, every) * loses(every), now)
         packed = [i for i in state.candidates if not self._arms[i].is_whole]
         age = self._yields.age(bucket)
         if not running.tier.depth or not packed or view.batch_size < 2 or (age is not None and age < _UNSEEN):
@@ -195,18 +205,18 @@ class Probes:
         # Of the first ones it takes several to know what confidences mean.
         return self._begin(state, bucket, best, 1 if age is not None else 2, loses(best), now)
 
-    def _begin(self, state: Bucket, bucket: int, probe: int, rounds: int, charge: float, now: float) -> bool:
-        """Begins so many rounds of a probe, if the credit allows them.
+    def _begin(self, state: Bucket, bucket: int, probe: int, looks: int, charge: float, now: float) -> bool:
+        """Begins so many dispatches of a probe, if the credit allows them.
 
         Args:
           charge: seconds that each costs. now: of a round of the current arm.
         """
         assert state.current is not None
         first = self.entry(probe, state.current, bucket) * now
-        if state.credit < rounds * charge + first:
+        if state.credit < looks * charge + first:
             return False
-        state.probe, state.looks, state.charge = probe, rounds - 1, charge
-        state.credit -= rounds * charge + first
+        state.probe, state.looks, state.charge = probe, looks - 1, charge
+        state.credit -= looks * charge + first
         return True
 
     def regret(
@@ -225,13 +235,13 @@ class Probes:
         # Accepted lengths differ by about one from request to request.
         if not self._params.probe_share or gap * tokens[current] * math.sqrt(state.shown) < _SURE:
             return soon
-        takes = _charge(costs[current], costs[0]) / math.exp(costs[0])
+        takes = self.together(view, current) * _charge(costs[current], costs[0]) / math.exp(costs[0])
         if self._takes_in[current]:
             takes += self._entry.plain_rounds(view.bucket)[0]
         return max(soon, min(_CALM * _QUIET, takes / (self._params.probe_share * (_STATIONARY + state.turns))))
 
     def settle(self, state: Bucket, stats: RoundStats, arm: int) -> None:
-        """Charges what a round of the awaited probe really lost, and sets the wait until the next one."""
+        """Charges what a dispatch of the awaited probe really lost, and sets the wait until the next one."""
         state.awaited -= 1
         over = not state.looks and state.awaited <= 0
         if over:
@@ -250,11 +260,12 @@ class Probes:
             extra = self._worth.tokens(arm, bucket) - tokens
         gain = extra * now / tokens
         # A round that was disturbed, not dear, would else forbid for long to find that out.
-        state.credit = max(-_DEBT * now, state.credit + state.charge - max(0.0, math.exp(costs[arm]) - now - gain))
+        lost = stats.dispatched * max(0.0, math.exp(costs[arm]) - now - gain)
+        state.credit = max(-_DEBT * now, state.credit + state.charge - lost)
         if not deeper or not self._params.probe_share:
             return
         charge = _charge(costs[arm], costs[current])
-        least = (charge / now + self.entry(arm, current, bucket)) / self._params.probe_share
+        least = (stats.dispatched * charge / now + self.entry(arm, current, bucket)) / self._params.probe_share
         if not known:
             least /= min(1.0, _STATIONARY + state.turns)
         if gain >= charge:

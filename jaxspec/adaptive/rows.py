@@ -49,7 +49,7 @@ class Rows:
         if not count or not depth or stats.tier.lookup or len(stats.rows) != count:
             return
         self._rounds += 1
-        if count > _SMALL and self._rounds % _SOME:
+        if stats.batch_size > _SMALL and self._rounds % _SOME:
             return
         if stats.tokens is None:
             accepted = stats.num_accepted
@@ -66,7 +66,7 @@ class Rows:
             that would have shown it.
         """
         known, mask = self._known, (1 << PLACE) - 1
-        seen: list[list[float]] = []
+        seen: dict[int, list[float]] = {}  # of several rounds of a dispatch each request once
         for number, hits, trials in zip(rows, accepted, tried, strict=True):
             row = known.get(number & mask)
             if row is None or row[0] != number:
@@ -74,10 +74,10 @@ class Rows:
             else:
                 row[1] = row[1] * _KEPT + hits
                 row[2] = row[2] * _KEPT + trials
-            seen.append(row)
+            seen[number] = row
         self._read += 1
         if self._read % _EVERY == 0:
-            self._split([(hits, trials) for _, hits, trials in seen if trials >= _TRIALS])
+            self._split([(hits, trials) for _, hits, trials in seen.values() if trials >= _TRIALS])
 
     def better(self, rows: Sequence[int]) -> np.ndarray:
         """Which of the requests are of the better half; those of whom nothing is known are, unless it is so of all."""

@@ -51,13 +51,14 @@ class Steady:
 
     def repeats(self, view: BatchView) -> bool:
         """Whether the last decision stands for this round as well; counts it."""
-        if self.left <= 0 or view.tpot is not None or (view.batch_size < _LEAST and not self.plain):
+        rows = view.batch_size * view.rounds
+        if self.left <= 0 or view.tpot is not None or (rows < _LEAST and not self.plain):
             return False
         self.left -= 1
         return True
 
-    def decided(self, choice: Tier | Choice, batch_size: int, tokens: float, seconds: float) -> None:
-        """A round was decided that is no probe."""
+    def decided(self, choice: Tier | Choice, rows: int, tokens: float, seconds: float) -> None:
+        """A dispatch was decided that is no probe; so many rows its rounds have together."""
         if self.choice is None or as_choice(choice)[:2] != as_choice(self.choice)[:2]:
             self.calm, self.late, self.drift = 0, tokens, 0.0
         self.late += _FOLLOWS * (tokens - self.late)
@@ -65,7 +66,7 @@ class Steady:
             self.disturb()
         self.calm, self.choice, self.tokens, self.seconds = self.calm + 1, choice, tokens, seconds
         self.plain = as_choice(choice).tier.depth == 0
-        self.every = _EVERY if batch_size >= _LEAST else _EVERY_PLAIN
+        self.every = _EVERY if rows >= _LEAST else _EVERY_PLAIN
         self.left = self.every - 1 if self.calm > _CALM else 0
 
     def studied(self) -> int:
@@ -83,7 +84,7 @@ class Steady:
         Args:
           timed: whether its seconds count.
         """
-        rows, self.passed = len(stats.num_accepted), self.passed + 1
+        rows, self.passed = len(stats.num_accepted), self.passed + stats.dispatched
         if self.calm <= _CALM or self.choice is None or (rows < _LEAST and not self.plain):
             return False
         ran = as_choice(self.choice)

@@ -90,10 +90,10 @@ class Yields:
         """Rounds of the bucket since one told its shares; None where none has."""
         return self._age.get(bucket)
 
-    def wait(self, bucket: int) -> None:
-        """A round of the bucket told nothing."""
+    def wait(self, bucket: int, rounds: int = 1) -> None:
+        """Rounds of the bucket told nothing."""
         if bucket in self._age:
-            self._age[bucket] += 1
+            self._age[bucket] += rounds
 
     def attend(self, bucket: int) -> None:
         """Something has perhaps changed: every one of the next rounds is looked at."""

@@ -96,15 +96,24 @@ class Pace:
         self.most, self._measured = most, measured
         self._means: dict[Hashable, _Means] = {}
         self._latest: Hashable = None
+        self._known: Hashable = None  # the latest kind of which enough single rounds were timed
         self._before = 0
         self._rows = self._stopped = 0.0
 
     def repeats(self) -> Repeats:
-        """For the next dispatch, taken to be of the same kind as the latest."""
-        means = self._means.get(self._latest)
+        """For the next dispatch, taken to be of the same kind as the latest.
+
+        Of a kind that has hardly run what is known of the one before holds: most are only tried, and a round alone
+        among others of several would take much longer than it need.
+        """
         if self.most == 1 or not self._measured:
             return Repeats(self.most)
-        if means is None or means.alone < _ENOUGH or means.since >= _AGAIN or means.round * self.most > _LATEST:
+        latest, means = self._means.get(self._latest, _Means()), self._means.get(self._known)
+        if latest.alone >= _ENOUGH:
+            means = latest
+        elif latest.repeated >= _ENOUGH:
+            return ALONE  # it is more than tried: its own host's part is measured
+        if means is None or means.since >= _AGAIN or max(latest.round, means.round) * self.most > _LATEST:
             return ALONE
         if means.host < _PAYS * means.round:
             return ALONE
@@ -136,6 +145,8 @@ class Pace:
             means.unseen += 1
             if means.unseen >= _AGAIN:
                 means.repeated = 0
+        if means.alone >= _ENOUGH:
+            self._known = kind
         # What a round takes is known better where the device sets the pace.
         means.round += (seconds / rounds - means.round) / max(1, means.alone)
 

@@ -67,27 +67,21 @@ class Said:
         return buckets
 
 
-def test_several_rounds_run_at_once_where_the_policy_says_the_same_for_each():
-    """It is asked once for each round, in order, however they are dispatched; another batch asks anew."""
-    one = Tier(1)
-    policy = Said(one, one, one, PLAIN, one, one, one, one, one, PLAIN, PLAIN)
+def test_the_policy_is_asked_once_for_all_rounds_of_a_dispatch():
+    one, several = Tier(1), dataclasses.replace(VIEW, rounds=3)
+    policy = Said(one, PLAIN, one)
     controller = AdaptiveController(policy, {PLAIN: 0, one: 1})
-    chosen = [controller.select(VIEW, 3)[::2]]
-    assert chosen == [(Choice(one), 3)] and policy.asked == 3
-    chosen += [controller.select(VIEW, 3)[::2] for _ in range(3)]
-    assert chosen[1:] == [(Choice(PLAIN), 1), (Choice(one), 3), (Choice(one), 1)]
-    assert controller.rounds_by_tier == {PLAIN: 1, one: 7} and controller.switches == 2
-    assert policy.asked == 10, "two more are known"
-    assert controller.select(dataclasses.replace(VIEW, batch_size=2), 1)[::2] == (Choice(PLAIN), 1)
-    assert policy.asked == 11, "they were for another batch"
+    chosen = [controller.select(view)[::2] for view in (several, several, VIEW)]
+    assert chosen == [(Choice(one), 3), (Choice(PLAIN), 3), (Choice(one), 1)]
+    assert controller.rounds_by_tier == {PLAIN: 3, one: 4} and controller.switches == 2
 
 
 def test_what_cannot_be_repeated_runs_once():
     policy = Said(Tier(1), Tier(1))
     controller = AdaptiveController(policy, {PLAIN: 0, Tier(1): 1})
     refused: list[Choice] = []
-    assert controller.select(VIEW, 4, lambda choice: bool(refused.append(choice)))[2] == 1
-    assert refused == [Choice(Tier(1))] and policy.asked == 1
+    assert controller.select(dataclasses.replace(VIEW, rounds=4), lambda choice: bool(refused.append(choice)))[2] == 1
+    assert refused == [Choice(Tier(1))]
 
 
 def test_counts_rounds_and_switches():

@@ -43,10 +43,26 @@ def test_the_hosts_part_is_measured_again_and_again():
 def test_each_kind_of_round_has_its_own():
     pace = Pace(4, measured=True)
     simulate(pace, 1e-3, 0.8e-3, 100)
-    pace.took("off at 1", 1, 1e-3, 0.9e-3)
+    for _ in range(9):  # the first of which is read after several
+        pace.took("off at 1", 1, 1e-3, 0.9e-3)
     assert pace.repeats().rounds == 1
     pace.took("chain-3 at 4", 1, 1e-3, 0.0)
     assert pace.repeats().rounds == 4
+
+
+def test_a_kind_that_is_only_tried_runs_like_the_others():
+    """Its host's part is measured once it has run for long, and never several rounds that would take too long."""
+    pace = Pace(4, measured=True)
+    simulate(pace, 1e-3, 0.8e-3, 100)
+    for _ in range(8):
+        assert pace.repeats().rounds == 4
+        pace.took("off at 4", 4, 3e-3, 1e-3)
+    assert pace.repeats().rounds == 1
+    for _ in range(9):
+        pace.took("off at 4", 1, 1e-3, 0.2e-3)
+    assert pace.repeats().rounds == 4
+    pace.took("chain-3 at 64", 4, 44e-3, 43e-3)
+    assert pace.repeats().rounds == 1
 
 
 def test_a_number_is_kept_whatever_is_measured():

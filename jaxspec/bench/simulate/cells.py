@@ -66,6 +66,11 @@ def cells(args: argparse.Namespace, device: costs.Costs) -> list[Cell]:
         raise ValueError(f"grow must be a finite number of seconds above 0, got {args.grow}")
     if args.tpot_scale is not None and not 0 < args.tpot_scale < 100:
         raise ValueError(f"tpot-scale must lie in (0, 100), got {args.tpot_scale}")
+    if not 1 <= args.rounds_per_dispatch <= 64 or not 0 <= args.host_ms < 1e3:
+        raise ValueError(
+            f"rounds-per-dispatch must lie in [1, 64] and host-ms in [0, 1000), got {args.rounds_per_dispatch} and "
+            f"{args.host_ms}"
+        )
     if not 0 <= args.noise < 1 or not 0 < args.table_error < 100:
         raise ValueError(
             f"noise must lie in [0, 1) and table-error in (0, 100), got {args.noise} and {args.table_error}"
@@ -116,8 +121,9 @@ def play(cell: Cell, args: argparse.Namespace, device: costs.Costs, seed: int, d
         for a in cell.load.arrivals[:1] + (() if cell.load.concurrency else cell.load.arrivals)
     )  # fmt: skip
     machine = Machine(
-        device, depths, buckets, min(longest, args.max_context), args.pages, args.max_num_batched_tokens, args.noise
-    )
+        device, depths, buckets, min(longest, args.max_context), args.pages, args.max_num_batched_tokens, args.noise,
+        args.rounds_per_dispatch, args.host_ms / 1e3,
+    )  # fmt: skip
     tape = acceptance.Tape(cell.texts, seed, depths[-1])
     setting = policies.Setting(
         device, depths, buckets, contexts=told_at(args.max_context), error=args.table_error,

@@ -47,6 +47,8 @@ def parser() -> argparse.ArgumentParser:
     add("--max-context", type=int, default=16384, help="longest prompt and output; others are refused")
     add("--max-num-batched-tokens", type=int, default=1024, help="prompt tokens between two rounds")
     add("--pages", type=int, help="of the pool, 128 tokens each (default: enough)")
+    add("--rounds-per-dispatch", type=int, default=1, help="rounds of a dispatch, where every draft is verified")
+    add("--host-ms", type=float, default=0.0, help="milliseconds that the host takes for a dispatch")
     add("--noise", type=float, default=0.02, help="standard deviation of a round's seconds, in logarithm")
     add("--table-error", type=float, default=1.0, help="factor by which policies are told wrong costs of drafting")
     add("--spread", type=float, default=2.0, help="how much a text's tokens differ, in logits")

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from jaxspec.adaptive.cost import CostTable
 from jaxspec.adaptive.costprofile import CostProfile
 from jaxspec.adaptive.linear import LinearCost
-from jaxspec.bench.simulate.formulas import CATCH_UP, H200, Linear, Roofline
+from jaxspec.bench.simulate.formulas import CATCH_UP, H200, H200_1B, Linear, Roofline
 from jaxspec.tier import PLAIN, Tier, parse_tier
 
 
@@ -263,7 +263,7 @@ _SHEETS = {  # chips: name, bytes and bf16 operations a second of one, how many 
 }
 #: Of `load`.
 NAMES = (
-    "h100-adaspec", "h100-adaspec-expanded", "a100-vicuna-expanded", "h200-formula",
+    "h100-adaspec", "h100-adaspec-expanded", "a100-vicuna-expanded", "h200-formula", "h200-1b",
     *(f"{chip}-roofline" for chip in _SHEETS), *(f"{chip}-roofline-30b-a3b" for chip in _SHEETS),
 )  # fmt: skip
 #: Qwen3-30B-A3B and an EAGLE-3 head as wide, in bfloat16, counted from their shapes.
@@ -299,8 +299,8 @@ def load(name: str | os.PathLike, catch_up_rate: float | None = None) -> Costs:
     if name == "a100-vicuna-expanded":
         label = "estimate by the data sheet, not measured: A100, Vicuna-7B and 68M; each token reads its context"
         return Linear(label, *_A100, overhead=1.2e-3, expanded=True)
-    if name == "h200-formula":
-        return H200
+    if name in ("h200-formula", "h200-1b"):
+        return H200 if name == "h200-formula" else H200_1B
     if name in NAMES:
         sheet, moe = name.split("-roofline")
         chip, bandwidth, flops, count = _SHEETS[sheet]

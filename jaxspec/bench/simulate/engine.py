@@ -1,8 +1,8 @@
 """The engine's loop on a clock of its own: the real scheduler and the real controller, and a device that takes as long
 as a cost model says.
 
-As in jaxspec.engine one dispatch is under way while the host works, so results come a round late. The host itself costs
-nothing but what the cost model has. Must not know how policies are made or results printed, nor JAX.
+As in jaxspec.engine one dispatch is under way while the host works, so results come a dispatch late. The host itself
+costs nothing, or so much a dispatch. Must not know how policies are made or results printed, nor JAX.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from jaxspec.bench.simulate.acceptance import Tape
 from jaxspec.bench.simulate.costs import CATCH_UP, Costs
 from jaxspec.request import FinishReason, Request, SamplingParams
 from jaxspec.scheduling.lag import DraftLag
+from jaxspec.scheduling.pace import Repeats
 from jaxspec.scheduling.plan import DecodeRows, PrefillChunk, SchedulerConfig
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.sizes import Sizes
@@ -106,7 +107,7 @@ class Outcome:
       seconds: of a closed loop since all its places answered for the first time, else since the start.
       tokens: committed in them. served: requests that ended. unfinished: those under way at the end.
       rounds: in order. switches: rounds whose tier was another than the one before. preemptions: by lack of pages.
-      controller: seconds of the processor that each selection with its observation took.
+      controller: seconds of the processor that selection and observation took, of each round its share.
       predicted, actual: of drafts of packed rounds: the chance of being accepted that the policy's calibration gave
         them, and whether they would have been.
       expected, accepted: where the policy says what it expects, tokens a row that it expected and that came, summed.
@@ -139,6 +140,7 @@ class Machine:
       context: most tokens of prompt and outputs. pages: of the pool, 128 tokens each; None: enough.
       chunk: most prompt tokens between two rounds.
       noise: standard deviation of the seconds of rounds, in logarithm.
+      rounds: of a dispatch, where every draft is verified. host: seconds that the host takes for a dispatch.
 
     Raises:
       ValueError: batches or depths that the costs do not tell of.
@@ -151,6 +153,8 @@ class Machine:
     pages: int | None = None
     chunk: int = 1024
     noise: float = 0.0
+    rounds: int = 1
+    host: float = 0.0
 
     def __post_init__(self) -> None:
         for name, most, asked in (
@@ -167,19 +171,31 @@ class Machine:
         pages = a_row * self.buckets[-1] if self.pages is None else self.pages
         return Sizes(
             self.buckets[-1], pages, _PAGE, a_row, self.depths[-1], context, min(self.chunk, context),
-            max_num_batched_tokens=self.chunk,
+            max_num_batched_tokens=self.chunk, max_rounds=self.rounds,
         )  # fmt: skip
 
 
 @dataclasses.dataclass
 class _Pending:
-    """A dispatch under way: what the device will have said at `finish`."""
+    """A dispatch under way: what the device will have said at `finish`.
+
+    Attributes:
+      stats: of each of its rounds, whose seconds are still unknown. seconds: of the device for all of them.
+      timed: whether nothing but rounds ran since the dispatch before. entered: whether the drafter took in first what
+        it had missed.
+    """
 
     finish: float
     firsts: list[tuple[Request, int]] = dataclasses.field(default_factory=list)
     rows: DecodeRows | None = None
-    counts: np.ndarray | None = None
-    stats: RoundStats | None = None
+    stats: list[RoundStats] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    timed: bool = False
+    entered: bool = False
+
+    def gained(self) -> np.ndarray:
+        """Tokens that all its rounds gave each row."""
+        return np.asarray([one.num_accepted for one in self.stats]).sum(axis=0) + len(self.stats)
 
 
 class Simulation:
@@ -211,11 +227,12 @@ class Simulation:
         self._in_flight: list[_Pending] = []
         self._free_at = 0.0  # the device
         self._timed = False  # nothing but rounds ran since the round before
+        self._read_at = 0.0  # when the latest result was read
         self._phase, self._phase_end = tape.process.phase_at(0.0)
         self._noise = random.Random(f"noise {seed}")
         self._steps = np.asarray(machine.depths)
         self._seconds: dict[tuple[int, int], np.ndarray] = {}  # of the tiers, by bucket and context in steps
-        self._words = [[0] * n for n in range(machine.depths[-1] + 2)]
+        self._words = [[0] * n for n in range(machine.rounds * (machine.depths[-1] + 1) + 1)]
         self._expects = getattr(policy, "expected_tokens", None)
         self._out = Outcome()
         self._since, self._filling = 0.0, 0  # when it began to count, and the first answers that it still waits for
@@ -272,8 +289,9 @@ class Simulation:
     # ---------------------------------------------------------------- a step, as jaxspec.engine has it
 
     def _step(self) -> None:
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(Repeats(self.machine.rounds))
         dispatched, growth = [], 0
+        self.now += self.machine.host
         if len(plan.decode):
             pending, growth = self._round(plan.decode)
             dispatched.append(pending)
@@ -324,12 +342,31 @@ class Simulation:
         if show is not None:
             show(Batch(bucket, context, alive_BD))
         began = time.thread_time()
-        view = BatchView(len(rows), bucket, context, self.now, rows.deepest, self._tpot, self._timed)
-        choice, _, _ = self.controller.select(view)
+        view = BatchView(len(rows), bucket, context, self.now, rows.deepest, self._tpot, self._timed, rows.rounds)
+        choice, _, rows.rounds = self.controller.select(view, lambda choice: choice.tokens is None)
         self._out.controller.append(time.thread_time() - began)
         tier = choice.tier
         assert tier.is_chain, f"only chains are simulated, got {tier}"
-        run_B = self._tape.run_KL[kinds, at]
+        entry = 0.0
+        if self._lag.before_round(rows, tier.depth, can_catch_up=True):
+            entry = machine.costs.catching_up(bucket, context)
+        timed, self._timed = self._timed, True
+        pending = _Pending(self.now, rows=rows, timed=timed, entered=entry > 0)
+        for _ in range(rows.rounds):
+            begins = max(self.now, self._free_at) + pending.seconds
+            stats, seconds = self._one(begins, rows, choice, bucket, context, entry * (not pending.stats))
+            pending.stats.append(stats)
+            pending.seconds += seconds
+        _, pending.finish = self._device(pending.seconds)
+        return pending, tier.depth + 1
+
+    def _one(
+        self, begins: float, rows: DecodeRows, choice: Choice, bucket: int, context: int, entry: float
+    ) -> tuple[RoundStats, float]:
+        """A round of a dispatch and its seconds, which are not in the stats yet. A text that ends in it goes on."""
+        machine, slots, tier = self.machine, rows.slots_B, choice.tier
+        kinds, at = self._kind_S.take(slots), self._at_S.take(slots)
+        alive_BD, run_B = self._tape.alive_KLD[kinds, at], self._tape.run_KL[kinds, at]
         drafts, kept_B = None, np.minimum(run_B, tier.depth)
         if tier.depth and choice.tokens is not None:
             said_BD = self._tape.said_KLD[kinds, at][:, : tier.depth]
@@ -343,26 +380,20 @@ class Simulation:
         value = expected / seconds
         if machine.noise:
             seconds *= self._noise.lognormvariate(0.0, machine.noise)
-        entry = 0.0
-        if self._lag.before_round(rows, tier.depth, can_catch_up=True):
-            entry = machine.costs.catching_up(bucket, context)
-        begin, finish = self._device(seconds + entry)
-        told = (0.0, 0.0) if not self._timed else (0.0, seconds + entry) if entry else (seconds, 0.0)
         self._at_S[slots] = (at + kept_B + 1) % Tape.LENGTH
         accepted = tuple(kept_B.tolist())
         if self._expects is not None and choice.tokens is None:
             self._out.expected += len(rows) * self._expects(tier, bucket)
             self._out.accepted += len(rows) + sum(accepted)
         stats = RoundStats(
-            tier, len(rows), bucket, accepted, told[0], context, choice.tokens, drafts,
-            rows=tuple((rows.slots_B + (rows.stamps_B << PLACE)).tolist()), entered=told[1],
+            tier, len(rows), bucket, accepted, 0.0, context, choice.tokens, drafts, rows.rounds,
+            rows=tuple((rows.slots_B + (rows.stamps_B << PLACE)).tolist()),
         )  # fmt: skip
-        self._timed = True
         self._out.rounds.append(
-            Ran(begin, self._phase, tier.depth, choice.tokens, len(rows), bucket, seconds + entry,
+            Ran(begins, self._phase, tier.depth, choice.tokens, len(rows), bucket, seconds + entry,
                 len(rows) + sum(accepted), value, best)
         )  # fmt: skip
-        return _Pending(finish, rows=rows, counts=kept_B + 1, stats=stats), tier.depth + 1
+        return stats, seconds + entry
 
     def _best(self, alive_BD: np.ndarray, bucket: int, context: int) -> float:
         """Tokens a second that the best fixed tier could expect now."""
@@ -422,15 +453,23 @@ class Simulation:
                 if len(request.output_token_ids) >= request.max_tokens:
                     self._finish(request)
         rows = pending.rows
-        if rows is None or pending.counts is None or pending.stats is None:
+        if rows is None:
+            self._read_at = self.now
             return
+        took = max(pending.seconds, self.now - self._read_at if self.machine.host else 0.0) / rows.rounds
+        self._read_at = self.now
+        told = dict.fromkeys(("entered" if pending.entered else "seconds",), took if pending.timed else 0.0)
+        stats = [dataclasses.replace(one, **told) for one in pending.stats]
         began = time.thread_time()
-        self.controller.observe(pending.stats)
+        for one in stats:
+            self.controller.observe(one)
         out.controller[-1] += time.thread_time() - began
+        out.controller[-1:] = [out.controller[-1] / rows.rounds] * rows.rounds
+        counts_B = pending.gained()
         alive_B = scheduler.slots.alive(rows)
         left_B = np.asarray([request.max_tokens - len(request.output_token_ids) for request in rows.requests])
-        kept_B = np.minimum(pending.counts, np.maximum(left_B, 0))
-        over = (alive_B & (pending.counts >= left_B)).nonzero()[0].tolist()
+        kept_B = np.minimum(counts_B, np.maximum(left_B, 0))
+        over = (alive_B & (counts_B >= left_B)).nonzero()[0].tolist()
         out.tokens += int(kept_B[alive_B].sum())
         scheduler.commit_round(rows, [self._words[n] for n in kept_B.tolist()])
         for row in over:

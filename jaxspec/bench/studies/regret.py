@@ -2,7 +2,8 @@
 
 A cell is a device, a batch that is always full, and texts that stay as they are or change. Costs are measured rounds
 that docs/ keeps (two CPU cores: bench_cpu.json; an H200: h200/rounds.json), AdaSpec's published lines of an H100, and
-for large batches a formula of an H200's rounds. Nothing is timed on a device, and the same seeds give the same figures.
+formulas of an H200's rounds: for large batches, and for a small model whose rounds run four to a dispatch. Nothing is
+timed on a device, and the same seeds give the same figures.
 
 regret: 1 - tokens a second / those of the fixed tier that is best for the cell over all its seeds, learning included,
 and the standard error over seeds. plain: tokens a second against plain decoding's. switches: changes of the tier per
@@ -56,18 +57,22 @@ class Device:
     Attributes:
       costs: loads its costs. depths: of its tiers. budgets: drafts a row that the policy may verify.
       deviation: of a round's seconds from the costs, in logarithm.
+      rounds, host_ms: of a dispatch, and what it takes of the host.
     """
 
     costs: Callable[[], costs.Costs]
     depths: tuple[int, ...]
     budgets: tuple[float, ...] = ()
     deviation: float = 0.04
+    rounds: int = 1
+    host_ms: float = 0.0
 
 
 DEVICES = {
     "2 cores": Device(functools.partial(costs.load, _DOCS / "bench_cpu.json", _CATCH_UP_RATE), (2, 4)),
     "H200": Device(functools.partial(costs.load, _DOCS / "h200/rounds.json"), (1, 3, 5)),
     "H100": Device(functools.partial(costs.load, "h100-adaspec"), (1, 2, 3, 5, 7), (2.0, 4.0)),
+    "H200, 1B": Device(functools.partial(costs.load, "h200-1b"), (1, 3, 5), rounds=4, host_ms=1.3),
     "H200 formula": Device(functools.partial(costs.load, "h200-formula"), (1, 2, 3, 5, 7), (2.0, 4.0)),
 }
 
@@ -134,6 +139,10 @@ SETS = {
         *_grid("H200", (1, 8, 32), ("code", "prose"), 900, 4, streaks=0.35),
         *_grid("H100", (1, 8, 64), ("good", "poor"), 900, 3, streaks=0.35),
     ],
+    "several": [
+        *_grid("H200, 1B", (1, 8, 16), ("code", "prose", "code/prose"), 200, 6),
+        *_grid("H200, 1B", (1, 8, 16), (*_KINDS, "code", "prose", "code/prose"), 800, 4),
+    ],
     "large": [
         *_grid("H200 formula", (64, 128, 256), _KINDS, 300, 2),
         *_grid("H100", (128, 256), _KINDS, 300, 2),
@@ -197,7 +206,8 @@ def play(job: tuple[Cell, Sequence[str], int]) -> dict[str, Run]:
     if cell.phase < math.inf:
         texts += f"@{cell.phase * plain:.9g}"
     args = command.parser().parse_args(
-        ["--prompt-tokens", "128", "--noise", str(device.deviation), "--budgets",
+        ["--prompt-tokens", "128", "--noise", str(device.deviation),
+         "--rounds-per-dispatch", str(device.rounds), "--host-ms", str(device.host_ms), "--budgets",
          ",".join(map(str, device.budgets)), *(x for name in policies for x in ("--policy", name)),
          *["--carry"] * cell.restarted]
     )  # fmt: skip
