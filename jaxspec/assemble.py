@@ -93,8 +93,8 @@ def check_batch_invariant(config: EngineConfig, target: TargetModel, tiers: Iter
         raise ValueError(f"{me} needs the kernels for few rows: {reason}")
     if few_rows.norms_apart(cast(Transformer, target)):
         raise ValueError(
-            f"{me} is for queries and keys that are normed in their product (heads of 128 in bfloat16); got heads "
-            f"of {target.config.head_dim}, qk_norm=True and perhaps weights of few bits"
+            f"{me} is for queries and keys that are normed in their product (heads of 128); got heads of "
+            f"{target.config.head_dim} and qk_norm=True"
         )
     if target.config.experts is not None:
         raise ValueError(f"{me} does not hold for mixtures of experts, got {target.config.experts.count} experts")

@@ -85,7 +85,7 @@ class FewRows:
             elif _mixture_refusal(mlp) is None:
                 stream = ways.mixed(mlp, stream, m, gains[i + 1], eps)
             elif mlp.packed and m <= PIECE and devices() == 1 and _choice_refusal(mlp) is None:
-                stream = ways.mixed_packed(mlp, stream, gain, gains[i + 1], eps)
+                stream = ways.mixed_packed(mlp, stream, gains[i + 1], eps)
             else:
                 mixed = mlp(reference.normed(stream, gain, eps)[:m].reshape(b, n, e)).reshape(m, e)
                 stream = reference.begin(stream.h_ME + _padded(mixed), gains[i + 1])
@@ -101,7 +101,7 @@ class FewRows:
         counts, kernel = (attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), attn.qkv.kernel[...]
         bias = None if attn.qkv.bias is None else attn.qkv.bias[...]
         norms = None if attn.q_norm is None or attn.k_norm is None else (attn.q_norm, attn.k_norm)
-        if c == _ROTATED and not (isinstance(kernel, Packed) and (bias is not None or norms is not None)):
+        if c == _ROTATED:
             gains = None if norms is None else (_gain(norms[0]), _gain(norms[1]))
             parts = ways.heads(stream, kernel, tables, counts, eps, bias, gains)
             return [p[: b * n].reshape(b, n, h, c) for p, h in zip(parts, counts, strict=True)]
@@ -217,19 +217,13 @@ class _Ways:
         report_experts(choice.order_X[None], has.count)
         return choice
 
-    def mixed_packed(
-        self, mlp: MixtureOfExperts, stream: Stream, own_gain_E: jax.Array, gain_E: jax.Array, eps: float
-    ) -> Stream:
-        """The stream after a mixture of packed experts, for few enough rows that each expert in use has all.
-
-        Args:
-          own_gain_E: of the norm that the mixture reads. gain_E: of the one that reads the stream next.
-        """
+    def mixed_packed(self, mlp: MixtureOfExperts, stream: Stream, gain_E: jax.Array, eps: float) -> Stream:
+        """The stream after a mixture of packed experts, for few enough rows that each expert in use has all."""
         own = gpu_packed_experts if self.kernels else packed_experts
         choice = self.chosen(mlp, stream, stream.h_ME.shape[0], eps)
-        x_ME = reference.normed(stream, own_gain_E, eps)
-        mixed_ME = own.mix_chosen(x_ME, choice, mlp.experts.per_token, mlp.gate_up[...], mlp.down[...])
-        return reference.begin(stream.h_ME + mixed_ME.astype(x_ME.dtype), gain_E)
+        return own.mix_chosen(
+            stream, choice, mlp.experts.per_token, mlp.gate_up[...], mlp.down[...], gain_E, eps
+        )  # fmt: skip
 
 
 def _gain(norm: Any) -> jax.Array:
@@ -328,9 +322,7 @@ def output_refusal(model: Transformer) -> str | None:
 
 def norms_apart(model: Transformer) -> bool:
     """Whether queries and keys are normed by XLA after the kernel's product (`FewRows`), not by it."""
-    in_few_bits = lambda attn: isinstance(attn.qkv.kernel[...], Quantised | Packed)
-    normed = (layer.attn for layer in model.layers if layer.attn.q_norm is not None)
-    return any(in_few_bits(attn) or attn.head_dim != _ROTATED for attn in normed)
+    return any(layer.attn.q_norm is not None and layer.attn.head_dim != _ROTATED for layer in model.layers)
 
 
 def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) -> Any:

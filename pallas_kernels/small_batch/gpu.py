@@ -337,14 +337,13 @@ def logits(x_MK: jax.Array, kernel: jax.Array | Packed, *, flip: bool = True, in
 
 
 def heads(
-    stream: Stream, kernel: jax.Array, rope: tuple[jax.Array, jax.Array], counts: Sequence[int], eps: float, *,
+    stream: Stream, kernel: jax.Array | Packed, rope: tuple[jax.Array, jax.Array], counts: Sequence[int], eps: float, *,
     bias: jax.Array | None = None, gains: tuple[jax.Array, jax.Array] | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """See reference.heads."""
     if isinstance(kernel, Packed):
-        assert bias is None and gains is None, "programs of packed weights have half a head"
-        return gpu_packed.heads(stream, kernel, rope, counts, eps, interpret=interpret)
+        return gpu_packed.heads(stream, kernel, rope, counts, eps, bias=bias, gains=gains, interpret=interpret)
     extra: dict[str, Any] = _normed(stream, eps) | dict(counts=tuple(counts), biased=bias is not None)
     beside = [stream.squares_TR, *rope, *(() if bias is None else (bias,))]
     if gains is not None:

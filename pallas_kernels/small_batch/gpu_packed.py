@@ -1,13 +1,13 @@
 """Products of few rows by packed weights of 8 or 4 bits, on Mosaic GPU: `gpu`'s four kernels over `packed.Packed`.
 
 A tile is 32 columns of the result, or 32 pairs of columns (gate and up, the halves of a head). Where tiles are many a
-warpgroup has one; where they are few four warpgroups share one (`packed_walk`).
+warpgroup has one; where they are few four warpgroups share one (`packed_walk`). A head that is normed is a program's,
+whose two tiles have two warpgroups each: its mean square is over both.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -37,14 +37,15 @@ class _Kernel(Walk):
     """One launch.
 
     Attributes:
-      kind: what is done around the product. eps: of the norm before, over `squares` tiles; None where there is none.
-      counts: query, key and value heads, of "heads".
+      kind: what is done around the product.
+      counts: query, key and value heads, of "heads". head_eps: of the norms of queries and keys, if any.
+      biased: whether columns have a bias ("heads").
     """
 
     kind: Kind
-    eps: float | None = None
-    squares: int = 0
     counts: tuple[int, ...] = ()
+    head_eps: float | None = None
+    biased: bool = False
 
     @property
     def name(self) -> str:
@@ -67,7 +68,7 @@ class _Kernel(Walk):
         must not depend on how many there are.
         """
         if self.kind not in ("swiglu", "logits"):
-            return 1
+            return 1 if self.head_eps is None else 2
         count, rows = self.columns // (COLUMNS * self.parts), _MOST_ROWS
         ring = self.teams * (unpack.ROWS * unpack.row_bytes(self.dtype) + rows * BLOCK * 4 // self.parts)
         each = 4 * (self.parts * self.groups * COLUMNS + rows * (unpack.ROWS + COLUMNS))
@@ -89,11 +90,6 @@ class _Kernel(Walk):
         return 2 if self.kind == "logits" and self.rows == 8 else 1
 
     @property
-    def sharers(self) -> int:
-        """Warpgroups that add up the squares of a norm before."""
-        return math.gcd(self.teams, self.squares)
-
-    @property
     def early(self) -> int:
         """Steps of a ring whose weights are asked for before the kernel before has ended."""
         return self.stages if overlap.overlaps(self.interpret) else 0
@@ -105,19 +101,16 @@ class _Kernel(Walk):
 
     def beside(self, rows_dtype: Any) -> dict[str, Any]:
         """What is there besides the rings."""
-        tiles, out = self.tiles, self.sums()
+        tiles, out = self.tiles, self.sums() | self.norm()
         if self.alone:
             out["x"] = plgpu.SMEM((self.shape[1] // BLOCK, BLOCK), rows_dtype)
             out["there"] = plgpu.Barrier(num_barriers=1, num_arrivals=1)
         tables = self.parts
-        if self.eps is not None:
-            out["squares"] = plgpu.SMEM((self.squares, self.rows), F32)
-            out["normed"] = plgpu.Barrier(num_barriers=1, num_arrivals=1)
-            out["shares"] = plgpu.SMEM((self.sharers, self.rows), F32)
-            out["added"] = plgpu.Barrier(num_barriers=1, num_arrivals=self.sharers)
         if self.kind == "heads":
-            out["cos"], out["sin"] = (plgpu.SMEM((COLUMNS, self.rows), F32) for _ in range(2))
+            out["cos"], out["sin"] = (plgpu.SMEM((tiles, COLUMNS, self.rows), F32) for _ in range(2))
             tables += 2
+            if self.head_eps is not None:
+                out["other"] = plgpu.Barrier(num_barriers=1, num_arrivals=1)
         if self.kind == "add":
             out["h"], out["total"] = plgpu.SMEM((self.rows, COLUMNS), rows_dtype), plgpu.SMEM((self.rows,), F32)
             tables += 1
@@ -155,7 +148,6 @@ class _Kernel(Walk):
         own, turn_of = team // self.split, lax.rem(team, self.split)  # which tile of the program's, and of its team
         tile = program * self.tiles + own
         x_MK, w_ABK, scale_GN, *beside = ins
-        gain = None
         rows = mosaic.all_rows(program, self.shape[0], self.rows)
         mine = self.turns(turn_of)
 
@@ -188,7 +180,7 @@ class _Kernel(Walk):
             if self.alone:
                 plgpu.copy_gmem_to_smem(x_MK, shared["x"], shared["there"].at[0])
             if norm is not None:
-                plgpu.copy_gmem_to_smem(norm, shared["squares"], shared["normed"].at[0])
+                self.copy_norm(norm, shared)
 
         @pl.when(turn_of == 0)
         def _() -> None:
@@ -202,20 +194,28 @@ class _Kernel(Walk):
         plgpu.barrier_wait(shared["ready"].at[own])
         if self.alone:
             plgpu.barrier_wait(shared["there"].at[0])
-        if self.eps is not None:  # each warpgroup a share: all of them, read by all, would keep shared memory busy
-
-            @pl.when(team < self.sharers)
-            def _() -> None:
-                plgpu.barrier_wait(shared["normed"].at[0])
-                count = self.squares // self.sharers
-                share = mosaic.summed_tiles(shared["squares"], team * count, count, HALF.reduce(0))
-                mosaic.write(shared["shares"].at[team], share)
-                plgpu.barrier_arrive(shared["added"].at[0])
-
-        if self.kind == "add":  # too few bytes for the copy engine
-            gain = load(beside[-1].at[pl.ds(tile * COLUMNS, COLUMNS)], HALF.reduce(1)).astype(F32)
+        self.add_squares(team, shared)
+        vectors = self.vectors(tile, program, beside)
         total = self.total(team, mine, copy, shared)
-        self.join(team, total, shared, lambda: self.finish(tile, own, outs, shared, gain, x_MK.dtype))
+        self.join(team, total, shared, lambda: self.finish(tile, own, outs, shared, vectors, x_MK.dtype))
+
+    def vectors(self, tile: Any, program: Any, beside: Sequence[Any]) -> list[jax.Array]:
+        """What the end needs along columns and the copy engine does not bring, for it is too few bytes: of "add" a
+        gain; of heads biases of a program's tiles and, of those that are normed, gains of these."""
+        bring = lambda ref, begin: load(ref.at[pl.ds(begin, COLUMNS)], HALF.reduce(1)).astype(F32)
+        if self.kind == "add":
+            return [bring(beside[-1], tile * COLUMNS)]
+        if self.kind != "heads":
+            return []
+        _, _, *refs = beside
+        tiles = [tile] if self.head_eps is None else [2 * program, 2 * program + 1]
+        found = [bring(refs[0], begin) for each in tiles for begin in self.begins(each)] if self.biased else []
+        if self.head_eps is not None:
+            isquery = jnp.where(program < self.counts[0], 1.0, 0.0)
+            for begin in (0, 2 * COLUMNS, COLUMNS, 3 * COLUMNS):
+                queries, keys = (bring(ref, begin) for ref in refs[-2:])
+                found.append(queries * isquery + keys * (1.0 - isquery))
+        return found
 
     def copy_scales(self, tile: Any, own: Any, scale_GN: Any, shared: Any) -> None:
         """A tile's."""
@@ -232,7 +232,7 @@ class _Kernel(Walk):
                 ref = ref.at[rows, pl.ds(tile * COLUMNS, COLUMNS)]
             else:
                 ref = ref.at[pl.ds(lax.rem(tile, 2) * COLUMNS, COLUMNS)]
-            bring(ref, shared[name])
+            bring(ref, shared[name] if name == "h" else shared[name].at[own])
 
     def along_rows(self, v: jax.Array) -> jax.Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(v, (COLUMNS, self.rows), (1,)), self.layout)
@@ -240,8 +240,34 @@ class _Kernel(Walk):
     def along_columns(self, v: jax.Array) -> jax.Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(v, (COLUMNS, self.rows), (0,)), self.layout)
 
-    def finish(self, tile: Any, own: Any, outs: Sequence[Any], shared: Any, gain: Any, dtype: Any) -> None:
+    def finish(
+        self, tile: Any, own: Any, outs: Sequence[Any], shared: Any, vectors: Sequence[jax.Array], dtype: Any
+    ) -> None:
         """From the sums of a tile's warpgroups to the results; `own` is the number of the tile in its program."""
+        self.wait_norm(shared)
+        if self.head_eps is None:
+            parts, shared_own = self.ended(own, shared, dtype), shared | {"out": shared["out"].at[own]}
+            if self.kind == "add":
+                self._add(tile, parts[0], vectors[0], outs, shared_own, dtype)
+            elif self.kind == "heads":
+                self._heads(tile, own, self.with_bias(parts, vectors, dtype), outs, shared_own, dtype)
+            else:
+                getattr(self, f"_{self.kind}")(tile, parts, outs, shared_own, dtype)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            return
+
+        # One warpgroup ends both tiles of a head: sums across a warpgroup's columns have one place in shared memory.
+        pl.when(own == 1)(lambda: plgpu.barrier_arrive(shared["other"].at[0]))
+
+        @pl.when(own == 0)
+        def _() -> None:
+            plgpu.barrier_wait(shared["other"].at[0])
+            plgpu.barrier_wait(shared["ready"].at[1])
+            self._normed_heads(tile, vectors, outs, shared, dtype)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def ended(self, own: Any, shared: Any, dtype: Any) -> list[jax.Array]:
+        """The results of a tile's products."""
         parts = self.totals(own, shared, self.layout)
         if not self.pairs:
             parts = [parts[0] + parts[1]]
@@ -249,18 +275,17 @@ class _Kernel(Walk):
             scales = [load(shared["scale"].at[own, i, 0], self.layout.reduce(1)) for i in range(len(parts))]
             parts = [y * self.along_columns(scale) for y, scale in zip(parts, scales, strict=True)]
         if self.eps is not None:
-            plgpu.barrier_wait(shared["added"].at[0])
-            inverse = mosaic.inverse_rms(shared["shares"], self.shape[1], self.eps, HALF.reduce(0))
-            parts = [y * self.along_rows(inverse) for y in parts]
+            inverse = self.along_rows(self.inverse_rms(shared))
+            parts = [y * inverse for y in parts]
         # As XLA does: products are rounded to the stream's dtype, and what follows is computed in float32.
-        if self.kind != "logits":
-            parts = [y.astype(dtype).astype(F32) for y in parts]
-        shared = shared | {"out": shared["out"].at[own]}
-        if self.kind == "add":
-            self._add(tile, parts[0], gain, outs, shared, dtype)
-        else:
-            getattr(self, f"_{self.kind}")(tile, parts, outs, shared, dtype)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        return parts if self.kind == "logits" else [y.astype(dtype).astype(F32) for y in parts]
+
+    def with_bias(self, parts: Sequence[jax.Array], vectors: Sequence[jax.Array], dtype: Any) -> list[jax.Array]:
+        """Both parts of a tile with the first of `vectors` added, if columns have a bias."""
+        if not self.biased:
+            return list(parts)
+        biases = map(self.along_columns, vectors)
+        return [(y + bias).astype(dtype).astype(F32) for y, bias in zip(parts, biases, strict=False)]
 
     def store(self, shared: Any, y: jax.Array, ref: Any, begin: Any) -> None:
         """[32, rows] by way of shared memory to the M rows of 32 columns."""
@@ -279,13 +304,40 @@ class _Kernel(Walk):
         y = (gate * lax.logistic(gate) * up).astype(dtype)
         self.store(shared["out"].at[0], y, outs[0], tile * COLUMNS)
 
-    def _heads(self, tile: Any, parts: Sequence[jax.Array], outs: Sequence[Any], shared: Any, dtype: Any) -> None:
+    def turned(self, head: Any) -> jax.Array:
+        """1 of queries and keys, 0 of values, which stay as they are."""
+        return jnp.where(head < self.counts[0] + self.counts[1], 1.0, 0.0)
+
+    def times(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        return unpack.times(a, b, HALF, self.interpret)
+
+    def _normed_heads(
+        self, tile: Any, vectors: Sequence[jax.Array], outs: Sequence[Any], shared: Any, dtype: Any
+    ) -> None:
+        """Both tiles of a head, of which `tile` is the first."""
+        assert self.head_eps is not None
+        rounded, turns = lambda y: y.astype(dtype).astype(F32), self.turned(tile // 2)
+        *biases, a, b, c, d = vectors
+        both = [self.with_bias(self.ended(i, shared, dtype), biases[2 * i :], dtype) for i in range(2)]
+        squares = [jnp.sum(self.times(lo, lo) + self.times(hi, hi), axis=0) for lo, hi in both]
+        scale = lax.rsqrt((squares[0] + squares[1]) * (0.25 / COLUMNS) + self.head_eps) * turns + (1.0 - turns)
+        for i, (parts, gains) in enumerate(zip(both, ((a, b), (c, d)), strict=True)):
+            own = shared | {"out": shared["out"].at[i]}
+            gains = [gain * turns + (1.0 - turns) for gain in gains]
+            normed = [
+                rounded(rounded(y * self.along_rows(scale)) * self.along_columns(gain))
+                for y, gain in zip(parts, gains, strict=True)
+            ]
+            self._heads(tile + i, i, normed, outs, own, dtype)
+
+    def _heads(
+        self, tile: Any, own: Any, parts: Sequence[jax.Array], outs: Sequence[Any], shared: Any, dtype: Any
+    ) -> None:
         lo, hi = parts
         head, begin = tile // 2, lax.rem(tile, 2) * COLUMNS
-        turns = jnp.where(head < self.counts[0] + self.counts[1], 1.0, 0.0)  # values stay as they are
-        cos = load(shared["cos"], self.layout) * turns + (1.0 - turns)
-        sin = load(shared["sin"], self.layout) * turns
-        times = functools.partial(unpack.times, layout=HALF, interpret=self.interpret)
+        turns, times = self.turned(head), self.times
+        cos = load(shared["cos"].at[own], self.layout) * turns + (1.0 - turns)
+        sin = load(shared["sin"].at[own], self.layout) * turns
         mosaic.write(flipped(shared["out"].at[0]), (times(lo, cos) - times(hi, sin)).astype(dtype))
         mosaic.write(flipped(shared["out"].at[1]), (times(hi, cos) + times(lo, sin)).astype(dtype))
         plgpu.commit_smem()
@@ -329,7 +381,7 @@ def _run(
 
 
 def _normed(stream: Stream, eps: float) -> dict[str, Any]:
-    return dict(eps=eps, squares=stream.squares_TR.shape[0])
+    return dict(eps=eps, squares=stream.squares_TR.shape[0], width=stream.h_ME.shape[1])
 
 
 def _like(x: jax.Array, columns: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
@@ -354,15 +406,15 @@ def project(stream: Stream, kernel: Packed, eps: float, *, interpret: Any = None
 
 def heads(
     stream: Stream, kernel: Packed, rope: tuple[jax.Array, jax.Array], counts: Sequence[int], eps: float, *,
-    interpret: Any = None,
+    bias: jax.Array | None = None, gains: tuple[jax.Array, jax.Array] | None = None, interpret: Any = None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """See reference.heads."""
-    x, extra = stream.scaled_ME, _normed(stream, eps)
+    x, extra = stream.scaled_ME, _normed(stream, eps) | dict(counts=tuple(counts), biased=bias is not None)
+    if gains is not None:
+        extra["head_eps"] = eps
     outs = [_like(x, count * 4 * COLUMNS) for count in counts]
-    found = _run(
-        "heads", x, kernel, outs, stream.squares_TR, *rope, interpret=interpret, counts=tuple(counts), **extra
-    )  # fmt: skip
-    return tuple(found)
+    beside = stream.squares_TR, *rope, *(() if bias is None else (bias,)), *(gains or ())
+    return tuple(_run("heads", x, kernel, outs, *beside, interpret=interpret, **extra))
 
 
 def swiglu(stream: Stream, kernel: Packed, eps: float, *, interpret: Any = None) -> jax.Array:

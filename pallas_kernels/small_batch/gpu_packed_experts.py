@@ -2,7 +2,9 @@
 
 Two launches (`packed_experts` has their specification in plain XLA): gate and up of an expert for its rows, with biases
 and what gates make of ups; and its down. XLA says before which rows each expert has (`packed_experts.plan`), and sums a
-row's experts after, weighted, in the order of the choice. A program has a tile of 32 pairs of columns of one expert
+row's experts after, weighted, in the order of the choice. Where a kernel has chosen the experts (`experts.choose`) the
+first launch divides by the norm's root mean square as well, and a third sums a row's experts and adds the residual, in
+the order of their numbers. A program has a tile of 32 pairs of columns of one expert
 (gate and up; a column of either half of down's), which two warpgroups share: they take turns at its inputs
 (`packed_walk`, as all products of packed weights). Up to 8 rows of the pass stand beside one another for every expert;
 of more each expert has its own, copied together, and most need one group of 8 as well. A row's bits depend on neither.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -22,12 +25,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sizes import round_up
-from pallas_kernels.small_batch import experts, mosaic, packed, packed_experts
+from pallas_kernels.small_batch import experts, mosaic, packed, packed_experts, unpack
 from pallas_kernels.small_batch.experts import Choice
-from pallas_kernels.small_batch.mosaic import F32, flipped, load
+from pallas_kernels.small_batch.mosaic import F32, SUMS, along_rows, flipped, load
 from pallas_kernels.small_batch.packed import Packed
 from pallas_kernels.small_batch.packed_experts import PIECE, Gates
 from pallas_kernels.small_batch.packed_walk import COLUMNS, HALF, Walk
+from pallas_kernels.small_batch.reference import TILE, Stream
 
 #: Inputs of a line in which one row lies in shared memory: what experts' widths are multiples of.
 _LINE = 64
@@ -41,6 +45,7 @@ class _Kernel(Walk):
       kind: "up" or "down". slots_in_use: experts that may be in use. every: whether rows are the same for every expert.
       listed: whether the table has no more than the experts in use: each has all rows, one after the other.
       gates: see packed_experts.mix. biased: whether columns have a bias.
+      padded: whether results have PIECE rows for each expert, whatever its own.
     """
 
     kind: Literal["up", "down"]
@@ -49,6 +54,7 @@ class _Kernel(Walk):
     listed: bool
     gates: Gates | None = None
     biased: bool = False
+    padded: bool = False
 
     @property
     def name(self) -> str:
@@ -85,7 +91,7 @@ class _Kernel(Walk):
 
     def beside(self, rows_dtype: Any) -> dict[str, Any]:
         """See Walk."""
-        out = self.sums()
+        out = self.sums() | self.norm()
         if self.alone:
             out["x"] = plgpu.SMEM((self.shape[1] // _LINE, _LINE), rows_dtype)
         out["ready"] = plgpu.Barrier(num_barriers=1, num_arrivals=2 + self.alone)
@@ -98,7 +104,8 @@ class _Kernel(Walk):
         slot, tile = lax.div(program, self.across), lax.rem(program, self.across)
         expert = table_3S[0, slot]
         begin = slot * self.shape[0] if self.listed else table_3S[1, slot]
-        run = functools.partial(self.one, program, expert, tile, begin, ins, outs, shared)
+        to = slot * PIECE if self.padded else begin
+        run = functools.partial(self.one, program, expert, tile, (begin, to), ins, outs, shared)
 
         @pl.when(expert >= 0)
         def _() -> None:
@@ -110,15 +117,19 @@ class _Kernel(Walk):
             pl.when(pieces > 1)(lambda: run(self.rows, pieces))
 
     def one(
-        self, program: Any, expert: Any, tile: Any, begin: Any, ins: Any, outs: Any, shared: Any, rows: int, pieces: Any
-    ) -> None:
+        self, program: Any, expert: Any, tile: Any, begins: tuple[Any, Any], ins: Any, outs: Any, shared: Any,
+        rows: int, pieces: Any,
+    ) -> None:  # fmt: skip
         """A tile of an expert in use.
 
         Args:
-          begin: the first of the expert's rows among those of the results. rows: that are multiplied, of which the
-            first `pieces` of PIECE are the expert's.
+          begins: the first of the expert's rows, and of its results. rows: that are multiplied, of which the first
+            `pieces` of PIECE are the expert's.
         """
-        x, w_BNK, scale_XGN, _, *bias_XN = ins
+        begin, to = begins
+        x, w_BNK, scale_XGN, _, *beside = ins
+        normed = self.eps is not None
+        squares_TR, bias_XN = beside[:normed], beside[normed:]
         team = lax.axis_index("team")
         mine, ready = self.turns(team), shared["ready"].at[0]
         columns = tile * COLUMNS, self.columns // 2 + tile * COLUMNS
@@ -141,6 +152,8 @@ class _Kernel(Walk):
             for part, column in enumerate(columns):
                 source = scale_XGN.at[expert, :, pl.ds(column, COLUMNS)]
                 plgpu.copy_gmem_to_smem(source, shared["scale"].at[0, part], ready)
+            for ref in squares_TR:
+                self.copy_norm(ref, shared)
 
         self.fill(team, mine, copy)
         # Too few bytes for the copy engine.
@@ -148,8 +161,9 @@ class _Kernel(Walk):
             load(ref.at[expert, pl.ds(c, COLUMNS)], HALF.reduce(1)).astype(F32) for ref in bias_XN for c in columns
         ]
         plgpu.barrier_wait(ready)
+        self.add_squares(team, shared)
         total = self.total(team, mine, copy, shared, rows)
-        self.join(team, total, shared, lambda: self.finish(columns, begin, pieces, rows, outs, shared, biases, x.dtype))
+        self.join(team, total, shared, lambda: self.finish(columns, to, pieces, rows, outs, shared, biases, x.dtype))
 
     def finish(
         self, columns: Any, begin: Any, pieces: Any, rows: int, outs: Any, shared: Any, biases: Any, dtype: Any
@@ -162,6 +176,11 @@ class _Kernel(Walk):
         elif self.groups == 1:
             scales = [load(shared["scale"].at[0, i, 0], HALF.reduce(1)) for i in range(2)]
             parts = [y * along(scale) for y, scale in zip(parts, scales, strict=True)]
+        if self.eps is not None:
+            self.wait_norm(shared)
+            inverse = self.inverse_rms(shared)
+            inverse = plgpu.layout_cast(lax.broadcast_in_dim(inverse, (COLUMNS, rows), (1,)), HALF)
+            parts = [y * inverse for y in parts]
         # As XLA does: products are rounded to the rows' dtype, and what follows is computed in float32.
         rounded = lambda y: y.astype(dtype).astype(F32)
         parts = [rounded(y) for y in parts]
@@ -174,7 +193,7 @@ class _Kernel(Walk):
             own = out.at[i] if rows == self.rows else out.at[i, pl.ds(0, rows)]
             mosaic.write(flipped(own), y.astype(dtype))
         plgpu.commit_smem()
-        each = min(self.shape[0], PIECE)
+        each = PIECE if self.padded else min(self.shape[0], PIECE)
         for piece in range(rows // PIECE):
 
             @pl.when(piece < pieces)
@@ -197,24 +216,27 @@ class _Kernel(Walk):
 
 def _run(
     kind: Literal["up", "down"], x: jax.Array, weight: Packed, table: jax.Array, slots: int, most: int, results: int,
-    bias: jax.Array | None, *, every: bool, gates: Gates | None, interpret: Any,
+    bias: jax.Array | None = None, *, every: bool, gates: Gates | None = None, squares: jax.Array | None = None,
+    eps: float | None = None, padded: bool = False, interpret: Any,
 ) -> jax.Array:  # fmt: skip
     """A launch: the results' rows of one of both products.
 
     Args:
       table: of a plan, or the experts in use alone [1, X]. slots: experts that may be in use.
       most: rows of an expert. results: rows of the results.
+      squares, eps: of a norm before (see reference.Stream).
     """
     count, columns, inputs = weight.values.shape
     kernel = _Kernel(
         kind=kind, dtype=weight.kind, shape=(most, inputs), columns=columns, groups=weight.groups,
         slots_in_use=slots, every=every, listed=table.shape[0] == 1, gates=gates, biased=bias is not None,
-        interpret=interpret is not None,
+        padded=padded, interpret=interpret is not None, eps=eps, squares=0 if squares is None else squares.shape[0],
+        width=x.shape[1],
     )  # fmt: skip
     out = jax.ShapeDtypeStruct((results, columns // (2 if kind == "up" else 1)), x.dtype)
     x = x.reshape(x.shape[0], -1, _LINE) if kernel.alone else x
     values = weight.values.reshape(2 * count, columns // 2, inputs)
-    ins = x, values, weight.scale, table, *(() if bias is None else (bias,))
+    ins = x, values, weight.scale, table, *(array for array in (squares, bias) if array is not None)
     return mosaic.launch(kernel, (out,), *ins, interpret=interpret)[0]
 
 
@@ -239,23 +261,85 @@ def mix(
 
 
 def mix_chosen(
-    x_ME: jax.Array, choice: Choice, per_token: int, gate_up: Packed, down: Packed, *, gates: Gates | None = None,
-    gate_up_bias: jax.Array | None = None, down_bias: jax.Array | None = None, interpret: Any = None,
-) -> jax.Array:  # fmt: skip
+    stream: Stream, choice: Choice, per_token: int, gate_up: Packed, down: Packed, gain_E: jax.Array, eps: float, *,
+    interpret: Any = None,
+) -> Stream:  # fmt: skip
     """See packed_experts.mix_chosen."""
-    m, count = x_ME.shape[0], gate_up.values.shape[0]
+    (m, width), count = stream.h_ME.shape, gate_up.values.shape[0]
     assert m <= PIECE, m
     slots = experts.slots(m, per_token, count)
-    run = functools.partial(
-        _run, table=choice.order_X[None], slots=slots, most=m, results=slots * m, interpret=interpret
-    )
-    hidden_QF = run("up", x_ME, gate_up, bias=gate_up_bias, every=True, gates=gates)
-    y_SME = run("down", hidden_QF, down, bias=down_bias, every=False, gates=None).reshape(slots, m, -1)
-    listed_S = choice.order_X[:slots]
-    weights_SM = jnp.take(choice.weights_XR, jnp.maximum(listed_S, 0), axis=0)[:, :m]
-    # What no expert wrote may be anything.
-    used_SM1 = ((listed_S[:, None] >= 0) & (weights_SM != 0))[..., None]
-    return jnp.sum(jnp.where(used_SM1, y_SME.astype(F32) * weights_SM[..., None], 0.0), axis=0)
+    run = functools.partial(_run, table=choice.order_X[None], slots=slots, most=m, interpret=interpret)
+    hidden_QF = run(
+        "up", stream.scaled_ME, gate_up, results=slots * m, every=True, squares=stream.squares_TR, eps=eps
+    )  # fmt: skip
+    y_QE = run("down", hidden_QF, down, results=slots * PIECE, every=False, padded=True)
+    finish = _Finish(m, width, slots, count, interpret is not None)
+    same = jax.ShapeDtypeStruct((m, width), stream.h_ME.dtype)
+    squares = jax.ShapeDtypeStruct((width // TILE, PIECE), F32)
+    ins = stream.h_ME, y_QE.reshape(slots, PIECE, -1), choice.order_X, choice.weights_XR, gain_E
+    return Stream(*mosaic.launch(finish, (same, same, squares), *ins, interpret=interpret))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Finish:
+    """The stream with the experts' results added, weighted and summed in the order of their numbers.
+
+    Attributes:
+      rows: M, at most PIECE. width: E. slots: experts that may be in use. count: of experts.
+      interpret: whether registers are pretended.
+    """
+
+    rows: int
+    width: int
+    slots: int
+    count: int
+    interpret: bool
+
+    name, teams = "packed_experts_finish", 1
+
+    @property
+    def programs(self) -> int:
+        return self.width // TILE
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """See mosaic.Kernel."""
+        return {
+            "parts": plgpu.SMEM((self.slots, PIECE, TILE), dtype),
+            "order": plgpu.SMEM((self.count,), jnp.int32),
+            "weights": plgpu.SMEM((self.count, PIECE), F32),
+            "ready": plgpu.Barrier(num_barriers=1, num_arrivals=5),
+            **mosaic.added(PIECE, dtype),
+        }
+
+    def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
+        """See mosaic.Kernel."""
+        h_ME, y_SRE, order_X, weights_XR, gain_E = ins
+        program = lax.axis_index("program")
+        own, ready = pl.ds(program * TILE, TILE), shared["ready"].at[0]
+        plgpu.copy_gmem_to_smem(order_X, shared["order"], ready)
+        plgpu.copy_gmem_to_smem(weights_XR, shared["weights"], ready)
+        plgpu.copy_gmem_to_smem(y_SRE.at[:, :, own], shared["parts"], ready)
+        plgpu.copy_gmem_to_smem(h_ME.at[mosaic.all_rows(program, self.rows, PIECE), own], shared["h"], ready)
+        plgpu.copy_gmem_to_smem(gain_E.at[own], shared["gain"], ready)
+        plgpu.barrier_wait(ready)
+        times = functools.partial(unpack.times, layout=SUMS, interpret=self.interpret)
+        several = math.gcd(self.slots, PIECE)
+
+        def add(turn: Any, total: jax.Array) -> jax.Array:
+            for i in range(several):
+                slot = turn * several + i
+                expert = shared["order"][slot]
+                used = jnp.where(expert >= 0, 1.0, 0.0)
+                weights = along_rows(load(shared["weights"].at[jnp.maximum(expert, 0)], SUMS.reduce(0)) * used)
+                y = load(flipped(shared["parts"].at[slot]), SUMS).astype(F32)
+                # What no expert wrote, or of rows that are none, may be anything.
+                total = total + jnp.where(weights != 0.0, times(y, weights), 0.0)
+            return total
+
+        start = plgpu.layout_cast(jnp.zeros((TILE, PIECE), F32), SUMS)
+        total = lax.fori_loop(0, self.slots // several, add, start)
+        mosaic.add_and_store(program, total.astype(h_ME.dtype).astype(F32), outs, shared, self.rows, times)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 __all__ = ["mix", "mix_chosen"]

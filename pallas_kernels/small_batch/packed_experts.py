@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.small_batch import packed
+from pallas_kernels.small_batch import packed, reference
 from pallas_kernels.small_batch.experts import Choice
 from pallas_kernels.small_batch.packed import BLOCK, Packed
+from pallas_kernels.small_batch.reference import Stream
 
 #: Rows of an expert that are multiplied together.
 PIECE = 8
@@ -145,23 +146,34 @@ def mix(
 
 
 def mix_chosen(
-    x_ME: jax.Array, choice: Choice, per_token: int, gate_up: Packed, down: Packed, *, gates: Gates | None = None,
-    gate_up_bias: jax.Array | None = None, down_bias: jax.Array | None = None, interpret: Any = None,
-) -> jax.Array:  # fmt: skip
-    """As `mix`, of a choice that a kernel made (`experts.choose`), for at most PIECE rows; summed by experts' numbers.
+    stream: Stream, choice: Choice, per_token: int, gate_up: Packed, down: Packed, gain_E: jax.Array, eps: float, *,
+    interpret: Any = None,
+) -> Stream:  # fmt: skip
+    """The stream after what chosen experts (`experts.choose`) make of its norm is added, weighted.
+
+    For at most PIECE rows, and experts without biases whose gates are SwiGLU's; summed by experts' numbers.
 
     Args:
-      per_token: experts of a row.
+      per_token: experts of a row. gain_E: of the norm that reads the stream next.
     """
     del interpret, per_token
-    hidden_XMF = activated(_times(x_ME[None], gate_up, gate_up_bias), gates).astype(x_ME.dtype)
-    weights_XM1 = choice.weights_XR[:, : x_ME.shape[0], None]
-    y_XME = _times(hidden_XMF, down, down_bias).astype(jnp.float32)
-    return jnp.sum(jnp.where(weights_XM1 != 0, y_XME * weights_XM1, 0.0), axis=0)
+    m, dtype = stream.h_ME.shape[0], stream.h_ME.dtype
+    mean_M = stream.squares_TR[:, :m].sum(axis=0) / stream.h_ME.shape[1]
+    both_XMF = _products(stream.scaled_ME[None], gate_up) * jax.lax.rsqrt(mean_M + eps)[None, :, None]
+    hidden_XMF = activated(both_XMF.astype(dtype), None).astype(dtype)
+    weights_XM1 = choice.weights_XR[:, :m, None]
+    y_XME = _products(hidden_XMF, down).astype(dtype).astype(jnp.float32)
+    y_ME = jnp.sum(jnp.where(weights_XM1 != 0, y_XME * weights_XM1, 0.0), axis=0).astype(dtype)
+    return reference.begin((stream.h_ME.astype(jnp.float32) + y_ME.astype(jnp.float32)).astype(dtype), gain_E)
 
 
 def _times(x: jax.Array, weight: Packed, bias_XN: jax.Array | None) -> jax.Array:
     """Rows of every expert, or of all, times its kernel and with its bias, in their type."""
-    w_XKN = jax.vmap(packed.dequantised)(weight)[:, : x.shape[-1]]
-    y = jnp.matmul(x.astype(jnp.float32), w_XKN).astype(x.dtype)
+    y = _products(x, weight).astype(x.dtype)
     return y if bias_XN is None else y + bias_XN[:, None]
+
+
+def _products(x: jax.Array, weight: Packed) -> jax.Array:
+    """The same without a bias, float32."""
+    w_XKN = jax.vmap(packed.dequantised)(weight)[:, : x.shape[-1]]
+    return jnp.matmul(x.astype(jnp.float32), w_XKN)

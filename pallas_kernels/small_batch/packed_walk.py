@@ -3,15 +3,17 @@
 A tile is two stretches of 32 columns, or 32 columns of which two warps have the even blocks of 128 inputs and two the
 odd ones. A warpgroup has a tile, or several share one and take turns at its inputs. Each has a ring of its own, expands
 a block in registers and multiplies it by the rows (`unpack`). A block's sums are scaled and added in float32, a
-warpgroup's blocks in their order, then the warpgroups', then even and odd: the same whatever the number of rows.
+warpgroup's blocks in their order, then the warpgroups', then even and odd: the same whatever the number of rows. Where
+rows are normed before, their division by the root mean square comes after the product.
 
-Owns the rings, the loop and the sums. Must not know what stands before and after a product.
+Owns the rings, the loop, the sums and the mean squares. Must not know what stands after a product.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +52,7 @@ class Walk:
     Attributes:
       dtype: of the values, as `Packed.kind`. shape: (M, K) of the rows, the most that a program has. columns: of the
         kernel. groups: of scales. interpret: whether registers are pretended.
+      eps: of the norm before, over `squares` tiles of `width` features; None where there is none.
     """
 
     dtype: str
@@ -57,6 +60,9 @@ class Walk:
     columns: int
     groups: int
     interpret: bool = False
+    eps: float | None = None
+    squares: int = 0
+    width: int = 0
 
     @property
     def parts(self) -> int:
@@ -159,6 +165,49 @@ class Walk:
             arrivals = self.split // 2
             out |= {name: plgpu.Barrier(num_barriers=self.tiles, num_arrivals=arrivals) for name in ("half", "summed")}
         return out
+
+    @property
+    def sharers(self) -> int:
+        """Warpgroups that add up the squares of a norm before."""
+        return math.gcd(self.teams, self.squares)
+
+    def norm(self) -> dict[str, Any]:
+        """What of `beside` a norm before needs."""
+        if self.eps is None:
+            return {}
+        return {
+            "squares": plgpu.SMEM((self.squares, self.rows), F32),
+            "normed": plgpu.Barrier(num_barriers=1, num_arrivals=1),
+            "shares": plgpu.SMEM((self.sharers, self.rows), F32),
+            "added": plgpu.Barrier(num_barriers=1, num_arrivals=self.sharers),
+        }
+
+    def copy_norm(self, squares_TR: Any, shared: dict[str, Any]) -> None:
+        """Asks for the squares; one warpgroup does."""
+        plgpu.copy_gmem_to_smem(squares_TR, shared["squares"], shared["normed"].at[0])
+
+    def add_squares(self, team: Any, shared: dict[str, Any]) -> None:
+        """Each warpgroup a share: all of them, read by all, would keep shared memory busy."""
+        if self.eps is None:
+            return
+
+        @pl.when(team < self.sharers)
+        def _() -> None:
+            plgpu.barrier_wait(shared["normed"].at[0])
+            count = self.squares // self.sharers
+            share = mosaic.summed_tiles(shared["squares"], team * count, count, HALF.reduce(0))
+            mosaic.write(shared["shares"].at[team], share)
+            plgpu.barrier_arrive(shared["added"].at[0])
+
+    def wait_norm(self, shared: dict[str, Any]) -> None:
+        """Returns when all shares are there; once, before `inverse_rms`."""
+        if self.eps is not None:
+            plgpu.barrier_wait(shared["added"].at[0])
+
+    def inverse_rms(self, shared: dict[str, Any]) -> jax.Array:
+        """Of each row [rows], in the layout of `HALF`'s."""
+        assert self.eps is not None
+        return mosaic.inverse_rms(shared["shares"], self.width, self.eps, HALF.reduce(0))
 
     def turns(self, turn_of: Any) -> Any:
         """Steps of a tile's warpgroup of this number."""

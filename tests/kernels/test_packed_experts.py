@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.small_batch import gpu_packed_experts, packed, packed_experts
+from pallas_kernels.small_batch import gpu_packed_experts, packed, packed_experts, reference
 from pallas_kernels.small_batch.experts import Choice
 from pallas_kernels.small_batch.packed import Packed
 from pallas_kernels.small_batch.packed_experts import Gates
+from pallas_kernels.small_batch.reference import Stream
 
 interpreted = pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX has no interpreter for it")
 
@@ -25,6 +26,7 @@ FORMATS = {
 }  # fmt: skip
 #: Widths of rows and of experts, with whole blocks of inputs and without.
 WHOLE, PART = (256, 128), (192, 64)
+EPS = 1e-5
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +147,10 @@ def chosen(args: tuple[Any, ...], count: int) -> Choice:
     return Choice(*(jnp.asarray(x) for x in (order.astype(np.int32), ranks.astype(np.int32), weights_XR)))
 
 
+def stream(x: np.ndarray, gain: float = 1.0) -> Stream:
+    return reference.begin(jnp.asarray(x), jnp.full(x.shape[1], gain, jnp.bfloat16))
+
+
 def test_xlas_path_is_the_definition():
     """Inputs that fill the last block up stand for nothing."""
     given = {name: arguments(name, 5, biased=name == "mxfp4") for name in FORMATS}
@@ -156,8 +162,10 @@ def test_xlas_path_is_the_definition():
         for name, (args, extra, _) in given.items():
             weights = [packed_as(name, *raw) for raw in args[3:]]
             found[name] = packed_experts.mix(*args[:3], *weights, **extra), weights
-            of_choice = packed_experts.mix_chosen(args[0], choices[name], 2, *weights, **extra)
-            found[name] += (of_choice,)
+            own = stream(args[0])
+            gain = jnp.ones(own.h_ME.shape[1], jnp.bfloat16)
+            after = packed_experts.mix_chosen(own, choices[name], 2, *weights, gain, EPS)
+            found[name] += (after.h_ME.astype(jnp.float32) - own.h_ME.astype(jnp.float32),)
             found[name] += ([jax.vmap(packed.dequantised)(weight) for weight in weights],)
             lying = [packed.as_they_lie(weight, jnp.float32) for weight in weights]
             found[name] += ([packed.natural(x, w.values.dtype) for x, w in zip(lying, weights, strict=True)],)
@@ -174,8 +182,10 @@ def test_xlas_path_is_the_definition():
             np.testing.assert_allclose(own[:, :k], want, rtol=1e-6)
             np.testing.assert_array_equal(own[:, k:], 0)
         want = by_rows(args, extra, wide)
-        for found in (mixed, of_choice):
-            np.testing.assert_allclose(found, want, atol=2**-6 * np.abs(want).max())
+        np.testing.assert_allclose(mixed, want, atol=2**-6 * np.abs(want).max())
+        x = np.asarray(args[0], np.float64)
+        want = by_rows((x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + EPS), *args[1:]), {}, wide)
+        np.testing.assert_allclose(of_choice, want, atol=2**-6 * max(np.abs(want).max(), np.abs(x).max()))
 
 
 @interpreted
@@ -191,6 +201,11 @@ def test_kernels_agree_with_xla(name: str, m: int):
     got, want = gpu_packed_experts.mix(*args, **extra, interpret=params), packed_experts.mix(*args, **extra)
     np.testing.assert_allclose(got, want, atol=2**-7 * float(jnp.abs(want).max()))
     if m <= packed_experts.PIECE:
-        rest = chosen(given, 6), 2, *args[3:]
-        got = gpu_packed_experts.mix_chosen(args[0], *rest, **extra, interpret=params)
-        np.testing.assert_allclose(got, want, atol=2**-7 * float(jnp.abs(want).max()))
+        width = given[0].shape[1]
+        rest = stream(given[0], 0.5), chosen(given, 6), 2, *args[3:], jnp.full(width, 0.75, jnp.bfloat16), EPS
+        got, want = (of.mix_chosen(*rest, **more) for of, more in (
+            (gpu_packed_experts, {"interpret": params}), (packed_experts, {})
+        ))  # fmt: skip
+        for own, other in zip((*got[:2], got[2][:, :m]), (*want[:2], want[2][:, :m]), strict=True):
+            own, other = (np.asarray(x, np.float32) for x in (own, other))
+            np.testing.assert_allclose(own, other, atol=2**-6 * np.abs(other).max())

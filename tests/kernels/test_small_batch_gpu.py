@@ -13,7 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.small_batch import experts, gpu, gpu_experts, gpu_packed_many, packed, reference
+from pallas_kernels.small_batch import (
+    experts,
+    gpu,
+    gpu_experts,
+    gpu_packed_experts,
+    gpu_packed_many,
+    packed,
+    packed_experts,
+    reference,
+)
 from pallas_kernels.small_batch.reference import Stream
 
 pytestmark = pytest.mark.skipif(gpu.supported() is not None, reason=str(gpu.supported()))
@@ -64,11 +73,13 @@ def few(dtype: Any, grouped: bool, seed: int, k: int, n: int) -> packed.Packed:
 
 
 def few_bits(m: int, of: Any) -> Any:
-    """The same four and the output layer of weights in each format; heads are neither normed nor biased."""
+    """The same four and the output layer of weights in each format; heads as they are, biased, and normed besides."""
     own, found = rows(m), []
+    biased = {"bias": normal(10, C * sum(COUNTS))}
     for i, (dtype, grouped) in enumerate(FORMATS):
         kernel = functools.partial(few, dtype, grouped, 20 + i)
-        found += of.heads(own["stream"], kernel(E, C * sum(COUNTS)), own["rope"], COUNTS, EPS)
+        for extra in ({}, biased, {**biased, "gains": (normal(11, C), normal(12, C))}):
+            found += of.heads(own["stream"], kernel(E, C * sum(COUNTS)), own["rope"], COUNTS, EPS, **extra)
         stream = of.add(own["attended"], kernel(C * COUNTS[0], E), own["stream"].h_ME, normal(1, E))
         hidden = of.swiglu(stream, kernel(E, 2 * F), EPS)
         last = of.add(hidden, kernel(F, E), stream.h_ME, normal(1, E))
@@ -81,6 +92,21 @@ def mixture(m: int, of: Any) -> Any:
     choice = of.choose(stream, normal(12, E, count, scale=0.1), EPS, 4, m)
     kernels = normal(13, count, E, 2 * inner, scale=0.03), normal(14, count, inner, E, scale=0.03)
     return choice.weights_XR.T[:m], of.mix(stream, choice, *kernels, normal(1, E), EPS, 4)
+
+
+def packed_mixture(m: int, of: Any) -> Any:
+    """Experts of weights in each format, of a choice that a kernel made."""
+    count, inner, stream, found = 64, 256, rows(m)["stream"], []
+    choice = (gpu_experts if of is gpu_packed_experts else experts).choose(
+        stream, normal(12, E, count, scale=0.1), EPS, 4, m
+    )  # fmt: skip
+    for i, (dtype, grouped) in enumerate(FORMATS):
+        each = [[few(dtype, grouped, 40 + i + 3 * n, k, o) for n in range(count)] for k, o in (
+            (E, 2 * inner), (inner, E)
+        )]  # fmt: skip
+        kernels = [jax.tree.map(lambda *x: jnp.stack(x), *one) for one in each]
+        found.append(of.mix_chosen(stream, choice, 4, *kernels, normal(1, E), EPS))
+    return found
 
 
 def by_rows(found: Any, m: int) -> list[np.ndarray]:
@@ -97,11 +123,15 @@ def by_rows(found: Any, m: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("run", "of", "want"), [(layer, gpu, reference), (few_bits, gpu, reference), (mixture, gpu_experts, experts)]
-)
-def test_rows_are_xlas_and_have_the_same_bits_among_others(run: Any, of: Any, want: Any):
+    ("run", "of", "want", "most"),
+    [
+        (layer, gpu, reference, 32), (few_bits, gpu, reference, 32), (mixture, gpu_experts, experts, 32),
+        (packed_mixture, gpu_packed_experts, packed_experts, 8),
+    ],
+)  # fmt: skip
+def test_rows_are_xlas_and_have_the_same_bits_among_others(run: Any, of: Any, want: Any, most: int):
     alone = by_rows(run(1, of), 1)
-    for m in (1, 4, 32):
+    for m in (1, 4, most):
         for i, (got, expected) in enumerate(zip(by_rows(run(m, of), m), by_rows(run(m, want), m), strict=True)):
             np.testing.assert_array_equal(got[:1], alone[i])
             np.testing.assert_allclose(got, expected, atol=2**-6 * np.abs(expected).max())

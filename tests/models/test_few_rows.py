@@ -128,7 +128,7 @@ def test_few_rows_on_two_devices_are_those_of_one(c: int):
 
 @pytest.mark.parametrize(("kind", "groups"), [(jnp.int4, 2), (jnp.int8, 1)], ids=["int4-g128", "int8"])
 def test_few_rows_of_quantised_weights_are_the_layers(kind: Any, groups: int):
-    cfg = dataclasses.replace(CONFIG, intermediate_size=512, **(QWEN if groups == 1 else {}))  # normed after, if packed
+    cfg = dataclasses.replace(CONFIG, intermediate_size=512, **(QWEN if groups == 1 else {}))
     plain, prepared = (
         quantised(model(cfg), kind, groups),
         few_rows.prepare(quantised(model(cfg), kind, groups), "reference"),
@@ -202,6 +202,7 @@ def test_devices_share_experts_behind_attention_by_the_kernels():
 def test_quantised_weights_that_two_devices_share_are_packed(kind: Any, groups: int):
     """Few rows and many; the parts lie where their devices read them, and a budget counts what they add."""
     cfg = dataclasses.replace(CONFIG, hidden_size=512, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=128)
+    cfg = dataclasses.replace(cfg, **(QWEN if groups == 1 else {}))
     plain, mesh = quantised(model(cfg), kind, groups), tensor_mesh(2)
     shared = tensor_parallel(plain, 2)
     split = few_rows.prepare(shared, "reference")

@@ -60,6 +60,10 @@ _GPT_OSS_20B = ModelConfig(
 #: rehearsals; with the heads' draft vocabularies.
 SHAPES = {
     "8b": (ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, rope_theta=5e5), 32000),
+    "qwen3-8b": (
+        ModelConfig("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, rope_theta=1e6, rms_norm_eps=1e-6, qk_norm=True),
+        32000,
+    ),
     "30b-a3b": (
         ModelConfig(
             "qwen3_moe",
