@@ -138,7 +138,7 @@ class Setting:
         args, results = tuple(map(self.abstract, lowering.args)), _flat(lowering.results)
         jitted = jax.jit(
             self._flattened(lowering), donate_argnums=donated, static_argnames=tuple(static), out_shardings=results,
-            compiler_options=dict(place.options) or None,
+            compiler_options=dict(place.compiler_options) or None,
         )  # fmt: skip
 
         def lower() -> jax.stages.Lowered:
@@ -150,7 +150,7 @@ class Setting:
             flat = *jax.tree.flatten(args), static, *jax.tree.flatten(results)
             trees = [self.trees[arg] for arg in lowering.args if isinstance(arg, Held)]
             try:
-                told = describe((lowering.fn, donated, *flat, *trees, place.mesh, place.options))
+                told = describe((lowering.fn, donated, *flat, *trees, place.mesh, place.compiler_options))
             except IndescribableError as e:
                 _log.debug("an executable is not stored, for it depends on %s", e)
         return Compilation(key, args, lower, told)

@@ -34,6 +34,7 @@ from jaxspec.speculation.round import Drafted, Forward, RoundSpec, round_fn
 from jaxspec.speculation.several import several_fn
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import Tier
+from pallas_kernels import compilers
 from pallas_kernels.small_batch.packed import Packed
 
 
@@ -229,7 +230,7 @@ class Placement:
     Attributes:
       target, draft_params, state: NamedShardings, in the structure of what they place.
       logits: of [B, N, V]. replicated: a whole copy on every device.
-      options: XLA's, for what is compiled.
+      options: XLA's, for what is compiled, besides those of the devices.
     """
 
     mesh: Mesh | None = None
@@ -239,6 +240,12 @@ class Placement:
     logits: NamedSharding | None = None
     replicated: NamedSharding | None = None
     options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def compiler_options(self) -> tuple[tuple[str, Any], ...]:
+        """All of XLA's for what is compiled: those of its devices, and `options`."""
+        device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+        return (*compilers.options(device.platform, device.device_kind).items(), *self.options)
 
     @property
     def spans(self) -> bool:

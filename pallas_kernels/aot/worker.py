@@ -20,6 +20,7 @@ from pathlib import Path
 
 import jax
 
+from pallas_kernels import compilers
 from pallas_kernels.aot import ptx
 from pallas_kernels.aot.collectives import Collective, collectives
 from pallas_kernels.aot.programs import Program, provider
@@ -89,7 +90,9 @@ def examine(program: Program, target: Target) -> Outcome:
         outcome = dataclasses.replace(outcome, lower_seconds=took)
         with tempfile.TemporaryDirectory() as scratch:
             # A directory of its own, so that the kernels found in it are this program's.
-            options = {"xla_dump_to": scratch, "xla_dump_emitter_re": "ptx"} if target.kind == "gpu" else None
+            options = {"xla_dump_to": scratch, "xla_dump_emitter_re": "ptx"} if target.kind == "gpu" else {}
+            device = target.mesh(1, "any").devices.flat[0]
+            options |= compilers.options(device.platform, device.device_kind)
             began = time.perf_counter()
             compiled = lowered.compile(compiler_options=options)
             took = time.perf_counter() - began

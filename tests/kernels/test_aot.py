@@ -9,6 +9,7 @@ import re
 import stat
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from jaxspec.runtime.sharding import Placement
+from pallas_kernels import compilers
 from pallas_kernels.aot import __main__ as command
 from pallas_kernels.aot import ptx, targets, worker
 from pallas_kernels.aot.collectives import collectives
@@ -297,6 +300,30 @@ def test_every_operation_compiles(target: str, cases: tuple[str, ...], tmp_path:
         assert all(0 < o["registers"] <= 255 for o in outcomes if o["op"] != "kv_commit"), printed
     else:
         assert all(o["code_bytes"] > 0 for o in outcomes), printed
+
+
+@pytest.mark.exhaustive("a compiler more")
+def test_no_loop_copies_weights_on_a_tpu_v7x(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Without what `compilers` tells XLA it does, all experts of a layer before a loop over some of them."""
+    case = "--op", "experts_round", "--case", "^30b-a3b-b1$"
+    status, printed = run("tpu7x", *case)
+    assert status == 0, printed
+    (tmp_path / "sitecustomize.py").write_text(
+        "from pallas_kernels import compilers\ncompilers.options = lambda *_: {}\n"
+    )  # fmt: skip
+    path = os.pathsep.join([str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    status, printed = run("tpu7x", *case, PYTHONPATH=path)
+    assert status == 1 and "(a sixteenth of a layer's experts in bfloat16)" in printed, printed
+
+
+def test_a_devices_own_options_come_with_those_of_a_placement():
+    mesh = lambda kind: types.SimpleNamespace(
+        devices=np.asarray([types.SimpleNamespace(platform="tpu", device_kind=kind)], object)
+    )
+    more = ("xla_more", True)
+    for kind, own in (("TPU7x", [*compilers.options("tpu", "TPU7x").items()]), ("TPU v6 lite", [])):
+        placement = Placement(mesh(kind), options=(more,))  # pyright: ignore[reportArgumentType]
+        assert placement.compiler_options == (*own, more) and bool(own) == (kind == "TPU7x")
 
 
 BAD = """
