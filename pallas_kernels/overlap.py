@@ -1,9 +1,10 @@
 """Kernels on Mosaic GPU that begin before the one before them has ended (programmatic dependent launch).
 
 A kernel that calls `begin` and `wait` is launched while the kernels that it depends on still run, once all programs of
-these have begun. Before `wait` it may read what no kernel of the executable writes, its parameters, and nothing else,
-and write nothing outside of its own shared memory; after `wait` all that was launched before has ended, and what it
-wrote can be read. That is passed on: a kernel ends after its own `wait`, so who waits for it waits for all before it.
+these have begun. Before `wait` it may read what no kernel of the executable writes, its parameters, and write nothing
+outside of its own shared memory; after `wait` all that was launched before has ended, and what it wrote can be read.
+That is passed on: a kernel ends after its own `wait`, so who waits for it waits for all before it. And a kernel whose
+predecessor calls `begin` after `wait` may read before its own `wait` what was written before that predecessor.
 
 JAX 0.12 and newer put such launches into CUDA's graphs (`MosaicGpuRecord` in its plugin); before, graphs kept no such
 edge and kernels lost by it (docs/notes.md, 2026-11-23), so there both do nothing. Nor do they in the interpreter.

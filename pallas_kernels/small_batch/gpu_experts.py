@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import overlap
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch import experts, mosaic, unpack
 from pallas_kernels.small_batch.experts import Choice
@@ -38,11 +39,12 @@ class _Route:
     """The router's sums over each piece of its inputs, [pieces, X, R].
 
     Attributes:
-      shape: (M, K) of the rows. count: of experts.
+      shape: (M, K) of the rows. count: of experts. interpret: see gpu._Kernel.
     """
 
     shape: tuple[int, int]
     count: int
+    interpret: bool = False
 
     name, teams = "route", 1
 
@@ -68,6 +70,8 @@ class _Route:
         for part in range(parts):
             source = w_KX.at[inputs, pl.ds(part * TILE, TILE)]
             plgpu.copy_gmem_to_smem(source, shared["w"].at[0, part], shared["full"].at[0])
+        overlap.wait(self.interpret)
+        overlap.begin(self.interpret)
         source = x_MK.at[mosaic.all_rows(program, self.shape[0], rows), inputs]
         plgpu.copy_gmem_to_smem(source, shared["x"].at[0], shared["full"].at[0])
         run = lambda *totals: mosaic.walk(totals, shared, 1, lambda *_: None)
@@ -95,6 +99,7 @@ class _Choose:
     per_token: int
     normalised: bool
     eps: float
+    interpret: bool = False
 
     name, teams, programs = "choose", 1, 1
 
@@ -113,6 +118,8 @@ class _Choose:
 
     def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
         """See mosaic.Kernel."""
+        overlap.wait(self.interpret)
+        overlap.begin(self.interpret)
         sums_PXR, squares_TR = ins
         rows = round_up(self.rows, 8)
         plgpu.copy_gmem_to_smem(squares_TR, shared["squares"], shared["ready"].at[0])
@@ -403,11 +410,11 @@ def choose(
     (m, k), count = stream.scaled_ME.shape, router_EX.shape[1]
     mosaic.check_rows(m)
     wide = round_up(m, 8)
-    route = _Route((m, k), count)
+    route = _Route((m, k), count, interpret is not None)
     sums = jax.ShapeDtypeStruct((route.programs, count, wide), F32)
     [sums_PXR] = mosaic.launch(route, (sums,), stream.scaled_ME, router_EX, interpret=interpret)
     tiles = stream.squares_TR.shape[0]
-    kernel = _Choose(rows, k, tiles, route.programs, count, per_token, normalised, eps)
+    kernel = _Choose(rows, k, tiles, route.programs, count, per_token, normalised, eps, interpret is not None)
     list_X, weights_XR = (jax.ShapeDtypeStruct(shape, kind) for shape, kind in (
         ((count,), jnp.int32), ((count, wide), F32)
     ))  # fmt: skip

@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import overlap
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch import experts, mosaic, packed, packed_experts, unpack
 from pallas_kernels.small_batch.experts import Choice
@@ -85,6 +86,12 @@ class _Kernel(Walk):
         return self.slots_in_use * self.across
 
     @property
+    def early(self) -> int:
+        """Steps of a ring whose weights are asked for before the kernel before has ended: that is gate and up, which
+        began when the choice of experts was there."""
+        return self.stages if self.kind == "down" and overlap.overlaps(self.interpret) else 0
+
+    @property
     def pieces(self) -> int:
         """Of rows, that an expert may have."""
         return self.rows // PIECE
@@ -100,6 +107,9 @@ class _Kernel(Walk):
 
     def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
         """A warpgroup of a program."""
+        if not self.early:
+            overlap.wait(self.interpret)
+            overlap.begin(self.interpret)
         program, table_3S = lax.axis_index("program"), ins[3]
         slot, tile = lax.div(program, self.across), lax.rem(program, self.across)
         expert = table_3S[0, slot]
@@ -135,27 +145,45 @@ class _Kernel(Walk):
         columns = tile * COLUMNS, self.columns // 2 + tile * COLUMNS
         first = program * 0 if self.every else begin
 
-        def copy(turn: Any, slot: Any) -> None:
-            """Of a turn; what lies in the second-level cache first."""
-            full, inputs = shared["full"].at[slot], self.stretch(turn, team)
+        def copy_rows(turn: Any, slot: Any) -> None:
             if not self.alone:
                 own = shared["x"].at[slot] if rows == self.rows else shared["x"].at[slot, pl.ds(0, rows)]
-                plgpu.copy_gmem_to_smem(x.at[pl.ds(first, rows), inputs], own, full)
-            source = w_BNK.at[pl.ds(expert * 2, 2), pl.ds(columns[0], COLUMNS), inputs]
-            plgpu.copy_gmem_to_smem(source, shared["w"].at[slot], full)
+                source = x.at[pl.ds(first, rows), self.stretch(turn, team)]
+                plgpu.copy_gmem_to_smem(source, own, shared["full"].at[slot])
+
+        def copy_weights(turn: Any, slot: Any) -> None:
+            source = w_BNK.at[pl.ds(expert * 2, 2), pl.ds(columns[0], COLUMNS), self.stretch(turn, team)]
+            plgpu.copy_gmem_to_smem(source, shared["w"].at[slot], shared["full"].at[slot])
+
+        def copy(turn: Any, slot: Any) -> None:
+            """Of a turn; what lies in the second-level cache first."""
+            copy_rows(turn, slot)
+            copy_weights(turn, slot)
+
+        def copy_scales() -> None:
+            for part, column in enumerate(columns):
+                source = scale_XGN.at[expert, :, pl.ds(column, COLUMNS)]
+                plgpu.copy_gmem_to_smem(source, shared["scale"].at[0, part], ready)
+
+        if self.early:
+            pl.when(team == 0)(copy_scales)
+            self.fill(team, mine, copy_weights, end=self.early)
+            overlap.wait(self.interpret)
+            overlap.begin(self.interpret)
 
         @pl.when(team == 0)
         def _() -> None:
             if self.alone:  # to whole blocks: the copy engine fills what the row does not have with zeros
                 lines = pl.ds(program * 0, self.shape[1] // _LINE)
                 plgpu.copy_gmem_to_smem(x.at[first, lines], shared["x"], ready)
-            for part, column in enumerate(columns):
-                source = scale_XGN.at[expert, :, pl.ds(column, COLUMNS)]
-                plgpu.copy_gmem_to_smem(source, shared["scale"].at[0, part], ready)
+            if not self.early:
+                copy_scales()
             for ref in squares_TR:
                 self.copy_norm(ref, shared)
 
-        self.fill(team, mine, copy)
+        if not self.alone:
+            self.fill(team, mine, copy_rows, end=self.early)
+        self.fill(team, mine, copy, begin=self.early)
         # Too few bytes for the copy engine.
         biases = [
             load(ref.at[expert, pl.ds(c, COLUMNS)], HALF.reduce(1)).astype(F32) for ref in bias_XN for c in columns
@@ -318,6 +346,8 @@ class _Finish:
         own, ready = pl.ds(program * TILE, TILE), shared["ready"].at[0]
         plgpu.copy_gmem_to_smem(order_X, shared["order"], ready)
         plgpu.copy_gmem_to_smem(weights_XR, shared["weights"], ready)
+        overlap.wait(self.interpret)
+        overlap.begin(self.interpret)
         plgpu.copy_gmem_to_smem(y_SRE.at[:, :, own], shared["parts"], ready)
         plgpu.copy_gmem_to_smem(h_ME.at[mosaic.all_rows(program, self.rows, PIECE), own], shared["h"], ready)
         plgpu.copy_gmem_to_smem(gain_E.at[own], shared["gain"], ready)
