@@ -27,6 +27,7 @@ class Bucket:
       interval: rounds to wait between probes of acceptance, as long as they lose.
       pause: rounds to wait between looks at costs that are worth a round; less for those that are worth more.
       since_probe: rounds since the last probe of any kind. since_look: since the last look.
+      waited: dispatches since the last probe began.
       since_whole: rounds of drafting since one of which everything was verified.
       probe: the arm of the probe whose results are awaited, and of how many dispatches. looks: further ones of it that
         are still to run. won: whether it emitted what it took.
@@ -47,6 +48,7 @@ class Bucket:
     interval: float = 0.0
     pause: float = 10.0
     since_probe: int = 0
+    waited: int = 0
     since_look: int = 0
     since_whole: int = 0
     probe: int | None = None

@@ -148,13 +148,13 @@ class CostEstimate:
 
     def observe(
         self, tier: Tier, bucket: int, seconds: float, tokens: int | None = None, *, context: float | None = None,
-        after_drafts: bool = False,
+        after_drafts: float = 0.0,
     ) -> bool:  # fmt: skip
         """Takes the positive seconds of one round; a round that has no cost is ignored.
 
         Args:
           context: see `logs`.
-          after_drafts: a plain round, and the one right before it drafted.
+          after_drafts: of plain rounds, the share of them that come right after one that drafted.
 
         Returns:
           Whether the round was so much slower than believed that another should confirm it.
@@ -172,7 +172,7 @@ class CostEstimate:
             block.forget()
             surprise = told - block.mean[i]
         if after_drafts and surprise > 0:
-            block.observe(i, surprise, self._noise + AFTER_DRAFTS**2, False)
+            block.observe(i, surprise, self._noise + (AFTER_DRAFTS * after_drafts) ** 2, False)
             return False
         if block.cov[i][i] < self._noise + 2 * _COMMON_DRIFT:
             self._heard += 1

@@ -127,7 +127,8 @@ class GoodputPolicy:
         state.rounds += rounds
         state.since_probe += rounds
         state.since_look += rounds
-        if steady.repeats(view):
+        state.waited += 1
+        if steady.repeats(view, rounds):
             assert steady.choice is not None and current is not None
             state.since_whole += not self._arms[current].is_whole
             state.credit += self._params.probe_share * rounds * steady.seconds
@@ -138,10 +139,10 @@ class GoodputPolicy:
         if state.looks and state.probe is not None:
             state.looks, state.awaited = state.looks - 1, state.awaited + 1
             return self._run(state, state.probe, bucket)
-        if state.probe is not None and state.since_probe > view.rounds * _PROBE_PATIENCE:
+        if state.probe is not None and state.waited > _PROBE_PATIENCE:
             state.probe = None
         if state.probe is None and self._probes.begin(state, view, scores, costs, tokens):
-            state.since_probe, state.awaited, state.won, state.doubted = 0, 1, False, False
+            state.since_probe, state.waited, state.awaited, state.won, state.doubted = 0, 0, 1, False, False
             assert state.probe is not None
             steady.disturb()
             return self._run(state, state.probe, bucket)
@@ -181,8 +182,8 @@ class GoodputPolicy:
 
     def observe(self, stats: RoundStats) -> None:
         """Updates acceptance from a finished round, and costs where it was timed. All rounds of a dispatch at once."""
-        if self._parts and (self._parts[0].tier, self._parts[0].bucket) != (stats.tier, stats.bucket):
-            self._parts.clear()
+        if self._parts and _kind(self._parts[0]) != _kind(stats):
+            self._parts.clear()  # their others are missing
         self._parts.append(stats)
         if len(self._parts) < stats.dispatched:
             return
@@ -197,7 +198,12 @@ class GoodputPolicy:
         arm = self._cost.arm(stats.tier, stats.bucket, stats.tokens)
         after, self._drafted = self._drafted and not stats.tier.depth, stats.tier.depth > 0
         doubtful = stats.seconds > 0 and self._cost.observe(
-            stats.tier, stats.bucket, stats.seconds, stats.tokens, context=stats.context_tokens, after_drafts=after
+            stats.tier,
+            stats.bucket,
+            stats.seconds,
+            stats.tokens,
+            context=stats.context_tokens,
+            after_drafts=after / stats.dispatched,
         )
         self._learn_entry(stats)
         self._learn_acceptance(stats, state.steady.studied())
@@ -358,3 +364,8 @@ class GoodputPolicy:
         if bucket not in self._buckets:
             raise ValueError(f"the cost table has no cost in bucket {bucket}, only in buckets {list(self._buckets)}")
         return self._buckets[bucket]
+
+
+def _kind(stats: RoundStats) -> tuple[Tier, int, int]:
+    """What the rounds of a dispatch have in common."""
+    return stats.tier, stats.bucket, stats.dispatched

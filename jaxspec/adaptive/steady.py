@@ -49,9 +49,9 @@ class Steady:
     plain: bool = False
     passed: int = 0
 
-    def repeats(self, view: BatchView) -> bool:
-        """Whether the last decision stands for this round as well; counts it."""
-        rows = view.batch_size * view.rounds
+    def repeats(self, view: BatchView, rounds: int) -> bool:
+        """Whether the last decision stands for this dispatch as well, of so many rounds; counts it."""
+        rows = view.batch_size * rounds
         if self.left <= 0 or view.tpot is not None or (rows < _LEAST and not self.plain):
             return False
         self.left -= 1

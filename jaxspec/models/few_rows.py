@@ -41,8 +41,9 @@ _PLAIN = (
     "output_bias", "mlp_bias", "qk_norm_wide", "pre_norms", "post_norms", "norm_gain", "hidden_act",
     "residual_scale", "partial_rotary_factor", "rope_interleaved", "no_rope_layers", "local_rope_theta", "latent",
 )  # fmt: skip
-#: Width of a head whose halves are one tile each, so that a product can rotate it.
-_ROTATED = 2 * TILE
+#: Width of a head whose halves are one tile each, so that a product can rotate it; and inputs up to which one in few
+#: bits norms it, too.
+_ROTATED, _NORMED_WIDTH = 2 * TILE, 8192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,7 @@ class FewRows:
         counts, kernel = (attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), attn.qkv.kernel[...]
         bias = None if attn.qkv.bias is None else attn.qkv.bias[...]
         norms = None if attn.q_norm is None or attn.k_norm is None else (attn.q_norm, attn.k_norm)
-        if c == _ROTATED:
+        if c == _ROTATED and not (norms is not None and _too_wide(attn)):
             gains = None if norms is None else (_gain(norms[0]), _gain(norms[1]))
             parts = ways.heads(stream, kernel, tables, counts, eps, bias, gains)
             return [p[: b * n].reshape(b, n, h, c) for p, h in zip(parts, counts, strict=True)]
@@ -322,7 +323,14 @@ def output_refusal(model: Transformer) -> str | None:
 
 def norms_apart(model: Transformer) -> bool:
     """Whether queries and keys are normed by XLA after the kernel's product (`FewRows`), not by it."""
-    return any(layer.attn.q_norm is not None and layer.attn.head_dim != _ROTATED for layer in model.layers)
+    normed = (layer.attn for layer in model.layers if layer.attn.q_norm is not None)
+    return any(attn.head_dim != _ROTATED or _too_wide(attn) for attn in normed)
+
+
+def _too_wide(attn: Attention) -> bool:
+    """Whether a program of whole heads in few bits would have no room for its rings."""
+    kernel = attn.qkv.kernel[...]
+    return isinstance(kernel, Quantised | Packed) and kernel.shape[0] > _NORMED_WIDTH
 
 
 def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) -> Any:

@@ -22,6 +22,7 @@ from jaxspec.runtime.sharding import abstract, parameter_shardings, put, state_s
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.tier import Tier
+from pallas_kernels import compilers
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +83,8 @@ def seconds(
     jitted = jax.jit(drafts, donate_argnums=1, out_shardings=(lies, everywhere))
     with jax.set_mesh(mesh):
         lowered = jitted.lower(params, abstract(state, lies), batch, tokens)
-    run = lowered.compile(compiler_options=dict(options))
+    device = mesh.devices.flat[0]
+    run = lowered.compile(compiler_options=compilers.options(device.platform, device.device_kind) | dict(options))
     took = []
     for _ in range(4):
         began = time.perf_counter()

@@ -97,7 +97,8 @@ class Pace:
         self._means: dict[Hashable, _Means] = {}
         self._latest: Hashable = None
         self._known: Hashable = None  # the latest kind of which enough single rounds were timed
-        self._before = 0
+        self._before = self._run = 0  # rounds of the dispatch before; dispatches of the latest kind in a row
+        self._seconds = 0.0  # of the latest dispatch, for each of its rounds
         self._rows = self._stopped = 0.0
 
     def repeats(self) -> Repeats:
@@ -111,9 +112,11 @@ class Pace:
         latest, means = self._means.get(self._latest, _Means()), self._means.get(self._known)
         if latest.alone >= _ENOUGH:
             means = latest
-        elif latest.repeated >= _ENOUGH:
+        elif self._run >= _ENOUGH:
             return ALONE  # it is more than tried: its own host's part is measured
-        if means is None or means.since >= _AGAIN or max(latest.round, means.round) * self.most > _LATEST:
+        elif self._seconds * self.most > _LATEST:
+            return ALONE
+        if means is None or means.since >= _AGAIN or means.round * self.most > _LATEST:
             return ALONE
         if means.host < _PAYS * means.round:
             return ALONE
@@ -130,7 +133,8 @@ class Pace:
         """
         if self.most == 1 or not self._measured:
             return
-        before, self._before, self._latest = self._before, rounds, kind
+        self._run = self._run + 1 if kind == self._latest else 1
+        before, self._before, self._latest, self._seconds = self._before, rounds, kind, seconds / rounds
         if not quiet:
             return
         means = self._means.setdefault(kind, _Means())

@@ -50,7 +50,7 @@ def test_rounds_of_a_dispatch_tell_as_much_as_single_ones():
 
 def test_a_dispatch_of_which_rounds_are_missing_tells_nothing():
     one, clean = policy(), policy()
-    for round_ in rounds(Tier(3), [[0], [0], [0], [0]], 9.0)[:3]:
+    for round_ in (*rounds(Tier(3), [[0], [0], [0], [0]], 9.0)[:3], *rounds(Tier(1), [[0]] * 4, 9.0)[:2]):
         one.observe(round_)
     for told in (one, clean):
         for round_ in rounds(Tier(1), [[1], [1]], 1.05):
@@ -107,3 +107,18 @@ def test_a_replay_asks_once_for_all_rounds_of_a_dispatch():
         heard, chosen = heard + told, chosen + [tier] * 4
     assert len(set(chosen)) > 1
     assert list(replay(policy(), [stats.to_json() for stats in heard])) == chosen
+
+
+def test_looks_at_plain_decoding_do_not_make_it_seem_cheaper():
+    """A slow first round after drafts is one of four: what they take together is nearly what they take."""
+    for ratio in (0.85, 1.0):
+        one = GoodputPolicy(CHAINS, CostTable({(t, 8): SECONDS[t.depth] for t in CHAINS}))
+        chance = random.Random(3)
+        for turn in range(200):
+            one.select(BatchView(8, 8, rounds=4))
+            tier = PLAIN if turn % 10 == 9 else Tier(3)
+            told = [[accepted(chance, 0.6, tier.depth) for _ in range(8)] for _ in range(4)]
+            seconds = (ratio if tier == PLAIN else SECONDS[3]) * chance.lognormvariate(0, 0.03)
+            for round_ in rounds(tier, told, seconds):
+                one.observe(round_)
+        assert one.seconds(PLAIN, 8) / one.seconds(Tier(3), 8) == pytest.approx(ratio / SECONDS[3], rel=0.04)

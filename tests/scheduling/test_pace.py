@@ -54,6 +54,10 @@ def test_a_kind_that_is_only_tried_runs_like_the_others():
     """Its host's part is measured once it has run for long, and never several rounds that would take too long."""
     pace = Pace(4, measured=True)
     simulate(pace, 1e-3, 0.8e-3, 100)
+    for _ in range(20):  # now and then
+        pace.took("off at 4", 4, 3e-3, 1e-3)
+        assert pace.repeats().rounds == 4
+        pace.took("chain-3 at 4", 4, 3.2e-3, 1e-3)
     for _ in range(8):
         assert pace.repeats().rounds == 4
         pace.took("off at 4", 4, 3e-3, 1e-3)
@@ -62,6 +66,9 @@ def test_a_kind_that_is_only_tried_runs_like_the_others():
         pace.took("off at 4", 1, 1e-3, 0.2e-3)
     assert pace.repeats().rounds == 4
     pace.took("chain-3 at 64", 4, 44e-3, 43e-3)
+    assert pace.repeats().rounds == 1
+    for quiet in [False] * 30:  # of which no mean is known, for requests come and go all the time
+        pace.took("chain-3 at 16", 4, 5e-3, 3e-3, quiet=quiet)
     assert pace.repeats().rounds == 1
 
 
