@@ -109,16 +109,18 @@ def test_a_replay_asks_once_for_all_rounds_of_a_dispatch():
     assert list(replay(policy(), [stats.to_json() for stats in heard])) == chosen
 
 
-def test_looks_at_plain_decoding_do_not_make_it_seem_cheaper():
+@pytest.mark.parametrize("ratio", [0.85, 1.0])
+def test_looks_at_plain_decoding_do_not_make_it_seem_cheaper(ratio: float):
     """A slow first round after drafts is one of four: what they take together is nearly what they take."""
-    for ratio in (0.85, 1.0):
-        one = GoodputPolicy(CHAINS, CostTable({(t, 8): SECONDS[t.depth] for t in CHAINS}))
-        chance = random.Random(3)
-        for turn in range(200):
+    found = []
+    for seed in range(5):
+        one, chance = policy(), random.Random(seed)
+        for turn in range(300):
             one.select(BatchView(8, 8, rounds=4))
-            tier = PLAIN if turn % 10 == 9 else Tier(3)
+            tier = PLAIN if turn % 6 == 5 else Tier(3)
             told = [[accepted(chance, 0.6, tier.depth) for _ in range(8)] for _ in range(4)]
-            seconds = (ratio if tier == PLAIN else SECONDS[3]) * chance.lognormvariate(0, 0.03)
+            seconds = (ratio if tier == PLAIN else SECONDS[3]) * chance.lognormvariate(0, 0.08)
             for round_ in rounds(tier, told, seconds):
                 one.observe(round_)
-        assert one.seconds(PLAIN, 8) / one.seconds(Tier(3), 8) == pytest.approx(ratio / SECONDS[3], rel=0.04)
+        found.append(one.seconds(PLAIN, 8) / one.seconds(Tier(3), 8))
+    assert sum(found) / len(found) == pytest.approx(ratio / SECONDS[3], rel=0.035)
