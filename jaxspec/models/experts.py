@@ -10,8 +10,8 @@ Owns the router's arithmetic, and the ways in which experts are read:
   copied; a loop over blocks would be launches by the thousand.
 - all of them (GPUs, more rows): every expert with every row, of which most weigh nothing; in few bits some experts
   after the others.
-- packed (Hopper, in few bits): by a kernel that reads each expert in use once, some rows after the others
-  (docs/kernels.md); of more rows all of them, as they lie for it. `packing` says which models are laid out so.
+- packed (Hopper, in few bits): by a kernel that reads each expert in use once, or of prompts once for some of its rows
+  (docs/kernels.md). `packing` says which models are laid out so.
 How kernels are read in few bits, `stacked` says.
 Must not know families.
 """
@@ -39,14 +39,13 @@ from pallas_kernels.small_batch.packed import Packed
 #: Rows of a block, and where pairs of tokens and experts are many. CPUs keep to the first, whose bits are the same for
 #: any number of tokens; elsewhere prompts need larger products.
 _ROWS, _MANY_ROWS, _MANY_PAIRS = 8, 128, 1024
-#: Rows that all experts multiply at once, at most.
+#: Rows that all experts multiply at once, and that packed ones do, at most.
 _AT_ONCE = 1024
 #: How many pairs an expert are read one by one in few bits: on an H200 that is quicker than to expand all experts up to
 #: three (Qwen3-30B-A3B in fp8) or six (gpt-oss in MXFP4).
 _PAIRS_IN_FEW_BITS = 4
-#: Rows that the kernel for packed experts was made for, and how many times it runs for more: on an H200 five times
-#: take less than all experts (Qwen3-30B-A3B in fp8; of gpt-oss sixteen would).
-_PACKED_ROWS, _PACKED_TIMES = 32, 5
+#: Rows of which a router's product is made as sums.
+_FEW_ROWS = 32
 
 
 class Routing(NamedTuple):
@@ -201,7 +200,7 @@ class MixtureOfExperts(nnx.Module):
         x_ME = x_BNE.reshape(-1, x_BNE.shape[-1])
         way = self.way(x_ME.shape[0] * self.experts.per_token)
         kernel_EX = self.router.kernel[...]
-        few = way == "pairs" or (way == "packed" and x_ME.shape[0] <= _PACKED_ROWS)
+        few = way == "pairs" or (way == "packed" and x_ME.shape[0] <= _FEW_ROWS)
         if few and isinstance(kernel_EX, jax.Array) and kernel_EX.ndim == 2:
             # As sums, one launch; as a product split over its inputs, four.
             logits_MX = jnp.sum(x_ME.astype(jnp.float32)[:, :, None] * kernel_EX.astype(jnp.float32)[None], axis=1)
@@ -233,7 +232,7 @@ class MixtureOfExperts(nnx.Module):
     def way(self, pairs: int) -> str:
         """How experts are read for so many pairs of a row and an expert, see above."""
         if self.packed:
-            return "packed" if pairs <= _PACKED_ROWS * _PACKED_TIMES * self.experts.per_token else "all"
+            return "packed"
         gathers = all(stacked.gathers(kernel[...]) for kernel in (self.gate_up, self.down))
         if (self.backend or jax.default_backend()) != "gpu" or not gathers:
             return "blocks"
@@ -343,9 +342,9 @@ def _by_kernels(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
     mix = functools.partial(
         few.mix, gate_up=own.gate_up, down=own.down, gates=gates, gate_up_bias=own.gate_up_bias, down_bias=own.down_bias
     )
-    if (rows := x_ME.shape[0]) <= _PACKED_ROWS:
+    if (rows := x_ME.shape[0]) <= _AT_ONCE:
         return mix(x_ME, *routing)
-    return _in_turn(lambda part: mix(*part), (x_ME, *routing), _PACKED_ROWS)[:rows]
+    return _in_turn(lambda part: mix(*part), (x_ME, *routing), _AT_ONCE)[:rows]
 
 
 def _in_turn(run: Callable[[Any], jax.Array], rows: Any, size: int) -> jax.Array:

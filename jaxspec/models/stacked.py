@@ -116,24 +116,13 @@ def expanded(kernel: Any, dtype: DTypeLike) -> jax.Array:
 
 def times_all(x_ME: jax.Array, kernel: Any) -> jax.Array:
     """Rows times every kernel, expanded: [X, M, out]."""
-    if isinstance(kernel, Packed):
-        return jnp.einsum("me,xfe->xmf", _packed_inputs(x_ME, kernel), packed.as_they_lie(kernel, x_ME.dtype))
     return jnp.einsum("me,xef->xmf", x_ME, expanded(kernel, x_ME.dtype))
 
 
 def times_own(x_XMF: jax.Array, kernel: Any) -> jax.Array:
     """Each kernel, expanded, times rows of its own, and the sum over all: float32 [M, out]."""
-    if isinstance(kernel, Packed):
-        x_XMF, wide_XEF = _packed_inputs(x_XMF, kernel), packed.as_they_lie(kernel, x_XMF.dtype)
-        return jnp.einsum("xmf,xef->me", x_XMF, wide_XEF, preferred_element_type=jnp.float32)
     wide_XFE = expanded(kernel, x_XMF.dtype)
     return jnp.einsum("xmf,xfe->me", x_XMF, wide_XFE, preferred_element_type=jnp.float32)
-
-
-def _packed_inputs(x: jax.Array, kernel: Packed) -> jax.Array:
-    """Rows' last axis as a packed kernel has its inputs: in their order, and zeros behind."""
-    more = kernel.values.shape[-1] - x.shape[-1]
-    return packed.reordered(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]), kernel.values.dtype)
 
 
 def packing_refusal(kernel: Any, axis: int, count: int) -> str | None:

@@ -7,7 +7,8 @@ first launch divides by the norm's root mean square as well, and a third sums a 
 the order of their numbers. A program has a tile of 32 pairs of columns of one expert
 (gate and up; a column of either half of down's), which two warpgroups share: they take turns at its inputs
 (`packed_walk`, as all products of packed weights). Up to 8 rows of the pass stand beside one another for every expert;
-of more each expert has its own, copied together, and most need one group of 8 as well. A row's bits depend on neither.
+of more each expert has its own, copied together, in slots of 8 to 32: what an expert's second slot reads lies in the
+second-level cache. A row's bits depend on neither.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import overlap
-from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch import experts, mosaic, packed, packed_experts, unpack
 from pallas_kernels.small_batch.experts import Choice
 from pallas_kernels.small_batch.mosaic import F32, SUMS, along_rows, flipped, load
@@ -40,19 +40,18 @@ _LINE = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Kernel(Walk):
-    """One launch; `shape` has the rows of an expert at most, and its inputs as they are packed.
+    """One launch; `shape` has the rows of a slot, and an expert's inputs as they are packed.
 
     Attributes:
-      kind: "up" or "down". slots_in_use: experts that may be in use. every: whether rows are the same for every expert.
-      listed: whether the table has no more than the experts in use: each has all rows, one after the other.
+      kind: "up" or "down". slots_in_use: experts, or their pieces, that there may be. every: whether rows are the same
+        for all of them; else each slot has its own, one slot after the other.
       gates: see packed_experts.mix. biased: whether columns have a bias.
-      padded: whether results have PIECE rows for each expert, whatever its own.
+      padded: whether results have PIECE rows for each slot, whatever its own.
     """
 
     kind: Literal["up", "down"]
     slots_in_use: int
     every: bool
-    listed: bool
     gates: Gates | None = None
     biased: bool = False
     padded: bool = False
@@ -78,7 +77,7 @@ class _Kernel(Walk):
 
     @property
     def across(self) -> int:
-        """Programs of an expert."""
+        """Programs of a slot."""
         return self.columns // (2 * COLUMNS)
 
     @property
@@ -90,11 +89,6 @@ class _Kernel(Walk):
         """Steps of a ring whose weights are asked for before the kernel before has ended: that is gate and up, which
         began when the choice of experts was there."""
         return self.stages if self.kind == "down" and overlap.overlaps(self.interpret) else 0
-
-    @property
-    def pieces(self) -> int:
-        """Of rows, that an expert may have."""
-        return self.rows // PIECE
 
     def beside(self, rows_dtype: Any) -> dict[str, Any]:
         """See Walk."""
@@ -110,31 +104,19 @@ class _Kernel(Walk):
         if not self.early:
             overlap.wait(self.interpret)
             overlap.begin(self.interpret)
-        program, table_3S = lax.axis_index("program"), ins[3]
+        program = lax.axis_index("program")
         slot, tile = lax.div(program, self.across), lax.rem(program, self.across)
-        expert = table_3S[0, slot]
-        begin = slot * self.shape[0] if self.listed else table_3S[1, slot]
-        to = slot * PIECE if self.padded else begin
-        run = functools.partial(self.one, program, expert, tile, (begin, to), ins, outs, shared)
-
-        @pl.when(expert >= 0)
-        def _() -> None:
-            if self.pieces == 1:
-                run(PIECE, 1)
-                return
-            pieces = table_3S[2, slot]
-            pl.when(pieces == 1)(lambda: run(PIECE, 1))
-            pl.when(pieces > 1)(lambda: run(self.rows, pieces))
+        expert = ins[3][slot]
+        begins = slot * self.shape[0], slot * (PIECE if self.padded else self.shape[0])
+        pl.when(expert >= 0)(lambda: self.one(program, expert, tile, begins, ins, outs, shared))
 
     def one(
-        self, program: Any, expert: Any, tile: Any, begins: tuple[Any, Any], ins: Any, outs: Any, shared: Any,
-        rows: int, pieces: Any,
-    ) -> None:  # fmt: skip
-        """A tile of an expert in use.
+        self, program: Any, expert: Any, tile: Any, begins: tuple[Any, Any], ins: Any, outs: Any, shared: Any
+    ) -> None:
+        """A tile of a slot in use.
 
         Args:
-          begins: the first of the expert's rows, and of its results. rows: that are multiplied, of which the first
-            `pieces` of PIECE are the expert's.
+          begins: the first of the slot's rows, and of its results.
         """
         begin, to = begins
         x, w_BNK, scale_XGN, _, *beside = ins
@@ -147,9 +129,8 @@ class _Kernel(Walk):
 
         def copy_rows(turn: Any, slot: Any) -> None:
             if not self.alone:
-                own = shared["x"].at[slot] if rows == self.rows else shared["x"].at[slot, pl.ds(0, rows)]
-                source = x.at[pl.ds(first, rows), self.stretch(turn, team)]
-                plgpu.copy_gmem_to_smem(source, own, shared["full"].at[slot])
+                source = x.at[pl.ds(first, self.rows), self.stretch(turn, team)]
+                plgpu.copy_gmem_to_smem(source, shared["x"].at[slot], shared["full"].at[slot])
 
         def copy_weights(turn: Any, slot: Any) -> None:
             source = w_BNK.at[pl.ds(expert * 2, 2), pl.ds(columns[0], COLUMNS), self.stretch(turn, team)]
@@ -190,15 +171,13 @@ class _Kernel(Walk):
         ]
         plgpu.barrier_wait(ready)
         self.add_squares(team, shared)
-        total = self.total(team, mine, copy, shared, rows)
-        self.join(team, total, shared, lambda: self.finish(columns, to, pieces, rows, outs, shared, biases, x.dtype))
+        total = self.total(team, mine, copy, shared)
+        self.join(team, total, shared, lambda: self.finish(columns, to, outs, shared, biases, x.dtype))
 
-    def finish(
-        self, columns: Any, begin: Any, pieces: Any, rows: int, outs: Any, shared: Any, biases: Any, dtype: Any
-    ) -> None:
+    def finish(self, columns: Any, begin: Any, outs: Any, shared: Any, biases: Any, dtype: Any) -> None:
         """From the sums to the results."""
-        along = lambda v: plgpu.layout_cast(lax.broadcast_in_dim(v, (COLUMNS, rows), (0,)), HALF)
-        parts = self.totals(0, shared, HALF, rows)
+        along = lambda v: plgpu.layout_cast(lax.broadcast_in_dim(v, (COLUMNS, self.rows), (0,)), HALF)
+        parts = self.totals(0, shared, HALF)
         if self.dtype == packed.FLOAT4:
             parts = [y * 2.0**packed.EXPONENT for y in parts]
         elif self.groups == 1:
@@ -207,7 +186,7 @@ class _Kernel(Walk):
         if self.eps is not None:
             self.wait_norm(shared)
             inverse = self.inverse_rms(shared)
-            inverse = plgpu.layout_cast(lax.broadcast_in_dim(inverse, (COLUMNS, rows), (1,)), HALF)
+            inverse = plgpu.layout_cast(lax.broadcast_in_dim(inverse, (COLUMNS, self.rows), (1,)), HALF)
             parts = [y * inverse for y in parts]
         # As XLA does: products are rounded to the rows' dtype, and what follows is computed in float32.
         rounded = lambda y: y.astype(dtype).astype(F32)
@@ -216,21 +195,13 @@ class _Kernel(Walk):
             parts = [rounded(y + along(bias)) for y, bias in zip(parts, biases, strict=True)]
         if self.kind == "up":
             parts = [self.gated(*parts)]
-        out = shared["out"]
+        out, each = shared["out"], PIECE if self.padded else self.shape[0]
         for i, y in enumerate(parts):
-            own = out.at[i] if rows == self.rows else out.at[i, pl.ds(0, rows)]
-            mosaic.write(flipped(own), y.astype(dtype))
+            mosaic.write(flipped(out.at[i]), y.astype(dtype))
         plgpu.commit_smem()
-        each = PIECE if self.padded else min(self.shape[0], PIECE)
-        for piece in range(rows // PIECE):
-
-            @pl.when(piece < pieces)
-            def _(piece: int = piece) -> None:
-                to = pl.ds(begin + piece * PIECE, each)
-                for i in range(len(parts)):
-                    source = out.at[i, pl.ds(piece * PIECE, each)]
-                    plgpu.copy_smem_to_gmem(source, outs[0].at[to, pl.ds(columns[i], COLUMNS)])
-
+        for i in range(len(parts)):
+            target = outs[0].at[pl.ds(begin, each), pl.ds(columns[i], COLUMNS)]
+            plgpu.copy_smem_to_gmem(out.at[i, pl.ds(0, each)], target)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -243,28 +214,27 @@ class _Kernel(Walk):
 
 
 def _run(
-    kind: Literal["up", "down"], x: jax.Array, weight: Packed, table: jax.Array, slots: int, most: int, results: int,
+    kind: Literal["up", "down"], x: jax.Array, weight: Packed, experts_S: jax.Array, slots: int, rows: int,
     bias: jax.Array | None = None, *, every: bool, gates: Gates | None = None, squares: jax.Array | None = None,
     eps: float | None = None, padded: bool = False, interpret: Any,
 ) -> jax.Array:  # fmt: skip
     """A launch: the results' rows of one of both products.
 
     Args:
-      table: of a plan, or the experts in use alone [1, X]. slots: experts that may be in use.
-      most: rows of an expert. results: rows of the results.
+      experts_S: of each slot, at least `slots`. rows: of a slot.
       squares, eps: of a norm before (see reference.Stream).
     """
     count, columns, inputs = weight.values.shape
     kernel = _Kernel(
-        kind=kind, dtype=weight.kind, shape=(most, inputs), columns=columns, groups=weight.groups,
-        slots_in_use=slots, every=every, listed=table.shape[0] == 1, gates=gates, biased=bias is not None,
-        padded=padded, interpret=interpret is not None, eps=eps, squares=0 if squares is None else squares.shape[0],
-        width=x.shape[1],
+        kind=kind, dtype=weight.kind, shape=(rows, inputs), columns=columns, groups=weight.groups, slots_in_use=slots,
+        every=every, gates=gates, biased=bias is not None, padded=padded, interpret=interpret is not None, eps=eps,
+        squares=0 if squares is None else squares.shape[0], width=x.shape[1],
     )  # fmt: skip
-    out = jax.ShapeDtypeStruct((results, columns // (2 if kind == "up" else 1)), x.dtype)
+    results = slots * (PIECE if padded else rows), columns // (2 if kind == "up" else 1)
+    out = jax.ShapeDtypeStruct(results, x.dtype)
     x = x.reshape(x.shape[0], -1, _LINE) if kernel.alone else x
     values = weight.values.reshape(2 * count, columns // 2, inputs)
-    ins = x, values, weight.scale, table, *(array for array in (squares, bias) if array is not None)
+    ins = x, values, weight.scale, experts_S, *(array for array in (squares, bias) if array is not None)
     return mosaic.launch(kernel, (out,), *ins, interpret=interpret)[0]
 
 
@@ -274,16 +244,14 @@ def mix(
     interpret: Any = None,
 ) -> jax.Array:  # fmt: skip
     """See packed_experts.mix."""
-    (m, k), count = experts_MK.shape, gate_up.values.shape[0]
-    plan = packed_experts.plan(experts_MK, count)
+    m, k = experts_MK.shape
+    rows = packed_experts.slot_rows(m, k, gate_up)
+    plan = packed_experts.plan(experts_MK, gate_up.values.shape[0], rows)
     if plan.sources_Q is not None:
         x_ME = jnp.take(x_ME, plan.sources_Q, axis=0, mode="fill", fill_value=0)
-    few = plan.sources_Q is None
-    most, results = m if few else round_up(m, PIECE), packed_experts.most_pieces(m, k, count) * (m if few else PIECE)
-    run = functools.partial(
-        _run, table=plan.table_3S, slots=plan.table_3S.shape[1], most=most, results=results, interpret=interpret
-    )
-    hidden_QF = run("up", x_ME, gate_up, bias=gate_up_bias, every=few, gates=gates)
+    slots = plan.experts_S.shape[0]
+    run = functools.partial(_run, experts_S=plan.experts_S, slots=slots, rows=rows, interpret=interpret)
+    hidden_QF = run("up", x_ME, gate_up, bias=gate_up_bias, every=plan.sources_Q is None, gates=gates)
     y_QE = run("down", hidden_QF, down, bias=down_bias, every=False, gates=None)
     return packed_experts.weighed(jnp.take(y_QE, plan.places_MK, axis=0, mode="clip"), weights_MK)
 
@@ -296,11 +264,9 @@ def mix_chosen(
     (m, width), count = stream.h_ME.shape, gate_up.values.shape[0]
     assert m <= PIECE, m
     slots = experts.slots(m, per_token, count)
-    run = functools.partial(_run, table=choice.order_X[None], slots=slots, most=m, interpret=interpret)
-    hidden_QF = run(
-        "up", stream.scaled_ME, gate_up, results=slots * m, every=True, squares=stream.squares_TR, eps=eps
-    )  # fmt: skip
-    y_QE = run("down", hidden_QF, down, results=slots * PIECE, every=False, padded=True)
+    run = functools.partial(_run, experts_S=choice.order_X, slots=slots, rows=m, interpret=interpret)
+    hidden_QF = run("up", stream.scaled_ME, gate_up, every=True, squares=stream.squares_TR, eps=eps)
+    y_QE = run("down", hidden_QF, down, every=False, padded=True)
     finish = _Finish(m, width, slots, count, interpret is not None)
     same = jax.ShapeDtypeStruct((m, width), stream.h_ME.dtype)
     squares = jax.ShapeDtypeStruct((width // TILE, PIECE), F32)

@@ -14,7 +14,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 #: Inputs that are reordered among themselves, and those that have a scale of their own where there is more than one.
 BLOCK = 128
@@ -138,20 +137,6 @@ def dequantised(weight: Packed) -> jax.Array:
     values = natural(weight.values.astype(jnp.float32), weight.values.dtype).T
     grouped = values.reshape(weight.groups, k // weight.groups, n) * weight.scale.astype(jnp.float32)[:, None]
     return grouped.reshape(k, n)
-
-
-def as_they_lie(weight: Packed, dtype: DTypeLike) -> jax.Array:
-    """[..., out, in], expanded in `dtype` where values are, without moving any: for rows that are `reordered`."""
-    *lead, n, k = weight.values.shape
-    blocks = jnp.swapaxes(weight.scale, -1, -2)[..., None]  # [..., out, G, 1]
-    if weight.kind == FLOAT4:
-        byte_b = reordered(jnp.arange(BLOCK, dtype=jnp.int32) // (BLOCK // 4), jnp.dtype(jnp.int4))
-        kept = jax.lax.shift_right_logical(blocks, jnp.broadcast_to(8 * byte_b, (*blocks.shape[:-1], BLOCK))) & 255
-        scale = jax.lax.bitcast_convert_type((kept - _KEPT) << 23, jnp.float32)
-        values = float4(weight.values)
-    else:
-        scale, values = blocks.astype(jnp.float32), weight.values.astype(jnp.float32)
-    return (values.reshape(*lead, n, weight.groups, -1) * scale).astype(dtype).reshape(*lead, n, k)
 
 
 def product(x_MK: jax.Array, weight: Packed) -> jax.Array:

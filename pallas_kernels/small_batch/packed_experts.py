@@ -15,8 +15,13 @@ from pallas_kernels.small_batch.experts import Choice
 from pallas_kernels.small_batch.packed import BLOCK, Packed
 from pallas_kernels.small_batch.reference import Stream
 
-#: Rows of an expert that are multiplied together.
+#: Rows of the pass up to which every expert in use has all of them; and that mma multiplies together.
 PIECE = 8
+#: Rows of an expert that a slot may have, from how many on that it has on average (docs/benchmarks.md); int4's values
+#: take least to expand, and their slots no more than the second.
+_SLOTS = ((PIECE, 0), (16, 7), (32, 16))
+#: Pairs of a row and an expert that are compared with each other.
+_BLOCK = 1024
 
 
 class Gates(NamedTuple):
@@ -58,54 +63,70 @@ class Plan(NamedTuple):
     """Which rows each expert in use multiplies.
 
     Attributes:
-      table_3S: int32, of each expert in use its number (-1 after the last), the row where its results begin, and how
-        many pieces of rows it has.
-      sources_Q: of each row of results the row of the pass, M where it has none; None: every expert has all rows.
+      experts_S: int32, the expert of each slot, -1 after the last. Every slot has as many rows of results, one slot
+        after the other.
+      sources_Q: of each row of results the row of the pass, M where it has none; None: every slot has all rows.
       places_MK: the row of results of each pair of a row and one of its experts.
     """
 
-    table_3S: jax.Array
+    experts_S: jax.Array
     sources_Q: jax.Array | None
     places_MK: jax.Array
 
 
-def plan(experts_MK: jax.Array, count: int) -> Plan:
-    """The plan of rows' experts, `count` in all.
+def plan(experts_MK: jax.Array, count: int, each: int) -> Plan:
+    """The plan of rows' experts, `count` in all, for slots of `each` rows (`slot_rows`).
 
-    Up to PIECE rows stand side by side for every expert in use; of more rows each expert has its own, in pieces. Sums
-    over comparisons, which are a few launches; sorting is more.
+    Up to PIECE rows stand side by side for every expert in use; of more rows each expert has its own, in as many slots
+    as they fill. Sums over comparisons, which are a few launches; sorting is more.
     """
     (m, k), flat_P = experts_MK.shape, experts_MK.reshape(-1).astype(jnp.int32)
-    pairs, slots = m * k, min(m * k, count)
+    pairs, slots = m * k, most_slots(m, k, count, each)
     if m == 1:
-        ones = jnp.ones((slots,), jnp.int32)
-        return Plan(jnp.stack([flat_P, jnp.arange(slots, dtype=jnp.int32), ones]), None, jnp.arange(k)[None])
+        return Plan(flat_P, None, jnp.arange(k)[None])
     of_X, before_XX = jnp.arange(count, dtype=jnp.int32), jnp.tri(count, k=-1, dtype=jnp.bool_)
     chosen_PX = flat_P[:, None] == of_X[None]
     rows_X = jnp.sum(chosen_PX, axis=0, dtype=jnp.int32)
-    pieces_X = jnp.minimum(rows_X, 1) if m <= PIECE else (rows_X + PIECE - 1) // PIECE
-    each = m if m <= PIECE else PIECE
-    earlier = lambda x_X: jnp.sum(jnp.where(before_XX, x_X[None], 0), axis=1)
-    begins_X, rank_X = earlier(pieces_X) * each, earlier(jnp.minimum(rows_X, 1))
-    here_SX = (rank_X[None] == jnp.arange(slots)[:, None]) & (rows_X[None] > 0)
-    pick = lambda x_X: jnp.sum(jnp.where(here_SX, x_X[None], 0), axis=1)
-    table_3S = jnp.stack([pick(of_X + 1) - 1, pick(begins_X), pick(pieces_X)])
-    begins_P = jnp.sum(jnp.where(chosen_PX, begins_X[None], 0), axis=1)
+    slots_X = jnp.minimum(rows_X, 1) if m <= PIECE else (rows_X + each - 1) // each
+    begins_X = jnp.sum(jnp.where(before_XX, slots_X[None], 0), axis=1)
+    at_S1 = jnp.arange(slots, dtype=jnp.int32)[:, None]
+    here_SX = (begins_X[None] <= at_S1) & (at_S1 < (begins_X + slots_X)[None])
+    experts_S = jnp.sum(jnp.where(here_SX, of_X[None] + 1, 0), axis=1) - 1
+    begins_P = each * jnp.sum(jnp.where(chosen_PX, begins_X[None], 0), axis=1)
     row_P = jnp.arange(pairs, dtype=jnp.int32) // k
     if m <= PIECE:
-        return Plan(table_3S, None, (begins_P + row_P).reshape(m, k))
-    same_PP = (flat_P[:, None] == flat_P[None]) & jnp.tri(pairs, k=-1, dtype=jnp.bool_)
-    places_P = begins_P + jnp.sum(same_PP, axis=1, dtype=jnp.int32)
-    results = most_pieces(m, k, count) * PIECE
-    mine_QP = places_P[None] == jnp.arange(results)[:, None]
-    sources_Q = m - jnp.sum(jnp.where(mine_QP, m - row_P[None], 0), axis=1)
-    return Plan(table_3S, sources_Q, places_P.reshape(m, k))
+        return Plan(experts_S, None, (begins_P + row_P).reshape(m, k))
+    places_P = begins_P + _ranks(flat_P, count)
+    sources_Q = jnp.full((slots * each,), m, jnp.int32).at[places_P].set(row_P, unique_indices=True, mode="drop")
+    return Plan(experts_S, sources_Q, places_P.reshape(m, k))
 
 
-def most_pieces(m: int, per_token: int, count: int) -> int:
-    """Pieces of rows that all experts together may have."""
+def _ranks(flat_P: jax.Array, count: int) -> jax.Array:
+    """How many pairs before each have the same expert."""
+    size = min(flat_P.size, _BLOCK)
+    blocks_BP = jnp.pad(flat_P, (0, -flat_P.size % size), constant_values=-1).reshape(-1, size)
+    same_BPP = (blocks_BP[:, :, None] == blocks_BP[:, None]) & jnp.tri(size, k=-1, dtype=jnp.bool_)[None]
+    ranks_BP = jnp.sum(same_BPP, axis=2, dtype=jnp.int32)
+    if blocks_BP.shape[0] > 1:
+        chosen_BPX = blocks_BP[:, :, None] == jnp.arange(count, dtype=jnp.int32)[None, None]
+        rows_BX = jnp.sum(chosen_BPX, axis=1, dtype=jnp.int32)
+        before_BX = jnp.cumsum(rows_BX, axis=0) - rows_BX
+        ranks_BP += jnp.sum(jnp.where(chosen_BPX, before_BX[:, None], 0), axis=2)
+    return ranks_BP.reshape(-1)[: flat_P.size]
+
+
+def slot_rows(m: int, per_token: int, weight: Packed) -> int:
+    """Rows of a slot: more where experts have more, as each slot reads its expert's weights and expands them."""
+    if m <= PIECE:
+        return m
+    sizes = _SLOTS[:2] if weight.kind == "int4" else _SLOTS
+    return max(rows for rows, least in sizes if m * per_token >= least * weight.values.shape[0])
+
+
+def most_slots(m: int, per_token: int, count: int, each: int) -> int:
+    """Slots of so many rows that all experts together may need."""
     pairs = m * per_token
-    return min(pairs, count) if m <= PIECE else min(pairs, pairs // PIECE + min(count, pairs))
+    return min(pairs, count) if m <= PIECE else min(pairs, pairs // each + min(count, pairs))
 
 
 def activated(both: jax.Array, gates: Gates | None) -> jax.Array:

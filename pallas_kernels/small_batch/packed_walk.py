@@ -233,15 +233,9 @@ class Walk:
             def _(turn: int = turn) -> None:
                 copy(jnp.int32(turn), team * self.stages + turn)
 
-    def total(
-        self, team: Any, mine: Any, copy: Callable[[Any, Any], None], shared: dict[str, Any], rows: int | None = None
-    ) -> jax.Array:
-        """The sums of a warpgroup's steps, float32 [64, rows].
-
-        Args:
-          copy: brings a step into a slot. rows: of the program's, where it has fewer than there is room for.
-        """
-        own, turn_of, rows = team // self.split, lax.rem(team, self.split), rows or self.rows
+    def total(self, team: Any, mine: Any, copy: Callable[[Any, Any], None], shared: dict[str, Any]) -> jax.Array:
+        """The sums of a warpgroup's steps, float32 [64, rows]; `copy` brings a step into a slot."""
+        own, turn_of, rows = team // self.split, lax.rem(team, self.split), self.rows
         scales = shared["scale"].at[own]
 
         def step(turn: Any, total: jax.Array) -> jax.Array:
@@ -271,9 +265,7 @@ class Walk:
 
     def join(self, team: Any, total: jax.Array, shared: dict[str, Any], finish: Callable[[], None]) -> None:
         """Leaves the sums of a tile's warpgroups in shared memory, for one of them to finish."""
-        own, turn_of, rows = team // self.split, lax.rem(team, self.split), total.shape[1]
-        # Rows that a program has fewer than there is room for stand first.
-        sums = shared["sums"] if rows == self.rows else shared["sums"].at[:, :, pl.ds(0, rows)]
+        own, turn_of, sums = team // self.split, lax.rem(team, self.split), shared["sums"]
         if self.split == 1:
             mosaic.write(sums.at[own], total)
             finish()
@@ -298,15 +290,13 @@ class Walk:
             plgpu.barrier_wait(shared["summed"].at[own])
             finish()
 
-    def totals(self, own: Any, shared: dict[str, Any], layout: Any, rows: int | None = None) -> list[jax.Array]:
+    def totals(self, own: Any, shared: dict[str, Any], layout: Any) -> list[jax.Array]:
         """The finished sums of a tile's stretches of columns, or of its even and odd inputs, each [32, rows]."""
         found, slots = [], self.slots // self.tiles
         for part in range(2):
-            at = (pl.ds(part * COLUMNS, COLUMNS),) if rows in (None, self.rows) else (
-                pl.ds(part * COLUMNS, COLUMNS), pl.ds(0, rows)
-            )  # fmt: skip
-            total = load(shared["sums"].at[own * slots, *at], layout)
+            at = pl.ds(part * COLUMNS, COLUMNS)
+            total = load(shared["sums"].at[own * slots, at], layout)
             for slot in range(1, slots):
-                total = total + load(shared["sums"].at[own * slots + slot, *at], layout)
+                total = total + load(shared["sums"].at[own * slots + slot, at], layout)
             found.append(total)
         return found

@@ -1,10 +1,10 @@
 """python -m jaxspec.bench.studies.experts: a layer's experts in few bits, by the way in which they are read.
 
 Random weights of real shapes behind a router. `packed` is the kernel that reads each expert in use once
-(docs/kernels.md), `packed-all` all experts by the weights that lie for it, and `kernel` that of bfloat16. Every way's
-first row is compared with what the same way makes of that row alone, of equal choices of experts, and with float32
-arithmetic by the same weights; then some layers are run one after the other: microseconds and launches of a layer,
-against the time that reading the bytes of the touched experts takes.
+(docs/kernels.md), and `kernel` that of bfloat16. Every way's first row is compared with what the same way makes of
+that row alone, of equal choices of experts, and with float32 arithmetic by the same weights; then some layers are run
+one after the other: microseconds and launches of a layer, against the time that reading the bytes of the touched
+experts takes.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ SHAPES = {
 }
 #: Values' types; mxfp4 has a scale for every 32 inputs, int8 one for all, the others one for every 128.
 FORMATS = {"int4-g128": jnp.int4, "mxfp4": None, "fp8-block": jnp.float8_e4m3fn, "int8": jnp.int8, "bf16": jnp.bfloat16}
-WAYS = ("blocks", "pairs", "all", "packed", "packed-all", "kernel")
-#: Ways of packed experts, and what `MixtureOfExperts.mixed` calls them.
-PACKED = {"packed": "packed", "packed-all": "all"}
+WAYS = ("blocks", "pairs", "all", "packed", "kernel")
 
 
 def kernel(key: jax.Array, form: str, shape: tuple[int, int, int]) -> Any:
@@ -106,7 +104,7 @@ def stack(graph: Any, way: str, states: Sequence[Any], x_ME: jax.Array) -> jax.A
             x_ME = norm(stream.h_ME.astype(jnp.float32))
             continue
         logits_MX = product(x_ME, made.router.kernel[...], jnp.dtype(jnp.float32))
-        x_ME = norm(x_ME.astype(jnp.float32) + made.mixed(PACKED.get(way, way), x_ME, route(logits_MX, made.experts)))
+        x_ME = norm(x_ME.astype(jnp.float32) + made.mixed(way, x_ME, route(logits_MX, made.experts)))
     return x_ME
 
 
@@ -161,12 +159,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         plain[case] = [nnx.split(each) for each in layers]
         kernels = layers[0].gate_up[...], layers[0].down[...]
         sizes[case] = sum(map(stored_bytes, jax.tree.leaves(kernels)))
-        if any(job[:2] == case and job[3] in PACKED for job in jobs):
-            again = [nnx.merge(*each) for each in plain[case]]
+        if any(job[:2] == case and job[3] == "packed" for job in jobs):
+            again = [layer(jax.random.key(i), *case) for i in range(args.layers)]  # merged ones may share variables
             for each in again:
                 each.pack()
             packed[case] = [nnx.split(each) for each in again]
-    of = lambda job: packed[job[:2]] if job[3] in PACKED else plain[job[:2]]
+    of = lambda job: packed[job[:2]] if job[3] == "packed" else plain[job[:2]]
     states = lambda job: [state for _, state in of(job)]
 
     # Of all rows at once: the router's product rounds by their number.
@@ -177,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def compiled(job: tuple[str, str, int, str]) -> Any:
         graph, way, x = of(job)[0][0], job[3], rows_of(job[0], job[2])
         run = jax.jit(functools.partial(stack, graph, way))
-        one = jax.jit(lambda state, x, own: nnx.merge(graph, state).mixed(PACKED.get(way, way), x, own))
+        one = jax.jit(lambda state, x, own: nnx.merge(graph, state).mixed(way, x, own))
         single = None if way == "kernel" else one.lower(states(job)[0], x, routing_of(job)).compile()
         return run.lower(states(job), x).compile(), single
 
