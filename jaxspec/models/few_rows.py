@@ -31,7 +31,6 @@ from jaxspec.models.sharded import shards as devices
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch import experts, gpu, gpu_experts, gpu_packed_experts, packed, packed_experts, reference
 from pallas_kernels.small_batch.packed import Packed
-from pallas_kernels.small_batch.packed_experts import PIECE
 from pallas_kernels.small_batch.reference import TILE, Stream
 
 #: Rows that the kernels are faster with than XLA's products and what it does around them (docs/kernels.md).
@@ -85,8 +84,8 @@ class FewRows:
                 stream = ways.add(hidden, mlp.down.kernel[...], stream.h_ME, gains[i + 1])
             elif _mixture_refusal(mlp) is None:
                 stream = ways.mixed(mlp, stream, m, gains[i + 1], eps)
-            elif mlp.packed and m <= PIECE and devices() == 1 and _choice_refusal(mlp) is None:
-                stream = ways.mixed_packed(mlp, stream, gains[i + 1], eps)
+            elif mlp.packed and devices() == 1 and _picks_refusal(mlp) is None:
+                stream = ways.mixed_packed(mlp, stream, m, gains[i + 1], eps)
             else:
                 mixed = mlp(reference.normed(stream, gain, eps)[:m].reshape(b, n, e)).reshape(m, e)
                 stream = reference.begin(stream.h_ME + _padded(mixed), gains[i + 1])
@@ -205,26 +204,26 @@ class _Ways:
     def mixed(self, mlp: MixtureOfExperts, stream: Stream, rows: int, gain_E: jax.Array, eps: float) -> Stream:
         """The stream after a mixture of experts, for its first rows."""
         own, has = gpu_experts if self.kernels else experts, mlp.experts
-        choice = self.chosen(mlp, stream, rows, eps)
+        choice = self.routed(own.choose, mlp, stream, rows, eps)
+        report_experts(choice.order_X[None], has.count)
         mix = lambda s, c, up, down, gain: own.mix(s, c, up, down, gain, eps, has.per_token)
         return self.each(mix, *[None] * 6)(stream, choice, mlp.gate_up[...], mlp.down[...], gain_E)
 
-    def chosen(self, mlp: MixtureOfExperts, stream: Stream, rows: int, eps: float) -> experts.Choice:
+    def routed(
+        self, choose: Callable[..., Any], mlp: MixtureOfExperts, stream: Stream, rows: int, eps: float
+    ) -> Any:  # fmt: skip
         """The experts of the stream's first rows."""
-        own, has = gpu_experts if self.kernels else experts, mlp.experts
+        has = mlp.experts
         normalised = has.normalised or has.scores == "top_k"
-        choose = lambda s, w: own.choose(s, w, eps, has.per_token, rows, normalised=normalised)
-        choice = self.each(choose, None, None, None)(stream, mlp.router.kernel[...])
-        report_experts(choice.order_X[None], has.count)
-        return choice
+        run = lambda s, w: choose(s, w, eps, has.per_token, rows, normalised=normalised)
+        return self.each(run, None, None, None)(stream, mlp.router.kernel[...])
 
-    def mixed_packed(self, mlp: MixtureOfExperts, stream: Stream, gain_E: jax.Array, eps: float) -> Stream:
-        """The stream after a mixture of packed experts, for few enough rows that each expert in use has all."""
-        own = gpu_packed_experts if self.kernels else packed_experts
-        choice = self.chosen(mlp, stream, stream.h_ME.shape[0], eps)
-        return own.mix_chosen(
-            stream, choice, mlp.experts.per_token, mlp.gate_up[...], mlp.down[...], gain_E, eps
-        )  # fmt: skip
+    def mixed_packed(self, mlp: MixtureOfExperts, stream: Stream, rows: int, gain_E: jax.Array, eps: float) -> Stream:
+        """The stream after a mixture of packed experts, for its first rows."""
+        router, own = (gpu_experts, gpu_packed_experts) if self.kernels else (experts, packed_experts)
+        picks, has = self.routed(router.pick, mlp, stream, rows, eps), mlp.experts
+        report_experts(picks.experts_GP, has.count)
+        return own.mix_picked(stream, picks, has.per_token, mlp.gate_up[...], mlp.down[...], gain_E, eps)
 
 
 def _gain(norm: Any) -> jax.Array:
@@ -273,6 +272,13 @@ def _choice_refusal(mlp: MixtureOfExperts) -> str | None:
     if not isinstance(router, jax.Array) or router.dtype != jnp.bfloat16:
         return "their router's weights are not bfloat16"
     return experts.refusal(router.shape[0], has.inner, has.count)
+
+
+def _picks_refusal(mlp: MixtureOfExperts) -> str | None:
+    """The same of packed experts."""
+    if (per_token := mlp.experts.per_token) > experts.MOST_PICKED:
+        return f"a row has {per_token} of them, more than {experts.MOST_PICKED}"
+    return _choice_refusal(mlp)
 
 
 def _maps(model: Transformer) -> Iterator[Linear]:

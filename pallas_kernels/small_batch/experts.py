@@ -12,6 +12,8 @@ from pallas_kernels.small_batch.reference import TILE, Stream
 
 #: Experts at most: a program has them all in registers.
 MOST = 128
+#: Rows whose choice takes registers at once; experts of a row that they may pick.
+GROUP, MOST_PICKED = 8, 8
 
 
 class Choice(NamedTuple):
@@ -25,6 +27,22 @@ class Choice(NamedTuple):
     order_X: jax.Array
     ranks_X: jax.Array
     weights_XR: jax.Array
+
+
+class Picks(NamedTuple):
+    """Each row's experts, the best first, of groups of GROUP rows.
+
+    Attributes:
+      experts_GP: int32, the expert of pair GROUP * i + row: the row's i-th; -1 where there is none.
+      weights_GP: float32, and what it weighs.
+      order_X, begins_X: of one group: int32, the experts in use by number, -1 after the last; and how many are before
+        each. Of several groups None.
+    """
+
+    experts_GP: jax.Array
+    weights_GP: jax.Array
+    order_X: jax.Array | None = None
+    begins_X: jax.Array | None = None
 
 
 def refusal(width: int, inner: int, count: int) -> str | None:
@@ -53,6 +71,49 @@ def choose(
     """
     del interpret
     m, count = stream.h_ME.shape[0], router_EX.shape[1]
+    _, weights_MX, chosen_MX = _chosen(stream, router_EX, eps, per_token, rows, normalised)
+    order_X, ranks_X = _in_use(chosen_MX, count)
+    return Choice(order_X, ranks_X, jnp.pad(weights_MX.T, ((0, 0), (0, -m % GROUP))))
+
+
+def pick(
+    stream: Stream, router_EX: jax.Array, eps: float, per_token: int, rows: int, *, normalised: bool = True,
+    interpret: Any = None,
+) -> Picks:  # fmt: skip
+    """The same as lists; of at most MOST_PICKED experts a row."""
+    del interpret
+    count = router_EX.shape[1]
+    experts_MK, weights_MX, chosen_MX = _chosen(stream, router_EX, eps, per_token, rows, normalised)
+    there_M1 = jnp.arange(experts_MK.shape[0])[:, None] < rows
+    listed_MK, weights_MK = jnp.where(there_M1, experts_MK, -1), jnp.take_along_axis(weights_MX, experts_MK, axis=1)
+    picks = picked(listed_MK, weights_MK)
+    if picks.experts_GP.shape[0] > 1:
+        return picks
+    order_X, ranks_X = _in_use(chosen_MX, count)
+    return picks._replace(order_X=order_X, begins_X=ranks_X - jnp.any(chosen_MX, axis=0).astype(jnp.int32))
+
+
+def picked(experts_MK: jax.Array, weights_MK: jax.Array) -> Picks:
+    """Rows' experts and weights as groups have them."""
+    k = experts_MK.shape[1]
+    assert k <= MOST_PICKED, k
+    more = (0, -experts_MK.shape[0] % GROUP), (0, MOST_PICKED - k)
+    grow = lambda x, value: jnp.pad(x, more, constant_values=value)
+    grouped = lambda x: x.reshape(-1, GROUP, MOST_PICKED).swapaxes(1, 2).reshape(-1, GROUP * MOST_PICKED)
+    return Picks(grouped(grow(experts_MK.astype(jnp.int32), -1)), grouped(grow(weights_MK, 0.0)))
+
+
+def by_rows(picks: Picks) -> tuple[jax.Array, jax.Array]:
+    """Experts and weights [rows, MOST_PICKED], of whole groups; -1 and anything where there is none."""
+    by_row = lambda x_GP: x_GP.reshape(-1, MOST_PICKED, GROUP).swapaxes(1, 2).reshape(-1, MOST_PICKED)
+    return by_row(picks.experts_GP), by_row(picks.weights_GP)
+
+
+def _chosen(
+    stream: Stream, router_EX: jax.Array, eps: float, per_token: int, rows: int, normalised: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rows' experts [M, K], and of each expert its weight and whether a row uses it [M, X]."""
+    m, count = stream.h_ME.shape[0], router_EX.shape[1]
     logits_MX = reference.normed_product(stream, router_EX, eps)
     best_MK, experts_MK = jax.lax.top_k(logits_MX, per_token)
     chosen_MX = jnp.any(experts_MK[:, :, None] == jnp.arange(count)[None, None], axis=1)
@@ -60,11 +121,14 @@ def choose(
     likely_MX = jnp.exp(logits_MX - best_MK[:, :1])
     mine_MX = jnp.where(chosen_MX, likely_MX, 0.0)
     weights_MX = mine_MX / jnp.sum(mine_MX if normalised else likely_MX, axis=1, keepdims=True)
-    weights_MX = jnp.where(chosen_MX, weights_MX, 0.0)
+    return experts_MK, jnp.where(chosen_MX, weights_MX, 0.0), chosen_MX
+
+
+def _in_use(chosen_MX: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """See Choice."""
     used_X = jnp.any(chosen_MX, axis=0)
-    ranks_X = jnp.cumsum(used_X).astype(jnp.int32)
     order_X = jnp.nonzero(used_X, size=count, fill_value=-1)[0].astype(jnp.int32)
-    return Choice(order_X, ranks_X, jnp.pad(weights_MX.T, ((0, 0), (0, -m % 8))))
+    return order_X, jnp.cumsum(used_X).astype(jnp.int32)
 
 
 def mix(

@@ -24,12 +24,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import overlap
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch import experts, mosaic, unpack
-from pallas_kernels.small_batch.experts import Choice
+from pallas_kernels.small_batch.experts import GROUP, MOST_PICKED, Choice, Picks
 from pallas_kernels.small_batch.mosaic import F32, SUMS, along_rows, flipped, load
 from pallas_kernels.small_batch.reference import TILE, Stream
 
-#: Inputs that a program of the router takes, and rows whose choice takes registers at once.
-_PIECE, _GROUP = 128, 8
+#: Inputs that a program of the router takes.
+_PIECE = 128
 #: Slots of a ring where programs share a multiprocessor, and of any.
 _SHARED_STAGES, _MAX_STAGES = 6, 11
 
@@ -85,10 +85,11 @@ class _Route:
 
 @dataclasses.dataclass(frozen=True)
 class _Choose:
-    """A `Choice` of the sums of `_Route`.
+    """A `Choice` of the sums of `_Route`, or `Picks`: then each group of rows is a program's.
 
     Attributes:
       rows: M. width: features of a row. tiles: of sums of squares. pieces: of the router's sums. count: of experts.
+      lists: whether Picks are wanted.
     """
 
     rows: int
@@ -100,15 +101,26 @@ class _Choose:
     normalised: bool
     eps: float
     interpret: bool = False
+    lists: bool = False
 
-    name, teams, programs = "choose", 1, 1
+    name, teams = "choose", 1
+
+    @property
+    def programs(self) -> int:
+        return self.groups if self.lists else 1
+
+    @property
+    def groups(self) -> int:
+        """Of rows."""
+        return round_up(self.rows, GROUP) // GROUP
 
     def scratch(self, _: Any) -> dict[str, Any]:
         """See mosaic.Kernel."""
-        rows = round_up(self.rows, 8)
+        rows, picks = self.groups * GROUP, GROUP * MOST_PICKED
+        lists = {"picks": plgpu.SMEM((picks,), jnp.int32), "shares": plgpu.SMEM((picks,), F32)}
         return {
+            **(lists if self.lists else {"weights": plgpu.SMEM((self.count, rows), F32)}),
             "squares": plgpu.SMEM((self.tiles, rows), F32),
-            "weights": plgpu.SMEM((self.count, rows), F32),
             "used": plgpu.SMEM((self.count,), F32),
             "rank": plgpu.SMEM((self.count,), F32),
             "order": plgpu.SMEM((self.count,), jnp.int32),
@@ -121,15 +133,28 @@ class _Choose:
         overlap.wait(self.interpret)
         overlap.begin(self.interpret)
         sums_PXR, squares_TR = ins
-        rows = round_up(self.rows, 8)
         plgpu.copy_gmem_to_smem(squares_TR, shared["squares"], shared["ready"].at[0])
         plgpu.barrier_wait(shared["ready"].at[0])
 
+        if self.lists:
+            program = lax.axis_index("program")
+            used = self.group(program * GROUP, sums_PXR, shared)
+            if self.groups == 1:
+                mosaic.write(shared["used"], used)
+                self.compact(shared)
+            plgpu.commit_smem()
+            for name, out in zip(("picks", "shares"), outs, strict=False):
+                plgpu.copy_smem_to_gmem(shared[name], out.at[program])
+            for name, out in zip(("order", "ranks"), outs[2:], strict=False):
+                plgpu.copy_smem_to_gmem(shared[name], out)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            return
+
         def group(i: Any, used: jax.Array) -> jax.Array:
-            return jnp.maximum(used, self.group(i * _GROUP, sums_PXR, shared))
+            return jnp.maximum(used, self.group(i * GROUP, sums_PXR, shared))
 
         start = plgpu.layout_cast(jnp.zeros((self.count,), F32), SUMS.reduce(1))
-        mosaic.write(shared["used"], lax.fori_loop(0, rows // _GROUP, group, start))
+        mosaic.write(shared["used"], lax.fori_loop(0, self.groups, group, start))
         self.compact(shared)
         plgpu.commit_smem()
         for name, out in zip(("order", "ranks", "weights"), outs, strict=True):
@@ -138,7 +163,7 @@ class _Choose:
 
     def group(self, begin: Any, sums_PXR: Any, shared: dict[str, Any]) -> jax.Array:
         """The weights of some rows; which experts any of them uses, 1 or 0."""
-        shape, own = (self.count, _GROUP), pl.ds(begin, _GROUP)
+        shape, own = (self.count, GROUP), pl.ds(begin, GROUP)
         rows_of = functools.partial(along_rows, columns=self.count)
         logits = load(sums_PXR.at[0, :, own], SUMS)
         for piece in range(1, self.pieces):
@@ -147,23 +172,34 @@ class _Choose:
         logits = logits * rows_of(inverse)
         before = (self.count - plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=SUMS)).astype(F32)
         there = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=SUMS) + begin < self.rows
-        left, chosen, best = logits, jnp.zeros_like(logits), None
-        for _ in range(self.per_token):  # of equals the first, as lax.top_k
-            top = rows_of(jnp.max(left, axis=0))
-            best = top if best is None else best
-            first = rows_of(jnp.max(jnp.where(left == top, before, 0.0), axis=0))
-            hit = before == first
+        left, chosen, tops = logits, jnp.zeros_like(logits), []
+        for i in range(self.per_token):  # of equals the first, as lax.top_k
+            tops.append(jnp.max(left, axis=0))
+            first = jnp.where(left == rows_of(tops[-1]), before, 0.0)
+            if self.lists:  # rows that are none have expert -1
+                first = jnp.max(jnp.where(there, first, self.count + 1.0), axis=0)
+                mosaic.write(shared["picks"].at[pl.ds(i * GROUP, GROUP)], (self.count - first).astype(jnp.int32))
+            else:
+                first = jnp.max(first, axis=0)
+            hit = before == rows_of(first)
             left, chosen = jnp.where(hit, -jnp.inf, left), jnp.where(hit, 1.0, chosen)
-        assert best is not None
         chosen = jnp.where(there, chosen, 0.0)
-        likely = jnp.exp(logits - best)
+        likely = jnp.exp(logits - rows_of(tops[0]))
         mine = jnp.where(chosen > 0.0, likely, 0.0)
         total = jnp.sum(mine if self.normalised else likely, axis=0)
-        mosaic.write(shared["weights"].at[:, own], jnp.where(there, mine / rows_of(total), 0.0))
+        if self.lists:
+            for i, top in enumerate(tops):
+                mosaic.write(shared["shares"].at[pl.ds(i * GROUP, GROUP)], jnp.exp(top - tops[0]) / total)
+            none = plgpu.layout_cast(jnp.full((GROUP,), -1, jnp.int32), SUMS.reduce(0))
+            for i in range(self.per_token, MOST_PICKED):
+                mosaic.write(shared["picks"].at[pl.ds(i * GROUP, GROUP)], none)
+                mosaic.write(shared["shares"].at[pl.ds(i * GROUP, GROUP)], jnp.zeros_like(total))
+        else:
+            mosaic.write(shared["weights"].at[:, own], jnp.where(there, mine / rows_of(total), 0.0))
         return jnp.max(chosen, axis=1)
 
     def compact(self, shared: dict[str, Any]) -> None:
-        """From which experts are in use to their list, in order, and how many there are up to each."""
+        """From which experts are in use to their list, in order, and how many there are up to each, or before it."""
         count, part = self.count, (TILE, self.count)
         along = plgpu.broadcasted_iota(jnp.int32, part, 1, layout=SUMS)
         used = along_rows(load(shared["used"], SUMS.reduce(0)))
@@ -171,6 +207,8 @@ class _Choose:
             down = plgpu.broadcasted_iota(jnp.int32, part, 0, layout=SUMS) + begin
             rank = jnp.sum(jnp.where(along <= down, used, 0.0), axis=1)
             mosaic.write(shared["rank"].at[pl.ds(begin, TILE)], rank)
+            if self.lists:
+                rank = rank - load(shared["used"].at[pl.ds(begin, TILE)], SUMS.reduce(1))
             mosaic.write(shared["ranks"].at[pl.ds(begin, TILE)], rank.astype(jnp.int32))
         rank = along_rows(load(shared["rank"], SUMS.reduce(0)))
         for begin in range(0, count, TILE):
@@ -407,19 +445,39 @@ def choose(
     interpret: Any = None,
 ) -> Choice:  # fmt: skip
     """See experts.choose."""
+    ins, kernel = _routed(stream, router_EX, interpret)
+    kernel = kernel(rows, per_token=per_token, normalised=normalised, eps=eps)
+    list_X = jax.ShapeDtypeStruct((kernel.count,), jnp.int32)
+    weights_XR = jax.ShapeDtypeStruct((kernel.count, ins[0].shape[2]), F32)
+    return Choice(*mosaic.launch(kernel, (list_X, list_X, weights_XR), *ins, interpret=interpret))
+
+
+def pick(
+    stream: Stream, router_EX: jax.Array, eps: float, per_token: int, rows: int, *, normalised: bool = True,
+    interpret: Any = None,
+) -> Picks:  # fmt: skip
+    """See experts.pick."""
+    assert per_token <= MOST_PICKED, per_token
+    ins, kernel = _routed(stream, router_EX, interpret)
+    kernel = kernel(rows, per_token=per_token, normalised=normalised, eps=eps, lists=True)
+    groups = ins[0].shape[2] // GROUP
+    lists = [jax.ShapeDtypeStruct((groups, GROUP * MOST_PICKED), kind) for kind in (jnp.int32, F32)]
+    of_one = [jax.ShapeDtypeStruct((kernel.count,), jnp.int32)] * (2 if groups == 1 else 0)
+    return Picks(*mosaic.launch(kernel, (*lists, *of_one), *ins, interpret=interpret))
+
+
+def _routed(stream: Stream, router_EX: jax.Array, interpret: Any) -> tuple[tuple[jax.Array, ...], Any]:
+    """What `_Choose` reads, and how to make one for so many rows."""
     (m, k), count = stream.scaled_ME.shape, router_EX.shape[1]
     mosaic.check_rows(m)
-    wide = round_up(m, 8)
     route = _Route((m, k), count, interpret is not None)
-    sums = jax.ShapeDtypeStruct((route.programs, count, wide), F32)
+    sums = jax.ShapeDtypeStruct((route.programs, count, round_up(m, GROUP)), F32)
     [sums_PXR] = mosaic.launch(route, (sums,), stream.scaled_ME, router_EX, interpret=interpret)
-    tiles = stream.squares_TR.shape[0]
-    kernel = _Choose(rows, k, tiles, route.programs, count, per_token, normalised, eps, interpret is not None)
-    list_X, weights_XR = (jax.ShapeDtypeStruct(shape, kind) for shape, kind in (
-        ((count,), jnp.int32), ((count, wide), F32)
-    ))  # fmt: skip
-    outs = (list_X, list_X, weights_XR)
-    return Choice(*mosaic.launch(kernel, outs, sums_PXR, stream.squares_TR, interpret=interpret))
+    make = functools.partial(
+        _Choose, width=k, tiles=stream.squares_TR.shape[0], pieces=route.programs, count=count,
+        interpret=interpret is not None,
+    )  # fmt: skip
+    return (sums_PXR, stream.squares_TR), make
 
 
 def mix(

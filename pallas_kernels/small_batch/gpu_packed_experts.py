@@ -2,13 +2,12 @@
 
 Two launches (`packed_experts` has their specification in plain XLA): gate and up of an expert for its rows, with biases
 and what gates make of ups; and its down. XLA says before which rows each expert has (`packed_experts.plan`), and sums a
-row's experts after, weighted, in the order of the choice. Where a kernel has chosen the experts (`experts.choose`) the
-first launch divides by the norm's root mean square as well, and a third sums a row's experts and adds the residual, in
-the order of their numbers. A program has a tile of 32 pairs of columns of one expert
-(gate and up; a column of either half of down's), which two warpgroups share: they take turns at its inputs
-(`packed_walk`, as all products of packed weights). Up to 8 rows of the pass stand beside one another for every expert;
-of more each expert has its own, copied together, in slots of 8 to 32: what an expert's second slot reads lies in the
-second-level cache. A row's bits depend on neither.
+row's experts after, weighted, in the order of the choice. Where a kernel has picked the experts (`experts.pick`) the
+first launch divides by the norm's root mean square as well, and kernels find the rows and sum the results, too
+(`gpu_picks`). A program has a tile of 32 pairs of columns of one expert (gate and up; a column of either half of
+down's), which two warpgroups share: they take turns at its inputs (`packed_walk`, as all products of packed weights).
+Up to 8 rows of the pass stand beside one another for every expert; of more each expert has its own, copied together, in
+slots of 8 to 32: what an expert's second slot reads lies in the second-level cache. A row's bits depend on neither.
 """
 
 from __future__ import annotations
@@ -26,16 +25,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import overlap
-from pallas_kernels.small_batch import experts, mosaic, packed, packed_experts, unpack
-from pallas_kernels.small_batch.experts import Choice
-from pallas_kernels.small_batch.mosaic import F32, SUMS, along_rows, flipped, load
+from pallas_kernels.small_batch import experts, gpu_picks, mosaic, packed, packed_experts
+from pallas_kernels.small_batch.experts import Picks
+from pallas_kernels.small_batch.mosaic import F32, flipped, load
 from pallas_kernels.small_batch.packed import Packed
 from pallas_kernels.small_batch.packed_experts import PIECE, Gates
 from pallas_kernels.small_batch.packed_walk import COLUMNS, HALF, Walk
-from pallas_kernels.small_batch.reference import TILE, Stream
+from pallas_kernels.small_batch.reference import Stream
 
 #: Inputs of a line in which one row lies in shared memory: what experts' widths are multiples of.
 _LINE = 64
+#: Warpgroups of a program.
+_TEAMS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,7 @@ class _Kernel(Walk):
         for all of them; else each slot has its own, one slot after the other.
       gates: see packed_experts.mix. biased: whether columns have a bias.
       padded: whether results have PIECE rows for each slot, whatever its own.
+      inverse: whether rows are divided by their root mean squares, whose inverses each slot has.
     """
 
     kind: Literal["up", "down"]
@@ -55,6 +57,7 @@ class _Kernel(Walk):
     gates: Gates | None = None
     biased: bool = False
     padded: bool = False
+    inverse: bool = False
 
     @property
     def name(self) -> str:
@@ -68,7 +71,7 @@ class _Kernel(Walk):
     @property
     def teams(self) -> int:
         """See Walk."""
-        return 2
+        return _TEAMS
 
     @property
     def neighbours(self) -> int:
@@ -121,7 +124,8 @@ class _Kernel(Walk):
         begin, to = begins
         x, w_BNK, scale_XGN, _, *beside = ins
         normed = self.eps is not None
-        squares_TR, bias_XN = beside[:normed], beside[normed:]
+        squares_TR, beside = beside[:normed], beside[normed:]
+        inverse_ST, bias_XN = beside[: self.inverse], beside[self.inverse :]
         team = lax.axis_index("team")
         mine, ready = self.turns(team), shared["ready"].at[0]
         columns = tile * COLUMNS, self.columns // 2 + tile * COLUMNS
@@ -169,12 +173,16 @@ class _Kernel(Walk):
         biases = [
             load(ref.at[expert, pl.ds(c, COLUMNS)], HALF.reduce(1)).astype(F32) for ref in bias_XN for c in columns
         ]
+        own = pl.ds(0, self.rows)
+        inverses = [load(ref.at[lax.div(program, self.across), own], HALF.reduce(0)) for ref in inverse_ST]
         plgpu.barrier_wait(ready)
         self.add_squares(team, shared)
         total = self.total(team, mine, copy, shared)
-        self.join(team, total, shared, lambda: self.finish(columns, to, outs, shared, biases, x.dtype))
+        self.join(team, total, shared, lambda: self.finish(columns, to, outs, shared, biases, inverses, x.dtype))
 
-    def finish(self, columns: Any, begin: Any, outs: Any, shared: Any, biases: Any, dtype: Any) -> None:
+    def finish(
+        self, columns: Any, begin: Any, outs: Any, shared: Any, biases: Any, inverses: Any, dtype: Any
+    ) -> None:  # fmt: skip
         """From the sums to the results."""
         along = lambda v: plgpu.layout_cast(lax.broadcast_in_dim(v, (COLUMNS, self.rows), (0,)), HALF)
         parts = self.totals(0, shared, HALF)
@@ -185,7 +193,8 @@ class _Kernel(Walk):
             parts = [y * along(scale) for y, scale in zip(parts, scales, strict=True)]
         if self.eps is not None:
             self.wait_norm(shared)
-            inverse = self.inverse_rms(shared)
+            inverses = [self.inverse_rms(shared)]
+        for inverse in inverses:
             inverse = plgpu.layout_cast(lax.broadcast_in_dim(inverse, (COLUMNS, self.rows), (1,)), HALF)
             parts = [y * inverse for y in parts]
         # As XLA does: products are rounded to the rows' dtype, and what follows is computed in float32.
@@ -216,25 +225,25 @@ class _Kernel(Walk):
 def _run(
     kind: Literal["up", "down"], x: jax.Array, weight: Packed, experts_S: jax.Array, slots: int, rows: int,
     bias: jax.Array | None = None, *, every: bool, gates: Gates | None = None, squares: jax.Array | None = None,
-    eps: float | None = None, padded: bool = False, interpret: Any,
+    eps: float | None = None, inverse: jax.Array | None = None, padded: bool = False, interpret: Any,
 ) -> jax.Array:  # fmt: skip
     """A launch: the results' rows of one of both products.
 
     Args:
       experts_S: of each slot, at least `slots`. rows: of a slot.
-      squares, eps: of a norm before (see reference.Stream).
+      squares, eps: of a norm before (see reference.Stream). inverse: of the slots' rows, instead.
     """
     count, columns, inputs = weight.values.shape
     kernel = _Kernel(
         kind=kind, dtype=weight.kind, shape=(rows, inputs), columns=columns, groups=weight.groups, slots_in_use=slots,
         every=every, gates=gates, biased=bias is not None, padded=padded, interpret=interpret is not None, eps=eps,
-        squares=0 if squares is None else squares.shape[0], width=x.shape[1],
+        squares=0 if squares is None else squares.shape[0], width=x.shape[1], inverse=inverse is not None,
     )  # fmt: skip
     results = slots * (PIECE if padded else rows), columns // (2 if kind == "up" else 1)
     out = jax.ShapeDtypeStruct(results, x.dtype)
     x = x.reshape(x.shape[0], -1, _LINE) if kernel.alone else x
     values = weight.values.reshape(2 * count, columns // 2, inputs)
-    ins = x, values, weight.scale, experts_S, *(array for array in (squares, bias) if array is not None)
+    ins = x, values, weight.scale, experts_S, *(array for array in (squares, inverse, bias) if array is not None)
     return mosaic.launch(kernel, (out,), *ins, interpret=interpret)[0]
 
 
@@ -256,86 +265,27 @@ def mix(
     return packed_experts.weighed(jnp.take(y_QE, plan.places_MK, axis=0, mode="clip"), weights_MK)
 
 
-def mix_chosen(
-    stream: Stream, choice: Choice, per_token: int, gate_up: Packed, down: Packed, gain_E: jax.Array, eps: float, *,
+def mix_picked(
+    stream: Stream, picks: Picks, per_token: int, gate_up: Packed, down: Packed, gain_E: jax.Array, eps: float, *,
     interpret: Any = None,
 ) -> Stream:  # fmt: skip
-    """See packed_experts.mix_chosen."""
-    (m, width), count = stream.h_ME.shape, gate_up.values.shape[0]
-    assert m <= PIECE, m
-    slots = experts.slots(m, per_token, count)
-    run = functools.partial(_run, experts_S=choice.order_X, slots=slots, rows=m, interpret=interpret)
-    hidden_QF = run("up", stream.scaled_ME, gate_up, every=True, squares=stream.squares_TR, eps=eps)
+    """See packed_experts.mix_picked."""
+    m, count, tiles = stream.h_ME.shape[0], gate_up.values.shape[0], stream.squares_TR.shape[0]
+    order_S, begins_X = picks.order_X, picks.begins_X
+    norm: dict[str, Any]
+    if order_S is not None and begins_X is not None:
+        every, slots = True, experts.slots(m, per_token, count)
+        x_QE, norm = stream.scaled_ME, {"squares": stream.squares_TR, "eps": eps}
+    else:
+        every, slots = False, packed_experts.most_slots(m, per_token, count, PIECE)
+        x_QE, inverse_SR, order_S, begins_X = gpu_picks.plan(
+            stream, picks, slots, per_token, count, math.gcd(_TEAMS, tiles), eps, interpret=interpret
+        )  # fmt: skip
+        norm = {"inverse": inverse_SR}
+    run = functools.partial(_run, experts_S=order_S, slots=slots, rows=min(m, PIECE), interpret=interpret)
+    hidden_QF = run("up", x_QE, gate_up, every=every, **norm)
     y_QE = run("down", hidden_QF, down, every=False, padded=True)
-    finish = _Finish(m, width, slots, count, interpret is not None)
-    same = jax.ShapeDtypeStruct((m, width), stream.h_ME.dtype)
-    squares = jax.ShapeDtypeStruct((width // TILE, PIECE), F32)
-    ins = stream.h_ME, y_QE.reshape(slots, PIECE, -1), choice.order_X, choice.weights_XR, gain_E
-    return Stream(*mosaic.launch(finish, (same, same, squares), *ins, interpret=interpret))
+    return gpu_picks.finish(stream, y_QE, picks, begins_X, per_token, gain_E, every=every, interpret=interpret)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Finish:
-    """The stream with the experts' results added, weighted and summed in the order of their numbers.
-
-    Attributes:
-      rows: M, at most PIECE. width: E. slots: experts that may be in use. count: of experts.
-      interpret: whether registers are pretended.
-    """
-
-    rows: int
-    width: int
-    slots: int
-    count: int
-    interpret: bool
-
-    name, teams = "packed_experts_finish", 1
-
-    @property
-    def programs(self) -> int:
-        return self.width // TILE
-
-    def scratch(self, dtype: Any) -> dict[str, Any]:
-        """See mosaic.Kernel."""
-        return {
-            "parts": plgpu.SMEM((self.slots, PIECE, TILE), dtype),
-            "order": plgpu.SMEM((self.count,), jnp.int32),
-            "weights": plgpu.SMEM((self.count, PIECE), F32),
-            "ready": plgpu.Barrier(num_barriers=1, num_arrivals=5),
-            **mosaic.added(PIECE, dtype),
-        }
-
-    def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
-        """See mosaic.Kernel."""
-        h_ME, y_SRE, order_X, weights_XR, gain_E = ins
-        program = lax.axis_index("program")
-        own, ready = pl.ds(program * TILE, TILE), shared["ready"].at[0]
-        plgpu.copy_gmem_to_smem(order_X, shared["order"], ready)
-        plgpu.copy_gmem_to_smem(weights_XR, shared["weights"], ready)
-        overlap.wait(self.interpret)
-        overlap.begin(self.interpret)
-        plgpu.copy_gmem_to_smem(y_SRE.at[:, :, own], shared["parts"], ready)
-        plgpu.copy_gmem_to_smem(h_ME.at[mosaic.all_rows(program, self.rows, PIECE), own], shared["h"], ready)
-        plgpu.copy_gmem_to_smem(gain_E.at[own], shared["gain"], ready)
-        plgpu.barrier_wait(ready)
-        times = functools.partial(unpack.times, layout=SUMS, interpret=self.interpret)
-        several = math.gcd(self.slots, PIECE)
-
-        def add(turn: Any, total: jax.Array) -> jax.Array:
-            for i in range(several):
-                slot = turn * several + i
-                expert = shared["order"][slot]
-                used = jnp.where(expert >= 0, 1.0, 0.0)
-                weights = along_rows(load(shared["weights"].at[jnp.maximum(expert, 0)], SUMS.reduce(0)) * used)
-                y = load(flipped(shared["parts"].at[slot]), SUMS).astype(F32)
-                # What no expert wrote, or of rows that are none, may be anything.
-                total = total + jnp.where(weights != 0.0, times(y, weights), 0.0)
-            return total
-
-        start = plgpu.layout_cast(jnp.zeros((TILE, PIECE), F32), SUMS)
-        total = lax.fori_loop(0, self.slots // several, add, start)
-        mosaic.add_and_store(program, total.astype(h_ME.dtype).astype(F32), outs, shared, self.rows, times)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-__all__ = ["mix", "mix_chosen"]
+__all__ = ["mix", "mix_picked"]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.small_batch import packed, reference
-from pallas_kernels.small_batch.experts import Choice
+from pallas_kernels.small_batch.experts import Picks, by_rows
 from pallas_kernels.small_batch.packed import BLOCK, Packed
 from pallas_kernels.small_batch.reference import Stream
 
@@ -166,25 +166,26 @@ def mix(
     return weighed(y_XME[experts_MK, jnp.arange(x_ME.shape[0])[:, None]], weights_MK)
 
 
-def mix_chosen(
-    stream: Stream, choice: Choice, per_token: int, gate_up: Packed, down: Packed, gain_E: jax.Array, eps: float, *,
+def mix_picked(
+    stream: Stream, picks: Picks, per_token: int, gate_up: Packed, down: Packed, gain_E: jax.Array, eps: float, *,
     interpret: Any = None,
 ) -> Stream:  # fmt: skip
-    """The stream after what chosen experts (`experts.choose`) make of its norm is added, weighted.
+    """The stream after what picked experts (`experts.pick`) make of its norm is added, weighted.
 
-    For at most PIECE rows, and experts without biases whose gates are SwiGLU's; summed by experts' numbers.
+    For experts without biases whose gates are SwiGLU's; summed in the order of the choice.
 
     Args:
       per_token: experts of a row. gain_E: of the norm that reads the stream next.
     """
-    del interpret, per_token
+    del interpret
     m, dtype = stream.h_ME.shape[0], stream.h_ME.dtype
     mean_M = stream.squares_TR[:, :m].sum(axis=0) / stream.h_ME.shape[1]
     both_XMF = _products(stream.scaled_ME[None], gate_up) * jax.lax.rsqrt(mean_M + eps)[None, :, None]
     hidden_XMF = activated(both_XMF.astype(dtype), None).astype(dtype)
-    weights_XM1 = choice.weights_XR[:, :m, None]
-    y_XME = _products(hidden_XMF, down).astype(dtype).astype(jnp.float32)
-    y_ME = jnp.sum(jnp.where(weights_XM1 != 0, y_XME * weights_XM1, 0.0), axis=0).astype(dtype)
+    y_XME = _products(hidden_XMF, down).astype(dtype)
+    experts_MK, weights_MK = (x[:m, :per_token] for x in by_rows(picks))
+    y_MKE = y_XME[experts_MK, jnp.arange(m)[:, None]]
+    y_ME = weighed(jnp.where(experts_MK[..., None] < 0, 0, y_MKE), weights_MK).astype(dtype)
     return reference.begin((stream.h_ME.astype(jnp.float32) + y_ME.astype(jnp.float32)).astype(dtype), gain_E)
 
 

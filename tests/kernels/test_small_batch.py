@@ -206,6 +206,15 @@ def test_experts_agree_with_xla(m: int):
     for got, expected in zip(choice[:2], want[:2], strict=True):
         np.testing.assert_array_equal(got, expected)
     np.testing.assert_allclose(choice.weights_XR[:, :m], want.weights_XR[:, :m], rtol=1e-3, atol=1e-6)
+    picks, wanted = (of.pick(own, router, EPS, 4, rows, **extra) for of, extra in (
+        (gpu_experts, {"interpret": params}), (experts, {})
+    ))  # fmt: skip
+    for name, got, expected in zip(wanted._fields, picks, wanted, strict=True):
+        if name == "weights_GP":
+            there = wanted.experts_GP >= 0
+            np.testing.assert_allclose(got[there], expected[there], rtol=1e-3)
+        elif expected is not None or m <= 8:
+            np.testing.assert_array_equal(got, expected)
     kernels = normal(9, count, E, 2 * inner, scale=0.1), normal(10, count, inner, E, scale=0.1)
     args = own, want, *kernels, normal(1, E), EPS, 4
     close(gpu_experts.mix(*args, interpret=params), experts.mix(*args), m)

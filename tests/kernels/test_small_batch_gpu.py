@@ -95,9 +95,9 @@ def mixture(m: int, of: Any) -> Any:
 
 
 def packed_mixture(m: int, of: Any) -> Any:
-    """Experts of weights in each format, of a choice that a kernel made."""
+    """Experts of weights in each format that a kernel has picked."""
     count, inner, stream, found = 64, 256, rows(m)["stream"], []
-    choice = (gpu_experts if of is gpu_packed_experts else experts).choose(
+    picks = (gpu_experts if of is gpu_packed_experts else experts).pick(
         stream, normal(12, E, count, scale=0.1), EPS, 4, m
     )  # fmt: skip
     for i, (dtype, grouped) in enumerate(FORMATS):
@@ -105,7 +105,7 @@ def packed_mixture(m: int, of: Any) -> Any:
             (E, 2 * inner), (inner, E)
         )]  # fmt: skip
         kernels = [jax.tree.map(lambda *x: jnp.stack(x), *one) for one in each]
-        found.append(of.mix_chosen(stream, choice, 4, *kernels, normal(1, E), EPS))
+        found.append(of.mix_picked(stream, picks, 4, *kernels, normal(1, E), EPS))
     return found
 
 
@@ -126,7 +126,7 @@ def by_rows(found: Any, m: int) -> list[np.ndarray]:
     ("run", "of", "want", "most"),
     [
         (layer, gpu, reference, 32), (few_bits, gpu, reference, 32), (mixture, gpu_experts, experts, 32),
-        (packed_mixture, gpu_packed_experts, packed_experts, 8),
+        (packed_mixture, gpu_packed_experts, packed_experts, 32),
     ],
 )  # fmt: skip
 def test_rows_are_xlas_and_have_the_same_bits_among_others(run: Any, of: Any, want: Any, most: int):
