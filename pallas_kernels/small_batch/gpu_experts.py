@@ -190,10 +190,10 @@ class _Choose:
         if self.lists:
             for i, top in enumerate(tops):
                 mosaic.write(shared["shares"].at[pl.ds(i * GROUP, GROUP)], jnp.exp(top - tops[0]) / total)
-            none = plgpu.layout_cast(jnp.full((GROUP,), -1, jnp.int32), SUMS.reduce(0))
+            along = lambda value, dtype: plgpu.layout_cast(jnp.full((GROUP,), value, dtype), SUMS.reduce(0))
             for i in range(self.per_token, MOST_PICKED):
-                mosaic.write(shared["picks"].at[pl.ds(i * GROUP, GROUP)], none)
-                mosaic.write(shared["shares"].at[pl.ds(i * GROUP, GROUP)], jnp.zeros_like(total))
+                mosaic.write(shared["picks"].at[pl.ds(i * GROUP, GROUP)], along(-1, jnp.int32))
+                mosaic.write(shared["shares"].at[pl.ds(i * GROUP, GROUP)], along(0.0, F32))
         else:
             mosaic.write(shared["weights"].at[:, own], jnp.where(there, mine / rows_of(total), 0.0))
         return jnp.max(chosen, axis=1)

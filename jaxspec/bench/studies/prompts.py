@@ -1,6 +1,6 @@
 """python -m jaxspec.bench.studies.prompts: how long prompts take to their first token, alone and many at once.
 
-Random weights in the shapes of a Llama (or the demo), an engine without speculation, greedy. For N short prompts that
+Random weights in the shapes of a model (or the demo), an engine without speculation, greedy. For N short prompts that
 come at once: the mean and the last time to first token (TTFT), submission included, and the host's own time a request.
 For long prompts alone: their TTFT, and the share of the arithmetic floor, which is the time that the products of the
 prompt's tokens (of the layers, causal attention and the one row of the output layer) take at the rate given.
@@ -24,13 +24,13 @@ from flax import nnx
 from jaxspec.assemble import assemble
 from jaxspec.bench.studies import report
 from jaxspec.bench.studies.rounds import SHAPES
-from jaxspec.bench.studies.weights import random_weights
+from jaxspec.bench.studies.weights import FORMATS, MXFP4, quantise, random_weights
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.events import Delta
+from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig, TargetModel
-from jaxspec.models.layers import Transformer
 from jaxspec.request import SamplingParams
 from jaxspec.resolve import resolve_model
 
@@ -43,17 +43,20 @@ def flops(cfg: ModelConfig, tokens: int) -> float:
     """Multiplications and additions of a prompt: layers, causal attention, and the output layer once."""
     heads, kv_heads, width = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
     attention = cfg.hidden_size * width * (2 * heads + 2 * kv_heads)
-    weights = cfg.num_layers * (attention + 3 * cfg.hidden_size * cfg.intermediate_size)
+    inner = cfg.intermediate_size if cfg.experts is None else cfg.experts.per_token * cfg.experts.inner
+    weights = cfg.num_layers * (attention + 3 * cfg.hidden_size * inner)
     scores = 2.0 * cfg.num_layers * heads * width * tokens * (tokens + 1)
     return 2.0 * weights * tokens + scores + 2.0 * cfg.hidden_size * cfg.vocab_size
 
 
-def target_of(shape: str, dtype: jnp.dtype) -> TargetModel:
-    """The demo's target, or random weights in a shape."""
+def target_of(shape: str, dtype: jnp.dtype, weights: str | None = None) -> TargetModel:
+    """The demo's target, or random weights in a shape, those of the layers in a format."""
     if shape == "demo":
         return hf.load_model(resolve_model("demo"), dtype)
     cfg = dataclasses.replace(SHAPES[shape][0], max_position_embeddings=2**17)
-    return random_weights(nnx.eval_shape(lambda: Transformer(cfg, dtype=dtype)), 0)
+    made = nnx.eval_shape(lambda: registry.build(cfg, dtype))
+    quantise(made, weights, None)
+    return random_weights(made, 0)
 
 
 def build(target: TargetModel, lengths: Sequence[int], requests: int, tokens: int, args: argparse.Namespace) -> Engine:
@@ -118,19 +121,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--chunk", type=int, help="prefill_chunk; default: the engine's")
     add("--max-num-batched-tokens", type=int, help="default: the engine's")
     add("--dtype", choices=("bfloat16", "float32"), help="default: the engine's")
+    add("--weights", choices=[*sorted(FORMATS), MXFP4], help="of the layers, quantised (default: as --dtype)")
     add("--rate", type=float, help="TFLOP/s, for the floor; default: the device's where it is known")
     add("--repeats", type=int, default=5, help="medians are taken over these")
     args = report.parse(parser, argv)
+    if args.weights and args.shape == "demo":
+        parser.error("--weights is for random weights, and the demo has its own")
 
     device = jax.devices()[0]
     cpu = device.platform == "cpu"
-    target = target_of(args.shape, jnp.dtype(args.dtype or ("float32" if cpu else "bfloat16")))
+    target = target_of(args.shape, jnp.dtype(args.dtype or ("float32" if cpu else "bfloat16")), args.weights)
     engine = build(target, args.long, args.requests, max(args.tokens), args)
     sizes = engine.facts.sizes
     rate = report.rate(RATES, args.rate)
     print(
-        f"{args.shape} on {device.device_kind}, prefill_chunk {sizes.prefill_chunk}, max_num_batched_tokens "
-        f"{sizes.max_num_batched_tokens}, {engine.stats.executables} executables in {engine.stats.warmup_seconds:.0f} s"
+        f"{args.shape}{f' in {args.weights}' if args.weights else ''} on {device.device_kind}, prefill_chunk "
+        f"{sizes.prefill_chunk}, max_num_batched_tokens {sizes.max_num_batched_tokens}, {engine.stats.executables} "
+        f"executables in {engine.stats.warmup_seconds:.0f} s"
     )
     rows = []
     for count, tokens in [*((args.requests, tokens) for tokens in args.tokens), *((1, tokens) for tokens in args.long)]:
