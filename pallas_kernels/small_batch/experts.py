@@ -36,7 +36,7 @@ class Picks(NamedTuple):
       experts_GP: int32, the expert of pair GROUP * i + row: the row's i-th; -1 where there is none.
       weights_GP: float32, and what it weighs.
       order_X, begins_X: of one group: int32, the experts in use by number, -1 after the last; and how many are before
-        each. Of several groups None.
+        each. None of one row, whose experts are in use in the order of its choice, and of several groups.
     """
 
     experts_GP: jax.Array
@@ -87,7 +87,7 @@ def pick(
     there_M1 = jnp.arange(experts_MK.shape[0])[:, None] < rows
     listed_MK, weights_MK = jnp.where(there_M1, experts_MK, -1), jnp.take_along_axis(weights_MX, experts_MK, axis=1)
     picks = picked(listed_MK, weights_MK)
-    if picks.experts_GP.shape[0] > 1:
+    if experts_MK.shape[0] == 1 or picks.experts_GP.shape[0] > 1:
         return picks
     order_X, ranks_X = _in_use(chosen_MX, count)
     return picks._replace(order_X=order_X, begins_X=ranks_X - jnp.any(chosen_MX, axis=0).astype(jnp.int32))

@@ -89,7 +89,7 @@ class _Choose:
 
     Attributes:
       rows: M. width: features of a row. tiles: of sums of squares. pieces: of the router's sums. count: of experts.
-      lists: whether Picks are wanted.
+      lists: whether Picks are wanted. ordered: whether with the experts in use by number.
     """
 
     rows: int
@@ -102,6 +102,7 @@ class _Choose:
     eps: float
     interpret: bool = False
     lists: bool = False
+    ordered: bool = True
 
     name, teams = "choose", 1
 
@@ -139,7 +140,7 @@ class _Choose:
         if self.lists:
             program = lax.axis_index("program")
             used = self.group(program * GROUP, sums_PXR, shared)
-            if self.groups == 1:
+            if self.ordered:
                 mosaic.write(shared["used"], used)
                 self.compact(shared)
             plgpu.commit_smem()
@@ -460,10 +461,11 @@ def pick(
     assert per_token <= MOST_PICKED, per_token
     ins, kernel = _routed(stream, router_EX, interpret)
     kernel = kernel(rows, per_token=per_token, normalised=normalised, eps=eps, lists=True)
-    groups = ins[0].shape[2] // GROUP
+    groups, m = ins[0].shape[2] // GROUP, stream.h_ME.shape[0]
+    kernel = dataclasses.replace(kernel, ordered=groups == 1 and m > 1)
     lists = [jax.ShapeDtypeStruct((groups, GROUP * MOST_PICKED), kind) for kind in (jnp.int32, F32)]
-    of_one = [jax.ShapeDtypeStruct((kernel.count,), jnp.int32)] * (2 if groups == 1 else 0)
-    return Picks(*mosaic.launch(kernel, (*lists, *of_one), *ins, interpret=interpret))
+    by_number = [jax.ShapeDtypeStruct((kernel.count,), jnp.int32)] * (2 if kernel.ordered else 0)
+    return Picks(*mosaic.launch(kernel, (*lists, *by_number), *ins, interpret=interpret))
 
 
 def _routed(stream: Stream, router_EX: jax.Array, interpret: Any) -> tuple[tuple[jax.Array, ...], Any]:

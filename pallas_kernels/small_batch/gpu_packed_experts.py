@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import overlap
 from pallas_kernels.small_batch import experts, gpu_picks, mosaic, packed, packed_experts
-from pallas_kernels.small_batch.experts import Picks
+from pallas_kernels.small_batch.experts import GROUP, Picks
 from pallas_kernels.small_batch.mosaic import F32, flipped, load
 from pallas_kernels.small_batch.packed import Packed
 from pallas_kernels.small_batch.packed_experts import PIECE, Gates
@@ -49,6 +49,7 @@ class _Kernel(Walk):
       gates: see packed_experts.mix. biased: whether columns have a bias.
       padded: whether results have PIECE rows for each slot, whatever its own.
       inverse: whether rows are divided by their root mean squares, whose inverses each slot has.
+      stride: from one slot's expert to the next one's, where they are listed.
     """
 
     kind: Literal["up", "down"]
@@ -58,6 +59,7 @@ class _Kernel(Walk):
     biased: bool = False
     padded: bool = False
     inverse: bool = False
+    stride: int = 1
 
     @property
     def name(self) -> str:
@@ -109,7 +111,7 @@ class _Kernel(Walk):
             overlap.begin(self.interpret)
         program = lax.axis_index("program")
         slot, tile = lax.div(program, self.across), lax.rem(program, self.across)
-        expert = ins[3][slot]
+        expert = ins[3][slot * self.stride]
         begins = slot * self.shape[0], slot * (PIECE if self.padded else self.shape[0])
         pl.when(expert >= 0)(lambda: self.one(program, expert, tile, begins, ins, outs, shared))
 
@@ -225,12 +227,12 @@ class _Kernel(Walk):
 def _run(
     kind: Literal["up", "down"], x: jax.Array, weight: Packed, experts_S: jax.Array, slots: int, rows: int,
     bias: jax.Array | None = None, *, every: bool, gates: Gates | None = None, squares: jax.Array | None = None,
-    eps: float | None = None, inverse: jax.Array | None = None, padded: bool = False, interpret: Any,
+    eps: float | None = None, inverse: jax.Array | None = None, padded: bool = False, stride: int = 1, interpret: Any,
 ) -> jax.Array:  # fmt: skip
     """A launch: the results' rows of one of both products.
 
     Args:
-      experts_S: of each slot, at least `slots`. rows: of a slot.
+      experts_S: of each slot, at least `slots`, `stride` apart. rows: of a slot.
       squares, eps: of a norm before (see reference.Stream). inverse: of the slots' rows, instead.
     """
     count, columns, inputs = weight.values.shape
@@ -238,6 +240,7 @@ def _run(
         kind=kind, dtype=weight.kind, shape=(rows, inputs), columns=columns, groups=weight.groups, slots_in_use=slots,
         every=every, gates=gates, biased=bias is not None, padded=padded, interpret=interpret is not None, eps=eps,
         squares=0 if squares is None else squares.shape[0], width=x.shape[1], inverse=inverse is not None,
+        stride=stride,
     )  # fmt: skip
     results = slots * (PIECE if padded else rows), columns // (2 if kind == "up" else 1)
     out = jax.ShapeDtypeStruct(results, x.dtype)
@@ -271,18 +274,21 @@ def mix_picked(
 ) -> Stream:  # fmt: skip
     """See packed_experts.mix_picked."""
     m, count, tiles = stream.h_ME.shape[0], gate_up.values.shape[0], stream.squares_TR.shape[0]
-    order_S, begins_X = picks.order_X, picks.begins_X
-    norm: dict[str, Any]
-    if order_S is not None and begins_X is not None:
-        every, slots = True, experts.slots(m, per_token, count)
-        x_QE, norm = stream.scaled_ME, {"squares": stream.squares_TR, "eps": eps}
-    else:
-        every, slots = False, packed_experts.most_slots(m, per_token, count, PIECE)
-        x_QE, inverse_SR, order_S, begins_X = gpu_picks.plan(
+    order_S, begins_X, stride = picks.order_X, picks.begins_X, 1
+    norm: dict[str, Any] = {"squares": stream.squares_TR, "eps": eps}
+    x_QE, slots, every = stream.scaled_ME, experts.slots(m, per_token, count), m <= GROUP
+    if m == 1:
+        order_S, stride = picks.experts_GP.reshape(-1), GROUP
+    elif not every:
+        slots = packed_experts.most_slots(m, per_token, count, PIECE)
+        x_QE, inverse_ST, order_S, begins_X = gpu_picks.plan(
             stream, picks, slots, per_token, count, math.gcd(_TEAMS, tiles), eps, interpret=interpret
         )  # fmt: skip
-        norm = {"inverse": inverse_SR}
-    run = functools.partial(_run, experts_S=order_S, slots=slots, rows=min(m, PIECE), interpret=interpret)
+        norm = {"inverse": inverse_ST}
+    assert order_S is not None
+    run = functools.partial(
+        _run, experts_S=order_S, slots=slots, rows=min(m, PIECE), stride=stride, interpret=interpret
+    )  # fmt: skip
     hidden_QF = run("up", x_QE, gate_up, every=every, **norm)
     y_QE = run("down", hidden_QF, down, every=False, padded=True)
     return gpu_picks.finish(stream, y_QE, picks, begins_X, per_token, gain_E, every=every, interpret=interpret)

@@ -208,8 +208,8 @@ class _Finish:
     """The stream with what picked experts gave added, weighed.
 
     Attributes:
-      rows: M, at most GROUP or whole groups. width: E. count: of experts. per_token: of a row. every: whether each slot
-      has all rows.
+      rows: M, at most GROUP or whole groups: of one the slots are its experts, in their order. width: E.
+      count: of experts. per_token: of a row. every: whether each slot has all rows.
     """
 
     rows: int
@@ -230,57 +230,73 @@ class _Finish:
     def programs(self) -> int:
         return self.groups * (self.width // TILE)
 
+    @property
+    def here(self) -> int:
+        """Rows of a group."""
+        return min(self.rows, GROUP)
+
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """See mosaic.Kernel."""
-        return {
+        copies = 1 if self.rows == 1 else self.per_token * self.here
+        lists = {
             "picks": plgpu.SMEM((self.groups, _PAIRS), jnp.int32),
-            "weights": plgpu.SMEM((_PAIRS,), F32),
             "begins": plgpu.SMEM((self.count,), jnp.int32),
             "places": plgpu.SMEM((_PAIRS,), jnp.int32),
+        }
+        return {
+            **(lists if self.rows > 1 else {}),
+            "weights": plgpu.SMEM((_PAIRS,), F32),
             "parts": plgpu.SMEM((self.per_token, GROUP, TILE), dtype),
-            "listed": plgpu.Barrier(num_barriers=1, num_arrivals=3),
-            "ready": plgpu.Barrier(num_barriers=1, num_arrivals=self.per_token * GROUP + 2),
+            "listed": plgpu.Barrier(num_barriers=1, num_arrivals=1 if self.rows == 1 else 3),
+            "ready": plgpu.Barrier(num_barriers=1, num_arrivals=copies + 2),
             **mosaic.added(GROUP, dtype),
         }
 
     def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
         """See mosaic.Kernel."""
-        h_ME, y_QLT, picks_GP, weights_GP, begins_X, gain_E = ins
+        h_ME, results, gain_E, weights_GP, *lists = ins
         program, tiles = lax.axis_index("program"), self.width // TILE
         group, tile = lax.div(program, tiles), lax.rem(program, tiles)
         own, listed, ready = pl.ds(tile * TILE, TILE), shared["listed"].at[0], shared["ready"].at[0]
         # The choice was there before the kernels began that this one waits for.
-        plgpu.copy_gmem_to_smem(picks_GP, shared["picks"], listed)
         plgpu.copy_gmem_to_smem(weights_GP.at[group], shared["weights"], listed)
-        plgpu.copy_gmem_to_smem(begins_X, shared["begins"], listed)
+        for name, ref in zip(("picks", "begins"), lists, strict=False):
+            plgpu.copy_gmem_to_smem(ref, shared[name], listed)
         plgpu.barrier_wait(listed)
-        self.place(group, shared)
+        if self.rows > 1:
+            self.place(group, shared)
         overlap.wait(self.interpret)
         overlap.begin(self.interpret)
         mine = pl.ds(group * GROUP, GROUP)  # of fewer rows the copy engine fills up with zeros
         plgpu.copy_gmem_to_smem(h_ME.at[mine, own], shared["h"], ready)
         plgpu.copy_gmem_to_smem(gain_E.at[own], shared["gain"], ready)
 
-        def bring(pair: Any, _: Any) -> tuple[()]:
-            source = y_QLT.at[shared["places"][pair], tile]
-            plgpu.copy_gmem_to_smem(source, shared["parts"].at[lax.div(pair, GROUP), lax.rem(pair, GROUP)], ready)
+        def bring(at: Any, _: Any) -> tuple[()]:
+            pick, row = lax.div(at, jnp.int32(self.here)), lax.rem(at, jnp.int32(self.here))
+            source = results.at[shared["places"][pick * GROUP + row], tile]
+            plgpu.copy_gmem_to_smem(source, shared["parts"].at[pick, row], ready)
             return ()
 
-        lax.fori_loop(0, self.per_token * GROUP, bring, ())
+        if self.rows == 1:
+            plgpu.copy_gmem_to_smem(results.at[:, :, own], shared["parts"], ready)
+        else:
+            lax.fori_loop(0, self.per_token * self.here, bring, ())
         plgpu.barrier_wait(ready)
         times = functools.partial(unpack.times, layout=SUMS, interpret=self.interpret)
         total = _zeros((TILE, GROUP))
         for i in range(self.per_token):
             at = pl.ds(i * GROUP, GROUP)
-            there = load(shared["picks"].at[group, at], SUMS.reduce(0)) >= 0
-            weights = along_rows(jnp.where(there, load(shared["weights"].at[at], SUMS.reduce(0)), 0.0))
+            weights = load(shared["weights"].at[at], SUMS.reduce(0))
+            if lists:  # else there is one row, and others are not stored
+                there = load(shared["picks"].at[group, at], SUMS.reduce(0)) >= 0
+                weights = jnp.where(there, weights, 0.0)
+            weights = along_rows(weights)
             y = load(flipped(shared["parts"].at[i]), SUMS).astype(F32)
             # What no expert wrote, or of rows that are none, may be anything.
             total = total + jnp.where(weights != 0.0, times(y, weights), 0.0)
-        m = min(self.rows, GROUP)
-        targets = [out.at[pl.ds(group * GROUP, m)] for out in outs[:2]]
+        targets = [out.at[pl.ds(group * GROUP, self.here)] for out in outs[:2]]
         targets.append(outs[2].at[:, pl.ds(group * GROUP, GROUP)])
-        mosaic.add_and_store(tile, total.astype(h_ME.dtype).astype(F32), targets, shared, m, times)
+        mosaic.add_and_store(tile, total.astype(h_ME.dtype).astype(F32), targets, shared, self.here, times)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def place(self, group: Any, shared: dict[str, Any]) -> None:
@@ -308,19 +324,21 @@ class _Finish:
 
 
 def finish(
-    stream: Stream, y_QE: jax.Array, picks: Picks, begins_X: jax.Array, per_token: int, gain_E: jax.Array, *,
+    stream: Stream, y_QE: jax.Array, picks: Picks, begins_X: jax.Array | None, per_token: int, gain_E: jax.Array, *,
     every: bool, interpret: Any = None,
 ) -> Stream:  # fmt: skip
-    """See `_Finish`; `y_QE` has PIECE rows for each slot."""
+    """See `_Finish`; `y_QE` has PIECE rows for each slot. `begins_X`: None of one row."""
     m, width = stream.h_ME.shape
+    lists = () if begins_X is None else (picks.experts_GP, begins_X)
+    assert (m == 1) == (not lists), m
     kernel = _Finish(
-        rows=m, width=width, count=begins_X.shape[0], per_token=per_token, every=every,
+        rows=m, width=width, count=0 if begins_X is None else begins_X.shape[0], per_token=per_token, every=every,
         interpret=interpret is not None,
     )  # fmt: skip
     same = jax.ShapeDtypeStruct((m, width), stream.h_ME.dtype)
     squares = jax.ShapeDtypeStruct((width // TILE, round_up(m, GROUP)), F32)
-    y_QLT = y_QE.reshape(-1, width // TILE, TILE)
-    ins = stream.h_ME, y_QLT, picks.experts_GP, picks.weights_GP, begins_X, gain_E
+    y = y_QE.reshape(-1, PIECE, width) if m == 1 else y_QE.reshape(-1, width // TILE, TILE)
+    ins = stream.h_ME, y, gain_E, picks.weights_GP, *lists
     return Stream(*mosaic.launch(kernel, (same, same, squares), *ins, interpret=interpret))
 
 

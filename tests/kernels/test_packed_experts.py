@@ -142,7 +142,7 @@ def picks(args: tuple[Any, ...]) -> Picks:
     """What is picked of a mixture's arguments, as the kernel that picks has it."""
     experts_MK, weights_MK = map(np.asarray, args[1:3])
     found = picked(jnp.asarray(experts_MK), jnp.asarray(weights_MK))
-    if found.experts_GP.shape[0] > 1:
+    if len(experts_MK) == 1 or found.experts_GP.shape[0] > 1:
         return found
     used = np.isin(np.arange(COUNT), experts_MK)
     order = np.full(COUNT, -1)
