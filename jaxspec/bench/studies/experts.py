@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         kernels = layers[0].gate_up[...], layers[0].down[...]
         sizes[case] = sum(map(stored_bytes, jax.tree.leaves(kernels)))
         if any(job[:2] == case and job[3] == "packed" for job in jobs):
-            again = [layer(jax.random.key(i), *case) for i in range(args.layers)]  # merged ones may share variables
+            again = [layer(jax.random.key(i), *case) for i in range(args.layers)]  # merged ones share variables
             for each in again:
                 each.pack()
             packed[case] = [nnx.split(each) for each in again]
