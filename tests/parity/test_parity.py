@@ -39,12 +39,24 @@ STEPS_OF = {"eagle3": cases.STEPS, "peagle": 1, "mtp": len(cases.MTP_WEIGHTS), "
 BLOCKS = [c for c in cases.CASES if cases.CASES[c].kind in cases.BLOCKS]
 
 
-def load(case: str, directory: Path = cases.VECTORS) -> tuple[Any, dict[str, np.ndarray]]:
-    """(our module from speculators' directory, the record of its case)."""
+@functools.cache
+def load(case: str) -> tuple[Any, dict[str, np.ndarray]]:
+    """(our module from speculators' directory, the record of its case); for tests that leave both as they are."""
     record = cases.load_record(case)
     kind = cases.CASES[case].kind
-    assert directories.read_kind(directory / case) == kind
-    return directories.load_drafter(kind, directory / case, cases.target_of(record)), record
+    assert directories.read_kind(cases.VECTORS / case) == kind
+    return directories.load_drafter(kind, cases.VECTORS / case, cases.target_of(record)), record
+
+
+def answers(module: Any, record: Mapping[str, np.ndarray], kind: str) -> list[jax.Array]:
+    """Our logits of each step, as one program: hundreds of operations take longer to compile by themselves."""
+    return jax.jit(lambda: cases.ANSWERS[kind](module, record))()
+
+
+@functools.cache
+def our_logits(case: str) -> list[jax.Array]:
+    """Of each step."""
+    return answers(*load(case), cases.CASES[case].kind)
 
 
 def recorded_logits(record: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -64,11 +76,9 @@ def names_of(directory: Path) -> set[str]:
 
 @pytest.mark.parametrize("case", cases.CASES)
 def test_logits_of_every_step_agree(case: str) -> None:
-    module, record = load(case)
-    theirs = recorded_logits(record)
+    theirs = recorded_logits(load(case)[1])
     assert len(theirs) == STEPS_OF[cases.CASES[case].kind]
-    ours = cases.ANSWERS[cases.CASES[case].kind](module, record)
-    for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    for step, (a, b) in enumerate(zip(our_logits(case), theirs, strict=True)):
         assert a.shape == b.shape and b.std() > 0.3, step
         assert_close(a, b)
 
@@ -78,7 +88,7 @@ def test_an_override_replaces_a_field_and_the_logits_show_it(flag: str) -> None:
     case = "eagle3-residual" if flag == "norm_before_residual" else "eagle31"
     record = cases.load_record(case)
     module = directories.load_drafter("eagle3", cases.VECTORS / case, cases.target_of(record), overrides={flag: False})
-    wrong = cases.eagle3_logits(module, record)[1]
+    wrong = answers(module, record, "eagle3")[1]
     assert np.abs(np.asarray(wrong) - record["logits_1"]).max() > 0.1
 
 
@@ -115,8 +125,8 @@ def expected_loss(case: str, logits: list[jax.Array], record: Mapping[str, np.nd
     ("case", "name"), [(c, n) for c in HEADS for n in ("loss_kl", "loss_ce")] + [("mtp", "loss_ce")]
 )
 def test_losses_agree(case: str, name: str) -> None:
-    module, record = load(case)
-    ours = expected_loss(case, cases.ANSWERS[cases.CASES[case].kind](module, record), record, name)
+    record = load(case)[1]
+    ours = expected_loss(case, our_logits(case), record, name)
     assert 0.3 < record[name].item() < 30
     np.testing.assert_allclose(ours, record[name].item(), rtol=cases.TOLERANCE)
 
@@ -151,10 +161,12 @@ def test_our_trainers_loss_agrees(case: str) -> None:
     """On rows of one text: across texts speculators' loss compares drafts with the next text, ours leaves them out."""
     module, record = load(case)
     batch, states, target = as_batch(case, record)
-    for kind in ("kl", "ce"):
-        recipe = Eagle3Recipe(module.config.aux_layer_ids, cases.STEPS, cases.DECAY, kind)
-        loss, _, _ = recipe.loss(module, target, batch, states, jax.random.key(0))
-        np.testing.assert_allclose(loss, record[f"loss_{kind}"].item(), rtol=cases.TOLERANCE)
+    recipes = {k: Eagle3Recipe(module.config.aux_layer_ids, cases.STEPS, cases.DECAY, k) for k in ("kl", "ce")}
+    losses = jax.jit(
+        lambda of: {k: r.loss(module, target, batch, of, jax.random.key(0))[0] for k, r in recipes.items()}
+    )
+    for kind, ours in losses(states).items():
+        np.testing.assert_allclose(ours, record[f"loss_{kind}"].item(), rtol=cases.TOLERANCE)
 
 
 @pytest.mark.parametrize("case", [c for c in BLOCKS if len(cases.CASES[c].texts) == 1])
@@ -265,7 +277,7 @@ def test_speculators_still_answers_as_recorded(case: str, tmp_path: Path) -> Non
 
 def random_module(case: str) -> Any:
     """Our module of a case's configuration, with other weights than the recorded ones."""
-    module, _ = load(case)
+    module = nnx.clone(load(case)[0])
     rng = np.random.default_rng(3)
     for _, param in nnx.iter_graph(module):
         if isinstance(param, nnx.Param):
@@ -291,6 +303,6 @@ def test_speculators_reads_our_export(case: str, tmp_path: Path) -> None:
     for name, value in tensors.items():
         np.testing.assert_array_equal(state[name], value, err_msg=name)
     theirs = recorder.answers(case, model)
-    for a, b in zip(cases.ANSWERS[kind](module, record), recorded_logits(theirs), strict=True):
+    for a, b in zip(answers(module, record, kind), recorded_logits(theirs), strict=True):
         # Tensors are equal bit by bit, so this is about the configuration; these weights make larger logits.
         np.testing.assert_allclose(a, b, rtol=0, atol=cases.TOLERANCE * np.abs(b).max())
