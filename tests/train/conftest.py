@@ -22,6 +22,7 @@ from jaxspec.checkpointing import hf
 from jaxspec.models.layers import Transformer
 from jaxspec.models.tiny import tiny_target
 from jaxspec.train.data.batch import Batch
+from jaxspec.train.drafters import dflash
 from jaxspec.train.drafters.recipe import Recipe, TargetStates
 from jaxspec.train.objective import acceptance
 from jaxspec.train.objective.attention import packed_attention
@@ -143,8 +144,8 @@ def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def train_command(tiny_files: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+@pytest.fixture(scope="session")
+def train_command(tiny_files: Path) -> Callable[..., dict[str, Any]]:
     """(trainer's module, out, *arguments, plot=False) -> its record, after two steps on tiny_files."""
 
     def run(trainer: ModuleType, out: Path, *arguments: str, plot: bool = False) -> dict[str, Any]:
@@ -152,9 +153,17 @@ def train_command(tiny_files: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
         trainer.add_arguments(parser)
         files = ["--target", str(tiny_files / "target"), "--data", str(tiny_files / "texts.jsonl"), "--out", str(out)]
         sizes = ["--length", "32", "--batch", "2", "--steps", "2", "--warmup", "0", "--eval-share", "0.3"]
-        with monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             if not plot:  # half of the time
                 patch.setattr(command.plots, "plot_run", lambda run_dir: "not plotted")
             return trainer.main(parser.parse_args([*files, *sizes, *arguments]))
 
     return run
+
+
+@pytest.fixture(scope="session")
+def dflash_run(train_command: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A DFlash head that the command trained, of blocks of 4 and a draft vocabulary of 10, and the run's record."""
+    out = tmp_path_factory.mktemp("dflash") / "head"
+    shape = ("--layers", "1", "--head-dim", "8", "--draft-vocab-size", "10", "--block-size", "4", "--aux-layers", "1")
+    return out, train_command(dflash, out, "--anchors", "6", "--depth", "2", *shape)

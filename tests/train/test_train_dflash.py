@@ -201,20 +201,22 @@ def test_impossible_settings_are_refused(fields: dict[str, Any], message: str) -
         DflashRecipe(AUX, **fields)
 
 
-def test_the_command_trains_saves_and_goes_on(train_command: Any, tiny_files: Path, tmp_path: Path) -> None:
-    target = hf.load_model(tiny_files / "target")
-    sizes = ("--anchors", "6", "--depth", "2")
-    shape = ("--layers", "1", "--head-dim", "8", "--draft-vocab-size", "10", "--block-size", "4", "--aux-layers", "1")
-    record = train_command(dflash, tmp_path / "head", *sizes, *shape)
-    assert record["kind"] == read_kind(tmp_path / "head") == "dflash" and record["gamma"] == 4.0
+def test_the_command_trains_and_saves(dflash_run: Any, tiny_files: Path) -> None:
+    out, record = dflash_run
+    assert record["kind"] == read_kind(out) == "dflash" and record["gamma"] == 4.0
     assert set(next(iter(record["held_out_acceptance"].values()))) >= {"length", "accept_1", "accept_2", "loss"}
-    head: Any = load_drafter("dflash", tmp_path / "head", target)
+    head: Any = load_drafter("dflash", out, hf.load_model(tiny_files / "target"))
     cfg = head.config
     assert (cfg.mask_token_id, cfg.num_layers, cfg.draft_vocab_size, cfg.drafts) == (12, 1, 10, 3)
-    more = ("--init-from", str(tmp_path / "head"), "--compute-dtype", "bfloat16")
-    train_command(dflash, tmp_path / "more", *sizes, *more, "--loss", "ce", "--weights", "dpace")
-    later: Any = load_drafter("dflash", tmp_path / "more", target)
-    assert bool((later.fc.kernel[...] != head.fc.kernel[...]).any())
+
+
+@pytest.mark.exhaustive("DSpark's and DFlash 2's commands go on from a DFlash head")
+def test_the_command_goes_on(train_command: Any, dflash_run: Any, tiny_files: Path, tmp_path: Path) -> None:
+    target = hf.load_model(tiny_files / "target")
+    more = ("--anchors", "6", "--depth", "2", "--init-from", str(dflash_run[0]), "--compute-dtype", "bfloat16")
+    train_command(dflash, tmp_path / "more", *more, "--loss", "ce", "--weights", "dpace")
+    head, later = (load_drafter("dflash", path, target) for path in (dflash_run[0], tmp_path / "more"))
+    assert bool((later.fc.kernel[...] != head.fc.kernel[...]).any())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize(

@@ -109,11 +109,13 @@ def test_the_command_goes_on_from_a_dflash_head(
     start = initial("dflash2", Dflash2Head, Dflash2Config, setup, SIZES, SIZES)
     assert start.config.dflash == before.config
     states = target_states(target, packed_batch, (1,))
-    chains = [
-        [x.logits[d](x.hidden[d]).argmax(-1) for d in range(2)]
-        for x in (of.chain(head, packed_batch, states.aux_BTA, 2) for of, head in ((dflash, before), (dflash2, start)))
-    ]
-    np.testing.assert_array_equal(*chains)
+
+    @jax.jit
+    def chains(aux_BTA: jax.Array) -> list[list[jax.Array]]:
+        each = (of.chain(head, packed_batch, aux_BTA, 2) for of, head in ((dflash, before), (dflash2, start)))
+        return [[x.logits[d](x.hidden[d]).argmax(-1) for d in range(2)] for x in each]
+
+    np.testing.assert_array_equal(*chains(states.aux_BTA))
 
     asked = ("--conv-taps", "3", "--conv-group", "8", "--selector-rank", "5", "--selector-top-k", "4")
     record = train_command(dflash2, tmp_path / "more", *sizes, *asked, "--init-from", str(tmp_path / "dflash"))

@@ -174,37 +174,43 @@ def test_impossible_geometry_is_refused() -> None:
             dataclasses.replace(cfg, **fields)
 
 
-def test_the_command_trains_saves_and_goes_on(
-    train_command: Any, tiny_files: Path, tmp_path: Path, packed_batch: Batch, target_states: Any
+def test_the_command_goes_on_from_a_dflash_head_and_saves(
+    train_command: Any, dflash_run: Any, tiny_files: Path, tmp_path: Path, packed_batch: Batch, target_states: Any
 ) -> None:
     target = hf.load_model(tiny_files / "target")
     sizes = ("--anchors", "6", "--depth", "2")
-    shape = ("--layers", "1", "--head-dim", "8", "--draft-vocab-size", "10", "--block-size", "4", "--aux-layers", "1")
-    train_command(dflash, tmp_path / "dflash", *sizes, *shape)
-    before: Any = load_drafter("dflash", tmp_path / "dflash", target)
+    before: Any = load_drafter("dflash", dflash_run[0], target)
 
     # From a DFlash head, before anything is learned: the same drafts.
     parts: dict[str, Any] = dict(markov_rank=4, markov_type="gated", confidence=True, confidence_reads_token=False)
-    setup: Any = SimpleNamespace(target=target, args=SimpleNamespace(seed=0, init_from=tmp_path / "dflash"))
+    setup: Any = SimpleNamespace(target=target, args=SimpleNamespace(seed=0, init_from=dflash_run[0]))
     start = initial("dspark", DsparkHead, DsparkConfig, setup, parts, parts)
     assert start.config.dflash == before.config and not start.config.sample_from_anchor
     states = target_states(target, packed_batch, (1,))
-    chains = [
-        [x.logits[d](x.hidden[d]) for d in range(2)]
-        for x in (of.chain(head, packed_batch, states.aux_BTA, 2) for of, head in ((dflash, before), (dspark, start)))
-    ]
-    np.testing.assert_array_equal(*chains)
+
+    @jax.jit
+    def chains(aux_BTA: jax.Array) -> list[list[jax.Array]]:
+        each = (of.chain(head, packed_batch, aux_BTA, 2) for of, head in ((dflash, before), (dspark, start)))
+        return [[x.logits[d](x.hidden[d]) for d in range(2)] for x in each]
+
+    np.testing.assert_array_equal(*chains(states.aux_BTA))
     assert not start.markov.after[...].any() and start.markov.before[...].any()
 
-    # Trained on, saved and anew.
+    # Trained on and saved.
     asked = ("--markov-rank", "4", "--markov-type", "gated", "--no-confidence-reads-token")
-    more = ("--init-from", str(tmp_path / "dflash"), "--compute-dtype", "bfloat16")
+    more = ("--init-from", str(dflash_run[0]), "--compute-dtype", "bfloat16")
     record = train_command(dspark, tmp_path / "more", *sizes, *asked, *more)
     assert record["kind"] == read_kind(tmp_path / "more") == "dspark" and record["gamma"] == 4.0
     later: Any = load_drafter("dspark", tmp_path / "more", target)
     assert later.config == start.config and later.markov.after[...].any() and later.confidence.kernel[...].any()
     with pytest.raises(ValueError, match="--markov-rank 8: the head of kind 'dspark' in --init-from .* decides that"):
         train_command(dspark, tmp_path / "no", "--init-from", str(tmp_path / "more"), "--markov-rank", "8")
+
+
+@pytest.mark.exhaustive("the command trains a DSpark head that begins as a DFlash head")
+def test_the_command_trains_a_new_head(train_command: Any, tiny_files: Path, tmp_path: Path) -> None:
+    target = hf.load_model(tiny_files / "target")
+    sizes = ("--anchors", "6", "--depth", "2")
     fresh = ("--layers", "1", "--markov-rank", "3", "--confidence", "0", "--layout", "deepspec")
     train_command(dspark, tmp_path / "fresh", *sizes, *fresh)
     new: Any = load_drafter("dspark", tmp_path / "fresh", target)

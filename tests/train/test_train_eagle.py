@@ -325,7 +325,7 @@ def test_a_new_head_starts_near_the_target(width: int, greedy_batch: Any, target
         np.testing.assert_allclose(eagle.new_head(cfg, target, np.arange(13), 0).embedding[...], target.embedding[...])
 
 
-@pytest.mark.parametrize("arch", ["eagle3", "eagle1"])
+@pytest.mark.parametrize("arch", ["eagle3", pytest.param("eagle1", marks=pytest.mark.exhaustive("EAGLE-3's does"))])
 def test_training_raises_the_acceptance(
     arch: str, greedy_batch: Any, target_states: Any, simulated_lengths: Any
 ) -> None:
@@ -397,7 +397,9 @@ def test_output_layers_in_few_bits_begin_and_teach_heads() -> None:
         np.testing.assert_allclose(few, wide, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("arch", ["eagle3", None, "eagle1"])
+@pytest.mark.parametrize(
+    "arch", [pytest.param("eagle3", marks=pytest.mark.exhaustive("EAGLE-3.1's do, the default")), None, "eagle1"]
+)
 def test_a_head_trains_saves_and_goes_on(
     arch: str | None, tmp_path: Path, tiny_files: Path, train_command: Any
 ) -> None:  # fmt: skip

@@ -128,7 +128,7 @@ def test_gradients_reach_every_parameter_of_the_module_only(
     assert len(grads) == 12 and all(largest > 0 for largest in grads.values()), grads
 
 
-@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize("soft", [pytest.param(False, marks=pytest.mark.exhaustive("the soft loss does")), True])
 def test_training_raises_the_simulated_acceptance(
     soft: bool, greedy_batch: Any, target_states: Any, simulated_lengths: Any
 ) -> None:
@@ -148,19 +148,29 @@ def test_impossible_settings_are_refused(fields: dict[str, Any], message: str) -
         MtpRecipe(**fields)
 
 
-def test_the_command_trains_saves_and_goes_on(
-    train_command: Any, tiny_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = hf.load_model(tiny_files / "target")
-    record = train_command(mtp, tmp_path / "module", "--mtp-steps", "2")
-    assert record["kind"] == read_kind(tmp_path / "module") == "mtp"
+@pytest.fixture(scope="module")
+def trained(train_command: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A module that the command trained, and the run's record."""
+    out = tmp_path_factory.mktemp("mtp") / "module"
+    return out, train_command(mtp, out, "--mtp-steps", "2")
+
+
+def test_the_command_trains_and_saves(trained: Any, tiny_files: Path) -> None:
+    out, record = trained
+    assert record["kind"] == read_kind(out) == "mtp"
     assert set(next(iter(record["held_out_acceptance"].values()))) >= {"length", "accept_1", "accept_2", "loss"}
-    module = load_drafter("mtp", tmp_path / "module", target)
+    module = load_drafter("mtp", out, hf.load_model(tiny_files / "target"))
     assert isinstance(module, MtpHead) and module.config.layer.qk_norm
-    inside = ("--init-from", str(tmp_path / "module"), "--mtp-steps", "1", "--soft", "--compute-dtype", "bfloat16")
+
+
+@pytest.mark.exhaustive("modules inside their targets' checkpoints go on")
+def test_the_command_goes_on(trained: Any, train_command: Any, tiny_files: Path, tmp_path: Path) -> None:
+    target = hf.load_model(tiny_files / "target")
+    inside = ("--init-from", str(trained[0]), "--mtp-steps", "1", "--soft", "--compute-dtype", "bfloat16")
     train_command(mtp, tmp_path / "more", *inside)
-    later = load_drafter("mtp", tmp_path / "more", target)
-    assert isinstance(later, MtpHead) and bool((later.fc.kernel[...] != module.fc.kernel[...]).any())
+    module, later = (load_drafter("mtp", path, target) for path in (trained[0], tmp_path / "more"))
+    assert isinstance(module, MtpHead) and isinstance(later, MtpHead)
+    assert bool((later.fc.kernel[...] != module.fc.kernel[...]).any())
 
 
 @pytest.mark.parametrize("layout", ["deepseek", "qwen3_next"])

@@ -32,6 +32,8 @@ from jaxspec.train.drafters.starts import mask_token
 from jaxspec.train.objective import chunks
 
 AUX = (0, 1, 2)
+#: Of the command.
+SIZES = ("--num-depths", "3", "--depth", "2")
 
 
 def new_head(draft_vocab_size: int = 9, **overrides: Any) -> Eagle3Head:
@@ -218,6 +220,7 @@ def test_gradients_reach_every_parameter(packed_batch: Batch, target_states: Any
     assert all(largest > 0 for largest in grads.values()), grads
 
 
+@pytest.mark.exhaustive("EAGLE-3's does, and this loss and its gradients are compared with their definition")
 def test_training_raises_the_simulated_acceptance(
     greedy_batch: Any, target_states: Any, simulated_lengths: Any
 ) -> None:
@@ -242,18 +245,30 @@ def test_impossible_settings_are_refused(fields: dict[str, Any], message: str) -
         PeagleRecipe(AUX, **fields)
 
 
-def test_the_command_trains_saves_and_goes_on(train_command: Any, tiny_files: Path, tmp_path: Path) -> None:
-    target = hf.load_model(tiny_files / "target")
-    sizes = ("--num-depths", "3", "--depth", "2")
+@pytest.fixture(scope="module")
+def trained(train_command: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A head that the command trained, and the run's record."""
+    out = tmp_path_factory.mktemp("peagle") / "head"
     shape = ("--layers", "2", "--hidden-size", "24", "--head-dim", "8", "--draft-vocab-size", "10")
-    record = train_command(peagle, tmp_path / "head", *sizes, *shape)
-    assert record["kind"] == read_kind(tmp_path / "head") == "peagle"
+    return out, train_command(peagle, out, *SIZES, *shape)
+
+
+def test_the_command_trains_and_saves(trained: Any, tiny_files: Path) -> None:
+    out, record = trained
+    assert record["kind"] == read_kind(out) == "peagle"
     assert set(next(iter(record["held_out_acceptance"].values()))) >= {"length", "accept_1", "accept_2", "loss"}
-    head = load_drafter("peagle", tmp_path / "head", target)
+    head = load_drafter("peagle", out, hf.load_model(tiny_files / "target"))
     assert isinstance(head, Eagle3Head)
     assert (head.config.mask_token_id, head.config.num_layers, head.config.draft_vocab_size) == (12, 2, 10)
-    more = ("--init-from", str(tmp_path / "head"), "--compute-dtype", "bfloat16", "--mesh", "data=2")
-    train_command(peagle, tmp_path / "more", *sizes, *more)
+
+
+@pytest.mark.exhaustive("EAGLE-3's command goes on, and is given a mesh")
+def test_the_command_goes_on(trained: Any, train_command: Any, tiny_files: Path, tmp_path: Path) -> None:
+    target = hf.load_model(tiny_files / "target")
+    head = load_drafter("peagle", trained[0], target)
+    assert isinstance(head, Eagle3Head)
+    more = ("--init-from", str(trained[0]), "--compute-dtype", "bfloat16", "--mesh", "data=2")
+    train_command(peagle, tmp_path / "more", *SIZES, *more)
     later = load_drafter("peagle", tmp_path / "more", target)
     assert isinstance(later, Eagle3Head) and later.mask_hidden is not None and head.mask_hidden is not None
     assert bool((later.mask_hidden[...] != head.mask_hidden[...]).any())
