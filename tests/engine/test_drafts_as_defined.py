@@ -228,7 +228,12 @@ def test_drafts_are_their_definition(bench: Any, tools: Any, kind: str):
 
 
 @pytest.mark.parametrize(
-    "kind", ["dflash", "dspark", pytest.param("dflash2", marks=pytest.mark.exhaustive("walks as DSpark does"))]
+    "kind",
+    [
+        "dspark",
+        pytest.param("dflash", marks=pytest.mark.exhaustive("its part is in DSpark's")),
+        pytest.param("dflash2", marks=pytest.mark.exhaustive("walks as DSpark does")),
+    ],
 )
 def test_trees_accept_what_simulation_says(bench: Any, tools: Any, kind: str):
     """`train evaluate` beside the engine, greedy and sampled, and both beside chains of the same depth."""

@@ -83,14 +83,14 @@ def test_speculation_gives_the_tokens_of_plain_decoding(
 
 
 def test_two_devices_share_a_quantised_mixture(tmp_path: Path, kept_executables: Path) -> None:
-    """Each has its part of every expert, and the tokens are those of one."""
+    """Each has its part of every expert, and the tokens are those of one; a request at a time: fewer executables."""
     hf.save_model(tiny_target(0, **FAMILY_FIELDS["qwen3_moe"], vocab_size=64), tmp_path / "whole", dtype=jnp.float32)
     quantise_directory(tmp_path / "whole", tmp_path / "int8", FEW["int8"])
     found = []
     for devices in (1, 2):
         with LLM(
-            tmp_path / "int8", "ngram", SpeculationConfig(tiers=(Tier(3),)), max_batch_size=3, max_seq_len=60,
-            progress=False, page_size=8, variants=("sampled",), batch_buckets=(3,), warmup="eager", prefill_chunk=16,
+            tmp_path / "int8", "ngram", SpeculationConfig(tiers=(Tier(3),)), max_batch_size=1, max_seq_len=60,
+            progress=False, page_size=8, variants=("sampled",), batch_buckets=(1,), warmup="eager", prefill_chunk=16,
             skip_tokenizer_init=True, compile_cache=kept_executables, tensor_parallel=devices,
         ) as llm:  # fmt: skip
             found.append([output.token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)])

@@ -31,7 +31,7 @@ from jaxspec.runtime.warmup import Progress, Warmup
 from jaxspec.scheduling.shapes import PrefillShape
 from jaxspec.tier import PLAIN, Tier
 
-TIERS = (PLAIN, Tier(1), Tier(3))
+TIERS = (PLAIN, Tier(3))
 #: A machine that cannot even compile a tiny model in this time hangs.
 PATIENCE = 120.0
 
@@ -127,7 +127,7 @@ def test_requests_live_through_a_warm_up(bench: Any, tools: Any, gate: Gate):
     sizes.clear()
     tools.same(tools.drive(engine, work), bench.expected(work))
     assert max(sizes) == 4 and engine.stats.compilations_after_warmup == 0
-    assert {"off", "chain-1", "chain-3"} & set(engine.stats.rounds_by_tier)
+    assert {"off", "chain-3"} & set(engine.stats.rounds_by_tier)
 
 
 def test_a_policy_gets_the_next_best_tier_that_is_ready(bench: Any, tools: Any, gate: Gate):
