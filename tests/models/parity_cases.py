@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -333,9 +334,14 @@ def fingerprint(tensors: Mapping[str, np.ndarray]) -> np.ndarray:
 def logits_of(model: Transformer, tokens_BN: np.ndarray) -> np.ndarray:
     """Our logits at every position, [B, N, V] float32."""
     positions_BN = jnp.broadcast_to(jnp.arange(tokens_BN.shape[1])[None, :], tokens_BN.shape)
-    hidden_BNE, aux = model(jnp.asarray(tokens_BN, jnp.int32), positions_BN, causal_attention)
-    assert aux is None
-    return np.asarray(model.logits(hidden_BNE))
+
+    @jax.jit
+    def forward(tokens_BN: jax.Array) -> jax.Array:
+        hidden_BNE, aux = model(tokens_BN, positions_BN, causal_attention)
+        assert aux is None
+        return model.logits(hidden_BNE)
+
+    return np.asarray(forward(jnp.asarray(tokens_BN, jnp.int32)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -76,9 +76,8 @@ def test_trees_share_the_noise_that_drew_the_text() -> None:
     chain = drafts.Chain([wide(x) for x in q], [lambda x: x] * 2, jnp.asarray(ids), 4, one_pass=True)
     target: Any = Table()
     theirs = jnp.concatenate([wide(p[0]), wide(p[0]), wide(p[1]), wide(p[1])], axis=1)
-    found = np.asarray(
-        drafts.tree_matches(chain, tier, target, theirs, tokens, jnp.float32(temperature), jax.random.key(1))
-    )
+    matches = jax.jit(lambda *args: drafts.tree_matches(chain, tier, target, *args, jax.random.key(1)))
+    found = np.asarray(matches(theirs, tokens, jnp.float32(temperature)))
     assert found.shape == (count, 1, 2)
     for token in range(5):
         here = drawn[0] == token
