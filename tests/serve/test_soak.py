@@ -64,7 +64,7 @@ def load(request: pytest.FixtureRequest, kit_of: Any) -> Load:
         prompts = ("abc", "cab", "abc" * 6, "hella", "lkjihgfedcba", "a", "gagagag", "badcab" * 4)
         kit = request.getfixturevalue("kit")
         # 12,000 are an hour at ten in three seconds.
-        requests, leaving = (12_000, 2000) if exhaustive else (720, 300)
+        requests, leaving = (12_000, 2000) if exhaustive else (480, 300)
         return Load(kit, prompts, requests, leaving, patience=0.2)
     if not request.config.getoption("--optimized"):
         pytest.skip("the shipped models are for --optimized")
