@@ -8,9 +8,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec.models.layers import Linear, causal_attention
+from jaxspec.models.layers import Linear, Transformer, causal_attention
 from jaxspec.models.layouts import column_blocks, tensor_parallel
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_target
+
+
+def logits(model: Transformer, tokens: jax.Array) -> np.ndarray:
+    """As one program: hundreds of operations take longer to compile by themselves."""
+    positions = jnp.arange(tokens.shape[1])[None, :]
+    return np.asarray(jax.jit(lambda: model.logits(model(tokens, positions, causal_attention)[0]))())
 
 
 @pytest.mark.parametrize(("tied", "keep_flat", "length"), [(False, False, 5), (True, True, 50)])
@@ -18,11 +24,8 @@ def test_column_blocks_compute_the_same(tied: bool, keep_flat: bool, length: int
     model = tiny_target(3, tie_word_embeddings=tied, vocab_size=24)
     blocked = column_blocks(model, width=8, keep_flat=keep_flat)
     tokens = jnp.arange(length, dtype=jnp.int32)[None, :] * 5 % 24
-    positions = jnp.arange(length)[None, :]
-    plain = model.logits(model(tokens, positions, causal_attention)[0])
-    other = blocked.logits(blocked(tokens, positions, causal_attention)[0])
     assert blocked.layers[0].mlp.gate_up.kernel[...].ndim == 3
-    np.testing.assert_allclose(np.asarray(plain), np.asarray(other), atol=2e-5)
+    np.testing.assert_allclose(logits(model, tokens), logits(blocked, tokens), atol=2e-5)
 
 
 @pytest.mark.parametrize("family", ["olmo2", "phi3", "glm4", "gemma2"])
@@ -31,10 +34,8 @@ def test_columns_by_shard_compute_the_same(family: str):
     model = tiny_target(3, **FAMILY_FIELDS[family])
     split = tensor_parallel(model, 2)
     tokens = jnp.arange(20, dtype=jnp.int32)[None, :] * 5 % 13
-    positions = jnp.arange(20)[None, :]
     assert split.layers[0].attn.shards == split.layers[0].mlp.shards == 2
-    plain, other = (m.logits(m(tokens, positions, causal_attention)[0]) for m in (model, split))
-    np.testing.assert_allclose(np.asarray(plain), np.asarray(other), atol=2e-5)
+    np.testing.assert_allclose(logits(model, tokens), logits(split, tokens), atol=2e-5)
 
 
 def test_a_row_does_not_depend_on_how_many_there_are():

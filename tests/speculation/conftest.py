@@ -143,12 +143,19 @@ class Markov:
     def state(self, prompt: Sequence[int] = PROMPT, **sampling: Any) -> DecodeState:
         """Every slot holds the prompt, whose last token is the root; scalars of `sampling` are for all slots."""
         geo, n = self.geo, len(prompt)
-        state = DecodeState.empty(CONFIG, geo, jnp.dtype(jnp.float32), self._drafter("draft").init_state(geo))
+        if "empty" not in self._jitted:  # dozens of arrays, each of which would be a program by itself
+            first = self._drafter("draft").init_state
+            self._jitted["empty"] = jax.jit(
+                lambda: (
+                    DecodeState.empty(CONFIG, geo, jnp.dtype(jnp.float32), first(geo)),
+                    SamplingState.empty(geo.slots, V),
+                )
+            )
+        state, rows = self._jitted["empty"]()
         table = np.random.default_rng(0).permutation(geo.num_pages).reshape(geo.slots, geo.pages_per_seq)
         pages = np.asarray(state.pages).copy()
         for position, token in enumerate(prompt[:-1]):
             pages[table[:, position // geo.page_size], :, position % geo.page_size] = token + 1
-        rows = SamplingState.empty(geo.slots, V)
         defaults = dict(
             seed_S=np.arange(geo.slots), in_prompt_SV=np.isin(np.arange(V), prompt), prompt_len_S=n, temperature_S=1.0
         )

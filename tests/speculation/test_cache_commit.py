@@ -86,15 +86,20 @@ def test_attention_over_the_pool_equals_attention_over_new_tokens(kernels: str |
     assert pages.shape[3] == (2 * CHANNELS if kernels is None else 128)
     q = [jnp.asarray(rng.normal(size=(1, t, heads, CHANNELS)), jnp.float32) for _ in range(LAYERS)]
     k, v = (jnp.asarray(rng.normal(size=(LAYERS, 1, t, GROUPS, CHANNELS)), jnp.float32) for _ in range(2))
-    at_once = TreeKV(pages, table, jnp.asarray([0]), tril, PAGES)
-    whole = [at_once.attend(i, q[i], k[i], v[i]) for i in range(LAYERS)]
-    stacked = at_once.stacked()
-    assert stacked.shape == (LAYERS, 1, t, GROUPS, 2 * CHANNELS)
-    position, write = jnp.arange(t)[None], jnp.asarray([[True] * 5 + [False]])
-    pool = commit(pages, stacked, table, position, write, PAGES, ready_B=jnp.asarray([True]))
-    last = TreeKV(pool, table, jnp.asarray([5]), jnp.ones((1, 1, 1), bool), PAGES)
-    prior = TreeKV(pages, table, jnp.asarray([0]), tril[:, 5:], PAGES, prior=stacked[:, :, :5])
-    for i in range(LAYERS):
-        for view in (last, prior):
-            out = view.attend(i, q[i][:, 5:], k[i][:, 5:], v[i][:, 5:])
-            np.testing.assert_allclose(out, whole[i][:, 5:], rtol=1e-5, atol=1e-6)
+
+    @jax.jit
+    def attended(pages: jax.Array) -> tuple[list[jax.Array], list[list[jax.Array]]]:
+        at_once = TreeKV(pages, table, jnp.asarray([0]), tril, PAGES)
+        whole = [at_once.attend(i, q[i], k[i], v[i]) for i in range(LAYERS)]
+        stacked = at_once.stacked()
+        assert stacked.shape == (LAYERS, 1, t, GROUPS, 2 * CHANNELS)
+        position, write = jnp.arange(t)[None], jnp.asarray([[True] * 5 + [False]])
+        pool = commit(pages, stacked, table, position, write, PAGES, ready_B=jnp.asarray([True]))
+        last = TreeKV(pool, table, jnp.asarray([5]), jnp.ones((1, 1, 1), bool), PAGES)
+        prior = TreeKV(pages, table, jnp.asarray([0]), tril[:, 5:], PAGES, prior=stacked[:, :, :5])
+        one = lambda view, i: view.attend(i, q[i][:, 5:], k[i][:, 5:], v[i][:, 5:])
+        return whole, [[one(view, i) for view in (last, prior)] for i in range(LAYERS)]
+
+    for together, alone in zip(*attended(pages), strict=True):
+        for out in alone:
+            np.testing.assert_allclose(out, together[:, 5:], rtol=1e-5, atol=1e-6)
