@@ -140,5 +140,6 @@ def test_batches_of_greedy_rows_never_meet_it():
     """Without sampling rows the rule is the exact one."""
     tree = DraftTree.chain(jnp.asarray([[0, 1]], jnp.int32))
     logits = jnp.asarray([[[0.0, 0.9, 1.0], [1.0, 0.0, 0.0]]])
-    verdict = verify(tree, logits, None, jnp.ones(1, jnp.int32), Tier(1), typical=Typical())
+    start = jnp.ones(1, jnp.int32)
+    verdict = jax.jit(lambda tree, logits: verify(tree, logits, None, start, Tier(1), typical=Typical()))(tree, logits)
     assert verdict.num_accepted_B.tolist() == [0] and verdict.next_token_B.tolist() == [2]
