@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,21 +33,25 @@ def test_a_length_out_of_reach_is_refused(length: float):
         rate_for(length, 3)
 
 
-def drafted(rate: float, row: int, length: int) -> np.ndarray:
-    """What is drafted after `length` tokens of TEXTS[row], which was prefilled in slot 1."""
+@functools.partial(jax.jit, static_argnums=0)
+def tree_tokens(rate: float, text: jax.Array, length: jax.Array) -> jax.Array:
+    """The root and what is drafted after `length` tokens of a text of TEXTS, which was prefilled in slot 1."""
     drafter = SimulatedDrafter(prompt_lookup(VOCAB), rate, VOCAB)
     params: Any = drafter.params((), TEXTS)
     slot = jnp.asarray([1])
-    rows = lambda n: Rows(
-        slot, jnp.asarray([True]), jnp.zeros((1, 4), jnp.int32), jnp.asarray([n]), jnp.asarray([TEXTS[row][n]])
-    )
-    tokens_SL = jnp.zeros((SLOTS, GEO.tokens_per_seq), jnp.int32).at[1, :12].set(jnp.asarray(TEXTS[row]))
+    rows = lambda n: Rows(slot, jnp.asarray([True]), jnp.zeros((1, 4), jnp.int32), jnp.asarray([n]), text[n][None])
+    tokens_SL = jnp.zeros((SLOTS, GEO.tokens_per_seq), jnp.int32).at[1, :12].set(text)
     state = drafter.admit(drafter.init_state(GEO), slot, jnp.asarray([0]))
-    prompt = jnp.asarray([[*TEXTS[row][:5], 0, 0, 0]])
+    prompt = jnp.pad(text[:5], (0, 3))[None]
     state = drafter.prefill(params, state, Ragged.of(rows(0), jnp.asarray([5]), 8, 8), prompt, None)
-    tree, _ = drafter.draft(params, state, rows(length), tokens_SL, Tier(3), None, None, False)
-    assert int(tree.tokens_BN[0, 0]) == TEXTS[row][length]
-    return np.asarray(tree.tokens_BN[0, 1:])
+    return drafter.draft(params, state, rows(length), tokens_SL, Tier(3), None, None, False)[0].tokens_BN[0]
+
+
+def drafted(rate: float, row: int, length: int) -> np.ndarray:
+    """What is drafted after `length` tokens of TEXTS[row]."""
+    tokens = np.asarray(tree_tokens(rate, jnp.asarray(TEXTS[row]), jnp.asarray(length)))
+    assert tokens[0] == TEXTS[row][length]
+    return tokens[1:]
 
 
 @pytest.mark.parametrize("row", [0, 1])
@@ -66,9 +72,8 @@ def test_rates_between_are_met_position_by_position():
     rows = Rows(
         jnp.zeros_like(length), length >= 0, jnp.zeros((600, 4), jnp.int32), length, jnp.zeros_like(length)
     )  # fmt: skip
-    tree, _ = drafter.draft(
-        params, drafter.init_state(GEO), rows, jnp.zeros((SLOTS, 65), jnp.int32), Tier(3), None, None, False
-    )
-    right = np.asarray(tree.tokens_BN)[:, 1:] == text[np.arange(600)[:, None] + np.arange(1, 4)[None, :]]
+    args = drafter.init_state(GEO), rows, jnp.zeros((SLOTS, 65), jnp.int32)
+    tokens_BN = jax.jit(lambda args: drafter.draft(params, *args, Tier(3), None, None, False)[0].tokens_BN)(args)
+    right = np.asarray(tokens_BN)[:, 1:] == text[np.arange(600)[:, None] + np.arange(1, 4)[None, :]]
     assert abs(right.mean() - 0.7) < 0.06  # three standard deviations of 600 coins
     np.testing.assert_array_equal(right[1:, 0], right[:-1, 1])  # one coin a position, whatever the round

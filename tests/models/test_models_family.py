@@ -96,7 +96,7 @@ def plain(directories: Path) -> list[list[int]]:
 
 def states(model: Any, attend: Callable[..., jax.Array] = causal_attention) -> tuple[jax.Array, jax.Array | None]:
     tokens_BN = jnp.asarray([PROMPTS[0]], jnp.int32)
-    return model(tokens_BN, jnp.arange(tokens_BN.shape[1])[None, :], attend, (0, 2, 3))
+    return jax.jit(lambda: model(tokens_BN, jnp.arange(tokens_BN.shape[1])[None, :], attend, (0, 2, 3)))()
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,11 +32,12 @@ def ring(tiny_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = hf.load_model(tiny_files / "target")
     metadata = {"engine": "one", "layers": "[0, 1, 2, 3]", "hidden_size": "32", "vocab_size": "13"}
     directory = RingDirectory(path, 1 << 20, metadata)
+    run = jax.jit(lambda tokens: target(tokens, jnp.arange(tokens.shape[1])[None], causal_attention, (0, 1, 2)))
     features, about = [], []
     for number, line in enumerate((tiny_files / "texts.jsonl").read_text().splitlines()):
         row = json.loads(line)
         text, prompt = [*row["prompt_token_ids"], *row["output_token_ids"]], len(row["prompt_token_ids"])
-        hidden, aux = target(jnp.asarray([text]), jnp.arange(len(text))[None], causal_attention, (0, 1, 2))
+        hidden, aux = run(jnp.asarray([text]))
         features.append(np.concatenate([aux[0], hidden[0]], axis=1))
         about += [[number, at, token, prompt, 0] for at, token in enumerate(text)]
     both = np.concatenate(features), np.asarray(about, np.int32)
