@@ -204,7 +204,8 @@ def tiny_llm(tiny_directory: Path, kept_executables: Path) -> LLM:
 
     made = LLM(
         str(tiny_directory), "ngram", {"depth": 3}, max_batch_size=2, max_seq_len=64, seed=5, progress=False,
-        page_size=8, variants=("sampled",), batch_buckets=(2,), compile_cache=kept_executables, warmup="eager",
+        page_size=8, prefill_chunk=16, variants=("sampled",), batch_buckets=(2,), compile_cache=kept_executables,
+        warmup="eager",
     )  # fmt: skip
     assert made.stats.compilations_after_warmup == 0
     return made

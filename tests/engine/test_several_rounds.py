@@ -158,7 +158,7 @@ def test_what_runs_past_a_stop_string_is_cut(tiny_directory: Path, tiny_llm: LLM
     ]
     with LLM(
         str(tiny_directory), "ngram", {"depth": 3}, max_batch_size=2, max_seq_len=64, seed=5, progress=False,
-        page_size=8, variants=("sampled",), batch_buckets=(2,), compile_cache=kept_executables,
+        page_size=8, prefill_chunk=16, variants=("sampled",), batch_buckets=(2,), compile_cache=kept_executables,
         warmup="eager", rounds_per_dispatch=ROUNDS,
     ) as llm:  # fmt: skip
         for one, other in zip(tiny_llm.generate(prompts, params), llm.generate(prompts, params), strict=True):
