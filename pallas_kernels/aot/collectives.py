@@ -37,7 +37,8 @@ def collectives(hlo: str) -> list[Collective]:
             continue
         results, kind, started = call.groups()
         arrays = _ARRAY.findall(results)
-        if started and kind != "all-reduce":
+        # A started all-reduce has its results alone, since JAX 0.12 its operands in brackets of their own before them.
+        if started and (kind != "all-reduce" or results.startswith("((")):
             arrays = arrays[len(arrays) // 2 :]  # what is sent stands before what is received
         shapes = tuple(tuple(map(int, filter(None, dims.split(",")))) for _, dims in arrays)
         found.append(Collective(kind, shapes, sum(map(_bytes, arrays))))

@@ -88,10 +88,13 @@ def test_collectives_are_counted_and_bounded():
   %all-gather-start = ((f32[1]{0}, s32[64]{0}), (f32[2]{0}, s32[128]{0})) all-gather-start(%a, %b), channel_id=5
   %all-gather-done = (f32[2]{0}, s32[128]{0}) all-gather-done(%all-gather-start)
   %permute = bf16[3,5]{1,0} collective-permute(%y), source_target_pairs={{0,1}}
-  %mask = pred[7]{0} all-gather(%z), dimensions={0}"""
+  %mask = pred[7]{0} all-gather(%z), dimensions={0}
+  %two = (f32[2,2]{1,0}, f32[4]{0}) all-reduce-start(%a, %b), channel_id=6, to_apply=%add
+  %newer = ((f32[2,2]{1,0}), f32[2,2]{1,0}) all-reduce-start(%a), channel_id=7, to_apply=%add"""
     found = collectives(hlo)
-    assert [one.num_bytes for one in found] == [4096, 8 + 512, 30, 7]
-    assert [one.kind for one in found] == ["all-reduce", "all-gather", "collective-permute", "all-gather"]
+    assert [one.num_bytes for one in found] == [4096, 8 + 512, 30, 7, 16 + 16, 16]
+    kinds = ["all-reduce", "all-gather", "collective-permute", "all-gather", "all-reduce", "all-reduce"]
+    assert [one.kind for one in found] == kinds
     assert found[1].shapes == ((2,), (128,))
     bound = dataclasses.replace(LIMITED, max_collective_bytes=4096, max_collectives=1)
     assert worker.faults(bound, PASSED, ["k"], found[:1]) == []
