@@ -347,8 +347,10 @@ def _by_kernels(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
     return _in_turn(lambda part: mix(*part), (x_ME, *routing), _AT_ONCE)[:rows]
 
 
-def _in_turn(run: Callable[[Any], jax.Array], rows: Any, size: int) -> jax.Array:
-    """What `run` makes of so many rows after the others; the last row again fills the last of them up."""
+def _in_turn(run: Callable[[Any], jax.Array], rows: Any, most: int) -> jax.Array:
+    """What `run` makes of rows, at most so many together; the last row again fills the last of them up."""
+    count = jax.tree.leaves(rows)[0].shape[0]
+    size = -(-count // -(-count // most))
     cut = lambda x: jnp.pad(x, ((0, -x.shape[0] % size), (0, 0)), mode="edge").reshape(-1, size, x.shape[1])
     out_CME = jax.lax.map(run, jax.tree.map(cut, rows))
     return out_CME.reshape(-1, out_CME.shape[-1])

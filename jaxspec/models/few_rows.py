@@ -43,6 +43,8 @@ _PLAIN = (
 #: Width of a head whose halves are one tile each, so that a product can rotate it; and inputs up to which one in few
 #: bits norms it, too.
 _ROTATED, _NORMED_WIDTH = 2 * TILE, 8192
+#: Width of rows up to which there is room for those of a slot of packed experts.
+_PICKED_WIDTH = 8192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,6 +280,8 @@ def _picks_refusal(mlp: MixtureOfExperts) -> str | None:
     """The same of packed experts."""
     if (per_token := mlp.experts.per_token) > experts.MOST_PICKED:
         return f"a row has {per_token} of them, more than {experts.MOST_PICKED}"
+    if (width := mlp.router.kernel.shape[0]) > _PICKED_WIDTH:
+        return f"rows have {width} features, more than {_PICKED_WIDTH}"
     return _choice_refusal(mlp)
 
 

@@ -177,8 +177,8 @@ class _Choose:
         for i in range(self.per_token):  # of equals the first, as lax.top_k
             tops.append(jnp.max(left, axis=0))
             first = jnp.where(left == rows_of(tops[-1]), before, 0.0)
-            if self.lists:  # rows that are none have expert -1
-                first = jnp.max(jnp.where(there, first, self.count + 1.0), axis=0)
+            if self.lists:  # rows that are none have expert -1, and where logits are NaN any expert is as good
+                first = jnp.maximum(jnp.max(jnp.where(there, first, self.count + 1.0), axis=0), 1.0)
                 mosaic.write(shared["picks"].at[pl.ds(i * GROUP, GROUP)], (self.count - first).astype(jnp.int32))
             else:
                 first = jnp.max(first, axis=0)

@@ -187,6 +187,7 @@ def plan(
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """See `_Plan`: (rows [slots * PIECE, E], inverse, order, begins); of slots without rows anything."""
     rows, width = stream.scaled_ME.shape
+    assert rows <= TILE, rows
     kernel = _Plan(
         rows=rows, width=width, slots=slots, count=count, per_token=per_token, tiles=stream.squares_TR.shape[0],
         sharers=sharers, eps=eps, interpret=interpret is not None,
@@ -309,11 +310,12 @@ class _Finish:
         else:
             own, ranks = along_columns(own_P, GROUP), _zeros(shape)
             for other in range(self.groups):
-                earlier = _iota(shape, 1) + other * GROUP < row + group * GROUP
+                earlier, same = _iota(shape, 1) + other * GROUP < row + group * GROUP, _zeros(shape)
                 for i in range(self.per_token):
                     at = pl.ds(i * GROUP, GROUP)
                     picked = along_rows(load(shared["picks"].at[other, at], SUMS.reduce(0)))
-                    ranks = ranks + jnp.where(earlier & (own == picked), 1.0, 0.0)
+                    same = jnp.where(own == picked, 1.0, same)  # once, as `_Plan` counts it
+                ranks = ranks + jnp.where(earlier, same, 0.0)
             rank_P = jnp.sum(ranks, axis=1)
         shape, begin_P = (_PAIRS, TILE), jnp.zeros_like(rank_P)
         for part in range(0, self.count, TILE):

@@ -184,8 +184,8 @@ def mix_picked(
     hidden_XMF = activated(both_XMF.astype(dtype), None).astype(dtype)
     y_XME = _products(hidden_XMF, down).astype(dtype)
     experts_MK, weights_MK = (x[:m, :per_token] for x in by_rows(picks))
-    y_MKE = y_XME[experts_MK, jnp.arange(m)[:, None]]
-    y_ME = weighed(jnp.where(experts_MK[..., None] < 0, 0, y_MKE), weights_MK).astype(dtype)
+    y_MKE, there_MK = y_XME[experts_MK, jnp.arange(m)[:, None]], experts_MK >= 0
+    y_ME = weighed(jnp.where(there_MK[..., None], y_MKE, 0), jnp.where(there_MK, weights_MK, 0)).astype(dtype)
     return reference.begin((stream.h_ME.astype(jnp.float32) + y_ME.astype(jnp.float32)).astype(dtype), gain_E)
 
 
