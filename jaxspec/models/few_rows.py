@@ -29,7 +29,16 @@ from jaxspec.models.rope import Tables, apply_rope
 from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS, TENSOR_AXIS, laid_anew, parts_of, share_bytes, summed
 from jaxspec.models.sharded import shards as devices
 from pallas_kernels.sizes import round_up
-from pallas_kernels.small_batch import experts, gpu, gpu_experts, gpu_packed_experts, packed, packed_experts, reference
+from pallas_kernels.small_batch import (
+    experts,
+    gpu,
+    gpu_experts,
+    gpu_packed_experts,
+    gpu_router,
+    packed,
+    packed_experts,
+    reference,
+)
 from pallas_kernels.small_batch.packed import Packed
 from pallas_kernels.small_batch.reference import TILE, Stream
 
@@ -161,6 +170,10 @@ class _Ways:
     def own(self) -> Any:
         return gpu if self.kernels else reference
 
+    @property
+    def router(self) -> Any:
+        return gpu_router if self.kernels else experts
+
     def each(self, fn: Callable[..., Any], *split: int | None) -> Callable[..., Any]:
         """`fn` by every device: `split` has the axis of each argument, and last of the results, None where whole."""
         if devices() == 1:
@@ -206,7 +219,7 @@ class _Ways:
     def mixed(self, mlp: MixtureOfExperts, stream: Stream, rows: int, gain_E: jax.Array, eps: float) -> Stream:
         """The stream after a mixture of experts, for its first rows."""
         own, has = gpu_experts if self.kernels else experts, mlp.experts
-        choice = self.routed(own.choose, mlp, stream, rows, eps)
+        choice = self.routed(self.router.choose, mlp, stream, rows, eps)
         report_experts(choice.order_X[None], has.count)
         mix = lambda s, c, up, down, gain: own.mix(s, c, up, down, gain, eps, has.per_token)
         return self.each(mix, *[None] * 6)(stream, choice, mlp.gate_up[...], mlp.down[...], gain_E)
@@ -222,8 +235,8 @@ class _Ways:
 
     def mixed_packed(self, mlp: MixtureOfExperts, stream: Stream, rows: int, gain_E: jax.Array, eps: float) -> Stream:
         """The stream after a mixture of packed experts, for its first rows."""
-        router, own = (gpu_experts, gpu_packed_experts) if self.kernels else (experts, packed_experts)
-        picks, has = self.routed(router.pick, mlp, stream, rows, eps), mlp.experts
+        own = gpu_packed_experts if self.kernels else packed_experts
+        picks, has = self.routed(self.router.pick, mlp, stream, rows, eps), mlp.experts
         report_experts(picks.experts_GP, has.count)
         return own.mix_picked(stream, picks, has.per_token, mlp.gate_up[...], mlp.down[...], gain_E, eps)
 

@@ -1,4 +1,4 @@
-"""A mixture of experts for few rows in plain XLA: the specification of `gpu_experts`."""
+"""A mixture of experts for few rows in plain XLA: the specification of `gpu_router` and `gpu_experts`."""
 
 from __future__ import annotations
 

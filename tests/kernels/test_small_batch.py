@@ -21,6 +21,7 @@ from pallas_kernels.small_batch import (
     gpu_experts,
     gpu_packed,
     gpu_packed_many,
+    gpu_router,
     mosaic,
     packed,
     reference,
@@ -201,13 +202,13 @@ def test_experts_agree_with_xla(m: int):
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
     choice, want = (
         of.choose(own, router, EPS, 4, rows, **extra)
-        for of, extra in ((gpu_experts, {"interpret": params}), (experts, {}))
+        for of, extra in ((gpu_router, {"interpret": params}), (experts, {}))
     )
     for got, expected in zip(choice[:2], want[:2], strict=True):
         np.testing.assert_array_equal(got, expected)
     np.testing.assert_allclose(choice.weights_XR[:, :m], want.weights_XR[:, :m], rtol=1e-3, atol=1e-6)
     picks, wanted = (of.pick(own, router, EPS, 4, rows, **extra) for of, extra in (
-        (gpu_experts, {"interpret": params}), (experts, {})
+        (gpu_router, {"interpret": params}), (experts, {})
     ))  # fmt: skip
     for name, got, expected in zip(wanted._fields, picks, wanted, strict=True):
         if name == "weights_GP":

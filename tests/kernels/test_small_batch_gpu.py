@@ -19,6 +19,7 @@ from pallas_kernels.small_batch import (
     gpu_experts,
     gpu_packed_experts,
     gpu_packed_many,
+    gpu_router,
     packed,
     packed_experts,
     reference,
@@ -89,7 +90,7 @@ def few_bits(m: int, of: Any) -> Any:
 
 def mixture(m: int, of: Any) -> Any:
     count, inner, stream = 64, 256, rows(m)["stream"]
-    choice = of.choose(stream, normal(12, E, count, scale=0.1), EPS, 4, m)
+    choice = (gpu_router if of is gpu_experts else of).choose(stream, normal(12, E, count, scale=0.1), EPS, 4, m)
     kernels = normal(13, count, E, 2 * inner, scale=0.03), normal(14, count, inner, E, scale=0.03)
     return choice.weights_XR.T[:m], of.mix(stream, choice, *kernels, normal(1, E), EPS, 4)
 
@@ -97,7 +98,7 @@ def mixture(m: int, of: Any) -> Any:
 def packed_mixture(m: int, of: Any) -> Any:
     """Experts of weights in each format that a kernel has picked."""
     count, inner, stream, found = 64, 256, rows(m)["stream"], []
-    picks = (gpu_experts if of is gpu_packed_experts else experts).pick(
+    picks = (gpu_router if of is gpu_packed_experts else experts).pick(
         stream, normal(12, E, count, scale=0.1), EPS, 4, m
     )  # fmt: skip
     for i, (dtype, grouped) in enumerate(FORMATS):

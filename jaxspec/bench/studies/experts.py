@@ -33,7 +33,7 @@ from jaxspec.models.layers import product
 from jaxspec.models.mxfp4 import BLOCK, Mxfp4
 from jaxspec.models.quantised import Quantised, stored_bytes
 from pallas_kernels.profile import record
-from pallas_kernels.small_batch import experts, gpu_experts, reference
+from pallas_kernels.small_batch import experts, gpu_experts, gpu_router, reference
 
 EPS = 1e-6
 #: Width and experts.
@@ -99,7 +99,7 @@ def stack(graph: Any, way: str, states: Sequence[Any], x_ME: jax.Array) -> jax.A
         made = nnx.merge(graph, state)
         if way == "kernel":
             stream, own = reference.begin(x_ME, gain), made.experts
-            choice = gpu_experts.choose(stream, made.router.kernel[...], EPS, own.per_token, x_ME.shape[0])
+            choice = gpu_router.choose(stream, made.router.kernel[...], EPS, own.per_token, x_ME.shape[0])
             stream = gpu_experts.mix(stream, choice, made.gate_up[...], made.down[...], gain, EPS, own.per_token)
             x_ME = norm(stream.h_ME.astype(jnp.float32))
             continue

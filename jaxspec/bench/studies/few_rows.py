@@ -26,7 +26,7 @@ from jaxspec.bench.studies.rounds import BANDWIDTH
 from jaxspec.bench.studies.weights import FORMATS, quantised_kernel
 from jaxspec.models.quantised import stored_bytes
 from pallas_kernels.profile import medians, record
-from pallas_kernels.small_batch import experts, gpu, gpu_experts, packed, reference
+from pallas_kernels.small_batch import experts, gpu, gpu_experts, gpu_router, packed, reference
 from pallas_kernels.small_batch.packed import Packed
 from pallas_kernels.small_batch.reference import Stream
 
@@ -85,14 +85,15 @@ def weight(key: jax.Array, name: str, *shape: int) -> jax.Array | Packed:
 
 def run(shape: Shape, call: str, w: dict[str, Any], rows: dict[str, Any], kernels: bool) -> Any:
     """One of a layer's kernels on rows of the stack's."""
-    products, mixture, stream = gpu if kernels else reference, gpu_experts if kernels else experts, rows["stream"]
+    products, stream = gpu if kernels else reference, rows["stream"]
+    router, mixture = (gpu_router, gpu_experts) if kernels else (experts, experts)
     if call == "heads":
         gains = rows["gains"] if shape.experts else None
         return products.heads(stream, w["heads"], rows["rope"], shape.heads, EPS, gains=gains)
     if call == "swiglu":
         return products.swiglu(stream, w["swiglu"], EPS)
     if call == "choose":
-        return mixture.choose(stream, w["router"], EPS, shape.per_token, stream.h_ME.shape[0])
+        return router.choose(stream, w["router"], EPS, shape.per_token, stream.h_ME.shape[0])
     if call == "mix":
         return mixture.mix(stream, rows["choice"], w["gate_up"], w["down"], rows["gain"], EPS, shape.per_token)
     if call == "logits":
