@@ -14,8 +14,8 @@ from jaxspec.adaptive.policy import DraftLabels
 from jaxspec.bench.__main__ import main
 from jaxspec.bench.evidence import command, drive, loads
 from jaxspec.bench.simulate import tables
-from jaxspec.bench.simulate.engine import Outcome, Ran
 from jaxspec.bench.simulate.policies import settings_of
+from jaxspec.bench.simulate.records import Outcome, Ran
 from jaxspec.config import SpeculationConfig
 from jaxspec.tier import Tier
 

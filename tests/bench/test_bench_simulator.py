@@ -22,7 +22,8 @@ from jaxspec.adaptive.linear import LinearCost
 from jaxspec.bench.__main__ import main
 from jaxspec.bench.online.arrivals import Arrival, Load, closed
 from jaxspec.bench.simulate import acceptance, breakeven, cells, costs, figures, formulas, policies
-from jaxspec.bench.simulate.engine import Machine, Outcome, Ran, Served, Simulation
+from jaxspec.bench.simulate.engine import Simulation
+from jaxspec.bench.simulate.records import Machine, Outcome, Ran, Served
 from jaxspec.bench.studies import regret
 from jaxspec.speculation import budget
 from jaxspec.speculation.drafters import draft_cache

@@ -32,8 +32,8 @@ from jaxspec.bench.offline.engines import Options, Parts
 from jaxspec.bench.offline.measure import Sweep
 from jaxspec.bench.offline.report import check_path
 from jaxspec.bench.simulate import breakeven, costs, tables
-from jaxspec.bench.simulate.engine import Outcome
 from jaxspec.bench.simulate.policies import ORACLE, SGLANG, defaults, settings_of, sglang
+from jaxspec.bench.simulate.records import Outcome
 from jaxspec.config import SpeculationConfig
 from jaxspec.defaults import candidate_budgets
 from jaxspec.drafters import registry

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from jaxspec.adaptive.policy import BatchView, DraftLabels, RoundStats, TierPolicy
 from jaxspec.bench.evidence.loads import Load
-from jaxspec.bench.simulate.engine import Outcome, Ran, Served
+from jaxspec.bench.simulate.records import Outcome, Ran, Served
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Finished
 from jaxspec.request import FinishReason, SamplingParams

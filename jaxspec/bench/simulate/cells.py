@@ -12,7 +12,8 @@ from jaxspec.adaptive.learnt import Learns, Learnt
 from jaxspec.bench.online import traces
 from jaxspec.bench.online.arrivals import Load, closed, random_process
 from jaxspec.bench.simulate import acceptance, costs, figures, policies
-from jaxspec.bench.simulate.engine import Machine, Outcome, Simulation
+from jaxspec.bench.simulate.engine import Simulation
+from jaxspec.bench.simulate.records import Machine, Outcome
 from jaxspec.config import EngineConfig
 from jaxspec.tier import PLAIN
 

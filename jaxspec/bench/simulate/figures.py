@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from jaxspec.adaptive.calibration import calibration_error, chance_error
 from jaxspec.bench.offline.metrics import percentile
-from jaxspec.bench.simulate.engine import Outcome, Ran
+from jaxspec.bench.simulate.records import Outcome, Ran
 
 #: Of the objective for time per output token, which is plain decoding's 90th percentile.
 SCALES = (0.6, 0.8, 1.0, 1.2, 1.4, 1.6)

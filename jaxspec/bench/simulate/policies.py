@@ -17,7 +17,7 @@ from jaxspec.adaptive import PRESETS, AdaptiveSpeculativeParams, EmaPolicy, Stat
 from jaxspec.adaptive.kind import Room
 from jaxspec.adaptive.policy import BatchView, RoundStats, TierPolicy
 from jaxspec.bench.simulate.costs import Costs, table
-from jaxspec.bench.simulate.engine import Batch
+from jaxspec.bench.simulate.records import Batch
 from jaxspec.config import SpeculationConfig
 from jaxspec.tier import Tier
 

@@ -16,8 +16,8 @@ from typing import Any
 from jaxspec.bench.simulate import breakeven, figures
 from jaxspec.bench.simulate.cells import Done
 from jaxspec.bench.simulate.costs import Costs
-from jaxspec.bench.simulate.engine import Outcome
 from jaxspec.bench.simulate.policies import ORACLE
+from jaxspec.bench.simulate.records import Outcome
 from jaxspec.tier import PLAIN
 
 _WIDTH = 118

@@ -18,7 +18,8 @@ from jaxspec.adaptive.policy import BatchView, RoundStats, TierPolicy
 from jaxspec.bench.offline.metrics import percentile
 from jaxspec.bench.online.arrivals import closed
 from jaxspec.bench.simulate import acceptance, costs, policies, tables
-from jaxspec.bench.simulate.engine import Machine, Simulation
+from jaxspec.bench.simulate.engine import Simulation
+from jaxspec.bench.simulate.records import Machine
 from jaxspec.config import EngineConfig
 from jaxspec.tier import Choice, Tier
 

@@ -28,7 +28,7 @@ from typing import Any
 from jaxspec import cli
 from jaxspec.bench.online.arrivals import closed
 from jaxspec.bench.simulate import acceptance, cells, command, costs, figures, tables
-from jaxspec.bench.simulate.engine import Outcome, Ran
+from jaxspec.bench.simulate.records import Outcome, Ran
 from jaxspec.tier import PLAIN
 
 _DOCS = Path(__file__).resolve().parents[3] / "docs"
