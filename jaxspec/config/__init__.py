@@ -1,0 +1,11 @@
+"""What a user can configure.
+
+Every message names the field, the value given and the values allowed. Must not import JAX.
+"""
+
+from jaxspec.config.engine import ENGINE_ELSEWHERE, MOST_ROUNDS, EngineConfig
+from jaxspec.config.speculation import SPECULATION_FLAGS, VERIFICATIONS, SpeculationConfig
+
+__all__ = [
+    "ENGINE_ELSEWHERE", "MOST_ROUNDS", "SPECULATION_FLAGS", "VERIFICATIONS", "EngineConfig", "SpeculationConfig",
+]  # fmt: skip
