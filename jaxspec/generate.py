@@ -25,6 +25,7 @@ with cli.starting(__name__):
     from jaxspec.checkpointing import hf
     from jaxspec.choosing import check_choice
     from jaxspec.config import ENGINE_ELSEWHERE, SPECULATION_FLAGS, VERIFICATIONS, EngineConfig, SpeculationConfig
+    from jaxspec.config.engine import WARMUPS
     from jaxspec.drafters import registry
     from jaxspec.events import Delta, Finished
     from jaxspec.fitting import longest_text
@@ -58,6 +59,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", choices=("float32", "bfloat16"),
         help="of weights and activations (default: float32 on CPUs, else bfloat16)")  # fmt: skip
     p.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="devices that share every layer")
+    p.add_argument("--warmup", choices=WARMUPS, default=WARMUPS[0],
+        help="eager compiles everything first; background writes meanwhile, at first without drafts")  # fmt: skip
     p.add_argument("--quiet", action="store_true", help="the completion only")
     _add_speculation(p)
     _add_sampling(p)
@@ -181,8 +184,9 @@ def check(args: argparse.Namespace) -> Job:
     directory = resolve_model(args.model)
     drafter = registry.find(resolve_drafter(args.drafter, directory)[0])
     engine: dict[str, Any] = dict(
-        max_batch_size=1, max_seq_len=args.max_seq_len, dtype=args.dtype, tensor_parallel=args.tensor_parallel
-    )
+        max_batch_size=1, max_seq_len=args.max_seq_len, dtype=args.dtype, tensor_parallel=args.tensor_parallel,
+        warmup=args.warmup,
+    )  # fmt: skip
     config = EngineConfig(**engine)
     check_devices()
     check_choice(drafter, speculation, config)
@@ -287,6 +291,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not args.quiet:
                 stats = llm.stats
                 line = summary([output], seconds) + still_compiling(stats.executables_ready, stats.executables)
+                if stats.executables_ready < stats.executables:
+                    line += " (--warmup eager waits for all)"
                 print(line, file=sys.stderr)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)

@@ -66,6 +66,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Told]:
         (["--policy", "zzz"], "or the path of a JSON file, got 'zzz'\n"),
         (["--policy", "absent.json"], "adaptive configuration 'absent.json' cannot be read: "),
         (["--drafter", "eagl3"], "or a directory, got 'eagl3'"),
+        (["--drafter", "/no/head"], "drafter '/no/head': no such directory"),
         (["--drafter", "ngram", "--depth", "3", "--topk", "2", "--num-nodes", "6"],
          "this drafter proposes chains only (topk 1), got topk 2"),
         (["--depth", "2", "--policy", "adaptive"], "got policy 'adaptive'; use candidate_steps"),
@@ -138,8 +139,9 @@ def test_candidate_steps_reach_the_engine(built: list[Told], capsys: pytest.Capt
 
 
 def test_type_and_devices_reach_the_engine(built: list[Told]):
-    assert generate.main(["x", "--dtype", "bfloat16", "--tensor-parallel", "2"]) == 0
-    assert (built[0].options["dtype"], built[0].options["tensor_parallel"]) == ("bfloat16", 2)
+    assert generate.main(["x", "--dtype", "bfloat16", "--tensor-parallel", "2", "--warmup", "eager"]) == 0
+    told = [built[0].options[name] for name in ("dtype", "tensor_parallel", "warmup")]
+    assert told == ["bfloat16", 2, "eager"]
 
 
 def test_a_platform_without_devices_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

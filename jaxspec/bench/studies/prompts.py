@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = report.parser("prompts", __doc__)
     add = parser.add_argument
-    add("--shape", choices=("demo", *sorted(SHAPES)), default="demo")
+    add("--shape", choices=sorted(SHAPES), default="demo", help="demo: its own weights")
     add("--requests", type=int, default=16, help="short prompts at once")
     add("--tokens", type=int, nargs="+", default=[32], help="of each short prompt")
     add("--long", type=int, nargs="*", default=[1500], help="tokens of prompts that come alone")
