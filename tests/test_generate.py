@@ -114,7 +114,10 @@ def test_max_tokens_beyond_the_context_are_the_engines_to_cut(built: list[Told],
         ("x", 100),
     ]
     out, error = capsys.readouterr()
-    assert "In the beginning" in out and error.count("rounds by tier: none | compiling: 12 of 20 executables\n") == 2
+    assert (
+        "In the beginning" in out
+        and error.count("rounds by tier: none | compiling: 12 of 20 executables (--warmup eager waits for all)\n") == 2
+    )
 
 
 def test_an_interrupt_while_the_engine_is_built_is_taken_and_the_handler_comes_back(monkeypatch: pytest.MonkeyPatch):
