@@ -55,9 +55,9 @@ def resolve_drafter(drafter: str | Path | None, model_dir: Path) -> tuple[str, P
     name = str(drafter)
     if name not in registry.names():
         path = hub.download(name) if hub.is_hub_id(name) and not Path(name).is_dir() else Path(name)
-        if not path.is_dir() and os.sep in name:
-            raise ValueError(f"drafter {name!r}: no such directory")
         if not path.is_dir():
+            if os.sep in name:
+                raise ValueError(f"drafter {name!r}: no such directory")
             close = nearest(name, registry.names())
             hint = f"; did you mean {close!r}?" if close else ""
             raise ValueError(f"drafter must be one of {registry.names()} or a directory, got {name!r}{hint}")

@@ -43,8 +43,10 @@ def flops(cfg: ModelConfig, tokens: int) -> float:
     """Multiplications and additions of a prompt: layers, causal attention, and the output layer once."""
     heads, kv_heads, width = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
     attention = cfg.hidden_size * width * (2 * heads + 2 * kv_heads)
-    inner = cfg.intermediate_size if cfg.experts is None else cfg.experts.per_token * cfg.experts.inner
-    weights = cfg.num_layers * (attention + 3 * cfg.hidden_size * inner)
+    inner, own = cfg.num_layers * cfg.intermediate_size, cfg.experts
+    if own is not None:
+        inner += len(own.layers) * (own.per_token * own.inner + own.shared_inner - cfg.intermediate_size)
+    weights = cfg.num_layers * attention + 3 * cfg.hidden_size * inner
     scores = 2.0 * cfg.num_layers * heads * width * tokens * (tokens + 1)
     return 2.0 * weights * tokens + scores + 2.0 * cfg.hidden_size * cfg.vocab_size
 
