@@ -10,8 +10,9 @@ Owns the router's arithmetic, and the ways in which experts are read:
   copied; a loop over blocks would be launches by the thousand.
 - all of them (GPUs, more rows): every expert with every row, of which most weigh nothing; in few bits some experts
   after the others.
-- packed (Hopper, in few bits): by a kernel that reads each expert in use once, or of prompts once for some of its rows
-  (docs/kernels.md). `packing` says which models are laid out so.
+- packed (Hopper, in few bits): by a kernel that reads each expert in use once (docs/kernels.md). `packing` says which
+  models are laid out so.
+- many (Hopper, more rows): by a kernel that multiplies each expert's own rows, of bfloat16 as it is or packed.
 How kernels are read in few bits, `stacked` says.
 Must not know families.
 """
@@ -33,14 +34,16 @@ from jaxspec.models import stacked
 from jaxspec.models.base import Experts, ModelConfig, Split, report_experts
 from jaxspec.models.layers import ACTIVATIONS, MLP, Linear, Transformer, narrow_product, product
 from jaxspec.models.sharded import TENSOR_AXIS, laid_anew, parts_of, shards, share_bytes, split_axis
-from pallas_kernels.small_batch import gpu_packed_experts, packed_experts
+from pallas_kernels.small_batch import gpu, gpu_experts_many, gpu_packed_experts, packed_experts
 from pallas_kernels.small_batch.packed import Packed
 
 #: Rows of a block, and where pairs of tokens and experts are many. CPUs keep to the first, whose bits are the same for
 #: any number of tokens; elsewhere prompts need larger products.
 _ROWS, _MANY_ROWS, _MANY_PAIRS = 8, 128, 1024
-#: Rows that all experts multiply at once, and that packed ones do, at most.
+#: Rows that all experts multiply at once, and that kernels do, at most.
 _AT_ONCE = 1024
+#: Rows of a packed expert on average from which on the kernel for many rows is faster.
+_MANY_OF_ONE = 8
 #: How many pairs an expert are read one by one in few bits: on an H200 that is quicker than to expand all experts up to
 #: three (Qwen3-30B-A3B in fp8) or six (gpt-oss in MXFP4).
 _PAIRS_IN_FEW_BITS = 4
@@ -176,7 +179,7 @@ class MixtureOfExperts(nnx.Module):
       gate_up_bias: [X, 2 F]. down_bias: [X, E].
       correction: float32 [X], see Experts.corrected.
       shards: groups of columns that gate_up is stored in, [gate up] of one shard after the other.
-      backend: by which the way of reading is chosen; None: the process's.
+      backend: by which the way of reading is chosen, of GPUs "hopper" or another; None: the process's.
     """
 
     def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
@@ -231,13 +234,17 @@ class MixtureOfExperts(nnx.Module):
 
     def way(self, pairs: int) -> str:
         """How experts are read for so many pairs of a row and an expert, see above."""
+        count = self.experts.count
         if self.packed:
-            return "packed"
+            many = pairs >= _MANY_OF_ONE * count and pairs > _FEW_ROWS * self.experts.per_token
+            return "many" if many and _hopper(self.backend) else "packed"
         gathers = all(stacked.gathers(kernel[...]) for kernel in (self.gate_up, self.down))
-        if (self.backend or jax.default_backend()) != "gpu" or not gathers:
+        if not _on_gpu(self.backend) or not gathers:
             return "blocks"
-        most = _PAIRS_IN_FEW_BITS * self.experts.count if self.in_few_bits else self.experts.count - 1
-        return "pairs" if pairs <= most else "all"
+        if pairs <= (_PAIRS_IN_FEW_BITS * count if self.in_few_bits else count - 1):
+            return "pairs"
+        many = pairs > _FEW_ROWS * self.experts.per_token and self.many_refusal() is None
+        return "many" if many and _hopper(self.backend) else "all"
 
     def mixed(self, way: str, x_ME: jax.Array, routing: Routing) -> jax.Array:
         """What the chosen experts make of rows, weighted and summed in float32.
@@ -263,10 +270,23 @@ class MixtureOfExperts(nnx.Module):
         specs = (whole, whole, parts_of(2, gate_up, self.shards), parts_of(1, down, self.shards), inner, whole)
         return jax.shard_map(part, in_specs=specs, out_specs=whole, check_vma=False)(x_ME, routing, *own)
 
+    def many_refusal(self) -> str | None:
+        """Why the kernel for many rows does not serve experts that are not packed, or None."""
+        if self.in_few_bits or any(kernel[...].dtype != jnp.bfloat16 for kernel in (self.gate_up, self.down)):
+            return "their weights are not bfloat16"
+        return self._gates_refusal() or gpu_experts_many.refusal(
+            self.down.shape[2], self.down.shape[1] // (1 if split_axis(self.down) is None else self.shards)
+        )
+
+    def _gates_refusal(self) -> str | None:
+        """Why kernels do not serve their gates, or None."""
+        served = self.experts.hidden_act in ("silu", "clamped_swiglu")
+        return None if served else f"their gates are {self.experts.hidden_act}"
+
     def packing_refusal(self) -> str | None:
         """Why the kernel for packed experts does not serve these, or what a device has of each, or None."""
-        if self.experts.hidden_act not in ("silu", "clamped_swiglu"):
-            return f"their gates are {self.experts.hidden_act}"
+        if (why := self._gates_refusal()) is not None:
+            return why
         kernels = (self.gate_up, 2), (self.down, 1)
         found = (stacked.packing_refusal(kernel[...], axis, self.shards) for kernel, axis in kernels)
         return next(filter(None, found), None)
@@ -337,14 +357,54 @@ def _by_pairs(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
 
 def _by_kernels(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
     """Packed experts, each in use once."""
-    few = gpu_packed_experts if (own.backend or jax.default_backend()) == "gpu" else packed_experts
+    return _mixed(gpu_packed_experts if _on_gpu(own.backend) else packed_experts, own, x_ME, routing)
+
+
+def _by_own_rows(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
+    """Each expert, packed or not, with the rows that use it."""
+    return _own_rows((own.experts, own.shards, own.backend), own[1:5], x_ME, routing)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _own_rows(about: tuple[Any, ...], kernels: tuple[Any, ...], x_ME: jax.Array, routing: Routing) -> jax.Array:
+    """The kernel, which heads that are trained need the derivative of."""
+    return _mixed(gpu_experts_many, Stack(about[0], *kernels, *about[1:]), x_ME, routing)
+
+
+def _own_rows_kept(about: tuple[Any, ...], *args: Any) -> tuple[jax.Array, Any]:
+    return _own_rows(about, *args), args
+
+
+def _own_rows_back(about: tuple[Any, ...], args: Any, out_ME: jax.Array) -> tuple[Any, ...]:
+    kernels, x_ME, routing = args
+
+    def by_all(kernels: Any, x_ME: jax.Array, weights_MK: jax.Array) -> jax.Array:
+        return _by_all(Stack(about[0], *kernels, *about[1:]), x_ME, Routing(routing.experts_MK, weights_MK))
+
+    *found, weights_MK = jax.vjp(by_all, kernels, x_ME, routing.weights_MK)[1](out_ME)
+    return *found, routing._replace(experts_MK=None, weights_MK=weights_MK)
+
+
+_own_rows.defvjp(_own_rows_kept, _own_rows_back)
+
+
+def _mixed(by: Any, own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
     gates = packed_experts.Gates(CLAMP, SHARPNESS) if own.experts.hidden_act == "clamped_swiglu" else None
     mix = functools.partial(
-        few.mix, gate_up=own.gate_up, down=own.down, gates=gates, gate_up_bias=own.gate_up_bias, down_bias=own.down_bias
+        by.mix, gate_up=own.gate_up, down=own.down, gates=gates, gate_up_bias=own.gate_up_bias, down_bias=own.down_bias
     )
     if (rows := x_ME.shape[0]) <= _AT_ONCE:
         return mix(x_ME, *routing)
     return _in_turn(lambda part: mix(*part), (x_ME, *routing), _AT_ONCE)[:rows]
+
+
+def _on_gpu(backend: str | None) -> bool:
+    return (backend or jax.default_backend()) in ("gpu", "hopper")
+
+
+def _hopper(backend: str | None) -> bool:
+    """Whether kernels for Hopper serve it."""
+    return gpu.supported() is None if backend is None else backend == "hopper"
 
 
 def _in_turn(run: Callable[[Any], jax.Array], rows: Any, most: int) -> jax.Array:
@@ -399,7 +459,7 @@ def _weighed(y_MKE: jax.Array, routing: Routing) -> jax.Array:
     return jnp.sum(y_MKE.astype(jnp.float32) * routing.weights_MK[..., None], axis=1)
 
 
-_WAYS = {"blocks": _by_blocks, "pairs": _by_pairs, "all": _by_all, "packed": _by_kernels}
+_WAYS = {"blocks": _by_blocks, "pairs": _by_pairs, "all": _by_all, "packed": _by_kernels, "many": _by_own_rows}
 
 
 def block_rows(pairs: int) -> int:

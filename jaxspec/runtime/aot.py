@@ -370,10 +370,11 @@ def _experts_for(model: TargetModel, backend: str, form: str | None, packed: boo
 
 def experts_round(target: Target) -> Iterator[Program]:
     """Plain rounds of two layers of mixtures of experts, in bfloat16 and in few bits, at 1 and 16 rows, on one device;
-    packed ones on two as well.
+    packed ones on two as well. On Hopper also at 128 rows, by the kernel for many.
 
     Experts that no token uses may not be copied, nor those in few bits be expanded all at once: a round gets less for
-    its intermediate values than a sixteenth of what a layer's experts take in bfloat16. Of TPUs one row alone.
+    its intermediate values than a sixteenth of what a layer's experts take in bfloat16, of many rows besides logits.
+    Of TPUs one row alone.
     """
     geo = dataclasses.replace(GEOMETRY, num_pages=6 * GEOMETRY.num_pages, kernels=target.kind)
     forms = [
@@ -384,26 +385,32 @@ def experts_round(target: Target) -> Iterator[Program]:
     hopper = [("30b-a3b-int4-packed", QWEN3_30B, "int4-g128"), ("gpt-oss-20b-packed", GPT_OSS_20B, "mxfp4")]
     for name, cfg, form in [*forms, *(hopper if packed else [])]:
         own = name.endswith("-packed")
-        kernels = [f"small_batch_{'int4' if cfg is QWEN3_30B else FLOAT4}_experts_{kind}" for kind in ("up", "down")]
+        of = "bfloat16" if form is None else "int4" if cfg is QWEN3_30B else FLOAT4
         assert cfg.experts is not None
         whole = 3 * cfg.experts.count * cfg.hidden_size * cfg.experts.inner * DTYPE.itemsize
         buckets = (1, 8, BUCKET) if own else (1, BUCKET) if target.kind == "gpu" else (1,)
-        shared = [(2, BUCKET)] if own else []
+        shared = [(2, BUCKET), (2, 8 * BUCKET)] if own else []
+        if packed and (own or form is None):
+            buckets = *buckets, 8 * BUCKET
         for shards, bucket in [*((1, bucket) for bucket in buckets), *shared]:
             # Sums of attention and, in float32, of experts a layer, the embeddings', and the best logits. All but the
             # experts' may count twice, as above.
             summed = bucket * ((cfg.num_layers * (2 + 2) + 2) * cfg.hidden_size * DTYPE.itemsize + 16 * shards)
-            change = functools.partial(_experts_for, backend=target.kind, form=form, packed=own, shards=shards)
+            many = bucket > BUCKET
+            kind = f"small_batch_{of}_experts_{'many_' if many else ''}"
+            kernels = (f"{kind}up", f"{kind}down") if own or many else ()
+            backend = "hopper" if packed else target.kind
+            change = functools.partial(_experts_for, backend=backend, form=form, packed=own, shards=shards)
             described = abstract_round(cfg, geo, target.mesh(shards, TENSOR_AXIS), bucket, dtype=DTYPE, change=change)
             yield Program(
                 op="experts_round",
                 name=f"{name}{f'-tp{shards}' if shards > 1 else ''}-b{bucket}",
                 lower=functools.partial(described.lower, PLAIN, platforms=(target.platform,)),
-                max_temp_bytes=whole // 16,
-                limit="a sixteenth of a layer's experts in bfloat16",
+                max_temp_bytes=whole // 16 + (4 * bucket * cfg.vocab_size if many else 0),
+                limit=f"a sixteenth of a layer's experts in bfloat16{', and logits' if many else ''}",
                 max_collective_bytes=summed if shards > 1 else None,
                 in_place_bytes=_device_bytes(described.arguments[2]),
-                kernels=("tree_attention", *(kernels if own else ())),
+                kernels=("tree_attention", *kernels),
             )
 
 

@@ -7,7 +7,7 @@ first launch divides by the norm's root mean square as well, and kernels find th
 (`gpu_picks`). A program has a tile of 32 pairs of columns of one expert (gate and up; a column of either half of
 down's), which two warpgroups share: they take turns at its inputs (`packed_walk`, as all products of packed weights).
 Up to 8 rows of the pass stand beside one another for every expert; of more each expert has its own, copied together, in
-slots of 8 to 32: what an expert's second slot reads lies in the second-level cache. A row's bits depend on neither.
+slots of 8: what an expert's second slot reads lies in the second-level cache. A row's bits depend on neither.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class _Kernel(Walk):
         if self.biased:
             parts = [rounded(y + along(bias)) for y, bias in zip(parts, biases, strict=True)]
         if self.kind == "up":
-            parts = [self.gated(*parts)]
+            parts = [packed_experts.gated(parts[0], parts[1], self.gates)]
         out, each = shared["out"], PIECE if self.padded else self.shape[0]
         for i, y in enumerate(parts):
             mosaic.write(flipped(out.at[i]), y.astype(dtype))
@@ -214,14 +214,6 @@ class _Kernel(Walk):
             target = outs[0].at[pl.ds(begin, each), pl.ds(columns[i], COLUMNS)]
             plgpu.copy_smem_to_gmem(out.at[i, pl.ds(0, each)], target)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """See packed_experts.activated."""
-        if self.gates is None:
-            return gate * lax.logistic(gate) * up
-        limit, sharpness = self.gates
-        gate, up = jnp.minimum(gate, limit), jnp.maximum(jnp.minimum(up, limit), -limit)
-        return (up + 1.0) * gate * lax.logistic(gate * sharpness)
 
 
 def _run(
@@ -256,8 +248,7 @@ def mix(
     interpret: Any = None,
 ) -> jax.Array:  # fmt: skip
     """See packed_experts.mix."""
-    m, k = experts_MK.shape
-    rows = packed_experts.slot_rows(m, k, gate_up)
+    rows = min(len(experts_MK), PIECE)
     plan = packed_experts.plan(experts_MK, gate_up.values.shape[0], rows)
     if plan.sources_Q is not None:
         x_ME = jnp.take(x_ME, plan.sources_Q, axis=0, mode="fill", fill_value=0)

@@ -32,7 +32,7 @@ _COLUMNS, _TEAMS = unpack.ROWS, 2
 _MOST_ROWS = 128
 _MAX_STAGES = 6
 #: Registers of a thread that copies, and of one that multiplies.
-_FEW, _MANY = 40, 232
+FEW, MANY = 40, 232
 #: Programs that may share the inputs of a tile. What it costs, in bytes that a multiprocessor reads in that time (of
 #: rows and weights some 40 GB/s, from the second-level cache): to begin and end a program, to launch what adds sums up,
 #: and to write and read a sum of float32, from memory.
@@ -118,12 +118,12 @@ class _Kernel:
 
         @pl.when(team == self.pairs)
         def _() -> None:
-            plgpu.set_max_registers(_FEW, action="decrease")
+            plgpu.set_max_registers(FEW, action="decrease")
             self.bring(ins, tile, share, column, shared)
 
         @pl.when(team < self.pairs)
         def _() -> None:
-            plgpu.set_max_registers(_MANY, action="increase")
+            plgpu.set_max_registers(MANY, action="increase")
             total = self.total(team, shared)
             if self.groups == 1:
                 scale = load(ins[2].at[0, pl.ds((column + team) * _COLUMNS, _COLUMNS)], SUMS.reduce(1))
@@ -162,7 +162,7 @@ class _Kernel:
             slot = lax.rem(i, stages)
             plgpu.barrier_wait(shared["full"].at[slot])
             weights = unpack.expanded(shared["w"].at[slot, team], self.dtype, self.interpret)
-            sums = self.multiplied(weights, shared["x"].at[slot])
+            sums = multiplied(weights, shared["x"].at[slot], self.interpret)
             if self.groups > 1:
                 scale = unpack.row_scales(shared["scale"].at[slot, team], i * 0, self.interpret)
                 sums = sums * mosaic.along_columns(scale, self.rows)
@@ -173,16 +173,17 @@ class _Kernel:
 
         return lax.fori_loop(0, self.steps, step, plgpu.layout_cast(jnp.zeros((_COLUMNS, self.rows), F32), SUMS))
 
-    def multiplied(self, weights: jax.Array, x: Any) -> jax.Array:
-        """A block's sums [64, rows]."""
-        if self.interpret:  # knows no operand in registers
-            return lax.dot_general(weights, x[...], (((1,), (1,)), ((), ())), preferred_element_type=F32)
 
-        def sums(acc: Any) -> jax.Array:
-            plgpu.wgmma(acc, weights, flipped(x))
-            return acc[...]
+def multiplied(weights: jax.Array, x: Any, interpret: bool) -> jax.Array:
+    """Weights in registers [64, BLOCK] times rows in shared memory [rows, BLOCK]: sums float32 [64, rows]."""
+    if interpret:  # knows no operand in registers
+        return lax.dot_general(weights, x[...], (((1,), (1,)), ((), ())), preferred_element_type=F32)
 
-        return pl.run_scoped(sums, plgpu.WGMMAAccumulatorRef((_COLUMNS, self.rows), F32))
+    def sums(acc: Any) -> jax.Array:
+        plgpu.wgmma(acc, weights, flipped(x))
+        return acc[...]
+
+    return pl.run_scoped(sums, plgpu.WGMMAAccumulatorRef((_COLUMNS, x.shape[0]), F32))
 
 
 def refusal(weight: Packed) -> str | None:

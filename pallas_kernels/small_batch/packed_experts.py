@@ -9,17 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.small_batch import packed, reference
 from pallas_kernels.small_batch.experts import Picks, by_rows
 from pallas_kernels.small_batch.packed import BLOCK, Packed
 from pallas_kernels.small_batch.reference import Stream
 
-#: Rows of the pass up to which every expert in use has all of them; and that mma multiplies together.
+#: Rows of the pass up to which every expert in use has all of them; of a slot where there are more, and that mma
+#: multiplies together.
 PIECE = 8
-#: Rows of an expert that a slot may have, from how many on that it has on average (docs/benchmarks.md); int4's values
-#: take least to expand, and their slots no more than the second.
-_SLOTS = ((PIECE, 0), (16, 7), (32, 16))
 #: Pairs of a row and an expert that are compared with each other.
 _BLOCK = 1024
 
@@ -75,7 +74,7 @@ class Plan(NamedTuple):
 
 
 def plan(experts_MK: jax.Array, count: int, each: int) -> Plan:
-    """The plan of rows' experts, `count` in all, for slots of `each` rows (`slot_rows`).
+    """The plan of rows' experts, `count` in all, for slots of `each` rows.
 
     Up to PIECE rows stand side by side for every expert in use; of more rows each expert has its own, in as many slots
     as they fill. Sums over comparisons, which are a few launches; sorting is more.
@@ -115,14 +114,6 @@ def _ranks(flat_P: jax.Array, count: int) -> jax.Array:
     return ranks_BP.reshape(-1)[: flat_P.size]
 
 
-def slot_rows(m: int, per_token: int, weight: Packed) -> int:
-    """Rows of a slot: more where experts have more, as each slot reads its expert's weights and expands them."""
-    if m <= PIECE:
-        return m
-    sizes = _SLOTS[:2] if weight.kind == "int4" else _SLOTS
-    return max(rows for rows, least in sizes if m * per_token >= least * weight.values.shape[0])
-
-
 def most_slots(m: int, per_token: int, count: int, each: int) -> int:
     """Slots of so many rows that all experts together may need."""
     pairs = m * per_token
@@ -132,10 +123,15 @@ def most_slots(m: int, per_token: int, count: int, each: int) -> int:
 def activated(both: jax.Array, gates: Gates | None) -> jax.Array:
     """What the halves [gate up] of the last axis make of each other, float32."""
     gate, up = jnp.split(both.astype(jnp.float32), 2, axis=-1)
+    return gated(gate, up, gates)
+
+
+def gated(gate: jax.Array, up: jax.Array, gates: Gates | None) -> jax.Array:
+    """The same of each half, float32; also in kernels."""
     if gates is None:
-        return gate * jax.nn.sigmoid(gate) * up
-    gate, up = jnp.minimum(gate, gates.limit), jnp.clip(up, -gates.limit, gates.limit)
-    return (up + 1) * gate * jax.nn.sigmoid(gate * gates.sharpness)
+        return gate * lax.logistic(gate) * up
+    gate, up = jnp.minimum(gate, gates.limit), jnp.maximum(jnp.minimum(up, gates.limit), -gates.limit)
+    return (up + 1) * gate * lax.logistic(gate * gates.sharpness)
 
 
 def weighed(y_MKE: jax.Array, weights_MK: jax.Array) -> jax.Array:

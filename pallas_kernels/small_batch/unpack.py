@@ -135,22 +135,33 @@ def products(
     ]
 
 
-def expanded(tile: Any, kind: str, interpret: bool) -> jax.Array:
+def expanded(tile: Any, kind: str, interpret: bool, scales: Any = None) -> jax.Array:
     """Of a tile in shared memory [2, 32, BLOCK] the values, bfloat16 [64, BLOCK], as wgmma's first operand.
 
     Args:
-      kind: of the values, see `Packed.kind`; not float4.
+      kind: of the values, see `Packed.kind`; float4's are 2 ** packed.EXPONENT too small.
+      scales: of float4, in shared memory: the block's words [2, 1, 32]. Others are not scaled.
     """
+    words = scales if kind == FLOAT4 else None
     if interpret:
-        return packed.natural(tile[...], stored(kind)).astype(jnp.bfloat16).reshape(ROWS, BLOCK)
+        values = packed.natural(tile[...], stored(kind))
+        if words is None:
+            return values.astype(jnp.bfloat16).reshape(ROWS, BLOCK)
+        powers = jnp.repeat(packed.powers(words[...].reshape(1, ROWS)), BLOCK // 4, axis=0).T
+        return (packed.float4(values).reshape(ROWS, BLOCK) * powers).astype(jnp.bfloat16)
     wanted = plgpu.ShapeDtypeStruct((ROWS, BLOCK), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
-    arg = plgpu.RefType(transforms(stored(kind)))
-    return plgpu.inline_mgpu(arg_types=(arg,), return_type=wanted)(functools.partial(_expanded, kind=kind))(tile)
+    args, given = [plgpu.RefType(transforms(stored(kind)))], [tile]
+    if words is not None:
+        args, given = [*args, plgpu.RefType()], [*given, words]
+    return plgpu.inline_mgpu(arg_types=tuple(args), return_type=wanted)(functools.partial(_expanded, kind=kind))(*given)
 
 
-def _expanded(_: Any, tile: Any, *, kind: str) -> Any:
+def _expanded(_: Any, tile: Any, scales: Any = None, *, kind: str) -> Any:
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
-    words = _unpacked(tile, kind=kind, block=0, blocks=1, parts=2, exponents=None)
+    exponents = None
+    if scales is not None:
+        exponents = _exponents(scales, arith.constant(ir.IntegerType.get_signless(32), 0))
+    words = _unpacked(tile, kind=kind, block=0, blocks=1, parts=2, exponents=exponents)
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((ROWS, BLOCK)), dtype=object)
     flat = registers.reshape(words.shape)
     for at in np.ndindex(words.shape):
@@ -163,7 +174,9 @@ def _products(
     parts: int, alone: bool,
 ) -> Any:  # fmt: skip
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    exponents = None if scales is None else _exponents(scales, begin, block)
+    exponents = None
+    if scales is not None:
+        exponents = _exponents(scales, arith.addi(begin.registers.item(), arith.constant(i32, block)))
     weights = _unpacked(tile, kind=kind, block=block, blocks=blocks, parts=parts, exponents=exponents)
     struct = lambda kind: llvm.StructType.get_literal([kind] * 4)
     pointers = _pointers(x, begin if alone else None, block, blocks, parts)
@@ -219,10 +232,9 @@ def _pointers(x: Any, begin: Any, block: int, blocks: int, parts: int) -> Any:
     return lambda rows, quarter: arith.addi(places[quarter % 2], tile(rows, quarter))
 
 
-def _exponents(scales: Any, begin: Any, block: int) -> Any:
-    """Words [32 inputs of four, half of 16 rows] of two equal values of bfloat16, of a block's float4."""
+def _exponents(scales: Any, number: Any) -> Any:
+    """Words [32 inputs of four, half of 16 rows] of two equal values of bfloat16, of the float4 of a block."""
     i32 = ir.IntegerType.get_signless(32)
-    number = arith.addi(begin.registers.item(), arith.constant(i32, block))
     flat = np.empty((4, 2), dtype=object)
     for half, pointer in enumerate(_scale_pointers(scales, number, i32)):
         word = llvm.load(i32, pointer, alignment=4)

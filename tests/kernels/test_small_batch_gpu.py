@@ -17,6 +17,7 @@ from pallas_kernels.small_batch import (
     experts,
     gpu,
     gpu_experts,
+    gpu_experts_many,
     gpu_packed_experts,
     gpu_packed_many,
     gpu_router,
@@ -149,3 +150,45 @@ def test_many_rows_of_few_bits_agree_with_float32(dtype: Any, grouped: bool, m: 
             got = jax.jit(gpu_packed_many.multiply, static_argnums=2)(x, weight, out)
             assert got.dtype == out
             assert np.abs(np.asarray(got, np.float32) - want).max() <= 2**-7 * np.abs(want).max()
+
+
+def experts_of(name: str, seed: int, count: int, k: int, n: int) -> Any:
+    """Experts in bfloat16, or packed."""
+    if name == "bfloat16":
+        return normal(seed, count, k, n, scale=0.03)
+    if name == "mxfp4":
+        codes = jax.random.bits(jax.random.key(seed), (count, k // 2, n), jnp.uint8)
+        scales = jax.random.randint(jax.random.key(seed + 1), (count, k // 32, n), 118, 122)
+        return packed_experts.pack_float4(codes, scales.astype(jnp.uint8))
+    dtype, grouped = FORMATS[("int8", "float8_e4m3fn", "int4").index(name)]
+    values = jax.random.normal(jax.random.key(seed), (count, k, n)) * (2 if dtype == jnp.int4 else 40)
+    if jnp.issubdtype(dtype, jnp.integer):
+        values = jnp.clip(jnp.round(values), jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    scale = jax.random.uniform(jax.random.key(seed), (count, k // 128 if grouped else 1, n), jnp.float32, 0.5, 1.5)
+    return packed_experts.pack(values.astype(dtype), scale * 0.03 / jnp.std(values))
+
+
+@pytest.mark.parametrize("m", [24, 160, 1000])
+@pytest.mark.parametrize("name", ["bfloat16", "mxfp4", "int8", "float8_e4m3fn", "int4"])
+def test_experts_of_many_rows_agree_with_float32(name: str, m: int):
+    """Slots of several sizes, one expert that all rows have, and widths that are no whole blocks of inputs."""
+    count, per_token = 32, 4
+    width, inner = (1088, 320) if name in ("bfloat16", "mxfp4") else (1024, 384)
+    x, keys = normal(3, m, width), jax.random.split(jax.random.key(4), 2)
+    others_MK = jnp.argsort(jax.random.uniform(keys[0], (m, count - 1)), axis=1)[:, : per_token - 1] + 1
+    experts_MK = jnp.concatenate([jnp.zeros((m, 1), jnp.int32), others_MK.astype(jnp.int32)], axis=1)
+    weights_MK = jax.nn.softmax(jax.random.normal(keys[1], (m, per_token)))
+    kernels = [experts_of(name, 20, count, width, 2 * inner), experts_of(name, 90, count, inner, width)]
+    wide = [x if isinstance(x, jax.Array) else jax.vmap(packed.dequantised)(x) for x in kernels]
+    wide = [w[:, :k].astype(jnp.float32) for w, k in zip(wide, (width, inner), strict=True)]
+    bias = {"gate_up_bias": normal(6, count, 2 * inner), "down_bias": normal(7, count, width)}
+    for gates, biases in ((None, {}), (packed_experts.Gates(7.0, 1.702), bias)):
+        run = jax.jit(functools.partial(gpu_experts_many.mix, gates=gates))
+        got = run(x, experts_MK, weights_MK, *kernels, **biases)
+        added = [biases.get(key, jnp.zeros((count, 1)))[None].astype(jnp.float32) for key in bias]
+        both = jnp.einsum("me,xef->mxf", x.astype(jnp.float32), wide[0], precision="highest") + added[0]
+        y_MXE = jnp.einsum("mxf,xfe->mxe", packed_experts.activated(both, gates), wide[1], precision="highest")
+        y_MKE = jnp.take_along_axis(y_MXE + added[1], experts_MK[..., None], axis=1)
+        want = np.asarray(packed_experts.weighed(y_MKE, weights_MK))
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, want, atol=2**-6 * np.abs(want).max())

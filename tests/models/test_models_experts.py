@@ -285,7 +285,11 @@ def test_experts_in_few_bits_are_gathered_or_expanded_some_at_a_time(
     else:
         assert made.packing_refusal() is None and "float32, not of few bits" in (whole.packing_refusal() or "")
         made.pack()
-        assert made.way(1) == made.way(9 * CHOSEN) == "packed"
+        assert made.way(1) == made.way(8 * COUNT) == "packed"
+        made.backend = "hopper"
+        ways = [made.way(pairs) for pairs in (1, 32 * CHOSEN, 8 * COUNT - 1, max(8 * COUNT, 33 * CHOSEN))]
+        assert ways == ["packed", "packed", "packed", "many"]
+        made.backend = None
         for rows in (9, 4):  # at once, and some after the others
             monkeypatch.setattr(experts, "_AT_ONCE", rows)
             found.append(np.asarray(jax.jit(lambda x: made(x))(x_1ME)))
@@ -349,3 +353,41 @@ def test_experts_of_which_one_kernel_is_quantised(name: str, monkeypatch: pytest
     order = jnp.broadcast_to(jnp.arange(shape[1])[None], shape[:2])
     setattr(made, name, nnx.Param(dataclasses.replace(few, order=order)))
     assert made.way(1) == made.way(100) == "blocks" and made.splits(2) == []
+
+
+def test_kernels_for_many_rows_have_the_derivative_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads with a mixture are trained; the kernel itself has none."""
+    cfg = tiny_config(hidden_size=64, experts=Experts(COUNT, CHOSEN, 64, (0,), bias=True))
+    made = experts.MixtureOfExperts(cfg, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(params=1))
+    made.backend, most = "hopper", 32 * CHOSEN
+    assert [made.way(pairs) for pairs in (COUNT - 1, most, most + 1)] == ["pairs", "all", "many"]
+    asked = []
+
+    def kernel(x_ME: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array, **given: Any) -> jax.Array:
+        asked.append(given.pop("gates"))
+        own = experts.Stack(made.experts, **given)
+        return jax.lax.stop_gradient(experts._by_all(own, x_ME, experts.Routing(experts_MK, weights_MK)))
+
+    monkeypatch.setattr(experts.gpu_experts_many, "mix", kernel)
+    x_1ME = jax.random.normal(jax.random.key(9), (1, 40, 64), jnp.bfloat16)
+    loss = lambda made, x: jnp.sum(made(x).astype(jnp.float32) ** 2)
+    found = nnx.value_and_grad(loss, argnums=(0, 1))(made, x_1ME)
+    assert asked == [None]
+    made.backend = "gpu"
+    want = nnx.value_and_grad(loss, argnums=(0, 1))(made, x_1ME)
+    assert len(jax.tree.leaves(found)) == len(jax.tree.leaves(want)) == 8
+    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        assert np.abs(np.asarray(expected, np.float32)).max() > 0
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(("inner", "act", "why"), [
+    (64, "silu", None), (96, "silu", "multiples of 64 wide, got 64 and 96"), (64, "gelu_tanh", "gates are gelu_tanh"),
+])  # fmt: skip
+def test_which_mixtures_kernels_for_many_rows_serve(inner: int, act: str, why: str | None) -> None:
+    cfg = tiny_config(hidden_size=64, experts=Experts(COUNT, CHOSEN, inner, (0,), hidden_act=act))
+    made = experts.MixtureOfExperts(cfg, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(params=1))
+    assert (made.many_refusal() or "").endswith(why or "")
+    assert (made.many_refusal() is None) == (why is None)
+    made.down.set_value(made.down[...].astype(jnp.float32))
+    assert "not bfloat16" in (made.many_refusal() or "")

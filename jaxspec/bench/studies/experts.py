@@ -1,10 +1,10 @@
 """python -m jaxspec.bench.studies.experts: a layer's experts in few bits, by the way in which they are read.
 
 Random weights of real shapes behind a router. `packed` is the kernel that reads each expert in use once
-(docs/kernels.md), and `kernel` that of bfloat16. Every way's first row is compared with what the same way makes of
-that row alone, of equal choices of experts, and with float32 arithmetic by the same weights; then some layers are run
-one after the other: microseconds and launches of a layer, against the time that reading the bytes of the touched
-experts takes.
+(docs/kernels.md), `many` the one for more than 8 rows, and `kernel` that of few rows in bfloat16. Every way's first row
+is compared with what the same way makes of it among the first number of `--rows`, of equal choices of experts, and with
+float32 arithmetic by the same weights; then some layers are run one after the other: microseconds and launches of a
+layer, against the time that reading the bytes of the touched experts takes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHAPES = {
 }
 #: Values' types; mxfp4 has a scale for every 32 inputs, int8 one for all, the others one for every 128.
 FORMATS = {"int4-g128": jnp.int4, "mxfp4": None, "fp8-block": jnp.float8_e4m3fn, "int8": jnp.int8, "bf16": jnp.bfloat16}
-WAYS = ("blocks", "pairs", "all", "packed", "kernel")
+WAYS = ("blocks", "pairs", "all", "packed", "many", "kernel")
 
 
 def kernel(key: jax.Array, form: str, shape: tuple[int, int, int]) -> Any:
@@ -88,7 +88,12 @@ def serves(name: str, form: str, way: str) -> bool:
     own = SHAPES[name][1]
     if way == "kernel":
         return form == "bf16" and not own.bias and experts.refusal(SHAPES[name][0], own.inner, own.count) is None
-    return form != "bf16" or way == "pairs"
+    return form != "bf16" or way in ("pairs", "all", "many")
+
+
+def lies_packed(form: str, way: str) -> bool:
+    """Whether a way reads packed experts."""
+    return form != "bf16" and way in ("packed", "many")
 
 
 def stack(graph: Any, way: str, states: Sequence[Any], x_ME: jax.Array) -> jax.Array:
@@ -159,12 +164,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         plain[case] = [nnx.split(each) for each in layers]
         kernels = layers[0].gate_up[...], layers[0].down[...]
         sizes[case] = sum(map(stored_bytes, jax.tree.leaves(kernels)))
-        if any(job[:2] == case and job[3] == "packed" for job in jobs):
+        if any(job[:2] == case and lies_packed(job[1], job[3]) for job in jobs):
             again = [layer(jax.random.key(i), *case) for i in range(args.layers)]  # merged ones share variables
             for each in again:
                 each.pack()
             packed[case] = [nnx.split(each) for each in again]
-    of = lambda job: packed[job[:2]] if job[3] == "packed" else plain[job[:2]]
+    of = lambda job: packed[job[:2]] if lies_packed(job[1], job[3]) else plain[job[:2]]
     states = lambda job: [state for _, state in of(job)]
 
     # Of all rows at once: the router's product rounds by their number.

@@ -23,7 +23,7 @@ from flax import nnx
 
 from jaxspec.assemble import assemble
 from jaxspec.bench.studies import report
-from jaxspec.bench.studies.rounds import SHAPES
+from jaxspec.bench.studies.rounds import SHAPES, first_layers
 from jaxspec.bench.studies.weights import FORMATS, MXFP4, quantise, random_weights
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
@@ -51,11 +51,13 @@ def flops(cfg: ModelConfig, tokens: int) -> float:
     return 2.0 * weights * tokens + scores + 2.0 * cfg.hidden_size * cfg.vocab_size
 
 
-def target_of(shape: str, dtype: jnp.dtype, weights: str | None = None) -> TargetModel:
-    """The demo's target, or random weights in a shape, those of the layers in a format."""
+def target_of(
+    shape: str, dtype: jnp.dtype, weights: str | None = None, layers: int | None = None
+) -> TargetModel:  # fmt: skip
+    """The demo's target, or random weights in a shape, those of the layers in a format; so many layers, or all."""
     if shape == "demo":
         return hf.load_model(resolve_model("demo"), dtype)
-    cfg = dataclasses.replace(SHAPES[shape][0], max_position_embeddings=2**17)
+    cfg = dataclasses.replace(first_layers(SHAPES[shape][0], layers), max_position_embeddings=2**17)
     made = nnx.eval_shape(lambda: registry.build(cfg, dtype))
     quantise(made, weights, None)
     return random_weights(made, 0)
@@ -116,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = report.parser("prompts", __doc__)
     add = parser.add_argument
     add("--shape", choices=sorted(SHAPES), default="demo", help="demo: its own weights")
+    add("--layers", type=int, help="of a shape (default: all)")
     add("--requests", type=int, default=16, help="short prompts at once")
     add("--tokens", type=int, nargs="+", default=[32], help="of each short prompt")
     add("--long", type=int, nargs="*", default=[1500], help="tokens of prompts that come alone")
@@ -127,12 +130,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--rate", type=float, help="TFLOP/s, for the floor; default: the device's where it is known")
     add("--repeats", type=int, default=5, help="medians are taken over these")
     args = report.parse(parser, argv)
-    if args.weights and args.shape == "demo":
-        parser.error("--weights is for random weights, and the demo has its own")
+    if args.shape == "demo" and (args.weights or args.layers):
+        parser.error("--weights and --layers are for random weights, and the demo has its own")
 
     device = jax.devices()[0]
     cpu = device.platform == "cpu"
-    target = target_of(args.shape, jnp.dtype(args.dtype or ("float32" if cpu else "bfloat16")), args.weights)
+    target = target_of(
+        args.shape, jnp.dtype(args.dtype or ("float32" if cpu else "bfloat16")), args.weights, args.layers
+    )
     engine = build(target, args.long, args.requests, max(args.tokens), args)
     sizes = engine.facts.sizes
     rate = report.rate(RATES, args.rate)
