@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, MappingProxyType, TracebackType
 from typing import NoReturn
 
-from jaxspec.names import hints
+from jaxspec.names import Advice, hints
 
 #: Exit status after Ctrl-C, as shells have it.
 INTERRUPTED = 130
@@ -60,6 +60,7 @@ def parse(
         known = sorted({flag for action in own._actions for flag in action.option_strings})
         flags = {_flag(name): [_flag(one) for one in here.split(",")] for name, here in elsewhere.items()}
         meant = {name: ", ".join(here) for name, here in flags.items() if {*here} <= {*known}}
+        meant |= {_flag(name): here for name, here in elsewhere.items() if isinstance(here, Advice) or not here}
         hint = hints([word.partition("=")[0] for word in left if word.startswith("--")], known, meant)
         if not left[0].startswith("-") and "--model" in known:
             hint += "; a model is given as '--model'"

@@ -14,25 +14,44 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+#: How alike two names are at least of which one was meant: below it, they share little more than an ending.
+_ALIKE = 0.7
+#: Letters from which on the beginning of a name means it.
+_BEGINNING = 3
+
+
+class Advice(str):
+    """What to do about a setting of other projects for which there is no name here, as the end of a sentence."""
+
+    __slots__ = ()
+
 
 def hints(unknown: Iterable[str], known: Collection[str], elsewhere: Mapping[str, str]) -> str:
     """What was probably meant, as the end of a message; "" where nothing is alike.
 
     Args:
-      elsewhere: what other projects' names are called here, "" where there is no such thing; others are told what is
-        spelt alike.
+      elsewhere: what other projects' names are called here; Advice where there is no such thing, "" where there is
+        nothing to say about it. Others are told what is spelt alike.
     """
     meant = {name: elsewhere[name] if name in elsewhere else nearest(name, known) for name in unknown}
-    return "".join(f"; for {name!r} say {here!r}" for name, here in meant.items() if here)
+    told = lambda name, here: f"; {name!r}: {here}" if isinstance(here, Advice) else f"; for {name!r} say {here!r}"
+    return "".join(told(name, here) for name, here in meant.items() if here)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The name that is spelt most alike, of equals the one that begins most alike; "" where none is."""
-    close = get_close_matches(name, list(known), 3)
+    """The name that is spelt most alike, of equals the one that begins most alike; "" where none is.
+
+    Where none is spelt alike it is one that begins with all of `name`. A flag's dashes count for nothing.
+    """
+    dashes = name[: len(name) - len(name.lstrip("-"))]
+    bare, name = [one.removeprefix(dashes) for one in known], name.removeprefix(dashes)
+    close = get_close_matches(name, bare, 3, _ALIKE)
+    close = close or [one for one in bare if len(name) >= _BEGINNING and one.startswith(name)]
     alike = lambda one: sum(
         1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(name, one, strict=False))
     )
-    return max(close, key=lambda one: (SequenceMatcher(None, name, one).ratio(), alike(one)), default="")
+    best = max(close, key=lambda one: (SequenceMatcher(None, name, one).ratio(), alike(one)), default="")
+    return best and dashes + best
 
 
 def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str], elsewhere: Mapping[str, str]) -> None:
