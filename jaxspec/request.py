@@ -14,7 +14,7 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxspec.names import tells_names
+from jaxspec.names import Advice, tells_names
 
 #: Below this temperature a row takes the argmax (dividing by it would overflow float32 logits).
 GREEDY_TEMPERATURE = 1e-5
@@ -24,12 +24,26 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 64
 MAX_PRIORITY = 100
 _INT32_MAX = 2**31 - 1
+_NO_BEAMS = Advice("leave it out, there is no beam search")
+_GRAMMAR = "generate(..., grammar={%r: ...})"
 #: What Hugging Face, llama.cpp and vLLM call what is called otherwise here.
 SAMPLING_ELSEWHERE = {
     "max_new_tokens": "max_tokens", "n_predict": "max_tokens", "num_return_sequences": "n", "repeat_penalty":
     "repetition_penalty", "stop_strings": "stop", "eos_token_id": "stop_token_ids", "do_sample": "temperature",
+    "max_completion_tokens": "max_tokens", "max_length": "max_tokens", "n_probs": "logprobs", "stop_sequences": "stop",
     "guided_decoding": "generate(..., grammar=)", "structured_outputs": "generate(..., grammar=)",
-    "prompt_logprobs": "", "best_of": "",
+    "grammar": "generate(..., grammar=)", "response_format": "generate(..., grammar=)",
+    "guided_json": _GRAMMAR % "json_schema", "guided_regex": _GRAMMAR % "regex", "guided_choice": _GRAMMAR % "choice",
+    "guided_grammar": _GRAMMAR % "lark", "json_schema": _GRAMMAR % "json_schema", "regex": _GRAMMAR % "regex",
+    "best_of": Advice("leave it out, ask for n completions and keep the one that you like best"),
+    "num_beams": _NO_BEAMS, "use_beam_search": _NO_BEAMS, "length_penalty": _NO_BEAMS,
+    "prompt_logprobs": Advice("leave it out, log-probabilities are of generated tokens alone"),
+}  # fmt: skip
+#: The same of flags, where what a text has to be is one as well.
+SAMPLING_FLAGS = {
+    **SAMPLING_ELSEWHERE, "guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice",
+    "grammar": "json_schema, regex, choice", "guided_decoding": "json_schema, regex, choice",
+    "structured_outputs": "json_schema, regex, choice", "response_format": "json_schema",
 }  # fmt: skip
 
 

@@ -34,10 +34,9 @@ PART_DEFAULTS: dict[str, dict[str, Any]] = {
 #: What vLLM's server and SGLang's call these settings.
 ELSEWHERE = {
     **ENGINE_ELSEWHERE, **SPECULATION_FLAGS, "speculative_config": "speculation", "api_key": "auth_token_file",
-    "ssl_certfile": "tls_cert", "ssl_keyfile": "tls_key", "model_path": "model", "context_length": "max_seq_len",
-    "tp_size": "tensor_parallel", "tp": "tensor_parallel", "mem_fraction_static": "memory_fraction",
-    "max_running_requests": "max_batch_size", "dist_init_addr": "coordinator", "nnodes": "num_processes",
-    "node_rank": "process_id", "master_addr": "coordinator",
+    "ssl_certfile": "tls_cert", "ssl_keyfile": "tls_key", "model_path": "model", "tp": "tensor_parallel",
+    "dist_init_addr": "coordinator", "nnodes": "num_processes", "node_rank": "process_id",
+    "master_addr": "coordinator",
 }  # fmt: skip
 #: The same where all are flags; in a file what speculation has stands below its key.
 FLAGS_ELSEWHERE = {**ELSEWHERE, **SPECULATION_FLAGS}

@@ -135,6 +135,17 @@ def test_every_flag_shows_its_default():
         (bench.parse, ["tune", "--out", "x", "--batch-size", "1"], "for '--batch-size' say '--batch-sizes'"),
         (serve_main, ["--api-key", "x"], "for '--api-key' say '--auth-token-file'"),
         (serve_main, ["--gpu-memory-utilization", ".9"], "for '--gpu-memory-utilization' say '--memory-fraction'"),
+        (serve_main, ["--speculation", "eagle3"], "for '--speculation' say '--drafter, --policy, --depth'"),
+        (
+            serve_main,
+            ["--enforce-eager"],
+            "--enforce-eager; '--enforce-eager': leave it out, rounds are always compiled",
+        ),
+        (serve_main, ["--quantization", "fp8"], "; '--quantization': leave it out, a checkpoint says how it is quant"),
+        (serve_main, ["--ctx-size", "9"], "for '--ctx-size' say '--max-seq-len'"),
+        (generate.main, ["hi", "--guided-json", "{}"], "for '--guided-json' say '--json-schema'"),
+        (generate.main, ["hi", "--best-of", "2"], "--best-of 2; '--best-of': leave it out, ask for n completions"),
+        (generate.main, ["hi", "--temp", "1"], "for '--temp' say '--temperature'"),
         (serve_main, ["Qwen/Qwen3-0.6B"], "Qwen/Qwen3-0.6B; a model is given as '--model'"),
     ],
 )
@@ -149,6 +160,11 @@ def test_a_flag_that_is_none_is_answered_with_the_one_that_was_meant(
 def test_of_names_alike_the_one_that_begins_alike_is_meant():
     assert nearest("eagle4", ["eagle1", "peagle"]) == "eagle1"
     assert nearest("eagl3", ["eagle1", "eagle3", "peagle"]) == "eagle3" and nearest("zzz", ["eagle3"]) == ""
+    assert nearest("--speculation", ["--verification"]) == "", "an ending is no likeness"
+    assert nearest("--temp", ["--temperature", "--template", "-t"]) == "--template", (
+        "a beginning is, and the least of it"
+    )
+    assert nearest("--te", ["--temperature"]) == ""
 
 
 def test_the_commands_of_training_say_what_they_do():

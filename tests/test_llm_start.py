@@ -43,6 +43,8 @@ COMMON: dict[str, Any] = dict(drafter="ngram", progress=False, compile_cache=Fal
         (dict(max_batch_size=0), r"max_batch_size must be an int in \[1, 1024\], got 0"),
         (dict(page_sise=8), r"unknown arguments \['page_sise'\]; for 'page_sise' say 'page_size'; "),
         (dict(max_model_len=8, x=1), r"\['max_model_len', 'x'\]; for 'max_model_len' say 'max_seq_len'; it has"),
+        (dict(enforce_eager=True), r"\['enforce_eager'\]; 'enforce_eager': leave it out, rounds are .*; it has"),
+        (dict(quantization="fp8"), r"'quantization': leave it out, .*`python -m jaxspec.quantize` writes one"),
         (dict(drafter="eagel3"), r"got 'eagel3'; did you mean 'eagle3'\?"),
     ],
 )

@@ -63,6 +63,8 @@ def test_integers_must_be_integers_and_in_range(name: str, value: Any):
             r".*\['max_new_tokens', 'zzz'\]; for 'max_new_tokens' say 'max_tokens'; it.*",
         ),
         ({"structured_outputs": {}}, r".*say 'generate\(..., grammar=\)'; it has.*"),
+        ({"guided_json": "{}"}, r""".*say "generate\(..., grammar={'json_schema': ...}\)"; it has.*"""),
+        ({"best_of": 2}, r".*\['best_of'\]; 'best_of': leave it out, ask for n completions and keep .*; it has.*"),
     ],
 )
 def test_refusals_name_field_value_and_range(fields: dict[str, Any], message: str):

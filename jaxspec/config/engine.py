@@ -6,17 +6,31 @@ import dataclasses
 from pathlib import Path
 
 from jaxspec.config import checks
-from jaxspec.names import tells_names
+from jaxspec.names import Advice, tells_names
 
 #: Most rounds of a dispatch.
 MOST_ROUNDS = 16
 #: Of EngineConfig.mixed_chunk: beyond, what a pass saves by reading the weights for two is little of what it takes.
 MOST_MIXED = 1024
-#: What vLLM calls an engine's.
+_COMPILED = Advice("leave it out, rounds are always compiled, and warmup 'background' serves meanwhile")
+_QUANTISED = Advice(
+    "leave it out, a checkpoint says how it is quantised; `python -m jaxspec.quantize` writes one in 8 or 4 bits"
+)
+_WHERE = Advice("leave it out, everything runs where JAX does, on as many devices as tensor_parallel says")
+_OWN_CODE = Advice("leave it out, nothing that a checkpoint brings is run")
+_ALWAYS_CUT = Advice("leave it out, long prompts are always cut; prefill_chunk says into how long pieces")
+#: What vLLM, SGLang, transformers and llama.cpp call an engine's.
 ENGINE_ELSEWHERE = {
     "max_model_len": "max_seq_len", "max_num_seqs": "max_batch_size", "gpu_memory_utilization": "memory_fraction",
     "tensor_parallel_size": "tensor_parallel", "block_size": "page_size", "num_gpu_blocks_override": "num_pages",
-    "draft_tensor_parallel_size": "draft_tensor_parallel",
+    "draft_tensor_parallel_size": "draft_tensor_parallel", "attention_backend": "kernels",
+    "enforce_eager": _COMPILED, "quantization": _QUANTISED, "trust_remote_code": _OWN_CODE,
+    "enable_chunked_prefill": _ALWAYS_CUT, "tp_size": "tensor_parallel", "mem_fraction_static": "memory_fraction",
+    "context_length": "max_seq_len", "max_running_requests": "max_batch_size", "chunked_prefill_size": "prefill_chunk",
+    "disable_cuda_graph": _COMPILED, "disable_radix_cache": Advice("that is enable_prefix_caching, off"),
+    "torch_dtype": "dtype", "device": _WHERE, "device_map": _WHERE, "load_in_8bit": _QUANTISED,
+    "load_in_4bit": _QUANTISED, "ctx_size": "max_seq_len", "n_ctx": "max_seq_len", "parallel": "max_batch_size",
+    "n_gpu_layers": _WHERE,
 }  # fmt: skip
 WARMUPS = ("background", "eager")
 #: Implementations of the kernels, as pallas_kernels.dispatch knows them (not imported: this module knows no device).

@@ -17,17 +17,19 @@ from jaxspec.tier import Tier, max_nodes
 Verification = Literal["coupled", "rejection", "typical"]
 VERIFICATIONS: tuple[str, ...] = get_args(Verification)
 _MAX_DEPTH = 32
-#: What vLLM and SGLang call these settings.
+#: What vLLM, SGLang, transformers and llama.cpp call these settings.
 SPECULATION_ELSEWHERE = {
     "num_speculative_tokens": "depth", "speculative_num_steps": "depth", "speculative_eagle_topk": "topk",
     "speculative_num_draft_tokens": "num_nodes", "method": "LLM(drafter=)", "model": "LLM(drafter=)",
-    "prompt_lookup_min": "ngram_min", "prompt_lookup_max": "ngram_max",
+    "prompt_lookup_min": "ngram_min", "prompt_lookup_max": "ngram_max", "draft_max": "depth",
+    "prompt_lookup_num_tokens": "depth", "num_assistant_tokens": "depth", "assistant_model": "LLM(drafter=)",
     "draft_tensor_parallel_size": "LLM(draft_tensor_parallel=)",
 }  # fmt: skip
 #: The same of flags, where a drafter is one as well.
 SPECULATION_FLAGS = {
     **SPECULATION_ELSEWHERE, "method": "drafter", "speculative_model": "drafter", "speculative_algorithm": "drafter",
-    "speculative_draft_model_path": "drafter", "speculative_config": "drafter, depth",
+    "speculative_draft_model_path": "drafter", "speculative_config": "drafter, depth", "model_draft": "drafter",
+    "assistant_model": "drafter", "speculation": "drafter, policy, depth",
 }  # fmt: skip
 
 
