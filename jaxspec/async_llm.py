@@ -19,7 +19,8 @@ from typing import Any, Self
 
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Event, Finished
-from jaxspec.llm import LLM, Prepared
+from jaxspec.llm import LLM
+from jaxspec.prepared import Prepared
 from jaxspec.prompts import Prompt
 from jaxspec.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from jaxspec.shared import SharedEngine

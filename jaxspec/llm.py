@@ -20,56 +20,17 @@ from jaxspec.config import ENGINE_ELSEWHERE, EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Event, Finished
 from jaxspec.names import refuse_unknown
-from jaxspec.prompts import Conversation, Prompt, as_list, params_for, text_and_ids
+from jaxspec.prepared import Grammars, Prepared, prepare
+from jaxspec.prompts import Conversation, Prompt
 from jaxspec.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from jaxspec.shared import SharedEngine
 from jaxspec.stats import EngineStats
-from jaxspec.text.grammar import Grammar, GrammarLike, GrammarSpec
 from jaxspec.text.modes import ChatModes
 from jaxspec.text.tokenizer import Tokenizer
-
-#: One for all prompts, or one each; None constrains nothing.
-Grammars = GrammarLike | Sequence[GrammarLike | None] | None
 
 #: Between two looks whether weights have been loaded.
 _LOOK_SECONDS = 0.02
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class Prepared:
-    """A prompt that lacks only the engine.
-
-    Attributes:
-      text: None where token ids were given.
-      grammar: compiled; None constrains nothing.
-    """
-
-    text: str | None
-    tokens: list[int]
-    params: SamplingParams
-    grammar: Grammar | None
-
-    def add(self, engine: Engine, arrival_time: float, priority: int = 0, tpot: float | None = None) -> list[str]:
-        """Queues every completion; returns the engine's request ids, by completion index.
-
-        Raises:
-          ValueError: as Engine.add; nothing is queued.
-        """
-        ids: list[str] = []
-        try:
-            for index in range(self.params.n):
-                ids.append(
-                    engine.add(
-                        self.tokens, self.params, index=index, grammar=self.grammar, arrival_time=arrival_time,
-                        priority=priority, tpot=tpot,
-                    )
-                )  # fmt: skip
-        except BaseException:
-            for request_id in ids:
-                engine.abort(request_id)
-            raise
-        return ids
 
 
 @dataclasses.dataclass
@@ -358,14 +319,8 @@ class LLM:
         Raises:
           ValueError: as `generate`.
         """
-        many = as_list(prompts)
-        each = params_for(many, params)
-        grammars = self._grammars_for(many, grammar)
-        prepared: list[Prepared] = []
-        for position, (prompt, p, g) in enumerate(zip(many, each, grammars, strict=True)):
-            text, ids = text_and_ids(prompt, position)
-            prepared.append(Prepared(text, self.tokenizer.encode(text or "") if ids is None else ids, p, g))
-        return prepared
+        encode = lambda text: self.tokenizer.encode(text)  # asked for only where there is a text
+        return prepare(prompts, params, grammar, encode, self.engine.facts.grammars)
 
     def _submit(
         self,
@@ -399,16 +354,6 @@ class LLM:
             return run
 
         return self.shared.call(submit)
-
-    def _grammars_for(self, prompts: Sequence[Prompt], grammar: Grammars) -> list[Grammar | None]:
-        each = list(grammar) if isinstance(grammar, list | tuple) else [grammar] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"grammar must be one or one for each prompt: got {len(each)} for {len(prompts)}")
-        specs = [None if one is None else GrammarSpec.of(one) for one in each]
-        compiler = self.engine.facts.grammars
-        if compiler is None and any(specs):
-            raise ValueError("a grammar needs LLM(structured_output=True) and a tokenizer that serves grammars")
-        return [None if spec is None or compiler is None else compiler.compile(spec) for spec in specs]
 
 
 class _Run(Iterator[tuple[int, Delta | Finished]]):

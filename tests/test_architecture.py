@@ -82,8 +82,9 @@ ALLOWED = {
     | {"resolve", "choosing", "loading", "alike"},
     "shared": EVERYONE | {"engine", "events"},
     "prompts": {"request"},
-    "llm": EVERYONE | {"adaptive", "assemble", "engine", "events", "prompts", "shared", "stats", "text"},
-    "async_llm": EVERYONE | {"engine", "events", "llm", "prompts", "shared", "text"},
+    "prepared": {"engine", "prompts", "request", "text"},
+    "llm": EVERYONE | {"adaptive", "assemble", "engine", "events", "prepared", "prompts", "shared", "stats", "text"},
+    "async_llm": EVERYONE | {"engine", "events", "llm", "prepared", "prompts", "shared", "text"},
     "chat": {"events", "llm", "request", "text"},
 }
 FRONTS = {"generate", "batch", "quantize", "bench", "__init__"}

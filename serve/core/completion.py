@@ -15,7 +15,7 @@ from typing import Protocol
 import grpc
 
 from jaxspec.events import Delta, Event, Finished
-from jaxspec.llm import Prepared
+from jaxspec.prepared import Prepared
 from jaxspec.request import CompletionOutput, ErrorKind, FinishReason
 from serve.config import ServerConfig
 from serve.core.admission import Place

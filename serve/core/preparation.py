@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from jaxspec.llm import Prepared
+from jaxspec.prepared import Prepared
 from jaxspec.request import SamplingParams
 from jaxspec.text.grammar import Grammar, GrammarSpec
 from jaxspec.text.modes import ChatModes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxspec.events import Delta, Finished, Started
-from jaxspec.llm import Prepared
+from jaxspec.prepared import Prepared
 from jaxspec.request import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from serve.core.admission import Place
 from serve.core.commands import Abort, Add, Command, Turn
