@@ -15,11 +15,11 @@ from tqdm import tqdm
 
 from jaxspec.adaptive.controller import Recorder
 from jaxspec.adaptive.policy import TierPolicy
+from jaxspec.arguments import engine_config
 from jaxspec.assemble import build_engine
-from jaxspec.config import ENGINE_ELSEWHERE, EngineConfig, SpeculationConfig
+from jaxspec.config import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Event, Finished
-from jaxspec.names import refuse_unknown
 from jaxspec.prepared import Grammars, Prepared, prepare
 from jaxspec.prompts import Conversation, Prompt
 from jaxspec.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
@@ -96,10 +96,7 @@ class LLM:
         progress: bool = True,
         **engine: Any,
     ):
-        mine = {"model", "drafter", "speculation", "progress"}
-        known = {*mine, *(field.name for field in dataclasses.fields(EngineConfig))}
-        refuse_unknown("LLM", engine, known, {**ENGINE_ELSEWHERE, "speculative_config": "speculation"})
-        config = EngineConfig(max_batch_size=max_batch_size, max_seq_len=max_seq_len, seed=seed, **engine)
+        config = engine_config(engine, max_batch_size=max_batch_size, max_seq_len=max_seq_len, seed=seed)
         built = build_engine(model, drafter, speculation, config, progress=progress)
         self.shared = SharedEngine(built)
         self._chats, self._told_of_chats = ChatModes(built.facts.chats, built.facts.tokenizer), False

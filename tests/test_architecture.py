@@ -82,8 +82,10 @@ ALLOWED = {
     | {"resolve", "choosing", "loading", "alike"},
     "shared": EVERYONE | {"engine", "events"},
     "prompts": {"request"},
+    "arguments": {"adaptive", "config", "drafters", "names"},
     "prepared": {"engine", "prompts", "request", "text"},
-    "llm": EVERYONE | {"adaptive", "assemble", "engine", "events", "prepared", "prompts", "shared", "stats", "text"},
+    "llm": EVERYONE
+    | {"adaptive", "arguments", "assemble", "engine", "events", "prepared", "prompts", "shared", "stats", "text"},
     "async_llm": EVERYONE | {"engine", "events", "llm", "prepared", "prompts", "shared", "text"},
     "chat": {"events", "llm", "request", "text"},
 }
