@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, MappingProxyType, TracebackType
 from typing import NoReturn
 
-from jaxspec.names import Advice, hints
+from jaxspec.names import Advice, hints, refuse_dtype
 
 #: Exit status after Ctrl-C, as shells have it.
 INTERRUPTED = 130
@@ -47,13 +48,15 @@ def parse(
 ) -> argparse.Namespace:
     """As `p.parse_args`, but who gives a flag that is none is told the one that was probably meant.
 
-    A flag is given whole: what other projects call a setting may be the beginning of a flag for something else.
+    What is wrong is told in one line, by `p.error` from then on too, instead of behind all that there is. A flag is
+    given whole: what other projects call a setting may be the beginning of a flag for something else.
 
     Args:
       elsewhere: what other projects' settings are called here, as names of arguments, separated by commas.
     """
     for each in (p, *_commands(p).values()):
         each.allow_abbrev = False
+        each.error = functools.partial(_refuse, each)
     args, left = p.parse_known_args(argv)
     if left:
         own = next((sub for name, sub in _commands(p).items() if name in vars(args).values()), p)
@@ -64,8 +67,21 @@ def parse(
         hint = hints([word.partition("=")[0] for word in left if word.startswith("--")], known, meant)
         if not left[0].startswith("-") and "--model" in known:
             hint += "; a model is given as '--model'"
-        own.exit(2, f"{own.prog}: error: unrecognized arguments: {' '.join(left)}{hint} (--help lists them)\n")
+        own.error(f"unrecognized arguments: {' '.join(left)}{hint}")
     return args
+
+
+def _refuse(p: argparse.ArgumentParser, message: str) -> NoReturn:
+    p.exit(2, f"{p.prog}: error: {message} (see --help)\n")
+
+
+def dtype(text: str) -> str:
+    """The type of an argument that is one of DTYPES."""
+    try:
+        refuse_dtype("it", text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+    return text
 
 
 def _commands(p: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

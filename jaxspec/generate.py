@@ -30,6 +30,7 @@ with cli.starting(__name__):
     from jaxspec.events import Delta, Finished
     from jaxspec.fitting import longest_text
     from jaxspec.llm import LLM
+    from jaxspec.names import DTYPES
     from jaxspec.request import SAMPLING_FLAGS, RequestOutput, SamplingParams
     from jaxspec.resolve import resolve_drafter, resolve_model
     from jaxspec.runtime.sharding import check_devices
@@ -56,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", default="demo", help="'demo' or a Hugging Face directory")
     p.add_argument("--max-seq-len", type=int, metavar="N",
         help="longest prompt plus output in tokens (default: the model's context, at most 2048)")  # fmt: skip
-    p.add_argument("--dtype", choices=("float32", "bfloat16"),
+    p.add_argument("--dtype", type=cli.dtype, choices=DTYPES,
         help="of weights and activations (default: float32 on CPUs, else bfloat16)")  # fmt: skip
     p.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="devices that share every layer")
     p.add_argument("--warmup", choices=WARMUPS, default=WARMUPS[0],

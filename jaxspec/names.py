@@ -20,6 +20,15 @@ _ALIKE = 0.7
 _BEGINNING = 3
 
 
+#: What engines compute in.
+DTYPES = ("float32", "bfloat16")
+_DTYPES_ELSEWHERE = {
+    **dict.fromkeys(("float16", "half", "fp16", "f16"), "'bfloat16', which takes as much memory, or 'float32'"),
+    "bf16": "'bfloat16'", "float": "'float32'", "fp32": "'float32'", "f32": "'float32'",
+    "auto": "nothing: that is the default, by the device",
+}  # fmt: skip
+
+
 class Advice(str):
     """What to do about a setting of other projects for which there is no name here, as the end of a sentence."""
 
@@ -52,6 +61,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
     )
     best = max(close, key=lambda one: (SequenceMatcher(None, name, one).ratio(), alike(one)), default="")
     return best and dashes + best
+
+
+def refuse_dtype(owner: str, given: object, *, none: bool = False) -> None:
+    """Nothing where it is one of DTYPES, or None and that is one too.
+
+    Raises:
+      ValueError: names what there is, and what stands for what others compute in.
+    """
+    known = [*DTYPES, *([None] if none else [])]
+    if given in known:
+        return
+    # A dtype of torch or NumPy is written behind its library.
+    name = str(getattr(given, "__name__", given)).lower().rpartition(".")[2]
+    here = repr(name) if name in DTYPES else _DTYPES_ELSEWHERE.get(name)
+    hint = f"; say {here}" if here else ""
+    raise ValueError(f"{owner} must be one of {known}, got {given!r}{hint}")
 
 
 def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str], elsewhere: Mapping[str, str]) -> None:

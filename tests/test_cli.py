@@ -126,7 +126,7 @@ def test_every_flag_shows_its_default():
         (generate.main, ["hi", "--max-new-tokens", "5"], "for '--max-new-tokens' say '--max-tokens'"),
         (generate.main, ["hi", "--max-model-len=5"], "for '--max-model-len' say '--max-seq-len'"),
         (generate.main, ["hi", "--tensor-parallel-size", "2"], "say '--tensor-parallel'"),
-        (generate.main, ["hi", "--zzz"], "unrecognized arguments: --zzz (--help lists them)\n"),
+        (generate.main, ["hi", "--zzz"], "unrecognized arguments: --zzz (see --help)\n"),
         (generate.main, ["hi", "--num-speculative-tokens", "3"], "say '--depth'"),
         # No beginning of --num-speculative-tokens-per-batch-size.
         (serve_main, ["--num-speculative-tokens", "3"], "for '--num-speculative-tokens' say '--depth'"),
@@ -155,6 +155,26 @@ def test_a_flag_that_is_none_is_answered_with_the_one_that_was_meant(
     with pytest.raises(SystemExit) as end:
         command(words)
     assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [
+        (generate.main, ["hi", "--dtype", "float16"], "argument --dtype: it must be one of ['float32', 'bfloat16'], "
+            "got 'float16'; say 'bfloat16', which takes as much memory, or 'float32' (see --help)\n"),
+        (bench.parse, ["profile", "--out", "x", "--dtype", "half"], "got 'half'; say 'bfloat16', which"),
+        (generate.main, [], "give one of: prompts, --demo, --chat (see --help)\n"),
+        (training.main, ["eagle3"], "the following arguments are required: "),
+        (serve_main, ["--port", "x"], "argument --port: must be an integer, got 'x' (see --help)\n"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_told_in_one_line(
+    command: Any, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as end:
+        command(words)
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and message in error and error.count("\n") == 1 and " error: " in error
 
 
 def test_of_names_alike_the_one_that_begins_alike_is_meant():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxspec.config import EngineConfig, SpeculationConfig
@@ -114,7 +115,17 @@ def test_vllms_names_of_prompt_lookup_are_told():
         ),
         ({"prefill_chunk": 0}, r"prefill_chunk must be an int of at least 1, got 0"),
         ({"seed": 2**32}, r"seed must be an int in \[0, 4294967295\], got 4294967296"),
-        ({"dtype": "float16"}, r"dtype must be 'float32', 'bfloat16' or None, got 'float16'"),
+        (
+            {"dtype": "float16"},
+            r"dtype must be one of \['float32', 'bfloat16', None\], got 'float16'; say 'bfloat16', .* or 'float32'$",
+        ),
+        ({"dtype": "auto"}, r"dtype must be .*got 'auto'; say nothing: that is the default, by the device"),
+        (
+            {"dtype": np.float16},
+            r"dtype must be .*got <class 'numpy.float16'>; say 'bfloat16', which takes as much memory, or",
+        ),
+        ({"dtype": "torch.bfloat16"}, r"dtype must be .*got 'torch.bfloat16'; say 'bfloat16'$"),
+        ({"dtype": "int8"}, r"dtype must be .*got 'int8'$"),
         ({"batch_buckets": 5}, r"batch_buckets .*got 5"),
         ({"batch_buckets": (1, 9)}, r"batch_buckets must be an int in \[1, 8\], got 9"),
         ({"batch_buckets": (1, 4)}, r"batch_buckets must end at max_batch_size 8, got \(1, 4\)"),

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from jaxspec.config import checks
-from jaxspec.names import Advice, tells_names
+from jaxspec.names import Advice, refuse_dtype, tells_names
 
 #: Most rounds of a dispatch.
 MOST_ROUNDS = 16
@@ -209,8 +209,7 @@ class EngineConfig:
         self._check_invariant()
         if self.kernels not in KERNELS:
             raise ValueError(f"{me}.kernels must be one of {KERNELS}, got {self.kernels!r}")
-        if self.dtype not in (None, "float32", "bfloat16"):
-            raise ValueError(f"{me}.dtype must be 'float32', 'bfloat16' or None, got {self.dtype!r}")
+        refuse_dtype(f"{me}.dtype", self.dtype, none=True)
 
     def _check_invariant(self) -> None:
         me = "batch_invariant=True"

@@ -38,6 +38,7 @@ from jaxspec.config import SpeculationConfig
 from jaxspec.defaults import candidate_budgets
 from jaxspec.drafters import registry
 from jaxspec.engine import Engine
+from jaxspec.names import DTYPES
 from jaxspec.tier import Tier, parse_tier
 
 #: The name under which the registry finds what all compared policies need together.
@@ -97,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
     add = p.add_argument
     add("--model", default="demo", help='"demo" or a Hugging Face directory')
     add("--drafter", help=f"{', '.join(registry.names())}, or a directory (default: as LLM chooses)")
-    add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 on accelerators")
+    add("--dtype", type=cli.dtype, choices=DTYPES, help="default: float32 on CPU, bfloat16 on accelerators")
     add("--grow", metavar=grow.SIZES, help="the same function at a larger model's cost (default: as it is)")
     add("--workloads", default=",".join(loads.WORKLOADS), metavar="code,mix",
         help="; ".join(f"{name}: {what}" for name, what in loads.WORKLOADS.items()))  # fmt: skip

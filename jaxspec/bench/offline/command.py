@@ -21,6 +21,7 @@ from jaxspec.bench.offline.measure import Experiment, Sweep
 from jaxspec.bench.offline.metrics import summarize
 from jaxspec.bench.offline.workloads import BUILT_IN, FILE
 from jaxspec.drafters import registry
+from jaxspec.names import DTYPES
 from jaxspec.tier import Tier, parse_tier
 
 _DEFAULTS = {"batch_sizes": (1, 4, 16), "workloads": BUILT_IN, "max_tokens": 96, "repeats": 3}
@@ -90,7 +91,7 @@ def _shared() -> argparse.ArgumentParser:
     add("--waves", type=int, help="requests of a run, in batches (default: what a steady state needs, at most 6; "
         f"with --quick {_QUICK['waves']})")  # fmt: skip
     add("--temperature", type=float, default=0.0, help="0 is greedy")
-    add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 on accelerators")
+    add("--dtype", type=cli.dtype, choices=DTYPES, help="default: float32 on CPU, bfloat16 on accelerators")
     add("--hybrid", action="store_true", help="suffix matches in a request's own text draft beside the drafter")
     add("--hybrid-depth", type=int, metavar="N", help="of a hybrid's drafter (default: 3 in trees, else the tier's)")
     add("--batch-invariant", action="store_true", help="as EngineConfig.batch_invariant: bfloat16 without differences")
@@ -147,7 +148,7 @@ def subcommands() -> dict[str, argparse.ArgumentParser]:
     grower.add_argument("size", metavar=grow.SIZES, help=layers)
     grower.add_argument("out", metavar="DIR", help="a new directory: `python -m serve --model DIR` serves it")
     grower.add_argument("--model", default="demo", help='"demo" or a Hugging Face directory')
-    grower.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of what is written")
+    grower.add_argument("--dtype", type=cli.dtype, choices=DTYPES, default="bfloat16", help="of what is written")
     grower.set_defaults(command="grow")
     profiler = argparse.ArgumentParser(
         prog="python -m jaxspec.bench profile", formatter_class=cli.Help,

@@ -36,6 +36,7 @@ from jaxspec.config import MOST_ROUNDS
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Event
 from jaxspec.laps import PARTS, WAIT
+from jaxspec.names import DTYPES
 from jaxspec.request import SamplingParams
 from jaxspec.runtime.timing import back_to_back
 from jaxspec.tier import PLAIN, Tier, parse_tier
@@ -166,7 +167,7 @@ def parser() -> argparse.ArgumentParser:
     add("--model", default="demo", help='"demo" or a Hugging Face directory')
     add("--drafter", help="a name, or a directory (default: as LLM chooses)")
     add("--grow", metavar=grow.SIZES, help="the same function at a larger model's cost (default: as it is)")
-    add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 on accelerators")
+    add("--dtype", type=cli.dtype, choices=DTYPES, help="default: float32 on CPU, bfloat16 on accelerators")
     add("--batch-sizes", metavar="1,16,64", default="1,16,64", help="requests decoded together")
     add("--tiers", metavar="off,3,tree-4x3/16", default="off,3", help="depths or tiers' names, each run throughout")
     add("--policies", choices=(ADAPTIVE,), help="also the adaptive policy over these tiers (default: not measured)")

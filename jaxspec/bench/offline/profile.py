@@ -11,10 +11,12 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from jaxspec import cli
 from jaxspec.adaptive.costprofile import CostProfile
 from jaxspec.assemble import build_engine
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.drafters import registry
+from jaxspec.names import DTYPES
 from jaxspec.runtime.timing import longest_context, measure
 from jaxspec.tier import PLAIN, parse_tier
 
@@ -30,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-seq-len", type=int, help="longest prompt plus output (default: the model's, at most 2048)")
     add("--contexts", metavar="64,256,1024", default="64,256,1024", help="tokens before a round, of each request")
     add("--repeats", type=int, default=7, help="rounds behind each median")
-    add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 on accelerators")
+    add("--dtype", type=cli.dtype, choices=DTYPES, help="default: float32 on CPU, bfloat16 on accelerators")
 
 
 def parse_contexts(text: str) -> tuple[int, ...]:
