@@ -30,7 +30,7 @@ with cli.starting(__name__):
     from jaxspec.events import Delta, Finished
     from jaxspec.fitting import longest_text
     from jaxspec.llm import LLM
-    from jaxspec.names import DTYPES
+    from jaxspec.names import DTYPES, Advice
     from jaxspec.request import SAMPLING_FLAGS, RequestOutput, SamplingParams
     from jaxspec.resolve import resolve_drafter, resolve_model
     from jaxspec.runtime.sharding import check_devices
@@ -272,7 +272,8 @@ def demo(llm: LLM, params: SamplingParams) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = parser()
-    args = cli.parse(p, argv, {**ENGINE_ELSEWHERE, **SPECULATION_FLAGS, **SAMPLING_FLAGS})
+    prompt = Advice("leave the flag out, prompts are given as they are")
+    args = cli.parse(p, argv, {**ENGINE_ELSEWHERE, **SPECULATION_FLAGS, **SAMPLING_FLAGS, "prompt": prompt})
     if bool(args.prompt) + args.demo + args.chat != 1:
         p.error("give one of: prompts, --demo, --chat")
     try:

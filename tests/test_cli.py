@@ -145,6 +145,7 @@ def test_every_flag_shows_its_default():
         (serve_main, ["--ctx-size", "9"], "for '--ctx-size' say '--max-seq-len'"),
         (generate.main, ["hi", "--guided-json", "{}"], "for '--guided-json' say '--json-schema'"),
         (generate.main, ["hi", "--best-of", "2"], "--best-of 2; '--best-of': leave it out, ask for n completions"),
+        (generate.main, ["--prompt", "hi"], "--prompt; '--prompt': leave the flag out, prompts are given as they are"),
         (generate.main, ["hi", "--temp", "1"], "for '--temp' say '--temperature'"),
         (serve_main, ["Qwen/Qwen3-0.6B"], "Qwen/Qwen3-0.6B; a model is given as '--model'"),
     ],

@@ -12,7 +12,7 @@ from typing import Any, TextIO, cast
 
 import grpc
 
-from serve.client import Client, Delta, Finished, Options, Prompt, PromptInfo, ServerError
+from serve.client import Client, Delta, Finished, Options, Prompt, PromptInfo, ServerError, names
 
 #: What a shell expects of a command that Ctrl-C ended.
 _INTERRUPTED = 130
@@ -149,7 +149,7 @@ def wait_until_started(client: Client, target: str, timeout: float | None) -> bo
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code: 1 what the server refused, 2 a wrong command line, 130 Ctrl-C."""
     p = parser()
-    args = p.parse_args(argv)
+    args = names.parse(p, argv)
     if args.system is not None and not args.chat:
         p.error("--system needs --chat")
     try:

@@ -7,7 +7,6 @@ ServerError that names the field.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, TypedDict
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
+from serve.client import names
 from serve.proto import generation_pb2 as pb
 
 #: A text, token ids, or the messages of a conversation ({"role": ..., "content": ...}).
@@ -200,9 +200,8 @@ def build_request(prompt: Prompt, options: Options | None = None) -> pb.Generate
     given: dict[str, Any] = {name: value for name, value in (options or {}).items() if value is not None}
     unknown = sorted(set(given) - set(Options.__annotations__))
     if unknown:
-        close = {name: difflib.get_close_matches(name, Options.__annotations__, 1) for name in unknown}
-        hint = "".join(f"; for {name!r} say {found[0]!r}" for name, found in close.items() if found)
-        raise ValueError(f"unknown options {unknown}{hint}; known are {sorted(Options.__annotations__)}")
+        known = sorted(Options.__annotations__)
+        raise ValueError(f"unknown options {unknown}{names.hints(unknown, known, names.ELSEWHERE)}; known are {known}")
     request = pb.GenerateRequest()
     chat = {name: given.pop(name) for name in ("add_generation_prompt", "variables") if name in given}
     fill_prompt(request, prompt, **chat)

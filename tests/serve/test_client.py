@@ -463,9 +463,36 @@ def test_nobody_is_there(capsys: pytest.CaptureFixture[str], looks: Looks):
         err = capsys.readouterr().err
         assert err.startswith(f"{told}error: UNAVAILABLE: ")
         assert "nobody answers at 127.0.0.1:1; python -m serve starts" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--system", "be kind"], "--system needs --chat"),
+        (["--temprature", "1"], "unrecognized arguments: --temprature 1; for '--temprature' say '--temperature'"),
+        (["--max-token=5"], "--max-token=5; for '--max-token' say '--max-tokens'"),  # no abbreviation, as of others
+        (["--max-new-tokens", "5"], "for '--max-new-tokens' say '--max-tokens'"),
+        (["--guided-json", "{}"], "for '--guided-json' say '--json-schema'"),
+        (["--port", "5"], "for '--port' say '--target'"),
+        (["--prompt"], "--prompt; '--prompt': leave the flag out, the prompt is given as it is"),
+        (["def"], "unrecognized arguments: def; a prompt of several words needs quotes"),
+        (["--best-of", "2"], "unrecognized arguments: --best-of 2"),  # there is no --n
+        (["--max-tokens", "x"], "argument --max-tokens: invalid int value: 'x'"),
+    ],
+)
+def test_a_wrong_command_line_is_told_in_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as wrong:
-        main(["abc", "--system", "be kind"])
+        main(["abc", *words])
     assert wrong.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("python -m serve.client: error: ") and error.endswith(f"{message} (see --help)\n")
+    assert error.count("\n") == 1
+
+
+def test_options_of_others_are_told_ours():
+    with pytest.raises(ValueError, match=r"unknown options \['guided_json', 'temperatur'\]; for 'guided_json' say "
+                       "'json_schema'; for 'temperatur' say 'temperature'; known are"):  # fmt: skip
+        build_request("abc", {"guided_json": "{}", "temperatur": 1})  # type: ignore[typeddict-unknown-key]
 
 
 def test_events_tell_their_kind(kit: Any):
