@@ -9,6 +9,7 @@ layer, against the time that reading the bytes of the touched experts takes.
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import dataclasses
 import functools
@@ -131,20 +132,24 @@ def exact(graph: Any, state: Any, x_ME: jax.Array, routing: Routing) -> jax.Arra
     return jnp.sum((times(hidden, wide[1]) + bias(made.down_bias)) * routing.weights_MK[0][:, None], axis=0)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
-    parser = report.parser("experts", __doc__)
-    add = parser.add_argument
-    add("--shapes", nargs="+", choices=SHAPES, default=["gpt-oss-20b", "30b-a3b"])
-    add("--formats", nargs="+", choices=FORMATS, help="default: mxfp4 for gpt-oss, fp8-block for others")
-    add("--ways", nargs="+", choices=WAYS, default=["blocks", "pairs", "all"])
+def parser() -> argparse.ArgumentParser:
+    p = report.parser("experts", __doc__)
+    add = p.add_argument
+    add("--shapes", nargs="+", choices=SHAPES, default=["gpt-oss-20b", "30b-a3b"], help="whose width and experts")
+    add("--formats", nargs="+", choices=FORMATS, help="of the weights (default: mxfp4 for gpt-oss, else fp8-block)")
+    add("--ways", nargs="+", choices=WAYS, default=["blocks", "pairs", "all"], help="how the experts are read")
     add("--packed-experts", action="store_true", help="also by the kernel for packed experts (Hopper)")
-    add("--rows", type=int, nargs="+", default=[1, 4, 16, 32])
-    add("--layers", type=int, default=3)
+    add("--rows", type=int, nargs="+", default=[1, 4, 16, 32], help="tokens that a layer is given at once")
+    add("--layers", type=int, default=3, help="that run one after the other, each with weights of its own")
     add("--repeats", type=int, default=5, help="medians are taken over these")
     add("--most-blocks", type=int, default=1, help="rows up to which blocks are run: they take long to launch")
-    add("--bandwidth", type=float, help="TB/s, for the floor; default: the device's where it is known")
-    args = report.parse(parser, argv)
+    add("--bandwidth", type=float, help="TB/s, for the floor (default: the device's where it is known, else no floor)")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    args = report.parse(parser(), argv)
     rate = report.rate(BANDWIDTH, args.bandwidth)
     ways = [*args.ways, *(["packed"] if args.packed_experts and "packed" not in args.ways else [])]
     usual = lambda name: ["mxfp4"] if name.startswith("gpt-oss") else ["fp8-block"]
@@ -216,15 +221,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = sizes[name, form] * own.expected(m) / own.count
         row = {
             "shape": name, "format": form, "rows": m, "way": way, "us": 1e6 * statistics.median(times),
-            "device_us": 1e6 * sum(event.seconds for event in events) / args.layers,
-            "floor_us": None if rate is None else 1e6 * size / rate, "launches": len(events) / args.layers,
+            "device_us": 1e6 * sum(event.seconds for event in events) / args.layers if events else None,
+            "floor_us": None if rate is None else 1e6 * size / rate,
+            "launches": len(events) / args.layers if events else None,
             "off": off, "same_bits": same,
         }  # fmt: skip
         rows.append(row)
         told = "" if off is None else f"{off:.1e} {'same' if same else 'OTHER'}"
         print(
-            f"{name:12s} {form:9s} {m:4d}  {way:7s} {row['us']:10.1f} {row['device_us']:14.1f} "
-            f"{row['floor_us'] or 0:10.1f} {row['launches']:9.1f}  {told}", flush=True,
+            f"{name:12s} {form:9s} {m:4d}  {way:7s} {row['us']:10.1f} {report.cell(row['device_us'], '14.1f')} "
+            f"{report.cell(row['floor_us'], '10.1f')} {report.cell(row['launches'], '9.1f')}  {told}", flush=True,
         )  # fmt: skip
     report.write(args, "experts", rows)
     return 0

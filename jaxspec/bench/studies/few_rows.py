@@ -157,12 +157,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = report.parser("few_rows", __doc__)
     add = parser.add_argument
-    add("--shape", choices=sorted(SHAPES), default="8b")
+    add("--shape", choices=sorted(SHAPES), default="8b", help="whose layers")
     add("--formats", nargs="+", choices=NAMES, help="default: all (8b), bf16")
-    add("--rows", type=int, nargs="+", default=[1, 8, 32])
+    add("--rows", type=int, nargs="+", default=[1, 8, 32], help="tokens that a layer is given at once")
     add("--output", action="store_true", help="the output layer, too, beside XLA's")
     add("--whole", action="store_true", help="layers' times alone, nothing compared")
-    add("--layers", type=int, default=4)
+    add("--layers", type=int, default=4, help="that run one after the other, each with weights of its own")
     add("--repeats", type=int, default=7, help="medians are taken over these")
     add("--bandwidth", type=float, help="TB/s, for the floor; default: the device's where it is known")
     args = report.parse(parser, argv, gpu=True)
@@ -225,7 +225,7 @@ def _measure(args: argparse.Namespace, shape: Shape, formats: Sequence[str]) -> 
             }  # fmt: skip
             rows.append(row)
             line = "  ".join(f"{kind[12:32]} {t:.1f}" for kind, t in list(kernels.items())[:8])
-            print(f"{m:4d}  {name:10s}  {row['us']:9.1f}  {row['floor_us'] or 0:6.1f}  {line}", flush=True)
+            print(f"{m:4d}  {name:10s}  {row['us']:9.1f}  {report.cell(row['floor_us'], '6.1f')}  {line}", flush=True)
         if last:
             rows.append(_output_layer(m, found["bf16", m, "logits"], weights["bf16"][0] | last, inputs(shape, m)))
     report.write(args, "few_rows", rows)

@@ -48,6 +48,15 @@ def rate(known: Mapping[str, float], given: float | None) -> float | None:
     return next((rate for name, rate in known.items() if name in kind), None)
 
 
+def cell(value: float | None, form: str) -> str:
+    """A figure of a table, "-" where this device has none.
+
+    Args:
+      form: width and precision of a float, such as "10.1f".
+    """
+    return f"{'-':>{form.partition('.')[0]}}" if value is None else format(value, form)
+
+
 def write(args: argparse.Namespace, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Rows under a name, with the conditions beside them, where --json asks for it."""
     if args.json is None:
