@@ -110,11 +110,19 @@ def test_tiers_are_depths_or_names():
         (["--json", "/absent/bench.json"], "--json '/absent/bench.json': its directory does not exist"),
         (["tune", "--out", "a.json", "--reach", "2"], r"reach must lie in \[0, 1\), got 2.0"),
         (["--model", "absent"], "model must be 'demo' or a Hugging Face directory; 'absent' is neither"),
+        (["--grow", "experts"], "grow must be one of .* or LAYERSxHIDDENxEXPERTSaUSED .* got 'experts'"),
+        (["--grow", "1x8"], "grow '1x8': num_layers 1 must be at least the model's"),
+        (["--grow-head"], "grow-head is for EAGLE-3 heads of grown targets, got eagle3 and grow None"),
+        (["--prompts", "absent.jsonl"], "absent.jsonl"),
+        (["--drafter", "eagle4"], "got 'eagle4'; did you mean 'eagle3'"),
+        (["grow", "experts", "absent"], "grow must be one of .* got 'experts'"),
+        (["profile", "--out", "x.json", "--drafter", "eagle4"], "got 'eagle4'; did you mean 'eagle3'"),
     ],
 )
 def test_errors_name_the_option_and_end_with_status_2(argv: list[str], message: str, capsys: pytest.CaptureFixture):
     assert command.main(argv) == 2
-    error = capsys.readouterr().err
+    out, error = capsys.readouterr()
+    assert out == "", "nothing is said to be loading"
     with pytest.raises(ValueError, match=message):
         raise ValueError(error)
 
@@ -203,7 +211,7 @@ def recorded(mode: str, seconds: float, token: int = 5) -> Run:
 def given(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def give(*runs: Run, end: type[BaseException] | None = None) -> None:
         session = RecordedSession(list(runs), end)
-        monkeypatch.setattr(command, "prepare", lambda options, adaptive: (session, CONDITIONS))
+        monkeypatch.setattr(command, "prepare", lambda parts, adaptive: (session, CONDITIONS))
 
     return give
 

@@ -194,12 +194,16 @@ def checked(args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[int, ...],
     return names, tuple(sorted(sizes)), depths, named
 
 
-def build(args: argparse.Namespace, sizes: tuple[int, ...], depths: tuple[int, ...], named: Sequence[str],
-          kinds: set[str]) -> tuple[Engine, dict[str, list[tuple[int, ...]]]]:  # fmt: skip
-    """An engine that has compiled what every policy may run, and the prompts."""
+def parts_of(args: argparse.Namespace, sizes: tuple[int, ...], depths: tuple[int, ...]) -> Parts:
+    """What an engine is made of, of which nothing is loaded yet."""
     plan = Sweep(sizes, ("code",), args.max_tokens, args.repeats, temperature=args.temperature)
     tiers = tuple(Tier(d) for d in depths if d)
-    parts = Parts(Options(plan, args.model, args.drafter, tiers, args.dtype, args.grow))
+    return Parts(Options(plan, args.model, args.drafter, tiers, args.dtype, args.grow))
+
+
+def build(args: argparse.Namespace, parts: Parts, depths: tuple[int, ...], named: Sequence[str],
+          kinds: set[str]) -> tuple[Engine, dict[str, list[tuple[int, ...]]]]:  # fmt: skip
+    """An engine that has compiled what every policy may run, and the prompts."""
     texts = texts_of(parts, kinds)
     COMPARED.members = tuple(settings_of(name, depths) for name in named if not name.startswith(SGLANG))
     policies.KINDS[_TOGETHER] = (__name__, "COMPARED")
@@ -217,9 +221,10 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     names, sizes, depths, named = checked(args)
     kinds = {load.kind(phase, place) for name in names for load in [loads.load(name, 2, 1.0)]
              for phase in (0, 1) for place in (0, 1)}  # fmt: skip
+    parts = parts_of(args, sizes, depths)
     say("loading and compiling: up to a few minutes the first time, seconds from the cache")
     with cli.quick_interrupts():
-        engine, texts = build(args, sizes, depths, named, kinds)
+        engine, texts = build(args, parts, depths, named, kinds)
     compared = modes(named, depths, engine)
     fixed = [mode.name for mode in compared if mode.fixed]
     device = jax.devices()[0].device_kind

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from jaxspec import cli
 from jaxspec.bench.offline import grow, overheads, plots, profile, report, tune
-from jaxspec.bench.offline.engines import Options, prepare
+from jaxspec.bench.offline.engines import Options, Parts, prepare
 from jaxspec.bench.offline.measure import Experiment, Sweep
 from jaxspec.bench.offline.metrics import summarize
 from jaxspec.bench.offline.workloads import BUILT_IN, FILE
@@ -252,10 +252,10 @@ def run(args: argparse.Namespace) -> int:
         with cli.quick_interrupts():
             profile.run(args, say)
         return 0
-    options = options_of(args)
+    parts = Parts(options_of(args))
     say("loading and compiling: up to a few minutes the first time, seconds from the cache")
     with cli.quick_interrupts():
-        session, conditions = prepare(options, adaptive=args.command == "bench" and not args.fixed)
+        session, conditions = prepare(parts, adaptive=args.command == "bench" and not args.fixed)
     say(report.header(conditions) + "\n")
     interrupted = measure(session, say)
     stats = session.engine.stats

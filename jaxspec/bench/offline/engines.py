@@ -6,6 +6,7 @@ Owns the way from options to a ready Experiment. Must not know how runs are time
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -28,6 +29,7 @@ from jaxspec.defaults import candidate_steps
 from jaxspec.drafters import registry
 from jaxspec.engine import Engine
 from jaxspec.loading import Drafting, bind_drafter, load_drafter
+from jaxspec.models.base import TargetModel
 from jaxspec.resolve import resolve_drafter, resolve_model
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
@@ -69,7 +71,12 @@ class Options:
 
 
 class Parts:
-    """Model, tokenizer and drafter of the options, loaded once; `engine` assembles them.
+    """Model, tokenizer and drafter of the options, loaded when they are first asked for; `engine` assembles them.
+
+    What can be refused is refused before: by configurations and the file of prompts alone.
+
+    Attributes:
+      passages: prompts by their kind.
 
     Raises:
       ValueError: what cannot be loaded or does not fit together.
@@ -98,10 +105,23 @@ class Parts:
             rate_for(options.simulate, self.depth)
         default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         self.dtype = jnp.dtype(options.dtype or default)
-        self.small = hf.load_model(directory, self.dtype)
-        self.size = None if options.grow is None else grow.parse_size(options.grow, self.small.config)
-        self.target = self.small if self.size is None else grow.grow_target(self.small, self.size)
+        config = hf.load_config(directory)
+        self.size = None if options.grow is None else grow.parse_size(options.grow, config)
+        self.passages: dict[str, list[Passage]] = dict(built_in())
+        if options.prompts is not None:
+            self.passages[FILE] = load_prompts(options.prompts)
         self.tokenizer = Tokenizer.from_directory(directory)
+        self._directory = directory
+
+    @functools.cached_property
+    def small(self) -> TargetModel:
+        """The target as it lies in its directory."""
+        return hf.load_model(self._directory, self.dtype)
+
+    @functools.cached_property
+    def target(self) -> TargetModel:
+        """The target as it is measured."""
+        return self.small if self.size is None else grow.grow_target(self.small, self.size)
 
     def drafter(self, geo: Geometry, speculation: SpeculationConfig) -> tuple[Drafter | None, Any]:
         """(drafter, parameters); a grown target gets the grown head."""
@@ -172,20 +192,16 @@ def _line_by_line() -> Callable[[int, int], None]:
     return tell
 
 
-def prepare(options: Options, *, adaptive: bool = True) -> tuple[Experiment, dict[str, Any]]:
+def prepare(parts: Parts, *, adaptive: bool = True) -> tuple[Experiment, dict[str, Any]]:
     """Loads, compiles and returns (session, conditions of the measurement).
 
     Args:
       adaptive: measure the adaptive policy too.
 
     Raises:
-      ValueError: options, files or prompts that do not fit together; names what was given and what is allowed.
+      ValueError: prompts that do not fit the model; names what was given and what is allowed.
     """
-    plan = options.plan
-    library: dict[str, list[Passage]] = dict(built_in())
-    if options.prompts is not None:
-        library[FILE] = load_prompts(options.prompts)
-    parts = Parts(options)
+    options, plan, library = parts.options, parts.options.plan, parts.passages
     limit = parts.target.config.max_position_embeddings
     token_ids: dict[tuple[str, int], tuple[int, ...]] = {}
     skipped: list[Passage] = []

@@ -435,11 +435,11 @@ def save_grown(model: str, size: str, out: str | os.PathLike[str], dtype: str = 
         a new one.
     """
     source, kept = resolve_model(model), jnp.dtype(dtype)
-    small = hf.load_model(source, kept)
-    shape = parse_size(size, small.config)
+    shape = parse_size(size, hf.load_config(source))
     if Path(out).exists():
         raise ValueError(f"{str(out)!r} exists already")
     kind, directory = resolve_drafter(None, source)
+    small = hf.load_model(source, kept)
     grown = grow_target(small, shape)
     hf.save_model(grown, out, dtype=kept)
     for name in _TEXT_FILES:

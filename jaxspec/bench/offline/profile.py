@@ -17,6 +17,7 @@ from jaxspec.assemble import build_engine
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.drafters import registry
 from jaxspec.names import DTYPES
+from jaxspec.resolve import resolve_drafter, resolve_model
 from jaxspec.runtime.timing import longest_context, measure
 from jaxspec.tier import PLAIN, parse_tier
 
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> CostProfile:
     config = EngineConfig(
         max_batch_size=args.max_batch_size, max_seq_len=args.max_seq_len, dtype=args.dtype, warmup="eager"
     )
+    resolve_drafter(args.drafter, resolve_model(args.model))
     say("loading and compiling: up to a few minutes the first time, seconds from the cache")
     # A policy that runs one tier times nothing by itself; what the adaptive one may run is compiled.
     engine = build_engine(args.model, args.drafter, SpeculationConfig(tiers=tiers), config)
