@@ -15,6 +15,7 @@ from jaxspec.adaptive import registry as policies
 from jaxspec.config import ENGINE_ELSEWHERE, SPECULATION_ELSEWHERE, EngineConfig, SpeculationConfig
 from jaxspec.drafters import registry
 from jaxspec.names import Advice, refuse_unknown
+from jaxspec.request import SamplingParams
 
 #: LLM's own; the others are EngineConfig's.
 _OWN = frozenset({"model", "drafter", "speculation", "progress"})
@@ -22,8 +23,10 @@ _SPECULATES = [field.name for field in dataclasses.fields(SpeculationConfig)]
 _inside = "speculation={{{0!r}: ...}}".format
 _DRAFTER = {"method", "model", "speculative_model", "speculative_algorithm", "speculative_draft_model_path",
             "assistant_model"}  # fmt: skip
-#: What is called otherwise here: fields of SpeculationConfig by their own names and by others', and an engine's.
+#: What stands elsewhere, or is called otherwise here: fields of SamplingParams, those of SpeculationConfig by their own
+#: names and by others', and an engine's.
 _ELSEWHERE = {
+    **{field.name: f"SamplingParams({field.name}=...)" for field in dataclasses.fields(SamplingParams)},
     **{name: _inside(name) for name in _SPECULATES},
     **{name: _inside(here) for name, here in SPECULATION_ELSEWHERE.items() if here in _SPECULATES},
     **ENGINE_ELSEWHERE, **dict.fromkeys(_DRAFTER, "drafter"), "model_path": "model", "model_id": "model",

@@ -37,6 +37,9 @@ SAMPLING_ELSEWHERE = {
     "guided_grammar": _GRAMMAR % "lark", "json_schema": _GRAMMAR % "json_schema", "regex": _GRAMMAR % "regex",
     "best_of": Advice("leave it out, ask for n completions and keep the one that you like best"),
     "num_beams": _NO_BEAMS, "use_beam_search": _NO_BEAMS, "length_penalty": _NO_BEAMS,
+    "allowed_token_ids": Advice("leave it out, a grammar says what a text may be"),
+    "bad_words": Advice("leave it out, logit_bias makes tokens unlikely"),
+    "logits_processors": Advice("leave it out, there are logit_bias, penalties and grammars"),
     "prompt_logprobs": Advice("leave it out, log-probabilities are of generated tokens alone"),
 }  # fmt: skip
 #: The same of flags, where what a text has to be is one as well.
@@ -65,6 +68,8 @@ def _number(name: str, value: Any, low: float, high: float, *, above_low: bool =
 
 
 def _items(name: str, value: Any, limit: int) -> tuple[Any, ...]:
+    if value is None:
+        return ()
     listed = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
     if not listed:
         raise ValueError(f"{name} must be a sequence of at most {limit} entries, got {value!r}")
@@ -90,7 +95,8 @@ class SamplingParams:
         (FinishReason.LENGTH).
       min_tokens: before so many no stop token can be drawn.
       stop: strings that end the text; one string or up to 64, stored as a tuple.
-      stop_token_ids: up to 32 further ids that end the text, besides the model's own end of sequence.
+      stop_token_ids: up to 32 further ids that end the text, besides the model's own end of sequence. None here and of
+        `stop`, vLLM's default, is none.
       ignore_eos: go on after the model's end of sequence.
       presence_penalty, frequency_penalty: [-2, 2], over generated tokens.
       repetition_penalty: [0.001, 1000], over prompt and generated tokens; 1 is none.

@@ -82,7 +82,7 @@ ALLOWED = {
     | {"resolve", "choosing", "loading", "alike"},
     "shared": EVERYONE | {"engine", "events"},
     "prompts": {"request"},
-    "arguments": {"adaptive", "config", "drafters", "names"},
+    "arguments": {"adaptive", "config", "drafters", "names", "request"},
     "prepared": {"engine", "prompts", "request", "text"},
     "llm": EVERYONE
     | {"adaptive", "arguments", "assemble", "engine", "events", "prepared", "prompts", "shared", "stats", "text"},

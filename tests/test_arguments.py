@@ -71,6 +71,7 @@ def test_devices_of_a_drafter_are_an_argument_of_their_own():
         ("num_speculative_tokens", r"say \"speculation={'depth': ...}\""),
         ("speculative_model", "say 'drafter'"),
         ("model_path", "say 'model'"),
+        ("temperature", r"say 'SamplingParams\(temperature=...\)'"),
         ("n_ctx", "say 'max_seq_len'"),
     ],
 )

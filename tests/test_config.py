@@ -197,8 +197,10 @@ def test_dictionaries_become_configurations():
     assert SpeculationConfig.of(config) is config and SpeculationConfig.of({"depth": 2}) == config
     with pytest.raises(ValueError, match=r"\['dept'\]; for 'dept' say 'depth'; it has \['budget', 'candidate_budgets'"):
         SpeculationConfig.of({"dept": 2})
-    with pytest.raises(ValueError, match="must be a SpeculationConfig or a dict, got int"):
+    with pytest.raises(ValueError, match="must be a SpeculationConfig or a dict, got 3"):
         SpeculationConfig.of(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="got 'eagle3'; a drafter is an argument of its own, drafter=$"):
+        SpeculationConfig.of("eagle3")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

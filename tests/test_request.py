@@ -76,6 +76,7 @@ def test_values_are_normalised():
     params = SamplingParams(temperature=1, stop="end", stop_token_ids=[3, 4], logit_bias={5: 1})
     assert params.stop == ("end",) and params.stop_token_ids == (3, 4) and params.logit_bias == {5: 1.0}
     assert type(params.temperature) is float
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()  # pyright: ignore[reportArgumentType]
     assert SamplingParams(top_k=-1).top_k == -1 and SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(seed=2**32 - 1).seed == 2**32 - 1
     assert hash(params) == hash(SamplingParams(stop=["end"], stop_token_ids=(3, 4), logit_bias={5: 1.0}))

@@ -271,5 +271,6 @@ class SpeculationConfig:
         if isinstance(value, SpeculationConfig):
             return value
         if not isinstance(value, Mapping):
-            raise ValueError(f"speculation must be a SpeculationConfig or a dict, got {type(value).__name__}")
+            hint = "; a drafter is an argument of its own, drafter=" if isinstance(value, str) else ""
+            raise ValueError(f"speculation must be a SpeculationConfig or a dict, got {value!r}{hint}")
         return cls(**{str(name): given for name, given in value.items()})
