@@ -23,8 +23,9 @@ with cli.starting(__name__):
     from jaxspec import clusters
     from jaxspec.checkpointing import hf
     from jaxspec.drafters import registry
+    from jaxspec.names import Advice, hints
     from jaxspec.prompts import text_and_ids
-    from jaxspec.request import SamplingParams
+    from jaxspec.request import SAMPLING_ELSEWHERE, SAMPLING_FLAGS, SamplingParams
     from jaxspec.resolve import resolve_drafter, resolve_model
     from jaxspec.rowfile import RowFile, digest, fingerprint
     from jaxspec.text.tokenizer import Tokenizer
@@ -36,6 +37,12 @@ _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 _PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in ("n", "logprobs"))
 #: Those that flags are for.
 _FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+_FILES = Advice("leave the flag out, files of prompts are given as they are")
+#: What other projects call these flags.
+_ELSEWHERE = {
+    **SAMPLING_FLAGS, "input_file": _FILES, "data": _FILES, "-i": _FILES, "output_file": "out", "-o": "out",
+    "max_model_len": "context", "max_num_seqs": "batch",
+}  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,7 +84,9 @@ def understood(
     """
     row = {key: value for key, value in line.row.items() if value is not None}
     if unknown := sorted(set(row) - {*_PROMPTS, *_PARAMS, "id", "dataset"}):
-        raise ValueError(f"a row may have {[*_PROMPTS, 'id', *_PARAMS]}, got {unknown}")
+        known = [*_PROMPTS, "id", *_PARAMS]
+        here = {name: own for name, own in SAMPLING_ELSEWHERE.items() if own in known or isinstance(own, Advice)}
+        raise ValueError(f"a row may have {known}, got {unknown}{hints(unknown, known, here)}")
     if "messages" in row:
         if given := sorted({"prompt", "prompt_token_ids"} & set(row)):
             raise ValueError(f"a row must have one of {list(_PROMPTS)}, got 'messages' and {given}")
@@ -169,7 +178,7 @@ def run(args: argparse.Namespace) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
-        run(cli.parse(parser(), argv))
+        run(cli.parse(parser(), argv, _ELSEWHERE))
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import os
 import signal
 import socket
@@ -24,6 +25,8 @@ from jaxspec.names import Advice, hints, refuse_dtype
 INTERRUPTED = 130
 #: Seconds that Python has to take a Ctrl-C before the process is ended from beside it.
 PATIENCE = 1.0
+#: How argparse says that something is too much, and that something lacks.
+_UNKNOWN, _REQUIRED = "unrecognized arguments", "the following arguments are required"
 
 
 class Help(argparse.HelpFormatter):
@@ -52,26 +55,39 @@ def parse(
     given whole: what other projects call a setting may be the beginning of a flag for something else.
 
     Args:
-      elsewhere: what other projects' settings are called here, as names of arguments, separated by commas.
+      elsewhere: what other projects' settings are called here, as names of arguments, separated by commas; short flags
+        with their dash.
     """
+    given = sys.argv[1:] if argv is None else list(argv)
     for each in (p, *_commands(p).values()):
         each.allow_abbrev = False
-        each.error = functools.partial(_refuse, each)
-    args, left = p.parse_known_args(argv)
+        tell_in_a_line(each, given, elsewhere)
+    args, left = p.parse_known_args(given)
     if left:
         own = next((sub for name, sub in _commands(p).items() if name in vars(args).values()), p)
-        known = sorted({flag for action in own._actions for flag in action.option_strings})
-        flags = {_flag(name): [_flag(one) for one in here.split(",")] for name, here in elsewhere.items()}
-        meant = {name: ", ".join(here) for name, here in flags.items() if {*here} <= {*known}}
-        meant |= {_flag(name): here for name, here in elsewhere.items() if isinstance(here, Advice) or not here}
-        hint = hints([word.partition("=")[0] for word in left if word.startswith("--")], known, meant)
-        if not left[0].startswith("-") and "--model" in known:
-            hint += "; a model is given as '--model'"
-        own.error(f"unrecognized arguments: {' '.join(left)}{hint}")
+        lone = not left[0].startswith("-") and "--model" in own._option_string_actions
+        own.error(f"{_UNKNOWN}: {' '.join(left)}" + "; a model is given as '--model'" * lone)
     return args
 
 
-def _refuse(p: argparse.ArgumentParser, message: str) -> NoReturn:
+def tell_in_a_line(
+    p: argparse.ArgumentParser, given: Sequence[str] = (), elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """From then on `p.error` says what is wrong in one line, and ends with status 2."""
+    p.error = functools.partial(_refuse, p, given, elsewhere)
+
+
+def _refuse(p: argparse.ArgumentParser, given: Sequence[str], elsewhere: Mapping[str, str], message: str) -> NoReturn:
+    """What lacks, or is too much, may have been given by another name."""
+    if message.startswith((_UNKNOWN, _REQUIRED)):
+        known = p._option_string_actions
+        words = [word.partition("=")[0] for word in itertools.takewhile(lambda word: word != "--", given)]
+        unknown = dict.fromkeys(word for word in words if word.startswith("-") and word not in known)
+        names = {_flag(name): here for name, here in elsewhere.items()}
+        flags = {name: [_flag(one) for one in here.split(",")] for name, here in names.items()}
+        meant = {name: ", ".join(here) for name, here in flags.items() if {*here} <= {*known}}
+        meant |= {name: here for name, here in names.items() if isinstance(here, Advice) or not here}
+        message += hints([word for word in unknown if word.startswith("--") or word in meant], sorted(known), meant)
     p.exit(2, f"{p.prog}: error: {message} (see --help)\n")
 
 
@@ -91,7 +107,7 @@ def _commands(p: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
 
 
 def _flag(name: str) -> str:
-    return "--" + name.strip().replace("_", "-")
+    return name if name.startswith("-") else "--" + name.strip().replace("_", "-")
 
 
 @contextlib.contextmanager

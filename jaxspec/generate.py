@@ -24,7 +24,14 @@ with cli.starting(__name__):
     from jaxspec.chat import Chat, still_compiling
     from jaxspec.checkpointing import hf
     from jaxspec.choosing import check_choice
-    from jaxspec.config import ENGINE_ELSEWHERE, SPECULATION_FLAGS, VERIFICATIONS, EngineConfig, SpeculationConfig
+    from jaxspec.config import (
+        ENGINE_ELSEWHERE,
+        SHORT_FLAGS,
+        SPECULATION_FLAGS,
+        VERIFICATIONS,
+        EngineConfig,
+        SpeculationConfig,
+    )
     from jaxspec.config.engine import WARMUPS
     from jaxspec.drafters import registry
     from jaxspec.events import Delta, Finished
@@ -45,6 +52,13 @@ DEMO_PROMPTS = (
     "In the beginning God created",
     "Then the king said to his servants,",
 )
+_PROMPT = Advice("leave the flag out, prompts are given as they are")
+#: What other projects call these flags.
+ELSEWHERE = {
+    **ENGINE_ELSEWHERE, **SPECULATION_FLAGS, **SAMPLING_FLAGS, **SHORT_FLAGS, "prompt": _PROMPT, "-p": _PROMPT,
+    "-n": "max_tokens", "stream": Advice("leave it out, texts are streamed as they come"),
+    "interactive": "chat", "-i": "chat", "-cnv": "chat",
+}  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -272,8 +286,7 @@ def demo(llm: LLM, params: SamplingParams) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = parser()
-    prompt = Advice("leave the flag out, prompts are given as they are")
-    args = cli.parse(p, argv, {**ENGINE_ELSEWHERE, **SPECULATION_FLAGS, **SAMPLING_FLAGS, "prompt": prompt})
+    args = cli.parse(p, argv, ELSEWHERE)
     if bool(args.prompt) + args.demo + args.chat != 1:
         p.error("give one of: prompts, --demo, --chat")
     try:

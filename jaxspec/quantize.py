@@ -41,12 +41,19 @@ with cli.starting(__name__):
     from jaxspec.models import registry
     from jaxspec.models.layers import causal_attention
     from jaxspec.models.layouts import column_blocks
+    from jaxspec.names import Advice
     from jaxspec.request import SamplingParams
     from jaxspec.resolve import resolve_model
     from jaxspec.text.tokenizer import Tokenizer
 
 #: Without texts: so many tokens that the model samples after each of so many built-in prompts of code and of prose.
 _OWN_TOKENS, _OWN_PROMPTS = 192, 8
+_PLACES = Advice("leave the flag out, MODEL comes first and OUT second")
+#: What other projects call these flags.
+_ELSEWHERE = {
+    **dict.fromkeys(("bits", "wbits", "scheme", "quantization", "qformat", "dtype"), "format"),
+    **dict.fromkeys(("model", "model_path", "out", "output", "output_dir", "save_path"), _PLACES),
+}  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -266,7 +273,7 @@ def compare(model: Path, out: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    args = cli.parse(parser(), argv)
+    args = cli.parse(parser(), argv, _ELSEWHERE)
     try:
         model = resolve_model(args.model)
         # Before anything is written: whether the report can be made, and kept.

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from jaxspec.config import ENGINE_ELSEWHERE, SPECULATION_FLAGS, EngineConfig, SpeculationConfig
+from jaxspec.config import ENGINE_ELSEWHERE, SHORT_FLAGS, SPECULATION_FLAGS, EngineConfig, SpeculationConfig
 from jaxspec.names import hints
 from jaxspec.request import MAX_PRIORITY
 from jaxspec.tier import Tier, parse_tier
@@ -39,7 +39,7 @@ ELSEWHERE = {
     "master_addr": "coordinator",
 }  # fmt: skip
 #: The same where all are flags; in a file what speculation has stands below its key.
-FLAGS_ELSEWHERE = {**ELSEWHERE, **SPECULATION_FLAGS}
+FLAGS_ELSEWHERE = {**ELSEWHERE, **SPECULATION_FLAGS, **SHORT_FLAGS}
 #: A coordinator that JAX finds by itself.
 AUTO = "auto"
 #: A message larger than this cannot be told to gRPC, whose limits are int32 bytes.

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from serve.client import Client, ServerError
+from serve.client import Client, ServerError, names
 
 #: Seconds between two looks at the ring and the server.
 _LOOK_SECONDS = 2.0
@@ -115,7 +115,7 @@ def _run_trainer(command: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code: 1 what the server or the trainer refused, 2 a file, 130 Ctrl-C."""
-    args = parser().parse_args(argv)
+    args = names.parse(parser(), argv)
     try:
         file: Path | None = args.token_file
         token = None if file is None else file.read_text(encoding="utf-8").split("\n", 1)[0].strip()

@@ -194,6 +194,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
+    cli.tell_in_a_line(parser)
     options, serve = parser.parse_known_args(arguments)
 
     def refuse(message: str) -> NoReturn:

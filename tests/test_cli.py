@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec import cli, generate
+from jaxspec import batch, cli, generate, quantize
 from jaxspec.bench.evidence import command as evidence
 from jaxspec.bench.offline import command as bench
 from jaxspec.bench.online import command as serving
@@ -23,7 +23,9 @@ from jaxspec.bench.page import command as page
 from jaxspec.bench.simulate import command as simulating
 from jaxspec.names import nearest
 from jaxspec.train import __main__ as training
+from serve import learn
 from serve.__main__ import main as serve_main
+from serve.openai import main as openai_main
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -165,7 +167,17 @@ def test_a_flag_that_is_none_is_answered_with_the_one_that_was_meant(
             "got 'float16'; say 'bfloat16', which takes as much memory, or 'float32' (see --help)\n"),
         (bench.parse, ["profile", "--out", "x", "--dtype", "half"], "got 'half'; say 'bfloat16', which"),
         (generate.main, [], "give one of: prompts, --demo, --chat (see --help)\n"),
-        (training.main, ["eagle3"], "the following arguments are required: "),
+        (training.main, ["eagle3", "--model", "x", "--data", "y"], "error: the following arguments are required: "
+            "--target, --out; for '--model' say '--target' (see --help)\n"),
+        (quantize.main, ["--out", "y", "--bits", "8"], "required: --format; '--out': leave the flag out, "
+            "MODEL comes first and OUT second; for '--bits' say '--format' (see --help)\n"),
+        (batch.main, ["-i", "x", "-o", "y"], "required: --out; '-i': leave the flag out, files of prompts are given as "
+            "they are; for '-o' say '--out' (see --help)\n"),
+        (serving.main, ["--num-prompts", "9"], "for '--num-prompts' say '--requests' (see --help)\n"),
+        (bench.parse, ["--output-len", "9"], "for '--output-len' say '--max-tokens' (see --help)\n"),
+        (openai_main, ["--http-port", "99999"], "--http-port must be from 0 to 65535, got 99999 (see --help)\n"),
+        (learn.main, ["--out", "x", "--trial", "3"], "required: --target, --drafter, --ring, --trainer (see --help)\n"),
+        (serve_main, ["-tp", "2", "-x"], "arguments: -tp 2 -x; for '-tp' say '--tensor-parallel' (see --help)\n"),
         (serve_main, ["--port", "x"], "argument --port: must be an integer, got 'x' (see --help)\n"),
     ],
 )  # fmt: skip

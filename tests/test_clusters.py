@@ -122,7 +122,10 @@ def test_rows_that_shape_the_argmax_have_an_engine_that_does(directory: Path, ec
     ("row", "message"),
     [
         ({"prompt": "a"}, "in.jsonl:1: this checkpoint has no tokenizer"),
-        ({"prompt_token_ids": [1], "max_token": 3}, r"in.jsonl:1: a row may have \[.*\], got \['max_token'\]"),
+        (
+            {"prompt_token_ids": [1], "max_token": 3},
+            r"in.jsonl:1: a row may have \[.*\], got \['max_token'\]; for 'max_token' say 'max_tokens'",
+        ),
         ({"prompt_token_ids": [1], "messages": []}, "must have one of .*, got 'messages' and"),
         ({"prompt_token_ids": []}, "in.jsonl:1: prompt must hold at least 1 token"),
         ({"prompt_token_ids": [1], "temperature": -1}, "in.jsonl:1: temperature must"),

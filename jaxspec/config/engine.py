@@ -30,7 +30,17 @@ ENGINE_ELSEWHERE = {
     "disable_cuda_graph": _COMPILED, "disable_radix_cache": Advice("that is enable_prefix_caching, off"),
     "torch_dtype": "dtype", "device": _WHERE, "device_map": _WHERE, "load_in_8bit": _QUANTISED,
     "load_in_4bit": _QUANTISED, "ctx_size": "max_seq_len", "n_ctx": "max_seq_len", "parallel": "max_batch_size",
-    "n_gpu_layers": _WHERE,
+    "n_gpu_layers": _WHERE, "tokenizer": Advice("leave it out, the tokenizer is the checkpoint's own"),
+    "kv_cache_dtype": Advice("leave it out, the cache has the dtype of activations"),
+    "enable_lora": Advice("leave it out, adapters are not served; merge them into the checkpoint"),
+    "swap_space": Advice("leave it out, what has to give its pages back is computed again"),
+    "pipeline_parallel_size": Advice("leave it out, devices share every layer, as many as tensor_parallel says"),
+    "guided_decoding_backend": Advice("leave it out, structured_output compiles what grammars need"),
+}  # fmt: skip
+#: Short flags of all of them.
+SHORT_FLAGS = {
+    "-m": "model", "-c": "max_seq_len", "-np": "max_batch_size", "-tp": "tensor_parallel", "-md": "drafter",
+    "-ngl": _WHERE, "-q": _QUANTISED,
 }  # fmt: skip
 WARMUPS = ("background", "eager")
 #: Implementations of the kernels, as pallas_kernels.dispatch knows them (not imported: this module knows no device).

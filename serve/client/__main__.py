@@ -149,7 +149,7 @@ def wait_until_started(client: Client, target: str, timeout: float | None) -> bo
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code: 1 what the server refused, 2 a wrong command line, 130 Ctrl-C."""
     p = parser()
-    args = names.parse(p, argv)
+    args = names.parse(p, argv, names.FLAGS_ELSEWHERE)
     if args.system is not None and not args.chat:
         p.error("--system needs --chat")
     try:

@@ -9,6 +9,7 @@ import argparse
 import difflib
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NoReturn
 
 #: What vLLM, SGLang, transformers and llama.cpp call the options of a request.
@@ -52,16 +53,22 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return bare[close[0]] if close else ""
 
 
-def parse(p: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """As `p.parse_args`, with flags in full, and what is wrong in one line, by `p.error` from then on too."""
+def parse(
+    p: argparse.ArgumentParser, argv: Sequence[str] | None, elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> argparse.Namespace:
+    """As `p.parse_args`, with flags in full, and what is wrong in one line, by `p.error` from then on too.
+
+    Args:
+      elsewhere: see `hints`, as names of arguments.
+    """
     p.allow_abbrev = False
     p.error = functools.partial(_refuse, p)
     args, left = p.parse_known_args(argv)
     if left:
         known = [flag for action in p._actions for flag in action.option_strings]
-        elsewhere = {_flag(name): here if " " in here else _flag(here) for name, here in FLAGS_ELSEWHERE.items()}
-        hint = hints([word.partition("=")[0] for word in left if word.startswith("--")], known, elsewhere)
-        if not left[0].startswith("-"):
+        flags = {_flag(name): here if " " in here else _flag(here) for name, here in elsewhere.items()}
+        hint = hints([word.partition("=")[0] for word in left if word.startswith("--")], known, flags)
+        if not left[0].startswith("-") and "prompt" in args:
             hint += "; a prompt of several words needs quotes"
         p.error(f"unrecognized arguments: {' '.join(left)}{hint}")
     return args

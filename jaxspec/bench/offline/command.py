@@ -27,6 +27,12 @@ from jaxspec.tier import Tier, parse_tier
 _DEFAULTS = {"batch_sizes": (1, 4, 16), "workloads": BUILT_IN, "max_tokens": 96, "repeats": 3}
 _QUICK = {"batch_sizes": (1, 4), "workloads": ("code", "switch"), "max_tokens": 48, "repeats": 1, "waves": 1}
 _TUNE_WORKLOADS = ("code", "prose")
+#: What vLLM's and SGLang's benchmarks call these flags.
+_ELSEWHERE = {
+    "output_len": "max_tokens", "num_iters": "repeats", "concurrency": "batch_sizes", "max_num_seqs": "batch_sizes",
+    "num_speculative_tokens": "tiers", "depth": "tiers", "speculative_config": "drafter, tiers", "output_json": "json",
+    "speculative_num_steps": "tiers", "speculative_algorithm": "drafter", "dataset_path": "prompts",
+}  # fmt: skip
 
 
 def parse_tiers(text: str) -> tuple[Tier, ...]:
@@ -163,7 +169,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; exits with status 2 on unknown options."""
     named = subcommands()
     known = bool(argv) and argv[0] in named
-    return cli.parse(named[argv[0]], argv[1:]) if known else cli.parse(parser(), argv)
+    return cli.parse(named[argv[0]], argv[1:], _ELSEWHERE) if known else cli.parse(parser(), argv, _ELSEWHERE)
 
 
 def options_of(args: argparse.Namespace) -> Options:

@@ -39,6 +39,13 @@ INTERRUPTED = 130
 #: Options of --overhead besides --batch-sizes.
 _OVERHEAD = ("stub_round_ms", "depth", "stream_interval_ms", "same_process")
 _REQUESTS, _CONCURRENCY, _DURATION = 64, 4, 40.0
+#: What vLLM's and SGLang's load generators call these flags.
+ELSEWHERE = {
+    "num_prompts": "requests", "request_rate": "rate", "max_concurrency": "concurrency", "host": "target",
+    "port": "target", "base_url": "target", "dataset_path": "prompts", "output_len": "max_tokens",
+    "random_output_len": "max_tokens", "max_num_seqs": "max_batch_size", "goodput": "slo_ttft_ms, slo_tpot_ms",
+    "api_key": "token_file", "output_file": "json",
+}  # fmt: skip
 
 
 class _Help(cli.Help, argparse.RawDescriptionHelpFormatter):
@@ -336,7 +343,7 @@ def _overhead(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """The command; its exit status: 1 for failed requests or a missed limit, 2 for bad options, 130 after Ctrl-C."""
-    args = cli.parse(parser(), argv)
+    args = cli.parse(parser(), argv, ELSEWHERE)
     try:
         check(args)
         if args.overhead:
