@@ -1,4 +1,4 @@
-"""What the trainers' commands share: arguments, loading, the run, the held-out evaluation and what is saved.
+"""What the trainers' commands share: arguments, loading, the run and what is saved.
 
 Owns the way from arguments to a saved head with its record. Must not know any kind of drafter: a trainer brings a
 Recipe and a module.
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from tokenizers import Tokenizer as Backend
 
 from jaxspec.checkpointing import hf
@@ -39,8 +39,8 @@ from jaxspec.train.objective import acceptance, teacher
 from jaxspec.train.run import gate, loop, plots, processes
 from jaxspec.train.run import mesh as meshes
 from jaxspec.train.run.checkpoints import bind, write_whole
+from jaxspec.train.run.held import Evaluation, format_table
 from jaxspec.train.run.optim import COMPUTE_DTYPES, OPTIMIZERS, SCHEDULES, OptimConfig
-from jaxspec.train.run.simulation import States
 
 #: Arguments of a run that its successor may change.
 _FREE = (
@@ -388,69 +388,6 @@ def _save(setup: Setup, recipe: Recipe, module: Any, record: dict[str, Any]) -> 
     held_out = shlex.join(map(str, args.eval_data)) if args.eval_data else "FILE"
     names = shlex.join(["--target", str(args.target), "--drafter", str(args.out)])
     print(f"wrote {args.out}; its worth: python -m jaxspec.train evaluate {names} --data {held_out}", flush=True)
-
-
-@dataclasses.dataclass
-class Evaluation:
-    """The loss on held-out rows, and acceptance as an engine would see it, by data set."""
-
-    loss_fn: loop.LossFn
-    frozen: Any
-    eval_rows: dict[str, PackedRows]
-    cfg: OptimConfig
-    batch: int
-    mesh: Mesh | None
-    states: States = lambda rows, index: None
-    _fn: Callable[..., Any] | None = None
-
-    def table(self, trainable: Any) -> dict[str, dict[str, float]]:
-        """{data set: {"length", "accept_1", .., "rounds", "loss"}}; "all" sums them up where there are several."""
-        if not self.eval_rows:
-            return {}
-        if self._fn is None:
-            everywhere = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
-            self._fn = jax.jit(loop.casting(self.loss_fn, self.cfg), out_shardings=everywhere)
-        key = jax.random.key(self.cfg.seed)
-        totals: dict[str, tuple[np.ndarray, float, float]] = {}
-        for name, rows in self.eval_rows.items():
-            histogram, loss, weight = np.zeros(1, np.int64), 0.0, 0.0
-            for start in range(0, len(rows), self.batch):
-                batch = padded_batch(rows, start, self.batch)
-                learned = float(batch.learn_BT.sum())
-                index = np.arange(start, min(start + self.batch, len(rows)))
-                known = self.states(rows, np.pad(index, (0, self.batch - len(index)), mode="edge"))
-                value, metrics = self._fn(trainable, self.frozen, meshes.place_batch(self.mesh, (batch, known)), key)
-                histogram = histogram + np.asarray(metrics[loop.HISTOGRAM], np.int64)
-                loss, weight = loss + float(value) * learned, weight + learned
-            totals[name] = histogram, loss, weight
-        if len(totals) > 1:
-            totals["all"] = tuple(sum(parts) for parts in zip(*totals.values(), strict=True))  # pyright: ignore
-        table = {}
-        for name, (histogram, loss, weight) in totals.items():
-            summary = acceptance.summary(jnp.asarray(histogram, jnp.int32))
-            row = {key: round(float(value), 4) for key, value in summary.items()}
-            row = {"length": row.pop("length"), **row, "rounds": int(histogram.sum())}
-            table[name] = {**row, "loss": round(loss / max(weight, 1.0), 5)}
-        return table
-
-    @staticmethod
-    def metrics(table: dict[str, dict[str, float]]) -> dict[str, float]:
-        """The row of all data sets together."""
-        return table.get("all") or next(iter(table.values()))
-
-
-def padded_batch(rows: PackedRows, start: int, batch: int) -> Batch:
-    """Rows from `start`, with rows of padding behind the last one."""
-    found = rows.batch(np.arange(start, min(start + batch, len(rows))))
-    missing = batch - found.tokens_BT.shape[0]
-    return jax.tree.map(lambda x: jnp.pad(x, ((0, missing), (0, 0))), found)
-
-
-def format_table(table: dict[str, dict[str, float]]) -> str:
-    """One line a data set."""
-    return "\n".join(
-        f"{name:22s} " + "  ".join(f"{key} {value:g}" for key, value in row.items()) for name, row in table.items()
-    )
 
 
 def _plain(value: Any) -> Any:
