@@ -19,6 +19,7 @@ from jaxspec.adaptive.controller import AdaptiveController, Recorder
 from jaxspec.adaptive.cost import Costed, CostTable
 from jaxspec.adaptive.learnt import Keeper
 from jaxspec.adaptive.policy import BatchView, RoundStats, TierPolicy
+from jaxspec.deciding import Decider
 from jaxspec.events import Delta, Event, Finished, Started
 from jaxspec.facts import EngineFacts
 from jaxspec.laps import WAIT
@@ -80,9 +81,8 @@ class Engine:
         load_drafter: Callable[[Path], Any] | None = None, collector: Collector | None = None,
         keeper: Keeper | None = None,
     ):  # fmt: skip
-        self.facts, self.runner, self.scheduler = facts, runner, scheduler
-        self._build_policy, self.cost, self._seed, self._keeper = build_policy, cost, seed, keeper
-        self.use_policy(self.new_policy())
+        self.facts, self.runner, self.scheduler, self._seed = facts, runner, scheduler, seed
+        self._decider = Decider(runner, facts.buckets, build_policy, cost, keeper)
         self._live = Live(facts)
         self._reader = RoundReader(facts, runner.laps)
         self._in_flight: list[Pending] = []
@@ -102,12 +102,21 @@ class Engine:
         self._collector = collector
         self._warmup = BackgroundWarmup(runner, began, self._learn, lambda: self.has_work)
 
+    # Policies.
+
+    @property
+    def controller(self) -> AdaptiveController[SpecRuntimeState]:
+        """What asks the policy."""
+        return self._decider.controller
+
+    @property
+    def cost(self) -> CostTable | None:
+        """Measured seconds of the rounds, as far as they are known, where the policy needs them."""
+        return self._decider.cost
+
     def new_policy(self) -> TierPolicy:
         """The configured policy, as at a start: afresh, or with what was learnt before that."""
-        policy = self._build_policy(self.cost)
-        if self._keeper is not None:
-            self._keeper.recall(policy)
-        return policy
+        return self._decider.fresh()
 
     def use_policy(self, policy: TierPolicy, recorder: Recorder | None = None) -> None:
         """From the next step on, `policy` chooses the tier; its counters start anew. Requests may be under way.
@@ -118,21 +127,7 @@ class Engine:
         Raises:
           ValueError: it is no policy, or can select a tier, or one at a batch size, that this engine has not compiled.
         """
-        if isinstance(policy, str) or not callable(getattr(policy, "select", None)):
-            raise ValueError(
-                f"use_policy takes a policy object, such as StaticPolicy(Tier(3)), got {policy!r}; by name an engine "
-                f"is started with one: speculation={{'policy': ...}}"
-            )
-        for tier in policy.tiers:
-            have = self.runner.reachable.get(tier)
-            missing = [] if have is None else [b for b in policy.buckets_for(tier, self.facts.buckets) if b not in have]
-            if missing:
-                raise ValueError(
-                    f"the policy can select {tier} at batch sizes {missing}, but it is compiled for {have}"
-                )
-        self.controller: AdaptiveController[SpecRuntimeState] = AdaptiveController(
-            policy, self.runner.states, recorder, ready=self.runner.ready
-        )
+        self._decider.use(policy, recorder)
 
     # Requests.
 
@@ -330,8 +325,7 @@ class Engine:
         """Tells the controller, and whoever listens, what each round gave and how long it took."""
         for stats in self._watch.round(pending, rows, tier, result, waited, self.pace):
             self.drafter_weights.observe(pending.version, Choice(tier, pending.tokens), stats.num_accepted)
-            if tier in self.controller.policy.tiers:  # else a policy before this one chose it
-                self.controller.observe(stats)
+            self._decider.observe(stats)
             if self.on_round is not None:
                 self.on_round(stats)
         self._laps.lap("policy")
@@ -436,15 +430,12 @@ class Engine:
 
     def _keep_learnt(self, *, at_once: bool = False) -> None:
         """Of a drafter whose weights were exchanged it is not: the next start has the first ones."""
-        if self._keeper is not None and self.drafter_weights.version <= 1:
-            self._keeper.keep(self.controller.policy, at_once=at_once)
+        if self.drafter_weights.version <= 1:
+            self._decider.keep(at_once=at_once)
 
     def _learn(self, costs: Mapping[Costed, float]) -> None:
         """After a piece of the warm-up: what it has timed."""
-        for (tier, bucket, tokens), seconds in costs.items():
-            self.controller.policy.learn(tier, bucket, seconds, tokens)
-        if costs:
-            self.cost = CostTable(self.runner.costs)
+        self._decider.learn(costs)
         for pending in self._in_flight:
             pending.timed = pending.entered = False  # its result is read later than it came
 

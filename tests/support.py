@@ -166,7 +166,7 @@ FEATURES: dict[str, Feature] = {
     "directory": Feature("served from a directory", lambda s: s.engine.drafter_weights._load is not None),
     "updates": Feature("other weights while serving", lambda s: s.grew("drafter_updates"), exchanged),
     "ring": Feature("feature ring", lambda s: s.engine._collector is not None, tried({"feature_ring": "ring"})),
-    "learnt": Feature("what the policy learnt, kept", lambda s: s.engine._keeper is not None),
+    "learnt": Feature("what the policy learnt, kept", lambda s: s.engine._decider.keeper is not None),
     "window": Feature("sliding-window target", lambda s: s.target("sliding_window")),
     "experts": Feature("mixture-of-experts target", lambda s: s.target("experts")),
     "latent": Feature("latent-attention target", lambda s: s.target("latent")),

@@ -62,10 +62,11 @@ ALLOWED = {
     "live": EVERYONE | {"adaptive", "facts", "output", "scheduling", "text"},
     "watch": {"adaptive", "runtime", "scheduling", "tier"},
     "warming": {"adaptive", "runtime"},
+    "deciding": {"adaptive", "runtime"},
     "swapping": {"adaptive", "runtime", "tier"},
     "engine": EVERYONE
     | {"adaptive", "scheduling", "runtime", "text", "traffic", "events", "stats", "facts", "output", "reader"}
-    | {"live", "watch", "warming", "laps", "remembered", "swapping"},
+    | {"live", "watch", "warming", "laps", "remembered", "swapping", "deciding"},
     "train": EVERYONE
     | {"models", "speculation", "checkpointing", "drafters", "cache", "text", "cli", "ringfiles"}
     | {"clusters", "rowfile", "resolve"},
