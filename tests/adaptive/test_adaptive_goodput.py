@@ -6,17 +6,16 @@ best tier. Costs are in plain steps.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from phases import CHAINS, COSTS, flat, simulate, table, tokens
 
 from jaxspec.adaptive import (
     BatchView,
@@ -31,96 +30,6 @@ from jaxspec.adaptive import (
 from jaxspec.adaptive.acceptance import AcceptanceModel, breadth
 from jaxspec.adaptive.ema import AdaptiveSpeculativeParams
 from jaxspec.tier import PLAIN, Tier, as_choice
-
-#: Seconds by depth, as measured on two CPU cores: `COSTS[bucket][depth]`.
-COSTS = {
-    1: [1.0, 1.45, 1.6, 1.8, 2.05, 2.4],
-    4: [1.0, 1.6, 1.85, 2.2, 2.6, 3.1],
-    16: [1.0, 1.9, 2.5, 3.0, 3.6, 4.3],
-}
-CHAINS = [Tier(d) for d in range(6)]
-
-
-def table(costs: dict[int, list[float]]) -> CostTable:
-    return CostTable({(Tier(d), b): s for b, row in costs.items() for d, s in enumerate(row)})
-
-
-def tokens(rates: Sequence[float], depth: int) -> float:
-    """Expected tokens of a chain's round."""
-    total, alive = 1.0, 1.0
-    for rate in rates[:depth]:
-        alive *= rate
-        total += alive
-    return total
-
-
-@dataclasses.dataclass
-class Phase:
-    """A stretch of constant acceptance and batch size, and what a policy did in it."""
-
-    rates: Sequence[float]
-    batch: int
-    rounds: int
-    tiers: list[Tier] = dataclasses.field(default_factory=list)
-    goodput: float = 0.0
-    best: float = 0.0
-
-    @property
-    def regret(self) -> float:
-        return 1 - self.goodput / self.best
-
-    @property
-    def switches(self) -> int:
-        return sum(a != b for a, b in itertools.pairwise(self.tiers))
-
-
-def flat(rate: float) -> list[float]:
-    return [rate] * 5
-
-
-def simulate(
-    policy: TierPolicy,
-    phases: Sequence[tuple[Sequence[float], int, int]],
-    seed: int,
-    costs: dict[int, list[float]] = COSTS,
-    late: int = 1,
-    timed: Callable[[random.Random, Tier], float] | None = None,
-    entry: float = 0.0,
-) -> list[Phase]:
-    """Runs phases of (rates, batch, rounds); feedback arrives `late` rounds late.
-
-    Args:
-      entry: seconds of the pass in which the drafter takes in what it has missed, before the first draft after others.
-    """
-    chance, pending, done, lag = random.Random(seed), [], [], 1
-    for rates, batch, rounds in phases:
-        phase = Phase(rates, batch, rounds)
-        gained = spent = 0.0
-        for _ in range(rounds):
-            tier = policy.select(BatchView(batch, batch))
-            accepted = []
-            for _ in range(batch):
-                count = 0
-                while count < tier.depth and chance.random() < rates[count]:
-                    count += 1
-                accepted.append(count)
-            seconds, takes = costs[batch][tier.depth], timed(chance, tier) if timed else 0.0
-            told = {"seconds": seconds * takes}
-            if entry and tier.depth and lag > len(costs[batch]):
-                seconds += entry
-                told = {"entered": seconds * takes}
-            lag = tier.depth + 1 + (0 if tier.depth else lag)
-            pending.append(RoundStats(tier, batch, batch, tuple(accepted), **told))
-            while len(pending) > late:
-                policy.observe(pending.pop(0))
-            phase.tiers.append(tier)
-            gained += tokens(rates, tier.depth)
-            spent += seconds
-        phase.goodput = gained / spent
-        phase.best = max(tokens(rates, d) / s for d, s in enumerate(costs[batch]))
-        done.append(phase)
-    return done
-
 
 #: A workload that changes acceptance and batch size, one at a time and together.
 CHANGING = [
@@ -381,70 +290,6 @@ def test_tree_rounds_inform_chains():
     assert model.rates(1)[0] == pytest.approx(0.5, abs=0.12)
 
 
-# ------------------------------------------------------------------ the model
-
-
-def test_prior_and_extrapolation():
-    model = AcceptanceModel(3, [1, 2, 64], half_life=60, prior_rate=0.8)
-    assert model.rates(1) == (0.8, 0.8, 0.8)
-    assert model.tokens(Tier(2), 1) == pytest.approx(1 + 0.8 + 0.64)
-    for _ in range(50):
-        model.observe(RoundStats(Tier(1), 4, 1, (1, 0, 0, 0)))
-    rates = model.rates(1)
-    assert rates[0] == pytest.approx(0.25, abs=0.05)
-    assert rates[1] == pytest.approx(rates[0]) and rates[2] == pytest.approx(rates[0])
-    assert model.rates(64) == pytest.approx(rates, abs=0.05)
-
-
-def test_counts_positions_that_were_reached():
-    # 2 rows: one accepts both, one fails at once. Position 1: 1 of 2; position 2: 1 of 1; each on top of its start.
-    model = AcceptanceModel(2, [1], half_life=1e9, prior_rate=0.8)
-    model.observe(RoundStats(Tier(2), 2, 1, (2, 0)))
-    first = (1 + 2 * 0.8) / (2 + 2)
-    assert model.rates(1) == pytest.approx((first, (1 + 2 * first) / (1 + 2)))
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_rates_never_exceed_one_when_acceptance_swings(seed):
-    """Rounding took them 1e-14 above, and the breadth of a tree then made a complex number of what was left of 1."""
-    tiers, buckets, chance = [PLAIN, Tier(1), Tier(3), Tier(3, 2, 7)], (1, 2, 4), random.Random(seed)
-    cost = CostTable({(t, b): 1 + 0.1 * t.depth for t in tiers for b in buckets})
-    policy = GoodputPolicy(tiers, cost)
-    for i in range(400):
-        tier, bucket = chance.choice(tiers[1:]), chance.choice(buckets)
-        rows = chance.randint(1, bucket)
-        policy.observe(RoundStats(tier, rows, bucket, (0 if i // 40 % 2 else tier.depth,) * rows))
-        assert policy.select(BatchView(rows, bucket)) in tiers
-        assert all(policy.expected_tokens(t, bucket) <= 1 + t.depth + 1e-9 for t in tiers)
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from([PLAIN, Tier(1), Tier(3), Tier(5), Tier(3, 4, 16)]),
-            st.sampled_from([1, 4]),
-            st.lists(st.integers(0, 9), max_size=5),
-            st.sampled_from([0.0, 1e-9, 1.0, 1e9]),
-        ),
-        max_size=40,
-    )
-)
-def test_any_feedback_keeps_rates_in_range_and_choices_legal(rounds):
-    tiers = [PLAIN, Tier(1), Tier(3), Tier(3, 4, 16)]
-    cost = CostTable({(t, b): 1 + 0.2 * t.depth for t in tiers for b in (1, 4)})
-    policy, twin = (GoodputPolicy(tiers, cost) for _ in range(2))
-    for tier, bucket, accepted, seconds in rounds:
-        stats = RoundStats(tier, len(accepted), bucket, tuple(min(a, tier.depth) for a in accepted), seconds)
-        view = BatchView(bucket, bucket)
-        chosen = policy.select(view)
-        assert chosen in policy.tiers
-        assert chosen == twin.select(view)
-        for one in (policy, twin):
-            one.observe(stats)
-        assert all(1 <= policy.expected_tokens(t, bucket) <= 1 + t.depth + 1e-9 for t in tiers)
-
-
 # ------------------------------------------------------------------ reachable pairs and errors
 
 
@@ -457,78 +302,6 @@ def test_pairs_of_known_cost_are_reachable():
     assert policy.buckets_for(Tier(3), (1, 8)) == (1,)
     assert policy.buckets_for(Tier(2), (1, 8)) == ()
     assert all(policy.select(BatchView(8, 8)) == PLAIN for _ in range(200))
-
-
-# ------------------------------------------------------------------ a table that is wrong
-
-
-def wrong(factors: dict[int, float]) -> CostTable:
-    """Of COSTS, with every bucket's costs off by a factor for each depth."""
-    return table({b: [s * factors.get(d, 1.0) for d, s in enumerate(row)] for b, row in COSTS.items()})
-
-
-def busy(chance: random.Random, tier: Tier) -> float:
-    """Rounds of a machine that does other things now and then."""
-    return chance.lognormvariate(0, 0.05) * (chance.uniform(2, 8) if chance.random() < 0.01 else 1)
-
-
-#: Draft tiers timed beside other work, plain decoding timed beside it, single entries, and all of them by chance.
-WRONG = [
-    *({d: f for d in range(1, 6)} for f in (0.5, 1.7, 3.0)),
-    *({d: f} for d, f in ((0, 0.5), (0, 3.0), (1, 0.5), (3, 3.0))),
-    {0: 0.5, 1: 3.0, 2: 1.7, 3: 0.7, 4: 1.0, 5: 1.0},
-]
-#: (acceptance, batch size): nothing pays; plain decoding nearly does; drafts pay.
-CELLS = [(0.0, 4), (0.8, 1), (0.95, 16)]
-
-
-@functools.cache
-def loss_of_learning(rate: float, batch: int) -> float:
-    """Regret of the first 100 rounds where the table is right."""
-    runs = [simulate(GoodputPolicy(CHAINS, table(COSTS)), [(flat(rate), batch, 100)], s, timed=busy) for s in (0, 1)]
-    return statistics.mean(run[0].regret for run in runs)
-
-
-@pytest.mark.parametrize("factors", WRONG, ids=str)
-def test_a_wrong_table_is_mended(factors):
-    """Within 100 rounds, at a loss of 5% of them on top of what it takes to learn the acceptance from a right table."""
-    later = []
-    for rate, batch in CELLS:
-        phases = [(flat(rate), batch, 100), (flat(rate), batch, 150)]
-        runs = [simulate(GoodputPolicy(CHAINS, wrong(factors)), phases, seed, timed=busy) for seed in (0, 1)]
-        assert statistics.mean(run[0].regret for run in runs) - loss_of_learning(rate, batch) <= 0.05, (rate, batch)
-        later += [run[1].regret for run in runs]
-    assert statistics.mean(later) <= 0.02
-    assert max(later) <= 0.06
-
-
-@pytest.mark.parametrize("factor", [1.7, 2.0])
-def test_draft_tiers_timed_beside_other_work_are_not_given_up(factor):
-    """They stayed off for good: 138 tokens a second instead of 235, or none ever drafted."""
-    policy = GoodputPolicy(CHAINS, wrong({d: factor for d in range(1, 6)}))
-    (phase,) = simulate(policy, [(flat(0.8), 1, 500)], 0, timed=busy)
-    assert sum(tier == PLAIN for tier in phase.tiers) < 25
-    assert phase.regret < 0.03
-    usual = max(set(phase.tiers), key=phase.tiers.count)
-    assert policy.seconds(usual, 1) == pytest.approx(COSTS[1][usual.depth], rel=0.1)
-
-
-@pytest.mark.parametrize(("rate", "batch"), [(0.0, 1), (0.7, 1), (0.95, 4)])
-def test_looks_become_rare(rate, batch):
-    switches = []
-    for seed in range(2):
-        (phase,) = simulate(GoodputPolicy(CHAINS, wrong({3: 2.0})), [(flat(rate), batch, 1000)], seed, timed=busy)
-        settled = phase.tiers[300:]
-        switches.append(100 * sum(a != b for a, b in itertools.pairwise(settled)) / len(settled))
-    assert statistics.mean(switches) <= 2
-
-
-def test_a_batch_size_starts_from_what_another_learnt():
-    policy = GoodputPolicy(CHAINS, wrong({d: 3.0 for d in range(1, 6)}))
-    simulate(policy, [(flat(0.8), 1, 200)], 0, timed=busy)
-    (phase,) = simulate(policy, [(flat(0.8), 4, 100)], 0, timed=busy)
-    assert phase.tiers[0] != PLAIN
-    assert phase.regret < 0.05
 
 
 def test_plain_decoding_alone_is_a_policy():
