@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from jaxspec.config import ENGINE_ELSEWHERE, SHORT_FLAGS, SPECULATION_FLAGS, EngineConfig, SpeculationConfig
-from jaxspec.names import hints
+from jaxspec.names import Advice, hints
 from jaxspec.request import MAX_PRIORITY
 from jaxspec.tier import Tier, parse_tier
 
@@ -31,12 +31,15 @@ PARTS: dict[str, type[Any]] = {"speculation": SpeculationConfig, "engine": Engin
 PART_DEFAULTS: dict[str, dict[str, Any]] = {
     "speculation": {}, "engine": {"structured_output": True, "keep_learnt": True},
 }  # fmt: skip
+_GATEWAYS = Advice("leave it out, chats and tools are the gateway's: `python -m serve.openai`, and its --gateway-args")
 #: What vLLM's server and SGLang's call these settings.
 ELSEWHERE = {
     **ENGINE_ELSEWHERE, **SPECULATION_FLAGS, "speculative_config": "speculation", "api_key": "auth_token_file",
     "ssl_certfile": "tls_cert", "ssl_keyfile": "tls_key", "model_path": "model", "tp": "tensor_parallel",
     "dist_init_addr": "coordinator", "nnodes": "num_processes", "node_rank": "process_id",
-    "master_addr": "coordinator",
+    "master_addr": "coordinator", "grpc_port": "port", "enable_metrics": "metrics_port",
+    "chat_template": Advice("leave it out, it is the checkpoint's own; `python -m serve.openai` takes another"),
+    "tool_call_parser": _GATEWAYS, "reasoning_parser": _GATEWAYS, "enable_auto_tool_choice": _GATEWAYS,
 }  # fmt: skip
 #: The same where all are flags; in a file what speculation has stands below its key.
 FLAGS_ELSEWHERE = {**ELSEWHERE, **SPECULATION_FLAGS, **SHORT_FLAGS}

@@ -144,6 +144,12 @@ def test_every_flag_shows_its_default():
             "--enforce-eager; '--enforce-eager': leave it out, rounds are always compiled",
         ),
         (serve_main, ["--quantization", "fp8"], "; '--quantization': leave it out, a checkpoint says how it is quant"),
+        (
+            serve_main,
+            ["--tool-call-parser", "hermes"],
+            "; '--tool-call-parser': leave it out, chats and tools are the gate",
+        ),
+        (serve_main, ["--grpc-port", "9"], "for '--grpc-port' say '--port'"),
         (serve_main, ["--ctx-size", "9"], "for '--ctx-size' say '--max-seq-len'"),
         (generate.main, ["hi", "--guided-json", "{}"], "for '--guided-json' say '--json-schema'"),
         (generate.main, ["hi", "--best-of", "2"], "--best-of 2; '--best-of': leave it out, ask for n completions"),

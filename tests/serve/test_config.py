@@ -205,6 +205,8 @@ def test_print_config_prints_and_exits(tmp_path: Path, capsys: pytest.CaptureFix
     [
         ("prot: 5", r"unknown key prot \(with the value 5\); for 'prot' say 'port'; known are \['admin_token_file'"),
         ("max_model_len: 5", r"for 'max_model_len' say 'engine: \{max_seq_len: \.\.\.\}'; known are"),
+        ("engine: {enforce_eager: true}", r"'enforce_eager': leave it out, rounds are always compiled, .*; known are"),
+        ("quantization: fp8", r"unknown key quantization .*; 'quantization': leave it out, a checkpoint says how"),
         ("engine: {batch: 5}", r"unknown key engine\.batch \(with the value 5\).*; known are \['batch_buckets'"),
         ("engine: 5", "engine must be a mapping with fields of EngineConfig, got 5"),
         ("engine: {page_size: big}", "engine: EngineConfig.page_size must be an int in .*, got 'big'"),
