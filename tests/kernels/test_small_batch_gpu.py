@@ -168,27 +168,32 @@ def experts_of(name: str, seed: int, count: int, k: int, n: int) -> Any:
     return packed_experts.pack(values.astype(dtype), scale * 0.03 / jnp.std(values))
 
 
-@pytest.mark.parametrize("m", [24, 160, 1000])
+@pytest.mark.parametrize("m", [24, 1000])
 @pytest.mark.parametrize("name", ["bfloat16", "mxfp4", "int8", "float8_e4m3fn", "int4"])
 def test_experts_of_many_rows_agree_with_float32(name: str, m: int):
-    """Slots of several sizes, one expert that all rows have, and widths that are no whole blocks of inputs."""
-    count, per_token = 32, 4
-    width, inner = (1088, 320) if name in ("bfloat16", "mxfp4") else (1024, 384)
+    """Slots of several sizes, one expert that all rows have; biases, gates and widths of gpt-oss and of Qwen3."""
+    count, per_token, odd = 32, 4, name in ("bfloat16", "mxfp4")
+    width, inner = (1088, 320) if odd else (1024, 384)
+    gates = packed_experts.Gates(7.0, 1.702) if odd else None
     x, keys = normal(3, m, width), jax.random.split(jax.random.key(4), 2)
     others_MK = jnp.argsort(jax.random.uniform(keys[0], (m, count - 1)), axis=1)[:, : per_token - 1] + 1
     experts_MK = jnp.concatenate([jnp.zeros((m, 1), jnp.int32), others_MK.astype(jnp.int32)], axis=1)
     weights_MK = jax.nn.softmax(jax.random.normal(keys[1], (m, per_token)))
     kernels = [experts_of(name, 20, count, width, 2 * inner), experts_of(name, 90, count, inner, width)]
-    wide = [x if isinstance(x, jax.Array) else jax.vmap(packed.dequantised)(x) for x in kernels]
-    wide = [w[:, :k].astype(jnp.float32) for w, k in zip(wide, (width, inner), strict=True)]
-    bias = {"gate_up_bias": normal(6, count, 2 * inner), "down_bias": normal(7, count, width)}
-    for gates, biases in ((None, {}), (packed_experts.Gates(7.0, 1.702), bias)):
-        run = jax.jit(functools.partial(gpu_experts_many.mix, gates=gates))
-        got = run(x, experts_MK, weights_MK, *kernels, **biases)
-        added = [biases.get(key, jnp.zeros((count, 1)))[None].astype(jnp.float32) for key in bias]
-        both = jnp.einsum("me,xef->mxf", x.astype(jnp.float32), wide[0], precision="highest") + added[0]
-        y_MXE = jnp.einsum("mxf,xfe->mxe", packed_experts.activated(both, gates), wide[1], precision="highest")
-        y_MKE = jnp.take_along_axis(y_MXE + added[1], experts_MK[..., None], axis=1)
-        want = np.asarray(packed_experts.weighed(y_MKE, weights_MK))
-        assert got.dtype == jnp.float32
-        np.testing.assert_allclose(got, want, atol=2**-6 * np.abs(want).max())
+    biases = [normal(6, count, 2 * inner, scale=float(odd)), normal(7, count, width, scale=float(odd))]
+    given = {"gate_up_bias": biases[0], "down_bias": biases[1]} if odd else {}
+    got = jax.jit(functools.partial(gpu_experts_many.mix, gates=gates))(x, experts_MK, weights_MK, *kernels, **given)
+    assert got.dtype == jnp.float32
+
+    @jax.jit
+    def wanted(x: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array, kernels: Any, biases: Any) -> jax.Array:
+        wide = [w if isinstance(w, jax.Array) else jax.vmap(packed.dequantised)(w) for w in kernels]
+        wide = [w[:, :k].astype(jnp.float32) for w, k in zip(wide, (width, inner), strict=True)]
+        both = jnp.einsum("me,xef->mxf", x.astype(jnp.float32), wide[0]) + biases[0].astype(jnp.float32)[None]
+        y_MXE = jnp.einsum("mxf,xfe->mxe", packed_experts.activated(both, gates), wide[1])
+        y_MXE = y_MXE + biases[1].astype(jnp.float32)[None]
+        return packed_experts.weighed(jnp.take_along_axis(y_MXE, experts_MK[..., None], axis=1), weights_MK)
+
+    with jax.default_device(jax.devices("cpu")[0]):  # a GPU's compiler tries many ways for every product
+        want = np.asarray(wanted(*jax.device_put((x, experts_MK, weights_MK, kernels, biases), jax.devices("cpu")[0])))
+    np.testing.assert_allclose(got, want, atol=2**-6 * np.abs(want).max())
