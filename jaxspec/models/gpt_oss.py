@@ -7,9 +7,9 @@ from typing import Any
 
 from jaxspec.models import experts
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.experts import CLAMP, SHARPNESS
 from jaxspec.models.family import Family, read_windows, refuse, write_windows
 from jaxspec.models.llama import common_config, common_fields
+from jaxspec.models.mixing import CLAMP, SHARPNESS
 from jaxspec.models.mixtral import read_experts
 from jaxspec.models.weight_map import ExpertNames, LayerNames, transformer_weights
 

@@ -17,7 +17,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxspec.checkpointing import hf
-from jaxspec.models import experts, stacked
+from jaxspec.models import experts, mixing, stacked
 from jaxspec.models.base import Experts, touched
 from jaxspec.models.layers import causal_attention, narrow_product
 from jaxspec.models.layouts import tensor_parallel
@@ -96,7 +96,7 @@ def test_each_token_gets_its_experts_whatever_is_beside_it(
     for way in ("pairs", "all"):  # of GPUs
         with monkeypatch.context() as patched:
             patched.setattr(made.__class__, "way", lambda _, pairs, way=way: way)
-            patched.setattr(experts, "_AT_ONCE", 16)
+            patched.setattr(mixing, "_AT_ONCE", 16)
             other = np.asarray(jax.jit(lambda x: made(x[None])[0])(x_ME))
         np.testing.assert_allclose(other, whole, atol=2e-5, rtol=2e-5)
     if made.shared is None:  # the shared expert's products are layers.MLP's
@@ -136,7 +136,7 @@ def test_two_devices_share_every_expert_and_exchange_one_sum(way: str, monkeypat
 @pytest.mark.parametrize("tokens", [1, 3, 19])
 def test_blocks_hold_every_pair_once_and_read_experts_no_more_than_they_need(tokens: int) -> None:
     chosen_MK = np.sort(np.asarray([np.random.default_rng(i).permutation(9)[:4] for i in range(tokens)]), axis=1)
-    blocks = jax.jit(experts.in_blocks, static_argnums=(1, 2))(jnp.asarray(chosen_MK), 9, 4)
+    blocks = jax.jit(mixing.in_blocks, static_argnums=(1, 2))(jnp.asarray(chosen_MK), 9, 4)
     rows_S = np.asarray(blocks.rows_NR).reshape(-1)
     places = np.asarray(blocks.places_MK)
     assert len(set(places.reshape(-1).tolist())) == places.size
@@ -186,7 +186,7 @@ def test_quantised_experts_are_read_one_by_one_and_stay_in_their_bits(tmp_path: 
         for param in (layer.mlp.gate_up, layer.mlp.down):
             stacked = param[...]
             assert isinstance(stacked, Quantised) and stacked.values.dtype == jnp.int8
-            param.set_value(jnp.stack([experts.one_of(stacked, e).dequantised() for e in range(8)]))
+            param.set_value(jnp.stack([mixing.one_of(stacked, e).dequantised() for e in range(8)]))
     ids, positions = jnp.arange(9)[None] % 13, jnp.arange(9)[None]
     run = nnx.jit(lambda model: model(ids, positions, causal_attention)[0])
     np.testing.assert_allclose(*(np.asarray(run(m)) for m in (model, other)), atol=1e-3, rtol=1e-3)
@@ -252,7 +252,7 @@ def test_pairs_are_multiplied_by_experts_in_few_bits(piece: int, monkeypatch: py
 
     for form, (found_PF, whole_XEF) in both(kernels, x_PE).items():
         if form != "mxfp4":  # whose expansion has a test of its own
-            np.testing.assert_array_equal(whole_XEF[3], experts.one_of(kernels[form], 3).dequantised())
+            np.testing.assert_array_equal(whole_XEF[3], mixing.one_of(kernels[form], 3).dequantised())
         expected_PF = np.einsum(
             "pe,pef->pf", np.asarray(x_PE, np.float64), np.asarray(whole_XEF, np.float64)[experts_P]
         )
@@ -291,7 +291,7 @@ def test_experts_in_few_bits_are_gathered_or_expanded_some_at_a_time(
         assert ways == ["packed", "packed", "packed", "many"]
         made.backend = None
         for rows in (9, 4):  # at once, and some after the others
-            monkeypatch.setattr(experts, "_AT_ONCE", rows)
+            monkeypatch.setattr(mixing, "_AT_ONCE", rows)
             found.append(np.asarray(jax.jit(lambda x: made(x))(x_1ME)))
     for other in found[1:]:
         np.testing.assert_allclose(other, found[0], atol=2e-5, rtol=2e-5)
@@ -348,7 +348,7 @@ def test_experts_of_which_one_kernel_is_quantised(name: str, monkeypatch: pytest
     setattr(made, name, nnx.Param(groups))
     assert len(made.splits(2)) == (3 if name == "gate_up" else 0)
     setattr(made, name, nnx.Param(few))
-    monkeypatch.setattr(experts.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(mixing.jax, "default_backend", lambda: "gpu")
     assert [made.way(pairs) for pairs in (1, 4 * COUNT, 4 * COUNT + 1)] == ["pairs", "pairs", "all"]
     order = jnp.broadcast_to(jnp.arange(shape[1])[None], shape[:2])
     setattr(made, name, nnx.Param(dataclasses.replace(few, order=order)))
@@ -365,10 +365,10 @@ def test_kernels_for_many_rows_have_the_derivative_of_all(monkeypatch: pytest.Mo
 
     def kernel(x_ME: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array, **given: Any) -> jax.Array:
         asked.append(given.pop("gates"))
-        own = experts.Stack(made.experts, **given)
-        return jax.lax.stop_gradient(experts._by_all(own, x_ME, experts.Routing(experts_MK, weights_MK)))
+        own = mixing.Stack(made.experts, **given)
+        return jax.lax.stop_gradient(mixing._by_all(own, x_ME, mixing.Routing(experts_MK, weights_MK)))
 
-    monkeypatch.setattr(experts.gpu_experts_many, "mix", kernel)
+    monkeypatch.setattr(mixing.gpu_experts_many, "mix", kernel)
     x_1ME = jax.random.normal(jax.random.key(9), (1, 40, 64), jnp.bfloat16)
     loss = lambda made, x: jnp.sum(made(x).astype(jnp.float32) ** 2)
     found = nnx.value_and_grad(loss, argnums=(0, 1))(made, x_1ME)

@@ -29,8 +29,9 @@ from jaxspec.bench.studies.few_rows import attempt
 from jaxspec.bench.studies.rounds import BANDWIDTH
 from jaxspec.models import stacked
 from jaxspec.models.base import Experts, ModelConfig
-from jaxspec.models.experts import MixtureOfExperts, Routing, activated, route
+from jaxspec.models.experts import MixtureOfExperts
 from jaxspec.models.layers import product
+from jaxspec.models.mixing import Routing, activated, route
 from jaxspec.models.mxfp4 import BLOCK, Mxfp4
 from jaxspec.models.quantised import Quantised, stored_bytes
 from pallas_kernels.profile import record
