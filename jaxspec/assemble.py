@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec import alike
-from jaxspec.adaptive.cost import CostTable
+from jaxspec.adaptive.cost import Costed, CostTable
 from jaxspec.adaptive.costprofile import CostProfile
-from jaxspec.adaptive.learnt import Keeper, digest
+from jaxspec.adaptive.learnt import Keeper, Learns, digest
 from jaxspec.checkpointing import hf
-from jaxspec.choosing import check_choice, check_invariant_tiers, choose_policy, profiled
+from jaxspec.choosing import PendingPolicy, check_choice, check_invariant_tiers, choose_policy, profiled
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.defaults import (
     geometry,
@@ -249,17 +249,20 @@ def assemble(
     if config.profile is not None:
         cost = profiled(config.profile, choice, identity, speculation.resolved_policy)
     times = cost is None and choice.needs_cost
-    warmup = WarmupConfig(progress, cache, background, times=times and background)
+    leads, written = hosts is None or hosts.leads, None
+    keeper = _keeper(config, cache, {**identity, **(files or {})}) if files is not None and leads else None
+    timing = times and background
+    known = known_rounds(keeper, choice) if timing else {}
+    warmup = WarmupConfig(progress, cache, background, timing, known)
     if hosts is not None:
         sizes = {field.name: getattr(x, field.name) for x in (geo, runs) for field in dataclasses.fields(x)}
         hosts.agree({**identity, "device": None, **sizes})
-    leads, written = hosts is None or hosts.leads, None
     if config.feature_ring is not None and built is not None and leads:  # before anything takes its time
         written = _ring_directory(config, target, built)
     weights = laid_out(target, shards, way.by, output=config.batch_invariant)
     runner = Runner(weights, built, params, geo, runs, warmup, mesh, way.options)
     if times:
-        cost = CostTable({}) if background else measure(runner)
+        cost = CostTable(runner.costs) if background else measure(runner)
     lookahead = 0 if built is None else built.lookahead
     scheduler = Scheduler(
         scheduling(config, geo, runs.prefill_shapes, lookahead, doubling(model), _passed(model, built))
@@ -280,7 +283,7 @@ def assemble(
         facts, runner, scheduler, choice.build, cost, config.seed, began, config.traffic_log if leads else None, pace,
         remembers=speculation.suffix_corpus_responses and built is not None,
         load_drafter=can.reload and functools.partial(can.reload, geo), collector=collector,
-        keeper=_keeper(config, cache, {**identity, **(files or {})}) if files is not None and leads else None,
+        keeper=keeper,
     )  # fmt: skip
 
 
@@ -292,6 +295,23 @@ def _keeper(config: EngineConfig, cache: Path | None, identity: Mapping[str, str
     versions = {"jax": jax.__version__, "program": source_digest()[:16]}
     directory = cache.parent / "learnt" if where is True and cache is not None else Path(str(where))
     return Keeper(directory, {**identity, **versions})
+
+
+def known_rounds(keeper: Keeper | None, choice: PendingPolicy) -> dict[Costed, float]:
+    """Seconds of rounds that an earlier engine has learnt, for a policy that rounds set right where they have changed.
+
+    Two cores that time rounds serve nobody meanwhile, and what hundreds of rounds have told is surer. Of a bucket all
+    or none: one that is timed now, on a machine that has other work than it had, compares with no older one.
+    """
+    learnt = keeper.read() if keeper is not None and isinstance(choice.build(CostTable({})), Learns) else None
+    rounds: dict[int, set[Costed]] = {}
+    for tier, buckets in choice.reachable.items():
+        for bucket in buckets:
+            rounds.setdefault(bucket, set()).add((tier, bucket, None))
+    for (tier, bucket), budgets in choice.budgets.items():
+        rounds[bucket] |= {(tier, bucket, tokens) for tokens in budgets}
+    seconds = {} if learnt is None else learnt.seconds
+    return {key: seconds[key][0] for keys in rounds.values() if keys <= seconds.keys() for key in keys}
 
 
 def _passed(model: ModelConfig, drafter: Drafter | None) -> int | None:

@@ -20,6 +20,8 @@ from jaxspec.runtime.warmup import Progress
 #: While the engine works and warms up: steps for each piece of warming up, and the seconds without a step after which
 #: its own thread goes on although there is work: a stream may rest, and what it left in flight may never be read.
 _STEPS_PER_PIECE, _RESTS_SECONDS = 2, 0.1
+#: Of the time of requests, what goes into timing again what was timed before.
+_AGAIN = 0.05
 _log = logging.getLogger(__name__)
 
 
@@ -43,7 +45,7 @@ class BackgroundWarmup:
         self._runner, self._began, self._on_piece, self._has_work = runner, began, on_piece, has_work
         self._progress = Progress()
         self._lock = threading.Lock()  # held by a step, or by a piece
-        self._steps = 0
+        self._steps, self._rests_until = 0, 0.0
         self._step_wanted, self._stepped_at = False, 0.0  # whether a thread is in `step`; when one last was
         self.startup_seconds = time.perf_counter() - began
         self._seconds = self.startup_seconds if runner.warm else None
@@ -76,12 +78,20 @@ class BackgroundWarmup:
         self._step_wanted = True
         try:
             with self._lock:
-                if not self.warm and self._steps % _STEPS_PER_PIECE == 0:
+                if not self.warm and self._steps % _STEPS_PER_PIECE == 0 and self._may_advance():
+                    began = time.perf_counter()
                     self._advance()
+                    ended = time.perf_counter()
+                    self._rests_until = ended + (ended - began) / _AGAIN
                 self._steps += 1
                 yield
         finally:
             self._stepped_at, self._step_wanted = time.perf_counter(), False
+
+    def _may_advance(self) -> bool:
+        """Whether the next piece is worth what requests wait for it."""
+        hurts = self._runner.times_again and self._has_work()
+        return not hurts or time.perf_counter() >= self._rests_until
 
     def _advance(self) -> bool:
         """One piece; whether there was anything to do. What fails ends the warm-up, and no request."""

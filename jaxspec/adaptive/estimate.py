@@ -132,7 +132,8 @@ class CostEstimate:
         out: dict[Costed, tuple[float, float]] = {}
         for bucket, block in self._blocks.items():
             for (tier, tokens), i in self._index[bucket].items():
-                known = (block.mean[i], block.error(i)) if block.rounds else block.before[i]
+                told = block.rounds and block.table[i] is not None  # else it has no level to start from
+                known = (block.mean[i], block.error(i)) if told else block.before[i]
                 if known is not None and known[1] < _VAGUE:
                     out[tier, bucket, tokens] = math.exp(known[0]), known[1]
         return out

@@ -160,15 +160,21 @@ class Keeper:
         self._identity, self._clock = dict(identity), clock
         told = json.dumps(sorted(self._identity.items()))
         self.path = directory / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.json"
-        self._written = clock()
+        self._written, self._told = clock(), ""
 
     def recall(self, policy: object) -> bool:
-        """Gives a policy what an earlier one had learnt, if there is any; whether it did.
+        """Gives a policy what an earlier one had learnt, if there is any; whether it did."""
+        learnt = self.read() if isinstance(policy, Learns) else None
+        if learnt is None or not isinstance(policy, Learns):
+            return False
+        policy.recall(learnt)
+        return True
+
+    def read(self) -> Learnt | None:
+        """What was kept; None where nothing was.
 
         A file that is broken, or another engine's, is said to be so and left alone.
         """
-        if not isinstance(policy, Learns):
-            return False
         try:
             with self.path.open(encoding="utf-8") as file:
                 text = file.read(_LARGEST + 1)
@@ -180,12 +186,13 @@ class Keeper:
                 if mine != its:
                     raise ValueError(f"it is of {name} {its!r}, and this engine has {mine!r}")
         except FileNotFoundError:
-            return False
+            return None
         except (OSError, ValueError) as error:
-            _log.warning("what was learnt before (%s) is not used: %s", self.path, error)
-            return False
-        policy.recall(learnt)
-        return True
+            if self._told != str(error):  # one start asks twice
+                _log.warning("what was learnt before (%s) is not used: %s", self.path, error)
+            self._told = str(error)
+            return None
+        return learnt
 
     def keep(self, policy: object, *, at_once: bool = False) -> None:
         """Writes what a policy has learnt, once a minute at most unless at once. What fails is said, and no more."""

@@ -50,16 +50,16 @@ class Arriving(Holding):
         self.reachable, self.variants, self.budgets = config.reachable, config.variants, config.budgets
         self._spend = Spending(self.put, geo.max_depth)
         self.states = {tier: SpecRuntimeState(tier, {}) for tier in self.reachable}
-        self._trials = Trials(warmup.times)
+        self._trials = Trials(warmup.times, warmup.known)
         self._warm_up(warmup)
 
     def _warm_up(self, config: WarmupConfig) -> None:
         """Compiles everything, or what the first request needs."""
         keys = self._can.keys(catches_up=_lags(self.drafter), remembers=corpus_tokens(self.drafter) > 0)
         order = self._can.order(keys) if config.background else dict.fromkeys(keys, 0)
-        first = [key for key in keys if not order[key]]
         store = self._store(config.cache)
         compilations = self._setting.compilations(sorted(keys, key=order.__getitem__), store is not None)
+        first = [key for key in keys if not order[key]]
         self._warmup = Warmup(compilations, len(first), store=store)
         # Elsewhere what runs would disturb a compiler that times what it compiles.
         at_once = jax.default_backend() == "cpu" and not config.background and not self._place.spans
@@ -128,6 +128,11 @@ class Arriving(Holding):
     def attend(self, advance: Callable[[], bool | None]) -> None:
         """See Warmup.attend."""
         self._warmup.attend(advance)
+
+    @property
+    def times_again(self) -> bool:
+        """Whether the next piece of warming up times a round whose cost is known by and large."""
+        return self._trials.repeated
 
     def stop_warmup(self) -> None:
         """Compiles nothing more after what is being compiled."""

@@ -52,14 +52,15 @@ class Trials:
 
     Args:
       wanted: False: no round is timed.
+      known: seconds of rounds that need none, because they are known from before.
 
     Attributes:
-      costs: median seconds of each round whose trials are done.
+      costs: median seconds of each round that can run and whose trials are done.
     """
 
-    def __init__(self, wanted: bool):
+    def __init__(self, wanted: bool, known: Mapping[Costed, float] | None = None):
         self.costs: dict[Costed, float] = {}
-        self._wanted, self._final = wanted, not wanted
+        self._wanted, self._final, self._known = wanted, not wanted, known or {}
         self._queue: deque[Costed] = deque()
         self._samples: dict[Costed, list[float]] = {}
 
@@ -67,20 +68,27 @@ class Trials:
     def over(self) -> bool:
         return self._final and not self._queue
 
+    @property
+    def repeated(self) -> bool:
+        """Whether what is to be timed next was timed before."""
+        return self._final and bool(self._queue)
+
     def arrived(self, key: Costed) -> None:
         """A round can run from now on."""
-        if self._wanted:
+        if self._wanted and key in self._known:
+            self.costs[key] = self._known[key]
+        elif self._wanted:
             self._queue.extend([key] * _FIRST_TRIALS)
 
     def finish(self, keys: Collection[Costed]) -> bool:
-        """Once nothing is compiled any more, all are timed afresh; False where that was done before."""
+        """Once nothing is compiled any more, all are timed afresh; False where nothing is left to be timed."""
         if self._final:
             return False
         self._final = True
         self._samples.clear()
         # Round by round, so that what disturbs one repeat disturbs every tier.
-        self._queue.extend([*keys] * _FINAL_TRIALS)
-        return True
+        self._queue.extend([key for key in keys if key not in self._known] * _FINAL_TRIALS)
+        return bool(self._queue)
 
     def run_next(self, runner: Runs) -> bool:
         """Times a few rounds of no rows; False where none are to be timed."""

@@ -13,10 +13,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspec.adaptive.cost import Costed
 from jaxspec.runtime.compile import Compilation, check_mappings, memory_mappings, uncounted
 from jaxspec.runtime.executables import ExecutableStore, kept_once
 
@@ -43,12 +44,14 @@ class WarmupConfig:
       cache: directory in which they are kept for the next process; None: nowhere.
       background: wait only for what a request needs; `Runner.advance` takes in what comes later.
       times: `Runner.advance` also times the rounds.
+      known: seconds of rounds that it need not time.
     """
 
     progress: bool | Callable[[int, int], None]
     cache: Path | None = None
     background: bool = False
     times: bool = False
+    known: Mapping[Costed, float] = dataclasses.field(default_factory=dict)
 
 
 class Warmup:

@@ -53,10 +53,12 @@ def test_rounds_are_timed_as_they_follow_each_other(
     monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: device.now))
     monkeypatch.setattr(timing, "jax", types.SimpleNamespace(block_until_ready=lambda x: x))
     monkeypatch.setattr(timing, "Batch", types.SimpleNamespace(of=lambda *_: types.SimpleNamespace(array=0)))
-    trials, keys = timing.Trials(True), [(PLAIN, 1, None), (Tier(3), 1, None)]
-    for key in keys:
+    trials, keys = timing.Trials(True, {(Tier(2), 1, None): 7.0}), [(PLAIN, 1, None), (Tier(3), 1, None)]
+    known = (Tier(2), 1, None)
+    for key in (*keys, known):
         trials.arrived(key)
-    while trials.run_next(device) or trials.finish(keys):  # type: ignore[arg-type]
+    while trials.run_next(device) or trials.finish([*keys, known]):  # type: ignore[arg-type]
         pass
-    assert trials.over and list(trials.costs) == keys
+    assert trials.over and trials.costs.pop(known) == 7.0, "what is known from before is not timed"
+    assert list(trials.costs) == keys
     assert list(trials.costs.values()) == pytest.approx(expected, abs=tell)

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxspec import warming
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.config import SpeculationConfig
 from jaxspec.engine import Engine
@@ -264,6 +265,30 @@ def test_jobs_that_wait_to_be_traced_are_not_begun_after_the_end():
     go.set()
     waited(lambda: not warmup._in_hand)
     assert len(traced) == 1 and warmup.error is None and not warmup.over and warmup.take() and warmup.over
+
+
+def test_rounds_are_timed_again_only_now_and_then_while_requests_run(bench: Any, monkeypatch: pytest.MonkeyPatch):
+    """Of a second of theirs a twentieth; where nobody waits, at once."""
+    engine = start(bench)
+    waited(lambda: engine.warm)
+    warmup, now, pieces = engine._warmup, [0.0], list[float]()
+
+    def advance() -> bool:
+        now[0] += 0.05
+        pieces.append(now[0])
+        return True
+
+    monkeypatch.setattr(type(engine.runner), "times_again", True)
+    monkeypatch.setattr(warming.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(warmup, "_seconds", None)
+    monkeypatch.setattr(warmup, "_advance", advance)
+    for work, expected in (True, range(4, 7)), (False, range(150, 151)):
+        monkeypatch.setattr(warmup, "_has_work", lambda work=work: work)
+        pieces.clear()
+        for _ in range(300):
+            with warmup.step():
+                now[0] += 0.02
+        assert len(pieces) in expected, (work, len(pieces))
 
 
 def test_the_log_tells_how_far_a_warm_up_is(
