@@ -401,6 +401,10 @@ class Engine:
         """Compiles nothing more; requests go on with what there is."""
         self.runner.stop_warmup()
 
+    def finish_warmup(self) -> None:
+        """As `stop_warmup`, and waits for what is being compiled and what the next start drafts with; in any thread."""
+        self.runner.finish_warmup()
+
     def flush_ring(self) -> None:
         """Returns when what the ring has gathered is written; nothing without one."""
         if self._collector is not None:

@@ -6,6 +6,7 @@ Whatever can be refused is refused before a model is loaded or compiled, and bef
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 import time
@@ -200,7 +201,7 @@ def check(args: argparse.Namespace) -> Job:
     drafter = registry.find(resolve_drafter(args.drafter, directory)[0])
     engine: dict[str, Any] = dict(
         max_batch_size=1, max_seq_len=args.max_seq_len, dtype=args.dtype, tensor_parallel=args.tensor_parallel,
-        warmup=args.warmup,
+        warmup=args.warmup, keep_learnt=True,
     )  # fmt: skip
     config = EngineConfig(**engine)
     check_devices()
@@ -284,6 +285,16 @@ def demo(llm: LLM, params: SamplingParams) -> int:
     return 0 if same else 1
 
 
+def keep(llm: LLM, *, quiet: bool) -> None:
+    """Ends an LLM so that the next run starts with what this one has found out, and drafts from its first token on."""
+    stats = llm.stats
+    if stats.executables_ready < stats.executables and not quiet:
+        print("finishing what is being compiled, for the next run; Ctrl-C leaves at once", file=sys.stderr, flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        llm.finish_warmup()
+    llm.close()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     p = parser()
     args = cli.parse(p, argv, ELSEWHERE)
@@ -299,7 +310,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.demo:
             return demo(llm, job.params)
         if args.chat:
-            return Chat(llm, job.params, job.context, grammar=job.grammar, quiet=args.quiet).run()
+            status = Chat(llm, job.params, job.context, grammar=job.grammar, quiet=args.quiet).run()
+            keep(llm, quiet=args.quiet)
+            return status
         for prompt in job.prompts:
             output, seconds = stream_one(llm, prompt, job.params, echo=not args.quiet, grammar=job.grammar)
             print()
@@ -309,6 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if stats.executables_ready < stats.executables:
                     line += " (--warmup eager waits for all)"
                 print(line, file=sys.stderr)
+        keep(llm, quiet=args.quiet)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

@@ -133,6 +133,13 @@ class LLM:
         """Whether every executable has come and was timed."""
         return self.shared.engine.warm
 
+    def finish_warmup(self) -> None:
+        """Compiles nothing more after what is being compiled and what the next start is to draft with; waits for these.
+
+        For processes that end before all is warm: what has come is kept, and the next one begins with it.
+        """
+        self.shared.engine.finish_warmup()  # in no turn: whoever waits may be interrupted
+
     def wait_until_warm(self) -> None:
         """Returns when every executable has come and was timed. Requests need not wait for it."""
         self.shared.engine.wait_until_warm()

@@ -26,7 +26,7 @@ class Told:
 
     def __init__(self, *args: Any, **options: Any):
         self.args, self.options, self.calls = args, options, list[tuple[str, SamplingParams, Any]]()
-        self.stats = SimpleNamespace(executables=20, executables_ready=12)
+        self.stats, self.told = SimpleNamespace(executables=20, executables_ready=12), list[str]()
 
     def stream(self, prompt: str, params: SamplingParams, grammar: Any) -> Iterator[tuple[int, Delta | Finished]]:
         self.calls.append((prompt, params, grammar))
@@ -34,6 +34,14 @@ class Told:
         yield 0, Delta("r", 0, [6], "1}")
         output = CompletionOutput(0, [5, 6], '{"a": 1}', FinishReason.STOP)
         yield 0, Finished("r", 0, FinishReason.STOP, RequestOutput("r", prompt, [1], [output], RequestMetrics()))
+
+    def finish_warmup(self) -> None:
+        self.told.append("finish")
+        if self.calls[-1][0] == "impatient":
+            raise KeyboardInterrupt
+
+    def close(self) -> None:
+        self.told.append("close")
 
 
 @pytest.fixture
@@ -118,6 +126,15 @@ def test_max_tokens_beyond_the_context_are_the_engines_to_cut(built: list[Told],
         "In the beginning" in out
         and error.count("rounds by tier: none | compiling: 12 of 20 executables (--warmup eager waits for all)\n") == 2
     )
+
+
+def test_the_next_run_begins_with_what_this_one_has_found_out(built: list[Told], capsys: pytest.CaptureFixture[str]):
+    """And who does not wait for that has all the same got what was asked for."""
+    said = "finishing what is being compiled, for the next run; Ctrl-C leaves at once\n"
+    for prompt, flags, told in ("x", [], said), ("impatient", [], said), ("x", ["--quiet"], ""):
+        assert generate.main([prompt, *flags]) == 0
+        assert capsys.readouterr().err.endswith(told) and built[-1].told == ["finish", "close"]
+        assert built[-1].options["keep_learnt"] is True
 
 
 def test_an_interrupt_while_the_engine_is_built_is_taken_and_the_handler_comes_back(monkeypatch: pytest.MonkeyPatch):

@@ -58,6 +58,7 @@ class Arriving(Holding):
         keys = self._can.keys(catches_up=_lags(self.drafter), remembers=corpus_tokens(self.drafter) > 0)
         order = self._can.order(keys) if config.background else dict.fromkeys(keys, 0)
         store = self._store(config.cache)
+        self._keeps = store is not None or bool(jax.config.values.get("jax_compilation_cache_dir"))
         compilations = self._setting.compilations(sorted(keys, key=order.__getitem__), store is not None)
         first = [key for key in keys if not order[key]]
         self._warmup = Warmup(compilations, len(first), store=store)
@@ -137,6 +138,16 @@ class Arriving(Holding):
     def stop_warmup(self) -> None:
         """Compiles nothing more after what is being compiled."""
         self._warmup.stop()
+
+    def finish_warmup(self) -> None:
+        """Compiles nothing more after what is being compiled and what the next process drafts with; waits for these.
+
+        Where nothing is kept it waits for nothing.
+        """
+        if self._keeps:
+            self._warmup.finish(self._can.first_keys)
+        else:
+            self._warmup.stop()
 
     def ready(self, tier: Tier, bucket: int, tokens: int | None = None) -> bool:
         """Whether a round of the tier can run at this padded batch size, packed where `tokens` are given."""

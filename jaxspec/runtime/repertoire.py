@@ -132,16 +132,28 @@ class RunnerConfig:
         weight = lambda key: key.tier.depth if isinstance(key, RoundKey | MixedKey) else -isinstance(key, LogprobsKey)
         return sorted(dict.fromkeys(keys), key=weight, reverse=True)
 
-    def order(self, keys: Sequence[Key]) -> dict[Key, int]:
-        """When each key's turn comes, from 0, which the first request waits for."""
+    @property
+    def first_tiers(self) -> tuple[Tier, ...]:
+        """With which to begin at the smallest batch: the least, and the likeliest of those that draft."""
         buckets, tiers = self.buckets, sorted(self.reachable)
         least = next(tier for tier in tiers if buckets[0] in self.reachable[tier])  # not every policy decodes plainly
         drafting = [tier for tier in tiers if tier.depth and tier != least]
-        likely = drafting[len(drafting) // 2 : len(drafting) // 2 + 1]
-        urgent = self.round_keys(least, buckets[0])
-        turns: dict[Key, int] = {key: 2 for key in self.prefill_keys}
+        return least, *drafting[len(drafting) // 2 : len(drafting) // 2 + 1]
+
+    @property
+    def first_keys(self) -> list[Key]:
+        """The executables of these tiers: with them an engine drafts where that pays, and else does not."""
+        at, tiers = self.buckets[0], self.first_tiers
+        keys = [key for tier in tiers if at in self.reachable[tier] for key in self.round_keys(tier, at)]
+        return [*keys, CatchUpKey(at)]
+
+    def order(self, keys: Sequence[Key]) -> dict[Key, int]:
+        """When each key's turn comes, from 0, which the first request waits for."""
+        buckets, tiers = self.buckets, sorted(self.reachable)
+        least, *likely = self.first_tiers
+        turns: dict[Key, int] = {key: 3 for key in self.prefill_keys}
         turns |= dict.fromkeys((AdmitKey(), LogprobsKey(1, 1, 1), *map(self.prefill, self.prefill_shapes[:1])), 0)
-        turns |= dict.fromkeys((*urgent, RememberKey()), 0)
+        turns |= dict.fromkeys((*self.round_keys(least, buckets[0]), RememberKey()), 0)
         ends = [(at, tier) for at in (buckets[0], buckets[-1]) for tier in (least, *likely)]
         rest = [(at, tier) for at in buckets for tier in tiers]
         for turn, (bucket, tier) in enumerate([*ends, *rest]):

@@ -81,6 +81,7 @@ class Warmup:
         self._allowed = len(compilations) if first is None else first
         self._arrived: dict[Any, Any] = {}  # in order
         self._failed: set[Any] = set()
+        self._wanted: Collection[Any] | None = None  # of those not begun; None: all
         self._changed = threading.Condition()
         self._stopped, self._compiled = False, 0
         self._mappings, self._processor = memory_mappings(), _processor_seconds()
@@ -165,6 +166,15 @@ class Warmup:
             self._left.clear()
             self._changed.notify_all()
 
+    def finish(self, keys: Collection[Any]) -> None:
+        """Ends after these and what is being compiled; the caller waits, and they are stored."""
+        with self._changed:
+            self._wanted = keys
+            self._left = deque(compilation for compilation in self._left if compilation.key in keys)
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
     def _ends(self) -> bool:
         """Whether nobody wants what is not being compiled yet."""
         return self._stopped or _process_ends()
@@ -200,7 +210,8 @@ class Warmup:
 
     def _run(self, compilation: Compilation) -> None:
         def lower() -> Any:
-            if self._ends():  # others were traced before, one at a time
+            unwanted = self._wanted is not None and compilation.key not in self._wanted
+            if unwanted or self._ends():  # others were traced before, one at a time
                 raise _EndedError
             return compilation.lower()
 

@@ -267,6 +267,30 @@ def test_jobs_that_wait_to_be_traced_are_not_begun_after_the_end():
     assert len(traced) == 1 and warmup.error is None and not warmup.over and warmup.take() and warmup.over
 
 
+def test_a_warm_up_that_is_to_finish_compiles_what_is_wanted_and_under_way():
+    lowered, began, go = [], threading.Event(), threading.Event()
+
+    def job(key: int) -> Compilation:
+        def lower() -> Any:
+            lowered.append(key)
+            began.set()
+            assert go.wait(PATIENCE)
+            return jax.jit(lambda x: x + key).lower(1.0)
+
+        return Compilation(key, (), lower)
+
+    warmup = Warmup([job(key) for key in range(5)], threads=2)
+    assert began.wait(PATIENCE)
+    waited(lambda: warmup._in_hand == 2)  # of which one is being traced
+    finishing = threading.Thread(target=warmup.finish, args=({3},))
+    finishing.start()
+    waited(lambda: warmup._wanted is not None)
+    assert finishing.is_alive()
+    go.set()
+    finishing.join(PATIENCE)
+    assert sorted(lowered) == sorted({lowered[0], 3}) and dict(warmup._arrived).keys() == {lowered[0], 3}
+
+
 def test_rounds_are_timed_again_only_now_and_then_while_requests_run(bench: Any, monkeypatch: pytest.MonkeyPatch):
     """Of a second of theirs a twentieth; where nobody waits, at once."""
     engine = start(bench)
