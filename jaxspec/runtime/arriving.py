@@ -60,7 +60,12 @@ class Arriving(Holding):
         store = self._store(config.cache)
         self._keeps = store is not None or bool(jax.config.values.get("jax_compilation_cache_dir"))
         compilations = self._setting.compilations(sorted(keys, key=order.__getitem__), store is not None)
-        first = [key for key in keys if not order[key]]
+        # An engine of one request at a time is built for a request that is there: what can be loaded is loaded before
+        # it, since both cores of a small machine are its own then. Beside a request that takes three times as long.
+        alone = config.background and self._can.buckets == [1]
+        stored = {c.key for c in compilations if c.fingerprint in store} if alone and store is not None else set()
+        first = [key for key in keys if not order[key] or key in stored]
+        compilations.sort(key=lambda compilation: compilation.key not in first)
         self._warmup = Warmup(compilations, len(first), store=store)
         # Elsewhere what runs would disturb a compiler that times what it compiles.
         at_once = jax.default_backend() == "cpu" and not config.background and not self._place.spans
@@ -83,12 +88,15 @@ class Arriving(Holding):
             raise
         if config.background:
             weakref.finalize(self, self._warmup.stop)  # with its engine, or where none comes of it
-            self._warmup.give_way()
         if self._place.spans:
             # What is run below is run by all processes together, and each has compiled in an order of its own.
             arrived.sort(key=lambda pair: keys.index(pair[0]))
         for key, executable in arrived:
             self._take_in(key, executable)
+        while alone and self._trials.run_next(self):  # beside others that compile they would seem dear
+            pass
+        if config.background:
+            self._warmup.give_way()
 
     def _store(self, directory: Path | None) -> ExecutableStore | None:
         if directory is None or self._place.spans:

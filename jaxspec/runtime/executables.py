@@ -252,6 +252,10 @@ class ExecutableStore:
         for old in known[_KEPT:]:
             shutil.rmtree(old, ignore_errors=True)
 
+    def __contains__(self, key: object) -> bool:
+        """Whether something is stored under a key."""
+        return self._directory is not None and (self._directory / str(key)).exists()
+
     def get(self, key: str, args: Sequence[Any], compile: Callable[[], Any]) -> Any:
         """The executable of a key: the stored one, else what `compile` returns, which is then stored.
 

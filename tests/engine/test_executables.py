@@ -8,11 +8,13 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +23,17 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxspec.adaptive.cost import CostTable
+from jaxspec.adaptive.learnt import Learns, Learnt
+from jaxspec.adaptive.static import StaticPolicy
+from jaxspec.assemble import known_rounds
+from jaxspec.choosing import choose_policy
 from jaxspec.config import SpeculationConfig
 from jaxspec.loading import bind_drafter
 from jaxspec.runtime import compile as compilation
 from jaxspec.runtime import executables, warmup
 from jaxspec.runtime.compile import Compilation, use_persistent_cache
 from jaxspec.runtime.executables import ExecutableStore, Fingerprints, IndescribableError
-from jaxspec.runtime.programs import RoundKey, products_in
+from jaxspec.runtime.programs import AdmitKey, CatchUpKey, LogprobsKey, PrefillKey, RoundKey, products_in
 from jaxspec.runtime.warmup import Warmup
 from jaxspec.speculation.round import RoundSpec, round_fn
 from jaxspec.speculation.state import Geometry
@@ -35,6 +41,8 @@ from jaxspec.tier import PLAIN, Tier
 
 GEO = Geometry(slots=2, num_pages=8, page_size=8, pages_per_seq=4, max_depth=3)
 TREE = Tier(2, 2, 5)
+#: What the first request of an engine for one needs, besides a prefill.
+FIRST = (AdmitKey(), LogprobsKey(1, 1, 1), RoundKey(PLAIN, 1, True))
 COST = CostTable({(tier, 4): 1e-3 for tier in (PLAIN, TREE)})
 
 
@@ -171,6 +179,60 @@ def test_a_second_engine_traces_nothing_and_says_the_same(
     assert len(list(tmp_path.rglob("rounds/*/*"))) > len(stored)
     tokens = lambda outputs: [completion.token_ids for o in outputs for completion in o.outputs]
     assert tokens(tools.drive(other, tools.workload())) == tokens(expected)
+
+
+@pytest.fixture
+def go() -> Iterator[threading.Event]:
+    """Set at the end, so that no thread waits for it for long."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_the_second_start_drafts_from_its_first_round(
+    bench: Any, tools: Any, tmp_path: Path, caching: None, monkeypatch: pytest.MonkeyPatch, go: threading.Event
+):
+    """Of an engine for one request at a time, however short the first run was: nothing came while that wrote."""
+    config = dict(max_batch_size=1, batch_buckets=(1,), variants=("sampled",), num_pages=12, warmup="background")
+    kept = dict(compile_cache=tmp_path, keep_learnt=True)
+    speculation = SpeculationConfig(tiers=(PLAIN, Tier(1), Tier(3)))
+    start = lambda: bench.build("eagle3", speculation, **config, **kept)
+    work, compiled, begun = tools.workload()[:1], Compilation.compiled, list[Any]()
+    expected = bench.expected(work)
+
+    def later(job: Compilation, store: Any) -> Any:
+        if job.fingerprint not in store and not (job.key in FIRST or isinstance(job.key, PrefillKey)):
+            begun.append(job.key)
+            assert go.wait(120)
+        return compiled(job, store)
+
+    monkeypatch.setattr(Compilation, "compiled", later)
+    first = start()
+    tools.same(tools.drive(first, work), expected)
+    assert not first.runner.ready(Tier(3), 1)
+    go.set()
+    first.finish_warmup()
+    first.close()
+    assert RoundKey(Tier(3), 1, True) in begun and CatchUpKey(1) in begun
+    left = first.runner.num_executables - len(list(tmp_path.rglob("rounds/*/*")))
+    assert left > 0, "not all was waited for"
+    # Costs that were all learnt are taken; of some the others would compare with another time's.
+    keeper, choice = first._keeper, choose_policy(speculation, (1,), drafts=True, trees=True)
+    assert keeper is not None and (learnt := keeper.read()) is not None and len(learnt.seconds) == 1
+    assert not known_rounds(keeper, choice)
+    costs = {(Tier(depth), 1, None): 1.0 + depth for depth in (0, 1, 3)}
+    taught = Mock(spec=Learns, learnt=lambda: Learnt(seconds={key: (cost, 0.1) for key, cost in costs.items()}))
+    keeper.keep(taught, at_once=True)
+    assert known_rounds(keeper, choice) == costs
+    go.clear()
+    second = start()
+    assert second.runner.ready(Tier(3), 1) and not second.runner.ready(Tier(1), 1)
+    assert second.runner.costs == {key: cost for key, cost in costs.items() if key[0].depth != 1}, "none was timed"
+    assert second.controller.policy.buckets_for(Tier(3), (1,)) == (1,), "it may draft at once"
+    second.use_policy(StaticPolicy(Tier(3)))
+    tools.same(tools.drive(second, work), expected)
+    assert second.controller.rounds_by_tier[PLAIN] == 0 < second.controller.rounds_by_tier[Tier(3)]
+    second.close()
 
 
 def test_what_no_program_depends_on_changes_no_key(tmp_path: Path, caching: None):
