@@ -188,22 +188,30 @@ def say_interrupted(what: str = "interrupted") -> None:
     print(f"\n{what}" if sys.stderr.isatty() else what, file=sys.stderr, flush=True)
 
 
-def run(main: Callable[[], int]) -> NoReturn:
-    """Ends the process with what `main` returns, or quietly and soon after Ctrl-C."""
+def run(main: Callable[[], int], *, at_once: bool = False) -> NoReturn:
+    """Ends the process with what `main` returns, or quietly and soon after Ctrl-C.
+
+    Args:
+      at_once: see `leave`.
+    """
     try:
         status = main()
     except KeyboardInterrupt:
         say_interrupted()
         status = INTERRUPTED
-    leave(status)
+    leave(status, at_once=at_once)
 
 
-def leave(status: int) -> NoReturn:
-    """Ends the process, at once where executables are still being compiled: nobody waits for them."""
+def leave(status: int, *, at_once: bool = False) -> NoReturn:
+    """Ends the process, at once where executables are still being compiled: nobody waits for them.
+
+    Args:
+      at_once: anyhow: nothing is left to be written, and Python and JAX would clear up for most of a second.
+    """
     if status == INTERRUPTED:  # the key pressed again changes nothing
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdout.flush()
     sys.stderr.flush()
-    if any(thread.name.startswith("warm-up") for thread in threading.enumerate()):
+    if at_once or any(thread.name.startswith("warm-up") for thread in threading.enumerate()):
         os._exit(status)
     sys.exit(status)

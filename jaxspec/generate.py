@@ -287,8 +287,7 @@ def demo(llm: LLM, params: SamplingParams) -> int:
 
 def keep(llm: LLM, *, quiet: bool) -> None:
     """Ends an LLM so that the next run starts with what this one has found out, and drafts from its first token on."""
-    stats = llm.stats
-    if stats.executables_ready < stats.executables and not quiet:
+    if llm.compiling and not quiet:
         print("finishing what is being compiled, for the next run; Ctrl-C leaves at once", file=sys.stderr, flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         llm.finish_warmup()
@@ -318,8 +317,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print()
             if not args.quiet:
                 stats = llm.stats
-                line = summary([output], seconds) + still_compiling(stats.executables_ready, stats.executables)
-                if stats.executables_ready < stats.executables:
+                line = summary([output], seconds)
+                if llm.compiling:
+                    line += still_compiling(stats.executables_ready, stats.executables)
                     line += " (--warmup eager waits for all)"
                 print(line, file=sys.stderr)
         keep(llm, quiet=args.quiet)
@@ -330,4 +330,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, at_once=True)

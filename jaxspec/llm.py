@@ -133,6 +133,11 @@ class LLM:
         """Whether every executable has come and was timed."""
         return self.shared.engine.warm
 
+    @property
+    def compiling(self) -> bool:
+        """Whether executables are still to come that no earlier process has compiled and kept."""
+        return self.shared.engine.runner.compiling
+
     def finish_warmup(self) -> None:
         """Compiles nothing more after what is being compiled and what the next start is to draft with; waits for these.
 

@@ -68,6 +68,8 @@ class BackgroundWarmup:
 
     def wait(self) -> None:
         """Returns when every executable has come and was timed; steps may be taken meanwhile, by other threads."""
+        if not self.warm:
+            self._runner.hurry_warmup()
         while not self.warm:
             if not _advance_idle(lambda: self):
                 time.sleep(0.01)

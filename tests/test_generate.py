@@ -26,6 +26,7 @@ class Told:
 
     def __init__(self, *args: Any, **options: Any):
         self.args, self.options, self.calls = args, options, list[tuple[str, SamplingParams, Any]]()
+        self.compiling = True
         self.stats, self.told = SimpleNamespace(executables=20, executables_ready=12), list[str]()
 
     def stream(self, prompt: str, params: SamplingParams, grammar: Any) -> Iterator[tuple[int, Delta | Finished]]:

@@ -30,6 +30,9 @@ from jaxspec.speculation.drafter import Drafter, Remembering
 from jaxspec.speculation.state import Geometry
 from jaxspec.tier import Choice, Tier
 
+#: Seconds after which an engine of one request loads what that can do without: most such requests are over then.
+_LATER_SECONDS = 2.0
+
 
 class Arriving(Holding):
     """What is held, and executables that come by and by.
@@ -60,11 +63,11 @@ class Arriving(Holding):
         store = self._store(config.cache)
         self._keeps = store is not None or bool(jax.config.values.get("jax_compilation_cache_dir"))
         compilations = self._setting.compilations(sorted(keys, key=order.__getitem__), store is not None)
-        # An engine of one request at a time is built for a request that is there: what can be loaded is loaded before
-        # it, since both cores of a small machine are its own then. Beside a request that takes three times as long.
+        # An engine of one request at a time is built for a request that is there. What that drafts with is loaded
+        # before it, and what else is kept later: beside it loading takes three times as long, and takes its time.
         alone = config.background and self._can.buckets == [1]
         stored = {c.key for c in compilations if c.fingerprint in store} if alone and store is not None else set()
-        first = [key for key in keys if not order[key] or key in stored]
+        first = [key for key in keys if not order[key] or key in stored.intersection(self._can.first_keys)]
         compilations.sort(key=lambda compilation: compilation.key not in first)
         self._warmup = Warmup(compilations, len(first), store=store)
         # Elsewhere what runs would disturb a compiler that times what it compiles.
@@ -96,7 +99,7 @@ class Arriving(Holding):
         while alone and self._trials.run_next(self):  # beside others that compile they would seem dear
             pass
         if config.background:
-            self._warmup.give_way()
+            self._warmup.give_way(_LATER_SECONDS if len(stored) == len(keys) else 0.0)
 
     def _store(self, directory: Path | None) -> ExecutableStore | None:
         if directory is None or self._place.spans:
@@ -142,6 +145,15 @@ class Arriving(Holding):
     def times_again(self) -> bool:
         """Whether the next piece of warming up times a round whose cost is known by and large."""
         return self._trials.repeated
+
+    @property
+    def compiling(self) -> bool:
+        """Whether executables are still to come that no earlier process has compiled."""
+        return self._warmup.compiling
+
+    def hurry_warmup(self) -> None:
+        """What was to be loaded later is loaded now."""
+        self._warmup.hurry()
 
     def stop_warmup(self) -> None:
         """Compiles nothing more after what is being compiled."""

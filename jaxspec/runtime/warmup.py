@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import math
 import os
 import threading
 import time
@@ -82,6 +83,7 @@ class Warmup:
         self._arrived: dict[Any, Any] = {}  # in order
         self._failed: set[Any] = set()
         self._wanted: Collection[Any] | None = None  # of those not begun; None: all
+        self._rest_from = math.inf  # on time.monotonic's clock
         self._changed = threading.Condition()
         self._stopped, self._compiled = False, 0
         self._mappings, self._processor = memory_mappings(), _processor_seconds()
@@ -129,11 +131,18 @@ class Warmup:
         with self._changed:
             return not self._left and not self._in_hand and not self._arrived
 
-    def give_way(self) -> None:
-        """From now on all may begin, and use what others leave of the processor (on Linux; elsewhere as before).
+    @property
+    def compiling(self) -> bool:
+        """Whether something is in hand, or left that is not stored."""
+        with self._changed:
+            stored = lambda compilation: self._store is not None and compilation.fingerprint in self._store
+            return bool(self._in_hand) or not all(map(stored, self._left))
 
-        To be called before anything else ran beside them: XLA compiles in threads of its own, which are known by
-        the time that they have used so far.
+    def give_way(self, after: float = 0.0) -> None:
+        """After so many seconds all may begin, and use what others leave of the processor (on Linux).
+
+        Elsewhere they use it as before. To be called before anything else ran beside them: XLA compiles in threads of
+        its own, which are known by the time that they have used so far.
         """
         self._nice = _NICE
         before, ours = self._processor, {thread.native_id for thread in threading.enumerate()}
@@ -141,7 +150,13 @@ class Warmup:
             if thread not in ours and seconds - before.get(thread, 0.0) >= _COMPILES_SECONDS:
                 _stand_back(thread)
         with self._changed:
-            self._allowed = self.total
+            self._rest_from = time.monotonic() + after
+            self._changed.notify_all()
+
+    def hurry(self) -> None:
+        """What was to begin some time after `give_way` may begin now."""
+        with self._changed:
+            self._rest_from = min(self._rest_from, time.monotonic())
             self._changed.notify_all()
 
     def attend(self, advance: Callable[[], bool | None]) -> None:
@@ -186,6 +201,8 @@ class Warmup:
                     self.stop()
                 if not self._left:
                     return None
+                if time.monotonic() >= self._rest_from:
+                    self._allowed = self.total
                 if len(self._left) > self.total - self._allowed:
                     self._in_hand += 1
                     return self._left.popleft()

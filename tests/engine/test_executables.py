@@ -210,6 +210,7 @@ def test_the_second_start_drafts_from_its_first_round(
     first = start()
     tools.same(tools.drive(first, work), expected)
     assert not first.runner.ready(Tier(3), 1)
+    assert first.runner.compiling
     go.set()
     first.finish_warmup()
     first.close()

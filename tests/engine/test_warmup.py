@@ -291,6 +291,16 @@ def test_a_warm_up_that_is_to_finish_compiles_what_is_wanted_and_under_way():
     assert sorted(lowered) == sorted({lowered[0], 3}) and dict(warmup._arrived).keys() == {lowered[0], 3}
 
 
+def test_what_can_wait_is_not_begun_before_its_time_unless_it_is_hurried():
+    warmup = Warmup([Compilation(key, (), lambda: jax.jit(lambda x: x + 1).lower(1.0)) for key in range(2)], 1)
+    assert [key for key, _ in warmup.wait([0])] == [0]
+    warmup.give_way(after=1000.0)
+    time.sleep(3 * warm_ups._LOOK_SECONDS)
+    assert not warmup.over and warmup.take() is None and warmup.compiling
+    warmup.hurry()
+    assert [key for key, _ in warmup.wait([1])] == [1] and not warmup.compiling
+
+
 def test_rounds_are_timed_again_only_now_and_then_while_requests_run(bench: Any, monkeypatch: pytest.MonkeyPatch):
     """Of a second of theirs a twentieth; where nobody waits, at once."""
     engine = start(bench)
