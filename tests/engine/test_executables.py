@@ -218,7 +218,7 @@ def test_the_second_start_drafts_from_its_first_round(
     left = first.runner.num_executables - len(list(tmp_path.rglob("rounds/*/*")))
     assert left > 0, "not all was waited for"
     # Costs that were all learnt are taken; of some the others would compare with another time's.
-    keeper, choice = first._keeper, choose_policy(speculation, (1,), drafts=True, trees=True)
+    keeper, choice = first._decider.keeper, choose_policy(speculation, (1,), drafts=True, trees=True)
     assert keeper is not None and (learnt := keeper.read()) is not None and len(learnt.seconds) == 1
     assert not known_rounds(keeper, choice)
     costs = {(Tier(depth), 1, None): 1.0 + depth for depth in (0, 1, 3)}
