@@ -172,7 +172,7 @@ H200 = Stairs(
     draft_ms=(0.21, 0.0015),
     entry_ms=0.25,
 )  # fmt: skip
-#: Fitted to the six rounds of docs/benchmarks.md ("Overheads"), four of a dispatch.
+#: Fitted to the six rounds of docs/benchmarks/engine.md ("Overheads"), four of a dispatch.
 H200_1B = Stairs(
     "formula of an H200's measured rounds: a model of 1B, bf16, chains of 0 and 3 at batch 1, 16 and 64",
     plain_ms=((1, 0.900), (16, 0.971), (64, 1.244)), token_ms=((4, 0.0057), (64, 0.0048), (256, 0.0025)),
