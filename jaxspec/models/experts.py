@@ -100,7 +100,7 @@ class MixtureOfExperts(nnx.Module):
         count = self.experts.count
         if self.packed:
             many = pairs >= _MANY_OF_ONE * count and pairs > _FEW_ROWS * self.experts.per_token
-            return "many" if many and mixing.hopper(self.backend) else "packed"
+            return "many" if many and mixing.hopper(self.backend) and self._widths_refusal() is None else "packed"
         gathers = all(stacked.gathers(kernel[...]) for kernel in (self.gate_up, self.down))
         if not mixing.on_gpu(self.backend) or not gathers:
             return "blocks"
@@ -135,11 +135,15 @@ class MixtureOfExperts(nnx.Module):
 
     def many_refusal(self) -> str | None:
         """Why the kernel for many rows does not serve experts that are not packed, or None."""
+        if self.shards > 1 and split_axis(self.down) is None:
+            return f"they are laid out for {self.shards} devices, and this one has them whole"
         if self.in_few_bits or any(kernel[...].dtype != jnp.bfloat16 for kernel in (self.gate_up, self.down)):
             return "their weights are not bfloat16"
-        return self._gates_refusal() or gpu_experts_many.refusal(
-            self.down.shape[2], self.down.shape[1] // (1 if split_axis(self.down) is None else self.shards)
-        )
+        return self._gates_refusal() or self._widths_refusal()
+
+    def _widths_refusal(self) -> str | None:
+        _, inner, width = stacked.shape_of(self.down[...])
+        return gpu_experts_many.refusal(width, inner // self.shards)
 
     def _gates_refusal(self) -> str | None:
         """Why kernels do not serve their gates, or None."""

@@ -200,7 +200,7 @@ def _by_own_rows(own: Stack, x_ME: jax.Array, routing: Routing) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _own_rows(about: tuple[Any, ...], kernels: tuple[Any, ...], x_ME: jax.Array, routing: Routing) -> jax.Array:
-    """The kernel, which heads that are trained need the derivative of."""
+    """The kernel, which heads that are trained need the derivative of; of bfloat16 alone, as theirs are."""
     return _mixed(gpu_experts_many, Stack(about[0], *kernels, *about[1:]), x_ME, routing)
 
 

@@ -35,6 +35,11 @@ _TEAMS = 2
 #: Rows of a slot at most: two sums [64, rows] of a warpgroup fit into its registers.
 _MOST_ROWS = 128
 _MAX_STAGES = 6
+#: Bytes of an expert's weights up to which what one of its slots has read is still in the second-level cache when the
+#: next one wants it, a slot's tiles all done before: a third of Hopper's 50 MB.
+_CACHED = 16 << 20
+#: Inputs up to which there is room for PIECE rows.
+_WIDEST = 14336
 #: What weights that are not packed are called in kernels' names.
 _WHOLE = "bfloat16"
 
@@ -46,6 +51,7 @@ class _Kernel:
     Attributes:
       kind: "up" or "down". dtype: of the weights, `Packed.kind` or bfloat16. shape: (rows of a slot, inputs of the
         weights). columns: of the results. groups: of scales, 0 of none. slots: that there may be.
+      by_slots: whether a tile of all slots comes after the other, not the tiles of one slot after the other.
       gates: see packed_experts.mix. biased: whether columns have a bias. interpret: whether it is pretended.
     """
 
@@ -55,6 +61,7 @@ class _Kernel:
     columns: int
     groups: int
     slots: int
+    by_slots: bool = False
     gates: Gates | None = None
     biased: bool = False
     interpret: bool = False
@@ -118,15 +125,18 @@ class _Kernel:
         team, program = lax.axis_index("team"), lax.axis_index("program")
         overlap.wait(self.interpret)
         overlap.begin(self.interpret)
-        mine = lax.div(ins[4][0] * self.across - program + (self.programs - 1), self.programs)
+        used = ins[4][0]
+        mine = lax.div(used * self.across - program + (self.programs - 1), self.programs)
 
         def each(one: Callable[[Any, Any, Any, Any], None]) -> None:
             """Of every tile its turn, its slot, the slot's expert and the tile's number."""
 
             def turn(i: Any, _: Any) -> tuple[()]:
                 number = program + i * self.programs
-                slot = lax.div(number, self.across)
-                one(i, slot, ins[3][slot], lax.rem(number, self.across))
+                slot, tile = lax.div(number, self.across), lax.rem(number, self.across)
+                if self.by_slots:
+                    tile, slot = lax.div(number, used), lax.rem(number, used)
+                one(i, slot, ins[3][slot], tile)
                 return ()
 
             lax.fori_loop(0, mine, turn, ())
@@ -327,11 +337,11 @@ def _at_places(x_ME: jax.Array, sources_Q: jax.Array, interpret: Any) -> jax.Arr
     return x_QEl.reshape(-1, x_ME.shape[1])
 
 
-def refusal(inputs: int, outputs: int) -> str | None:
-    """Why experts [inputs, outputs] of bfloat16 are not served, or None; of packed ones `packed_experts` says it."""
-    if inputs % TILE or outputs % TILE:
-        return f"experts must be multiples of {TILE} wide, got {inputs} and {outputs}"
-    return None
+def refusal(width: int, inner: int) -> str | None:
+    """Why experts of such widths are not served, or None; of packed ones `packed_experts` says it, too."""
+    if width % TILE or inner % TILE:
+        return f"experts must be multiples of {TILE} wide, got {width} and {inner}"
+    return None if width <= _WIDEST else f"rows must be at most {_WIDEST} wide, got {width}"
 
 
 def slot_rows(m: int, per_token: int, count: int) -> int:
@@ -349,10 +359,11 @@ def _run(
     """A launch: the results' rows of one of both products."""
     whole = not isinstance(weight, Packed)
     count, inputs, outputs = weight.shape if whole else (len(weight.values), *weight.shape)
-    columns = outputs // (2 if kind == "up" else 1)
+    columns, row_bytes = outputs // (2 if kind == "up" else 1), 2 * BLOCK if whole else unpack.row_bytes(weight.kind)
     kernel = _Kernel(
         kind=kind, dtype=_WHOLE if whole else weight.kind, shape=(rows, inputs), columns=columns,
         groups=0 if whole else weight.groups, slots=len(experts_S), gates=gates, biased=bias is not None,
+        by_slots=inputs * outputs * row_bytes > _CACHED * BLOCK,
         interpret=interpret is not None,
     )  # fmt: skip
     half = TILE // 2

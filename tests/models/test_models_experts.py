@@ -26,6 +26,7 @@ from jaxspec.models.quantised import Quantised
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_config, tiny_target
 from jaxspec.quantize import FORMATS, quantise_directory
 from jaxspec.runtime.sharding import parameter_shardings, tensor_mesh
+from pallas_kernels.small_batch import packed_experts
 
 COUNT, CHOSEN, INNER = 6, 2, 24
 
@@ -297,10 +298,16 @@ def test_experts_in_few_bits_are_gathered_or_expanded_some_at_a_time(
         np.testing.assert_allclose(other, found[0], atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("way", ["blocks", "pairs", "all", "packed"])
-@pytest.mark.parametrize("form", ["int8", "int4", "mxfp4"])
+@pytest.mark.parametrize(("form", "way"), [
+    (form, way) for form in ("int8", "int4", "mxfp4") for way in ("blocks", "pairs", "all", "packed", "many")
+    if (form, way) != ("int4", "many")  # not packed, as the case of few rows says
+])  # fmt: skip
 def test_two_devices_share_experts_in_few_bits(form: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has its part of every kernel and its scales; packed, what the kernel of few rows wants of its own part."""
+    """Each has its part of every kernel and its scales; packed, what the kernels want of its own part."""
+    if way == "many":  # in XLA's place: the same arguments
+        way = "packed"
+        monkeypatch.setitem(mixing.WAYS, "packed", mixing.WAYS["many"])
+        monkeypatch.setattr(mixing.gpu_experts_many, "mix", packed_experts.mix)
     own = Experts(COUNT, CHOSEN, 192, (0,), scores="top_k", bias=True, hidden_act="clamped_swiglu")
     cfg = tiny_config(hidden_size=128, experts=own)
     made = experts.MixtureOfExperts(cfg, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(params=1))
