@@ -235,6 +235,7 @@ def test_kernels_for_many_rows_agree_with_xla(name: str, rows: int, monkeypatch:
         kernels = same = [packed_as(name, *map(jnp.asarray, one)) for one in raw]
     first = jnp.asarray(x), jnp.asarray(experts_MK), jnp.asarray(weights_MK)
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
-    got = gpu_experts_many.mix(*first, kernels[0], kernels[1], **extra, interpret=params)
+    # Waited for: what XLA ran beside three interpreted threads could wait for ever, and they for it.
+    got = jax.block_until_ready(gpu_experts_many.mix(*first, kernels[0], kernels[1], **extra, interpret=params))
     want = packed_experts.mix(*first, same[0], same[1], **extra)
     np.testing.assert_allclose(got, want, atol=2**-7 * float(jnp.abs(want).max()))
