@@ -8,7 +8,6 @@ among several sets, so that no cache holds them from call to call.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import json
@@ -23,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.commands import Parser
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.profile import record
 from pallas_kernels.registry import OPERATIONS, Case, suite
@@ -125,16 +125,16 @@ def measure(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    line = (__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=line)
+    parser = Parser("bench", __doc__)
     add = parser.add_argument
-    add("--op", choices=tuple(OPERATIONS), help="default: all")
-    add("--case", default="", metavar="REGEX", help="cases whose names match")
-    add("--device-time", action="store_true", help="kernels' own times from the profiler instead of the wall clock's")
-    add("--implementation", nargs="+", default=[], metavar="NAME", help="these only, where they serve a case")
-    add("--repeats", type=int, default=20)
+    add("--op", choices=tuple(OPERATIONS), help="default: all of them")
+    add("--case", default="", metavar="REGEX", help="cases whose names match (default: all)")
+    add("--device-time", action="store_true", help="kernels' own times from the profiler (default: the wall clock's)")
+    add("--implementation", nargs="+", default=[], metavar="NAME", help="these only, where they serve a case (default: "
+        "the backend's, the reference and a case's alternatives)")  # fmt: skip
+    add("--repeats", type=int, default=20, help="medians are taken over these (default: %(default)s)")
     add("--bandwidth", type=float, help="TB/s of the floor; default: measured first")
-    add("--json", metavar="FILE")
+    add("--json", metavar="FILE", help="write conditions and rows there (default: nowhere)")
     args = parser.parse_args(argv)
 
     if (backend := jax.default_backend()) not in ("gpu", "tpu"):

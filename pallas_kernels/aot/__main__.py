@@ -14,7 +14,6 @@ engine's, and others may be a function's ("package.module:function"): see `progr
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import importlib.metadata
@@ -32,6 +31,7 @@ from typing import Any
 from pallas_kernels.aot.programs import known
 from pallas_kernels.aot.table import Outcome, header
 from pallas_kernels.aot.targets import EXTRA, TARGETS
+from pallas_kernels.commands import Parser
 
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
 
@@ -68,20 +68,18 @@ def compile_for(target: str, ops: Sequence[str], case: str, quick: bool) -> list
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pallas_kernels.aot", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = Parser("aot", __doc__)
     parser.add_argument(
         "--target", action="append", choices=TARGETS, metavar="NAME",
-        help=f"one of {', '.join(TARGETS)}; may be repeated; all by default",
+        help=f"one of {', '.join(TARGETS)}; may be repeated (default: all)",
     )  # fmt: skip
     parser.add_argument(
         "--op", action="append", metavar="OP",
-        help=f"one of {', '.join(known())}, or package.module:function; may be repeated; all by default",
+        help=f"one of {', '.join(known())}, or package.module:function; may be repeated (default: all)",
     )  # fmt: skip
-    parser.add_argument("--case", default="", metavar="REGEX", help="only programs whose name matches")
-    parser.add_argument("--subset", choices=("ci",), help="ci: the programs that every change is tested with")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the outcomes there too")
+    parser.add_argument("--case", default="", metavar="REGEX", help="only programs whose name matches (default: all)")
+    parser.add_argument("--subset", choices=("ci",), help="ci: what every change is tested with (default: all)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the outcomes there too (default: nowhere)")
     args = parser.parse_args(argv)
     names, ops = args.target or list(TARGETS), args.op or list(known())
     for op in ops:

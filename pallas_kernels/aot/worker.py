@@ -7,7 +7,6 @@ is known.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -26,6 +25,7 @@ from pallas_kernels.aot.collectives import Collective, collectives
 from pallas_kernels.aot.programs import Program, provider
 from pallas_kernels.aot.table import Outcome, line
 from pallas_kernels.aot.targets import TARGETS, Target
+from pallas_kernels.commands import Parser
 
 #: Bytes of registers that a thread of a GPU kernel may spill, stores and loads together: some 50 words around a
 #: loop's edges are noise beside a kernel's traffic (latent attention on Mosaic GPU has 388 bytes and is 10% faster on
@@ -125,12 +125,12 @@ def examine(program: Program, target: Target) -> Outcome:
 
 def main(argv: list[str] | None = None) -> None:
     """Compiles what is asked for and writes the outcomes as JSON."""
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.aot.worker")
-    parser.add_argument("target", choices=TARGETS)
-    parser.add_argument("--op", action="append", required=True)
-    parser.add_argument("--case", default="")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path, required=True)
+    parser = Parser("aot.worker", __doc__)
+    parser.add_argument("target", choices=TARGETS, metavar="TARGET", help="device that is compiled for")
+    parser.add_argument("--op", action="append", required=True, help="as of pallas_kernels.aot; may be repeated")
+    parser.add_argument("--case", default="", metavar="REGEX", help="only programs whose name matches (default: all)")
+    parser.add_argument("--quick", action="store_true", help="what every change is tested with (default: all)")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="write the outcomes there")
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     # A compiler without its device writes the cache but cannot read it.

@@ -15,7 +15,6 @@ from jaxspec.bench.__main__ import main
 from jaxspec.bench.offline import command, engines
 from jaxspec.bench.offline.measure import Mode
 from jaxspec.bench.offline.metrics import Completion, Round, Run
-from jaxspec.bench.studies import experts
 from jaxspec.bench.studies import report as studies
 from jaxspec.models.tiny import tiny_target
 from jaxspec.tier import PLAIN, Tier
@@ -286,10 +285,3 @@ def test_studies_say_in_a_line_what_this_device_lacks(
 def test_what_a_device_lacks_is_no_nought():
     assert studies.cell(None, "6.1f") == "     -" and studies.cell(0.0, "6.1f") == "   0.0"
     assert studies.rate({"no such device": 1.0}, None) is None and studies.rate({}, 2.0) == 2e12
-
-
-def test_every_option_of_the_experts_study_says_what_it_is():
-    parser = experts.parser()
-    assert all(action.help for action in parser._actions)
-    shown = " ".join(parser.format_help().split())
-    assert "how the experts are read (default: blocks pairs all)" in shown

@@ -21,7 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec import cli
 from jaxspec.bench.studies import report
+from jaxspec.names import DTYPES
 from pallas_kernels.profile import medians, record
 from pallas_kernels.tree_attention import gpu, gpu_mosaic, mosaic_latent, mosaic_plain, mosaic_wide, reference
 from pallas_kernels.tree_attention.cases import Case
@@ -78,18 +80,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status: 1 where a kernel errs."""
     parser = report.parser("attention", __doc__)
     add = parser.add_argument
-    add("--batch", type=int, nargs="+", default=[1, 8, 32])
-    add("--nodes", type=int, nargs="+", default=[1, 4, 6])
+    add("--batch", type=int, nargs="+", default=[1, 8, 32], help="requests of a call, each measured for itself")
+    add("--nodes", type=int, nargs="+", default=[1, 4, 6], help="tokens of each request, each number for itself")
     add("--context", type=int, nargs="+", default=[1024, 8192], help="committed tokens of each request")
-    add("--heads", type=int, default=32)
-    add("--kv-heads", type=int, default=8)
-    add("--head-dim", type=int, default=128)
-    add("--values", type=int, help="latent attention: values are so many first channels of their keys")
-    add("--dtype", default="bfloat16")
+    add("--heads", type=int, default=32, help="of the queries")
+    add("--kv-heads", type=int, default=8, help="of keys and values")
+    add("--head-dim", type=int, default=128, help="channels of a head")
+    add("--values", type=int, help="latent attention: so many first channels of keys (default: values of their own)")
+    add("--dtype", type=cli.dtype, choices=DTYPES, default="bfloat16", help="of queries, keys and values")
     add("--page", type=int, default=64, help="tokens of a page")
-    add("--soft-cap", type=float)
+    add("--soft-cap", type=float, help="scores are kept within plus and minus this (default: they are not)")
     add("--ragged", action="store_true", help="of every length up to the context")
-    add("--repeats", type=int, default=24)
+    add("--repeats", type=int, default=24, help="calls, of whose kernels medians are taken")
     add("--within", type=float, default=100, metavar="S", help="seconds after which nothing new is begun")
     args = report.parse(parser, argv, gpu=True)
     began = time.perf_counter()

@@ -97,7 +97,7 @@ def attention(context: int, implementation: str | None) -> Iterator[tuple[str, b
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status: 1 where some part's bits depend on the rows."""
     parser = report.parser("bits", __doc__)
-    parser.add_argument("--formats", nargs="*", choices=NAMES, default=["bf16"])
+    parser.add_argument("--formats", nargs="*", choices=NAMES, default=["bf16"], help="of the weights")
     parser.add_argument("--context", type=int, default=1000, help="tokens of a prefix")
     args = report.parse(parser, argv, gpu=True)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, rows {ROWS}")

@@ -175,8 +175,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--repeats", type=int, default=2, help="requests of each prompt: the first greedy, the others sampled")
     add("--temperature", type=float, default=0.7, help="of those")
     add("--save", type=Path, metavar="DIR", help="keep the rounds there (default: nowhere)")
-    add("--read", type=Path, metavar="DIR", help="take rounds that were kept there instead of running a model")
-    args = parser.parse_args(argv)
+    add("--read", type=Path, metavar="DIR", help="take rounds that were kept there (default: run the models)")
+    args = report.parse(parser, argv)
     print("calibration error in percent: of survival, by chance, by position, of steps; survival too high by, percent")
     print(f"{'drafter':<13}{'text':<7}{'':<8}{'rows':>6}{'accepted':>9}{'survival':>10}{'chance':>8}")
     rows = []

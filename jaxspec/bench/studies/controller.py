@@ -72,13 +72,16 @@ def microseconds(batch: int, texts: str, seconds: float, repeats: int) -> list[f
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns its exit status."""
-    p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], formatter_class=cli.Help)
+    p = argparse.ArgumentParser(
+        prog="python -m jaxspec.bench.studies.controller", description=(__doc__ or "").split("\n\n")[0],
+        formatter_class=cli.Help,
+    )  # fmt: skip
     p.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256], help="requests at once")
     p.add_argument("--texts", nargs="+", default=["good", "poor", "good+poor"], help="as of `bench simulate`")
     p.add_argument("--seconds", type=float, default=10.0, help="simulated")
     p.add_argument("--repeats", type=int, default=8, help="of which the shortest counts, for each round")
     p.add_argument("--json", metavar="FILE", help="the table's rows (default: not written)")
-    args = p.parse_args(argv)
+    args = cli.parse(p, argv)
     rows = []
     print(
         f"{'batch':>5}  {'texts':<12}{'rounds':>7}{'mean':>6}{'p50':>6}{'p90':>6}{'p99':>6}{'most':>6}  (microseconds)"

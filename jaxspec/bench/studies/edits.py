@@ -29,9 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxspec import cli
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.assemble import assemble
 from jaxspec.bench.offline import prompts
+from jaxspec.bench.studies import report
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.drafters import registry
@@ -40,6 +42,7 @@ from jaxspec.events import Finished
 from jaxspec.loading import Drafting, bind_drafter, load_drafter
 from jaxspec.models.base import Attend, ModelConfig
 from jaxspec.models.layers import Transformer
+from jaxspec.names import DTYPES
 from jaxspec.request import SamplingParams
 from jaxspec.resolve import resolve_drafter, resolve_model
 from jaxspec.text.tokenizer import Tokenizer
@@ -221,21 +224,20 @@ _COLUMNS = (("workload", 8), ("mode", 28), ("tokens_a_round", 7), ("speed", 7), 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    p = argparse.ArgumentParser(prog="jaxspec.bench.studies.edits", description=(__doc__ or "").split("\n")[0])
+    p = report.parser("edits", __doc__)
     drafters = ["eagle3", "eagle3+suffix", "suffix"]
     p.add_argument("--drafters", nargs="+", default=drafters, help="kinds of the demo's drafters; KIND+suffix: hybrid")
     p.add_argument("--tiers", nargs="+", type=parse_tier, default=[Tier(4), Tier(8)], help="as chain-4, suffix-8")
-    p.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    p.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="which, in this order")
     p.add_argument("--files", nargs="+", default=list(FILES), help="texts to edit")
     p.add_argument("--characters", type=int, default=1800, help="of each file")
     p.add_argument("--rate", type=float, default=0.1, help="share of the lines that change")
     p.add_argument("--prompts", type=int, default=8, help="of code and of prose")
     p.add_argument("--max-tokens", type=int, default=128, help="of each answer to them")
-    p.add_argument("--context", type=int, default=2048)
+    p.add_argument("--context", type=int, default=2048, help="tokens of a prompt and its answer, at most")
     p.add_argument("--repeats", type=int, default=3, help="timed runs; 0: tokens a round alone")
-    p.add_argument("--dtype", default="float32")
-    p.add_argument("--json", type=Path)
-    args = p.parse_args(argv)
+    p.add_argument("--dtype", type=cli.dtype, choices=DTYPES, default="float32", help="of the engines")
+    args = report.parse(p, argv)
     rows = measure(args)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

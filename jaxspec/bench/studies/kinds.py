@@ -19,6 +19,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxspec import cli
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.assemble import assemble
 from jaxspec.bench.studies import drafters, report
@@ -28,6 +29,7 @@ from jaxspec.engine import Engine
 from jaxspec.events import Finished
 from jaxspec.loading import drafting_of
 from jaxspec.models.sharded import BY_XLA
+from jaxspec.names import DTYPES
 from jaxspec.request import SamplingParams
 from jaxspec.resolve import resolve_drafter, resolve_model
 from jaxspec.text.tokenizer import Tokenizer
@@ -153,9 +155,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--batch", type=int, nargs="+", default=[1], help="requests at a time")
     add("--limit", type=int, default=10**9, help="texts of each data set")
     add("--max-tokens", type=int, default=160, help="of each answer, at most")
-    add("--context", type=int, default=512)
+    add("--context", type=int, default=512, help="tokens of a prompt and its answer, at most")
     add("--repeats", type=int, default=3, help="timed runs; 0: tokens a round alone")
-    add("--dtype", default="float32")
+    add("--dtype", type=cli.dtype, choices=DTYPES, default="float32", help="of the engines")
     args = report.parse(parser, argv)
     report.write(args, "kinds", measured(args))
     return 0

@@ -137,10 +137,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = report.parser("layouts", __doc__)
     add = parser.add_argument
-    add("--shape", choices=sorted(SHAPES), default="8b")
-    add("--batch", type=int, default=1)
+    add("--shape", choices=sorted(SHAPES), default="8b", help="whose layers")
+    add("--batch", type=int, default=1, help="requests of a step")
     add("--context", type=int, default=1024, help="committed tokens of each request")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and cache")
     add("--steps", type=int, default=20, help="steps dispatched back to back")
     add("--repeats", type=int, default=5, help="medians are taken over these")
     args = report.parse(parser, argv)

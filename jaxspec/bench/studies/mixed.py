@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = report.parser("mixed", __doc__)
     add = parser.add_argument
-    add("--shape", choices=("demo", *sorted(SHAPES)), default="demo")
+    add("--shape", choices=("demo", *sorted(SHAPES)), default="demo", help="the demo, or random weights of this shape")
     add("--batch", type=int, default=4, help="slots")
     add("--tiers", default="off,3", help="depths or tiers' names")
     add("--prompt", type=int, nargs="+", default=[32], help="tokens of each prompt, each measured for itself")

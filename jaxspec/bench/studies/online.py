@@ -290,7 +290,7 @@ class Study:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    args = report.parse(parser(), argv)
     for name in ("requests", "cycles", "measured", "tokens", "batch", "depth", "steps"):
         if getattr(args, name) < (least := name != "steps"):
             raise SystemExit(f"error: --{name} must be at least {least:d}, got {getattr(args, name)}")

@@ -6,16 +6,15 @@ cannot; how a round's cost grows with the tokens in use and with the longest con
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.bench.offline.prompts import CODE
+from jaxspec.bench.studies import report
 from jaxspec.llm import LLM
 from jaxspec.request import SamplingParams
 from jaxspec.tier import PLAIN
@@ -54,13 +53,12 @@ def paired(engines: dict[str, LLM], prompts: Sequence[Sequence[int]], tokens: in
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m jaxspec.bench.studies.overheads", description=__doc__)
-    p.add_argument("--model", default="demo")
-    p.add_argument("--tokens", type=int, default=96)
-    p.add_argument("--repeats", type=int, default=5)
-    p.add_argument("--depth", type=int, default=4)
-    p.add_argument("--json", type=Path)
-    args = p.parse_args(argv)
+    p = report.parser("overheads", __doc__)
+    p.add_argument("--model", default="demo", help='"demo" or a Hugging Face directory')
+    p.add_argument("--tokens", type=int, default=96, help="of each answer")
+    p.add_argument("--repeats", type=int, default=5, help="medians are taken over these, interleaved")
+    p.add_argument("--depth", type=int, default=4, help="drafts of a chain of the engine that can speculate")
+    args = report.parse(p, argv)
 
     able = build(args.model, 512, args.depth)
     prompts = [able.tokenizer.encode(text) for text in CODE[:6]]

@@ -112,9 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--model", default="demo", help="a Llama target with a draft model (default: %(default)s)")
     p.add_argument("--llama", metavar="PYTHON", help="interpreter that has llama-cpp-python and gguf (default: none)")
     p.add_argument("--vllm", metavar="PYTHON", help="interpreter that has vLLM's CPU build (default: none)")
-    p.add_argument("--new-tokens", type=int, default=96)
-    p.add_argument("--repeats", type=int, default=5)
-    args = p.parse_args(argv)
+    p.add_argument("--new-tokens", type=int, default=96, help="tokens of each answer")
+    p.add_argument("--repeats", type=int, default=5, help="medians are taken over these, interleaved")
+    args = report.parse(p, argv)
 
     target = resolve_model(args.model)
     _, draft = resolve_drafter("draft_model", target)

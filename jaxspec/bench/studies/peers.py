@@ -7,7 +7,6 @@ Needs `pip install -e '.[parity]'`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 from jaxspec.adaptive.static import StaticPolicy
 from jaxspec.bench.offline.prompts import CODE, PROSE
+from jaxspec.bench.studies import report
 from jaxspec.llm import LLM
 from jaxspec.request import SamplingParams
 from jaxspec.resolve import resolve_drafter, resolve_model
@@ -206,14 +206,13 @@ def their_runners(directory: Path, depth: int, new_tokens: int, longest: int) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m jaxspec.bench.studies.peers", description=__doc__)
-    p.add_argument("--model", default="demo")
-    p.add_argument("--new-tokens", type=int, default=128)
+    p = report.parser("peers", __doc__)
+    p.add_argument("--model", default="demo", help='"demo" or a Hugging Face directory that has a draft model')
+    p.add_argument("--new-tokens", type=int, default=128, help="tokens of each answer")
     p.add_argument("--prompts", type=int, default=8, help="prompts of each kind (code, prose)")
-    p.add_argument("--repeats", type=int, default=3)
-    p.add_argument("--depth", type=int, default=5)
-    p.add_argument("--json", type=Path)
-    args = p.parse_args(argv)
+    p.add_argument("--repeats", type=int, default=3, help="medians are taken over these, interleaved")
+    p.add_argument("--depth", type=int, default=5, help="drafts of a chain; the adaptive policy also has 2, and 2 more")
+    args = report.parse(p, argv)
 
     try:
         import torch  # pyright: ignore[reportMissingImports]

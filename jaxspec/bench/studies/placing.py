@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--head", nargs="+", choices=sorted(HEADS), default=list(HEADS), help="which, in this order")
     add("--rows", type=int, nargs="+", default=[1, 8, 32], help="texts that are drafted for")
     add("--depth", type=int, default=3, help="of a chain")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and cache")
     add("--sums", choices=sorted(summing.WAYS), default="nccl", help="how the devices add up")
     args = report.parse(parser, argv)
     mesh, way = tensor_mesh(args.tensor_parallel), summing.WAYS[args.sums]

@@ -346,7 +346,7 @@ def main(argv: Sequence[str]) -> int:
     add("--seeds", type=int, help="runs of each cell (default: 2 to 6, as the cell says)")
     add("--jobs", type=int, default=1, help="processes")
     add("--json", metavar="FILE", help="conditions, and every cell with its speeds by seed (default: not written)")
-    args = p.parse_args(argv)
+    args = cli.parse(p, argv)
     names = list(SETS) if "all" in args.cells else list(dict.fromkeys(args.cells))
     policies = args.policy or ["adaptive"]
     out = []

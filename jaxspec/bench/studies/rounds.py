@@ -310,9 +310,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = report.parser("rounds", __doc__)
     add = parser.add_argument
-    add("--shape", choices=sorted(SHAPES), default="8b")
+    add("--shape", choices=sorted(SHAPES), default="8b", help="of the target")
     add("--layers", type=int, help="of the target (default: all): drafts cost what they cost, and compiling less")
-    add("--batch", type=int, nargs="+", default=[1])
+    add("--batch", type=int, nargs="+", default=[1], help="requests of a round, each measured for itself")
     add("--depth", type=int, nargs="+", default=[0, 1, 3, 5], help="0 is plain decoding; it is always measured")
     add("--trees", nargs="+", default=[], metavar="TIER", help="trees besides, such as tree-5x4/16")
     add("--drafter", type=drafters.parse, nargs="+", default=[("eagle3", ())], metavar="KIND",
@@ -323,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--budget", type=float, nargs="+", default=[], help="packed rounds: drafted tokens verified a row, on average")
     add("--context", type=int, default=1024, help="committed tokens of each request")
     add("--page", type=int, default=64, help="tokens a page")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and cache")
     formats = [*sorted(FORMATS), MXFP4]
     add("--weights", choices=formats, help="of the layers, quantised, mxfp4 of experts alone (default: as --dtype)")
     add("--output-weights", choices=sorted(FORMATS), help="of the output layer, quantised (default: as --dtype)")

@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = _cases()
     add("--case", nargs="+", choices=sorted(cases), default=list(cases), metavar="NAME", help="which")
     add("--variants", action="store_true", help="other sizes of a launch beside those that a call gets")
-    add("--repeats", type=int, default=20)
+    add("--repeats", type=int, default=20, help="calls that means are taken over")
     add("--within", type=float, default=100, metavar="S", help="seconds after which nothing new is begun")
     args = report.parse(parser, argv, gpu=True)
     began = time.perf_counter()

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--way", nargs="+", choices=sorted(WAYS), default=list(WAYS), help="which, in this order")
     add("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="tokens of a step")
     add("--width", type=int, default=4096, help="of the residual stream")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of what is added up")
     add("--repeats", type=int, default=20, help="chains that are dispatched back to back")
     args = report.parse(parser, argv)
     mesh = tensor_mesh(args.tensor_parallel)

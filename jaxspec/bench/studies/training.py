@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxspec.bench.studies import report
 from jaxspec.checkpointing import hf
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layers import Transformer
@@ -41,28 +42,27 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Sizes by default are the demo's."""
     p.add_argument("--target", default="demo", help='"demo", a Hugging Face directory, or "random"')
-    p.add_argument("--target-hidden", type=int, default=384)
-    p.add_argument("--target-intermediate", type=int, default=1024)
-    p.add_argument("--target-layers", type=int, default=8)
-    p.add_argument("--target-heads", type=int, default=6)
-    p.add_argument("--target-kv-heads", type=int, default=2)
-    p.add_argument("--vocab-size", type=int, default=4096)
+    p.add_argument("--target-hidden", type=int, default=384, help="width of a random target")
+    p.add_argument("--target-intermediate", type=int, default=1024, help="width within its MLPs")
+    p.add_argument("--target-layers", type=int, default=8, help="its layers")
+    p.add_argument("--target-heads", type=int, default=6, help="its heads of queries")
+    p.add_argument("--target-kv-heads", type=int, default=2, help="its heads of keys and values")
+    p.add_argument("--vocab-size", type=int, default=4096, help="its tokens")
     p.add_argument("--hidden", type=int, default=256, help="width of the head")
-    p.add_argument("--intermediate", type=int, default=704)
-    p.add_argument("--heads", type=int, default=4)
-    p.add_argument("--kv-heads", type=int, default=2)
-    p.add_argument("--head-dim", type=int, default=64)
-    p.add_argument("--head-layers", type=int, default=1)
-    p.add_argument("--draft-vocab-size", type=int, default=2304)
+    p.add_argument("--intermediate", type=int, default=704, help="width within the head's MLPs")
+    p.add_argument("--heads", type=int, default=4, help="the head's heads of queries")
+    p.add_argument("--kv-heads", type=int, default=2, help="the head's heads of keys and values")
+    p.add_argument("--head-dim", type=int, default=64, help="channels of each of them")
+    p.add_argument("--head-layers", type=int, default=1, help="layers of the head")
+    p.add_argument("--draft-vocab-size", type=int, default=2304, help="tokens that the head may draft, at most")
     p.add_argument("--batch", type=int, default=8, help="rows")
     p.add_argument("--length", type=int, default=256, help="tokens a row")
     p.add_argument("--texts", type=int, default=2, help="texts packed into a row")
-    p.add_argument("--ttt-steps", type=int, nargs="+", default=[5, 7])
-    p.add_argument("--compute-dtype", choices=COMPUTE_DTYPES, default="float32")
+    p.add_argument("--ttt-steps", type=int, nargs="+", default=[5, 7], help="drafts of a step, each number for itself")
+    p.add_argument("--compute-dtype", choices=COMPUTE_DTYPES, default="float32", help="of the arithmetic")
     p.add_argument("--clock", choices=sorted(CLOCKS), default="wall", help="cpu: time on all cores (busy machines)")
-    p.add_argument("--repeats", type=int, default=9)
-    p.add_argument("--json", type=Path)
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--repeats", type=int, default=9, help="medians are taken over these, interleaved")
+    p.add_argument("--seed", type=int, default=0, help="of random weights and tokens")
 
 
 def build_target(args: argparse.Namespace) -> TargetModel:
@@ -225,9 +225,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m jaxspec.bench.studies.training", description=__doc__)
+    p = report.parser("training", __doc__)
     add_arguments(p)
-    args = p.parse_args(argv)
+    args = report.parse(p, argv)
     result = measure(args)
     print(
         f"{result['device']}, {args.batch} x {args.length} tokens, {args.compute_dtype}: target forward "
