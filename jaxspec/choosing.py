@@ -53,8 +53,7 @@ def choose_policy(
     Raises:
       ValueError: a configuration that the drafter cannot serve.
     """
-    if not drafts and (speculation.hybrid or speculation.suffix_corpus_tokens):
-        what = "hybrid True" if speculation.hybrid else f"suffix_corpus_tokens {speculation.suffix_corpus_tokens}"
+    if not drafts and (what := speculation.drafts_asked):
         raise ValueError(f"SpeculationConfig.{what} needs a drafter, got drafter {registry.NONE!r}")
     kind = speculation.policy_kind if drafts else policies.find(policies.OFF)
     if kind.drafts and speculation.topk > 1 and not trees:

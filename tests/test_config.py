@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxspec.choosing import choose_policy
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.tier import PLAIN, Tier
 
@@ -89,12 +90,36 @@ def test_speculation_refusals(fields: dict[str, Any], message: str):
         SpeculationConfig(**fields)
 
 
-@pytest.mark.parametrize("fields", [{"hybrid": True}, {"suffix_corpus_tokens": 512, "suffix_corpus_responses": True}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hybrid": True}, {"suffix_corpus_tokens": 512, "suffix_corpus_responses": True}, {"depth": 3},
+        {"candidate_steps": (0, 2)}, {"tiers": (Tier(2),)}, {"topk": 2}, {"candidate_budgets": (2.0,)},
+        {"num_speculative_tokens_per_batch_size": ((1, 4, 2),), "policy": "schedule"},
+        {"budget": 2.0, "policy": "static"},
+    ],
+)  # fmt: skip
 def test_settings_of_drafters_are_refused_without_one(fields: dict[str, Any]):
-    from jaxspec.choosing import choose_policy
-
-    with pytest.raises(ValueError, match=rf"{next(iter(fields))} \w+ needs a drafter, got drafter 'none'"):
+    with pytest.raises(ValueError, match=rf"\.{next(iter(fields))} .* needs a drafter, got drafter 'none'"):
         choose_policy(SpeculationConfig(**fields), (1,), False, False, default_steps=(0, 1))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"depth": 0},
+        {"depth": 3, "policy": "off"},
+        {"policy": "static"},
+        {"candidate_steps": (0,)},
+        {"tiers": (PLAIN,)},
+    ],
+)
+def test_plain_decoding_needs_no_drafter(fields: dict[str, Any]):
+    """Nor does a policy that never drafts, whatever it is given besides."""
+    assert set(choose_policy(SpeculationConfig(**fields), (1,), False, False, default_steps=(0, 1)).reachable) == {
+        PLAIN
+    }
 
 
 def test_vllms_names_of_prompt_lookup_are_told():

@@ -245,6 +245,25 @@ class SpeculationConfig:
         """The kind of the resolved policy."""
         return registry.find(self.resolved_policy)
 
+    @property
+    def drafts_asked(self) -> str:
+        """What of it nothing but a drafter can honour, by name and value; "" where it leaves all drafts open.
+
+        Nothing under a policy that never drafts, which may be named beside all that another policy reads.
+        """
+        if not self.policy_kind.drafts:
+            return ""
+        rows = self.num_speculative_tokens_per_batch_size or ()
+        asked: dict[str, Any] = {
+            "hybrid": self.hybrid, "suffix_corpus_tokens": self.suffix_corpus_tokens, "depth": self.depth,
+            "candidate_steps": self.candidate_steps if any(self.candidate_steps or ()) else None,
+            "tiers": [tier.name for tier in self.tiers or () if tier.depth],
+            "num_speculative_tokens_per_batch_size": rows if any(tokens for _, _, tokens in rows) else None,
+            "topk": self.topk if self.topk > 1 else None, "num_nodes": self.num_nodes, "budget": self.budget,
+            "candidate_budgets": self.candidate_budgets,
+        }  # fmt: skip
+        return next((f"{name} {value}" for name, value in asked.items() if value), "")
+
     def tier(self, depth: int) -> Tier:
         """The tier of `depth` draft tokens under this configuration's topk and num_nodes.
 

@@ -135,6 +135,7 @@ def test_errors_name_the_option_and_end_with_status_2(argv: list[str], message: 
         ),
         (["--drafter", "absent"], "drafter must be one of"),
         (["--drafter", "eagle3"], "drafter 'eagle3': no checkpoint in"),
+        (["--drafter", "none", "--tiers", "3"], "tiers ['chain-3'] need a drafter, got drafter 'none'"),
         (
             ["--drafter", "none", "--simulate-accept-length", "2"],
             "simulate-accept-length 2.0 needs a drafter, got drafter 'none'",

@@ -95,6 +95,8 @@ class Parts:
         if trees and not self.trees:
             why = "simulated acceptance" if options.simulate is not None else f"drafter {self.kind!r}"
             raise ValueError(f"{why} drafts chains only, got tiers {trees}")
+        if self.kind == registry.NONE and any(t.depth for t in options.tiers or ()):
+            raise ValueError(f"tiers {[t.name for t in options.tiers or ()]} need a drafter, got drafter 'none'")
         #: Draft tokens of the deepest tier.
         self.depth = max(candidate_steps() if options.tiers is None else (t.depth for t in options.tiers))
         if options.simulate is not None:
