@@ -65,7 +65,7 @@ class ServerConfig:
     """Everything a server is started with.
 
     Attributes:
-      model: "demo" or a Hugging Face directory.
+      model: "demo", a Hugging Face directory or a hub id.
       served_model_name: the name that clients and metrics see; None: the last part of `model`.
       host: address to listen on; the default is reached from this machine alone, 0.0.0.0 and :: from everywhere.
       port: of gRPC; 0 picks a free one.
@@ -170,6 +170,10 @@ class ServerConfig:
                 raise ValueError(f"{field.name} must not be empty{hint}, got ''")
             if bounds is not None and value is not None and not bounds[0] <= value <= bounds[1]:
                 raise ValueError(f"{field.name} must lie in [{bounds[0]:g}, {bounds[1]:g}], got {value!r}")
+        found = re.fullmatch(r"(?:\w+://)?(\[[^\[\]]*\]|[^:\[\]/]*)(?::(\d*))?/?", self.host)
+        if found is not None and found[1] != self.host:
+            told = f"host {found[1] or '0.0.0.0'}" + (f" and port {found[2]}" if found[2] else "")
+            raise ValueError(f"host must be an address alone, as the port is port's, got {self.host!r}; say {told}")
         if self.port and self.port == self.metrics_port:
             raise ValueError(f"port and metrics_port must differ, got {self.port} for both")
         if (self.tls_cert is None) != (self.tls_key is None):

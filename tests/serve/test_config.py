@@ -216,6 +216,8 @@ def test_print_config_prints_and_exits(tmp_path: Path, capsys: pytest.CaptureFix
         ("port: true", "port must be an integer, got True"),
         ("metrics_port: 1.5", "metrics_port must be an integer or null, got 1.5"),
         ("port: 9400", "port and metrics_port must differ, got 9400 for both"),
+        ("host: 0.0.0.0:80", r"host must be an address alone, .*, got '0.0.0.0:80'; say host 0.0.0.0 and port 80"),
+        ("host: http://[::]:9/", r"got 'http://\[::\]:9/'; say host \[::\] and port 9"),
         ("queue_seconds: .nan", "queue_seconds must be a finite number, got nan"),
         ("queue_seconds: 0", r"queue_seconds must lie in \[0.001, 1e\+09\], got 0"),
         ("reflection: yes", "reflection must be true or false, got 'yes'"),
@@ -241,6 +243,11 @@ def test_what_is_wrong_is_named(text: str, message: str, tmp_path: Path, capsys:
     assert main(["--config", str(path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {path}") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("host", ["::", "::1", "[::1]", "fe80::1", "localhost", "10.0.0.1"])
+def test_addresses_are_taken_as_they_are(host: str):
+    assert ServerConfig(host=host).host == host
 
 
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
