@@ -20,8 +20,9 @@ from typing import Any, Self
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Event, Finished
 from jaxspec.llm import LLM
+from jaxspec.names import tells_arguments
 from jaxspec.prepared import Prepared
-from jaxspec.prompts import Prompt
+from jaxspec.prompts import CALL_ELSEWHERE, Prompt
 from jaxspec.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from jaxspec.shared import SharedEngine
 from jaxspec.text.grammar import GrammarLike
@@ -67,6 +68,7 @@ class AsyncLLM:
     def __repr__(self) -> str:
         return f"Async{self.llm!r}"
 
+    @tells_arguments(CALL_ELSEWHERE)
     async def generate(
         self,
         prompt: Prompt,

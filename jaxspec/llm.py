@@ -20,8 +20,9 @@ from jaxspec.assemble import build_engine
 from jaxspec.config import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.events import Delta, Event, Finished
+from jaxspec.names import tells_arguments
 from jaxspec.prepared import Grammars, Prepared, prepare
-from jaxspec.prompts import Conversation, Prompt
+from jaxspec.prompts import CALL_ELSEWHERE, Conversation, Prompt
 from jaxspec.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from jaxspec.shared import SharedEngine
 from jaxspec.stats import EngineStats
@@ -155,6 +156,7 @@ class LLM:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    @tells_arguments(CALL_ELSEWHERE)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -197,6 +199,7 @@ class LLM:
             run.close()
         return [output for output in outputs if output is not None]
 
+    @tells_arguments(CALL_ELSEWHERE)
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -214,6 +217,7 @@ class LLM:
         """
         return self._submit(prompts, sampling_params, grammar, priority, tpot, whole=False)
 
+    @tells_arguments(CALL_ELSEWHERE)
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import SequenceMatcher, get_close_matches
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 #: How alike two names are at least of which one was meant: below it, they share little more than an ending.
 _ALIKE = 0.7
@@ -93,6 +95,29 @@ def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str], els
     if unknown:
         hint = hints(unknown, known, elsewhere)
         raise ValueError(f"{owner} got unknown arguments {unknown}{hint}; it has {sorted(known)}")
+
+
+def tells_arguments(elsewhere: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Makes a method refuse arguments that it does not have as `refuse_unknown` does.
+
+    Args:
+      elsewhere: see `hints`. An argument called the same there is told with the value that was given.
+    """
+
+    def decorate(called: Callable[P, T]) -> Callable[P, T]:
+        _, *known = inspect.signature(called).parameters
+
+        @functools.wraps(called)
+        def call(*args: P.args, **named: P.kwargs) -> T:
+            if not named.keys() <= set(known):
+                same = {name: here.replace(f"{name}=...", f"{name}={named[name]!r}")
+                        for name, here in elsewhere.items() if name in named and f"{name}=..." in here}  # fmt: skip
+                refuse_unknown(called.__qualname__, named, known, {**elsewhere, **same})
+            return called(*args, **named)
+
+        return call
+
+    return decorate
 
 
 def tells_names(elsewhere: Mapping[str, str]) -> Callable[[type[T]], type[T]]:

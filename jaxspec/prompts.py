@@ -5,18 +5,29 @@ Must not know tokenizers or engines.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxspec.request import SamplingParams
+from jaxspec.names import Advice
+from jaxspec.request import SAMPLING_ELSEWHERE, SamplingParams
 
 #: A text, token ids, or vLLM's dictionary of either; ids may have their text beside them, which is only reported.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 #: Messages, each {"role": ..., "content": ...}.
 Conversation = Sequence[Mapping[str, Any]]
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
+_inside = "SamplingParams({}=...)".format
+_FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
+#: Arguments of generate, stream and chat that are called otherwise, or are SamplingParams' own.
+CALL_ELSEWHERE = {
+    **{name: here if isinstance(here, Advice) else _inside(here) if here in _FIELDS else
+       here.removeprefix("generate(..., ").removesuffix(")") for name, here in SAMPLING_ELSEWHERE.items()},
+    **{name: _inside(name) for name in _FIELDS},
+    "params": "sampling_params", "prompt_token_ids": "prompts", "inputs": "prompts", "conversation": "messages",
+}  # fmt: skip
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

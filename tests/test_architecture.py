@@ -82,7 +82,7 @@ ALLOWED = {
     | {"facts", "engine", "defaults", "fitting", "hybrids", "remembered", "ringfiles"}
     | {"resolve", "choosing", "loading", "alike"},
     "shared": EVERYONE | {"engine", "events"},
-    "prompts": {"request"},
+    "prompts": {"request", "names"},
     "arguments": {"adaptive", "config", "drafters", "names", "request"},
     "prepared": {"engine", "prompts", "request", "text"},
     "llm": EVERYONE

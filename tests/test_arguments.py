@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec import LLM, EngineConfig, SpeculationConfig, llm
+from jaxspec import LLM, AsyncLLM, EngineConfig, SpeculationConfig, llm
 from jaxspec.arguments import engine_config
 from jaxspec.drafters import registry
 
@@ -83,3 +83,23 @@ def test_arguments_that_stand_elsewhere(argument: str, said: str):
 def test_arguments_reach_the_engine(monkeypatch: pytest.MonkeyPatch):
     _, _, config = built(monkeypatch, dict(max_batch_size=3, seed=4, page_size=8))
     assert config == EngineConfig(max_batch_size=3, seed=4, page_size=8)
+
+
+@pytest.mark.parametrize("method", [LLM.generate, LLM.stream, LLM.chat, AsyncLLM.generate])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"max_tokens": 3}, "for 'max_tokens' say 'SamplingParams(max_tokens=3)'; it has"),
+        ({"stop": ["x"]}, "for 'stop' say \"SamplingParams(stop=['x'])\"; it has"),
+        ({"max_new_tokens": 3}, "for 'max_new_tokens' say 'SamplingParams(max_tokens=...)'; it has"),
+        ({"guided_regex": "a+"}, "for 'guided_regex' say \"grammar={'regex': ...}\"; it has"),
+        ({"best_of": 3}, "'best_of': leave it out, ask for n completions and"),
+        ({"params": 3}, "for 'params' say 'sampling_params'; it has"),
+        ({"zzz": 3}, "unknown arguments ['zzz']; it has"),
+    ],
+)
+def test_calls_say_where_their_parameters_go(method: Any, arguments: dict[str, Any], said: str):
+    """Before anything is asked of an engine: there is none."""
+    with pytest.raises(ValueError) as refused:
+        method(None, "hi", **arguments)
+    assert str(refused.value).startswith(f"{method.__qualname__} got unknown") and said in str(refused.value)
