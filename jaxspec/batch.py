@@ -51,9 +51,11 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("data", type=Path, nargs="+", help="JSONL files of prompts, .gz too")
     p.add_argument("--out", type=Path, required=True, help="the .jsonl to write, or to go on with")
-    p.add_argument("--model", default="demo", help="'demo' or a Hugging Face directory, the same on all machines")
-    p.add_argument("--drafter", help=f"{', '.join(registry.names())}, or a directory (default: an EAGLE-3 head beside "
-                   "the model where there is one, else ngram)")  # fmt: skip
+    p.add_argument(
+        "--model", default="demo", help="'demo', a Hugging Face directory or a hub id, the same on all machines"
+    )
+    p.add_argument("--drafter", help=f"{', '.join(registry.names())}, a directory or a hub id (default: an EAGLE-3 "
+                   "head beside the model where there is one, else ngram)")  # fmt: skip
     p.add_argument("--batch", type=int, metavar="N", help="rows written together (default: 16 on a CPU, else 128)")
     p.add_argument("--context", type=int, default=2048, metavar="N", help="longest prompt and text together")
     sampling = p.add_argument_group("sampling, where a row does not say").add_argument

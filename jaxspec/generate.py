@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("prompt", nargs="*", help="one or more prompts; - reads one from standard input")
     p.add_argument("--demo", action="store_true", help="the demo's prompts, with and without speculation")
     p.add_argument("--chat", action="store_true", help="a conversation, a line a turn; /reset and /exit")
-    p.add_argument("--model", default="demo", help="'demo' or a Hugging Face directory")
+    p.add_argument("--model", default="demo", help="'demo', a Hugging Face directory or a hub id")
     p.add_argument("--max-seq-len", type=int, metavar="N",
         help="longest prompt plus output in tokens (default: the model's context, at most 2048)")  # fmt: skip
     p.add_argument("--dtype", type=cli.dtype, choices=DTYPES,
@@ -90,8 +90,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_speculation(p: argparse.ArgumentParser) -> None:
     add = p.add_argument_group("speculation").add_argument
-    add("--drafter", help=f"{', '.join(registry.names())}, or a directory (default: an EAGLE-3 head beside the model "
-        "where there is one, else ngram)")  # fmt: skip
+    add("--drafter", help=f"{', '.join(registry.names())}, a directory or a hub id (default: an EAGLE-3 head "
+        "beside the model where there is one, else ngram)")  # fmt: skip
     add("--policy", help=f"{', '.join(policies.names())}, or the path of an SGLang-style JSON (default: "
         f"{policies.FIXED} with --depth, else {policies.DEFAULT})")  # fmt: skip
     add("--candidate-steps", type=depths, metavar="0,2,4",

@@ -36,7 +36,9 @@ def resolve_model(model: str | Path) -> Path:
         return path
     if hub.is_hub_id(str(model)):
         return hub.download(str(model))
-    raise ValueError(f"model must be 'demo' or a Hugging Face directory; {str(model)!r} is neither")
+    raise ValueError(
+        f"model must be 'demo', a Hugging Face directory or a hub id ('organisation/model'), and {str(model)!r} is none"
+    )
 
 
 def resolve_drafter(drafter: str | Path | None, model_dir: Path) -> tuple[str, Path | None]:
@@ -60,7 +62,7 @@ def resolve_drafter(drafter: str | Path | None, model_dir: Path) -> tuple[str, P
                 raise ValueError(f"drafter {name!r}: no such directory")
             close = nearest(name, registry.names())
             hint = f"; did you mean {close!r}?" if close else ""
-            raise ValueError(f"drafter must be one of {registry.names()} or a directory, got {name!r}{hint}")
+            raise ValueError(f"drafter must be one of {registry.names()}, a directory or a hub id, got {name!r}{hint}")
         return directories.read_kind(path), path
     kind = registry.find(name)
     found = kind.find(model_dir) if kind.layouts else None

@@ -74,14 +74,14 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Told]:
         (["--policy", "adaptiv"], ") or the path of a JSON file, got 'adaptiv'; did you mean 'adaptive'?"),
         (["--policy", "zzz"], "or the path of a JSON file, got 'zzz'\n"),
         (["--policy", "absent.json"], "adaptive configuration 'absent.json' cannot be read: "),
-        (["--drafter", "eagl3"], "or a directory, got 'eagl3'"),
+        (["--drafter", "eagl3"], "a directory or a hub id, got 'eagl3'"),
         (["--drafter", "/no/head"], "drafter '/no/head': no such directory"),
         (["--drafter", "ngram", "--depth", "3", "--topk", "2", "--num-nodes", "6"],
          "this drafter proposes chains only (topk 1), got topk 2"),
         (["--depth", "2", "--policy", "adaptive"], "got policy 'adaptive'; use candidate_steps"),
         (["--depth", "2", "--candidate-steps", "0,2"], "give one of the two"),
         (["--temperature", "-1"], "temperature must "),
-        (["--model", "/nowhere"], "model must be 'demo' or a Hugging Face directory; '/nowhere' is neither"),
+        (["--model", "/nowhere"], "a hub id ('organisation/model'), and '/nowhere' is none"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_before_anything_is_built(

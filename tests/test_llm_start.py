@@ -29,9 +29,9 @@ COMMON: dict[str, Any] = dict(drafter="ngram", progress=False, compile_cache=Fal
     [
         (
             dict(model="no-such-directory"),
-            r"model must be 'demo' or a Hugging Face directory; 'no-such-directory' is neither",
+            r"model must be 'demo', a Hugging Face .* hub id \('organisation/model'\), and 'no-such-directory' is none",
         ),
-        (dict(drafter="lookahead"), r"drafter must be one of .*'ngram'.* or a directory, got 'lookahead'"),
+        (dict(drafter="lookahead"), r"drafter must be one of .*'ngram'.* a directory or a hub id, got 'lookahead'"),
         (dict(drafter="eagle3"), r"drafter 'eagle3': no checkpoint in "),
         (dict(speculation={"depht": 3}), r"got unknown arguments \['depht'\]; for 'depht' say 'depth'"),
         (
@@ -187,7 +187,7 @@ def test_hub_ids_are_downloaded(tiny_directory: Path, monkeypatch: pytest.Monkey
     assert [hub_id for hub_id, _ in asked] == ["some/Model-1.5", "some/draft"]
     assert not any("bin" in pattern for pattern in asked[0][1]), "pickles are not read"
     for name in ("no-such", "./some/model", "/some/model", "a/b/c", "some/", "../model"):
-        with pytest.raises(ValueError, match="model must be 'demo' or a Hugging Face directory"):
+        with pytest.raises(ValueError, match="model must be 'demo', a Hugging Face directory or a hub id"):
             resolve_model(name)
     assert len(asked) == 2
 

@@ -108,7 +108,7 @@ def test_tiers_are_depths_or_names():
         (["--temperature", "nan"], r"temperature must lie in \[0, 100\], got nan"),
         (["--json", "/absent/bench.json"], "--json '/absent/bench.json': its directory does not exist"),
         (["tune", "--out", "a.json", "--reach", "2"], r"reach must lie in \[0, 1\), got 2.0"),
-        (["--model", "absent"], "model must be 'demo' or a Hugging Face directory; 'absent' is neither"),
+        (["--model", "absent"], r"a Hugging Face directory or a hub id \('organisation/model'\), and 'absent' is none"),
         (["--grow", "experts"], "grow must be one of .* or LAYERSxHIDDENxEXPERTSaUSED .* got 'experts'"),
         (["--grow", "1x8"], "grow '1x8': num_layers 1 must be at least the model's"),
         (["--grow-head"], "grow-head is for EAGLE-3 heads of grown targets, got eagle3 and grow None"),

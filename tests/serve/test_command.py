@@ -157,7 +157,7 @@ def unsupported(directory: Path) -> str:
 WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "no directory": (
         lambda _: {"model": "/no/such/model"},
-        "model must be 'demo' or a Hugging Face directory; '/no/such/model' is neither",
+        "a Hugging Face directory or a hub id ('organisation/model'), and '/no/such/model' is none",
     ),
     "no config.json": (lambda path: {"model": str(path)}, "config.json does not exist"),
     "an unsupported model": (lambda path: {"model": unsupported(path)}, "'MambaForCausalLM'] is not supported"),

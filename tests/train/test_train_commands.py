@@ -59,7 +59,7 @@ def test_targets_are_named_as_everywhere_else(
         assert front.run([name, "--target", str(tmp_path), *files]) == 0
         assert given.pop().target == tmp_path
         assert front.run([name, "--target", "/nowhere", *files]) == 2 and not given
-        assert "must be 'demo' or a Hugging Face directory; '/nowhere' is neither" in capsys.readouterr().err
+        assert "a hub id ('organisation/model'), and '/nowhere' is none" in capsys.readouterr().err
 
 
 def rows_of(count: int, length: int = 8) -> PackedRows:

@@ -96,8 +96,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m jaxspec.bench adaptive", description=(__doc__ or "").splitlines()[0], formatter_class=cli.Help
     )
     add = p.add_argument
-    add("--model", default="demo", help='"demo" or a Hugging Face directory')
-    add("--drafter", help=f"{', '.join(registry.names())}, or a directory (default: as LLM chooses)")
+    add("--model", default="demo", help='"demo", a Hugging Face directory or a hub id')
+    add("--drafter", help=f"{', '.join(registry.names())}, a directory or a hub id (default: as LLM chooses)")
     add("--dtype", type=cli.dtype, choices=DTYPES, help="default: float32 on CPU, bfloat16 on accelerators")
     add("--grow", metavar=grow.SIZES, help="the same function at a larger model's cost (default: as it is)")
     add("--workloads", default=",".join(loads.WORKLOADS), metavar="code,mix",

@@ -85,8 +85,8 @@ def _shared() -> argparse.ArgumentParser:
     """What the benchmark and `tune` have in common."""
     shared = argparse.ArgumentParser(add_help=False)
     add = shared.add_argument
-    add("--model", default="demo", help='"demo" or a Hugging Face directory')
-    add("--drafter", help=f"{', '.join(registry.names())}, or a directory (default: as LLM chooses)")
+    add("--model", default="demo", help='"demo", a Hugging Face directory or a hub id')
+    add("--drafter", help=f"{', '.join(registry.names())}, a directory or a hub id (default: as LLM chooses)")
     add("--batch-sizes", metavar="1,4,16", help=f"requests decoded together ({_presets('batch_sizes')})")
     add("--tiers", metavar="1,3,chain-5", help='depths or names such as "tree-4x3/16" (default: the engine\'s)')
     add("--workloads", metavar="code,prose,switch", help='what is written; "file" with --prompts '
@@ -153,7 +153,7 @@ def subcommands() -> dict[str, argparse.ArgumentParser]:
     layers = "the layers of Llama 3.2 1B, Llama 3.1 8B or Qwen3-30B-A3B, or others"
     grower.add_argument("size", metavar=grow.SIZES, help=layers)
     grower.add_argument("out", metavar="DIR", help="a new directory: `python -m serve --model DIR` serves it")
-    grower.add_argument("--model", default="demo", help='"demo" or a Hugging Face directory')
+    grower.add_argument("--model", default="demo", help='"demo", a Hugging Face directory or a hub id')
     grower.add_argument("--dtype", type=cli.dtype, choices=DTYPES, default="bfloat16", help="of what is written")
     grower.set_defaults(command="grow")
     profiler = argparse.ArgumentParser(

@@ -425,7 +425,7 @@ def save_grown(model: str, size: str, out: str | os.PathLike[str], dtype: str = 
     """Writes a grown target, its tokenizer and, where there is one, its EAGLE-3 head (in `eagle3`), to be served.
 
     Args:
-      model: "demo" or a Hugging Face directory. size: as `parse_size` reads it.
+      model: "demo", a Hugging Face directory or a hub id. size: as `parse_size` reads it.
 
     Returns:
       Weights of the target.

@@ -164,8 +164,8 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=cli.Help,
     )  # fmt: skip
     add = out.add_argument
-    add("--model", default="demo", help='"demo" or a Hugging Face directory')
-    add("--drafter", help="a name, or a directory (default: as LLM chooses)")
+    add("--model", default="demo", help='"demo", a Hugging Face directory or a hub id')
+    add("--drafter", help="a name, a directory or a hub id (default: as LLM chooses)")
     add("--grow", metavar=grow.SIZES, help="the same function at a larger model's cost (default: as it is)")
     add("--dtype", type=cli.dtype, choices=DTYPES, help="default: float32 on CPU, bfloat16 on accelerators")
     add("--batch-sizes", metavar="1,16,64", default="1,16,64", help="requests decoded together")

@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     add = parser.add_argument
     add("--out", metavar="FILE", required=True, help="the JSON to write")
-    add("--model", default="demo", help='"demo" or a Hugging Face directory')
-    add("--drafter", help=f"{', '.join(registry.names())}, or a directory (default: as LLM chooses)")
+    add("--model", default="demo", help='"demo", a Hugging Face directory or a hub id')
+    add("--drafter", help=f"{', '.join(registry.names())}, a directory or a hub id (default: as LLM chooses)")
     add("--tiers", metavar="1,3,chain-5", help="tiers of the server that it is for (default: the engine's)")
     add("--max-batch-size", type=int, default=8, help="of the server that it is for")
     add("--max-seq-len", type=int, help="longest prompt plus output (default: the model's, at most 2048)")

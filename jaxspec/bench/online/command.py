@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     add("--target", metavar="HOST:PORT", help="a running server (default: one is started, and stopped in the end)")
     add("--token-file", metavar="FILE", help="the bearer token is its first line (default: no token)")
     add("--tls-ca", metavar="FILE", help="PEM file with the server's authority (default: no TLS)")
-    add("--model", help='of an own server: "demo" or a Hugging Face directory (default: demo)')
+    add("--model", help='of an own server: "demo", a Hugging Face directory or a hub id (default: demo)')
     add("--drafter", help="of an own server (default: as LLM chooses)")
     add("--max-batch-size", type=int, metavar="N", help="of an own server (default: 16)")
     add = out.add_argument_group("arrivals (default: --concurrency 4; with --compare: --trace synthetic)").add_argument

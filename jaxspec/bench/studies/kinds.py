@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = report.parser("kinds", __doc__)
     add = parser.add_argument
-    add("--target", default="demo", help='"demo" or a Hugging Face directory')
+    add("--target", default="demo", help='"demo", a Hugging Face directory or a hub id')
     add("--data", type=Path, nargs="+", required=True, help="JSONL of the target's greedy answers")
     add("--drafters", nargs="+", required=True, metavar="DRAFTER", help="kinds or directories; DRAFTER+suffix[:N]: a "
         "hybrid, its drafter N deep; DRAFTER=TIER,TIER: its own tiers")  # fmt: skip

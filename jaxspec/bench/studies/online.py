@@ -51,7 +51,7 @@ _TRIAL = 10
 
 def parser() -> argparse.ArgumentParser:
     p = report.parser("online", __doc__)
-    p.add_argument("--target", default="demo", help='"demo" or a Hugging Face directory')
+    p.add_argument("--target", default="demo", help='"demo", a Hugging Face directory or a hub id')
     p.add_argument("--drafter", help="serves first; shaped as the demo's EAGLE-3.1 (default: the target's own)")
     p.add_argument(
         "--texts", type=Path, nargs=2, metavar=("CODE", "PROSE"), help="JSONL of texts (default: made by train corpus)"

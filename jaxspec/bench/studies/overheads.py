@@ -54,7 +54,7 @@ def paired(engines: dict[str, LLM], prompts: Sequence[Sequence[int]], tokens: in
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = report.parser("overheads", __doc__)
-    p.add_argument("--model", default="demo", help='"demo" or a Hugging Face directory')
+    p.add_argument("--model", default="demo", help='"demo", a Hugging Face directory or a hub id')
     p.add_argument("--tokens", type=int, default=96, help="of each answer")
     p.add_argument("--repeats", type=int, default=5, help="medians are taken over these, interleaved")
     p.add_argument("--depth", type=int, default=4, help="drafts of a chain of the engine that can speculate")

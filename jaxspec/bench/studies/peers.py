@@ -207,7 +207,7 @@ def their_runners(directory: Path, depth: int, new_tokens: int, longest: int) ->
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = report.parser("peers", __doc__)
-    p.add_argument("--model", default="demo", help='"demo" or a Hugging Face directory that has a draft model')
+    p.add_argument("--model", default="demo", help='"demo", a Hugging Face directory or a hub id, with a draft model')
     p.add_argument("--new-tokens", type=int, default=128, help="tokens of each answer")
     p.add_argument("--prompts", type=int, default=8, help="prompts of each kind (code, prose)")
     p.add_argument("--repeats", type=int, default=3, help="medians are taken over these, interleaved")

@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = report.parser("products", __doc__)
     add = parser.add_argument
-    add("--model", default="demo", help='"demo" or a Hugging Face directory: whose sizes')
+    add("--model", default="demo", help='"demo", a Hugging Face directory or a hub id: whose sizes')
     add("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 256, 512], help="tokens of each product")
     add("--repeats", type=int, default=15, help="medians are taken over these, interleaved")
     args = report.parse(parser, argv)

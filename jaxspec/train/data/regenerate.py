@@ -34,7 +34,9 @@ _PROGRESS = 10.0
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    p.add_argument("--target", type=Path, required=True, help='"demo" or a Hugging Face directory with a tokenizer')
+    p.add_argument(
+        "--target", type=Path, required=True, help='"demo", a Hugging Face directory or a hub id, with a tokenizer'
+    )
     p.add_argument("--data", type=Path, nargs="+", required=True, help="JSONL files of prompts, chats or texts")
     p.add_argument("--out", type=Path, required=True, help="the .jsonl to write, or to go on with")
     p.add_argument(

@@ -52,7 +52,10 @@ _FREE = (
 def add_arguments_of_data(p: argparse.ArgumentParser) -> None:
     """Target, texts and where the results go."""
     p.add_argument(
-        "--target", type=Path, required=True, help='"demo" or a Hugging Face directory; its tokenizer reads texts'
+        "--target",
+        type=Path,
+        required=True,
+        help='"demo", a Hugging Face directory or a hub id; its tokenizer reads texts',
     )
     p.add_argument("--data", type=Path, nargs="+", required=True, help="JSONL of texts, chats or the target's outputs; "
                    "ring:DIR is what a server gathers there (feature_ring)")  # fmt: skip

@@ -38,7 +38,7 @@ from jaxspec.train.run.simulation import LONGEST, Counter, Group, pieces_of, sum
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--target", required=True, help='"demo" or a Hugging Face directory')
+    p.add_argument("--target", required=True, help='"demo", a Hugging Face directory or a hub id')
     p.add_argument("--drafter", help="a directory, or a name as the engine takes it (default: as LLM chooses)")
     p.add_argument("--data", type=Path, nargs="+", required=True, help="JSONL that training did not see")
     p.add_argument("--chat-template-kwargs", type=modes.parse, metavar="JSON", help="of chats (default: none)")
