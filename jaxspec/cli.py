@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.util
 import itertools
 import os
 import signal
@@ -16,10 +17,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType, MappingProxyType, TracebackType
 from typing import NoReturn
 
-from jaxspec.names import Advice, hints, refuse_dtype
+from jaxspec.names import Advice, hints, nearest, refuse_dtype
 
 #: Exit status after Ctrl-C, as shells have it.
 INTERRUPTED = 130
@@ -98,6 +100,36 @@ def dtype(text: str) -> str:
     except ValueError as e:
         raise argparse.ArgumentTypeError(str(e)) from None
     return text
+
+
+def tell_commands(name: str, modules: Sequence[str], argv: Sequence[str]) -> int:
+    """For a module that runs nothing itself: prints its commands, or refuses arguments; returns the exit status.
+
+    What a command does is what the first line of its file says. Nothing is imported for it; modules that are no
+    commands, or not installed, are left out.
+    """
+    lines = {module: line for module in modules if (line := _first_line(module))}
+    if argv and argv[0] not in ("-h", "--help"):
+        meant = f"{name}.{nearest(argv[0], [module.removeprefix(f'{name}.') for module in lines])}"
+        hint = f"say python -m {meant}" if meant in lines else "without arguments it lists commands"
+        print(f"python -m {name}: error: it runs none itself, got {argv[0]!r}; {hint}", file=sys.stderr)
+        return 2
+    width = max(map(len, lines))
+    print("\n".join(f"python -m {module:<{width}}  {line}" for module, line in lines.items()))
+    return 0
+
+
+def _first_line(module: str) -> str:
+    """What the file of a command says first, behind the command; "" where there is none."""
+    package, _, rest = module.partition(".")
+    found = importlib.util.find_spec(package)
+    for root in (found and found.submodule_search_locations) or ():
+        path = Path(root, *rest.split("."))
+        for file in (path.with_suffix(".py"), path / "__main__.py"):
+            if file.is_file():
+                command, _, line = file.read_text(encoding="utf-8").partition("\n")[0].partition(": ")
+                return line.rstrip('".') if command.startswith(f'"""python -m {module}') else ""
+    return ""
 
 
 def _commands(p: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

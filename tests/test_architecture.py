@@ -90,7 +90,7 @@ ALLOWED = {
     "async_llm": EVERYONE | {"engine", "events", "llm", "prepared", "prompts", "shared", "text"},
     "chat": {"events", "llm", "request", "text"},
 }
-FRONTS = {"generate", "batch", "quantize", "bench", "__init__"}
+FRONTS = {"generate", "batch", "quantize", "bench", "__init__", "__main__"}
 #: Rooms of serve (packages, and the modules on top) and the other rooms that they may import.
 SERVE = {
     "config": set(),

@@ -10,11 +10,15 @@ from typing import Any, NoReturn
 
 import pytest
 
+from jaxspec import __main__ as listing
 from jaxspec import cli
+from jaxspec.bench.studies import __main__ as studies
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Commands without flags: what starts them is a process of this project.
+#: What processes of this project are started with, and not by users: they have no flags.
 STARTED = {"jaxspec.bench.online.host", "serve.core.tied"}
+#: Commands that list others.
+LISTS = {"jaxspec": listing.COMMANDS, "jaxspec.bench.studies": studies.STUDIES}
 #: Whose parser is another's command of its own.
 BELOW = [
     ("jaxspec.bench", name)
@@ -80,7 +84,7 @@ def parsers(p: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        *((name, []) for name in modules() if name not in STARTED),
+        *((name, []) for name in modules() if name not in STARTED | LISTS.keys()),
         (WORKER, []),
         *((name, [word]) for name, word in BELOW),
     ],
@@ -96,3 +100,27 @@ def test_every_flag_has_its_help_and_every_error_one_line(
         with pytest.raises(SystemExit) as end:
             p.error("wrong")
         assert (end.value.code, capsys.readouterr().err) == (2, f"{p.prog}: error: wrong (see --help)\n")
+
+
+def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]):
+    listed: set[str] = set()
+    for module in (listing, studies):
+        assert module.main([]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert all(re.fullmatch(r"python -m [\w.]+ +\S.*[^.]", line) and len(line) < 130 for line in lines), lines
+        listed |= {line.split()[2] for line in lines}
+    assert listed == {*modules()} - STARTED - {"jaxspec"}
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "message"),
+    [
+        (listing, ["generate", "hi"], "got 'generate'; say python -m jaxspec.generate\n"),
+        (studies, ["round"], "got 'round'; say python -m jaxspec.bench.studies.rounds\n"),
+        (listing, ["--zzz"], "got '--zzz'; without arguments it lists commands\n"),
+    ],
+)
+def test_a_list_runs_nothing(module: Any, words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert module.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.endswith(message) and error.count("\n") == 1

@@ -1,4 +1,7 @@
-"""python -m jaxspec.train COMMAND ...: each command's module owns its arguments."""
+"""python -m jaxspec.train COMMAND ...: makes data, trains drafters on it, and measures them.
+
+Each command's module owns its arguments.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ ELSEWHERE = {
 
 def parser() -> argparse.ArgumentParser:
     """The command line, every command described by its module's first line."""
-    top = argparse.ArgumentParser(prog="python -m jaxspec.train", description=__doc__, formatter_class=cli.Help)
+    top = argparse.ArgumentParser(prog="python -m jaxspec.train", description=(__doc__ or "").splitlines()[0],
+                                  formatter_class=cli.Help)  # fmt: skip
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, path in COMMANDS.items():
         module = importlib.import_module(path)
