@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,14 +102,22 @@ def summary(info: PromptInfo, end: Finished) -> str:
     return f"{line}; seed {info.seed}"
 
 
-def run(client: Client, prompt: Prompt, options: Options, *, timeout: float | None, stats: bool, out: TextIO) -> None:
-    """Streams the completion to `out`."""
+def run(
+    client: Client, prompt: Prompt, options: Options, *, timeout: float | None, stats: bool, out: TextIO,
+    begun: threading.Event,
+) -> None:  # fmt: skip
+    """Streams the completion to `out`.
+
+    Args:
+      begun: is set before anything is written.
+    """
     info: PromptInfo | None = None
     for event in client.stream(prompt, timeout=timeout, **options):
         match event:
             case PromptInfo():
                 info = event
             case Delta(text=text):
+                begun.set()
                 out.write(text)
                 out.flush()
             case Finished():
@@ -152,17 +161,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = names.parse(p, argv, names.FLAGS_ELSEWHERE)
     if args.system is not None and not args.chat:
         p.error("--system needs --chat")
+    if ":" not in args.target or args.target.startswith(("http://", "https://")):
+        p.error(f"--target must be HOST:PORT, such as {p.get_default('target')}, got {args.target!r}")
+    begun = threading.Event()
     try:
         connection: dict[str, Any] = {name: getattr(args, name) for name in ("tls", "tls_ca", "tls_cert", "tls_key")}
         if args.token_file is not None:
             connection["token"] = _text(args.token_file).split("\n", 1)[0].strip()
         prompt, options = _request(args)
         with Client(args.target, retries=args.retries, **connection) as client:
-            send = functools.partial(run, client, prompt, options, timeout=args.timeout, stats=args.stats)
+            send = functools.partial(run, client, prompt, options, timeout=args.timeout, stats=args.stats,
+                                     begun=begun)  # fmt: skip
             try:
                 send(out=sys.stdout)
             except ServerError as e:
-                refused = e.code is grpc.StatusCode.UNAVAILABLE and not args.no_wait
+                # What is written cannot be taken back.
+                refused = e.code is grpc.StatusCode.UNAVAILABLE and not args.no_wait and not begun.is_set()
                 if not refused or not wait_until_started(client, args.target, args.timeout):
                     raise
                 send(out=sys.stdout)
@@ -173,6 +187,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = "" if e.retry_after is None else f" (try again in {e.retry_after:g} s)"
         if e.unreachable:
             hint = f" (nobody answers at {args.target}; python -m serve starts a server)"
+        elif e.code is grpc.StatusCode.UNAVAILABLE and begun.is_set():
+            hint = " (the server is gone, and the text breaks off)"
+        elif e.code is grpc.StatusCode.UNAVAILABLE and "tls" in e.message.lower():
+            hint = " (no TLS there, or a certificate of others; see --tls-ca)"
+        elif e.code is grpc.StatusCode.DEADLINE_EXCEEDED and args.timeout is not None:
+            hint = f" (--timeout {args.timeout:g} s)"
         print(f"error: {e}{hint}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

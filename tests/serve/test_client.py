@@ -465,6 +465,45 @@ def test_nobody_is_there(capsys: pytest.CaptureFixture[str], looks: Looks):
         assert "nobody answers at 127.0.0.1:1; python -m serve starts" in err
 
 
+def test_a_text_that_breaks_off_is_not_begun_again(
+    capsys: pytest.CaptureFixture[str], looks: Looks, monkeypatch: pytest.MonkeyPatch
+):
+    """Though another server may come, and others wait for that."""
+    tries = []
+
+    def stream(self: Client, *_: Any, **options: Any) -> Iterator[Delta]:
+        tries.append(options)
+        yield Delta(0, "abc", (1,), ())
+        raise ServerError(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    monkeypatch.setattr(Client, "stream", stream)
+    assert main(["abc", "--target", "127.0.0.1:1"]) == 1
+    told = "error: UNAVAILABLE: Socket closed (the server is gone, and the text breaks off)\n"
+    assert (*capsys.readouterr(), len(tries)) == ("abc", told, 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "hint"),
+    [
+        (
+            "UNAVAILABLE",
+            "failed to connect: Tls handshake failed",
+            "(no TLS there, or a certificate of others; see --tls",
+        ),
+        ("DEADLINE_EXCEEDED", "Deadline Exceeded", "(--timeout 5 s)"),
+    ],
+)
+def test_what_failed_is_told_with_the_flag(
+    code: str, message: str, hint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def stream(self: Client, *_: Any, **options: Any) -> Iterator[Delta]:
+        raise ServerError(grpc.StatusCode[code], message)
+
+    monkeypatch.setattr(Client, "stream", stream)
+    assert main(["abc", "--timeout", "5", "--no-wait"]) == 1
+    assert f"{message} {hint}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -474,6 +513,8 @@ def test_nobody_is_there(capsys: pytest.CaptureFixture[str], looks: Looks):
         (["--max-new-tokens", "5"], "for '--max-new-tokens' say '--max-tokens'"),
         (["--guided-json", "{}"], "for '--guided-json' say '--json-schema'"),
         (["--port", "5"], "for '--port' say '--target'"),
+        (["--target", "localhost"], "--target must be HOST:PORT, such as localhost:50051, got 'localhost'"),
+        (["--target", "http://a:1"], "--target must be HOST:PORT, such as localhost:50051, got 'http://a:1'"),
         (["--prompt"], "--prompt; '--prompt': leave the flag out, the prompt is given as it is"),
         (["def"], "unrecognized arguments: def; a prompt of several words needs quotes"),
         (["--best-of", "2"], "unrecognized arguments: --best-of 2"),  # there is no --n
