@@ -170,10 +170,7 @@ class ServerConfig:
                 raise ValueError(f"{field.name} must not be empty{hint}, got ''")
             if bounds is not None and value is not None and not bounds[0] <= value <= bounds[1]:
                 raise ValueError(f"{field.name} must lie in [{bounds[0]:g}, {bounds[1]:g}], got {value!r}")
-        found = re.fullmatch(r"(?:\w+://)?(\[[^\[\]]*\]|[^:\[\]/]*)(?::(\d*))?/?", self.host)
-        if found is not None and found[1] != self.host:
-            told = f"host {found[1] or '0.0.0.0'}" + (f" and port {found[2]}" if found[2] else "")
-            raise ValueError(f"host must be an address alone, as the port is port's, got {self.host!r}; say {told}")
+        check_host("host", "port", self.host)
         if self.port and self.port == self.metrics_port:
             raise ValueError(f"port and metrics_port must differ, got {self.port} for both")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -331,6 +328,21 @@ def _part(name: str, owner: type[Any], values: Any, defaults: Mapping[str, Any])
         return owner(**built)
     except (ValueError, TypeError) as e:
         raise ValueError(f"{name}: {e}") from e
+
+
+def check_host(name: str, port: str, host: str) -> None:
+    """Refuses an address with what does not belong to it.
+
+    Args:
+      name: of the setting. port: of the one that the port goes to.
+
+    Raises:
+      ValueError: a port stands behind it, or a scheme before.
+    """
+    found = re.fullmatch(r"(?:\w+://)?(\[[^\[\]]*\]|[^:\[\]/]*)(?::(\d*))?/?", host)
+    if found is not None and found[1] != host:
+        told = f"{name} {found[1] or '0.0.0.0'}" + (f" and {port} {found[2]}" if found[2] else "")
+        raise ValueError(f"{name} must be an address alone, as the port is {port}'s, got {host!r}; say {told}")
 
 
 def _checked(name: str, value: Any, kind: Any) -> Any:

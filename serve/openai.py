@@ -33,7 +33,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jaxspec import cli
 from serve.__main__ import parser as serve_parser
 from serve.__main__ import resolve
-from serve.config import FLAGS_ELSEWHERE, ServerConfig
+from serve.config import FLAGS_ELSEWHERE, ServerConfig, check_host
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.2
@@ -220,6 +220,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The gateway has ended before the server is told to: nobody has to notice that it withdraws.
         serve += ["--withdrawal-seconds", "0"]
         config = dataclasses.replace(config, withdrawal_seconds=0.0)
+    try:
+        check_host("--http-host", "--http-port", options.http_host)
+    except ValueError as e:
+        refuse(str(e))
     if not 0 <= options.http_port <= 65535:
         refuse(f"--http-port must be from 0 to 65535, got {options.http_port}")
     if print_config:

@@ -160,6 +160,7 @@ def test_a_flag_that_is_none_is_answered_with_the_one_that_was_meant(
             "they are; for '-o' say '--out' (see --help)\n"),
         (serving.main, ["--num-prompts", "9"], "for '--num-prompts' say '--requests' (see --help)\n"),
         (bench.parse, ["--output-len", "9"], "for '--output-len' say '--max-tokens' (see --help)\n"),
+        (openai_main, ["--http-host", "0.0.0.0:80"], "; say --http-host 0.0.0.0 and --http-port 80 (see"),
         (openai_main, ["--http-port", "99999"], "--http-port must be from 0 to 65535, got 99999 (see --help)\n"),
         (learn.main, ["--out", "x", "--trial", "3"], "required: --target, --drafter, --ring, --trainer (see --help)\n"),
         (serve_main, ["-tp", "2", "-x"], "arguments: -tp 2 -x; for '-tp' say '--tensor-parallel' (see --help)\n"),
