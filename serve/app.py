@@ -150,7 +150,9 @@ class Server:
             try:
                 self.metrics_port = self.metrics.serve(config.host, config.metrics_port, self._probes())
             except OSError as e:
-                raise PortError(f"metrics_port: cannot listen on {config.host}:{config.metrics_port}: {e}") from e
+                raise PortError(
+                    f"metrics_port: cannot listen on {config.host}:{config.metrics_port}: {e.strerror or e}"
+                ) from e
         warn_of_open_door(config, self.port)
         self.metrics.on_state("starting")
         await self._grpc.start()
@@ -381,5 +383,5 @@ def listen(
     except RuntimeError as e:
         hint = " (wrong certificate or key?)" if credentials is not None else ""
         why = f"which is in use, not allowed, or no address of this machine{hint}"
-        raise PortError(f"port: cannot listen on {address}, {why}: {e}") from e
+        raise PortError(f"port: cannot listen on {address}, {why}") from e
     return port

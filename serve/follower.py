@@ -50,7 +50,9 @@ class Following:
             try:
                 self.metrics_port = HttpPort(config.host, config.metrics_port, CollectorRegistry(), probes).port
             except OSError as e:
-                raise PortError(f"metrics_port: cannot listen on {config.host}:{config.metrics_port}: {e}") from e
+                raise PortError(
+                    f"metrics_port: cannot listen on {config.host}:{config.metrics_port}: {e.strerror or e}"
+                ) from e
         self.tell("starting")
         self._grpc.start()
 

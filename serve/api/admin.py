@@ -178,7 +178,10 @@ def _policy(engine: Engine, name: str, depth: int | None, started: SpeculationCo
     if name not in policies.names():
         raise ValueError(f"policy must be one of {policies.names()}, got {name[:80]!r}")
     kind = policies.find(name)
-    if (depth is None) == kind.switched_by_depth:
+    if depth is None and kind.switched_by_depth:
+        there = sorted({tier.depth for tier in engine.runner.reachable})
+        raise ValueError(f"policy {name!r} needs a depth, of which this server has {there}")
+    if depth is not None and not kind.switched_by_depth:
         takers = " or ".join(repr(other.name) for other in policies.kinds() if other.switched_by_depth)
         raise ValueError(f"depth goes with policy {takers} and no other, got policy {name!r} and depth {depth}")
     compiled = sorted(engine.runner.reachable)
