@@ -148,7 +148,7 @@ def test_two_devices_give_the_tokens_of_one(directories: Path, plain: list[list[
 
 def test_what_devices_cannot_divide_is_refused(directories: Path) -> None:
     with pytest.raises(ValueError, match="tensor_parallel must divide the target's num_heads 4, got 3"):
-        generate(directories, "none", tensor_parallel=3)
+        generate(directories, "ngram", tensor_parallel=3)
     check_divides(config(num_heads=6, num_kv_heads=6, hidden_size=48, vocab_size=18), 3)
     with pytest.raises(ValueError, match="vocab_size 16, got 3"):
         check_divides(config(num_heads=6, num_kv_heads=6, hidden_size=48), 3)

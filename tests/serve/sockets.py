@@ -28,6 +28,14 @@ async def served(kit: Any, facade: Any = None, **config: Any) -> AsyncIterator[t
         await at_baseline(kit, server)
 
 
+@contextlib.asynccontextmanager
+async def reachable(kit: Any, **config: Any) -> AsyncIterator[tuple[str, Any]]:
+    """A server's address, for clients of one's own, and the engine behind it."""
+    facade = kit.clean()
+    async with Server(ServerConfig(**BASE, **config), build=lambda: facade) as server:
+        yield f"127.0.0.1:{server.port}", facade
+
+
 async def at_baseline(kit: Any, server: Server) -> None:
     """Returns when the engine has nothing left, and all of its pages."""
     await kit.eventually(lambda: server.generator.in_engine == 0 and server.generator.live == 0)
