@@ -96,7 +96,7 @@ class MixtureOfExperts(nnx.Module):
         return any(stacked.in_few_bits(kernel[...]) for kernel in (self.gate_up, self.down))
 
     def way(self, pairs: int) -> str:
-        """How experts are read for so many pairs of a row and an expert, see above."""
+        """How experts are read for so many pairs of a row and an expert: a name of `mixing.WAYS`."""
         count = self.experts.count
         if self.packed:
             many = pairs >= _MANY_OF_ONE * count and pairs > _FEW_ROWS * self.experts.per_token

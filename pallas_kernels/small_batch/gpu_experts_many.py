@@ -52,7 +52,7 @@ class _Kernel:
       kind: "up" or "down". dtype: of the weights, `Packed.kind` or bfloat16. shape: (rows of a slot, inputs of the
         weights). columns: of the results. groups: of scales, 0 of none. slots: that there may be.
       by_slots: whether a tile of all slots comes after the other, not the tiles of one slot after the other.
-      gates: see packed_experts.mix. biased: whether columns have a bias. interpret: whether it is pretended.
+      gates: see packed_experts.mix. interpret: whether it is pretended.
     """
 
     kind: Literal["up", "down"]
@@ -63,7 +63,6 @@ class _Kernel:
     slots: int
     by_slots: bool = False
     gates: Gates | None = None
-    biased: bool = False
     interpret: bool = False
 
     teams = _TEAMS + 1
@@ -362,9 +361,8 @@ def _run(
     columns, row_bytes = outputs // (2 if kind == "up" else 1), 2 * BLOCK if whole else unpack.row_bytes(weight.kind)
     kernel = _Kernel(
         kind=kind, dtype=_WHOLE if whole else weight.kind, shape=(rows, inputs), columns=columns,
-        groups=0 if whole else weight.groups, slots=len(experts_S), gates=gates, biased=bias is not None,
-        by_slots=inputs * outputs * row_bytes > _CACHED * BLOCK,
-        interpret=interpret is not None,
+        groups=0 if whole else weight.groups, slots=len(experts_S), gates=gates,
+        by_slots=inputs * outputs * row_bytes > _CACHED * BLOCK, interpret=interpret is not None,
     )  # fmt: skip
     half = TILE // 2
     if whole:
