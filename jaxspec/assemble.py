@@ -244,7 +244,8 @@ def assemble(
     # What processes share they compile first: what is ready differs between them.
     background = in_background(config) and hosts is None
     on_each = mesh is not None and geo.whole_drafter
-    name = can.name + " with suffix matches" * speculation.hybrid + _WHOLE * on_each + depths(built)
+    few = "" if speculation.draft_quantization is None else f" in {speculation.draft_quantization}"
+    name = can.name + few + " with suffix matches" * speculation.hybrid + _WHOLE * on_each + depths(built)
     identity = _identity(target, name, params, shards)
     if config.profile is not None:
         cost = profiled(config.profile, choice, identity, speculation.resolved_policy)

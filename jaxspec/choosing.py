@@ -88,6 +88,11 @@ def check_choice(
     choice = choose_policy(speculation, engine.buckets, kind.drafts, kind.trees, default_steps=default_steps)
     if drafts:
         speculation.check_lookups(kind.looks_up, kind.remembers)
+        if speculation.draft_quantization is not None and not kind.layouts:
+            raise ValueError(
+                f"draft_quantization {speculation.draft_quantization!r} is for drafters that have weights, got drafter "
+                f"{kind.name!r}"
+            )
     engine.check_ring(drafts, kind.reads_states)
     if engine.batch_invariant:
         check_invariant_tiers(engine, choice.reachable)

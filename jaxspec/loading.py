@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxspec.config import SpeculationConfig
 from jaxspec.drafters import directories, registry
+from jaxspec.drafters.rounding import round_drafter
 from jaxspec.drafters.successor import Successors
 from jaxspec.fitting import stored
 from jaxspec.models import few_rows, packing
@@ -21,7 +22,7 @@ from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layouts import column_blocks, tensor_parallel
 from jaxspec.models.sharded import BY_XLA
 from jaxspec.runtime import summing
-from jaxspec.runtime.sharding import host_memory, spans_processes, tensor_mesh
+from jaxspec.runtime.sharding import check_four_bits, host_memory, spans_processes, tensor_mesh
 from jaxspec.speculation.drafter import Drafter
 from jaxspec.speculation.state import Geometry
 
@@ -54,6 +55,9 @@ def laid_out(module: Any, shards: int, sums: str, *, output: bool = False, whole
             return module
         with host_memory() if shards > 1 else contextlib.nullcontext():  # what is on devices stays there
             packing.pack_experts(module, shards)
+            if few_rows.refusal(module) is not None:
+                few_rows.pack_maps(module, shards)
+                return module
             return few_rows.prepare(module, output=output)
     size = stored(nnx.state(module))
     return column_blocks(module, keep_flat=size <= _KEPT_TWICE)
@@ -68,6 +72,16 @@ def load_drafter(kind: str, directory: Path | None, target: TargetModel, dtype: 
     if directory is None:
         return registry.find(kind).for_target(target)
     return directories.load_drafter(kind, directory, target, dtype)
+
+
+def in_few_bits(module: Any, speculation: SpeculationConfig) -> Any:
+    """What `load_drafter` returned, rounded where that is asked for; `check_choice` refuses kinds without weights.
+
+    Raises:
+      ValueError: there is nothing to round.
+    """
+    form = speculation.draft_quantization
+    return module if form is None else round_drafter(module, form)
 
 
 def bind_drafter(
@@ -128,18 +142,22 @@ def drafting_of(
     # What is going to be split need not fit any device as a whole.
     load = host_memory if shards > 1 else contextlib.nullcontext
     with load():
-        module = load_drafter(kind, directory, target, dtype)
+        loaded = load_drafter(kind, directory, target, dtype)
+        module = in_few_bits(loaded, speculation)
+    if isinstance(module, nnx.Module):
+        check_four_bits(module, shards)
 
     def bind(geo: Geometry) -> tuple[Drafter | None, Any]:
         with load():
             return bind_drafter(kind, module, geo, speculation, shards, sums)
 
     if directory is None:
-        return Drafting(bind, facts.trees, facts.deepest(module), kind)
-    successors = Successors(kind, directory, module, target, dtype)
+        return Drafting(bind, facts.trees, facts.deepest(loaded), kind)
+    successors = Successors(kind, directory, loaded, target, dtype)
 
     def reload(geo: Geometry, where: Path) -> Any:
         with load():
-            return bind_drafter(kind, successors.load(where), geo, speculation, shards, sums)[1]
+            other = in_few_bits(successors.load(where), speculation)
+            return bind_drafter(kind, other, geo, speculation, shards, sums)[1]
 
-    return Drafting(bind, facts.trees, facts.deepest(module), kind, reload)
+    return Drafting(bind, facts.trees, facts.deepest(loaded), kind, reload)

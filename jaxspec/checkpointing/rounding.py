@@ -1,6 +1,6 @@
-"""Weights rounded to few bits, in compressed-tensors' layout: llm-compressor's presets W8A8, FP8_DYNAMIC and W4A16.
+"""Rounded weights in compressed-tensors' layout: llm-compressor's presets W8A8, FP8_DYNAMIC and W4A16.
 
-No text is needed: a scale is what its own weights ask for. Must not know models.
+How weights are rounded, models.rounding owns. Must not know models.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from jaxspec.checkpointing import packing
+from jaxspec.models import rounding
 
 _TOKEN = {"strategy": "token", "dynamic": True, "symmetric": True, "num_bits": 8}
-#: How far groups of 4 bits may cut their largest weights off, of which the least squared error is taken.
-_CUTS = np.linspace(1.0, 0.72, 15, dtype=np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +61,10 @@ class Format:
         Raises:
           ValueError: groups that do not divide the inputs.
         """
-        w, kind = weight_FE.astype(np.float32), weight_FE.dtype
-        if self.name == "float-quantized":
-            scale = _scale(np.abs(w).max(axis=1, keepdims=True) / 448, kind)
-            values = np.clip(w / scale.astype(np.float32), -448, 448).astype(ml_dtypes.float8_e4m3fn)
-        elif self.name == "int-quantized":
-            scale = _scale(np.abs(w).max(axis=1, keepdims=True) / 127, kind)
-            values = np.clip(np.rint(w / scale.astype(np.float32)), -128, 127).astype(np.int8)
-        else:
-            return _packed(module, w, kind, self.weights["group_size"])
+        if self.name == "pack-quantized":
+            return _packed(module, weight_FE, self.weights["group_size"])
+        rounded = rounding.fp8 if self.name == "float-quantized" else rounding.int8
+        values, scale = rounded(weight_FE)
         return {f"{module}.weight": values, f"{module}.weight_scale": scale}
 
 
@@ -82,31 +75,15 @@ FORMATS = {
 }
 
 
-def _scale(scale: np.ndarray, kind: np.dtype) -> np.ndarray:
-    """As it will be stored, and never 0."""
-    return np.maximum(scale, 1e-8).astype(kind)
-
-
-def _packed(module: str, w_FE: np.ndarray, kind: np.dtype, group: int) -> dict[str, np.ndarray]:
+def _packed(module: str, w_FE: np.ndarray, group: int) -> dict[str, np.ndarray]:
     d_out, d_in = w_FE.shape
     if d_in % group:
         raise ValueError(
             f"{module!r} has {d_in} inputs, which groups of {group} do not divide; ignore it, or take int8 or fp8"
         )
-    w_FGg = w_FE.reshape(d_out, -1, group)
-    largest = np.abs(w_FGg).max(axis=2)
-    best, least = _scale(largest / 7.5, kind), np.full(largest.shape, np.inf, np.float32)
-    for cut in _CUTS:
-        scale = _scale(cut * largest / 7.5, kind)
-        error = np.square(_rounded(w_FGg, scale) * scale.astype(np.float32)[..., None] - w_FGg).sum(axis=2)
-        best, least = np.where(error < least, scale, best), np.minimum(error, least)
-    unsigned = _rounded(w_FGg, best).reshape(d_out, d_in) + 8
+    values, scale = rounding.int4(w_FE, group)
     return {
-        f"{module}.weight_packed": packing.packed(unsigned, 4),
-        f"{module}.weight_scale": best,
+        f"{module}.weight_packed": packing.packed(values + 8, 4),
+        f"{module}.weight_scale": scale,
         f"{module}.weight_shape": np.array([d_out, d_in], np.int64),
     }
-
-
-def _rounded(w_FGg: np.ndarray, scale_FG: np.ndarray) -> np.ndarray:
-    return np.clip(np.rint(w_FGg / scale_FG.astype(np.float32)[..., None]), -8, 7)

@@ -4,9 +4,16 @@ Every message names the field, the value given and the values allowed. Must not 
 """
 
 from jaxspec.config.engine import ENGINE_ELSEWHERE, MOST_ROUNDS, SHORT_FLAGS, EngineConfig
-from jaxspec.config.speculation import SPECULATION_ELSEWHERE, SPECULATION_FLAGS, VERIFICATIONS, SpeculationConfig
+from jaxspec.config.speculation import (
+    DRAFT_QUANTIZATIONS,
+    SPECULATION_ELSEWHERE,
+    SPECULATION_FLAGS,
+    VERIFICATIONS,
+    DraftQuantization,
+    SpeculationConfig,
+)
 
 __all__ = [
-    "ENGINE_ELSEWHERE", "MOST_ROUNDS", "SHORT_FLAGS", "SPECULATION_ELSEWHERE", "SPECULATION_FLAGS", "VERIFICATIONS",
-    "EngineConfig", "SpeculationConfig",
+    "DRAFT_QUANTIZATIONS", "ENGINE_ELSEWHERE", "MOST_ROUNDS", "SHORT_FLAGS", "SPECULATION_ELSEWHERE",
+    "SPECULATION_FLAGS", "VERIFICATIONS", "DraftQuantization", "EngineConfig", "SpeculationConfig",
 ]  # fmt: skip

@@ -16,6 +16,8 @@ from jaxspec.tier import Tier, max_nodes
 
 Verification = Literal["coupled", "rejection", "typical"]
 VERIFICATIONS: tuple[str, ...] = get_args(Verification)
+DraftQuantization = Literal["int8", "fp8", "int4-g128"]
+DRAFT_QUANTIZATIONS: tuple[str, ...] = get_args(DraftQuantization)
 _MAX_DEPTH = 32
 #: What vLLM, SGLang, transformers and llama.cpp call these settings.
 SPECULATION_ELSEWHERE = {
@@ -24,6 +26,7 @@ SPECULATION_ELSEWHERE = {
     "prompt_lookup_min": "ngram_min", "prompt_lookup_max": "ngram_max", "draft_max": "depth",
     "prompt_lookup_num_tokens": "depth", "num_assistant_tokens": "depth", "assistant_model": "LLM(drafter=)",
     "draft_tensor_parallel_size": "LLM(draft_tensor_parallel=)",
+    "speculative_draft_model_quantization": "draft_quantization",
 }  # fmt: skip
 #: The same of flags, where a drafter is one as well.
 SPECULATION_FLAGS = {
@@ -62,6 +65,9 @@ class SpeculationConfig:
         target finds plausible enough, greedy rows stay exact).
       typical_threshold, typical_alpha: of typical verification, which accepts a token of probability p where
         p > min(typical_threshold, typical_alpha * exp(-entropy)).
+      draft_quantization: format that the drafter's weights are rounded to when they are loaded: "int8" or "fp8" (a
+        scale per output) or "int4-g128". It changes what is drafted and no output under coupled and rejection
+        verification. None: as the checkpoint has them.
       ngram_min, ngram_max: shortest and longest suffix that the n-gram drafter matches.
       hybrid: each row and round drafts by suffix matches where these promise more accepted tokens than the drafter;
         trees hold the likeliest nodes of both. It needs coupled verification. The adaptive policy then has a tier more,
@@ -97,6 +103,7 @@ class SpeculationConfig:
     verification: Verification = "coupled"
     typical_threshold: float = 0.09
     typical_alpha: float = 0.3
+    draft_quantization: DraftQuantization | None = None
     ngram_min: int = 1
     ngram_max: int = 4
     hybrid: bool = False
@@ -119,6 +126,10 @@ class SpeculationConfig:
             checks.integer(me, "num_nodes", self.num_nodes, 1, 1024)
         if self.verification not in VERIFICATIONS:
             raise ValueError(f"{me}.verification must be one of {VERIFICATIONS}, got {self.verification!r}")
+        if self.draft_quantization not in (None, *DRAFT_QUANTIZATIONS):
+            raise ValueError(
+                f"{me}.draft_quantization must be None or one of {DRAFT_QUANTIZATIONS}, got {self.draft_quantization!r}"
+            )
         if self.objective not in RULES:
             raise ValueError(f"{me}.objective must be one of {RULES}, got {self.objective!r}")
         for name in ("typical_threshold", "typical_alpha"):
@@ -260,7 +271,7 @@ class SpeculationConfig:
             "tiers": [tier.name for tier in self.tiers or () if tier.depth],
             "num_speculative_tokens_per_batch_size": rows if any(tokens for _, _, tokens in rows) else None,
             "topk": self.topk if self.topk > 1 else None, "num_nodes": self.num_nodes, "budget": self.budget,
-            "candidate_budgets": self.candidate_budgets,
+            "candidate_budgets": self.candidate_budgets, "draft_quantization": self.draft_quantization,
         }  # fmt: skip
         return next((f"{name} {value}" for name, value in asked.items() if value), "")
 

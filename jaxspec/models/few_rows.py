@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.models.base import Attend, ModelConfig, report_experts
 from jaxspec.models.experts import MixtureOfExperts
-from jaxspec.models.layers import MLP, Attention, Linear, Transformer
+from jaxspec.models.layers import MLP, Attention, Linear, Shared, Transformer
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import Tables, apply_rope
 from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS, TENSOR_AXIS, laid_anew, parts_of, share_bytes, summed
@@ -379,24 +379,57 @@ def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) ->
     return copy
 
 
+def pack_maps(module: Any, shards: int = 1) -> None:
+    """Lays quantised maps out anew in a module whose layers these kernels do not run, if it computes in bfloat16.
+
+    Products by them, of any number of rows, are the kernel's for many rows then. A draft head that reads a target's
+    output layer keeps it as it was stored.
+
+    Args:
+      shards: devices that share the module.
+    """
+    for linear in list(_other_maps(module, shards)):
+        linear.kernel.set_value(laid_anew(linear.kernel, _packed))
+
+
+def _other_maps(module: Any, shards: int) -> Iterator[Linear]:
+    """The maps that `pack_maps` is for."""
+    maps = [node for _, node in nnx.iter_graph(module) if isinstance(node, Linear)]
+    table = getattr(module, "embedding", None)
+    biases = (linear.bias for linear in maps if linear.bias is not None)  # Medusa's heads have no table
+    if (read := next(biases, None) if table is None else table) is None or read.dtype != jnp.bfloat16:
+        return
+    for linear in maps:
+        own = isinstance(linear.kernel[...], Quantised) and not isinstance(linear.kernel, Shared)
+        if own and _unserved(linear, shards) is None:
+            yield linear
+
+
 def _packed(few: Quantised) -> Packed:
     return packed.pack(few.values, few.scale)
 
 
 def added_bytes(model: Any, shards: int = 1) -> int:
-    """Bytes of memory that `prepare` will take on a device besides the model's: no less while anything else holds it.
+    """Bytes of a device's memory that `prepare` or `pack_maps` takes besides the model's: no less while others hold it.
 
     Scales of layers' weights become float32, and an output layer of few bits lies there twice.
 
     Args:
       model: laid out for `shards` devices, if there are several.
     """
-    if unsupported() is not None or refusal(model) is not None:
+    if unsupported() is not None:
         return 0
     size = lambda linear, few: share_bytes(linear.kernel.get_metadata(SPLIT, None), few, shards)
-    layers = [(linear, few) for linear in _maps(model) if isinstance(few := linear.kernel[...], Quantised)]
+    if refusal(model) is None:
+        maps, last = _maps(model), model.lm_head if _output_of_few_bits(model) else None
+    else:
+        maps = list(_other_maps(model, shards))
+        last = next((linear for linear in maps if linear is getattr(model, "lm_head", None)), None)
+    layers = [
+        (linear, few) for linear in maps if linear is not last and isinstance(few := linear.kernel[...], Quantised)
+    ]
     made = lambda few: jax.eval_shape(_packed, few)
-    output = size(model.lm_head, made(model.lm_head.kernel[...])) if _output_of_few_bits(model) else 0
+    output = 0 if last is None else size(last, made(last.kernel[...]))
     return sum(size(linear, made(few)) - size(linear, few) for linear, few in layers) + output
 
 
@@ -405,4 +438,7 @@ def unsupported() -> str | None:
     return gpu.supported()
 
 
-__all__ = ["MOST_ROWS", "FewRows", "added_bytes", "norms_apart", "output_refusal", "prepare", "refusal", "unsupported"]
+__all__ = [
+    "MOST_ROWS", "FewRows", "added_bytes", "norms_apart", "output_refusal", "pack_maps", "prepare", "refusal",
+    "unsupported",
+]  # fmt: skip

@@ -129,7 +129,7 @@ def check_divides(cfg: ModelConfig, shards: int) -> None:
             raise ValueError(f"tensor_parallel must divide the target's {name} {getattr(cfg, name)}, got {shards}")
 
 
-def check_four_bits(target: TargetModel, shards: int) -> None:
+def check_four_bits(target: nnx.Module, shards: int) -> None:
     """Refuses weights of 4 bits on several CPU devices where JAX's executables do not take them as they lie (0.10).
 
     Raises:

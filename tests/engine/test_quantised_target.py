@@ -1,13 +1,15 @@
-"""A quantised target: with speculation, the tokens of plain decoding on the same weights."""
+"""A quantised target, with a drafter in few bits or whole: the tokens of plain decoding on the same weights."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.adaptive.static import StaticPolicy
@@ -20,6 +22,7 @@ from jaxspec.models.tiny import FAMILY_FIELDS, tiny_target
 from jaxspec.quantize import quantise_directory
 from jaxspec.request import RequestOutput
 from jaxspec.runtime.sharding import check_four_bits
+from jaxspec.speculation.drafters.eagle3_head import Eagle3Head
 from jaxspec.tier import PLAIN, Tier
 
 #: Kernels of which 64 divides the columns of all but the head, which stays as it is.
@@ -43,30 +46,35 @@ def plain_directory(tmp_path_factory: pytest.TempPathFactory, tools: Any) -> Pat
     base = tmp_path_factory.mktemp("quantised")
     target = tiny_target(0, bos_token_id=None, **SIZES)
     hf.save_model(target, base / "plain", dtype=jnp.float32)
-    eagle3.save_head(tools.eagle3_head(target), base / "eagle3", target.config, dtype=jnp.float32)
+    # Of widths that are rounded, too.
+    config = dataclasses.replace(tools.eagle3_head(target).config, hidden_size=64, intermediate_size=64)
+    head = tools.randomised(Eagle3Head(config, rngs=nnx.Rngs(0)), 3)
+    head.target_ids.set_value(tools.eagle3_head(target).target_ids[...])
+    eagle3.save_head(head, base / "eagle3", target.config, dtype=jnp.float32)
     return base / "plain"
 
 
 @pytest.mark.covers("quantised", "directory", kind="eagle3")
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "drafts", "options"),
     [
-        ("int4", {}),
-        pytest.param("int8", {}, marks=MORE),
-        pytest.param("fp8", {}, marks=MORE),
-        pytest.param("int8", dict(int8_activations=True), marks=MORE),
+        ("int4", "int8", {}),
+        pytest.param("int8", None, {}, marks=MORE),
+        pytest.param("fp8", "fp8", {}, marks=MORE),
+        pytest.param("int8", None, dict(int8_activations=True), marks=MORE),
     ],
 )
 def test_speculation_gives_the_tokens_of_plain_decoding(
-    name: str, options: dict[str, Any], plain_directory: Path, tmp_path: Path, kept_executables: Path
+    name: str, drafts: Any, options: dict[str, Any], plain_directory: Path, tmp_path: Path, kept_executables: Path
 ) -> None:
     quantise_directory(plain_directory, tmp_path / "target", FEW[name])
     assert isinstance(hf.load_model(tmp_path / "target").layers[1].attn.qkv.kernel[...], Quantised)  # pyright: ignore[reportAttributeAccessIssue]
+    speculation = SpeculationConfig(tiers=TIERS, draft_quantization=drafts)
     with LLM(
-        tmp_path / "target", plain_directory.parent / "eagle3", SpeculationConfig(tiers=TIERS), max_batch_size=3,
-        max_seq_len=60, progress=False, page_size=8, variants=("sampled",), batch_buckets=(3,), warmup="eager",
-        prefill_chunk=16, skip_tokenizer_init=True, compile_cache=kept_executables, enable_prefix_caching=False,
-        **options,
+        tmp_path / "target", plain_directory.parent / "eagle3", speculation,
+        max_batch_size=3, max_seq_len=60, progress=False, page_size=8, variants=("sampled",), batch_buckets=(3,),
+        warmup="eager", prefill_chunk=16, skip_tokenizer_init=True, compile_cache=kept_executables,
+        enable_prefix_caching=False, **options,
     ) as llm:  # fmt: skip
 
         def generate(tier: Tier) -> list[RequestOutput]:

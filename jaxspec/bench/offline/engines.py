@@ -24,16 +24,14 @@ from jaxspec.bench.offline.simulate import SimulatedDrafter, rate_for
 from jaxspec.bench.offline.widen import widen_head
 from jaxspec.bench.offline.workloads import FILE, Passage, built_in, load_prompts, queue
 from jaxspec.checkpointing import eagle3, hf
-from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.config import DraftQuantization, EngineConfig, SpeculationConfig
 from jaxspec.defaults import candidate_steps
 from jaxspec.drafters import registry
 from jaxspec.engine import Engine
-from jaxspec.loading import Drafting, bind_drafter, load_drafter
+from jaxspec.loading import Drafting, bind_drafter, in_few_bits, load_drafter
 from jaxspec.models.base import TargetModel
 from jaxspec.resolve import resolve_drafter, resolve_model
 from jaxspec.speculation.drafter import Drafter
-from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
-from jaxspec.speculation.drafters.cores import HeadCore
 from jaxspec.speculation.state import Geometry
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.tier import PLAIN, Tier
@@ -51,7 +49,7 @@ class Options:
       drafter: as LLM takes it. tiers: what is drafted, plain decoding not among them; None: the engine's default.
       grow: a size that `grow.parse_size` reads. simulate: mean accepted length of the deepest tier.
       prompts: a file of prompts, for the workload "file". hybrid, hybrid_depth: as SpeculationConfig's.
-      grow_head: whether the EAGLE-3 head grows as wide as the grown target.
+      draft_quantization: as SpeculationConfig's. grow_head: whether the EAGLE-3 head grows as wide as the grown target.
     """
 
     plan: Sweep
@@ -67,6 +65,7 @@ class Options:
     batch_invariant: bool = False
     hybrid: bool = False
     hybrid_depth: int | None = None
+    draft_quantization: DraftQuantization | None = None
     grow_head: bool = False
 
 
@@ -129,12 +128,11 @@ class Parts:
         """(drafter, parameters); a grown target gets the grown head."""
         if self.size is None or self.kind != "eagle3":
             module = load_drafter(self.kind, self.head, self.target, self.dtype)
-            return bind_drafter(self.kind, module, geo, speculation)
-        assert self.head is not None
-        head = eagle3.load_head(self.head, self.small, self.dtype)
-        head = grow.grow_head(head, self.small.config, self.size)
-        core = HeadCore(widen_head(head, self.size) if self.options.grow_head else head)
-        return AutoregressiveDrafter(core, geo), core.take_params()
+        else:
+            assert self.head is not None
+            head = grow.grow_head(eagle3.load_head(self.head, self.small, self.dtype), self.small.config, self.size)
+            module = widen_head(head, self.size) if self.options.grow_head else head
+        return bind_drafter(self.kind, in_few_bits(module, speculation), geo, speculation)
 
     def engine(
         self, longest: int, texts: Sequence[Sequence[int]] | None = None, *, plain: bool = False,
@@ -152,8 +150,9 @@ class Parts:
         speculation = SpeculationConfig(policy="off")
         if not plain:
             speculation = SpeculationConfig(
-                policy, tiers=options.tiers, hybrid=options.hybrid, hybrid_depth=options.hybrid_depth
-            )
+                policy, tiers=options.tiers, hybrid=options.hybrid, hybrid_depth=options.hybrid_depth,
+                draft_quantization=options.draft_quantization,
+            )  # fmt: skip
         config = EngineConfig(
             max_batch_size=max(options.plan.batch_sizes),
             max_seq_len=min(limit, -(-longest // _ROUND_UP) * _ROUND_UP),
@@ -269,6 +268,7 @@ def _conditions(parts: Parts, session: Experiment, skipped: int) -> dict[str, An
         "dtype": parts.dtype.name,
         "drafter": parts.kind + source + " and suffix matches" * options.hybrid,
         "hybrid_depth": options.hybrid_depth,
+        "draft_quantization": options.draft_quantization,
         "grow": options.grow,
         "grow_head": options.grow_head,
         "geometry": None if parts.size is None else dataclasses.asdict(parts.size),

@@ -33,7 +33,8 @@ from jax.sharding import Mesh
 from jaxspec.adaptive.arms import packed_tokens
 from jaxspec.bench.studies import drafters, report
 from jaxspec.bench.studies.weights import FORMATS, MXFP4, quantise, random_weights
-from jaxspec.loading import laid_out
+from jaxspec.config import DRAFT_QUANTIZATIONS, DraftQuantization, SpeculationConfig
+from jaxspec.loading import in_few_bits, laid_out
 from jaxspec.models import few_rows, packing, registry
 from jaxspec.models.base import Experts, ModelConfig
 from jaxspec.models.layouts import tensor_parallel
@@ -168,16 +169,20 @@ class Model:
             return module
         if self.packed:
             packing.pack_experts(module, self.shards)
+        if few_rows.refusal(module) is not None:
+            few_rows.pack_maps(module, self.shards)
         return few_rows.prepare(module, output=self.output)
 
     def runner(
         self, name: str, tiers: Sequence[Tier], batches: Sequence[int], context: int, *, kernels: str | None,
         sampled: bool, page: int, budgets: Sequence[float] = (), invariant: bool = False, layers: int | None = None,
+        draft_quantization: DraftQuantization | None = None,
     ) -> Runner:  # fmt: skip
         """A runner with one executable a tier and batch, and one a budget.
 
         Args:
-          name: of the drafter, as `drafters.parse` knows it. layers: of its head.
+          name: of the drafter, as `drafters.parse` knows it. layers: of its head. draft_quantization: see
+            SpeculationConfig.
           invariant: attention of `batch_invariant`.
 
         Raises:
@@ -195,12 +200,13 @@ class Model:
                 raise ValueError(f"{kind} is for dense targets on one device here, got {cfg.family} on {self.shards}")
             small = SHAPES[SMALL.get(self.shape, self.shape)][0]
             small = dataclasses.replace(small, vocab_size=cfg.vocab_size)
-            blocks = jax.default_backend() == "cpu"  # which go over a whole drafter, the target's tables in it
-            filled = lambda build: self.filled(1, build) if blocks else self.by_kernels(self.filled(1, build))
+            filled = lambda build: self.filled(1, build)
             sizes = drafters.Sizes(
                 self.target, draft_vocab, depth, layers, small, filled, HEADS.get(self.shape, {})
             )  # fmt: skip
-            drafter, params = drafters.bound(name, sizes, geo, self.by_kernels if blocks else None)
+            asked = SpeculationConfig(draft_quantization=draft_quantization)
+            ready = lambda module: self.by_kernels(in_few_bits(module, asked))
+            drafter, params = drafters.bound(name, sizes, geo, ready)
         packed = {
             (tier, batch): tuple(sorted({packed_tokens(tier, batch, budget) for budget in budgets}))
             for tier in tiers for batch in batches if tier.depth
@@ -320,6 +326,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "KIND=TIER,TIER: its own tiers")  # fmt: skip
     add("--apart", action="store_true", help="one drafter after the other, each told as soon as it is measured")
     add("--draft-layers", type=int, help="of heads (default: by kind, as those of the demo)")
+    add("--draft-quantization", choices=("none", *DRAFT_QUANTIZATIONS), nargs="+", default=["none"],
+        help="formats of drafters' weights, each measured for itself, on one device")  # fmt: skip
     add("--budget", type=float, nargs="+", default=[], help="packed rounds: drafted tokens verified a row, on average")
     add("--context", type=int, default=1024, help="committed tokens of each request")
     add("--page", type=int, default=64, help="tokens a page")
@@ -342,6 +350,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = report.parse(parser, argv)
     if args.output_weights and SHAPES[args.shape][0].tie_word_embeddings:
         parser.error(f"--output-weights wants an output layer of its own, and that of {args.shape} is the embedding")
+    if args.draft_quantization != ["none"] and args.tensor_parallel > 1:
+        parser.error(f"--draft-quantization is for one device here, got --tensor-parallel {args.tensor_parallel}")
     if args.weights == MXFP4 and SHAPES[args.shape][0].experts is None:
         parser.error(f"--weights {MXFP4} is for experts, and {args.shape} has none")
 
@@ -350,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind = args.weights or args.dtype
     print(f"{args.shape} {kind} on {jax.devices()[0].device_kind}, context {args.context}, jax {jax.__version__}")
     print(
-        "devices batch  drafter          tier          tokens      ms  x plain   busy  x one  share of floor  "
+        "devices batch  drafter               tier          tokens      ms  x plain   busy  x one  share of floor  "
         "device ms  idle  collectives kernels  experts a layer"
     )
     ways = [(1, "nccl")] if args.tensor_parallel == 1 or not args.without_one else []
@@ -380,19 +390,22 @@ def _measure(
         layers=args.layers, packed=not args.experts_as_stored,
     )  # fmt: skip
 
-    def bench_of(asked: tuple[str, tuple[Tier, ...]]) -> Bench:
-        name, own = asked
+    def bench_of(asked: tuple[str, tuple[Tier, ...], DraftQuantization | None]) -> Bench:
+        name, own, form = asked
         own = own or [t for t in tiers if t.depth and (t.is_chain or drafters.draws_trees(name))]
-        own = [Tier(0)] * (asked == args.drafter[0]) + [*own]
+        own = [Tier(0)] * (asked == every[0]) + [*own]
         runner = model.runner(
             name, own, sorted(set(args.batch)), args.context, kernels=args.kernels, sampled=args.sampled,
             page=args.page, budgets=args.budget, invariant=args.batch_invariant, layers=args.draft_layers,
+            draft_quantization=form,
         )  # fmt: skip
-        return Bench(name, runner, own, args.context)
+        return Bench(name if form is None else f"{name}, {form}", runner, own, args.context)
 
+    forms = [None if form == "none" else form for form in args.draft_quantization]
+    every = [(name, own, form) for name, own in args.drafter for form in forms]
     alone = {_key(row): row["ms"] for row in rows if row["devices"] == 1}
     plain: dict[int, dict[str, Any]] = {}
-    for together in [[asked] for asked in args.drafter] if args.apart else [args.drafter]:
+    for together in [[asked] for asked in every] if args.apart else [every]:
         # Each compiles its own programs, side by side.
         with ThreadPoolExecutor(len(together)) as pool:
             benches = list(pool.map(bench_of, together))
@@ -428,7 +441,7 @@ def _tell(args: argparse.Namespace, runner: Runner, row: dict[str, Any], one: fl
     percent = lambda x: "" if x is None else f"{x:.1%}"
     floor = percent(least / row["ms"] if least is not None and (not tier.depth or cfg.experts is not None) else None)
     print(
-        f"{row['devices']:7d} {batch:5d}  {row['drafter'] or '':15s}  {tier.name:12s}  "
+        f"{row['devices']:7d} {batch:5d}  {row['drafter'] or '':20s}  {tier.name:12s}  "
         f"{row['tokens'] or batch * tier.num_nodes:5d} {row['ms']:7.3f}  "
         f"{row['ratio']:7.3f}  {row['busy_ratio']:5.2f}  "
         f"{'' if one is None else format(row['speedup'], '.2f'):>5s}  {floor:>14s}  "

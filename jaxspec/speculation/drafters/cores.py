@@ -66,7 +66,7 @@ class HeadCore(Trained):
         self.draft_vocab_size: int = cfg.draft_vocab_size
         self.mask_token_id: int | None = getattr(cfg, "mask_token_id", None)
         self.full_vocabulary = cfg.draft_vocab_size == cfg.vocab_size
-        self.dtype: jnp.dtype = head.fc.kernel[...].dtype
+        self.dtype: jnp.dtype = head.embedding[...].dtype
 
     def bind(self, params: Any) -> Any:
         return nnx.merge(self.graph, params)

@@ -49,7 +49,9 @@ class MedusaDrafter(Trained):
         self.aux_layers: tuple[int, ...] = cfg.aux_layer_ids
         self.max_topk = cfg.vocab_size
         self.graph, self.params = nnx.split(heads)
-        self.dtype: jnp.dtype = heads.heads[0].lm_head.kernel[...].dtype
+        bias = heads.heads[0].blocks[0].bias
+        assert bias is not None
+        self.dtype: jnp.dtype = bias[...].dtype
 
     def init_state(self, geo: Geometry) -> jax.Array:
         return jnp.zeros((geo.slots, self.config.aux_width), self.dtype)

@@ -1,0 +1,69 @@
+"""Drafters in few bits: their maps are rounded when they are loaded, whatever their checkpoints hold.
+
+What a drafter says changes no text, only how often it is right, so this needs nobody's leave but the user's. Owns which
+of its maps; how they are rounded, models.rounding does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxspec.models.experts import MixtureOfExperts
+from jaxspec.models.layers import BLOCK, Linear, Shared
+from jaxspec.models.quantised import stored_bytes
+from jaxspec.models.rounding import FORMATS, rounded
+
+_log = logging.getLogger(__name__)
+
+
+def round_drafter(module: Any, name: str) -> Any:
+    """A copy of a drafter whose linear maps, output layer included, are in few bits: it drafts otherwise, no more.
+
+    An output layer that is its target's becomes one of the drafter's own. Norms, embeddings, biases, routers, stacked
+    experts and maps of fewer than BLOCK outputs stay; so do maps that are in few bits, in 4 bits those that groups do
+    not divide, and on CPUs those that column blocks do not, by which products would expand the whole (`quantised`).
+
+    Args:
+      name: of FORMATS.
+
+    Raises:
+      ValueError: nothing of it can be rounded.
+    """
+    graph, state = nnx.split(module)
+    copy = nnx.merge(graph, state)
+    embedding = getattr(copy, "embedding", None)
+    if embedding is not None and getattr(copy, "lm_head", 0) is None:
+        own = Linear(1, 1, dtype=embedding[...].dtype, rngs=None)
+        own.kernel = Shared(embedding[...].T)  # pyright: ignore[reportAttributeAccessIssue]
+        copy.lm_head = nnx.data(own)
+    group, before, after = FORMATS[name][2], 0, 0
+    for linear in _maps(copy):
+        kernel = linear.kernel[...]
+        if group is None or kernel.shape[0] % group == 0:
+            few = rounded(kernel, name)
+            before, after = before + stored_bytes(kernel), after + few.nbytes
+            linear.kernel = nnx.Param(few)
+    if not after:
+        raise ValueError(f"draft_quantization {name!r} finds no weights to round in this {type(module).__name__}")
+    _log.info("drafter in %s: its linear maps take %.1f MB instead of %.1f", name, after / 1e6, before / 1e6)
+    return copy
+
+
+def _maps(module: Any) -> Iterator[Linear]:
+    """A module's maps that are worth rounding and not in few bits."""
+    nodes = [node for _, node in nnx.iter_graph(module)]
+    mixtures = [node for node in nodes if isinstance(node, MixtureOfExperts)]
+    kept = {id(part) for mixture in mixtures for part in (mixture.router, mixture.shared_gate)}
+    for node in nodes:
+        if not isinstance(node, Linear) or id(node) in kept:
+            continue
+        kernel = node.kernel[...]
+        if not isinstance(kernel, jax.Array) or kernel.ndim != 2 or kernel.shape[1] < BLOCK:
+            continue
+        if jax.default_backend() != "cpu" or kernel.shape[1] % BLOCK == 0:
+            yield node

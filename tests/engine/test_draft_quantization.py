@@ -1,0 +1,159 @@
+"""Drafters whose weights are rounded when they are loaded: which weights, and that rounds take them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxspec import LLM
+from jaxspec.bench.studies import drafters
+from jaxspec.bench.studies.rounds import SHAPES
+from jaxspec.bench.studies.weights import random_weights
+from jaxspec.checkpointing import eagle3
+from jaxspec.config import SpeculationConfig
+from jaxspec.drafters.rounding import round_drafter
+from jaxspec.fitting import stored
+from jaxspec.loading import drafting_of, in_few_bits, laid_out
+from jaxspec.models import few_rows, registry
+from jaxspec.models.base import Experts, ModelConfig
+from jaxspec.models.experts import mlp
+from jaxspec.models.layers import DecoderLayer, Linear, Shared, Transformer, output_logits
+from jaxspec.models.layouts import column_blocks
+from jaxspec.models.quantised import Quantised
+from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from jaxspec.speculation.layouts import Batch
+from jaxspec.speculation.round import RoundSpec, round_fn
+from jaxspec.speculation.state import DecodeState, Geometry
+from jaxspec.tier import Tier
+from pallas_kernels.small_batch.packed import Packed
+
+GEO = Geometry(2, 16, 8, 8, 3)
+WEIGHTS = [kind for kind in drafters.NAMES if kind not in ("suffix", "ngram")]
+
+
+def whole(module: Any) -> set[str]:
+    """The matrices of a module that are as they were, narrow ones excepted, by name."""
+    return {
+        ".".join(map(str, path)) for path, leaf in nnx.iter_graph(module)
+        if isinstance(leaf, nnx.Variable) and isinstance(leaf.get_value(), jax.Array)
+        and leaf.ndim > 1 and min(leaf.shape) >= 64
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_rounds_take_every_kind_in_few_bits(kind: str):
+    """All that each token reads whole is in 8 bits, the target's output layer too, and the target keeps its own."""
+    cfg, vocab = SHAPES["tiny"]
+    target = random_weights(nnx.eval_shape(lambda: registry.build(cfg)), 0)
+    before = jax.tree.map(np.asarray, nnx.state(target))
+    filled = lambda build: random_weights(nnx.eval_shape(build), 1)
+    sizes = drafters.Sizes(target, vocab, GEO.max_depth, None, cfg, filled)
+    seen: list[Any] = []
+
+    def ready(module: Any) -> Any:
+        seen.append(few := in_few_bits(module, SpeculationConfig(draft_quantization="int8")))
+        return column_blocks(few)
+
+    drafter, params = drafters.bound(kind, sizes, GEO, ready)
+    # Of tables single rows are read.
+    assert whole(seen[0]) <= {"embedding", *(f"{x}.{y}" for x in ("markov", "selector") for y in ("before", "after"))}
+    assert any(isinstance(x, jax.Array) and x.dtype == jnp.int8 for x in jax.tree.leaves(params))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, nnx.state(target)), before)
+    graph, weights = nnx.split(target)
+    state = DecodeState.empty(cfg, GEO, jnp.dtype(jnp.float32), drafter.init_state(GEO))
+    run = round_fn(RoundSpec(graph, cfg, GEO, drafter, False), Tier(3), True)
+    _, tokens, _ = jax.eval_shape(run, weights, params, state, Batch.of(GEO, 2).array)
+    assert tokens.shape[0] == 2
+
+
+WIDE = ModelConfig("llama", 256, 256, 512, 2, 2, 1, 128)
+
+
+def head(target: Any, dtype: Any = jnp.float32) -> Eagle3Head:
+    """A random EAGLE-3 head as wide as the target."""
+    cfg = target.config
+    config = Eagle3Config(
+        cfg.hidden_size, cfg.hidden_size, cfg.intermediate_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim,
+        cfg.vocab_size, cfg.vocab_size // 2, (0, 1, 2),
+    )  # fmt: skip
+    return Eagle3Head(config, dtype=dtype, rngs=nnx.Rngs(1))
+
+
+def test_an_embedding_that_is_the_output_layer_is_one_no_longer():
+    cfg = ModelConfig("llama", 128, 64, 128, 1, 2, 1, 32, tie_word_embeddings=True)
+    plain = Transformer(cfg, rngs=nnx.Rngs(0))
+    few = round_drafter(plain, "int8")
+    assert plain.lm_head is None and isinstance(few.lm_head.kernel[...], Quantised)
+    hidden = jax.random.normal(jax.random.key(1), (2, 3, 64))
+    want = output_logits(hidden, None, plain.embedding)
+    np.testing.assert_allclose(few.logits(hidden), want, atol=0.02 * float(jnp.abs(want).max()))
+
+
+def test_routers_experts_and_what_four_bits_do_not_divide_stay():
+    cfg = ModelConfig("qwen3_moe", 128, 128, 128, 1, 4, 2, 32, experts=Experts(64, 2, 64, (0,)))
+    few = round_drafter(Transformer(cfg, rngs=nnx.Rngs(0), mlp=mlp), "int8")
+    assert whole(few) >= {"layers.0.mlp.router.kernel", "layers.0.mlp.gate_up", "layers.0.mlp.down"}
+    assert isinstance(few.layers[0].attn.qkv.kernel[...], Quantised)
+    narrow = ModelConfig("llama", 128, 64, 128, 1, 2, 1, 32)  # inputs of 64, but for the last product's of 128
+    assert whole(round_drafter(Transformer(narrow, rngs=nnx.Rngs(0)), "int4-g128")) >= {"layers.0.attn.qkv.kernel"}
+
+
+def test_a_drafter_without_anything_to_round_is_refused():
+    layer = DecoderLayer(ModelConfig("llama", 16, 16, 16, 1, 2, 1, 8), dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="draft_quantization 'int8' finds no weights to round in this DecoderLayer"):
+        round_drafter(layer, "int8")
+
+
+def test_kinds_without_weights_are_refused_before_anything_is_loaded():
+    asked = {"depth": 2, "draft_quantization": "int8"}
+    with pytest.raises(ValueError, match="draft_quantization 'int8' is for drafters that have weights, .* 'ngram'"):
+        LLM("demo", "ngram", asked)
+    with pytest.raises(ValueError, match="draft_quantization int8 needs a drafter, got drafter 'none'"):
+        LLM("demo", "none", {"draft_quantization": "int8"})
+
+
+def test_weights_that_take_its_place_are_rounded_too(tmp_path: Path):
+    target = Transformer(WIDE, rngs=nnx.Rngs(0))
+    for name in ("one", "other"):
+        eagle3.save_head(head(target), tmp_path / name, WIDE, dtype=jnp.float32)
+    asked = SpeculationConfig(draft_quantization="int4-g128")
+    drafting = drafting_of("eagle3", tmp_path / "one", target, jnp.dtype(jnp.float32), asked, 1, "xla")
+    assert drafting is not None and drafting.reload is not None
+    (_, first), second = drafting.bind(GEO), drafting.reload(GEO, tmp_path / "other")
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), first) == jax.tree.map(lambda x: (x.shape, x.dtype), second)
+    assert any(x.dtype == jnp.int4 for x in jax.tree.leaves(second))
+
+
+def test_hopper_packs_the_maps_of_heads_but_not_what_is_their_targets(monkeypatch: pytest.MonkeyPatch):
+    """Products of heads, and of models whose layers have no kernels for few rows, are then those for many rows."""
+    monkeypatch.setattr(few_rows, "unsupported", lambda: None)
+    monkeypatch.setattr("jaxspec.loading.jax.default_backend", lambda: "gpu")
+    target = Transformer(WIDE, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    few = round_drafter(head(target, jnp.bfloat16), "int8")
+    lent = Linear(1, 1, dtype=jnp.dtype(jnp.bfloat16), rngs=None)
+    lent.kernel = Shared(few.lm_head.kernel[...])  # pyright: ignore[reportAttributeAccessIssue]
+    x = jax.random.normal(jax.random.key(3), (2, 512)).astype(jnp.bfloat16)
+    want = few.attn.qkv(x)
+    packed = laid_out(few, 1, "xla")
+    maps = (packed.fc, packed.attn.qkv, packed.attn.out, packed.mlp.gate_up, packed.mlp.down, packed.lm_head)
+    assert all(isinstance(linear.kernel[...], Packed) for linear in maps)
+    np.testing.assert_allclose(packed.attn.qkv(x), want, atol=2**-6 * float(jnp.abs(want).max()))
+    packed.lm_head = lent
+    assert isinstance(laid_out(packed, 1, "xla").lm_head.kernel[...], Quantised)
+    assert isinstance(laid_out(round_drafter(head(target), "int8"), 1, "xla").fc.kernel[...], Quantised)  # float32
+
+    capped = Transformer(ModelConfig("gemma2", 256, 256, 512, 1, 2, 1, 128, post_norms=True), dtype=jnp.bfloat16,
+                         rngs=nnx.Rngs(0))  # fmt: skip
+    few = round_drafter(capped, "int4-g128")
+    assert few_rows.refusal(few) is not None
+    before, last, added = stored(nnx.state(few)), few.lm_head.kernel[...].nbytes, few_rows.added_bytes(few)
+    packed = laid_out(few, 1, "xla")
+    assert isinstance(packed.layers[0].mlp.down.kernel[...], Packed) and few_rows.added_bytes(packed) == 0
+    # An output layer counts twice, as a target's does that heads share.
+    assert stored(nnx.state(packed)) - before + last == added > last
