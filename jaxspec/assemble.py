@@ -41,7 +41,7 @@ from jaxspec.facts import EngineFacts
 from jaxspec.fitting import doubling, fitted, longest_text, ring_rows
 from jaxspec.hybrids import depths, joined
 from jaxspec.loading import Drafting, drafting_of, laid_out, way_of
-from jaxspec.models import few_rows
+from jaxspec.models import few_rows, packing
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layers import Transformer
 from jaxspec.remembered import check_readable, texts
@@ -96,8 +96,8 @@ def check_batch_invariant(config: EngineConfig, target: TargetModel, tiers: Iter
             f"{me} is for queries and keys that are normed in their product (heads of 128); got heads of "
             f"{target.config.head_dim} and qk_norm=True"
         )
-    if target.config.experts is not None:
-        raise ValueError(f"{me} does not hold for mixtures of experts, got {target.config.experts.count} experts")
+    if (reason := packing.varies_by_rows(cast(Transformer, target))) is not None:
+        raise ValueError(f"{me} is for mixtures whose experts the kernels for few rows choose and multiply: {reason}")
     for name in ("sliding_window", "attention_soft_cap"):
         if (value := getattr(target.config, name)) is not None:
             raise ValueError(f"{me} is for attention without windows and soft caps, got {name}={value}")

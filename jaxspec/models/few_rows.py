@@ -266,6 +266,11 @@ def refusal(model: Any) -> str | None:
     return None
 
 
+def mixture_refusal(mlp: MixtureOfExperts) -> str | None:
+    """Why a layer's experts, packed if they are in few bits, do not run by kernels on one device, or None."""
+    return _picks_refusal(mlp) if mlp.in_few_bits else _mixture_refusal(mlp)
+
+
 def _mixture_refusal(mlp: MixtureOfExperts) -> str | None:
     """Why a layer's experts run as they always do, behind attention by these kernels, or None."""
     if mlp.shards != 1:
@@ -439,6 +444,6 @@ def unsupported() -> str | None:
 
 
 __all__ = [
-    "MOST_ROWS", "FewRows", "added_bytes", "norms_apart", "output_refusal", "pack_maps", "prepare", "refusal",
-    "unsupported",
+    "MOST_ROWS", "FewRows", "added_bytes", "mixture_refusal", "norms_apart", "output_refusal", "pack_maps", "prepare",
+    "refusal", "unsupported",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.models import few_rows
 from jaxspec.models.experts import MixtureOfExperts
 from jaxspec.models.layers import Transformer
 from pallas_kernels.small_batch import gpu
@@ -56,6 +57,22 @@ def added_bytes(model: Any, shards: int = 1) -> int:
     return sum(mixture.added_bytes() for mixture in mixtures)
 
 
+def varies_by_rows(model: Transformer) -> str | None:
+    """Why a row's bits after a mixture may depend on the rows beside it, even if they are few; or None.
+
+    Args:
+      model: for one device, not laid out yet.
+    """
+    for mixture in (layer.mlp for layer in model.layers if isinstance(layer.mlp, MixtureOfExperts)):
+        if mixture.in_few_bits and not mixture.packed:
+            why = _refusal(model, mixture, 1) or mixture.scale_refusal()
+            if why is not None:
+                return f"these stay as they are stored, since {why}"
+        if (why := few_rows.mixture_refusal(mixture)) is not None:
+            return why
+    return None
+
+
 def _in_few_bits(model: Any) -> Iterator[tuple[str, MixtureOfExperts]]:
     """A model's mixtures that are quantised and not packed, and where they are."""
     found = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, MixtureOfExperts)]
@@ -75,4 +92,4 @@ def _refusal(model: Any, mixture: MixtureOfExperts, shards: int) -> str | None:
     return mixture.packing_refusal()
 
 
-__all__ = ["added_bytes", "pack_experts"]
+__all__ = ["added_bytes", "pack_experts", "varies_by_rows"]

@@ -131,6 +131,8 @@ def packing_refusal(kernel: Any, axis: int, count: int) -> str | None:
     Args:
       axis, count: that so many devices split, see `divides`.
     """
+    if isinstance(kernel, Quantised) and (kernel.zero is not None or not gathers(kernel)):
+        return "they have zero points, an order of inputs or quantised activations"
     kernel = jax.eval_shape(
         lambda kernel: _filled(jax.tree.map(lambda x: x[0], _parts(kernel, axis, count)), axis), kernel
     )
@@ -138,8 +140,6 @@ def packing_refusal(kernel: Any, axis: int, count: int) -> str | None:
         return packed_experts.refusal(packed.FLOAT4, *shape_of(kernel)[1:], kernel.scale.shape[1])
     if not isinstance(kernel, Quantised):
         return f"they are {getattr(kernel, 'dtype', type(kernel).__name__)}, not of few bits"
-    if kernel.zero is not None or not gathers(kernel):
-        return "they have zero points, an order of inputs or quantised activations"
     return packed_experts.refusal(kernel.values.dtype.name, *shape_of(kernel)[1:], kernel.groups)
 
 

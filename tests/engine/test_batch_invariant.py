@@ -16,6 +16,7 @@ from jaxspec.assemble import check_batch_invariant
 from jaxspec.defaults import geometry, in_background, mixed, prompts_of, scheduling
 from jaxspec.models import few_rows
 from jaxspec.models.base import Experts, ModelConfig
+from jaxspec.models.experts import mlp
 from jaxspec.models.layers import Transformer
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.tiny import tiny_target
@@ -63,7 +64,7 @@ def test_rounds_tell_attention_of_chains_and_name_its_implementation(monkeypatch
 
 @functools.cache
 def made(config: ModelConfig) -> Transformer:
-    return Transformer(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    return Transformer(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), mlp=mlp)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,9 @@ def made(config: ModelConfig) -> Transformer:
         ({}, {"hidden_act": "gelu_tanh"}, PLAIN, "hidden_act=gelu_tanh"),
         ({}, {"sliding_window": 64, "sliding_layers": (0,)}, PLAIN, "windows and soft caps, got sliding_window=64"),
         ({}, {"attention_soft_cap": 50.0}, PLAIN, "got attention_soft_cap=50.0"),
-        ({}, {"experts": Experts(2, 1, 128, (0,))}, PLAIN, "got 2 experts"),
+        ({}, {"experts": Experts(64, 2, 64, (0,))}, PLAIN, None),
+        ({}, {"experts": Experts(64, 2, 64, (0,), shared_inner=64)}, PLAIN, "a shared expert or other gates"),
+        ({}, {"experts": Experts(64, 2, 64, (0,), scores="sigmoid")}, PLAIN, "chosen by sigmoids or in groups"),
     ],
 )
 def test_what_would_not_hold_is_refused(
@@ -127,6 +130,25 @@ def test_weights_of_few_bits_are_served_where_the_kernels_read_them(said: str | 
     scale = jnp.ones((1, kernel.shape[1]), jnp.float32)
     zero = None if said is None or normed else jnp.zeros_like(scale, jnp.int8)
     kernel.set_value(Quantised(jnp.ones(kernel.shape, jnp.int8), scale, zero))
+    check = lambda: check_batch_invariant(ENGINE, target, [PLAIN])
+    if said is None:
+        return check()
+    with pytest.raises(ValueError, match=said):
+        check()
+
+
+@pytest.mark.parametrize(
+    "said", [None, "stay as they are stored, since .*order of inputs", "has 9 of them, more than 8"]
+)
+def test_mixtures_in_few_bits_are_served_where_they_will_be_packed(said: str | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(few_rows, "unsupported", lambda: None)
+    own = Experts(64, 9 if said is not None and "9 of" in said else 2, 256, (0,))
+    cfg = dataclasses.replace(CONFIG, hidden_size=256, experts=own)
+    target = Transformer(cfg, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), mlp=mlp)
+    for kernel in (target.layers[0].mlp.gate_up, target.layers[0].mlp.down):
+        count, d_in, d_out = kernel.shape
+        order = jnp.tile(jnp.arange(d_in), (count, 1)) if said is not None and "order" in said else None
+        kernel.set_value(Quantised(jnp.ones(kernel.shape, jnp.int8), jnp.ones((count, 1, d_out)), None, order))
     check = lambda: check_batch_invariant(ENGINE, target, [PLAIN])
     if said is None:
         return check()
