@@ -261,10 +261,14 @@ def mixed_round(target: Target) -> Iterator[Program]:
 QUANTISED = {"int8": (jnp.int8, None), "fp8-block128": (jnp.float8_e4m3fn, 128), "int4-g128": (jnp.int4, 128)}
 
 
-def _quantised(model: TargetModel, kind: Any, group: int | None) -> TargetModel:
-    """The model with kernels of a format in its layers, as `checkpointing.quantised` makes them."""
+def _quantised(model: Any, kind: Any, group: int | None, *, output: bool = False) -> Any:
+    """The model with kernels of a format in its layers, as `checkpointing.quantised` makes them.
+
+    Args:
+      output: in its output layer, too.
+    """
     for path, node in nnx.iter_graph(model):
-        if isinstance(node, Linear) and "lm_head" not in path:
+        if isinstance(node, Linear) and (output or "lm_head" not in path):
             d_in, d_out = node.kernel[...].shape
             scale = jnp.zeros((1 if group is None else d_in // group, d_out), jnp.float32)
             node.kernel = nnx.Param(Quantised(jnp.zeros((d_in, d_out), kind), scale))
@@ -277,12 +281,12 @@ def quantised_round(target: Target) -> Iterator[Program]:
     No kernel may be expanded in memory: a round gets less for its intermediate values than the smallest of a layer's
     four would take in bfloat16, besides the sums of groups before they are added up. TPUs may fetch the largest kernel
     into VMEM as it is, while they still compute something else. On Hopper also with packed kernels at 64 rows, which
-    need no such sums.
+    need no such sums. And a chain of 3 of an EAGLE-3 head in int8 for a target in bfloat16, its output layer included.
     """
     cfg = dataclasses.replace(LLAMA_8B, num_layers=2)
     mesh = target.mesh(1, TENSOR_AXIS)
     geo = dataclasses.replace(GEOMETRY, num_pages=2 * GEOMETRY.num_pages, kernels=target.kind)
-    one = cfg.hidden_size * cfg.num_heads * cfg.head_dim * DTYPE.itemsize
+    one = _out_bytes(cfg)
     for name, (kind, group) in QUANTISED.items():
         own = target.name in ("h100", "h200") and small_batch.too_old() is None
         for shards, bucket in ((1, 4 * BUCKET), (2, 4 * BUCKET), (2, BUCKET)) if own else ():
@@ -305,6 +309,8 @@ def quantised_round(target: Target) -> Iterator[Program]:
                 in_place_bytes=_device_bytes(described.arguments[2]),
                 kernels=("tree_attention", f"small_batch_{jnp.dtype(kind).name}_{'many' if bucket > 32 else 'heads'}"),
             )
+        if name == "int8":
+            yield _quantised_head(target, cfg, geo, own=own)
         bits = 4 if kind is jnp.int4 else 8
         for bucket in (1, BUCKET):
             # A single row is padded to two.
@@ -322,6 +328,38 @@ def quantised_round(target: Target) -> Iterator[Program]:
                 in_place_bytes=_device_bytes(described.arguments[2]),
                 kernels=("tree_attention",),
             )
+
+
+def _out_bytes(cfg: ModelConfig) -> int:
+    """The smallest of a layer's kernels, in DTYPE."""
+    return cfg.hidden_size * cfg.num_heads * cfg.head_dim * DTYPE.itemsize
+
+
+def _quantised_head(target: Target, cfg: ModelConfig, geo: Geometry, *, own: bool) -> Program:
+    """A round of `quantised_round` whose drafter is in int8, packed where there are kernels for that (`own`)."""
+
+    def build() -> HeadCore:
+        sizes = dataclasses.replace(_head(cfg), aux_layer_ids=(0, 1, 2))
+        head = _quantised(Eagle3Head(sizes, dtype=DTYPE), jnp.int8, None, output=True)
+        if own:
+            few_rows.pack_maps(head)
+        return HeadCore(head)
+
+    core = abstract_core(build)
+    described = abstract_round(
+        cfg, geo, target.mesh(1, TENSOR_AXIS), BUCKET, dtype=DTYPE, drafter=AutoregressiveDrafter(core, geo),
+        draft_params=core.params,
+    )  # fmt: skip
+    return Program(
+        op="quantised_round",
+        name=f"8b-bf16-b{BUCKET}-chain{CHAIN.depth}-int8-head{'-packed' if own else ''}",
+        lower=functools.partial(described.lower, CHAIN, platforms=(target.platform,)),
+        max_temp_bytes=4 * BUCKET * CHAIN.num_nodes * cfg.vocab_size + _out_bytes(cfg),
+        limit="logits, and the head's smallest kernel in bfloat16",
+        max_vmem_bytes=2 * cfg.hidden_size * cfg.intermediate_size,
+        in_place_bytes=_device_bytes(described.arguments[2]),
+        kernels=("tree_attention", *(("small_batch_int8_many",) if own else ())),
+    )
 
 
 #: Qwen3-30B-A3B's and gpt-oss-20b's first two layers.
