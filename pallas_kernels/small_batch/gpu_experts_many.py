@@ -229,8 +229,8 @@ class _Kernel:
         def _() -> None:
             plgpu.barrier_wait(shared["given"].at[0])
             up = load(flipped(shared["out"].at[1]), SUMS).astype(F32)
-            plgpu.barrier_arrive(shared["taken"].at[0])
             store(packed_experts.gated(total, up, self.gates), tile * TILE)
+            plgpu.barrier_arrive(shared["taken"].at[0])  # now that what was read has been written
 
     def total(self, i: Any, team: Any, shared: dict[str, Any]) -> jax.Array:
         """The sums of a warpgroup's columns, float32 [64, rows]."""
@@ -269,7 +269,7 @@ class _Kernel:
             weights = unpack.expanded(shared["w"].at[at, team], self.dtype, self.interpret, scales)
             sums = gpu_packed_many.multiplied(weights, shared["x"].at[at], self.interpret)
             if self.by_blocks and self.dtype != FLOAT4:
-                scale = unpack.row_scales(scales, s * 0, self.interpret)
+                scale = unpack.row_scales(scales, s * 0, self.interpret, arrive=True)
                 sums = sums * mosaic.along_columns(scale, rows)
             if self.interpret:  # its reads are not wgmma's
                 plgpu.commit_smem()

@@ -164,7 +164,7 @@ class _Kernel:
             weights = unpack.expanded(shared["w"].at[slot, team], self.dtype, self.interpret)
             sums = multiplied(weights, shared["x"].at[slot], self.interpret)
             if self.groups > 1:
-                scale = unpack.row_scales(shared["scale"].at[slot, team], i * 0, self.interpret)
+                scale = unpack.row_scales(shared["scale"].at[slot, team], i * 0, self.interpret, arrive=True)
                 sums = sums * mosaic.along_columns(scale, self.rows)
             if self.interpret:  # its reads are not wgmma's
                 plgpu.commit_smem()

@@ -57,6 +57,8 @@ _SHIFTS = (
     "shr.u32 a, $1, 2; shl.b32 b, $1, 4;", "shr.u32 a, $1, 6; mov.b32 b, $1;",
 )  # fmt: skip
 _EXPONENT = "{{ .reg .b32 a; prmt.b32 a, $1, 0, 0x{0}4{0}4; shr.u32 $0, a, 1; }}"
+# Waits for a loaded word, for what comes behind may not come before a store: of none, as no scale has this value.
+_READ = "{ .reg .pred p; setp.eq.b32 p, $1, 0xffffdead; @p st.volatile.shared.b32 [$0], $1; }"
 # Four pieces of 8 rows and 8 inputs, as mma's second operand has them; and mma.
 _LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
 _LOADED = "=r,=r,=r,=r,r,~{memory}"
@@ -293,23 +295,33 @@ def _unpacked(tile: Any, *, kind: str, block: int, blocks: int, parts: int, expo
     return flat
 
 
-def row_scales(scales: Any, block: Any, interpret: bool) -> jax.Array:
-    """Of scales [parts, G, 32] in shared memory those of a block of `products`, along its rows: float32 [64]."""
+def row_scales(scales: Any, block: Any, interpret: bool, *, arrive: bool = False) -> jax.Array:
+    """Of scales [parts, G, 32] in shared memory those of a block of `products`, along its rows: float32 [64].
+
+    Args:
+      arrive: whether a barrier may say right behind that their place can be written over. An arrival does not wait for
+        loads that are under way, and on an H100 it overtook them: what was read was the place's next scales.
+    """
     if interpret:
         parts = scales.shape[0]
         return jnp.concatenate([scales[0, 2 * block + i] if parts == 1 else scales[i, block] for i in range(2)])
     wanted = plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=plgpu.Layout.WGMMA.reduce(1))
     scalar = plgpu.Layout.WG_SPLAT(())
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar), return_type=wanted)(_row_scales)(scales, block)
+    read = functools.partial(_row_scales, arrive=arrive)
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar), return_type=wanted)(read)(scales, block)
 
 
-def _row_scales(_: Any, scales: Any, block: Any) -> Any:
-    f32 = ir.F32Type.get()
+def _row_scales(_: Any, scales: Any, block: Any, *, arrive: bool) -> Any:
+    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
     layout = plgpu.Layout.WGMMA.reduce(1).to_mgpu()
     registers = np.empty(layout.registers_shape((ROWS,)), dtype=object)
     assert registers.size == 2, registers.shape
     for half, pointer in enumerate(_scale_pointers(scales, block.registers.item(), f32)):
-        registers.flat[half] = llvm.load(ir.VectorType.get((1,), f32), pointer, alignment=4)
+        value = llvm.load(ir.VectorType.get((1,), f32), pointer, alignment=4)
+        registers.flat[half] = value
+        if arrive:
+            bits, at = llvm.bitcast(i32, value), llvm.ptrtoint(i32, pointer)
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), [at, bits], _READ, "r,r,~{memory}", has_side_effects=True)
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 

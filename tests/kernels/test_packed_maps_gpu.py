@@ -1,0 +1,54 @@
+"""Quantised models whose layers have no kernels for few rows, on a Hopper GPU: packed maps against XLA's products.
+
+`pytest --noconftest`, as conftest.py keeps JAX to the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxspec.drafters.rounding import round_drafter
+from jaxspec.loading import laid_out
+from jaxspec.models import few_rows
+from jaxspec.models.base import Latent
+from jaxspec.models.layers import Linear, causal_attention
+from jaxspec.models.tiny import FAMILY_FIELDS, tiny_target
+from pallas_kernels.small_batch.packed import Packed
+
+pytestmark = pytest.mark.skipif(few_rows.unsupported() is not None, reason=str(few_rows.unsupported()))
+
+#: Widths that maps can be packed with.
+SIZES: dict[str, Any] = dict(vocab_size=256, hidden_size=512, intermediate_size=768, num_heads=8, head_dim=64)
+LATENT: dict[str, Any] = {"deepseek_v3": dict(head_dim=128, latent=Latent(64, 64, 64, 64, 256))}
+
+
+def forward(module: Any, rows: int) -> np.ndarray:
+    """Logits of a text."""
+    graph, state = nnx.split(module)
+
+    @jax.jit
+    def run(state: Any) -> jax.Array:
+        net, tokens = nnx.merge(graph, state), jnp.arange(rows)[None] * 7 % 256
+        return net.logits(net(tokens, jnp.arange(rows)[None], causal_attention)[0])
+
+    return np.asarray(run(state), np.float32)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "glm4", "gpt_oss", "deepseek_v3"])
+def test_models_without_kernels_for_few_rows_multiply_by_packed_maps(family: str):
+    whole = tiny_target(0, dtype=jnp.bfloat16, **{**SIZES, **FAMILY_FIELDS[family], **LATENT.get(family, {})})
+    for form in ("int8", "int4-g128"):
+        stored, packed = round_drafter(whole, form), laid_out(round_drafter(whole, form), 1, "xla")
+        assert few_rows.refusal(packed) is not None
+        maps = [node.kernel[...] for _, node in nnx.iter_graph(packed) if isinstance(node, Linear)]
+        assert sum(isinstance(kernel, Packed) for kernel in maps) >= 5
+        for rows in (1, 5, 130):
+            want, got = forward(stored, rows), forward(packed, rows)
+            # Roundings of bfloat16, in another order; few experts change places by them.
+            assert np.linalg.norm(got - want) <= 0.03 * np.linalg.norm(want), (form, rows)
