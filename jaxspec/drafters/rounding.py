@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxspec.models.experts import MixtureOfExperts
 from jaxspec.models.layers import BLOCK, Linear, Shared
-from jaxspec.models.quantised import stored_bytes
+from jaxspec.models.quantised import Quantised, stored_bytes
 from jaxspec.models.rounding import FORMATS, rounded
 
 _log = logging.getLogger(__name__)
@@ -24,9 +24,11 @@ _log = logging.getLogger(__name__)
 def round_drafter(module: Any, name: str) -> Any:
     """A copy of a drafter whose linear maps, output layer included, are in few bits: it drafts otherwise, no more.
 
-    An output layer that is its target's becomes one of the drafter's own. Norms, embeddings, biases, routers, stacked
-    experts and maps of fewer than BLOCK outputs stay; so do maps that are in few bits, in 4 bits those that groups do
-    not divide, and on CPUs those that column blocks do not, by which products would expand the whole (`quantised`).
+    An output layer that is its target's becomes one of the drafter's own, in the few bits that it has, if so: GPUs
+    lay those out for their kernels, which they do not do with what others read. Norms, embeddings, biases, routers,
+    stacked experts and maps of fewer than BLOCK outputs stay; so do maps that are in few bits, in 4 bits those that
+    groups do not divide, and on CPUs those that column blocks do not, by which products would expand the whole
+    (`quantised`).
 
     Args:
       name: of FORMATS.
@@ -48,6 +50,9 @@ def round_drafter(module: Any, name: str) -> Any:
             few = rounded(kernel, name)
             before, after = before + stored_bytes(kernel), after + few.nbytes
             linear.kernel = nnx.Param(few)
+    last = getattr(copy, "lm_head", None)
+    if isinstance(last, Linear) and isinstance(last.kernel, Shared) and isinstance(last.kernel[...], Quantised):
+        last.kernel = nnx.Param(last.kernel[...])
     if not after:
         raise ValueError(f"draft_quantization {name!r} finds no weights to round in this {type(module).__name__}")
     _log.info("drafter in %s: its linear maps take %.1f MB instead of %.1f", name, after / 1e6, before / 1e6)

@@ -23,10 +23,12 @@ from jaxspec.loading import drafting_of, in_few_bits, laid_out
 from jaxspec.models import few_rows, registry
 from jaxspec.models.base import Experts, ModelConfig
 from jaxspec.models.experts import mlp
-from jaxspec.models.layers import DecoderLayer, Linear, Shared, Transformer, output_logits
+from jaxspec.models.layers import DecoderLayer, Linear, Shared, Transformer, output_logits, shared_lm_head
 from jaxspec.models.layouts import column_blocks
 from jaxspec.models.quantised import Quantised
+from jaxspec.models.rounding import rounded
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
 from jaxspec.speculation.layouts import Batch
 from jaxspec.speculation.round import RoundSpec, round_fn
 from jaxspec.speculation.state import DecodeState, Geometry
@@ -93,6 +95,18 @@ def test_an_embedding_that_is_the_output_layer_is_one_no_longer():
     hidden = jax.random.normal(jax.random.key(1), (2, 3, 64))
     want = output_logits(hidden, None, plain.embedding)
     np.testing.assert_allclose(few.logits(hidden), want, atol=0.02 * float(jnp.abs(want).max()))
+
+
+def test_an_output_layer_in_few_bits_is_taken_as_it_is():
+    """As its own: Hopper lays out what no other reads."""
+    target = Transformer(WIDE, rngs=nnx.Rngs(0))
+    assert target.lm_head is not None
+    target.lm_head.kernel.set_value(rounded(target.lm_head.kernel[...], "int4-g128"))
+    layer = ModelConfig("llama", 256, 256, 512, 1, 2, 1, 128)
+    mtp = MtpHead(MtpConfig(layer, 2), Shared(target.embedding[...]), shared_lm_head(target), rngs=nnx.Rngs(1))
+    few = round_drafter(mtp, "int8")
+    assert type(few.lm_head.kernel) is nnx.Param and few.lm_head.kernel[...].values.dtype == jnp.int4
+    assert isinstance(mtp.lm_head.kernel, Shared) and few.fc.kernel[...].values.dtype == jnp.int8
 
 
 def test_routers_experts_and_what_four_bits_do_not_divide_stay():
