@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxspec.choosing import check_choice
@@ -86,6 +87,11 @@ class Seen:
     def quantised(self) -> bool:
         leaves = jax.tree.leaves(self.engine.runner.target, is_leaf=lambda x: isinstance(x, Quantised))
         return any(isinstance(leaf, Quantised) for leaf in leaves)
+
+    @property
+    def drafts_in_few_bits(self) -> bool:
+        few = [jnp.dtype(kind) for kind in (jnp.int8, jnp.int4, jnp.float8_e4m3fn)]
+        return any(leaf.dtype in few for leaf in jax.tree.leaves(self.engine.runner._draft_params))
 
 
 def tried(engine: Mapping[str, Any] | None = None, **speculation: Any) -> Callable[[str], None]:
@@ -171,6 +177,9 @@ FEATURES: dict[str, Feature] = {
     "experts": Feature("mixture-of-experts target", lambda s: s.target("experts")),
     "latent": Feature("latent-attention target", lambda s: s.target("latent")),
     "quantised": Feature("quantised target", lambda s: s.quantised),
+    "few_bit_drafts": Feature(
+        "drafter in few bits", lambda s: s.drafts_in_few_bits, tried(draft_quantization="int8")
+    ),
     "devices": Feature("tensor parallelism", lambda s: s.devices > 1),
     "whole": Feature(
         "drafter whole on each device", lambda s: s.devices > 1 and s.engine.stats.draft_tensor_parallel == 1

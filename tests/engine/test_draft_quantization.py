@@ -12,14 +12,16 @@ import pytest
 from flax import nnx
 
 from jaxspec import LLM
+from jaxspec.adaptive.static import StaticPolicy
+from jaxspec.assemble import assemble
 from jaxspec.bench.studies import drafters
 from jaxspec.bench.studies.rounds import SHAPES
 from jaxspec.bench.studies.weights import random_weights
 from jaxspec.checkpointing import eagle3
-from jaxspec.config import SpeculationConfig
+from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.drafters.rounding import round_drafter
 from jaxspec.fitting import stored
-from jaxspec.loading import drafting_of, in_few_bits, laid_out
+from jaxspec.loading import Drafting, bind_drafter, drafting_of, in_few_bits, laid_out
 from jaxspec.models import few_rows, registry
 from jaxspec.models.base import Experts, ModelConfig
 from jaxspec.models.experts import mlp
@@ -27,14 +29,17 @@ from jaxspec.models.layers import DecoderLayer, Linear, Shared, Transformer, out
 from jaxspec.models.layouts import column_blocks
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.rounding import rounded
+from jaxspec.models.tiny import tiny_target
+from jaxspec.request import SamplingParams
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
 from jaxspec.speculation.layouts import Batch
 from jaxspec.speculation.round import RoundSpec, round_fn
 from jaxspec.speculation.state import DecodeState, Geometry
-from jaxspec.tier import Tier
+from jaxspec.tier import PLAIN, Tier
 from pallas_kernels.small_batch.packed import Packed
 
+TREE = Tier(3, 2, 7)
 GEO = Geometry(2, 16, 8, 8, 3)
 WEIGHTS = [kind for kind in drafters.NAMES if kind not in ("suffix", "ngram")]
 
@@ -106,7 +111,8 @@ def test_an_output_layer_in_few_bits_is_taken_as_it_is():
     mtp = MtpHead(MtpConfig(layer, 2), Shared(target.embedding[...]), shared_lm_head(target), rngs=nnx.Rngs(1))
     few = round_drafter(mtp, "int8")
     assert type(few.lm_head.kernel) is nnx.Param and few.lm_head.kernel[...].values.dtype == jnp.int4
-    assert isinstance(mtp.lm_head.kernel, Shared) and few.fc.kernel[...].values.dtype == jnp.int8
+    assert mtp.lm_head is not None and isinstance(mtp.lm_head.kernel, Shared)
+    assert few.fc.kernel[...].values.dtype == jnp.int8
 
 
 def test_routers_experts_and_what_four_bits_do_not_divide_stay():
@@ -171,3 +177,28 @@ def test_hopper_packs_the_maps_of_heads_but_not_what_is_their_targets(monkeypatc
     assert isinstance(packed.layers[0].mlp.down.kernel[...], Packed) and few_rows.added_bytes(packed) == 0
     # An output layer counts twice, as a target's does that heads share.
     assert stored(nnx.state(packed)) - before + last == added > last
+
+
+@pytest.mark.covers("few_bit_drafts", "greedy", "seeded", "trees")
+@pytest.mark.parametrize("kind", ["draft_model"])
+def test_a_target_drafts_for_itself_in_few_bits(kind: str, tools: Any, kept_executables: Path):
+    """Rounded it is mostly right, and the texts are those of plain decoding."""
+    sizes: dict[str, Any] = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64)
+    target, tier = tiny_target(0, **sizes), TREE
+    asked = SpeculationConfig(tiers=(tier,), draft_quantization="int8")
+    make = lambda geo: bind_drafter(kind, in_few_bits(target, asked), geo, asked)
+    config = EngineConfig(
+        max_batch_size=2, max_seq_len=60, page_size=8, prefill_chunk=16, batch_buckets=(2,), variants=("sampled",),
+        warmup="eager", compile_cache=kept_executables,
+    )  # fmt: skip
+    engine = assemble(target, None, asked, config, drafter=Drafting(make, True, name=kind), progress=False)
+    work = [
+        ([1, 2, 3], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)),
+        ([9, 4], SamplingParams(temperature=0.9, seed=2, max_tokens=24, ignore_eos=True)),
+    ]
+    found: dict[Tier, list[Any]] = {}
+    for each in (PLAIN, tier):
+        engine.use_policy(StaticPolicy(each))
+        found[each] = tools.drive(engine, work)
+    assert [x.token_ids for x in found[tier]] == [x.token_ids for x in found[PLAIN]]
+    assert sum(x.metrics.accepted for x in found[tier]) > 20

@@ -37,6 +37,7 @@ PARAMS = [
 FEW = {
     **FORMATS, "int4": Format("pack-quantized", dict(num_bits=4, type="int", strategy="group", group_size=32)),
 }  # fmt: skip
+COVERED = "quantised", "directory"
 MORE = pytest.mark.exhaustive("other formats and int8 activations")
 
 
@@ -54,11 +55,11 @@ def plain_directory(tmp_path_factory: pytest.TempPathFactory, tools: Any) -> Pat
     return base / "plain"
 
 
-@pytest.mark.covers("quantised", "directory", kind="eagle3")
+@pytest.mark.covers(*COVERED, kind="eagle3")
 @pytest.mark.parametrize(
     ("name", "drafts", "options"),
     [
-        ("int4", "int8", {}),
+        pytest.param("int4", "int8", {}, marks=pytest.mark.covers(*COVERED, "few_bit_drafts", kind="eagle3")),
         pytest.param("int8", None, {}, marks=MORE),
         pytest.param("fp8", "fp8", {}, marks=MORE),
         pytest.param("int8", None, dict(int8_activations=True), marks=MORE),
