@@ -35,9 +35,12 @@ def own_draft(longest: int) -> Engine:
     return assemble(target, None, SpeculationConfig(tiers=(PLAIN, Tier(3))), config, drafter=drafting, progress=False)
 
 
-@pytest.mark.covers("long", kind="draft_model")
 @pytest.mark.exhaustive("beyond 2k and 16k of context; test_draft_caches has pauses and windows within 120 tokens")
-@pytest.mark.parametrize("longest", [2100, 16600], ids=str)
+@pytest.mark.parametrize(
+    "longest",
+    [2100, pytest.param(16600, marks=pytest.mark.covers("long", kind="draft_model"))],
+    ids=str,
+)
 def test_every_draft_is_accepted_at_any_position(tools: Any, longest: int):
     """Before and after a pause, greedy and sampled."""
     engine, rng = own_draft(longest + 128), np.random.default_rng(0)
