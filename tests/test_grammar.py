@@ -204,6 +204,7 @@ def test_texts_whose_masks_take_too_long_fail(compiler: GrammarCompiler, monkeyp
             np.testing.assert_array_equal(matcher.root, masks[taken])
             taken += matcher.take([text[taken]])
     assert 14 <= taken <= 18 and "too long" in matcher.error  # 0.5 s and 0.02 s a token
+    assert "may take 0.8 s" in matcher.error and "make it simpler: smaller numbers in {m,n}" in matcher.error
     out = np.zeros((3, matcher.root.size), np.int32)
     matcher.masks([0, 1, 2], [0, 0, 1], out)  # in the middle of a step nothing more is computed
     assert np.all(out[1:] == -1) and matcher.take([text[taken]]) == 0
@@ -216,6 +217,7 @@ def test_texts_whose_masks_take_too_long_fail(compiler: GrammarCompiler, monkeyp
         ("ParserTooComplex", "it has too many readings of the text: make it less ambiguous (ParserTooComplex)"),
         ("parser error: Too many items (limit 5000; mask)\n<non-verbose/>", "it has too many readings of the text"),
         ("Parser Error: Current row has 210 items; max is 200", "it has too many readings of the text"),
+        ("lexer error: too many expressions constructed", "an expression in it has too many states: make it simpler: "),
         ("", "no token of the vocabulary continues the text"),
         ("something new", "something new"),
     ],

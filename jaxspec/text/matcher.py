@@ -18,17 +18,21 @@ from llguidance.numpy import fill_next_token_bitmask
 #: Processor seconds that a text's masks may take: these in all, and so many more for each of its tokens. A mask mostly
 #: takes tens of microseconds and at worst some ten milliseconds; a step must not wait for one that always is at worst.
 _MASK_SECONDS, _MASK_SECONDS_A_TOKEN = 0.5, 0.02
+#: What helps where a grammar takes too long or is too large.
+SIMPLER = "make it simpler: smaller numbers in {m,n} and maxLength, fewer of them within or behind other repetitions"
+_STATES = f"an expression in it has too many states: {SIMPLER}"
 #: What llguidance says of a grammar that fails while it runs, by how that begins or by a part of it, in plain words.
 _REASONS = {
     "NoExtension": "no token of the vocabulary continues the text",
     "ParserTooComplex": "it has too many readings of the text: make it less ambiguous",
-    "LexerTooComplex": "an expression in it has too many states: make it simpler",
+    "LexerTooComplex": _STATES,
     "MaxTokens": "a limit on tokens in it was reached",
     "InternalError": "the grammar engine failed",
     "Too many items": "it has too many readings of the text: make it less ambiguous",
     "Current row has": "it has too many readings of the text: make it less ambiguous",
-    "too many states": "an expression in it has too many states: make it simpler",
-    "fuel": "an expression in it takes too long to match: make it simpler",
+    "too many states": _STATES,
+    "too many expressions": _STATES,
+    "fuel": f"an expression in it takes too long to match: {SIMPLER}",
 }
 
 
@@ -190,7 +194,8 @@ class Matcher:
         self._seconds += time.thread_time() - began
         allowed = _MASK_SECONDS + _MASK_SECONDS_A_TOKEN * len(self._taken)
         if self._seconds > allowed:
-            self._fail(f"its masks take too long: {self._seconds:.1f} s for {len(self._taken)} tokens")
+            took = f"{self._seconds:.1f} s for {len(self._taken)} tokens, which may take {allowed:.1f} s"
+            self._fail(f"its masks take too long: {took}; {SIMPLER}")
 
     def _fail(self, why: str | None = None) -> None:
         if self.error is None:

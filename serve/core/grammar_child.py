@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from jaxspec.text.grammar import STACK_BYTES, GrammarCompiler, GrammarSpec
+from jaxspec.text.matcher import SIMPLER
 
 #: Processor seconds that a grammar may take to compile, and bytes that it may take besides the stack.
 COMPILE_SECONDS, COMPILE_BYTES = 2.0, 256 * 2**20
@@ -29,8 +30,8 @@ SHORT_SECONDS = 0.25
 _START_SECONDS = 120.0
 #: Address space that the allocator sets aside for the compiling thread.
 _ARENA_BYTES = 128 * 2**20
-_SLOW = f"takes more than {COMPILE_SECONDS:g} s to compile"
-_LARGE = f"takes more than {COMPILE_BYTES // 2**20} MiB to compile"
+_SLOW = f"takes more than {COMPILE_SECONDS:g} s to compile; {SIMPLER}"
+_LARGE = f"takes more than {COMPILE_BYTES // 2**20} MiB to compile; {SIMPLER}"
 #: What the signals mean that a child died of; others are taken for a lack of memory.
 _DEATHS = {signal.SIGSEGV: "is nested too deeply", signal.SIGBUS: "is nested too deeply"}
 if hasattr(signal, "SIGPROF"):
