@@ -26,6 +26,7 @@ from jaxspec.checkpointing import quantised, spread
 from jaxspec.checkpointing.tensors import (
     WEIGHTS,
     TensorReader,
+    located,
     read_json,
     read_tensors,
     replace_directory,
@@ -91,11 +92,16 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
     """config.json, with the end-of-text tokens that generation_config.json may add.
 
     Raises:
-      ValueError: no directory, no config.json, or a model that is not supported.
+      ValueError: no directory, no config.json, or a model that is not supported; names the directory.
     """
     directory = Path(directory)
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory")
+    with located(directory):
+        return _read_config(directory)
+
+
+def _read_config(directory: Path) -> ModelConfig:
     config = read_json(directory / "config.json")
     quantised.read_config(config.pop("quantization_config", None))
     text = config.get("text_config")
@@ -134,7 +140,8 @@ def load_model(
     """
     cfg = served(load_config(directory), context)
     config = read_json(Path(directory) / "config.json")
-    quantisation = quantised.read_config(config.get("quantization_config"), int8_activations)
+    with located(Path(directory)):
+        quantisation = quantised.read_config(config.get("quantization_config"), int8_activations)
     build = lambda: registry.build(cfg, dtype)
     with read_tensors(directory) as reader:
         ignored = [IGNORED] if quantisation is None else [IGNORED, quantised.IGNORED]

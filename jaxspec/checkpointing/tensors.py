@@ -55,6 +55,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+@contextlib.contextmanager
+def located(directory: Path) -> Iterator[None]:
+    """Within it a ValueError names the directory, which readers of fields do not know: another model has them as well.
+
+    Raises:
+      ValueError: as raised within, with the directory in front of messages that lack it.
+    """
+    try:
+        yield
+    except ValueError as e:
+        if str(directory) in str(e):
+            raise
+        mark = os.sep if str(e).startswith("config.json: ") else ": "
+        raise ValueError(f"{directory}{mark}{e}") from e
+
+
 class TensorReader:
     """The tensors of one directory, read one at a time; a context manager.
 

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
 from jaxspec.checkpointing import heads
-from jaxspec.checkpointing.tensors import read_json, read_tensors
+from jaxspec.checkpointing.tensors import located, read_json, read_tensors
 from jaxspec.drafters import registry
 from jaxspec.drafters.kind import DrafterKind, Saving
 from jaxspec.models.base import TargetModel
@@ -122,12 +122,8 @@ def load_drafter(
         found = registry.find(read_kind(directory))
         if not known[kind].accepts(found):
             raise ValueError(f"{directory} holds a drafter of kind {found.name!r}, expected {kind!r}")
-    try:
+    with located(directory):
         return known[kind].load(directory, target, dtype, overrides)
-    except ValueError as e:
-        if str(directory) in str(e):
-            raise
-        raise ValueError(f"{directory}: {e}") from e  # of a file or a field, which the target has as well
 
 
 def check_layout(kind: str, layout: str | None, what: str = "layout") -> str:

@@ -173,7 +173,7 @@ def test_medusa_names_and_the_smallest_configuration(tmp_path: Path, target: Tra
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"medusa_num_heads": 0}, "medusa_num_heads must be a positive integer, got 0"),
+        ({"medusa_num_heads": 0}, "/config.json: medusa_num_heads must be a positive integer, got 0"),
         ({"medusa_num_layers": "1"}, "medusa_num_layers must be a positive integer, got '1'"),
         ({"hidden_size": 16}, "hidden_size is 16, the target's hidden_size is 32"),
         ({"vocab_size": 17}, "vocab_size is 17, the target's vocab_size is 13"),
@@ -184,8 +184,9 @@ def test_medusa_names_and_the_smallest_configuration(tmp_path: Path, target: Tra
 def test_medusa_misfits_are_refused(tmp_path: Path, target: Transformer, config: dict[str, Any], message: str) -> None:
     save(medusa_heads(target), tmp_path, target)
     reconfigure(tmp_path, **config)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refusal:
         directories.load_drafter("medusa", tmp_path, target)
+    assert str(refusal.value).count(str(tmp_path)) == 1
 
 
 def test_a_medusa_pickle_is_refused_with_the_way_to_convert_it(tmp_path: Path, target: Transformer) -> None:

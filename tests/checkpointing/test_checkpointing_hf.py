@@ -191,6 +191,22 @@ def test_broken_directories_are_refused_by_name(saved: Path, break_it: Callable[
         hf.load_model(saved)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("hidden_size", 0, "hidden_size must be a positive integer, got 0"),
+        ("architectures", ["Other"], "architectures ['Other'] is not supported"),
+        ("quantization_config", {"quant_method": "other"}, "quant_method 'other' is not served"),
+    ],
+)
+def test_wrong_fields_are_told_with_their_file(saved: Path, field: str, value: Any, message: str) -> None:
+    file = saved / "config.json"
+    tensors.write_json(file, {**tensors.read_json(file), field: value})
+    with pytest.raises(ValueError, match="^" + re.escape(f"{file}: {message}")) as refusal:
+        hf.load_model(saved)
+    assert str(refusal.value).count(str(saved)) == 1
+
+
 def test_a_missing_directory_and_a_file_are_refused(saved: Path) -> None:
     for path in (saved / "nowhere", saved / "config.json"):
         with pytest.raises(ValueError, match=f"{re.escape(str(path))} is not a directory"):
