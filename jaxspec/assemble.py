@@ -150,6 +150,7 @@ def build_engine(
     context = longest_text(config, cfg.max_position_embeddings)
     if config.profile is not None:
         CostProfile.load(config.profile)  # before weights are: whether it can be read
+    text = None if config.skip_tokenizer_init else Tokenizer.from_directory(model_dir)  # as well
     # What is going to be split need not fit any device as a whole.
     load = host_memory if shards > 1 else contextlib.nullcontext
     sums = way_of(cfg, dtype, shards).by
@@ -159,7 +160,6 @@ def build_engine(
             model_dir, dtype, context=context, int8_activations=config.int8_activations, blocked=blocked,
             devices=Sharing(tensor_mesh(shards), sums) if shards > 1 else None,
         )  # fmt: skip
-    text = None if config.skip_tokenizer_init else Tokenizer.from_directory(model_dir)
     drafting = drafting_of(kind, directory, target, dtype, speculation, shards, sums)
     files = {"model files": digest(model_dir), "drafter files": digest(directory)}
     chats = () if directory is None else chat_modes(directory)

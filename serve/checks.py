@@ -1,7 +1,7 @@
 """What is found out before a port is opened or anything is loaded: a model, a drafter or a policy that cannot be, a
 port that is taken, and a server that anybody may call.
 
-Reads names, configurations and headers of files, no weights. Must not know services.
+Reads names, configurations, tokenizers and headers of files, no weights. Must not know services.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jaxspec.drafters import registry
 from jaxspec.fitting import longest_text
 from jaxspec.resolve import resolve_drafter, resolve_model
 from jaxspec.runtime.sharding import check_divides
+from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.traffic import TrafficLog
 from serve.config import ServerConfig
 
@@ -45,6 +46,8 @@ def check_model(config: ServerConfig) -> None:
     longest_text(engine, model.max_position_embeddings)
     with read_tensors(directory):  # opens every file, which shows what is absent, truncated or a pickle
         pass
+    if Tokenizer.is_in(directory) and not engine.skip_tokenizer_init:
+        Tokenizer.from_directory(directory)
     if engine.profile is not None:
         CostProfile.load(engine.profile)
     if engine.traffic_log is not None:

@@ -72,6 +72,16 @@ def test_broken_checkpoints_and_configurations(tiny_directory: Path, tmp_path: P
             LLM(**{"model": str(tiny_directory), **COMMON, **arguments})
 
 
+def test_a_broken_tokenizer_is_found_before_weights_are_read(
+    tiny_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "config.json").symlink_to(tiny_directory / "config.json")
+    (tmp_path / "tokenizer.json").write_text("{")
+    monkeypatch.setattr(hf, "load_model", lambda *args, **options: pytest.fail("weights are read"))
+    with pytest.raises(ValueError, match="tokenizer.json is not a valid tokenizer.json"):
+        LLM(**{**COMMON, "model": str(tmp_path), "drafter": "ngram"})
+
+
 def test_names_of_models_and_drafters(tiny_directory: Path):
     assert resolve_model(tiny_directory) == tiny_directory
     assert resolve_drafter(None, tiny_directory) == ("ngram", None)

@@ -154,6 +154,15 @@ def unsupported(directory: Path) -> str:
     return str(directory)
 
 
+def with_half_a_tokenizer(directory: Path) -> str:
+    """The demo, but its tokenizer.json is cut off."""
+    for file in resolve_model("demo").iterdir():
+        (directory / file.name).symlink_to(file)
+    (directory / "tokenizer.json").unlink()
+    (directory / "tokenizer.json").write_text("{")
+    return str(directory)
+
+
 WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "no directory": (
         lambda _: {"model": "/no/such/model"},
@@ -161,6 +170,10 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     ),
     "no config.json": (lambda path: {"model": str(path)}, "config.json does not exist"),
     "an unsupported model": (lambda path: {"model": unsupported(path)}, "'MambaForCausalLM'] is not supported"),
+    "a broken tokenizer": (
+        lambda path: {"model": with_half_a_tokenizer(path)},
+        "is not a valid tokenizer.json: ",
+    ),
     "an unknown drafter": (lambda _: {"drafter": "eagle9"}, "drafter must be one of ('none', 'eagle3', "),
     "trees of a drafter of chains": (
         lambda _: {"drafter": "ngram", "speculation": {"depth": 2, "topk": 2, "num_nodes": 4}},
