@@ -65,9 +65,10 @@ def check_port(name: str, host: str, port: int) -> None:
       port: 0 is always free.
 
     Raises:
-      PortError: taken, or not allowed.
+      PortError: taken, or not allowed, or a name of no address.
     """
-    for family, address in _addresses(host, port) if port else ():
+    addresses = _addresses(host, port)
+    for family, address in addresses if port else ():
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
@@ -83,13 +84,23 @@ def check_port(name: str, host: str, port: int) -> None:
 
 
 def _addresses(host: str, port: int) -> set[tuple[socket.AddressFamily, str]]:
-    """Where a server that listens on a host would: gRPC takes both loopback addresses for "localhost"."""
+    """Where a server that listens on a host would: gRPC takes both loopback addresses for "localhost".
+
+    Raises:
+      PortError: a name of no address.
+    """
     found: set[tuple[socket.AddressFamily, str]] = set()
     for name in ("127.0.0.1", "::1") if host == "localhost" else (host.strip("[]"),):
         try:
             infos = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        except OSError:
-            continue
+        except (OSError, UnicodeError) as e:  # the latter of what can be no name
+            if host == "localhost":
+                continue
+            why = getattr(e, "strerror", None) or e
+            raise PortError(
+                f"host: the name {host!r} cannot be resolved: {why}; --host takes an address or name of this machine, "
+                "such as 127.0.0.1, or 0.0.0.0 for all of them"
+            ) from e
         found |= {(info[0], str(info[4][0])) for info in infos}
     return {(family, address) for family, address in found if family in (socket.AF_INET, socket.AF_INET6)}
 

@@ -129,6 +129,14 @@ def test_a_port_in_use(facade: Any, capsys: pytest.CaptureFixture[str]):
         assert f"error: metrics_port: cannot listen on 127.0.0.1:{port}" in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("host", ["nohost.invalid", "no..host"])
+def test_a_host_that_is_no_name(facade: Any, host: str, capsys: pytest.CaptureFixture[str]):
+    assert asyncio.run(command.serve(ServerConfig(**{**BASE, "host": host}))) == 1
+    out, err = capsys.readouterr()
+    assert not out and err.startswith(f"error: host: the name '{host}' cannot be resolved: ")
+    assert "--host takes an address or name of this machine" in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("field", ["port", "metrics_port"])
 def test_half_a_port_is_not_shared_silently(facade: Any, field: str, capsys: pytest.CaptureFixture[str]):
     """gRPC would listen at the other address of localhost; a listener may also have offered to share its port."""
