@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import grpc
+from google.protobuf.descriptor import FieldDescriptor
 from google.rpc import error_details_pb2, status_pb2
 
 from serve.client import names
@@ -178,6 +179,24 @@ class Result:
         return self.completions[0].token_ids
 
 
+_PROMPT = "a prompt is a text, a list of token ids or a list of messages"
+_UINT32 = f"from 0 to {2**32 - 1}"
+#: What fields of the wire take, by type; what the server does not take of it, it refuses itself.
+_ONE = {
+    FieldDescriptor.TYPE_UINT32: f"an integer {_UINT32}",
+    FieldDescriptor.TYPE_INT32: f"an integer from {-(2**31)} to {2**31 - 1}",
+    FieldDescriptor.TYPE_DOUBLE: "a number",
+    FieldDescriptor.TYPE_BOOL: "True or False",
+    FieldDescriptor.TYPE_STRING: "a text",
+}
+#: And options that are more than one value.
+_SEVERAL = {
+    "json_schema": "a JSON schema, as a text or a mapping",
+    "stop": "a text or a list of texts",
+    "choice": "a list of texts",
+    "stop_token_ids": f"a list of integers {_UINT32}",
+    "logit_bias": f"numbers by token id, which are integers {_UINT32}",
+}
 _GRAMMAR = ("json_schema", "json_object", "regex", "lark", "choice")
 #: Where options lie that are no fields of GenerateRequest itself.
 _PATHS = {
@@ -206,10 +225,7 @@ def build_request(prompt: Prompt, options: Options | None = None) -> pb.Generate
     chat = {name: given.pop(name) for name in ("add_generation_prompt", "variables") if name in given}
     fill_prompt(request, prompt, **chat)
     for name, value in given.items():
-        try:
-            _set(request, name, value)
-        except (TypeError, ValueError, AttributeError) as e:
-            raise ValueError(f"{name} cannot be {value!r}: {e}") from e
+        _set(request, name, value)
     return request
 
 
@@ -225,6 +241,8 @@ def fill_prompt(
     Raises:
       ValueError: none of the forms of Prompt, or what is for conversations with another form.
     """
+    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
+        raise ValueError(f"{_PROMPT}, got {prompt!r}")
     items: list[Any] = [] if isinstance(prompt, str) else list(prompt)
     conversation = bool(items) and isinstance(items[0], Mapping)
     if not conversation and (add_generation_prompt is not None or variables is not None):
@@ -244,18 +262,22 @@ def fill_prompt(
                 request.chat.variables_json = json.dumps(variables)
         elif isinstance(request, pb.GenerateRequest):
             request.tokens.SetInParent()
-            request.tokens.ids.extend(items)
+            try:
+                request.tokens.ids.extend(items)
+            except ValueError as e:
+                raise ValueError(f"a prompt's token ids must be integers {_UINT32}: {e}") from e
         else:
             raise ValueError("only texts and conversations can be tokenized")
     except (TypeError, UnicodeEncodeError) as e:
-        raise ValueError(f"a prompt is a text, a list of token ids or a list of messages: {e}") from e
+        raise ValueError(f"{_PROMPT}: {e}") from e
 
 
 def _content(content: Any) -> Any:
     """A message's text, of OpenAI's list of parts too: a line for each, as the server's own templates have it."""
-    if not isinstance(content, list | tuple):
+    if content is None or isinstance(content, str):
         return content
-    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"a message's content must be a text or a list of text parts, got {content!r}")
     return "\n".join(texts)
@@ -270,14 +292,20 @@ def _set(request: pb.GenerateRequest, name: str, value: Any) -> None:
         value = [value]
     *parts, field = _PATHS.get(name, name).split(".")
     message: Any = functools.reduce(getattr, parts, request)
-    if name == "logit_bias":
-        message.logit_bias.update(value)
-    elif name in ("stop", "stop_token_ids", "choice"):
-        getattr(message, field).extend(value)
-        if name == "choice":
-            message.SetInParent()
-    else:
-        setattr(message, field, value)
+    takes = _SEVERAL.get(name) or _ONE[message.DESCRIPTOR.fields_by_name[field].type]
+    try:
+        if isinstance(value, bool) and takes.startswith("an integer"):
+            raise TypeError("protobuf would take it")
+        if name == "logit_bias":
+            message.logit_bias.update(value)
+        elif name in ("stop", "stop_token_ids", "choice"):
+            getattr(message, field).extend(value)
+            if name == "choice":
+                message.SetInParent()
+        else:
+            setattr(message, field, value)
+    except (TypeError, ValueError, AttributeError) as e:
+        raise ValueError(f"{name} must be {takes}, got {value!r}") from e
 
 
 def read_event(message: pb.GenerateStreamResponse) -> Event:
