@@ -13,10 +13,11 @@ from typing import Any, TextIO, cast
 
 import grpc
 
-from serve.client import Client, Delta, Finished, Options, Prompt, PromptInfo, ServerError, names
+from serve.client import Client, Delta, Finished, Options, Prompt, PromptInfo, ServerError, misfits, names
 
 #: What a shell expects of a command that Ctrl-C ended.
 _INTERRUPTED = 130
+_MAX_PORT = 65535
 #: Seconds between two looks at a server that is starting.
 _LOOK_SECONDS = 0.5
 #: How long nobody may answer: a server's process takes a few seconds before it listens.
@@ -161,7 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = names.parse(p, argv, names.FLAGS_ELSEWHERE)
     if args.system is not None and not args.chat:
         p.error("--system needs --chat")
-    if ":" not in args.target or args.target.startswith(("http://", "https://")):
+    _, colon, port = args.target.rpartition(":")
+    wrong = not colon or not port or (port.isdecimal() and int(port) > _MAX_PORT)
+    if wrong or args.target.startswith(("http://", "https://")):
         p.error(f"--target must be HOST:PORT, such as {p.get_default('target')}, got {args.target!r}")
     begun = threading.Event()
     try:
@@ -176,8 +179,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 send(out=sys.stdout)
             except ServerError as e:
                 # What is written cannot be taken back.
-                refused = e.code is grpc.StatusCode.UNAVAILABLE and not args.no_wait and not begun.is_set()
-                if not refused or not wait_until_started(client, args.target, args.timeout):
+                refused = e.code is grpc.StatusCode.UNAVAILABLE and not begun.is_set()
+                encrypts = bool(args.tls or args.tls_ca or args.tls_cert)
+                if refused and (misfit := misfits.told(e, args.target, encrypts)):
+                    raise ServerError(e.code, misfit) from None
+                if not refused or args.no_wait or not wait_until_started(client, args.target, args.timeout):
                     raise
                 send(out=sys.stdout)
     except (ValueError, OSError) as e:
@@ -189,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             hint = f" (nobody answers at {args.target}; python -m serve starts a server)"
         elif e.code is grpc.StatusCode.UNAVAILABLE and begun.is_set():
             hint = " (the server is gone, and the text breaks off)"
-        elif e.code is grpc.StatusCode.UNAVAILABLE and "tls" in e.message.lower():
+        elif e.code is grpc.StatusCode.UNAVAILABLE and "tls handshake" in e.message.lower():
             hint = " (no TLS there, or a certificate of others; see --tls-ca)"
         elif e.code is grpc.StatusCode.DEADLINE_EXCEEDED and args.timeout is not None:
             hint = f" (--timeout {args.timeout:g} s)"

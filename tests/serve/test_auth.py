@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from serve.api.auth import Tokens, is_local, read_tokens, server_credentials
 from serve.app import Server
 from serve.checks import is_loopback, warn_of_open_door
-from serve.client import AsyncClient, Options, ServerError
+from serve.client import AsyncClient, Options, ServerError, misfits
 from serve.config import ServerConfig
 
 BASE: dict[str, Any] = dict(host="127.0.0.1", port=0, metrics_port=None, withdrawal_seconds=0.0)
@@ -71,6 +72,9 @@ def test_tls(kit: Any, keys: Path):
                 async with AsyncClient(target, **wrong) as client:
                     error = await refusal(client.generate("abc", timeout=100.0, **GREEDY))
                     assert error.code is grpc.StatusCode.UNAVAILABLE
+                    words = "of an authority that is not known here" if wrong else "speaks TLS: give --tls"
+                    said = await asyncio.to_thread(misfits.told, error, target, bool(wrong))
+                    assert said is not None and words in said
 
     kit.run(story())
 
@@ -91,6 +95,20 @@ def test_mutual_tls(kit: Any, keys: Path):
             async with AsyncClient(target, tls_ca=ca) as client:
                 error = await refusal(client.generate("abc", timeout=100.0, **GREEDY))
                 assert error.code is grpc.StatusCode.UNAVAILABLE
+                said = await asyncio.to_thread(misfits.told, error, target, True)
+                assert said is not None and "asks for a client's certificate" in said
+
+    kit.run(story())
+
+
+def test_encryption_where_there_is_none(kit: Any, keys: Path):
+    async def story() -> None:
+        async with Server(ServerConfig(**BASE), build=kit.clean) as server:
+            target = f"localhost:{server.port}"
+            async with AsyncClient(target, tls_ca=str(keys / "ca.pem")) as client:
+                error = await refusal(client.generate("abc", timeout=100.0, **GREEDY))
+                said = misfits.told(error, target, True)
+                assert said is not None and "speaks no TLS: leave --tls" in said
 
     kit.run(story())
 

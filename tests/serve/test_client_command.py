@@ -17,7 +17,7 @@ from sockets import BASE, reachable
 
 from serve.api.admin import described
 from serve.app import Server
-from serve.client import AsyncClient, Client, Delta, Options, ServerError
+from serve.client import AsyncClient, Client, Delta, Options, ServerError, misfits
 from serve.client.__main__ import main
 from serve.config import ServerConfig
 from serve.core.engine_client import ThreadLink
@@ -200,6 +200,36 @@ def test_what_failed_is_told_with_the_flag(
     assert f"{message} {hint}" in capsys.readouterr().err
 
 
+UNREACHABLE = "failed to connect to all addresses; last error: "
+
+
+@pytest.mark.parametrize(
+    ("said", "flags", "told"),
+    [
+        (f"{UNREACHABLE}Tls handshake failed: WRONG_VERSION_NUMBER", ["--tls"], "speaks no TLS: leave --tls, --tls-ca"),
+        (f"{UNREACHABLE}Socket closed", [], "speaks TLS: give --tls, or --tls-ca with the file of its authority"),
+        (f"{UNREACHABLE}Socket closed", ["--tls"], "asks for a client's certificate of an authority that it knows"),
+        (f"{UNREACHABLE}Tls handshake failed: CERTIFICATE_VERIFY_FAILED", ["--tls"], "name its file with --tls-ca"),
+        (f"{UNREACHABLE}Hostname Verification Check failed.", ["--tls"], "is for another name: give that in --target"),
+        (f"{UNREACHABLE}Failed parsing HTTP/2 (Expected SETTINGS frame", [], "speaks no gRPC; is it a port for HTTP?"),
+        ("errors resolving no.host:1: lookup failed", [], "the name in localhost:50051 cannot be resolved"),
+    ],
+)
+def test_ends_that_do_not_understand_each_other_are_told_at_once(
+    said: str, flags: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def stream(self: Client, *_: Any, **options: Any) -> Iterator[Delta]:
+        raise ServerError(grpc.StatusCode.UNAVAILABLE, said)
+
+    monkeypatch.setattr(Client, "stream", stream)
+    monkeypatch.setattr(misfits, "_speaks_tls", lambda target: True)
+    monkeypatch.setattr("serve.client.__main__.wait_until_started", lambda *_: pytest.fail("it waits"))
+    assert main(["abc", *flags]) == 1
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: UNAVAILABLE: ") and err.count("\n") == 1
+    assert told in err and said not in err and "see --tls-ca" not in err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -210,6 +240,8 @@ def test_what_failed_is_told_with_the_flag(
         (["--guided-json", "{}"], "for '--guided-json' say '--json-schema'"),
         (["--port", "5"], "for '--port' say '--target'"),
         (["--target", "localhost"], "--target must be HOST:PORT, such as localhost:50051, got 'localhost'"),
+        (["--target", "localhost:"], "--target must be HOST:PORT, such as localhost:50051, got 'localhost:'"),
+        (["--target", "a:65536"], "--target must be HOST:PORT, such as localhost:50051, got 'a:65536'"),
         (["--target", "http://a:1"], "--target must be HOST:PORT, such as localhost:50051, got 'http://a:1'"),
         (["--prompt"], "--prompt; '--prompt': leave the flag out, the prompt is given as it is"),
         (["def"], "unrecognized arguments: def; a prompt of several words needs quotes"),
