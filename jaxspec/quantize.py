@@ -311,8 +311,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if args.json is not None:
             write_json(args.json, report)
-    except ValueError as e:
-        print(f"error: {e}", file=sys.stderr)
+    except (ValueError, OSError) as e:
+        print(f"error: {'cannot write: ' * isinstance(e, OSError)}{e}", file=sys.stderr)
         return 2
     return 0
 

@@ -31,13 +31,14 @@ def resolve_model(model: str | Path) -> Path:
     """
     if str(model) == "demo":
         return demo_directory() / "target"
-    path = Path(model)
-    if path.is_dir():
-        return path
-    if hub.is_hub_id(str(model)):
-        return hub.download(str(model))
+    if isinstance(model, str | Path) and str(model):  # of "" pathlib makes the current directory
+        if (path := Path(model)).is_dir():
+            return path
+        if hub.is_hub_id(str(model)):
+            return hub.download(str(model))
+    what = repr(str(model) if isinstance(model, Path) else model)
     raise ValueError(
-        f"model must be 'demo', a Hugging Face directory or a hub id ('organisation/model'), and {str(model)!r} is none"
+        f"model must be 'demo', a Hugging Face directory or a hub id ('organisation/model'), and {what} is none"
     )
 
 

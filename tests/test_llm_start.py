@@ -82,6 +82,13 @@ def test_a_broken_tokenizer_is_found_before_weights_are_read(
         LLM(**{**COMMON, "model": str(tmp_path), "drafter": "ngram"})
 
 
+@pytest.mark.parametrize("model", ["", None, 3, Path("/no/such/model")])
+def test_what_names_no_model(model: Any):
+    what = repr(str(model) if isinstance(model, Path) else model)
+    with pytest.raises(ValueError, match=f"a Hugging Face directory or a hub id .* and {what} is none"):
+        LLM(model)
+
+
 def test_names_of_models_and_drafters(tiny_directory: Path):
     assert resolve_model(tiny_directory) == tiny_directory
     assert resolve_drafter(None, tiny_directory) == ("ngram", None)

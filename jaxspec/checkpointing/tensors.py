@@ -65,7 +65,7 @@ def located(directory: Path) -> Iterator[None]:
     try:
         yield
     except ValueError as e:
-        if str(directory) in str(e):
+        if re.search(rf"(?<![\w.-]){re.escape(str(directory))}(?![\w.-])", str(e)):
             raise
         mark = os.sep if str(e).startswith("config.json: ") else ": "
         raise ValueError(f"{directory}{mark}{e}") from e

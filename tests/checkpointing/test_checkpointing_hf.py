@@ -207,6 +207,14 @@ def test_wrong_fields_are_told_with_their_file(saved: Path, field: str, value: A
     assert str(refusal.value).count(str(saved)) == 1
 
 
+def test_a_short_path_is_no_part_of_other_words() -> None:
+    for path, said in ((".", "./config.json: a"), ("c", "c/config.json: a")):
+        with pytest.raises(ValueError, match=f"^{re.escape(said)}$"), tensors.located(Path(path)):
+            raise ValueError("config.json: a")
+    with pytest.raises(ValueError, match="^c/config.json: a$"), tensors.located(Path("c")):
+        raise ValueError("c/config.json: a")
+
+
 def test_a_missing_directory_and_a_file_are_refused(saved: Path) -> None:
     for path in (saved / "nowhere", saved / "config.json"):
         with pytest.raises(ValueError, match=f"{re.escape(str(path))} is not a directory"):
