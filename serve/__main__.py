@@ -161,8 +161,8 @@ async def serve(config: ServerConfig, child: Child | None = None) -> int:
       child: see Server.
     """
     from serve.app import Server
-    from serve.checks import PortError
     from serve.core.errors import StatusError
+    from serve.ports import PortError
 
     server = Server(config, child=child)
     began = time.monotonic()

@@ -30,13 +30,14 @@ from serve.api.auth import AdminInterceptor, TokenInterceptor, read_tokens, serv
 from serve.api.generation import GenerationServicer
 from serve.api.health import SERVICE as HEALTH
 from serve.api.health import HealthServicer
-from serve.checks import PortError, check_model, check_port, warn_of_open_door
+from serve.checks import check_model, warn_of_open_door
 from serve.config import AUTO, ServerConfig
 from serve.core.commands import OnCompiled
 from serve.core.engine_client import EngineClient, Link, ThreadLink
 from serve.core.engine_process import Child, ProcessLink
 from serve.core.generator import Generator
 from serve.core.lifecycle import Lifecycle
+from serve.ports import PortError, check_port
 from serve.proto.services import ADMIN, GENERATION, add_to
 from serve.telemetry import logs
 from serve.telemetry.http import Probe

@@ -20,8 +20,9 @@ from prometheus_client import CollectorRegistry
 from jaxspec.runtime.hosts import HostLostError, Place
 from serve.api.auth import server_credentials
 from serve.app import LIVENESS, listen, load_engine, server_options
-from serve.checks import PortError, check_model, check_port
+from serve.checks import check_model
 from serve.config import ServerConfig
+from serve.ports import PortError, check_port
 from serve.telemetry import logs
 from serve.telemetry.http import HttpPort
 

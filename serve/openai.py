@@ -34,6 +34,7 @@ from jaxspec import cli
 from serve.__main__ import parser as serve_parser
 from serve.__main__ import resolve
 from serve.config import FLAGS_ELSEWHERE, ServerConfig, check_host
+from serve.ports import PortError, check_port
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.2
@@ -232,6 +233,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for package in ("smg", "smg_grpc_proto"):
         if importlib.util.find_spec(package) is None:
             refuse(f"{package} is not installed; pip install -e '.[smg]'")
+    try:
+        check_port("--http-port", options.http_host, options.http_port, "--http-host")
+    except PortError as e:
+        parser.exit(1, f"{parser.prog}: error: {e}\n")
     gateway = shlex.split(options.gateway_args)
     if options.chat_template is not None:
         gateway += ["--chat-template", options.chat_template]

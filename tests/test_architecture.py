@@ -101,10 +101,11 @@ SERVE = {
     "api": {"config", "core", "telemetry", "proto"},
     "vllm": {"config", "core", "api"},
     "checks": {"config"},
-    "app": {"checks", "config", "core", "telemetry", "api", "vllm", "proto"},
-    "follower": {"checks", "config", "telemetry", "api", "app"},
-    "__main__": {"checks", "config", "core", "telemetry", "app", "follower"},
-    "openai": {"config", "__main__"},
+    "ports": set(),
+    "app": {"checks", "ports", "config", "core", "telemetry", "api", "vllm", "proto"},
+    "follower": {"checks", "ports", "config", "telemetry", "api", "app"},
+    "__main__": {"ports", "config", "core", "telemetry", "app", "follower"},
+    "openai": {"config", "ports", "__main__"},
     "learn": {"client"},
 }
 ENGINE_PARTS = (

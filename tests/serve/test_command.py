@@ -133,8 +133,8 @@ def test_a_port_in_use(facade: Any, capsys: pytest.CaptureFixture[str]):
 def test_a_host_that_is_no_name(facade: Any, host: str, capsys: pytest.CaptureFixture[str]):
     assert asyncio.run(command.serve(ServerConfig(**{**BASE, "host": host}))) == 1
     out, err = capsys.readouterr()
-    assert not out and err.startswith(f"error: host: the name '{host}' cannot be resolved: ")
-    assert "--host takes an address or name of this machine" in err and err.count("\n") == 1
+    assert not out and err.startswith(f"error: --host: the name '{host}' cannot be resolved: ")
+    assert "it takes an address or name of this machine" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("field", ["port", "metrics_port"])

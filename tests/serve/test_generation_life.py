@@ -13,9 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from sockets import BASE, GREEDY, LONG, collected, failure, served
 
 from serve.app import Server
-from serve.checks import PortError
 from serve.client import AsyncClient, Finished, ServerError
 from serve.config import ServerConfig
+from serve.ports import PortError
 
 
 def test_an_engine_that_dies(kit: Any, caplog: pytest.LogCaptureFixture):

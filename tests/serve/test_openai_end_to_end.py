@@ -296,6 +296,25 @@ def test_wrong_flags_are_refused_before_anything_starts(
     assert ended.value.code == 2 and word in capsys.readouterr().err
 
 
+def test_a_place_that_cannot_be_listened_on_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pair, "run", lambda self: pytest.fail("it starts"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # the gateway need not be there
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for arguments, words in (
+            (["--http-port", str(port)], f"--http-port: cannot listen on 127.0.0.1:{port}, which is in use"),
+            (["--http-host", "nohost.invalid"], "--http-host: the name 'nohost.invalid' cannot be resolved"),
+        ):
+            with pytest.raises(SystemExit) as ended:
+                main(arguments)
+            err = capsys.readouterr().err
+            assert ended.value.code == 1 and words in err and err.count("\n") == 1
+
+
 def test_the_server_s_configuration_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--print-config", "--policy", "static", "--depth", "2"]) == 0
     printed = capsys.readouterr().out
