@@ -219,8 +219,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if print_config:
         print(config.to_yaml(), end="")
         return 0
-    # gRPC's own lines on standard error are no JSON; it reads this when it is imported.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     with cli.starting(__name__):
         from serve.core.engine_process import Child
         from serve.telemetry import logs

@@ -166,6 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = not colon or not port or (port.isdecimal() and int(port) > _MAX_PORT)
     if wrong or args.target.startswith(("http://", "https://")):
         p.error(f"--target must be HOST:PORT, such as {p.get_default('target')}, got {args.target!r}")
+    if args.timeout is not None and not args.timeout > 0:
+        p.error(f"--timeout must be more than 0 seconds, got {args.timeout:g}")
     begun = threading.Event()
     try:
         connection: dict[str, Any] = {name: getattr(args, name) for name in ("tls", "tls_ca", "tls_cert", "tls_key")}
@@ -199,7 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             hint = " (no TLS there, or a certificate of others; see --tls-ca)"
         elif e.code is grpc.StatusCode.DEADLINE_EXCEEDED and args.timeout is not None:
             hint = f" (--timeout {args.timeout:g} s)"
-        print(f"error: {e}{hint}", file=sys.stderr)
+        # In a terminal the text stands in the same line.
+        print("\n" * (begun.is_set() and sys.stderr.isatty()) + f"error: {e}{hint}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED

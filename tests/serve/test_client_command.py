@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -22,6 +25,7 @@ from serve.client.__main__ import main
 from serve.config import ServerConfig
 from serve.core.engine_client import ThreadLink
 
+ROOT = Path(__file__).resolve().parents[2]
 GREEDY: Options = {"temperature": 0.0, "max_tokens": 8}
 
 
@@ -176,6 +180,28 @@ def test_a_text_that_breaks_off_is_not_begun_again(
     assert main(["abc", "--target", "127.0.0.1:1"]) == 1
     told = "error: UNAVAILABLE: Socket closed (the server is gone, and the text breaks off)\n"
     assert (*capsys.readouterr(), len(tries)) == ("abc", told, 1)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["abc", "--target", "127.0.0.1:1"]) == 1
+    assert capsys.readouterr().err == f"\n{told}"  # below the text
+
+
+def test_what_grpc_says_itself_is_not_printed():
+    """It reads what it may print when it is imported."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+
+        def answer() -> None:
+            with other.accept()[0] as end:
+                end.recv(1)
+                end.sendall(b"no TLS")
+
+        threading.Thread(target=answer, daemon=True).start()
+        target = f"127.0.0.1:{other.getsockname()[1]}"
+        command = [sys.executable, "-m", "serve.client", "abc", "--tls", "--no-wait", "--target", target]
+        env = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 1 and done.stderr.startswith("error: UNAVAILABLE: ") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -245,6 +271,7 @@ def test_ends_that_do_not_understand_each_other_are_told_at_once(
         (["--target", "http://a:1"], "--target must be HOST:PORT, such as localhost:50051, got 'http://a:1'"),
         (["--prompt"], "--prompt; '--prompt': leave the flag out, the prompt is given as it is"),
         (["def"], "unrecognized arguments: def; a prompt of several words needs quotes"),
+        (["--timeout", "-1"], "--timeout must be more than 0 seconds, got -1"),
         (["--best-of", "2"], "unrecognized arguments: --best-of 2"),  # there is no --n
         (["--max-tokens", "x"], "argument --max-tokens: invalid int value: 'x'"),
     ],
