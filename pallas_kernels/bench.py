@@ -136,20 +136,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--bandwidth", type=float, help="TB/s of the floor; default: measured first")
     add("--json", metavar="FILE", help="write conditions and rows there (default: nowhere)")
     args = parser.parse_args(argv)
+    try:
+        pattern = re.compile(args.case)
+    except re.error as error:
+        parser.error(f"--case must be a regular expression, got {args.case!r}: {error}")
+    if args.repeats < 1:
+        parser.error(f"--repeats must be at least 1, got {args.repeats}")
+    if args.bandwidth is not None and not args.bandwidth > 0:
+        parser.error(f"--bandwidth must be above 0, got {args.bandwidth:g}")
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        parser.error(f"--json {args.json!r}: its directory does not exist")
+    suites = [suite(name) for name in OPERATIONS if args.op in (None, name)]
+    known = list(dict.fromkeys(name for s in suites for name in s.operation.implementations))
+    if unknown := [name for name in args.implementation if name not in known]:
+        parser.error(f"--implementation must be of {known}, got {unknown}")
+    cases = [(s.operation, case) for s in suites for case in s.serving if pattern.search(case.name)]
+    if not cases:
+        parser.error(f"--case {args.case!r} matches none of {[case.name for s in suites for case in s.serving]}")
 
     if (backend := jax.default_backend()) not in ("gpu", "tpu"):
         print(f"note: backend {backend!r} has no kernel; only the reference is measured", file=sys.stderr)
-    bandwidth = args.bandwidth * 1e12 if args.bandwidth else copy_bandwidth()
+    bandwidth = args.bandwidth * 1e12 if args.bandwidth is not None else copy_bandwidth()
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}, copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     print(
         f"{'case':28s} {'implementation':34s} {'us':>9s} {'clock':>6s} {'GB/s':>7s} {'floor us':>9s} {'of floor':>8s}"
     )
     rows = []
-    suites = [suite(name) for name in OPERATIONS if args.op in (None, name)]
-    for operation, case in ((s.operation, case) for s in suites for case in s.serving):
-        if not re.search(args.case, case.name):
-            continue
+    for operation, case in cases:
         for row in measure(operation, case, bandwidth, args.repeats, args.device_time, args.implementation):
             rows.append(row)
             print(

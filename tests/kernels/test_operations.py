@@ -143,6 +143,27 @@ def test_bench_finds_a_new_operation(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [(row["op"], row["case"], row["implementation"]) for row in rows] == [("scale", "large", "reference")]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--case", "("], "--case must be a regular expression, got '('"),
+        (["--case", "small"], "--case 'small' matches none of ['large']"),
+        (["--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["--bandwidth", "-1"], "--bandwidth must be above 0, got -1"),
+        (["--implementation", "cuda"], "--implementation must be of ['reference'"),
+        (["--json", "/no/such/rows.json"], "--json '/no/such/rows.json': its directory does not exist"),
+    ],
+)
+@pytest.mark.usefixtures("registered")
+def test_bench_refuses_what_it_cannot_measure_before_it_does(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["--op", "scale", *arguments])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
 @pytest.mark.usefixtures("registered")
 def test_compile_proofs_find_a_new_operation():
     assert known()[:3] == ("tree_attention", "rejection_sampling", "scale") and "round" in known()[3:]
