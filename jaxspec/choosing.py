@@ -16,6 +16,7 @@ from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.defaults import candidate_budgets, candidate_steps
 from jaxspec.drafters import registry
 from jaxspec.drafters.kind import DrafterKind
+from jaxspec.drafters.rounding import check_weights
 from jaxspec.models import few_rows
 from jaxspec.tier import Tier
 
@@ -88,11 +89,7 @@ def check_choice(
     choice = choose_policy(speculation, engine.buckets, kind.drafts, kind.trees, default_steps=default_steps)
     if drafts:
         speculation.check_lookups(kind.looks_up, kind.remembers)
-        if speculation.draft_quantization is not None and not kind.layouts:
-            raise ValueError(
-                f"draft_quantization {speculation.draft_quantization!r} is for drafters that have weights, got drafter "
-                f"{kind.name!r}"
-            )
+        check_weights(kind, speculation.draft_quantization)
     engine.check_ring(drafts, kind.reads_states)
     if engine.batch_invariant:
         check_invariant_tiers(engine, choice.reachable)

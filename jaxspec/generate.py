@@ -101,7 +101,7 @@ def _add_speculation(p: argparse.ArgumentParser) -> None:
     add("--topk", type=int, default=1, metavar="N", help="candidates a node: 1 drafts chains, more drafts trees")
     add("--num-nodes", type=int, metavar="N", help="nodes of a tree, root included (default: 2 * topk)")
     add("--draft-quantization", choices=DRAFT_QUANTIZATIONS, help="round the drafter's weights when they are loaded; "
-        "changes no text (default: as its checkpoint has them)")  # fmt: skip
+        "changes no text, but for typical verification (default: as its checkpoint has them)")  # fmt: skip
     add("--verification", choices=VERIFICATIONS, default="coupled", help="how drafts are accepted; typical is lossy")
 
 

@@ -56,8 +56,7 @@ def laid_out(module: Any, shards: int, sums: str, *, output: bool = False, whole
         with host_memory() if shards > 1 else contextlib.nullcontext():  # what is on devices stays there
             packing.pack_experts(module, shards)
             if few_rows.refusal(module) is not None:
-                few_rows.pack_maps(module, shards)
-                return module
+                return few_rows.pack_maps(module, shards)
             return few_rows.prepare(module, output=output)
     size = stored(nnx.state(module))
     return column_blocks(module, keep_flat=size <= _KEPT_TWICE)

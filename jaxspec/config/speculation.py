@@ -66,8 +66,8 @@ class SpeculationConfig:
       typical_threshold, typical_alpha: of typical verification, which accepts a token of probability p where
         p > min(typical_threshold, typical_alpha * exp(-entropy)).
       draft_quantization: format that the drafter's weights are rounded to when they are loaded: "int8" or "fp8" (a
-        scale per output) or "int4-g128". It changes what is drafted and no output under coupled and rejection
-        verification. None: as the checkpoint has them.
+        scale per output) or "int4-g128". It changes what is drafted and no text; under rejection verification no
+        distribution, under typical verification both. None: as the checkpoint has them.
       ngram_min, ngram_max: shortest and longest suffix that the n-gram drafter matches.
       hybrid: each row and round drafts by suffix matches where these promise more accepted tokens than the drafter;
         trees hold the likeliest nodes of both. It needs coupled verification. The adaptive policy then has a tier more,

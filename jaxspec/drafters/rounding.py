@@ -13,12 +13,26 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxspec.drafters.kind import DrafterKind
 from jaxspec.models.experts import MixtureOfExperts
 from jaxspec.models.layers import BLOCK, Linear, Shared
 from jaxspec.models.quantised import Quantised, stored_bytes
 from jaxspec.models.rounding import FORMATS, rounded
 
 _log = logging.getLogger(__name__)
+
+
+def check_weights(kind: DrafterKind[Any], name: str | None) -> None:
+    """Refuses to round drafters of a kind without weights.
+
+    Args:
+      name: of FORMATS; None: nothing is asked for.
+
+    Raises:
+      ValueError: names both.
+    """
+    if name is not None and not kind.layouts:
+        raise ValueError(f"draft_quantization {name!r} is for drafters that have weights, got drafter {kind.name!r}")
 
 
 def round_drafter(module: Any, name: str) -> Any:
@@ -38,18 +52,18 @@ def round_drafter(module: Any, name: str) -> Any:
     """
     graph, state = nnx.split(module)
     copy = nnx.merge(graph, state)
+    group, before, after = FORMATS[name][2], 0, 0
     embedding = getattr(copy, "embedding", None)
-    if embedding is not None and getattr(copy, "lm_head", 0) is None:
+    tied = getattr(copy, "lm_head", 0) is None
+    if embedding is not None and tied and _served(embedding.shape[1], embedding.shape[0], group):
         own = Linear(1, 1, dtype=embedding[...].dtype, rngs=None)
         own.kernel = Shared(embedding[...].T)  # pyright: ignore[reportAttributeAccessIssue]
         copy.lm_head = nnx.data(own)
-    group, before, after = FORMATS[name][2], 0, 0
-    for linear in _maps(copy):
+    for linear in _maps(copy, group):
         kernel = linear.kernel[...]
-        if group is None or kernel.shape[0] % group == 0:
-            few = rounded(kernel, name)
-            before, after = before + stored_bytes(kernel), after + few.nbytes
-            linear.kernel = nnx.Param(few)
+        few = rounded(kernel, name)
+        before, after = before + stored_bytes(kernel), after + few.nbytes
+        linear.kernel = nnx.Param(few)
     last = getattr(copy, "lm_head", None)
     if isinstance(last, Linear) and isinstance(last.kernel, Shared) and isinstance(last.kernel[...], Quantised):
         last.kernel = nnx.Param(last.kernel[...])
@@ -59,16 +73,19 @@ def round_drafter(module: Any, name: str) -> Any:
     return copy
 
 
-def _maps(module: Any) -> Iterator[Linear]:
+def _served(d_in: int, d_out: int, group: int | None) -> bool:
+    """Whether a map of such widths is worth rounding, with a scale for each group of inputs, or for all (None)."""
+    blocks = jax.default_backend() != "cpu" or d_out % BLOCK == 0
+    return d_out >= BLOCK and blocks and (group is None or d_in % group == 0)
+
+
+def _maps(module: Any, group: int | None) -> Iterator[Linear]:
     """A module's maps that are worth rounding and not in few bits."""
     nodes = [node for _, node in nnx.iter_graph(module)]
     mixtures = [node for node in nodes if isinstance(node, MixtureOfExperts)]
     kept = {id(part) for mixture in mixtures for part in (mixture.router, mixture.shared_gate)}
     for node in nodes:
-        if not isinstance(node, Linear) or id(node) in kept:
-            continue
-        kernel = node.kernel[...]
-        if not isinstance(kernel, jax.Array) or kernel.ndim != 2 or kernel.shape[1] < BLOCK:
-            continue
-        if jax.default_backend() != "cpu" or kernel.shape[1] % BLOCK == 0:
-            yield node
+        if isinstance(node, Linear) and id(node) not in kept:
+            kernel = node.kernel[...]
+            if isinstance(kernel, jax.Array) and kernel.ndim == 2 and _served(kernel.shape[0], kernel.shape[1], group):
+                yield node

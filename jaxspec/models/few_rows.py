@@ -384,17 +384,29 @@ def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) ->
     return copy
 
 
-def pack_maps(module: Any, shards: int = 1) -> None:
+def pack_maps(module: Any, shards: int = 1) -> Any:
     """Lays quantised maps out anew in a module whose layers these kernels do not run, if it computes in bfloat16.
 
-    Products by them, of any number of rows, are the kernel's for many rows then. A draft head that reads a target's
-    output layer keeps it as it was stored.
+    Products by them, of any number of rows, are the kernel's for many rows then. Several devices have this for what
+    they split between them, layers' maps that is: XLA cannot split a kernel, nor knows how little of an expanded weight
+    fits.
 
     Args:
       shards: devices that share the module.
+
+    Returns:
+      A copy: its output layer is a variable of its own, as draft heads read the module's as it was stored. Other maps
+      change in the module itself, one after the other, so that no two layouts of all of them take memory at once.
     """
-    for linear in list(_other_maps(module, shards)):
-        linear.kernel.set_value(laid_anew(linear.kernel, _packed))
+    graph, state = nnx.split(module)
+    copy = nnx.merge(graph, state)
+    for linear in list(_other_maps(copy, shards)):
+        made = laid_anew(linear.kernel, _packed)
+        if linear is getattr(copy, "lm_head", None):
+            linear.kernel = nnx.Param(made)
+        else:
+            linear.kernel.set_value(made)
+    return copy
 
 
 def _other_maps(module: Any, shards: int) -> Iterator[Linear]:
@@ -405,8 +417,10 @@ def _other_maps(module: Any, shards: int) -> Iterator[Linear]:
     if (read := next(biases, None) if table is None else table) is None or read.dtype != jnp.bfloat16:
         return
     for linear in maps:
-        own = isinstance(linear.kernel[...], Quantised) and not isinstance(linear.kernel, Shared)
-        if own and _unserved(linear, shards) is None:
+        if not isinstance(linear.kernel[...], Quantised) or isinstance(linear.kernel, Shared):
+            continue
+        whole = linear.kernel.get_metadata(SPLIT, None) is None or linear is getattr(module, "lm_head", None)
+        if _unserved(linear, shards) is None and not (shards > 1 and whole):
             yield linear
 
 

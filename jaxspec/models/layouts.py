@@ -77,7 +77,8 @@ def tensor_parallel(module: _Module, shards: int, sums: str = BY_XLA, *, lent: b
     if is_laid_out(module):
         return module
     graph, state = nnx.split(module)
-    copy = nnx.merge(graph, state)
+    # With variables of its own: what is done to the copy in place, the module shall not have.
+    copy = nnx.merge(graph, jax.tree.map(lambda x: x, state))
     for split in lent_tables(copy, shards) if lent else divided(copy, shards):
         value = getattr(split.owner, split.name)[...]
         if split.widths:

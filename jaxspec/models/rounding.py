@@ -19,6 +19,8 @@ from jaxspec.models.quantised import Quantised
 _CUTS = np.linspace(1.0, 0.72, 15, dtype=np.float32)
 #: Inputs that share a scale in 4 bits.
 GROUP = 128
+#: Outputs that JAX rounds at once.
+_TOGETHER = 1024
 
 #: An array of NumPy's or of JAX's.
 Array = Any
@@ -74,7 +76,13 @@ FORMATS: dict[str, tuple[Callable[[Array], tuple[Array, Array]], Any, int | None
 
 @functools.partial(jax.jit, static_argnums=1)
 def rounded(kernel_EF: jax.Array, name: str) -> Quantised:
-    """A kernel [in, out] in a format of FORMATS."""
+    """A kernel [in, out] in a format of FORMATS.
+
+    Some outputs after the others: all at once would take up to 40 times the kernel's memory.
+    """
     by, kind, _ = FORMATS[name]
-    values_FE, scale_FG = by(kernel_EF.T)
-    return Quantised(values_FE.T.astype(kind), scale_FG.T)
+    d_in, d_out = kernel_EF.shape
+    size = min(_TOGETHER, d_out)
+    w_KFE = jnp.pad(kernel_EF.T, ((0, -d_out % size), (0, 0))).reshape(-1, size, d_in)
+    values, scale = (x.reshape(-1, x.shape[-1])[:d_out] for x in jax.lax.map(by, w_KFE))
+    return Quantised(values.T.astype(kind), scale.T)

@@ -341,9 +341,7 @@ def _quantised_head(target: Target, cfg: ModelConfig, geo: Geometry, *, own: boo
     def build() -> HeadCore:
         sizes = dataclasses.replace(_head(cfg), aux_layer_ids=(0, 1, 2))
         head = _quantised(Eagle3Head(sizes, dtype=DTYPE), jnp.int8, None, output=True)
-        if own:
-            few_rows.pack_maps(head)
-        return HeadCore(head)
+        return HeadCore(few_rows.pack_maps(head) if own else head)
 
     core = abstract_core(build)
     described = abstract_round(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from jaxspec.bench.studies.rounds import SHAPES
 from jaxspec.bench.studies.weights import random_weights
 from jaxspec.checkpointing import eagle3
 from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.drafters import registry as registered
+from jaxspec.drafters.kind import Saving
 from jaxspec.drafters.rounding import round_drafter
 from jaxspec.fitting import stored
 from jaxspec.loading import Drafting, bind_drafter, drafting_of, in_few_bits, laid_out
@@ -28,9 +31,10 @@ from jaxspec.models.experts import mlp
 from jaxspec.models.layers import DecoderLayer, Linear, Shared, Transformer, output_logits, shared_lm_head
 from jaxspec.models.layouts import column_blocks
 from jaxspec.models.quantised import Quantised
-from jaxspec.models.rounding import rounded
+from jaxspec.models.rounding import FORMATS, rounded
 from jaxspec.models.tiny import tiny_target
 from jaxspec.request import SamplingParams
+from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
 from jaxspec.speculation.layouts import Batch
@@ -150,10 +154,65 @@ def test_weights_that_take_its_place_are_rounded_too(tmp_path: Path):
     assert any(x.dtype == jnp.int4 for x in jax.tree.leaves(second))
 
 
-def test_hopper_packs_the_maps_of_heads_but_not_what_is_their_targets(monkeypatch: pytest.MonkeyPatch):
-    """Products of heads, and of models whose layers have no kernels for few rows, are then those for many rows."""
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_rows, "unsupported", lambda: None)
     monkeypatch.setattr("jaxspec.loading.jax.default_backend", lambda: "gpu")
+
+
+def test_a_rounded_head_may_be_bound_whole_and_shared_in_turns(monkeypatch: pytest.MonkeyPatch):
+    """As an engine does that measures which is quicker; nothing of the module that is bound changes."""
+    hopper(monkeypatch)
+    target = Transformer(WIDE, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    module = round_drafter(head(target, jnp.bfloat16), "int8")
+    before, found = nnx.state(module), []
+    for whole in (True, False, True):
+        geo = dataclasses.replace(GEO, whole_drafter=whole)
+        _, params = bind_drafter("eagle3", module, geo, SpeculationConfig(), 2)
+        kinds = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Packed | Quantised))
+        found.append(sum(isinstance(x, Packed) for x in kinds))
+    # What devices do not split, and tables, stay with XLA.
+    assert found[0] == found[2] == 0 < found[1]
+    assert jax.tree.structure(before) == jax.tree.structure(nnx.state(module))
+
+
+def test_other_weights_come_when_the_target_is_laid_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of a target that is packed in place, whose output layer in few bits a head reads as it was stored."""
+    hopper(monkeypatch)
+    cfg = dataclasses.replace(WIDE, family="glm4", post_norms=True, partial_rotary_factor=0.5, rope_interleaved=True)
+    target = Transformer(cfg, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert target.lm_head is not None
+    for linear in (target.lm_head, target.layers[0].mlp.down):
+        linear.kernel.set_value(rounded(linear.kernel[...], "int8"))
+    tables = Shared(target.embedding[...]), shared_lm_head(target)
+    borrows = Eagle1Head(Eagle1Config(WIDE, WIDE.num_layers), *tables, dtype=jnp.bfloat16, rngs=nnx.Rngs(1))
+    kind = registered.find("eagle1")
+    kind.save(borrows, tmp_path / "head", target, Saving(kind.layouts[0]))
+    drafting = drafting_of("eagle1", tmp_path / "head", target, jnp.dtype(jnp.bfloat16), SpeculationConfig(), 1, "xla")
+    assert drafting is not None and drafting.reload is not None
+    packed = laid_out(target, 1, "xla")
+    assert isinstance(packed.lm_head.kernel[...], Packed) and isinstance(packed.layers[0].mlp.down.kernel[...], Packed)
+    assert isinstance(target.lm_head.kernel[...], Quantised)
+    drafting.reload(GEO, tmp_path / "head")
+
+
+@pytest.mark.parametrize("outputs", [64, 1024, 1500])
+def test_rounding_takes_outputs_in_turns(outputs: int):
+    kernel = jax.random.normal(jax.random.key(0), (256, outputs))
+    for name in ("int8", "int4-g128"):
+        values, scale = FORMATS[name][0](kernel.T)
+        few = rounded(kernel, name)
+        np.testing.assert_allclose(few.scale, scale.T, rtol=1e-6)
+        assert np.mean(np.asarray(few.values, np.float32) != np.asarray(values.T, np.float32)) < 0.01
+
+
+def test_a_tied_layer_that_stays_is_not_copied(monkeypatch: pytest.MonkeyPatch):
+    cfg = ModelConfig("llama", 100, 64, 128, 1, 2, 1, 32, tie_word_embeddings=True)  # 64 does not divide the vocabulary
+    assert round_drafter(Transformer(cfg, rngs=nnx.Rngs(0)), "int8").lm_head is None
+
+
+def test_hopper_packs_the_maps_of_heads_but_not_what_is_their_targets(monkeypatch: pytest.MonkeyPatch):
+    """Products of heads, and of models whose layers have no kernels for few rows, are then those for many rows."""
+    hopper(monkeypatch)
     target = Transformer(WIDE, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     few = round_drafter(head(target, jnp.bfloat16), "int8")
     lent = Linear(1, 1, dtype=jnp.dtype(jnp.bfloat16), rngs=None)

@@ -27,6 +27,7 @@ from jaxspec.checkpointing import eagle3, hf
 from jaxspec.config import DraftQuantization, EngineConfig, SpeculationConfig
 from jaxspec.defaults import candidate_steps
 from jaxspec.drafters import registry
+from jaxspec.drafters.rounding import check_weights
 from jaxspec.engine import Engine
 from jaxspec.loading import Drafting, bind_drafter, in_few_bits, load_drafter
 from jaxspec.models.base import TargetModel
@@ -90,6 +91,7 @@ class Parts:
                 f"grow-head is for EAGLE-3 heads of grown targets, got {self.kind} and grow {options.grow}"
             )
         trees = [t.name for t in options.tiers or () if not t.is_chain]
+        check_weights(registry.find(self.kind), options.draft_quantization)
         self.trees = registry.find(self.kind).trees and options.simulate is None
         if trees and not self.trees:
             why = "simulated acceptance" if options.simulate is not None else f"drafter {self.kind!r}"

@@ -34,6 +34,8 @@ from jaxspec.adaptive.arms import packed_tokens
 from jaxspec.bench.studies import drafters, report
 from jaxspec.bench.studies.weights import FORMATS, MXFP4, quantise, random_weights
 from jaxspec.config import DRAFT_QUANTIZATIONS, DraftQuantization, SpeculationConfig
+from jaxspec.drafters import registry as kinds
+from jaxspec.drafters.rounding import check_weights
 from jaxspec.loading import in_few_bits, laid_out
 from jaxspec.models import few_rows, packing, registry
 from jaxspec.models.base import Experts, ModelConfig
@@ -170,7 +172,7 @@ class Model:
         if self.packed:
             packing.pack_experts(module, self.shards)
         if few_rows.refusal(module) is not None:
-            few_rows.pack_maps(module, self.shards)
+            return few_rows.pack_maps(module, self.shards)
         return few_rows.prepare(module, output=self.output)
 
     def runner(
@@ -352,6 +354,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--output-weights wants an output layer of its own, and that of {args.shape} is the embedding")
     if args.draft_quantization != ["none"] and args.tensor_parallel > 1:
         parser.error(f"--draft-quantization is for one device here, got --tensor-parallel {args.tensor_parallel}")
+    for form in args.draft_quantization:
+        for name, _ in args.drafter:
+            try:
+                check_weights(kinds.find(drafters.parts(name)[0]), None if form == "none" else form)
+            except ValueError as e:
+                parser.error(str(e))
     if args.weights == MXFP4 and SHAPES[args.shape][0].experts is None:
         parser.error(f"--weights {MXFP4} is for experts, and {args.shape} has none")
 
