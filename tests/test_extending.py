@@ -216,7 +216,7 @@ def others(folder: str) -> Iterator[tuple[str, set[str]]]:
 def test_kinds_of_drafters_are_named_in_their_own_files_only():
     named = [name for name in registry.names() if name != registry.NONE]
     assert {path.stem for path in (ROOT / "jaxspec/drafters").glob("*.py")} == {
-        "__init__", "kind", "blocks", "registry", "directories", "successor", registry.NONE, *named
+        "__init__", "kind", "blocks", "registry", "directories", "rounding", "successor", registry.NONE, *named
     }, "a file a kind"  # fmt: skip
     for path, strings in others("jaxspec/drafters/registry.py"):
         for kind in strings & set(named):
