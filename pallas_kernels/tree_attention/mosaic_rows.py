@@ -18,7 +18,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 #: Rows of a tile: wgmma's first operand, and the keys of a block.
 ROWS = 64
@@ -44,6 +44,23 @@ def div(a: Any, b: int) -> Any:
 def rem(a: Any, b: int) -> Any:
     """a % b of what is not negative."""
     return lax.rem(a, jnp.full_like(a, b))
+
+
+def uniform(x: Any) -> Any:
+    """An int32 that is the same for all of a warp, as the compiler is told then.
+
+    It does not know that of what was read from memory. Whatever follows from such a value, a loop's end and a ring's
+    slot in that loop, stays in each thread's own registers, and wgmma's descriptors are moved one by one between
+    instructions that should follow each other.
+    """
+    wanted = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
+
+    def run(_: Any, x: Any) -> Any:
+        c = lambda value: arith.constant(ir.IntegerType.get_signless(32), value)
+        found = nvvm.shfl_sync(c(-1), x.registers.item(), c(0), c(31), nvvm.ShflKind.idx)
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return plgpu.inline_mgpu(arg_types=(_SCALAR,), return_type=wanted)(run)(jnp.asarray(x, jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -96,6 +96,7 @@ class Kernel(Launch):
         block, split = self.blocks - 1 - div(rest, self.splits), rem(rest, self.splits)
         first, last = (ins["edges"][i, b, block] if self.window else jnp.int32(0) for i in range(2))
         walk = Walk.of(self, ins["length"][b], first, last, block, split)
+        walk = dataclasses.replace(walk, begin=self.uniform(walk.begin), end=self.uniform(walk.end))
 
         @pl.when(thread < self.teams)
         def _() -> None:
@@ -106,7 +107,7 @@ class Kernel(Launch):
         def _() -> None:
             plgpu.set_max_registers(_REGISTERS[self.teams][1], action="decrease")
             bring = functools.partial(self.bring, walk, b, head, ins, shared)
-            lax.fori_loop(walk.begin, walk.end, bring, self.numbers(walk, walk.begin, b, ins))
+            lax.fori_loop(walk.begin, walk.end, bring, (jnp.int32(0), *self.numbers(walk, walk.begin, b, ins)))
             for slot in range(self.stages):
                 plgpu.barrier_wait(shared["k_empty"].at[slot])
                 plgpu.barrier_wait(shared["v_empty"].at[slot])
@@ -126,10 +127,10 @@ class Kernel(Launch):
 
     def bring(
         self, walk: Walk, b: Any, head: Any, ins: dict[str, Any], shared: dict[str, Any], step: Any,
-        numbers: tuple[Any, ...],
+        carry: tuple[Any, ...],
     ) -> tuple[Any, ...]:  # fmt: skip
-        """A step's keys and values to the ring."""
-        slot, later = rem(step - walk.begin, self.stages), self.numbers(walk, step + 1, b, ins)
+        """A step's keys and values to the ring; the next step's slot and pages."""
+        (slot, *numbers), later = carry, self.numbers(walk, step + 1, b, ins)
         prefix, block = walk.place(step)
         masked = step >= walk.whole
         for name, begin in (("k", 0), ("v", self.head_dim)):
@@ -165,7 +166,7 @@ class Kernel(Launch):
             for _ in range(self.pieces):
                 plgpu.barrier_arrive(shared["v_full"].at[slot])
 
-        return later
+        return self.next(slot), *later
 
     # The warpgroups that compute.
 
@@ -191,10 +192,10 @@ class Kernel(Launch):
         if self.turns:
             pl.when(team == 1)(lambda: self.take_turn(team, shared))
         step = functools.partial(self.step, walk, b, tile, team, ins, shared, q)
-        start = full((ROWS, self.head_dim), 0.0, SUMS), top, total
-        whole, begin, end = jnp.clip(walk.whole, walk.begin, walk.end), walk.begin, walk.end
-        sums = lax.fori_loop(begin, whole, functools.partial(step, False), start)
-        sums = lax.fori_loop(whole, end, functools.partial(step, True), sums)
+        start = jnp.int32(0), full((ROWS, self.head_dim), 0.0, SUMS), top, total
+        whole = self.uniform(jnp.clip(walk.whole, walk.begin, walk.end))
+        carry = lax.fori_loop(walk.begin, whole, functools.partial(step, False), start)
+        _, *sums = lax.fori_loop(whole, walk.end, functools.partial(step, True), carry)
         if self.turns:
             pl.when(team == 0)(lambda: self.pass_turn(team, shared))
         acc, top, total = sums
@@ -203,14 +204,14 @@ class Kernel(Launch):
             self.put(outs[0], out, b, head, tile)
         else:
             at = ((split * self.batch + b) * self.kv_heads + head) * self.tiles + tile
-            self.spill(outs, sums, at, tile)
+            self.spill(outs, (acc, top, total), at, tile)
 
     def step(
         self, walk: Walk, b: Any, tile: Any, team: Any, ins: dict[str, Any], shared: dict[str, Any], q: Any,
-        masked: bool, step: Any, sums: tuple[Any, ...],
+        masked: bool, step: Any, carry: tuple[Any, ...],
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Adds a step's keys."""
-        slot = rem(step - walk.begin, self.stages)
+        """Adds a step's keys, which a slot of the ring has, to the sums; the next step's slot comes with them."""
+        slot, acc, top, total = carry
         k, v = shared["k"].at[slot], shared["v"].at[slot]
         plgpu.barrier_wait(shared["k_full"].at[slot])
         s = self.scores(q, k, lambda: self.pass_turn(team, shared))
@@ -221,7 +222,6 @@ class Kernel(Launch):
             s = self.soft_cap - (2 * self.soft_cap) / (1.0 + power)
         if masked:
             s = self.hide(walk, b, tile, ins, step, s)
-        acc, top, total = sums
         p, keep, top, total = self.weights(s, top, total)
         acc, p = acc * self.along(keep, self.head_dim), p.astype(v.dtype)
         if self.turns and not self.interpret:
@@ -230,7 +230,7 @@ class Kernel(Launch):
         self.take_turn(team, shared)
         acc = self.weighted(acc, p, v)
         self.done("v", slot, shared)
-        return acc, top, total
+        return self.next(slot), acc, top, total
 
     def done(self, name: str, slot: Any, shared: dict[str, Any]) -> None:
         """Says that a block of keys or values may be written over."""

@@ -123,6 +123,14 @@ class Launch:
         elif self.turns:
             mosaic_tiles.barrier("arrive", 1 - team)
 
+    def uniform(self, x: Any) -> Any:
+        """See mosaic_rows.uniform."""
+        return x if self.interpret else mosaic_rows.uniform(x)
+
+    def next(self, slot: Any) -> Any:
+        """The ring's slot after this one; by a division compilers would lose track of what is uniform."""
+        return jnp.where(slot == self.stages - 1, 0, slot + 1)
+
     def iota(self, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
         if self.interpret:
             return lax.broadcasted_iota(_I32, shape, axis)
