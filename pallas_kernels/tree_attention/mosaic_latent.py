@@ -226,7 +226,7 @@ def _attend(kernel: Kernel, ins: dict[str, jax.Array], *, interpret: Any = None)
         kernel.body(dict(zip(names, refs[: len(names)], strict=True)), of_outs, shared)
 
     found = plgpu.kernel(
-        tree_attention, out_type=outs, scratch_types=tuple(scratch.values()), grid=(kernel.programs,),
+        tree_attention, out_type=outs, scratch_types=tuple(scratch.values()), grid=(kernel.clusters,),
         grid_names=("program",), num_threads=_TEAMS + 1, thread_name="team", compiler_params=params(), **extra,
     )(*ins.values())  # fmt: skip
     if kernel.splits == 1:
@@ -259,7 +259,7 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
         count = next((count for name, count in MULTIPROCESSORS.items() if name in kind), 132)
         splits = max(1, min(count // programs, args.table_BM.shape[1] * page // (2 * keys)))
     kernel = Kernel(
-        b, n, t, h, 1, c, page, args.tree_mask_BNT is None, False, args.factor, None, False, splits, keys, 1, stages,
+        b, n, t, h, 1, c, page, args.tree_mask_BNT is None, False, args.factor, None, False, splits, keys, 1, 1, stages,
         interpret is not None, args.value_channels,
     )  # fmt: skip
     rows = jnp.pad(args.q_BNHC.reshape(b, n * h, c), ((0, 0), (0, -(n * h) % 8), (0, 0)))

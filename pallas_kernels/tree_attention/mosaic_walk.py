@@ -22,6 +22,8 @@ class Rows(Protocol):
     @property
     def teams(self) -> int: ...
     @property
+    def members(self) -> int: ...
+    @property
     def group(self) -> int: ...
     @property
     def nodes(self) -> int: ...
@@ -35,8 +37,8 @@ class Rows(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The steps of a program, each a block of keys: [begin, end) of those of its rows, of which the first `whole` are
-    seen whole by all its rows.
+    """The steps of a cluster's programs, each a block of keys: [begin, end) of those of its rows, of which the first
+    `whole` are seen whole by all its rows.
 
     Attributes:
       length: of the prefix. lowest: its first token that some row sees.
@@ -59,7 +61,7 @@ class Walk:
     def of(cls, kernel: Rows, length: Any, lowest: Any, highest: Any, block: Any, split: Any) -> Walk:
         """Of a block of query rows, of whose windows the first begins at `lowest` and the last at `highest`, and a
         stretch; both are 0 without a window."""
-        keys, height = kernel.keys, ROWS * kernel.teams
+        keys, height = kernel.keys, ROWS * kernel.teams * kernel.members
         first_node = div(block * height, kernel.group)
         last_node = jnp.minimum(div(block * height + height - 1, kernel.group), kernel.nodes - 1)
         zero, blocks = jnp.int32(0), div(length + keys - 1, keys)

@@ -2,10 +2,11 @@
 
 A program owns a request, a KV head, 64 query rows for each of its computing warpgroups (node-major, so that the heads
 of a group lie side by side) and one of S stretches of the keys; another warpgroup brings it blocks of keys through a
-ring in shared memory. Steps come in this order: blocks of the prefix and of the new tokens that every row sees whole,
-then those that are masked somewhere (the prefix's last, those at a window's edge, the new tokens at the diagonal or
-under a tree's bits). Without a mask a program stops at its last row's diagonal, and those with the most to do are
-launched first. A second kernel merges the stretches' sums where there are several.
+ring in shared memory. Two programs of neighbouring rows are a cluster, and each brings half of a block to both. Steps
+come in this order: blocks of the prefix and of the new tokens that every row sees whole, then those that are masked
+somewhere (the prefix's last, those at a window's edge, the new tokens at the diagonal or under a tree's bits). Without
+a mask a program stops at its last row's diagonal, and those with the most to do are launched first. A second kernel
+merges the stretches' sums where there are several.
 
 The computing warpgroups take turns: while one keeps the tensor cores busy the other takes exponentials. Arithmetic
 bounds these calls, so their bits follow what is computed together (`gpu_mosaic` has the kernel whose bits do not).
@@ -34,6 +35,8 @@ from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 #: Registers of a thread that computes, and of one that brings keys, by the number of computing warpgroups.
 _REGISTERS = {1: (232, 56), 2: (232, 40)}
 _SHARED, _ROOM = 232448, 3072
+#: Bytes of a ring beyond which programs that read the same keys drift apart, where two warpgroups compute.
+_RING = 128 << 10
 #: Requests times KV heads of few rows that have a multiprocessor each.
 MOST_FEW = 132
 _LOG2E = math.log2(math.e)
@@ -74,14 +77,16 @@ class Blocks:
     Attributes:
       keys: of a step, a multiple of 64; None: as many as registers hold.
       teams: computing warpgroups of a program, 64 query rows each; None: two, but one for 64 rows or fewer.
-      stages: blocks of a ring; None: what fits.
+      stages: blocks of a ring; None: what fits, but no more than pay where two warpgroups compute.
       splits: stretches of the keys; None: by the programs.
+      members: programs of a cluster; None: two, if their number is even.
     """
 
     keys: int | None = None
     teams: int | None = None
     stages: int | None = None
     splits: int | None = None
+    members: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +106,8 @@ class Kernel(Launch):
         @pl.when(thread < self.teams)
         def _() -> None:
             plgpu.set_max_registers(_REGISTERS[self.teams][0], action="increase")
-            self.compute(walk, b, head, block, split, thread, ins, outs, shared)
+            member = lax.axis_index("member") if self.members > 1 else 0
+            self.compute(walk, b, head, block * self.members + member, split, thread, ins, outs, shared)
 
         @pl.when(thread == self.teams)
         def _() -> None:
@@ -145,7 +151,7 @@ class Kernel(Launch):
                     row = rem(block * self.keys, self.page) if self.page > self.keys else 0
                     source = ins["pages"].at[number, head, pl.ds(row, self.piece), pl.ds(begin, self.head_dim)]
                     target = to.at[slot, pl.ds(i * self.piece, self.piece)]
-                    plgpu.copy_gmem_to_smem(source, target, barrier)
+                    self.copy(source, target, barrier)
 
             @pl.when(jnp.logical_not(prefix))
             def _(to: Any = to, name: str = name, barrier: Any = barrier) -> None:
@@ -307,9 +313,11 @@ def _attend(kernel: Kernel, ins: dict[str, jax.Array], *, interpret: Any = None)
         shared = dict(zip(scratch, refs[len(names) + len(outs) :], strict=True))
         kernel.body(dict(zip(names, refs[: len(names)], strict=True)), of_outs, shared)
 
+    cluster = {"cluster": (kernel.members,), "cluster_names": ("member",)} if kernel.members > 1 else {}
     found = plgpu.kernel(
-        tree_attention, out_type=outs, scratch_types=tuple(scratch.values()), grid=(kernel.programs,),
-        grid_names=("program",), num_threads=kernel.teams + 1, thread_name="team", compiler_params=params(), **extra,
+        tree_attention, out_type=outs, scratch_types=tuple(scratch.values()), grid=(kernel.clusters,),
+        grid_names=("program",), num_threads=kernel.teams + 1, thread_name="team", compiler_params=params(), **cluster,
+        **extra,
     )(*ins.values())  # fmt: skip
     if kernel.splits == 1:
         return found[0]
@@ -329,8 +337,11 @@ def kernel_of(args: TreeAttentionArgs, blocks: Blocks | None = None, *, interpre
     (b, n, h, c), (t, g) = args.q_BNHC.shape, args.tree_k_BTGC.shape[1:3]
     page, keys = args.pages.shape[2], blocks.keys or (64 if c > 128 else 128)
     teams = blocks.teams or (1 if n * (h // g) <= ROWS else 2)
-    stages = blocks.stages or (_SHARED - _ROOM - 2 * teams * ROWS * c) // (4 * keys * c)
-    programs = b * g * -(-n * (h // g) // (ROWS * teams))
+    each = -(-n * (h // g) // (ROWS * teams))
+    members = blocks.members or (1 if each % 2 else 2)
+    room = _SHARED - _ROOM - 2 * teams * ROWS * c
+    stages = blocks.stages or (min(room, _RING) if teams == 2 else room) // (4 * keys * c)
+    programs = b * g * -(-each // members) * members
     splits = blocks.splits
     if splits is None:
         kind = device_kind().lower()
@@ -338,7 +349,7 @@ def kernel_of(args: TreeAttentionArgs, blocks: Blocks | None = None, *, interpre
         splits = max(1, min(count // programs, args.table_BM.shape[1] * page // (2 * keys)))
     return Kernel(
         b, n, t, h, g, c, page, args.tree_mask_BNT is None, args.window is not None, args.factor,
-        args.soft_cap, args.sinks_H is not None, splits, keys, teams, stages, interpret,
+        args.soft_cap, args.sinks_H is not None, splits, keys, teams, members, stages, interpret,
     )  # fmt: skip
 
 

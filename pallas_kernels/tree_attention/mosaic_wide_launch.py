@@ -30,7 +30,7 @@ class Launch:
     Attributes:
       batch, nodes, entries, heads, kv_heads, head_dim, page: B, N, T, H, G, C and tokens a page.
       causal: without a mask. window: whether there is one. factor, soft_cap: of scores.
-      splits, keys, teams, stages: see Blocks.
+      splits, keys, teams, members, stages: see Blocks.
       interpret: whether registers are pretended.
     """
 
@@ -49,6 +49,7 @@ class Launch:
     splits: int
     keys: int
     teams: int
+    members: int
     stages: int
     interpret: bool
 
@@ -64,13 +65,13 @@ class Launch:
 
     @property
     def blocks(self) -> int:
-        """Of query rows: programs of a request's KV head and stretch."""
-        return -(-self.rows // (ROWS * self.teams))
+        """Of query rows: clusters of a request's KV head and stretch."""
+        return -(-self.rows // (ROWS * self.teams * self.members))
 
     @property
     def tiles(self) -> int:
         """Of 64 query rows."""
-        return self.blocks * self.teams
+        return self.blocks * self.members * self.teams
 
     @property
     def turns(self) -> bool:
@@ -78,7 +79,8 @@ class Launch:
         return self.teams == 2
 
     @property
-    def programs(self) -> int:
+    def clusters(self) -> int:
+        """Of programs, all together."""
         return self.batch * self.kv_heads * self.blocks * self.splits
 
     @property
@@ -103,12 +105,25 @@ class Launch:
         """Shared memory and barriers, by name."""
         shape = lambda count, rows: plgpu.SMEM((count, rows, self.head_dim), dtype, transforms=mosaic_rows.tiled())
         full = lambda more: plgpu.Barrier(num_barriers=self.stages + more, num_arrivals=self.pieces)
-        empty = lambda: plgpu.Barrier(num_barriers=self.stages, num_arrivals=self.teams)
+        ring: dict[str, Any] = {"num_barriers": self.stages, "num_arrivals": self.teams}
+        # A copy for all members waits until each of them has done with the slot.
+        empty = lambda: (
+            plgpu.ClusterBarrier(collective_axes=("member",), **ring) if self.shares else plgpu.Barrier(**ring)
+        )
         found = {
             "q": shape(self.teams, ROWS), "k": shape(self.stages, self.keys), "v": shape(self.stages, self.keys),
             "k_full": full(0), "v_full": full(1), "k_empty": empty(), "v_empty": empty(),
         }  # fmt: skip
         return found | ({"turn": plgpu.Barrier(num_barriers=2)} if self.turns and self.interpret else {})
+
+    @property
+    def shares(self) -> bool:
+        """Whether a cluster's members share copies; the interpreter's have their own."""
+        return self.members > 1 and not self.interpret
+
+    def copy(self, source: Any, to: Any, barrier: Any) -> None:
+        """To shared memory, of each member of the cluster if it has several."""
+        plgpu.copy_gmem_to_smem(source, to, barrier, collective_axes="member" if self.shares else None)
 
     def take_turn(self, team: Any, shared: dict[str, Any]) -> None:
         """Waits until the other computing warpgroup has passed the turn."""
@@ -223,7 +238,7 @@ class Launch:
     def bring_new(self, ref: Any, b: Any, first: Any, head: Any, to: Any, barrier: Any) -> None:
         """A request's entries from `first` on, of [B, T, G, C]; what lies behind its last may be anything."""
         if not self.interpret:
-            plgpu.copy_gmem_to_smem(ref.at[b, pl.ds(first, self.piece), head], to, barrier)
+            self.copy(ref.at[b, pl.ds(first, self.piece), head], to, barrier)
             return
         at = jnp.minimum(first + jnp.arange(self.piece), ref.shape[1] - 1)
         to[...] = lax.dynamic_index_in_dim(ref[b], head, axis=1, keepdims=False)[at]

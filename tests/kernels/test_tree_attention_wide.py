@@ -36,6 +36,10 @@ SMALL = (
         Case("window-sinks", 3, 40, 4, 2, 64, 64, 400, mask="causal", lengths="ragged", window=70, sinks=True),
         Blocks(64, 1, stages=2, splits=2),
     ),
+    (
+        Case("cluster", 2, 70, 4, 1, 64, 64, 300, mask="causal", lengths="ragged"),
+        Blocks(64, 2, stages=2, splits=1, members=2),
+    ),
     (Case("window-tree", 3, 20, 4, 1, 64, 64, 200, lengths="ragged", window=70), Blocks(64, 1, stages=2, splits=1)),
     (
         Case("few-d256-soft-cap", 2, 3, 4, 1, 256, 64, 100, mask="causal", lengths="ragged", soft_cap=2.0),
@@ -72,10 +76,14 @@ def test_broken_new_tokens_stay_with_those_who_see_them(mask: Any):
     np.testing.assert_array_equal(np.isnan(out).any(axis=(2, 3)), want)
 
 
-@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 150), (False, None)])
-def test_a_walk_meets_every_block_once_and_masks_what_some_row_does_not_see(causal: bool, window: int | None):
-    kernel = dataclasses.replace(KERNEL, causal=causal)
-    keys, lengths = kernel.keys, np.asarray([0, 1, 127, 128, 129, 700])
+@pytest.mark.parametrize(
+    ("causal", "window", "members"), [(True, None, 1), (True, 150, 1), (False, None, 1), (True, None, 2)]
+)
+def test_a_walk_meets_every_block_once_and_masks_what_some_row_does_not_see(
+    causal: bool, window: int | None, members: int
+):
+    kernel = dataclasses.replace(KERNEL, causal=causal, members=members)
+    keys, lengths, height = kernel.keys, np.asarray([0, 1, 127, 128, 129, 700]), 128 * members
     places = np.stack(np.meshgrid(lengths, np.arange(kernel.blocks), np.arange(kernel.splits), indexing="ij"), -1)
     steps = np.arange(-(-700 // keys) + -(-kernel.entries // keys) + 1)
 
@@ -83,7 +91,7 @@ def test_a_walk_meets_every_block_once_and_masks_what_some_row_does_not_see(caus
     @functools.partial(jax.vmap, in_axes=0)
     def walk(place: jax.Array) -> Any:
         length, block, split = place
-        first, last = (jnp.minimum(block * 128 + i, kernel.rows - 1) // kernel.group for i in (0, 127))
+        first, last = (jnp.minimum(block * height + i, kernel.rows - 1) // kernel.group for i in (0, height - 1))
         lowest, highest = (jnp.maximum(0, length + i - (window or 2**20) + 1) for i in (first, last))
         walk = Walk.of(kernel, length, lowest, highest, block, split)
         return (walk.begin, walk.end, walk.whole, walk.lowest), jax.vmap(walk.place)(jnp.asarray(steps))
@@ -94,7 +102,7 @@ def test_a_walk_meets_every_block_once_and_masks_what_some_row_does_not_see(caus
         own = slice(i, i + kernel.splits)
         assert begin[i] == 0 and (begin[own][1:] == end[own][:-1]).all()
         total, first = end[own][-1], lowest[i]
-        nodes = np.arange(tile * 128, min(tile * 128 + 128, kernel.rows)) // kernel.group
+        nodes = np.arange(tile * height, min(tile * height + height, kernel.rows)) // kernel.group
         low = np.maximum(0, length + nodes - window + 1) if window is not None else np.zeros_like(nodes)
         assert first == low.min()
         last = nodes.max() if causal else kernel.entries - 1
