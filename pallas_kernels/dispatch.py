@@ -15,10 +15,18 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
+try:
+    from jax.experimental.pallas import triton as _triton
+except ImportError:  # deprecated since JAX 0.11, and to be removed
+    _triton = None
+
 Args = TypeVar("Args")
 Result = TypeVar("Result")
 
 _KERNEL_OF_BACKEND = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
+
+#: Pallas on Triton, or None.
+triton: Any = _triton
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +35,11 @@ _log = logging.getLogger(__name__)
 def log_once(level: int, message: str) -> None:
     """Says which implementation was chosen, the first time."""
     _log.log(level, message)
+
+
+def no_triton() -> str | None:
+    """Why no kernel on Triton can run, or None."""
+    return f"JAX {jax.__version__} has no Pallas on Triton" if triton is None else None
 
 
 def on_triton() -> None:

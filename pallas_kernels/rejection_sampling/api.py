@@ -21,7 +21,7 @@ def _interpreted(args: RejectionSamplingArgs) -> Verdict:
 
 def _on_gpu(args: RejectionSamplingArgs, **launch: Any) -> Verdict:
     """On Mosaic GPU where that is possible, else on Triton; `launch` is Triton's."""
-    reason = "its sizes are given" if launch else gpu_mosaic.unsupported() or gpu_mosaic.refusal(args)
+    reason = "its sizes are given" if launch else _mosaic_refusal(args)
     if reason is None:
         log_once(logging.INFO, "rejection_sampling: gpu on Mosaic GPU")
         return gpu_mosaic.rejection_sampling(args)
@@ -29,12 +29,22 @@ def _on_gpu(args: RejectionSamplingArgs, **launch: Any) -> Verdict:
     return gpu.rejection_sampling(args, **launch)
 
 
+def _mosaic_refusal(args: RejectionSamplingArgs) -> str | None:
+    return gpu_mosaic.unsupported() or gpu_mosaic.refusal(args)
+
+
+def _gpu_refusal(args: RejectionSamplingArgs) -> str | None:
+    """Why no kernel for GPUs serves these arguments, or None."""
+    triton = gpu.refusal(args)
+    return None if triton is None or (mosaic := _mosaic_refusal(args)) is None else f"{triton}; on Mosaic GPU {mosaic}"
+
+
 OPERATION = Operation(
     "rejection_sampling",
     {
         "reference": Implementation(reference.rejection_sampling),
         "tpu": Implementation(tpu.rejection_sampling, tpu.refusal),
-        "gpu": Implementation(_on_gpu, gpu.refusal),
+        "gpu": Implementation(_on_gpu, _gpu_refusal),
         "interpret": Implementation(_interpreted, tpu.refusal),
     },
 )

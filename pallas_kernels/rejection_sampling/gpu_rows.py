@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.dispatch import triton as plgpu
 from pallas_kernels.rejection_sampling.noise import (
     GUMBEL_BOUND,
     TILE,

@@ -22,16 +22,32 @@ _MOSAIC = {"few rows": gpu_mosaic, "many rows": mosaic_wide, "latent": mosaic_la
 
 
 def _on_gpu(args: TreeAttentionArgs, **launch: Any) -> jax.Array:
-    """On Mosaic GPU by the first kernel that serves these arguments and is no slower, or on Triton with `launch`."""
+    """On Mosaic GPU by the first kernel that serves these arguments and is no slower, or on Triton with `launch`.
+
+    Where Triton cannot, by the first that serves them.
+    """
     reason = "its sizes are given" if launch else supported()
+    only = gpu.refusal(args) is not None
     for name, kernel in () if reason else _MOSAIC.items():
         said = kernel.refusal(args)
-        if said is None and (said := kernel.slower(args)) is None:
+        if said is None and (only or (said := kernel.slower(args)) is None):
             log_once(logging.INFO, f"tree_attention: gpu on Mosaic GPU, {name}")
             return kernel.tree_attention(args)
         reason = f"{reason}; {name}: {said}" if reason else f"{name}: {said}"
     log_once(logging.INFO, f"tree_attention: gpu on Triton: {reason}")
     return gpu.tree_attention(args, **launch)
+
+
+def _gpu_refusal(args: TreeAttentionArgs) -> str | None:
+    """Why no kernel for GPUs serves these arguments, or None."""
+    if (reason := gpu.refusal(args)) is None:
+        return None
+    said = (why := supported()) or "; ".join(f"{name}: {kernel.refusal(args)}" for name, kernel in _MOSAIC.items())
+    return (
+        None
+        if why is None and any(kernel.refusal(args) is None for kernel in _MOSAIC.values())
+        else f"{reason}; {said}"
+    )
 
 
 _interpreted = functools.partial(tpu.tree_attention, interpret=pltpu.InterpretParams())
@@ -40,7 +56,7 @@ OPERATION = Operation(
     {
         "reference": Implementation(reference.tree_attention),
         "tpu": Implementation(tpu.tree_attention, tpu.refusal),
-        "gpu": Implementation(_on_gpu, gpu.refusal),
+        "gpu": Implementation(_on_gpu, _gpu_refusal),
         "batch_invariant": Implementation(
             gpu_mosaic.tree_attention, lambda args: supported() or gpu_mosaic.refusal(args)
         ),

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import os
+import subprocess
+import sys
 import warnings
 
 import jax
 import pytest
 
+from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.rejection_sampling import api as rejection_sampling
 from pallas_kernels.rejection_sampling import gpu as sampling
 from pallas_kernels.rejection_sampling.cases import CASES as SAMPLING
+from pallas_kernels.tree_attention import api
 from pallas_kernels.tree_attention import gpu as attention
 from pallas_kernels.tree_attention.cases import CASES as ATTENTION
 
@@ -50,6 +57,30 @@ def test_the_backend_chooses_and_a_refusal_is_a_warning_once(
     levels = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert [level for level, _ in levels] == ["INFO", "INFO", "WARNING", "INFO"]
     assert "too wide" in levels[2][1] and "the backend has no kernel" in levels[3][1]
+
+
+def test_without_triton_all_that_mosaic_serves_runs_there_and_the_rest_is_told_why(monkeypatch: pytest.MonkeyPatch):
+    """As in a JAX that has removed it."""
+    taken = []
+    monkeypatch.setattr(dispatch, "triton", None)
+    for name in ("gpu_mosaic", "mosaic_wide", "mosaic_plain"):
+        monkeypatch.setattr(getattr(api, name), "tree_attention", lambda args, name=name: taken.append(name))
+    many = dataclasses.replace(ATTENTION["decode-b64-8k"], dtype="bfloat16").shapes()
+    odd = dataclasses.replace(ATTENTION["d96"], head_dim=80).shapes()
+    assert "no Pallas on Triton" in (api.OPERATION.implementations["gpu"].refusal(many) or "")
+    with pytest.raises(ValueError, match=r"no Pallas on Triton; on Mosaic GPU it needs"):
+        rejection_sampling.OPERATION(SAMPLING["small-greedy"].shapes(), "gpu")
+    monkeypatch.setattr(api, "supported", lambda: None)
+    for args in (many, odd):
+        assert api.OPERATION.implementations["gpu"].refusal(args) is None
+        api.OPERATION(args, "gpu")
+    assert taken == ["gpu_mosaic", "mosaic_plain"]
+
+
+def test_a_jax_without_triton_is_imported():
+    code = "import sys; sys.modules['jax.experimental.pallas.triton'] = None; import jaxspec.engine"
+    code += "; from pallas_kernels import dispatch; assert dispatch.triton is None"
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
 
 
 @pytest.mark.parametrize("kind", ["sampling", "attention"])
