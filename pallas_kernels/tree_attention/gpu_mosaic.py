@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import overlap
 from pallas_kernels.sizes import MULTIPROCESSORS, device_kind
-from pallas_kernels.tree_attention import mosaic_rows
+from pallas_kernels.tree_attention import mosaic_heads, mosaic_rows
 from pallas_kernels.tree_attention.mosaic_launch import SUMS, Launch
 from pallas_kernels.tree_attention.mosaic_merge import merge
 from pallas_kernels.tree_attention.mosaic_plan import BLOCK, FEW, GROUP, Sizes, plan
@@ -57,12 +57,12 @@ def refusal(args: TreeAttentionArgs) -> str | None:
     dtypes = [x.dtype for x in (q, args.pages, args.tree_k_BTGC, args.tree_v_BTGC)]
     if any(dtype != q.dtype for dtype in dtypes):
         return f"q, pages, tree_k and tree_v must share a dtype, got {', '.join(map(str, dtypes[:3]))}"
-    if c not in (64, 128):
-        return f"head dimension must be 64 or 128, got {c}"
+    if (why := mosaic_heads.refusal(c, 64, 128)) is not None:
+        return why
     if page % BLOCK:
         return f"page size must be a multiple of {BLOCK}, got {page}"
-    if q.shape[2] % (128 // c):
-        return f"query heads must be a multiple of {128 // c}, got {q.shape[2]}"
+    if q.shape[2] % (each := 128 // mosaic_heads.whole(c)):
+        return f"query heads must be a multiple of {each}, got {q.shape[2]}"
     if args.factor <= 0:
         return f"scale must be positive, got {args.factor}"
     if args.window is not None and (args.tree_mask_BNT is not None or args.offset_BN is not None):
@@ -77,6 +77,8 @@ def slower(args: TreeAttentionArgs) -> str | None:
     units, rows = args.units, args.rows
     if rows > MOST_ROWS:
         return f"it is for at most {MOST_ROWS} query rows of a KV head, got {rows}"
+    if (why := mosaic_heads.slower(args.q_BNHC.shape[3])) is not None:
+        return why
     if args.tree_mask_BNT is not None and rows >= ROWS // 2 and units <= MOST_UNITS // 2:
         return f"trees of {ROWS // 2} rows or more are the other kernel's, got {rows}"
     return None if units <= MOST_UNITS else f"it is for at most {MOST_UNITS} requests times KV heads, got {units}"
@@ -185,10 +187,18 @@ class _Kernel(Launch):
 
         @pl.when(held)
         def _() -> None:
-            source = ins["pages"].at[number, head, rows, pl.ds(0, 2 * self.head_dim)]
-            plgpu.copy_gmem_to_smem(source, shared["kv"].at[slot], shared["full"].at[slot])
+            parts = [(0, shared["kv"].at[slot])]
+            if self.copies == 2:
+                keys, values = self.slot(shared, slot)
+                parts = [(0, keys), (2 * self.channels - self.head_dim, values)]
+            for column, to in parts:
+                source = ins["pages"].at[number, head, rows, pl.ds(column, to.shape[1])]
+                plgpu.copy_gmem_to_smem(source, to, shared["full"].at[slot])
 
-        pl.when(jnp.logical_not(held))(lambda: plgpu.barrier_arrive(shared["full"].at[slot]))
+        @pl.when(jnp.logical_not(held))
+        def _() -> None:
+            for _ in range(self.copies):
+                plgpu.barrier_arrive(shared["full"].at[slot])
 
     def compute(
         self, own: Any, team: Any, step: Any, unit: tuple[Any, ...], ins: dict[str, Any], outs: tuple[Any, ...],
@@ -388,13 +398,15 @@ def tree_attention(
       whole: whether a request is one item; by the shapes where None. Results do not depend on it.
       interpret: parameters of Pallas' interpreter for GPUs.
     """
+    channels = args.q_BNHC.shape[3]
+    args = mosaic_heads.widened(args)
     q = args.q_BNHC
     (b, n, h, c), (t, g) = q.shape, args.tree_k_BTGC.shape[1:3]
     causal, page = args.tree_mask_BNT is None, args.pages.shape[2]
     if programs is None:
         kind = device_kind().lower()
         programs = next((count for name, count in MULTIPROCESSORS.items() if name in kind), 132)
-    shape = b, n, t, h, g, c, page, causal, args.window, args.factor, programs, teams, interpret is not None
+    shape = b, n, t, h, g, c, channels, page, causal, args.window, args.factor, programs, teams, interpret is not None
     sizes = Sizes.of(Launch(*shape), args.table_BM.shape[1] * page, whole)
     kernel = _Kernel(*shape, direct=sizes.whole and Launch(*shape).tiles == 1, straight=sizes.straight)
     items, count, ends = plan(args.length_B, t, sizes, args.window, causal)
@@ -408,13 +420,13 @@ def tree_attention(
     if kernel.direct:
         if sinks is not None:
             ins["sinks"] = _rows(jnp.tile(sinks.reshape(g, h // g), (1, n)), kernel).reshape(g, ROWS)
-        return _attend(kernel, sizes.items(b), ins, interpret=interpret)[-1]
+        return mosaic_heads.narrowed(_attend(kernel, sizes.items(b), ins, interpret=interpret)[-1], channels)
     acc, top, total = _attend(kernel, sizes.items(b), ins, interpret=interpret)[:3]
     ins = {"ends": ends, "acc": acc, "top": top, "total": total}
     if sinks is not None:
         ins["sinks"] = sinks
     out = merge(kernel, q.dtype, sinks is not None, ins, interpret=interpret)
-    return out.reshape(q.shape)
+    return mosaic_heads.narrowed(out.reshape(q.shape), channels)
 
 
 def _words(mask_BNT: jax.Array, kernel: _Kernel) -> jax.Array:

@@ -259,8 +259,8 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
         count = next((count for name, count in MULTIPROCESSORS.items() if name in kind), 132)
         splits = max(1, min(count // programs, args.table_BM.shape[1] * page // (2 * keys)))
     kernel = Kernel(
-        b, n, t, h, 1, c, page, args.tree_mask_BNT is None, False, args.factor, None, False, splits, keys, 1, 1, stages,
-        interpret is not None, args.value_channels,
+        b, n, t, h, 1, c, c, page, args.tree_mask_BNT is None, False, args.factor, None, False, splits, keys, 1, 1,
+        stages, interpret is not None, args.value_channels,
     )  # fmt: skip
     rows = jnp.pad(args.q_BNHC.reshape(b, n * h, c), ((0, 0), (0, -(n * h) % 8), (0, 0)))
     ins = {

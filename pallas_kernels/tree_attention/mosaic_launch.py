@@ -31,7 +31,8 @@ class Launch:
     """One launch.
 
     Attributes:
-      batch, nodes, entries, heads, kv_heads, head_dim, page: B, N, T, H, G, C and tokens a page.
+      batch, nodes, entries, heads, kv_heads, head_dim, page: B, N, T, H, G, C in whole tiles and tokens a page.
+      channels: of a head in pages (mosaic_heads).
       causal: without a mask. factor: of scores. programs: at once. teams: warpgroups
       of a program that compute, each with another that brings it pages.
       interpret: whether registers are pretended. direct: whether a request is one item, whose sums are its result.
@@ -44,6 +45,7 @@ class Launch:
     heads: int
     kv_heads: int
     head_dim: int
+    channels: int
     page: int
     causal: bool
     window: int | None
@@ -101,14 +103,23 @@ class Launch:
         slots = self.teams * self.stages
         return {
             "q": tile(self.teams),
-            "kv": plgpu.SMEM((slots, ROWS, 2 * self.head_dim), dtype, transforms=mosaic_rows.tiled()),
-            "full": plgpu.Barrier(num_barriers=slots, num_arrivals=1),
+            "kv": plgpu.SMEM(
+                (slots * self.copies, ROWS, 2 * self.head_dim // self.copies), dtype, transforms=mosaic_rows.tiled()
+            ),
+            "full": plgpu.Barrier(num_barriers=slots, num_arrivals=self.copies),
             "empty": plgpu.Barrier(num_barriers=slots, num_arrivals=1),
         }
 
+    @property
+    def copies(self) -> int:
+        """Of a block: one of whole rows, or one of keys and one of values."""
+        return 1 if self.channels == self.head_dim else 2
+
     def slot(self, shared: dict[str, Any], slot: Any) -> tuple[Any, Any]:
-        """Keys and values of a ring's slot, [64, C] each, side by side as pages have them."""
+        """Keys and values of a ring's slot, [64, C] each: side by side as pages have them, or each copied by itself."""
         c = self.head_dim
+        if self.copies == 2:
+            return shared["kv"].at[2 * slot], shared["kv"].at[2 * slot + 1]
         return shared["kv"].at[slot, :, pl.ds(0, c)], shared["kv"].at[slot, :, pl.ds(c, c)]
 
     def iota(self, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:

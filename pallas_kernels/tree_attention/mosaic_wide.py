@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sizes import MULTIPROCESSORS, device_kind
+from pallas_kernels.tree_attention import mosaic_heads
 from pallas_kernels.tree_attention.mosaic_rows import MASKED, ROWS, div, params, rem
 from pallas_kernels.tree_attention.mosaic_walk import Walk
 from pallas_kernels.tree_attention.mosaic_wide_launch import AHEAD, PART, ROW, SUMS, Launch
@@ -54,8 +55,8 @@ def refusal(args: TreeAttentionArgs) -> str | None:
     dtypes = [x.dtype for x in (q, args.pages, args.tree_k_BTGC, args.tree_v_BTGC)]
     if any(dtype != q.dtype for dtype in dtypes):
         return f"q, pages, tree_k and tree_v must share a dtype, got {', '.join(map(str, dtypes[:3]))}"
-    if c not in (64, 128, 256):
-        return f"head dimension must be 64, 128 or 256, got {c}"
+    if (why := mosaic_heads.refusal(c, 64, 128, 256)) is not None:
+        return why
     if page & (page - 1) or page < 8:
         return f"page size must be a power of two of at least 8, got {page}"
     if args.factor <= 0:
@@ -65,7 +66,12 @@ def refusal(args: TreeAttentionArgs) -> str | None:
 
 def slower(args: TreeAttentionArgs) -> str | None:
     """Where Triton's kernel takes less time, or None."""
-    if args.rows > ROWS or args.units <= MOST_FEW or args.q_BNHC.shape[3] > 128:
+    channels = args.q_BNHC.shape[3]
+    if args.rows > ROWS:
+        return None
+    if (why := mosaic_heads.slower(channels)) is not None:
+        return why
+    if args.units <= MOST_FEW or channels > 128:
         return None
     return f"of few rows it is for at most {MOST_FEW} requests times KV heads of 128 channels or less, got {args.units}"
 
@@ -139,7 +145,7 @@ class Kernel(Launch):
         (slot, *numbers), later = carry, self.numbers(walk, step + 1, b, ins)
         prefix, block = walk.place(step)
         masked = step >= walk.whole
-        for name, begin in (("k", 0), ("v", self.head_dim)):
+        for name, begin in (("k", 0), ("v", 2 * self.channels - self.head_dim)):
             to, full = shared[name], shared[f"{name}_full"]
             plgpu.barrier_wait(shared[f"{name}_empty"].at[slot])
             # What a mask hides weighs 0, but 0 * NaN is NaN: such values go through the last barrier and are cleaned.
@@ -334,7 +340,8 @@ def _attend(kernel: Kernel, ins: dict[str, jax.Array], *, interpret: Any = None)
 def kernel_of(args: TreeAttentionArgs, blocks: Blocks | None = None, *, interpret: bool = False) -> Kernel:
     """The launch for these arguments."""
     blocks = blocks or Blocks()
-    (b, n, h, c), (t, g) = args.q_BNHC.shape, args.tree_k_BTGC.shape[1:3]
+    (b, n, h, channels), (t, g) = args.q_BNHC.shape, args.tree_k_BTGC.shape[1:3]
+    c = mosaic_heads.whole(channels)
     page, keys = args.pages.shape[2], blocks.keys or (64 if c > 128 else 128)
     teams = blocks.teams or (1 if n * (h // g) <= ROWS else 2)
     each = -(-n * (h // g) // (ROWS * teams))
@@ -348,7 +355,7 @@ def kernel_of(args: TreeAttentionArgs, blocks: Blocks | None = None, *, interpre
         count = next((count for name, count in MULTIPROCESSORS.items() if name in kind), 132)
         splits = max(1, min(count // programs, args.table_BM.shape[1] * page // (2 * keys)))
     return Kernel(
-        b, n, t, h, g, c, page, args.tree_mask_BNT is None, args.window is not None, args.factor,
+        b, n, t, h, g, c, channels, page, args.tree_mask_BNT is None, args.window is not None, args.factor,
         args.soft_cap, args.sinks_H is not None, splits, keys, teams, members, stages, interpret,
     )  # fmt: skip
 
@@ -361,6 +368,7 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
       interpret: parameters of Pallas' interpreter for GPUs.
     """
     kernel = kernel_of(args, blocks, interpret=interpret is not None)
+    args = mosaic_heads.widened(args)
     ins = {
         "q": args.q_BNHC, "k": whole_tiles(args.tree_k_BTGC), "v": whole_tiles(args.tree_v_BTGC), "pages": args.pages,
         "table": args.table_BM, "length": args.length_B,
@@ -376,7 +384,7 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
         ins["lowest"] = _tiles(jnp.repeat(lowest, kernel.group, axis=1), kernel)
         of_blocks = ins["lowest"].reshape(kernel.batch, kernel.blocks, -1)
         ins["edges"] = jnp.stack([of_blocks.min(axis=2), of_blocks.max(axis=2)])
-    return _attend(kernel, ins, interpret=interpret)
+    return mosaic_heads.narrowed(_attend(kernel, ins, interpret=interpret), kernel.channels)
 
 
 def words(mask_BNT: jax.Array, kernel: Kernel) -> jax.Array:

@@ -28,7 +28,8 @@ class Launch:
     """One launch.
 
     Attributes:
-      batch, nodes, entries, heads, kv_heads, head_dim, page: B, N, T, H, G, C and tokens a page.
+      batch, nodes, entries, heads, kv_heads, head_dim, page: B, N, T, H, G, C in whole tiles and tokens a page.
+      channels: of a head in pages (mosaic_heads).
       causal: without a mask. window: whether there is one. factor, soft_cap: of scores.
       splits, keys, teams, members, stages: see Blocks.
       interpret: whether registers are pretended.
@@ -40,6 +41,7 @@ class Launch:
     heads: int
     kv_heads: int
     head_dim: int
+    channels: int
     page: int
     causal: bool
     window: bool

@@ -35,6 +35,7 @@ CASES = (
     Case("mosaic-alone", 1, 2, 2, 1, 64, 64, 330, mask="causal"),
     Case("mosaic-chain", 6, 4, 4, 2, 64, 64, 300, mask="causal", lengths="ragged"),
     Case("mosaic-chain-group7-sinks", 2, 3, 7, 1, 128, 128, 400, mask="causal", lengths="ragged", sinks=True),
+    Case("mosaic-d96", 3, 3, 4, 2, 96, 64, 300, mask="causal", lengths="ragged"),
     Case("mosaic-tree", 3, 5, 4, 2, 64, 64, 300, lengths="ragged"),
     Case("mosaic-tree-several-tiles", 2, 40, 4, 2, 64, 64, 90, lengths="ragged", prior=3),
     Case("mosaic-whole-window-sinks", 4, 4, 4, 2, 64, 64, 400, mask="causal", lengths="ragged", window=70, sinks=True),
@@ -44,6 +45,7 @@ CASES = (
 PROVED = (
     *(OTHERS[name] for name in ("decode-b64-8k", "verify8-b8-8k", "tp4-verify8-b16-8k", "prior-levels")),
     dataclasses.replace(OTHERS["sinks"], mask="causal"), Case("chain3-b8", 8, 4, context=1024, mask="causal"),
+    Case("d96", 8, 4, 32, 32, 96, context=1024, mask="causal"),
 )  # fmt: skip
 
 
@@ -137,7 +139,19 @@ def test_the_plan_covers_every_block_once(
 def test_windows_that_begin_and_end_within_a_few_blocks_have_room():
     """Eight requests of equal lengths, and as many blocks as are taken a few at a time."""
     case = dataclasses.replace(CASES[2], batch=8, kv_heads=8, heads=32, head_dim=128)
-    shape = case.batch, case.nodes, case.nodes, case.heads, case.kv_heads, case.head_dim, case.page, True, 4096, 0.1
+    shape = (
+        case.batch,
+        case.nodes,
+        case.nodes,
+        case.heads,
+        case.kv_heads,
+        case.head_dim,
+        128,
+        case.page,
+        True,
+        4096,
+        0.1,
+    )
     sizes = mosaic_plan.Sizes.of(Launch(*shape, 132, 2, True), 8192)
     plan = jax.jit(lambda lengths: mosaic_plan.plan(lengths, case.nodes, sizes, 4096, True)[:2])
     counts = []
@@ -159,7 +173,8 @@ def args_of(**change: Any) -> TreeAttentionArgs:
         (dict(head_dim=128, page=128), None),
         (dict(mask="tree"), None),
         (dict(dtype="float32"), "must be bfloat16 or float16, got float32"),
-        (dict(head_dim=96), "must be 64 or 128, got 96"),
+        (dict(head_dim=96), None),
+        (dict(head_dim=80), "must be 32, 64, 96 or 128, got 80"),
         (dict(page=32), "multiple of 64, got 32"),
         (dict(heads=3, kv_heads=1), "multiple of 2, got 3"),
         (dict(window=64, mask="tree"), "a window and a mask or offsets"),
@@ -188,7 +203,9 @@ MANY = "of few rows it is for at most 132 requests times KV heads of 128 channel
         (dict(nodes=16, batch=67, mask="tree"), {}, None, "Mosaic GPU, few rows"),
         (dict(head_dim=256), {}, None, "Mosaic GPU, many rows"),
         (dict(head_dim=256, batch=67), {}, None, "Mosaic GPU, many rows"),
-        (dict(head_dim=96), {}, None, "Triton: few rows: head dimension must be 64 or 128, got 96"),
+        (dict(head_dim=96), {}, None, "Triton: few rows: of few rows heads of 96 channels are padded and cut"),
+        (dict(head_dim=96, nodes=33), {}, None, "Mosaic GPU, many rows"),
+        (dict(head_dim=80), {}, None, "Triton: few rows: head dimension must be 32, 64, 96 or 128, got 80"),
         (dict(head_dim=192, values=128, kv_heads=1), {}, None, "Mosaic GPU, latent"),
         (dict(dtype="float32"), {}, None, "Mosaic GPU, any shape"),
         (dict(dtype="float32", nodes=33), {}, None, "any shape: it is for at most 16 query rows of a KV head, got 66"),

@@ -40,6 +40,7 @@ SMALL = (
         Case("cluster", 2, 70, 4, 1, 64, 64, 300, mask="causal", lengths="ragged"),
         Blocks(64, 2, stages=2, splits=1, members=2),
     ),
+    (Case("d96", 2, 40, 4, 2, 96, 64, 200, lengths="ragged"), Blocks(64, 1, stages=2, splits=2)),
     (Case("window-tree", 3, 20, 4, 1, 64, 64, 200, lengths="ragged", window=70), Blocks(64, 1, stages=2, splits=1)),
     (
         Case("few-d256-soft-cap", 2, 3, 4, 1, 256, 64, 100, mask="causal", lengths="ragged", soft_cap=2.0),
@@ -125,7 +126,7 @@ KERNEL = mosaic_wide.kernel_of(
 
 @interpreted
 @pytest.mark.skipif(bool(TARGETS["h200"].missing()), reason="no compiler for absent GPUs")
-@pytest.mark.parametrize("name", ["prefill512-4k", "prefill256-4k", "tree64-b8-8k", "one-kv-head", "soft-cap"])
+@pytest.mark.parametrize("name", ["prefill512-4k", "prefill256-4k", "tree64-b8-8k", "one-kv-head", "soft-cap", "d96"])
 def test_compiles_for_hopper_without_spills(
     name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
@@ -165,7 +166,9 @@ def test_takes_the_place_of_triton_on_hopper_with_the_others(monkeypatch: pytest
         (dict(mask="tree"), None),
         (dict(dtype="float32"), "must be bfloat16 or float16, got float32"),
         (dict(head_dim=256, soft_cap=30.0), None),
-        (dict(head_dim=96), "must be 64, 128 or 256, got 96"),
+        (dict(head_dim=96), None),
+        (dict(head_dim=80), "must be 32, 64, 96, 128, 224 or 256, got 80"),
+        (dict(head_dim=160), "must be 32, 64, 96, 128, 224 or 256, got 160"),
         (dict(page=24), "power of two of at least 8, got 24"),
         (dict(window=64, mask="tree"), None),
     ],
