@@ -36,6 +36,7 @@ CASES = (
     Case("mosaic-chain", 6, 4, 4, 2, 64, 64, 300, mask="causal", lengths="ragged"),
     Case("mosaic-chain-group7-sinks", 2, 3, 7, 1, 128, 128, 400, mask="causal", lengths="ragged", sinks=True),
     Case("mosaic-d96", 3, 3, 4, 2, 96, 64, 300, mask="causal", lengths="ragged"),
+    Case("mosaic-d32", 2, 2, 4, 2, 32, 64, 200, mask="causal", lengths="ragged"),
     Case("mosaic-tree", 3, 5, 4, 2, 64, 64, 300, lengths="ragged"),
     Case("mosaic-tree-several-tiles", 2, 40, 4, 2, 64, 64, 90, lengths="ragged", prior=3),
     Case("mosaic-whole-window-sinks", 4, 4, 4, 2, 64, 64, 400, mask="causal", lengths="ragged", window=70, sinks=True),

@@ -41,6 +41,7 @@ SMALL = (
         Blocks(64, 2, stages=2, splits=1, members=2),
     ),
     (Case("d96", 2, 40, 4, 2, 96, 64, 200, lengths="ragged"), Blocks(64, 1, stages=2, splits=2)),
+    (Case("d224", 2, 3, 4, 1, 224, 64, 100, lengths="ragged"), Blocks(stages=1, splits=2)),
     (Case("window-tree", 3, 20, 4, 1, 64, 64, 200, lengths="ragged", window=70), Blocks(64, 1, stages=2, splits=1)),
     (
         Case("few-d256-soft-cap", 2, 3, 4, 1, 256, 64, 100, mask="causal", lengths="ragged", soft_cap=2.0),
