@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.dispatch import Implementation, Operation, log_once
+from pallas_kernels.dispatch import Implementation, Operation, log_once, no_triton
 from pallas_kernels.rejection_sampling import gpu, gpu_mosaic, reference, tpu
 from pallas_kernels.rejection_sampling.reference import RejectionSamplingArgs, SamplingRows, Verdict
 
@@ -35,8 +35,10 @@ def _mosaic_refusal(args: RejectionSamplingArgs) -> str | None:
 
 def _gpu_refusal(args: RejectionSamplingArgs) -> str | None:
     """Why no kernel for GPUs serves these arguments, or None."""
-    triton = gpu.refusal(args)
-    return None if triton is None or (mosaic := _mosaic_refusal(args)) is None else f"{triton}; on Mosaic GPU {mosaic}"
+    if (why := no_triton()) is None:
+        return gpu.refusal(args)
+    mosaic = _mosaic_refusal(args)
+    return None if mosaic is None else f"{why}; on Mosaic GPU {mosaic}"
 
 
 OPERATION = Operation(

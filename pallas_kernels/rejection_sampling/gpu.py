@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.dispatch import no_triton, on_triton
+from pallas_kernels.dispatch import on_triton
 from pallas_kernels.dispatch import triton as plgpu
 from pallas_kernels.rejection_sampling.gpu_filters import Filters, survey, threshold, weigh
 from pallas_kernels.rejection_sampling.gpu_rows import NONE, Pair, Program, Race, Team, elect, highest, table_words
@@ -103,8 +103,6 @@ def _launch_here(greedy: bool) -> Launch:
 
 def refusal(args: RejectionSamplingArgs) -> str | None:
     """Why the kernel cannot serve these arguments, or None."""
-    if (why := no_triton()) is not None:
-        return why
     logits, drafts, n = args.logits_BNV, args.draft_probs_BXV, args.logits_BNV.shape[1]
     if logits.dtype not in (jnp.float32, jnp.bfloat16):
         return f"logits must be float32 or bfloat16, got {logits.dtype}"

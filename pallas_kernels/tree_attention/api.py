@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.dispatch import Implementation, Operation, log_once
+from pallas_kernels.dispatch import Implementation, Operation, log_once, no_triton
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch.gpu import supported
 from pallas_kernels.tree_attention import gpu, gpu_mosaic, mosaic_latent, mosaic_plain, mosaic_wide, reference, tpu
@@ -21,33 +21,40 @@ from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 _MOSAIC = {"few rows": gpu_mosaic, "many rows": mosaic_wide, "latent": mosaic_latent, "any shape": mosaic_plain}
 
 
-def _on_gpu(args: TreeAttentionArgs, **launch: Any) -> jax.Array:
-    """On Mosaic GPU by the first kernel that serves these arguments and is no slower, or on Triton with `launch`.
+def _on_mosaic(args: TreeAttentionArgs) -> tuple[str | None, str]:
+    """The first kernel on Mosaic GPU that serves these arguments and is no slower than Triton's, and why none before.
 
-    Where Triton cannot, by the first that serves them.
+    Where there is no Triton the first that serves them, but for the one for any shape, which plain XLA may outrun.
     """
-    reason = "its sizes are given" if launch else supported()
-    only = gpu.refusal(args) is not None
-    for name, kernel in () if reason else _MOSAIC.items():
-        said = kernel.refusal(args)
-        if said is None and (only or (said := kernel.slower(args)) is None):
-            log_once(logging.INFO, f"tree_attention: gpu on Mosaic GPU, {name}")
-            return kernel.tree_attention(args)
-        reason = f"{reason}; {name}: {said}" if reason else f"{name}: {said}"
-    log_once(logging.INFO, f"tree_attention: gpu on Triton: {reason}")
-    return gpu.tree_attention(args, **launch)
+    if (why := supported()) is not None:
+        return None, why
+    reasons, serving = [], []
+    for name, kernel in _MOSAIC.items():
+        if (said := kernel.refusal(args)) is None:
+            if (said := kernel.slower(args)) is None:
+                return name, "; ".join(reasons)
+            serving.append(name)
+        reasons.append(f"{name}: {said}")
+    left = [name for name in serving if no_triton() is not None and name != "any shape"]
+    return next(iter(left), None), "; ".join(reasons)
+
+
+def _on_gpu(args: TreeAttentionArgs, **launch: Any) -> jax.Array:
+    """On Mosaic GPU where a kernel is to be taken there, else on Triton, with `launch` where that is given."""
+    name, reason = (None, "its sizes are given") if launch else _on_mosaic(args)
+    if name is None:
+        log_once(logging.INFO, f"tree_attention: gpu on Triton: {reason}")
+        return gpu.tree_attention(args, **launch)
+    log_once(logging.INFO, f"tree_attention: gpu on Mosaic GPU, {name}")
+    return _MOSAIC[name].tree_attention(args)
 
 
 def _gpu_refusal(args: TreeAttentionArgs) -> str | None:
-    """Why no kernel for GPUs serves these arguments, or None."""
-    if (reason := gpu.refusal(args)) is None:
-        return None
-    said = (why := supported()) or "; ".join(f"{name}: {kernel.refusal(args)}" for name, kernel in _MOSAIC.items())
-    return (
-        None
-        if why is None and any(kernel.refusal(args) is None for kernel in _MOSAIC.values())
-        else f"{reason}; {said}"
-    )
+    """Why no kernel for GPUs is to serve these arguments, or None."""
+    if (why := no_triton()) is None:
+        return gpu.refusal(args)
+    name, reason = _on_mosaic(args)
+    return None if name else f"{why}; on Mosaic GPU {reason}"
 
 
 _interpreted = functools.partial(tpu.tree_attention, interpret=pltpu.InterpretParams())

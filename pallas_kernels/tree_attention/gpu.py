@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.dispatch import no_triton, on_triton
+from pallas_kernels.dispatch import on_triton
 from pallas_kernels.dispatch import triton as plgpu
 from pallas_kernels.sizes import MULTIPROCESSORS, device_kind, power_of_two
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
@@ -92,8 +92,6 @@ def blocks_for(head_dim: int, dtype: jnp.dtype, rows: int, device: str, *, causa
 
 def refusal(args: TreeAttentionArgs) -> str | None:
     """Why this kernel cannot serve these arguments, or None."""
-    if (why := no_triton()) is not None:
-        return why
     q, c, page = args.q_BNHC, args.q_BNHC.shape[3], args.pages.shape[2]
     if q.dtype not in (jnp.bfloat16, jnp.float32, jnp.float16):
         return f"dtype must be bfloat16, float16 or float32, got {q.dtype}"
