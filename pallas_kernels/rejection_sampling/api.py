@@ -20,8 +20,9 @@ def _interpreted(args: RejectionSamplingArgs) -> Verdict:
 
 
 def _on_gpu(args: RejectionSamplingArgs, **launch: Any) -> Verdict:
-    """On Mosaic GPU where that is possible, else on Triton; `launch` is Triton's."""
-    reason = "its sizes are given" if launch else _mosaic_refusal(args)
+    """On Mosaic GPU where that is possible, else on Triton; `launch` is Triton's, and asks for it."""
+    asked = bool(launch) and no_triton() is None
+    reason = "its sizes are given" if asked else _mosaic_refusal(args)
     if reason is None:
         log_once(logging.INFO, "rejection_sampling: gpu on Mosaic GPU")
         return gpu_mosaic.rejection_sampling(args)

@@ -40,8 +40,9 @@ def _on_mosaic(args: TreeAttentionArgs) -> tuple[str | None, str]:
 
 
 def _on_gpu(args: TreeAttentionArgs, **launch: Any) -> jax.Array:
-    """On Mosaic GPU where a kernel is to be taken there, else on Triton, with `launch` where that is given."""
-    name, reason = (None, "its sizes are given") if launch else _on_mosaic(args)
+    """On Mosaic GPU where a kernel is to be taken there, else on Triton; `launch` is Triton's, and asks for it."""
+    asked = bool(launch) and no_triton() is None
+    name, reason = (None, "its sizes are given") if asked else _on_mosaic(args)
     if name is None:
         log_once(logging.INFO, f"tree_attention: gpu on Triton: {reason}")
         return gpu.tree_attention(args, **launch)

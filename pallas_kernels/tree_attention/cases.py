@@ -259,6 +259,7 @@ COVERAGE = (
     Case("d64", 4, 8, 16, 8, 64, context=2048, lengths="ragged"),
     Case("d80", 4, 8, 16, 8, 80, context=2048, lengths="ragged"),
     Case("d96", 4, 8, 16, 8, 96, context=2048, lengths="ragged"),
+    Case("d96-prefill256", 1, 256, 32, 32, 96, context=1024, mask="causal"),
     Case("d256", 4, 8, 8, 4, 256, context=2048, lengths="ragged", quick=True),
     Case("d256-tree64", 4, 64, 8, 4, 256, context=2048, lengths="ragged"),
     Case("f32", 4, 8, 8, 4, 128, context=1024, lengths="ragged", dtype="float32"),

@@ -3,7 +3,7 @@
 A page's row holds a head's keys and its values side by side. Its keys are read with the first values behind them,
 which queries of zeros leave out of the scores, and its values with the last keys before them, whose sums are dropped.
 So heads of 96 channels read 128 twice of a row's 192, and nothing is copied for them but queries, new tokens and the
-result.
+result. A value that is not finite in a token's first channels reaches all channels of those who see it.
 """
 
 from __future__ import annotations

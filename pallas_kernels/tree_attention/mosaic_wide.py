@@ -148,8 +148,9 @@ class Kernel(Launch):
         for name, begin in (("k", 0), ("v", 2 * self.channels - self.head_dim)):
             to, full = shared[name], shared[f"{name}_full"]
             plgpu.barrier_wait(shared[f"{name}_empty"].at[slot])
-            # What a mask hides weighs 0, but 0 * NaN is NaN: such values go through the last barrier and are cleaned.
-            barrier = full.at[slot if name == "k" else jnp.where(masked, self.stages, slot)]
+            # What a mask hides weighs 0, but 0 * NaN is NaN: such values go through a barrier of their own and are
+            # cleaned. One for each slot: a cluster's other member may have brought its half of the next step already.
+            barrier = full.at[slot if name == "k" else jnp.where(masked, self.stages + slot, slot)]
 
             @pl.when(prefix)
             def _(to: Any = to, begin: int = begin, barrier: Any = barrier) -> None:
@@ -169,7 +170,7 @@ class Kernel(Launch):
 
         @pl.when(masked)
         def _() -> None:
-            plgpu.barrier_wait(shared["v_full"].at[self.stages])
+            plgpu.barrier_wait(shared["v_full"].at[self.stages + slot])
             low = jnp.where(prefix, walk.lowest - block * self.keys, 0)
             high = jnp.where(prefix, walk.length, self.entries) - block * self.keys
             for i in range(self.keys // ROWS):

@@ -106,7 +106,7 @@ class Launch:
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """Shared memory and barriers, by name."""
         shape = lambda count, rows: plgpu.SMEM((count, rows, self.head_dim), dtype, transforms=mosaic_rows.tiled())
-        full = lambda more: plgpu.Barrier(num_barriers=self.stages + more, num_arrivals=self.pieces)
+        full = lambda count: plgpu.Barrier(num_barriers=count, num_arrivals=self.pieces)
         ring: dict[str, Any] = {"num_barriers": self.stages, "num_arrivals": self.teams}
         # A copy for all members waits until each of them has done with the slot.
         empty = lambda: (
@@ -114,7 +114,7 @@ class Launch:
         )
         found = {
             "q": shape(self.teams, ROWS), "k": shape(self.stages, self.keys), "v": shape(self.stages, self.keys),
-            "k_full": full(0), "v_full": full(1), "k_empty": empty(), "v_empty": empty(),
+            "k_full": full(self.stages), "v_full": full(2 * self.stages), "k_empty": empty(), "v_empty": empty(),
         }  # fmt: skip
         return found | ({"turn": plgpu.Barrier(num_barriers=2)} if self.turns and self.interpret else {})
 

@@ -63,7 +63,7 @@ def test_without_triton_all_that_mosaic_serves_runs_there_and_the_rest_is_told_w
     """As in a JAX that has removed it."""
     taken = []
     monkeypatch.setattr(dispatch, "triton", None)
-    for name in ("gpu_mosaic", "mosaic_plain"):
+    for name in ("gpu_mosaic", "mosaic_wide", "mosaic_plain"):
         monkeypatch.setattr(getattr(api, name), "tree_attention", lambda args, name=name: taken.append(name))
     many = dataclasses.replace(ATTENTION["decode-b64-8k"], dtype="bfloat16").shapes()
     odd = dataclasses.replace(ATTENTION["d96"], head_dim=80).shapes()
@@ -72,7 +72,9 @@ def test_without_triton_all_that_mosaic_serves_runs_there_and_the_rest_is_told_w
         rejection_sampling.OPERATION(SAMPLING["small-greedy"].shapes(), "gpu")
     monkeypatch.setattr(api, "supported", lambda: None)
     api.OPERATION(many, "gpu")
-    assert taken == ["gpu_mosaic"]
+    api.OPERATION(ATTENTION["prefill512-4k"].shapes(), "gpu")
+    api.OPERATION.implementations["gpu"].run(many, blocks=None)  # Triton's sizes are nobody's then
+    assert taken == ["gpu_mosaic", "mosaic_wide", "gpu_mosaic"]
     with pytest.raises(
         ValueError, match="no Pallas on Triton; on Mosaic GPU few rows: head dimension must be .* got 80"
     ):

@@ -41,6 +41,10 @@ SMALL = (
         Blocks(64, 2, stages=2, splits=1, members=2),
     ),
     (Case("d96", 2, 40, 4, 2, 96, 64, 200, lengths="ragged"), Blocks(64, 1, stages=2, splits=2)),
+    (
+        Case("cluster-tree-page8", 2, 36, 8, 2, 64, 8, 150, lengths="ragged", prior=60),
+        Blocks(64, 2, stages=2, splits=2, members=2),
+    ),
     (Case("d224", 2, 3, 4, 1, 224, 64, 100, lengths="ragged"), Blocks(stages=1, splits=2)),
     (Case("window-tree", 3, 20, 4, 1, 64, 64, 200, lengths="ragged", window=70), Blocks(64, 1, stages=2, splits=1)),
     (
@@ -79,7 +83,8 @@ def test_broken_new_tokens_stay_with_those_who_see_them(mask: Any):
 
 
 @pytest.mark.parametrize(
-    ("causal", "window", "members"), [(True, None, 1), (True, 150, 1), (False, None, 1), (True, None, 2)]
+    ("causal", "window", "members"),
+    [(True, None, 1), (True, 150, 1), (False, None, 1), (True, None, 2), (True, 150, 2), (False, None, 2)],
 )
 def test_a_walk_meets_every_block_once_and_masks_what_some_row_does_not_see(
     causal: bool, window: int | None, members: int
@@ -127,7 +132,9 @@ KERNEL = mosaic_wide.kernel_of(
 
 @interpreted
 @pytest.mark.skipif(bool(TARGETS["h200"].missing()), reason="no compiler for absent GPUs")
-@pytest.mark.parametrize("name", ["prefill512-4k", "prefill256-4k", "tree64-b8-8k", "one-kv-head", "soft-cap", "d96"])
+@pytest.mark.parametrize(
+    "name", ["prefill512-4k", "prefill256-4k", "tree64-b8-8k", "one-kv-head", "soft-cap", "d96-prefill256"]
+)
 def test_compiles_for_hopper_without_spills(
     name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
