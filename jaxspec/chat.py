@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from jaxspec.request import RequestMetrics, RequestOutput, SamplingParams
 from jaxspec.text.grammar import GrammarSpec
 
 _COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves"
+#: What looks like a command; paths and fractions do not.
+_COMMAND = re.compile(r"/[a-z?]+")
 #: Seconds between two looks of the status line.
 _LOOK_SECONDS = 0.1
 
@@ -86,6 +89,8 @@ class Chat:
                     self.messages.clear()
                     continue
                 try:
+                    if _COMMAND.fullmatch(turn):
+                        raise ValueError(f"there is no command {turn}: {_COMMANDS}")
                     self.answer(turn)
                 except ValueError as e:
                     refused = True

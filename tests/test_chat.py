@@ -85,6 +85,15 @@ def test_quiet_prints_answers_only(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert capsys.readouterr() == ("heard 2\n", "")
 
 
+def test_what_looks_like_a_command_is_not_sent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """As llama.cpp and Ollama name theirs; a path is a text."""
+    status, llm, _ = talk(monkeypatch, "/quit\n/?\n/usr/bin/env\n/exit\n", quiet=True)
+    assert status == 1 and [text for text, _ in llm.asked] == ["user: /usr/bin/env"]
+    error = capsys.readouterr().err.splitlines()
+    assert error[0] == "error: there is no command /quit: /reset forgets the conversation, /exit or Ctrl-D leaves"
+    assert len(error) == 2 and "no command /?" in error[1]
+
+
 def test_a_full_context_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     status, llm, conversation = talk(monkeypatch, "a b c\nd e f g h i\n/reset\nx\n", context=10)
     assert status == 1
