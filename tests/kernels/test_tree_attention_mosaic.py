@@ -140,19 +140,8 @@ def test_the_plan_covers_every_block_once(
 def test_windows_that_begin_and_end_within_a_few_blocks_have_room():
     """Eight requests of equal lengths, and as many blocks as are taken a few at a time."""
     case = dataclasses.replace(CASES[2], batch=8, kv_heads=8, heads=32, head_dim=128)
-    shape = (
-        case.batch,
-        case.nodes,
-        case.nodes,
-        case.heads,
-        case.kv_heads,
-        case.head_dim,
-        128,
-        case.page,
-        True,
-        4096,
-        0.1,
-    )
+    heads = case.heads, case.kv_heads, case.head_dim, case.head_dim
+    shape = case.batch, case.nodes, case.nodes, *heads, case.page, True, 4096, 0.1
     sizes = mosaic_plan.Sizes.of(Launch(*shape, 132, 2, True), 8192)
     plan = jax.jit(lambda lengths: mosaic_plan.plan(lengths, case.nodes, sizes, 4096, True)[:2])
     counts = []
