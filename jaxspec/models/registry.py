@@ -68,7 +68,24 @@ def read_config(hf_config: dict[str, Any]) -> ModelConfig:
         raise ValueError(f"config.json: architectures {names!r} is not supported; supported are {supported()}")
     family = by_name[known[0]]
     around = next((each for each in family.wrapped if each.architecture == known[0]), None)
-    return family.read(hf_config if around is None else around.text_fields(hf_config))
+    fields = hf_config if around is None else around.text_fields(hf_config)
+    try:
+        return family.read(fields)
+    except Exception as e:
+        if isinstance(e, ValueError) and str(e).startswith("config.json"):  # refused in words
+            raise
+        name = next((name for name in fields if _reads(family, fields, without=name)), None)
+        told = "a field" if name is None else f"{name} ({fields[name]!r})"
+        raise ValueError(f"config.json: {told} has a type or value that {known[0]} cannot have: {e}") from e
+
+
+def _reads(family: Family[Any], fields: dict[str, Any], *, without: str) -> bool:
+    """Whether a config.json is read once a field is left out."""
+    try:
+        family.read({name: value for name, value in fields.items() if name != without})
+    except Exception:
+        return False
+    return True
 
 
 def write_config(cfg: ModelConfig) -> dict[str, Any]:
