@@ -16,6 +16,7 @@ from jaxspec.choosing import check_choice
 from jaxspec.drafters import registry
 from jaxspec.fitting import longest_text
 from jaxspec.resolve import resolve_drafter, resolve_model
+from jaxspec.runtime.compile import named_directory
 from jaxspec.runtime.sharding import check_divides
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.traffic import TrafficLog
@@ -41,9 +42,13 @@ def check_model(config: ServerConfig) -> None:
     with read_tensors(directory):  # opens every file, which shows what is absent, truncated or a pickle
         pass
     if Tokenizer.is_in(directory) and not engine.skip_tokenizer_init:
-        Tokenizer.from_directory(directory)
+        why = Tokenizer.from_directory(directory).broken_chat_template()
+        if why is not None:
+            _log.warning("conversations will be refused, %s", why)
     if engine.profile is not None:
         CostProfile.load(engine.profile)
+    if not isinstance(engine.compile_cache, bool):
+        named_directory(engine.compile_cache)
     if engine.traffic_log is not None:
         TrafficLog(engine.traffic_log).close()
 

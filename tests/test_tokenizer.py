@@ -173,6 +173,13 @@ def test_chat_templates_render_wherever_they_are(tmp_path: Path, place: str) -> 
         tok.apply_chat_template([{"role": "tool", "content": ""}])
     with pytest.raises(ValueError, match="messages must be a list.*'hello'"):
         tok.apply_chat_template("hello")  # pyright: ignore[reportArgumentType]
+    assert tok.broken_chat_template() is None
+    write(tmp_path, byte_level(), {**DEMO, "chat_template": "{{ messages }}\n{% if %}"})
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    broken = Tokenizer.from_directory(tmp_path)
+    assert "the chat template cannot be read: line 2: " in str(broken.broken_chat_template())
+    with pytest.raises(ValueError, match="template failed"):
+        broken.apply_chat_template(TALK)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,20 @@ def cache_directory() -> Path:
     return base / "jaxspec" / "executables"
 
 
+def named_directory(where: str | Path) -> Path:
+    """The directory that `compile_cache` names, made where there is none.
+
+    Raises:
+      ValueError: it is none, and cannot be made.
+    """
+    directory = Path(where)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ValueError(f"compile_cache '{directory}' is no directory and cannot be made: {e}") from e
+    return directory
+
+
 def use_persistent_cache(where: bool | str | Path) -> Path | None:
     """The directory in which executables are to be kept (True: in the user's cache directory); None for none.
 
@@ -86,16 +100,14 @@ def use_persistent_cache(where: bool | str | Path) -> Path | None:
     """
     if where is False:
         return None
-    directory = cache_directory() if where is True else Path(where)
     chosen = jax.config.values.get("jax_compilation_cache_dir")
     if chosen and Path(chosen).name != _XLA:
         return None
+    directory = cache_directory() if where is True else named_directory(where)
     if not chosen:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as e:
-            if where is not True:
-                raise ValueError(f"compile_cache '{directory}' is no directory and cannot be made: {e}") from e
             if directory not in _told:  # one engine asks twice
                 _log.warning("executables are not kept: %s; compile_cache names another directory, or says False", e)
                 _told.add(directory)

@@ -44,6 +44,14 @@ class ChatTemplate:
     def _template(self) -> jinja2.Template:
         return _environment().from_string(self._source)
 
+    def broken(self) -> str | None:
+        """What is wrong with the template's syntax, or None."""
+        try:
+            _ = self._template
+        except jinja2.TemplateSyntaxError as e:
+            return f"as the chat template cannot be read: line {e.lineno}: {e.message}"
+        return None
+
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """The conversation as a text, made in jinja2's sandbox.
 

@@ -205,6 +205,10 @@ class Tokenizer:
         """Whether `skip_special_tokens` leaves this id out of a text."""
         return token_id in self._special_ids
 
+    def broken_chat_template(self) -> str | None:
+        """Why no conversation can be rendered by the checkpoint's template, or None, also where it has none."""
+        return None if self._chat is None else self._chat.broken()
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:

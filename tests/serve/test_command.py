@@ -215,6 +215,10 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         "max_seq_len must be at most the model's context of ",
     ),
     "no profile": (lambda path: {"engine": {"profile": str(path / "no.json")}}, "no.json' cannot be read: "),
+    "no room for executables": (
+        lambda _: {"engine": {"compile_cache": "/dev/null/cache"}},
+        "compile_cache '/dev/null/cache' is no directory and cannot be made: ",
+    ),
     "no room for a traffic log": (
         lambda path: {"engine": {"traffic_log": str(path / "no" / "log")}},
         "no/log' cannot be opened for appending: ",
