@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.sizes import expanded_shares
+
 #: Columns of a block in which XLA's CPU backend multiplies: a block of float32 stays in the cache.
 BLOCK = 64
 
@@ -159,23 +161,38 @@ def _channels(x_ME: jax.Array, weight: Quantised) -> jax.Array:
 
 
 def _groups(x_ME: jax.Array, weight: Quantised) -> jax.Array:
-    """Sums of each group, scaled: of few rows all at once, of many group after group.
+    """Of few rows the sums of each group, scaled; many multiply weights that are expanded to their type.
 
-    All at once they are G * M * out numbers, which may not take more memory than the weights.
+    Sums of groups are G * M * out numbers, which may not take more memory than the weights. Adding them up one group
+    after the other takes 3 to 17 times as long as expanding (docs/benchmarks/rounds.md).
     """
     (rows, d_in), groups, d_out = x_ME.shape, weight.groups, weight.shape[1]
+    if 4 * rows * groups * d_out > stored_bytes(weight.values):
+        return _columns(x_ME, weight)
     x_GMg = x_ME.reshape(rows, groups, d_in // groups).transpose(1, 0, 2)
     values_GgF = weight.values.reshape(groups, d_in // groups, d_out)
 
     def scaled(x_Mg: jax.Array, values_gF: jax.Array, scale_F: jax.Array, zero_F: jax.Array | None) -> jax.Array:
-        scale = scale_F[None]
-        return _channels(x_Mg, Quantised(values_gF, scale, None if zero_F is None else zero_F[None]))
+        return _channels(x_Mg, Quantised(values_gF, scale_F[None], None if zero_F is None else zero_F[None]))
 
-    if 4 * rows * groups * d_out <= stored_bytes(weight.values):
-        return jnp.sum(jax.vmap(scaled)(x_GMg, values_GgF, weight.scale, weight.zero), axis=0)
-    step = lambda sum_MF, group: (sum_MF + scaled(*group), None)
-    start = jnp.zeros((rows, d_out), jnp.float32)
-    return jax.lax.scan(step, start, (x_GMg, values_GgF, weight.scale, weight.zero))[0]
+    return jnp.sum(jax.vmap(scaled)(x_GMg, values_GgF, weight.scale, weight.zero), axis=0)
+
+
+def _columns(x_ME: jax.Array, weight: Quantised) -> jax.Array:
+    """Weights expanded to x's type before they are multiplied, a bounded share of the columns at a time."""
+    d_in, d_out = weight.shape
+    parts = expanded_shares(d_in, d_out, x_ME.dtype.itemsize)
+
+    def times(part: Quantised) -> jax.Array:
+        kernel = _expanded(part.values, part.scale, part.zero).astype(x_ME.dtype)
+        return jnp.dot(x_ME, kernel, preferred_element_type=jnp.float32)
+
+    if parts == 1:
+        return times(weight)
+    cut = lambda start: lambda x: jax.lax.dynamic_slice_in_dim(x, start, d_out // parts, axis=-1)
+    starts = jnp.arange(parts, dtype=jnp.int32) * (d_out // parts)
+    y_KMW = jax.lax.map(lambda start: times(weight.along_outputs(cut(start))), starts)
+    return y_KMW.transpose(1, 0, 2).reshape(x_ME.shape[0], d_out)
 
 
 def _integers(x_ME: jax.Array, weight: Quantised) -> jax.Array:

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxspec.models import mxfp4
 from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised
+from pallas_kernels import sizes
 from pallas_kernels.small_batch import packed, packed_experts
 from pallas_kernels.small_batch.packed import Packed
 
@@ -23,8 +24,6 @@ from pallas_kernels.small_batch.packed import Packed
 _PIECE = 256
 #: What inner widths of packed experts are multiples of.
 _WIDTH = 64
-#: Most bytes of experts that are expanded at a time.
-_EXPANDED = 256 << 20
 
 
 def in_few_bits(kernel: Any) -> bool:
@@ -219,5 +218,5 @@ def _parts(kernel: Any, axis: int, count: int) -> Any:
 
 def together(count: int, numbers: int, dtype: DTypeLike) -> int:
     """How many of so many experts are expanded at a time, each of so many numbers: a divisor of their count."""
-    most = max(1, _EXPANDED // (numbers * jnp.dtype(dtype).itemsize))
+    most = max(1, sizes.EXPANDED // (numbers * jnp.dtype(dtype).itemsize))
     return max(size for size in range(1, min(most, count) + 1) if count % size == 0)

@@ -15,6 +15,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.sizes import expanded_shares
+
 #: Inputs that are reordered among themselves, and those that have a scale of their own where there is more than one.
 BLOCK = 128
 #: MXFP4's values by name: a sign, two bits of exponent and one of mantissa. `Packed` has their bits as int4.
@@ -140,15 +142,33 @@ def dequantised(weight: Packed) -> jax.Array:
 
 
 def product(x_MK: jax.Array, weight: Packed) -> jax.Array:
-    """Float32 [M, N]: rows of bfloat16 or float32 times a packed kernel."""
-    (m, k), groups, scale = x_MK.shape, weight.groups, weight.scale.astype(jnp.float32)
+    """Float32 [M, N]: rows of bfloat16 or float32 times a packed kernel.
+
+    In groups, few rows by the sums of each, scaled; where these took more memory than the weights, by weights that are
+    expanded to the rows' type, a bounded share of the outputs at a time.
+    """
+    (m, k), (n, groups), scale = x_MK.shape, (weight.shape[1], weight.groups), weight.scale.astype(jnp.float32)
     # Values of up to 8 bits are exact in bfloat16; converted right before the product, compilers fuse that.
     x, values = reordered(x_MK, weight.values.dtype), weight.values.astype(x_MK.dtype)
+    dot = lambda values: jax.lax.dot_general(x, values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     if groups == 1:
-        return jax.lax.dot_general(x, values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * scale
-    x_GMb = x.reshape(m, groups, -1).transpose(1, 0, 2)
-    values_GNb = values.reshape(-1, groups, k // groups).transpose(1, 0, 2)
-    sums_GMN = jax.lax.dot_general(
-        x_GMb, values_GNb, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
-    )  # fmt: skip
-    return jnp.sum(sums_GMN * scale[:, None], axis=0)
+        return dot(values) * scale
+    if 32 * m * groups <= k * (4 if weight.values.dtype == jnp.int4 else 8):
+        x_GMb = x.reshape(m, groups, -1).transpose(1, 0, 2)
+        values_GNb = values.reshape(-1, groups, k // groups).transpose(1, 0, 2)
+        sums_GMN = jax.lax.dot_general(
+            x_GMb, values_GNb, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
+        )  # fmt: skip
+        return jnp.sum(sums_GMN * scale[:, None], axis=0)
+    shares = expanded_shares(k, n, x.dtype.itemsize)
+
+    def times(values_NK: jax.Array, scale_GN: jax.Array) -> jax.Array:
+        values_NGb = values_NK.astype(jnp.float32).reshape(n // shares, groups, -1)
+        return dot((values_NGb * scale_GN.T[:, :, None]).reshape(-1, k).astype(x.dtype))
+
+    if shares == 1:
+        return times(weight.values, scale)
+    cut = lambda x, start, axis: jax.lax.dynamic_slice_in_dim(x, start, n // shares, axis)
+    starts = jnp.arange(shares, dtype=jnp.int32) * (n // shares)
+    parts_SMn = jax.lax.map(lambda start: times(cut(weight.values, start, 0), cut(scale, start, 1)), starts)
+    return parts_SMn.transpose(1, 0, 2).reshape(m, n)

@@ -32,7 +32,7 @@ from safetensors.numpy import load_file
 from jaxspec.checkpointing import heads, hf, mtp, tensors
 from jaxspec.checkpointing.rounding import FORMATS
 from jaxspec.drafters.directories import load_drafter, save_drafter
-from jaxspec.models import registry
+from jaxspec.models import quantised, registry
 from jaxspec.models.layers import Linear, Shared, causal_attention, shared_lm_head
 from jaxspec.models.layouts import column_blocks, tensor_parallel
 from jaxspec.models.quantised import Quantised
@@ -41,6 +41,7 @@ from jaxspec.models.tiny import FAMILY_FIELDS, tiny_config, tiny_target
 from jaxspec.quantize import quantise_directory
 from jaxspec.runtime.sharding import Sharing, parameter_shardings, tensor_mesh
 from jaxspec.speculation.drafters.mtp_head import MtpConfig, MtpHead
+from pallas_kernels import sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Those whose kernels differ in what an accelerator's products look at.
@@ -86,6 +87,24 @@ def test_logits_are_those_of_the_weights_expanded(
     np.testing.assert_allclose(logits(column_blocks(model)), want, atol=1e-3 * np.abs(want).max())
     if name in FLAT:
         np.testing.assert_allclose(logits(model), want, atol=1e-3 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_many_rows_expand_a_share_of_the_columns_at_a_time(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, CASES[name])
+    linear = next(node for _, node in nnx.iter_graph(hf.load_model(tmp_path)) if isinstance(node, Linear))
+    kernel = linear.kernel[...]
+    d_in, d_out = kernel.shape
+    x_ME = jax.random.normal(jax.random.key(0), (200, d_in))
+    want = x_ME @ kernel.dequantised()
+    for parts in (1, 4):
+        monkeypatch.setattr(sizes, "EXPANDED", 4 * d_in * d_out // parts)
+        made = jax.jit(lambda x, w: quantised.product(x, w)).trace(x_ME, kernel)
+        assert str(made.jaxpr).count("scan[") == (parts > 1 and kernel.groups > 1)
+        got = made.lower().compile()(x_ME, kernel)
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))
 
 
 Q, QKV = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.[qkv]_proj"

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels import overlap
+from pallas_kernels import overlap, sizes
 from pallas_kernels.aot.targets import TARGETS
 from pallas_kernels.small_batch import (
     experts,
@@ -81,15 +81,17 @@ def kernel(name: str, k: int, n: int) -> tuple[jax.Array, jax.Array]:
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_packed_weights_are_the_same_weights(name: str):
+def test_packed_weights_are_the_same_weights(name: str, monkeypatch: pytest.MonkeyPatch):
     values, scale = kernel(name, 256, 64)
     weight = packed.pack(values, scale)
     assert weight.shape == values.shape and weight.values.dtype == values.dtype
     wide = values.astype(jnp.float32).reshape(scale.shape[0], -1, 64) * scale[:, None]
     np.testing.assert_array_equal(packed.dequantised(weight), wide.reshape(256, 64))
-    x = jax.random.normal(jax.random.key(9), (3, 256))
-    want = x @ wide.reshape(256, 64)
-    np.testing.assert_allclose(packed.product(x, weight), want, rtol=1e-5, atol=1e-5 * float(jnp.abs(want).max()))
+    for rows, expanded in ((3, 1 << 20), (90, 1 << 20), (90, 4 * 256 * 64 // 4)):  # by sums, whole, in shares
+        monkeypatch.setattr(sizes, "EXPANDED", expanded)
+        x = jax.random.normal(jax.random.key(9), (rows, 256))
+        want = x @ wide.reshape(256, 64)
+        np.testing.assert_allclose(packed.product(x, weight), want, rtol=1e-5, atol=1e-5 * float(jnp.abs(want).max()))
 
 
 def test_what_a_thread_of_wgmma_holds_lies_side_by_side():

@@ -26,6 +26,7 @@ from jaxspec.models.quantised import Quantised
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_config, tiny_target
 from jaxspec.quantize import FORMATS, quantise_directory
 from jaxspec.runtime.sharding import parameter_shardings, tensor_mesh
+from pallas_kernels import sizes
 from pallas_kernels.small_batch import packed_experts
 
 COUNT, CHOSEN, INNER = 6, 2, 24
@@ -273,7 +274,7 @@ def test_experts_in_few_bits_are_gathered_or_expanded_some_at_a_time(
         getattr(made, name).set_value(few)
         getattr(whole, name).set_value(stacked.expanded(few, jnp.float32))
     assert stacked.together(COUNT, 64 * 192, jnp.float32) == COUNT
-    monkeypatch.setattr(stacked, "_EXPANDED", 4 * 64 * 192 * 4)
+    monkeypatch.setattr(sizes, "EXPANDED", 4 * 64 * 192 * 4)
     assert stacked.together(COUNT, 64 * 192, jnp.float32) == 3
     x_1ME = jax.random.normal(jax.random.key(9), (1, 9, 64))
     found = []
