@@ -55,8 +55,9 @@ def parts_of(axis: int | None, value: Any, count: int) -> Any:
     """`part_of` of each array of a parameter; packed values lie [..., out, in], their scales [..., groups, out]."""
     if axis is not None and isinstance(value, Packed):
         other = 2 * value.values.ndim - 3 - axis
-        values, scale = part_of(other, value.values, count), part_of(axis, value.scale, count)
-        return jax.tree.unflatten(jax.tree.structure(value), [values, scale])
+        values, *rest = jax.tree.leaves(value)
+        parts = [part_of(other, values, count), *(part_of(axis, leaf, count) for leaf in rest)]
+        return jax.tree.unflatten(jax.tree.structure(value), parts)
     return jax.tree.map(lambda leaf: part_of(axis, leaf, count), value)
 
 

@@ -371,6 +371,8 @@ def _run(
     mosaic.check_rows(m)
     if why := packed.refusal(weight.values.dtype, weight.shape, weight.groups):
         raise ValueError(why)
+    if weight.shift is not None:
+        raise ValueError("weights have zero points, which the kernel for many rows serves")
     kernel = _Kernel(
         kind=kind, dtype=weight.kind, shape=(m, k), columns=weight.shape[1], groups=weight.groups,
         interpret=interpret is not None, **extra,

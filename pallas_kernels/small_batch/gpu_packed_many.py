@@ -24,7 +24,7 @@ from pallas_kernels import overlap
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch import gpu, mosaic, packed, unpack
 from pallas_kernels.small_batch.mosaic import F32, SUMS, flipped, load
-from pallas_kernels.small_batch.packed import BLOCK, FLOAT4, Packed
+from pallas_kernels.small_batch.packed import BLOCK, FLOAT4, Packed, shifted
 
 #: Columns of a warpgroup, in two stretches as `unpack` has them; warpgroups that multiply.
 _COLUMNS, _TEAMS = unpack.ROWS, 2
@@ -212,7 +212,8 @@ def product(x_MK: jax.Array, weight: Packed, dtype: DTypeLike, *, interpret: Any
     scale = weight.scale if weight.groups == 1 else weight.scale.reshape(weight.groups, n // half, 1, half)
     found = jax.ShapeDtypeStruct((shares, n, x.shape[0]) if kernel.flipped else (shares, x.shape[0], n), out)
     (y,) = mosaic.launch(kernel, (found,), x, weight.values.reshape(n // half, half, k), scale, interpret=interpret)
-    return (jnp.sum(y, axis=0).T.astype(dtype) if kernel.flipped else y[0])[:m]
+    y = (jnp.sum(y, axis=0).T.astype(dtype) if kernel.flipped else y[0])[:m]
+    return shifted(y, x_MK, weight)
 
 
 def multiply(x_MK: jax.Array, weight: Packed, dtype: DTypeLike) -> jax.Array:

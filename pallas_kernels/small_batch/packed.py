@@ -32,19 +32,21 @@ _EIGHT = (8, 2, 4, 2), (2, 0, 3, 1)
 _FOUR = (4, 2, 2, 4, 2), (3, 0, 4, 1, 2)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=[])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale", "shift"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A kernel [in, out], w = values * scale.
+    """A kernel [in, out], w = values * scale, or values * scale + shift.
 
     Attributes:
       values: [out, in] int8, int4 or float8_e4m3fn, inputs reordered (see the module).
       scale: [G, out] float32: one for all inputs, or one for every BLOCK of them. Of MXFP4 int32: the words of four
         exponents, each of 32 inputs of a BLOCK, the first in the low byte.
+      shift: [G, out] float32 of weights with zero points. The kernels of few rows do not know it.
     """
 
     values: jax.Array
     scale: jax.Array
+    shift: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -97,11 +99,12 @@ def _moved(x: jax.Array, sizes: tuple[int, ...], order: tuple[int, ...]) -> jax.
     return split.transpose(axes).reshape(*lead, math.prod(x.shape[-1:]))
 
 
-def pack(values_KN: jax.Array, scale_GN: jax.Array) -> Packed:
+def pack(values_KN: jax.Array, scale_GN: jax.Array, zero_GN: jax.Array | None = None) -> Packed:
     """From values [in, out] in their own order; `refusal` says for which."""
-    kind = values_KN.dtype
+    kind, scale = values_KN.dtype, scale_GN.astype(jnp.float32)
     wide = values_KN.astype(jnp.int8) if kind == jnp.int4 else values_KN  # transposed as whole bytes
-    return Packed(reordered(wide.T, kind).astype(kind), scale_GN.astype(jnp.float32))
+    shift = None if zero_GN is None else -zero_GN.astype(jnp.float32) * scale
+    return Packed(reordered(wide.T, kind).astype(kind), scale, shift)
 
 
 def pack_float4(codes_KN: jax.Array, scale_GN: jax.Array) -> Packed:
@@ -138,7 +141,18 @@ def dequantised(weight: Packed) -> jax.Array:
         return (values.reshape(scale.shape[0], -1, n) * scale[:, None]).reshape(k, n)
     values = natural(weight.values.astype(jnp.float32), weight.values.dtype).T
     grouped = values.reshape(weight.groups, k // weight.groups, n) * weight.scale.astype(jnp.float32)[:, None]
+    if weight.shift is not None:
+        grouped = grouped + weight.shift[:, None]
     return grouped.reshape(k, n)
+
+
+def shifted(y_MN: jax.Array, x_MK: jax.Array, weight: Packed) -> jax.Array:
+    """Rows times `values * scale` become rows times the weights, in y's type: the sum of a group's inputs, shifted."""
+    if weight.shift is None:
+        return y_MN
+    sums_MG = x_MK.astype(jnp.float32).reshape(x_MK.shape[0], weight.groups, -1).sum(axis=-1)
+    more_MN = jnp.dot(sums_MG, weight.shift, precision=jax.lax.Precision.HIGHEST)
+    return (y_MN.astype(jnp.float32) + more_MN).astype(y_MN.dtype)
 
 
 def product(x_MK: jax.Array, weight: Packed) -> jax.Array:
@@ -147,6 +161,10 @@ def product(x_MK: jax.Array, weight: Packed) -> jax.Array:
     In groups, few rows by the sums of each, scaled; where these took more memory than the weights, by weights that are
     expanded to the rows' type, a bounded share of the outputs at a time.
     """
+    return shifted(_scaled(x_MK, weight), x_MK, weight)
+
+
+def _scaled(x_MK: jax.Array, weight: Packed) -> jax.Array:
     (m, k), (n, groups), scale = x_MK.shape, (weight.shape[1], weight.groups), weight.scale.astype(jnp.float32)
     # Values of up to 8 bits are exact in bfloat16; converted right before the product, compilers fuse that.
     x, values = reordered(x_MK, weight.values.dtype), weight.values.astype(x_MK.dtype)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -38,6 +39,22 @@ def forward(module: Any, rows: int) -> np.ndarray:
         return net.logits(net(tokens, jnp.arange(rows)[None], causal_attention)[0])
 
     return np.asarray(run(state), np.float32)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4-g128"])
+def test_zero_points_are_multiplied_by_the_kernel_for_many_rows(form: str):
+    stored = round_drafter(tiny_target(0, dtype=jnp.bfloat16, **SIZES), form)
+    for i, linear in enumerate(node for _, node in nnx.iter_graph(stored) if isinstance(node, Linear)):
+        kernel, most = linear.kernel[...], 2 if form == "int4-g128" else 10
+        zero = jax.random.randint(jax.random.key(i), kernel.scale.shape, -most, most + 1, jnp.int8)
+        linear.kernel.set_value(dataclasses.replace(kernel, zero=zero))
+    wanted = {rows: forward(stored, rows) for rows in (1, 5, 130)}
+    packed = laid_out(stored, 1, "xla")
+    maps = [node.kernel[...] for _, node in nnx.iter_graph(packed) if isinstance(node, Linear)]
+    assert all(isinstance(kernel, Packed) and kernel.shift is not None for kernel in maps)
+    for rows, want in wanted.items():
+        got = forward(packed, rows)
+        assert np.linalg.norm(got - want) <= 0.03 * np.linalg.norm(want), rows
 
 
 @pytest.mark.parametrize("family", ["gemma3", "glm4", "gpt_oss", "deepseek_v3"])

@@ -80,13 +80,17 @@ def kernel(name: str, k: int, n: int) -> tuple[jax.Array, jax.Array]:
     return values.astype(dtype), scale * 0.1 / float(jnp.std(values))
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
-def test_packed_weights_are_the_same_weights(name: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("name", "zeros"), [*((name, False) for name in sorted(FORMATS)), ("int4-g128", True), ("int8", True)]
+)
+def test_packed_weights_are_the_same_weights(name: str, zeros: bool, monkeypatch: pytest.MonkeyPatch):
     values, scale = kernel(name, 256, 64)
-    weight = packed.pack(values, scale)
+    zero = jax.random.randint(jax.random.key(4), scale.shape, -5, 6, jnp.int8) if zeros else None
+    weight = packed.pack(values, scale, zero)
     assert weight.shape == values.shape and weight.values.dtype == values.dtype
-    wide = values.astype(jnp.float32).reshape(scale.shape[0], -1, 64) * scale[:, None]
-    np.testing.assert_array_equal(packed.dequantised(weight), wide.reshape(256, 64))
+    wide = values.astype(jnp.float32).reshape(scale.shape[0], -1, 64)
+    wide = (wide if zero is None else wide - zero.astype(jnp.float32)[:, None]) * scale[:, None]
+    np.testing.assert_allclose(packed.dequantised(weight), wide.reshape(256, 64), rtol=1e-6, atol=1e-6)
     for rows, expanded in ((3, 1 << 20), (90, 1 << 20), (90, 4 * 256 * 64 // 4)):  # by sums, whole, in shares
         monkeypatch.setattr(sizes, "EXPANDED", expanded)
         x = jax.random.normal(jax.random.key(9), (rows, 256))
@@ -275,10 +279,12 @@ def test_other_kernels_of_packed_weights_agree_with_xla():
     ("int4-g128", 200, jnp.float32),
 ])  # fmt: skip
 def test_many_rows_by_packed_weights_agree_with_xla(name: str, m: int, dtype: Any, monkeypatch: pytest.MonkeyPatch):
-    """A tile of rows and two, rings that come round, and (of few columns) programs that share the inputs."""
+    """A tile of rows and two, rings that come round, and (of few columns) programs that share the inputs; zero points."""
     monkeypatch.setattr(gpu_packed_many, "_MAX_STAGES", 2)
     monkeypatch.setattr(gpu_packed_many, "_SHARES", (2,) if m == 200 else (1,))
-    weight, x = packed.pack(*kernel(name, 1024, 128)), normal(4, m, 1024)
+    values, scale = kernel(name, 1024, 128)
+    zero = jax.random.randint(jax.random.key(4), scale.shape, -3, 4, jnp.int8) if name == "int4-g128" else None
+    weight, x = packed.pack(values, scale, zero), normal(4, m, 1024)
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
     got = gpu_packed_many.product(x, weight, dtype, interpret=params)
     assert got.dtype == dtype and got.shape == (m, 128)

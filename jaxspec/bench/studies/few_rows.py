@@ -80,7 +80,7 @@ def weight(key: jax.Array, name: str, *shape: int) -> jax.Array | Packed:
     if name == "bf16":
         return jax.jit(lambda key: (jax.random.normal(key, shape, jnp.float32) * 0.02).astype(jnp.bfloat16))(key)
     few = quantised_kernel(key, name, shape)
-    return jax.jit(packed.pack)(few.values, few.scale)
+    return jax.jit(packed.pack)(few.values, few.scale, few.zero)
 
 
 def run(shape: Shape, call: str, w: dict[str, Any], rows: dict[str, Any], kernels: bool) -> Any:

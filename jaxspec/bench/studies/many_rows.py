@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxspec.bench.studies import report
 from jaxspec.bench.studies.few_rows import SHAPES, weight
-from jaxspec.bench.studies.weights import FORMATS, quantised_kernel
+from jaxspec.bench.studies.weights import FORMATS, ZEROS, quantised_kernel
 from jaxspec.models import quantised
 from pallas_kernels.profile import record
 from pallas_kernels.small_batch import gpu, gpu_packed_many, packed
@@ -55,7 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = report.parser("many_rows", __doc__)
     add = parser.add_argument
-    add("--formats", nargs="+", choices=sorted(FORMATS), default=sorted(FORMATS), help="of the weights, after bf16")
+    add(
+        "--formats",
+        nargs="+",
+        choices=[*sorted(FORMATS), ZEROS],
+        default=sorted(FORMATS),
+        help="of the weights, after bf16",
+    )
     add("--rows", type=int, nargs="+", default=[48, 64, 128, 256, 512, 1024], help="tokens given to a layer at once")
     add("--xla", type=int, default=256, metavar="ROWS", help="XLA's product up to so many rows, of which it makes GBs")
     add("--layers", type=int, default=3, help="whose weights are read in turns, so that no cache has them")

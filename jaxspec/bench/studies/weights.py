@@ -53,6 +53,8 @@ FORMATS = {
     "int8": (jnp.int8, False), "fp8": (jnp.float8_e4m3fn, False), "fp8-block": (jnp.float8_e4m3fn, True),
     "int4-g128": (jnp.int4, True),
 }  # fmt: skip
+#: With zero points, as AWQ has them; for kernels of many rows alone.
+ZEROS = "int4-g128-zeros"
 
 
 #: Of experts alone, as gpt-oss has them.
@@ -66,12 +68,13 @@ def quantised_kernel(key: jax.Array, name: str, shape: tuple[int, ...]) -> Quant
     if name == MXFP4:
         codes = jax.random.bits(key, (*lead, d_in // 2, d_out), jnp.uint8)
         return Mxfp4(codes, jnp.full((*lead, d_in // BLOCK, d_out), 120, jnp.uint8))  # values have a deviation of 3
-    dtype, grouped = FORMATS[name]
-    top = {"int8": 127.0, "int4-g128": 7.0}.get(name, 448.0)
+    dtype, grouped = FORMATS[name.removesuffix("-zeros")]
+    top = {jnp.int8: 127.0, jnp.int4: 7.0}.get(dtype, 448.0)
     values = jnp.clip(jax.random.normal(key, shape, jnp.float32) / 4, -1, 1) * top
     values = (jnp.round(values) if jnp.issubdtype(dtype, jnp.integer) else values).astype(dtype)
     spread = jax.random.uniform(key, (*lead, d_in // 128 if grouped else 1, d_out), jnp.float32, 0.5, 1.5)
-    return Quantised(values, 0.08 / top * spread)
+    zero = jax.random.randint(key, spread.shape, -3, 4, jnp.int8) if name == ZEROS else None
+    return Quantised(values, 0.08 / top * spread, zero)
 
 
 def quantise(target: Any, name: str | None, output: str | None = None) -> None:
