@@ -60,8 +60,8 @@ _ENGINE = {
     "sharded_round": "jaxspec.runtime.aot:sharded_round",
     "mixed_round": "jaxspec.runtime.aot:mixed_round",
     "placed_round": "jaxspec.runtime.aot:placed_round",
-    "quantised_round": "jaxspec.runtime.aot:quantised_round",
-    "experts_round": "jaxspec.runtime.aot:experts_round",
+    "quantised_round": "jaxspec.runtime.aot_few_bits:quantised_round",
+    "experts_round": "jaxspec.runtime.aot_few_bits:experts_round",
 }
 
 
