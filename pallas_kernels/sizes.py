@@ -9,6 +9,8 @@ MULTIPROCESSORS = {"gb200": 148, "b200": 148, "h200": 132, "h100": 132, "a100": 
 
 #: Most bytes that weights of few bits are expanded to at a time.
 EXPANDED = 256 << 20
+#: The same on TPUs, in whose vector memory as much stays: none of it is written to HBM and read again.
+EXPANDED_TPU = 16 << 20
 
 
 def round_up(x: int, multiple: int) -> int:
@@ -21,9 +23,10 @@ def power_of_two(x: int) -> int:
     return 1 << (x - 1).bit_length()
 
 
-def expanded_shares(d_in: int, d_out: int, itemsize: int) -> int:
-    """The least number of equal shares of a kernel's outputs that take at most EXPANDED bytes each."""
-    return next(n for n in range(1, d_out + 1) if d_out % n == 0 and d_in * d_out * itemsize <= n * EXPANDED)
+def expanded_shares(d_in: int, d_out: int, itemsize: int, *, tpu: bool = False) -> int:
+    """The least number of equal shares of a kernel's outputs that take at most EXPANDED bytes each, or EXPANDED_TPU."""
+    most, size = EXPANDED_TPU if tpu else EXPANDED, d_in * d_out * itemsize
+    return next(n for n in range(1, d_out + 1) if d_out % n == 0 and size <= n * most)
 
 
 def device_kind() -> str:

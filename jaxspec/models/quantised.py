@@ -168,7 +168,8 @@ def _groups(x_ME: jax.Array, weight: Quantised) -> jax.Array:
     """
     (rows, d_in), groups, d_out = x_ME.shape, weight.groups, weight.shape[1]
     if 4 * rows * groups * d_out > stored_bytes(weight.values):
-        return _columns(x_ME, weight)
+        on = lambda tpu: lambda x_ME, weight: _columns(x_ME, weight, tpu=tpu)
+        return jax.lax.platform_dependent(x_ME, weight, tpu=on(True), default=on(False))
     x_GMg = x_ME.reshape(rows, groups, d_in // groups).transpose(1, 0, 2)
     values_GgF = weight.values.reshape(groups, d_in // groups, d_out)
 
@@ -178,10 +179,10 @@ def _groups(x_ME: jax.Array, weight: Quantised) -> jax.Array:
     return jnp.sum(jax.vmap(scaled)(x_GMg, values_GgF, weight.scale, weight.zero), axis=0)
 
 
-def _columns(x_ME: jax.Array, weight: Quantised) -> jax.Array:
+def _columns(x_ME: jax.Array, weight: Quantised, *, tpu: bool) -> jax.Array:
     """Weights expanded to x's type before they are multiplied, a bounded share of the columns at a time."""
     d_in, d_out = weight.shape
-    parts = expanded_shares(d_in, d_out, x_ME.dtype.itemsize)
+    parts = expanded_shares(d_in, d_out, x_ME.dtype.itemsize, tpu=tpu)
 
     def times(part: Quantised) -> jax.Array:
         kernel = _expanded(part.values, part.scale, part.zero).astype(x_ME.dtype)

@@ -104,9 +104,12 @@ def quantised_round(target: Target) -> Iterator[Program]:
                 kernels=("tree_attention", "small_batch_int4_many"),
             )
         bits = 4 if kind is jnp.int4 else 8
-        for bucket in (1, BUCKET):
+        # On a TPU also with more rows than have sums of groups: what is expanded before may not leave vector memory.
+        more = (4 * BUCKET,) if group is not None and target.kind == "tpu" else ()
+        for bucket in (1, BUCKET, *more):
             # A single row is padded to two.
             sums = 0 if group is None else 8 * max(2, bucket) * cfg.hidden_size // group * cfg.intermediate_size
+            sums = 4 * bucket * cfg.vocab_size if bucket in more else sums
             described = abstract_round(
                 cfg, geo, mesh, bucket, dtype=DTYPE, change=functools.partial(_quantised, kind=kind, group=group)
             )
@@ -115,7 +118,7 @@ def quantised_round(target: Target) -> Iterator[Program]:
                 name=f"8b-{name}-b{bucket}",
                 lower=functools.partial(described.lower, PLAIN, platforms=(target.platform,)),
                 max_temp_bytes=one + sums,
-                limit="a layer's smallest kernel in bfloat16, and sums of groups",
+                limit=f"a layer's smallest kernel in bfloat16, and {'logits' if bucket in more else 'sums of groups'}",
                 max_vmem_bytes=2 * cfg.hidden_size * cfg.intermediate_size * bits // 8,
                 in_place_bytes=device_bytes(described.arguments[2]),
                 kernels=("tree_attention",),

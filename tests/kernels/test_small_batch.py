@@ -279,7 +279,7 @@ def test_other_kernels_of_packed_weights_agree_with_xla():
     ("int4-g128", 200, jnp.float32),
 ])  # fmt: skip
 def test_many_rows_by_packed_weights_agree_with_xla(name: str, m: int, dtype: Any, monkeypatch: pytest.MonkeyPatch):
-    """A tile of rows and two, rings that come round, and (of few columns) programs that share the inputs; zero points."""
+    """A tile of rows and two, rings that come round, zero points, and (of few columns) programs that share inputs."""
     monkeypatch.setattr(gpu_packed_many, "_MAX_STAGES", 2)
     monkeypatch.setattr(gpu_packed_many, "_SHARES", (2,) if m == 200 else (1,))
     values, scale = kernel(name, 1024, 128)
