@@ -16,7 +16,7 @@ from jaxspec.choosing import check_choice
 from jaxspec.drafters import registry
 from jaxspec.fitting import longest_text
 from jaxspec.resolve import resolve_drafter, resolve_model
-from jaxspec.runtime.compile import named_directory
+from jaxspec.runtime.compile import check_named
 from jaxspec.runtime.sharding import check_divides
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.traffic import TrafficLog
@@ -47,8 +47,7 @@ def check_model(config: ServerConfig) -> None:
             _log.warning("conversations will be refused, %s", why)
     if engine.profile is not None:
         CostProfile.load(engine.profile)
-    if not isinstance(engine.compile_cache, bool):
-        named_directory(engine.compile_cache)
+    check_named(engine.compile_cache)
     if engine.traffic_log is not None:
         TrafficLog(engine.traffic_log).close()
 

@@ -178,8 +178,12 @@ def test_chat_templates_render_wherever_they_are(tmp_path: Path, place: str) -> 
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     broken = Tokenizer.from_directory(tmp_path)
     assert "the chat template cannot be read: line 2: " in str(broken.broken_chat_template())
-    with pytest.raises(ValueError, match="template failed"):
-        broken.apply_chat_template(TALK)
+    for template in ("{{ messages }}\n{% if %}", "{{ f(a=1, a=2) }}"):
+        write(tmp_path, byte_level(), {**DEMO, "chat_template": template})
+        broken = Tokenizer.from_directory(tmp_path)
+        assert "the chat template cannot be read: " in str(broken.broken_chat_template())
+        with pytest.raises(ValueError, match="template failed"):
+            broken.apply_chat_template(TALK)
 
 
 @pytest.mark.parametrize(

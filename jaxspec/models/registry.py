@@ -74,8 +74,9 @@ def read_config(hf_config: dict[str, Any]) -> ModelConfig:
     except Exception as e:
         if isinstance(e, ValueError) and str(e).startswith("config.json"):  # refused in words
             raise
-        name = next((name for name in fields if _reads(family, fields, without=name)), None)
-        told = "a field" if name is None else f"{name} ({fields[name]!r})"
+        names = [name for name in fields if _reads(family, fields, without=name)]
+        names = [name for name in names or fields if repr(fields[name]) in str(e)] or names
+        told = " or ".join(f"{name} ({fields[name]!r})" for name in names[:3]) or "a field"
         raise ValueError(f"config.json: {told} has a type or value that {known[0]} cannot have: {e}") from e
 
 

@@ -73,18 +73,24 @@ def cache_directory() -> Path:
     return base / "jaxspec" / "executables"
 
 
-def named_directory(where: str | Path) -> Path:
-    """The directory that `compile_cache` names, made where there is none.
+def _user_chose() -> bool:
+    """Whether the user has chosen a directory for JAX's own cache, which is used for everything then."""
+    chosen = jax.config.values.get("jax_compilation_cache_dir")
+    return bool(chosen) and Path(chosen).name != _XLA
+
+
+def check_named(where: bool | str | Path) -> None:
+    """Makes the directory that `compile_cache` names, where that is one that will be used.
 
     Raises:
       ValueError: it is none, and cannot be made.
     """
-    directory = Path(where)
+    if isinstance(where, bool) or _user_chose():
+        return
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        Path(where).mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ValueError(f"compile_cache '{directory}' is no directory and cannot be made: {e}") from e
-    return directory
+        raise ValueError(f"compile_cache '{where}' is no directory and cannot be made: {e}") from e
 
 
 def use_persistent_cache(where: bool | str | Path) -> Path | None:
@@ -100,11 +106,11 @@ def use_persistent_cache(where: bool | str | Path) -> Path | None:
     """
     if where is False:
         return None
-    chosen = jax.config.values.get("jax_compilation_cache_dir")
-    if chosen and Path(chosen).name != _XLA:
+    if _user_chose():
         return None
-    directory = cache_directory() if where is True else named_directory(where)
-    if not chosen:
+    check_named(where)
+    directory = cache_directory() if where is True else Path(where)
+    if not jax.config.values.get("jax_compilation_cache_dir"):
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as e:

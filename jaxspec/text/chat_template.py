@@ -50,6 +50,8 @@ class ChatTemplate:
             _ = self._template
         except jinja2.TemplateSyntaxError as e:
             return f"as the chat template cannot be read: line {e.lineno}: {e.message}"
+        except (jinja2.TemplateError, SyntaxError, RecursionError) as e:  # what it would be as Python is none
+            return f"as the chat template cannot be read: {e}"
         return None
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
@@ -65,7 +67,15 @@ class ChatTemplate:
         known = {name: value for name, value in variables.items() if name not in _NOT_VARIABLES}
         try:
             return self._template.render({**known, "messages": [_message(m) for m in messages]})
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as e:
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            SyntaxError,
+            RecursionError,
+        ) as e:
             raise ValueError(f"the chat template failed on these messages: {e}") from e
 
 

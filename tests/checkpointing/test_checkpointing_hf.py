@@ -197,6 +197,7 @@ def test_broken_directories_are_refused_by_name(saved: Path, break_it: Callable[
         ("hidden_size", 0, "hidden_size must be a positive integer, got 0"),
         ("architectures", ["Other"], "architectures ['Other'] is not supported"),
         ("bos_token_id", {}, "bos_token_id ({}) has a type or value that LlamaForCausalLM cannot have: "),
+        ("num_hidden_layers", "two", "num_hidden_layers must be a positive integer, got 'two'"),
         ("rms_norm_eps", "tiny", "rms_norm_eps ('tiny') has a type or value that LlamaForCausalLM cannot have: "),
         ("rope_scaling", "linear", "rope_scaling ('linear') has a type or value that LlamaForCausalLM cannot have: "),
         ("quantization_config", {"quant_method": "other"}, "quant_method 'other' is not served"),
