@@ -24,9 +24,12 @@ def power_of_two(x: int) -> int:
 
 
 def expanded_shares(d_in: int, d_out: int, itemsize: int, *, tpu: bool = False) -> int:
-    """The least number of equal shares of a kernel's outputs that take at most EXPANDED bytes each, or EXPANDED_TPU."""
-    most, size = EXPANDED_TPU if tpu else EXPANDED, d_in * d_out * itemsize
-    return next(n for n in range(1, d_out + 1) if d_out % n == 0 and size <= n * most)
+    """How many equal shares of a kernel's outputs are expanded one after the other: EXPANDED bytes, or EXPANDED_TPU.
+
+    One where outputs do not divide into about as many.
+    """
+    least = -(-d_in * d_out * itemsize // (EXPANDED_TPU if tpu else EXPANDED))
+    return next((n for n in range(least, min(4 * least, d_out) + 1) if d_out % n == 0), 1)
 
 
 def device_kind() -> str:

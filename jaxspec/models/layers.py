@@ -96,10 +96,14 @@ def product(x: jax.Array, kernel: jax.Array | Quantised | Packed, dtype: jnp.dty
     if isinstance(kernel, Packed):
         wanted = x.dtype if dtype is None else dtype
         # XLA cannot split a kernel.
-        y = gpu_packed_many.multiply(rows, kernel, wanted) if alone() else packed.product(rows, kernel).astype(wanted)
+        if alone():
+            y = gpu_packed_many.multiply(rows, kernel, wanted)
+        else:
+            y = packed.product(rows, kernel, cut=False).astype(wanted)
         return y.reshape(*x.shape[:-1], y.shape[1])
     if isinstance(kernel, Quantised | Mxfp4):
-        y = (quantised if isinstance(kernel, Quantised) else mxfp4).product(rows, kernel, dtype)
+        few = isinstance(kernel, Quantised)
+        y = quantised.product(rows, kernel, dtype, cut=alone()) if few else mxfp4.product(rows, kernel, dtype)
         return y.reshape(*x.shape[:-1], y.shape[1])
     if kernel.ndim == 2:
         # One row axis: the kernel's gradient contracts over it, 3 times faster than over two on XLA's CPU backend.

@@ -105,8 +105,12 @@ def joined(parts: Sequence[Quantised]) -> Quantised:
     return dataclasses.replace(parts[0], values=values, scale=scale, zero=zeros)
 
 
-def product(x_ME: jax.Array, weight: Quantised, dtype: jnp.dtype | None = None) -> jax.Array:
-    """Rows [M, in] times a kernel: [M, out] in x's type, or in `dtype`; sums are float32."""
+def product(x_ME: jax.Array, weight: Quantised, dtype: jnp.dtype | None = None, *, cut: bool = True) -> jax.Array:
+    """Rows [M, in] times a kernel: [M, out] in x's type, or in `dtype`; sums are float32.
+
+    Args:
+      cut: whether some of the outputs may be cut out; not where devices have a part each, which XLA would gather.
+    """
     if weight.order is not None:
         x_ME = jnp.take(x_ME, weight.order, axis=1)
     if weight.int8_activations and weight.multiplies_integers:
@@ -116,7 +120,7 @@ def product(x_ME: jax.Array, weight: Quantised, dtype: jnp.dtype | None = None) 
     elif weight.groups == 1:
         y_MF = _channels(x_ME, weight)
     else:
-        y_MF = _groups(x_ME, weight)
+        y_MF = _groups(x_ME, weight, cut)
     return y_MF.astype(x_ME.dtype if dtype is None else dtype)
 
 
@@ -160,16 +164,24 @@ def _channels(x_ME: jax.Array, weight: Quantised) -> jax.Array:
     return y_MF * weight.scale.astype(jnp.float32)
 
 
-def _groups(x_ME: jax.Array, weight: Quantised) -> jax.Array:
+def _groups(x_ME: jax.Array, weight: Quantised, cut: bool) -> jax.Array:
     """Of few rows the sums of each group, scaled; many multiply weights that are expanded to their type.
 
-    Sums of groups are G * M * out numbers, which may not take more memory than the weights. Adding them up one group
-    after the other takes 3 to 17 times as long as expanding (docs/benchmarks/rounds.md).
+    Sums of groups are G * M * out numbers, which may take no more memory than the expanded weights, on TPUs than the
+    weights. Adding them up one group after the other takes up to 14 times as long (docs/benchmarks/rounds.md).
     """
+    (rows, d_in), d_out = x_ME.shape, weight.shape[1]
+    size, expanded = 4 * rows * weight.groups * d_out, d_in * d_out * x_ME.dtype.itemsize
+
+    def by(most: int, tpu: bool) -> Callable[[jax.Array, Quantised], jax.Array]:
+        return _sums if size <= most else lambda x_ME, weight: _columns(x_ME, weight, cut, tpu=tpu)
+
+    tpu, default = by(stored_bytes(weight.values), True), by(expanded, False)
+    return _sums(x_ME, weight) if tpu is default else jax.lax.platform_dependent(x_ME, weight, tpu=tpu, default=default)
+
+
+def _sums(x_ME: jax.Array, weight: Quantised) -> jax.Array:
     (rows, d_in), groups, d_out = x_ME.shape, weight.groups, weight.shape[1]
-    if 4 * rows * groups * d_out > stored_bytes(weight.values):
-        on = lambda tpu: lambda x_ME, weight: _columns(x_ME, weight, tpu=tpu)
-        return jax.lax.platform_dependent(x_ME, weight, tpu=on(True), default=on(False))
     x_GMg = x_ME.reshape(rows, groups, d_in // groups).transpose(1, 0, 2)
     values_GgF = weight.values.reshape(groups, d_in // groups, d_out)
 
@@ -179,21 +191,21 @@ def _groups(x_ME: jax.Array, weight: Quantised) -> jax.Array:
     return jnp.sum(jax.vmap(scaled)(x_GMg, values_GgF, weight.scale, weight.zero), axis=0)
 
 
-def _columns(x_ME: jax.Array, weight: Quantised, *, tpu: bool) -> jax.Array:
+def _columns(x_ME: jax.Array, weight: Quantised, cut: bool, *, tpu: bool) -> jax.Array:
     """Weights expanded to x's type before they are multiplied, a bounded share of the columns at a time."""
     d_in, d_out = weight.shape
-    parts = expanded_shares(d_in, d_out, x_ME.dtype.itemsize, tpu=tpu)
+    shares = expanded_shares(d_in, d_out, x_ME.dtype.itemsize, tpu=tpu) if cut else 1
 
     def times(part: Quantised) -> jax.Array:
         kernel = _expanded(part.values, part.scale, part.zero).astype(x_ME.dtype)
         return jnp.dot(x_ME, kernel, preferred_element_type=jnp.float32)
 
-    if parts == 1:
+    if shares == 1:
         return times(weight)
-    cut = lambda start: lambda x: jax.lax.dynamic_slice_in_dim(x, start, d_out // parts, axis=-1)
-    starts = jnp.arange(parts, dtype=jnp.int32) * (d_out // parts)
-    y_KMW = jax.lax.map(lambda start: times(weight.along_outputs(cut(start))), starts)
-    return y_KMW.transpose(1, 0, 2).reshape(x_ME.shape[0], d_out)
+    share = lambda start: lambda x: jax.lax.dynamic_slice_in_dim(x, start, d_out // shares, axis=-1)
+    starts = jnp.arange(shares, dtype=jnp.int32) * (d_out // shares)
+    y_SMW = jax.lax.map(lambda start: times(weight.along_outputs(share(start))), starts)
+    return y_SMW.transpose(1, 0, 2).reshape(x_ME.shape[0], d_out)
 
 
 def _integers(x_ME: jax.Array, weight: Quantised) -> jax.Array:

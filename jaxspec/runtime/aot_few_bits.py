@@ -1,6 +1,6 @@
 """Whole rounds with weights of few bits and with mixtures of experts, for `python -m pallas_kernels.aot`.
 
-What `aot` has for models in bfloat16: the command reaches these functions by name, and they compile nothing.
+Beside `aot`, whose sizes these have too: the command reaches them by name, and they compile nothing.
 """
 
 from __future__ import annotations

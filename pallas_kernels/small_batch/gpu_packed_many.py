@@ -203,7 +203,7 @@ def product(x_MK: jax.Array, weight: Packed, dtype: DTypeLike, *, interpret: Any
     rows = round_up(-(-m // -(-m // _MOST_ROWS)), 8)
     x = jnp.pad(x_MK, ((0, -m % rows), (0, 0)))
     shares = _shares(x.shape[0] // rows, rows, k, n, unpack.row_bytes(weight.kind))
-    out = jnp.dtype(dtype) if shares == 1 else jnp.dtype(F32)
+    out = jnp.dtype(dtype) if shares == 1 and weight.shift is None else jnp.dtype(F32)
     kernel = _Kernel(
         dtype=weight.kind, shape=(x.shape[0], k), columns=n, groups=weight.groups, rows=rows, shares=shares, out=out,
         interpret=interpret is not None,
@@ -212,8 +212,8 @@ def product(x_MK: jax.Array, weight: Packed, dtype: DTypeLike, *, interpret: Any
     scale = weight.scale if weight.groups == 1 else weight.scale.reshape(weight.groups, n // half, 1, half)
     found = jax.ShapeDtypeStruct((shares, n, x.shape[0]) if kernel.flipped else (shares, x.shape[0], n), out)
     (y,) = mosaic.launch(kernel, (found,), x, weight.values.reshape(n // half, half, k), scale, interpret=interpret)
-    y = (jnp.sum(y, axis=0).T.astype(dtype) if kernel.flipped else y[0])[:m]
-    return shifted(y, x_MK, weight)
+    y = (jnp.sum(y, axis=0).T if kernel.flipped else y[0])[:m]
+    return shifted(y, x_MK, weight).astype(dtype)
 
 
 def multiply(x_MK: jax.Array, weight: Packed, dtype: DTypeLike) -> jax.Array:

@@ -147,46 +147,50 @@ def dequantised(weight: Packed) -> jax.Array:
 
 
 def shifted(y_MN: jax.Array, x_MK: jax.Array, weight: Packed) -> jax.Array:
-    """Rows times `values * scale` become rows times the weights, in y's type: the sum of a group's inputs, shifted."""
+    """Float32 rows times `values * scale` become rows times the weights: the sums of a group's inputs, shifted."""
     if weight.shift is None:
         return y_MN
     sums_MG = x_MK.astype(jnp.float32).reshape(x_MK.shape[0], weight.groups, -1).sum(axis=-1)
-    more_MN = jnp.dot(sums_MG, weight.shift, precision=jax.lax.Precision.HIGHEST)
-    return (y_MN.astype(jnp.float32) + more_MN).astype(y_MN.dtype)
+    return y_MN + jnp.dot(sums_MG, weight.shift, precision=jax.lax.Precision.HIGHEST)
 
 
-def product(x_MK: jax.Array, weight: Packed) -> jax.Array:
+def product(x_MK: jax.Array, weight: Packed, *, cut: bool = True) -> jax.Array:
     """Float32 [M, N]: rows of bfloat16 or float32 times a packed kernel.
 
-    In groups, few rows by the sums of each, scaled; where these took more memory than the weights, by weights that are
-    expanded to the rows' type, a bounded share of the outputs at a time.
+    In groups, few rows by the sums of each, scaled; where these took more memory than the weights expanded to the rows'
+    type, by those, a bounded share of the outputs at a time.
+
+    Args:
+      cut: whether a share is cut out; not where devices have a part of the outputs each, which XLA would gather.
     """
-    return shifted(_scaled(x_MK, weight), x_MK, weight)
-
-
-def _scaled(x_MK: jax.Array, weight: Packed) -> jax.Array:
     (m, k), (n, groups), scale = x_MK.shape, (weight.shape[1], weight.groups), weight.scale.astype(jnp.float32)
     # Values of up to 8 bits are exact in bfloat16; converted right before the product, compilers fuse that.
     x, values = reordered(x_MK, weight.values.dtype), weight.values.astype(x_MK.dtype)
     dot = lambda values: jax.lax.dot_general(x, values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     if groups == 1:
-        return dot(values) * scale
-    if 32 * m * groups <= k * (4 if weight.values.dtype == jnp.int4 else 8):
+        return shifted(dot(values) * scale, x_MK, weight)
+    if 4 * m * groups <= k * x.dtype.itemsize:
         x_GMb = x.reshape(m, groups, -1).transpose(1, 0, 2)
         values_GNb = values.reshape(-1, groups, k // groups).transpose(1, 0, 2)
         sums_GMN = jax.lax.dot_general(
             x_GMb, values_GNb, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
         )  # fmt: skip
-        return jnp.sum(sums_GMN * scale[:, None], axis=0)
-    shares = expanded_shares(k, n, x.dtype.itemsize)
+        return shifted(jnp.sum(sums_GMN * scale[:, None], axis=0), x_MK, weight)
+    shares = expanded_shares(k, n, x.dtype.itemsize) if cut else 1
 
-    def times(values_NK: jax.Array, scale_GN: jax.Array) -> jax.Array:
-        values_NGb = values_NK.astype(jnp.float32).reshape(n // shares, groups, -1)
-        return dot((values_NGb * scale_GN.T[:, :, None]).reshape(-1, k).astype(x.dtype))
+    def times(values_NK: jax.Array, scale_GN: jax.Array, shift_GN: jax.Array | None) -> jax.Array:
+        values_NGb = values_NK.astype(jnp.float32).reshape(n // shares, groups, -1) * scale_GN.T[:, :, None]
+        if shift_GN is not None:
+            values_NGb = values_NGb + shift_GN.T[:, :, None]
+        return dot(values_NGb.reshape(-1, k).astype(x.dtype))
 
     if shares == 1:
-        return times(weight.values, scale)
-    cut = lambda x, start, axis: jax.lax.dynamic_slice_in_dim(x, start, n // shares, axis)
+        return times(weight.values, scale, weight.shift)
+    share = lambda x, start, axis: jax.lax.dynamic_slice_in_dim(x, start, n // shares, axis)
     starts = jnp.arange(shares, dtype=jnp.int32) * (n // shares)
-    parts_SMn = jax.lax.map(lambda start: times(cut(weight.values, start, 0), cut(scale, start, 1)), starts)
-    return parts_SMn.transpose(1, 0, 2).reshape(m, n)
+
+    def some(start: jax.Array) -> jax.Array:
+        shift = None if weight.shift is None else share(weight.shift, start, 1)
+        return times(share(weight.values, start, 0), share(scale, start, 1), shift)
+
+    return jax.lax.map(some, starts).transpose(1, 0, 2).reshape(m, n)

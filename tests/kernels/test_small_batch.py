@@ -91,7 +91,7 @@ def test_packed_weights_are_the_same_weights(name: str, zeros: bool, monkeypatch
     wide = values.astype(jnp.float32).reshape(scale.shape[0], -1, 64)
     wide = (wide if zero is None else wide - zero.astype(jnp.float32)[:, None]) * scale[:, None]
     np.testing.assert_allclose(packed.dequantised(weight), wide.reshape(256, 64), rtol=1e-6, atol=1e-6)
-    for rows, expanded in ((3, 1 << 20), (90, 1 << 20), (90, 4 * 256 * 64 // 4)):  # by sums, whole, in shares
+    for rows, expanded in ((3, 1 << 20), (140, 1 << 20), (140, 4 * 256 * 64 // 4)):  # by sums, whole, in shares
         monkeypatch.setattr(sizes, "EXPANDED", expanded)
         x = jax.random.normal(jax.random.key(9), (rows, 256))
         want = x @ wide.reshape(256, 64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -20,12 +21,13 @@ from jaxspec.fitting import fitted, stored
 from jaxspec.models import few_rows
 from jaxspec.models.base import Experts, ModelConfig, counting_experts, touched
 from jaxspec.models.experts import mlp
-from jaxspec.models.layers import Transformer, causal_attention
+from jaxspec.models.layers import Transformer, causal_attention, product
 from jaxspec.models.layouts import mark, tensor_parallel
 from jaxspec.models.quantised import Quantised
-from jaxspec.models.sharded import BY_XLA, TENSOR_AXIS
+from jaxspec.models.sharded import BY_XLA, TENSOR_AXIS, parts_of
 from jaxspec.runtime.sharding import parameter_shardings, tensor_mesh
 from jaxspec.speculation.state import Geometry
+from pallas_kernels import sizes
 from pallas_kernels.small_batch.packed import Packed
 
 CONFIG = ModelConfig("llama", 64, 256, 384, 2, 2, 1, 128)
@@ -197,6 +199,24 @@ def test_devices_share_experts_behind_attention_by_the_kernels():
     with jax.set_mesh(tensor_mesh(2)):
         for got, one in zip(forward(split, tokens), want, strict=True):
             np.testing.assert_allclose(got, one, atol=2**-5 * np.abs(one).max())
+
+
+def test_columns_that_two_devices_share_are_not_cut_out(monkeypatch: pytest.MonkeyPatch):
+    """XLA would gather what a share of the columns is cut out of; each device expands its own, whole."""
+    monkeypatch.setattr(sizes, "EXPANDED", 1 << 16)
+    values = jax.random.randint(jax.random.key(0), (256, 512), -8, 8, jnp.int8).astype(jnp.int4)
+    kernel = Quantised(values, jax.random.uniform(jax.random.key(1), (2, 512), minval=0.5))
+    x, mesh = jax.random.normal(jax.random.key(2), (200, 256)), tensor_mesh(2)
+    placed = jax.device_put(kernel, jax.tree.map(lambda spec: NamedSharding(mesh, spec), parts_of(1, kernel, 2)))
+    for weight, loops in ((kernel, True), (placed, False)):
+        with jax.set_mesh(mesh) if weight is placed else contextlib.nullcontext():
+            run = jax.jit(lambda x, weight: product(x, weight))
+            traced, got = run.trace(x, weight), np.asarray(run(x, weight))
+        assert (
+            "all-gather" not in str(traced.lower().compile().as_text()) and ("length=8" in str(traced.jaxpr)) == loops
+        )
+        want = np.asarray(x @ kernel.dequantised())
+        np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.parametrize(("kind", "groups"), [(jnp.int4, 4), (jnp.int8, 1)], ids=["int4-g128", "int8"])
