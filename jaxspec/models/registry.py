@@ -75,7 +75,8 @@ def read_config(hf_config: dict[str, Any]) -> ModelConfig:
         if isinstance(e, ValueError) and str(e).startswith("config.json"):  # refused in words
             raise
         names = [name for name in fields if _reads(family, fields, without=name)]
-        names = [name for name in names or fields if repr(fields[name]) in str(e)] or names
+        odd = names or [name for name, value in fields.items() if isinstance(value, str | list | dict)]
+        names = [name for name in odd if repr(fields[name]) in str(e)] or names
         told = " or ".join(f"{name} ({fields[name]!r})" for name in names[:3]) or "a field"
         raise ValueError(f"config.json: {told} has a type or value that {known[0]} cannot have: {e}") from e
 

@@ -21,6 +21,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 #: Arguments of transformers' apply_chat_template that are no variables of a template.
 _NOT_VARIABLES = ("tokenize", "return_dict", "return_tensors", "continue_final_message", "chat_template")
 
+#: What templates end with: their own refusals, what Python says of their code, and what it does not take as code.
+_FAILURES = (
+    jinja2.TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, SyntaxError, RecursionError,
+)  # fmt: skip
+
 
 def find_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     """The default template of chat_template.jinja or tokenizer_config.json's settings; None where there is none."""
@@ -67,15 +72,7 @@ class ChatTemplate:
         known = {name: value for name, value in variables.items() if name not in _NOT_VARIABLES}
         try:
             return self._template.render({**known, "messages": [_message(m) for m in messages]})
-        except (
-            jinja2.TemplateError,
-            ArithmeticError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            SyntaxError,
-            RecursionError,
-        ) as e:
+        except _FAILURES as e:
             raise ValueError(f"the chat template failed on these messages: {e}") from e
 
 

@@ -55,15 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = report.parser("many_rows", __doc__)
     add = parser.add_argument
-    add(
-        "--formats",
-        nargs="+",
-        choices=[*sorted(FORMATS), ZEROS],
-        default=sorted(FORMATS),
-        help="of the weights, after bf16",
-    )
+    formats = [*sorted(FORMATS), ZEROS]
+    add("--formats", nargs="+", choices=formats, default=formats[:-1], help="of the weights, after bf16")
     add("--rows", type=int, nargs="+", default=[48, 64, 128, 256, 512, 1024], help="tokens given to a layer at once")
-    add("--xla", type=int, default=256, metavar="ROWS", help="XLA's product up to so many rows, of which it makes GBs")
+    add("--xla", type=int, default=256, metavar="ROWS", help="XLA's product of packed weights up to so many rows")
     add("--layers", type=int, default=3, help="whose weights are read in turns, so that no cache has them")
     add("--runs", type=int, default=5, help="means are taken over these")
     args = report.parse(parser, argv, gpu=True)
