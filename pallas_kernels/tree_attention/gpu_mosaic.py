@@ -15,8 +15,6 @@ take blocks of their own behind the prefix.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,24 +25,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import overlap
 from pallas_kernels.sizes import MULTIPROCESSORS, device_kind
-from pallas_kernels.tree_attention import mosaic_heads, mosaic_rows
-from pallas_kernels.tree_attention.mosaic_launch import SUMS, Launch
+from pallas_kernels.tree_attention import mosaic_heads, mosaic_near
+from pallas_kernels.tree_attention.mosaic_few import LOG2E, REGISTERS, ROW, Few
+from pallas_kernels.tree_attention.mosaic_launch import Launch
 from pallas_kernels.tree_attention.mosaic_merge import merge
 from pallas_kernels.tree_attention.mosaic_plan import BLOCK, FEW, GROUP, Sizes, plan
-from pallas_kernels.tree_attention.mosaic_rows import MASKED, ROWS, div, params, rem
+from pallas_kernels.tree_attention.mosaic_rows import ROWS, div, params, rem
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
 #: Query rows of a KV head that are few: beyond, arithmetic counts.
 MOST_ROWS = ROWS
 #: Requests times KV heads that are computed at once; beyond, Triton's kernel needs less time.
 MOST_UNITS = 2 * 132
-#: Registers of a thread that computes, and of one that brings pages, where a program has two of either warpgroup.
-_REGISTERS = 224, 32
 #: Entries of a page table that are read at a time.
 _READ = 4
-_LOG2E = math.log2(math.e)
 _F32, _I32 = jnp.float32, jnp.int32
-_ROW = SUMS.reduce(1)
 
 
 def refusal(args: TreeAttentionArgs) -> str | None:
@@ -84,7 +79,7 @@ def slower(args: TreeAttentionArgs) -> str | None:
     return None if units <= MOST_UNITS else f"it is for at most {MOST_UNITS} requests times KV heads, got {units}"
 
 
-class _Kernel(Launch):
+class _Kernel(Few):
     """One launch's code."""
 
     def body(self, ins: dict[str, Any], outs: tuple[Any, ...], shared: dict[str, Any]) -> None:
@@ -118,7 +113,7 @@ class _Kernel(Launch):
         @pl.when(thread < self.teams)
         def _() -> None:
             if self.teams > 1:
-                plgpu.set_max_registers(_REGISTERS[0], action="increase")
+                plgpu.set_max_registers(REGISTERS[0], action="increase")
 
             def one(turn: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
                 step, *now = carry
@@ -130,7 +125,7 @@ class _Kernel(Launch):
         @pl.when(thread >= self.teams)
         def _() -> None:
             if self.teams > 1:
-                plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+                plgpu.set_max_registers(REGISTERS[1], action="decrease")
             for slot in range(self.stages):
                 plgpu.barrier_arrive(shared["empty"].at[team * self.stages + slot])
 
@@ -176,30 +171,6 @@ class _Kernel(Launch):
         numbers = lax.fori_loop(0, div(end - first + _READ - 1, _READ), several, numbers)
         return step + end - first, numbers
 
-    def bring_block(
-        self, team: Any, step: Any, j: Any, head: Any, held: Any, number: Any, ins: dict[str, Any],
-        shared: dict[str, Any],
-    ) -> None:  # fmt: skip
-        """A block's keys and values to the ring; of one without a page's tokens nothing, as new ones fill it."""
-        slot = team * self.stages + rem(step, self.stages)
-        plgpu.barrier_wait(shared["empty"].at[slot])
-        rows = pl.ds(rem(j * BLOCK, self.page), BLOCK) if self.page > BLOCK else pl.ds(0, BLOCK)
-
-        @pl.when(held)
-        def _() -> None:
-            parts = [(0, shared["kv"].at[slot])]
-            if self.copies == 2:
-                keys, values = self.slot(shared, slot)
-                parts = [(0, keys), (2 * self.channels - self.head_dim, values)]
-            for column, to in parts:
-                source = ins["pages"].at[number, head, rows, pl.ds(column, to.shape[1])]
-                plgpu.copy_gmem_to_smem(source, to, shared["full"].at[slot])
-
-        @pl.when(jnp.logical_not(held))
-        def _() -> None:
-            for _ in range(self.copies):
-                plgpu.barrier_arrive(shared["full"].at[slot])
-
     def compute(
         self, own: Any, team: Any, step: Any, unit: tuple[Any, ...], ins: dict[str, Any], outs: tuple[Any, ...],
         shared: dict[str, Any],
@@ -213,25 +184,9 @@ class _Kernel(Launch):
         at = (b * (self.entries * self.kv_heads) + head) * self.head_dim
         loaded = self.load([ins["k"], ins["v"]], self.news, at, self.entries) if self.early else None
         block = functools.partial(self.block, unit, team, ins, shared, q, loaded)
-        full = lambda shape, value, layout: self.cast(jnp.full(shape, value, _F32), layout)
-        start = full((ROWS, self.head_dim), 0.0, SUMS), full((ROWS,), MASKED, _ROW), full((ROWS,), 0.0, _ROW)
         place = (item * self.kv_heads + head) * self.tiles + tile
         begin, stop, few = div(first, FEW), div(end + FEW - 1, FEW), GROUP // FEW
-
-        def some(i: Any, step: Any) -> tuple[Any, ...]:
-            """A few blocks."""
-            return lax.fori_loop(jnp.maximum(first, i * FEW), jnp.minimum(end, (i + 1) * FEW), block, (step, *start))
-
-        def group(i: Any, step: Any) -> tuple[Any, ...]:
-            """A group's blocks."""
-            low, high = jnp.maximum(begin, i * few), jnp.minimum(stop, (i + 1) * few)
-            return lax.fori_loop(low, high, functools.partial(behind, some, low), (step, *start))
-
-        def behind(of: Any, low: Any, i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            """Sums of what is to come, added to those before; nothing is before the first."""
-            step, *more = of(i, carry[0])
-            first = lambda sums, more: more
-            return step, *lax.cond(i > low, self.add, first, tuple(carry[1:]), tuple(more))
+        group = functools.partial(self.grouped, block, first, end)
 
         def close(sums: tuple[Any, ...]) -> None:
             if self.direct:
@@ -241,7 +196,7 @@ class _Kernel(Launch):
 
         if self.spread and self.direct and self.causal:
             low, high = div(begin, few), div(stop + few - 1, few)
-            step, *sums = lax.fori_loop(low, high, functools.partial(behind, group, low), (step, *start))
+            step, *sums = lax.fori_loop(low, high, functools.partial(self.behind, group, low), (step, *self.nothing))
             close(tuple(sums))
             return step
         if self.spread and not self.direct:  # an item is a group at most
@@ -254,7 +209,7 @@ class _Kernel(Launch):
 
         def one(i: Any, step: Any) -> Any:
             """A few blocks; registers do not hold sums of a group and of those before besides, which wait in memory."""
-            step, *sums = some(i, step)
+            step, *sums = self.some(block, first, end, i, step)
             inside = (rem(i, few) > 0) & (i > begin)
             sums = lax.cond(inside, add_to(sums_of_groups, own), lambda x: x, tuple(sums))
             last = (rem(i, few) == few - 1) | (i == stop - 1)
@@ -276,88 +231,12 @@ class _Kernel(Launch):
         acc, top, total = sums
         along = lambda x: lax.broadcast_in_dim(x, (ROWS, self.head_dim), (0,))
         if sinks is not None:
-            sink = plgpu.load(sinks.at[at[1]], layout=_ROW, optimized=False)  # pyright: ignore[reportCallIssue]
+            sink = plgpu.load(sinks.at[at[1]], layout=ROW, optimized=False)  # pyright: ignore[reportCallIssue]
             new = jnp.maximum(top, sink)
             keep = jnp.exp2(top - new)
-            one = self.cast(jnp.ones((ROWS,), _F32), _ROW)
-            acc, total = acc * along(keep), self.fused(one, jnp.exp2(sink - new), total, keep, _ROW)
+            one = self.cast(jnp.ones((ROWS,), _F32), ROW)
+            acc, total = acc * along(keep), self.fused(one, jnp.exp2(sink - new), total, keep, ROW)
         self.store(out, (acc / along(total)).astype(out.dtype), base, at)
-
-    def add(self, sums: tuple[Any, ...], more: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The sums, maxima and weights of rows over more keys; of the first ones nothing changes."""
-        (acc, top, total), (acc_j, top_j, total_j) = sums, more
-        new = jnp.maximum(top, top_j)
-        keep, weight = jnp.exp2(top - new), jnp.exp2(top_j - new)
-        along = lambda x: lax.broadcast_in_dim(x, (ROWS, self.head_dim), (0,))
-        acc = self.fused(acc_j, along(weight), acc, along(keep), SUMS)
-        return acc, new, self.fused(total_j, weight, total, keep, _ROW)
-
-    def block(
-        self, unit: tuple[Any, ...], team: Any, ins: dict[str, Any], shared: dict[str, Any], q: Any,
-        loaded: Sequence[jax.Array] | None, j: Any, carry: tuple[Any, ...],
-    ) -> tuple[Any, ...]:  # fmt: skip
-        """Adds one block of keys; of new tokens those that are `loaded`, if they are."""
-        head, tile, _, b, _, _, length = unit
-        step, *sums = carry
-        # The place of the first new token, and of the first token that the window of the first query shows.
-        place = length if self.causal else div(length + BLOCK - 1, BLOCK) * BLOCK
-        lowest = jnp.int32(0) if self.window is None else length - self.window + 1
-        slot, begin = team * self.stages + rem(step, self.stages), j * BLOCK
-        k, v = self.slot(shared, slot)
-        ends = (begin + BLOCK > length) | (begin < lowest)
-        hides = ends if self.window is None else ends | (begin < lowest + self.nodes)
-        plgpu.barrier_wait(shared["full"].at[slot])
-
-        @pl.when(ends)
-        def _() -> None:
-            at = (b * (self.entries * self.kv_heads) + head) * self.head_dim
-            # Of values what is hidden weighs 0, but 0 * NaN is NaN: a broken draft must not reach its siblings.
-            self.put(
-                [k, v], [ins["k"], ins["v"]], self.news, at, (b, head), place - begin, self.entries,
-                keep=(lowest - begin, length - begin), finite=True, loaded=loaded,
-            )  # fmt: skip
-            plgpu.commit_smem()
-
-        along = lambda x: lax.broadcast_in_dim(x, (ROWS, BLOCK), (0,))
-
-        def hide(s: jax.Array) -> jax.Array:
-            key = self.iota((ROWS, BLOCK), 1, SUMS)
-            if self.causal:
-                row = self.iota((ROWS,), 0, _ROW)
-                row = div(row, 16) * 8 + rem(row, 8) if self.spread else tile * ROWS + row
-                last = length - begin + div(row, self.group)  # where a row's own token is in the block
-                seen = key <= along(last)
-                if self.window is not None:
-                    seen = seen & (key > along(last - self.window))
-            else:
-                seen = (key < length - begin) | self.sees(ins["words"], b, tile, key + (begin - place))
-            return jnp.where(seen, s, -jnp.inf)
-
-        s = lax.cond(hides, hide, lambda s: s, self.scores(q, k))
-        scale = self.factor * _LOG2E
-        top = jnp.maximum(self.times(jnp.max(s, axis=1), scale, _ROW), MASKED)
-        p = jnp.exp2(self.scaled(s, scale, along(top)))
-        if self.spread and not self.interpret:
-            p = mosaic_rows.first_rows(p)
-        more = self.weighted(p.astype(v.dtype), v), top, jnp.sum(p, axis=1)
-        if self.interpret:  # its reads are not wgmma's
-            plgpu.commit_smem()
-        plgpu.barrier_arrive(shared["empty"].at[slot])
-        return step + 1, *self.add(tuple(sums), more)
-
-    def sees(self, words: Any, b: Any, tile: Any, entry: jax.Array) -> jax.Array:
-        """Whether rows see entries [64, 64]; words [B, W, tiles, 64] uint32 hold a row's bits."""
-        seen = None
-        for w in range(-(-self.entries // 32)):
-            word = plgpu.load(words.at[b, w, tile], layout=_ROW, optimized=False)  # pyright: ignore[reportCallIssue]
-            word = lax.broadcast_in_dim(word, (ROWS, BLOCK), (0,))
-            at = entry - 32 * w
-            inside = (at >= 0) & (at < 32)
-            bit = lax.shift_right_logical(word, jnp.where(inside, at, 0).astype(jnp.uint32)) & jnp.uint32(1)
-            found = inside & (bit != 0)
-            seen = found if seen is None else seen | found
-        assert seen is not None
-        return seen
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))
@@ -389,13 +268,15 @@ def tree_attention(
     programs: int | None = None,
     teams: int = 2,
     whole: bool | None = None,
+    members: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """See api.tree_attention.
 
     Args:
       programs, teams: see _Kernel; programs are by default one for each multiprocessor of the device at hand.
-      whole: whether a request is one item; by the shapes where None. Results do not depend on it.
+      whole: whether a request is one item. members: of a cluster that has a KV head of a request to itself
+        (`mosaic_near`), 0 for the other form. Both by the shapes where None. Results depend on neither.
       interpret: parameters of Pallas' interpreter for GPUs.
     """
     channels = args.q_BNHC.shape[3]
@@ -407,16 +288,23 @@ def tree_attention(
         kind = device_kind().lower()
         programs = next((count for name, count in MULTIPROCESSORS.items() if name in kind), 132)
     shape = b, n, t, h, g, c, channels, page, causal, args.window, args.factor, programs, teams, interpret is not None
-    sizes = Sizes.of(Launch(*shape), args.table_BM.shape[1] * page, whole)
+    capacity = args.table_BM.shape[1] * page
+    ins = {"q": args.q_BNHC, "k": args.tree_k_BTGC, "v": args.tree_v_BTGC, "pages": args.pages, "table": args.table_BM}
+    if args.tree_mask_BNT is not None:
+        ins["words"] = _words(args.tree_mask_BNT, Launch(*shape))
+    sinks = None if args.sinks_H is None else args.sinks_H.astype(_F32) * LOG2E
+    if members is None:
+        members = 0 if whole is not None else mosaic_near.members(Few(*shape), capacity)
+    if members:
+        ins["length"] = args.length_B
+        if sinks is not None:
+            ins["sinks"] = sinks
+        out = mosaic_near.attend(mosaic_near.Near.of(Few(*shape), members), ins, interpret=interpret)
+        return mosaic_heads.narrowed(out, channels)
+    sizes = Sizes.of(Launch(*shape), capacity, whole)
     kernel = _Kernel(*shape, direct=sizes.whole and Launch(*shape).tiles == 1, straight=sizes.straight)
     items, count, ends = plan(args.length_B, t, sizes, args.window, causal)
-    ins = {
-        "items": items, "count": count, "q": q, "k": args.tree_k_BTGC, "v": args.tree_v_BTGC, "pages": args.pages,
-        "table": args.table_BM,
-    }  # fmt: skip
-    if args.tree_mask_BNT is not None:
-        ins["words"] = _words(args.tree_mask_BNT, kernel)
-    sinks = None if args.sinks_H is None else args.sinks_H.astype(_F32) * _LOG2E
+    ins |= {"items": items, "count": count}
     if kernel.direct:
         if sinks is not None:
             ins["sinks"] = _rows(jnp.tile(sinks.reshape(g, h // g), (1, n)), kernel).reshape(g, ROWS)
@@ -429,7 +317,7 @@ def tree_attention(
     return mosaic_heads.narrowed(out.reshape(q.shape), channels)
 
 
-def _words(mask_BNT: jax.Array, kernel: _Kernel) -> jax.Array:
+def _words(mask_BNT: jax.Array, kernel: Launch) -> jax.Array:
     """Bit t % 32 of word t // 32 says whether a row sees tree entry t: uint32 [B, T / 32, tiles of rows, 64]."""
     b, n, t = mask_BNT.shape
     words = -(-t // 32)
@@ -440,7 +328,7 @@ def _words(mask_BNT: jax.Array, kernel: _Kernel) -> jax.Array:
     return _rows(jnp.repeat(packed, kernel.group, axis=2), kernel)
 
 
-def _rows(x: jax.Array, kernel: _Kernel) -> jax.Array:
+def _rows(x: jax.Array, kernel: Launch) -> jax.Array:
     """[..., rows of a KV head] as they stand in tiles: [..., tiles, 64]."""
     *outer, rows = x.shape
     x = jnp.pad(x, [(0, 0)] * len(outer) + [(0, kernel.tiles * (ROWS // (1 + kernel.spread)) - rows)])

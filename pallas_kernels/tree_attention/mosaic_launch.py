@@ -18,7 +18,7 @@ from pallas_kernels.tree_attention.mosaic_plan import BLOCK
 from pallas_kernels.tree_attention.mosaic_rows import ROWS, Source, div, rem
 
 #: Of shared memory: a program's bytes, those for barriers, and blocks of a ring at most.
-_SHARED, _ROOM, _MAX_STAGES = 232448, 2560, 6
+SHARED, ROOM, MAX_STAGES = 232448, 2560, 6
 _F32, _I32 = jnp.float32, jnp.int32
 #: How wgmma's sums lie in registers.
 SUMS = plgpu.Layout.WGMMA
@@ -80,7 +80,7 @@ class Launch:
     def stages(self) -> int:
         """Blocks of a ring."""
         tile = ROWS * self.head_dim * 2
-        return min(_MAX_STAGES, ((_SHARED - _ROOM) // self.teams - tile) // (2 * tile))
+        return min(MAX_STAGES, ((SHARED - ROOM) // self.teams - tile) // (2 * tile))
 
     @property
     def queries(self) -> Source:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import overlap
-from pallas_kernels.tree_attention import mosaic_rows
 from pallas_kernels.tree_attention.mosaic_launch import LANES, Launch
 from pallas_kernels.tree_attention.mosaic_plan import FEW, GROUP
 from pallas_kernels.tree_attention.mosaic_rows import LINE, MASKED, ROWS, div, params, rem
@@ -31,27 +30,13 @@ def _body(kernel: Launch, sinks: bool, ins: dict[str, Any], out: Any) -> None:
     row = program * count  # of [B, N, H]
     b, node = div(row, kernel.nodes * kernel.heads), rem(div(row, kernel.heads), kernel.nodes)
     first, end, long, last, per = (ins["ends"][i, b] for i in range(5))
-    fused = functools.partial(mosaic_rows.fused, layout=LINE, pretend=kernel.interpret)
-    cast = lambda x: kernel.cast(x, LINE)
-    full = lambda value: cast(jnp.full((LANES,), value, jnp.float32))
-    start = *[full(0.0)] * width, full(MASKED), full(0.0)
+    start = nothing(kernel, width)
     heads = [rem(row, kernel.heads) + i for i in range(count)]
     bases = []  # where the heads' rows lie behind an item's first
     for head in heads:
         at = node * kernel.group + rem(head, kernel.group)
         tile = div(head, kernel.group) * kernel.tiles + div(at, ROWS)
         bases.append(tile * kernel.height + rem(at, ROWS))
-
-    def choose(taken: Any, more: Sums, less: Sums) -> Sums:
-        return tuple(jnp.where(taken, x, y) for x, y in zip(more, less, strict=True))
-
-    def add(sums: Sums, more: Sums) -> Sums:
-        *acc, top, total = sums
-        *acc_j, top_j, total_j = more
-        new = jnp.maximum(top, top_j)
-        keep, weight = jnp.exp2(top - new), jnp.exp2(top_j - new)
-        acc = [fused("sum", y, weight, x, keep) for x, y in zip(acc, acc_j, strict=True)]
-        return *acc, new, fused("sum", total_j, weight, total, keep)
 
     size = kernel.kv_heads * kernel.tiles * kernel.height  # rows of an item
     gather = lambda item: tuple(kernel.gather((ins["acc"], ins["top"], ins["total"]), bases, item * size))
@@ -72,33 +57,72 @@ def _body(kernel: Launch, sinks: bool, ins: dict[str, Any], out: Any) -> None:
         """Those that there are; not before they are needed, which would wait for them."""
         found = []
         for at, item in zip((i * FEW + j for j in range(FEW)), items, strict=True):
-            item = choose(at == end - 1, final, item) if alone else item
-            found.append(choose((at >= first) & (at < end), item, start))
+            item = _choose(at == end - 1, final, item) if alone else item
+            found.append(_choose((at >= first) & (at < end), item, start))
         return found
 
-    # What items are: blocks, of which a few are added up, and these to a group; a few of them; or groups, which are
-    # added one by one to those before.
-    single, groups = per == 1, per >= GROUP
     bottom, stop = jnp.int32(0) if alone else div(first, FEW), div(end + FEW - 1, FEW)
+    *acc, top, total = in_order(kernel, load, held, per == 1, per >= GROUP, bottom, stop, start)
+    if sinks:
+        sink = _of_heads(kernel, [ins["sinks"][head] for head in heads])
+        *acc, top, total = with_sink(kernel, (*acc, top, total), sink)
+    kernel.write(out, [x / total for x in acc], program)
+
+
+def nothing(kernel: Launch, width: int) -> Sums:
+    """Sums of so many channels a thread over no item."""
+    full = lambda value: kernel.cast(jnp.full((LANES,), value, jnp.float32), LINE)
+    return *[full(0.0)] * width, full(MASKED), full(0.0)
+
+
+def _choose(taken: Any, more: Sums, less: Sums) -> Sums:
+    return tuple(jnp.where(taken, x, y) for x, y in zip(more, less, strict=True))
+
+
+def _add(kernel: Launch, sums: Sums, more: Sums) -> Sums:
+    *acc, top, total = sums
+    *acc_j, top_j, total_j = more
+    new = jnp.maximum(top, top_j)
+    keep, weight = jnp.exp2(top - new), jnp.exp2(top_j - new)
+    acc = [kernel.fused(y, weight, x, keep, LINE) for x, y in zip(acc, acc_j, strict=True)]
+    return *acc, new, kernel.fused(total_j, weight, total, keep, LINE)
+
+
+def with_sink(kernel: Launch, sums: Sums, sink: jax.Array) -> Sums:
+    """Sums with the weight of a score that has no value."""
+    *acc, top, total = sums
+    new = jnp.maximum(top, sink)
+    keep, one = jnp.exp2(top - new), kernel.cast(jnp.ones((LANES,), jnp.float32), LINE)
+    return *(x * keep for x in acc), new, kernel.fused(one, jnp.exp2(sink - new), total, keep, LINE)
+
+
+def in_order(
+    kernel: Launch, load: Callable[[Any], list[Sums]], held: Callable[[Any, list[Sums]], list[Sums]], single: Any,
+    groups: Any, bottom: Any, stop: Any, start: Sums,
+) -> Sums:  # fmt: skip
+    """The sums of a few items after the other, added up in the order that does not depend on what items are.
+
+    They are blocks, of which a few are added up, and these to a group; a few of them; or groups, which are added one by
+    one to those before.
+
+    Args:
+      load, held: read the i-th few, long before they are used, and leave `start` of those that there are not.
+      single, groups: whether items are blocks, and groups. bottom, stop: the first few and the end.
+    """
+    add = functools.partial(_add, kernel)
 
     def step(turn: Any, carry: tuple[Sums, Sums, list[Sums], list[Sums]]) -> Any:
         i, (whole, group, now, later) = bottom + turn, carry
-        then, now = load(i + 2), held(i, now)  # read long before it is used
-        few = functools.reduce(add, now[1:], add(choose(groups, whole, start), now[0]))
+        then, now = load(i + 2), held(i, now)
+        few = functools.reduce(add, now[1:], add(_choose(groups, whole, start), now[0]))
         group = add(group, few)
         closes = jnp.logical_not(single) | (rem(i, GROUP // FEW) == GROUP // FEW - 1) | (i == stop - 1)
-        whole = choose(groups, few, choose(closes, add(whole, group), whole))
-        return whole, choose(closes, start, group), later, then
+        whole = _choose(groups, few, _choose(closes, add(whole, group), whole))
+        return whole, _choose(closes, start, group), later, then
 
     begin = start, start, load(bottom), load(bottom + 1)
     # Where a compiler sees that there is a first turn, it reads all that is known of the request at once.
-    (*acc, top, total), *_ = lax.fori_loop(0, jnp.maximum(stop - bottom, 1), step, begin)
-    if sinks:
-        sink = _of_heads(kernel, [ins["sinks"][head] for head in heads])
-        new = jnp.maximum(top, sink)
-        keep = jnp.exp2(top - new)
-        acc, total = [x * keep for x in acc], fused("sum", full(1.0), jnp.exp2(sink - new), total, keep)
-    kernel.write(out, [x / total for x in acc], program)
+    return lax.fori_loop(0, jnp.maximum(stop - bottom, 1), step, begin)[0]
 
 
 def _of_heads(kernel: Launch, values: Sequence[Any]) -> jax.Array:

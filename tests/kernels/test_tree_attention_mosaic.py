@@ -20,9 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.aot import ptx, worker
 from pallas_kernels.aot.targets import TARGETS
-from pallas_kernels.tree_attention import api, gpu, gpu_mosaic, mosaic_plan
+from pallas_kernels.tree_attention import api, gpu, gpu_mosaic, mosaic_near, mosaic_plan
 from pallas_kernels.tree_attention.cases import CASES as OTHERS
 from pallas_kernels.tree_attention.cases import Case
+from pallas_kernels.tree_attention.mosaic_few import Few
 from pallas_kernels.tree_attention.mosaic_launch import Launch
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
@@ -46,7 +47,9 @@ CASES = (
 PROVED = (
     *(OTHERS[name] for name in ("decode-b64-8k", "verify8-b8-8k", "tp4-verify8-b16-8k", "prior-levels")),
     dataclasses.replace(OTHERS["sinks"], mask="causal"), Case("chain3-b8", 8, 4, context=1024, mask="causal"),
-    Case("d96", 8, 4, 32, 32, 96, context=1024, mask="causal"),
+    Case("d96", 8, 4, 32, 32, 96, context=1024, mask="causal"), Case("chain3-b1", 1, 4, context=8000, mask="causal"),
+    Case("decode-b2", 2, 1, context=1024, mask="causal"), Case("tree-b1", 1, 6, context=1024),
+    dataclasses.replace(OTHERS["sinks"], name="sinks-b1", mask="causal", batch=1, nodes=4),
 )  # fmt: skip
 
 
@@ -55,6 +58,7 @@ def error(got: jax.Array, want: np.ndarray) -> float:
 
 
 def kernel(**options: Any) -> Callable[[TreeAttentionArgs], jax.Array]:
+    options = {"members": 0, **options}
     if not compiled:
         params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
         options |= {"programs": 2, "interpret": params}
@@ -67,6 +71,56 @@ def test_agrees_with_the_definition_and_has_no_races(case: Case, capfd: pytest.C
     args = case.draw(0, poison=True)
     assert error(kernel()(args), case.defined(args)) < 4e-3
     assert "RACE" not in capfd.readouterr().out
+
+
+@interpreted
+@pytest.mark.parametrize("members", [2, *([4, 8] if compiled else [])])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.batch < 6 and case.nodes < 40], ids=lambda case: case.name
+)
+def test_clusters_give_the_same_bits_and_have_no_races(case: Case, members: int, capfd: pytest.CaptureFixture[str]):
+    """Of a request each KV head by the programs of a cluster, which send each other their sums."""
+    args = case.draw(0, poison=True)
+    out = kernel(members=members)(args)
+    assert error(out, case.defined(args)) < 4e-3
+    np.testing.assert_array_equal(out.astype(jnp.float32), kernel()(args).astype(jnp.float32))
+    assert "RACE" not in capfd.readouterr().out
+
+
+@interpreted
+@pytest.mark.parametrize("length", [64 * 16, 64 * 16 + 1, 64 * 64 + 7])
+def test_clusters_give_the_same_bits_whatever_a_piece_is(length: int):
+    """Single blocks, a few and groups: there is room for 16 pieces."""
+    case = dataclasses.replace(CASES[1], heads=4, context=length)
+    args = case.draw(0)
+    near = mosaic_near.Near.of(Few(*SHAPE, 132, 2, not compiled), 2)
+    assert near.workers * near.held == 16
+    np.testing.assert_array_equal(kernel(members=2)(args).astype(jnp.float32), kernel()(args).astype(jnp.float32))
+
+
+#: Two requests' nodes with two query heads of 64 channels on a KV head.
+SHAPE = 1, 2, 2, 4, 1, 64, 64, 64, True, None, 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "capacity", "members"),
+    [
+        ({}, 1024, 8),
+        ({}, 60_000, 8),
+        ({}, 1 << 16, 0),  # sums of its groups have no room
+        (dict(batch=2), 1024, 4),
+        (dict(batch=2), 8000, 4),
+        (dict(batch=2), 8192, 0),  # one of the requests may be much longer than the other
+        (dict(batch=4), 1024, 2),
+        (dict(batch=8), 1024, 2),
+        (dict(batch=8, programs=114), 1024, 0),  # not all at once
+        (dict(batch=9), 1024, 0),
+        (dict(nodes=9, entries=9), 1024, 0),  # more than 32 rows
+    ],
+)
+def test_few_requests_are_for_clusters(change: dict[str, Any], capacity: int, members: int):
+    few = Few(1, 4, 4, 32, 8, 128, 128, 64, True, None, 0.1, 132, 2, False)
+    assert mosaic_near.members(dataclasses.replace(few, **change), capacity) == members
 
 
 @interpreted
@@ -231,7 +285,10 @@ def test_compiles_for_hopper(case: Case, monkeypatch: pytest.MonkeyPatch, capfd:
     assert memory is not None and memory.temp_size_in_bytes < 64 << 20  # sums of items
     out, err = capfd.readouterr()
     found = {entry: spills for entry, _, spills in ptx.parse(out + err)}
-    whole = case.batch * case.kv_heads > 0.9 * 2 * 132  # of requests that are one item each nothing is merged
-    names = {"tree_attention_mosaic_gpu_kernel", *([] if whole else ["tree_attention_merge_mosaic_gpu_kernel"])}
+    # Of requests that are one item each, and of those that clusters have, nothing is merged.
+    alone = case.batch * case.kv_heads > 0.9 * 2 * 132 or (
+        case.batch < 9 and case.context < 8192 and case.nodes * case.heads <= 32 * case.kv_heads
+    )
+    names = {"tree_attention_mosaic_gpu_kernel", *([] if alone else ["tree_attention_merge_mosaic_gpu_kernel"])}
     assert set(found) == names
     assert max(found.values()) <= worker.MAX_SPILL_BYTES

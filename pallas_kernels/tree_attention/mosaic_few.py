@@ -1,0 +1,165 @@
+"""What attention with equal bits does to a block of 64 keys, by whomever: bring it, score it, add it to the sums.
+
+Of these `gpu_mosaic` makes the kernel whose programs walk along items, and `mosaic_near` the one whose clusters keep a
+request to themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.tree_attention import mosaic_rows
+from pallas_kernels.tree_attention.mosaic_launch import SUMS, Launch
+from pallas_kernels.tree_attention.mosaic_plan import BLOCK, FEW, GROUP
+from pallas_kernels.tree_attention.mosaic_rows import MASKED, ROWS, div, rem
+
+#: Registers of a thread that computes, and of one that brings pages, where a program has two of either warpgroup.
+REGISTERS = 224, 32
+LOG2E = math.log2(math.e)
+#: A value for each row of wgmma's sums.
+ROW = SUMS.reduce(1)
+_F32 = jnp.float32
+
+#: Sums, maxima and weights of a tile's rows.
+Sums = tuple[jax.Array, jax.Array, jax.Array]
+
+
+class Few(Launch):
+    """A launch for few rows."""
+
+    @property
+    def nothing(self) -> Sums:
+        """Sums over no key."""
+        full = lambda shape, value, layout: self.cast(jnp.full(shape, value, _F32), layout)
+        return full((ROWS, self.head_dim), 0.0, SUMS), full((ROWS,), MASKED, ROW), full((ROWS,), 0.0, ROW)
+
+    def bring_block(
+        self, team: Any, step: Any, j: Any, head: Any, held: Any, number: Any, ins: dict[str, Any],
+        shared: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """A block's keys and values to the ring; of one without a page's tokens nothing, as new ones fill it."""
+        slot = team * self.stages + rem(step, self.stages)
+        plgpu.barrier_wait(shared["empty"].at[slot])
+        rows = pl.ds(rem(j * BLOCK, self.page), BLOCK) if self.page > BLOCK else pl.ds(0, BLOCK)
+
+        @pl.when(held)
+        def _() -> None:
+            parts = [(0, shared["kv"].at[slot])]
+            if self.copies == 2:
+                keys, values = self.slot(shared, slot)
+                parts = [(0, keys), (2 * self.channels - self.head_dim, values)]
+            for column, to in parts:
+                source = ins["pages"].at[number, head, rows, pl.ds(column, to.shape[1])]
+                plgpu.copy_gmem_to_smem(source, to, shared["full"].at[slot])
+
+        @pl.when(jnp.logical_not(held))
+        def _() -> None:
+            for _ in range(self.copies):
+                plgpu.barrier_arrive(shared["full"].at[slot])
+
+    def some(self, block: Callable[..., Any], first: Any, end: Any, i: Any, step: Any) -> tuple[Any, ...]:
+        """The ring's next step, and sums of those of a few blocks, the i-th few of the request, that [first, end) has.
+
+        Args:
+          block: `self.block`, but for its last arguments.
+        """
+        low, high = jnp.maximum(first, i * FEW), jnp.minimum(end, (i + 1) * FEW)
+        return lax.fori_loop(low, high, block, (step, *self.nothing))
+
+    def grouped(self, block: Callable[..., Any], first: Any, end: Any, i: Any, step: Any) -> tuple[Any, ...]:
+        """The same of the i-th group."""
+        few = GROUP // FEW
+        low, high = jnp.maximum(div(first, FEW), i * few), jnp.minimum(div(end + FEW - 1, FEW), (i + 1) * few)
+        some = functools.partial(self.some, block, first, end)
+        return lax.fori_loop(low, high, functools.partial(self.behind, some, low), (step, *self.nothing))
+
+    def behind(self, of: Callable[..., Any], low: Any, i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Sums of what is to come, added to those before; nothing is before the one at `low`."""
+        step, *more = of(i, carry[0])
+        first = lambda sums, more: more
+        return step, *lax.cond(i > low, self.add, first, tuple(carry[1:]), tuple(more))
+
+    def add(self, sums: tuple[Any, ...], more: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The sums, maxima and weights of rows over more keys; of the first ones nothing changes."""
+        (acc, top, total), (acc_j, top_j, total_j) = sums, more
+        new = jnp.maximum(top, top_j)
+        keep, weight = jnp.exp2(top - new), jnp.exp2(top_j - new)
+        along = lambda x: lax.broadcast_in_dim(x, (ROWS, self.head_dim), (0,))
+        acc = self.fused(acc_j, along(weight), acc, along(keep), SUMS)
+        return acc, new, self.fused(total_j, weight, total, keep, ROW)
+
+    def block(
+        self, unit: tuple[Any, ...], team: Any, ins: dict[str, Any], shared: dict[str, Any], q: Any,
+        loaded: Sequence[jax.Array] | None, j: Any, carry: tuple[Any, ...],
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Adds one block of keys; of new tokens those that are `loaded`, if they are."""
+        head, tile, _, b, _, _, length = unit
+        step, *sums = carry
+        # The place of the first new token, and of the first token that the window of the first query shows.
+        place = length if self.causal else div(length + BLOCK - 1, BLOCK) * BLOCK
+        lowest = jnp.int32(0) if self.window is None else length - self.window + 1
+        slot, begin = team * self.stages + rem(step, self.stages), j * BLOCK
+        k, v = self.slot(shared, slot)
+        ends = (begin + BLOCK > length) | (begin < lowest)
+        hides = ends if self.window is None else ends | (begin < lowest + self.nodes)
+        plgpu.barrier_wait(shared["full"].at[slot])
+
+        @pl.when(ends)
+        def _() -> None:
+            at = (b * (self.entries * self.kv_heads) + head) * self.head_dim
+            # Of values what is hidden weighs 0, but 0 * NaN is NaN: a broken draft must not reach its siblings.
+            self.put(
+                [k, v], [ins["k"], ins["v"]], self.news, at, (b, head), place - begin, self.entries,
+                keep=(lowest - begin, length - begin), finite=True, loaded=loaded,
+            )  # fmt: skip
+            plgpu.commit_smem()
+
+        along = lambda x: lax.broadcast_in_dim(x, (ROWS, BLOCK), (0,))
+
+        def hide(s: jax.Array) -> jax.Array:
+            key = self.iota((ROWS, BLOCK), 1, SUMS)
+            if self.causal:
+                row = self.iota((ROWS,), 0, ROW)
+                row = div(row, 16) * 8 + rem(row, 8) if self.spread else tile * ROWS + row
+                last = length - begin + div(row, self.group)  # where a row's own token is in the block
+                seen = key <= along(last)
+                if self.window is not None:
+                    seen = seen & (key > along(last - self.window))
+            else:
+                seen = (key < length - begin) | self.sees(ins["words"], b, tile, key + (begin - place))
+            return jnp.where(seen, s, -jnp.inf)
+
+        s = lax.cond(hides, hide, lambda s: s, self.scores(q, k))
+        scale = self.factor * LOG2E
+        top = jnp.maximum(self.times(jnp.max(s, axis=1), scale, ROW), MASKED)
+        p = jnp.exp2(self.scaled(s, scale, along(top)))
+        if self.spread and not self.interpret:
+            p = mosaic_rows.first_rows(p)
+        more = self.weighted(p.astype(v.dtype), v), top, jnp.sum(p, axis=1)
+        if self.interpret:  # its reads are not wgmma's
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(shared["empty"].at[slot])
+        return step + 1, *self.add(tuple(sums), more)
+
+    def sees(self, words: Any, b: Any, tile: Any, entry: jax.Array) -> jax.Array:
+        """Whether rows see entries [64, 64]; words [B, W, tiles, 64] uint32 hold a row's bits."""
+        seen = None
+        for w in range(-(-self.entries // 32)):
+            word = plgpu.load(words.at[b, w, tile], layout=ROW, optimized=False)  # pyright: ignore[reportCallIssue]
+            word = lax.broadcast_in_dim(word, (ROWS, BLOCK), (0,))
+            at = entry - 32 * w
+            inside = (at >= 0) & (at < 32)
+            bit = lax.shift_right_logical(word, jnp.where(inside, at, 0).astype(jnp.uint32)) & jnp.uint32(1)
+            found = inside & (bit != 0)
+            seen = found if seen is None else seen | found
+        assert seen is not None
+        return seen
