@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json is not None:
             write_json(args.json, report)
     except (ValueError, OSError) as e:
-        print(f"error: {'cannot write: ' * isinstance(e, OSError)}{e}", file=sys.stderr)
+        print(f"error: {'cannot read or write: ' * isinstance(e, OSError)}{e}", file=sys.stderr)
         return 2
     return 0
 

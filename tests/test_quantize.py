@@ -130,7 +130,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(
     assert "must be at least 2 tokens" in refused(str(source), str(out), "--format", "fp8", "--length", "1")
     (tmp_path / "file").write_text("")
     below = refused(str(source), str(tmp_path / "file" / "out"), "--format", "fp8")
-    assert below.startswith("error: cannot write: ") and "/file'" in below and below.count("\n") == 1
+    assert below.startswith("error: cannot read or write: ") and "/file'" in below and below.count("\n") == 1
     nowhere = str(tmp_path / "none" / "x.json")
     assert "there is no directory" in refused(str(source), str(out), "--format", "fp8", "--json", nowhere)
     assert not out.exists()
