@@ -52,7 +52,9 @@ def members(kernel: Few, capacity: int) -> int:
     if not kernel.spread or not 0 < units * count <= kernel.programs:
         return 0
     near = Near.of(kernel, count)
-    blocks = -(-capacity // BLOCK) + -(-kernel.entries // BLOCK)
+    # A window begins anywhere in a group.
+    seen = capacity if kernel.window is None else min(capacity, kernel.window + GROUP * BLOCK)
+    blocks = -(-seen // BLOCK) + -(-kernel.entries // BLOCK)
     most = near.most if kernel.batch == 1 else min(near.most, MOST_BLOCKS * near.workers)
     return count if blocks <= most else 0
 

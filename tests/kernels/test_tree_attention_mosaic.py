@@ -111,6 +111,7 @@ SHAPE = 1, 2, 2, 4, 1, 64, 64, 64, True, None, 0.1
         (dict(batch=2), 1024, 4),
         (dict(batch=2), 8000, 4),
         (dict(batch=2), 8192, 0),  # one of the requests may be much longer than the other
+        (dict(batch=2, window=4096), 1 << 17, 4),
         (dict(batch=4), 1024, 2),
         (dict(batch=8), 1024, 2),
         (dict(batch=8, programs=114), 1024, 0),  # not all at once
