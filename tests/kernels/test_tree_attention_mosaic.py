@@ -98,7 +98,7 @@ def test_clusters_give_the_same_bits_whatever_a_piece_is(length: int):
     np.testing.assert_array_equal(kernel(members=2)(args).astype(jnp.float32), kernel()(args).astype(jnp.float32))
 
 
-#: Two requests' nodes with two query heads of 64 channels on a KV head.
+#: One request of two nodes with four query heads of 64 channels on a KV head.
 SHAPE = 1, 2, 2, 4, 1, 64, 64, 64, True, None, 0.1
 
 
@@ -112,6 +112,8 @@ SHAPE = 1, 2, 2, 4, 1, 64, 64, 64, True, None, 0.1
         (dict(batch=2), 8000, 4),
         (dict(batch=2), 8192, 0),  # one of the requests may be much longer than the other
         (dict(batch=2, window=4096), 1 << 17, 4),
+        (dict(kv_heads=1, heads=4), 1024, 8),
+        (dict(kv_heads=1, heads=4), 4096, 0),  # eight programs read more slowly than the whole device
         (dict(batch=4), 1024, 2),
         (dict(batch=8), 1024, 2),
         (dict(batch=8, programs=114), 1024, 0),  # not all at once
