@@ -296,6 +296,7 @@ def tree_attention(
     if members is None:
         members = 0 if whole is not None else mosaic_near.members(Few(*shape), capacity)
     if members:
+        mosaic_near.check(Few(*shape), capacity, members)
         ins["length"] = args.length_B
         if sinks is not None:
             ins["sinks"] = sinks

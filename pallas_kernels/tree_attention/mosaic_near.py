@@ -53,13 +53,25 @@ def members(kernel: Few, capacity: int) -> int:
     if not kernel.spread or not 0 < units * count <= kernel.programs:
         return 0
     near = Near.of(kernel, count)
-    # A window begins anywhere in a group.
-    seen = capacity if kernel.window is None else min(capacity, kernel.window + GROUP * BLOCK)
-    blocks = -(-seen // BLOCK) + -(-kernel.entries // BLOCK)
+    blocks = _seen(kernel, capacity)
     most = near.most if kernel.batch == 1 else min(near.most, MOST_BLOCKS * near.workers)
     if 3 * units * count < kernel.programs:
         most = min(most, FEW_BLOCKS * near.workers)
     return count if blocks <= most else 0
+
+
+def _seen(kernel: Few, capacity: int) -> int:
+    """Most blocks that a request of so many tokens has; a window begins anywhere in a group."""
+    seen = capacity if kernel.window is None else min(capacity, kernel.window + GROUP * BLOCK)
+    return -(-seen // BLOCK) + -(-kernel.entries // BLOCK)
+
+
+def check(kernel: Few, capacity: int, members: int) -> None:
+    """Raises ValueError where clusters of so many programs have no room for a launch."""
+    if members not in (2, 4, 8) or not kernel.spread:
+        raise ValueError(f"clusters are of 2, 4 or 8 programs for at most 32 rows, got {members} and {kernel.rows}")
+    if (blocks := _seen(kernel, capacity)) > (most := Near.of(kernel, members).most):
+        raise ValueError(f"clusters of {members} have room for {most} blocks of a request, got {blocks}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,6 +40,7 @@ CASES = (
     Case("mosaic-d32", 2, 2, 4, 2, 32, 64, 200, mask="causal", lengths="ragged"),
     Case("mosaic-tree", 3, 5, 4, 2, 64, 64, 300, lengths="ragged"),
     Case("mosaic-tree-several-tiles", 2, 40, 4, 2, 64, 64, 90, lengths="ragged", prior=3),
+    Case("mosaic-window-fews", 1, 2, 2, 1, 64, 64, 1700, mask="causal", window=1300),
     Case("mosaic-whole-window-sinks", 4, 4, 4, 2, 64, 64, 400, mask="causal", lengths="ragged", window=70, sinks=True),
 )
 
@@ -88,7 +89,7 @@ def test_clusters_give_the_same_bits_and_have_no_races(case: Case, members: int,
 
 
 @interpreted
-@pytest.mark.parametrize("length", [64 * 16, 64 * 16 + 1, 64 * 64 + 7])
+@pytest.mark.parametrize("length", [64 * 16 - 2, 64 * 16, 64 * 40 + 1, 64 * 64 + 7])
 def test_clusters_give_the_same_bits_whatever_a_piece_is(length: int):
     """Single blocks, a few and groups: there is room for 16 pieces."""
     case = dataclasses.replace(CASES[1], heads=4, context=length)
