@@ -13,10 +13,8 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -28,7 +26,7 @@ from pallas_kernels.tree_attention.mosaic_few import ROW, Few
 from pallas_kernels.tree_attention.mosaic_launch import LANES, MAX_STAGES, ROOM, SHARED, SUMS
 from pallas_kernels.tree_attention.mosaic_merge import Sums
 from pallas_kernels.tree_attention.mosaic_plan import BLOCK, GROUP
-from pallas_kernels.tree_attention.mosaic_rows import LINE, ROWS, div, rem
+from pallas_kernels.tree_attention.mosaic_rows import LINE, ROWS, div, line, rem
 
 #: Pieces whose sums a warpgroup keeps, and blocks of its ring that must have room besides.
 _MOST_HELD, _LEAST_STAGES = 4, 2
@@ -206,7 +204,7 @@ class NearLaunch(Few):
 
             found = read(values, arith.addi(arith.muli(number, c(self.values)), at), self.across)
             at = arith.muli(arith.addi(arith.muli(number, c(self.height)), row), c(2))
-            return tuple(map(_line, found + read(stats, at, 2)))
+            return tuple(map(line, found + read(stats, at, 2)))
 
         def compiled(number: Any) -> Sums:
             types = (*[plgpu.RefType()] * 2, *[_SCALAR] * 3)
@@ -226,7 +224,7 @@ class NearLaunch(Few):
             row, *_ = self._own(*own)
             at = arith.addi(arith.muli(head.registers.item(), c(self.group)), arith.remui(row, c(self.group)))
             place = utils.getelementptr(utils.memref_ptr(sinks), [at], f32)
-            return _line(llvm.load(ir.VectorType.get((1,), f32), place, alignment=4))
+            return line(llvm.load(ir.VectorType.get((1,), f32), place, alignment=4))
 
         types = plgpu.RefType(), *[_SCALAR] * 3
         return plgpu.inline_mgpu(arg_types=types, return_type=wanted)(run)(sinks, head, *own)
@@ -275,12 +273,6 @@ class NearLaunch(Few):
 
 def _constant(value: int) -> Any:
     return arith.constant(ir.IntegerType.get_signless(32), value)
-
-
-def _line(value: Any) -> Any:
-    registers = np.empty((1,), dtype=object)
-    registers[0] = value
-    return mgpu.FragmentedArray(_registers=registers, _layout=LINE.to_mgpu(), _is_signed=None)
 
 
 def _ptx(code: str, *operands: Any) -> None:

@@ -367,13 +367,14 @@ def gather(refs: tuple[Any, ...], channels: int, width: int, bases: Sequence[Any
         loaded = llvm.load(several, utils.getelementptr(acc, [at], f32), alignment=4 * width)
         found = [vector.from_elements(one, [vector.extract(loaded, [], [i])]) for i in range(width)]
         found += [llvm.load(one, utils.getelementptr(x, [row], f32), alignment=4) for x in vectors]
-        return tuple(_line(x) for x in found)
+        return tuple(line(x) for x in found)
 
     types = (*[plgpu.RefType()] * 3, *[_SCALAR] * (1 + len(bases)))
     return plgpu.inline_mgpu(arg_types=types, return_type=wanted)(run)(*refs, first, *bases)
 
 
-def _line(value: Any) -> Any:
+def line(value: Any) -> Any:
+    """A value of each thread, as an array of layout LINE."""
     registers = np.empty((1,), dtype=object)
     registers[0] = value
     return mgpu.FragmentedArray(_registers=registers, _layout=LINE.to_mgpu(), _is_signed=None)

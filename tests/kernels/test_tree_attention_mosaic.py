@@ -127,6 +127,20 @@ def test_few_requests_are_for_clusters(change: dict[str, Any], capacity: int, me
     assert mosaic_near.members(dataclasses.replace(few, **change), capacity) == members
 
 
+@pytest.mark.parametrize(
+    ("change", "capacity", "members", "said"),
+    [
+        ({}, 1024, 3, "2, 4 or 8 programs for at most 32 rows, got 3 and 16"),
+        (dict(nodes=9, entries=9), 1024, 8, "at most 32 rows, got 8 and 36"),
+        ({}, 1 << 16, 8, "room for 1024 blocks of a request, got 1025"),
+    ],
+)
+def test_clusters_without_room_are_refused(change: dict[str, Any], capacity: int, members: int, said: str):
+    few = Few(1, 4, 4, 32, 8, 128, 128, 64, True, None, 0.1, 132, 2, False)
+    with pytest.raises(ValueError, match=said):
+        mosaic_near.check(dataclasses.replace(few, **change), capacity, members)
+
+
 @interpreted
 def test_what_an_item_is_changes_no_bit(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     """Single blocks, a few, groups of them and whole requests; and the chain against its tokens one by one."""
