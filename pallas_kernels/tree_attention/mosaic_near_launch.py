@@ -310,6 +310,6 @@ def _wait(_: Any) -> None:
 
 
 def _await(_: Any, met: Any) -> None:
-    """Waits for all that a member is sent."""
-    code = "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], 0; @!done bra again; }"
-    _ptx(code, _place(met))
+    """Waits for all that a member is sent; of what others of the cluster wrote, a wait must name their scope."""
+    wait = "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], 0;"
+    _ptx(f"{{ .reg .pred done; again: {wait} @!done bra again; }}", _place(met))
