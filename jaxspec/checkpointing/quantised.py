@@ -379,9 +379,8 @@ def _kernel(
     """From values and zeros as they were packed, unsigned; no zeros: the middle of the range."""
     middle = 1 << (bits - 1)
     values = np.subtract(unsigned_FE, np.uint8(middle)).view(np.int8)  # wraps to what is meant
-    zero = None if zeros_GF is None else zeros_GF.astype(np.int16) - middle
-    if zero is not None and bits == 4:
-        zero = zero.astype(np.int8)
+    # Of 8 bits they are bytes even where one was added: 255, which was 0 less one, is 0 again.
+    zero = None if zeros_GF is None else (zeros_GF.astype(np.int16) - middle).astype(np.int8)
     if order is not None:
         values = values[:, order]
     if cut is not None:

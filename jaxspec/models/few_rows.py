@@ -320,17 +320,10 @@ def _output_of_few_bits(model: Transformer) -> bool:
     return _unserved(last, model.layers[0].attn.shards) is None
 
 
-def _unserved(linear: Linear, shards: int, *, zeros: bool = False) -> str | None:
-    """Why no kernel of few rows multiplies by these weights, or None.
-
-    Args:
-      zeros: the kernel for many rows is asked, which serves zero points.
-    """
+def _unserved(linear: Linear, shards: int) -> str | None:
+    """Why no kernel of few rows multiplies by these weights, or None."""
     kernel, axis = linear.kernel[...], linear.kernel.get_metadata(SPLIT, None)
     own = tuple(size // (shards if i == axis else 1) for i, size in enumerate(kernel.shape))
-    has_zeros = (kernel.shift if isinstance(kernel, Packed) else getattr(kernel, "zero", None)) is not None
-    if has_zeros and not zeros:
-        return "its quantised weights have zero points"
     if isinstance(kernel, Packed):
         return None
     if isinstance(kernel, Quantised):
@@ -338,6 +331,8 @@ def _unserved(linear: Linear, shards: int, *, zeros: bool = False) -> str | None
             return "its quantised weights have an order of inputs or column blocks"
         if kernel.int8_activations:
             return "its activations are quantised"
+        if kernel.zero is not None and (why := packed.zero_refusal(kernel.values.dtype, kernel.zero.dtype)):
+            return why
         count = shards if axis == 0 and kernel.groups > 1 else 1
         if kernel.groups % count:
             return f"its {kernel.groups} groups of scales do not divide among {count} devices"
@@ -427,7 +422,7 @@ def _other_maps(module: Any, shards: int) -> Iterator[Linear]:
         if not isinstance(linear.kernel[...], Quantised) or isinstance(linear.kernel, Shared):
             continue
         whole = linear.kernel.get_metadata(SPLIT, None) is None or linear is getattr(module, "lm_head", None)
-        if _unserved(linear, shards, zeros=True) is None and not (shards > 1 and whole):
+        if _unserved(linear, shards) is None and not (shards > 1 and whole):
             yield linear
 
 

@@ -130,8 +130,11 @@ def packing_refusal(kernel: Any, axis: int, count: int) -> str | None:
     Args:
       axis, count: that so many devices split, see `divides`.
     """
-    if isinstance(kernel, Quantised) and (kernel.zero is not None or not gathers(kernel)):
-        return "they have zero points, an order of inputs or quantised activations"
+    if not gathers(kernel):
+        return "they have an order of inputs or quantised activations"
+    zero = kernel.zero if isinstance(kernel, Quantised) else None
+    if zero is not None and (why := packed.zero_refusal(kernel.values.dtype, zero.dtype)):
+        return why
     kernel = jax.eval_shape(
         lambda kernel: _filled(jax.tree.map(lambda x: x[0], _parts(kernel, axis, count)), axis), kernel
     )
@@ -174,14 +177,15 @@ def pack(kernel: Any, axis: int = 1, count: int = 1) -> Packed:
     """
     parts = jax.vmap(lambda part: _packed(_filled(part, axis)))(_parts(kernel, axis, count))
     joined = lambda x, axis: jnp.moveaxis(x, 0, axis).reshape(*x.shape[1 : axis + 1], -1, *x.shape[axis + 2 :])
-    alone = axis == 1 and isinstance(kernel, Quantised) and kernel.groups == 1
-    return Packed(joined(parts.values, 3 - axis), parts.scale[0] if alone else joined(parts.scale, axis))
+    alone = axis == 1 and parts.groups == 1 and isinstance(kernel, Quantised) and kernel.groups == 1
+    scale = parts.scale[0] if alone else joined(parts.scale, axis)
+    return dataclasses.replace(parts, values=joined(parts.values, 3 - axis), scale=scale)
 
 
 def _packed(kernel: Any) -> Packed:
     if isinstance(kernel, Mxfp4):
         return packed_experts.pack_float4(kernel.codes, _used_scales(kernel))
-    return packed_experts.pack(kernel.values, kernel.scale)
+    return packed_experts.pack(kernel.values, kernel.scale, kernel.zero)
 
 
 def filled_halves(x: jax.Array, count: int = 1) -> jax.Array:

@@ -91,8 +91,7 @@ def quantised_round(target: Target) -> Iterator[Program]:
         if name == "int8":
             yield _quantised_head(target, cfg, geo, own=own)
         for bucket in (1, 4 * BUCKET) if own and kind is jnp.int4 else ():
-            # Zero points are the kernel's for many rows, of however few.
-            zeros = lambda model: few_rows.pack_maps(_quantised(model, jnp.int4, 128, zeros=True))
+            zeros = lambda model: few_rows.prepare(_quantised(model, jnp.int4, 128, zeros=True))
             described = abstract_round(cfg, geo, mesh, bucket, dtype=DTYPE, change=zeros)
             yield Program(
                 op="quantised_round",
@@ -101,7 +100,7 @@ def quantised_round(target: Target) -> Iterator[Program]:
                 max_temp_bytes=one + 4 * bucket * cfg.vocab_size,
                 limit="a layer's smallest kernel in bfloat16, and logits",
                 in_place_bytes=device_bytes(described.arguments[2]),
-                kernels=("tree_attention", "small_batch_int4_many"),
+                kernels=("tree_attention", f"small_batch_int4_zeros_{'many' if bucket > 32 else 'heads'}"),
             )
         bits = 4 if kind is jnp.int4 else 8
         # On a TPU also with more rows than have sums of groups: what is expanded before may not leave vector memory.

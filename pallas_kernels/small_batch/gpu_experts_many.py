@@ -93,7 +93,7 @@ class _Kernel:
     @property
     def by_blocks(self) -> bool:
         """Whether scales come with the weights, not once for all inputs."""
-        return self.dtype != _WHOLE and (self.groups > 1 or self.dtype == FLOAT4)
+        return self.dtype != _WHOLE and (self.groups > 1 or unpack.has_words(self.dtype))
 
     def scratch(self, rows_dtype: Any) -> dict[str, Any]:
         """See mosaic.Kernel."""
@@ -108,7 +108,7 @@ class _Kernel:
             stored = unpack.stored(self.dtype)
             shape = (stages, _TEAMS, 2, TILE // 2, BLOCK)
             w = plgpu.SMEM(shape, stored, transforms=unpack.transforms(stored))
-        scale = jnp.int32 if self.dtype == FLOAT4 else F32
+        scale = jnp.int32 if unpack.has_words(self.dtype) else F32
         scales = {"scale": plgpu.SMEM((stages, _TEAMS, 2, 1, TILE // 2), scale)} if self.by_blocks else {}
         return {
             "x": plgpu.SMEM((stages, rows, BLOCK), rows_dtype, transforms=unpack.rows_transforms()),

@@ -271,7 +271,7 @@ class _Kernel(Walk):
         parts = self.totals(own, shared, self.layout)
         if not self.pairs:
             parts = [parts[0] + parts[1]]
-        if self.groups == 1:
+        if self.once:
             scales = [load(shared["scale"].at[own, i, 0], self.layout.reduce(1)) for i in range(len(parts))]
             parts = [y * self.along_columns(scale) for y, scale in zip(parts, scales, strict=True)]
         if self.eps is not None:
@@ -371,8 +371,6 @@ def _run(
     mosaic.check_rows(m)
     if why := packed.refusal(weight.values.dtype, weight.shape, weight.groups):
         raise ValueError(why)
-    if weight.shift is not None:
-        raise ValueError("weights have zero points, which the kernel for many rows serves")
     kernel = _Kernel(
         kind=kind, dtype=weight.kind, shape=(m, k), columns=weight.shape[1], groups=weight.groups,
         interpret=interpret is not None, **extra,

@@ -190,7 +190,7 @@ class _Kernel(Walk):
         parts = self.totals(0, shared, HALF)
         if self.dtype == packed.FLOAT4:
             parts = [y * 2.0**packed.EXPONENT for y in parts]
-        elif self.groups == 1:
+        elif self.once:
             scales = [load(shared["scale"].at[0, i, 0], HALF.reduce(1)) for i in range(2)]
             parts = [y * along(scale) for y, scale in zip(parts, scales, strict=True)]
         if self.eps is not None:

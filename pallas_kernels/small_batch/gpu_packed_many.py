@@ -24,7 +24,7 @@ from pallas_kernels import overlap
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch import gpu, mosaic, packed, unpack
 from pallas_kernels.small_batch.mosaic import F32, SUMS, flipped, load
-from pallas_kernels.small_batch.packed import BLOCK, FLOAT4, Packed, shifted
+from pallas_kernels.small_batch.packed import BLOCK, FLOAT4, Packed
 
 #: Columns of a warpgroup, in two stretches as `unpack` has them; warpgroups that multiply.
 _COLUMNS, _TEAMS = unpack.ROWS, 2
@@ -100,7 +100,8 @@ class _Kernel:
         parts = (stages, self.pairs, 2)
         x = plgpu.SMEM((stages, self.rows, BLOCK), rows_dtype, transforms=unpack.rows_transforms())
         w = plgpu.SMEM((*parts, _COLUMNS // 2, BLOCK), stored, transforms=unpack.transforms(stored))
-        scales = {} if self.groups == 1 else {"scale": plgpu.SMEM((*parts, 1, _COLUMNS // 2), F32)}
+        kind = jnp.int32 if unpack.has_words(self.dtype) else F32
+        scales = {} if self.groups == 1 else {"scale": plgpu.SMEM((*parts, 1, _COLUMNS // 2), kind)}
         copies = 1 + self.pairs * (2 if scales else 1)
         return {
             "x": x, "w": w, **scales, **out,
@@ -161,10 +162,11 @@ class _Kernel:
         def step(i: Any, total: jax.Array) -> jax.Array:
             slot = lax.rem(i, stages)
             plgpu.barrier_wait(shared["full"].at[slot])
-            weights = unpack.expanded(shared["w"].at[slot, team], self.dtype, self.interpret)
+            scales = None if self.groups == 1 else shared["scale"].at[slot, team]
+            weights = unpack.expanded(shared["w"].at[slot, team], self.dtype, self.interpret, scales)
             sums = multiplied(weights, shared["x"].at[slot], self.interpret)
-            if self.groups > 1:
-                scale = unpack.row_scales(shared["scale"].at[slot, team], i * 0, self.interpret, arrive=True)
+            if scales is not None:
+                scale = unpack.row_scales(scales, i * 0, self.interpret, arrive=True)
                 sums = sums * mosaic.along_columns(scale, self.rows)
             if self.interpret:  # its reads are not wgmma's
                 plgpu.commit_smem()
@@ -203,7 +205,7 @@ def product(x_MK: jax.Array, weight: Packed, dtype: DTypeLike, *, interpret: Any
     rows = round_up(-(-m // -(-m // _MOST_ROWS)), 8)
     x = jnp.pad(x_MK, ((0, -m % rows), (0, 0)))
     shares = _shares(x.shape[0] // rows, rows, k, n, unpack.row_bytes(weight.kind))
-    out = jnp.dtype(dtype) if shares == 1 and weight.shift is None else jnp.dtype(F32)
+    out = jnp.dtype(dtype) if shares == 1 else jnp.dtype(F32)
     kernel = _Kernel(
         dtype=weight.kind, shape=(x.shape[0], k), columns=n, groups=weight.groups, rows=rows, shares=shares, out=out,
         interpret=interpret is not None,
@@ -212,8 +214,7 @@ def product(x_MK: jax.Array, weight: Packed, dtype: DTypeLike, *, interpret: Any
     scale = weight.scale if weight.groups == 1 else weight.scale.reshape(weight.groups, n // half, 1, half)
     found = jax.ShapeDtypeStruct((shares, n, x.shape[0]) if kernel.flipped else (shares, x.shape[0], n), out)
     (y,) = mosaic.launch(kernel, (found,), x, weight.values.reshape(n // half, half, k), scale, interpret=interpret)
-    y = (jnp.sum(y, axis=0).T if kernel.flipped else y[0])[:m]
-    return shifted(y, x_MK, weight).astype(dtype)
+    return (jnp.sum(y, axis=0).T if kernel.flipped else y[0])[:m].astype(dtype)
 
 
 def multiply(x_MK: jax.Array, weight: Packed, dtype: DTypeLike) -> jax.Array:

@@ -27,26 +27,32 @@ EXPONENT = 32
 _KEPT = 94
 #: Scales of MXFP4 that this is exact for, as checkpoints have them: 2 ** (s - 127) of s from the first to the last.
 LEAST_SCALE, MOST_SCALE = 33, 160
+#: Behind a type's name: values that have zero points, see `Packed.scale`.
+ZEROS = "_zeros"
+#: Of such a word the scale, the upper bits of a float32; the zero point is the signed byte that is left.
+SCALE = ~0xFF
 #: The axes of 128 inputs as wgmma has them, steps of 16 being [half, thread, pair], and their order in memory.
 _EIGHT = (8, 2, 4, 2), (2, 0, 3, 1)
 _FOUR = (4, 2, 2, 4, 2), (3, 0, 4, 1, 2)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale", "shift"], meta_fields=[])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["zeros"])
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A kernel [in, out], w = values * scale, or values * scale + shift.
+    """A kernel [in, out], w = values * scale, or (values - zero) * scale.
 
     Attributes:
       values: [out, in] int8, int4 or float8_e4m3fn, inputs reordered (see the module).
       scale: [G, out] float32: one for all inputs, or one for every BLOCK of them. Of MXFP4 int32: the words of four
-        exponents, each of 32 inputs of a BLOCK, the first in the low byte.
-      shift: [G, out] float32 of weights with zero points. The kernels of few rows do not know it.
+        exponents, each of 32 inputs of a BLOCK, the first in the low byte. With zero points int32, of every BLOCK: a
+        zero in the low byte, and above it a float32 less its last 8 bits, so scales of 16 bits are exact and others
+        rounded, by 2 ** -16 of them at most.
+      zeros: whether there are zero points.
     """
 
     values: jax.Array
     scale: jax.Array
-    shift: jax.Array | None = None
+    zeros: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -59,7 +65,9 @@ class Packed:
 
     @property
     def kind(self) -> str:
-        """What the values are: their type, or FLOAT4."""
+        """What the values are: their type, with ZEROS behind it, or FLOAT4."""
+        if self.zeros:
+            return self.values.dtype.name + ZEROS
         return FLOAT4 if self.scale.dtype == jnp.int32 else self.values.dtype.name
 
     def __getitem__(self, key: object) -> Packed:
@@ -99,12 +107,31 @@ def _moved(x: jax.Array, sizes: tuple[int, ...], order: tuple[int, ...]) -> jax.
     return split.transpose(axes).reshape(*lead, math.prod(x.shape[-1:]))
 
 
+def zero_refusal(dtype: jnp.dtype, zero_dtype: jnp.dtype) -> str | None:
+    """Why values of a type with such zero points cannot be packed, or None."""
+    if dtype not in (jnp.int8, jnp.int4):
+        return f"values with zero points must be int8 or int4, got {dtype}"
+    return None if zero_dtype == jnp.int8 else f"zero points must be int8, got {zero_dtype}"
+
+
 def pack(values_KN: jax.Array, scale_GN: jax.Array, zero_GN: jax.Array | None = None) -> Packed:
-    """From values [in, out] in their own order; `refusal` says for which."""
+    """From values [in, out] in their own order; `refusal` and `zero_refusal` say for which.
+
+    Args:
+      zero_GN: int8, of int4 from -8 to 119, whose checkpoints have -8 to 8. With one scale for all inputs they are
+        repeated for every BLOCK: kernels subtract a block's.
+    """
     kind, scale = values_KN.dtype, scale_GN.astype(jnp.float32)
     wide = values_KN.astype(jnp.int8) if kind == jnp.int4 else values_KN  # transposed as whole bytes
-    shift = None if zero_GN is None else -zero_GN.astype(jnp.float32) * scale
-    return Packed(reordered(wide.T, kind).astype(kind), scale, shift)
+    values = reordered(wide.T, kind).astype(kind)
+    if zero_GN is None:
+        return Packed(values, scale)
+    bits_GN = jax.lax.bitcast_convert_type(scale, jnp.int32)
+    even_GN = (bits_GN >> 8) & 1
+    words_GN = ((bits_GN + 127 + even_GN) & SCALE) | (zero_GN.astype(jnp.int32) & 255)
+    if words_GN.shape[0] == 1:
+        words_GN = jnp.repeat(words_GN, values_KN.shape[0] // BLOCK, axis=0)
+    return Packed(values, words_GN, zeros=True)
 
 
 def pack_float4(codes_KN: jax.Array, scale_GN: jax.Array) -> Packed:
@@ -132,6 +159,16 @@ def powers(words_GN: jax.Array) -> jax.Array:
     return jnp.exp2((kept - (_KEPT + 127 + EXPONENT)).astype(jnp.float32)).reshape(-1, words_GN.shape[1])
 
 
+def word_scales(words: jax.Array) -> jax.Array:
+    """The scales of words that have a zero point each, float32; also in kernels."""
+    return jax.lax.bitcast_convert_type(words & SCALE, jnp.float32)
+
+
+def word_zeros(words: jax.Array) -> jax.Array:
+    """Their zero points, float32."""
+    return ((words << 24) >> 24).astype(jnp.float32)
+
+
 def dequantised(weight: Packed) -> jax.Array:
     """Float32 [in, out], expanded."""
     k, n = weight.shape
@@ -140,18 +177,15 @@ def dequantised(weight: Packed) -> jax.Array:
         scale = powers(weight.scale) * 2.0**EXPONENT
         return (values.reshape(scale.shape[0], -1, n) * scale[:, None]).reshape(k, n)
     values = natural(weight.values.astype(jnp.float32), weight.values.dtype).T
-    grouped = values.reshape(weight.groups, k // weight.groups, n) * weight.scale.astype(jnp.float32)[:, None]
-    if weight.shift is not None:
-        grouped = grouped + weight.shift[:, None]
-    return grouped.reshape(k, n)
+    grouped = values.reshape(weight.groups, k // weight.groups, n)
+    if weight.zeros:
+        grouped = grouped - word_zeros(weight.scale)[:, None]
+    return (grouped * _scales(weight)[:, None]).reshape(k, n)
 
 
-def shifted(y_MN: jax.Array, x_MK: jax.Array, weight: Packed) -> jax.Array:
-    """Float32 rows times `values * scale` become rows times the weights: the sums of a group's inputs, shifted."""
-    if weight.shift is None:
-        return y_MN
-    sums_MG = x_MK.astype(jnp.float32).reshape(x_MK.shape[0], weight.groups, -1).sum(axis=-1)
-    return y_MN + jnp.dot(sums_MG, weight.shift, precision=jax.lax.Precision.HIGHEST)
+def _scales(weight: Packed) -> jax.Array:
+    """Float32 [G, out], but of MXFP4."""
+    return word_scales(weight.scale) if weight.zeros else weight.scale.astype(jnp.float32)
 
 
 def product(x_MK: jax.Array, weight: Packed, *, cut: bool = True) -> jax.Array:
@@ -163,34 +197,38 @@ def product(x_MK: jax.Array, weight: Packed, *, cut: bool = True) -> jax.Array:
     Args:
       cut: whether a share is cut out; not where devices have a part of the outputs each, which XLA would gather.
     """
-    (m, k), (n, groups), scale = x_MK.shape, (weight.shape[1], weight.groups), weight.scale.astype(jnp.float32)
+    (m, k), (n, groups), scale = x_MK.shape, (weight.shape[1], weight.groups), _scales(weight)
+    zero = word_zeros(weight.scale) if weight.zeros else None
     # Values of up to 8 bits are exact in bfloat16; converted right before the product, compilers fuse that.
     x, values = reordered(x_MK, weight.values.dtype), weight.values.astype(x_MK.dtype)
     dot = lambda values: jax.lax.dot_general(x, values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    if groups == 1:
-        return shifted(dot(values) * scale, x_MK, weight)
+    if groups == 1 and zero is None:
+        return dot(values) * scale
     if 4 * m * groups <= k * x.dtype.itemsize:
         x_GMb = x.reshape(m, groups, -1).transpose(1, 0, 2)
         values_GNb = values.reshape(-1, groups, k // groups).transpose(1, 0, 2)
         sums_GMN = jax.lax.dot_general(
             x_GMb, values_GNb, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
         )  # fmt: skip
-        return shifted(jnp.sum(sums_GMN * scale[:, None], axis=0), x_MK, weight)
+        if zero is not None:
+            inputs_GM1 = jnp.sum(x_GMb, axis=2, keepdims=True, dtype=jnp.float32)
+            sums_GMN = sums_GMN - inputs_GM1 * zero[:, None]
+        return jnp.sum(sums_GMN * scale[:, None], axis=0)
     shares = expanded_shares(k, n, x.dtype.itemsize) if cut else 1
 
-    def times(values_NK: jax.Array, scale_GN: jax.Array, shift_GN: jax.Array | None) -> jax.Array:
-        values_NGb = values_NK.astype(jnp.float32).reshape(n // shares, groups, -1) * scale_GN.T[:, :, None]
-        if shift_GN is not None:
-            values_NGb = values_NGb + shift_GN.T[:, :, None]
-        return dot(values_NGb.reshape(-1, k).astype(x.dtype))
+    def times(values_NK: jax.Array, scale_GN: jax.Array, zero_GN: jax.Array | None) -> jax.Array:
+        values_NGb = values_NK.astype(jnp.float32).reshape(n // shares, groups, -1)
+        if zero_GN is not None:
+            values_NGb = values_NGb - zero_GN.T[:, :, None]
+        return dot((values_NGb * scale_GN.T[:, :, None]).reshape(-1, k).astype(x.dtype))
 
     if shares == 1:
-        return times(weight.values, scale, weight.shift)
+        return times(weight.values, scale, zero)
     share = lambda x, start, axis: jax.lax.dynamic_slice_in_dim(x, start, n // shares, axis)
     starts = jnp.arange(shares, dtype=jnp.int32) * (n // shares)
 
     def some(start: jax.Array) -> jax.Array:
-        shift = None if weight.shift is None else share(weight.shift, start, 1)
-        return times(share(weight.values, start, 0), share(scale, start, 1), shift)
+        own = None if zero is None else share(zero, start, 1)
+        return times(share(weight.values, start, 0), share(scale, start, 1), own)
 
     return jax.lax.map(some, starts).transpose(1, 0, 2).reshape(m, n)

@@ -32,7 +32,7 @@ class Gates(NamedTuple):
 
 def refusal(kind: str, inputs: int, outputs: int, groups: int) -> str | None:
     """Why experts [inputs, outputs] of `Packed.kind` with so many groups of scales are not served, or None."""
-    if kind not in ("int8", "int4", "float8_e4m3fn", packed.FLOAT4):
+    if kind.removesuffix(packed.ZEROS) not in ("int8", "int4", "float8_e4m3fn", packed.FLOAT4):
         return f"values must be int8, int4, float8_e4m3fn or {packed.FLOAT4}, got {kind}"
     if inputs % 64 or outputs % 64:
         return f"experts must be multiples of 64 wide, got {inputs} and {outputs}"
@@ -43,10 +43,13 @@ def refusal(kind: str, inputs: int, outputs: int, groups: int) -> str | None:
     return None
 
 
-def pack(values_XKN: jax.Array, scale_XGN: jax.Array) -> Packed:
-    """From values [X, in, out] in their own order; inputs are filled up to whole blocks with zeros."""
+def pack(values_XKN: jax.Array, scale_XGN: jax.Array, zero_XGN: jax.Array | None = None) -> Packed:
+    """From values [X, in, out] in their own order; inputs are filled up to whole blocks with zeros.
+
+    With zero points these weigh something, but no row has such inputs.
+    """
     more = -values_XKN.shape[1] % BLOCK
-    return jax.vmap(packed.pack)(jnp.pad(values_XKN, ((0, 0), (0, more), (0, 0))), scale_XGN)
+    return jax.vmap(packed.pack)(jnp.pad(values_XKN, ((0, 0), (0, more), (0, 0))), scale_XGN, zero_XGN)
 
 
 def pack_float4(codes_XKN: jax.Array, scale_XGN: jax.Array) -> Packed:
@@ -151,7 +154,7 @@ def mix(
 
     Args:
       experts_MK, weights_MK: of each row; float32 weights.
-      gate_up: [X, E, 2 F], each expert's gate beside its up. down: [X, F, E]. Both may have more inputs, all zeros.
+      gate_up: [X, E, 2 F], each expert's gate beside its up. down: [X, F, E]. Both may have more inputs than rows.
       gates: None: SwiGLU.
       gate_up_bias: [X, 2 F]. down_bias: [X, E].
     """

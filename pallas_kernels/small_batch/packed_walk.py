@@ -143,6 +143,11 @@ class Walk:
         """Of sums: half of a tile's warpgroups leave theirs to the other half."""
         return self.tiles * max(1, self.split // 2)
 
+    @property
+    def once(self) -> bool:
+        """Whether scales are of all inputs, for the end of a product."""
+        return self.groups == 1 and not unpack.has_words(self.dtype)
+
     def scratch(self, rows_dtype: Any) -> dict[str, Any]:
         """Shared memory and barriers, by name."""
         ring, dtype = self.teams * self.stages, unpack.stored(self.dtype)
@@ -155,8 +160,8 @@ class Walk:
         }
 
     def sums(self) -> dict[str, Any]:
-        """What of `beside` every walk needs: scales are float32, or words of exponents."""
-        scale = F32 if self.dtype != unpack.FLOAT4 else jnp.int32
+        """What of `beside` every walk needs: scales are float32, or words."""
+        scale = jnp.int32 if unpack.has_words(self.dtype) else F32
         out: dict[str, Any] = {
             "sums": plgpu.SMEM((self.slots, unpack.ROWS, self.rows), F32),
             "scale": plgpu.SMEM((self.tiles, self.parts, self.groups, COLUMNS), scale),
@@ -241,14 +246,14 @@ class Walk:
         def step(turn: Any, total: jax.Array) -> jax.Array:
             slot = team * self.stages + lax.rem(turn, self.stages)
             plgpu.barrier_wait(shared["full"].at[slot])
-            begin = self.first(turn, turn_of) if self.alone or self.dtype == unpack.FLOAT4 else None
+            begin = self.first(turn, turn_of) if self.alone or unpack.has_words(self.dtype) else None
             x = shared["x"] if self.alone else shared["x"].at[slot]
             found = unpack.products(
                 shared["w"].at[slot], x, self.dtype, self.depth, rows, begin, alone=self.alone, scales=scales,
                 interpret=self.interpret,
             )  # fmt: skip
             for block, sums in enumerate(found):
-                if self.groups > 1 and self.dtype != unpack.FLOAT4:
+                if not self.once and self.dtype != unpack.FLOAT4:
                     scale = unpack.row_scales(scales, self.first(turn, turn_of) + block, self.interpret)
                     scale = lax.broadcast_in_dim(scale, (unpack.ROWS, rows), (0,))
                     sums = unpack.times(sums, scale, SUMS, self.interpret)

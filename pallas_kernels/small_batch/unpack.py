@@ -4,7 +4,8 @@ mma multiplies 16 columns of weights, the rows of its first operand, by 8 rows o
 each 16 inputs, pairs (2q, 2q + 1) and (8 + 2q, 9 + 2q) of two columns eight apart; q is the thread's number among the
 four that share a column. `packed` puts what a thread holds of 128 inputs side by side, 32 or 16
 bytes, so that it is loaded 16 bytes at a time and without conflicts of banks, and each pair where a mask finds both
-values in one word. Of MXFP4 each such word has the inputs of one scale, a power of two, which is multiplied in.
+values in one word. Of MXFP4 each such word has the inputs of one scale, a power of two, which is multiplied in. A zero
+point is subtracted from both values at once: exact, as differences of integers of up to 8 bits are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.small_batch import packed
-from pallas_kernels.small_batch.packed import BLOCK, FLOAT4
+from pallas_kernels.small_batch.packed import BLOCK, FLOAT4, SCALE, ZEROS
 
 #: Columns of weights that a warpgroup's four warps multiply at once.
 ROWS = 64
@@ -39,6 +40,20 @@ _INT4 = """{ .reg .b32 a, b;
 lop3.b32 a, $1, 0x000f000f, 0x43084308, 0x6a;
 mov.b32 b, 0x43084308;
 sub.bf16x2 $0, a, b; }"""
+# With a zero point $2 is subtracted: of nibbles 136 + zero in one go, of bytes the zero besides.
+_INT8_ZEROS = """{ .reg .b32 a, b;
+lop3.b32 a, $1, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 b, $1, 0x00800080, 0x43004300, 0xea;
+sub.bf16x2 a, a, b;
+sub.bf16x2 $0, a, $2; }"""
+_INT4_ZEROS = """{ .reg .b32 a;
+lop3.b32 a, $1, 0x000f000f, 0x43084308, 0x6a;
+sub.bf16x2 $0, a, $2; }"""
+# What that is, in both halves of a word, from the signed low byte of another: 136 + zero has 0x4308 + zero for bits.
+_INT8_ZERO = f"{{ .reg .b32 z; prmt.b32 z, $1, 0, 0x4040; {_INT8.replace('$1', 'z')} }}"
+_INT4_ZERO = """{ .reg .b32 z;
+prmt.b32 z, $1, 0, 0x8880;
+mad.lo.s32 $0, z, 0x00010001, 0x43084308; }"""
 _FLOAT8 = """{ .reg .b32 a, b, c;
 shr.u32 a, $1, 4;
 and.b32 b, $1, 0x80008000;
@@ -59,6 +74,9 @@ _SHIFTS = (
 _EXPONENT = "{{ .reg .b32 a; prmt.b32 a, $1, 0, 0x{0}4{0}4; shr.u32 $0, a, 1; }}"
 # Waits for a loaded word, for what comes behind may not come before a store: of none, as no scale has this value.
 _READ = "{ .reg .pred p; setp.eq.b32 p, $1, 0xffffdead; @p st.volatile.shared.b32 [$0], $1; }"
+_CODES = {
+    "int8": _INT8, "int4": _INT4, "float8_e4m3fn": _FLOAT8, "int8" + ZEROS: _INT8_ZEROS, "int4" + ZEROS: _INT4_ZEROS,
+}  # fmt: skip
 # Four pieces of 8 rows and 8 inputs, as mma's second operand has them; and mma.
 _LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
 _LOADED = "=r,=r,=r,=r,r,~{memory}"
@@ -68,7 +86,12 @@ _MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
 
 def stored(kind: str) -> Any:
     """The type that values of `Packed.kind` lie there as."""
-    return jnp.dtype("int4" if kind == FLOAT4 else kind)
+    return jnp.dtype("int4" if kind == FLOAT4 else kind.removesuffix(ZEROS))
+
+
+def has_words(kind: str) -> bool:
+    """Whether `Packed.scale` has words that values are expanded by, not just scales of products."""
+    return kind == FLOAT4 or kind.endswith(ZEROS)
 
 
 def row_bytes(kind: str) -> int:
@@ -98,10 +121,11 @@ def products(
       x: of shared memory, bfloat16 [rows or more, as many]; or, alone, [all blocks, BLOCK] or pieces of these, of one
         row, which all of the result's are.
       kind: of the values, see `Packed.kind`; float4's sums are 2 ** packed.EXPONENT too small.
-      begin: of one row, and of float4, the block, or pair of blocks, that the step begins with.
-      scales: of shared memory, [parts, G, 32]; multiplied by for float4 only, of which they are words.
+      begin: of one row, and of kinds that have words, the block, or pair of blocks, that the step begins with.
+      scales: of shared memory, [parts, G, 32]: words, of which float4's are multiplied by, and zero points subtracted;
+        other scales are not read.
     """
-    parts, float4 = tile.shape[0], kind == FLOAT4
+    parts, float4, by_words = tile.shape[0], kind == FLOAT4, has_words(kind)
     if interpret:
         values, wide = packed.natural(tile[...], stored(kind)), x[...].astype(jnp.float32)
         values = packed.float4(values) if float4 else values.astype(jnp.float32)
@@ -110,9 +134,9 @@ def products(
         def sums(block: int, half: int) -> jax.Array:
             at = block if parts == 2 else 2 * block + half
             w = values[half % parts, :, at * BLOCK : (at + 1) * BLOCK]
-            if float4:
+            if by_words:
                 own = scales[half % parts][begin + block if parts == 2 else 2 * (begin + block) + half]
-                w = w * jnp.repeat(packed.powers(own[None]), BLOCK // 4, axis=0).T
+                w = _by_words(w, own, kind)
             if not alone:
                 return lax.dot_general(w, wide[:, at * BLOCK : (at + 1) * BLOCK], (((1,), (1,)), ((), ())))
             own = wide[begin * (2 // parts) + at]
@@ -124,9 +148,9 @@ def products(
     rows_in = plgpu.RefType() if alone else plgpu.RefType(rows_transforms())
     args: list[Any] = [plgpu.RefType(transforms(stored(kind))), rows_in]
     given = [tile, x]
-    if alone or float4:
+    if alone or by_words:
         args, given = [*args, scalar], [*given, begin]
-    if float4:
+    if by_words:
         args, given = [*args, plgpu.RefType()], [*given, scales]
     extra = dict(kind=kind, blocks=blocks, rows=rows, parts=parts, alone=alone)
     return [
@@ -137,20 +161,26 @@ def products(
     ]
 
 
+def _by_words(w: jax.Array, words: jax.Array, kind: str) -> jax.Array:
+    """Values [columns, BLOCK] in float32 by their words [columns], as registers have them."""
+    if kind == FLOAT4:
+        return w * jnp.repeat(packed.powers(words[None]), BLOCK // 4, axis=0).T
+    return w - packed.word_zeros(words)[:, None]
+
+
 def expanded(tile: Any, kind: str, interpret: bool, scales: Any = None) -> jax.Array:
     """Of a tile in shared memory [2, 32, BLOCK] the values, bfloat16 [64, BLOCK], as wgmma's first operand.
 
     Args:
       kind: of the values, see `Packed.kind`; float4's are 2 ** packed.EXPONENT too small.
-      scales: of float4, in shared memory: the block's words [2, 1, 32]. Others are not scaled.
+      scales: of kinds that have words, in shared memory: the block's [2, 1, 32]. Others are not scaled.
     """
-    words = scales if kind == FLOAT4 else None
+    words = scales if has_words(kind) else None
     if interpret:
         values = packed.natural(tile[...], stored(kind))
-        if words is None:
-            return values.astype(jnp.bfloat16).reshape(ROWS, BLOCK)
-        powers = jnp.repeat(packed.powers(words[...].reshape(1, ROWS)), BLOCK // 4, axis=0).T
-        return (packed.float4(values).reshape(ROWS, BLOCK) * powers).astype(jnp.bfloat16)
+        values = packed.float4(values) if kind == FLOAT4 else values.astype(jnp.float32)
+        values = values.reshape(ROWS, BLOCK)
+        return (values if words is None else _by_words(values, words[...].reshape(ROWS), kind)).astype(jnp.bfloat16)
     wanted = plgpu.ShapeDtypeStruct((ROWS, BLOCK), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
     args, given = [plgpu.RefType(transforms(stored(kind)))], [tile]
     if words is not None:
@@ -160,10 +190,10 @@ def expanded(tile: Any, kind: str, interpret: bool, scales: Any = None) -> jax.A
 
 def _expanded(_: Any, tile: Any, scales: Any = None, *, kind: str) -> Any:
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
-    exponents = None
+    by = None
     if scales is not None:
-        exponents = _exponents(scales, arith.constant(ir.IntegerType.get_signless(32), 0))
-    words = _unpacked(tile, kind=kind, block=0, blocks=1, parts=2, exponents=exponents)
+        by = _factors_or_zeros(scales, arith.constant(ir.IntegerType.get_signless(32), 0), kind)
+    words = _unpacked(tile, kind=kind, block=0, blocks=1, parts=2, by=by)
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((ROWS, BLOCK)), dtype=object)
     flat = registers.reshape(words.shape)
     for at in np.ndindex(words.shape):
@@ -176,10 +206,10 @@ def _products(
     parts: int, alone: bool,
 ) -> Any:  # fmt: skip
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    exponents = None
+    by = None
     if scales is not None:
-        exponents = _exponents(scales, arith.addi(begin.registers.item(), arith.constant(i32, block)))
-    weights = _unpacked(tile, kind=kind, block=block, blocks=blocks, parts=parts, exponents=exponents)
+        by = _factors_or_zeros(scales, arith.addi(begin.registers.item(), arith.constant(i32, block)), kind)
+    weights = _unpacked(tile, kind=kind, block=block, blocks=blocks, parts=parts, by=by)
     struct = lambda kind: llvm.StructType.get_literal([kind] * 4)
     pointers = _pointers(x, begin if alone else None, block, blocks, parts)
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((ROWS, rows)), dtype=object)
@@ -234,19 +264,24 @@ def _pointers(x: Any, begin: Any, block: int, blocks: int, parts: int) -> Any:
     return lambda rows, quarter: arith.addi(places[quarter % 2], tile(rows, quarter))
 
 
-def _exponents(scales: Any, number: Any) -> Any:
-    """Words [32 inputs of four, half of 16 rows] of two equal values of bfloat16, of the float4 of a block."""
+def _factors_or_zeros(scales: Any, number: Any, kind: str) -> Any:
+    """Words [32 inputs of four, half of 16 rows] of two equal values of bfloat16, of a block: what float4 is multiplied
+    by, or what is subtracted where there are zero points, which four have in common."""
     i32 = ir.IntegerType.get_signless(32)
     flat = np.empty((4, 2), dtype=object)
+    zero = {"int4": _INT4_ZERO, "int8": _INT8_ZERO}.get(kind.removesuffix(ZEROS))
     for half, pointer in enumerate(_scale_pointers(scales, number, i32)):
         word = llvm.load(i32, pointer, alignment=4)
+        if zero is not None:
+            flat[:, half] = llvm.inline_asm(i32, [word], zero, "=r,r")
+            continue
         for v in range(4):
             flat[v, half] = llvm.inline_asm(i32, [word], _EXPONENT.format(v), "=r,r")
     return flat
 
 
-def _unpacked(tile: Any, *, kind: str, block: int, blocks: int, parts: int, exponents: Any) -> Any:
-    """Words [pairs of steps of 8 inputs, half of 16 rows] of two values of bfloat16."""
+def _unpacked(tile: Any, *, kind: str, block: int, blocks: int, parts: int, by: Any) -> Any:
+    """Words [pairs of steps of 8 inputs, half of 16 rows] of two values of bfloat16; `by` is _factors_or_zeros'."""
     i32 = ir.IntegerType.get_signless(32)
     c = lambda value: arith.constant(i32, value)
     words = ir.VectorType.get((4,), i32)
@@ -273,8 +308,13 @@ def _unpacked(tile: Any, *, kind: str, block: int, blocks: int, parts: int, expo
         loaded = llvm.load(words, pointer, alignment=16)
         return [vector.extract(loaded, [], [i]) for i in range(4)]
 
-    code = {"int8": _INT8, "int4": _INT4, "float8_e4m3fn": _FLOAT8, FLOAT4: ""}[kind]
-    expand: Any = lambda word: cast(Any, llvm.inline_asm(i32, [word], code, "=r,r"))
+    code = _CODES.get(kind, "")
+
+    def expand(word: Any, v: int, half: int) -> Any:
+        if by is None:
+            return cast(Any, llvm.inline_asm(i32, [word], code, "=r,r"))
+        return cast(Any, llvm.inline_asm(i32, [word, by[v, half]], code, "=r,r,r"))
+
     right = lambda word, bits: arith.shrui(word, c(bits)) if bits else word
     flat = np.empty((BLOCK // 8, 2), dtype=object)
     for half in range(2):
@@ -282,21 +322,23 @@ def _unpacked(tile: Any, *, kind: str, block: int, blocks: int, parts: int, expo
         if four:
             for v, word in enumerate(load(begin)):
                 for i in range(4):  # (step, half of its inputs)
-                    if exponents is None:
-                        flat[4 * v + i, half] = expand(right(word, 4 * i))
+                    if kind != FLOAT4:
+                        flat[4 * v + i, half] = expand(right(word, 4 * i), v, half)
                         continue
                     code = _FLOAT4.format(_SHIFTS[i])
-                    flat[4 * v + i, half] = llvm.inline_asm(i32, [word, exponents[v, half]], code, "=r,r,r")
+                    flat[4 * v + i, half] = llvm.inline_asm(i32, [word, by[v, half]], code, "=r,r,r")
             continue
         for v, word in enumerate([*load(begin), *load(arith.xori(begin, c(16)))]):
             both = (arith.shli(word, c(8)), word) if kind == "float8_e4m3fn" else (word, right(word, 8))
             for i in range(2):
-                flat[2 * v + i, half] = expand(both[i])
+                flat[2 * v + i, half] = expand(both[i], v // 2, half)
     return flat
 
 
 def row_scales(scales: Any, block: Any, interpret: bool, *, arrive: bool = False) -> jax.Array:
     """Of scales [parts, G, 32] in shared memory those of a block of `products`, along its rows: float32 [64].
+
+    Words lose their zero points.
 
     Args:
       arrive: whether a barrier may say right behind that their place can be written over. An arrival does not wait for
@@ -304,7 +346,8 @@ def row_scales(scales: Any, block: Any, interpret: bool, *, arrive: bool = False
     """
     if interpret:
         parts = scales.shape[0]
-        return jnp.concatenate([scales[0, 2 * block + i] if parts == 1 else scales[i, block] for i in range(2)])
+        found = jnp.concatenate([scales[0, 2 * block + i] if parts == 1 else scales[i, block] for i in range(2)])
+        return packed.word_scales(found) if found.dtype == jnp.int32 else found
     wanted = plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=plgpu.Layout.WGMMA.reduce(1))
     scalar = plgpu.Layout.WG_SPLAT(())
     read = functools.partial(_row_scales, arrive=arrive)
@@ -316,8 +359,14 @@ def _row_scales(_: Any, scales: Any, block: Any, *, arrive: bool) -> Any:
     layout = plgpu.Layout.WGMMA.reduce(1).to_mgpu()
     registers = np.empty(layout.registers_shape((ROWS,)), dtype=object)
     assert registers.size == 2, registers.shape
+    one = ir.VectorType.get((1,), f32)
+    words = ir.MemRefType(scales.type).element_type != f32
     for half, pointer in enumerate(_scale_pointers(scales, block.registers.item(), f32)):
-        value = llvm.load(ir.VectorType.get((1,), f32), pointer, alignment=4)
+        if words:
+            word = arith.andi(llvm.load(i32, pointer, alignment=4), arith.constant(i32, SCALE))
+            value = llvm.bitcast(one, word)
+        else:
+            value = llvm.load(one, pointer, alignment=4)
         registers.flat[half] = value
         if arrive:
             bits, at = llvm.bitcast(i32, value), llvm.ptrtoint(i32, pointer)

@@ -30,6 +30,7 @@ from quantised_cases import (
 from safetensors.numpy import load_file
 
 from jaxspec.checkpointing import heads, hf, mtp, tensors
+from jaxspec.checkpointing import quantised as formats
 from jaxspec.checkpointing.rounding import FORMATS
 from jaxspec.drafters.directories import load_drafter, save_drafter
 from jaxspec.models import quantised, registry
@@ -369,3 +370,12 @@ def test_latent_attention_and_modules_in_blocks(tmp_path: Path) -> None:
     assert all(isinstance(layer.mlp.gate_up[...], Quantised) for layer in layers)
     for expected, got in zip(*found, strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-3 * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.parametrize(("bits", "stored", "zero"), [(4, 1, -7), (4, 16, 8), (8, 0, -128), (8, 255, 127)])
+def test_zero_points_are_bytes(bits: int, stored: int, zero: int):
+    """Of any format, as kernels want them."""
+    values, scale = np.zeros((2, 4), np.uint8), np.ones((1, 2), np.float16)
+    few = formats._kernel(values, bits, scale, np.full((1, 2), stored, np.uint8))
+    assert few.zero is not None and few.zero.dtype == jnp.int8
+    np.testing.assert_array_equal(few.zero, zero)

@@ -22,7 +22,7 @@ interpreted = pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reaso
 #: Formats, and whether every 128 inputs have scales of their own.
 FORMATS = {
     "int4-g128": (jnp.int4, True), "mxfp4": (jnp.uint8, True), "fp8-block": (jnp.float8_e4m3fn, True),
-    "int8": (jnp.int8, False),
+    "int8": (jnp.int8, False), "int4-g128-zeros": (jnp.int4, True), "int8-zeros": (jnp.int8, False),
 }  # fmt: skip
 #: Widths of rows and of experts, with whole blocks of inputs and without.
 WHOLE, PART = (256, 128), (192, 64)
@@ -38,8 +38,8 @@ def no_races(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-def experts(name: str, shape: tuple[int, int, int], seed: int) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-    """Values that use all of their bits, and scales; and what they stand for."""
+def experts(name: str, shape: tuple[int, int, int], seed: int) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """Values that use all of their bits, scales and zero points, if any; and what they stand for."""
     (count, k, n), (dtype, grouped), rng = shape, FORMATS[name], np.random.default_rng(seed)
     if name == "mxfp4":
         codes = rng.integers(0, 16, shape)
@@ -48,17 +48,22 @@ def experts(name: str, shape: tuple[int, int, int], seed: int) -> tuple[tuple[np
         wide = table[codes] * np.repeat(2.0 ** (scale - 127), 32, axis=1)
         both = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
         return (both, scale.astype(np.uint8)), wide
-    values = rng.normal(0, {"int8": 60, "int4-g128": 4}.get(name, 100), shape)
+    values = rng.normal(0, {jnp.int8: 60, jnp.int4: 4}.get(dtype, 100), shape)
     limits = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
     values = np.clip(values, float(limits.min), float(limits.max))
     values = (np.round(values) if "int" in name else values).astype(dtype)
     scale = rng.uniform(0.5, 1.5, (count, k // 128 if grouped else 1, n)).astype(np.float32) / (k**0.5 * 40)
-    wide = np.asarray(values, np.float64) * np.repeat(scale, k // scale.shape[1], axis=1)
-    return (values, scale), wide
+    wide, each = np.asarray(values, np.float64), k // scale.shape[1]
+    if not name.endswith("-zeros"):
+        return (values, scale), wide * np.repeat(scale, each, axis=1)
+    zero = rng.integers(*((-8, 9) if dtype == jnp.int4 else (-128, 128)), scale.shape).astype(np.int8)
+    scale = scale.astype(jnp.bfloat16)
+    repeated = (np.repeat(np.asarray(x, np.float64), each, axis=1) for x in (zero, scale))
+    return (values, scale, zero), (wide - next(repeated)) * next(repeated)
 
 
-def packed_as(name: str, values: Any, scale: Any) -> Packed:
-    return (packed_experts.pack_float4 if name == "mxfp4" else packed_experts.pack)(values, scale)
+def packed_as(name: str, *raw: Any) -> Packed:
+    return (packed_experts.pack_float4 if name == "mxfp4" else packed_experts.pack)(*raw)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +108,7 @@ def test_a_plan_has_every_pair_once_and_no_slot_in_vain(tokens: int, each: int):
 def arguments(name: str, m: int, *, biased: bool) -> tuple[tuple[Any, ...], dict[str, Any], list[np.ndarray]]:
     """Of `mix`, but for packing; and weights expanded. From 9 rows on one expert has more than 8 of them."""
     chosen, rng = 2, np.random.default_rng(m)
-    e, f = PART if name in ("mxfp4", "int8") else WHOLE
+    e, f = PART if name in ("mxfp4", "int8", "int8-zeros") else WHOLE
     (gate_up, first), (down, second) = experts(name, (COUNT, e, 2 * f), 1), experts(name, (COUNT, f, e), 2)
     experts_MK = np.stack([rng.permutation(5)[:chosen] for _ in range(m)])  # most are nobody's
     experts_MK[:9, 0], experts_MK[:9, 1] = 0, 1 + experts_MK[:9, 1] % 4
@@ -176,10 +181,13 @@ def test_xlas_path_is_the_definition():
         args, extra, wide = given[name]
         for own, weight, want in zip(expanded, weights, wide, strict=True):
             k, n = want.shape[1:]
-            assert weight.kind == {"mxfp4": "float4_e2m1fn"}.get(name, weight.values.dtype.name)
-            assert packed_experts.refusal(weight.kind, k, n, {"mxfp4": k // 32, "int8": 1}.get(name, k // 128)) is None
+            zeros = packed.ZEROS if name.endswith("-zeros") else ""
+            assert weight.kind == {"mxfp4": "float4_e2m1fn"}.get(name, weight.values.dtype.name + zeros)
+            groups = {"mxfp4": k // 32, "int8": 1, "int8-zeros": 1}.get(name, k // 128)
+            assert packed_experts.refusal(weight.kind, k, n, groups) is None
             np.testing.assert_allclose(own[:, :k], want, rtol=1e-6)
-            np.testing.assert_array_equal(own[:, k:], 0)
+            if not zeros:
+                np.testing.assert_array_equal(own[:, k:], 0)
         want = by_rows(args, extra, wide)
         np.testing.assert_allclose(mixed, want, atol=2**-6 * np.abs(want).max())
         x = np.asarray(args[0], np.float64)
@@ -188,8 +196,9 @@ def test_xlas_path_is_the_definition():
 
 
 @interpreted
-@pytest.mark.parametrize("m", [1, 3, 8, 16])
-@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize(("name", "m"), [
+    (name, m) for name in sorted(FORMATS) for m in (1, 3, 8, 16) if m in (1, 16) or not name.endswith("-zeros")
+])  # fmt: skip
 def test_kernels_agree_with_xla(name: str, m: int):
     given, extra, _ = arguments(name, m, biased=name == "mxfp4")
     args: tuple[Any, ...] = (
@@ -226,7 +235,8 @@ def test_kernels_for_many_rows_agree_with_xla(name: str, rows: int, monkeypatch:
     monkeypatch.setattr(gpu_experts_many.mosaic, "MULTIPROCESSORS", 3)
     monkeypatch.setattr(gpu_experts_many, "_MAX_STAGES", 2)
     monkeypatch.setattr(gpu_experts_many, "slot_rows", lambda *_: rows)
-    given, extra, wide = arguments("fp8-block" if name == "bfloat16" else name, 24, biased=name in ("mxfp4", "int8"))
+    biased = name in ("mxfp4", "int8", "int8-zeros")
+    given, extra, wide = arguments("fp8-block" if name == "bfloat16" else name, 24, biased=biased)
     x, experts_MK, weights_MK, *raw = given
     if name == "bfloat16":
         kernels: list[Any] = [jnp.asarray(w).astype(jnp.bfloat16) for w in wide]

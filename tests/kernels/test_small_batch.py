@@ -65,28 +65,32 @@ def arguments(name: str, m: int) -> tuple[Any, ...]:
 #: Values' types, and whether blocks of inputs have scales of their own.
 FORMATS = {
     "int8": (jnp.int8, False), "fp8": (jnp.float8_e4m3fn, False), "fp8-block": (jnp.float8_e4m3fn, True),
-    "int4-g128": (jnp.int4, True),
+    "int4-g128": (jnp.int4, True), "int4-g128-zeros": (jnp.int4, True), "int8-zeros": (jnp.int8, False),
 }  # fmt: skip
 
 
-def kernel(name: str, k: int, n: int) -> tuple[jax.Array, jax.Array]:
-    """Values [in, out] that use all of their bits, and scales."""
+def kernel(name: str, k: int, n: int) -> tuple[jax.Array, ...]:
+    """Values [in, out] that use all of their bits, scales, and zero points as far as these go, if any."""
     dtype, grouped = FORMATS[name]
-    values = jax.random.normal(jax.random.key(7), (k, n)) * {"int8": 60, "int4-g128": 4}.get(name, 100)
+    values = jax.random.normal(jax.random.key(7), (k, n)) * {jnp.int8: 60, jnp.int4: 4}.get(dtype, 100)
     whole = jnp.issubdtype(dtype, jnp.integer)
     limits = (jnp.iinfo if whole else jnp.finfo)(dtype)
     values = jnp.clip(jnp.round(values) if whole else values, float(limits.min), float(limits.max))
     scale = jax.random.uniform(jax.random.key(8), (k // 128 if grouped else 1, n), jnp.float32, 0.5, 1.5)
-    return values.astype(dtype), scale * 0.1 / float(jnp.std(values))
+    values, scale = values.astype(dtype), scale * 0.1 / float(jnp.std(values))
+    if not name.endswith("-zeros"):
+        return values, scale
+    least, most = (-8, 9) if dtype == jnp.int4 else (-128, 128)
+    zero = jax.random.randint(jax.random.key(4), scale.shape, least, most, jnp.int8)
+    return values, scale.astype(jnp.float16), zero.at[0, :2].set(jnp.asarray([least, most - 1], jnp.int8))
 
 
-@pytest.mark.parametrize(
-    ("name", "zeros"), [*((name, False) for name in sorted(FORMATS)), ("int4-g128", True), ("int8", True)]
-)
-def test_packed_weights_are_the_same_weights(name: str, zeros: bool, monkeypatch: pytest.MonkeyPatch):
-    values, scale = kernel(name, 256, 64)
-    zero = jax.random.randint(jax.random.key(4), scale.shape, -5, 6, jnp.int8) if zeros else None
-    weight = packed.pack(values, scale, zero)
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_packed_weights_are_the_same_weights(name: str, monkeypatch: pytest.MonkeyPatch):
+    values, scale, *zeros = kernel(name, 256, 64)
+    weight, zero = packed.pack(values, scale, *zeros), zeros[0] if zeros else None
+    assert weight.kind == values.dtype.name + (packed.ZEROS if zeros else "")
+    scale = scale.astype(jnp.float32)
     assert weight.shape == values.shape and weight.values.dtype == values.dtype
     wide = values.astype(jnp.float32).reshape(scale.shape[0], -1, 64)
     wide = (wide if zero is None else wide - zero.astype(jnp.float32)[:, None]) * scale[:, None]
@@ -96,6 +100,17 @@ def test_packed_weights_are_the_same_weights(name: str, zeros: bool, monkeypatch
         x = jax.random.normal(jax.random.key(9), (rows, 256))
         want = x @ wide.reshape(256, 64)
         np.testing.assert_allclose(packed.product(x, weight), want, rtol=1e-5, atol=1e-5 * float(jnp.abs(want).max()))
+
+
+def test_scales_beside_zero_points_are_rounded_to_the_nearest():
+    """They have 16 bits of significand; with zero points on either side of 0."""
+    values, scale = jnp.ones((256, 64), jnp.int8), jnp.linspace(1, 2, 128).reshape(2, 64)
+    zero = jnp.where(jnp.arange(128).reshape(2, 64) % 2 == 0, -1, 2).astype(jnp.int8)
+    weight = packed.pack(values, scale, zero)
+    np.testing.assert_array_equal(packed.word_zeros(weight.scale), zero)
+    got = np.asarray(packed.word_scales(weight.scale), np.float64)
+    assert 2**-18 < np.abs(got / np.asarray(scale, np.float64) - 1).max() <= 2**-16
+    np.testing.assert_array_equal(got, np.round(np.asarray(scale, np.float64) * 2**15) / 2**15)
 
 
 def test_what_a_thread_of_wgmma_holds_lies_side_by_side():
@@ -110,6 +125,18 @@ def test_what_a_thread_of_wgmma_holds_lies_side_by_side():
                     [16 * (steps * word + t) + 8 * h + 2 * q + x for x in (0, 1)] for t in range(steps) for h in (0, 1)
                 ]
                 np.testing.assert_array_equal(pairs, want)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "zero", "said"),
+    [
+        (jnp.int4, jnp.int8, None), (jnp.int8, jnp.int16, "must be int8, got int16"),
+        (jnp.float8_e4m3fn, jnp.int8, "must be int8 or int4, got float8_e4m3fn"),
+    ],
+)  # fmt: skip
+def test_zero_points_that_cannot_be_packed(dtype: Any, zero: Any, said: str | None):
+    why = packed.zero_refusal(jnp.dtype(dtype), jnp.dtype(zero))
+    assert why is None if said is None else said in (why or "")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +263,7 @@ def test_experts_that_no_kernel_takes():
 
 @interpreted
 @pytest.mark.parametrize("m", [1, 16])
-@pytest.mark.parametrize("name", ["int4-g128", "fp8-block", "int8"])
+@pytest.mark.parametrize("name", ["int4-g128", "fp8-block", "int8", "int4-g128-zeros", "int8-zeros"])
 @pytest.mark.parametrize("product", ["heads", "add"])
 def test_kernels_of_packed_weights_agree_with_xla(product: str, name: str, m: int):
     """One of pairs of columns, with a norm, and one of halves of the inputs; the others share their walk."""
@@ -276,15 +303,13 @@ def test_other_kernels_of_packed_weights_agree_with_xla():
 @interpreted
 @pytest.mark.parametrize(("name", "m", "dtype"), [
     ("int4-g128", 72, jnp.bfloat16), ("fp8-block", 72, jnp.float32), ("int8", 200, jnp.bfloat16),
-    ("int4-g128", 200, jnp.float32),
+    ("int4-g128-zeros", 200, jnp.float32), ("int8-zeros", 72, jnp.bfloat16),
 ])  # fmt: skip
 def test_many_rows_by_packed_weights_agree_with_xla(name: str, m: int, dtype: Any, monkeypatch: pytest.MonkeyPatch):
     """A tile of rows and two, rings that come round, zero points, and (of few columns) programs that share inputs."""
     monkeypatch.setattr(gpu_packed_many, "_MAX_STAGES", 2)
     monkeypatch.setattr(gpu_packed_many, "_SHARES", (2,) if m == 200 else (1,))
-    values, scale = kernel(name, 1024, 128)
-    zero = jax.random.randint(jax.random.key(4), scale.shape, -3, 4, jnp.int8) if name == "int4-g128" else None
-    weight, x = packed.pack(values, scale, zero), normal(4, m, 1024)
+    weight, x = packed.pack(*kernel(name, 1024, 128)), normal(4, m, 1024)
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
     got = gpu_packed_many.product(x, weight, dtype, interpret=params)
     assert got.dtype == dtype and got.shape == (m, 128)

@@ -62,24 +62,35 @@ def layer(m: int, of: Any) -> Any:
     return heads, stream, hidden, last, of.logits(last.h_ME, kernels[2]), of.logits(last.h_ME, kernels[3], flip=False)
 
 
-#: Values' types, and whether every 128 inputs have scales of their own.
-FORMATS = (jnp.int8, False), (jnp.float8_e4m3fn, True), (jnp.int4, True)
+#: Values' types, whether every 128 inputs have scales of their own, and whether there are zero points.
+FORMATS = (
+    (jnp.int8, False, False), (jnp.float8_e4m3fn, True, False), (jnp.int4, True, False), (jnp.int8, False, True),
+    (jnp.int4, True, True),
+)  # fmt: skip
+NAMES = "int8", "float8_e4m3fn", "int4", "int8-zeros", "int4-zeros"
 
 
-def few(dtype: Any, grouped: bool, seed: int, k: int, n: int) -> packed.Packed:
+def few(dtype: Any, grouped: bool, zeros: bool, seed: int, k: int, n: int) -> packed.Packed:
+    """Zero points of either sign, up to a deviation and a half, differ from column to column."""
     values = jax.random.normal(jax.random.key(seed), (k, n)) * (2 if dtype == jnp.int4 else 40)
     if jnp.issubdtype(dtype, jnp.integer):
         values = jnp.clip(jnp.round(values), jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
     scale = jax.random.uniform(jax.random.key(seed), (k // 128 if grouped else 1, n), jnp.float32, 0.5, 1.5)
-    return packed.pack(values.astype(dtype), scale * 0.03 / jnp.std(values))
+    return packed.pack(values.astype(dtype), scale * 0.03 / jnp.std(values), zero_points(zeros, dtype, seed, scale))
+
+
+def zero_points(zeros: bool, dtype: Any, seed: int, scale: jax.Array) -> jax.Array | None:
+    most = 3 if dtype == jnp.int4 else 60
+    key = jax.random.key(seed + 1)
+    return jax.random.randint(key, scale.shape, -most, most + 1, jnp.int8) if zeros else None
 
 
 def few_bits(m: int, of: Any) -> Any:
     """The same four and the output layer of weights in each format; heads as they are, biased, and normed besides."""
     own, found = rows(m), []
     biased = {"bias": normal(10, C * sum(COUNTS))}
-    for i, (dtype, grouped) in enumerate(FORMATS):
-        kernel = functools.partial(few, dtype, grouped, 20 + i)
+    for i, form in enumerate(FORMATS):
+        kernel = functools.partial(few, *form, 20 + i)
         for extra in ({}, biased, {**biased, "gains": (normal(11, C), normal(12, C))}):
             found += of.heads(own["stream"], kernel(E, C * sum(COUNTS)), own["rope"], COUNTS, EPS, **extra)
         stream = of.add(own["attended"], kernel(C * COUNTS[0], E), own["stream"].h_ME, normal(1, E))
@@ -102,8 +113,8 @@ def packed_mixture(m: int, of: Any) -> Any:
     picks = (gpu_router if of is gpu_packed_experts else experts).pick(
         stream, normal(12, E, count, scale=0.1), EPS, 4, m
     )  # fmt: skip
-    for i, (dtype, grouped) in enumerate(FORMATS):
-        each = [[few(dtype, grouped, 40 + i + 3 * n, k, o) for n in range(count)] for k, o in (
+    for i, form in enumerate(FORMATS):
+        each = [[few(*form, 40 + i + 3 * n, k, o) for n in range(count)] for k, o in (
             (E, 2 * inner), (inner, E)
         )]  # fmt: skip
         kernels = [jax.tree.map(lambda *x: jnp.stack(x), *one) for one in each]
@@ -139,12 +150,12 @@ def test_rows_are_xlas_and_have_the_same_bits_among_others(run: Any, of: Any, wa
             np.testing.assert_allclose(got, expected, atol=2**-6 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("m", [33, 128, 600, 1100])
-@pytest.mark.parametrize(("dtype", "grouped"), FORMATS)
-def test_many_rows_of_few_bits_agree_with_float32(dtype: Any, grouped: bool, m: int):
+@pytest.mark.parametrize("m", [33, 130, 600, 1100])
+@pytest.mark.parametrize("form", FORMATS, ids=NAMES)
+def test_many_rows_of_few_bits_agree_with_float32(form: tuple[Any, bool, bool], m: int):
     """Programs that share inputs, and several tiles of rows."""
     for k, n in ((E, F), (F, E), (F, 64 * 3)):
-        weight, x = few(dtype, grouped, 7, k, n), normal(3, m, k)
+        weight, x = few(*form, 7, k, n), normal(3, m, k)
         want = np.asarray(x.astype(jnp.float32) @ packed.dequantised(weight))
         for out in (jnp.bfloat16, jnp.float32):
             got = jax.jit(gpu_packed_many.multiply, static_argnums=2)(x, weight, out)
@@ -160,16 +171,17 @@ def experts_of(name: str, seed: int, count: int, k: int, n: int) -> Any:
         codes = jax.random.bits(jax.random.key(seed), (count, k // 2, n), jnp.uint8)
         scales = jax.random.randint(jax.random.key(seed + 1), (count, k // 32, n), 118, 122)
         return packed_experts.pack_float4(codes, scales.astype(jnp.uint8))
-    dtype, grouped = FORMATS[("int8", "float8_e4m3fn", "int4").index(name)]
+    dtype, grouped, zeros = FORMATS[NAMES.index(name)]
     values = jax.random.normal(jax.random.key(seed), (count, k, n)) * (2 if dtype == jnp.int4 else 40)
     if jnp.issubdtype(dtype, jnp.integer):
         values = jnp.clip(jnp.round(values), jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
     scale = jax.random.uniform(jax.random.key(seed), (count, k // 128 if grouped else 1, n), jnp.float32, 0.5, 1.5)
-    return packed_experts.pack(values.astype(dtype), scale * 0.03 / jnp.std(values))
+    zero = zero_points(zeros, dtype, seed, scale)
+    return packed_experts.pack(values.astype(dtype), scale * 0.03 / jnp.std(values), zero)
 
 
 @pytest.mark.parametrize("m", [24, 1000])
-@pytest.mark.parametrize("name", ["bfloat16", "mxfp4", "int8", "float8_e4m3fn", "int4"])
+@pytest.mark.parametrize("name", ["bfloat16", "mxfp4", *NAMES])
 def test_experts_of_many_rows_agree_with_float32(name: str, m: int):
     """Slots of several sizes, one expert that all rows have; biases, gates and widths of gpt-oss and of Qwen3."""
     count, per_token, odd = 32, 4, name in ("bfloat16", "mxfp4")

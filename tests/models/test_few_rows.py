@@ -129,16 +129,24 @@ def test_few_rows_on_two_devices_are_those_of_one(c: int):
             np.testing.assert_allclose(got, one, atol=2**-6 * np.abs(one).max())
 
 
-@pytest.mark.parametrize(("kind", "groups"), [(jnp.int4, 2), (jnp.int8, 1)], ids=["int4-g128", "int8"])
-def test_few_rows_of_quantised_weights_are_the_layers(kind: Any, groups: int):
+FEW_BITS = pytest.mark.parametrize(
+    ("kind", "groups", "zeros"),
+    [(jnp.int4, 4, False), (jnp.int8, 1, False), (jnp.int4, 4, True), (jnp.int8, 1, True)],
+    ids=["int4-g128", "int8", "int4-g128-zeros", "int8-zeros"],
+)
+
+
+@FEW_BITS
+def test_few_rows_of_quantised_weights_are_the_layers(kind: Any, groups: int, zeros: bool):
     cfg = dataclasses.replace(CONFIG, intermediate_size=512, **(QWEN if groups == 1 else {}))
     plain, prepared = (
-        quantised(model(cfg), kind, groups),
-        few_rows.prepare(quantised(model(cfg), kind, groups), "reference"),
+        quantised(model(cfg), kind, groups, zeros),
+        few_rows.prepare(quantised(model(cfg), kind, groups, zeros), "reference"),
     )
     assert few_rows.refusal(plain) is None
     assert isinstance(plain.layers[0].mlp.down.kernel[...], Quantised)
-    assert isinstance(prepared.layers[0].mlp.down.kernel[...], Packed)
+    down = prepared.layers[0].mlp.down.kernel[...]
+    assert isinstance(down, Packed) and down.zeros == zeros
     assert isinstance(prepared.lm_head.kernel[...], Packed) and few_rows.output_refusal(plain) is None
     for n in (5, few_rows.MOST_ROWS + 1):
         tokens = jax.random.randint(jax.random.key(n), (1, n), 0, CONFIG.vocab_size)
@@ -219,12 +227,12 @@ def test_columns_that_two_devices_share_are_not_cut_out(monkeypatch: pytest.Monk
         np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize(("kind", "groups"), [(jnp.int4, 4), (jnp.int8, 1)], ids=["int4-g128", "int8"])
-def test_quantised_weights_that_two_devices_share_are_packed(kind: Any, groups: int):
+@FEW_BITS
+def test_quantised_weights_that_two_devices_share_are_packed(kind: Any, groups: int, zeros: bool):
     """Few rows and many; the parts lie where their devices read them, and a budget counts what they add."""
     cfg = dataclasses.replace(CONFIG, hidden_size=512, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=128)
     cfg = dataclasses.replace(cfg, **(QWEN if groups == 1 else {}))
-    plain, mesh = quantised(model(cfg), kind, groups), tensor_mesh(2)
+    plain, mesh = quantised(model(cfg), kind, groups, zeros), tensor_mesh(2)
     shared = tensor_parallel(plain, 2)
     split = few_rows.prepare(shared, "reference")
     placed = parameter_shardings(mesh, nnx.state(split))
@@ -233,7 +241,7 @@ def test_quantised_weights_that_two_devices_share_are_packed(kind: Any, groups: 
     assert isinstance(down, Packed) and isinstance(qkv, Packed)
     places = [NamedSharding(mesh, spec) for spec in (PartitionSpec(None, TENSOR_AXIS), PartitionSpec(TENSOR_AXIS))]
     assert [down.values.sharding, qkv.values.sharding] == places
-    alone = few_rows.prepare(quantised(model(cfg), kind, groups), "reference")
+    alone = few_rows.prepare(quantised(model(cfg), kind, groups, zeros), "reference")
     for n in (1, 3, few_rows.MOST_ROWS + 8):
         tokens = jax.random.randint(jax.random.key(1), (1, n), 0, CONFIG.vocab_size)
         want = forward(alone, tokens)
@@ -276,12 +284,16 @@ def test_quantised_output_layers_among_devices(monkeypatch: pytest.MonkeyPatch):
     assert "output layer is not whole" in (few_rows.output_refusal(plain) or "")
 
 
-def quantised(module: Transformer, kind: Any, groups: int) -> Transformer:
-    """The same model with the weights of its layers and of its output layer rounded."""
+def quantised(module: Transformer, kind: Any, groups: int, zeros: bool = False) -> Transformer:
+    """The same model with the weights of its layers and of its output layer rounded, or with zero points."""
     layers = [(x.attn.qkv, x.attn.out, x.mlp.gate_up, x.mlp.down) for x in module.layers]
     assert module.lm_head is not None
     for linear in [*(linear for layer in layers for linear in layer), module.lm_head]:
-        linear.kernel.set_value(Quantised(*rounded(linear.kernel[...], kind, groups > 1)))
+        few = Quantised(*rounded(linear.kernel[...], kind, groups > 1))
+        if zeros:
+            zero = jax.random.randint(jax.random.key(few.shape[1]), few.scale.shape, -3, 4, jnp.int8)
+            few = dataclasses.replace(few, zero=zero, scale=few.scale.astype(jnp.bfloat16))
+        linear.kernel.set_value(few)
     return module
 
 
@@ -296,7 +308,8 @@ def rounded(kernel: jax.Array, kind: Any, grouped: bool) -> tuple[jax.Array, jax
 
 def test_quantised_weights_that_no_kernel_reads():
     for change, said in (
-        ({"zero": jnp.ones((1, 512), jnp.int8)}, "zero points"), ({"int8_activations": True}, "activations"),
+        ({"zero": jnp.ones((1, 512), jnp.int16)}, "zero points must be int8, got int16"),
+        ({"int8_activations": True}, "activations"), ({"order": jnp.arange(256)}, "order of inputs"),
     ):  # fmt: skip
         other = quantised(model(dataclasses.replace(CONFIG, intermediate_size=512)), jnp.int8, 1)
         down = other.layers[1].attn.out.kernel

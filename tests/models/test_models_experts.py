@@ -229,14 +229,17 @@ def few_bits(form: str, shape: tuple[int, int, int], seed: int) -> Any:
     if form == "mxfp4":
         codes = rng.integers(0, 256, (count, d_in // 2, d_out), np.uint8)
         return Mxfp4(jnp.asarray(codes), jnp.asarray(rng.integers(121, 125, (count, d_in // 32, d_out), np.uint8)))
-    groups = {"int8": 1, "fp8": d_in // 16, "int4": d_in // 8}[form]
+    groups = {"int8": 1, "int8-zeros": 1, "fp8": d_in // 16, "int4": d_in // 8}[form]
     scale = jnp.asarray(rng.uniform(0.5, 1.5, (count, groups, d_out)).astype(np.float32) / d_in)
     if form == "fp8":
         return Quantised(jnp.asarray(rng.normal(0, 4, shape).astype(ml_dtypes.float8_e4m3fn)), scale)
     values = jnp.asarray(rng.integers(-8, 8, shape).astype(np.int8))
     if form == "int8":
         return Quantised(values, scale)
-    return Quantised(values.astype(jnp.int4), scale, jnp.asarray(rng.integers(-3, 4, scale.shape).astype(np.int8)))
+    zero = jnp.asarray(rng.integers(-3, 4, scale.shape).astype(np.int8))
+    if form == "int8-zeros":
+        return Quantised(values, scale.astype(jnp.bfloat16), zero)
+    return Quantised(values.astype(jnp.int4), scale, zero)
 
 
 @pytest.mark.parametrize("piece", [16, 64])
@@ -262,7 +265,7 @@ def test_pairs_are_multiplied_by_experts_in_few_bits(piece: int, monkeypatch: py
         np.testing.assert_allclose(np.asarray(found_PF), expected_PF, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["int4", "mxfp4"])
+@pytest.mark.parametrize("form", ["int4", "int8-zeros", "mxfp4"])
 def test_experts_in_few_bits_are_gathered_or_expanded_some_at_a_time(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,7 +286,9 @@ def test_experts_in_few_bits_are_gathered_or_expanded_some_at_a_time(
             patched.setattr(experts.MixtureOfExperts, "way", lambda _, pairs, way=way: way)
             found.append(np.asarray(jax.jit(mixture)(x_1ME)))
     if form == "int4":
-        assert "zero points" in (made.packing_refusal() or "")
+        assert "one for every 128" in (made.packing_refusal() or "")  # groups of 8
+        old = dataclasses.replace(made.down[...], zero=made.down[...].zero.astype(jnp.int16))
+        assert stacked.packing_refusal(old, 1, 1) == "zero points must be int8, got int16"
     else:
         assert made.packing_refusal() is None and "float32, not of few bits" in (whole.packing_refusal() or "")
         made.pack()
@@ -300,7 +305,9 @@ def test_experts_in_few_bits_are_gathered_or_expanded_some_at_a_time(
 
 
 @pytest.mark.parametrize(("form", "way"), [
-    (form, way) for form in ("int8", "int4", "mxfp4") for way in ("blocks", "pairs", "all", "packed", "many")
+    (form, way)
+    for form in ("int8", "int8-zeros", "int4", "mxfp4")
+    for way in ("blocks", "pairs", "all", "packed", "many")
     if (form, way) != ("int4", "many")  # not packed, as the case of few rows says
 ])  # fmt: skip
 def test_two_devices_share_experts_in_few_bits(form: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +321,6 @@ def test_two_devices_share_experts_in_few_bits(form: str, way: str, monkeypatch:
     made = experts.MixtureOfExperts(cfg, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(params=1))
     for name in ("gate_up", "down"):
         few = few_bits(form, getattr(made, name)[...].shape, 7)
-        few = dataclasses.replace(few, zero=None) if form == "int4" and way == "packed" else few
         getattr(made, name).set_value(few)
     monkeypatch.setattr(experts.MixtureOfExperts, "way", lambda _, pairs: "all" if way == "packed" else way)
     x_1ME, mesh = jax.random.normal(jax.random.key(9), (1, 7, 128)), tensor_mesh(2)

@@ -201,7 +201,7 @@ def _measure(args: argparse.Namespace, shape: Shape, formats: Sequence[str]) -> 
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
     found = all_compiled(["layers", *last])
     rows = []
-    print("rows  format      layer, us   floor  kernels")
+    print("rows  format           layer, us   floor  kernels")
     for m in args.rows:
         stacks = {name: f for (name, rows, part), f in found.items() if (rows, part) == (m, "layers")}
         for name in [name for name, f in stacks.items() if isinstance(f, Exception)]:
@@ -225,7 +225,7 @@ def _measure(args: argparse.Namespace, shape: Shape, formats: Sequence[str]) -> 
             }  # fmt: skip
             rows.append(row)
             line = "  ".join(f"{kind[12:32]} {t:.1f}" for kind, t in list(kernels.items())[:8])
-            print(f"{m:4d}  {name:10s}  {row['us']:9.1f}  {report.cell(row['floor_us'], '6.1f')}  {line}", flush=True)
+            print(f"{m:4d}  {name:15s}  {row['us']:9.1f}  {report.cell(row['floor_us'], '6.1f')}  {line}", flush=True)
         if last:
             rows.append(_output_layer(m, found["bf16", m, "logits"], weights["bf16"][0] | last, inputs(shape, m)))
     report.write(args, "few_rows", rows)
@@ -249,7 +249,7 @@ def _check(shape: Shape, name: str, part: str, counts: Sequence[int], w: dict[st
         want = jax.jit(lambda w, rows: run(shape, part, w, rows, False))(w, inputs(shape, m))
         alone = got if m == 1 else alone
         same = "" if alone is None or m == 1 else f", first row as alone: {first_rows_equal(alone, got, m)}"
-        print(f"{name:10s} {part:6s} {m:2d} rows: off by {error(got, want, m):.1e}{same}", flush=True)
+        print(f"{name:15s} {part:6s} {m:2d} rows: off by {error(got, want, m):.1e}{same}", flush=True)
 
 
 def _output_layer(m: int, call: Any, w: dict[str, Any], x: dict[str, Any]) -> dict[str, Any]:

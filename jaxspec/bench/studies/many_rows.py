@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxspec.bench.studies import report
 from jaxspec.bench.studies.few_rows import SHAPES, weight
-from jaxspec.bench.studies.weights import FORMATS, ZEROS, quantised_kernel
+from jaxspec.bench.studies.weights import FORMATS, quantised_kernel
 from jaxspec.models import quantised
 from pallas_kernels.profile import record
 from pallas_kernels.small_batch import gpu, gpu_packed_many, packed
@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = report.parser("many_rows", __doc__)
     add = parser.add_argument
-    formats = [*sorted(FORMATS), ZEROS]
-    add("--formats", nargs="+", choices=formats, default=formats[:-1], help="of the weights, after bf16")
+    formats = sorted(FORMATS)
+    add("--formats", nargs="+", choices=formats, default=formats, help="of the weights, after bf16")
     add("--rows", type=int, nargs="+", default=[48, 64, 128, 256, 512, 1024], help="tokens given to a layer at once")
     add("--xla", type=int, default=256, metavar="ROWS", help="XLA's product of packed weights up to so many rows")
     add("--layers", type=int, default=3, help="whose weights are read in turns, so that no cache has them")
@@ -86,7 +86,7 @@ def _measure(args: argparse.Namespace, kernel: bool) -> int:
                     found.append(row | ({"error": error(x, weights[0])} if way == "kernel" else {}))
         for way in dict.fromkeys(way for way, _ in layer):
             line = "  ".join(f"{m}: {us:.1f}" for (w, m), us in layer.items() if w == way)
-            print(f"{name:10s} {way:7s} {line}", flush=True)
+            print(f"{name:15s} {way:7s} {line}", flush=True)
     if kernel:
         worst = max((row["error"] for row in found if "error" in row), default=0.0)
         print(f"the kernel's largest difference from float32, over the largest value: {worst:.1e}")
