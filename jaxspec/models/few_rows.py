@@ -327,8 +327,10 @@ def _unserved(linear: Linear, shards: int) -> str | None:
     if isinstance(kernel, Packed):
         return None
     if isinstance(kernel, Quantised):
-        if kernel.values.ndim != 2 or kernel.order is not None:
-            return "its quantised weights have an order of inputs or column blocks"
+        if kernel.values.ndim != 2:
+            return "its quantised weights lie in column blocks"
+        if kernel.order is not None and axis == 0 and shards > 1:
+            return f"{shards} devices share inputs that its quantised weights have in another order"
         if kernel.int8_activations:
             return "its activations are quantised"
         if kernel.zero is not None and (why := packed.zero_refusal(kernel.values.dtype, kernel.zero.dtype)):
@@ -375,6 +377,9 @@ def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) ->
     """
     if refusal(model) is not None:
         return model
+    for layer in model.layers:
+        if isinstance(layer.mlp, MLP):
+            _give_in_order(layer.mlp)
     for linear in _maps(model):
         if isinstance(linear.kernel[...], Quantised):
             linear.kernel.set_value(laid_anew(linear.kernel, _packed))
@@ -384,6 +389,25 @@ def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) ->
         copy.lm_head.kernel = nnx.Param(laid_anew(copy.lm_head.kernel, _packed))
     copy.few_rows = FewRows(implementation, output=output)
     return copy
+
+
+def _give_in_order(mlp: MLP) -> None:
+    """Has gate and up give features in the order in which down reads them, so that nothing gathers these."""
+    gate_up, down = mlp.gate_up.kernel[...], mlp.down.kernel[...]
+    if isinstance(gate_up, Quantised) and isinstance(down, Quantised) and down.order is not None:
+        mlp.gate_up.kernel.set_value(_halves_in_order(gate_up, down.order))
+        mlp.down.kernel.set_value(dataclasses.replace(down, order=None))
+
+
+@jax.jit
+def _halves_in_order(gate_up: Quantised, order: jax.Array) -> Quantised:
+    both = jnp.concatenate([order, order + len(order)])
+
+    def change(x: jax.Array) -> jax.Array:
+        whole = x.astype(jnp.int8) if x.dtype == jnp.int4 else x  # gathered as whole bytes
+        return jnp.take(whole, both, axis=-1, mode="clip").astype(x.dtype)
+
+    return gate_up.along_outputs(change)
 
 
 def pack_maps(module: Any, shards: int = 1) -> Any:
@@ -427,7 +451,7 @@ def _other_maps(module: Any, shards: int) -> Iterator[Linear]:
 
 
 def _packed(few: Quantised) -> Packed:
-    return packed.pack(few.values, few.scale, few.zero)
+    return packed.pack(few.values, few.scale, few.zero, few.order)
 
 
 def added_bytes(model: Any, shards: int = 1) -> int:

@@ -37,19 +37,23 @@ from pallas_kernels.small_batch.packed import FLOAT4
 QUANTISED = {"int8": (jnp.int8, None), "fp8-block128": (jnp.float8_e4m3fn, 128), "int4-g128": (jnp.int4, 128)}
 
 
-def _quantised(model: Any, kind: Any, group: int | None, *, output: bool = False, zeros: bool = False) -> Any:
+def _quantised(
+    model: Any, kind: Any, group: int | None, *, output: bool = False, zeros: bool = False, order: bool = False
+) -> Any:
     """The model with kernels of a format in its layers, as `checkpointing.quantised` makes them.
 
     Args:
       output: in its output layer, too.
       zeros: with zero points.
+      order: with inputs in another order.
     """
     for path, node in nnx.iter_graph(model):
         if isinstance(node, Linear) and (output or "lm_head" not in path):
             d_in, d_out = node.kernel[...].shape
             scale = jnp.zeros((1 if group is None else d_in // group, d_out), jnp.float32)
             zero = jnp.zeros(scale.shape, jnp.int8) if zeros else None
-            node.kernel = nnx.Param(Quantised(jnp.zeros((d_in, d_out), kind), scale, zero))
+            own = jnp.zeros((d_in,), jnp.int32) if order else None
+            node.kernel = nnx.Param(Quantised(jnp.zeros((d_in, d_out), kind), scale, zero, own))
     return model
 
 
@@ -59,8 +63,8 @@ def quantised_round(target: Target) -> Iterator[Program]:
     No kernel may be expanded in memory: a round gets less for its intermediate values than the smallest of a layer's
     four would take in bfloat16, besides the sums of groups before they are added up. TPUs may fetch the largest kernel
     into VMEM as it is, while they still compute something else. On Hopper also with packed kernels at 64 rows, which
-    need no such sums, and with zero points at 1 and 64. And a chain of 3 of an EAGLE-3 head in int8 for a target in
-    bfloat16, its output layer included.
+    need no such sums, and with zero points at 1 and 64, at 1 in activation order, too. And a chain of 3 of an EAGLE-3
+    head in int8 for a target in bfloat16, its output layer included.
     """
     cfg = dataclasses.replace(LLAMA_8B, num_layers=2)
     mesh = target.mesh(1, TENSOR_AXIS)
@@ -90,12 +94,15 @@ def quantised_round(target: Target) -> Iterator[Program]:
             )
         if name == "int8":
             yield _quantised_head(target, cfg, geo, own=own)
-        for bucket in (1, 4 * BUCKET) if own and kind is jnp.int4 else ():
-            zeros = lambda model: few_rows.prepare(_quantised(model, jnp.int4, 128, zeros=True))
+        asymmetric = ((1, False), (1, True), (4 * BUCKET, False)) if own and kind is jnp.int4 else ()
+        for bucket, order in asymmetric:
+            zeros = lambda model, order=order: few_rows.prepare(
+                _quantised(model, jnp.int4, 128, zeros=True, order=order)
+            )
             described = abstract_round(cfg, geo, mesh, bucket, dtype=DTYPE, change=zeros)
             yield Program(
                 op="quantised_round",
-                name=f"8b-{name}-zeros-b{bucket}-packed",
+                name=f"8b-{name}-zeros{'-order' if order else ''}-b{bucket}-packed",
                 lower=functools.partial(described.lower, PLAIN, platforms=(target.platform,)),
                 max_temp_bytes=one + 4 * bucket * cfg.vocab_size,
                 limit="a layer's smallest kernel in bfloat16, and logits",

@@ -375,7 +375,7 @@ def _run(
         kind=kind, dtype=weight.kind, shape=(m, k), columns=weight.shape[1], groups=weight.groups,
         interpret=interpret is not None, **extra,
     )  # fmt: skip
-    values = kernel.viewed(weight.values)
+    values, x = kernel.viewed(weight.values), weight.rows(x)
     x = x.reshape(-1, BLOCK) if kernel.alone else x
     return mosaic.launch(kernel, tuple(outs), x, values, weight.scale, *beside, interpret=interpret)
 

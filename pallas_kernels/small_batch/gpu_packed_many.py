@@ -203,7 +203,7 @@ def product(x_MK: jax.Array, weight: Packed, dtype: DTypeLike, *, interpret: Any
         raise ValueError(why)
     m, (k, n) = x_MK.shape[0], weight.shape
     rows = round_up(-(-m // -(-m // _MOST_ROWS)), 8)
-    x = jnp.pad(x_MK, ((0, -m % rows), (0, 0)))
+    x = jnp.pad(weight.rows(x_MK), ((0, -m % rows), (0, 0)))
     shares = _shares(x.shape[0] // rows, rows, k, n, unpack.row_bytes(weight.kind))
     out = jnp.dtype(dtype) if shares == 1 else jnp.dtype(F32)
     kernel = _Kernel(

@@ -36,7 +36,7 @@ _EIGHT = (8, 2, 4, 2), (2, 0, 3, 1)
 _FOUR = (4, 2, 2, 4, 2), (3, 0, 4, 1, 2)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["zeros"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale", "order"], meta_fields=["zeros"])
 @dataclasses.dataclass(frozen=True)
 class Packed:
     """A kernel [in, out], w = values * scale, or (values - zero) * scale.
@@ -47,11 +47,14 @@ class Packed:
         exponents, each of 32 inputs of a BLOCK, the first in the low byte. With zero points int32, of every BLOCK: a
         zero in the low byte, and above it a float32 less its last 8 bits, so scales of 16 bits are exact and others
         rounded, by 2 ** -16 of them at most.
+      order: [in] int32: the input that each of `values`' (before they were reordered) is for, where that is another.
+        Kernels do not read it: their rows are gathered by it before.
       zeros: whether there are zero points.
     """
 
     values: jax.Array
     scale: jax.Array
+    order: jax.Array | None = None
     zeros: bool = False
 
     @property
@@ -69,6 +72,10 @@ class Packed:
         if self.zeros:
             return self.values.dtype.name + ZEROS
         return FLOAT4 if self.scale.dtype == jnp.int32 else self.values.dtype.name
+
+    def rows(self, x_MK: jax.Array) -> jax.Array:
+        """Rows with their inputs in the order of `values`."""
+        return x_MK if self.order is None else jnp.take(x_MK, self.order, axis=1, mode="clip")
 
     def __getitem__(self, key: object) -> Packed:
         """Whole, as variables of modules ask."""
@@ -114,10 +121,13 @@ def zero_refusal(dtype: jnp.dtype, zero_dtype: jnp.dtype) -> str | None:
     return None if zero_dtype == jnp.int8 else f"zero points must be int8, got {zero_dtype}"
 
 
-def pack(values_KN: jax.Array, scale_GN: jax.Array, zero_GN: jax.Array | None = None) -> Packed:
+def pack(
+    values_KN: jax.Array, scale_GN: jax.Array, zero_GN: jax.Array | None = None, order_K: jax.Array | None = None
+) -> Packed:
     """From values [in, out] in their own order; `refusal` and `zero_refusal` say for which.
 
     Args:
+      order_K: see Packed.
       zero_GN: int8, of int4 from -8 to 119, whose checkpoints have -8 to 8. With one scale for all inputs they are
         repeated for every BLOCK: kernels subtract a block's.
     """
@@ -125,13 +135,13 @@ def pack(values_KN: jax.Array, scale_GN: jax.Array, zero_GN: jax.Array | None = 
     wide = values_KN.astype(jnp.int8) if kind == jnp.int4 else values_KN  # transposed as whole bytes
     values = reordered(wide.T, kind).astype(kind)
     if zero_GN is None:
-        return Packed(values, scale)
+        return Packed(values, scale, order_K)
     bits_GN = jax.lax.bitcast_convert_type(scale, jnp.int32)
     even_GN = (bits_GN >> 8) & 1
     words_GN = ((bits_GN + 127 + even_GN) & SCALE) | (zero_GN.astype(jnp.int32) & 255)
     if words_GN.shape[0] == 1:
         words_GN = jnp.repeat(words_GN, values_KN.shape[0] // BLOCK, axis=0)
-    return Packed(values, words_GN, zeros=True)
+    return Packed(values, words_GN, order_K, zeros=True)
 
 
 def pack_float4(codes_KN: jax.Array, scale_GN: jax.Array) -> Packed:
@@ -180,7 +190,8 @@ def dequantised(weight: Packed) -> jax.Array:
     grouped = values.reshape(weight.groups, k // weight.groups, n)
     if weight.zeros:
         grouped = grouped - word_zeros(weight.scale)[:, None]
-    return (grouped * _scales(weight)[:, None]).reshape(k, n)
+    kernel = (grouped * _scales(weight)[:, None]).reshape(k, n)
+    return kernel if weight.order is None else jnp.zeros_like(kernel).at[weight.order].set(kernel)
 
 
 def _scales(weight: Packed) -> jax.Array:
@@ -200,7 +211,7 @@ def product(x_MK: jax.Array, weight: Packed, *, cut: bool = True) -> jax.Array:
     (m, k), (n, groups), scale = x_MK.shape, (weight.shape[1], weight.groups), _scales(weight)
     zero = word_zeros(weight.scale) if weight.zeros else None
     # Values of up to 8 bits are exact in bfloat16; converted right before the product, compilers fuse that.
-    x, values = reordered(x_MK, weight.values.dtype), weight.values.astype(x_MK.dtype)
+    x, values = reordered(weight.rows(x_MK), weight.values.dtype), weight.values.astype(x_MK.dtype)
     dot = lambda values: jax.lax.dot_general(x, values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     if groups == 1 and zero is None:
         return dot(values) * scale

@@ -102,6 +102,20 @@ def test_packed_weights_are_the_same_weights(name: str, monkeypatch: pytest.Monk
         np.testing.assert_allclose(packed.product(x, weight), want, rtol=1e-5, atol=1e-5 * float(jnp.abs(want).max()))
 
 
+@pytest.mark.parametrize("name", ["int8", "int4-g128-zeros"])
+def test_inputs_in_another_order_are_gathered(name: str, monkeypatch: pytest.MonkeyPatch):
+    values, scale, *zeros = kernel(name, 256, 64)
+    order = jax.random.permutation(jax.random.key(5), 256)
+    weight = packed.pack(values, scale, *(zeros or [None]), order)
+    want = np.zeros((256, 64), np.float32)
+    want[np.asarray(order)] = packed.dequantised(packed.pack(values, scale, *zeros))
+    np.testing.assert_array_equal(packed.dequantised(weight), want)
+    for rows, expanded in ((3, 1 << 20), (140, 1 << 20), (140, 4 * 256 * 64 // 4)):
+        monkeypatch.setattr(sizes, "EXPANDED", expanded)
+        x = jax.random.normal(jax.random.key(9), (rows, 256))
+        np.testing.assert_allclose(packed.product(x, weight), x @ want, rtol=1e-5, atol=1e-4)
+
+
 def test_scales_beside_zero_points_are_rounded_to_the_nearest():
     """They have 16 bits of significand; with zero points on either side of 0."""
     values, scale = jnp.ones((256, 64), jnp.int8), jnp.linspace(1, 2, 128).reshape(2, 64)
@@ -298,6 +312,25 @@ def test_other_kernels_of_packed_weights_agree_with_xla():
         both = packed.pack(*kernel("int4-g128", 512, 2 * gates))
         close(gpu.swiglu(wide, both, EPS, interpret=params), reference.swiglu(wide, both, EPS), 1)
     close(gpu_packed.logits(wide.h_ME, weight, interpret=params), reference.logits(wide.h_ME, weight), 1)
+
+
+@interpreted
+@pytest.mark.parametrize("m", [1, 3])
+def test_kernels_of_packed_weights_read_their_own_order(m: int):
+    """The norm before a product has no order, nor has what is added behind it."""
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    values, scale, zero = kernel("int4-g128-zeros", 512, 512)
+    weight = packed.pack(values, scale, zero, jax.random.permutation(jax.random.key(5), 512))
+    wide, gain = reference.begin(normal(0, m, 512), normal(1, 512)), normal(1, 512)
+    w = packed.dequantised(weight)
+    scaled = wide.scaled_ME.astype(jnp.float32) * jax.lax.rsqrt(wide.squares_TR.sum(0)[:m, None] / 512 + EPS)
+    close(gpu.project(wide, weight, EPS, interpret=params), (scaled @ w).astype(jnp.bfloat16), m)
+    x = normal(4, m, 512)
+    y = (x.astype(jnp.float32) @ w).astype(jnp.bfloat16).astype(jnp.float32)
+    want = reference.begin((wide.h_ME.astype(jnp.float32) + y).astype(jnp.bfloat16), gain)
+    close(gpu.add(x, weight, wide.h_ME, gain, interpret=params), want, m)
+    many = gpu_packed_many.product(x, weight, jnp.float32, interpret=params)
+    close(many, x.astype(jnp.float32) @ w, m)
 
 
 @interpreted

@@ -70,13 +70,15 @@ FORMATS = (
 NAMES = "int8", "float8_e4m3fn", "int4", "int8-zeros", "int4-zeros"
 
 
-def few(dtype: Any, grouped: bool, zeros: bool, seed: int, k: int, n: int) -> packed.Packed:
+def few(dtype: Any, grouped: bool, zeros: bool, seed: int, k: int, n: int, *, order: bool = False) -> packed.Packed:
     """Zero points of either sign, up to a deviation and a half, differ from column to column."""
     values = jax.random.normal(jax.random.key(seed), (k, n)) * (2 if dtype == jnp.int4 else 40)
     if jnp.issubdtype(dtype, jnp.integer):
         values = jnp.clip(jnp.round(values), jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
     scale = jax.random.uniform(jax.random.key(seed), (k // 128 if grouped else 1, n), jnp.float32, 0.5, 1.5)
-    return packed.pack(values.astype(dtype), scale * 0.03 / jnp.std(values), zero_points(zeros, dtype, seed, scale))
+    own = jax.random.permutation(jax.random.key(seed), k) if order else None
+    zero = zero_points(zeros, dtype, seed, scale)
+    return packed.pack(values.astype(dtype), scale * 0.03 / jnp.std(values), zero, own)
 
 
 def zero_points(zeros: bool, dtype: Any, seed: int, scale: jax.Array) -> jax.Array | None:
@@ -98,6 +100,16 @@ def few_bits(m: int, of: Any) -> Any:
         last = of.add(hidden, kernel(F, E), stream.h_ME, normal(1, E))
         found += [stream, hidden, last, of.logits(last.h_ME, kernel(E, F))]
     return found
+
+
+def in_order(m: int, of: Any) -> Any:
+    """A layer's four in 4 bits with zero points, their inputs in another order each."""
+    own, kernel = rows(m), functools.partial(few, jnp.int4, True, True, 20, order=True)
+    heads = of.heads(own["stream"], kernel(E, C * sum(COUNTS)), own["rope"], COUNTS, EPS)
+    stream = of.add(own["attended"], kernel(C * COUNTS[0], E), own["stream"].h_ME, normal(1, E))
+    hidden = of.swiglu(stream, kernel(E, 2 * F), EPS)
+    last = of.add(hidden, kernel(F, E), stream.h_ME, normal(1, E))
+    return heads, stream, hidden, last
 
 
 def mixture(m: int, of: Any) -> Any:
@@ -138,8 +150,8 @@ def by_rows(found: Any, m: int) -> list[np.ndarray]:
 @pytest.mark.parametrize(
     ("run", "of", "want", "most"),
     [
-        (layer, gpu, reference, 32), (few_bits, gpu, reference, 32), (mixture, gpu_experts, experts, 32),
-        (packed_mixture, gpu_packed_experts, packed_experts, 32),
+        (layer, gpu, reference, 32), (few_bits, gpu, reference, 32), (in_order, gpu, reference, 32),
+        (mixture, gpu_experts, experts, 32), (packed_mixture, gpu_packed_experts, packed_experts, 32),
     ],
 )  # fmt: skip
 def test_rows_are_xlas_and_have_the_same_bits_among_others(run: Any, of: Any, want: Any, most: int):
@@ -155,7 +167,7 @@ def test_rows_are_xlas_and_have_the_same_bits_among_others(run: Any, of: Any, wa
 def test_many_rows_of_few_bits_agree_with_float32(form: tuple[Any, bool, bool], m: int):
     """Programs that share inputs, and several tiles of rows."""
     for k, n in ((E, F), (F, E), (F, 64 * 3)):
-        weight, x = few(*form, 7, k, n), normal(3, m, k)
+        weight, x = few(*form, 7, k, n, order=m == 130), normal(3, m, k)
         want = np.asarray(x.astype(jnp.float32) @ packed.dequantised(weight))
         for out in (jnp.bfloat16, jnp.float32):
             got = jax.jit(gpu_packed_many.multiply, static_argnums=2)(x, weight, out)

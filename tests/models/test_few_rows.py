@@ -156,6 +156,53 @@ def test_few_rows_of_quantised_weights_are_the_layers(kind: Any, groups: int, ze
         np.testing.assert_allclose(prepared.logits(hidden), plain.logits(hidden), atol=1e-4)
 
 
+def in_order(module: Transformer) -> Transformer:
+    """The same quantised model with the inputs of each map in another order."""
+    maps = list(few_rows._maps(module))
+    assert module.lm_head is not None
+    for i, linear in enumerate([*maps, module.lm_head]):
+        few: Any = linear.kernel[...]
+        order = jax.random.permutation(jax.random.key(i), few.shape[0])
+        linear.kernel.set_value(dataclasses.replace(few, order=order))
+    return module
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_few_rows_of_weights_in_activation_order_are_the_layers(zeros: bool):
+    cfg = dataclasses.replace(CONFIG, hidden_size=512, intermediate_size=512)
+    plain, other = (in_order(quantised(model(cfg), jnp.int4, 4, zeros)) for _ in range(2))
+    prepared = few_rows.prepare(other, "reference")
+    assert few_rows.refusal(plain) is None and few_rows.output_refusal(plain) is None
+    maps = [linear.kernel[...] for linear in (*few_rows._maps(prepared), prepared.lm_head)]
+    assert all(isinstance(kernel, Packed) for kernel in maps)
+    # Gate and up give what down reads in its order.
+    assert [kernel.order is None for kernel in maps] == [False, False, False, True] * cfg.num_layers + [False]
+    for n in (1, 5, few_rows.MOST_ROWS + 1):
+        tokens = jax.random.randint(jax.random.key(n), (1, n), 0, CONFIG.vocab_size)
+        for got, want in zip(forward(prepared, tokens), forward(plain, tokens), strict=True):
+            np.testing.assert_allclose(got, want, atol=2**-6 * np.abs(want).max())
+        hidden = jax.random.normal(jax.random.key(n), (1, n, 512)).astype(jnp.bfloat16)
+        np.testing.assert_allclose(prepared.logits(hidden), plain.logits(hidden), atol=1e-4)
+
+
+def test_devices_that_share_inputs_in_another_order_leave_them_to_xla():
+    """Those that they split by outputs are packed, each with the whole order."""
+    cfg = dataclasses.replace(CONFIG, hidden_size=512, intermediate_size=512, num_heads=4, num_kv_heads=2)
+    shared = tensor_parallel(in_order(quantised(model(cfg), jnp.int4, 4)), 2)
+    assert "2 devices share inputs that its quantised weights have in another order" in (few_rows.refusal(shared) or "")
+    packed = few_rows.pack_maps(shared, 2)
+    kinds = [type(linear.kernel[...]) for linear in few_rows._maps(packed)]
+    assert kinds == [Packed, Quantised, Packed, Quantised] * cfg.num_layers
+    mesh = tensor_mesh(2)
+    plain = in_order(quantised(model(cfg), jnp.int4, 4))
+    nnx.update(packed, jax.tree.map(jax.device_put, nnx.state(packed), parameter_shardings(mesh, nnx.state(packed))))
+    tokens = jax.random.randint(jax.random.key(1), (1, 5), 0, CONFIG.vocab_size)
+    want = forward(plain, tokens)
+    with jax.set_mesh(mesh):
+        for got, one in zip(forward(packed, tokens), want, strict=True):
+            np.testing.assert_allclose(got, one, atol=2**-6 * np.abs(one).max())
+
+
 @pytest.mark.parametrize("form", ["dense", "dense-int8", "mixture"])
 def test_pools_leave_room_on_each_device(form: str, monkeypatch: pytest.MonkeyPatch):
     """What a device has once weights are laid out is what was counted before."""
@@ -309,7 +356,7 @@ def rounded(kernel: jax.Array, kind: Any, grouped: bool) -> tuple[jax.Array, jax
 def test_quantised_weights_that_no_kernel_reads():
     for change, said in (
         ({"zero": jnp.ones((1, 512), jnp.int16)}, "zero points must be int8, got int16"),
-        ({"int8_activations": True}, "activations"), ({"order": jnp.arange(256)}, "order of inputs"),
+        ({"int8_activations": True}, "activations"),
     ):  # fmt: skip
         other = quantised(model(dataclasses.replace(CONFIG, intermediate_size=512)), jnp.int8, 1)
         down = other.layers[1].attn.out.kernel
