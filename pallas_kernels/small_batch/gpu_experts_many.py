@@ -267,7 +267,7 @@ class _Kernel:
             plgpu.barrier_wait(shared["full"].at[at])
             scales = shared["scale"].at[at, team] if self.by_blocks else None
             weights = unpack.expanded(shared["w"].at[at, team], self.dtype, self.interpret, scales)
-            sums = gpu_packed_many.multiplied(weights, shared["x"].at[at], self.interpret)
+            sums = unpack.multiplied(weights, shared["x"].at[at], self.interpret)
             if self.by_blocks and self.dtype != FLOAT4:
                 scale = unpack.row_scales(scales, s * 0, self.interpret, arrive=True)
                 sums = sums * mosaic.along_columns(scale, rows)

@@ -164,7 +164,7 @@ class _Kernel:
             plgpu.barrier_wait(shared["full"].at[slot])
             scales = None if self.groups == 1 else shared["scale"].at[slot, team]
             weights = unpack.expanded(shared["w"].at[slot, team], self.dtype, self.interpret, scales)
-            sums = multiplied(weights, shared["x"].at[slot], self.interpret)
+            sums = unpack.multiplied(weights, shared["x"].at[slot], self.interpret)
             if scales is not None:
                 scale = unpack.row_scales(scales, i * 0, self.interpret, arrive=True)
                 sums = sums * mosaic.along_columns(scale, self.rows)
@@ -174,18 +174,6 @@ class _Kernel:
             return total + sums
 
         return lax.fori_loop(0, self.steps, step, plgpu.layout_cast(jnp.zeros((_COLUMNS, self.rows), F32), SUMS))
-
-
-def multiplied(weights: jax.Array, x: Any, interpret: bool) -> jax.Array:
-    """Weights in registers [64, BLOCK] times rows in shared memory [rows, BLOCK]: sums float32 [64, rows]."""
-    if interpret:  # knows no operand in registers
-        return lax.dot_general(weights, x[...], (((1,), (1,)), ((), ())), preferred_element_type=F32)
-
-    def sums(acc: Any) -> jax.Array:
-        plgpu.wgmma(acc, weights, flipped(x))
-        return acc[...]
-
-    return pl.run_scoped(sums, plgpu.WGMMAAccumulatorRef((_COLUMNS, x.shape[0]), F32))
 
 
 def refusal(weight: Packed) -> str | None:

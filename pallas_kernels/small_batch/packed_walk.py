@@ -33,6 +33,8 @@ COLUMNS = 32
 _MAX_STAGES = 8
 #: Blocks of a step.
 _DEPTHS = 1, 2, 4
+#: Rows from which on wgmma multiplies.
+_WIDE = 16
 
 
 def half(vector: int) -> Any:
@@ -111,6 +113,14 @@ class Walk:
     def alone(self) -> bool:
         """Whether there is one row, which lies in shared memory whole."""
         return self.shape[0] == 1
+
+    @property
+    def wide(self) -> bool:
+        """Whether wgmma multiplies, which reads rows once for a warpgroup where mma reads them for each of its warps.
+
+        Both give the same bits on Hopper. Where warps have different inputs wgmma would multiply all of them twice.
+        """
+        return self.parts == 2 and self.rows >= _WIDE
 
     @property
     def unit(self) -> int:
@@ -246,13 +256,7 @@ class Walk:
         def step(turn: Any, total: jax.Array) -> jax.Array:
             slot = team * self.stages + lax.rem(turn, self.stages)
             plgpu.barrier_wait(shared["full"].at[slot])
-            begin = self.first(turn, turn_of) if self.alone or unpack.has_words(self.dtype) else None
-            x = shared["x"] if self.alone else shared["x"].at[slot]
-            found = unpack.products(
-                shared["w"].at[slot], x, self.dtype, self.depth, rows, begin, alone=self.alone, scales=scales,
-                interpret=self.interpret,
-            )  # fmt: skip
-            for block, sums in enumerate(found):
+            for block, sums in enumerate(self.products(turn, turn_of, slot, scales, shared)):
                 if not self.once and self.dtype != unpack.FLOAT4:
                     scale = unpack.row_scales(scales, self.first(turn, turn_of) + block, self.interpret)
                     scale = lax.broadcast_in_dim(scale, (unpack.ROWS, rows), (0,))
@@ -267,6 +271,25 @@ class Walk:
 
         start = plgpu.layout_cast(jnp.zeros((unpack.ROWS, rows), F32), SUMS)
         return lax.fori_loop(0, mine, step, start)
+
+    def products(self, turn: Any, turn_of: Any, slot: Any, scales: Any, shared: dict[str, Any]) -> list[jax.Array]:
+        """Of each block of a step that lies in a slot the sums, float32 [64, rows]."""
+        tile, first = shared["w"].at[slot], self.first(turn, turn_of)
+        if self.wide:
+            found = []
+            for block in range(self.depth):
+                weights = unpack.expanded(
+                    tile, self.dtype, self.interpret, scales, number=first + block, block=block, blocks=self.depth
+                )  # fmt: skip
+                x = shared["x"].at[slot, :, pl.ds(block * BLOCK, BLOCK)]
+                found.append(unpack.multiplied(weights, x, self.interpret))
+            return found
+        begin = first if self.alone or unpack.has_words(self.dtype) else None
+        x = shared["x"] if self.alone else shared["x"].at[slot]
+        return unpack.products(
+            tile, x, self.dtype, self.depth, self.rows, begin, alone=self.alone, scales=scales,
+            interpret=self.interpret,
+        )  # fmt: skip
 
     def join(self, team: Any, total: jax.Array, shared: dict[str, Any], finish: Callable[[], None]) -> None:
         """Leaves the sums of a tile's warpgroups in shared memory, for one of them to finish."""

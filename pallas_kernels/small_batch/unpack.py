@@ -1,4 +1,4 @@
-"""Products of a tile of packed weights in shared memory, expanded in registers, and of few rows there, on Hopper.
+"""Products of a tile of packed weights in shared memory, expanded in registers, and of rows there, on Hopper.
 
 mma multiplies 16 columns of weights, the rows of its first operand, by 8 rows of activations. A thread of it holds, of
 each 16 inputs, pairs (2q, 2q + 1) and (8 + 2q, 9 + 2q) of two columns eight apart; q is the thread's number among the
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -168,37 +169,61 @@ def _by_words(w: jax.Array, words: jax.Array, kind: str) -> jax.Array:
     return w - packed.word_zeros(words)[:, None]
 
 
-def expanded(tile: Any, kind: str, interpret: bool, scales: Any = None) -> jax.Array:
-    """Of a tile in shared memory [2, 32, BLOCK] the values, bfloat16 [64, BLOCK], as wgmma's first operand.
+def expanded(
+    tile: Any, kind: str, interpret: bool, scales: Any = None, *, number: Any = None, block: int = 0, blocks: int = 1
+) -> jax.Array:
+    """Of a tile in shared memory [2, 32, blocks * BLOCK] a block's values, bfloat16 [64, BLOCK], as wgmma's first
+    operand.
 
     Args:
       kind: of the values, see `Packed.kind`; float4's are 2 ** packed.EXPONENT too small.
-      scales: of kinds that have words, in shared memory: the block's [2, 1, 32]. Others are not scaled.
+      scales: of kinds that have words, in shared memory: [2, G, 32]. Others are not scaled.
+      number: of the block among these (default: the first). block: the same among the tile's.
     """
     words = scales if has_words(kind) else None
     if interpret:
-        values = packed.natural(tile[...], stored(kind))
+        values = packed.natural(tile[:, :, block * BLOCK : (block + 1) * BLOCK], stored(kind))
         values = packed.float4(values) if kind == FLOAT4 else values.astype(jnp.float32)
         values = values.reshape(ROWS, BLOCK)
-        return (values if words is None else _by_words(values, words[...].reshape(ROWS), kind)).astype(jnp.bfloat16)
+        if words is not None:
+            values = _by_words(values, words[:, 0 if number is None else number].reshape(ROWS), kind)
+        return values.astype(jnp.bfloat16)
     wanted = plgpu.ShapeDtypeStruct((ROWS, BLOCK), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
     args, given = [plgpu.RefType(transforms(stored(kind)))], [tile]
     if words is not None:
         args, given = [*args, plgpu.RefType()], [*given, words]
-    return plgpu.inline_mgpu(arg_types=tuple(args), return_type=wanted)(functools.partial(_expanded, kind=kind))(*given)
+        if number is not None:
+            args, given = [*args, plgpu.Layout.WG_SPLAT(())], [*given, number]
+    run = functools.partial(_expanded, kind=kind, block=block, blocks=blocks)
+    return plgpu.inline_mgpu(arg_types=tuple(args), return_type=wanted)(run)(*given)
 
 
-def _expanded(_: Any, tile: Any, scales: Any = None, *, kind: str) -> Any:
+def _expanded(
+    _: Any, tile: Any, scales: Any = None, number: Any = None, *, kind: str, block: int, blocks: int
+) -> Any:  # fmt: skip
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
     by = None
     if scales is not None:
-        by = _factors_or_zeros(scales, arith.constant(ir.IntegerType.get_signless(32), 0), kind)
-    words = _unpacked(tile, kind=kind, block=0, blocks=1, parts=2, by=by)
+        first = arith.constant(ir.IntegerType.get_signless(32), 0)
+        by = _factors_or_zeros(scales, first if number is None else number.registers.item(), kind)
+    words = _unpacked(tile, kind=kind, block=block, blocks=blocks, parts=2, by=by)
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((ROWS, BLOCK)), dtype=object)
     flat = registers.reshape(words.shape)
     for at in np.ndindex(words.shape):
         flat[at] = llvm.bitcast(pair, words[at])
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def multiplied(weights: jax.Array, x: Any, interpret: bool) -> jax.Array:
+    """Weights in registers [64, BLOCK] times rows in shared memory [rows, BLOCK]: sums float32 [64, rows]."""
+    if interpret:  # knows no operand in registers
+        return lax.dot_general(weights, x[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+    def sums(acc: Any) -> jax.Array:
+        plgpu.wgmma(acc, weights, x.transpose((1, 0)))
+        return acc[...]
+
+    return pl.run_scoped(sums, plgpu.WGMMAAccumulatorRef((ROWS, x.shape[0]), jnp.float32))
 
 
 def _products(
