@@ -102,6 +102,8 @@ class _Kernel(Walk):
     def beside(self, rows_dtype: Any) -> dict[str, Any]:
         """What is there besides the rings."""
         tiles, out = self.tiles, self.sums() | self.norm()
+        if not overlap.overlaps(self.interpret):
+            out["asked"] = plgpu.Barrier(num_barriers=1, num_arrivals=self.teams)
         if self.alone:
             out["x"] = plgpu.SMEM((self.shape[1] // BLOCK, BLOCK), rows_dtype)
             out["there"] = plgpu.Barrier(num_barriers=1, num_arrivals=1)
@@ -166,28 +168,25 @@ class _Kernel(Walk):
             copy_weights(turn, slot)
 
         norm, beside = (None, beside) if self.eps is None else (beside[0], beside[1:])
-        # Weights and their scales are asked for while the kernel before still runs. Where kernels do not overlap tables
-        # come first, and rows before their weights: copies come in the order in which they were asked for, and no step
-        # should wait until the whole ring is full.
+        # Weights and their scales are asked for while the kernel before still runs. Where kernels do not overlap all
+        # small arrays come first, and rows before their weights: copies come in the order in which they were asked for
+        # by whichever warpgroup, and no step should wait until the whole ring is full.
         if self.early:
             pl.when(turn_of == 0)(lambda: self.copy_scales(tile, own, scale_GN, shared))
             self.fill(team, mine, copy_weights, end=self.early)
         overlap.wait(self.interpret)
         overlap.begin(self.interpret)
-
-        @pl.when(team == 0)
-        def _() -> None:
-            if self.alone:
-                plgpu.copy_gmem_to_smem(x_MK, shared["x"], shared["there"].at[0])
-            if norm is not None:
-                self.copy_norm(norm, shared)
-
-        @pl.when(turn_of == 0)
-        def _() -> None:
-            if not self.early:
-                self.copy_scales(tile, own, scale_GN, shared)
-            self.copy_tables(tile, own, beside, rows, shared)
-
+        if not self.early:
+            pl.when(turn_of == 0)(lambda: self.copy_scales(tile, own, scale_GN, shared))
+        pl.when(turn_of == 1 % self.split)(lambda: self.copy_tables(tile, own, beside, rows, shared))
+        if norm is not None:
+            pl.when(team == 2 % self.teams)(lambda: self.copy_norm(norm, shared))
+        if self.alone:
+            there = shared["there"].at[0]
+            pl.when(team == 3 % self.teams)(lambda: plgpu.copy_gmem_to_smem(x_MK, shared["x"], there))
+        if "asked" in shared:
+            plgpu.barrier_arrive(shared["asked"].at[0])
+            plgpu.barrier_wait(shared["asked"].at[0])
         if not self.alone:
             self.fill(team, mine, copy_rows, end=self.early)
         self.fill(team, mine, copy, begin=self.early)
