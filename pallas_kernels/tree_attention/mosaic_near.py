@@ -31,10 +31,10 @@ from pallas_kernels.tree_attention.mosaic_plan import BLOCK, FEW, GROUP
 from pallas_kernels.tree_attention.mosaic_rows import div, params, rem
 
 #: Programs of a cluster by requests times KV heads up to which all clusters run at once on 132 multiprocessors.
-MEMBERS = {8: 8, 16: 4, 64: 2}
+MEMBERS = {8: 8, 30: 4, 64: 2}
 #: Blocks of a warpgroup beyond which requests of unequal lengths may wait for the longest (one alone waits for none),
-#: and beyond which clusters that fill less than a third of the device would read more slowly than all of it.
-MOST_BLOCKS, FEW_BLOCKS = 16, 2
+#: and clusters that fill less than a third of the device read more slowly than all of it would.
+MOST_BLOCKS = 9
 #: Entries of a page table that are read at a time.
 _READ = 4
 #: A piece's blocks as powers of two.
@@ -54,9 +54,8 @@ def members(kernel: Few, capacity: int) -> int:
         return 0
     near = Near.of(kernel, count)
     blocks = _seen(kernel, capacity)
-    most = near.most if kernel.batch == 1 else min(near.most, MOST_BLOCKS * near.workers)
-    if 3 * units * count < kernel.programs:
-        most = min(most, FEW_BLOCKS * near.workers)
+    bounded = kernel.batch > 1 or 3 * units * count < kernel.programs
+    most = min(near.most, MOST_BLOCKS * near.workers) if bounded else near.most
     return count if blocks <= most else 0
 
 

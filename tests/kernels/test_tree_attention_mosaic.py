@@ -110,12 +110,14 @@ SHAPE = 1, 2, 2, 4, 1, 64, 64, 64, True, None, 0.1
         ({}, 60_000, 8),
         ({}, 1 << 16, 0),  # sums of its groups have no room
         (dict(batch=2), 1024, 4),
-        (dict(batch=2), 8000, 4),
-        (dict(batch=2), 8192, 0),  # one of the requests may be much longer than the other
-        (dict(batch=2, window=4096), 1 << 17, 4),
-        (dict(kv_heads=1, heads=4), 1024, 8),
-        (dict(kv_heads=1, heads=4), 4096, 0),  # eight programs read more slowly than the whole device
-        (dict(batch=4), 1024, 2),
+        (dict(batch=2), 4480, 4),
+        (dict(batch=2), 4608, 0),  # one of the requests may be much longer than the other
+        (dict(batch=2, window=2048), 1 << 17, 4),
+        (dict(kv_heads=1, heads=4), 8192, 8),
+        (dict(kv_heads=1, heads=4), 1 << 14, 0),  # eight programs read more slowly than the whole device
+        (dict(batch=3), 4096, 4),
+        (dict(batch=4), 2048, 2),
+        (dict(batch=4), 4096, 0),
         (dict(batch=8), 1024, 2),
         (dict(batch=8, programs=114), 1024, 0),  # not all at once
         (dict(batch=9), 1024, 0),

@@ -1,10 +1,10 @@
 """python -m jaxspec.bench.studies.clusters: attention of few requests by clusters, or in two kernels.
 
 Device microseconds by the profiler of each form's kernels (XLA's list of items left out) beside the form that the
-library chooses for a page table of the longest request (`mosaic_near.MEMBERS`, `MOST_BLOCKS` and `FEW_BLOCKS`): of one
-request few KV heads, and of several requests equal and unequal lengths, in bfloat16 with 4 query heads of 128 channels
-a KV head, without a mask. Calls go through the pages of a pool that no cache holds. The time between two launches does
-not show. Results of all forms must have the same bits.
+library chooses for a page table of the longest request (`mosaic_near.MEMBERS` and `MOST_BLOCKS`): of one request few KV
+heads, and of several requests equal and unequal lengths, in bfloat16 with 4 query heads of 128 channels a KV head,
+without a mask. Calls go through the pages of a pool that no cache holds. The time between two launches does not show.
+Results of all forms must have the same bits.
 """
 
 from __future__ import annotations
