@@ -89,8 +89,8 @@ def refusal(dtype: jnp.dtype, shape: tuple[int, int], groups: int) -> str | None
         return f"values must be int8, int4 or float8_e4m3fn, got {dtype}"
     if shape[0] % (2 * BLOCK) or shape[1] % 64:
         return f"in and out must be multiples of {2 * BLOCK} and 64, got {shape}"
-    if groups not in (1, shape[0] // BLOCK):
-        return f"scales must be one, or one for every {BLOCK} inputs, got {groups} for {shape[0]}"
+    if shape[0] // BLOCK % groups:
+        return f"scales must be for all inputs or whole times {BLOCK} of them, got {groups} for {shape[0]}"
     return None
 
 
@@ -126,22 +126,22 @@ def pack(
 ) -> Packed:
     """From values [in, out] in their own order; `refusal` and `zero_refusal` say for which.
 
+    Scales of several BLOCKs are repeated for each; those of all inputs stay alone, if there are no zero points.
+
     Args:
       order_K: see Packed.
-      zero_GN: int8, of int4 from -8 to 119, whose checkpoints have -8 to 8. With one scale for all inputs they are
-        repeated for every BLOCK: kernels subtract a block's.
+      zero_GN: int8, of int4 from -8 to 119, whose checkpoints have -8 to 8.
     """
     kind, scale = values_KN.dtype, scale_GN.astype(jnp.float32)
     wide = values_KN.astype(jnp.int8) if kind == jnp.int4 else values_KN  # transposed as whole bytes
     values = reordered(wide.T, kind).astype(kind)
+    each = values_KN.shape[0] // (BLOCK * len(scale))  # BLOCKs of a group
     if zero_GN is None:
-        return Packed(values, scale, order_K)
+        return Packed(values, scale if len(scale) == 1 else jnp.repeat(scale, each, axis=0), order_K)
     bits_GN = jax.lax.bitcast_convert_type(scale, jnp.int32)
     even_GN = (bits_GN >> 8) & 1
     words_GN = ((bits_GN + 127 + even_GN) & SCALE) | (zero_GN.astype(jnp.int32) & 255)
-    if words_GN.shape[0] == 1:
-        words_GN = jnp.repeat(words_GN, values_KN.shape[0] // BLOCK, axis=0)
-    return Packed(values, words_GN, order_K, zeros=True)
+    return Packed(values, jnp.repeat(words_GN, each, axis=0), order_K, zeros=True)
 
 
 def pack_float4(codes_KN: jax.Array, scale_GN: jax.Array) -> Packed:

@@ -153,12 +153,27 @@ def test_zero_points_that_cannot_be_packed(dtype: Any, zero: Any, said: str | No
     assert why is None if said is None else said in (why or "")
 
 
+@pytest.mark.parametrize("zeros", [False, True])
+def test_scales_of_several_blocks_are_those_of_each(zeros: bool):
+    """Groups of 256 inputs."""
+    rng = np.random.default_rng(0)
+    values, zero = (jnp.asarray(rng.integers(-8, 8, shape, np.int8)) for shape in ((1024, 64), (4, 64)))
+    scale = jnp.asarray(rng.uniform(0.5, 1.5, (4, 64)), jnp.bfloat16)
+    weight = packed.pack(values.astype(jnp.int4), scale, zero if zeros else None)
+    spread = lambda x: np.repeat(np.asarray(x, np.float32), 256, axis=0)
+    want = (np.asarray(values, np.float32) - spread(zero) * zeros) * spread(scale)
+    assert weight.groups == 8
+    np.testing.assert_array_equal(packed.dequantised(weight), want)
+
+
 @pytest.mark.parametrize(
     ("dtype", "shape", "groups", "said"),
     [
         (jnp.uint8, (256, 64), 1, "uint8"),
         (jnp.int4, (384, 64), 3, "multiples of 256 and 64, got (384, 64)"),
         (jnp.int4, (256, 64), 8, "got 8 for 256"),
+        (jnp.int4, (1024, 64), 2, None),
+        (jnp.int4, (768, 64), 4, "got 4 for 768"),
         (jnp.int4, (256, 64), 2, None),
     ],
 )
