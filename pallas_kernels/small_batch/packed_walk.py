@@ -262,6 +262,8 @@ class Walk:
                     scale = lax.broadcast_in_dim(scale, (unpack.ROWS, rows), (0,))
                     sums = unpack.times(sums, scale, SUMS, self.interpret)
                 total = total + sums
+            if self.interpret:  # its reads are not those of a warpgroup that meets before it asks
+                plgpu.commit_smem()
 
             @pl.when(turn + self.stages < mine)
             def _() -> None:

@@ -24,6 +24,7 @@ from pallas_kernels.small_batch import (
     gpu_router,
     mosaic,
     packed,
+    packed_walk,
     reference,
 )  # fmt: skip
 from pallas_kernels.small_batch.reference import Stream
@@ -327,6 +328,18 @@ def test_other_kernels_of_packed_weights_agree_with_xla():
         both = packed.pack(*kernel("int4-g128", 512, 2 * gates))
         close(gpu.swiglu(wide, both, EPS, interpret=params), reference.swiglu(wide, both, EPS), 1)
     close(gpu_packed.logits(wide.h_ME, weight, interpret=params), reference.logits(wide.h_ME, weight), 1)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("name", "m", "inputs"), [("int4-g128-zeros", 16, 1024), ("int8-zeros", 24, 2048), ("int4-g128-zeros", 1, 2048)]
+)
+def test_rings_of_packed_weights_come_round(name: str, m: int, inputs: int, monkeypatch: pytest.MonkeyPatch):
+    """Steps of one and of two blocks, by mma and by wgmma, in rings that are refilled."""
+    monkeypatch.setattr(packed_walk, "_MAX_STAGES", 1)
+    both, wide = packed.pack(*kernel(name, inputs, 128)), reference.begin(normal(0, m, inputs), normal(1, inputs))
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    close(gpu.swiglu(wide, both, EPS, interpret=params), reference.swiglu(wide, both, EPS), m)
 
 
 @interpreted
