@@ -282,7 +282,10 @@ def test_what_is_served_and_how_it_fares(kit: Any, monkeypatch: pytest.MonkeyPat
             reading = [asyncio.create_task(collect(call)) for call in calls]
             await kit.eventually(lambda: stack.generator.in_engine == 6 and stack.facade.held.is_set())
             stack.facade.advance(8)
-            await kit.eventually(lambda: stack.engine.snapshot.waiting == 2)
+            # The loop hears right behind the engine who has a slot.
+            await kit.eventually(
+                lambda: (stack.engine.snapshot.waiting, stack.generator.waiting_prompt_tokens) == (2, 40)
+            )
             loads = await stub.GetLoads(pb.GetLoadsRequest(include=["core", "memory"]))
             (load,) = loads.loads
             assert load.num_total_reqs == load.num_running_reqs + load.num_waiting_reqs
