@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import overlap
 from pallas_kernels.sizes import round_up
-from pallas_kernels.small_batch import mosaic, packed, unpack
+from pallas_kernels.small_batch import lines, mosaic, packed, unpack
 from pallas_kernels.small_batch.mosaic import F32, flipped, load
 from pallas_kernels.small_batch.packed import BLOCK, Packed
 from pallas_kernels.small_batch.packed_walk import COLUMNS, HALF, Walk, half
@@ -30,6 +30,9 @@ Kind = Literal["project", "logits", "heads", "swiglu", "add"]
 
 #: Rows that are served, and bytes of shared memory that small arrays take.
 _MOST_ROWS, _MARGIN = 32, 8192
+#: Bytes of weights that a program asks for before the kernel before has ended: as many as come while it waits for that
+#: kernel's results. More of them stand before these in the memory's queue (docs/benchmarks/rounds.md).
+_EARLY = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +95,8 @@ class _Kernel(Walk):
     @property
     def early(self) -> int:
         """Steps of a ring whose weights are asked for before the kernel before has ended."""
-        return self.stages if overlap.overlaps(self.interpret) else 0
+        step = self.teams * self.depth * unpack.ROWS * unpack.row_bytes(self.dtype)
+        return max(1, min(self.stages, _EARLY // step)) if overlap.overlaps(self.interpret) else 0
 
     @property
     def layout(self) -> Any:
@@ -102,21 +106,17 @@ class _Kernel(Walk):
     def beside(self, rows_dtype: Any) -> dict[str, Any]:
         """What is there besides the rings."""
         tiles, out = self.tiles, self.sums() | self.norm()
-        if not overlap.overlaps(self.interpret):
-            out["asked"] = plgpu.Barrier(num_barriers=1, num_arrivals=self.teams)
+        out["there"] = plgpu.Barrier(num_barriers=1, num_arrivals=self.teams)
         if self.alone:
             out["x"] = plgpu.SMEM((self.shape[1] // BLOCK, BLOCK), rows_dtype)
-            out["there"] = plgpu.Barrier(num_barriers=1, num_arrivals=1)
-        tables = self.parts
         if self.kind == "heads":
             out["cos"], out["sin"] = (plgpu.SMEM((tiles, COLUMNS, self.rows), F32) for _ in range(2))
-            tables += 2
             if self.head_eps is not None:
                 out["other"] = plgpu.Barrier(num_barriers=1, num_arrivals=1)
         if self.kind == "add":
             out["h"], out["total"] = plgpu.SMEM((self.rows, COLUMNS), rows_dtype), plgpu.SMEM((self.rows,), F32)
-            tables += 1
-        out["ready"] = plgpu.Barrier(num_barriers=tiles, num_arrivals=tables)
+        if tables := {"heads": 2, "add": 1}.get(self.kind, 0):
+            out["ready"] = plgpu.Barrier(num_barriers=tiles, num_arrivals=tables)
         results = 2 if self.kind == "heads" else 1
         out["out"] = plgpu.SMEM((tiles, results, self.rows, COLUMNS), self.out_dtype(rows_dtype))
         return out
@@ -168,31 +168,22 @@ class _Kernel(Walk):
             copy_weights(turn, slot)
 
         norm, beside = (None, beside) if self.eps is None else (beside[0], beside[1:])
-        # Weights and their scales are asked for while the kernel before still runs. Where kernels do not overlap all
-        # small arrays come first, and rows before their weights: copies come in the order in which they were asked for
-        # by whichever warpgroup, and no step should wait until the whole ring is full.
-        if self.early:
-            pl.when(turn_of == 0)(lambda: self.copy_scales(tile, own, scale_GN, shared))
-            self.fill(team, mine, copy_weights, end=self.early)
+        # Some weights are asked for while the kernel before still runs, then what it writes, and the ring is filled
+        # once that has come.
+        self.bring_scales(scale_GN, self.begins(tile), own, (turn_of, self.split), shared)
+        self.fill(team, mine, copy_weights, end=self.early)
         overlap.wait(self.interpret)
         overlap.begin(self.interpret)
-        if not self.early:
-            pl.when(turn_of == 0)(lambda: self.copy_scales(tile, own, scale_GN, shared))
-        pl.when(turn_of == 1 % self.split)(lambda: self.copy_tables(tile, own, beside, rows, shared))
+        if self.alone:
+            self.bring(x_MK, shared["x"], team)
         if norm is not None:
-            pl.when(team == 2 % self.teams)(lambda: self.copy_norm(norm, shared))
-        if self.alone:
-            there = shared["there"].at[0]
-            pl.when(team == 3 % self.teams)(lambda: plgpu.copy_gmem_to_smem(x_MK, shared["x"], there))
-        if "asked" in shared:
-            plgpu.barrier_arrive(shared["asked"].at[0])
-            plgpu.barrier_wait(shared["asked"].at[0])
-        if not self.alone:
-            self.fill(team, mine, copy_rows, end=self.early)
+            self.bring(norm, shared["squares"], team)
+        self.fill(team, mine, copy_rows, end=self.early)
+        pl.when(turn_of == 1 % self.split)(lambda: self.copy_tables(tile, own, beside, rows, shared))
+        lines.wait(self.interpret)
         self.fill(team, mine, copy, begin=self.early)
-        plgpu.barrier_wait(shared["ready"].at[own])
-        if self.alone:
-            plgpu.barrier_wait(shared["there"].at[0])
+        plgpu.barrier_arrive(shared["there"].at[0])
+        plgpu.barrier_wait(shared["there"].at[0])
         self.add_squares(team, shared)
         vectors = self.vectors(tile, program, beside)
         total = self.total(team, mine, copy, shared)
@@ -216,12 +207,6 @@ class _Kernel(Walk):
                 found.append(queries * isquery + keys * (1.0 - isquery))
         return found
 
-    def copy_scales(self, tile: Any, own: Any, scale_GN: Any, shared: Any) -> None:
-        """A tile's."""
-        for part, begin in enumerate(self.begins(tile)):
-            source, target = scale_GN.at[:, pl.ds(begin, COLUMNS)], shared["scale"].at[own, part]
-            plgpu.copy_gmem_to_smem(source, target, shared["ready"].at[own])
-
     def copy_tables(self, tile: Any, own: Any, beside: Any, rows: Any, shared: Any) -> None:
         """What a tile needs, besides weights, their scales and rows."""
         bring = lambda source, target: plgpu.copy_gmem_to_smem(source, target, shared["ready"].at[own])
@@ -244,6 +229,8 @@ class _Kernel(Walk):
     ) -> None:
         """From the sums of a tile's warpgroups to the results; `own` is the number of the tile in its program."""
         self.wait_norm(shared)
+        if "ready" in shared:
+            plgpu.barrier_wait(shared["ready"].at[own])
         if self.head_eps is None:
             parts, shared_own = self.ended(own, shared, dtype), shared | {"out": shared["out"].at[own]}
             if self.kind == "add":
@@ -261,7 +248,6 @@ class _Kernel(Walk):
         @pl.when(own == 0)
         def _() -> None:
             plgpu.barrier_wait(shared["other"].at[0])
-            plgpu.barrier_wait(shared["ready"].at[1])
             self._normed_heads(tile, vectors, outs, shared, dtype)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

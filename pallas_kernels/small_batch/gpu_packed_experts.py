@@ -100,7 +100,7 @@ class _Kernel(Walk):
         out = self.sums() | self.norm()
         if self.alone:
             out["x"] = plgpu.SMEM((self.shape[1] // _LINE, _LINE), rows_dtype)
-        out["ready"] = plgpu.Barrier(num_barriers=1, num_arrivals=2 + self.alone)
+        out["ready"] = plgpu.Barrier(num_barriers=1, num_arrivals=2 + self.alone + (self.eps is not None))
         out["out"] = plgpu.SMEM((2 if self.kind == "down" else 1, self.rows, COLUMNS), rows_dtype)
         return out
 
@@ -166,7 +166,7 @@ class _Kernel(Walk):
             if not self.early:
                 copy_scales()
             for ref in squares_TR:
-                self.copy_norm(ref, shared)
+                plgpu.copy_gmem_to_smem(ref, shared["squares"], ready)
 
         if not self.alone:
             self.fill(team, mine, copy_rows, end=self.early)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sizes import round_up
-from pallas_kernels.small_batch import mosaic, unpack
+from pallas_kernels.small_batch import lines, mosaic, unpack
 from pallas_kernels.small_batch.mosaic import F32, SUMS, load
 from pallas_kernels.small_batch.packed import BLOCK
 
@@ -192,23 +192,18 @@ class Walk:
             return {}
         return {
             "squares": plgpu.SMEM((self.squares, self.rows), F32),
-            "normed": plgpu.Barrier(num_barriers=1, num_arrivals=1),
             "shares": plgpu.SMEM((self.sharers, self.rows), F32),
             "added": plgpu.Barrier(num_barriers=1, num_arrivals=self.sharers),
         }
 
-    def copy_norm(self, squares_TR: Any, shared: dict[str, Any]) -> None:
-        """Asks for the squares; one warpgroup does."""
-        plgpu.copy_gmem_to_smem(squares_TR, shared["squares"], shared["normed"].at[0])
-
     def add_squares(self, team: Any, shared: dict[str, Any]) -> None:
-        """Each warpgroup a share: all of them, read by all, would keep shared memory busy."""
+        """Each warpgroup a share of the squares, which are there: all of them, read by all, would keep shared memory
+        busy."""
         if self.eps is None:
             return
 
         @pl.when(team < self.sharers)
         def _() -> None:
-            plgpu.barrier_wait(shared["normed"].at[0])
             count = self.squares // self.sharers
             share = mosaic.summed_tiles(shared["squares"], team * count, count, HALF.reduce(0))
             mosaic.write(shared["shares"].at[team], share)
@@ -247,6 +242,18 @@ class Walk:
             @pl.when(turn < mine)
             def _(turn: int = turn) -> None:
                 copy(jnp.int32(turn), team * self.stages + turn)
+
+    def bring(self, source: Any, target: Any, team: Any) -> None:
+        """Asks for a warpgroup's share of what the program has in common."""
+        lines.copy(source, target, team, self.teams, interpret=self.interpret)
+
+    def bring_scales(
+        self, scale_GN: Any, begins: Sequence[Any], own: Any, share: tuple[Any, int], shared: dict[str, Any]
+    ) -> None:
+        """Asks for a share, of so many, of a tile's scales, whose stretches of columns begin there."""
+        for part, begin in enumerate(begins):
+            source, target = scale_GN.at[:, pl.ds(begin, COLUMNS)], shared["scale"].at[own, part]
+            lines.copy(source, target, *share, interpret=self.interpret)
 
     def total(self, team: Any, mine: Any, copy: Callable[[Any, Any], None], shared: dict[str, Any]) -> jax.Array:
         """The sums of a warpgroup's steps, float32 [64, rows]; `copy` brings a step into a slot."""

@@ -343,6 +343,20 @@ def test_rings_of_packed_weights_come_round(name: str, m: int, inputs: int, monk
 
 
 @interpreted
+@pytest.mark.parametrize(("m", "early"), [(1, 1), (3, 1), (3, 2)])
+def test_rings_of_packed_weights_are_filled_in_two_parts(m: int, early: int, monkeypatch: pytest.MonkeyPatch):
+    """As kernels that overlap fill them: some weights first, then small arrays and their rows, then the rest."""
+    monkeypatch.setattr(gpu_packed._Kernel, "early", property(lambda _: early))
+    monkeypatch.setattr(packed_walk, "_DEPTHS", (1,))
+    weight, wide = (
+        packed.pack(*kernel("int4-g128-zeros", 3072, 64)),
+        reference.begin(normal(0, m, 3072), normal(1, 3072)),
+    )
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    close(gpu.project(wide, weight, EPS, interpret=params), reference.project(wide, weight, EPS), m)
+
+
+@interpreted
 @pytest.mark.parametrize("m", [1, 3])
 def test_kernels_of_packed_weights_read_their_own_order(m: int):
     """The norm before a product has no order, nor has what is added behind it."""
