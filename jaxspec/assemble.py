@@ -41,7 +41,7 @@ from jaxspec.facts import EngineFacts
 from jaxspec.fitting import doubling, fitted, longest_text, ring_rows
 from jaxspec.hybrids import depths, joined
 from jaxspec.loading import Drafting, drafting_of, laid_out, way_of
-from jaxspec.models import few_rows, packing
+from jaxspec.models import few_rows, few_rows_fit, packing
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layers import Transformer
 from jaxspec.remembered import check_readable, texts
@@ -88,10 +88,12 @@ def check_batch_invariant(config: EngineConfig, target: TargetModel, tiers: Iter
       ValueError: the device, the model, or rounds that the kernels do not serve; it shows both values.
     """
     me = "batch_invariant=True"
-    reason = few_rows.unsupported() or few_rows.refusal(target) or few_rows.output_refusal(cast(Transformer, target))
+    reason = (
+        few_rows.unsupported() or few_rows_fit.refusal(target) or few_rows_fit.output_refusal(cast(Transformer, target))
+    )
     if reason is not None:
         raise ValueError(f"{me} needs the kernels for few rows: {reason}")
-    if few_rows.norms_apart(cast(Transformer, target)):
+    if few_rows_fit.norms_apart(cast(Transformer, target)):
         raise ValueError(
             f"{me} is for queries and keys that are normed in their product (heads of 128); got heads of "
             f"{target.config.head_dim} and qk_norm=True"

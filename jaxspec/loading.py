@@ -17,7 +17,7 @@ from jaxspec.drafters import directories, registry
 from jaxspec.drafters.rounding import round_drafter
 from jaxspec.drafters.successor import Successors
 from jaxspec.fitting import stored
-from jaxspec.models import few_rows, packing
+from jaxspec.models import few_rows, few_rows_fit, packing
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.models.layouts import column_blocks, tensor_parallel
 from jaxspec.models.sharded import BY_XLA
@@ -55,7 +55,7 @@ def laid_out(module: Any, shards: int, sums: str, *, output: bool = False, whole
             return module
         with host_memory() if shards > 1 else contextlib.nullcontext():  # what is on devices stays there
             packing.pack_experts(module, shards)
-            if few_rows.refusal(module) is not None:
+            if few_rows_fit.refusal(module) is not None:
                 return few_rows.pack_maps(module, shards)
             return few_rows.prepare(module, output=output)
     size = stored(nnx.state(module))

@@ -4,9 +4,10 @@ instead of twenty-four where it has a mixture of experts.
 Devices that share the weights run the same kernels on their own columns and inputs; what each has of the two sums of a
 layer is added up between them.
 
-Owns which models that fits, and the order of the launches. Must not know what a kernel does inside. Rounding differs
-from the layers' own (a norm divides after the product), and is the same for every number of rows that the kernels
-serve: what a row becomes does not depend on how many are verified beside it.
+Owns the order of the launches, and how weights are laid out for them; `few_rows_fit` says for which models. Must not
+know what a kernel does inside. Rounding differs from the layers' own (a norm divides after the product), and is the
+same for every number of rows that the kernels serve: what a row becomes does not depend on how many are verified beside
+it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxspec.models.base import Attend, ModelConfig, report_experts
+from jaxspec.models import few_rows_fit
+from jaxspec.models.base import Attend, report_experts
 from jaxspec.models.experts import MixtureOfExperts
 from jaxspec.models.layers import MLP, Attention, Linear, Shared, Transformer
 from jaxspec.models.quantised import Quantised
@@ -40,20 +42,10 @@ from pallas_kernels.small_batch import (
     reference,
 )
 from pallas_kernels.small_batch.packed import Packed
-from pallas_kernels.small_batch.reference import TILE, Stream
+from pallas_kernels.small_batch.reference import Stream
 
 #: Rows that the kernels are faster with than XLA's products and what it does around them (docs/kernels.md).
 MOST_ROWS = 32
-#: What the kernels' order of operations leaves no room for, as `ModelConfig` names it: defaults only.
-_PLAIN = (
-    "output_bias", "mlp_bias", "qk_norm_wide", "pre_norms", "post_norms", "norm_gain", "hidden_act",
-    "residual_scale", "partial_rotary_factor", "rope_interleaved", "no_rope_layers", "local_rope_theta", "latent",
-)  # fmt: skip
-#: Width of a head whose halves are one tile each, so that a product can rotate it; and inputs up to which one in few
-#: bits norms it, too.
-_ROTATED, _NORMED_WIDTH = 2 * TILE, 8192
-#: Width of rows up to which there is room for those of a slot of packed experts.
-_PICKED_WIDTH = 8192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +85,9 @@ class FewRows:
             if isinstance(mlp, MLP):
                 hidden = ways.swiglu(stream, mlp.gate_up.kernel[...], eps)
                 stream = ways.add(hidden, mlp.down.kernel[...], stream.h_ME, gains[i + 1])
-            elif _mixture_refusal(mlp) is None:
+            elif few_rows_fit.whole_mixture_refusal(mlp) is None:
                 stream = ways.mixed(mlp, stream, m, gains[i + 1], eps)
-            elif mlp.packed and devices() == 1 and _picks_refusal(mlp) is None:
+            elif mlp.packed and devices() == 1 and few_rows_fit.picks_refusal(mlp) is None:
                 stream = ways.mixed_packed(mlp, stream, m, gains[i + 1], eps)
             else:
                 mixed = mlp(reference.normed(stream, gain, eps)[:m].reshape(b, n, e)).reshape(m, e)
@@ -112,7 +104,7 @@ class FewRows:
         counts, kernel = (attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), attn.qkv.kernel[...]
         bias = None if attn.qkv.bias is None else attn.qkv.bias[...]
         norms = None if attn.q_norm is None or attn.k_norm is None else (attn.q_norm, attn.k_norm)
-        if c == _ROTATED and not (norms is not None and _too_wide(attn)):
+        if c == few_rows_fit.ROTATED and not (norms is not None and few_rows_fit.too_wide(attn)):
             gains = None if norms is None else (_gain(norms[0]), _gain(norms[1]))
             parts = ways.heads(stream, kernel, tables, counts, eps, bias, gains)
             return [p[: b * n].reshape(b, n, h, c) for p, h in zip(parts, counts, strict=True)]
@@ -125,7 +117,7 @@ class FewRows:
 
     def logits(self, model: Transformer, hidden_BNE: jax.Array) -> jax.Array | None:
         """See layers.LayerRunner."""
-        kernel_EV, flip = _output(model)
+        kernel_EV, flip = few_rows_fit.output_weights(model)
         rows, wanted = math.prod(hidden_BNE.shape[:-1]), self.output or isinstance(kernel_EV, Packed)
         if not wanted or kernel_EV is None or rows > self.most:
             return None
@@ -139,18 +131,6 @@ def _padded(x_ME: jax.Array) -> jax.Array:
     """The kernels' copies want whole groups of 8 rows, or less than one."""
     m = x_ME.shape[0]
     return jnp.pad(x_ME, ((0, (m if m <= 8 else round_up(m, 8)) - m), (0, 0)))
-
-
-def _output(model: Transformer) -> tuple[jax.Array | Packed | None, bool]:
-    """The output layer's weights if a kernel reads them, and whether they lie [E, V], not [V, E]."""
-    param, flip = (model.embedding, False) if model.lm_head is None else (model.lm_head.kernel, True)
-    kernel = param[...]
-    if isinstance(kernel, Packed):
-        return kernel, flip
-    plain = isinstance(kernel, jax.Array) and kernel.ndim == 2 and kernel.dtype == jnp.bfloat16
-    if not plain or param.get_metadata(SPLIT, None) is not None or any(size % TILE for size in kernel.shape):
-        return None, flip
-    return kernel, flip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,126 +225,6 @@ def _gain(norm: Any) -> jax.Array:
     return norm.weight[...]
 
 
-def refusal(model: Any) -> str | None:
-    """Why a model's layers cannot run by these kernels, or None."""
-    if type(model) is not Transformer:
-        return f"its class is {type(model).__name__}"
-    cfg = model.config
-    default = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
-    if asked := [f"{name}={getattr(cfg, name)}" for name in _PLAIN if getattr(cfg, name) != default[name]]:
-        return f"its layers have {', '.join(asked)}"
-    if model.embedding.dtype != jnp.bfloat16:
-        return f"its activations are {model.embedding.dtype}, not bfloat16"
-    for layer in model.layers:
-        if not isinstance(layer.mlp, MLP | MixtureOfExperts):
-            return f"its layers have a {type(layer.mlp).__name__}"
-        if isinstance(layer.mlp, MLP) and layer.attn.shards != layer.mlp.shards:
-            return f"devices share its attention {layer.attn.shards} ways and its MLP {layer.mlp.shards} ways"
-    for linear in _maps(model):
-        if why := _unserved(linear, model.layers[0].attn.shards):
-            return why
-    return None
-
-
-def mixture_refusal(mlp: MixtureOfExperts) -> str | None:
-    """Why a layer's experts, packed if they are in few bits, do not run by kernels on one device, or None."""
-    return _picks_refusal(mlp) if mlp.in_few_bits else _mixture_refusal(mlp)
-
-
-def _mixture_refusal(mlp: MixtureOfExperts) -> str | None:
-    """Why a layer's experts run as they always do, behind attention by these kernels, or None."""
-    if mlp.shards != 1:
-        return f"{mlp.shards} devices share them"
-    if any(
-        not isinstance(kernel[...], jax.Array) or kernel.dtype != jnp.bfloat16 for kernel in (mlp.gate_up, mlp.down)
-    ):
-        return "their weights are not bfloat16"
-    return _choice_refusal(mlp)
-
-
-def _choice_refusal(mlp: MixtureOfExperts) -> str | None:
-    """Why the kernels do not choose a layer's experts, or do not have all that belongs to these, or None."""
-    has, router = mlp.experts, mlp.router.kernel[...]
-    if has.bias or has.shared_inner or has.hidden_act != "silu":
-        return "they have biases, a shared expert or other gates"
-    if has.scores == "sigmoid" or has.groups > 1 or has.scale != 1.0:
-        return "they are chosen by sigmoids or in groups, or weighed by a scale"
-    if not isinstance(router, jax.Array) or router.dtype != jnp.bfloat16:
-        return "their router's weights are not bfloat16"
-    return experts.refusal(router.shape[0], has.inner, has.count)
-
-
-def _picks_refusal(mlp: MixtureOfExperts) -> str | None:
-    """The same of packed experts."""
-    if (per_token := mlp.experts.per_token) > experts.MOST_PICKED:
-        return f"a row has {per_token} of them, more than {experts.MOST_PICKED}"
-    if (width := mlp.router.kernel.shape[0]) > _PICKED_WIDTH:
-        return f"rows have {width} features, more than {_PICKED_WIDTH}"
-    return _choice_refusal(mlp)
-
-
-def _maps(model: Transformer) -> Iterator[Linear]:
-    for layer in model.layers:
-        yield from (layer.attn.qkv, layer.attn.out)
-        if isinstance(layer.mlp, MLP):
-            yield from (layer.mlp.gate_up, layer.mlp.down)
-
-
-def _output_of_few_bits(model: Transformer) -> bool:
-    """Whether the output layer has quantised weights that these kernels multiply by."""
-    last = model.lm_head
-    if not isinstance(last, Linear) or not isinstance(last.kernel[...], Quantised):
-        return False
-    if last.kernel.get_metadata(SPLIT, None) is not None:  # as it may be where attention is whole on each device
-        return False
-    return _unserved(last, model.layers[0].attn.shards) is None
-
-
-def _unserved(linear: Linear, shards: int) -> str | None:
-    """Why no kernel of few rows multiplies by these weights, or None."""
-    kernel, axis = linear.kernel[...], linear.kernel.get_metadata(SPLIT, None)
-    own = tuple(size // (shards if i == axis else 1) for i, size in enumerate(kernel.shape))
-    if isinstance(kernel, Packed):
-        return None
-    if isinstance(kernel, Quantised):
-        if kernel.values.ndim != 2:
-            return "its quantised weights lie in column blocks"
-        if kernel.order is not None and axis == 0 and shards > 1:
-            return f"{shards} devices share inputs that its quantised weights have in another order"
-        if kernel.int8_activations:
-            return "its activations are quantised"
-        if kernel.zero is not None and (why := packed.zero_refusal(kernel.values.dtype, kernel.zero.dtype)):
-            return why
-        count = shards if axis == 0 and kernel.groups > 1 else 1
-        if kernel.groups % count:
-            return f"its {kernel.groups} groups of scales do not divide among {count} devices"
-        return packed.refusal(kernel.values.dtype, own, kernel.groups // count)
-    if kernel.dtype != jnp.bfloat16 or kernel.ndim != 2:
-        return f"its weights are {kernel.dtype} of {kernel.ndim} axes, not bfloat16 of 2"
-    if any(size % TILE for size in own):
-        return f"its weights of {own} on a device are no multiples of {TILE}"
-    return None
-
-
-def output_refusal(model: Transformer) -> str | None:
-    """Why the output layer of a model whose layers these kernels run cannot run by one, or None."""
-    if _output(model)[0] is not None or _output_of_few_bits(model):
-        return None
-    return "its output layer is not whole, in bfloat16 and of whole tiles"
-
-
-def norms_apart(model: Transformer) -> bool:
-    """Whether queries and keys are normed by XLA after the kernel's product (`FewRows`), not by it."""
-    normed = (layer.attn for layer in model.layers if layer.attn.q_norm is not None)
-    return any(attn.head_dim != _ROTATED or _too_wide(attn) for attn in normed)
-
-
-def _too_wide(attn: Attention) -> bool:
-    """Whether a program of whole heads in few bits would have no room for its rings."""
-    kernel = attn.qkv.kernel[...]
-    return isinstance(kernel, Quantised | Packed) and kernel.shape[0] > _NORMED_WIDTH
-
-
 def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) -> Any:
     """A copy that runs few rows by these kernels, or the model where they do not serve it.
 
@@ -375,17 +235,17 @@ def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) ->
       implementation: "gpu", or "reference" for the same order of operations in plain XLA.
       output: whether the output layer runs so too; one of few bits does if the kernels serve it.
     """
-    if refusal(model) is not None:
+    if few_rows_fit.refusal(model) is not None:
         return model
     for layer in model.layers:
         if isinstance(layer.mlp, MLP):
             _give_in_order(layer.mlp)
-    for linear in _maps(model):
+    for _, linear in few_rows_fit.maps(model):
         if isinstance(linear.kernel[...], Quantised):
             linear.kernel.set_value(laid_anew(linear.kernel, _packed))
     graph, state = nnx.split(model)
     copy = nnx.merge(graph, state)
-    if _output_of_few_bits(copy):  # a variable of its own: draft heads share the model's, as it was stored
+    if few_rows_fit.output_of_few_bits(copy):  # a variable of its own: draft heads share the model's, as it was stored
         copy.lm_head.kernel = nnx.Param(laid_anew(copy.lm_head.kernel, _packed))
     copy.few_rows = FewRows(implementation, output=output)
     return copy
@@ -446,7 +306,7 @@ def _other_maps(module: Any, shards: int) -> Iterator[Linear]:
         if not isinstance(linear.kernel[...], Quantised) or isinstance(linear.kernel, Shared):
             continue
         whole = linear.kernel.get_metadata(SPLIT, None) is None or linear is getattr(module, "lm_head", None)
-        if _unserved(linear, shards) is None and not (shards > 1 and whole):
+        if few_rows_fit.unserved(linear, shards) is None and not (shards > 1 and whole):
             yield linear
 
 
@@ -465,8 +325,9 @@ def added_bytes(model: Any, shards: int = 1) -> int:
     if unsupported() is not None:
         return 0
     size = lambda linear, few: share_bytes(linear.kernel.get_metadata(SPLIT, None), few, shards)
-    if refusal(model) is None:
-        maps, last = _maps(model), model.lm_head if _output_of_few_bits(model) else None
+    if few_rows_fit.refusal(model) is None:
+        maps = [linear for _, linear in few_rows_fit.maps(model)]
+        last = model.lm_head if few_rows_fit.output_of_few_bits(model) else None
     else:
         maps = list(_other_maps(model, shards))
         last = next((linear for linear in maps if linear is getattr(model, "lm_head", None)), None)
@@ -483,7 +344,4 @@ def unsupported() -> str | None:
     return gpu.supported()
 
 
-__all__ = [
-    "MOST_ROWS", "FewRows", "added_bytes", "mixture_refusal", "norms_apart", "output_refusal", "pack_maps", "prepare",
-    "refusal", "unsupported",
-]  # fmt: skip
+__all__ = ["MOST_ROWS", "FewRows", "added_bytes", "pack_maps", "prepare", "unsupported"]

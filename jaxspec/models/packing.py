@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models import few_rows
+from jaxspec.models import few_rows_fit
 from jaxspec.models.experts import MixtureOfExperts
 from jaxspec.models.layers import Transformer
 from pallas_kernels.small_batch import gpu
@@ -68,7 +68,7 @@ def varies_by_rows(model: Transformer) -> str | None:
             why = _refusal(model, mixture, 1) or mixture.scale_refusal()
             if why is not None:
                 return f"these stay as they are stored, since {why}"
-        if (why := few_rows.mixture_refusal(mixture)) is not None:
+        if (why := few_rows_fit.mixture_refusal(mixture)) is not None:
             return why
     return None
 

@@ -63,8 +63,8 @@ def quantised_round(target: Target) -> Iterator[Program]:
     No kernel may be expanded in memory: a round gets less for its intermediate values than the smallest of a layer's
     four would take in bfloat16, besides the sums of groups before they are added up. TPUs may fetch the largest kernel
     into VMEM as it is, while they still compute something else. On Hopper also with packed kernels at 64 rows, which
-    need no such sums, and with zero points at 1 and 64, at 1 in activation order, too. And a chain of 3 of an EAGLE-3
-    head in int8 for a target in bfloat16, its output layer included.
+    need no such sums, and with zero points at 1 and 64, of groups of 128 and 32, at 1 in activation order, too. And a
+    chain of 3 of an EAGLE-3 head in int8 for a target in bfloat16, its output layer included.
     """
     cfg = dataclasses.replace(LLAMA_8B, num_layers=2)
     mesh = target.mesh(1, TENSOR_AXIS)
@@ -94,15 +94,21 @@ def quantised_round(target: Target) -> Iterator[Program]:
             )
         if name == "int8":
             yield _quantised_head(target, cfg, geo, own=own)
-        asymmetric = ((1, False), (1, True), (4 * BUCKET, False)) if own and kind is jnp.int4 else ()
-        for bucket, order in asymmetric:
-            zeros = lambda model, order=order: few_rows.prepare(
-                _quantised(model, jnp.int4, 128, zeros=True, order=order)
+        asymmetric = [
+            (128, 1, False),
+            (128, 1, True),
+            (128, 4 * BUCKET, False),
+            (32, 1, False),
+            (32, 4 * BUCKET, False),
+        ]
+        for each, bucket, order in asymmetric if own and kind is jnp.int4 else ():
+            zeros = lambda model, each=each, order=order: few_rows.prepare(
+                _quantised(model, jnp.int4, each, zeros=True, order=order)
             )
             described = abstract_round(cfg, geo, mesh, bucket, dtype=DTYPE, change=zeros)
             yield Program(
                 op="quantised_round",
-                name=f"8b-{name}-zeros{'-order' if order else ''}-b{bucket}-packed",
+                name=f"8b-int4-g{each}-zeros{'-order' if order else ''}-b{bucket}-packed",
                 lower=functools.partial(described.lower, PLAIN, platforms=(target.platform,)),
                 max_temp_bytes=one + 4 * bucket * cfg.vocab_size,
                 limit="a layer's smallest kernel in bfloat16, and logits",

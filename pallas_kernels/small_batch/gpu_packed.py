@@ -348,6 +348,25 @@ class _Kernel(Walk):
         plgpu.copy_smem_to_gmem(shared["total"], outs[2].at[tile])
 
 
+def room_refusal(kind: Kind, dtype: str, shape: tuple[int, int], groups: int, *, normed: bool = False) -> str | None:
+    """Why a program has no room beside the scales of a kernel [in, out], or None.
+
+    Args:
+      dtype: of the values, as `Packed.kind`. normed: whether heads are.
+    """
+    before: dict[str, Any] = {}
+    if kind in ("heads", "swiglu"):
+        before = dict(eps=1.0, squares=shape[0] // COLUMNS, width=shape[0])
+    for rows in (1, _MOST_ROWS):
+        kernel = _Kernel(
+            kind=kind, dtype=dtype, shape=(rows, shape[0]), columns=shape[1], groups=groups,
+            head_eps=1.0 if normed else None, **before,
+        )  # fmt: skip
+        if kernel.budget < kernel.teams * kernel.stage(1):
+            return f"{groups} groups of scales leave no room for {rows} rows of {shape[0]} features"
+    return None
+
+
 def _run(
     kind: Kind, x: jax.Array, weight: Packed, outs: Sequence[jax.ShapeDtypeStruct], *beside: jax.Array,
     interpret: Any, **extra: Any,

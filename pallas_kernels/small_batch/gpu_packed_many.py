@@ -87,6 +87,11 @@ class _Kernel:
         return self.out == F32
 
     @property
+    def pieces(self) -> int:
+        """Of a block, that have scales of their own."""
+        return packed.pieces(self.shape[1], self.groups)
+
+    @property
     def steps(self) -> int:
         """Blocks of inputs of a program."""
         return self.shape[1] // (BLOCK * self.shares)
@@ -95,14 +100,16 @@ class _Kernel:
         stored = unpack.stored(self.dtype)
         shape = (_COLUMNS, self.rows) if self.flipped else (self.rows, _COLUMNS)
         out = {"out": plgpu.SMEM((self.pairs, *shape), self.out)}
-        step = BLOCK * self.rows * 2 + self.pairs * _COLUMNS * (unpack.row_bytes(self.dtype) + 4) + 1024
+        row = unpack.row_bytes(self.dtype) + 4 * self.pieces
+        step = BLOCK * self.rows * 2 + self.pairs * _COLUMNS * row + 1024
         stages = max(1, min(_MAX_STAGES, mosaic.room(out) // step, self.steps))
         parts = (stages, self.pairs, 2)
-        x = plgpu.SMEM((stages, self.rows, BLOCK), rows_dtype, transforms=unpack.rows_transforms())
+        lie = unpack.rows_transforms(min(64, BLOCK // self.pieces))
+        x = plgpu.SMEM((stages, self.rows, BLOCK), rows_dtype, transforms=lie)
         w = plgpu.SMEM((*parts, _COLUMNS // 2, BLOCK), stored, transforms=unpack.transforms(stored))
         kind = jnp.int32 if unpack.has_words(self.dtype) else F32
-        scales = {} if self.groups == 1 else {"scale": plgpu.SMEM((*parts, 1, _COLUMNS // 2), kind)}
-        copies = 1 + self.pairs * (2 if scales else 1)
+        scales = {} if self.groups == 1 else {"scale": plgpu.SMEM((*parts, self.pieces, _COLUMNS // 2), kind)}
+        copies = 1 + self.pairs * (1 + (min(self.pieces, 2) if scales else 0))
         return {
             "x": x, "w": w, **scales, **out,
             "full": plgpu.Barrier(num_barriers=stages, num_arrivals=copies),
@@ -149,8 +156,13 @@ class _Kernel:
             for pair in range(self.pairs):
                 own = pl.ds((column + pair) * 2, 2)
                 plgpu.copy_gmem_to_smem(w_NBK.at[own, :, inputs], shared["w"].at[slot, pair], full)
-                if self.groups > 1:
+                if self.groups > 1 and self.pieces == 1:
                     plgpu.copy_gmem_to_smem(scale.at[block, own], shared["scale"].at[slot, pair], full)
+                elif self.groups > 1:  # as they lie, each half of the columns has its pieces
+                    groups = pl.ds(block * self.pieces, self.pieces)
+                    for part in range(2):
+                        source = scale.at[groups, (column + pair) * 2 + part, 0]
+                        plgpu.copy_gmem_to_smem(source, shared["scale"].at[slot, pair, part], full)
             return ()
 
         lax.fori_loop(0, self.steps, step, ())
@@ -163,15 +175,22 @@ class _Kernel:
             slot = lax.rem(i, stages)
             plgpu.barrier_wait(shared["full"].at[slot])
             scales = None if self.groups == 1 else shared["scale"].at[slot, team]
-            weights = unpack.expanded(shared["w"].at[slot, team], self.dtype, self.interpret, scales)
-            sums = unpack.multiplied(weights, shared["x"].at[slot], self.interpret)
-            if scales is not None:
-                scale = unpack.row_scales(scales, i * 0, self.interpret, arrive=True)
-                sums = sums * mosaic.along_columns(scale, self.rows)
+            found, size = [], BLOCK // self.pieces
+            for piece in range(self.pieces):
+                one = dict(piece=piece, pieces=self.pieces)
+                weights = unpack.expanded(shared["w"].at[slot, team], self.dtype, self.interpret, scales, **one)
+                x = shared["x"].at[slot, :, pl.ds(piece * size, size)]
+                sums = unpack.multiplied(weights, x, self.interpret)
+                if scales is not None:
+                    scale = unpack.row_scales(scales, i * 0, self.interpret, arrive=True, **one)
+                    sums = sums * mosaic.along_columns(scale, self.rows)
+                found.append(sums)
             if self.interpret:  # its reads are not wgmma's
                 plgpu.commit_smem()
             plgpu.barrier_arrive(shared["free"].at[slot])
-            return total + sums
+            for sums in found:
+                total = total + sums
+            return total
 
         return lax.fori_loop(0, self.steps, step, plgpu.layout_cast(jnp.zeros((_COLUMNS, self.rows), F32), SUMS))
 

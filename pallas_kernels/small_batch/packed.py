@@ -17,8 +17,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.sizes import expanded_shares
 
-#: Inputs that are reordered among themselves, and those that have a scale of their own where there is more than one.
-BLOCK = 128
+#: Inputs that are reordered among themselves. Groups that have a scale of their own are several of these, or a half or
+#: a quarter of one.
+BLOCK, PIECES = 128, (1, 2, 4)
 #: MXFP4's values by name: a sign, two bits of exponent and one of mantissa. `Packed` has their bits as int4.
 FLOAT4 = "float4_e2m1fn"
 #: A scale of MXFP4, 2 ** (s - 127), is kept as s + 94, in bfloat16 2 ** (s - 33): times a value's bits in bfloat16's
@@ -43,10 +44,10 @@ class Packed:
 
     Attributes:
       values: [out, in] int8, int4 or float8_e4m3fn, inputs reordered (see the module).
-      scale: [G, out] float32: one for all inputs, or one for every BLOCK of them. Of MXFP4 int32: the words of four
-        exponents, each of 32 inputs of a BLOCK, the first in the low byte. With zero points int32, of every BLOCK: a
-        zero in the low byte, and above it a float32 less its last 8 bits, so scales of 16 bits are exact and others
-        rounded, by 2 ** -16 of them at most.
+      scale: [G, out] float32: one for all inputs, or one for every BLOCK of them, its halves or its quarters. Of MXFP4
+        int32: the words of four exponents, each of 32 inputs of a BLOCK, the first in the low byte. With zero points
+        int32, of every BLOCK or part of one: a zero in the low byte, and above it a float32 less its last 8 bits, so
+        scales of 16 bits are exact and others rounded, by 2 ** -16 of them at most.
       order: [in] int32: the input that each of `values`' (before they were reordered) is for, where that is another.
         Kernels do not read it: their rows are gathered by it before.
       zeros: whether there are zero points.
@@ -89,9 +90,15 @@ def refusal(dtype: jnp.dtype, shape: tuple[int, int], groups: int) -> str | None
         return f"values must be int8, int4 or float8_e4m3fn, got {dtype}"
     if shape[0] % (2 * BLOCK) or shape[1] % 64:
         return f"in and out must be multiples of {2 * BLOCK} and 64, got {shape}"
-    if shape[0] // BLOCK % groups:
-        return f"scales must be for all inputs or whole times {BLOCK} of them, got {groups} for {shape[0]}"
+    if shape[0] // BLOCK % groups and groups * BLOCK not in [shape[0] * n for n in PIECES]:
+        parts = " or ".join(str(BLOCK // n) for n in PIECES[:0:-1])
+        return f"scales must be for all inputs, {parts} or whole times {BLOCK} of them, got {groups} for {shape[0]}"
     return None
+
+
+def pieces(inputs: int, groups: int) -> int:
+    """Scales of a BLOCK, or 1 where one is for several."""
+    return max(1, groups * BLOCK // inputs)
 
 
 def reordered(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -135,7 +142,7 @@ def pack(
     kind, scale = values_KN.dtype, scale_GN.astype(jnp.float32)
     wide = values_KN.astype(jnp.int8) if kind == jnp.int4 else values_KN  # transposed as whole bytes
     values = reordered(wide.T, kind).astype(kind)
-    each = values_KN.shape[0] // (BLOCK * len(scale))  # BLOCKs of a group
+    each = max(1, values_KN.shape[0] // (BLOCK * len(scale)))  # BLOCKs of a group
     if zero_GN is None:
         return Packed(values, scale if len(scale) == 1 else jnp.repeat(scale, each, axis=0), order_K)
     bits_GN = jax.lax.bitcast_convert_type(scale, jnp.int32)
@@ -215,23 +222,27 @@ def product(x_MK: jax.Array, weight: Packed, *, cut: bool = True) -> jax.Array:
     dot = lambda values: jax.lax.dot_general(x, values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     if groups == 1 and zero is None:
         return dot(values) * scale
+    # Inputs of a part of a BLOCK are in four places of it: each of the threads of `reordered` has some of them.
+    parts = pieces(k, groups)
+    threads = 4 if parts > 1 else 1
+    places = groups // parts, threads, parts, k // (groups * threads)
     if 4 * m * groups <= k * x.dtype.itemsize:
-        x_GMb = x.reshape(m, groups, -1).transpose(1, 0, 2)
-        values_GNb = values.reshape(-1, groups, k // groups).transpose(1, 0, 2)
-        sums_GMN = jax.lax.dot_general(
-            x_GMb, values_GNb, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
-        )  # fmt: skip
+        x_MBfpi, values_NBfpi = x.reshape(m, *places), values.reshape(-1, *places)
+        dims = ((2, 4), (2, 4)), ((1, 3), (1, 3))
+        sums = jax.lax.dot_general(x_MBfpi, values_NBfpi, dims, preferred_element_type=jnp.float32)
+        sums_GMN = sums.reshape(groups, m, -1)
         if zero is not None:
-            inputs_GM1 = jnp.sum(x_GMb, axis=2, keepdims=True, dtype=jnp.float32)
-            sums_GMN = sums_GMN - inputs_GM1 * zero[:, None]
+            inputs_MG = jnp.sum(x_MBfpi, axis=(2, 4), dtype=jnp.float32).reshape(m, groups)
+            sums_GMN = sums_GMN - inputs_MG.T[:, :, None] * zero[:, None]
         return jnp.sum(sums_GMN * scale[:, None], axis=0)
     shares = expanded_shares(k, n, x.dtype.itemsize) if cut else 1
 
     def times(values_NK: jax.Array, scale_GN: jax.Array, zero_GN: jax.Array | None) -> jax.Array:
-        values_NGb = values_NK.astype(jnp.float32).reshape(n // shares, groups, -1)
+        values = values_NK.astype(jnp.float32).reshape(n // shares, *places)
+        along = lambda v_GN: v_GN.T.reshape(n // shares, groups // parts, 1, parts, 1)
         if zero_GN is not None:
-            values_NGb = values_NGb - zero_GN.T[:, :, None]
-        return dot((values_NGb * scale_GN.T[:, :, None]).reshape(-1, k).astype(x.dtype))
+            values = values - along(zero_GN)
+        return dot((values * along(scale_GN)).reshape(-1, k).astype(x.dtype))
 
     if shares == 1:
         return times(weight.values, scale, zero)

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch import lines, mosaic, unpack
 from pallas_kernels.small_batch.mosaic import F32, SUMS, load
-from pallas_kernels.small_batch.packed import BLOCK
+from pallas_kernels.small_batch.packed import BLOCK, FLOAT4, pieces
 
 #: Columns of a stretch.
 COLUMNS = 32
@@ -118,9 +118,15 @@ class Walk:
     def wide(self) -> bool:
         """Whether wgmma multiplies, which reads rows once for a warpgroup where mma reads them for each of its warps.
 
-        Both give the same bits on Hopper. Where warps have different inputs wgmma would multiply all of them twice.
+        Both give the same bits on Hopper. Where warps have different inputs wgmma would multiply all of them twice, and
+        rows lie in pieces of 64 inputs.
         """
-        return self.parts == 2 and self.rows >= _WIDE
+        return self.parts == 2 and self.rows >= _WIDE and self.pieces <= 2
+
+    @property
+    def pieces(self) -> int:
+        """Of a block, that have scales of their own."""
+        return pieces(self.shape[1], self.groups)
 
     @property
     def unit(self) -> int:
@@ -263,9 +269,10 @@ class Walk:
         def step(turn: Any, total: jax.Array) -> jax.Array:
             slot = team * self.stages + lax.rem(turn, self.stages)
             plgpu.barrier_wait(shared["full"].at[slot])
-            for block, sums in enumerate(self.products(turn, turn_of, slot, scales, shared)):
-                if not self.once and self.dtype != unpack.FLOAT4:
-                    scale = unpack.row_scales(scales, self.first(turn, turn_of) + block, self.interpret)
+            for i, sums in enumerate(self.products(turn, turn_of, slot, scales, shared)):
+                if not self.once and self.dtype != FLOAT4:
+                    block, piece = self.first(turn, turn_of) + i // self.pieces, i % self.pieces
+                    scale = unpack.row_scales(scales, block, self.interpret, piece=piece, pieces=self.pieces)
                     scale = lax.broadcast_in_dim(scale, (unpack.ROWS, rows), (0,))
                     sums = unpack.times(sums, scale, SUMS, self.interpret)
                 total = total + sums
@@ -282,22 +289,24 @@ class Walk:
         return lax.fori_loop(0, mine, step, start)
 
     def products(self, turn: Any, turn_of: Any, slot: Any, scales: Any, shared: dict[str, Any]) -> list[jax.Array]:
-        """Of each block of a step that lies in a slot the sums, float32 [64, rows]."""
+        """Of each block of a step that lies in a slot, or of each of its pieces, the sums, float32 [64, rows]."""
         tile, first = shared["w"].at[slot], self.first(turn, turn_of)
         if self.wide:
-            found = []
-            for block in range(self.depth):
+            found, size = [], BLOCK // self.pieces
+            for i in range(self.depth * self.pieces):
+                block, piece = divmod(i, self.pieces)
                 weights = unpack.expanded(
-                    tile, self.dtype, self.interpret, scales, number=first + block, block=block, blocks=self.depth
+                    tile, self.dtype, self.interpret, scales, number=first + block, block=block, blocks=self.depth,
+                    piece=piece, pieces=self.pieces,
                 )  # fmt: skip
-                x = shared["x"].at[slot, :, pl.ds(block * BLOCK, BLOCK)]
+                x = shared["x"].at[slot, :, pl.ds(i * size, size)]
                 found.append(unpack.multiplied(weights, x, self.interpret))
             return found
         begin = first if self.alone or unpack.has_words(self.dtype) else None
         x = shared["x"] if self.alone else shared["x"].at[slot]
         return unpack.products(
             tile, x, self.dtype, self.depth, self.rows, begin, alone=self.alone, scales=scales,
-            interpret=self.interpret,
+            interpret=self.interpret, pieces=self.pieces,
         )  # fmt: skip
 
     def join(self, team: Any, total: jax.Array, shared: dict[str, Any], finish: Callable[[], None]) -> None:

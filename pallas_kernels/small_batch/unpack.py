@@ -100,9 +100,9 @@ def row_bytes(kind: str) -> int:
     return BLOCK // 2 if stored(kind) == jnp.int4 else BLOCK
 
 
-def rows_transforms() -> tuple[Any, ...]:
-    """How the rows of activations lie in shared memory: pieces of 8 rows and 64 inputs, swizzled."""
-    return plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+def rows_transforms(inputs: int = 64) -> tuple[Any, ...]:
+    """How the rows of activations lie in shared memory: pieces of 8 rows and 64 inputs, or so many, swizzled."""
+    return plgpu.TilingTransform((8, inputs)), plgpu.SwizzleTransform(2 * inputs)
 
 
 def transforms(dtype: Any) -> tuple[Any, ...]:
@@ -112,9 +112,10 @@ def transforms(dtype: Any) -> tuple[Any, ...]:
 
 
 def products(
-    tile: Any, x: Any, kind: str, blocks: int, rows: int, begin: Any, *, alone: bool, scales: Any, interpret: bool
-) -> list[jax.Array]:
-    """Of each block of a step the sums float32 [64, rows] in wgmma's layout.
+    tile: Any, x: Any, kind: str, blocks: int, rows: int, begin: Any, *, alone: bool, scales: Any, interpret: bool,
+    pieces: int = 1,
+) -> list[jax.Array]:  # fmt: skip
+    """Of each block of a step, and of each piece of a block, the sums float32 [64, rows] in wgmma's layout.
 
     Args:
       tile: of shared memory, [2, 32, blocks * BLOCK], or [1, 32, 2 * blocks * BLOCK]: then the first 32 of the result
@@ -125,6 +126,7 @@ def products(
       begin: of one row, and of kinds that have words, the block, or pair of blocks, that the step begins with.
       scales: of shared memory, [parts, G, 32]: words, of which float4's are multiplied by, and zero points subtracted;
         other scales are not read.
+      pieces: of a block, that have scales of their own.
     """
     parts, float4, by_words = tile.shape[0], kind == FLOAT4, has_words(kind)
     if interpret:
@@ -132,18 +134,22 @@ def products(
         values = packed.float4(values) if float4 else values.astype(jnp.float32)
         wide = wide.reshape(-1, BLOCK) if alone else wide[:rows]
 
-        def sums(block: int, half: int) -> jax.Array:
+        size = BLOCK // pieces
+
+        def sums(block: int, piece: int, half: int) -> jax.Array:
             at = block if parts == 2 else 2 * block + half
-            w = values[half % parts, :, at * BLOCK : (at + 1) * BLOCK]
+            inputs = slice(at * BLOCK + piece * size, at * BLOCK + (piece + 1) * size)
+            w = values[half % parts, :, inputs]
             if by_words:
-                own = scales[half % parts][begin + block if parts == 2 else 2 * (begin + block) + half]
-                w = _by_words(w, own, kind)
+                number = begin + block if parts == 2 else 2 * (begin + block) + half
+                w = _by_words(w, scales[half % parts][number * pieces + piece], kind)
             if not alone:
-                return lax.dot_general(w, wide[:, at * BLOCK : (at + 1) * BLOCK], (((1,), (1,)), ((), ())))
-            own = wide[begin * (2 // parts) + at]
+                return lax.dot_general(w, wide[:, inputs], (((1,), (1,)), ((), ())))
+            own = wide[begin * (2 // parts) + at, piece * size : (piece + 1) * size]
             return jnp.broadcast_to(jnp.sum(w * own[None], axis=1, keepdims=True), (w.shape[0], rows))
 
-        return [jnp.concatenate([sums(block, half) for half in range(2)]) for block in range(blocks)]
+        all_pieces = ((block, piece) for block in range(blocks) for piece in range(pieces))
+        return [jnp.concatenate([sums(*at, half) for half in range(2)]) for at in all_pieces]
     wanted = plgpu.ShapeDtypeStruct((ROWS, rows), jnp.float32, layout=plgpu.Layout.WGMMA)
     scalar = plgpu.Layout.WG_SPLAT(())
     rows_in = plgpu.RefType() if alone else plgpu.RefType(rows_transforms())
@@ -153,13 +159,12 @@ def products(
         args, given = [*args, scalar], [*given, begin]
     if by_words:
         args, given = [*args, plgpu.RefType()], [*given, scales]
-    extra = dict(kind=kind, blocks=blocks, rows=rows, parts=parts, alone=alone)
-    return [
-        plgpu.inline_mgpu(arg_types=tuple(args), return_type=wanted)(
-            functools.partial(_products, block=block, **extra)
-        )(*given)
-        for block in range(blocks)
-    ]
+    extra = dict(kind=kind, blocks=blocks, rows=rows, parts=parts, alone=alone, pieces=pieces)
+    found: list[jax.Array] = []
+    for block in range(blocks):
+        run = functools.partial(_products, block=block, **extra)
+        found += plgpu.inline_mgpu(arg_types=tuple(args), return_type=[wanted] * pieces)(run)(*given)
+    return found
 
 
 def _by_words(w: jax.Array, words: jax.Array, kind: str) -> jax.Array:
@@ -170,44 +175,49 @@ def _by_words(w: jax.Array, words: jax.Array, kind: str) -> jax.Array:
 
 
 def expanded(
-    tile: Any, kind: str, interpret: bool, scales: Any = None, *, number: Any = None, block: int = 0, blocks: int = 1
-) -> jax.Array:
-    """Of a tile in shared memory [2, 32, blocks * BLOCK] a block's values, bfloat16 [64, BLOCK], as wgmma's first
-    operand.
+    tile: Any, kind: str, interpret: bool, scales: Any = None, *, number: Any = None, block: int = 0, blocks: int = 1,
+    piece: int = 0, pieces: int = 1,
+) -> jax.Array:  # fmt: skip
+    """Of a tile in shared memory [2, 32, blocks * BLOCK] a block's values, or one of its pieces', bfloat16 [64, BLOCK
+    / pieces], as wgmma's first operand.
 
     Args:
       kind: of the values, see `Packed.kind`; float4's are 2 ** packed.EXPONENT too small.
       scales: of kinds that have words, in shared memory: [2, G, 32]. Others are not scaled.
       number: of the block among these (default: the first). block: the same among the tile's.
+      pieces: of a block, that have scales of their own.
     """
+    size = BLOCK // pieces
     words = scales if has_words(kind) else None
     if interpret:
         values = packed.natural(tile[:, :, block * BLOCK : (block + 1) * BLOCK], stored(kind))
         values = packed.float4(values) if kind == FLOAT4 else values.astype(jnp.float32)
-        values = values.reshape(ROWS, BLOCK)
+        values = values.reshape(ROWS, BLOCK)[:, piece * size : (piece + 1) * size]
         if words is not None:
-            values = _by_words(values, words[:, 0 if number is None else number].reshape(ROWS), kind)
+            own = (0 if number is None else number) * pieces + piece
+            values = _by_words(values, words[:, own].reshape(ROWS), kind)
         return values.astype(jnp.bfloat16)
-    wanted = plgpu.ShapeDtypeStruct((ROWS, BLOCK), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+    wanted = plgpu.ShapeDtypeStruct((ROWS, size), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
     args, given = [plgpu.RefType(transforms(stored(kind)))], [tile]
     if words is not None:
         args, given = [*args, plgpu.RefType()], [*given, words]
         if number is not None:
             args, given = [*args, plgpu.Layout.WG_SPLAT(())], [*given, number]
-    run = functools.partial(_expanded, kind=kind, block=block, blocks=blocks)
+    run = functools.partial(_expanded, kind=kind, block=block, blocks=blocks, piece=piece, pieces=pieces)
     return plgpu.inline_mgpu(arg_types=tuple(args), return_type=wanted)(run)(*given)
 
 
 def _expanded(
-    _: Any, tile: Any, scales: Any = None, number: Any = None, *, kind: str, block: int, blocks: int
+    _: Any, tile: Any, scales: Any = None, number: Any = None, *, kind: str, block: int, blocks: int, piece: int,
+    pieces: int,
 ) -> Any:  # fmt: skip
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
     by = None
     if scales is not None:
         first = arith.constant(ir.IntegerType.get_signless(32), 0)
-        by = _factors_or_zeros(scales, first if number is None else number.registers.item(), kind)
-    words = _unpacked(tile, kind=kind, block=block, blocks=blocks, parts=2, by=by)
-    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((ROWS, BLOCK)), dtype=object)
+        by = _factors_or_zeros(scales, first if number is None else number.registers.item(), kind, pieces)
+    words = _unpacked(tile, kind=kind, block=block, blocks=blocks, parts=2, by=by, piece=piece, pieces=pieces)
+    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((ROWS, BLOCK // pieces)), dtype=object)
     flat = registers.reshape(words.shape)
     for at in np.ndindex(words.shape):
         flat[at] = llvm.bitcast(pair, words[at])
@@ -215,7 +225,7 @@ def _expanded(
 
 
 def multiplied(weights: jax.Array, x: Any, interpret: bool) -> jax.Array:
-    """Weights in registers [64, BLOCK] times rows in shared memory [rows, BLOCK]: sums float32 [64, rows]."""
+    """Weights in registers [64, K] times rows in shared memory [rows, K]: sums float32 [64, rows]."""
     if interpret:  # knows no operand in registers
         return lax.dot_general(weights, x[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
@@ -228,22 +238,24 @@ def multiplied(weights: jax.Array, x: Any, interpret: bool) -> jax.Array:
 
 def _products(
     _: Any, tile: Any, x: Any, begin: Any = None, scales: Any = None, *, kind: str, block: int, blocks: int, rows: int,
-    parts: int, alone: bool,
-) -> Any:  # fmt: skip
+    parts: int, alone: bool, pieces: int,
+) -> list[Any]:  # fmt: skip
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     by = None
     if scales is not None:
-        by = _factors_or_zeros(scales, arith.addi(begin.registers.item(), arith.constant(i32, block)), kind)
+        by = _factors_or_zeros(scales, arith.addi(begin.registers.item(), arith.constant(i32, block)), kind, pieces)
     weights = _unpacked(tile, kind=kind, block=block, blocks=blocks, parts=parts, by=by)
     struct = lambda kind: llvm.StructType.get_literal([kind] * 4)
     pointers = _pointers(x, begin if alone else None, block, blocks, parts)
-    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((ROWS, rows)), dtype=object)
-    assert registers.size == 2 * rows // 8, registers.shape
-    flat = registers.reshape(rows // 8, 2)
+    shape = mgpu.WGMMA_LAYOUT.registers_shape((ROWS, rows))
+    found_of = [np.empty(shape, dtype=object) for _ in range(pieces)]
+    assert found_of[0].size == 2 * rows // 8, shape
     pair = ir.VectorType.get((2,), f32)
     for tile_of_rows in range(rows // 8):
-        sums: list[Any] = [arith.constant(f32, 0.0)] * 4
+        sums: list[Any] = []
         for quarter in range(4):
+            if quarter % (4 // pieces) == 0:
+                sums = [arith.constant(f32, 0.0)] * 4
             pointer = pointers(tile_of_rows, quarter)
             found: Any = llvm.inline_asm(struct(i32), [pointer], _LOAD, _LOADED, has_side_effects=True)
             b = [llvm.extractvalue(i32, found, [i]) for i in range(4)]
@@ -255,12 +267,16 @@ def _products(
                     "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
                 )  # fmt: skip
                 sums = [llvm.extractvalue(f32, result, [j]) for j in range(4)]
-        for half in range(2):
-            value = llvm.mlir_undef(pair)
-            for j in range(2):
-                value = vector.insert(sums[2 * half + j], value, [], [j])
-            flat[tile_of_rows, half] = value
-    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+            if (quarter + 1) % (4 // pieces):
+                continue
+            flat = found_of[quarter * pieces // 4].reshape(rows // 8, 2)
+            for half in range(2):
+                value = llvm.mlir_undef(pair)
+                for j in range(2):
+                    value = vector.insert(sums[2 * half + j], value, [], [j])
+                flat[tile_of_rows, half] = value
+    whole = functools.partial(mgpu.FragmentedArray, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+    return [whole(_registers=registers) for registers in found_of]
 
 
 def _pointers(x: Any, begin: Any, block: int, blocks: int, parts: int) -> Any:
@@ -289,24 +305,27 @@ def _pointers(x: Any, begin: Any, block: int, blocks: int, parts: int) -> Any:
     return lambda rows, quarter: arith.addi(places[quarter % 2], tile(rows, quarter))
 
 
-def _factors_or_zeros(scales: Any, number: Any, kind: str) -> Any:
+def _factors_or_zeros(scales: Any, number: Any, kind: str, pieces: int) -> Any:
     """Words [32 inputs of four, half of 16 rows] of two equal values of bfloat16, of a block: what float4 is multiplied
-    by, or what is subtracted where there are zero points, which four have in common."""
+    by, or what is subtracted where there are zero points, which the four of a piece have in common."""
     i32 = ir.IntegerType.get_signless(32)
     flat = np.empty((4, 2), dtype=object)
     zero = {"int4": _INT4_ZERO, "int8": _INT8_ZERO}.get(kind.removesuffix(ZEROS))
-    for half, pointer in enumerate(_scale_pointers(scales, number, i32)):
-        word = llvm.load(i32, pointer, alignment=4)
-        if zero is not None:
-            flat[:, half] = llvm.inline_asm(i32, [word], zero, "=r,r")
-            continue
-        for v in range(4):
-            flat[v, half] = llvm.inline_asm(i32, [word], _EXPONENT.format(v), "=r,r")
+    for piece in range(pieces):
+        for half, pointer in enumerate(_scale_pointers(scales, number, i32, piece, pieces)):
+            word = llvm.load(i32, pointer, alignment=4)
+            common = None if zero is None else llvm.inline_asm(i32, [word], zero, "=r,r")
+            for v in range(piece * 4 // pieces, (piece + 1) * 4 // pieces):
+                own = llvm.inline_asm(i32, [word], _EXPONENT.format(v), "=r,r") if common is None else common
+                flat[v, half] = own
     return flat
 
 
-def _unpacked(tile: Any, *, kind: str, block: int, blocks: int, parts: int, by: Any) -> Any:
-    """Words [pairs of steps of 8 inputs, half of 16 rows] of two values of bfloat16; `by` is _factors_or_zeros'."""
+def _unpacked(
+    tile: Any, *, kind: str, block: int, blocks: int, parts: int, by: Any, piece: int = 0, pieces: int = 1
+) -> Any:
+    """Words [pairs of steps of 8 inputs, half of 16 rows] of two values of bfloat16, of a block or of one of so many
+    pieces; `by` is _factors_or_zeros'."""
     i32 = ir.IntegerType.get_signless(32)
     c = lambda value: arith.constant(i32, value)
     words = ir.VectorType.get((4,), i32)
@@ -318,13 +337,13 @@ def _unpacked(tile: Any, *, kind: str, block: int, blocks: int, parts: int, by: 
     row, quarter = arith.divui(lane, c(4)), arith.remui(lane, c(4))
     # Chunks of 16 bytes: the thread's own of a row, where the swizzle put them.
     chunk = quarter if four else arith.xori(arith.muli(quarter, c(2)), row)
-    piece = 8 * pitch
+    eight = 8 * pitch
     at = arith.addi(arith.muli(row, c(pitch)), arith.muli(chunk, c(16)))
-    across, begin = blocks, arith.addi(arith.muli(warp, c(2 * blocks * piece)), c(block * piece))
+    across, begin = blocks, arith.addi(arith.muli(warp, c(2 * blocks * eight)), c(block * eight))
     if parts == 1:
         across = 2 * blocks
-        begin = arith.addi(arith.muli(arith.remui(warp, c(2)), c(2 * across * piece)), c(2 * block * piece))
-        begin = arith.addi(begin, arith.muli(arith.divui(warp, c(2)), c(piece)))
+        begin = arith.addi(arith.muli(arith.remui(warp, c(2)), c(2 * across * eight)), c(2 * block * eight))
+        begin = arith.addi(begin, arith.muli(arith.divui(warp, c(2)), c(eight)))
     at = arith.addi(at, begin)
     base = utils.memref_ptr(tile)
 
@@ -341,12 +360,13 @@ def _unpacked(tile: Any, *, kind: str, block: int, blocks: int, parts: int, by: 
         return cast(Any, llvm.inline_asm(i32, [word, by[v, half]], code, "=r,r,r"))
 
     right = lambda word, bits: arith.shrui(word, c(bits)) if bits else word
-    flat = np.empty((BLOCK // 8, 2), dtype=object)
+    flat, per = np.empty((BLOCK // 8, 2), dtype=object), 4 // pieces
+    wanted = range(piece * per, (piece + 1) * per)  # of 32 inputs each
     for half in range(2):
-        begin = arith.addi(at, c(across * piece * half))
+        begin = arith.addi(at, c(across * eight * half))
         if four:
             for v, word in enumerate(load(begin)):
-                for i in range(4):  # (step, half of its inputs)
+                for i in range(4 if v in wanted else 0):  # (step, half of its inputs)
                     if kind != FLOAT4:
                         flat[4 * v + i, half] = expand(right(word, 4 * i), v, half)
                         continue
@@ -354,39 +374,45 @@ def _unpacked(tile: Any, *, kind: str, block: int, blocks: int, parts: int, by: 
                     flat[4 * v + i, half] = llvm.inline_asm(i32, [word, by[v, half]], code, "=r,r,r")
             continue
         for v, word in enumerate([*load(begin), *load(arith.xori(begin, c(16)))]):
+            if v // 2 not in wanted:
+                continue
             both = (arith.shli(word, c(8)), word) if kind == "float8_e4m3fn" else (word, right(word, 8))
             for i in range(2):
                 flat[2 * v + i, half] = expand(both[i], v // 2, half)
-    return flat
+    return flat[4 * wanted.start : 4 * wanted.stop]
 
 
-def row_scales(scales: Any, block: Any, interpret: bool, *, arrive: bool = False) -> jax.Array:
+def row_scales(
+    scales: Any, block: Any, interpret: bool, *, piece: int = 0, pieces: int = 1, arrive: bool = False
+) -> jax.Array:
     """Of scales [parts, G, 32] in shared memory those of a block of `products`, along its rows: float32 [64].
 
     Words lose their zero points.
 
     Args:
+      pieces: of a block, that have scales of their own.
       arrive: whether a barrier may say right behind that their place can be written over. An arrival does not wait for
         loads that are under way, and on an H100 it overtook them: what was read was the place's next scales.
     """
     if interpret:
         parts = scales.shape[0]
-        found = jnp.concatenate([scales[0, 2 * block + i] if parts == 1 else scales[i, block] for i in range(2)])
+        at = [(0, 2 * block + i) if parts == 1 else (i, block) for i in range(2)]
+        found = jnp.concatenate([scales[part, number * pieces + piece] for part, number in at])
         return packed.word_scales(found) if found.dtype == jnp.int32 else found
     wanted = plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=plgpu.Layout.WGMMA.reduce(1))
     scalar = plgpu.Layout.WG_SPLAT(())
-    read = functools.partial(_row_scales, arrive=arrive)
+    read = functools.partial(_row_scales, piece=piece, pieces=pieces, arrive=arrive)
     return plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar), return_type=wanted)(read)(scales, block)
 
 
-def _row_scales(_: Any, scales: Any, block: Any, *, arrive: bool) -> Any:
+def _row_scales(_: Any, scales: Any, block: Any, *, piece: int, pieces: int, arrive: bool) -> Any:
     f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
     layout = plgpu.Layout.WGMMA.reduce(1).to_mgpu()
     registers = np.empty(layout.registers_shape((ROWS,)), dtype=object)
     assert registers.size == 2, registers.shape
     one = ir.VectorType.get((1,), f32)
     words = ir.MemRefType(scales.type).element_type != f32
-    for half, pointer in enumerate(_scale_pointers(scales, block.registers.item(), f32)):
+    for half, pointer in enumerate(_scale_pointers(scales, block.registers.item(), f32, piece, pieces)):
         if words:
             word = arith.andi(llvm.load(i32, pointer, alignment=4), arith.constant(i32, SCALE))
             value = llvm.bitcast(one, word)
@@ -399,8 +425,8 @@ def _row_scales(_: Any, scales: Any, block: Any, *, arrive: bool) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
-def _scale_pointers(scales: Any, number: Any, kind: Any) -> list[Any]:
-    """Where the scales of a block lie, for both of a thread's columns of weights."""
+def _scale_pointers(scales: Any, number: Any, kind: Any, piece: int, pieces: int) -> list[Any]:
+    """Where the scales of a block, or of one of so many pieces, lie, for both of a thread's columns of weights."""
     i32 = ir.IntegerType.get_signless(32)
     c = lambda value: arith.constant(i32, value)
     parts, groups, columns = ir.MemRefType(scales.type).shape
@@ -408,9 +434,10 @@ def _scale_pointers(scales: Any, number: Any, kind: Any) -> list[Any]:
     warp, lane = arith.divui(thread, c(32)), arith.remui(thread, c(32))
     second = arith.divui(warp, c(2))
     if parts == 1:
-        group = arith.addi(arith.muli(number, c(2)), second)
-    else:
-        group = arith.addi(arith.muli(second, c(groups)), number)
+        number = arith.addi(arith.muli(number, c(2)), second)
+    group = arith.addi(arith.muli(number, c(pieces)), c(piece))
+    if parts == 2:
+        group = arith.addi(arith.muli(second, c(groups)), group)
     column = arith.addi(arith.muli(arith.remui(warp, c(2)), c(16)), arith.divui(lane, c(4)))
     at = arith.addi(arith.muli(group, c(columns)), column)
     base = utils.memref_ptr(scales)

@@ -25,7 +25,7 @@ from jaxspec.drafters.kind import Saving
 from jaxspec.drafters.rounding import round_drafter
 from jaxspec.fitting import stored
 from jaxspec.loading import Drafting, bind_drafter, drafting_of, in_few_bits, laid_out
-from jaxspec.models import few_rows, registry
+from jaxspec.models import few_rows, few_rows_fit, registry
 from jaxspec.models.base import Experts, ModelConfig
 from jaxspec.models.experts import mlp
 from jaxspec.models.layers import DecoderLayer, Linear, Shared, Transformer, output_logits, shared_lm_head
@@ -230,7 +230,7 @@ def test_hopper_packs_the_maps_of_heads_but_not_what_is_their_targets(monkeypatc
     capped = Transformer(ModelConfig("gemma2", 256, 256, 512, 1, 2, 1, 128, post_norms=True), dtype=jnp.bfloat16,
                          rngs=nnx.Rngs(0))  # fmt: skip
     few = round_drafter(capped, "int4-g128")
-    assert few_rows.refusal(few) is not None
+    assert few_rows_fit.refusal(few) is not None
     before, last, added = stored(nnx.state(few)), few.lm_head.kernel[...].nbytes, few_rows.added_bytes(few)
     packed = laid_out(few, 1, "xla")
     assert isinstance(packed.layers[0].mlp.down.kernel[...], Packed) and few_rows.added_bytes(packed) == 0
@@ -246,7 +246,7 @@ def test_hopper_packs_maps_with_zero_points(monkeypatch: pytest.MonkeyPatch):
     for i, linear in enumerate(maps):
         zero = jax.random.randint(jax.random.key(i), linear.kernel[...].scale.shape, -3, 4, jnp.int8)
         linear.kernel.set_value(dataclasses.replace(linear.kernel[...], zero=zero))
-    assert few_rows.refusal(few) is None and few_rows.output_refusal(few) is None
+    assert few_rows_fit.refusal(few) is None and few_rows_fit.output_refusal(few) is None
     rows = [jax.random.normal(jax.random.key(3), (m, WIDE.hidden_size)).astype(jnp.bfloat16) for m in (1, 5, 90)]
     want, before, added = [few.layers[0].attn.qkv(x) for x in rows], stored(nnx.state(few)), few_rows.added_bytes(few)
     last = few.lm_head.kernel[...].nbytes

@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxspec.drafters.rounding import round_drafter
 from jaxspec.loading import laid_out
-from jaxspec.models import few_rows
+from jaxspec.models import few_rows, few_rows_fit
 from jaxspec.models.base import Latent
 from jaxspec.models.layers import Linear, causal_attention
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_target
@@ -66,7 +66,7 @@ def test_models_without_kernels_for_few_rows_multiply_by_packed_maps(family: str
     whole = tiny_target(0, dtype=jnp.bfloat16, **{**SIZES, **FAMILY_FIELDS[family], **LATENT.get(family, {})})
     for form in ("int8", "int4-g128"):
         stored, packed = round_drafter(whole, form), laid_out(round_drafter(whole, form), 1, "xla")
-        assert few_rows.refusal(packed) is not None
+        assert few_rows_fit.refusal(packed) is not None
         maps = [node.kernel[...] for _, node in nnx.iter_graph(packed) if isinstance(node, Linear)]
         assert sum(isinstance(kernel, Packed) for kernel in maps) >= 5
         for rows in (1, 5, 130):

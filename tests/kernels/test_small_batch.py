@@ -63,21 +63,22 @@ def arguments(name: str, m: int) -> tuple[Any, ...]:
     }[name]
 
 
-#: Values' types, and whether blocks of inputs have scales of their own.
+#: Values' types, and how many inputs have a scale of their own, if not all the same.
 FORMATS = {
-    "int8": (jnp.int8, False), "fp8": (jnp.float8_e4m3fn, False), "fp8-block": (jnp.float8_e4m3fn, True),
-    "int4-g128": (jnp.int4, True), "int4-g128-zeros": (jnp.int4, True), "int8-zeros": (jnp.int8, False),
+    "int8": (jnp.int8, None), "fp8": (jnp.float8_e4m3fn, None), "fp8-block": (jnp.float8_e4m3fn, 128),
+    "int4-g128": (jnp.int4, 128), "int4-g128-zeros": (jnp.int4, 128), "int8-zeros": (jnp.int8, None),
+    "int4-g32-zeros": (jnp.int4, 32), "int4-g64": (jnp.int4, 64), "int8-g32": (jnp.int8, 32),
 }  # fmt: skip
 
 
 def kernel(name: str, k: int, n: int) -> tuple[jax.Array, ...]:
     """Values [in, out] that use all of their bits, scales, and zero points as far as these go, if any."""
-    dtype, grouped = FORMATS[name]
+    dtype, each = FORMATS[name]
     values = jax.random.normal(jax.random.key(7), (k, n)) * {jnp.int8: 60, jnp.int4: 4}.get(dtype, 100)
     whole = jnp.issubdtype(dtype, jnp.integer)
     limits = (jnp.iinfo if whole else jnp.finfo)(dtype)
     values = jnp.clip(jnp.round(values) if whole else values, float(limits.min), float(limits.max))
-    scale = jax.random.uniform(jax.random.key(8), (k // 128 if grouped else 1, n), jnp.float32, 0.5, 1.5)
+    scale = jax.random.uniform(jax.random.key(8), (k // (each or k), n), jnp.float32, 0.5, 1.5)
     values, scale = values.astype(dtype), scale * 0.1 / float(jnp.std(values))
     if not name.endswith("-zeros"):
         return values, scale
@@ -128,6 +129,18 @@ def test_scales_beside_zero_points_are_rounded_to_the_nearest():
     np.testing.assert_array_equal(got, np.round(np.asarray(scale, np.float64) * 2**15) / 2**15)
 
 
+def test_small_groups_leave_room_for_rows_or_are_refused():
+    """Llama 3.1 8B's widths have room with groups of 32; 70B's down in 8 bits has not, nor have its normed heads."""
+    room = gpu_packed.room_refusal
+    for dtype in ("int4", "int4_zeros", "int8"):
+        for kind, shape in (("heads", (4096, 6144)), ("swiglu", (4096, 28672)), ("logits", (4096, 128256))):
+            assert room(kind, dtype, shape, 128) is None and room("add", dtype, (14336, 4096), 448) is None
+    assert room("add", "int4", (28672, 8192), 896) is None and room("add", "int8", (28672, 8192), 448) is None
+    assert "896 groups of scales leave no room for 32 rows" in (room("add", "int8", (28672, 8192), 896) or "")
+    assert room("heads", "int4", (8192, 10240), 256) is None
+    assert "256 groups of scales" in (room("heads", "int4", (8192, 10240), 256, normed=True) or "")
+
+
 def test_what_a_thread_of_wgmma_holds_lies_side_by_side():
     """Of every 16 inputs thread q of four holds 2q, 2q + 1, 2q + 8 and 2q + 9, the pairs 16 bits apart in a word."""
     for dtype, bits in ((jnp.int8, 8), (jnp.int4, 4)):
@@ -172,7 +185,8 @@ def test_scales_of_several_blocks_are_those_of_each(zeros: bool):
     [
         (jnp.uint8, (256, 64), 1, "uint8"),
         (jnp.int4, (384, 64), 3, "multiples of 256 and 64, got (384, 64)"),
-        (jnp.int4, (256, 64), 8, "got 8 for 256"),
+        (jnp.int4, (256, 64), 16, "inputs, 32 or 64 or whole times 128 of them, got 16 for 256"),
+        (jnp.int4, (256, 64), 8, None),
         (jnp.int4, (1024, 64), 2, None),
         (jnp.int4, (768, 64), 4, "got 4 for 768"),
         (jnp.int4, (256, 64), 2, None),
@@ -293,7 +307,7 @@ def test_experts_that_no_kernel_takes():
 
 @interpreted
 @pytest.mark.parametrize("m", [1, 16])
-@pytest.mark.parametrize("name", ["int4-g128", "fp8-block", "int8", "int4-g128-zeros", "int8-zeros"])
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"fp8"}))
 @pytest.mark.parametrize("product", ["heads", "add"])
 def test_kernels_of_packed_weights_agree_with_xla(product: str, name: str, m: int):
     """One of pairs of columns, with a norm, and one of halves of the inputs; the others share their walk."""
@@ -332,7 +346,15 @@ def test_other_kernels_of_packed_weights_agree_with_xla():
 
 @interpreted
 @pytest.mark.parametrize(
-    ("name", "m", "inputs"), [("int4-g128-zeros", 16, 1024), ("int8-zeros", 24, 2048), ("int4-g128-zeros", 1, 2048)]
+    ("name", "m", "inputs"),
+    [
+        ("int4-g128-zeros", 16, 1024),
+        ("int8-zeros", 24, 2048),
+        ("int4-g128-zeros", 1, 2048),
+        ("int4-g64", 16, 1024),
+        ("int4-g32-zeros", 16, 1024),
+        ("int8-g32", 1, 2048),
+    ],
 )
 def test_rings_of_packed_weights_come_round(name: str, m: int, inputs: int, monkeypatch: pytest.MonkeyPatch):
     """Steps of one and of two blocks, by mma and by wgmma, in rings that are refilled."""
@@ -378,7 +400,8 @@ def test_kernels_of_packed_weights_read_their_own_order(m: int):
 @interpreted
 @pytest.mark.parametrize(("name", "m", "dtype"), [
     ("int4-g128", 72, jnp.bfloat16), ("fp8-block", 72, jnp.float32), ("int8", 200, jnp.bfloat16),
-    ("int4-g128-zeros", 200, jnp.float32), ("int8-zeros", 72, jnp.bfloat16),
+    ("int4-g128-zeros", 200, jnp.float32), ("int8-zeros", 72, jnp.bfloat16), ("int4-g32-zeros", 72, jnp.bfloat16),
+    ("int4-g64", 200, jnp.float32), ("int8-g32", 72, jnp.float32),
 ])  # fmt: skip
 def test_many_rows_by_packed_weights_agree_with_xla(name: str, m: int, dtype: Any, monkeypatch: pytest.MonkeyPatch):
     """A tile of rows and two, rings that come round, zero points, and (of few columns) programs that share inputs."""

@@ -62,20 +62,21 @@ def layer(m: int, of: Any) -> Any:
     return heads, stream, hidden, last, of.logits(last.h_ME, kernels[2]), of.logits(last.h_ME, kernels[3], flip=False)
 
 
-#: Values' types, whether every 128 inputs have scales of their own, and whether there are zero points.
+#: Values' types, how many inputs have scales of their own, if not all the same, and whether there are zero points.
 FORMATS = (
-    (jnp.int8, False, False), (jnp.float8_e4m3fn, True, False), (jnp.int4, True, False), (jnp.int8, False, True),
-    (jnp.int4, True, True),
+    (jnp.int8, None, False), (jnp.float8_e4m3fn, 128, False), (jnp.int4, 128, False), (jnp.int8, None, True),
+    (jnp.int4, 128, True),
 )  # fmt: skip
-NAMES = "int8", "float8_e4m3fn", "int4", "int8-zeros", "int4-zeros"
+SMALL = (jnp.int4, 32, True), (jnp.int4, 64, False), (jnp.int8, 32, False)
+NAMES = "int8", "float8_e4m3fn", "int4", "int8-zeros", "int4-zeros", "int4-g32-zeros", "int4-g64", "int8-g32"
 
 
-def few(dtype: Any, grouped: bool, zeros: bool, seed: int, k: int, n: int, *, order: bool = False) -> packed.Packed:
+def few(dtype: Any, each: int | None, zeros: bool, seed: int, k: int, n: int, *, order: bool = False) -> packed.Packed:
     """Zero points of either sign, up to a deviation and a half, differ from column to column."""
     values = jax.random.normal(jax.random.key(seed), (k, n)) * (2 if dtype == jnp.int4 else 40)
     if jnp.issubdtype(dtype, jnp.integer):
         values = jnp.clip(jnp.round(values), jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
-    scale = jax.random.uniform(jax.random.key(seed), (k // 128 if grouped else 1, n), jnp.float32, 0.5, 1.5)
+    scale = jax.random.uniform(jax.random.key(seed), (k // (each or k), n), jnp.float32, 0.5, 1.5)
     own = jax.random.permutation(jax.random.key(seed), k) if order else None
     zero = zero_points(zeros, dtype, seed, scale)
     return packed.pack(values.astype(dtype), scale * 0.03 / jnp.std(values), zero, own)
@@ -87,11 +88,11 @@ def zero_points(zeros: bool, dtype: Any, seed: int, scale: jax.Array) -> jax.Arr
     return jax.random.randint(key, scale.shape, -most, most + 1, jnp.int8) if zeros else None
 
 
-def few_bits(m: int, of: Any) -> Any:
+def few_bits(m: int, of: Any, forms: Any = FORMATS) -> Any:
     """The same four and the output layer of weights in each format; heads as they are, biased, and normed besides."""
     own, found = rows(m), []
     biased = {"bias": normal(10, C * sum(COUNTS))}
-    for i, form in enumerate(FORMATS):
+    for i, form in enumerate(forms):
         kernel = functools.partial(few, *form, 20 + i)
         for extra in ({}, biased, {**biased, "gains": (normal(11, C), normal(12, C))}):
             found += of.heads(own["stream"], kernel(E, C * sum(COUNTS)), own["rope"], COUNTS, EPS, **extra)
@@ -102,9 +103,13 @@ def few_bits(m: int, of: Any) -> Any:
     return found
 
 
+def small_groups(m: int, of: Any) -> Any:
+    return few_bits(m, of, SMALL)
+
+
 def in_order(m: int, of: Any) -> Any:
     """A layer's four in 4 bits with zero points, their inputs in another order each."""
-    own, kernel = rows(m), functools.partial(few, jnp.int4, True, True, 20, order=True)
+    own, kernel = rows(m), functools.partial(few, jnp.int4, 128, True, 20, order=True)
     heads = of.heads(own["stream"], kernel(E, C * sum(COUNTS)), own["rope"], COUNTS, EPS)
     stream = of.add(own["attended"], kernel(C * COUNTS[0], E), own["stream"].h_ME, normal(1, E))
     hidden = of.swiglu(stream, kernel(E, 2 * F), EPS)
@@ -152,7 +157,8 @@ def by_rows(found: Any, m: int) -> list[np.ndarray]:
     [
         (layer, gpu, reference, (1, 4, 32)),
         # By wgmma from 16 rows on, in steps of two blocks and of one.
-        (few_bits, gpu, reference, (1, 4, 16, 24, 32)), (in_order, gpu, reference, (1, 4, 16, 32)),
+        (few_bits, gpu, reference, (1, 4, 16, 24, 32)), (small_groups, gpu, reference, (1, 4, 16, 32)),
+        (in_order, gpu, reference, (1, 4, 16, 32)),
         (mixture, gpu_experts, experts, (1, 4, 32)),
         (packed_mixture, gpu_packed_experts, packed_experts, (1, 4, 32)),
     ],
@@ -166,7 +172,7 @@ def test_rows_are_xlas_and_have_the_same_bits_among_others(run: Any, of: Any, wa
 
 
 @pytest.mark.parametrize("m", [33, 130, 600, 1100])
-@pytest.mark.parametrize("form", FORMATS, ids=NAMES)
+@pytest.mark.parametrize("form", FORMATS + SMALL, ids=NAMES)
 def test_many_rows_of_few_bits_agree_with_float32(form: tuple[Any, bool, bool], m: int):
     """Programs that share inputs, and several tiles of rows."""
     for k, n in ((E, F), (F, E), (F, 64 * 3)):

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec import fitting
 from jaxspec.fitting import fitted, stored
-from jaxspec.models import few_rows
+from jaxspec.models import few_rows, few_rows_fit
 from jaxspec.models.base import Experts, ModelConfig, counting_experts, touched
 from jaxspec.models.experts import mlp
 from jaxspec.models.layers import Transformer, causal_attention, product
@@ -28,6 +28,7 @@ from jaxspec.models.sharded import BY_XLA, TENSOR_AXIS, parts_of
 from jaxspec.runtime.sharding import parameter_shardings, tensor_mesh
 from jaxspec.speculation.state import Geometry
 from pallas_kernels import sizes
+from pallas_kernels.small_batch import gpu_packed
 from pallas_kernels.small_batch.packed import Packed
 
 CONFIG = ModelConfig("llama", 64, 256, 384, 2, 2, 1, 128)
@@ -130,24 +131,24 @@ def test_few_rows_on_two_devices_are_those_of_one(c: int):
 
 
 FEW_BITS = pytest.mark.parametrize(
-    ("kind", "groups", "zeros"),
-    [(jnp.int4, 4, False), (jnp.int8, 1, False), (jnp.int4, 4, True), (jnp.int8, 1, True)],
-    ids=["int4-g128", "int8", "int4-g128-zeros", "int8-zeros"],
+    ("kind", "each", "zeros"),
+    [(jnp.int4, 128, False), (jnp.int8, None, False), (jnp.int4, 32, True), (jnp.int8, None, True)],
+    ids=["int4-g128", "int8", "int4-g32-zeros", "int8-zeros"],
 )
 
 
 @FEW_BITS
-def test_few_rows_of_quantised_weights_are_the_layers(kind: Any, groups: int, zeros: bool):
-    cfg = dataclasses.replace(CONFIG, intermediate_size=512, **(QWEN if groups == 1 else {}))
+def test_few_rows_of_quantised_weights_are_the_layers(kind: Any, each: int | None, zeros: bool):
+    cfg = dataclasses.replace(CONFIG, intermediate_size=512, **(QWEN if each is None else {}))
     plain, prepared = (
-        quantised(model(cfg), kind, groups, zeros),
-        few_rows.prepare(quantised(model(cfg), kind, groups, zeros), "reference"),
+        quantised(model(cfg), kind, each, zeros),
+        few_rows.prepare(quantised(model(cfg), kind, each, zeros), "reference"),
     )
-    assert few_rows.refusal(plain) is None
+    assert few_rows_fit.refusal(plain) is None
     assert isinstance(plain.layers[0].mlp.down.kernel[...], Quantised)
     down = prepared.layers[0].mlp.down.kernel[...]
     assert isinstance(down, Packed) and down.zeros == zeros
-    assert isinstance(prepared.lm_head.kernel[...], Packed) and few_rows.output_refusal(plain) is None
+    assert isinstance(prepared.lm_head.kernel[...], Packed) and few_rows_fit.output_refusal(plain) is None
     for n in (5, few_rows.MOST_ROWS + 1):
         tokens = jax.random.randint(jax.random.key(n), (1, n), 0, CONFIG.vocab_size)
         for got, want in zip(forward(prepared, tokens), forward(plain, tokens), strict=True):
@@ -158,7 +159,7 @@ def test_few_rows_of_quantised_weights_are_the_layers(kind: Any, groups: int, ze
 
 def in_order(module: Transformer) -> Transformer:
     """The same quantised model with the inputs of each map in another order."""
-    maps = list(few_rows._maps(module))
+    maps = [linear for _, linear in few_rows_fit.maps(module)]
     assert module.lm_head is not None
     for i, linear in enumerate([*maps, module.lm_head]):
         few: Any = linear.kernel[...]
@@ -170,10 +171,10 @@ def in_order(module: Transformer) -> Transformer:
 @pytest.mark.parametrize("zeros", [False, True])
 def test_few_rows_of_weights_in_activation_order_are_the_layers(zeros: bool):
     cfg = dataclasses.replace(CONFIG, hidden_size=512, intermediate_size=512)
-    plain, other = (in_order(quantised(model(cfg), jnp.int4, 4, zeros)) for _ in range(2))
+    plain, other = (in_order(quantised(model(cfg), jnp.int4, 128, zeros)) for _ in range(2))
     prepared = few_rows.prepare(other, "reference")
-    assert few_rows.refusal(plain) is None and few_rows.output_refusal(plain) is None
-    maps = [linear.kernel[...] for linear in (*few_rows._maps(prepared), prepared.lm_head)]
+    assert few_rows_fit.refusal(plain) is None and few_rows_fit.output_refusal(plain) is None
+    maps = [linear.kernel[...] for linear in (*(one for _, one in few_rows_fit.maps(prepared)), prepared.lm_head)]
     assert all(isinstance(kernel, Packed) for kernel in maps)
     # Gate and up give what down reads in its order.
     assert [kernel.order is None for kernel in maps] == [False, False, False, True] * cfg.num_layers + [False]
@@ -188,13 +189,15 @@ def test_few_rows_of_weights_in_activation_order_are_the_layers(zeros: bool):
 def test_devices_that_share_inputs_in_another_order_leave_them_to_xla():
     """Those that they split by outputs are packed, each with the whole order."""
     cfg = dataclasses.replace(CONFIG, hidden_size=512, intermediate_size=512, num_heads=4, num_kv_heads=2)
-    shared = tensor_parallel(in_order(quantised(model(cfg), jnp.int4, 4)), 2)
-    assert "2 devices share inputs that its quantised weights have in another order" in (few_rows.refusal(shared) or "")
+    shared = tensor_parallel(in_order(quantised(model(cfg), jnp.int4, 128)), 2)
+    assert "2 devices share inputs that its quantised weights have in another order" in (
+        few_rows_fit.refusal(shared) or ""
+    )
     packed = few_rows.pack_maps(shared, 2)
-    kinds = [type(linear.kernel[...]) for linear in few_rows._maps(packed)]
+    kinds = [type(linear.kernel[...]) for _, linear in few_rows_fit.maps(packed)]
     assert kinds == [Packed, Quantised, Packed, Quantised] * cfg.num_layers
     mesh = tensor_mesh(2)
-    plain = in_order(quantised(model(cfg), jnp.int4, 4))
+    plain = in_order(quantised(model(cfg), jnp.int4, 128))
     nnx.update(packed, jax.tree.map(jax.device_put, nnx.state(packed), parameter_shardings(mesh, nnx.state(packed))))
     tokens = jax.random.randint(jax.random.key(1), (1, 5), 0, CONFIG.vocab_size)
     want = forward(plain, tokens)
@@ -210,7 +213,7 @@ def test_pools_leave_room_on_each_device(form: str, monkeypatch: pytest.MonkeyPa
     if form == "mixture":
         cfg = dataclasses.replace(cfg, experts=Experts(8, 2, 64, (0, 1)))
     plain = Transformer(cfg, dtype=jnp.bfloat16, rngs=nnx.Rngs(3), mlp=mlp)
-    plain = quantised(plain, jnp.int8, 1) if form == "dense-int8" else plain
+    plain = quantised(plain, jnp.int8, None) if form == "dense-int8" else plain
     for layer in plain.layers if form == "dense-int8" else ():  # with scales of 16 bits, as checkpoints have them
         for linear in (layer.attn.qkv, layer.attn.out, layer.mlp.gate_up, layer.mlp.down):
             few = linear.kernel[...]
@@ -235,12 +238,14 @@ def test_pools_leave_room_on_each_device(form: str, monkeypatch: pytest.MonkeyPa
 
 def test_groups_that_devices_do_not_divide_stay_with_xla():
     cfg = dataclasses.replace(CONFIG, intermediate_size=1536, hidden_size=512, num_heads=4, num_kv_heads=2)
-    plain = quantised(model(cfg), jnp.int8, 1)
+    plain = quantised(model(cfg), jnp.int8, None)
     for layer in plain.layers:
         few = layer.mlp.down.kernel[...]
         scale = jnp.broadcast_to(few.scale, (3, few.scale.shape[1]))
         layer.mlp.down.kernel.set_value(dataclasses.replace(few, scale=scale))
-    assert "its 3 groups of scales do not divide among 2 devices" in (few_rows.refusal(tensor_parallel(plain, 2)) or "")
+    assert "its 3 groups of scales do not divide among 2 devices" in (
+        few_rows_fit.refusal(tensor_parallel(plain, 2)) or ""
+    )
 
 
 def test_devices_share_experts_behind_attention_by_the_kernels():
@@ -275,11 +280,11 @@ def test_columns_that_two_devices_share_are_not_cut_out(monkeypatch: pytest.Monk
 
 
 @FEW_BITS
-def test_quantised_weights_that_two_devices_share_are_packed(kind: Any, groups: int, zeros: bool):
+def test_quantised_weights_that_two_devices_share_are_packed(kind: Any, each: int | None, zeros: bool):
     """Few rows and many; the parts lie where their devices read them, and a budget counts what they add."""
     cfg = dataclasses.replace(CONFIG, hidden_size=512, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=128)
-    cfg = dataclasses.replace(cfg, **(QWEN if groups == 1 else {}))
-    plain, mesh = quantised(model(cfg), kind, groups, zeros), tensor_mesh(2)
+    cfg = dataclasses.replace(cfg, **(QWEN if each is None else {}))
+    plain, mesh = quantised(model(cfg), kind, each, zeros), tensor_mesh(2)
     shared = tensor_parallel(plain, 2)
     split = few_rows.prepare(shared, "reference")
     placed = parameter_shardings(mesh, nnx.state(split))
@@ -288,7 +293,7 @@ def test_quantised_weights_that_two_devices_share_are_packed(kind: Any, groups: 
     assert isinstance(down, Packed) and isinstance(qkv, Packed)
     places = [NamedSharding(mesh, spec) for spec in (PartitionSpec(None, TENSOR_AXIS), PartitionSpec(TENSOR_AXIS))]
     assert [down.values.sharding, qkv.values.sharding] == places
-    alone = few_rows.prepare(quantised(model(cfg), kind, groups, zeros), "reference")
+    alone = few_rows.prepare(quantised(model(cfg), kind, each, zeros), "reference")
     for n in (1, 3, few_rows.MOST_ROWS + 8):
         tokens = jax.random.randint(jax.random.key(1), (1, n), 0, CONFIG.vocab_size)
         want = forward(alone, tokens)
@@ -303,8 +308,8 @@ def test_quantised_output_layers_among_devices(monkeypatch: pytest.MonkeyPatch):
     The model's own stays as it was stored, for draft heads, and pools leave room for both.
     """
     cfg = dataclasses.replace(CONFIG, intermediate_size=512)
-    plain = quantised(model(cfg), jnp.int8, 1)
-    for linear in few_rows._maps(plain):  # checkpoints have scales of 16 bits
+    plain = quantised(model(cfg), jnp.int8, None)
+    for _, linear in few_rows_fit.maps(plain):  # checkpoints have scales of 16 bits
         few: Any = linear.kernel[...]
         linear.kernel.set_value(dataclasses.replace(few, scale=few.scale.astype(jnp.bfloat16)))
     before, added, pages = stored(nnx.state(plain)), [], []
@@ -328,15 +333,19 @@ def test_quantised_output_layers_among_devices(monkeypatch: pytest.MonkeyPatch):
     assert isinstance(plain.lm_head.kernel[...], Quantised)
     mark(plain.lm_head.kernel, 1, BY_XLA)
     assert isinstance(few_rows.prepare(plain, "reference").lm_head.kernel[...], Quantised)
-    assert "output layer is not whole" in (few_rows.output_refusal(plain) or "")
+    assert "output layer is not whole" in (few_rows_fit.output_refusal(plain) or "")
 
 
-def quantised(module: Transformer, kind: Any, groups: int, zeros: bool = False) -> Transformer:
-    """The same model with the weights of its layers and of its output layer rounded, or with zero points."""
+def quantised(module: Transformer, kind: Any, each: int | None, zeros: bool = False) -> Transformer:
+    """The same model with the weights of its layers and of its output layer rounded, or with zero points.
+
+    Args:
+      each: inputs that have a scale of their own, if not all the same.
+    """
     layers = [(x.attn.qkv, x.attn.out, x.mlp.gate_up, x.mlp.down) for x in module.layers]
     assert module.lm_head is not None
     for linear in [*(linear for layer in layers for linear in layer), module.lm_head]:
-        few = Quantised(*rounded(linear.kernel[...], kind, groups > 1))
+        few = Quantised(*rounded(linear.kernel[...], kind, each))
         if zeros:
             zero = jax.random.randint(jax.random.key(few.shape[1]), few.scale.shape, -3, 4, jnp.int8)
             few = dataclasses.replace(few, zero=zero, scale=few.scale.astype(jnp.bfloat16))
@@ -345,24 +354,32 @@ def quantised(module: Transformer, kind: Any, groups: int, zeros: bool = False) 
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def rounded(kernel: jax.Array, kind: Any, grouped: bool) -> tuple[jax.Array, jax.Array]:
-    """Values and scales, one for each column or 128 rows of one."""
+def rounded(kernel: jax.Array, kind: Any, each: int | None) -> tuple[jax.Array, jax.Array]:
+    """Values and scales, one for each column or so many rows of one."""
     w = kernel.astype(jnp.float32)
-    rows = w.reshape(w.shape[0] // 128 if grouped else 1, -1, w.shape[1])
+    rows = w.reshape(w.shape[0] // (each or w.shape[0]), -1, w.shape[1])
     scale = jnp.abs(rows).max(axis=1) / jnp.iinfo(kind).max
     return jnp.round(rows / scale[:, None]).astype(kind).reshape(w.shape), scale
 
 
-def test_quantised_weights_that_no_kernel_reads():
+def test_quantised_weights_that_no_kernel_reads(monkeypatch: pytest.MonkeyPatch):
     for change, said in (
         ({"zero": jnp.ones((1, 512), jnp.int16)}, "zero points must be int8, got int16"),
         ({"int8_activations": True}, "activations"),
     ):  # fmt: skip
-        other = quantised(model(dataclasses.replace(CONFIG, intermediate_size=512)), jnp.int8, 1)
+        other = quantised(model(dataclasses.replace(CONFIG, intermediate_size=512)), jnp.int8, None)
         down = other.layers[1].attn.out.kernel
         down.set_value(dataclasses.replace(down[...], **change))
-        assert said in (few_rows.refusal(other) or "") and few_rows.prepare(other) is other
-    assert "multiples of 256 and 64, got (384, 256)" in (few_rows.refusal(quantised(model(), jnp.int4, 2)) or "")
+        assert said in (few_rows_fit.refusal(other) or "") and few_rows.prepare(other) is other
+    wide, small = (
+        dataclasses.replace(CONFIG, intermediate_size=512),
+        functools.partial(quantised, kind=jnp.int4, each=32),
+    )
+    assert few_rows_fit.refusal(small(model(wide))) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_packed, "room_refusal", lambda kind, *_, **__: "no room" if kind == "add" else None)
+        assert few_rows_fit.refusal(small(model(wide))) == "no room"
+    assert "multiples of 256 and 64, got (384, 256)" in (few_rows_fit.refusal(quantised(model(), jnp.int4, 128)) or "")
 
 
 @pytest.mark.parametrize(
@@ -376,7 +393,7 @@ def test_quantised_weights_that_no_kernel_reads():
 )
 def test_models_that_are_not_served_stay_as_they_are(change: dict[str, Any], dtype: Any, said: str):
     other = model(dataclasses.replace(CONFIG, **change), dtype)
-    assert said in (few_rows.refusal(other) or "") and few_rows.prepare(other) is other
+    assert said in (few_rows_fit.refusal(other) or "") and few_rows.prepare(other) is other
 
 
 def test_a_device_without_the_kernels_says_why():

@@ -37,7 +37,7 @@ from jaxspec.config import DRAFT_QUANTIZATIONS, DraftQuantization, SpeculationCo
 from jaxspec.drafters import registry as kinds
 from jaxspec.drafters.rounding import check_weights
 from jaxspec.loading import in_few_bits, laid_out
-from jaxspec.models import few_rows, packing, registry
+from jaxspec.models import few_rows, few_rows_fit, packing, registry
 from jaxspec.models.base import Experts, ModelConfig
 from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.quantised import stored_bytes
@@ -171,7 +171,7 @@ class Model:
             return module
         if self.packed:
             packing.pack_experts(module, self.shards)
-        if few_rows.refusal(module) is not None:
+        if few_rows_fit.refusal(module) is not None:
             return few_rows.pack_maps(module, self.shards)
         return few_rows.prepare(module, output=self.output)
 

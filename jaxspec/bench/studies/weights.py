@@ -48,12 +48,11 @@ def random_weights(module: Any, seed: int, mesh: Mesh | None = None) -> Any:
     return nnx.merge(graph, jax.tree.unflatten(tree, made))
 
 
-#: With zero points, as AWQ has them.
-ZEROS = "int4-g128-zeros"
-#: Formats of quantised weights by name: the type of the values, and whether every 128 inputs have scales.
+#: Formats of quantised weights by name: the type of the values, and how many inputs have scales of their own, if not
+#: all the same. "-zeros": with zero points, as AWQ has them.
 FORMATS = {
-    "int8": (jnp.int8, False), "fp8": (jnp.float8_e4m3fn, False), "fp8-block": (jnp.float8_e4m3fn, True),
-    "int4-g128": (jnp.int4, True), ZEROS: (jnp.int4, True),
+    "int8": (jnp.int8, None), "fp8": (jnp.float8_e4m3fn, None), "fp8-block": (jnp.float8_e4m3fn, 128),
+    "int4-g128": (jnp.int4, 128), "int4-g128-zeros": (jnp.int4, 128), "int4-g32-zeros": (jnp.int4, 32),
 }  # fmt: skip
 #: Of experts alone, as gpt-oss has them.
 MXFP4 = "mxfp4"
@@ -66,12 +65,12 @@ def quantised_kernel(key: jax.Array, name: str, shape: tuple[int, ...]) -> Quant
     if name == MXFP4:
         codes = jax.random.bits(key, (*lead, d_in // 2, d_out), jnp.uint8)
         return Mxfp4(codes, jnp.full((*lead, d_in // BLOCK, d_out), 120, jnp.uint8))  # values have a deviation of 3
-    dtype, grouped = FORMATS[name]
+    dtype, each = FORMATS[name]
     top = {jnp.int8: 127.0, jnp.int4: 7.0}.get(dtype, 448.0)
     values = jnp.clip(jax.random.normal(key, shape, jnp.float32) / 4, -1, 1) * top
     values = (jnp.round(values) if jnp.issubdtype(dtype, jnp.integer) else values).astype(dtype)
-    spread = jax.random.uniform(key, (*lead, d_in // 128 if grouped else 1, d_out), jnp.float32, 0.5, 1.5)
-    zero = jax.random.randint(key, spread.shape, -3, 4, jnp.int8) if name == ZEROS else None
+    spread = jax.random.uniform(key, (*lead, d_in // (each or d_in), d_out), jnp.float32, 0.5, 1.5)
+    zero = jax.random.randint(key, spread.shape, -3, 4, jnp.int8) if name.endswith("-zeros") else None
     return Quantised(values, 0.08 / top * spread, zero)
 
 
