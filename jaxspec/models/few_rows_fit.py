@@ -135,6 +135,7 @@ def unserved(
         groups, zeros = kernel.groups // count, packed.ZEROS if kernel.zero is not None else ""
         if (why := packed.refusal(kernel.values.dtype, own, groups)) is not None or kind is None:
             return why
+        groups = packed.packed_groups(own[0], groups, zeros=bool(zeros))
         stored = f"{kernel.values.dtype}{zeros}"
         return gpu_packed.room_refusal(kind, stored, own, groups, normed=normed and kind == "heads")
     if kernel.dtype != jnp.bfloat16 or kernel.ndim != 2:

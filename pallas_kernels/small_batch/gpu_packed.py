@@ -90,7 +90,9 @@ class _Kernel(Walk):
     @property
     def neighbours(self) -> int:
         """See Walk."""
-        return 2 if self.kind == "logits" and self.rows == 8 else 1
+        if self.kind != "logits" or self.rows > 8:
+            return 1
+        return 2 if mosaic.room(self.beside(jnp.bfloat16), 2) >= self.teams * self.stage(1) else 1
 
     @property
     def early(self) -> int:
@@ -352,10 +354,10 @@ def room_refusal(kind: Kind, dtype: str, shape: tuple[int, int], groups: int, *,
     """Why a program has no room beside the scales of a kernel [in, out], or None.
 
     Args:
-      dtype: of the values, as `Packed.kind`. normed: whether heads are.
+      dtype: of the values, as `Packed.kind`. groups: of packed scales. normed: whether heads are.
     """
     before: dict[str, Any] = {}
-    if kind in ("heads", "swiglu"):
+    if kind in ("project", "heads", "swiglu"):
         before = dict(eps=1.0, squares=shape[0] // COLUMNS, width=shape[0])
     for rows in (1, _MOST_ROWS):
         kernel = _Kernel(

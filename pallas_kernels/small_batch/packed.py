@@ -101,6 +101,11 @@ def pieces(inputs: int, groups: int) -> int:
     return max(1, groups * BLOCK // inputs)
 
 
+def packed_groups(inputs: int, groups: int, *, zeros: bool) -> int:
+    """Groups of scales that `pack` makes of so many."""
+    return 1 if groups == 1 and not zeros else max(groups, inputs // BLOCK)
+
+
 def reordered(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The last axis, of inputs, in the order that values of a type have in memory."""
     natural, order = _FOUR if dtype == jnp.int4 else _EIGHT

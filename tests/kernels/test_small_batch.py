@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -139,6 +140,33 @@ def test_small_groups_leave_room_for_rows_or_are_refused():
     assert "896 groups of scales leave no room for 32 rows" in (room("add", "int8", (28672, 8192), 896) or "")
     assert room("heads", "int4", (8192, 10240), 256) is None
     assert "256 groups of scales" in (room("heads", "int4", (8192, 10240), 256, normed=True) or "")
+
+
+@pytest.mark.parametrize("kind", ["project", "logits", "heads", "normed", "swiglu", "add"])
+def test_what_has_room_fits_into_shared_memory(kind: Any):
+    """With the groups that weights have once they are packed."""
+    passed, refused = 0, 0
+    for dtype, zeros in (("int4", False), ("int8", False), ("int4_zeros", True), ("int8_zeros", True)):
+        for width in (2048, 4096, 8192, 12288, 16384, 28672, 53248, 65536):
+            for stored in (1, width // 256, width // 128, width // 64, width // 32):
+                groups, normed = packed.packed_groups(width, stored, zeros=zeros), kind == "normed"
+                own = "heads" if normed else kind
+                if gpu_packed.room_refusal(own, dtype, (width, 4096), groups, normed=normed) is not None:
+                    refused += 1
+                    continue
+                passed += 1
+                before = kind in ("project", "heads", "normed", "swiglu")
+                for m in (1, 8, 16, 32):
+                    few = gpu_packed._Kernel(
+                        kind=own, dtype=dtype, shape=(m, width), columns=4096, groups=groups,
+                        eps=EPS if before else None, squares=width // 32 if before else 0, width=width,
+                        head_eps=EPS if normed else None,
+                    )  # fmt: skip
+                    arrays = few.scratch(jnp.bfloat16)
+                    ring = arrays.pop("w")  # of 4 bits half of what NumPy says
+                    size = math.prod(ring.shape) // (2 if ring.dtype == jnp.int4 else 1)
+                    assert mosaic.room(arrays, few.neighbours) >= size, (dtype, width, groups, m)
+    assert passed > 50 and refused > 5
 
 
 def test_what_a_thread_of_wgmma_holds_lies_side_by_side():
@@ -365,17 +393,27 @@ def test_rings_of_packed_weights_come_round(name: str, m: int, inputs: int, monk
 
 
 @interpreted
-@pytest.mark.parametrize(("m", "early"), [(1, 1), (3, 1), (3, 2)])
-def test_rings_of_packed_weights_are_filled_in_two_parts(m: int, early: int, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("product", ["project", "heads", "normed", "swiglu", "add"])
+def test_rings_of_packed_weights_are_filled_in_two_parts(product: str, m: int, monkeypatch: pytest.MonkeyPatch):
     """As kernels that overlap fill them: some weights first, then small arrays and their rows, then the rest."""
-    monkeypatch.setattr(gpu_packed._Kernel, "early", property(lambda _: early))
+    monkeypatch.setattr(gpu_packed._Kernel, "early", property(lambda _: 1))
     monkeypatch.setattr(packed_walk, "_DEPTHS", (1,))
-    weight, wide = (
-        packed.pack(*kernel("int4-g128-zeros", 3072, 64)),
-        reference.begin(normal(0, m, 3072), normal(1, 3072)),
-    )
+    monkeypatch.setattr(packed_walk, "_MAX_STAGES", 2)
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
-    close(gpu.project(wide, weight, EPS, interpret=params), reference.project(wide, weight, EPS), m)
+    weight = packed.pack(*kernel("int4-g128-zeros", 3072, 256 if product == "swiglu" else 4 * C))
+    wide, gains = reference.begin(normal(0, m, 3072), normal(1, 3072)), (normal(5, C), normal(6, C))
+    angle = jax.random.uniform(jax.random.key(2), (C // 2, 8)) * 6
+    rope = jnp.cos(angle), jnp.sin(angle)
+    h, gain = normal(2, m, 4 * C), normal(3, 4 * C)
+    run: Any = {
+        "project": lambda of, **how: of.project(wide, weight, EPS, **how),
+        "heads": lambda of, **how: of.heads(wide, weight, rope, COUNTS, EPS, **how),
+        "normed": lambda of, **how: of.heads(wide, weight, rope, COUNTS, EPS, gains=gains, **how),
+        "swiglu": lambda of, **how: of.swiglu(wide, weight, EPS, **how),
+        "add": lambda of, **how: of.add(wide.h_ME, weight, h, gain, **how),
+    }[product]
+    close(run(gpu, interpret=params), run(reference), m)
 
 
 @interpreted

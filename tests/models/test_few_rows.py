@@ -377,6 +377,15 @@ def test_quantised_weights_that_no_kernel_reads(monkeypatch: pytest.MonkeyPatch)
     )
     assert few_rows_fit.refusal(small(model(wide))) is None
     with monkeypatch.context() as patch:
+        asked: list[Any] = []
+        patch.setattr(gpu_packed, "room_refusal", lambda *args, normed: asked.append((*args, normed)))
+        assert few_rows_fit.refusal(small(model(dataclasses.replace(wide, qk_norm=True)))) is None
+        assert asked[:4] == [
+            ("heads", "int4", (256, 512), 8, True), ("add", "int4", (256, 256), 8, False),
+            ("swiglu", "int4", (256, 1024), 8, False), ("add", "int4", (512, 256), 16, False),
+        ]  # fmt: skip
+        few_rows_fit.refusal(quantised(model(wide), jnp.int8, None, zeros=True))
+        assert asked[8][:4] == ("heads", "int8_zeros", (256, 512), 2)  # scales beside zeros are repeated
         patch.setattr(gpu_packed, "room_refusal", lambda kind, *_, **__: "no room" if kind == "add" else None)
         assert few_rows_fit.refusal(small(model(wide))) == "no room"
     assert "multiples of 256 and 64, got (384, 256)" in (few_rows_fit.refusal(quantised(model(), jnp.int4, 128)) or "")
