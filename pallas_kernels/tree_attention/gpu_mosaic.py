@@ -2,9 +2,10 @@
 
 The prefix is cut at absolute positions, into blocks of 64 tokens and groups of 1,024 (`mosaic_plan`); a warpgroup owns
 (item, KV head, 64 query rows) at a time and a second kernel adds the items' sums in their order. Each program walks
-along a list of those that hold tokens; beside each warpgroup that computes another brings pages through a ring in
-shared memory, across the boundaries of items, so that memory never rests. Rows are wgmma's first operand, of which 64
-are computed whatever the number in use.
+along a list of those that hold tokens; a warpgroup asks for its own pages, through a ring in shared memory and across
+the boundaries of items, so that memory never rests. One that only copied would need registers that the others lack:
+where XLA has kernels linked, as JAX 0.12 does, they cannot be handed over (docs/notes.md, 2026-11-28). Rows are
+wgmma's first operand, of which 64 are computed whatever the number in use.
 
 Without a mask (plain decoding, chains, chunks of prompts) new tokens stand where they will lie once committed: the
 last blocks of a request are put together in shared memory from the page's tokens and the new ones. So a token of a
@@ -14,8 +15,10 @@ take blocks of their own behind the prefix.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import overlap
 from pallas_kernels.sizes import MULTIPROCESSORS, device_kind
 from pallas_kernels.tree_attention import mosaic_heads, mosaic_near
-from pallas_kernels.tree_attention.mosaic_few import LOG2E, REGISTERS, ROW, Few
+from pallas_kernels.tree_attention.mosaic_few import LOG2E, READ, ROW, Few
 from pallas_kernels.tree_attention.mosaic_launch import Launch
 from pallas_kernels.tree_attention.mosaic_merge import merge
 from pallas_kernels.tree_attention.mosaic_plan import BLOCK, FEW, GROUP, Sizes, plan
@@ -37,8 +40,6 @@ from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 MOST_ROWS = ROWS
 #: Requests times KV heads that are computed at once; beyond, Triton's kernel needs less time.
 MOST_UNITS = 2 * 132
-#: Entries of a page table that are read at a time.
-_READ = 4
 _F32, _I32 = jnp.float32, jnp.int32
 
 
@@ -79,15 +80,48 @@ def slower(args: TreeAttentionArgs) -> str | None:
     return None if units <= MOST_UNITS else f"it is for at most {MOST_UNITS} requests times KV heads, got {units}"
 
 
+@dataclasses.dataclass(frozen=True)
+class _Turns:
+    """A warpgroup's turns.
+
+    Attributes:
+      unit: a turn's KV head, tile and item, and what that is: its request, first block, end of the blocks (one at
+        least), the prefix's length. Read before it is known whether there is such a turn. mine: how many there are.
+    """
+
+    unit: Callable[[Any], tuple[Any, ...]]
+    mine: Any
+
+    def source(self, turn: Any) -> tuple[Any, ...]:
+        """Of a turn the KV head, request, first block, end of the blocks and the prefix's length."""
+        head, _, _, *rest = self.unit(turn)
+        return head, *rest
+
+
+class _Ahead(NamedTuple):
+    """What a warpgroup asks for next.
+
+    Attributes:
+      turn: whose blocks these are. block: the next one. source, later: of that turn and of the one after it.
+      now, then: pages of a few blocks, of which that block is one, and of the few that come after them.
+    """
+
+    turn: Any
+    block: Any
+    source: tuple[Any, ...]
+    later: tuple[Any, ...]
+    now: tuple[Any, ...]
+    then: tuple[Any, ...]
+
+
 class _Kernel(Few):
     """One launch's code."""
 
     def body(self, ins: dict[str, Any], outs: tuple[Any, ...], shared: dict[str, Any]) -> None:
-        """A warpgroup of a program: the first ones compute, the others bring pages to one of them."""
+        """A warpgroup of a program."""
         overlap.begin(self.interpret)
         overlap.wait(self.interpret)
-        thread = lax.axis_index("team")
-        team = rem(thread, self.teams)
+        team = lax.axis_index("team")
         own, many = team * self.programs + lax.axis_index("program"), self.teams * self.programs
         per_item, most = self.kv_heads * self.tiles, ins["items"].shape[1]
 
@@ -96,7 +130,6 @@ class _Kernel(Few):
             return jnp.where(rem(turn, 2) == 1, many - 1 - own, own) if self.direct else own
 
         def unit(turn: Any) -> tuple[Any, ...]:
-            """A turn's KV head, tile and item, and what that is; read before it is known whether there is a turn."""
             at = turn * many + place(turn)
             item = jnp.minimum(div(at, per_item), most - 1)
             what = (ins["items"][i, item] for i in range(4))
@@ -107,75 +140,63 @@ class _Kernel(Few):
 
         begin = unit(jnp.int32(0))
         units = jnp.int32(most * per_item) if self.straight else ins["count"][0] * per_item
-        turns = div(units, many)
-        mine = turns + jnp.where(place(turns) < rem(units, many), 1, 0)
+        all_turns = div(units, many)
+        mine = all_turns + jnp.where(place(all_turns) < rem(units, many), 1, 0)
+        turns = _Turns(unit, mine)
 
-        @pl.when(thread < self.teams)
-        def _() -> None:
-            if self.teams > 1:
-                plgpu.set_max_registers(REGISTERS[0], action="increase")
+        def ask(step: Any, ahead: _Ahead) -> _Ahead:
+            return self.ask(team, step, ahead, turns, ins, shared)
 
-            def one(turn: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-                step, *now = carry
-                later = unit(turn + 1)  # read long before it is used
-                return self.compute(own, team, step, tuple(now), ins, outs, shared), *later
+        ahead = lax.fori_loop(0, self.stages, ask, self.first(turns, ins))
 
-            lax.fori_loop(0, mine, one, (jnp.int32(0), *begin))
+        def one(turn: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            step, *now = carry
+            later = unit(turn + 1)  # read long before it is used
+            return self.compute(own, team, step, tuple(now), ask, ins, outs, shared), *later
 
-        @pl.when(thread >= self.teams)
-        def _() -> None:
-            if self.teams > 1:
-                plgpu.set_max_registers(REGISTERS[1], action="decrease")
-            for slot in range(self.stages):
-                plgpu.barrier_arrive(shared["empty"].at[team * self.stages + slot])
+        lax.fori_loop(0, mine, one, ((jnp.int32(0), ahead), *begin))
 
-            def bring(turn: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-                step, numbers, *now = carry
-                later = unit(turn + 1)
-                return *self.bring(team, step, numbers, tuple(now), later, ins, shared), *later
+    def first(self, turns: _Turns, ins: dict[str, Any]) -> _Ahead:
+        """Before anything was asked for."""
+        source, later = (turns.source(jnp.int32(turn)) for turn in range(2))
+        _, b, block, _, _ = source
+        now = self.numbers(lambda i: i, b, block, ins)
+        return _Ahead(jnp.int32(0), block, source, later, now, self.pages_after(source, later, block, ins))
 
-            lax.fori_loop(0, mine, bring, (jnp.int32(0), self.numbers(begin[3], begin[4], ins), *begin))
-            for slot in range(self.stages):
-                plgpu.barrier_wait(shared["empty"].at[team * self.stages + slot])
+    def pages_after(self, source: tuple[Any, ...], later: tuple[Any, ...], begin: Any, ins: dict[str, Any]) -> Any:
+        """Of the few blocks that are asked for after those from `begin` on."""
+        _, b, _, end, _ = source
+        pages = lambda b, begin: self.numbers(lambda i: i, b, begin, ins)
+        return lax.cond(begin + READ < end, lambda: pages(b, begin + READ), lambda: pages(later[1], later[2]))
 
-    def numbers(self, b: Any, begin: Any, ins: dict[str, Any]) -> tuple[Any, ...]:
-        """Pages of a few blocks from `begin` on, or anything where a block holds none of a page's tokens."""
-        last = ins["table"].shape[1] - 1
-        columns = (jnp.minimum(div((begin + k) * BLOCK, self.page), last) for k in range(_READ))
-        return tuple(ins["table"][b, column] for column in columns)
+    def ask(
+        self, team: Any, step: Any, ahead: _Ahead, turns: _Turns, ins: dict[str, Any], shared: dict[str, Any]
+    ) -> _Ahead:  # fmt: skip
+        """Brings the next block, if there is one, to a step's slot; what comes after it."""
+        (head, _, first, end, length), j = ahead.source, ahead.block
+        k, last = rem(j - first, READ), j + 1 == end
+        bring = functools.partial(self.bring_block, team, step, j, head, length, ahead.now, k, ins, shared)
+        pl.when(ahead.turn < turns.mine)(bring)
 
-    def bring(
-        self, team: Any, step: Any, numbers: tuple[Any, ...], unit: tuple[Any, ...], later: tuple[Any, ...],
-        ins: dict[str, Any], shared: dict[str, Any],
-    ) -> Any:  # fmt: skip
-        """A turn's pages to the ring; the ring's next step, and the first pages of the turn after it.
+        def turned() -> _Ahead:
+            source, later, turn = ahead.later, turns.source(ahead.turn + 2), ahead.turn + 1
+            then = self.pages_after(source, later, source[2], ins)
+            return _Ahead(turn, source[2], source, later, ahead.then, then)
 
-        Under load a read of the page table takes as long as memory needs for all that was asked for before: so it
-        is read a few blocks ahead, of the next turn too.
-        """
-        head, _, _, b, first, end, length = unit
+        def went_on() -> _Ahead:
+            def read() -> tuple[Any, ...]:
+                return ahead.then, self.pages_after(ahead.source, ahead.later, j + 1, ins)
 
-        def several(i: Any, now: tuple[Any, ...]) -> tuple[Any, ...]:
-            begin = first + i * _READ
-            more = begin + _READ < end
-            whose, where = jnp.where(more, b, later[3]), jnp.where(more, begin + _READ, later[4])
-            then = ()
-            for k, number in enumerate(now):
-                if k == _READ - 1:  # whoever reads waits here: a ring's other blocks are on their way by then
-                    then = self.numbers(whose, where, ins)
-                held = (begin + k) * BLOCK < length
-                one = functools.partial(self.bring_block, team, step + (begin + k - first), begin + k, head)
-                pl.when(begin + k < end)(functools.partial(one, held, number, ins, shared))
-            return then
+            now, then = lax.cond(k == READ - 1, read, lambda: (ahead.now, ahead.then))
+            return ahead._replace(block=j + 1, now=now, then=then)
 
-        numbers = lax.fori_loop(0, div(end - first + _READ - 1, _READ), several, numbers)
-        return step + end - first, numbers
+        return lax.cond(last, turned, went_on)
 
     def compute(
-        self, own: Any, team: Any, step: Any, unit: tuple[Any, ...], ins: dict[str, Any], outs: tuple[Any, ...],
-        shared: dict[str, Any],
+        self, own: Any, team: Any, step: Any, unit: tuple[Any, ...], ask: Callable[[Any, Any], Any],
+        ins: dict[str, Any], outs: tuple[Any, ...], shared: dict[str, Any],
     ) -> Any:  # fmt: skip
-        """Attention of a turn's rows to what its item holds; the ring's next step."""
+        """Attention of a turn's rows to what its item holds; where the ring is then."""
         head, tile, item, b, first, end, _ = unit
         q, (sums_of_items, sums_of_groups, out) = shared["q"].at[team], (outs[:3], outs[3:6], outs[6:])
         base = (b * (self.nodes * self.heads) + head * self.group) * self.head_dim
@@ -183,7 +204,7 @@ class _Kernel(Few):
         plgpu.commit_smem()
         at = (b * (self.entries * self.kv_heads) + head) * self.head_dim
         loaded = self.load([ins["k"], ins["v"]], self.news, at, self.entries) if self.early else None
-        block = functools.partial(self.block, unit, team, ins, shared, q, loaded)
+        block = functools.partial(self.block, unit, team, ins, shared, q, loaded, ask)
         place = (item * self.kv_heads + head) * self.tiles + tile
         begin, stop, few = div(first, FEW), div(end + FEW - 1, FEW), GROUP // FEW
         group = functools.partial(self.grouped, block, first, end)
@@ -258,7 +279,7 @@ def _attend(kernel: _Kernel, most: int, ins: dict[str, jax.Array], *, interpret:
     extra = {} if interpret is None else {"interpret": interpret}
     return plgpu.kernel(
         tree_attention, out_type=outs, scratch_types=tuple(scratch.values()), grid=(kernel.programs,),
-        grid_names=("program",), num_threads=2 * kernel.teams, thread_name="team", compiler_params=params(), **extra,
+        grid_names=("program",), num_threads=kernel.teams, thread_name="team", compiler_params=params(), **extra,
     )(*ins.values())  # fmt: skip
 
 

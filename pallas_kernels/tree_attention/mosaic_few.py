@@ -22,8 +22,8 @@ from pallas_kernels.tree_attention.mosaic_launch import SUMS, Launch
 from pallas_kernels.tree_attention.mosaic_plan import BLOCK, FEW, GROUP
 from pallas_kernels.tree_attention.mosaic_rows import MASKED, ROWS, div, rem
 
-#: Registers of a thread that computes, and of one that brings pages, where a program has two of either warpgroup.
-REGISTERS = 224, 32
+#: Entries of a page table that are read at a time.
+READ = 4
 LOG2E = math.log2(math.e)
 #: A value for each row of wgmma's sums.
 ROW = SUMS.reduce(1)
@@ -42,13 +42,28 @@ class Few(Launch):
         full = lambda shape, value, layout: self.cast(jnp.full(shape, value, _F32), layout)
         return full((ROWS, self.head_dim), 0.0, SUMS), full((ROWS,), MASKED, ROW), full((ROWS,), 0.0, ROW)
 
+    def numbers(self, block: Callable[[Any], Any], b: Any, begin: Any, ins: dict[str, Any]) -> tuple[Any, ...]:
+        """Pages of a few blocks of a request, `block` of their places from `begin` on, or anything where it has none.
+
+        Under load a read of the page table takes as long as memory needs for all that was asked for before: so it is
+        read a few blocks ahead.
+        """
+        last = ins["table"].shape[1] - 1
+        columns = (jnp.clip(div(block(begin + k) * BLOCK, self.page), 0, last) for k in range(READ))
+        return tuple(ins["table"][b, column] for column in columns)
+
     def bring_block(
-        self, team: Any, step: Any, j: Any, head: Any, held: Any, number: Any, ins: dict[str, Any],
-        shared: dict[str, Any],
+        self, team: Any, step: Any, j: Any, head: Any, length: Any, numbers: tuple[Any, ...], k: Any,
+        ins: dict[str, Any], shared: dict[str, Any],
     ) -> None:  # fmt: skip
-        """A block's keys and values to the ring; of one without a page's tokens nothing, as new ones fill it."""
-        slot = team * self.stages + rem(step, self.stages)
-        plgpu.barrier_wait(shared["empty"].at[slot])
+        """A block's keys and values to the ring; of one without a page's tokens nothing, as new ones fill it.
+
+        Args:
+          length: of the request's prefix. numbers: pages of a few blocks, of which this is the k-th.
+        """
+        slot, held, number = team * self.stages + rem(step, self.stages), j * BLOCK < length, numbers[0]
+        for i in range(1, READ):
+            number = jnp.where(k == i, numbers[i], number)
         rows = pl.ds(rem(j * BLOCK, self.page), BLOCK) if self.page > BLOCK else pl.ds(0, BLOCK)
 
         @pl.when(held)
@@ -67,10 +82,10 @@ class Few(Launch):
                 plgpu.barrier_arrive(shared["full"].at[slot])
 
     def some(self, block: Callable[..., Any], first: Any, end: Any, i: Any, step: Any) -> tuple[Any, ...]:
-        """The ring's next step, and sums of those of a few blocks, the i-th few of the request, that [first, end) has.
+        """Where the ring is then, and sums of those blocks of a few, the request's i-th, that [first, end) has.
 
         Args:
-          block: `self.block`, but for its last arguments.
+          block: `self.block`, but for its last arguments. step: the ring's, and what is known of blocks to come.
         """
         low, high = jnp.maximum(first, i * FEW), jnp.minimum(end, (i + 1) * FEW)
         return lax.fori_loop(low, high, block, (step, *self.nothing))
@@ -99,11 +114,15 @@ class Few(Launch):
 
     def block(
         self, unit: tuple[Any, ...], team: Any, ins: dict[str, Any], shared: dict[str, Any], q: Any,
-        loaded: Sequence[jax.Array] | None, j: Any, carry: tuple[Any, ...],
+        loaded: Sequence[jax.Array] | None, ask: Callable[[Any, Any], Any], j: Any, carry: tuple[Any, ...],
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Adds one block of keys; of new tokens those that are `loaded`, if they are."""
+        """Adds one block of keys; of new tokens those that are `loaded`, if they are.
+
+        Args:
+          ask: brings another block to a step's slot; takes and returns what it knows of those to come.
+        """
         head, tile, _, b, _, _, length = unit
-        step, *sums = carry
+        (step, ahead), *sums = carry
         # The place of the first new token, and of the first token that the window of the first query shows.
         place = length if self.causal else div(length + BLOCK - 1, BLOCK) * BLOCK
         lowest = jnp.int32(0) if self.window is None else length - self.window + 1
@@ -145,10 +164,9 @@ class Few(Launch):
         if self.spread and not self.interpret:
             p = mosaic_rows.first_rows(p)
         more = self.weighted(p.astype(v.dtype), v), top, jnp.sum(p, axis=1)
-        if self.interpret:  # its reads are not wgmma's
+        if self.interpret:  # its reads are not wgmma's, nor those of a warpgroup that meets before it asks
             plgpu.commit_smem()
-        plgpu.barrier_arrive(shared["empty"].at[slot])
-        return step + 1, *self.add(tuple(sums), more)
+        return (step + 1, ask(step, ahead)), *self.add(tuple(sums), more)
 
     def sees(self, words: Any, b: Any, tile: Any, entry: jax.Array) -> jax.Array:
         """Whether rows see entries [64, 64]; words [B, W, tiles, 64] uint32 hold a row's bits."""

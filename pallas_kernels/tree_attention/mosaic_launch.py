@@ -33,8 +33,7 @@ class Launch:
     Attributes:
       batch, nodes, entries, heads, kv_heads, head_dim, page: B, N, T, H, G, C in whole tiles and tokens a page.
       channels: of a head in pages (mosaic_heads).
-      causal: without a mask. factor: of scores. programs: at once. teams: warpgroups
-      of a program that compute, each with another that brings it pages.
+      causal: without a mask. factor: of scores. programs: at once. teams: warpgroups of a program.
       interpret: whether registers are pretended. direct: whether a request is one item, whose sums are its result.
       straight: see mosaic_plan.Sizes.
     """
@@ -107,7 +106,6 @@ class Launch:
                 (slots * self.copies, ROWS, 2 * self.head_dim // self.copies), dtype, transforms=mosaic_rows.tiled()
             ),
             "full": plgpu.Barrier(num_barriers=slots, num_arrivals=self.copies),
-            "empty": plgpu.Barrier(num_barriers=slots, num_arrivals=1),
         }
 
     @property

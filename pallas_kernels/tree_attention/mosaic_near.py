@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import overlap
 from pallas_kernels.tree_attention import mosaic_rows
-from pallas_kernels.tree_attention.mosaic_few import REGISTERS, Few
+from pallas_kernels.tree_attention.mosaic_few import READ, Few
 from pallas_kernels.tree_attention.mosaic_launch import LANES
 from pallas_kernels.tree_attention.mosaic_merge import Sums, in_order, nothing, with_sink
 from pallas_kernels.tree_attention.mosaic_near_launch import NearLaunch
@@ -35,8 +35,6 @@ MEMBERS = {8: 8, 30: 4, 64: 2}
 #: Blocks of a warpgroup beyond which requests of unequal lengths may wait for the longest (one alone waits for none),
 #: and clusters that fill less than a third of the device read more slowly than all of it would.
 MOST_BLOCKS = 9
-#: Entries of a page table that are read at a time.
-_READ = 4
 #: A piece's blocks as powers of two.
 _SHIFTS = 0, FEW.bit_length() - 1, GROUP.bit_length() - 1
 _F32, _I32 = jnp.float32, jnp.int32
@@ -108,9 +106,13 @@ class Pieces:
         return cls(kernel.workers, length, low, stop, shift, first, end, own, mine)
 
     @property
-    def turns(self) -> Any:
-        """Places of the warpgroup's blocks, those at the ends included that are not seen."""
-        return self.mine << self.shift
+    def begin(self) -> Any:
+        """The place of the warpgroup's first block; places before it are of a piece that is not seen as a whole."""
+        return jnp.maximum(self.low - ((self.first + self.own) << self.shift), 0)
+
+    def seen(self, i: Any) -> Any:
+        """Whether a place from `begin` on holds a block."""
+        return (i < (self.mine << self.shift)) & (self.block(i) < self.stop)
 
     def block(self, i: Any) -> Any:
         """The block of a place."""
@@ -131,71 +133,58 @@ class Near(NearLaunch):
     """One launch's code."""
 
     def body(self, ins: dict[str, Any], out: Any, shared: dict[str, Any], inbox: Sequence[Any]) -> None:
-        """A warpgroup of a member: the first ones compute, the others bring pages to one of them."""
+        """A warpgroup of a member."""
         overlap.begin(self.interpret)
         self.begin(shared)
         overlap.wait(self.interpret)
-        thread, unit, member = (lax.axis_index(name) for name in ("team", "unit", "member"))
-        team, b, head = rem(thread, self.teams), div(unit, self.kv_heads), rem(unit, self.kv_heads)
+        team, unit, member = (lax.axis_index(name) for name in ("team", "unit", "member"))
+        b, head = div(unit, self.kv_heads), rem(unit, self.kv_heads)
         own = member + self.members * team
         length = ins["length"][b]
         guess = self.numbers(lambda i: own + i * self.workers, b, 0, ins)  # asked for beside the length
         pieces = Pieces.of(self, length if self.interpret else mosaic_rows.uniform(length), own)
 
-        @pl.when(thread < self.teams)
-        def _() -> None:
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
-            pl.when(team == 0)(lambda: self.expect(pieces.end - pieces.first, member, shared))
-            mine = [x.at[unit] for x in inbox] if self.interpret else inbox
-            self.compute(pieces, team, (b, head), ins, mine, shared)
-            self.wait_for_sums(shared)
-            for part in range(0, self.parts, self.teams):
-                join = functools.partial(self.join, pieces, ins, out, inbox, (unit, head, member, part + team))
-                pl.when(part + team < self.parts)(join)
+        def ask(step: Any, ahead: tuple[Any, ...]) -> tuple[Any, ...]:
+            return self.ask(pieces, team, (b, head), step, ahead, ins, shared)
 
-        @pl.when(thread >= self.teams)
-        def _() -> None:
-            plgpu.set_max_registers(REGISTERS[1], action="decrease")
-            self.bring(pieces, team, (b, head), guess, ins, shared)
-            self.wait_for_members()
+        ahead = lax.fori_loop(0, self.stages, ask, self.ahead(pieces, b, guess, ins))
+        pl.when(team == 0)(lambda: self.expect(pieces.end - pieces.first, member, shared))
+        mine = [x.at[unit] for x in inbox] if self.interpret else inbox
+        self.compute(pieces, team, (b, head), ask, ahead, ins, mine, shared)
+        self.wait_for_sums(shared)
+        for part in range(0, self.parts, self.teams):
+            join = functools.partial(self.join, pieces, ins, out, inbox, (unit, head, member, part + team))
+            pl.when(part + team < self.parts)(join)
 
-    def numbers(self, block: Callable[[Any], Any], b: Any, begin: Any, ins: dict[str, Any]) -> tuple[Any, ...]:
-        """Pages of a few of a warpgroup's blocks from the one `begin` on, or anything where it has none."""
-        last = ins["table"].shape[1] - 1
-        columns = (jnp.clip(div(block(begin + k) * BLOCK, self.page), 0, last) for k in range(_READ))
-        return tuple(ins["table"][b, column] for column in columns)
+    def ahead(self, pieces: Pieces, b: Any, guess: tuple[Any, ...], ins: dict[str, Any]) -> tuple[Any, ...]:
+        """What a warpgroup asks for first: a block's place, pages of a few places about it, and of the few after them.
 
-    def bring(
-        self, pieces: Pieces, team: Any, at: tuple[Any, Any], guess: tuple[Any, ...], ins: dict[str, Any],
-        shared: dict[str, Any],
-    ) -> None:  # fmt: skip
-        """A warpgroup's blocks to its ring."""
-        b, head = at
-        for slot in range(self.stages):
-            plgpu.barrier_arrive(shared["empty"].at[team * self.stages + slot])
-
-        def several(i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            step, *now = carry
-            then = ()
-            for k, number in enumerate(now):
-                if k == _READ - 1:  # whoever reads waits here: a ring's other blocks are on their way by then
-                    then = self.numbers(pieces.block, b, (i + 1) * _READ, ins)
-                j = pieces.block(i * _READ + k)
-                there = (i * _READ + k < pieces.turns) & (j >= pieces.low) & (j < pieces.stop)
-                held = j * BLOCK < pieces.length
-                pl.when(there)(functools.partial(self.bring_block, team, step, j, head, held, number, ins, shared))
-                step = step + jnp.where(there, 1, 0)
-            return step, *then
-
+        Args:
+          guess: the first pages, if all is seen and a piece is a block.
+        """
+        begin = pieces.begin
+        about = begin - rem(begin, READ)
         guessed = (pieces.shift == 0) & (pieces.first == 0)
-        first = lax.cond(guessed, lambda: guess, lambda: self.numbers(pieces.block, b, jnp.int32(0), ins))
-        lax.fori_loop(0, div(pieces.turns + _READ - 1, _READ), several, (jnp.int32(0), *first))
-        for slot in range(self.stages):
-            plgpu.barrier_wait(shared["empty"].at[team * self.stages + slot])
+        now = lax.cond(guessed, lambda: guess, lambda: self.numbers(pieces.block, b, about, ins))
+        return begin, now, self.numbers(pieces.block, b, about + READ, ins)
+
+    def ask(
+        self, pieces: Pieces, team: Any, at: tuple[Any, Any], step: Any, ahead: tuple[Any, ...], ins: dict[str, Any],
+        shared: dict[str, Any],
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Brings the block of the next place, if there is one, to a step's slot; what comes after it."""
+        (b, head), (i, now, then) = at, ahead
+        k = rem(i, READ)
+        bring = functools.partial(
+            self.bring_block, team, step, pieces.block(i), head, pieces.length, now, k, ins, shared
+        )  # fmt: skip
+        pl.when(pieces.seen(i))(bring)
+        read = lambda: (then, self.numbers(pieces.block, b, i + 1 + READ, ins))
+        return i + 1, *lax.cond(k == READ - 1, read, lambda: (now, then))
 
     def compute(
-        self, pieces: Pieces, team: Any, at: tuple[Any, Any], ins: dict[str, Any], inbox: Sequence[Any],
-        shared: dict[str, Any],
+        self, pieces: Pieces, team: Any, at: tuple[Any, Any], ask: Callable[[Any, Any], Any], ahead: Any,
+        ins: dict[str, Any], inbox: Sequence[Any], shared: dict[str, Any],
     ) -> None:  # fmt: skip
         """Sums of a warpgroup's pieces, to all members' inboxes."""
         b, head = at
@@ -211,7 +200,7 @@ class Near(NearLaunch):
         new = (b * (self.entries * self.kv_heads) + head) * self.head_dim
         loaded = self.load([ins["k"], ins["v"]], self.news, new, self.entries) if self.early else None
         unit = head, jnp.int32(0), None, b, None, None, pieces.length
-        block = functools.partial(self.block, unit, team, ins, shared, q, loaded)
+        block = functools.partial(self.block, unit, team, ins, shared, q, loaded, ask)
         plgpu.barrier_wait(shared["asked"])
         self.wait_for_members()
 
@@ -221,7 +210,7 @@ class Near(NearLaunch):
             self.send(inbox, shared, sums, pieces.own + turn * self.workers)
             return step
 
-        lax.fori_loop(0, pieces.mine, one, jnp.int32(0))
+        lax.fori_loop(0, pieces.mine, one, (jnp.int32(0), ahead))
 
     def join(
         self, pieces: Pieces, ins: dict[str, Any], out: Any, inbox: Sequence[Any], at: tuple[Any, ...]
@@ -271,7 +260,7 @@ def attend(kernel: Near, ins: dict[str, jax.Array], *, interpret: Any = None) ->
     extra = {} if interpret is None else {"interpret": interpret}
     found = plgpu.kernel(
         tree_attention, out_type=outs, scratch_types=tuple(scratch.values()), grid=(units,), grid_names=("unit",),
-        cluster=(kernel.members,), cluster_names=("member",), num_threads=2 * kernel.teams, thread_name="team",
+        cluster=(kernel.members,), cluster_names=("member",), num_threads=kernel.teams, thread_name="team",
         compiler_params=params(), **extra,
     )(*ins.values())[0]  # fmt: skip
     if not kernel.interpret:
