@@ -1,9 +1,10 @@
 """Latent attention on Mosaic GPU for Hopper: all heads share one vector a token, whose first channels are its value.
 
 A program owns a request, 64 query rows (node-major, so that the heads of a node lie side by side) and one of S
-stretches of the keys; it brings each block of keys once, for scores and for values. Two warpgroups compute. Both score
+stretches of the keys; it brings each block of keys once, for scores and for values. Of its two warpgroups both score
 all 64 rows, and each adds up one half of the values' channels: sums of 512 would not fit one's registers, and what is
-scored twice needs no exchange between them. The order of blocks, the masks and the merge are `mosaic_wide`'s. FlashMLA
+scored twice needs no exchange between them. One of them asks for keys besides: a third would take registers that they
+lack (see gpu_mosaic). The order of blocks, the masks and the merge are `mosaic_wide`'s. FlashMLA
 (github.com/deepseek-ai/FlashMLA) shares the channels out in the same way, but scores once and passes weights through
 shared memory.
 """
@@ -28,8 +29,8 @@ from pallas_kernels.tree_attention.mosaic_wide import Blocks
 from pallas_kernels.tree_attention.mosaic_wide_launch import PART, ROW, SUMS
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
-#: Warpgroups that compute, and registers of a thread of theirs and of the one that brings keys.
-_TEAMS, _REGISTERS = 2, (232, 40)
+#: Warpgroups.
+_TEAMS = 2
 _SHARED, _ROOM = 232448, 3072
 _F32 = jnp.float32
 
@@ -95,25 +96,21 @@ class Kernel(mosaic_wide.Kernel):
         }  # fmt: skip
 
     def body(self, ins: dict[str, Any], outs: tuple[Any, ...], shared: dict[str, Any]) -> None:
-        """A warpgroup of a program: the first ones compute, the last one brings queries and keys."""
-        p, thread = lax.axis_index("program"), lax.axis_index("team")
+        """A warpgroup of a program: the first one brings queries and keys, too."""
+        p, team = lax.axis_index("program"), lax.axis_index("team")
         b, rest = rem(p, self.batch), div(p, self.batch)
         block, split = self.blocks - 1 - div(rest, self.splits), rem(rest, self.splits)
         walk = Walk.of(self, ins["length"][b], jnp.int32(0), jnp.int32(0), block, split)
 
-        @pl.when(thread < _TEAMS)
+        @pl.when(team == 0)
         def _() -> None:
-            plgpu.set_max_registers(_REGISTERS[0], action="increase")
-            self.attend(walk, b, block, split, thread, ins, outs, shared)
-
-        @pl.when(thread == _TEAMS)
-        def _() -> None:
-            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
             self.ask(ins["q"], b, block, shared)
-            bring = functools.partial(self.bring_keys, walk, b, ins, shared)
-            lax.fori_loop(walk.begin, walk.end, bring, self.numbers(walk, walk.begin, b, ins))
-            for slot in range(self.stages):
-                plgpu.barrier_wait(shared["k_empty"].at[slot])
+            for i in range(self.stages):
+                step = walk.begin + i
+                bring = functools.partial(self.bring_keys, walk, b, ins, shared, step, self.numbers(walk, step, b, ins))
+                pl.when(step < walk.end)(bring)
+
+        self.attend(walk, b, block, split, team, ins, outs, shared)
 
     def ask(self, ref: Any, b: Any, block: Any, shared: dict[str, Any]) -> None:
         """A tile of [B, rows, C] to shared memory; behind the last row the copy engine finds zeros."""
@@ -127,15 +124,10 @@ class Kernel(mosaic_wide.Kernel):
 
     def bring_keys(
         self, walk: Walk, b: Any, ins: dict[str, Any], shared: dict[str, Any], step: Any, numbers: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
-        """A step's keys to the ring.
-
-        What a mask hides weighs 0, but 0 * NaN is NaN: it is cleaned between scores, which broken keys must reach, and
-        values.
-        """
-        slot, later = rem(step - walk.begin, self.stages), self.numbers(walk, step + 1, b, ins)
+    ) -> None:
+        """A step's keys to the ring, whose slot is free."""
+        slot = rem(step - walk.begin, self.stages)
         prefix, block = walk.place(step)
-        plgpu.barrier_wait(shared["k_empty"].at[slot])
         full = shared["k_full"].at[slot]
         piece = lambda i: shared["k"].at[slot, pl.ds(i * self.piece, self.piece)]
 
@@ -151,31 +143,30 @@ class Kernel(mosaic_wide.Kernel):
             for i in range(self.pieces):
                 self.bring_new(ins["k"], b, block * self.keys + i * self.piece, 0, piece(i), full)
 
-        @pl.when(step >= walk.whole)
-        def _() -> None:
-            plgpu.barrier_wait(shared["scored"])
-            high = jnp.where(prefix, walk.length, self.entries) - block * self.keys
-            for i in range(self.keys // ROWS):
-                self.clean(shared["k"].at[slot, pl.ds(i * ROWS, ROWS)], (-i * ROWS, high - i * ROWS))
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(shared["clean"])
-
-        return later
+    def clean_keys(self, walk: Walk, shared: dict[str, Any], step: Any) -> None:
+        """What a mask hides weighs 0, but 0 * NaN is NaN: it is cleaned between scores, which broken keys must reach,
+        and values."""
+        slot, (prefix, block) = rem(step - walk.begin, self.stages), walk.place(step)
+        plgpu.barrier_wait(shared["scored"])
+        high = jnp.where(prefix, walk.length, self.entries) - block * self.keys
+        for i in range(self.keys // ROWS):
+            self.clean(shared["k"].at[slot, pl.ds(i * ROWS, ROWS)], (-i * ROWS, high - i * ROWS))
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(shared["clean"])
 
     def attend(
         self, walk: Walk, b: Any, block: Any, split: Any, team: Any, ins: dict[str, Any], outs: tuple[Any, ...],
         shared: dict[str, Any],
     ) -> None:  # fmt: skip
         """Attention of a program's rows to its keys, of one half of the values' channels."""
-        for slot in range(self.stages):
-            plgpu.barrier_arrive(shared["k_empty"].at[slot])
         full = lambda shape, value, layout: self.cast(jnp.full(shape, value, _F32), layout)
-        start = full((ROWS, self.half), 0.0, SUMS), full((ROWS,), MASKED, ROW), full((ROWS,), 0.0, ROW)
+        nothing = full((ROWS, self.half), 0.0, SUMS), full((ROWS,), MASKED, ROW), full((ROWS,), 0.0, ROW)
+        ahead = self.numbers(walk, walk.begin + self.stages, b, ins)
         plgpu.barrier_wait(shared["q_full"])
         step = functools.partial(self.add_step, walk, b, block, team, ins, shared)
         whole = jnp.clip(walk.whole, walk.begin, walk.end)
-        sums = lax.fori_loop(walk.begin, whole, functools.partial(step, False), start)
-        acc, top, total = lax.fori_loop(whole, walk.end, functools.partial(step, True), sums)
+        carry = lax.fori_loop(walk.begin, whole, functools.partial(step, False), (ahead, *nothing))
+        _, acc, top, total = lax.fori_loop(whole, walk.end, functools.partial(step, True), carry)
         results = self.results
         if self.splits == 1:
             out = (acc * self.along(1.0 / total, self.half)).astype(outs[0].dtype)
@@ -186,9 +177,9 @@ class Kernel(mosaic_wide.Kernel):
 
     def add_step(
         self, walk: Walk, b: Any, block: Any, team: Any, ins: dict[str, Any], shared: dict[str, Any], masked: bool,
-        step: Any, sums: tuple[Any, ...],
+        step: Any, carry: tuple[Any, ...],
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Adds a step's keys."""
+        """Adds a step's keys, and asks for those that its slot has next, whose pages are known."""
         slot = rem(step - walk.begin, self.stages)
         k = shared["k"].at[slot]
         plgpu.barrier_wait(shared["k_full"].at[slot])
@@ -197,8 +188,9 @@ class Kernel(mosaic_wide.Kernel):
             if self.interpret:  # its reads are not wgmma's
                 plgpu.commit_smem()
             plgpu.barrier_arrive(shared["scored"])
+            pl.when(team == 0)(functools.partial(self.clean_keys, walk, shared, step))
             s = self.hide(walk, b, block, ins, step, s)
-        acc, top, total = sums
+        numbers, acc, top, total = carry
         p, keep, top, total = self.weights(s, top, total)
         acc, p = acc * self.along(keep, self.half), p.astype(k.dtype)
         if not self.interpret:  # exponentials are not to wait for what follows
@@ -207,7 +199,14 @@ class Kernel(mosaic_wide.Kernel):
             plgpu.barrier_wait(shared["clean"])
         acc = self.weighted(acc, p, shared["k"].at[slot, :, pl.ds(team * self.half, self.half)])
         self.done("k", slot, shared)
-        return acc, top, total
+        ahead = step + self.stages
+
+        @pl.when((team == 0) & (ahead < walk.end))
+        def _() -> None:
+            plgpu.barrier_wait(shared["k_empty"].at[slot])
+            self.bring_keys(walk, b, ins, shared, ahead, numbers)
+
+        return self.numbers(walk, ahead + 1, b, ins), acc, top, total
 
 
 @functools.partial(jax.jit, static_argnums=(0,), static_argnames=("interpret",))
@@ -227,7 +226,7 @@ def _attend(kernel: Kernel, ins: dict[str, jax.Array], *, interpret: Any = None)
 
     found = plgpu.kernel(
         tree_attention, out_type=outs, scratch_types=tuple(scratch.values()), grid=(kernel.clusters,),
-        grid_names=("program",), num_threads=_TEAMS + 1, thread_name="team", compiler_params=params(), **extra,
+        grid_names=("program",), num_threads=_TEAMS, thread_name="team", compiler_params=params(), **extra,
     )(*ins.values())  # fmt: skip
     if kernel.splits == 1:
         return found[0]
