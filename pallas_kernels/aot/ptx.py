@@ -34,12 +34,14 @@ class Usage:
       registers: of a thread.
       spill_bytes: stores and loads of a thread's registers in local memory.
       code_bytes: of the device code that ptxas makes of its module.
+      serialized: whether wgmma's wait for each other, as there are too few registers.
     """
 
     entry: str
     registers: int
     spill_bytes: int
     code_bytes: int
+    serialized: bool = False
 
 
 def find_ptxas() -> str:
@@ -67,8 +69,13 @@ def belongs(entry: str, kernel: str) -> bool:
     return entry == kernel or entry.startswith(kernel + "_")
 
 
-def usage(dump: Path, kernels: Sequence[str]) -> list[Usage]:
+def usage(dump: Path, kernels: Sequence[str], *, linked: bool = False) -> list[Usage]:
     """Assembles the modules in a directory of XLA's dumps that hold the named kernels.
+
+    Args:
+      linked: as code to be linked with other code, which JAX 0.12 makes of Mosaic's kernels where it finds CUDA's
+        linker; warpgroups cannot hand over registers there ("'setmaxnreg' ignored to maintain compatibility across
+        compilation units").
 
     Raises:
       FileNotFoundError: no ptxas.
@@ -84,10 +91,12 @@ def usage(dump: Path, kernels: Sequence[str]) -> list[Usage]:
         with tempfile.TemporaryDirectory() as scratch:
             cubin = Path(scratch) / "kernel.cubin"
             command = [find_ptxas(), "-v", f"-arch={architecture[1]}", str(path), "-o", str(cubin)]
+            command += ["-c"] if linked else []
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"ptxas refuses {path.name}: {done.stderr.strip()[:500]}")
-            for entry, registers, spills in parse(done.stderr + done.stdout):
+            report = done.stderr + done.stdout
+            for entry, registers, spills in parse(report):
                 if any(belongs(entry, kernel) for kernel in kernels):
-                    found.append(Usage(entry, registers, spills, cubin.stat().st_size))
+                    found.append(Usage(entry, registers, spills, cubin.stat().st_size, "serialized" in report))
     return found

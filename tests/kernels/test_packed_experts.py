@@ -16,8 +16,7 @@ from pallas_kernels.small_batch.experts import Picks, picked
 from pallas_kernels.small_batch.packed import Packed
 from pallas_kernels.small_batch.packed_experts import Gates
 from pallas_kernels.small_batch.reference import Stream
-
-interpreted = pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX has no interpreter for it")
+from tests.kernels import hopper
 
 #: Formats, and whether every 128 inputs have scales of their own.
 FORMATS = {
@@ -195,7 +194,7 @@ def test_xlas_path_is_the_definition():
         np.testing.assert_allclose(of_choice, want, atol=2**-6 * max(np.abs(want).max(), np.abs(x).max()))
 
 
-@interpreted
+@hopper.interpreted
 @pytest.mark.parametrize(("name", "m"), [
     (name, m) for name in sorted(FORMATS) for m in (1, 3, 8, 16) if m in (1, 16) or not name.endswith("-zeros")
 ])  # fmt: skip
@@ -225,7 +224,7 @@ def test_slots_of_many_rows_hold_most_experts_own():
     assert [of(m, 4, 32) for m in (32, 1024)] == [8, 80]
 
 
-@interpreted
+@hopper.interpreted
 @pytest.mark.parametrize("rows", [8, 24])
 @pytest.mark.parametrize("name", [*sorted(FORMATS), "bfloat16"])
 def test_kernels_for_many_rows_agree_with_xla(name: str, rows: int, monkeypatch: pytest.MonkeyPatch):

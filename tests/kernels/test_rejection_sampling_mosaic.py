@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,17 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels.aot import ptx, worker
-from pallas_kernels.aot.targets import TARGETS
+from pallas_kernels.aot import worker
 from pallas_kernels.rejection_sampling import gpu, gpu_mosaic, mosaic_filters, mosaic_rows, reference
 from pallas_kernels.rejection_sampling.api import OPERATION
 from pallas_kernels.rejection_sampling.cases import CASES, COVERAGE, SERVING, Case
 from pallas_kernels.rejection_sampling.gpu_mosaic import Launch
 from pallas_kernels.rejection_sampling.reference import RejectionSamplingArgs, SamplingRows
+from tests.kernels import hopper
 
-interpreted = pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX has no interpreter for it")
 LATER = pytest.mark.exhaustive("the interpreter takes 10 to 40 s of the processor for a case")
 
 
@@ -55,7 +54,7 @@ def assert_same(got: reference.Verdict, wanted: reference.Verdict) -> None:
         np.testing.assert_array_equal(np.asarray(got.path_BD)[row, path], np.asarray(wanted.path_BD)[row, path])
 
 
-@interpreted
+@hopper.interpreted
 @pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize(
     ("case", "launch"),
@@ -82,7 +81,7 @@ def test_interpreted_kernel_agrees_with_the_reference(case: Case, launch: Launch
     assert_same(run(args, launch), jax.jit(reference.rejection_sampling)(args))
 
 
-@interpreted
+@hopper.interpreted
 @pytest.mark.usefixtures("no_races")
 def test_trees_under_every_filter_beside_broken_rows() -> None:
     """Broken rows are told, and banned tokens are none."""
@@ -112,7 +111,7 @@ HARD = {
 }
 
 
-@interpreted
+@hopper.interpreted
 @LATER
 @pytest.mark.usefixtures("no_races")
 def test_thresholds_of_hard_rows() -> None:
@@ -150,21 +149,14 @@ def test_compiled_clusters_agree_with_the_reference(name: str, members: int) -> 
         assert_same(run(args), wanted(args))
 
 
-@interpreted
-@pytest.mark.skipif(bool(TARGETS["h200"].missing()), reason="no compiler for absent GPUs")
+@hopper.proved
 @pytest.mark.parametrize("name", ["greedy-b16-n16", "chain7-b3-bf16", "v50257-b4-n8-mixed", "rejection-b16-n16"])
-def test_compiles_for_hopper(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_compiles_for_hopper(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the real compiler: it fits, spills little and copies nothing of the vocabulary's size."""
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    whole = NamedSharding(TARGETS["h200"].mesh(), PartitionSpec())
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
-    traced = jax.jit(gpu_mosaic.rejection_sampling).trace(jax.tree.map(place, CASES[name].shapes()))
-    compiled = traced.lower(lowering_platforms=("cuda",)).compile()
-    memory = compiled.memory_analysis()
+    executable, found = hopper.compiled(gpu_mosaic.rejection_sampling, CASES[name].shapes(), tmp_path, monkeypatch)
+    memory = executable.memory_analysis()
     assert memory is not None and memory.temp_size_in_bytes < 1 << 20
-    out, err = capfd.readouterr()
-    spills = [bytes_ for entry, _, bytes_ in ptx.parse(out + err) if entry.startswith("rejection_sampling_mosaic")]
-    assert spills and max(spills) <= worker.MAX_SPILL_BYTES
+    assert found and max(kernel.spill_bytes for kernel in found.values()) <= worker.MAX_SPILL_BYTES
 
 
 def test_sizes_of_a_launch() -> None:

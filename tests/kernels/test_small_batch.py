@@ -29,12 +29,11 @@ from pallas_kernels.small_batch import (
     reference,
 )  # fmt: skip
 from pallas_kernels.small_batch.reference import Stream
+from tests.kernels import hopper
 
 EPS = 1e-5
 E, F, C = 256, 384, 128
 COUNTS = (2, 1, 1)
-
-interpreted = pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX has no interpreter for it")
 
 
 @pytest.fixture(autouse=True)
@@ -251,7 +250,7 @@ def test_rings_fit_into_shared_memory_beside_the_rest(width: int):
             assert mosaic.room(few.scratch(jnp.bfloat16)) >= 0, (kind, m)
 
 
-@interpreted
+@hopper.interpreted
 def test_a_race_is_told_in_the_words_that_are_looked_for(capfd: pytest.CaptureFixture[str]):
     """Two threads write the same memory, and nothing says which comes first; JAX 0.12 raises where others print."""
 
@@ -270,7 +269,7 @@ def test_a_race_is_told_in_the_words_that_are_looked_for(capfd: pytest.CaptureFi
     assert told or jax.__version_info__ < (0, 12)
 
 
-@interpreted
+@hopper.interpreted
 @pytest.mark.parametrize("m", [1, 8, 16])
 @pytest.mark.parametrize("name", sorted(gpu.FUNCTIONS))
 def test_kernels_agree_with_xla(name: str, m: int):
@@ -279,7 +278,7 @@ def test_kernels_agree_with_xla(name: str, m: int):
     close(gpu.FUNCTIONS[name](*args, interpret=params), getattr(reference, name)(*args), m)
 
 
-@interpreted
+@hopper.interpreted
 def test_heads_with_norms_and_biases_agree_with_xla():
     bias, gains = normal(5, 4 * C), (normal(6, C), normal(7, C))
     args, extra = arguments("heads", 3), {"bias": bias, "gains": gains}
@@ -287,7 +286,7 @@ def test_heads_with_norms_and_biases_agree_with_xla():
     close(gpu.heads(*args, **extra, interpret=params), reference.heads(*args, **extra), 3)
 
 
-@interpreted
+@hopper.interpreted
 def test_programs_that_go_on_with_further_tiles_agree_with_xla(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mosaic, "MULTIPROCESSORS", 2)
     monkeypatch.setattr(gpu, "_MAX_STAGES", 3)
@@ -298,7 +297,7 @@ def test_programs_that_go_on_with_further_tiles_agree_with_xla(monkeypatch: pyte
     close(gpu.logits(*args, flip=False, interpret=params), reference.logits(*args, flip=False), 1)
 
 
-@interpreted
+@hopper.interpreted
 @pytest.mark.parametrize("m", [1, 3, 16])
 def test_experts_agree_with_xla(m: int):
     """Rows that are no one's choose no expert; of 16 rows there are 12."""
@@ -333,7 +332,7 @@ def test_experts_that_no_kernel_takes():
     assert "got 2048 and 700" in (experts.refusal(2048, 700, 128) or "")
 
 
-@interpreted
+@hopper.interpreted
 @pytest.mark.parametrize("m", [1, 16])
 @pytest.mark.parametrize("name", sorted(set(FORMATS) - {"fp8"}))
 @pytest.mark.parametrize("product", ["heads", "add"])
@@ -350,7 +349,7 @@ def test_kernels_of_packed_weights_agree_with_xla(product: str, name: str, m: in
     close(gpu.FUNCTIONS[product](*args, interpret=params), getattr(reference, product)(*args), m)
 
 
-@interpreted
+@hopper.interpreted
 @pytest.mark.parametrize(("m", "biased", "normed"), [(1, False, True), (16, True, True), (3, True, False)])
 def test_heads_of_packed_weights_with_norms_and_biases_agree_with_xla(m: int, biased: bool, normed: bool):
     weight, wide = packed.pack(*kernel("int4-g128", 512, 4 * C)), reference.begin(normal(0, m, 512), normal(1, 512))
@@ -361,7 +360,7 @@ def test_heads_of_packed_weights_with_norms_and_biases_agree_with_xla(m: int, bi
     close(gpu.heads(*args, **extra, interpret=params), reference.heads(*args, **extra), m)
 
 
-@interpreted
+@hopper.interpreted
 def test_other_kernels_of_packed_weights_agree_with_xla():
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
     wide, weight = reference.begin(normal(0, 1, 512), normal(1, 512)), packed.pack(*kernel("int4-g128", 512, 128))
@@ -372,7 +371,7 @@ def test_other_kernels_of_packed_weights_agree_with_xla():
     close(gpu_packed.logits(wide.h_ME, weight, interpret=params), reference.logits(wide.h_ME, weight), 1)
 
 
-@interpreted
+@hopper.interpreted
 @pytest.mark.parametrize(
     ("name", "m", "inputs"),
     [
@@ -392,7 +391,7 @@ def test_rings_of_packed_weights_come_round(name: str, m: int, inputs: int, monk
     close(gpu.swiglu(wide, both, EPS, interpret=params), reference.swiglu(wide, both, EPS), m)
 
 
-@interpreted
+@hopper.interpreted
 @pytest.mark.parametrize("m", [1, 3])
 @pytest.mark.parametrize("product", ["project", "heads", "normed", "swiglu", "add"])
 def test_rings_of_packed_weights_are_filled_in_two_parts(product: str, m: int, monkeypatch: pytest.MonkeyPatch):
@@ -416,7 +415,7 @@ def test_rings_of_packed_weights_are_filled_in_two_parts(product: str, m: int, m
     close(run(gpu, interpret=params), run(reference), m)
 
 
-@interpreted
+@hopper.interpreted
 @pytest.mark.parametrize("m", [1, 3])
 def test_kernels_of_packed_weights_read_their_own_order(m: int):
     """The norm before a product has no order, nor has what is added behind it."""
@@ -435,7 +434,7 @@ def test_kernels_of_packed_weights_read_their_own_order(m: int):
     close(many, x.astype(jnp.float32) @ w, m)
 
 
-@interpreted
+@hopper.interpreted
 @pytest.mark.parametrize(("name", "m", "dtype"), [
     ("int4-g128", 72, jnp.bfloat16), ("fp8-block", 72, jnp.float32), ("int8", 200, jnp.bfloat16),
     ("int4-g128-zeros", 200, jnp.float32), ("int8-zeros", 72, jnp.bfloat16), ("int4-g32-zeros", 72, jnp.bfloat16),

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels.aot import ptx, worker
+from pallas_kernels.aot import worker
 from pallas_kernels.aot.targets import TARGETS
 from pallas_kernels.tree_attention import api, gpu, gpu_mosaic, mosaic_near, mosaic_plan
 from pallas_kernels.tree_attention.cases import CASES as OTHERS
@@ -26,8 +26,8 @@ from pallas_kernels.tree_attention.cases import Case
 from pallas_kernels.tree_attention.mosaic_few import Few
 from pallas_kernels.tree_attention.mosaic_launch import Launch
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
+from tests.kernels import hopper
 
-interpreted = pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX has no interpreter for it")
 compiled = jax.default_backend() == "gpu"
 
 #: Of at least a page of 64; prefixes of 0, of several stretches and at the edges of pages.
@@ -66,7 +66,7 @@ def kernel(**options: Any) -> Callable[[TreeAttentionArgs], jax.Array]:
     return jax.jit(functools.partial(gpu_mosaic.tree_attention, **options))
 
 
-@interpreted
+@hopper.interpreted
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_agrees_with_the_definition_and_has_no_races(case: Case, capfd: pytest.CaptureFixture[str]):
     args = case.draw(0, poison=True)
@@ -74,7 +74,7 @@ def test_agrees_with_the_definition_and_has_no_races(case: Case, capfd: pytest.C
     assert "RACE" not in capfd.readouterr().out
 
 
-@interpreted
+@hopper.interpreted
 @pytest.mark.parametrize("members", [2, *([4, 8] if compiled else [])])
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.batch < 6 and case.nodes < 40], ids=lambda case: case.name
@@ -88,7 +88,7 @@ def test_clusters_give_the_same_bits_and_have_no_races(case: Case, members: int,
     assert "RACE" not in capfd.readouterr().out
 
 
-@interpreted
+@hopper.interpreted
 @pytest.mark.parametrize("length", [64 * 16 - 2, 64 * 16, 64 * 40 + 1, 64 * 64 + 7])
 def test_clusters_give_the_same_bits_whatever_a_piece_is(length: int):
     """Single blocks, a few and groups: there is room for 16 pieces."""
@@ -143,7 +143,7 @@ def test_clusters_without_room_are_refused(change: dict[str, Any], capacity: int
         mosaic_near.check(dataclasses.replace(few, **change), capacity, members)
 
 
-@interpreted
+@hopper.interpreted
 def test_what_an_item_is_changes_no_bit(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     """Single blocks, a few, groups of them and whole requests; and the chain against its tokens one by one."""
     case = dataclasses.replace(CASES[2], batch=2, kv_heads=1, heads=2, context=1090)
@@ -170,7 +170,7 @@ def test_what_an_item_is_changes_no_bit(monkeypatch: pytest.MonkeyPatch, capfd: 
         pages = pages.at[number, :, length % page].set(jnp.concatenate([k, v], axis=-1)[:, j])
 
 
-@interpreted
+@hopper.interpreted
 def test_without_a_mask_later_tokens_cannot_reach_earlier_ones():
     args = CASES[2].draw(0)
     k, v = (x.at[1, 2].set(jnp.nan) for x in (args.tree_k_BTGC, args.tree_v_BTGC))
@@ -290,25 +290,20 @@ def test_gpus_run_it_where_it_serves_and_say_so(
     assert chosen in said and (f"Mosaic GPU, {name}" in said or (name == "Triton" and "on Triton: " in said))
 
 
-@interpreted
-@pytest.mark.skipif(bool(TARGETS["h200"].missing()), reason="no compiler for absent GPUs")
+@hopper.proved
 @pytest.mark.parametrize("case", PROVED, ids=lambda case: case.name)
-def test_compiles_for_hopper(case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+def test_compiles_for_hopper(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """By the real compiler, as the only kernels: they fit, spill little, and nothing copies the pool."""
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    mesh = TARGETS["h200"].mesh()
-    replicated, proof = NamedSharding(mesh, PartitionSpec()), case.proof("gpu", mesh.devices.flat[0])
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
-    traced = jax.jit(functools.partial(gpu_mosaic.tree_attention, programs=132)).trace(jax.tree.map(place, proof.args))
-    compiled = traced.lower(lowering_platforms=("cuda",)).compile()
-    memory = compiled.memory_analysis()
+    proof = case.proof("gpu", TARGETS["h200"].mesh().devices.flat[0])
+    run = functools.partial(gpu_mosaic.tree_attention, programs=132)
+    executable, found = hopper.compiled(run, proof.args, tmp_path, monkeypatch)
+    memory = executable.memory_analysis()
     assert memory is not None and memory.temp_size_in_bytes < 64 << 20  # sums of items
-    out, err = capfd.readouterr()
-    found = {entry: spills for entry, _, spills in ptx.parse(out + err)}
     # Of requests that are one item each, and of those that clusters have, nothing is merged.
     alone = case.batch * case.kv_heads > 0.9 * 2 * 132 or (
         case.batch < 9 and case.context < 8192 and case.nodes * case.heads <= 32 * case.kv_heads
     )
     names = {"tree_attention_mosaic_gpu_kernel", *([] if alone else ["tree_attention_merge_mosaic_gpu_kernel"])}
     assert set(found) == names
-    assert max(found.values()) <= worker.MAX_SPILL_BYTES
+    assert max(kernel.spill_bytes for kernel in found.values()) <= worker.MAX_SPILL_BYTES
+    assert not any(kernel.serialized for kernel in found.values())

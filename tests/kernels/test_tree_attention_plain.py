@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,15 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels.aot import ptx, worker
-from pallas_kernels.aot.targets import TARGETS
+from pallas_kernels.aot import worker
 from pallas_kernels.tree_attention import mosaic_plain
 from pallas_kernels.tree_attention.cases import CASES, Case
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
-
-interpreted = pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX has no interpreter for it")
+from tests.kernels import hopper
 
 #: With stretches. Widths that are no power of two, pages of odd sizes, prefixes of 0 and at the edges of pages.
 SMALL = (
@@ -41,7 +39,7 @@ def run(args: TreeAttentionArgs, splits: int) -> jax.Array:
     return jax.jit(functools.partial(mosaic_plain.tree_attention, splits=splits, interpret=params))(args)
 
 
-@interpreted
+@hopper.interpreted
 @pytest.mark.parametrize(("case", "splits"), SMALL, ids=lambda x: getattr(x, "name", ""))
 def test_agrees_with_the_definition_and_has_no_races(case: Case, splits: int, capfd: pytest.CaptureFixture[str]):
     args = case.draw(0, poison=True)
@@ -50,7 +48,7 @@ def test_agrees_with_the_definition_and_has_no_races(case: Case, splits: int, ca
     assert "RACE" not in capfd.readouterr().out
 
 
-@interpreted
+@hopper.interpreted
 @pytest.mark.parametrize("mask", ["causal", "tree"])
 def test_broken_new_tokens_stay_with_those_who_see_them(mask: Any):
     case = dataclasses.replace(SMALL[0][0], batch=2, nodes=4, prior=0, mask=mask)
@@ -62,20 +60,12 @@ def test_broken_new_tokens_stay_with_those_who_see_them(mask: Any):
     np.testing.assert_array_equal(np.isnan(out).any(axis=(2, 3)), want)
 
 
-@interpreted
-@pytest.mark.skipif(bool(TARGETS["h200"].missing()), reason="no compiler for absent GPUs")
+@hopper.proved
 @pytest.mark.parametrize("name", ["d80", "d96", "f32", "f32-d256", "latent-f32"])
-def test_compiles_for_hopper_without_spills(
-    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    whole = NamedSharding(TARGETS["h200"].mesh(), PartitionSpec())
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
-    traced = jax.jit(mosaic_plain.tree_attention).trace(jax.tree.map(place, CASES[name].shapes()))
-    traced.lower(lowering_platforms=("cuda",)).compile()
-    out, err = capfd.readouterr()
-    spills = [bytes_ for entry, _, bytes_ in ptx.parse(out + err) if entry.startswith("tree_attention")]
-    assert spills and max(spills) <= worker.MAX_SPILL_BYTES
+def test_compiles_for_hopper_without_spills(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    _, found = hopper.compiled(mosaic_plain.tree_attention, CASES[name].shapes(), tmp_path, monkeypatch)
+    assert found and max(kernel.spill_bytes for kernel in found.values()) <= worker.MAX_SPILL_BYTES
+    assert not any(kernel.serialized for kernel in found.values())
 
 
 @pytest.mark.parametrize(
