@@ -111,6 +111,9 @@ class Kernel(mosaic_wide.Kernel):
                 pl.when(step < walk.end)(bring)
 
         self.attend(walk, b, block, split, team, ins, outs, shared)
+        for slot in range(self.stages if self.interpret else 0):  # it wants each end of a wait to be seen
+            used = (team == 0) & (walk.begin + slot < walk.end)
+            pl.when(used)(functools.partial(plgpu.barrier_wait, shared["k_empty"].at[slot]))
 
     def ask(self, ref: Any, b: Any, block: Any, shared: dict[str, Any]) -> None:
         """A tile of [B, rows, C] to shared memory; behind the last row the copy engine finds zeros."""

@@ -24,11 +24,11 @@ proved = pytest.mark.skipif(
 
 def compiled(
     run: Callable[[Any], Any], args: Any, dump: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Any, dict[str, ptx.Usage]]:
-    """The executable of a function of shapes, and what its kernels take as linked code, by their entries.
+) -> tuple[Any, list[ptx.Usage]]:
+    """The executable of a function of shapes, and what its kernels take as linked code.
 
     Args:
-      dump: an empty directory.
+      dump: an empty directory, which gets the kernels' PTX.
     """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(dump))
@@ -37,5 +37,14 @@ def compiled(
     executable = jax.jit(run).trace(jax.tree.map(place, args)).lower(lowering_platforms=("cuda",)).compile()
     for path in dump.glob("*.ptx"):  # which name the newest version that XLA's own assembler knows
         path.write_text(re.sub(r"^\.version .*$", ".version 8.6", path.read_text(), flags=re.MULTILINE))
-    found = ptx.usage(dump, ["tree_attention", "rejection_sampling"], linked=True)
-    return executable, {kernel.entry: kernel for kernel in found}
+    return executable, ptx.usage(dump, ["tree_attention", "rejection_sampling"], linked=True)
+
+
+def meets_before_copies(code: str) -> bool:
+    """Whether a warpgroup meets (bar.sync) between what it read by wgmma and every copy that may overwrite it.
+
+    Rings whose readers bring what comes next rely on it: of Pallas' copies it is the first instruction.
+    """
+    copies = re.finditer(r"cp\.async\.bulk\.tensor\S*\.shared::\w+\.global", code)
+    before = [code[: copy.start()] for copy in copies]
+    return bool(before) and all(text.rfind("bar.sync") > text.rfind("wgmma.wait_group") for text in before)

@@ -23,10 +23,16 @@ from pallas_kernels.tree_attention.mosaic_wide import Blocks
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 from tests.kernels import hopper
 
-#: Several tiles of rows and one that is not full; prefixes of 0 and at the edges of pages; pages shorter than a block.
+#: Several tiles of rows and one that is not full; prefixes of 0 and at the edges of pages; pages shorter than a block;
+#: rings that come round.
 SMALL = (
     (Case("tree", 3, 9, 8, 1, 192, 64, 150, lengths="ragged", values=128), Blocks(stages=2, splits=2)),
     (Case("causal", 2, 3, 12, 1, 128, 16, 100, mask="causal", lengths="ragged", values=128), Blocks(splits=1)),
+    (Case("tree-round", 2, 3, 8, 1, 128, 64, 500, lengths="ragged", values=128), Blocks(stages=2, splits=1)),
+    (
+        Case("causal-round", 2, 3, 8, 1, 128, 16, 420, mask="causal", lengths="ragged", values=128),
+        Blocks(stages=1, splits=2),
+    ),
 )
 
 
@@ -62,8 +68,10 @@ def test_broken_new_tokens_stay_with_those_who_see_them(mask: Any):
 @pytest.mark.parametrize("name", ["latent-h16", "latent-h128", "latent-prefill256"])
 def test_compiles_for_hopper_without_spills(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     _, found = hopper.compiled(mosaic_latent.tree_attention, CASES[name].shapes(), tmp_path, monkeypatch)
-    assert found and max(kernel.spill_bytes for kernel in found.values()) <= worker.MAX_SPILL_BYTES
-    assert not any(kernel.serialized for kernel in found.values())
+    assert found and max(kernel.spill_bytes for kernel in found) <= worker.MAX_SPILL_BYTES
+    assert not any(kernel.serialized for kernel in found)
+    (code,) = (path.read_text() for path in tmp_path.glob("*.ptx") if "merge" not in path.name)
+    assert hopper.meets_before_copies(code)
 
 
 @pytest.mark.parametrize(
