@@ -43,9 +43,9 @@ def test_signals_are_released_after_the_stores(
     lines = [line.strip() for line in path.read_text().splitlines()]
     signals = [i for i, line in enumerate(lines) if re.search(r"\bred\.", line)]
     assert len(signals) == devices - 1 and all("red.release.sys" in lines[i] for i in signals)
-    # Stores to others are to addresses of no known space, of whole packets of neighbours.
-    stores = [i for i, line in enumerate(lines) if line.startswith("st.b")]
-    assert len(stores) == 4 * (devices - 1) and all(lines[i].startswith("st.b32") for i in stores)
+    # Stores to others are of whole packets of neighbours, to addresses whose space JAX 0.11 does not know.
+    stores = [i for i, line in enumerate(lines) if line.startswith("st.") and i < min(signals)]
+    assert len(stores) == 4 * (devices - 1) and all(re.match(r"st(\.global)?\.b32", lines[i]) for i in stores)
     barriers = [i for i, line in enumerate(lines) if line.startswith("bar.sync")]
     assert any(max(stores) < i < min(signals) for i in barriers)
     waits = [i for i, line in enumerate(lines) if line.startswith("atom.") and ".cas." in line]
