@@ -1,0 +1,357 @@
+"""Products of packed weights, of few rows and of many: how they lie; their kernels, interpreted, against plain XLA."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_kernels import overlap, sizes
+from pallas_kernels.aot.targets import TARGETS
+from pallas_kernels.small_batch import gpu, gpu_packed, gpu_packed_many, mosaic, packed, packed_walk, reference
+from pallas_kernels.small_batch.reference import Stream
+from tests.kernels import hopper
+from tests.kernels.products import COUNTS, EPS, C, E, close, normal, stream
+
+
+@pytest.fixture(autouse=True)
+def no_races(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """The interpreter prints a race and goes on."""
+    yield
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+#: Values' types, and how many inputs have a scale of their own, if not all the same.
+FORMATS = {
+    "int8": (jnp.int8, None), "fp8": (jnp.float8_e4m3fn, None), "fp8-block": (jnp.float8_e4m3fn, 128),
+    "int4-g128": (jnp.int4, 128), "int4-g128-zeros": (jnp.int4, 128), "int8-zeros": (jnp.int8, None),
+    "int4-g32-zeros": (jnp.int4, 32), "int4-g64": (jnp.int4, 64), "int8-g32": (jnp.int8, 32),
+}  # fmt: skip
+
+
+def kernel(name: str, k: int, n: int) -> tuple[jax.Array, ...]:
+    """Values [in, out] that use all of their bits, scales, and zero points as far as these go, if any."""
+    dtype, each = FORMATS[name]
+    values = jax.random.normal(jax.random.key(7), (k, n)) * {jnp.int8: 60, jnp.int4: 4}.get(dtype, 100)
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    limits = (jnp.iinfo if whole else jnp.finfo)(dtype)
+    values = jnp.clip(jnp.round(values) if whole else values, float(limits.min), float(limits.max))
+    scale = jax.random.uniform(jax.random.key(8), (k // (each or k), n), jnp.float32, 0.5, 1.5)
+    values, scale = values.astype(dtype), scale * 0.1 / float(jnp.std(values))
+    if not name.endswith("-zeros"):
+        return values, scale
+    least, most = (-8, 9) if dtype == jnp.int4 else (-128, 128)
+    zero = jax.random.randint(jax.random.key(4), scale.shape, least, most, jnp.int8)
+    return values, scale.astype(jnp.float16), zero.at[0, :2].set(jnp.asarray([least, most - 1], jnp.int8))
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_packed_weights_are_the_same_weights(name: str, monkeypatch: pytest.MonkeyPatch):
+    values, scale, *zeros = kernel(name, 256, 64)
+    weight, zero = packed.pack(values, scale, *zeros), zeros[0] if zeros else None
+    assert weight.kind == values.dtype.name + (packed.ZEROS if zeros else "")
+    scale = scale.astype(jnp.float32)
+    assert weight.shape == values.shape and weight.values.dtype == values.dtype
+    wide = values.astype(jnp.float32).reshape(scale.shape[0], -1, 64)
+    wide = (wide if zero is None else wide - zero.astype(jnp.float32)[:, None]) * scale[:, None]
+    np.testing.assert_allclose(packed.dequantised(weight), wide.reshape(256, 64), rtol=1e-6, atol=1e-6)
+    for rows, expanded in ((3, 1 << 20), (140, 1 << 20), (140, 4 * 256 * 64 // 4)):  # by sums, whole, in shares
+        monkeypatch.setattr(sizes, "EXPANDED", expanded)
+        x = jax.random.normal(jax.random.key(9), (rows, 256))
+        want = x @ wide.reshape(256, 64)
+        np.testing.assert_allclose(packed.product(x, weight), want, rtol=1e-5, atol=1e-5 * float(jnp.abs(want).max()))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4-g128-zeros"])
+def test_inputs_in_another_order_are_gathered(name: str, monkeypatch: pytest.MonkeyPatch):
+    values, scale, *zeros = kernel(name, 256, 64)
+    order = jax.random.permutation(jax.random.key(5), 256)
+    weight = packed.pack(values, scale, *(zeros or [None]), order)
+    want = np.zeros((256, 64), np.float32)
+    want[np.asarray(order)] = packed.dequantised(packed.pack(values, scale, *zeros))
+    np.testing.assert_array_equal(packed.dequantised(weight), want)
+    for rows, expanded in ((3, 1 << 20), (140, 1 << 20), (140, 4 * 256 * 64 // 4)):
+        monkeypatch.setattr(sizes, "EXPANDED", expanded)
+        x = jax.random.normal(jax.random.key(9), (rows, 256))
+        np.testing.assert_allclose(packed.product(x, weight), x @ want, rtol=1e-5, atol=1e-4)
+
+
+def test_scales_beside_zero_points_are_rounded_to_the_nearest():
+    """They have 16 bits of significand; with zero points on either side of 0."""
+    values, scale = jnp.ones((256, 64), jnp.int8), jnp.linspace(1, 2, 128).reshape(2, 64)
+    zero = jnp.where(jnp.arange(128).reshape(2, 64) % 2 == 0, -1, 2).astype(jnp.int8)
+    weight = packed.pack(values, scale, zero)
+    np.testing.assert_array_equal(packed.word_zeros(weight.scale), zero)
+    got = np.asarray(packed.word_scales(weight.scale), np.float64)
+    assert 2**-18 < np.abs(got / np.asarray(scale, np.float64) - 1).max() <= 2**-16
+    np.testing.assert_array_equal(got, np.round(np.asarray(scale, np.float64) * 2**15) / 2**15)
+
+
+def test_small_groups_leave_room_for_rows_or_are_refused():
+    """Llama 3.1 8B's widths have room with groups of 32; 70B's down in 8 bits has not, nor have its normed heads."""
+    room = gpu_packed.room_refusal
+    for dtype in ("int4", "int4_zeros", "int8"):
+        for kind, shape in (("heads", (4096, 6144)), ("swiglu", (4096, 28672)), ("logits", (4096, 128256))):
+            assert room(kind, dtype, shape, 128) is None and room("add", dtype, (14336, 4096), 448) is None
+    assert room("add", "int4", (28672, 8192), 896) is None and room("add", "int8", (28672, 8192), 448) is None
+    assert "896 groups of scales leave no room for 32 rows" in (room("add", "int8", (28672, 8192), 896) or "")
+    assert room("heads", "int4", (8192, 10240), 256) is None
+    assert "256 groups of scales" in (room("heads", "int4", (8192, 10240), 256, normed=True) or "")
+
+
+@pytest.mark.parametrize("kind", ["project", "logits", "heads", "normed", "swiglu", "add"])
+def test_what_has_room_fits_into_shared_memory(kind: Any):
+    """With the groups that weights have once they are packed."""
+    passed, refused = 0, 0
+    for dtype, zeros in (("int4", False), ("int8", False), ("int4_zeros", True), ("int8_zeros", True)):
+        for width in (2048, 4096, 8192, 12288, 16384, 28672, 53248, 65536):
+            for stored in (1, width // 256, width // 128, width // 64, width // 32):
+                groups, normed = packed.packed_groups(width, stored, zeros=zeros), kind == "normed"
+                own = "heads" if normed else kind
+                if gpu_packed.room_refusal(own, dtype, (width, 4096), groups, normed=normed) is not None:
+                    refused += 1
+                    continue
+                passed += 1
+                before = kind in ("project", "heads", "normed", "swiglu")
+                for m in (1, 8, 16, 32):
+                    few = gpu_packed._Kernel(
+                        kind=own, dtype=dtype, shape=(m, width), columns=4096, groups=groups,
+                        eps=EPS if before else None, squares=width // 32 if before else 0, width=width,
+                        head_eps=EPS if normed else None,
+                    )  # fmt: skip
+                    arrays = few.scratch(jnp.bfloat16)
+                    ring = arrays.pop("w")  # of 4 bits half of what NumPy says
+                    size = math.prod(ring.shape) // (2 if ring.dtype == jnp.int4 else 1)
+                    assert mosaic.room(arrays, few.neighbours) >= size, (dtype, width, groups, m)
+    assert passed > 50 and refused > 5
+
+
+def test_what_a_thread_of_wgmma_holds_lies_side_by_side():
+    """Of every 16 inputs thread q of four holds 2q, 2q + 1, 2q + 8 and 2q + 9, the pairs 16 bits apart in a word."""
+    for dtype, bits in ((jnp.int8, 8), (jnp.int4, 4)):
+        order = np.asarray(packed.reordered(jnp.arange(128), jnp.dtype(dtype))).reshape(4, -1, 32 // bits)
+        for q in range(4):
+            for word, inputs in enumerate(order[q]):
+                pairs = inputs.reshape(2, -1).T  # values 16 bits apart
+                steps = len(pairs) // 2
+                want = [
+                    [16 * (steps * word + t) + 8 * h + 2 * q + x for x in (0, 1)] for t in range(steps) for h in (0, 1)
+                ]
+                np.testing.assert_array_equal(pairs, want)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "zero", "said"),
+    [
+        (jnp.int4, jnp.int8, None), (jnp.int8, jnp.int16, "must be int8, got int16"),
+        (jnp.float8_e4m3fn, jnp.int8, "must be int8 or int4, got float8_e4m3fn"),
+    ],
+)  # fmt: skip
+def test_zero_points_that_cannot_be_packed(dtype: Any, zero: Any, said: str | None):
+    why = packed.zero_refusal(jnp.dtype(dtype), jnp.dtype(zero))
+    assert why is None if said is None else said in (why or "")
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_scales_of_several_blocks_are_those_of_each(zeros: bool):
+    """Groups of 256 inputs."""
+    rng = np.random.default_rng(0)
+    values, zero = (jnp.asarray(rng.integers(-8, 8, shape, np.int8)) for shape in ((1024, 64), (4, 64)))
+    scale = jnp.asarray(rng.uniform(0.5, 1.5, (4, 64)), jnp.bfloat16)
+    weight = packed.pack(values.astype(jnp.int4), scale, zero if zeros else None)
+    spread = lambda x: np.repeat(np.asarray(x, np.float32), 256, axis=0)
+    want = (np.asarray(values, np.float32) - spread(zero) * zeros) * spread(scale)
+    assert weight.groups == 8
+    np.testing.assert_array_equal(packed.dequantised(weight), want)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "groups", "said"),
+    [
+        (jnp.uint8, (256, 64), 1, "uint8"),
+        (jnp.int4, (384, 64), 3, "multiples of 256 and 64, got (384, 64)"),
+        (jnp.int4, (256, 64), 16, "inputs, 32 or 64 or whole times 128 of them, got 16 for 256"),
+        (jnp.int4, (256, 64), 8, None),
+        (jnp.int4, (1024, 64), 2, None),
+        (jnp.int4, (768, 64), 4, "got 4 for 768"),
+        (jnp.int4, (256, 64), 2, None),
+    ],
+)
+def test_weights_that_cannot_be_packed(dtype: Any, shape: tuple[int, int], groups: int, said: str | None):
+    why = packed.refusal(jnp.dtype(dtype), shape, groups)
+    assert why is None if said is None else said in (why or "")
+
+
+@hopper.interpreted
+@pytest.mark.parametrize("m", [1, 16])
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"fp8"}))
+@pytest.mark.parametrize("product", ["heads", "add"])
+def test_kernels_of_packed_weights_agree_with_xla(product: str, name: str, m: int):
+    """One of pairs of columns, with a norm, and one of halves of the inputs; the others share their walk."""
+    weight = packed.pack(*kernel(name, *((512, 4 * C) if product == "heads" else (768, 512))))
+    angle = jax.random.uniform(jax.random.key(2), (C // 2, -(-m // 8) * 8)) * 6
+    wide = reference.begin(normal(0, m, 512), normal(1, 512))
+    args: tuple[Any, ...] = {
+        "heads": (wide, weight, (jnp.cos(angle), jnp.sin(angle)), COUNTS, EPS),
+        "add": (normal(4, m, 768), weight, wide.h_ME, normal(1, 512)),
+    }[product]
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    close(gpu.FUNCTIONS[product](*args, interpret=params), getattr(reference, product)(*args), m)
+
+
+@hopper.interpreted
+@pytest.mark.parametrize(("m", "biased", "normed"), [(1, False, True), (16, True, True), (3, True, False)])
+def test_heads_of_packed_weights_with_norms_and_biases_agree_with_xla(m: int, biased: bool, normed: bool):
+    weight, wide = packed.pack(*kernel("int4-g128", 512, 4 * C)), reference.begin(normal(0, m, 512), normal(1, 512))
+    angle = jax.random.uniform(jax.random.key(2), (C // 2, -(-m // 8) * 8)) * 6
+    args = wide, weight, (jnp.cos(angle), jnp.sin(angle)), COUNTS, EPS
+    extra = dict(bias=normal(5, 4 * C) if biased else None, gains=(normal(6, C), normal(7, C)) if normed else None)
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    close(gpu.heads(*args, **extra, interpret=params), reference.heads(*args, **extra), m)
+
+
+@hopper.interpreted
+def test_other_kernels_of_packed_weights_agree_with_xla():
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    wide, weight = reference.begin(normal(0, 1, 512), normal(1, 512)), packed.pack(*kernel("int4-g128", 512, 128))
+    close(gpu.project(wide, weight, EPS, interpret=params), reference.project(wide, weight, EPS), 1)
+    for gates in (64, 128):  # two warpgroups a tile, and one
+        both = packed.pack(*kernel("int4-g128", 512, 2 * gates))
+        close(gpu.swiglu(wide, both, EPS, interpret=params), reference.swiglu(wide, both, EPS), 1)
+    close(gpu_packed.logits(wide.h_ME, weight, interpret=params), reference.logits(wide.h_ME, weight), 1)
+
+
+@hopper.interpreted
+@pytest.mark.parametrize(
+    ("name", "m", "inputs"),
+    [
+        ("int4-g128-zeros", 16, 1024),
+        ("int8-zeros", 24, 2048),
+        ("int4-g128-zeros", 1, 2048),
+        ("int4-g64", 16, 1024),
+        ("int4-g32-zeros", 16, 1024),
+        ("int8-g32", 1, 2048),
+    ],
+)
+def test_rings_of_packed_weights_come_round(name: str, m: int, inputs: int, monkeypatch: pytest.MonkeyPatch):
+    """Steps of one and of two blocks, by mma and by wgmma, in rings that are refilled."""
+    monkeypatch.setattr(packed_walk, "_MAX_STAGES", 1)
+    both, wide = packed.pack(*kernel(name, inputs, 128)), reference.begin(normal(0, m, inputs), normal(1, inputs))
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    close(gpu.swiglu(wide, both, EPS, interpret=params), reference.swiglu(wide, both, EPS), m)
+
+
+@hopper.interpreted
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("product", ["project", "heads", "normed", "swiglu", "add"])
+def test_rings_of_packed_weights_are_filled_in_two_parts(product: str, m: int, monkeypatch: pytest.MonkeyPatch):
+    """As kernels that overlap fill them: some weights first, then small arrays and their rows, then the rest."""
+    monkeypatch.setattr(gpu_packed._Kernel, "early", property(lambda _: 1))
+    monkeypatch.setattr(packed_walk, "_DEPTHS", (1,))
+    monkeypatch.setattr(packed_walk, "_MAX_STAGES", 2)
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    weight = packed.pack(*kernel("int4-g128-zeros", 3072, 256 if product == "swiglu" else 4 * C))
+    wide, gains = reference.begin(normal(0, m, 3072), normal(1, 3072)), (normal(5, C), normal(6, C))
+    angle = jax.random.uniform(jax.random.key(2), (C // 2, 8)) * 6
+    rope = jnp.cos(angle), jnp.sin(angle)
+    h, gain = normal(2, m, 4 * C), normal(3, 4 * C)
+    run: Any = {
+        "project": lambda of, **how: of.project(wide, weight, EPS, **how),
+        "heads": lambda of, **how: of.heads(wide, weight, rope, COUNTS, EPS, **how),
+        "normed": lambda of, **how: of.heads(wide, weight, rope, COUNTS, EPS, gains=gains, **how),
+        "swiglu": lambda of, **how: of.swiglu(wide, weight, EPS, **how),
+        "add": lambda of, **how: of.add(wide.h_ME, weight, h, gain, **how),
+    }[product]
+    close(run(gpu, interpret=params), run(reference), m)
+
+
+@hopper.interpreted
+@pytest.mark.parametrize("m", [1, 3])
+def test_kernels_of_packed_weights_read_their_own_order(m: int):
+    """The norm before a product has no order, nor has what is added behind it."""
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    values, scale, zero = kernel("int4-g128-zeros", 512, 512)
+    weight = packed.pack(values, scale, zero, jax.random.permutation(jax.random.key(5), 512))
+    wide, gain = reference.begin(normal(0, m, 512), normal(1, 512)), normal(1, 512)
+    w = packed.dequantised(weight)
+    scaled = wide.scaled_ME.astype(jnp.float32) * jax.lax.rsqrt(wide.squares_TR.sum(0)[:m, None] / 512 + EPS)
+    close(gpu.project(wide, weight, EPS, interpret=params), (scaled @ w).astype(jnp.bfloat16), m)
+    x = normal(4, m, 512)
+    y = (x.astype(jnp.float32) @ w).astype(jnp.bfloat16).astype(jnp.float32)
+    want = reference.begin((wide.h_ME.astype(jnp.float32) + y).astype(jnp.bfloat16), gain)
+    close(gpu.add(x, weight, wide.h_ME, gain, interpret=params), want, m)
+    many = gpu_packed_many.product(x, weight, jnp.float32, interpret=params)
+    close(many, x.astype(jnp.float32) @ w, m)
+
+
+@hopper.interpreted
+@pytest.mark.parametrize(("name", "m", "dtype"), [
+    ("int4-g128", 72, jnp.bfloat16), ("fp8-block", 72, jnp.float32), ("int8", 200, jnp.bfloat16),
+    ("int4-g128-zeros", 200, jnp.float32), ("int8-zeros", 72, jnp.bfloat16), ("int4-g32-zeros", 72, jnp.bfloat16),
+    ("int4-g64", 200, jnp.float32), ("int8-g32", 72, jnp.float32),
+])  # fmt: skip
+def test_many_rows_by_packed_weights_agree_with_xla(name: str, m: int, dtype: Any, monkeypatch: pytest.MonkeyPatch):
+    """A tile of rows and two, rings that come round, zero points, and (of few columns) programs that share inputs."""
+    monkeypatch.setattr(gpu_packed_many, "_MAX_STAGES", 2)
+    monkeypatch.setattr(gpu_packed_many, "_SHARES", (2,) if m == 200 else (1,))
+    weight, x = packed.pack(*kernel(name, 1024, 128)), normal(4, m, 1024)
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    got = gpu_packed_many.product(x, weight, dtype, interpret=params)
+    assert got.dtype == dtype and got.shape == (m, 128)
+    close(got, packed.product(x, weight).astype(dtype), m)
+
+
+def test_inputs_are_shared_where_programs_are_too_few():
+    """At 8B shapes: not where sums would take longer than multiprocessors wait."""
+    shares = lambda m, k, n: gpu_packed_many._shares(-(-m // 128), min(m, 128), k, n, 64)
+    assert [shares(128, k, n) for k, n in ((4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256))] == [4, 1, 4, 1]
+    assert shares(40, 4096, 6144) > 1 and shares(1024, 14336, 4096) == 1
+
+
+def test_mxfp4_and_float32_rows_are_multiplied_by_xla():
+    codes = jax.random.randint(jax.random.key(0), (256, 64), 0, 16, jnp.uint8)
+    weight = packed.pack_float4(codes, jnp.full((8, 64), 127, jnp.uint8))
+    with pytest.raises(ValueError, match="MXFP4"):
+        gpu_packed_many.product(normal(4, 5, 256), weight, jnp.float32)
+    np.testing.assert_array_equal(
+        gpu_packed_many.multiply(normal(4, 5, 256), weight, jnp.float32), packed.product(normal(4, 5, 256), weight)
+    )
+
+
+def origin(name: str, made: dict[str, str]) -> str:
+    """What an array in compiled HLO is made by, behind what only looks at it in another shape."""
+    by = re.search(r"\b([a-z-]+)\(([^,)]*)", made[name])
+    assert by is not None, made[name]
+    return origin(by.group(2).split()[-1].lstrip("%"), made) if by.group(1) == "bitcast" else by.group(1)
+
+
+@pytest.mark.skipif(not overlap.overlaps(None), reason="this JAX launches no kernel early")
+@pytest.mark.skipif(bool(TARGETS["h200"].missing()), reason="no compiler for absent GPUs")
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_what_is_read_before_the_kernel_before_has_ended_is_a_parameter(name: str):
+    """By the real compiler: of two products, one behind the other, weights and scales; rows are the first's result."""
+    whole = NamedSharding(TARGETS["h200"].mesh(), PartitionSpec())
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+
+    def run(s: Stream, first: packed.Packed, second: packed.Packed) -> Any:
+        return gpu.add(gpu.swiglu(s, first, EPS), second, s.h_ME, s.h_ME[0])
+
+    weights = [jax.eval_shape(packed.pack, *kernel(name, *shape)) for shape in ((E, 2 * 512), (512, E))]
+    traced = jax.jit(run).trace(*jax.tree.map(place, (jax.eval_shape(lambda: stream(1)), *weights)))
+    text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    made = dict(re.findall(r"^\s*(?:ROOT )?%?([\w.-]+) = (.+)$", text, re.MULTILINE))
+    calls = [line for line in made.values() if "custom-call(" in line and "mosaic" in line]
+    assert len(calls) == 2
+    for call in calls:
+        _, values, scale, *_ = (
+            x.split()[-1].lstrip("%") for x in call.split("custom-call(")[1].split(")")[0].split(", ")
+        )
+        assert (origin(values, made), origin(scale, made)) == ("parameter", "parameter"), call
