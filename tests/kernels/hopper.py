@@ -25,7 +25,7 @@ proved = pytest.mark.skipif(
 def compiled(
     run: Callable[[Any], Any], args: Any, dump: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, list[ptx.Usage]]:
-    """The executable of a function of shapes, and what its kernels take as linked code.
+    """The executable of a function of shapes, and what its kernels take, as programs by themselves and as linked code.
 
     Args:
       dump: an empty directory, which gets the kernels' PTX.
@@ -37,7 +37,8 @@ def compiled(
     executable = jax.jit(run).trace(jax.tree.map(place, args)).lower(lowering_platforms=("cuda",)).compile()
     for path in dump.glob("*.ptx"):  # which name the newest version that XLA's own assembler knows
         path.write_text(re.sub(r"^\.version .*$", ".version 8.6", path.read_text(), flags=re.MULTILINE))
-    return executable, ptx.usage(dump, ["tree_attention", "rejection_sampling"], linked=True)
+    names = ["tree_attention", "rejection_sampling"]
+    return executable, [*ptx.usage(dump, names), *ptx.usage(dump, names, linked=True)]
 
 
 def meets_before_copies(code: str) -> bool:
