@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_kernels import clusters
 from pallas_kernels.sizes import round_up
 from pallas_kernels.tree_attention import mosaic_rows
 from pallas_kernels.tree_attention.mosaic_few import ROW, Few
@@ -33,7 +34,6 @@ _MOST_HELD, _LEAST_STAGES = 4, 2
 #: Bytes to whose multiples every allocation of shared memory is rounded up.
 _ALIGNED = 1024
 _F32 = jnp.float32
-_SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ class NearLaunch(Few):
         if self.interpret:
             found["met"] = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=self.teams)
         else:
-            found["met"] = plgpu.SMEM((2,), jnp.uint32)  # a barrier of its own, for others must know where it is
+            found["met"] = clusters.barrier()
             found |= {f"inbox{i}": plgpu.SMEM(shape, _F32) for i, shape in enumerate(self.inbox())}
         return found
 
@@ -108,14 +108,13 @@ class NearLaunch(Few):
         """A barrier for what the member is sent; others may send once they have waited for all members' begin."""
         if self.interpret:
             return
-        make = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(_make)
-        pl.when(lax.axis_index("team") == 0)(functools.partial(make, shared["met"]))
-        plgpu.inline_mgpu()(_arrive)()
+        pl.when(lax.axis_index("team") == 0)(functools.partial(clusters.make, shared["met"]))
+        clusters.arrive()
 
     def wait_for_members(self) -> None:
         """Until all have begun. Every warpgroup waits once."""
         if not self.interpret:
-            plgpu.inline_mgpu()(_wait)()
+            clusters.wait()
 
     def wait_for_sums(self, shared: dict[str, Any]) -> None:
         """Until a member has been sent all that is `expected`; for each warpgroup that sends."""
@@ -123,7 +122,7 @@ class NearLaunch(Few):
             plgpu.barrier_arrive(shared["met"])
             plgpu.barrier_wait(shared["met"])
         else:
-            plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(_await)(shared["met"])
+            clusters.receive(shared["met"])
 
     def expect(self, count: Any, member: Any, shared: dict[str, Any]) -> None:
         """Says how many pieces a member is sent its part of; for one warpgroup."""
@@ -131,13 +130,7 @@ class NearLaunch(Few):
             return
         row = lambda at: div(at, self.head_dim)
         rows = row((member + 1) * self.values - 1) - row(member * self.values) + 1
-
-        def run(_: Any, met: Any, count: Any) -> None:
-            with utils.when(_first()):
-                _ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", _place(met), count.registers.item())
-
-        size = count * (4 * self.values + 8 * rows)
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR))(run)(shared["met"], size)
+        clusters.expect(shared["met"], count * (4 * self.values + 8 * rows))
 
     def send(self, inbox: Sequence[Any], shared: dict[str, Any], sums: Sequence[jax.Array], number: Any) -> None:
         """A piece's sums to all members, each its part, with its number counted from the request's first."""
@@ -149,18 +142,11 @@ class NearLaunch(Few):
             return
 
         def run(_: Any, values: Any, stats: Any, met: Any, acc: Any, top: Any, total: Any, number: Any) -> None:
-            c, f32, i32 = _constant, ir.F32Type.get(), ir.IntegerType.get_signless(32)
+            c = clusters.constant
             number, thread = number.registers.item(), arith.remui(utils.thread_idx(), c(LANES))
             lane = arith.remui(thread, c(32))
             row = arith.addi(arith.muli(arith.divui(thread, c(32)), c(8)), arith.divui(lane, c(4)))
             quarter = arith.remui(lane, c(4))
-
-            def store(ref: Any, at: Any, whose: Any, two: Sequence[Any]) -> None:
-                place = utils.getelementptr(utils.memref_ptr(ref), [at], f32)
-                theirs = (utils.get_cluster_ptr(x, whose, generic=False) for x in (place, utils.memref_ptr(met)))
-                place, counts = (llvm.ptrtoint(i32, x) for x in theirs)
-                code = "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [$0], {$2, $3}, [$1];"
-                _ptx(code, place, counts, *two)
 
             with utils.when(arith.cmpi(arith.CmpIPredicate.ult, row, c(self.rows))):
                 begin = arith.muli(row, c(self.head_dim))
@@ -169,7 +155,7 @@ class NearLaunch(Few):
                     flat = arith.addi(own, c(8 * j))
                     whose, at = arith.divui(flat, c(self.values)), arith.remui(flat, c(self.values))
                     two = [vector.extract(two, [], [i]) for i in range(2)]
-                    store(values, arith.addi(arith.muli(number, c(self.values)), at), whose, two)
+                    clusters.store(values, arith.addi(arith.muli(number, c(self.values)), at), met, whose, two)
                 # A row's maximum and weight go to all who add up its channels, by its four threads in turn.
                 both = [vector.extract(x.registers.reshape(-1)[0], [], [0]) for x in (top, total)]
                 first = arith.divui(begin, c(self.values))
@@ -178,9 +164,9 @@ class NearLaunch(Few):
                 for i in range(0, min(self.members, -(-self.head_dim // self.values) + 1), 4):
                     whose = arith.addi(arith.addi(first, quarter), c(i))
                     with utils.when(arith.cmpi(arith.CmpIPredicate.ule, whose, last)):
-                        store(stats, at, whose, both)
+                        clusters.store(stats, at, met, whose, both)
 
-        types = *[plgpu.RefType()] * 3, SUMS, ROW, ROW, _SCALAR
+        types = *[plgpu.RefType()] * 3, SUMS, ROW, ROW, clusters.SCALAR
         plgpu.inline_mgpu(arg_types=types)(run)(*inbox, shared["met"], *sums, number)
 
     def received(self, inbox: Sequence[Any], unit: Any, own: Sequence[Any]) -> Callable[[Any], Sums]:
@@ -193,7 +179,7 @@ class NearLaunch(Few):
             return *(values[at + i] for i in range(self.across)), stats[row, 0], stats[row, 1]
 
         def run(_: Any, values: Any, stats: Any, number: Any, *own: Any) -> Any:
-            c, f32 = _constant, ir.F32Type.get()
+            c, f32 = clusters.constant, ir.F32Type.get()
             number, (row, _, at, _) = number.registers.item(), self._own(*own)
 
             def read(ref: Any, at: Any, width: int) -> list[Any]:
@@ -207,7 +193,7 @@ class NearLaunch(Few):
             return tuple(map(line, found + read(stats, at, 2)))
 
         def compiled(number: Any) -> Sums:
-            types = (*[plgpu.RefType()] * 2, *[_SCALAR] * 3)
+            types = (*[plgpu.RefType()] * 2, *[clusters.SCALAR] * 3)
             return plgpu.inline_mgpu(arg_types=types, return_type=wanted)(run)(*inbox, number, *own)
 
         return pretended if self.interpret else compiled
@@ -220,13 +206,13 @@ class NearLaunch(Few):
         wanted = plgpu.ShapeDtypeStruct((LANES,), _F32, layout=LINE)
 
         def run(_: Any, sinks: Any, head: Any, *own: Any) -> Any:
-            c, f32 = _constant, ir.F32Type.get()
+            c, f32 = clusters.constant, ir.F32Type.get()
             row, *_ = self._own(*own)
             at = arith.addi(arith.muli(head.registers.item(), c(self.group)), arith.remui(row, c(self.group)))
             place = utils.getelementptr(utils.memref_ptr(sinks), [at], f32)
             return line(llvm.load(ir.VectorType.get((1,), f32), place, alignment=4))
 
-        types = plgpu.RefType(), *[_SCALAR] * 3
+        types = plgpu.RefType(), *[clusters.SCALAR] * 3
         return plgpu.inline_mgpu(arg_types=types, return_type=wanted)(run)(sinks, head, *own)
 
     def deliver(self, out: Any, values: Sequence[jax.Array], unit: Any, own: Sequence[Any]) -> None:
@@ -236,7 +222,7 @@ class NearLaunch(Few):
             return
 
         def run(_: Any, out: Any, unit: Any, member: Any, part: Any, *values: Any) -> None:
-            c, width, kind = _constant, self.across, ir.MemRefType(out.type).element_type
+            c, width, kind = clusters.constant, self.across, ir.MemRefType(out.type).element_type
             row, column, _, active = self._own(member, part)
             unit = unit.registers.item()
             b, head = arith.divui(unit, c(self.kv_heads)), arith.remui(unit, c(self.kv_heads))
@@ -251,7 +237,7 @@ class NearLaunch(Few):
                 place = utils.getelementptr(utils.memref_ptr(out), [at], kind)
                 llvm.store(rounded, place, alignment=2 * width)
 
-        types = (plgpu.RefType(), *[_SCALAR] * 3, *[LINE] * len(values))
+        types = (plgpu.RefType(), *[clusters.SCALAR] * 3, *[LINE] * len(values))
         plgpu.inline_mgpu(arg_types=types)(run)(out, unit, *own, *values)
 
     def _places(self, member: Any, part: Any) -> tuple[jax.Array, jax.Array]:
@@ -262,54 +248,10 @@ class NearLaunch(Few):
 
     def _own(self, member: Any, part: Any) -> tuple[Any, Any, Any, Any]:
         """A thread's row and first channel, its first value among the member's, and whether it has any."""
-        c, (member, part) = _constant, (x.registers.item() for x in (member, part))
+        c, (member, part) = clusters.constant, (x.registers.item() for x in (member, part))
         first = arith.addi(arith.muli(part, c(LANES)), arith.remui(utils.thread_idx(), c(LANES)))
         first = arith.muli(first, c(self.across))
         active = arith.cmpi(arith.CmpIPredicate.ult, first, c(self.values))
         first = arith.select(active, first, c(0))
         at = arith.addi(arith.muli(member, c(self.values)), first)
         return arith.divui(at, c(self.head_dim)), arith.remui(at, c(self.head_dim)), first, active
-
-
-def _constant(value: int) -> Any:
-    return arith.constant(ir.IntegerType.get_signless(32), value)
-
-
-def _ptx(code: str, *operands: Any) -> None:
-    """An instruction of integers and floats."""
-    kinds = ["f" if isinstance(x.type, ir.F32Type) else "r" for x in operands]
-    constraints = ",".join([*kinds, "~{memory}"])
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), [*operands], code, constraints, has_side_effects=True)
-
-
-def _first() -> Any:
-    """Whether a thread is its warpgroup's first."""
-    return arith.cmpi(arith.CmpIPredicate.eq, arith.remui(utils.thread_idx(), _constant(LANES)), _constant(0))
-
-
-def _place(ref: Any) -> Any:
-    """Where it is in shared memory."""
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
-
-
-def _make(_: Any, met: Any) -> None:
-    """The barrier, as all members see it once they have waited for each other's arrival."""
-    with utils.when(_first()):
-        _ptx("mbarrier.init.shared::cta.b64 [$0], $1;", _place(met), _constant(1))
-        _ptx("fence.mbarrier_init.release.cluster;")
-
-
-def _arrive(_: Any) -> None:
-    _ptx("bar.warp.sync -1;")  # "aligned": all threads of a warp at once
-    _ptx("barrier.cluster.arrive.relaxed.aligned;")
-
-
-def _wait(_: Any) -> None:
-    _ptx("bar.warp.sync -1;")
-    _ptx("barrier.cluster.wait.acquire.aligned;")
-
-
-def _await(_: Any, met: Any) -> None:
-    """Waits for all that a member is sent; of what others of the cluster wrote, a wait must name their scope."""
-    wait = "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], 0;"
-    _ptx(f"{{ .reg .pred done; again: {wait} @!done bra again; }}", _place(met))
