@@ -8,11 +8,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch import packed
 from pallas_kernels.small_batch.packed import Packed
 
 #: Features whose squares are summed together: columns of a kernel's tile.
 TILE = 64
+#: Rows beyond which sums of squares are padded further (see `padded`).
+FEW_ROWS = 32
 
 
 class Stream(NamedTuple):
@@ -20,8 +23,8 @@ class Stream(NamedTuple):
 
     Attributes:
       h_ME: the stream. scaled_ME: times the gain of the norm that reads it next, not yet divided by its root mean
-        square. squares_TR: float32 sums of h squared over each tile of features; R is M rounded up to 8, and the
-        columns beyond M may hold anything.
+        square. squares_TR: float32 sums of h squared over each tile of features; R is `padded` M, and the columns
+        beyond M may hold anything.
     """
 
     h_ME: jax.Array
@@ -29,12 +32,17 @@ class Stream(NamedTuple):
     squares_TR: jax.Array
 
 
+def padded(m: int) -> int:
+    """Columns of a stream's squares: whole groups of 8, and beyond 32 rows of 128, a thread of a warpgroup for each."""
+    return round_up(m, 8 if m <= FEW_ROWS else 128)
+
+
 def begin(h_ME: jax.Array, gain_E: jax.Array) -> Stream:
     """A stream of rows, to be normed with a gain next."""
     m, e = h_ME.shape
     h32 = h_ME.astype(jnp.float32)
     squares = jnp.square(h32).reshape(m, e // TILE, TILE).sum(axis=-1).T
-    squares = jnp.pad(squares, ((0, 0), (0, -m % 8)))
+    squares = jnp.pad(squares, ((0, 0), (0, padded(m) - m)))
     return Stream(h_ME, (h32 * gain_E.astype(jnp.float32)[None, :]).astype(h_ME.dtype), squares)
 
 
@@ -79,7 +87,8 @@ def heads(
     """Queries, keys and values [M, heads * C] of a normed stream, the first two rotated.
 
     Args:
-      rope: cosines and sines [C / 2, R] of each row's position. counts: of query, key and value heads.
+      rope: cosines and sines [C / 2, R] of each row's position, R as a stream's squares have it.
+      counts: of query, key and value heads.
       bias: of the kernel's columns. gains: [C] of norms over each head of queries and of keys.
     """
     y = project(stream, kernel, eps)

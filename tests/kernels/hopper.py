@@ -37,7 +37,7 @@ def compiled(
     executable = jax.jit(run).trace(jax.tree.map(place, args)).lower(lowering_platforms=("cuda",)).compile()
     for path in dump.glob("*.ptx"):  # which name the newest version that XLA's own assembler knows
         path.write_text(re.sub(r"^\.version .*$", ".version 8.6", path.read_text(), flags=re.MULTILINE))
-    names = ["tree_attention", "rejection_sampling"]
+    names = ["tree_attention", "rejection_sampling", "small_batch"]
     return executable, [*ptx.usage(dump, names), *ptx.usage(dump, names, linked=True)]
 
 

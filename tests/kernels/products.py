@@ -25,7 +25,7 @@ def stream(m: int) -> Stream:
 
 
 def arguments(name: str, m: int) -> tuple[Any, ...]:
-    angle = jax.random.uniform(jax.random.key(2), (C // 2, -(-m // 8) * 8)) * 6
+    angle = jax.random.uniform(jax.random.key(2), (C // 2, reference.padded(m))) * 6
     return {
         "project": (stream(m), normal(3, E, 192, scale=0.1), EPS),
         "multiply": (normal(4, m, F), normal(3, F, 192, scale=0.1)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +12,17 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.small_batch import experts, gpu, gpu_experts, gpu_packed, gpu_router, mosaic, reference
+from pallas_kernels.small_batch import (
+    bfloat16_launch,
+    experts,
+    gpu,
+    gpu_experts,
+    gpu_packed,
+    gpu_router,
+    mosaic,
+    reference,
+)
+from pallas_kernels.small_batch.bfloat16_launch import Launch, Sizes
 from tests.kernels import hopper
 from tests.kernels.products import EPS, C, E, arguments, close, normal, stream
 
@@ -25,13 +36,15 @@ def no_races(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
 
 @pytest.mark.parametrize("width", [1024, 4096, 16384])
 def test_rings_fit_into_shared_memory_beside_the_rest(width: int):
-    for m in (1, 8, 16, 32):
+    for m in (1, 8, 16, 32, 40, 64, 128):
         for kind in ("project", "logits", "heads", "swiglu", "add"):
-            sizes, norm = gpu._Sizes.of(kind, m, width, 4 * width), kind in ("project", "heads", "swiglu")
+            sizes, norm = Sizes.of(kind, m, width, 4 * width), kind in ("project", "heads", "swiglu")
             extra: dict[str, Any] = dict(eps=EPS, squares=width // 32) if norm else {}
             extra |= dict(head_eps=EPS, biased=True) if kind == "heads" else {}
-            own = gpu._Kernel(kind, sizes, (m, width), **extra).scratch(jnp.bfloat16)
-            assert mosaic.room(own) >= 0, (kind, m)
+            kernel = Launch(kind, sizes, (m, width), **extra)
+            assert mosaic.room(kernel.scratch(jnp.bfloat16), summing=kernel.summing) >= 0, (kind, m)
+            if m > 32:
+                continue
             few = gpu_packed._Kernel(
                 kind=kind, dtype="float8_e4m3fn", shape=(m, width), columns=4 * width, groups=width // 128, eps=EPS,
                 squares=width // 32,
@@ -59,7 +72,7 @@ def test_a_race_is_told_in_the_words_that_are_looked_for(capfd: pytest.CaptureFi
 
 
 @hopper.interpreted
-@pytest.mark.parametrize("m", [1, 8, 16])
+@pytest.mark.parametrize("m", [1, 8, 16, 40])  # one, that of one program, half for each of two, and of many rows
 @pytest.mark.parametrize("name", sorted(gpu.FUNCTIONS))
 def test_kernels_agree_with_xla(name: str, m: int):
     args = arguments(name, m)
@@ -68,20 +81,78 @@ def test_kernels_agree_with_xla(name: str, m: int):
 
 
 @hopper.interpreted
-def test_heads_with_norms_and_biases_agree_with_xla():
+@pytest.mark.parametrize("m", [3, 32, 40])
+def test_heads_with_norms_and_biases_agree_with_xla(m: int):
     bias, gains = normal(5, 4 * C), (normal(6, C), normal(7, C))
-    args, extra = arguments("heads", 3), {"bias": bias, "gains": gains}
+    args, extra = arguments("heads", m), {"bias": bias, "gains": gains}
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
-    close(gpu.heads(*args, **extra, interpret=params), reference.heads(*args, **extra), 3)
+    close(gpu.heads(*args, **extra, interpret=params), reference.heads(*args, **extra), m)
 
 
 @hopper.interpreted
-def test_programs_that_go_on_with_further_tiles_agree_with_xla(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", ["heads", "add", "project"])
+def test_tiles_that_no_two_programs_share_agree_with_xla(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mosaic, "MULTIPROCESSORS", 2)
-    monkeypatch.setattr(gpu, "_MAX_STAGES", 3)
+    args = arguments(name, 40)
+    assert Sizes.of(name, 40, E, args[1].shape[1]).members == 1  # pyright: ignore[reportArgumentType]
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
-    args = stream(1), normal(3, E, 2 * 5 * 64, scale=0.1), EPS  # five tiles over two programs
-    close(gpu.swiglu(*args, interpret=params), reference.swiglu(*args), 1)
+    close(gpu.FUNCTIONS[name](*args, interpret=params), getattr(reference, name)(*args), 40)
+
+
+def test_more_rows_than_the_kernels_serve_are_refused():
+    with pytest.raises(ValueError, match="at most 128 rows are served, got 136"):
+        gpu.multiply(*arguments("multiply", 136))
+
+
+def test_how_tiles_are_shared():
+    """8B's shapes: only tiles of which there are few are for two programs, whatever the rows."""
+    shapes = {"heads": (4096, 6144), "swiglu": (4096, 28672), "add": (14336, 4096), "logits": (4096, 128256)}
+    for m in (1, 16, 32, 40, 128):
+        found: dict[str, Any] = {kind: Sizes.of(kind, m, *shape) for kind, shape in shapes.items()}  # pyright: ignore
+        shared = {kind: (s.teams, s.parts, s.members, s.programs) for kind, s in found.items()}
+        heads = (1, 2, 1, 48) if m <= 16 else (1, 1, 2, 48)
+        assert shared == {"heads": heads, "swiglu": (2, 2, 1, 112), "add": (1, 1, 2, 64), "logits": (1, 1, 1, 126)}
+        assert found["add"].steps * found["add"].depth == 7168
+        assert [found[kind].halves for kind in ("heads", "add")] == ([1, 1 if m == 1 else 2] if m <= 16 else [2, 2])
+
+
+@hopper.proved
+@pytest.mark.parametrize("m", [8, 32, 128])
+def test_kernels_spill_nothing_and_two_programs_send_what_is_waited_for(
+    m: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """At 8B's widths, by themselves and as linked code; a member is sent as many bytes as its barrier expects."""
+    shape = lambda *size, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(size, dtype)
+    wide, tables = shape(m, 4096), shape(64, reference.padded(m), dtype=jnp.float32)
+    stream, counts = reference.Stream(wide, wide, tables), (32, 8, 8)
+    heads = lambda args: gpu.heads(args[0], args[1], args[2], counts, EPS)
+    calls: dict[str, tuple[Any, Any]] = {
+        "heads": (heads, (stream, shape(4096, 6144), (tables, tables))),
+        "swiglu": (lambda args: gpu.swiglu(*args, EPS), (stream, shape(4096, 28672))),
+        "add": (lambda args: gpu.add(*args), (shape(m, 14336), shape(14336, 4096), wide, shape(4096))),
+    }
+    for kind, (run, args) in calls.items():
+        dump = tmp_path / kind
+        dump.mkdir()
+        _, usage = hopper.compiled(run, args, dump, monkeypatch)
+        assert usage and all(x.spill_bytes == 0 and not x.serialized for x in usage), (kind, usage)
+        code = next(dump.glob("*.ptx")).read_text()
+        ended = Sizes.of(kind, m, *args[1].shape) if kind != "swiglu" else None  # pyright: ignore[reportArgumentType]
+        sent = 0 if ended is None or ended.members == 1 else 64 * (ended.rows // ended.halves)
+        assert code.count("st.async.shared::cluster") * 128 * 2 == sent, kind
+
+
+@hopper.interpreted
+@pytest.mark.parametrize("m", [1, 40])
+def test_programs_that_go_on_with_further_tiles_agree_with_xla(m: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mosaic, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(bfloat16_launch, "_MAX_STAGES", 3)
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    for tiles in (5, 6):  # over two programs; six are three for the two warpgroups of a program
+        args = stream(m), normal(3, E, 2 * tiles * 64, scale=0.1), EPS
+        close(gpu.swiglu(*args, interpret=params), reference.swiglu(*args), m)
+    if m > 1:
+        return
     args = normal(4, 1, E), normal(3, 3 * 64, E, scale=0.1)  # an embedding
     close(gpu.logits(*args, flip=False, interpret=params), reference.logits(*args, flip=False), 1)
 

@@ -38,13 +38,13 @@ def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
 
 
 def rows(m: int) -> dict[str, Any]:
-    """The first m of the same 32 rows, and their tables."""
-    padded = -(-m // 8) * 8
-    angle = jax.random.uniform(jax.random.key(2), (C // 2, 32))[:, :padded] * 6
-    whole = reference.begin(normal(0, 32, E), normal(1, E))  # at once: XLA sums squares of fewer rows in another order
+    """The first m of the same 128 rows, and their tables."""
+    padded = reference.padded(m)
+    angle = jax.random.uniform(jax.random.key(2), (C // 2, 128))[:, :padded] * 6
+    whole = reference.begin(normal(0, 128, E), normal(1, E))  # at once: XLA sums squares of fewer rows in another order
     stream = Stream(whole.h_ME[:m], whole.scaled_ME[:m], whole.squares_TR[:, :padded])
     return {
-        "stream": stream, "attended": normal(4, 32, C * COUNTS[0])[:m],
+        "stream": stream, "attended": normal(4, 128, C * COUNTS[0])[:m],
         "rope": (jnp.cos(angle), jnp.sin(angle)),
     }  # fmt: skip
 
@@ -149,7 +149,7 @@ def by_rows(found: Any, m: int) -> list[np.ndarray]:
 @pytest.mark.parametrize(
     ("run", "of", "want", "counts"),
     [
-        (layer, gpu, reference, (1, 4, 32)),
+        (layer, gpu, reference, (1, 4, 16, 24, 32, 40, 128)),
         # By wgmma from 16 rows on, in steps of two blocks and of one.
         *(pytest.param(functools.partial(few_bits, form), gpu, reference, (1, 4, 16, 24, 32), id=f"few_bits-{name}")
           for form, name in zip(FORMATS + SMALL, NAMES, strict=True)),

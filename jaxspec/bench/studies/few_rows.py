@@ -115,9 +115,9 @@ def layers(shape: Shape, weights: Sequence[dict[str, Any]], rows: dict[str, Any]
 
 
 def inputs(shape: Shape, m: int) -> dict[str, Any]:
-    """Rows for every kernel; the first m of the same 64."""
-    normal = lambda seed, width: jax.random.normal(jax.random.key(seed), (64, width), jnp.float32).astype(jnp.bfloat16)
-    angles = jax.random.uniform(jax.random.key(5), (C // 2, 64))[:, : -(-m // 8) * 8] * 6
+    """Rows for every kernel; the first m of the same 128."""
+    normal = lambda seed, width: jax.random.normal(jax.random.key(seed), (128, width), jnp.float32).astype(jnp.bfloat16)
+    angles = jax.random.uniform(jax.random.key(5), (C // 2, 128))[:, : reference.padded(m)] * 6
     gain = lambda seed, width: jax.random.uniform(jax.random.key(seed), (width,), jnp.float32, 0.5, 1.5).astype(
         jnp.bfloat16
     )
