@@ -17,7 +17,7 @@ from jaxspec.defaults import candidate_budgets, candidate_steps
 from jaxspec.drafters import registry
 from jaxspec.drafters.kind import DrafterKind
 from jaxspec.drafters.rounding import check_weights
-from jaxspec.models import few_rows
+from jaxspec.models import few_rows_fit
 from jaxspec.tier import Tier
 
 #: Context tokens of a row for which a profile is looked up.
@@ -95,8 +95,11 @@ def check_choice(
         check_invariant_tiers(engine, choice.reachable)
 
 
-def check_invariant_tiers(engine: EngineConfig, tiers: Iterable[Tier]) -> None:
+def check_invariant_tiers(engine: EngineConfig, tiers: Iterable[Tier], most: int = few_rows_fit.MOST_ROWS) -> None:
     """Refuses tiers in whose rounds `batch_invariant` could not hold.
+
+    Args:
+      most: tokens of a round that the target's kernels serve; before it is loaded, what those of any target do.
 
     Raises:
       ValueError: names the tier.
@@ -107,9 +110,9 @@ def check_invariant_tiers(engine: EngineConfig, tiers: Iterable[Tier]) -> None:
             raise ValueError(
                 f"{me} is for chains, whose nodes stand where they will lie once accepted, got tier {tier.name}"
             )
-        if (tokens := engine.max_batch_size * tier.num_nodes) > few_rows.MOST_ROWS:
+        if (tokens := engine.max_batch_size * tier.num_nodes) > most:
             raise ValueError(
-                f"{me} is for rounds of at most {few_rows.MOST_ROWS} tokens, got {tokens}: max_batch_size="
+                f"{me} is for rounds of at most {most} tokens, got {tokens}: max_batch_size="
                 f"{engine.max_batch_size} and tier {tier.name}"
             )
 

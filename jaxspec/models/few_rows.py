@@ -44,9 +44,6 @@ from pallas_kernels.small_batch import (
 from pallas_kernels.small_batch.packed import Packed
 from pallas_kernels.small_batch.reference import Stream
 
-#: Rows that the kernels are faster with than XLA's products and what it does around them (docs/kernels.md).
-MOST_ROWS = 32
-
 
 @dataclasses.dataclass(frozen=True)
 class FewRows:
@@ -54,12 +51,12 @@ class FewRows:
 
     Attributes:
       implementation: "gpu" or "reference".
-      most: rows up to which it does.
+      most: rows up to which it does; see `few_rows_fit.most_rows`.
       output: whether the output layer runs so too; one of few bits always does.
     """
 
     implementation: str = "gpu"
-    most: int = MOST_ROWS
+    most: int = few_rows_fit.FEW_ROWS
     output: bool = False
 
     def layers(
@@ -73,7 +70,7 @@ class FewRows:
         b, n, e = x_BNE.shape
         m, eps = b * n, model.norm.eps
         # [C/2, rows], a column for each token, and as many as the kernels pad to.
-        tables = tuple(jnp.pad(t.reshape(m, -1).T, ((0, 0), (0, -m % 8))) for t in rope)
+        tables = tuple(jnp.pad(t.reshape(m, -1).T, ((0, 0), (0, reference.padded(m) - m))) for t in rope)
         gains = [*(_gain(layer.attn_norm) for layer in model.layers), _gain(model.norm)]
         stream = reference.begin(_padded(x_BNE.reshape(m, e)), gains[0])
         streams = [x_BNE]
@@ -247,7 +244,7 @@ def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) ->
     copy = nnx.merge(graph, state)
     if few_rows_fit.output_of_few_bits(copy):  # a variable of its own: draft heads share the model's, as it was stored
         copy.lm_head.kernel = nnx.Param(laid_anew(copy.lm_head.kernel, _packed))
-    copy.few_rows = FewRows(implementation, output=output)
+    copy.few_rows = FewRows(implementation, few_rows_fit.most_rows(copy), output)
     return copy
 
 
@@ -344,4 +341,4 @@ def unsupported() -> str | None:
     return gpu.supported()
 
 
-__all__ = ["MOST_ROWS", "FewRows", "added_bytes", "pack_maps", "prepare", "unsupported"]
+__all__ = ["FewRows", "added_bytes", "pack_maps", "prepare", "unsupported"]

@@ -18,8 +18,9 @@ from jaxspec.models.layers import MLP, Attention, Linear, Transformer
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.sharded import SPLIT
 from pallas_kernels.small_batch import experts, gpu_packed, packed
+from pallas_kernels.small_batch.bfloat16_launch import MOST_ROWS
 from pallas_kernels.small_batch.packed import Packed
-from pallas_kernels.small_batch.reference import TILE
+from pallas_kernels.small_batch.reference import FEW_ROWS, TILE
 
 #: What the kernels' order of operations leaves no room for, as `ModelConfig` names it: defaults only.
 _PLAIN = (
@@ -53,6 +54,17 @@ def refusal(model: Any) -> str | None:
         if why := unserved(linear, model.layers[0].attn.shards, kind, normed=normed):
             return why
     return None
+
+
+def most_rows(model: Transformer) -> int:
+    """Rows up to which the kernels are faster than XLA's products and what it does around them (docs/kernels.md).
+
+    Args:
+      model: that these kernels run, its weights laid out for them.
+    """
+    plain = all(isinstance(layer.mlp, MLP) for layer in model.layers)
+    plain = plain and not any(isinstance(linear.kernel[...], Packed | Quantised) for _, linear in maps(model))
+    return MOST_ROWS if plain else FEW_ROWS
 
 
 def mixture_refusal(mlp: MixtureOfExperts) -> str | None:
@@ -177,6 +189,6 @@ def output_weights(model: Transformer) -> tuple[jax.Array | Packed | None, bool]
 
 
 __all__ = [
-    "ROTATED", "maps", "mixture_refusal", "norms_apart", "output_of_few_bits", "output_refusal", "output_weights",
-    "picks_refusal", "refusal", "too_wide", "unserved", "whole_mixture_refusal",
+    "FEW_ROWS", "MOST_ROWS", "ROTATED", "maps", "mixture_refusal", "most_rows", "norms_apart", "output_of_few_bits",
+    "output_refusal", "output_weights", "picks_refusal", "refusal", "too_wide", "unserved", "whole_mixture_refusal",
 ]  # fmt: skip

@@ -67,14 +67,15 @@ def test_few_rows_are_the_layers(change: dict[str, Any]):
             norm.weight.set_value(jax.random.uniform(jax.random.key(i), norm.weight.shape).astype(jnp.bfloat16))
         attn.qkv.bias.set_value(jnp.linspace(-1, 1, attn.qkv.bias.shape[0], dtype=jnp.bfloat16))
     prepared = few_rows.prepare(plain, "reference")
-    assert prepared.few_rows == few_rows.FewRows("reference") and plain.few_rows is None
-    for b, n in ((1, 1), (1, 5), (3, 4)) if not change else ((3, 4),):  # fewer than 8 rows, and 12, which are padded
+    assert prepared.few_rows == few_rows.FewRows("reference", 128) and plain.few_rows is None
+    # Fewer than 8 rows, and numbers that are padded to eights and to more.
+    for b, n in ((1, 1), (1, 5), (3, 4), (9, 5)) if not change else ((3, 4),):
         tokens = jax.random.randint(jax.random.key(b * n), (b, n), 0, CONFIG.vocab_size)
         for got, want in zip(forward(prepared, tokens), forward(plain, tokens), strict=True):
             np.testing.assert_allclose(got, want, atol=2**-6 * np.abs(want).max())
     if change:
         return
-    many = jax.random.randint(jax.random.key(0), (1, few_rows.MOST_ROWS + 1), 0, CONFIG.vocab_size)
+    many = jax.random.randint(jax.random.key(0), (1, few_rows_fit.MOST_ROWS + 1), 0, CONFIG.vocab_size)
     for got, want in zip(forward(prepared, many), forward(plain, many), strict=True):
         np.testing.assert_array_equal(got, want)
 
@@ -149,7 +150,7 @@ def test_few_rows_of_quantised_weights_are_the_layers(kind: Any, each: int | Non
     down = prepared.layers[0].mlp.down.kernel[...]
     assert isinstance(down, Packed) and down.zeros == zeros
     assert isinstance(prepared.lm_head.kernel[...], Packed) and few_rows_fit.output_refusal(plain) is None
-    for n in (5, few_rows.MOST_ROWS + 1):
+    for n in (5, few_rows_fit.FEW_ROWS + 1):
         tokens = jax.random.randint(jax.random.key(n), (1, n), 0, CONFIG.vocab_size)
         for got, want in zip(forward(prepared, tokens), forward(plain, tokens), strict=True):
             np.testing.assert_allclose(got, want, atol=2**-6 * np.abs(want).max())
@@ -178,7 +179,7 @@ def test_few_rows_of_weights_in_activation_order_are_the_layers(zeros: bool):
     assert all(isinstance(kernel, Packed) for kernel in maps)
     # Gate and up give what down reads in its order.
     assert [kernel.order is None for kernel in maps] == [False, False, False, True] * cfg.num_layers + [False]
-    for n in (1, 5, few_rows.MOST_ROWS + 1):
+    for n in (1, 5, few_rows_fit.FEW_ROWS + 1):
         tokens = jax.random.randint(jax.random.key(n), (1, n), 0, CONFIG.vocab_size)
         for got, want in zip(forward(prepared, tokens), forward(plain, tokens), strict=True):
             np.testing.assert_allclose(got, want, atol=2**-6 * np.abs(want).max())
@@ -294,7 +295,7 @@ def test_quantised_weights_that_two_devices_share_are_packed(kind: Any, each: in
     places = [NamedSharding(mesh, spec) for spec in (PartitionSpec(None, TENSOR_AXIS), PartitionSpec(TENSOR_AXIS))]
     assert [down.values.sharding, qkv.values.sharding] == places
     alone = few_rows.prepare(quantised(model(cfg), kind, each, zeros), "reference")
-    for n in (1, 3, few_rows.MOST_ROWS + 8):
+    for n in (1, 3, few_rows_fit.FEW_ROWS + 8):
         tokens = jax.random.randint(jax.random.key(1), (1, n), 0, CONFIG.vocab_size)
         want = forward(alone, tokens)
         with jax.set_mesh(mesh):
