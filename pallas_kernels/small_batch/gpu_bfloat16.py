@@ -84,8 +84,8 @@ class Kernel(Launch):
         def copy_rows(at: Any, slot: Any) -> None:
             plgpu.copy_gmem_to_smem(x_MK.at[rows, inputs(at)], shared["x"].at[slot], shared["full"].at[slot])
 
-        # Behind a kernel that lets it begin early, as attention does, weights come first; else tables do: what follows
-        # fills the ring, and the queue to memory with it. Nobody may begin early behind it: it keeps memory busy.
+        # Behind a kernel that lets it begin early weights come first; else tables do: what follows fills the ring, and
+        # the queue to memory with it.
         early, first = overlap.overlaps(self.interpret), range(self.stages - 1)
         if early:
             for step in first:
@@ -112,6 +112,8 @@ class Kernel(Launch):
             return ()
 
         lax.fori_loop(self.stages - 1, turns * s.steps, later, ())
+        if not self.many:  # earlier, the next kernel's weights would come among these
+            overlap.begin(self.interpret)
 
     def rows(self, program: Any, first: Any, count: int) -> Any:
         """A slice of rows, and of so many more as the copy engine fills with zeros."""

@@ -335,16 +335,18 @@ def origin(name: str, made: dict[str, str]) -> str:
 
 @pytest.mark.skipif(not overlap.overlaps(None), reason="this JAX launches no kernel early")
 @pytest.mark.skipif(bool(TARGETS["h200"].missing()), reason="no compiler for absent GPUs")
-@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("name", ["bfloat16", *sorted(FORMATS)])
 def test_what_is_read_before_the_kernel_before_has_ended_is_a_parameter(name: str):
     """By the real compiler: of two products, one behind the other, weights and scales; rows are the first's result."""
     whole = NamedSharding(TARGETS["h200"].mesh(), PartitionSpec())
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
 
-    def run(s: Stream, first: packed.Packed, second: packed.Packed) -> Any:
+    def run(s: Stream, first: Any, second: Any) -> Any:
         return gpu.add(gpu.swiglu(s, first, EPS), second, s.h_ME, s.h_ME[0])
 
-    weights = [jax.eval_shape(packed.pack, *kernel(name, *shape)) for shape in ((E, 2 * 512), (512, E))]
+    shapes, wide = ((E, 2 * 512), (512, E)), name == "bfloat16"
+    whole_maps = [normal(1, *shape) for shape in shapes] if wide else []
+    weights = whole_maps or [jax.eval_shape(packed.pack, *kernel(name, *shape)) for shape in shapes]
     traced = jax.jit(run).trace(*jax.tree.map(place, (jax.eval_shape(lambda: stream(1)), *weights)))
     text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
     made = dict(re.findall(r"^\s*(?:ROOT )?%?([\w.-]+) = (.+)$", text, re.MULTILINE))
@@ -354,4 +356,4 @@ def test_what_is_read_before_the_kernel_before_has_ended_is_a_parameter(name: st
         _, values, scale, *_ = (
             x.split()[-1].lstrip("%") for x in call.split("custom-call(")[1].split(")")[0].split(", ")
         )
-        assert (origin(values, made), origin(scale, made)) == ("parameter", "parameter"), call
+        assert {origin(x, made) for x in ((values,) if wide else (values, scale))} == {"parameter"}, call
