@@ -103,7 +103,8 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
 
 def _read_config(directory: Path) -> ModelConfig:
     config = read_json(directory / "config.json")
-    quantised.read_config(config.pop("quantization_config", None))
+    quantised.read_config(quantised.config_of(directory, config))
+    config.pop("quantization_config", None)
     text = config.get("text_config")
     if isinstance(text, dict) and config.get("tie_word_embeddings", text.get("tie_word_embeddings")) is None:
         with read_tensors(directory) as reader:  # by which transformers decides, too
@@ -141,7 +142,7 @@ def load_model(
     cfg = served(load_config(directory), context)
     config = read_json(Path(directory) / "config.json")
     with located(Path(directory)):
-        quantisation = quantised.read_config(config.get("quantization_config"), int8_activations)
+        quantisation = quantised.read_config(quantised.config_of(Path(directory), config), int8_activations)
     build = lambda: registry.build(cfg, dtype)
     with read_tensors(directory) as reader:
         ignored = [IGNORED] if quantisation is None else [IGNORED, quantised.IGNORED]

@@ -35,14 +35,16 @@ def scheme_of(weights: Any, group: str) -> Scheme:
     if not isinstance(weights, Mapping):
         raise ValueError(f"{where} must say how weights are quantised, got {weights!r}")
     kind, bits, size = weights.get("type", "int"), weights.get("num_bits", 8), weights.get("group_size")
-    if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
-        raise ValueError(f"{where}: {kind!r} of {bits!r} bits is not served; served are int 4, int 8 and float 8")
+    if (kind, bits) not in (("int", 4), ("int", 8), ("float", 4), ("float", 8)):
+        raise ValueError(f"{where}: {kind!r} of {bits!r} bits is not served; served are int and float of 4 and 8")
     if weights.get("dynamic"):
         raise ValueError(f"{where}: dynamic must be false, got {weights['dynamic']!r}")
+    if (kind, bits) == ("float", 4) and weights.get("strategy") != "tensor_group":
+        raise ValueError(f"{where}: float of 4 bits needs strategy 'tensor_group', got {weights.get('strategy')!r}")
     strategy = weights.get("strategy") or ("group" if (size or 0) > 0 else "channel" if size == -1 else "tensor")
-    if strategy == "group":
+    if strategy == "group" or (kind, bits) == ("float", 4):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{where}: strategy 'group' needs a positive group_size, got {size!r}")
+            raise ValueError(f"{where}: strategy {strategy!r} needs a positive group_size, got {size!r}")
         return Scheme(kind, bits, group=size)
     if strategy == "block":
         return Scheme(kind, bits, block=pair_of(weights.get("block_structure"), "block_structure"))

@@ -18,6 +18,8 @@ from pallas_kernels.sizes import expanded_shares
 
 #: Columns of a block in which XLA's CPU backend multiplies: a block of float32 stays in the cache.
 BLOCK = 64
+#: Inputs of a group from which on sums of groups are no more than products by themselves.
+_SMALL = 32
 
 
 @jax.tree_util.register_dataclass
@@ -28,7 +30,7 @@ class Quantised:
     Column blocks (`blocked`) have [out / w, in, w] and [out / w, G, w] instead; on CPUs these are quick.
 
     Attributes:
-      values: [in, out] int8, int4 or float8_e4m3fn.
+      values: [in, out] int8, int4, float8_e4m3fn or float4_e2m1fn.
       scale: [G, out]; one group is a scale per output.
       zero: [G, out] integers, or None where that is 0 everywhere.
       order: [in] int32: the input that each row of `values` is for, where a checkpoint sorted them (act-order).
@@ -89,8 +91,8 @@ class Quantised:
 
 
 def stored_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
-    """Bytes of an array in a device's memory, where two integers of 4 bits share one."""
-    bits = 4 if array.dtype in (jnp.int4, jnp.uint4) else 8 * array.dtype.itemsize
+    """Bytes of an array in a device's memory, where two values of 4 bits share one."""
+    bits = 4 if array.dtype in (jnp.int4, jnp.uint4, jnp.float4_e2m1fn) else 8 * array.dtype.itemsize
     return -(-array.size * bits // 8)
 
 
@@ -172,6 +174,8 @@ def _groups(x_ME: jax.Array, weight: Quantised, cut: bool) -> jax.Array:
     """
     (rows, d_in), d_out = x_ME.shape, weight.shape[1]
     size, expanded = 4 * rows * weight.groups * d_out, d_in * d_out * x_ME.dtype.itemsize
+    if d_in // weight.groups < _SMALL:  # GPUs would expand weights as well as add up
+        expanded = 0
 
     def by(most: int, tpu: bool) -> Callable[[jax.Array, Quantised], jax.Array]:
         return _sums if size <= most else lambda x_ME, weight: _columns(x_ME, weight, cut, tpu=tpu)

@@ -30,11 +30,15 @@ from jaxspec.speculation.state import Geometry
 from jaxspec.tier import PLAIN
 from pallas_kernels.aot.programs import Program
 from pallas_kernels.aot.targets import Target
+from pallas_kernels.sizes import EXPANDED
 from pallas_kernels.small_batch import gpu as small_batch
 from pallas_kernels.small_batch.packed import FLOAT4
 
 #: Of a scale's inputs, in the formats whose rounds are compiled; None: all of a linear map's.
-QUANTISED = {"int8": (jnp.int8, None), "fp8-block128": (jnp.float8_e4m3fn, 128), "int4-g128": (jnp.int4, 128)}
+QUANTISED: dict[str, tuple[Any, int | None]] = {
+    "int8": (jnp.int8, None), "fp8-block128": (jnp.float8_e4m3fn, 128), "int4-g128": (jnp.int4, 128),
+    "nvfp4": (jnp.float4_e2m1fn, 16),
+}  # fmt: skip
 
 
 def _quantised(
@@ -61,17 +65,18 @@ def quantised_round(target: Target) -> Iterator[Program]:
     """Plain rounds of two layers at 8B shapes with quantised kernels, at 1 and 16 rows, on one device.
 
     No kernel may be expanded in memory: a round gets less for its intermediate values than the smallest of a layer's
-    four would take in bfloat16, besides the sums of groups before they are added up. TPUs may fetch the largest kernel
-    into VMEM as it is, while they still compute something else. On Hopper also with packed kernels at 64 rows, which
-    need no such sums, and with zero points at 1 and 64, of groups of 128 and 32, at 1 in activation order, too. And a
-    chain of 3 of an EAGLE-3 head in int8 for a target in bfloat16, its output layer included.
+    four would take in bfloat16, besides the sums of groups before they are added up; of NVFP4's groups GPUs expand a
+    bounded share of the columns at a time. TPUs may fetch the largest kernel into VMEM as it is, while they still
+    compute something else. On Hopper also with packed kernels at 64 rows, which need no such sums, and with zero points
+    at 1 and 64, of groups of 128 and 32, at 1 in activation order, too. And a chain of 3 of an EAGLE-3 head in int8 for
+    a target in bfloat16, its output layer included.
     """
     cfg = dataclasses.replace(LLAMA_8B, num_layers=2)
     mesh = target.mesh(1, TENSOR_AXIS)
     geo = dataclasses.replace(GEOMETRY, num_pages=2 * GEOMETRY.num_pages, kernels=target.kind)
     one = _out_bytes(cfg)
     for name, (kind, group) in QUANTISED.items():
-        own = target.name in ("h100", "h200") and small_batch.too_old() is None
+        own = target.name in ("h100", "h200") and small_batch.too_old() is None and kind is not jnp.float4_e2m1fn
         for shards, bucket in ((1, 4 * BUCKET), (2, 4 * BUCKET), (2, BUCKET)) if own else ():
 
             def change(model: TargetModel, kind: Any = kind, group: Any = group, shards: int = shards) -> TargetModel:
@@ -115,13 +120,15 @@ def quantised_round(target: Target) -> Iterator[Program]:
                 in_place_bytes=device_bytes(described.arguments[2]),
                 kernels=("tree_attention", f"small_batch_int4_zeros_{'many' if bucket > 32 else 'heads'}"),
             )
-        bits = 4 if kind is jnp.int4 else 8
+        bits = 4 if kind in (jnp.int4, jnp.float4_e2m1fn) else 8
         # On a TPU also with more rows than have sums of groups: what is expanded before may not leave vector memory.
         more = (4 * BUCKET,) if group is not None and target.kind == "tpu" else ()
         for bucket in (1, BUCKET, *more):
             # A single row is padded to two.
             sums = 0 if group is None else 8 * max(2, bucket) * cfg.hidden_size // group * cfg.intermediate_size
             sums = 4 * bucket * cfg.vocab_size if bucket in more else sums
+            # Of small groups weights are expanded instead, a share of the columns at a time.
+            small, besides = name == "nvfp4" and bucket not in more, "logits" if bucket in more else "sums of groups"
             described = abstract_round(
                 cfg, geo, mesh, bucket, dtype=DTYPE, change=functools.partial(_quantised, kind=kind, group=group)
             )
@@ -129,8 +136,10 @@ def quantised_round(target: Target) -> Iterator[Program]:
                 op="quantised_round",
                 name=f"8b-{name}-b{bucket}",
                 lower=functools.partial(described.lower, PLAIN, platforms=(target.platform,)),
-                max_temp_bytes=one + sums,
-                limit=f"a layer's smallest kernel in bfloat16, and {'logits' if bucket in more else 'sums of groups'}",
+                max_temp_bytes=EXPANDED if small else one + sums,
+                limit="what is expanded at a time"
+                if small
+                else f"a layer's smallest kernel in bfloat16, and {besides}",
                 max_vmem_bytes=2 * cfg.hidden_size * cfg.intermediate_size * bits // 8,
                 in_place_bytes=device_bytes(described.arguments[2]),
                 kernels=("tree_attention",),

@@ -140,7 +140,7 @@ def check_four_bits(target: nnx.Module, shards: int) -> None:
     some: Any = jnp.zeros((2,), jnp.int4)
     if some.format.layout.sub_byte_element_size_in_bits:
         return
-    if any(leaf.dtype == jnp.int4 for leaf in jax.tree.leaves(nnx.state(target))):
+    if any(leaf.dtype in (jnp.int4, jnp.float4_e2m1fn) for leaf in jax.tree.leaves(nnx.state(target))):
         raise ValueError(
             f"tensor_parallel={shards} on CPUs does not serve weights of 4 bits with JAX {jax.__version__}; take JAX "
             "0.12, or weights of 8 bits"

@@ -114,6 +114,25 @@ def packed(bits: int, group: int | None, *, zeros: bool = False, order: bool = F
     return make
 
 
+#: The sixteen values of NVFP4 by their codes.
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6] * 2, np.float32) * np.repeat([1, -1], 8)
+
+
+def nvfp4(values: str, factor: str, group: int = 16) -> Callable[..., Made]:
+    def make(rng: np.random.Generator, module: str, out: int, into: int) -> Made:
+        codes = rng.integers(0, 16, (out, into)).astype(np.uint8)
+        scale = rng.uniform(2, 400, (out, into // group)).astype(ml_dtypes.float8_e4m3fn)
+        whole = rng.uniform(0.5, 2) * 2e4
+        stored = {
+            f"{module}.{values}": codes[:, ::2] | codes[:, 1::2] << 4, f"{module}.weight_scale": scale,
+            f"{module}.{factor}": np.array([whole] if factor == "weight_global_scale" else 1 / whole, np.float32),
+            f"{module}.input_{'global_' * (values != 'weight')}scale": np.array([3.0], np.float32),
+        }  # fmt: skip
+        return stored, E2M1[codes] * groups(scale.astype(np.float32), into) / np.float32(whole)
+
+    return make
+
+
 def awq(rng: np.random.Generator, module: str, out: int, into: int) -> Made:
     places = (0, 2, 4, 6, 1, 3, 5, 7)
     q, z = rng.integers(0, 16, (into, out)), rng.integers(0, 16, (into // GROUP, out))
@@ -169,6 +188,15 @@ CASES = {
     "packed order": Case(pack_config(actorder="group"), packed(4, GROUP, zeros=True, order=True)),
     "packed 8": Case(pack_config(8), packed(8, GROUP)),
     "packed channel": Case(pack_config(group=None), packed(4, None)),
+    "nvfp4": Case(
+        compressed("nvfp4-pack-quantized", type="float", num_bits=4, strategy="tensor_group", group_size=16),
+        nvfp4("weight_packed", "weight_global_scale"),
+    ),
+    "modelopt nvfp4": Case(
+        dict(quant_method="modelopt", quant_algo="NVFP4", group_size=32, ignore=["lm_head"]),
+        nvfp4("weight", "weight_scale_2", 32),
+    ),
+    "modelopt fp8": Case(dict(quant_method="modelopt", quant_algo="FP8"), fp8_tensor),
     "awq": Case(dict(quant_method="awq", bits=4, group_size=GROUP, zero_point=True, version="GEMM"), awq),
     "gptq": Case(GPTQ, gptq()),
     "gptq_v2 order": Case({**GPTQ, "desc_act": True, "checkpoint_format": "gptq_v2"}, gptq(less=0, order=True)),

@@ -29,8 +29,7 @@ from quantised_cases import (
 )
 from safetensors.numpy import load_file
 
-from jaxspec.checkpointing import heads, hf, mtp, tensors
-from jaxspec.checkpointing import quantised as formats
+from jaxspec.checkpointing import formats, heads, hf, mtp, tensors
 from jaxspec.checkpointing.rounding import FORMATS
 from jaxspec.drafters.directories import load_drafter, save_drafter
 from jaxspec.models import quantised, registry
@@ -46,7 +45,7 @@ from pallas_kernels import sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Those whose kernels differ in what an accelerator's products look at.
-FLAT = ("fp8 block", "int8 zeros", "packed order")
+FLAT = ("fp8 block", "int8 zeros", "packed order", "nvfp4")
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +81,8 @@ def test_logits_are_those_of_the_weights_expanded(
     model = hf.load_model(tmp_path)
     kernels = [node.kernel[...] for _, node in nnx.iter_graph(model) if isinstance(node, Linear)]
     few = [k for k in kernels if isinstance(k, Quantised)]
-    assert len(few) == 4 and all(str(k.values.dtype) in ("int4", "int8", "float8_e4m3fn") for k in few)
+    served = ("int4", "int8", "float8_e4m3fn", "float4_e2m1fn")
+    assert len(few) == 4 and all(str(k.values.dtype) in served for k in few)
     want = expanded(plain)
     assert want.std() > 0.1
     np.testing.assert_allclose(logits(column_blocks(model)), want, atol=1e-3 * np.abs(want).max())
@@ -132,7 +132,8 @@ def unquantise(stored: Tensors, _: Any) -> None:
     stored[f"{Q}.weight"] = stored[f"{Q}.weight"].astype(np.float32)
 
 
-NVFP4 = dict(targets=["Linear"], weights=dict(type="float", num_bits=4, group_size=16))
+FLOAT6 = dict(targets=["Linear"], weights=dict(type="float", num_bits=6, group_size=16))
+FLOAT4 = dict(targets=["Linear"], weights=dict(type="float", num_bits=4, strategy="channel"))
 ONES = np.ones((64, 1), np.float32)
 
 
@@ -148,8 +149,15 @@ ONES = np.ones((64, 1), np.float32)
         ("fp8 tensor", put(f"{Q}.weight_scale", ONES), r"has shape \(64, 1\)"),
         ("fp8 tensor", put(f"{Q}.k_scale", ONES), f"no place for: '{Q}.k_scale'"),
         ("float channel", unquantise, f"{Q} is not quantised but .*multiplied as one"),
-        ("float channel", config(format="nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized' is not served"),
-        ("float channel", config(config_groups={"a": NVFP4}), "a.weights: 'float' of 4 bits is not served"),
+        ("float channel", config(format="mxfp4-pack-quantized"), "format 'mxfp4-pack-quantized' is not served"),
+        ("float channel", config(config_groups={"a": FLOAT6}), "a.weights: 'float' of 6 bits is not served"),
+        ("nvfp4", config(config_groups={"a": FLOAT4}), "needs strategy 'tensor_group', got 'channel'"),
+        ("nvfp4", drop(f"{Q}.weight_global_scale"), f"'{Q}.weight_global_scale' is missing"),
+        ("nvfp4", put(f"{Q}.weight_global_scale", np.zeros((1,), np.float32)), f"scales of '{Q}' .* not all numbers"),
+        ("nvfp4", put(f"{Q}.weight_packed", np.zeros((64, 16), np.uint8)), r"\(64, 16\); config.json asks.*\(64, 32\)"),
+        ("modelopt nvfp4", config(group_size=16), rf"{Q}.weight_scale' .* \(64, 2\); .*\(64, 4\)"),
+        ("modelopt nvfp4", config(quant_algo="W4A8_AWQ"), "quant_algo 'W4A8_AWQ' is not served; .*'NVFP4'"),
+        ("modelopt fp8", config(kv_cache_quant_algo="FP8"), "kv_cache_quant_algo is not served, got 'FP8'"),
         ("float channel", config(config_groups={}), "config_groups must name groups, got {}"),
         ("float channel", config(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is not served, got {'num"),
         ("float channel", config(sparsity_config={"format": "sparse-24"}), "format must be 'dense', got 'sparse-24'"),
@@ -174,6 +182,21 @@ def test_what_does_not_fit_is_refused_by_name(case: str, edit: Any, message: str
     write(tmp_path, CASES[case], edit)
     with pytest.raises(ValueError, match=message):
         hf.load_model(tmp_path)
+
+
+def test_modelopt_says_how_weights_are_in_a_file_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path, CASES["modelopt nvfp4"])
+    want = logits(hf.load_model(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    settings = {k: v for k, v in config.pop("quantization_config").items() if k != "quant_method"}
+    tensors.write_json(tmp_path / "config.json", config)
+    for said in ({"producer": {"name": "modelopt"}, "quantization": settings}, {}):
+        tensors.write_json(tmp_path / "hf_quant_config.json", said)
+        if said:
+            np.testing.assert_array_equal(logits(hf.load_model(tmp_path)), want)
+        else:
+            with pytest.raises(ValueError, match="hf_quant_config.json must have settings under 'quantization'"):
+                hf.load_model(tmp_path)
 
 
 def test_a_truncated_shard_and_a_tensor_in_two_are_refused(tmp_path: Path) -> None:

@@ -170,8 +170,9 @@ def test_every_operation_describes_its_programs(op: str, target: str):
     for p in described:
         assert p.refusal is None, f"{p.name}: {p.refusal}"
         assert p.kernels or op == "kv_commit"
-        # Nothing near a copy of the pool fits below the limit; of experts of many rows logits are half of that.
-        least = 8 if op == "experts_round" else 16
+        # Nothing near a copy of the pool fits below the limit; of experts of many rows logits are half of that, and of
+        # NVFP4 weights are expanded, some at a time.
+        least = 8 if op == "experts_round" or "nvfp4" in p.name else 16
         assert 0 < p.max_temp_bytes < (p.in_place_bytes or POOL_BYTES) / least
         assert p.in_place_bytes > 4e9 or op not in ("kv_commit", "round")
         assert p.max_vmem_bytes is None or op in LATER
