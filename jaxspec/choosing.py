@@ -95,11 +95,8 @@ def check_choice(
         check_invariant_tiers(engine, choice.reachable)
 
 
-def check_invariant_tiers(engine: EngineConfig, tiers: Iterable[Tier], most: int = few_rows_fit.MOST_ROWS) -> None:
+def check_invariant_tiers(engine: EngineConfig, tiers: Iterable[Tier]) -> None:
     """Refuses tiers in whose rounds `batch_invariant` could not hold.
-
-    Args:
-      most: tokens of a round that the target's kernels serve; before it is loaded, what those of any target do.
 
     Raises:
       ValueError: names the tier.
@@ -110,9 +107,9 @@ def check_invariant_tiers(engine: EngineConfig, tiers: Iterable[Tier], most: int
             raise ValueError(
                 f"{me} is for chains, whose nodes stand where they will lie once accepted, got tier {tier.name}"
             )
-        if (tokens := engine.max_batch_size * tier.num_nodes) > most:
+        if (tokens := engine.max_batch_size * tier.num_nodes) > few_rows_fit.FEW_ROWS:
             raise ValueError(
-                f"{me} is for rounds of at most {most} tokens, got {tokens}: max_batch_size="
+                f"{me} is for rounds of at most {few_rows_fit.FEW_ROWS} tokens, got {tokens}: max_batch_size="
                 f"{engine.max_batch_size} and tier {tier.name}"
             )
 

@@ -115,8 +115,8 @@ class FewRows:
     def logits(self, model: Transformer, hidden_BNE: jax.Array) -> jax.Array | None:
         """See layers.LayerRunner."""
         kernel_EV, flip = few_rows_fit.output_weights(model)
-        rows, wanted = math.prod(hidden_BNE.shape[:-1]), self.output or isinstance(kernel_EV, Packed)
-        if not wanted or kernel_EV is None or rows > self.most:
+        few, rows = isinstance(kernel_EV, Packed), math.prod(hidden_BNE.shape[:-1])
+        if kernel_EV is None or not (few or self.output) or rows > (few_rows_fit.FEW_ROWS if few else self.most):
             return None
         alike = _Ways(self.implementation == "gpu", 1, BY_XLA)  # split output layers are XLA's
         run = alike.each(lambda x, w: alike.own.logits(x, w, flip=flip), None, None, None)

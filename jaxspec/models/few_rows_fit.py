@@ -32,6 +32,8 @@ _PLAIN = (
 ROTATED, _NORMED_WIDTH = 2 * TILE, 8192
 #: Width of rows up to which there is room for those of a slot of packed experts.
 _PICKED_WIDTH = 8192
+#: Features of a row whose squares one copy brings.
+_WIDEST = 256 * TILE
 
 
 def refusal(model: Any) -> str | None:
@@ -152,6 +154,8 @@ def unserved(
         return gpu_packed.room_refusal(kind, stored, own, groups, normed=normed and kind == "heads")
     if kernel.dtype != jnp.bfloat16 or kernel.ndim != 2:
         return f"its weights are {kernel.dtype} of {kernel.ndim} axes, not bfloat16 of 2"
+    if kind in ("heads", "swiglu") and own[0] > _WIDEST:
+        return f"rows have {own[0]} features, more than {_WIDEST}"
     if any(size % TILE for size in own):
         return f"its weights of {own} on a device are no multiples of {TILE}"
     return None

@@ -2,11 +2,11 @@
 
 A program owns 64 columns of the weights, or several times 64, and up to 128 rows. One warpgroup brings both, step by
 step; one or two multiply. The weights are the first operand of wgmma, which wants 64 rows, and the rows the second,
-which may have 8: so a row's sums are the same arithmetic whatever the number of rows beside it. Where there are more
-tiles of columns than multiprocessors, a program goes on with another, its ring never empty. Where there are less than
-half as many, two programs of a cluster share a tile: each has half of the inputs, or half of a head, and then sends the
-other what it found of half the rows, so that each makes an end of the rest. Inputs are halved by the weights' shape
-alone.
+which may have 8: so a row's sums are the same arithmetic whatever the number of rows beside it. Where gate and up or
+the output layer have more tiles of columns than there are multiprocessors, a program goes on with another, its ring
+never empty. Where there are at most half as many, two programs of a cluster share a tile: each has half of the inputs,
+or half of a head, and then sends the other what it found of half the rows, so that each makes an end of the rest; of 8
+and 24 rows the first makes an end of all. Inputs are halved by the weights' shape alone.
 
 What comes before and after a product in a decoder layer is done on the way: the norm's division after the product (its
 gain has been multiplied in by whoever wrote the stream), biases, norms of heads, rotary embedding, SwiGLU, the residual

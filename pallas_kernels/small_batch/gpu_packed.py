@@ -24,7 +24,7 @@ from pallas_kernels.small_batch import lines, mosaic, packed, unpack
 from pallas_kernels.small_batch.mosaic import F32, flipped, load
 from pallas_kernels.small_batch.packed import BLOCK, Packed
 from pallas_kernels.small_batch.packed_walk import COLUMNS, HALF, Walk, half
-from pallas_kernels.small_batch.reference import Stream
+from pallas_kernels.small_batch.reference import FEW_ROWS, Stream
 
 Kind = Literal["project", "logits", "heads", "swiglu", "add"]
 
@@ -375,6 +375,8 @@ def _run(
 ) -> Any:  # fmt: skip
     m, k = x.shape
     mosaic.check_rows(m)
+    if m > FEW_ROWS:
+        raise ValueError(f"at most {FEW_ROWS} rows are served, got {m}")
     if why := packed.refusal(weight.values.dtype, weight.shape, weight.groups):
         raise ValueError(why)
     kernel = _Kernel(

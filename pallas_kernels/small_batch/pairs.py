@@ -39,7 +39,11 @@ def inboxes(pairs: int, rows: int) -> jax.ShapeDtypeStruct:
 
 
 def begin(team: Any, expects: Any, rows: int, shared: dict[str, Any], interpret: bool) -> None:
-    """For every warpgroup, first of all; `expects` says whether the program is sent a tile."""
+    """For every warpgroup, first of all.
+
+    Args:
+      expects: whether the program is sent a tile, of so many rows.
+    """
     if interpret:
         return
 

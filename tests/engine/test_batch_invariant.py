@@ -72,9 +72,7 @@ def made(config: ModelConfig) -> Transformer:
     [
         ({}, {}, Tier(3), None),
         ({}, {}, Tier(3, 2, 8), "for chains, .*, got tier tree-3x2/8"),
-        ({}, {}, Tier(15), None),
-        ({}, {}, Tier(16), "at most 128 tokens, got 136: max_batch_size=8 and tier chain-16"),
-        ({}, {"experts": Experts(64, 2, 64, (0,))}, Tier(4), "at most 32 tokens, got 40: .* chain-4"),
+        ({}, {}, Tier(4), "at most 32 tokens, got 40: max_batch_size=8 and tier chain-4"),
         ({"tensor_parallel": 2}, {}, PLAIN, "for one device, got tensor_parallel=2"),
         ({"mixed_chunk": 64}, {}, PLAIN, "no prompts in rounds, got mixed_chunk=64"),
         ({"kernels": "reference"}, {}, PLAIN, "of its own for attention on GPUs, got kernels='reference'"),

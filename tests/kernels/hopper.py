@@ -49,3 +49,21 @@ def meets_before_copies(code: str) -> bool:
     copies = re.finditer(r"cp\.async\.bulk\.tensor\S*\.shared::\w+\.global", code)
     before = [code[: copy.start()] for copy in copies]
     return bool(before) and all(text.rfind("bar.sync") > text.rfind("wgmma.wait_group") for text in before)
+
+
+def sent_to_a_neighbour(code: str) -> int:
+    """Bytes that a program of two sends the other, which its barrier expects; and that it sends no sooner than it may.
+
+    Its barrier is made and expects them before it says that it has begun; who copies and who multiplies wait for the
+    other's begin, the latter before it sends.
+    """
+    sends = [found.start() for found in re.finditer(r"st\.async\.shared::cluster", code)]
+    expects = re.search(r"arrive\.expect_tx\.shared::cta\.b64 _, \[[^]]+\], (%r\d+);", code)
+    assert sends and expects is not None
+    said = re.search(rf"mov\.b32\s+{expects.group(1)}, (\d+);", code)
+    assert said is not None and int(said.group(1)) == len(sends) * 128 * 8
+    made = code.rindex("fence.mbarrier_init.release.cluster", 0, expects.start())
+    assert made < expects.start() < code.index("barrier.cluster.arrive.relaxed", made)
+    waits = [found.start() for found in re.finditer(r"barrier\.cluster\.wait\.acquire", code)]
+    assert len(waits) == 2 and waits[1] < sends[0]
+    return int(said.group(1))

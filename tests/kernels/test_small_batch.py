@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import overlap
 from pallas_kernels.small_batch import (
     bfloat16_launch,
     experts,
@@ -20,6 +21,7 @@ from pallas_kernels.small_batch import (
     gpu_packed,
     gpu_router,
     mosaic,
+    packed,
     reference,
 )
 from pallas_kernels.small_batch.bfloat16_launch import Launch, Sizes
@@ -102,6 +104,9 @@ def test_tiles_that_no_two_programs_share_agree_with_xla(name: str, monkeypatch:
 def test_more_rows_than_the_kernels_serve_are_refused():
     with pytest.raises(ValueError, match="at most 128 rows are served, got 136"):
         gpu.multiply(*arguments("multiply", 136))
+    weight = packed.pack(jnp.ones((256, 64), jnp.int8), jnp.ones((1, 64)))
+    with pytest.raises(ValueError, match="at most 32 rows are served, got 40"):
+        gpu.multiply(normal(4, 40, 256), weight)
 
 
 def test_how_tiles_are_shared():
@@ -117,11 +122,9 @@ def test_how_tiles_are_shared():
 
 
 @hopper.proved
-@pytest.mark.parametrize("m", [8, 32, 128])
-def test_kernels_spill_nothing_and_two_programs_send_what_is_waited_for(
-    m: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """At 8B's widths, by themselves and as linked code; a member is sent as many bytes as its barrier expects."""
+@pytest.mark.parametrize("m", [8, 24, 40, 128])
+def test_kernels_spill_nothing_and_send_and_wait_in_order(m: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """At 8B's widths, by themselves and as linked code; what no interpreter runs is read in the compiled code."""
     shape = lambda *size, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(size, dtype)
     wide, tables = shape(m, 4096), shape(64, reference.padded(m), dtype=jnp.float32)
     stream, counts = reference.Stream(wide, wide, tables), (32, 8, 8)
@@ -137,9 +140,21 @@ def test_kernels_spill_nothing_and_two_programs_send_what_is_waited_for(
         _, usage = hopper.compiled(run, args, dump, monkeypatch)
         assert usage and all(x.spill_bytes == 0 and not x.serialized for x in usage), (kind, usage)
         code = next(dump.glob("*.ptx")).read_text()
-        ended = Sizes.of(kind, m, *args[1].shape) if kind != "swiglu" else None  # pyright: ignore[reportArgumentType]
-        sent = 0 if ended is None or ended.members == 1 else 64 * (ended.rows // ended.halves)
-        assert code.count("st.async.shared::cluster") * 128 * 2 == sent, kind
+        sizes: Any = Sizes.of(kind, m, *args[1].shape)  # pyright: ignore[reportArgumentType]
+        if sizes.members == 2:
+            assert hopper.sent_to_a_neighbour(code) == 4 * 64 * (sizes.rows // sizes.halves), kind
+        else:
+            assert "st.async" not in code
+        if not overlap.overlaps(None):
+            continue
+        early, *_ = code.split("griddepcontrol.wait;")
+        assert code.count("griddepcontrol.wait;") == 2 and "st.global" not in early and "ld.global" not in early
+        stages = Launch(kind, sizes, (m, args[1].shape[0]), eps=EPS if kind != "add" else None, squares=64).stages  # pyright: ignore
+        assert early.count("cp.async.bulk.tensor") == (stages - 1) * sizes.teams * sizes.parts, kind
+        assert ("griddepcontrol.launch_dependents" in code) == (m <= 32), kind
+        if m <= 32:
+            begun = code.index("griddepcontrol.launch_dependents")
+            assert "shared::cluster.global.tile" not in code[begun:] and "shared::cta.global" not in code[begun:], kind
 
 
 @hopper.interpreted

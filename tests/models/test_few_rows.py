@@ -21,7 +21,7 @@ from jaxspec.fitting import fitted, stored
 from jaxspec.models import few_rows, few_rows_fit
 from jaxspec.models.base import Experts, ModelConfig, counting_experts, touched
 from jaxspec.models.experts import mlp
-from jaxspec.models.layers import Transformer, causal_attention, product
+from jaxspec.models.layers import Linear, Transformer, causal_attention, product
 from jaxspec.models.layouts import mark, tensor_parallel
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.sharded import BY_XLA, TENSOR_AXIS, parts_of
@@ -156,6 +156,26 @@ def test_few_rows_of_quantised_weights_are_the_layers(kind: Any, each: int | Non
             np.testing.assert_allclose(got, want, atol=2**-6 * np.abs(want).max())
         hidden = jax.random.normal(jax.random.key(n), (1, n, CONFIG.hidden_size)).astype(jnp.bfloat16)
         np.testing.assert_allclose(prepared.logits(hidden), plain.logits(hidden), atol=1e-4)
+
+
+def test_an_output_layer_of_few_bits_has_its_own_most_rows():
+    """Behind layers in bfloat16, which run by kernels up to 128 rows: beyond 32 it is multiplied as others are."""
+    plain = model()
+    assert plain.lm_head is not None
+    values = jax.random.randint(jax.random.key(1), (CONFIG.hidden_size, CONFIG.vocab_size), -8, 8).astype(jnp.int8)
+    plain.lm_head.kernel = nnx.Param(Quantised(values, jnp.full((1, CONFIG.vocab_size), 0.01)))
+    prepared = few_rows.prepare(plain, "reference")
+    assert prepared.few_rows.most == few_rows_fit.MOST_ROWS and isinstance(prepared.lm_head.kernel[...], Packed)
+    hidden = jax.random.normal(jax.random.key(2), (1, 40, CONFIG.hidden_size)).astype(jnp.bfloat16)
+    assert prepared.few_rows.logits(prepared, hidden) is None
+    assert prepared.few_rows.logits(prepared, hidden[:, :32]) is not None
+    np.testing.assert_allclose(prepared.logits(hidden), plain.logits(hidden), atol=1e-4)
+
+
+def test_rows_that_no_copy_of_squares_serves_are_left_to_xla():
+    wide = Linear(64 * 257, 128, dtype=jnp.dtype(jnp.bfloat16), rngs=None)
+    assert few_rows_fit.unserved(wide, 1, "heads") == "rows have 16448 features, more than 16384"
+    assert few_rows_fit.unserved(wide, 1, "add") is None
 
 
 def in_order(module: Transformer) -> Transformer:
