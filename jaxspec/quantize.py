@@ -25,6 +25,7 @@ with cli.starting(__name__):
 
     from jaxspec.bench.offline import prompts
     from jaxspec.checkpointing import hf
+    from jaxspec.checkpointing.quantised import config_of
     from jaxspec.checkpointing.rounding import FORMATS, Format
     from jaxspec.checkpointing.tensors import (
         FLOATS,
@@ -100,8 +101,8 @@ def quantise_directory(
         divide.
     """
     config = read_json(source / "config.json")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
+    if found := config_of(source, config):
+        method = found.get("quant_method")
         raise ValueError(f"{source} is quantised already ({method}); start from the checkpoint that it was made of")
     if "text_config" in config:
         raise ValueError(

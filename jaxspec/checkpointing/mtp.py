@@ -251,7 +251,7 @@ def load_head(
         new = functools.partial(MtpHead, cfg, dtype=jnp.dtype(dtype))
         return heads.read_head(
             new, lambda head: head_weights(head, called, offset), tables, reader, dtype, elsewhere,
-            quantised.read_config(raw.get("quantization_config")),
+            quantised.read_config(quantised.config_of(directory, raw)),
         )  # fmt: skip
 
 

@@ -142,6 +142,8 @@ def packing_refusal(kernel: Any, axis: int, count: int) -> str | None:
         return packed_experts.refusal(packed.FLOAT4, *shape_of(kernel)[1:], kernel.scale.shape[1])
     if not isinstance(kernel, Quantised):
         return f"they are {getattr(kernel, 'dtype', type(kernel).__name__)}, not of few bits"
+    if kernel.values.dtype == jnp.float4_e2m1fn:  # the kernel's are MXFP4: codes, and scales that are powers of two
+        return "they are NVFP4"
     return packed_experts.refusal(kernel.values.dtype.name, *shape_of(kernel)[1:], kernel.groups)
 
 

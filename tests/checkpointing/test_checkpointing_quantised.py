@@ -194,6 +194,8 @@ def test_modelopt_says_how_weights_are_in_a_file_of_its_own(tmp_path: Path) -> N
         tensors.write_json(tmp_path / "hf_quant_config.json", said)
         if said:
             np.testing.assert_array_equal(logits(hf.load_model(tmp_path)), want)
+            with pytest.raises(ValueError, match=r"is quantised already \(modelopt\)"):
+                quantise_directory(tmp_path, tmp_path / "again", FORMATS["int8"])
         else:
             with pytest.raises(ValueError, match="hf_quant_config.json must have settings under 'quantization'"):
                 hf.load_model(tmp_path)

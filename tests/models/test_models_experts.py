@@ -229,10 +229,12 @@ def few_bits(form: str, shape: tuple[int, int, int], seed: int) -> Any:
     if form == "mxfp4":
         codes = rng.integers(0, 256, (count, d_in // 2, d_out), np.uint8)
         return Mxfp4(jnp.asarray(codes), jnp.asarray(rng.integers(121, 125, (count, d_in // 32, d_out), np.uint8)))
-    groups = {"int8": 1, "int8-zeros": 1, "fp8": d_in // 16, "int4": d_in // 8}[form]
+    groups = {"int8": 1, "int8-zeros": 1, "fp8": d_in // 16, "int4": d_in // 8, "nvfp4": d_in // 32}[form]
     scale = jnp.asarray(rng.uniform(0.5, 1.5, (count, groups, d_out)).astype(np.float32) / d_in)
     if form == "fp8":
         return Quantised(jnp.asarray(rng.normal(0, 4, shape).astype(ml_dtypes.float8_e4m3fn)), scale)
+    if form == "nvfp4":
+        return Quantised(jnp.asarray(rng.normal(0, 2, shape).astype(ml_dtypes.float4_e2m1fn)), scale)
     values = jnp.asarray(rng.integers(-8, 8, shape).astype(np.int8))
     if form == "int8":
         return Quantised(values, scale)
@@ -246,7 +248,9 @@ def few_bits(form: str, shape: tuple[int, int, int], seed: int) -> Any:
 def test_pairs_are_multiplied_by_experts_in_few_bits(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of several groups, of one and of a part of one give what the expanded kernels give."""
     monkeypatch.setattr(stacked, "_PIECE", piece)
-    kernels = {form: few_bits(form, (5, 64, 12), 3) for form in ("int8", "fp8", "int4", "mxfp4")}
+    kernels = {form: few_bits(form, (5, 64, 12), 3) for form in ("int8", "fp8", "int4", "mxfp4", "nvfp4")}
+    # As many inputs share a scale as MXFP4's do, for which they must not be taken.
+    assert stacked.packing_refusal(few_bits("nvfp4", (5, 64, 64), 3), 1, 1) == "they are NVFP4"
     x_PE = jax.random.normal(jax.random.key(0), (7, 64))
     experts_P = np.asarray([4, 0, 0, 3, 1, 4, 2])
 
