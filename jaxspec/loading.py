@@ -55,7 +55,7 @@ def laid_out(module: Any, shards: int, sums: str, *, output: bool = False, whole
             return module
         with host_memory() if shards > 1 else contextlib.nullcontext():  # what is on devices stays there
             packing.pack_experts(module, shards)
-            if few_rows_fit.refusal(module) is not None:
+            if few_rows_fit.refusal(module, shards) is not None:
                 return few_rows.pack_maps(module, shards)
             return few_rows.prepare(module, output=output)
     size = stored(nnx.state(module))

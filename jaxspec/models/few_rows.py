@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 from jaxspec.models import few_rows_fit
 from jaxspec.models.base import Attend, report_experts
 from jaxspec.models.experts import MixtureOfExperts
-from jaxspec.models.layers import MLP, Attention, Linear, Shared, Transformer
+from jaxspec.models.layers import MLP, Attention, Linear, RMSNorm, Shared, Transformer
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import Tables, apply_rope
 from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS, TENSOR_AXIS, laid_anew, parts_of, share_bytes, summed
@@ -63,37 +63,49 @@ class FewRows:
         self, model: Transformer, x_BNE: jax.Array, ropes: Sequence[Tables | None], attend: Attend
     ) -> list[jax.Array]:
         """See layers.LayerRunner."""
+        return self.blocks(model.layers, model.norm, x_BNE, ropes, attend)
+
+    def blocks(
+        self, blocks: Sequence[Any], norm: RMSNorm, x_BNE: jax.Array, ropes: Sequence[Tables | None], attend: Attend,
+        first_BNK: jax.Array | None = None,
+    ) -> list[jax.Array]:  # fmt: skip
+        """See layers.LayerRunner."""
         rope = ropes[0]  # of every layer, in models that are served
         assert rope is not None
-        first = model.layers[0].attn
+        first = blocks[0].attn
         ways = _Ways(self.implementation == "gpu", first.shards, first.out.kernel.get_metadata(SUMS, BY_XLA))
         b, n, e = x_BNE.shape
-        m, eps = b * n, model.norm.eps
+        m, eps = b * n, norm.eps
         # [C/2, rows], a column for each token, and as many as the kernels pad to.
         tables = tuple(jnp.pad(t.reshape(m, -1).T, ((0, 0), (0, reference.padded(m) - m))) for t in rope)
-        gains = [*(_gain(layer.attn_norm) for layer in model.layers), _gain(model.norm)]
-        stream = reference.begin(_padded(x_BNE.reshape(m, e)), gains[0])
-        streams = [x_BNE]
-        for i, layer in enumerate(model.layers):
+        gains = [*(_gain(block.attn_norm) for block in blocks[1:]), _gain(norm)]
+        h_ME, streams = _padded(x_BNE.reshape(m, e)), [x_BNE]
+        if first_BNK is None:
+            stream = reference.begin(h_ME, _gain(blocks[0].attn_norm))
+        else:
+            stream = _padded(first_BNK.reshape(m, -1))
+        for i, layer in enumerate(blocks):
             attn, mlp, gain = layer.attn, layer.mlp, _gain(layer.mlp_norm)
             q, k, v = self._heads(ways, attn, stream, rope, tables, (b, n), eps)
             out = _padded(attend(i, q, k, v, attn.options).reshape(m, -1))
-            stream = ways.add(out, attn.out.kernel[...], stream.h_ME, gain)
+            stream = ways.add(out, attn.out.kernel[...], h_ME, gain)
             if isinstance(mlp, MLP):
                 hidden = ways.swiglu(stream, mlp.gate_up.kernel[...], eps)
-                stream = ways.add(hidden, mlp.down.kernel[...], stream.h_ME, gains[i + 1])
+                stream = ways.add(hidden, mlp.down.kernel[...], stream.h_ME, gains[i])
             elif few_rows_fit.whole_mixture_refusal(mlp) is None:
-                stream = ways.mixed(mlp, stream, m, gains[i + 1], eps)
+                stream = ways.mixed(mlp, stream, m, gains[i], eps)
             elif mlp.packed and devices() == 1 and few_rows_fit.picks_refusal(mlp) is None:
-                stream = ways.mixed_packed(mlp, stream, m, gains[i + 1], eps)
+                stream = ways.mixed_packed(mlp, stream, m, gains[i], eps)
             else:
                 mixed = mlp(reference.normed(stream, gain, eps)[:m].reshape(b, n, e)).reshape(m, e)
-                stream = reference.begin(stream.h_ME + _padded(mixed), gains[i + 1])
-            streams.append(stream.h_ME[:m].reshape(b, n, e))
+                stream = reference.begin(stream.h_ME + _padded(mixed), gains[i])
+            h_ME = stream.h_ME
+            streams.append(h_ME[:m].reshape(b, n, e))
+        assert isinstance(stream, Stream)
         return [*streams, reference.normed(stream, gains[-1], eps)[:m].reshape(b, n, e)]
 
     def _heads(
-        self, ways: _Ways, attn: Attention, stream: Stream, rope: Tables, tables: tuple[jax.Array, ...],
+        self, ways: _Ways, attn: Attention, stream: Stream | jax.Array, rope: Tables, tables: tuple[jax.Array, ...],
         shape: tuple[int, int], eps: float,
     ) -> Sequence[jax.Array]:  # fmt: skip
         """Queries, keys and values [B, N, heads, C]."""
@@ -167,12 +179,12 @@ class _Ways:
 
         return run
 
-    def project(self, stream: Stream, kernel: Any, eps: float) -> jax.Array:
-        run = lambda s, w: self.own.project(s, w, eps)
+    def project(self, stream: Stream | jax.Array, kernel: Any, eps: float) -> jax.Array:
+        run = lambda s, w: self.own.project(s, w, eps) if isinstance(s, Stream) else self.own.multiply(s, w)
         return self.each(run, None, 1, 1)(stream, kernel)
 
     def heads(
-        self, stream: Stream, kernel: Any, rope: tuple[jax.Array, ...], counts: Sequence[int], eps: float,
+        self, stream: Stream | jax.Array, kernel: Any, rope: tuple[jax.Array, ...], counts: Sequence[int], eps: float,
         bias: jax.Array | None, gains: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
         mine = tuple(count // self.shards for count in counts)
@@ -223,7 +235,7 @@ def _gain(norm: Any) -> jax.Array:
 
 
 def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) -> Any:
-    """A copy that runs few rows by these kernels, or the model where they do not serve it.
+    """A copy of a model or draft head that runs few rows by these kernels, or itself where they do not serve it.
 
     Quantised kernels are laid out anew in the model itself, one after the other, so that no two layouts of all of them
     take memory at once.
@@ -234,16 +246,19 @@ def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) ->
     """
     if few_rows_fit.refusal(model) is not None:
         return model
-    for layer in model.layers:
-        if isinstance(layer.mlp, MLP):
-            _give_in_order(layer.mlp)
-    for _, linear in few_rows_fit.maps(model):
-        if isinstance(linear.kernel[...], Quantised):
-            linear.kernel.set_value(laid_anew(linear.kernel, _packed))
-    graph, state = nnx.split(model)
-    copy = nnx.merge(graph, state)
-    if few_rows_fit.output_of_few_bits(copy):  # a variable of its own: draft heads share the model's, as it was stored
-        copy.lm_head.kernel = nnx.Param(laid_anew(copy.lm_head.kernel, _packed))
+    for block in few_rows_fit.blocks(model):
+        if isinstance(block.mlp, MLP):
+            _give_in_order(block.mlp)
+    if few_rows_fit.is_head(model):  # whose other maps are no layers', and multiplied by the kernel for many rows
+        copy = pack_maps(model)
+    else:
+        for _, linear in few_rows_fit.maps(model):
+            if isinstance(linear.kernel[...], Quantised):
+                linear.kernel.set_value(laid_anew(linear.kernel, _packed))
+        graph, state = nnx.split(model)
+        copy = nnx.merge(graph, state)
+        if few_rows_fit.output_of_few_bits(copy):  # a variable of its own: draft heads share the model's, as stored
+            copy.lm_head.kernel = nnx.Param(laid_anew(copy.lm_head.kernel, _packed))
     copy.few_rows = FewRows(implementation, few_rows_fit.most_rows(copy), output)
     return copy
 
@@ -322,7 +337,7 @@ def added_bytes(model: Any, shards: int = 1) -> int:
     if unsupported() is not None:
         return 0
     size = lambda linear, few: share_bytes(linear.kernel.get_metadata(SPLIT, None), few, shards)
-    if few_rows_fit.refusal(model) is None:
+    if few_rows_fit.refusal(model, shards) is None and not few_rows_fit.is_head(model):
         maps = [linear for _, linear in few_rows_fit.maps(model)]
         last = model.lm_head if few_rows_fit.output_of_few_bits(model) else None
     else:

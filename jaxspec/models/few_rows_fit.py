@@ -6,7 +6,7 @@ Owns the refusals. Must not know how rounds run by the kernels, nor how weights 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.experts import MixtureOfExperts
-from jaxspec.models.layers import MLP, Attention, Linear, Transformer
+from jaxspec.models.layers import MLP, Attention, Linear, Shared, Transformer
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.sharded import SPLIT
 from pallas_kernels.small_batch import experts, gpu_packed, packed
@@ -36,35 +36,55 @@ _PICKED_WIDTH = 8192
 _WIDEST = 256 * TILE
 
 
-def refusal(model: Any) -> str | None:
-    """Why a model's layers cannot run by these kernels, or None."""
-    if type(model) is not Transformer:
+def is_head(model: Any) -> bool:
+    """Whether a module that these kernels run is a draft head, not a model."""
+    return type(model) is not Transformer
+
+
+def blocks(model: Any) -> Sequence[Any]:
+    """Decoder layers: a model's, or what a draft head names so; none of a class that these kernels do not know."""
+    return getattr(model, "blocks", ()) if is_head(model) else model.layers
+
+
+def refusal(model: Any, devices: int = 1) -> str | None:
+    """Why a model's or a draft head's layers cannot run by these kernels, or None.
+
+    Args:
+      devices: that share it, or have a head whole each.
+    """
+    if not blocks(model):
         return f"its class is {type(model).__name__}"
-    cfg = model.config
+    if is_head(model) and devices > 1:
+        return f"it is a draft head, for {devices} devices"
+    cfg = model.config.layer if is_head(model) else model.config
     default = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
     if asked := [f"{name}={getattr(cfg, name)}" for name in _PLAIN if getattr(cfg, name) != default[name]]:
         return f"its layers have {', '.join(asked)}"
     if model.embedding.dtype != jnp.bfloat16:
         return f"its activations are {model.embedding.dtype}, not bfloat16"
-    for layer in model.layers:
-        if not isinstance(layer.mlp, MLP | MixtureOfExperts):
+    served = MLP if is_head(model) else MLP | MixtureOfExperts
+    for layer in blocks(model):
+        if not isinstance(layer.mlp, served):
             return f"its layers have a {type(layer.mlp).__name__}"
         if isinstance(layer.mlp, MLP) and layer.attn.shards != layer.mlp.shards:
             return f"devices share its attention {layer.attn.shards} ways and its MLP {layer.mlp.shards} ways"
-    normed = not norms_apart(model) and any(layer.attn.q_norm is not None for layer in model.layers)
+    normed = not norms_apart(model) and any(layer.attn.q_norm is not None for layer in blocks(model))
     for kind, linear in maps(model):
-        if why := unserved(linear, model.layers[0].attn.shards, kind, normed=normed):
+        if why := unserved(linear, blocks(model)[0].attn.shards, kind, normed=normed):
             return why
-    return None
+    last = model.lm_head if is_head(model) else None  # a model's may be XLA's, and what a head has of its target's is
+    if last is None or isinstance(last.kernel, Shared) or not isinstance(last.kernel[...], Quantised):
+        return None
+    return unserved(last, 1, "logits")
 
 
-def most_rows(model: Transformer) -> int:
+def most_rows(model: Any) -> int:
     """Rows up to which the kernels are faster than XLA's products and what it does around them (docs/kernels.md).
 
     Args:
-      model: that these kernels run, its weights laid out for them.
+      model: that these kernels run.
     """
-    plain = all(isinstance(layer.mlp, MLP) for layer in model.layers)
+    plain = all(isinstance(layer.mlp, MLP) for layer in blocks(model))
     plain = plain and not any(isinstance(linear.kernel[...], Packed | Quantised) for _, linear in maps(model))
     return MOST_ROWS if plain else FEW_ROWS
 
@@ -106,9 +126,9 @@ def picks_refusal(mlp: MixtureOfExperts) -> str | None:
     return _choice_refusal(mlp)
 
 
-def maps(model: Transformer) -> Iterator[tuple[gpu_packed.Kind, Linear]]:
+def maps(model: Any) -> Iterator[tuple[gpu_packed.Kind, Linear]]:
     """Layers' maps, and by which kernel each is multiplied."""
-    for layer in model.layers:
+    for layer in blocks(model):
         yield "heads", layer.attn.qkv
         yield "add", layer.attn.out
         if isinstance(layer.mlp, MLP):
@@ -116,14 +136,14 @@ def maps(model: Transformer) -> Iterator[tuple[gpu_packed.Kind, Linear]]:
             yield "add", layer.mlp.down
 
 
-def output_of_few_bits(model: Transformer) -> bool:
+def output_of_few_bits(model: Any) -> bool:
     """Whether the output layer has quantised weights that these kernels multiply by."""
     last = model.lm_head
     if not isinstance(last, Linear) or not isinstance(last.kernel[...], Quantised):
         return False
     if last.kernel.get_metadata(SPLIT, None) is not None:  # as it may be where attention is whole on each device
         return False
-    return unserved(last, model.layers[0].attn.shards, "logits") is None
+    return unserved(last, blocks(model)[0].attn.shards, "logits") is None
 
 
 def unserved(
@@ -168,9 +188,9 @@ def output_refusal(model: Transformer) -> str | None:
     return "its output layer is not whole, in bfloat16 and of whole tiles"
 
 
-def norms_apart(model: Transformer) -> bool:
+def norms_apart(model: Any) -> bool:
     """Whether queries and keys are normed by XLA after the kernel's product (`FewRows`), not by it."""
-    normed = (layer.attn for layer in model.layers if layer.attn.q_norm is not None)
+    normed = (layer.attn for layer in blocks(model) if layer.attn.q_norm is not None)
     return any(attn.head_dim != ROTATED or too_wide(attn) for attn in normed)
 
 
@@ -180,7 +200,7 @@ def too_wide(attn: Attention) -> bool:
     return isinstance(kernel, Quantised | Packed) and kernel.shape[0] > _NORMED_WIDTH
 
 
-def output_weights(model: Transformer) -> tuple[jax.Array | Packed | None, bool]:
+def output_weights(model: Any) -> tuple[jax.Array | Packed | None, bool]:
     """The output layer's weights if a kernel reads them, and whether they lie [E, V], not [V, E]."""
     param, flip = (model.embedding, False) if model.lm_head is None else (model.lm_head.kernel, True)
     kernel = param[...]
@@ -193,6 +213,7 @@ def output_weights(model: Transformer) -> tuple[jax.Array | Packed | None, bool]
 
 
 __all__ = [
-    "FEW_ROWS", "MOST_ROWS", "ROTATED", "maps", "mixture_refusal", "most_rows", "norms_apart", "output_of_few_bits",
-    "output_refusal", "output_weights", "picks_refusal", "refusal", "too_wide", "unserved", "whole_mixture_refusal",
+    "FEW_ROWS", "MOST_ROWS", "ROTATED", "blocks", "is_head", "maps", "mixture_refusal", "most_rows",
+    "norms_apart", "output_of_few_bits", "output_refusal", "output_weights", "picks_refusal", "refusal", "too_wide",
+    "unserved", "whole_mixture_refusal",
 ]  # fmt: skip

@@ -359,6 +359,18 @@ class LayerRunner(Protocol):
         """
         ...
 
+    def blocks(
+        self, blocks: Sequence[Any], norm: RMSNorm, x_BNE: jax.Array, ropes: Sequence[Tables | None], attend: Attend,
+        first_BNK: jax.Array | None = None, /,
+    ) -> list[jax.Array]:  # fmt: skip
+        """The same of a draft head's: what has `attn`, `mlp` and its norm, and `attn_norm` but for the first.
+
+        Args:
+          norm: of the last one's stream.
+          first_BNK: what the first one's attention reads; None: its norm of the stream.
+        """
+        ...
+
     def logits(self, model: Any, hidden_BNE: jax.Array, /) -> jax.Array | None:
         """Float32 logits of what was normed, or None where the output layer runs as it always does."""
         ...

@@ -152,12 +152,12 @@ def _out_bytes(cfg: ModelConfig) -> int:
 
 
 def _quantised_head(target: Target, cfg: ModelConfig, geo: Geometry, *, own: bool) -> Program:
-    """A round of `quantised_round` whose drafter is in int8, packed where there are kernels for that (`own`)."""
+    """A round of `quantised_round` whose drafter is in int8, packed and by kernels where there are any (`own`)."""
 
     def build() -> HeadCore:
         sizes = dataclasses.replace(head_config(cfg), aux_layer_ids=(0, 1, 2))
         head = _quantised(Eagle3Head(sizes, dtype=DTYPE), jnp.int8, None, output=True)
-        return HeadCore(few_rows.pack_maps(head) if own else head)
+        return HeadCore(few_rows.prepare(head) if own else head)
 
     core = abstract_core(build)
     described = abstract_round(
@@ -172,7 +172,8 @@ def _quantised_head(target: Target, cfg: ModelConfig, geo: Geometry, *, own: boo
         limit="logits, and the head's smallest kernel in bfloat16",
         max_vmem_bytes=2 * cfg.hidden_size * cfg.intermediate_size,
         in_place_bytes=device_bytes(described.arguments[2]),
-        kernels=("tree_attention", *(("small_batch_int8_many",) if own else ())),
+        # Of few rows, and in the step over what was committed of many.
+        kernels=("tree_attention", *(("small_batch_int8_heads", "small_batch_int8_many") if own else ())),
     )
 
 

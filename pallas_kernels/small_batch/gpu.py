@@ -51,20 +51,22 @@ def logits(x_MK: jax.Array, kernel: jax.Array | Packed, *, flip: bool = True, in
 
 
 def heads(
-    stream: Stream, kernel: jax.Array | Packed, rope: tuple[jax.Array, jax.Array], counts: Sequence[int], eps: float, *,
-    bias: jax.Array | None = None, gains: tuple[jax.Array, jax.Array] | None = None,
+    stream: Stream | jax.Array, kernel: jax.Array | Packed, rope: tuple[jax.Array, jax.Array], counts: Sequence[int],
+    eps: float, *, bias: jax.Array | None = None, gains: tuple[jax.Array, jax.Array] | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """See reference.heads."""
     if isinstance(kernel, Packed):
         return gpu_packed.heads(stream, kernel, rope, counts, eps, bias=bias, gains=gains, interpret=interpret)
-    extra: dict[str, Any] = _normed(stream, eps) | dict(counts=tuple(counts), biased=bias is not None)
-    beside = [stream.squares_TR, *rope, *(() if bias is None else (bias,))]
+    normed = isinstance(stream, Stream)
+    x, before = (stream.scaled_ME, _normed(stream, eps)) if normed else (stream, {})
+    extra: dict[str, Any] = before | dict(counts=tuple(counts), biased=bias is not None)
+    beside = [*((stream.squares_TR,) if normed else ()), *rope, *(() if bias is None else (bias,))]
     if gains is not None:
         extra["head_eps"] = eps
         beside += gains
-    outs = [_like(stream.h_ME, count * 2 * TILE) for count in counts]
-    return tuple(gpu_bfloat16.run("heads", stream.scaled_ME, kernel, outs, *beside, interpret=interpret, **extra))
+    outs = [_like(x, count * 2 * TILE) for count in counts]
+    return tuple(gpu_bfloat16.run("heads", x, kernel, outs, *beside, interpret=interpret, **extra))
 
 
 def swiglu(stream: Stream, kernel: jax.Array | Packed, eps: float, *, interpret: Any = None) -> Any:

@@ -413,15 +413,18 @@ def project(stream: Stream, kernel: Packed, eps: float, *, interpret: Any = None
 
 
 def heads(
-    stream: Stream, kernel: Packed, rope: tuple[jax.Array, jax.Array], counts: Sequence[int], eps: float, *,
+    stream: Stream | jax.Array, kernel: Packed, rope: tuple[jax.Array, jax.Array], counts: Sequence[int], eps: float, *,
     bias: jax.Array | None = None, gains: tuple[jax.Array, jax.Array] | None = None, interpret: Any = None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """See reference.heads."""
-    x, extra = stream.scaled_ME, _normed(stream, eps) | dict(counts=tuple(counts), biased=bias is not None)
+    normed = isinstance(stream, Stream)
+    x, before = (stream.scaled_ME, _normed(stream, eps)) if normed else (stream, {})
+    extra: dict[str, Any] = before | dict(counts=tuple(counts), biased=bias is not None)
     if gains is not None:
         extra["head_eps"] = eps
     outs = [_like(x, count * 4 * COLUMNS) for count in counts]
-    beside = stream.squares_TR, *rope, *(() if bias is None else (bias,)), *(gains or ())
+    first = (stream.squares_TR,) if normed else ()
+    beside = *first, *rope, *(() if bias is None else (bias,)), *(gains or ())
     return tuple(_run("heads", x, kernel, outs, *beside, interpret=interpret, **extra))
 
 

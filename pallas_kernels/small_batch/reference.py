@@ -81,20 +81,21 @@ def project(stream: Stream, kernel: jax.Array | Packed, eps: float) -> jax.Array
 
 
 def heads(
-    stream: Stream, kernel: jax.Array | Packed, rope: tuple[jax.Array, jax.Array], counts: Sequence[int], eps: float, *,
-    bias: jax.Array | None = None, gains: tuple[jax.Array, jax.Array] | None = None,
+    stream: Stream | jax.Array, kernel: jax.Array | Packed, rope: tuple[jax.Array, jax.Array], counts: Sequence[int],
+    eps: float, *, bias: jax.Array | None = None, gains: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """Queries, keys and values [M, heads * C] of a normed stream, the first two rotated.
 
     Args:
+      stream: or rows [M, K] that are multiplied as they are.
       rope: cosines and sines [C / 2, R] of each row's position, R as a stream's squares have it.
       counts: of query, key and value heads.
       bias: of the kernel's columns. gains: [C] of norms over each head of queries and of keys.
     """
-    y = project(stream, kernel, eps)
+    y = project(stream, kernel, eps) if isinstance(stream, Stream) else multiply(stream, kernel)
     if bias is not None:
         y = y + bias[None, :]
-    m, half = stream.h_ME.shape[0], rope[0].shape[0]
+    m, half = y.shape[0], rope[0].shape[0]
     (q, k, _), split = counts, y.reshape(m, -1, 2 * half)
     if gains is not None:
         norm = lambda x, gain: (

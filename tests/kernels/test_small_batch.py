@@ -92,6 +92,14 @@ def test_heads_with_norms_and_biases_agree_with_xla(m: int):
 
 
 @hopper.interpreted
+@pytest.mark.parametrize("m", [3, 40])
+def test_heads_of_rows_as_they_are_agree_with_xla(m: int):
+    stream, *rest = arguments("heads", m)
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    close(gpu.heads(stream.scaled_ME, *rest, interpret=params), reference.heads(stream.scaled_ME, *rest), m)
+
+
+@hopper.interpreted
 @pytest.mark.parametrize("name", ["heads", "add", "project"])
 def test_tiles_that_no_two_programs_share_agree_with_xla(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mosaic, "MULTIPROCESSORS", 2)

@@ -173,7 +173,7 @@ class Model:
             return module
         if self.packed:
             packing.pack_experts(module, self.shards)
-        if few_rows_fit.refusal(module) is not None:
+        if few_rows_fit.refusal(module, self.shards) is not None:
             return few_rows.pack_maps(module, self.shards)
         return few_rows.prepare(module, output=self.output)
 

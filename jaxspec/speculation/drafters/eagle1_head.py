@@ -46,6 +46,7 @@ class Eagle1Head(LastStateHead):
         rngs: nnx.Rngs | None = None,
     ):
         self.config = cfg
+        self.few_rows = None
         width = cfg.layer.hidden_size
         self.embedding = embedding
         self.fc = Linear(2 * width, width, bias=cfg.bias, dtype=dtype, rngs=rngs)
@@ -57,6 +58,11 @@ class Eagle1Head(LastStateHead):
         )
         self.lm_head = lm_head
 
+    @property
+    def blocks(self) -> list[DecoderLayer]:
+        """Its decoder layers."""
+        return list(self.layers)
+
     def __call__(
         self, tokens_BN: jax.Array, feature_BNE: jax.Array, positions_BN: jax.Array, attend: Attend
     ) -> jax.Array:
@@ -64,6 +70,11 @@ class Eagle1Head(LastStateHead):
         layer = self.config.layer
         rope = rotary_tables(layer, positions_BN)
         hidden_BNE = self.fc(jnp.concatenate([self.embed(tokens_BN), feature_BNE], axis=-1))
+        if self.few_rows is not None and tokens_BN.size <= self.few_rows.most:
+            first, last = self.layers[0], self.layers[-1]
+            read = hidden_BNE if first.attn_norm is None else None
+            assert last.mlp_norm is not None  # any norm will do: none reads what the last one leaves
+            return self.few_rows.blocks(self.blocks, last.mlp_norm, hidden_BNE, [rope], attend, read)[-2]
         for i, block in enumerate(self.layers):
             hidden_BNE = block(hidden_BNE, rope, attend, i)
         return hidden_BNE

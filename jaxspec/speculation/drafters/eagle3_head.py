@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.models.base import Attend, ModelConfig, RopeScaling
-from jaxspec.models.layers import MLP, Attention, DecoderLayer, Linear, RMSNorm, product
+from jaxspec.models.layers import MLP, Attention, DecoderLayer, LayerRunner, Linear, RMSNorm, product
 from jaxspec.models.rope import rotary_tables
 from jaxspec.models.sharded import take_rows
 
@@ -143,11 +143,13 @@ class Eagle3Head(nnx.Module):
       embedding: [V, E] token embeddings at the head's width.
       target_ids: [Vd] int32 buffer, the target's id of each draft id, ascending.
       layers: the plain layers after the first.
+      few_rows: how its layers run where rows are few; None: as they always do.
       mask_hidden: [num_aux * target_hidden_size], P-EAGLE's stand-in for auxiliary states; None elsewhere.
     """
 
     def __init__(self, cfg: Eagle3Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs | None = None):
         self.config = cfg
+        self.few_rows: LayerRunner | None = None
         layer, wide = cfg.layer, cfg.aux_width
         norm = functools.partial(RMSNorm, eps=cfg.rms_norm_eps, dtype=dtype)
         # A linear map of one-hot tokens, so its kernel is the table.
@@ -168,6 +170,11 @@ class Eagle3Head(nnx.Module):
         if mask is not None:
             mask.set_value(mask.get_value()[:, 0])
         self.mask_hidden = mask
+
+    @property
+    def blocks(self) -> list[Eagle3Head | DecoderLayer]:
+        """Decoder layers: the first, whose attention reads the token's embedding too, is the head itself."""
+        return [self, *self.layers]
 
     def fuse(self, aux_BNA: jax.Array) -> jax.Array:
         """The target's auxiliary states [B, N, num_aux * target_hidden_size] as features [B, N, E]."""
@@ -202,6 +209,9 @@ class Eagle3Head(nnx.Module):
         normed_BNE = self.hidden_norm(feature_BNE)
         residual_BNE = normed_BNE if cfg.norm_before_residual else feature_BNE
         both = jnp.concatenate([self.input_norm(self.embed(tokens_BN)), normed_BNE], axis=-1)
+        if self.few_rows is not None and tokens_BN.size <= self.few_rows.most:
+            *_, hidden_BNE, out_BNE = self.few_rows.blocks(self.blocks, self.norm, residual_BNE, [rope], attend, both)
+            return out_BNE if cfg.norm_output else hidden_BNE
         hidden_BNE = residual_BNE + self.attn(both, rope, attend, 0)
         hidden_BNE = hidden_BNE + self.mlp(self.mlp_norm(hidden_BNE))
         for i, layer in enumerate(self.layers, start=1):
@@ -212,4 +222,9 @@ class Eagle3Head(nnx.Module):
         """Float32 logits over the draft vocabulary, [B, N, Vd], of what `__call__` returned."""
         if not self.config.norm_output:
             hidden_BNE = self.norm(hidden_BNE)
-        return product(hidden_BNE, self.lm_head.kernel[...], jnp.dtype(jnp.float32))
+        logits_BNV = None if self.few_rows is None else self.few_rows.logits(self, hidden_BNE)
+        return (
+            logits_BNV
+            if logits_BNV is not None
+            else product(hidden_BNE, self.lm_head.kernel[...], jnp.dtype(jnp.float32))
+        )

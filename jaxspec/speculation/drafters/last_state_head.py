@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.layers import Linear, output_logits
+from jaxspec.models.layers import LayerRunner, Linear, output_logits
 from jaxspec.models.sharded import take_rows
 
 
@@ -56,10 +56,12 @@ class LastStateHead(nnx.Module):
     Attributes:
       embedding: [V, E] token embeddings: the target's (Shared) or its own.
       lm_head: the output layer: the target's (Shared kernel) or its own; None where it is tied to `embedding`.
+      few_rows: how its layers run where rows are few; None: as they always do.
     """
 
     embedding: nnx.Variable
     lm_head: Linear | None
+    few_rows: LayerRunner | None
 
     def fuse(self, aux_BNA: jax.Array) -> jax.Array:
         """The target's last hidden states as they are, [B, N, E]."""
@@ -71,4 +73,5 @@ class LastStateHead(nnx.Module):
 
     def logits(self, hidden_BNE: jax.Array) -> jax.Array:
         """Float32 logits over the target's vocabulary, [B, N, V]."""
-        return output_logits(hidden_BNE, self.lm_head, self.embedding)
+        logits_BNV = None if self.few_rows is None else self.few_rows.logits(self, hidden_BNE)
+        return output_logits(hidden_BNE, self.lm_head, self.embedding) if logits_BNV is None else logits_BNV

@@ -49,6 +49,7 @@ class MtpHead(LastStateHead):
         rngs: nnx.Rngs | None = None,
     ):
         self.config = cfg
+        self.few_rows = None
         width, eps = cfg.layer.hidden_size, cfg.layer.rms_norm_eps
         self.embedding = embedding
         self.embedding_norm = RMSNorm(width, eps, dtype=dtype)
@@ -58,6 +59,11 @@ class MtpHead(LastStateHead):
         self.norm = RMSNorm(width, eps, dtype=dtype)
         self.lm_head = lm_head
 
+    @property
+    def blocks(self) -> list[DecoderLayer]:
+        """Its decoder layer."""
+        return [self.layer]
+
     def __call__(
         self, tokens_BN: jax.Array, feature_BNE: jax.Array, positions_BN: jax.Array, attend: Attend
     ) -> jax.Array:
@@ -65,5 +71,8 @@ class MtpHead(LastStateHead):
         layer = self.config.layer
         rope = rotary_tables(layer, positions_BN)
         both = [self.embedding_norm(self.embed(tokens_BN)), self.hidden_norm(feature_BNE)]
-        hidden_BNE = self.layer(self.fc(jnp.concatenate(both, axis=-1)), rope, attend, 0)
+        hidden_BNE = self.fc(jnp.concatenate(both, axis=-1))
+        if self.few_rows is not None and tokens_BN.size <= self.few_rows.most:
+            return self.few_rows.blocks(self.blocks, self.norm, hidden_BNE, [rope], attend)[-1]
+        hidden_BNE = self.layer(hidden_BNE, rope, attend, 0)
         return self.norm(hidden_BNE)
