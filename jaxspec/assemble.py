@@ -103,7 +103,7 @@ def check_batch_invariant(config: EngineConfig, target: TargetModel, tiers: Iter
     for name in ("sliding_window", "attention_soft_cap"):
         if (value := getattr(target.config, name)) is not None:
             raise ValueError(f"{me} is for attention without windows and soft caps, got {name}={value}")
-    check_invariant_tiers(config, tiers)
+    check_invariant_tiers(config, tiers, few_rows_fit.invariant_rows(cast(Transformer, target)))
 
 
 def build_engine(

@@ -95,8 +95,13 @@ def check_choice(
         check_invariant_tiers(engine, choice.reachable)
 
 
-def check_invariant_tiers(engine: EngineConfig, tiers: Iterable[Tier]) -> None:
+def check_invariant_tiers(
+    engine: EngineConfig, tiers: Iterable[Tier], most: int = few_rows_fit.MOST_ROWS
+) -> None:  # fmt: skip
     """Refuses tiers in whose rounds `batch_invariant` could not hold.
+
+    Args:
+      most: tokens of a round that the target has kernels for (default: what any may have).
 
     Raises:
       ValueError: names the tier.
@@ -107,9 +112,9 @@ def check_invariant_tiers(engine: EngineConfig, tiers: Iterable[Tier]) -> None:
             raise ValueError(
                 f"{me} is for chains, whose nodes stand where they will lie once accepted, got tier {tier.name}"
             )
-        if (tokens := engine.max_batch_size * tier.num_nodes) > few_rows_fit.FEW_ROWS:
+        if (tokens := engine.max_batch_size * tier.num_nodes) > most:
             raise ValueError(
-                f"{me} is for rounds of at most {few_rows_fit.FEW_ROWS} tokens, got {tokens}: max_batch_size="
+                f"{me} is for rounds of at most {most} tokens with this model, got {tokens}: max_batch_size="
                 f"{engine.max_batch_size} and tier {tier.name}"
             )
 

@@ -101,10 +101,10 @@ class EngineConfig:
         but sampling is plain XLA in any case where tensor_parallel splits the vocabulary.
       batch_invariant: what rounds make of a token has the same bits alone and in a batch, in plain decoding and in a
         verified chain, in bfloat16 too (vLLM's VLLM_BATCH_INVARIANT, SGLang's deterministic inference), for up to 32
-        tokens in a round; prompts are computed one by one, none reuses another's pages, and everything is compiled
-        before the first request. It does not hold for what is computed again of a text that lost its pages. Refused:
-        trees of drafts, more tokens, several devices, models that the kernels for few rows do not serve, and devices
-        other than Hopper GPUs.
+        tokens in a round, or 128 of a dense model in bfloat16 with heads of 128 channels; prompts are computed one by
+        one, none reuses another's pages, and everything is compiled before the first request. It does not hold for what
+        is computed again of a text that lost its pages. Refused: trees of drafts, more tokens, several devices, models
+        that the kernels for few rows do not serve, and devices other than Hopper GPUs.
       seed: base of the seeds of requests that bring none.
       enable_prefix_caching: reuse the pages of equal prompt prefixes.
       structured_output: compile what requests with a grammar need (JSON schema, regular expression, choice, ...):

@@ -81,7 +81,7 @@ class FewRows:
         gains = [*(_gain(block.attn_norm) for block in blocks[1:]), _gain(norm)]
         h_ME, streams = _padded(x_BNE.reshape(m, e)), [x_BNE]
         if first_BNK is None:
-            stream = reference.begin(h_ME, _gain(blocks[0].attn_norm))
+            stream = reference.begin(h_ME, _gain(blocks[0].attn_norm), in_order=True)
         else:
             stream = _padded(first_BNK.reshape(m, -1))
         for i, layer in enumerate(blocks):

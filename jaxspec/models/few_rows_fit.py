@@ -89,6 +89,17 @@ def most_rows(model: Any) -> int:
     return MOST_ROWS if plain else FEW_ROWS
 
 
+def invariant_rows(model: Transformer) -> int:
+    """Rows up to which each product of a round is these kernels', as `batch_invariant` needs.
+
+    Args:
+      model: that these kernels run, its weights not yet laid out for them.
+    """
+    # Of more than a few rows, bits were compared of heads that their product rotates (docs/benchmarks/kernels.md).
+    plain = model.layers[0].attn.head_dim == ROTATED and not output_of_few_bits(model)
+    return most_rows(model) if plain else FEW_ROWS
+
+
 def mixture_refusal(mlp: MixtureOfExperts) -> str | None:
     """Why a layer's experts, packed if they are in few bits, do not run by kernels on one device, or None."""
     return picks_refusal(mlp) if mlp.in_few_bits else whole_mixture_refusal(mlp)
@@ -213,7 +224,7 @@ def output_weights(model: Any) -> tuple[jax.Array | Packed | None, bool]:
 
 
 __all__ = [
-    "FEW_ROWS", "MOST_ROWS", "ROTATED", "blocks", "is_head", "maps", "mixture_refusal", "most_rows",
+    "FEW_ROWS", "MOST_ROWS", "ROTATED", "blocks", "invariant_rows", "is_head", "maps", "mixture_refusal", "most_rows",
     "norms_apart", "output_of_few_bits", "output_refusal", "output_weights", "picks_refusal", "refusal", "too_wide",
     "unserved", "whole_mixture_refusal",
 ]  # fmt: skip

@@ -37,11 +37,23 @@ def padded(m: int) -> int:
     return round_up(m, 8 if m <= FEW_ROWS else 128)
 
 
-def begin(h_ME: jax.Array, gain_E: jax.Array) -> Stream:
-    """A stream of rows, to be normed with a gain next."""
+def begin(h_ME: jax.Array, gain_E: jax.Array, *, in_order: bool = False) -> Stream:
+    """A stream of rows, to be normed with a gain next.
+
+    Args:
+      in_order: whether squares (of bfloat16 exact) are summed in one order: that of XLA's sums depends on how many rows
+        there are. It takes XLA some 200 operations.
+    """
     m, e = h_ME.shape
     h32 = h_ME.astype(jnp.float32)
-    squares = jnp.square(h32).reshape(m, e // TILE, TILE).sum(axis=-1).T
+    tiles_MTF = h32.reshape(m, e // TILE, TILE)
+    if in_order:
+        sums = [jnp.square(tiles_MTF[:, :, i]) for i in range(TILE)]
+        while len(sums) > 1:
+            sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+        squares = sums[0].T
+    else:
+        squares = jnp.square(tiles_MTF).sum(axis=-1).T
     squares = jnp.pad(squares, ((0, 0), (0, padded(m) - m)))
     return Stream(h_ME, (h32 * gain_E.astype(jnp.float32)[None, :]).astype(h_ME.dtype), squares)
 

@@ -72,7 +72,10 @@ def made(config: ModelConfig) -> Transformer:
     [
         ({}, {}, Tier(3), None),
         ({}, {}, Tier(3, 2, 8), "for chains, .*, got tier tree-3x2/8"),
-        ({}, {}, Tier(4), "at most 32 tokens, got 40: max_batch_size=8 and tier chain-4"),
+        ({}, {}, Tier(4), "at most 32 tokens with this model, got 40: max_batch_size=8 and tier chain-4"),
+        ({"max_batch_size": 32}, {"head_dim": 128}, Tier(3), None),
+        ({"max_batch_size": 32}, {"head_dim": 128}, Tier(4), "at most 128 tokens with this model, got 160: max_batch"),
+        ({"max_batch_size": 32}, {"head_dim": 128, "experts": Experts(64, 2, 64, (0,))}, Tier(3), "at most 32 tokens"),
         ({"tensor_parallel": 2}, {}, PLAIN, "for one device, got tensor_parallel=2"),
         ({"mixed_chunk": 64}, {}, PLAIN, "no prompts in rounds, got mixed_chunk=64"),
         ({"kernels": "reference"}, {}, PLAIN, "of its own for attention on GPUs, got kernels='reference'"),

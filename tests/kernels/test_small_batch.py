@@ -109,6 +109,15 @@ def test_tiles_that_no_two_programs_share_agree_with_xla(name: str, monkeypatch:
     close(gpu.FUNCTIONS[name](*args, interpret=params), getattr(reference, name)(*args), 40)
 
 
+def test_squares_in_order_do_not_depend_on_the_number_of_rows():
+    h, gain = normal(8, 40, 512), normal(9, 512)
+    call = jax.jit(lambda h: reference.begin(h, gain, in_order=True).squares_TR)
+    want = np.square(np.asarray(h, np.float64)).reshape(40, -1, 64).sum(axis=-1).T
+    for m in (1, 3, 40):
+        np.testing.assert_array_equal(call(h[:m])[:, 0], call(h)[:, 0])
+        np.testing.assert_allclose(call(h[:m])[:, :m], want[:, :m], rtol=1e-6)
+
+
 def test_more_rows_than_the_kernels_serve_are_refused():
     with pytest.raises(ValueError, match="at most 128 rows are served, got 136"):
         gpu.multiply(*arguments("multiply", 136))

@@ -2,8 +2,8 @@
 
 In bfloat16 speculation repeats plain decoding where every part of a pass gives a row the same bits alone, among the
 rows of a verified chain, and beside other requests. Random weights in the shapes of Llama 3.1 8B's layers, each part
-alone: the first row of 1 to 32 for products, and for attention the tokens of a chain verified at once against the same
-tokens one after the other, the earlier ones already in the pages, in batches of 1 to 32 requests of many lengths.
+alone: the first row of 1 to 128 for products, and for attention the tokens of a chain verified at once against the same
+tokens one after the other, the earlier ones already in the pages, in batches of 1 to 128 requests of many lengths.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from jaxspec.bench.studies import report
 from jaxspec.bench.studies.few_rows import NAMES, SHAPES, inputs, run, weight
 from pallas_kernels.small_batch import gpu, reference
+from pallas_kernels.small_batch.reference import Stream
 from pallas_kernels.tree_attention.api import tree_attention
 
-#: Rows of a plain step at batch 1 and 8, of chains of 3 and 5 at batch 1 and of 3 at batch 8.
-ROWS = (1, 4, 6, 8, 32)
+#: Rows of a plain step at batch 1 and 8, of chains of 3 and 5 at batch 1, of 3 at batch 8 and 32, and others between.
+ROWS = (1, 4, 6, 8, 32, 40, 128)
 SHAPE, PAGE = SHAPES["8b"], 64
 
 
@@ -31,7 +32,8 @@ def products(name: str) -> Iterator[tuple[str, bool]]:
     for i, (part, shape) in enumerate(SHAPE.weights.items()):
         w = {part: weight(jax.random.key(i), name, *shape)}
         call = jax.jit(lambda w, rows, part=part: run(SHAPE, part, w, rows, True))
-        yield f"{name} {part}", first_rows(lambda m, call=call, w=w: call(w, padded(m)))
+        served = [m for m in ROWS if name == "bf16" or m <= reference.FEW_ROWS]
+        yield f"{name} {part}", first_rows(lambda m, call=call, w=w: call(w, padded(m)), served)
 
 
 def padded(m: int) -> dict[str, Any]:
@@ -39,11 +41,17 @@ def padded(m: int) -> dict[str, Any]:
     return inputs(SHAPE, m if m <= 8 else -(-m // 8) * 8)
 
 
-def first_rows(call: Callable[[int], Any]) -> bool:
-    """Whether the first row of results is the same for all ROWS; sums of squares have rows last."""
-    row = lambda leaf: leaf[:, 0] if leaf.shape[0] in (64, 128) and leaf.dtype == jnp.float32 else leaf[0]
-    found = [[row(leaf) for leaf in jax.tree.leaves(call(m))] for m in ROWS]
+def first_rows(call: Callable[[int], Any], counts: Sequence[int] = ROWS) -> bool:
+    """Whether the first row of results is the same for so many; sums of squares have rows last."""
+    turn = lambda result: result._replace(squares_TR=result.squares_TR.T) if isinstance(result, Stream) else result
+    found = [[leaf[0] for leaf in jax.tree.leaves(turn(call(m)))] for m in counts]
     return all(bool((a == b).all()) for other in found for a, b in zip(found[0], other, strict=True))
+
+
+def beginning() -> Iterator[tuple[str, bool]]:
+    """The sums of squares that XLA makes for the first kernel."""
+    call = jax.jit(functools.partial(reference.begin, in_order=True))
+    yield "begin", first_rows(lambda m: call(padded(m)["out"], padded(m)["gain"]))
 
 
 def output_layer() -> Iterator[tuple[str, bool]]:
@@ -56,9 +64,9 @@ def output_layer() -> Iterator[tuple[str, bool]]:
 
 
 def lengths_around(context: int) -> jax.Array:
-    """Prefixes of 32 requests: the given one, and others from which chains cross what kernels may cut at."""
+    """Prefixes of 128 requests: the given one, and others from which chains cross what kernels may cut at."""
     edges = [tokens - back for tokens in (64, 128, 256, 512, 1024, 2048, 4096, 8192) for back in (1, 2, 5)]
-    return jnp.asarray([context, 0, 1, *edges, 63, 700, 3000, 5000, 6500], jnp.int32)
+    return jnp.tile(jnp.asarray([context, 0, 1, *edges, 63, 700, 3000, 5000, 6500], jnp.int32), 4)
 
 
 def attention(context: int, implementation: str | None) -> Iterator[tuple[str, bool]]:
@@ -77,7 +85,7 @@ def attention(context: int, implementation: str | None) -> Iterator[tuple[str, b
         n = depth + 1
         news = [normal(seed, most, n, count, c) for seed, count in ((2, heads), (3, kv), (4, kv))]
         first = None
-        for batch in (1, 8, most):
+        for batch in (1, 8, 32, most):
             table, lengths = all_tables[:batch], all_lengths[:batch]
             q, k, v = (x[:batch] for x in news)
             chain = call(q, pages, table, lengths, k, v)
@@ -103,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, rows {ROWS}")
     ways = [None] if gpu.supported() is not None else [None, "batch_invariant"]
     parts = [products(name) for name in args.formats] + [attention(args.context, way) for way in ways]
-    parts.append(output_layer())
+    parts += [beginning(), output_layer()]
     rows = []
     for part in parts:
         for name, same in part:
