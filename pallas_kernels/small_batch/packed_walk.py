@@ -35,6 +35,8 @@ _MAX_STAGES = 8
 _DEPTHS = 1, 2, 4
 #: Rows from which on wgmma multiplies.
 _WIDE = 16
+#: Inputs up to which one row lies in shared memory whole; a longer one, which all would wait for, comes with weights.
+_ALONE = 4096
 
 
 def half(vector: int) -> Any:
@@ -112,7 +114,7 @@ class Walk:
     @property
     def alone(self) -> bool:
         """Whether there is one row, which lies in shared memory whole."""
-        return self.shape[0] == 1
+        return self.shape[0] == 1 and self.shape[1] <= _ALONE
 
     @property
     def wide(self) -> bool:
