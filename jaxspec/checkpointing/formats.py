@@ -85,9 +85,8 @@ def _compressed(config: Mapping[str, Any]) -> Read:
     sparse = (config.get("sparsity_config") or {}).get("format", "dense")
     if sparse != "dense":
         raise ValueError(f"config.json: sparsity_config.format must be 'dense', got {sparse!r}")
-    for name in ("kv_cache_scheme", "transform_config"):
-        if config.get(name):
-            raise ValueError(f"config.json: quantization_config.{name} is not served, got {config[name]!r}")
+    if transforms := config.get("transform_config"):
+        raise ValueError(f"config.json: quantization_config.transform_config is not served, got {transforms!r}")
     schemes = [(targets_of(g, name), scheme_of(g.get("weights"), name)) for name, g in groups.items()]
     ignored = config.get("ignore") or []
 
@@ -116,9 +115,6 @@ def _modelopt(config: Mapping[str, Any]) -> Read:
     algorithm = config.get("quant_algo")
     if algorithm not in _MODELOPT:
         raise ValueError(f"config.json: quant_algo {algorithm!r} is not served; served are {_MODELOPT}")
-    for name in ("kv_cache_quant_algo", "kv_cache_scheme"):
-        if config.get(name):
-            raise ValueError(f"config.json: quantization_config.{name} is not served, got {config[name]!r}")
     if algorithm == "FP8":
         scheme = Scheme("float", 8, whole=True)
         return lambda reader, module, shape, cut=None, /: _natural(reader, module, shape, cut, scheme)

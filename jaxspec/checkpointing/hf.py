@@ -142,10 +142,13 @@ def load_model(
     cfg = served(load_config(directory), context)
     config = read_json(Path(directory) / "config.json")
     with located(Path(directory)):
-        quantisation = quantised.read_config(quantised.config_of(Path(directory), config), int8_activations)
+        settings = quantised.config_of(Path(directory), config)
+        quantisation = quantised.read_config(settings, int8_activations)
     build = lambda: registry.build(cfg, dtype)
     with read_tensors(directory) as reader:
         ignored = [IGNORED] if quantisation is None else [IGNORED, quantised.IGNORED]
+        if quantisation is not None:
+            quantised.tell_of_cache(Path(directory), settings, reader.names)
         if "text_config" in config:
             _only_text(reader)
             ignored.append(_IMAGES)

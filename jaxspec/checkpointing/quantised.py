@@ -9,7 +9,9 @@ without it is the more exact one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,12 @@ from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised, joined
 from jaxspec.models.weight_map import ExpertMaps, Part, StackedWeight, Weight
 
-#: Scales of activations, which products here have no use for.
-IGNORED = r".*\.(input_scale|input_zero_point|input_global_scale)"
+#: What says that a key-value cache is quantised: settings, and tensors of attention.
+_CACHE_SETTINGS = "kv_cache_scheme", "kv_cache_quant_algo"
+_CACHE_SCALES = r".*\.(k_proj\.(k_scale|output_scale)|v_proj\.(v_scale|output_scale)|\w*attn\.[kv]_(scale|zero_point))"
+#: Scales of activations and of such a cache, which nothing here has a use for.
+IGNORED = rf".*\.(input_scale|input_zero_point|input_global_scale)|{_CACHE_SCALES}"
+_log = logging.getLogger(__name__)
 
 
 def config_of(directory: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -40,6 +46,18 @@ def config_of(directory: Path, config: Mapping[str, Any]) -> Mapping[str, Any] |
     if not isinstance(found, Mapping):
         raise ValueError(f"{apart} must have settings under 'quantization', got {found!r}")
     return {**found, "quant_method": "modelopt"}
+
+
+def tell_of_cache(directory: Path, config: Mapping[str, Any] | None, names: Iterable[str]) -> None:
+    """Says once if a checkpoint, its tensors of such names, wants its key-value cache quantised: it stays as it is."""
+    asked = [f"{name} {config[name]!r}" for name in _CACHE_SETTINGS if config and config.get(name)]
+    scales = sum(re.fullmatch(_CACHE_SCALES, name) is not None for name in names)
+    if asked or scales:
+        _log.warning(
+            "%s: made for a quantised key-value cache (%s); it stays in the type of activations, which is more exact "
+            "and takes more memory, and %d scales of it are left out",
+            directory, ", ".join(asked) or "by its tensors", scales,
+        )  # fmt: skip
 
 
 def read_config(config: Mapping[str, Any] | None, int8_activations: bool = False) -> Read | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -157,9 +158,9 @@ ONES = np.ones((64, 1), np.float32)
         ("nvfp4", put(f"{Q}.weight_packed", np.zeros((64, 16), np.uint8)), r"\(64, 16\); config.json asks.*\(64, 32\)"),
         ("modelopt nvfp4", config(group_size=16), rf"{Q}.weight_scale' .* \(64, 2\); .*\(64, 4\)"),
         ("modelopt nvfp4", config(quant_algo="W4A8_AWQ"), "quant_algo 'W4A8_AWQ' is not served; .*'NVFP4'"),
-        ("modelopt fp8", config(kv_cache_quant_algo="FP8"), "kv_cache_quant_algo is not served, got 'FP8'"),
+        ("modelopt fp8", put(f"{Q}.k_scale", ONES), f"no place for: '{Q}.k_scale'"),
         ("float channel", config(config_groups={}), "config_groups must name groups, got {}"),
-        ("float channel", config(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is not served, got {'num"),
+        ("float channel", config(transform_config={"config_groups": {}}), "transform_config is not served, got {'con"),
         ("float channel", config(sparsity_config={"format": "sparse-24"}), "format must be 'dense', got 'sparse-24'"),
         ("float channel", config(ignore=["re:.*q_proj"]), f"'{Q}' is quantised, but config.json has no group for it"),
         ("packed", drop(f"{Q}.weight_packed"), f"'{Q}.weight' is missing"),
@@ -182,6 +183,32 @@ def test_what_does_not_fit_is_refused_by_name(case: str, edit: Any, message: str
     write(tmp_path, CASES[case], edit)
     with pytest.raises(ValueError, match=message):
         hf.load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("case", "settings", "scales", "said"),
+    [
+        ("modelopt fp8", {"kv_cache_quant_algo": "FP8"}, ("k_proj.k_scale", "v_proj.v_scale"), "algo 'FP8'.*2 scales"),
+        ("float channel", {"kv_cache_scheme": {"num_bits": 8}}, ("k_scale", "v_scale"), "scheme {'num_bits': 8}.*2"),
+        ("fp8 tensor", {}, ("k_proj.output_scale",), "by its tensors.*1 scales"),
+        ("fp8 tensor", {}, (), None),
+    ],
+)
+def test_a_quantised_cache_is_said_and_stays_as_it_is(
+    case: str, settings: dict[str, Any], scales: tuple[str, ...], said: str | None, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def edit(stored: Tensors, config: dict[str, Any]) -> None:
+        config.update(settings)
+        stored.update({f"model.layers.0.self_attn.{name}": np.ones((1,), np.float32) for name in scales})
+
+    write(tmp_path / "plain", CASES[case])
+    write(tmp_path / "cache", CASES[case], edit)
+    want = logits(hf.load_model(tmp_path / "plain"))
+    caplog.clear()
+    np.testing.assert_array_equal(logits(hf.load_model(tmp_path / "cache")), want)
+    found = [record.getMessage() for record in caplog.records if "key-value cache" in record.getMessage()]
+    assert len(found) == (said is not None) and (said is None or re.search(said, found[0]))
 
 
 def test_modelopt_says_how_weights_are_in_a_file_of_its_own(tmp_path: Path) -> None:
