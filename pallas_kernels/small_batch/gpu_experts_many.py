@@ -32,8 +32,9 @@ from pallas_kernels.small_batch.reference import TILE
 
 #: Warpgroups that multiply, of 64 columns each; another one copies.
 _TEAMS = 2
-#: Rows of a slot at most: two sums [64, rows] of a warpgroup fit into its registers.
-_MOST_ROWS = 128
+#: Rows of a slot at most: two sums [64, rows] of a warpgroup fit into its registers; and where scales are of a quarter
+#: of a block of inputs, whose sums the compiler has side by side.
+_MOST_ROWS, _MOST_OF_QUARTERS = 128, 64
 _MAX_STAGES = 6
 #: Bytes of an expert's weights up to which what one of its slots has read is still in the second-level cache when the
 #: next one wants it, a slot's tiles all done before: a third of Hopper's 50 MB.
@@ -95,6 +96,11 @@ class _Kernel:
         """Whether scales come with the weights, not once for all inputs."""
         return self.dtype != _WHOLE and (self.groups > 1 or unpack.has_words(self.dtype))
 
+    @property
+    def pieces(self) -> int:
+        """Of a block, that have scales of their own."""
+        return packed.pieces(self.shape[1], self.groups)
+
     def scratch(self, rows_dtype: Any) -> dict[str, Any]:
         """See mosaic.Kernel."""
         rows, whole = self.shape[0], self.dtype == _WHOLE
@@ -109,11 +115,13 @@ class _Kernel:
             shape = (stages, _TEAMS, 2, TILE // 2, BLOCK)
             w = plgpu.SMEM(shape, stored, transforms=unpack.transforms(stored))
         scale = jnp.int32 if unpack.has_words(self.dtype) else F32
-        scales = {"scale": plgpu.SMEM((stages, _TEAMS, 2, 1, TILE // 2), scale)} if self.by_blocks else {}
+        scales = {"scale": plgpu.SMEM((stages, _TEAMS, 2, self.pieces, TILE // 2), scale)} if self.by_blocks else {}
+        copies = 1 + _TEAMS * (1 + (min(self.pieces, 2) if scales else 0))
+        lie = unpack.rows_transforms(min(64, BLOCK // self.pieces))
         return {
-            "x": plgpu.SMEM((stages, rows, BLOCK), rows_dtype, transforms=unpack.rows_transforms()),
+            "x": plgpu.SMEM((stages, rows, BLOCK), rows_dtype, transforms=lie),
             "w": w, **scales, **out,
-            "full": plgpu.Barrier(num_barriers=stages, num_arrivals=1 + _TEAMS * (2 if scales else 1)),
+            "full": plgpu.Barrier(num_barriers=stages, num_arrivals=copies),
             "free": plgpu.Barrier(num_barriers=stages, num_arrivals=_TEAMS),
             "given": plgpu.Barrier(num_barriers=1, num_arrivals=1),
             "taken": plgpu.Barrier(num_barriers=1, num_arrivals=1),
@@ -176,8 +184,13 @@ class _Kernel:
                 own = lax.div(column, TILE // 2)
                 begin = expert * (self.weights // (TILE // 2)) + own
                 plgpu.copy_gmem_to_smem(weights.at[pl.ds(begin, 2), :, inputs], to, full)
-                if self.by_blocks:
+                if self.by_blocks and self.pieces == 1:
                     plgpu.copy_gmem_to_smem(scale.at[expert, s, pl.ds(own, 2)], shared["scale"].at[at, team], full)
+                elif self.by_blocks:  # as they lie, each half of the columns has its pieces
+                    groups = pl.ds(s * self.pieces, self.pieces)
+                    for part in range(2):
+                        source = scale.at[expert, groups, own + part, 0]
+                        plgpu.copy_gmem_to_smem(source, shared["scale"].at[at, team, part], full)
             return ()
 
         lax.fori_loop(0, self.steps, step, ())
@@ -266,15 +279,20 @@ class _Kernel:
             at = lax.rem(i * self.steps + s, stages)
             plgpu.barrier_wait(shared["full"].at[at])
             scales = shared["scale"].at[at, team] if self.by_blocks else None
-            weights = unpack.expanded(shared["w"].at[at, team], self.dtype, self.interpret, scales)
-            sums = unpack.multiplied(weights, shared["x"].at[at], self.interpret)
-            if self.by_blocks and self.dtype != FLOAT4:
-                scale = unpack.row_scales(scales, s * 0, self.interpret, arrive=True)
-                sums = sums * mosaic.along_columns(scale, rows)
+            size = BLOCK // self.pieces
+            for piece in range(self.pieces):
+                one = dict(piece=piece, pieces=self.pieces)
+                weights = unpack.expanded(shared["w"].at[at, team], self.dtype, self.interpret, scales, **one)
+                x = shared["x"].at[at, :, pl.ds(piece * size, size)]
+                sums = unpack.multiplied(weights, x, self.interpret)
+                if self.by_blocks and self.dtype != FLOAT4:
+                    scale = unpack.row_scales(scales, s * 0, self.interpret, arrive=True, **one)
+                    sums = sums * mosaic.along_columns(scale, rows)
+                total = total + sums  # at once: there are no registers for all pieces' sums
             if self.interpret:  # its reads are not wgmma's
                 plgpu.commit_smem()
             plgpu.barrier_arrive(shared["free"].at[at])
-            return total + sums
+            return total
 
         return lax.fori_loop(0, self.steps, step, plgpu.layout_cast(jnp.zeros((TILE, rows), F32), SUMS))
 
@@ -343,11 +361,11 @@ def refusal(width: int, inner: int) -> str | None:
     return None if width <= _WIDEST else f"rows must be at most {_WIDEST} wide, got {width}"
 
 
-def slot_rows(m: int, per_token: int, count: int) -> int:
+def slot_rows(m: int, per_token: int, count: int, most: int = _MOST_ROWS) -> int:
     """Rows of a slot: so many that most experts need one, or as few as rows that they have on average fill."""
     mean = m * per_token / count
     likely = mean + 2 * math.sqrt(mean)  # random choices scatter by the root
-    pieces = -(-likely // _MOST_ROWS)
+    pieces = -(-likely // most)
     return max(8, round_up(math.ceil(likely / pieces), 8))
 
 
@@ -384,7 +402,8 @@ def mix(
 ) -> jax.Array:  # fmt: skip
     """See packed_experts.mix; experts may be of bfloat16 as well, and rows must be more than PIECE."""
     (m, k), count = experts_MK.shape, len(gate_up.values if isinstance(gate_up, Packed) else gate_up)
-    rows = slot_rows(m, k, count)
+    quarters = any(isinstance(w, Packed) and packed.pieces(w.shape[0], w.groups) == 4 for w in (gate_up, down))
+    rows = slot_rows(m, k, count, _MOST_OF_QUARTERS if quarters else _MOST_ROWS)
     plan = packed_experts.plan(experts_MK, count, rows)
     assert plan.sources_Q is not None
     x_QE = _at_places(x_ME, plan.sources_Q, interpret)

@@ -19,6 +19,8 @@ from pallas_kernels.small_batch.reference import Stream
 #: Rows of the pass up to which every expert in use has all of them; of a slot where there are more, and that mma
 #: multiplies together.
 PIECE = 8
+#: Groups of scales that one copy brings.
+_MOST_GROUPS = 256
 #: Pairs of a row and an expert that are compared with each other.
 _BLOCK = 1024
 
@@ -36,11 +38,15 @@ def refusal(kind: str, inputs: int, outputs: int, groups: int) -> str | None:
         return f"values must be int8, int4, float8_e4m3fn or {packed.FLOAT4}, got {kind}"
     if inputs % 64 or outputs % 64:
         return f"experts must be multiples of 64 wide, got {inputs} and {outputs}"
-    own = inputs // 32 if kind == packed.FLOAT4 else inputs // BLOCK
-    one = () if kind == packed.FLOAT4 else (1,)
-    if groups not in (*one, own) or (groups > 1 and kind != packed.FLOAT4 and inputs % BLOCK):
-        return f"scales must be one, or one for every {BLOCK} inputs (32 of {packed.FLOAT4}), got {groups} of {inputs}"
-    return None
+    if kind == packed.FLOAT4:
+        return None if groups == inputs // 32 else f"scales must be of 32 inputs each, got {groups} of {inputs}"
+    sizes = [BLOCK // n for n in packed.PIECES]
+    if groups > 1 and (inputs % BLOCK or groups not in [inputs // size for size in sizes]):
+        shown = ", ".join(map(str, sizes))
+        return f"scales must be one, or one for every {shown} inputs of whole blocks, got {groups} of {inputs}"
+    return (
+        None if groups <= _MOST_GROUPS else f"scales must be for at most {_MOST_GROUPS} groups of inputs, got {groups}"
+    )
 
 
 def pack(values_XKN: jax.Array, scale_XGN: jax.Array, zero_XGN: jax.Array | None = None) -> Packed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,10 +19,11 @@ from pallas_kernels.small_batch.packed_experts import Gates
 from pallas_kernels.small_batch.reference import Stream
 from tests.kernels import hopper
 
-#: Formats, and whether every 128 inputs have scales of their own.
+#: Formats, and how many inputs have a scale of their own; None: all together.
 FORMATS = {
-    "int4-g128": (jnp.int4, True), "mxfp4": (jnp.uint8, True), "fp8-block": (jnp.float8_e4m3fn, True),
-    "int8": (jnp.int8, False), "int4-g128-zeros": (jnp.int4, True), "int8-zeros": (jnp.int8, False),
+    "int4-g128": (jnp.int4, 128), "mxfp4": (jnp.uint8, 32), "fp8-block": (jnp.float8_e4m3fn, 128),
+    "int8": (jnp.int8, None), "int4-g128-zeros": (jnp.int4, 128), "int8-zeros": (jnp.int8, None),
+    "int4-g64": (jnp.int4, 64), "int4-g32-zeros": (jnp.int4, 32),
 }  # fmt: skip
 #: Widths of rows and of experts, with whole blocks of inputs and without.
 WHOLE, PART = (256, 128), (192, 64)
@@ -39,7 +41,7 @@ def no_races(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
 
 def experts(name: str, shape: tuple[int, int, int], seed: int) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     """Values that use all of their bits, scales and zero points, if any; and what they stand for."""
-    (count, k, n), (dtype, grouped), rng = shape, FORMATS[name], np.random.default_rng(seed)
+    (count, k, n), (dtype, inputs), rng = shape, FORMATS[name], np.random.default_rng(seed)
     if name == "mxfp4":
         codes = rng.integers(0, 16, shape)
         scale = rng.integers(118, 123, (count, k // 32, n))
@@ -51,7 +53,7 @@ def experts(name: str, shape: tuple[int, int, int], seed: int) -> tuple[tuple[np
     limits = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
     values = np.clip(values, float(limits.min), float(limits.max))
     values = (np.round(values) if "int" in name else values).astype(dtype)
-    scale = rng.uniform(0.5, 1.5, (count, k // 128 if grouped else 1, n)).astype(np.float32) / (k**0.5 * 40)
+    scale = rng.uniform(0.5, 1.5, (count, k // (inputs or k), n)).astype(np.float32) / (k**0.5 * 40)
     wide, each = np.asarray(values, np.float64), k // scale.shape[1]
     if not name.endswith("-zeros"):
         return (values, scale), wide * np.repeat(scale, each, axis=1)
@@ -70,7 +72,10 @@ def packed_as(name: str, *raw: Any) -> Packed:
     [
         ("uint8", 256, 1, "got uint8"),
         ("int4", 160, 1, "multiples of 64 wide, got 160 and 64"),
-        ("int4", 256, 8, "got 8 of 256"),
+        ("int4", 256, 8, None),
+        ("int4", 256, 16, "got 16 of 256"),
+        ("int4", 320, 10, "got 10 of 320"),
+        ("int4", 14336, 448, "at most 256 groups of inputs, got 448"),
         ("int4", 192, 1, None),
         ("float4_e2m1fn", 192, 6, None),
         ("float4_e2m1fn", 192, 1, "got 1 of 192"),
@@ -182,7 +187,7 @@ def test_xlas_path_is_the_definition():
             k, n = want.shape[1:]
             zeros = packed.ZEROS if name.endswith("-zeros") else ""
             assert weight.kind == {"mxfp4": "float4_e2m1fn"}.get(name, weight.values.dtype.name + zeros)
-            groups = {"mxfp4": k // 32, "int8": 1, "int8-zeros": 1}.get(name, k // 128)
+            groups = k // (FORMATS[name][1] or k)
             assert packed_experts.refusal(weight.kind, k, n, groups) is None
             np.testing.assert_allclose(own[:, :k], want, rtol=1e-6)
             if not zeros:
@@ -217,11 +222,29 @@ def test_kernels_agree_with_xla(name: str, m: int):
         np.testing.assert_allclose(own, other, atol=2**-6 * np.abs(other).max())
 
 
+@hopper.proved
+@pytest.mark.parametrize("m", [8, 1024, 3000])
+def test_kernels_for_quarters_of_blocks_spill_nothing(m: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Qwen3-30B-A3B's experts with scales and zero points for every 32 inputs, by themselves and as linked code."""
+    shape = jax.ShapeDtypeStruct
+
+    def weights(k: int, n: int) -> Packed:
+        parts = shape((128, k // 32, n), jnp.float32), shape((128, k // 32, n), jnp.int8)
+        return jax.eval_shape(packed_experts.pack, shape((128, k, n), jnp.int4), *parts)
+
+    rows = shape((m, 2048), jnp.bfloat16), shape((m, 8), jnp.int32), shape((m, 8), jnp.float32)
+    mix = (gpu_packed_experts if m == 8 else gpu_experts_many).mix
+    args = *rows, weights(2048, 1536), weights(768, 2048)
+    _, usage = hopper.compiled(lambda args: mix(*args), args, tmp_path, monkeypatch)
+    assert len(usage) >= 4 and all(x.spill_bytes == 0 and not x.serialized for x in usage), usage
+
+
 def test_slots_of_many_rows_hold_most_experts_own():
     """Of few rows one for nearly all; of more than a tile has, as many as are needed, about equally full."""
     of = gpu_experts_many.slot_rows
     assert [of(m, 8, 128) for m in (16, 160, 1024, 4096)] == [8, 24, 80, 96]
     assert [of(m, 4, 32) for m in (32, 1024)] == [8, 80]
+    assert [of(m, 8, 128, 64) for m in (16, 160, 1024, 4096)] == [8, 24, 40, 64]
 
 
 @hopper.interpreted

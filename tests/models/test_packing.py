@@ -27,9 +27,10 @@ GPT_OSS: dict[str, Any] = dict(scores="top_k", bias=True, hidden_act="clamped_sw
 
 def model(form: str, dtype: Any = jnp.bfloat16) -> Transformer:
     """Three layers, of which the first has no experts; in int8 with scales of 16 bits, as checkpoints have them."""
-    own = Experts(8, 2, 64, (1, 2), **(GPT_OSS if form == "mxfp4" else {}))
-    cfg = ModelConfig("test", 64, 64, 128, 3, 2, 1, 64, experts=own)
-    made = Transformer(cfg, dtype=dtype, rngs=nnx.Rngs(3), mlp=mlp)
+    width, group = (128, 32) if form == "int8-g32" else (64, None)
+    own = Experts(8, 2, width, (1, 2), **(GPT_OSS if form == "mxfp4" else {}))
+    cfg = ModelConfig("test", 64, width, 128, 3, 2, 1, 64, experts=own)
+    made = Transformer(cfg, dtype=dtype, rngs=nnx.Rngs(5 if group else 3), mlp=mlp)  # none of whose rows' experts tie
     rng = np.random.default_rng(1)
     for layer in made.layers:
         if not isinstance(layer.mlp, MixtureOfExperts):
@@ -40,7 +41,7 @@ def model(form: str, dtype: Any = jnp.bfloat16) -> Transformer:
                 codes = jnp.asarray(rng.integers(0, 256, (count, d_in // 2, d_out), np.uint8))
                 param.set_value(Mxfp4(codes, jnp.asarray(rng.integers(118, 122, (count, d_in // 32, d_out), np.uint8))))
                 continue
-            scale = jnp.asarray(rng.uniform(1, 2, (count, 1, d_out)) / 1000, jnp.bfloat16)
+            scale = jnp.asarray(rng.uniform(1, 2, (count, d_in // (group or d_in), d_out)) / 1000, jnp.bfloat16)
             param.set_value(Quantised(jnp.asarray(rng.integers(-127, 128, (count, d_in, d_out), np.int8)), scale))
     return made
 
@@ -57,7 +58,7 @@ def forward(made: Transformer) -> np.ndarray:
     return np.asarray(run(state), np.float32)
 
 
-@pytest.mark.parametrize("form", ["int8", "mxfp4"])
+@pytest.mark.parametrize("form", ["int8", "int8-g32", "mxfp4"])
 def test_engines_pack_experts_and_make_room_for_them(
     form: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
