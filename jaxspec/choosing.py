@@ -95,18 +95,17 @@ def check_choice(
         check_invariant_tiers(engine, choice.reachable)
 
 
-def check_invariant_tiers(
-    engine: EngineConfig, tiers: Iterable[Tier], most: int = few_rows_fit.MOST_ROWS
-) -> None:  # fmt: skip
+def check_invariant_tiers(engine: EngineConfig, tiers: Iterable[Tier], most: int | None = None) -> None:
     """Refuses tiers in whose rounds `batch_invariant` could not hold.
 
     Args:
-      most: tokens of a round that the target has kernels for (default: what any may have).
+      most: tokens of a round that the target has kernels for; None: it is not known yet.
 
     Raises:
       ValueError: names the tier.
     """
-    me = "batch_invariant=True"
+    me, of = "batch_invariant=True", "any model" if most is None else "this model"
+    most = few_rows_fit.MOST_ROWS if most is None else most
     for tier in tiers:
         if not tier.is_chain:
             raise ValueError(
@@ -114,7 +113,7 @@ def check_invariant_tiers(
             )
         if (tokens := engine.max_batch_size * tier.num_nodes) > most:
             raise ValueError(
-                f"{me} is for rounds of at most {most} tokens with this model, got {tokens}: max_batch_size="
+                f"{me} is for rounds of at most {most} tokens with {of}, got {tokens}: max_batch_size="
                 f"{engine.max_batch_size} and tier {tier.name}"
             )
 

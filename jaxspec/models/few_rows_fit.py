@@ -73,7 +73,8 @@ def refusal(model: Any, devices: int = 1) -> str | None:
         if why := unserved(linear, blocks(model)[0].attn.shards, kind, normed=normed):
             return why
     last = model.lm_head if is_head(model) else None  # a model's may be XLA's, and what a head has of its target's is
-    if last is None or isinstance(last.kernel, Shared) or not isinstance(last.kernel[...], Quantised):
+    few = last is not None and isinstance(last.kernel[...], Quantised | Packed)
+    if last is None or not few or isinstance(last.kernel, Shared) or unserved(last, 1) is not None:
         return None
     return unserved(last, 1, "logits")
 
@@ -164,7 +165,10 @@ def unserved(
     kernel, axis = linear.kernel[...], linear.kernel.get_metadata(SPLIT, None)
     own = tuple(size // (shards if i == axis else 1) for i, size in enumerate(kernel.shape))
     if isinstance(kernel, Packed):
-        return None
+        if kind is None:
+            return None
+        groups = kernel.groups // (shards if axis == 0 and kernel.groups > 1 else 1)
+        return gpu_packed.room_refusal(kind, kernel.kind, own, groups, normed=normed and kind == "heads")
     if isinstance(kernel, Quantised):
         if kernel.values.ndim != 2:
             return "its quantised weights lie in column blocks"

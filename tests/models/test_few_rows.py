@@ -178,6 +178,17 @@ def test_rows_that_no_copy_of_squares_serves_are_left_to_xla():
     assert few_rows_fit.unserved(wide, 1, "add") is None
 
 
+def test_weights_without_room_have_none_once_they_are_packed():
+    """As a drafter's are that is bound again, having been packed for the kernel for many rows."""
+    linear = Linear(8192, 512, dtype=jnp.dtype(jnp.bfloat16), rngs=None)
+    few = Quantised(jnp.zeros((8192, 512), jnp.int4), jnp.ones((256, 512)))
+    for kernel in (few, few_rows._packed(few)):
+        linear.kernel.set_value(kernel)
+        said = "256 groups of scales leave no room for 32 rows of 8192 features"
+        assert few_rows_fit.unserved(linear, 1, "heads", normed=True) == said
+        assert few_rows_fit.unserved(linear, 1, "heads") is None and few_rows_fit.unserved(linear, 1) is None
+
+
 def in_order(module: Transformer) -> Transformer:
     """The same quantised model with the inputs of each map in another order."""
     maps = [linear for _, linear in few_rows_fit.maps(module)]

@@ -111,6 +111,8 @@ def test_few_rows_of_heads_in_few_bits_are_the_heads():
         (functools.partial(mtp, experts=Experts(8, 2, 64, (0,))), 1, "its layers have a MixtureOfExperts"),
         (eagle3, 2, "it is a draft head, for 2 devices"),
         (mtp, 1, None),
+        # Its output layer is not packed, and stays with XLA.
+        (lambda: round_drafter(eagle3(draft_vocab_size=100), "int8"), 1, None),
     ],
 )
 def test_which_heads_are_served(build: Callable[[], Any], devices: int, said: str | None):

@@ -100,8 +100,8 @@ BANDWIDTH = {"H200": 4.28e12}
 SMALL = {"8b": "1b", "demo": "demo-draft"}
 #: What heads have otherwise than as wide as the target.
 HEADS = {"demo": drafters.DEMO}
-#: Rounds that are under way when a clock starts.
-_AHEAD = 8
+#: Rounds that are dispatched before a clock starts, and those that a text has room for besides.
+_AHEAD, _ROOM = 8, 64
 #: Names of kernels by which devices exchange something.
 _COLLECTIVE = re.compile(r"nccl|all.?reduce|all.?gather|reduce.?scatter|collective", re.IGNORECASE)
 
@@ -194,7 +194,7 @@ class Model:
         """
         cfg, draft_vocab = self.target.config, SHAPES[self.shape][1]
         depth = max(tier.depth for tier in tiers)
-        pages = -(-(context + 64 * (depth + 1)) // page)
+        pages = -(-(context + (_ROOM + _AHEAD) * (depth + 1)) // page)
         slots = max(batches)
         geo = Geometry(slots, slots * pages, page, pages, depth, kernels=kernels, batch_invariant=invariant)
         drafter, params = None, ()
@@ -273,7 +273,7 @@ class Program:
         return jax.block_until_ready(self.bench.start(self.tier, self.batch, self.tokens)(count))
 
     def time(self, count: int) -> None:
-        """The clock starts when a round ends while others are under way, as in a text, and stops with the last."""
+        """From one round's end, where the device takes the time others being under way then, to the last one's."""
         go = self.bench.start(self.tier, self.batch, self.tokens)
         before = [go(1) for _ in range(min(_AHEAD, count))]
         under_way = [result for result in before if not result.is_ready()] or before[-1:]
