@@ -1,4 +1,4 @@
-"""Which models, layers and weights the kernels for few rows serve, and why not others.
+"""Which models, draft heads, layers and weights the kernels for few rows serve, and why not others.
 
 Owns the refusals. Must not know how rounds run by the kernels, nor how weights are laid out for them (`few_rows`).
 """

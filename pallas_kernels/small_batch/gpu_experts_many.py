@@ -288,7 +288,7 @@ class _Kernel:
                 if self.by_blocks and self.dtype != FLOAT4:
                     scale = unpack.row_scales(scales, s * 0, self.interpret, arrive=True, **one)
                     sums = sums * mosaic.along_columns(scale, rows)
-                total = total + sums  # at once: there are no registers for all pieces' sums
+                total = total + sums
             if self.interpret:  # its reads are not wgmma's
                 plgpu.commit_smem()
             plgpu.barrier_arrive(shared["free"].at[at])

@@ -223,8 +223,6 @@ class Eagle3Head(nnx.Module):
         if not self.config.norm_output:
             hidden_BNE = self.norm(hidden_BNE)
         logits_BNV = None if self.few_rows is None else self.few_rows.logits(self, hidden_BNE)
-        return (
-            logits_BNV
-            if logits_BNV is not None
-            else product(hidden_BNE, self.lm_head.kernel[...], jnp.dtype(jnp.float32))
-        )
+        if logits_BNV is not None:
+            return logits_BNV
+        return product(hidden_BNE, self.lm_head.kernel[...], jnp.dtype(jnp.float32))
