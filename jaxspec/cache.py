@@ -61,18 +61,18 @@ def _per_device(
 def attend_paged(
     q_BNHC: jax.Array, pages: jax.Array, table_BM: jax.Array, length_B: jax.Array, k_BTGC: jax.Array,
     v_BTGC: jax.Array, mask_BNT: jax.Array | None, options: AttentionOptions, *, offset_BN: jax.Array | None = None,
-    kernels: str | None = None, whole: bool = False,
+    kernels: str | None = None, whole: bool = False, first_page: int = 0, settled: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Tree attention (see its api) by every device on its own heads.
 
     Args:
-      table_BM: page numbers of one layer in the whole pool.
+      table_BM: page numbers of one layer. first_page: of the layer in the whole pool. settled: see the api.
       options: what the layer asks for. offset_BN: of queries to the prefix's end, where there is a window.
       whole: every device of a mesh has the whole pool, and attends with all heads.
     """
     attention = functools.partial(
         tree_attention, scale=options.scale, soft_cap=options.soft_cap, value_channels=options.value_channels,
-        implementation=kernels,
+        implementation=kernels, first_page=first_page, settled=settled,
     )  # fmt: skip
     heads_at: list[int | None] = [2, 1, None, None, 2, 2, None]
     args = [q_BNHC, pages, table_BM, length_B, k_BTGC, v_BTGC, mask_BNT]
@@ -137,14 +137,15 @@ class TreeKV:
         c, values = q_BNHC.shape[-1], options.value_channels
         kv = k_BNGC if values is not None else jnp.concatenate([k_BNGC, v_BNGC], axis=-1)
         kv = kv.astype(self._pages.dtype)
+        settled = bool(self._new)  # an earlier layer has read what all read
         self._new[layer] = kv
         if self._prior is not None:
             kv = jnp.concatenate([self._prior[layer], kv], axis=1)
-        table = self._table + layer * self._num_pages
         v_BTGC = kv[..., c:] if values is None else kv[..., :values]
         return attend_paged(
-            q_BNHC, self._pages, table, self._length, kv[..., :c], v_BTGC, mask_BNT, options,
-            offset_BN=offset_BN, kernels=self._kernels, whole=self._whole,
+            q_BNHC, self._pages, self._table, self._length, kv[..., :c], v_BTGC, mask_BNT, options,
+            offset_BN=offset_BN, kernels=self._kernels, whole=self._whole, first_page=layer * self._num_pages,
+            settled=settled,
         )  # fmt: skip
 
     def _within(self, window: int, b: int, n: int) -> tuple[jax.Array | None, jax.Array | None]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,9 +45,9 @@ def _on_gpu(args: TreeAttentionArgs, **launch: Any) -> jax.Array:
     name, reason = (None, "its sizes are given") if asked else _on_mosaic(args)
     if name is None:
         log_once(logging.INFO, f"tree_attention: gpu on Triton: {reason}")
-        return gpu.tree_attention(args, **launch)
+        return gpu.tree_attention(args.placed(), **launch)
     log_once(logging.INFO, f"tree_attention: gpu on Mosaic GPU, {name}")
-    return _MOSAIC[name].tree_attention(args)
+    return _MOSAIC[name].tree_attention(args if name == "few rows" else args.placed())
 
 
 def _gpu_refusal(args: TreeAttentionArgs) -> str | None:
@@ -58,17 +58,20 @@ def _gpu_refusal(args: TreeAttentionArgs) -> str | None:
     return None if name else f"{why}; on Mosaic GPU {reason}"
 
 
-_interpreted = functools.partial(tpu.tree_attention, interpret=pltpu.InterpretParams())
+def _placed(run: Callable[..., jax.Array], **more: Any) -> Callable[..., jax.Array]:
+    return lambda args, **others: run(args.placed(), **more, **others)
+
+
 OPERATION = Operation(
     "tree_attention",
     {
-        "reference": Implementation(reference.tree_attention),
-        "tpu": Implementation(tpu.tree_attention, tpu.refusal),
+        "reference": Implementation(_placed(reference.tree_attention)),
+        "tpu": Implementation(_placed(tpu.tree_attention), tpu.refusal),
         "gpu": Implementation(_on_gpu, _gpu_refusal),
         "batch_invariant": Implementation(
             gpu_mosaic.tree_attention, lambda args: supported() or gpu_mosaic.refusal(args)
         ),
-        "interpret": Implementation(_interpreted, tpu.refusal),
+        "interpret": Implementation(_placed(tpu.tree_attention, interpret=pltpu.InterpretParams()), tpu.refusal),
     },
 )
 
@@ -77,7 +80,8 @@ def tree_attention(
     q_BNHC: jax.Array, pages: jax.Array, table_BM: jax.Array, length_B: jax.Array, tree_k_BTGC: jax.Array,
     tree_v_BTGC: jax.Array, tree_mask_BNT: jax.Array | None = None, *, scale: float | None = None,
     window: int | None = None, offset_BN: jax.Array | None = None, soft_cap: float | None = None,
-    sinks_H: jax.Array | None = None, value_channels: int | None = None, implementation: str | None = None,
+    sinks_H: jax.Array | None = None, value_channels: int | None = None, first_page: int = 0, settled: bool = False,
+    implementation: str | None = None,
 ) -> jax.Array:  # fmt: skip
     """Attention of N tokens a request over a paged prefix and over the tree's own keys and values.
 
@@ -86,10 +90,9 @@ def tree_attention(
 
     Args:
       q_BNHC: queries, rotary embedding applied.
-      pages: [P, G, page, W], keys and values side by side, of one layer (or of all layers,
-        with the layer's offset already added to the table). W is 2C, or 2C rounded up to whole
-        tiles of 128 lanes, which a TPU needs (XLA would copy another pool for the kernel). With value_channels it
-        holds keys alone, and W is C.
+      pages: [P, G, page, W], keys and values side by side, of one layer (or of all layers, see first_page). W is 2C, or
+        2C rounded up to whole tiles of 128 lanes, which a TPU needs (XLA would copy another pool for the kernel). With
+        value_channels it holds keys alone, and W is C.
       table_BM: int32 page numbers of each row; entries beyond the length may hold anything.
       length_B: int32 tokens of each prefix.
       tree_k_BTGC, tree_v_BTGC: the tree's keys and values; T may exceed N (earlier levels first).
@@ -105,6 +108,9 @@ def tree_attention(
       sinks_H: a score of each query head that takes its part of the softmax and has no value (gpt-oss); neither scale
         nor soft_cap applies to it.
       value_channels: values are the first so many channels of the keys (multi-head latent attention); C otherwise.
+      first_page: of a layer, added to the table's numbers. Layers that differ in it alone share one table.
+      settled: whether an attention of the same executable that this one depends on has read the same pages, table and
+        lengths: then kernels that begin early may read them before the kernel before has ended (see overlap).
       implementation: see dispatch.
 
     Returns:
@@ -116,6 +122,7 @@ def tree_attention(
     args = TreeAttentionArgs(
         q_BNHC, pages, table_BM, length_B, tree_k_BTGC, tree_v_BTGC, tree_mask_BNT, offset_BN,
         sinks_H, scale=scale, window=window, soft_cap=soft_cap, value_channels=value_channels,
+        first_page=first_page, settled=settled,
     )  # fmt: skip
     _check(args)
     b, n = q_BNHC.shape[:2]

@@ -120,8 +120,9 @@ class _Kernel(Few):
     def body(self, ins: dict[str, Any], outs: tuple[Any, ...], shared: dict[str, Any]) -> None:
         """A warpgroup of a program."""
         overlap.begin(self.interpret)
-        overlap.wait(self.interpret)
-        team = lax.axis_index("team")
+        if not self.settled:
+            overlap.wait(self.interpret)
+        team, ins = lax.axis_index("team"), ins | {"first": ins["first"][0]}
         own, many = team * self.programs + lax.axis_index("program"), self.teams * self.programs
         per_item, most = self.kv_heads * self.tiles, ins["items"].shape[1]
 
@@ -148,6 +149,8 @@ class _Kernel(Few):
             return self.ask(team, step, ahead, turns, ins, shared)
 
         ahead = lax.fori_loop(0, self.stages, ask, self.first(turns, ins))
+        if self.settled:
+            overlap.wait(self.interpret)
 
         def one(turn: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             step, *now = carry
@@ -292,7 +295,7 @@ def tree_attention(
     members: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """See api.tree_attention.
+    """See api.tree_attention. A `first_page` is added here.
 
     Args:
       programs, teams: see _Kernel; programs are by default one for each multiprocessor of the device at hand.
@@ -310,21 +313,25 @@ def tree_attention(
         programs = next((count for name, count in MULTIPROCESSORS.items() if name in kind), 132)
     shape = b, n, t, h, g, c, channels, page, causal, args.window, args.factor, programs, teams, interpret is not None
     capacity = args.table_BM.shape[1] * page
+    # Beside the table, not added to it: layers share what is read before the kernel before has ended.
     ins = {"q": args.q_BNHC, "k": args.tree_k_BTGC, "v": args.tree_v_BTGC, "pages": args.pages, "table": args.table_BM}
+    ins["first"] = jnp.full((1,), args.first_page, _I32)
     if args.tree_mask_BNT is not None:
         ins["words"] = _words(args.tree_mask_BNT, Launch(*shape))
     sinks = None if args.sinks_H is None else args.sinks_H.astype(_F32) * LOG2E
     if members is None:
         members = 0 if whole is not None else mosaic_near.members(Few(*shape), capacity)
     if members:
-        mosaic_near.check(Few(*shape), capacity, members)
+        few = Few(*shape, settled=args.settled)
+        mosaic_near.check(few, capacity, members)
         ins["length"] = args.length_B
         if sinks is not None:
             ins["sinks"] = sinks
-        out = mosaic_near.attend(mosaic_near.Near.of(Few(*shape), members), ins, interpret=interpret)
+        out = mosaic_near.attend(mosaic_near.Near.of(few, members), ins, interpret=interpret)
         return mosaic_heads.narrowed(out, channels)
     sizes = Sizes.of(Launch(*shape), capacity, whole)
-    kernel = _Kernel(*shape, direct=sizes.whole and Launch(*shape).tiles == 1, straight=sizes.straight)
+    direct = sizes.whole and Launch(*shape).tiles == 1
+    kernel = _Kernel(*shape, direct=direct, straight=sizes.straight, settled=args.settled)
     items, count, ends = plan(args.length_B, t, sizes, args.window, causal)
     ins |= {"items": items, "count": count}
     if kernel.direct:

@@ -50,7 +50,7 @@ class Few(Launch):
         """
         last = ins["table"].shape[1] - 1
         columns = (jnp.clip(div(block(begin + k) * BLOCK, self.page), 0, last) for k in range(READ))
-        return tuple(ins["table"][b, column] for column in columns)
+        return tuple(ins["table"][b, column] + ins["first"] for column in columns)
 
     def bring_block(
         self, team: Any, step: Any, j: Any, head: Any, length: Any, numbers: tuple[Any, ...], k: Any,

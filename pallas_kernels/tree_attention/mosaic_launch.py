@@ -35,7 +35,7 @@ class Launch:
       channels: of a head in pages (mosaic_heads).
       causal: without a mask. factor: of scores. programs: at once. teams: warpgroups of a program.
       interpret: whether registers are pretended. direct: whether a request is one item, whose sums are its result.
-      straight: see mosaic_plan.Sizes.
+      straight: see mosaic_plan.Sizes. settled: see TreeAttentionArgs.
     """
 
     batch: int
@@ -54,6 +54,7 @@ class Launch:
     interpret: bool
     direct: bool = False
     straight: bool = False
+    settled: bool = False
 
     @property
     def group(self) -> int:

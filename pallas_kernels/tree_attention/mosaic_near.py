@@ -136,21 +136,28 @@ class Near(NearLaunch):
         """A warpgroup of a member."""
         overlap.begin(self.interpret)
         self.begin(shared)
-        overlap.wait(self.interpret)
+        if not self.settled:
+            overlap.wait(self.interpret)
         team, unit, member = (lax.axis_index(name) for name in ("team", "unit", "member"))
-        b, head = div(unit, self.kv_heads), rem(unit, self.kv_heads)
+        at = b, head = div(unit, self.kv_heads), rem(unit, self.kv_heads)
         own = member + self.members * team
-        length = ins["length"][b]
+        length, ins = ins["length"][b], ins | {"first": ins["first"][0]}
         guess = self.numbers(lambda i: own + i * self.workers, b, 0, ins)  # asked for beside the length
         pieces = Pieces.of(self, length if self.interpret else mosaic_rows.uniform(length), own)
+        ahead = self.ahead(pieces, b, guess, ins)
+        # The first block is asked for while the kernel before still runs, queries as soon as it has ended.
+        self.bring(pieces, team, at, jnp.int32(0), ahead, ins, shared)
+        if self.settled:
+            overlap.wait(self.interpret)
+        pl.when(team == 0)(lambda: self.put_queries(at, member, pieces, ins, shared))
 
         def ask(step: Any, ahead: tuple[Any, ...]) -> tuple[Any, ...]:
-            return self.ask(pieces, team, (b, head), step, ahead, ins, shared)
+            self.bring(pieces, team, at, step, ahead, ins, shared)
+            return self.next(pieces, b, ahead, ins)
 
-        ahead = lax.fori_loop(0, self.stages, ask, self.ahead(pieces, b, guess, ins))
-        pl.when(team == 0)(lambda: self.expect(pieces.end - pieces.first, member, shared))
+        ahead = lax.fori_loop(1, self.stages, ask, self.next(pieces, b, ahead, ins))
         mine = [x.at[unit] for x in inbox] if self.interpret else inbox
-        self.compute(pieces, team, (b, head), ask, ahead, ins, mine, shared)
+        self.compute(pieces, team, at, ask, ahead, ins, mine, shared)
         self.wait_for_sums(shared)
         for part in range(0, self.parts, self.teams):
             join = functools.partial(self.join, pieces, ins, out, inbox, (unit, head, member, part + team))
@@ -168,19 +175,33 @@ class Near(NearLaunch):
         now = lax.cond(guessed, lambda: guess, lambda: self.numbers(pieces.block, b, about, ins))
         return begin, now, self.numbers(pieces.block, b, about + READ, ins)
 
-    def ask(
+    def bring(
         self, pieces: Pieces, team: Any, at: tuple[Any, Any], step: Any, ahead: tuple[Any, ...], ins: dict[str, Any],
         shared: dict[str, Any],
-    ) -> tuple[Any, ...]:  # fmt: skip
-        """Brings the block of the next place, if there is one, to a step's slot; what comes after it."""
-        (b, head), (i, now, then) = at, ahead
-        k = rem(i, READ)
+    ) -> None:  # fmt: skip
+        """Brings the block of the next place, if there is one, to a step's slot."""
+        (_, head), (i, now, _) = at, ahead
         bring = functools.partial(
-            self.bring_block, team, step, pieces.block(i), head, pieces.length, now, k, ins, shared
+            self.bring_block, team, step, pieces.block(i), head, pieces.length, now, rem(i, READ), ins, shared
         )  # fmt: skip
         pl.when(pieces.seen(i))(bring)
+
+    def next(self, pieces: Pieces, b: Any, ahead: tuple[Any, ...], ins: dict[str, Any]) -> tuple[Any, ...]:
+        """What comes after that block."""
+        i, now, then = ahead
         read = lambda: (then, self.numbers(pieces.block, b, i + 1 + READ, ins))
-        return i + 1, *lax.cond(k == READ - 1, read, lambda: (now, then))
+        return i + 1, *lax.cond(rem(i, READ) == READ - 1, read, lambda: (now, then))
+
+    def put_queries(
+        self, at: tuple[Any, Any], member: Any, pieces: Pieces, ins: dict[str, Any], shared: dict[str, Any]
+    ) -> None:
+        """Queries to shared memory, and what the member is sent is said; by one warpgroup."""
+        b, head = at
+        base = (b * (self.nodes * self.heads) + head * self.group) * self.head_dim
+        self.put([shared["q"].at[0]], [ins["q"]], self.queries, base, at, jnp.int32(0), self.rows, spread=True)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(shared["asked"])
+        self.expect(pieces.end - pieces.first, member, shared)
 
     def compute(
         self, pieces: Pieces, team: Any, at: tuple[Any, Any], ask: Callable[[Any, Any], Any], ahead: Any,
@@ -189,14 +210,6 @@ class Near(NearLaunch):
         """Sums of a warpgroup's pieces, to all members' inboxes."""
         b, head = at
         q = shared["q"].at[0]
-
-        @pl.when(team == 0)
-        def _() -> None:
-            base = (b * (self.nodes * self.heads) + head * self.group) * self.head_dim
-            self.put([q], [ins["q"]], self.queries, base, (b, head), jnp.int32(0), self.rows, spread=True)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(shared["asked"])
-
         new = (b * (self.entries * self.kv_heads) + head) * self.head_dim
         loaded = self.load([ins["k"], ins["v"]], self.news, new, self.entries) if self.early else None
         unit = head, jnp.int32(0), None, b, None, None, pieces.length

@@ -21,7 +21,11 @@ _MASKED = -1e30
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TreeAttentionArgs:
-    """The arguments of one call; `api.tree_attention` describes them."""
+    """The arguments of one call; `api.tree_attention` describes them.
+
+    Attributes:
+      first_page: see there. Implementations are given what `placed` makes, but for those that say that they add it.
+    """
 
     q_BNHC: jax.Array
     pages: jax.Array
@@ -36,6 +40,14 @@ class TreeAttentionArgs:
     window: int | None = static(default=None)
     soft_cap: float | None = static(default=None)
     value_channels: int | None = static(default=None)
+    first_page: int = static(default=0)
+    settled: bool = static(default=False)
+
+    def placed(self) -> TreeAttentionArgs:
+        """The same with `first_page` added to the table."""
+        if not self.first_page:
+            return self
+        return dataclasses.replace(self, table_BM=self.table_BM + self.first_page, first_page=0, settled=False)
 
     @property
     def factor(self) -> float:

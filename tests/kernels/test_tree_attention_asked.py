@@ -95,7 +95,7 @@ class Noted:
         head, tile, _, b, _, _, length = unit
         (step, ahead), *sums = carry
         assert step % self.stages in shared.asked, "nobody asked for the block that is waited for"
-        page = ins["table"][b, j * BLOCK // self.page] if j * BLOCK < length else None
+        page = ins["table"][b, j * BLOCK // self.page] + ins["first"] if j * BLOCK < length else None
         assert shared.asked.pop(step % self.stages) == (j, head, length, page)
         shared.computed.append((int(b), head, tile, j))
         return (step + 1, ask(step, ahead)), *sums
@@ -187,6 +187,7 @@ def test_warpgroups_that_walk_along_items_ask_for_what_they_compute(
     fields = {field.name: getattr(launch, field.name) for field in dataclasses.fields(launch)}
     kernel = Walked(**fields | dict(direct=sizes.whole and launch.tiles == 1, straight=sizes.straight))
     ins: dict[str, Any] = {"items": items, "count": count, "table": table, "q": None, "k": None, "v": None}
+    ins["first"] = [draw.choice([0, 1000])]
     computed = []
     for place["program"] in range(launch.programs):
         for place["team"] in range(launch.teams):
@@ -204,7 +205,8 @@ def test_members_of_clusters_ask_for_what_they_compute(seed: int, place: dict[st
     near = WalkedNear.of(launch, draw.choice([2, 4, 8]))
     if launch.window is None:  # what there is room for
         lengths = [min(length, (near.most - 2) * BLOCK) for length in lengths]
-    ins: dict[str, Any] = {"length": lengths, "table": table, "q": None, "k": None, "v": None}
+    first = [draw.choice([0, 1000])]
+    ins: dict[str, Any] = {"length": lengths, "table": table, "first": first, "q": None, "k": None, "v": None}
     computed = []
     for place["unit"] in range(launch.batch * launch.kv_heads):
         sent, expected = [], set()

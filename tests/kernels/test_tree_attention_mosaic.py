@@ -99,6 +99,17 @@ def test_clusters_give_the_same_bits_whatever_a_piece_is(length: int):
     np.testing.assert_array_equal(kernel(members=2)(args).astype(jnp.float32), kernel()(args).astype(jnp.float32))
 
 
+@hopper.interpreted
+@pytest.mark.parametrize("form", [dict(members=2), dict(whole=True), dict(whole=False)], ids=str)
+def test_a_layers_pages_lie_behind_the_first(form: dict[str, Any]):
+    """What is settled may be read early, and has the same bits."""
+    args = CASES[1].draw(0)
+    count = args.pages.shape[0]
+    pool = jnp.concatenate([jnp.full_like(args.pages, jnp.nan), args.pages])
+    own = dataclasses.replace(args, pages=pool, first_page=count, settled=True)
+    np.testing.assert_array_equal(kernel(**form)(own).astype(jnp.float32), kernel(**form)(args).astype(jnp.float32))
+
+
 #: One request of two nodes with four query heads of 64 channels on a KV head.
 SHAPE = 1, 2, 2, 4, 1, 64, 64, 64, True, None, 0.1
 

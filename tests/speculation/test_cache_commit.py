@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec import cache
 from jaxspec.cache import TreeKV, commit, init_pages
 
 LAYERS, PAGES, GROUPS, PAGE, CHANNELS = 2, 6, 2, 4, 3
@@ -103,3 +105,21 @@ def test_attention_over_the_pool_equals_attention_over_new_tokens(kernels: str |
     for together, alone in zip(*attended(pages), strict=True):
         for out in alone:
             np.testing.assert_allclose(out, together[:, 5:], rtol=1e-5, atol=1e-6)
+
+
+def test_layers_share_what_the_first_has_read(monkeypatch: pytest.MonkeyPatch):
+    """Kernels may read that before the kernel before has ended, so it must be the very arrays, and be there by then."""
+    seen: list[dict[str, Any]] = []
+
+    def attend(q, pages, table, length, *_, **options):
+        seen.append(options | {"read": (pages, table, length)})
+        return q
+
+    monkeypatch.setattr(cache, "tree_attention", attend)
+    pages = init_pages(3, PAGES, GROUPS, PAGE, 2 * CHANNELS, jnp.dtype(jnp.float32))
+    x = jnp.ones((1, 1, GROUPS, CHANNELS))
+    kv = TreeKV(pages, jnp.asarray([[0]]), jnp.asarray([0]), None, PAGES)
+    for layer in (0, 2):
+        kv.attend(layer, x, x, x)
+    assert [(own["first_page"], own["settled"]) for own in seen] == [(0, False), (2 * PAGES, True)]
+    assert all(a is b for a, b in zip(seen[0]["read"], seen[1]["read"], strict=True))

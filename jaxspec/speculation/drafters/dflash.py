@@ -123,9 +123,9 @@ class BlockDrafter(Trained):
                 offset_BN = jnp.broadcast_to(own_N[None], (b, cfg.block_size))
             k, v = k.astype(draft.pages.dtype), v.astype(draft.pages.dtype)
             return attend_paged(
-                q, draft.pages, rows.table_BM + layer * geo.num_pages, rows.length_B, k, v,
+                q, draft.pages, rows.table_BM, rows.length_B, k, v,
                 jnp.broadcast_to(mask_1NN, (b, *mask_1NN.shape[1:])), options, offset_BN=offset_BN,
-                kernels=geo.kernels, whole=geo.whole_drafter,
+                kernels=geo.kernels, whole=geo.whole_drafter, first_page=layer * geo.num_pages,
             )  # fmt: skip
 
         return net.predicting(net(net.block(rows.root_B), rows.length_B[:, None] + offset_N[None, :], attend))
