@@ -79,7 +79,8 @@ def _choose(taken: Any, more: Sums, less: Sums) -> Sums:
     return tuple(jnp.where(taken, x, y) for x, y in zip(more, less, strict=True))
 
 
-def _add(kernel: Launch, sums: Sums, more: Sums) -> Sums:
+def add_sums(kernel: Launch, sums: Sums, more: Sums) -> Sums:
+    """Sums of what comes first and of what comes next; of nothing, on either side, nothing changes."""
     *acc, top, total = sums
     *acc_j, top_j, total_j = more
     new = jnp.maximum(top, top_j)
@@ -109,7 +110,7 @@ def in_order(
       load, held: read the i-th few, long before they are used, and leave `start` of those that there are not.
       single, groups: whether items are blocks, and groups. bottom, stop: the first few and the end.
     """
-    add = functools.partial(_add, kernel)
+    add = functools.partial(add_sums, kernel)
 
     def step(turn: Any, carry: tuple[Sums, Sums, list[Sums], list[Sums]]) -> Any:
         i, (whole, group, now, later) = bottom + turn, carry

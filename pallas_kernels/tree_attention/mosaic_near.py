@@ -25,7 +25,7 @@ from pallas_kernels import overlap
 from pallas_kernels.tree_attention import mosaic_rows
 from pallas_kernels.tree_attention.mosaic_few import READ, Few
 from pallas_kernels.tree_attention.mosaic_launch import LANES
-from pallas_kernels.tree_attention.mosaic_merge import Sums, in_order, nothing, with_sink
+from pallas_kernels.tree_attention.mosaic_merge import Sums, add_sums, nothing, with_sink
 from pallas_kernels.tree_attention.mosaic_near_launch import NearLaunch
 from pallas_kernels.tree_attention.mosaic_plan import BLOCK, FEW, GROUP
 from pallas_kernels.tree_attention.mosaic_rows import div, params, rem
@@ -237,21 +237,50 @@ class Near(NearLaunch):
         self.deliver(out, [x / total for x in acc], unit, own)
 
     def joined(self, pieces: Pieces, gather: Callable[[Any], Sums]) -> Sums:
-        """All pieces' sums; `gather` reads one's."""
-        start = nothing(self, self.across)
+        """All pieces' sums in the order of `in_order`, but what need not wait for each other side by side.
 
-        def load(i: Any) -> list[Sums]:
-            places = (i * FEW + k for k in range(FEW))
-            return [gather(jnp.clip(at, pieces.first, pieces.end - 1) - pieces.first) for at in places]
-
-        def held(i: Any, items: list[Sums]) -> list[Sums]:
-            there = [(i * FEW + k >= pieces.first) & (i * FEW + k < pieces.end) for k in range(FEW)]
-            choose = lambda there, item: tuple(jnp.where(there, x, y) for x, y in zip(item, start, strict=True))
-            return list(map(choose, there, items))
-
+        Args:
+          gather: reads a piece's by its number.
+        """
+        start, add = nothing(self, self.across), functools.partial(add_sums, self)
         single, groups = pieces.shift == _SHIFTS[0], pieces.shift == _SHIFTS[2]
-        bottom, stop = div(pieces.first, FEW), div(pieces.end + FEW - 1, FEW)
-        return in_order(self, load, held, single, groups, bottom, stop, start)
+        own = lambda at: gather(at - pieces.first)
+        choose = lambda which, yes, no: tuple(jnp.where(which, x, y) for x, y in zip(yes, no, strict=True))
+
+        def held(at: Any) -> Sums:
+            there = (at >= pieces.first) & (at < pieces.end)
+            return choose(there, own(jnp.clip(at, pieces.first, pieces.end - 1)), start)
+
+        def few(i: Any, read: Callable[[Any], Sums]) -> Sums:
+            return functools.reduce(add, [read(i * FEW + k) for k in range(FEW)])
+
+        def whole_group(i: Any, sums: Sums) -> Sums:
+            """So many pieces as a group has blocks."""
+            several = [few(i * (GROUP // FEW) + k, own) for k in range(GROUP // FEW)]
+            together = lambda: add(sums, functools.reduce(add, several))
+            return lax.cond(single, together, lambda: functools.reduce(add, several, sums))
+
+        def part(i: Any, sums: Sums) -> Sums:
+            """Those of them that there are."""
+
+            def one(i: Any, carry: tuple[Sums, Sums]) -> tuple[Sums, Sums]:
+                (sums, group), more = carry, few(i, held)
+                return choose(single, sums, add(sums, more)), choose(single, add(group, more), group)
+
+            low, high = jnp.maximum(div(pieces.first, FEW), i * (GROUP // FEW)), (i + 1) * (GROUP // FEW)
+            high = jnp.minimum(div(pieces.end + FEW - 1, FEW), high)
+            return add(*lax.fori_loop(low, high, one, (sums, start)))
+
+        def several(i: Any, sums: Sums) -> Sums:
+            whole = (i * GROUP >= pieces.first) & ((i + 1) * GROUP <= pieces.end)
+            return lax.cond(whole, whole_group, part, i, sums)
+
+        def by_fews() -> Sums:
+            begin, end = div(pieces.first, GROUP), div(pieces.end + GROUP - 1, GROUP)
+            return lax.fori_loop(begin, end, several, start)
+
+        one_by_one = lambda: lax.fori_loop(pieces.first, pieces.end, lambda at, sums: add(sums, own(at)), start)
+        return lax.cond(groups, one_by_one, by_fews)
 
 
 @functools.partial(jax.jit, static_argnums=(0,), static_argnames=("interpret",))

@@ -89,7 +89,7 @@ def test_clusters_give_the_same_bits_and_have_no_races(case: Case, members: int,
 
 
 @hopper.interpreted
-@pytest.mark.parametrize("length", [64 * 16 - 2, 64 * 16, 64 * 40 + 1, 64 * 64 + 7])
+@pytest.mark.parametrize("length", [64 * 16 - 2, 64 * 16, 64 * 40 + 1, 64 * 63, 64 * 64 + 7])
 def test_clusters_give_the_same_bits_whatever_a_piece_is(length: int):
     """Single blocks, a few and groups: there is room for 16 pieces."""
     case = dataclasses.replace(CASES[1], heads=4, context=length)
