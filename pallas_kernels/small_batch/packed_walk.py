@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sizes import round_up
-from pallas_kernels.small_batch import lines, mosaic, unpack
+from pallas_kernels.small_batch import lines, mosaic, shares, unpack
 from pallas_kernels.small_batch.mosaic import F32, SUMS, load
 from pallas_kernels.small_batch.packed import BLOCK, FLOAT4, pieces
 
@@ -205,16 +205,15 @@ class Walk:
         }
 
     def add_squares(self, team: Any, shared: dict[str, Any]) -> None:
-        """Each warpgroup a share of the squares, which are there: all of them, read by all, would keep shared memory
-        busy."""
+        """Each warpgroup a share of the squares, which are there."""
         if self.eps is None:
             return
 
         @pl.when(team < self.sharers)
         def _() -> None:
-            count = self.squares // self.sharers
-            share = mosaic.summed_tiles(shared["squares"], team * count, count, HALF.reduce(0))
-            mosaic.write(shared["shares"].at[team], share)
+            count, share = self.squares // self.sharers, shared["shares"].at[team]
+            vector, interpret = HALF.reduce(0), self.interpret
+            shares.add(shared["squares"], team * count, count, share, vector=vector, interpret=interpret)
             plgpu.barrier_arrive(shared["added"].at[0])
 
     def wait_norm(self, shared: dict[str, Any]) -> None:
