@@ -181,20 +181,21 @@ class _Kernel(Walk):
         if norm is not None:
             self.bring(norm, shared["squares"], team)
         self.fill(team, mine, copy_rows, end=self.early)
+        vectors = self.vectors(tile, program, beside)  # in registers before they are needed
         pl.when(turn_of == 1 % self.split)(lambda: self.copy_tables(tile, own, beside, rows, shared))
         lines.wait(self.interpret)
         self.fill(team, mine, copy, begin=self.early)
         plgpu.barrier_arrive(shared["there"].at[0])
         plgpu.barrier_wait(shared["there"].at[0])
         self.add_squares(team, shared)
-        vectors = self.vectors(tile, program, beside)
         total = self.total(team, mine, copy, shared)
-        self.join(team, total, shared, lambda: self.finish(tile, own, outs, shared, vectors, x_MK.dtype))
+        finish = lambda: self.finish(tile, own, outs, shared, self.as_floats(program, vectors), x_MK.dtype)
+        self.join(team, total, shared, finish)
 
     def vectors(self, tile: Any, program: Any, beside: Sequence[Any]) -> list[jax.Array]:
         """What the end needs along columns and the copy engine does not bring, for it is too few bytes: of "add" a
         gain; of heads biases of a program's tiles and, of those that are normed, gains of these."""
-        bring = lambda ref, begin: load(ref.at[pl.ds(begin, COLUMNS)], HALF.reduce(1)).astype(F32)
+        bring = lambda ref, begin: load(ref.at[pl.ds(begin, COLUMNS)], HALF.reduce(1))
         if self.kind == "add":
             return [bring(beside[-1], tile * COLUMNS)]
         if self.kind != "heads":
@@ -203,11 +204,18 @@ class _Kernel(Walk):
         tiles = [tile] if self.head_eps is None else [2 * program, 2 * program + 1]
         found = [bring(refs[0], begin) for each in tiles for begin in self.begins(each)] if self.biased else []
         if self.head_eps is not None:
-            isquery = jnp.where(program < self.counts[0], 1.0, 0.0)
-            for begin in (0, 2 * COLUMNS, COLUMNS, 3 * COLUMNS):
-                queries, keys = (bring(ref, begin) for ref in refs[-2:])
-                found.append(queries * isquery + keys * (1.0 - isquery))
+            parts = (0, 2 * COLUMNS, COLUMNS, 3 * COLUMNS)
+            found += [bring(ref, begin) for begin in parts for ref in refs[-2:]]
         return found
+
+    def as_floats(self, program: Any, vectors: Sequence[jax.Array]) -> list[jax.Array]:
+        """`vectors` in float32, of two gains the one of a program's head: computed from when they are there."""
+        found = [x.astype(F32) for x in vectors]
+        if self.head_eps is None:
+            return found
+        isquery = jnp.where(program < self.counts[0], 1.0, 0.0)
+        pairs = zip(found[-8::2], found[-7::2], strict=True)
+        return found[:-8] + [queries * isquery + keys * (1.0 - isquery) for queries, keys in pairs]
 
     def copy_tables(self, tile: Any, own: Any, beside: Any, rows: Any, shared: Any) -> None:
         """What a tile needs, besides weights, their scales and rows."""
