@@ -33,6 +33,8 @@ _MOST_ROWS, _MARGIN = 32, 8192
 #: Bytes of weights that a program asks for before the kernel before has ended: as many as come while it waits for that
 #: kernel's results. More of them stand before these in the memory's queue (docs/benchmarks/rounds.md).
 _EARLY = 1 << 16
+#: Columns that tiles may be apart by: the copy engine brings weights in pieces of so many.
+_UNIT = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,8 +81,28 @@ class _Kernel(Walk):
         return max((n for n in (1, 2, 4) if math.gcd(self.teams, count) % n == 0 and n * each <= left), default=1)
 
     @property
+    def span(self) -> int:
+        """Columns of each part that a program has: 32 of a tile, or somewhat fewer where tiles of a byte a value
+        overlap, so that more multiprocessors have a program; two then write the same values. In half bytes it gains
+        nothing."""
+        whole, columns = COLUMNS * self.tiles, self.columns // self.parts
+        half_bytes = unpack.row_bytes(self.dtype) < BLOCK
+        if self.kind != "swiglu" or self.tiles == 1 or half_bytes or columns // whole > mosaic.MULTIPROCESSORS:
+            return whole
+        least = max(-(-columns // (mosaic.MULTIPROCESSORS * _UNIT)) * _UNIT, whole * 7 // 8)
+        return next(n for n in range(least, whole + 1, _UNIT) if columns % n == 0)
+
+    @property
     def programs(self) -> int:
-        return self.columns // (COLUMNS * self.parts * self.tiles)
+        return self.columns // (self.parts * self.span)
+
+    def column(self, tile: Any) -> Any:
+        """The first of a tile's, in each part."""
+        if self.span == COLUMNS * self.tiles:
+            return tile * COLUMNS
+        program, own = tile // self.tiles, lax.rem(tile, self.tiles)
+        apart = (self.span - COLUMNS) // _UNIT
+        return program * self.span + own * apart // (self.tiles - 1) * _UNIT
 
     @property
     def teams(self) -> int:
@@ -129,7 +151,7 @@ class _Kernel(Walk):
     def begins(self, tile: Any) -> tuple[Any, ...]:
         """The stretches of 32 columns that a program has."""
         if self.kind == "swiglu":
-            return tile * COLUMNS, self.columns // 2 + tile * COLUMNS
+            return self.column(tile), self.columns // 2 + self.column(tile)
         if self.kind == "heads":
             begin = (tile // 2) * 4 * COLUMNS + lax.rem(tile, 2) * COLUMNS
             return begin, begin + 2 * COLUMNS
@@ -139,7 +161,7 @@ class _Kernel(Walk):
         """The same as slices of the first axes of `viewed`."""
         if self.kind == "heads":
             return pl.ds((tile // 2) * 2, 2), pl.ds(lax.rem(tile, 2) * COLUMNS, COLUMNS)
-        return pl.ds(tile * 0, self.parts), pl.ds(tile * COLUMNS, COLUMNS)
+        return pl.ds(tile * 0, self.parts), pl.ds(self.column(tile), COLUMNS)
 
     def viewed(self, values_NK: jax.Array) -> jax.Array:
         """Weights such that one copy brings a program's columns."""
@@ -297,7 +319,7 @@ class _Kernel(Walk):
     def _swiglu(self, tile: Any, parts: Sequence[jax.Array], outs: Sequence[Any], shared: Any, dtype: Any) -> None:
         gate, up = parts
         y = (gate * lax.logistic(gate) * up).astype(dtype)
-        self.store(shared["out"].at[0], y, outs[0], tile * COLUMNS)
+        self.store(shared["out"].at[0], y, outs[0], self.column(tile))
 
     def turned(self, head: Any) -> jax.Array:
         """1 of queries and keys, 0 of values, which stay as they are."""

@@ -230,6 +230,29 @@ def test_other_kernels_of_packed_weights_agree_with_xla():
     close(gpu_packed.logits(wide.h_ME, weight, interpret=params), reference.logits(wide.h_ME, weight), 1)
 
 
+def test_more_multiprocessors_have_a_program_where_tiles_overlap():
+    """Llama 3.1 8B's gate and up; Qwen3 8B's would overlap by a third, and half bytes gain nothing."""
+    few = lambda dtype, columns: gpu_packed._Kernel(
+        kind="swiglu", dtype=dtype, shape=(1, 4096), columns=2 * columns, groups=1, eps=EPS, squares=128, width=4096
+    )
+    assert [(few("int8", n).span, few("int8", n).programs) for n in (14336, 12288)] == [(112, 128), (128, 96)]
+    assert (few("int4", 14336).span, few("float8_e4m3fn", 28672).span) == (128, 128)
+    own = few("int8", 14336)
+    begins = np.asarray([own.column(jnp.int32(tile)) for tile in range(4)])
+    covered = {column for begin in begins for column in range(begin, begin + packed_walk.COLUMNS)}
+    assert covered == set(range(own.span)) and not np.any(begins % 8)
+
+
+@hopper.interpreted
+@pytest.mark.parametrize("m", [1, 3])
+def test_tiles_that_overlap_agree_with_xla(m: int):
+    both, wide = packed.pack(*kernel("int8", 256, 2 * 896)), reference.begin(normal(0, m, 256), normal(1, 256))
+    own = gpu_packed._Kernel(kind="swiglu", dtype="int8", shape=(m, 256), columns=2 * 896, groups=1)
+    assert (own.tiles, own.span) == (4, 112)
+    params = plgpu.InterpretGPUParams(detect_races=False)  # pyright: ignore[reportAttributeAccessIssue]
+    close(gpu.swiglu(wide, both, EPS, interpret=params), reference.swiglu(wide, both, EPS), m)
+
+
 @hopper.interpreted
 @pytest.mark.parametrize(
     ("name", "m", "inputs"),
