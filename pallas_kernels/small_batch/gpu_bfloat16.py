@@ -112,8 +112,7 @@ class Kernel(Launch):
             return ()
 
         lax.fori_loop(self.stages - 1, turns * s.steps, later, ())
-        if not self.many:  # earlier, the next kernel's weights would come among these
-            overlap.begin(self.interpret)
+        overlap.begin(self.interpret)  # earlier, the next kernel's weights would come among these
 
     def rows(self, program: Any, first: Any, count: int) -> Any:
         """A slice of rows, and of so many more as the copy engine fills with zeros."""
