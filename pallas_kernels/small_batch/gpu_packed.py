@@ -1,8 +1,9 @@
 """Products of few rows by packed weights of 8 or 4 bits, on Mosaic GPU: `gpu`'s four kernels over `packed.Packed`.
 
 A tile is 32 columns of the result, or 32 pairs of columns (gate and up, the halves of a head). Where tiles are many a
-warpgroup has one; where they are few four warpgroups share one (`packed_walk`). A head that is normed is a program's,
-whose two tiles have two warpgroups each: its mean square is over both.
+warpgroup has one; where they are few four warpgroups share one (`packed_walk`). Those of a program may overlap, so that
+two warpgroups compute and write the same columns (`span`). A head that is normed is a program's, whose two tiles have
+two warpgroups each: its mean square is over both.
 """
 
 from __future__ import annotations
@@ -82,9 +83,11 @@ class _Kernel(Walk):
 
     @property
     def span(self) -> int:
-        """Columns of each part that a program has: 32 of a tile, or somewhat fewer where tiles of a byte a value
-        overlap, so that more multiprocessors have a program; two then write the same values. In half bytes it gains
-        nothing."""
+        """Columns of each part that a program has: 32 of a tile, or up to an eighth fewer.
+
+        Tiles then overlap, and more multiprocessors have a program. It gains where values have a byte, but not in half
+        bytes (docs/benchmarks/rounds.md).
+        """
         whole, columns = COLUMNS * self.tiles, self.columns // self.parts
         half_bytes = unpack.row_bytes(self.dtype) < BLOCK
         if self.kind != "swiglu" or self.tiles == 1 or half_bytes or columns // whole > mosaic.MULTIPROCESSORS:

@@ -244,10 +244,11 @@ def test_more_multiprocessors_have_a_program_where_tiles_overlap():
 
 
 @hopper.interpreted
-@pytest.mark.parametrize("m", [1, 3])
-def test_tiles_that_overlap_agree_with_xla(m: int):
-    both, wide = packed.pack(*kernel("int8", 256, 2 * 896)), reference.begin(normal(0, m, 256), normal(1, 256))
-    own = gpu_packed._Kernel(kind="swiglu", dtype="int8", shape=(m, 256), columns=2 * 896, groups=1)
+@pytest.mark.parametrize(("name", "m"), [("int8", 1), ("fp8-block", 3), ("int8-zeros", 16)])
+def test_tiles_that_overlap_agree_with_xla(name: str, m: int):
+    """Without a look for races: two tiles write the same values where they overlap."""
+    both, wide = packed.pack(*kernel(name, 256, 2 * 896)), reference.begin(normal(0, m, 256), normal(1, 256))
+    own = gpu_packed._Kernel(kind="swiglu", dtype=both.kind, shape=(m, 256), columns=2 * 896, groups=both.groups)
     assert (own.tiles, own.span) == (4, 112)
     params = plgpu.InterpretGPUParams(detect_races=False)  # pyright: ignore[reportAttributeAccessIssue]
     close(gpu.swiglu(wide, both, EPS, interpret=params), reference.swiglu(wide, both, EPS), m)
