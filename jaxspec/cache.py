@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxspec.models.base import FULL_ATTENTION, Attend, AttentionOptions
 from jaxspec.models.sharded import TENSOR_AXIS, shards
 from pallas_kernels.tree_attention.api import tree_attention
+from pallas_kernels.tree_attention.reference import Shared
 
 #: Lanes of a TPU's tiles. A pool there is a whole number of them wide: XLA would copy another one for the kernel.
 _LANES = 128
@@ -61,30 +62,36 @@ def _per_device(
 def attend_paged(
     q_BNHC: jax.Array, pages: jax.Array, table_BM: jax.Array, length_B: jax.Array, k_BTGC: jax.Array,
     v_BTGC: jax.Array, mask_BNT: jax.Array | None, options: AttentionOptions, *, offset_BN: jax.Array | None = None,
-    kernels: str | None = None, whole: bool = False, first_page: int = 0, settled: bool = False,
+    kernels: str | None = None, whole: bool = False, first_page: int = 0, shared: Shared | None = None,
 ) -> jax.Array:  # fmt: skip
     """Tree attention (see its api) by every device on its own heads.
 
     Args:
-      table_BM: page numbers of one layer. first_page: of the layer in the whole pool. settled: see the api.
+      table_BM: page numbers of one layer. first_page: of the layer in the whole pool. shared: see the api.
       options: what the layer asks for. offset_BN: of queries to the prefix's end, where there is a window.
       whole: every device of a mesh has the whole pool, and attends with all heads.
     """
     attention = functools.partial(
         tree_attention, scale=options.scale, soft_cap=options.soft_cap, value_channels=options.value_channels,
-        implementation=kernels, first_page=first_page, settled=settled,
+        implementation=kernels, first_page=first_page,
     )  # fmt: skip
     heads_at: list[int | None] = [2, 1, None, None, 2, 2, None]
     args = [q_BNHC, pages, table_BM, length_B, k_BTGC, v_BTGC, mask_BNT]
     if options.window is not None:
         attention = functools.partial(attention, window=options.window)
 
+    # What one device's trace has made cannot be used in another's.
+    own = shared if shared is None or shards() == 1 else Shared(read=shared.read)
+
     def attend(offset_BN: jax.Array | None, sinks_H: jax.Array | None, *args: Any) -> jax.Array:
-        return attention(*args, offset_BN=offset_BN, sinks_H=sinks_H)
+        return attention(*args, offset_BN=offset_BN, sinks_H=sinks_H, shared=own)
 
     offset_BN = None if options.window is None else offset_BN
     split = _per_device(attend, pages.shape[1], [None, 0, *heads_at], 2, whole)
-    return split(offset_BN, options.sinks_H, *args)
+    out = split(offset_BN, options.sinks_H, *args)
+    if shared is not None:
+        shared.read = True
+    return out
 
 
 class TreeKV:
@@ -122,6 +129,7 @@ class TreeKV:
         self._pages, self._table, self._length, self._mask = pages, table_BM, length_B, mask_BNT
         self._num_pages, self._prior, self._place, self._kernels = num_pages, prior, place_BT, kernels
         self._new: dict[int, jax.Array] = {}
+        self._shared = Shared()
         self._windows: dict[int, tuple[jax.Array | None, jax.Array | None]] = {}
         self.attend: Attend = self._attend
 
@@ -137,7 +145,6 @@ class TreeKV:
         c, values = q_BNHC.shape[-1], options.value_channels
         kv = k_BNGC if values is not None else jnp.concatenate([k_BNGC, v_BNGC], axis=-1)
         kv = kv.astype(self._pages.dtype)
-        settled = bool(self._new)  # an earlier layer has read what all read
         self._new[layer] = kv
         if self._prior is not None:
             kv = jnp.concatenate([self._prior[layer], kv], axis=1)
@@ -145,7 +152,7 @@ class TreeKV:
         return attend_paged(
             q_BNHC, self._pages, self._table, self._length, kv[..., :c], v_BTGC, mask_BNT, options,
             offset_BN=offset_BN, kernels=self._kernels, whole=self._whole, first_page=layer * self._num_pages,
-            settled=settled,
+            shared=self._shared,
         )  # fmt: skip
 
     def _within(self, window: int, b: int, n: int) -> tuple[jax.Array | None, jax.Array | None]:

@@ -4,9 +4,10 @@ A kernel that calls `begin` and `wait` is launched while the kernels that it dep
 these have begun. Before `wait` it may read what no kernel of the executable writes, its parameters, and write nothing
 outside of its own shared memory; after `wait` all that was launched before has ended, and what it wrote can be read.
 That is passed on: a kernel ends after its own `wait`, so who waits for it waits for all before it. And a kernel whose
-predecessor calls `begin` after `wait` may read before its own `wait` what was written before that predecessor. So may
-any kernel read what one has read that it depends on by way of another one: attention the pages of layers behind the
-first (`TreeAttentionArgs.settled`), if all are given the same arrays and nothing in between writes them.
+predecessor calls `begin` after `wait`, or is not launched early, may read before its own `wait` what was written before
+that predecessor. So what a kernel has read behind its `wait` another may read before its own if between them stands
+such a kernel that the one depends on and that depends on the other, and nobody writes it: attention of layers behind
+the first their pages (`tree_attention.reference.Shared`).
 
 JAX 0.12 and newer put such launches into CUDA's graphs (`MosaicGpuRecord` in its plugin); before, graphs kept no such
 edge and kernels lost by it (docs/notes.md, 2026-11-23), so there both do nothing. Nor do they in the interpreter.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from pallas_kernels.dispatch import Implementation, Operation, log_once, no_trit
 from pallas_kernels.sizes import round_up
 from pallas_kernels.small_batch.gpu import supported
 from pallas_kernels.tree_attention import gpu, gpu_mosaic, mosaic_latent, mosaic_plain, mosaic_wide, reference, tpu
-from pallas_kernels.tree_attention.reference import TreeAttentionArgs
+from pallas_kernels.tree_attention.reference import Shared, TreeAttentionArgs
 
 #: Kernels on Mosaic GPU by what they are for, in the order in which they are asked.
 _MOSAIC = {"few rows": gpu_mosaic, "many rows": mosaic_wide, "latent": mosaic_latent, "any shape": mosaic_plain}
@@ -45,9 +45,9 @@ def _on_gpu(args: TreeAttentionArgs, **launch: Any) -> jax.Array:
     name, reason = (None, "its sizes are given") if asked else _on_mosaic(args)
     if name is None:
         log_once(logging.INFO, f"tree_attention: gpu on Triton: {reason}")
-        return gpu.tree_attention(args.placed(), **launch)
+        return gpu.tree_attention(args, **launch)
     log_once(logging.INFO, f"tree_attention: gpu on Mosaic GPU, {name}")
-    return _MOSAIC[name].tree_attention(args if name == "few rows" else args.placed())
+    return _MOSAIC[name].tree_attention(args)
 
 
 def _gpu_refusal(args: TreeAttentionArgs) -> str | None:
@@ -58,20 +58,17 @@ def _gpu_refusal(args: TreeAttentionArgs) -> str | None:
     return None if name else f"{why}; on Mosaic GPU {reason}"
 
 
-def _placed(run: Callable[..., jax.Array], **more: Any) -> Callable[..., jax.Array]:
-    return lambda args, **others: run(args.placed(), **more, **others)
-
-
+_interpreted = functools.partial(tpu.tree_attention, interpret=pltpu.InterpretParams())
 OPERATION = Operation(
     "tree_attention",
     {
-        "reference": Implementation(_placed(reference.tree_attention)),
-        "tpu": Implementation(_placed(tpu.tree_attention), tpu.refusal),
+        "reference": Implementation(reference.tree_attention),
+        "tpu": Implementation(tpu.tree_attention, tpu.refusal),
         "gpu": Implementation(_on_gpu, _gpu_refusal),
         "batch_invariant": Implementation(
             gpu_mosaic.tree_attention, lambda args: supported() or gpu_mosaic.refusal(args)
         ),
-        "interpret": Implementation(_placed(tpu.tree_attention, interpret=pltpu.InterpretParams()), tpu.refusal),
+        "interpret": Implementation(_interpreted, tpu.refusal),
     },
 )
 
@@ -80,8 +77,8 @@ def tree_attention(
     q_BNHC: jax.Array, pages: jax.Array, table_BM: jax.Array, length_B: jax.Array, tree_k_BTGC: jax.Array,
     tree_v_BTGC: jax.Array, tree_mask_BNT: jax.Array | None = None, *, scale: float | None = None,
     window: int | None = None, offset_BN: jax.Array | None = None, soft_cap: float | None = None,
-    sinks_H: jax.Array | None = None, value_channels: int | None = None, first_page: int = 0, settled: bool = False,
-    implementation: str | None = None,
+    sinks_H: jax.Array | None = None, value_channels: int | None = None, first_page: int = 0,
+    shared: Shared | None = None, implementation: str | None = None,
 ) -> jax.Array:  # fmt: skip
     """Attention of N tokens a request over a paged prefix and over the tree's own keys and values.
 
@@ -109,8 +106,7 @@ def tree_attention(
         nor soft_cap applies to it.
       value_channels: values are the first so many channels of the keys (multi-head latent attention); C otherwise.
       first_page: of a layer, added to the table's numbers. Layers that differ in it alone share one table.
-      settled: whether an attention of the same executable that this one depends on has read the same pages, table and
-        lengths: then kernels that begin early may read them before the kernel before has ended (see overlap).
+      shared: what layers have in common, so that kernels may read some of it early; None: nothing is known of others.
       implementation: see dispatch.
 
     Returns:
@@ -122,7 +118,7 @@ def tree_attention(
     args = TreeAttentionArgs(
         q_BNHC, pages, table_BM, length_B, tree_k_BTGC, tree_v_BTGC, tree_mask_BNT, offset_BN,
         sinks_H, scale=scale, window=window, soft_cap=soft_cap, value_channels=value_channels,
-        first_page=first_page, settled=settled,
+        first_page=first_page, shared=shared,
     )  # fmt: skip
     _check(args)
     b, n = q_BNHC.shape[:2]
@@ -131,7 +127,10 @@ def tree_attention(
     if tree_mask_BNT is not None:
         mask = jnp.broadcast_to(tree_mask_BNT, (b, n, tree_k_BTGC.shape[1]))
         args = dataclasses.replace(args, tree_mask_BNT=mask)
-    return OPERATION(args, implementation)
+    out = OPERATION(args, implementation)
+    if shared is not None:
+        shared.read = True
+    return out
 
 
 def _check(args: TreeAttentionArgs) -> None:

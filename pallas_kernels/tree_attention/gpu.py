@@ -330,7 +330,7 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
         interpret=interpret,
         name="tree_attention",
     )(
-        q, args.tree_k_BTGC, args.tree_v_BTGC, words, args.pages, args.table_BM,
+        q, args.tree_k_BTGC, args.tree_v_BTGC, words, args.pages, args.placed().table_BM,
         args.length_B, offset, sinks,
     )  # fmt: skip
     return out if splits == 1 else _merge(out, *sums, dtype=q.dtype, interpret=interpret)

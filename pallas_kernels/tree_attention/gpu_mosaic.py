@@ -295,7 +295,7 @@ def tree_attention(
     members: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """See api.tree_attention. A `first_page` is added here.
+    """See api.tree_attention.
 
     Args:
       programs, teams: see _Kernel; programs are by default one for each multiprocessor of the device at hand.
@@ -322,7 +322,7 @@ def tree_attention(
     if members is None:
         members = 0 if whole is not None else mosaic_near.members(Few(*shape), capacity)
     if members:
-        few = Few(*shape, settled=args.settled)
+        few = Few(*shape, settled=args.shared is not None and args.shared.read)
         mosaic_near.check(few, capacity, members)
         ins["length"] = args.length_B
         if sinks is not None:
@@ -331,8 +331,11 @@ def tree_attention(
         return mosaic_heads.narrowed(out, channels)
     sizes = Sizes.of(Launch(*shape), capacity, whole)
     direct = sizes.whole and Launch(*shape).tiles == 1
-    kernel = _Kernel(*shape, direct=direct, straight=sizes.straight, settled=args.settled)
-    items, count, ends = plan(args.length_B, t, sizes, args.window, causal)
+    plans, key = {} if args.shared is None else args.shared.plans, (t, sizes, args.window, causal)
+    kernel = _Kernel(*shape, direct=direct, straight=sizes.straight, settled=key in plans)
+    if key not in plans:
+        plans[key] = plan(args.length_B, t, sizes, args.window, causal)
+    items, count, ends = plans[key]
     ins |= {"items": items, "count": count}
     if kernel.direct:
         if sinks is not None:

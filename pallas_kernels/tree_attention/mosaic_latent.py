@@ -266,7 +266,7 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
     )  # fmt: skip
     rows = jnp.pad(args.q_BNHC.reshape(b, n * h, c), ((0, 0), (0, -(n * h) % 8), (0, 0)))
     ins = {
-        "q": rows, "k": mosaic_wide.whole_tiles(args.tree_k_BTGC), "pages": args.pages, "table": args.table_BM,
+        "q": rows, "k": mosaic_wide.whole_tiles(args.tree_k_BTGC), "pages": args.pages, "table": args.placed().table_BM,
         "length": args.length_B,
     }  # fmt: skip
     if args.tree_mask_BNT is not None:

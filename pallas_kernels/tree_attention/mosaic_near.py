@@ -145,7 +145,7 @@ class Near(NearLaunch):
         guess = self.numbers(lambda i: own + i * self.workers, b, 0, ins)  # asked for beside the length
         pieces = Pieces.of(self, length if self.interpret else mosaic_rows.uniform(length), own)
         ahead = self.ahead(pieces, b, guess, ins)
-        # The first block is asked for while the kernel before still runs, queries as soon as it has ended.
+        # The first block is asked for while the kernel before still runs, if it may be; queries once that has ended.
         self.bring(pieces, team, at, jnp.int32(0), ahead, ins, shared)
         if self.settled:
             overlap.wait(self.interpret)

@@ -253,8 +253,8 @@ def tree_attention(args: TreeAttentionArgs, *, splits: int | None = None, interp
         capacity = args.table_BM.shape[1] * args.pages.shape[2]
         splits = max(1, min(_PER_MULTIPROCESSOR * count // kernel.programs, capacity // (4 * KEYS)))
     ins = {
-        "q": args.q_BNHC, "k": args.tree_k_BTGC, "v": args.tree_v_BTGC, "pages": args.pages, "table": args.table_BM,
-        "length": args.length_B,
+        "q": args.q_BNHC, "k": args.tree_k_BTGC, "v": args.tree_v_BTGC, "pages": args.pages,
+        "table": args.placed().table_BM, "length": args.length_B,
     }  # fmt: skip
     if args.tree_mask_BNT is not None:
         ins["mask"] = jnp.pad(args.tree_mask_BNT, ((0, 0), (0, 0), (0, -t % KEYS))).astype(_I32)

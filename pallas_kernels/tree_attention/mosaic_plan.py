@@ -74,8 +74,8 @@ def plan(length_B: jax.Array, news: int, sizes: Sizes, window: int | None, causa
     Warpgroups take them in this order, so those that have one more than others began with a short one, and new tokens
     are put into their blocks while memory brings the next.
 
-    It depends on the lengths alone, so that XLA computes it once for all layers. An item is a block, a few, a group or
-    a whole request, which changes nothing of the results.
+    Of the arrays it depends on the lengths alone, so that all layers of a window have one (`reference.Shared`). An item
+    is a block, a few, a group or a whole request, which changes nothing of the results.
 
     Args:
       news: new tokens T.

@@ -372,7 +372,7 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
     args = mosaic_heads.widened(args)
     ins = {
         "q": args.q_BNHC, "k": whole_tiles(args.tree_k_BTGC), "v": whole_tiles(args.tree_v_BTGC), "pages": args.pages,
-        "table": args.table_BM, "length": args.length_B,
+        "table": args.placed().table_BM, "length": args.length_B,
     }  # fmt: skip
     if args.tree_mask_BNT is not None:
         ins["words"] = words(args.tree_mask_BNT, kernel)

@@ -9,6 +9,7 @@ is the same arithmetic whether it is decoded alone or verified among others.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,29 @@ from pallas_kernels.dispatch import static
 _MASKED = -1e30
 
 
+class Shared:
+    """What the attention of several layers has in common, in one trace.
+
+    They are given the same pages, table and lengths, which nothing between them writes, and each depends on the one
+    before by way of a product, or of any kernel that waits for all before it and only then lets another begin. So what
+    one has read behind its wait a later one may read before its own (see overlap).
+
+    Attributes:
+      read: whether one has read pages, table and lengths. plans: what kernels made of the lengths, and read, by all
+        else that it depends on.
+    """
+
+    def __init__(self, *, read: bool = False) -> None:
+        self.read, self.plans = read, dict[Any, Any]()
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TreeAttentionArgs:
     """The arguments of one call; `api.tree_attention` describes them.
 
     Attributes:
-      first_page: see there. Implementations are given what `placed` makes, but for those that say that they add it.
+      first_page: see there; an implementation adds it itself, or reads the table of `placed`.
     """
 
     q_BNHC: jax.Array
@@ -41,13 +58,13 @@ class TreeAttentionArgs:
     soft_cap: float | None = static(default=None)
     value_channels: int | None = static(default=None)
     first_page: int = static(default=0)
-    settled: bool = static(default=False)
+    shared: Shared | None = static(default=None)  # noqa: RUF009  (a field)
 
     def placed(self) -> TreeAttentionArgs:
         """The same with `first_page` added to the table."""
         if not self.first_page:
             return self
-        return dataclasses.replace(self, table_BM=self.table_BM + self.first_page, first_page=0, settled=False)
+        return dataclasses.replace(self, table_BM=self.table_BM + self.first_page, first_page=0)
 
     @property
     def factor(self) -> float:
@@ -88,6 +105,7 @@ def tree_attention(args: TreeAttentionArgs, *, block_tokens: int | None = None) 
     Args:
       block_tokens: prefix tokens a loop iteration reads, rounded to whole pages; one page by default.
     """
+    args = args.placed()
     b, n, h, c = args.q_BNHC.shape
     _, g, page, _ = args.pages.shape
     q_BGRC = args.q_BNHC.reshape(b, n, g, h // g, c).transpose(0, 2, 1, 3, 4).reshape(b, g, n * (h // g), c)

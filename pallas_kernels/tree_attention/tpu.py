@@ -79,6 +79,7 @@ def tree_attention(
     """
     if (reason := refusal(args, cores=cores)) is not None:
         raise ValueError(reason)
+    args = args.placed()
     b, n, h, _ = args.q_BNHC.shape
     g, length_B = args.pages.shape[1], args.length_B
     plan = plan_for(args, cores)

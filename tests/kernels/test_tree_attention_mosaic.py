@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import overlap
 from pallas_kernels.aot import worker
 from pallas_kernels.aot.targets import TARGETS
 from pallas_kernels.tree_attention import api, gpu, gpu_mosaic, mosaic_near, mosaic_plan
@@ -25,7 +27,7 @@ from pallas_kernels.tree_attention.cases import CASES as OTHERS
 from pallas_kernels.tree_attention.cases import Case
 from pallas_kernels.tree_attention.mosaic_few import Few
 from pallas_kernels.tree_attention.mosaic_launch import Launch
-from pallas_kernels.tree_attention.reference import TreeAttentionArgs
+from pallas_kernels.tree_attention.reference import Shared, TreeAttentionArgs
 from tests.kernels import hopper
 
 compiled = jax.default_backend() == "gpu"
@@ -101,13 +103,62 @@ def test_clusters_give_the_same_bits_whatever_a_piece_is(length: int):
 
 @hopper.interpreted
 @pytest.mark.parametrize("form", [dict(members=2), dict(whole=True), dict(whole=False)], ids=str)
-def test_a_layers_pages_lie_behind_the_first(form: dict[str, Any]):
-    """What is settled may be read early, and has the same bits."""
-    args = CASES[1].draw(0)
+def test_layers_share_a_table_and_a_plan(form: dict[str, Any]):
+    """Of two layers with a window and two without the second of each has what the first made of the lengths."""
+    args, params = CASES[1].draw(0), {}
+    if not compiled:
+        params = {"programs": 2, "interpret": plgpu.InterpretGPUParams()}  # pyright: ignore[reportAttributeAccessIssue]
     count = args.pages.shape[0]
     pool = jnp.concatenate([jnp.full_like(args.pages, jnp.nan), args.pages])
-    own = dataclasses.replace(args, pages=pool, first_page=count, settled=True)
-    np.testing.assert_array_equal(kernel(**form)(own).astype(jnp.float32), kernel(**form)(args).astype(jnp.float32))
+    made = []
+
+    def layers(args: TreeAttentionArgs, pool: jax.Array, shared: bool) -> list[jax.Array]:
+        own, out = Shared() if shared else None, []
+        for window in (None, 70, None, 70):
+            layer = dataclasses.replace(args, pages=pool, first_page=count, shared=own, window=window)
+            out.append(gpu_mosaic.tree_attention(layer, **{"members": 0, **form, **params}))
+            made.append(0 if own is None else len(own.plans))
+        return out
+
+    run = jax.jit(layers, static_argnums=2)
+    for got, want in zip(run(args, pool, True), run(args, pool, False), strict=True):
+        np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
+    np.testing.assert_array_equal(got.astype(jnp.float32), kernel(**form)(dataclasses.replace(args, window=70)))
+    assert made[:4] == ([0, 0, 0, 0] if "members" in form else [1, 2, 2, 2])
+
+
+@pytest.mark.skipif(not overlap.overlaps(None), reason="this JAX launches no kernel early")
+@hopper.proved
+@pytest.mark.parametrize("batch", [1, 4, 32])
+def test_what_is_read_early_was_read_by_a_layer_before(batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By the real compiler, of layers with a window and without: a later one's integers are an earlier one's."""
+    args = Case("layers", batch, 1, context=2048, mask="causal").shapes()
+
+    def layers(args: TreeAttentionArgs) -> jax.Array:
+        q, shared = args.q_BNHC, Shared()
+        for i, window in enumerate((None, 128, None, 128)):
+            own = dataclasses.replace(args, q_BNHC=q, window=window, first_page=i, shared=shared)
+            q = jnp.tanh(gpu_mosaic.tree_attention(own, programs=132))
+            shared.read = True
+        return q
+
+    executable, _ = hopper.compiled(layers, args, tmp_path, monkeypatch)
+    made = dict(re.findall(r"(%[\w.-]+) = (.*)", executable.as_text()))
+
+    def integers(call: str) -> set[str]:
+        names = re.findall(r"%[\w.-]+", call[call.index("custom-call(") : call.index(")", call.index("custom-call("))])
+        return {name for name in names if re.match(r"[su]32", made[name]) and "constant(" not in made[name]}
+
+    # What merges items reads one array of integers, attention several.
+    attention = [found for call in made.values() if "custom-call(" in call and len(found := integers(call)) > 1]
+    assert len(attention) == 4 and attention[2] == attention[0] and attention[3] == attention[1]
+    codes = {path.name: path.read_text() for path in tmp_path.glob("*.ptx") if "merge" not in path.name}
+    early = [code.split("griddepcontrol.wait;")[0] for code in codes.values()]
+    assert all(code.count("griddepcontrol.wait;") == 1 for code in codes.values())
+    kinds = sorted(("cp.async.bulk.tensor" in code, "ld.global" in code) for code in early)
+    # Of clusters one layer waits first; where programs walk along a plan, one of each window.
+    assert kinds == [(False, False)] * (1 if batch < 32 else 2) + [(True, True)] * 2
+    assert not any("st.global" in code or "st.async" in code for code in early)
 
 
 #: One request of two nodes with four query heads of 64 channels on a KV head.

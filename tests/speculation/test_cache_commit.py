@@ -111,8 +111,8 @@ def test_layers_share_what_the_first_has_read(monkeypatch: pytest.MonkeyPatch):
     """Kernels may read that before the kernel before has ended, so it must be the very arrays, and be there by then."""
     seen: list[dict[str, Any]] = []
 
-    def attend(q, pages, table, length, *_, **options):
-        seen.append(options | {"read": (pages, table, length)})
+    def attend(q, pages, table, length, *_, shared, **options):
+        seen.append(options | {"arrays": (pages, table, length), "shared": shared, "read": shared.read})
         return q
 
     monkeypatch.setattr(cache, "tree_attention", attend)
@@ -121,5 +121,6 @@ def test_layers_share_what_the_first_has_read(monkeypatch: pytest.MonkeyPatch):
     kv = TreeKV(pages, jnp.asarray([[0]]), jnp.asarray([0]), None, PAGES)
     for layer in (0, 2):
         kv.attend(layer, x, x, x)
-    assert [(own["first_page"], own["settled"]) for own in seen] == [(0, False), (2 * PAGES, True)]
-    assert all(a is b for a, b in zip(seen[0]["read"], seen[1]["read"], strict=True))
+    assert [(own["first_page"], own["read"]) for own in seen] == [(0, False), (2 * PAGES, True)]
+    assert seen[0]["shared"] is seen[1]["shared"]
+    assert all(a is b for a, b in zip(seen[0]["arrays"], seen[1]["arrays"], strict=True))

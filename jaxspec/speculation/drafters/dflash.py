@@ -25,6 +25,7 @@ from jaxspec.speculation.sampling import SamplingState
 from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.tier import Tier
+from pallas_kernels.tree_attention.reference import Shared
 
 
 @jax.tree_util.register_dataclass
@@ -111,7 +112,7 @@ class BlockDrafter(Trained):
     def _predicting(self, net: DflashHead, draft: ContextCache, rows: Rows) -> jax.Array:
         """Hidden states of the places of every row's block that predict, [B, drafts, E]."""
         cfg, geo, b = self.config, self.geo, rows.root_B.shape[0]
-        offset_N = jnp.arange(cfg.block_size, dtype=jnp.int32)
+        offset_N, shared = jnp.arange(cfg.block_size, dtype=jnp.int32), Shared()
 
         def attend(
             layer: int, q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions = FULL_ATTENTION
@@ -126,6 +127,7 @@ class BlockDrafter(Trained):
                 q, draft.pages, rows.table_BM, rows.length_B, k, v,
                 jnp.broadcast_to(mask_1NN, (b, *mask_1NN.shape[1:])), options, offset_BN=offset_BN,
                 kernels=geo.kernels, whole=geo.whole_drafter, first_page=layer * geo.num_pages,
+                shared=shared,
             )  # fmt: skip
 
         return net.predicting(net(net.block(rows.root_B), rows.length_B[:, None] + offset_N[None, :], attend))
