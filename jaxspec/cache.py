@@ -89,8 +89,8 @@ def attend_paged(
     offset_BN = None if options.window is None else offset_BN
     split = _per_device(attend, pages.shape[1], [None, 0, *heads_at], 2, whole)
     out = split(offset_BN, options.sinks_H, *args)
-    if shared is not None:
-        shared.read = True
+    if shared is not None and own is not None:
+        shared.read = own.read
     return out
 
 

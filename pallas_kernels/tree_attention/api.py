@@ -127,10 +127,7 @@ def tree_attention(
     if tree_mask_BNT is not None:
         mask = jnp.broadcast_to(tree_mask_BNT, (b, n, tree_k_BTGC.shape[1]))
         args = dataclasses.replace(args, tree_mask_BNT=mask)
-    out = OPERATION(args, implementation)
-    if shared is not None:
-        shared.read = True
-    return out
+    return OPERATION(args, implementation)
 
 
 def _check(args: TreeAttentionArgs) -> None:

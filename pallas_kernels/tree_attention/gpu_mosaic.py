@@ -34,7 +34,7 @@ from pallas_kernels.tree_attention.mosaic_launch import Launch
 from pallas_kernels.tree_attention.mosaic_merge import merge
 from pallas_kernels.tree_attention.mosaic_plan import BLOCK, FEW, GROUP, Sizes, plan
 from pallas_kernels.tree_attention.mosaic_rows import ROWS, div, params, rem
-from pallas_kernels.tree_attention.reference import TreeAttentionArgs
+from pallas_kernels.tree_attention.reference import Shared, TreeAttentionArgs
 
 #: Query rows of a KV head that are few: beyond, arithmetic counts.
 MOST_ROWS = ROWS
@@ -321,8 +321,9 @@ def tree_attention(
     sinks = None if args.sinks_H is None else args.sinks_H.astype(_F32) * LOG2E
     if members is None:
         members = 0 if whole is not None else mosaic_near.members(Few(*shape), capacity)
+    shared = args.shared or Shared()
     if members:
-        few = Few(*shape, settled=args.shared is not None and args.shared.read)
+        few, shared.read = Few(*shape, settled=shared.read), True
         mosaic_near.check(few, capacity, members)
         ins["length"] = args.length_B
         if sinks is not None:
@@ -331,11 +332,11 @@ def tree_attention(
         return mosaic_heads.narrowed(out, channels)
     sizes = Sizes.of(Launch(*shape), capacity, whole)
     direct = sizes.whole and Launch(*shape).tiles == 1
-    plans, key = {} if args.shared is None else args.shared.plans, (t, sizes, args.window, causal)
-    kernel = _Kernel(*shape, direct=direct, straight=sizes.straight, settled=key in plans)
-    if key not in plans:
-        plans[key] = plan(args.length_B, t, sizes, args.window, causal)
-    items, count, ends = plans[key]
+    key = t, sizes, args.window, causal
+    kernel = _Kernel(*shape, direct=direct, straight=sizes.straight, settled=key in shared.plans)
+    if key not in shared.plans:
+        shared.plans[key] = plan(args.length_B, t, sizes, args.window, causal)
+    items, count, ends = shared.plans[key]
     ins |= {"items": items, "count": count}
     if kernel.direct:
         if sinks is not None:

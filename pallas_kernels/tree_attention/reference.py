@@ -27,8 +27,8 @@ class Shared:
     one has read behind its wait a later one may read before its own (see overlap).
 
     Attributes:
-      read: whether one has read pages, table and lengths. plans: what kernels made of the lengths, and read, by all
-        else that it depends on.
+      read: whether a kernel has been given these very arrays; of one that takes a plan XLA may make lengths anew.
+      plans: what kernels made of the lengths, and were given with pages and table, by all else that it depends on.
     """
 
     def __init__(self, *, read: bool = False) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.tree_attention import api, reference
+from pallas_kernels.tree_attention import api, gpu, reference
 from pallas_kernels.tree_attention.cases import SMALL
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
@@ -98,15 +99,14 @@ def test_sinks_take_their_part_and_give_nothing():
     assert np.abs(out[:, :, 3]).max() < 1e-6, "what the largest sink leaves of its head"
 
 
-@pytest.mark.parametrize("implementation", ["reference", "interpret"])
+@pytest.mark.parametrize("implementation", ["reference", "interpret", "triton"])
 def test_a_layers_pages_may_lie_behind_others(implementation: str):
-    case = dataclasses.replace(SMALL[0], lengths="full")
-    args = case.draw(0)
-    given = [args.q_BNHC, args.table_BM, args.length_B, args.tree_k_BTGC, args.tree_v_BTGC, args.tree_mask_BNT]
-    run = lambda pages, **own: api.tree_attention(given[0], pages, *given[1:], implementation=implementation, **own)
+    args = dataclasses.replace(SMALL[0], lengths="full").draw(0)
+    run = functools.partial(gpu.tree_attention, interpret=True)
+    run = run if implementation == "triton" else api.OPERATION.implementations[implementation].run
     pool = jnp.concatenate([jnp.full_like(args.pages, jnp.nan), args.pages])
-    out = run(pool, first_page=args.pages.shape[0])
-    np.testing.assert_array_equal(out.astype(jnp.float32), run(args.pages).astype(jnp.float32))
+    own = dataclasses.replace(args, pages=pool, first_page=args.pages.shape[0])
+    np.testing.assert_array_equal(run(own), run(args))
 
 
 def test_values_may_be_the_first_channels_of_their_keys():

@@ -129,17 +129,25 @@ def test_layers_share_a_table_and_a_plan(form: dict[str, Any]):
 
 @pytest.mark.skipif(not overlap.overlaps(None), reason="this JAX launches no kernel early")
 @hopper.proved
-@pytest.mark.parametrize("batch", [1, 4, 32])
-def test_what_is_read_early_was_read_by_a_layer_before(batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """By the real compiler, of layers with a window and without: a later one's integers are an earlier one's."""
-    args = Case("layers", batch, 1, context=2048, mask="causal").shapes()
+@pytest.mark.parametrize(
+    ("batch", "nodes", "context", "waits"), [(1, 1, 2048, 1), (4, 1, 2048, 1), (32, 1, 2048, 2), (8, 4, 131072, 2)]
+)
+def test_what_is_read_early_was_read_by_a_layer_before(
+    batch: int, nodes: int, context: int, waits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """By the real compiler, of layers with a window and without: a later one's integers are an earlier one's.
+
+    Clusters for all layers, where one of them waits first; or programs that walk along plans, for all layers or for
+    those without a window, and one of each kind does.
+    """
+    args, slot = Case("layers", batch, nodes, context=context, mask="causal").shapes(), jnp.arange(batch)
 
     def layers(args: TreeAttentionArgs) -> jax.Array:
         q, shared = args.q_BNHC, Shared()
+        args = dataclasses.replace(args, table_BM=args.table_BM[slot] + 1, length_B=args.length_B[slot] + 1)
         for i, window in enumerate((None, 128, None, 128)):
             own = dataclasses.replace(args, q_BNHC=q, window=window, first_page=i, shared=shared)
             q = jnp.tanh(gpu_mosaic.tree_attention(own, programs=132))
-            shared.read = True
         return q
 
     executable, _ = hopper.compiled(layers, args, tmp_path, monkeypatch)
@@ -152,12 +160,12 @@ def test_what_is_read_early_was_read_by_a_layer_before(batch: int, tmp_path: Pat
     # What merges items reads one array of integers, attention several.
     attention = [found for call in made.values() if "custom-call(" in call and len(found := integers(call)) > 1]
     assert len(attention) == 4 and attention[2] == attention[0] and attention[3] == attention[1]
+    assert (attention[1] == attention[0]) == (waits == 1)
     codes = {path.name: path.read_text() for path in tmp_path.glob("*.ptx") if "merge" not in path.name}
     early = [code.split("griddepcontrol.wait;")[0] for code in codes.values()]
     assert all(code.count("griddepcontrol.wait;") == 1 for code in codes.values())
     kinds = sorted(("cp.async.bulk.tensor" in code, "ld.global" in code) for code in early)
-    # Of clusters one layer waits first; where programs walk along a plan, one of each window.
-    assert kinds == [(False, False)] * (1 if batch < 32 else 2) + [(True, True)] * 2
+    assert kinds == [(False, False)] * waits + [(True, True)] * 2
     assert not any("st.global" in code or "st.async" in code for code in early)
 
 
