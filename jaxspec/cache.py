@@ -80,8 +80,9 @@ def attend_paged(
     if options.window is not None:
         attention = functools.partial(attention, window=options.window)
 
-    # What one device's trace has made cannot be used in another's.
-    own = shared if shared is None or shards() == 1 else Shared(read=shared.read)
+    shared = shared or Shared()
+    # What is made in the trace of one call for several devices cannot be used in another's.
+    own = shared if shards() == 1 else Shared(read=shared.read)
 
     def attend(offset_BN: jax.Array | None, sinks_H: jax.Array | None, *args: Any) -> jax.Array:
         return attention(*args, offset_BN=offset_BN, sinks_H=sinks_H, shared=own)
@@ -89,8 +90,7 @@ def attend_paged(
     offset_BN = None if options.window is None else offset_BN
     split = _per_device(attend, pages.shape[1], [None, 0, *heads_at], 2, whole)
     out = split(offset_BN, options.sinks_H, *args)
-    if shared is not None and own is not None:
-        shared.read = own.read
+    shared.read = own.read
     return out
 
 
