@@ -262,7 +262,7 @@ def assemble(
         hosts.agree({**identity, "device": None, **sizes})
     if config.feature_ring is not None and built is not None and leads:  # before anything takes its time
         written = _ring_directory(config, target, built)
-    weights = laid_out(target, shards, way.by, output=config.batch_invariant)
+    weights = laid_out(target, shards, way.by, invariant=config.batch_invariant)
     runner = Runner(weights, built, params, geo, runs, warmup, mesh, way.options)
     if times:
         cost = CostTable(runner.costs) if background else measure(runner)

@@ -37,11 +37,12 @@ def way_of(cfg: ModelConfig, dtype: jnp.dtype, shards: int) -> summing.Way:
     return summing.WAYS[summing.choose(tensor_mesh(shards), cfg.hidden_size, dtype)]
 
 
-def laid_out(module: Any, shards: int, sums: str, *, output: bool = False, whole: bool = False) -> Any:
+def laid_out(module: Any, shards: int, sums: str, *, invariant: bool = False, whole: bool = False) -> Any:
     """The module with its weights as this backend and its devices read them best.
 
     Args:
-      output: whether the output layer runs by a kernel for few rows too, where the others do.
+      invariant: whether few rows shall have the bits that one has: the output layer runs by a kernel for few rows
+        too, where the others do, and one row by few bits is not multiplied as integers.
       whole: each device shall have all of it, but for what a drafter has of its target's.
 
     Weights that are split over devices do not go into column blocks, which would have to end where shards do: on a
@@ -57,7 +58,7 @@ def laid_out(module: Any, shards: int, sums: str, *, output: bool = False, whole
             packing.pack_experts(module, shards)
             if few_rows_fit.refusal(module, shards) is not None:
                 return few_rows.pack_maps(module, shards)
-            return few_rows.prepare(module, output=output)
+            return few_rows.prepare(module, output=invariant, invariant=invariant)
     size = stored(nnx.state(module))
     return column_blocks(module, keep_flat=size <= _KEPT_TWICE)
 

@@ -234,7 +234,7 @@ def _gain(norm: Any) -> jax.Array:
     return norm.weight[...]
 
 
-def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) -> Any:
+def prepare(model: Any, implementation: str = "gpu", *, output: bool = False, invariant: bool = False) -> Any:
     """A copy of a model or draft head that runs few rows by these kernels, or itself where they do not serve it.
 
     Quantised kernels are laid out anew in the model itself, one after the other, so that no two layouts of all of them
@@ -243,6 +243,7 @@ def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) ->
     Args:
       implementation: "gpu", or "reference" for the same order of operations in plain XLA.
       output: whether the output layer runs so too; one of few bits does if the kernels serve it.
+      invariant: whether up to 32 rows by weights of few bits shall have the bits that one has (Packed.invariant).
     """
     if few_rows_fit.refusal(model) is not None:
         return model
@@ -254,11 +255,11 @@ def prepare(model: Any, implementation: str = "gpu", *, output: bool = False) ->
     else:
         for _, linear in few_rows_fit.maps(model):
             if isinstance(linear.kernel[...], Quantised):
-                linear.kernel.set_value(laid_anew(linear.kernel, _packed))
+                linear.kernel.set_value(laid_anew(linear.kernel, _packed, invariant))
         graph, state = nnx.split(model)
         copy = nnx.merge(graph, state)
         if few_rows_fit.output_of_few_bits(copy):  # a variable of its own: draft heads share the model's, as stored
-            copy.lm_head.kernel = nnx.Param(laid_anew(copy.lm_head.kernel, _packed))
+            copy.lm_head.kernel = nnx.Param(laid_anew(copy.lm_head.kernel, _packed, invariant))
     copy.few_rows = FewRows(implementation, few_rows_fit.most_rows(copy), output)
     return copy
 
@@ -322,8 +323,8 @@ def _other_maps(module: Any, shards: int) -> Iterator[Linear]:
             yield linear
 
 
-def _packed(few: Quantised) -> Packed:
-    return packed.pack(few.values, few.scale, few.zero, few.order)
+def _packed(few: Quantised, invariant: bool = False) -> Packed:
+    return dataclasses.replace(packed.pack(few.values, few.scale, few.zero, few.order), invariant=invariant)
 
 
 def added_bytes(model: Any, shards: int = 1) -> int:

@@ -67,9 +67,9 @@ def quantised_round(target: Target) -> Iterator[Program]:
     No kernel may be expanded in memory: a round gets less for its intermediate values than the smallest of a layer's
     four would take in bfloat16, besides the sums of groups before they are added up; of NVFP4's groups GPUs expand a
     bounded share of the columns at a time. TPUs may fetch the largest kernel into VMEM as it is, while they still
-    compute something else. On Hopper also with packed kernels at 64 rows, which need no such sums, and with zero points
-    at 1 and 64, of groups of 128 and 32, at 1 in activation order, too. And a chain of 3 of an EAGLE-3 head in int8 for
-    a target in bfloat16, its output layer included.
+    compute something else. On Hopper also with packed kernels at 1 and 64 rows, which need no such sums, and with zero
+    points, of groups of 128 and 32, at 1 in activation order, too. And a chain of 3 of an EAGLE-3 head in int8 for a
+    target in bfloat16, its output layer included.
     """
     cfg = dataclasses.replace(LLAMA_8B, num_layers=2)
     mesh = target.mesh(1, TENSOR_AXIS)
@@ -77,7 +77,7 @@ def quantised_round(target: Target) -> Iterator[Program]:
     one = _out_bytes(cfg)
     for name, (kind, group) in QUANTISED.items():
         own = target.name in ("h100", "h200") and small_batch.too_old() is None and kind is not jnp.float4_e2m1fn
-        for shards, bucket in ((1, 4 * BUCKET), (2, 4 * BUCKET), (2, BUCKET)) if own else ():
+        for shards, bucket in ((1, 1), (1, 4 * BUCKET), (2, 4 * BUCKET), (2, BUCKET)) if own else ():
 
             def change(model: TargetModel, kind: Any = kind, group: Any = group, shards: int = shards) -> TargetModel:
                 model = _quantised(model, kind=kind, group=group)

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import overlap
 from pallas_kernels.sizes import round_up
-from pallas_kernels.small_batch import lines, mosaic, packed, unpack
+from pallas_kernels.small_batch import digits, lines, mosaic, packed, unpack
 from pallas_kernels.small_batch.mosaic import F32, flipped, load
 from pallas_kernels.small_batch.packed import BLOCK, Packed
 from pallas_kernels.small_batch.packed_walk import COLUMNS, HALF, Walk, half
@@ -34,6 +34,8 @@ _MOST_ROWS, _MARGIN = 32, 8192
 #: Bytes of weights that a program asks for before the kernel before has ended: as many as come while it waits for that
 #: kernel's results. More of them stand before these in the memory's queue (docs/benchmarks/rounds.md).
 _EARLY = 1 << 16
+#: Inputs of a row that is multiplied as integers, at most: more of them leave rings too little.
+_MOST_INTEGERS = 16384
 #: Columns that tiles may be apart by: the copy engine brings weights in pieces of so many.
 _UNIT = 8
 
@@ -117,7 +119,16 @@ class _Kernel(Walk):
         """See Walk."""
         if self.kind != "logits" or self.rows > 8:
             return 1
-        return 2 if mosaic.room(self.beside(jnp.bfloat16), 2) >= self.teams * self.stage(1) else 1
+        least = 2 * self.stage(2 if self.paired else 1) if self.integers else self.stage(1)
+        return 2 if mosaic.room(self.beside(jnp.bfloat16), 2) >= self.teams * least else 1
+
+    @property
+    def takes_integers(self) -> bool:
+        """Whether rows are one that is multiplied as integers: where a ring has two steps, or all that there are."""
+        if self.shape[0] > 1 or self.shape[1] > _MOST_INTEGERS or self.dtype not in digits.KINDS:
+            return False
+        kernel = dataclasses.replace(self, integers=True)
+        return kernel.budget >= min(2, kernel.steps) * kernel.teams * kernel.stage(kernel.depth)
 
     @property
     def early(self) -> int:
@@ -134,8 +145,7 @@ class _Kernel(Walk):
         """What is there besides the rings."""
         tiles, out = self.tiles, self.sums() | self.norm()
         out["there"] = plgpu.Barrier(num_barriers=1, num_arrivals=self.teams)
-        if self.alone:
-            out["x"] = plgpu.SMEM((self.shape[1] // BLOCK, BLOCK), rows_dtype)
+        out |= self.whole_row(rows_dtype)
         if self.kind == "heads":
             out["cos"], out["sin"] = (plgpu.SMEM((tiles, COLUMNS, self.rows), F32) for _ in range(2))
             if self.head_eps is not None:
@@ -198,20 +208,28 @@ class _Kernel(Walk):
         # Some weights are asked for while the kernel before still runs, then what it writes, and the ring is filled
         # once that has come.
         self.bring_scales(scale_GN, self.begins(tile), own, (turn_of, self.split), shared)
+        lines.commit(self.interpret)
         self.fill(team, mine, copy_weights, end=self.early)
         overlap.wait(self.interpret)
         overlap.begin(self.interpret)
         if self.alone:
-            self.bring(x_MK, shared["x"], team)
+            self.bring_row(x_MK, shared["x"], team)
         if norm is not None:
             self.bring(norm, shared["squares"], team)
         self.fill(team, mine, copy_rows, end=self.early)
         vectors = self.vectors(tile, program, beside)  # in registers before they are needed
         pl.when(turn_of == 1 % self.split)(lambda: self.copy_tables(tile, own, beside, rows, shared))
+        if self.own_row:  # others' scales, but no more of the row than its own
+            lines.commit(self.interpret)
+            lines.wait(self.interpret, committed=True)
+            plgpu.barrier_arrive(shared["there"].at[0])
         lines.wait(self.interpret)
         self.fill(team, mine, copy, begin=self.early)
-        plgpu.barrier_arrive(shared["there"].at[0])
+        plgpu.barrier_arrive(shared["squared" if self.own_row else "there"].at[0])
+        self.make_digits(team, shared)
         plgpu.barrier_wait(shared["there"].at[0])
+        if self.own_row and norm is not None:
+            plgpu.barrier_wait(shared["squared"].at[0])
         self.add_squares(team, shared)
         total = self.total(team, mine, copy, shared)
         finish = lambda: self.finish(tile, own, outs, shared, self.as_floats(program, vectors), x_MK.dtype)
@@ -416,6 +434,8 @@ def _run(
         kind=kind, dtype=weight.kind, shape=(m, k), columns=weight.shape[1], groups=weight.groups,
         interpret=interpret is not None, **extra,
     )  # fmt: skip
+    if not weight.invariant and kernel.takes_integers:
+        kernel = dataclasses.replace(kernel, integers=True)
     values, x = kernel.viewed(weight.values), weight.rows(x)
     x = x.reshape(-1, BLOCK) if kernel.alone else x
     return mosaic.launch(kernel, tuple(outs), x, values, weight.scale, *beside, interpret=interpret)

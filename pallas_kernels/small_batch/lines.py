@@ -21,14 +21,26 @@ _LINE, _LANES = 16, 128
 _COPY = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.cg.shared.global [$0], [$1], 16; }"
 
 
-def copy(source: Any, target: Any, number: Any, of: int, *, interpret: bool) -> None:
+def copy(source: Any, target: Any, number: Any, of: int, *, each: int | None = None, interpret: bool) -> None:
     """Asks for a warpgroup's share of an array; it has come after its `wait`, for others behind a barrier.
 
     Args:
       source: of global memory, [R, W], its rows whole lines of 16 bytes.
       target: of shared memory, the same, without transforms.
       number: of the share, of so many.
+      each: lines that are one share's before the next one's come, those of whole rows: who asked may read them behind a
+        barrier of its own.
     """
+    if interpret and each is not None:
+        rows = each * _LINE // (source.shape[1] * source.dtype.itemsize)
+        for i, begin in enumerate(range(0, source.shape[0], rows)):
+            at = slice(begin, min(begin + rows, source.shape[0]))
+
+            @pl.when(number == i % of)
+            def _(at: slice = at) -> None:
+                target[at] = source[at]
+
+        return
     if interpret:
 
         @pl.when(number == 0)
@@ -37,16 +49,26 @@ def copy(source: Any, target: Any, number: Any, of: int, *, interpret: bool) -> 
 
         return
     args = plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
-    plgpu.inline_mgpu(arg_types=args)(functools.partial(_copy, of=of))(source, target, jnp.int32(number))
+    plgpu.inline_mgpu(arg_types=args)(functools.partial(_copy, of=of, each=each or _LANES))(
+        source, target, jnp.int32(number)
+    )
 
 
-def wait(interpret: bool) -> None:
-    """Returns when the thread has all that it asked for."""
+def commit(interpret: bool) -> None:
+    """What the thread has asked for so far can be waited for by itself."""
     if not interpret:
-        plgpu.inline_mgpu()(_wait)()
+        plgpu.inline_mgpu()(functools.partial(_run, code="cp.async.commit_group;"))()
 
 
-def _copy(_: Any, source: Any, target: Any, number: Any, *, of: int) -> None:
+def wait(interpret: bool, *, committed: bool = False) -> None:
+    """Returns when the thread has all that it asked for, or what it did before the last `commit` but one."""
+    if not interpret:
+        plgpu.inline_mgpu()(
+            functools.partial(_run, code="cp.async.wait_group 1;" if committed else "cp.async.wait_all;")
+        )()
+
+
+def _copy(_: Any, source: Any, target: Any, number: Any, *, of: int, each: int = _LANES) -> None:
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     c = lambda value: arith.constant(i32, value)
     kind = ir.MemRefType(source.type)
@@ -54,12 +76,14 @@ def _copy(_: Any, source: Any, target: Any, number: Any, *, of: int) -> None:
     size = utils.bitwidth(kind.element_type) // 8
     if width * size % _LINE or pitch * size % _LINE:
         raise ValueError(f"rows must be whole lines of {_LINE} bytes, got {width} values of {size}, {pitch} apart")
-    across, stride = width * size // _LINE, of * _LANES
+    across = width * size // _LINE
     base, to = llvm.ptrtoint(i64, utils.memref_ptr(source)), llvm.ptrtoint(i32, utils.memref_ptr(target))
     thread = arith.remui(utils.thread_idx(), c(_LANES))
-    first = arith.addi(thread, arith.muli(number.registers.item(), c(_LANES)))
-    for begin in range(0, height * across, stride):
-        i = arith.addi(first, c(begin))
+    number = number.registers.item()
+    for begin in range(0, -(-height * across // (of * each)) * each, _LANES):
+        own = arith.addi(thread, c(begin))
+        turn, i = arith.divui(own, c(each)), arith.remui(own, c(each))
+        i = arith.addi(arith.muli(arith.addi(arith.muli(turn, c(of)), number), c(each)), i)
         row, line = arith.divui(i, c(across)), arith.remui(i, c(across))
         at = arith.addi(arith.muli(row, c(pitch * size)), arith.muli(line, c(_LINE)))
         there = arith.extui(i32, arith.cmpi(arith.CmpIPredicate.ult, i, c(height * across)))
@@ -67,6 +91,5 @@ def _copy(_: Any, source: Any, target: Any, number: Any, *, of: int) -> None:
         llvm.inline_asm(ir.Type.parse("!llvm.void"), args, _COPY, "r,l,r,~{memory}", has_side_effects=True)
 
 
-def _wait(_: Any) -> None:
-    none = ir.Type.parse("!llvm.void")
-    llvm.inline_asm(none, [], "cp.async.wait_all;", "~{memory}", has_side_effects=True)
+def _run(_: Any, *, code: str) -> None:
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], code, "~{memory}", has_side_effects=True)

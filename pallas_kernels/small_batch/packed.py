@@ -37,7 +37,9 @@ _EIGHT = (8, 2, 4, 2), (2, 0, 3, 1)
 _FOUR = (4, 2, 2, 4, 2), (3, 0, 4, 1, 2)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale", "order"], meta_fields=["zeros"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["values", "scale", "order"], meta_fields=["zeros", "invariant"]
+)
 @dataclasses.dataclass(frozen=True)
 class Packed:
     """A kernel [in, out], w = values * scale, or (values - zero) * scale.
@@ -51,12 +53,15 @@ class Packed:
       order: [in] int32: the input that each of `values`' (before they were reordered) is for, where that is another.
         Kernels do not read it: their rows are gathered by it before.
       zeros: whether there are zero points.
+      invariant: whether up to 32 rows shall have the bits that one has, which then is not multiplied as integers
+        (`digits`).
     """
 
     values: jax.Array
     scale: jax.Array
     order: jax.Array | None = None
     zeros: bool = False
+    invariant: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:

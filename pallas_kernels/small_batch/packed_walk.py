@@ -3,8 +3,9 @@
 A tile is two stretches of 32 columns, or 32 columns of which two warps have the even blocks of 128 inputs and two the
 odd ones. A warpgroup has a tile, or several share one and take turns at its inputs. Each has a ring of its own, expands
 a block in registers and multiplies it by the rows (`unpack`). A block's sums are scaled and added in float32, a
-warpgroup's blocks in their order, then the warpgroups', then even and odd: the same whatever the number of rows. Where
-rows are normed before, their division by the root mean square comes after the product.
+warpgroup's blocks in their order, then the warpgroups', then even and odd: the same whatever the number of rows. One
+row may be multiplied as integers instead (`digits`), whose blocks half of the warps may have by twos. Where rows are
+normed before, their division by the root mean square comes after the product.
 
 Owns the rings, the loop, the sums and the mean squares. Must not know what stands after a product.
 """
@@ -24,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sizes import round_up
-from pallas_kernels.small_batch import lines, mosaic, shares, unpack
+from pallas_kernels.small_batch import digits, lines, mosaic, shares, unpack
 from pallas_kernels.small_batch.mosaic import F32, SUMS, load
 from pallas_kernels.small_batch.packed import BLOCK, FLOAT4, pieces
 
@@ -37,6 +38,8 @@ _DEPTHS = 1, 2, 4
 _WIDE = 16
 #: Inputs up to which one row lies in shared memory whole; a longer one, which all would wait for, comes with weights.
 _ALONE = 4096
+#: Lines of a block of one row (see lines).
+_LINES = BLOCK * 2 // 16
 
 
 def half(vector: int) -> Any:
@@ -56,6 +59,7 @@ class Walk:
     Attributes:
       dtype: of the values, as `Packed.kind`. shape: (M, K) of the rows, the most that a program has. columns: of the
         kernel. groups: of scales. interpret: whether registers are pretended.
+      integers: whether the row, which is alone, is multiplied as integers.
       eps: of the norm before, over `squares` tiles of `width` features; None where there is none.
     """
 
@@ -64,6 +68,7 @@ class Walk:
     columns: int
     groups: int
     interpret: bool = False
+    integers: bool = False
     eps: float | None = None
     squares: int = 0
     width: int = 0
@@ -114,7 +119,24 @@ class Walk:
     @property
     def alone(self) -> bool:
         """Whether there is one row, which lies in shared memory whole."""
-        return self.shape[0] == 1 and self.shape[1] <= _ALONE
+        return self.integers or (self.shape[0] == 1 and self.shape[1] <= _ALONE)
+
+    @property
+    def own_row(self) -> bool:
+        """Whether a warpgroup needs but a part of the row as integers: it makes them for itself."""
+        return self.integers and self.tiles == 1
+
+    def row_share(self, team: Any, turn: Any = 0) -> digits.Share:
+        """Of a row alone a warpgroup's."""
+        if self.own_row:
+            return digits.Share(team, self.split, self.unit * (2 // self.parts), turn)
+        each = min(digits.AT_ONCE, -(-self.shape[1] // (BLOCK * self.teams)))
+        return digits.Share(team, self.teams, each, turn)
+
+    def make_share(self, team: Any, turn: Any, shared: dict[str, Any]) -> None:
+        """Makes a turn of a warpgroup's digits of a row alone."""
+        refs = shared["x"], shared["digits"], shared["factors"]
+        digits.make(self.by_digits, *refs, self.row_share(team, turn), interpret=self.interpret)
 
     @property
     def wide(self) -> bool:
@@ -124,6 +146,20 @@ class Walk:
         rows lie in pieces of 64 inputs.
         """
         return self.parts == 2 and self.rows >= _WIDE and self.pieces <= 2
+
+    @property
+    def paired(self) -> bool:
+        """Whether a line of weights in shared memory is two blocks of 4 bits, which one warp multiplies."""
+        return self.integers and self.unit > 1 and unpack.row_bytes(self.dtype) < BLOCK
+
+    @property
+    def by_digits(self) -> digits.Step:
+        """How a step is multiplied as integers."""
+        return self._step_of(self.depth)
+
+    def _step_of(self, depth: int) -> digits.Step:
+        pieces = 0 if self.once else self.pieces
+        return digits.Step(kind=self.dtype, depth=depth, parts=self.parts, pieces=pieces, paired=self.paired)
 
     @property
     def pieces(self) -> int:
@@ -138,8 +174,10 @@ class Walk:
     @property
     def depth(self) -> int:
         """Blocks of a step."""
-        fits = [n for n in _DEPTHS if self.unit % n == 0 and 2 * self.stage(n) * self.teams <= self.budget]
-        return max(fits, default=1)
+        least = 2 if self.paired else 1
+        depths = [n for n in _DEPTHS if self.unit % n == 0 and n >= least]
+        fits = [n for n in depths if 2 * self.stage(n) * self.teams <= self.budget]
+        return max(fits, default=min(depths))
 
     def stage(self, depth: int) -> int:
         """Bytes of a step."""
@@ -152,9 +190,13 @@ class Walk:
         return mosaic.room(self.beside(jnp.bfloat16), self.neighbours)
 
     @property
+    def steps(self) -> int:
+        """Of a warpgroup, at most."""
+        return -(-self.blocks // (self.split * self.depth))
+
+    @property
     def stages(self) -> int:
-        steps = -(-self.blocks // (self.split * self.depth))
-        return max(1, min(_MAX_STAGES, self.budget // (self.stage(self.depth) * self.teams), steps))
+        return max(1, min(_MAX_STAGES, self.budget // (self.stage(self.depth) * self.teams), self.steps))
 
     @property
     def slots(self) -> int:
@@ -170,9 +212,10 @@ class Walk:
         """Shared memory and barriers, by name."""
         ring, dtype = self.teams * self.stages, unpack.stored(self.dtype)
         x = plgpu.SMEM((ring, self.rows, self.inputs), rows_dtype, transforms=unpack.rows_transforms())
+        transforms = digits.transforms(self.dtype, self.paired) if self.integers else unpack.transforms(dtype)
         return {
             **({} if self.alone else {"x": x}),
-            "w": plgpu.SMEM((ring, self.parts, COLUMNS, self.inputs), dtype, transforms=unpack.transforms(dtype)),
+            "w": plgpu.SMEM((ring, self.parts, COLUMNS, self.inputs), dtype, transforms=transforms),
             "full": plgpu.Barrier(num_barriers=ring, num_arrivals=1 if self.alone else 2),
             **self.beside(rows_dtype),
         }
@@ -188,6 +231,31 @@ class Walk:
             arrivals = self.split // 2
             out |= {name: plgpu.Barrier(num_barriers=self.tiles, num_arrivals=arrivals) for name in ("half", "summed")}
         return out
+
+    def whole_row(self, rows_dtype: Any) -> dict[str, Any]:
+        """What of `beside` a row that is alone needs."""
+        if not self.alone:
+            return {}
+        blocks = self.shape[1] // BLOCK
+        out: dict[str, Any] = {"x": plgpu.SMEM((blocks, BLOCK), rows_dtype)}
+        if self.integers:
+            out |= digits.scratch(self._step_of(1), blocks)
+            made = plgpu.Barrier(num_barriers=1, num_arrivals=self.teams)
+            out |= {"squared": made} if self.own_row else {"made": made}
+        return out
+
+    def make_digits(self, team: Any, shared: dict[str, Any]) -> None:
+        """Each warpgroup a share of the digits of a row that is alone, of what its threads have brought."""
+        if not self.integers:
+            return
+        digits.meet(self.interpret)
+        self.make_share(team, 0, shared)
+        if self.own_row:  # the rest while weights come
+            digits.meet(self.interpret)
+            return
+        for turn in range(1, self.row_share(team).turns(self.shape[1] // BLOCK)):
+            self.make_share(team, turn, shared)
+        plgpu.barrier_arrive(shared["made"].at[0])
 
     @property
     def sharers(self) -> int:
@@ -250,6 +318,14 @@ class Walk:
             def _(turn: int = turn) -> None:
                 copy(jnp.int32(turn), team * self.stages + turn)
 
+    def bring_row(self, source: Any, target: Any, team: Any) -> None:
+        """Asks for a warpgroup's share of a row that is alone."""
+        if not self.integers:
+            self.bring(source, target, team)
+            return
+        own = self.row_share(team)
+        lines.copy(source, target, own.number, own.of, each=own.each * _LINES, interpret=self.interpret)
+
     def bring(self, source: Any, target: Any, team: Any) -> None:
         """Asks for a warpgroup's share of what the program has in common."""
         lines.copy(source, target, team, self.teams, interpret=self.interpret)
@@ -263,14 +339,20 @@ class Walk:
             lines.copy(source, target, *share, interpret=self.interpret)
 
     def total(self, team: Any, mine: Any, copy: Callable[[Any, Any], None], shared: dict[str, Any]) -> jax.Array:
-        """The sums of a warpgroup's steps, float32 [64, rows]; `copy` brings a step into a slot."""
+        """The sums of a warpgroup's steps, float32 [64, rows], in `layout`; `copy` brings a step into a slot."""
         own, turn_of, rows = team // self.split, lax.rem(team, self.split), self.rows
         scales = shared["scale"].at[own]
 
         def step(turn: Any, total: jax.Array) -> jax.Array:
             slot = team * self.stages + lax.rem(turn, self.stages)
+            if self.own_row:
+                self.make_ahead(team, turn, shared)
             plgpu.barrier_wait(shared["full"].at[slot])
-            for i, sums in enumerate(self.products(turn, turn_of, slot, scales, shared)):
+            if self.integers:
+                tile, refs = shared["w"].at[slot], (shared["digits"], shared["factors"])
+                first, interpret = self.first(turn, turn_of), self.interpret
+                total = digits.products(self.by_digits, total, tile, *refs, scales, first, interpret=interpret)
+            for i, sums in enumerate([] if self.integers else self.products(turn, turn_of, slot, scales, shared)):
                 if not self.once and self.dtype != FLOAT4:
                     block, piece = self.first(turn, turn_of) + i // self.pieces, i % self.pieces
                     scale = unpack.row_scales(scales, block, self.interpret, piece=piece, pieces=self.pieces)
@@ -286,8 +368,29 @@ class Walk:
 
             return total
 
-        start = plgpu.layout_cast(jnp.zeros((unpack.ROWS, rows), F32), SUMS)
+        if "made" in shared:
+            plgpu.barrier_wait(shared["made"].at[0])
+        width = digits.TOGETHER if self.integers else rows
+        start = plgpu.layout_cast(jnp.zeros((unpack.ROWS, width), F32), self.layout_of_sums)
         return lax.fori_loop(0, mine, step, start)
+
+    @property
+    def layout_of_sums(self) -> Any:
+        """Of a warpgroup's."""
+        return digits.OWN if self.integers else SUMS
+
+    def make_ahead(self, team: Any, turn: Any, shared: dict[str, Any]) -> None:
+        """Before a step that begins with the digits of a turn of the warpgroup's share: makes those of the turn after,
+        while weights come."""
+        steps = max(1, digits.AT_ONCE // self.by_digits.blocks)
+        turns = self.row_share(team).turns(self.shape[1] // BLOCK)
+        if turns == 1:
+            return
+
+        @pl.when((lax.rem(turn, steps) == 0) & (turn // steps + 1 < turns))
+        def _() -> None:
+            self.make_share(team, turn // steps + 1, shared)
+            digits.meet(self.interpret)
 
     def products(self, turn: Any, turn_of: Any, slot: Any, scales: Any, shared: dict[str, Any]) -> list[jax.Array]:
         """Of each block of a step that lies in a slot, or of each of its pieces, the sums, float32 [64, rows]."""
@@ -313,6 +416,8 @@ class Walk:
     def join(self, team: Any, total: jax.Array, shared: dict[str, Any], finish: Callable[[], None]) -> None:
         """Leaves the sums of a tile's warpgroups in shared memory, for one of them to finish."""
         own, turn_of, sums = team // self.split, lax.rem(team, self.split), shared["sums"]
+        if self.integers:
+            sums = sums.at[:, :, pl.ds(0, digits.TOGETHER)]
         if self.split == 1:
             mosaic.write(sums.at[own], total)
             finish()
@@ -329,7 +434,7 @@ class Walk:
         def _() -> None:
             plgpu.barrier_wait(shared["half"].at[own])
             mine = sums.at[own * others + turn_of]
-            mosaic.write(mine, total + load(mine, SUMS))
+            mosaic.write(mine, total + load(mine, self.layout_of_sums))
             plgpu.barrier_arrive(shared["summed"].at[own])
 
         @pl.when(turn_of == 0)

@@ -79,8 +79,8 @@ _CODES = {
     "int8": _INT8, "int4": _INT4, "float8_e4m3fn": _FLOAT8, "int8" + ZEROS: _INT8_ZEROS, "int4" + ZEROS: _INT4_ZEROS,
 }  # fmt: skip
 # Four pieces of 8 rows and 8 inputs, as mma's second operand has them; and mma.
-_LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
-_LOADED = "=r,=r,=r,=r,r,~{memory}"
+LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+LOADED = "=r,=r,=r,=r,r,~{memory}"
 _MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"""
 
@@ -257,7 +257,7 @@ def _products(
             if quarter % (4 // pieces) == 0:
                 sums = [arith.constant(f32, 0.0)] * 4
             pointer = pointers(tile_of_rows, quarter)
-            found: Any = llvm.inline_asm(struct(i32), [pointer], _LOAD, _LOADED, has_side_effects=True)
+            found: Any = llvm.inline_asm(struct(i32), [pointer], LOAD, LOADED, has_side_effects=True)
             b = [llvm.extractvalue(i32, found, [i]) for i in range(4)]
             for i in range(2):
                 step = quarter * 2 + i

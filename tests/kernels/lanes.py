@@ -64,12 +64,14 @@ class Warpgroup:
         arith = SimpleNamespace(
             constant=number, addi=np.add, muli=np.multiply, remui=np.remainder, divui=np.floor_divide,
             xori=np.bitwise_xor, andi=np.bitwise_and, shli=np.left_shift, shrui=np.right_shift,
-            CmpIPredicate=SimpleNamespace(ult=np.less), cmpi=lambda operation, a, b: operation(a, b),
+            CmpIPredicate=SimpleNamespace(ult=np.less, eq=np.equal), cmpi=lambda operation, a, b: operation(a, b),
+            select=np.where,
             extui=lambda type_, x: x.astype(_DTYPES[type_]),
         )  # fmt: skip
         llvm = SimpleNamespace(
-            load=self._load, inline_asm=self._asm, bitcast=self._bitcast, ptrtoint=lambda _, pointer: pointer,
-            extractvalue=lambda _, value, at: value[at[0]], mlir_undef=lambda type_: [None] * type_[0],
+            load=self._load, inline_asm=self._asm, bitcast=self._bitcast,
+            ptrtoint=lambda _, pointer: pointer, extractvalue=lambda _, value, at: value[at[0]],
+            mlir_undef=lambda type_: [None] * type_[0],
             StructType=SimpleNamespace(get_literal=lambda kinds: kinds),
         )  # fmt: skip
         vector = SimpleNamespace(extract=lambda value, _, at: value[at[0]], insert=self._insert)
@@ -89,8 +91,16 @@ class Warpgroup:
             return list(self.read(pointer, _DTYPES[type_[1]], type_[0]).T)
         return self.read(pointer, _DTYPES[type_])[:, 0]
 
+    def _store(self, pointer: np.ndarray, *words: np.ndarray) -> None:
+        """Of the threads whose last word is not 0 the others."""
+        own, values = words[-1] != 0, np.stack(words[:-1], axis=1).view(np.uint8)
+        assert (pointer % values.shape[1] == 0).all() and (pointer < self.used).all()
+        self.memory[pointer[own, None].astype(np.int64) + np.arange(values.shape[1])] = values[own]
+
     @staticmethod
     def _bitcast(type_: Any, value: Any) -> Any:
+        if type_ == "f32":
+            return value.view(np.float32)
         if type_ == (2, "bf16"):
             return value
         return [value.view(np.float32)] if type_ == (1, "f32") and not isinstance(value, list) else value
@@ -104,10 +114,16 @@ class Warpgroup:
             to, source, there = args
             self.copied += [(int(a), int(b)) for a, b, own in zip(to, source, there, strict=True) if own]
             return None
+        if "st.shared" in text:
+            return self._store(*args)
         if text.startswith("ldmatrix"):
             return self._ldmatrix(args[0])
+        if text.startswith("shfl"):
+            kind, other = text.split(".")[2], int(text.split(",")[2])
+            lanes = THREADS // 4 * 4 + other if kind == "idx" else THREADS ^ other
+            return args[0][lanes]
         if text.startswith("mma.sync"):
-            return _mma(args[:4], args[4:6], args[6:])
+            return (_whole_mma if "s8" in text else _mma)(args[:4], args[4:6], args[6:])
         return _run(text, args)
 
     def _ldmatrix(self, address: np.ndarray) -> list[np.ndarray]:
@@ -134,10 +150,25 @@ def _mma(a: list[Any], b: list[Any], c: list[Any]) -> list[np.ndarray]:
     return [c[2 * half + j] + sums[:, half, :, :, j].reshape(-1) for half in range(2) for j in range(2)]
 
 
+def _whole_mma(a: list[Any], b: list[Any], c: list[Any]) -> list[np.ndarray]:
+    """m16n8k32 of bytes, each warp by itself."""
+    bytes_a, bytes_b = (
+        np.ascontiguousarray(np.stack(x)).view(np.int8).astype(np.int32).reshape(len(x), 4, 8, 16) for x in (a, b)
+    )  # [.., warp, lane / 4, lane % 4 and byte]
+    rows, columns = np.zeros((4, 16, 32), np.int32), np.zeros((4, 32, 8), np.int32)
+    for i in range(4):
+        rows[:, i % 2 * 8 : i % 2 * 8 + 8, i // 2 * 16 : i // 2 * 16 + 16] = bytes_a[i]
+    for i in range(2):
+        columns[:, i * 16 : i * 16 + 16] = bytes_b[i].transpose(0, 2, 1)
+    sums = (rows @ columns).reshape(4, 2, 8, 4, 2).view(np.uint32)
+    return [c[2 * half + j] + sums[:, half, :, :, j].reshape(-1) for half in range(2) for j in range(2)]
+
+
 def _run(text: str, args: list[Any]) -> np.ndarray:
     """A few lines of PTX: $0 is the result, $1 and so on are given."""
     values: dict[str, Any] = {f"${i + 1}": arg for i, arg in enumerate(args)}
-    read = lambda name: values[name] if name in values else np.full(128, int(name, 0), np.uint32)
+    literal = lambda name: int(name[2:], 16) if name.startswith("0f") else int(name, 0)
+    read = lambda name: values[name] if name in values else np.full(128, literal(name), np.uint32)
     for line in re.sub(r"[{}\n]", " ", text).split(";"):
         if not (words := line.replace(",", " ").split()) or words[0] == ".reg":
             continue
@@ -172,7 +203,24 @@ def _halves(operation: Any) -> Any:
     )
 
 
+def _words(operation: Any, dtype: Any = np.uint32, result: Any = None) -> Any:
+    """On words of whatever type they were."""
+    return lambda *args: operation(*(np.ascontiguousarray(x).view(dtype) for x in args)).astype(result or dtype)
+
+
+def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    return a.astype(np.float64) * b + c
+
+
+def _larger_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.maximum(a.view(np.uint16), b.view(np.uint16)).view(np.uint32)
+
+
 _OPERATIONS = {
+    "add.u32": _words(np.add), "sub.u32": _words(np.subtract), "max.u32": _words(np.maximum),
+    "xor.b32": _words(np.bitwise_xor), "max.u16x2": _words(_larger_halves),
+    "cvt.rn.f32.s32": _words(lambda a: a, np.int32, np.float32), "fma.rn.f32": _words(_fused, np.float32),
+    "mul.rn.f32": _words(np.multiply, np.float32), "add.rn.f32": _words(np.add, np.float32),
     "lop3.b32": _lop3, "prmt.b32": _prmt, "sub.bf16x2": _halves(np.subtract), "mul.bf16x2": _halves(np.multiply),
     "mov.b32": lambda a: a, "and.b32": np.bitwise_and, "shl.b32": np.left_shift, "shr.u32": np.right_shift,
     "mad.lo.s32": lambda a, b, c: a * b + c,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator
@@ -110,7 +111,7 @@ def test_small_groups_leave_room_for_rows_or_are_refused():
 @pytest.mark.parametrize("kind", ["project", "logits", "heads", "normed", "swiglu", "add"])
 def test_what_has_room_fits_into_shared_memory(kind: Any):
     """With the groups that weights have once they are packed."""
-    passed, refused = 0, 0
+    passed, refused, whole = 0, 0, 0
     for dtype, zeros in (("int4", False), ("int8", False), ("int4_zeros", True), ("int8_zeros", True)):
         for width in (2048, 4096, 8192, 12288, 16384, 28672, 53248, 65536):
             for stored in (1, width // 256, width // 128, width // 64, width // 32):
@@ -127,11 +128,16 @@ def test_what_has_room_fits_into_shared_memory(kind: Any):
                         eps=EPS if before else None, squares=width // 32 if before else 0, width=width,
                         head_eps=EPS if normed else None,
                     )  # fmt: skip
-                    arrays = few.scratch(jnp.bfloat16)
-                    ring = arrays.pop("w")  # of 4 bits half of what NumPy says
-                    size = math.prod(ring.shape) // (2 if ring.dtype == jnp.int4 else 1)
-                    assert mosaic.room(arrays, few.neighbours) >= size, (dtype, width, groups, m)
-    assert passed > 50 and refused > 5
+                    forms = [few]
+                    if few.takes_integers:
+                        forms.append(dataclasses.replace(few, integers=True))
+                    for form in forms:
+                        arrays = form.scratch(jnp.bfloat16)
+                        ring = arrays.pop("w")  # of 4 bits half of what NumPy says
+                        size = math.prod(ring.shape) // (2 if ring.dtype == jnp.int4 else 1)
+                        assert mosaic.room(arrays, form.neighbours) >= size, (dtype, width, groups, form.shape)
+                    whole += len(forms) > 1
+    assert passed > 50 and refused > 5 and whole > 30
 
 
 def test_what_a_thread_of_wgmma_holds_lies_side_by_side():
@@ -205,6 +211,38 @@ def test_kernels_of_packed_weights_agree_with_xla(product: str, name: str, m: in
     }[product]
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
     close(gpu.FUNCTIONS[product](*args, interpret=params), getattr(reference, product)(*args), m)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4-g128", "int4-g128-zeros", "fp8-block", "int8-zeros"])
+def test_one_row_is_multiplied_as_integers(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Where these have room, unless its bits shall be those of more rows."""
+    launched: list[Any] = []
+
+    def launch(kernel: Any, outs: Any, *_: Any, **__: Any) -> list[jax.Array]:
+        launched.append(kernel)
+        return [jnp.zeros(out.shape, out.dtype) for out in outs]
+
+    monkeypatch.setattr(mosaic, "launch", launch)
+    weight = packed.pack(*kernel(name, 512, 128))
+    for m in (1, 2, 16):
+        for own in (weight, dataclasses.replace(weight, invariant=True)):
+            gpu_packed.multiply(normal(0, m, 512), own)
+    served = name in ("int8", "int4-g128", "int4-g128-zeros")
+    assert [own.integers for own in launched] == [served, *[False] * 5]
+    for width, groups in ((12288, 192), (28672, 1)):
+        tight = gpu_packed._Kernel(kind="swiglu", dtype="int4", shape=(1, width), columns=4096, groups=groups)
+        assert not tight.takes_integers
+
+
+@hopper.interpreted
+@pytest.mark.parametrize("name", ["int4-g64", "int8"])
+def test_integers_of_a_long_row_are_made_while_weights_come(name: str):
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    weight, h, gain = packed.pack(*kernel(name, 8192, 128)), normal(2, 1, 128), normal(3, 128)
+    own = gpu_packed._Kernel(kind="add", dtype=weight.kind, shape=(1, 8192), columns=128, groups=weight.groups)
+    assert own.takes_integers and dataclasses.replace(own, integers=True).row_share(0).turns(64) == 2
+    x = normal(4, 1, 8192)
+    close(gpu.add(x, weight, h, gain, interpret=params), reference.add(x, weight, h, gain), 1)
 
 
 @hopper.interpreted

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -71,7 +72,9 @@ SMALL = (jnp.int4, 32, True), (jnp.int4, 64, False), (jnp.int8, 32, False)
 NAMES = "int8", "float8_e4m3fn", "int4", "int8-zeros", "int4-zeros", "int4-g32-zeros", "int4-g64", "int8-g32"
 
 
-def few(dtype: Any, each: int | None, zeros: bool, seed: int, k: int, n: int, *, order: bool = False) -> packed.Packed:
+def few(
+    dtype: Any, each: int | None, zeros: bool, seed: int, k: int, n: int, *, order: bool = False, invariant: bool = True
+) -> packed.Packed:  # fmt: skip
     """Zero points of either sign, up to a deviation and a half, differ from column to column."""
     values = jax.random.normal(jax.random.key(seed), (k, n)) * (2 if dtype == jnp.int4 else 40)
     if jnp.issubdtype(dtype, jnp.integer):
@@ -79,7 +82,8 @@ def few(dtype: Any, each: int | None, zeros: bool, seed: int, k: int, n: int, *,
     scale = jax.random.uniform(jax.random.key(seed), (k // (each or k), n), jnp.float32, 0.5, 1.5)
     own = jax.random.permutation(jax.random.key(seed), k) if order else None
     zero = zero_points(zeros, dtype, seed, scale)
-    return packed.pack(values.astype(dtype), scale * 0.03 / jnp.std(values), zero, own)
+    weight = packed.pack(values.astype(dtype), scale * 0.03 / jnp.std(values), zero, own)
+    return dataclasses.replace(weight, invariant=invariant)
 
 
 def zero_points(zeros: bool, dtype: Any, seed: int, scale: jax.Array) -> jax.Array | None:
@@ -88,11 +92,11 @@ def zero_points(zeros: bool, dtype: Any, seed: int, scale: jax.Array) -> jax.Arr
     return jax.random.randint(key, scale.shape, -most, most + 1, jnp.int8) if zeros else None
 
 
-def few_bits(form: Any, m: int, of: Any) -> Any:
+def few_bits(form: Any, m: int, of: Any, *, invariant: bool = True) -> Any:
     """The same four and the output layer of weights in a format; heads as they are, biased, and normed besides."""
     own, found = rows(m), []
     biased = {"bias": normal(10, C * sum(COUNTS))}
-    kernel = functools.partial(few, *form, 20)
+    kernel = functools.partial(few, *form, 20, invariant=invariant)
     for extra in ({}, biased, {**biased, "gains": (normal(11, C), normal(12, C))}):
         found += of.heads(own["stream"], kernel(E, C * sum(COUNTS)), own["rope"], COUNTS, EPS, **extra)
     stream = of.add(own["attended"], kernel(C * COUNTS[0], E), own["stream"].h_ME, normal(1, E))
@@ -101,9 +105,9 @@ def few_bits(form: Any, m: int, of: Any) -> Any:
     return [*found, stream, hidden, last, of.logits(last.h_ME, kernel(E, F))]
 
 
-def in_order(m: int, of: Any) -> Any:
+def in_order(m: int, of: Any, *, invariant: bool = True) -> Any:
     """A layer's four in 4 bits with zero points, their inputs in another order each."""
-    own, kernel = rows(m), functools.partial(few, jnp.int4, 128, True, 20, order=True)
+    own, kernel = rows(m), functools.partial(few, jnp.int4, 128, True, 20, order=True, invariant=invariant)
     heads = of.heads(own["stream"], kernel(E, C * sum(COUNTS)), own["rope"], COUNTS, EPS)
     stream = of.add(own["attended"], kernel(C * COUNTS[0], E), own["stream"].h_ME, normal(1, E))
     hidden = of.swiglu(stream, kernel(E, 2 * F), EPS)
@@ -153,7 +157,11 @@ def by_rows(found: Any, m: int) -> list[np.ndarray]:
         # By wgmma from 16 rows on, in steps of two blocks and of one.
         *(pytest.param(functools.partial(few_bits, form), gpu, reference, (1, 4, 16, 24, 32), id=f"few_bits-{name}")
           for form, name in zip(FORMATS + SMALL, NAMES, strict=True)),
+        # One row as integers.
+        *(pytest.param(functools.partial(few_bits, form, invariant=False), gpu, reference, (1,), id=f"integers-{name}")
+          for form, name in zip(FORMATS + SMALL, NAMES, strict=True) if "float" not in name),
         (in_order, gpu, reference, (1, 4, 16, 32)),
+        pytest.param(functools.partial(in_order, invariant=False), gpu, reference, (1,), id="integers-in_order"),
         (mixture, gpu_experts, experts, (1, 4, 32)),
         (packed_mixture, gpu_packed_experts, packed_experts, (1, 4, 32)),
     ],

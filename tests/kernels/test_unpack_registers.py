@@ -178,11 +178,19 @@ def test_shares_of_lines_are_the_whole(
     for number in range(of):
         lines._copy(None, Ref(shape, element, 512, pitch), Ref(shape, element, 1024), scalar(number), of=of)
     across = shape[1] * size // 16
-    assert sorted(group.copied) == [
+    shares = [
         (1024 + 16 * (row * across + i), 512 + row * pitch * size + 16 * i)
         for row in range(shape[0])
         for i in range(across)
     ]
+    assert sorted(group.copied) == shares
+    if shape[0] < of:
+        return
+    for number in range(of):  # whole rows at a time
+        group.copied, each = [], 3 * across
+        source, target = Ref(shape, element, 512, pitch), Ref(shape, element, 1024)
+        lines._copy(None, source, target, scalar(number), of=of, each=each)
+        assert sorted(group.copied) == [x for i, x in enumerate(shares) if i // each % of == number]
 
 
 def _whole(registers: np.ndarray, rows: int) -> np.ndarray:

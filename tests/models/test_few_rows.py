@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec import fitting
 from jaxspec.fitting import fitted, stored
+from jaxspec.loading import laid_out
 from jaxspec.models import few_rows, few_rows_fit
 from jaxspec.models.base import Experts, ModelConfig, counting_experts, touched
 from jaxspec.models.experts import mlp
@@ -136,6 +137,21 @@ FEW_BITS = pytest.mark.parametrize(
     [(jnp.int4, 128, False), (jnp.int8, None, False), (jnp.int4, 32, True), (jnp.int8, None, True)],
     ids=["int4-g128", "int8", "int4-g32-zeros", "int8-zeros"],
 )
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_weights_of_few_bits_know_whether_rows_shall_have_the_same_bits(
+    invariant: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """As engines with `batch_invariant` lay out their target, the output layer included."""
+    monkeypatch.setattr(few_rows, "unsupported", lambda: None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    asked = {"invariant": True} if invariant else {}
+    target = quantised(model(dataclasses.replace(CONFIG, intermediate_size=512)), jnp.int8, None, False)
+    found = laid_out(target, 1, "nccl", **asked)
+    kernels = [linear.kernel[...] for _, linear in few_rows_fit.maps(found)] + [found.lm_head.kernel[...]]
+    assert len(kernels) == 4 * CONFIG.num_layers + 1
+    assert all(isinstance(kernel, Packed) and kernel.invariant == invariant for kernel in kernels)
 
 
 @FEW_BITS

@@ -30,7 +30,7 @@ SHAPE, PAGE = SHAPES["8b"], 64
 def products(name: str) -> Iterator[tuple[str, bool]]:
     """Whether each kernel's first row has the same bits among any number of rows."""
     for i, (part, shape) in enumerate(SHAPE.weights.items()):
-        w = {part: weight(jax.random.key(i), name, *shape)}
+        w = {part: weight(jax.random.key(i), name, *shape, invariant=True)}
         call = jax.jit(lambda w, rows, part=part: run(SHAPE, part, w, rows, True))
         served = [m for m in ROWS if name == "bf16" or m <= reference.FEW_ROWS]
         yield f"{name} {part}", first_rows(lambda m, call=call, w=w: call(w, padded(m)), served)

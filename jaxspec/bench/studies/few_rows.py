@@ -75,12 +75,12 @@ SHAPES = {
 }
 
 
-def weight(key: jax.Array, name: str, *shape: int) -> jax.Array | Packed:
-    """A kernel of some format, of a standard deviation of 0.02."""
+def weight(key: jax.Array, name: str, *shape: int, invariant: bool = False) -> jax.Array | Packed:
+    """A kernel of some format, of a standard deviation of 0.02; see Packed.invariant."""
     if name == "bf16":
         return jax.jit(lambda key: (jax.random.normal(key, shape, jnp.float32) * 0.02).astype(jnp.bfloat16))(key)
     few = quantised_kernel(key, name, shape)
-    return jax.jit(packed.pack)(few.values, few.scale, few.zero)
+    return dataclasses.replace(jax.jit(packed.pack)(few.values, few.scale, few.zero), invariant=invariant)
 
 
 def run(shape: Shape, call: str, w: dict[str, Any], rows: dict[str, Any], kernels: bool) -> Any:
@@ -160,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--shape", choices=sorted(SHAPES), default="8b", help="whose layers")
     add("--formats", nargs="+", choices=NAMES, help="default: all (8b), bf16")
     add("--rows", type=int, nargs="+", default=[1, 8, 32], help="tokens that a layer is given at once")
+    add("--batch-invariant", action="store_true", help="few bits as engines with batch_invariant have them")
     add("--output", action="store_true", help="the output layer, too, beside XLA's")
     add("--whole", action="store_true", help="layers' times alone, nothing compared")
     add("--layers", type=int, default=4, help="that run one after the other, each with weights of its own")
@@ -178,7 +179,10 @@ def _measure(args: argparse.Namespace, shape: Shape, formats: Sequence[str]) -> 
     keys = jax.random.split(jax.random.key(0), args.layers * count)
     weights = {
         name: [
-            {part: weight(keys[count * i + j], name, *size) for j, (part, size) in enumerate(shape.weights.items())}
+            {
+                part: weight(keys[count * i + j], name, *size, invariant=args.batch_invariant)
+                for j, (part, size) in enumerate(shape.weights.items())
+            }
             for i in range(args.layers)
         ]
         for name in formats

@@ -122,7 +122,7 @@ class Model:
     Attributes:
       target: as it is stored. ready: as rounds run it.
       shape: one of SHAPES. sums: how devices add up activations (runtime.summing).
-      layers_by_xla: no small-batch kernels; output: those for the output layer, too.
+      layers_by_xla: no small-batch kernels; output: those for the output layer, too. invariant: see laid_out.
       packed: whether experts in few bits are laid out for their kernel, as engines do.
     """
 
@@ -134,12 +134,13 @@ class Model:
     layers_by_xla: bool
     output: bool
     packed: bool
+    invariant: bool
 
     @classmethod
     def of(
         cls, shape: str, dtype: jnp.dtype, *, shards: int = 1, sums: str = "nccl", weights: str | None = None,
         last: str | None = None, layers_by_xla: bool = False, output: bool = False, layers: int | None = None,
-        packed: bool = True,
+        packed: bool = True, invariant: bool = False,
     ) -> Model:  # fmt: skip
         """
         Args:
@@ -148,7 +149,7 @@ class Model:
         """
         cfg = first_layers(SHAPES[shape][0], layers)
         mesh = tensor_mesh(shards) if shards > 1 else None
-        model = cls(None, None, shape, mesh, sums, layers_by_xla, output, packed)
+        model = cls(None, None, shape, mesh, sums, layers_by_xla, output, packed, invariant)
         # Few bits before the other weights are made: they may not all fit in bfloat16.
         target = model.filled(0, lambda: registry.build(cfg, dtype), lambda made: quantise(made, weights, last))
         return dataclasses.replace(model, target=target, ready=model.by_kernels(target))
@@ -175,7 +176,7 @@ class Model:
             packing.pack_experts(module, self.shards)
         if few_rows_fit.refusal(module, self.shards) is not None:
             return few_rows.pack_maps(module, self.shards)
-        return few_rows.prepare(module, output=self.output)
+        return few_rows.prepare(module, output=self.output, invariant=self.invariant)
 
     def runner(
         self, name: str, tiers: Sequence[Tier], batches: Sequence[int], context: int, *, kernels: str | None,
@@ -403,6 +404,7 @@ def _measure(
     model = Model.of(
         args.shape, jnp.dtype(args.dtype), shards=shards, sums=sums, weights=args.weights, last=args.output_weights,
         layers_by_xla=args.layers_by_xla, output=args.output_by_kernel or args.batch_invariant,
+        invariant=args.batch_invariant,
         layers=args.layers, packed=not args.experts_as_stored,
     )  # fmt: skip
 
