@@ -2,7 +2,7 @@
 
 Pools are [layers * P, G, page, 2C]: keys and values side by side (or [..., C], keys alone,
 where values are the first channels of these: `AttentionOptions.value_channels`), the layers
-flattened into the page axis, so that one scatter commits every layer and no layer is ever sliced
+flattened into the page axis, so that one scatter commits many layers and no layer is ever sliced
 out. The padding sentinel of every index is the axis' size, never -1 (a negative index
 wraps, and would write the last row).
 """
@@ -10,6 +10,7 @@ wraps, and would write the last row).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ from jaxspec.models.sharded import TENSOR_AXIS, shards
 from pallas_kernels.tree_attention.api import tree_attention
 from pallas_kernels.tree_attention.reference import Shared
 
+#: Layers that a scatter commits of so many tokens and more; of fewer it commits all. XLA makes one operation of the
+#: layers' arrays and their scatter, in which every number looks for its array: slower by itself, but one launch.
+_LAYERS, _MANY = 8, 32
 #: Lanes of a TPU's tiles. A pool there is a whole number of them wide: XLA would copy another one for the kernel.
 _LANES = 128
 
@@ -199,8 +203,13 @@ def commit(
 
     def put(pages: jax.Array, kv_LBNGc: jax.Array, index_LBN: jax.Array, offset_LBN: jax.Array) -> jax.Array:
         # Heads are indexed, not sliced: for a slice between two indexed axes a TPU transposes the whole pool, and back.
-        head_G = jnp.arange(pages.shape[1])[None, None, None, :]
-        return pages.at[index_LBN[..., None], head_G, offset_LBN[..., None]].set(kv_LBNGc, mode="drop")
+        head_G, tokens = jnp.arange(pages.shape[1])[None, None, None, :], math.prod(kv_LBNGc.shape[1:3])
+        each = _LAYERS if tokens >= _MANY else layers
+        for first in range(0, layers, each):
+            own = slice(first, first + each)
+            at = index_LBN[own][..., None], head_G, offset_LBN[own][..., None]
+            pages = pages.at[at].set(kv_LBNGc[own], mode="drop")
+        return pages
 
     spare = pages.shape[3] - kv_LBNGc.shape[-1]
     kv_LBNGc = jnp.pad(kv_LBNGc.astype(pages.dtype), ((0, 0),) * 4 + ((0, spare),))

@@ -27,13 +27,15 @@ def expected(pages, kv, table, position, write):
     return out
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_commit_follows_its_definition(seed: int):
-    """Sentinel pages, positions before and behind the table, and rows that do not write."""
+@pytest.mark.parametrize(
+    ("seed", "layers", "b", "n", "m"), [*((seed, LAYERS, 3, 5, 2) for seed in range(5)), (5, 19, 4, 9, 1)]
+)
+def test_commit_follows_its_definition(seed: int, layers: int, b: int, n: int, m: int):
+    """Sentinel pages, positions before and behind the table, and rows that do not write; of many tokens some layers at
+    a time."""
     rng = np.random.default_rng(seed)
-    b, n, m = 3, 5, 2
-    pages = rng.normal(size=(LAYERS * PAGES, GROUPS, PAGE, 2 * CHANNELS)).astype(np.float32)
-    kv = rng.normal(size=(LAYERS, b, n, GROUPS, 2 * CHANNELS)).astype(np.float32)
+    pages = rng.normal(size=(layers * PAGES, GROUPS, PAGE, 2 * CHANNELS)).astype(np.float32)
+    kv = rng.normal(size=(layers, b, n, GROUPS, 2 * CHANNELS)).astype(np.float32)
     table = rng.permutation(PAGES)[: b * m].reshape(b, m).astype(np.int32)
     table[rng.random((b, m)) < 0.3] = PAGES
     position = (rng.integers(-6, m * PAGE + 4, (b, 1)) + np.arange(n)).astype(np.int32)
