@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sizes import round_up
-from pallas_kernels.small_batch import digits, lines, mosaic, shares, unpack
+from pallas_kernels.small_batch import digit_products, digits, lines, mosaic, shares, unpack
 from pallas_kernels.small_batch.mosaic import F32, SUMS, load
 from pallas_kernels.small_batch.packed import BLOCK, FLOAT4, pieces
 
@@ -136,7 +136,7 @@ class Walk:
     def make_share(self, team: Any, turn: Any, shared: dict[str, Any]) -> None:
         """Makes a turn of a warpgroup's digits of a row alone."""
         refs = shared["x"], shared["digits"], shared["factors"]
-        digits.make(self.by_digits, *refs, self.row_share(team, turn), interpret=self.interpret)
+        digit_products.make(self.by_digits, *refs, self.row_share(team, turn), interpret=self.interpret)
 
     @property
     def wide(self) -> bool:
@@ -248,10 +248,10 @@ class Walk:
         """Each warpgroup a share of the digits of a row that is alone, of what its threads have brought."""
         if not self.integers:
             return
-        digits.meet(self.interpret)
+        digit_products.meet(self.interpret)
         self.make_share(team, 0, shared)
         if self.own_row:  # the rest while weights come
-            digits.meet(self.interpret)
+            digit_products.meet(self.interpret)
             return
         for turn in range(1, self.row_share(team).turns(self.shape[1] // BLOCK)):
             self.make_share(team, turn, shared)
@@ -351,7 +351,7 @@ class Walk:
             if self.integers:
                 tile, refs = shared["w"].at[slot], (shared["digits"], shared["factors"])
                 first, interpret = self.first(turn, turn_of), self.interpret
-                total = digits.products(self.by_digits, total, tile, *refs, scales, first, interpret=interpret)
+                total = digit_products.products(self.by_digits, total, tile, *refs, scales, first, interpret=interpret)
             for i, sums in enumerate([] if self.integers else self.products(turn, turn_of, slot, scales, shared)):
                 if not self.once and self.dtype != FLOAT4:
                     block, piece = self.first(turn, turn_of) + i // self.pieces, i % self.pieces
@@ -377,7 +377,7 @@ class Walk:
     @property
     def layout_of_sums(self) -> Any:
         """Of a warpgroup's."""
-        return digits.OWN if self.integers else SUMS
+        return digit_products.OWN if self.integers else SUMS
 
     def make_ahead(self, team: Any, turn: Any, shared: dict[str, Any]) -> None:
         """Before a step that begins with the digits of a turn of the warpgroup's share: makes those of the turn after,
@@ -390,7 +390,7 @@ class Walk:
         @pl.when((lax.rem(turn, steps) == 0) & (turn // steps + 1 < turns))
         def _() -> None:
             self.make_share(team, turn // steps + 1, shared)
-            digits.meet(self.interpret)
+            digit_products.meet(self.interpret)
 
     def products(self, turn: Any, turn_of: Any, slot: Any, scales: Any, shared: dict[str, Any]) -> list[jax.Array]:
         """Of each block of a step that lies in a slot, or of each of its pieces, the sums, float32 [64, rows]."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.small_batch import digits, packed, unpack
+from pallas_kernels.small_batch import digit_products, digits, packed, threads, unpack
 from pallas_kernels.small_batch.packed import BLOCK
 from tests.kernels.lanes import Warpgroup
 from tests.kernels.test_unpack_registers import scalar, swizzled
@@ -71,8 +71,11 @@ def test_warpgroups_write_the_digits_of_their_own_blocks_alone(
             digits_ref = group.put(np.zeros(blocks * 512, np.int8), (groups, 4, 3, BLOCK), "i8")
             factors_ref = group.put(np.zeros(groups * 4, np.float32), (groups, 4), "f32")
             with monkeypatch.context() as patch:
-                group.install(patch, digits)
-                digits._make(None, x_ref, digits_ref, factors_ref, scalar(number), scalar(turn), step=step, share=share)
+                for module in (threads, digit_products):
+                    group.install(patch, module)
+                digit_products._make(
+                    None, x_ref, digits_ref, factors_ref, scalar(number), scalar(turn), step=step, share=share
+                )
             factors = group.memory[factors_ref.at :][: groups * 16].view(np.float32).reshape(groups, 4)
             own = [factors[step.place(block)] != 0 for block in range(blocks)]
             assert own == [bool(share.has(block)) for block in range(blocks)]
@@ -117,19 +120,21 @@ def test_products_by_digits_have_the_bits_that_they_should(
     registers = np.empty(2, object)
     registers[:] = [[row] for row in fragment]
     with monkeypatch.context() as patch:
-        for module in (unpack, digits):
+        for module in (unpack, threads, digit_products):
             group.install(patch, module)
         for number in range(2):
             share = digits.Share(number, 2, 4)
             for turn in range(share.turns(len(x))):
                 args = scalar(number), scalar(turn)
-                digits._make(None, x_ref, digits_ref, factors_ref, *args, step=step, share=share)
+                digit_products._make(None, x_ref, digits_ref, factors_ref, *args, step=step, share=share)
         total: Any = SimpleNamespace(registers=registers, layout=None)
-        found = digits._products(None, total, w_ref, digits_ref, factors_ref, scale_ref, scalar(skipped), step=step)
+        found = digit_products._products(
+            None, total, w_ref, digits_ref, factors_ref, scale_ref, scalar(skipped), step=step
+        )
     got = np.stack([value[0] for value in found]).reshape(2, 4, 8, 4).transpose(1, 0, 2, 3).reshape(64, 4)
 
     own_digits, own_factors = np.zeros(shapes[0], np.int8), np.zeros(shapes[1], np.float32)
     for block, (made, by) in enumerate(zip(*digits.split(x), strict=True)):
         own_digits[step.place(block)], own_factors[step.place(block)] = made, by * step.unit
     given = (jnp.asarray(x) for x in (start, stored, own_digits, own_factors, scales))
-    np.testing.assert_array_equal(got, np.asarray(digits._pretended(step, *given, skipped)))
+    np.testing.assert_array_equal(got, np.asarray(digits.pretended(step, *given, skipped)))
