@@ -23,8 +23,8 @@ from jaxspec.models.sharded import TENSOR_AXIS, shards
 from pallas_kernels.tree_attention.api import tree_attention
 from pallas_kernels.tree_attention.reference import Shared
 
-#: Layers that a scatter commits of so many tokens and more; of fewer it commits all. XLA makes one operation of the
-#: layers' arrays and their scatter, in which every number looks for its array: slower by itself, but one launch.
+#: Layers that a GPU's scatter commits of so many tokens and more; of fewer it commits all. XLA makes one operation of
+#: the layers' arrays and their scatter, in which every number looks for its array: slower by itself, but one launch.
 _LAYERS, _MANY = 8, 32
 #: Lanes of a TPU's tiles. A pool there is a whole number of them wide: XLA would copy another one for the kernel.
 _LANES = 128
@@ -204,7 +204,7 @@ def commit(
     def put(pages: jax.Array, kv_LBNGc: jax.Array, index_LBN: jax.Array, offset_LBN: jax.Array) -> jax.Array:
         # Heads are indexed, not sliced: for a slice between two indexed axes a TPU transposes the whole pool, and back.
         head_G, tokens = jnp.arange(pages.shape[1])[None, None, None, :], math.prod(kv_LBNGc.shape[1:3])
-        each = _LAYERS if tokens >= _MANY else layers
+        each = _LAYERS if tokens >= _MANY and jax.default_backend() == "gpu" else layers
         for first in range(0, layers, each):
             own = slice(first, first + each)
             at = index_LBN[own][..., None], head_G, offset_LBN[own][..., None]

@@ -61,6 +61,13 @@ def _quantised(
     return model
 
 
+def _kernel(kind: Any, bucket: int) -> str:
+    """What a round's layers are multiplied by, among others."""
+    if bucket > 32:
+        return "many"
+    return "heads_integers" if bucket == 1 and jnp.issubdtype(kind, jnp.integer) else "heads"
+
+
 def quantised_round(target: Target) -> Iterator[Program]:
     """Plain rounds of two layers at 8B shapes with quantised kernels, at 1 and 16 rows, on one device.
 
@@ -95,7 +102,7 @@ def quantised_round(target: Target) -> Iterator[Program]:
                 limit="a layer's smallest kernel in bfloat16, and logits",
                 max_collective_bytes=summed if shards > 1 else None,
                 in_place_bytes=device_bytes(described.arguments[2]),
-                kernels=("tree_attention", f"small_batch_{jnp.dtype(kind).name}_{'many' if bucket > 32 else 'heads'}"),
+                kernels=("tree_attention", f"small_batch_{jnp.dtype(kind).name}_{_kernel(kind, bucket)}"),
             )
         if name == "int8":
             yield _quantised_head(target, cfg, geo, own=own)
@@ -118,7 +125,7 @@ def quantised_round(target: Target) -> Iterator[Program]:
                 max_temp_bytes=one + 4 * bucket * cfg.vocab_size,
                 limit="a layer's smallest kernel in bfloat16, and logits",
                 in_place_bytes=device_bytes(described.arguments[2]),
-                kernels=("tree_attention", f"small_batch_int4_zeros_{'many' if bucket > 32 else 'heads'}"),
+                kernels=("tree_attention", f"small_batch_int4_zeros_{_kernel(jnp.int4, bucket)}"),
             )
         bits = 4 if kind in (jnp.int4, jnp.float4_e2m1fn) else 8
         # On a TPU also with more rows than have sums of groups: what is expanded before may not leave vector memory.

@@ -57,7 +57,7 @@ class _Kernel(Walk):
 
     @property
     def name(self) -> str:
-        return f"{self.dtype}_{self.kind}"
+        return f"{self.dtype}_{self.kind}{'_integers' if self.integers else ''}"
 
     @property
     def pairs(self) -> bool:
@@ -124,11 +124,14 @@ class _Kernel(Walk):
 
     @property
     def takes_integers(self) -> bool:
-        """Whether rows are one that is multiplied as integers: where a ring has two steps, or all that there are."""
+        """Whether rows are one that is multiplied as integers: where these leave as many programs to a multiprocessor,
+        and a ring two steps, or all that there are, and two thirds of its weights."""
         if self.shape[0] > 1 or self.shape[1] > _MOST_INTEGERS or self.dtype not in digits.KINDS:
             return False
         kernel = dataclasses.replace(self, integers=True)
-        return kernel.budget >= min(2, kernel.steps) * kernel.teams * kernel.stage(kernel.depth)
+        room = kernel.budget >= min(2, kernel.steps) * kernel.teams * kernel.stage(kernel.depth)
+        as_many = kernel.neighbours == self.neighbours
+        return room and as_many and 3 * kernel.stages * kernel.depth >= 2 * self.stages * self.depth
 
     @property
     def early(self) -> int:
@@ -225,10 +228,13 @@ class _Kernel(Walk):
             plgpu.barrier_arrive(shared["there"].at[0])
         lines.wait(self.interpret)
         self.fill(team, mine, copy, begin=self.early)
-        plgpu.barrier_arrive(shared["squared" if self.own_row else "there"].at[0])
+        if not self.own_row:
+            plgpu.barrier_arrive(shared["there"].at[0])
+        elif norm is not None:
+            plgpu.barrier_arrive(shared["squared"].at[0])
         self.make_digits(team, shared)
         plgpu.barrier_wait(shared["there"].at[0])
-        if self.own_row and norm is not None:
+        if "squared" in shared:
             plgpu.barrier_wait(shared["squared"].at[0])
         self.add_squares(team, shared)
         total = self.total(team, mine, copy, shared)

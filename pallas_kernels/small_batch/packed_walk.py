@@ -36,7 +36,8 @@ _MAX_STAGES = 8
 _DEPTHS = 1, 2, 4
 #: Rows from which on wgmma multiplies.
 _WIDE = 16
-#: Inputs up to which one row lies in shared memory whole; a longer one, which all would wait for, comes with weights.
+#: Inputs up to which one row lies in shared memory whole, as integers a longer one, too; else it comes with weights,
+#: for all would wait for it.
 _ALONE = 4096
 #: Lines of a block of one row (see lines).
 _LINES = BLOCK * 2 // 16
@@ -240,8 +241,9 @@ class Walk:
         out: dict[str, Any] = {"x": plgpu.SMEM((blocks, BLOCK), rows_dtype)}
         if self.integers:
             out |= digits.scratch(self._step_of(1), blocks)
-            made = plgpu.Barrier(num_barriers=1, num_arrivals=self.teams)
-            out |= {"squared": made} if self.own_row else {"made": made}
+            if not self.own_row or self.eps is not None:
+                name = "squared" if self.own_row else "made"
+                out[name] = plgpu.Barrier(num_barriers=1, num_arrivals=self.teams)
         return out
 
     def make_digits(self, team: Any, shared: dict[str, Any]) -> None:

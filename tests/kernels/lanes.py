@@ -1,4 +1,5 @@
-"""A warpgroup's registers on NumPy: what `unpack` and `lines` write for its 128 threads is computed, not compiled.
+"""A warpgroup's registers on NumPy: what `unpack`, `digit_products` and `lines` write for its 128 threads is computed,
+not compiled.
 
 Stands in for the modules by which they build code. Values are arrays with a thread along the first axis; addresses are
 offsets into one array of bytes, the shared memory.

@@ -29,6 +29,21 @@ def row(blocks: int) -> jax.Array:
     return x.at[0].set(0).at[1, 0].set(1e4).astype(jnp.bfloat16)
 
 
+def lying(group: Warpgroup, ref: Any, step: digits.Step, block: int) -> np.ndarray:
+    """A block's digits [DIGITS, BLOCK] in shared memory, from the order that weights of its format have."""
+    number, place = step.place(block)
+    found = []
+    for digit in range(digits.DIGITS):
+        line = 2 * place + digit % 2
+        begin = ref.at + number * 1536 + (line * 128 if digit < 2 else 1024 + place * 128)
+        bytes_ = group.memory[begin : begin + 128].view(np.int8).reshape(8, 16)[np.arange(8) ^ line].reshape(4, -1)
+        if step.four:  # every 32 of them
+            found.append(bytes_.reshape(4, 2, 4, 2, 2).transpose(0, 4, 1, 2, 3).reshape(BLOCK))
+        else:
+            found.append(bytes_.reshape(4, 2, 4, 2, 2).transpose(0, 1, 4, 2, 3).reshape(BLOCK))
+    return np.stack(found)
+
+
 def test_digits_are_the_row_but_for_what_lies_far_below_a_block_s_largest():
     x = row(5)
     found, factors = digits.split(x)
@@ -68,7 +83,7 @@ def test_warpgroups_write_the_digits_of_their_own_blocks_alone(
         for turn in range(digits.Share(number, of, each).turns(blocks)):
             share, group = digits.Share(number, of, each, turn), Warpgroup(1 << 17)
             x_ref = group.put(np.asarray(x), x.shape, "bf16")
-            digits_ref = group.put(np.zeros(blocks * 512, np.int8), (groups, 4, 3, BLOCK), "i8")
+            digits_ref = group.put(np.full((groups, 4, 3, BLOCK), 99, np.int8), (groups, 4, 3, BLOCK), "i8")
             factors_ref = group.put(np.zeros(groups * 4, np.float32), (groups, 4), "f32")
             with monkeypatch.context() as patch:
                 for module in (threads, digit_products):
@@ -77,9 +92,10 @@ def test_warpgroups_write_the_digits_of_their_own_blocks_alone(
                     None, x_ref, digits_ref, factors_ref, scalar(number), scalar(turn), step=step, share=share
                 )
             factors = group.memory[factors_ref.at :][: groups * 16].view(np.float32).reshape(groups, 4)
-            own = [factors[step.place(block)] != 0 for block in range(blocks)]
-            assert own == [bool(share.has(block)) for block in range(blocks)]
+            own = [bool(share.has(block)) for block in range(blocks)]
+            assert own == [factors[step.place(block)] != 0 for block in range(blocks)]
             assert np.count_nonzero(factors) == sum(own)
+            assert own == [bool((lying(group, digits_ref, step, block) != 99).any()) for block in range(blocks)]
             written += own
     assert (written == 1).all()
 
@@ -105,7 +121,8 @@ def test_products_by_digits_have_the_bits_that_they_should(
     stored = np.asarray(weight.values).reshape(parts, 32, -1)[..., before * BLOCK :]
     stored = np.ascontiguousarray(stored.astype(np.int8))
     scales = np.asarray(weight.scale).reshape(-1, parts, 32).transpose(1, 0, 2)
-    x = row(before + count)
+    x = row(before + count)  # before the step blocks that are no numbers, or next to nothing
+    x = x.at[2].set(1e-36).at[3, 5].set(jnp.inf)
     start = np.asarray(jax.random.normal(jax.random.key(5), (64, 1))) * np.ones((1, digits.TOGETHER), np.float32)
 
     group = Warpgroup(1 << 17)
@@ -131,6 +148,13 @@ def test_products_by_digits_have_the_bits_that_they_should(
         found = digit_products._products(
             None, total, w_ref, digits_ref, factors_ref, scale_ref, scalar(skipped), step=step
         )
+    made = digits.split(x)
+    for block in range(len(x)):
+        place = step.place(block)
+        if np.isfinite(np.asarray(x[block], np.float32)).all():
+            np.testing.assert_array_equal(lying(group, digits_ref, step, block), made[0][block])
+        factors = group.memory[factors_ref.at :][: groups * 16].view(np.float32).reshape(groups, 4)
+        np.testing.assert_array_equal(factors[place], np.asarray(made[1][block]) * step.unit)
     got = np.stack([value[0] for value in found]).reshape(2, 4, 8, 4).transpose(1, 0, 2, 3).reshape(64, 4)
 
     own_digits, own_factors = np.zeros(shapes[0], np.int8), np.zeros(shapes[1], np.float32)

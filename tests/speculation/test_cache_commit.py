@@ -30,9 +30,10 @@ def expected(pages, kv, table, position, write):
 @pytest.mark.parametrize(
     ("seed", "layers", "b", "n", "m"), [*((seed, LAYERS, 3, 5, 2) for seed in range(5)), (5, 19, 4, 9, 1)]
 )
-def test_commit_follows_its_definition(seed: int, layers: int, b: int, n: int, m: int):
+def test_commit_follows_its_definition(seed: int, layers: int, b: int, n: int, m: int, monkeypatch: pytest.MonkeyPatch):
     """Sentinel pages, positions before and behind the table, and rows that do not write; of many tokens some layers at
-    a time."""
+    a time, as GPUs have it."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     rng = np.random.default_rng(seed)
     pages = rng.normal(size=(layers * PAGES, GROUPS, PAGE, 2 * CHANNELS)).astype(np.float32)
     kv = rng.normal(size=(layers, b, n, GROUPS, 2 * CHANNELS)).astype(np.float32)
