@@ -341,7 +341,7 @@ class Walk:
             lines.copy(source, target, *share, interpret=self.interpret)
 
     def total(self, team: Any, mine: Any, copy: Callable[[Any, Any], None], shared: dict[str, Any]) -> jax.Array:
-        """The sums of a warpgroup's steps, float32 [64, rows], in `layout`; `copy` brings a step into a slot."""
+        """A warpgroup's sums, float32 [64, rows] in `layout_of_sums`; `copy` brings a step into a slot."""
         own, turn_of, rows = team // self.split, lax.rem(team, self.split), self.rows
         scales = shared["scale"].at[own]
 

@@ -14,7 +14,7 @@ STORE_TWO = "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.shared.v2.b32 [$0], {$1
 
 
 class Code:
-    """And where a thread is."""
+    """Short names, and where a thread is."""
 
     def __init__(self) -> None:
         self.i32, self.f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
@@ -53,7 +53,7 @@ class Code:
 
 
 class Index:
-    """A number that threads compute, for formulas that are for any."""
+    """A number that threads compute, for formulas that are for any number."""
 
     def __init__(self, code: Code, value: Any) -> None:
         self.code, self.value = code, value

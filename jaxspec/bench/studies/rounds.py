@@ -404,8 +404,7 @@ def _measure(
     model = Model.of(
         args.shape, jnp.dtype(args.dtype), shards=shards, sums=sums, weights=args.weights, last=args.output_weights,
         layers_by_xla=args.layers_by_xla, output=args.output_by_kernel or args.batch_invariant,
-        invariant=args.batch_invariant,
-        layers=args.layers, packed=not args.experts_as_stored,
+        invariant=args.batch_invariant, layers=args.layers, packed=not args.experts_as_stored,
     )  # fmt: skip
 
     def bench_of(asked: tuple[str, tuple[Tier, ...], DraftQuantization | None]) -> Bench:
