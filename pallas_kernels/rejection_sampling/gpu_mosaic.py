@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from pallas_kernels.rejection_sampling.mosaic_rejection import Drafts, attempt
 from pallas_kernels.rejection_sampling.mosaic_rows import GROUP, WORD, Buffers, Launch, Row
 from pallas_kernels.rejection_sampling.mosaic_walk import Sampler, Tree, Turn, own_token, walk
 from pallas_kernels.rejection_sampling.noise import TILE
-from pallas_kernels.rejection_sampling.reference import RejectionSamplingArgs, Verdict
+from pallas_kernels.rejection_sampling.reference import RejectionSamplingArgs, SamplingRows, Verdict
 from pallas_kernels.sizes import round_up
 
 _i32, _u32, _f32 = jnp.int32, jnp.uint32, jnp.float32
@@ -121,29 +121,29 @@ class _Kernel:
         return out
 
     def body(self, ins: Any, outs: Any, shared: dict[str, Any], board: Any) -> None:
-        logits, tokens, parents, depths, position, temperature, top_k, top_p, min_p, seed, *probs = ins
-        nodes, vocab = self.shape[1:]
+        logits, (nodes, vocab) = ins["logits"], self.shape[1:]
         program = lax.axis_index("request")
         request = program if self.launch.walk else lax.div(program, _i32(nodes))
         cluster = Cluster(board, shared.get("met"), program, self.launch.members, self.interpret)
         sampler: Sampler | None = None
         inverse: jax.Array | None = None
         if not self.greedy:
-            sampled = temperature[request] > 0
-            inverse = 1.0 / jnp.where(sampled, temperature[request], 1.0)
-            filters = Filters(top_k[request], top_p[request], min_p[request])
+            temperature, top_k, top_p, min_p, seed = (ins[name][request] for name in SamplingRows._fields)
+            sampled = temperature > 0
+            inverse = 1.0 / jnp.where(sampled, temperature, 1.0)
             tables = Scratch(*(shared[name] for name in Scratch.shapes()))
-            sampler = Sampler(sampled, filters, tables, seed[request], position[request])
+            sampler = Sampler(sampled, Filters(top_k, top_p, min_p), tables, seed, ins["position"][request])
         buffers = Buffers(*(shared[name] for name in Buffers._fields))
         row = Row(logits, buffers, cluster, vocab, self.launch, inverse)
         if not self.launch.walk:
-            token, fine = own_token(row, sampler, program, depths[program], _i32(0))[:2]
+            depth = _i32(0) if sampler is None else ins["depths"][program]
+            token, fine = own_token(row, sampler, program, depth, _i32(0))[:2]
 
             @pl.when(cluster.member == 0)
             def _() -> None:
                 outs[0][program], outs[1][program] = jnp.clip(token, 0, vocab - 1), fine
         else:
-            tree = self.tree(tokens, parents, request)
+            tree = self.tree(ins, request)
 
             def coupled(node: jax.Array, depth: jax.Array, step: jax.Array) -> Turn:
                 token, fine, step = own_token(row, sampler, request * nodes + node, depth, step)
@@ -151,8 +151,8 @@ class _Kernel:
                 return Turn(tree.holding(node, depth, token), token, fine, step)
 
             visit: Callable[[jax.Array, jax.Array, jax.Array], Turn] = coupled
-            if sampler is not None and probs:
-                drafts = Drafts(probs[0], self.draft_rows, shared["q"], shared["drafted"], shared["offers"], row)
+            if sampler is not None and self.draft_rows:
+                drafts = Drafts(ins["drafts"], self.draft_rows, shared["q"], shared["drafted"], shared["offers"], row)
 
                 def rejection(node: jax.Array, depth: jax.Array, step: jax.Array) -> Turn:
                     at, number = request * nodes + node, request * self.draft_rows + node
@@ -163,14 +163,20 @@ class _Kernel:
             walk(tree, visit, request, cluster.member == 0, outs)
         cluster.meet()  # nobody leaves while another may read its shared memory
 
-    def tree(self, tokens: Any, parents: Any, request: jax.Array) -> Tree:
-        return Tree(tokens, parents, request, self.shape[1], self.depth, self.chain, self.interpret)
+    def reads(self, names: Sequence[str]) -> list[str]:
+        """Of the arrays that describe trees and rows those that a launch reads: what is only there to be passed XLA
+        writes to memory, one kernel for each."""
+        tree = ["tokens"] * (self.depth > 0) + ["parents"] * (self.depth > 0 and not self.chain)
+        return [name for name in names if not self.greedy or name in tree]
 
-    def follow(self, ins: Any, outs: Any) -> None:
+    def tree(self, ins: dict[str, Any], request: jax.Array) -> Tree:
+        refs = ins.get("tokens"), ins.get("parents")
+        return Tree(*refs, request, self.shape[1], self.depth, self.chain, self.interpret)
+
+    def follow(self, ins: dict[str, Any], outs: Any) -> None:
         """Walks where every node's token is known."""
-        choice, fine, tokens, parents = ins
-        request = lax.axis_index("request")
-        tree = self.tree(tokens, parents, request)
+        choice, fine, request = ins["choice"], ins["fine"], lax.axis_index("request")
+        tree = self.tree(ins, request)
 
         def known(node: jax.Array, depth: jax.Array, step: jax.Array) -> Turn:
             token, usable = (ref[request * self.shape[1] + node] for ref in (choice, fine))
@@ -180,11 +186,12 @@ class _Kernel:
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="interpret")
-def _launch(kernel: _Kernel, *ins: jax.Array, interpret: Any = None) -> Any:
+def _launch(kernel: _Kernel, ins: dict[str, jax.Array], *, interpret: Any = None) -> Any:
     (b, n, v), launch = kernel.shape, kernel.launch
     # The copy engine takes 256 entries along an axis; a vocabulary of whole tiles is read as rows of these.
     tiled = lambda x: x.reshape(-1, v // TILE, TILE) if v % TILE == 0 else x.reshape(-1, v)
-    logits, *small = (tiled(x) if x.ndim == 3 else x.reshape(-1) for x in ins)
+    ins = {name: tiled(x) if x.ndim == 3 else x.reshape(-1) for name, x in ins.items()}
+    names = list(ins)
     of = jax.ShapeDtypeStruct
     verdict = (of((b * (kernel.depth + 1),), _i32), of((b,), _i32), of((b,), _i32), of((b,), jnp.bool_))
     many = b if launch.walk else b * n
@@ -192,20 +199,23 @@ def _launch(kernel: _Kernel, *ins: jax.Array, interpret: Any = None) -> Any:
     told = len(outs)
     if kernel.interpret and launch.members > 1:
         outs = (*outs, of(Cluster.board_shape(True, many, launch.members), _i32))
-    scratch = kernel.scratch(logits.dtype)
+    scratch = kernel.scratch(ins["logits"].dtype)
 
     def rejection_sampling_mosaic(*refs: Any) -> None:
-        ins, rest = refs[: 1 + len(small)], refs[1 + len(small) :]
+        rest = refs[len(names) :]
         shared = dict(zip(scratch, rest[len(outs) :], strict=True))
         overlap.begin(interpret)
         overlap.wait(interpret)
         board = rest[told] if len(outs) > told else shared.get("board")
-        kernel.body(ins, rest[:told], shared, board)
+        kernel.body(dict(zip(names, refs, strict=False)), rest[:told], shared, board)
+
+    trees = {name: ins[name] for name in ("tokens", "parents") if name in ins}
+    known = ("choice", "fine", *trees)
 
     def rejection_sampling_mosaic_follow(*refs: Any) -> None:
         overlap.begin(interpret)
         overlap.wait(interpret)
-        kernel.follow(refs[:4], refs[4:])
+        kernel.follow(dict(zip(known, refs, strict=False)), refs[len(known) :])
 
     # Every allocation is rounded up to 1 KiB; three programs of Llama 3's vocabulary just fit into a multiprocessor.
     params = plgpu.CompilerParams(
@@ -216,9 +226,10 @@ def _launch(kernel: _Kernel, *ins: jax.Array, interpret: Any = None) -> Any:
     found = plgpu.kernel(
         rejection_sampling_mosaic, out_type=outs, scratch_types=tuple(scratch.values()), grid=(many,),
         cluster=(launch.members,), cluster_names=("member",), **extra,
-    )(logits, *small)[:told]  # fmt: skip
+    )(*ins.values())[:told]  # fmt: skip
     if not launch.walk:
-        found = plgpu.kernel(rejection_sampling_mosaic_follow, out_type=verdict, grid=(b,), **extra)(*found, *small[:2])
+        follow = plgpu.kernel(rejection_sampling_mosaic_follow, out_type=verdict, grid=(b,), **extra)
+        found = follow(*found, *trees.values())
     path, accepted, token, fine = found
     return Verdict(path.reshape(b, -1), accepted, token, fine)
 
@@ -238,5 +249,7 @@ def rejection_sampling(args: RejectionSamplingArgs, *, launch: Launch | None = N
         raise ValueError(f"rejection sampling walks its trees, got {launch}")
     rows = 0 if drafts is None else drafts.shape[1]
     kernel = _Kernel((b, n, v), launch, args.depth, args.chain, args.greedy, rows, interpret is not None)
-    small = (args.tokens_BN, args.parents_BN, args.depths_BN, args.position_B, *args.sampling)
-    return _launch(kernel, args.logits_BNV, *small, *(() if drafts is None else (drafts,)), interpret=interpret)
+    ins = {"tokens": args.tokens_BN, "parents": args.parents_BN, "depths": args.depths_BN, "position": args.position_B}
+    ins |= args.sampling._asdict()
+    ins = {"logits": args.logits_BNV} | {name: ins[name] for name in kernel.reads(list(ins))}
+    return _launch(kernel, ins if drafts is None else ins | {"drafts": drafts}, interpret=interpret)

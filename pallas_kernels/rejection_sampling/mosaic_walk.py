@@ -25,7 +25,7 @@ _i32, _u32 = jnp.int32, jnp.uint32
 
 
 class Tree:
-    """A request's draft tree: the nodes' tokens and parents, one node a lane."""
+    """A request's draft tree: the nodes' tokens and parents, one node a lane; a chain's parents are not read."""
 
     def __init__(
         self, tokens: Any, parents: Any, request: jax.Array, nodes: int, depth: int, chain: bool, interpret: bool
@@ -35,7 +35,8 @@ class Tree:
         for begin in range(0, nodes if depth else 0, TILE):  # a lone root is nobody's child
             index = begin + lane_ids()
             here = self.first + jnp.minimum(index, nodes - 1)
-            own, parent = (gather(ref, here, interpret) for ref in (tokens, parents))
+            own = gather(tokens, here, interpret)
+            parent = own if chain else gather(parents, here, interpret)
             self.lanes.append((where(index < nodes, index, NONE), own, parent))
 
     def child(self, node: jax.Array, after: jax.Array, token: jax.Array | None = None) -> jax.Array:
