@@ -19,7 +19,7 @@ BLOCK, FEW, GROUP = 64, 4, 16
 #: Items are single blocks up to so many for each warpgroup that computes, and groups beyond so many times 4 blocks.
 _SINGLE, _QUARTER = 1.5, 4
 #: Share of the warpgroups' turns that whole requests must fill to be items.
-_EVEN = 0.9
+EVEN = 0.9
 #: Bytes of partial sums from which on a request is one item.
 _PARTIAL = 48 << 20
 _I32 = jnp.int32
@@ -49,7 +49,7 @@ class Sizes:
         if whole is None:
             partial = kernel.batch * -(-blocks // GROUP) * units * kernel.height * kernel.head_dim * 4
             turns = -(-kernel.batch * units // threads)
-            even = kernel.batch * units >= _EVEN * turns * threads
+            even = kernel.batch * units >= EVEN * turns * threads
             whole = bool(partial > _PARTIAL or (even and kernel.tiles == 1))
         straight = whole and kernel.window is None and kernel.batch * units <= threads
         return cls(units, threads, blocks, whole, straight)
@@ -112,4 +112,6 @@ def plan(length_B: jax.Array, news: int, sizes: Sizes, window: int | None, causa
     item = jnp.where(is_long, full - (sum_B - long_B)[b] + first_B[b], end_B[b] - 1)
     first, end = jnp.maximum(item * per, low_B[b]), jnp.minimum((item + 1) * per, ends_B[b])
     ends = jnp.stack([first_B, end_B, count + sum_B - long_B, rank_B, jnp.full_like(first_B, per)])
+    if sizes.straight:  # the same in fewer operations
+        return jnp.stack([index_B, low_B, ends_B, length_B]), jnp.full((1,), count, _I32), ends
     return jnp.stack([b, first, end, length_B[b]]), sum_B[-1:] + count, ends
