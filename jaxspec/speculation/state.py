@@ -129,3 +129,13 @@ class Rows:
     def tokens_at(self, tokens_SL: jax.Array, index_BN: jax.Array) -> jax.Array:
         """Committed tokens at the given indices, [B, N] (clipped where out of range)."""
         return tokens_SL.at[self.slot_B[:, None], jnp.maximum(index_BN, 0)].get(mode="clip")
+
+    def put(self, values_S: jax.Array, value_B: jax.Array) -> jax.Array:
+        """A value of each slot, with the rows' own in theirs.
+
+        Each slot looks for its row: a GPU would write every such array by a scatter of its own, and copy what else
+        reads it before.
+        """
+        slot_S, row_B = (jnp.arange(x.shape[0], dtype=jnp.int32) for x in (values_S, value_B))
+        row_S = jnp.max(jnp.where(self.slot_B[None, :] == slot_S[:, None], row_B[None, :], -1), axis=1)
+        return jnp.where(row_S < 0, values_S, jnp.take(value_B, row_S, mode="clip"))
