@@ -76,8 +76,9 @@ class FewRows:
         ways = _Ways(self.implementation == "gpu", first.shards, first.out.kernel.get_metadata(SUMS, BY_XLA))
         b, n, e = x_BNE.shape
         m, eps = b * n, norm.eps
-        # [C/2, rows], a column for each token, and as many as the kernels pad to.
-        tables = tuple(jnp.pad(t.reshape(m, -1).T, ((0, 0), (0, reference.padded(m) - m))) for t in rope)
+        # [2, C/2, rows], a column for each token, and as many as the kernels pad to; one array takes XLA one kernel.
+        tables_2Cm = jnp.stack([t.reshape(m, -1).T for t in rope])
+        tables_2CR = jnp.pad(tables_2Cm, ((0, 0), (0, 0), (0, reference.padded(m) - m)))
         gains = [*(_gain(block.attn_norm) for block in blocks[1:]), _gain(norm)]
         h_ME, streams = _padded(x_BNE.reshape(m, e)), [x_BNE]
         if first_BNK is None:
@@ -86,7 +87,7 @@ class FewRows:
             stream = _padded(first_BNK.reshape(m, -1))
         for i, layer in enumerate(blocks):
             attn, mlp, gain = layer.attn, layer.mlp, _gain(layer.mlp_norm)
-            q, k, v = self._heads(ways, attn, stream, rope, tables, (b, n), eps)
+            q, k, v = self._heads(ways, attn, stream, rope, tables_2CR, (b, n), eps)
             out = _padded(attend(i, q, k, v, attn.options).reshape(m, -1))
             stream = ways.add(out, attn.out.kernel[...], h_ME, gain)
             if isinstance(mlp, MLP):
@@ -105,7 +106,7 @@ class FewRows:
         return [*streams, reference.normed(stream, gains[-1], eps)[:m].reshape(b, n, e)]
 
     def _heads(
-        self, ways: _Ways, attn: Attention, stream: Stream | jax.Array, rope: Tables, tables: tuple[jax.Array, ...],
+        self, ways: _Ways, attn: Attention, stream: Stream | jax.Array, rope: Tables, tables_2CR: jax.Array,
         shape: tuple[int, int], eps: float,
     ) -> Sequence[jax.Array]:  # fmt: skip
         """Queries, keys and values [B, N, heads, C]."""
@@ -115,7 +116,7 @@ class FewRows:
         norms = None if attn.q_norm is None or attn.k_norm is None else (attn.q_norm, attn.k_norm)
         if c == few_rows_fit.ROTATED and not (norms is not None and few_rows_fit.too_wide(attn)):
             gains = None if norms is None else (_gain(norms[0]), _gain(norms[1]))
-            parts = ways.heads(stream, kernel, tables, counts, eps, bias, gains)
+            parts = ways.heads(stream, kernel, tables_2CR, counts, eps, bias, gains)
             return [p[: b * n].reshape(b, n, h, c) for p, h in zip(parts, counts, strict=True)]
         qkv = ways.project(stream, kernel, eps)[: b * n]
         qkv = qkv if bias is None else qkv + bias[None]
@@ -184,12 +185,12 @@ class _Ways:
         return self.each(run, None, 1, 1)(stream, kernel)
 
     def heads(
-        self, stream: Stream | jax.Array, kernel: Any, rope: tuple[jax.Array, ...], counts: Sequence[int], eps: float,
+        self, stream: Stream | jax.Array, kernel: Any, rope_2CR: jax.Array, counts: Sequence[int], eps: float,
         bias: jax.Array | None, gains: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
         mine = tuple(count // self.shards for count in counts)
         run = lambda s, w, t, b, g: self.own.heads(s, w, t, mine, eps, bias=b, gains=g)
-        return self.each(run, None, 1, None, 0, None, 1)(stream, kernel, rope, bias, gains)
+        return self.each(run, None, 1, None, 0, None, 1)(stream, kernel, rope_2CR, bias, gains)
 
     def swiglu(self, stream: Stream, kernel: Any, eps: float) -> jax.Array:
         run = lambda s, w: self.own.swiglu(s, w, eps)

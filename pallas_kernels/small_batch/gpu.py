@@ -51,17 +51,16 @@ def logits(x_MK: jax.Array, kernel: jax.Array | Packed, *, flip: bool = True, in
 
 
 def heads(
-    stream: Stream | jax.Array, kernel: jax.Array | Packed, rope: tuple[jax.Array, jax.Array], counts: Sequence[int],
-    eps: float, *, bias: jax.Array | None = None, gains: tuple[jax.Array, jax.Array] | None = None,
-    interpret: Any = None,
+    stream: Stream | jax.Array, kernel: jax.Array | Packed, rope_2CR: jax.Array, counts: Sequence[int], eps: float, *,
+    bias: jax.Array | None = None, gains: tuple[jax.Array, jax.Array] | None = None, interpret: Any = None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """See reference.heads."""
     if isinstance(kernel, Packed):
-        return gpu_packed.heads(stream, kernel, rope, counts, eps, bias=bias, gains=gains, interpret=interpret)
+        return gpu_packed.heads(stream, kernel, rope_2CR, counts, eps, bias=bias, gains=gains, interpret=interpret)
     normed = isinstance(stream, Stream)
     x, before = (stream.scaled_ME, _normed(stream, eps)) if normed else (stream, {})
     extra: dict[str, Any] = before | dict(counts=tuple(counts), biased=bias is not None)
-    beside = [*((stream.squares_TR,) if normed else ()), *rope, *(() if bias is None else (bias,))]
+    beside = [*((stream.squares_TR,) if normed else ()), rope_2CR, *(() if bias is None else (bias,))]
     if gains is not None:
         extra["head_eps"] = eps
         beside += gains

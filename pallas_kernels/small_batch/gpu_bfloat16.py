@@ -45,6 +45,8 @@ class Kernel(Launch):
     def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
         """See mosaic.Kernel; the last of the interpreter's results is where pairs exchange sums."""
         s, program, team = self.sizes, lax.axis_index("program"), lax.axis_index("team")
+        if self.kind == "heads":
+            ins = mosaic.parted(ins, 2 if self.eps is None else 3)
         member = lax.axis_index("member") if s.members == 2 else 0
         *outs, inbox = outs if s.members == 2 and self.interpret else (*outs, None)
         inbox = None if inbox is None else inbox.at[program]

@@ -208,6 +208,8 @@ class _Kernel(Walk):
             copy_weights(turn, slot)
 
         norm, beside = (None, beside) if self.eps is None else (beside[0], beside[1:])
+        if self.kind == "heads":
+            beside = mosaic.parted(beside, 0)
         # Some weights are asked for while the kernel before still runs, then what it writes, and the ring is filled
         # once that has come.
         self.bring_scales(scale_GN, self.begins(tile), own, (turn_of, self.split), shared)
@@ -472,7 +474,7 @@ def project(stream: Stream, kernel: Packed, eps: float, *, interpret: Any = None
 
 
 def heads(
-    stream: Stream | jax.Array, kernel: Packed, rope: tuple[jax.Array, jax.Array], counts: Sequence[int], eps: float, *,
+    stream: Stream | jax.Array, kernel: Packed, rope_2CR: jax.Array, counts: Sequence[int], eps: float, *,
     bias: jax.Array | None = None, gains: tuple[jax.Array, jax.Array] | None = None, interpret: Any = None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """See reference.heads."""
@@ -483,7 +485,7 @@ def heads(
         extra["head_eps"] = eps
     outs = [_like(x, count * 4 * COLUMNS) for count in counts]
     first = (stream.squares_TR,) if normed else ()
-    beside = *first, *rope, *(() if bias is None else (bias,)), *(gains or ())
+    beside = *first, rope_2CR, *(() if bias is None else (bias,)), *(gains or ())
     return tuple(_run("heads", x, kernel, outs, *beside, interpret=interpret, **extra))
 
 

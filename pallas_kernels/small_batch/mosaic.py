@@ -115,6 +115,11 @@ def tiled(lanes: int) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
 
 
+def parted(refs: Sequence[Any], at: int) -> list[Any]:
+    """References of which that one's two halves, cosines and sines, become two."""
+    return [*refs[:at], refs[at].at[0], refs[at].at[1], *refs[at + 1 :]]
+
+
 def flipped(ref: Any) -> Any:
     return ref.transpose((1, 0))
 

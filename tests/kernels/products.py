@@ -30,7 +30,7 @@ def arguments(name: str, m: int) -> tuple[Any, ...]:
         "project": (stream(m), normal(3, E, 192, scale=0.1), EPS),
         "multiply": (normal(4, m, F), normal(3, F, 192, scale=0.1)),
         "logits": (normal(4, m, F), normal(3, F, 192, scale=0.1)),
-        "heads": (stream(m), normal(3, E, 4 * C, scale=0.1), (jnp.cos(angle), jnp.sin(angle)), COUNTS, EPS),
+        "heads": (stream(m), normal(3, E, 4 * C, scale=0.1), jnp.stack([jnp.cos(angle), jnp.sin(angle)]), COUNTS, EPS),
         "swiglu": (stream(m), normal(3, E, 2 * F, scale=0.1), EPS),
         "add": (normal(4, m, F), normal(3, F, E, scale=0.1), normal(0, m, E), normal(1, E)),
     }[name]

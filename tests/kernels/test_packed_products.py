@@ -206,7 +206,7 @@ def test_kernels_of_packed_weights_agree_with_xla(product: str, name: str, m: in
     angle = jax.random.uniform(jax.random.key(2), (C // 2, -(-m // 8) * 8)) * 6
     wide = reference.begin(normal(0, m, 512), normal(1, 512))
     args: tuple[Any, ...] = {
-        "heads": (wide, weight, (jnp.cos(angle), jnp.sin(angle)), COUNTS, EPS),
+        "heads": (wide, weight, jnp.stack([jnp.cos(angle), jnp.sin(angle)]), COUNTS, EPS),
         "add": (normal(4, m, 768), weight, wide.h_ME, normal(1, 512)),
     }[product]
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
@@ -251,7 +251,7 @@ def test_heads_of_packed_weights_with_norms_and_biases_agree_with_xla(m: int, bi
     """Those that no norm follows read rows as they are."""
     weight, wide = packed.pack(*kernel("int4-g128", 512, 4 * C)), reference.begin(normal(0, m, 512), normal(1, 512))
     angle = jax.random.uniform(jax.random.key(2), (C // 2, -(-m // 8) * 8)) * 6
-    args = wide if normed else wide.scaled_ME, weight, (jnp.cos(angle), jnp.sin(angle)), COUNTS, EPS
+    args = wide if normed else wide.scaled_ME, weight, jnp.stack([jnp.cos(angle), jnp.sin(angle)]), COUNTS, EPS
     extra = dict(bias=normal(5, 4 * C) if biased else None, gains=(normal(6, C), normal(7, C)) if normed else None)
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
     close(gpu.heads(*args, **extra, interpret=params), reference.heads(*args, **extra), m)
@@ -324,7 +324,7 @@ def test_rings_of_packed_weights_are_filled_in_two_parts(product: str, m: int, m
     weight = packed.pack(*kernel("int4-g128-zeros", 3072, 256 if product == "swiglu" else 4 * C))
     wide, gains = reference.begin(normal(0, m, 3072), normal(1, 3072)), (normal(5, C), normal(6, C))
     angle = jax.random.uniform(jax.random.key(2), (C // 2, 8)) * 6
-    rope = jnp.cos(angle), jnp.sin(angle)
+    rope = jnp.stack([jnp.cos(angle), jnp.sin(angle)])
     h, gain = normal(2, m, 4 * C), normal(3, 4 * C)
     run: Any = {
         "project": lambda of, **how: of.project(wide, weight, EPS, **how),

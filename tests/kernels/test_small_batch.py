@@ -143,11 +143,12 @@ def test_how_tiles_are_shared():
 def test_kernels_spill_nothing_and_send_and_wait_in_order(m: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """At 8B's widths, by themselves and as linked code; what no interpreter runs is read in the compiled code."""
     shape = lambda *size, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(size, dtype)
-    wide, tables = shape(m, 4096), shape(64, reference.padded(m), dtype=jnp.float32)
-    stream, counts = reference.Stream(wide, wide, tables), (32, 8, 8)
+    padded, wide = reference.padded(m), shape(m, 4096)
+    squares, rope = shape(64, padded, dtype=jnp.float32), shape(2, 64, padded, dtype=jnp.float32)
+    stream, counts = reference.Stream(wide, wide, squares), (32, 8, 8)
     heads = lambda args: gpu.heads(args[0], args[1], args[2], counts, EPS)
     calls: dict[str, tuple[Any, Any]] = {
-        "heads": (heads, (stream, shape(4096, 6144), (tables, tables))),
+        "heads": (heads, (stream, shape(4096, 6144), rope)),
         "swiglu": (lambda args: gpu.swiglu(*args, EPS), (stream, shape(4096, 28672))),
         "add": (lambda args: gpu.add(*args), (shape(m, 14336), shape(14336, 4096), wide, shape(4096))),
     }

@@ -46,7 +46,7 @@ def rows(m: int) -> dict[str, Any]:
     stream = Stream(whole.h_ME[:m], whole.scaled_ME[:m], whole.squares_TR[:, :padded])
     return {
         "stream": stream, "attended": normal(4, 128, C * COUNTS[0])[:m],
-        "rope": (jnp.cos(angle), jnp.sin(angle)),
+        "rope": jnp.stack([jnp.cos(angle), jnp.sin(angle)]),
     }  # fmt: skip
 
 

@@ -123,7 +123,7 @@ def inputs(shape: Shape, m: int) -> dict[str, Any]:
     )
     stream = reference.begin(normal(1, shape.embed)[:m], gain(6, shape.embed))
     out = {
-        "stream": stream, "gain": gain(6, shape.embed), "rope": (jnp.cos(angles), jnp.sin(angles)),
+        "stream": stream, "gain": gain(6, shape.embed), "rope": jnp.stack([jnp.cos(angles), jnp.sin(angles)]),
         "out": normal(2, C * shape.heads[0])[:m], "gains": (gain(7, C), gain(8, C)),
     }  # fmt: skip
     if not shape.experts:
