@@ -17,7 +17,7 @@ from jaxspec.models.experts import MixtureOfExperts
 from jaxspec.models.layers import MLP, Attention, Linear, Shared, Transformer
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.sharded import SPLIT
-from pallas_kernels.small_batch import experts, gpu_packed, packed
+from pallas_kernels.small_batch import experts, packed, packed_launch
 from pallas_kernels.small_batch.bfloat16_launch import MOST_ROWS
 from pallas_kernels.small_batch.packed import Packed
 from pallas_kernels.small_batch.reference import FEW_ROWS, TILE
@@ -138,7 +138,7 @@ def picks_refusal(mlp: MixtureOfExperts) -> str | None:
     return _choice_refusal(mlp)
 
 
-def maps(model: Any) -> Iterator[tuple[gpu_packed.Kind, Linear]]:
+def maps(model: Any) -> Iterator[tuple[packed_launch.Kind, Linear]]:
     """Layers' maps, and by which kernel each is multiplied."""
     for layer in blocks(model):
         yield "heads", layer.attn.qkv
@@ -159,7 +159,7 @@ def output_of_few_bits(model: Any) -> bool:
 
 
 def unserved(
-    linear: Linear, shards: int, kind: gpu_packed.Kind | None = None, *, normed: bool = False
+    linear: Linear, shards: int, kind: packed_launch.Kind | None = None, *, normed: bool = False
 ) -> str | None:  # fmt: skip
     """Why this kernel of few rows, or that for many, does not multiply by these weights, or None."""
     kernel, axis = linear.kernel[...], linear.kernel.get_metadata(SPLIT, None)
@@ -168,7 +168,7 @@ def unserved(
         if kind is None:
             return None
         groups = kernel.groups // (shards if axis == 0 and kernel.groups > 1 else 1)
-        return gpu_packed.room_refusal(kind, kernel.kind, own, groups, normed=normed and kind == "heads")
+        return packed_launch.room_refusal(kind, kernel.kind, own, groups, normed=normed and kind == "heads")
     if isinstance(kernel, Quantised):
         if kernel.values.ndim != 2:
             return "its quantised weights lie in column blocks"
@@ -186,7 +186,7 @@ def unserved(
             return why
         groups = packed.packed_groups(own[0], groups, zeros=bool(zeros))
         stored = f"{kernel.values.dtype}{zeros}"
-        return gpu_packed.room_refusal(kind, stored, own, groups, normed=normed and kind == "heads")
+        return packed_launch.room_refusal(kind, stored, own, groups, normed=normed and kind == "heads")
     if kernel.dtype != jnp.bfloat16 or kernel.ndim != 2:
         return f"its weights are {kernel.dtype} of {kernel.ndim} axes, not bfloat16 of 2"
     if kind in ("heads", "swiglu") and own[0] > _WIDEST:

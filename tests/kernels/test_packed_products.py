@@ -17,7 +17,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import overlap, sizes
 from pallas_kernels.aot.targets import TARGETS
-from pallas_kernels.small_batch import gpu, gpu_packed, gpu_packed_many, mosaic, packed, packed_walk, reference
+from pallas_kernels.small_batch import (
+    gpu,
+    gpu_packed,
+    gpu_packed_many,
+    mosaic,
+    packed,
+    packed_launch,
+    packed_walk,
+    reference,
+)
 from pallas_kernels.small_batch.reference import Stream
 from tests.kernels import hopper
 from tests.kernels.products import COUNTS, EPS, C, E, close, normal, stream
@@ -98,7 +107,7 @@ def test_scales_beside_zero_points_are_rounded_to_the_nearest():
 
 def test_small_groups_leave_room_for_rows_or_are_refused():
     """Llama 3.1 8B's widths have room with groups of 32; 70B's down in 8 bits has not, nor have its normed heads."""
-    room = gpu_packed.room_refusal
+    room = packed_launch.room_refusal
     for dtype in ("int4", "int4_zeros", "int8"):
         for kind, shape in (("heads", (4096, 6144)), ("swiglu", (4096, 28672)), ("logits", (4096, 128256))):
             assert room(kind, dtype, shape, 128) is None and room("add", dtype, (14336, 4096), 448) is None
@@ -117,13 +126,13 @@ def test_what_has_room_fits_into_shared_memory(kind: Any):
             for stored in (1, width // 256, width // 128, width // 64, width // 32):
                 groups, normed = packed.packed_groups(width, stored, zeros=zeros), kind == "normed"
                 own = "heads" if normed else kind
-                if gpu_packed.room_refusal(own, dtype, (width, 4096), groups, normed=normed) is not None:
+                if packed_launch.room_refusal(own, dtype, (width, 4096), groups, normed=normed) is not None:
                     refused += 1
                     continue
                 passed += 1
                 before = kind in ("project", "heads", "normed", "swiglu")
                 for m in (1, 8, 16, 32):
-                    few = gpu_packed._Kernel(
+                    few = packed_launch.Launch(
                         kind=own, dtype=dtype, shape=(m, width), columns=4096, groups=groups,
                         eps=EPS if before else None, squares=width // 32 if before else 0, width=width,
                         head_eps=EPS if normed else None,
@@ -230,7 +239,7 @@ def test_one_row_is_multiplied_as_integers(name: str, monkeypatch: pytest.Monkey
     served = name in ("int8", "int4-g128", "int4-g128-zeros")
     assert [own.integers for own in launched] == [served, *[False] * 5]
     for width, groups in ((12288, 192), (28672, 1)):
-        tight = gpu_packed._Kernel(kind="swiglu", dtype="int4", shape=(1, width), columns=4096, groups=groups)
+        tight = packed_launch.Launch(kind="swiglu", dtype="int4", shape=(1, width), columns=4096, groups=groups)
         assert not tight.takes_integers
 
 
@@ -239,7 +248,7 @@ def test_one_row_is_multiplied_as_integers(name: str, monkeypatch: pytest.Monkey
 def test_integers_of_a_long_row_are_made_while_weights_come(name: str):
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
     weight, h, gain = packed.pack(*kernel(name, 8192, 128)), normal(2, 1, 128), normal(3, 128)
-    own = gpu_packed._Kernel(kind="add", dtype=weight.kind, shape=(1, 8192), columns=128, groups=weight.groups)
+    own = packed_launch.Launch(kind="add", dtype=weight.kind, shape=(1, 8192), columns=128, groups=weight.groups)
     assert own.takes_integers and dataclasses.replace(own, integers=True).row_share(0).turns(64) == 2
     x = normal(4, 1, 8192)
     close(gpu.add(x, weight, h, gain, interpret=params), reference.add(x, weight, h, gain), 1)
@@ -270,7 +279,7 @@ def test_other_kernels_of_packed_weights_agree_with_xla():
 
 def test_more_multiprocessors_have_a_program_where_tiles_overlap():
     """Llama 3.1 8B's gate and up; Qwen3 8B's would overlap by a third, and half bytes gain nothing."""
-    few = lambda dtype, columns: gpu_packed._Kernel(
+    few = lambda dtype, columns: packed_launch.Launch(
         kind="swiglu", dtype=dtype, shape=(1, 4096), columns=2 * columns, groups=1, eps=EPS, squares=128, width=4096
     )
     assert [(few("int8", n).span, few("int8", n).programs) for n in (14336, 12288)] == [(112, 128), (128, 96)]
@@ -286,7 +295,7 @@ def test_more_multiprocessors_have_a_program_where_tiles_overlap():
 def test_tiles_that_overlap_agree_with_xla(name: str, m: int):
     """Without a look for races: two tiles write the same values where they overlap."""
     both, wide = packed.pack(*kernel(name, 256, 2 * 896)), reference.begin(normal(0, m, 256), normal(1, 256))
-    own = gpu_packed._Kernel(kind="swiglu", dtype=both.kind, shape=(m, 256), columns=2 * 896, groups=both.groups)
+    own = packed_launch.Launch(kind="swiglu", dtype=both.kind, shape=(m, 256), columns=2 * 896, groups=both.groups)
     assert (own.tiles, own.span) == (4, 112)
     params = plgpu.InterpretGPUParams(detect_races=False)  # pyright: ignore[reportAttributeAccessIssue]
     close(gpu.swiglu(wide, both, EPS, interpret=params), reference.swiglu(wide, both, EPS), m)
@@ -317,7 +326,7 @@ def test_rings_of_packed_weights_come_round(name: str, m: int, inputs: int, monk
 @pytest.mark.parametrize("product", ["project", "heads", "normed", "swiglu", "add"])
 def test_rings_of_packed_weights_are_filled_in_two_parts(product: str, m: int, monkeypatch: pytest.MonkeyPatch):
     """As kernels that overlap fill them: some weights first, then small arrays and their rows, then the rest."""
-    monkeypatch.setattr(gpu_packed._Kernel, "early", property(lambda _: 1))
+    monkeypatch.setattr(packed_launch.Launch, "early", property(lambda _: 1))
     monkeypatch.setattr(packed_walk, "_DEPTHS", (1,))
     monkeypatch.setattr(packed_walk, "_MAX_STAGES", 2)
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]

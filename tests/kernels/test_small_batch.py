@@ -18,10 +18,10 @@ from pallas_kernels.small_batch import (
     experts,
     gpu,
     gpu_experts,
-    gpu_packed,
     gpu_router,
     mosaic,
     packed,
+    packed_launch,
     reference,
 )
 from pallas_kernels.small_batch.bfloat16_launch import Launch, Sizes
@@ -47,7 +47,7 @@ def test_rings_fit_into_shared_memory_beside_the_rest(width: int):
             assert mosaic.room(kernel.scratch(jnp.bfloat16), summing=kernel.summing) >= 0, (kind, m)
             if m > 32:
                 continue
-            few = gpu_packed._Kernel(
+            few = packed_launch.Launch(
                 kind=kind, dtype="float8_e4m3fn", shape=(m, width), columns=4 * width, groups=width // 128, eps=EPS,
                 squares=width // 32,
             )  # fmt: skip

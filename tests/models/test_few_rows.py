@@ -29,7 +29,7 @@ from jaxspec.models.sharded import BY_XLA, TENSOR_AXIS, parts_of
 from jaxspec.runtime.sharding import parameter_shardings, tensor_mesh
 from jaxspec.speculation.state import Geometry
 from pallas_kernels import sizes
-from pallas_kernels.small_batch import gpu_packed
+from pallas_kernels.small_batch import packed_launch
 from pallas_kernels.small_batch.packed import Packed
 
 CONFIG = ModelConfig("llama", 64, 256, 384, 2, 2, 1, 128)
@@ -426,7 +426,7 @@ def test_quantised_weights_that_no_kernel_reads(monkeypatch: pytest.MonkeyPatch)
     assert few_rows_fit.refusal(small(model(wide))) is None
     with monkeypatch.context() as patch:
         asked: list[Any] = []
-        patch.setattr(gpu_packed, "room_refusal", lambda *args, normed: asked.append((*args, normed)))
+        patch.setattr(packed_launch, "room_refusal", lambda *args, normed: asked.append((*args, normed)))
         assert few_rows_fit.refusal(small(model(dataclasses.replace(wide, qk_norm=True)))) is None
         assert asked[:4] == [
             ("heads", "int4", (256, 512), 8, True), ("add", "int4", (256, 256), 8, False),
@@ -434,7 +434,7 @@ def test_quantised_weights_that_no_kernel_reads(monkeypatch: pytest.MonkeyPatch)
         ]  # fmt: skip
         few_rows_fit.refusal(quantised(model(wide), jnp.int8, None, zeros=True))
         assert asked[8][:4] == ("heads", "int8_zeros", (256, 512), 2)  # scales beside zeros are repeated
-        patch.setattr(gpu_packed, "room_refusal", lambda kind, *_, **__: "no room" if kind == "add" else None)
+        patch.setattr(packed_launch, "room_refusal", lambda kind, *_, **__: "no room" if kind == "add" else None)
         assert few_rows_fit.refusal(small(model(wide))) == "no room"
     assert "multiples of 256 and 64, got (384, 256)" in (few_rows_fit.refusal(quantised(model(), jnp.int4, 128)) or "")
 
