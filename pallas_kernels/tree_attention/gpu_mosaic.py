@@ -40,6 +40,8 @@ from pallas_kernels.tree_attention.reference import Shared, TreeAttentionArgs
 MOST_ROWS = ROWS
 #: Requests times KV heads that are computed at once; beyond, Triton's kernel needs less time.
 MOST_UNITS = 2 * 132
+#: Entries of a tree up to which a word's bits are put together one by one.
+_SIDE_BY_SIDE = 16
 _F32, _I32 = jnp.float32, jnp.int32
 
 
@@ -353,6 +355,9 @@ def tree_attention(
 def _words(mask_BNT: jax.Array, kernel: Launch) -> jax.Array:
     """Bit t % 32 of word t // 32 says whether a row sees tree entry t: uint32 [B, T / 32, tiles of rows, 64]."""
     b, n, t = mask_BNT.shape
+    if t <= _SIDE_BY_SIDE:  # no sum, so XLA makes words and rows of them by one kernel
+        bits = (mask_BNT[:, None, :, i].astype(jnp.uint32) << i for i in range(t))
+        return _rows(jnp.repeat(functools.reduce(jnp.bitwise_or, bits), kernel.group, axis=2), kernel)
     words = -(-t // 32)
     bits = jnp.pad(mask_BNT, ((0, 0), (0, 0), (0, 32 * words - t))).reshape(b, n, words, 32).astype(jnp.uint32)
     packed = (
