@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -120,7 +120,14 @@ class _Kernel:
             out["board"] = plgpu.SMEM(Cluster.board_shape(False, 0, 0), _i32)
         return out
 
-    def body(self, ins: Any, outs: Any, shared: dict[str, Any], board: Any) -> None:
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Which arrays of trees and rows: what is there to be passed alone XLA writes to memory, a kernel for each."""
+        tree = (("tokens", True), ("parents", not self.chain)) if self.depth else ()
+        rows = () if self.greedy else ("position", *SamplingRows._fields, *(() if self.launch.walk else ("depths",)))
+        return *(name for name, read in tree if read), *rows
+
+    def body(self, ins: dict[str, Any], outs: Any, shared: dict[str, Any], board: Any) -> None:
         logits, (nodes, vocab) = ins["logits"], self.shape[1:]
         program = lax.axis_index("request")
         request = program if self.launch.walk else lax.div(program, _i32(nodes))
@@ -163,12 +170,6 @@ class _Kernel:
             walk(tree, visit, request, cluster.member == 0, outs)
         cluster.meet()  # nobody leaves while another may read its shared memory
 
-    def reads(self, names: Sequence[str]) -> list[str]:
-        """Of the arrays that describe trees and rows those that a launch reads: what is only there to be passed XLA
-        writes to memory, one kernel for each."""
-        tree = ["tokens"] * (self.depth > 0) + ["parents"] * (self.depth > 0 and not self.chain)
-        return [name for name in names if not self.greedy or name in tree]
-
     def tree(self, ins: dict[str, Any], request: jax.Array) -> Tree:
         refs = ins.get("tokens"), ins.get("parents")
         return Tree(*refs, request, self.shape[1], self.depth, self.chain, self.interpret)
@@ -202,12 +203,12 @@ def _launch(kernel: _Kernel, ins: dict[str, jax.Array], *, interpret: Any = None
     scratch = kernel.scratch(ins["logits"].dtype)
 
     def rejection_sampling_mosaic(*refs: Any) -> None:
-        rest = refs[len(names) :]
+        ins, rest = dict(zip(names, refs[: len(names)], strict=True)), refs[len(names) :]
         shared = dict(zip(scratch, rest[len(outs) :], strict=True))
         overlap.begin(interpret)
         overlap.wait(interpret)
         board = rest[told] if len(outs) > told else shared.get("board")
-        kernel.body(dict(zip(names, refs, strict=False)), rest[:told], shared, board)
+        kernel.body(ins, rest[:told], shared, board)
 
     trees = {name: ins[name] for name in ("tokens", "parents") if name in ins}
     known = ("choice", "fine", *trees)
@@ -215,7 +216,7 @@ def _launch(kernel: _Kernel, ins: dict[str, jax.Array], *, interpret: Any = None
     def rejection_sampling_mosaic_follow(*refs: Any) -> None:
         overlap.begin(interpret)
         overlap.wait(interpret)
-        kernel.follow(dict(zip(known, refs, strict=False)), refs[len(known) :])
+        kernel.follow(dict(zip(known, refs[: len(known)], strict=True)), refs[len(known) :])
 
     # Every allocation is rounded up to 1 KiB; three programs of Llama 3's vocabulary just fit into a multiprocessor.
     params = plgpu.CompilerParams(
@@ -251,5 +252,5 @@ def rejection_sampling(args: RejectionSamplingArgs, *, launch: Launch | None = N
     kernel = _Kernel((b, n, v), launch, args.depth, args.chain, args.greedy, rows, interpret is not None)
     ins = {"tokens": args.tokens_BN, "parents": args.parents_BN, "depths": args.depths_BN, "position": args.position_B}
     ins |= args.sampling._asdict()
-    ins = {"logits": args.logits_BNV} | {name: ins[name] for name in kernel.reads(list(ins))}
+    ins = {"logits": args.logits_BNV} | {name: ins[name] for name in kernel.reads}
     return _launch(kernel, ins if drafts is None else ins | {"drafts": drafts}, interpret=interpret)

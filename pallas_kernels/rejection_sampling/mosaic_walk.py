@@ -36,7 +36,7 @@ class Tree:
             index = begin + lane_ids()
             here = self.first + jnp.minimum(index, nodes - 1)
             own = gather(tokens, here, interpret)
-            parent = own if chain else gather(parents, here, interpret)
+            parent = own if chain else gather(parents, here, interpret)  # a chain's are not looked at
             self.lanes.append((where(index < nodes, index, NONE), own, parent))
 
     def child(self, node: jax.Array, after: jax.Array, token: jax.Array | None = None) -> jax.Array:
