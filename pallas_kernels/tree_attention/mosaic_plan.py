@@ -19,7 +19,7 @@ BLOCK, FEW, GROUP = 64, 4, 16
 #: Items are single blocks up to so many for each warpgroup that computes, and groups beyond so many times 4 blocks.
 _SINGLE, _QUARTER = 1.5, 4
 #: Share of the warpgroups' turns that whole requests must fill to be items.
-EVEN = 0.9
+_EVEN = 0.9
 #: Bytes of partial sums from which on a request is one item.
 _PARTIAL = 48 << 20
 _I32 = jnp.int32
@@ -49,7 +49,7 @@ class Sizes:
         if whole is None:
             partial = kernel.batch * -(-blocks // GROUP) * units * kernel.height * kernel.head_dim * 4
             turns = -(-kernel.batch * units // threads)
-            even = kernel.batch * units >= EVEN * turns * threads
+            even = kernel.batch * units >= _EVEN * turns * threads
             whole = bool(partial > _PARTIAL or (even and kernel.tiles == 1))
         straight = whole and kernel.window is None and kernel.batch * units <= threads
         return cls(units, threads, blocks, whole, straight)
@@ -71,6 +71,8 @@ class Sizes:
 def plan(length_B: jax.Array, news: int, sizes: Sizes, window: int | None, causal: bool) -> tuple[jax.Array, ...]:
     """Which items hold tokens that some query sees: each request's last, the shortest first, then the full ones.
 
+    Of `straight` sizes they are the requests in their order.
+
     Warpgroups take them in this order, so those that have one more than others began with a short one, and new tokens
     are put into their blocks while memory brings the next.
 
@@ -91,6 +93,10 @@ def plan(length_B: jax.Array, news: int, sizes: Sizes, window: int | None, causa
     ends_B = -(-(length_B + news) // BLOCK) if causal else blocks_B + -(-news // BLOCK)
     if window is not None:
         low_B = jnp.maximum(length_B - window + 1, 0) // BLOCK
+    index_B = jnp.arange(count, dtype=_I32)
+    if sizes.straight:
+        ends = [low_B, low_B + 1, low_B + count, index_B, low_B + max(GROUP, sizes.blocks)]
+        return jnp.stack([index_B, low_B, ends_B, length_B]), jnp.full((1,), count, _I32), jnp.stack(ends)
     if sizes.whole:
         per = jnp.full((), max(GROUP, sizes.blocks), _I32)
     else:
@@ -98,12 +104,11 @@ def plan(length_B: jax.Array, news: int, sizes: Sizes, window: int | None, causa
         per = jnp.where(total <= single, 1, jnp.where(total <= few, FEW, GROUP)).astype(_I32)
     first_B, end_B = low_B // per, -(-ends_B // per)
     long_B = end_B - first_B - 1
-    index_B = jnp.arange(count, dtype=_I32)
     sum_B = jnp.where(index_B[None, :] <= index_B[:, None], long_B[None, :], 0).sum(axis=1, dtype=_I32)
     size_B = ends_B - jnp.maximum((end_B - 1) * per, low_B)
     shorter = size_B[None, :] < size_B[:, None]
     before = shorter | ((size_B[None, :] == size_B[:, None]) & (index_B[None, :] < index_B[:, None]))
-    rank_B = index_B if sizes.straight else before.sum(axis=1, dtype=_I32)
+    rank_B = before.sum(axis=1, dtype=_I32)
     at = jnp.arange(sizes.items(count), dtype=_I32)
     is_long, full = at >= count, at - count
     b = jnp.minimum((full[:, None] >= sum_B[None, :]).sum(axis=1, dtype=_I32), count - 1)
@@ -112,6 +117,4 @@ def plan(length_B: jax.Array, news: int, sizes: Sizes, window: int | None, causa
     item = jnp.where(is_long, full - (sum_B - long_B)[b] + first_B[b], end_B[b] - 1)
     first, end = jnp.maximum(item * per, low_B[b]), jnp.minimum((item + 1) * per, ends_B[b])
     ends = jnp.stack([first_B, end_B, count + sum_B - long_B, rank_B, jnp.full_like(first_B, per)])
-    if sizes.straight:  # the same in fewer operations
-        return jnp.stack([index_B, low_B, ends_B, length_B]), jnp.full((1,), count, _I32), ends
     return jnp.stack([b, first, end, length_B[b]]), sum_B[-1:] + count, ends

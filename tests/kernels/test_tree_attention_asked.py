@@ -198,6 +198,21 @@ def test_warpgroups_that_walk_along_items_ask_for_what_they_compute(
     assert len(computed) == len(set(computed)) and set(computed) == seen(launch, lengths)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_plan_of_requests_in_their_order_has_the_items_of_any_other(causal: bool):
+    lengths, straight = jnp.asarray([0, 63, 64, 1024, 7], jnp.int32), mosaic_plan.Sizes(8, 264, 20, True, True)
+    plans = [
+        mosaic_plan.plan(lengths, 4, sizes, None, causal)
+        for sizes in (straight, dataclasses.replace(straight, straight=False))
+    ]
+    items, sorted_items = (np.asarray(plan[0]) for plan in plans)
+    np.testing.assert_array_equal(items, sorted_items[:, np.argsort(sorted_items[0])])
+    np.testing.assert_array_equal(plans[0][1], plans[1][1])
+    ends, others = (np.asarray(plan[2]) for plan in plans)
+    np.testing.assert_array_equal(np.delete(ends, 3, axis=0), np.delete(others, 3, axis=0))
+    np.testing.assert_array_equal(ends[3], np.arange(5))
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_members_of_clusters_ask_for_what_they_compute(seed: int, place: dict[str, int]):
     draw = random.Random(seed)
