@@ -131,10 +131,10 @@ class Rows:
         return tokens_SL.at[self.slot_B[:, None], jnp.maximum(index_BN, 0)].get(mode="clip")
 
     def put(self, values_S: jax.Array, value_B: jax.Array) -> jax.Array:
-        """A value of each slot, with the rows' own in theirs.
+        """A value of each slot, with the rows' own in theirs; rows whose slot is S or more write nothing.
 
-        Each slot looks for its row: a GPU would write every such array by a scatter of its own, and copy what else
-        reads it before.
+        Each slot looks for its row, of which there is one at most: by scatters a GPU would write every such array by a
+        kernel of its own, and first copy an array that others still read.
         """
         slot_S, row_B = (jnp.arange(x.shape[0], dtype=jnp.int32) for x in (values_S, value_B))
         row_S = jnp.max(jnp.where(self.slot_B[None, :] == slot_S[:, None], row_B[None, :], -1), axis=1)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxspec.speculation.layouts import End
+from jaxspec.speculation.state import Rows
 from jaxspec.tier import PLAIN, Tier
 
 V = 7
@@ -73,7 +74,8 @@ def leaves_of(state: Any, slots: list[int]) -> list[np.ndarray]:
     """The bytes of the slots: their rows of every per-slot array, and their pages."""
     table = np.asarray(state.table_SM)[slots].ravel()
     sampling = [np.asarray(x)[slots] for x in jax.tree.leaves(state.sampling)]
-    per_slot = [state.table_SM, state.tokens_SL, state.length_S, state.draft.next_S, state.draft.length_S]
+    draft = state.draft
+    per_slot = [state.table_SM, state.tokens_SL, state.length_S, state.over_S, draft.next_S, draft.length_S]
     pools = [np.asarray(x)[table] for x in (state.pages, state.draft.pages)]
     return [*sampling, *(np.asarray(x)[slots] for x in per_slot), *pools]
 
@@ -94,6 +96,29 @@ def test_padding_and_absent_slots_leave_no_trace(markov: Callable[[int], Any], t
     np.testing.assert_array_equal(packed[:3], expected[present], err_msg="output depends on slot or company")
     for old, new in zip(leaves_of(full, present), leaves_of(after, present), strict=True):
         np.testing.assert_array_equal(new, old)
+
+
+@pytest.mark.parametrize(
+    "slots", [[4, 0, 7], [SLOTS, 3, SLOTS + 5, 0], [SLOTS + 1] * 3, list(range(SLOTS))[::-1]], ids=str
+)
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_])
+def test_rows_put_their_values_into_their_slots_alone(slots: list[int], dtype: Any):
+    own = jnp.asarray(slots, jnp.int32)
+    rows = Rows(own, own < SLOTS, own[:, None], own, own)
+    old, new = jnp.arange(SLOTS).astype(dtype), (jnp.arange(len(slots)) % 2 * 50).astype(dtype)
+    got = jax.jit(rows.put)(old, new)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got, old.at[own].set(new, mode="drop"))
+
+
+def test_catching_up_with_nothing_new_forgets_nothing(markov: Callable[[int], Any]):
+    rounds = markov(SLOTS)
+    state = rounds.state()
+    rows = Rows.gather(state, jnp.asarray([4, 0, SLOTS], jnp.int32), rounds.geo)
+    catch_up = jax.jit(rounds._drafter("draft").catch_up)
+    after = catch_up(rounds.core.params, state.draft, rows, state.tokens_SL)
+    np.testing.assert_array_equal(after.next_S, state.draft.next_S)
+    np.testing.assert_array_equal(after.length_S, state.draft.length_S)
 
 
 def test_tables_grow_by_what_the_host_granted(markov: Callable[[int], Any]):
