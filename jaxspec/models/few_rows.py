@@ -76,7 +76,7 @@ class FewRows:
         ways = _Ways(self.implementation == "gpu", first.shards, first.out.kernel.get_metadata(SUMS, BY_XLA))
         b, n, e = x_BNE.shape
         m, eps = b * n, norm.eps
-        # [2, C/2, rows], a column for each token, and as many as the kernels pad to; one array takes XLA one kernel.
+        # [2, C/2, rows], a column for each token, and as many as the kernels pad to: one array, written by one kernel.
         tables_2Cm = jnp.stack([t.reshape(m, -1).T for t in rope])
         tables_2CR = jnp.pad(tables_2Cm, ((0, 0), (0, 0), (0, reference.padded(m) - m)))
         gains = [*(_gain(block.attn_norm) for block in blocks[1:]), _gain(norm)]

@@ -40,13 +40,13 @@ _LINE = plgpu.Layout.WG_STRIDED((MOST_ROWS,), 1)
 
 
 class Kernel(Launch):
-    """One launch."""
+    """One launch's code."""
 
     def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
         """See mosaic.Kernel; the last of the interpreter's results is where pairs exchange sums."""
         s, program, team = self.sizes, lax.axis_index("program"), lax.axis_index("team")
         if self.kind == "heads":
-            ins = mosaic.parted(ins, 2 if self.eps is None else 3)
+            ins = mosaic.with_tables(ins, 2 if self.eps is None else 3)  # behind rows, weights and a norm's squares
         member = lax.axis_index("member") if s.members == 2 else 0
         *outs, inbox = outs if s.members == 2 and self.interpret else (*outs, None)
         inbox = None if inbox is None else inbox.at[program]

@@ -27,7 +27,7 @@ from pallas_kernels.small_batch.reference import FEW_ROWS, Stream
 
 
 class Kernel(Launch):
-    """One launch."""
+    """One launch's code."""
 
     def body(self, ins: Sequence[Any], outs: Sequence[Any], shared: dict[str, Any]) -> None:
         """A warpgroup of a program."""
@@ -54,7 +54,7 @@ class Kernel(Launch):
 
         norm, beside = (None, beside) if self.eps is None else (beside[0], beside[1:])
         if self.kind == "heads":
-            beside = mosaic.parted(beside, 0)
+            beside = mosaic.with_tables(beside, 0)
         # Some weights are asked for while the kernel before still runs, then what it writes, and the ring is filled
         # once that has come.
         self.bring_scales(scale_GN, self.begins(tile), own, (turn_of, self.split), shared)

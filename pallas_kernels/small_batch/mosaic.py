@@ -115,8 +115,8 @@ def tiled(lanes: int) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
 
 
-def parted(refs: Sequence[Any], at: int) -> list[Any]:
-    """References of which that one's two halves, cosines and sines, become two."""
+def with_tables(refs: Sequence[Any], at: int) -> list[Any]:
+    """References in which cosines and sines, the two halves of one of them, are two."""
     return [*refs[:at], refs[at].at[0], refs[at].at[1], *refs[at + 1 :]]
 
 

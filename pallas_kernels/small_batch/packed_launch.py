@@ -1,4 +1,4 @@
-"""Sizes of a launch that multiplies few rows by packed weights, and what it needs of shared memory (`gpu_packed`).
+"""Sizes of a launch that multiplies few rows by packed weights, where its columns lie, and its memory (`gpu_packed`).
 
 A tile is 32 columns of the result, or 32 pairs of columns (gate and up, the halves of a head). Where tiles are many a
 warpgroup has one; where they are few four warpgroups share one (`packed_walk`). Those of a program may overlap, so that
