@@ -1,8 +1,13 @@
-"""How tests let XLA compile for CPUs: quickly, in this process and in those that they start."""
+"""How tests let XLA compile for CPUs: quickly, in this process and in those that they start, and little."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
 import jax
+import pytest
 
 #: One module of LLVM for each program instead of one for each of its fusions. Tests compile thousands of small programs
 #: and run each a few times: unoptimised and in one piece, they compile several times faster and take a fifth of the
@@ -15,3 +20,18 @@ FLAGS = " ".join(
 )
 #: The same for another process, as its environment.
 QUICKLY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": FLAGS}
+
+
+@contextlib.contextmanager
+def prompts_alone() -> Iterator[None]:
+    """Engines that are built meanwhile compute each prompt by itself, where that is not what is tested.
+
+    Prompts that are computed together need two more executables, a sixth of what compiling an engine of a few tiers
+    costs: what admits them, and what computes them. The session's engine of every kind of drafter has both.
+    """
+    from jaxspec import assemble  # under the settings of conftest.py
+
+    usual = assemble.prompts_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "prompts_of", lambda config: dataclasses.replace(usual(config), several=()))
+        yield

@@ -7,6 +7,7 @@ batches too; the others have one bucket's sampled rounds. With --exhaustive ever
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 from flax import nnx
 
 from jaxspec.adaptive.cost import CostTable
@@ -209,17 +211,25 @@ class Bench:
         self._engines: dict[str, Engine] = {}
         self._expected: dict[Any, RequestOutput] = {}
 
-    def build(self, kind: str, speculation: SpeculationConfig, cost: CostTable | None = None, **config: Any) -> Engine:
-        """An engine of a drafter, "none" included."""
+    def build(
+        self, kind: str, speculation: SpeculationConfig, cost: CostTable | None = None, together: bool = True,
+        **config: Any,
+    ) -> Engine:  # fmt: skip
+        """An engine of a drafter, "none" included.
+
+        Args:
+          together: whether it computes several prompts together, too.
+        """
         kind = KINDS.get(kind, kind)
         module = self.modules[kind] if kind in self.modules else registry.find(kind).for_target(self.target)
         make = lambda geo: bind_drafter(kind, module, geo, speculation)
         sizes = {**SIZES, "compile_cache": self.kept, **config}
-        return assemble(
-            self.target, None, speculation, EngineConfig(**sizes), cost=cost, progress=False,
-            drafter=None if kind == "none" else Drafting(make, registry.find(kind).trees, name=kind),
-            files={"model files": "these"},
-        )  # fmt: skip
+        with contextlib.nullcontext() if together else quick.prompts_alone():
+            return assemble(
+                self.target, None, speculation, EngineConfig(**sizes), cost=cost, progress=False,
+                drafter=None if kind == "none" else Drafting(make, registry.find(kind).trees, name=kind),
+                files={"model files": "these"},
+            )  # fmt: skip
 
     def buckets(self, kind: str) -> tuple[int, ...]:
         """Batch sizes that the session's engine of a drafter is compiled for."""

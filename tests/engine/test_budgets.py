@@ -44,7 +44,8 @@ def engines(bench: Any) -> Callable[[str], Any]:
             shape: dict[str, Any] = {} if tier.is_chain else dict(topk=tier.topk, num_nodes=tier.num_nodes)
             shape |= dict(hybrid=True) if kind == "hybrid" else {}
             speculation = SpeculationConfig(depth=tier.depth, budget=budget, **shape)
-            made[kind] = bench.build(kind, speculation, num_pages=30, batch_buckets=(4,), variants=("sampled",))
+            few = dict(num_pages=30, batch_buckets=(4,), variants=("sampled",), together=False)
+            made[kind] = bench.build(kind, speculation, **few)
         return made[kind]
 
     return engine

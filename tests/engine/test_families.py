@@ -68,7 +68,7 @@ def test_drafts_change_nothing(family: str, bench: Any, tools: Any):
     own = type(bench)(target, {kind: head}, bench.kept, False)
     engine = own.build(
         kind, speculation, CostTable({(tier, 2): 1e-3}), batch_buckets=(2,), max_batch_size=2, max_seq_len=WIDTH,
-        max_num_batched_tokens=16, variants=("greedy",),
+        max_num_batched_tokens=16, variants=("greedy",), together=False,
     )  # fmt: skip
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, 12, n).tolist() for n in (21, 5)]
@@ -109,7 +109,7 @@ def test_pages_behind_every_window_serve_other_requests(bench: Any, tools: Any):
     speculation = SpeculationConfig(policy="static", depth=2)
     engine = own.build(
         "ngram", speculation, CostTable({(Tier(2), 2): 1e-3}), batch_buckets=(2,), max_batch_size=2, max_seq_len=WIDTH,
-        max_num_batched_tokens=16, variants=("sampled",), num_pages=9,
+        max_num_batched_tokens=16, variants=("sampled",), num_pages=9, together=False,
     )  # fmt: skip
     prompts = [[1, 2, 3, 4, 5] * 5, [7, 8, 7, 8, 7, 8]]
     work = [(p, SamplingParams(temperature=0, max_tokens=25 + 19 * i, ignore_eos=True)) for i, p in enumerate(prompts)]

@@ -41,7 +41,7 @@ def engine(bench: Any, where: Path) -> Any:
     """EAGLE-3 with a pool that is too small for four long requests, and a ring."""
     cost = CostTable({(tier, 4): 1e-3 for tier in TIERS})
     ring = dict(feature_ring=where, feature_ring_mib=1)
-    return bench.build("eagle3", SpeculationConfig(tiers=TIERS), cost, num_pages=30, **ring, **FEW)
+    return bench.build("eagle3", SpeculationConfig(tiers=TIERS), cost, num_pages=30, together=False, **ring, **FEW)
 
 
 @pytest.mark.covers("ring", kind="eagle3")
