@@ -178,7 +178,7 @@ TREES = pytest.mark.exhaustive("trees under a budget are EAGLE-3's above, and th
 def test_the_default_policy_runs_packed_rounds_and_corrects_their_cost(bench: Any, tools: Any, kind: str, tier: Tier):
     """They come after the whole ones, are timed, learnt and chosen; nothing compiles then, and no token changes."""
     speculation = SpeculationConfig(tiers=(tier,), candidate_budgets=(0.5,))
-    sizes = dict(num_pages=40, batch_buckets=(4,), variants=("sampled",), warmup="background")
+    sizes = dict(num_pages=40, batch_buckets=(4,), variants=("sampled",), warmup="background", together=False)
     engine, work = bench.build(kind, speculation, **sizes), tools.workload()
     expected = bench.expected(work)
     tools.same(run(engine, work)[0], expected)

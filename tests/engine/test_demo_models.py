@@ -5,6 +5,7 @@ Each in a process of its own, which runs this file: there the engine is compiled
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -54,6 +55,8 @@ def test_same_tokens_as_plain_decoding(case: str):
 
 def check(case: str) -> None:
     """What the test's process does."""
+    from tests import quick
+
     drafter = case.split()[0]
     params = [
         SamplingParams(temperature=0, max_tokens=96, ignore_eos=True),
@@ -61,11 +64,12 @@ def check(case: str) -> None:
         SamplingParams(temperature=0, repetition_penalty=1.2, max_tokens=96, ignore_eos=True),
         SamplingParams(temperature=1.0, top_k=20, min_p=0.02, seed=2, max_tokens=96, ignore_eos=True),
     ]
-    llm = LLM(
-        "demo", drafter, SpeculationConfig(tiers=TIERS[case]), max_batch_size=4, max_seq_len=256, progress=False,
-        batch_buckets=(4,), variants=("sampled",), compile_cache=False, enable_prefix_caching=False, prefill_chunk=16,
-        warmup="eager",
-    )  # fmt: skip
+    with quick.prompts_alone() if case == "eagle3" else contextlib.nullcontext():
+        llm = LLM(
+            "demo", drafter, SpeculationConfig(tiers=TIERS[case]), max_batch_size=4, max_seq_len=256, progress=False,
+            batch_buckets=(4,), variants=("sampled",), compile_cache=False, enable_prefix_caching=False,
+            prefill_chunk=16, warmup="eager",
+        )  # fmt: skip
     expected = [o.token_ids for o in generate(llm, PLAIN, params)]
     for tier in TIERS[case]:
         outputs = generate(llm, tier, params)

@@ -14,6 +14,8 @@ from jaxspec.config import SpeculationConfig
 from jaxspec.request import SamplingParams
 from jaxspec.tier import Tier
 
+#: Twice the rows of the session's engines: what rounds cost the host is what a thousand requests take.
+ROWS: dict[str, Any] = dict(max_batch_size=8, batch_buckets=(8,), variants=("sampled",), together=False)
 PROMPT = [5, 9, 2, 7]
 COUNT = 1200
 SHAPED = dict(temperature=1.7, top_k=8, top_p=0.9, min_p=0.03, presence_penalty=0.8)
@@ -78,7 +80,7 @@ def test_the_engine_is_lossless(
         engine = bench.engine("none")
     else:
         spec = SpeculationConfig(depth=3, verification="rejection")
-        engine = bench.build("draft_model", spec, batch_buckets=(4,), variants=("sampled",))
+        engine = bench.build("draft_model", spec, **ROWS)
     monkeypatch.setattr(engine, "_serial", 0)  # it counts the seeds up, and tests before share the engine
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     v = tools.vocab
@@ -110,7 +112,7 @@ OTHERS = ("eagle3", "eagle1", "mtp", "medusa", "peagle", "dflash", "dspark", "df
 def test_rejection_accepts_more_than_nothing_and_repeats_itself(bench: Any, tools: Any, kind: str):
     """The same seed twice gives the same tokens, also in other company; greedy requests equal plain decoding."""
     spec = SpeculationConfig(depth=3, verification="rejection")
-    engine = bench.build(kind, spec, batch_buckets=(4,), variants=("sampled",))
+    engine = bench.build(kind, spec, **ROWS)
     work = tools.workload()
     first, again = tools.drive(engine, work), tools.drive(engine, work[::-1])[::-1]
     tools.same(again, first)
@@ -124,7 +126,7 @@ def test_rejection_accepts_more_than_nothing_and_repeats_itself(bench: Any, tool
 def test_typical_verification_is_labelled_and_leaves_greedy_rows_exact(bench: Any, tools: Any, caplog: Any):
     """Sampled rows accept more than the coupled rule lets them, and repeat themselves with their seed."""
     spec = dict(depth=3, topk=2, num_nodes=7)
-    one = dict(batch_buckets=(4,), variants=("sampled",))
+    one = dict(batch_buckets=(4,), variants=("sampled",), together=False)
     coupled = bench.engine("medusa")
     coupled.use_policy(StaticPolicy(Tier(**spec)))
     assert coupled.stats.lossless and not caplog.records

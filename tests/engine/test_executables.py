@@ -131,7 +131,9 @@ def test_fingerprints_do_not_depend_on_the_process():
 
 def build(bench: Any, cache: Path, **config: Any) -> Any:
     """Of trees and plain rounds; with another page size of trees alone."""
-    config = dict(batch_buckets=(4,), variants=("sampled",), compile_cache=cache, keep_learnt=True, together=False, **config)
+    config = dict(
+        batch_buckets=(4,), variants=("sampled",), compile_cache=cache, keep_learnt=True, together=False, **config
+    )
     trees_alone = SpeculationConfig(depth=TREE.depth, topk=TREE.topk, num_nodes=TREE.num_nodes)
     speculation = trees_alone if "page_size" in config else SpeculationConfig(tiers=(PLAIN, TREE))
     return bench.build("eagle3", speculation, COST, **config)

@@ -5,6 +5,7 @@ The devices are virtual ones of the CPU (tests/conftest.py).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 from flax import nnx
 
 from jaxspec import LLM, defaults
@@ -101,7 +103,8 @@ def target() -> Any:
 
 def run_tiers(target: Any, tools: Any, shards: int) -> tuple[Any, Any]:
     """(engine, outputs): chains, trees, plain rounds and what the drafter catches up after them."""
-    engine = build(target, tools, shards, eagle3_head(), TIERS)
+    with contextlib.nullcontext() if shards > 1 else quick.prompts_alone():
+        engine = build(target, tools, shards, eagle3_head(), TIERS)
     plain, chain, tree = TIERS
     engine.use_policy(tools.script(chain, tree, tree, plain, chain, plain))
     outputs = tools.drive(engine, tools.workload())
@@ -136,7 +139,8 @@ def test_an_eagle_head_on_two_devices(target: Any, tools: Any, expected: Any):
 def run_whole_parts(target: Any, tools: Any, shards: int) -> tuple[Any, Any]:
     """(engine, outputs) of a head of one KV head, nine draft tokens and an odd MLP; packed and whole rounds in turn."""
     head = eagle3_head(num_heads=1, num_kv_heads=1, draft_vocab_size=9, intermediate_size=23)
-    engine, script = build(target, tools, shards, head, depth=2, budget=1.0), tools.script(Tier(2))
+    with quick.prompts_alone():
+        engine, script = build(target, tools, shards, head, depth=2, budget=1.0), tools.script(Tier(2))
     script.select = lambda view, heard=script.heard: (Choice(Tier(2), 8), Tier(2))[len(heard) % 2]
     engine.use_policy(script)
     return engine, tools.drive(engine, tools.workload())
