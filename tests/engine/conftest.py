@@ -50,6 +50,8 @@ WINDOW: dict[str, Any] = dict(family="ministral", sliding_window=11, sliding_lay
 WHOLE = ("eagle3", "ngram")
 #: Kinds whose engines live only while tests ask for them: executables take memory maps, of which a process has 65,530.
 PASSING = ("eagle1", "mtp", "medusa", "peagle", "dflash", "dspark", "dflash2", "suffix", "hybrid")
+#: Kinds whose engines compute each prompt by itself: several together go the way of EAGLE-3's, and of DSpark's.
+ALONE = ("eagle1", "mtp", "dflash", "dflash2")
 #: What the configuration of a kind says besides, and the kind of drafter where that has another name.
 SPECULATION: dict[str, dict[str, Any]] = {
     "suffix": dict(suffix_corpus_tokens=512, suffix_corpus_responses=True),
@@ -264,7 +266,8 @@ class Bench:
                 both = kind == "eagle3" or (self.exhaustive and kind not in ("eagle1", "mtp"))
                 options = dict(batch_buckets=buckets) | ({} if both else dict(variants=("sampled",)))
                 speculation = SpeculationConfig(tiers=TIERS[kind], **SPECULATION.get(kind, {}))
-                self._engines[kind] = self.build(kind, speculation, cost, num_pages=30, **options)
+                options |= dict(num_pages=30, together=self.exhaustive or kind not in ALONE)
+                self._engines[kind] = self.build(kind, speculation, cost, **options)
         engine = self._engines[kind]
         for request_id in list(engine._live):  # what a failed test left behind
             engine.abort(request_id)
