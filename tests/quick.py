@@ -27,7 +27,7 @@ def prompts_alone() -> Iterator[None]:
     """Engines that are built meanwhile compute each prompt by itself, where that is not what is tested.
 
     Prompts that are computed together need two more executables, a sixth of what compiling an engine of a few tiers
-    costs: what admits them, and what computes them. The session's engine of every kind of drafter has both.
+    costs: what admits them, and what computes them. The session's engines of most drafters have both.
     """
     from jaxspec import assemble  # under the settings of conftest.py
 
