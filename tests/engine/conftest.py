@@ -264,7 +264,8 @@ class Bench:
                 cost = CostTable({(t, b): 1e-3 * (1 + 0.1 * t.depth) for t in TIERS[kind] for b in buckets})
                 # EAGLE-1 and MTP draft as EAGLE-3 does, whose engine has the rounds of greedy batches too.
                 both = kind == "eagle3" or (self.exhaustive and kind not in ("eagle1", "mtp"))
-                options = dict(batch_buckets=buckets) | ({} if both else dict(variants=("sampled",)))
+                variants = ("greedy", "sampled") if both else ("sampled",)
+                options: dict[str, Any] = dict(batch_buckets=buckets, variants=variants)
                 speculation = SpeculationConfig(tiers=TIERS[kind], **SPECULATION.get(kind, {}))
                 options |= dict(num_pages=30, together=self.exhaustive or kind not in ALONE)
                 self._engines[kind] = self.build(kind, speculation, cost, **options)

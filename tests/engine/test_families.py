@@ -26,6 +26,8 @@ from jaxspec.tier import Tier
 NEW, WIDTH = 24, 64
 #: Families whose drafter is another kind than EAGLE-3; what of a family's fields is a row of docs/support.md.
 DRAFTERS = {"deepseek_v3": "mtp"}
+#: Whose prompts are computed together, too: windows, sinks and experts; latent attention. With --exhaustive all.
+TOGETHER = "gpt_oss", "deepseek_v3"
 _ROWS = {"window": "sliding_window", "experts": "experts", "latent": "latent"}
 
 
@@ -68,7 +70,7 @@ def test_drafts_change_nothing(family: str, bench: Any, tools: Any):
     own = type(bench)(target, {kind: head}, bench.kept, False)
     engine = own.build(
         kind, speculation, CostTable({(tier, 2): 1e-3}), batch_buckets=(2,), max_batch_size=2, max_seq_len=WIDTH,
-        max_num_batched_tokens=16, variants=("greedy",), together=False,
+        max_num_batched_tokens=16, variants=("greedy",), together=bench.exhaustive or family in TOGETHER,
     )  # fmt: skip
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, 12, n).tolist() for n in (21, 5)]

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import murmur_family
 import numpy as np
 import pytest
-import quick
 from flax import nnx
 from murmur_family import Murmur, MurmurConfig
 from tokenizers import AddedToken, Tokenizer, decoders, models
@@ -79,7 +78,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def generate(directories: Path, drafter: str, speculation: Any = None, **options: Any) -> tuple[list[list[int]], int]:
     """The tokens of each prompt, and how many drafts were accepted."""
-    with quick.prompts_alone(), LLM(
+    with LLM(
         directories / "target", drafter, speculation or {"depth": 2}, max_batch_size=3, max_seq_len=60, progress=False,
         page_size=8, prefill_chunk=16, variants=("sampled",), batch_buckets=(3,), compile_cache=False, warmup="eager",
         **options,
