@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +23,20 @@ FORMATS = {
 }  # fmt: skip
 
 
-def row(blocks: int) -> jax.Array:
+split = jax.jit(digits.split)
+
+
+@functools.cache
+def normals(blocks: int) -> np.ndarray:
+    return np.asarray(jax.random.normal(jax.random.key(4), (blocks, BLOCK)))
+
+
+def row(blocks: int) -> np.ndarray:
     """Values of any size, the first block of them all 0."""
-    size = jnp.exp2((jnp.arange(blocks) % 5).astype(jnp.float32) * 20 - 40)
-    x = jax.random.normal(jax.random.key(4), (blocks, BLOCK)) * size[:, None]
-    return x.at[0].set(0).at[1, 0].set(1e4).astype(jnp.bfloat16)
+    size = np.exp2((np.arange(blocks) % 5).astype(np.float32) * 20 - 40)
+    x = normals(blocks) * size[:, None]
+    x[0], x[1, 0] = 0, 1e4
+    return x.astype(jnp.bfloat16)
 
 
 def lying(group: Warpgroup, ref: Any, step: digits.Step, block: int) -> np.ndarray:
@@ -46,9 +56,9 @@ def lying(group: Warpgroup, ref: Any, step: digits.Step, block: int) -> np.ndarr
 
 def test_digits_are_the_row_but_for_what_lies_far_below_a_block_s_largest():
     x = row(5)
-    found, factors = digits.split(x)
-    numbers = sum(found[:, i].astype(jnp.float32) * 256.0**i for i in range(digits.DIGITS))
-    got, want = np.asarray(numbers * factors[:, None]), np.asarray(x, np.float32)
+    found, factors = (np.asarray(part) for part in split(x))
+    numbers = sum(found[:, i].astype(np.float32) * np.float32(256.0**i) for i in range(digits.DIGITS))
+    got, want = numbers * factors[:, None], x.astype(np.float32)
     largest = np.abs(want).max(axis=-1, keepdims=True)
     near = np.abs(want) >= largest * 2.0**-13
     np.testing.assert_array_equal(got[near], want[near])
@@ -57,7 +67,9 @@ def test_digits_are_the_row_but_for_what_lies_far_below_a_block_s_largest():
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_what_is_no_number_makes_sums_none(bad: float):
-    found, factors = digits.split(row(2).at[1, 3].set(bad))
+    x = row(2)
+    x[1, 3] = bad
+    found, factors = (np.asarray(part) for part in split(x))
     assert np.isfinite(factors[0]) and np.isnan(factors[1]) and found.dtype == jnp.int8
 
 
@@ -82,7 +94,7 @@ def test_warpgroups_write_the_digits_of_their_own_blocks_alone(
     for number in range(of):
         for turn in range(digits.Share(number, of, each).turns(blocks)):
             share, group = digits.Share(number, of, each, turn), Warpgroup(1 << 17)
-            x_ref = group.put(np.asarray(x), x.shape, "bf16")
+            x_ref = group.put(x, x.shape, "bf16")
             digits_ref = group.put(np.full((groups, 4, 3, BLOCK), 99, np.int8), (groups, 4, 3, BLOCK), "i8")
             factors_ref = group.put(np.zeros(groups * 4, np.float32), (groups, 4), "f32")
             with monkeypatch.context() as patch:
@@ -112,23 +124,22 @@ def test_products_by_digits_have_the_bits_that_they_should(
     skipped = 4  # blocks of a warp's, before the step
     count, before = depth * (2 // parts), skipped * (2 // parts)
     inputs, columns = (before + count) * BLOCK, parts * 32
-    keys = jax.random.split(jax.random.key(3), 3)
-    limits = jnp.iinfo(dtype)
-    values = jax.random.randint(keys[0], (inputs, columns), limits.min, limits.max + 1).astype(dtype)
-    scale = jax.random.uniform(keys[1], (inputs // BLOCK * (pieces or 1), columns), minval=0.5, maxval=1.5)
-    zero = jax.random.randint(keys[2], scale.shape, -8, 120, jnp.int8) if zeros else None
-    weight = packed.pack(values, scale, zero)
+    rng, limits = np.random.default_rng(3), jnp.iinfo(dtype)
+    values = rng.integers(limits.min, limits.max + 1, (inputs, columns), np.int8).astype(dtype)
+    scale = rng.uniform(0.5, 1.5, (inputs // BLOCK * (pieces or 1), columns)).astype(np.float32)
+    zero = rng.integers(-8, 120, scale.shape, np.int8) if zeros else None
+    weight = jax.jit(packed.pack)(values, scale, zero)
     step = digits.Step(weight.kind, depth, parts, pieces, paired=depth > 1 and dtype == jnp.int4)
     stored = np.asarray(weight.values).reshape(parts, 32, -1)[..., before * BLOCK :]
     stored = np.ascontiguousarray(stored.astype(np.int8))
     scales = np.asarray(weight.scale).reshape(-1, parts, 32).transpose(1, 0, 2)
     x = row(before + count)  # before the step blocks that are no numbers, or next to nothing
-    x = x.at[2].set(1e-36).at[3, 5].set(jnp.inf)
-    start = np.asarray(jax.random.normal(jax.random.key(5), (64, 1))) * np.ones((1, digits.TOGETHER), np.float32)
+    x[2], x[3, 5] = 1e-36, np.inf
+    start = rng.normal(size=(64, 1)).astype(np.float32) * np.ones((1, digits.TOGETHER), np.float32)
 
     group = Warpgroup(1 << 17)
     w_ref = group.put(weights_image(stored, step.four, step.paired), (parts, 32, count * BLOCK), "i8")
-    x_ref = group.put(np.asarray(x), x.shape, "bf16")
+    x_ref = group.put(x, x.shape, "bf16")
     groups = step.groups(len(x))
     shapes = (groups, digits.TOGETHER, digits.DIGITS, BLOCK), (groups, digits.TOGETHER)
     digits_ref = group.put(np.full(shapes[0], 99, np.int8), shapes[0], "i8")
@@ -149,17 +160,18 @@ def test_products_by_digits_have_the_bits_that_they_should(
         found = digit_products._products(
             None, total, w_ref, digits_ref, factors_ref, scale_ref, scalar(skipped), step=step
         )
-    made = digits.split(x)
+    made, by = (np.asarray(part) for part in split(x))
     for block in range(len(x)):
         place = step.place(block)
-        if np.isfinite(np.asarray(x[block], np.float32)).all():
-            np.testing.assert_array_equal(lying(group, digits_ref, step, block), made[0][block])
+        if np.isfinite(x[block].astype(np.float32)).all():
+            np.testing.assert_array_equal(lying(group, digits_ref, step, block), made[block])
         factors = group.memory[factors_ref.at :][: groups * 16].view(np.float32).reshape(groups, 4)
-        np.testing.assert_array_equal(factors[place], np.asarray(made[1][block]) * step.unit)
+        np.testing.assert_array_equal(factors[place], by[block] * step.unit)
     got = np.stack([value[0] for value in found]).reshape(2, 4, 8, 4).transpose(1, 0, 2, 3).reshape(64, 4)
 
     own_digits, own_factors = np.zeros(shapes[0], np.int8), np.zeros(shapes[1], np.float32)
-    for block, (made, by) in enumerate(zip(*digits.split(x), strict=True)):
-        own_digits[step.place(block)], own_factors[step.place(block)] = made, by * step.unit
+    for block in range(len(x)):
+        own_digits[step.place(block)], own_factors[step.place(block)] = made[block], by[block] * step.unit
     given = (jnp.asarray(x) for x in (start, stored, own_digits, own_factors, scales))
+    # Not as one program: cases share those of its operations, of which it has hundreds.
     np.testing.assert_array_equal(got, np.asarray(digits.pretended(step, *given, skipped)))
