@@ -17,7 +17,9 @@ COUNTS = (2, 1, 1)
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
-    return (jax.random.normal(jax.random.key(seed), shape, jnp.float32) * scale).astype(jnp.bfloat16)
+    with jax.ensure_compile_time_eval():  # where only shapes are asked for, too
+        drawn = np.asarray(jax.random.normal(jax.random.key(seed), shape, jnp.float32))
+        return jnp.asarray((drawn * np.float32(scale)).astype(jnp.bfloat16))
 
 
 def stream(m: int) -> Stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -47,58 +48,72 @@ FORMATS = {
 }  # fmt: skip
 
 
+#: In one program each; `product` by `multiply`, as `sizes` say what it does.
+pack, dequantised = jax.jit(packed.pack), jax.jit(packed.dequantised)
+
+
+def multiply(x: np.ndarray | jax.Array, weight: packed.Packed) -> jax.Array:
+    return jax.jit(lambda x, weight: packed.product(x, weight))(x, weight)
+
+
+@functools.cache
 def kernel(name: str, k: int, n: int) -> tuple[jax.Array, ...]:
     """Values [in, out] that use all of their bits, scales, and zero points as far as these go, if any."""
-    dtype, each = FORMATS[name]
-    values = jax.random.normal(jax.random.key(7), (k, n)) * {jnp.int8: 60, jnp.int4: 4}.get(dtype, 100)
+    (dtype, each), rng = FORMATS[name], np.random.default_rng(7)
+    values = rng.normal(size=(k, n)).astype(np.float32) * {jnp.int8: 60, jnp.int4: 4}.get(dtype, 100)
     whole = jnp.issubdtype(dtype, jnp.integer)
     limits = (jnp.iinfo if whole else jnp.finfo)(dtype)
-    values = jnp.clip(jnp.round(values) if whole else values, float(limits.min), float(limits.max))
-    scale = jax.random.uniform(jax.random.key(8), (k // (each or k), n), jnp.float32, 0.5, 1.5)
-    values, scale = values.astype(dtype), scale * 0.1 / float(jnp.std(values))
+    values = np.clip(np.round(values) if whole else values, float(limits.min), float(limits.max))
+    scale = rng.uniform(0.5, 1.5, (k // (each or k), n)).astype(np.float32) * 0.1 / values.std()
+    values = jnp.asarray(values.astype(dtype))
     if not name.endswith("-zeros"):
-        return values, scale
+        return values, jnp.asarray(scale)
     least, most = (-8, 9) if dtype == jnp.int4 else (-128, 128)
-    zero = jax.random.randint(jax.random.key(4), scale.shape, least, most, jnp.int8)
-    return values, scale.astype(jnp.float16), zero.at[0, :2].set(jnp.asarray([least, most - 1], jnp.int8))
+    zero = rng.integers(least, most, scale.shape, np.int8)
+    zero[0, :2] = least, most - 1
+    return values, jnp.asarray(scale.astype(np.float16)), jnp.asarray(zero)
+
+
+def rows_of(m: int, k: int) -> np.ndarray:
+    return np.random.default_rng(9).normal(size=(m, k)).astype(np.float32)
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_packed_weights_are_the_same_weights(name: str, monkeypatch: pytest.MonkeyPatch):
     values, scale, *zeros = kernel(name, 256, 64)
-    weight, zero = packed.pack(values, scale, *zeros), zeros[0] if zeros else None
+    weight = pack(values, scale, *zeros)
     assert weight.kind == values.dtype.name + (packed.ZEROS if zeros else "")
-    scale = scale.astype(jnp.float32)
     assert weight.shape == values.shape and weight.values.dtype == values.dtype
-    wide = values.astype(jnp.float32).reshape(scale.shape[0], -1, 64)
-    wide = (wide if zero is None else wide - zero.astype(jnp.float32)[:, None]) * scale[:, None]
-    np.testing.assert_allclose(packed.dequantised(weight), wide.reshape(256, 64), rtol=1e-6, atol=1e-6)
+    values, scale, *zeros = (np.asarray(x).astype(np.float32) for x in (values, scale, *zeros))
+    wide = values.reshape(scale.shape[0], -1, 64)
+    wide = ((wide - zeros[0][:, None] if zeros else wide) * scale[:, None]).reshape(256, 64)
+    np.testing.assert_allclose(dequantised(weight), wide, rtol=1e-6, atol=1e-6)
     for rows, expanded in ((3, 1 << 20), (140, 1 << 20), (140, 4 * 256 * 64 // 4)):  # by sums, whole, in shares
         monkeypatch.setattr(sizes, "EXPANDED", expanded)
-        x = jax.random.normal(jax.random.key(9), (rows, 256))
-        want = x @ wide.reshape(256, 64)
-        np.testing.assert_allclose(packed.product(x, weight), want, rtol=1e-5, atol=1e-5 * float(jnp.abs(want).max()))
+        x = rows_of(rows, 256)
+        want = x @ wide
+        np.testing.assert_allclose(multiply(x, weight), want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("name", ["int8", "int4-g128-zeros"])
 def test_inputs_in_another_order_are_gathered(name: str, monkeypatch: pytest.MonkeyPatch):
     values, scale, *zeros = kernel(name, 256, 64)
-    order = jax.random.permutation(jax.random.key(5), 256)
-    weight = packed.pack(values, scale, *(zeros or [None]), order)
+    order = np.random.default_rng(5).permutation(256).astype(np.int32)
+    weight = pack(values, scale, *(zeros or [None]), order)
     want = np.zeros((256, 64), np.float32)
-    want[np.asarray(order)] = packed.dequantised(packed.pack(values, scale, *zeros))
-    np.testing.assert_array_equal(packed.dequantised(weight), want)
+    want[order] = dequantised(pack(values, scale, *zeros))
+    np.testing.assert_array_equal(dequantised(weight), want)
     for rows, expanded in ((3, 1 << 20), (140, 1 << 20), (140, 4 * 256 * 64 // 4)):
         monkeypatch.setattr(sizes, "EXPANDED", expanded)
-        x = jax.random.normal(jax.random.key(9), (rows, 256))
-        np.testing.assert_allclose(packed.product(x, weight), x @ want, rtol=1e-5, atol=1e-4)
+        x = rows_of(rows, 256)
+        np.testing.assert_allclose(multiply(x, weight), x @ want, rtol=1e-5, atol=1e-4)
 
 
 def test_scales_beside_zero_points_are_rounded_to_the_nearest():
     """They have 16 bits of significand; with zero points on either side of 0."""
-    values, scale = jnp.ones((256, 64), jnp.int8), jnp.linspace(1, 2, 128).reshape(2, 64)
-    zero = jnp.where(jnp.arange(128).reshape(2, 64) % 2 == 0, -1, 2).astype(jnp.int8)
-    weight = packed.pack(values, scale, zero)
+    values, scale = np.ones((256, 64), np.int8), np.linspace(1, 2, 128, dtype=np.float32).reshape(2, 64)
+    zero = np.where(np.arange(128).reshape(2, 64) % 2 == 0, -1, 2).astype(np.int8)
+    weight = pack(values, scale, zero)
     np.testing.assert_array_equal(packed.word_zeros(weight.scale), zero)
     got = np.asarray(packed.word_scales(weight.scale), np.float64)
     assert 2**-18 < np.abs(got / np.asarray(scale, np.float64) - 1).max() <= 2**-16
@@ -181,11 +196,11 @@ def test_scales_of_several_blocks_are_those_of_each(zeros: bool):
     rng = np.random.default_rng(0)
     values, zero = (jnp.asarray(rng.integers(-8, 8, shape, np.int8)) for shape in ((1024, 64), (4, 64)))
     scale = jnp.asarray(rng.uniform(0.5, 1.5, (4, 64)), jnp.bfloat16)
-    weight = packed.pack(values.astype(jnp.int4), scale, zero if zeros else None)
+    weight = pack(values.astype(jnp.int4), scale, zero if zeros else None)
     spread = lambda x: np.repeat(np.asarray(x, np.float32), 256, axis=0)
     want = (np.asarray(values, np.float32) - spread(zero) * zeros) * spread(scale)
     assert weight.groups == 8
-    np.testing.assert_array_equal(packed.dequantised(weight), want)
+    np.testing.assert_array_equal(dequantised(weight), want)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +226,7 @@ def test_weights_that_cannot_be_packed(dtype: Any, shape: tuple[int, int], group
 @pytest.mark.parametrize("product", ["heads", "add"])
 def test_kernels_of_packed_weights_agree_with_xla(product: str, name: str, m: int):
     """One of pairs of columns, with a norm, and one of halves of the inputs; the others share their walk."""
-    weight = packed.pack(*kernel(name, *((512, 4 * C) if product == "heads" else (768, 512))))
+    weight = pack(*kernel(name, *((512, 4 * C) if product == "heads" else (768, 512))))
     angle = jax.random.uniform(jax.random.key(2), (C // 2, -(-m // 8) * 8)) * 6
     wide = reference.begin(normal(0, m, 512), normal(1, 512))
     args: tuple[Any, ...] = {
@@ -232,7 +247,7 @@ def test_one_row_is_multiplied_as_integers(name: str, monkeypatch: pytest.Monkey
         return [jnp.zeros(out.shape, out.dtype) for out in outs]
 
     monkeypatch.setattr(mosaic, "launch", launch)
-    weight = packed.pack(*kernel(name, 512, 128))
+    weight = pack(*kernel(name, 512, 128))
     for m in (1, 2, 16):
         for own in (weight, dataclasses.replace(weight, invariant=True)):
             gpu_packed.multiply(normal(0, m, 512), own)
@@ -247,7 +262,7 @@ def test_one_row_is_multiplied_as_integers(name: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", ["int4-g64", "int8"])
 def test_integers_of_a_long_row_are_made_while_weights_come(name: str):
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
-    weight, h, gain = packed.pack(*kernel(name, 8192, 128)), normal(2, 1, 128), normal(3, 128)
+    weight, h, gain = pack(*kernel(name, 8192, 128)), normal(2, 1, 128), normal(3, 128)
     own = packed_launch.Launch(kind="add", dtype=weight.kind, shape=(1, 8192), columns=128, groups=weight.groups)
     assert own.takes_integers and dataclasses.replace(own, integers=True).row_share(0).turns(64) == 2
     x = normal(4, 1, 8192)
@@ -258,7 +273,7 @@ def test_integers_of_a_long_row_are_made_while_weights_come(name: str):
 @pytest.mark.parametrize(("m", "biased", "normed"), [(1, False, True), (16, True, True), (3, True, False)])
 def test_heads_of_packed_weights_with_norms_and_biases_agree_with_xla(m: int, biased: bool, normed: bool):
     """Those that no norm follows read rows as they are."""
-    weight, wide = packed.pack(*kernel("int4-g128", 512, 4 * C)), reference.begin(normal(0, m, 512), normal(1, 512))
+    weight, wide = pack(*kernel("int4-g128", 512, 4 * C)), reference.begin(normal(0, m, 512), normal(1, 512))
     angle = jax.random.uniform(jax.random.key(2), (C // 2, -(-m // 8) * 8)) * 6
     args = wide if normed else wide.scaled_ME, weight, jnp.stack([jnp.cos(angle), jnp.sin(angle)]), COUNTS, EPS
     extra = dict(bias=normal(5, 4 * C) if biased else None, gains=(normal(6, C), normal(7, C)) if normed else None)
@@ -269,10 +284,10 @@ def test_heads_of_packed_weights_with_norms_and_biases_agree_with_xla(m: int, bi
 @hopper.interpreted
 def test_other_kernels_of_packed_weights_agree_with_xla():
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
-    wide, weight = reference.begin(normal(0, 1, 512), normal(1, 512)), packed.pack(*kernel("int4-g128", 512, 128))
+    wide, weight = reference.begin(normal(0, 1, 512), normal(1, 512)), pack(*kernel("int4-g128", 512, 128))
     close(gpu.project(wide, weight, EPS, interpret=params), reference.project(wide, weight, EPS), 1)
     for gates in (64, 128):  # two warpgroups a tile, and one
-        both = packed.pack(*kernel("int4-g128", 512, 2 * gates))
+        both = pack(*kernel("int4-g128", 512, 2 * gates))
         close(gpu.swiglu(wide, both, EPS, interpret=params), reference.swiglu(wide, both, EPS), 1)
     close(gpu_packed.logits(wide.h_ME, weight, interpret=params), reference.logits(wide.h_ME, weight), 1)
 
@@ -294,7 +309,7 @@ def test_more_multiprocessors_have_a_program_where_tiles_overlap():
 @pytest.mark.parametrize(("name", "m"), [("int8", 1), ("fp8-block", 3), ("int8-zeros", 16)])
 def test_tiles_that_overlap_agree_with_xla(name: str, m: int):
     """Without a look for races: two tiles write the same values where they overlap."""
-    both, wide = packed.pack(*kernel(name, 256, 2 * 896)), reference.begin(normal(0, m, 256), normal(1, 256))
+    both, wide = pack(*kernel(name, 256, 2 * 896)), reference.begin(normal(0, m, 256), normal(1, 256))
     own = packed_launch.Launch(kind="swiglu", dtype=both.kind, shape=(m, 256), columns=2 * 896, groups=both.groups)
     assert (own.tiles, own.span) == (4, 112)
     params = plgpu.InterpretGPUParams(detect_races=False)  # pyright: ignore[reportAttributeAccessIssue]
@@ -316,7 +331,7 @@ def test_tiles_that_overlap_agree_with_xla(name: str, m: int):
 def test_rings_of_packed_weights_come_round(name: str, m: int, inputs: int, monkeypatch: pytest.MonkeyPatch):
     """Steps of one and of two blocks, by mma and by wgmma, in rings that are refilled."""
     monkeypatch.setattr(packed_walk, "_MAX_STAGES", 1)
-    both, wide = packed.pack(*kernel(name, inputs, 128)), reference.begin(normal(0, m, inputs), normal(1, inputs))
+    both, wide = pack(*kernel(name, inputs, 128)), reference.begin(normal(0, m, inputs), normal(1, inputs))
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
     close(gpu.swiglu(wide, both, EPS, interpret=params), reference.swiglu(wide, both, EPS), m)
 
@@ -330,7 +345,7 @@ def test_rings_of_packed_weights_are_filled_in_two_parts(product: str, m: int, m
     monkeypatch.setattr(packed_walk, "_DEPTHS", (1,))
     monkeypatch.setattr(packed_walk, "_MAX_STAGES", 2)
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
-    weight = packed.pack(*kernel("int4-g128-zeros", 3072, 256 if product == "swiglu" else 4 * C))
+    weight = pack(*kernel("int4-g128-zeros", 3072, 256 if product == "swiglu" else 4 * C))
     wide, gains = reference.begin(normal(0, m, 3072), normal(1, 3072)), (normal(5, C), normal(6, C))
     angle = jax.random.uniform(jax.random.key(2), (C // 2, 8)) * 6
     rope = jnp.stack([jnp.cos(angle), jnp.sin(angle)])
@@ -374,7 +389,7 @@ def test_many_rows_by_packed_weights_agree_with_xla(name: str, m: int, dtype: An
     """A tile of rows and two, rings that come round, zero points, and (of few columns) programs that share inputs."""
     monkeypatch.setattr(gpu_packed_many, "_MAX_STAGES", 2)
     monkeypatch.setattr(gpu_packed_many, "_SHARES", (2,) if m == 200 else (1,))
-    weight, x = packed.pack(*kernel(name, 1024, 128)), normal(4, m, 1024)
+    weight, x = pack(*kernel(name, 1024, 128)), normal(4, m, 1024)
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
     got = gpu_packed_many.product(x, weight, dtype, interpret=params)
     assert got.dtype == dtype and got.shape == (m, 128)
@@ -389,13 +404,12 @@ def test_inputs_are_shared_where_programs_are_too_few():
 
 
 def test_mxfp4_and_float32_rows_are_multiplied_by_xla():
-    codes = jax.random.randint(jax.random.key(0), (256, 64), 0, 16, jnp.uint8)
-    weight = packed.pack_float4(codes, jnp.full((8, 64), 127, jnp.uint8))
+    codes = np.random.default_rng(0).integers(0, 16, (256, 64), np.uint8)
+    weight = jax.jit(packed.pack_float4)(codes, np.full((8, 64), 127, np.uint8))
     with pytest.raises(ValueError, match="MXFP4"):
         gpu_packed_many.product(normal(4, 5, 256), weight, jnp.float32)
-    np.testing.assert_array_equal(
-        gpu_packed_many.multiply(normal(4, 5, 256), weight, jnp.float32), packed.product(normal(4, 5, 256), weight)
-    )
+    got = jax.jit(lambda x, weight: gpu_packed_many.multiply(x, weight, jnp.float32))(normal(4, 5, 256), weight)
+    np.testing.assert_array_equal(got, multiply(normal(4, 5, 256), weight))
 
 
 def origin(name: str, made: dict[str, str]) -> str:
