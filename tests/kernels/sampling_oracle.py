@@ -102,7 +102,9 @@ def run(case: Case, args: RejectionSamplingArgs, implementation: str | None = "r
     path, accepted, token, finite = (np.asarray(x) for x in verdict)
     assert path.shape == (case.batch, case.depth + 1) and path.min() >= 0 and path.max() < case.nodes
     assert token.min() >= 0 and token.max() < case.vocab and accepted.min() >= 0 and accepted.max() <= case.depth
-    return np.asarray(case.specified(verdict).path_BD), accepted, token, finite
+    # As `Case.specified` has it, which would compile anew for every case.
+    specified = np.arange(case.depth + 1) <= accepted[:, None]
+    return np.where(specified, path, 0), accepted, token, finite
 
 
 @functools.cache
