@@ -15,6 +15,7 @@ from pallas_kernels.tree_attention.cases import SMALL
 from pallas_kernels.tree_attention.reference import TreeAttentionArgs
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "block_tokens"))
 def tree_attention(*arrays, scale: float | None = None, sinks_H=None, block_tokens: int | None = None) -> jax.Array:
     args = TreeAttentionArgs(*arrays, sinks_H=sinks_H, scale=scale)
     return reference.tree_attention(args, block_tokens=block_tokens)
@@ -78,7 +79,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_reference_follows_the_definition(name: str, block: int):
     args = CASES[name]
-    out = jax.jit(tree_attention, static_argnames="block_tokens")(*map(jnp.asarray, args), block_tokens=block)
+    out = tree_attention(*args, block_tokens=block)
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(out, naive(*args, scale=args[0].shape[-1] ** -0.5), rtol=2e-5, atol=2e-6)
 
@@ -86,14 +87,14 @@ def test_reference_follows_the_definition(name: str, block: int):
 def test_scale_and_large_scores():
     q, pages, table, length, k, v, mask = CASES["ragged"]
     args = (q * 40, pages, table, length, k, v, mask)
-    out = tree_attention(*map(jnp.asarray, args), scale=2.0, block_tokens=8)
+    out = tree_attention(*args, scale=2.0, block_tokens=8)
     np.testing.assert_allclose(out, naive(*args, scale=2.0), rtol=1e-4, atol=1e-4)
 
 
 def test_sinks_take_their_part_and_give_nothing():
     args = CASES["ragged"]
     sinks_H = np.asarray([-50.0, 0.5, 3.0, 60.0], np.float32)
-    out = tree_attention(*map(jnp.asarray, args), sinks_H=jnp.asarray(sinks_H), block_tokens=8)
+    out = tree_attention(*args, sinks_H=sinks_H, block_tokens=8)
     want = naive(*args, scale=args[0].shape[-1] ** -0.5, sinks_H=sinks_H)
     np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-6)
     assert np.abs(out[:, :, 3]).max() < 1e-6, "what the largest sink leaves of its head"
@@ -104,7 +105,8 @@ def test_a_layers_pages_may_lie_behind_others(implementation: str):
     args = dataclasses.replace(SMALL[0], lengths="full").draw(0)
     run = functools.partial(gpu.tree_attention, interpret=True)
     run = run if implementation == "triton" else api.OPERATION.implementations[implementation].run
-    pool = jnp.concatenate([jnp.full_like(args.pages, jnp.nan), args.pages])
+    run, pages = jax.jit(run), np.asarray(args.pages)
+    pool = jnp.asarray(np.concatenate([np.full_like(pages, np.nan), pages]))
     own = dataclasses.replace(args, pages=pool, first_page=args.pages.shape[0])
     np.testing.assert_array_equal(run(own), run(args))
 
@@ -114,7 +116,8 @@ def test_values_may_be_the_first_channels_of_their_keys():
     alone = np.concatenate([pages[..., :8], pages[..., :8]], axis=-1)  # for the definition
     want = naive(q, alone, table, length, k, k, mask, 0.3)[..., :5]
     given = [jnp.asarray(x) for x in (q, pages[..., :8], table, length, k, k[..., :5], mask)]
-    out = api.tree_attention(*given, scale=0.3, value_channels=5, implementation="reference")
+    of = functools.partial(api.tree_attention, scale=0.3, value_channels=5, implementation="reference")
+    out = jax.jit(of)(*given)
     assert out.shape == (*q.shape[:3], 5)
     np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-6)
     messages = {"tpu": "values are the first 5 channels of their keys", "gpu": "both multiples of 8, got 5 of 8"}
@@ -132,13 +135,8 @@ def test_what_every_window_hides_may_be_anything():
     hidden = [page for row, tokens in zip(table, length, strict=True) for page in row[: max(0, tokens - 5) // 8]]
     assert len(hidden) > 3
     poisoned[hidden] = np.nan
-    out = [
-        reference.tree_attention(
-            reference.TreeAttentionArgs(*map(jnp.asarray, (q, given, table, length, k, v, mask)), window=6),
-            block_tokens=16,
-        )
-        for given in (pages, poisoned)
-    ]
+    run = jax.jit(functools.partial(reference.tree_attention, block_tokens=16))
+    out = [run(TreeAttentionArgs(q, given, table, length, k, v, mask, window=6)) for given in (pages, poisoned)]
     np.testing.assert_array_equal(*out)
 
 
@@ -183,7 +181,7 @@ def test_the_longest_row_costs_nothing_to_the_others():
 def test_windows_are_read_and_nothing_before_them(window: int | None, blocks: int, monkeypatch: pytest.MonkeyPatch):
     """Rows of unequal length walk their own windows side by side: as many blocks as the one with most of them."""
     q, pages, table, length, k, v, mask = case([53, 21, 3], 3, 4, 2, 8, 8, 0)
-    args = TreeAttentionArgs(q, pages, table, length, k, v, jnp.tril(jnp.ones_like(mask)), window=window)
+    args = TreeAttentionArgs(q, pages, table, length, k, v, np.tril(np.ones_like(mask)), window=window)
     weighted = []
     kept = reference._weighted
     monkeypatch.setattr(reference, "_weighted", lambda p, v: weighted.append(p) or kept(p, v))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
@@ -171,6 +171,11 @@ def seen(kernel: Few, lengths: Sequence[int]) -> set[tuple[int, ...]]:
     return found
 
 
+def plan(lengths: np.ndarray, *options: Any) -> tuple[jax.Array, ...]:
+    """A plan as one program, which is traced anew each time: it depends on what was patched."""
+    return jax.jit(lambda lengths: mosaic_plan.plan(lengths, *options))(lengths)
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_warpgroups_that_walk_along_items_ask_for_what_they_compute(
     seed: int, place: dict[str, int], monkeypatch: pytest.MonkeyPatch
@@ -182,7 +187,7 @@ def test_warpgroups_that_walk_along_items_ask_for_what_they_compute(
     monkeypatch.setattr(mosaic_plan, "_SINGLE", single)
     monkeypatch.setattr(mosaic_plan, "_QUARTER", quarter)
     sizes = mosaic_plan.Sizes.of(launch, table.size // launch.batch * launch.page, draw.choice([None, True, False]))
-    planned = mosaic_plan.plan(jnp.asarray(lengths, jnp.int32), launch.entries, sizes, launch.window, launch.causal)
+    planned = plan(np.asarray(lengths, np.int32), launch.entries, sizes, launch.window, launch.causal)
     items, count, _ = (np.asarray(x).astype(np.int64) for x in planned)
     fields = {field.name: getattr(launch, field.name) for field in dataclasses.fields(launch)}
     kernel = Walked(**fields | dict(direct=sizes.whole and launch.tiles == 1, straight=sizes.straight))
@@ -200,15 +205,15 @@ def test_warpgroups_that_walk_along_items_ask_for_what_they_compute(
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_plan_of_requests_in_their_order_has_the_items_of_any_other(causal: bool):
-    lengths, straight = jnp.asarray([0, 63, 64, 1024, 7], jnp.int32), mosaic_plan.Sizes(8, 264, 20, True, True)
+    lengths, straight = np.asarray([0, 63, 64, 1024, 7], np.int32), mosaic_plan.Sizes(8, 264, 20, True, True)
     plans = [
-        mosaic_plan.plan(lengths, 4, sizes, None, causal)
+        plan(lengths, 4, sizes, None, causal)
         for sizes in (straight, dataclasses.replace(straight, straight=False))
     ]
-    items, sorted_items = (np.asarray(plan[0]) for plan in plans)
+    items, sorted_items = (np.asarray(planned[0]) for planned in plans)
     np.testing.assert_array_equal(items, sorted_items[:, np.argsort(sorted_items[0])])
     np.testing.assert_array_equal(plans[0][1], plans[1][1])
-    ends, others = (np.asarray(plan[2]) for plan in plans)
+    ends, others = (np.asarray(planned[2]) for planned in plans)
     np.testing.assert_array_equal(np.delete(ends, 3, axis=0), np.delete(others, 3, axis=0))
     np.testing.assert_array_equal(ends[3], np.arange(5))
 
