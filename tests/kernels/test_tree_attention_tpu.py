@@ -107,13 +107,13 @@ def jit(interpret: bool | pltpu.InterpretParams = True, **options):
 
 
 def run(args, interpret: bool | pltpu.InterpretParams = True, **options) -> np.ndarray:
-    return np.asarray(jit(interpret, **options)(*args).astype(jnp.float32))
+    return np.asarray(jit(interpret, **options)(*args)).astype(np.float32)
 
 
-def in_dtype(args, dtype: str) -> tuple[list[jax.Array], list[np.ndarray]]:
+def in_dtype(args, dtype: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """The arguments in a dtype, and what they are then in float32."""
-    cast = [jnp.asarray(x, dtype) if x.dtype == np.float32 else jnp.asarray(x) for x in args]
-    return cast, [np.asarray(x.astype(jnp.float32)) if x.dtype == dtype else np.asarray(x) for x in cast]
+    cast = [x.astype(jnp.dtype(dtype)) if x.dtype == np.float32 else x for x in args]
+    return cast, [x.astype(np.float32) if x.dtype == dtype else x for x in cast]
 
 
 #: float32 sums in another order; or in bfloat16 the weights' and the result's rounding, scores and sums being float32.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,30 +54,31 @@ def _tiles(x: np.ndarray, width: int) -> np.ndarray:
     return x.reshape(parts, rows // 8, 8, columns // width, width).transpose(0, 1, 3, 2, 4)
 
 
+@functools.cache
 def tile(name: str, parts: int) -> tuple[Any, np.ndarray, np.ndarray]:
     """A kernel in memory's order whose tile is its last blocks: [parts, 32, inputs], what they stand for, and scales
     [parts, G, 32]."""
     dtype, pieces = FORMATS[name]
     inputs = (SKIPPED + BLOCKS) * BLOCK * (2 // parts)
     columns, groups = parts * 32, inputs // BLOCK * pieces
-    keys = jax.random.split(jax.random.key(3), 3)
+    rng = np.random.default_rng(3)
     if dtype == packed.FLOAT4:
-        codes = jax.random.bits(keys[0], (inputs, columns), jnp.uint8) & 15
-        exponents = jax.random.bits(keys[1], (inputs // 32, columns), jnp.uint8) % 8 + 120
-        weight = packed.pack_float4(codes, exponents)
-        powers = np.exp2(np.repeat(np.asarray(exponents, np.float32), 32, axis=0) - 127 - packed.EXPONENT)
-        wide = np.asarray(packed.float4(codes)) * powers
+        codes = rng.integers(0, 16, (inputs, columns), np.uint8)
+        exponents = rng.integers(120, 128, (inputs // 32, columns), np.uint8)
+        weight = jax.jit(packed.pack_float4)(codes, exponents)
+        powers = np.exp2(np.repeat(exponents.astype(np.float32), 32, axis=0) - 127 - packed.EXPONENT)
+        wide = np.asarray(jax.jit(packed.float4)(codes)) * powers
     else:
         limits = (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype)
-        values = jax.random.uniform(keys[0], (inputs, columns), minval=float(limits.min), maxval=float(limits.max))
-        values = (jnp.round(values) if jnp.issubdtype(dtype, jnp.integer) else values / 8).astype(dtype)
-        scale, zero = jax.random.uniform(keys[1], (groups, columns), minval=0.5, maxval=1.5), None
+        values = rng.uniform(float(limits.min), float(limits.max), (inputs, columns)).astype(np.float32)
+        values = (np.round(values) if jnp.issubdtype(dtype, jnp.integer) else values / 8).astype(dtype)
+        scale, zero = rng.uniform(0.5, 1.5, (groups, columns)).astype(np.float32), None
         if "zeros" in name:
             least, most = (-8, 9) if dtype == jnp.int4 else (-128, 128)
-            zero = jax.random.randint(keys[2], scale.shape, least, most, jnp.int8)
-        weight, wide = packed.pack(values, scale, zero), values.astype(jnp.float32)
+            zero = rng.integers(least, most, scale.shape, np.int8)
+        weight, wide = jax.jit(packed.pack)(values, scale, zero), values.astype(np.float32)
         if zero is not None:
-            wide = wide - jnp.repeat(zero, inputs // groups, axis=0).astype(jnp.float32)
+            wide = wide - np.repeat(zero, inputs // groups, axis=0).astype(np.float32)
     by_parts = lambda x: np.asarray(x).reshape(x.shape[0], parts, 32).transpose(1, 0, 2)
     return weight, by_parts(wide).transpose(0, 2, 1), by_parts(weight.scale)
 
@@ -89,7 +91,7 @@ def test_products_are_of_each_piece_of_each_block(name: str, m: int, parts: int,
     pieces, alone = FORMATS[name][1], m == 1
     weight, wide, scales = tile(name, parts)
     inputs, skipped = BLOCKS * BLOCK * (2 // parts), SKIPPED * BLOCK * (2 // parts)
-    x = np.asarray(jax.random.normal(jax.random.key(4), (m, skipped + inputs)).astype(jnp.bfloat16))
+    x = np.random.default_rng(4).normal(size=(m, skipped + inputs)).astype(jnp.bfloat16)
     four = unpack.stored(weight.kind) == jnp.int4
     stored = np.asarray(weight.values).reshape(parts, 32, -1)[..., skipped:]
     stored = np.ascontiguousarray(stored.astype(np.int8) if four else stored)
