@@ -207,8 +207,7 @@ def test_warpgroups_that_walk_along_items_ask_for_what_they_compute(
 def test_a_plan_of_requests_in_their_order_has_the_items_of_any_other(causal: bool):
     lengths, straight = np.asarray([0, 63, 64, 1024, 7], np.int32), mosaic_plan.Sizes(8, 264, 20, True, True)
     plans = [
-        plan(lengths, 4, sizes, None, causal)
-        for sizes in (straight, dataclasses.replace(straight, straight=False))
+        plan(lengths, 4, sizes, None, causal) for sizes in (straight, dataclasses.replace(straight, straight=False))
     ]
     items, sorted_items = (np.asarray(planned[0]) for planned in plans)
     np.testing.assert_array_equal(items, sorted_items[:, np.argsort(sorted_items[0])])
