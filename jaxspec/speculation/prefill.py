@@ -80,7 +80,7 @@ def keep_chunks(
     if isinstance(ring, FeatureRing):
         assert aux_1TA is not None
         ring = ring.chunks(text, state.sampling, tokens_1T, aux_1TA)
-    length = rows.put(state.length_S, rows.length_B + text.count_B)
+    length = state.length_S.at[rows.slot_B].add(text.count_B, mode="drop")
     pages = commit(
         state.pages, kv.stacked(), rows.table_BM, text.index_BN, text.real_BN, spec.geo.num_pages, ready_B=ready_B
     )

@@ -225,10 +225,10 @@ class Phases:
         emitted = jnp.where(step == accepted[:, None], verdict.next_token_B[:, None], following)
         slot = jnp.where(write, rows.slot_B[:, None], geo.slots)
         tokens = state.tokens_SL.at[slot, position + 1].set(emitted, mode="drop")
-        length = rows.put(state.length_S, rows.length_B + count)
+        length = state.length_S.at[rows.slot_B].add(count, mode="drop")
         finite = verdict.finite_B | ~rows.valid_B
         end = ends(state.sampling, rows.slot_B, emitted, position + 1, write, finite, self.spec.eos)
-        over = rows.put(state.over_S, end != End.NOT_YET)
+        over = state.over_S.at[rows.slot_B].set(end != End.NOT_YET, mode="drop")
         draft, ring, own_BNA = state.draft, state.ring, self.spec.drafters(aux_BNA)
         if drafter is not None:
             draft = drafter.extend(draft_params, draft, rows, own_BNA, count)

@@ -93,8 +93,6 @@ class DecodeState:
 
 #: What the tokens of padding rows are apart.
 _APART = 7919
-#: Slots times rows up to which each slot looks for its row.
-_MOST_PAIRS = 1 << 16
 
 
 @jax.tree_util.register_dataclass
@@ -131,15 +129,3 @@ class Rows:
     def tokens_at(self, tokens_SL: jax.Array, index_BN: jax.Array) -> jax.Array:
         """Committed tokens at the given indices, [B, N] (clipped where out of range)."""
         return tokens_SL.at[self.slot_B[:, None], jnp.maximum(index_BN, 0)].get(mode="clip")
-
-    def put(self, values_S: jax.Array, value_B: jax.Array) -> jax.Array:
-        """A value of each slot, with the rows' own in theirs; rows whose slot is S or more write nothing.
-
-        Each slot looks for its row, of which there is one at most: by scatters a GPU would write every such array by a
-        kernel of its own, and first copy an array that others still read. Where slots times rows are many, it scatters.
-        """
-        if values_S.size * value_B.size > _MOST_PAIRS:
-            return values_S.at[self.slot_B].set(value_B, mode="drop")
-        slot_S, row_B = (jnp.arange(x.shape[0], dtype=jnp.int32) for x in (values_S, value_B))
-        row_S = jnp.max(jnp.where(self.slot_B[None, :] == slot_S[:, None], row_B[None, :], -1), axis=1)
-        return jnp.where(row_S < 0, values_S, jnp.take(value_B, row_S, mode="clip"))

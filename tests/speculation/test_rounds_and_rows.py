@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.speculation import state as states
 from jaxspec.speculation.layouts import End
 from jaxspec.speculation.state import Rows
 from jaxspec.tier import PLAIN, Tier
@@ -97,23 +96,6 @@ def test_padding_and_absent_slots_leave_no_trace(markov: Callable[[int], Any], t
     np.testing.assert_array_equal(packed[:3], expected[present], err_msg="output depends on slot or company")
     for old, new in zip(leaves_of(full, present), leaves_of(after, present), strict=True):
         np.testing.assert_array_equal(new, old)
-
-
-@pytest.mark.parametrize(
-    "slots", [[4, 0, 7], [SLOTS, 3, SLOTS + 5, 0], [SLOTS + 1] * 3, list(range(SLOTS))[::-1]], ids=str
-)
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_])
-@pytest.mark.parametrize("most", [1 << 16, 0], ids=["looked for", "scattered"])
-def test_rows_put_their_values_into_their_slots_alone(
-    slots: list[int], dtype: Any, most: int, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(states, "_MOST_PAIRS", most)
-    own = jnp.asarray(slots, jnp.int32)
-    rows = Rows(own, own < SLOTS, own[:, None], own, own)
-    old, new = jnp.arange(SLOTS).astype(dtype), (jnp.arange(len(slots)) % 2 * 50).astype(dtype)
-    got = jax.jit(rows.put)(old, new)
-    assert got.dtype == dtype
-    np.testing.assert_array_equal(got, old.at[own].set(new, mode="drop"))
 
 
 def test_catching_up_with_nothing_new_forgets_nothing(markov: Callable[[int], Any]):

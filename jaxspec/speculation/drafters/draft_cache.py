@@ -226,8 +226,8 @@ class CachedText:
         """
         index_BN = inputs.index_BN
         n = index_BN.shape[1]
-        length_B, next_B = (jnp.take(x, rows.slot_B, mode="clip") for x in (draft.length_S, draft.next_S))
-        first_B = jnp.maximum(next_B, self.core.offset)
+        length_B = jnp.take(draft.length_S, rows.slot_B, mode="clip")
+        first_B = jnp.maximum(jnp.take(draft.next_S, rows.slot_B, mode="clip"), self.core.offset)
         # Tokens before the first index of this window that never got an entry are the gap.
         first_B = jnp.maximum(first_B, index_BN[:, 0])
         real = real_BN & (index_BN >= first_B[:, None]) & rows.valid_B[:, None]
@@ -246,9 +246,13 @@ class CachedText:
         hidden = self.core.forward(net, inputs.tokens_BN, inputs.feature_BNE, position_BN, attend)
         place = length_B[:, None] + index_BN - first_B[:, None]
         added = real.sum(axis=1).astype(jnp.int32)
+        slot = jnp.where(rows.valid_B, rows.slot_B, self.geo.slots)
         last = jnp.max(jnp.where(real, index_BN, -1), axis=1) + 1
-        length, following = rows.put(draft.length_S, length_B + added), jnp.maximum(next_B, last)
-        counted = dataclasses.replace(draft, length_S=length, next_S=rows.put(draft.next_S, following))
+        counted = dataclasses.replace(
+            draft,
+            length_S=draft.length_S.at[slot].set(length_B + added, mode="drop"),
+            next_S=draft.next_S.at[slot].max(last, mode="drop"),
+        )
         return Consumed(hidden, counted, kv.stacked(), place, real, length_B)
 
     def write(self, draft: DraftCache, rows: Rows, done: Consumed, *, ready_B: jax.Array) -> DraftCache:
