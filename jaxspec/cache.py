@@ -115,6 +115,7 @@ class TreeKV:
         as the mask says, whose rows then mark whole paths of the new tokens.
       kernels: the implementation of tree attention (pallas_kernels.dispatch).
       whole: see `attend_paged`.
+      asked: the last layer answers so many queries, the last ones (with a mask); None: all.
     """
 
     def __init__(
@@ -128,8 +129,9 @@ class TreeKV:
         place_BT: jax.Array | None = None,
         kernels: str | None = None,
         whole: bool = False,
+        asked: int | None = None,
     ):
-        self._whole = whole
+        self._whole, self._asked = whole, asked
         self._pages, self._table, self._length, self._mask = pages, table_BM, length_B, mask_BNT
         self._num_pages, self._prior, self._place, self._kernels = num_pages, prior, place_BT, kernels
         self._new: dict[int, jax.Array] = {}
@@ -153,6 +155,13 @@ class TreeKV:
         if self._prior is not None:
             kv = jnp.concatenate([self._prior[layer], kv], axis=1)
         v_BTGC = kv[..., c:] if values is None else kv[..., :values]
+        if self._asked is not None and (layer + 1) * self._num_pages == self._pages.shape[0]:
+            if self._asked == 0:
+                return q_BNHC[:, :0, :, :values]
+            assert mask_BNT is not None
+            begin = q_BNHC.shape[1] - self._asked
+            q_BNHC, mask_BNT = q_BNHC[:, begin:], mask_BNT[:, begin:]
+            offset_BN = None if offset_BN is None else offset_BN[:, begin:]
         return attend_paged(
             q_BNHC, self._pages, self._table, self._length, kv[..., :c], v_BTGC, mask_BNT, options,
             offset_BN=offset_BN, kernels=self._kernels, whole=self._whole, first_page=layer * self._num_pages,

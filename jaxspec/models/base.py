@@ -57,6 +57,9 @@ class Attend(Protocol):
     ) -> jax.Array:
         """out_BNHC, as wide as values. The callee owns the cache and the mask; keys arrive with positions applied.
 
+        It may answer the last queries alone, or none, where nobody asks for more than the others' keys and values: the
+        layer goes on with the rows that are answered.
+
         Raises:
           ValueError: an option that the callee does not implement.
         """

@@ -62,7 +62,10 @@ class LatentAttention(nnx.Module):
         q_BNHC = jnp.concatenate([asked_BNHR, turned(q_turned)], axis=-1)
         k_BN1C = jnp.concatenate([value_BN1R, turned(turning[:, :, None])], axis=-1)
         seen_BNHR = attend(layer, q_BNHC, k_BN1C, value_BN1R, self.options)
-        return self.out(_by_heads("mhr,hdr->mhd", seen_BNHR, self.values[...]).reshape(b, n, h * own.value))
+        if not seen_BNHR.size:
+            return seen_BNHR.reshape(b, 0, h * own.rank)
+        out_BNHD = _by_heads("mhr,hdr->mhd", seen_BNHR, self.values[...])
+        return self.out(out_BNHD.reshape(b, out_BNHD.shape[1], h * own.value))
 
 
 def attention(cfg: ModelConfig, index: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None) -> Any:
@@ -80,4 +83,4 @@ def _by_heads(form: str, x_BNHC: jax.Array, maps: jax.Array) -> jax.Array:
     """Each head's rows times its own map; sums are float32."""
     b, n, h, c = x_BNHC.shape
     y = jnp.einsum(form, x_BNHC.reshape(b * n, h, c), maps, preferred_element_type=jnp.float32)
-    return y.reshape(b, n, h, -1).astype(x_BNHC.dtype)
+    return y.reshape(b, n, *y.shape[1:]).astype(x_BNHC.dtype)

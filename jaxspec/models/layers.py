@@ -245,7 +245,8 @@ class Attention(nnx.Module):
         if rope is not None:
             q_BNHC, k_BNGC = (apply_rope(x, rope, interleaved=self.interleaved) for x in (q_BNHC, k_BNGC))
         out_BNHC = attend(layer, q_BNHC, k_BNGC, v_BNGC, self.options)
-        return self.out(out_BNHC.reshape(b, n, h * c))
+        out = out_BNHC.reshape(b, out_BNHC.shape[1], h * c)
+        return self.out(out) if out.size else out
 
     def _normed(self, norm: RMSNorm, x_BNHC: jax.Array) -> jax.Array:
         if not self.wide_norm:
@@ -303,6 +304,11 @@ class BuildPart(Protocol):
     def __call__(self, cfg: Any, index: int, /, *, dtype: jnp.dtype, rngs: nnx.Rngs | None) -> Any: ...
 
 
+def answered(x_BNE: jax.Array, out: jax.Array) -> jax.Array:
+    """The rows of a layer's input that attention answered (see `Attend`); out: [B, N', ...]."""
+    return x_BNE[:, x_BNE.shape[1] - out.shape[1] :]
+
+
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each with a norm before it, on what comes out, or both (ModelConfig.pre_norms, post_norms).
 
@@ -327,7 +333,11 @@ class DecoderLayer(nnx.Module):
 
     def __call__(self, x_BNE: jax.Array, rope: Tables | None, attend: Attend, layer: int) -> jax.Array:
         normed_BNE = x_BNE if self.attn_norm is None else self.attn_norm(x_BNE)
-        x_BNE = self._added(x_BNE, self.attn(normed_BNE, rope, attend, layer), self.attn_out_norm)
+        out_BNE = self.attn(normed_BNE, rope, attend, layer)
+        x_BNE = answered(x_BNE, out_BNE)
+        if not x_BNE.size:
+            return x_BNE
+        x_BNE = self._added(x_BNE, out_BNE, self.attn_out_norm)
         normed_BNE = x_BNE if self.mlp_norm is None else self.mlp_norm(x_BNE)
         return self._added(x_BNE, self.mlp(normed_BNE), self.mlp_out_norm)
 

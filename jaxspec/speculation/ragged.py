@@ -83,13 +83,14 @@ class Ragged:
         return jnp.take(x_1T[0], self.start_B + self.count_B - 1, axis=0, mode="clip")
 
     def attend(self, attend: Attend) -> Attend:
-        """`attend`, which reads rectangles, for layers that see [1, T]."""
+        """`attend`, which reads rectangles and answers all queries or none, for layers that see [1, T]."""
         if self._alone:
             return attend
 
         def spread(
             layer: int, q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions = FULL_ATTENTION
         ) -> jax.Array:
-            return self.flat(attend(layer, self.rectangle(q), self.rectangle(k), self.rectangle(v), options))
+            out = attend(layer, self.rectangle(q), self.rectangle(k), self.rectangle(v), options)
+            return self.flat(out) if out.size else out.reshape(1, 0, *out.shape[2:])
 
         return spread

@@ -53,7 +53,7 @@ class MarkovModel(nnx.Module):
 class MarkovCore:
     """The same as a draft network."""
 
-    offset, aux_layers, aux_width = 0, (), 0
+    offset, aux_layers, aux_width, narrows = 0, (), 0, False
     num_layers, num_kv_heads, kv_width, vocab_size, dtype = 1, 1, 4, V, jnp.float32
     draft_vocab_size = V
 

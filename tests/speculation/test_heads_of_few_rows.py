@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxspec.drafters.rounding import round_drafter
 from jaxspec.models import few_rows, few_rows_fit
-from jaxspec.models.base import Experts, ModelConfig
+from jaxspec.models.base import Experts, Latent, ModelConfig
 from jaxspec.models.layers import Linear, Shared, causal_attention
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
@@ -38,9 +38,9 @@ def eagle3(**change: Any) -> Eagle3Head:
     return head
 
 
-def tables() -> tuple[nnx.Variable, Linear]:
-    table = jax.random.normal(jax.random.key(1), (256, 256)).astype(jnp.bfloat16)
-    return Shared(table), Linear(256, 256, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(2))
+def tables(dtype: Any = jnp.bfloat16) -> tuple[nnx.Variable, Linear]:
+    table = jax.random.normal(jax.random.key(1), (256, 256)).astype(dtype)
+    return Shared(table), Linear(256, 256, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(2))
 
 
 def eagle1(count: int, *, norm: bool = False) -> Eagle1Head:
@@ -50,6 +50,13 @@ def eagle1(count: int, *, norm: bool = False) -> Eagle1Head:
 
 def mtp(**change: Any) -> MtpHead:
     return MtpHead(MtpConfig(dataclasses.replace(LAYER, **change), 2), *tables(), dtype=jnp.bfloat16, rngs=nnx.Rngs(3))
+
+
+def latent_mixture() -> MtpHead:
+    """In float32, which a CPU multiplies in groups."""
+    own = dict(latent=Latent(64, 32, 48, 48, query_rank=64), num_kv_heads=1, head_dim=96, rope_interleaved=True)
+    layer = dataclasses.replace(LAYER, experts=Experts(8, 2, 64, (0,)), **own)
+    return MtpHead(MtpConfig(layer, 2), *tables(jnp.float32), dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(3))
 
 
 def passed(head: Any, b: int, n: int) -> list[np.ndarray]:
@@ -68,17 +75,17 @@ def passed(head: Any, b: int, n: int) -> list[np.ndarray]:
     return [np.asarray(x, np.float32) for x in run(state)]
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        pytest.param(eagle3, id="eagle3"),
-        pytest.param(functools.partial(eagle3, num_layers=2, norm_output=True, qk_norm=True), id="eagle3.1-qk-norm"),
-        pytest.param(functools.partial(eagle3, norm_before_residual=True, head_dim=64), id="eagle3-rotated-after"),
-        pytest.param(functools.partial(eagle1, 2), id="eagle1"),
-        pytest.param(functools.partial(eagle1, 1, norm=True), id="eagle1-normed"),
-        pytest.param(mtp, id="mtp"),
-    ],
-)
+HEADS = [
+    pytest.param(eagle3, id="eagle3"),
+    pytest.param(functools.partial(eagle3, num_layers=2, norm_output=True, qk_norm=True), id="eagle3.1-qk-norm"),
+    pytest.param(functools.partial(eagle3, norm_before_residual=True, head_dim=64), id="eagle3-rotated-after"),
+    pytest.param(functools.partial(eagle1, 2), id="eagle1"),
+    pytest.param(functools.partial(eagle1, 1, norm=True), id="eagle1-normed"),
+    pytest.param(mtp, id="mtp"),
+]
+
+
+@pytest.mark.parametrize("build", HEADS)
 def test_few_rows_are_the_heads(build: Callable[[], Any]):
     plain = build()
     prepared = few_rows.prepare(plain, "reference")
@@ -89,6 +96,37 @@ def test_few_rows_are_the_heads(build: Callable[[], Any]):
             assert not np.array_equal(got, want), "divided before the product, as without the kernels"
     for got, want in zip(passed(prepared, 1, 129), passed(plain, 1, 129), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["layers", "few_rows"])
+@pytest.mark.parametrize("build", [*HEADS, pytest.param(latent_mixture, id="mtp-latent-mixture")])
+def test_rows_that_attention_does_not_answer_have_entries_alone(build: Callable[[], Any], few: bool):
+    """Entries of all, and hidden states of those that it answers; none costs no product behind the heads."""
+    head = few_rows.prepare(build(), "reference") if few else build()
+    graph, state = nnx.split(head)
+    b, n, last = 2, 5, head.config.num_layers - 1
+    tokens = jnp.arange(b * n).reshape(b, n) * 7
+    feature = jax.random.normal(jax.random.key(4), (b, n, 256)).astype(head.embedding[...].dtype)
+
+    def run(state: Any, asked: int) -> tuple[jax.Array, dict[int, Any]]:
+        entries: dict[int, Any] = {}
+
+        def some(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, options: Any) -> jax.Array:
+            entries[layer] = k, v
+            mixed = (q * jnp.cumsum(k.mean(axis=(1, 2)), axis=1)[:, None, None])[..., : v.shape[-1]]
+            return mixed[:, n - asked :] if layer == last else mixed
+
+        positions = jnp.broadcast_to(jnp.arange(n) + 3, (b, n))
+        return nnx.merge(graph, state)(tokens, feature, positions, some), entries
+
+    products = lambda asked: str(jax.make_jaxpr(lambda state: run(state, asked)[0])(state)).count("dot_general")
+    made = {asked: jax.jit(run, static_argnums=1)(state, asked) for asked in (n, 1, 0)}
+    (want, entries), (found, same), (none, also) = made[n], made[1], made[0]
+    assert found.shape == (b, 1, 256) and none.shape == (b, 0, 256) and products(0) < products(n) == products(1)
+    for one in (same, also):
+        jax.tree.map(np.testing.assert_array_equal, one, entries)
+    want, found = np.asarray(want[:, -1:], np.float32), np.asarray(found, np.float32)
+    np.testing.assert_allclose(found, want, atol=2**-6 * np.abs(want).max())
 
 
 def test_few_rows_of_heads_in_few_bits_are_the_heads():

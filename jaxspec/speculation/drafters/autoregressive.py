@@ -55,9 +55,7 @@ class _Steps:
         room = (tier.depth - 1) * tier.topk
         kv_LBTGc = jnp.pad(done.kv_LBNGc, ((0, 0), (0, 0), (0, room), (0, 0), (0, 0)))
         place_BT = jnp.pad(jnp.maximum(done.place_BN - done.before_B[:, None], 0), ((0, 0), (0, room)))
-        return cls(
-            core, geo, net, rows, pages, done.before_B, done.real_BN, kv_LBTGc, done.hidden_BNE[:, -1:], place_BT
-        )
+        return cls(core, geo, net, rows, pages, done.before_B, done.real_BN, kv_LBTGc, done.hidden_BNE, place_BT)
 
     def __call__(self, depth: int, frontier: Frontier | None) -> jax.Array:
         if frontier is not None:
@@ -106,7 +104,7 @@ class AutoregressiveDrafter(CachedDrafter):
         core, text = self.core, self.text
         net = core.bind(params)
         inputs = text.committed(net, draft, rows, tokens_SL, 1 - text.window, 1)
-        done = text.consume(net, draft, rows, inputs, inputs.index_BN >= 0)
+        done = text.consume(net, draft, rows, inputs, inputs.index_BN >= 0, asked=1)
         levels = _Steps.after(core, self.geo, net, rows, draft.pages, done, tier)
         ranking = Ranking(rows, sampling, noise_BDV, core.vocab_size, core.target_ids(net))
         tree = propose(levels, ranking, tier, sample=sample)

@@ -44,6 +44,8 @@ class DraftCore(Protocol):
     vocab_size: int
     draft_vocab_size: int
     dtype: jnp.dtype
+    #: Whether its layers go on with the rows that attention answers (see `Attend`); others compute all.
+    narrows: bool
 
     def bind(self, params: Any) -> Any:
         """The module with its parameters."""
@@ -104,7 +106,7 @@ class Consumed(NamedTuple):
     """Tokens that went through the network; their entries are not written yet.
 
     Attributes:
-      hidden_BNE: of every input.
+      hidden_BNE: of the last inputs, as many as were asked for.
       cache: the new entries counted, the pool as before.
       kv_LBNGc, place_BN, real_BN: entries, their positions in the cache, and which to write.
       before_B: entries that the cache held.
@@ -188,10 +190,9 @@ class CachedText:
             before_1TA = jnp.roll(aux_1TA, 1, axis=1).astype(ring_BA.dtype)
             before_1TA = before_1TA.at[0, text.start_B].set(ring_BA, mode="drop")
             feature = self.core.fuse(net, before_1TA)
-        done = self.consume(net, draft, rows, Inputs(tokens_1T, feature, text.index_BN), text.real_BN, text)
-        # A row's first token is always a real one; a NaN there belongs to the request, whose drafts are lost anyway.
-        first_B = jnp.take(done.hidden_BNE[0, :, 0], text.start_B, mode="clip")
-        draft = self.write(draft, rows, done, ready_B=jnp.isfinite(first_B))
+        inputs = Inputs(tokens_1T, feature, text.index_BN)
+        done = self.consume(net, draft, rows, inputs, text.real_BN, asked=0, text=text)
+        draft = self.write(draft, rows, done, ready_B=_read(done.kv_LBNGc, 0))
         if not self.core.offset:
             return draft
         assert aux_1TA is not None
@@ -202,8 +203,8 @@ class CachedText:
         net = self.core.bind(params)
         # The root is left to the next draft, which needs its hidden state.
         inputs = self.committed(net, draft, rows, tokens_SL, -CATCH_UP, 0)
-        done = self.consume(net, draft, rows, inputs, inputs.index_BN >= 0)
-        return self.write(draft, rows, done, ready_B=jnp.isfinite(done.hidden_BNE[:, -1, 0]))
+        done = self.consume(net, draft, rows, inputs, inputs.index_BN >= 0, asked=0)
+        return self.write(draft, rows, done, ready_B=_read(done.kv_LBNGc, -1))
 
     def committed(self, net: Any, draft: DraftCache, rows: Rows, tokens_SL: jax.Array, start: int, stop: int) -> Inputs:
         """Committed tokens at indices root + start to root + stop (excluded), with their features from the ring."""
@@ -216,13 +217,16 @@ class CachedText:
         return Inputs(tokens_BN, self.core.fuse(net, aux_BNA), index_BN)
 
     def consume(
-        self, net: Any, draft: DraftCache, rows: Rows, inputs: Inputs, real_BN: jax.Array, text: Ragged | None = None
-    ) -> Consumed:
+        self, net: Any, draft: DraftCache, rows: Rows, inputs: Inputs, real_BN: jax.Array, *, asked: int,
+        text: Ragged | None = None,
+    ) -> Consumed:  # fmt: skip
         """Runs tokens through the network in one wide step.
 
         Args:
           real_BN: committed tokens of the text (slots are none); those that have entries already are skipped.
-          text: how the tokens, their features and so the hidden states stand side by side; None: as a rectangle.
+          asked: the last inputs whose hidden states are wanted; of the others the last layer makes entries alone. All
+            of a rectangle's rows, or none of a text.
+          text: how the tokens and their features stand side by side; None: as a rectangle.
         """
         index_BN = inputs.index_BN
         n = index_BN.shape[1]
@@ -237,13 +241,14 @@ class CachedText:
         kv = TreeKV(
             draft.pages, rows.table_BM, length_B, mask, self.geo.num_pages,
             place_BT=jnp.maximum(index_BN - first_B[:, None], 0), kernels=self.geo.kernels,
-            whole=self.geo.whole_drafter,
+            whole=self.geo.whole_drafter, asked=asked if self.core.narrows else None,
         )  # fmt: skip
         position_BN = jnp.maximum(index_BN - self.core.offset, 0)
         attend = kv.attend
         if text is not None:
             position_BN, attend = text.flat(position_BN), text.attend(attend)
         hidden = self.core.forward(net, inputs.tokens_BN, inputs.feature_BNE, position_BN, attend)
+        hidden = hidden[:, hidden.shape[1] - asked :]
         place = length_B[:, None] + index_BN - first_B[:, None]
         added = real.sum(axis=1).astype(jnp.int32)
         slot = jnp.where(rows.valid_B, rows.slot_B, self.geo.slots)
@@ -268,6 +273,17 @@ class CachedText:
             whole=geo.whole_drafter,
         )  # fmt: skip
         return dataclasses.replace(done.cache, pages=pages)
+
+
+def _read(kv_LBNGc: jax.Array, token: int) -> jax.Array:
+    """True of rows [B], after all reads of the pool, whose results the last layer's entries depend on; see `commit`.
+
+    A NaN belongs to the request, whose drafts are lost anyway.
+
+    Args:
+      token: one that every row has.
+    """
+    return jnp.isfinite(kv_LBNGc[-1, :, token, 0, 0])
 
 
 class CachedDrafter:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.models.base import Attend, ModelConfig, RopeScaling
-from jaxspec.models.layers import MLP, Attention, DecoderLayer, LayerRunner, Linear, RMSNorm, product
+from jaxspec.models.layers import MLP, Attention, DecoderLayer, LayerRunner, Linear, RMSNorm, answered, product
 from jaxspec.models.rope import rotary_tables
 from jaxspec.models.sharded import take_rows
 
@@ -202,7 +202,7 @@ class Eagle3Head(nnx.Module):
 
         Returns:
           hidden_BNE, which `logits` reads and the next drafting step takes as its feature
-          (un-normed, or normed with `norm_output`).
+          (un-normed, or normed with `norm_output`); of the rows that `attend` answers.
         """
         cfg = self.config
         rope = rotary_tables(cfg.layer, positions_BN)
@@ -212,7 +212,11 @@ class Eagle3Head(nnx.Module):
         if self.few_rows is not None and tokens_BN.size <= self.few_rows.most:
             *_, hidden_BNE, out_BNE = self.few_rows.blocks(self.blocks, self.norm, residual_BNE, [rope], attend, both)
             return out_BNE if cfg.norm_output else hidden_BNE
-        hidden_BNE = residual_BNE + self.attn(both, rope, attend, 0)
+        out_BNE = self.attn(both, rope, attend, 0)
+        hidden_BNE = answered(residual_BNE, out_BNE)
+        if not hidden_BNE.size:
+            return hidden_BNE
+        hidden_BNE = hidden_BNE + out_BNE
         hidden_BNE = hidden_BNE + self.mlp(self.mlp_norm(hidden_BNE))
         for i, layer in enumerate(self.layers, start=1):
             hidden_BNE = layer(hidden_BNE, rope, attend, i)
