@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxspec.models.base import FULL_ATTENTION, Attend, AttentionOptions
+from jaxspec.models.base import FULL_ATTENTION, Answering, Attend, AttentionOptions
 from jaxspec.models.sharded import TENSOR_AXIS, shards
 from pallas_kernels.tree_attention.api import tree_attention
 from pallas_kernels.tree_attention.reference import Shared
@@ -137,7 +137,9 @@ class TreeKV:
         self._new: dict[int, jax.Array] = {}
         self._shared = Shared()
         self._windows: dict[int, tuple[jax.Array | None, jax.Array | None]] = {}
-        self.attend: Attend = self._attend
+        self._last = pages.shape[0] // num_pages - 1
+        pick: Callable[[jax.Array], jax.Array] = lambda x: x[:, x.shape[1] - (asked or 0) :]
+        self.attend: Attend = self._attend if asked is None else Answering(self._attend, self._last, pick)
 
     def _attend(
         self, layer: int, q_BNHC: jax.Array, k_BNGC: jax.Array, v_BNGC: jax.Array,
@@ -155,7 +157,7 @@ class TreeKV:
         if self._prior is not None:
             kv = jnp.concatenate([self._prior[layer], kv], axis=1)
         v_BTGC = kv[..., c:] if values is None else kv[..., :values]
-        if self._asked is not None and (layer + 1) * self._num_pages == self._pages.shape[0]:
+        if self._asked is not None and layer == self._last:
             if self._asked == 0:
                 return q_BNHC[:, :0, :, :values]
             assert mask_BNT is not None
@@ -184,6 +186,11 @@ class TreeKV:
     def stacked(self) -> jax.Array:
         """Keys and values of the new tokens, [layers, B, N, G, 2C], as the pool has them."""
         return jnp.stack([self._new[i] for i in range(len(self._new))])
+
+
+def after_reads(kv_LBNGc: jax.Array) -> jax.Array:
+    """`ready_B` of `commit`, of a pass whose last layer reads nothing: its entries depend on all reads before."""
+    return jnp.argmax(kv_LBNGc[-1, :, 0, 0], axis=-1) >= 0
 
 
 def commit(

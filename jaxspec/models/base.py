@@ -11,8 +11,8 @@ import abc
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -57,13 +57,35 @@ class Attend(Protocol):
     ) -> jax.Array:
         """out_BNHC, as wide as values. The callee owns the cache and the mask; keys arrive with positions applied.
 
-        It may answer the last queries alone, or none, where nobody asks for more than the others' keys and values: the
-        layer goes on with the rows that are answered.
-
         Raises:
           ValueError: an option that the callee does not implement.
         """
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Answering:
+    """An `Attend` that answers some of a model's last queries alone: of other tokens entries in the cache are enough.
+
+    The last layer goes on with their rows, and so does what comes behind it.
+
+    Attributes:
+      attend: what it is; its result in `layer`, the last one, has the rows that `pick` takes of a layer's input.
+    """
+
+    attend: Attend
+    layer: int
+    pick: Callable[[jax.Array], jax.Array]
+
+    def __call__(
+        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions = FULL_ATTENTION, /
+    ) -> jax.Array:
+        return self.attend(layer, q, k, v, options)
+
+
+def answered(attend: Attend, layer: int, x_BNE: jax.Array) -> jax.Array:
+    """The rows of a layer's input whose queries `attend` answers there: all, or those of `Answering`."""
+    return attend.pick(x_BNE) if isinstance(attend, Answering) and layer == attend.layer else x_BNE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,7 +309,10 @@ class TargetModel(nnx.Module):
     Attributes:
       embedding: the table of token embeddings [V, E], in the model's dtype; draft heads share it.
       lm_head: the output layer, which draft heads share; None where it is tied to `embedding`.
+      narrows: whether layers go on with the rows that attention answers (`answered`), where these are not all.
     """
+
+    narrows: ClassVar[bool] = False
 
     config: ModelConfig
     embedding: nnx.Variable
@@ -297,7 +322,7 @@ class TargetModel(nnx.Module):
     def __call__(
         self, tokens_BN: jax.Array, positions_BN: jax.Array, attend: Attend, aux_layers: Sequence[int] = ()
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns (hidden_BNE after the final norm, aux_BNA or None).
+        """Returns (hidden_BNE after the final norm, aux_BNA or None); hidden_BNE of the rows that are `answered`.
 
         aux_BNA concatenates the residual streams that enter `aux_layers`; the index
         `num_layers` names the stream before the final norm, `num_layers + 1` the one after it.

@@ -23,9 +23,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxspec.models import few_rows_fit
-from jaxspec.models.base import Attend, report_experts
+from jaxspec.models.base import Attend, answered, report_experts
 from jaxspec.models.experts import MixtureOfExperts
-from jaxspec.models.layers import MLP, Attention, Linear, RMSNorm, Shared, Transformer, answered
+from jaxspec.models.layers import MLP, Attention, Linear, RMSNorm, Shared, Transformer
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.rope import Tables, apply_rope
 from jaxspec.models.sharded import BY_XLA, SPLIT, SUMS, TENSOR_AXIS, laid_anew, parts_of, share_bytes, summed
@@ -89,12 +89,11 @@ class FewRows:
             attn, mlp, gain = layer.attn, layer.mlp, _gain(layer.mlp_norm)
             q, k, v = self._heads(ways, attn, stream, rope, tables_2CR, (b, n), eps)
             out_BNHC = attend(i, q, k, v, attn.options)
-            if out_BNHC.shape[1] < n:  # the last block's, of some queries alone
-                if not out_BNHC.size:
-                    return [*streams, *[streams[-1][:, :0]] * 2]
-                h_ME = _padded(answered(streams[-1], out_BNHC).reshape(-1, e))
-                n = out_BNHC.shape[1]
-                m = b * n
+            if (h_BNE := answered(attend, i, streams[-1])) is not streams[-1]:
+                if not h_BNE.size:
+                    return [*streams, h_BNE, h_BNE]
+                b, n, _ = h_BNE.shape
+                m, h_ME = b * n, _padded(h_BNE.reshape(b * n, e))
             stream = ways.add(_padded(out_BNHC.reshape(m, -1)), attn.out.kernel[...], h_ME, gain)
             if isinstance(mlp, MLP):
                 hidden = ways.swiglu(stream, mlp.gate_up.kernel[...], eps)

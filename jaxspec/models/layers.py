@@ -26,6 +26,7 @@ from jaxspec.models.base import (
     OutputLayer,
     Split,
     TargetModel,
+    answered,
 )
 from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised
@@ -304,11 +305,6 @@ class BuildPart(Protocol):
     def __call__(self, cfg: Any, index: int, /, *, dtype: jnp.dtype, rngs: nnx.Rngs | None) -> Any: ...
 
 
-def answered(x_BNE: jax.Array, out: jax.Array) -> jax.Array:
-    """The rows of a layer's input that attention answered (see `Attend`); out: [B, N', ...]."""
-    return x_BNE[:, x_BNE.shape[1] - out.shape[1] :]
-
-
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each with a norm before it, on what comes out, or both (ModelConfig.pre_norms, post_norms).
 
@@ -334,7 +330,7 @@ class DecoderLayer(nnx.Module):
     def __call__(self, x_BNE: jax.Array, rope: Tables | None, attend: Attend, layer: int) -> jax.Array:
         normed_BNE = x_BNE if self.attn_norm is None else self.attn_norm(x_BNE)
         out_BNE = self.attn(normed_BNE, rope, attend, layer)
-        x_BNE = answered(x_BNE, out_BNE)
+        x_BNE = answered(attend, layer, x_BNE)
         if not x_BNE.size:
             return x_BNE
         x_BNE = self._added(x_BNE, out_BNE, self.attn_out_norm)
@@ -392,6 +388,8 @@ class Transformer(TargetModel):
     Attributes:
       few_rows: how layers run where rows are few; None: as they always do.
     """
+
+    narrows = True
 
     def __init__(
         self, cfg: ModelConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs | None = None,

@@ -16,17 +16,28 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.cache import TreeKV
-from jaxspec.models.base import FULL_ATTENTION, Attend, AttentionOptions, TargetModel, counting_experts, touched
+from jaxspec.models.base import (
+    FULL_ATTENTION,
+    Answering,
+    Attend,
+    AttentionOptions,
+    TargetModel,
+    counting_experts,
+    touched,
+)
 from jaxspec.models.sharded import everywhere
 from jaxspec.speculation.layouts import Batch, Chunks
-from jaxspec.speculation.prefill import begin, chunk_kv, chunks_of, first_tokens, keep_chunks
+from jaxspec.speculation.prefill import begin, chunk_kv, chunks_of, first_tokens, keep_chunks, last_layer
 from jaxspec.speculation.round import Forward, Phases, RoundSpec, grow_tables
 from jaxspec.speculation.state import DecodeState, Rows
 from jaxspec.tier import Tier
 
 
 def _apart(chunks: Attend, trees: Attend, size: int, nodes: tuple[int, int]) -> Attend:
-    """Attention for layers that see [1, T]: the first `size` tokens attend by `chunks`, the others as [B, N]."""
+    """Attention for layers that see [1, T]: the first `size` tokens attend by `chunks`, the others as [B, N].
+
+    Where `chunks` answers some tokens alone, these stand before the others behind the last layer.
+    """
 
     def attend(
         layer: int, q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions = FULL_ATTENTION
@@ -36,7 +47,10 @@ def _apart(chunks: Attend, trees: Attend, size: int, nodes: tuple[int, int]) -> 
         rest = trees(layer, q, k, v, options)
         return jnp.concatenate([first, rest.reshape(1, -1, *rest.shape[2:])], axis=1)
 
-    return attend
+    if not isinstance(chunks, Answering):
+        return attend
+    pick = chunks.pick
+    return Answering(attend, chunks.layer, lambda x: jnp.concatenate([pick(x[:, :size]), x[:, size:]], axis=1))
 
 
 def mixed_fn(spec: RoundSpec, tier: Tier, sampled: bool, size: int, width: int) -> Callable[..., Any]:
@@ -69,12 +83,15 @@ def mixed_fn(spec: RoundSpec, tier: Tier, sampled: bool, size: int, width: int) 
         flat = lambda x_BN: x_BN.reshape(1, b * n)
         tokens_1T = jnp.concatenate([prompts, flat(tree.tokens_BN)], axis=1)
         index_1T = jnp.concatenate([text.index_T[None], flat(rows.length_B[:, None] + tree.depths_BN)], axis=1)
-        attend = _apart(text.attend(prompt_kv.attend), kv.attend, size, (b, n))
+        ends = last_layer(spec, model)
+        attend = _apart(text.attend(prompt_kv.attend, ends), kv.attend, size, (b, n))
         with counting_experts() as mixtures:
             # Else the features that a head keeps would be split as they are, and gathered at the end: 27 MB a round.
             hidden, aux = everywhere(model(tokens_1T, index_1T, attend, spec.aux_layers))
         # Together: the output layer is read once.
-        logits = model.logits(jnp.concatenate([hidden[:, size:], text.last(hidden)[None]], axis=1))[0]
+        count = hidden.shape[1] - b * n
+        last_BE = text.last(hidden) if ends is None else hidden[0, :count]
+        logits = model.logits(jnp.concatenate([hidden[:, count:], last_BE[None]], axis=1))[0]
         aux_BNA = None if aux is None else aux[0, size:].reshape(b, n, -1)
         forward = Forward(logits[: b * n].reshape(b, n, -1), kv.stacked(), aux_BNA, touched(mixtures))
 

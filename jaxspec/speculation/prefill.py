@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.cache import TreeKV, commit
+from jaxspec.cache import TreeKV, after_reads, commit
 from jaxspec.models.base import TargetModel
 from jaxspec.models.sharded import everywhere
 from jaxspec.speculation.ending import ends
@@ -33,10 +33,16 @@ def chunks_of(spec: RoundSpec, state: DecodeState, chunks: Chunks[jax.Array], si
     return Ragged.of(Rows.gather(state, chunks.slot_B, spec.geo), chunks.count_B, size, width)
 
 
-def chunk_kv(spec: RoundSpec, state: DecodeState, text: Ragged) -> TreeKV:
-    """What collects the chunks' keys and values, each chunk's tokens one after another."""
+def chunk_kv(spec: RoundSpec, state: DecodeState, text: Ragged, asked: int | None = None) -> TreeKV:
+    """What collects the chunks' keys and values, each chunk's tokens one after another; asked: see there."""
     rows, geo = text.rows, spec.geo
-    return TreeKV(state.pages, rows.table_BM, rows.length_B, None, geo.num_pages, kernels=geo.kernels)
+    return TreeKV(state.pages, rows.table_BM, rows.length_B, None, geo.num_pages, kernels=geo.kernels, asked=asked)
+
+
+def last_layer(spec: RoundSpec, model: TargetModel) -> int | None:
+    """The layer behind which nobody asks for other tokens of chunks than the last; None: somebody does."""
+    layers = spec.config.num_layers
+    return layers - 1 if model.narrows and all(i < layers for i in spec.aux_layers) else None
 
 
 class First(NamedTuple):
@@ -128,15 +134,18 @@ def prefill_fn(spec: RoundSpec) -> Callable[..., Any]:
         model: TargetModel = nnx.merge(spec.graph, target)
         chunks = Chunks(chunks_BX)
         text = chunks_of(spec, state, chunks, size, width)
-        tokens, kv = text.tokens(state.tokens_SL), chunk_kv(spec, state, text)
-        hidden, aux = everywhere(model(tokens, text.index_T[None], text.attend(kv.attend), spec.aux_layers))
-        final_B1E = text.last(hidden)[:, None]
-        first = first_tokens(spec, state, text, model.logits(final_B1E), allowed_BW) if samples else None
-        # Of both only the dependency matters; see `commit`.
-        ready_B = jnp.argmax(final_B1E[:, 0], axis=-1) >= 0 if first is None else first.token_B1[:, 0] >= 0
-        state = keep_chunks(spec, draft_params, state, text, tokens, kv, aux, ready_B)
-        if first is None:
-            return state
+        ends = last_layer(spec, model)
+        tokens = text.tokens(state.tokens_SL)
+        kv = chunk_kv(spec, state, text, asked=None if samples or ends is None else 0)
+        attend = text.attend(kv.attend, ends if samples else None)
+        hidden, aux = everywhere(model(tokens, text.index_T[None], attend, spec.aux_layers))
+        if not samples:
+            ready_B = after_reads(kv.stacked()) if ends is not None else jnp.argmax(text.last(hidden), axis=-1) >= 0
+            return keep_chunks(spec, draft_params, state, text, tokens, kv, aux, ready_B)
+        final_B1E = (text.last(hidden) if ends is None else hidden[0])[:, None]
+        first = first_tokens(spec, state, text, model.logits(final_B1E), allowed_BW)
+        # Of it only the dependency matters; see `commit`.
+        state = keep_chunks(spec, draft_params, state, text, tokens, kv, aux, first.token_B1[:, 0] >= 0)
         state, packed = begin(spec, state, text, chunks.last_B, first)
         return state, packed, (first.logits_B1V, jnp.zeros_like(first.token_B1))
 

@@ -11,7 +11,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxspec.models.base import FULL_ATTENTION, Attend, AttentionOptions
+from jaxspec.models.base import FULL_ATTENTION, Answering, Attend, AttentionOptions
 from jaxspec.speculation.state import Rows
 
 
@@ -82,15 +82,24 @@ class Ragged:
         """Of each row's last token, [B, ...]."""
         return jnp.take(x_1T[0], self.start_B + self.count_B - 1, axis=0, mode="clip")
 
-    def attend(self, attend: Attend) -> Attend:
-        """`attend`, which reads rectangles and answers all queries or none, for layers that see [1, T]."""
-        if self._alone:
+    def attend(self, attend: Attend, ends: int | None = None) -> Attend:
+        """`attend`, which reads rectangles and answers all queries or none, for layers that see [1, T].
+
+        Args:
+          ends: the last layer, if it shall answer each row's last token alone, [1, B].
+        """
+        if self._alone and ends is None:
             return attend
 
         def spread(
             layer: int, q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions = FULL_ATTENTION
         ) -> jax.Array:
             out = attend(layer, self.rectangle(q), self.rectangle(k), self.rectangle(v), options)
+            if layer == ends:
+                at_B1 = jnp.maximum(self.count_B - 1, 0)[:, None, None, None]
+                return jnp.take_along_axis(out, at_B1, axis=1)[:, 0][None]
             return self.flat(out) if out.size else out.reshape(1, 0, *out.shape[2:])
 
-        return spread
+        if ends is not None:
+            return Answering(spread, ends, lambda x_1T: self.last(x_1T)[None])
+        return Answering(spread, attend.layer, attend.pick) if isinstance(attend, Answering) else spread

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxspec.drafters.rounding import round_drafter
 from jaxspec.models import few_rows, few_rows_fit
-from jaxspec.models.base import Experts, Latent, ModelConfig
+from jaxspec.models.base import Answering, Experts, Latent, ModelConfig
 from jaxspec.models.layers import Linear, Shared, causal_attention
 from jaxspec.speculation.drafters.eagle1_head import Eagle1Config, Eagle1Head
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
@@ -117,7 +117,8 @@ def test_rows_that_attention_does_not_answer_have_entries_alone(build: Callable[
             return mixed[:, n - asked :] if layer == last else mixed
 
         positions = jnp.broadcast_to(jnp.arange(n) + 3, (b, n))
-        return nnx.merge(graph, state)(tokens, feature, positions, some), entries
+        some_queries = Answering(some, last, lambda x: x[:, n - asked :])
+        return nnx.merge(graph, state)(tokens, feature, positions, some_queries), entries
 
     products = lambda asked: str(jax.make_jaxpr(lambda state: run(state, asked)[0])(state)).count("dot_general")
     made = {asked: jax.jit(run, static_argnums=1)(state, asked) for asked in (n, 1, 0)}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxspec.models.layers import Shared
+from jaxspec.models.layers import Shared, Transformer
 from jaxspec.models.tiny import tiny_config, tiny_target
 from jaxspec.speculation import round as rounds
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
@@ -18,7 +21,7 @@ from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.drafters.parallel import ParallelDrafter
 from jaxspec.speculation.layouts import Batch
 from jaxspec.speculation.mixed import mixed_fn
-from jaxspec.speculation.prefill import prefill_fn
+from jaxspec.speculation.prefill import last_layer, prefill_fn
 from jaxspec.speculation.several import several_fn
 from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import PLAIN, Tier
@@ -106,3 +109,32 @@ def test_a_round_that_takes_prompts_along_copies_no_pool(setting):
     compiled = fn.lower(target, draft, state, batch, chunks).compile()
     temp, pool = temp_and_smallest_pool(compiled, state)
     assert temp < pool / 4, f"{temp} bytes of temporaries against a pool of {pool}"
+
+
+def test_behind_their_last_attention_prompts_are_their_last_tokens(setting, monkeypatch):
+    """Of 32 tokens of two rows the last layer's MLP sees two, or none where no chunk ends; a round's rows stay."""
+    spec, target, draft, state = setting
+    cfg, int32 = spec.config, lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    mlp = 2 * 3 * cfg.hidden_size * cfg.intermediate_size  # operations of a token
+
+    def operations(fn, *args, **static):
+        lowered = jax.jit(fn, static_argnames=tuple(static)).lower(target, draft, state, *args, **static)
+        return lowered.cost_analysis()["flops"]
+
+    def all_of(spec):
+        one = prefill_fn(spec)
+        chunks = [operations(one, int32(2, 3), size=32, width=16, samples=samples) for samples in (True, False)]
+        mixed = mixed_fn(spec, PLAIN, False, size=32, width=16)
+        return [*chunks, operations(mixed, int32(2, Batch.width(GEO)), int32(2, 3))]
+
+    narrow = all_of(spec)
+    monkeypatch.setattr(Transformer, "narrows", False)
+    for saved, rows in zip((b - a for a, b in zip(narrow, all_of(spec), strict=True)), (30, 32, 30), strict=True):
+        assert rows * mlp <= saved < (rows + 2) * mlp * 2
+
+
+@pytest.mark.parametrize(("layers", "wanted"), [((0, 1), 1), ((0, 2), None), ((3,), None)])
+def test_drafters_that_read_what_leaves_the_last_layer_have_all_of_it(setting, layers, wanted):
+    spec, target, *_ = setting
+    own = dataclasses.replace(spec, drafter=SimpleNamespace(aux_layers=layers))
+    assert last_layer(own, nnx.merge(spec.graph, target)) == wanted

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.models.base import Attend, TargetModel
-from jaxspec.models.layers import Transformer
 
 
 class FeatureHead(Protocol):
@@ -111,7 +110,7 @@ class DraftModelCore(Trained):
         self.num_layers, self.num_kv_heads, self.kv_width = cfg.num_layers, cfg.num_kv_heads, cfg.kv_width
         self.vocab_size = self.draft_vocab_size = cfg.vocab_size
         self.dtype: jnp.dtype = model.embedding[...].dtype
-        self.narrows = isinstance(model, Transformer)
+        self.narrows = model.narrows
 
     def bind(self, params: Any) -> TargetModel:
         return nnx.merge(self.graph, params)

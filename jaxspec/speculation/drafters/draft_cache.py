@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache import TreeKV, commit, init_pages
+from jaxspec.cache import TreeKV, after_reads, commit, init_pages
 from jaxspec.models.base import Attend
 from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.state import Geometry, Rows
@@ -44,7 +44,7 @@ class DraftCore(Protocol):
     vocab_size: int
     draft_vocab_size: int
     dtype: jnp.dtype
-    #: Whether its layers go on with the rows that attention answers (see `Attend`); others compute all.
+    #: Whether its layers go on with the rows that are `answered`; others compute all.
     narrows: bool
 
     def bind(self, params: Any) -> Any:
@@ -192,7 +192,7 @@ class CachedText:
             feature = self.core.fuse(net, before_1TA)
         inputs = Inputs(tokens_1T, feature, text.index_BN)
         done = self.consume(net, draft, rows, inputs, text.real_BN, asked=0, text=text)
-        draft = self.write(draft, rows, done, ready_B=_read(done.kv_LBNGc, 0))
+        draft = self.write(draft, rows, done, ready_B=after_reads(done.kv_LBNGc))
         if not self.core.offset:
             return draft
         assert aux_1TA is not None
@@ -204,7 +204,7 @@ class CachedText:
         # The root is left to the next draft, which needs its hidden state.
         inputs = self.committed(net, draft, rows, tokens_SL, -CATCH_UP, 0)
         done = self.consume(net, draft, rows, inputs, inputs.index_BN >= 0, asked=0)
-        return self.write(draft, rows, done, ready_B=_read(done.kv_LBNGc, -1))
+        return self.write(draft, rows, done, ready_B=after_reads(done.kv_LBNGc))
 
     def committed(self, net: Any, draft: DraftCache, rows: Rows, tokens_SL: jax.Array, start: int, stop: int) -> Inputs:
         """Committed tokens at indices root + start to root + stop (excluded), with their features from the ring."""
@@ -273,17 +273,6 @@ class CachedText:
             whole=geo.whole_drafter,
         )  # fmt: skip
         return dataclasses.replace(done.cache, pages=pages)
-
-
-def _read(kv_LBNGc: jax.Array, token: int) -> jax.Array:
-    """True of rows [B], after all reads of the pool, whose results the last layer's entries depend on; see `commit`.
-
-    A NaN belongs to the request, whose drafts are lost anyway.
-
-    Args:
-      token: one that every row has.
-    """
-    return jnp.isfinite(kv_LBNGc[-1, :, token, 0, 0])
 
 
 class CachedDrafter:

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models.base import Attend, ModelConfig, RopeScaling
-from jaxspec.models.layers import MLP, Attention, DecoderLayer, LayerRunner, Linear, RMSNorm, answered, product
+from jaxspec.models.base import Attend, ModelConfig, RopeScaling, answered
+from jaxspec.models.layers import MLP, Attention, DecoderLayer, LayerRunner, Linear, RMSNorm, product
 from jaxspec.models.rope import rotary_tables
 from jaxspec.models.sharded import take_rows
 
@@ -202,7 +202,7 @@ class Eagle3Head(nnx.Module):
 
         Returns:
           hidden_BNE, which `logits` reads and the next drafting step takes as its feature
-          (un-normed, or normed with `norm_output`); of the rows that `attend` answers.
+          (un-normed, or normed with `norm_output`); of the rows that are `answered`.
         """
         cfg = self.config
         rope = rotary_tables(cfg.layer, positions_BN)
@@ -213,7 +213,7 @@ class Eagle3Head(nnx.Module):
             *_, hidden_BNE, out_BNE = self.few_rows.blocks(self.blocks, self.norm, residual_BNE, [rope], attend, both)
             return out_BNE if cfg.norm_output else hidden_BNE
         out_BNE = self.attn(both, rope, attend, 0)
-        hidden_BNE = answered(residual_BNE, out_BNE)
+        hidden_BNE = answered(attend, 0, residual_BNE)
         if not hidden_BNE.size:
             return hidden_BNE
         hidden_BNE = hidden_BNE + out_BNE
