@@ -1,9 +1,11 @@
 """python -m jaxspec.bench.studies.prompts: how long prompts take to their first token, alone and many at once.
 
-Random weights in the shapes of a model (or the demo), an engine without speculation, greedy. For N short prompts that
-come at once: the mean and the last time to first token (TTFT), submission included, and the host's own time a request.
-For long prompts alone: their TTFT, and the share of the arithmetic floor, which is the time that the products of the
-prompt's tokens (of the layers, causal attention and the one row of the output layer) take at the rate given.
+Random weights in the shapes of a model (or the demo), an engine without speculation or, with `--drafter`, with a chain
+of 3 of a drafter of random weights, which reads prompts, too; greedy. For N short prompts that come at once: the mean
+and the last time to first token (TTFT), submission included, and the host's own time a request. For long prompts alone:
+their TTFT, and the share of the arithmetic floor, which is the time that the products of the prompt's tokens (of the
+target's layers, causal attention and the one row of the output layer; behind the last attention of the last token
+alone) take at the rate given.
 """
 
 from __future__ import annotations
@@ -22,25 +24,31 @@ import numpy as np
 from flax import nnx
 
 from jaxspec.assemble import assemble
-from jaxspec.bench.studies import report
-from jaxspec.bench.studies.rounds import SHAPES, first_layers
+from jaxspec.bench.studies import drafters, report
+from jaxspec.bench.studies.rounds import HEADS, SHAPES, SMALL, first_layers
 from jaxspec.bench.studies.weights import FORMATS, MXFP4, quantise, random_weights
 from jaxspec.checkpointing import hf
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.events import Delta
+from jaxspec.loading import Drafting
 from jaxspec.models import registry
 from jaxspec.models.base import ModelConfig, TargetModel
 from jaxspec.request import SamplingParams
 from jaxspec.resolve import resolve_model
 
 _PAGE = 64
+#: Tokens of a chain with --drafter.
+_DEPTH = 3
 #: Dense bfloat16 products a second, by the makers' data sheets.
 RATES = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "TPU v5 lite": 197e12, "TPU v6 lite": 918e12}
 
 
 def flops(cfg: ModelConfig, tokens: int) -> float:
-    """Multiplications and additions of a prompt: layers, causal attention, and the output layer once."""
+    """Multiplications and additions of a prompt: layers, causal attention, and the output layer once.
+
+    Behind the last layer's attention stands the last token alone.
+    """
     heads, kv_heads, width = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
     attention = cfg.hidden_size * width * (2 * heads + 2 * kv_heads)
     inner, own = cfg.num_layers * cfg.intermediate_size, cfg.experts
@@ -48,7 +56,11 @@ def flops(cfg: ModelConfig, tokens: int) -> float:
         inner += len(own.layers) * (own.per_token * own.inner + own.shared_inner - cfg.intermediate_size)
     weights = cfg.num_layers * attention + 3 * cfg.hidden_size * inner
     scores = 2.0 * cfg.num_layers * heads * width * tokens * (tokens + 1)
-    return 2.0 * weights * tokens + scores + 2.0 * cfg.hidden_size * cfg.vocab_size
+    last = cfg.intermediate_size
+    if own is not None and cfg.num_layers - 1 in own.layers:
+        last = own.per_token * own.inner + own.shared_inner
+    left_out = cfg.hidden_size * (heads * width + 3 * last) * (tokens - 1)
+    return 2.0 * (weights * tokens - left_out) + scores + 2.0 * cfg.hidden_size * cfg.vocab_size
 
 
 def target_of(
@@ -72,7 +84,17 @@ def build(target: TargetModel, lengths: Sequence[int], requests: int, tokens: in
         prefill_chunk=args.chunk, max_num_batched_tokens=args.max_num_batched_tokens, dtype=args.dtype,
         enable_prefix_caching=False, warmup="eager",
     )  # fmt: skip
-    return assemble(target, None, SpeculationConfig(policy="off"), config, drafter=None, progress=sys.stderr.isatty())
+    drafting, speculation = None, SpeculationConfig(policy="off")
+    if args.drafter is not None:
+        name, small = args.drafter, SMALL.get(args.shape, args.shape)
+        filled = lambda made: random_weights(nnx.eval_shape(made), 1)
+        sizes = drafters.Sizes(
+            target, SHAPES[args.shape][1], _DEPTH, None, SHAPES[small][0], filled,
+            HEADS.get(args.shape, {}),
+        )  # fmt: skip
+        drafting = Drafting(lambda geo: drafters.bound(name, sizes, geo), name=name)
+        speculation = SpeculationConfig(policy="static", depth=_DEPTH)
+    return assemble(target, None, speculation, config, drafter=drafting, progress=sys.stderr.isatty())
 
 
 def first_tokens(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[float], float]:
@@ -127,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--max-num-batched-tokens", type=int, help="default: the engine's")
     add("--dtype", choices=("bfloat16", "float32"), help="default: the engine's")
     add("--weights", choices=[*sorted(FORMATS), MXFP4], help="of the layers, quantised (default: as --dtype)")
+    add("--drafter", choices=drafters.NAMES, help="reads the prompts, too, and drafts (default: none)")
     add("--rate", type=float, help="TFLOP/s, for the floor; default: the device's where it is known")
     add("--repeats", type=int, default=5, help="medians are taken over these")
     args = report.parse(parser, argv)
