@@ -41,8 +41,11 @@ _FAMILIES = {
     "qwen3_5_text": "qwen3",
     "qwen3_5": "qwen3",
     "deepseek_v3": "deepseek_v3",
+    "glm4_moe": "glm4_moe",
 }
-#: Parts of published modules that have no counterpart here, but in a layer of DeepSeek's.
+#: Of them those whose modules have all that a layer of theirs has.
+_WHOLE = "deepseek_v3", "glm4_moe"
+#: Parts of published modules that have no counterpart here, but in those of `_WHOLE`.
 _REFUSED = {
     r"self_attn\.(q_a_|q_b_|kv_a_|kv_b_)": "latent attention (MLA)",
     r"mlp\.(gate|experts|shared_experts?|shared_expert_gate)\.": "a mixture of experts",
@@ -113,8 +116,7 @@ def head_weights(head: MtpHead, called: Names, gain_offset: float = 0.0) -> Iter
         yield from weight_map.linear_weights(head.fc, [called.fc])
         yield from weight_map.norm_weights(head.embedding_norm, called.embedding_norm)
         yield from weight_map.norm_weights(head.hidden_norm, called.hidden_norm)
-        own = weight_map.LLAMA if head.config.layer.latent is None else deepseek.NAMES
-        yield from weight_map.layer_weights(head.layer, called.layer, own)
+        yield from weight_map.layer_weights(head.layer, called.layer, deepseek.NAMES)  # Llama's, and of experts
         yield from weight_map.norm_weights(head.norm, called.norm)
 
     for weight in weights():
@@ -223,8 +225,8 @@ def load_head(
 
     Raises:
       ValueError: no module, more than one, one that is not implemented (gated attention; latent attention or experts
-        but DeepSeek-V3's: the message names the tensor), or one that does not fit; names the file or field, and both
-        values.
+        but those of DeepSeek-V3 and GLM-4.5: the message names the tensor), or one that does not fit; names the file or
+        field, and both values.
     """
     directory = Path(directory)
     raw = read_json(directory / "config.json")
@@ -311,8 +313,8 @@ def _refuse_others(reader: TensorReader, raw: Mapping[str, Any], called: Names) 
     if later:
         raise ValueError(f"{reader.directory} carries more than one MTP layer, but only one is supported: {later[0]!r}")
     own = [n for n in sorted(reader.names) if n.startswith(called.prefix)]
-    latent = raw.get(heads.LAYER, raw).get("model_type") == "deepseek_v3"
-    for pattern, what in () if latent else _REFUSED.items():
+    whole = raw.get(heads.LAYER, raw).get("model_type") in _WHOLE
+    for pattern, what in () if whole else _REFUSED.items():
         found = next((n for n in own if re.search(pattern, n)), None)
         if found is not None:
             raise ValueError(f"the MTP module in {reader.directory} has {what}, which is not supported: {found!r}")

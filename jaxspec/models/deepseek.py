@@ -26,10 +26,7 @@ _V3: dict[str, Any] = dict(
     _V2, first_k_dense_replace=3, n_routed_experts=256, n_shared_experts=1, moe_intermediate_size=2048,
     routed_scaling_factor=2.5, n_group=8, topk_group=4, num_experts_per_tok=8, norm_topk_prob=True,
 )  # fmt: skip
-_COUNTS = (
-    "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "moe_intermediate_size",
-    "num_experts_per_tok",
-)  # fmt: skip
+_COUNTS = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
 
 
 def _read(
@@ -39,8 +36,7 @@ def _read(
     refuse(hf, attention_bias=False, moe_layer_freq=1)
     for name in _COUNTS:
         check_positive(hf, name, required=True)
-    for name in ("q_lora_rank", "n_group", "topk_group"):
-        check_positive(hf, name)
+    check_positive(hf, "q_lora_rank")
     heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
     if kv_heads not in (None, heads):
         raise ValueError(
@@ -55,13 +51,25 @@ def _read(
         scale *= grown(scaling.factor, scaling.mscale_all_dim) ** 2
     return ModelConfig(
         family=family, latent=shape, attention_scale=scale, rope_interleaved=neighbours,
-        experts=_experts(hf, fields["num_layers"], **mixture),
+        experts=read_experts(hf, fields["num_layers"], **mixture),
         **{**fields, "num_kv_heads": 1, "head_dim": shape.rank + shape.rotary},
     )  # fmt: skip
 
 
-def _experts(hf: dict[str, Any], layers: int, **mixture: Any) -> Experts | None:
-    """None where all layers are dense."""
+def read_experts(hf: dict[str, Any], layers: int, **mixture: Any) -> Experts | None:
+    """The experts of DeepSeek and its relatives, in all layers after the first dense ones; None where all are dense.
+
+    Args:
+      hf: config.json with the family's defaults in it. layers: how many the model has.
+      mixture: what the family knows besides: fields of Experts, and `grouped`: whether groups count.
+
+    Raises:
+      ValueError: numbers that are missing, impossible or do not suit each other; names them.
+    """
+    for name in ("n_routed_experts", "moe_intermediate_size", "num_experts_per_tok"):
+        check_positive(hf, name, required=True)
+    for name in ("n_group", "topk_group"):
+        check_positive(hf, name)
     first, shared, scale = (hf[k] for k in ("first_k_dense_replace", "n_shared_experts", "routed_scaling_factor"))
     for name, value in (("first_k_dense_replace", first), ("n_shared_experts", shared or 0)):
         if type(value) is not int or value < 0:
@@ -101,24 +109,12 @@ def read_v3(hf: dict[str, Any]) -> ModelConfig:
     return _read("deepseek_v3", hf, _V3, mixture, neighbours, bos=0, eos=1, max_positions=4096)
 
 
-def _write(cfg: ModelConfig) -> dict[str, Any]:
-    own, mixture = cfg.latent, cfg.experts
-    assert own is not None
-    fields: dict[str, Any] = {
-        "model_type": cfg.family,
-        **common_config(cfg),
-        "num_key_value_heads": cfg.num_heads,
-        "head_dim": own.rotary,
-        "kv_lora_rank": own.rank,
-        "q_lora_rank": own.query_rank,
-        "qk_nope_head_dim": own.key,
-        "qk_rope_head_dim": own.rotary,
-        "v_head_dim": own.value,
-        "first_k_dense_replace": cfg.num_layers,
-    }
+def write_experts(cfg: ModelConfig) -> dict[str, Any]:
+    """The inverse of read_experts."""
+    mixture = cfg.experts
     if mixture is None:
-        return fields
-    return fields | {
+        return {"first_k_dense_replace": cfg.num_layers}
+    return {
         "first_k_dense_replace": min(mixture.layers),
         "n_routed_experts": mixture.count,
         "num_experts_per_tok": mixture.per_token,
@@ -128,6 +124,23 @@ def _write(cfg: ModelConfig) -> dict[str, Any]:
         "n_group": mixture.groups,
         "topk_group": mixture.groups_used,
         "norm_topk_prob": mixture.normalised,
+    }
+
+
+def _write(cfg: ModelConfig) -> dict[str, Any]:
+    own = cfg.latent
+    assert own is not None
+    return {
+        "model_type": cfg.family,
+        **common_config(cfg),
+        "num_key_value_heads": cfg.num_heads,
+        "head_dim": own.rotary,
+        "kv_lora_rank": own.rank,
+        "q_lora_rank": own.query_rank,
+        "qk_nope_head_dim": own.key,
+        "qk_rope_head_dim": own.rotary,
+        "v_head_dim": own.value,
+        **write_experts(cfg),
     }
 
 

@@ -92,6 +92,12 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
                 shared_inner=16, shared_gate=False,
             ),
         ),
+        "glm4_moe": dict(
+            attention_bias=True, qk_norm=True, partial_rotary_factor=0.5, experts=Experts(
+                8, 3, 16, (1,), scores="sigmoid", corrected=True, groups=2, groups_used=1, group_best=2, scale=2.5,
+                shared_inner=16, shared_gate=False,
+            ),
+        ),
         "gemma3": dict(_GEMMA, **_WINDOW, qk_norm=True, rope_theta=1e6, local_rope_theta=1e4),
     }.items()
 }  # fmt: skip

@@ -17,7 +17,7 @@ from head_cases import eagle1_head, medusa_heads, mtp_head, reconfigure, rename,
 from jaxspec.checkpointing import hf, mtp
 from jaxspec.drafters import directories
 from jaxspec.models.layers import Shared, Transformer, causal_attention
-from jaxspec.models.tiny import tiny_target
+from jaxspec.models.tiny import FAMILY_FIELDS, tiny_target
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +222,17 @@ def test_mtp_modules_of_other_families(tmp_path: Path, family: dict[str, Any]) -
     for layout in mtp.LAYOUTS:
         save(mtp_head(of), tmp_path / layout, of, layout=layout)
         cases.assert_same(directories.load_drafter("mtp", tmp_path / layout, of), mtp_head(of))
+
+
+def test_mtp_modules_with_experts(tmp_path: Path) -> None:
+    of = tiny_target(3, **FAMILY_FIELDS["glm4_moe"])
+    head = mtp_head(of, experts=mtp.as_module(of.config).experts)
+    save(head, tmp_path, of, layout="deepseek")
+    cases.assert_same(directories.load_drafter("mtp", tmp_path, of), head)
+    cases.assert_same(hf.load_model(tmp_path), of)
+    parts = {n.removeprefix("model.layers.2.") for n in cases.read(tmp_path) if n.startswith("model.layers.2.")}
+    assert parts > {"mlp.experts.7.up_proj.weight", "mlp.shared_experts.down_proj.weight", "self_attn.q_norm.weight"}
+    assert parts > {"mlp.gate.e_score_correction_bias", "self_attn.v_proj.bias", "eh_proj.weight"}
 
 
 def test_mtp_published_names(tmp_path: Path, target: Transformer) -> None:

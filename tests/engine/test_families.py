@@ -25,7 +25,7 @@ from jaxspec.tier import Tier
 
 NEW, WIDTH = 24, 64
 #: Families whose drafter is another kind than EAGLE-3; what of a family's fields is a row of docs/support.md.
-DRAFTERS = {"deepseek_v3": "mtp"}
+DRAFTERS = {"deepseek_v3": "mtp", "glm4_moe": "mtp"}
 #: Whose prompts are computed together, too: windows, sinks and experts; latent attention. With --exhaustive all.
 TOGETHER = "gpt_oss", "deepseek_v3"
 _ROWS = {"window": "sliding_window", "experts": "experts", "latent": "latent"}
@@ -37,7 +37,7 @@ _LESS = pytest.mark.exhaustive(
 )
 _LIKE_OTHERS = (
     "mistral", "ministral", "smollm3", "olmo2", "granite", "gemma3", "glm", "glm4", "mixtral", "qwen2_moe", "qwen3_moe",
-    "deepseek_v2",
+    "deepseek_v2", "glm4_moe",
 )  # fmt: skip
 
 
@@ -55,7 +55,8 @@ def mtp_module(target: Any) -> MtpHead:
     """A random one with a layer like the target's last."""
     cfg = MtpConfig(mtp.as_module(heads.bare(target.config)), target.config.num_layers)
     head = MtpHead(cfg, Shared(target.embedding[...]), shared_lm_head(target), rngs=nnx.Rngs(5))
-    assert isinstance(head.layer.attn, LatentAttention) and isinstance(head.layer.mlp, MixtureOfExperts)
+    assert isinstance(head.layer.attn, LatentAttention) == (target.config.latent is not None)
+    assert isinstance(head.layer.mlp, MixtureOfExperts)
     return head
 
 

@@ -236,6 +236,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             rope_parameters=dict(rope_type="default", rope_theta=50000.0),
         ),
     ),
+    "glm4-moe": (
+        "Glm4Moe",
+        dict(
+            head_dim=12,
+            attention_bias=True,
+            use_qk_norm=True,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=16,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+        ),
+    ),
     "gemma2": (
         "Gemma2",
         dict(
