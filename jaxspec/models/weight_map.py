@@ -293,7 +293,7 @@ class ExpertNames:
     Attributes:
       module: of the whole, in the layer.
       gate, up, down: of each expert, under `experts.{number}`.
-      correction: of the bias that experts are chosen by, under the router's name.
+      correction: of the bias that experts are chosen by.
       fused: whether newer files have `experts.gate_up_proj` and `experts.down_proj` for all experts at once.
       in_turns: whether files have these alone, as [X, in, out] with gate and up in turns, and biases (gpt-oss).
     """
@@ -305,7 +305,7 @@ class ExpertNames:
     down: str = "down_proj"
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"
-    correction: str = "e_score_correction_bias"
+    correction: str = "gate.e_score_correction_bias"
     fused: bool = True
     in_turns: bool = False
 
@@ -376,7 +376,7 @@ def experts_weights(mixture: MixtureOfExperts, prefix: str, names: LayerNames) -
         yield dataclasses.replace(weight, linear=False)  # routers are not quantised
     if mixture.correction is not None:
         shape = tuple(mixture.correction.shape)
-        yield Weight(mixture.correction, (f"{module}.{own.router}.{own.correction}",), shape)
+        yield Weight(mixture.correction, (f"{module}.{own.correction}",), shape)
     if own.in_turns:
         for param, name in ((mixture.gate_up, "gate_up_proj"), (mixture.gate_up_bias, "gate_up_proj_bias")):
             assert param is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             routed_scaling_factor=2.5,
         ),
     ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        dict(intermediate_size=20, head_dim=12, rotary_dim=6, num_local_experts=8, num_experts_per_tok=3),
+    ),
     "gemma2": (
         "Gemma2",
         dict(
@@ -309,7 +314,8 @@ def weights(shapes: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
 
 
 #: What files call each expert's gate, up and down, and the module around the experts, by its name in transformers.
-EXPERTS = {"Mixtral": (("w1", "w3", "w2"), "block_sparse_moe"), "": (("gate_proj", "up_proj", "down_proj"), "mlp")}
+_SPARSE = ("w1", "w3", "w2"), "block_sparse_moe"
+EXPERTS = {"Mixtral": _SPARSE, "MiniMaxM2": _SPARSE, "": (("gate_proj", "up_proj", "down_proj"), "mlp")}
 
 
 def in_files(shapes: Mapping[str, Sequence[int]], kind: str = "") -> dict[str, tuple[int, ...]]:
@@ -322,7 +328,7 @@ def in_files(shapes: Mapping[str, Sequence[int]], kind: str = "") -> dict[str, t
     out: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if ".mlp.experts." not in name:
-            out[name.replace(".mlp.gate.", f".{module}.gate.")] = tuple(shape)
+            out[re.sub(r"\.mlp\.(gate\.|e_score_)", rf".{module}.\1", name)] = tuple(shape)
             continue
         prefix, fused = name.split("mlp.experts.")
         parts = (gate, up) if fused == "gate_up_proj" else (down,)
