@@ -104,7 +104,7 @@ def quantise_directory(
     if found := config_of(source, config):
         method = found.get("quant_method")
         raise ValueError(f"{source} is quantised already ({method}); start from the checkpoint that it was made of")
-    if "text_config" in config:
+    if registry.wraps_text(config):
         raise ValueError(
             f"{source} holds more than a model for text ({config.get('architectures')}), and those are not quantised "
             "here: it can be served as it is"

@@ -49,7 +49,7 @@ _PAD_TOKENS = ("<|pad|>", "<pad>", "[PAD]")
 _TEXT = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
 #: An output layer of its own, in any of the formats that are read.
 _OUTPUT = re.compile(r"lm_head\.(weight|weight_packed|qweight)$")
-_IMAGES = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
+_IMAGES = r"(model\.)?(vision_tower|multi_modal_projector|visual)\..*"
 _log = logging.getLogger(__name__)
 
 
@@ -66,7 +66,7 @@ def load_weights(
       ValueError: a tensor that is missing, twice there, or has another shape or type.
     """
     for w in weights:
-        w = w.as_stored(reader.names)
+        w = w.as_stored(reader.names, reader.shape)
         kernel = None if quantisation is None else quantised.read_kernel(quantisation, reader, w)
         if isinstance(kernel, Quantised) and blocked:
             kernel = kernel.blocked()
@@ -105,7 +105,7 @@ def _read_config(directory: Path) -> ModelConfig:
     config = read_json(directory / "config.json")
     quantised.read_config(quantised.config_of(directory, config))
     config.pop("quantization_config", None)
-    text = config.get("text_config")
+    text = config.get("text_config", config) if registry.wraps_text(config) else None
     if isinstance(text, dict) and config.get("tie_word_embeddings", text.get("tie_word_embeddings")) is None:
         with read_tensors(directory) as reader:  # by which transformers decides, too
             config["tie_word_embeddings"] = not any(map(_OUTPUT.search, reader.names))
@@ -149,7 +149,7 @@ def load_model(
         ignored = [IGNORED] if quantisation is None else [IGNORED, quantised.IGNORED]
         if quantisation is not None:
             quantised.tell_of_cache(Path(directory), settings, reader.names)
-        if "text_config" in config:
+        if registry.wraps_text(config):
             _only_text(reader)
             ignored.append(_IMAGES)
         if devices is not None:

@@ -108,7 +108,7 @@ def load(
         if number in few:
             w.param.set_value(few[number])
             continue
-        w = w.as_stored(reader.names)
+        w = w.as_stored(reader.names, reader.shape)
         how = shared.get(number)
         kernel = None
         if quantisation is not None and w.linear:
@@ -133,7 +133,7 @@ def _experts(
     for number, w in enumerate(list(weights_of(model))):  # before any of them has other shapes
         if (mixture := of.get(id(w.param))) is None:
             continue
-        kernel = quantised.read_kernel(quantisation, reader, w.as_stored(reader.names))
+        kernel = quantised.read_kernel(quantisation, reader, w.as_stored(reader.names, reader.shape))
         if kernel is not None:
             w.param.set_value(_shapes(kernel))
             read[id(w.param)] = number, kernel

@@ -32,11 +32,13 @@ class Wrapped:
     Attributes:
       architecture: Hugging Face's name. model_type: of its `text_config`.
       usual: what transformers assumes for fields that `text_config` leaves out, and the family requires.
+      flat: whether files without `text_config` have its fields beside the others.
     """
 
     architecture: str
     model_type: str
     usual: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    flat: bool = False
 
     def text_fields(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """The family's config.json out of this architecture's.
@@ -45,6 +47,8 @@ class Wrapped:
           ValueError: no text_config, or one of another model.
         """
         text = hf.get("text_config")
+        if text is None and self.flat:
+            return _one_axis({**self.usual, **hf})
         if not isinstance(text, dict):
             raise ValueError(f"config.json: {self.architecture} needs an object text_config, got {text!r}")
         if text.get("model_type", self.model_type) != self.model_type:
@@ -53,7 +57,16 @@ class Wrapped:
                 f"{text['model_type']!r}"
             )
         above = ("bos_token_id", "eos_token_id", "tie_word_embeddings")
-        return {**self.usual, **text, **{name: hf[name] for name in above if hf.get(name) is not None}}
+        return _one_axis({**self.usual, **text, **{name: hf[name] for name in above if hf.get(name) is not None}})
+
+
+def _one_axis(fields: dict[str, Any]) -> dict[str, Any]:
+    """With plain rotary embedding for one of several axes (mrope): along all of them a text has the same positions."""
+    for name in ("rope_scaling", "rope_parameters"):
+        given = fields.get(name)
+        if isinstance(given, dict) and given.get("rope_type", given.get("type")) == "mrope":
+            fields[name] = {**given, "rope_type": "default"}
+    return fields
 
 
 @dataclasses.dataclass(frozen=True)

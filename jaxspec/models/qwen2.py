@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.family import Family, read_windows, write_windows
+from jaxspec.models.family import Family, Wrapped, read_windows, write_windows
 from jaxspec.models.layers import Transformer
 from jaxspec.models.llama import common_config, common_fields
 from jaxspec.models.weight_map import transformer_weights
@@ -28,4 +28,16 @@ def write_config(cfg: ModelConfig) -> dict[str, Any]:
     return {"model_type": "qwen2", **common_config(cfg), **write_windows(cfg, switched=True)}
 
 
-FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), read_config, write_config, Transformer, transformer_weights)
+#: Published with all fields side by side. What is here files leave out, or might.
+_IMAGES = Wrapped(
+    "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text",
+    dict(
+        vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, rms_norm_eps=1e-5, max_window_layers=80, bos_token_id=151643, eos_token_id=151645,
+        rope_parameters=dict(rope_theta=1e6),
+    ),
+    flat=True,
+)  # fmt: skip
+FAMILY = Family(
+    "qwen2", ("Qwen2ForCausalLM",), read_config, write_config, Transformer, transformer_weights, wrapped=(_IMAGES,)
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.family import Family, write_windows
+from jaxspec.models.family import Family, Wrapped, write_windows
 from jaxspec.models.layers import Transformer
 from jaxspec.models.llama import common_config, common_fields
 from jaxspec.models.qwen2 import windows
@@ -25,4 +25,14 @@ def write_config(cfg: ModelConfig) -> dict[str, Any]:
     return {"model_type": "qwen3", **common_config(cfg), **own}
 
 
-FAMILY = Family("qwen3", ("Qwen3ForCausalLM",), read_config, write_config, Transformer, transformer_weights)
+#: What files might leave out.
+_IMAGES = Wrapped(
+    "Qwen3VLForConditionalGeneration", "qwen3_vl_text",
+    dict(
+        vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=32, max_position_embeddings=128000, rope_parameters=dict(rope_theta=5e5),
+    ),
+)  # fmt: skip
+FAMILY = Family(
+    "qwen3", ("Qwen3ForCausalLM",), read_config, write_config, Transformer, transformer_weights, wrapped=(_IMAGES,)
+)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxspec.models import experts
 from jaxspec.models.base import Experts, ModelConfig
-from jaxspec.models.family import Family, check_positive, read_windows, write_windows
+from jaxspec.models.family import Family, Wrapped, check_positive, read_windows, write_windows
 from jaxspec.models.llama import common_config, common_fields
 from jaxspec.models.mixtral import read_experts
 from jaxspec.models.weight_map import ExpertNames, LayerNames, transformer_weights
@@ -80,4 +80,15 @@ def write_qwen3(cfg: ModelConfig) -> dict[str, Any]:
 
 _weights = functools.partial(transformer_weights, names=_NAMES)
 FAMILY = Family("qwen2_moe", ("Qwen2MoeForCausalLM",), read_qwen2, write_qwen2, experts.build, _weights)
-QWEN3 = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), read_qwen3, write_qwen3, experts.build, _weights)
+#: What files might leave out.
+_IMAGES = Wrapped(
+    "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text",
+    dict(
+        vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=24, num_attention_heads=16,
+        num_key_value_heads=16, max_position_embeddings=128000, num_experts=60, num_experts_per_tok=4,
+        moe_intermediate_size=1408, norm_topk_prob=True, rope_parameters=dict(rope_theta=5e5),
+    ),
+)  # fmt: skip
+QWEN3 = Family(
+    "qwen3_moe", ("Qwen3MoeForCausalLM",), read_qwen3, write_qwen3, experts.build, _weights, wrapped=(_IMAGES,)
+)

@@ -33,7 +33,7 @@ from jaxspec.models import (
     smollm3,
 )
 from jaxspec.models.base import ModelConfig, TargetModel
-from jaxspec.models.family import Family
+from jaxspec.models.family import Family, Wrapped
 from jaxspec.models.weight_map import Weight
 
 _ALL: tuple[Family[Any], ...] = (
@@ -70,7 +70,7 @@ def read_config(hf_config: dict[str, Any]) -> ModelConfig:
     if not known:
         raise ValueError(f"config.json: architectures {names!r} is not supported; supported are {supported()}")
     family = by_name[known[0]]
-    around = next((each for each in family.wrapped if each.architecture == known[0]), None)
+    around = _around(family, known[0])
     fields = hf_config if around is None else around.text_fields(hf_config)
     try:
         return family.read(fields)
@@ -82,6 +82,17 @@ def read_config(hf_config: dict[str, Any]) -> ModelConfig:
         names = [name for name in odd if repr(fields[name]) in str(e)] or names
         told = " or ".join(f"{name} ({fields[name]!r})" for name in names[:3]) or "a field"
         raise ValueError(f"config.json: {told} has a type or value that {known[0]} cannot have: {e}") from e
+
+
+def wraps_text(hf_config: dict[str, Any]) -> bool:
+    """Whether a config.json is of an architecture that has a family's model for text beside what sees images."""
+    names, by_name = hf_config.get("architectures"), _by_architecture()
+    known = [n for n in names if n in by_name] if isinstance(names, list) else []
+    return bool(known) and _around(by_name[known[0]], known[0]) is not None
+
+
+def _around(family: Family[Any], name: str) -> Wrapped | None:
+    return next((each for each in family.wrapped if each.architecture == name), None)
 
 
 def _reads(family: Family[Any], fields: dict[str, Any], *, without: str) -> bool:

@@ -7,7 +7,7 @@ heads share. Must not know files.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -122,8 +122,11 @@ class Weight:
                     yield i, start, stop
                 low += width
 
-    def as_stored(self, names: Collection[str]) -> Weight:
-        """What to read where a checkpoint may have tensors in one of several forms; `names` are all that it has.
+    def as_stored(self, names: Collection[str], shape: Callable[[str], tuple[int, ...]]) -> Weight:
+        """What to read where a checkpoint may have tensors in one of several forms.
+
+        Args:
+          names: of all that it has. shape: of one of them.
 
         Raises:
           ValueError: tensors that it has twice.
@@ -161,15 +164,17 @@ class StackedWeight(Weight):
     Attributes:
       names: expert after expert, each as many as `widths`.
       fused: the one tensor [X, out, in] that newer files have in place of them; "": none.
+      inputs_first: it is [X, in, out], as some files have it, of which its shape tells.
     """
 
     fused: str = ""
+    inputs_first: bool = False
 
     @property
     def shapes(self) -> Iterator[tuple[int, ...]]:
         count, d_in, d_out = self.param.shape
         if self.names == (self.fused,):
-            yield count, d_out, d_in
+            yield (count, d_in, d_out) if self.inputs_first else (count, d_out, d_in)
             return
         for _ in range(count):
             yield from ((width, d_in) for width in self.widths)
@@ -178,24 +183,29 @@ class StackedWeight(Weight):
         whole = [Piece(name, shape) for name, shape in zip(self.names, self.shapes, strict=True)]
         if part is None:
             return whole
-        fused = self.names == (self.fused,)
+        if self.names == (self.fused,):
+            axis = part.axis if self.inputs_first else 3 - part.axis
+            return [whole[0].along(axis, start, stop) for start, stop in part.spans]
         if part.axis == 1:  # inputs, the last axis of a tensor
             ((start, stop),) = part.spans
-            return [piece.along(1 + fused, start, stop) for piece in whole]
-        if fused:
-            return [whole[0].along(1, start, stop) for start, stop in part.spans]
+            return [piece.along(1, start, stop) for piece in whole]
         each, cuts = len(self.widths), list(self.side_by_side(part.spans))
         experts = range(0, len(whole), each)
         return [whole[first + i].along(0, start, stop) for first in experts for i, start, stop in cuts]
 
-    def as_stored(self, names: Collection[str]) -> Weight:
+    def as_stored(self, names: Collection[str], shape: Callable[[str], tuple[int, ...]]) -> Weight:
         if not self.fused or self.fused not in names:
             return self
         if twice := next((name for name in self.names if name in names), None):
             raise ValueError(f"the checkpoint holds experts twice: as {self.fused!r} and as {twice!r}")
-        return dataclasses.replace(self, names=(self.fused,))
+        count, d_in, d_out = self.param.shape
+        turned = d_in != d_out and shape(self.fused) == (count, d_in, d_out)
+        return dataclasses.replace(self, names=(self.fused,), inputs_first=turned)
 
     def join(self, parts: Sequence[np.ndarray]) -> jax.Array:
+        if self.inputs_first:
+            joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)
+            return jnp.asarray(joined).astype(self.param.get_value().dtype)
         outputs = parts[0].ndim - 2  # of all experts, [X, F, E], or of one
         stacked = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=outputs)
         stacked_XFE = stacked.reshape(self.param.shape[0], -1, stacked.shape[-1])

@@ -59,6 +59,9 @@ def expanded() -> Callable[[Tensors], np.ndarray]:
     class Held:
         names = ()
 
+        def shape(self, name: str) -> tuple[int, ...]:
+            return plain[name].shape
+
         def get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
             assert plain[name].shape == tuple(shape)
             return plain[name]

@@ -56,6 +56,11 @@ MIXED = ["sliding_attention", "full_attention"]
 VISION: dict[str, Any] = dict(
     hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
 )
+QWEN_VISION: dict[str, Any] = dict(depth=1, hidden_size=16, intermediate_size=24, patch_size=2, spatial_merge_size=1)
+QWEN3_VISION: dict[str, Any] = dict(
+    QWEN_VISION, num_heads=2, out_hidden_size=32, num_position_embeddings=4, deepstack_visual_indexes=[0]
+)
+MROPE: dict[str, Any] = dict(rope_type="default", rope_theta=50000.0, mrope_interleaved=True)
 LATENT: dict[str, Any] = dict(
     num_key_value_heads=4,
     kv_lora_rank=16,
@@ -206,6 +211,37 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             tie_word_embeddings=False,
         ),
     ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VL",
+        dict(
+            text_config=dict(rope_parameters=dict(rope_type="default", rope_theta=5e4, mrope_section=[1, 2, 1])),
+            vision_config=dict(QWEN_VISION, num_heads=2, fullatt_block_indexes=[0], out_hidden_size=32),
+            tie_word_embeddings=False,
+        ),
+    ),
+    "qwen3-vl": (
+        "Qwen3VL",
+        dict(
+            text_config=dict(head_dim=12, rope_parameters=dict(MROPE, mrope_section=[2, 2, 2])),
+            vision_config=QWEN3_VISION,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoe",
+        dict(
+            text_config=dict(
+                head_dim=12,
+                num_local_experts=8,
+                num_experts_per_tok=3,
+                moe_intermediate_size=12,
+                rope_parameters=dict(MROPE, mrope_section=[2, 2, 2]),
+                tie_word_embeddings=False,
+            ),
+            vision_config=QWEN3_VISION,
+            tie_word_embeddings=False,
+        ),
+    ),
     "deepseek-v2": (
         "DeepseekV2",
         dict(LATENT, q_lora_rank=None, rope_parameters=dict(YARN, mscale=0.7, mscale_all_dim=0.7)),
@@ -320,8 +356,13 @@ EXPERTS = {"Mixtral": _SPARSE, "MiniMaxM2": _SPARSE, "": (("gate_proj", "up_proj
 
 def in_files(shapes: Mapping[str, Sequence[int]], kind: str = "") -> dict[str, tuple[int, ...]]:
     """The tensors of a file by transformers' parameters: it keeps experts in one, most files have each expert's own."""
-    if kind == "GptOss":
+    if kind in ("GptOss", "Qwen3VL"):
         return {name: tuple(shape) for name, shape in shapes.items()}
+    if kind == "Qwen3VLMoe":  # as published; transformers writes them as it has them
+        turned = lambda name, shape: (shape[0], shape[2], shape[1]) if ".experts." in name else tuple(shape)
+        return {name: turned(name, shape) for name, shape in shapes.items()}
+    if kind == "Qwen2_5_VL":
+        return {re.sub(r"^model\.(language_(?=model\.)|(?=visual\.))", "", n): tuple(s) for n, s in shapes.items()}
     if any(name.startswith("model.vision_tower.") for name in shapes):
         return {_with_images(name): tuple(shape) for name, shape in shapes.items()}
     (gate, up, down), module = EXPERTS.get(kind, EXPERTS[""])

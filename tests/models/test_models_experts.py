@@ -17,13 +17,14 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxspec.checkpointing import hf
-from jaxspec.models import experts, mixing, stacked
+from jaxspec.models import experts, mixing, registry, stacked
 from jaxspec.models.base import Experts, touched
 from jaxspec.models.layers import causal_attention, narrow_product
 from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.mxfp4 import Mxfp4
 from jaxspec.models.quantised import Quantised
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_config, tiny_target
+from jaxspec.models.weight_map import Part, StackedWeight
 from jaxspec.quantize import FORMATS, quantise_directory
 from jaxspec.runtime.sharding import parameter_shardings, tensor_mesh
 from pallas_kernels import sizes
@@ -176,6 +177,23 @@ def test_experts_are_read_one_by_one_or_all_in_one_but_not_both(tmp_path: Path) 
     save_file(apart, file)
     with pytest.raises(ValueError, match=r"'model.layers.0.mlp.experts.5.up_proj.weight' is missing"):
         hf.load_model(tmp_path)
+
+
+def test_experts_in_one_may_have_their_inputs_first() -> None:
+    """As Qwen3-VL's files have them, whole and a device's part; the shape tells."""
+    fields = {**FAMILY_FIELDS["qwen3_moe"], "experts": Experts(4, 2, 12, (0,))}
+    found = [w for w in registry.weights(tiny_target(**fields)) if isinstance(w, StackedWeight)]
+    assert len(found) == 2
+    for w in found:
+        value = np.asarray(w.param[...])
+        for stored in (value, value.transpose(0, 2, 1)):
+            form = w.as_stored([w.fused], lambda _, stored=stored: stored.shape)
+            assert list(form.shapes) == [stored.shape]
+            np.testing.assert_array_equal(form.join([stored]), value)
+            for axis in (1, 2):
+                part = Part.of(axis, value.shape[axis], 2, 1)
+                half = form.join([stored[piece.part] for piece in form.pieces(part)])
+                np.testing.assert_array_equal(half, np.split(value, 2, axis=axis)[1])
 
 
 def test_quantised_experts_are_read_one_by_one_and_stay_in_their_bits(tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ def test_logits_and_greedy_tokens_agree(case: str, tmp_path: Path) -> None:
 def test_the_recording_is_what_transformers_answers(case: str, tmp_path: Path) -> None:
     record = parity.load_records()[case]
     record.write_directory(tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    kind = getattr(transformers, record.config["architectures"][0])
+    theirs = kind.from_pretrained(tmp_path, dtype=torch.float32).eval()
     tokens, logits = parity.reference_answers(theirs)
     np.testing.assert_array_equal(tokens, record.tokens_BN)
     np.testing.assert_allclose(logits[:, parity.POSITIONS], record.logits_BPV, atol=parity.TOLERANCE, rtol=0)

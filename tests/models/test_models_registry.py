@@ -70,6 +70,19 @@ def test_refusals_name_the_field_and_the_value(change: dict[str, Any], message: 
         registry.read_config({**GOOD, **change})
 
 
+def test_the_part_for_text_stands_in_text_config_or_beside_the_others() -> None:
+    text = {name: value for name, value in GOOD.items() if name != "architectures"}
+    text["rope_scaling"] = dict(type="mrope", mrope_section=[1, 2, 1])
+    flat = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {}, **text}
+    nested = {"architectures": flat["architectures"], "text_config": {"model_type": "qwen2_5_vl_text", **text}}
+    cfg = registry.read_config(flat)
+    assert cfg == registry.read_config(nested)
+    assert (cfg.family, cfg.rope_scaling, cfg.rope_theta, cfg.eos_token_ids) == ("qwen2", None, 1e6, (151645,))
+    assert registry.wraps_text(flat) and registry.wraps_text(nested) and not registry.wraps_text(GOOD)
+    with pytest.raises(ValueError, match="Qwen3VLForConditionalGeneration needs an object text_config, got None"):
+        registry.read_config({**flat, "architectures": ["Qwen3VLForConditionalGeneration"]})
+
+
 @pytest.mark.parametrize(
     "cfg",
     [
