@@ -102,6 +102,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
             qk_norm=True, qk_norm_wide=True, partial_rotary_factor=0.5,
             experts=Experts(8, 3, 48, (0, 1), scores="sigmoid", corrected=True),
         ),
+        "seed_oss": dict(attention_bias=True),
         "gemma3": dict(_GEMMA, **_WINDOW, qk_norm=True, rope_theta=1e6, local_rope_theta=1e4),
     }.items()
 }  # fmt: skip

@@ -291,6 +291,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2",
         dict(intermediate_size=20, head_dim=12, rotary_dim=6, num_local_experts=8, num_experts_per_tok=3),
     ),
+    "seed-oss": ("SeedOss", dict(head_dim=12, mlp_bias=True)),
     "gemma2": (
         "Gemma2",
         dict(
