@@ -103,6 +103,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
             experts=Experts(8, 3, 48, (0, 1), scores="sigmoid", corrected=True),
         ),
         "seed_oss": dict(attention_bias=True),
+        "exaone4": dict(qk_norm=True, pre_norms=False, post_norms=True, no_rope_layers=(1,), **_WINDOW),
         "gemma3": dict(_GEMMA, **_WINDOW, qk_norm=True, rope_theta=1e6, local_rope_theta=1e4),
     }.items()
 }  # fmt: skip

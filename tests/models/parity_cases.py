@@ -292,6 +292,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(intermediate_size=20, head_dim=12, rotary_dim=6, num_local_experts=8, num_experts_per_tok=3),
     ),
     "seed-oss": ("SeedOss", dict(head_dim=12, mlp_bias=True)),
+    "exaone4": ("Exaone4", dict(sliding_window=9, layer_types=MIXED, rope_parameters=LLAMA3)),
     "gemma2": (
         "Gemma2",
         dict(
