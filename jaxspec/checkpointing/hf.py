@@ -43,6 +43,8 @@ from jaxspec.models.weight_map import Part, Weight
 
 #: Buffers that older checkpoints carry and that are recomputed here.
 IGNORED = r".*\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|masked_bias|attn\.bias)"
+#: Multi-token prediction modules in a layout that no drafter here reads (ERNIE 4.5).
+_OTHER_MODULES = r"model\.mtp_\w+\..*"
 _DTYPES = {"bfloat16", "float16", "float32"}
 _PAD_TOKENS = ("<|pad|>", "<pad>", "[PAD]")
 #: How names start of what is for text in models that see images too, and how they would in a model for text alone.
@@ -146,7 +148,7 @@ def load_model(
         quantisation = quantised.read_config(settings, int8_activations)
     build = lambda: registry.build(cfg, dtype)
     with read_tensors(directory) as reader:
-        ignored = [IGNORED] if quantisation is None else [IGNORED, quantised.IGNORED]
+        ignored = [IGNORED, _OTHER_MODULES, *([] if quantisation is None else [quantised.IGNORED])]
         if quantisation is not None:
             quantised.tell_of_cache(Path(directory), settings, reader.names)
         if registry.wraps_text(config):

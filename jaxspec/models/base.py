@@ -148,7 +148,7 @@ class Experts:
       scores: "softmax" over all experts before the best are taken, "top_k" for a softmax over the best alone, or
         "sigmoid" of each.
       normalised: whether the weights of the best are divided by their sum (not "top_k").
-      corrected: the best are chosen by scores with a bias of each expert's ("sigmoid" only); weights are without it.
+      corrected: the best are chosen by scores with a bias of each expert's (not "top_k"); weights are without it.
       groups, groups_used, group_best: experts of so many groups, of which a token uses the best ones only; a group is
         as good as so many of its best experts together.
       scale: of the weights.

@@ -60,8 +60,11 @@ def route(logits_MX: jax.Array, cfg: Experts, correction_X: jax.Array | None = N
     sigmoid = cfg.scores == "sigmoid"
     choice_MX = jax.nn.sigmoid(logits_MX) if sigmoid else logits_MX
     if correction_X is not None:
+        choice_MX = choice_MX if sigmoid else jax.nn.softmax(logits_MX, axis=-1)
         choice_MX = choice_MX + correction_X.astype(jnp.float32)[None]
     top_MK, experts_MK = jax.lax.top_k(_in_best_groups(choice_MX, cfg), cfg.per_token)
+    if correction_X is not None and not sigmoid:
+        top_MK = jnp.take_along_axis(logits_MX, experts_MK, axis=1)
     if sigmoid:
         weights_MK = jax.nn.sigmoid(jnp.take_along_axis(logits_MX, experts_MK, axis=1))
         if cfg.normalised:

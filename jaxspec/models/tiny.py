@@ -104,6 +104,10 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         ),
         "seed_oss": dict(attention_bias=True),
         "exaone4": dict(qk_norm=True, pre_norms=False, post_norms=True, no_rope_layers=(1,), **_WINDOW),
+        "ernie4_5": dict(rope_interleaved=True, rope_theta=5e5),
+        "ernie4_5_moe": dict(
+            rope_interleaved=True, experts=Experts(8, 3, 16, (1,), corrected=True, shared_inner=32, shared_gate=False),
+        ),
         "gemma3": dict(_GEMMA, **_WINDOW, qk_norm=True, rope_theta=1e6, local_rope_theta=1e4),
     }.items()
 }  # fmt: skip

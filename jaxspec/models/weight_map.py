@@ -303,7 +303,7 @@ class ExpertNames:
     Attributes:
       module: of the whole, in the layer.
       gate, up, down: of each expert, under `experts.{number}`.
-      correction: of the bias that experts are chosen by.
+      correction: of the bias that experts are chosen by. correction_ones: axes of size 1 that files have before it.
       fused: whether newer files have `experts.gate_up_proj` and `experts.down_proj` for all experts at once.
       in_turns: whether files have these alone, as [X, in, out] with gate and up in turns, and biases (gpt-oss).
     """
@@ -316,6 +316,7 @@ class ExpertNames:
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"
     correction: str = "gate.e_score_correction_bias"
+    correction_ones: int = 0
     fused: bool = True
     in_turns: bool = False
 
@@ -386,7 +387,7 @@ def experts_weights(mixture: MixtureOfExperts, prefix: str, names: LayerNames) -
         yield dataclasses.replace(weight, linear=False)  # routers are not quantised
     if mixture.correction is not None:
         shape = tuple(mixture.correction.shape)
-        yield Weight(mixture.correction, (f"{module}.{own.correction}",), shape)
+        yield Weight(mixture.correction, (f"{module}.{own.correction}",), shape, ones=own.correction_ones)
     if own.in_turns:
         for param, name in ((mixture.gate_up, "gate_up_proj"), (mixture.gate_up_bias, "gate_up_proj_bias")):
             assert param is not None

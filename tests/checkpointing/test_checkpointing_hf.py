@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models
 
 from jaxspec.checkpointing import hf, tensors
 from jaxspec.models.layers import Transformer
-from jaxspec.models.tiny import tiny_target
+from jaxspec.models.tiny import FAMILY_FIELDS, tiny_target
 from jaxspec.quantize import FORMATS, quantise_directory
 
 QKV = "model.layers.1.self_attn.k_proj.weight"
@@ -329,3 +329,12 @@ def test_of_models_that_see_images_the_part_for_text_is_read(
         tensors.write_json(tmp_path / "config.json", {**around, "text_config": wrong})
         with pytest.raises(ValueError, match=message):
             hf.load_config(tmp_path)
+
+
+def test_modules_that_no_drafter_reads_are_left_alone(tmp_path: Path) -> None:
+    model = tiny_target(**FAMILY_FIELDS["ernie4_5_moe"])
+    hf.save_model(model, tmp_path, dtype=jnp.float32)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored["model.layers.1.mlp.moe_statics.e_score_correction_bias"].shape == (1, 8)
+    tensors.write_safetensors(tmp_path / "model.safetensors", stored | {"model.mtp_block.0.a.weight": np.zeros((2, 3))})
+    assert_same(hf.load_model(tmp_path), model)

@@ -293,6 +293,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "seed-oss": ("SeedOss", dict(head_dim=12, mlp_bias=True)),
     "exaone4": ("Exaone4", dict(sliding_window=9, layer_types=MIXED, rope_parameters=LLAMA3)),
+    "ernie4.5": ("Ernie4_5", dict(head_dim=12, use_bias=True, tie_word_embeddings=False)),
+    "ernie4.5-moe": (
+        "Ernie4_5_Moe",
+        dict(moe_num_experts=8, moe_k=3, moe_intermediate_size=12, tie_word_embeddings=False),
+    ),
     "gemma2": (
         "Gemma2",
         dict(
@@ -371,6 +376,7 @@ def in_files(shapes: Mapping[str, Sequence[int]], kind: str = "") -> dict[str, t
     out: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if ".mlp.experts." not in name:
+            name = name.replace(".gate.moe_statics.", ".moe_statics.")
             out[re.sub(r"\.mlp\.(gate\.|e_score_)", rf".{module}.\1", name)] = tuple(shape)
             continue
         prefix, fused = name.split("mlp.experts.")
