@@ -1,16 +1,18 @@
-"""OLMo 2 and 3: norms on what comes out of attention and MLP, and over all heads of q and k at once."""
+"""OLMo 2 and 3, with norms on what comes out of attention and MLP; OLMoE. Norms over all heads of q and k at once."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
+from jaxspec.models import experts
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.family import Family, read_windows, write_windows
+from jaxspec.models.family import Family, read_windows, refuse, write_windows
 from jaxspec.models.layers import Transformer
 from jaxspec.models.llama import common_config, common_fields
+from jaxspec.models.mixtral import read_experts
 from jaxspec.models.rope_fields import by_layer_type, of_full_layers
-from jaxspec.models.weight_map import LayerNames, transformer_weights
+from jaxspec.models.weight_map import ExpertNames, LayerNames, transformer_weights
 
 _NAMES = LayerNames(
     attn_norm="", attn_out_norm="post_attention_layernorm", mlp_norm="", mlp_out_norm="post_feedforward_layernorm"
@@ -55,6 +57,41 @@ def write_olmo3(cfg: ModelConfig) -> dict[str, Any]:
     return {**_write(cfg), **write_windows(cfg), **by_layer_type(cfg)}
 
 
+def read_olmoe(hf: dict[str, Any]) -> ModelConfig:
+    """An OLMoE config.json as ModelConfig: norms before attention and experts, as Llama's."""
+    refuse(hf, clip_qkv=None)
+    fields = common_fields(hf, bos=None, eos=50279, max_positions=4096, eps=1e-5)
+    mixture = read_experts(
+        hf, fields["intermediate_size"], tuple(range(fields["num_layers"])), count=64, per_token=8,
+        normalised=bool(hf.get("norm_topk_prob", False)),
+    )  # fmt: skip
+    bias = bool(hf.get("attention_bias", False))
+    return ModelConfig(
+        family="olmoe",
+        attention_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        qk_norm_wide=True,
+        experts=mixture,
+        **fields,
+    )
+
+
+def write_olmoe(cfg: ModelConfig) -> dict[str, Any]:
+    """The inverse of read_olmoe, without `architectures`."""
+    assert cfg.experts is not None
+    own = {
+        "num_experts": cfg.experts.count,
+        "num_experts_per_tok": cfg.experts.per_token,
+        "norm_topk_prob": cfg.experts.normalised,
+    }
+    return {**_write(cfg), **own}
+
+
 _weights = functools.partial(transformer_weights, names=_NAMES)
 FAMILY = Family("olmo2", ("Olmo2ForCausalLM",), read_config, _write, Transformer, _weights)
+OLMOE = Family(
+    "olmoe", ("OlmoeForCausalLM",), read_olmoe, write_olmoe, experts.build,
+    functools.partial(transformer_weights, names=LayerNames(experts=ExpertNames())),
+)  # fmt: skip
 OLMO3 = Family("olmo3", ("Olmo3ForCausalLM",), read_olmo3, write_olmo3, Transformer, _weights)

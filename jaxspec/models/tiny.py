@@ -108,6 +108,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "ernie4_5_moe": dict(
             rope_interleaved=True, experts=Experts(8, 3, 16, (1,), corrected=True, shared_inner=32, shared_gate=False),
         ),
+        "olmoe": dict(qk_norm=True, qk_norm_wide=True, experts=Experts(8, 3, 48, (0, 1), normalised=False)),
         "gemma3": dict(_GEMMA, **_WINDOW, qk_norm=True, rope_theta=1e6, local_rope_theta=1e4),
     }.items()
 }  # fmt: skip

@@ -298,6 +298,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Ernie4_5_Moe",
         dict(moe_num_experts=8, moe_k=3, moe_intermediate_size=12, tie_word_embeddings=False),
     ),
+    "olmoe": ("Olmoe", dict(intermediate_size=20, num_experts=8, num_experts_per_tok=3)),
     "gemma2": (
         "Gemma2",
         dict(
