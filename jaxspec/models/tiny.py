@@ -109,6 +109,12 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
             rope_interleaved=True, experts=Experts(8, 3, 16, (1,), corrected=True, shared_inner=32, shared_gate=False),
         ),
         "olmoe": dict(qk_norm=True, qk_norm_wide=True, experts=Experts(8, 3, 48, (0, 1), normalised=False)),
+        "dots1": dict(
+            qk_norm=True, **_WINDOW, experts=Experts(
+                8, 2, 16, (1,), scores="sigmoid", normalised=False, corrected=True, scale=2.5, shared_inner=32,
+                shared_gate=False,
+            ),
+        ),
         "gemma3": dict(_GEMMA, **_WINDOW, qk_norm=True, rope_theta=1e6, local_rope_theta=1e4),
     }.items()
 }  # fmt: skip

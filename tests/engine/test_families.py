@@ -37,7 +37,7 @@ _LESS = pytest.mark.exhaustive(
 )
 _LIKE_OTHERS = (
     "mistral", "ministral", "smollm3", "olmo2", "granite", "gemma3", "glm", "glm4", "mixtral", "qwen2_moe", "qwen3_moe",
-    "deepseek_v2", "glm4_moe", "minimax_m2", "seed_oss", "exaone4", "ernie4_5", "ernie4_5_moe", "olmoe",
+    "deepseek_v2", "glm4_moe", "minimax_m2", "seed_oss", "exaone4", "ernie4_5", "ernie4_5_moe", "olmoe", "dots1",
 )  # fmt: skip
 
 

@@ -299,6 +299,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(moe_num_experts=8, moe_k=3, moe_intermediate_size=12, tie_word_embeddings=False),
     ),
     "olmoe": ("Olmoe", dict(intermediate_size=20, num_experts=8, num_experts_per_tok=3)),
+    "dots1": (
+        "Dots1",
+        dict(
+            n_routed_experts=8,
+            n_shared_experts=2,
+            num_experts_per_tok=3,
+            moe_intermediate_size=12,
+            first_k_dense_replace=1,
+            routed_scaling_factor=2.5,
+            sliding_window=11,
+            max_window_layers=1,
+        ),
+    ),
     "gemma2": (
         "Gemma2",
         dict(

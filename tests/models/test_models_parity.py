@@ -99,6 +99,8 @@ def test_configs_read_as_transformers_means_them() -> None:
         given = {**counts, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
         if kind.startswith("Deepseek"):
             given |= {"num_key_value_heads": 4, "num_experts_per_tok": 8}
+        if kind == "Dots1":  # has no defaults of these
+            given |= {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
         config = getattr(transformers, parity.CONFIGS.get(kind, f"{kind}Config"))(**given)
         bare = {"architectures": [f"{kind}ForCausalLM"], **given}
         cfg = registry.read_config(bare)
