@@ -42,9 +42,10 @@ _FAMILIES = {
     "qwen3_5": "qwen3",
     "deepseek_v3": "deepseek_v3",
     "glm4_moe": "glm4_moe",
+    "glm4_moe_lite": "glm4_moe_lite",
 }
 #: Of them those whose modules have all that a layer of theirs has.
-_WHOLE = "deepseek_v3", "glm4_moe"
+_WHOLE = "deepseek_v3", "glm4_moe", "glm4_moe_lite"
 #: Parts of published modules that have no counterpart here, but in those of `_WHOLE`.
 _REFUSED = {
     r"self_attn\.(q_a_|q_b_|kv_a_|kv_b_)": "latent attention (MLA)",

@@ -29,9 +29,18 @@ _V3: dict[str, Any] = dict(
 _COUNTS = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
 
 
-def _read(
+def read_latent(
     family: str, hf: dict[str, Any], usual: dict[str, Any], mixture: dict[str, Any], neighbours: bool, **own: Any
 ) -> ModelConfig:
+    """A config.json of DeepSeek or a relative with latent attention as ModelConfig.
+
+    Args:
+      usual: what transformers assumes for absent fields. mixture: see read_experts.
+      neighbours: whether neighbouring channels rotate together. own: see common_fields.
+
+    Raises:
+      ValueError: see common_fields and read_experts; shapes that latent attention does not have.
+    """
     hf = {**usual, **hf}
     refuse(hf, attention_bias=False, moe_layer_freq=1)
     for name in _COUNTS:
@@ -97,7 +106,7 @@ def read_config(hf: dict[str, Any]) -> ModelConfig:
     if method not in ("greedy", "group_limited_greedy"):
         raise ValueError(f"config.json: topk_method must be 'greedy' or 'group_limited_greedy', got {method!r}")
     mixture = dict(normalised=False, grouped=method != "greedy", group_best=1)
-    return _read("deepseek_v2", hf, _V2, mixture, True)
+    return read_latent("deepseek_v2", hf, _V2, mixture, True)
 
 
 def read_v3(hf: dict[str, Any]) -> ModelConfig:
@@ -106,7 +115,7 @@ def read_v3(hf: dict[str, Any]) -> ModelConfig:
     normalised = bool(hf.get("norm_topk_prob", True))
     mixture = dict(scores="sigmoid", normalised=normalised, corrected=True, grouped=True, group_best=2)
     neighbours = bool(hf.get("rope_interleave", True))
-    return _read("deepseek_v3", hf, _V3, mixture, neighbours, bos=0, eos=1, max_positions=4096)
+    return read_latent("deepseek_v3", hf, _V3, mixture, neighbours, bos=0, eos=1, max_positions=4096)
 
 
 def write_experts(cfg: ModelConfig) -> dict[str, Any]:
@@ -127,7 +136,8 @@ def write_experts(cfg: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _write(cfg: ModelConfig) -> dict[str, Any]:
+def write_latent(cfg: ModelConfig) -> dict[str, Any]:
+    """The inverse of read_latent."""
     own = cfg.latent
     assert own is not None
     return {
@@ -148,16 +158,16 @@ def write_config(cfg: ModelConfig) -> dict[str, Any]:
     """The inverse of read_config, without `architectures`."""
     grouped = cfg.experts is not None and cfg.experts.groups > 1
     method = "group_limited_greedy" if grouped else "greedy"
-    return {**_write(cfg), "scoring_func": "softmax", "topk_method": method}
+    return {**write_latent(cfg), "scoring_func": "softmax", "topk_method": method}
 
 
 def write_v3(cfg: ModelConfig) -> dict[str, Any]:
     """The inverse of read_v3, without `architectures`."""
     own = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": cfg.rope_interleaved}
-    return {**_write(cfg), **own}
+    return {**write_latent(cfg), **own}
 
 
-_build = functools.partial(experts.build, attn=latent.attention)
+build = functools.partial(experts.build, attn=latent.attention)
 _weights = functools.partial(transformer_weights, names=NAMES)
-FAMILY = Family("deepseek_v2", ("DeepseekV2ForCausalLM",), read_config, write_config, _build, _weights)
-V3 = Family("deepseek_v3", ("DeepseekV3ForCausalLM",), read_v3, write_v3, _build, _weights)
+FAMILY = Family("deepseek_v2", ("DeepseekV2ForCausalLM",), read_config, write_config, build, _weights)
+V3 = Family("deepseek_v3", ("DeepseekV3ForCausalLM",), read_v3, write_v3, build, _weights)

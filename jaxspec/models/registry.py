@@ -43,7 +43,7 @@ from jaxspec.models.weight_map import Weight
 _ALL: tuple[Family[Any], ...] = (
     llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, mistral.FAMILY, mistral.MINISTRAL, smollm3.FAMILY, olmo.FAMILY,
     olmo.OLMO3, granite.FAMILY, phi3.FAMILY, glm.FAMILY, glm.GLM, gemma.FAMILY, gemma.GEMMA3, gpt_oss.FAMILY,
-    mixtral.FAMILY, qwen_moe.FAMILY, qwen_moe.QWEN3, deepseek.FAMILY, deepseek.V3, glm_moe.FAMILY,
+    mixtral.FAMILY, qwen_moe.FAMILY, qwen_moe.QWEN3, deepseek.FAMILY, deepseek.V3, glm_moe.FAMILY, glm_moe.LITE,
     minimax.FAMILY, seed_oss.FAMILY, exaone.FAMILY, ernie.FAMILY, ernie.MOE, olmo.OLMOE, dots.FAMILY,
 )  # fmt: skip
 FAMILIES: dict[str, Family[Any]] = {family.name: family for family in _ALL}

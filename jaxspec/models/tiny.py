@@ -98,6 +98,11 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
                 shared_inner=16, shared_gate=False,
             ),
         ),
+        "glm4_moe_lite": dict(
+            _LATENT, latent=Latent(16, 4, 8, 6, 24), experts=Experts(
+                8, 3, 16, (1,), scores="sigmoid", corrected=True, scale=3.0, shared_inner=16, shared_gate=False,
+            ),
+        ),
         "minimax_m2": dict(
             qk_norm=True, qk_norm_wide=True, partial_rotary_factor=0.5,
             experts=Experts(8, 3, 48, (0, 1), scores="sigmoid", corrected=True),

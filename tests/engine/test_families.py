@@ -25,7 +25,7 @@ from jaxspec.tier import Tier
 
 NEW, WIDTH = 24, 64
 #: Families whose drafter is another kind than EAGLE-3; what of a family's fields is a row of docs/support.md.
-DRAFTERS = {"deepseek_v3": "mtp", "glm4_moe": "mtp"}
+DRAFTERS = {"deepseek_v3": "mtp", "glm4_moe": "mtp", "glm4_moe_lite": "mtp"}
 #: Whose prompts are computed together, too: windows, sinks and experts; latent attention. With --exhaustive all.
 TOGETHER = "gpt_oss", "deepseek_v3"
 _ROWS = {"window": "sliding_window", "experts": "experts", "latent": "latent"}
@@ -37,7 +37,8 @@ _LESS = pytest.mark.exhaustive(
 )
 _LIKE_OTHERS = (
     "mistral", "ministral", "smollm3", "olmo2", "granite", "gemma3", "glm", "glm4", "mixtral", "qwen2_moe", "qwen3_moe",
-    "deepseek_v2", "glm4_moe", "minimax_m2", "seed_oss", "exaone4", "ernie4_5", "ernie4_5_moe", "olmoe", "dots1",
+    "deepseek_v2", "glm4_moe", "glm4_moe_lite", "minimax_m2", "seed_oss", "exaone4", "ernie4_5", "ernie4_5_moe",
+    "olmoe", "dots1",
 )  # fmt: skip
 
 

@@ -287,6 +287,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             routed_scaling_factor=2.5,
         ),
     ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        dict(
+            {k: v for k, v in LATENT.items() if k != "first_k_dense_replace"},
+            q_lora_rank=24,
+            n_group=2,
+            topk_group=1,
+            mlp_layer_types=["dense", "sparse"],
+        ),
+    ),
     "minimax-m2": (
         "MiniMaxM2",
         dict(intermediate_size=20, head_dim=12, rotary_dim=6, num_local_experts=8, num_experts_per_tok=3),

@@ -97,7 +97,7 @@ def test_configs_read_as_transformers_means_them() -> None:
     kinds = dict.fromkeys(kind for kind, fields in parity.CASES.values() if "text_config" not in fields)
     for kind in kinds:
         given = {**counts, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
-        if kind.startswith("Deepseek"):
+        if kind.startswith(("Deepseek", "Glm4MoeLite")):
             given |= {"num_key_value_heads": 4, "num_experts_per_tok": 8}
         if kind == "Dots1":  # has no defaults of these
             given |= {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
