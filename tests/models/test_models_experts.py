@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxspec.checkpointing import hf
 from jaxspec.models import experts, mixing, registry, stacked
-from jaxspec.models.base import Experts, touched
+from jaxspec.models.base import Experts, ModelConfig, touched
 from jaxspec.models.layers import causal_attention, narrow_product
 from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.mxfp4 import Mxfp4
@@ -34,11 +34,16 @@ COUNT, CHOSEN, INNER = 6, 2, 24
 
 
 def mixture(**fields: Any) -> experts.MixtureOfExperts:
-    cfg = tiny_config(experts=Experts(COUNT, CHOSEN, INNER, (0,), **fields))
-    made = experts.MixtureOfExperts(cfg, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(params=1))
+    return drawn(tiny_config(experts=Experts(COUNT, CHOSEN, INNER, (0,), **fields)))
+
+
+def drawn(cfg: ModelConfig, dtype: Any = jnp.float32) -> experts.MixtureOfExperts:
+    """With random parameters, biases too; by NumPy, as JAX would compile programs for every shape."""
+    made = nnx.eval_shape(lambda: experts.MixtureOfExperts(cfg, dtype=jnp.dtype(dtype), rngs=None))
     for i, (_, param) in enumerate(nnx.iter_graph(made)):
         if isinstance(param, nnx.Param):
-            param.set_value(jax.random.normal(jax.random.key(i), param.shape) / max(1, param.shape[-2:][0]) ** 0.5)
+            normal = np.asarray(jax.random.normal(jax.random.key(i), param.shape))
+            param.set_value(jnp.asarray((normal / max(1, param.shape[-2:][0]) ** 0.5).astype(param.dtype)))
     return made
 
 
@@ -201,12 +206,13 @@ def test_quantised_experts_are_read_one_by_one_and_stay_in_their_bits(tmp_path: 
     quantise_directory(tmp_path / "whole", tmp_path / "int8", FORMATS["int8"])
     model: Any = hf.load_model(tmp_path / "int8")
     other: Any = hf.load_model(tmp_path / "int8")
+    expanded = jax.jit(lambda few: jnp.stack([mixing.one_of(few, e).dequantised() for e in range(8)]))
     for layer in other.layers:
         assert not isinstance(layer.mlp.router.kernel[...], Quantised)
         for param in (layer.mlp.gate_up, layer.mlp.down):
             stacked = param[...]
             assert isinstance(stacked, Quantised) and stacked.values.dtype == jnp.int8
-            param.set_value(jnp.stack([mixing.one_of(stacked, e).dequantised() for e in range(8)]))
+            param.set_value(expanded(stacked))
     ids, positions = jnp.arange(9)[None] % 13, jnp.arange(9)[None]
     run = nnx.jit(lambda model: model(ids, positions, causal_attention)[0])
     np.testing.assert_allclose(*(np.asarray(run(m)) for m in (model, other)), atol=1e-3, rtol=1e-3)
@@ -273,13 +279,16 @@ def test_pairs_are_multiplied_by_experts_in_few_bits(piece: int, monkeypatch: py
     experts_P = np.asarray([4, 0, 0, 3, 1, 4, 2])
 
     @jax.jit
-    def both(kernels: dict[str, Any], x_PE: jax.Array) -> dict[str, Any]:
+    def run(kernels: dict[str, Any], x_PE: jax.Array) -> dict[str, Any]:
         pairs = lambda kernel: stacked.pair_products(x_PE, kernel, jnp.asarray(experts_P))
-        return {form: (pairs(kernel), stacked.expanded(kernel, jnp.float32)) for form, kernel in kernels.items()}
+        # The expansion of MXFP4 has a test of its own.
+        one = lambda kernel: None if isinstance(kernel, Mxfp4) else mixing.one_of(kernel, 3).dequantised()
+        whole = lambda kernel: stacked.expanded(kernel, jnp.float32)
+        return {form: (pairs(kernel), whole(kernel), one(kernel)) for form, kernel in kernels.items()}
 
-    for form, (found_PF, whole_XEF) in both(kernels, x_PE).items():
-        if form != "mxfp4":  # whose expansion has a test of its own
-            np.testing.assert_array_equal(whole_XEF[3], mixing.one_of(kernels[form], 3).dequantised())
+    for form, (found_PF, whole_XEF, one_EF) in run(kernels, x_PE).items():
+        if form != "mxfp4":
+            np.testing.assert_array_equal(np.asarray(whole_XEF)[3], one_EF)
         expected_PF = np.einsum(
             "pe,pef->pf", np.asarray(x_PE, np.float64), np.asarray(whole_XEF, np.float64)[experts_P]
         )
@@ -292,12 +301,12 @@ def test_experts_in_few_bits_are_gathered_or_expanded_some_at_a_time(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = tiny_config(hidden_size=64, experts=Experts(COUNT, CHOSEN, 64, (0,), scores="top_k", bias=True))
-    whole = experts.MixtureOfExperts(cfg, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(params=1))
-    made = experts.MixtureOfExperts(cfg, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(params=1))
+    whole, made = drawn(cfg), drawn(cfg)
+    expanded = jax.jit(lambda few: stacked.expanded(few, jnp.float32))
     for name in ("gate_up", "down"):
         few = few_bits(form, getattr(made, name)[...].shape, 7)
         getattr(made, name).set_value(few)
-        getattr(whole, name).set_value(stacked.expanded(few, jnp.float32))
+        getattr(whole, name).set_value(expanded(few))
     assert stacked.together(COUNT, 64 * 192, jnp.float32) == COUNT
     monkeypatch.setattr(sizes, "EXPANDED", 4 * 64 * 192 * 4)
     assert stacked.together(COUNT, 64 * 192, jnp.float32) == 3
@@ -341,7 +350,7 @@ def test_two_devices_share_experts_in_few_bits(form: str, way: str, monkeypatch:
     inner = 512 if form == "int8-zeros" else 192  # zero points of two blocks a device, and of a part of one
     own = Experts(COUNT, CHOSEN, inner, (0,), scores="top_k", bias=True, hidden_act="clamped_swiglu")
     cfg = tiny_config(hidden_size=128, experts=own)
-    made = experts.MixtureOfExperts(cfg, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(params=1))
+    made = drawn(cfg)
     for name in ("gate_up", "down"):
         few = few_bits(form, getattr(made, name)[...].shape, 7)
         getattr(made, name).set_value(few)
@@ -397,7 +406,7 @@ def test_experts_of_which_one_kernel_is_quantised(name: str, monkeypatch: pytest
 def test_kernels_for_many_rows_have_the_derivative_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads with a mixture are trained; the kernel itself has none."""
     cfg = tiny_config(hidden_size=64, experts=Experts(COUNT, CHOSEN, 64, (0,), bias=True))
-    made = experts.MixtureOfExperts(cfg, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(params=1))
+    made = drawn(cfg, jnp.bfloat16)
     made.backend, most = "hopper", 32 * CHOSEN
     assert [made.way(pairs) for pairs in (COUNT - 1, most, most + 1)] == ["pairs", "all", "many"]
     asked = []
@@ -410,10 +419,10 @@ def test_kernels_for_many_rows_have_the_derivative_of_all(monkeypatch: pytest.Mo
     monkeypatch.setattr(mixing.gpu_experts_many, "mix", kernel)
     x_1ME = jax.random.normal(jax.random.key(9), (1, 40, 64), jnp.bfloat16)
     loss = lambda made, x: jnp.sum(made(x).astype(jnp.float32) ** 2)
-    found = nnx.value_and_grad(loss, argnums=(0, 1))(made, x_1ME)
+    found = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))(made, x_1ME)
     assert asked == [None]
     made.backend = "gpu"
-    want = nnx.value_and_grad(loss, argnums=(0, 1))(made, x_1ME)
+    want = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))(made, x_1ME)
     assert len(jax.tree.leaves(found)) == len(jax.tree.leaves(want)) == 8
     for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
         assert np.abs(np.asarray(expected, np.float32)).max() > 0
@@ -425,7 +434,7 @@ def test_kernels_for_many_rows_have_the_derivative_of_all(monkeypatch: pytest.Mo
 ])  # fmt: skip
 def test_which_mixtures_kernels_for_many_rows_serve(inner: int, act: str, why: str | None) -> None:
     cfg = tiny_config(hidden_size=64, experts=Experts(COUNT, CHOSEN, inner, (0,), hidden_act=act))
-    made = experts.MixtureOfExperts(cfg, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(params=1))
+    made = drawn(cfg, jnp.bfloat16)
     assert (made.many_refusal() or "").endswith(why or "")
     assert (made.many_refusal() is None) == (why is None)
     made.down.set_value(made.down[...].astype(jnp.float32))
