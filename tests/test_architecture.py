@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 import tomllib
@@ -120,6 +121,7 @@ def part_of(path: Path) -> str:
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
 
+@functools.cache
 def imports(path: Path) -> list[str]:
     """Every module that a file imports, at whatever depth of its code; relative imports are refused."""
     found = []
