@@ -211,10 +211,20 @@ def tiny_llm(tiny_directory: Path, kept_executables: Path) -> LLM:
     return made
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def little_memory() -> Iterator[None]:
-    """A process runs many files of tests: what they compiled must not pile up."""
+    """A process runs many files of tests: what they compiled must not pile up.
+
+    What a file leaves is looked through once, and not again with what later ones leave: `LLM.close` and tests collect
+    garbage at once, which takes seconds in a process of many engines.
+    """
     yield
     if Path("/proc/self/maps").exists() and Path("/proc/self/maps").read_bytes().count(b"\n") > MANY:
         jax.clear_caches()
-        gc.collect()
+        gc.unfreeze()
+    gc.collect()
+    gc.freeze()

@@ -300,9 +300,7 @@ def test_what_exists_when_the_engine_is_built_is_no_garbage(kit: Any) -> None:
     told: list[Any] = []
     core = EngineCore(lambda on_compiled: kit.clean(), lambda engine: "what it is like", told.append, freeze=True)
     core.commands.put(Stop())
-    try:
-        core.run()
-        assert gc.get_freeze_count() > 10_000
-    finally:
-        gc.unfreeze()
+    before, others = gc.get_freeze_count(), len(gc.get_objects())  # what earlier files left is frozen already
+    core.run()
+    assert gc.get_freeze_count() > before + others / 2 > before + 500
     assert isinstance(told[0], Built) and told[0].description == "what it is like"
