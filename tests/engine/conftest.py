@@ -59,13 +59,18 @@ SPECULATION: dict[str, dict[str, Any]] = {
 }
 KINDS = {"hybrid": "eagle3"}
 TIERS = {
-    "ngram": (PLAIN, Tier(1), Tier(3), Tier(5)),
+    "ngram": (PLAIN, Tier(3), Tier(5)),
     "draft_model": (PLAIN, Tier(1), Tier(3), TREE),
-    "eagle3": (PLAIN, Tier(1), Tier(3), TREE),
+    "eagle3": (PLAIN, Tier(3), TREE),
     "small": (PLAIN, Tier(5)),
     **{kind: (PLAIN, Tier(3), TREE) for kind in PASSING},
     "suffix": (PLAIN, Tier(3), Tier(5)),
     "hybrid": (PLAIN, Tier(3), TREE, Tier(5, lookup=True)),
+}
+#: With --exhaustive. A chain of one draft is in the gate with a draft model.
+ALL_TIERS = TIERS | {
+    "ngram": (PLAIN, Tier(1), Tier(3), Tier(5)),
+    "eagle3": (PLAIN, Tier(1), Tier(3), TREE),
 }
 SIZES = dict(
     max_batch_size=4, max_seq_len=120, page_size=8, prefill_chunk=16, max_num_batched_tokens=32, warmup="eager",
@@ -233,6 +238,11 @@ class Bench:
                 files={"model files": "these"},
             )  # fmt: skip
 
+    @property
+    def tiers(self) -> Mapping[str, tuple[Tier, ...]]:
+        """What the session's engine of a drafter is compiled for, and "small"."""
+        return ALL_TIERS if self.exhaustive else TIERS
+
     def buckets(self, kind: str) -> tuple[int, ...]:
         """Batch sizes that the session's engine of a drafter is compiled for."""
         if self.exhaustive:
@@ -256,17 +266,17 @@ class Bench:
                 options = dict(batch_buckets=self.buckets(kind), variants=("sampled",))
                 self._engines[kind] = self.build(kind, SpeculationConfig(policy="off"), **options)
             elif kind == "small":
-                cost = CostTable({(tier, 4): 1e-3 for tier in TIERS[kind]})
+                cost = CostTable({(tier, 4): 1e-3 for tier in self.tiers[kind]})
                 few = dict(batch_buckets=(4,), variants=("sampled",), num_pages=30)
-                self._engines[kind] = self.build("ngram", SpeculationConfig(tiers=TIERS[kind]), cost, **few)
+                self._engines[kind] = self.build("ngram", SpeculationConfig(tiers=self.tiers[kind]), cost, **few)
             else:
                 buckets = self.buckets(kind)
-                cost = CostTable({(t, b): 1e-3 * (1 + 0.1 * t.depth) for t in TIERS[kind] for b in buckets})
+                cost = CostTable({(t, b): 1e-3 * (1 + 0.1 * t.depth) for t in self.tiers[kind] for b in buckets})
                 # EAGLE-1 and MTP draft as EAGLE-3 does, whose engine has the rounds of greedy batches too.
                 both = kind == "eagle3" or (self.exhaustive and kind not in ("eagle1", "mtp"))
                 variants = ("greedy", "sampled") if both else ("sampled",)
                 options: dict[str, Any] = dict(batch_buckets=buckets, variants=variants)
-                speculation = SpeculationConfig(tiers=TIERS[kind], **SPECULATION.get(kind, {}))
+                speculation = SpeculationConfig(tiers=self.tiers[kind], **SPECULATION.get(kind, {}))
                 options |= dict(num_pages=30, together=self.exhaustive or kind not in ALONE)
                 self._engines[kind] = self.build(kind, speculation, cost, **options)
         engine = self._engines[kind]
@@ -414,7 +424,7 @@ def bench(kept_executables: Path, exhaustive: bool) -> Bench:
 
 
 @pytest.fixture(scope="session")
-def tools() -> Any:
+def tools(bench: Bench) -> Any:
     """What test modules share; they cannot import each other."""
 
     class Tools:
@@ -423,7 +433,7 @@ def tools() -> Any:
         workload, long_requests = staticmethod(workload), staticmethod(long_requests)
         script, randomised = Script, staticmethod(randomised)
         eagle3_head = staticmethod(eagle3_head)
-        tiers, tree, vocab, eos, error = TIERS, TREE, V, EOS, FinishReason.ERROR
+        tiers, tree, vocab, eos, error = bench.tiers, TREE, V, EOS, FinishReason.ERROR
         speculation = SPECULATION
 
     return Tools
