@@ -64,11 +64,17 @@ TIERS = {
     "eagle3": (PLAIN, Tier(3), TREE),
     "small": (PLAIN, Tier(5)),
     **{kind: (PLAIN, Tier(3), TREE) for kind in PASSING},
+    "dflash": (PLAIN, Tier(3)),
+    "dflash2": (PLAIN, Tier(3)),
     "suffix": (PLAIN, Tier(3), Tier(5)),
-    "hybrid": (PLAIN, Tier(3), TREE, Tier(5, lookup=True)),
+    "hybrid": (PLAIN, Tier(5, lookup=True), TREE),
 }
-#: With --exhaustive. A chain of one draft is in the gate with a draft model.
+#: With --exhaustive. The gate has a chain of one draft with a draft model, DFlash's trees as DSpark's, and one chain of
+#: two drafters in tests/speculation/test_suffix.py.
 ALL_TIERS = TIERS | {
+    "dflash": (PLAIN, Tier(3), TREE),
+    "dflash2": (PLAIN, Tier(3), TREE),
+    "hybrid": (PLAIN, Tier(3), TREE, Tier(5, lookup=True)),
     "ngram": (PLAIN, Tier(1), Tier(3), Tier(5)),
     "eagle3": (PLAIN, Tier(1), Tier(3), TREE),
 }

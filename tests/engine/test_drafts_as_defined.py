@@ -214,7 +214,7 @@ def test_drafts_are_their_definition(bench: Any, tools: Any, kind: str):
             assert draft.tolist() == [text[-1], *definition(text)], f"after {length} tokens"
             checked.setdefault(len(prompt), set()).add(int(length))
 
-    chain, tree = Tier(DEPTH), tools.tree
+    chain, tree = Tier(DEPTH), tools.tiers[kind][-1]
     engine.use_policy(tools.script(chain, PLAIN, tree, PLAIN, PLAIN, PLAIN, chain, tree))
     rng = np.random.default_rng(2)
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
