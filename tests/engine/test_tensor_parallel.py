@@ -114,26 +114,13 @@ def run_tiers(target: Any, tools: Any, shards: int) -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def expected(target: Any, tools: Any) -> Any:
-    """What one device gives."""
-    return run_tiers(target, tools, 1)[1]
+    """What plain decoding on one device gives."""
+    with quick.prompts_alone():
+        return tools.drive(build(target, tools, 1), tools.workload())
 
 
 def histograms(outputs: Any) -> list[list[int]]:
     return [o.metrics.acceptance_histogram for o in outputs]
-
-
-@pytest.mark.covers("devices", "trees", kind="eagle3")
-def test_an_eagle_head_on_two_devices(target: Any, tools: Any, expected: Any):
-    """Tokens, log-probabilities and acceptance are those of one device."""
-    engine, outputs = run_tiers(target, tools, SHARDS)
-    tools.same(outputs, expected)
-    assert histograms(outputs) == histograms(expected)
-    assert sum(o.metrics.accepted for o in outputs) > 0
-    assert engine.stats.draft_tensor_parallel == SHARDS
-    state = engine.runner.state
-    for pages in (state.pages, state.draft.pages):
-        assert {s.data.shape[1] for s in pages.addressable_shards} == {1} and len(pages.addressable_shards) == SHARDS
-    assert state.tokens_SL.sharding.is_fully_replicated and state.draft.ring_SRA.sharding.is_fully_replicated
 
 
 def run_whole_parts(target: Any, tools: Any, shards: int) -> tuple[Any, Any]:
@@ -161,19 +148,35 @@ def run_shared_tables(tmp_path: Path, tools: Any, shards: int) -> tuple[Any, Any
 
 @pytest.fixture(scope="module")
 def written() -> dict[str, Any]:
-    """What one device gives in the two runs above; `test_one_device_gives_what_is_written` runs them again."""
+    """What one device gives in the three runs above; `test_one_device_gives_what_is_written` runs them again."""
     return json.loads(WRITTEN.read_text())
 
 
-@pytest.mark.exhaustive("two engines of one device, for what is written down")
+@pytest.mark.exhaustive("three engines of one device, for what is written down")
 def test_one_device_gives_what_is_written(target: Any, tools: Any, tmp_path: Path, written: dict[str, Any]):
+    tiers = run_tiers(target, tools, 1)[1]
     whole, shared = run_whole_parts(target, tools, 1)[1], run_shared_tables(tmp_path, tools, 1)[1]
     found = {
+        "tiers": {"histograms": histograms(tiers)},
         "whole parts": {"histograms": histograms(whole)},
         "shared tables": {"tokens": [o.token_ids for o in shared], "histograms": histograms(shared)},
     }
     (new := tmp_path / WRITTEN.name).write_text(json.dumps(found))
     assert found == written, f"it gives what {new} says"
+
+
+@pytest.mark.covers("devices", "trees", kind="eagle3")
+def test_an_eagle_head_on_two_devices(target: Any, tools: Any, expected: Any, written: dict[str, Any]):
+    """Tokens, log-probabilities and acceptance are those of one device."""
+    engine, outputs = run_tiers(target, tools, SHARDS)
+    tools.same(outputs, expected)
+    assert histograms(outputs) == written["tiers"]["histograms"]
+    assert sum(o.metrics.accepted for o in outputs) > 0
+    assert engine.stats.draft_tensor_parallel == SHARDS
+    state = engine.runner.state
+    for pages in (state.pages, state.draft.pages):
+        assert {s.data.shape[1] for s in pages.addressable_shards} == {1} and len(pages.addressable_shards) == SHARDS
+    assert state.tokens_SL.sharding.is_fully_replicated and state.draft.ring_SRA.sharding.is_fully_replicated
 
 
 @pytest.mark.covers("devices", "budgets", kind="eagle3")
