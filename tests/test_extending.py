@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -170,11 +171,12 @@ def test_names_are_told_where_they_are_asked_for(model: Path):
 
 
 def test_both_serve_what_plain_decoding_says(model: Path, tiny_llm: LLM):
-    llm = LLM(
-        str(model), "successor", {"policy": "alternating", "depth": 2}, max_batch_size=2, max_seq_len=64, seed=5,
-        progress=False, page_size=8, prefill_chunk=16, variants=("sampled",), batch_buckets=(2,), compile_cache=False,
-        warmup="eager",
-    )  # fmt: skip
+    with quick.prompts_alone():
+        llm = LLM(
+            str(model), "successor", {"policy": "alternating", "depth": 2}, max_batch_size=2, max_seq_len=64, seed=5,
+            progress=False, page_size=8, prefill_chunk=16, variants=("sampled",), batch_buckets=(2,),
+            compile_cache=False, warmup="eager",
+        )  # fmt: skip
     prompts = [[0, 1, 2], [5], [7, 3]]
     params = [SamplingParams(temperature=t, seed=9, max_tokens=20, ignore_eos=True) for t in (0.0, 1.0, 0.0)]
     outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 from flax import nnx
 
 from jaxspec import LLM
@@ -271,7 +272,8 @@ def test_a_target_drafts_for_itself_in_few_bits(kind: str, tools: Any, kept_exec
         max_batch_size=2, max_seq_len=60, page_size=8, prefill_chunk=16, batch_buckets=(2,), variants=("sampled",),
         warmup="eager", compile_cache=kept_executables,
     )  # fmt: skip
-    engine = assemble(target, None, asked, config, drafter=Drafting(make, True, name=kind), progress=False)
+    with quick.prompts_alone():
+        engine = assemble(target, None, asked, config, drafter=Drafting(make, True, name=kind), progress=False)
     work = [
         ([1, 2, 3], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)),
         ([9, 4], SamplingParams(temperature=0.9, seed=2, max_tokens=24, ignore_eos=True)),

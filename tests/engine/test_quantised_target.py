@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+import quick
 from flax import nnx
 
 from jaxspec import LLM, SamplingParams
@@ -71,12 +72,14 @@ def test_speculation_gives_the_tokens_of_plain_decoding(
     quantise_directory(plain_directory, tmp_path / "target", FEW[name])
     assert isinstance(hf.load_model(tmp_path / "target").layers[1].attn.qkv.kernel[...], Quantised)  # pyright: ignore[reportAttributeAccessIssue]
     speculation = SpeculationConfig(tiers=TIERS, draft_quantization=drafts)
-    with LLM(
-        tmp_path / "target", plain_directory.parent / "eagle3", speculation,
-        max_batch_size=3, max_seq_len=60, progress=False, page_size=8, variants=("sampled",), batch_buckets=(3,),
-        warmup="eager", prefill_chunk=16, skip_tokenizer_init=True, compile_cache=kept_executables,
-        enable_prefix_caching=False, **options,
-    ) as llm:  # fmt: skip
+    with quick.prompts_alone():
+        made = LLM(
+            tmp_path / "target", plain_directory.parent / "eagle3", speculation,
+            max_batch_size=3, max_seq_len=60, progress=False, page_size=8, variants=("sampled",), batch_buckets=(3,),
+            warmup="eager", prefill_chunk=16, skip_tokenizer_init=True, compile_cache=kept_executables,
+            enable_prefix_caching=False, **options,
+        )  # fmt: skip
+    with made as llm:
 
         def generate(tier: Tier) -> list[RequestOutput]:
             llm.use_policy(StaticPolicy(tier))

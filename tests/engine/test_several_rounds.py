@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import quick
 
 from jaxspec import LLM
 from jaxspec.adaptive.cost import CostTable
@@ -156,11 +157,13 @@ def test_what_runs_past_a_stop_string_is_cut(tiny_directory: Path, tiny_llm: LLM
         SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=[text[at : at + 2]], min_tokens=at % 3)
         for at, text in zip((5, 8, 13, 21), texts, strict=True)
     ]
-    with LLM(
-        str(tiny_directory), "ngram", {"depth": 3}, max_batch_size=2, max_seq_len=64, seed=5, progress=False,
-        page_size=8, prefill_chunk=16, variants=("sampled",), batch_buckets=(2,), compile_cache=kept_executables,
-        warmup="eager", rounds_per_dispatch=ROUNDS,
-    ) as llm:  # fmt: skip
+    with quick.prompts_alone():
+        several = LLM(
+            str(tiny_directory), "ngram", {"depth": 3}, max_batch_size=2, max_seq_len=64, seed=5, progress=False,
+            page_size=8, prefill_chunk=16, variants=("sampled",), batch_buckets=(2,), compile_cache=kept_executables,
+            warmup="eager", rounds_per_dispatch=ROUNDS,
+        )  # fmt: skip
+    with several as llm:
         for one, other in zip(tiny_llm.generate(prompts, params), llm.generate(prompts, params), strict=True):
             assert (one.text, one.token_ids) == (other.text, other.token_ids)
             assert one.outputs[0].stop_reason == other.outputs[0].stop_reason is not None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import quick
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -52,12 +53,13 @@ def tiny_tokenizer() -> Tokenizer:
 def build_tiny_engine(tiers: tuple[Tier, ...] = TIERS, **config: Any) -> Engine:
     """The 13-token model with n-gram drafts and text; the policy's costs are made up, so nothing is timed."""
     cost = CostTable({(t, b): 1e-3 * (1 + 0.1 * t.depth) for t in tiers for b in BUCKETS})
-    return assemble(
-        tiny_target(0, eos_token_ids=(EOS,)), tiny_tokenizer(), SpeculationConfig(tiers=tiers),
-        EngineConfig(**{**SIZES, **config}),
-        drafter=Drafting(lambda geo: (prompt_lookup(VOCAB), ()), name="suffix"), cost=cost,
-        progress=False,
-    )  # fmt: skip
+    with quick.prompts_alone():
+        return assemble(
+            tiny_target(0, eos_token_ids=(EOS,)), tiny_tokenizer(), SpeculationConfig(tiers=tiers),
+            EngineConfig(**{**SIZES, **config}),
+            drafter=Drafting(lambda geo: (prompt_lookup(VOCAB), ()), name="suffix"), cost=cost,
+            progress=False,
+        )  # fmt: skip
 
 
 def writing_tokenizer() -> Tokenizer:
@@ -77,9 +79,10 @@ def build_writing_engine(kept: Path) -> Engine:
     tiers = (PLAIN, TREE)
     draft = tiny_target(1, num_layers=1, vocab_size=vocab)
     few = dict(batch_buckets=(4,), max_seq_len=240, num_pages=60)
-    return assemble(
-        tiny_target(0, vocab_size=vocab, eos_token_ids=(end,)), writing_tokenizer(),
-        SpeculationConfig(tiers=tiers), EngineConfig(**{**SIZES, "compile_cache": kept, **few}),
-        drafter=Drafting(lambda geo: bind_drafter("draft_model", draft, geo), trees=True, name="draft_model"),
-        cost=CostTable({(t, 4): 1e-3 * (1 + 0.1 * t.depth) for t in tiers}), progress=False,
-    )  # fmt: skip
+    with quick.prompts_alone():
+        return assemble(
+            tiny_target(0, vocab_size=vocab, eos_token_ids=(end,)), writing_tokenizer(),
+            SpeculationConfig(tiers=tiers), EngineConfig(**{**SIZES, "compile_cache": kept, **few}),
+            drafter=Drafting(lambda geo: bind_drafter("draft_model", draft, geo), trees=True, name="draft_model"),
+            cost=CostTable({(t, 4): 1e-3 * (1 + 0.1 * t.depth) for t in tiers}), progress=False,
+        )  # fmt: skip
