@@ -5,7 +5,8 @@ Owns the copies that are made of a module built of `layers`; knows neither meshe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator
 from typing import TypeVar
 
 import jax
@@ -84,15 +85,19 @@ def tensor_parallel(module: _Module, shards: int, sums: str = BY_XLA, *, lent: b
         if split.widths:
             starts = [sum(split.widths[:i]) for i in range(1, len(split.widths))]
 
-            def by_shard(whole: jax.Array, starts: Sequence[int] = starts) -> jax.Array:
-                parts = [x.reshape(*x.shape[:-1], shards, -1) for x in jnp.split(whole, starts, axis=-1)]
-                return jnp.concatenate(parts, axis=-1).reshape(whole.shape)
-
+            by_shard = functools.partial(_by_shard, starts=tuple(starts), shards=shards)
             few = isinstance(value, Quantised | Mxfp4)
             value = value.along_outputs(by_shard) if few else by_shard(value)
         setattr(split.owner, split.name, marked := nnx.Param(value))
         mark(marked, split.axis, sums)
     return copy
+
+
+@functools.partial(jax.jit, static_argnames=("starts", "shards"))
+def _by_shard(whole: jax.Array, starts: tuple[int, ...], shards: int) -> jax.Array:
+    """Groups of columns that begin at 0 and at `starts`, each cut into shards: one shard's parts after another's."""
+    parts = [x.reshape(*x.shape[:-1], shards, -1) for x in jnp.split(whole, starts, axis=-1)]
+    return jnp.concatenate(parts, axis=-1).reshape(whole.shape)
 
 
 def divided(module: nnx.Module, shards: int) -> Iterator[Split]:
