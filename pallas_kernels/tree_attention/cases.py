@@ -27,6 +27,11 @@ POOL_BYTES = 6 << 30
 PARTIAL_BYTES = 16 << 20
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def _normal(key: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.random.normal(key, like.shape, jnp.float32).astype(like.dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case(registry.Case[TreeAttentionArgs, jax.Array]):
     """One call.
@@ -130,11 +135,8 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
         table = rng.permutation(self.num_pages)[: self.batch * self.columns].reshape(self.batch, self.columns)
         shapes = self.shapes()
         keys = iter(jax.random.split(jax.random.key(seed), 4))
-        normal = jax.jit(
-            lambda key, like: jax.random.normal(key, like.shape, jnp.float32).astype(like.dtype), static_argnums=1
-        )
         q, pages, k, v = (
-            normal(next(keys), like) for like in (shapes.q_BNHC, shapes.pages, shapes.tree_k_BTGC, shapes.tree_v_BTGC)
+            _normal(next(keys), like) for like in (shapes.q_BNHC, shapes.pages, shapes.tree_k_BTGC, shapes.tree_v_BTGC)
         )
         v = v if self.values is None else k[..., : self.values]
         if poison:
