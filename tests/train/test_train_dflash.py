@@ -34,7 +34,8 @@ def new_head(target: Transformer, draft_vocab_size: int = 13, block_size: int = 
     head = DflashHead(cfg, Shared(target.embedding[...]), lm_head, rngs=nnx.Rngs(params=0))
     head.target_ids[...] = jnp.asarray(ids_V, jnp.int32)
     for i, param in enumerate(jax.tree.leaves(nnx.state(head, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Param))):
-        param.set_value(param[...] + 0.2 * jax.random.normal(jax.random.key(i), param.shape))
+        noise = np.asarray(jax.random.normal(jax.random.key(i), param.shape))
+        param.set_value(jnp.asarray(np.asarray(param[...]) + 0.2 * noise))
     return head
 
 

@@ -33,7 +33,8 @@ def new_head(target: Transformer, **fields: Any) -> Dflash2Head:
     cfg = Dflash2Config(layer, AUX, 4, 12, 13, **{**SIZES, **fields})
     head = Dflash2Head(cfg, Shared(target.embedding[...]), shared_lm_head(target), rngs=nnx.Rngs(params=0))
     for i, param in enumerate(jax.tree.leaves(nnx.state(head, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Param))):
-        param.set_value(param[...] + 0.3 * jax.random.normal(jax.random.key(i), param.shape))
+        noise = np.asarray(jax.random.normal(jax.random.key(i), param.shape))
+        param.set_value(jnp.asarray(np.asarray(param[...]) + 0.3 * noise))
     return head
 
 

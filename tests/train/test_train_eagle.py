@@ -53,8 +53,9 @@ def randomized(head: Any) -> Any:
     """Every parameter random and large, so that a wrong mask or position shows."""
     for i, (_, param) in enumerate(nnx.iter_graph(head)):
         if isinstance(param, nnx.Param):
-            noise = jax.random.normal(jax.random.key(i), param.shape)
-            param[...] = 1.0 + 0.3 * noise if param.ndim == 1 else noise * 2 / np.sqrt(param.shape[0])
+            noise = np.asarray(jax.random.normal(jax.random.key(i), param.shape))
+            scaled = 1.0 + 0.3 * noise if param.ndim == 1 else noise * 2 / np.sqrt(np.float32(param.shape[0]))
+            param.set_value(jnp.asarray(scaled))
     return head
 
 

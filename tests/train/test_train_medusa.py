@@ -37,8 +37,8 @@ def random_heads(target: Transformer, **overrides: int) -> MedusaHeads:
     for i, param in enumerate(
         jax.tree.leaves(nnx.state(module, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Param))
     ):
-        noise = jax.random.normal(jax.random.key(i), param.shape) * 0.1
-        param.set_value(param[...] + noise)
+        noise = np.asarray(jax.random.normal(jax.random.key(i), param.shape))
+        param.set_value(jnp.asarray(np.asarray(param[...]) + 0.1 * noise))
     return module
 
 

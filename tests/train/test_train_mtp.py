@@ -33,7 +33,8 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 def random_head(target: Any, layer_type: str = "qwen3") -> MtpHead:
     head = new_head(layer_type, target, SAMPLE, 0)
     for i, param in enumerate(jax.tree.leaves(nnx.state(head, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Param))):
-        param.set_value(param[...] + 0.2 * jax.random.normal(jax.random.key(i), param.shape))
+        noise = np.asarray(jax.random.normal(jax.random.key(i), param.shape))
+        param.set_value(jnp.asarray(np.asarray(param[...]) + 0.2 * noise))
     return head
 
 

@@ -46,7 +46,8 @@ def new_head(draft_vocab_size: int = 9, **overrides: Any) -> Eagle3Head:
     head = Eagle3Head(cfg, rngs=nnx.Rngs(params=0))
     head.target_ids[...] = jnp.arange(13 - draft_vocab_size, 13, dtype=jnp.int32)
     for i, param in enumerate(jax.tree.leaves(nnx.state(head, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Param))):
-        param.set_value(param[...] + 0.3 * jax.random.normal(jax.random.key(i), param.shape))
+        noise = np.asarray(jax.random.normal(jax.random.key(i), param.shape))
+        param.set_value(jnp.asarray(np.asarray(param[...]) + 0.3 * noise))
     return head
 
 
