@@ -115,7 +115,7 @@ class TreeKV:
         as the mask says, whose rows then mark whole paths of the new tokens.
       kernels: the implementation of tree attention (pallas_kernels.dispatch).
       whole: see `attend_paged`.
-      asked: the last layer answers so many queries, the last ones (with a mask); None: all.
+      asked: the last layer answers the last so many tokens alone, which takes a mask, or none; None: all.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -65,9 +65,9 @@ class Attend(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Answering:
-    """An `Attend` that answers some of a model's last queries alone: of other tokens entries in the cache are enough.
+    """An `Attend` that answers some tokens alone in a model's last layer: of others entries in the cache are enough.
 
-    The last layer goes on with their rows, and so does what comes behind it.
+    That layer goes on with the rows of these tokens, and so does what comes behind it.
 
     Attributes:
       attend: what it is; its result in `layer`, the last one, has the rows that `pick` takes of a layer's input.
@@ -309,10 +309,16 @@ class TargetModel(nnx.Module):
     Attributes:
       embedding: the table of token embeddings [V, E], in the model's dtype; draft heads share it.
       lm_head: the output layer, which draft heads share; None where it is tied to `embedding`.
-      narrows: whether layers go on with the rows that attention answers (`answered`), where these are not all.
+      narrows: whether layers go on with the rows that attention answers (`answered`), where these are not all. A class
+        with a `__call__` of its own says so for itself.
     """
 
     narrows: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__call__" in cls.__dict__ and "narrows" not in cls.__dict__:
+            cls.narrows = False
 
     config: ModelConfig
     embedding: nnx.Variable

@@ -299,7 +299,7 @@ class MLP(nnx.Module):
 class BuildPart(Protocol):
     """Makes what a layer has between its second norm and the residual stream: a module of [..., E] to [..., E].
 
-    Of attention likewise: a module that is called as `Attention`.
+    Of attention likewise: a module that is called as `Attention`, and gives the rows that `attend` answers.
     """
 
     def __call__(self, cfg: Any, index: int, /, *, dtype: jnp.dtype, rngs: nnx.Rngs | None) -> Any: ...

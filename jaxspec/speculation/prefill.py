@@ -42,7 +42,7 @@ def chunk_kv(spec: RoundSpec, state: DecodeState, text: Ragged, asked: int | Non
 def last_layer(spec: RoundSpec, model: TargetModel) -> int | None:
     """The layer behind which nobody asks for other tokens of chunks than the last; None: somebody does."""
     layers = spec.config.num_layers
-    return layers - 1 if model.narrows and all(i < layers for i in spec.aux_layers) else None
+    return layers - 1 if model.narrows and all(0 <= i < layers for i in spec.aux_layers) else None
 
 
 class First(NamedTuple):

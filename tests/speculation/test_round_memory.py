@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -133,8 +134,58 @@ def test_behind_their_last_attention_prompts_are_their_last_tokens(setting, monk
         assert rows * mlp <= saved < (rows + 2) * mlp * 2
 
 
-@pytest.mark.parametrize(("layers", "wanted"), [((0, 1), 1), ((0, 2), None), ((3,), None)])
+@pytest.mark.parametrize(("layers", "wanted"), [((0, 1), 1), ((0, 2), None), ((3,), None), ((-1,), None)])
 def test_drafters_that_read_what_leaves_the_last_layer_have_all_of_it(setting, layers, wanted):
     spec, target, *_ = setting
     own = dataclasses.replace(spec, drafter=SimpleNamespace(aux_layers=layers))
     assert last_layer(own, nnx.merge(spec.graph, target)) == wanted
+
+
+def test_models_with_a_call_of_their_own_compute_all_unless_they_say_otherwise():
+    class Inherits(Transformer):
+        pass
+
+    class Calls(Transformer):
+        def __call__(self, *args):
+            return super().__call__(*args)
+
+    class Says(Calls):
+        narrows = True
+
+        def __call__(self, *args):
+            return super().__call__(*args)
+
+    assert [each.narrows for each in (Inherits, Calls, Says)] == [True, False, True]
+
+
+def test_what_is_left_out_changes_nothing_that_is_kept(monkeypatch):
+    """Pages, entries and first tokens of two prompts of unequal lengths, one of which goes on, with a head that reads
+    layers before the last."""
+    target = tiny_target(0, num_layers=3)
+    config = Eagle3Config(
+        hidden_size=16, target_hidden_size=32, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8,
+        vocab_size=target.config.vocab_size, draft_vocab_size=9, aux_layer_ids=(0, 1, 2),
+    )  # fmt: skip
+    core = HeadCore(Eagle3Head(config, rngs=nnx.Rngs(0)))
+    geo = dataclasses.replace(GEO, num_pages=8)
+    drafter = AutoregressiveDrafter(core, geo)
+    graph, params = nnx.split(target)
+    spec = rounds.RoundSpec(graph, target.config, geo, drafter, rejection=False)
+    state = DecodeState.empty(target.config, geo, jnp.float32, drafter.init_state(geo))
+    tokens = jax.random.randint(jax.random.key(1), state.tokens_SL.shape, 0, target.config.vocab_size)
+    table = jnp.arange(2 * geo.pages_per_seq).reshape(2, -1) % geo.num_pages
+    state = dataclasses.replace(state, tokens_SL=tokens, table_SM=table)
+    chunks = jnp.asarray([[0, 7, 1], [1, 3, 0]])
+
+    def run(samples):
+        assert last_layer(spec, target) == (2 if Transformer.narrows else None)
+        made = jax.jit(prefill_fn(spec), static_argnames=("size", "width", "samples"))(
+            params, core.params, state, chunks, size=12, width=8, samples=samples
+        )
+        after, *more = made if samples else (made,)
+        return after.pages, after.draft.pages, after.draft.ring_SRA, after.tokens_SL, [x[:1] for x in more]
+
+    narrow = [run(samples) for samples in (True, False)]
+    monkeypatch.setattr(Transformer, "narrows", False)
+    for found, wanted in zip(narrow, [run(samples) for samples in (True, False)], strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, wanted)

@@ -86,12 +86,10 @@ def build(target: TargetModel, lengths: Sequence[int], requests: int, tokens: in
     )  # fmt: skip
     drafting, speculation = None, SpeculationConfig(policy="off")
     if args.drafter is not None:
-        name, small = args.drafter, SMALL.get(args.shape, args.shape)
+        name, small = args.drafter, SHAPES[SMALL.get(args.shape) or args.shape][0]
         filled = lambda made: random_weights(nnx.eval_shape(made), 1)
-        sizes = drafters.Sizes(
-            target, SHAPES[args.shape][1], _DEPTH, None, SHAPES[small][0], filled,
-            HEADS.get(args.shape, {}),
-        )  # fmt: skip
+        heads = HEADS.get(args.shape, {})
+        sizes = drafters.Sizes(target, SHAPES[args.shape][1], _DEPTH, None, small, filled, heads)
         drafting = Drafting(lambda geo: drafters.bound(name, sizes, geo), name=name)
         speculation = SpeculationConfig(policy="static", depth=_DEPTH)
     return assemble(target, None, speculation, config, drafter=drafting, progress=sys.stderr.isatty())

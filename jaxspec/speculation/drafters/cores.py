@@ -15,6 +15,10 @@ class FeatureHead(Protocol):
     """A module that continues the target's features: EAGLE heads and MTP modules (nnx.Module).
 
     `config` offers num_layers, layer (a ModelConfig), aux_layer_ids, aux_width, vocab_size and draft_vocab_size.
+
+    Attributes:
+      narrows: whether its layers go on with the rows that attention answers (`models.base.answered`). Heads without it
+        compute all, which costs time alone.
     """
 
     config: Any
@@ -26,7 +30,10 @@ class FeatureHead(Protocol):
     def __call__(
         self, tokens_BN: jax.Array, feature_BNE: jax.Array, positions_BN: jax.Array, attend: Attend
     ) -> jax.Array:
-        """Hidden states [B, N, E] that `logits` reads and the next step takes as its features."""
+        """Hidden states that `logits` reads and the next step takes as its features.
+
+        [B, N, E], or of the rows that are answered.
+        """
         ...
 
     def logits(self, hidden_BNE: jax.Array) -> jax.Array:
@@ -53,7 +60,6 @@ class HeadCore(Trained):
     """
 
     offset = 1
-    narrows = True
 
     def __init__(self, head: Any):
         cfg = head.config
@@ -65,6 +71,7 @@ class HeadCore(Trained):
         self.aux_width: int = cfg.aux_width
         self.vocab_size: int = cfg.vocab_size
         self.draft_vocab_size: int = cfg.draft_vocab_size
+        self.narrows: bool = getattr(head, "narrows", False)
         self.mask_token_id: int | None = getattr(cfg, "mask_token_id", None)
         self.full_vocabulary = cfg.draft_vocab_size == cfg.vocab_size
         self.dtype: jnp.dtype = head.embedding[...].dtype

@@ -36,6 +36,8 @@ class Eagle1Config(LastStateConfig):
 class Eagle1Head(LastStateHead):
     """The head's parameters. With rngs None they are placeholders that a checkpoint fills."""
 
+    narrows = True
+
     def __init__(
         self,
         cfg: Eagle1Config,

@@ -147,6 +147,8 @@ class Eagle3Head(nnx.Module):
       mask_hidden: [num_aux * target_hidden_size], P-EAGLE's stand-in for auxiliary states; None elsewhere.
     """
 
+    narrows = True
+
     def __init__(self, cfg: Eagle3Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs | None = None):
         self.config = cfg
         self.few_rows: LayerRunner | None = None

@@ -39,6 +39,8 @@ class MtpHead(LastStateHead):
       fc: joins the normed embedding (first) and the normed feature: eh_proj, input_proj or fc in checkpoints.
     """
 
+    narrows = True
+
     def __init__(
         self,
         cfg: MtpConfig,
