@@ -391,7 +391,7 @@ class Request:
         self.priority = _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if self.max_depth is not None:
             self.max_depth = _integer("max_depth", self.max_depth, 0, _INT32_MAX)
-        if self.tpot is not None and not 0 < self.tpot < math.inf:
+        if self.tpot is not None and (not isinstance(self.tpot, numbers.Real) or not 0 < self.tpot < math.inf):
             raise ValueError(f"tpot must be a positive number of seconds, got {self.tpot!r}")
         self.max_tokens = _INT32_MAX if self.params.max_tokens is None else self.params.max_tokens
         self.metrics.arrival_time = self.arrival_time

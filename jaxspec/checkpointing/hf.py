@@ -113,7 +113,7 @@ def _read_config(directory: Path) -> ModelConfig:
             config["tie_word_embeddings"] = not any(map(_OUTPUT.search, reader.names))
     cfg = registry.read_config(config)
     if (directory / "generation_config.json").exists():
-        more = token_ids(read_json(directory / "generation_config.json").get("eos_token_id"))
+        more = token_ids(read_json(directory / "generation_config.json").get("eos_token_id"), "eos_token_id")
         cfg = dataclasses.replace(cfg, eos_token_ids=tuple(dict.fromkeys(cfg.eos_token_ids + more)))
     return cfg
 
@@ -175,7 +175,7 @@ def _only_text(reader: TensorReader) -> None:
     reader.rename({_TEXT[start] + name.removeprefix(start): name for name, start in starts.items() if start})
     images = [name for name in reader.names if re.fullmatch(_IMAGES, name)]
     _log.warning(
-        "%s: text alone is served; %d tensors for images are left out, such as %s",
+        "%s: text alone is served; what is for images is left out (tensors: %d), such as %s",
         reader.directory, len(images), images[0] if images else "none",
     )  # fmt: skip
 

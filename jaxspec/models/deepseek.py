@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxspec.models import experts, latent
 from jaxspec.models.base import Experts, Latent, ModelConfig
-from jaxspec.models.family import Family, check_positive, refuse
+from jaxspec.models.family import Family, check_number, check_positive, flag, refuse
 from jaxspec.models.llama import common_config, common_fields
 from jaxspec.models.rope_fields import grown
 from jaxspec.models.weight_map import ExpertNames, LayerNames, transformer_weights
@@ -83,7 +83,10 @@ def read_experts(hf: dict[str, Any], layers: int, **mixture: Any) -> Experts | N
     for name, value in (("first_k_dense_replace", first), ("n_shared_experts", shared or 0)):
         if type(value) is not int or value < 0:
             raise ValueError(f"config.json: {name} must be an integer of at least 0, got {value!r}")
+    check_number(hf, "routed_scaling_factor")
     count, chosen, inner = hf["n_routed_experts"], hf["num_experts_per_tok"], hf["moe_intermediate_size"]
+    if chosen > count:
+        raise ValueError(f"config.json: num_experts_per_tok {chosen} is more than n_routed_experts {count}")
     groups, used = (hf["n_group"] or 1, hf["topk_group"] or 1) if mixture.pop("grouped") else (1, 1)
     best = mixture["group_best"] if groups > 1 else 1
     if count % groups or used > groups or not best <= count // groups or chosen > used * (count // groups):
@@ -112,9 +115,9 @@ def read_config(hf: dict[str, Any]) -> ModelConfig:
 def read_v3(hf: dict[str, Any]) -> ModelConfig:
     """A DeepSeek-V3 config.json as ModelConfig."""
     refuse(hf, scoring_func="sigmoid", topk_method="noaux_tc")
-    normalised = bool(hf.get("norm_topk_prob", True))
+    normalised = flag(hf, "norm_topk_prob", True)
     mixture = dict(scores="sigmoid", normalised=normalised, corrected=True, grouped=True, group_best=2)
-    neighbours = bool(hf.get("rope_interleave", True))
+    neighbours = flag(hf, "rope_interleave", True)
     return read_latent("deepseek_v3", hf, _V3, mixture, neighbours, bos=0, eos=1, max_positions=4096)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from jaxspec.models import experts
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.deepseek import NAMES, read_experts, write_experts
-from jaxspec.models.family import Family, read_windows, refuse, write_windows
+from jaxspec.models.family import Family, flag, read_windows, refuse, write_windows
 from jaxspec.models.llama import common_config, common_fields
 from jaxspec.models.weight_map import transformer_weights
 
@@ -28,10 +28,10 @@ def read_config(hf: dict[str, Any]) -> ModelConfig:
     fields = common_fields(hf, bos=None, eos=None, windows=True)
     first = hf.get("max_window_layers", 62)
     mixture = read_experts(
-        hf, fields["num_layers"], scores="sigmoid", normalised=bool(hf["norm_topk_prob"]), corrected=True,
+        hf, fields["num_layers"], scores="sigmoid", normalised=flag(hf, "norm_topk_prob"), corrected=True,
         grouped=True, group_best=2,
     )  # fmt: skip
-    bias = bool(hf.get("attention_bias", False))
+    bias = flag(hf, "attention_bias")
     return ModelConfig(
         family="dots1",
         attention_bias=bias,

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxspec.models import experts
 from jaxspec.models.base import Experts, ModelConfig
-from jaxspec.models.family import Family, check_positive, refuse
+from jaxspec.models.family import Family, check_positive, flag, refuse
 from jaxspec.models.layers import Transformer
 from jaxspec.models.llama import common_config, common_fields
 from jaxspec.models.weight_map import ExpertNames, LayerNames, transformer_weights
@@ -34,7 +34,7 @@ def _read(family: str, hf: dict[str, Any], head_dim: int | None, **own: Any) -> 
 
 def read_config(hf: dict[str, Any]) -> ModelConfig:
     """An ERNIE 4.5 config.json (dense) as ModelConfig."""
-    bias = bool(hf.get("use_bias", False))
+    bias = flag(hf, "use_bias")
     return _read("ernie4_5", hf, 128, attention_bias=bias, output_bias=bias, mlp_bias=bias)
 
 

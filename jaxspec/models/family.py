@@ -6,6 +6,7 @@ A family is one file of this package that makes a `Family`, and its name in the 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -96,11 +97,16 @@ class Family(Generic[_Model]):
     wrapped: tuple[Wrapped, ...] = ()
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
-    """Hugging Face writes one id, a list of ids, or null."""
-    if value is None:
-        return ()
-    return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
+def token_ids(value: Any, name: str) -> tuple[int, ...]:
+    """Hugging Face writes one id, a list of ids, or null.
+
+    Raises:
+      ValueError: something else, in the field `name`.
+    """
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(type(v) is not int or v < 0 for v in ids):
+        raise ValueError(f"config.json: {name} must be a token id of at least 0, or a list of them, got {value!r}")
+    return tuple(ids)
 
 
 def check_positive(hf: dict[str, Any], name: str, *, required: bool = False) -> None:
@@ -110,6 +116,25 @@ def check_positive(hf: dict[str, Any], name: str, *, required: bool = False) -> 
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"config.json: {name} must be a positive integer, got {value!r}")
+
+
+def check_number(hf: Mapping[str, Any], name: str) -> None:
+    """Raises ValueError where a field is neither absent, null nor a positive finite number."""
+    value = hf.get(name)
+    if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
+        raise ValueError(f"config.json: {name} must be a positive number, got {value!r}")
+
+
+def flag(hf: Mapping[str, Any], name: str, usual: bool = False) -> bool:
+    """A field that is true or false; `usual` where it is absent.
+
+    Raises:
+      ValueError: it is something else, as "false" in quotes is.
+    """
+    value = hf.get(name, usual)
+    if value not in (True, False, None):
+        raise ValueError(f"config.json: {name} must be true or false, got {value!r}")
+    return bool(value)
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"

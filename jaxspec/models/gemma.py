@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.family import Family, Wrapped, read_windows, refuse, write_windows
+from jaxspec.models.family import Family, Wrapped, flag, read_windows, refuse, write_windows
 from jaxspec.models.layers import Transformer
 from jaxspec.models.llama import common_config, common_fields
 from jaxspec.models.rope_fields import of_full_layers
@@ -38,7 +38,7 @@ def _read(family: str, hf: dict[str, Any], max_positions: int, *, theta: float, 
     fields = common_fields(
         hf, bos=2, eos=1, max_positions=max_positions, theta=theta, tied=True, windows=True, activation="gelu_tanh"
     )
-    bias, scalar = bool(hf.get("attention_bias", False)), hf.get("query_pre_attn_scalar", 256)
+    bias, scalar = flag(hf, "attention_bias"), hf.get("query_pre_attn_scalar", 256)
     if isinstance(scalar, bool) or not isinstance(scalar, int | float) or not scalar > 0:
         raise ValueError(f"config.json: query_pre_attn_scalar must be a positive number, got {scalar!r}")
     return ModelConfig(

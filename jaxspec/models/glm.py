@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.family import Family
+from jaxspec.models.family import Family, flag
 from jaxspec.models.layers import Transformer
 from jaxspec.models.llama import common_config, common_fields
 from jaxspec.models.weight_map import LayerNames, transformer_weights
@@ -23,7 +23,7 @@ def _read(family: str, hf: dict[str, Any]) -> ModelConfig:
     )
     return ModelConfig(
         family=family,
-        attention_bias=bool(hf.get("attention_bias", True)),
+        attention_bias=flag(hf, "attention_bias", True),
         rope_interleaved=True,
         post_norms=family == "glm4",
         **fields,

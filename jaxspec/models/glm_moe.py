@@ -11,7 +11,7 @@ from typing import Any
 from jaxspec.models import experts
 from jaxspec.models.base import ModelConfig
 from jaxspec.models.deepseek import NAMES, build, read_experts, read_latent, write_experts, write_latent
-from jaxspec.models.family import Family, refuse
+from jaxspec.models.family import Family, flag, refuse
 from jaxspec.models.llama import common_config, common_fields
 from jaxspec.models.weight_map import transformer_weights
 
@@ -30,7 +30,7 @@ _LITE: dict[str, Any] = dict(
 def _mixture(hf: dict[str, Any]) -> dict[str, Any]:
     """What both know of their experts besides config.json's numbers."""
     refuse(hf, scoring_func="sigmoid", topk_method="noaux_tc")
-    normalised = bool(hf.get("norm_topk_prob", True))
+    normalised = flag(hf, "norm_topk_prob", True)
     return dict(scores="sigmoid", normalised=normalised, corrected=True, grouped=True, group_best=2)
 
 
@@ -40,8 +40,8 @@ def read_config(hf: dict[str, Any]) -> ModelConfig:
     fields = common_fields(hf, bos=None, eos=None, max_positions=131072, eps=1e-5, partial=0.5)
     return ModelConfig(
         family="glm4_moe",
-        attention_bias=bool(hf.get("attention_bias", False)),
-        qk_norm=bool(hf.get("use_qk_norm", False)),
+        attention_bias=flag(hf, "attention_bias"),
+        qk_norm=flag(hf, "use_qk_norm"),
         experts=read_experts(hf, fields["num_layers"], **_mixture(hf)),
         **fields,
     )
@@ -70,7 +70,7 @@ def read_lite(hf: dict[str, Any]) -> ModelConfig:
                 f"config.json: mlp_layer_types must be 'dense' and then 'sparse' for {count} layers, got {kinds!r}"
             )
         hf = {**hf, "first_k_dense_replace": dense}
-    neighbours = bool(hf.get("rope_interleave", True))
+    neighbours = flag(hf, "rope_interleave", True)
     return read_latent(
         "glm4_moe_lite", hf, _LITE, _mixture(hf), neighbours, bos=0, eos=1, max_positions=202752, eps=1e-5
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxspec.models import experts
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.family import Family, read_windows, refuse, write_windows
+from jaxspec.models.family import Family, flag, read_windows, refuse, write_windows
 from jaxspec.models.llama import common_config, common_fields
 from jaxspec.models.mixing import CLAMP, SHARPNESS
 from jaxspec.models.mixtral import read_experts
@@ -32,7 +32,7 @@ def read_config(hf: dict[str, Any]) -> ModelConfig:
         hf, fields["intermediate_size"], tuple(range(fields["num_layers"])), count=128, per_token=4,
         scores="top_k", bias=True, hidden_act="clamped_swiglu",
     )  # fmt: skip
-    bias = bool(hf.get("attention_bias", True))
+    bias = flag(hf, "attention_bias", True)
     return ModelConfig(
         family="gpt_oss", attention_bias=bias, output_bias=bias, attention_sinks=True, norm_gain="float32",
         experts=mixture, **read_windows(hf, lambda i: i % 2 == 0, 128), **fields,

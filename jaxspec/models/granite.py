@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.family import Family
+from jaxspec.models.family import Family, flag
 from jaxspec.models.layers import Transformer
 from jaxspec.models.llama import common_config, common_fields
 from jaxspec.models.weight_map import transformer_weights
@@ -28,12 +28,12 @@ def _positive(hf: dict[str, Any], name: str) -> float:
 
 def read_config(hf: dict[str, Any]) -> ModelConfig:
     """A Granite config.json as ModelConfig."""
-    bias = bool(hf.get("attention_bias", False))
+    bias = flag(hf, "attention_bias")
     return ModelConfig(
         family="granite",
         attention_bias=bias,
         output_bias=bias,
-        mlp_bias=bool(hf.get("mlp_bias", False)),
+        mlp_bias=flag(hf, "mlp_bias"),
         **{field: _positive(hf, name) for field, name in _SCALES.items()},
         **common_fields(hf),
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.family import Family, check_positive, token_ids
+from jaxspec.models.family import Family, check_number, check_positive, flag, token_ids
 from jaxspec.models.layers import Transformer
 from jaxspec.models.rope_fields import read_rope, write_rope
 from jaxspec.models.weight_map import transformer_weights
@@ -51,7 +51,7 @@ def common_fields(
     )
     if partial is None and rope["partial_rotary_factor"] != 1.0:
         raise ValueError(f"config.json: partial_rotary_factor must be 1.0, got {rope['partial_rotary_factor']!r}")
-    bos_ids = token_ids(hf.get("bos_token_id", bos))
+    bos_ids = token_ids(hf.get("bos_token_id", bos), "bos_token_id")
     eos = list(eos) if isinstance(eos, Sequence) else eos
     return dict(
         vocab_size=int(hf["vocab_size"]),
@@ -64,9 +64,9 @@ def common_fields(
         rms_norm_eps=float(hf.get("rms_norm_eps", eps)),
         **rope,
         hidden_act=activation,
-        tie_word_embeddings=bool(hf.get("tie_word_embeddings", tied)),
+        tie_word_embeddings=flag(hf, "tie_word_embeddings", tied),
         bos_token_id=bos_ids[0] if bos_ids else None,
-        eos_token_ids=token_ids(hf.get("eos_token_id", eos)),
+        eos_token_ids=token_ids(hf.get("eos_token_id", eos), "eos_token_id"),
     )
 
 
@@ -97,6 +97,7 @@ def _check(hf: dict[str, Any], activation: str) -> None:
         check_positive(hf, name, required=True)
     for name in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
         check_positive(hf, name)
+    check_number(hf, "rms_norm_eps")
     heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
     kv_heads = hf.get("num_key_value_heads") or heads
     if heads % kv_heads:
@@ -126,12 +127,12 @@ def _refuse_windows(hf: dict[str, Any]) -> None:
 
 def read_config(hf: dict[str, Any]) -> ModelConfig:
     """A Llama config.json as ModelConfig."""
-    bias = bool(hf.get("attention_bias", False))
+    bias = flag(hf, "attention_bias")
     return ModelConfig(
         family="llama",
         attention_bias=bias,
         output_bias=bias,
-        mlp_bias=bool(hf.get("mlp_bias", False)),
+        mlp_bias=flag(hf, "mlp_bias"),
         **common_fields(hf),
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxspec.models import experts
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.family import Family, read_windows, refuse, write_windows
+from jaxspec.models.family import Family, flag, read_windows, refuse, write_windows
 from jaxspec.models.layers import Transformer
 from jaxspec.models.llama import common_config, common_fields
 from jaxspec.models.mixtral import read_experts
@@ -20,7 +20,7 @@ _NAMES = LayerNames(
 
 
 def _read(family: str, hf: dict[str, Any], **fields: Any) -> ModelConfig:
-    bias = bool(hf.get("attention_bias", False))
+    bias = flag(hf, "attention_bias")
     return ModelConfig(
         family=family,
         attention_bias=bias,
@@ -63,9 +63,9 @@ def read_olmoe(hf: dict[str, Any]) -> ModelConfig:
     fields = common_fields(hf, bos=None, eos=50279, max_positions=4096, eps=1e-5)
     mixture = read_experts(
         hf, fields["intermediate_size"], tuple(range(fields["num_layers"])), count=64, per_token=8,
-        normalised=bool(hf.get("norm_topk_prob", False)),
+        normalised=flag(hf, "norm_topk_prob"),
     )  # fmt: skip
-    bias = bool(hf.get("attention_bias", False))
+    bias = flag(hf, "attention_bias")
     return ModelConfig(
         family="olmoe",
         attention_bias=bias,

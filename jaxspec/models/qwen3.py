@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.family import Family, Wrapped, write_windows
+from jaxspec.models.family import Family, Wrapped, flag, write_windows
 from jaxspec.models.layers import Transformer
 from jaxspec.models.llama import common_config, common_fields
 from jaxspec.models.qwen2 import windows
@@ -14,7 +14,7 @@ from jaxspec.models.weight_map import transformer_weights
 
 def read_config(hf: dict[str, Any]) -> ModelConfig:
     """A Qwen3 config.json as ModelConfig."""
-    bias = bool(hf.get("attention_bias", False))
+    bias = flag(hf, "attention_bias")
     fields = common_fields(hf, bos=None, eos=None, max_positions=32768, head_dim=128, windows=True)
     return ModelConfig(family="qwen3", qk_norm=True, attention_bias=bias, output_bias=bias, **windows(hf), **fields)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxspec.models import experts
 from jaxspec.models.base import Experts, ModelConfig
-from jaxspec.models.family import Family, Wrapped, check_positive, read_windows, write_windows
+from jaxspec.models.family import Family, Wrapped, check_positive, flag, read_windows, write_windows
 from jaxspec.models.llama import common_config, common_fields
 from jaxspec.models.mixtral import read_experts
 from jaxspec.models.weight_map import ExpertNames, LayerNames, transformer_weights
@@ -25,7 +25,7 @@ def _experts(hf: dict[str, Any], inner: int, **usual: Any) -> Experts | None:
     layers = tuple(i for i in range(hf["num_hidden_layers"]) if i not in without and (i + 1) % step == 0)
     if hf.get("num_experts") == 0 or not layers:
         return None
-    normalised = bool(hf.get("norm_topk_prob", False))
+    normalised = flag(hf, "norm_topk_prob")
     return read_experts(hf, int(hf.get("moe_intermediate_size") or inner), layers, normalised=normalised, **usual)
 
 
@@ -51,7 +51,7 @@ def read_qwen2(hf: dict[str, Any]) -> ModelConfig:
     mixture = _experts(hf, 1408, shared_inner=shared, count=60, per_token=4)
     first = hf.get("max_window_layers", 28)
     windows = read_windows(hf, lambda i: i % 2 == 0 and i < first, 4096, switched=True)
-    bias = bool(hf.get("qkv_bias", True))
+    bias = flag(hf, "qkv_bias", True)
     return ModelConfig(family="qwen2_moe", attention_bias=bias, experts=mixture, **windows, **fields)
 
 
@@ -63,7 +63,7 @@ def write_qwen2(cfg: ModelConfig) -> dict[str, Any]:
 
 def read_qwen3(hf: dict[str, Any]) -> ModelConfig:
     """A Qwen3-MoE config.json as ModelConfig."""
-    bias = bool(hf.get("attention_bias", False))
+    bias = flag(hf, "attention_bias")
     fields = common_fields(hf, bos=None, eos=None, max_positions=32768, windows=True)
     windows = read_windows(hf, lambda _: True, 4096, switched=True)
     mixture = _experts(hf, 768, count=128, per_token=8)

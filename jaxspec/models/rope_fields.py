@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.models.base import ModelConfig, RopeScaling
+from jaxspec.models.family import check_number
 
 #: Names of scaling rules; "su" is longrope's in Phi-3's first checkpoints.
 SUPPORTED = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
@@ -29,11 +30,16 @@ def read_rope(
     Raises:
       ValueError: a rule that is not implemented, or one whose numbers are missing or impossible.
     """
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(hf.get(name) or {}, Mapping):
+            raise ValueError(f"config.json: {name} must be an object, got {hf[name]!r}")
     new = hf.get("rope_parameters") or {}
     nested = sorted(k for k, v in new.items() if isinstance(v, dict))
     if nested:
         raise ValueError(f"config.json: rope_parameters by layer type ({nested}) are not supported; expected one set")
     given = hf.get("rope_scaling") or new
+    for fields in (hf, new, given):
+        check_number(fields, "rope_theta")
     theta = float(hf.get("rope_theta") or new.get("rope_theta") or given.get("rope_theta") or theta)
     share = hf.get("partial_rotary_factor", given.get("partial_rotary_factor", new.get("partial_rotary_factor")))
     partial = partial if share is None else share

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.family import Family
+from jaxspec.models.family import Family, flag
 from jaxspec.models.layers import Transformer
 from jaxspec.models.llama import common_config, common_fields
 from jaxspec.models.weight_map import transformer_weights
@@ -15,9 +15,9 @@ def read_config(hf: dict[str, Any]) -> ModelConfig:
     """A Seed-OSS config.json as ModelConfig."""
     return ModelConfig(
         family="seed_oss",
-        attention_bias=bool(hf.get("attention_bias", True)),
-        output_bias=bool(hf.get("attention_out_bias", False)),
-        mlp_bias=bool(hf.get("mlp_bias", False)),
+        attention_bias=flag(hf, "attention_bias", True),
+        output_bias=flag(hf, "attention_out_bias"),
+        mlp_bias=flag(hf, "mlp_bias"),
         **common_fields(hf, bos=0, max_positions=524288, head_dim=128),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxspec.models.base import ModelConfig
-from jaxspec.models.family import Family, read_windows, write_windows
+from jaxspec.models.family import Family, flag, read_windows, write_windows
 from jaxspec.models.layers import Transformer
 from jaxspec.models.llama import common_config, common_fields
 from jaxspec.models.weight_map import transformer_weights
@@ -25,12 +25,12 @@ def _no_rope(hf: dict[str, Any]) -> tuple[int, ...]:
 def read_config(hf: dict[str, Any]) -> ModelConfig:
     """A SmolLM3 config.json as ModelConfig."""
     fields = common_fields(hf, bos=128000, eos=128001, max_positions=32768, theta=2000000.0, tied=True, windows=True)
-    bias, no_rope = bool(hf.get("attention_bias", False)), _no_rope(hf)
+    bias, no_rope = flag(hf, "attention_bias"), _no_rope(hf)
     return ModelConfig(
         family="smollm3",
         attention_bias=bias,
         output_bias=bias,
-        mlp_bias=bool(hf.get("mlp_bias", False)),
+        mlp_bias=flag(hf, "mlp_bias"),
         no_rope_layers=no_rope,
         **read_windows(hf, lambda i: i in no_rope, switched=True),
         **fields,

@@ -52,5 +52,7 @@ def test_the_poorer_half_sets_the_pace():
 def test_what_is_refused():
     with pytest.raises(ValueError, match="tpot must be a positive number of seconds, got 0"):
         Request("r", [1], SamplingParams(), seed=0, tpot=0)
+    with pytest.raises(ValueError, match="tpot must be a positive number of seconds, got 'soon'"):
+        Request("r", [1], SamplingParams(), seed=0, tpot="soon")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"objective must be one of \('cumulative', 'step'\), got 'soon'"):
         SpeculationConfig(objective="soon")

@@ -196,10 +196,11 @@ def test_broken_directories_are_refused_by_name(saved: Path, break_it: Callable[
     [
         ("hidden_size", 0, "hidden_size must be a positive integer, got 0"),
         ("architectures", ["Other"], "architectures ['Other'] is not supported"),
-        ("bos_token_id", {}, "bos_token_id ({}) has a type or value that LlamaForCausalLM cannot have: "),
+        ("bos_token_id", {}, "bos_token_id must be a token id of at least 0, or a list of them, got {}"),
         ("num_hidden_layers", "two", "num_hidden_layers must be a positive integer, got 'two'"),
-        ("rms_norm_eps", "tiny", "rms_norm_eps ('tiny') has a type or value that LlamaForCausalLM cannot have: "),
-        ("rope_scaling", "linear", "rope_scaling ('linear') has a type or value that LlamaForCausalLM cannot have: "),
+        ("rms_norm_eps", "tiny", "rms_norm_eps must be a positive number, got 'tiny'"),
+        ("rope_scaling", "linear", "rope_scaling must be an object, got 'linear'"),
+        ("layer_types", 5, "layer_types (5) has a type or value that LlamaForCausalLM cannot have: "),
         ("quantization_config", {"quant_method": "other"}, "quant_method 'other' is not served"),
     ],
 )
@@ -316,7 +317,7 @@ def test_of_models_that_see_images_the_part_for_text_is_read(
     tensors.write_json(tmp_path / "config.json", {**around, "text_config": config, "vision_config": {}})
     assert_same(hf.load_model(tmp_path), text)
     (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert "text alone is served; 2 tensors for images are left out" in warning
+    assert "text alone is served; what is for images is left out (tensors: 2)" in warning
 
     with pytest.raises(ValueError, match=r"holds more than a model for text \(\['Mistral3ForCond"):
         quantise_directory(tmp_path, tmp_path / "out", FORMATS["int8"])
