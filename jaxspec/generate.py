@@ -284,7 +284,7 @@ def demo(llm: LLM, params: SamplingParams) -> int:
     print(
         f"speed-up {plain_seconds / fast_seconds:.2f}x; the tokens are {'the same' if same else 'NOT the same'}; "
         f"ready after {stats.startup_seconds:.1f} s, warm after {stats.warmup_seconds:.1f} s with {stats.executables} "
-        f"executables, {stats.compilations_after_warmup} compilations beside"
+        f"executables, {stats.compilations_after_warmup} compilations after that"
     )
     return 0 if same else 1
 
