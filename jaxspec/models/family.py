@@ -97,7 +97,7 @@ class Family(Generic[_Model]):
     wrapped: tuple[Wrapped, ...] = ()
 
 
-def token_ids(value: Any, name: str) -> tuple[int, ...]:
+def token_ids(value: Any, name: str = "eos_token_id") -> tuple[int, ...]:
     """Hugging Face writes one id, a list of ids, or null.
 
     Raises:
